@@ -1,0 +1,1 @@
+"""smcserve: Sequential Monte Carlo speculative decoding as a library."""

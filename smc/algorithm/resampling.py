@@ -1,0 +1,124 @@
+"""Resampling schemes: normalised weights and uniforms in, offspring counts out. See the package's legend for axes.
+
+Every scheme is pure and unbiased, E[counts] = n * w, and never crosses groups. `place` then gives copies their slots.
+Sources: Douc, Cappe, Moulines, "Comparison of resampling schemes for particle filtering" (2005); SSP: Gerber, Chopin,
+Whiteley, "Negative association, ordering and convergence of resampling methods" (2019), after Srinivasan (2001).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from smc.algorithm.weights import valid
+
+Scheme = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(weights_GM, draws_G, uniforms_GU) -> counts_GM. Needs U >= max(M, draws) uniforms; systematic uses only the first."""
+
+
+def systematic(weights_GM: Tensor, draws_G: Tensor, uniforms_GU: Tensor) -> Tensor:
+    """One uniform shifts an even grid of n points over the cumulative weights."""
+    grid_GN = torch.arange(int(draws_G.max()), device=weights_GM.device) + uniforms_GU[:, :1]
+    return _count(weights_GM, grid_GN / draws_G[:, None], draws_G)
+
+
+def stratified(weights_GM: Tensor, draws_G: Tensor, uniforms_GU: Tensor) -> Tensor:
+    """One uniform in each of n equal strata."""
+    n = int(draws_G.max())
+    grid_GN = torch.arange(n, device=weights_GM.device) + uniforms_GU[:, :n]
+    return _count(weights_GM, grid_GN / draws_G[:, None], draws_G)
+
+
+def multinomial(weights_GM: Tensor, draws_G: Tensor, uniforms_GU: Tensor) -> Tensor:
+    """n independent draws."""
+    return _count(weights_GM, uniforms_GU[:, : int(draws_G.max())], draws_G)
+
+
+def residual(weights_GM: Tensor, draws_G: Tensor, uniforms_GU: Tensor) -> Tensor:
+    """floor(n w) copies for certain; the rest are independent draws from what is left."""
+    expected_GM = weights_GM * draws_G[:, None]
+    sure_GM = expected_GM.floor()
+    left_G = draws_G - sure_GM.sum(-1).long()
+    rest_GM = expected_GM - sure_GM
+    rest_GM = rest_GM / rest_GM.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    return sure_GM.long() + multinomial(rest_GM, left_G, uniforms_GU)
+
+
+def ssp(weights_GM: Tensor, draws_G: Tensor, uniforms_GU: Tensor) -> Tensor:
+    """Srinivasan sampling process: fractional parts meet in pairs and one of each pair becomes whole. Sequential by nature."""
+    expected = (weights_GM * draws_G[:, None]).tolist()
+    uniforms = uniforms_GU.tolist()
+    counts = [_ssp_one(row, int(n), u) for row, n, u in zip(expected, draws_G.tolist(), uniforms)]
+    return torch.tensor(counts, dtype=torch.int64, device=weights_GM.device)
+
+
+def _ssp_one(expected_M: list[float], draws: int, uniforms_U: list[float]) -> list[int]:
+    counts = [int(x) for x in expected_M]
+    open_index, open_part = 0, expected_M[0] - counts[0]
+    for m in range(1, len(expected_M)):
+        part, u = expected_M[m] - counts[m], uniforms_U[m]
+        total = open_part + part
+        if total < 1:  # one of the two takes all; the other is settled with what it has
+            new_is_open, open_part = u * total < part, total
+        else:  # one of the two becomes whole; the other keeps the remainder
+            new_is_open, open_part = u * (2 - total) < 1 - part, total - 1
+            counts[open_index if new_is_open else m] += 1
+        if new_is_open:
+            open_index = m
+    # The parts add up to a whole number, so rounding decides only whether the last open entry is already whole.
+    counts[open_index] += draws - sum(counts)
+    return counts
+
+
+SCHEMES: dict[str, Scheme] = {
+    "systematic": systematic,
+    "stratified": stratified,
+    "residual": residual,
+    "multinomial": multinomial,
+    "ssp": ssp,
+}
+
+
+def offspring(schemes: list[str], weights_GM: Tensor, draws_G: Tensor, uniforms_GU: Tensor) -> Tensor:
+    """Offspring counts [G, M] where each group names its own scheme. Rows of weights must sum to one."""
+    if len(set(schemes)) == 1:
+        return SCHEMES[schemes[0]](weights_GM, draws_G, uniforms_GU)
+    counts_GM = torch.zeros_like(weights_GM, dtype=torch.int64)
+    for name in set(schemes):
+        rows = torch.tensor([g for g, scheme in enumerate(schemes) if scheme == name], device=weights_GM.device)
+        counts_GM[rows] = SCHEMES[name](weights_GM[rows], draws_G[rows], uniforms_GU[rows])
+    return counts_GM
+
+
+def place(counts_GNF: Tensor, size_G: Tensor) -> tuple[Tensor, Tensor]:
+    """Give every chosen candidate a slot: (ancestor [G, N], branch [G, N]).
+
+    A particle of which any candidate was chosen keeps its own slot with the first of them; further copies fill, in order,
+    the slots of particles that were not. Padding slots point to themselves, branch 0.
+    """
+    groups, n, branches = counts_GNF.shape
+    ancestor_GN = torch.arange(n, device=counts_GNF.device).repeat(groups, 1)
+    branch_GN = torch.zeros_like(ancestor_GN)
+    total_GN = counts_GNF.sum(-1)
+    chosen = torch.repeat_interleave(torch.arange(counts_GNF.numel(), device=counts_GNF.device), counts_GNF.flatten())
+    family, branch = chosen // branches, chosen % branches
+    first = torch.ones_like(family, dtype=torch.bool)
+    first[1:] = family[1:] != family[:-1]
+    branch_GN.view(-1)[family[first]] = branch[first]
+    # Both lists run group by group, and each group has as many free slots as further copies.
+    free = ((total_GN == 0) & valid(size_G, n)).view(-1).nonzero().squeeze(-1)
+    ancestor_GN.view(-1)[free] = family[~first] % n
+    branch_GN.view(-1)[free] = branch[~first]
+    return ancestor_GN, branch_GN
+
+
+def _count(weights_GM: Tensor, points_GN: Tensor, draws_G: Tensor) -> Tensor:
+    """How many of each group's first `draws` points in [0, 1) fall into each weight's share of the unit interval."""
+    cumulative_GM = weights_GM.cumsum(-1)
+    # Scaling by the last sum, from strictly below 1, leaves no point past the last entry that has any weight.
+    points_GN = points_GN.clamp(max=1 - 2.0**-52) * cumulative_GM[:, -1:]
+    index_GN = torch.searchsorted(cumulative_GM, points_GN, right=True).clamp(max=weights_GM.shape[-1] - 1)
+    drawn_GN = valid(draws_G, points_GN.shape[-1]).long()
+    return torch.zeros_like(weights_GM, dtype=torch.int64).scatter_add_(1, index_GN, drawn_GN)

@@ -1,0 +1,119 @@
+"""One round of SMC-SD after scoring: weigh candidates, resample if the population degenerated, pick branches.
+
+Lockstep and look-ahead are the same function. What differs is the candidates: lockstep offers one per particle, ended by
+the bonus token; look-ahead offers F, one for each branch of the next block that was drafted while the target scored this one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from smc.algorithm.resampling import offspring, place
+from smc.algorithm.weights import effective_sample_size, log_mean_weight, normalise, valid
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What becomes of each slot, and what the round did to the population."""
+
+    ancestor_GN: Tensor
+    """int64: the particle whose past the slot continues; its own index if it survived in place."""
+    branch_GN: Tensor
+    """int64: which of the ancestor's candidates it continues with."""
+    logw_GN: Tensor
+    """float64 log-weights after the round; padding keeps -inf."""
+    log_z_G: Tensor
+    """float64 increment of the running log Z-hat: 0 unless the group resampled, -inf if it collapsed."""
+    ess_G: Tensor
+    """float64 effective sample size before resampling."""
+    resampled_G: Tensor
+    collapsed_G: Tensor
+    """bool: every weight was zero; weights were set equal and decoding goes on."""
+
+
+def lockstep_candidates(logw_GN: Tensor, block_GN: Tensor, bonus_log_z_GN: Tensor) -> Tensor:
+    """Candidate log-weights [G, N, 1] of a lockstep round (design section 2, steps 3 and 4).
+
+    `block_GN` is the block's increment (`weights.block_log_weight`); `bonus_log_z_GN` the log normaliser of the law the bonus
+    was drawn from: 0 at alpha = 1, and 0 for a particle that ended inside the block.
+    """
+    return (logw_GN + block_GN + bonus_log_z_GN)[..., None]
+
+
+def lookahead_candidates(logw_GN: Tensor, block_GN: Tensor, next_GNF: Tensor, open_GN: Tensor) -> Tensor:
+    """Candidate log-weights [G, N, F] of a look-ahead round (design section 3).
+
+    `next_GNF` is alpha * log p - log q of the first token of every branch. A particle that ended (`open` false) has one
+    candidate, itself, with its whole weight.
+    """
+    branches = next_GNF.shape[-1]
+    spread_GNF = next_GNF - torch.log(torch.tensor(float(branches), dtype=torch.float64))
+    alone_F = torch.full((branches,), -torch.inf, dtype=torch.float64, device=next_GNF.device)
+    alone_F[0] = 0.0
+    return (logw_GN + block_GN)[..., None] + torch.where(open_GN[..., None], spread_GNF, alone_F)
+
+
+def select(
+    candidates_GNF: Tensor, size_G: Tensor, threshold_G: Tensor, schemes: list[str], uniforms_GU: Tensor, branch_uniforms_GN: Tensor
+) -> Selection:
+    """Choose every slot's candidate. E[weight of candidate] is preserved, so Z-hat stays unbiased for any F >= 1.
+
+    A group whose family ESS is below threshold * N draws N of its N * F candidates by its scheme and sets weights to 0;
+    any other keeps one branch of each particle, drawn by its share, and lets the particle carry the whole family's weight.
+    """
+    groups, n, branches = candidates_GNF.shape
+    mask_GN = valid(size_G, n)
+    candidates_GNF = torch.where(mask_GN[..., None], candidates_GNF.double(), -torch.inf)
+    family_GN = candidates_GNF.logsumexp(-1)
+    weights_GN, log_sum_G = normalise(family_GN)
+    ess_G = effective_sample_size(weights_GN)
+    collapsed_G = log_sum_G == -torch.inf
+    resampled_G = (ess_G < threshold_G * size_G) & ~collapsed_G
+
+    ancestor_GN = torch.arange(n, device=family_GN.device).repeat(groups, 1)
+    branch_GN = own_branch(candidates_GNF - family_GN.clamp(min=torch.finfo(torch.float64).min)[..., None], branch_uniforms_GN)
+    rows = resampled_G.nonzero().squeeze(-1)
+    if len(rows):
+        weights_GM, _ = normalise(candidates_GNF[rows].flatten(1))
+        names = [schemes[g] for g in rows.tolist()]
+        counts_GM = offspring(names, weights_GM, size_G[rows], uniforms_GU[rows])
+        ancestor_GN[rows], branch_GN[rows] = place(counts_GM.view(-1, n, branches), size_G[rows])
+    reset_G = resampled_G | collapsed_G
+    flat_GN = torch.where(mask_GN, 0.0, -torch.inf).double()
+    return Selection(
+        ancestor_GN=ancestor_GN,
+        branch_GN=branch_GN,
+        logw_GN=torch.where(reset_G[:, None], flat_GN, family_GN),
+        log_z_G=torch.where(reset_G, log_mean_weight(log_sum_G, size_G), 0.0),
+        ess_G=ess_G,
+        resampled_G=resampled_G,
+        collapsed_G=collapsed_G,
+    )
+
+
+def own_branch(log_share_GNF: Tensor, uniforms_GN: Tensor) -> Tensor:
+    """One branch per particle [G, N], drawn with probability exp(log_share); branch 0 where all shares are zero."""
+    cumulative_GNF = log_share_GNF.exp().cumsum(-1)
+    point_GN1 = uniforms_GN[..., None] * cumulative_GNF[..., -1:]
+    return (cumulative_GNF <= point_GN1).sum(-1).remainder(cumulative_GNF.shape[-1])
+
+
+def final_draw(logw_N: Tensor, uniform: float) -> int:
+    """The answer's particle: one draw from softmax(log w), not the argmax. Equal weights if all are zero."""
+    weights_N, log_sum = normalise(logw_N[None])
+    if log_sum.item() == -torch.inf:
+        weights_N = torch.full_like(weights_N, 1 / weights_N.shape[-1])
+    return int((weights_N[0].cumsum(-1) <= uniform * weights_N.sum()).sum().clamp(max=weights_N.shape[-1] - 1))
+
+
+def committed_length(tokens_NL: Tensor, length_N: Tensor, start: int = 0) -> int:
+    """Length of the longest common prefix of a population, given that its first `start` tokens agree.
+
+    Tokens on which all particles agree can no longer change: every future particle is a copy of one of these.
+    """
+    end = int(length_N.min())
+    agree_L = (tokens_NL[:, start:end] == tokens_NL[:1, start:end]).all(0)
+    return start + int(agree_L.long().cumprod(0).sum())

@@ -1,0 +1,39 @@
+"""Importance weights of particle populations: update, normalise, effective sample size, evidence. See the package's legend for axes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def block_log_weight(logp_XK: Tensor, logq_XK: Tensor, counts_X: Tensor, alpha_X: Tensor) -> Tensor:
+    """log-weight increment [X], float64, of a block: sum over its first `counts` tokens of alpha * log p - log q.
+
+    Tokens past `counts` do not exist (they follow EOS, a stop or the length cap) and never count, whatever they hold.
+    """
+    exists_XK = torch.arange(logp_XK.shape[-1], device=logp_XK.device) < counts_X[:, None]
+    term_XK = alpha_X[:, None] * logp_XK.double() - logq_XK.double()
+    return torch.where(exists_XK, term_XK, 0.0).sum(-1)
+
+
+def valid(size_G: Tensor, n: int) -> Tensor:
+    """Mask [G, n]: which entries of each group are not padding."""
+    return torch.arange(n, device=size_G.device) < size_G[:, None]
+
+
+def normalise(logw_GN: Tensor) -> tuple[Tensor, Tensor]:
+    """Normalised weights [G, N] and log of their sum [G], in float64. A group whose weights are all zero gives zeros and -inf."""
+    logw_GN = logw_GN.double()
+    log_sum_G = logw_GN.logsumexp(-1)
+    return torch.exp(logw_GN - log_sum_G.clamp(min=torch.finfo(torch.float64).min)[:, None]), log_sum_G
+
+
+def effective_sample_size(weights_GN: Tensor) -> Tensor:
+    """ESS = 1 / sum w^2 of normalised weights, [G], between 1 and N (0 for an all-zero group)."""
+    square_sum_G = weights_GN.square().sum(-1)
+    return torch.where(square_sum_G > 0, 1 / square_sum_G, 0.0)
+
+
+def log_mean_weight(log_sum_G: Tensor, size_G: Tensor) -> Tensor:
+    """logsumexp(log w) - log N, [G]: what a resampling adds to the running log Z-hat, and the last population at the end."""
+    return log_sum_G - size_G.double().log()

@@ -1,0 +1,7 @@
+"""A model pair small enough to ship: word problems made here, and where the two models trained on them lie."""
+
+from pathlib import Path
+
+WEIGHTS = Path(__file__).parent / "weights"
+TARGET = WEIGHTS / "target"
+DRAFT = WEIGHTS / "draft"

@@ -1,0 +1,90 @@
+"""Running a `Decoder` on whole rows without a KV cache, and measuring how many problems it solves by plain sampling.
+
+Knows nothing about speculative decoding: its accuracies are those of one model alone.
+
+Axes: B rows, S token positions, T = B * S, E hidden size, H query heads, J key/value heads, D head dimension, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn import functional as F
+
+from smc.demo.problems import Problem, grade
+from smc.demo.tokenizer import EOS, render
+from smc.models.decoder import Decoder
+
+MAX_ANSWER = 112
+"""Longest answer sampled, in tokens; the longest right one is a little shorter."""
+
+
+def hidden_states(model: Decoder, rope_SD: Tensor, tokens_BS: Tensor) -> Tensor:
+    """Hidden states [B, S, E] under dense causal attention; row s of `rope_SD` belongs to position s."""
+    rows, width = tokens_BS.shape
+
+    def attend(_layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor) -> Tensor:
+        q, k, v = (x.unflatten(0, (rows, width)).transpose(1, 2) for x in (q_THD, k_TJD, v_TJD))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(0, 1)
+
+    return model(tokens_BS.flatten(), rope_SD[:width].repeat(rows, 1), attend).unflatten(0, (rows, width))
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """A share of problems solved."""
+
+    correct: int
+    count: int
+
+    @property
+    def share(self) -> float:
+        return self.correct / self.count
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Wilson's 95% interval."""
+        z, n, p = 1.96, self.count, self.share
+        middle, spread = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+        return max(0.0, middle - spread) / (1 + z * z / n), min(1 + z * z / n, middle + spread) / (1 + z * z / n)
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return f"{self.share:.1%} ({self.correct} of {self.count}; 95% interval {low:.1%} to {high:.1%})"
+
+
+def measure(model: Decoder, rope_SD: Tensor, tokenizer: Tokenizer, problems: list[Problem], seed: int) -> Accuracy:
+    """Sample one answer to each problem at temperature 1 and grade it."""
+    prompts = [tokenizer.encode(render(problem.question)).ids for problem in problems]
+    answers = sample_answers(model, rope_SD, prompts, tokenizer.token_to_id(EOS), seed)
+    texts = (tokenizer.decode(answer) for answer in answers)
+    return Accuracy(sum(grade(problem, text) for problem, text in zip(problems, texts)), len(problems))
+
+
+@torch.inference_mode()
+def sample_answers(model: Decoder, rope_SD: Tensor, prompts: list[list[int]], eos: int, seed: int) -> list[list[int]]:
+    """Continue every prompt up to `eos` or MAX_ANSWER tokens. Returns the new tokens, `eos` left out."""
+    device = rope_SD.device
+    generator = torch.Generator(device).manual_seed(seed)
+    rows_B = torch.arange(len(prompts), device=device)
+    end_B = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    width = int(end_B.max())
+    tokens_BS = torch.full((len(prompts), width + MAX_ANSWER), eos, device=device)
+    for row, prompt in enumerate(prompts):
+        tokens_BS[row, : len(prompt)] = torch.tensor(prompt, device=device)
+    done_B = torch.zeros_like(end_B, dtype=torch.bool)
+    for new in range(MAX_ANSWER):
+        # Rows are ragged on the right, so causal attention never sees their padding.
+        hidden_BSE = hidden_states(model, rope_SD, tokens_BS[:, : width + new])
+        law_BV = model.logits(hidden_BSE[rows_B, end_B + new - 1]).softmax(-1)
+        next_B = torch.multinomial(law_BV, 1, generator=generator)[:, 0].masked_fill(done_B, eos)
+        tokens_BS[rows_B, end_B + new] = next_B
+        done_B |= next_B == eos
+        if done_B.all():
+            break
+    answers = [row[len(prompt) : len(prompt) + MAX_ANSWER] for row, prompt in zip(tokens_BS.tolist(), prompts)]
+    return [answer[: answer.index(eos)] if eos in answer else answer for answer in answers]

@@ -1,0 +1,133 @@
+"""The training loop of the demo models: a recipe, and one model being trained by it.
+
+Knows nothing about where problems come from, how models are graded or where they are written.
+
+Axes: as in `smc.demo.dense`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from smc.demo import dense
+from smc.demo.corpus import GROUPS, IGNORED, Corpus
+from smc.models.config import ModelConfig
+from smc.models.decoder import Decoder, RopeTable
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one model is trained."""
+
+    config: ModelConfig
+    seed: int
+    """Of the first weights and of the order of the problems."""
+    batch: int
+    """Problems a step."""
+    steps: int | None
+    """Length of the run in steps; None if `minutes` bounds it."""
+    minutes: float | None
+    """Length of the run by the clock; None if `steps` bounds it."""
+    peak_rate: float = 1e-3
+    warmup: int = 200
+    """Steps over which the learning rate rises; it then falls along a cosine to zero at the end of the run."""
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    """Largest norm of a step's gradient."""
+
+    def __post_init__(self) -> None:
+        if (self.steps is None) == (self.minutes is None):
+            raise ValueError(f"steps={self.steps} and minutes={self.minutes}; exactly one of them must be given")
+        if self.batch < 1 or self.batch % GROUPS:
+            raise ValueError(f"batch={self.batch} is not a positive multiple of {GROUPS}, the number of length groups")
+
+    def progress(self, step: int, seconds: float) -> float:
+        """Share of the run that is over."""
+        return step / self.steps if self.steps is not None else seconds / (60 * self.minutes)
+
+    def rate(self, step: int, progress: float) -> float:
+        return self.peak_rate * min(1, (step + 1) / self.warmup) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+Watch = Callable[[int, Decoder], bool]
+"""(step, model) -> whether to stop; called after every step."""
+
+
+def initialise(config: ModelConfig, seed: int) -> Decoder:
+    """Small random weights; matrices that write to the residual stream are smaller still, the deeper the model."""
+    torch.manual_seed(seed)
+    model = Decoder(config)
+    for name, weight in model.named_parameters():
+        if weight.dim() == 2:
+            depth = math.sqrt(2 * config.num_layers) if name.endswith(("o.weight", "down.weight")) else 1
+            torch.nn.init.normal_(weight, std=0.5 / math.sqrt(weight.shape[1]) / depth)
+    return model
+
+
+def answer_loss(model: Decoder, rope_SD: Tensor, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
+    """Negative log-likelihood of all answer tokens, summed."""
+    logits_TV = model.logits(dense.hidden_states(model, rope_SD, tokens_BS).flatten(0, 1))
+    return F.cross_entropy(logits_TV, labels_BS.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+class Trainer:
+    """One model being trained."""
+
+    def __init__(self, recipe: Recipe, data: Corpus, device: str, compile_loss: bool) -> None:
+        self.recipe, self.data, self.device = recipe, data, device
+        self.model = initialise(recipe.config, recipe.seed).to(device)
+        self.rope_SD = RopeTable(recipe.config, recipe.config.max_context, device).table
+        self.loss = torch.compile(answer_loss, dynamic=False) if compile_loss else answer_loss
+        self.generator = torch.Generator(device).manual_seed(recipe.seed)
+        matrices = [weight for weight in self.model.parameters() if weight.dim() == 2]
+        vectors = [weight for weight in self.model.parameters() if weight.dim() == 1]
+        groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=recipe.peak_rate, betas=(0.9, 0.98), fused=device != "cpu")
+
+    def run(self, watch: Watch | None = None) -> int:
+        """Train to the end, or until `watch` says so. Returns the number of steps done."""
+        self.gradients()  # compiles outside the clock, which sets the learning rate
+        began = last_said = time.monotonic()
+        step, progress = 0, 0.0
+        while progress < 1:
+            self._set_rate(self.recipe.rate(step, progress))
+            loss = self.gradients()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
+            self.optimizer.step()
+            step += 1
+            if step % 100 == 0 or time.monotonic() - last_said > 30:
+                _say_progress(step, loss.item(), progress, time.monotonic() - began)
+                last_said = time.monotonic()
+            if watch is not None and watch(step, self.model):
+                break
+            progress = self.recipe.progress(step, time.monotonic() - began)
+        return step
+
+    def _set_rate(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    def gradients(self) -> Tensor:
+        """Gradients of one fresh batch. Returns its loss a token."""
+        self.optimizer.zero_grad()
+        parts = list(self.data.sample(self.recipe.batch, self.generator))
+        answer_tokens = sum((part.labels_BS != IGNORED).sum() for part in parts)
+        total = torch.zeros((), device=self.device)
+        for part in parts:
+            with torch.autocast("cuda", torch.bfloat16, enabled=self.device != "cpu"):
+                loss = self.loss(self.model, self.rope_SD, part.tokens_BS, part.labels_BS) / answer_tokens
+            loss.backward()
+            total += loss.detach()
+        return total
+
+
+def _say_progress(step: int, loss: float, progress: float, seconds: float) -> None:
+    eta = seconds / progress - seconds if progress else float("nan")
+    print(f"step {step:6d}  loss {loss:.4f}  {step / seconds:6.2f} steps/s  {progress:4.0%} done, {eta:.0f} s left", flush=True)

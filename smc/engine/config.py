@@ -1,0 +1,61 @@
+"""Settings of an engine: what holds for all its requests. Checked when built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_BLOCK = 32
+MAX_BRANCHES = 32
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Raises ValueError naming the field, the value and what is allowed."""
+
+    form: str = "lookahead"
+    """`lockstep`: draft, then score. `lookahead`: draft every outcome of the next block while the target scores this one."""
+    block: int = 8
+    """K, 1..32: tokens the draft draws per round."""
+    branches: int | None = None
+    """F, 1..32: branches of the next block per particle. Look-ahead only; default 4."""
+    max_slots: int = 64
+    """Particles of all running requests together."""
+    max_context: int | None = None
+    """Longest prompt plus answer, in tokens; default: what the models were made for."""
+    pages: int | None = None
+    """Token positions in the KV pool of each model; default: 512 a slot, and at least one request of the longest context."""
+    prefill_chunk: int = 512
+    """Prompt tokens run per step and model, so that a long prompt does not stop the others."""
+    defensive_share: float = 0.05
+    """Share of the untruncated law in the proposal of a truncated request (smc/laws.py)."""
+
+    def __post_init__(self) -> None:
+        if self.form not in ("lockstep", "lookahead"):
+            raise ValueError(f"form={self.form!r}; allowed: lockstep, lookahead")
+        if self.form == "lockstep" and self.branches not in (None, 1):
+            raise ValueError(f"branches={self.branches} has no effect with form='lockstep'; leave it out")
+        if self.branches is None:
+            object.__setattr__(self, "branches", 4 if self.form == "lookahead" else 1)
+        for name, low, high in (
+            ("block", 1, MAX_BLOCK),
+            ("branches", 1, MAX_BRANCHES),
+            ("max_slots", 1, 65536),
+            ("prefill_chunk", 1, 1 << 20),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not low <= value <= high:
+                raise ValueError(f"{name}={value!r}; allowed: {low}..{high}")
+        for name in ("max_context", "pages"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 2):
+                raise ValueError(f"{name}={value!r}; allowed: >= 2")
+        if not 0 < self.defensive_share < 1:
+            raise ValueError(f"defensive_share={self.defensive_share!r}; allowed: between 0 and 1, both excluded")
+
+    def pool_pages(self, context: int) -> int:
+        """`pages`, or the default for this context."""
+        return self.pages or max(512 * self.max_slots, context + self.branches * self.block)
+
+    @property
+    def lookahead(self) -> bool:
+        return self.form == "lookahead"

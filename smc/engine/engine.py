@@ -1,0 +1,207 @@
+"""The scheduler: continuous batching of requests, from submission to the final draw. It owns every decision.
+
+    submit -> queue -> admit (slots and pages reserved) -> prefill (once per model, in chunks) -> fan out -> rounds -> final draw
+
+One `step` advances everything once: at most one chunk of prompts, then one round of all running groups. What it talks to are
+two workers (smc/engine/messages.py); whether they live here, in other processes or on other machines is not its business.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+import torch
+
+from smc.algorithm.selection import final_draw
+from smc.algorithm.weights import log_mean_weight, normalise
+from smc.engine.admission import METHOD_SIDES, PageBudget, check_fits, pages_needed
+from smc.engine.config import EngineConfig
+from smc.engine.group import Group, Phase
+from smc.engine.kvrows import SIDES, KVRows
+from smc.engine.messages import Worker
+from smc.engine.plain import plain_round
+from smc.engine.prefill import prefill_step, start_answer
+from smc.engine.request import Answer, FinishReason, Method, Output, Request
+from smc.engine.rounds import SMCRounds
+from smc.engine.slots import Slots
+from smc.engine.text import StopRules
+from smc.models.tokenizer import Tokenizer
+from smc.philox import Purpose, uniforms
+
+
+class Engine:
+    """Runs requests over two workers. Not thread-safe: one caller submits, aborts and steps."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        workers: dict[str, Worker],
+        tokenizer: Tokenizer,
+        *,
+        pages: dict[str, int],
+        context: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`workers` are keyed `draft` and `target`; `pages` are the capacities of their pools; `clock` gives seconds."""
+        self.config, self.tokenizer, self.context = config, tokenizer, context
+        self.slots = Slots(config.max_slots, context + config.block + 1, config.block + 1, tokenizer.size)
+        self.budget = PageBudget(pages)
+        self._rows = KVRows(self.slots, workers, config.branches)
+        self._smc = SMCRounds(config, self.slots, self._rows)
+        self._clock = clock
+        self._groups: dict[str, Group] = {}
+        self._ready: list[Output] = []
+
+    @property
+    def idle(self) -> bool:
+        """Nothing queued, nothing running, nothing left to report."""
+        return not self._groups and not self._ready
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises ValueError for what this engine could never run, and for a request id in use."""
+        if request.request_id in self._groups:
+            raise ValueError(f"request_id={request.request_id!r} is already in use; it must be unique among running requests")
+        check_fits(request, self.config, self.budget.capacity, self.context, self.tokenizer.size)
+        seed = request.params.seed if request.params.seed is not None else secrets.randbits(63)
+        rules = StopRules(request.params, self.tokenizer, self.tokenizer.size)
+        self._groups[request.request_id] = Group(request, seed, rules, self._clock(), pages_needed(request, self.config))
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now, in whatever phase; its slots and pages are free when this returns. False if it is not known."""
+        group = self._groups.get(request_id)
+        if group is None:
+            return False
+        self._finish(group, FinishReason.CANCELLED)
+        return True
+
+    def step(self) -> list[Output]:
+        """Advance everything once. Returns what became final: at most one Output per request, in order of submission."""
+        self._expire()
+        self._admit()
+        self._prefill()
+        self._run_rounds()
+        for group in list(self._groups.values()):
+            self._report(group)
+        ready, self._ready = self._ready, []
+        return ready
+
+    def run(self, requests: Iterable[Request]) -> Iterator[Output]:
+        """Submit all, step until idle, yield what becomes final as it does."""
+        for request in requests:
+            self.submit(request)
+        while not self.idle:
+            yield from self.step()
+
+    def check_books(self) -> None:
+        """When idle, everything must be free again. Raises AssertionError otherwise."""
+        assert self.idle and not any(self.budget.reserved.values()), f"pages still reserved: {self.budget.reserved}"
+        assert self.slots.num_free == self.config.max_slots, "slots still claimed"
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for group in list(self._groups.values()):
+            budget = group.params.time_budget
+            if budget is not None and now - group.submitted >= budget:
+                self._finish(group, FinishReason.TIME_BUDGET)
+
+    def _admit(self) -> None:
+        """Strictly in order: a large request at the head is not overtaken until it fits."""
+        for group in self._groups.values():
+            if group.phase is not Phase.QUEUED:
+                continue
+            if group.params.rows > self.slots.num_free or not self.budget.reserve(group.pages):
+                return
+            group.slots = self.slots.claim(group.params.rows, group.params.max_tokens, group.rules.stop_ids)
+            group.prefilled = dict.fromkeys(METHOD_SIDES[group.params.method], 0)
+            group.phase = Phase.PREFILL
+
+    def _prefill(self) -> None:
+        groups = self._in(Phase.PREFILL)
+        if not groups:
+            return
+        for side in SIDES:
+            prefill_step(groups, self.slots, self._rows, side, self.config.prefill_chunk)
+        for group in groups:
+            if not group.error and all(done == group.prompt_size for done in group.prefilled.values()):
+                start_answer(group, self.slots, self._rows)
+                group.phase = Phase.RUNNING
+
+    def _run_rounds(self) -> None:
+        running = [g for g in self._in(Phase.RUNNING) if not self._complete(g)]
+        smc = [g for g in running if g.is_smc]
+        if smc:
+            self._smc.run(smc)
+        for method, side in ((Method.TARGET, "target"), (Method.DRAFT, "draft")):
+            plain = [g for g in running if g.params.method is method]
+            if plain:
+                plain_round(plain, self.slots, self._rows, side, self.config.block)
+
+    def _in(self, phase: Phase) -> list[Group]:
+        return [g for g in self._groups.values() if g.phase is phase]
+
+    def _complete(self, group: Group) -> bool:
+        return bool(self.slots.ended_S[group.slots].all()) and not self.slots.unscored(group.slots).any()
+
+    def _report(self, group: Group) -> None:
+        """Stream what became common to all particles; finish what is complete or failed."""
+        if group.error:
+            self._finish(group, FinishReason.ERROR)
+        elif group.phase is Phase.RUNNING and self._complete(group):
+            self._finish(group, None)
+        elif group.committed > group.streamed:
+            new = self._tokens(group, 0)[group.streamed : group.committed]
+            group.streamed = group.committed
+            self._ready.append(Output(group.id, new, group.stream.push(new)))
+
+    def _tokens(self, group: Group, particle: int) -> tuple[int, ...]:
+        slot = group.slots[particle]
+        return tuple(self.slots.tokens_SL[slot, : self.slots.length_S[slot]].tolist())
+
+    def _finish(self, group: Group, reason: FinishReason | None) -> None:
+        """The final draw, the last Output, and everything the group held given back. `reason` None: it is complete."""
+        tokens, matched = self._final_tokens(group, reason), None
+        log_z = group.log_z
+        if group.phase is Phase.RUNNING:
+            _, log_sum = normalise(torch.from_numpy(self.slots.logw_S[group.slots])[None])
+            log_z += log_mean_weight(log_sum, torch.tensor([len(group.slots)])).item()
+        if reason is None:
+            reason, matched = group.rules.why(tokens, group.params.max_tokens)
+        text = group.rules.text(tokens)
+        answer = Answer(
+            request_id=group.id,
+            tokens=tokens,
+            text=text,
+            finish_reason=reason,
+            matched=matched,
+            seed=group.seed,
+            prompt_tokens=group.prompt_size,
+            statistics=group.tally.statistics(log_z),
+            seconds=self._clock() - group.submitted,
+            error=group.error,
+        )
+        self._ready.append(Output(group.id, tokens[group.streamed :], group.stream.finish(text), answer))
+        self._release(group)
+
+    def _final_tokens(self, group: Group, reason: FinishReason | None) -> tuple[int, ...]:
+        """The drawn particle's tokens. Before the end: those that have been weighed, and whatever has been streamed."""
+        if group.phase is not Phase.RUNNING:
+            return ()
+        if reason in (FinishReason.ERROR, FinishReason.CANCELLED):
+            return self._tokens(group, 0)[: group.streamed]
+        seed_G, round_G = np.array([group.seed], dtype=np.int64), np.array([group.rounds], dtype=np.int64)
+        uniform = uniforms(seed_G, round_G, 1, Purpose.FINAL)[0, 0]
+        particle = final_draw(torch.from_numpy(self.slots.logw_S[group.slots]), float(uniform))
+        tokens = self._tokens(group, particle)
+        if reason is not None:
+            tokens = tokens[: max(int(self.slots.block_S[group.slots[particle]]) + 1, group.streamed)]
+        return tokens
+
+    def _release(self, group: Group) -> None:
+        if group.phase is not Phase.QUEUED:
+            self._rows.release(group)
+            self.slots.give_back(group.slots)
+            self.budget.give_back(group.pages)
+        del self._groups[group.id]

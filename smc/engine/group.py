@@ -1,0 +1,141 @@
+"""One request inside the engine: its particles' slots, how far it has come, and what has been streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from smc.engine.request import Method, Request, Statistics
+from smc.engine.text import StopRules, TextStream
+
+
+class Phase(Enum):
+    QUEUED = "queued"
+    PREFILL = "prefill"
+    RUNNING = "running"
+
+
+@dataclass
+class Group:
+    """Mutable state of one request. Particles are in `Slots`; this holds what they have in common."""
+
+    request: Request
+    seed: int
+    rules: StopRules
+    submitted: float
+    """Engine clock at submission, seconds."""
+    pages: dict[str, int]
+    """KV pages reserved in each worker's pool, the most the group can ever hold there."""
+    phase: Phase = Phase.QUEUED
+    slots: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    prefilled: dict[str, int] = field(default_factory=dict)
+    """Prompt tokens run so far, for each worker the method uses."""
+    first_tokens: np.ndarray | None = None
+    """[N] drawn by the end of the prefill."""
+    rounds: int = 0
+    committed: int = 0
+    """Answer tokens on which all particles agree."""
+    streamed: int = 0
+    """Answer tokens that have been reported to the caller."""
+    shared: dict[str, int] = field(default_factory=dict)
+    """Leading positions that all live rows of the group hold in the same pages, for each worker."""
+    log_z: float = 0.0
+    error: str | None = None
+    stream: TextStream = field(init=False)
+    tally: Tally = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stream = TextStream(self.rules)
+        self.tally = Tally(self.request.params.rows)
+
+    @property
+    def id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def params(self):
+        return self.request.params
+
+    @property
+    def is_smc(self) -> bool:
+        return self.params.method is Method.SMC
+
+    @property
+    def prompt_size(self) -> int:
+        return len(self.request.prompt)
+
+
+@dataclass
+class Tally:
+    """Running sums behind Statistics."""
+
+    particles: int
+    rounds: int = 0
+    resamples: int = 0
+    collapses: int = 0
+    ess_sum: float = 0.0
+    ess_min: float = float("inf")
+    draft_tokens: int = 0
+    target_tokens: int = 0
+    lag_sum: int = 0
+
+    def count_tokens(self, side: str, tokens: int) -> None:
+        if side == "draft":
+            self.draft_tokens += tokens
+        else:
+            self.target_tokens += tokens
+
+    def statistics(self, log_z: float) -> Statistics:
+        rounds = max(self.rounds, 1)
+        return Statistics(
+            particles=self.particles,
+            rounds=self.rounds,
+            resamples=self.resamples,
+            collapses=self.collapses,
+            mean_ess=self.ess_sum / rounds,
+            min_ess=self.ess_min if self.rounds else 0.0,
+            log_z=log_z,
+            draft_tokens=self.draft_tokens,
+            target_tokens=self.target_tokens,
+            committed_lag=self.lag_sum / rounds,
+        )
+
+
+class Population:
+    """The slots of several groups, side by side: A slots in all, group after group, and their view as [G, N] with padding."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.groups = list(groups)
+        self.sizes_G = np.array([len(g.slots) for g in self.groups], dtype=np.int64)
+        self.slots_A = np.concatenate([g.slots for g in self.groups])
+        self.group_A = np.repeat(np.arange(len(self.groups)), self.sizes_G)
+        self.first_A = np.repeat(np.cumsum(self.sizes_G) - self.sizes_G, self.sizes_G)
+        """Index of the group's first slot."""
+        self.particle_A = np.arange(len(self.slots_A)) - self.first_A
+        self.prompt_A = self.per_slot([g.prompt_size for g in self.groups], np.int32)
+
+    def per_slot(self, values: Sequence[float] | Sequence[int], dtype: type) -> np.ndarray:
+        """One value per group -> one per slot."""
+        return np.asarray(values, dtype=dtype)[self.group_A]
+
+    def count_tokens(self, side: str, chosen_A: np.ndarray, tokens_X: np.ndarray) -> None:
+        """Add the work of the chosen slots to their groups' tallies."""
+        per_group = np.bincount(self.group_A[chosen_A], tokens_X, len(self.groups))
+        for group, tokens in zip(self.groups, per_group.tolist()):
+            group.tally.count_tokens(side, int(tokens))
+
+    def grid(self, values_A: np.ndarray, fill: float) -> np.ndarray:
+        """[A, ...] -> [G, N, ...] with `fill` where a group has fewer than N particles."""
+        shape = (len(self.groups), int(self.sizes_G.max()), *values_A.shape[1:])
+        if len(self.slots_A) == shape[0] * shape[1]:
+            return values_A.reshape(shape)
+        grid = np.full(shape, fill, dtype=values_A.dtype)
+        grid[self.group_A, self.particle_A] = values_A
+        return grid
+
+    def flat(self, grid_GN: np.ndarray) -> np.ndarray:
+        """[G, N, ...] -> [A, ...]."""
+        return grid_GN[self.group_A, self.particle_A]

@@ -1,0 +1,195 @@
+"""The nouns a user meets: what is asked (SamplingParams), what comes back (Output, Answer, Statistics).
+
+Settings are checked when they are built; a setting that the chosen method would ignore is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from smc.algorithm.resampling import SCHEMES
+
+MAX_PARTICLES = 64
+
+
+class Method(StrEnum):
+    """How a request is decoded."""
+
+    SMC = "smc"
+    TARGET = "target"
+    """Plain decoding by the target model: the baseline of every table."""
+    DRAFT = "draft"
+    """Plain decoding by the draft model: the floor of every quality table."""
+
+
+class FinishReason(StrEnum):
+    EOS = "eos"
+    STOP_TOKEN = "stop_token"
+    STOP_STRING = "stop_string"
+    LENGTH = "length"
+    TIME_BUDGET = "time_budget"
+    """The request's own time was used up: the answer is the weighted draw among what existed then."""
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is decoded. Raises ValueError naming the field, the value and what is allowed."""
+
+    method: str = "smc"
+    """`smc`, `target` or `draft`."""
+    particles: int | None = None
+    """N, 1..64. SMC only; default 8."""
+    temperature: float = 1.0
+    """Of the target law, and of the draft's unless `draft_temperature` is given. > 0 for SMC; 0 = greedy otherwise."""
+    draft_temperature: float | None = None
+    """Of the proposal. SMC only; default: `temperature`. Weights correct for it."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 = all."""
+    top_p: float = 1.0
+    """Keep the smallest set of likeliest tokens with at least this mass; 1 = all."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this share of the likeliest; 0 = none."""
+    alpha: float | None = None
+    """Exponent of the target law over sequences, > 0. SMC only; default 1."""
+    ess_threshold: float | None = None
+    """Resample when ESS < threshold * N, 0..1; 0 = never. SMC only; default 0.5."""
+    resampling: str | None = None
+    """Scheme. SMC only; default `systematic`."""
+    seed: int | None = None
+    """64-bit; the same seed gives the same answer. Default: drawn by the engine and reported with the answer."""
+    max_tokens: int = 256
+    """Longest answer in tokens, EOS included."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the answer; the text ends before the first of them."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the answer, besides the model's own EOS."""
+    ignore_eos: bool = False
+    """EOS is a token like any other."""
+    time_budget: float | None = None
+    """Soft limit in seconds from submission; checked between rounds."""
+
+    def __post_init__(self) -> None:
+        if self.method not in tuple(Method):
+            raise ValueError(f"method={self.method!r}; allowed: {', '.join(m.value for m in Method)}")
+        object.__setattr__(self, "method", Method(self.method))
+        smc_only = {"particles": 8, "alpha": 1.0, "ess_threshold": 0.5, "resampling": "systematic", "draft_temperature": self.temperature}
+        for name, default in smc_only.items():
+            if self.method is not Method.SMC and getattr(self, name) is not None:
+                raise ValueError(f"{name}={getattr(self, name)!r} has no effect with method={self.method.value!r}; leave it out")
+            if self.method is Method.SMC and getattr(self, name) is None:
+                object.__setattr__(self, name, default)
+        if self.method is Method.SMC:
+            self._check_smc()
+        self._check_numbers()
+        self._check_stops()
+
+    @property
+    def rows(self) -> int:
+        """Sequences decoded side by side: the particles, or 1."""
+        return self.particles or 1
+
+    def _check_smc(self) -> None:
+        _require("particles", self.particles, _is_int(self.particles) and 1 <= self.particles <= MAX_PARTICLES, f"1..{MAX_PARTICLES}")
+        _require("temperature", self.temperature, _is_number(self.temperature) and self.temperature > 0, "> 0 with method='smc'")
+        _require("draft_temperature", self.draft_temperature, _is_number(self.draft_temperature) and self.draft_temperature > 0, "> 0")
+        _require("alpha", self.alpha, _is_number(self.alpha) and self.alpha > 0, "> 0")
+        threshold = self.ess_threshold
+        _require("ess_threshold", threshold, _is_number(threshold) and 0 <= threshold <= 1, "0..1 (0 = never resample)")
+        _require("resampling", self.resampling, self.resampling in SCHEMES, ", ".join(SCHEMES))
+
+    def _check_numbers(self) -> None:
+        _require("temperature", self.temperature, _is_number(self.temperature) and self.temperature >= 0, ">= 0 (0 = greedy)")
+        _require("top_k", self.top_k, _is_int(self.top_k) and self.top_k >= 0, ">= 0 (0 = off)")
+        _require("top_p", self.top_p, _is_number(self.top_p) and 0 < self.top_p <= 1, "0 < top_p <= 1")
+        _require("min_p", self.min_p, _is_number(self.min_p) and 0 <= self.min_p < 1, "0 <= min_p < 1")
+        _require("max_tokens", self.max_tokens, _is_int(self.max_tokens) and self.max_tokens >= 1, ">= 1")
+        seed_ok = self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**63)
+        _require("seed", self.seed, seed_ok, "a 64-bit signed integer")
+        budget = self.time_budget
+        _require("time_budget", budget, budget is None or (_is_number(budget) and budget > 0), "> 0 seconds")
+
+    def _check_stops(self) -> None:
+        for name, values, kind, say in (
+            ("stop", self.stop, str, "non-empty strings"),
+            ("stop_token_ids", self.stop_token_ids, int, "token ids >= 0"),
+        ):
+            if isinstance(values, str) or not isinstance(values, (list, tuple)):
+                raise ValueError(f"{name}={values!r}; allowed: a list of {say}")
+            bad = [v for v in values if not isinstance(v, kind) or isinstance(v, bool) or v == "" or (kind is int and v < 0)]
+            if bad:
+                raise ValueError(f"{name} contains {bad[0]!r}; allowed: {say}")
+            object.__setattr__(self, name, tuple(values))
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What the population of one request went through."""
+
+    particles: int
+    rounds: int = 0
+    resamples: int = 0
+    collapses: int = 0
+    """Rounds after which every weight was zero and all were set equal. Above 0 the answer is not to be trusted."""
+    mean_ess: float = 0.0
+    """Effective sample size before resampling, averaged over rounds; between 1 and N."""
+    min_ess: float = 0.0
+    log_z: float = 0.0
+    """log Z-hat: estimate of the log of the target's total mass on answers; 0 in expectation of exp at alpha = 1."""
+    draft_tokens: int = 0
+    """Tokens drawn by the draft, over all particles and branches."""
+    target_tokens: int = 0
+    """Positions run through the target after the prompt, over all particles."""
+    committed_lag: float = 0.0
+    """Tokens between the committed prefix and the longest particle, averaged over rounds."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The end of a request."""
+
+    request_id: str
+    tokens: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    matched: int | str | None
+    """The token id or string that ended the answer, where one did."""
+    seed: int
+    prompt_tokens: int
+    statistics: Statistics
+    seconds: float
+    """From submission to this answer."""
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Output:
+    """News of one request: tokens and text that can no longer change, and at the end the answer."""
+
+    request_id: str
+    tokens: tuple[int, ...] = ()
+    text: str = ""
+    answer: Answer | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    request_id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams = field(default_factory=SamplingParams)
+
+
+def _require(name: str, value: object, ok: bool, allowed: str) -> None:
+    if not ok:
+        raise ValueError(f"{name}={value!r}; allowed: {allowed}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,22 @@
+"""The memory that pages number: keys and values of every layer, on the model's device."""
+
+from __future__ import annotations
+
+import torch
+
+from smc.models.config import ModelConfig
+
+
+class KVPool:
+    """Keys and values [layers][pages + 1, J, D] each; page 0 is the dummy page. J key/value heads of D dimensions."""
+
+    def __init__(self, config: ModelConfig, capacity: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        shape = (config.num_layers, capacity + 1, config.num_kv_heads, config.head_dim)
+        # Zeros, because a masked position still takes part in a product, and 0 * NaN is NaN.
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+
+    @staticmethod
+    def page_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+        """Bytes that one token position takes over all layers."""
+        return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize

@@ -1,0 +1,87 @@
+"""The parts of demo training that can be checked without training: batches, recipes, intervals, sampling."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from smc.demo import corpus, dense, tokenizer, trainer
+from smc.demo.problems import generate
+from smc.demo.train import TARGET_CONFIG
+from smc.models.decoder import RopeTable
+
+TINY = replace(TARGET_CONFIG, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=16)
+RECIPE = trainer.Recipe(TINY, seed=1, batch=6, steps=3, minutes=None, peak_rate=1e-2, warmup=1)
+
+
+@pytest.fixture(scope="module")
+def learned():
+    problems = generate(corpus.TOKENIZER_SEED, 1_000, "train")
+    return tokenizer.build(text for problem in problems for text in (problem.question, problem.solution))
+
+
+@pytest.fixture(scope="module")
+def data(learned):
+    return corpus.make(learned, 60, workers=1)
+
+
+def test_labels_are_the_solutions(learned, data):
+    solutions = {problem.question: problem.solution for problem in generate(corpus.FIRST_SEED, 60, "train")}
+    parts = list(data.sample(90, torch.Generator().manual_seed(0)))
+    assert [part.tokens_BS.shape for part in parts] == [(30, width) for width in data.widths]
+    for part in parts:
+        for tokens, labels in zip(part.tokens_BS.tolist(), part.labels_BS.tolist()):
+            answer = [label for label in labels if label != corpus.IGNORED]
+            begin = labels.index(answer[0])
+            question = learned.decode(tokens[2:begin], skip_special_tokens=False)
+            assert learned.decode(answer, skip_special_tokens=False) == solutions[question] + tokenizer.EOS
+
+
+def test_training_lowers_the_loss_and_repeats(data):
+    runs = [trainer.Trainer(RECIPE, data, "cpu", compile_loss=False) for _ in range(2)]
+    before = runs[0].gradients().item()
+    runs[0] = trainer.Trainer(RECIPE, data, "cpu", compile_loss=False)
+    assert [run.run() for run in runs] == [3, 3]
+    assert all(torch.equal(a, b) for a, b in zip(runs[0].model.parameters(), runs[1].model.parameters()))
+    assert runs[0].gradients().item() < before
+
+
+def test_watch_stops_the_run(data):
+    assert trainer.Trainer(RECIPE, data, "cpu", compile_loss=False).run(lambda step, _model: step == 2) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"), [({"minutes": 1.0}, "exactly one"), ({"steps": None}, "exactly one"), ({"batch": 7}, "multiple")]
+)
+def test_wrong_recipes_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        replace(RECIPE, **changes)
+
+
+def test_rate_rises_then_falls_to_zero():
+    recipe = replace(RECIPE, warmup=10, steps=100)
+    assert recipe.rate(0, 0.0) == pytest.approx(recipe.peak_rate / 10)
+    assert recipe.rate(100, 1.0) == pytest.approx(0)
+    assert replace(RECIPE, steps=None, minutes=2.0).progress(5, 60.0) == 0.5
+
+
+def test_wilson_interval():
+    assert dense.Accuracy(22, 100).interval == pytest.approx((0.1500, 0.3107), abs=1e-4)
+    assert dense.Accuracy(0, 20).interval[0] == 0
+    assert dense.Accuracy(20, 20).interval[1] == pytest.approx(1)
+
+
+def test_samples_end_at_eos_whatever_else_is_in_the_batch(learned):
+    """A model that prefers one token by far samples it; padding on the right of a shorter prompt changes nothing."""
+    eos = learned.token_to_id(tokenizer.EOS)
+    model = trainer.initialise(TINY, seed=0)
+    rope_SD = RopeTable(TINY, TINY.max_context).table
+    torch.nn.init.zeros_(model.embed.weight)
+    model.embed.weight.data[:, 0] = 1.0
+    model.embed.weight.data[eos, 0] = 100.0
+    assert dense.sample_answers(model, rope_SD, [[5, 6], [7, 8, 9, 10]], eos, seed=0) == [[], []]
+    model.embed.weight.data[eos, 0] = 1.0
+    model.embed.weight.data[11, 0] = 100.0
+    assert dense.sample_answers(model, rope_SD, [[5, 6], [7, 8, 9, 10]], eos, seed=0) == [[11] * dense.MAX_ANSWER] * 2
