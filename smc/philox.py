@@ -77,7 +77,8 @@ def exponentials(w0_X: Tensor, w1_X: Tensor, size: int) -> Tensor:
     x = x ^ w1_X.to(torch.int32)[..., None]
     x = (x ^ ((x >> 15) & 0x1FFFF)) * 0x735A2D97
     x = (x ^ ((x >> 15) & 0x1FFFF)) & 0x7FFFFFFF
-    return -torch.log1p((x.float() + 0.5) * -(2.0**-31))
+    # Just short of 2**-31: as a float32 the largest x is 2**31, and log1p(-1) is infinite, as bad as an entry of probability 0.
+    return -torch.log1p((x.float() + 0.5) * -(2.0**-31 - 2.0**-55))
 
 
 def _signed(word: int) -> int:

@@ -106,7 +106,9 @@ def final_draw(logw_N: Tensor, uniform: float) -> int:
     weights_N, log_sum = normalise(logw_N[None])
     if log_sum.item() == -torch.inf:
         weights_N = torch.full_like(weights_N, 1 / weights_N.shape[-1])
-    return int((weights_N[0].cumsum(-1) <= uniform * weights_N.sum()).sum().clamp(max=weights_N.shape[-1] - 1))
+    cumulative_N = weights_N[0].cumsum(-1)
+    # The last sum, not another one that rounds differently: no point may lie past the last particle that has any weight.
+    return int((cumulative_N <= uniform * cumulative_N[-1]).sum())
 
 
 def committed_length(tokens_NL: Tensor, length_N: Tensor, start: int = 0) -> int:

@@ -37,8 +37,10 @@ def plain_round(groups: list[Group], slots: Slots, rows: KVRows, side: str, step
     )
     drawn = rows.workers[side].sample(batch).result()
     kv_S[slots_A] += count_A + steps - 1
-    fail_groups(population, np.isnan(drawn.logq_RFK).any((1, 2)), side)
+    before_A = slots.length_S[slots_A].copy()
     grow(slots, population, all_A, drawn.tokens_RFK[:, 0])
+    exists_AK = np.arange(steps) < (slots.length_S[slots_A] - before_A)[:, None]
+    fail_groups(population, (np.isnan(drawn.logq_RFK[:, 0]) & exists_AK).any(1), side)
     slots.block_S[slots_A] = slots.length_S[slots_A] - 1
     for group in groups:
         group.committed = int(slots.length_S[group.slots[0]])

@@ -53,18 +53,16 @@ class SMCRounds:
         population = Population(groups)
         for group in groups:
             group.rounds += 1
-        open_A = drafting_A = self._open(population)
-        pending = self._draft(population, drafting_A)
+        open_A = self._open(population)
+        pending = self._draft(population, open_A)
         if self.config.lookahead:
             scoring = self._score(population, open_A, pending)
             drafted = pending.result() if pending else None
         else:
             drafted = pending.result()
-            self._finish_blocks(population, drafting_A, drafted)
+            self._finish_blocks(population, open_A, drafted)
             open_A = self._open(population)
             scoring = self._score(population, open_A, None)
-        if drafted is not None:
-            fail_groups(population, _spread(np.isnan(drafted.logq_RFK).any((1, 2)), drafting_A), "draft")
         scored = self._read(population, open_A, scoring.result())
         selection = self._select(population, open_A, scored, drafted)
         self._apply(population, open_A, selection, scored, drafted)
@@ -98,6 +96,13 @@ class SMCRounds:
         """Lockstep: the drafted tokens complete the blocks in flight, whose seeds are already there."""
         self.slots.logq_SB[population.slots_A[open_A], 1:] = drafted.logq_RFK[:, 0]
         grow(self.slots, population, open_A, drafted.tokens_RFK[:, 0])
+        self._check_blocks(population)
+
+    def _check_blocks(self, population: Population) -> None:
+        """NaN among the proposal's log-probabilities of tokens that exist; what follows an answer's end may be anything."""
+        slots_A = population.slots_A
+        exists_AB = np.arange(self.slots.logq_SB.shape[1]) <= self.slots.unscored(slots_A)[:, None]
+        fail_groups(population, (np.isnan(self.slots.logq_SB[slots_A]) & exists_AB).any(1), "draft")
 
     def _score(self, population: Population, open_A: np.ndarray, ahead: Pending[SampleResult] | None) -> Pending[ExtendResult]:
         """Run the blocks in flight through the target. The last token of an ended particle is scored, never run."""
@@ -162,6 +167,7 @@ class SMCRounds:
             next_AF = np.zeros((len(open_A), self.branches))
             if drafted is not None:
                 next_AF[open_A] = alpha_A[open_A, None] * scored.next_AF[open_A] - drafted.logq_RFK[:, :, 0]
+                fail_groups(population, _spread(np.isnan(drafted.logq_RFK[:, :, 0]).any(1), open_A), "draft")
             candidates = lookahead_candidates(*_tensors(logw_GN, block_GN, population.grid(next_AF, 0.0), population.grid(open_A, False)))
         else:
             candidates = lockstep_candidates(*_tensors(logw_GN, block_GN, population.grid(scored.log_z_A, 0.0)))
@@ -196,6 +202,7 @@ class SMCRounds:
                 row_X = (np.cumsum(open_A) - 1)[ancestor_A[grows_A]]
                 slots.logq_SB[growing, : self.config.block] = drafted.logq_RFK[row_X, branch_A[grows_A]]
                 grow(slots, population, grows_A, drafted.tokens_RFK[row_X, branch_A[grows_A]])
+                self._check_blocks(population)
             else:
                 grow(slots, population, grows_A, scored.bonus_A[ancestor_A[grows_A], None])
         self.rows.reroot(population, source_A, branch_A)

@@ -23,7 +23,7 @@ class Slots:
         self.block_S = np.zeros(count, dtype=np.int32)
         """Index of the block's first token."""
         self.logq_SB = np.zeros((count, block), dtype=np.float32)
-        """Log-probability under the proposal of the block's tokens; the first is never read."""
+        """Log-probability under the proposal of the block's tokens; the first, already counted, only tells NaN."""
         self.logw_S = np.zeros(count, dtype=np.float64)
         self.ended_S = np.zeros(count, dtype=bool)
         """The last token is terminal: EOS, a stop, or the length cap."""
@@ -49,6 +49,7 @@ class Slots:
         slots = np.array([self._free.pop() for _ in range(count)], dtype=np.int32)
         self.length_S[slots] = self.block_S[slots] = 0
         self.logw_S[slots] = 0.0
+        self.logq_SB[slots] = 0.0
         self.ended_S[slots] = False
         self.cap_S[slots] = cap
         self.is_stop_SV[slots] = False

@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models
 
-from smc.models.tokenizer import StreamDecoder, Tokenizer
+from smc.models.tokenizer import Tokenizer
 from tests.models.tiny import CORPUS, save_byte_level, save_sentencepiece, save_tokenizer, write_json
 
 CHAT = """{% if messages[0]['role'] != 'user' %}
@@ -43,34 +43,6 @@ def test_decode_equals_the_library(directory):
         ids = ours.encode(text)
         assert ids == library.encode(text).ids
         assert ours.decode(ids) == library.decode(ids) == text
-
-
-def test_stream_equals_whole_decode(directory):
-    tokenizer = Tokenizer.load(directory)
-    rng = random.Random(1)
-    for trial in range(300):
-        # Half of the trials are any ids at all: invalid UTF-8 must come out the same too.
-        ids = tokenizer.encode(random_text(rng)) if trial % 2 else rng.choices(range(tokenizer.size), k=20)
-        stream, text, start = StreamDecoder(tokenizer), "", 0
-        while start < len(ids):
-            end = start + rng.randint(1, 4)
-            text += stream.push(ids[start:end])
-            start = end
-            if trial % 2:
-                assert "\ufffd" not in text, "an incomplete character was given away"
-        assert text + stream.flush() == tokenizer.decode(ids)
-
-
-def test_emoji_split_over_tokens_is_held_back(directory):
-    tokenizer = Tokenizer.load(directory)
-    ids = tokenizer.encode("🦜")
-    assert len(ids) > 1
-    stream = StreamDecoder(tokenizer)
-    assert [stream.push([i]) for i in ids] == [""] * (len(ids) - 1) + ["🦜"]
-    assert stream.push(ids[:-1]) == ""
-    assert stream.flush() == "\ufffd"
-    assert stream.flush() == ""
-    assert stream.push(ids) == "🦜"
 
 
 def test_bytes_of_added_tokens(tmp_path):

@@ -1,0 +1,121 @@
+"""The engine against exact enumeration: right on average for any N, and nearer to the target's law as N grows."""
+
+from __future__ import annotations
+
+import collections
+import math
+from dataclasses import replace
+
+import pytest
+
+from smc.engine.config import EngineConfig
+from smc.engine.local import ModelPair, local_engine
+from smc.engine.request import Request, SamplingParams
+from tests.engine.harness import assert_empty, config_id
+from tests.engine.pairs import exact_law, next_log_probs, tiny_pair, total_variation
+
+PROMPT = (0, 1, 2)
+LENGTH = 5
+EOS = 3
+CONFIGS = [
+    EngineConfig(form="lockstep", block=2, max_slots=2048),
+    *(EngineConfig(form="lookahead", block=2, branches=f, max_slots=2048) for f in (1, 2, 4)),
+]
+
+
+def equal_models() -> ModelPair:
+    return replace(tiny_pair(), draft=tiny_pair().target)
+
+
+def population(config: EngineConfig, count: int, pair: ModelPair | None = None, **params):
+    """Answers of `count` requests that differ in their seed only."""
+    engine = local_engine(pair or tiny_pair(), config)
+    requests = (Request(str(seed), PROMPT, SamplingParams(max_tokens=LENGTH, seed=seed, **params)) for seed in range(count))
+    found = [output.answer for output in engine.run(requests) if output.answer]
+    assert_empty(engine)
+    return found
+
+
+def distance(found, law) -> float:
+    return total_variation(law, collections.Counter(a.tokens for a in found), len(found))
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("config", CONFIGS, ids=config_id)
+def test_evidence_is_unbiased(config, threshold):
+    """E[Z-hat] = 1 at alpha = 1. Twelve cases at 4.5 standard errors: one false alarm in about 12,000 choices of seeds."""
+    z = [math.exp(a.statistics.log_z) for a in population(config, 2500, particles=4, ess_threshold=threshold)]
+    mean = sum(z) / len(z)
+    error = (sum((x - mean) ** 2 for x in z) / len(z) ** 2) ** 0.5
+    assert abs(mean - 1) < 4.5 * error
+    assert error < 0.05, "the test has no power"
+
+
+@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[2]], ids=config_id)
+def test_evidence_is_the_mass_of_the_powered_law(config):
+    """At alpha != 1 Z-hat estimates sum over answers of prod p^alpha. Same false-alarm rate per case."""
+    mass = sum(exact_law(tiny_pair().target, PROMPT, LENGTH, EOS, alpha=1.5).values())
+    z = [math.exp(a.statistics.log_z) for a in population(config, 2500, particles=4, alpha=1.5)]
+    mean = sum(z) / len(z)
+    error = (sum((x - mean) ** 2 for x in z) / len(z) ** 2) ** 0.5
+    assert abs(mean - mass) < 4.5 * error
+    assert abs(mass - 1) > 20 * error, "the test cannot tell alpha from 1"
+
+
+@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[3]], ids=config_id)
+def test_answers_approach_the_exact_law_as_particles_are_added(config):
+    """Both forms approach the same law. The draft alone is 0.45 away; sampling 3,000 answers leaves about 0.1."""
+    law = exact_law(tiny_pair().target, PROMPT, LENGTH, EOS)
+    far, near, nearest = (distance(population(config, 3000, particles=n, ess_threshold=0.5), law) for n in (1, 4, 32))
+    assert far - 0.05 > near > nearest + 0.02
+    assert nearest < distance(population(config, 3000, method="target"), law) + 0.04
+
+
+def test_more_branches_come_nearer():
+    """The same block length, N = 4, always resampling: F = 1 shares what was drafted ahead, F = 4 does not."""
+    law = exact_law(tiny_pair().target, PROMPT, LENGTH, EOS)
+    lag, few, many = (distance(population(config, 4000, particles=4, ess_threshold=1.0), law) for config in CONFIGS[1:])
+    assert lag > few + 0.02 > many + 0.03
+
+
+@pytest.mark.parametrize("method,side", [("target", "target"), ("draft", "draft")])
+def test_plain_decoding_samples_the_models_own_law(method, side):
+    """3,000 answers: their distance to the law they were drawn from is sampling noise, about 0.1."""
+    law = exact_law(getattr(tiny_pair(), side), PROMPT, LENGTH, EOS)
+    assert distance(population(CONFIGS[1], 3000, method=method), law) < 0.15
+
+
+@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[3]], ids=config_id)
+def test_temperature_and_truncation_belong_to_the_target_law(config):
+    """Top-k 2 at temperature 0.7, drafted at 1.5 by the target itself: tokens outside the truncated law are drawn, and weeded out."""
+    law = _truncated_law()
+    params = {"particles": 16, "temperature": 0.7, "draft_temperature": 1.5, "top_k": 2, "ess_threshold": 0.75}
+    found = population(config, 2000, equal_models(), **params)
+    assert not any(a.statistics.collapses for a in found)
+    assert all(law.get(a.tokens, 0) > 0 for a in found)
+    assert any(a.statistics.resamples for a in found)
+    assert distance(found, law) < 0.12
+
+
+def _truncated_law() -> dict:
+    law = {}
+
+    def visit(prefix, mass):
+        if len(prefix) == LENGTH or (prefix and prefix[-1] == EOS):
+            law[prefix] = mass
+            return
+        log_p = next_log_probs(tiny_pair().target, (*PROMPT, *prefix), 0.7)
+        top = log_p.topk(2)
+        for token, p in zip(top.indices.tolist(), top.values.softmax(-1).tolist()):
+            visit((*prefix, token), mass * p)
+
+    visit((), 1.0)
+    return law
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=config_id)
+def test_a_draft_equal_to_the_target_never_resamples(config):
+    found = population(config, 3000, equal_models(), particles=4)
+    assert all(a.statistics.resamples == 0 for a in found)
+    assert all(abs(a.statistics.log_z) < 1e-4 for a in found)
+    assert distance(found, exact_law(tiny_pair().target, PROMPT, LENGTH, EOS)) < 0.15

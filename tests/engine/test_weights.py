@@ -1,0 +1,85 @@
+"""What counts: with one particle, Z-hat is exactly the product of p/q over the tokens that the draft drew and that exist."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from smc.engine.config import EngineConfig
+from smc.engine.local import local_engine
+from smc.engine.request import FinishReason, Request, SamplingParams
+from smc.engine.slots import Slots
+from tests.engine.harness import answers, config_id
+from tests.engine.pairs import next_log_probs, tiny_pair
+
+PROMPT = (2, 1)
+EOS = 3
+
+
+def log_weight(tokens: tuple[int, ...], counted) -> float:
+    pair, total = tiny_pair(), 0.0
+    for i, token in enumerate(tokens):
+        if counted(i):
+            past = (*PROMPT, *tokens[:i])
+            total += (next_log_probs(pair.target, past)[token] - next_log_probs(pair.draft, past)[token]).item()
+    return total
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 5])
+@pytest.mark.parametrize("form", ["lockstep", "lookahead"])
+def test_only_existing_drafted_tokens_count(form, block):
+    """Every max_tokens 1..9: EOS before, at and after the cap, cap and EOS in one block, blocks that end exactly at the cap."""
+    engine = local_engine(tiny_pair(), EngineConfig(form=form, block=block, branches=1 if form == "lookahead" else None))
+    requests = [
+        Request(f"{cap}-{seed}", PROMPT, SamplingParams(particles=1, ess_threshold=0, seed=seed, max_tokens=cap))
+        for cap in range(1, 10)
+        for seed in range(12)
+    ]
+    found = answers(engine, requests)
+    reasons = set()
+    for r in requests:
+        a = found[r.request_id]
+        reasons.add((a.finish_reason, len(a.tokens) == r.params.max_tokens))
+        assert EOS not in a.tokens[:-1], "a token after EOS"
+        assert len(a.tokens) <= r.params.max_tokens
+        assert (a.finish_reason is FinishReason.EOS) == (a.tokens[-1] == EOS)
+        # The first token and, in lockstep, every bonus token are the target's own and carry no weight.
+        drafted = (lambda i: i % (block + 1) != 0) if form == "lockstep" else (lambda i: i > 0)
+        assert a.statistics.log_z == pytest.approx(log_weight(a.tokens, drafted), abs=2e-4)
+    assert reasons == {(FinishReason.EOS, True), (FinishReason.EOS, False), (FinishReason.LENGTH, True)}
+
+
+@pytest.mark.parametrize(
+    "tokens,cap,room,length,ended",
+    [
+        ([0, 1, 2, 0], 9, 9, 4, False),
+        ([0, EOS, 2, 0], 9, 9, 2, True),
+        ([0, 1, 2, EOS], 9, 9, 4, True),
+        ([EOS, EOS, EOS, EOS], 9, 9, 1, True),
+        ([0, 1, 2, 0], 9, 3, 3, True),
+        ([0, 1, 2, 0], 9, 4, 4, True),
+        ([0, 1, EOS, 0], 9, 3, 3, True),
+        ([0, EOS, 2, 0], 9, 3, 2, True),
+        ([0, 1, 2, EOS], 9, 3, 3, True),
+        ([0, 1, 2, 0], 9, 1, 1, True),
+    ],
+)
+def test_end_of_a_block(tokens, cap, room, length, ended):
+    """The table of EOS and cap within one block of four: whichever comes first ends the answer, and nothing follows it."""
+    slots = Slots(2, 32, 5, 4)
+    (slot,) = slots.claim(1, cap, [EOS])
+    slots.length_S[slot] = cap - room
+    slots.append(np.array([slot]), np.array([tokens]))
+    assert slots.length_S[slot] == cap - room + length
+    assert slots.ended_S[slot] == ended
+    assert slots.tokens_SL[slot, cap - room : cap - room + length].tolist() == tokens[:length]
+
+
+@pytest.mark.parametrize(
+    "config", [EngineConfig(form="lockstep", block=3), EngineConfig(form="lookahead", block=3, branches=2)], ids=config_id
+)
+def test_ignore_eos_runs_to_the_cap(config):
+    requests = [Request(str(s), PROMPT, SamplingParams(particles=2, seed=s, max_tokens=7, ignore_eos=True)) for s in range(20)]
+    found = answers(local_engine(tiny_pair(), config), requests)
+    assert all(len(a.tokens) == 7 and a.finish_reason is FinishReason.LENGTH for a in found.values())
+    assert any(EOS in a.tokens for a in found.values())
