@@ -11,6 +11,22 @@ class OutOfPages(RuntimeError):
     """More pages were asked for than are free. Nothing was allocated."""
 
 
+class FirstSeen:
+    """Tells repeats among numbers below `size`, without sorting."""
+
+    def __init__(self, size: int) -> None:
+        self._where = np.zeros(size, dtype=np.int64)
+
+    def first(self, numbers: np.ndarray) -> np.ndarray:
+        """Mask over `numbers`, each value of which is set exactly once."""
+        index = np.arange(len(numbers))
+        self._where[numbers] = index
+        return self._where[numbers] == index
+
+    def distinct(self, numbers: np.ndarray) -> bool:
+        return bool(self.first(numbers).all())
+
+
 class PageAllocator:
     """Pages 1..capacity. A page's reference count is the number of table entries that point to it; at 0 it is free."""
 
@@ -21,6 +37,7 @@ class PageAllocator:
         self.references = np.zeros(capacity + 1, dtype=np.int32)
         self._free = np.arange(capacity, 0, -1, dtype=np.int32)
         self._num_free = capacity
+        self._seen = FirstSeen(capacity + 1)
 
     @property
     def num_free(self) -> int:
@@ -45,9 +62,10 @@ class PageAllocator:
         np.add.at(self.references, new, 1)
         np.subtract.at(self.references, old, 1)
         self.references[DUMMY_PAGE] = 0
-        # A page may leave several entries at once: unique, or it would be freed twice.
-        freed = np.unique(old[self.references[old] == 0])
-        freed = freed[freed != DUMMY_PAGE]
-        assert (self.references[old] >= 0).all(), "a KV page lost more references than it had"
+        left_old = self.references[old]
+        assert (left_old >= 0).all(), "a KV page lost more references than it had"
+        freed = old[(left_old == 0) & (old != DUMMY_PAGE)]
+        # A page may leave several entries at once, and is freed once.
+        freed = freed[self._seen.first(freed)]
         self._free[self._num_free : self._num_free + len(freed)] = freed
         self._num_free += len(freed)

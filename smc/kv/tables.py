@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from smc.kv.pages import DUMMY_PAGE, PageAllocator
+from smc.kv.pages import DUMMY_PAGE, FirstSeen, PageAllocator
 
 RELEASE = -1
 
@@ -50,6 +50,7 @@ class BlockTables:
         self.allocator = PageAllocator(capacity)
         self.table_RL = np.zeros((rows, width), dtype=np.int32)
         self.length_R = np.zeros(rows, dtype=np.int32)
+        self._seen = FirstSeen(rows)
 
     def extend(self, rows_R: np.ndarray, counts_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Give every row `counts` new positions. Returns (pages [T], positions [T]), row after row.
@@ -60,7 +61,7 @@ class BlockTables:
         ends_R = self.length_R[rows_R] + counts_R
         if (counts_R < 0).any() or (ends_R > self.table_RL.shape[1]).any():
             raise ValueError(f"positions up to {ends_R.max()} wanted; a row holds {self.table_RL.shape[1]}")
-        if len(np.unique(rows_R)) != len(rows_R):
+        if not self._seen.distinct(rows_R):
             raise ValueError("a row appears twice in one extension")
         total = int(counts_R.sum())
         pages_T = self.allocator.allocate(total)
@@ -78,7 +79,7 @@ class BlockTables:
             return
         self._check_rows(dst_M)
         self._check_rows(src_M[src_M != RELEASE])
-        assert len(np.unique(dst_M)) == len(dst_M), "a row is the destination of two moves"
+        assert self._seen.distinct(dst_M), "a row is the destination of two moves"
         kept_M = src_M != RELEASE
         length_M = np.where(kept_M, self.length_R[src_M], 0).astype(np.int32)
         end_M = np.maximum(length_M, self.length_R[dst_M])
