@@ -17,6 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from smc.arrays import to_device
+
+_CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class LawSpec:
@@ -32,23 +36,41 @@ class LawSpec:
     """float32 in [0, 1); 0 = off."""
     alpha_R: np.ndarray
     """float32 > 0; exponent of the law that draws are made from; 1 = the law itself. Proposals ignore it."""
+    active: frozenset[str]
+    """Processors that some row uses; the others are left out altogether."""
+
+    @staticmethod
+    def of(temperature_R: np.ndarray, top_k_R: np.ndarray, top_p_R: np.ndarray, min_p_R: np.ndarray, alpha_R: np.ndarray) -> LawSpec:
+        """Build from arrays, noting which processors are in use."""
+        used = {
+            "greedy": (temperature_R == 0).any(),
+            "temperature": ((temperature_R != 1) & (temperature_R != 0)).any(),
+            "top_k": top_k_R.any(),
+            "top_p": (top_p_R < 1).any(),
+            "min_p": min_p_R.any(),
+            "alpha": (alpha_R != 1).any(),
+        }
+        return LawSpec(temperature_R, top_k_R, top_p_R, min_p_R, alpha_R, frozenset(name for name, is_used in used.items() if is_used))
 
     def take(self, rows: np.ndarray) -> LawSpec:
         """The specs of the given rows, in that order (repeats allowed)."""
-        return LawSpec(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
+        arrays = (self.temperature_R, self.top_k_R, self.top_p_R, self.min_p_R, self.alpha_R)
+        return LawSpec(*(array[rows] for array in arrays), self.active)
 
 
 class Laws:
     """A LawSpec on a device, with the processors that no row uses left out."""
 
-    def __init__(self, spec: LawSpec, device: torch.device | str = "cpu") -> None:
-        self.greedy = _column(spec.temperature_R == 0, device) if (spec.temperature_R == 0).any() else None
-        scale_R = np.where(spec.temperature_R == 0, 1, 1 / np.maximum(spec.temperature_R, 1e-10)).astype(np.float32)
-        self.inverse_temperature = _column(scale_R, device) if (scale_R != 1).any() else None
-        self.top_k = _column(spec.top_k_R, device) if spec.top_k_R.any() else None
-        self.top_p = _column(spec.top_p_R, device) if (spec.top_p_R < 1).any() else None
-        self.min_p = _column(spec.min_p_R, device) if spec.min_p_R.any() else None
-        self.alpha = _column(spec.alpha_R, device) if (spec.alpha_R != 1).any() else None
+    def __init__(self, spec: LawSpec, device: torch.device = _CPU) -> None:
+        def column(name: str, values_R: np.ndarray) -> Tensor | None:
+            return to_device(values_R, device)[:, None] if name in spec.active else None
+
+        self.temperature = column("temperature", spec.temperature_R)
+        self.greedy = None if "greedy" not in spec.active else to_device(spec.temperature_R == 0, device)[:, None]
+        self.top_k = column("top_k", spec.top_k_R)
+        self.top_p = column("top_p", spec.top_p_R)
+        self.min_p = column("min_p", spec.min_p_R)
+        self.alpha = column("alpha", spec.alpha_R)
 
     def target(self, logits_RV: Tensor) -> Tensor:
         """log p [R, V], float32; -inf outside the truncation."""
@@ -72,8 +94,8 @@ class Laws:
         return raised_RV - log_z_R1, log_z_R1.squeeze(-1)
 
     def _tempered(self, logits_RV: Tensor) -> Tensor:
-        if self.inverse_temperature is not None:
-            logits_RV = logits_RV * self.inverse_temperature
+        if self.temperature is not None:
+            logits_RV = logits_RV / torch.where(self.temperature == 0, 1.0, self.temperature)
         log_softmax_RV = torch.log_softmax(logits_RV, dim=-1)
         if self.greedy is None:
             return log_softmax_RV
@@ -104,7 +126,3 @@ class Laws:
 def draw(log_law_RV: Tensor, exponential_RDV: Tensor) -> Tensor:
     """One token per variate row, [R, D]: the entry that wins the exponential race E_v / law_v (Gumbel-max in other words)."""
     return (exponential_RDV / log_law_RV.exp().unsqueeze(-2)).argmin(dim=-1)
-
-
-def _column(values_R: np.ndarray, device: torch.device | str) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values_R)).to(device)[:, None]

@@ -5,24 +5,23 @@ the caller numbers, such as a particle's branch. Philox4x32-10 (Salmon et al., "
 3", SC 2011) turns the key into 128 bits. Uniforms are read off those bits. A categorical draw needs one variate per
 vocabulary entry: its 128 bits seed a cheap integer hash over the entries, six times less work than Philox per entry.
 
-The arithmetic uses only operators that NumPy and torch share, so both run the same lines. Axes: X any shape, V vocabulary.
+Words are made on the host with NumPy and travel as a few bytes a draw; only the hash over the vocabulary runs where logits are.
+Axes: X any shape, V vocabulary.
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-Array = TypeVar("Array", np.ndarray, Tensor)
-
-_MASK = 0xFFFFFFFF
-_ROUNDS = 10
-_MULTIPLIER = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUND = np.arange(10, dtype=np.uint64)
+_MULTIPLIER = np.array([0xD2511F53, 0xCD9E8D57], dtype=np.uint64)
+_WEYL = np.array([0x9E3779B9, 0xBB67AE85], dtype=np.uint64)
+_GOLDEN = 0x9E3779B9 - (1 << 32)
+_LOW, _SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
 class Purpose(IntEnum):
@@ -30,38 +29,34 @@ class Purpose(IntEnum):
 
     PROPOSAL = 1
     TARGET = 2
-    RESAMPLE = 3
-    BRANCH = 4
-    FINAL = 5
+    SELECTION = 3
+    FINAL = 4
 
 
-def philox4x32(counter: tuple[Array, Array, Array, Array], key: tuple[Array, Array]) -> tuple[Array, Array, Array, Array]:
-    """Four 32-bit words for every counter and key. All are int64 arrays [X] holding values in [0, 2**32)."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(_ROUNDS):
-        # A 32 x 32 bit product fits 64 bits; read as signed it may be negative, and the mask after the shift repairs that.
-        p0, p1 = c0 * _MULTIPLIER[0], c2 * _MULTIPLIER[1]
-        c0, c1, c2, c3 = ((p1 >> 32) & _MASK) ^ c1 ^ k0, p1 & _MASK, ((p0 >> 32) & _MASK) ^ c3 ^ k1, p0 & _MASK
-        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
-    return c0, c1, c2, c3
+def philox4x32(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
+    """Four 32-bit words [4, X] for every counter [4, X] and key [2, X]; all uint64 arrays holding values below 2**32."""
+    even, odd = counter[0::2], counter[1::2]
+    pair = (2,) + (1,) * (counter.ndim - 1)
+    multiplier = _MULTIPLIER.reshape(pair)
+    schedule = (key + _ROUND.reshape(-1, *[1] * key.ndim) * _WEYL.reshape(pair)) & _LOW
+    for round_key in schedule:
+        product = (even * multiplier)[::-1]
+        even, odd = (product >> _SHIFT) ^ odd ^ round_key, product & _LOW
+    return np.stack((even[0], odd[0], even[1], odd[1]))
 
 
-def words(seed: Array, rounds: Array, stream: Array, position: Array, purpose: Array) -> tuple[Array, Array, Array, Array]:
-    """The 128 bits of one key, as four words. int64 arrays that broadcast; `seed` uses all 64 bits, the others 32."""
-    counter = (position, stream, rounds, purpose + position * 0)
-    return philox4x32(counter, (seed & _MASK, (seed >> 32) & _MASK))
+def words(seed: np.ndarray, rounds: np.ndarray, stream: np.ndarray, position: np.ndarray, purpose: int) -> np.ndarray:
+    """The 128 bits of every key as four words [4, X], int64. int64 arrays that broadcast; `seed` uses 64 bits, the others 32."""
+    shape = np.broadcast_shapes(seed.shape, rounds.shape, stream.shape, position.shape)
+    counter = np.empty((4, *shape), dtype=np.uint64)
+    counter[0], counter[1], counter[2], counter[3] = position, stream, rounds, purpose
+    seed = seed.astype(np.uint64).reshape((1,) * (len(shape) - seed.ndim) + seed.shape)
+    return philox4x32(counter, np.stack((seed & _LOW, seed >> _SHIFT))).astype(np.int64)
 
 
-def uniforms(seed: np.ndarray, rounds: np.ndarray, count: int, purpose: Purpose) -> np.ndarray:
-    """`count` float64 uniforms in [0, 1) for each seed and round: [X] and [X] -> [X, count]. One word pair per number."""
-    position = np.arange((count + 1) // 2, dtype=np.int64)
-    w0, w1, w2, w3 = words(seed[:, None], rounds[:, None], np.int64(0), position, np.int64(purpose))
-    pairs = np.stack((_unit(w0, w1), _unit(w2, w3)), axis=-1)
-    return pairs.reshape(len(seed), -1)[:, :count]
-
-
-def _unit(high: np.ndarray, low: np.ndarray) -> np.ndarray:
+def uniforms(seed_X: np.ndarray, round_X: np.ndarray, position_P: np.ndarray, purpose: int) -> np.ndarray:
+    """One float64 uniform in [0, 1) for each seed and round at each position, [X, P]."""
+    high, low, _, _ = words(seed_X[:, None], round_X[:, None], np.int64(0), position_P, purpose)
     return ((high << 21) | (low >> 11)) * 2.0**-53
 
 
@@ -71,15 +66,11 @@ def exponentials(w0_X: Tensor, w1_X: Tensor, size: int) -> Tensor:
     The index is hashed to 31 bits with one word entering before and one between two multiply-xorshift rounds. Small values
     keep full relative precision, because the smallest of a hundred thousand decides the draw.
     """
-    entry_V = torch.arange(size, dtype=torch.int32, device=w0_X.device) * _signed(_WEYL[0])
+    entry_V = torch.arange(size, dtype=torch.int32, device=w0_X.device) * _GOLDEN
     x = w0_X.to(torch.int32)[..., None] + entry_V
     x = (x ^ ((x >> 16) & 0xFFFF)) * 0x21F0AAAD
     x = x ^ w1_X.to(torch.int32)[..., None]
     x = (x ^ ((x >> 15) & 0x1FFFF)) * 0x735A2D97
     x = (x ^ ((x >> 15) & 0x1FFFF)) & 0x7FFFFFFF
-    # Just short of 2**-31: as a float32 the largest x is 2**31, and log1p(-1) is infinite, as bad as an entry of probability 0.
+    # The scale is just short of 2**-31: the largest x round to 2**31, and an infinite variate would tie with entries of law zero.
     return -torch.log1p((x.float() + 0.5) * -(2.0**-31 - 2.0**-55))
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 32) if word >> 31 else word

@@ -101,16 +101,18 @@ def place(counts_GNF: Tensor, size_G: Tensor) -> tuple[Tensor, Tensor]:
     groups, n, branches = counts_GNF.shape
     ancestor_GN = torch.arange(n, device=counts_GNF.device).repeat(groups, 1)
     branch_GN = torch.zeros_like(ancestor_GN)
-    total_GN = counts_GNF.sum(-1)
-    chosen = torch.repeat_interleave(torch.arange(counts_GNF.numel(), device=counts_GNF.device), counts_GNF.flatten())
+    free_GN = counts_GNF.sum(-1) == 0
+    if (size_G != n).any():
+        free_GN &= valid(size_G, n)
+    chosen = torch.arange(counts_GNF.numel(), device=counts_GNF.device).repeat_interleave(counts_GNF.flatten())
     family, branch = chosen // branches, chosen % branches
-    first = torch.ones_like(family, dtype=torch.bool)
-    first[1:] = family[1:] != family[:-1]
+    copy = torch.zeros_like(family, dtype=torch.bool)
+    torch.eq(family[1:], family[:-1], out=copy[1:])
+    first = ~copy
     branch_GN.view(-1)[family[first]] = branch[first]
     # Both lists run group by group, and each group has as many free slots as further copies.
-    free = ((total_GN == 0) & valid(size_G, n)).view(-1).nonzero().squeeze(-1)
-    ancestor_GN.view(-1)[free] = family[~first] % n
-    branch_GN.view(-1)[free] = branch[~first]
+    ancestor_GN[free_GN] = family[copy] % n
+    branch_GN[free_GN] = branch[copy]
     return ancestor_GN, branch_GN
 
 

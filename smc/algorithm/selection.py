@@ -6,6 +6,7 @@ the bonus token; look-ahead offers F, one for each branch of the next block that
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -50,10 +51,8 @@ def lookahead_candidates(logw_GN: Tensor, block_GN: Tensor, next_GNF: Tensor, op
     candidate, itself, with its whole weight.
     """
     branches = next_GNF.shape[-1]
-    spread_GNF = next_GNF - torch.log(torch.tensor(float(branches), dtype=torch.float64))
-    alone_F = torch.full((branches,), -torch.inf, dtype=torch.float64, device=next_GNF.device)
-    alone_F[0] = 0.0
-    return (logw_GN + block_GN)[..., None] + torch.where(open_GN[..., None], spread_GNF, alone_F)
+    alone_F = torch.tensor([0.0] + [-math.inf] * (branches - 1), dtype=torch.float64, device=next_GNF.device)
+    return (logw_GN + block_GN)[..., None] + torch.where(open_GN[..., None], next_GNF - math.log(branches), alone_F)
 
 
 def select(
@@ -65,8 +64,10 @@ def select(
     any other keeps one branch of each particle, drawn by its share, and lets the particle carry the whole family's weight.
     """
     groups, n, branches = candidates_GNF.shape
-    mask_GN = valid(size_G, n)
-    candidates_GNF = torch.where(mask_GN[..., None], candidates_GNF.double(), -torch.inf)
+    candidates_GNF = candidates_GNF.double()
+    mask_GN = valid(size_G, n) if (size_G != n).any() else None
+    if mask_GN is not None:
+        candidates_GNF = torch.where(mask_GN[..., None], candidates_GNF, -torch.inf)
     family_GN = candidates_GNF.logsumexp(-1)
     weights_GN, log_sum_G = normalise(family_GN)
     ess_G = effective_sample_size(weights_GN)
@@ -74,7 +75,7 @@ def select(
     resampled_G = (ess_G < threshold_G * size_G) & ~collapsed_G
 
     ancestor_GN = torch.arange(n, device=family_GN.device).repeat(groups, 1)
-    branch_GN = own_branch(candidates_GNF - family_GN.clamp(min=torch.finfo(torch.float64).min)[..., None], branch_uniforms_GN)
+    branch_GN = own_branch(candidates_GNF, branch_uniforms_GN)
     rows = resampled_G.nonzero().squeeze(-1)
     if len(rows):
         weights_GM, _ = normalise(candidates_GNF[rows].flatten(1))
@@ -82,23 +83,21 @@ def select(
         counts_GM = offspring(names, weights_GM, size_G[rows], uniforms_GU[rows])
         ancestor_GN[rows], branch_GN[rows] = place(counts_GM.view(-1, n, branches), size_G[rows])
     reset_G = resampled_G | collapsed_G
-    flat_GN = torch.where(mask_GN, 0.0, -torch.inf).double()
-    return Selection(
-        ancestor_GN=ancestor_GN,
-        branch_GN=branch_GN,
-        logw_GN=torch.where(reset_G[:, None], flat_GN, family_GN),
-        log_z_G=torch.where(reset_G, log_mean_weight(log_sum_G, size_G), 0.0),
-        ess_G=ess_G,
-        resampled_G=resampled_G,
-        collapsed_G=collapsed_G,
-    )
+    logw_GN = family_GN.masked_fill(reset_G[:, None], 0.0)
+    if mask_GN is not None:
+        logw_GN = logw_GN.masked_fill(~mask_GN, -torch.inf)
+    log_z_G = log_mean_weight(log_sum_G, size_G).masked_fill(~reset_G, 0.0)
+    return Selection(ancestor_GN, branch_GN, logw_GN, log_z_G, ess_G, resampled_G, collapsed_G)
 
 
-def own_branch(log_share_GNF: Tensor, uniforms_GN: Tensor) -> Tensor:
-    """One branch per particle [G, N], drawn with probability exp(log_share); branch 0 where all shares are zero."""
-    cumulative_GNF = log_share_GNF.exp().cumsum(-1)
+def own_branch(candidates_GNF: Tensor, uniforms_GN: Tensor) -> Tensor:
+    """One branch per particle [G, N], drawn by its share of the family's weight; branch 0 where all weights are zero."""
+    if candidates_GNF.shape[-1] == 1:
+        return torch.zeros_like(uniforms_GN, dtype=torch.int64)
+    # Where all weights are zero the shares are NaN, no comparison holds, and branch 0 it is.
+    cumulative_GNF = candidates_GNF.softmax(-1).cumsum(-1)
     point_GN1 = uniforms_GN[..., None] * cumulative_GNF[..., -1:]
-    return (cumulative_GNF <= point_GN1).sum(-1).remainder(cumulative_GNF.shape[-1])
+    return (cumulative_GNF <= point_GN1).sum(-1).clamp(max=candidates_GNF.shape[-1] - 1)
 
 
 def final_draw(logw_N: Tensor, uniform: float) -> int:

@@ -24,14 +24,12 @@ def valid(size_G: Tensor, n: int) -> Tensor:
 def normalise(logw_GN: Tensor) -> tuple[Tensor, Tensor]:
     """Normalised weights [G, N] and log of their sum [G], in float64. A group whose weights are all zero gives zeros and -inf."""
     logw_GN = logw_GN.double()
-    log_sum_G = logw_GN.logsumexp(-1)
-    return torch.exp(logw_GN - log_sum_G.clamp(min=torch.finfo(torch.float64).min)[:, None]), log_sum_G
+    return logw_GN.softmax(-1).nan_to_num(0.0), logw_GN.logsumexp(-1)
 
 
 def effective_sample_size(weights_GN: Tensor) -> Tensor:
     """ESS = 1 / sum w^2 of normalised weights, [G], between 1 and N (0 for an all-zero group)."""
-    square_sum_G = weights_GN.square().sum(-1)
-    return torch.where(square_sum_G > 0, 1 / square_sum_G, 0.0)
+    return weights_GN.square().sum(-1).reciprocal().nan_to_num(posinf=0.0)
 
 
 def log_mean_weight(log_sum_G: Tensor, size_G: Tensor) -> Tensor:

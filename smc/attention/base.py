@@ -38,3 +38,7 @@ class AttentionBackend(ABC):
     @abstractmethod
     def plan(self, tables: BlockTables, pool: KVPool, batch: ForwardBatch) -> Attend:
         """Everything that does not depend on the layer, once per pass. The returned callable is used once per layer."""
+
+    @abstractmethod
+    def plan_steps(self, tables: BlockTables, pool: KVPool, batch: ForwardBatch) -> list[Attend]:
+        """Plans of consecutive passes, one token per row each, for rows that all get the same number of tokens in `batch`."""

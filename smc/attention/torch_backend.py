@@ -4,60 +4,118 @@ A segment's shared prefix is gathered and multiplied once for all its rows; what
 Scores of both parts meet in one softmax.
 
 Axes: R rows, Q new tokens of a row (padded to the longest), T = all new tokens, J key/value heads, H query heads, D head
-dimension, S segments, M rows of a segment (padded), P prefix positions, O own positions.
+dimension, S segments, M rows of a segment (padded), P prefix positions, O own positions, X queries of one key/value head.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from smc.arrays import to_device
 from smc.attention.base import AttentionBackend, ForwardBatch
+from smc.kv.pages import DUMMY_PAGE
 from smc.kv.pool import KVPool
 from smc.kv.tables import BlockTables
 from smc.models.decoder import Attend
 
+ToDevice = Callable[[np.ndarray], Tensor]
+
 
 class TorchAttention(AttentionBackend):
     def plan(self, tables: BlockTables, pool: KVPool, batch: ForwardBatch) -> Attend:
-        return _Plan(tables, pool, batch).attend
-
-
-class _Plan:
-    def __init__(self, tables: BlockTables, pool: KVPool, batch: ForwardBatch) -> None:
-        self.pool, self.device = pool, pool.keys.device
-        self.pages_T = self._to_device(batch.pages_T)
-        rows, q = len(batch.rows_R), int(batch.counts_R.max())
-        self.shape_RQ = (rows, q)
-        ragged = bool((batch.counts_R != q).any())
-        self.slot_T = self._to_device(_padded_slots(batch.counts_R, q)) if ragged else None
-        self._plan_own(tables, batch, q)
-        self._plan_prefix(tables, batch)
-
-    def _plan_own(self, tables: BlockTables, batch: ForwardBatch, q: int) -> None:
+        to_device = _mover(pool)
         shared_R = np.repeat(batch.shared_S, np.diff(batch.bounds_S))
-        own_O = np.arange(int((batch.starts_R + batch.counts_R - shared_R).max()))
-        column_RO = np.minimum(shared_R[:, None] + own_O, tables.table_RL.shape[1] - 1)
-        self.own_RO = self._to_device(tables.table_RL[batch.rows_R[:, None], column_RO])
-        last_RQ = batch.starts_R[:, None] + np.minimum(np.arange(q), batch.counts_R[:, None] - 1) - shared_R[:, None]
-        self.hidden_RQO = None
-        if (last_RQ < own_O[-1]).any():
-            self.hidden_RQO = self._to_device(own_O > last_RQ[..., None])
+        own = int((batch.starts_R + batch.counts_R - shared_R).max())
+        own_RO = to_device(_own_pages(tables, batch, shared_R, own))
+        q = int(batch.counts_R.max())
+        last_RQ = (batch.starts_R - shared_R)[:, None] + np.minimum(np.arange(q), batch.counts_R[:, None] - 1)
+        hidden_RQO = to_device(np.arange(own) > last_RQ[..., None]) if (last_RQ < own - 1).any() else None
+        slot_T = to_device(_padded_slots(batch.counts_R, q)) if (batch.counts_R != q).any() else None
+        prefix = _Prefix.of(tables, batch, to_device)
+        return _Pass(pool, to_device(batch.pages_T), own_RO, hidden_RQO, (len(batch.rows_R), q), slot_T, prefix).attend
 
-    def _plan_prefix(self, tables: BlockTables, batch: ForwardBatch) -> None:
-        self.prefix_positions = int(batch.shared_S.max(initial=0))
-        if not self.prefix_positions:
-            return
-        prefix_P = np.arange(self.prefix_positions)
-        first_S = batch.rows_R[batch.bounds_S[:-1]]
-        outside_SP = prefix_P >= batch.shared_S[:, None]
-        self.prefix_SP = self._to_device(np.where(outside_SP, 0, tables.table_RL[first_S[:, None], prefix_P]))
-        self.outside_SP = self._to_device(outside_SP) if outside_SP.any() else None
+    def plan_steps(self, tables: BlockTables, pool: KVPool, batch: ForwardBatch) -> list[Attend]:
+        to_device = _mover(pool)
+        shared_R = np.repeat(batch.shared_S, np.diff(batch.bounds_S))
+        rows, steps = len(batch.rows_R), int(batch.counts_R[0])
+        first_R = batch.starts_R - shared_R  # own position of each row's first step
+        longest, ragged = int(first_R.max()), bool((first_R != first_R[0]).any())
+        own_RO = to_device(_own_pages(tables, batch, shared_R, longest + steps))
+        # Relative to a step's own position, what is hidden is the same at every step: the part a shorter row does not have.
+        beyond_RO = to_device(np.arange(longest + steps) - first_R[:, None]) if ragged else None
+        pages_KR = to_device(batch.pages_T.reshape(rows, steps).T)
+        prefix = _Prefix.of(tables, batch, to_device)
+        plans = []
+        for k in range(steps):
+            step_RO, hidden_RQO = own_RO[:, : longest + k + 1], None
+            if ragged:
+                hidden_RO = beyond_RO[:, : longest + k + 1] > k
+                # The pages of later steps are not written yet: what an earlier row left there may be NaN, which no mask undoes.
+                step_RO, hidden_RQO = step_RO.masked_fill(hidden_RO, DUMMY_PAGE), hidden_RO[:, None]
+            plans.append(_Pass(pool, pages_KR[k], step_RO, hidden_RQO, (rows, 1), None, prefix).attend)
+        return plans
+
+
+class _Prefix:
+    """What the rows of each segment share: read once per segment."""
+
+    def __init__(self, pages_SP: Tensor, outside_SP: Tensor | None, shape_SM: tuple[int, int], member_R: Tensor | None) -> None:
+        self.pages_SP, self.outside_SP, self.shape_SM, self.member_R = pages_SP, outside_SP, shape_SM, member_R
+
+    @staticmethod
+    def of(tables: BlockTables, batch: ForwardBatch, to_device: ToDevice) -> _Prefix | None:
+        longest = int(batch.shared_S.max(initial=0))
+        if not longest:
+            return None
+        outside_SP = np.arange(longest) >= batch.shared_S[:, None]
+        pages_SP = np.where(outside_SP, 0, tables.table_RL[batch.rows_R[batch.bounds_S[:-1]], :longest])
         sizes_S = np.diff(batch.bounds_S)
         m = int(sizes_S.max())
-        self.shape_SM = (len(sizes_S), m)
-        self.member_R = self._to_device(_padded_slots(sizes_S, m)) if (sizes_S != m).any() else None
+        member_R = to_device(_padded_slots(sizes_S, m)) if (sizes_S != m).any() else None
+        return _Prefix(to_device(pages_SP), to_device(outside_SP) if outside_SP.any() else None, (len(sizes_S), m), member_R)
+
+    def scores(self, q_RJXD: Tensor, keys: Tensor) -> Tensor:
+        scores_SJZP = self._by_segment(q_RJXD) @ keys[self.pages_SP].permute(0, 2, 3, 1)
+        if self.outside_SP is not None:
+            scores_SJZP = scores_SJZP.masked_fill(self.outside_SP[:, None, None], -torch.inf)
+        return self._by_row(scores_SJZP)
+
+    def values(self, weights_RJXP: Tensor, values: Tensor) -> Tensor:
+        return self._by_row(self._by_segment(weights_RJXP) @ values[self.pages_SP].transpose(1, 2))
+
+    def _by_segment(self, x_RJXY: Tensor) -> Tensor:
+        """[S, J, M * X, Y]: the rows of a segment side by side, so that one product reads its prefix for all of them."""
+        _, j, x, y = x_RJXY.shape
+        if self.member_R is not None:
+            padded = x_RJXY.new_zeros(self.shape_SM[0] * self.shape_SM[1], j, x, y)
+            padded[self.member_R] = x_RJXY
+            x_RJXY = padded
+        return x_RJXY.reshape(*self.shape_SM, j, x, y).transpose(1, 2).flatten(2, 3)
+
+    def _by_row(self, x_SJZY: Tensor) -> Tensor:
+        x_RJXY = x_SJZY.unflatten(2, (self.shape_SM[1], -1)).transpose(1, 2).flatten(0, 1)
+        return x_RJXY if self.member_R is None else x_RJXY[self.member_R]
+
+
+class _Pass:
+    """One forward pass: where new keys and values go, and what every query sees."""
+
+    def __init__(
+        self,
+        pool: KVPool,
+        pages_T: Tensor,
+        own_RO: Tensor,
+        hidden_RQO: Tensor | None,
+        shape_RQ: tuple[int, int],
+        slot_T: Tensor | None,
+        prefix: _Prefix | None,
+    ) -> None:
+        self.pool, self.pages_T, self.own_RO, self.hidden_RQO = pool, pages_T, own_RO, hidden_RQO
+        self.shape_RQ, self.slot_T, self.prefix = shape_RQ, slot_T, prefix
 
     def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor) -> Tensor:
         keys, values = self.pool.keys[layer], self.pool.values[layer]
@@ -68,12 +126,12 @@ class _Plan:
             scores = scores_RJXO.unflatten(2, (-1, self.shape_RQ[1]))
             scores_RJXO = scores.masked_fill(self.hidden_RQO[:, None, None], -torch.inf).flatten(2, 3)
         own = scores_RJXO.shape[-1]
-        if self.prefix_positions:
-            scores_RJXO = torch.cat((scores_RJXO, self._prefix_scores(q_RJXD, keys)), dim=-1)
+        if self.prefix is not None:
+            scores_RJXO = torch.cat((scores_RJXO, self.prefix.scores(q_RJXD, keys)), dim=-1)
         weights = torch.softmax(scores_RJXO, dim=-1, dtype=torch.float32).to(q_RJXD.dtype)
         out_RJXD = weights[..., :own] @ values[self.own_RO].transpose(1, 2)
-        if self.prefix_positions:
-            out_RJXD = out_RJXD + self._prefix_values(weights[..., own:], values)
+        if self.prefix is not None:
+            out_RJXD = out_RJXD + self.prefix.values(weights[..., own:], values)
         return self._flat(out_RJXD)
 
     def _queries(self, q_THD: Tensor, kv_heads: int) -> Tensor:
@@ -92,31 +150,16 @@ class _Plan:
         out_THD = out_RJGQD.permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
         return out_THD if self.slot_T is None else out_THD[self.slot_T]
 
-    def _by_segment(self, x_RJXY: Tensor) -> Tensor:
-        """[S, J, M * X, Y]: the rows of a segment side by side, so that one product reads its prefix for all of them."""
-        _, j, x, y = x_RJXY.shape
-        if self.member_R is not None:
-            padded = x_RJXY.new_zeros(self.shape_SM[0] * self.shape_SM[1], j, x, y)
-            padded[self.member_R] = x_RJXY
-            x_RJXY = padded
-        return x_RJXY.view(*self.shape_SM, j, x, y).transpose(1, 2).flatten(2, 3)
 
-    def _by_row(self, x_SJZY: Tensor) -> Tensor:
-        m = self.shape_SM[1]
-        x_RJXY = x_SJZY.unflatten(2, (m, -1)).transpose(1, 2).flatten(0, 1)
-        return x_RJXY if self.member_R is None else x_RJXY[self.member_R]
+def _own_pages(tables: BlockTables, batch: ForwardBatch, shared_R: np.ndarray, own: int) -> np.ndarray:
+    """Pages [R, O] of each row's positions after its shared prefix; past its end, whatever the table holds, to be hidden."""
+    column_RO = np.minimum(shared_R[:, None] + np.arange(own), tables.table_RL.shape[1] - 1)
+    return tables.table_RL[batch.rows_R[:, None], column_RO]
 
-    def _prefix_scores(self, q_RJXD: Tensor, keys: Tensor) -> Tensor:
-        scores_SJZP = self._by_segment(q_RJXD) @ keys[self.prefix_SP].permute(0, 2, 3, 1)
-        if self.outside_SP is not None:
-            scores_SJZP = scores_SJZP.masked_fill(self.outside_SP[:, None, None], -torch.inf)
-        return self._by_row(scores_SJZP)
 
-    def _prefix_values(self, weights_RJXP: Tensor, values: Tensor) -> Tensor:
-        return self._by_row(self._by_segment(weights_RJXP) @ values[self.prefix_SP].transpose(1, 2))
-
-    def _to_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+def _mover(pool: KVPool) -> ToDevice:
+    device = pool.keys.device
+    return lambda array: to_device(array, device)
 
 
 def _padded_slots(sizes: np.ndarray, width: int) -> np.ndarray:

@@ -7,9 +7,6 @@ Axes: B rows, S token positions, T = B * S, E hidden size, H query heads, J key/
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -17,6 +14,7 @@ from torch.nn import functional as F
 
 from smc.demo.problems import Problem, grade
 from smc.demo.tokenizer import EOS, render
+from smc.evaluation.statistics import Accuracy
 from smc.models.decoder import Decoder
 
 MAX_ANSWER = 112
@@ -32,29 +30,6 @@ def hidden_states(model: Decoder, rope_SD: Tensor, tokens_BS: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(0, 1)
 
     return model(tokens_BS.flatten(), rope_SD[:width].repeat(rows, 1), attend).unflatten(0, (rows, width))
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """A share of problems solved."""
-
-    correct: int
-    count: int
-
-    @property
-    def share(self) -> float:
-        return self.correct / self.count
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """Wilson's 95% interval."""
-        z, n, p = 1.96, self.count, self.share
-        middle, spread = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-        return max(0.0, middle - spread) / (1 + z * z / n), min(1 + z * z / n, middle + spread) / (1 + z * z / n)
-
-    def __str__(self) -> str:
-        low, high = self.interval
-        return f"{self.share:.1%} ({self.correct} of {self.count}; 95% interval {low:.1%} to {high:.1%})"
 
 
 def measure(model: Decoder, rope_SD: Tensor, tokenizer: Tokenizer, problems: list[Problem], seed: int) -> Accuracy:

@@ -47,6 +47,7 @@ class Engine:
     ) -> None:
         """`workers` are keyed `draft` and `target`; `pages` are the capacities of their pools; `clock` gives seconds."""
         self.config, self.tokenizer, self.context = config, tokenizer, context
+        self.workers = workers
         self.slots = Slots(config.max_slots, context + config.block + 1, config.block + 1, tokenizer.size)
         self.budget = PageBudget(pages)
         self._rows = KVRows(self.slots, workers, config.branches)
@@ -59,6 +60,15 @@ class Engine:
     def idle(self) -> bool:
         """Nothing queued, nothing running, nothing left to report."""
         return not self._groups and not self._ready
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._in(Phase.QUEUED))
+
+    @property
+    def num_running(self) -> int:
+        """Requests past their prefill."""
+        return len(self._in(Phase.RUNNING))
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises ValueError for what this engine could never run, and for a request id in use."""
@@ -192,7 +202,7 @@ class Engine:
         if reason in (FinishReason.ERROR, FinishReason.CANCELLED):
             return self._tokens(group, 0)[: group.streamed]
         seed_G, round_G = np.array([group.seed], dtype=np.int64), np.array([group.rounds], dtype=np.int64)
-        uniform = uniforms(seed_G, round_G, 1, Purpose.FINAL)[0, 0]
+        uniform = uniforms(seed_G, round_G, np.zeros(1, dtype=np.int64), Purpose.FINAL)[0, 0]
         particle = final_draw(torch.from_numpy(self.slots.logw_S[group.slots]), float(uniform))
         tokens = self._tokens(group, particle)
         if reason is not None:

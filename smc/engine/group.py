@@ -10,6 +10,7 @@ import numpy as np
 
 from smc.engine.request import Method, Request, Statistics
 from smc.engine.text import StopRules, TextStream
+from smc.laws import LawSpec
 
 
 class Phase(Enum):
@@ -18,7 +19,7 @@ class Phase(Enum):
     RUNNING = "running"
 
 
-@dataclass
+@dataclass(eq=False)
 class Group:
     """Mutable state of one request. Particles are in `Slots`; this holds what they have in common."""
 
@@ -105,7 +106,10 @@ class Tally:
 
 
 class Population:
-    """The slots of several groups, side by side: A slots in all, group after group, and their view as [G, N] with padding."""
+    """The slots of several groups, side by side: A slots in all, group after group, and their view as [G, N] with padding.
+
+    Holds only what does not change while the same groups run, so it can be kept from round to round.
+    """
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = list(groups)
@@ -116,6 +120,27 @@ class Population:
         """Index of the group's first slot."""
         self.particle_A = np.arange(len(self.slots_A)) - self.first_A
         self.prompt_A = self.per_slot([g.prompt_size for g in self.groups], np.int32)
+        self.seed_G = np.array([g.seed for g in self.groups], dtype=np.int64)
+        params = [g.params for g in self.groups]
+        self.alpha_A = self.per_slot([p.alpha or 1.0 for p in params], np.float64)
+        self.threshold_G = np.array([p.ess_threshold or 0.0 for p in params])
+        self.schemes = [p.resampling for p in params]
+        self.target_law = self._law([p.temperature for p in params])
+        self.draft_law = self._law([p.temperature if p.draft_temperature is None else p.draft_temperature for p in params])
+        """Of the proposal; of a plainly decoding draft, its own."""
+
+    def rounds_G(self) -> np.ndarray:
+        return np.array([g.rounds for g in self.groups], dtype=np.int64)
+
+    def _law(self, temperature_G: list[float]) -> LawSpec:
+        params = [g.params for g in self.groups]
+        return LawSpec.of(
+            temperature_R=self.per_slot(temperature_G, np.float32),
+            top_k_R=self.per_slot([p.top_k for p in params], np.int64),
+            top_p_R=self.per_slot([p.top_p for p in params], np.float32),
+            min_p_R=self.per_slot([p.min_p for p in params], np.float32),
+            alpha_R=self.alpha_A.astype(np.float32),
+        )
 
     def per_slot(self, values: Sequence[float] | Sequence[int], dtype: type) -> np.ndarray:
         """One value per group -> one per slot."""

@@ -64,10 +64,10 @@ class KVRows:
         dst_AF = self.of(side, slots_A)
         shared_A = population.per_slot([g.shared[side] for g in population.groups], np.int32)
         start_A = np.where(was_A & stays_A, shared_A, 0).astype(np.int32)
-        src_AF = np.broadcast_to(np.where(stays_A, src_A, RELEASE).astype(np.int32)[:, None], dst_AF.shape)
+        src_AF = np.where(stays_A, src_A, RELEASE).astype(np.int32).repeat(dst_AF.shape[1]).reshape(dst_AF.shape)
         changed_AF = (was_A | stays_A)[:, None] & (src_AF != dst_AF)
         if changed_AF.any():
-            start_AF = np.broadcast_to(start_A[:, None], dst_AF.shape)
+            start_AF = start_A.repeat(dst_AF.shape[1]).reshape(dst_AF.shape)
             self.workers[side].move(RowMoves(dst_AF[changed_AF], src_AF[changed_AF], start_AF[changed_AF]))
         live_S[slots_A] = stays_A
 

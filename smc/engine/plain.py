@@ -10,7 +10,7 @@ import numpy as np
 from smc.engine.group import Group, Population
 from smc.engine.kvrows import KVRows
 from smc.engine.messages import SampleBatch
-from smc.engine.rows import answer_rows, fail_groups, grow, keys, law_spec
+from smc.engine.rows import answer_rows, fail_groups, grow, keys
 from smc.engine.slots import Slots
 from smc.philox import Purpose
 
@@ -31,7 +31,7 @@ def plain_round(groups: list[Group], slots: Slots, rows: KVRows, side: str, step
         input=answer_rows(population, all_A, slots, side, rows_A, first_A, count_A),
         branch_rows_RF=rows_A[:, None],
         steps=steps,
-        law=law_spec(population, all_A, draft=side == "draft"),
+        law=population.draft_law if side == "draft" else population.target_law,
         mixture=0.0,
         keys=keys(population, all_A, 1, Purpose.TARGET),
     )

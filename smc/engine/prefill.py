@@ -12,7 +12,7 @@ from smc.engine.group import Group, Population
 from smc.engine.kvrows import KVRows
 from smc.engine.messages import ExtendBatch, Keys, Rows
 from smc.engine.request import Method
-from smc.engine.rows import STREAMS_PER_PARTICLE, fail_groups, grow, law_spec
+from smc.engine.rows import STREAMS_PER_PARTICLE, fail_groups, grow
 from smc.engine.slots import Slots
 from smc.philox import Purpose
 
@@ -65,7 +65,6 @@ def _rows(parts: list[tuple[Group, int]], rows: KVRows, side: str) -> Rows:
 def _draw_first(parts: list[tuple[Group, int]], slots: Slots, rows: KVRows, side: str) -> None:
     groups = [group for group, _ in parts]
     population = Population(groups)
-    first_A = population.particle_A == 0
     most = int(population.sizes_G.max())
     batch = ExtendBatch(
         _rows(parts, rows, side),
@@ -75,7 +74,7 @@ def _draw_first(parts: list[tuple[Group, int]], slots: Slots, rows: KVRows, side
             stream_RD=np.tile(np.arange(most, dtype=np.int64) * STREAMS_PER_PARTICLE, (len(groups), 1)),
             purpose=Purpose.TARGET,
         ),
-        law=law_spec(population, first_A, draft=side == "draft"),
+        law=(population.draft_law if side == "draft" else population.target_law).take(population.particle_A == 0),
     )
     result = rows.workers[side].extend(batch).result()
     fail_groups(population, np.isnan(result.log_z_R)[population.group_A], side)

@@ -22,9 +22,12 @@ from smc.engine.config import EngineConfig
 from smc.engine.group import Group, Population
 from smc.engine.kvrows import KVRows
 from smc.engine.messages import ExtendBatch, ExtendResult, Pending, SampleBatch, SampleResult
-from smc.engine.rows import answer_rows, fail_groups, grow, keys, law_spec, spans
+from smc.engine.rows import answer_rows, fail_groups, grow, keys, spans
 from smc.engine.slots import Slots
 from smc.philox import Purpose, uniforms
+
+BRANCH_POSITION = 1 << 20
+"""Uniforms that pick branches are numbered from here, those that resample from 0: neither depends on how many there are."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +45,18 @@ class Scored:
 
 
 class SMCRounds:
-    """Advances SMC groups. Holds no state of its own: particles are in `slots`, KV is with the workers."""
+    """Advances SMC groups. Particles are in `slots`, KV is with the workers; only the view of the last groups is kept."""
 
     def __init__(self, config: EngineConfig, slots: Slots, rows: KVRows) -> None:
         self.config, self.slots, self.rows = config, slots, rows
         self.branches = config.branches
+        self._last: Population | None = None
 
     def run(self, groups: list[Group]) -> None:
         """One round. Afterwards a group whose particles have all ended and been scored is ready to be finalised."""
-        population = Population(groups)
+        if self._last is None or self._last.groups != groups:
+            self._last = Population(groups)
+        population = self._last
         for group in groups:
             group.rounds += 1
         open_A = self._open(population)
@@ -84,7 +90,7 @@ class SMCRounds:
             input=answer_rows(population, open_A, self.slots, "draft", branch_rows_XF[:, 0], first_X, count_X),
             branch_rows_RF=branch_rows_XF,
             steps=self.config.block,
-            law=law_spec(population, open_A, draft=True),
+            law=population.draft_law.take(open_A),
             mixture=self.config.defensive_share,
             keys=keys(population, open_A, self.branches, Purpose.PROPOSAL),
         )
@@ -120,7 +126,7 @@ class SMCRounds:
             draws=None if self.config.lookahead else keys(population, need_A, 1, Purpose.TARGET),
             next_of=ahead,
             next_index_R=np.where(open_X, np.cumsum(open_X) - 1, -1) if ahead else None,
-            law=law_spec(population, need_A, draft=False),
+            law=population.target_law.take(need_A),
         )
         self.slots.target_kv_S[slots_X] += count_X
         population.count_tokens("target", need_A, count_X)
@@ -137,12 +143,11 @@ class SMCRounds:
         row_T, offset_T = spans(np.zeros_like(unscored_X), unscored_X + open_X)
         logp_XB = np.zeros((len(slots_X), self.slots.logq_SB.shape[1]), dtype=np.float32)
         logp_XB[row_T, offset_T] = result.logp_T
-        alpha_X = population.per_slot([g.params.alpha for g in population.groups], np.float64)[need_A]
         block_X = block_log_weight(
             torch.from_numpy(logp_XB[:, :-1]),
             torch.from_numpy(self.slots.logq_SB[slots_X, 1:]),
             torch.from_numpy(unscored_X),
-            torch.from_numpy(alpha_X),
+            torch.from_numpy(population.alpha_A[need_A]),
         ).numpy()
         size = len(population.slots_A)
         scored = Scored(np.zeros(size), np.zeros((size, self.branches), np.float32), np.zeros(size, np.int32), np.zeros(size, np.float32))
@@ -159,28 +164,27 @@ class SMCRounds:
         return scored
 
     def _select(self, population: Population, open_A: np.ndarray, scored: Scored, drafted: SampleResult | None) -> Selection:
-        groups = population.groups
         logw_GN = population.grid(self.slots.logw_S[population.slots_A], -np.inf)
         block_GN = population.grid(scored.block_A, 0.0)
         if self.config.lookahead:
-            alpha_A = population.per_slot([g.params.alpha for g in groups], np.float64)
             next_AF = np.zeros((len(open_A), self.branches))
             if drafted is not None:
-                next_AF[open_A] = alpha_A[open_A, None] * scored.next_AF[open_A] - drafted.logq_RFK[:, :, 0]
+                next_AF[open_A] = population.alpha_A[open_A, None] * scored.next_AF[open_A] - drafted.logq_RFK[:, :, 0]
                 fail_groups(population, _spread(np.isnan(drafted.logq_RFK[:, :, 0]).any(1), open_A), "draft")
             candidates = lookahead_candidates(*_tensors(logw_GN, block_GN, population.grid(next_AF, 0.0), population.grid(open_A, False)))
         else:
             candidates = lockstep_candidates(*_tensors(logw_GN, block_GN, population.grid(scored.log_z_A, 0.0)))
         # A group with NaN logits is about to end with an error; until then it must not disturb the arithmetic.
-        candidates = torch.nan_to_num(candidates, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-        schemes = [g.params.resampling for g in groups]
-        seed_G = np.array([g.seed for g in groups], dtype=np.int64)
-        round_G = np.array([g.rounds for g in groups], dtype=np.int64)
-        count = 1 if set(schemes) == {"systematic"} else candidates.shape[1] * candidates.shape[2]
-        branch_GN = uniforms(seed_G, round_G, logw_GN.shape[1], Purpose.BRANCH) if self.branches > 1 else np.zeros_like(logw_GN)
-        threshold_G = np.array([g.params.ess_threshold for g in groups])
-        uniforms_GU = uniforms(seed_G, round_G, count, Purpose.RESAMPLE)
-        return select(candidates, *_tensors(population.sizes_G, threshold_G), schemes, *_tensors(uniforms_GU, branch_GN))
+        candidates = candidates.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        schemes = population.schemes
+        n, m = candidates.shape[1], candidates.shape[1] * candidates.shape[2]
+        resample = np.arange(1 if set(schemes) == {"systematic"} else m)
+        uniforms_GU = uniforms(
+            population.seed_G, population.rounds_G(), np.concatenate((resample, BRANCH_POSITION + np.arange(n))), Purpose.SELECTION
+        )
+        return select(
+            candidates, *_tensors(population.sizes_G, population.threshold_G), schemes, *_tensors(uniforms_GU[:, :-n], uniforms_GU[:, -n:])
+        )
 
     def _apply(
         self, population: Population, open_A: np.ndarray, selection: Selection, scored: Scored, drafted: SampleResult | None

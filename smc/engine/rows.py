@@ -10,7 +10,6 @@ import numpy as np
 from smc.engine.group import Population
 from smc.engine.messages import Keys, Rows
 from smc.engine.slots import Slots
-from smc.laws import LawSpec
 from smc.philox import Purpose
 
 STREAMS_PER_PARTICLE = 64
@@ -43,26 +42,12 @@ def answer_rows(
     )
 
 
-def law_spec(population: Population, chosen_A: np.ndarray, *, draft: bool) -> LawSpec:
-    """The law of every chosen slot: the request's own, at the proposal's temperature for the draft of an SMC request."""
-    params = [g.params for g in population.groups]
-    temperature = [p.draft_temperature if draft and p.draft_temperature is not None else p.temperature for p in params]
-    return LawSpec(
-        temperature_R=population.per_slot(temperature, np.float32)[chosen_A],
-        top_k_R=population.per_slot([p.top_k for p in params], np.int64)[chosen_A],
-        top_p_R=population.per_slot([p.top_p for p in params], np.float32)[chosen_A],
-        min_p_R=population.per_slot([p.min_p for p in params], np.float32)[chosen_A],
-        alpha_R=population.per_slot([p.alpha or 1.0 for p in params], np.float32)[chosen_A],
-    )
-
-
 def keys(population: Population, chosen_A: np.ndarray, branches: int, purpose: Purpose) -> Keys:
     """Random numbers that depend on the request alone: its seed, its round, the particle's number in it, the branch."""
-    stream_A = population.particle_A * STREAMS_PER_PARTICLE
     return Keys(
-        seed_R=population.per_slot([g.seed for g in population.groups], np.int64)[chosen_A],
-        round_R=population.per_slot([g.rounds for g in population.groups], np.int64)[chosen_A],
-        stream_RD=stream_A[chosen_A, None] + np.arange(branches),
+        seed_R=population.seed_G[population.group_A[chosen_A]],
+        round_R=population.rounds_G()[population.group_A[chosen_A]],
+        stream_RD=population.particle_A[chosen_A, None] * STREAMS_PER_PARTICLE + np.arange(branches),
         purpose=purpose,
     )
 
@@ -83,6 +68,8 @@ def grow(slots: Slots, population: Population, chosen_A: np.ndarray, tokens_XK: 
 
 def fail_groups(population: Population, nan_A: np.ndarray, side: str) -> None:
     """Mark the groups of the given slots: their request ends with an error that names the model."""
+    if not nan_A.any():
+        return
     for index in np.unique(population.group_A[nan_A]):
         group = population.groups[index]
         group.error = group.error or f"the {side} model returned NaN logits: its weights or its numeric type are at fault"

@@ -92,6 +92,7 @@ class BlockTables:
             return
         self._check_rows(merge.dst_M)
         self._check_rows(merge.src_M)
+        assert self._seen.distinct(merge.dst_M), "a row is the destination of two merges"
         held_M = np.minimum(self.length_R[merge.dst_M], self.length_R[merge.src_M])
         if (merge.end_M > held_M).any():
             raise ValueError(f"a shared prefix of {merge.end_M.max()} positions reaches past what its rows hold")
@@ -123,5 +124,6 @@ class BlockTables:
         self.allocator.exchange(old_X, new_X)
 
     def _check_rows(self, rows: np.ndarray) -> None:
-        if len(rows) and (rows.min() < 0 or rows.max() >= len(self.length_R)):
+        # Read as unsigned, a negative number is a large one: one comparison finds both kinds.
+        if (rows.astype(np.uint32) >= len(self.length_R)).any():
             raise ValueError(f"rows {rows.min()}..{rows.max()} given; allowed 0..{len(self.length_R) - 1}")

@@ -27,7 +27,8 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        # An explicit weight skips the random initialisation, which is slow to set up on the meta device.
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size, _weight=torch.empty(config.vocab_size, config.hidden_size))
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

@@ -43,7 +43,7 @@ def answer(pair: ModelPair, config: EngineConfig, **params) -> Answer:
 
 
 def workers(engine: Engine) -> dict[str, ModelWorker]:
-    return engine._rows.workers
+    return engine.workers
 
 
 def assert_empty(engine: Engine) -> None:
@@ -63,27 +63,32 @@ def step_through(engine: Engine, check: Callable[[Engine], None]) -> list[Output
 
 
 class TokenLedger:
-    """Knows which token each KV page was written for, by listening to a worker's forward passes."""
+    """Knows which token each KV page was written for: listens to what a worker runs through its model, and where it stores it."""
 
     def __init__(self, worker: ModelWorker) -> None:
         self.worker = worker
         self.token_of_page = np.full(worker.tables.allocator.capacity + 1, -1, dtype=np.int64)
-        forward = worker._forward
+        model = worker.model
 
-        def listening(rows: Rows, tokens_T: torch.Tensor | None = None) -> torch.Tensor:
-            hidden = forward(rows, tokens_T)
-            tokens = rows.tokens_T if tokens_T is None else tokens_T.numpy()
-            pages = [
-                worker.tables.table_RL[row, start : start + count] for row, start, count in zip(rows.rows_R, rows.starts_R, rows.counts_R)
-            ]
-            self.token_of_page[np.concatenate(pages)] = tokens
-            return hidden
+        def listening(tokens_T: torch.Tensor, rope_T2D: torch.Tensor, attend) -> torch.Tensor:
+            self.token_of_page[attend.__self__.pages_T.numpy()] = tokens_T.numpy()
+            return model(tokens_T, rope_T2D, attend)
 
-        worker._forward = listening
+        worker.model = Listening(model, listening)
 
     def tokens(self, row: int) -> list[int]:
         tables = self.worker.tables
         return self.token_of_page[tables.table_RL[row, : tables.length_R[row]]].tolist()
+
+
+class Listening:
+    """A model whose calls go through a listener first."""
+
+    def __init__(self, model, call: Callable) -> None:
+        self.logits, self._call = model.logits, call
+
+    def __call__(self, *arguments):
+        return self._call(*arguments)
 
 
 @torch.inference_mode()

@@ -1,0 +1,17 @@
+"""NumPy arrays to a device and back: the scheduler's side of every batch is NumPy, the model's is torch."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """A tensor with the array's values; on the CPU it may share its memory."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor if device.type == "cpu" else tensor.to(device)
+
+
+def to_host(tensor: Tensor) -> np.ndarray:
+    return tensor.cpu().numpy()

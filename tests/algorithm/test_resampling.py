@@ -1,0 +1,164 @@
+"""Laws of the resampling schemes and of slot placement.
+
+Axes: G groups, M candidates, U uniforms, N particles, F branches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from smc.algorithm.resampling import SCHEMES, offspring, place
+
+LARGEST = 1 - 2.0**-53
+MOST = 12
+examples = settings(max_examples=60, deadline=None)
+uniform = st.floats(0, 1, exclude_max=True) | st.sampled_from([0.0, 0.5, LARGEST])
+uniforms = st.lists(uniform, min_size=MOST, max_size=MOST)
+weights = st.lists(st.integers(0, 20), min_size=1, max_size=10).filter(any)
+draws = st.integers(1, MOST)
+groups = st.lists(st.tuples(weights, draws, uniforms, st.sampled_from(sorted(SCHEMES))), min_size=1, max_size=5)
+
+
+def normalised(weights: list[int]) -> Tensor:
+    return torch.tensor(weights, dtype=torch.float64)[None] / sum(weights)
+
+
+def resample(scheme: str, weights: list[int], draws: int, uniforms: list[float]) -> list[int]:
+    return offspring([scheme], normalised(weights), torch.tensor([draws]), torch.tensor([uniforms], dtype=torch.float64))[0].tolist()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@examples
+@given(weights=weights, draws=draws, uniforms=uniforms)
+def test_counts_sum_to_the_draws_and_zero_weight_is_never_chosen(scheme, weights, draws, uniforms):
+    counts = resample(scheme, weights, draws, uniforms)
+    assert sum(counts) == draws
+    assert min(counts) >= 0
+    assert all(count == 0 for count, weight in zip(counts, weights) if weight == 0)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("edge", [0.0, LARGEST])
+@pytest.mark.parametrize("row", [[0, 0, 1, 1, 1, 0, 0], [1, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 1], [0, 3, 7, 10, 13, 17, 0]])
+def test_zero_weight_is_never_chosen_at_the_ends_of_the_unit_interval(scheme, edge, row):
+    for draws in range(1, MOST + 1):
+        counts = resample(scheme, row, draws, [edge] * MOST)
+        assert sum(counts) == draws
+        assert all(count == 0 for count, weight in zip(counts, row) if weight == 0)
+
+
+@pytest.mark.parametrize(("scheme", "below", "above"), [("systematic", 0, 0), ("ssp", 0, 0), ("stratified", 1, 1), ("residual", 0, MOST)])
+@examples
+@given(weights=weights, draws=draws, uniforms=uniforms)
+def test_counts_stay_near_their_expectation(scheme, below, above, weights, draws, uniforms):
+    """Systematic and SSP give floor or ceil of n w; stratified at most one less or more; residual never less than the floor."""
+    for count, weight in zip(resample(scheme, weights, draws, uniforms), weights):
+        expected = draws * weight / sum(weights)
+        assert math.floor(expected - 1e-9) - below <= count <= math.ceil(expected + 1e-9) + above
+
+
+@pytest.mark.parametrize("scheme", ["systematic", "stratified", "residual", "multinomial"])
+@examples
+@given(weights=weights, draws=draws)
+def test_expected_offspring_is_n_times_the_weight(scheme, weights, draws):
+    """Exact: each draw depends on one uniform, and a grid of midpoints integrates an indicator of an interval to 1 / grid."""
+    grid = 1024
+    uniforms_GU = ((torch.arange(grid, dtype=torch.float64) + 0.5) / grid)[:, None].expand(-1, MOST)
+    counts_GM = offspring([scheme] * grid, normalised(weights).expand(grid, -1), torch.full((grid,), draws), uniforms_GU)
+    error_M = counts_GM.double().mean(0) - normalised(weights)[0] * draws
+    assert error_M.abs().max() <= draws / grid + 1e-9
+
+
+SSP_CASES = [
+    ([1, 1], 1),
+    ([3, 1, 1], 1),
+    ([0, 2, 3, 0, 1], 4),
+    ([7, 1, 5, 3, 9, 2, 8], 7),
+    ([20, 1, 1, 1], 3),
+    ([4, 3, 2, 1, 1, 1, 1, 1], 5),
+]
+
+
+@pytest.mark.parametrize(("weights", "draws"), SSP_CASES)
+def test_expected_offspring_of_ssp_is_n_times_the_weight(weights, draws):
+    """8192 fixed draws; a count has variance f (1 - f), f its fractional part. Within 4.5 standard errors: false alarm 2e-4 in all."""
+    rows = 8192
+    generator = torch.Generator().manual_seed(1)
+    uniforms_GU = torch.rand(rows, MOST, dtype=torch.float64, generator=generator)
+    counts_GM = offspring(["ssp"] * rows, normalised(weights).expand(rows, -1), torch.full((rows,), draws), uniforms_GU).double()
+    expected_M = normalised(weights)[0] * draws
+    part_M = expected_M - expected_M.floor()
+    assert ((counts_GM.mean(0) - expected_M).abs() <= 4.5 * (part_M * (1 - part_M) / rows).sqrt() + 1e-9).all()
+
+
+def test_schemes_differ_in_variance_as_the_theory_says():
+    """Of 20000 fixed draws: multinomial has n w (1 - w), the others less (Douc et al. 2005). The gaps are over 20 standard errors."""
+    row, draws, rows = [5, 4, 3, 2, 1, 1, 1, 1], 6, 20_000
+    generator = torch.Generator().manual_seed(2)
+    uniforms_GU = torch.rand(rows, MOST, dtype=torch.float64, generator=generator)
+    variance = {
+        name: offspring([name] * rows, normalised(row).expand(rows, -1), torch.full((rows,), draws), uniforms_GU).double().var(0).sum()
+        for name in SCHEMES
+    }
+    weights_M = normalised(row)[0]
+    torch.testing.assert_close(variance["multinomial"], (draws * weights_M * (1 - weights_M)).sum(), atol=0, rtol=0.02)
+    assert variance["residual"] < 0.9 * variance["multinomial"]
+    assert variance["stratified"] < 0.9 * variance["multinomial"]
+    expected_M = weights_M * draws
+    least = ((expected_M - expected_M.floor()) * (expected_M.ceil() - expected_M)).sum()
+    for name in ("systematic", "ssp"):
+        torch.testing.assert_close(variance[name], least, atol=0, rtol=0.02)
+
+
+@examples
+@given(groups)
+def test_groups_in_one_call_equal_each_group_alone(groups):
+    """Different sizes, draws and schemes: no group sees another, and padding is never chosen."""
+    width = max(len(weights) for weights, *_ in groups)
+    weights_GM = torch.zeros(len(groups), width, dtype=torch.float64)
+    for g, (weights, *_) in enumerate(groups):
+        weights_GM[g, : len(weights)] = normalised(weights)[0]
+    draws_G = torch.tensor([draws for _, draws, _, _ in groups])
+    uniforms_GU = torch.tensor([uniforms for *_, uniforms, _ in groups], dtype=torch.float64)
+    together = offspring([scheme for *_, scheme in groups], weights_GM, draws_G, uniforms_GU).tolist()
+    for counts, (weights, draws, uniforms, scheme) in zip(together, groups):
+        assert counts == resample(scheme, weights, draws, uniforms) + [0] * (width - len(weights))
+
+
+@st.composite
+def chosen_counts(draw) -> tuple[list[list[list[int]]], list[int]]:
+    """Counts [G][N][F] that sum to each group's size, zero in padding, and the sizes."""
+    branches, n = draw(st.integers(1, 4)), draw(st.integers(1, 6))
+    sizes = draw(st.lists(st.integers(1, n), min_size=1, max_size=4))
+    counts = []
+    for size in sizes:
+        picks = Counter(draw(st.lists(st.integers(0, size * branches - 1), min_size=size, max_size=size)))
+        counts.append([[picks[i * branches + f] if i < size else 0 for f in range(branches)] for i in range(n)])
+    return counts, sizes
+
+
+@examples
+@given(chosen_counts())
+def test_placement_holds_every_copy_and_moves_no_survivor(case):
+    counts, sizes = case
+    ancestor_GN, branch_GN = place(torch.tensor(counts), torch.tensor(sizes))
+    for g, size in enumerate(sizes):
+        ancestors, branches = ancestor_GN[g].tolist(), branch_GN[g].tolist()
+        placed = Counter(zip(ancestors[:size], branches[:size]))
+        assert placed == Counter({(i, f): c for i, row in enumerate(counts[g]) for f, c in enumerate(row) if c})
+        for i in range(size):
+            first = next((f for f, c in enumerate(counts[g][i]) if c), None)
+            if first is not None:
+                assert (ancestors[i], branches[i]) == (i, first)
+        # Further copies fill the slots of particles that were not chosen, in order of their candidates.
+        filled = [(ancestors[i], branches[i]) for i in range(size) if not any(counts[g][i])]
+        assert filled == sorted(filled)
+        assert ancestors[size:] == list(range(size, len(ancestors)))
+        assert branches[size:] == [0] * (len(branches) - size)
