@@ -1,0 +1,153 @@
+"""`smcserve generate`: one prompt, one answer, by an engine in this process."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
+
+from services.cli import options
+from services.cli.terminal import err, finite, print_error, print_warning
+
+if TYPE_CHECKING:
+    from smc.engine.config import EngineConfig
+    from smc.engine.local import ModelPair
+    from smc.engine.request import Answer, Request
+
+SAMPLING_FIELDS = (
+    *("method", "particles", "temperature", "draft_temperature", "top_k", "top_p", "min_p", "alpha", "ess_threshold", "resampling"),
+    *("seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "time_budget"),
+)
+ENGINE_FIELDS = ("form", "block", "branches", "max_context")
+SMC_ENGINE_FIELDS = ("form", "branches")
+DEFAULT_MAX_TOKENS = 256
+
+
+def generate(
+    ctx: typer.Context,
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; '-' or nothing: standard input.", show_default=False)] = None,
+    target: options.Target = None,
+    draft: options.Draft = None,
+    device: options.Device = "cpu",
+    dtype: options.Dtype = None,
+    method: options.Method = None,
+    max_tokens: options.MaxTokens = None,
+    seed: options.Seed = None,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    stop: options.Stop = None,
+    stop_token_ids: options.StopTokenIds = None,
+    ignore_eos: options.IgnoreEos = False,
+    time_budget: options.TimeBudget = None,
+    raw: options.Raw = False,
+    particles: options.Particles = None,
+    ess_threshold: options.EssThreshold = None,
+    resampling: options.Resampling = None,
+    alpha: options.Alpha = None,
+    draft_temperature: options.DraftTemperature = None,
+    form: options.Form = None,
+    block: options.Block = None,
+    branches: options.Branches = None,
+    max_context: options.MaxContext = None,
+    threads: options.Threads = None,
+    as_json: options.JsonFlag = False,
+) -> int:
+    """Answer a prompt; text appears as soon as it can no longer change."""
+    text = _read_prompt(prompt)
+    from services.cli.pair import load_pair, pair_places, use_threads
+
+    places = pair_places(target, draft)
+    given = {name: value for name, value in ctx.params.items() if value is not None and value is not False and value != []}
+    _refuse_idle(given)
+    use_threads(threads, places)
+    pair = load_pair(places, device, dtype)
+    return _answer(pair, *_settings(pair, text, raw, given), as_json)
+
+
+def _read_prompt(prompt: str | None) -> str:
+    if prompt is None and sys.stdin.isatty():
+        raise ValueError("no prompt; give it as an argument or on standard input")
+    text = sys.stdin.read().removesuffix("\n") if prompt in (None, "-") else prompt
+    if not text:
+        raise ValueError("the prompt is empty")
+    return text
+
+
+def _refuse_idle(given: dict[str, Any]) -> None:
+    """The library refuses what has no effect within one object; these two belong to different ones."""
+    for name in SMC_ENGINE_FIELDS:
+        if given.get("method", "smc") != "smc" and name in given:
+            raise ValueError(f"{name}={given[name]!r} has no effect with method={given['method']!r}; leave it out")
+
+
+def _settings(pair: ModelPair, text: str, raw: bool, given: dict[str, Any]) -> tuple[Request, EngineConfig]:
+    """Only what was given is passed on: the library knows its own defaults, and refuses settings without effect."""
+    from smc.engine.config import EngineConfig
+    from smc.engine.request import Request, SamplingParams
+
+    if not raw and not pair.tokenizer.has_chat_template:
+        raise ValueError("the target model has no chat template; use --raw to give it the prompt as plain text")
+    config = EngineConfig(**{name: given[name] for name in ENGINE_FIELDS if name in given})
+    prompt = pair.tokenizer.encode(text) if raw else pair.tokenizer.chat([{"role": "user", "content": text}])
+    room = (config.max_context or pair.max_context) - len(prompt)
+    sampling = {"max_tokens": max(1, min(DEFAULT_MAX_TOKENS, room))} | {name: given[name] for name in SAMPLING_FIELDS if name in given}
+    return Request("generate", tuple(prompt), SamplingParams(**sampling)), config
+
+
+def _answer(pair: ModelPair, request: Request, config: EngineConfig, as_json: bool) -> int:
+    from smc.evaluation.batch import fitted_engine
+
+    engine = fitted_engine(pair, config, [request])
+    for output in engine.run([request]):
+        if not as_json:
+            print(output.text, end="", flush=True)
+        answer = output.answer
+    if as_json:
+        print(json.dumps(finite(_as_dict(answer, request, engine.config)), ensure_ascii=False))
+    else:
+        print()
+        err.print(Text(summary(answer), style="dim"))
+    if answer.statistics.collapses:
+        print_warning(f"every weight was zero after {answer.statistics.collapses} rounds; this answer is not to be trusted")
+    if answer.error:
+        print_error(answer.error)
+    return 1 if answer.error else 0
+
+
+def summary(answer: Answer) -> str:
+    """One line about an answer."""
+    stats, smc = answer.statistics, answer.statistics.mean_ess > 0
+    parts = [f"{len(answer.tokens)} tokens in {answer.seconds:.2f} s", f"{len(answer.tokens) / answer.seconds:.0f} tok/s"]
+    parts += [f"{stats.rounds} rounds"]
+    if smc:
+        parts += [f"{stats.resamples} resamples", f"mean ESS {stats.mean_ess / stats.particles:.0%} of N={stats.particles}"]
+        parts += [f"log Z {stats.log_z:+.2f}"]
+    ended = f"ended by {answer.finish_reason.value}" + (f" {answer.matched!r}" if isinstance(answer.matched, str) else "")
+    return " · ".join([*parts, ended, f"seed {answer.seed}"])
+
+
+def _as_dict(answer: Answer, request: Request, config: EngineConfig) -> dict[str, Any]:
+    sampling = {key: value for key, value in asdict(request.params).items() if value is not None}
+    idle = () if request.params.method == "smc" else SMC_ENGINE_FIELDS
+    return {
+        "text": answer.text,
+        "tokens": answer.tokens,
+        "finish_reason": answer.finish_reason,
+        "matched": answer.matched,
+        "seed": answer.seed,
+        "error": answer.error,
+        "usage": {
+            "prompt_tokens": answer.prompt_tokens,
+            "answer_tokens": len(answer.tokens),
+            "seconds": answer.seconds,
+            "tokens_per_second": len(answer.tokens) / answer.seconds,
+        },
+        "statistics": asdict(answer.statistics),
+        "settings": {"sampling": sampling, "engine": {k: v for k, v in asdict(config).items() if k not in idle}},
+    }

@@ -1,0 +1,81 @@
+"""The `smcserve` command: where its subcommands meet, and where a user's mistake becomes one line and an exit code.
+
+Exit codes: 0 done, 1 the work itself failed, 2 the user asked for something that cannot be, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from services.cli.check import check
+from services.cli.demo import demo
+from services.cli.eval import evaluate
+from services.cli.generate import generate
+from services.cli.terminal import out, print_error
+
+EXAMPLES = """
+[bold]Examples[/bold]
+
+  smcserve demo\n
+  smcserve generate "Mia has 12 apples. She buys 30 more. How many now?"\n
+  smcserve generate --target DIR --draft DIR -n 32 -k 5 -f 2 < prompt.txt\n
+  smcserve eval --problems 200 --only target --only "N=8 K=5"\n
+  smcserve check --target DIR --draft DIR
+"""
+
+app = typer.Typer(
+    help="Answers of a large target model at close to the speed of a small draft model, by Sequential Monte Carlo speculative decoding.",
+    epilog=EXAMPLES,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("generate")(generate)
+app.command("demo")(demo)
+app.command("eval")(evaluate)
+app.command("check")(check)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        out.print(f"smcserve {importlib.metadata.version('smcserve')}")
+        raise typer.Exit()
+
+
+Version = Annotated[bool, typer.Option("--version", help="Print the version.", metavar="", callback=_print_version, is_eager=True)]
+
+
+@app.callback()
+def options(version: Version = False) -> None:
+    pass
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code."""
+    usage_error = typer.BadParameter.__base__  # click's class of wrong options, under whichever name typer carries it
+    try:
+        return app(list(arguments) or ["--help"], prog_name="smcserve", standalone_mode=False) or 0
+    except usage_error as error:
+        command = error.ctx.command_path if error.ctx else "smcserve"
+        print_error(f"{error.format_message()} (see {command} --help)")
+        return 2
+    except BrokenPipeError:
+        # The reader has gone, as in `| head`; what is still buffered must not raise again when Python exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (ValueError, OSError) as error:
+        print_error(str(error))
+        return 2
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+
+
+def main() -> None:
+    sys.exit(run(sys.argv[1:]))

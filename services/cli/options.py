@@ -1,0 +1,85 @@
+"""The options that commands share, each defined once. Imports nothing heavy: `--help` must come at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+MODELS, SAMPLING, PARTICLES, ENGINE, MEASURE, OUTPUT = "Models", "Sampling", "Particles", "Engine", "What is measured", "Output"
+
+
+def option(panel: str, text: str, *names: str, metavar: str | None = None, show_default: bool | str = True):
+    """An option of one of the panels above."""
+    return typer.Option(*names, help=text, rich_help_panel=panel, metavar=metavar, show_default=show_default)
+
+
+Target = Annotated[
+    Path | None, option(MODELS, "Directory of the target model; with --draft. Default: the demo pair.", "--target", metavar="DIR")
+]
+Draft = Annotated[Path | None, option(MODELS, "Directory of the draft model; with --target.", "--draft", metavar="DIR")]
+Device = Annotated[str, option(MODELS, "Where both models run.", metavar="cpu|cuda")]
+Dtype = Annotated[
+    str | None,
+    option(MODELS, "float32, bfloat16 or float16. Default: float32 on a CPU, bfloat16 on a GPU.", metavar="TYPE"),
+]
+
+Method = Annotated[
+    str | None,
+    option(SAMPLING, "smc: both models; target, draft: one of them alone. Default: smc.", metavar="METHOD"),
+]
+Temperature = Annotated[float | None, option(SAMPLING, "Of the target law. Default: 1; 0 = greedy, not with smc.", metavar="T")]
+TopK = Annotated[int | None, option(SAMPLING, "Keep the K likeliest tokens; 0 = all.", "--top-k", metavar="K")]
+TopP = Annotated[float | None, option(SAMPLING, "Keep the likeliest tokens that hold this mass; 1 = all.", "--top-p", metavar="P")]
+MinP = Annotated[float | None, option(SAMPLING, "Drop tokens below this share of the likeliest; 0 = none.", "--min-p", metavar="P")]
+Seed = Annotated[int | None, option(SAMPLING, "Same seed, same answer. Default: drawn, and reported.", metavar="SEED")]
+MaxTokens = Annotated[
+    int | None, option(SAMPLING, "Longest answer. Default: 256, or what the context leaves.", "--max-tokens", metavar="TOKENS")
+]
+Stop = Annotated[list[str] | None, option(SAMPLING, "String that ends the answer; may be repeated.", "--stop", metavar="TEXT")]
+StopTokenIds = Annotated[
+    list[int] | None, option(SAMPLING, "Token id that ends the answer; may be repeated.", "--stop-token-id", metavar="ID")
+]
+IgnoreEos = Annotated[bool, option(SAMPLING, "Go on after the model's end-of-text token.", "--ignore-eos", show_default=False, metavar="")]
+Raw = Annotated[bool, option(SAMPLING, "The prompt as plain text, without the chat template.", "--raw", show_default=False, metavar="")]
+TimeBudget = Annotated[float | None, option(SAMPLING, "Answer with what there is after this long.", "--time-budget", metavar="SECONDS")]
+
+Particles = Annotated[int | None, option(PARTICLES, "N, answers grown side by side. Default: 8.", "--particles", "-n", metavar="N")]
+DraftTemperature = Annotated[
+    float | None, option(PARTICLES, "Of the proposal. Default: --temperature.", "--draft-temperature", metavar="T")
+]
+Alpha = Annotated[float | None, option(PARTICLES, "Exponent of the target law. Default: 1.", metavar="A")]
+EssThreshold = Annotated[
+    float | None,
+    option(PARTICLES, "Resample below this share of N effective samples; 0 = never. Default: 0.5.", "--ess-threshold", metavar="SHARE"),
+]
+Resampling = Annotated[
+    str | None,
+    option(PARTICLES, "systematic, stratified, residual, multinomial or ssp. Default: systematic.", metavar="SCHEME"),
+]
+
+Threads = Annotated[
+    int | None, option(ENGINE, "CPU threads of torch. Default: 1 for the demo pair, else torch's own.", "--threads", metavar="COUNT")
+]
+Form = Annotated[
+    str | None,
+    option(ENGINE, "lockstep: draft, then score; lookahead: at the same time. Default: lookahead.", metavar="FORM"),
+]
+Block = Annotated[int | None, option(ENGINE, "K, tokens drafted per round. Default: 8.", "--block", "-k", metavar="K")]
+Branches = Annotated[
+    int | None, option(ENGINE, "F, next blocks drafted per particle; lookahead only. Default: 4.", "--branches", "-f", metavar="F")
+]
+MaxContext = Annotated[
+    int | None, option(ENGINE, "Longest prompt plus answer. Default: what the models were made for.", "--max-context", metavar="TOKENS")
+]
+
+JsonFlag = Annotated[bool, option(OUTPUT, "Print one JSON object instead.", "--json", show_default=False, metavar="")]
+
+ParticlesList = Annotated[
+    list[int] | None,
+    option(PARTICLES, "N; may be repeated. Default: 4 8 16 32, look-ahead without 4.", "--particles", "-n", metavar="N"),
+]
+BlockList = Annotated[list[int], option(ENGINE, "K; may be repeated.", "--block", "-k", metavar="K")]
+BranchesList = Annotated[list[int], option(ENGINE, "F of look-ahead; may be repeated.", "--branches", "-f", metavar="F")]
+Resume = Annotated[bool, option(OUTPUT, "Go on with the file of --json.", "--resume", show_default=False, metavar="")]

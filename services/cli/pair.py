@@ -1,0 +1,46 @@
+"""Which model pair a command works with, and loading it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from smc import demo
+from smc.engine.local import ModelPair
+
+DEVICES = ("cpu", "cuda")
+DEMO = (demo.TARGET, demo.DRAFT)
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def pair_places(target: Path | None, draft: Path | None) -> tuple[Path, Path]:
+    """The directories of target and draft: those given, or the demo pair's. Raises ValueError if only one is given."""
+    if (target is None) != (draft is None):
+        given, missing = ("--target", "--draft") if draft is None else ("--draft", "--target")
+        raise ValueError(f"{given} is given without {missing}; give both, or neither for the demo pair")
+    return (target, draft) if target and draft else DEMO
+
+
+def load_pair(places: tuple[Path, Path], device: str, dtype: str | None) -> ModelPair:
+    """Raises ValueError for a device that is not there, and for whatever stands in the way of the pair."""
+    dtype = dtype or default_dtype(device)
+    if device not in DEVICES:
+        raise ValueError(f"--device {device}; allowed: {', '.join(DEVICES)}")
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype {dtype}; allowed: {', '.join(DTYPES)}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: this machine has no CUDA device, or this torch was built without CUDA")
+    return ModelPair.load(*places, dtype=getattr(torch, dtype), device=device)
+
+
+def use_threads(count: int | None, places: tuple[Path, Path]) -> None:
+    """Set torch's threads: those given; for the demo models 1, which gain nothing from more; else torch's own choice."""
+    if count is not None and count < 1:
+        raise ValueError(f"--threads {count}; allowed: >= 1")
+    if count or places == DEMO:
+        torch.set_num_threads(count or 1)
+
+
+def default_dtype(device: str) -> str:
+    return "float32" if device == "cpu" else "bfloat16"

@@ -1,0 +1,30 @@
+"""What people see: the two consoles, and the few forms in which numbers and errors are printed."""
+
+from __future__ import annotations
+
+import math
+
+from rich.console import Console
+from rich.text import Text
+
+out = Console(highlight=False)
+"""Answers and tables."""
+err = Console(stderr=True, highlight=False)
+"""Everything about them: statistics, progress, warnings, errors."""
+
+
+def print_error(message: str) -> None:
+    err.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
+
+
+def print_warning(message: str) -> None:
+    err.print(Text.assemble(("warning: ", "bold yellow"), message), soft_wrap=True)
+
+
+def finite(value: object) -> object:
+    """`value` with every number that JSON cannot hold as None."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,73 @@
+"""`smcserve eval` and `demo` on a few problems: what they write, and that a stopped run goes on."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from services.cli import eval_run
+
+TINY = ("eval", "--problems", 8, "--speed-problems", 1, "--only", "alone", "--only", "lockstep N=2 K=4", "-n", 2, "-k", 4, "-f", 1)
+
+
+def test_files_and_table(smcserve, tmp_path):
+    outputs = [tmp_path / name for name in ("quality.json", "quality.md", "quality.png")]
+    ran = smcserve(*TINY, "--json", outputs[0], "--markdown", outputs[1], "--picture", outputs[2])
+    assert ran.code == 0 and "target alone" in ran.out and "lockstep" in ran.out and "look-ahead" not in ran.out
+    record = json.loads(outputs[0].read_text())
+    assert [row["name"] for row in record["rows"]] == ["target alone", "draft alone", "lockstep N=2 K=4"]
+    assert record["conditions"]["problems"] == 8 and len(record["conditions"]["weights_sha256"]["target"]) == 64
+    for row in record["rows"]:
+        assert row["count"] == 8 and row["interval_95"][0] <= row["accuracy"] <= row["interval_95"][1]
+        assert row["tokens_per_second"] > 0 and row["batch_tokens_per_second"] > 0
+    lines = [line for line in outputs[1].read_text().splitlines() if line.startswith("|")]
+    assert len(lines) == 2 + 3 and len({line.count("|") for line in lines}) == 1
+    assert outputs[2].read_bytes().startswith(b"\x89PNG")
+
+
+def test_resume_measures_only_what_is_missing(smcserve, tmp_path, monkeypatch):
+    measured = []
+    original = eval_run.measure
+    monkeypatch.setattr(eval_run, "measure", lambda pair, setting, *rest: measured.append(setting.name) or original(pair, setting, *rest))
+    run = ("eval", "--problems", 3, "--speed-problems", 0, "--json", tmp_path / "q.json", "--resume")
+    assert smcserve(*run, "--only", "draft").code == 0
+    again = smcserve(*run, "--only", "draft", "--only", "target")
+    assert "1 of 2 settings are in" in again.err
+    assert measured == ["draft alone", "target alone"]
+    assert "target alone" in again.out and "draft alone" in again.out
+    other = smcserve(*run, "--only", "target", "--seed", 9)
+    assert other.code == 2 and "seed was 0 and is now 9" in other.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--problems", 0), "--problems 0; allowed: >= 1"),
+        (("--only", "beam"), "--only 'beam' leaves no setting; there are: target alone"),
+        (("--particles", 65), "particles=65; allowed: 1..64"),
+        (("--block", 33), "block=33; allowed: 1..32"),
+        (("--resume",), "--resume has no effect without --json"),
+        (("--speed-problems", 0, "--picture", "x.png"), "--speed-problems 0"),
+        (("--markdown", "/nowhere/x.md"), "its directory does not exist"),
+        (("--ess-threshold", 2), "ess_threshold=2.0; allowed"),
+    ],
+)
+def test_mistakes_are_found_before_the_work(smcserve, arguments, message):
+    ran = smcserve("eval", *arguments)
+    assert (ran.code, ran.out) == (2, "") and message in ran.err
+
+
+def test_a_file_in_the_way_is_not_overwritten(smcserve, tmp_path):
+    path = tmp_path / "q.json"
+    path.write_text("{}")
+    assert "exists already; use --resume" in smcserve(*TINY, "--json", path).err
+    assert "is not a record of smcserve eval" in smcserve(*TINY, "--json", path, "--resume").err
+    assert path.read_text() == "{}"
+
+
+def test_demo(smcserve):
+    ran = smcserve("demo", "--problems", 4)
+    assert ran.code == 0
+    assert "Question 3 of 3" in ran.out and ("✓ right" in ran.out or "✗ wrong" in ran.out)
+    assert all(name in ran.out for name in ("target alone", "draft alone", "lockstep N=8 K=8", "look-ahead N=8 K=5 F=4", "smcserve eval"))

@@ -1,0 +1,143 @@
+"""`smcserve generate` as its user meets it: answers, JSON, standard input, and mistakes answered by one line."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+
+import pytest
+
+from smc.demo.problems import generate, grade
+from tests.models.tiny import save_byte_level, save_tiny
+
+PROBLEM = generate(1, 1, "test")[0]
+TARGET = ("generate", PROBLEM.question, "--method", "target")
+
+
+@pytest.fixture
+def typed(monkeypatch):
+    """What stands on standard input."""
+    return lambda text: monkeypatch.setattr("sys.stdin", io.StringIO(text))
+
+
+def test_text_on_stdout_and_statistics_on_stderr(smcserve):
+    ran = smcserve("generate", PROBLEM.question, "-n", 4, "--seed", 3)
+    assert ran.code == 0
+    assert re.fullmatch(r"(\d+ [-+*/] \d+ = \d+\n)+#### \d+\n", ran.out)
+    for part in (
+        r"\d+ tokens in ",
+        r"\d+ tok/s",
+        r"\d+ rounds",
+        r"\d+ resamples",
+        r"mean ESS \d+% of N=4",
+        r"log Z [-+]",
+        "ended by eos",
+        "seed 3",
+    ):
+        assert re.search(part, ran.err), part
+
+
+def test_plain_decoding_by_the_target_is_right(smcserve):
+    ran = smcserve(*TARGET, "--temperature", 0)
+    assert ran.code == 0 and grade(PROBLEM, ran.out)
+    assert "ESS" not in ran.err
+
+
+def test_json_is_one_object_and_says_the_same(smcserve):
+    text = smcserve("generate", PROBLEM.question, "-n", 4, "--seed", 3, "-k", 5, "-f", 2)
+    ran = smcserve("generate", PROBLEM.question, "-n", 4, "--seed", 3, "-k", 5, "-f", 2, "--json")
+    answer = json.loads(ran.out)
+    assert (ran.code, ran.err) == (0, "")
+    assert answer["text"] + "\n" == text.out
+    assert (answer["finish_reason"], answer["matched"], answer["seed"], answer["error"]) == ("eos", 1, 3, None)
+    assert answer["usage"]["answer_tokens"] == len(answer["tokens"])
+    assert answer["statistics"]["particles"] == 4
+    assert answer["settings"]["sampling"]["particles"] == 4
+    assert (answer["settings"]["engine"]["block"], answer["settings"]["engine"]["branches"]) == (5, 2)
+
+
+@pytest.mark.parametrize("arguments", [("generate", "-"), ("generate",)])
+def test_prompt_on_standard_input(smcserve, typed, arguments):
+    typed(PROBLEM.question + "\n")
+    assert smcserve(*arguments, "--seed", 5).out == smcserve("generate", PROBLEM.question, "--seed", 5).out
+
+
+def test_without_a_seed_one_is_drawn_and_reproduces(smcserve):
+    first = json.loads(smcserve("generate", PROBLEM.question, "--json").out)
+    again = json.loads(smcserve("generate", PROBLEM.question, "--json", "--seed", first["seed"]).out)
+    assert again["tokens"] == first["tokens"]
+
+
+def test_text_streams_in_pieces(smcserve, monkeypatch):
+    pieces = []
+    monkeypatch.setattr("builtins.print", lambda *values, **_: pieces.extend(values))
+    assert smcserve(*TARGET, "--seed", 1).code == 0
+    assert len(pieces) > 3 and grade(PROBLEM, "".join(pieces))
+
+
+def test_stops_and_lengths(smcserve):
+    stopped = json.loads(smcserve(*TARGET, "--temperature", 0, "--stop", "####", "--json").out)
+    assert (stopped["finish_reason"], stopped["matched"]) == ("stop_string", "####") and "#" not in stopped["text"]
+    short = json.loads(smcserve(*TARGET, "--max-tokens", 5, "--json").out)
+    assert (short["finish_reason"], len(short["tokens"])) == ("length", 5)
+    long = json.loads(smcserve(*TARGET, "--ignore-eos", "--max-context", 100, "--json").out)
+    assert long["usage"]["prompt_tokens"] + len(long["tokens"]) == 100
+
+
+def test_raw_prompt_skips_the_template(smcserve):
+    prompt = "<|bos|><|user|>" + PROBLEM.question + "<|assistant|>"
+    assert smcserve("generate", prompt, "--raw", "--seed", 4).out == smcserve("generate", PROBLEM.question, "--seed", 4).out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--particles", 0), "particles=0; allowed: 1..64"),
+        (("--particles", "few"), "'--particles'.*valid integer.*smcserve generate --help"),
+        (("--temperature", 0), "temperature=0.0; allowed: > 0 with method='smc'"),
+        (("--particles", 4, "--method", "target"), "particles=4 has no effect with method='target'"),
+        (("--branches", 2, "--method", "draft"), "branches=2 has no effect with method='draft'"),
+        (("--branches", 2, "--form", "lockstep"), "branches=2 has no effect with form='lockstep'"),
+        (("--method", "beam"), "method='beam'; allowed: smc, target, draft"),
+        (("--resampling", "none"), "resampling='none'; allowed: systematic"),
+        (("--block", 0), "block=0; allowed: 1..32"),
+        (("--max-tokens", 10**9), "max_tokens=1000000000 after a prompt of"),
+        (("--max-context", 4096), "max_context=4096; allowed: 2..512"),
+        (("--target", "somewhere"), "--target is given without --draft"),
+        (("--draft", "somewhere"), "--draft is given without --target"),
+        (("--target", "nowhere", "--draft", "nowhere"), "nowhere/config.json is missing"),
+        (("--device", "tpu"), "--device tpu; allowed: cpu, cuda"),
+        (("--dtype", "int3"), "--dtype int3; allowed: float32"),
+        (("--threads", 0), "--threads 0; allowed: >= 1"),
+        (("--beams", 3), "No such option: --beams"),
+    ],
+)
+def test_mistakes(smcserve, arguments, message):
+    ran = smcserve("generate", PROBLEM.question, *arguments)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith("error: ") and re.search(message, ran.err) and "Traceback" not in ran.err
+
+
+def test_prompts_that_are_none(smcserve, typed):
+    typed("\n")
+    assert "the prompt is empty" in smcserve("generate").err
+    long = smcserve("generate", "apples " * 600)
+    assert long.code == 2 and "allowed: at most 511" in long.err
+
+
+def test_missing_shard_is_named(smcserve, tmp_path):
+    for role in ("target", "draft"):
+        save_byte_level(save_tiny(tmp_path / role, vocab_size=304))
+    (tmp_path / "draft" / "model.safetensors").unlink()
+    ran = smcserve("generate", "hello", "--target", tmp_path / "target", "--draft", tmp_path / "draft")
+    assert ran.code == 2 and "draft: " in ran.err and "safetensors" in ran.err
+
+
+def test_own_pair_without_a_template_needs_raw(smcserve, tmp_path):
+    for role in ("target", "draft"):
+        save_byte_level(save_tiny(tmp_path / role, vocab_size=304))
+    pair = ("--target", tmp_path / "target", "--draft", tmp_path / "draft")
+    assert "use --raw" in smcserve("generate", "hello", *pair).err
+    ran = smcserve("generate", "hello", "--raw", *pair, "--max-tokens", 8, "-n", 3, "--threads", 1, "--json")
+    assert len(json.loads(ran.out)["tokens"]) <= 8

@@ -1,0 +1,62 @@
+"""The command itself: help, version, and the ways in which a process ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from services.cli import main
+
+COMMAND = [sys.executable, "-c", "from services.cli.main import main; main()"]
+
+
+def test_help_names_every_command(smcserve):
+    for arguments in ((), ("--help",)):
+        ran = smcserve(*arguments)
+        assert ran.code == 0
+        assert all(command in ran.out for command in ("generate", "demo", "eval", "check", "Examples"))
+
+
+def test_options_are_grouped(smcserve):
+    text = smcserve("generate", "--help").out
+    assert all(f"─ {panel} ─" in text for panel in ("Models", "Sampling", "Particles", "Engine", "Output"))
+
+
+def test_help_loads_no_model_library():
+    script = "import sys; from services.cli.main import run; run(['--help']); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_version(smcserve):
+    assert smcserve("--version").out == "smcserve 0.1.0\n"
+
+
+def test_unknown_command(smcserve):
+    ran = smcserve("generte")
+    assert ran.code == 2 and ran.err.startswith("error: No such command 'generte'") and "smcserve --help" in ran.err
+
+
+def test_interrupt_is_quiet(smcserve, monkeypatch):
+    def interrupted(*_arguments, **_options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main, "app", interrupted)
+    assert (smcserve("demo").code, smcserve("demo").err) == (130, "")
+
+
+def test_ctrl_c_in_a_process():
+    process = subprocess.Popen([*COMMAND, "eval", "--problems", "100000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    time.sleep(4)
+    os.kill(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and "Traceback" not in err
+
+
+def test_a_reader_that_leaves():
+    process = subprocess.Popen([*COMMAND, "generate", "hello", "--seed", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    err = process.stderr.read()
+    assert process.wait(timeout=60) == 1 and "Traceback" not in err and "Exception" not in err

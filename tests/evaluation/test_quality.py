@@ -1,0 +1,92 @@
+"""What is measured, that it reproduces, and that the demo target knows more than the draft."""
+
+from __future__ import annotations
+
+import pytest
+
+from smc import demo
+from smc.demo.problems import generate
+from smc.engine.config import EngineConfig
+from smc.engine.local import ModelPair
+from smc.engine.request import Request, SamplingParams
+from smc.evaluation.batch import fitted_engine, run_in_flight
+from smc.evaluation.quality import Setting, derived_seed, grid, measure, measure_speed
+from smc.evaluation.statistics import Accuracy
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return ModelPair.load(demo.TARGET, demo.DRAFT)
+
+
+def test_the_usual_grid():
+    settings = grid()
+    assert len(settings) == len({setting.name for setting in settings}) == 2 + 2 * 4 + 2 * 3 * 4
+    assert [setting.name for setting in settings[:3]] == ["target alone", "draft alone", "lockstep N=4 K=8"]
+    assert Setting.lookahead(32, 5, 2) in settings and Setting.lookahead(4, 5, 2) not in settings
+    assert all(setting.engine.branches == setting.branches for setting in settings if setting.form == "lookahead")
+
+
+def test_a_grid_of_ones_own():
+    names = [setting.name for setting in grid((4,), (3, 3), (2,))]
+    assert names == ["target alone", "draft alone", "lockstep N=4 K=3", "look-ahead N=4 K=3 F=2"]
+
+
+@pytest.mark.parametrize(
+    ("correct", "count", "interval"),
+    [(22, 100, (0.1500, 0.3107)), (0, 20, (0.0, 0.1611)), (20, 20, (0.8389, 1.0)), (5, 10, (0.2366, 0.7634))],
+)
+def test_wilson_interval(correct, count, interval):
+    assert Accuracy(correct, count).interval == pytest.approx(interval, abs=1e-4)
+
+
+def test_target_beats_draft(pair):
+    """The target solves all problems and the draft a quarter: 24 are enough to never see it the other way round."""
+    problems = generate(21, 24, "test")
+    target, draft = (measure(pair, Setting.plain(method), problems, 8, seed=0) for method in ("target", "draft"))
+    assert target.accuracy.share >= 0.9 > draft.accuracy.share + 0.2
+    assert target.rounds is None and target.resample_rate is None and target.mean_ess_share is None
+
+
+def test_answers_do_not_depend_on_what_is_in_flight(pair):
+    problems = generate(22, 5, "test")
+    seen = []
+    for concurrency in (1, 3):
+        answers = {}
+        row = measure(
+            pair,
+            Setting.lockstep(4, 6),
+            problems,
+            concurrency,
+            seed=1,
+            threshold=0.75,
+            on_answer=lambda problem, answer, answers=answers: answers.update({problem.question: answer.tokens}),
+        )
+        seen.append((row.accuracy, row.rounds, row.resamples, answers))
+    assert seen[0] == seen[1]
+    assert 0 < row.mean_ess_share <= 1 and 0 <= row.resample_rate <= 1 and row.rounds > 1
+
+
+def test_speed_counts_answer_tokens_only(pair):
+    assert measure_speed(pair, Setting.plain("draft"), generate(23, 2, "test"), seed=0) > 1
+
+
+def test_seeds_are_all_different():
+    seeds = {derived_seed(seed, index) for seed in range(20) for index in range(50)}
+    assert len(seeds) == 1000 and all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_engine_fits_exactly(pair):
+    """Slots and pages for `concurrency` of the largest requests, so that as many really run at once."""
+    sizes = (3, 9, 6, 4)
+    requests = [Request(str(n), (0, 2, 40, 3), SamplingParams(particles=n, max_tokens=10, seed=n)) for n in sizes]
+    engine = fitted_engine(pair, EngineConfig(block=4, branches=3), requests, concurrency=2)
+    assert engine.config.max_slots == 18 and engine.config.pages == 2 * (4 + 9 * (10 + 3 * 4))
+    answered = [output.request_id for output in run_in_flight(engine, requests, 2) if output.answer]
+    assert sorted(answered) == sorted(map(str, sizes))
+    engine.check_books()
+
+
+def test_what_never_fits_is_refused_before_memory_is_taken(pair):
+    with pytest.raises(ValueError, match="max_tokens=1000000000"):
+        fitted_engine(pair, EngineConfig(), [Request("a", (0,), SamplingParams(max_tokens=10**9))])
