@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from services.cli.bench import bench
 from services.cli.check import check
 from services.cli.demo import demo
 from services.cli.eval import evaluate
@@ -40,6 +41,7 @@ app = typer.Typer(
 app.command("generate")(generate)
 app.command("demo")(demo)
 app.command("eval")(evaluate)
+app.command("bench")(bench)
 app.command("check")(check)
 
 

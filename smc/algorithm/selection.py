@@ -110,11 +110,13 @@ def final_draw(logw_N: Tensor, uniform: float) -> int:
     return int((cumulative_N <= uniform * cumulative_N[-1]).sum())
 
 
-def committed_length(tokens_NL: Tensor, length_N: Tensor, start: int = 0) -> int:
-    """Length of the longest common prefix of a population, given that its first `start` tokens agree.
+def committed_length(tokens_GNL: Tensor, common_G: Tensor, size_G: Tensor) -> Tensor:
+    """How many of the first `common` tokens [G] all particles of a group agree on, from the first on: int64 [G].
 
     Tokens on which all particles agree can no longer change: every future particle is a copy of one of these.
     """
-    end = int(length_N.min())
-    agree_L = (tokens_NL[:, start:end] == tokens_NL[:1, start:end]).all(0)
-    return start + int(agree_L.long().cumprod(0).sum())
+    agree_GNL = tokens_GNL == tokens_GNL[:, :1]
+    if (size_G != tokens_GNL.shape[1]).any():
+        agree_GNL |= ~valid(size_G, tokens_GNL.shape[1])[..., None]
+    agree_GL = agree_GNL.all(1) & valid(common_G, tokens_GNL.shape[2])
+    return agree_GL.long().cumprod(-1).sum(-1)

@@ -50,7 +50,7 @@ class Engine:
         self.workers = workers
         self.slots = Slots(config.max_slots, context + config.block + 1, config.block + 1, tokenizer.size)
         self.budget = PageBudget(pages)
-        self._rows = KVRows(self.slots, workers, config.branches)
+        self._rows = KVRows(self.slots, workers, config.block, config.branches)
         self._smc = SMCRounds(config, self.slots, self._rows)
         self._clock = clock
         self._groups: dict[str, Group] = {}

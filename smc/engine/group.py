@@ -97,7 +97,7 @@ class Tally:
             resamples=self.resamples,
             collapses=self.collapses,
             mean_ess=self.ess_sum / rounds,
-            min_ess=self.ess_min if self.rounds else 0.0,
+            min_ess=self.ess_min if self.ess_sum else 0.0,
             log_z=log_z,
             draft_tokens=self.draft_tokens,
             target_tokens=self.target_tokens,
@@ -116,8 +116,10 @@ class Population:
         self.sizes_G = np.array([len(g.slots) for g in self.groups], dtype=np.int64)
         self.slots_A = np.concatenate([g.slots for g in self.groups])
         self.group_A = np.repeat(np.arange(len(self.groups)), self.sizes_G)
-        self.first_A = np.repeat(np.cumsum(self.sizes_G) - self.sizes_G, self.sizes_G)
-        """Index of the group's first slot."""
+        self.starts_G = np.cumsum(self.sizes_G) - self.sizes_G
+        """Index of each group's first slot."""
+        self.first_A = np.repeat(self.starts_G, self.sizes_G)
+        """The same, per slot."""
         self.particle_A = np.arange(len(self.slots_A)) - self.first_A
         self.prompt_A = self.per_slot([g.prompt_size for g in self.groups], np.int32)
         self.seed_G = np.array([g.seed for g in self.groups], dtype=np.int64)

@@ -16,13 +16,15 @@ from smc.engine.slots import Slots
 from smc.kv.tables import RELEASE, PrefixMerge, RowMoves
 
 SIDES = ("draft", "target")
+NOWHERE = 2**31 - 1
+"""Past every position."""
 
 
 class KVRows:
     """Which rows belong to which slots, and the commands that keep them in step. `workers` are keyed by side."""
 
-    def __init__(self, slots: Slots, workers: dict[str, Worker], branches: int) -> None:
-        self.slots, self.workers = slots, workers
+    def __init__(self, slots: Slots, workers: dict[str, Worker], block: int, branches: int) -> None:
+        self.slots, self.workers, self.block = slots, workers, block
         self._per_slot = {"draft": branches, "target": 1}
 
     def of(self, side: str, slots_A: np.ndarray) -> np.ndarray:
@@ -55,15 +57,18 @@ class KVRows:
         slots_A = population.slots_A
         open_A = ~self.slots.ended_S[slots_A]
         scorable_A = open_A | (self.slots.unscored(slots_A) > 0)
-        self._move(population, "draft", self.of("draft", source_A)[np.arange(len(slots_A)), branch_A], open_A)
-        self._move(population, "target", source_A, scorable_A)
+        # The branches of one particle differ only in the block they have just drafted, whose last token is not run yet.
+        own_A = np.where(source_A == slots_A, self.slots.draft_kv_S[slots_A] - (self.block - 1), 0)
+        self._move(population, "draft", self.of("draft", source_A)[np.arange(len(slots_A)), branch_A], open_A, own_A)
+        self._move(population, "target", source_A, scorable_A, 0)
 
-    def _move(self, population: Population, side: str, src_A: np.ndarray, stays_A: np.ndarray) -> None:
+    def _move(self, population: Population, side: str, src_A: np.ndarray, stays_A: np.ndarray, equal_A: np.ndarray | int) -> None:
+        """`equal_A`: leading positions in which source and destination are known to be the same, besides the group's."""
         live_S, slots_A = self.live_S(side), population.slots_A
         was_A = live_S[slots_A]
         dst_AF = self.of(side, slots_A)
         shared_A = population.per_slot([g.shared[side] for g in population.groups], np.int32)
-        start_A = np.where(was_A & stays_A, shared_A, 0).astype(np.int32)
+        start_A = np.where(was_A & stays_A, np.maximum(shared_A, equal_A), 0).astype(np.int32)
         src_AF = np.where(stays_A, src_A, RELEASE).astype(np.int32).repeat(dst_AF.shape[1]).reshape(dst_AF.shape)
         changed_AF = (was_A | stays_A)[:, None] & (src_AF != dst_AF)
         if changed_AF.any():
@@ -71,32 +76,46 @@ class KVRows:
             self.workers[side].move(RowMoves(dst_AF[changed_AF], src_AF[changed_AF], start_AF[changed_AF]))
         live_S[slots_A] = stays_A
 
-    def commit(self, groups: list[Group]) -> None:
+    def commit(self, population: Population) -> None:
         """Advance each group's committed prefix, and let all its rows share the pages of what is committed."""
-        slots = self.slots
-        for group in groups:
-            length_N = slots.length_S[group.slots]
-            width = int(length_N.min())
-            if width > group.committed:
-                tokens_NL = torch.from_numpy(slots.tokens_SL[group.slots, :width])
-                group.committed = committed_length(tokens_NL, torch.from_numpy(length_N), group.committed)
-            group.tally.lag_sum += int(length_N.max()) - group.committed
+        slots, groups = self.slots, population.groups
+        length_A = slots.length_S[population.slots_A]
+        committed_G = np.array([g.committed for g in groups])
+        common_G = np.minimum.reduceat(length_A, population.starts_G) - committed_G
+        if (width := int(common_G.max())) > 0:
+            # Where a window reaches past the end of a row, it is also past what its group has in common.
+            index_AL = np.minimum(committed_G[population.group_A, None] + np.arange(width), slots.tokens_SL.shape[1] - 1)
+            tokens_AL = slots.tokens_SL[population.slots_A[:, None], index_AL]
+            windows = (population.grid(tokens_AL, 0), common_G, population.sizes_G)
+            committed_G += committed_length(*map(torch.from_numpy, windows)).numpy()
+        longest_G = np.maximum.reduceat(length_A, population.starts_G)
+        for group, committed, lag in zip(groups, committed_G.tolist(), (longest_G - committed_G).tolist()):
+            group.committed = committed
+            group.tally.lag_sum += lag
         for side in SIDES:
-            parts = [part for group in groups if (part := self._newly_shared(group, side))]
-            if parts:
-                self.workers[side].merge(_merge(parts))
+            self._share(population, side)
 
-    def _newly_shared(self, group: Group, side: str) -> tuple[np.ndarray, int, int, int] | None:
-        """(other rows, first row, start, end) of positions that just became common to the group's live rows."""
-        live = group.slots[self.live_S(side)[group.slots]]
-        if not len(live):
-            return None
-        start, end = group.shared[side], min(group.prompt_size + group.committed, int(self.kv_S(side)[live].min()))
-        if end <= start:
-            return None
-        group.shared[side] = end
-        rows = self.of(side, live).ravel()
-        return rows[1:], int(rows[0]), start, end
+    def _share(self, population: Population, side: str) -> None:
+        """Point each group's live rows at the pages of the first of them, as far as the group has committed."""
+        slots_A = population.slots_A
+        live_A = self.live_S(side)[slots_A]
+        held_A = np.where(live_A, self.kv_S(side)[slots_A], NOWHERE)
+        committed_G = np.array([g.prompt_size + g.committed for g in population.groups])
+        shared_G = np.array([g.shared.get(side, NOWHERE) for g in population.groups])
+        end_G = np.minimum(np.minimum.reduceat(held_A, population.starts_G), committed_G)
+        chosen_A = live_A & (end_G > shared_G)[population.group_A]
+        if not chosen_A.any():
+            return
+        index_X = np.flatnonzero(chosen_A)
+        group_X = population.group_A[index_X]
+        first_X = np.concatenate(([True], group_X[1:] != group_X[:-1]))
+        for group in group_X[first_X].tolist():
+            population.groups[group].shared[side] = int(end_G[group])
+        dst_XF = self.of(side, slots_A[index_X])
+        src_X = dst_XF[first_X, 0][np.cumsum(first_X) - 1]
+        src_XF, start_XF, end_XF = (np.repeat(v[:, None], dst_XF.shape[1], 1) for v in (src_X, shared_G[group_X], end_G[group_X]))
+        others_XF = dst_XF != src_XF
+        self.workers[side].merge(PrefixMerge(dst_XF[others_XF], *(v[others_XF].astype(np.int32) for v in (src_XF, start_XF, end_XF))))
 
     def release(self, group: Group) -> None:
         """Give back every page the group holds, in whichever phase it is."""
@@ -104,9 +123,3 @@ class KVRows:
             rows = self.of(side, group.slots).ravel().astype(np.int32)
             self.workers[side].move(RowMoves.release(rows))
             self.live_S(side)[group.slots] = False
-
-
-def _merge(parts: list[tuple[np.ndarray, int, int, int]]) -> PrefixMerge:
-    sizes = [len(rows) for rows, *_ in parts]
-    src, start, end = (np.repeat(np.array([p[i] for p in parts], dtype=np.int32), sizes) for i in (1, 2, 3))
-    return PrefixMerge(np.concatenate([rows for rows, *_ in parts]).astype(np.int32), src, start, end)

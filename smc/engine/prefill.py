@@ -41,7 +41,7 @@ def start_answer(group: Group, slots: Slots, rows: KVRows) -> None:
     grow(slots, population, np.ones(len(group.slots), dtype=bool), group.first_tokens[:, None])
     for side in group.prefilled:
         rows.fan_out(group, side)
-    rows.commit([group])
+    rows.commit(population)
 
 
 def _drawing_side(group: Group) -> str:

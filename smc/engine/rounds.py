@@ -72,7 +72,7 @@ class SMCRounds:
         scored = self._read(population, open_A, scoring.result())
         selection = self._select(population, open_A, scored, drafted)
         self._apply(population, open_A, selection, scored, drafted)
-        self.rows.commit(groups)
+        self.rows.commit(population)
 
     def _open(self, population: Population) -> np.ndarray:
         """Slots whose particle goes on, [A]."""

@@ -1,6 +1,6 @@
 """Block tables: which page holds each position of each row. All changes to pages go through here.
 
-Axes: R rows of a batch, T new tokens of a batch, M moves, L positions.
+Axes: R rows of a batch, T new tokens of a batch or entries of all moves, M moves, L positions.
 """
 
 from __future__ import annotations
@@ -109,19 +109,19 @@ class BlockTables:
 
     def _repoint(self, dst_M: np.ndarray, src_M: np.ndarray, start_M: np.ndarray, end_M: np.ndarray, kept_M: np.ndarray) -> None:
         """Entries [start, end) of dst become those of src (the dummy page where not kept); references follow."""
-        width = int((end_M - start_M).max())
-        if width <= 0:
-            return
-        column_ML = start_M[:, None] + np.arange(width)
-        inside_ML = column_ML < end_M[:, None]
-        column_ML = np.minimum(column_ML, self.table_RL.shape[1] - 1)
-        old_ML = self.table_RL[dst_M[:, None], column_ML]
-        new_ML = np.where(kept_M[:, None], self.table_RL[src_M[:, None], column_ML], DUMMY_PAGE)
-        changed_ML = inside_ML & (old_ML != new_ML)
-        row_X, offset_X = np.nonzero(changed_ML)
-        old_X, new_X = old_ML[changed_ML], new_ML[changed_ML]
-        self.table_RL[dst_M[row_X], start_M[row_X] + offset_X] = new_X
-        self.allocator.exchange(old_X, new_X)
+        count_M = np.maximum(end_M - start_M, 0)
+        move_T = np.repeat(np.arange(len(dst_M)), count_M)
+        column_T = np.arange(len(move_T)) + np.repeat(start_M - np.cumsum(count_M) + count_M, count_M)
+        dst_T = dst_M[move_T]
+        old_T = self.table_RL[dst_T, column_T]
+        new_T = self.table_RL[src_M[move_T], column_T]
+        if not kept_M.all():
+            new_T = np.where(kept_M[move_T], new_T, DUMMY_PAGE)
+        changed_T = old_T != new_T
+        if not changed_T.all():
+            dst_T, column_T, old_T, new_T = dst_T[changed_T], column_T[changed_T], old_T[changed_T], new_T[changed_T]
+        self.table_RL[dst_T, column_T] = new_T
+        self.allocator.exchange(old_T, new_T)
 
     def _check_rows(self, rows: np.ndarray) -> None:
         # Read as unsigned, a negative number is a large one: one comparison finds both kinds.

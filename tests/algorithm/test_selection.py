@@ -261,13 +261,19 @@ def test_the_answer_never_has_zero_weight(uniform):
         assert reverse_N[final_draw(reverse_N, uniform)] > -torch.inf
 
 
+SEQUENCES = st.lists(st.lists(st.integers(0, 1), min_size=0, max_size=6), min_size=1, max_size=4)
+
+
 @examples
-@given(st.lists(st.lists(st.integers(0, 1), min_size=0, max_size=6), min_size=1, max_size=4), st.integers(2, 9))
-def test_committed_length_is_the_longest_common_prefix(sequences, junk):
-    width = max(map(len, sequences)) + 1
-    tokens_NL = torch.tensor([row + [junk] * (width - len(row)) for row in sequences])
-    length_N = torch.tensor([len(row) for row in sequences])
-    shortest = min(map(len, sequences))
-    expected = max(n for n in range(shortest + 1) if all(row[:n] == sequences[0][:n] for row in sequences))
-    for start in range(expected + 1):
-        assert committed_length(tokens_NL, length_N, start) == expected
+@given(st.lists(SEQUENCES, min_size=1, max_size=3), st.integers(2, 9))
+def test_committed_length_is_the_longest_common_prefix(groups, junk):
+    """Groups of different sizes and lengths side by side; what pads them and what follows a sequence may be anything."""
+    most, width = max(map(len, groups)), max(len(row) for rows in groups for row in rows) + 1
+    tokens_GNL = torch.full((len(groups), most, width), junk)
+    for g, rows in enumerate(groups):
+        for n, row in enumerate(rows):
+            tokens_GNL[g, n, : len(row)] = torch.tensor(row)
+    common_G = torch.tensor([min(map(len, rows)) for rows in groups])
+    found_G = committed_length(tokens_GNL, common_G, torch.tensor([len(rows) for rows in groups]))
+    for rows, common, found in zip(groups, common_G.tolist(), found_G.tolist()):
+        assert found == max(n for n in range(common + 1) if all(row[:n] == rows[0][:n] for row in rows))

@@ -67,12 +67,6 @@ def test_rate_rises_then_falls_to_zero():
     assert replace(RECIPE, steps=None, minutes=2.0).progress(5, 60.0) == 0.5
 
 
-def test_wilson_interval():
-    assert dense.Accuracy(22, 100).interval == pytest.approx((0.1500, 0.3107), abs=1e-4)
-    assert dense.Accuracy(0, 20).interval[0] == 0
-    assert dense.Accuracy(20, 20).interval[1] == pytest.approx(1)
-
-
 def test_samples_end_at_eos_whatever_else_is_in_the_batch(learned):
     """A model that prefers one token by far samples it; padding on the right of a shorter prompt changes nothing."""
     eos = learned.token_to_id(tokenizer.EOS)

@@ -1,0 +1,35 @@
+"""`smcserve bench` on a few rounds: the parts of a round, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+
+def test_table_and_file(smcserve, tmp_path):
+    path = tmp_path / "bench.json"
+    ran = smcserve("bench", "-n", 2, "-k", 3, "-f", 2, "-c", 1, "-c", 2, "--rounds", 3, "--json", path)
+    assert ran.code == 0 and "lockstep" in ran.out and "lookahead" in ran.out
+    rows = json.loads(path.read_text())
+    assert [(row["form"], row["branches"], row["requests"]) for row in rows] == [
+        *(("lockstep", 1, count) for count in (1, 2)),
+        *(("lookahead", 2, count) for count in (1, 2)),
+    ]
+    for row in rows:
+        assert row["block"] == 3 and row["rounds"] == 3 and row["particles"] == 2
+        assert min(row["host"], row["sampling"], row["forward"], row["host_alone"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--concurrency", 0), "--concurrency 0; allowed: >= 1"),
+        (("--rounds", 0), "--rounds 0; allowed: >= 1"),
+        (("--block", 33), "block=33; allowed: 1..32"),
+        (("--json", "/nowhere/x.json"), "its directory does not exist"),
+    ],
+)
+def test_mistakes(smcserve, arguments, message):
+    ran = smcserve("bench", *arguments)
+    assert (ran.code, ran.out) == (2, "") and message in ran.err
