@@ -3,19 +3,24 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: help install demo test lint format clean
+PROTOS := $(wildcard proto/smc/v1/*.proto)
+
+.PHONY: help install proto demo test lint format clean
 help:            ## Show the targets
 	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
 
 install: $(STAMP)  ## Create .venv with the pinned dependencies
 
 # uv resolves and unpacks several times faster than pip; UV_FIND_LINKS lets it use the same local wheels as pip, if any.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt setup.py proto/build.py $(PROTOS)
 	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}: make PYTHON=python3.12 ..."'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q uv
 	UV_FIND_LINKS="$${PIP_FIND_LINKS:-}" $(BIN)/uv pip install -q --python $(BIN)/python -c constraints.txt -e '.[dev]'
 	@touch $@
+
+proto: install   ## Generate services/pb from proto/
+	$(BIN)/python proto/build.py
 
 demo: install    ## Answer three questions with the shipped model pair
 	$(BIN)/smcserve demo

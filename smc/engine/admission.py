@@ -9,6 +9,15 @@ from __future__ import annotations
 from smc.engine.config import EngineConfig
 from smc.engine.request import Method, Request
 
+
+class DuplicateRequest(ValueError):
+    """A request of this id is already queued or running."""
+
+
+class QueueFull(RuntimeError):
+    """No room to wait in. Nothing is wrong with the request: it may be sent again later."""
+
+
 METHOD_SIDES = {Method.SMC: ("draft", "target"), Method.TARGET: ("target",), Method.DRAFT: ("draft",)}
 
 

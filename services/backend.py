@@ -1,0 +1,67 @@
+"""What the gateway and the batch command need of whoever decodes: a request in, what becomes final out.
+
+Implementations: `services.coordinator.client.Coordinator` (the coordinator in another process) and
+`services.coordinator.loop.EngineLoop` (an engine in a thread of this one).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from smc.engine.config import EngineConfig
+from smc.engine.request import Output, Request
+from smc.models.config import ModelConfig
+from smc.models.tokenizer import Tokenizer
+
+
+class Unavailable(RuntimeError):
+    """The service cannot decode now: it is starting, draining, or has lost a worker. Trying again later may work."""
+
+
+class RequestFailed(RuntimeError):
+    """Decoding this request failed; the message names the cause."""
+
+
+class RequestAborted(RuntimeError):
+    """The request was ended by `Abort`."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model of the pair, as users are told about it."""
+
+    name: str
+    config: ModelConfig
+    parameters: int
+    tensor_parallel: int
+
+
+@dataclass(frozen=True)
+class ServingPair:
+    """What is served; known before any worker runs."""
+
+    target: Model
+    draft: Model
+    tokenizer: Tokenizer
+    context: int
+    """Longest prompt plus answer, in tokens."""
+    engine: EngineConfig
+    link: str
+    """`nccl`, `grpc`, or `local` for workers in this process."""
+
+
+class Backend(Protocol):
+    """Decodes requests. Used from one asyncio loop."""
+
+    def generate(self, request: Request) -> AsyncIterator[Output]:
+        """News of one request until its answer. Closing the iterator early aborts it.
+
+        Raises ValueError (the request itself), QueueFull (later), Unavailable, RequestFailed, RequestAborted.
+        """
+        ...
+
+    async def abort(self, request_id: str) -> bool:
+        """End a request wherever it is. False if none of that id is known. Its `generate` raises RequestAborted."""
+        ...
