@@ -6,6 +6,8 @@ therefore never waits for memory, and nothing has to be taken back from it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from smc.engine.config import EngineConfig
 from smc.engine.request import Method, Request
 
@@ -53,6 +55,15 @@ def pages_needed(request: Request, config: EngineConfig) -> dict[str, int]:
     if request.params.method is Method.SMC:
         return {"draft": prompt + n * (answer + config.branches * config.block), "target": prompt + n * answer}
     return {sides[0]: prompt + answer + config.block}
+
+
+def check_queue(pages: dict[str, int], config: EngineConfig, waiting: Sequence[dict[str, int]]) -> None:
+    """Refuse what there is no room to wait in for, given the pages it and those waiting need. Raises QueueFull."""
+    if config.max_queue is not None and len(waiting) >= config.max_queue:
+        raise QueueFull(f"{len(waiting)} requests are waiting; allowed: {config.max_queue}. Try again later")
+    wanted = sum(sum(needed.values()) for needed in (*waiting, pages))
+    if waiting and config.max_queue_pages is not None and wanted > config.max_queue_pages:
+        raise QueueFull(f"waiting requests would need {wanted} KV pages; allowed: {config.max_queue_pages}. Try again later")
 
 
 def check_fits(request: Request, config: EngineConfig, capacity: dict[str, int], context: int, vocab_size: int) -> None:

@@ -18,6 +18,8 @@ class EngineConfig:
     """K, 1..32: tokens the draft draws per round."""
     branches: int | None = None
     """F, 1..32: branches of the next block per particle. Look-ahead only; default 4."""
+    cohorts: int = 1
+    """Sets of requests whose rounds alternate, 1..4. More than one pays where workers run beside the scheduler."""
     max_slots: int = 64
     """Particles of all running requests together."""
     max_context: int | None = None
@@ -26,6 +28,10 @@ class EngineConfig:
     """Token positions in the KV pool of each model; default: 512 a slot, and at least one request of the longest context."""
     prefill_chunk: int = 512
     """Prompt tokens run per step and model, so that a long prompt does not stop the others."""
+    max_queue: int | None = None
+    """Requests that may wait for slots and pages; default: any number."""
+    max_queue_pages: int | None = None
+    """KV pages, of both pools together, that waiting requests may ask for; default: any number."""
     defensive_share: float = 0.05
     """Share of the untruncated law in the proposal of a truncated request (smc/laws.py)."""
 
@@ -39,16 +45,17 @@ class EngineConfig:
         for name, low, high in (
             ("block", 1, MAX_BLOCK),
             ("branches", 1, MAX_BRANCHES),
+            ("cohorts", 1, 4),
             ("max_slots", 1, 65536),
             ("prefill_chunk", 1, 1 << 20),
         ):
             value = getattr(self, name)
             if not isinstance(value, int) or not low <= value <= high:
                 raise ValueError(f"{name}={value!r}; allowed: {low}..{high}")
-        for name in ("max_context", "pages"):
+        for name, low in (("max_context", 2), ("pages", 2), ("max_queue", 1), ("max_queue_pages", 1)):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 2):
-                raise ValueError(f"{name}={value!r}; allowed: >= 2")
+            if value is not None and (not isinstance(value, int) or value < low):
+                raise ValueError(f"{name}={value!r}; allowed: >= {low}")
         if not 0 < self.defensive_share < 1:
             raise ValueError(f"defensive_share={self.defensive_share!r}; allowed: between 0 and 1, both excluded")
 

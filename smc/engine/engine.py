@@ -17,7 +17,8 @@ import torch
 
 from smc.algorithm.selection import final_draw
 from smc.algorithm.weights import log_mean_weight, normalise
-from smc.engine.admission import METHOD_SIDES, PageBudget, check_fits, pages_needed
+from smc.engine.admission import METHOD_SIDES, DuplicateRequest, PageBudget, check_fits, check_queue, pages_needed
+from smc.engine.cohorts import Cohorts
 from smc.engine.config import EngineConfig
 from smc.engine.group import Group, Phase
 from smc.engine.kvrows import SIDES, KVRows
@@ -27,6 +28,7 @@ from smc.engine.prefill import prefill_step, start_answer
 from smc.engine.request import Answer, FinishReason, Method, Output, Request
 from smc.engine.rounds import SMCRounds
 from smc.engine.slots import Slots
+from smc.engine.stats import EngineStats
 from smc.engine.text import StopRules
 from smc.models.tokenizer import Tokenizer
 from smc.philox import Purpose, uniforms
@@ -52,6 +54,7 @@ class Engine:
         self.budget = PageBudget(pages)
         self._rows = KVRows(self.slots, workers, config.block, config.branches)
         self._smc = SMCRounds(config, self.slots, self._rows)
+        self._cohorts = Cohorts(self._smc, config.cohorts)
         self._clock = clock
         self._groups: dict[str, Group] = {}
         self._ready: list[Output] = []
@@ -71,20 +74,26 @@ class Engine:
         return len(self._in(Phase.RUNNING))
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises ValueError for what this engine could never run, and for a request id in use."""
+        """Queue a request. Raises ValueError for what this engine could never run or an id in use, QueueFull if it must come later."""
         if request.request_id in self._groups:
-            raise ValueError(f"request_id={request.request_id!r} is already in use; it must be unique among running requests")
+            raise DuplicateRequest(f"request_id={request.request_id!r} is already in use; it must be unique among running requests")
         check_fits(request, self.config, self.budget.capacity, self.context, self.tokenizer.size)
+        pages = pages_needed(request, self.config)
+        check_queue(pages, self.config, [g.pages for g in self._in(Phase.QUEUED)])
         seed = request.params.seed if request.params.seed is not None else secrets.randbits(63)
         rules = StopRules(request.params, self.tokenizer, self.tokenizer.size)
-        self._groups[request.request_id] = Group(request, seed, rules, self._clock(), pages_needed(request, self.config))
+        self._groups[request.request_id] = Group(request, seed, rules, self._clock(), pages)
+        self._admit()
 
     def abort(self, request_id: str) -> bool:
-        """End a request now, in whatever phase; its slots and pages are free when this returns. False if it is not known."""
+        """End a request, in whatever phase. False if it is not known, or ending already.
+
+        Its slots and pages are free when this returns, or, if a round of it is in flight, as soon as that ends.
+        """
         group = self._groups.get(request_id)
-        if group is None:
+        if group is None or group.ending:
             return False
-        self._finish(group, FinishReason.CANCELLED)
+        self._end(group, FinishReason.CANCELLED)
         return True
 
     def step(self) -> list[Output]:
@@ -94,7 +103,8 @@ class Engine:
         self._prefill()
         self._run_rounds()
         for group in list(self._groups.values()):
-            self._report(group)
+            if not group.in_flight:
+                self._report(group)
         ready, self._ready = self._ready, []
         return ready
 
@@ -105,6 +115,14 @@ class Engine:
         while not self.idle:
             yield from self.step()
 
+    def take_stats(self) -> EngineStats:
+        """The state now, and what happened since the last call."""
+        stats, self._smc.stats = self._smc.stats, EngineStats()
+        stats.queued, stats.running = self.num_queued, len(self._groups) - self.num_queued
+        stats.slots_free = self.slots.num_free
+        stats.pages_reserved, stats.pages_total = dict(self.budget.reserved), dict(self.budget.capacity)
+        return stats
+
     def check_books(self) -> None:
         """When idle, everything must be free again. Raises AssertionError otherwise."""
         assert self.idle and not any(self.budget.reserved.values()), f"pages still reserved: {self.budget.reserved}"
@@ -114,8 +132,15 @@ class Engine:
         now = self._clock()
         for group in list(self._groups.values()):
             budget = group.params.time_budget
-            if budget is not None and now - group.submitted >= budget:
-                self._finish(group, FinishReason.TIME_BUDGET)
+            if budget is not None and now - group.submitted >= budget and not group.ending:
+                self._end(group, FinishReason.TIME_BUDGET)
+
+    def _end(self, group: Group, reason: FinishReason) -> None:
+        """Now, or as soon as no round of the group is in flight."""
+        if group.in_flight:
+            group.ending = reason
+        else:
+            self._finish(group, reason)
 
     def _admit(self) -> None:
         """Strictly in order: a large request at the head is not overtaken until it fits."""
@@ -138,12 +163,12 @@ class Engine:
             if not group.error and all(done == group.prompt_size for done in group.prefilled.values()):
                 start_answer(group, self.slots, self._rows)
                 group.phase = Phase.RUNNING
+                if group.is_smc and not self._complete(group):
+                    self._cohorts.join(group)
 
     def _run_rounds(self) -> None:
-        running = [g for g in self._in(Phase.RUNNING) if not self._complete(g)]
-        smc = [g for g in running if g.is_smc]
-        if smc:
-            self._smc.run(smc)
+        self._cohorts.advance()
+        running = [g for g in self._in(Phase.RUNNING) if not g.is_smc and not self._complete(g)]
         for method, side in ((Method.TARGET, "target"), (Method.DRAFT, "draft")):
             plain = [g for g in running if g.params.method is method]
             if plain:
@@ -161,6 +186,8 @@ class Engine:
             self._finish(group, FinishReason.ERROR)
         elif group.phase is Phase.RUNNING and self._complete(group):
             self._finish(group, None)
+        elif group.ending:
+            self._finish(group, group.ending)
         elif group.committed > group.streamed:
             new = self._tokens(group, 0)[group.streamed : group.committed]
             group.streamed = group.committed
@@ -172,7 +199,10 @@ class Engine:
 
     def _finish(self, group: Group, reason: FinishReason | None) -> None:
         """The final draw, the last Output, and everything the group held given back. `reason` None: it is complete."""
-        tokens, matched = self._final_tokens(group, reason), None
+        particle, tokens = self._final_tokens(group, reason)
+        logp, matched = None, None
+        if group.params.logprobs:
+            logp = tuple(self.slots.logp_SL[group.slots[particle], : len(tokens)].tolist()) if tokens else ()
         log_z = group.log_z
         if group.phase is Phase.RUNNING:
             _, log_sum = normalise(torch.from_numpy(self.slots.logw_S[group.slots])[None])
@@ -190,26 +220,28 @@ class Engine:
             prompt_tokens=group.prompt_size,
             statistics=group.tally.statistics(log_z),
             seconds=self._clock() - group.submitted,
+            logprobs=logp,
             error=group.error,
         )
         self._ready.append(Output(group.id, tokens[group.streamed :], group.stream.finish(text), answer))
         self._release(group)
 
-    def _final_tokens(self, group: Group, reason: FinishReason | None) -> tuple[int, ...]:
-        """The drawn particle's tokens. Before the end: those that have been weighed, and whatever has been streamed."""
+    def _final_tokens(self, group: Group, reason: FinishReason | None) -> tuple[int, tuple[int, ...]]:
+        """The drawn particle and its tokens. Before the end: those that have been weighed, and whatever has been streamed."""
         if group.phase is not Phase.RUNNING:
-            return ()
+            return 0, ()
         if reason in (FinishReason.ERROR, FinishReason.CANCELLED):
-            return self._tokens(group, 0)[: group.streamed]
+            return 0, self._tokens(group, 0)[: group.streamed]
         seed_G, round_G = np.array([group.seed], dtype=np.int64), np.array([group.rounds], dtype=np.int64)
         uniform = uniforms(seed_G, round_G, np.zeros(1, dtype=np.int64), Purpose.FINAL)[0, 0]
         particle = final_draw(torch.from_numpy(self.slots.logw_S[group.slots]), float(uniform))
         tokens = self._tokens(group, particle)
         if reason is not None:
             tokens = tokens[: max(int(self.slots.block_S[group.slots[particle]]) + 1, group.streamed)]
-        return tokens
+        return particle, tokens
 
     def _release(self, group: Group) -> None:
+        self._cohorts.leave(group)
         if group.phase is not Phase.QUEUED:
             self._rows.release(group)
             self.slots.give_back(group.slots)

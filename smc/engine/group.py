@@ -8,7 +8,7 @@ from enum import Enum
 
 import numpy as np
 
-from smc.engine.request import Method, Request, Statistics
+from smc.engine.request import FinishReason, Method, Request, Statistics
 from smc.engine.text import StopRules, TextStream
 from smc.laws import LawSpec
 
@@ -36,13 +36,21 @@ class Group:
     """Prompt tokens run so far, for each worker the method uses."""
     first_tokens: np.ndarray | None = None
     """[N] drawn by the end of the prefill."""
+    first_logp: np.ndarray | None = None
+    """[N] their log-probabilities."""
     rounds: int = 0
+    in_flight: bool = False
+    """A round has begun and not ended: slots and rows are in use."""
+    ending: FinishReason | None = None
+    """To be ended as soon as it is not in flight."""
     committed: int = 0
     """Answer tokens on which all particles agree."""
     streamed: int = 0
     """Answer tokens that have been reported to the caller."""
     shared: dict[str, int] = field(default_factory=dict)
     """Leading positions that all live rows of the group hold in the same pages, for each worker."""
+    lag: int = 0
+    """Tokens between the committed prefix and the longest particle."""
     log_z: float = 0.0
     error: str | None = None
     stream: TextStream = field(init=False)
@@ -127,6 +135,7 @@ class Population:
         self.alpha_A = self.per_slot([p.alpha or 1.0 for p in params], np.float64)
         self.threshold_G = np.array([p.ess_threshold or 0.0 for p in params])
         self.schemes = [p.resampling for p in params]
+        self.wants_logp = any(p.logprobs for p in params)
         self.target_law = self._law([p.temperature for p in params])
         self.draft_law = self._law([p.temperature if p.draft_temperature is None else p.draft_temperature for p in params])
         """Of the proposal; of a plainly decoding draft, its own."""

@@ -90,7 +90,7 @@ class KVRows:
             committed_G += committed_length(*map(torch.from_numpy, windows)).numpy()
         longest_G = np.maximum.reduceat(length_A, population.starts_G)
         for group, committed, lag in zip(groups, committed_G.tolist(), (longest_G - committed_G).tolist()):
-            group.committed = committed
+            group.committed, group.lag = committed, lag
             group.tally.lag_sum += lag
         for side in SIDES:
             self._share(population, side)

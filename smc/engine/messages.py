@@ -102,6 +102,8 @@ class ExtendResult:
     """float32 log-probability of each branch's first token; 0 where there is none."""
     drawn_RD: np.ndarray | None = None
     """int32."""
+    drawn_logp_RD: np.ndarray | None = None
+    """float32 log-probability of each drawn token under p itself, whatever alpha."""
     log_z_R: np.ndarray | None = None
     """float32 log normaliser of p^alpha after the last token; NaN if the model's logits were."""
 

@@ -38,6 +38,8 @@ def plain_round(groups: list[Group], slots: Slots, rows: KVRows, side: str, step
     drawn = rows.workers[side].sample(batch).result()
     kv_S[slots_A] += count_A + steps - 1
     before_A = slots.length_S[slots_A].copy()
+    if population.wants_logp:
+        slots.logp_SL[slots_A[:, None], before_A[:, None] + np.arange(steps)] = drawn.logq_RFK[:, 0]
     grow(slots, population, all_A, drawn.tokens_RFK[:, 0])
     exists_AK = np.arange(steps) < (slots.length_S[slots_A] - before_A)[:, None]
     fail_groups(population, (np.isnan(drawn.logq_RFK[:, 0]) & exists_AK).any(1), side)

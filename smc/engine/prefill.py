@@ -38,6 +38,7 @@ def prefill_step(groups: list[Group], slots: Slots, rows: KVRows, side: str, chu
 def start_answer(group: Group, slots: Slots, rows: KVRows) -> None:
     """Every particle appends its first token and, unless that ended it, gets rows that share the prompt."""
     population = Population([group])
+    slots.logp_SL[group.slots, 0] = group.first_logp
     grow(slots, population, np.ones(len(group.slots), dtype=bool), group.first_tokens[:, None])
     for side in group.prefilled:
         rows.fan_out(group, side)
@@ -78,6 +79,6 @@ def _draw_first(parts: list[tuple[Group, int]], slots: Slots, rows: KVRows, side
     )
     result = rows.workers[side].extend(batch).result()
     fail_groups(population, np.isnan(result.log_z_R)[population.group_A], side)
-    for group, tokens_D, log_z in zip(groups, result.drawn_RD, result.log_z_R.tolist()):
-        group.first_tokens = tokens_D[: len(group.slots)]
+    for group, tokens_D, logp_D, log_z in zip(groups, result.drawn_RD, result.drawn_logp_RD, result.log_z_R.tolist()):
+        group.first_tokens, group.first_logp = tokens_D[: len(group.slots)], logp_D[: len(group.slots)]
         slots.logw_S[group.slots] = log_z

@@ -71,6 +71,8 @@ class SamplingParams:
     """EOS is a token like any other."""
     time_budget: float | None = None
     """Soft limit in seconds from submission; checked between rounds."""
+    logprobs: bool = False
+    """Report the log-probability of every answer token under the target law (after temperature and truncation)."""
 
     def __post_init__(self) -> None:
         if self.method not in tuple(Method):
@@ -82,6 +84,8 @@ class SamplingParams:
                 raise ValueError(f"{name}={getattr(self, name)!r} has no effect with method={self.method.value!r}; leave it out")
             if self.method is Method.SMC and getattr(self, name) is None:
                 object.__setattr__(self, name, default)
+        if self.method is Method.DRAFT and self.logprobs:
+            raise ValueError("logprobs=True has no effect with method='draft', where the target does not run; leave it out")
         if self.method is Method.SMC:
             self._check_smc()
         self._check_numbers()
@@ -162,6 +166,8 @@ class Answer:
     statistics: Statistics
     seconds: float
     """From submission to this answer."""
+    logprobs: tuple[float, ...] | None = None
+    """Of every token under the target law, if asked for; NaN for one that was streamed and not weighed before time was up."""
     error: str | None = None
 
 

@@ -4,13 +4,15 @@ A round of SMC-SD, in either form:
   1. the draft extends open particles by K tokens: the rest of this block (lockstep), or F branches of the next (look-ahead)
   2. the target scores the block in flight, and the law after it gives the bonus token, or weighs the branches' first tokens
   3. `smc.algorithm.selection.select` weighs the candidates and chooses; slots and KV rows follow
-Look-ahead sends both batches before it reads either result; lockstep waits between them.
+Look-ahead sends both batches before it reads either result; lockstep waits between them. A round is a generator that stops at
+each wait, so that the caller can do something else in the meantime.
 
 Axes: A all slots of a population, X chosen slots, T tokens, B block positions, F branches, K new tokens, G groups, N particles.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +26,7 @@ from smc.engine.kvrows import KVRows
 from smc.engine.messages import ExtendBatch, ExtendResult, Pending, SampleBatch, SampleResult
 from smc.engine.rows import answer_rows, fail_groups, grow, keys, spans
 from smc.engine.slots import Slots
+from smc.engine.stats import EngineStats
 from smc.philox import Purpose, uniforms
 
 BRANCH_POSITION = 1 << 20
@@ -40,39 +43,56 @@ class Scored:
     """float32 log p of the first token of every branch (look-ahead)."""
     bonus_A: np.ndarray
     """int32 bonus token (lockstep)."""
+    bonus_logp_A: np.ndarray
+    """float32 log p of the bonus token."""
     log_z_A: np.ndarray
     """float32 log normaliser of the law the bonus was drawn from."""
 
+    @staticmethod
+    def nothing(size: int, branches: int) -> Scored:
+        reals = np.zeros((2, size), np.float32)
+        return Scored(np.zeros(size), np.zeros((size, branches), np.float32), np.zeros(size, np.int32), *reals)
+
 
 class SMCRounds:
-    """Advances SMC groups. Particles are in `slots`, KV is with the workers; only the view of the last groups is kept."""
+    """Advances SMC groups. Particles are in `slots`, KV is with the workers; only views of recent sets of groups are kept."""
 
     def __init__(self, config: EngineConfig, slots: Slots, rows: KVRows) -> None:
         self.config, self.slots, self.rows = config, slots, rows
         self.branches = config.branches
-        self._last: Population | None = None
+        self.stats = EngineStats()
+        self._recent: list[Population] = []
 
-    def run(self, groups: list[Group]) -> None:
-        """One round. Afterwards a group whose particles have all ended and been scored is ready to be finalised."""
-        if self._last is None or self._last.groups != groups:
-            self._last = Population(groups)
-        population = self._last
+    def run(self, groups: list[Group]) -> Iterator[None]:
+        """One round; yields before each wait. At its end a group whose particles have all ended and been scored can be finalised."""
+        population = self._population(groups)
         for group in groups:
             group.rounds += 1
         open_A = self._open(population)
         pending = self._draft(population, open_A)
         if self.config.lookahead:
             scoring = self._score(population, open_A, pending)
+            yield
             drafted = pending.result() if pending else None
         else:
+            yield
             drafted = pending.result()
             self._finish_blocks(population, open_A, drafted)
             open_A = self._open(population)
             scoring = self._score(population, open_A, None)
+            yield
         scored = self._read(population, open_A, scoring.result())
         selection = self._select(population, open_A, scored, drafted)
         self._apply(population, open_A, selection, scored, drafted)
         self.rows.commit(population)
+        self._count(population, selection)
+
+    def _population(self, groups: list[Group]) -> Population:
+        population = next((p for p in self._recent if p.groups == groups), None)
+        if population is None:
+            population = Population(groups)
+            self._recent = [population, *self._recent[: self.config.cohorts - 1]]
+        return population
 
     def _open(self, population: Population) -> np.ndarray:
         """Slots whose particle goes on, [A]."""
@@ -149,8 +169,10 @@ class SMCRounds:
             torch.from_numpy(unscored_X),
             torch.from_numpy(population.alpha_A[need_A]),
         ).numpy()
-        size = len(population.slots_A)
-        scored = Scored(np.zeros(size), np.zeros((size, self.branches), np.float32), np.zeros(size, np.int32), np.zeros(size, np.float32))
+        if population.wants_logp:
+            index_T = (self.slots.block_S[slots_X] + 1)[row_T] + offset_T
+            self.slots.logp_SL[slots_X[row_T], index_T] = result.logp_T
+        scored = Scored.nothing(len(population.slots_A), self.branches)
         scored.block_A[need_A] = block_X
         nan_X = np.isnan(logp_XB).any(1)
         if result.next_logp_RF is not None:
@@ -158,6 +180,7 @@ class SMCRounds:
             nan_X |= np.isnan(result.next_logp_RF).any(1)
         if result.drawn_RD is not None:
             scored.bonus_A[need_A] = result.drawn_RD[:, 0]
+            scored.bonus_logp_A[need_A] = result.drawn_logp_RD[:, 0]
             scored.log_z_A[need_A] = np.where(open_X, result.log_z_R, 0.0)
             nan_X |= np.isnan(result.log_z_R)
         fail_groups(population, _spread(nan_X, need_A), "target")
@@ -202,6 +225,9 @@ class SMCRounds:
         if grows_A.any():
             growing = slots_A[grows_A]
             slots.block_S[growing] = slots.length_S[growing]
+            if population.wants_logp:
+                first_logp_A = scored.next_AF[ancestor_A, branch_A] if self.config.lookahead else scored.bonus_logp_A[ancestor_A]
+                slots.logp_SL[growing, slots.length_S[growing]] = first_logp_A[grows_A]
             if self.config.lookahead:
                 row_X = (np.cumsum(open_A) - 1)[ancestor_A[grows_A]]
                 slots.logq_SB[growing, : self.config.block] = drafted.logq_RFK[row_X, branch_A[grows_A]]
@@ -210,7 +236,6 @@ class SMCRounds:
             else:
                 grow(slots, population, grows_A, scored.bonus_A[ancestor_A[grows_A], None])
         self.rows.reroot(population, source_A, branch_A)
-        self._count(population, selection)
 
     def _count(self, population: Population, selection: Selection) -> None:
         ess_G, log_z_G = selection.ess_G.tolist(), selection.log_z_G.tolist()
@@ -223,6 +248,10 @@ class SMCRounds:
             tally.collapses += collapsed_G[g]
             tally.ess_sum += ess_G[g]
             tally.ess_min = min(tally.ess_min, ess_G[g])
+            self.stats.ess_shares.append(ess_G[g] / len(group.slots))
+            self.stats.committed_lags.append(group.lag)
+        self.stats.resamples += sum(resampled_G)
+        self.stats.collapses += sum(collapsed_G)
 
 
 def _spread(values_X: np.ndarray, chosen_A: np.ndarray) -> np.ndarray:

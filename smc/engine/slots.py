@@ -18,6 +18,8 @@ class Slots:
 
     def __init__(self, count: int, width: int, block: int, vocab_size: int) -> None:
         self.tokens_SL = np.zeros((count, width), dtype=np.int32)
+        self.logp_SL = np.full((count, width), np.nan, dtype=np.float32)
+        """Log-probability of every token under the target law, NaN where not known yet; kept up only for requests that ask."""
         self.length_S = np.zeros(count, dtype=np.int32)
         """Tokens of the answer so far, block in flight included."""
         self.block_S = np.zeros(count, dtype=np.int32)
@@ -50,6 +52,7 @@ class Slots:
         self.length_S[slots] = self.block_S[slots] = 0
         self.logw_S[slots] = 0.0
         self.logq_SB[slots] = 0.0
+        self.logp_SL[slots] = np.nan
         self.ended_S[slots] = False
         self.cap_S[slots] = cap
         self.is_stop_SV[slots] = False
@@ -85,6 +88,7 @@ class Slots:
     def copy(self, dst_X: np.ndarray, src_X: np.ndarray) -> None:
         """Each dst takes over the particle of src, all at once. Ownership, caps and stops stay; weights are set elsewhere."""
         width = int(self.length_S[src_X].max(initial=0))
-        self.tokens_SL[dst_X, :width] = self.tokens_SL[src_X, :width]
+        for array in (self.tokens_SL, self.logp_SL):
+            array[dst_X, :width] = array[src_X, :width]
         for array in (self.length_S, self.block_S, self.ended_S, self.draft_kv_S, self.target_kv_S, self.logq_SB):
             array[dst_X] = array[src_X]

@@ -97,7 +97,8 @@ class ModelWorker:
         scored = batch.labels_T is not None
         logits_XV = self._logits(hidden_TE if scored else hidden_TE[last_R])
         with self.times.sampling:
-            logp_T = next_logp_RF = drawn_RD = log_z_R = None
+            logp_T = next_logp_RF = None
+            drawn = (None, None, None)
             if scored:
                 laws = Laws(batch.law.take(np.repeat(np.arange(len(last_R)), batch.input.counts_R)), self.device)
                 logp_TV = laws.target(logits_XV)
@@ -107,8 +108,8 @@ class ModelWorker:
             if batch.next_of is not None:
                 next_logp_RF = _next_logp(logp_RV, batch)
             if batch.draws is not None:
-                drawn_RD, log_z_R = self._draws(batch, logp_RV)
-            return Done(ExtendResult(logp_T, next_logp_RF, drawn_RD, log_z_R))
+                drawn = self._draws(batch, logp_RV)
+            return Done(ExtendResult(logp_T, next_logp_RF, *drawn))
 
     @torch.inference_mode()
     def sample(self, batch: SampleBatch) -> Done:
@@ -168,14 +169,15 @@ class ModelWorker:
         with self.times.forward:
             return self.model.logits(hidden_XE)[:, : self.vocab_size]
 
-    def _draws(self, batch: ExtendBatch, logp_RV: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    def _draws(self, batch: ExtendBatch, logp_RV: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens [R, D], their log p [R, D], log Z [R]."""
         powered_RV, log_z_R = Laws(batch.law, self.device).powered(logp_RV)
         position_R = batch.input.starts_R + batch.input.counts_R
         drawn_RD = draw(powered_RV, self._noise(self._words(batch.draws, position_R[None]), 0))
         # The likeliest token's log-probability is finite for any law, so it carries NaN logits and nothing else.
         nan_R = powered_RV.amax(-1) * 0.0
         log_z_R = nan_R if log_z_R is None else log_z_R + nan_R
-        return to_host(drawn_RD).astype(np.int32), to_host(log_z_R)
+        return to_host(drawn_RD).astype(np.int32), to_host(logp_RV.gather(-1, drawn_RD)), to_host(log_z_R)
 
     def _fork(self, batch: SampleBatch) -> None:
         """The other branch rows take over what the row itself has just run; before that they were its equals."""

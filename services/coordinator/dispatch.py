@@ -1,0 +1,115 @@
+"""From a stream of steps back to single requests: each caller waits for its own news only.
+
+Request ids inside are numbers of our own, so that an id is free again for its user the moment its call has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Protocol
+
+from services.backend import RequestAborted, RequestFailed
+from services.coordinator.loop import Step
+from smc.engine.admission import DuplicateRequest
+from smc.engine.request import FinishReason, Output, Request
+
+
+class Port(Protocol):
+    """Where submissions and aborts go. Neither waits; only `submit` may raise, Unavailable."""
+
+    def submit(self, request: Request) -> None: ...
+
+    def abort(self, request_id: str) -> None: ...
+
+
+class Dispatcher:
+    """A `services.backend.Backend` over a port. Everything happens in one asyncio loop."""
+
+    def __init__(self, port: Port) -> None:
+        self._port = port
+        self._numbers = itertools.count(1)
+        self._calls: dict[str, _Call] = {}
+        self._inner: dict[str, str] = {}
+
+    @property
+    def num_calls(self) -> int:
+        return len(self._calls)
+
+    async def generate(self, request: Request) -> AsyncIterator[Output]:
+        """See `Backend.generate`. News that the caller is too slow for is put together, so it never piles up."""
+        if request.request_id in self._inner:
+            raise DuplicateRequest(f"request_id={request.request_id!r} is already in use; it must be unique among running requests")
+        inner, call = str(next(self._numbers)), _Call()
+        self._inner[request.request_id], self._calls[inner] = inner, call
+        try:
+            call.ended = True
+            self._port.submit(replace(request, request_id=inner))
+            call.ended = False
+            while not call.ended:
+                yield replace(await call.next(), request_id=request.request_id)
+        finally:
+            del self._inner[request.request_id], self._calls[inner]
+            if not call.ended:
+                self._port.abort(inner)
+
+    async def abort(self, request_id: str) -> bool:
+        """See `Backend.abort`."""
+        inner = self._inner.get(request_id)
+        if inner is None:
+            return False
+        self._port.abort(inner)
+        return True
+
+    def deliver(self, step: Step) -> None:
+        """Hand a step's news to those who wait for it. Calls that have ended are not missed."""
+        for output in step.outputs:
+            if (call := self._calls.get(output.request_id)) is not None:
+                call.add(output)
+        for request_id, error in step.refusals.items():
+            if (call := self._calls.get(request_id)) is not None:
+                call.fail(error)
+
+    def fail_all(self, error: Exception) -> None:
+        """End every call with this error."""
+        for call in self._calls.values():
+            call.fail(error)
+
+
+class _Call:
+    """News of one request that its caller has not taken yet."""
+
+    def __init__(self) -> None:
+        self._news: Output | None = None
+        self._error: Exception | None = None
+        self._some = asyncio.Event()
+        self.ended = False
+        """The caller has been told how it ended; nothing is left to abort."""
+
+    def add(self, output: Output) -> None:
+        old = self._news
+        if old is not None:
+            output = replace(output, tokens=old.tokens + output.tokens, text=old.text + output.text)
+        self._news = output
+        self._some.set()
+
+    def fail(self, error: Exception) -> None:
+        self._error = self._error or error
+        self._some.set()
+
+    async def next(self) -> Output:
+        await self._some.wait()
+        self._some.clear()
+        output, self._news = self._news, None
+        if output is None or self._error is not None:
+            self.ended = True
+            raise self._error
+        if output.answer is not None:
+            self.ended = True
+            if output.answer.finish_reason is FinishReason.CANCELLED:
+                raise RequestAborted("the request was aborted")
+            if output.answer.error:
+                raise RequestFailed(output.answer.error)
+        return output
