@@ -3,6 +3,9 @@
 Attention is a callable handed to `forward`: it stores the new keys and values wherever it likes and returns what the
 queries read. The same module therefore serves (paged KV) and trains (dense causal attention).
 
+The sum over ranks is handed in as well, for a model that several hold together (`smc.models.parallel`): each runs a decoder
+of its own share of heads and inner features over the same tokens, and all get the same hidden states.
+
 Axes: T tokens, E hidden size, H query heads, J key/value heads, D head dimension, V vocabulary, X chosen tokens.
 """
 
@@ -16,20 +19,25 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from smc.models.config import Llama3RopeScaling, ModelConfig
+from smc.models.parallel import Reduce
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q_THD, k_TJD, v_TJD) -> out_THD; q and k are already rotated."""
 
 
 class Decoder(nn.Module):
-    """Decoder-only transformer. Query, key and value share one matrix, and so do gate and up: fewer, larger products."""
+    """Decoder-only transformer. Query, key and value share one matrix, and so do gate and up: fewer, larger products.
 
-    def __init__(self, config: ModelConfig) -> None:
+    `config` is the shape of what this rank holds. `reduce` is for a rank of several; None means that this one holds it all.
+    """
+
+    def __init__(self, config: ModelConfig, reduce: Reduce | None = None) -> None:
         super().__init__()
         self.config = config
+        self.reduce = reduce
         # An explicit weight skips the random initialisation, which is slow to set up on the meta device.
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size, _weight=torch.empty(config.vocab_size, config.hidden_size))
-        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(Layer(config, i, reduce) for i in range(config.num_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tied_embeddings:
@@ -48,9 +56,10 @@ class Decoder(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, config: ModelConfig, index: int) -> None:
+    def __init__(self, config: ModelConfig, index: int, reduce: Reduce | None) -> None:
         super().__init__()
         self.index = index
+        self.reduce = reduce
         self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         self.head_dim = config.head_dim
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -69,9 +78,12 @@ class Layer(nn.Module):
         if self.q_norm is not None:
             q_THD, k_TJD = self.q_norm(q_THD), self.k_norm(k_TJD)
         out_THD = attend(self.index, rotate(q_THD, rope_T2D), rotate(k_TJD, rope_T2D), v_TJD)
-        hidden_TE = hidden_TE + self.o(out_THD.flatten(-2))
+        hidden_TE = hidden_TE + self._sum(self.o(out_THD.flatten(-2)))
         gate, up = self.gate_up(self.mlp_norm(hidden_TE)).chunk(2, dim=-1)
-        return hidden_TE + self.down(F.silu(gate) * up)
+        return hidden_TE + self._sum(self.down(F.silu(gate) * up))
+
+    def _sum(self, part_TE: Tensor) -> Tensor:
+        return part_TE if self.reduce is None else self.reduce(part_TE)
 
 
 def rotate(x_THD: Tensor, rope_T2D: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Weights between a Hugging Face directory and a `Decoder`, in both directions. Knows nothing about tokenizers or serving.
 
 One map (`weight_places`) says where every published tensor lives in our fused parameters; loading, saving and the check
-of headers all go through it. Loading streams one tensor at a time, so memory never holds the model twice.
+of headers all go through it. Loading streams one tensor at a time, so memory never holds the model twice; a rank of several
+reads its own part of each.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from smc.models.config import ModelConfig, read_json
 from smc.models.decoder import Decoder
+from smc.models.parallel import WHOLE, Axis, Reduce, Shard, Split, local_config
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -29,14 +31,25 @@ STORED_DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
 
 @dataclass(frozen=True)
 class Place:
-    """Where a published tensor lives: `shape[0]` rows of one of our parameters, from row `start`."""
+    """Where this rank's part of a published tensor lives: in one of our parameters, from row `start`."""
 
     parameter: str
     start: int
-    shape: tuple[int, ...]
+    axes: tuple[Axis, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the published tensor, whole."""
+        return tuple(axis.size for axis in self.axes)
+
+    @property
+    def part(self) -> tuple[slice, ...]:
+        """What to read of the published tensor."""
+        return tuple(slice(axis.held.start, axis.held.stop) for axis in self.axes)
 
     def view(self, parameters: dict[str, Tensor]) -> Tensor:
-        return parameters[self.parameter].detach()[self.start : self.start + self.shape[0]]
+        rows, *columns = (len(axis.held) for axis in self.axes)
+        return parameters[self.parameter].detach()[(slice(self.start, self.start + rows), *map(slice, columns))]
 
 
 @dataclass(frozen=True)
@@ -48,60 +61,74 @@ class StoredTensor:
     dtype: str
 
 
-def weight_places(config: ModelConfig) -> dict[str, Place]:
-    """Published name -> place, for every weight the model has. A tied `lm_head.weight` is not among them."""
-    vocab, hidden = config.vocab_size, config.hidden_size
+def weight_places(config: ModelConfig, shard: Shard = WHOLE) -> dict[str, Place]:
+    """Published name -> place, for every weight of the whole model `config`. A tied `lm_head.weight` is not among them."""
+    vocab, hidden, split = Axis.whole(config.vocab_size), Axis.whole(config.hidden_size), Split.of(config, shard)
     places = {"model.embed_tokens.weight": Place("embed.weight", 0, (vocab, hidden))}
     for layer in range(config.num_layers):
-        places |= _layer_places(config, f"model.layers.{layer}.", f"layers.{layer}.")
+        places |= _layer_places(config, split, f"model.layers.{layer}.", f"layers.{layer}.")
     places["model.norm.weight"] = Place("norm.weight", 0, (hidden,))
     if not config.tied_embeddings:
         places["lm_head.weight"] = Place("lm_head.weight", 0, (vocab, hidden))
     return places
 
 
-def _layer_places(config: ModelConfig, theirs: str, ours: str) -> dict[str, Place]:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+def _layer_places(config: ModelConfig, split: Split, theirs: str, ours: str) -> dict[str, Place]:
+    hidden, query, key, inner = Axis.whole(config.hidden_size), split.query, split.key, split.inner
     places = {
         f"{theirs}input_layernorm.weight": Place(f"{ours}attn_norm.weight", 0, (hidden,)),
-        f"{theirs}self_attn.o_proj.weight": Place(f"{ours}o.weight", 0, (hidden, q_size)),
+        f"{theirs}self_attn.o_proj.weight": Place(f"{ours}o.weight", 0, (hidden, query)),
         f"{theirs}post_attention_layernorm.weight": Place(f"{ours}mlp_norm.weight", 0, (hidden,)),
         f"{theirs}mlp.gate_proj.weight": Place(f"{ours}gate_up.weight", 0, (inner, hidden)),
-        f"{theirs}mlp.up_proj.weight": Place(f"{ours}gate_up.weight", inner, (inner, hidden)),
+        f"{theirs}mlp.up_proj.weight": Place(f"{ours}gate_up.weight", inner.room, (inner, hidden)),
         f"{theirs}mlp.down_proj.weight": Place(f"{ours}down.weight", 0, (hidden, inner)),
     }
-    for letter, start, rows in (("q", 0, q_size), ("k", q_size, kv_size), ("v", q_size + kv_size, kv_size)):
+    for letter, start, rows in (("q", 0, query), ("k", query.room, key), ("v", query.room + key.room, key)):
         places[f"{theirs}self_attn.{letter}_proj.weight"] = Place(f"{ours}qkv.weight", start, (rows, hidden))
         if config.qkv_bias:
             places[f"{theirs}self_attn.{letter}_proj.bias"] = Place(f"{ours}qkv.bias", start, (rows,))
     if config.qk_norm:
         for letter in "qk":
-            places[f"{theirs}self_attn.{letter}_norm.weight"] = Place(f"{ours}{letter}_norm.weight", 0, (config.head_dim,))
+            places[f"{theirs}self_attn.{letter}_norm.weight"] = Place(f"{ours}{letter}_norm.weight", 0, (Axis.whole(config.head_dim),))
     return places
 
 
-def load_model(directory: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Decoder:
-    """Read a Hugging Face directory into a frozen `Decoder` in eval mode.
+def load_model(
+    directory: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    shard: Shard = WHOLE,
+    reduce: Reduce | None = None,
+) -> Decoder:
+    """Read a Hugging Face directory, or one rank's shard of it, into a frozen `Decoder` in eval mode.
 
-    Raises ValueError for anything missing, unknown, misshapen, corrupt or not finite, naming the file or the weight.
+    Raises ValueError for anything missing, unknown, misshapen, corrupt or not finite, naming the file or the weight. A value
+    that is not finite stops only the ranks that hold it.
     """
+    if shard.degree > 1 and reduce is None:
+        raise ValueError(f"degree={shard.degree} without reduce; ranks that hold a model together need a sum over them")
     config = ModelConfig.from_hf(directory)
+    places = weight_places(config, shard)
     stored = check_weights(directory, config)
-    model = _allocate(config, dtype, device)
+    model = _allocate(local_config(config, shard), reduce, dtype, device)
     parameters = dict(model.named_parameters())
-    places = weight_places(config)
+    if shard.degree > 1:
+        for weight in parameters.values():
+            weight.zero_()  # what no place covers is padding
     for file in sorted({tensor.file for tensor in stored.values()}):
-        with _open(file) as shard:
+        with _open(file) as opened:
             for name in (name for name, tensor in stored.items() if tensor.file == file):
                 view = places[name].view(parameters)
-                view.copy_(shard.get_tensor(name))
+                view.copy_(opened.get_slice(name)[places[name].part])
                 _require_finite(name, view)
     return model
 
 
 def save_model(model: Decoder, directory: str | Path, *, dtype: torch.dtype | None = None) -> None:
     """Write `config.json` and `model.safetensors` with the published names, stored in `dtype` (default: as they are)."""
+    if model.reduce is not None:
+        raise ValueError("this decoder is one rank's shard (it has a reduce); only a whole model can be saved")
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     dtype = dtype or model.embed.weight.dtype
@@ -140,9 +167,9 @@ def read_headers(directory: str | Path) -> dict[str, StoredTensor]:
     """Every tensor of every safetensors file of the model, from the headers alone."""
     tensors = {}
     for file in _weight_files(Path(directory)):
-        with _open(file) as shard:
-            for name in shard.keys():  # noqa: SIM118  (not a dict)
-                header = shard.get_slice(name)
+        with _open(file) as opened:
+            for name in opened.keys():  # noqa: SIM118  (not a dict)
+                header = opened.get_slice(name)
                 tensors[name] = StoredTensor(file, tuple(header.get_shape()), header.get_dtype())
     return tensors
 
@@ -176,15 +203,15 @@ def _what_is_there(directory: Path) -> str:
 @contextmanager
 def _open(file: Path) -> Iterator[safe_open]:
     try:
-        with safe_open(file, framework="pt") as shard:
-            yield shard
+        with safe_open(file, framework="pt") as opened:
+            yield opened
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file} is not a readable safetensors file: {error}") from error
 
 
-def _allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> Decoder:
+def _allocate(config: ModelConfig, reduce: Reduce | None, dtype: torch.dtype, device: torch.device | str) -> Decoder:
     with torch.device("meta"):
-        model = Decoder(config).to(dtype)
+        model = Decoder(config, reduce).to(dtype)
     if config.tied_embeddings:
         model.lm_head.weight = None  # `to_empty` would allocate a matrix of its own for each of the two names
     model.to_empty(device=device)
@@ -200,6 +227,8 @@ def _ignored(name: str, config: ModelConfig) -> bool:
 
 def _require_finite(name: str, weight: Tensor) -> None:
     """Looks at the converted weight, so that overflow to a narrower type is found too."""
+    if not weight.numel():  # all that this rank holds of it is padding
+        return
     low, high = weight.aminmax()  # propagates NaN, and unlike isfinite allocates nothing
     if not (math.isfinite(low) and math.isfinite(high)):
         raise ValueError(f"{name} holds NaN or inf as {str(weight.dtype).removeprefix('torch.')}; every weight must be finite")
