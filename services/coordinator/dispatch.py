@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+import math
+import time
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Protocol
 
 from services.backend import RequestAborted, RequestFailed
 from services.coordinator.loop import Step
 from smc.engine.admission import DuplicateRequest
-from smc.engine.request import FinishReason, Output, Request
+from smc.engine.request import Answer, FinishReason, Output, Request
 
 
 class Port(Protocol):
@@ -38,18 +40,18 @@ class Dispatcher:
     def num_calls(self) -> int:
         return len(self._calls)
 
-    async def generate(self, request: Request) -> AsyncIterator[Output]:
+    async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
         """See `Backend.generate`. News that the caller is too slow for is put together, so it never piles up."""
         if request.request_id in self._inner:
             raise DuplicateRequest(f"request_id={request.request_id!r} is already in use; it must be unique among running requests")
-        inner, call = str(next(self._numbers)), _Call()
+        inner, call = str(next(self._numbers)), _Call(request.request_id)
         self._inner[request.request_id], self._calls[inner] = inner, call
         try:
             call.ended = True
             self._port.submit(replace(request, request_id=inner))
             call.ended = False
             while not call.ended:
-                yield replace(await call.next(), request_id=request.request_id)
+                yield await call.next()
         finally:
             del self._inner[request.request_id], self._calls[inner]
             if not call.ended:
@@ -81,10 +83,15 @@ class Dispatcher:
 class _Call:
     """News of one request that its caller has not taken yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, request_id: str) -> None:
+        """`request_id`: as the caller knows it."""
+        self._id = request_id
         self._news: Output | None = None
         self._error: Exception | None = None
         self._some = asyncio.Event()
+        self._tokens: list[int] = []
+        self._texts: list[str] = []
+        self._submitted = time.monotonic()
         self.ended = False
         """The caller has been told how it ended; nothing is left to abort."""
 
@@ -106,10 +113,19 @@ class _Call:
         if output is None or self._error is not None:
             self.ended = True
             raise self._error
+        self._tokens += output.tokens
+        self._texts.append(output.text)
         if output.answer is not None:
             self.ended = True
             if output.answer.finish_reason is FinishReason.CANCELLED:
                 raise RequestAborted("the request was aborted")
             if output.answer.error:
                 raise RequestFailed(output.answer.error)
-        return output
+        return replace(output, request_id=self._id, answer=self._complete(output.answer))
+
+    def _complete(self, answer: Answer | None) -> Answer | None:
+        """News from another process says nothing twice, and its clock is not ours: see `services.wire.generation.from_update`."""
+        if answer is None:
+            return None
+        seconds = time.monotonic() - self._submitted if math.isnan(answer.seconds) else answer.seconds
+        return replace(answer, request_id=self._id, tokens=tuple(self._tokens), text="".join(self._texts), seconds=seconds)

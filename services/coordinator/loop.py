@@ -5,14 +5,20 @@ Knows nothing about gRPC, Ray or asyncio.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from services.coordinator.timeline import RoundTimes, Timeline
+from smc.engine.admission import QueueFull
 from smc.engine.engine import Engine
 from smc.engine.request import Output, Request
 from smc.engine.stats import EngineStats
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -23,13 +29,25 @@ class Step:
     refusals: dict[str, Exception] = field(default_factory=dict)
     """Why a submission was not taken (ValueError, QueueFull), by request id."""
     stats: EngineStats | None = None
+    times: RoundTimes | None = None
+    """Where the time of the turn's rounds went; None where that is not known or no model worked."""
 
 
 class EngineLoop:
     """One engine, one thread. `deliver` is called in that thread after every turn that brought something."""
 
-    def __init__(self, engine: Engine, deliver: Callable[[Step], None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        deliver: Callable[[Step], None],
+        *,
+        timeline: Timeline | None = None,
+        when_idle: Callable[[], None] | None = None,
+        idle_period: float | None = None,
+    ) -> None:
+        """`when_idle` is called every `idle_period` seconds while there is nothing to do; what it raises ends the loop."""
         self._engine, self._deliver = engine, deliver
+        self._timeline, self._when_idle, self._idle_period = timeline, when_idle, idle_period
         self._inbox: queue.SimpleQueue[Request | str | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.failure: Exception | None = None
@@ -57,29 +75,37 @@ class EngineLoop:
             while self._turn():
                 pass
         except Exception as error:  # whatever it is, requests must not wait for ever
+            logger.exception("the engine has stopped")
             self.failure = error
         finally:
             self.ended.set()
 
     def _turn(self) -> bool:
         """Take what has come in, then advance the engine once. An idle engine waits for something to come. False: stop."""
-        engine, refusals, submitted = self._engine, {}, False
+        engine, refusals = self._engine, {}
         wait = engine.idle
         while wait or not self._inbox.empty():
-            item, wait = self._inbox.get(), False
+            try:
+                item, wait = self._inbox.get(timeout=self._idle_period), False
+            except queue.Empty:
+                self._when_idle()
+                continue
             if item is None:
                 return False
-            if isinstance(item, str):
-                engine.abort(item)
-                continue
-            try:
-                engine.submit(item)
-                submitted = True
-            except (ValueError, RuntimeError) as error:
-                refusals[item.request_id] = error
+            self._take(item, refusals)
+        begin = time.monotonic_ns()
         outputs = engine.step()
+        times = self._timeline.end_step(begin, time.monotonic_ns()) if self._timeline else None
         if engine.idle:
             engine.check_books()
-        if outputs or refusals or submitted or not engine.idle:
-            self._deliver(Step(outputs, refusals, engine.take_stats()))
+        self._deliver(Step(outputs, refusals, engine.take_stats(), times))
         return True
+
+    def _take(self, item: Request | str, refusals: dict[str, Exception]) -> None:
+        if isinstance(item, str):
+            self._engine.abort(item)
+            return
+        try:
+            self._engine.submit(item)
+        except (ValueError, QueueFull) as error:
+            refusals[item.request_id] = error

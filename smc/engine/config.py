@@ -63,6 +63,21 @@ class EngineConfig:
         """`pages`, or the default for this context."""
         return self.pages or max(512 * self.max_slots, context + self.branches * self.block)
 
+    def rows(self, side: str) -> int:
+        """Block tables of the `draft` or `target` worker: one for each slot, at the draft one for each of its branches."""
+        return self.max_slots * (self.branches if side == "draft" else 1)
+
+    def width(self, context: int) -> int:
+        """Positions of a block table: a block may run past the longest answer, for the sake of a static shape."""
+        return context + self.block
+
+    def context(self, longest: int) -> int:
+        """`max_context`, or all that the models were made for. Raises ValueError if it exceeds that."""
+        context = self.max_context or longest
+        if context > longest:
+            raise ValueError(f"max_context={context}; allowed: 2..{longest}, what both models were made for")
+        return context
+
     @property
     def lookahead(self) -> bool:
         return self.form == "lookahead"

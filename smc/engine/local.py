@@ -9,6 +9,7 @@ import torch
 
 from smc.engine.config import EngineConfig
 from smc.engine.engine import Engine
+from smc.engine.kvrows import SIDES
 from smc.engine.worker import ModelWorker
 from smc.models.check import require_pair
 from smc.models.decoder import Decoder
@@ -41,20 +42,17 @@ class ModelPair:
 def local_engine(pair: ModelPair, config: EngineConfig | None = None, **engine_options) -> Engine:
     """An engine over `pair`; `engine_options` are passed on to Engine."""
     config = config or EngineConfig()
-    context = config.max_context or pair.max_context
-    if context > pair.max_context:
-        raise ValueError(f"max_context={context}; allowed: 2..{pair.max_context}, what both models were made for")
+    context = config.context(pair.max_context)
     pages = config.pool_pages(context)
-    rows = {"draft": config.max_slots * config.branches, "target": config.max_slots}
     workers = {
         side: ModelWorker(
             side,
             getattr(pair, side),
-            rows=rows[side],
-            width=context + config.block,
+            rows=config.rows(side),
+            width=config.width(context),
             pages=pages,
             vocab_size=pair.tokenizer.size,
         )
-        for side in rows
+        for side in SIDES
     }
-    return Engine(config, workers, pair.tokenizer, pages=dict.fromkeys(rows, pages), context=context, **engine_options)
+    return Engine(config, workers, pair.tokenizer, pages=dict.fromkeys(SIDES, pages), context=context, **engine_options)

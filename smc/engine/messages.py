@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
+from torch import Tensor
 
 from smc.kv.tables import PrefixMerge, RowMoves
 from smc.laws import LawSpec
@@ -68,12 +69,14 @@ class SampleBatch:
     mixture: float
     """Share of the untruncated law in the one drawn from (smc/laws.py); 0 = the truncated law alone."""
     keys: Keys
+    publish: bool = False
+    """Another worker will be asked to score the first tokens (`ExtendBatch.next_of`): where it is elsewhere, send them there."""
 
 
 @dataclass(frozen=True)
 class SampleResult:
-    tokens_RFK: np.ndarray
-    """int32."""
+    tokens_RFK: np.ndarray | Tensor
+    """int32; a tensor where they went from one model's device straight to the other's."""
     logq_RFK: np.ndarray
     """float32 log-probability of each token under the law it was drawn from; NaN if the model's logits were."""
 

@@ -113,6 +113,7 @@ class SMCRounds:
             law=population.draft_law.take(open_A),
             mixture=self.config.defensive_share,
             keys=keys(population, open_A, self.branches, Purpose.PROPOSAL),
+            publish=self.config.lookahead,
         )
         self.slots.draft_kv_S[slots_X] += count_X + self.config.block - 1
         population.count_tokens("draft", open_A, np.full(len(slots_X), self.branches * self.config.block))

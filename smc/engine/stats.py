@@ -15,6 +15,8 @@ class EngineStats:
     slots_free: int = 0
     pages_reserved: dict[str, int] = field(default_factory=dict)
     pages_total: dict[str, int] = field(default_factory=dict)
+    pages_leaked: dict[str, int] = field(default_factory=dict)
+    """Pages that a worker, asked while nothing ran, still held. Only whoever runs the workers can fill this in."""
     resamples: int = 0
     collapses: int = 0
     ess_shares: list[float] = field(default_factory=list)

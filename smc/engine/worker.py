@@ -6,6 +6,7 @@ Axes: R rows, T tokens, F branches, K steps, V vocabulary, E hidden size, D draw
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -80,6 +81,8 @@ class ModelWorker:
         self.rope = RopeTable(model.config, width, self.device)
         self.attention = attention or TorchAttention()
         self.times = WorkerTimes()
+        self.publish: Callable[[Tensor], None] | None = None
+        """Where the first tokens [R, F] of a batch that asks for it go, as soon as they are drawn."""
 
     def move(self, moves: RowMoves) -> None:
         self.tables.move(moves)
@@ -124,6 +127,8 @@ class ModelWorker:
         with self.times.sampling:
             logq_RV = Laws(batch.law, self.device).proposal(logits_RV, batch.mixture)
             tokens = [draw(logq_RV, self._noise(word_KRF, 0))]
+            if batch.publish and self.publish is not None:
+                self.publish(tokens[0])
             logq = [logq_RV.gather(-1, tokens[0])]
             laws = Laws(batch.law.take(np.repeat(np.arange(rows), branches)), self.device)
         for k, (rope_X2D, attend) in enumerate(steps, start=1):
@@ -203,6 +208,6 @@ def _label_logp(logp_TV: Tensor, labels_T: np.ndarray) -> np.ndarray:
 
 def _next_logp(logp_RV: Tensor, batch: ExtendBatch) -> np.ndarray:
     known_R = batch.next_index_R >= 0
-    token_RF = batch.next_of.result().tokens_RFK[batch.next_index_R, :, 0].astype(np.int64)
-    logp_RF = to_host(logp_RV.gather(-1, to_device(token_RF, logp_RV.device)))
-    return np.where(known_R[:, None], logp_RF, np.float32(0))
+    first_RF = torch.as_tensor(batch.next_of.result().tokens_RFK[..., 0], device=logp_RV.device)
+    token_RF = first_RF[to_device(batch.next_index_R, logp_RV.device)].long()
+    return np.where(known_R[:, None], to_host(logp_RV.gather(-1, token_RF)), np.float32(0))

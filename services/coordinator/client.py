@@ -1,0 +1,101 @@
+"""The coordinator as the gateway sees it: submissions go out on one stream, the news of every step comes back on it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+
+from services.backend import Unavailable
+from services.coordinator.dispatch import Dispatcher
+from services.coordinator.loop import Step
+from services.link.streams import OPTIONS, SECRET_KEY
+from services.pb import coordinator_pb2 as pb
+from services.pb import coordinator_pb2_grpc as pb_grpc
+from services.wire.generation import from_sampling
+from services.wire.steps import from_response
+from smc.engine.request import Output, Request
+
+logger = logging.getLogger(__name__)
+
+
+class _Outbox:
+    """What goes to the coordinator: the dispatcher's port."""
+
+    def __init__(self) -> None:
+        self.lost: Unavailable | None = None
+        self._queue: asyncio.Queue[pb.AttachRequest] = asyncio.Queue()
+
+    def submit(self, request: Request) -> None:
+        if self.lost is not None:
+            raise self.lost
+        params = request.params
+        submission = pb.Submission(
+            request_id=request.request_id, prompt=request.prompt, sampling=from_sampling(params), logprobs=params.logprobs
+        )
+        self._queue.put_nowait(pb.AttachRequest(submit=submission))
+
+    def abort(self, request_id: str) -> None:
+        self._queue.put_nowait(pb.AttachRequest(abort=request_id))
+
+    async def requests(self) -> AsyncIterator[pb.AttachRequest]:
+        while True:
+            yield await self._queue.get()
+
+
+class CoordinatorClient:
+    """A `services.backend.Backend` for one life of the gang. Use it in the asyncio loop that made it."""
+
+    def __init__(self, address: str, secret: str, on_step: Callable[[Step], None], on_lost: Callable[[], None]) -> None:
+        """`on_step` is told of every step of the engine, `on_lost` once, when it is gone."""
+        self._on_step, self._on_lost, self._outbox = on_step, on_lost, _Outbox()
+        self._dispatcher = Dispatcher(self._outbox)
+        self._channel = grpc.aio.insecure_channel(address, OPTIONS)
+        stub = pb_grpc.CoordinatorServiceStub(self._channel)
+        self._call = stub.Attach(self._outbox.requests(), metadata=((SECRET_KEY, secret),), wait_for_ready=True)
+        self._reader = asyncio.create_task(self._read())
+
+    @property
+    def lost(self) -> bool:
+        return self._outbox.lost is not None
+
+    @property
+    def num_calls(self) -> int:
+        return self._dispatcher.num_calls
+
+    def generate(self, request: Request) -> AsyncIterator[Output]:
+        return self._dispatcher.generate(request)
+
+    async def abort(self, request_id: str) -> bool:
+        return await self._dispatcher.abort(request_id)
+
+    def lose(self, why: str) -> None:
+        """End every call with UNAVAILABLE, and refuse later ones."""
+        if self._outbox.lost is None:
+            self._outbox.lost = Unavailable(why)
+            self._dispatcher.fail_all(self._outbox.lost)
+            self._on_lost()
+
+    async def close(self) -> None:
+        self.lose("the service has stopped")
+        self._reader.cancel()
+        self._call.cancel()
+        await self._channel.close()
+
+    async def _read(self) -> None:
+        try:
+            async for response in self._call:
+                step = from_response(response)
+                self._dispatcher.deliver(step)
+                self._on_step(step)
+            self.lose("the coordinator has stopped; the service is starting again")
+        except grpc.aio.AioRpcError as error:
+            logger.warning("lost the coordinator: %s", error.details())
+            self.lose("the coordinator is gone; the service is starting again")
+        except asyncio.CancelledError:
+            raise
+        except Exception:  # a message that cannot be read must not leave callers waiting
+            logger.exception("the coordinator's news could not be read")
+            self.lose("the coordinator is gone; the service is starting again")

@@ -1,0 +1,1 @@
+"""Bringing the processes up, watching them, starting them again, taking them down."""

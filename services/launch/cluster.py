@@ -1,0 +1,94 @@
+"""Ray: finding or starting a cluster, and the actors that processes of ours run in. Ray is not used for anything else."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from services.coordinator.process import Coordinator, CoordinatorSpec
+from services.workers.process import RankSpec, run_rank
+
+LOCAL_CPUS = 64
+"""What a cluster of our own says it has: its processes share this machine's cores anyway."""
+OBJECT_STORE_BYTES = 100_000_000
+
+
+class RankActor:
+    """The process of one rank."""
+
+    def run(self, spec: RankSpec) -> None:
+        """Returns when the rank is told to stop; raises what went wrong."""
+        _quiet()
+        run_rank(spec, ray.util.get_node_ip_address())
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+class CoordinatorActor:
+    """The process of the coordinator."""
+
+    def start(self, spec: CoordinatorSpec) -> str:
+        """Returns its address once every rank has run a warm-up round."""
+        _quiet()
+        self._coordinator = Coordinator(spec, ray.util.get_node_ip_address())
+        return self._coordinator.address
+
+    def wait(self) -> None:
+        """Returns when it is told to stop; raises what stopped it otherwise."""
+        self._coordinator.wait()
+
+    def stop(self) -> None:
+        self._coordinator.stop()
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def connect(address: str | None) -> bool:
+    """Join the cluster at `address`, or start one on this machine. True if it was started here, and so ends with us."""
+    options = {"include_dashboard": False, "log_to_driver": True, "logging_level": logging.WARNING}
+    if address is not None:
+        ray.init(address=address, log_to_driver=True, logging_level=logging.WARNING)
+        return False
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a cluster of this process alone, on the loopback interface
+    ray.init(address="local", num_cpus=LOCAL_CPUS, _node_ip_address="127.0.0.1", object_store_memory=OBJECT_STORE_BYTES, **options)
+    return True
+
+
+def reserve(ranks: int, gpus: bool, timeout: float) -> PlacementGroup:
+    """Room for the ranks of one model, all on one host. Raises RuntimeError if there is none within `timeout` seconds."""
+    bundle = {"CPU": 1, "GPU": 1} if gpus else {"CPU": 1}
+    group = placement_group([bundle] * ranks, strategy="STRICT_PACK")
+    if not group.wait(timeout):
+        remove_placement_group(group)
+        free = ray.available_resources()
+        has = ", ".join(f"{free.get(name, 0):g} {name}" for name in bundle)
+        raise RuntimeError(f"no host of the cluster has room for {ranks} x {bundle} (free in all of it: {has})")
+    return group
+
+
+def start_rank(group: PlacementGroup, rank: int, gpus: bool) -> ray.actor.ActorHandle:
+    place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
+    # Two calls at a time: `run` never returns, and `pid` must be answered beside it.
+    options = {"num_cpus": 1, "num_gpus": int(gpus), "max_restarts": 0, "max_concurrency": 2}
+    return ray.remote(RankActor).options(scheduling_strategy=place, **options).remote()
+
+
+def start_coordinator() -> ray.actor.ActorHandle:
+    """On the host of this process, where the gateway is."""
+    here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return ray.remote(CoordinatorActor).options(num_cpus=0, max_restarts=0, max_concurrency=4, scheduling_strategy=here).remote()
+
+
+def release(group: PlacementGroup) -> None:
+    remove_placement_group(group)
+
+
+def _quiet() -> None:
+    """One line a message, and no debug chatter, from processes of ours."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")

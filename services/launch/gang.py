@@ -1,0 +1,143 @@
+"""One life of the gang: every rank of both models and the coordinator, started together and ended together."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+from datetime import timedelta
+
+import ray
+import torch.distributed as dist
+
+from services.backend import ServingPair
+from services.coordinator.process import CoordinatorSpec
+from services.launch import cluster
+from services.launch.config import GangConfig
+from services.link.connect import Meeting
+from services.workers.process import RankSpec
+from smc.engine.kvrows import SIDES
+from smc.models.parallel import Shard
+
+logger = logging.getLogger(__name__)
+
+
+class GangError(RuntimeError):
+    """The gang did not start, or one of its processes has died. The message says which and why."""
+
+
+class Gang:
+    """Not restarted: after a failure a new one is made, with the next epoch."""
+
+    def __init__(self, config: GangConfig, pair: ServingPair, epoch: int) -> None:
+        self._config, self._pair, self.epoch = config, pair, epoch
+        self.secret = secrets.token_hex(16)
+        self.actors: dict[str, ray.actor.ActorHandle] = {}
+        """`coordinator`, `draft0`, `draft1`, .., `target0`, .."""
+        self._groups: list = []
+        self._lives: dict[ray.ObjectRef, str] = {}
+        self._store: dist.TCPStore | None = None
+        self.address = ""
+
+    def start(self) -> None:
+        """Returns when the coordinator serves. Raises GangError; then nothing is left of it."""
+        try:
+            self._start()
+        except GangError:
+            self.kill()
+            raise
+        except Exception as error:
+            self.kill()
+            raise GangError(f"the gang did not start: {_first_line(error)}") from error
+
+    def check(self, timeout: float) -> None:
+        """Wait up to `timeout` seconds for a process to end. Raises GangError, naming it, if one has."""
+        ended, _ = ray.wait(list(self._lives), timeout=timeout)
+        if ended:
+            raise GangError(self._obituary(ended[0]))
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """Let every process end by itself, then make sure."""
+        with contextlib.suppress(Exception):  # whatever it is, `kill` comes next
+            ray.get(self.actors["coordinator"].stop.remote(), timeout=timeout)
+            ray.wait(list(self._lives), num_returns=len(self._lives), timeout=timeout)
+        self.kill()
+
+    def kill(self) -> None:
+        """End every process now and give back its place."""
+        for actor in self.actors.values():
+            with contextlib.suppress(Exception):
+                ray.kill(actor)
+        for group in self._groups:
+            with contextlib.suppress(Exception):
+                cluster.release(group)
+        self.actors, self._groups, self._lives, self._store = {}, [], {}, None
+
+    def _start(self) -> None:
+        config, host = self._config, ray.util.get_node_ip_address()
+        limit = timedelta(seconds=config.start_timeout)
+        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        meeting = Meeting(host, self._store.port, self.epoch, self.secret, config.link, config.start_timeout)
+        gpus = config.device == "cuda"
+        for side in SIDES:
+            degree = config.degree(side)
+            group = cluster.reserve(degree, gpus, config.start_timeout)
+            self._groups.append(group)
+            for rank in range(degree):
+                self.actors[f"{side}{rank}"] = actor = cluster.start_rank(group, rank, gpus)
+                self._lives[actor.run.remote(self._rank_spec(meeting, side, Shard(rank, degree)))] = f"{side}{rank}"
+        self.actors["coordinator"] = coordinator = cluster.start_coordinator()
+        started = coordinator.start.remote(self._coordinator_spec(meeting))
+        ended, _ = ray.wait([started, *self._lives], timeout=config.start_timeout)
+        if not ended:
+            raise GangError(f"the gang was not ready after {config.start_timeout:g} s")
+        if ended[0] != started:
+            raise GangError(self._obituary(ended[0]))
+        self.address = ray.get(started)
+        self._lives[coordinator.wait.remote()] = "coordinator"
+
+    def _rank_spec(self, meeting: Meeting, side: str, shard: Shard) -> RankSpec:
+        config, engine, context = self._config, self._pair.engine, self._pair.context
+        return RankSpec(
+            meeting=meeting,
+            side=side,
+            shard=shard,
+            directory=config.directory(side),
+            dtype=config.dtype,
+            device=config.device,
+            peer_device=config.device,
+            rows=engine.rows(side),
+            width=engine.width(context),
+            pages=engine.pool_pages(context),
+            vocab_size=self._pair.tokenizer.size,
+            # A worker must outlast a coordinator that waits for the other worker.
+            timeout=2 * max(config.link_timeout, config.start_timeout),
+            threads=config.threads,
+        )
+
+    def _coordinator_spec(self, meeting: Meeting) -> CoordinatorSpec:
+        config = self._config
+        return CoordinatorSpec(
+            meeting=meeting,
+            tokenizer=config.directory("target"),
+            engine=self._pair.engine,
+            context=self._pair.context,
+            timeout=config.link_timeout,
+            heartbeat=config.heartbeat,
+            trace=config.trace.absolute() if config.trace else None,
+        )
+
+    def _obituary(self, life: ray.ObjectRef) -> str:
+        name = self._lives[life]
+        try:
+            ray.get(life)
+        except ray.exceptions.RayTaskError as error:
+            return f"{name} failed: {_first_line(error.cause)}"
+        except ray.exceptions.RayError as error:
+            return f"{name} died: {_first_line(error)}"
+        return f"{name} ended"
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]

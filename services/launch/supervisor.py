@@ -1,0 +1,124 @@
+"""Keeps a gang alive and is the backend in front of it: what to do when a process dies is decided here, and only here.
+
+A dead process means a dead gang: requests in flight end with UNAVAILABLE, every process is ended, and a new gang starts with
+the next epoch. Until it has warmed up, requests are refused with UNAVAILABLE.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+
+from services.backend import ServingPair, Unavailable
+from services.coordinator.client import CoordinatorClient
+from services.coordinator.loop import Step
+from services.launch.config import GangConfig
+from services.launch.gang import Gang, GangError
+from smc.engine.request import Output, Request
+from smc.engine.stats import EngineStats
+
+logger = logging.getLogger(__name__)
+
+CHECK_SECONDS = 0.5
+"""A death is noticed at once; this is how long a wait for one lasts before it is begun again."""
+BACKOFF_SECONDS = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
+"""Before the next attempt to start a gang, by attempts that have failed in a row."""
+
+
+class Supervisor:
+    """A `services.backend.Backend` that outlives its gang. Needs Ray to be connected."""
+
+    def __init__(
+        self,
+        config: GangConfig,
+        pair: ServingPair,
+        *,
+        on_serving: Callable[[bool], None] = lambda serving: None,
+        on_step: Callable[[Step], None] = lambda step: None,
+    ) -> None:
+        """`on_serving` is told whenever the service becomes able or unable to decode; `on_step` of every engine step."""
+        self._config, self.pair = config, pair
+        self._on_serving, self._on_step = on_serving, on_step
+        self._gang: Gang | None = None
+        self._client: CoordinatorClient | None = None
+        self._watch: asyncio.Task | None = None
+        self.epoch = 0
+        self.stats = EngineStats()
+        """Of the engine's last step."""
+
+    @property
+    def serving(self) -> bool:
+        return self._client is not None and not self._client.lost
+
+    @property
+    def restarts(self) -> int:
+        return max(0, self.epoch - 1)
+
+    @property
+    def num_calls(self) -> int:
+        return self._client.num_calls if self._client else 0
+
+    @property
+    def gang(self) -> Gang | None:
+        return self._gang
+
+    async def start(self) -> None:
+        """The first gang. Raises GangError if it does not start: whatever stands in its way is not a passing thing."""
+        await self._start_gang()
+        self._watch = asyncio.create_task(self._keep_alive())
+
+    async def stop(self) -> None:
+        """End every process. Calls still in flight end with UNAVAILABLE."""
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+        await self._detach("the service has stopped")
+        if self._gang is not None:
+            await asyncio.to_thread(self._gang.stop)
+
+    def generate(self, request: Request) -> AsyncIterator[Output]:
+        """See `Backend.generate`."""
+        return self._ready().generate(request)
+
+    async def abort(self, request_id: str) -> bool:
+        """See `Backend.abort`."""
+        return await self._client.abort(request_id) if self._client else False
+
+    def _ready(self) -> CoordinatorClient:
+        if self._client is None:
+            raise Unavailable("the service is starting; try again in a few seconds")
+        return self._client
+
+    async def _start_gang(self) -> None:
+        self.epoch += 1
+        self._gang = Gang(self._config, self.pair, self.epoch)
+        await asyncio.to_thread(self._gang.start)
+        self._client = CoordinatorClient(self._gang.address, self._gang.secret, self._step, lambda: self._on_serving(False))
+        logger.info("serving: epoch %d", self.epoch)
+        self._on_serving(True)
+
+    async def _keep_alive(self) -> None:
+        failed = 0
+        while True:
+            try:
+                if self._client is None:
+                    await asyncio.sleep(BACKOFF_SECONDS[min(failed, len(BACKOFF_SECONDS) - 1)])
+                    await self._start_gang()
+                    failed = 0
+                await asyncio.to_thread(self._gang.check, CHECK_SECONDS)
+            except GangError as error:
+                failed += self._client is None
+                logger.error("%s; the gang of epoch %d ends, the next one starts", error, self.epoch)
+                await self._detach(f"a process of the service has ended ({error}); it is starting again")
+                await asyncio.to_thread(self._gang.kill)
+
+    async def _detach(self, why: str) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            client.lose(why)
+            await client.close()
+
+    def _step(self, step: Step) -> None:
+        self.stats = step.stats
+        self._on_step(step)

@@ -1,0 +1,122 @@
+"""The link over torch.distributed: gloo for messages; between the leaders NCCL where both are on GPUs, else gloo.
+
+Every pair of ends is a process group of two, made over a `TCPStore` that outlives them: when one end dies, only its groups do,
+and the next epoch makes new ones. A message is one frame of fixed size; what does not fit follows in a second send.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from services.link.base import LinkError
+from services.pb import particles_pb2 as pb
+
+FRAME = 8192
+"""Bytes; the first 8 hold the message's size. A round of one request with N = 8 fits."""
+_HEAD = 8
+_KEPT = 64
+"""Sends whose buffers are kept: far more than can be under way, as every few are answered."""
+
+
+def make_group(store: dist.Store, name: str, rank: int, size: int, timeout: float, device: torch.device | str = "cpu") -> dist.ProcessGroup:
+    """A process group of its own: gloo on a CPU, NCCL on a GPU. `timeout` in seconds, for joining and for every collective."""
+    prefix, limit = dist.PrefixStore(name, store), timedelta(seconds=timeout)
+    if torch.device(device).type == "cpu":
+        return dist.ProcessGroupGloo(prefix, rank, size, limit)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = limit
+    return dist.ProcessGroupNCCL(prefix, rank, size, options)
+
+
+class DistributedEnd:
+    """Either end of a link to a leader; `receives` is the message type that arrives here."""
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, receives: type[pb.WorkRequest] | type[pb.WorkResponse]) -> None:
+        self._group, self._other, self._receives = group, 1 - rank, receives
+        self._sends: deque[tuple[dist.Work, Tensor]] = deque(maxlen=_KEPT)
+
+    def send(self, message: pb.WorkRequest | pb.WorkResponse) -> None:
+        for frame in frames(message.SerializeToString()):
+            try:
+                self._sends.append((self._group.send([frame], self._other, 0), frame))
+            except RuntimeError as error:
+                raise LinkError(f"the link broke while sending: {error}") from error
+
+    def receive(self, timeout: float) -> pb.WorkRequest | pb.WorkResponse:
+        frame = torch.empty(FRAME, dtype=torch.uint8)
+        self._wait(frame, timeout)
+        size = int(frame[:_HEAD].view(torch.int64))
+        if size <= FRAME - _HEAD:
+            data = frame[_HEAD : _HEAD + size]
+        else:
+            rest = torch.empty(size - (FRAME - _HEAD), dtype=torch.uint8)
+            self._wait(rest, timeout)
+            data = torch.cat((frame[_HEAD:], rest))
+        return self._receives.FromString(data.numpy().tobytes())
+
+    def close(self) -> None:
+        self._group = None
+        self._sends.clear()
+
+    def _wait(self, tensor: Tensor, timeout: float) -> None:
+        try:
+            self._group.recv([tensor], self._other, 0).wait(timedelta(seconds=timeout))
+        except RuntimeError as error:
+            raise LinkError(f"the link broke or was silent for {timeout:g} s: {_first_line(error)}") from error
+
+
+def frames(data: bytes) -> list[Tensor]:
+    """A message as one frame, or two if it is large."""
+    room = FRAME - _HEAD
+    first = torch.empty(FRAME, dtype=torch.uint8)
+    first[:_HEAD] = torch.tensor([len(data)], dtype=torch.int64).view(torch.uint8)
+    whole = np.frombuffer(data, dtype=np.uint8)
+    first.numpy()[_HEAD : _HEAD + min(len(data), room)] = whole[:room]
+    return [first] if len(data) <= room else [first, torch.from_numpy(whole[room:].copy())]
+
+
+class DistributedPublish:
+    """The draft's end between the leaders. Rank 0 of a group of two."""
+
+    def __init__(self, group: dist.ProcessGroup, epoch: int, device: torch.device) -> None:
+        self._group, self._epoch, self._device = group, epoch, device
+        self._sends: deque[tuple[dist.Work, Tensor]] = deque(maxlen=_KEPT)
+
+    def publish(self, sequence: int, tokens_RF: Tensor) -> None:
+        head = torch.tensor([self._epoch, sequence], dtype=torch.int64, device=self._device)
+        message = torch.cat((head, tokens_RF.reshape(-1).to(self._device)))
+        self._sends.append((self._group.send([message], 1, 0), message))
+
+    def close(self) -> None:
+        self._group = None
+        self._sends.clear()
+
+
+class DistributedTake:
+    """The target's end between the leaders. Rank 1 of a group of two."""
+
+    def __init__(self, group: dist.ProcessGroup, epoch: int, device: torch.device) -> None:
+        self._group, self._epoch, self._device = group, epoch, device
+
+    def take(self, sequence: int, rows: int, branches: int, timeout: float) -> Tensor:
+        message = torch.empty(2 + rows * branches, dtype=torch.int64, device=self._device)
+        try:
+            self._group.recv([message], 0, 0).wait(timedelta(seconds=timeout))
+        except RuntimeError as error:
+            raise LinkError(f"the draft's tokens did not come within {timeout:g} s: {_first_line(error)}") from error
+        if self._device.type == "cpu" and message[:2].tolist() != [self._epoch, sequence]:
+            raise LinkError(f"tokens of {message[:2].tolist()} came; expected epoch {self._epoch}, command {sequence}")
+        return message[2:].view(rows, branches)
+
+    def close(self) -> None:
+        self._group = None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

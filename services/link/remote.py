@@ -1,0 +1,110 @@
+"""A worker somewhere else, as the engine sees it: the same four calls, over a link. Also where rounds are timed.
+
+Results are read when the engine asks for them; what the worker says about when it began and ended goes into a `Timeline`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from services.coordinator.timeline import Timeline
+from services.link import codec
+from services.link.base import LAYOUT_VERSION, CoordinatorEnd, LinkError, check_envelope
+from services.pb import particles_pb2 as pb
+from smc.engine.messages import ExtendBatch, ExtendResult, SampleBatch, SampleResult
+from smc.kv.tables import PrefixMerge, RowMoves
+
+CLOCK_PINGS = 5
+
+
+@dataclass(eq=False)
+class RemotePending:
+    """A result that the worker has been asked for."""
+
+    worker: RemoteWorker
+    sequence: int
+    decode: Callable[[pb.WorkResponse], SampleResult | ExtendResult]
+    shape_RF: tuple[int, int] = (0, 0)
+    """Rows and branches of a sample command."""
+    _value: SampleResult | ExtendResult | None = field(default=None, init=False)
+
+    def result(self) -> SampleResult | ExtendResult:
+        """Waits for it. Raises LinkError if the worker is gone, silent for too long, or has failed."""
+        if self._value is None:
+            self._value = self.decode(self.worker.response(self.sequence))
+        return self._value
+
+
+class RemoteWorker:
+    """`smc.engine.messages.Worker` over a link. `side` is `draft` or `target`; `timeout` bounds every wait, in seconds."""
+
+    def __init__(self, side: str, end: CoordinatorEnd, epoch: int, timeout: float, timeline: Timeline) -> None:
+        self.side, self.timeout = side, timeout
+        self._end, self._epoch, self._timeline = end, epoch, timeline
+        self._sequence = 0
+        self._arrived: dict[int, pb.WorkResponse] = {}
+        self._clock_offset_ns = 0
+
+    def move(self, moves: RowMoves) -> None:
+        self._send(move=codec.move_command(moves))
+
+    def merge(self, merge: PrefixMerge) -> None:
+        self._send(merge=codec.merge_command(merge))
+
+    def sample(self, batch: SampleBatch) -> RemotePending:
+        sequence = self._send(sample=codec.sample_command(batch))
+        return RemotePending(self, sequence, lambda response: codec.to_sample_result(response.sample), batch.branch_rows_RF.shape)
+
+    def extend(self, batch: ExtendBatch) -> RemotePending:
+        ahead = batch.next_of
+        command = codec.extend_command(batch) if ahead is None else codec.extend_command(batch, ahead.sequence, ahead.shape_RF)
+        sequence = self._send(extend=command)
+        return RemotePending(self, sequence, lambda response: codec.to_extend_result(response.extend))
+
+    def ping(self) -> None:
+        """Hear from the worker. Raises LinkError if it does not answer in time."""
+        self.response(self._send(ping=pb.Ping()))
+
+    def status(self) -> pb.StatusOutcome:
+        """Free and all pages, after the worker has checked its books. Raises LinkError if they do not balance."""
+        return self.response(self._send(status=pb.StatusCommand())).status
+
+    def stop(self) -> None:
+        self._send(stop=pb.StopCommand())
+
+    def set_clock(self) -> None:
+        """Learn how far the worker's clock is from ours, from the fastest of a few pings."""
+        best = None
+        for _ in range(CLOCK_PINGS):
+            before = time.monotonic_ns()
+            response = self.response(self._send(ping=pb.Ping()))
+            after = time.monotonic_ns()
+            if best is None or after - before < best[0]:
+                best = (after - before, (before + after - response.begin_ns - response.end_ns) // 2)
+        self._clock_offset_ns = best[1]
+
+    def response(self, sequence: int) -> pb.WorkResponse:
+        """Wait for one command's response; others that arrive meanwhile are kept."""
+        if sequence not in self._arrived:
+            begin = time.monotonic_ns()
+            while sequence not in self._arrived:
+                self._take(self._end.receive(self.timeout))
+            self._timeline.waited(begin, time.monotonic_ns())
+        return self._arrived.pop(sequence)
+
+    def _take(self, response: pb.WorkResponse) -> None:
+        check_envelope(response, self._epoch)
+        kind = response.WhichOneof("result")
+        if kind == "failure":
+            raise LinkError(f"the {self.side} model's worker failed: {response.failure.message}")
+        self._arrived[response.sequence] = response
+        offset = self._clock_offset_ns
+        if kind in ("sample", "extend"):
+            self._timeline.worked(self.side, kind, response.begin_ns + offset, response.end_ns + offset)
+
+    def _send(self, **command) -> int:
+        self._sequence += 1
+        self._end.send(pb.WorkRequest(version=LAYOUT_VERSION, epoch=self._epoch, sequence=self._sequence, **command))
+        return self._sequence

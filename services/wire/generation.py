@@ -1,0 +1,113 @@
+"""Requests and answers between protobuf and the library. Knows nothing about who sends or receives them.
+
+Nothing is sent twice: an update carries what is new, so the answer in the last one holds only that update's tokens and text until
+whoever follows the request joins them (`services.coordinator.dispatch`). `Answer.seconds` is not sent: clocks differ.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from typing import Any
+
+from services.pb import coordinator_pb2, generation_pb2
+from services.wire.sampling import FINISH_REASONS, name_of, sampling_message, sampling_settings
+from smc.engine.request import Answer, FinishReason, Output, SamplingParams, Statistics
+
+SECONDS_UNKNOWN = math.nan
+
+_SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams) if field.name != "logprobs")
+_STATISTICS_FIELDS = tuple(field.name for field in fields(Statistics))
+
+
+def to_sampling(message: generation_pb2.SamplingParams, *, logprobs: bool = False, **defaults: Any) -> SamplingParams:
+    """The library's settings. An absent field has the value in `defaults`, or else the library's own default.
+
+    Raises ValueError naming the field, the value and what is allowed.
+    """
+    return SamplingParams(**{**defaults, **sampling_settings(message)}, logprobs=logprobs)
+
+
+def from_sampling(params: SamplingParams) -> generation_pb2.SamplingParams:
+    """Every setting, so that it means the same to whoever reads it. `logprobs` has its place beside this message.
+
+    Raises ValueError for an integer that the message cannot hold.
+    """
+    return sampling_message({name: getattr(params, name) for name in _SAMPLING_FIELDS})
+
+
+def to_finish(answer: Answer, *, statistics: bool = True) -> generation_pb2.Finish:
+    """The end of an answer. The API promises `statistics` for SMC only; between our own processes they always go along."""
+    finish = generation_pb2.Finish(
+        reason=FINISH_REASONS.get(answer.finish_reason.value, generation_pb2.FINISH_REASON_UNSPECIFIED),
+        usage=generation_pb2.Usage(prompt_tokens=answer.prompt_tokens, completion_tokens=len(answer.tokens)),
+        seed=answer.seed,
+        logprobs=answer.logprobs or (),
+    )
+    if isinstance(answer.matched, str):
+        finish.matched_string = answer.matched
+    elif answer.matched is not None:
+        finish.matched_token_id = answer.matched
+    if statistics:
+        finish.statistics.SetInParent()
+        for name in _STATISTICS_FIELDS:
+            setattr(finish.statistics, name, getattr(answer.statistics, name))
+    return finish
+
+
+def from_finish(
+    finish: generation_pb2.Finish,
+    request_id: str,
+    tokens: tuple[int, ...],
+    text: str,
+    *,
+    reason: FinishReason | None = None,
+    error: str | None = None,
+) -> Answer:
+    """The answer of these tokens and this text. `reason`: how it ended, where that is none of the API's finish reasons.
+
+    `seconds` is NaN: not known here. An answer of no tokens has `logprobs` None, asked for or not.
+    """
+    matched = finish.WhichOneof("matched")
+    return Answer(
+        request_id=request_id,
+        tokens=tokens,
+        text=text,
+        finish_reason=reason or FinishReason(name_of(FINISH_REASONS, finish.reason, "finish.reason")),
+        matched=getattr(finish, matched) if matched else None,
+        seed=finish.seed,
+        prompt_tokens=finish.usage.prompt_tokens,
+        statistics=Statistics(**{name: getattr(finish.statistics, name) for name in _STATISTICS_FIELDS}),
+        seconds=SECONDS_UNKNOWN,
+        logprobs=tuple(finish.logprobs) or None,
+        error=error,
+    )
+
+
+def to_update(output: Output) -> coordinator_pb2.Update:
+    """News of one request for the stream between coordinator and gateway."""
+    update = coordinator_pb2.Update(request_id=output.request_id, text=output.text, token_ids=output.tokens)
+    answer = output.answer
+    if answer is not None:
+        update.finish.CopyFrom(to_finish(answer))
+        if answer.finish_reason is FinishReason.ERROR:
+            update.error = answer.error or ""
+        elif answer.finish_reason is FinishReason.CANCELLED:
+            update.cancelled = True
+    return update
+
+
+def from_update(update: coordinator_pb2.Update) -> Output:
+    """The news in an update. An answer in it holds the tokens and text of this update, not of those before."""
+    tokens, answer = tuple(update.token_ids), None
+    if update.HasField("finish"):
+        ending = update.WhichOneof("ending")
+        answer = from_finish(
+            update.finish,
+            update.request_id,
+            tokens,
+            update.text,
+            reason={"error": FinishReason.ERROR, "cancelled": FinishReason.CANCELLED}.get(ending),
+            error=update.error if ending == "error" else None,
+        )
+    return Output(update.request_id, tokens, update.text, answer)

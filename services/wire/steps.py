@@ -1,0 +1,72 @@
+"""The engine loop's steps as messages of the coordinator's stream, and back: proto/smc/v1/coordinator.proto."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from services.coordinator.loop import Step
+from services.coordinator.timeline import RoundTimes
+from services.pb import coordinator_pb2 as pb
+from services.wire.generation import from_update, to_update
+from smc.engine.admission import QueueFull
+from smc.engine.kvrows import SIDES
+from smc.engine.stats import EngineStats
+
+_KINDS = {pb.REFUSAL_KIND_INVALID: ValueError, pb.REFUSAL_KIND_QUEUE_FULL: QueueFull}
+
+
+def to_response(step: Step) -> pb.AttachResponse:
+    refusals = [pb.Refusal(request_id=name, kind=_kind(error), message=str(error)) for name, error in step.refusals.items()]
+    return pb.AttachResponse(updates=map(to_update, step.outputs), refusals=refusals, snapshot=_to_snapshot(step))
+
+
+def from_response(response: pb.AttachResponse) -> Step:
+    snapshot = response.snapshot
+    times = {name: getattr(snapshot.times, name) for name in RoundTimes.__dataclass_fields__}
+    return Step(
+        outputs=[from_update(update) for update in response.updates],
+        refusals={refusal.request_id: _KINDS[refusal.kind](refusal.message) for refusal in response.refusals},
+        stats=_from_snapshot(snapshot),
+        times=RoundTimes(**times) if snapshot.HasField("times") else None,
+    )
+
+
+def _kind(error: Exception) -> int:
+    return next(kind for kind, known in _KINDS.items() if isinstance(error, known))
+
+
+def _to_snapshot(step: Step) -> pb.Snapshot:
+    stats = step.stats
+    pages = {
+        f"{side}_pages": pb.GroupPages(
+            reserved=stats.pages_reserved[side], total=stats.pages_total[side], leaked=stats.pages_leaked.get(side, 0)
+        )
+        for side in SIDES
+    }
+    return pb.Snapshot(
+        queued=stats.queued,
+        running=stats.running,
+        slots_free=stats.slots_free,
+        times=None if step.times is None else pb.RoundTimes(**asdict(step.times)),
+        resamples=stats.resamples,
+        collapses=stats.collapses,
+        ess_share=stats.ess_shares,
+        committed_lag=stats.committed_lags,
+        **pages,
+    )
+
+
+def _from_snapshot(snapshot: pb.Snapshot) -> EngineStats:
+    pages = {side: getattr(snapshot, f"{side}_pages") for side in SIDES}
+    return EngineStats(
+        queued=snapshot.queued,
+        running=snapshot.running,
+        slots_free=snapshot.slots_free,
+        pages_reserved={side: p.reserved for side, p in pages.items()},
+        pages_total={side: p.total for side, p in pages.items()},
+        pages_leaked={side: p.leaked for side, p in pages.items()},
+        resamples=snapshot.resamples,
+        collapses=snapshot.collapses,
+        ess_shares=list(snapshot.ess_share),
+        committed_lags=list(snapshot.committed_lag),
+    )

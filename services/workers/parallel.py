@@ -1,0 +1,55 @@
+"""The ranks of one tensor-parallel group among themselves: sums of activations, and commands from the leader to the others."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from services.link.base import LinkError
+from services.link.distributed import FRAME, frames, make_group
+
+_HEAD = 8
+_FROM_LEADER = dist.BroadcastOptions()
+_FROM_LEADER.rootRank = 0
+_FROM_LEADER.rootTensor = 0
+
+
+class TensorParallel:
+    """Rank `rank` of `degree` of one model. Activations are summed over NCCL on GPUs; commands always go over gloo."""
+
+    def __init__(self, store: dist.Store, name: str, rank: int, degree: int, device: torch.device, timeout: float) -> None:
+        self._commands = make_group(store, f"{name}/commands", rank, degree, timeout)
+        on_cpu = device.type == "cpu"
+        self._sums = make_group(store, f"{name}/sums", rank, degree, timeout, "cpu" if on_cpu else device)
+
+    def reduce(self, tensor: Tensor) -> Tensor:
+        """Sum over the ranks, in place; the same bits on every rank."""
+        try:
+            self._sums.allreduce([tensor]).wait()
+        except RuntimeError as error:
+            raise LinkError(f"a rank of the group is gone: {error}") from error
+        return tensor
+
+    def spread(self, data: bytes) -> None:
+        """Leader: hand a command to the other ranks."""
+        for frame in frames(data):
+            self._broadcast(frame)
+
+    def receive(self) -> bytes:
+        """Others: the leader's next command. Raises LinkError when it is gone or silent past the group's timeout."""
+        frame = torch.empty(FRAME, dtype=torch.uint8)
+        self._broadcast(frame)
+        size, room = int(frame[:_HEAD].view(torch.int64)), FRAME - _HEAD
+        if size <= room:
+            return frame[_HEAD : _HEAD + size].numpy().tobytes()
+        rest = torch.empty(size - room, dtype=torch.uint8)
+        self._broadcast(rest)
+        return np.concatenate((frame[_HEAD:].numpy(), rest.numpy())).tobytes()
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        try:
+            self._commands.broadcast([tensor], _FROM_LEADER).wait()
+        except RuntimeError as error:
+            raise LinkError(f"the group's leader is gone or silent: {error}") from error
