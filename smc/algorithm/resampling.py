@@ -63,7 +63,9 @@ def _ssp_one(expected_M: list[float], draws: int, uniforms_U: list[float]) -> li
         if total < 1:  # one of the two takes all; the other is settled with what it has
             new_is_open, open_part = u * total < part, total
         else:  # one of the two becomes whole; the other keeps the remainder
-            new_is_open, open_part = u * (2 - total) < 1 - part, total - 1
+            # Which side of u stands for which is chosen so that at a total of 1 both branches come out alike: equal weights
+            # add up to 1 often, and rounding must not decide.
+            new_is_open, open_part = u * (2 - total) >= 1 - open_part, total - 1
             counts[open_index if new_is_open else m] += 1
         if new_is_open:
             open_index = m

@@ -1,0 +1,57 @@
+"""The log-probabilities reported with an answer are those of its tokens under the target law, recomputed from the tokens alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from smc.engine.local import local_engine
+from smc.engine.request import SamplingParams
+from tests.engine.harness import FORMS, answer, answers, config_id, request
+from tests.engine.pairs import next_log_probs, tiny_pair
+
+PROMPT = (0, 1, 2)
+
+
+def recomputed(tokens: tuple[int, ...], temperature: float, top_k: int) -> list[float]:
+    found = []
+    for i, token in enumerate(tokens):
+        log_p = next_log_probs(tiny_pair().target, (*PROMPT, *tokens[:i]), temperature)
+        if top_k:
+            log_p = torch.where(log_p >= log_p.topk(top_k).values[-1], log_p, -torch.inf).log_softmax(-1)
+        found.append(log_p[token].item())
+    return found
+
+
+@pytest.mark.parametrize("config", FORMS, ids=config_id)
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"particles": 6, "ess_threshold": 1.0},
+        {"particles": 4, "temperature": 0.7, "top_k": 2, "ess_threshold": 0.9},
+        {"particles": 3, "alpha": 1.5},
+        {"particles": 1},
+        {"method": "target", "temperature": 0.7},
+    ],
+    ids=str,
+)
+def test_equal_to_recomputation(config, params):
+    for seed in range(3):
+        a = answer(tiny_pair(), config, seed=seed, max_tokens=15, ignore_eos=seed > 0, logprobs=True, **params)
+        expected = recomputed(a.tokens, params.get("temperature", 1.0), params.get("top_k", 0))
+        assert a.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_only_for_those_who_ask():
+    """Slots are used again: what an earlier request left there is not reported."""
+    engine = local_engine(tiny_pair(), FORMS[2])
+    asked = request(request_id="asked", particles=4, seed=1, max_tokens=9, ignore_eos=True, logprobs=True)
+    quiet = request(request_id="quiet", particles=4, seed=1, max_tokens=9, ignore_eos=True)
+    first = answers(engine, [asked, quiet])
+    assert first["quiet"].logprobs is None and first["asked"].tokens == first["quiet"].tokens
+    assert answers(engine, [asked])["asked"].logprobs == pytest.approx(first["asked"].logprobs, abs=1e-5)
+
+
+def test_the_draft_alone_has_none():
+    with pytest.raises(ValueError, match="logprobs=True has no effect with method='draft'"):
+        SamplingParams(method="draft", logprobs=True)
