@@ -26,7 +26,7 @@ class _Outbox:
 
     def __init__(self) -> None:
         self.lost: Unavailable | None = None
-        self._queue: asyncio.Queue[pb.AttachRequest] = asyncio.Queue()
+        self._queue: asyncio.Queue[pb.AttachRequest | None] = asyncio.Queue()
 
     def submit(self, request: Request) -> None:
         if self.lost is not None:
@@ -40,9 +40,12 @@ class _Outbox:
     def abort(self, request_id: str) -> None:
         self._queue.put_nowait(pb.AttachRequest(abort=request_id))
 
+    def close(self) -> None:
+        self._queue.put_nowait(None)
+
     async def requests(self) -> AsyncIterator[pb.AttachRequest]:
-        while True:
-            yield await self._queue.get()
+        while (request := await self._queue.get()) is not None:
+            yield request
 
 
 class CoordinatorClient:
@@ -80,7 +83,9 @@ class CoordinatorClient:
 
     async def close(self) -> None:
         self.lose("the service has stopped")
+        self._outbox.close()
         self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
         self._call.cancel()
         await self._channel.close()
 

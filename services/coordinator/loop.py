@@ -45,7 +45,10 @@ class EngineLoop:
         when_idle: Callable[[], None] | None = None,
         idle_period: float | None = None,
     ) -> None:
-        """`when_idle` is called every `idle_period` seconds while there is nothing to do; what it raises ends the loop."""
+        """`when_idle` is called every `idle_period` seconds while there is nothing to do; what it raises ends the loop.
+
+        Statistics are delivered then too.
+        """
         self._engine, self._deliver = engine, deliver
         self._timeline, self._when_idle, self._idle_period = timeline, when_idle, idle_period
         self._inbox: queue.SimpleQueue[Request | str | None] = queue.SimpleQueue()
@@ -89,6 +92,7 @@ class EngineLoop:
                 item, wait = self._inbox.get(timeout=self._idle_period), False
             except queue.Empty:
                 self._when_idle()
+                self._deliver(Step(stats=engine.take_stats()))
                 continue
             if item is None:
                 return False

@@ -50,13 +50,17 @@ class CoordinatorActor:
 
 
 def connect(address: str | None) -> bool:
-    """Join the cluster at `address`, or start one on this machine. True if it was started here, and so ends with us."""
-    options = {"include_dashboard": False, "log_to_driver": True, "logging_level": logging.WARNING}
-    if address is not None:
-        ray.init(address=address, log_to_driver=True, logging_level=logging.WARNING)
+    """Join the cluster at `address`, or at RAY_ADDRESS, or start one on this machine. True if it was started here.
+
+    One that was started here ends with this process. Raises ConnectionError if there is none at the address.
+    """
+    address = address or os.environ.get("RAY_ADDRESS")
+    if address:
+        ray.init(address=address, logging_level=logging.WARNING)
         return False
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a cluster of this process alone, on the loopback interface
-    ray.init(address="local", num_cpus=LOCAL_CPUS, _node_ip_address="127.0.0.1", object_store_memory=OBJECT_STORE_BYTES, **options)
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # of this process alone, on the loopback interface
+    options = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES, "logging_level": logging.WARNING}
+    ray.init(address="local", num_cpus=LOCAL_CPUS, _node_ip_address="127.0.0.1", **options)
     return True
 
 

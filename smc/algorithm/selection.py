@@ -15,6 +15,10 @@ from torch import Tensor
 from smc.algorithm.resampling import offspring, place
 from smc.algorithm.weights import effective_sample_size, log_mean_weight, normalise, valid
 
+EQUAL = 1e-6
+"""Relative distance from its threshold up to which an ESS counts as not below it: at a threshold of 1, rounding in the weights of
+identical particles must not decide whether they are resampled."""
+
 
 @dataclass(frozen=True)
 class Selection:
@@ -72,7 +76,7 @@ def select(
     weights_GN, log_sum_G = normalise(family_GN)
     ess_G = effective_sample_size(weights_GN)
     collapsed_G = log_sum_G == -torch.inf
-    resampled_G = (ess_G < threshold_G * size_G) & ~collapsed_G
+    resampled_G = (ess_G < threshold_G * size_G * (1 - EQUAL)) & ~collapsed_G
 
     ancestor_GN = torch.arange(n, device=family_GN.device).repeat(groups, 1)
     branch_GN = own_branch(candidates_GNF, branch_uniforms_GN)

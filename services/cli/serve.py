@@ -1,0 +1,102 @@
+"""`smcserve serve`: the whole service, until a signal ends it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from services.cli import gang, options
+from services.cli.terminal import err, print_error
+
+if TYPE_CHECKING:
+    from services.launch.service import Ready
+
+LISTEN, SECURITY = "Where it listens", "Security and limits"
+GATEWAY_FIELDS = (
+    *("host", "port", "metrics_port", "tls_cert", "tls_key", "tls_client_ca", "auth_token_file", "max_message_bytes"),
+    *("max_concurrent_streams", "keepalive_time", "keepalive_timeout", "min_ping_interval", "write_timeout", "drain_timeout"),
+)
+
+
+def serve(
+    ctx: typer.Context,
+    target: options.Target = None,
+    draft: options.Draft = None,
+    target_tp: gang.TargetTp = None,
+    draft_tp: gang.DraftTp = None,
+    device: options.Device = "cpu",
+    dtype: options.Dtype = None,
+    host: Annotated[str | None, options.option(LISTEN, "Address. Default: 127.0.0.1; 0.0.0.0 = every network.", metavar="HOST")] = None,
+    port: Annotated[int | None, options.option(LISTEN, "Default: 50051; 0 = any free one.", metavar="PORT")] = None,
+    metrics_port: Annotated[
+        int | None, options.option(LISTEN, "For Prometheus; 0 = any free one. Default: none.", "--metrics-port", metavar="PORT")
+    ] = None,
+    form: options.Form = None,
+    block: options.Block = None,
+    branches: options.Branches = None,
+    cohorts: gang.Cohorts = None,
+    max_slots: gang.MaxSlots = None,
+    max_context: options.MaxContext = None,
+    pages: gang.Pages = None,
+    prefill_chunk: gang.PrefillChunk = None,
+    max_queue: gang.MaxQueue = 256,
+    max_queue_pages: gang.MaxQueuePages = None,
+    threads: gang.Threads = None,
+    ray_address: gang.RayAddress = None,
+    link: gang.Link = None,
+    start_timeout: gang.StartTimeout = None,
+    link_timeout: gang.LinkTimeout = None,
+    heartbeat: gang.Heartbeat = None,
+    trace: gang.Trace = None,
+    tls_cert: Annotated[Path | None, options.option(SECURITY, "Certificate chain, PEM; with --tls-key.", metavar="FILE")] = None,
+    tls_key: Annotated[Path | None, options.option(SECURITY, "Private key of --tls-cert, PEM.", metavar="FILE")] = None,
+    tls_client_ca: Annotated[
+        Path | None, options.option(SECURITY, "Only clients with a certificate of these authorities.", metavar="FILE")
+    ] = None,
+    auth_token_file: Annotated[
+        Path | None, options.option(SECURITY, "Bearer tokens that let callers in, one a line.", metavar="FILE")
+    ] = None,
+    max_message_bytes: Annotated[int | None, options.option(SECURITY, "Largest request. Default: 4 MiB.", metavar="BYTES")] = None,
+    max_concurrent_streams: Annotated[
+        int | None, options.option(SECURITY, "Calls at a time on one connection. Default: 1024.", metavar="COUNT")
+    ] = None,
+    keepalive_time: Annotated[
+        float | None, options.option(SECURITY, "Silence after which a client is pinged. Default: 60.", metavar="SECONDS")
+    ] = None,
+    keepalive_timeout: Annotated[
+        float | None, options.option(SECURITY, "To answer a ping before its calls are cancelled. Default: 20.", metavar="SECONDS")
+    ] = None,
+    min_ping_interval: Annotated[
+        float | None, options.option(SECURITY, "Clients that ping more often are disconnected. Default: 10.", metavar="SECONDS")
+    ] = None,
+    write_timeout: Annotated[
+        float | None, options.option(SECURITY, "For a client that does not read. Default: 30.", metavar="SECONDS")
+    ] = None,
+    drain_timeout: Annotated[
+        float | None, options.option(SECURITY, "For calls in flight once it is told to stop. Default: 30.", metavar="SECONDS")
+    ] = None,
+) -> int:
+    """Serve a model pair over gRPC; stop with Ctrl-C or SIGTERM."""
+    import asyncio
+    import logging
+
+    from services.gateway.config import GatewayConfig
+    from services.launch.gang import GangError
+    from services.launch.service import serve as run
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    config = gang.gang_config(ctx.params)
+    gateway = GatewayConfig(**{name: ctx.params[name] for name in GATEWAY_FIELDS if ctx.params[name] is not None})
+
+    def announce(ready: Ready) -> None:
+        metrics = f", metrics on http://{gateway.host}:{ready.metrics_port}/metrics" if ready.metrics_port else ""
+        err.print(f"serving on {gateway.host}:{ready.port}{metrics} (ready after {ready.seconds:.1f} s); Ctrl-C stops", soft_wrap=True)
+
+    try:
+        asyncio.run(run(config, gateway, ray_address, announce))
+    except (GangError, ConnectionError) as error:
+        print_error(str(error))
+        return 1
+    return 0

@@ -1,0 +1,106 @@
+"""The whole service in one call: Ray, the gang and its supervisor, the gateway, and their end on a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import ray
+
+from services.coordinator.loop import Step
+from services.gateway.config import GatewayConfig
+from services.gateway.generation import ServiceStatus
+from services.gateway.server import Gateway
+from services.launch import cluster
+from services.launch.config import GangConfig
+from services.launch.supervisor import Supervisor
+from services.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The service answers."""
+
+    port: int
+    metrics_port: int | None
+    seconds: float
+    """From the start until every rank had run a warm-up round."""
+
+
+class Service:
+    """Gateway, supervisor and metrics, wired together. Needs Ray to be connected; lives in one asyncio loop."""
+
+    def __init__(self, gang: GangConfig, gateway: GatewayConfig) -> None:
+        """Raises ValueError for models that cannot be served this way."""
+        pair = gang.serving_pair()
+        self.metrics = Metrics()
+        self.supervisor = Supervisor(gang, pair, on_serving=self._serving, on_step=self._step)
+        self.gateway = Gateway(gateway, pair, self.supervisor, self.metrics, self._status)
+
+    async def start(self) -> Ready:
+        """Listen at once, as NOT_SERVING; return when the gang has warmed up. Raises OSError, GangError."""
+        begin = asyncio.get_running_loop().time()
+        port = await self.gateway.start()
+        await self.supervisor.start()
+        return Ready(port, self.gateway.metrics_port, asyncio.get_running_loop().time() - begin)
+
+    async def stop(self, drain: bool) -> None:
+        """Let calls in flight finish, if `drain`, within the gateway's limit; then end every process."""
+        if drain:
+            await self.gateway.drain()
+        else:
+            await self.gateway.stop()
+        await self.supervisor.stop()
+
+    def _serving(self, serving: bool) -> None:
+        self.metrics.set_epoch(self.supervisor.epoch)
+        if serving and self.supervisor.epoch > 1:
+            self.metrics.worker_restarted()
+        self.gateway.set_health(draft=serving, target=serving)
+
+    def _step(self, step: Step) -> None:
+        self.metrics.observe_step(step.stats)
+        if step.times is not None:
+            self.metrics.observe_round(**vars(step.times))
+
+    def _status(self) -> ServiceStatus:
+        stats = self.supervisor.stats
+        return ServiceStatus(self.supervisor.epoch, running=stats.running, queued=stats.queued)
+
+
+async def serve(gang: GangConfig, gateway: GatewayConfig, ray_address: str | None, announce: Callable[[Ready], None]) -> None:
+    """Run until SIGTERM or SIGINT. A second signal ends what is still in flight at once."""
+    service = Service(gang, gateway)
+    cluster.connect(ray_address)
+    stopping = _signals()  # only now: Ray installs handlers of its own
+    try:
+        starting = asyncio.create_task(service.start())
+        interrupted = asyncio.create_task(stopping.wait())
+        await asyncio.wait((starting, interrupted), return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            announce(starting.result())
+            await interrupted
+            logger.info("draining: calls in flight may go on for %g s", gateway.drain_timeout)
+        await service.stop(drain=starting.done())
+        starting.cancel()
+    finally:
+        await asyncio.to_thread(ray.shutdown)
+
+
+def _signals() -> asyncio.Event:
+    """Set by the first SIGTERM or SIGINT; the second one of them has its usual effect."""
+    stopping, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def stop() -> None:
+        stopping.set()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    return stopping

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import ray
+
+from services.gateway.config import GatewayConfig
+from services.launch import cluster
+from services.launch.config import GangConfig
+from smc import demo
+from smc.engine.local import ModelPair
+from tests.service.running import Running
+
+HEARTBEAT = 0.3
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """A local cluster for all tests of this process."""
+    cluster.connect(None)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def demo_pair() -> ModelPair:
+    return ModelPair.load(demo.TARGET, demo.DRAFT)
+
+
+@pytest.fixture(scope="session")
+def start(ray_cluster) -> Callable:
+    """`with start(link="grpc", ..) as running`: a service that is taken down whatever happens."""
+
+    @contextmanager
+    def make(gateway: GatewayConfig | None = None, **gang) -> Iterator[Running]:
+        running = Running(GangConfig(**{"heartbeat": HEARTBEAT, "start_timeout": 90.0, **gang}), gateway)
+        try:
+            yield running
+        finally:
+            running.stop()
+
+    return make

@@ -1,0 +1,89 @@
+"""The whole service in this process's Ray cluster: real actors, real links, a real gRPC server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import ray
+
+from services.client import Client
+from services.gateway.config import GatewayConfig
+from services.launch.config import GangConfig
+from services.launch.service import Service
+
+
+class Running:
+    """A service in an asyncio loop of its own thread, so that tests can call it like any client."""
+
+    def __init__(self, gang: GangConfig, gateway: GatewayConfig | None = None) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.service = self.wait(self._make(gang, gateway or GatewayConfig(port=0)))
+        self.ready = self.wait(self.service.start())
+
+    @property
+    def supervisor(self):
+        return self.service.supervisor
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.ready.port}"
+
+    def client(self) -> Client:
+        return Client(self.address)
+
+    def wait(self, coroutine, timeout: float = 120):
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout)
+
+    def pids(self) -> dict[str, int]:
+        """Of every process of the gang, by name."""
+        return {name: ray.get(actor.pid.remote()) for name, actor in self.supervisor.gang.actors.items()}
+
+    def kill(self, name: str, how: int = signal.SIGKILL) -> None:
+        os.kill(self.pids()[name], how)
+
+    def until(self, condition: Callable[[], bool], timeout: float, what: str) -> float:
+        """Seconds until the condition held. Fails the test after `timeout`."""
+        begin = time.monotonic()
+        while not condition():
+            assert time.monotonic() - begin < timeout, f"{what}: not within {timeout} s"
+            time.sleep(0.02)
+        return time.monotonic() - begin
+
+    def until_empty(self, timeout: float = 15) -> None:
+        """Nothing runs, nothing waits, and both workers, asked after that, count every page of their pools as free."""
+
+        def empty() -> bool:
+            stats = self.supervisor.stats
+            return not (stats.running or stats.queued or any(stats.pages_reserved.values()) or any(stats.pages_leaked.values()))
+
+        self.until(empty, timeout, "the engine did not become empty")
+        before, seen = self.supervisor.stats, 0
+        while seen < 2:  # signs of life, each of which asks the workers
+            self.until(lambda last=before: self.supervisor.stats is not last, timeout, "the coordinator gave no sign of life")
+            before, seen = self.supervisor.stats, seen + 1
+            assert empty(), f"not empty after all: {before}"
+
+    def stop(self) -> None:
+        self.wait(self.service.stop(drain=False))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()
+
+    async def _make(self, gang: GangConfig, gateway: GatewayConfig) -> Service:
+        return Service(gang, gateway)
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def open_files(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))

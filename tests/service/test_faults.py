@@ -1,0 +1,104 @@
+"""Processes that die, clients that leave: a clear code, no hang, no leak, nobody else harmed, and the service comes back by itself."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+
+from services.client import Message, ServiceError
+from smc.engine.config import EngineConfig
+
+pytestmark = pytest.mark.xdist_group("ray")
+
+QUESTION = [Message("user", "Mia has 12 apples. She buys 30 more. How many now?")]
+LONG = {"particles": 4, "max_tokens": 400, "ignore_eos": True}
+ENGINE = EngineConfig(block=5, branches=2, max_slots=32, cohorts=2)
+
+
+def outcome(client, **params) -> str:
+    try:
+        return client.generate(QUESTION, timeout=60, **params).finish_reason
+    except ServiceError as error:
+        return error.code.name
+
+
+@pytest.fixture(scope="module")
+def gang(start):
+    """With two ranks at the target, so that there is one that talks to nobody but its leader."""
+    with start(engine=ENGINE, target_tp=2, link_timeout=4.0) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("draft0", signal.SIGKILL),
+        ("target0", signal.SIGKILL),
+        ("target1", signal.SIGKILL),
+        ("coordinator", signal.SIGKILL),
+        ("draft0", signal.SIGSTOP),
+    ],
+)
+def test_a_process_dies_under_load(gang, name, how):
+    """Killed: noticed within 5 s. Stopped, which looks like a very slow process: within the link's timeout."""
+    gang.until(lambda: gang.supervisor.serving, 60, "the service did not come up")
+    epoch = gang.supervisor.epoch
+    with gang.client() as client, ThreadPoolExecutor(6) as pool:
+        calls = [pool.submit(outcome, client, seed=i, **LONG) for i in range(6)]
+        gang.until(lambda: gang.supervisor.stats.running == 6, 10, "the load did not arrive")
+        begin = time.monotonic()
+        gang.kill(name, how)
+        ended = [call.result(30) for call in calls]
+        seconds = time.monotonic() - begin
+        assert ended == ["UNAVAILABLE"] * 6
+        assert seconds < (5 if how is signal.SIGKILL else 9)
+        assert client.health() == "NOT_SERVING"
+        gang.until(lambda: gang.supervisor.serving, 60, "the service did not come back")
+        assert gang.supervisor.epoch == epoch + 1 == client.server_info().epoch
+        assert client.health() == client.health("smc.draft") == client.health("smc.target") == "SERVING"
+        assert client.generate(QUESTION, seed=1, particles=4).text
+    gang.until_empty()
+
+
+def test_clients_cancel_at_random_moments(gang):
+    """Some go before their first token, some in the middle; those who stay get the answers they would get alone."""
+    rng = random.Random(0)
+    with gang.client() as client, ThreadPoolExecutor(12) as pool:
+        alone = client.generate(QUESTION, seed=7, particles=4, max_tokens=60).text
+
+        def leave(i: int) -> None:
+            stream = client.stream(QUESTION, seed=i, **LONG)
+            time.sleep(rng.random() * 0.3)
+            stream.cancel()
+
+        stays = [pool.submit(client.generate, QUESTION, seed=7, particles=4, max_tokens=60) for _ in range(4)]
+        list(pool.map(leave, range(40)))
+        assert [call.result(60).text for call in stays] == [alone] * 4
+    gang.until_empty()
+
+
+def test_deadline_and_time_budget(gang):
+    with gang.client() as client:
+        begin = time.monotonic()
+        with pytest.raises(ServiceError) as caught:
+            client.generate(QUESTION, timeout=0.3, seed=1, **LONG)
+        assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED and time.monotonic() - begin < 2
+        gang.until_empty()
+        soft = client.generate(QUESTION, timeout=30, seed=1, time_budget=0.3, **LONG)
+        assert soft.finish_reason == "time_budget" and 0 < len(soft.tokens) < 400
+    gang.until_empty()
+
+
+def test_abort_frees_both_groups(gang):
+    with gang.client() as client, ThreadPoolExecutor(1) as pool:
+        call = pool.submit(outcome, client, seed=1, request_id="mine", **LONG)
+        gang.until(lambda: gang.supervisor.stats.running == 1, 10, "the request did not start")
+        assert client.abort("mine")
+        assert call.result(10) == "CANCELLED"
+        assert not client.abort("mine")
+    gang.until_empty()

@@ -1,0 +1,88 @@
+"""The service gives the answers of the in-process engine: over both links, at every degree, whatever else is in flight."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from services.client import Message
+from smc.demo.problems import generate
+from smc.engine.config import EngineConfig
+from smc.engine.local import local_engine
+from smc.engine.request import Request, SamplingParams
+
+pytestmark = pytest.mark.xdist_group("ray")
+
+KINDS = [
+    {"particles": 8, "max_tokens": 60},
+    {"particles": 4, "max_tokens": 90, "ess_threshold": 1.0},
+    {"particles": 1, "max_tokens": 40},
+    {"method": "target", "max_tokens": 90},
+    {"particles": 5, "max_tokens": 30, "resampling": "residual", "temperature": 0.8, "top_p": 0.9},
+    {"particles": 3, "max_tokens": 90, "alpha": 1.2, "stop": ["####"]},
+    {"method": "draft", "max_tokens": 50},
+    {"particles": 8, "max_tokens": 25, "ignore_eos": True, "resampling": "ssp"},
+]
+ASKED = [(problem.question, {"seed": i, **KINDS[i % len(KINDS)]}) for i, problem in enumerate(generate(5, 16, "test"))]
+FORMS = {"lookahead": {"block": 5, "branches": 4}, "lockstep": {"form": "lockstep", "block": 5}}
+
+
+@pytest.fixture(scope="module")
+def expected(demo_pair) -> dict[str, list]:
+    """What an engine in this process answers, by form."""
+    answers = {}
+    for form, settings in FORMS.items():
+        engine = local_engine(demo_pair, EngineConfig(**settings))
+        requests = [
+            Request(str(i), tuple(demo_pair.tokenizer.chat([{"role": "user", "content": question}])), SamplingParams(**params))
+            for i, (question, params) in enumerate(ASKED)
+        ]
+        found = {output.answer.request_id: output.answer for output in engine.run(requests) if output.answer}
+        answers[form] = [found[str(i)] for i in range(len(ASKED))]
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("link", "draft_tp", "target_tp", "form"),
+    [
+        ("nccl", 1, 1, "lookahead"),
+        ("grpc", 1, 1, "lookahead"),
+        ("nccl", 1, 2, "lookahead"),
+        ("grpc", 2, 2, "lookahead"),
+        ("nccl", 2, 2, "lockstep"),
+        ("grpc", 1, 2, "lockstep"),
+    ],
+)
+def test_sixteen_clients_at_once(start, expected, link, draft_tp, target_tp, form):
+    engine = EngineConfig(cohorts=2, **FORMS[form])
+    with start(link=link, draft_tp=draft_tp, target_tp=target_tp, engine=engine) as running, running.client() as client:
+
+        def ask(i: int):
+            question, params = ASKED[i]
+            return client.generate([Message("user", question)], timeout=60, **params)
+
+        with ThreadPoolExecutor(len(ASKED)) as pool:
+            found = list(pool.map(ask, range(len(ASKED))))
+        for completion, answer, (_, params) in zip(found, expected[form], ASKED):
+            assert completion.text == answer.text, params
+            assert tuple(completion.tokens) == answer.tokens
+            assert completion.finish_reason == answer.finish_reason and completion.seed == answer.seed
+            if completion.statistics is not None:
+                assert completion.statistics.rounds == answer.statistics.rounds
+                assert completion.statistics.log_z == pytest.approx(answer.statistics.log_z, abs=1e-3), (
+                    params,
+                    completion.statistics,
+                    answer.statistics,
+                )
+        running.until_empty()
+
+
+def test_draft_and_target_work_at_the_same_time(start):
+    """In look-ahead form a round's two batches are on the way together: what both models take adds up to more than the round."""
+    with start(engine=EngineConfig(block=8, branches=4)) as running, running.client() as client:
+        rounds = []
+        running.service.supervisor._on_step = lambda step: rounds.append(step.times) if step.times else None
+        client.generate([Message("user", ASKED[0][0])], particles=8, seed=1, max_tokens=300, ignore_eos=True)
+        overlapped = [r for r in rounds if r.draft + r.target > r.whole - r.coordinator]
+        assert len(overlapped) > len(rounds) / 2
