@@ -1,26 +1,33 @@
-"""`smcserve bench`: where the time of a round goes."""
+"""`smcserve bench`: where the time of a round goes, with both models in this process or each in its own."""
 
 from __future__ import annotations
 
 import json as json_module
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from rich.box import SIMPLE_HEAD
-from rich.progress import track
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from services.cli import options
+from services.cli import gang, options
 from services.cli.terminal import err, out
 
 if TYPE_CHECKING:
+    from services.launch.config import GangConfig
+    from services.launch.measure import GangRound
     from smc.engine.config import EngineConfig
     from smc.evaluation.round_time import RoundTime
 
-LEGEND = (
-    "N={particles}, medians of {rounds} rounds, milliseconds. host: all that is neither model nor sampling; "
-    "host alone: the same with the models left out, as when they run on an accelerator."
+LOCAL_LEGEND = (
+    "N={particles}, medians of {rounds} rounds, milliseconds, both models in one process. host: all that is neither model nor "
+    "sampling; host alone: the same with the models left out, as when they run on an accelerator."
+)
+GANG_LEGEND = (
+    "N={particles}, medians, milliseconds, each model in its own process. draft, target: at work; link: nobody at work, messages on "
+    "their way; coordinator: choosing and bookkeeping; stalls: a group without work."
 )
 
 
@@ -34,37 +41,34 @@ def bench(
         list[int], options.option(options.MEASURE, "Requests side by side; may be repeated.", "--concurrency", "-c", metavar="COUNT")
     ] = (1, 16),
     rounds: Annotated[int, options.option(options.MEASURE, "Rounds timed for each line of the table.", metavar="COUNT")] = 30,
+    link: Annotated[
+        list[str] | None,
+        options.option(gang.CLUSTER, "Each model in its own process, over this link; may be repeated.", metavar="nccl|grpc"),
+    ] = None,
+    draft_tp: gang.DraftTp = None,
+    target_tp: gang.TargetTp = None,
     threads: options.Threads = None,
     json: Annotated[Path | None, options.option(options.OUTPUT, "Write the numbers here.", metavar="FILE")] = None,
 ) -> None:
-    """Split the time of a round into models, sampling and the host's own work (CPU)."""
-    for name, values in (("concurrency", concurrency), ("rounds", [rounds])):
-        if min(values) < 1:
-            raise ValueError(f"--{name} {min(values)}; allowed: >= 1")
-    if json is not None and not json.absolute().parent.is_dir():
-        raise ValueError(f"cannot write {json}: its directory does not exist")
-    from services.cli.pair import load_pair, pair_places, use_threads
-    from smc.evaluation.round_time import measure
-
-    places = pair_places(target, draft)
+    """Split the time of a round into models, sampling, link and the host's own work (CPU)."""
+    _check(concurrency, rounds, json, {"draft_tp": draft_tp, "target_tp": target_tp} if not link else {})
     configs = _configs(block, branches)
-    use_threads(threads, places)
-    pair = load_pair(places, "cpu", None)
-    lines = [(config, requests) for config in configs for requests in concurrency]
-    times = [
-        measure(pair, config, requests, particles, rounds)
-        for config, requests in track(lines, "rounds", console=err, transient=True, disable=not err.is_terminal)
-    ]
-    out.print(round_table(times))
-    out.print(LEGEND.format(particles=particles, rounds=rounds), style="dim")
+    if link:
+        given = {"target": target, "draft": draft, "draft_tp": draft_tp, "target_tp": target_tp, "threads": threads}
+        base = gang.gang_config(given)
+        slots = max(concurrency) * particles
+        gangs = [replace(base, link=name, engine=replace(config, max_slots=slots)) for name in link for config in configs]
+        rows = _measure_gangs(gangs, concurrency, particles, rounds)
+        out.print(gang_table(rows), GANG_LEGEND.format(particles=particles), sep="\n")
+    else:
+        rows = _measure_local((target, draft), configs, concurrency, particles, rounds, threads)
+        out.print(round_table(rows), LOCAL_LEGEND.format(particles=particles, rounds=rounds), sep="\n")
     if json is not None:
-        json.write_text(json_module.dumps([asdict(time) for time in times], indent=1) + "\n")
+        json.write_text(json_module.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
 
-def round_table(times: list[RoundTime]) -> Table:
-    table = Table(box=SIMPLE_HEAD, header_style="bold")
-    for header in ("form", "K", "F", "requests", "round ms", "models", "sampling", "host", "host alone"):
-        table.add_column(header, justify="left" if header == "form" else "right", no_wrap=header == "form")
+def round_table(times: Sequence[RoundTime]) -> Table:
+    table = _table("form", "K", "F", "requests", "round ms", "models", "sampling", "host", "host alone")
     for time in times:
         shape = (str(value) for value in (time.block, time.branches, time.requests))
         parts = (time.forward, time.sampling, time.host)
@@ -72,8 +76,85 @@ def round_table(times: list[RoundTime]) -> Table:
     return table
 
 
-def _configs(blocks: list[int], branches: list[int]) -> list[EngineConfig]:
+def gang_table(rows: Sequence[GangRound]) -> Table:
+    columns = ("round ms", "draft", "target", "link", "coordinator", "draft stall", "target stall")
+    table = _table("link", "form", "K", "F", "requests", *columns)
+    for row in rows:
+        shape = (str(value) for value in (row.block, row.branches, row.requests))
+        parts = (row.whole, row.draft, row.target, row.link_time, row.coordinator, row.draft_stall, row.target_stall)
+        table.add_row(row.link, row.form, *shape, *(f"{part:.2f}" for part in parts))
+    return table
+
+
+def _table(*headers: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, header_style="bold", padding=0)
+    for header in headers:
+        words = header in ("form", "link")
+        table.add_column(header.replace(" ", "\n", 1), justify="left" if words else "right", no_wrap=True)
+    return table
+
+
+def _check(concurrency: Sequence[int], rounds: int, json: Path | None, idle: dict[str, int | None]) -> None:
+    for name, values in (("concurrency", concurrency), ("rounds", [rounds])):
+        if min(values) < 1:
+            raise ValueError(f"--{name} {min(values)}; allowed: >= 1")
+    if json is not None and not json.absolute().parent.is_dir():
+        raise ValueError(f"cannot write {json}: its directory does not exist")
+    for name, value in idle.items():
+        if value is not None:
+            raise ValueError(f"--{name.replace('_', '-')} {value} has no effect without --link; give one, or leave it out")
+
+
+def _configs(blocks: Sequence[int], branches: Sequence[int]) -> list[EngineConfig]:
     from smc.engine.config import EngineConfig
 
     lockstep = [EngineConfig(form="lockstep", block=block) for block in blocks]
     return lockstep + [EngineConfig(block=block, branches=count) for block in blocks for count in branches]
+
+
+def _measure_local(
+    places: tuple[Path | None, Path | None],
+    configs: Sequence[EngineConfig],
+    concurrency: Sequence[int],
+    particles: int,
+    rounds: int,
+    threads: int | None,
+) -> list[RoundTime]:
+    from services.cli.pair import load_pair, pair_places, use_threads
+    from smc.evaluation.round_time import measure
+
+    found = pair_places(*places)
+    use_threads(threads, found)
+    pair = load_pair(found, "cpu", None)
+    rows = []
+    with _progress() as progress:
+        task = progress.add_task("rounds", total=len(configs) * len(concurrency))
+        for config in configs:
+            for requests in concurrency:
+                rows.append(measure(pair, config, requests, particles, rounds))
+                progress.advance(task)
+    return rows
+
+
+def _measure_gangs(gangs: Sequence[GangConfig], concurrency: Sequence[int], particles: int, rounds: int) -> list[GangRound]:
+    import asyncio
+
+    import ray
+
+    from services.launch import cluster
+    from services.launch.measure import measure
+
+    cluster.connect(None)
+    rows = []
+    with _progress() as progress:
+        task = progress.add_task("rounds", total=len(gangs) * len(concurrency))
+        try:
+            for config in gangs:
+                rows += asyncio.run(measure(config, list(concurrency), particles, rounds, lambda: progress.advance(task)))
+        finally:
+            ray.shutdown()
+    return rows
+
+
+def _progress() -> Progress:
+    return Progress(TextColumn("{task.description}"), BarColumn(), console=err, transient=True, disable=not err.is_terminal)

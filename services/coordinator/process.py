@@ -112,4 +112,4 @@ class Coordinator:
             worker.set_clock()
             worker.timeout = self._spec.timeout
         self._sign_of_life()
-        self._timeline.end_step(0, 0)
+        self._timeline.forget()

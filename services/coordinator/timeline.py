@@ -51,6 +51,10 @@ class Timeline:
     def waited(self, begin: int, end: int) -> None:
         self._waits.append((begin, end))
 
+    def forget(self) -> None:
+        """Drop what has been collected since the last step: it belongs to no round."""
+        self._step, self._waits = [], []
+
     def end_step(self, begin: int, end: int) -> RoundTimes | None:
         """The step's times by part; None if no model worked."""
         spans, waits = self._step, self._waits

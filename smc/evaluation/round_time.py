@@ -20,6 +20,7 @@ from smc.engine.local import ModelPair
 from smc.engine.request import Request, SamplingParams
 from smc.evaluation.batch import fitted_engine
 from smc.models.decoder import Attend, Decoder
+from smc.models.tokenizer import Tokenizer
 
 PROBLEM_SEED = 20_261_121
 WARM_UP = 3
@@ -68,13 +69,18 @@ def measure(pair: ModelPair, config: EngineConfig, requests: int, particles: int
     return RoundTime(config.form, config.block, config.branches, requests, particles, rounds, host, sampling, forward, host_alone)
 
 
-def _medians(pair: ModelPair, config: EngineConfig, requests: int, particles: int, rounds: int) -> tuple[float, float, float]:
-    """(host, sampling, forward), milliseconds."""
-    prompts = [pair.tokenizer.chat([{"role": "user", "content": p.question}]) for p in generate(PROBLEM_SEED, requests, "test")]
+def steady_requests(tokenizer: Tokenizer, config: EngineConfig, requests: int, particles: int, rounds: int) -> list[Request]:
+    """Problems that stay in flight for `rounds` rounds and a warm-up: nothing ends them but their length."""
+    prompts = [tokenizer.chat([{"role": "user", "content": p.question}]) for p in generate(PROBLEM_SEED, requests, "test")]
     longest = (rounds + WARM_UP + 1) * (config.block + 1)  # the first round runs in the step that prefills
     params = SamplingParams(particles=particles, seed=0, ignore_eos=True, max_tokens=longest)
-    asked = [Request(str(i), tuple(prompt), params) for i, prompt in enumerate(prompts)]
-    chunk = sum(len(prompt) for prompt in prompts)
+    return [Request(str(i), tuple(prompt), params) for i, prompt in enumerate(prompts)]
+
+
+def _medians(pair: ModelPair, config: EngineConfig, requests: int, particles: int, rounds: int) -> tuple[float, float, float]:
+    """(host, sampling, forward), milliseconds."""
+    asked = steady_requests(pair.tokenizer, config, requests, particles, rounds)
+    chunk = sum(len(request.prompt) for request in asked)
     engine = fitted_engine(pair, replace(config, prefill_chunk=chunk), asked, requests)
     for request in asked:
         engine.submit(request)

@@ -1,0 +1,76 @@
+"""The options of commands that start the gang, each defined once, and the `GangConfig` they stand for. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from services.cli.options import ENGINE, MODELS, option
+
+if TYPE_CHECKING:
+    from services.launch.config import GangConfig
+
+CLUSTER = "Cluster"
+GANG_FIELDS = (
+    *("target_tp", "draft_tp", "link", "device", "dtype", "threads"),
+    *("start_timeout", "link_timeout", "heartbeat", "trace"),
+)
+ENGINE_FIELDS = (
+    *("form", "block", "branches", "cohorts", "max_slots", "max_context", "pages", "prefill_chunk"),
+    *("max_queue", "max_queue_pages"),
+)
+
+TargetTp = Annotated[int | None, option(MODELS, "Processes, and GPUs, that share the target. Default: 1.", "--target-tp", metavar="COUNT")]
+DraftTp = Annotated[int | None, option(MODELS, "Processes, and GPUs, that share the draft. Default: 1.", "--draft-tp", metavar="COUNT")]
+
+Cohorts = Annotated[int | None, option(ENGINE, "Sets of requests whose rounds alternate, 1..4. Default: 2.", metavar="COUNT")]
+MaxSlots = Annotated[int | None, option(ENGINE, "Particles of all running requests together. Default: 64.", "--max-slots", metavar="COUNT")]
+Pages = Annotated[int | None, option(ENGINE, "Token positions in the KV pool of each model. Default: 512 a slot.", metavar="COUNT")]
+PrefillChunk = Annotated[
+    int | None, option(ENGINE, "Prompt tokens run between two rounds. Default: 512.", "--prefill-chunk", metavar="TOKENS")
+]
+MaxQueue = Annotated[int | None, option(ENGINE, "Requests that may wait. Default: any number.", "--max-queue", metavar="COUNT")]
+MaxQueuePages = Annotated[
+    int | None,
+    option(ENGINE, "KV pages that waiting requests may ask for. Default: any number.", "--max-queue-pages", metavar="COUNT"),
+]
+Threads = Annotated[int | None, option(ENGINE, "CPU threads of torch in each process. Default: 1.", metavar="COUNT")]
+
+RayAddress = Annotated[
+    str | None,
+    option(
+        CLUSTER,
+        "Cluster to run on. Default: the one in RAY_ADDRESS, else one started here and ended again.",
+        "--ray-address",
+        metavar="ADDRESS",
+    ),
+]
+Link = Annotated[
+    str | None,
+    option(
+        CLUSTER, "nccl: torch.distributed, with gloo on CPUs; grpc: for hosts that it does not connect. Default: nccl.", metavar="nccl|grpc"
+    ),
+]
+StartTimeout = Annotated[
+    float | None, option(CLUSTER, "Until every process must be ready. Default: 600.", "--start-timeout", metavar="SECONDS")
+]
+LinkTimeout = Annotated[
+    float | None, option(CLUSTER, "After which a silent process counts as dead. Default: 60.", "--link-timeout", metavar="SECONDS")
+]
+Heartbeat = Annotated[float | None, option(CLUSTER, "Between signs of life while nothing runs. Default: 2.", metavar="SECONDS")]
+Trace = Annotated[Path | None, option(CLUSTER, "Write a Chrome trace of all rounds at the end.", metavar="FILE")]
+
+
+def gang_config(given: dict[str, Any]) -> GangConfig:
+    """The gang that these options describe. Options of other kinds, and those that are None, are passed over.
+
+    Only what was given is passed on: the service knows its own defaults. Raises ValueError for what cannot be.
+    """
+    from services.cli.pair import pair_places
+    from services.launch.config import GangConfig
+    from smc.engine.config import EngineConfig
+
+    given = {name: value for name, value in given.items() if value is not None}
+    target, draft = pair_places(given.get("target"), given.get("draft"))
+    engine = EngineConfig(**{"cohorts": 2} | {name: given[name] for name in ENGINE_FIELDS if name in given})
+    return GangConfig(target=target, draft=draft, engine=engine, **{name: given[name] for name in GANG_FIELDS if name in given})
