@@ -6,7 +6,7 @@ Implementations: `services.coordinator.client.Coordinator` (the coordinator in a
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,7 +55,7 @@ class ServingPair:
 class Backend(Protocol):
     """Decodes requests. Used from one asyncio loop."""
 
-    def generate(self, request: Request) -> AsyncIterator[Output]:
+    def generate(self, request: Request) -> AsyncGenerator[Output, None]:
         """News of one request until its answer. Closing the iterator early aborts it.
 
         Raises ValueError (the request itself), QueueFull (later), Unavailable, RequestFailed, RequestAborted.

@@ -8,16 +8,24 @@ from dataclasses import dataclass
 import grpc
 
 from services.backend import RequestAborted, RequestFailed, Unavailable
+from services.wire import RETRY_TRAILER
 from smc.engine.admission import DuplicateRequest, QueueFull
 
-RETRY_TRAILER = "grpc-retry-pushback-ms"
-"""gRPC's own trailer: clients with a retry policy wait this long."""
+
+class Unauthenticated(RuntimeError):
+    """The caller has not shown a token that lets it in."""
+
+
+class SlowReader(RuntimeError):
+    """The caller does not read what it is sent."""
 
 
 @dataclass(frozen=True)
 class Status:
     code: grpc.StatusCode
     message: str
+    cause: str
+    """One word for metrics: several causes share a code."""
     retry_after: float | None = None
     """Seconds after which trying again makes sense."""
 
@@ -26,20 +34,23 @@ class Status:
         return () if self.retry_after is None else ((RETRY_TRAILER, str(math.ceil(1e3 * self.retry_after))),)
 
 
-_CODES: tuple[tuple[type[Exception], grpc.StatusCode, float | None], ...] = (
-    (DuplicateRequest, grpc.StatusCode.ALREADY_EXISTS, None),
-    (ValueError, grpc.StatusCode.INVALID_ARGUMENT, None),
-    (QueueFull, grpc.StatusCode.RESOURCE_EXHAUSTED, 1.0),
-    (Unavailable, grpc.StatusCode.UNAVAILABLE, 1.0),
-    (RequestAborted, grpc.StatusCode.CANCELLED, None),
-    (RequestFailed, grpc.StatusCode.INTERNAL, None),
+_TABLE: tuple[tuple[type[Exception], grpc.StatusCode, str, float | None], ...] = (
+    (DuplicateRequest, grpc.StatusCode.ALREADY_EXISTS, "duplicate", None),
+    (ValueError, grpc.StatusCode.INVALID_ARGUMENT, "invalid", None),
+    (Unauthenticated, grpc.StatusCode.UNAUTHENTICATED, "unauthenticated", None),
+    (QueueFull, grpc.StatusCode.RESOURCE_EXHAUSTED, "queue_full", 1.0),
+    (SlowReader, grpc.StatusCode.RESOURCE_EXHAUSTED, "slow_reader", None),
+    (Unavailable, grpc.StatusCode.UNAVAILABLE, "unavailable", 1.0),
+    (RequestAborted, grpc.StatusCode.CANCELLED, "abort", None),
+    (RequestFailed, grpc.StatusCode.INTERNAL, "failed", None),
 )
 """First match counts: a subclass stands before its base."""
 
 
 def status_of(error: Exception) -> Status:
     """The status a caller sees. An exception that is not in the table is our fault: INTERNAL, without its details."""
-    for kind, code, retry_after in _CODES:
+    for kind, code, cause, retry_after in _TABLE:
         if isinstance(error, kind):
-            return Status(code, str(error), getattr(error, "retry_after", retry_after))
-    return Status(grpc.StatusCode.INTERNAL, f"internal error ({type(error).__name__}); the server's log has the details")
+            return Status(code, str(error), cause, getattr(error, "retry_after", retry_after))
+    message = f"internal error ({type(error).__name__}); the server's log has the details"
+    return Status(grpc.StatusCode.INTERNAL, message, "internal")

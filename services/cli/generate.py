@@ -14,6 +14,7 @@ from services.cli import options
 from services.cli.terminal import err, finite, print_error, print_warning
 
 if TYPE_CHECKING:
+    from services.client import Completion
     from smc.engine.config import EngineConfig
     from smc.engine.local import ModelPair
     from smc.engine.request import Answer, Request
@@ -59,24 +60,29 @@ def generate(
     as_json: options.JsonFlag = False,
 ) -> int:
     """Answer a prompt; text appears as soon as it can no longer change."""
-    text = _read_prompt(prompt)
+    text = read_prompt(prompt)
     from services.cli.pair import load_pair, pair_places, use_threads
 
     places = pair_places(target, draft)
-    given = {name: value for name, value in ctx.params.items() if value is not None and value is not False and value != []}
+    given = given_options(ctx)
     _refuse_idle(given)
     use_threads(threads, places)
     pair = load_pair(places, device, dtype)
     return _answer(pair, *_settings(pair, text, raw, given), as_json)
 
 
-def _read_prompt(prompt: str | None) -> str:
+def read_prompt(prompt: str | None) -> str:
     if prompt is None and sys.stdin.isatty():
         raise ValueError("no prompt; give it as an argument or on standard input")
     text = sys.stdin.read().removesuffix("\n") if prompt in (None, "-") else prompt
     if not text:
         raise ValueError("the prompt is empty")
     return text
+
+
+def given_options(ctx: typer.Context) -> dict[str, Any]:
+    """What the user said, without what was left to defaults."""
+    return {name: value for name, value in ctx.params.items() if value is not None and value is not False and value != []}
 
 
 def _refuse_idle(given: dict[str, Any]) -> None:
@@ -113,41 +119,53 @@ def _answer(pair: ModelPair, request: Request, config: EngineConfig, as_json: bo
     else:
         print()
         err.print(Text(summary(answer), style="dim"))
-    if answer.statistics.collapses:
-        print_warning(f"every weight was zero after {answer.statistics.collapses} rounds; this answer is not to be trusted")
+    warn_of_collapses(answer)
     if answer.error:
         print_error(answer.error)
     return 1 if answer.error else 0
 
 
-def summary(answer: Answer) -> str:
+def summary(answer: Answer | Completion) -> str:
     """One line about an answer."""
-    stats, smc = answer.statistics, answer.statistics.mean_ess > 0
+    stats = answer.statistics
     parts = [f"{len(answer.tokens)} tokens in {answer.seconds:.2f} s", f"{len(answer.tokens) / answer.seconds:.0f} tok/s"]
-    parts += [f"{stats.rounds} rounds"]
-    if smc:
+    if stats is not None:
+        parts += [f"{stats.rounds} rounds"]
+    if stats is not None and stats.mean_ess > 0:
         parts += [f"{stats.resamples} resamples", f"mean ESS {stats.mean_ess / stats.particles:.0%} of N={stats.particles}"]
         parts += [f"log Z {stats.log_z:+.2f}"]
-    ended = f"ended by {answer.finish_reason.value}" + (f" {answer.matched!r}" if isinstance(answer.matched, str) else "")
+    ended = f"ended by {answer.finish_reason}" + (f" {answer.matched!r}" if isinstance(answer.matched, str) else "")
     return " · ".join([*parts, ended, f"seed {answer.seed}"])
 
 
-def _as_dict(answer: Answer, request: Request, config: EngineConfig) -> dict[str, Any]:
-    sampling = {key: value for key, value in asdict(request.params).items() if value is not None}
-    idle = () if request.params.method == "smc" else SMC_ENGINE_FIELDS
+def warn_of_collapses(answer: Answer | Completion) -> None:
+    if answer.statistics is not None and answer.statistics.collapses:
+        print_warning(f"every weight was zero after {answer.statistics.collapses} rounds; this answer is not to be trusted")
+
+
+def answer_dict(answer: Answer | Completion, prompt_tokens: int) -> dict[str, Any]:
+    """An answer as JSON shows it."""
     return {
         "text": answer.text,
         "tokens": answer.tokens,
         "finish_reason": answer.finish_reason,
         "matched": answer.matched,
         "seed": answer.seed,
-        "error": answer.error,
         "usage": {
-            "prompt_tokens": answer.prompt_tokens,
+            "prompt_tokens": prompt_tokens,
             "answer_tokens": len(answer.tokens),
             "seconds": answer.seconds,
             "tokens_per_second": len(answer.tokens) / answer.seconds,
         },
-        "statistics": asdict(answer.statistics),
+        "statistics": None if answer.statistics is None else asdict(answer.statistics),
+    }
+
+
+def _as_dict(answer: Answer, request: Request, config: EngineConfig) -> dict[str, Any]:
+    sampling = {key: value for key, value in asdict(request.params).items() if value is not None}
+    idle = () if request.params.method == "smc" else SMC_ENGINE_FIELDS
+    return {
+        **answer_dict(answer, answer.prompt_tokens),
+        "error": answer.error,
         "settings": {"sampling": sampling, "engine": {k: v for k, v in asdict(config).items() if k not in idle}},
     }

@@ -13,12 +13,16 @@ from typing import Annotated
 
 import typer
 
+from services.cli.batch import batch
 from services.cli.bench import bench
 from services.cli.check import check
+from services.cli.client import client
 from services.cli.demo import demo
 from services.cli.eval import evaluate
 from services.cli.generate import generate
+from services.cli.serve import serve
 from services.cli.terminal import out, print_error
+from services.cli.timeline import timeline
 
 EXAMPLES = """
 [bold]Examples[/bold]
@@ -40,9 +44,13 @@ app = typer.Typer(
 )
 app.command("generate")(generate)
 app.command("demo")(demo)
+app.command("serve")(serve)
+app.command("batch")(batch)
 app.command("eval")(evaluate)
 app.command("bench")(bench)
+app.command("timeline")(timeline)
 app.command("check")(check)
+app.add_typer(client, name="client")
 
 
 def _print_version(asked: bool) -> None:

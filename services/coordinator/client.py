@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 import grpc
 
@@ -68,7 +68,7 @@ class CoordinatorClient:
     def num_calls(self) -> int:
         return self._dispatcher.num_calls
 
-    def generate(self, request: Request) -> AsyncIterator[Output]:
+    def generate(self, request: Request) -> AsyncGenerator[Output, None]:
         return self._dispatcher.generate(request)
 
     async def abort(self, request_id: str) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 
 from services.backend import ServingPair, Unavailable
 from services.coordinator.client import CoordinatorClient
@@ -77,7 +77,7 @@ class Supervisor:
         if self._gang is not None:
             await asyncio.to_thread(self._gang.stop)
 
-    def generate(self, request: Request) -> AsyncIterator[Output]:
+    def generate(self, request: Request) -> AsyncGenerator[Output, None]:
         """See `Backend.generate`."""
         return self._ready().generate(request)
 

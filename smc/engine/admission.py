@@ -71,11 +71,11 @@ def check_fits(request: Request, config: EngineConfig, capacity: dict[str, int],
     params, size = request.params, len(request.prompt)
     if not size:
         raise ValueError("the prompt is empty; at least one token is needed")
+    if size >= context:
+        raise ValueError(f"the prompt has {size} tokens; allowed: at most {context - 1}, to leave room for an answer")
     wrong = [t for t in request.prompt if not 0 <= t < vocab_size]
     if wrong:
         raise ValueError(f"the prompt contains token id {wrong[0]}; allowed: 0..{vocab_size - 1}")
-    if size >= context:
-        raise ValueError(f"the prompt has {size} tokens; allowed: at most {context - 1}, to leave room for an answer")
     if size + params.max_tokens > context:
         raise ValueError(
             f"max_tokens={params.max_tokens} after a prompt of {size} tokens exceeds the context of {context}; "

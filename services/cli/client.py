@@ -1,0 +1,198 @@
+"""`smcserve client`: talk to a running service. Exit code 1: the service failed the call; 2: the call was wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from services.cli import options
+from services.cli.generate import SAMPLING_FIELDS, answer_dict, given_options, read_prompt, summary, warn_of_collapses
+from services.cli.terminal import err, finite, out, print_error
+
+if TYPE_CHECKING:
+    from services.client import Client, Completion, Stream
+
+SERVICE = "Service"
+PARTS = {"": "the service", "smc.draft": "draft group", "smc.target": "target group"}
+"""What `health` asks for, and how it is called."""
+MISTAKES = ("INVALID_ARGUMENT", "ALREADY_EXISTS", "UNAUTHENTICATED")
+"""Codes that say that the call was wrong, not the service."""
+
+client = typer.Typer(help="Talk to a running service.")
+
+Address = Annotated[str, options.option(SERVICE, "Where the service listens.", "--address", "-a", metavar="HOST:PORT")]
+TokenFile = Annotated[
+    Path | None, options.option(SERVICE, "File whose first line is the bearer token to send.", "--token-file", metavar="FILE")
+]
+Tls = Annotated[bool, options.option(SERVICE, "Encrypt; trust this machine's authorities.", "--tls", show_default=False, metavar="")]
+TlsCa = Annotated[Path | None, options.option(SERVICE, "Encrypt; trust the authorities in this file.", "--tls-ca", metavar="FILE")]
+TlsCert = Annotated[
+    Path | None, options.option(SERVICE, "Certificate to show, for mutual TLS; with --tls-key.", "--tls-cert", metavar="FILE")
+]
+TlsKey = Annotated[Path | None, options.option(SERVICE, "Private key of --tls-cert.", "--tls-key", metavar="FILE")]
+Timeout = Annotated[
+    float | None, options.option(SERVICE, "Give up after this long; --time-budget is the soft limit.", "--timeout", metavar="SECONDS")
+]
+RequestId = Annotated[str | None, options.option(SERVICE, "Name of the request. Default: a random one.", "--request-id", metavar="ID")]
+LogProbs = Annotated[
+    bool,
+    options.option(options.OUTPUT, "Log-probability of every token, with --json.", "--logprobs", show_default=False, metavar=""),
+]
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+
+
+def _reports_failures(command: Callable[..., int]) -> Callable[..., int]:
+    """Around every command here: a status code becomes one line and an exit code."""
+
+    @wraps(command)
+    def call(*args: Any, **kwargs: Any) -> int:
+        from services.client import ServiceError
+
+        try:
+            return command(*args, **kwargs)
+        except ServiceError as error:
+            hint = "" if error.retry_after is None else f" (try again in {error.retry_after:g} s)"
+            print_error(f"{error}{hint}")
+            return 2 if error.code.name in MISTAKES else 1
+
+    return call
+
+
+@client.command("generate")
+@_reports_failures
+def generate(
+    ctx: typer.Context,
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; '-' or nothing: standard input.", show_default=False)] = None,
+    address: Address = DEFAULT_ADDRESS,
+    token_file: TokenFile = None,
+    tls: Tls = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    timeout: Timeout = None,
+    request_id: RequestId = None,
+    method: options.Method = None,
+    max_tokens: options.MaxTokens = None,
+    seed: options.Seed = None,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    stop: options.Stop = None,
+    stop_token_ids: options.StopTokenIds = None,
+    ignore_eos: options.IgnoreEos = False,
+    time_budget: options.TimeBudget = None,
+    raw: options.Raw = False,
+    particles: options.Particles = None,
+    ess_threshold: options.EssThreshold = None,
+    resampling: options.Resampling = None,
+    alpha: options.Alpha = None,
+    draft_temperature: options.DraftTemperature = None,
+    logprobs: LogProbs = False,
+    as_json: options.JsonFlag = False,
+) -> int:
+    """Answer a prompt; text appears as soon as it can no longer change."""
+    from services.client import Message
+
+    text, given = read_prompt(prompt), given_options(ctx)
+    if logprobs and not as_json:
+        raise ValueError("--logprobs has no effect without --json; leave it out")
+    if timeout is not None and timeout <= 0:
+        raise ValueError(f"--timeout {timeout:g}; allowed: above 0 seconds")
+    sampling = {name: given[name] for name in SAMPLING_FIELDS if name in given}
+    with (
+        _connect(given) as service,
+        service.stream(
+            text if raw else [Message("user", text)], timeout=timeout, request_id=request_id, logprobs=logprobs, **sampling
+        ) as stream,
+    ):
+        completion = _follow(stream, as_json)
+    warn_of_collapses(completion)
+    return 0
+
+
+@client.command("health")
+@_reports_failures
+def health(
+    ctx: typer.Context,
+    address: Address = DEFAULT_ADDRESS,
+    token_file: TokenFile = None,
+    tls: Tls = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    as_json: options.JsonFlag = False,
+) -> int:
+    """Whether the service and its groups are ready. Exit code 0 if the service is."""
+    with _connect(given_options(ctx)) as service:
+        states = {part: service.health(part) for part in PARTS}
+    if as_json:
+        print(json.dumps({name: states[part] for part, name in PARTS.items()}))
+    else:
+        out.print(_table((name, states[part]) for part, name in PARTS.items()))
+    return 0 if states[""] == "SERVING" else 1
+
+
+@client.command("info")
+@_reports_failures
+def info(
+    ctx: typer.Context,
+    address: Address = DEFAULT_ADDRESS,
+    token_file: TokenFile = None,
+    tls: Tls = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    as_json: options.JsonFlag = False,
+) -> int:
+    """What is served, how, and how busy it is."""
+    with _connect(given_options(ctx)) as service:
+        server, models = asdict(service.server_info()), asdict(service.model_info())
+    if as_json:
+        print(json.dumps({"server": server, "models": models}))
+        return 0
+    for role in ("draft", "target"):
+        model = models.pop(role)
+        models = {role: f"{model['name']} ({model['family']}, {model['parameters']:,} parameters, TP {model['tensor_parallel']})"} | models
+    out.print(_table((name.replace("_", " "), value) for name, value in {**models, **server}.items()))
+    return 0
+
+
+def _connect(given: dict[str, Any]) -> Client:
+    from services.client import Client
+    from services.gateway.security import read_tokens
+
+    token = read_tokens(given["token_file"], "--token-file")[0] if "token_file" in given else None
+    names = ("tls", "tls_ca", "tls_cert", "tls_key")
+    return Client(given["address"], token=token, **{name: given[name] for name in names if name in given})
+
+
+def _follow(stream: Stream, as_json: bool) -> Completion:
+    for chunk in stream:
+        if not as_json:
+            print(chunk.text, end="", flush=True)
+    completion = stream.completion
+    if as_json:
+        answer = {"request_id": completion.request_id, **answer_dict(completion, completion.usage.prompt_tokens)}
+        if completion.logprobs is not None:
+            answer["logprobs"] = completion.logprobs
+        print(json.dumps(finite(answer), ensure_ascii=False))
+    else:
+        print()
+        err.print(Text(summary(completion), style="dim"))
+    return completion
+
+
+def _table(rows: Any) -> Table:
+    table = Table(show_header=False, box=None)
+    for name, value in rows:
+        table.add_row(name, str(value))
+    return table

@@ -1,0 +1,237 @@
+"""Calls over one connection to the service. Needs grpc and protobuf only: no model code is imported."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar, Unpack
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.client.nouns import (
+    Chunk,
+    Completion,
+    Message,
+    ModelDescription,
+    ModelInfo,
+    Prompt,
+    Sampling,
+    ServerInfo,
+    ServiceError,
+    Statistics,
+    Usage,
+)
+from services.gateway.security import is_loopback
+from services.pb import generation_pb2 as pb
+from services.pb import generation_pb2_grpc as pb_grpc
+from services.wire import RETRY_TRAILER
+from services.wire.sampling import FINISH_REASONS, name_of, sampling_message
+
+ASK_TIMEOUT = 30.0
+"""Seconds for everything but Generate: a service that needs longer is not there."""
+
+Data = TypeVar("Data")
+
+
+class Stream:
+    """An answer on its way. Iterate for its chunks; then `completion` is set. Leaving the `with` block early cancels the request."""
+
+    def __init__(self, call: Any, request_id: str, logprobs: bool) -> None:
+        self._call, self._logprobs = call, logprobs
+        self._texts: list[str] = []
+        self._tokens: list[int] = []
+        self._started = time.monotonic()
+        self.request_id = request_id
+        """For `Client.abort`."""
+        self.completion: Completion | None = None
+        """The whole answer, once every chunk has been read."""
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> Chunk:
+        """Raises ServiceError."""
+        try:
+            response = next(self._call)
+        except grpc.RpcError as error:
+            raise _service_error(error) from error
+        except StopIteration:
+            if self.completion is None:
+                raise ServiceError(grpc.StatusCode.INTERNAL, "the stream ended before the answer did") from None
+            raise
+        chunk = Chunk(response.text, tuple(response.token_ids))
+        self._texts.append(chunk.text)
+        self._tokens += chunk.tokens
+        if response.HasField("finish"):
+            self.completion = self._complete(response.finish)
+        return chunk
+
+    def cancel(self) -> None:
+        """End the request, if it is still running."""
+        self._call.cancel()
+
+    def _complete(self, finish: pb.Finish) -> Completion:
+        matched = finish.WhichOneof("matched")
+        return Completion(
+            request_id=self.request_id,
+            text="".join(self._texts),
+            tokens=tuple(self._tokens),
+            finish_reason=name_of(FINISH_REASONS, finish.reason, "finish.reason"),
+            matched=getattr(finish, matched) if matched else None,
+            seed=finish.seed,
+            usage=_data(Usage, finish.usage),
+            statistics=_data(Statistics, finish.statistics) if finish.HasField("statistics") else None,
+            logprobs=tuple(finish.logprobs) if self._logprobs else None,
+            seconds=time.monotonic() - self._started,
+        )
+
+
+class Client:
+    """One connection, made when it is first needed and again when it breaks; threads may share it. Close it, or use `with`.
+
+    Every call raises ServiceError when the service refuses or fails it, and ValueError or TypeError for what cannot be sent.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        token: str | None = None,
+        tls: bool = False,
+        tls_ca: str | Path | None = None,
+        tls_cert: str | Path | None = None,
+        tls_key: str | Path | None = None,
+    ) -> None:
+        """`target`: `host:port`. `tls`: encrypt, and trust the authorities of this machine; `tls_ca`: trust those in this PEM file
+        instead. `tls_cert` and `tls_key`: what this client shows of itself (mutual TLS). `token`: bearer token; never sent in plain
+        text to another machine.
+        """
+        if (tls_cert is None) != (tls_key is None):
+            given, missing = ("tls_cert", "tls_key") if tls_key is None else ("tls_key", "tls_cert")
+            raise ValueError(f"{given} is given without {missing}; give both, or neither")
+        secure = tls or tls_ca is not None or tls_cert is not None
+        if token is not None and not secure and not _stays_here(target):
+            raise ValueError(f"the token would go to {target} in plain text; give tls=True or tls_ca")
+        options = [
+            ("grpc.max_receive_message_length", -1),
+            # A connection that broke without a word is noticed, though nothing but an answer to come is expected on it.
+            ("grpc.keepalive_time_ms", 60_000),
+            ("grpc.keepalive_timeout_ms", 20_000),
+            ("grpc.http2.ping_timeout_ms", 20_000),
+        ]
+        if secure:
+            credentials = grpc.ssl_channel_credentials(*(None if p is None else Path(p).read_bytes() for p in (tls_ca, tls_key, tls_cert)))
+            self._channel = grpc.secure_channel(target, credentials, options)
+        else:
+            self._channel = grpc.insecure_channel(target, options)
+        self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+        self._stub = pb_grpc.GenerationServiceStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Calls in flight are cancelled."""
+        self._channel.close()
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        timeout: float | None = None,
+        request_id: str | None = None,
+        logprobs: bool = False,
+        **sampling: Unpack[Sampling],
+    ) -> Completion:
+        """The whole answer at once. Arguments: see `stream`."""
+        with self.stream(prompt, timeout=timeout, request_id=request_id, logprobs=logprobs, **sampling) as stream:
+            for _ in stream:
+                pass
+        return stream.completion
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        timeout: float | None = None,
+        request_id: str | None = None,
+        logprobs: bool = False,
+        **sampling: Unpack[Sampling],
+    ) -> Stream:
+        """An answer as it becomes final.
+
+        `timeout`: seconds, a hard limit: the call fails with DEADLINE_EXCEEDED (`time_budget` is the soft one). `request_id`: unique
+        among running requests; default: a random one. `logprobs`: ask for the log-probability of every answer token under the
+        target law.
+        """
+        request = pb.GenerateRequest(request_id=request_id or uuid.uuid4().hex, sampling=sampling_message(sampling), logprobs=logprobs)
+        _set_prompt(request, prompt)
+        call = self._stub.Generate(request, timeout=timeout, metadata=self._metadata)
+        return Stream(call, request.request_id, logprobs)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request, whoever made it; its call fails with CANCELLED. False: no such request is running."""
+        return self._ask(self._stub.Abort, pb.AbortRequest(request_id=request_id)).aborted
+
+    def model_info(self) -> ModelInfo:
+        info = self._ask(self._stub.GetModelInfo, pb.GetModelInfoRequest())
+        models = {role: _data(ModelDescription, getattr(info, role)) for role in ("target", "draft")}
+        return _data(ModelInfo, info, **models, eos_token_ids=tuple(info.eos_token_ids))
+
+    def server_info(self) -> ServerInfo:
+        return _data(ServerInfo, self._ask(self._stub.GetServerInfo, pb.GetServerInfoRequest()))
+
+    def health(self, service: str = "") -> str:
+        """`SERVING` or `NOT_SERVING`: of the whole service, or of `smc.draft` or `smc.target`."""
+        answer = self._ask(self._health.Check, health_pb2.HealthCheckRequest(service=service))
+        return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+
+    def _ask(self, method: Any, request: Any) -> Any:
+        try:
+            return method(request, timeout=ASK_TIMEOUT, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise _service_error(error) from error
+
+
+def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
+    if isinstance(prompt, str):
+        request.text = prompt
+        return
+    kind = Message if len(prompt) and isinstance(prompt[0], Message) else int
+    for item in prompt:
+        if not isinstance(item, kind) or (kind is int and not 0 <= item < 2**31):
+            raise ValueError(f"prompt contains {item!r}; allowed: a string, a list of token ids, or a list of Message")
+    if kind is Message:
+        request.chat.messages.extend(pb.ChatMessage(role=m.role, content=m.content) for m in prompt)
+    else:
+        request.token_ids.SetInParent()  # an empty list is a prompt too, and the service says what is wrong with it
+        request.token_ids.ids.extend(prompt)
+
+
+def _stays_here(target: str) -> bool:
+    """Whether what is sent to `target` never leaves this machine."""
+    return target.startswith("unix:") or is_loopback(target.rsplit("/", 1)[-1].rpartition(":")[0])
+
+
+def _service_error(error: grpc.RpcError) -> ServiceError:
+    retry = dict(error.trailing_metadata() or ()).get(RETRY_TRAILER)
+    return ServiceError(error.code(), error.details() or "", int(retry) / 1e3 if retry is not None else None)
+
+
+def _data(kind: type[Data], message: Any, **known: Any) -> Data:
+    """The dataclass `kind` of a message's fields of the same names, but for those that are `known`."""
+    names = [field.name for field in fields(kind) if field.name not in known]
+    return kind(**{name: getattr(message, name) for name in names}, **known)

@@ -1,0 +1,168 @@
+"""What users of the client meet: what they ask, what they get, how it fails. Knows nothing about protobuf or connections."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+import grpc
+
+
+class ServiceError(RuntimeError):
+    """A call failed. docs/errors.md says when each code is sent, and what to do."""
+
+    def __init__(self, code: grpc.StatusCode, message: str, retry_after: float | None = None) -> None:
+        super().__init__(f"{code.name}: {message}")
+        self.code = code
+        self.message = message
+        self.retry_after = retry_after
+        """Seconds after which the service suggests to try again; None: it suggests nothing."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message of a conversation."""
+
+    role: str
+    """`system`, `user` or `assistant`."""
+    content: str
+
+
+class Sampling(TypedDict, total=False):
+    """Settings of a request. What is left out, or None, has the server's default; what the method would ignore is refused."""
+
+    method: str | None
+    """`smc` (default), or `target` or `draft`: plain decoding by one model."""
+    particles: int | None
+    """N, 1..64; default 8. SMC only."""
+    temperature: float | None
+    """Of the target law; default 1. Above 0 for SMC, 0 = greedy otherwise."""
+    draft_temperature: float | None
+    """Of the proposal; default: `temperature`. SMC only."""
+    top_k: int | None
+    """Keep the k likeliest tokens; 0 = all."""
+    top_p: float | None
+    """Keep the smallest set of likeliest tokens with at least this mass; 1 = all."""
+    min_p: float | None
+    """Drop tokens less likely than this share of the likeliest; 0 = none."""
+    alpha: float | None
+    """Exponent of the target law over sequences; default 1. SMC only."""
+    ess_threshold: float | None
+    """Resample when ESS < threshold * N, 0..1; 0 = never; default 0.5. SMC only."""
+    resampling: str | None
+    """`systematic` (default), `stratified`, `residual`, `multinomial` or `ssp`. SMC only."""
+    seed: int | None
+    """The same seed gives the same answer. Default: drawn, and reported."""
+    max_tokens: int | None
+    """Longest answer in tokens; default 256, or what the context leaves."""
+    stop: Sequence[str] | None
+    """The answer's text ends before the first of these."""
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool | None
+    time_budget: float | None
+    """Soft limit in seconds: then the answer is the weighted draw among what exists."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """New text and tokens of an answer; they can no longer change. A chunk's text may be empty while a character is incomplete."""
+
+    text: str
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    """Prompt tokens whose keys and values did not have to be computed."""
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What the population of particles went through."""
+
+    particles: int
+    rounds: int
+    resamples: int
+    collapses: int
+    """Rounds after which every weight was zero and all were set equal. Above 0 the answer is not to be trusted."""
+    mean_ess: float
+    """Effective sample size before resampling, 1..N, averaged over rounds."""
+    min_ess: float
+    log_z: float
+    """Estimate of the log of the target's total mass on answers."""
+    draft_tokens: int
+    """Tokens drawn by the draft, over all particles and branches."""
+    target_tokens: int
+    """Positions run through the target after the prompt, over all particles."""
+    committed_lag: float
+    """Tokens between what is final and the longest particle, averaged over rounds."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A whole answer."""
+
+    request_id: str
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: str
+    """`eos`, `stop_token`, `stop_string`, `length` or `time_budget`."""
+    matched: int | str | None
+    """The token id or string that ended the answer, where one did."""
+    seed: int
+    """Drawn by the service where none was given."""
+    usage: Usage
+    statistics: Statistics | None
+    """None for plain decoding."""
+    logprobs: tuple[float, ...] | None
+    """One per token under the target law, if asked for; NaN for one that was never weighed."""
+    seconds: float
+    """From the call to the end of the answer, as measured here."""
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    name: str
+    family: str
+    """`llama`, `qwen2` or `qwen3`."""
+    parameters: int
+    tensor_parallel: int
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    target: ModelDescription
+    draft: ModelDescription
+    vocab_size: int
+    max_context: int
+    """Longest prompt plus answer, in tokens."""
+    eos_token_ids: tuple[int, ...]
+    has_chat_template: bool
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    version: str
+    form: str
+    """`lockstep` or `lookahead`."""
+    block: int
+    """K, tokens drafted per round."""
+    branches: int
+    """F, next blocks drafted per particle."""
+    max_slots: int
+    """Particles of all running requests together."""
+    link: str
+    epoch: int
+    """Grows by one with every restart of the workers."""
+    serving: bool
+    running: int
+    queued: int
+    uptime_seconds: float
+
+
+Prompt = str | Sequence[int] | Sequence[Message]
+"""Text (encoded as it is), token ids, or a conversation (put through the target's chat template)."""

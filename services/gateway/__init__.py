@@ -1,0 +1,1 @@
+"""Where callers come in: a gRPC server over whoever decodes (`services.backend.Backend`)."""

@@ -1,0 +1,109 @@
+"""Calls in flight: who is let in, ending them all, and what each one counts. Knows nothing about gRPC or decoding."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from services.backend import Unavailable
+from services.errors import Status
+from services.metrics import REJECTIONS, Metrics
+
+
+class Interrupted(Unavailable):
+    """The service stopped before the answer was complete."""
+
+
+class Calls:
+    """The Generate calls that are being decoded. Use it in one asyncio loop."""
+
+    def __init__(self) -> None:
+        self.closed: str | None = "the service is starting; try again later"
+        """Why nobody is let in; None: everybody is."""
+        self._scopes: set[asyncio.Timeout] = set()
+        self._tasks: set[asyncio.Task] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @asynccontextmanager
+    async def enter(self) -> AsyncIterator[None]:
+        """Around one call. Raises Unavailable if nobody is let in, Interrupted when the call has to end."""
+        if self.closed is not None:
+            raise Unavailable(self.closed)
+        task = asyncio.current_task()
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        scope = asyncio.timeout(None)
+        self._scopes.add(scope)
+        self._idle.clear()
+        try:
+            async with scope:
+                yield
+        except TimeoutError as error:
+            if scope.expired():
+                raise Interrupted("the service stopped before the answer was complete; try again later") from error
+            raise
+        finally:
+            self._scopes.discard(scope)
+            if not self._scopes:
+                self._idle.set()
+
+    async def ended(self, timeout: float) -> bool:
+        """Wait until nothing is being decoded. False if it took too long."""
+        try:
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def interrupt(self) -> None:
+        """End every call now; each raises Interrupted where it stands."""
+        now = asyncio.get_running_loop().time()
+        for scope in self._scopes:
+            if not scope.expired():
+                scope.reschedule(now)
+
+    async def told(self, timeout: float) -> None:
+        """Wait until callers have been sent how their calls ended, as far as they read it."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout)
+
+
+class Tally:
+    """What one call tells the metrics, from its arrival to its end."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._arrived = time.monotonic()
+        self._last: float | None = None
+
+    def count(self, prompt_tokens: int, new_tokens: int) -> None:
+        """Tokens have come, to be sent at once."""
+        now = time.monotonic()
+        if self._last is None:
+            self._metrics.prompt_started(prompt_tokens, now - self._arrived)
+        elif new_tokens:
+            self._metrics.tokens_followed(new_tokens, now - self._last)
+        self._last = now
+        self._metrics.tokens_generated(new_tokens)
+
+    def answered(self, finish_reason: str) -> None:
+        self._metrics.request_answered(finish_reason, time.monotonic() - self._arrived)
+
+    def failed(self, status: Status, error: Exception) -> None:
+        """It ended with this status, because of this error. Without a single token it was a rejection, if it can be one."""
+        self._metrics.request_failed(status.code.name)
+        if isinstance(error, Interrupted):
+            self._metrics.request_cancelled("drain")
+        elif status.cause in ("abort", "slow_reader"):
+            self._metrics.request_cancelled(status.cause)
+        elif status.cause in REJECTIONS and self._last is None:
+            self._metrics.request_rejected(status.code.name, status.cause)
+
+    def left(self, deadline: bool) -> None:
+        """The caller is gone, or its deadline has passed."""
+        self._metrics.request_failed("DEADLINE_EXCEEDED" if deadline else "CANCELLED")
+        self._metrics.request_cancelled("deadline" if deadline else "client")

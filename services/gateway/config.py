@@ -1,0 +1,103 @@
+"""Settings of the gateway. Checked when built: a security setting that would have no effect stops the start."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.gateway.security import check_tls, is_loopback, read_tokens
+
+DEFAULT_PORT = 50051
+
+
+@dataclass(frozen=True)
+class GatewayConfig:
+    """Raises ValueError naming the field, the value and what is allowed. Times are seconds."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on, for calls and for metrics; 0.0.0.0 or :: for every network of the machine."""
+    port: int = DEFAULT_PORT
+    """0 = any free one."""
+    metrics_port: int | None = None
+    """Where Prometheus finds the metrics, in plain text and without a token; 0 = any free one, None = nowhere."""
+    tls_cert: Path | None = None
+    """Certificate chain of the server, PEM; with `tls_key`."""
+    tls_key: Path | None = None
+    """Private key of `tls_cert`, PEM, not encrypted."""
+    tls_client_ca: Path | None = None
+    """Only clients with a certificate of these authorities may connect (mutual TLS), PEM."""
+    auth_token_file: Path | None = None
+    """Bearer tokens that let callers in, one a line; read once, at the start. None: everybody is let in."""
+    max_message_bytes: int = 4 << 20
+    """Largest request."""
+    max_concurrent_streams: int = 1024
+    """Calls at the same time on one connection; further ones wait in the client, and some are refused with UNAVAILABLE."""
+    keepalive_time: float = 60.0
+    """A connection silent for so long is asked whether its client is still there."""
+    keepalive_timeout: float = 20.0
+    """A client that has not answered that after so long is gone: its calls are cancelled."""
+    min_ping_interval: float = 10.0
+    """Clients that ping more often than this are disconnected."""
+    write_timeout: float = 30.0
+    """How long a response may wait for a client that does not read; then the request is aborted."""
+    drain_timeout: float = 30.0
+    """How long calls in flight may go on once the service is told to stop."""
+
+    def __post_init__(self) -> None:
+        for name in ("tls_cert", "tls_key", "tls_client_ca", "auth_token_file"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, Path(getattr(self, name)))
+        self._check_numbers()
+        self._check_security()
+
+    @property
+    def tls(self) -> bool:
+        return self.tls_cert is not None
+
+    def tokens(self) -> tuple[str, ...]:
+        """Read from `auth_token_file`; empty if there is none."""
+        return read_tokens(self.auth_token_file) if self.auth_token_file else ()
+
+    def _check_numbers(self) -> None:
+        if not self.host:
+            raise ValueError(f"host={self.host!r}; allowed: an address of this machine, such as 127.0.0.1 or 0.0.0.0")
+        for name, low, high in (
+            ("port", 0, 65535),
+            ("metrics_port", 0, 65535),
+            ("max_message_bytes", 1024, 2**31 - 1),
+            ("max_concurrent_streams", 1, 2**31 - 1),
+        ):
+            value = getattr(self, name)
+            if name == "metrics_port" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+                raise ValueError(f"{name}={value!r}; allowed: {low}..{high}")
+        if self.port and self.port == self.metrics_port:
+            raise ValueError(f"metrics_port={self.metrics_port} is the port of the calls; give another one, or 0 for any")
+        for name, low in (
+            ("keepalive_time", 1.0),
+            ("keepalive_timeout", 1.0),
+            ("min_ping_interval", 0.0),
+            ("write_timeout", 0.001),
+            ("drain_timeout", 0.0),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value < math.inf:
+                raise ValueError(f"{name}={value!r}; allowed: at least {low:g} seconds")
+
+    def _check_security(self) -> None:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            given, missing = ("tls_cert", "tls_key") if self.tls_key is None else ("tls_key", "tls_cert")
+            raise ValueError(f"{given} is given without {missing}; give both for TLS, or neither")
+        if self.tls_client_ca is not None and not self.tls:
+            raise ValueError("tls_client_ca has no effect without TLS; give tls_cert and tls_key too, or leave it out")
+        if self.tls_cert is not None and self.tls_key is not None:
+            check_tls(self.tls_cert, self.tls_key, self.tls_client_ca)
+        if self.auth_token_file is not None:
+            self.tokens()
+            if not self.tls and not is_loopback(self.host):
+                raise ValueError(
+                    f"auth_token_file over plain text on host={self.host!r}: everybody on the way could read the tokens; "
+                    "give tls_cert and tls_key (--tls-cert, --tls-key), or listen on 127.0.0.1 only"
+                )

@@ -1,0 +1,163 @@
+"""`smc.v1.GenerationService`: messages in, the backend's news out. Knows nothing about how answers are decoded."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import grpc
+
+from services.backend import Backend, Model, ServingPair
+from services.errors import SlowReader, status_of
+from services.gateway.calls import Calls, Tally
+from services.gateway.prompts import prompt_ids
+from services.metrics import Metrics
+from services.pb import generation_pb2 as pb
+from services.pb import generation_pb2_grpc as pb_grpc
+from services.wire.generation import to_finish, to_sampling
+from smc.engine.request import Method, Output, Request
+
+DEFAULT_MAX_TOKENS = 256
+MAX_ID_SIZE = 256
+DEADLINE_SLACK = 0.05
+"""A caller cancels at its own deadline, which can reach us a moment before ours."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ServiceStatus:
+    """What only who runs the workers knows."""
+
+    epoch: int
+    """Grows by one with every restart of the workers."""
+    running: int
+    """Requests that hold slots."""
+    queued: int
+
+
+class GenerationService(pb_grpc.GenerationServiceServicer):
+    """One asyncio loop, as many calls as come."""
+
+    def __init__(
+        self,
+        pair: ServingPair,
+        backend: Backend,
+        calls: Calls,
+        metrics: Metrics,
+        status: Callable[[], ServiceStatus],
+        write_timeout: float,
+    ) -> None:
+        self._pair, self._backend, self._calls, self._metrics, self._status = pair, backend, calls, metrics, status
+        self._write_timeout = write_timeout
+        self._started = time.monotonic()
+
+    async def Generate(self, message: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+        tally = Tally(self._metrics)
+        try:
+            async with self._calls.enter():
+                await self._answer(await self._request(message), context, tally)
+        except asyncio.CancelledError:
+            tally.left(_deadline_passed(context))
+            raise
+        except Exception as error:
+            if context.done():  # the caller left, and the write that was under way says so in its own words
+                tally.left(_deadline_passed(context))
+                return
+            tally.failed(status_of(error), error)
+            await _refuse(context, error)
+
+    async def Abort(self, message: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
+        try:
+            if not message.request_id:
+                raise ValueError("request_id=''; allowed: the id of a request, which every response of it carries")
+            return pb.AbortResponse(aborted=await self._backend.abort(message.request_id))
+        except Exception as error:
+            await _refuse(context, error)
+
+    async def GetModelInfo(self, message: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext) -> pb.GetModelInfoResponse:
+        pair = self._pair
+        return pb.GetModelInfoResponse(
+            target=_model(pair.target),
+            draft=_model(pair.draft),
+            vocab_size=pair.tokenizer.size,
+            max_context=pair.context,
+            eos_token_ids=pair.tokenizer.eos_ids,
+            has_chat_template=pair.tokenizer.has_chat_template,
+        )
+
+    async def GetServerInfo(self, message: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext) -> pb.GetServerInfoResponse:
+        engine, status = self._pair.engine, self._status()
+        return pb.GetServerInfoResponse(
+            version=importlib.metadata.version("smcserve"),
+            form=engine.form,
+            block=engine.block,
+            branches=engine.branches,
+            max_slots=engine.max_slots,
+            link=self._pair.link,
+            epoch=status.epoch,
+            serving=self._calls.closed is None,
+            running=status.running,
+            queued=status.queued,
+            uptime_seconds=time.monotonic() - self._started,
+        )
+
+    async def _request(self, message: pb.GenerateRequest) -> Request:
+        """Raises ValueError naming the field, the value and what is allowed."""
+        if len(message.request_id) > MAX_ID_SIZE:
+            raise ValueError(f"request_id has {len(message.request_id)} characters; allowed: at most {MAX_ID_SIZE}")
+        # Settings before the prompt: they are checked in no time, while a long prompt takes some to encode.
+        to_sampling(message.sampling, logprobs=message.logprobs)
+        prompt = await prompt_ids(message, self._pair.tokenizer)
+        room = max(1, self._pair.context - len(prompt))
+        params = to_sampling(message.sampling, logprobs=message.logprobs, max_tokens=min(DEFAULT_MAX_TOKENS, room))
+        return Request(message.request_id or uuid.uuid4().hex, prompt, params)
+
+    async def _answer(self, request: Request, context: grpc.aio.ServicerContext, tally: Tally) -> None:
+        """Send news until the answer. However this ends, the backend's iterator is closed, which aborts what still runs."""
+        is_smc = request.params.method is Method.SMC
+        async with aclosing(self._backend.generate(request)) as news:
+            async for output in news:
+                tally.count(len(request.prompt), len(output.tokens))
+                await self._write(context, _response(output, is_smc))
+                if output.answer is not None:
+                    tally.answered(output.answer.finish_reason.value)
+
+    async def _write(self, context: grpc.aio.ServicerContext, response: pb.GenerateResponse) -> None:
+        """Waits while the caller does not read: HTTP/2 lets us send no more than it has room for."""
+        try:
+            async with asyncio.timeout(self._write_timeout):
+                await context.write(response)
+        except TimeoutError as error:
+            raise SlowReader(
+                f"the caller did not read for {self._write_timeout:g} s while an answer was sent; the request was aborted"
+            ) from error
+
+
+def _response(output: Output, is_smc: bool) -> pb.GenerateResponse:
+    response = pb.GenerateResponse(request_id=output.request_id, text=output.text, token_ids=output.tokens)
+    if output.answer is not None:
+        response.finish.CopyFrom(to_finish(output.answer, statistics=is_smc))
+    return response
+
+
+async def _refuse(context: grpc.aio.ServicerContext, error: Exception) -> None:
+    status = status_of(error)
+    if status.cause == "internal":
+        logger.error("unexpected error", exc_info=error)
+    await context.abort(status.code, status.message, status.trailers)
+
+
+def _deadline_passed(context: grpc.aio.ServicerContext) -> bool:
+    left = context.time_remaining()
+    return left is not None and left <= DEADLINE_SLACK
+
+
+def _model(model: Model) -> pb.Model:
+    return pb.Model(name=model.name, family=model.config.family, parameters=model.parameters, tensor_parallel=model.tensor_parallel)

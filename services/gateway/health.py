@@ -1,0 +1,49 @@
+"""`grpc.health.v1`: whether the service and each group can be used. Knows nothing about why not.
+
+The servicer of grpcio-health-checking holds a lock while it writes to a watcher, and setting a status needs that lock: one
+watcher that does not read would keep the service from ever saying NOT_SERVING. This one writes without holding anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import grpc
+from grpc_health.v1 import health_pb2 as pb
+from grpc_health.v1 import health_pb2_grpc as pb_grpc
+
+SERVING, NOT_SERVING = pb.HealthCheckResponse.SERVING, pb.HealthCheckResponse.NOT_SERVING
+
+
+class Health(pb_grpc.HealthServicer):
+    """Statuses by name, NOT_SERVING until set. Use it in one asyncio loop."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._statuses = dict.fromkeys(names, NOT_SERVING)
+        self._changed = asyncio.Event()
+
+    def set(self, statuses: dict[str, bool]) -> None:
+        """All at once; who watches sees the latest, not every one between."""
+        self._statuses |= {name: SERVING if serving else NOT_SERVING for name, serving in statuses.items()}
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def Check(self, request: pb.HealthCheckRequest, context: grpc.aio.ServicerContext) -> pb.HealthCheckResponse:
+        if request.service not in self._statuses:
+            allowed = ", ".join(map(repr, self._statuses))
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"service={request.service!r}; allowed: {allowed}")
+        return pb.HealthCheckResponse(status=self._statuses[request.service])
+
+    async def List(self, request: pb.HealthListRequest, context: grpc.aio.ServicerContext) -> pb.HealthListResponse:
+        return pb.HealthListResponse(statuses={n: pb.HealthCheckResponse(status=s) for n, s in self._statuses.items()})
+
+    async def Watch(self, request: pb.HealthCheckRequest, context: grpc.aio.ServicerContext) -> None:
+        last = None
+        while True:
+            changed = self._changed  # taken before the status is read, so that no change after it goes unseen
+            status = self._statuses.get(request.service, pb.HealthCheckResponse.SERVICE_UNKNOWN)
+            if status != last:
+                await context.write(pb.HealthCheckResponse(status=status))
+                last = status
+            await changed.wait()

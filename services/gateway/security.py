@@ -1,0 +1,76 @@
+"""Bearer tokens and certificates: reading them, and refusing what could not work. Knows nothing about requests."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import ssl
+from collections.abc import Iterable
+from pathlib import Path
+
+import grpc
+
+
+def read_tokens(path: Path, name: str = "auth_token_file") -> tuple[str, ...]:
+    """One token a line; empty lines and lines that begin with # do not count. `name`: of the setting.
+
+    Raises ValueError, which never shows a token.
+    """
+    tokens = []
+    for number, line in enumerate(_read(name, path).decode(errors="replace").splitlines(), 1):
+        token = line.strip()
+        if not token or token.startswith("#"):
+            continue
+        if not token.isascii() or not token.isprintable() or " " in token:
+            raise ValueError(f"{name}={str(path)!r}: line {number} is no token; allowed: ASCII without spaces")
+        tokens.append(token)
+    if not tokens:
+        raise ValueError(f"{name}={str(path)!r} holds no token; write one a line")
+    return tuple(tokens)
+
+
+def is_known(token: str, tokens: Iterable[str]) -> bool:
+    """Whether `token` is one of `tokens`, in a time that tells nothing about how much of it is right."""
+    matches = [hmac.compare_digest(token.encode(), known.encode()) for known in tokens]
+    return any(matches)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether traffic to `host` never leaves this machine."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_tls(cert: Path, key: Path, client_ca: Path | None) -> None:
+    """Raises ValueError if the key is not the certificate's, or a file is not PEM: gRPC would only say so to every client."""
+    for name, path in (("tls_cert", cert), ("tls_key", key), ("tls_client_ca", client_ca)):
+        if path is not None:
+            _read(name, path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(cert, key, password=lambda: "")  # without it, OpenSSL would ask on the terminal
+    except (ssl.SSLError, ValueError) as error:
+        raise ValueError(
+            f"tls_cert={str(cert)!r} with tls_key={str(key)!r}: {error}; give a PEM certificate chain and its own key, not encrypted"
+        ) from error
+    if client_ca is not None:
+        try:
+            context.load_verify_locations(client_ca)
+        except ssl.SSLError as error:
+            raise ValueError(f"tls_client_ca={str(client_ca)!r}: {error}; give a PEM file of the authorities that sign clients") from error
+
+
+def server_credentials(cert: Path, key: Path, client_ca: Path | None) -> grpc.ServerCredentials:
+    """TLS; with `client_ca`, only for clients whose certificate it has signed."""
+    authority = _read("tls_client_ca", client_ca) if client_ca else None
+    pairs = [(_read("tls_key", key), _read("tls_cert", cert))]
+    return grpc.ssl_server_credentials(pairs, root_certificates=authority, require_client_auth=authority is not None)
+
+
+def _read(name: str, path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{name}={str(path)!r}: {error.strerror}; give a file that can be read") from error

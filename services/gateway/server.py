@@ -1,0 +1,142 @@
+"""The gateway: a gRPC server with the API, health and reflection, from its start to its drain. Knows nothing about workers."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+from collections.abc import Callable
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from services.backend import Backend, ServingPair
+from services.gateway.calls import Calls
+from services.gateway.config import GatewayConfig
+from services.gateway.generation import GenerationService, ServiceStatus
+from services.gateway.health import Health
+from services.gateway.interceptors import TokenInterceptor
+from services.gateway.security import server_credentials
+from services.metrics import Metrics
+from services.pb import generation_pb2, generation_pb2_grpc
+
+API = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
+HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+DRAFT, TARGET = "smc.draft", "smc.target"
+"""Names of the groups for health checks."""
+LAST_WORDS = 1.0
+"""Seconds in which callers whose calls were ended may take in why."""
+
+logger = logging.getLogger(__name__)
+
+
+class Gateway:
+    """Use it in one asyncio loop: `start`, then `set_health` as often as it changes, at the end `drain` or `stop`."""
+
+    def __init__(
+        self, config: GatewayConfig, pair: ServingPair, backend: Backend, metrics: Metrics, status: Callable[[], ServiceStatus]
+    ) -> None:
+        self._config, self._metrics = config, metrics
+        self._calls = Calls()
+        self._health = Health(("", API, DRAFT, TARGET))
+        self._service = GenerationService(pair, backend, self._calls, metrics, status, config.write_timeout)
+        self._server: grpc.aio.Server | None = None
+        self._stop_metrics: Callable[[], None] | None = None
+        self._ending = False
+        self.port: int | None = None
+        """Bound port; known once started."""
+        self.metrics_port: int | None = None
+        engine = pair.engine
+        metrics.set_build_info(importlib.metadata.version("smcserve"), engine.form, pair.link, engine.max_slots)
+
+    async def start(self) -> int:
+        """Listen. Returns the bound port. Everything answers at once; Generate only once `set_health` says so.
+
+        Raises OSError if a port cannot be had.
+        """
+        config, tokens = self._config, self._config.tokens()
+        interceptors = [TokenInterceptor(tokens, self._metrics)] if tokens else []
+        self._server = grpc.aio.server(interceptors=interceptors, options=_options(config))
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self._service, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection((API, HEALTH, reflection.SERVICE_NAME), self._server)
+        if config.metrics_port is not None:
+            self.metrics_port, self._stop_metrics = self._metrics.serve(config.metrics_port, config.host)
+        try:
+            self.port = self._bind()
+        except OSError:
+            self._close_metrics()
+            raise
+        await self._server.start()
+        logger.info("listening on %s:%d%s", config.host, self.port, " with TLS" if config.tls else "")
+        return self.port
+
+    def set_health(self, draft: bool, target: bool) -> None:
+        """Which groups are ready. Generate is served while both are; once draining, nothing is ready any more."""
+        if self._ending:
+            return
+        serving = draft and target
+        self._calls.closed = None if serving else "the service is not ready: its workers are starting; try again later"
+        self._tell(draft, target, serving)
+
+    async def drain(self, timeout: float | None = None) -> None:
+        """Let nobody in any more, let calls in flight finish for `timeout` seconds (default: the configured), end the rest, stop."""
+        self._close("the service is shutting down; try again later, or elsewhere")
+        timeout = self._config.drain_timeout if timeout is None else timeout
+        if not await self._calls.ended(timeout):
+            logger.warning("calls still in flight after %g s of draining are ended", timeout)
+        await self.stop()
+
+    async def stop(self) -> None:
+        """End calls in flight with UNAVAILABLE and stop. Doing it again, or while draining, is fine."""
+        self._close("the service is shutting down; try again later, or elsewhere")
+        self._calls.interrupt()
+        await self._calls.ended(LAST_WORDS)
+        await self._calls.told(LAST_WORDS)
+        if self._server is not None:
+            await self._server.stop(grace=None)
+        self._close_metrics()
+
+    def _close(self, why: str) -> None:
+        self._ending, self._calls.closed = True, why
+        self._tell(draft=False, target=False, serving=False)
+
+    def _tell(self, draft: bool, target: bool, serving: bool) -> None:
+        self._health.set({"": serving, API: serving, DRAFT: draft, TARGET: target})
+        self._metrics.set_health(draft, target, serving)
+
+    def _bind(self) -> int:
+        config = self._config
+        host = f"[{config.host}]" if ":" in config.host and not config.host.startswith("[") else config.host
+        address = f"{host}:{config.port}"
+        try:
+            if config.tls:
+                return self._server.add_secure_port(address, server_credentials(config.tls_cert, config.tls_key, config.tls_client_ca))
+            return self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {address}: it is in use, or no address of this machine; give another host or port") from error
+
+    def _close_metrics(self) -> None:
+        if self._stop_metrics is not None:
+            self._stop_metrics()
+            self._stop_metrics = None
+
+
+def _options(config: GatewayConfig) -> list[tuple[str, int]]:
+    def milliseconds(seconds: float) -> int:
+        return min(int(1e3 * seconds), 2**31 - 1)
+
+    return [
+        ("grpc.max_receive_message_length", config.max_message_bytes),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_concurrent_streams", config.max_concurrent_streams),
+        ("grpc.keepalive_time_ms", milliseconds(config.keepalive_time)),
+        ("grpc.keepalive_timeout_ms", milliseconds(config.keepalive_timeout)),
+        # Without it a ping may stay unanswered for a minute, whatever the timeout above says (seen in grpcio 1.85).
+        ("grpc.http2.ping_timeout_ms", milliseconds(config.keepalive_timeout)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", milliseconds(config.min_ping_interval)),
+        ("grpc.http2.min_ping_interval_without_data_ms", milliseconds(config.keepalive_time)),
+        # Two servers must not share a port by accident: each would get half of the calls.
+        ("grpc.so_reuseport", 0),
+    ]

@@ -1,0 +1,238 @@
+"""Every metric of the service: its name, its help, its labels, and the one method that moves it. Knows nothing about who calls.
+
+Labels come from fixed sets, and every series exists from the start, so that a rate of zero is a zero and not a hole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+import prometheus_client as prom
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+
+from smc.engine.stats import EngineStats
+
+Metric = TypeVar("Metric", Counter, Gauge, Histogram)
+
+GROUPS = ("draft", "target")
+PARTS = ("draft", "target", "link", "coordinator")
+FINISH_REASONS = ("eos", "stop_token", "stop_string", "length", "time_budget")
+REJECTIONS = {
+    "invalid": "INVALID_ARGUMENT",
+    "duplicate": "ALREADY_EXISTS",
+    "unauthenticated": "UNAUTHENTICATED",
+    "queue_full": "RESOURCE_EXHAUSTED",
+    "unavailable": "UNAVAILABLE",
+}
+"""Causes, and the status code that each has."""
+CANCELLATIONS = ("client", "deadline", "abort", "slow_reader", "drain")
+STATUSES = (
+    *("OK", "CANCELLED", "DEADLINE_EXCEEDED", "INVALID_ARGUMENT", "ALREADY_EXISTS"),
+    *("RESOURCE_EXHAUSTED", "UNAVAILABLE", "INTERNAL"),
+)
+
+# vLLM's buckets, so that its dashboards fit; what comes before them is for models and rounds that are faster.
+TTFT_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0),
+    *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+INTER_TOKEN_BUCKETS = (
+    *(0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075),
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+E2E_BUCKETS = (
+    *(0.01, 0.025, 0.05, 0.1, 0.2),
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+ROUND_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+SHARE_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+LAG_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+class _Registry(CollectorRegistry):
+    """Without the `_created` series that the library adds to every counter and histogram: nobody asks for them."""
+
+    def collect(self) -> Iterator[prom.Metric]:
+        for metric in super().collect():
+            metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+            yield metric
+
+
+class Metrics:
+    """One registry of its own: several services can live in one process. Methods may be called from any thread."""
+
+    def __init__(self) -> None:
+        self.registry = _Registry()
+        ProcessCollector(registry=self.registry)
+        self._make_request_metrics()
+        self._make_engine_metrics()
+        self._make_round_metrics()
+        self._make_service_metrics()
+
+    def exposition(self) -> bytes:
+        """Everything in Prometheus' text format."""
+        return prom.generate_latest(self.registry)
+
+    def serve(self, port: int, host: str = "127.0.0.1") -> tuple[int, Callable[[], None]]:
+        """Answer scrapes at `/metrics`. Returns the port (0: a free one is taken) and a function that stops it."""
+        try:
+            server, thread = prom.start_http_server(port, addr=host, registry=self.registry)
+        except OSError as error:
+            raise OSError(f"cannot serve metrics on {host}:{port}: {error.strerror}; give another metrics port, or 0 for any") from error
+
+        def stop() -> None:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+        return server.server_port, stop
+
+    def prompt_started(self, prompt_tokens: int, seconds: float) -> None:
+        """The first tokens of an answer have come, `seconds` after its request."""
+        self._prompt_tokens.inc(prompt_tokens)
+        self._first_token.observe(seconds)
+
+    def tokens_generated(self, count: int) -> None:
+        self._generation_tokens.inc(count)
+
+    def tokens_followed(self, count: int, seconds: float) -> None:
+        """`count` tokens came together, `seconds` after those before them: each counts as an equal share of the wait."""
+        for _ in range(count):
+            self._inter_token.observe(seconds / count)
+
+    def request_answered(self, finish_reason: str, seconds: float) -> None:
+        self._requests.labels("OK", finish_reason).inc()
+        self._duration.observe(seconds)
+
+    def request_failed(self, status: str) -> None:
+        """Ended without an answer, for whatever reason; rejections and cancellations are counted besides."""
+        self._requests.labels(status, "none").inc()
+
+    def request_rejected(self, code: str, cause: str) -> None:
+        assert REJECTIONS[cause] == code, f"{cause} is rejected by {REJECTIONS[cause]}, not {code}"
+        self._rejections.labels(code, cause).inc()
+
+    def request_cancelled(self, by: str) -> None:
+        assert by in CANCELLATIONS, by
+        self._cancellations.labels(by).inc()
+
+    def observe_step(self, stats: EngineStats) -> None:
+        """The engine's state after a step, and what happened since the last."""
+        self._queued.set(stats.queued)
+        self._running.set(stats.running)
+        self._slots_free.set(stats.slots_free)
+        for group, total in stats.pages_total.items():
+            reserved = stats.pages_reserved.get(group, 0)
+            self._pages_reserved.labels(group).set(reserved)
+            self._pages_free.labels(group).set(total - reserved)
+            self._pages_capacity.labels(group).set(total)
+            self._pages_leaked.labels(group).set(stats.pages_leaked.get(group, 0))
+        self._resamples.inc(stats.resamples)
+        self._collapses.inc(stats.collapses)
+        for share in stats.ess_shares:
+            self._ess_share.observe(share)
+        for lag in stats.committed_lags:
+            self._lag.observe(lag)
+
+    def observe_round(
+        self, whole: float, draft: float, target: float, link: float, coordinator: float, draft_stall: float, target_stall: float
+    ) -> None:
+        """Seconds of one round, and of each of its parts; groups may work at the same time, so parts can exceed the whole."""
+        self._round.observe(whole)
+        for part, seconds in zip(PARTS, (draft, target, link, coordinator), strict=True):
+            self._round_part.labels(part).observe(seconds)
+        for group, seconds in zip(GROUPS, (draft_stall, target_stall), strict=True):
+            self._stall.labels(group).inc(max(seconds, 0.0))
+
+    def set_health(self, draft: bool, target: bool, serving: bool) -> None:
+        for group, healthy in zip(GROUPS, (draft, target), strict=True):
+            self._group_healthy.labels(group).set(healthy)
+        self._serving.set(serving)
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch.set(epoch)
+
+    def worker_restarted(self) -> None:
+        """The gang of workers was started again after a loss."""
+        self._restarts.inc()
+
+    def set_build_info(self, version: str, form: str, link: str, max_slots: int) -> None:
+        """What runs here; once, at the start."""
+        self._build.info({"version": version, "form": form, "link": link})
+        self._slots_capacity.set(max_slots)
+
+    def _counter(self, name: str, text: str, **labels: Iterable[str]) -> Counter:
+        return _with_series(Counter(name, text, tuple(labels), registry=self.registry), labels)
+
+    def _gauge(self, name: str, text: str, **labels: Iterable[str]) -> Gauge:
+        return _with_series(Gauge(name, text, tuple(labels), registry=self.registry), labels)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], **labels: Iterable[str]) -> Histogram:
+        return _with_series(Histogram(name, text, tuple(labels), buckets=buckets, registry=self.registry), labels)
+
+    def _make_request_metrics(self) -> None:
+        self._requests = self._counter(
+            "smc_requests_total", "Generate calls that ended, by status code and, of answers, finish reason.", status=(), finish_reason=()
+        )
+        for reason in FINISH_REASONS:
+            self._requests.labels("OK", reason)
+        for status in STATUSES[1:]:
+            self._requests.labels(status, "none")
+        self._rejections = self._counter(
+            "smc_requests_rejected_total", "Calls that were not let in, by status code and cause.", code=(), cause=()
+        )
+        for cause, code in REJECTIONS.items():
+            self._rejections.labels(code, cause)
+        self._cancellations = self._counter("smc_requests_cancelled_total", "Requests ended early, by whom or what.", by=CANCELLATIONS)
+        self._prompt_tokens = self._counter("smc_prompt_tokens_total", "Tokens of prompts that were run.")
+        self._generation_tokens = self._counter("smc_generation_tokens_total", "Tokens of answers that were sent.")
+        self._first_token = self._histogram(
+            "smc_time_to_first_token_seconds", "From a request's arrival to the first tokens of its answer.", TTFT_BUCKETS
+        )
+        self._inter_token = self._histogram(
+            "smc_inter_token_latency_seconds", "Between tokens of an answer; tokens that come together share the wait.", INTER_TOKEN_BUCKETS
+        )
+        self._duration = self._histogram(
+            "smc_e2e_request_latency_seconds", "From a request's arrival to the end of its answer.", E2E_BUCKETS
+        )
+
+    def _make_engine_metrics(self) -> None:
+        self._queued = self._gauge("smc_requests_queued", "Requests that wait for slots and pages.")
+        self._running = self._gauge("smc_requests_running", "Requests that hold slots.")
+        self._slots_free = self._gauge("smc_slots_free", "Particles that could start now.")
+        self._slots_capacity = self._gauge("smc_slots_capacity", "Particles of all running requests together, at most.")
+        self._pages_reserved = self._gauge("smc_kv_pages_reserved", "KV pages promised to requests.", group=GROUPS)
+        self._pages_free = self._gauge("smc_kv_pages_free", "KV pages promised to nobody.", group=GROUPS)
+        self._pages_capacity = self._gauge("smc_kv_pages_capacity", "KV pages of the pool.", group=GROUPS)
+        self._pages_leaked = self._gauge("smc_kv_pages_leaked", "KV pages held while nothing ran; anything but 0 is a bug.", group=GROUPS)
+        self._resamples = self._counter("smc_resamples_total", "Rounds of a request after which its particles were resampled.")
+        self._collapses = self._counter("smc_collapses_total", "Rounds of a request after which all its weights were zero.")
+        self._ess_share = self._histogram(
+            "smc_ess_share_ratio", "Effective sample size over N before resampling, one per request and round.", SHARE_BUCKETS
+        )
+        self._lag = self._histogram(
+            "smc_committed_lag_tokens", "Tokens between what is final and the longest particle, one per request and round.", LAG_BUCKETS
+        )
+
+    def _make_round_metrics(self) -> None:
+        self._round = self._histogram("smc_round_seconds", "One round, from its first command to its last decision.", ROUND_BUCKETS)
+        self._round_part = self._histogram(
+            "smc_round_part_seconds", "Parts of a round; draft and target may overlap.", ROUND_BUCKETS, part=PARTS
+        )
+        self._stall = self._counter("smc_stall_seconds_total", "Time that a group had no work while a round was on.", group=GROUPS)
+
+    def _make_service_metrics(self) -> None:
+        self._serving = self._gauge("smc_serving", "1 while requests are let in.")
+        self._group_healthy = self._gauge("smc_group_healthy", "1 while every rank of the group is ready.", group=GROUPS)
+        self._epoch = self._gauge("smc_epoch", "Which life of the workers this is.")
+        self._restarts = self._counter("smc_worker_restarts_total", "Times that the workers were started again after a loss.")
+        self._build = prom.Info("smc_build", "What runs here.", registry=self.registry)
+
+
+def _with_series(metric: Metric, labels: dict[str, Iterable[str]]) -> Metric:
+    """`metric`, with the series of its label's values made. Labels whose values only make sense together come without any."""
+    if len(labels) == 1:
+        for value in next(iter(labels.values())):
+            metric.labels(value)
+    return metric

@@ -1,0 +1,4 @@
+from tests.cli.conftest import smcserve
+from tests.gateway.conftest import certificates, pair, service, shared
+
+__all__ = ["certificates", "pair", "service", "shared", "smcserve"]

@@ -1,0 +1,162 @@
+"""A gateway as its callers meet it: a real server in a thread of its own, in front of a real engine of the demo pair."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+
+from services.backend import Model, ServingPair
+from services.client import Client
+from services.coordinator.dispatch import Dispatcher
+from services.coordinator.loop import EngineLoop, Step
+from services.gateway.config import GatewayConfig
+from services.gateway.generation import ServiceStatus
+from services.gateway.server import Gateway
+from services.metrics import Metrics
+from services.pb import generation_pb2_grpc
+from smc.engine.config import EngineConfig
+from smc.engine.local import ModelPair, local_engine
+from smc.engine.request import Answer, Output, Request, SamplingParams
+from smc.engine.stats import EngineStats
+
+PLAIN_CONFIG = EngineConfig(block=4, branches=2, max_slots=64)
+LONG = {"particles": 16, "max_tokens": 440, "ignore_eos": True, "seed": 1}
+"""An answer that takes seconds: long enough to be interrupted in."""
+
+
+class LocalBackend:
+    """A `services.backend.Backend`: an engine in a thread, its news handed over to this asyncio loop."""
+
+    def __init__(self, engine, metrics: Metrics) -> None:
+        self.engine, self._metrics = engine, metrics
+        self._asyncio = asyncio.get_running_loop()
+        self._loop = EngineLoop(engine, lambda step: self._asyncio.call_soon_threadsafe(self._take, step))
+        self.dispatcher = Dispatcher(self._loop)
+        self.stats = EngineStats()
+        self._loop.start()
+
+    def generate(self, request: Request) -> AsyncGenerator[Output, None]:
+        return self.dispatcher.generate(request)
+
+    async def abort(self, request_id: str) -> bool:
+        return await self.dispatcher.abort(request_id)
+
+    def status(self) -> ServiceStatus:
+        return ServiceStatus(epoch=3, running=self.stats.running, queued=self.stats.queued)
+
+    def stop(self) -> None:
+        self._loop.stop()
+        assert self._loop.failure is None, self._loop.failure
+
+    def _take(self, step: Step) -> None:
+        self.stats = step.stats
+        self._metrics.observe_step(step.stats)
+        self.dispatcher.deliver(step)
+
+
+class Service:
+    """Everything that runs, as seen from the test's thread."""
+
+    def __init__(self, pair: ModelPair, config: GatewayConfig, engine_config: EngineConfig, wrap: Callable[[Any], Any]) -> None:
+        self.pair, self.config, self.engine_config = pair, config, engine_config
+        self._wrap = wrap
+        self.metrics = Metrics()
+        self.asyncio = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.asyncio.run_forever, daemon=True)
+        self._thread.start()
+        self.do(self._start())
+
+    async def _start(self) -> None:
+        self.engine = local_engine(self.pair, self.engine_config)
+        self.backend = LocalBackend(self.engine, self.metrics)
+        self.gateway = Gateway(
+            self.config, serving_pair(self.pair, self.engine_config), self._wrap(self.backend), self.metrics, self.backend.status
+        )
+        await self.gateway.start()
+
+    @property
+    def address(self) -> str:
+        return f"localhost:{self.gateway.port}"
+
+    def do(self, work: Coroutine[Any, Any, Any], timeout: float = 30.0) -> Any:
+        """Run `work` where the gateway runs."""
+        return self.begin(work).result(timeout)
+
+    def begin(self, work: Coroutine[Any, Any, Any]):
+        return asyncio.run_coroutine_threadsafe(work, self.asyncio)
+
+    def set_health(self, draft: bool, target: bool) -> None:
+        async def work() -> None:
+            self.gateway.set_health(draft, target)
+
+        self.do(work())
+
+    def client(self, **options: Any) -> Client:
+        return Client(self.address, **options)
+
+    @contextmanager
+    def stub(self, *options: tuple[str, int]) -> Iterator[generation_pb2_grpc.GenerationServiceStub]:
+        """On a connection of its own."""
+        with grpc.insecure_channel(self.address, [*options, ("grpc.use_local_subchannel_pool", 1)]) as channel:
+            yield generation_pb2_grpc.GenerationServiceStub(channel)
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(name, labels) or 0.0
+
+    def wait_until_free(self, timeout: float = 5.0) -> None:
+        """Until the engine holds nothing and nobody waits; then its books must balance."""
+        until(lambda: self.engine.idle and not self.backend.dispatcher.num_calls, timeout)
+        self.engine.check_books()
+
+    def close(self) -> None:
+        self.do(self.gateway.stop())
+        self.backend.stop()
+        self.asyncio.call_soon_threadsafe(self.asyncio.stop)
+        self._thread.join(5)
+        self.asyncio.close()
+
+
+@contextmanager
+def serving(
+    pair: ModelPair,
+    engine: EngineConfig = PLAIN_CONFIG,
+    *,
+    ready: bool = True,
+    wrap: Callable[[Any], Any] = lambda backend: backend,
+    **gateway: Any,
+) -> Iterator[Service]:
+    """A service on a free port. `wrap` may put something between gateway and backend."""
+    service = Service(pair, GatewayConfig(**{"port": 0, "write_timeout": 5.0, **gateway}), engine, wrap)
+    try:
+        if ready:
+            service.set_health(draft=True, target=True)
+        yield service
+    finally:
+        service.close()
+
+
+def serving_pair(pair: ModelPair, engine: EngineConfig) -> ServingPair:
+    def model(name: str) -> Model:
+        decoder = getattr(pair, name)
+        return Model(f"demo-{name}", decoder.config, sum(p.numel() for p in decoder.parameters()), tensor_parallel=1)
+
+    return ServingPair(model("target"), model("draft"), pair.tokenizer, engine.max_context or pair.max_context, engine, "local")
+
+
+def local_answer(pair: ModelPair, prompt: list[int], engine: EngineConfig = PLAIN_CONFIG, **sampling: Any) -> Answer:
+    """What the engine in this process says."""
+    request = Request("local", tuple(prompt), SamplingParams(**sampling))
+    return next(output.answer for output in local_engine(pair, engine).run([request]) if output.answer)
+
+
+def until(condition: Callable[[], bool], timeout: float = 5.0) -> None:
+    end = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.01)

@@ -1,0 +1,190 @@
+"""Calls that end early: cancelled, out of time, aborted, unread, drained. Whatever happens, the engine is free again at once."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.client import Message, ServiceError
+from services.pb import generation_pb2 as pb
+from services.pb import generation_pb2_grpc
+from services.wire import RETRY_TRAILER
+from tests.gateway.harness import LONG, serving, until
+
+SMALL_WINDOW = (("grpc.http2.lookahead_bytes", 64), ("grpc.http2.bdp_probe", 0))
+"""A client that has room for next to nothing it has not read."""
+
+
+def long_request(**sampling) -> pb.GenerateRequest:
+    return pb.GenerateRequest(text="x", sampling=pb.SamplingParams(**{**LONG, **sampling}))
+
+
+def test_a_client_that_cancels_frees_the_engine(service):
+    before = service.metric("smc_requests_cancelled_total", by="client")
+    with service.client() as client:
+        with client.stream("x", **LONG) as stream:
+            next(stream)
+        service.wait_until_free(1.0)
+        with pytest.raises(ServiceError, match="CANCELLED"):
+            list(stream)
+    assert service.metric("smc_requests_cancelled_total", by="client") == before + 1
+
+
+def test_cancels_at_random_moments(service):
+    """Before admission, in the prefill, between rounds, at the end: twelve at once, then the books balance."""
+    rng = random.Random(7)
+    delays = [rng.uniform(0, 0.4) for _ in range(12)]
+
+    def call(delay: float) -> None:
+        with service.stub() as stub:
+            call = stub.Generate(long_request(particles=8, max_tokens=60))
+            time.sleep(delay)
+            call.cancel()
+
+    with ThreadPoolExecutor(12) as threads:
+        list(threads.map(call, delays))
+    service.wait_until_free()
+
+
+def test_a_connection_that_breaks_frees_the_engine(service):
+    with service.stub() as stub:
+        next(stub.Generate(long_request()))
+    service.wait_until_free(1.0)
+
+
+def test_a_deadline_leaves_nothing_behind(service):
+    before = service.metric("smc_requests_cancelled_total", by="deadline")
+    with service.client() as client, pytest.raises(ServiceError) as caught:
+        client.generate("x", timeout=0.4, **LONG)
+    assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    service.wait_until_free(1.0)
+    until(lambda: service.metric("smc_requests_cancelled_total", by="deadline") == before + 1)
+
+
+def test_abort_ends_a_call_of_somebody_else(service):
+    before = service.metric("smc_requests_cancelled_total", by="abort")
+    with service.client() as client, service.client() as other, client.stream("x", request_id="abort me", **LONG) as stream:
+        next(stream)
+        assert other.abort("abort me")
+        with pytest.raises(ServiceError, match="CANCELLED: the request was aborted"):
+            list(stream)
+        assert not other.abort("abort me") and not other.abort("never heard of")
+    service.wait_until_free(1.0)
+    assert service.metric("smc_requests_cancelled_total", by="abort") == before + 1
+
+
+def test_a_client_that_stops_reading_loses_its_call_only(pair):
+    with serving(pair, write_timeout=0.3) as service, service.stub(*SMALL_WINDOW) as stub, service.client() as other:
+        call = stub.Generate(long_request())
+        next(call)
+        assert other.generate([Message("user", "How many?")], seed=1, max_tokens=20).tokens
+        service.wait_until_free(1.2)  # the answer itself would have taken twice as long
+        assert service.metric("smc_requests_cancelled_total", by="slow_reader") == 1
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "did not read for 0.3 s" in caught.value.details()
+        assert RETRY_TRAILER not in dict(caught.value.trailing_metadata())
+
+
+def test_stopping_does_not_wait_for_clients_that_do_not_read(pair):
+    with serving(pair, write_timeout=0.2) as service, service.stub(*SMALL_WINDOW) as stub:
+        call = stub.Generate(long_request())
+        next(call)
+        service.wait_until_free(2.0)
+        began = time.monotonic()
+        service.do(service.gateway.drain(20.0))
+        assert time.monotonic() - began < 3.0
+
+
+def test_a_client_that_vanished_is_noticed(pair, tmp_path):
+    """Stopped in its tracks, with its connection open: the keepalive finds out."""
+    script = (
+        "import sys; from services.client import Client\n"
+        "stream = Client(sys.argv[1]).stream('x', particles=1, ignore_eos=True, max_tokens=500)\n"
+        "next(stream); print('begun', flush=True); input()\n"
+    )
+    config = {"keepalive_time": 1.0, "keepalive_timeout": 1.0, "write_timeout": 60.0}
+    with serving(pair, **config, wrap=Endless) as service:
+        process = subprocess.Popen([sys.executable, "-c", script, service.address], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        try:
+            assert process.stdout.readline() == b"begun\n"
+            process.send_signal(signal.SIGSTOP)
+            until(lambda: not service.backend.dispatcher.num_calls, 8.0)
+        finally:
+            process.kill()
+            process.communicate()
+
+
+class Endless:
+    """A backend whose answers stop coming after their first news."""
+
+    def __init__(self, backend) -> None:
+        self._backend = backend
+
+    async def generate(self, request):
+        async with aclosing(self._backend.generate(request)) as news:
+            async for output in news:
+                yield output
+                await asyncio.Event().wait()
+
+
+def test_draining_lets_calls_finish_and_nobody_in(pair):
+    with serving(pair) as service, service.client() as client, grpc.insecure_channel(service.address) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        assert next(watch).status == 1
+        stream = client.stream("x", particles=8, max_tokens=120, ignore_eos=True, seed=1)
+        next(stream)
+        draining = service.begin(service.gateway.drain(20.0))
+        assert next(watch).status == 2
+        assert client.health("smc.draft") == "NOT_SERVING"
+        with pytest.raises(ServiceError) as caught:
+            client.generate("x")
+        assert caught.value.code is grpc.StatusCode.UNAVAILABLE and caught.value.retry_after == 1.0
+        assert not client.server_info().serving
+        assert not draining.done()
+        list(stream)
+        assert stream.completion.usage.completion_tokens == 120
+        draining.result(5.0)
+        with pytest.raises(grpc.RpcError) as refused:
+            list(generation_pb2_grpc.GenerationServiceStub(channel).Generate(long_request()))
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_draining_ends_what_takes_too_long(pair):
+    with serving(pair) as service, service.client() as client:
+        stream = client.stream("x", **LONG)
+        next(stream)
+        began = time.monotonic()
+        draining = service.begin(service.gateway.drain(0.3))
+        with pytest.raises(ServiceError, match="stopped before the answer was complete") as caught:
+            list(stream)
+        assert caught.value.code is grpc.StatusCode.UNAVAILABLE and caught.value.retry_after == 1.0
+        draining.result(5.0)
+        assert time.monotonic() - began < 1.5
+        service.wait_until_free(1.0)
+        assert service.metric("smc_requests_cancelled_total", by="drain") == 1
+
+
+def test_stop_in_the_middle_of_a_drain(pair):
+    """A second signal: what is in flight ends now."""
+    with serving(pair) as service, service.client() as client:
+        stream = client.stream("x", **LONG)
+        next(stream)
+        draining = service.begin(service.gateway.drain(30.0))
+        service.do(service.gateway.stop())
+        draining.result(5.0)
+        with pytest.raises(ServiceError, match="UNAVAILABLE"):
+            list(stream)
+        service.set_health(draft=True, target=True)
+        assert service.metric("smc_serving") == 0

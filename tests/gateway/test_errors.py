@@ -1,0 +1,232 @@
+"""Every row of the table in docs/errors.md: its code, its hint, what is left behind. Lost workers: tests/service/test_faults.py."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.pb import generation_pb2 as pb
+from services.wire import RETRY_TRAILER
+from smc.engine.config import EngineConfig
+from smc.engine.local import ModelPair
+from tests.gateway.harness import LONG, Service, serving, until
+
+ROOT = Path(__file__).parents[2]
+ELSEWHERE = {
+    "a worker was lost": "tests/service/test_faults.py",
+    "the service shut down before": "test_endings.py",
+    "the service is shutting down": "test_endings.py",
+    "the caller did not read": "test_endings.py",
+    "the call's own deadline": "test_endings.py",
+    "the caller cancelled": "test_endings.py",
+    "`Abort` named": "test_endings.py",
+    "the service asks for bearer tokens": "test_security.py",
+}
+HERE = {
+    "a field is wrong": "test_invalid_arguments",
+    "`request_id` belongs": "test_an_id_in_use",
+    "the queue is full": "test_a_full_queue",
+    "the request is larger": "test_a_request_too_large",
+    "the service is starting": "test_before_the_workers_are_ready",
+    "nobody listens": "test_nobody_listens",
+    "decoding this request failed": "test_a_model_that_returns_nan",
+    "an error in the service itself": "test_an_error_of_our_own",
+    "a health check names": "test_a_health_check_of_nothing",
+    "there is no such method": "test_no_such_method",
+}
+
+
+def test_every_row_of_the_table_has_a_test():
+    """The rows by how they begin; a row that is added, or a test that goes, is noticed here."""
+    rows = re.findall(r"^\| `[A-Z_]+` \| (.*?) \|", (ROOT / "docs" / "errors.md").read_text(), flags=re.MULTILINE)
+    assert len(rows) == len(HERE) + len(ELSEWHERE) == 18
+    for row in rows:
+        assert sum(row.startswith(known) for known in (*HERE, *ELSEWHERE)) == 1, row
+    assert set(HERE.values()) <= set(globals())
+
+
+@contextmanager
+def refused(code: grpc.StatusCode, message: str, hint: bool = False) -> Iterator[None]:
+    with pytest.raises(grpc.RpcError) as caught:
+        yield
+    assert caught.value.code() is code, caught.value.details()
+    assert re.search(message, caught.value.details()), caught.value.details()
+    assert dict(caught.value.trailing_metadata() or ()).get(RETRY_TRAILER) == ("1000" if hint else None)
+
+
+def ask(service: Service, **fields) -> None:
+    with service.stub() as stub:
+        list(stub.Generate(pb.GenerateRequest(**{"text": "x", **fields})))
+
+
+def sampling(**fields) -> dict:
+    return {"sampling": pb.SamplingParams(**fields)}
+
+
+WRONG = [
+    ({"text": None}, "prompt is missing; allowed: one of text, token_ids, chat"),
+    ({"text": ""}, "the prompt is empty"),
+    ({"token_ids": pb.TokenIds()}, "the prompt is empty"),
+    ({"token_ids": pb.TokenIds(ids=[1, 512])}, r"token id 512; allowed: 0..511"),
+    ({"token_ids": pb.TokenIds(ids=[-1])}, r"token id -1; allowed: 0..511"),
+    ({"token_ids": pb.TokenIds(ids=[5] * 600)}, "has 600 tokens; allowed: at most 511"),
+    ({"chat": pb.Chat()}, "chat.messages is empty"),
+    ({"chat": pb.Chat(messages=[pb.ChatMessage(role="robot")])}, r"chat.messages\[0\].role='robot'; allowed: system, user, assistant"),
+    ({"request_id": "x" * 257}, "request_id has 257 characters; allowed: at most 256"),
+    (sampling(particles=0), r"particles=0; allowed: 1..64"),
+    (sampling(particles=65), r"particles=65; allowed: 1..64"),
+    (sampling(particles=60), "particles=60; this engine has max_slots=48"),
+    (sampling(particles=48, max_tokens=500), "KV pages of the draft model"),
+    (sampling(temperature=0.0), "temperature=0.0; allowed: > 0 with method='smc'"),
+    (sampling(temperature=float("nan")), "temperature=nan; allowed"),
+    (sampling(top_p=1.5), "top_p=1.5; allowed: 0 < top_p <= 1"),
+    (sampling(top_k=-1), "top_k=-1; allowed: >= 0"),
+    (sampling(min_p=1.0), "min_p=1.0; allowed: 0 <= min_p < 1"),
+    (sampling(alpha=0.0), "alpha=0.0; allowed: > 0"),
+    (sampling(ess_threshold=2.0), "ess_threshold=2.0; allowed: 0..1"),
+    (sampling(max_tokens=0), "max_tokens=0; allowed: >= 1"),
+    (sampling(max_tokens=512), "max_tokens=512 after a prompt of 1 tokens exceeds the context of 512"),
+    (sampling(stop=[""]), "stop contains ''; allowed: non-empty strings"),
+    (sampling(stop_token_ids=[512]), "stop_token_ids contains 512; allowed: 0..511"),
+    (sampling(time_budget=0.0), "time_budget=0.0; allowed: > 0 seconds"),
+    (sampling(method=9), r"method=9; allowed: 1 \(smc\), 2 \(target\), 3 \(draft\)"),
+    (sampling(resampling=77), r"resampling=77; allowed: 1 \(systematic\)"),
+    (sampling(method=pb.METHOD_TARGET, particles=4), "particles=4 has no effect with method='target'"),
+    ({**sampling(method=pb.METHOD_DRAFT), "logprobs": True}, "logprobs=True has no effect with method='draft'"),
+]
+
+
+@pytest.fixture(scope="module")
+def small(pair):
+    with serving(pair, EngineConfig(block=4, branches=2, max_slots=48, pages=8192)) as service:
+        yield service
+
+
+@pytest.mark.parametrize(("fields", "message"), WRONG, ids=[message[:30] for _, message in WRONG])
+def test_invalid_arguments(small, fields, message):
+    """The message names the field, the value, and what is allowed."""
+    before = small.metric("smc_requests_rejected_total", code="INVALID_ARGUMENT", cause="invalid")
+    with refused(grpc.StatusCode.INVALID_ARGUMENT, message):
+        ask(small, **fields)
+    assert small.metric("smc_requests_rejected_total", code="INVALID_ARGUMENT", cause="invalid") == before + 1
+    small.wait_until_free()
+
+
+def test_abort_needs_an_id(small):
+    with refused(grpc.StatusCode.INVALID_ARGUMENT, "request_id=''"), small.stub() as stub:
+        stub.Abort(pb.AbortRequest())
+
+
+def test_a_chat_without_a_template(pair):
+    tokenizer = type(pair.tokenizer)(pair.tokenizer._tokenizer, pair.tokenizer.eos_ids, {}, None)
+    bare = ModelPair(pair.target, pair.draft, tokenizer, pair.max_context)
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="x")])
+    with serving(bare) as service, refused(grpc.StatusCode.INVALID_ARGUMENT, "no chat template; allowed: text, token_ids"):
+        ask(service, chat=chat)
+
+
+def test_an_id_in_use(service):
+    request = pb.GenerateRequest(text="x", request_id="twice", sampling=pb.SamplingParams(**LONG))
+    with service.stub() as stub, service.stub() as other:
+        call = stub.Generate(request)
+        next(call)
+        with refused(grpc.StatusCode.ALREADY_EXISTS, "request_id='twice' is already in use"):
+            list(other.Generate(request))
+        assert next(call).request_id == "twice"
+        call.cancel()
+
+
+def test_a_full_queue(pair):
+    engine = EngineConfig(block=4, branches=2, max_slots=16, max_queue=1)
+    long = {"text": "x", "sampling": pb.SamplingParams(**LONG)}
+    with serving(pair, engine) as service, service.stub() as stub:
+        first = stub.Generate(pb.GenerateRequest(**long))
+        until(lambda: service.metric("smc_requests_running") == 1)
+        second = stub.Generate(pb.GenerateRequest(**long))
+        until(lambda: service.metric("smc_requests_queued") == 1)
+        with refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "1 requests are waiting; allowed: 1", hint=True):
+            ask(service, **long)
+        assert service.metric("smc_requests_rejected_total", code="RESOURCE_EXHAUSTED", cause="queue_full") == 1
+        first.cancel()
+        assert next(second).request_id
+        second.cancel()
+        service.wait_until_free()
+
+
+def test_a_request_too_large(pair):
+    with serving(pair, max_message_bytes=2000) as service:
+        with refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "larger than max"):
+            ask(service, text="x" * 2000)
+        ask(service, text="x" * 100, **sampling(max_tokens=2))
+
+
+def test_before_the_workers_are_ready(pair):
+    with serving(pair, ready=False) as service:
+        for draft, target in ((False, False), (True, False), (False, True)):
+            service.set_health(draft, target)
+            with refused(grpc.StatusCode.UNAVAILABLE, "not ready: its workers are starting", hint=True):
+                ask(service)
+        with service.client() as client:
+            assert not client.server_info().serving and client.model_info().max_context == 512
+        assert service.metric("smc_requests_rejected_total", code="UNAVAILABLE", cause="unavailable") == 3
+        service.set_health(draft=True, target=True)
+        ask(service, **sampling(max_tokens=2))
+
+
+def test_nobody_listens(pair):
+    with serving(pair) as service:
+        service.do(service.gateway.stop())
+        with refused(grpc.StatusCode.UNAVAILABLE, "connect"):
+            ask(service)
+
+
+def test_a_model_that_returns_nan(pair):
+    """One token's embedding is broken: only the request that meets it fails."""
+    broken = type(pair.draft)(pair.draft.config)
+    broken.load_state_dict({name: value.clone() for name, value in pair.draft.state_dict().items()})
+    broken.requires_grad_(False).eval()
+    broken.embed.weight[5] = float("nan")
+    with serving(ModelPair(pair.target, broken, pair.tokenizer, pair.max_context)) as service:
+        with refused(grpc.StatusCode.INTERNAL, "draft model returned NaN"):
+            ask(service, token_ids=pb.TokenIds(ids=[6, 5, 7]))
+        ask(service, token_ids=pb.TokenIds(ids=[6, 7]), **sampling(method=pb.METHOD_TARGET, max_tokens=4))
+        assert service.metric("smc_requests_total", status="INTERNAL", finish_reason="none") == 1
+        service.wait_until_free()
+
+
+class Failing:
+    async def generate(self, request):
+        raise KeyError("a secret of ours")
+        yield
+
+    async def abort(self, request_id):
+        raise KeyError("a secret of ours")
+
+
+def test_an_error_of_our_own(pair, caplog):
+    """The caller learns its kind; the log has it all."""
+    caplog.set_level(logging.ERROR, "services.gateway")
+    with serving(pair, wrap=lambda _: Failing()) as service, service.stub() as stub:
+        with refused(grpc.StatusCode.INTERNAL, r"^internal error \(KeyError\); the server's log has the details$"):
+            ask(service)
+        with refused(grpc.StatusCode.INTERNAL, "internal error"):
+            stub.Abort(pb.AbortRequest(request_id="x"))
+    assert "a secret of ours" in caplog.text and "Traceback" in caplog.text
+
+
+def test_a_health_check_of_nothing(service):
+    known = "'', 'smc.v1.GenerationService', 'smc.draft', 'smc.target'"
+    with grpc.insecure_channel(service.address) as channel, refused(grpc.StatusCode.NOT_FOUND, f"service='nothing'; allowed: {known}"):
+        health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="nothing"))
+
+
+def test_no_such_method(service):
+    with grpc.insecure_channel(service.address) as channel, refused(grpc.StatusCode.UNIMPLEMENTED, ""):
+        channel.unary_unary("/smc.v1.GenerationService/Guess")(b"")

@@ -1,0 +1,152 @@
+"""Answers over the wire: the same as in-process, whatever the form of the prompt and the company; streamed as they become final."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from services.client import Message, ServiceError
+from services.pb import generation_pb2 as pb
+from smc.demo.problems import generate
+from tests.gateway.harness import LONG, local_answer, serving
+
+QUESTIONS = [problem.question for problem in generate(1, 8, "test")]
+
+
+def chat_ids(pair, text: str) -> list[int]:
+    return pair.tokenizer.chat([{"role": "user", "content": text}])
+
+
+def test_an_answer_is_the_engines_own(service, pair):
+    expected = local_answer(pair, chat_ids(pair, QUESTIONS[0]), particles=6, seed=11, logprobs=True)
+    with service.client() as client:
+        found = client.generate([Message("user", QUESTIONS[0])], particles=6, seed=11, logprobs=True)
+    assert (found.text, found.tokens, found.seed) == (expected.text, expected.tokens, 11)
+    assert (found.finish_reason, found.matched) == (expected.finish_reason, expected.matched)
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (expected.prompt_tokens, len(expected.tokens))
+    assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+    assert found.statistics.log_z == pytest.approx(expected.statistics.log_z, abs=1e-3)
+    for name in ("particles", "rounds", "resamples", "draft_tokens", "target_tokens"):
+        assert getattr(found.statistics, name) == getattr(expected.statistics, name), name
+
+
+def test_the_three_forms_of_a_prompt(service, pair):
+    ids = chat_ids(pair, QUESTIONS[1])
+    expected = local_answer(pair, ids, seed=5)
+    with service.client() as client:
+        assert client.generate([Message("user", QUESTIONS[1])], seed=5).tokens == expected.tokens
+        assert client.generate(ids, seed=5).tokens == expected.tokens
+        text = "Mia has 12 apples."
+        assert (
+            client.generate(text, seed=5, max_tokens=20).tokens
+            == local_answer(pair, pair.tokenizer.encode(text), seed=5, max_tokens=20).tokens
+        )
+
+
+def test_a_long_text_is_the_same_text(service, pair):
+    """Long enough to be encoded in a thread; too long for the context, which is how we learn how many tokens it came to."""
+    text = "apples and pears " * 400
+    with service.client() as client, pytest.raises(Exception, match=f"has {len(pair.tokenizer.encode(text))} tokens; allowed: at most 511"):
+        client.generate(text)
+
+
+def test_company_changes_nothing(service, pair):
+    """Eight callers at once, all different, each on its own connection."""
+    settings = [{"particles": 2 + i, "seed": i, "max_tokens": 20 + 5 * i} for i in range(7)] + [{"method": "target", "seed": 7}]
+
+    def call(question: str, sampling: dict) -> tuple[int, ...]:
+        with service.client() as client:
+            return client.generate([Message("user", question)], **sampling).tokens
+
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(call, QUESTIONS, settings))
+    for question, sampling, tokens in zip(QUESTIONS, settings, found, strict=True):
+        assert tokens == local_answer(pair, chat_ids(pair, question), **sampling).tokens
+
+
+def test_one_connection_carries_many_calls(service, pair):
+    expected = [local_answer(pair, chat_ids(pair, q), particles=4, seed=3).text for q in QUESTIONS[:4]]
+    with service.client() as client, ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda q: client.generate([Message("user", q)], particles=4, seed=3).text, QUESTIONS[:4]))
+    assert found == expected
+
+
+def test_text_and_tokens_come_as_they_become_final(service):
+    with service.client() as client, client.stream([Message("user", QUESTIONS[2])], method="target", temperature=0) as stream:
+        chunks = list(stream)
+    assert len(chunks) > 3
+    assert "".join(chunk.text for chunk in chunks) == stream.completion.text
+    assert tuple(token for chunk in chunks for token in chunk.tokens) == stream.completion.tokens
+
+
+def test_only_the_last_response_has_the_end(service):
+    with service.stub() as stub:
+        responses = list(stub.Generate(pb.GenerateRequest(text="x", request_id="mine", sampling=pb.SamplingParams(max_tokens=9))))
+    assert {response.request_id for response in responses} == {"mine"}
+    assert [response.HasField("finish") for response in responses] == [False] * (len(responses) - 1) + [True]
+
+
+def test_absent_settings_have_the_librarys_defaults(service):
+    """An id is made, a seed drawn and reported; 256 tokens, or what the context leaves."""
+    with service.stub() as stub:
+        first = list(stub.Generate(pb.GenerateRequest(text="x", sampling=pb.SamplingParams(ignore_eos=True))))
+        spelt_out = pb.SamplingParams(ignore_eos=True, seed=first[-1].finish.seed, particles=8, top_p=1.0)
+        again = list(stub.Generate(pb.GenerateRequest(text="x", sampling=spelt_out)))
+        full = list(stub.Generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * 500), sampling=pb.SamplingParams(ignore_eos=True))))
+    assert len(first[0].request_id) == 32 and first[0].request_id != again[0].request_id
+    assert [t for r in first for t in r.token_ids] == [t for r in again for t in r.token_ids]
+    assert first[-1].finish.reason == pb.FINISH_REASON_LENGTH
+    assert first[-1].finish.usage.completion_tokens == 256
+    assert full[-1].finish.usage.completion_tokens == 12
+
+
+def test_statistics_and_log_probabilities_only_where_they_mean_something(service):
+    with service.stub() as stub:
+        plain = list(stub.Generate(pb.GenerateRequest(text="x", sampling=pb.SamplingParams(method=pb.METHOD_TARGET, max_tokens=5))))
+        smc = list(stub.Generate(pb.GenerateRequest(text="x", sampling=pb.SamplingParams(max_tokens=5), logprobs=True)))
+    assert not plain[-1].finish.HasField("statistics") and not plain[-1].finish.logprobs
+    assert smc[-1].finish.statistics.particles == 8
+    assert len(smc[-1].finish.logprobs) == smc[-1].finish.usage.completion_tokens
+
+
+def test_what_ended_the_answer(service):
+    with service.client() as client:
+        stopped = client.generate([Message("user", QUESTIONS[0])], method="target", temperature=0, stop=["####"])
+        token = stopped.tokens[3]
+        by_token = client.generate([Message("user", QUESTIONS[0])], method="target", temperature=0, stop_token_ids=[token])
+        out_of_time = client.generate("x", particles=16, max_tokens=400, ignore_eos=True, time_budget=0.2)
+    assert (stopped.finish_reason, stopped.matched) == ("stop_string", "####") and "#" not in stopped.text
+    assert (by_token.finish_reason, by_token.matched) == ("stop_token", token)
+    assert out_of_time.finish_reason == "time_budget" and 0 < len(out_of_time.tokens) < 400
+
+
+def test_what_is_served(service, pair):
+    with service.client() as client:
+        models, server = client.model_info(), client.server_info()
+        assert client.health() == client.health("smc.draft") == client.health("smc.target") == "SERVING"
+    assert (models.target.family, models.target.parameters) == ("llama", sum(p.numel() for p in pair.target.parameters()))
+    assert (models.vocab_size, models.max_context, models.eos_token_ids) == (pair.tokenizer.size, 512, pair.tokenizer.eos_ids)
+    assert models.has_chat_template
+    assert (server.form, server.block, server.branches, server.max_slots, server.link) == ("lookahead", 4, 2, 64, "local")
+    assert server.serving and server.epoch == 3 and server.uptime_seconds > 0 and server.version
+
+
+def test_an_id_is_free_again_at_once(service):
+    """Twenty calls in a row under one name."""
+    with service.client() as client:
+        for _ in range(20):
+            client.generate("x", request_id="again", max_tokens=2, particles=1)
+
+
+def test_one_connection_cannot_take_more_than_its_share(pair):
+    """A third call waits in the client, or is refused; on another connection it is answered."""
+    with serving(pair, max_concurrent_streams=2) as service, service.client() as client, service.stub() as stub:
+        streams = [client.stream("x", **LONG) for _ in range(2)]
+        for stream in streams:
+            next(stream)
+        with pytest.raises(ServiceError) as caught:
+            client.generate("x", timeout=0.2, max_tokens=2)
+        assert caught.value.code.name in ("DEADLINE_EXCEEDED", "UNAVAILABLE")
+        assert service.metric("smc_requests_running") == 2
+        assert list(stub.Generate(pb.GenerateRequest(text="x", sampling=pb.SamplingParams(max_tokens=2, particles=1))))

@@ -1,0 +1,78 @@
+"""`grpc.health.v1`: Check, List and Watch follow what is set, whoever watches and however slowly."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2 as pb
+from grpc_health.v1 import health_pb2_grpc
+
+from tests.gateway.harness import serving
+
+SERVING, NOT_SERVING, UNKNOWN = pb.HealthCheckResponse.SERVING, pb.HealthCheckResponse.NOT_SERVING, pb.HealthCheckResponse.SERVICE_UNKNOWN
+NAMES = ("", "smc.v1.GenerationService", "smc.draft", "smc.target")
+
+
+@pytest.fixture
+def starting(pair):
+    with serving(pair, ready=False) as service:
+        yield service
+
+
+@pytest.fixture
+def health(starting):
+    with grpc.insecure_channel(starting.address) as channel:
+        yield health_pb2_grpc.HealthStub(channel)
+
+
+def states(health) -> list[int]:
+    return [health.Check(pb.HealthCheckRequest(service=name)).status for name in NAMES]
+
+
+def test_check_follows_the_groups(starting, health):
+    """The service is ready when both groups are."""
+    assert states(health) == [NOT_SERVING] * 4
+    starting.set_health(draft=True, target=False)
+    assert states(health) == [NOT_SERVING, NOT_SERVING, SERVING, NOT_SERVING]
+    starting.set_health(draft=True, target=True)
+    assert states(health) == [SERVING] * 4
+    starting.set_health(draft=False, target=True)
+    assert states(health) == [NOT_SERVING, NOT_SERVING, NOT_SERVING, SERVING]
+    assert starting.metric("smc_group_healthy", group="target") == 1 and starting.metric("smc_group_healthy", group="draft") == 0
+    listed = {name: answer.status for name, answer in health.List(pb.HealthListRequest()).statuses.items()}
+    assert listed == dict(zip(NAMES, states(health)))
+
+
+def test_watch_says_every_change(starting, health):
+    watches = {name: health.Watch(pb.HealthCheckRequest(service=name)) for name in (*NAMES, "nothing")}
+    assert [next(watch).status for watch in watches.values()] == [NOT_SERVING] * 4 + [UNKNOWN]
+    for _ in range(3):
+        starting.set_health(draft=True, target=True)
+        assert [next(watches[name]).status for name in NAMES] == [SERVING] * 4
+        starting.set_health(draft=True, target=True)
+        starting.set_health(draft=False, target=True)
+        assert [next(watches[name]).status for name in NAMES[:3]] == [NOT_SERVING] * 3
+        starting.set_health(draft=False, target=False)
+        assert next(watches["smc.target"]).status == NOT_SERVING
+
+
+def test_a_watcher_that_does_not_read_holds_up_nobody(starting, health):
+    """Fifty changes: more than its window holds; others still see the last one at once."""
+    window = [("grpc.http2.lookahead_bytes", 1), ("grpc.http2.bdp_probe", 0)]
+    with grpc.insecure_channel(starting.address, window) as channel:
+        slow = health_pb2_grpc.HealthStub(channel).Watch(pb.HealthCheckRequest())
+        assert next(slow).status == NOT_SERVING
+        for i in range(51):
+            starting.set_health(draft=True, target=i % 2 == 0)
+        assert states(health) == [SERVING] * 4
+        assert next(health.Watch(pb.HealthCheckRequest())).status == SERVING
+
+
+def test_the_end_is_not_serving(starting, health):
+    starting.set_health(draft=True, target=True)
+    watch = health.Watch(pb.HealthCheckRequest())
+    assert next(watch).status == SERVING
+    starting.do(starting.gateway.drain(1.0))
+    assert next(watch).status == NOT_SERVING
+    with pytest.raises(grpc.RpcError):
+        next(watch)

@@ -1,0 +1,148 @@
+"""What Prometheus sees: names that its own linter accepts, series that exist from the start, numbers that add up."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import urllib.request
+
+import pytest
+
+from services.client import Message, ServiceError
+from services.metrics import Metrics
+from smc.engine.stats import EngineStats
+from tests.gateway.harness import serving
+
+
+@pytest.fixture
+def metrics():
+    return Metrics()
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float:
+    found = metrics.registry.get_sample_value(name, labels)
+    assert found is not None, (name, labels)
+    return found
+
+
+def names(metrics: Metrics) -> set[str]:
+    return {metric.name for metric in metrics.registry.collect()}
+
+
+def test_promtool_accepts_every_name(metrics):
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed (Debian: apt-get install prometheus)")
+    ran = subprocess.run([promtool, "check", "metrics"], input=metrics.exposition(), capture_output=True)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"", b"")
+
+
+def test_every_name_is_ours_or_the_process(metrics):
+    assert all(re.match(r"(smc|process)_", name) for name in names(metrics))
+    assert "_created" not in metrics.exposition().decode()
+
+
+def test_series_exist_from_the_start_and_no_others_come(metrics):
+    """Everything that can be reported is reported: no series is new, so labels are a fixed set."""
+
+    def series() -> set[tuple]:
+        return {(s.name, *sorted(s.labels.items())) for m in metrics.registry.collect() for s in m.samples if m.name != "smc_build"}
+
+    before = series()
+    report_everything(metrics)
+    assert series() == before
+
+
+def report_everything(metrics: Metrics) -> None:
+    metrics.prompt_started(20, 0.05)
+    metrics.tokens_generated(9)
+    metrics.tokens_followed(4, 0.2)
+    metrics.request_answered("eos", 1.5)
+    metrics.request_failed("CANCELLED")
+    metrics.request_rejected("RESOURCE_EXHAUSTED", "queue_full")
+    metrics.request_cancelled("client")
+    stats = EngineStats(
+        queued=3, running=2, slots_free=48, pages_reserved={"draft": 30, "target": 20}, pages_total={"draft": 100, "target": 80}
+    )
+    stats.pages_leaked = {"draft": 0, "target": 2}
+    stats.resamples, stats.collapses, stats.ess_shares, stats.committed_lags = 5, 1, [0.3, 1.0], [0, 7]
+    metrics.observe_step(stats)
+    metrics.observe_round(0.02, 0.012, 0.015, 0.001, 0.002, 0.004, 0.001)
+    metrics.set_health(draft=True, target=False, serving=False)
+    metrics.set_epoch(2)
+    metrics.worker_restarted()
+    metrics.set_build_info("1.2", "lookahead", "grpc", 64)
+
+
+def test_what_is_reported_is_what_is_shown(metrics):
+    report_everything(metrics)
+    for name, expected in {
+        "smc_prompt_tokens_total": 20,
+        "smc_generation_tokens_total": 9,
+        "smc_time_to_first_token_seconds_count": 1,
+        "smc_inter_token_latency_seconds_count": 4,
+        "smc_inter_token_latency_seconds_sum": 0.2,
+        "smc_e2e_request_latency_seconds_sum": 1.5,
+        "smc_requests_queued": 3,
+        "smc_requests_running": 2,
+        "smc_slots_free": 48,
+        "smc_slots_capacity": 64,
+        "smc_resamples_total": 5,
+        "smc_collapses_total": 1,
+        "smc_ess_share_ratio_count": 2,
+        "smc_committed_lag_tokens_sum": 7,
+        "smc_round_seconds_sum": 0.02,
+        "smc_worker_restarts_total": 1,
+        "smc_epoch": 2,
+        "smc_serving": 0,
+    }.items():
+        assert value(metrics, name) == pytest.approx(expected), name
+    assert value(metrics, "smc_requests_total", status="OK", finish_reason="eos") == 1
+    assert value(metrics, "smc_requests_rejected_total", code="RESOURCE_EXHAUSTED", cause="queue_full") == 1
+    assert value(metrics, "smc_requests_cancelled_total", by="client") == 1
+    pages = {what: value(metrics, f"smc_kv_pages_{what}", group="target") for what in ("reserved", "free", "capacity", "leaked")}
+    assert pages == {"reserved": 20, "free": 60, "capacity": 80, "leaked": 2}
+    parts = [value(metrics, "smc_round_part_seconds_sum", part=part) for part in ("draft", "target", "link", "coordinator")]
+    assert parts == [0.012, 0.015, 0.001, 0.002]
+    assert [value(metrics, "smc_stall_seconds_total", group=group) for group in ("draft", "target")] == [0.004, 0.001]
+    assert [value(metrics, "smc_group_healthy", group=group) for group in ("draft", "target")] == [1, 0]
+    assert value(metrics, "smc_build_info", version="1.2", form="lookahead", link="grpc") == 1
+
+
+def test_two_services_do_not_share_numbers(metrics):
+    metrics.tokens_generated(3)
+    assert value(Metrics(), "smc_generation_tokens_total") == 0
+
+
+def test_a_served_request_moves_them(pair):
+    with serving(pair, metrics_port=0) as service, service.client() as client:
+        answers = [client.generate([Message("user", "How many?")], particles=4, seed=i, max_tokens=30) for i in range(3)]
+        with pytest.raises(ServiceError):
+            client.generate("x", particles=0)
+        service.wait_until_free()
+        with urllib.request.urlopen(f"http://127.0.0.1:{service.gateway.metrics_port}/metrics") as page:
+            text = page.read().decode()
+        shown = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    tokens = sum(len(answer.tokens) for answer in answers)
+    assert float(shown["smc_generation_tokens_total"]) == tokens
+    assert float(shown["smc_prompt_tokens_total"]) == sum(answer.usage.prompt_tokens for answer in answers)
+    assert float(shown["smc_time_to_first_token_seconds_count"]) == float(shown["smc_e2e_request_latency_seconds_count"]) == 3
+    assert 0 < float(shown["smc_inter_token_latency_seconds_count"]) < tokens
+    assert float(shown["smc_e2e_request_latency_seconds_sum"]) == pytest.approx(sum(answer.seconds for answer in answers), rel=0.5)
+    assert sum(float(v) for k, v in shown.items() if k.startswith("smc_requests_total{")) == 4
+    assert float(shown['smc_kv_pages_reserved{group="draft"}']) == float(shown["smc_requests_running"]) == 0
+    assert float(shown["smc_slots_free"]) == float(shown["smc_slots_capacity"]) == 64
+    rounds = sum(answer.statistics.rounds for answer in answers)
+    assert float(shown["smc_ess_share_ratio_count"]) == float(shown["smc_committed_lag_tokens_count"]) == rounds
+    with pytest.raises(OSError):
+        urllib.request.urlopen(f"http://127.0.0.1:{service.gateway.metrics_port}/metrics", timeout=1)
+
+
+def test_a_metrics_port_in_use_is_said_so(metrics):
+    port, stop = metrics.serve(0)
+    try:
+        with pytest.raises(OSError, match=f"cannot serve metrics on 127.0.0.1:{port}"):
+            Metrics().serve(port)
+    finally:
+        stop()

@@ -1,0 +1,221 @@
+"""Nothing is lost or changed between the library's nouns and the messages: for any settings, any news."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import fields, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.backend import RequestAborted, RequestFailed
+from services.coordinator.dispatch import Dispatcher
+from services.coordinator.loop import Step
+from services.pb import coordinator_pb2
+from services.pb import generation_pb2 as pb
+from services.wire.generation import from_finish, from_sampling, from_update, to_finish, to_sampling, to_update
+from services.wire.sampling import FINISH_REASONS, METHODS, SCHEMES, sampling_message
+from smc.algorithm import resampling
+from smc.engine.request import Answer, FinishReason, Method, Output, Request, SamplingParams, Statistics
+
+positive = st.floats(1e-6, 1e6)
+share = st.floats(0.0, 1.0)
+int32 = st.integers(0, 2**31 - 1)
+count = st.integers(0, 2**40)
+number = st.floats(allow_nan=False)
+text = st.text(st.characters(codec="utf-8"), max_size=20)
+tokens = st.lists(int32, max_size=12).map(tuple)
+
+
+@st.composite
+def settings_of(draw) -> dict:
+    """Any settings that the library accepts, some left out."""
+    method = draw(st.sampled_from(sorted(METHODS)))
+    possible = {
+        "temperature": positive if method == "smc" else st.floats(0.0, 1e6),
+        "top_k": int32,
+        "top_p": st.floats(1e-6, 1.0),
+        "min_p": st.floats(0.0, 1.0, exclude_max=True),
+        "seed": st.integers(-(2**63), 2**63 - 1),
+        "max_tokens": st.integers(1, 2**31 - 1),
+        "stop": st.lists(text.filter(bool), max_size=3).map(tuple),
+        "stop_token_ids": st.lists(int32, max_size=3).map(tuple),
+        "ignore_eos": st.booleans(),
+        "time_budget": positive,
+    }
+    if method == "smc":
+        possible |= {
+            "particles": st.integers(1, 64),
+            "draft_temperature": positive,
+            "alpha": positive,
+            "ess_threshold": share,
+            "resampling": st.sampled_from(sorted(SCHEMES)),
+        }
+    return {"method": method} | {name: draw(values) for name, values in possible.items() if draw(st.booleans())}
+
+
+@given(settings_of(), st.booleans())
+def test_settings_round_trip(settings, logprobs):
+    logprobs = logprobs and settings["method"] != "draft"
+    params = SamplingParams(**settings, logprobs=logprobs)
+    assert to_sampling(sent(from_sampling(params)), logprobs=logprobs) == params
+    assert to_sampling(sent(sampling_message(settings)), logprobs=logprobs) == params, "what is left out has the library's default"
+
+
+def sent(message):
+    return type(message).FromString(message.SerializeToString())
+
+
+def test_the_enums_are_the_librarys():
+    assert set(METHODS) == set(Method)
+    assert set(SCHEMES) == set(resampling.SCHEMES)
+    assert set(FINISH_REASONS) == set(FinishReason) - {FinishReason.ERROR, FinishReason.CANCELLED}
+    for names, enum in ((METHODS, pb.Method), (SCHEMES, pb.Resampling), (FINISH_REASONS, pb.FinishReason)):
+        assert sorted(names.values()) == [number for number in enum.values() if number]
+    assert set(pb.SamplingParams.DESCRIPTOR.fields_by_name) == {field.name for field in fields(SamplingParams)} - {"logprobs"}
+    assert set(pb.Statistics.DESCRIPTOR.fields_by_name) == {field.name for field in fields(Statistics)}
+
+
+def test_defaults_stand_in_for_what_is_absent():
+    assert to_sampling(pb.SamplingParams(), max_tokens=7).max_tokens == 7
+    assert to_sampling(pb.SamplingParams(max_tokens=3), max_tokens=7).max_tokens == 3
+    assert to_sampling(pb.SamplingParams()) == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"particles": 2**31}, "particles=2147483648; allowed: a 32-bit integer"),
+        ({"particles": 1.5}, "particles=1.5; allowed: a 32-bit integer"),
+        ({"temperature": "hot"}, "temperature='hot'; allowed: a number"),
+        ({"seed": 2**63}, "seed=9223372036854775808; allowed: a 64-bit integer"),
+        ({"stop": "text"}, "stop='text'; allowed: a list"),
+        ({"stop": ["\ud800"]}, "stop=.*valid Unicode"),
+        ({"stop_token_ids": [1, 2**40]}, "stop_token_ids=.*a 32-bit integer"),
+        ({"method": "beam"}, "method='beam'; allowed: smc, target, draft"),
+        ({"resampling": "none"}, "resampling='none'; allowed: systematic"),
+    ],
+)
+def test_what_a_message_cannot_hold(settings, message):
+    with pytest.raises(ValueError, match=message):
+        sampling_message(settings)
+
+
+def test_a_setting_that_is_none():
+    with pytest.raises(TypeError, match="beams is not a sampling setting; allowed: method, particles"):
+        sampling_message({"beams": 3})
+    assert sampling_message({"particles": None, "stop": None}) == pb.SamplingParams()
+
+
+statistics = st.builds(
+    Statistics,
+    particles=st.integers(1, 64),
+    rounds=int32,
+    resamples=int32,
+    collapses=int32,
+    mean_ess=number,
+    min_ess=number,
+    log_z=number,
+    draft_tokens=count,
+    target_tokens=count,
+    committed_lag=number,
+)
+
+
+@st.composite
+def outputs(draw) -> Output:
+    """News of one request that came in one piece, so that it is all there is; with or without its end."""
+    ids, words = draw(tokens), draw(text)
+    answer = None
+    if draw(st.booleans()):
+        reason = draw(st.sampled_from(FinishReason))
+        logprob = st.one_of(st.just(math.nan), st.floats(max_value=0, width=32))
+        answer = Answer(
+            request_id="id",
+            tokens=ids,
+            text=words,
+            finish_reason=reason,
+            matched=draw(st.one_of(st.none(), int32, text)),
+            seed=draw(st.integers(-(2**63), 2**63 - 1)),
+            prompt_tokens=draw(int32),
+            statistics=draw(statistics),
+            seconds=1.0,
+            logprobs=tuple(draw(logprob) for _ in ids) if ids and draw(st.booleans()) else None,
+            error=draw(text) if reason is FinishReason.ERROR else None,
+        )
+    return Output("id", ids, words, answer)
+
+
+def same(found: Output, expected: Output) -> bool:
+    """Equal, NaN being itself; the time is not sent."""
+    if expected.answer is not None:
+        assert math.isnan(found.answer.seconds)
+        expected = replace(expected, answer=replace(expected.answer, seconds=found.answer.seconds))
+    return repr(found) == repr(expected)
+
+
+@given(outputs())
+def test_news_round_trips(output):
+    assert same(from_update(sent(to_update(output))), output)
+
+
+@given(outputs().filter(lambda o: o.answer and o.answer.finish_reason.value in FINISH_REASONS))
+def test_the_end_of_an_answer_round_trips(output):
+    answer = output.answer
+    finish = sent(to_finish(answer))
+    assert finish.usage.completion_tokens == len(answer.tokens)
+    assert same(Output("id", answer=from_finish(finish, "id", answer.tokens, answer.text)), Output("id", answer=answer))
+    assert not to_finish(answer, statistics=False).HasField("statistics")
+
+
+def test_a_finish_reason_that_nobody_knows():
+    with pytest.raises(ValueError, match=r"finish.reason=0; allowed: 1 \(eos\)"):
+        from_finish(pb.Finish(), "id", (), "")
+    assert from_update(coordinator_pb2.Update(request_id="id", text="a")).answer is None
+
+
+class Port:
+    """Takes submissions and answers with what a coordinator elsewhere would send."""
+
+    def __init__(self, pieces: list[Output]) -> None:
+        self.pieces, self.aborted = pieces, []
+
+    def submit(self, request: Request) -> None:
+        updates = [sent(to_update(replace(piece, request_id=request.request_id))) for piece in self.pieces]
+        loop = asyncio.get_running_loop()
+        for update in updates:
+            loop.call_soon(lambda update=update: self.dispatcher.deliver(Step([from_update(update)])))
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+
+def follow(pieces: list[Output]) -> list[Output]:
+    async def work() -> list[Output]:
+        port = Port(pieces)
+        port.dispatcher = Dispatcher(port)
+        found = [output async for output in port.dispatcher.generate(Request("mine", (1,)))]
+        assert not port.dispatcher.num_calls and not port.aborted
+        return found
+
+    return asyncio.run(work())
+
+
+ENDED = Answer("id", (1, 2, 3), "abc", FinishReason.EOS, 3, 5, 7, Statistics(4), 1.0)
+
+
+def test_an_answer_is_whole_again_where_it_is_followed():
+    """Whatever the pieces it came in, under the caller's own id, with a time that was measured here."""
+    found = follow([Output("id", (1,), "a"), Output("id", (2,), "b"), Output("id", (3,), "c", ENDED)])
+    assert "".join(output.text for output in found) == "abc" and {output.request_id for output in found} == {"mine"}
+    answer = found[-1].answer
+    assert replace(answer, seconds=1.0) == replace(ENDED, request_id="mine") and 0 <= answer.seconds < 1
+
+
+def test_early_ends_are_exceptions_where_they_are_followed():
+    with pytest.raises(RequestAborted):
+        follow([Output("id", (), "", replace(ENDED, tokens=(), text="", finish_reason=FinishReason.CANCELLED))])
+    with pytest.raises(RequestFailed, match="NaN"):
+        follow([Output("id", (), "", replace(ENDED, tokens=(), text="", finish_reason=FinishReason.ERROR, error="NaN"))])
