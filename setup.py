@@ -7,7 +7,7 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "proto"))
-from build import build  # noqa: E402
+from build import build
 
 
 class BuildWithProtos(build_py):

@@ -1,4 +1,33 @@
+"""What tests of several folders share: commands run in this process, and torch on one thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
 import torch
+
+from services.cli.main import run
 
 # One thread per process: the suite runs one process per core, and the models are too small to gain from more.
 torch.set_num_threads(1)
+
+
+@dataclass(frozen=True)
+class Ran:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def smcserve(capsys, monkeypatch):
+    """Run a command line in this process, on a terminal too wide to wrap a line."""
+    monkeypatch.setenv("COLUMNS", "400")
+
+    def call(*arguments: object) -> Ran:
+        capsys.readouterr()
+        code = run([str(argument) for argument in arguments])
+        return Ran(code, *capsys.readouterr())
+
+    return call

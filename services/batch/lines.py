@@ -1,0 +1,65 @@
+"""Lines of the input: what a request line must look like around its body. Knows nothing about models, settings or answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+URLS = (COMPLETIONS, CHAT)
+FIELDS = ("custom_id", "method", "url", "body")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One request line, right or wrong."""
+
+    number: int
+    """In the file, from 1; blank lines count, though they hold nothing."""
+    custom_id: str | None
+    """None: it could not be read."""
+    url: str = ""
+    body: dict[str, Any] = field(default_factory=dict)
+    mistake: str | None = None
+    """Why it is no request; None if it is one. The body is somebody else's business."""
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Number and content of every line that is not blank. Holds one line at a time."""
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            if raw.strip():
+                yield number, raw
+
+
+def parse_line(number: int, raw: bytes) -> Line:
+    """Never raises: a line that is no request says so."""
+    try:
+        document = json.loads(raw)
+    except json.JSONDecodeError as error:
+        return Line(number, None, mistake=f"this is not JSON: {error.msg} at character {error.pos + 1}")
+    except (UnicodeDecodeError, RecursionError) as error:
+        return Line(number, None, mistake=f"this is not JSON: {error}")
+    if not isinstance(document, dict):
+        return Line(number, None, mistake=f"this is a JSON {type(document).__name__}; allowed: an object with {', '.join(FIELDS)}")
+    custom_id = document.get("custom_id")
+    if not isinstance(custom_id, str) or not custom_id:
+        return Line(number, None, mistake=f"custom_id={custom_id!r}; allowed: a string that names this line")
+    if mistake := _mistake(document):
+        return Line(number, custom_id, mistake=mistake)
+    return Line(number, custom_id, document["url"], document["body"])
+
+
+def _mistake(document: dict[str, Any]) -> str | None:
+    if unknown := [name for name in document if name not in FIELDS]:
+        return f"{unknown[0]} is not a field of a request line; allowed: {', '.join(FIELDS)}"
+    if document.get("method") != "POST":
+        return f"method={document.get('method')!r}; allowed: 'POST'"
+    if document.get("url") not in URLS:
+        return f"url={document.get('url')!r}; allowed: {', '.join(URLS)}"
+    if not isinstance(document.get("body"), dict):
+        return f"body={document.get('body')!r}; allowed: an object with the request"
+    return None

@@ -1,0 +1,123 @@
+"""Both transports, end against end: order, size, silence, death of the other side, another life of the gang."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from services.link.base import LAYOUT_VERSION, LinkError, check_envelope
+from services.link.connect import LeaderEnds, Meeting, coordinator_end, leader_ends
+from services.link.distributed import FRAME
+from services.link.streams import StreamCoordinatorEnd, StreamPublish
+from services.pb import particles_pb2 as pb
+
+CPU = torch.device("cpu")
+EPOCH = 3
+
+
+@pytest.fixture(params=["nccl", "grpc"])
+def link(request) -> str:
+    return request.param
+
+
+@contextmanager
+def meeting(link: str) -> Iterator[tuple[dict, dict[str, LeaderEnds]]]:
+    """Coordinator's ends and leaders' ends, by side, in threads that meet as the processes would."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    where = Meeting("127.0.0.1", store.port, EPOCH, "secret", link, 20.0)
+    leaders: dict[str, LeaderEnds] = {}
+
+    def lead(side: str) -> None:
+        leaders[side] = leader_ends(where, where.store(), side, "127.0.0.1", CPU, CPU)
+
+    threads = [threading.Thread(target=lead, args=(side,)) for side in ("draft", "target")]
+    for thread in threads:
+        thread.start()
+    ends = {side: coordinator_end(where, where.store(), side) for side in ("draft", "target")}
+    for thread in threads:
+        thread.join(20)
+    try:
+        yield ends, leaders
+    finally:
+        for end in (*ends.values(), *leaders.values()):
+            end.close()
+
+
+def ping(sequence: int) -> pb.WorkRequest:
+    return pb.WorkRequest(version=LAYOUT_VERSION, epoch=EPOCH, sequence=sequence, ping=pb.Ping())
+
+
+@pytest.mark.parametrize("size", [0, FRAME - 200, FRAME, 5 * FRAME + 1])
+def test_messages_of_any_size_in_order(link, size):
+    with meeting(link) as (ends, leaders):
+        for sequence in range(1, 4):
+            big = pb.MoveCommand(dst=bytes(range(256)) * (size // 256) + b"x" * (size % 256))
+            ends["draft"].send(pb.WorkRequest(version=LAYOUT_VERSION, epoch=EPOCH, sequence=2 * sequence - 1, move=big))
+            ends["draft"].send(ping(2 * sequence))
+            assert leaders["draft"].coordinator.receive(5.0).move == big
+            assert leaders["draft"].coordinator.receive(5.0) == ping(2 * sequence)
+            leaders["draft"].coordinator.send(pb.WorkResponse(sequence=sequence, sample=pb.SampleOutcome(tokens=big.dst)))
+            response = ends["draft"].receive(5.0)
+            assert response.sequence == sequence and response.sample.tokens == big.dst
+
+
+def test_published_tokens(link):
+    with meeting(link) as (_, leaders):
+        for sequence, shape in ((4, (3, 2)), (9, (1, 8))):
+            tokens = torch.randint(0, 99, shape)
+            leaders["draft"].publish.publish(sequence, tokens)
+            assert torch.as_tensor(leaders["target"].take.take(sequence, *shape, 5.0)).tolist() == tokens.tolist()
+        leaders["draft"].publish.publish(10, torch.zeros(1, 1, dtype=torch.int64))
+        with pytest.raises(LinkError, match=r"expected.* command 11"):
+            leaders["target"].take.take(11, 1, 1, 5.0)
+
+
+def test_silence_ends_at_the_deadline(link):
+    with meeting(link) as (ends, leaders):
+        for wait in (lambda: ends["target"].receive(0.3), lambda: leaders["target"].take.take(1, 1, 1, 0.3)):
+            begin = time.monotonic()
+            with pytest.raises(LinkError, match=r"0\.3 s"):
+                wait()
+            assert 0.2 < time.monotonic() - begin < 3
+
+
+def test_the_other_side_closes(link):
+    with meeting(link) as (ends, leaders):
+        leaders["draft"].close()
+        del leaders["draft"]
+        with pytest.raises(LinkError):
+            ends["draft"].receive(5.0)
+
+
+def test_strangers_are_not_let_in():
+    """Who does not know the gang's secret can neither give orders nor publish tokens."""
+    with meeting("grpc") as (_, leaders):
+        address = leaders["target"].take.address
+        stranger = StreamCoordinatorEnd(address, "guess")
+        stranger.send(ping(1))
+        with pytest.raises(LinkError, match="another gang"):
+            stranger.receive(5.0)
+        stranger.close()
+        publisher = StreamPublish(address, EPOCH, "guess")
+        with pytest.raises(LinkError):
+            for _ in range(100):
+                publisher.publish(1, torch.zeros(1, 1, dtype=torch.int64))
+                time.sleep(0.02)
+        publisher.close()
+
+
+def test_messages_of_another_life_or_layout_are_refused():
+    check_envelope(ping(1), EPOCH)
+    with pytest.raises(LinkError, match="epoch 3 arrived in epoch 4"):
+        check_envelope(ping(1), EPOCH + 1)
+    other = ping(1)
+    other.version = LAYOUT_VERSION + 1
+    with pytest.raises(LinkError, match=f"layout version {LAYOUT_VERSION + 1} arrived; this side speaks {LAYOUT_VERSION}"):
+        check_envelope(other, EPOCH)

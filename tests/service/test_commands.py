@@ -1,0 +1,43 @@
+"""`smcserve bench --link` and `smcserve serve`: the commands around the gang."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytestmark = pytest.mark.xdist_group("ray")
+
+
+def test_bench_over_a_link(smcserve, tmp_path, monkeypatch, ray_cluster):
+    """Here the cluster is there already; the command would start one of its own."""
+    monkeypatch.setattr("services.launch.cluster.connect", lambda address: None)
+    monkeypatch.setattr("ray.shutdown", lambda: None)
+    path = tmp_path / "bench.json"
+    ran = smcserve("bench", "--link", "grpc", "-n", 2, "-k", 3, "-f", 2, "-c", 1, "-c", 3, "--rounds", 6, "--json", path)
+    assert ran.code == 0 and "coordinator" in ran.out
+    rows = json.loads(path.read_text())
+    assert [(row["form"], row["requests"]) for row in rows] == [("lockstep", 1), ("lockstep", 3), ("lookahead", 1), ("lookahead", 3)]
+    for row in rows:
+        assert row["link"] == "grpc" and row["rounds"] >= 3
+        assert row["whole"] > row["coordinator"] > 0 and min(row["draft"], row["target"]) > 0 <= row["link_time"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("serve", "--target-tp", 3), "target_tp=3: degree=3 is more than the model's 2 key/value heads; allowed: 1 to 2"),
+        (("serve", "--link", "carrier"), "link='carrier'; allowed: nccl, grpc"),
+        (("serve", "--device", "tpu"), "device='tpu'; allowed: cpu, cuda"),
+        (("serve", "--form", "lockstep", "-f", 2), "branches=2 has no effect with form='lockstep'"),
+        (("serve", "--tls-key", "key.pem"), "tls_key is given without tls_cert"),
+        (("serve", "--heartbeat", 100), "heartbeat=100; allowed: below link_timeout=60"),
+        (("serve", "--trace", "/nowhere/x.json"), "its directory does not exist"),
+        (("serve", "--max-context", 4096), "max_context=4096; allowed: 2..512"),
+        (("serve", "--target", "/nowhere"), "--target is given without --draft"),
+        (("bench", "--draft-tp", 2), "--draft-tp 2 has no effect without --link"),
+    ],
+)
+def test_mistakes_are_found_before_anything_starts(smcserve, arguments, message):
+    ran = smcserve(*arguments)
+    assert (ran.code, ran.out) == (2, "") and message in ran.err
