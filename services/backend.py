@@ -1,7 +1,6 @@
 """What the gateway and the batch command need of whoever decodes: a request in, what becomes final out.
 
-Implementations: `services.coordinator.client.Coordinator` (the coordinator in another process) and
-`services.coordinator.loop.EngineLoop` (an engine in a thread of this one).
+The service's is `services.launch.supervisor.Supervisor`; what it hands on to is `services.coordinator.client.CoordinatorClient`.
 """
 
 from __future__ import annotations

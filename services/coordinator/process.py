@@ -86,6 +86,9 @@ class Coordinator:
 
     def _deliver(self, step: Step) -> None:
         self._server.deliver(replace(step, stats=replace(step.stats, pages_leaked=self._leaked)))
+        for worker in self._workers.values():  # load on one model alone must not starve the other of signs of life
+            worker.keep_alive(self._spec.heartbeat)
+        self._timeline.forget()  # waits between two steps
 
     def _sign_of_life(self) -> None:
         """Nothing runs: every page must be free, and both workers must answer."""

@@ -49,9 +49,11 @@ class CoordinatorServer(pb_grpc.CoordinatorServiceServicer):
         if not self._turn.acquire(blocking=False):
             context.abort(grpc.StatusCode.ALREADY_EXISTS, "a gateway is attached already")
         outbox = self._outbox = queue.SimpleQueue()
-        threading.Thread(target=self._take_all, args=(request_iterator, outbox), daemon=True).start()
+        asked: set[str] = set()  # and not ended yet
+        threading.Thread(target=self._take_all, args=(request_iterator, outbox, asked), daemon=True).start()
         try:
             for step in iter(outbox.get, None):
+                asked.difference_update(step.refusals, (o.request_id for o in step.outputs if o.answer is not None))
                 yield to_response(step)
         finally:
             self._outbox = None
@@ -62,14 +64,12 @@ class CoordinatorServer(pb_grpc.CoordinatorServiceServicer):
             outbox.put(None)
         self._server.stop(grace=0.5)
 
-    def _take_all(self, requests: Iterator[pb.AttachRequest], outbox: queue.SimpleQueue) -> None:
+    def _take_all(self, requests: Iterator[pb.AttachRequest], outbox: queue.SimpleQueue, asked: set[str]) -> None:
         """Everything the gateway asks. When it goes, so do its requests."""
-        asked: set[str] = set()
         try:
             for request in requests:
                 if request.WhichOneof("command") == "abort":
                     self._loop.abort(request.abort)
-                    asked.discard(request.abort)
                     continue
                 submission = request.submit
                 asked.add(submission.request_id)
@@ -77,6 +77,6 @@ class CoordinatorServer(pb_grpc.CoordinatorServiceServicer):
                 self._loop.submit(Request(submission.request_id, tuple(submission.prompt), params))
         except Exception as error:  # gRPC's way of saying that the other side is gone
             logger.info("the gateway is gone: %s", error)
-        for request_id in asked:
-            self._loop.abort(request_id)
+        while asked:
+            self._loop.abort(asked.pop())
         outbox.put(None)

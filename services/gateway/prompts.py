@@ -12,6 +12,8 @@ from smc.models.tokenizer import Tokenizer
 ROLES = ("system", "user", "assistant")
 LONG_TEXT = 4096
 """Characters from which on a text is encoded in a thread: a millisecond or two of a core, for which other callers would wait."""
+MESSAGE_SIZE = 16
+"""Characters that a message of a chat costs besides its content: roughly what templates put around it."""
 
 
 async def prompt_ids(message: pb.GenerateRequest, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -24,7 +26,7 @@ async def prompt_ids(message: pb.GenerateRequest, tokenizer: Tokenizer) -> tuple
     if form == "text":
         return await _encode(tokenizer.encode, message.text, len(message.text))
     messages = _chat(message.chat, tokenizer)
-    return await _encode(tokenizer.chat, messages, sum(len(m["content"]) for m in messages))
+    return await _encode(tokenizer.chat, messages, sum(MESSAGE_SIZE + len(m["content"]) for m in messages))
 
 
 def _chat(chat: pb.Chat, tokenizer: Tokenizer) -> list[dict[str, str]]:

@@ -135,8 +135,7 @@ def _options(config: GatewayConfig) -> list[tuple[str, int]]:
         # Without it a ping may stay unanswered for a minute, whatever the timeout above says (seen in grpcio 1.85).
         ("grpc.http2.ping_timeout_ms", milliseconds(config.keepalive_timeout)),
         ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", milliseconds(config.min_ping_interval)),
-        ("grpc.http2.min_ping_interval_without_data_ms", milliseconds(config.keepalive_time)),
+        ("grpc.http2.min_ping_interval_without_data_ms", milliseconds(config.min_ping_interval)),
         # Two servers must not share a port by accident: each would get half of the calls.
         ("grpc.so_reuseport", 0),
     ]

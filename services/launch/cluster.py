@@ -64,16 +64,22 @@ def connect(address: str | None) -> bool:
     return True
 
 
-def reserve(ranks: int, gpus: bool, timeout: float) -> PlacementGroup:
-    """Room for the ranks of one model, all on one host. Raises RuntimeError if there is none within `timeout` seconds."""
-    bundle = {"CPU": 1, "GPU": 1} if gpus else {"CPU": 1}
-    group = placement_group([bundle] * ranks, strategy="STRICT_PACK")
+def reserve(ranks: int, gpus: bool) -> PlacementGroup:
+    """Room for the ranks of one model, all on one host; it may not be there yet."""
+    return placement_group([_bundle(gpus)] * ranks, strategy="STRICT_PACK")
+
+
+def wait_for(group: PlacementGroup, ranks: int, gpus: bool, timeout: float) -> None:
+    """Raises RuntimeError if there is no such room within `timeout` seconds."""
     if not group.wait(timeout):
-        remove_placement_group(group)
+        bundle = _bundle(gpus)
         free = ray.available_resources()
         has = ", ".join(f"{free.get(name, 0):g} {name}" for name in bundle)
         raise RuntimeError(f"no host of the cluster has room for {ranks} x {bundle} (free in all of it: {has})")
-    return group
+
+
+def _bundle(gpus: bool) -> dict[str, int]:
+    return {"CPU": 1, "GPU": 1} if gpus else {"CPU": 1}
 
 
 def start_rank(group: PlacementGroup, rank: int, gpus: bool) -> ray.actor.ActorHandle:

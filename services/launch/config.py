@@ -16,6 +16,8 @@ from smc.models.tokenizer import Tokenizer
 
 DEVICES = {"cpu": "float32", "cuda": "bfloat16"}
 """Device -> the type that models have there unless another is asked for."""
+LONGEST = 1_000_000
+"""Of deadlines, in seconds: torch and Ray take neither infinity nor what their clocks cannot count to."""
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -54,8 +56,8 @@ class GangConfig:
         if self.dtype is None:
             object.__setattr__(self, "dtype", DEVICES[self.device])
         for name in ("threads", "start_timeout", "link_timeout", "heartbeat"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}={getattr(self, name)!r}; allowed: > 0")
+            if not 0 < getattr(self, name) <= LONGEST:
+                raise ValueError(f"{name}={getattr(self, name)!r}; allowed: above 0, at most {LONGEST}")
         if self.heartbeat >= self.link_timeout:
             raise ValueError(
                 f"heartbeat={self.heartbeat:g}; allowed: below link_timeout={self.link_timeout:g}, or silence looks like death"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+import threading
+from collections.abc import Iterator
 from datetime import timedelta
 
 import ray
@@ -35,6 +37,9 @@ class Gang:
         self.actors: dict[str, ray.actor.ActorHandle] = {}
         """`coordinator`, `draft0`, `draft1`, .., `target0`, .."""
         self._groups: list = []
+        self._guard = threading.Lock()
+        self._ended = False
+        """`kill` has been called, maybe in the middle of the start."""
         self._lives: dict[ray.ObjectRef, str] = {}
         self._store: dist.TCPStore | None = None
         self.address = ""
@@ -64,14 +69,25 @@ class Gang:
         self.kill()
 
     def kill(self) -> None:
-        """End every process now and give back its place."""
-        for actor in self.actors.values():
+        """End every process now and give back its place. A start that is under way fails."""
+        with self._guard:
+            self._ended = True
+            actors, groups = self.actors, self._groups
+            self.actors, self._groups, self._lives, self._store = {}, [], {}, None
+        for actor in actors.values():
             with contextlib.suppress(Exception):
                 ray.kill(actor)
-        for group in self._groups:
+        for group in groups:
             with contextlib.suppress(Exception):
                 cluster.release(group)
-        self.actors, self._groups, self._lives, self._store = {}, [], {}, None
+
+    @contextlib.contextmanager
+    def _adding(self) -> Iterator[None]:
+        """Around whatever `kill` has to end too."""
+        with self._guard:
+            if self._ended:
+                raise GangError("the gang was told to end while it started")
+            yield
 
     def _start(self) -> None:
         config, host = self._config, ray.util.get_node_ip_address()
@@ -81,20 +97,25 @@ class Gang:
         gpus = config.device == "cuda"
         for side in SIDES:
             degree = config.degree(side)
-            group = cluster.reserve(degree, gpus, config.start_timeout)
-            self._groups.append(group)
+            with self._adding():
+                group = cluster.reserve(degree, gpus)
+                self._groups.append(group)
+            cluster.wait_for(group, degree, gpus, config.start_timeout)
             for rank in range(degree):
-                self.actors[f"{side}{rank}"] = actor = cluster.start_rank(group, rank, gpus)
-                self._lives[actor.run.remote(self._rank_spec(meeting, side, Shard(rank, degree)))] = f"{side}{rank}"
-        self.actors["coordinator"] = coordinator = cluster.start_coordinator()
-        started = coordinator.start.remote(self._coordinator_spec(meeting))
+                with self._adding():
+                    self.actors[f"{side}{rank}"] = actor = cluster.start_rank(group, rank, gpus)
+                    self._lives[actor.run.remote(self._rank_spec(meeting, side, Shard(rank, degree)))] = f"{side}{rank}"
+        with self._adding():
+            self.actors["coordinator"] = coordinator = cluster.start_coordinator()
+            started = coordinator.start.remote(self._coordinator_spec(meeting))
         ended, _ = ray.wait([started, *self._lives], timeout=config.start_timeout)
         if not ended:
             raise GangError(f"the gang was not ready after {config.start_timeout:g} s")
         if ended[0] != started:
             raise GangError(self._obituary(ended[0]))
         self.address = ray.get(started)
-        self._lives[coordinator.wait.remote()] = "coordinator"
+        with self._adding():
+            self._lives[coordinator.wait.remote()] = "coordinator"
 
     def _rank_spec(self, meeting: Meeting, side: str, shard: Shard) -> RankSpec:
         config, engine, context = self._config, self._pair.engine, self._pair.context

@@ -86,8 +86,9 @@ async def serve(gang: GangConfig, gateway: GatewayConfig, ray_address: str | Non
             announce(starting.result())
             await interrupted
             logger.info("draining: calls in flight may go on for %g s", gateway.drain_timeout)
-        await service.stop(drain=starting.done())
-        starting.cancel()
+        started = starting.done()
+        starting.cancel()  # first, or it could still bring up what the stop has ended
+        await service.stop(drain=started)
     finally:
         await asyncio.to_thread(ray.shutdown)
 

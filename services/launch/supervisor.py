@@ -106,8 +106,13 @@ class Supervisor:
                     await asyncio.sleep(BACKOFF_SECONDS[min(failed, len(BACKOFF_SECONDS) - 1)])
                     await self._start_gang()
                     failed = 0
+                lost = not self.serving
                 await asyncio.to_thread(self._gang.check, CHECK_SECONDS)
-            except GangError as error:
+                if lost:  # and no process has died: it was silent for too long, and its requests are gone
+                    raise GangError("the connection to the coordinator broke")
+            except Exception as error:  # whatever it is, the service must come back
+                if not isinstance(error, GangError):
+                    logger.exception("unexpected error")
                 failed += self._client is None
                 logger.error("%s; the gang of epoch %d ends, the next one starts", error, self.epoch)
                 await self._detach(f"a process of the service has ended ({error}); it is starting again")

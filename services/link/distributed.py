@@ -21,7 +21,7 @@ FRAME = 8192
 """Bytes; the first 8 hold the message's size. A round of one request with N = 8 fits."""
 _HEAD = 8
 _KEPT = 64
-"""Sends whose buffers are kept: far more than can be under way, as every few are answered."""
+"""Sends that may be under way. A buffer that is let go before it has been received is lost without a word."""
 
 
 def make_group(store: dist.Store, name: str, rank: int, size: int, timeout: float, device: torch.device | str = "cpu") -> dist.ProcessGroup:
@@ -39,11 +39,14 @@ class DistributedEnd:
 
     def __init__(self, group: dist.ProcessGroup, rank: int, receives: type[pb.WorkRequest] | type[pb.WorkResponse]) -> None:
         self._group, self._other, self._receives = group, 1 - rank, receives
-        self._sends: deque[tuple[dist.Work, Tensor]] = deque(maxlen=_KEPT)
+        self._sends: deque[tuple[dist.Work, Tensor]] = deque()
 
     def send(self, message: pb.WorkRequest | pb.WorkResponse) -> None:
+        """Waits only if the other side is very far behind."""
         for frame in frames(message.SerializeToString()):
             try:
+                if len(self._sends) == _KEPT:
+                    self._sends.popleft()[0].wait()
                 self._sends.append((self._group.send([frame], self._other, 0), frame))
             except RuntimeError as error:
                 raise LinkError(f"the link broke while sending: {error}") from error

@@ -44,6 +44,8 @@ class RemoteWorker:
         self.side, self.timeout = side, timeout
         self._end, self._epoch, self._timeline = end, epoch, timeline
         self._sequence = 0
+        self._unanswered = 0
+        self._last_sent = time.monotonic()
         self._arrived: dict[int, pb.WorkResponse] = {}
         self._clock_offset_ns = 0
 
@@ -66,6 +68,11 @@ class RemoteWorker:
     def ping(self) -> None:
         """Hear from the worker. Raises LinkError if it does not answer in time."""
         self.response(self._send(ping=pb.Ping()))
+
+    def keep_alive(self, silence: float) -> None:
+        """Ping a worker that has nothing to do and has been sent nothing for `silence` seconds."""
+        if not self._unanswered and time.monotonic() - self._last_sent >= silence:
+            self.ping()
 
     def status(self) -> pb.StatusOutcome:
         """Free and all pages, after the worker has checked its books. Raises LinkError if they do not balance."""
@@ -100,11 +107,14 @@ class RemoteWorker:
         if kind == "failure":
             raise LinkError(f"the {self.side} model's worker failed: {response.failure.message}")
         self._arrived[response.sequence] = response
+        self._unanswered -= 1
         offset = self._clock_offset_ns
         if kind in ("sample", "extend"):
             self._timeline.worked(self.side, kind, response.begin_ns + offset, response.end_ns + offset)
 
     def _send(self, **command) -> int:
         self._sequence += 1
+        self._last_sent = time.monotonic()
+        self._unanswered += not command.keys() & {"move", "merge", "stop"}
         self._end.send(pb.WorkRequest(version=LAYOUT_VERSION, epoch=self._epoch, sequence=self._sequence, **command))
         return self._sequence

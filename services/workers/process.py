@@ -44,7 +44,7 @@ def run_rank(spec: RankSpec, host: str) -> None:
     group = None
     if spec.shard.degree > 1:
         name = spec.meeting.name(f"{spec.side}/ranks")
-        group = TensorParallel(store, name, spec.shard.rank, spec.shard.degree, device, spec.meeting.start_timeout)
+        group = TensorParallel(store, name, spec.shard.rank, spec.shard.degree, device, spec.timeout)
     model = load_model(
         spec.directory, dtype=getattr(torch, spec.dtype), device=device, shard=spec.shard, reduce=group.reduce if group else None
     )

@@ -12,6 +12,12 @@ from enum import StrEnum
 from smc.algorithm.resampling import SCHEMES
 
 MAX_PARTICLES = 64
+MAX_STOPS = 64
+MAX_STOP_SIZE = 1024
+"""Characters. Every token of every particle is searched for every stop string, while other requests wait."""
+SMALLEST, LARGEST = 1e-6, 1e6
+"""Of temperatures and alpha: beyond, they make infinities and NaN of logits in float32."""
+SCALES = f"> 0, from {SMALLEST:g} to {LARGEST:g}"
 
 
 class Method(StrEnum):
@@ -86,9 +92,9 @@ class SamplingParams:
                 object.__setattr__(self, name, default)
         if self.method is Method.DRAFT and self.logprobs:
             raise ValueError("logprobs=True has no effect with method='draft', where the target does not run; leave it out")
+        self._check_numbers()
         if self.method is Method.SMC:
             self._check_smc()
-        self._check_numbers()
         self._check_stops()
 
     @property
@@ -99,14 +105,15 @@ class SamplingParams:
     def _check_smc(self) -> None:
         _require("particles", self.particles, _is_int(self.particles) and 1 <= self.particles <= MAX_PARTICLES, f"1..{MAX_PARTICLES}")
         _require("temperature", self.temperature, _is_number(self.temperature) and self.temperature > 0, "> 0 with method='smc'")
-        _require("draft_temperature", self.draft_temperature, _is_number(self.draft_temperature) and self.draft_temperature > 0, "> 0")
-        _require("alpha", self.alpha, _is_number(self.alpha) and self.alpha > 0, "> 0")
+        _require("draft_temperature", self.draft_temperature, _is_scale(self.draft_temperature), SCALES)
+        _require("alpha", self.alpha, _is_scale(self.alpha), SCALES)
         threshold = self.ess_threshold
         _require("ess_threshold", threshold, _is_number(threshold) and 0 <= threshold <= 1, "0..1 (0 = never resample)")
         _require("resampling", self.resampling, self.resampling in SCHEMES, ", ".join(SCHEMES))
 
     def _check_numbers(self) -> None:
-        _require("temperature", self.temperature, _is_number(self.temperature) and self.temperature >= 0, ">= 0 (0 = greedy)")
+        greedy = _is_number(self.temperature) and self.temperature == 0
+        _require("temperature", self.temperature, greedy or _is_scale(self.temperature), f"{SCALES}; or 0 = greedy")
         _require("top_k", self.top_k, _is_int(self.top_k) and self.top_k >= 0, ">= 0 (0 = off)")
         _require("top_p", self.top_p, _is_number(self.top_p) and 0 < self.top_p <= 1, "0 < top_p <= 1")
         _require("min_p", self.min_p, _is_number(self.min_p) and 0 <= self.min_p < 1, "0 <= min_p < 1")
@@ -127,6 +134,10 @@ class SamplingParams:
             if bad:
                 raise ValueError(f"{name} contains {bad[0]!r}; allowed: {say}")
             object.__setattr__(self, name, tuple(values))
+        if len(self.stop) > MAX_STOPS:
+            raise ValueError(f"stop has {len(self.stop)} strings; allowed: at most {MAX_STOPS}")
+        if (longest := max(map(len, self.stop), default=0)) > MAX_STOP_SIZE:
+            raise ValueError(f"stop contains a string of {longest} characters; allowed: at most {MAX_STOP_SIZE}")
 
 
 @dataclass(frozen=True)
@@ -195,6 +206,10 @@ def _require(name: str, value: object, ok: bool, allowed: str) -> None:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_scale(value: object) -> bool:
+    return _is_number(value) and SMALLEST <= value <= LARGEST
 
 
 def _is_int(value: object) -> bool:

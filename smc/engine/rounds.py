@@ -1,4 +1,4 @@
-"""Rounds: how running groups advance. One class for SMC in both forms, one function for plain decoding.
+"""Rounds of SMC: how running groups advance, in both forms (plain decoding: smc/engine/plain.py).
 
 A round of SMC-SD, in either form:
   1. the draft extends open particles by K tokens: the rest of this block (lockstep), or F branches of the next (look-ahead)

@@ -1,4 +1,3 @@
-from tests.cli.conftest import smcserve
 from tests.gateway.conftest import certificates, pair, service, shared
 
-__all__ = ["certificates", "pair", "service", "shared", "smcserve"]
+__all__ = ["certificates", "pair", "service", "shared"]

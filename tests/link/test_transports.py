@@ -68,6 +68,16 @@ def test_messages_of_any_size_in_order(link, size):
             assert response.sequence == sequence and response.sample.tokens == big.dst
 
 
+def test_many_messages_before_the_first_is_received(link):
+    """A burst, such as the end of many requests at once, while the other side is busy: nothing is lost."""
+    with meeting(link) as (ends, leaders):
+        sending = threading.Thread(target=lambda: [ends["draft"].send(ping(i)) for i in range(300)])
+        sending.start()
+        time.sleep(0.2)
+        assert [leaders["draft"].coordinator.receive(5.0).sequence for _ in range(300)] == list(range(300))
+        sending.join(5)
+
+
 def test_published_tokens(link):
     with meeting(link) as (_, leaders):
         for sequence, shape in ((4, (3, 2)), (9, (1, 8))):

@@ -1,0 +1,58 @@
+"""A gang without Ray: the coordinator in this thread, every rank in a thread beside it, a real link between them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from services.coordinator.process import Coordinator, CoordinatorSpec
+from services.launch.config import GangConfig
+from services.launch.gang import Gang
+from services.link.connect import Meeting
+from services.workers.process import run_rank
+from smc.engine.config import EngineConfig
+from smc.models.parallel import Shard
+
+HOST = "127.0.0.1"
+SIDES = ("draft", "target")
+
+
+@contextmanager
+def coordinator(engine: EngineConfig, **settings: Any) -> Iterator[tuple[Coordinator, CoordinatorSpec]]:
+    """Of the demo pair, warmed up; `settings` of the gang. At the end every rank must have heard that it is to stop."""
+    config = GangConfig(engine=engine, **{"start_timeout": 30.0, "link_timeout": 20.0, "heartbeat": 0.2, **settings})
+    gang = Gang(config, config.serving_pair(), 1)
+    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    meeting = Meeting(HOST, store.port, 1, gang.secret, config.link, config.start_timeout)
+    shards = [(side, Shard(rank, config.degree(side))) for side in SIDES for rank in range(config.degree(side))]
+    specs = [gang._rank_spec(meeting, side, shard) for side, shard in shards]
+    ranks = [threading.Thread(target=run_rank, args=(spec, HOST), daemon=True) for spec in specs]
+    for rank in ranks:
+        rank.start()
+    spec = gang._coordinator_spec(meeting)
+    made = Coordinator(spec, HOST)
+    failures: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            made.wait()
+        except Exception as error:
+            failures.append(error)
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    try:
+        yield made, spec
+    finally:
+        if not failures:
+            made.stop()
+        waiting.join(10)
+        assert not failures, failures
+        for rank in ranks:
+            rank.join(10)
+            assert not rank.is_alive(), "a rank has not heard that it is to stop"

@@ -1,0 +1,28 @@
+"""What turns a prompt into token ids must not keep other callers waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+from services.gateway.prompts import prompt_ids
+from services.pb import generation_pb2 as pb
+
+
+class Listening:
+    """A tokenizer that knows which thread it was called in."""
+
+    has_chat_template = True
+    thread = None
+
+    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+        self.thread = threading.current_thread()
+        return [len(messages)]
+
+
+def test_many_small_messages_are_long_too():
+    for count, here in ((3, True), (5000, False)):
+        tokenizer = Listening()
+        message = pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user")] * count))
+        assert asyncio.run(prompt_ids(message, tokenizer)) == (count,)
+        assert (tokenizer.thread is threading.current_thread()) is here

@@ -1,0 +1,82 @@
+"""Lives of the gang that end before they have begun, and many in a row: nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import psutil
+import pytest
+import ray
+
+from services.launch.config import GangConfig
+from services.launch.gang import Gang, GangError
+from smc.engine.config import EngineConfig
+from tests.service.running import open_files
+
+pytestmark = pytest.mark.xdist_group("ray")
+
+
+def ranks() -> list[int]:
+    """Processes of any gang."""
+    names = ("ray::RankActor", "ray::CoordinatorActor")
+    return [p.pid for p in psutil.Process().children(recursive=True) if any(word.startswith(names) for word in p.cmdline())]
+
+
+def until(condition, timeout: float, what: str) -> None:
+    end = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.02)
+
+
+def start_in_thread(**settings) -> tuple[Gang, threading.Thread, list[Exception]]:
+    config, errors = GangConfig(start_timeout=90.0, **settings), []
+    gang = Gang(config, config.serving_pair(), 1)
+
+    def start() -> None:
+        try:
+            gang.start()
+        except GangError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    return gang, thread, errors
+
+
+@pytest.mark.parametrize("ready", [0, 1, 3])
+def test_stop_in_the_middle_of_a_start(ray_cluster, ready):
+    """As a signal does when the service is still starting. `ready`: actors that have been made by then."""
+    gang, thread, errors = start_in_thread()
+    until(lambda: len(gang.actors) >= ready, 30, "no actor was made")
+    gang.stop(timeout=0.1)
+    thread.join(20)
+    assert not thread.is_alive() and errors, "the start did not notice"
+    until(lambda: not ranks(), 20, "processes of the gang stay")
+    until(lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"], 20, "its place is not given back")
+
+
+def test_stop_while_it_waits_for_room(ray_cluster):
+    gang, thread, errors = start_in_thread(device="cuda")
+    until(lambda: gang._groups, 30, "nothing was reserved")
+    gang.stop(timeout=0.1)
+    thread.join(10)
+    assert not thread.is_alive() and errors, "the start still waits"
+    assert not ranks()
+
+
+def test_many_lives(start):
+    """Files and threads of this process, where gateway and supervisor are, after every restart."""
+    with start(engine=EngineConfig(block=3, branches=2, max_slots=4)) as running:
+        seen = []
+        for _ in range(4):
+            epoch = running.supervisor.epoch
+            running.kill("coordinator")
+            running.until(lambda last=epoch: running.supervisor.epoch == last + 1 and running.supervisor.serving, 60, "no restart")
+            with running.client() as client:
+                client.generate("x", particles=2, max_tokens=4, timeout=30)
+            until(lambda: len(ranks()) == 3, 20, "processes of earlier lives stay")
+            seen.append((open_files(os.getpid()), threading.active_count()))
+        until(lambda: open_files(os.getpid()) <= seen[0][0] and threading.active_count() <= seen[0][1], 10, f"files, threads: {seen}")
