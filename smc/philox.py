@@ -24,6 +24,10 @@ _GOLDEN = 0x9E3779B9 - (1 << 32)
 _LOW, _SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
+STREAMS_PER_PARTICLE = 64
+"""Streams of what particles draw are numbered particle * 64 + branch."""
+
+
 class Purpose(IntEnum):
     """What a number is for: the last word of the counter, so that no two uses share a number."""
 

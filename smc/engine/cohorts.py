@@ -8,14 +8,16 @@ Answers do not depend on it: a request's random numbers know its own rounds only
 from __future__ import annotations
 
 from smc.engine.group import Group
+from smc.engine.resident_rounds import ResidentRounds
 from smc.engine.rounds import SMCRounds
 
 
 class Cohorts:
     """`count` cohorts, as even as new requests can make them."""
 
-    def __init__(self, rounds: SMCRounds, count: int) -> None:
-        self._rounds = rounds
+    def __init__(self, rounds: SMCRounds | ResidentRounds, count: int, *, ahead: bool) -> None:
+        """`ahead`: a cohort's next round is asked for before what came of the last is read."""
+        self._rounds, self._ahead = rounds, ahead
         self._members: list[list[Group]] = [[] for _ in range(count)]
         self._flights: list[Flight | None] = [None] * count
 
@@ -33,10 +35,23 @@ class Cohorts:
 
     def advance(self) -> None:
         """Take every cohort one wait further; one that is alone, to the end of its round."""
+        if self._ahead:
+            self._advance_ahead()
+            return
         active = [i for i, members in enumerate(self._members) if members]
         for i in active:
             flight = self._flights[i] or Flight(self._rounds, self._members[i])
             self._flights[i] = None if flight.go_on(to_end=len(active) == 1) else flight
+
+    def _advance_ahead(self) -> None:
+        flights, self._flights = self._flights, [None] * len(self._flights)
+        for i, members in enumerate(self._members):
+            if wanted := [group for group in members if self._rounds.wants(group)]:
+                self._flights[i] = self._rounds.run(wanted)
+                next(self._flights[i])
+        for flight in filter(None, flights):
+            for _ in flight:
+                pass
 
 
 class Flight:

@@ -26,12 +26,14 @@ from smc.engine.messages import Worker
 from smc.engine.plain import plain_round
 from smc.engine.prefill import prefill_step, start_answer
 from smc.engine.request import Answer, FinishReason, Method, Output, Request
+from smc.engine.resident_rounds import ResidentRounds
 from smc.engine.rounds import SMCRounds
 from smc.engine.slots import Slots
 from smc.engine.stats import EngineStats
 from smc.engine.text import StopRules
 from smc.models.tokenizer import Tokenizer
 from smc.philox import Purpose, uniforms
+from smc.resident.pair import LocalPair
 
 
 class Engine:
@@ -45,16 +47,21 @@ class Engine:
         *,
         pages: dict[str, int],
         context: int,
+        pair: LocalPair | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`workers` are keyed `draft` and `target`; `pages` are the capacities of their pools; `clock` gives seconds."""
+        """`workers` are keyed `draft` and `target`; `pages` are the capacities of their pools; `clock` gives seconds.
+
+        With a `pair`, the rounds of SMC are resident (smc/resident).
+        """
         self.config, self.tokenizer, self.context = config, tokenizer, context
         self.workers = workers
         self.slots = Slots(config.max_slots, context + config.block + 1, config.block + 1, tokenizer.size)
         self.budget = PageBudget(pages)
         self._rows = KVRows(self.slots, workers, config.block, config.branches)
-        self._smc = SMCRounds(config, self.slots, self._rows)
-        self._cohorts = Cohorts(self._smc, config.cohorts)
+        self._pair = pair
+        self._smc = ResidentRounds(config, self.slots, self._rows, pair) if pair else SMCRounds(config, self.slots, self._rows)
+        self._cohorts = Cohorts(self._smc, config.cohorts, ahead=pair is not None)
         self._clock = clock
         self._groups: dict[str, Group] = {}
         self._ready: list[Output] = []
@@ -161,9 +168,12 @@ class Engine:
             prefill_step(groups, self.slots, self._rows, side, self.config.prefill_chunk)
         for group in groups:
             if not group.error and all(done == group.prompt_size for done in group.prefilled.values()):
-                start_answer(group, self.slots, self._rows)
+                start_answer(group, self.slots, self._rows, fan_out=not (group.is_smc and self._pair))
                 group.phase = Phase.RUNNING
                 if group.is_smc and not self._complete(group):
+                    if self._pair:
+                        self._smc.join(group)
+                        group.joined = True
                     self._cohorts.join(group)
 
     def _run_rounds(self) -> None:
@@ -242,6 +252,9 @@ class Engine:
 
     def _release(self, group: Group) -> None:
         self._cohorts.leave(group)
+        group.gone = True
+        if group.joined:
+            self._pair.leave(group.slots)
         if group.phase is not Phase.QUEUED:
             self._rows.release(group)
             self.slots.give_back(group.slots)

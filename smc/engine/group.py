@@ -39,6 +39,12 @@ class Group:
     first_logp: np.ndarray | None = None
     """[N] their log-probabilities."""
     rounds: int = 0
+    launched: int = 0
+    """Rounds that have been asked for, where that may be more than have been read."""
+    joined: bool = False
+    """Its state is beside the models."""
+    gone: bool = False
+    """Ended; its slots are somebody else's."""
     in_flight: bool = False
     """A round has begun and not ended: slots and rows are in use."""
     ending: FinishReason | None = None

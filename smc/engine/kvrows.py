@@ -78,6 +78,12 @@ class KVRows:
 
     def commit(self, population: Population) -> None:
         """Advance each group's committed prefix, and let all its rows share the pages of what is committed."""
+        self.commit_tokens(population)
+        for side in SIDES:
+            self._share(population, side)
+
+    def commit_tokens(self, population: Population) -> None:
+        """Advance each group's committed prefix."""
         slots, groups = self.slots, population.groups
         length_A = slots.length_S[population.slots_A]
         committed_G = np.array([g.committed for g in groups])
@@ -92,8 +98,6 @@ class KVRows:
         for group, committed, lag in zip(groups, committed_G.tolist(), (longest_G - committed_G).tolist()):
             group.committed, group.lag = committed, lag
             group.tally.lag_sum += lag
-        for side in SIDES:
-            self._share(population, side)
 
     def _share(self, population: Population, side: str) -> None:
         """Point each group's live rows at the pages of the first of them, as far as the group has committed."""

@@ -15,6 +15,7 @@ from smc.models.check import require_pair
 from smc.models.decoder import Decoder
 from smc.models.loader import load_model
 from smc.models.tokenizer import Tokenizer
+from smc.resident.pair import LocalPair
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class ModelPair:
         )
 
 
-def local_engine(pair: ModelPair, config: EngineConfig | None = None, **engine_options) -> Engine:
-    """An engine over `pair`; `engine_options` are passed on to Engine."""
+def local_engine(pair: ModelPair, config: EngineConfig | None = None, *, resident: bool = False, **engine_options) -> Engine:
+    """An engine over `pair`, with resident rounds if asked; `engine_options` are passed on to Engine."""
     config = config or EngineConfig()
     context = config.context(pair.max_context)
     pages = config.pool_pages(context)
@@ -55,4 +56,6 @@ def local_engine(pair: ModelPair, config: EngineConfig | None = None, **engine_o
         )
         for side in SIDES
     }
+    if resident:
+        engine_options["pair"] = LocalPair(config, workers)
     return Engine(config, workers, pair.tokenizer, pages=dict.fromkeys(SIDES, pages), context=context, **engine_options)

@@ -26,6 +26,16 @@ class Pending(Protocol, Generic[Result]):
 
 
 @dataclass(frozen=True)
+class Done(Generic[Result]):
+    """A result that is already there."""
+
+    value: Result
+
+    def result(self) -> Result:
+        return self.value
+
+
+@dataclass(frozen=True)
 class Keys:
     """Which random numbers each draw uses (smc/philox.py); the position is that of the token drawn."""
 

@@ -12,9 +12,9 @@ from smc.engine.group import Group, Population
 from smc.engine.kvrows import KVRows
 from smc.engine.messages import ExtendBatch, Keys, Rows
 from smc.engine.request import Method
-from smc.engine.rows import STREAMS_PER_PARTICLE, fail_groups, grow
+from smc.engine.rows import fail_groups, grow
 from smc.engine.slots import Slots
-from smc.philox import Purpose
+from smc.philox import STREAMS_PER_PARTICLE, Purpose
 
 
 def prefill_step(groups: list[Group], slots: Slots, rows: KVRows, side: str, chunk: int) -> None:
@@ -35,11 +35,14 @@ def prefill_step(groups: list[Group], slots: Slots, rows: KVRows, side: str, chu
         group.prefilled[side] += count
 
 
-def start_answer(group: Group, slots: Slots, rows: KVRows) -> None:
-    """Every particle appends its first token and, unless that ended it, gets rows that share the prompt."""
+def start_answer(group: Group, slots: Slots, rows: KVRows, *, fan_out: bool) -> None:
+    """Every particle appends its first token and, unless that ended it, with `fan_out` gets rows that share the prompt."""
     population = Population([group])
     slots.logp_SL[group.slots, 0] = group.first_logp
     grow(slots, population, np.ones(len(group.slots), dtype=bool), group.first_tokens[:, None])
+    if not fan_out:
+        rows.commit_tokens(population)
+        return
     for side in group.prefilled:
         rows.fan_out(group, side)
     rows.commit(population)

@@ -10,10 +10,7 @@ import numpy as np
 from smc.engine.group import Population
 from smc.engine.messages import Keys, Rows
 from smc.engine.slots import Slots
-from smc.philox import Purpose
-
-STREAMS_PER_PARTICLE = 64
-"""Streams (smc/philox.py) are numbered particle * 64 + branch."""
+from smc.philox import STREAMS_PER_PARTICLE, Purpose
 
 
 def spans(start_X: np.ndarray, count_X: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -16,22 +16,12 @@ from torch import Tensor
 from smc.arrays import to_device, to_host
 from smc.attention.base import AttentionBackend, ForwardBatch
 from smc.attention.torch_backend import TorchAttention
-from smc.engine.messages import ExtendBatch, ExtendResult, Keys, Rows, SampleBatch, SampleResult
+from smc.engine.messages import Done, ExtendBatch, ExtendResult, Keys, Rows, SampleBatch, SampleResult
 from smc.kv.pool import KVPool
 from smc.kv.tables import BlockTables, PrefixMerge, RowMoves
 from smc.laws import Laws, draw
 from smc.models.decoder import Attend, Decoder, RopeTable
 from smc.philox import exponentials, words
-
-
-@dataclass(frozen=True)
-class Done:
-    """A result that is already there."""
-
-    value: object
-
-    def result(self):
-        return self.value
 
 
 class Stopwatch:
