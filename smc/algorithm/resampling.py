@@ -14,39 +14,38 @@ from torch import Tensor
 
 from smc.algorithm.weights import valid
 
-Scheme = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(weights_GM, draws_G, uniforms_GU) -> counts_GM. Needs U >= max(M, draws) uniforms; systematic uses only the first."""
+Scheme = Callable[[Tensor, Tensor, int, Tensor], Tensor]
+"""(weights_GM, draws_G, most, uniforms_GU) -> counts_GM. `most` bounds the draws; U >= max(M, most), systematic uses only the first."""
 
 
-def systematic(weights_GM: Tensor, draws_G: Tensor, uniforms_GU: Tensor) -> Tensor:
+def systematic(weights_GM: Tensor, draws_G: Tensor, most: int, uniforms_GU: Tensor) -> Tensor:
     """One uniform shifts an even grid of n points over the cumulative weights."""
-    grid_GN = torch.arange(int(draws_G.max()), device=weights_GM.device) + uniforms_GU[:, :1]
+    grid_GN = torch.arange(most, device=weights_GM.device) + uniforms_GU[:, :1]
     return _count(weights_GM, grid_GN / draws_G[:, None], draws_G)
 
 
-def stratified(weights_GM: Tensor, draws_G: Tensor, uniforms_GU: Tensor) -> Tensor:
+def stratified(weights_GM: Tensor, draws_G: Tensor, most: int, uniforms_GU: Tensor) -> Tensor:
     """One uniform in each of n equal strata."""
-    n = int(draws_G.max())
-    grid_GN = torch.arange(n, device=weights_GM.device) + uniforms_GU[:, :n]
+    grid_GN = torch.arange(most, device=weights_GM.device) + uniforms_GU[:, :most]
     return _count(weights_GM, grid_GN / draws_G[:, None], draws_G)
 
 
-def multinomial(weights_GM: Tensor, draws_G: Tensor, uniforms_GU: Tensor) -> Tensor:
+def multinomial(weights_GM: Tensor, draws_G: Tensor, most: int, uniforms_GU: Tensor) -> Tensor:
     """n independent draws."""
-    return _count(weights_GM, uniforms_GU[:, : int(draws_G.max())], draws_G)
+    return _count(weights_GM, uniforms_GU[:, :most], draws_G)
 
 
-def residual(weights_GM: Tensor, draws_G: Tensor, uniforms_GU: Tensor) -> Tensor:
+def residual(weights_GM: Tensor, draws_G: Tensor, most: int, uniforms_GU: Tensor) -> Tensor:
     """floor(n w) copies for certain; the rest are independent draws from what is left."""
     expected_GM = weights_GM * draws_G[:, None]
     sure_GM = expected_GM.floor()
     left_G = draws_G - sure_GM.sum(-1).long()
     rest_GM = expected_GM - sure_GM
     rest_GM = rest_GM / rest_GM.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
-    return sure_GM.long() + multinomial(rest_GM, left_G, uniforms_GU)
+    return sure_GM.long() + multinomial(rest_GM, left_G, most, uniforms_GU)
 
 
-def ssp(weights_GM: Tensor, draws_G: Tensor, uniforms_GU: Tensor) -> Tensor:
+def ssp(weights_GM: Tensor, draws_G: Tensor, _most: int, uniforms_GU: Tensor) -> Tensor:
     """Srinivasan sampling process: fractional parts meet in pairs and one of each pair becomes whole. Sequential by nature."""
     expected = (weights_GM * draws_G[:, None]).tolist()
     uniforms = uniforms_GU.tolist()
@@ -83,14 +82,14 @@ SCHEMES: dict[str, Scheme] = {
 }
 
 
-def offspring(schemes: list[str], weights_GM: Tensor, draws_G: Tensor, uniforms_GU: Tensor) -> Tensor:
+def offspring(schemes: list[str], weights_GM: Tensor, draws_G: Tensor, most: int, uniforms_GU: Tensor) -> Tensor:
     """Offspring counts [G, M] where each group names its own scheme. Rows of weights must sum to one."""
     if len(set(schemes)) == 1:
-        return SCHEMES[schemes[0]](weights_GM, draws_G, uniforms_GU)
+        return SCHEMES[schemes[0]](weights_GM, draws_G, most, uniforms_GU)
     counts_GM = torch.zeros_like(weights_GM, dtype=torch.int64)
     for name in set(schemes):
         rows = torch.tensor([g for g, scheme in enumerate(schemes) if scheme == name], device=weights_GM.device)
-        counts_GM[rows] = SCHEMES[name](weights_GM[rows], draws_G[rows], uniforms_GU[rows])
+        counts_GM[rows] = SCHEMES[name](weights_GM[rows], draws_G[rows], most, uniforms_GU[rows])
     return counts_GM
 
 
@@ -101,21 +100,28 @@ def place(counts_GNF: Tensor, size_G: Tensor) -> tuple[Tensor, Tensor]:
     the slots of particles that were not. Padding slots point to themselves, branch 0.
     """
     groups, n, branches = counts_GNF.shape
-    ancestor_GN = torch.arange(n, device=counts_GNF.device).repeat(groups, 1)
-    branch_GN = torch.zeros_like(ancestor_GN)
-    free_GN = counts_GNF.sum(-1) == 0
-    if (size_G != n).any():
-        free_GN &= valid(size_G, n)
-    chosen = torch.arange(counts_GNF.numel(), device=counts_GNF.device).repeat_interleave(counts_GNF.flatten())
-    family, branch = chosen // branches, chosen % branches
-    copy = torch.zeros_like(family, dtype=torch.bool)
-    torch.eq(family[1:], family[:-1], out=copy[1:])
-    first = ~copy
-    branch_GN.view(-1)[family[first]] = branch[first]
-    # Both lists run group by group, and each group has as many free slots as further copies.
-    ancestor_GN[free_GN] = family[copy] % n
-    branch_GN[free_GN] = branch[copy]
-    return ancestor_GN, branch_GN
+    own_GN = torch.arange(n, device=counts_GNF.device).expand(groups, n)
+    free_GN = (counts_GNF.sum(-1) == 0) & valid(size_G, n)
+    # The j-th copy is of the candidate at which the running count passes j.
+    index_GN = torch.searchsorted(counts_GNF.flatten(1).cumsum(-1), own_GN.contiguous(), right=True)
+    index_GN = index_GN.clamp(max=n * branches - 1)
+    family_GN, chosen_GN = index_GN // branches, index_GN % branches
+    drawn_GN = own_GN < size_G[:, None]
+    first_GN = drawn_GN.clone()
+    first_GN[:, 1:] &= family_GN[:, 1:] != family_GN[:, :-1]
+    further_GN = drawn_GN & ~first_GN
+    # Both lists run in order, and there are as many free slots as further copies; what is not meant goes to an extra column.
+    slot_of_rank = _scatter(torch.where(free_GN, free_GN.cumsum(-1) - 1, n), own_GN, n)
+    rank_GN = (further_GN.cumsum(-1) - 1).clamp(min=0)
+    target_GN = torch.where(first_GN, family_GN, torch.where(further_GN, slot_of_rank.gather(1, rank_GN), n))
+    ancestor_GN = torch.where(free_GN, _scatter(target_GN, family_GN, n), own_GN)
+    return ancestor_GN, _scatter(target_GN, chosen_GN, n)
+
+
+def _scatter(index_GN: Tensor, values_GN: Tensor, n: int) -> Tensor:
+    """Values to their indices, [G, n]; index n is dropped; 0 where nothing goes."""
+    out_GN = torch.zeros(len(index_GN), n + 1, dtype=values_GN.dtype, device=values_GN.device)
+    return out_GN.scatter(1, index_GN, values_GN)[:, :n]
 
 
 def _count(weights_GM: Tensor, points_GN: Tensor, draws_G: Tensor) -> Tensor:

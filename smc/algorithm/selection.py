@@ -55,7 +55,7 @@ def lookahead_candidates(logw_GN: Tensor, block_GN: Tensor, next_GNF: Tensor, op
     candidate, itself, with its whole weight.
     """
     branches = next_GNF.shape[-1]
-    alone_F = torch.tensor([0.0] + [-math.inf] * (branches - 1), dtype=torch.float64, device=next_GNF.device)
+    alone_F = torch.where(torch.arange(branches, device=next_GNF.device) == 0, 0.0, -math.inf).double()
     return (logw_GN + block_GN)[..., None] + torch.where(open_GN[..., None], next_GNF - math.log(branches), alone_F)
 
 
@@ -67,29 +67,22 @@ def select(
     A group whose family ESS is below threshold * N draws N of its N * F candidates by its scheme and sets weights to 0;
     any other keeps one branch of each particle, drawn by its share, and lets the particle carry the whole family's weight.
     """
-    groups, n, branches = candidates_GNF.shape
-    candidates_GNF = candidates_GNF.double()
-    mask_GN = valid(size_G, n) if (size_G != n).any() else None
-    if mask_GN is not None:
-        candidates_GNF = torch.where(mask_GN[..., None], candidates_GNF, -torch.inf)
+    _, n, branches = candidates_GNF.shape
+    mask_GN = valid(size_G, n)
+    candidates_GNF = torch.where(mask_GN[..., None], candidates_GNF.double(), -torch.inf)
     family_GN = candidates_GNF.logsumexp(-1)
     weights_GN, log_sum_G = normalise(family_GN)
     ess_G = effective_sample_size(weights_GN)
     collapsed_G = log_sum_G == -torch.inf
     resampled_G = (ess_G < threshold_G * size_G * (1 - EQUAL)) & ~collapsed_G
-
-    ancestor_GN = torch.arange(n, device=family_GN.device).repeat(groups, 1)
-    branch_GN = own_branch(candidates_GNF, branch_uniforms_GN)
-    rows = resampled_G.nonzero().squeeze(-1)
-    if len(rows):
-        weights_GM, _ = normalise(candidates_GNF[rows].flatten(1))
-        names = [schemes[g] for g in rows.tolist()]
-        counts_GM = offspring(names, weights_GM, size_G[rows], uniforms_GU[rows])
-        ancestor_GN[rows], branch_GN[rows] = place(counts_GM.view(-1, n, branches), size_G[rows])
+    # All groups are resampled, and those that need not be keep what they have: no shape depends on a weight.
+    weights_GM, _ = normalise(candidates_GNF.flatten(1))
+    counts_GM = offspring(schemes, weights_GM, size_G, n, uniforms_GU)
+    ancestor_GN, branch_GN = place(counts_GM.view(-1, n, branches), size_G)
+    ancestor_GN = torch.where(resampled_G[:, None], ancestor_GN, torch.arange(n, device=family_GN.device))
+    branch_GN = torch.where(resampled_G[:, None], branch_GN, own_branch(candidates_GNF, branch_uniforms_GN))
     reset_G = resampled_G | collapsed_G
-    logw_GN = family_GN.masked_fill(reset_G[:, None], 0.0)
-    if mask_GN is not None:
-        logw_GN = logw_GN.masked_fill(~mask_GN, -torch.inf)
+    logw_GN = family_GN.masked_fill(reset_G[:, None], 0.0).masked_fill(~mask_GN, -torch.inf)
     log_z_G = log_mean_weight(log_sum_G, size_G).masked_fill(~reset_G, 0.0)
     return Selection(ancestor_GN, branch_GN, logw_GN, log_z_G, ess_G, resampled_G, collapsed_G)
 

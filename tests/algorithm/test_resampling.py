@@ -31,7 +31,7 @@ def normalised(weights: list[int]) -> Tensor:
 
 
 def resample(scheme: str, weights: list[int], draws: int, uniforms: list[float]) -> list[int]:
-    return offspring([scheme], normalised(weights), torch.tensor([draws]), torch.tensor([uniforms], dtype=torch.float64))[0].tolist()
+    return offspring([scheme], normalised(weights), torch.tensor([draws]), draws, torch.tensor([uniforms], dtype=torch.float64))[0].tolist()
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -71,7 +71,7 @@ def test_expected_offspring_is_n_times_the_weight(scheme, weights, draws):
     """Exact: each draw depends on one uniform, and a grid of midpoints integrates an indicator of an interval to 1 / grid."""
     grid = 1024
     uniforms_GU = ((torch.arange(grid, dtype=torch.float64) + 0.5) / grid)[:, None].expand(-1, MOST)
-    counts_GM = offspring([scheme] * grid, normalised(weights).expand(grid, -1), torch.full((grid,), draws), uniforms_GU)
+    counts_GM = offspring([scheme] * grid, normalised(weights).expand(grid, -1), torch.full((grid,), draws), draws, uniforms_GU)
     error_M = counts_GM.double().mean(0) - normalised(weights)[0] * draws
     assert error_M.abs().max() <= draws / grid + 1e-9
 
@@ -92,7 +92,7 @@ def test_expected_offspring_of_ssp_is_n_times_the_weight(weights, draws):
     rows = 8192
     generator = torch.Generator().manual_seed(1)
     uniforms_GU = torch.rand(rows, MOST, dtype=torch.float64, generator=generator)
-    counts_GM = offspring(["ssp"] * rows, normalised(weights).expand(rows, -1), torch.full((rows,), draws), uniforms_GU).double()
+    counts_GM = offspring(["ssp"] * rows, normalised(weights).expand(rows, -1), torch.full((rows,), draws), draws, uniforms_GU).double()
     expected_M = normalised(weights)[0] * draws
     part_M = expected_M - expected_M.floor()
     assert ((counts_GM.mean(0) - expected_M).abs() <= 4.5 * (part_M * (1 - part_M) / rows).sqrt() + 1e-9).all()
@@ -104,7 +104,10 @@ def test_schemes_differ_in_variance_as_the_theory_says():
     generator = torch.Generator().manual_seed(2)
     uniforms_GU = torch.rand(rows, MOST, dtype=torch.float64, generator=generator)
     variance = {
-        name: offspring([name] * rows, normalised(row).expand(rows, -1), torch.full((rows,), draws), uniforms_GU).double().var(0).sum()
+        name: offspring([name] * rows, normalised(row).expand(rows, -1), torch.full((rows,), draws), draws, uniforms_GU)
+        .double()
+        .var(0)
+        .sum()
         for name in SCHEMES
     }
     weights_M = normalised(row)[0]
@@ -127,7 +130,7 @@ def test_groups_in_one_call_equal_each_group_alone(groups):
         weights_GM[g, : len(weights)] = normalised(weights)[0]
     draws_G = torch.tensor([draws for _, draws, _, _ in groups])
     uniforms_GU = torch.tensor([uniforms for *_, uniforms, _ in groups], dtype=torch.float64)
-    together = offspring([scheme for *_, scheme in groups], weights_GM, draws_G, uniforms_GU).tolist()
+    together = offspring([scheme for *_, scheme in groups], weights_GM, draws_G, int(draws_G.max()), uniforms_GU).tolist()
     for counts, (weights, draws, uniforms, scheme) in zip(together, groups):
         assert counts == resample(scheme, weights, draws, uniforms) + [0] * (width - len(weights))
 
