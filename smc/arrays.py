@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 
-def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """A tensor with the array's values; on the CPU it may share its memory."""
+def to_device(array: np.ndarray | Tensor, device: torch.device) -> Tensor:
+    """A tensor with the array's values; on the CPU it may share its memory. A tensor is taken to be there already."""
+    if isinstance(array, Tensor):
+        return array
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor if device.type == "cpu" else tensor.to(device)
 

@@ -38,7 +38,8 @@ class Serving:
         """Raises ServiceLost."""
         try:
             async with asyncio.timeout(self._patience):
-                await self._now.wait()
+                while not self._now.is_set():  # it may be lost again before this task's turn comes
+                    await self._now.wait()
         except TimeoutError as error:
             raise ServiceLost(f"the service did not come back within {self._patience:g} s") from error
 

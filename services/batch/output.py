@@ -11,6 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+FIELDS = ("id", "custom_id", "response", "error")
+BEGINNING = b'{"id": "batch_req_'
+"""Of every line written here: what a torn line of ours is told by."""
 REMEDY = "give another output file, or --overwrite to start anew"
 
 
@@ -32,15 +35,15 @@ class OutputFile:
     def records(self) -> Iterator[dict[str, Any]]:
         """Lines that are there. A torn last one, left by a run that was killed or a full disk, is cut off.
 
-        Raises ValueError for a line before the last that is not one of ours.
+        Raises ValueError for a line that is not one of ours; then the file is as it was.
         """
         end = 0
         for number, raw in enumerate(iter(self._file.readline, b""), 1):
-            record = _parse(raw) if raw.endswith(b"\n") else None
-            if record is None:
-                if self._file.read(1):
-                    raise ValueError(f"{self.path}: line {number} is not an answer of this command; {REMEDY}")
+            if not raw.endswith(b"\n") and raw[: len(BEGINNING)] == BEGINNING[: len(raw)]:
                 break
+            record = _parse(raw)
+            if record is None:
+                raise ValueError(f"{self.path}: line {number} is not an answer of this command; {REMEDY}")
             yield record
             end += len(raw)
         self._file.seek(end)
@@ -75,6 +78,4 @@ def _parse(raw: bytes) -> dict[str, Any] | None:
         record = json.loads(raw)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(record, dict) or not {"custom_id", "response", "error"} <= record.keys():
-        return None
-    return record
+    return record if isinstance(record, dict) and record.keys() == set(FIELDS) else None

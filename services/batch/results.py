@@ -33,9 +33,14 @@ def fingerprint(pair: ServingPair, dtype: str) -> str:
     return "smc_" + _digest([models, settings, pair.context, dtype])
 
 
+def record_id(line: Line) -> str:
+    """Tells whether a record answers this very line."""
+    return f"batch_req_{line.digest}"
+
+
 def answered(line: Line, request: Request, answer: Answer, pair: ServingPair, fingerprint: str, created: int) -> dict[str, Any]:
     """`created`: seconds since the epoch."""
-    name = _digest([line.number, line.custom_id])
+    name = line.digest
     chat = line.url == CHAT
     body = {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{name}",
@@ -52,13 +57,13 @@ def answered(line: Line, request: Request, answer: Answer, pair: ServingPair, fi
         "smc": _smc(request, answer),
     }
     response = {"status_code": 200, "request_id": f"req_{name}", "body": body}
-    return {"id": f"batch_req_{name}", "custom_id": line.custom_id, "response": response, "error": None}
+    return {"id": record_id(line), "custom_id": line.custom_id, "response": response, "error": None}
 
 
 def refused(line: Line, error: Exception) -> dict[str, Any]:
     status = status_of(error)
     return {
-        "id": f"batch_req_{_digest([line.number, line.custom_id])}",
+        "id": record_id(line),
         "custom_id": line.custom_id,
         "response": None,
         "error": {"code": status.cause, "message": f"line {line.number}: {status.message}"},

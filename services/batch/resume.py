@@ -14,6 +14,7 @@ import numpy as np
 from services.batch.lines import Line, parse_line, read_lines
 from services.batch.output import REMEDY, OutputFile
 from services.batch.requests import Requests
+from services.batch.results import record_id
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ def rest(path: Path, done: int) -> Iterator[Line]:
 def _check(line: Line, record: dict[str, Any], name: str, requests: Requests, fingerprint: str) -> None:
     if record["custom_id"] != line.custom_id:
         raise ValueError(f"{name} is of custom_id={record['custom_id']!r}, but line {line.number} has {line.custom_id!r}; {REMEDY}")
+    if record["id"] != record_id(line):
+        raise ValueError(f"{name} does not belong to line {line.number} as it is now; {REMEDY}")
     if record["error"] is not None:
         return
     try:

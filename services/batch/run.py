@@ -87,10 +87,9 @@ class Batch:
 async def _connected(ray_address: str | None) -> AsyncIterator[None]:
     try:
         cluster.connect(ray_address)
-    except SystemExit as error:  # how Ray answers a SIGTERM while it connects
-        raise Stopped(signal.SIGTERM) from error
-    try:
         yield
+    except SystemExit as error:  # how Ray answers a SIGTERM, until we do
+        raise Stopped(signal.SIGTERM) from error
     finally:
         await asyncio.to_thread(ray.shutdown)
 

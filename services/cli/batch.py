@@ -69,5 +69,5 @@ def batch(
     except (GangError, ServiceLost, ConnectionError) as error:
         print_error(f"{error}; the same command goes on from here")
         return 1
-    err.print(f"{tally.summary()}; answers in {output.absolute()}", soft_wrap=True)
+    err.print(f"{tally.summary()}; answers in {output.absolute()}", soft_wrap=True, markup=False)
     return 1 if tally.all_failed else 0

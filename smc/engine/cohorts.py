@@ -17,7 +17,7 @@ class Cohorts:
 
     def __init__(self, rounds: SMCRounds | ResidentRounds, count: int, *, ahead: bool) -> None:
         """`ahead`: a cohort's next round is asked for before what came of the last is read."""
-        self._rounds, self._ahead = rounds, ahead
+        self.rounds, self._ahead = rounds, ahead
         self._members: list[list[Group]] = [[] for _ in range(count)]
         self._flights: list[Flight | None] = [None] * count
 
@@ -25,6 +25,8 @@ class Cohorts:
         """The group takes part from its cohort's next round on."""
         smallest = min(self._members, key=lambda members: sum(len(g.slots) for g in members))
         smallest.append(group)
+        if self._ahead:
+            self.rounds.join(group)
 
     def leave(self, group: Group) -> None:
         """Only between rounds. A group that is in no cohort is ignored."""
@@ -32,6 +34,8 @@ class Cohorts:
         for members in self._members:
             if group in members:
                 members.remove(group)
+                if self._ahead:
+                    self.rounds.pair.leave(group.slots)
 
     def advance(self) -> None:
         """Take every cohort one wait further; one that is alone, to the end of its round."""
@@ -40,14 +44,14 @@ class Cohorts:
             return
         active = [i for i, members in enumerate(self._members) if members]
         for i in active:
-            flight = self._flights[i] or Flight(self._rounds, self._members[i])
+            flight = self._flights[i] or Flight(self.rounds, self._members[i])
             self._flights[i] = None if flight.go_on(to_end=len(active) == 1) else flight
 
     def _advance_ahead(self) -> None:
         flights, self._flights = self._flights, [None] * len(self._flights)
         for i, members in enumerate(self._members):
-            if wanted := [group for group in members if self._rounds.wants(group)]:
-                self._flights[i] = self._rounds.run(wanted)
+            if wanted := [group for group in members if self.rounds.wants(group)]:
+                self._flights[i] = self.rounds.run(wanted)
                 next(self._flights[i])
         for flight in filter(None, flights):
             for _ in flight:

@@ -62,6 +62,9 @@ class Engine:
         self._pair = pair
         self._smc = ResidentRounds(config, self.slots, self._rows, pair) if pair else SMCRounds(config, self.slots, self._rows)
         self._cohorts = Cohorts(self._smc, config.cohorts, ahead=pair is not None)
+        self._plain: dict[str, Cohorts] = {}
+        if pair:
+            self._plain = {s: Cohorts(ResidentRounds(config, self.slots, self._rows, pair.plain[s]), 1, ahead=True) for s in SIDES}
         self._clock = clock
         self._groups: dict[str, Group] = {}
         self._ready: list[Output] = []
@@ -130,6 +133,10 @@ class Engine:
         stats.pages_reserved, stats.pages_total = dict(self.budget.reserved), dict(self.budget.capacity)
         return stats
 
+    def rounds_of(self, method: Method) -> SMCRounds | ResidentRounds:
+        """What advances the groups of a method, for whoever times rounds."""
+        return self._smc if method is Method.SMC else self._plain[METHOD_SIDES[method][0]].rounds
+
     def check_books(self) -> None:
         """When idle, everything must be free again. Raises AssertionError otherwise."""
         assert self.idle and not any(self.budget.reserved.values()), f"pages still reserved: {self.budget.reserved}"
@@ -168,16 +175,18 @@ class Engine:
             prefill_step(groups, self.slots, self._rows, side, self.config.prefill_chunk)
         for group in groups:
             if not group.error and all(done == group.prompt_size for done in group.prefilled.values()):
-                start_answer(group, self.slots, self._rows, fan_out=not (group.is_smc and self._pair))
+                start_answer(group, self.slots, self._rows, fan_out=not self._pair)
                 group.phase = Phase.RUNNING
-                if group.is_smc and not self._complete(group):
-                    if self._pair:
-                        self._smc.join(group)
-                        group.joined = True
-                    self._cohorts.join(group)
+                if (group.is_smc or self._pair) and not self._complete(group):
+                    group.cohorts = self._cohorts if group.is_smc else self._plain[METHOD_SIDES[group.params.method][0]]
+                    group.cohorts.join(group)
 
     def _run_rounds(self) -> None:
         self._cohorts.advance()
+        for cohorts in self._plain.values():
+            cohorts.advance()
+        if self._plain:
+            return
         running = [g for g in self._in(Phase.RUNNING) if not g.is_smc and not self._complete(g)]
         for method, side in ((Method.TARGET, "target"), (Method.DRAFT, "draft")):
             plain = [g for g in running if g.params.method is method]
@@ -251,10 +260,9 @@ class Engine:
         return particle, tokens
 
     def _release(self, group: Group) -> None:
-        self._cohorts.leave(group)
+        if group.cohorts is not None:
+            group.cohorts.leave(group)
         group.gone = True
-        if group.joined:
-            self._pair.leave(group.slots)
         if group.phase is not Phase.QUEUED:
             self._rows.release(group)
             self.slots.give_back(group.slots)

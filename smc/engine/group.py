@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+if TYPE_CHECKING:
+    from smc.engine.cohorts import Cohorts
 from smc.engine.request import FinishReason, Method, Request, Statistics
 from smc.engine.text import StopRules, TextStream
 from smc.laws import LawSpec
@@ -41,8 +44,8 @@ class Group:
     rounds: int = 0
     launched: int = 0
     """Rounds that have been asked for, where that may be more than have been read."""
-    joined: bool = False
-    """Its state is beside the models."""
+    cohorts: Cohorts | None = None
+    """Those that it takes part in."""
     gone: bool = False
     """Ended; its slots are somebody else's."""
     in_flight: bool = False

@@ -5,6 +5,7 @@ Axes: A slots of a population, G groups, M places of a group, Q tokens of a bloc
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -15,20 +16,26 @@ from smc.engine.kvrows import KVRows
 from smc.engine.rounds import BRANCH_POSITION
 from smc.engine.slots import Slots
 from smc.engine.stats import EngineStats
-from smc.laws import LawSpec
 from smc.philox import Purpose, uniforms
-from smc.resident.pair import LocalPair, Start
+from smc.resident.pair import LocalPair, LocalPlain, Start
 from smc.resident.plan import RoundPlan, RoundResult
+from smc.resident.stages import Reading
 
 
 class ResidentRounds:
     """Advances SMC groups, `ahead` rounds before it has read what came of the last."""
 
-    def __init__(self, config: EngineConfig, slots: Slots, rows: KVRows, pair: LocalPair) -> None:
+    def __init__(self, config: EngineConfig, slots: Slots, rows: KVRows, pair: LocalPair | LocalPlain) -> None:
+        """With a `LocalPlain`, groups are decoded by its model alone."""
         self.config, self.slots, self.rows, self.pair = config, slots, rows, pair
-        self.branches = config.branches
         self.stats = EngineStats()
-        self._stride = config.block if config.lookahead else config.block + 1
+        self._plain = isinstance(pair, LocalPlain)
+        self._drafts_ahead = config.lookahead and not self._plain
+        self._stride = config.block if config.lookahead or self._plain else config.block + 1
+        self.last: Reading | None = None
+        """The round that was read last, for whoever times rounds."""
+        self.queued = 0.0
+        """Seconds spent planning and queueing rounds."""
 
     def join(self, group: Group) -> None:
         """The group's particles have their first tokens."""
@@ -48,45 +55,52 @@ class ResidentRounds:
 
     def wants(self, group: Group) -> bool:
         """Whether another round can bring anything, as far as is known before the last one has been read."""
-        grown = 1 + self._stride * (group.launched - (1 if self.config.lookahead else 0))
+        grown = 1 + self._stride * (group.launched - (1 if self._drafts_ahead else 0))
         return group.launched == 0 or grown < group.params.max_tokens
 
     def run(self, groups: list[Group]) -> Iterator[None]:
         """One round; yields when it has been asked for."""
+        begin = time.perf_counter()
         population = Population(groups)
         for group in groups:
             group.launched += 1
         plan = self._plan(population)
         pending = self.pair.round(plan)
+        self.queued += time.perf_counter() - begin
         yield
         self._record(population, plan, pending.result())
+        self.last = pending
 
     def _plan(self, population: Population) -> RoundPlan:
         groups, places = population.groups, int(population.sizes_G.max())
         round_G = np.array([g.launched for g in groups], dtype=np.int64)
         length_G = 1 + self._stride * (round_G - 1)
         prompt_G = np.array([g.prompt_size for g in groups], dtype=np.int64)
-        one_A = population.particle_A == 0
-        count = 1 if set(population.schemes) == {"systematic"} else places * self.branches
+        count = 1 if set(population.schemes) == {"systematic"} else places * self.config.branches
         positions = np.concatenate((np.arange(count), BRANCH_POSITION + np.arange(places)))
         uniforms_GU = uniforms(population.seed_G, round_G, positions, Purpose.SELECTION)
         slots_A = population.slots_A
-        lengths_A = self.slots.length_S[slots_A]
-        # Every particle holds these positions on both sides, and what the host knows of an earlier round stays true.
-        held_G = prompt_G + np.minimum([g.committed for g in groups], np.minimum.reduceat(lengths_A, population.starts_G) - 1)
+        # What the host knows of an earlier round stays true: all particles to come are copies of these.
+        shortest_G = np.minimum.reduceat(self.slots.length_S[slots_A], population.starts_G) - 1
+        begun_G = np.where(round_G == 1, 0, length_G - self.config.block) if self._drafts_ahead else length_G - 1
+        shared_G = prompt_G + np.minimum.reduce(([g.committed for g in groups], shortest_G, begun_G))
+        spread = np.arange(len(groups)).repeat(places)
+        room_G = np.maximum(np.array([g.params.max_tokens for g in groups]) - length_G, 0)
+        of_A = population.starts_G[spread]
         return RoundPlan(
-            slots_GM=population.grid(slots_A, self.config.max_slots),
+            schemes=tuple(population.schemes),
+            target_law=population.target_law.take(of_A),
+            draft_law=population.draft_law.take(of_A),
+            slots_A=population.grid(slots_A, self.config.max_slots).astype(np.int64).ravel(),
+            particle_A=np.tile(np.arange(places), len(groups)),
+            seed_A=population.seed_G[spread],
+            round_A=round_G[spread],
+            position_A=(prompt_G + length_G - 1)[spread],
+            room_A=room_G[spread],
+            alpha_A=population.alpha_A[of_A],
             size_G=population.sizes_G,
-            seed_G=population.seed_G,
-            round_G=round_G,
-            position_G=prompt_G + length_G - 1,
-            room_G=np.maximum(np.array([g.params.max_tokens for g in groups]) - length_G, 0),
-            shared_G={"draft": held_G, "target": held_G},
+            shared_G=shared_G.astype(np.int32),
             threshold_G=population.threshold_G,
-            alpha_G=population.alpha_A[one_A],
-            target_law=_law_of(population.target_law, one_A),
-            draft_law=_law_of(population.draft_law, one_A),
-            schemes=list(population.schemes),
             uniforms_GU=uniforms_GU[:, :count],
             branch_uniforms_GM=uniforms_GU[:, count:],
         )
@@ -110,7 +124,7 @@ class ResidentRounds:
             self._write(slots.logp_SL, slots_A, slots.block_S[slots_A] + 1, result.logp_AQ[chosen_A, :-1])
         slots.length_S[slots_A] = before_A + count_A
         last_A = slots.length_S[slots_A] - 1
-        slots.block_S[slots_A] = np.minimum(before_A, last_A) if self.config.lookahead else last_A
+        slots.block_S[slots_A] = np.minimum(before_A, last_A) if self._drafts_ahead else last_A
         if population.wants_logp:
             known_A = ~np.isnan(result.first_logp_A[place_A])
             known = slots_A[known_A]
@@ -119,6 +133,12 @@ class ResidentRounds:
         slots.logw_S[slots_A] = result.logw_A[place_A]
         self.rows.commit_tokens(population)
         self._count(population, index_G, result)
+
+    def _work(self) -> dict[str, int]:
+        """Tokens that each model runs for a particle in a round."""
+        if self._plain:
+            return {self.pair.side: self.config.block}
+        return {"draft": self.config.branches * self.config.block, "target": self._stride}
 
     def _write(self, array_SL: np.ndarray, slots_A: np.ndarray, first_A: np.ndarray, values_AQ: np.ndarray) -> None:
         """Values from `first` on. What does not exist is written too, and overwritten by what does."""
@@ -135,8 +155,8 @@ class ResidentRounds:
             tally.collapses += int(result.collapsed_G[g])
             tally.ess_sum += ess
             tally.ess_min = min(tally.ess_min, ess)
-            tally.count_tokens("draft", len(group.slots) * self.branches * self.config.block)
-            tally.count_tokens("target", len(group.slots) * self._stride)
+            for side, tokens in self._work().items():
+                tally.count_tokens(side, len(group.slots) * tokens)
             for side, nan_G in (("draft", result.draft_nan_G), ("target", result.target_nan_G)):
                 if nan_G[g]:
                     group.error = group.error or f"the {side} model returned NaN logits: its weights or its numeric type are at fault"
@@ -144,8 +164,3 @@ class ResidentRounds:
             self.stats.committed_lags.append(group.lag)
         self.stats.resamples += int(result.resampled_G[index_G].sum())
         self.stats.collapses += int(result.collapsed_G[index_G].sum())
-
-
-def _law_of(law: LawSpec, one_A: np.ndarray) -> LawSpec:
-    """One spec per group from one per slot."""
-    return law.take(np.flatnonzero(one_A))

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from smc.laws import LawSpec
+
+ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -33,43 +36,97 @@ class Joining:
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """One round of G groups: everything about it that does not depend on what a model says."""
+    """One round of G groups: everything about it that does not depend on what a model says. Arrays, or tensors where the model is."""
 
-    slots_GM: np.ndarray
-    """int32; the dummy slot (number `slots`) where a group has fewer particles."""
-    size_G: np.ndarray
-    """int64 particles."""
-    seed_G: np.ndarray
-    """int64."""
-    round_G: np.ndarray
-    """int64, from 1."""
-    position_G: np.ndarray
-    """int64 position of the last answer token of every open particle."""
-    room_G: np.ndarray
-    """int64 tokens by which an answer may still grow."""
-    shared_G: dict[str, np.ndarray]
-    """int64, by side: leading positions at which all particles have the same tokens."""
-    threshold_G: np.ndarray
-    """float64 share of N below which the effective sample size leads to resampling."""
-    alpha_G: np.ndarray
-    """float64."""
-    target_law: LawSpec
+    schemes: tuple[str, ...]
     """Per group."""
+    target_law: LawSpec
+    """Per place."""
     draft_law: LawSpec
-    schemes: list[str]
-    uniforms_GU: np.ndarray
+    slots_A: np.ndarray | Tensor
+    """int64; the dummy slot (number `slots`) where a group has fewer particles."""
+    particle_A: np.ndarray | Tensor
+    """int64 number of the particle in its group."""
+    seed_A: np.ndarray | Tensor
+    """int64."""
+    round_A: np.ndarray | Tensor
+    """int64, from 1."""
+    position_A: np.ndarray | Tensor
+    """int64 position of the last answer token of open particles."""
+    room_A: np.ndarray | Tensor
+    """int64 tokens by which an answer may still grow."""
+    alpha_A: np.ndarray | Tensor
+    """float64."""
+    size_G: np.ndarray | Tensor
+    """int64 particles."""
+    shared_G: np.ndarray | Tensor
+    """int32 leading positions at which all particles of a group have the same tokens, on both sides."""
+    threshold_G: np.ndarray | Tensor
+    """float64 share of N below which the effective sample size leads to resampling."""
+    uniforms_GU: np.ndarray | Tensor
     """float64, for resampling."""
-    branch_uniforms_GM: np.ndarray
+    branch_uniforms_GM: np.ndarray | Tensor
     """float64, for picking branches."""
 
     @property
     def shape_GM(self) -> tuple[int, int]:
-        return self.slots_GM.shape
+        return tuple(self.branch_uniforms_GM.shape)
+
+    @property
+    def key(self) -> tuple:
+        """Rounds of the same key run the same operations on the same shapes."""
+        laws = (self.target_law.active, self.draft_law.active)
+        return (*self.shape_GM, self.uniforms_GU.shape[1], self.schemes if len(set(self.schemes)) > 1 else self.schemes[:1], *laws)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """All arrays, by name."""
+        own = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+        laws = {f"{side}.{name}": value for side in ("target_law", "draft_law") for name, value in vars(getattr(self, side)).items()}
+        return own | {name: value for name, value in laws.items() if isinstance(value, np.ndarray)}
+
+    def with_arrays(self, tensors: dict[str, Tensor]) -> RoundPlan:
+        """The same plan over tensors of the same names."""
+        laws = {}
+        for side in ("target_law", "draft_law"):
+            mine = {name.split(".")[1]: tensor for name, tensor in tensors.items() if name.startswith(side)}
+            laws[side] = LawSpec(**mine, active=getattr(self, side).active)
+        own = {name: tensor for name, tensor in tensors.items() if "." not in name}
+        return RoundPlan(schemes=self.schemes, **laws, **own)
+
+
+class PlanBuffer:
+    """A plan's arrays in one piece of memory, so that one copy brings them to a device; for plans of one key."""
+
+    def __init__(self, plan: RoundPlan, device: torch.device) -> None:
+        arrays, offset, self._places = plan.arrays(), 0, {}
+        for name, array in arrays.items():
+            self._places[name] = (offset, array.nbytes)
+            offset += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+        # A few in turn: the next plan is written while the last is still on its way.
+        pinned = device.type == "cuda"
+        self._hosts = [torch.zeros(offset, dtype=torch.uint8, pin_memory=pinned) for _ in range(4 if pinned else 1)]
+        self._turn = 0
+        self._there = torch.zeros(offset, dtype=torch.uint8, device=device)
+        self.plan = plan.with_arrays({name: self._view(self._there, name, array) for name, array in arrays.items()})
+        """Over the device's memory: always the same tensors."""
+
+    def load(self, plan: RoundPlan) -> RoundPlan:
+        """Bring another plan of the same key to the device."""
+        host = self._hosts[self._turn]
+        self._turn = (self._turn + 1) % len(self._hosts)
+        for name, array in plan.arrays().items():
+            self._view(host, name, array).numpy()[...] = array
+        self._there.copy_(host, non_blocking=True)
+        return self.plan
+
+    def _view(self, memory: Tensor, name: str, like: np.ndarray) -> Tensor:
+        begin, size = self._places[name]
+        return memory[begin : begin + size].view(torch.from_numpy(like[:0]).dtype).view(like.shape)
 
 
 @dataclass(frozen=True)
 class Drafted:
-    """What the draft sends the target."""
+    """What the draft sends the target: first tokens, later all."""
 
     tokens_AFK: Tensor
     """int64."""
@@ -86,29 +143,29 @@ class Choice:
     branch_A: Tensor
     """int64."""
     bonus_A: Tensor
-    """int64 token (lockstep)."""
+    """int64 token (lockstep), by place before the choice."""
 
 
 @dataclass(frozen=True)
 class RoundResult:
-    """What the host learns of a round. By place, after the choice, unless said otherwise."""
+    """What the host learns of a round. By place, after the choice, unless said otherwise. Tensors where the model is."""
 
-    ancestor_A: np.ndarray
-    grown_AQ: np.ndarray
+    ancestor_A: np.ndarray | Tensor
+    grown_AQ: np.ndarray | Tensor
     """Tokens that came after those of the ancestor."""
-    count_A: np.ndarray
+    count_A: np.ndarray | Tensor
     """How many of them exist."""
-    ended_A: np.ndarray
-    logw_A: np.ndarray
+    ended_A: np.ndarray | Tensor
+    logw_A: np.ndarray | Tensor
     """float64."""
-    logp_AQ: np.ndarray
+    logp_AQ: np.ndarray | Tensor
     """float32, by place before the choice: log p of the tokens after the first of the block that was scored."""
-    first_logp_A: np.ndarray
+    first_logp_A: np.ndarray | Tensor
     """float32 log p of the token that follows the scored block; NaN where none does."""
-    log_z_G: np.ndarray
-    ess_G: np.ndarray
-    resampled_G: np.ndarray
-    collapsed_G: np.ndarray
-    draft_nan_G: np.ndarray
+    log_z_G: np.ndarray | Tensor
+    ess_G: np.ndarray | Tensor
+    resampled_G: np.ndarray | Tensor
+    collapsed_G: np.ndarray | Tensor
+    draft_nan_G: np.ndarray | Tensor
     """bool: the draft returned NaN among tokens that exist."""
-    target_nan_G: np.ndarray
+    target_nan_G: np.ndarray | Tensor

@@ -48,7 +48,6 @@ class SlotState:
         """Positions below `end` of the slots become those of `source` (rows of a table); the rest stays what it was."""
         self.table_SL[slots_A] = torch.where(self.column_L < end_A[:, None], source_AL, self.table_SL[slots_A])
 
-
-def spread(values_G: Tensor, places: int) -> Tensor:
-    """[G] -> [A]: one value per group to each of its places."""
-    return values_G.repeat_interleave(places)
+    def keep_dummy(self) -> None:
+        """Padding has written to the dummy slot like any other; it must stay ended, and hold nothing."""
+        self.ended_S[self.dummy :].fill_(True)  # a fill, not an assignment, which would copy from the host

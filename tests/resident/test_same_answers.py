@@ -65,3 +65,11 @@ def test_many_requests_at_once(config, cohorts):
     expected, found = answers(local_engine(tiny_pair(), config), asked), resident(config, asked)
     for request_id, one in expected.items():
         assert_same(one, found[request_id])
+
+
+@pytest.mark.parametrize("method", ["target", "draft"])
+def test_plain_decoding(method):
+    config = EngineConfig(block=4)
+    for seed in range(10):
+        params = {"seed": seed, "method": method, "max_tokens": 1 + 3 * seed, "logprobs": method == "target"}
+        assert_same(answer(tiny_pair(), config, **params), resident(config, [request(**params)])["r"])

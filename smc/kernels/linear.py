@@ -1,0 +1,194 @@
+"""y = x W^T for the few rows of a decoding step, at the speed at which weights stream from memory.
+
+The weight tile is the long side of the tensor cores' product (M = outputs, N = tokens), so 8 tokens cost little more than the
+loads. Small matrices are cut along K as well (split-K) to occupy every multiprocessor; the fp32 partials [S, T, N] are summed in
+a fixed order by whoever reads them (`smc.kernels.norm`, or `reduce` here), without atomics: the same bits every time.
+Nothing reads the host, and grids follow from shapes alone. With `pdl` the launch may begin before its predecessor ends: it
+prefetches its weights into the L2 cache, then waits before the first read of x.
+
+Axes: T tokens, K inputs, N outputs, I inner features, S splits of K.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from smc.kernels.norm import launch_options
+
+_PROGRAMS = 120
+"""Fewest programs that occupy an H200's 132 multiprocessors well enough."""
+
+
+PREFETCH_BYTES = 16 << 20
+"""Of a weight, asked for while the kernel before is still at work: what HBM brings in a few microseconds, well within the L2 cache."""
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a product is cut and pipelined."""
+
+    block_n: int
+    """Outputs a program; 64 or more for Hopper's matrix instructions."""
+    block_k: int
+    """Inputs a step; divides K."""
+    splits: int
+    """Parts of K."""
+    warps: int
+    stages: int
+    """Steps whose loads are in flight or in use."""
+
+
+def choose(tokens: int, outputs: int, inputs: int, gated: bool = False) -> Tiling:
+    """Tiling for [tokens, inputs] x [outputs, inputs]^T: the fewest splits that make enough equal programs."""
+    block_n = 128 if outputs >= 64 * 1024 or (gated and outputs >= 24 * 1024) else 64
+    block_k = next(size for size in (128, 64, 32, 16) if inputs % size == 0 and size * block_n <= 8192)
+    tiles, steps = triton.cdiv(outputs, block_n), inputs // block_k
+    possible = [splits for splits in range(1, 17) if steps % splits == 0]
+    splits = 1 if gated else next((splits for splits in possible if tiles * splits >= _PROGRAMS), possible[-1])
+    stage_bytes = 2 * block_k * (block_n + _token_block(tokens))
+    # Two programs share a multiprocessor's 227 KiB.
+    return Tiling(block_n, block_k, splits, warps=4, stages=max(2, min(6, 110 * 1024 // stage_bytes)))
+
+
+def linear(
+    x_TK: Tensor,
+    weight_NK: Tensor,
+    splits: int | None = None,
+    bias_N: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    pdl: bool = False,
+    **tunables: int,
+) -> Tensor:
+    """x W^T (+ bias): partials [S, T, N] in float32, or with one split the result [T, N] in `dtype` (default: that of x).
+
+    `splits` and `tunables` (fields of `Tiling`) override `choose`.
+    """
+    tiling = _tiling(x_TK, weight_NK, splits, tunables, gated=False)
+    tokens, outputs = len(x_TK), len(weight_NK)
+    whole = tiling.splits == 1
+    out = x_TK.new_empty(
+        (tokens, outputs) if whole else (tiling.splits, tokens, outputs), dtype=(dtype or x_TK.dtype) if whole else torch.float32
+    )
+    grid = (triton.cdiv(outputs, tiling.block_n), tiling.splits)
+    bias = weight_NK if bias_N is None else bias_N
+    _launch(grid, x_TK, weight_NK, bias, out, outputs, tiling, HAS_BIAS=bias_N is not None, GATED=False, PDL=pdl)
+    return out
+
+
+def gate_up_silu(x_TK: Tensor, weight: Tensor, pdl: bool = False, **tunables: int) -> Tensor:
+    """silu(x G^T) * (x U^T) [T, I] in x's type; `weight` [2I, K] holds G, then U. A program computes matching rows of both."""
+    tiling = _tiling(x_TK, weight, 1, tunables, gated=True)
+    inner = weight.shape[0] // 2
+    out_TI = x_TK.new_empty((x_TK.shape[0], inner))
+    grid = (triton.cdiv(inner, tiling.block_n // 2), 1)
+    _launch(grid, x_TK, weight, weight, out_TI, inner, tiling, HAS_BIAS=False, GATED=True, PDL=pdl)
+    return out_TI
+
+
+def reduce(parts_STN: Tensor, dtype: torch.dtype = torch.bfloat16, block: int = 512, warps: int = 2, pdl: bool = False) -> Tensor:
+    """Sum of partials in their order, [T, N]."""
+    splits, tokens, outputs = parts_STN.shape
+    out_TN = parts_STN.new_empty((tokens, outputs), dtype=dtype)
+    size = tokens * outputs
+    _reduce[(triton.cdiv(size, block),)](
+        parts_STN, out_TN, size, SPLITS=splits, BLOCK=block, PDL=pdl, num_warps=warps, **launch_options(pdl)
+    )
+    return out_TN
+
+
+def _token_block(tokens: int) -> int:
+    return max(16, triton.next_power_of_2(tokens))
+
+
+def _tiling(x_TK: Tensor, weight_NK: Tensor, splits: int | None, tunables: dict[str, int], gated: bool) -> Tiling:
+    (tokens, inputs), outputs = x_TK.shape, weight_NK.shape[0]
+    tiling = replace(choose(tokens, outputs, inputs, gated), **tunables, **({} if splits is None else {"splits": splits}))
+    if weight_NK.shape[1] != inputs or not weight_NK.is_contiguous() or x_TK.stride(1) != 1:
+        raise ValueError(f"needs x [T, K] and a contiguous weight [N, K]; got {x_TK.shape=}, {weight_NK.shape=}, {weight_NK.stride()=}")
+    if inputs % (tiling.block_k * tiling.splits) or (gated and tiling.splits != 1):
+        raise ValueError(f"block_k * splits must divide K={inputs}, and a gated product has one split; got {tiling}")
+    return tiling
+
+
+def _launch(grid: tuple, x_TK: Tensor, weight: Tensor, bias: Tensor, out: Tensor, outputs: int, tiling: Tiling, **flags: bool) -> None:
+    tokens, inputs = x_TK.shape
+    width = inputs // tiling.splits
+    ahead = min(width, max(1024, PREFETCH_BYTES // (grid[0] * grid[1] * tiling.block_n * weight.element_size()) // 1024 * 1024))
+    _linear[grid](
+        x_TK, weight, bias, out, tokens, outputs, inputs, x_TK.stride(0), STEPS=inputs // tiling.block_k // tiling.splits,
+        BLOCK_T=_token_block(tokens), BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k, STAGES=tiling.stages, AHEAD=ahead, **flags,
+        num_warps=tiling.warps, num_stages=tiling.stages, **launch_options(flags["PDL"]),
+    )  # fmt: skip
+
+
+@triton.jit
+def _prefetch(weight, n, start, inputs, WIDTH: tl.constexpr):
+    """Ask for the beginning of a program's part of the weight, [BLOCK_N, WIDTH], line by line of 128 bytes (64 bf16)."""
+    line = tl.arange(0, 16) * 64
+    for k in range(0, WIDTH, 1024):
+        at = weight + n[:, None].to(tl.int64) * inputs + start + tl.minimum(k + line, WIDTH - 1)[None, :]
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+        )  # fmt: skip
+
+
+@triton.jit
+def _linear(
+    x, weight, bias, out, tokens, outputs, inputs, stride_x, STEPS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """One tile of outputs over one part of K. Gated: half a tile of gate rows and the same half of up rows, `outputs` apart."""
+    tile, split = tl.program_id(0), tl.program_id(1)
+    row, t, k = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)
+    HALF: tl.constexpr = BLOCK_N // 2
+    if GATED:
+        # Rows past the end repeat the last one; their results are not stored.
+        n = tl.minimum(tile * HALF + row % HALF, outputs - 1) + tl.where(row < HALF, 0, outputs)
+    else:
+        n = tl.minimum(tile * BLOCK_N + row, outputs - 1)
+    start = split * (STEPS * BLOCK_K)
+    if PDL:
+        _prefetch(weight, n, start, inputs, AHEAD)
+        # In this order: a kernel that has not begun to work keeps those after the next from taking its place.
+        gdc_wait()
+        gdc_launch_dependents()
+    weight_at = weight + n[:, None].to(tl.int64) * inputs + (start + k)[None, :]
+    x_at = x + t[:, None] * stride_x + (start + k)[None, :]
+    sum_NT = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    for _ in tl.range(0, STEPS, num_stages=STAGES):
+        weight_NK = tl.load(weight_at, eviction_policy="evict_first")
+        x_TK = tl.load(x_at, mask=(t < tokens)[:, None], other=0.0, eviction_policy="evict_last")
+        sum_NT = tl.dot(weight_NK, tl.trans(x_TK), sum_NT)
+        weight_at += BLOCK_K
+        x_at += BLOCK_K
+    if GATED:
+        gate_NT, up_NT = tl.split(tl.permute(tl.reshape(sum_NT, (2, HALF, BLOCK_T)), (1, 2, 0)))
+        out_NT = gate_NT * tl.sigmoid(gate_NT) * up_NT
+        n = tile * HALF + tl.arange(0, HALF)
+    else:
+        out_NT = sum_NT
+        n = tile * BLOCK_N + row
+        if HAS_BIAS:
+            shift_N = tl.load(bias + n, mask=(n < outputs) & (split == 0), other=0.0).to(tl.float32)
+            out_NT += shift_N[:, None]
+    out_at = out + (split * tokens + t)[:, None].to(tl.int64) * outputs + n[None, :]
+    tl.store(out_at, tl.trans(out_NT).to(out.dtype.element_ty), mask=(t < tokens)[:, None] & (n < outputs)[None, :])
+
+
+@triton.jit
+def _reduce(parts, out, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load(parts + at, mask=at < size, other=0.0)
+    for s in tl.static_range(1, SPLITS):
+        total += tl.load(parts + s * size + at, mask=at < size, other=0.0)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=at < size)

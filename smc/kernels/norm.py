@@ -1,0 +1,104 @@
+"""The element-wise steps between a layer's matrix products: residual add with RMSNorm, and the gated activation.
+
+Both take a product's result whole or as fp32 split-K partials, which are summed in their order: the same bits every time.
+Nothing reads the host, and grids follow from shapes alone. `pdl` marks a launch that may begin before its predecessor ends
+(programmatic dependent launch); it waits for it before its first read.
+
+Axes: T tokens, E features, I inner features, S splits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+def add_norm(
+    x_TE: Tensor, parts: Tensor | None, weight_E: Tensor, eps: float, out_TE: Tensor | None = None, warps: int = 8, pdl: bool = False
+) -> Tensor:
+    """x += sum of parts, in place; returns RMSNorm(x) * weight [T, E] in the weight's type (fp32 arithmetic).
+
+    `parts` is None, one tensor [T, E] or partials [S, T, E]. The norm is that of x as stored, rounded to its type.
+    """
+    (tokens, features), splits = x_TE.shape, _splits(parts)
+    out_TE = torch.empty_like(x_TE, dtype=weight_E.dtype) if out_TE is None else out_TE
+    _require(x_TE, out_TE, weight_E, *([] if parts is None else [parts]))
+    block = triton.next_power_of_2(features)
+    _add_norm[(tokens,)](
+        x_TE, x_TE if parts is None else parts, weight_E, out_TE, features, eps, SPLITS=splits, BLOCK=block, PDL=pdl, num_warps=warps,
+        **launch_options(pdl)
+    )  # fmt: skip
+    return out_TE
+
+
+def silu_mul(
+    gate_up: Tensor, dtype: torch.dtype | None = None, out_TI: Tensor | None = None, block: int = 1024, warps: int = 4, pdl: bool = False
+) -> Tensor:
+    """silu(gate) * up [T, I]; `gate_up` is [T, 2I] or partials [S, T, 2I], gate first. Type: `dtype`, or that of `gate_up`."""
+    tokens, inner = gate_up.shape[-2], gate_up.shape[-1] // 2
+    out_TI = gate_up.new_empty((tokens, inner), dtype=dtype) if out_TI is None else out_TI
+    _require(gate_up, out_TI)
+    block = min(block, triton.next_power_of_2(inner))
+    grid = (triton.cdiv(inner, block), tokens)
+    _silu_mul[grid](gate_up, out_TI, inner, SPLITS=_splits(gate_up), BLOCK=block, PDL=pdl, num_warps=warps, **launch_options(pdl))
+    return out_TI
+
+
+def launch_options(pdl: bool) -> dict[str, bool]:
+    """Launch keywords; without PDL none, so that the interpreter and older drivers see nothing new."""
+    return {"launch_pdl": True} if pdl else {}
+
+
+def _splits(parts: Tensor | None) -> int:
+    """Tensors of [T, E] that make up `parts`."""
+    return 0 if parts is None else 1 if parts.dim() == 2 else parts.shape[0]
+
+
+def _require(*tensors: Tensor) -> None:
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        raise ValueError(f"needs contiguous tensors, got strides {[tensor.stride() for tensor in tensors]}")
+
+
+@triton.jit
+def _sum_parts(parts, stride, mask, SPLITS: tl.constexpr):
+    """Sum in fp32 of `SPLITS` arrays that lie `stride` apart, first to last."""
+    total = tl.load(parts, mask=mask, other=0.0).to(tl.float32)
+    for s in tl.static_range(1, SPLITS):
+        total += tl.load(parts + s * stride, mask=mask, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
+def _add_norm(
+    x, parts, weight, out, features, eps, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    feature = tl.arange(0, BLOCK)
+    inside = feature < features
+    # Weights are nobody's output: they may be read before the wait.
+    scale = tl.load(weight + feature, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    at = tl.program_id(0) * features + feature
+    hidden = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if SPLITS > 0:
+        summed = (hidden + _sum_parts(parts + at, tl.num_programs(0) * features, inside, SPLITS)).to(x.dtype.element_ty)
+        tl.store(x + at, summed, mask=inside)
+        hidden = summed.to(tl.float32)
+    inverse = 1.0 / tl.sqrt(tl.sum(hidden * hidden, 0) / features + eps)
+    tl.store(out + at, (hidden * inverse * scale).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _silu_mul(gate_up, out, inner, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    token, feature = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside, stride = feature < inner, tl.num_programs(1) * 2 * inner
+    at = gate_up + token * 2 * inner + feature
+    gate, up = _sum_parts(at, stride, inside, SPLITS), _sum_parts(at + inner, stride, inside, SPLITS)
+    tl.store(out + token * inner + feature, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,242 @@
+"""Draws from softmax(logits / temperature), and log-probabilities of given tokens, in one pass over the vocabulary.
+
+`draw` makes the variates of `smc.philox` on the device, bit for bit, and runs the exponential race of `smc.laws.draw` beside the
+softmax's running sums: logits are read once, and no [R, V] array is written. Truncated laws (top-k, top-p, min-p) are not known here.
+Nothing reads the host, and grids follow from shapes alone: both functions can be captured in a CUDA graph.
+
+Axes: R rows, V columns, D draws a row, S splits of the vocabulary, T scored rows, F extra tokens a row.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def draw(
+    logits_RV: Tensor,
+    vocab: int,
+    temperature_R: Tensor,
+    seed_R: Tensor,
+    round_R: Tensor,
+    stream_RD: Tensor,
+    position_R: Tensor,
+    purpose: int,
+    block: int | None = None,
+    warps: int = 8,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens [R, D] int32, their log-probability [R, D] and the rows' logsumexp(logits / temperature) [R], float32.
+
+    Draw d of a row is keyed by (seed, round, stream[d], position, purpose), integers as in `smc.philox.words`. Only the first
+    `vocab` columns count; the row stride is free. Temperature 0 is greedy (log-probability 0, logsumexp at temperature 1).
+    A row with NaN gives NaN, and token 0.
+    """
+    (rows, draws), block = stream_RD.shape, block or min(4096, triton.next_power_of_2(vocab))
+    splits = triton.cdiv(vocab, block)
+    _require_rows(logits_RV, vocab)
+    keys = (seed_R.contiguous(), round_R.contiguous(), stream_RD.contiguous(), position_R.contiguous())
+    sums_2RS = logits_RV.new_empty((2, rows, splits), dtype=torch.float32)
+    key_RSD = logits_RV.new_empty((rows, splits, draws), dtype=torch.float32)
+    token_RSD = logits_RV.new_empty((rows, splits, draws), dtype=torch.int32)
+    token_RD, logq_RD, lse_R = torch.empty_like(token_RSD[:, 0]), torch.empty_like(key_RSD[:, 0]), torch.empty_like(sums_2RS[0, :, 0])
+    law = (logits_RV, logits_RV.stride(0), temperature_R)
+    # Without fused multiply-adds the variates are those of `smc.philox.exponentials` to the last bit before the logarithm.
+    options = {"num_warps": warps, "enable_fp_fusion": False}
+    shape = {"DRAWS": draws, "DRAW_BLOCK": triton.next_power_of_2(draws), "BLOCK": block}
+    _race[(splits, rows)](*law, vocab, *keys, *sums_2RS, key_RSD, token_RSD, PURPOSE=int(purpose), **shape, **options)
+    _finish_race[(rows,)](
+        *law, *sums_2RS, key_RSD, token_RSD, token_RD, logq_RD, lse_R, splits, draws, BLOCK=triton.next_power_of_2(splits), num_warps=1
+    )
+    return token_RD, logq_RD, lse_R
+
+
+def score(
+    logits_TV: Tensor,
+    vocab: int,
+    temperature_T: Tensor,
+    label_T: Tensor,
+    extra_TF: Tensor | None = None,
+    block: int | None = None,
+    warps: int = 8,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability of one label a row [T], and of F further tokens [T, F], under softmax(logits / temperature); float32.
+
+    A token of -1 (none) scores 0. Temperature 0 is greedy: 0 for the largest logit, -inf for any other. A row with NaN gives NaN.
+    """
+    rows, block = len(label_T), block or min(8192, triton.next_power_of_2(vocab))
+    splits = triton.cdiv(vocab, block)
+    _require_rows(logits_TV, vocab)
+    sums_2TS = logits_TV.new_empty((2, rows, splits), dtype=torch.float32)
+    top_TS = logits_TV.new_empty((rows, splits), dtype=torch.int32)
+    logp_T = logits_TV.new_empty(rows, dtype=torch.float32)
+    extra = 0 if extra_TF is None else extra_TF.shape[1]
+    extra_logp_TF = logits_TV.new_empty((rows, extra), dtype=torch.float32) if extra else logp_T
+    asked_TF = extra_TF.contiguous() if extra else label_T
+    law = (logits_TV, logits_TV.stride(0), temperature_T)
+    _sum[(splits, rows)](*law, vocab, *sums_2TS, top_TS, BLOCK=block, num_warps=warps)
+    blocks = {"BLOCK": triton.next_power_of_2(splits), "EXTRA_BLOCK": triton.next_power_of_2(extra) if extra else 0}
+    _finish_sum[(rows,)](*law, *sums_2TS, top_TS, label_T, asked_TF, logp_T, extra_logp_TF, splits, extra, **blocks, num_warps=1)
+    return logp_T, extra_logp_TF if extra else None
+
+
+def _require_rows(logits_RV: Tensor, vocab: int) -> None:
+    if logits_RV.stride(1) != 1 or not 0 < vocab <= logits_RV.shape[1]:
+        raise ValueError(f"needs rows of contiguous logits and 0 < vocab <= columns; {logits_RV.stride()=}, {logits_RV.shape=}, {vocab=}")
+
+
+@triton.jit
+def _exponentials(w0, w1, entry):
+    """`smc.philox.exponentials` of the given entries; w0 and w1 uint32."""
+    x = w0 + entry.to(tl.uint32) * 0x9E3779B9
+    x = (x ^ (x >> 16)) * 0x21F0AAAD
+    x = x ^ w1
+    x = (x ^ (x >> 15)) * 0x735A2D97
+    x = (x ^ (x >> 15)) & 0x7FFFFFFF
+    y = (x.to(tl.int32).to(tl.float32) + 0.5) * (2.0**-31 - 2.0**-55)
+    return -_log_of_rest(y)
+
+
+@triton.jit
+def _log_of_rest(y):
+    """log(1 - y) for y in (0, 1), to 2 ulp also where y is tiny, without the special cases of a general logarithm."""
+    # 1 - y = 2^e (1 + m) with m in [-1/4, 1/2); m is computed from y itself, exactly.
+    shifted = ((1.0 - y).to(tl.int32, bitcast=True) - 0x3F400000) & -0x800000
+    scale = (0x40800000 - shifted).to(tl.float32, bitcast=True)
+    m = ((-y).to(tl.int32, bitcast=True) - shifted).to(tl.float32, bitcast=True) + tl.fma(scale, 0.25, -1.0)
+    # log(1 + m) = m + m^2 P(m), least maximum relative error (5e-9), fitted in float64.
+    p = tl.fma(m, -0.04493048, 0.10450232)
+    p = tl.fma(p, m, -0.13162249)
+    p = tl.fma(p, m, 0.14481714)
+    p = tl.fma(p, m, -0.16647725)
+    p = tl.fma(p, m, 0.19990627)
+    p = tl.fma(p, m, -0.25000057)
+    p = tl.fma(p, m, 0.33333454)
+    p = tl.fma(p, m, -0.5)
+    return tl.fma(shifted.to(tl.float32), 0.6931471805599453 * 2.0**-23, tl.fma(p, m * m, m))
+
+
+@triton.jit
+def _inverse_temperature(temperature_R, row):
+    """1 / temperature (1 where greedy), and whether greedy."""
+    temperature = tl.load(temperature_R + row).to(tl.float32)
+    return 1.0 / tl.where(temperature == 0, 1.0, temperature), temperature == 0
+
+
+@triton.jit
+def _load_logits(logits, stride, row, inverse, vocab, BLOCK: tl.constexpr):
+    """One block of a row over its temperature, -inf past the vocabulary; with the entries' indices."""
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    logit = tl.load(logits + row.to(tl.int64) * stride + entry, mask=entry < vocab, other=-float("inf"))
+    return logit.to(tl.float32) * inverse, entry
+
+
+@triton.jit
+def _finite(top):
+    """A maximum to subtract: 0 where all is -inf, so that no difference of infinities arises."""
+    return tl.where(top == -float("inf"), 0.0, top)
+
+
+@triton.jit
+def _race(
+    logits, stride, temperature_R, vocab, seed_R, round_R, stream_RD, position_R, max_RS, sum_RS, key_RSD, token_RSD,
+    PURPOSE: tl.constexpr, DRAWS: tl.constexpr, DRAW_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One block of one row: its maximum, its sum of exponentials from there, and the winner of every draw with the key it won by."""
+    split, row, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    inverse, greedy = _inverse_temperature(temperature_R, row)
+    logit, entry = _load_logits(logits, stride, row, inverse, vocab, BLOCK)
+    seed, position, rounds = tl.load(seed_R + row), tl.load(position_R + row), tl.load(round_R + row)
+    top = tl.max(logit, 0)
+    safe = _finite(top)
+    tl.store(max_RS + row * splits + split, top)
+    tl.store(sum_RS + row * splits + split, tl.sum(tl.exp(logit - safe), 0))
+    rarity = tl.exp(safe - logit)
+    draw_D = tl.arange(0, DRAW_BLOCK)
+    stream_D = tl.load(stream_RD + row * DRAWS + draw_D, mask=draw_D < DRAWS, other=0)
+    # Philox once for all draws, a lane each.
+    w0_D, w1_D, _, _ = tl.philox(seed, position.to(tl.uint32), stream_D.to(tl.uint32), rounds.to(tl.uint32), PURPOSE)
+    for d in tl.static_range(DRAWS):
+        w0, w1 = tl.sum(tl.where(draw_D == d, w0_D, 0), 0), tl.sum(tl.where(draw_D == d, w1_D, 0), 0)
+        key = tl.where(greedy, -logit, _exponentials(w0, w1, entry) * rarity)
+        best, at = tl.min(key, 0, return_indices=True, return_indices_tie_break_left=True)
+        out = (row * splits + split) * DRAWS + d
+        tl.store(key_RSD + out, best)
+        tl.store(token_RSD + out, split * BLOCK + at)
+
+
+@triton.jit
+def _combine(max_RS, sum_RS, row, splits, BLOCK: tl.constexpr):
+    """A row's maxima [BLOCK], their largest (0 if none is finite), and the log of the row's sum of exponentials from there."""
+    split = tl.arange(0, BLOCK)
+    max_S = tl.load(max_RS + row * splits + split, mask=split < splits, other=-float("inf"))
+    sum_S = tl.load(sum_RS + row * splits + split, mask=split < splits, other=0.0)
+    top = _finite(tl.max(max_S, 0))
+    return max_S, top, tl.log(tl.sum(sum_S * tl.exp(max_S - top), 0))
+
+
+@triton.jit
+def _finish_race(
+    logits, stride, temperature_R, max_RS, sum_RS, key_RSD, token_RSD, token_RD, logq_RD, lse_R, splits,
+    DRAWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row: the blocks' winners race on one scale."""
+    row, split = tl.program_id(0), tl.arange(0, BLOCK)
+    inverse, greedy = _inverse_temperature(temperature_R, row)
+    max_S, top, log_sum = _combine(max_RS, sum_RS, row, splits, BLOCK)
+    lse = top + log_sum
+    tl.store(lse_R + row, lse)
+    for d in tl.static_range(DRAWS):
+        key_S = tl.load(key_RSD + (row * splits + split) * DRAWS + d, mask=split < splits, other=float("inf"))
+        key_S = tl.where(greedy, key_S, key_S * tl.exp(top - max_S))
+        _, at = tl.min(key_S, 0, return_indices=True, return_indices_tie_break_left=True)
+        # With NaN in the row any winner may come out, even one past the end.
+        token = tl.load(token_RSD + (row * splits + tl.minimum(at, splits - 1)) * DRAWS + d)
+        token = tl.where(lse == lse, token, 0)
+        logit = tl.load(logits + row.to(tl.int64) * stride + token).to(tl.float32) * inverse
+        tl.store(token_RD + row * DRAWS + d, token)
+        # lse - lse is 0, or NaN where the row has no law.
+        tl.store(logq_RD + row * DRAWS + d, tl.where(greedy, lse - lse, (logit - top) - log_sum))
+
+
+@triton.jit
+def _sum(logits, stride, temperature_R, vocab, max_RS, sum_RS, top_RS, BLOCK: tl.constexpr):
+    """One block of one row: its maximum, where that is, and its sum of exponentials from there."""
+    split, row, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    inverse, _ = _inverse_temperature(temperature_R, row)
+    logit, _ = _load_logits(logits, stride, row, inverse, vocab, BLOCK)
+    top, at = tl.max(logit, 0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(max_RS + row * splits + split, top)
+    tl.store(top_RS + row * splits + split, split * BLOCK + at)
+    tl.store(sum_RS + row * splits + split, tl.sum(tl.exp(logit - _finite(top)), 0))
+
+
+@triton.jit
+def _gather(law, token, best, greedy, inverse, top, log_sum, mask):
+    """Log-probabilities of tokens of one row whose logits start at `law`; 0 for no token."""
+    given = mask & (token >= 0)
+    logit = tl.load(law + token, mask=given, other=0.0).to(tl.float32) * inverse
+    lse = top + log_sum
+    logp = tl.where(greedy, tl.where(token == best, 0.0, -float("inf")) + (lse - lse), (logit - top) - log_sum)
+    return tl.where(given, logp, 0.0)
+
+
+@triton.jit
+def _finish_sum(
+    logits, stride, temperature_R, max_RS, sum_RS, top_RS, label_R, extra_RF, logp_R, extra_logp_RF, splits, extra,
+    BLOCK: tl.constexpr, EXTRA_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row: the log-normaliser from its blocks, and the label's and extra tokens' log-probabilities."""
+    row = tl.program_id(0)
+    inverse, greedy = _inverse_temperature(temperature_R, row)
+    max_S, top, log_sum = _combine(max_RS, sum_RS, row, splits, BLOCK)
+    _, at = tl.max(max_S, 0, return_indices=True, return_indices_tie_break_left=True)
+    best = tl.load(top_RS + row * splits + tl.minimum(at, splits - 1))
+    law = logits + row.to(tl.int64) * stride
+    label = tl.load(label_R + row)
+    tl.store(logp_R + row, _gather(law, label, best, greedy, inverse, top, log_sum, label == label))
+    if EXTRA_BLOCK > 0:
+        f = tl.arange(0, EXTRA_BLOCK)
+        token = tl.load(extra_RF + row * extra + f, mask=f < extra, other=-1)
+        tl.store(extra_logp_RF + row * extra + f, _gather(law, token, best, greedy, inverse, top, log_sum, f < extra), mask=f < extra)

@@ -1,0 +1,146 @@
+"""The parts of resident rounds that run as fused kernels on a GPU: forward pass, draws, choice. Same interfaces as the references.
+
+Matrix products of few rows are bound by reading weights; what is done here is to leave little else. See the package's legend for axes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from smc.algorithm import selection
+from smc.algorithm.selection import Selection
+from smc.attention.kernels import SharedPrefixAttention, store_kv
+from smc.engine.worker import ModelWorker
+from smc.kernels import selection as selection_kernel
+from smc.kernels.linear import gate_up_silu, linear
+from smc.kernels.norm import add_norm, silu_mul
+from smc.kernels.rows import place_tokens
+from smc.kernels.sampling import draw, score
+from smc.laws import LawSpec
+from smc.models.decoder import Layer
+from smc.resident.forward import StaticForward, StaticRows
+from smc.resident.pair import Parts
+from smc.resident.sampling import DrawKeys, Sampling
+from smc.resident.stages import Graphs
+
+FEW_ROWS = 64
+"""Up to here our own products read weights at least as fast as the library's."""
+PLAIN = frozenset({"temperature", "greedy"})
+"""Processors that the one-pass kernels know."""
+
+
+class KernelForward(StaticForward):
+    """A decoder of one worker. With `own_products` matrix products of few rows are ours too; with `pdl` kernels begin before those
+    before them have ended (programmatic dependent launch)."""
+
+    def __init__(self, worker: ModelWorker, *, own_products: bool = True, pdl: bool = True) -> None:
+        super().__init__(worker.model, worker.pool, worker.rope)
+        self._longest, self._own_products, self._pdl = worker.tables.table_RL.shape[1], own_products, pdl
+        self._attention: dict[tuple[int, int, int], SharedPrefixAttention] = {}
+
+    def __call__(self, tokens_T: Tensor, rows: StaticRows) -> Tensor:
+        config, model, pdl = self.model.config, self.model, self._pdl
+        position_T, page_T = place_tokens(rows.table_RL, rows.start_R, rows.count_R, rows.skip_R, rows.queries)
+        attention = self._attention_for(rows)
+        x_TE = model.embed(tokens_T)
+        q_THD = x_TE.new_empty(len(tokens_T), config.num_heads, config.head_dim)
+        out_THD, parts = torch.empty_like(q_THD), None
+        for layer in model.layers:
+            hidden_TE = add_norm(x_TE, parts, layer.attn_norm.weight, config.rms_eps, pdl=pdl)
+            keys, values = self.pool.keys[layer.index], self.pool.values[layer.index]
+            self._store(layer, self._product(hidden_TE, layer.qkv.weight, layer.qkv.bias), q_THD, position_T, page_T)
+            attention.run(q_THD, keys, values, rows.table_RL, rows.size_G, rows.shared_G, rows.start_R, rows.count_R, out_THD)
+            parts = self._sum(layer, self._product(out_THD.flatten(1), layer.o.weight, whole=layer.reduce is not None))
+            hidden_TE = add_norm(x_TE, parts, layer.mlp_norm.weight, config.rms_eps, pdl=pdl)
+            parts = self._sum(layer, self._product(self._gated(layer, hidden_TE), layer.down.weight, whole=layer.reduce is not None))
+        return add_norm(x_TE, parts, model.norm.weight, config.rms_eps, pdl=pdl)
+
+    def logits(self, hidden_RE: Tensor) -> Tensor:
+        weight_VE = self.model.lm_head.weight
+        if self._few(hidden_RE):
+            return linear(hidden_RE, weight_VE, splits=1, pdl=self._pdl)
+        return F.linear(hidden_RE, weight_VE)
+
+    def _store(self, layer: Layer, qkv: Tensor, q_THD: Tensor, position_T: Tensor, page_T: Tensor) -> None:
+        config = self.model.config
+        norms = (layer.q_norm.weight, layer.k_norm.weight) if layer.q_norm is not None else (None, None)
+        keys, values, heads = self.pool.keys[layer.index], self.pool.values[layer.index], (config.num_heads, config.num_kv_heads)
+        store_kv(qkv, q_THD, keys, values, self.rope.table, position_T, page_T, heads, *norms, eps=config.rms_eps, pdl=self._pdl)
+
+    def _gated(self, layer: Layer, hidden_TE: Tensor) -> Tensor:
+        if self._few(hidden_TE):
+            return gate_up_silu(hidden_TE, layer.gate_up.weight, pdl=self._pdl)
+        return silu_mul(F.linear(hidden_TE, layer.gate_up.weight))
+
+    def _product(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, whole: bool = False) -> Tensor:
+        """x W^T; unless `whole`, perhaps as partial sums [S, T, N]."""
+        if whole or not self._few(x_TK):
+            return F.linear(x_TK, weight_NK, bias_N)
+        return linear(x_TK, weight_NK, bias_N=bias_N, pdl=self._pdl)
+
+    def _few(self, x_TK: Tensor) -> bool:
+        return self._own_products and len(x_TK) <= FEW_ROWS
+
+    def _sum(self, layer: Layer, part: Tensor) -> Tensor:
+        return part if layer.reduce is None else layer.reduce(part)
+
+    def _attention_for(self, rows: StaticRows) -> SharedPrefixAttention:
+        groups, config = len(rows.size_G), self.model.config
+        shape = (groups, len(rows.start_R) // groups, rows.queries)
+        if shape not in self._attention:
+            weight, heads = self.model.embed.weight, (config.num_heads, config.num_kv_heads)
+            self._attention[shape] = SharedPrefixAttention(
+                *shape, heads, config.head_dim, weight.dtype, weight.device, self._longest, overlap=self._pdl
+            )
+        return self._attention[shape]
+
+
+class KernelSampling(Sampling):
+    """One pass over the logits where the law allows it; truncated laws are made in torch, and drawn from by the same race."""
+
+    def propose(self, logits_RV: Tensor, law: LawSpec, mixture: float, keys: DrawKeys) -> tuple[Tensor, Tensor]:
+        if not law.active <= PLAIN | {"alpha"}:
+            return super().propose(logits_RV, law, mixture, keys)
+        token_RD, logq_RD, _ = self._draw(logits_RV, law.temperature_R, keys)
+        return token_RD.long(), logq_RD
+
+    def score(self, logits_RV: Tensor, law: LawSpec, token_RD: Tensor) -> Tensor:
+        if not law.active <= PLAIN | {"alpha"}:
+            return super().score(logits_RV, law, token_RD)
+        if token_RD.shape[1] == 1:
+            return score(logits_RV, self.vocab, law.temperature_R, token_RD[:, 0].int())[0][:, None]
+        none_R = torch.full_like(token_RD[:, 0], -1, dtype=torch.int32)
+        return score(logits_RV, self.vocab, law.temperature_R, none_R, token_RD.int())[1]
+
+    def bonus(self, logits_RV: Tensor, law: LawSpec, keys: DrawKeys) -> tuple[Tensor, Tensor, Tensor]:
+        if not law.active <= PLAIN:
+            return super().bonus(logits_RV, law, keys)
+        token_R1, logp_R1, lse_R = self._draw(logits_RV, law.temperature_R, keys)
+        return token_R1[:, 0].long(), logp_R1[:, 0], lse_R * 0.0
+
+    def _race(self, log_law_RV: Tensor, keys: DrawKeys) -> Tensor:
+        return self._draw(log_law_RV, torch.ones_like(log_law_RV[:, 0]), keys)[0].long()
+
+    def _draw(self, logits_RV: Tensor, temperature_R: Tensor, keys: DrawKeys) -> tuple[Tensor, Tensor, Tensor]:
+        return draw(logits_RV, self.vocab, temperature_R, keys.seed_R, keys.round_R, keys.stream_RD, keys.position_R, int(keys.purpose))
+
+
+def select(
+    candidates_GNF: Tensor, size_G: Tensor, threshold_G: Tensor, schemes: list[str], uniforms_GU: Tensor, branch_uniforms_GN: Tensor
+) -> Selection:
+    """`smc.algorithm.selection.select` in one kernel where every scheme is systematic."""
+    if set(schemes) == {"systematic"}:
+        return selection_kernel.select(candidates_GNF, size_G, threshold_G, uniforms_GU, branch_uniforms_GN)
+    return selection.select(candidates_GNF, size_G, threshold_G, schemes, uniforms_GU, branch_uniforms_GN)
+
+
+def gpu_parts(**options: bool) -> Parts:
+    """What a `LocalPair` runs on GPUs; options are those of `KernelForward`."""
+    return Parts(
+        forward=lambda worker: KernelForward(worker, **options),
+        sampling=KernelSampling,
+        stages=Graphs,
+        target_options={"select": select},
+    )

@@ -1,0 +1,75 @@
+"""Request lines, and a run over them in which a function of this process answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from services.backend import ServingPair
+from services.batch.lines import CHAT, COMPLETIONS, Line, parse_line
+from services.batch.output import OutputFile
+from services.batch.requests import Requests
+from services.batch.resume import Survey, rest, survey
+from services.batch.runner import Limit, Runner
+from smc.engine.request import Answer, FinishReason, Request, Statistics
+
+PRINT = "smc_0"
+
+
+def chat(custom_id: str, content: str = "1 + 1?", **body: Any) -> dict[str, Any]:
+    body = {"messages": [{"role": "user", "content": content}], **body}
+    return {"custom_id": custom_id, "method": "POST", "url": CHAT, "body": body}
+
+
+def completion(custom_id: str, **body: Any) -> dict[str, Any]:
+    return {"custom_id": custom_id, "method": "POST", "url": COMPLETIONS, "body": {"prompt": "1 + 1 =", **body}}
+
+
+def line(document: Any, number: int = 1) -> Line:
+    return parse_line(number, json.dumps(document).encode())
+
+
+def write_lines(path: Path, documents: Iterable[Any]) -> Path:
+    """Strings are written as they are."""
+    path.write_text("".join((each if isinstance(each, str) else json.dumps(each)) + "\n" for each in documents))
+    return path
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in path.read_text().splitlines()]
+
+
+def answer_of(request: Request) -> Answer:
+    """Depends on what was asked, on nothing else."""
+    tokens = tuple(request.prompt[:3])
+    statistics = Statistics(request.params.rows, rounds=2)
+    text = f"{request.params.seed} of {len(request.prompt)}"
+    return Answer(request.request_id, tokens, text, FinishReason.EOS, None, request.params.seed, len(request.prompt), statistics, 0.5)
+
+
+async def decode_at_once(request: Request) -> Answer:
+    await asyncio.sleep(0)
+    return answer_of(request)
+
+
+def answer_file(
+    pair: ServingPair,
+    source: Path,
+    output: Path,
+    decode: Callable[[Request], Awaitable[Answer]] = decode_at_once,
+    *,
+    seed: int = 0,
+    overwrite: bool = False,
+    limit: Limit | None = None,
+    fingerprint: str = PRINT,
+) -> Survey:
+    """What `services.batch.run.Batch` does, without a cluster. Returns what was there before."""
+    requests = Requests(pair, seed)
+    with OutputFile(output, overwrite) as file:
+        before = survey(source, file, requests, fingerprint)
+        runner = Runner(pair, requests, decode, file.append, fingerprint, limit or Limit(requests=4))
+        asyncio.run(runner.run(rest(source, before.done)))
+    return before

@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from services.backend import ServingPair
+from services.launch.config import GangConfig
+from tests.batch.running import Cluster
+
+
+@pytest.fixture(scope="session")
+def pair() -> ServingPair:
+    """The demo pair, as a run sees it before any model is loaded."""
+    return GangConfig().serving_pair()
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory) -> Iterator[Cluster]:
+    """One cluster with a dashboard for all tests of this process, started as a user starts one."""
+    cluster = Cluster(tmp_path_factory.mktemp("cluster"))
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()

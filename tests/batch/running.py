@@ -1,0 +1,101 @@
+"""A cluster as a user starts one, commands run beside it or as its jobs, and what they leave behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ray.util.state import list_actors, list_placement_groups
+
+BIN = Path(sys.executable).parent
+PORTS = ("port", "dashboard-port", "dashboard-agent-listen-port", "ray-client-server-port", "metrics-export-port")
+RANKS = ("RankActor", "CoordinatorActor")
+
+
+class Cluster:
+    """`ray start --head --block` with a dashboard, on ports and in a directory of its own."""
+
+    def __init__(self, logs: Path) -> None:
+        self._log = logs / "ray.log"
+        # Short: the names of Unix sockets in it may have 107 characters.
+        self._directory = tempfile.mkdtemp(prefix="sb", dir="/tmp")
+        ports = _free_ports(len(PORTS))
+        self._ports = dict(zip(PORTS, ports))
+        self.address, self.dashboard = f"127.0.0.1:{ports[0]}", f"http://127.0.0.1:{ports[1]}"
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "PYTEST_"))}
+        self.env = inherited | {
+            "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "COLUMNS": "400",
+            "OMP_NUM_THREADS": "1",
+        }
+        self._head: subprocess.Popen | None = None
+
+    def start(self) -> None:
+        settings = {"node-ip-address": "127.0.0.1", "temp-dir": self._directory, "num-cpus": 16, "object-store-memory": 100_000_000}
+        options = [f"--{name}={value}" for name, value in (settings | self._ports).items()]
+        with self._log.open("wb") as log:
+            command = [BIN / "ray", "start", "--head", "--block", "--include-dashboard=true", *options]
+            self._head = subprocess.Popen(command, env=self.env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        self.until(lambda: "Ray runtime started" in self._log.read_text(), 60, "the cluster did not start")
+
+    def stop(self) -> None:
+        if self._head is not None:
+            self._head.send_signal(signal.SIGTERM)
+            try:
+                self._head.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._head.pid, signal.SIGKILL)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def until(self, condition: Callable[[], object], timeout: float, what: str) -> None:
+        """Fails the test after `timeout` seconds, or if the cluster has died."""
+        end = time.monotonic() + timeout
+        while not condition():
+            assert self._head.poll() is None, f"the cluster has ended: {self._log.read_text()}"
+            assert time.monotonic() < end, f"{what}: not within {timeout} s"
+            time.sleep(0.05)
+
+    def start_batch(self, *arguments: object) -> subprocess.Popen:
+        """`smcserve batch` on this cluster, as a process of this machine."""
+        command = [BIN / "smcserve", "batch", *map(str, arguments), "--ray-address", self.address]
+        return subprocess.Popen(command, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def submit(self, *arguments: object, directory: Path) -> subprocess.CompletedProcess:
+        """`ray job submit ..`, in `directory`."""
+        command = [BIN / "ray", "job", "submit", "--address", self.dashboard, *map(str, arguments)]
+        return subprocess.run(command, env=self.env, cwd=directory, capture_output=True, text=True, timeout=90)
+
+    def ranks(self) -> dict[int, str]:
+        """Pids of the processes that decode, and their classes."""
+        actors = list_actors(self.dashboard, filters=[("state", "=", "ALIVE")], detail=True)
+        return {actor.pid: actor.class_name for actor in actors if actor.class_name in RANKS}
+
+    def until_empty(self) -> None:
+        """No actor is alive or to be, and no placement group holds anything."""
+
+        def left() -> list:
+            actors = [actor for actor in list_actors(self.dashboard) if actor.state != "DEAD" and actor.class_name != "JobSupervisor"]
+            return actors + [group for group in list_placement_groups(self.dashboard) if group.state != "REMOVED"]
+
+        self.until(lambda: not left(), 10, f"something is left: {left()}")
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()

@@ -1,0 +1,85 @@
+"""The command where it needs no cluster: mistakes, found before anything starts, and files on which nothing is left to do."""
+
+from __future__ import annotations
+
+import fcntl
+
+import pytest
+
+from services.batch.results import fingerprint
+from services.launch.config import GangConfig
+from smc.engine.config import EngineConfig
+from tests.batch.asking import answer_file, chat, write_lines
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch):
+    monkeypatch.setattr("services.launch.cluster.connect", lambda address: pytest.fail("a cluster was asked for"))
+
+
+@pytest.fixture
+def files(tmp_path):
+    return write_lines(tmp_path / "in.jsonl", [chat("a"), chat("b")]), tmp_path / "out.jsonl"
+
+
+def finish(source, output) -> None:
+    pair = GangConfig(engine=EngineConfig(cohorts=2)).serving_pair()
+    answer_file(pair, source, output, fingerprint=fingerprint(pair, "float32"))
+
+
+def test_all_done(smcserve, files):
+    finish(*files)
+    before = files[1].read_bytes()
+    ran = smcserve("batch", *files)
+    assert ran.code == 0 and ran.out == "" and "2 of 2 lines done, 2 by earlier runs, 0 failed; answers in" in ran.err
+    assert files[1].read_bytes() == before
+
+
+def test_all_done_but_one_failed(smcserve, files):
+    write_lines(files[0], [chat("a"), chat("b", n=2)])
+    finish(*files)
+    ran = smcserve("batch", *files)
+    assert ran.code == 1 and "2 of 2 lines done, 2 by earlier runs, 1 failed" in ran.err
+
+
+def test_an_empty_file(smcserve, files):
+    files[0].write_text("\n")
+    assert smcserve("batch", *files).code == 0 and files[1].read_bytes() == b""
+
+
+def test_another_run_is_at_it(smcserve, files):
+    with files[1].open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        ran = smcserve("batch", *files)
+    assert ran.code == 2 and "is being written by another run" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nowhere.jsonl", "out.jsonl"), "nowhere.jsonl is not a file; give a file of requests"),
+        (("in.jsonl", "nowhere/out.jsonl"), "cannot write nowhere/out.jsonl: its directory does not exist"),
+        (("in.jsonl", "."), "it is not a regular file"),
+        (("in.jsonl", "in.jsonl"), "in.jsonl is the input; give another output file"),
+        (("in.jsonl", "out.jsonl", "-c", 0), "concurrency=0; allowed: >= 1"),
+        (("in.jsonl", "out.jsonl", "--target-tp", 3), "target_tp=3"),
+        (("in.jsonl",), "OUT.jsonl"),
+        (("twice.jsonl", "out.jsonl"), "lines 1 and 2 have the same custom_id; every line needs one of its own"),
+        (("in.jsonl", "notes.txt"), "notes.txt: line 1 is not an answer of this command"),
+    ],
+)
+def test_mistakes(smcserve, files, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    write_lines(tmp_path / "twice.jsonl", [chat("a"), chat("a", "other")])
+    (tmp_path / "notes.txt").write_text("mine\n")
+    ran = smcserve("batch", *arguments)
+    assert (ran.code, ran.out) == (2, "") and message in ran.err
+    assert (tmp_path / "notes.txt").read_text() == "mine\n"
+
+
+def test_an_output_that_ray_will_delete_is_warned_of(smcserve, files, tmp_path):
+    inside = tmp_path / "working_dir_files" / "pkg"
+    inside.mkdir(parents=True)
+    files[0].write_text("")
+    assert "Ray deletes" in smcserve("batch", files[0], inside / "out.jsonl").err
+    assert "Ray deletes" not in smcserve("batch", *files).err

@@ -1,0 +1,127 @@
+"""Bodies in OpenAI's terms: what is understood, what is refused by name, and the seed of a line without one."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.batch.requests import Requests
+from smc.engine.request import Method
+from tests.batch.asking import chat, completion, line
+
+
+@pytest.fixture(scope="module")
+def requests(pair) -> Requests:
+    return Requests(pair, 0)
+
+
+def test_defaults(pair, requests):
+    request = requests.build(line(chat("a", "1 + 1?"), 5))
+    assert request.request_id == "5"
+    assert request.prompt == tuple(pair.tokenizer.chat([{"role": "user", "content": "1 + 1?"}]))
+    params = request.params
+    assert (params.method, params.particles, params.temperature, params.max_tokens, params.logprobs) == (Method.SMC, 8, 1.0, 256, False)
+
+
+def test_prompts(pair, requests):
+    assert requests.build(line(completion("a", prompt="1 + 1 ="))).prompt == tuple(pair.tokenizer.encode("1 + 1 ="))
+    assert requests.build(line(completion("a", prompt=[3, 1, 2]))).prompt == (3, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"max_tokens": 7}, {"max_tokens": 7}),
+        ({"max_completion_tokens": 7}, {"max_tokens": 7}),
+        ({"stop": "."}, {"stop": (".",)}),
+        ({"stop": [".", "#"]}, {"stop": (".", "#")}),
+        ({"stop_token_ids": [4], "ignore_eos": True}, {"stop_token_ids": (4,), "ignore_eos": True}),
+        ({"temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1}, {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1}),
+        ({"particles": 3, "alpha": 2, "ess_threshold": 1, "resampling": "ssp"}, {"particles": 3, "alpha": 2, "resampling": "ssp"}),
+        ({"decoding": "target", "temperature": 0}, {"method": Method.TARGET, "particles": None, "temperature": 0}),
+        ({"logprobs": True}, {"logprobs": True}),
+        ({"seed": -5}, {"seed": -5}),
+        ({"time_budget": 2.5}, {"time_budget": 2.5}),
+        ({"model": "target", "n": 1, "stream": False, "stop": None, "logit_bias": None}, {"stop": ()}),
+    ],
+)
+def test_settings(requests, body, expected):
+    params = requests.build(line(chat("a", **body))).params
+    assert {name: getattr(params, name) for name in expected} == expected
+
+
+def test_a_completion_may_ask_for_log_probabilities_of_no_alternatives(requests):
+    assert requests.build(line(completion("a", logprobs=0))).params.logprobs
+    with pytest.raises(ValueError, match="logprobs=2; allowed: true, false, 0"):
+        requests.build(line(completion("a", logprobs=2)))
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"frequency_penalty": 1}, "frequency_penalty is not a field of /v1/chat/completions here; allowed: .*temperature"),
+        ({"prompt": "Hi"}, "prompt is not a field of /v1/chat/completions"),
+        ({"model": "gpt-4o"}, "model='gpt-4o'; allowed: 'target'"),
+        ({"n": 2}, "n=2; allowed: 1, one answer a line"),
+        ({"n": True}, "n=True; allowed: 1"),
+        ({"stream": True}, "stream=True; allowed: False"),
+        ({"max_tokens": 0}, "max_tokens=0; allowed: >= 1"),
+        ({"max_tokens": 5, "max_completion_tokens": 5}, "max_tokens and max_completion_tokens are both given"),
+        ({"temperature": 0}, "temperature=0; allowed: .*decoding='smc'"),
+        ({"temperature": "hot"}, "temperature='hot'; allowed"),
+        ({"decoding": "beam"}, "^decoding='beam'; allowed: smc, target, draft"),
+        ({"decoding": 1}, "decoding=1; allowed: a string"),
+        ({"decoding": "target", "particles": 4}, "particles=4 has no effect with decoding='target'"),
+        ({"ignore_eos": 1}, "ignore_eos=1; allowed: true, false"),
+        ({"stop": 5}, "stop=5; allowed"),
+        ({"logprobs": 3}, "logprobs=3; allowed: true, false"),
+        ({"seed": "x"}, "seed='x'; allowed: a 64-bit signed integer"),
+        ({"resampling": "best"}, "resampling='best'; allowed"),
+        ({"messages": None}, "messages=None; allowed: a list of at least one message"),
+        ({"messages": []}, r"messages=\[\]; allowed: a list of at least one message"),
+        ({"messages": ["Hi"]}, r"messages\[0\] has str; allowed: an object with role and content"),
+        ({"messages": [{"role": "user"}]}, r"messages\[0\] has role; allowed: an object with role and content"),
+        ({"messages": [{"role": "tool", "content": ""}]}, r"messages\[0\].role='tool'; allowed: system, user, assistant"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, r"messages\[0\].content is a list; allowed: a string"),
+    ],
+)
+def test_a_chat_is_refused_by_name(requests, body, message):
+    with pytest.raises(ValueError, match=message):
+        requests.build(line(chat("a", **body)))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (None, "prompt is missing; allowed: one string, or a list of token ids"),
+        (5, "prompt is a int"),
+        (["a", "b"], "prompt is a list of other things"),
+        ([True], "prompt is a list of other things"),
+        ([-1], "prompt contains token id -1; allowed: 0.."),
+        ([10**6], "prompt contains token id 1000000; allowed: 0.."),
+    ],
+)
+def test_a_prompt_is_refused_by_name(requests, prompt, message):
+    with pytest.raises(ValueError, match=message):
+        requests.build(line(completion("a", prompt=prompt)))
+
+
+def test_a_line_that_is_no_request_says_what_it_said(requests):
+    with pytest.raises(ValueError, match="method='GET'"):
+        requests.build(line(chat("a") | {"method": "GET"}))
+
+
+def test_a_long_prompt_leaves_room_for_a_shorter_answer(pair, requests):
+    prompt = [1] * (pair.context - 10)
+    assert requests.build(line(completion("a", prompt=prompt))).params.max_tokens == 10
+
+
+def test_seeds_come_from_the_name_of_the_line_and_the_seed_of_the_run(pair, requests):
+    """Not from the place in the file: a line keeps its answer in any file."""
+    names = [f"line {i}" for i in range(1000)] + ["\ud800"]
+    seeds = [requests.seed_of(line(chat(name))) for name in names]
+    assert len(set(seeds)) == 1001 and all(0 <= seed < 2**63 for seed in seeds)
+    assert requests.seed_of(line(chat("line 3", "other text"), 77)) == seeds[3]
+    assert requests.build(line(chat("line 3"))).params.seed == seeds[3]
+    assert Requests(pair, 1).seed_of(line(chat("line 3"))) != seeds[3]
+    assert requests.seed_of(line(chat("line 3", seed=0))) == 0
+    assert requests.seed_of(line(chat("line 0"))) == 801005201466570759, "answers of earlier releases would no longer reproduce"

@@ -1,0 +1,96 @@
+"""Output lines: OpenAI's shape, every number of them JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from services.backend import RequestFailed, Unavailable
+from services.batch.requests import Requests
+from services.batch.results import answered, fingerprint, refused
+from services.launch.config import GangConfig
+from smc.engine.config import EngineConfig
+from smc.engine.request import FinishReason
+from tests.batch.asking import answer_of, chat, completion, line
+
+
+def record_of(pair, document, **changes):
+    asked = line(document, 3)
+    request = Requests(pair, 0).build(asked)
+    record = answered(asked, request, replace(answer_of(request), **changes), pair, "smc_1", 1234)
+    assert json.loads(json.dumps(record, allow_nan=False)) == record
+    return record
+
+
+def test_a_chat(pair):
+    record = record_of(pair, chat("mine"), text="2", tokens=(5, 6))
+    body = record["response"]["body"]
+    assert (record["custom_id"], record["error"], record["response"]["status_code"]) == ("mine", None, 200)
+    assert record["id"].startswith("batch_req_") and body["id"].startswith("chatcmpl-")
+    assert (body["object"], body["created"], body["model"], body["system_fingerprint"]) == ("chat.completion", 1234, "target", "smc_1")
+    choice = {"index": 0, "message": {"role": "assistant", "content": "2"}, "logprobs": None, "finish_reason": "stop"}
+    assert body["choices"] == [choice]
+    usage = body["usage"]
+    assert usage["completion_tokens"] == 2 and usage["total_tokens"] == usage["prompt_tokens"] + 2
+    assert body["smc"]["statistics"]["particles"] == 8 and body["smc"]["finish_reason"] == "eos"
+
+
+def test_a_completion(pair):
+    body = record_of(pair, completion("mine", decoding="target"), text="2")["response"]["body"]
+    assert (body["object"], body["choices"][0]["text"], body["smc"]["statistics"]) == ("text_completion", "2", None)
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [
+        (FinishReason.EOS, "stop"),
+        (FinishReason.STOP_TOKEN, "stop"),
+        (FinishReason.STOP_STRING, "stop"),
+        (FinishReason.LENGTH, "length"),
+        (FinishReason.TIME_BUDGET, "length"),
+    ],
+)
+def test_finish_reasons(pair, reason, said):
+    body = record_of(pair, chat("a"), finish_reason=reason)["response"]["body"]
+    assert (body["choices"][0]["finish_reason"], body["smc"]["finish_reason"]) == (said, reason.value)
+
+
+def test_log_probabilities(pair):
+    tokens = tuple(pair.tokenizer.encode("12 apples"))
+    values = {"tokens": tokens, "logprobs": (-0.5,) * (len(tokens) - 1) + (math.nan,), "text": "12 apples"}
+    body = record_of(pair, completion("a", logprobs=True), **values)["response"]["body"]
+    found = body["choices"][0]["logprobs"]
+    assert "".join(found["tokens"]) == "12 apples" and found["token_logprobs"] == [-0.5] * (len(tokens) - 1) + [None]
+    assert [("12 apples")[offset : offset + len(token)] for offset, token in zip(found["text_offset"], found["tokens"])] == found["tokens"]
+    assert body["smc"]["token_ids"] == list(tokens)
+    content = record_of(pair, chat("a", logprobs=True), **values)["response"]["body"]["choices"][0]["logprobs"]["content"]
+    assert b"".join(bytes(each["bytes"]) for each in content) == b"12 apples" and content[0]["logprob"] == -0.5
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (ValueError("n=2; allowed: 1"), "invalid", "line 3: n=2; allowed: 1"),
+        (RequestFailed("NaN"), "failed", "line 3: NaN"),
+        (Unavailable("gone"), "unavailable", "line 3: gone"),
+        (KeyError("secret"), "internal", "line 3: internal error (KeyError); the server's log has the details"),
+    ],
+)
+def test_why_there_is_no_answer(error, code, message):
+    record = refused(line(chat("a"), 3), error)
+    assert record["custom_id"] == "a" and record["response"] is None
+    assert record["error"] == {"code": code, "message": message}
+
+
+def test_the_fingerprint_changes_with_what_answers_depend_on():
+    def of(**engine) -> str:
+        return fingerprint(GangConfig(engine=EngineConfig(**engine)).serving_pair(), "float32")
+
+    plain = of()
+    assert of(max_slots=8, cohorts=2, prefill_chunk=64) == plain
+    changed = [of(block=4), of(branches=2), of(form="lockstep"), of(max_context=100)]
+    assert len({plain, *changed}) == 5
+    assert fingerprint(GangConfig().serving_pair(), "bfloat16") != plain

@@ -1,0 +1,132 @@
+"""Many lines in flight: answers in order, bounded memory, and a failing line that harms no other."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from services.backend import RequestFailed, Unavailable
+from services.batch import runner as module
+from services.batch.decoder import ServiceLost
+from services.batch.requests import Requests
+from services.batch.runner import Limit, Runner
+from smc.engine.admission import QueueFull
+from tests.batch.asking import PRINT, answer_of, chat, decode_at_once, line
+
+
+def run(pair, lines, decode, limit, write=None) -> list[dict]:
+    records = []
+    asyncio.run(Runner(pair, Requests(pair, 0), decode, write or records.append, PRINT, limit).run(lines))
+    return records
+
+
+class Meter:
+    """Decodes after a while; knows how many it decoded at once."""
+
+    def __init__(self) -> None:
+        self.now = self.most = self.most_rows = self.rows = 0
+        self._rng = random.Random(0)
+
+    async def __call__(self, request):
+        self.now, self.rows = self.now + 1, self.rows + request.params.rows
+        self.most, self.most_rows = max(self.most, self.now), max(self.most_rows, self.rows)
+        await asyncio.sleep(self._rng.random() * 0.005)
+        self.now, self.rows = self.now - 1, self.rows - request.params.rows
+        return answer_of(request)
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 100])
+def test_order(pair, count):
+    records = run(pair, [line(chat(f"{i}"), i + 1) for i in range(count)], Meter(), Limit(requests=9))
+    assert [record["custom_id"] for record in records] == [f"{i}" for i in range(count)]
+    assert all(record["error"] is None for record in records)
+
+
+def test_no_more_requests_than_allowed(pair):
+    meter = Meter()
+    run(pair, [line(chat(f"{i}"), i + 1) for i in range(50)], meter, Limit(requests=5))
+    assert meter.most == 5 and meter.now == 0
+
+
+def test_no_more_particles_than_allowed_but_one_request_at_least(pair):
+    meter, sizes = Meter(), [4, 1, 60, 3, 8, 16, 2, 5] * 5
+    run(pair, [line(chat(f"{i}", particles=size), i + 1) for i, size in enumerate(sizes)], meter, Limit(rows=20))
+    assert meter.most > 1 and meter.most_rows == 60
+    run(pair, [line(chat(f"{i}", particles=4), i + 1) for i in range(30)], small := Meter(), Limit(rows=20))
+    assert small.most_rows == 20
+
+
+def test_a_slow_line_stops_the_reading_of_others(pair, monkeypatch):
+    """Otherwise all answers of a long file could have to wait in memory."""
+    monkeypatch.setattr(module, "WINDOW", 10)
+    read, waiting = [], []
+
+    def lines():
+        for i in range(100):
+            read.append(i)
+            yield line(chat(f"{i}"), i + 1)
+
+    async def decode(request):
+        if request.request_id == "1":
+            await asyncio.sleep(0.2)
+            waiting.append(len(read))
+        return await decode_at_once(request)
+
+    assert len(run(pair, lines(), decode, Limit(requests=50))) == 100
+    assert 10 <= waiting[0] <= 13
+
+
+def test_a_record_is_written_as_soon_as_all_before_it_are(pair):
+    written = []
+
+    async def decode(request):
+        number = int(request.request_id)
+        if number == 8:
+            await asyncio.sleep(0.1)
+            assert len(written) == 7
+        return answer_of(request)
+
+    records = run(pair, [line(chat(f"{i}"), i + 1) for i in range(10)], decode, Limit(requests=10), written.append)
+    assert records == [] and len(written) == 10
+
+
+def test_lines_that_fail_are_records_in_their_place(pair):
+    errors = {2: ValueError("too long"), 4: RequestFailed("NaN"), 5: Unavailable("gone"), 6: QueueFull("full"), 7: RuntimeError("ours")}
+
+    async def decode(request):
+        await asyncio.sleep(0)
+        if error := errors.get(int(request.request_id)):
+            raise error
+        return answer_of(request)
+
+    lines = [line(chat(f"{i}") if i != 3 else chat("3", n=2), i) for i in range(1, 10)]
+    records = run(pair, lines, decode, Limit(requests=3))
+    assert [record["custom_id"] for record in records] == [f"{i}" for i in range(1, 10)]
+    codes = [record["error"] and record["error"]["code"] for record in records]
+    assert codes == [None, "invalid", "invalid", "failed", "unavailable", "queue_full", "internal", None, None]
+    assert records[2]["error"]["message"].startswith("line 3: n=2; allowed: 1")
+
+
+def test_the_loss_of_the_service_ends_the_run_and_no_line(pair):
+    """What was not answered must be done by the next run, so it must not be written as failed."""
+    written = []
+
+    async def decode(request):
+        await asyncio.sleep(0.001)
+        if int(request.request_id) > 5:
+            raise ServiceLost("it is gone")
+        return answer_of(request)
+
+    with pytest.raises(ServiceLost, match="it is gone"):
+        run(pair, [line(chat(f"{i}"), i) for i in range(1, 50)], decode, Limit(requests=2), written.append)
+    assert len(written) <= 5 and all(record["error"] is None for record in written)
+
+
+def test_a_full_disk_ends_the_run(pair):
+    def write(record):
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        run(pair, [line(chat(f"{i}"), i) for i in range(1, 50)], decode_at_once, Limit(requests=2), write)

@@ -1,0 +1,233 @@
+"""Time one layer's attention and store on a GPU at real sizes, beside the bytes that must be read and beside flashinfer.
+
+`python -m tests.gpu.bench_attention [--rows 8,32,64] [--contexts 256,...] [--shapes draft,target] [--only SETTING] [--no-flashinfer]`
+
+Every figure is the median over replays of a CUDA graph of many calls, each on the keys and values of another layer, so that the
+L2 cache does not hold them. Each setting is first checked against float64. The last line is JSON.
+
+Axes: M rows of the one group, Q queries of a row, T = M * Q tokens, H query heads, J key/value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from smc.attention.kernels import SharedPrefixAttention, store_kv
+
+HEADS, OWN, BANDWIDTH = (32, 8), 24, 4.26e12  # OWN: positions of a row before its new tokens; bytes/s as measured on an H200.
+SHAPES = {"draft": (64, 1), "target": (128, 8)}  # (D, Q)
+LONGEST, COLD_BYTES, MOST_CALLS = 16384, 256 << 20, 400
+SETTINGS = {
+    "default": {},
+    "overlap": {"overlap": True},
+    "bf16 partials": {"partial": torch.bfloat16},
+    "x64 w4": {"block_x": 64, "warps": 4},
+    "p128": {"block_p": 128, "stages": 2, "warps": 8},
+    "p32": {"block_p": 32, "stages": 4},
+    "1 tile": {"min_tiles": 1},
+    "4 tiles": {"min_tiles": 4},
+    "splits 8": {"splits": 8},
+    "splits 33": {"splits": 33},
+    "own: warps 8": {"own_warps": 8},
+    "own: warps 2, o32": {"own_warps": 2, "block_o": 32, "own_stages": 3},
+}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    rows: int
+    queries: int
+    keys: Tensor
+    """[layers, P + 1, J, D], as `values`."""
+    values: Tensor
+    qkv: Tensor
+    q_THD: Tensor
+    prefix_GL: Tensor
+    own_RW: Tensor
+    context: int
+
+    @staticmethod
+    def random(rows: int, dim: int, queries: int, context: int) -> Inputs:
+        (h, j), own = HEADS, OWN + queries
+        pages = context + rows * own
+        calls = min(MOST_CALLS, max(20, -(-COLD_BYTES // (pages * j * dim * 4))))
+        shape = (calls, pages + 1, j, dim)
+        keys, values = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in "kv")
+        keys[:, 0] = values[:, 0] = 0
+        order = 1 + torch.randperm(pages, device="cuda", dtype=torch.int32)
+        qkv = torch.randn(rows * queries, (h + 2 * j) * dim, dtype=torch.bfloat16, device="cuda")
+        q_THD = qkv[:, : h * dim].unflatten(1, (h, dim))
+        return Inputs(rows, queries, keys, values, qkv, q_THD, order[None, :context], order[context:].view(rows, own), context)
+
+    @property
+    def calls(self) -> int:
+        return len(self.keys)
+
+    @property
+    def floor_us(self) -> float:
+        return (self.keys[0].numel() - self.keys[0, 0].numel()) * 4 / BANDWIDTH * 1e6
+
+    def arguments(self) -> tuple[Tensor, ...]:
+        full = lambda n, value: torch.full((n,), value, dtype=torch.int32, device="cuda")  # noqa: E731
+        return (
+            *(torch.cat((self.prefix_GL.expand(self.rows, -1), self.own_RW), 1), full(1, self.rows), full(1, self.context)),
+            *(full(self.rows, self.context + OWN), full(self.rows, self.queries)),
+        )
+
+    def reference(self) -> Tensor:
+        """Layer 0 in float64, row by row."""
+        (h, j), q = HEADS, self.queries
+        out_THD = torch.empty(self.q_THD.shape, dtype=torch.float64, device="cuda")
+        for r in range(self.rows):
+            pages = torch.cat((self.prefix_GL[0], self.own_RW[r]))
+            k, v = self.keys[0, pages].double(), self.values[0, pages].double()
+            q_QJND = self.q_THD[r * q : (r + 1) * q].double().unflatten(1, (j, h // j))
+            scores = torch.einsum("qjnd,xjd->qjnx", q_QJND, k) * k.shape[-1] ** -0.5
+            hidden = torch.arange(len(pages), device="cuda") > (self.context + OWN + torch.arange(q, device="cuda"))[:, None]
+            weights = scores.masked_fill(hidden[:, None, None], -torch.inf).softmax(-1)
+            out_THD[r * q : (r + 1) * q] = torch.einsum("qjnx,xjd->qjnd", weights, v).flatten(1, 2)
+        return out_THD
+
+
+Call = Callable[[int], Tensor]
+"""Attend on one layer."""
+
+
+def kernels(inputs: Inputs, setting: dict) -> Call:
+    dim = inputs.q_THD.shape[-1]
+    attention = SharedPrefixAttention(1, inputs.rows, inputs.queries, HEADS, dim, torch.bfloat16, "cuda", LONGEST, **setting)
+    out_THD = torch.full(inputs.q_THD.shape, torch.nan, dtype=torch.bfloat16, device="cuda")
+    arguments = inputs.arguments()
+    return lambda layer: attention.run(inputs.q_THD, inputs.keys[layer], inputs.values[layer], *arguments, out_THD)
+
+
+def cascade(inputs: Inputs) -> Call:
+    import flashinfer
+
+    m, q, (h, j), dim = inputs.rows, inputs.queries, HEADS, inputs.q_THD.shape[-1]
+    ints = lambda *values: torch.tensor(values, dtype=torch.int32, device="cuda")  # noqa: E731
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), "NHD")
+    wrapper.plan(
+        [ints(0, m * q), ints(*range(0, m * q + 1, q))],
+        [ints(0, inputs.context), ints(*range(0, m * (OWN + q) + 1, OWN + q))],
+        [inputs.prefix_GL[0].contiguous(), inputs.own_RW.flatten()],
+        [ints(1), ints(*[1] * m)],
+        *(h, j, dim, 1),
+        causal=True,
+        q_data_type=torch.bfloat16,
+        kv_data_type=torch.bfloat16,
+    )
+    q_THD = inputs.q_THD.contiguous()
+    return lambda layer: wrapper.run(q_THD, (inputs.keys[layer][:, None], inputs.values[layer][:, None]))
+
+
+def decode(inputs: Inputs) -> Call:
+    import flashinfer
+
+    if inputs.queries != 1:
+        raise ValueError("decode has one query a row")
+    m, (h, j), dim = inputs.rows, HEADS, inputs.q_THD.shape[-1]
+    length = inputs.context + OWN + 1
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), "NHD", use_tensor_cores=True
+    )
+    wrapper.plan(
+        torch.arange(0, m * length + 1, length, dtype=torch.int32, device="cuda"),
+        torch.cat((inputs.prefix_GL.expand(m, -1), inputs.own_RW), 1).flatten(),
+        torch.ones(m, dtype=torch.int32, device="cuda"),
+        *(h, j, dim, 1),
+        q_data_type=torch.bfloat16,
+        kv_data_type=torch.bfloat16,
+    )
+    q_THD = inputs.q_THD.contiguous()
+    return lambda layer: wrapper.run(q_THD, (inputs.keys[layer][:, None], inputs.values[layer][:, None]))
+
+
+def store(inputs: Inputs) -> Call:
+    """Last of all: it rotates the queries, and writes pages."""
+    dim, tokens = inputs.q_THD.shape[-1], len(inputs.qkv)
+    rope = torch.randn(64, dim, device="cuda")
+    position_T = torch.arange(tokens, dtype=torch.int32, device="cuda") % 64
+    page_T = inputs.own_RW[:, OWN:].flatten()
+    q_out = torch.empty(tokens, HEADS[0], dim, dtype=inputs.qkv.dtype, device="cuda")
+    return lambda layer: store_kv(inputs.qkv, q_out, inputs.keys[layer], inputs.values[layer], rope, position_T, page_T, HEADS)
+
+
+def microseconds(call: Call, calls: int) -> float:
+    """Of one call, as the median over replays of a graph of them all."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for layer in range(3):
+            call(layer)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for layer in range(calls):
+            call(layer)
+    times = []
+    for _ in range(13):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / calls)
+    return statistics.median(times[3:])
+
+
+def measure(name: str, inputs: Inputs, build: Callable[[], Call], reference_THD: Tensor | None) -> dict:
+    """One line of the table; a case that fails is reported and does not end the run."""
+    try:
+        call = build()
+        error = None
+        if reference_THD is not None:
+            error = float((call(0).double() - reference_THD).norm() / reference_THD.norm())
+        us = microseconds(call, inputs.calls)
+    except Exception as failure:
+        print(f"    {name:20s} failed: {type(failure).__name__}: {str(failure).splitlines()[0][:150] if str(failure) else ''}", flush=True)
+        return {"name": name, "failed": type(failure).__name__}
+    wrong = error is not None and not error < 1e-2
+    checked = "" if error is None else f"  error {error:.1e}{'  WRONG' if wrong else ''}"
+    print(f"    {name:20s} {us:9.2f} us  {us / inputs.floor_us:7.1f} x floor{checked}", flush=True)
+    return {"name": name, "us": round(us, 2), "error": error, "wrong": wrong}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="8,32,64")
+    parser.add_argument("--contexts", default="256,1024,4096,16384")
+    parser.add_argument("--shapes", default="draft,target")
+    parser.add_argument("--only", default="", help="settings, comma-separated; default all")
+    parser.add_argument("--no-flashinfer", action="store_true")
+    options = parser.parse_args()
+    os.environ.setdefault("FLASHINFER_DISABLE_JIT", "1")  # Before the first import of flashinfer; else it may compile for minutes.
+    torch.manual_seed(0)
+    settings = {name: SETTINGS[name] for name in options.only.split(",")} if options.only else SETTINGS
+    results = []
+    for shape in options.shapes.split(","):
+        dim, queries = SHAPES[shape]
+        for rows in map(int, options.rows.split(",")):
+            for context in map(int, options.contexts.split(",")):
+                inputs = Inputs.random(rows, dim, queries, context)
+                print(f"{shape} D {dim} Q {queries} rows {rows} context {context}: floor {inputs.floor_us:.2f} us", flush=True)
+                reference_THD = inputs.reference()
+                builds = {name: (lambda setting=setting: kernels(inputs, setting)) for name, setting in settings.items()}  # noqa: B023
+                if not options.no_flashinfer:
+                    builds |= {"flashinfer cascade": lambda: cascade(inputs), "flashinfer decode": lambda: decode(inputs)}  # noqa: B023
+                lines = [measure(name, inputs, build, reference_THD) for name, build in builds.items()]
+                lines.append(measure("store", inputs, lambda: store(inputs), None))  # noqa: B023
+                case = {"shape": shape, "rows": rows, "context": context, "floor_us": round(inputs.floor_us, 2)}
+                results += [case | line for line in lines]
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

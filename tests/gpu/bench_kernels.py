@@ -1,0 +1,211 @@
+"""Check every kernel of `smc.kernels` against torch on a GPU at real sizes, and time it against the physical limit.
+
+    python -m tests.gpu.bench_kernels
+
+Times are microseconds a call inside CUDA graphs of many calls, over copies of the data that together exceed the L2 cache.
+The last line is JSON: {name: {"us", "floor_us", ...}}. Axes: see `smc.kernels`.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from smc import laws
+from smc.algorithm.selection import select as torch_select
+from smc.kernels.linear import Tiling, choose, gate_up_silu, linear, reduce
+from smc.kernels.norm import add_norm, silu_mul
+from smc.kernels.sampling import draw, score
+from smc.kernels.selection import select
+from smc.philox import exponentials, words
+
+BANDWIDTH = 4.26e12
+"""Bytes a second that a large copy reaches on an H200 (README of the measurements: reading plus writing)."""
+BEYOND_L2 = 200 * 1024**2
+CALLS = 24
+SMALL, LARGE = (8, 32, 64), (8,)
+SHAPES = {
+    "1b qkv": (2048, 3072, SMALL),
+    "1b o": (2048, 2048, SMALL),
+    "1b gate_up": (2048, 16384, SMALL),
+    "1b down": (8192, 2048, SMALL),
+    "1b lm_head": (2048, 128256, SMALL),
+    "8b qkv": (4096, 6144, LARGE),
+    "8b o": (4096, 4096, LARGE),
+    "8b gate_up": (4096, 28672, LARGE),
+    "8b down": (14336, 4096, LARGE),
+}
+"""Name: (inputs, outputs, rows)."""
+report: dict[str, dict] = {}
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, device="cuda", dtype=torch.float32 if dtype != torch.float64 else dtype) * scale).to(dtype)
+
+
+def copies(tensor: Tensor) -> list[Tensor]:
+    return [tensor] + [tensor.clone() for _ in range(min(CALLS, BEYOND_L2 // (tensor.numel() * tensor.element_size()) + 1) - 1)]
+
+
+def microseconds(call: Callable[[Tensor], object], data: list[Tensor]) -> float:
+    """Median over replays of a graph of `CALLS` calls, each on the next copy."""
+    call(data[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(CALLS):
+            call(data[i % len(data)])
+    times = []
+    for _ in range(7):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / CALLS)
+    return statistics.median(times[1:])
+
+
+def note(name: str, us: float, traffic: float, **more: object) -> None:
+    floor = traffic / BANDWIDTH * 1e6
+    report[name] = {"us": round(us, 2), "floor_us": round(floor, 2), **more}
+    print(f"{name:34s} {us:8.2f} us   floor {floor:7.2f}   {floor / us:5.0%}   {' '.join(f'{k}={v}' for k, v in more.items())}", flush=True)
+
+
+def same(actual: Tensor, expected: Tensor, tolerance: float = 6e-3) -> None:
+    error = (actual.double() - expected.double()).norm() / expected.double().norm()
+    assert error < tolerance, f"relative error {error:.2e}"
+
+
+def tilings(rows: int, outputs: int, inputs: int, gated: bool) -> Iterator[Tiling]:
+    """The chosen tiling, then variations of its block, depth and splits that fit 227 KiB."""
+    first = choose(rows, outputs, inputs, gated)
+    seen = []
+    blocks = ((first.block_n, first.block_k, 4, first.stages), (64, 128, 4, 4), (64, 256, 4, 3), (128, 64, 4, 4), (128, 128, 8, 4))
+    for block_n, block_k, warps, stages in blocks:
+        for splits in (first.splits, first.splits * 2) if block_n == 64 and not gated else (first.splits,):
+            tiling = Tiling(block_n, block_k, splits, warps, stages)
+            fits = stages * 2 * block_k * (block_n + max(16, rows)) <= 227 * 1024 and inputs % (block_k * splits) == 0
+            if fits and tiling not in seen:
+                seen.append(tiling)
+                yield tiling
+
+
+def _linear_of(x_TK: Tensor, fields: dict[str, int], weight_NK: Tensor) -> Tensor:
+    return linear(x_TK, weight_NK, **fields)
+
+
+def bench_linear(name: str, inputs: int, outputs: int, rows: int) -> None:
+    gated = "gate_up" in name
+    x_TK, weights = random(rows, inputs), copies(random(outputs, inputs, scale=inputs**-0.5))
+    expected_TN = x_TK.float() @ weights[0].float().T
+    if gated:
+        expected_TN = F.silu(expected_TN[:, : outputs // 2]) * expected_TN[:, outputs // 2 :]
+    timed = {}
+    for tiling in tilings(rows, outputs, inputs, gated):
+        fields = dict(vars(tiling))
+        if gated:
+            call = partial(gate_up_silu, x_TK, **{name: value for name, value in fields.items() if name != "splits"})
+        else:
+            call = partial(_linear_of, x_TK, fields)
+        made = call(weights[0])
+        same(made.sum(0) if made.dim() == 3 else made, expected_TN)
+        timed[tuple(fields.values())] = microseconds(call, weights)
+    best = min(timed, key=timed.get)
+    cublas = microseconds(lambda weight: F.linear(x_TK, weight), weights)
+    default = next(iter(timed.values()))
+    traffic = 2 * (inputs * outputs + rows * inputs + rows * outputs)
+    sweep = {"/".join(map(str, k)): round(v, 2) for k, v in sorted(timed.items(), key=lambda item: item[1])}
+    note(f"{name} {rows}", timed[best], traffic, cublas=round(cublas, 2), default=round(default, 2), best="/".join(map(str, best)))
+    print("    n/k/splits/warps/stages: " + "  ".join(f"{k}: {v}" for k, v in sweep.items()))
+
+
+def bench_draw(rows: int, draws: int, vocab: int = 128256) -> None:
+    logits = copies(random(rows, vocab, scale=3.0))
+    key = torch.randint(0, 2**31, (3, rows, draws), device="cuda")
+    stream_RD, (seed_R, round_R, position_R) = key[1], key[:, :, 0].contiguous()
+    seed_R = seed_R * 2**31 + 7
+    ones_R = torch.ones(rows, device="cuda")
+    token_RD, logq_RD, _ = draw(logits[0], vocab, ones_R, seed_R, round_R, stream_RD, position_R, 1)
+    host = [x.cpu().numpy() for x in (seed_R[:, None], round_R[:, None], stream_RD, position_R[:, None])]
+    w0, w1, _, _ = (torch.from_numpy(w).cuda() for w in words(*host, 1))
+    expected_RV = logits[0].float().log_softmax(-1)
+    expected_RD = laws.draw(expected_RV, exponentials(w0, w1, vocab))
+    assert (token_RD != expected_RD).sum() <= 1, f"{(token_RD != expected_RD).sum()} tokens differ"
+    assert (logq_RD - expected_RV.gather(1, token_RD.long())).abs().max() < 2e-5
+    for block, warps in ((2048, 4), (4096, 4), (4096, 8), (8192, 8)):
+        us = microseconds(
+            lambda x, b=block, w=warps: draw(x, vocab, ones_R, seed_R, round_R, stream_RD, position_R, 1, block=b, warps=w), logits
+        )
+        note(f"draw {rows}x{draws} block {block} warps {warps}", us, rows * vocab * 2)
+
+
+def bench_score(rows: int, extra: int, vocab: int = 128256) -> None:
+    logits, ones_T = copies(random(rows, vocab, scale=3.0)), torch.ones(rows, device="cuda")
+    label_T = torch.randint(0, vocab, (rows,), device="cuda", dtype=torch.int32)
+    extra_TF = torch.randint(0, vocab, (rows, extra), device="cuda", dtype=torch.int32)
+    logp_T, extra_logp_TF = score(logits[0], vocab, ones_T, label_T, extra_TF)
+    expected_TV = logits[0].float().log_softmax(-1)
+    assert (logp_T - expected_TV.gather(1, label_T.long()[:, None])[:, 0]).abs().max() < 2e-5
+    assert (extra_logp_TF - expected_TV.gather(1, extra_TF.long())).abs().max() < 2e-5
+    for block, warps in ((4096, 4), (8192, 8)):
+        us = microseconds(lambda x, b=block, w=warps: score(x, vocab, ones_T, label_T, extra_TF, block=b, warps=w), logits)
+        note(f"score {rows} block {block} warps {warps}", us, rows * vocab * 2)
+
+
+def bench_norm(features: int, rows: int) -> None:
+    x_TE, weight_E = random(rows, features), random(features)
+    for splits in (None, 0, 4):
+        parts = None if splits is None else random(rows, features) if splits == 0 else random(4, rows, features, dtype=torch.float32)
+        sum_TE = x_TE if parts is None else (x_TE.float() + (parts.sum(0) if splits else parts.float())).bfloat16()
+        same(add_norm(x_TE.clone(), parts, weight_E, 1e-5), F.rms_norm(sum_TE.float(), (features,), weight_E.float(), 1e-5))
+        traffic = x_TE.numel() * (4 if parts is None else 6) + (0 if parts is None else parts.numel() * parts.element_size())
+        for warps in (4, 8, 16):
+            us = microseconds(lambda x, p=parts, w=warps: add_norm(x, p, weight_E, 1e-5, warps=w), [x_TE.clone()])
+            note(f"add_norm {rows}x{features} parts {splits} warps {warps}", us, traffic)
+    gate_up = random(rows, 8 * features)
+    gate, up = gate_up.float().chunk(2, -1)
+    same(silu_mul(gate_up), F.silu(gate) * up)
+    note(f"silu_mul {rows}x{4 * features}", microseconds(silu_mul, [gate_up]), gate_up.numel() * 3)
+    parts_STN = random(4, rows, features * 3 // 2, dtype=torch.float32)
+    same(reduce(parts_STN), parts_STN.sum(0))
+    note(f"reduce 4x{rows}x{features * 3 // 2}", microseconds(reduce, [parts_STN]), parts_STN.numel() * 4.5)
+
+
+def bench_selection(groups: int, n: int, branches: int) -> None:
+    candidates = random(groups, n, branches, dtype=torch.float64, scale=2.0)
+    size_G, threshold_G = torch.full((groups,), n, device="cuda"), torch.full((groups,), 0.9, dtype=torch.float64, device="cuda")
+    uniforms = torch.rand(2, groups, n * branches, dtype=torch.float64, device="cuda")
+    rest = (size_G, threshold_G, uniforms[0], uniforms[1, :, :n].contiguous())
+    made = select(candidates, *rest)
+    expected = torch_select(candidates, size_G, threshold_G, ["systematic"] * groups, *rest[2:])
+    for name, value in vars(expected).items():
+        torch.testing.assert_close(getattr(made, name).to(value.dtype), value, atol=1e-12, rtol=1e-12)
+    for warps in (1, 2, 4):
+        us = microseconds(lambda c, w=warps: select(c, *rest, warps=w), [candidates])
+        note(f"select {groups}x{n}x{branches} warps {warps}", us, candidates.numel() * 8)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    for rows, draws in ((8, 4), (32, 1), (64, 1)):
+        bench_draw(rows, draws)
+    bench_score(72, 4)
+    for features, rows in ((2048, 8), (2048, 64), (4096, 64)):
+        bench_norm(features, rows)
+    for shape in ((1, 8, 4), (8, 8, 8), (8, 64, 4)):
+        bench_selection(*shape)
+    for name, (inputs, outputs, all_rows) in SHAPES.items():
+        for rows in all_rows:
+            bench_linear(name, inputs, outputs, rows)
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

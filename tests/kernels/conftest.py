@@ -1,0 +1,20 @@
+"""Kernels run on the GPU if there is one, else in Triton's interpreter; without Triton these tests are left out."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+if DEVICE.type == "cpu":
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+if importlib.util.find_spec("triton") is None:
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return DEVICE

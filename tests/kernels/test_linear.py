@@ -1,0 +1,88 @@
+"""Products of few rows against torch, in every way of cutting them.
+
+Axes: T tokens, K inputs, N outputs, S splits.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from smc.kernels.linear import choose, gate_up_silu, linear, reduce
+
+KIND = torch.bfloat16 if torch.cuda.is_available() else torch.float16
+"""Triton's interpreter multiplies matrices of any type but bf16."""
+close = partial(torch.testing.assert_close, atol=1e-4, rtol=1e-4)
+close_rounded = partial(torch.testing.assert_close, atol=1e-2, rtol=1e-2)
+
+
+def operands(device, tokens: int, outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x_TK = torch.randn(tokens, inputs, device=device).to(KIND)
+    return x_TK, (torch.randn(outputs, inputs, device=device) / inputs**0.5).to(KIND)
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 33, 64])
+@pytest.mark.parametrize("splits", [1, 2, 4, None])
+@pytest.mark.parametrize("outputs", [64, 200])
+def test_linear(device, tokens, splits, outputs):
+    x_TK, weight_NK = operands(device, tokens, outputs, 512)
+    out = linear(x_TK, weight_NK, splits=splits)
+    expected_TN = x_TK.float() @ weight_NK.float().T
+    if out.dim() == 3:
+        assert out.dtype == torch.float32 and out.shape[0] == (splits or choose(tokens, outputs, 512).splits)
+        close(out.sum(0), expected_TN)
+        close_rounded(reduce(out, KIND), expected_TN.to(KIND))
+    else:
+        assert splits == 1
+        close_rounded(out, expected_TN.to(KIND))
+
+
+def test_partials_are_those_of_their_inputs(device):
+    x_TK, weight_NK = operands(device, 8, 64, 256)
+    parts_STN = linear(x_TK, weight_NK, splits=4, block_k=64)
+    for part_TN, x, weight in zip(parts_STN, x_TK.chunk(4, 1), weight_NK.chunk(4, 1)):
+        close(part_TN, x.float() @ weight.float().T)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_bias_is_added_once(device, splits):
+    x_TK, weight_NK = operands(device, 3, 96, 128)
+    bias_N = torch.randn(96, device=device).to(KIND)
+    out = linear(x_TK, weight_NK, splits=splits, bias_N=bias_N, block_k=64, dtype=torch.float32)
+    total_TN = out if splits == 1 else out.sum(0)
+    close(total_TN, F.linear(x_TK.float(), weight_NK.float(), bias_N.float()))
+
+
+def test_rows_of_a_wider_matrix(device):
+    x_TK, weight_NK = operands(device, 4, 64, 128)
+    wide = torch.cat((x_TK, torch.full_like(x_TK, torch.nan)), 1)
+    close(linear(wide[:, :128], weight_NK, splits=1), linear(x_TK, weight_NK, splits=1))
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 64])
+@pytest.mark.parametrize("inner", [64, 72])
+@pytest.mark.parametrize("block_n", [64, 128])
+def test_gate_up_silu(device, tokens, inner, block_n):
+    x_TK, weight = operands(device, tokens, 2 * inner, 256)
+    gate, up = (x_TK.float() @ weight.float().T).chunk(2, -1)
+    act_TI = gate_up_silu(x_TK, weight, block_n=block_n)
+    close_rounded(act_TI, (F.silu(gate) * up).to(KIND))
+
+
+@pytest.mark.parametrize("tokens", [8, 32, 64])
+@pytest.mark.parametrize("outputs, inputs", [(3072, 2048), (2048, 2048), (2048, 8192), (6144, 4096), (4096, 14336), (40, 48)])
+def test_choice_divides_the_inputs_and_fits(tokens, outputs, inputs):
+    tiling = choose(tokens, outputs, inputs)
+    assert inputs % (tiling.block_k * tiling.splits) == 0
+    assert tiling.stages * tiling.block_k * (tiling.block_n + max(16, tokens)) * 2 <= 227 * 1024
+
+
+def test_what_does_not_divide_is_refused(device):
+    x_TK, weight_NK = operands(device, 2, 64, 96)
+    with pytest.raises(ValueError, match="must divide K=96"):
+        linear(x_TK, weight_NK, splits=5)
+    with pytest.raises(ValueError, match="weight"):
+        linear(x_TK, weight_NK.T)

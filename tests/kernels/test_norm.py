@@ -1,0 +1,46 @@
+"""Residual add, RMSNorm and gated activation against torch.
+
+Axes: T tokens, E features, I inner features, S splits.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from smc.kernels.norm import add_norm, silu_mul
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize("features", [48, 256, 2048, 8192])
+@pytest.mark.parametrize("kind", [BF16, FP32])
+@pytest.mark.parametrize("splits", [None, 0, 1, 3])
+def test_add_norm(device, features, kind, splits):
+    """`splits` 0 is one bf16 tensor [T, E], None is nothing to add."""
+    x_TE = (torch.randn(5, features, device=device) * 3).to(kind)
+    weight_E = torch.randn(features, device=device).to(BF16)
+    if splits is None:
+        parts, sum_TE = None, x_TE.float()
+    else:
+        parts = torch.randn(5, features, device=device).to(BF16) if splits == 0 else torch.randn(splits, 5, features, device=device)
+        sum_TE = x_TE.float() + (parts.float() if splits == 0 else parts.sum(0))
+    h_TE = add_norm(x_TE, parts, weight_E, 1e-5)
+    torch.testing.assert_close(x_TE, sum_TE.to(kind))
+    assert h_TE.dtype == BF16
+    torch.testing.assert_close(h_TE, F.rms_norm(x_TE.float(), (features,), weight_E.float(), 1e-5).to(BF16))
+
+
+@pytest.mark.parametrize("inner", [40, 1024, 1536])
+@pytest.mark.parametrize("splits", [0, 1, 4])
+def test_silu_mul(device, inner, splits):
+    gate_up = torch.randn(*([splits] if splits else []), 3, 2 * inner, device=device).to(FP32 if splits else BF16)
+    gate, up = (gate_up.sum(0) if splits else gate_up.float()).chunk(2, -1)
+    act_TI = silu_mul(gate_up, BF16)
+    torch.testing.assert_close(act_TI, (F.silu(gate) * up).to(BF16))
+
+
+def test_strided_tensors_are_refused(device):
+    with pytest.raises(ValueError, match="contiguous"):
+        silu_mul(torch.zeros(4, 8, device=device).T)
