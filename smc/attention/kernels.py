@@ -1,10 +1,12 @@
 """Triton kernels: attention of few rows over paged keys and values, a group's shared prefix read once for all its rows; and the
-store that precedes it. Knows nothing about block tables, models or CUDA graphs, though all may be captured in one.
+store that precedes it. Knows nothing about models or CUDA graphs, though all may be captured in one.
 
 Attention takes two launches a layer. `_prefix_kernel` splits the prefix of every group into chunks and attends all queries of
 the group to each (flash decoding: Dao et al. 2023; the cascade of Ye et al. 2024), leaving a normalised output and a base-2
 log-sum-exp per split. `_own_kernel` attends each row's queries to its own positions and merges the splits into that.
-Shapes are static; all that changes between replays of a graph (sizes, lengths, pages) is read on the device.
+Where contexts are short, `_direct_kernel` does it in one launch, row by row: reading the prefix from the L2 cache for every row then
+costs less than a second launch and a merge. Shapes are static; all that changes between replays of a graph (sizes, lengths, pages)
+is read on the device.
 
 Axes: G groups of M rows (a padded grid), R = G * M rows, Q queries of a row (padded), T = R * Q tokens row after row, J key/value
 heads, H query heads, N = H // J, D head dimension, L positions of a table, S splits; X = (row, query, head of N) of
@@ -22,7 +24,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOWEST = tl.constexpr(-1e30)  # Finite: a query that sees nothing yet would otherwise meet inf - inf.
-PROGRAMS = 264  # Two for each of the 132 multiprocessors of an H100 or H200.
+PROGRAMS = 132  # One for each multiprocessor of an H100 or H200: with more, merging costs more than the reading gains.
 
 
 @triton.jit
@@ -173,6 +175,39 @@ def _own_kernel(
     tl.store(out + row_Y[:, None] * D + d, out_YD, mask=(y < Q * N)[:, None])
 
 
+@triton.jit
+def _direct_kernel(
+    q, keys, values, table_RL, size_G, start_R, count_R, out, q_stride, table_stride,
+    M: tl.constexpr, Q: tl.constexpr, N: tl.constexpr, J: tl.constexpr, D: tl.constexpr,
+    SCALE: tl.constexpr, BLOCK_Y: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_Y queries of a row and key/value head, over all that the row holds, shared or not."""
+    j, r = tl.program_id(1), tl.program_id(2)
+    y, d, p = tl.program_id(0) * BLOCK_Y + tl.arange(0, BLOCK_Y), tl.arange(0, D), tl.arange(0, BLOCK_P)
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    start = tl.load(start_R + r)
+    count = tl.where(r % M < tl.load(size_G + r // M), tl.load(count_R + r), 0)
+    end = tl.where(count > 0, start + count, 0)
+    token, head = r * Q + y // N, j * N + y % N
+    real_Y = y // N < count
+    limit_Y = tl.where(real_Y, start + y // N, -1)
+    q_YD = tl.load(q + token[:, None] * q_stride + head[:, None] * D + d, mask=real_Y[:, None], other=0.0)
+    m_Y, l_Y = tl.full([BLOCK_Y], LOWEST, tl.float32), tl.zeros([BLOCK_Y], tl.float32)
+    acc_YD = tl.zeros([BLOCK_Y, D], tl.float32)
+    pages = table_RL + r.to(tl.int64) * table_stride + p
+    page = tl.load(pages, mask=p < end, other=0)
+    for p0 in tl.range(0, end, BLOCK_P, num_stages=STAGES):
+        at_PD = (page.to(tl.int64) * J + j)[:, None] * D + d
+        k_PD, v_PD = tl.load(keys + at_PD), tl.load(values + at_PD)
+        page = tl.load(pages + p0 + BLOCK_P, mask=p0 + BLOCK_P + p < end, other=0)
+        m_Y, l_Y, acc_YD = _take_in(q_YD, k_PD, v_PD, (p0 + p)[None, :] <= limit_Y[:, None], m_Y, l_Y, acc_YD, SCALE)
+    row_Y = token * (J * N) + head
+    out_YD = acc_YD / tl.where(real_Y, l_Y, 1.0)[:, None]
+    tl.store(out + row_Y[:, None] * D + d, out_YD, mask=(y < Q * N)[:, None])
+
+
 def store_kv(
     qkv: Tensor,
     q_out: Tensor,
@@ -214,7 +249,7 @@ class Tuning:
     block_p: int
     """Prefix positions of a tile."""
     splits: int
-    """Chunks of the prefix: about two programs per multiprocessor, and no more than tiles."""
+    """Chunks of the prefix: about one program per multiprocessor, and no more than tiles."""
     min_tiles: int
     """Tiles of a chunk at least: with many queries, merging one more split costs more than reading one more tile."""
     warps: int
@@ -231,6 +266,10 @@ class Tuning:
     """Warps of an own program."""
     own_stages: int
     """Depth of the own kernel's load pipeline; 1 is none."""
+    direct_p: int
+    """Positions of a tile of the direct kernel."""
+    direct_warps: int
+    direct_stages: int
     overlap: bool
     """Programmatic dependent launch: either kernel starts before the one before it ends, and waits for that where it needs it."""
     partial: torch.dtype
@@ -255,8 +294,11 @@ class Tuning:
             block_y=block_y,
             block_o=32 if wide else 64,
             block_s=min(triton.next_power_of_2(splits), max(1, (8192 if block_y == 16 else 4096) // (block_y * head_dim))),
-            own_warps=4,
+            own_warps=2 if block_y == 16 else 4,
             own_stages=1,
+            direct_p=32 if wide else 64,
+            direct_warps=2 if block_y == 16 else 4,
+            direct_stages=1 if wide else 4 if head_dim <= 64 else 3,
             overlap=False,
             partial=torch.float32,
         )
@@ -304,8 +346,10 @@ class SharedPrefixAttention:
         start_R: Tensor,
         count_R: Tensor,
         out_THD: Tensor,
+        short: bool = False,
     ) -> Tensor:
-        """Attend, into `out_THD` [T, H, D] contiguous; zeros for padding. Launches two kernels and allocates nothing.
+        """Attend, into `out_THD` [T, H, D] contiguous; zeros for padding. Launches two kernels, or one if contexts are `short`, and
+        allocates nothing.
 
         q_THD rotated, tokens at any stride; keys, values [P + 1, J, D] hold the new tokens already; all indices int32.
         size_G rows of each group; position p of a row is page table_RL[r, p], and all rows of a group agree in the first shared_G
@@ -316,6 +360,9 @@ class SharedPrefixAttention:
         assert q_THD.stride()[1:] == (d, 1) and len(q_THD) == self._constants["T"] and (h, keys.shape[1]) == self.heads
         assert keys.is_contiguous() and values.is_contiguous() and out_THD.is_contiguous() and table_RL.stride(1) == 1
         tune, j = self.tuning, self.heads[1]
+        if short:
+            self._run_short(q_THD, keys, values, table_RL, size_G, start_R, count_R, out_THD)
+            return out_THD
         tiles = triton.cdiv(self.rows * self.queries * h // j, tune.block_x)
         launch = {"launch_pdl": True} if tune.overlap else {}
         _prefix_kernel[(tiles, tune.splits, self.groups * j)](
@@ -328,3 +375,22 @@ class SharedPrefixAttention:
             STAGES=tune.own_stages, num_warps=tune.own_warps, **launch, **self._constants,
         )  # fmt: skip
         return out_THD
+
+    def _run_short(
+        self,
+        q_THD: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        table_RL: Tensor,
+        size_G: Tensor,
+        start_R: Tensor,
+        count_R: Tensor,
+        out_THD: Tensor,
+    ) -> None:
+        tune, (h, j) = self.tuning, self.heads
+        names = ("M", "Q", "N", "J", "D", "SCALE", "OVERLAP")
+        _direct_kernel[(triton.cdiv(self.queries * h // j, tune.block_y), j, self.groups * self.rows)](
+            q_THD, keys, values, table_RL, size_G, start_R, count_R, out_THD, q_THD.stride(0), table_RL.stride(0),
+            BLOCK_Y=tune.block_y, BLOCK_P=tune.direct_p, STAGES=tune.direct_stages, num_warps=tune.direct_warps,
+            **({"launch_pdl": True} if tune.overlap else {}), **{name: self._constants[name] for name in names},
+        )  # fmt: skip

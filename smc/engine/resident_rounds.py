@@ -18,7 +18,7 @@ from smc.engine.slots import Slots
 from smc.engine.stats import EngineStats
 from smc.philox import Purpose, uniforms
 from smc.resident.pair import LocalPair, LocalPlain, Start
-from smc.resident.plan import RoundPlan, RoundResult
+from smc.resident.plan import SHORT, RoundPlan, RoundResult
 from smc.resident.stages import Reading
 
 
@@ -89,6 +89,7 @@ class ResidentRounds:
         of_A = population.starts_G[spread]
         return RoundPlan(
             schemes=tuple(population.schemes),
+            short=bool((prompt_G + length_G).max() + self.config.block <= SHORT),
             target_law=population.target_law.take(of_A),
             draft_law=population.draft_law.take(of_A),
             slots_A=population.grid(slots_A, self.config.max_slots).astype(np.int64).ravel(),

@@ -63,6 +63,7 @@ class ResidentDraft:
             size_G=plan.size_G.int(),
             shared_G=plan.shared_G - (q - 1),
             queries=q,
+            short=plan.short,
             skip_R=skip_A,
         )
         hidden_TE = self.forward(self.last_S2[slots_A, 2 - q :].flatten(), rows)
@@ -83,7 +84,7 @@ class ResidentDraft:
         open_X, size_G = (~self.state.ended_S[slots_A]).int().repeat_interleave(f), (plan.size_G * f).int()
         start_X, tokens, logq = position_X.int(), [first_AF], [logq_AF]
         for k in range(1, self.block):
-            rows = StaticRows(table_XL, start_X + k, open_X, size_G, plan.shared_G, queries=1)
+            rows = StaticRows(table_XL, start_X + k, open_X, size_G, plan.shared_G, queries=1, short=plan.short)
             hidden_XE = self.forward(tokens[-1].flatten(), rows)
             keys = DrawKeys(seed_X, round_X, stream_X1, position_X + 1 + k, self.purpose)
             token_X1, logq_X1 = self._draw(hidden_XE, law, keys)

@@ -31,6 +31,8 @@ class StaticRows:
     """int32 leading positions that all rows of a group have in common."""
     queries: int
     """Q."""
+    short: bool
+    """Rows hold few positions."""
     skip_R: Tensor | None = None
     """int32 leading tokens whose keys and values are there already."""
 

@@ -51,7 +51,7 @@ class KernelForward(StaticForward):
             hidden_TE = add_norm(x_TE, parts, layer.attn_norm.weight, config.rms_eps, pdl=pdl)
             keys, values = self.pool.keys[layer.index], self.pool.values[layer.index]
             self._store(layer, self._product(hidden_TE, layer.qkv.weight, layer.qkv.bias), q_THD, position_T, page_T)
-            attention.run(q_THD, keys, values, rows.table_RL, rows.size_G, rows.shared_G, rows.start_R, rows.count_R, out_THD)
+            attention.run(q_THD, keys, values, rows.table_RL, rows.size_G, rows.shared_G, rows.start_R, rows.count_R, out_THD, rows.short)
             parts = self._sum(layer, self._product(out_THD.flatten(1), layer.o.weight, whole=layer.reduce is not None))
             hidden_TE = add_norm(x_TE, parts, layer.mlp_norm.weight, config.rms_eps, pdl=pdl)
             parts = self._sum(layer, self._product(self._gated(layer, hidden_TE), layer.down.weight, whole=layer.reduce is not None))

@@ -11,6 +11,8 @@ from torch import Tensor
 from smc.laws import LawSpec
 
 ALIGNMENT = 16
+SHORT = 640
+"""Positions up to which rows are cheaper to attend one by one."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class RoundPlan:
 
     schemes: tuple[str, ...]
     """Per group."""
+    short: bool
+    """No row holds more than `SHORT` positions when the round ends."""
     target_law: LawSpec
     """Per place."""
     draft_law: LawSpec
@@ -76,7 +80,13 @@ class RoundPlan:
     def key(self) -> tuple:
         """Rounds of the same key run the same operations on the same shapes."""
         laws = (self.target_law.active, self.draft_law.active)
-        return (*self.shape_GM, self.uniforms_GU.shape[1], self.schemes if len(set(self.schemes)) > 1 else self.schemes[:1], *laws)
+        return (
+            self.short,
+            *self.shape_GM,
+            self.uniforms_GU.shape[1],
+            self.schemes if len(set(self.schemes)) > 1 else self.schemes[:1],
+            *laws,
+        )
 
     def arrays(self) -> dict[str, np.ndarray]:
         """All arrays, by name."""
@@ -91,7 +101,7 @@ class RoundPlan:
             mine = {name.split(".")[1]: tensor for name, tensor in tensors.items() if name.startswith(side)}
             laws[side] = LawSpec(**mine, active=getattr(self, side).active)
         own = {name: tensor for name, tensor in tensors.items() if "." not in name}
-        return RoundPlan(schemes=self.schemes, **laws, **own)
+        return RoundPlan(schemes=self.schemes, short=self.short, **laws, **own)
 
 
 class PlanBuffer:

@@ -91,6 +91,7 @@ class ResidentTarget:
             size_G=plan.size_G.int(),
             shared_G=plan.shared_G,
             queries=q,
+            short=plan.short,
         )
         logits_TV = self.forward.logits(self.forward(tokens_AQ.flatten(), rows))
         place_T = torch.arange(len(slots_A), device=self.device).repeat_interleave(q)

@@ -31,13 +31,15 @@ SETTINGS = {
     "bf16 partials": {"partial": torch.bfloat16},
     "x64 w4": {"block_x": 64, "warps": 4},
     "p128": {"block_p": 128, "stages": 2, "warps": 8},
-    "p32": {"block_p": 32, "stages": 4},
-    "1 tile": {"min_tiles": 1},
     "4 tiles": {"min_tiles": 4},
     "splits 8": {"splits": 8},
     "splits 33": {"splits": 33},
-    "own: warps 8": {"own_warps": 8},
-    "own: warps 2, o32": {"own_warps": 2, "block_o": 32, "own_stages": 3},
+    "short": {"short": True},
+    "short p32": {"short": True, "direct_p": 32},
+    "short p128": {"short": True, "direct_p": 128, "direct_stages": 2},
+    "short warps 1": {"short": True, "direct_warps": 1},
+    "short warps 4": {"short": True, "direct_warps": 4},
+    "short y32": {"short": True, "block_y": 32},
 }
 
 
@@ -103,10 +105,11 @@ Call = Callable[[int], Tensor]
 
 def kernels(inputs: Inputs, setting: dict) -> Call:
     dim = inputs.q_THD.shape[-1]
+    setting, short = {name: value for name, value in setting.items() if name != "short"}, "short" in setting
     attention = SharedPrefixAttention(1, inputs.rows, inputs.queries, HEADS, dim, torch.bfloat16, "cuda", LONGEST, **setting)
     out_THD = torch.full(inputs.q_THD.shape, torch.nan, dtype=torch.bfloat16, device="cuda")
     arguments = inputs.arguments()
-    return lambda layer: attention.run(inputs.q_THD, inputs.keys[layer], inputs.values[layer], *arguments, out_THD)
+    return lambda layer: attention.run(inputs.q_THD, inputs.keys[layer], inputs.values[layer], *arguments, out_THD, short)
 
 
 def cascade(inputs: Inputs) -> Call:
