@@ -35,7 +35,7 @@ class KernelForward(StaticForward):
     """A decoder of one worker. With `own_products` matrix products of few rows are ours too; with `pdl` kernels begin before those
     before them have ended (programmatic dependent launch)."""
 
-    def __init__(self, worker: ModelWorker, *, own_products: bool = True, pdl: bool = True) -> None:
+    def __init__(self, worker: ModelWorker, *, own_products: bool = True, pdl: bool = False) -> None:
         super().__init__(worker.model, worker.pool, worker.rope)
         self._longest, self._own_products, self._pdl = worker.tables.table_RL.shape[1], own_products, pdl
         self._attention: dict[tuple[int, int, int], SharedPrefixAttention] = {}
