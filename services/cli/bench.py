@@ -1,4 +1,4 @@
-"""`smcserve bench`: where the time of a round goes, with both models in this process or each in its own."""
+"""`smcserve bench`: how fast a pair decodes on GPUs; on a CPU, where the time of a round goes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from rich.box import SIMPLE_HEAD
-from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from services.cli import gang, options
-from services.cli.terminal import err, out
+from services.cli.speed import LEGEND as SPEED_LEGEND
+from services.cli.speed import MODES, SpeedPlan, speed_table
+from services.cli.speed import measure as measure_speed
+from services.cli.terminal import out, progress_bar
 
 if TYPE_CHECKING:
     from services.launch.config import GangConfig
@@ -34,7 +36,20 @@ GANG_LEGEND = (
 def bench(
     target: options.Target = None,
     draft: options.Draft = None,
-    particles: Annotated[int, options.option(options.PARTICLES, "N.", "--particles", "-n", metavar="N")] = 8,
+    device: options.Device = "cpu",
+    load: Annotated[
+        str | None,
+        options.option(options.MODELS, "random: shapes named by --target, --draft (cuda only).", metavar="files|random"),
+    ] = None,
+    mode: Annotated[
+        list[str] | None, options.option(options.MEASURE, f"Of {', '.join(MODES)}; may be repeated (cuda only).", "--mode", metavar="MODE")
+    ] = None,
+    context: Annotated[
+        list[int] | None, options.option(options.MEASURE, "Prompt tokens; may be repeated (cuda only). Default: 256.", metavar="TOKENS")
+    ] = None,
+    particles: Annotated[list[int], options.option(options.PARTICLES, "N; may be repeated on cuda.", "--particles", "-n", metavar="N")] = (
+        8,
+    ),
     block: options.BlockList = (8, 5),
     branches: options.BranchesList = (4,),
     concurrency: Annotated[
@@ -50,7 +65,20 @@ def bench(
     threads: options.Threads = None,
     json: Annotated[Path | None, options.option(options.OUTPUT, "Write the numbers here.", metavar="FILE")] = None,
 ) -> None:
-    """Split the time of a round into models, sampling, link and the host's own work (CPU)."""
+    """Measure speed: on GPUs answer tokens a second of every mode, on a CPU where the time of a round goes."""
+    on_gpu = {"load": load, "mode": mode, "context": context}
+    if device == "cuda":
+        _check(concurrency, rounds, json, {})
+        _refuse_idle({"link": link, "draft_tp": draft_tp, "target_tp": target_tp, "threads": threads}, "with --device cuda")
+        plan = SpeedPlan(mode or MODES, particles, block, branches, context or (256,), concurrency, rounds)
+        rows = measure_speed(plan, load or "files", target, draft)
+        out.print(speed_table(rows), SPEED_LEGEND.format(rounds=rounds), sep="\n")
+        _write(json, rows)
+        return
+    _refuse_idle(on_gpu, "without --device cuda")
+    if len(particles) > 1:
+        raise ValueError(f"--particles {' '.join(map(str, particles))}; allowed without --device cuda: one value")
+    particles = particles[0]
     _check(concurrency, rounds, json, {"draft_tp": draft_tp, "target_tp": target_tp} if not link else {})
     configs = _configs(block, branches)
     if link:
@@ -63,6 +91,10 @@ def bench(
     else:
         rows = _measure_local((target, draft), configs, concurrency, particles, rounds, threads)
         out.print(round_table(rows), LOCAL_LEGEND.format(particles=particles, rounds=rounds), sep="\n")
+    _write(json, rows)
+
+
+def _write(json: Path | None, rows: Sequence[object]) -> None:
     if json is not None:
         json.write_text(json_module.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
@@ -100,9 +132,14 @@ def _check(concurrency: Sequence[int], rounds: int, json: Path | None, idle: dic
             raise ValueError(f"--{name} {min(values)}; allowed: >= 1")
     if json is not None and not json.absolute().parent.is_dir():
         raise ValueError(f"cannot write {json}: its directory does not exist")
-    for name, value in idle.items():
+    _refuse_idle(idle, "without --link")
+
+
+def _refuse_idle(given: dict[str, object], where: str) -> None:
+    """Settings that would have no effect."""
+    for name, value in given.items():
         if value is not None:
-            raise ValueError(f"--{name.replace('_', '-')} {value} has no effect without --link; give one, or leave it out")
+            raise ValueError(f"--{name.replace('_', '-')} {value} has no effect {where}; leave it out")
 
 
 def _configs(blocks: Sequence[int], branches: Sequence[int]) -> list[EngineConfig]:
@@ -127,7 +164,7 @@ def _measure_local(
     use_threads(threads, found)
     pair = load_pair(found, "cpu", None)
     rows = []
-    with _progress() as progress:
+    with progress_bar() as progress:
         task = progress.add_task("rounds", total=len(configs) * len(concurrency))
         for config in configs:
             for requests in concurrency:
@@ -146,7 +183,7 @@ def _measure_gangs(gangs: Sequence[GangConfig], concurrency: Sequence[int], part
 
     cluster.connect(None)
     rows = []
-    with _progress() as progress:
+    with progress_bar() as progress:
         task = progress.add_task("rounds", total=len(gangs) * len(concurrency))
         try:
             for config in gangs:
@@ -154,7 +191,3 @@ def _measure_gangs(gangs: Sequence[GangConfig], concurrency: Sequence[int], part
         finally:
             ray.shutdown()
     return rows
-
-
-def _progress() -> Progress:
-    return Progress(TextColumn("{task.description}"), BarColumn(), console=err, transient=True, disable=not err.is_terminal)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 out = Console(highlight=False)
@@ -28,3 +29,8 @@ def finite(value: object) -> object:
     if isinstance(value, (list, tuple)):
         return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def progress_bar() -> Progress:
+    """A bar that goes when the work is done; nothing where nobody watches."""
+    return Progress(TextColumn("{task.description}"), BarColumn(), console=err, transient=True, disable=not err.is_terminal)

@@ -15,7 +15,7 @@ from smc.models.check import require_pair
 from smc.models.decoder import Decoder
 from smc.models.loader import load_model
 from smc.models.tokenizer import Tokenizer
-from smc.resident.pair import LocalPair
+from smc.resident.pair import LocalPair, Parts
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,13 @@ class ModelPair:
         )
 
 
-def local_engine(pair: ModelPair, config: EngineConfig | None = None, *, resident: bool = False, **engine_options) -> Engine:
-    """An engine over `pair`, with resident rounds if asked; `engine_options` are passed on to Engine."""
+def local_engine(
+    pair: ModelPair, config: EngineConfig | None = None, *, resident: bool = False, own_products: bool = True, **engine_options
+) -> Engine:
+    """An engine over `pair`, with resident rounds if asked; `engine_options` are passed on to Engine.
+
+    `own_products` is for GPUs: our kernels for matrix products of few rows, which are made for bfloat16.
+    """
     config = config or EngineConfig()
     context = config.context(pair.max_context)
     pages = config.pool_pages(context)
@@ -57,5 +62,13 @@ def local_engine(pair: ModelPair, config: EngineConfig | None = None, *, residen
         for side in SIDES
     }
     if resident:
-        engine_options["pair"] = LocalPair(config, workers)
+        engine_options["pair"] = LocalPair(config, workers, _parts(workers["target"], own_products))
     return Engine(config, workers, pair.tokenizer, pages=dict.fromkeys(SIDES, pages), context=context, **engine_options)
+
+
+def _parts(worker: ModelWorker, own_products: bool) -> Parts:
+    if worker.device.type == "cpu":
+        return Parts()
+    from smc.resident.kernels import gpu_parts  # needs triton
+
+    return gpu_parts(own_products=own_products)

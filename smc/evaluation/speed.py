@@ -28,6 +28,7 @@ BANDWIDTH = 4.26e12
 """Bytes a second that an H200 reads and writes in a device copy."""
 WARM_UP = 4
 """Rounds before the clock starts: the first two compile and record."""
+LONG_PROMPT = 1024
 PLAIN_BLOCK = 16
 """Tokens that plain decoding queues at a time."""
 
@@ -142,7 +143,10 @@ class Bench:
         needs = [pages_needed(request, mode.config) for request in asked]
         pages = {side: max(2, sum(need.get(side, 0) for need in needs)) for side in SIDES}
         rows = sum(request.params.rows for request in asked)
-        config = replace(mode.config, max_slots=rows, max_context=context, prefill_chunk=512)
+        prompts = sum(len(request.prompt) for request in asked)
+        # All at once, so that they start together; long ones in pieces, as their attention is made in torch.
+        chunk = prompts if len(asked[0].prompt) <= LONG_PROMPT else 512
+        config = replace(mode.config, max_slots=rows, max_context=context, prefill_chunk=chunk)
         workers = {}
         for side, device in zip(SIDES, mode.devices):
             model = self._models(side, device)

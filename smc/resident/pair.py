@@ -96,22 +96,22 @@ class LocalPair:
         marks = {}
         with draft.working():
             marks["draft"] = draft.mark()
-            first = draft.run(key, "begin", lambda: self._draft.begin(on_draft))
+            first = draft.run(key, "begin", lambda: self._draft.begin(on_draft), on_draft.recordable)
             first_there = draft.mark()
-            drafted = draft.run(key, "extend", lambda: self._draft.extend(on_draft, *first))
+            drafted = draft.run(key, "extend", lambda: self._draft.extend(on_draft, *first), on_draft.recordable)
             marks["drafted"] = all_there = draft.mark()
         with target.working():
             marks["score"] = target.mark()
-            scored = target.run(key, "score", lambda: self._target.score(on_target))
+            scored = target.run(key, "score", lambda: self._target.score(on_target), on_draft.recordable)
             marks["scored"] = target.mark()
             target.wait(first_there)
             heard = target.take(key, "first", first)
-            choice, result = target.run(key, "choose", lambda: self._target.choose(on_target, scored, *heard))
+            choice, result = target.run(key, "choose", lambda: self._target.choose(on_target, scored, *heard), on_draft.recordable)
             marks["chosen"] = chosen = target.mark()
             target.wait(all_there)
             blocks = Drafted(*target.take(key, "blocks", vars(drafted).values()))
             taken = target.mark()
-            grown = target.run(key, "go_on", lambda: self._target.go_on(on_target, scored, blocks, choice))
+            grown = target.run(key, "go_on", lambda: self._target.go_on(on_target, scored, blocks, choice), on_draft.recordable)
             reading = target.read(key, result, grown, marks)
         self._follow(key, draft, on_draft, drafted, choice, chosen)
         draft.wait(taken)
@@ -121,8 +121,8 @@ class LocalPair:
         marks = {}
         with draft.working():
             marks["draft"] = draft.mark()
-            first = draft.run(key, "begin", lambda: self._draft.begin(on_draft))
-            drafted = draft.run(key, "extend", lambda: self._draft.extend(on_draft, *first))
+            first = draft.run(key, "begin", lambda: self._draft.begin(on_draft), on_draft.recordable)
+            drafted = draft.run(key, "extend", lambda: self._draft.extend(on_draft, *first), on_draft.recordable)
             marks["drafted"] = all_there = draft.mark()
         with target.working():
             target.wait(all_there)
@@ -135,7 +135,7 @@ class LocalPair:
                 choice, result = self._target.choose(on_target, scored, None, None)
                 return choice, result, self._target.go_on(on_target, scored, blocks, choice)
 
-            choice, result, grown = target.run(key, "finish", finish)
+            choice, result, grown = target.run(key, "finish", finish, on_draft.recordable)
             marks["scored"] = chosen = target.mark()
             reading = target.read(key, result, grown, marks)
         self._follow(key, draft, on_draft, drafted, choice, chosen)
@@ -145,7 +145,7 @@ class LocalPair:
         with draft.working():
             draft.wait(chosen)
             heard = Choice(*draft.take(key, "choice", vars(choice).values()))
-            draft.run(key, "follow", lambda: self._draft.follow(on_draft, drafted, heard))
+            draft.run(key, "follow", lambda: self._draft.follow(on_draft, drafted, heard), on_draft.recordable)
 
     def _joining(self, side: str, start: Start) -> Joining:
         drafts = side == "draft"

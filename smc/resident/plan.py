@@ -88,6 +88,11 @@ class RoundPlan:
             *laws,
         )
 
+    @property
+    def recordable(self) -> bool:
+        """Whether the operations can be recorded once and replayed: nothing among them asks the host."""
+        return len(set(self.schemes)) == 1 and "ssp" not in self.schemes
+
     def arrays(self) -> dict[str, np.ndarray]:
         """All arrays, by name."""
         own = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}

@@ -42,8 +42,11 @@ class Stages:
         """Around everything that this device is asked to do."""
         return contextlib.nullcontext()
 
-    def run(self, key: tuple, name: str, stage: Callable[[], Any]) -> Any:
-        """Stage `name` of rounds of this key: always the same operations on the same tensors, but for what is in them."""
+    def run(self, key: tuple, name: str, stage: Callable[[], Any], record: bool = True) -> Any:
+        """Stage `name` of rounds of this key: always the same operations on the same tensors, but for what is in them.
+
+        `record` says whether the operations may be recorded and replayed; it is the same for all stages of a key.
+        """
         return stage()
 
     def mark(self) -> Any:
@@ -80,8 +83,10 @@ class Graphs(Stages):
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
             yield
 
-    def run(self, key: tuple, name: str, stage: Callable[[], Any]) -> Any:
+    def run(self, key: tuple, name: str, stage: Callable[[], Any], record: bool = True) -> Any:
         place = (key, name)
+        if not record:
+            return stage()
         if place not in self._seen:
             self._seen.add(place)
             return stage()

@@ -28,6 +28,12 @@ def test_table_and_file(smcserve, tmp_path):
         (("--rounds", 0), "--rounds 0; allowed: >= 1"),
         (("--block", 33), "block=33; allowed: 1..32"),
         (("--json", "/nowhere/x.json"), "its directory does not exist"),
+        (("--mode", "plain"), "has no effect without --device cuda"),
+        (("--load", "random"), "has no effect without --device cuda"),
+        (("-n", 4, "-n", 8), "allowed without --device cuda: one value"),
+        (("--device", "cuda", "--mode", "fast"), "--mode 'fast'; allowed: plain"),
+        (("--device", "cuda", "--context", 0), "--context 0; allowed: >= 1"),
+        (("--device", "cuda", "--link", "grpc"), "has no effect with --device cuda"),
     ],
 )
 def test_mistakes(smcserve, arguments, message):

@@ -1,0 +1,155 @@
+"""`smcserve bench --device cuda`: answer tokens a second, mode by mode, beside plain decoding and beside the hardware's limit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from services.cli.terminal import err, progress_bar
+
+if TYPE_CHECKING:
+    from smc.evaluation.speed import Mode, Speed
+
+MODES = ("plain", "lockstep", "lockstep-apart", "lookahead")
+"""plain: the target alone; lockstep: both models on one GPU; lockstep-apart, lookahead: on two."""
+LOADS = ("files", "random")
+LEGEND = (
+    "medians of {rounds} rounds, milliseconds; tok/s: answer tokens a second, per request and in total. draft: its K steps (plain: the "
+    "target's), target: its pass (in lockstep with the choice), host: planning and queueing a round, hidden unless longer than the models; "
+    "idle: share of the round in which the slower side waits; floor: share of the time that reading all weights once a pass takes at "
+    "4.26 TB/s."
+)
+COLUMNS = "N K F GPUs context requests tok/s total x_plain round draft target host idle floor GiB"
+
+
+@dataclass(frozen=True)
+class SpeedPlan:
+    """What to measure. Raises ValueError naming the option, the value and what is allowed."""
+
+    modes: Sequence[str]
+    particles: Sequence[int]
+    blocks: Sequence[int]
+    branches: Sequence[int]
+    contexts: Sequence[int]
+    concurrency: Sequence[int]
+    rounds: int
+
+    def __post_init__(self) -> None:
+        for mode in self.modes:
+            if mode not in MODES:
+                raise ValueError(f"--mode {mode!r}; allowed: {', '.join(MODES)}")
+        for context in self.contexts:
+            if context < 1:
+                raise ValueError(f"--context {context}; allowed: >= 1")
+
+    def rows(self, gpus: int) -> Iterator[tuple[Mode, int, int]]:
+        """(mode, requests, context), plain decoding first for every load."""
+        for context, requests in product(self.contexts, self.concurrency):
+            for mode in self._modes(gpus):
+                yield mode, requests, context
+
+    def _modes(self, gpus: int) -> Iterator[Mode]:
+        from smc.engine.config import EngineConfig
+        from smc.engine.request import Method
+        from smc.evaluation.speed import PLAIN_BLOCK, Mode
+
+        one, apart = ("cuda:0", "cuda:0"), ("cuda:0", "cuda:1")
+        for name in self.modes:
+            if name in ("lockstep-apart", "lookahead") and gpus < 2:
+                err.print(f"[yellow]{name} needs two GPUs; there is one: left out[/yellow]")
+            elif name == "plain":
+                yield Mode(name, Method.TARGET, EngineConfig(block=PLAIN_BLOCK), 1, one)
+            elif name == "lookahead":
+                for n, f, k in product(self.particles, self.branches, self.blocks):
+                    yield Mode(name, Method.SMC, EngineConfig(block=k, branches=f), n, apart)
+            else:
+                for n, k in product(self.particles, self.blocks):
+                    config = EngineConfig(form="lockstep", block=k)
+                    yield Mode(name, Method.SMC, config, n, one if name == "lockstep" else apart)
+
+
+def measure(plan: SpeedPlan, load: str, target: Path | None, draft: Path | None) -> list[Speed]:
+    """Raises ValueError if there is no GPU, or no such models."""
+    import torch
+
+    from smc.evaluation.speed import Bench
+
+    gpus = torch.cuda.device_count()
+    if not gpus:
+        raise ValueError("--device cuda, but torch sees no GPU here; leave it out to split the time of a round on a CPU")
+    models = _Models(load, {"target": target, "draft": draft})
+    bench, rows = Bench(models.get, models.vocab), []
+    todo = list(plan.rows(gpus))
+    with progress_bar() as progress:
+        task = progress.add_task("modes", total=len(todo))
+        for mode, requests, context in todo:
+            rows.append(bench.run(mode, requests, context, plan.rounds))
+            progress.advance(task)
+    return rows
+
+
+class _Models:
+    """The two models, each loaded once on every GPU that it runs on."""
+
+    def __init__(self, load: str, names: dict[str, Path | None]) -> None:
+        from services.cli.pair import pair_places
+        from smc.models.presets import preset
+        from smc.models.tokenizer import Tokenizer
+
+        if load not in LOADS:
+            raise ValueError(f"--load {load!r}; allowed: {', '.join(LOADS)}")
+        self._loaded = {}
+        if load == "files":
+            places = dict(zip(("target", "draft"), pair_places(names["target"], names["draft"])))
+            self.vocab = Tokenizer.load(places["target"]).size
+            self._load = lambda side, device: self._from_files(places[side], device)
+            return
+        if None in names.values():
+            raise ValueError("--load random needs --target and --draft, each the name of a published shape")
+        shapes = {side: preset(str(name)) for side, name in names.items()}
+        if shapes["target"].vocab_size != shapes["draft"].vocab_size:
+            raise ValueError(f"vocabularies of {shapes['target'].vocab_size} and {shapes['draft'].vocab_size}; a pair shares one")
+        self.vocab = shapes["target"].vocab_size
+        self._load = lambda side, device: self._random(shapes[side], device)
+
+    def get(self, side: str, device: str):
+        if (side, device) not in self._loaded:
+            self._loaded[side, device] = self._load(side, device)
+        return self._loaded[side, device]
+
+    @staticmethod
+    def _from_files(place: Path, device: str):
+        import torch
+
+        from smc.models.loader import load_model
+
+        return load_model(place, dtype=torch.bfloat16, device=device)
+
+    @staticmethod
+    def _random(shape, device: str):
+        import torch
+
+        from smc.models.presets import random_model
+
+        return random_model(shape, dtype=torch.bfloat16, device=device)
+
+
+def speed_table(rows: Sequence[Speed]) -> Table:
+    table = Table(box=SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0))
+    table.add_column("mode", no_wrap=True)
+    for header in COLUMNS.split():
+        table.add_column(header.replace("_", " "), justify="right", no_wrap=True)
+    plain = {(row.context, row.requests): row.per_request for row in rows if row.mode == "plain"}
+    for row in rows:
+        base = plain.get((row.context, row.requests))
+        shape = (row.particles, row.block, row.branches, row.gpus, row.context, row.requests)
+        rates = (f"{row.per_request:.0f}", f"{row.total:.0f}", f"{row.per_request / base:.2f}" if base else "")
+        times = (f"{value:.2f}" for value in (row.round, row.draft, row.target, row.host))
+        table.add_row(row.mode, *map(str, shape), *rates, *times, f"{row.idle:.0%}", f"{row.floor:.0%}", f"{row.memory:.1f}")
+    return table

@@ -1,0 +1,81 @@
+"""The shipped pair on a GPU against the engine on a CPU: same seeds, same answers, up to noise in the logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from smc import demo
+from smc.demo.problems import generate
+from smc.engine.config import EngineConfig
+from smc.engine.local import ModelPair, local_engine
+from smc.engine.request import Method, Request, SamplingParams
+from tests.engine.harness import answers
+
+FORMS = [EngineConfig(form="lockstep", block=8), EngineConfig(block=5, branches=4), EngineConfig(block=8, branches=2, cohorts=2)]
+DEVICES = [("cuda:0", "cuda:0"), ("cuda:0", "cuda:1")]
+
+
+def load(dtype: torch.dtype, devices: tuple[str, str]) -> ModelPair:
+    if torch.cuda.device_count() <= int(devices[1][-1]):
+        pytest.skip(f"needs {int(devices[1][-1]) + 1} GPUs")
+    draft, target = (ModelPair.load(demo.TARGET, demo.DRAFT, dtype=dtype, device=device) for device in devices)
+    return replace(target, draft=draft.draft)
+
+
+def requests(pair: ModelPair, count: int, **params) -> list[Request]:
+    prompts = [pair.tokenizer.chat([{"role": "user", "content": p.question}]) for p in generate(7, count, "test")]
+    return [Request(str(i), tuple(prompt), SamplingParams(seed=i, max_tokens=150, **params)) for i, prompt in enumerate(prompts)]
+
+
+@pytest.fixture(scope="module")
+def on_cpu() -> ModelPair:
+    return ModelPair.load(demo.TARGET, demo.DRAFT)
+
+
+@pytest.mark.parametrize("devices", DEVICES, ids=["one GPU", "two GPUs"])
+@pytest.mark.parametrize("config", FORMS, ids=["lockstep", "look-ahead", "cohorts"])
+def test_float32_answers_are_the_cpu_s(on_cpu, config, devices):
+    """16 requests at once, of which all but a few must be equal token for token: a near-tie may fall the other way."""
+    asked = requests(on_cpu, 16, particles=8)
+    expected = answers(local_engine(on_cpu, config), asked)
+    found = answers(local_engine(load(torch.float32, devices), config, resident=True, own_products=False), asked)
+    same = sum(found[i].tokens == one.tokens for i, one in expected.items())
+    print(f"{same} of {len(asked)} answers equal")
+    assert same >= 14
+
+
+@pytest.mark.parametrize("method", [Method.TARGET, Method.DRAFT])
+def test_plain_decoding_is_the_cpu_s(on_cpu, method):
+    asked = requests(on_cpu, 16, method=method)
+    expected = answers(local_engine(on_cpu), asked)
+    found = answers(local_engine(load(torch.float32, DEVICES[0]), resident=True, own_products=False), asked)
+    same = sum(found[i].tokens == one.tokens for i, one in expected.items())
+    print(f"{same} of {len(asked)} answers equal")
+    assert same >= 14
+
+
+@pytest.mark.parametrize(
+    "truncation", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"alpha": 1.5}, {"resampling": "ssp", "ess_threshold": 1.0}]
+)
+def test_laws_and_schemes_on_the_device(on_cpu, truncation):
+    config, asked = EngineConfig(form="lockstep", block=8), requests(on_cpu, 4, particles=8, **truncation)
+    expected = answers(local_engine(on_cpu, config), asked)
+    found = answers(local_engine(load(torch.float32, DEVICES[0]), config, resident=True, own_products=False), asked)
+    assert sum(found[i].tokens == one.tokens for i, one in expected.items()) >= 3
+
+
+def test_bfloat16_solves_as_many_problems(on_cpu):
+    """The target alone, greedy, through every kernel: it solves nearly all problems, and rounding must not change that."""
+    problems = generate(11, 64, "test")
+    pair = load(torch.bfloat16, DEVICES[0])
+    prompts = [pair.tokenizer.chat([{"role": "user", "content": p.question}]) for p in problems]
+    asked = [
+        Request(str(i), tuple(prompt), SamplingParams(method=Method.TARGET, temperature=0, max_tokens=200))
+        for i, prompt in enumerate(prompts)
+    ]
+    found = answers(local_engine(pair, EngineConfig(block=16), resident=True), asked)
+    right = sum(found[str(i)].text.rsplit("####", 1)[-1].strip() == str(p.result) for i, p in enumerate(problems))
+    assert right >= 58
