@@ -25,7 +25,7 @@ def draw(
     position_R: Tensor,
     purpose: int,
     block: int | None = None,
-    warps: int = 8,
+    warps: int = 4,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens [R, D] int32, their log-probability [R, D] and the rows' logsumexp(logits / temperature) [R], float32.
 

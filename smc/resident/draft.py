@@ -82,16 +82,18 @@ class ResidentDraft:
         stream_X1 = (particle_X * STREAMS_PER_PARTICLE + branch_X)[:, None]
         law = plan.draft_law.take(torch.arange(len(slots_A), device=self.device).repeat_interleave(f))
         open_X, size_G = (~self.state.ended_S[slots_A]).int().repeat_interleave(f), (plan.size_G * f).int()
-        start_X, tokens, logq = position_X.int(), [first_AF], [logq_AF]
+        # One operation for all steps: beside the kernels of a small model, a launch counts.
+        position_KX = position_X + torch.arange(self.block + 1, device=self.device)[:, None]
+        start_KX, tokens, logq = position_KX.int(), [first_AF], [logq_AF]
         for k in range(1, self.block):
-            rows = StaticRows(table_XL, start_X + k, open_X, size_G, plan.shared_G, queries=1, short=plan.short)
+            rows = StaticRows(table_XL, start_KX[k], open_X, size_G, plan.shared_G, queries=1, short=plan.short)
             hidden_XE = self.forward(tokens[-1].flatten(), rows)
-            keys = DrawKeys(seed_X, round_X, stream_X1, position_X + 1 + k, self.purpose)
+            keys = DrawKeys(seed_X, round_X, stream_X1, position_KX[k + 1], self.purpose)
             token_X1, logq_X1 = self._draw(hidden_XE, law, keys)
             tokens.append(token_X1.view(-1, f))
             logq.append(logq_X1.view(-1, f))
         self._table_XL = table_XL
-        return Drafted(torch.stack(tokens, -1), torch.stack(logq, -1))
+        return Drafted(torch.stack(tokens, -1).long(), torch.stack(logq, -1))
 
     def follow(self, plan: RoundPlan, drafted: Drafted, choice: Choice) -> None:
         """Let the chosen branches be the particles."""

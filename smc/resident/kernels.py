@@ -104,7 +104,7 @@ class KernelSampling(Sampling):
         if not law.active <= PLAIN | {"alpha"}:
             return super().propose(logits_RV, law, mixture, keys)
         token_RD, logq_RD, _ = self._draw(logits_RV, law.temperature_R, keys)
-        return token_RD.long(), logq_RD
+        return token_RD, logq_RD
 
     def score(self, logits_RV: Tensor, law: LawSpec, token_RD: Tensor) -> Tensor:
         if not law.active <= PLAIN | {"alpha"}:

@@ -32,7 +32,7 @@ class Sampling:
         self.vocab = vocab
 
     def propose(self, logits_RV: Tensor, law: LawSpec, mixture: float, keys: DrawKeys) -> tuple[Tensor, Tensor]:
-        """Tokens from the proposal and their log q, [R, D] each."""
+        """Tokens (of any integer type) from the proposal and their log q, [R, D] each."""
         logq_RV = Laws(law, logits_RV.device).proposal(self._logits(logits_RV), mixture)
         token_RD = self._race(logq_RV, keys)
         return token_RD, logq_RV.gather(-1, token_RD)

@@ -103,13 +103,13 @@ class ResidentTarget:
         room_A = plan.room_A if self.lookahead else plan.room_A - (count_A - 1)
         return Scored(open_A, count_A, room_A, torch.where(labelled_AQ, logp_AQ, 0.0), next_AV)
 
-    def choose(self, plan: RoundPlan, scored: Scored, first_AF: Tensor, logq_AF: Tensor) -> tuple[Choice, RoundResult]:
+    def choose(self, plan: RoundPlan, scored: Scored, first_AF: Tensor | None, logq_AF: Tensor | None) -> tuple[Choice, RoundResult]:
         """Weigh the candidates and choose. `first_AF` and `logq_AF` are of the branches' first tokens (look-ahead)."""
         slots_A, open_A, (groups, places) = plan.slots_A, scored.open_A, plan.shape_GM
         block_A, target_nan_A, draft_nan_A = self._weigh_blocks(plan, scored)
         history = (self.logw_S[slots_A].view(groups, places), block_A.view(groups, places))
         if self.lookahead:
-            next_logp_AF = self.sampling.score(scored.next_AV, plan.target_law, first_AF)
+            next_logp_AF = self.sampling.score(scored.next_AV, plan.target_law, first_AF.long())
             next_AF = torch.where(open_A[:, None], plan.alpha_A[:, None] * next_logp_AF - logq_AF, 0.0)
             candidates = lookahead_candidates(*history, next_AF.view(groups, places, -1), open_A.view(groups, places))
             bonus_A = torch.zeros_like(slots_A)

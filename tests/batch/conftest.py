@@ -15,9 +15,9 @@ def pair() -> ServingPair:
     return GangConfig().serving_pair()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster(tmp_path_factory) -> Iterator[Cluster]:
-    """One cluster with a dashboard for all tests of this process, started as a user starts one."""
+    """One cluster with a dashboard for the tests of a file, started as a user starts one, and gone before others start theirs."""
     cluster = Cluster(tmp_path_factory.mktemp("cluster"))
     try:
         cluster.start()
