@@ -87,6 +87,10 @@ class Engine:
         """Queue a request. Raises ValueError for what this engine could never run or an id in use, QueueFull if it must come later."""
         if request.request_id in self._groups:
             raise DuplicateRequest(f"request_id={request.request_id!r} is already in use; it must be unique among running requests")
+        if self._pair and request.params.stop:
+            raise ValueError(
+                f"stop={request.params.stop!r} is not supported with resident rounds; use stop_token_ids, or rounds on the host"
+            )
         check_fits(request, self.config, self.budget.capacity, self.context, self.tokenizer.size)
         pages = pages_needed(request, self.config)
         check_queue(pages, self.config, [g.pages for g in self._in(Phase.QUEUED)])

@@ -137,8 +137,16 @@ class ResidentDraft:
             pages_GXB = self.branch_pages_SFB[slots_A].view(groups, places * f, b)
             taken_X = (slots_A == self.state.dummy).repeat_interleave(f)
             taken_X = taken_X.scatter(0, source_A, torch.ones_like(source_A, dtype=torch.bool))
-            dropped_GX = torch.argsort(taken_X.view(groups, -1).int(), dim=-1, stable=True)[:, : places * (f - 1)]
+            dropped_GX = _first_false(taken_X.view(groups, -1), places * (f - 1))
             spare_GXB = pages_GXB.gather(1, dropped_GX[..., None].expand(-1, -1, b))
             self.branch_pages_SFB[slots_A, 1:] = spare_GXB.view(groups * places, f - 1, b)
         self.branch_pages_SFB[slots_A, 0] = first_AB
         self.branch_pages_SFB[self.state.dummy :].fill_(0)
+
+
+def _first_false(mask_GX: Tensor, count: int) -> Tensor:
+    """Indices of the first `count` entries of each row that are false, [G, count]; 0 where there are fewer."""
+    groups, size = mask_GX.shape
+    rank_GX = torch.where(mask_GX, size, (~mask_GX).cumsum(-1) - 1)
+    index_GX = torch.arange(size, device=mask_GX.device).expand(groups, size)
+    return torch.zeros(groups, size + 1, dtype=torch.int64, device=mask_GX.device).scatter(1, rank_GX, index_GX)[:, :count]

@@ -208,7 +208,7 @@ class LocalPlain:
         count_A, _ = model.state.grow(slots_A, tokens_AK, plan.room_A)
         exists_AK = torch.arange(tokens_AK.shape[1], device=slots_A.device) < count_A[:, None]
         nan_G = (torch.isnan(logq_AK) & exists_AK).any(-1)
-        model.follow(plan, drafted, Choice(place_A, zero_A, zero_A))
+        model.follow(plan, drafted, Choice(torch.stack((place_A, zero_A, zero_A))))
         result = RoundResult(
             ancestor_A=place_A,
             grown_AQ=zero_A,

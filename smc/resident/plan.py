@@ -153,12 +153,22 @@ class Drafted:
 class Choice:
     """What the target sends the draft: which particle and branch goes on in each place, and how it goes on."""
 
-    ancestor_A: Tensor
-    """int64 place."""
-    branch_A: Tensor
-    """int64."""
-    bonus_A: Tensor
-    """int64 token (lockstep), by place before the choice."""
+    all_3A: Tensor
+    """int64, in one piece, as it travels."""
+
+    @property
+    def ancestor_A(self) -> Tensor:
+        """Place."""
+        return self.all_3A[0]
+
+    @property
+    def branch_A(self) -> Tensor:
+        return self.all_3A[1]
+
+    @property
+    def bonus_A(self) -> Tensor:
+        """Token (lockstep), by place before the choice."""
+        return self.all_3A[2]
 
 
 @dataclass(frozen=True)

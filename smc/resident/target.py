@@ -126,7 +126,7 @@ class ResidentTarget:
         candidates = candidates.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
         chosen = self._select(plan, candidates)
         ancestor_GN = chosen.ancestor_GN + torch.arange(0, groups * places, places, device=self.device)[:, None]
-        choice = Choice(ancestor_GN.flatten().long(), chosen.branch_GN.flatten().long(), bonus_A)
+        choice = Choice(torch.stack((ancestor_GN.flatten(), chosen.branch_GN.flatten(), bonus_A)).long())
         self.logw_S[slots_A] = chosen.logw_GN.flatten()
         nothing = torch.zeros_like(slots_A)
         goes_on_A = open_A[choice.ancestor_A]
