@@ -20,8 +20,14 @@ pytestmark = pytest.mark.xdist_group("ray")
 
 def ranks() -> list[int]:
     """Processes of any gang."""
-    names = ("ray::RankActor", "ray::CoordinatorActor")
-    return [p.pid for p in psutil.Process().children(recursive=True) if any(word.startswith(names) for word in p.cmdline())]
+    return [p.pid for p in psutil.Process().children(recursive=True) if _is_rank(p)]
+
+
+def _is_rank(process: psutil.Process) -> bool:
+    try:
+        return any(word.startswith(("ray::RankActor", "ray::CoordinatorActor")) for word in process.cmdline())
+    except psutil.Error:  # it has ended meanwhile
+        return False
 
 
 def until(condition, timeout: float, what: str) -> None:
