@@ -64,14 +64,17 @@ def bench(
     target_tp: gang.TargetTp = None,
     threads: options.Threads = None,
     json: Annotated[Path | None, options.option(options.OUTPUT, "Write the numbers here.", metavar="FILE")] = None,
+    trace: Annotated[
+        Path | None, options.option(options.OUTPUT, "Write a Chrome trace of all timed rounds here (cuda only).", metavar="FILE")
+    ] = None,
 ) -> None:
     """Measure speed: on GPUs answer tokens a second of every mode, on a CPU where the time of a round goes."""
-    on_gpu = {"load": load, "mode": mode, "context": context}
+    on_gpu = {"load": load, "mode": mode, "context": context, "trace": trace}
     if device == "cuda":
-        _check(concurrency, rounds, json, {})
+        _check(concurrency, rounds, json, {}, trace)
         _refuse_idle({"link": link, "draft_tp": draft_tp, "target_tp": target_tp, "threads": threads}, "with --device cuda")
         plan = SpeedPlan(mode or MODES, particles, block, branches, context or (256,), concurrency, rounds)
-        rows = measure_speed(plan, load or "files", target, draft)
+        rows = measure_speed(plan, load or "files", target, draft, trace)
         out.print(speed_table(rows), SPEED_LEGEND.format(rounds=rounds), sep="\n")
         _write(json, rows)
         return
@@ -126,12 +129,13 @@ def _table(*headers: str) -> Table:
     return table
 
 
-def _check(concurrency: Sequence[int], rounds: int, json: Path | None, idle: dict[str, int | None]) -> None:
+def _check(concurrency: Sequence[int], rounds: int, json: Path | None, idle: dict[str, int | None], trace: Path | None = None) -> None:
     for name, values in (("concurrency", concurrency), ("rounds", [rounds])):
         if min(values) < 1:
             raise ValueError(f"--{name} {min(values)}; allowed: >= 1")
-    if json is not None and not json.absolute().parent.is_dir():
-        raise ValueError(f"cannot write {json}: its directory does not exist")
+    for path in filter(None, (json, trace)):
+        if not path.absolute().parent.is_dir():
+            raise ValueError(f"cannot write {path}: its directory does not exist")
     _refuse_idle(idle, "without --link")
 
 

@@ -74,23 +74,34 @@ class SpeedPlan:
                     yield Mode(name, Method.SMC, config, n, one if name == "lockstep" else apart)
 
 
-def measure(plan: SpeedPlan, load: str, target: Path | None, draft: Path | None) -> list[Speed]:
-    """Raises ValueError if there is no GPU, or no such models."""
+def measure(plan: SpeedPlan, load: str, target: Path | None, draft: Path | None, trace: Path | None) -> list[Speed]:
+    """With `trace`, all timed rounds are written there as a Chrome trace. Raises ValueError if there is no GPU, or no such models."""
     import torch
 
-    from smc.evaluation.speed import Bench
+    from services.coordinator.timeline import Timeline
+    from smc.evaluation.speed import Bench, Recorded
 
     gpus = torch.cuda.device_count()
     if not gpus:
         raise ValueError("--device cuda, but torch sees no GPU here; leave it out to split the time of a round on a CPU")
     models = _Models(load, {"target": target, "draft": draft})
-    bench, rows = Bench(models.get, models.vocab), []
+    timeline = Timeline(trace=True)
+
+    def keep(turn: Recorded) -> None:
+        for side, span in turn.worked.items():
+            timeline.worked(side, "sample" if side == "draft" else "extend", *span)
+        timeline.waited(*turn.waited)
+        timeline.end_step(turn.begin, turn.end)
+
+    bench, rows = Bench(models.get, models.vocab, keep if trace else None), []
     todo = list(plan.rows(gpus))
     with progress_bar() as progress:
         task = progress.add_task("modes", total=len(todo))
         for mode, requests, context in todo:
             rows.append(bench.run(mode, requests, context, plan.rounds))
             progress.advance(task)
+    if trace is not None:
+        timeline.write(trace)
     return rows
 
 

@@ -17,7 +17,9 @@ LABELS = {"sample": "draft K tokens and F branches", "extend": "score a block", 
 
 
 def timeline(
-    trace: Annotated[Path, typer.Argument(help="A trace that `smcserve serve --trace` has written.", show_default=False)],
+    trace: Annotated[
+        Path, typer.Argument(help="A trace, of `smcserve serve --trace` or `bench --trace`.", show_default=False)
+    ],
     picture: Annotated[Path, typer.Argument(help="Where to draw it (png).", show_default=False)],
     begin: Annotated[float, options.option(options.OUTPUT, "Milliseconds from the first round to start at.", metavar="MS")] = 0.0,
     length: Annotated[float, options.option(options.OUTPUT, "Milliseconds to show.", metavar="MS")] = 150.0,

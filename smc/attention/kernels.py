@@ -1,5 +1,5 @@
-"""Triton kernels: attention of few rows over paged keys and values, a group's shared prefix read once for all its rows; and the
-store that precedes it. Knows nothing about models or CUDA graphs, though all may be captured in one.
+"""Triton kernels: attention of few rows over paged keys and values, a group's shared prefix read once for all its rows.
+Knows nothing about models or CUDA graphs, though all may be captured in one.
 
 Attention takes two launches a layer. `_prefix_kernel` splits the prefix of every group into chunks and attends all queries of
 the group to each (flash decoding: Dao et al. 2023; the cascade of Ye et al. 2024), leaving a normalised output and a base-2
@@ -25,53 +25,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOWEST = tl.constexpr(-1e30)  # Finite: a query that sees nothing yet would otherwise meet inf - inf.
 PROGRAMS = 132  # One for each multiprocessor of an H100 or H200: with more, merging costs more than the reading gains.
-
-
-@triton.jit
-def _sum_splits(at, mask, stride, SPLITS: tl.constexpr):
-    """Sum in fp32 of SPLITS arrays that lie `stride` apart, first to last."""
-    total = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    for s in tl.static_range(1, SPLITS):
-        total += tl.load(at + s * stride, mask=mask, other=0.0).to(tl.float32)
-    return total
-
-
-@triton.jit
-def _store_kernel(
-    qkv, q_out, keys, values, rope, position_T, page_T, q_norm, k_norm, eps, split_stride,
-    H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One token and HEADS of its H + 2J heads, as two halves of D // 2 dimensions."""
-    t = tl.program_id(0)
-    n = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    d = tl.arange(0, D // 2)[None, :]
-    is_q, is_k, is_v = n < H, (n >= H) & (n < H + J), (n >= H + J) & (n < H + 2 * J)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    page, position = tl.load(page_T + t), tl.load(position_T + t)
-    at = qkv + t.to(tl.int64) * ((H + 2 * J) * D) + n * D + d
-    # Rounded as a product that was never split would be.
-    a = _sum_splits(at, n < H + 2 * J, split_stride, SPLITS).to(q_out.dtype.element_ty).to(tl.float32)
-    b = _sum_splits(at + D // 2, n < H + 2 * J, split_stride, SPLITS).to(q_out.dtype.element_ty).to(tl.float32)
-    x, y = a, b
-    if NORM:
-        scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
-        x *= scale * tl.where(is_q, tl.load(q_norm + d), tl.load(k_norm + d)).to(tl.float32)
-        y *= scale * tl.where(is_q, tl.load(q_norm + D // 2 + d), tl.load(k_norm + D // 2 + d)).to(tl.float32)
-    cos = tl.load(rope + position.to(tl.int64) * D + d)
-    sin = tl.load(rope + position.to(tl.int64) * D + D // 2 + d)
-    x, y = x * cos - y * sin, y * cos + x * sin
-    q_at = q_out + t.to(tl.int64) * (H * D) + n * D + d
-    tl.store(q_at, x, mask=is_q)
-    tl.store(q_at + D // 2, y, mask=is_q)
-    # The dummy page stays as it is: padding tokens may hold anything, and a masked position must not read a NaN.
-    to = page.to(tl.int64) * J * D + d
-    k_at, v_at = keys + to + (n - H) * D, values + to + (n - H - J) * D
-    tl.store(k_at, x, mask=is_k & (page != 0))
-    tl.store(k_at + D // 2, y, mask=is_k & (page != 0))
-    tl.store(v_at, a, mask=is_v & (page != 0))
-    tl.store(v_at + D // 2, b, mask=is_v & (page != 0))
 
 
 @triton.jit
@@ -206,38 +159,6 @@ def _direct_kernel(
     row_Y = token * (J * N) + head
     out_YD = acc_YD / tl.where(real_Y, l_Y, 1.0)[:, None]
     tl.store(out + row_Y[:, None] * D + d, out_YD, mask=(y < Q * N)[:, None])
-
-
-def store_kv(
-    qkv: Tensor,
-    q_out: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    rope: Tensor,
-    position_T: Tensor,
-    page_T: Tensor,
-    heads: tuple[int, int],
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
-    pdl: bool = False,
-) -> None:
-    """Normalise and rotate queries into `q_out` [T, H, D]; write keys (likewise) and values to their pages, but never to page 0.
-
-    qkv [T, (H + 2J) * D], or partial sums of it [S, T, (H + 2J) * D]; keys, values [P + 1, J, D]; rope [positions, D] float32 as of
-    `RopeTable`; position_T, page_T int32, where padding has page 0 and any position of the table; heads (H, J); q_norm, k_norm [D] or
-    neither. All arithmetic is float32, rounded once.
-    """
-    (h, j), d = heads, keys.shape[-1]
-    assert qkv.shape[-1] == (h + 2 * j) * d and qkv.is_contiguous() and rope.shape[1] == d and rope.is_contiguous()
-    assert keys.is_contiguous() and values.is_contiguous() and q_out.is_contiguous() and keys.shape[1] == j
-    assert (q_norm is None) == (k_norm is None)
-    block, tokens = min(16, triton.next_power_of_2(h + 2 * j)), qkv.shape[-2]
-    _store_kernel[(tokens, triton.cdiv(h + 2 * j, block))](
-        qkv, q_out, keys, values, rope, position_T, page_T, q_norm, k_norm, eps, tokens * qkv.shape[-1],
-        H=h, J=j, D=d, NORM=q_norm is not None, HEADS=block, SPLITS=len(qkv) if qkv.dim() == 3 else 1, PDL=pdl, num_warps=2,
-        **({"launch_pdl": True} if pdl else {}),
-    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,8 @@ class ResidentRounds:
         """The round that was read last, for whoever times rounds."""
         self.queued = 0.0
         """Seconds spent planning and queueing rounds."""
+        self.waited = (0, 0)
+        """When the last wait for a round began and ended, nanoseconds of the monotonic clock."""
 
     def join(self, group: Group) -> None:
         """The group's particles have their first tokens."""
@@ -68,7 +70,10 @@ class ResidentRounds:
         pending = self.pair.round(plan)
         self.queued += time.perf_counter() - begin
         yield
-        self._record(population, plan, pending.result())
+        begin = time.monotonic_ns()
+        result = pending.result()
+        self.waited = (begin, time.monotonic_ns())
+        self._record(population, plan, result)
         self.last = pending
 
     def _plan(self, population: Population) -> RoundPlan:

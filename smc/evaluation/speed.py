@@ -18,6 +18,7 @@ from smc.engine.config import EngineConfig
 from smc.engine.engine import Engine
 from smc.engine.kvrows import SIDES
 from smc.engine.request import Method, Request, SamplingParams
+from smc.engine.resident_rounds import ResidentRounds
 from smc.engine.worker import ModelWorker
 from smc.models.decoder import Decoder
 from smc.models.presets import NoText
@@ -76,12 +77,41 @@ class Speed:
     """GiB, of the fullest GPU."""
 
 
+@dataclass(frozen=True)
+class Recorded:
+    """One turn of the host's loop, and the round that it read. Nanoseconds of the host's monotonic clock."""
+
+    begin: int
+    end: int
+    waited: tuple[int, int]
+    """When the host did nothing else."""
+    worked: dict[str, tuple[int, int]]
+    """By side."""
+
+
+class DeviceClock:
+    """Puts events of one GPU on the host's clock, to within some ten microseconds."""
+
+    def __init__(self, device: str) -> None:
+        with torch.cuda.device(device):
+            self._event = torch.cuda.Event(enable_timing=True)
+            torch.cuda.synchronize()
+            self._event.record()
+            self._event.synchronize()
+        self._at = time.monotonic_ns()
+
+    def nanoseconds(self, event: torch.cuda.Event) -> int:
+        return self._at + int(1e6 * self._event.elapsed_time(event))
+
+
 class Bench:
     """A pair of decoders, timed. Both are already where they are to run, maybe more than once."""
 
-    def __init__(self, models: Callable[[str, str], Decoder], vocab: int, **options: bool) -> None:
-        """`models` gives the model of a side on a device; options are those of `KernelForward`."""
-        self._models, self._vocab, self._options = models, vocab, options
+    def __init__(
+        self, models: Callable[[str, str], Decoder], vocab: int, on_round: Callable[[Recorded], None] | None = None, **options: bool
+    ) -> None:
+        """`models` gives the model of a side on a device; `on_round` is told of every timed round; options are those of `KernelForward`."""
+        self._models, self._vocab, self._on_round, self._options = models, vocab, on_round, options
 
     def run(self, mode: Mode, requests: int, context: int, rounds: int) -> Speed:
         """Time `rounds` rounds of that many requests side by side."""
@@ -107,6 +137,7 @@ class Bench:
     def _timed(self, mode: Mode, engine: Engine, requests: int, context: int, rounds: int, stride: int) -> Speed:
         source = engine.rounds_of(mode.method)
         spans, hosts, parts = [], [], []
+        clocks = {side: DeviceClock(device) for side, device in zip(("draft", "target"), mode.devices)}
         torch.cuda.synchronize()
         last = time.perf_counter()
         for _ in range(rounds):
@@ -116,7 +147,9 @@ class Bench:
             spans.append(now - last)
             hosts.append(source.queued)
             parts.append(_parts(source.last.marks))
-            last = now
+            if self._on_round is not None:
+                self._on_round(_recorded(last, now, source, clocks))
+            last = time.perf_counter()
         whole = statistics.median(spans)
         draft, target = (statistics.median(column) / 1e3 for column in zip(*parts))
         busy = draft + target if mode.config.form == "lockstep" or mode.method is not Method.SMC else max(draft, target)
@@ -174,6 +207,15 @@ def _parts(marks: dict[str, torch.cuda.Event]) -> tuple[float, float]:
     """Milliseconds of the draft (or of the one model) and of the target."""
     draft = marks["draft"].elapsed_time(marks["drafted"])
     return draft, marks["score"].elapsed_time(marks["scored"]) if "score" in marks else 0.0
+
+
+def _recorded(begin: float, end: float, source: ResidentRounds, clocks: dict[str, DeviceClock]) -> Recorded:
+    marks, worked = source.last.marks, {}
+    for side, (first, last) in {"draft": ("draft", "drafted"), "target": ("score", "scored")}.items():
+        if first in marks:
+            worked[side] = (clocks[side].nanoseconds(marks[first]), clocks[side].nanoseconds(marks[last]))
+    shift = time.monotonic_ns() - int(1e9 * time.perf_counter())
+    return Recorded(int(1e9 * begin) + shift, int(1e9 * end) + shift, source.waited, worked)
 
 
 def _weight_bytes(model: Decoder) -> int:

@@ -63,7 +63,7 @@ def _require(*tensors: Tensor) -> None:
 
 
 @triton.jit
-def _sum_parts(parts, stride, mask, SPLITS: tl.constexpr):
+def sum_parts(parts, stride, mask, SPLITS: tl.constexpr):
     """Sum in fp32 of `SPLITS` arrays that lie `stride` apart, first to last."""
     total = tl.load(parts, mask=mask, other=0.0).to(tl.float32)
     for s in tl.static_range(1, SPLITS):
@@ -85,7 +85,7 @@ def _add_norm(
     at = tl.program_id(0) * features + feature
     hidden = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if SPLITS > 0:
-        summed = (hidden + _sum_parts(parts + at, tl.num_programs(0) * features, inside, SPLITS)).to(x.dtype.element_ty)
+        summed = (hidden + sum_parts(parts + at, tl.num_programs(0) * features, inside, SPLITS)).to(x.dtype.element_ty)
         tl.store(x + at, summed, mask=inside)
         hidden = summed.to(tl.float32)
     inverse = 1.0 / tl.sqrt(tl.sum(hidden * hidden, 0) / features + eps)
@@ -100,5 +100,5 @@ def _silu_mul(gate_up, out, inner, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PD
     token, feature = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside, stride = feature < inner, tl.num_programs(1) * 2 * inner
     at = gate_up + token * 2 * inner + feature
-    gate, up = _sum_parts(at, stride, inside, SPLITS), _sum_parts(at + inner, stride, inside, SPLITS)
+    gate, up = sum_parts(at, stride, inside, SPLITS), sum_parts(at + inner, stride, inside, SPLITS)
     tl.store(out + token * inner + feature, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)

@@ -11,13 +11,14 @@ from torch.nn import functional as F
 
 from smc.algorithm import selection
 from smc.algorithm.selection import Selection
-from smc.attention.kernels import SharedPrefixAttention, store_kv
+from smc.attention.kernels import SharedPrefixAttention
 from smc.engine.worker import ModelWorker
 from smc.kernels import selection as selection_kernel
 from smc.kernels.linear import gate_up_silu, linear
 from smc.kernels.norm import add_norm, silu_mul
 from smc.kernels.rows import place_tokens
 from smc.kernels.sampling import draw, score
+from smc.kernels.store import store_kv
 from smc.laws import LawSpec
 from smc.models.decoder import Layer
 from smc.resident.forward import StaticForward, StaticRows

@@ -19,7 +19,8 @@ pytest.importorskip("triton")
 from triton import language as tl
 from triton.runtime import interpreter
 
-from smc.attention.kernels import SharedPrefixAttention, store_kv
+from smc.attention.kernels import SharedPrefixAttention
+from smc.kernels.store import store_kv
 from smc.models.decoder import rotate
 
 _patch_lang_tensor, _create_dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot

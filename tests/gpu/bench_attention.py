@@ -20,7 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from smc.attention.kernels import SharedPrefixAttention, store_kv
+from smc.attention.kernels import SharedPrefixAttention
+from smc.kernels.store import store_kv
 
 HEADS, OWN, BANDWIDTH = (32, 8), 24, 4.26e12  # OWN: positions of a row before its new tokens; bytes/s as measured on an H200.
 SHAPES = {"draft": (64, 1), "target": (128, 8)}  # (D, Q)
