@@ -17,9 +17,7 @@ LABELS = {"sample": "draft K tokens and F branches", "extend": "score a block", 
 
 
 def timeline(
-    trace: Annotated[
-        Path, typer.Argument(help="A trace, of `smcserve serve --trace` or `bench --trace`.", show_default=False)
-    ],
+    trace: Annotated[Path, typer.Argument(help="A trace, of `smcserve serve --trace` or `bench --trace`.", show_default=False)],
     picture: Annotated[Path, typer.Argument(help="Where to draw it (png).", show_default=False)],
     begin: Annotated[float, options.option(options.OUTPUT, "Milliseconds from the first round to start at.", metavar="MS")] = 0.0,
     length: Annotated[float, options.option(options.OUTPUT, "Milliseconds to show.", metavar="MS")] = 150.0,
@@ -29,14 +27,20 @@ def timeline(
         raise ValueError(f"--length {length:g}; allowed: > 0")
     events = _read(trace)
     start = min(event["ts"] for event in events) / 1e3 + begin
-    shown = [event for event in events if start <= event["ts"] / 1e3 < start + length]
+    shown = [event for event in events if start < (event["ts"] + event["dur"]) / 1e3 and event["ts"] / 1e3 < start + length]
     if not shown:
         last = max(event["ts"] for event in events) / 1e3
         raise ValueError(f"--begin {begin:g}: nothing was recorded there; the trace ends {last - start + begin:.0f} ms after its start")
     _draw(shown, start, length, picture)
     for lane in LANES:
-        busy = sum(event["dur"] for event in shown if event["lane"] == lane) / 1e3
+        busy = sum(_within(event, start, length) for event in shown if event["lane"] == lane)
         out.print(f"{lane:12} busy {busy / length:6.1%} of {length:g} ms")
+
+
+def _within(event: dict[str, Any], start: float, length: float) -> float:
+    """Milliseconds of a span that lie in what is shown."""
+    begin, end = event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3
+    return min(end, start + length) - max(begin, start)
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

@@ -40,13 +40,10 @@ class ModelPair:
         )
 
 
-def local_engine(
-    pair: ModelPair, config: EngineConfig | None = None, *, resident: bool = False, own_products: bool = True, **engine_options
-) -> Engine:
-    """An engine over `pair`, with resident rounds if asked; `engine_options` are passed on to Engine.
-
-    `own_products` is for GPUs: our kernels for matrix products of few rows, which are made for bfloat16.
-    """
+def local_engine(pair: ModelPair, config: EngineConfig | None = None, *, resident: bool | None = None, **engine_options) -> Engine:
+    """An engine over `pair`, with resident rounds if asked, and by default on a GPU; `engine_options` are passed on to Engine."""
+    if resident is None:
+        resident = pair.target.embed.weight.device.type != "cpu"
     config = config or EngineConfig()
     context = config.context(pair.max_context)
     pages = config.pool_pages(context)
@@ -62,13 +59,13 @@ def local_engine(
         for side in SIDES
     }
     if resident:
-        engine_options["pair"] = LocalPair(config, workers, _parts(workers["target"], own_products))
+        engine_options["pair"] = LocalPair(config, workers, _parts(workers["target"]))
     return Engine(config, workers, pair.tokenizer, pages=dict.fromkeys(SIDES, pages), context=context, **engine_options)
 
 
-def _parts(worker: ModelWorker, own_products: bool) -> Parts:
+def _parts(worker: ModelWorker) -> Parts:
     if worker.device.type == "cpu":
         return Parts()
     from smc.resident.kernels import gpu_parts  # needs triton
 
-    return gpu_parts(own_products=own_products)
+    return gpu_parts()

@@ -77,39 +77,52 @@ class ResidentRounds:
         self.last = pending
 
     def _plan(self, population: Population) -> RoundPlan:
-        groups, places = population.groups, int(population.sizes_G.max())
+        groups = population.groups
         round_G = np.array([g.launched for g in groups], dtype=np.int64)
         length_G = 1 + self._stride * (round_G - 1)
         prompt_G = np.array([g.prompt_size for g in groups], dtype=np.int64)
-        count = 1 if set(population.schemes) == {"systematic"} else places * self.config.branches
-        positions = np.concatenate((np.arange(count), BRANCH_POSITION + np.arange(places)))
-        uniforms_GU = uniforms(population.seed_G, round_G, positions, Purpose.SELECTION)
         slots_A = population.slots_A
         # What the host knows of an earlier round stays true: all particles to come are copies of these.
         shortest_G = np.minimum.reduceat(self.slots.length_S[slots_A], population.starts_G) - 1
         begun_G = np.where(round_G == 1, 0, length_G - self.config.block) if self._drafts_ahead else length_G - 1
         shared_G = prompt_G + np.minimum.reduce(([g.committed for g in groups], shortest_G, begun_G))
-        spread = np.arange(len(groups)).repeat(places)
         room_G = np.maximum(np.array([g.params.max_tokens for g in groups]) - length_G, 0)
+        places, extra = self._room_for(population)
+        count = 1 if set(population.schemes) == {"systematic"} else places * self.config.branches
+        positions = np.concatenate((np.arange(count), BRANCH_POSITION + np.arange(places)))
+        uniforms_GU = uniforms(population.seed_G, round_G, positions, Purpose.SELECTION)
+        slots_GM = np.full((len(groups), places), self.config.max_slots, dtype=np.int64)
+        slots_GM[population.group_A, population.particle_A] = slots_A
+        # Padding groups repeat the first, with one particle in the dummy slot, which has ended.
+        index_G = np.concatenate((np.arange(len(groups)), np.zeros(extra, dtype=np.int64)))
+        spread = index_G.repeat(places)
         of_A = population.starts_G[spread]
+        slots_GM = np.concatenate((slots_GM, np.full((extra, places), self.config.max_slots)))
         return RoundPlan(
-            schemes=tuple(population.schemes),
+            schemes=tuple(population.schemes[g] for g in index_G),
             short=bool((prompt_G + length_G).max() + self.config.block <= SHORT),
             target_law=population.target_law.take(of_A),
             draft_law=population.draft_law.take(of_A),
-            slots_A=population.grid(slots_A, self.config.max_slots).astype(np.int64).ravel(),
-            particle_A=np.tile(np.arange(places), len(groups)),
+            slots_A=slots_GM.ravel(),
+            particle_A=np.tile(np.arange(places), len(index_G)),
             seed_A=population.seed_G[spread],
             round_A=round_G[spread],
             position_A=(prompt_G + length_G - 1)[spread],
             room_A=room_G[spread],
             alpha_A=population.alpha_A[of_A],
-            size_G=population.sizes_G,
-            shared_G=shared_G.astype(np.int32),
-            threshold_G=population.threshold_G,
-            uniforms_GU=uniforms_GU[:, :count],
-            branch_uniforms_GM=uniforms_GU[:, count:],
+            size_G=np.concatenate((population.sizes_G, np.ones(extra, dtype=np.int64))),
+            shared_G=shared_G[index_G].astype(np.int32),
+            threshold_G=population.threshold_G[index_G],
+            uniforms_GU=uniforms_GU[index_G, :count],
+            branch_uniforms_GM=uniforms_GU[index_G, count:],
         )
+
+    def _room_for(self, population: Population) -> tuple[int, int]:
+        """Places of a group, and padding groups. Where rounds are recorded, few shapes are worth more than few rows."""
+        groups, places = len(population.groups), int(population.sizes_G.max())
+        if not self.pair.records:
+            return places, 0
+        return _bucket(places), _bucket(groups) - groups
 
     def _record(self, asked: Population, plan: RoundPlan, result: RoundResult) -> None:
         """Bring the slots up to what the models hold. Groups that have ended meanwhile have given their slots to others."""
@@ -170,3 +183,8 @@ class ResidentRounds:
             self.stats.committed_lags.append(group.lag)
         self.stats.resamples += int(result.resampled_G[index_G].sum())
         self.stats.collapses += int(result.collapsed_G[index_G].sum())
+
+
+def _bucket(count: int) -> int:
+    """The next power of two."""
+    return 1 << (count - 1).bit_length()

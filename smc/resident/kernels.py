@@ -33,8 +33,8 @@ PLAIN = frozenset({"temperature", "greedy"})
 
 
 class KernelForward(StaticForward):
-    """A decoder of one worker. With `own_products` matrix products of few rows are ours too; with `pdl` kernels begin before those
-    before them have ended (programmatic dependent launch)."""
+    """A decoder of one worker. With `own_products` matrix products of few rows are ours too, but not in float32, which tensor cores
+    would round; with `pdl` kernels begin before those before them have ended (programmatic dependent launch)."""
 
     def __init__(self, worker: ModelWorker, *, own_products: bool = True, pdl: bool = False) -> None:
         super().__init__(worker.model, worker.pool, worker.rope)
@@ -82,7 +82,7 @@ class KernelForward(StaticForward):
         return linear(x_TK, weight_NK, bias_N=bias_N, pdl=self._pdl)
 
     def _few(self, x_TK: Tensor) -> bool:
-        return self._own_products and len(x_TK) <= FEW_ROWS
+        return self._own_products and len(x_TK) <= FEW_ROWS and x_TK.dtype != torch.float32
 
     def _sum(self, layer: Layer, part: Tensor) -> Tensor:
         return part if layer.reduce is None else layer.reduce(part)

@@ -67,6 +67,11 @@ class LocalPair:
         self._plans: dict[tuple, dict[str, PlanBuffer]] = {}
         self._held: dict[tuple[str, int], np.ndarray] = {}
 
+    @property
+    def records(self) -> bool:
+        """Rounds of few shapes are preferred."""
+        return self._at["target"].records
+
     def join(self, start: Start) -> None:
         for side, half in (("draft", self._draft), ("target", self._target)):
             with self._at[side].working():
@@ -173,6 +178,11 @@ class LocalPlain:
         )
         self._plans: dict[tuple, PlanBuffer] = {}
         self._held: dict[int, np.ndarray] = {}
+
+    @property
+    def records(self) -> bool:
+        """See `LocalPair.records`."""
+        return self._stages.records
 
     def join(self, start: Start) -> None:
         joining, pages = _with_pages(self.worker, self.side, start, start.max_tokens + self.config.block, (0, self.config.block - 1))

@@ -35,6 +35,9 @@ class Reading:
 class Stages:
     """Runs every stage as it is, at once."""
 
+    records = False
+    """Stages are recorded, once for each key."""
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
@@ -67,6 +70,8 @@ class Stages:
 
 class Graphs(Stages):
     """One stream of a GPU. A stage runs as it is the first time, which compiles its kernels, and is recorded the second time."""
+
+    records = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)

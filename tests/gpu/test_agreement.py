@@ -41,7 +41,7 @@ def test_float32_answers_are_the_cpu_s(on_cpu, config, devices):
     """16 requests at once, of which all but a few must be equal token for token: a near-tie may fall the other way."""
     asked = requests(on_cpu, 16, particles=8)
     expected = answers(local_engine(on_cpu, config), asked)
-    found = answers(local_engine(load(torch.float32, devices), config, resident=True, own_products=False), asked)
+    found = answers(local_engine(load(torch.float32, devices), config), asked)
     same = sum(found[i].tokens == one.tokens for i, one in expected.items())
     print(f"{same} of {len(asked)} answers equal")
     assert same >= 14
@@ -51,7 +51,7 @@ def test_float32_answers_are_the_cpu_s(on_cpu, config, devices):
 def test_plain_decoding_is_the_cpu_s(on_cpu, method):
     asked = requests(on_cpu, 16, method=method)
     expected = answers(local_engine(on_cpu), asked)
-    found = answers(local_engine(load(torch.float32, DEVICES[0]), resident=True, own_products=False), asked)
+    found = answers(local_engine(load(torch.float32, DEVICES[0])), asked)
     same = sum(found[i].tokens == one.tokens for i, one in expected.items())
     print(f"{same} of {len(asked)} answers equal")
     assert same >= 14
@@ -63,7 +63,7 @@ def test_plain_decoding_is_the_cpu_s(on_cpu, method):
 def test_laws_and_schemes_on_the_device(on_cpu, truncation):
     config, asked = EngineConfig(form="lockstep", block=8), requests(on_cpu, 4, particles=8, **truncation)
     expected = answers(local_engine(on_cpu, config), asked)
-    found = answers(local_engine(load(torch.float32, DEVICES[0]), config, resident=True, own_products=False), asked)
+    found = answers(local_engine(load(torch.float32, DEVICES[0]), config), asked)
     assert sum(found[i].tokens == one.tokens for i, one in expected.items()) >= 3
 
 
@@ -76,6 +76,6 @@ def test_bfloat16_solves_as_many_problems(on_cpu):
         Request(str(i), tuple(prompt), SamplingParams(method=Method.TARGET, temperature=0, max_tokens=200))
         for i, prompt in enumerate(prompts)
     ]
-    found = answers(local_engine(pair, EngineConfig(block=16), resident=True), asked)
+    found = answers(local_engine(pair, EngineConfig(block=16)), asked)
     right = sum(found[str(i)].text.rsplit("####", 1)[-1].strip() == str(p.result) for i, p in enumerate(problems))
     assert right >= 58

@@ -9,6 +9,8 @@ import pytest
 
 from smc.engine.config import EngineConfig
 from smc.engine.local import local_engine
+from smc.resident.pair import Parts
+from smc.resident.stages import Stages
 from tests.engine.harness import FORMS, answer, answers, config_id, request
 from tests.engine.pairs import tiny_pair
 
@@ -63,6 +65,22 @@ def test_many_requests_at_once(config, cohorts):
     config = replace(config, cohorts=cohorts)
     asked = list(mixed(40, random.Random(5)))
     expected, found = answers(local_engine(tiny_pair(), config), asked), resident(config, asked)
+    for request_id, one in expected.items():
+        assert_same(one, found[request_id])
+
+
+class Padding(Stages):
+    """As on a GPU, where rounds are padded to few shapes, but run as they are."""
+
+    records = True
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=config_id)
+def test_padding_changes_nothing(config, monkeypatch):
+    asked = list(mixed(25, random.Random(6)))
+    expected = resident(config, asked)
+    monkeypatch.setattr("smc.engine.local._parts", lambda _worker: Parts(stages=Padding))
+    found = resident(config, asked)
     for request_id, one in expected.items():
         assert_same(one, found[request_id])
 
