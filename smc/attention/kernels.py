@@ -47,8 +47,8 @@ def _take_in(q_XD, k_PD, v_PD, visible_XP, m_X, l_X, acc_XD, SCALE: tl.constexpr
 
 @triton.jit
 def _prefix_kernel(
-    q, keys, values, table_RL, size_G, shared_G, part, lse, q_stride, table_stride,
-    T: tl.constexpr, M: tl.constexpr, Q: tl.constexpr, N: tl.constexpr, J: tl.constexpr, D: tl.constexpr,
+    q, keys, values, table_RL, size_G, shared_G, part, lse, q_stride, table_stride, T, M,
+    Q: tl.constexpr, N: tl.constexpr, J: tl.constexpr, D: tl.constexpr,
     SCALE: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_P: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr,
     STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -85,8 +85,8 @@ def _prefix_kernel(
 
 @triton.jit
 def _own_kernel(
-    q, keys, values, table_RL, size_G, shared_G, start_R, count_R, part, lse, out, q_stride, table_stride,
-    T: tl.constexpr, M: tl.constexpr, Q: tl.constexpr, N: tl.constexpr, J: tl.constexpr, D: tl.constexpr,
+    q, keys, values, table_RL, size_G, shared_G, start_R, count_R, part, lse, out, q_stride, table_stride, T, M,
+    Q: tl.constexpr, N: tl.constexpr, J: tl.constexpr, D: tl.constexpr,
     SCALE: tl.constexpr, BLOCK_P: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr,
     BLOCK_Y: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -130,8 +130,8 @@ def _own_kernel(
 
 @triton.jit
 def _direct_kernel(
-    q, keys, values, table_RL, size_G, start_R, count_R, out, q_stride, table_stride,
-    M: tl.constexpr, Q: tl.constexpr, N: tl.constexpr, J: tl.constexpr, D: tl.constexpr,
+    q, keys, values, table_RL, size_G, start_R, count_R, out, q_stride, table_stride, M,
+    Q: tl.constexpr, N: tl.constexpr, J: tl.constexpr, D: tl.constexpr,
     SCALE: tl.constexpr, BLOCK_Y: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_Y queries of a row and key/value head, over all that the row holds, shared or not."""
