@@ -48,7 +48,10 @@ def test_interrupt_is_quiet(smcserve, monkeypatch):
 
 
 def test_ctrl_c_in_a_process():
-    process = subprocess.Popen([*COMMAND, "eval", "--problems", "100000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [*COMMAND, "eval", "--problems", "100000"]
+    # As a shell starts it in the foreground: what runs in the background inherits that Ctrl-C is ignored.
+    heeding = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heeding)
     time.sleep(4)
     os.kill(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=30)
