@@ -157,7 +157,7 @@ class Bench:
             mode=mode.name,
             particles=mode.particles if mode.method is Method.SMC else 1,
             block=mode.config.block,
-            branches=mode.config.branches,
+            branches=mode.config.branches if mode.method is Method.SMC else 1,
             requests=requests,
             context=context,
             gpus=len(set(mode.devices)) if mode.method is Method.SMC else 1,
