@@ -52,9 +52,12 @@ def test_ctrl_c_in_a_process():
     # As a shell starts it in the foreground: what runs in the background inherits that Ctrl-C is ignored.
     heeding = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heeding)
-    time.sleep(4)
-    os.kill(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    try:
+        time.sleep(4)
+        os.kill(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
     assert process.returncode == 130 and "Traceback" not in err
 
 
