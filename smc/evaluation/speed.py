@@ -121,7 +121,7 @@ class Bench:
         params = SamplingParams(method=mode.method, particles=particles, seed=1, max_tokens=answer, ignore_eos=True)
         prompts = torch.randint(10, self._vocab, (requests, context), generator=torch.Generator().manual_seed(1)).tolist()
         asked = [Request(str(i), tuple(prompt), params) for i, prompt in enumerate(prompts)]
-        engine, pair = self._engine(mode, asked, context + answer)
+        engine = self._engine(mode, asked, context + answer)
         for request in asked:
             engine.submit(request)
         while engine.num_running < requests:
@@ -129,7 +129,7 @@ class Bench:
         for _ in range(WARM_UP):
             engine.step()
         speed = self._timed(mode, engine, requests, context, rounds, stride)
-        del engine, pair
+        del engine
         gc.collect()
         torch.cuda.empty_cache()
         return speed
@@ -149,7 +149,8 @@ class Bench:
             parts.append(_parts(source.last.marks))
             if self._on_round is not None:
                 self._on_round(_recorded(last, now, source, clocks))
-            last = time.perf_counter()
+            # Not a later time: the GPUs go on while this is being written down, and what is left out would make them look faster.
+            last = now
         whole = statistics.median(spans)
         draft, target = (statistics.median(column) / 1e3 for column in zip(*parts))
         busy = draft + target if mode.config.form == "lockstep" or mode.method is not Method.SMC else max(draft, target)
@@ -172,7 +173,7 @@ class Bench:
             memory=max(torch.cuda.max_memory_allocated(device) for device in mode.devices) / 2**30,
         )
 
-    def _engine(self, mode: Mode, asked: list[Request], context: int) -> tuple[Engine, LocalPair]:
+    def _engine(self, mode: Mode, asked: list[Request], context: int) -> Engine:
         needs = [pages_needed(request, mode.config) for request in asked]
         pages = {side: max(2, sum(need.get(side, 0) for need in needs)) for side in SIDES}
         rows = sum(request.params.rows for request in asked)
@@ -186,7 +187,7 @@ class Bench:
             sizes = {"rows": config.rows(side), "width": config.width(context), "pages": pages[side], "vocab_size": self._vocab}
             workers[side] = ModelWorker(side, model, **sizes)
         pair = LocalPair(config, workers, gpu_parts(**self._options))
-        return Engine(config, workers, NoText(self._vocab), pages=pages, context=context, pair=pair), pair
+        return Engine(config, workers, NoText(self._vocab), pages=pages, context=context, pair=pair)
 
     def _floor(self, mode: Mode) -> float:
         """Seconds."""

@@ -143,5 +143,5 @@ def gpu_parts(**options: bool) -> Parts:
         forward=lambda worker: KernelForward(worker, **options),
         sampling=KernelSampling,
         stages=Graphs,
-        target_options={"select": select},
+        select=select,
     )

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from smc.algorithm.selection import Selection, select
 from smc.engine.config import EngineConfig
 from smc.engine.worker import ModelWorker
 from smc.kv.pages import DUMMY_PAGE
@@ -48,7 +48,7 @@ class Parts:
     forward: Callable[[ModelWorker], StaticForward] = lambda worker: StaticForward(worker.model, worker.pool, worker.rope)
     sampling: Callable[[int], Sampling] = Sampling
     stages: Callable[[torch.device], Stages] = Stages
-    target_options: dict[str, Any] | None = None
+    select: Callable[..., Selection] = select
 
 
 class LocalPair:
@@ -61,7 +61,7 @@ class LocalPair:
         sampling = parts.sampling(workers["draft"].vocab_size)
         branching = {"branches": config.branches, "mixture": config.defensive_share}
         self._draft = ResidentDraft(parts.forward(workers["draft"]), sampling, **sizes, **branching)
-        self._target = ResidentTarget(parts.forward(workers["target"]), sampling, **sizes, **(parts.target_options or {}))
+        self._target = ResidentTarget(parts.forward(workers["target"]), sampling, **sizes, select=parts.select)
         self._at = {side: parts.stages(worker.device) for side, worker in workers.items()}
         self.plain = {side: LocalPlain(config, side, worker, parts, self._at[side]) for side, worker in workers.items()}
         self._plans: dict[tuple, dict[str, PlanBuffer]] = {}
