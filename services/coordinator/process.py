@@ -13,7 +13,7 @@ from services.coordinator.service import CoordinatorServer
 from services.coordinator.timeline import Timeline
 from services.link.base import LinkError
 from services.link.connect import Meeting, coordinator_end
-from services.link.remote import RemoteWorker
+from services.link.remote import RemotePair, RemoteWorker
 from smc.engine.config import EngineConfig
 from smc.engine.engine import Engine
 from smc.engine.kvrows import SIDES
@@ -35,6 +35,10 @@ class CoordinatorSpec:
     """Seconds that any answer of a worker may take."""
     heartbeat: float
     """Seconds between two signs of life while nothing runs; workers give up a silent coordinator after `timeout`."""
+    resident: bool
+    """State of rounds stays with the workers (smc/resident)."""
+    records: bool
+    """Workers record rounds and replay them: few shapes are worth more than few rows."""
     trace: Path | None
     """Where to write a Chrome trace of all rounds when it stops."""
 
@@ -54,7 +58,8 @@ class Coordinator:
             for side, end in self._ends.items()
         }
         pages = dict.fromkeys(SIDES, spec.engine.pool_pages(spec.context))
-        self._engine = Engine(spec.engine, self._workers, Tokenizer.load(spec.tokenizer), pages=pages, context=spec.context)
+        pair = RemotePair(self._workers, records=spec.records) if spec.resident else None
+        self._engine = Engine(spec.engine, self._workers, Tokenizer.load(spec.tokenizer), pages=pages, context=spec.context, pair=pair)
         self._leaked: dict[str, int] = {}
         self._warm_up()
         self._server = CoordinatorServer(host, spec.meeting.secret)

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import numpy as np
 from torch import Tensor
 
 from services.pb import particles_pb2 as pb
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 """Of particles.proto and its arrays; raised with every change that an older peer would misread."""
 
 
@@ -42,27 +41,28 @@ class LeaderEnd(Protocol):
     def close(self) -> None: ...
 
 
-class PublishEnd(Protocol):
-    """The draft's end of the link between the leaders."""
+class PeerEnd(Protocol):
+    """Either leader's end of the link between them. What one gives, the other takes in the same order."""
 
-    def publish(self, sequence: int, tokens_RF: Tensor) -> None:
-        """Send the first tokens drawn for sample command `sequence`; does not wait for the target."""
+    def give(self, name: str, sequence: int, tensor: Tensor) -> None:
+        """Send it; does not wait for the other side."""
+        ...
+
+    def take(self, name: str, sequence: int, here: Tensor, timeout: float) -> None:
+        """Fill a tensor with what was given by this name and number. Raises LinkError past `timeout` seconds, or if another comes."""
+        ...
+
+    def settle(self) -> None:
+        """What has been given may be overwritten by what the device is asked to do from now on."""
         ...
 
     def close(self) -> None: ...
 
 
-class TakeEnd(Protocol):
-    """The target's end of the link between the leaders."""
-
-    def take(self, sequence: int, rows: int, branches: int, timeout: float) -> np.ndarray | Tensor:
-        """Tokens [R, F] of that command, in the order they were published. Raises LinkError past `timeout` seconds."""
-        ...
-
-    def close(self) -> None: ...
+Message = pb.WorkRequest | pb.WorkResponse | pb.ExchangeRequest | pb.ExchangeResponse
 
 
-def check_envelope(message: pb.WorkRequest | pb.WorkResponse | pb.PublishRequest, epoch: int) -> None:
+def check_envelope(message: Message, epoch: int) -> None:
     """Refuse a message of another layout or of another life of the gang. Raises LinkError."""
     if message.version != LAYOUT_VERSION:
         raise LinkError(f"a message of layout version {message.version} arrived; this side speaks {LAYOUT_VERSION}")

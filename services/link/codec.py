@@ -35,7 +35,7 @@ def sample_command(batch: SampleBatch) -> pb.SampleCommand:
         input=_rows(batch.input),
         branch_rows=_bytes(batch.branch_rows_RF, _I32),
         steps=batch.steps,
-        law=_law(batch.law),
+        law=law_message(batch.law),
         mixture=batch.mixture,
         keys=_keys(batch.keys),
         publish=batch.publish,
@@ -48,7 +48,7 @@ def to_sample_batch(command: pb.SampleCommand) -> SampleBatch:
         input=rows,
         branch_rows_RF=_i32(command.branch_rows).reshape(len(rows.rows_R), -1),
         steps=command.steps,
-        law=_to_law(command.law),
+        law=to_law(command.law),
         mixture=command.mixture,
         keys=_to_keys(command.keys),
         publish=command.publish,
@@ -74,7 +74,7 @@ def extend_command(batch: ExtendBatch, published: int = 0, shape_RF: tuple[int, 
     if batch.draws is not None:
         command.draws.CopyFrom(_keys(batch.draws))
     if batch.law is not None:
-        command.law.CopyFrom(_law(batch.law))
+        command.law.CopyFrom(law_message(batch.law))
     if published:
         command.published_rows, command.published_branches = shape_RF
         command.next_index = _bytes(batch.next_index_R, _I32)
@@ -88,7 +88,7 @@ def to_extend_batch(command: pb.ExtendCommand, next_of: Pending[SampleResult] | 
         draws=_to_keys(command.draws) if command.HasField("draws") else None,
         next_of=next_of,
         next_index_R=_i32(command.next_index).astype(np.int64) if next_of is not None else None,
-        law=_to_law(command.law) if command.HasField("law") else None,
+        law=to_law(command.law) if command.HasField("law") else None,
     )
 
 
@@ -133,7 +133,7 @@ def _to_rows(batch: pb.RowBatch) -> Rows:
     return Rows(_i32(batch.rows), _i32(batch.starts), _i32(batch.counts), *wide)
 
 
-def _law(law: LawSpec) -> pb.Law:
+def law_message(law: LawSpec) -> pb.Law:
     return pb.Law(
         temperature=_bytes(law.temperature_R, _F32),
         top_k=_bytes(law.top_k_R, _I32),
@@ -143,7 +143,7 @@ def _law(law: LawSpec) -> pb.Law:
     )
 
 
-def _to_law(law: pb.Law) -> LawSpec:
+def to_law(law: pb.Law) -> LawSpec:
     return LawSpec.of(_f32(law.temperature), _i32(law.top_k).astype(np.int64), _f32(law.top_p), _f32(law.min_p), _f32(law.alpha))
 
 

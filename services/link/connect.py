@@ -8,9 +8,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from services.link.base import CoordinatorEnd, LeaderEnd, PublishEnd, TakeEnd
-from services.link.distributed import DistributedEnd, DistributedPublish, DistributedTake, make_group
-from services.link.streams import StreamCoordinatorEnd, StreamPublish, StreamServer
+from services.link.base import CoordinatorEnd, LeaderEnd, PeerEnd
+from services.link.distributed import DevicePeer, DistributedEnd, DistributedPeer, make_group
+from services.link.streams import StreamCaller, StreamCoordinatorEnd, StreamServer
 from services.pb import particles_pb2 as pb
 
 LINKS = ("nccl", "grpc")
@@ -48,15 +48,11 @@ def coordinator_end(meeting: Meeting, store: dist.Store, side: str) -> Coordinat
 @dataclass(frozen=True)
 class LeaderEnds:
     coordinator: LeaderEnd
-    publish: PublishEnd | None
-    """At the draft."""
-    take: TakeEnd | None
-    """At the target."""
+    peer: PeerEnd
 
     def close(self) -> None:
-        for end in (self.publish, self.take, self.coordinator):
-            if end is not None:
-                end.close()
+        self.peer.close()
+        self.coordinator.close()
 
 
 def leader_ends(meeting: Meeting, store: dist.Store, side: str, host: str, device: torch.device, peer_device: torch.device) -> LeaderEnds:
@@ -65,12 +61,13 @@ def leader_ends(meeting: Meeting, store: dist.Store, side: str, host: str, devic
         server = StreamServer(host, meeting.epoch, meeting.secret)
         store.set(meeting.name(f"{side}/address"), server.address)
         if side == "target":
-            return LeaderEnds(server, None, server)
+            return LeaderEnds(server, server.peer)
         address = store.get(meeting.name("target/address")).decode()
-        return LeaderEnds(server, StreamPublish(address, meeting.epoch, meeting.secret), None)
+        return LeaderEnds(server, StreamCaller(address, meeting.epoch, meeting.secret))
     end = DistributedEnd(make_group(store, meeting.name(f"{side}/link"), 1, 2, meeting.start_timeout), 1, pb.WorkRequest)
-    between = device if {device.type, peer_device.type} == {"cuda"} else torch.device("cpu")
-    pair = make_group(store, meeting.name("pair"), 0 if side == "draft" else 1, 2, meeting.start_timeout, between)
-    if side == "draft":
-        return LeaderEnds(end, DistributedPublish(pair, meeting.epoch, between), None)
-    return LeaderEnds(end, None, DistributedTake(pair, meeting.epoch, between))
+    on_gpus = {device.type, peer_device.type} == {"cuda"}
+    rank, between = (0 if side == "draft" else 1), device if on_gpus else torch.device("cpu")
+    # A communicator for each direction: within one, messages would have to be sent and received in one order.
+    by_sender = [make_group(store, meeting.name(f"from {name}"), rank, 2, meeting.start_timeout, between) for name in ("draft", "target")]
+    there, back = by_sender[rank], by_sender[1 - rank]
+    return LeaderEnds(end, DevicePeer(there, back, rank) if on_gpus else DistributedPeer(there, back, rank, meeting.epoch))

@@ -20,6 +20,7 @@ from services.pb import particles_pb2 as pb
 FRAME = 8192
 """Bytes; the first 8 hold the message's size. A round of one request with N = 8 fits."""
 _HEAD = 8
+_PEER_HEAD = 16
 _KEPT = 64
 """Sends that may be under way. A buffer that is let go before it has been received is lost without a word."""
 
@@ -84,41 +85,68 @@ def frames(data: bytes) -> list[Tensor]:
     return [first] if len(data) <= room else [first, torch.from_numpy(whole[room:].copy())]
 
 
-class DistributedPublish:
-    """The draft's end between the leaders. Rank 0 of a group of two."""
+class DistributedPeer:
+    """Either leader's end on CPUs: `there` carries what is given, `back` what is taken. Each message names its epoch and number."""
 
-    def __init__(self, group: dist.ProcessGroup, epoch: int, device: torch.device) -> None:
-        self._group, self._epoch, self._device = group, epoch, device
-        self._sends: deque[tuple[dist.Work, Tensor]] = deque(maxlen=_KEPT)
+    def __init__(self, there: dist.ProcessGroup, back: dist.ProcessGroup, rank: int, epoch: int) -> None:
+        self._there, self._back, self._other, self._epoch = there, back, 1 - rank, epoch
+        self._sends: deque[tuple[dist.Work, Tensor]] = deque()
 
-    def publish(self, sequence: int, tokens_RF: Tensor) -> None:
-        head = torch.tensor([self._epoch, sequence], dtype=torch.int64, device=self._device)
-        message = torch.cat((head, tokens_RF.reshape(-1).to(self._device)))
-        self._sends.append((self._group.send([message], 1, 0), message))
+    def give(self, name: str, sequence: int, tensor: Tensor) -> None:
+        message = torch.cat((self._head(name, sequence), tensor.contiguous().view(torch.uint8).flatten()))
+        try:
+            if len(self._sends) == _KEPT:
+                self._sends.popleft()[0].wait()
+            self._sends.append((self._there.send([message], self._other, 0), message))
+        except RuntimeError as error:
+            raise LinkError(f"the link between the leaders broke while sending {name}: {_first_line(error)}") from error
+
+    def take(self, name: str, sequence: int, here: Tensor, timeout: float) -> None:
+        head = self._head(name, sequence)
+        message = torch.empty(len(head) + here.numel() * here.element_size(), dtype=torch.uint8)
+        try:
+            self._back.recv([message], self._other, 0).wait(timedelta(seconds=timeout))
+        except RuntimeError as error:
+            raise LinkError(f"{name} of the other leader did not come within {timeout:g} s: {_first_line(error)}") from error
+        if not torch.equal(message[: len(head)], head):
+            epoch, number = message[:_PEER_HEAD].view(torch.int64).tolist()
+            raise LinkError(f"number {number} of epoch {epoch} came; expected {name}, number {sequence} of epoch {self._epoch}")
+        here.copy_(message[len(head) :].clone().view(here.dtype).view(here.shape))
+
+    def settle(self) -> None:
+        """Sends keep copies of their own."""
 
     def close(self) -> None:
-        self._group = None
+        self._there = self._back = None
         self._sends.clear()
 
+    def _head(self, name: str, sequence: int) -> Tensor:
+        numbers = torch.tensor([self._epoch, sequence], dtype=torch.int64).view(torch.uint8)
+        return torch.cat((numbers, torch.frombuffer(bytearray(name.encode().ljust(_PEER_HEAD)), dtype=torch.uint8)))
 
-class DistributedTake:
-    """The target's end between the leaders. Rank 1 of a group of two."""
 
-    def __init__(self, group: dist.ProcessGroup, epoch: int, device: torch.device) -> None:
-        self._group, self._epoch, self._device = group, epoch, device
+class DevicePeer:
+    """Either leader's end on GPUs. Tensors go from device to device in the order of the current stream, and the host waits for none:
+    there is nothing to check but what the communicators, which are of one epoch, make sure of."""
 
-    def take(self, sequence: int, rows: int, branches: int, timeout: float) -> Tensor:
-        message = torch.empty(2 + rows * branches, dtype=torch.int64, device=self._device)
-        try:
-            self._group.recv([message], 0, 0).wait(timedelta(seconds=timeout))
-        except RuntimeError as error:
-            raise LinkError(f"the draft's tokens did not come within {timeout:g} s: {_first_line(error)}") from error
-        if self._device.type == "cpu" and message[:2].tolist() != [self._epoch, sequence]:
-            raise LinkError(f"tokens of {message[:2].tolist()} came; expected epoch {self._epoch}, command {sequence}")
-        return message[2:].view(rows, branches)
+    def __init__(self, there: dist.ProcessGroup, back: dist.ProcessGroup, rank: int) -> None:
+        self._there, self._back, self._other = there, back, 1 - rank
+        self._sends: list[dist.Work] = []
+
+    def give(self, name: str, sequence: int, tensor: Tensor) -> None:
+        self._sends.append(self._there.send([tensor.contiguous()], self._other, 0))
+
+    def take(self, name: str, sequence: int, here: Tensor, timeout: float) -> None:
+        self._back.recv([here], self._other, 0).wait()
+
+    def settle(self) -> None:
+        for send in self._sends:
+            send.wait()
+        self._sends.clear()
 
     def close(self) -> None:
-        self._group = None
+        self._there = self._back = None
+        self._sends.clear()
 
 
 def _first_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""A worker somewhere else, as the engine sees it: the same four calls, over a link. Also where rounds are timed.
+"""Workers somewhere else, as the engine sees them: the same calls, over a link. Also where rounds are timed.
 
 Results are read when the engine asks for them; what the worker says about when it began and ended goes into a `Timeline`.
 """
@@ -9,14 +9,23 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from services.coordinator.timeline import Timeline
-from services.link import codec
+from services.link import codec, rounds
 from services.link.base import LAYOUT_VERSION, CoordinatorEnd, LinkError, check_envelope
 from services.pb import particles_pb2 as pb
 from smc.engine.messages import ExtendBatch, ExtendResult, SampleBatch, SampleResult
 from smc.kv.tables import PrefixMerge, RowMoves
+from smc.resident.plan import RoundPlan, RoundResult
+from smc.resident.sides import Start
 
 CLOCK_PINGS = 5
+SILENT = frozenset({"move", "merge", "join", "leave", "stop"})
+"""Commands that have no response."""
+
+
+Outcome = SampleResult | ExtendResult | RoundResult
 
 
 @dataclass(eq=False)
@@ -25,12 +34,12 @@ class RemotePending:
 
     worker: RemoteWorker
     sequence: int
-    decode: Callable[[pb.WorkResponse], SampleResult | ExtendResult]
+    decode: Callable[[pb.WorkResponse], Outcome]
     shape_RF: tuple[int, int] = (0, 0)
     """Rows and branches of a sample command."""
-    _value: SampleResult | ExtendResult | None = field(default=None, init=False)
+    _value: Outcome | None = field(default=None, init=False)
 
-    def result(self) -> SampleResult | ExtendResult:
+    def result(self) -> Outcome:
         """Waits for it. Raises LinkError if the worker is gone, silent for too long, or has failed."""
         if self._value is None:
             self._value = self.decode(self.worker.response(self.sequence))
@@ -64,6 +73,17 @@ class RemoteWorker:
         command = codec.extend_command(batch) if ahead is None else codec.extend_command(batch, ahead.sequence, ahead.shape_RF)
         sequence = self._send(extend=command)
         return RemotePending(self, sequence, lambda response: codec.to_extend_result(response.extend))
+
+    def join(self, start: Start, *, alone: bool) -> None:
+        self._send(join=rounds.join_command(start, self.side, alone))
+
+    def leave(self, slots_N: np.ndarray, *, alone: bool) -> None:
+        self._send(leave=rounds.leave_command(slots_N, alone))
+
+    def round(self, plan: RoundPlan, *, alone: bool) -> RemotePending:
+        """The result is the target's, or that of a model alone."""
+        sequence = self._send(round=rounds.round_command(plan, alone))
+        return RemotePending(self, sequence, lambda response: rounds.to_result(response.round))
 
     def ping(self) -> None:
         """Hear from the worker. Raises LinkError if it does not answer in time."""
@@ -109,12 +129,61 @@ class RemoteWorker:
         self._arrived[response.sequence] = response
         self._unanswered -= 1
         offset = self._clock_offset_ns
-        if kind in ("sample", "extend"):
+        if kind in ("sample", "extend", "round"):
             self._timeline.worked(self.side, kind, response.begin_ns + offset, response.end_ns + offset)
 
     def _send(self, **command) -> int:
         self._sequence += 1
         self._last_sent = time.monotonic()
-        self._unanswered += not command.keys() & {"move", "merge", "stop"}
+        self._unanswered += not command.keys() & SILENT
         self._end.send(pb.WorkRequest(version=LAYOUT_VERSION, epoch=self._epoch, sequence=self._sequence, **command))
         return self._sequence
+
+
+class RemotePair:
+    """`smc.resident.pair.Pair` over two links; its sides talk to each other without us."""
+
+    alone = None
+
+    def __init__(self, workers: dict[str, RemoteWorker], *, records: bool) -> None:
+        """`records`: the workers record rounds and replay them."""
+        self._workers, self.records = workers, records
+        self.plain = {side: RemoteAlone(worker, records=records) for side, worker in workers.items()}
+
+    def join(self, start: Start) -> None:
+        for worker in self._workers.values():
+            worker.join(start, alone=False)
+
+    def leave(self, slots_N: np.ndarray) -> None:
+        for worker in self._workers.values():
+            worker.leave(slots_N, alone=False)
+
+    def round(self, plan: RoundPlan) -> RemoteRound:
+        return RemoteRound({side: worker.round(plan, alone=False) for side, worker in self._workers.items()})
+
+
+@dataclass(frozen=True)
+class RemoteRound:
+    """A round that both workers have been asked for."""
+
+    pending: dict[str, RemotePending]
+
+    def result(self) -> RoundResult:
+        self.pending["draft"].worker.response(self.pending["draft"].sequence)  # says no more than that it is done
+        return self.pending["target"].result()
+
+
+class RemoteAlone:
+    """One model over its link."""
+
+    def __init__(self, worker: RemoteWorker, *, records: bool) -> None:
+        self._worker, self.alone, self.records = worker, worker.side, records
+
+    def join(self, start: Start) -> None:
+        self._worker.join(start, alone=True)
+
+    def leave(self, slots_N: np.ndarray) -> None:
+        self._worker.leave(slots_N, alone=True)
+
+    def round(self, plan: RoundPlan) -> RemotePending:
+        return self._worker.round(plan, alone=True)

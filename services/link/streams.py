@@ -1,6 +1,6 @@
 """The link over gRPC streams, for hosts that torch.distributed does not reach. Same messages, same deadlines.
 
-Each leader runs a `WorkerService`; the coordinator calls `Work` on both, the draft's leader calls `Publish` on the target's.
+Each leader runs a `WorkerService`; the coordinator calls `Work` on both, the draft's leader calls `Exchange` on the target's.
 Calls carry the gang's secret: nobody else can give orders to a worker.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
-import numpy as np
+import torch
 from torch import Tensor
 
 from services.link.base import LAYOUT_VERSION, LinkError, check_envelope
@@ -80,9 +80,10 @@ class StreamServer(pb_grpc.WorkerServiceServicer):
 
     def __init__(self, host: str, epoch: int, secret: str) -> None:
         self._epoch, self._secret = epoch, secret
-        self._commands, self._published = Inbox(), Inbox()
+        self._commands = Inbox()
+        self.peer = StreamPeer(epoch, pb.ExchangeResponse)
         self._responses: queue.SimpleQueue[pb.WorkResponse | None] = queue.SimpleQueue()
-        # Work and Publish each hold a thread for as long as they run; a third one refuses whoever else comes.
+        # Work and Exchange each hold a thread for as long as they run; a third one refuses whoever else comes.
         self._server = grpc.server(ThreadPoolExecutor(3, "link"), options=OPTIONS)
         pb_grpc.add_WorkerServiceServicer_to_server(self, self._server)
         self.address = f"{host}:{self._server.add_insecure_port(f'{host}:0')}"
@@ -93,10 +94,10 @@ class StreamServer(pb_grpc.WorkerServiceServicer):
         threading.Thread(target=_pump, args=(request_iterator, self._commands, "the coordinator"), daemon=True).start()
         yield from iter(self._responses.get, None)
 
-    def Publish(self, request_iterator: Iterator[pb.PublishRequest], context: grpc.ServicerContext) -> pb.PublishResponse:
+    def Exchange(self, request_iterator: Iterator[pb.ExchangeRequest], context: grpc.ServicerContext) -> Iterator[pb.ExchangeResponse]:
         self._admit(context)
-        _pump(request_iterator, self._published, "the draft")
-        return pb.PublishResponse()
+        threading.Thread(target=_pump, args=(request_iterator, self.peer.inbox, "the draft"), daemon=True).start()
+        yield from iter(self.peer.outbox.get, None)
 
     def receive(self, timeout: float) -> pb.WorkRequest:
         return self._commands.get(timeout)
@@ -104,15 +105,9 @@ class StreamServer(pb_grpc.WorkerServiceServicer):
     def send(self, response: pb.WorkResponse) -> None:
         self._responses.put(response)
 
-    def take(self, sequence: int, rows: int, branches: int, timeout: float) -> np.ndarray:
-        message = self._published.get(timeout)
-        check_envelope(message, self._epoch)
-        if message.sequence != sequence:
-            raise LinkError(f"tokens of command {message.sequence} came; expected command {sequence}")
-        return np.frombuffer(message.tokens, dtype="<i4").reshape(rows, branches).copy()
-
     def close(self) -> None:
         self._responses.put(None)
+        self.peer.close()
         self._server.stop(grace=1.0).wait(2.0)
 
     def _admit(self, context: grpc.ServicerContext) -> None:
@@ -121,25 +116,49 @@ class StreamServer(pb_grpc.WorkerServiceServicer):
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "this port belongs to another gang")
 
 
-class StreamPublish:
-    """The draft's end between the leaders: calls `Publish` at the target's leader."""
+class StreamPeer:
+    """A leader's end of the link to the other, whichever of them called: what it gives goes into the outbox."""
 
-    def __init__(self, address: str, epoch: int, secret: str) -> None:
-        self._epoch = epoch
-        self._outbox: queue.SimpleQueue[pb.PublishRequest | None] = queue.SimpleQueue()
-        self._channel = grpc.insecure_channel(address, OPTIONS)
-        stub = pb_grpc.WorkerServiceStub(self._channel)
-        self._call = stub.Publish.future(iter(self._outbox.get, None), metadata=((SECRET_KEY, secret),), wait_for_ready=True)
+    def __init__(self, epoch: int, sends: type[pb.ExchangeRequest] | type[pb.ExchangeResponse]) -> None:
+        self._epoch, self._sends = epoch, sends
+        self.outbox: queue.SimpleQueue[pb.ExchangeRequest | pb.ExchangeResponse | None] = queue.SimpleQueue()
+        self.inbox = Inbox()
 
-    def publish(self, sequence: int, tokens_RF: Tensor) -> None:
-        if self._call.done():
-            raise LinkError(f"the link to the target broke: {self._call.exception()}")
-        tokens = tokens_RF.cpu().numpy().astype("<i4").tobytes()
-        envelope = {"version": LAYOUT_VERSION, "epoch": self._epoch, "sequence": sequence}
-        self._outbox.put(pb.PublishRequest(**envelope, tokens=tokens, branches=tokens_RF.shape[1]))
+    def give(self, name: str, sequence: int, tensor: Tensor) -> None:
+        data = tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        self.outbox.put(self._sends(version=LAYOUT_VERSION, epoch=self._epoch, name=name, sequence=sequence, data=data))
+
+    def take(self, name: str, sequence: int, here: Tensor, timeout: float) -> None:
+        message = self.inbox.get(timeout)
+        check_envelope(message, self._epoch)
+        if (message.name, message.sequence) != (name, sequence):
+            raise LinkError(f"{message.name}, number {message.sequence}, came; expected {name}, number {sequence}")
+        here.copy_(torch.frombuffer(bytearray(message.data), dtype=here.dtype).view(here.shape))
+
+    def settle(self) -> None:
+        """Messages are copies."""
 
     def close(self) -> None:
-        self._outbox.put(None)
+        self.outbox.put(None)
+
+
+class StreamCaller(StreamPeer):
+    """The draft's leader: calls `Exchange` at the target's."""
+
+    def __init__(self, address: str, epoch: int, secret: str) -> None:
+        super().__init__(epoch, pb.ExchangeRequest)
+        self._channel = grpc.insecure_channel(address, OPTIONS)
+        stub = pb_grpc.WorkerServiceStub(self._channel)
+        self._call = stub.Exchange(iter(self.outbox.get, None), metadata=((SECRET_KEY, secret),), wait_for_ready=True)
+        threading.Thread(target=_pump, args=(self._call, self.inbox, f"the target's leader at {address}"), daemon=True).start()
+
+    def give(self, name: str, sequence: int, tensor: Tensor) -> None:
+        if not self._call.is_active():
+            raise LinkError(f"the link to the target's leader broke: {self._call.details()}")
+        super().give(name, sequence, tensor)
+
+    def close(self) -> None:
+        super().close()
         self._channel.close()
 
 

@@ -32,6 +32,13 @@ class TensorParallel:
             raise LinkError(f"a rank of the group is gone: {error}") from error
         return tensor
 
+    def share(self, tensor: Tensor) -> None:
+        """Rank 0's values, in place, on every rank."""
+        try:
+            self._sums.broadcast([tensor], _FROM_LEADER).wait()
+        except RuntimeError as error:
+            raise LinkError(f"a rank of the group is gone: {error}") from error
+
     def spread(self, data: bytes) -> None:
         """Leader: hand a command to the other ranks."""
         for frame in frames(data):

@@ -33,7 +33,7 @@ from smc.engine.stats import EngineStats
 from smc.engine.text import StopRules
 from smc.models.tokenizer import Tokenizer
 from smc.philox import Purpose, uniforms
-from smc.resident.pair import LocalPair
+from smc.resident.pair import Pair
 
 
 class Engine:
@@ -47,7 +47,7 @@ class Engine:
         *,
         pages: dict[str, int],
         context: int,
-        pair: LocalPair | None = None,
+        pair: Pair | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`workers` are keyed `draft` and `target`; `pages` are the capacities of their pools; `clock` gives seconds.

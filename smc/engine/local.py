@@ -15,7 +15,8 @@ from smc.models.check import require_pair
 from smc.models.decoder import Decoder
 from smc.models.loader import load_model
 from smc.models.tokenizer import Tokenizer
-from smc.resident.pair import LocalPair, Parts
+from smc.resident.pair import LocalPair
+from smc.resident.sides import Parts
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,13 @@ def local_engine(pair: ModelPair, config: EngineConfig | None = None, *, residen
         for side in SIDES
     }
     if resident:
-        engine_options["pair"] = LocalPair(config, workers, _parts(workers["target"]))
+        engine_options["pair"] = LocalPair(config, workers, parts_for(workers["target"].device))
     return Engine(config, workers, pair.tokenizer, pages=dict.fromkeys(SIDES, pages), context=context, **engine_options)
 
 
-def _parts(worker: ModelWorker) -> Parts:
-    if worker.device.type == "cpu":
+def parts_for(device: torch.device) -> Parts:
+    """What resident rounds are made of on a device: kernels, or the reference on a CPU."""
+    if device.type == "cpu":
         return Parts()
     from smc.resident.kernels import gpu_parts  # needs triton
 

@@ -13,26 +13,26 @@ import numpy as np
 from smc.engine.config import EngineConfig
 from smc.engine.group import Group, Population
 from smc.engine.kvrows import KVRows
+from smc.engine.messages import Pending
 from smc.engine.rounds import BRANCH_POSITION
 from smc.engine.slots import Slots
 from smc.engine.stats import EngineStats
 from smc.philox import Purpose, uniforms
-from smc.resident.pair import LocalPair, LocalPlain, Start
+from smc.resident.pair import Rounds
 from smc.resident.plan import SHORT, RoundPlan, RoundResult
-from smc.resident.stages import Reading
+from smc.resident.sides import Start
 
 
 class ResidentRounds:
     """Advances SMC groups, `ahead` rounds before it has read what came of the last."""
 
-    def __init__(self, config: EngineConfig, slots: Slots, rows: KVRows, pair: LocalPair | LocalPlain) -> None:
-        """With a `LocalPlain`, groups are decoded by its model alone."""
+    def __init__(self, config: EngineConfig, slots: Slots, rows: KVRows, pair: Rounds) -> None:
         self.config, self.slots, self.rows, self.pair = config, slots, rows, pair
         self.stats = EngineStats()
-        self._plain = isinstance(pair, LocalPlain)
+        self._plain = pair.alone is not None
         self._drafts_ahead = config.lookahead and not self._plain
         self._stride = config.block if config.lookahead or self._plain else config.block + 1
-        self.last: Reading | None = None
+        self.last: Pending[RoundResult] | None = None
         """The round that was read last, for whoever times rounds."""
         self.queued = 0.0
         """Seconds spent planning and queueing rounds."""
@@ -156,7 +156,7 @@ class ResidentRounds:
     def _work(self) -> dict[str, int]:
         """Tokens that each model runs for a particle in a round."""
         if self._plain:
-            return {self.pair.side: self.config.block}
+            return {self.pair.alone: self.config.block}
         return {"draft": self.config.branches * self.config.block, "target": self._stride}
 
     def _write(self, array_SL: np.ndarray, slots_A: np.ndarray, first_A: np.ndarray, values_AQ: np.ndarray) -> None:

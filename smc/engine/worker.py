@@ -5,8 +5,10 @@ Axes: R rows, T tokens, F branches, K steps, V vocabulary, E hidden size, D draw
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -71,6 +73,8 @@ class ModelWorker:
         self.rope = RopeTable(model.config, width, self.device)
         self.attention = attention or TorchAttention()
         self.times = WorkerTimes()
+        self.working: Callable[[], AbstractContextManager] = contextlib.nullcontext
+        """Around what the device is asked to do, where that has to be in order with other work on it."""
         self.publish: Callable[[Tensor], None] | None = None
         """Where the first tokens [R, F] of a batch that asks for it go, as soon as they are drawn."""
 
@@ -83,6 +87,10 @@ class ModelWorker:
     @torch.inference_mode()
     def extend(self, batch: ExtendBatch) -> Done:
         """Run the tokens; score labels, score another batch's first tokens, draw: each only if asked."""
+        with self.working():
+            return self._extend(batch)
+
+    def _extend(self, batch: ExtendBatch) -> Done:
         hidden_TE = self._forward(batch.input)
         if batch.law is None:
             return Done(ExtendResult())

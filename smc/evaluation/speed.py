@@ -204,17 +204,14 @@ def _stride(mode: Mode) -> int:
     return mode.config.block if plain or mode.config.lookahead else mode.config.block + 1
 
 
-def _parts(marks: dict[str, torch.cuda.Event]) -> tuple[float, float]:
-    """Milliseconds of the draft (or of the one model) and of the target."""
-    draft = marks["draft"].elapsed_time(marks["drafted"])
-    return draft, marks["score"].elapsed_time(marks["scored"]) if "score" in marks else 0.0
+def _parts(marks: dict[str, tuple[torch.cuda.Event, torch.cuda.Event]]) -> tuple[float, float]:
+    """Milliseconds of the draft and of the target; 0 where a model has no part in it."""
+    return tuple(marks[side][0].elapsed_time(marks[side][1]) if side in marks else 0.0 for side in SIDES)
 
 
 def _recorded(begin: float, end: float, source: ResidentRounds, clocks: dict[str, DeviceClock]) -> Recorded:
-    marks, worked = source.last.marks, {}
-    for side, (first, last) in {"draft": ("draft", "drafted"), "target": ("score", "scored")}.items():
-        if first in marks:
-            worked[side] = (clocks[side].nanoseconds(marks[first]), clocks[side].nanoseconds(marks[last]))
+    marks = source.last.marks
+    worked = {side: tuple(clocks[side].nanoseconds(mark) for mark in marks[side]) for side in SIDES if side in marks}
     shift = time.monotonic_ns() - int(1e9 * time.perf_counter())
     return Recorded(int(1e9 * begin) + shift, int(1e9 * end) + shift, source.waited, worked)
 

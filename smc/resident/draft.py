@@ -49,8 +49,8 @@ class ResidentDraft:
         self.branch_pages_SFB[slots_N, 0] = self.state.table_SL[slots_N, first : first + self.block - 1]
         self.branch_pages_SFB[slots_N, 1:] = to_device(group.spare_NFB, self.device)
 
-    def begin(self, plan: RoundPlan) -> tuple[Tensor, Tensor]:
-        """First token of every branch and its log q, [A, F] each."""
+    def begin(self, plan: RoundPlan) -> Drafted:
+        """First token of every branch."""
         slots_A, f = plan.slots_A, self.branches
         q = 1 if self.lookahead else 2
         open_A = ~self.state.ended_S[slots_A]
@@ -69,9 +69,10 @@ class ResidentDraft:
         hidden_TE = self.forward(self.last_S2[slots_A, 2 - q :].flatten(), rows)
         stream_AF = plan.particle_A[:, None] * STREAMS_PER_PARTICLE + torch.arange(f, device=self.device)
         keys = DrawKeys(plan.seed_A, plan.round_A, stream_AF, plan.position_A + 1, self.purpose)
-        return self._draw(hidden_TE[q - 1 :: q], plan.draft_law, keys)
+        token_AF, logq_AF = self._draw(hidden_TE[q - 1 :: q], plan.draft_law, keys)
+        return Drafted.of([token_AF], [logq_AF])
 
-    def extend(self, plan: RoundPlan, first_AF: Tensor, logq_AF: Tensor) -> Drafted:
+    def extend(self, plan: RoundPlan, first: Drafted) -> Drafted:
         """The rest of every branch's K tokens."""
         f, slots_A = self.branches, plan.slots_A
         table_XL = self._branch_table(slots_A, plan.position_A)
@@ -84,7 +85,7 @@ class ResidentDraft:
         open_X, size_G = (~self.state.ended_S[slots_A]).int().repeat_interleave(f), (plan.size_G * f).int()
         # One operation for all steps: beside the kernels of a small model, a launch counts.
         position_KX = position_X + torch.arange(self.block + 1, device=self.device)[:, None]
-        start_KX, tokens, logq = position_KX.int(), [first_AF], [logq_AF]
+        start_KX, tokens, logq = position_KX.int(), [first.tokens_AFK[..., 0]], [first.logq_AFK[..., 0]]
         for k in range(1, self.block):
             rows = StaticRows(table_XL, start_KX[k], open_X, size_G, plan.shared_G, queries=1, short=plan.short)
             hidden_XE = self.forward(tokens[-1].flatten(), rows)
@@ -93,14 +94,14 @@ class ResidentDraft:
             tokens.append(token_X1.view(-1, f))
             logq.append(logq_X1.view(-1, f))
         self._table_XL = table_XL
-        return Drafted(torch.stack(tokens, -1).long(), torch.stack(logq, -1))
+        return Drafted.of(tokens, logq)
 
     def follow(self, plan: RoundPlan, drafted: Drafted, choice: Choice) -> None:
         """Let the chosen branches be the particles."""
         state, slots_A, k = self.state, plan.slots_A, self.block
         ancestor_A = choice.ancestor_A
         open_A = ~state.ended_S[slots_A[ancestor_A]]
-        chosen_AK = drafted.tokens_AFK[ancestor_A, choice.branch_A]
+        chosen_AK = drafted.tokens_AFK[ancestor_A, choice.branch_A].long()
         count_A, ends_A = state.grow(slots_A, chosen_AK, plan.room_A)
         last_A2 = torch.cat((self.last_S2[slots_A[ancestor_A], 1:], chosen_AK), -1)[:, -2:]
         if not self.lookahead:

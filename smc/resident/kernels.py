@@ -22,8 +22,8 @@ from smc.kernels.store import store_kv
 from smc.laws import LawSpec
 from smc.models.decoder import Layer
 from smc.resident.forward import StaticForward, StaticRows
-from smc.resident.pair import Parts
 from smc.resident.sampling import DrawKeys, Sampling
+from smc.resident.sides import Parts
 from smc.resident.stages import Graphs
 
 FEW_ROWS = 64

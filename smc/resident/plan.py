@@ -13,6 +13,8 @@ from smc.laws import LawSpec
 ALIGNMENT = 16
 SHORT = 640
 """Positions up to which rows are cheaper to attend one by one."""
+IN_FLIGHT = 9
+"""Rounds of one shape whose memory must not be used again yet: two for each of at most four cohorts, and the next."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,8 @@ class Joining:
 class RoundPlan:
     """One round of G groups: everything about it that does not depend on what a model says. Arrays, or tensors where the model is."""
 
-    schemes: tuple[str, ...]
-    """Per group."""
+    schemes: tuple[str | None, ...]
+    """Per group; None where nothing is resampled because a model decodes alone."""
     short: bool
     """No row holds more than `SHORT` positions when the round ends."""
     target_law: LawSpec
@@ -117,9 +119,9 @@ class PlanBuffer:
         for name, array in arrays.items():
             self._places[name] = (offset, array.nbytes)
             offset += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-        # A few in turn: the next plan is written while the last is still on its way.
+        # In turn: the next plan is written while those before it are still on their way.
         pinned = device.type == "cuda"
-        self._hosts = [torch.zeros(offset, dtype=torch.uint8, pin_memory=pinned) for _ in range(4 if pinned else 1)]
+        self._hosts = [torch.zeros(offset, dtype=torch.uint8, pin_memory=pinned) for _ in range(IN_FLIGHT if pinned else 1)]
         self._turn = 0
         self._there = torch.zeros(offset, dtype=torch.uint8, device=device)
         self.plan = plan.with_arrays({name: self._view(self._there, name, array) for name, array in arrays.items()})
@@ -141,12 +143,26 @@ class PlanBuffer:
 
 @dataclass(frozen=True)
 class Drafted:
-    """What the draft sends the target: first tokens, later all."""
+    """What the draft sends the target: the first tokens (K = 1), later all."""
 
-    tokens_AFK: Tensor
-    """int64."""
-    logq_AFK: Tensor
-    """float32."""
+    all_2KAF: Tensor
+    """int32, in one piece, as it travels: tokens, and the bits of their log q."""
+
+    @staticmethod
+    def of(tokens: list[Tensor], logq: list[Tensor]) -> Drafted:
+        """Of integer tokens and their float32 log q, step by step, [A, F] each."""
+        pieces = [token_AF.int() for token_AF in tokens] + [logq_AF.view(torch.int32) for logq_AF in logq]
+        return Drafted(torch.stack(pieces).unflatten(0, (2, -1)))
+
+    @property
+    def tokens_AFK(self) -> Tensor:
+        """int32."""
+        return self.all_2KAF[0].permute(1, 2, 0)
+
+    @property
+    def logq_AFK(self) -> Tensor:
+        """float32."""
+        return self.all_2KAF[1].view(torch.float32).permute(1, 2, 0)
 
 
 @dataclass(frozen=True)

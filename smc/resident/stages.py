@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -11,25 +12,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smc.resident.plan import RoundResult
+from smc.resident.plan import IN_FLIGHT, RoundResult
 
-READINGS = 3
-"""Results that may be on their way to the host at once."""
+Mark = int | torch.cuda.Event
+"""A point in a device's work: of a CPU, nanoseconds of the monotonic clock."""
 
 
 class Reading:
-    """A round's result on its way to the host."""
+    """A round's result on its way to the host. `result` None: there is nothing to read, but a point in the work to be waited for."""
 
-    def __init__(self, result: RoundResult, arrived: torch.cuda.Event | None, marks: dict[str, torch.cuda.Event]) -> None:
+    def __init__(self, result: RoundResult | None, arrived: Mark, marks: dict[str, tuple[Mark, Mark]]) -> None:
         self._result, self._arrived = result, arrived
         self.marks = marks
-        """Points in the work of both devices, by name, for whoever times rounds."""
+        """When the models of both sides began and ended their pass."""
 
-    def result(self) -> RoundResult:
+    def result(self) -> RoundResult | None:
         """Waits for it."""
-        if self._arrived is not None:
+        if not isinstance(self._arrived, int):
             self._arrived.synchronize()
-        return RoundResult(**{name: tensor.numpy() for name, tensor in vars(self._result).items()})
+        return self._result and RoundResult(**{name: tensor.numpy() for name, tensor in vars(self._result).items()})
+
+    def spans(self) -> dict[str, tuple[int, int]]:
+        """`marks` in nanoseconds of the monotonic clock. Called when `result` has just waited: now is then when it arrived."""
+        now = time.monotonic_ns()
+        return {name: (self._nanoseconds(begin, now), self._nanoseconds(end, now)) for name, (begin, end) in self.marks.items()}
+
+    def _nanoseconds(self, mark: Mark, now: int) -> int:
+        return mark if isinstance(mark, int) else now - int(1e6 * mark.elapsed_time(self._arrived))
 
 
 class Stages:
@@ -52,20 +61,20 @@ class Stages:
         """
         return stage()
 
-    def mark(self) -> Any:
+    def mark(self) -> Mark:
         """A point in this device's work that another may wait for."""
-        return None
+        return time.monotonic_ns()
 
-    def wait(self, mark: Any) -> None:
+    def wait(self, mark: Mark) -> None:
         """Do nothing further before that point has been reached."""
 
-    def take(self, key: tuple, name: str, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Tensors of the other side, here."""
-        return list(tensors)
+    def take(self, key: tuple, tensor: Tensor) -> Tensor:
+        """A tensor of the other side, here; for the same key always the same."""
+        return tensor
 
-    def read(self, key: tuple, result: RoundResult, grown: tuple[Tensor, Tensor, Tensor], marks: dict[str, Any]) -> Reading:
+    def read(self, key: tuple, result: RoundResult, grown: tuple[Tensor, Tensor, Tensor], marks: dict[str, tuple[Mark, Mark]]) -> Reading:
         """Bring a result to the host; `grown` are its tokens, how many exist, and whether that was the end."""
-        return Reading(_complete(result, grown), None, {})
+        return Reading(_complete(result, grown), self.mark(), marks)
 
 
 class Graphs(Stages):
@@ -79,7 +88,7 @@ class Graphs(Stages):
         self._pool = torch.cuda.graph_pool_handle()
         self._seen: set[tuple] = set()
         self._recorded: dict[tuple, tuple[torch.cuda.CUDAGraph, Any]] = {}
-        self._here: dict[tuple, list[Tensor]] = {}
+        self._here: dict[tuple, Tensor] = {}
         self._hosts: dict[tuple, list[RoundResult]] = {}
         self._turn = 0
 
@@ -112,20 +121,17 @@ class Graphs(Stages):
     def wait(self, mark: torch.cuda.Event) -> None:
         self.stream.wait_event(mark)
 
-    def take(self, key: tuple, name: str, tensors: Iterable[Tensor]) -> list[Tensor]:
-        tensors = list(tensors)
-        if (key, name) not in self._here:
-            self._here[key, name] = [torch.empty_like(tensor, device=self.device) for tensor in tensors]
-        for here, tensor in zip(self._here[key, name], tensors):
-            here.copy_(tensor, non_blocking=True)
-        return self._here[key, name]
+    def take(self, key: tuple, tensor: Tensor) -> Tensor:
+        if key not in self._here:
+            self._here[key] = torch.empty_like(tensor, device=self.device)
+        return self._here[key].copy_(tensor, non_blocking=True)
 
-    def read(self, key: tuple, result: RoundResult, grown: tuple[Tensor, Tensor, Tensor], marks: dict[str, Any]) -> Reading:
+    def read(self, key: tuple, result: RoundResult, grown: tuple[Tensor, Tensor, Tensor], marks: dict[str, tuple[Mark, Mark]]) -> Reading:
         whole = _complete(result, grown)
         if key not in self._hosts:
             pinned = lambda: {n: torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for n, t in vars(whole).items()}  # noqa: E731
-            self._hosts[key] = [RoundResult(**pinned()) for _ in range(READINGS)]
-        host = self._hosts[key][self._turn % READINGS]
+            self._hosts[key] = [RoundResult(**pinned()) for _ in range(IN_FLIGHT)]
+        host = self._hosts[key][self._turn % IN_FLIGHT]
         self._turn += 1
         for name, tensor in vars(whole).items():
             getattr(host, name).copy_(tensor, non_blocking=True)

@@ -69,7 +69,7 @@ class ResidentTarget:
 
     def complete(self, plan: RoundPlan, drafted: Drafted) -> None:
         """Lockstep: the drafted tokens complete the blocks in flight, whose seeds are there."""
-        slots_A, tokens_AK = plan.slots_A, drafted.tokens_AFK[:, 0]
+        slots_A, tokens_AK = plan.slots_A, drafted.tokens_AFK[:, 0].long()
         open_A = ~self.state.ended_S[slots_A]
         grown_A, ends_A = self.state.grow(slots_A, tokens_AK, plan.room_A)
         self.tokens_SQ[slots_A, 1:] = tokens_AK
@@ -103,13 +103,14 @@ class ResidentTarget:
         room_A = plan.room_A if self.lookahead else plan.room_A - (count_A - 1)
         return Scored(open_A, count_A, room_A, torch.where(labelled_AQ, logp_AQ, 0.0), next_AV)
 
-    def choose(self, plan: RoundPlan, scored: Scored, first_AF: Tensor | None, logq_AF: Tensor | None) -> tuple[Choice, RoundResult]:
-        """Weigh the candidates and choose. `first_AF` and `logq_AF` are of the branches' first tokens (look-ahead)."""
+    def choose(self, plan: RoundPlan, scored: Scored, first: Drafted | None) -> tuple[Choice, RoundResult]:
+        """Weigh the candidates and choose. `first`: of the branches' first tokens (look-ahead)."""
         slots_A, open_A, (groups, places) = plan.slots_A, scored.open_A, plan.shape_GM
         block_A, target_nan_A, draft_nan_A = self._weigh_blocks(plan, scored)
         history = (self.logw_S[slots_A].view(groups, places), block_A.view(groups, places))
         if self.lookahead:
-            next_logp_AF = self.sampling.score(scored.next_AV, plan.target_law, first_AF.long())
+            logq_AF = first.logq_AFK[..., 0]
+            next_logp_AF = self.sampling.score(scored.next_AV, plan.target_law, first.tokens_AFK[..., 0].long())
             next_AF = torch.where(open_A[:, None], plan.alpha_A[:, None] * next_logp_AF - logq_AF, 0.0)
             candidates = lookahead_candidates(*history, next_AF.view(groups, places, -1), open_A.view(groups, places))
             bonus_A = torch.zeros_like(slots_A)
@@ -157,7 +158,7 @@ class ResidentTarget:
         end_A = plan.position_A + 1 + (0 if self.lookahead else self.block)
         state.reroot(slots_A, state.table_SL[slots_A[ancestor_A]], end_A)
         if self.lookahead:
-            tokens_AQ = drafted.tokens_AFK[ancestor_A, choice.branch_A]
+            tokens_AQ = drafted.tokens_AFK[ancestor_A, choice.branch_A].long()
             count_A, ends_A = state.grow(slots_A, tokens_AQ, room_A)
             grown_AQ, grown_A = tokens_AQ, torch.where(open_A, count_A, 0)
             self.logq_SQ[slots_A] = drafted.logq_AFK[ancestor_A, choice.branch_A]

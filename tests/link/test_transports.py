@@ -15,7 +15,7 @@ import torch.distributed as dist
 from services.link.base import LAYOUT_VERSION, LinkError, check_envelope
 from services.link.connect import LeaderEnds, Meeting, coordinator_end, leader_ends
 from services.link.distributed import FRAME
-from services.link.streams import StreamCoordinatorEnd, StreamPublish
+from services.link.streams import StreamCaller, StreamCoordinatorEnd
 from services.pb import particles_pb2 as pb
 
 CPU = torch.device("cpu")
@@ -78,20 +78,33 @@ def test_many_messages_before_the_first_is_received(link):
         sending.join(5)
 
 
-def test_published_tokens(link):
+@pytest.mark.parametrize("sides", [("draft", "target"), ("target", "draft")])
+def test_what_one_leader_gives_the_other_takes(link, sides):
     with meeting(link) as (_, leaders):
-        for sequence, shape in ((4, (3, 2)), (9, (1, 8))):
-            tokens = torch.randint(0, 99, shape)
-            leaders["draft"].publish.publish(sequence, tokens)
-            assert torch.as_tensor(leaders["target"].take.take(sequence, *shape, 5.0)).tolist() == tokens.tolist()
-        leaders["draft"].publish.publish(10, torch.zeros(1, 1, dtype=torch.int64))
-        with pytest.raises(LinkError, match=r"expected.* command 11"):
-            leaders["target"].take.take(11, 1, 1, 5.0)
+        giver, taker = (leaders[side].peer for side in sides)
+        for sequence, (shape, dtype) in enumerate((((3, 2), torch.int32), ((1, 8), torch.int64), ((2, 5, 4, 3), torch.float32)), 4):
+            given, here = torch.randint(0, 99, shape).to(dtype), torch.empty(shape, dtype=dtype)
+            tensor = given.clone()
+            giver.give("blocks", sequence, tensor)
+            giver.give("choice", sequence, tensor + 1)
+            tensor.zero_()  # what was given is what was there when it was given
+            giver.settle()
+            for name, more in (("blocks", 0), ("choice", 1)):
+                taker.take(name, sequence, here, 5.0)
+                assert torch.equal(here, given + more)
+
+
+@pytest.mark.parametrize(("name", "sequence"), [("first", 11), ("blocks", 10)])
+def test_a_message_out_of_turn_is_refused(link, name, sequence):
+    with meeting(link) as (_, leaders):
+        leaders["draft"].peer.give("first", 10, torch.zeros(1, 1, dtype=torch.int64))
+        with pytest.raises(LinkError, match=f"expected {name}, number {sequence}"):
+            leaders["target"].peer.take(name, sequence, torch.zeros(1, 1, dtype=torch.int64), 5.0)
 
 
 def test_silence_ends_at_the_deadline(link):
     with meeting(link) as (ends, leaders):
-        for wait in (lambda: ends["target"].receive(0.3), lambda: leaders["target"].take.take(1, 1, 1, 0.3)):
+        for wait in (lambda: ends["target"].receive(0.3), lambda: leaders["target"].peer.take("first", 1, torch.zeros(1), 0.3)):
             begin = time.monotonic()
             with pytest.raises(LinkError, match=r"0\.3 s"):
                 wait()
@@ -109,18 +122,18 @@ def test_the_other_side_closes(link):
 def test_strangers_are_not_let_in():
     """Who does not know the gang's secret can neither give orders nor publish tokens."""
     with meeting("grpc") as (_, leaders):
-        address = leaders["target"].take.address
+        address = leaders["target"].coordinator.address
         stranger = StreamCoordinatorEnd(address, "guess")
         stranger.send(ping(1))
         with pytest.raises(LinkError, match="another gang"):
             stranger.receive(5.0)
         stranger.close()
-        publisher = StreamPublish(address, EPOCH, "guess")
+        caller = StreamCaller(address, EPOCH, "guess")
         with pytest.raises(LinkError):
-            for _ in range(100):
-                publisher.publish(1, torch.zeros(1, 1, dtype=torch.int64))
+            for number in range(100):
+                caller.give("first", number, torch.zeros(1, 1, dtype=torch.int64))
                 time.sleep(0.02)
-        publisher.close()
+        caller.close()
 
 
 def test_messages_of_another_life_or_layout_are_refused():

@@ -9,7 +9,7 @@ import pytest
 
 from smc.engine.config import EngineConfig
 from smc.engine.local import local_engine
-from smc.resident.pair import Parts
+from smc.resident.sides import Parts
 from smc.resident.stages import Stages
 from tests.engine.harness import FORMS, answer, answers, config_id, request
 from tests.engine.pairs import tiny_pair
@@ -79,7 +79,7 @@ class Padding(Stages):
 def test_padding_changes_nothing(config, monkeypatch):
     asked = list(mixed(25, random.Random(6)))
     expected = resident(config, asked)
-    monkeypatch.setattr("smc.engine.local._parts", lambda _worker: Parts(stages=Padding))
+    monkeypatch.setattr("smc.engine.local.parts_for", lambda _device: Parts(stages=Padding))
     found = resident(config, asked)
     for request_id, one in expected.items():
         assert_same(one, found[request_id])

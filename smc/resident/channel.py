@@ -1,0 +1,69 @@
+"""What the two sides of a pair tell each other within a round, and how. Knows nothing about what the tensors mean.
+
+draft -> target   first    first token of every branch and its log q, as soon as they are drawn (look-ahead)
+                  blocks   all tokens and their log q
+target -> draft   choice   which branches go on
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from smc.resident.stages import Stages
+
+
+class Channel(Protocol):
+    """One side's end. Tensors are on this side's device; every call is made in its `Stages.working()`, and none waits for a GPU."""
+
+    def give(self, name: str, tensor: Tensor) -> None:
+        """Send it. It must stay as it is until `settle`."""
+        ...
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """What the other side gave by this name; for the same name and shape always the same tensor."""
+        ...
+
+    def share(self, tensor: Tensor) -> Tensor:
+        """The leader's values, in place, on every rank that holds a part of this side's model."""
+        ...
+
+    def settle(self) -> None:
+        """Work that is asked for after this may overwrite what was given."""
+        ...
+
+
+class LocalChannel:
+    """One end of a channel inside a process, between two devices or two streams of one."""
+
+    def __init__(self, stages: Stages) -> None:
+        self._stages = stages
+        self._other = self
+        self._given: dict[str, tuple[Tensor, object]] = {}
+        self._taken: object = None
+
+    @staticmethod
+    def between(one: Stages, other: Stages) -> tuple[LocalChannel, LocalChannel]:
+        ends = LocalChannel(one), LocalChannel(other)
+        ends[0]._other, ends[1]._other = ends[1], ends[0]
+        return ends
+
+    def give(self, name: str, tensor: Tensor) -> None:
+        self._given[name] = (tensor, self._stages.mark())
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        tensor, there = self._other._given.pop(name)
+        assert tensor.shape == shape and tensor.dtype == dtype, f"{name}: {tensor.shape} {tensor.dtype} was given, {shape} {dtype} expected"
+        self._stages.wait(there)
+        here = self._stages.take((name, *shape), tensor)
+        self._other._taken = self._stages.mark()
+        return here
+
+    def share(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def settle(self) -> None:
+        if self._taken is not None:
+            self._stages.wait(self._taken)
