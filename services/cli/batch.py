@@ -42,6 +42,8 @@ def batch(
     prefill_chunk: gang.PrefillChunk = None,
     threads: gang.Threads = None,
     ray_address: gang.RayAddress = None,
+    target_resource: gang.TargetResource = None,
+    draft_resource: gang.DraftResource = None,
     link: gang.Link = None,
     start_timeout: gang.StartTimeout = None,
     link_timeout: gang.LinkTimeout = None,

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from smc.evaluation.round_time import RoundTime
 
 LOCAL_LEGEND = (
-    "N={particles}, medians of {rounds} rounds, milliseconds, both models in one process. host: all that is neither model nor "
-    "sampling; host alone: the same with the models left out, as when they run on an accelerator."
+    "N={particles}, medians of {rounds} rounds, milliseconds, both models in one process. draft, target: forward passes, laws and draws; "
+    "host: all that is neither, which on an accelerator is done while the models run."
 )
 GANG_LEGEND = (
     "N={particles}, medians, milliseconds, each model in its own process. draft, target: at work; link: nobody at work, messages on "
@@ -103,11 +103,11 @@ def _write(json: Path | None, rows: Sequence[object]) -> None:
 
 
 def round_table(times: Sequence[RoundTime]) -> Table:
-    table = _table("form", "K", "F", "requests", "round ms", "models", "sampling", "host", "host alone")
+    table = _table("form", "K", "F", "requests", "round ms", "draft", "target", "host")
     for time in times:
         shape = (str(value) for value in (time.block, time.branches, time.requests))
-        parts = (time.forward, time.sampling, time.host)
-        table.add_row(time.form, *shape, *(f"{part:.2f}" for part in (sum(parts), *parts)), f"{time.host_alone:.2f}")
+        parts = (time.draft, time.target, time.host)
+        table.add_row(time.form, *shape, *(f"{part:.2f}" for part in (sum(parts), *parts)))
     return table
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 CLUSTER = "Cluster"
 GANG_FIELDS = (
-    *("target_tp", "draft_tp", "link", "device", "dtype", "threads"),
+    *("target_tp", "draft_tp", "target_resource", "draft_resource", "link", "device", "dtype", "threads"),
     *("start_timeout", "link_timeout", "heartbeat", "trace"),
 )
 ENGINE_FIELDS = (
@@ -23,7 +23,7 @@ ENGINE_FIELDS = (
 TargetTp = Annotated[int | None, option(MODELS, "Processes, and GPUs, that share the target. Default: 1.", "--target-tp", metavar="COUNT")]
 DraftTp = Annotated[int | None, option(MODELS, "Processes, and GPUs, that share the draft. Default: 1.", "--draft-tp", metavar="COUNT")]
 
-Cohorts = Annotated[int | None, option(ENGINE, "Sets of requests whose rounds alternate, 1..4. Default: 2.", metavar="COUNT")]
+Cohorts = Annotated[int | None, option(ENGINE, "Sets of requests whose rounds alternate, 1..4. Default: 1, lockstep 2.", metavar="COUNT")]
 MaxSlots = Annotated[int | None, option(ENGINE, "Particles of all running requests together. Default: 64.", "--max-slots", metavar="COUNT")]
 Pages = Annotated[int | None, option(ENGINE, "Token positions in the KV pool of each model. Default: 512 a slot.", metavar="COUNT")]
 PrefillChunk = Annotated[
@@ -44,6 +44,14 @@ RayAddress = Annotated[
         "--ray-address",
         metavar="ADDRESS",
     ),
+]
+TargetResource = Annotated[
+    str | None,
+    option(CLUSTER, "Ray resource of the hosts that may hold the target. Default: any host.", "--target-resource", metavar="NAME"),
+]
+DraftResource = Annotated[
+    str | None,
+    option(CLUSTER, "Ray resource of the hosts that may hold the draft. Default: any host.", "--draft-resource", metavar="NAME"),
 ]
 Link = Annotated[
     str | None,
@@ -72,5 +80,7 @@ def gang_config(given: dict[str, Any]) -> GangConfig:
 
     given = {name: value for name, value in given.items() if value is not None}
     target, draft = pair_places(given.get("target"), given.get("draft"))
-    engine = EngineConfig(**{"cohorts": 2} | {name: given[name] for name in ENGINE_FIELDS if name in given})
+    # In lockstep one model waits for the other; two cohorts let both work. In look-ahead form both work already.
+    cohorts = 2 if given.get("form") == "lockstep" else 1
+    engine = EngineConfig(**{"cohorts": cohorts} | {name: given[name] for name in ENGINE_FIELDS if name in given})
     return GangConfig(target=target, draft=draft, engine=engine, **{name: given[name] for name in GANG_FIELDS if name in given})

@@ -45,6 +45,8 @@ def serve(
     max_queue_pages: gang.MaxQueuePages = None,
     threads: gang.Threads = None,
     ray_address: gang.RayAddress = None,
+    target_resource: gang.TargetResource = None,
+    draft_resource: gang.DraftResource = None,
     link: gang.Link = None,
     start_timeout: gang.StartTimeout = None,
     link_timeout: gang.LinkTimeout = None,

@@ -9,12 +9,15 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from services.coordinator.process import Coordinator, CoordinatorSpec
+from services.coordinator.process import Coordinator
+from services.coordinator.remote import CoordinatorSpec
 from services.workers.process import RankSpec, run_rank
 
 LOCAL_CPUS = 64
 """What a cluster of our own says it has: its processes share this machine's cores anyway."""
 OBJECT_STORE_BYTES = 100_000_000
+MARK = 0.001
+"""What a rank asks of a resource that marks hosts: so little that a host with one of it has enough for all its ranks."""
 
 
 class RankActor:
@@ -64,22 +67,27 @@ def connect(address: str | None) -> bool:
     return True
 
 
-def reserve(ranks: int, gpus: bool) -> PlacementGroup:
-    """Room for the ranks of one model, all on one host; it may not be there yet."""
-    return placement_group([_bundle(gpus)] * ranks, strategy="STRICT_PACK")
+def reserve(ranks: int, gpus: bool, mark: str | None) -> PlacementGroup:
+    """Room for the ranks of one model, all on one host, which has the resource `mark` if one is given; it may not be there yet."""
+    return placement_group([_bundle(gpus, mark)] * ranks, strategy="STRICT_PACK")
 
 
-def wait_for(group: PlacementGroup, ranks: int, gpus: bool, timeout: float) -> None:
+def wait_for(group: PlacementGroup, ranks: int, gpus: bool, mark: str | None, timeout: float) -> None:
     """Raises RuntimeError if there is no such room within `timeout` seconds."""
     if not group.wait(timeout):
-        bundle = _bundle(gpus)
+        bundle = _bundle(gpus, mark)
+        if mark and mark not in ray.cluster_resources():
+            raise RuntimeError(
+                f"no host of the cluster has the resource {mark!r}; start one with: ray start --resources='{{\"{mark}\": 1}}' .., "
+                "or name another resource"
+            )
         free = ray.available_resources()
         has = ", ".join(f"{free.get(name, 0):g} {name}" for name in bundle)
         raise RuntimeError(f"no host of the cluster has room for {ranks} x {bundle} (free in all of it: {has})")
 
 
-def _bundle(gpus: bool) -> dict[str, int]:
-    return {"CPU": 1, "GPU": 1} if gpus else {"CPU": 1}
+def _bundle(gpus: bool, mark: str | None) -> dict[str, float]:
+    return {"CPU": 1} | ({"GPU": 1} if gpus else {}) | ({mark: MARK} if mark else {})
 
 
 def start_rank(group: PlacementGroup, rank: int, gpus: bool) -> ray.actor.ActorHandle:

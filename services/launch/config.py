@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from services.backend import Model, ServingPair
 from services.link.connect import LINKS
 from smc import demo
 from smc.engine.config import EngineConfig
-from smc.engine.kvrows import SIDES
-from smc.models.check import require_pair
+from smc.engine.messages import SIDES
 from smc.models.parallel import Shard, local_config
-from smc.models.tokenizer import Tokenizer
+from smc.models.source import LOADS, SourcePair
 
 DEVICES = {"cpu": "float32", "cuda": "bfloat16"}
 """Device -> the type that models have there unless another is asked for."""
+RAY_RESOURCES = ("CPU", "GPU", "memory", "object_store_memory")
+"""What Ray counts of every host; a rank asks for its share of these anyway."""
 LONGEST = 1_000_000
 """Of deadlines, in seconds: torch and Ray take neither infinity nor what their clocks cannot count to."""
 DTYPES = ("float32", "bfloat16", "float16")
@@ -26,18 +28,24 @@ class GangConfig:
     """The processes that decode. Raises ValueError naming the field, the value and what is allowed."""
 
     target: Path = demo.TARGET
-    """Directory of the target model; it must exist on every host, under the same path."""
+    """Directory of the target model, which must exist on every host, under the same path; or with `load` random a published shape."""
     draft: Path = demo.DRAFT
+    load: str = "files"
+    """`files`, or `random`: weights that mean nothing, for speed alone."""
     target_tp: int = 1
     """Tensor-parallel degree of the target: that many processes, each with its share of the heads."""
     draft_tp: int = 1
+    target_resource: str | None = None
+    """Custom Ray resource of the hosts that the target's ranks may run on (`ray start --resources`); None: any host."""
+    draft_resource: str | None = None
+    """The same for the draft's ranks."""
     link: str = "nccl"
     """`nccl`: torch.distributed (NCCL between GPUs, gloo elsewhere); `grpc`: streams, for hosts that gloo does not reach."""
     device: str = "cpu"
     """`cpu`, or `cuda`: one GPU for each rank."""
     dtype: str | None = None
     """Default: float32 on a CPU, bfloat16 on a GPU."""
-    engine: EngineConfig = field(default_factory=lambda: EngineConfig(cohorts=2))
+    engine: EngineConfig = field(default_factory=EngineConfig)
     threads: int = 1
     """CPU threads of torch in each rank."""
     start_timeout: float = 600.0
@@ -50,7 +58,7 @@ class GangConfig:
     """Where the coordinator writes a Chrome trace of all rounds when it stops."""
 
     def __post_init__(self) -> None:
-        for name, allowed in (("link", LINKS), ("device", DEVICES), ("dtype", (None, *DTYPES))):
+        for name, allowed in (("load", LOADS), ("link", LINKS), ("device", DEVICES), ("dtype", (None, *DTYPES))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r}; allowed: {', '.join(filter(None, allowed))}")
         if self.dtype is None:
@@ -58,6 +66,10 @@ class GangConfig:
         for name in ("threads", "start_timeout", "link_timeout", "heartbeat"):
             if not 0 < getattr(self, name) <= LONGEST:
                 raise ValueError(f"{name}={getattr(self, name)!r}; allowed: above 0, at most {LONGEST}")
+        for name in ("target_resource", "draft_resource"):
+            value = getattr(self, name)
+            if value is not None and (not value.strip() or value in RAY_RESOURCES):
+                raise ValueError(f"{name}={value!r}; allowed: a name of `ray start --resources`, none of {', '.join(RAY_RESOURCES)}")
         if self.heartbeat >= self.link_timeout:
             raise ValueError(
                 f"heartbeat={self.heartbeat:g}; allowed: below link_timeout={self.link_timeout:g}, or silence looks like death"
@@ -68,24 +80,29 @@ class GangConfig:
     def degree(self, side: str) -> int:
         return self.draft_tp if side == "draft" else self.target_tp
 
-    def directory(self, side: str) -> Path:
-        return (self.draft if side == "draft" else self.target).absolute()
+    def resource(self, side: str) -> str | None:
+        return self.draft_resource if side == "draft" else self.target_resource
+
+    @cached_property
+    def sources(self) -> SourcePair:
+        """What is to be loaded. Raises ValueError if it cannot be served; nothing is loaded yet."""
+        places = (self.target.absolute(), self.draft.absolute()) if self.load == "files" else (self.target, self.draft)
+        return SourcePair.of(self.load, *places)
 
     def serving_pair(self) -> ServingPair:
         """Look at both models without loading them. Raises ValueError if they cannot be served this way."""
-        report = require_pair(self.target, self.draft)
-        models = {}
+        sources, models = self.sources, {}
         for side in SIDES:
-            one, degree = getattr(report, side), self.degree(side)
+            source, degree = sources.of_side(side), self.degree(side)
             try:
-                local_config(one.config, Shard(0, degree))
+                local_config(source.config, Shard(0, degree))
             except ValueError as error:
                 raise ValueError(f"{side}_tp={degree}: {error}") from error
-            models[side] = Model(self.directory(side).name, one.config, one.parameters, degree)
+            models[side] = Model(source.name, source.config, source.parameters, degree)
         return ServingPair(
             **models,
-            tokenizer=Tokenizer.load(self.target),
-            context=self.engine.context(report.max_context),
+            tokenizer=sources.target.tokenizer(),
+            context=self.engine.context(sources.max_context),
             engine=self.engine,
             link=self.link,
         )

@@ -13,12 +13,11 @@ import ray
 import torch.distributed as dist
 
 from services.backend import ServingPair
-from services.coordinator.process import CoordinatorSpec
 from services.launch import cluster
 from services.launch.config import GangConfig
+from services.launch.specs import coordinator_spec, rank_spec
 from services.link.connect import Meeting
-from services.workers.process import RankSpec
-from smc.engine.kvrows import SIDES
+from smc.engine.messages import SIDES
 from smc.models.parallel import Shard
 
 logger = logging.getLogger(__name__)
@@ -96,18 +95,18 @@ class Gang:
         meeting = Meeting(host, self._store.port, self.epoch, self.secret, config.link, config.start_timeout)
         gpus = config.device == "cuda"
         for side in SIDES:
-            degree = config.degree(side)
+            degree, mark = config.degree(side), config.resource(side)
             with self._adding():
-                group = cluster.reserve(degree, gpus)
+                group = cluster.reserve(degree, gpus, mark)
                 self._groups.append(group)
-            cluster.wait_for(group, degree, gpus, config.start_timeout)
+            cluster.wait_for(group, degree, gpus, mark, config.start_timeout)
             for rank in range(degree):
                 with self._adding():
                     self.actors[f"{side}{rank}"] = actor = cluster.start_rank(group, rank, gpus)
-                    self._lives[actor.run.remote(self._rank_spec(meeting, side, Shard(rank, degree)))] = f"{side}{rank}"
+                    self._lives[actor.run.remote(rank_spec(config, self._pair, meeting, side, Shard(rank, degree)))] = f"{side}{rank}"
         with self._adding():
             self.actors["coordinator"] = coordinator = cluster.start_coordinator()
-            started = coordinator.start.remote(self._coordinator_spec(meeting))
+            started = coordinator.start.remote(coordinator_spec(config, self._pair, meeting))
         ended, _ = ray.wait([started, *self._lives], timeout=config.start_timeout)
         if not ended:
             raise GangError(f"the gang was not ready after {config.start_timeout:g} s")
@@ -116,37 +115,6 @@ class Gang:
         self.address = ray.get(started)
         with self._adding():
             self._lives[coordinator.wait.remote()] = "coordinator"
-
-    def _rank_spec(self, meeting: Meeting, side: str, shard: Shard) -> RankSpec:
-        config, engine, context = self._config, self._pair.engine, self._pair.context
-        return RankSpec(
-            meeting=meeting,
-            side=side,
-            shard=shard,
-            directory=config.directory(side),
-            dtype=config.dtype,
-            device=config.device,
-            peer_device=config.device,
-            rows=engine.rows(side),
-            width=engine.width(context),
-            pages=engine.pool_pages(context),
-            vocab_size=self._pair.tokenizer.size,
-            # A worker must outlast a coordinator that waits for the other worker.
-            timeout=2 * max(config.link_timeout, config.start_timeout),
-            threads=config.threads,
-        )
-
-    def _coordinator_spec(self, meeting: Meeting) -> CoordinatorSpec:
-        config = self._config
-        return CoordinatorSpec(
-            meeting=meeting,
-            tokenizer=config.directory("target"),
-            engine=self._pair.engine,
-            context=self._pair.context,
-            timeout=config.link_timeout,
-            heartbeat=config.heartbeat,
-            trace=config.trace.absolute() if config.trace else None,
-        )
 
     def _obituary(self, life: ray.ObjectRef) -> str:
         name = self._lives[life]

@@ -82,13 +82,16 @@ async def serve(gang: GangConfig, gateway: GatewayConfig, ray_address: str | Non
         starting = asyncio.create_task(service.start())
         interrupted = asyncio.create_task(stopping.wait())
         await asyncio.wait((starting, interrupted), return_when=asyncio.FIRST_COMPLETED)
-        if starting.done():
-            announce(starting.result())
-            await interrupted
-            logger.info("draining: calls in flight may go on for %g s", gateway.drain_timeout)
-        started = starting.done()
-        starting.cancel()  # first, or it could still bring up what the stop has ended
-        await service.stop(drain=started)
+        started = False
+        try:
+            if starting.done():
+                announce(starting.result())
+                started = True
+                await interrupted
+                logger.info("draining: calls in flight may go on for %g s", gateway.drain_timeout)
+        finally:  # also after a start that failed: gRPC crashes in a process that ends with a server open
+            starting.cancel()  # first, or it could still bring up what the stop has ended
+            await service.stop(drain=started)
     finally:
         await asyncio.to_thread(ray.shutdown)
 

@@ -1,176 +1,213 @@
-"""The engine's batches and results as protobuf messages, and back. Layout: proto/smc/v1/particles.proto."""
+"""What the engine asks of workers, and their results, as protobuf messages, and back. Layout: proto/smc/v1/particles.proto."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from services.pb import particles_pb2 as pb
-from smc.engine.messages import ExtendBatch, ExtendResult, Keys, Pending, Rows, SampleBatch, SampleResult
-from smc.kv.tables import PrefixMerge, RowMoves
+from smc.engine.matcher import StopMatcher
+from smc.engine.messages import Draws, PromptBatch, PromptResult
 from smc.laws import LawSpec
 from smc.philox import Purpose
+from smc.resident.plan import RoundPlan, RoundResult
+from smc.resident.sides import Start
 
-_I32, _I64, _F32 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
+_PLAN = {
+    "slots": ("slots_A", "<i4"),
+    "particle": ("particle_A", "<i4"),
+    "seed": ("seed_A", "<i8"),
+    "round": ("round_A", "<i4"),
+    "position": ("position_A", "<i4"),
+    "room": ("room_A", "<i4"),
+    "alpha": ("alpha_A", "<f8"),
+    "size": ("size_G", "<i4"),
+    "shared": ("shared_G", "<i4"),
+    "threshold": ("threshold_G", "<f8"),
+    "uniforms": ("uniforms_GU", "<f8"),
+    "branch_uniforms": ("branch_uniforms_GM", "<f8"),
+}
+"""Field -> attribute, and its type on the way."""
+_WIDE = ("slots", "particle", "round", "position", "room", "size")
+"""int64 where they are used."""
+_RESULT = {
+    "ancestor": ("ancestor_A", "<i4"),
+    "grown": ("grown_AQ", "<i4"),
+    "count": ("count_A", "<i4"),
+    "ended": ("ended_A", "|b1"),
+    "weights": ("logw_A", "<f8"),
+    "logp": ("logp_AQ", "<f4"),
+    "first_logp": ("first_logp_A", "<f4"),
+    "log_z": ("log_z_G", "<f8"),
+    "ess": ("ess_G", "<f8"),
+    "resampled": ("resampled_G", "|b1"),
+    "collapsed": ("collapsed_G", "|b1"),
+    "draft_nan": ("draft_nan_G", "|b1"),
+    "target_nan": ("target_nan_G", "|b1"),
+}
 
 
-def move_command(moves: RowMoves) -> pb.MoveCommand:
-    return pb.MoveCommand(dst=_bytes(moves.dst_M, _I32), src=_bytes(moves.src_M, _I32), start=_bytes(moves.start_M, _I32))
-
-
-def to_moves(command: pb.MoveCommand) -> RowMoves:
-    return RowMoves(_i32(command.dst), _i32(command.src), _i32(command.start))
-
-
-def merge_command(merge: PrefixMerge) -> pb.MergeCommand:
-    arrays = {"dst": merge.dst_M, "src": merge.src_M, "start": merge.start_M, "end": merge.end_M}
-    return pb.MergeCommand(**{name: _bytes(array, _I32) for name, array in arrays.items()})
-
-
-def to_merge(command: pb.MergeCommand) -> PrefixMerge:
-    return PrefixMerge(_i32(command.dst), _i32(command.src), _i32(command.start), _i32(command.end))
-
-
-def sample_command(batch: SampleBatch) -> pb.SampleCommand:
-    return pb.SampleCommand(
-        input=_rows(batch.input),
-        branch_rows=_bytes(batch.branch_rows_RF, _I32),
-        steps=batch.steps,
-        law=law_message(batch.law),
-        mixture=batch.mixture,
-        keys=_keys(batch.keys),
-        publish=batch.publish,
+def prompt_command(batch: PromptBatch) -> pb.PromptCommand:
+    command = pb.PromptCommand(
+        rows=_bytes(batch.rows_R, "<i4"),
+        starts=_bytes(batch.starts_R, "<i4"),
+        counts=_bytes(batch.counts_R, "<i4"),
+        tokens=_bytes(batch.tokens_T, "<i4"),
     )
-
-
-def to_sample_batch(command: pb.SampleCommand) -> SampleBatch:
-    rows = _to_rows(command.input)
-    return SampleBatch(
-        input=rows,
-        branch_rows_RF=_i32(command.branch_rows).reshape(len(rows.rows_R), -1),
-        steps=command.steps,
-        law=to_law(command.law),
-        mixture=command.mixture,
-        keys=_to_keys(command.keys),
-        publish=command.publish,
-    )
-
-
-def sample_outcome(result: SampleResult) -> pb.SampleOutcome:
-    _, branches, steps = result.tokens_RFK.shape
-    tokens, logq = _bytes(result.tokens_RFK, _I32), _bytes(result.logq_RFK, _F32)
-    return pb.SampleOutcome(tokens=tokens, logq=logq, branches=branches, steps=steps)
-
-
-def to_sample_result(outcome: pb.SampleOutcome) -> SampleResult:
-    shape = (-1, outcome.branches, outcome.steps)
-    return SampleResult(_i32(outcome.tokens).reshape(shape), _f32(outcome.logq).reshape(shape))
-
-
-def extend_command(batch: ExtendBatch, published: int = 0, shape_RF: tuple[int, int] = (0, 0)) -> pb.ExtendCommand:
-    """`published`: sequence number of the sample command that `batch.next_of` stands for; `shape_RF`: of its first tokens."""
-    command = pb.ExtendCommand(input=_rows(batch.input), published=published)
-    if batch.labels_T is not None:
-        command.labels = _bytes(batch.labels_T, _I32)
     if batch.draws is not None:
-        command.draws.CopyFrom(_keys(batch.draws))
-    if batch.law is not None:
-        command.law.CopyFrom(law_message(batch.law))
-    if published:
-        command.published_rows, command.published_branches = shape_RF
-        command.next_index = _bytes(batch.next_index_R, _I32)
+        command.draws.CopyFrom(_draws_message(batch.draws))
     return command
 
 
-def to_extend_batch(command: pb.ExtendCommand, next_of: Pending[SampleResult] | None) -> ExtendBatch:
-    return ExtendBatch(
-        input=_to_rows(command.input),
-        labels_T=_i32(command.labels).astype(np.int64) if command.HasField("labels") else None,
-        draws=_to_keys(command.draws) if command.HasField("draws") else None,
-        next_of=next_of,
-        next_index_R=_i32(command.next_index).astype(np.int64) if next_of is not None else None,
-        law=to_law(command.law) if command.HasField("law") else None,
+def to_prompt_batch(command: pb.PromptCommand) -> PromptBatch:
+    return PromptBatch(
+        rows_R=_array(command.rows, "<i4"),
+        starts_R=_array(command.starts, "<i4"),
+        counts_R=_array(command.counts, "<i4"),
+        tokens_T=_array(command.tokens, "<i4").astype(np.int64),
+        draws=_to_draws(command.draws) if command.HasField("draws") else None,
     )
 
 
-_OUTCOME = {"logp": "logp_T", "next_logp": "next_logp_RF", "drawn": "drawn_RD", "drawn_logp": "drawn_logp_RD", "log_z": "log_z_R"}
-_WIDE = ("next_logp", "drawn", "drawn_logp")
+def prompt_outcome(result: PromptResult) -> pb.PromptOutcome:
+    if result.log_z_R is None:
+        return pb.PromptOutcome()
+    arrays = {"drawn": (result.drawn_RD, "<i4"), "drawn_logp": (result.drawn_logp_RD, "<f4"), "log_z": (result.log_z_R, "<f4")}
+    return pb.PromptOutcome(**{name: _bytes(array, kind) for name, (array, kind) in arrays.items()})
 
 
-def extend_outcome(result: ExtendResult) -> pb.ExtendOutcome:
-    outcome = pb.ExtendOutcome()
-    for name, attribute in _OUTCOME.items():
-        array = getattr(result, attribute)
-        if array is not None:
-            setattr(outcome, name, _bytes(array, _I32 if name == "drawn" else _F32))
-            if name in _WIDE:
-                outcome.width = array.shape[1]
-    return outcome
+def to_prompt_result(outcome: pb.PromptOutcome) -> PromptResult:
+    if not outcome.HasField("log_z"):
+        return PromptResult()
+    log_z_R = _array(outcome.log_z, "<f4")
+    drawn_RD, logp_RD = (_array(*column).reshape(len(log_z_R), -1) for column in ((outcome.drawn, "<i4"), (outcome.drawn_logp, "<f4")))
+    return PromptResult(drawn_RD, logp_RD, log_z_R)
 
 
-def to_extend_result(outcome: pb.ExtendOutcome) -> ExtendResult:
-    arrays = {}
-    for name, attribute in _OUTCOME.items():
-        if outcome.HasField(name):
-            array = (_i32 if name == "drawn" else _f32)(getattr(outcome, name))
-            arrays[attribute] = array.reshape(-1, outcome.width) if name in _WIDE else array
-    return ExtendResult(**arrays)
+def release_command(rows_R: np.ndarray) -> pb.ReleaseCommand:
+    return pb.ReleaseCommand(rows=_bytes(rows_R, "<i4"))
 
 
-def _rows(rows: Rows) -> pb.RowBatch:
-    arrays = {
-        "rows": rows.rows_R,
-        "starts": rows.starts_R,
-        "counts": rows.counts_R,
-        "tokens": rows.tokens_T,
-        "bounds": rows.bounds_S,
-        "shared": rows.shared_S,
-    }
-    return pb.RowBatch(**{name: _bytes(array, _I32) for name, array in arrays.items()})
+def to_rows(command: pb.ReleaseCommand) -> np.ndarray:
+    return _array(command.rows, "<i4")
 
 
-def _to_rows(batch: pb.RowBatch) -> Rows:
-    wide = (_i32(array).astype(np.int64) for array in (batch.tokens, batch.bounds, batch.shared))
-    return Rows(_i32(batch.rows), _i32(batch.starts), _i32(batch.counts), *wide)
+def join_command(start: Start, alone: bool) -> pb.JoinCommand:
+    command = pb.JoinCommand(
+        slots=_bytes(start.slots_N, "<i4"),
+        prompt_row=start.prompt_row,
+        prompt_size=start.prompt_size,
+        max_tokens=start.max_tokens,
+        first=_bytes(start.first_N, "<i4"),
+        ended=_bytes(start.ended_N, "|b1"),
+        weights=_bytes(start.logw_N, "<f8"),
+        stop_ids=_bytes(np.array(start.stop_ids), "<i4"),
+        text=_bytes(start.text_N, "<i4"),
+        alone=alone,
+    )
+    if start.matcher is not None:
+        command.kind, command.next = _bytes(start.matcher.kind_V, "<i2"), _bytes(start.matcher.next_XC, "<i2")
+        command.kinds = start.matcher.next_XC.shape[1]
+    return command
 
 
-def law_message(law: LawSpec) -> pb.Law:
+def to_start(command: pb.JoinCommand) -> Start:
+    matcher = None
+    if command.kinds:
+        matcher = StopMatcher(_array(command.kind, "<i2"), _array(command.next, "<i2").reshape(-1, command.kinds))
+    return Start(
+        slots_N=_array(command.slots, "<i4"),
+        prompt_row=command.prompt_row,
+        prompt_size=command.prompt_size,
+        max_tokens=command.max_tokens,
+        first_N=_array(command.first, "<i4"),
+        ended_N=_array(command.ended, "|b1"),
+        logw_N=_array(command.weights, "<f8"),
+        stop_ids=_array(command.stop_ids, "<i4").tolist(),
+        matcher=matcher,
+        text_N=_array(command.text, "<i4").astype(np.int64),
+    )
+
+
+def leave_command(slots_N: np.ndarray, alone: bool) -> pb.LeaveCommand:
+    return pb.LeaveCommand(slots=_bytes(slots_N, "<i4"), alone=alone)
+
+
+def to_slots(command: pb.LeaveCommand) -> np.ndarray:
+    return _array(command.slots, "<i4")
+
+
+def round_command(plan: RoundPlan, alone: bool) -> pb.RoundCommand:
+    return pb.RoundCommand(
+        alone=alone,
+        short=plan.short,
+        matching=plan.matching,
+        schemes=[scheme or "" for scheme in plan.schemes],
+        target_law=_law_message(plan.target_law),
+        draft_law=_law_message(plan.draft_law),
+        **{name: _bytes(getattr(plan, attribute), kind) for name, (attribute, kind) in _PLAN.items()},
+    )
+
+
+def to_plan(command: pb.RoundCommand) -> RoundPlan:
+    groups, arrays = len(command.schemes), {}
+    for name, (attribute, kind) in _PLAN.items():
+        array = _array(getattr(command, name), kind)
+        array = array.astype(np.int64) if name in _WIDE else array
+        arrays[attribute] = array.reshape(groups, -1) if name in ("uniforms", "branch_uniforms") else array
+    return RoundPlan(
+        schemes=tuple(scheme or None for scheme in command.schemes),
+        short=command.short,
+        matching=command.matching,
+        target_law=_to_law(command.target_law),
+        draft_law=_to_law(command.draft_law),
+        **arrays,
+    )
+
+
+def round_outcome(result: RoundResult) -> pb.RoundOutcome:
+    return pb.RoundOutcome(**{name: _bytes(getattr(result, attribute), kind) for name, (attribute, kind) in _RESULT.items()})
+
+
+def to_result(outcome: pb.RoundOutcome) -> RoundResult:
+    arrays = {attribute: _array(getattr(outcome, name), kind) for name, (attribute, kind) in _RESULT.items()}
+    places = len(arrays["ancestor_A"])
+    return RoundResult(**{name: array.reshape(places, -1) if name.endswith("_AQ") else array for name, array in arrays.items()})
+
+
+def _draws_message(draws: Draws) -> pb.Draws:
+    return pb.Draws(
+        law=_law_message(draws.law),
+        seed=_bytes(draws.seed_R, "<i8"),
+        round=_bytes(draws.round_R, "<i4"),
+        stream=_bytes(draws.stream_RD, "<i4"),
+        purpose=int(draws.purpose),
+    )
+
+
+def _to_draws(draws: pb.Draws) -> Draws:
+    seed_R = _array(draws.seed, "<i8")
+    round_R, stream_X = (_array(data, "<i4").astype(np.int64) for data in (draws.round, draws.stream))
+    return Draws(_to_law(draws.law), seed_R, round_R, stream_X.reshape(len(seed_R), -1), Purpose(draws.purpose))
+
+
+def _law_message(law: LawSpec) -> pb.Law:
     return pb.Law(
-        temperature=_bytes(law.temperature_R, _F32),
-        top_k=_bytes(law.top_k_R, _I32),
-        top_p=_bytes(law.top_p_R, _F32),
-        min_p=_bytes(law.min_p_R, _F32),
-        alpha=_bytes(law.alpha_R, _F32),
+        temperature=_bytes(law.temperature_R, "<f4"),
+        top_k=_bytes(law.top_k_R, "<i4"),
+        top_p=_bytes(law.top_p_R, "<f4"),
+        min_p=_bytes(law.min_p_R, "<f4"),
+        alpha=_bytes(law.alpha_R, "<f4"),
     )
 
 
-def to_law(law: pb.Law) -> LawSpec:
-    return LawSpec.of(_f32(law.temperature), _i32(law.top_k).astype(np.int64), _f32(law.top_p), _f32(law.min_p), _f32(law.alpha))
+def _to_law(law: pb.Law) -> LawSpec:
+    top_k_R = _array(law.top_k, "<i4").astype(np.int64)
+    return LawSpec.of(_array(law.temperature, "<f4"), top_k_R, *(_array(data, "<f4") for data in (law.top_p, law.min_p, law.alpha)))
 
 
-def _keys(keys: Keys) -> pb.RandomKeys:
-    arrays = {"round": keys.round_R, "stream": keys.stream_RD}
-    return pb.RandomKeys(
-        seed=_bytes(keys.seed_R, _I64), purpose=int(keys.purpose), **{name: _bytes(array, _I32) for name, array in arrays.items()}
-    )
+def _bytes(array: np.ndarray, kind: str) -> bytes:
+    return array.astype(kind, copy=False).tobytes()
 
 
-def _to_keys(keys: pb.RandomKeys) -> Keys:
-    seed_R = np.frombuffer(keys.seed, dtype=_I64)
-    return Keys(
-        seed_R,
-        _i32(keys.round).astype(np.int64),
-        _i32(keys.stream).astype(np.int64).reshape(len(seed_R), -1),
-        Purpose(keys.purpose),
-    )
-
-
-def _bytes(array: np.ndarray, dtype: np.dtype) -> bytes:
-    return array.astype(dtype, copy=False).tobytes()
-
-
-def _i32(data: bytes) -> np.ndarray:
-    return np.frombuffer(data, dtype=_I32).copy()  # a view would be read-only, which torch does not take
-
-
-def _f32(data: bytes) -> np.ndarray:
-    return np.frombuffer(data, dtype=_F32).copy()
+def _array(data: bytes, kind: str) -> np.ndarray:
+    return np.frombuffer(data, dtype=kind).copy()  # a view would be read-only, which torch does not take

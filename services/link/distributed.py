@@ -6,6 +6,7 @@ and the next epoch makes new ones. A message is one frame of fixed size; what do
 
 from __future__ import annotations
 
+import socket
 from collections import deque
 from datetime import timedelta
 
@@ -25,14 +26,26 @@ _KEPT = 64
 """Sends that may be under way. A buffer that is let go before it has been received is lost without a word."""
 
 
-def make_group(store: dist.Store, name: str, rank: int, size: int, timeout: float, device: torch.device | str = "cpu") -> dist.ProcessGroup:
+def make_group(
+    store: dist.TCPStore, name: str, rank: int, size: int, timeout: float, device: torch.device | str = "cpu"
+) -> dist.ProcessGroup:
     """A process group of its own: gloo on a CPU, NCCL on a GPU. `timeout` in seconds, for joining and for every collective."""
     prefix, limit = dist.PrefixStore(name, store), timedelta(seconds=timeout)
     if torch.device(device).type == "cpu":
-        return dist.ProcessGroupGloo(prefix, rank, size, limit)
+        options = dist.ProcessGroupGloo._Options()
+        # By default gloo listens where the host's own name leads, which is the loopback interface on many machines.
+        options._timeout, options._devices = limit, [dist.ProcessGroupGloo.create_device(hostname=_address_towards(store.host))]
+        return dist.ProcessGroupGloo(prefix, rank, size, options)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
     return dist.ProcessGroupNCCL(prefix, rank, size, options)
+
+
+def _address_towards(host: str) -> str:
+    """Of this machine, on the network on which it reaches `host`. Nothing is sent."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 1))
+        return probe.getsockname()[0]
 
 
 class DistributedEnd:

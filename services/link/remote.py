@@ -12,20 +12,19 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from services.coordinator.timeline import Timeline
-from services.link import codec, rounds
+from services.link import codec
 from services.link.base import LAYOUT_VERSION, CoordinatorEnd, LinkError, check_envelope
 from services.pb import particles_pb2 as pb
-from smc.engine.messages import ExtendBatch, ExtendResult, SampleBatch, SampleResult
-from smc.kv.tables import PrefixMerge, RowMoves
+from smc.engine.messages import PromptBatch, PromptResult
 from smc.resident.plan import RoundPlan, RoundResult
 from smc.resident.sides import Start
 
 CLOCK_PINGS = 5
-SILENT = frozenset({"move", "merge", "join", "leave", "stop"})
+SILENT = frozenset({"release", "join", "leave", "stop"})
 """Commands that have no response."""
 
 
-Outcome = SampleResult | ExtendResult | RoundResult
+Outcome = PromptResult | RoundResult
 
 
 @dataclass(eq=False)
@@ -35,8 +34,6 @@ class RemotePending:
     worker: RemoteWorker
     sequence: int
     decode: Callable[[pb.WorkResponse], Outcome]
-    shape_RF: tuple[int, int] = (0, 0)
-    """Rows and branches of a sample command."""
     _value: Outcome | None = field(default=None, init=False)
 
     def result(self) -> Outcome:
@@ -58,32 +55,23 @@ class RemoteWorker:
         self._arrived: dict[int, pb.WorkResponse] = {}
         self._clock_offset_ns = 0
 
-    def move(self, moves: RowMoves) -> None:
-        self._send(move=codec.move_command(moves))
+    def run_prompts(self, batch: PromptBatch) -> RemotePending:
+        sequence = self._send(prompt=codec.prompt_command(batch))
+        return RemotePending(self, sequence, lambda response: codec.to_prompt_result(response.prompt))
 
-    def merge(self, merge: PrefixMerge) -> None:
-        self._send(merge=codec.merge_command(merge))
-
-    def sample(self, batch: SampleBatch) -> RemotePending:
-        sequence = self._send(sample=codec.sample_command(batch))
-        return RemotePending(self, sequence, lambda response: codec.to_sample_result(response.sample), batch.branch_rows_RF.shape)
-
-    def extend(self, batch: ExtendBatch) -> RemotePending:
-        ahead = batch.next_of
-        command = codec.extend_command(batch) if ahead is None else codec.extend_command(batch, ahead.sequence, ahead.shape_RF)
-        sequence = self._send(extend=command)
-        return RemotePending(self, sequence, lambda response: codec.to_extend_result(response.extend))
+    def release(self, rows_R: np.ndarray) -> None:
+        self._send(release=codec.release_command(rows_R))
 
     def join(self, start: Start, *, alone: bool) -> None:
-        self._send(join=rounds.join_command(start, self.side, alone))
+        self._send(join=codec.join_command(start, alone))
 
     def leave(self, slots_N: np.ndarray, *, alone: bool) -> None:
-        self._send(leave=rounds.leave_command(slots_N, alone))
+        self._send(leave=codec.leave_command(slots_N, alone))
 
     def round(self, plan: RoundPlan, *, alone: bool) -> RemotePending:
         """The result is the target's, or that of a model alone."""
-        sequence = self._send(round=rounds.round_command(plan, alone))
-        return RemotePending(self, sequence, lambda response: rounds.to_result(response.round))
+        sequence = self._send(round=codec.round_command(plan, alone))
+        return RemotePending(self, sequence, lambda response: codec.to_result(response.round))
 
     def ping(self) -> None:
         """Hear from the worker. Raises LinkError if it does not answer in time."""
@@ -129,7 +117,7 @@ class RemoteWorker:
         self._arrived[response.sequence] = response
         self._unanswered -= 1
         offset = self._clock_offset_ns
-        if kind in ("sample", "extend", "round"):
+        if kind in ("prompt", "round"):
             self._timeline.worked(self.side, kind, response.begin_ns + offset, response.end_ns + offset)
 
     def _send(self, **command) -> int:
@@ -143,7 +131,7 @@ class RemoteWorker:
 class RemotePair:
     """`smc.resident.pair.Pair` over two links; its sides talk to each other without us."""
 
-    alone = None
+    alone, waits = None, True
 
     def __init__(self, workers: dict[str, RemoteWorker], *, records: bool) -> None:
         """`records`: the workers record rounds and replay them."""
@@ -175,6 +163,8 @@ class RemoteRound:
 
 class RemoteAlone:
     """One model over its link."""
+
+    waits = True
 
     def __init__(self, worker: RemoteWorker, *, records: bool) -> None:
         self._worker, self.alone, self.records = worker, worker.side, records

@@ -9,7 +9,7 @@ from services.coordinator.timeline import RoundTimes
 from services.pb import coordinator_pb2 as pb
 from services.wire.generation import from_update, to_update
 from smc.engine.admission import QueueFull
-from smc.engine.kvrows import SIDES
+from smc.engine.messages import SIDES
 from smc.engine.stats import EngineStats
 
 _KINDS = {pb.REFUSAL_KIND_INVALID: ValueError, pb.REFUSAL_KIND_QUEUE_FULL: QueueFull}

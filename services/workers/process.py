@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from services.link.connect import Meeting, leader_ends
 from services.workers.channel import PeerChannel
 from services.workers.parallel import TensorParallel
-from services.workers.rank import Rank, Resident, follow, lead
+from services.workers.rank import Rank, Sides, follow, lead
 from smc.engine.config import EngineConfig
 from smc.engine.local import parts_for
 from smc.engine.worker import ModelWorker
-from smc.models.loader import load_model
+from smc.models.decoder import Decoder
 from smc.models.parallel import Shard
+from smc.models.source import Source
 from smc.resident.sides import DraftSide, PlainSide, TargetSide
 
 
@@ -27,12 +27,11 @@ class RankSpec:
     side: str
     """`draft` or `target`."""
     shard: Shard
-    directory: Path
+    source: Source
     dtype: str
     device: str
     """`cpu` or `cuda`: the one GPU that this process sees."""
     peer_device: str
-    rows: int
     width: int
     pages: int
     vocab_size: int
@@ -40,28 +39,38 @@ class RankSpec:
     """Seconds a command may be waited for; the coordinator sends a sign of life more often."""
     threads: int
     engine: EngineConfig
-    resident: bool
-    """State of rounds stays here (smc/resident)."""
 
 
-def run_rank(spec: RankSpec, host: str) -> None:
-    """Returns when the coordinator says stop. Raises whatever went wrong: the gang then starts again."""
+@dataclass(frozen=True)
+class Loaded:
+    """A rank's share of a model, with the others that hold it."""
+
+    model: Decoder
+    group: TensorParallel | None
+
+
+def load_rank(spec: RankSpec) -> Loaded:
+    """Meets the other ranks of the model."""
     torch.set_num_threads(spec.threads)
-    store, device = spec.meeting.store(), torch.device(spec.device)
-    group = None
-    if spec.shard.degree > 1:
+    device, shard, group = torch.device(spec.device), spec.shard, None
+    if shard.degree > 1:
         name = spec.meeting.name(f"{spec.side}/ranks")
-        group = TensorParallel(store, name, spec.shard.rank, spec.shard.degree, device, spec.timeout)
-    model = load_model(
-        spec.directory, dtype=getattr(torch, spec.dtype), device=device, shard=spec.shard, reduce=group.reduce if group else None
-    )
-    sizes = {"rows": spec.rows, "width": spec.width, "pages": spec.pages, "vocab_size": spec.vocab_size}
+        group = TensorParallel(spec.meeting.store(), name, shard.rank, shard.degree, device, spec.timeout)
+    dtype, reduce = getattr(torch, spec.dtype), group.reduce if group else None
+    return Loaded(spec.source.load(dtype=dtype, device=device, shard=shard, reduce=reduce), group)
+
+
+def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
+    """Returns when the coordinator says stop. Raises whatever went wrong: the gang then starts again."""
+    loaded = loaded or load_rank(spec)
+    model, group = loaded.model, loaded.group
+    device, leads = torch.device(spec.device), spec.shard.rank == 0
+    sizes = {"rows": spec.engine.max_slots, "width": spec.width, "pages": spec.pages, "vocab_size": spec.vocab_size}
     worker = ModelWorker(spec.side, model, **sizes)
-    leads = spec.shard.rank == 0
-    ends = leader_ends(spec.meeting, store, spec.side, host, device, torch.device(spec.peer_device)) if leads else None
-    peer = ends.peer if ends else None
-    resident = _resident(spec, worker, PeerChannel(peer, group, device, spec.timeout)) if spec.resident else None
-    rank = Rank(worker, spec.meeting.epoch, spec.timeout, leads=leads, peer=peer, resident=resident)
+    store, peer_device = spec.meeting.store(), torch.device(spec.peer_device)
+    ends = leader_ends(spec.meeting, store, spec.side, host, device, peer_device) if leads else None
+    sides = _sides(spec, worker, PeerChannel(ends.peer if ends else None, group, device, spec.timeout))
+    rank = Rank(worker, sides, spec.meeting.epoch, spec.timeout)
     if not leads:
         follow(rank, group.receive)
         return
@@ -71,11 +80,11 @@ def run_rank(spec: RankSpec, host: str) -> None:
         ends.close()
 
 
-def _resident(spec: RankSpec, worker: ModelWorker, channel: PeerChannel) -> Resident:
+def _sides(spec: RankSpec, worker: ModelWorker, channel: PeerChannel) -> Sides:
     parts = parts_for(worker.device)
     stages = parts.stages(worker.device)
     side = DraftSide if spec.side == "draft" else TargetSide
-    return Resident(
+    return Sides(
         together=side(spec.engine, worker, parts, stages, channel),
         alone=PlainSide(spec.side, spec.engine, worker, parts, stages),
     )

@@ -8,38 +8,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import numpy as np
-import torch
-
-from services.link import codec, rounds
-from services.link.base import LAYOUT_VERSION, LeaderEnd, PeerEnd, check_envelope
+from services.link import codec
+from services.link.base import LAYOUT_VERSION, LeaderEnd, check_envelope
 from services.pb import particles_pb2 as pb
 from services.workers.answers import Answers
-from smc.engine.messages import SampleResult
 from smc.engine.worker import ModelWorker
 from smc.resident.sides import DraftSide, PlainSide, TargetSide
 
 
 @dataclass(frozen=True)
-class Taken:
-    """First tokens that the draft publishes, as the target's `ExtendBatch.next_of`."""
-
-    source: PeerEnd
-    command: pb.ExtendCommand
-    device: torch.device
-    timeout: float
-
-    def result(self) -> SampleResult:
-        tokens_RF = torch.empty(self.command.published_rows, self.command.published_branches, dtype=torch.int32, device=self.device)
-        self.source.take("first", self.command.published, tokens_RF, self.timeout)
-        return SampleResult(tokens_RFK=tokens_RF[..., None], logq_RFK=np.zeros(0, dtype=np.float32))
-
-
-@dataclass(frozen=True)
-class Resident:
-    """This rank's parts in resident rounds."""
+class Sides:
+    """This rank's parts in codec."""
 
     together: DraftSide | TargetSide
     alone: PlainSide
@@ -51,13 +32,10 @@ class Resident:
 class Rank:
     """Carries out commands on a worker."""
 
-    def __init__(
-        self, worker: ModelWorker, epoch: int, timeout: float, *, leads: bool, peer: PeerEnd | None = None, resident: Resident | None = None
-    ) -> None:
-        self.worker, self.epoch, self.timeout, self.leads = worker, epoch, timeout, leads
-        self._peer, self._resident = peer, resident
-        self._silent = {"move": self._move, "merge": self._merge, "join": self._join, "leave": self._leave}
-        self._answered = {"sample": self._sample, "extend": self._extend, "status": self._status, "ping": self._ping}
+    def __init__(self, worker: ModelWorker, sides: Sides, epoch: int, timeout: float) -> None:
+        self.worker, self.sides, self.epoch, self.timeout = worker, sides, epoch, timeout
+        self._silent = {"release": self._release, "join": self._join, "leave": self._leave}
+        self._answered = {"prompt": self._prompt, "status": self._status, "ping": self._ping}
 
     def carry_out(self, request: pb.WorkRequest, answers: Answers | None = None) -> None:
         """Do it, and give `answers` the response, for those commands that have one. Raises LinkError for a message of another life."""
@@ -78,47 +56,32 @@ class Rank:
         envelope = {"version": LAYOUT_VERSION, "epoch": self.epoch, "sequence": request.sequence}
         return pb.WorkResponse(**envelope, begin_ns=begin, end_ns=end, **result)
 
-    def _move(self, request: pb.WorkRequest) -> None:
-        self.worker.move(codec.to_moves(request.move))
-
-    def _merge(self, request: pb.WorkRequest) -> None:
-        self.worker.merge(codec.to_merge(request.merge))
+    def _release(self, request: pb.WorkRequest) -> None:
+        self.worker.release(codec.to_rows(request.release))
 
     def _join(self, request: pb.WorkRequest) -> None:
-        self._resident.of(request.join.alone).join(rounds.to_start(request.join, self.worker.name))
+        self.sides.of(request.join.alone).join(codec.to_start(request.join))
 
     def _leave(self, request: pb.WorkRequest) -> None:
-        self._resident.of(request.leave.alone).leave(rounds.to_slots(request.leave))
+        self.sides.of(request.leave.alone).leave(codec.to_slots(request.leave))
 
     def _round(self, request: pb.WorkRequest, answers: Answers | None) -> None:
-        side, plan = self._resident.of(request.round.alone), rounds.to_plan(request.round)
+        side, plan = self.sides.of(request.round.alone), codec.to_plan(request.round)
         drafts = isinstance(side, DraftSide)
         reading = side.draft(plan) if drafts else side.round(plan)
 
         def respond() -> pb.WorkResponse:
             result = reading.result()
             begin, end = reading.spans()[self.worker.name]
-            return self._response(request, begin, end, round=rounds.round_outcome(result) if result else pb.RoundOutcome())
+            return self._response(request, begin, end, round=codec.round_outcome(result) if result else pb.RoundOutcome())
 
         if answers is not None:
             answers.put(respond)
         if drafts:
             side.follow()
 
-    def _sample(self, request: pb.WorkRequest) -> pb.SampleOutcome | None:
-        if self._peer is not None:
-            self.worker.publish = lambda tokens_RF: self._peer.give("first", request.sequence, tokens_RF.int())
-        result = self.worker.sample(codec.to_sample_batch(request.sample)).result()
-        return codec.sample_outcome(result) if self.leads else None
-
-    def _extend(self, request: pb.WorkRequest) -> pb.ExtendOutcome | None:
-        command = request.extend
-        if not self.leads:
-            # Scores and draws are the leader's business; the others only have to hold its share of keys and values.
-            self.worker.extend(replace(codec.to_extend_batch(command, None), labels_T=None, draws=None, law=None))
-            return None
-        ahead = Taken(self._peer, command, self.worker.device, self.timeout) if command.published else None
-        return codec.extend_outcome(self.worker.extend(codec.to_extend_batch(command, ahead)).result())
+    def _prompt(self, request: pb.WorkRequest) -> pb.PromptOutcome:
+        return codec.prompt_outcome(self.worker.run_prompts(codec.to_prompt_batch(request.prompt)).result())
 
     def _status(self, _request: pb.WorkRequest) -> pb.StatusOutcome:
         tables = self.worker.tables

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from smc.kv.pool import KVPool
-from smc.kv.tables import BlockTables
 from smc.models.decoder import Attend
 
 
@@ -16,14 +15,14 @@ from smc.models.decoder import Attend
 class ForwardBatch:
     """One forward pass over R rows: T new tokens, row after row. Consecutive rows form S segments that share a prefix."""
 
-    rows_R: np.ndarray
-    """Rows of the block tables."""
+    table_RL: np.ndarray
+    """Page of every position of each row; past its last new token, whatever there is."""
     starts_R: np.ndarray
     """Positions each row held before this pass."""
     counts_R: np.ndarray
     """New tokens of each row, at least 1."""
     pages_T: np.ndarray
-    """Page of every new token."""
+    """Page of every new token; the dummy page for one whose keys and values are there already."""
     positions_T: np.ndarray
     """Position of every new token."""
     bounds_S: np.ndarray
@@ -36,9 +35,5 @@ class AttentionBackend(ABC):
     """Computes causal attention of new tokens over paged keys and values, after storing theirs."""
 
     @abstractmethod
-    def plan(self, tables: BlockTables, pool: KVPool, batch: ForwardBatch) -> Attend:
+    def plan(self, pool: KVPool, batch: ForwardBatch) -> Attend:
         """Everything that does not depend on the layer, once per pass. The returned callable is used once per layer."""
-
-    @abstractmethod
-    def plan_steps(self, tables: BlockTables, pool: KVPool, batch: ForwardBatch) -> list[Attend]:
-        """Plans of consecutive passes, one token per row each, for rows that all get the same number of tokens in `batch`."""

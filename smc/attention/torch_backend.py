@@ -19,45 +19,24 @@ from smc.arrays import to_device
 from smc.attention.base import AttentionBackend, ForwardBatch
 from smc.kv.pages import DUMMY_PAGE
 from smc.kv.pool import KVPool
-from smc.kv.tables import BlockTables
 from smc.models.decoder import Attend
 
 ToDevice = Callable[[np.ndarray], Tensor]
 
 
 class TorchAttention(AttentionBackend):
-    def plan(self, tables: BlockTables, pool: KVPool, batch: ForwardBatch) -> Attend:
+    def plan(self, pool: KVPool, batch: ForwardBatch) -> Attend:
         to_device = _mover(pool)
         shared_R = np.repeat(batch.shared_S, np.diff(batch.bounds_S))
         own = int((batch.starts_R + batch.counts_R - shared_R).max())
-        own_RO = to_device(_own_pages(tables, batch, shared_R, own))
+        own_RO = to_device(_own_pages(batch, shared_R, own))
         q = int(batch.counts_R.max())
         last_RQ = (batch.starts_R - shared_R)[:, None] + np.minimum(np.arange(q), batch.counts_R[:, None] - 1)
         hidden_RQO = to_device(np.arange(own) > last_RQ[..., None]) if (last_RQ < own - 1).any() else None
         slot_T = to_device(_padded_slots(batch.counts_R, q)) if (batch.counts_R != q).any() else None
-        prefix = _Prefix.of(tables, batch, to_device)
-        return _Pass(pool, to_device(batch.pages_T), own_RO, hidden_RQO, (len(batch.rows_R), q), slot_T, prefix).attend
-
-    def plan_steps(self, tables: BlockTables, pool: KVPool, batch: ForwardBatch) -> list[Attend]:
-        to_device = _mover(pool)
-        shared_R = np.repeat(batch.shared_S, np.diff(batch.bounds_S))
-        rows, steps = len(batch.rows_R), int(batch.counts_R[0])
-        first_R = batch.starts_R - shared_R  # own position of each row's first step
-        longest, ragged = int(first_R.max()), bool((first_R != first_R[0]).any())
-        own_RO = to_device(_own_pages(tables, batch, shared_R, longest + steps))
-        # Relative to a step's own position, what is hidden is the same at every step: the part a shorter row does not have.
-        beyond_RO = to_device(np.arange(longest + steps) - first_R[:, None]) if ragged else None
-        pages_KR = to_device(batch.pages_T.reshape(rows, steps).T)
-        prefix = _Prefix.of(tables, batch, to_device)
-        plans = []
-        for k in range(steps):
-            step_RO, hidden_RQO = own_RO[:, : longest + k + 1], None
-            if ragged:
-                hidden_RO = beyond_RO[:, : longest + k + 1] > k
-                # The pages of later steps are not written yet: what an earlier row left there may be NaN, which no mask undoes.
-                step_RO, hidden_RQO = step_RO.masked_fill(hidden_RO, DUMMY_PAGE), hidden_RO[:, None]
-            plans.append(_Pass(pool, pages_KR[k], step_RO, hidden_RQO, (rows, 1), None, prefix).attend)
-        return plans
+        prefix = _Prefix.of(batch, to_device)
+        new_T = None if batch.pages_T.all() else to_device(np.flatnonzero(batch.pages_T))
+        return _Pass(pool, to_device(batch.pages_T), new_T, own_RO, hidden_RQO, (len(batch.starts_R), q), slot_T, prefix).attend
 
 
 class _Prefix:
@@ -67,12 +46,12 @@ class _Prefix:
         self.pages_SP, self.outside_SP, self.shape_SM, self.member_R = pages_SP, outside_SP, shape_SM, member_R
 
     @staticmethod
-    def of(tables: BlockTables, batch: ForwardBatch, to_device: ToDevice) -> _Prefix | None:
+    def of(batch: ForwardBatch, to_device: ToDevice) -> _Prefix | None:
         longest = int(batch.shared_S.max(initial=0))
         if not longest:
             return None
         outside_SP = np.arange(longest) >= batch.shared_S[:, None]
-        pages_SP = np.where(outside_SP, 0, tables.table_RL[batch.rows_R[batch.bounds_S[:-1]], :longest])
+        pages_SP = np.where(outside_SP, 0, batch.table_RL[batch.bounds_S[:-1], :longest])
         sizes_S = np.diff(batch.bounds_S)
         m = int(sizes_S.max())
         member_R = to_device(_padded_slots(sizes_S, m)) if (sizes_S != m).any() else None
@@ -108,17 +87,21 @@ class _Pass:
         self,
         pool: KVPool,
         pages_T: Tensor,
+        new_T: Tensor | None,
         own_RO: Tensor,
         hidden_RQO: Tensor | None,
         shape_RQ: tuple[int, int],
         slot_T: Tensor | None,
         prefix: _Prefix | None,
     ) -> None:
-        self.pool, self.pages_T, self.own_RO, self.hidden_RQO = pool, pages_T, own_RO, hidden_RQO
+        self.pool, self.pages_T, self.new_T = pool, pages_T if new_T is None else pages_T[new_T], new_T
+        self.own_RO, self.hidden_RQO = own_RO, hidden_RQO
         self.shape_RQ, self.slot_T, self.prefix = shape_RQ, slot_T, prefix
 
     def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor) -> Tensor:
         keys, values = self.pool.keys[layer], self.pool.values[layer]
+        if self.new_T is not None:  # the dummy page must not hold anything
+            k_TJD, v_TJD = k_TJD[self.new_T], v_TJD[self.new_T]
         keys[self.pages_T], values[self.pages_T] = k_TJD, v_TJD
         q_RJXD = self._queries(q_THD, k_TJD.shape[1])
         scores_RJXO = q_RJXD @ keys[self.own_RO].permute(0, 2, 3, 1)
@@ -151,10 +134,13 @@ class _Pass:
         return out_THD if self.slot_T is None else out_THD[self.slot_T]
 
 
-def _own_pages(tables: BlockTables, batch: ForwardBatch, shared_R: np.ndarray, own: int) -> np.ndarray:
-    """Pages [R, O] of each row's positions after its shared prefix; past its end, whatever the table holds, to be hidden."""
-    column_RO = np.minimum(shared_R[:, None] + np.arange(own), tables.table_RL.shape[1] - 1)
-    return tables.table_RL[batch.rows_R[:, None], column_RO]
+def _own_pages(batch: ForwardBatch, shared_R: np.ndarray, own: int) -> np.ndarray:
+    """Pages [R, O] of each row's positions after its shared prefix; past its end the dummy page, to be hidden: what another page holds
+    there may be NaN, which no mask undoes."""
+    column_RO = shared_R[:, None] + np.arange(own)
+    beyond_RO = column_RO >= (batch.starts_R + batch.counts_R)[:, None]
+    pages_RO = np.take_along_axis(batch.table_RL, np.minimum(column_RO, batch.table_RL.shape[1] - 1), axis=1)
+    return np.where(beyond_RO, DUMMY_PAGE, pages_RO)
 
 
 def _mover(pool: KVPool) -> ToDevice:

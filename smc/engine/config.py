@@ -63,10 +63,6 @@ class EngineConfig:
         """`pages`, or the default for this context."""
         return self.pages or max(512 * self.max_slots, context + self.branches * self.block)
 
-    def rows(self, side: str) -> int:
-        """Block tables of the `draft` or `target` worker: one for each slot, at the draft one for each of its branches."""
-        return self.max_slots * (self.branches if side == "draft" else 1)
-
     def width(self, context: int) -> int:
         """Positions of a block table: a block may run past the longest answer, for the sake of a static shape."""
         return context + self.block

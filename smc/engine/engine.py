@@ -3,7 +3,8 @@
     submit -> queue -> admit (slots and pages reserved) -> prefill (once per model, in chunks) -> fan out -> rounds -> final draw
 
 One `step` advances everything once: at most one chunk of prompts, then one round of all running groups. What it talks to are
-two workers (smc/engine/messages.py); whether they live here, in other processes or on other machines is not its business.
+two workers (smc/engine/messages.py) and the pair that runs rounds over their pages (smc/resident); whether they live here, in
+other processes or on other machines is not its business.
 """
 
 from __future__ import annotations
@@ -21,13 +22,10 @@ from smc.engine.admission import METHOD_SIDES, DuplicateRequest, PageBudget, che
 from smc.engine.cohorts import Cohorts
 from smc.engine.config import EngineConfig
 from smc.engine.group import Group, Phase
-from smc.engine.kvrows import SIDES, KVRows
-from smc.engine.messages import Worker
-from smc.engine.plain import plain_round
+from smc.engine.messages import SIDES, Worker
 from smc.engine.prefill import prefill_step, start_answer
 from smc.engine.request import Answer, FinishReason, Method, Output, Request
-from smc.engine.resident_rounds import ResidentRounds
-from smc.engine.rounds import SMCRounds
+from smc.engine.rounds import Rounds
 from smc.engine.slots import Slots
 from smc.engine.stats import EngineStats
 from smc.engine.text import StopRules
@@ -45,26 +43,18 @@ class Engine:
         workers: dict[str, Worker],
         tokenizer: Tokenizer,
         *,
+        pair: Pair,
         pages: dict[str, int],
         context: int,
-        pair: Pair | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`workers` are keyed `draft` and `target`; `pages` are the capacities of their pools; `clock` gives seconds.
-
-        With a `pair`, the rounds of SMC are resident (smc/resident).
-        """
+        """`workers` are keyed `draft` and `target`; `pages` are the capacities of their pools; `clock` gives seconds."""
         self.config, self.tokenizer, self.context = config, tokenizer, context
         self.workers = workers
-        self.slots = Slots(config.max_slots, context + config.block + 1, config.block + 1, tokenizer.size)
+        self.slots = Slots(config.max_slots, context + config.block + 1)
         self.budget = PageBudget(pages)
-        self._rows = KVRows(self.slots, workers, config.block, config.branches)
-        self._pair = pair
-        self._smc = ResidentRounds(config, self.slots, self._rows, pair) if pair else SMCRounds(config, self.slots, self._rows)
-        self._cohorts = Cohorts(self._smc, config.cohorts, ahead=pair is not None)
-        self._plain: dict[str, Cohorts] = {}
-        if pair:
-            self._plain = {s: Cohorts(ResidentRounds(config, self.slots, self._rows, pair.plain[s]), 1, ahead=True) for s in SIDES}
+        self._smc = Cohorts(Rounds(config, self.slots, pair), config.cohorts)
+        self._plain = {side: Cohorts(Rounds(config, self.slots, pair.plain[side]), 1) for side in SIDES}
         self._clock = clock
         self._groups: dict[str, Group] = {}
         self._ready: list[Output] = []
@@ -87,27 +77,20 @@ class Engine:
         """Queue a request. Raises ValueError for what this engine could never run or an id in use, QueueFull if it must come later."""
         if request.request_id in self._groups:
             raise DuplicateRequest(f"request_id={request.request_id!r} is already in use; it must be unique among running requests")
-        if self._pair and request.params.stop:
-            raise ValueError(
-                f"stop={request.params.stop!r} is not supported with resident rounds; use stop_token_ids, or rounds on the host"
-            )
         check_fits(request, self.config, self.budget.capacity, self.context, self.tokenizer.size)
         pages = pages_needed(request, self.config)
         check_queue(pages, self.config, [g.pages for g in self._in(Phase.QUEUED)])
         seed = request.params.seed if request.params.seed is not None else secrets.randbits(63)
-        rules = StopRules(request.params, self.tokenizer, self.tokenizer.size)
+        rules = StopRules(request.params, self.tokenizer)
         self._groups[request.request_id] = Group(request, seed, rules, self._clock(), pages)
         self._admit()
 
     def abort(self, request_id: str) -> bool:
-        """End a request, in whatever phase. False if it is not known, or ending already.
-
-        Its slots and pages are free when this returns, or, if a round of it is in flight, as soon as that ends.
-        """
+        """End a request, in whatever phase: its slots and pages are free when this returns. False if it is not known."""
         group = self._groups.get(request_id)
-        if group is None or group.ending:
+        if group is None:
             return False
-        self._end(group, FinishReason.CANCELLED)
+        self._finish(group, FinishReason.CANCELLED)
         return True
 
     def step(self) -> list[Output]:
@@ -117,8 +100,7 @@ class Engine:
         self._prefill()
         self._run_rounds()
         for group in list(self._groups.values()):
-            if not group.in_flight:
-                self._report(group)
+            self._report(group)
         ready, self._ready = self._ready, []
         return ready
 
@@ -131,15 +113,16 @@ class Engine:
 
     def take_stats(self) -> EngineStats:
         """The state now, and what happened since the last call."""
-        stats, self._smc.stats = self._smc.stats, EngineStats()
+        rounds = self._smc.rounds
+        stats, rounds.stats = rounds.stats, EngineStats()
         stats.queued, stats.running = self.num_queued, len(self._groups) - self.num_queued
         stats.slots_free = self.slots.num_free
         stats.pages_reserved, stats.pages_total = dict(self.budget.reserved), dict(self.budget.capacity)
         return stats
 
-    def rounds_of(self, method: Method) -> SMCRounds | ResidentRounds:
+    def rounds_of(self, method: Method) -> Rounds:
         """What advances the groups of a method, for whoever times rounds."""
-        return self._smc if method is Method.SMC else self._plain[METHOD_SIDES[method][0]].rounds
+        return self._cohorts_of(method).rounds
 
     def check_books(self) -> None:
         """When idle, everything must be free again. Raises AssertionError otherwise."""
@@ -150,15 +133,8 @@ class Engine:
         now = self._clock()
         for group in list(self._groups.values()):
             budget = group.params.time_budget
-            if budget is not None and now - group.submitted >= budget and not group.ending:
-                self._end(group, FinishReason.TIME_BUDGET)
-
-    def _end(self, group: Group, reason: FinishReason) -> None:
-        """Now, or as soon as no round of the group is in flight."""
-        if group.in_flight:
-            group.ending = reason
-        else:
-            self._finish(group, reason)
+            if budget is not None and now - group.submitted >= budget:
+                self._finish(group, FinishReason.TIME_BUDGET)
 
     def _admit(self) -> None:
         """Strictly in order: a large request at the head is not overtaken until it fits."""
@@ -167,7 +143,7 @@ class Engine:
                 continue
             if group.params.rows > self.slots.num_free or not self.budget.reserve(group.pages):
                 return
-            group.slots = self.slots.claim(group.params.rows, group.params.max_tokens, group.rules.stop_ids)
+            group.slots = self.slots.claim(group.params.rows)
             group.prefilled = dict.fromkeys(METHOD_SIDES[group.params.method], 0)
             group.phase = Phase.PREFILL
 
@@ -176,26 +152,22 @@ class Engine:
         if not groups:
             return
         for side in SIDES:
-            prefill_step(groups, self.slots, self._rows, side, self.config.prefill_chunk)
+            prefill_step(groups, self.slots, self.workers, side, self.config.prefill_chunk)
         for group in groups:
             if not group.error and all(done == group.prompt_size for done in group.prefilled.values()):
-                start_answer(group, self.slots, self._rows, fan_out=not self._pair)
+                start_answer(group, self.slots)
                 group.phase = Phase.RUNNING
-                if (group.is_smc or self._pair) and not self._complete(group):
-                    group.cohorts = self._cohorts if group.is_smc else self._plain[METHOD_SIDES[group.params.method][0]]
+                if not self._complete(group):
+                    group.cohorts = self._cohorts_of(group.params.method)
                     group.cohorts.join(group)
 
     def _run_rounds(self) -> None:
-        self._cohorts.advance()
+        self._smc.advance()
         for cohorts in self._plain.values():
             cohorts.advance()
-        if self._plain:
-            return
-        running = [g for g in self._in(Phase.RUNNING) if not g.is_smc and not self._complete(g)]
-        for method, side in ((Method.TARGET, "target"), (Method.DRAFT, "draft")):
-            plain = [g for g in running if g.params.method is method]
-            if plain:
-                plain_round(plain, self.slots, self._rows, side, self.config.block)
+
+    def _cohorts_of(self, method: Method) -> Cohorts:
+        return self._smc if method is Method.SMC else self._plain[METHOD_SIDES[method][0]]
 
     def _in(self, phase: Phase) -> list[Group]:
         return [g for g in self._groups.values() if g.phase is phase]
@@ -209,8 +181,6 @@ class Engine:
             self._finish(group, FinishReason.ERROR)
         elif group.phase is Phase.RUNNING and self._complete(group):
             self._finish(group, None)
-        elif group.ending:
-            self._finish(group, group.ending)
         elif group.committed > group.streamed:
             new = self._tokens(group, 0)[group.streamed : group.committed]
             group.streamed = group.committed
@@ -268,7 +238,8 @@ class Engine:
             group.cohorts.leave(group)
         group.gone = True
         if group.phase is not Phase.QUEUED:
-            self._rows.release(group)
+            for side in group.prefilled:
+                self.workers[side].release(group.slots[:1])
             self.slots.give_back(group.slots)
             self.budget.give_back(group.pages)
         del self._groups[group.id]

@@ -11,7 +11,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from smc.engine.cohorts import Cohorts
-from smc.engine.request import FinishReason, Method, Request, Statistics
+from smc.engine.request import Request, Statistics
 from smc.engine.text import StopRules, TextStream
 from smc.laws import LawSpec
 
@@ -42,22 +42,17 @@ class Group:
     first_logp: np.ndarray | None = None
     """[N] their log-probabilities."""
     rounds: int = 0
+    """That have been read."""
     launched: int = 0
-    """Rounds that have been asked for, where that may be more than have been read."""
+    """Rounds that have been asked for."""
     cohorts: Cohorts | None = None
     """Those that it takes part in."""
     gone: bool = False
     """Ended; its slots are somebody else's."""
-    in_flight: bool = False
-    """A round has begun and not ended: slots and rows are in use."""
-    ending: FinishReason | None = None
-    """To be ended as soon as it is not in flight."""
     committed: int = 0
     """Answer tokens on which all particles agree."""
     streamed: int = 0
     """Answer tokens that have been reported to the caller."""
-    shared: dict[str, int] = field(default_factory=dict)
-    """Leading positions that all live rows of the group hold in the same pages, for each worker."""
     lag: int = 0
     """Tokens between the committed prefix and the longest particle."""
     log_z: float = 0.0
@@ -69,6 +64,10 @@ class Group:
         self.stream = TextStream(self.rules)
         self.tally = Tally(self.request.params.rows)
 
+    def fail(self, side: str) -> None:
+        """Its request ends with an error that names the model."""
+        self.error = self.error or f"the {side} model returned NaN logits: its weights or its numeric type are at fault"
+
     @property
     def id(self) -> str:
         return self.request.request_id
@@ -76,10 +75,6 @@ class Group:
     @property
     def params(self):
         return self.request.params
-
-    @property
-    def is_smc(self) -> bool:
-        return self.params.method is Method.SMC
 
     @property
     def prompt_size(self) -> int:
@@ -138,7 +133,6 @@ class Population:
         self.first_A = np.repeat(self.starts_G, self.sizes_G)
         """The same, per slot."""
         self.particle_A = np.arange(len(self.slots_A)) - self.first_A
-        self.prompt_A = self.per_slot([g.prompt_size for g in self.groups], np.int32)
         self.seed_G = np.array([g.seed for g in self.groups], dtype=np.int64)
         params = [g.params for g in self.groups]
         self.alpha_A = self.per_slot([p.alpha or 1.0 for p in params], np.float64)
@@ -148,9 +142,6 @@ class Population:
         self.target_law = self._law([p.temperature for p in params])
         self.draft_law = self._law([p.temperature if p.draft_temperature is None else p.draft_temperature for p in params])
         """Of the proposal; of a plainly decoding draft, its own."""
-
-    def rounds_G(self) -> np.ndarray:
-        return np.array([g.rounds for g in self.groups], dtype=np.int64)
 
     def _law(self, temperature_G: list[float]) -> LawSpec:
         params = [g.params for g in self.groups]
@@ -166,12 +157,6 @@ class Population:
         """One value per group -> one per slot."""
         return np.asarray(values, dtype=dtype)[self.group_A]
 
-    def count_tokens(self, side: str, chosen_A: np.ndarray, tokens_X: np.ndarray) -> None:
-        """Add the work of the chosen slots to their groups' tallies."""
-        per_group = np.bincount(self.group_A[chosen_A], tokens_X, len(self.groups))
-        for group, tokens in zip(self.groups, per_group.tolist()):
-            group.tally.count_tokens(side, int(tokens))
-
     def grid(self, values_A: np.ndarray, fill: float) -> np.ndarray:
         """[A, ...] -> [G, N, ...] with `fill` where a group has fewer than N particles."""
         shape = (len(self.groups), int(self.sizes_G.max()), *values_A.shape[1:])
@@ -180,7 +165,3 @@ class Population:
         grid = np.full(shape, fill, dtype=values_A.dtype)
         grid[self.group_A, self.particle_A] = values_A
         return grid
-
-    def flat(self, grid_GN: np.ndarray) -> np.ndarray:
-        """[G, N, ...] -> [A, ...]."""
-        return grid_GN[self.group_A, self.particle_A]

@@ -9,7 +9,7 @@ import torch
 
 from smc.engine.config import EngineConfig
 from smc.engine.engine import Engine
-from smc.engine.kvrows import SIDES
+from smc.engine.messages import SIDES
 from smc.engine.worker import ModelWorker
 from smc.models.check import require_pair
 from smc.models.decoder import Decoder
@@ -41,10 +41,8 @@ class ModelPair:
         )
 
 
-def local_engine(pair: ModelPair, config: EngineConfig | None = None, *, resident: bool | None = None, **engine_options) -> Engine:
-    """An engine over `pair`, with resident rounds if asked, and by default on a GPU; `engine_options` are passed on to Engine."""
-    if resident is None:
-        resident = pair.target.embed.weight.device.type != "cpu"
+def local_engine(pair: ModelPair, config: EngineConfig | None = None, **engine_options) -> Engine:
+    """An engine over `pair`; `engine_options` are passed on to Engine."""
     config = config or EngineConfig()
     context = config.context(pair.max_context)
     pages = config.pool_pages(context)
@@ -52,20 +50,19 @@ def local_engine(pair: ModelPair, config: EngineConfig | None = None, *, residen
         side: ModelWorker(
             side,
             getattr(pair, side),
-            rows=config.rows(side),
+            rows=config.max_slots,
             width=config.width(context),
             pages=pages,
             vocab_size=pair.tokenizer.size,
         )
         for side in SIDES
     }
-    if resident:
-        engine_options["pair"] = LocalPair(config, workers, parts_for(workers["target"].device))
-    return Engine(config, workers, pair.tokenizer, pages=dict.fromkeys(SIDES, pages), context=context, **engine_options)
+    rounds = LocalPair(config, workers, parts_for(workers["target"].device))
+    return Engine(config, workers, pair.tokenizer, pair=rounds, pages=dict.fromkeys(SIDES, pages), context=context, **engine_options)
 
 
 def parts_for(device: torch.device) -> Parts:
-    """What resident rounds are made of on a device: kernels, or the reference on a CPU."""
+    """What rounds are made of on a device: kernels, or the reference on a CPU."""
     if device.type == "cpu":
         return Parts()
     from smc.resident.kernels import gpu_parts  # needs triton

@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
+from smc.engine.matcher import stop_matcher
 from smc.engine.request import FinishReason, SamplingParams
 from smc.models.tokenizer import Tokenizer
 
@@ -15,34 +16,21 @@ from smc.models.tokenizer import Tokenizer
 class StopRules:
     """What ends the answer of one request."""
 
-    def __init__(self, params: SamplingParams, tokenizer: Tokenizer, vocab_size: int) -> None:
-        beyond = [t for t in params.stop_token_ids if t >= vocab_size]
+    def __init__(self, params: SamplingParams, tokenizer: Tokenizer) -> None:
+        """Raises ValueError for stops that cannot be."""
+        beyond = [t for t in params.stop_token_ids if t >= tokenizer.size]
         if beyond:
-            raise ValueError(f"stop_token_ids contains {beyond[0]}; allowed: 0..{vocab_size - 1}")
+            raise ValueError(f"stop_token_ids contains {beyond[0]}; allowed: 0..{tokenizer.size - 1}")
         self.tokenizer = tokenizer
         self.eos_ids = frozenset(() if params.ignore_eos else tokenizer.eos_ids)
         self.token_ids = frozenset(params.stop_token_ids)
         self.strings = [(text, text.encode()) for text in params.stop]
-        self._reach = max((len(b) for _, b in self.strings), default=0)
+        self.matcher = stop_matcher(tuple(pattern for _, pattern in self.strings), tokenizer) if self.strings else None
+        """Says as an answer grows whether a stop string is complete."""
 
     @property
     def stop_ids(self) -> list[int]:
         return sorted(self.eos_ids | self.token_ids)
-
-    def first_match(self, tokens: Sequence[int], start: int) -> tuple[int, str] | None:
-        """The first token at or after `start` that completes a stop string: (length of the answer with it, the string)."""
-        tail = b""
-        for index in range(start - 1, -1, -1):
-            if len(tail) >= self._reach:
-                break
-            tail = self.tokenizer.bytes_of(tokens[index]) + tail
-        for index in range(start, len(tokens)):
-            tail = tail[-self._reach + 1 :] if self._reach > 1 else b""
-            tail += self.tokenizer.bytes_of(tokens[index])
-            for text, pattern in self.strings:
-                if pattern in tail:
-                    return index + 1, text
-        return None
 
     def why(self, tokens: Sequence[int], cap: int) -> tuple[FinishReason, int | str | None]:
         """Why an ended answer ended, and what matched. A stop that falls on the last allowed token counts as the stop."""
@@ -51,9 +39,10 @@ class StopRules:
             return FinishReason.EOS, last
         if last in self.token_ids:
             return FinishReason.STOP_TOKEN, last
-        match = self.first_match(tokens, 0) if self.strings else None
-        if match is not None:
-            return FinishReason.STOP_STRING, match[1]
+        data = b"".join(map(self.tokenizer.bytes_of, tokens))
+        found = [(data.find(pattern), len(pattern), text) for text, pattern in self.strings if pattern in data]
+        if found:
+            return FinishReason.STOP_STRING, min(found)[2]
         assert len(tokens) >= cap, "an answer ended for no reason"
         return FinishReason.LENGTH, None
 

@@ -16,9 +16,9 @@ import torch
 from smc.engine.admission import pages_needed
 from smc.engine.config import EngineConfig
 from smc.engine.engine import Engine
-from smc.engine.kvrows import SIDES
+from smc.engine.messages import SIDES
 from smc.engine.request import Method, Request, SamplingParams
-from smc.engine.resident_rounds import ResidentRounds
+from smc.engine.rounds import Rounds
 from smc.engine.worker import ModelWorker
 from smc.models.decoder import Decoder
 from smc.models.presets import NoText
@@ -184,10 +184,10 @@ class Bench:
         workers = {}
         for side, device in zip(SIDES, mode.devices):
             model = self._models(side, device)
-            sizes = {"rows": config.rows(side), "width": config.width(context), "pages": pages[side], "vocab_size": self._vocab}
+            sizes = {"rows": config.max_slots, "width": config.width(context), "pages": pages[side], "vocab_size": self._vocab}
             workers[side] = ModelWorker(side, model, **sizes)
         pair = LocalPair(config, workers, gpu_parts(**self._options))
-        return Engine(config, workers, NoText(self._vocab), pages=pages, context=context, pair=pair)
+        return Engine(config, workers, NoText(self._vocab), pair=pair, pages=pages, context=context)
 
     def _floor(self, mode: Mode) -> float:
         """Seconds."""
@@ -209,7 +209,7 @@ def _parts(marks: dict[str, tuple[torch.cuda.Event, torch.cuda.Event]]) -> tuple
     return tuple(marks[side][0].elapsed_time(marks[side][1]) if side in marks else 0.0 for side in SIDES)
 
 
-def _recorded(begin: float, end: float, source: ResidentRounds, clocks: dict[str, DeviceClock]) -> Recorded:
+def _recorded(begin: float, end: float, source: Rounds, clocks: dict[str, DeviceClock]) -> Recorded:
     marks = source.last.marks
     worked = {side: tuple(clocks[side].nanoseconds(mark) for mark in marks[side]) for side in SIDES if side in marks}
     shift = time.monotonic_ns() - int(1e9 * time.perf_counter())

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from smc.models.config import ModelConfig
 
+INNER_BLOCK = 64
+"""Inner features are dealt out in blocks of this many where they come in such blocks: kernels read weights that way."""
 Reduce = Callable[[Tensor], Tensor]
 """Sums a tensor over all ranks of the model and returns the sum, the same bits on every rank. May work in place."""
 
@@ -75,10 +77,11 @@ class Split:
         if shard.degree > heads:
             raise ValueError(f"degree={shard.degree} is more than the model's {heads} key/value heads; allowed: 1 to {heads}")
         queries = config.num_heads // heads
+        width = 1 if config.intermediate_size % INNER_BLOCK else INNER_BLOCK
         return Split(
             query=_divide(heads, queries * config.head_dim, shard),
             key=_divide(heads, config.head_dim, shard),
-            inner=_divide(config.intermediate_size, 1, shard),
+            inner=_divide(config.intermediate_size // width, width, shard),
         )
 
 

@@ -5,7 +5,8 @@ Their answers mean nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -49,6 +50,12 @@ def preset(name: str) -> ModelConfig:
     return PRESETS[name]
 
 
+def count_parameters(config: ModelConfig) -> int:
+    """Number of weights; a tied matrix counts once."""
+    with torch.device("meta"):
+        return sum(weight.numel() for weight in Decoder(config).parameters())
+
+
 def random_model(
     config: ModelConfig,
     *,
@@ -77,6 +84,7 @@ class NoText:
     """Stands in for a tokenizer where text has no meaning: every id is silent, and none ends an answer."""
 
     eos_ids: tuple[int, ...] = ()
+    has_chat_template = False
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -84,5 +92,15 @@ class NoText:
     def bytes_of(self, _token_id: int) -> bytes:
         return b""
 
+    def encode(self, _text: str, add_special: bool = True) -> list[int]:
+        raise ValueError("prompt: a model of random weights has no text; allowed: token_ids")
+
+    def chat(self, _messages: Sequence[dict[str, Any]]) -> list[int]:
+        raise ValueError("prompt: a model of random weights has no chat template; allowed: token_ids")
+
     def decode(self, _ids: Iterable[int]) -> str:
         return ""
+
+    def fingerprint(self) -> str:
+        """Of its vocabulary."""
+        return f"no text, {self.size} ids"

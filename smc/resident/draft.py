@@ -100,18 +100,19 @@ class ResidentDraft:
         """Let the chosen branches be the particles."""
         state, slots_A, k = self.state, plan.slots_A, self.block
         ancestor_A = choice.ancestor_A
-        open_A = ~state.ended_S[slots_A[ancestor_A]]
+        from_A = slots_A[ancestor_A]
+        open_A = ~state.ended_S[from_A]
         chosen_AK = drafted.tokens_AFK[ancestor_A, choice.branch_A].long()
-        count_A, ends_A = state.grow(slots_A, chosen_AK, plan.room_A)
-        last_A2 = torch.cat((self.last_S2[slots_A[ancestor_A], 1:], chosen_AK), -1)[:, -2:]
+        growth = state.grow(plan, from_A, chosen_AK, plan.room_A)
+        ends_A, last_A2 = growth.ends_A, torch.cat((self.last_S2[from_A, 1:], chosen_AK), -1)[:, -2:]
         if not self.lookahead:
             bonus_A1 = choice.bonus_A[ancestor_A, None]
-            _, bonus_ends_A = state.grow(slots_A, bonus_A1, plan.room_A - count_A)
-            ends_A = ends_A | bonus_ends_A
-            last_A2 = torch.cat((chosen_AK[:, -1:], bonus_A1), -1)
+            growth = state.grow(plan, from_A, bonus_A1, plan.room_A - growth.count_A, growth.text_A)
+            ends_A, last_A2 = ends_A | growth.ends_A, torch.cat((chosen_AK[:, -1:], bonus_A1), -1)
         source_X = ancestor_A * self.branches + choice.branch_A
         state.reroot(slots_A, self._table_XL[source_X], plan.position_A + k)
         self._reuse_pages(plan, source_X, plan.position_A + k + (not self.lookahead))
+        state.text_S[slots_A] = growth.text_A
         state.ended_S[slots_A] = ~open_A | ends_A
         self.last_S2[slots_A] = last_A2
         state.keep_dummy()

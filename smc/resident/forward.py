@@ -1,15 +1,15 @@
-"""Runs a fixed number of tokens per row through a decoder. The reference, in plain torch; see the package's legend.
-
-Every row sees its own positions by its own table; that a group's rows share a prefix is of no account here.
-"""
+"""Runs a fixed number of tokens per row through a decoder. The reference, in plain torch, leaves padding out; see the package's legend."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 from torch import Tensor
 
+from smc.arrays import to_device
+from smc.attention.base import ForwardBatch
+from smc.attention.torch_backend import TorchAttention
 from smc.kv.pages import DUMMY_PAGE
 from smc.kv.pool import KVPool
 from smc.models.decoder import Decoder, RopeTable
@@ -42,34 +42,39 @@ class StaticForward:
 
     def __init__(self, model: Decoder, pool: KVPool, rope: RopeTable) -> None:
         self.model, self.pool, self.rope = model, pool, rope
+        self._attention = TorchAttention()
 
     def __call__(self, tokens_T: Tensor, rows: StaticRows) -> Tensor:
-        """Hidden states [T, E]; keys and values are stored."""
-        q, end = rows.queries, int((rows.start_R + rows.count_R).max())
-        offset_Q = torch.arange(q, device=tokens_T.device)
-        exists_RQ = offset_Q < rows.count_R[:, None]
-        position_RQ = torch.where(exists_RQ, rows.start_R[:, None] + offset_Q, 0)
-        stored_RQ = exists_RQ if rows.skip_R is None else exists_RQ & (offset_Q >= rows.skip_R[:, None])
-        page_T = torch.where(stored_RQ, rows.table_RL.gather(1, position_RQ), DUMMY_PAGE).flatten().long()
-        hidden_RQL = torch.arange(end, device=tokens_T.device) > position_RQ[..., None]
-        pages_RL = rows.table_RL[:, :end].long()
-
-        def attend(layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor) -> Tensor:
-            keys, values = self.pool.keys[layer], self.pool.values[layer]
-            # The dummy page stays zero: whoever reads it masks it, and 0 * NaN is NaN.
-            real_T = (page_T != DUMMY_PAGE)[:, None, None]
-            keys[page_T], values[page_T] = torch.where(real_T, k_TJD, 0), torch.where(real_T, v_TJD, 0)
-            heads, dim = q_THD.shape[1:]
-            kv_heads = k_TJD.shape[1]
-            q_RJXQD = q_THD.view(-1, q, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4) * dim**-0.5
-            scores = torch.einsum("rjxqd,rljd->rjxql", q_RJXQD, keys[pages_RL])
-            weights = scores.masked_fill(hidden_RQL[:, None, None], -torch.inf).softmax(-1, dtype=torch.float32).to(q_THD.dtype)
-            unseen_RL = hidden_RQL.all(1)[..., None, None]
-            out = torch.einsum("rjxql,rljd->rqjxd", weights, values[pages_RL].masked_fill(unseen_RL, 0))
-            return out.reshape(-1, heads, dim)
-
-        return self.model(tokens_T, self.rope.at(position_RQ.flatten()), attend)
+        """Hidden states [T, E], zero where there is no token; keys and values are stored."""
+        count_R = rows.count_R.cpu().numpy()
+        live_R = np.flatnonzero(count_R)
+        hidden_TE = tokens_T.new_zeros(len(tokens_T), self.model.config.hidden_size, dtype=self.model.embed.weight.dtype)
+        if not len(live_R):
+            return hidden_TE
+        batch, index_X = _without_padding(rows, count_R, live_R)
+        index_X, position_X = (to_device(array, tokens_T.device) for array in (index_X, batch.positions_T))
+        attend = self._attention.plan(self.pool, batch)
+        hidden_TE[index_X] = self.model(tokens_T[index_X], self.rope.at(position_X), attend)
+        return hidden_TE
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
         """[R, V], in whatever type; the columns past the vocabulary are padding."""
         return self.model.logits(hidden_RE)
+
+
+def _without_padding(rows: StaticRows, count_R: np.ndarray, live_R: np.ndarray) -> tuple[ForwardBatch, np.ndarray]:
+    """The rows that have tokens, and where those tokens are among all."""
+    groups = len(rows.size_G)
+    counts_X, starts_X = count_R[live_R], rows.start_R.cpu().numpy()[live_R]
+    table_XL = rows.table_RL.cpu().numpy()[live_R]
+    row_T = np.repeat(np.arange(len(live_R)), counts_X)
+    offset_T = np.arange(len(row_T)) - np.repeat(np.cumsum(counts_X) - counts_X, counts_X)
+    position_T = starts_X[row_T] + offset_T
+    pages_T = table_XL[row_T, position_T]
+    if rows.skip_R is not None:
+        pages_T = np.where(offset_T < rows.skip_R.cpu().numpy()[live_R][row_T], DUMMY_PAGE, pages_T)
+    members_G = np.bincount(live_R // (len(count_R) // groups), minlength=groups)
+    bounds_S = np.concatenate(([0], np.cumsum(members_G[members_G > 0])))
+    shared_S = rows.shared_G.cpu().numpy()[members_G > 0]
+    batch = ForwardBatch(table_XL, starts_X, counts_X, pages_T, position_T, bounds_S, shared_S)
+    return batch, live_R[row_T] * rows.queries + offset_T

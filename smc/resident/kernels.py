@@ -118,8 +118,8 @@ class KernelSampling(Sampling):
     def bonus(self, logits_RV: Tensor, law: LawSpec, keys: DrawKeys) -> tuple[Tensor, Tensor, Tensor]:
         if not law.active <= PLAIN:
             return super().bonus(logits_RV, law, keys)
-        token_R1, logp_R1, lse_R = self._draw(logits_RV, law.temperature_R, keys)
-        return token_R1[:, 0].long(), logp_R1[:, 0], lse_R * 0.0
+        token_RD, logp_RD, lse_R = self._draw(logits_RV, law.temperature_R, keys)
+        return token_RD.long(), logp_RD, lse_R * 0.0
 
     def _race(self, log_law_RV: Tensor, keys: DrawKeys) -> Tensor:
         return self._draw(log_law_RV, torch.ones_like(log_law_RV[:, 0]), keys)[0].long()

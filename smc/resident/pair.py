@@ -15,11 +15,13 @@ from smc.resident.sides import DraftSide, Parts, PlainSide, Start, TargetSide
 from smc.resident.stages import Reading
 
 
-class Rounds(Protocol):
+class Runner(Protocol):
     """What carries out rounds. Everything is done in the order in which it is asked for."""
 
     records: bool
     """Rounds of few shapes are preferred."""
+    waits: bool
+    """A round goes on while its result is waited for, so that the next can be asked for."""
     alone: str | None
     """The side whose model decodes alone; None: both together."""
 
@@ -36,10 +38,10 @@ class Rounds(Protocol):
         ...
 
 
-class Pair(Rounds, Protocol):
+class Pair(Runner, Protocol):
     """Two models together, and each alone."""
 
-    plain: dict[str, Rounds]
+    plain: dict[str, Runner]
     """By side."""
 
 
@@ -54,7 +56,7 @@ class LocalPair:
         self._draft = DraftSide(config, workers["draft"], parts, stages["draft"], channels[0])
         self._target = TargetSide(config, workers["target"], parts, stages["target"], channels[1])
         self.plain = {side: LocalAlone(PlainSide(side, config, worker, parts, stages[side])) for side, worker in workers.items()}
-        self.records = stages["target"].records
+        self.records = self.waits = stages["target"].records
 
     def join(self, start: Start) -> None:
         self._draft.join(start)
@@ -76,5 +78,5 @@ class LocalAlone:
     """One model of this process."""
 
     def __init__(self, side: PlainSide) -> None:
-        self.alone, self.records = side.side, side.stages.records
+        self.alone, self.records, self.waits = side.side, side.stages.records, side.stages.records
         self.join, self.leave, self.round = side.join, side.leave, side.round

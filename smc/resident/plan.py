@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from smc.engine.matcher import StopMatcher
 from smc.laws import LawSpec
 
 ALIGNMENT = 16
@@ -36,6 +37,10 @@ class Joining:
     """float64."""
     stop_ids: list[int]
     """Tokens that end the answer."""
+    matcher: StopMatcher | None
+    """Of the strings that end it."""
+    text_N: np.ndarray
+    """int64 state of the matcher after the first token."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,8 @@ class RoundPlan:
     """Per group; None where nothing is resampled because a model decodes alone."""
     short: bool
     """No row holds more than `SHORT` positions when the round ends."""
+    matching: bool
+    """A group has stop strings."""
     target_law: LawSpec
     """Per place."""
     draft_law: LawSpec
@@ -79,11 +86,17 @@ class RoundPlan:
         return tuple(self.branch_uniforms_GM.shape)
 
     @property
+    def owner_A(self) -> Tensor:
+        """The first slot of each place's group."""
+        return self.slots_A.view(self.shape_GM)[:, :1].expand(self.shape_GM).flatten()
+
+    @property
     def key(self) -> tuple:
         """Rounds of the same key run the same operations on the same shapes."""
         laws = (self.target_law.active, self.draft_law.active)
         return (
             self.short,
+            self.matching,
             *self.shape_GM,
             self.uniforms_GU.shape[1],
             self.schemes if len(set(self.schemes)) > 1 else self.schemes[:1],
@@ -108,7 +121,7 @@ class RoundPlan:
             mine = {name.split(".")[1]: tensor for name, tensor in tensors.items() if name.startswith(side)}
             laws[side] = LawSpec(**mine, active=getattr(self, side).active)
         own = {name: tensor for name, tensor in tensors.items() if "." not in name}
-        return RoundPlan(schemes=self.schemes, short=self.short, **laws, **own)
+        return RoundPlan(schemes=self.schemes, short=self.short, matching=self.matching, **laws, **own)
 
 
 class PlanBuffer:

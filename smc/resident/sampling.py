@@ -42,14 +42,14 @@ class Sampling:
         return Laws(law, logits_RV.device).target(self._logits(logits_RV)).gather(-1, token_RD)
 
     def bonus(self, logits_RV: Tensor, law: LawSpec, keys: DrawKeys) -> tuple[Tensor, Tensor, Tensor]:
-        """Token [R] from the powered target law, its log p [R], and log Z [R] of the power; NaN in the logits shows in log Z."""
+        """Tokens [R, D] from the powered target law, their log p [R, D], and log Z [R] of the power; NaN in the logits shows in log Z."""
         laws = Laws(law, logits_RV.device)
         logp_RV = laws.target(self._logits(logits_RV))
         powered_RV, log_z_R = laws.powered(logp_RV)
-        token_R1 = self._race(powered_RV, keys)
+        token_RD = self._race(powered_RV, keys)
         # The likeliest token's log-probability is finite for any law, so it carries NaN logits and nothing else.
         nan_R = powered_RV.amax(-1) * 0.0
-        return token_R1[:, 0], logp_RV.gather(-1, token_R1)[:, 0], nan_R if log_z_R is None else log_z_R + nan_R
+        return token_RD, logp_RV.gather(-1, token_RD), nan_R if log_z_R is None else log_z_R + nan_R
 
     def _logits(self, logits_RV: Tensor) -> Tensor:
         return logits_RV[:, : self.vocab].float()

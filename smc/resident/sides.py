@@ -15,8 +15,8 @@ from torch import Tensor
 
 from smc.algorithm.selection import Selection, select
 from smc.engine.config import EngineConfig
+from smc.engine.matcher import StopMatcher
 from smc.engine.worker import ModelWorker
-from smc.kv.pages import DUMMY_PAGE
 from smc.philox import Purpose
 from smc.resident.channel import Channel
 from smc.resident.draft import ResidentDraft
@@ -32,14 +32,17 @@ class Start:
     """A group whose prompt its models have run, as the host tells it."""
 
     slots_N: np.ndarray
-    prompt_row: dict[str, int]
-    """Row of each worker's tables that holds the prompt."""
+    prompt_row: int
+    """Row of the workers' tables that holds the prompt."""
     prompt_size: int
     max_tokens: int
     first_N: np.ndarray
     ended_N: np.ndarray
     logw_N: np.ndarray
     stop_ids: list[int]
+    matcher: StopMatcher | None
+    text_N: np.ndarray
+    """State of the matcher after the first token."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,7 @@ class Side:
 
     def leave(self, slots_N: np.ndarray) -> None:
         """Give back the pages of the group in these slots."""
-        pages = self._held.pop(int(slots_N[0]))
-        self.worker.tables.allocator.exchange(pages, np.full_like(pages, DUMMY_PAGE))
+        self.worker.tables.allocator.free(self._held.pop(int(slots_N[0])))
 
     def _joining(self, start: Start, answer: int, spare_FB: tuple[int, int]) -> Joining:
         """What joins, with pages for `answer` tokens of every particle and for spare branches."""
@@ -73,7 +75,7 @@ class Side:
         pages = tables.allocator.allocate(n * (answer + spare_FB[0] * spare_FB[1]))
         self._held[int(start.slots_N[0])] = pages
         own_NL, spare_N = np.split(pages, [n * answer])
-        prompt_L = tables.table_RL[start.prompt_row[self.side], : start.prompt_size]
+        prompt_L = tables.table_RL[start.prompt_row, : start.prompt_size]
         return Joining(
             slots_N=start.slots_N,
             pages_NL=np.concatenate((np.tile(prompt_L, (n, 1)), own_NL.reshape(n, answer)), axis=1),
@@ -83,6 +85,8 @@ class Side:
             ended_N=start.ended_N,
             logw_N=start.logw_N,
             stop_ids=start.stop_ids,
+            matcher=start.matcher,
+            text_N=start.text_N,
         )
 
     def _load(self, plan: RoundPlan) -> RoundPlan:
@@ -224,7 +228,7 @@ class PlainSide(Side):
         zero_A, zero_G = torch.zeros_like(slots_A), torch.zeros_like(plan.threshold_G)
         tokens_AK, logq_AK = drafted.tokens_AFK[:, 0], drafted.logq_AFK[:, 0]
         open_A = ~model.state.ended_S[slots_A]
-        count_A, _ = model.state.grow(slots_A, tokens_AK, plan.room_A)
+        count_A = model.state.grow(plan, slots_A, tokens_AK, plan.room_A).count_A
         exists_AK = torch.arange(tokens_AK.shape[1], device=slots_A.device) < count_A[:, None]
         nan_G = (torch.isnan(logq_AK) & exists_AK).any(-1)
         model.follow(plan, drafted, Choice(torch.stack((place_A, zero_A, zero_A))))

@@ -71,11 +71,12 @@ class ResidentTarget:
         """Lockstep: the drafted tokens complete the blocks in flight, whose seeds are there."""
         slots_A, tokens_AK = plan.slots_A, drafted.tokens_AFK[:, 0].long()
         open_A = ~self.state.ended_S[slots_A]
-        grown_A, ends_A = self.state.grow(slots_A, tokens_AK, plan.room_A)
+        growth = self.state.grow(plan, slots_A, tokens_AK, plan.room_A)
         self.tokens_SQ[slots_A, 1:] = tokens_AK
         self.logq_SQ[slots_A, 1:] = drafted.logq_AFK[:, 0]
-        self.count_S[slots_A] = torch.where(open_A, 1 + grown_A, 1)
-        self.state.ended_S[slots_A] = ~open_A | ends_A
+        self.count_S[slots_A] = torch.where(open_A, 1 + growth.count_A, 1)
+        self.state.ended_S[slots_A] = ~open_A | growth.ends_A
+        self.state.text_S[slots_A] = growth.text_A
         self._keep_dummy()
 
     def score(self, plan: RoundPlan) -> Scored:
@@ -119,9 +120,9 @@ class ResidentTarget:
         else:
             stream_A1 = (plan.particle_A * STREAMS_PER_PARTICLE)[:, None]
             keys = DrawKeys(plan.seed_A, plan.round_A, stream_A1, plan.position_A + self.block + 1, Purpose.TARGET)
-            bonus_A, bonus_logp_A, log_z_A = self.sampling.bonus(scored.next_AV, plan.target_law, keys)
+            bonus_A1, next_logp_AF, log_z_A = self.sampling.bonus(scored.next_AV, plan.target_law, keys)
+            bonus_A = bonus_A1[:, 0]
             candidates = lockstep_candidates(*history, torch.where(open_A, log_z_A, 0.0).view(groups, places))
-            next_logp_AF = bonus_logp_A[:, None]
             target_nan_A = target_nan_A | open_A & torch.isnan(log_z_A)
         # A group with NaN logits is about to end with an error; until then it must not disturb the arithmetic.
         candidates = candidates.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
@@ -154,25 +155,26 @@ class ResidentTarget:
         Returns the tokens they have more than their ancestors had [A, Q], how many [A], and whether they have ended [A].
         """
         state, slots_A, ancestor_A = self.state, plan.slots_A, choice.ancestor_A
-        open_A, room_A = scored.open_A[ancestor_A], scored.room_A[ancestor_A]
+        source_A, open_A, room_A = slots_A[ancestor_A], scored.open_A[ancestor_A], scored.room_A[ancestor_A]
         end_A = plan.position_A + 1 + (0 if self.lookahead else self.block)
-        state.reroot(slots_A, state.table_SL[slots_A[ancestor_A]], end_A)
+        state.reroot(slots_A, state.table_SL[source_A], end_A)
         if self.lookahead:
             tokens_AQ = drafted.tokens_AFK[ancestor_A, choice.branch_A].long()
-            count_A, ends_A = state.grow(slots_A, tokens_AQ, room_A)
-            grown_AQ, grown_A = tokens_AQ, torch.where(open_A, count_A, 0)
+            growth = state.grow(plan, source_A, tokens_AQ, room_A)
+            grown_AQ, grown_A = tokens_AQ, torch.where(open_A, growth.count_A, 0)
             self.logq_SQ[slots_A] = drafted.logq_AFK[ancestor_A, choice.branch_A]
-            self.count_S[slots_A] = torch.where(open_A, count_A, 1)
+            self.count_S[slots_A] = torch.where(open_A, growth.count_A, 1)
         else:
             bonus_A1 = choice.bonus_A[ancestor_A, None]
-            _, ends_A = state.grow(slots_A, bonus_A1, room_A)
+            growth = state.grow(plan, source_A, bonus_A1, room_A)
             count_A = scored.count_A[ancestor_A]
-            grown_AQ = self.tokens_SQ[slots_A[ancestor_A]].roll(-1, 1).scatter(1, (count_A - 1)[:, None], bonus_A1)
+            grown_AQ = self.tokens_SQ[source_A].roll(-1, 1).scatter(1, (count_A - 1)[:, None], bonus_A1)
             grown_A = count_A - 1 + open_A.long()
             tokens_AQ = bonus_A1.expand(-1, self.queries)
             self.count_S[slots_A] = torch.ones_like(count_A)
         self.tokens_SQ[slots_A] = tokens_AQ
-        ended_A = ~open_A | ends_A
+        state.text_S[slots_A] = growth.text_A
+        ended_A = ~open_A | growth.ends_A
         state.ended_S[slots_A] = ended_A
         self._keep_dummy()
         return grown_AQ, grown_A, ended_A

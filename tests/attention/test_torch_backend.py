@@ -5,6 +5,8 @@ Axes: R rows, T new tokens, L layers, J key/value heads, H query heads, D head d
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -16,18 +18,12 @@ from smc.attention.base import ForwardBatch
 from smc.attention.torch_backend import TorchAttention
 from smc.kv.pages import DUMMY_PAGE
 from smc.kv.pool import KVPool
-from smc.kv.tables import BlockTables, RowMoves
 from tests.models.tiny import tiny_config
 
-WIDTH, CAPACITY, DIM, LAYERS = 16, 150, 8, 2
+WIDTH, CAPACITY, DIM, LAYERS = 16, 300, 8, 2
 # A segment is (positions shared, [(positions held besides, new tokens) of each row]).
 Segment = tuple[int, list[tuple[int, int]]]
 segment = st.tuples(st.integers(0, 6), st.lists(st.tuples(st.integers(0, 4), st.integers(1, 6)), min_size=1, max_size=4))
-equal_segments = st.integers(1, 5).flatmap(
-    lambda new: st.lists(
-        st.tuples(st.integers(0, 6), st.lists(st.tuples(st.integers(0, 4), st.just(new)), min_size=1, max_size=4)), min_size=1, max_size=3
-    )
-)
 decode_segment = st.tuples(st.integers(0, 6), st.lists(st.tuples(st.integers(0, 4), st.just(1)), min_size=1, max_size=4))
 
 
@@ -37,23 +33,21 @@ class Case:
     def __init__(self, segments: list[Segment], kv_heads: int, group: int, dummy: float = 1e4, dtype=torch.float32) -> None:
         self.generator = torch.Generator().manual_seed(0)
         self.config = tiny_config(num_layers=LAYERS, num_heads=kv_heads * group, num_kv_heads=kv_heads, head_dim=DIM)
-        rows = sum(len(members) for _, members in segments)
-        # Rows of a batch need not lie in order, nor be all rows of the tables.
-        order = np.random.default_rng(0).permutation(rows + 2)[:rows].astype(np.int32)
-        self.tables = BlockTables(rows + 2, WIDTH, CAPACITY)
         self.pool = KVPool(self.config, CAPACITY, dtype, "cpu")
         for store in (self.pool.keys, self.pool.values):
             store.normal_(generator=self.generator)
             store[:, DUMMY_PAGE] = dummy
-        sizes = [len(members) for _, members in segments]
-        bounds_S = np.cumsum([0, *sizes])
-        self._share_prefixes(segments, order, bounds_S)
         held_R, counts_R = np.array([part for _, members in segments for part in members], dtype=np.int32).T
-        self.tables.extend(order, held_R)
-        starts_R = self.tables.length_R[order].copy()
-        pages_T, positions_T = self.tables.extend(order, counts_R)
-        shared_S = np.array([shared for shared, _ in segments])
-        self.batch = ForwardBatch(order, starts_R, counts_R, pages_T, positions_T, bounds_S, shared_S)
+        shared_S, sizes_S = np.array([shared for shared, _ in segments]), [len(members) for _, members in segments]
+        shared_R = np.repeat(shared_S, sizes_S).astype(np.int32)
+        starts_R = shared_R + held_R
+        row_T = np.repeat(np.arange(len(held_R)), counts_R)
+        positions_T = starts_R[row_T] + np.arange(len(row_T)) - np.repeat(np.cumsum(counts_R) - counts_R, counts_R)
+        self.table_RL = self._tables(shared_R, np.cumsum([0, *sizes_S]))
+        self.unheld = np.setdiff1d(self.table_RL, self.table_RL[np.arange(WIDTH) < (starts_R + counts_R)[:, None]])
+        pages_T = self.table_RL[row_T, positions_T]
+        self.row_T = row_T
+        self.batch = ForwardBatch(self.table_RL, starts_R, counts_R, pages_T, positions_T, np.cumsum([0, *sizes_S]), shared_S)
         tokens = len(pages_T)
         self.q_THD = self._random(tokens, kv_heads * group).to(dtype)
         self.k_TJD, self.v_TJD = self._random(tokens, kv_heads).to(dtype), self._random(tokens, kv_heads).to(dtype)
@@ -61,30 +55,24 @@ class Case:
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, DIM, generator=self.generator)
 
-    def _share_prefixes(self, segments: list[Segment], order: np.ndarray, bounds_S: np.ndarray) -> None:
-        for (shared, _), begin, end in zip(segments, bounds_S[:-1], bounds_S[1:]):
-            self.tables.extend(order[begin : begin + 1], np.array([shared], dtype=np.int32))
-            zeros = np.zeros(end - begin - 1, dtype=np.int32)
-            self.tables.move(RowMoves(order[begin + 1 : end], zeros + order[begin], zeros))
+    def _tables(self, shared_R: np.ndarray, bounds_S: np.ndarray) -> np.ndarray:
+        """Pages in any order; the rows of a segment have those of its first in what they share. Past a row's end there are pages too."""
+        pages = 1 + np.random.default_rng(0).permutation(CAPACITY)[: len(shared_R) * WIDTH]
+        table_RL = pages.reshape(-1, WIDTH).astype(np.int32)
+        for begin, end in pairwise(bounds_S):
+            table_RL[begin:end, : shared_R[begin]] = table_RL[begin, : shared_R[begin]]
+        return table_RL
 
     def attend(self, layer: int = 1) -> Tensor:
-        return TorchAttention().plan(self.tables, self.pool, self.batch)(layer, self.q_THD, self.k_TJD, self.v_TJD)
-
-    def step_by_step(self, layer: int = 1) -> Tensor:
-        """The same tokens in passes of one token a row, planned at once; every row must have the same number."""
-        rows = len(self.batch.rows_R)
-        inputs = [x.unflatten(0, (rows, -1)).unbind(1) for x in (self.q_THD, self.k_TJD, self.v_TJD)]
-        plans = TorchAttention().plan_steps(self.tables, self.pool, self.batch)
-        return torch.stack([plan(layer, *x) for plan, *x in zip(plans, *inputs, strict=True)], 1).flatten(0, 1)
+        return TorchAttention().plan(self.pool, self.batch)(layer, self.q_THD, self.k_TJD, self.v_TJD)
 
     def slow(self, layer: int = 1) -> Tensor:
         """One query and one head at a time, over the pages that the row's own table names. To be called after the new ones are stored."""
         keys, values = self.pool.keys[layer].double(), self.pool.values[layer].double()
         group = self.config.num_heads // self.config.num_kv_heads
-        row_T = np.repeat(self.batch.rows_R, self.batch.counts_R)
         out_THD = torch.zeros(self.q_THD.shape, dtype=torch.float64)
-        for t, (row, position) in enumerate(zip(row_T, self.batch.positions_T)):
-            pages_X = torch.from_numpy(self.tables.table_RL[row, : position + 1]).long()
+        for t, (row, position) in enumerate(zip(self.row_T, self.batch.positions_T)):
+            pages_X = torch.from_numpy(self.table_RL[row, : position + 1]).long()
             for h in range(self.config.num_heads):
                 scores_X = keys[pages_X, h // group] @ self.q_THD[t, h].double() / DIM**0.5
                 out_THD[t, h] = scores_X.softmax(0) @ values[pages_X, h // group]
@@ -97,24 +85,6 @@ class Case:
 def test_ragged_segments_equal_attention_of_each_query_alone(kv_heads, group, segments):
     case = Case(segments, kv_heads, group)
     torch.testing.assert_close(case.attend().double(), case.slow(), atol=2e-6, rtol=2e-5)
-
-
-@pytest.mark.parametrize(("kv_heads", "group"), [(2, 1), (2, 2), (1, 4)])
-@settings(max_examples=20, deadline=None)
-@given(segments=equal_segments)
-def test_planned_steps_equal_attention_of_each_query_alone(kv_heads, group, segments):
-    case = Case(segments, kv_heads, group)
-    torch.testing.assert_close(case.step_by_step().double(), case.slow(), atol=2e-6, rtol=2e-5)
-
-
-@settings(max_examples=20, deadline=None)
-@given(segments=equal_segments)
-def test_a_step_never_touches_pages_that_are_not_written_yet(segments):
-    """A page may come from a request that ended with NaN keys and values; until it is written it may not be read, not even as 0 * NaN."""
-    case = Case(segments, 2, 2)
-    case.pool.keys[:, case.batch.pages_T] = torch.nan
-    case.pool.values[:, case.batch.pages_T] = torch.nan
-    torch.testing.assert_close(case.step_by_step().double(), case.slow(), atol=2e-6, rtol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -146,9 +116,7 @@ def test_other_dtypes(dtype, tolerance):
 def test_new_keys_and_values_land_on_their_own_pages_only(segments, layer):
     case = Case(segments, kv_heads=2, group=2)
     expected_keys, expected_values = case.pool.keys.clone(), case.pool.values.clone()
-    row_T = np.repeat(case.batch.rows_R, case.batch.counts_R)
-    for t, (row, position) in enumerate(zip(row_T, case.batch.positions_T)):
-        page = case.tables.table_RL[row, position]
+    for t, page in enumerate(case.batch.pages_T):
         expected_keys[layer, page], expected_values[layer, page] = case.k_TJD[t], case.v_TJD[t]
     case.attend(layer)
     assert torch.equal(case.pool.keys, expected_keys)
@@ -159,13 +127,25 @@ def test_new_keys_and_values_land_on_their_own_pages_only(segments, layer):
 @given(segments=st.lists(segment, min_size=1, max_size=4))
 def test_what_dummy_unheld_and_unwritten_pages_contain_does_not_matter(segments):
     quiet, loud = Case(segments, 2, 2, dummy=0.0), Case(segments, 2, 2, dummy=1e4)
-    unheld = np.flatnonzero(loud.tables.allocator.references == 0)
-    unheld = unheld[unheld != DUMMY_PAGE]
-    loud.pool.keys[:, unheld] = torch.nan
-    loud.pool.values[:, unheld] = torch.nan
+    loud.pool.keys[:, loud.unheld] = torch.nan
+    loud.pool.values[:, loud.unheld] = torch.nan
     loud.pool.keys[:, loud.batch.pages_T] = torch.nan
     loud.pool.values[:, loud.batch.pages_T] = torch.nan
     assert torch.equal(loud.attend(), quiet.attend())
+
+
+@settings(max_examples=20, deadline=None)
+@given(segments=st.lists(segment, min_size=1, max_size=4), data=st.data())
+def test_what_is_there_already_is_not_stored_again(segments, data):
+    """A token may be run only for what it sees; its keys and values were stored when it was run before."""
+    once, again = Case(segments, 2, 2), Case(segments, 2, 2)
+    expected = once.attend()
+    for stored, old in ((once.pool.keys, again.pool.keys), (once.pool.values, again.pool.values)):
+        old.copy_(stored)
+    again.batch.pages_T[data.draw(st.lists(st.integers(0, len(again.batch.pages_T) - 1), max_size=6))] = DUMMY_PAGE
+    torch.testing.assert_close(again.attend(), expected)
+    for stored, old in ((once.pool.keys, again.pool.keys), (once.pool.values, again.pool.values)):
+        assert torch.equal(stored, old), "a page has changed, or the dummy page"
 
 
 @settings(max_examples=20, deadline=None)

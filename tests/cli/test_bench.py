@@ -18,7 +18,7 @@ def test_table_and_file(smcserve, tmp_path):
     ]
     for row in rows:
         assert row["block"] == 3 and row["rounds"] == 3 and row["particles"] == 2
-        assert min(row["host"], row["sampling"], row["forward"], row["host_alone"]) > 0
+        assert min(row["host"], row["draft"], row["target"]) > 0
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-from services.coordinator.process import Coordinator, CoordinatorSpec
+from services.coordinator.process import Coordinator
+from services.coordinator.remote import CoordinatorSpec
 from services.launch.config import GangConfig
-from services.launch.gang import Gang
+from services.launch.specs import coordinator_spec, rank_spec
 from services.link.connect import Meeting
 from services.workers.process import run_rank
 from smc.engine.config import EngineConfig
 from smc.models.parallel import Shard
 
-HOST = "127.0.0.1"
+HOST, SECRET = "127.0.0.1", "secret"
 SIDES = ("draft", "target")
 
 
@@ -26,15 +27,15 @@ SIDES = ("draft", "target")
 def coordinator(engine: EngineConfig, **settings: Any) -> Iterator[tuple[Coordinator, CoordinatorSpec]]:
     """Of the demo pair, warmed up; `settings` of the gang. At the end every rank must have heard that it is to stop."""
     config = GangConfig(engine=engine, **{"start_timeout": 30.0, "link_timeout": 20.0, "heartbeat": 0.2, **settings})
-    gang = Gang(config, config.serving_pair(), 1)
+    pair = config.serving_pair()
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
-    meeting = Meeting(HOST, store.port, 1, gang.secret, config.link, config.start_timeout)
+    meeting = Meeting(HOST, store.port, 1, SECRET, config.link, config.start_timeout)
     shards = [(side, Shard(rank, config.degree(side))) for side in SIDES for rank in range(config.degree(side))]
-    specs = [gang._rank_spec(meeting, side, shard) for side, shard in shards]
+    specs = [rank_spec(config, pair, meeting, side, shard) for side, shard in shards]
     ranks = [threading.Thread(target=run_rank, args=(spec, HOST), daemon=True) for spec in specs]
     for rank in ranks:
         rank.start()
-    spec = gang._coordinator_spec(meeting)
+    spec = coordinator_spec(config, pair, meeting)
     made = Coordinator(spec, HOST)
     failures: list[Exception] = []
 

@@ -51,8 +51,8 @@ def test_load_on_one_model_does_not_starve_the_other():
     """A worker takes silence for death. Here the draft has nothing to do, and the engine is never idle."""
 
     async def work(client: CoordinatorClient, steps: list[Step]) -> None:
-        heard, send = [], made._workers["draft"]._send
-        made._workers["draft"]._send = lambda **command: (heard.append(time.monotonic()), send(**command))[1]
+        heard, send = [], made._remote.workers["draft"]._send
+        made._remote.workers["draft"]._send = lambda **command: (heard.append(time.monotonic()), send(**command))[1]
         end = time.monotonic() + 2.0
 
         async def load(name: str) -> None:

@@ -12,9 +12,11 @@ from smc.engine.config import EngineConfig
 from smc.engine.engine import Engine
 from smc.engine.group import Phase
 from smc.engine.local import ModelPair, local_engine
-from smc.engine.messages import Rows
 from smc.engine.request import Answer, Output, Request, SamplingParams
 from smc.engine.worker import ModelWorker
+from smc.resident.forward import StaticForward, StaticRows
+from smc.resident.sides import Side
+from smc.resident.stages import Stages
 
 FORMS = [
     EngineConfig(form="lockstep", block=3),
@@ -63,43 +65,58 @@ def step_through(engine: Engine, check: Callable[[Engine], None]) -> list[Output
 
 
 class TokenLedger:
-    """Knows which token each KV page was written for: listens to what a worker runs through its model, and where it stores it."""
+    """Knows which token each KV page was written for: listens to what a side runs through its model, and where it stores it."""
 
-    def __init__(self, worker: ModelWorker) -> None:
-        self.worker = worker
+    def __init__(self, engine: Engine, side: str) -> None:
+        worker = engine.workers[side]
         self.token_of_page = np.full(worker.tables.allocator.capacity + 1, -1, dtype=np.int64)
         model = worker.model
 
         def listening(tokens_T: torch.Tensor, rope_T2D: torch.Tensor, attend) -> torch.Tensor:
-            self.token_of_page[attend.__self__.pages_T.numpy()] = tokens_T.numpy()
+            run = attend.__self__
+            stored_T = tokens_T if run.new_T is None else tokens_T[run.new_T]
+            self.token_of_page[run.pages_T.numpy()] = stored_T.numpy()
             return model(tokens_T, rope_T2D, attend)
 
         worker.model = Listening(model, listening)
+        for part in (side_of(engine, side), side_of(engine, side, alone=True)):
+            part._model.forward.model = worker.model
 
-    def tokens(self, row: int) -> list[int]:
-        tables = self.worker.tables
-        return self.token_of_page[tables.table_RL[row, : tables.length_R[row]]].tolist()
+    def tokens(self, pages: Sequence[int]) -> list[int]:
+        return self.token_of_page[pages].tolist()
 
 
 class Listening:
     """A model whose calls go through a listener first."""
 
     def __init__(self, model, call: Callable) -> None:
-        self.logits, self._call = model.logits, call
+        self.logits, self.config, self.embed, self._call = model.logits, model.config, model.embed, call
 
     def __call__(self, *arguments):
         return self._call(*arguments)
 
 
+def side_of(engine: Engine, side: str, *, alone: bool = False) -> Side:
+    """What carries out one side's part of rounds of an engine in this process."""
+    runner = engine._smc.rounds.runner
+    return runner.plain[side].join.__self__ if alone else {"draft": runner._draft, "target": runner._target}[side]
+
+
 @torch.inference_mode()
-def next_log_probs(worker: ModelWorker, row: int, token: int) -> torch.Tensor:
-    """log p [V] after feeding `token` to a row, from its paged KV. The worker itself is left as it was."""
-    twin = copy.copy(worker)
-    twin.tables, twin.pool = copy.deepcopy(worker.tables), copy.deepcopy(worker.pool)
-    one = np.ones(1, dtype=np.int32)
-    rows = Rows(one * row, twin.tables.length_R[[row]], one, np.array([token]), np.array([0, 1]), np.zeros(1, dtype=np.int64))
-    hidden = ModelWorker._forward(twin, rows)
-    return torch.log_softmax(twin._logits(hidden)[-1].double(), -1)
+def next_log_probs(part: Side, slot: int, held: int, token: int) -> torch.Tensor:
+    """log p [V] after feeding `token` to the first `held` positions of a slot, from its paged KV, which is left as it was."""
+    model = part._model
+    forward = StaticForward(model.forward.model, copy.deepcopy(part.worker.pool), part.worker.rope)
+    one = torch.ones(1, dtype=torch.int32)
+    rows = StaticRows(model.state.table_SL[slot : slot + 1], one * held, one, one, one * 0, queries=1, short=False)
+    hidden = forward(torch.tensor([token]), rows)
+    return torch.log_softmax(forward.logits(hidden)[-1].double(), -1)
+
+
+class Padding(Stages):
+    """As on a GPU, where rounds are padded to few shapes and a round is asked for before the last is read; but run as they are."""
+
+    records = True
 
 
 def running(engine: Engine) -> list:

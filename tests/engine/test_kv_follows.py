@@ -1,18 +1,18 @@
-"""KV after fan-out, resampling, re-rooting and sharing is what the particles' own tokens would give; the books always balance."""
+"""KV after fan-out, resampling and re-rooting is what the particles' own tokens would give; the books always balance."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from smc.engine.config import EngineConfig
 from smc.engine.local import local_engine
-from smc.engine.request import Request, SamplingParams
+from smc.engine.messages import SIDES
+from smc.engine.request import Method, Request, SamplingParams
 from tests.engine import pairs
-from tests.engine.harness import FORMS, TokenLedger, assert_empty, config_id, next_log_probs, running, step_through, workers
+from tests.engine.harness import FORMS, TokenLedger, assert_empty, config_id, next_log_probs, running, side_of, step_through, workers
 
 MIXED = [
     {"particles": 6, "ess_threshold": 1.0},
@@ -36,22 +36,25 @@ def mixed_requests(count: int, rng: random.Random, vocab: int = 4) -> list[Reque
     ]
 
 
-def rows_of(engine, group, side: str) -> list[tuple[int, list[int]]]:
-    """(row, tokens it must hold) for every live row of a group."""
-    expected = []
-    for slot in group.slots[engine._rows.live_S(side)[group.slots]].tolist():
-        kept = engine._rows.kv_S(side)[slot] - group.prompt_size
-        tokens = [*group.request.prompt, *engine.slots.tokens_SL[slot, :kept].tolist()]
-        rows = engine._rows.of(side, np.array([slot])).ravel().tolist()
-        expected += [(row, tokens) for row in (rows if group.is_smc else rows[:1])]
-    return expected
+def held(engine, group, side: str) -> list[tuple[int, list[int]]]:
+    """(slot, tokens whose keys and values it must hold) for every open particle of a group."""
+    slots, smc = engine.slots, group.params.method is Method.SMC
+    found = []
+    for slot in group.slots[~slots.ended_S[group.slots]].tolist():
+        if side == "target" and smc:
+            kept = slots.block_S[slot]  # the block in flight has not been run
+        else:
+            both = smc and engine.config.form == "lockstep" and group.rounds > 0
+            kept = slots.length_S[slot] - (2 if both else 1)  # the seed has not been run, in lockstep nor the token before it
+        found.append((slot, [*group.request.prompt, *slots.tokens_SL[slot, :kept].tolist()]))
+    return found
 
 
 @pytest.mark.parametrize("config", FORMS, ids=config_id)
-def test_rows_hold_the_tokens_of_their_particles(config):
-    """After every step, every live row's pages were written for exactly the tokens of its particle, prompt included."""
+def test_slots_hold_the_tokens_of_their_particles(config):
+    """After every step, every open particle's pages were written for exactly its tokens, prompt included."""
     engine = local_engine(pairs.tiny_pair(), config)
-    ledgers = {side: TokenLedger(worker) for side, worker in workers(engine).items()}
+    ledgers = {side: TokenLedger(engine, side) for side in SIDES}
     for r in mixed_requests(70, random.Random(0)):
         engine.submit(r)
     seen = 0
@@ -60,8 +63,9 @@ def test_rows_hold_the_tokens_of_their_particles(config):
         nonlocal seen
         for group in running(engine):
             for side in group.prefilled:
-                for row, tokens in rows_of(engine, group, side):
-                    assert ledgers[side].tokens(row) == tokens
+                table_SL = side_of(engine, side, alone=group.params.method is not Method.SMC)._model.state.table_SL
+                for slot, tokens in held(engine, group, side):
+                    assert ledgers[side].tokens(table_SL[slot, : len(tokens)].numpy()) == tokens
                     seen += 1
         for worker in workers(engine).values():
             worker.tables.check()
@@ -82,10 +86,10 @@ def test_next_token_law_equals_recomputation(config):
     def check(engine) -> None:
         nonlocal compared
         for group in running(engine):
-            for side in ("draft", "target"):
-                for row, tokens in rows_of(engine, group, side)[::3]:
+            for side in SIDES:
+                for slot, tokens in held(engine, group, side)[::3]:
                     for token in (0, 2):
-                        ours = next_log_probs(workers(engine)[side], row, token)
+                        ours = next_log_probs(side_of(engine, side), slot, len(tokens), token)
                         fresh = pairs.next_log_probs(getattr(pair, side), [*tokens, token])
                         assert (ours - fresh).abs().max() < 1e-4
                         compared += 1
@@ -118,16 +122,12 @@ def test_books_balance_through_random_lives(seed):
     assert_empty(engine)
 
 
-def test_what_all_particles_agree_on_is_held_once():
-    """A draft equal to the target, nearly greedy: particles agree, so their pages are shared and attention reads them once."""
+def test_what_all_particles_agree_on_is_read_once():
+    """A draft equal to the target, nearly greedy: particles agree, and attention is told so, round after round."""
     equal = replace(pairs.tiny_pair(), draft=pairs.tiny_pair().target)
     engine = local_engine(equal, EngineConfig(form="lookahead", block=2, branches=2))
     engine.submit(Request("r", (0, 1, 2), SamplingParams(particles=8, temperature=0.01, seed=0, max_tokens=30, ignore_eos=True)))
-    most = 0
-
-    def check(engine) -> None:
-        nonlocal most
-        most = max(most, *(w.tables.allocator.num_held for w in workers(engine).values()))
-
-    step_through(engine, check)
-    assert most < 3 + 30 + 8 * 2 * 2, "duplicates of the committed prefix are held"
+    shared, run = [], engine._smc.rounds.runner.round
+    engine._smc.rounds.runner.round = lambda plan: (shared.append(int(plan.shared_G[0])), run(plan))[1]
+    step_through(engine, lambda _: None)
+    assert shared == sorted(shared) and shared[0] == 3 and shared[-1] > 3 + 30 - 3 * 2

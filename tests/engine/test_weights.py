@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import numpy as np
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from smc.engine.config import EngineConfig
 from smc.engine.local import local_engine
 from smc.engine.request import FinishReason, Request, SamplingParams
-from smc.engine.slots import Slots
+from smc.resident.state import SlotState
 from tests.engine.harness import answers, config_id
-from tests.engine.pairs import next_log_probs, tiny_pair
+from tests.engine.pairs import LETTERS, next_log_probs, tiny_pair
 
 PROMPT = (2, 1)
 EOS = 3
@@ -49,30 +51,54 @@ def test_only_existing_drafted_tokens_count(form, block):
     assert reasons == {(FinishReason.EOS, True), (FinishReason.EOS, False), (FinishReason.LENGTH, True)}
 
 
+@pytest.mark.parametrize("block", [1, 2, 3, 5])
+@pytest.mark.parametrize("form", ["lockstep", "lookahead"])
+def test_nothing_counts_after_a_stop_string(form, block):
+    """Strings that end at any token of a block, in whatever the first token was, across blocks, and one inside another."""
+    engine = local_engine(tiny_pair(), EngineConfig(form=form, block=block, branches=1 if form == "lookahead" else None))
+    settings = {"particles": 1, "ess_threshold": 0, "max_tokens": 14, "ignore_eos": True}
+    stops = [("b",), ("ab", "cab"), ("aa", "bacb"), ("acca",)]
+    requests = [
+        Request(f"{i}-{s}", PROMPT, SamplingParams(seed=s, stop=stop, **settings)) for i, stop in enumerate(stops) for s in range(20)
+    ]
+    found, reasons = answers(engine, requests), set()
+    for r in requests:
+        a = found[r.request_id]
+        text = "".join(LETTERS[t] if t != EOS else "" for t in a.tokens)
+        complete = [n for n in range(len(text) + 1) if text[:n].endswith(r.params.stop)]
+        reasons.add(a.finish_reason)
+        if a.finish_reason is FinishReason.STOP_STRING:
+            assert complete == [len(text)] and a.tokens[-1] != EOS, "it ends where the first string does"
+            assert text.endswith(a.matched) and a.text == text.removesuffix(a.matched)
+        else:
+            assert not complete and len(a.tokens) == 14
+        drafted = (lambda i: i % (block + 1) != 0) if form == "lockstep" else (lambda i: i > 0)
+        assert a.statistics.log_z == pytest.approx(log_weight(a.tokens, drafted), abs=2e-4)
+    assert reasons == {FinishReason.STOP_STRING, FinishReason.LENGTH}
+
+
 @pytest.mark.parametrize(
-    "tokens,cap,room,length,ended",
+    "tokens,room,length,ended",
     [
-        ([0, 1, 2, 0], 9, 9, 4, False),
-        ([0, EOS, 2, 0], 9, 9, 2, True),
-        ([0, 1, 2, EOS], 9, 9, 4, True),
-        ([EOS, EOS, EOS, EOS], 9, 9, 1, True),
-        ([0, 1, 2, 0], 9, 3, 3, True),
-        ([0, 1, 2, 0], 9, 4, 4, True),
-        ([0, 1, EOS, 0], 9, 3, 3, True),
-        ([0, EOS, 2, 0], 9, 3, 2, True),
-        ([0, 1, 2, EOS], 9, 3, 3, True),
-        ([0, 1, 2, 0], 9, 1, 1, True),
+        ([0, 1, 2, 0], 9, 4, False),
+        ([0, EOS, 2, 0], 9, 2, True),
+        ([0, 1, 2, EOS], 9, 4, True),
+        ([EOS, EOS, EOS, EOS], 9, 1, True),
+        ([0, 1, 2, 0], 3, 3, True),
+        ([0, 1, 2, 0], 4, 4, True),
+        ([0, 1, EOS, 0], 3, 3, True),
+        ([0, EOS, 2, 0], 3, 2, True),
+        ([0, 1, 2, EOS], 3, 3, True),
+        ([0, 1, 2, 0], 1, 1, True),
     ],
 )
-def test_end_of_a_block(tokens, cap, room, length, ended):
+def test_end_of_a_block(tokens, room, length, ended):
     """The table of EOS and cap within one block of four: whichever comes first ends the answer, and nothing follows it."""
-    slots = Slots(2, 32, 5, 4)
-    (slot,) = slots.claim(1, cap, [EOS])
-    slots.length_S[slot] = cap - room
-    slots.append(np.array([slot]), np.array([tokens]))
-    assert slots.length_S[slot] == cap - room + length
-    assert slots.ended_S[slot] == ended
-    assert slots.tokens_SL[slot, cap - room : cap - room + length].tolist() == tokens[:length]
+    state = SlotState(2, 32, 4, torch.device("cpu"))
+    state.is_stop_SV[1, EOS] = True
+    plan = SimpleNamespace(matching=False)
+    growth = state.grow(plan, torch.tensor([1]), torch.tensor([tokens]), torch.tensor([room]))
+    assert growth.count_A.tolist() == [length] and growth.ends_A.tolist() == [ended]
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 
 from services.link import codec
 from services.pb import particles_pb2 as pb
-from smc.engine.messages import ExtendBatch, ExtendResult, Keys, Rows, SampleBatch, SampleResult
-from smc.kv.tables import RELEASE, PrefixMerge, RowMoves
+from smc.engine.matcher import StopMatcher
+from smc.engine.messages import Draws, PromptBatch, PromptResult
 from smc.laws import LawSpec
 from smc.philox import Purpose
+from smc.resident.plan import RoundPlan, RoundResult
+from smc.resident.sides import Start
 
 examples = settings(max_examples=40, deadline=None)
 
@@ -38,13 +40,6 @@ def sizes(draw) -> tuple[np.random.Generator, int, int]:
     return np.random.default_rng(draw(st.integers(0, 2**32))), draw(st.integers(1, 9)), draw(st.integers(1, 5))
 
 
-def rows(rng: np.random.Generator, r: int) -> Rows:
-    counts = rng.integers(1, 4, r, dtype=np.int32)
-    bounds = np.array([0, r], dtype=np.int64)
-    numbers = rng.integers(0, 2**31 - 1, (2, r), dtype=np.int32)
-    return Rows(numbers[0], numbers[1], counts, rng.integers(0, 2**17, int(counts.sum())), bounds, np.array([3]))
-
-
 def law(rng: np.random.Generator, r: int) -> LawSpec:
     off = rng.random() < 0.3
     top_p = np.ones(r, np.float32) if off else rng.random(r, dtype=np.float32)
@@ -52,71 +47,100 @@ def law(rng: np.random.Generator, r: int) -> LawSpec:
     return LawSpec.of(temperature, rng.integers(0, 5, r), top_p, np.zeros(r, np.float32), np.ones(r, np.float32))
 
 
-def keys(rng: np.random.Generator, r: int, d: int) -> Keys:
+def draws(rng: np.random.Generator, r: int, d: int) -> Draws:
     seeds = rng.integers(-(2**63), 2**63 - 1, r, dtype=np.int64)
-    return Keys(seeds, rng.integers(0, 1000, r), rng.integers(0, 4096, (r, d)), Purpose.PROPOSAL)
+    return Draws(law(rng, r), seeds, rng.integers(0, 1000, r), rng.integers(0, 4096, (r, d)), Purpose.PROPOSAL)
 
 
 @examples
 @given(sizes(), st.booleans())
-def test_sample(drawn, publish):
-    rng, r, f = drawn
-    batch = SampleBatch(rows(rng, r), rng.integers(0, 99, (r, f), dtype=np.int32), 3, law(rng, r), 0.05, keys(rng, r, f), publish)
-    assert equal(codec.to_sample_batch(over_the_wire(codec.sample_command(batch))), batch)
-    logq = rng.standard_normal((r, f, 3)).astype(np.float32)
-    logq[0, 0, 0] = np.nan
-    result = SampleResult(rng.integers(0, 2**17, (r, f, 3), dtype=np.int32), logq)
-    assert equal(codec.to_sample_result(over_the_wire(codec.sample_outcome(result))), result)
+def test_prompts(drawn, drawing):
+    rng, r, d = drawn
+    counts, (rows, starts) = rng.integers(1, 4, r, dtype=np.int32), rng.integers(0, 2**31 - 1, (2, r), dtype=np.int32)
+    batch = PromptBatch(rows, starts, counts, rng.integers(0, 2**17, int(counts.sum())), draws(rng, r, d) if drawing else None)
+    assert equal(codec.to_prompt_batch(over_the_wire(codec.prompt_command(batch))), batch)
 
 
 @examples
-@given(sizes(), st.booleans(), st.booleans(), st.booleans())
-def test_extend(drawn, labelled, drawing, ahead):
-    rng, r, f = drawn
-    given_rows = rows(rng, r)
-    tokens = len(given_rows.tokens_T)
-    batch = ExtendBatch(
-        given_rows,
-        labels_T=rng.integers(-1, 99, tokens) if labelled else None,
-        draws=keys(rng, r, f) if drawing else None,
-        next_of="the draft" if ahead else None,
-        next_index_R=rng.integers(-1, r, r) if ahead else None,
-        law=law(rng, r) if labelled or drawing or ahead else None,
-    )
-    command = over_the_wire(codec.extend_command(batch, 7, (r, f)) if ahead else codec.extend_command(batch))
-    assert equal(codec.to_extend_batch(command, batch.next_of), batch)
-    assert (command.published, command.published_rows, command.published_branches) == ((7, r, f) if ahead else (0, 0, 0))
+@given(sizes(), st.booleans())
+def test_prompt_result(drawn, drew):
+    rng, r, d = drawn
+    logp, log_z = (rng.standard_normal(shape).astype(np.float32) for shape in ((r, d), r))
+    log_z[0] = np.nan
+    result = PromptResult(rng.integers(0, 99, (r, d), dtype=np.int32), logp, log_z) if drew else PromptResult()
+    assert equal(codec.to_prompt_result(over_the_wire(codec.prompt_outcome(result))), result)
 
 
 @examples
-@given(sizes(), st.booleans(), st.booleans(), st.booleans())
-def test_extend_result(drawn, scored, drew, ahead):
-    rng, r, f = drawn
+@given(sizes(), st.booleans(), st.booleans())
+def test_a_group_joins_and_leaves(drawn, alone, matching):
+    rng, n, x = drawn
+    ints = [rng.integers(0, 2**31 - 1, n, dtype=np.int32) for _ in range(2)]
+    matcher = StopMatcher(rng.integers(0, 9, 50, dtype=np.int16), rng.integers(0, 9, (x + 2, 9), dtype=np.int16)) if matching else None
+    start = Start(ints[0], 3, 17, 99, ints[1], rng.random(n) < 0.5, rng.standard_normal(n), [2, 2**17], matcher, rng.integers(0, 9, n))
+    command = over_the_wire(codec.join_command(start, alone))
+    assert equal(codec.to_start(command), start) and command.alone == alone
+    command = over_the_wire(codec.leave_command(ints[0], alone))
+    assert equal(codec.to_slots(command), ints[0]) and command.alone == alone
+    assert equal(codec.to_rows(over_the_wire(codec.release_command(ints[1]))), ints[1])
 
-    def reals(*shape: int) -> np.ndarray:
-        return rng.standard_normal(shape).astype(np.float32)
 
-    result = ExtendResult(
-        logp_T=reals(3 * r) if scored else None,
-        next_logp_RF=reals(r, f) if ahead else None,
-        drawn_RD=rng.integers(0, 99, (r, f), dtype=np.int32) if drew else None,
-        drawn_logp_RD=reals(r, f) if drew else None,
-        log_z_R=reals(r) if drew else None,
+@examples
+@given(sizes(), st.booleans(), st.sampled_from([None, "systematic", "ssp"]))
+def test_a_round(drawn, flag, scheme):
+    rng, g, m = drawn
+    a = g * m
+
+    def ints(size: int, dtype: type = np.int64) -> np.ndarray:
+        return rng.integers(0, 2**31 - 1, size).astype(dtype)
+
+    plan = RoundPlan(
+        schemes=(scheme,) * g,
+        short=flag,
+        matching=not flag,
+        target_law=law(rng, a),
+        draft_law=law(rng, a),
+        slots_A=ints(a),
+        particle_A=ints(a),
+        seed_A=rng.integers(-(2**63), 2**63 - 1, a, dtype=np.int64),
+        round_A=ints(a),
+        position_A=ints(a),
+        room_A=ints(a),
+        alpha_A=rng.random(a),
+        size_G=ints(g),
+        shared_G=ints(g, np.int32),
+        threshold_G=rng.random(g),
+        uniforms_GU=rng.random((g, 1 if flag else 4 * m)),
+        branch_uniforms_GM=rng.random((g, m)),
     )
-    assert equal(codec.to_extend_result(over_the_wire(codec.extend_outcome(result))), result)
+    command = over_the_wire(codec.round_command(plan, flag))
+    assert equal(codec.to_plan(command), plan) and command.alone == flag
 
 
 @examples
 @given(sizes())
-def test_moves_and_merges(drawn):
-    rng, m, _ = drawn
-    a, b, c, d = (rng.integers(RELEASE, 2**31 - 1, m, dtype=np.int32) for _ in range(4))
-    assert equal(codec.to_moves(over_the_wire(codec.move_command(RowMoves(a, b, c)))), RowMoves(a, b, c))
-    assert equal(codec.to_merge(over_the_wire(codec.merge_command(PrefixMerge(a, b, c, d)))), PrefixMerge(a, b, c, d))
+def test_round_result(drawn):
+    rng, g, m = drawn
+    a, q = g * m, 5
+    logp = rng.standard_normal((a, q)).astype(np.float32)
+    logp[0, 0] = np.nan
+    result = RoundResult(
+        ancestor_A=rng.integers(0, a, a, dtype=np.int32),
+        grown_AQ=rng.integers(0, 2**17, (a, q - 1), dtype=np.int32),
+        count_A=rng.integers(0, q, a, dtype=np.int32),
+        ended_A=rng.random(a) < 0.5,
+        logw_A=rng.standard_normal(a),
+        logp_AQ=logp,
+        first_logp_A=logp[:, 0].copy(),
+        log_z_G=rng.standard_normal(g),
+        ess_G=rng.random(g),
+        **{name: rng.random(g) < 0.5 for name in ("resampled_G", "collapsed_G", "draft_nan_G", "target_nan_G")},
+    )
+    assert equal(codec.to_result(over_the_wire(codec.round_outcome(result))), result)
 
 
 def test_arrays_can_be_written_to():
     """A read-only view of the message would make torch warn, and fail where it writes in place."""
-    moves = codec.to_moves(pb.MoveCommand(dst=b"\x01\x00\x00\x00", src=b"\x02\x00\x00\x00", start=b"\x00\x00\x00\x00"))
-    moves.dst_M[0] = 5
-    assert moves.dst_M.tolist() == [5]
+    rows = codec.to_rows(pb.ReleaseCommand(rows=b"\x01\x00\x00\x00"))
+    rows[0] = 5
+    assert rows.tolist() == [5]

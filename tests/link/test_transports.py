@@ -58,14 +58,14 @@ def ping(sequence: int) -> pb.WorkRequest:
 def test_messages_of_any_size_in_order(link, size):
     with meeting(link) as (ends, leaders):
         for sequence in range(1, 4):
-            big = pb.MoveCommand(dst=bytes(range(256)) * (size // 256) + b"x" * (size % 256))
-            ends["draft"].send(pb.WorkRequest(version=LAYOUT_VERSION, epoch=EPOCH, sequence=2 * sequence - 1, move=big))
+            big = pb.ReleaseCommand(rows=bytes(range(256)) * (size // 256) + b"x" * (size % 256))
+            ends["draft"].send(pb.WorkRequest(version=LAYOUT_VERSION, epoch=EPOCH, sequence=2 * sequence - 1, release=big))
             ends["draft"].send(ping(2 * sequence))
-            assert leaders["draft"].coordinator.receive(5.0).move == big
+            assert leaders["draft"].coordinator.receive(5.0).release == big
             assert leaders["draft"].coordinator.receive(5.0) == ping(2 * sequence)
-            leaders["draft"].coordinator.send(pb.WorkResponse(sequence=sequence, sample=pb.SampleOutcome(tokens=big.dst)))
+            leaders["draft"].coordinator.send(pb.WorkResponse(sequence=sequence, prompt=pb.PromptOutcome(drawn=big.rows)))
             response = ends["draft"].receive(5.0)
-            assert response.sequence == sequence and response.sample.tokens == big.dst
+            assert response.sequence == sequence and response.prompt.drawn == big.rows
 
 
 def test_many_messages_before_the_first_is_received(link):

@@ -8,17 +8,19 @@ import pytest
 
 from smc.engine.local import local_engine
 from smc.engine.request import FinishReason
-from tests.engine.harness import FORMS, answers, assert_empty, config_id, request
+from smc.resident.sides import Parts
+from tests.engine.harness import FORMS, Padding, answers, assert_empty, config_id, request
 from tests.engine.pairs import tiny_pair
 from tests.resident.test_same_answers import assert_same, mixed
 
 
 @pytest.mark.parametrize("config", FORMS, ids=config_id)
-def test_random_cancels_free_everything_and_disturb_nobody(config):
+def test_random_cancels_free_everything_and_disturb_nobody(config, monkeypatch):
     rng = random.Random(11)
     asked = list(mixed(60, random.Random(3)))
     expected = answers(local_engine(tiny_pair(), config), asked)
-    engine, waiting, done = local_engine(tiny_pair(), config, resident=True), list(asked), {}
+    monkeypatch.setattr("smc.engine.local.parts_for", lambda _device: Parts(stages=Padding))
+    engine, waiting, done = local_engine(tiny_pair(), config), list(asked), {}
     while waiting or not engine.idle:
         if waiting and rng.random() < 0.8:
             engine.submit(waiting.pop(0))
@@ -36,7 +38,7 @@ def test_random_cancels_free_everything_and_disturb_nobody(config):
 @pytest.mark.parametrize("config", FORMS, ids=config_id)
 def test_a_time_budget_ends_with_a_weighed_answer(config):
     now = [0.0]
-    engine = local_engine(tiny_pair(), config, resident=True, clock=lambda: now[0])
+    engine = local_engine(tiny_pair(), config, clock=lambda: now[0])
     engine.submit(request(particles=4, seed=1, max_tokens=60, ignore_eos=True, time_budget=5.0))
     done = []
     while not engine.idle:
@@ -44,9 +46,3 @@ def test_a_time_budget_ends_with_a_weighed_answer(config):
         done += [output.answer for output in engine.step() if output.answer]
     assert_empty(engine)
     assert done[0].finish_reason is FinishReason.TIME_BUDGET and 0 < len(done[0].tokens) < 60
-
-
-def test_stop_strings_are_refused():
-    engine = local_engine(tiny_pair(), FORMS[0], resident=True)
-    with pytest.raises(ValueError, match="is not supported with resident rounds"):
-        engine.submit(request(stop=("a",)))

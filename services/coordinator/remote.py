@@ -1,0 +1,76 @@
+"""The engine over two links: the scheduler of the in-process engine, unchanged, with workers that are elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.coordinator.timeline import Timeline
+from services.link.base import LinkError
+from services.link.connect import Meeting, coordinator_end
+from services.link.remote import RemotePair, RemoteWorker
+from smc.engine.config import EngineConfig
+from smc.engine.engine import Engine
+from smc.engine.messages import SIDES
+from smc.engine.request import Request, SamplingParams
+from smc.models.source import Source
+
+
+@dataclass(frozen=True)
+class CoordinatorSpec:
+    """Everything the coordinator is told when it starts."""
+
+    meeting: Meeting
+    target: Source
+    """Whose tokenizer is the pair's."""
+    engine: EngineConfig
+    context: int
+    timeout: float
+    """Seconds that any answer of a worker may take."""
+    heartbeat: float
+    """Seconds between two signs of life while nothing runs; workers give up a silent coordinator after `timeout`."""
+    records: bool
+    """Workers record rounds and replay them: few shapes are worth more than few rows."""
+    trace: Path | None
+    """Where to write a Chrome trace of all rounds when it stops."""
+
+
+class RemoteEngine:
+    """Has met both workers' leaders and seen a round of both models."""
+
+    def __init__(self, spec: CoordinatorSpec) -> None:
+        """Returns when every rank has run a warm-up round. Raises LinkError, ValueError or what a worker reports."""
+        self._spec = spec
+        self.timeline = Timeline(trace=spec.trace is not None)
+        store = spec.meeting.store()
+        ends = {side: coordinator_end(spec.meeting, store, side) for side in SIDES}
+        self.workers = {
+            side: RemoteWorker(side, end, spec.meeting.epoch, spec.meeting.start_timeout, self.timeline) for side, end in ends.items()
+        }
+        pages = dict.fromkeys(SIDES, spec.engine.pool_pages(spec.context))
+        pair = RemotePair(self.workers, records=spec.records)
+        self.engine = Engine(spec.engine, self.workers, spec.target.tokenizer(), pair=pair, pages=pages, context=spec.context)
+        self._warm_up()
+
+    def stop(self) -> None:
+        """Tell the workers to end."""
+        for worker in self.workers.values():
+            worker.stop()
+
+    def _warm_up(self) -> None:
+        """One short request through both models: every rank has then run everything once, and clocks are compared."""
+        block, vocab = self._spec.engine.block, self.engine.tokenizer.size
+        prompt = tuple(i % vocab for i in range(4))
+        tokens = min(2 * block + 2, self._spec.context - len(prompt))
+        params = SamplingParams(particles=min(2, self._spec.engine.max_slots), max_tokens=tokens, seed=0, ignore_eos=True)
+        answer = None
+        for output in self.engine.run([Request("warm-up", prompt, params)]):
+            answer = output.answer or answer
+        if answer.error:
+            raise LinkError(f"the warm-up round failed: {answer.error}")
+        self.engine.check_books()
+        self.engine.take_stats()
+        for worker in self.workers.values():
+            worker.set_clock()
+            worker.timeout = self._spec.timeout
+        self.timeline.forget()

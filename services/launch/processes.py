@@ -1,0 +1,128 @@
+"""A gang of processes on this host, without Ray: for measuring. Models stay loaded from one engine to the next."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+
+from services.coordinator.remote import RemoteEngine
+from services.launch.config import GangConfig
+from services.launch.gang import GangError
+from services.launch.specs import coordinator_spec, rank_spec
+from services.link.base import LinkError
+from services.link.connect import Meeting
+from services.workers.process import RankSpec, load_rank, run_rank
+from smc.engine.config import EngineConfig
+from smc.engine.messages import SIDES
+from smc.models.parallel import Shard
+
+HOST = "127.0.0.1"
+END_SECONDS = 20.0
+"""For a rank to come back from an engine, and for its process to end."""
+
+
+class Processes:
+    """Every rank of a gang in a process of its own. Ends them when it is closed."""
+
+    def __init__(self, config: GangConfig, gpus: dict[str, list[int]] | None = None) -> None:
+        """`gpus`: which GPU each rank of a side sees; two ranks may see the same one."""
+        self._config, self._epoch = config, 0
+        limit = timedelta(seconds=config.start_timeout)
+        self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        self._ranks = {
+            (side, rank): _Rank(f"{side}{rank}", gpus and gpus[side][rank]) for side in SIDES for rank in range(config.degree(side))
+        }
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for rank in self._ranks.values():
+            rank.end()
+
+    @contextmanager
+    def engine(self, engine: EngineConfig) -> Iterator[RemoteEngine]:
+        """An engine of these settings over the models. Raises GangError if it does not start; then nothing more can be done here."""
+        self._epoch += 1
+        config = replace(self._config, engine=engine)
+        pair = config.serving_pair()
+        meeting = Meeting(HOST, self._store.port, self._epoch, secrets.token_hex(16), config.link, config.start_timeout)
+        for (side, number), rank in self._ranks.items():
+            rank.begin(rank_spec(config, pair, meeting, side, Shard(number, config.degree(side))))
+        try:
+            remote = RemoteEngine(coordinator_spec(config, pair, meeting))
+            try:
+                yield remote
+            finally:
+                remote.stop()
+            for rank in self._ranks.values():
+                rank.wait()
+        except LinkError as error:
+            causes = [cause for rank in self._ranks.values() if (cause := rank.failure())]
+            raise GangError("; ".join(causes) or str(error)) from error
+
+
+class _Rank:
+    """A process that carries out one engine after the other."""
+
+    def __init__(self, name: str, gpu: int | None) -> None:
+        self.name = name
+        context = multiprocessing.get_context("spawn")
+        self._pipe, there = context.Pipe()
+        self._process = context.Process(target=_serve, args=(there, gpu), name=name, daemon=True)
+        self._process.start()
+        there.close()
+
+    def begin(self, spec: RankSpec) -> None:
+        self._pipe.send(spec)
+
+    def wait(self) -> None:
+        """Until it has come back from the engine. Raises LinkError if it has not, or failed."""
+        if cause := self.failure():
+            raise LinkError(cause)
+
+    def failure(self) -> str | None:
+        """What went wrong here, if anything did."""
+        try:
+            if not self._pipe.poll(END_SECONDS):
+                return f"{self.name} did not come back within {END_SECONDS:g} s"
+            cause = self._pipe.recv()
+        except (EOFError, OSError):
+            return f"{self.name} died"
+        return f"{self.name}: {cause}" if cause else None
+
+    def end(self) -> None:
+        with suppress(OSError):
+            self._pipe.send(None)
+        self._process.join(END_SECONDS)
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+
+
+def _serve(pipe: Connection, gpu: int | None) -> None:
+    """The life of a rank's process."""
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
+    loaded = None
+    for spec in iter(pipe.recv, None):
+        try:
+            loaded = loaded or load_rank(spec)
+            run_rank(spec, HOST, loaded)
+            pipe.send(None)
+        except Exception as error:
+            pipe.send(f"{type(error).__name__}: {error}")
+            return
+        gc.collect()
+        if gpu is not None:
+            torch.cuda.empty_cache()

@@ -1,0 +1,43 @@
+"""What each process of a gang is told when it starts."""
+
+from __future__ import annotations
+
+from services.backend import ServingPair
+from services.coordinator.remote import CoordinatorSpec
+from services.launch.config import GangConfig
+from services.link.connect import Meeting
+from services.workers.process import RankSpec
+from smc.models.parallel import Shard
+
+
+def rank_spec(config: GangConfig, pair: ServingPair, meeting: Meeting, side: str, shard: Shard) -> RankSpec:
+    engine, context = pair.engine, pair.context
+    return RankSpec(
+        meeting=meeting,
+        side=side,
+        shard=shard,
+        source=config.sources.of_side(side),
+        dtype=config.dtype,
+        device=config.device,
+        peer_device=config.device,
+        width=engine.width(context),
+        pages=engine.pool_pages(context),
+        vocab_size=pair.tokenizer.size,
+        # A worker must outlast a coordinator that waits for the other worker.
+        timeout=2 * max(config.link_timeout, config.start_timeout),
+        threads=config.threads,
+        engine=engine,
+    )
+
+
+def coordinator_spec(config: GangConfig, pair: ServingPair, meeting: Meeting) -> CoordinatorSpec:
+    return CoordinatorSpec(
+        meeting=meeting,
+        target=config.sources.target,
+        engine=pair.engine,
+        context=pair.context,
+        timeout=config.link_timeout,
+        heartbeat=config.heartbeat,
+        records=config.device == "cuda",
+        trace=config.trace.absolute() if config.trace else None,
+    )
