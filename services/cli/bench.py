@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,8 +13,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from services.cli import gang, options
+from services.cli.speed import APART, MODES, SpeedPlan, count_gpus, local_machine, speed_table
 from services.cli.speed import LEGEND as SPEED_LEGEND
-from services.cli.speed import MODES, SpeedPlan, speed_table
 from services.cli.speed import measure as measure_speed
 from services.cli.terminal import out, progress_bar
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from services.launch.measure import GangRound
     from smc.engine.config import EngineConfig
     from smc.evaluation.round_time import RoundTime
+    from smc.evaluation.speed import Speed
 
 LOCAL_LEGEND = (
     "N={particles}, medians of {rounds} rounds, milliseconds, both models in one process. draft, target: forward passes, laws and draws; "
@@ -70,11 +72,13 @@ def bench(
 ) -> None:
     """Measure speed: on GPUs answer tokens a second of every mode, on a CPU where the time of a round goes."""
     on_gpu = {"load": load, "mode": mode, "context": context, "trace": trace}
+    gang_only = {"draft_tp": draft_tp, "target_tp": target_tp, "threads": threads}
     if device == "cuda":
-        _check(concurrency, rounds, json, {}, trace)
-        _refuse_idle({"link": link, "draft_tp": draft_tp, "target_tp": target_tp, "threads": threads}, "with --device cuda")
-        plan = SpeedPlan(mode or MODES, particles, block, branches, context or (256,), concurrency, rounds)
-        rows = measure_speed(plan, load or "files", target, draft, trace)
+        _check(concurrency, rounds, json, {} if link else gang_only, trace)
+        degrees = (draft_tp or 1, target_tp or 1)
+        plan = SpeedPlan(degrees, mode or (APART if link else MODES), particles, block, branches, context or (256,), concurrency, rounds)
+        given = {"load": load, "target": target, "draft": draft, "device": device, "threads": threads}
+        rows = _measure_speed(plan, gang.gang_config(given), link, trace)
         out.print(speed_table(rows), SPEED_LEGEND.format(rounds=rounds), sep="\n")
         _write(json, rows)
         return
@@ -86,10 +90,7 @@ def bench(
     configs = _configs(block, branches)
     if link:
         given = {"target": target, "draft": draft, "draft_tp": draft_tp, "target_tp": target_tp, "threads": threads}
-        base = gang.gang_config(given)
-        slots = max(concurrency) * particles
-        gangs = [replace(base, link=name, engine=replace(config, max_slots=slots)) for name in link for config in configs]
-        rows = _measure_gangs(gangs, concurrency, particles, rounds)
+        rows = _measure_gangs([replace(gang.gang_config(given), link=name) for name in link], configs, concurrency, particles, rounds)
         out.print(gang_table(rows), GANG_LEGEND.format(particles=particles), sep="\n")
     else:
         rows = _measure_local((target, draft), configs, concurrency, particles, rounds, threads)
@@ -177,21 +178,27 @@ def _measure_local(
     return rows
 
 
-def _measure_gangs(gangs: Sequence[GangConfig], concurrency: Sequence[int], particles: int, rounds: int) -> list[GangRound]:
-    import asyncio
-
-    import ray
-
-    from services.launch import cluster
+def _measure_gangs(
+    gangs: Sequence[GangConfig], configs: Sequence[EngineConfig], concurrency: Sequence[int], particles: int, rounds: int
+) -> list[GangRound]:
     from services.launch.measure import measure
 
-    cluster.connect(None)
     rows = []
     with progress_bar() as progress:
-        task = progress.add_task("rounds", total=len(gangs) * len(concurrency))
-        try:
-            for config in gangs:
-                rows += asyncio.run(measure(config, list(concurrency), particles, rounds, lambda: progress.advance(task)))
-        finally:
-            ray.shutdown()
+        task = progress.add_task("rounds", total=len(gangs) * len(configs) * len(concurrency))
+        for config in gangs:
+            rows += measure(config, list(configs), list(concurrency), particles, rounds, lambda: progress.advance(task))
     return rows
+
+
+def _measure_speed(plan: SpeedPlan, config: GangConfig, link: list[str] | None, trace: Path | None) -> list[Speed]:
+    """In this process, or each rank in one of its own."""
+    from services.launch.measure import GangMachine
+
+    gpus = count_gpus()
+    if not link:
+        return measure_speed(plan, local_machine(config.sources), gpus, trace)
+    if len(link) > 1 or "lockstep" in plan.modes:
+        raise ValueError("--device cuda with --link; allowed: one link, and no --mode lockstep, whose models share a GPU")
+    with closing(GangMachine(replace(config, link=link[0]))) as machine:
+        return measure_speed(plan, machine, gpus, trace)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 CLUSTER = "Cluster"
 GANG_FIELDS = (
-    *("target_tp", "draft_tp", "target_resource", "draft_resource", "link", "device", "dtype", "threads"),
+    *("load", "target_tp", "draft_tp", "target_resource", "draft_resource", "link", "device", "dtype", "threads"),
     *("start_timeout", "link_timeout", "heartbeat", "trace"),
 )
 ENGINE_FIELDS = (
@@ -79,6 +79,8 @@ def gang_config(given: dict[str, Any]) -> GangConfig:
     from smc.engine.config import EngineConfig
 
     given = {name: value for name, value in given.items() if value is not None}
+    if given.get("load") == "random" and not (given.get("target") and given.get("draft")):
+        raise ValueError("--load random needs --target and --draft, each the name of a published shape")
     target, draft = pair_places(given.get("target"), given.get("draft"))
     # In lockstep one model waits for the other; two cohorts let both work. In look-ahead form both work already.
     cohorts = 2 if given.get("form") == "lockstep" else 1

@@ -14,11 +14,14 @@ from rich.table import Table
 from services.cli.terminal import err, progress_bar
 
 if TYPE_CHECKING:
-    from smc.evaluation.speed import Mode, Speed
+    from smc.evaluation.speed import LocalMachine, Machine, Mode, Speed
+    from smc.models.decoder import Decoder
+    from smc.models.source import SourcePair
 
 MODES = ("plain", "lockstep", "lockstep-apart", "lookahead")
-"""plain: the target alone; lockstep: both models on one GPU; lockstep-apart, lookahead: on two."""
-LOADS = ("files", "random")
+"""plain: the target alone; lockstep: both models on one GPU; lockstep-apart, lookahead: each on its own."""
+APART = ("plain", "lockstep-apart", "lookahead")
+"""Those of models in processes of their own."""
 LEGEND = (
     "medians of {rounds} rounds, milliseconds; tok/s: answer tokens a second, per request and in total. draft: its K steps (plain: the "
     "target's), target: its pass (in lockstep with the choice), host: planning and queueing a round, hidden unless longer than the models; "
@@ -32,6 +35,8 @@ COLUMNS = "N K F GPUs context requests tok/s total x_plain round draft target ho
 class SpeedPlan:
     """What to measure. Raises ValueError naming the option, the value and what is allowed."""
 
+    degrees: tuple[int, int]
+    """GPUs of draft and target, where each has its own."""
     modes: Sequence[str]
     particles: Sequence[int]
     blocks: Sequence[int]
@@ -59,12 +64,14 @@ class SpeedPlan:
         from smc.engine.request import Method
         from smc.evaluation.speed import PLAIN_BLOCK, Mode
 
-        one, apart = ("cuda:0", "cuda:0"), ("cuda:0", "cuda:1")
+        one, apart = (0, 1), self.degrees
         for name in self.modes:
-            if name in ("lockstep-apart", "lookahead") and gpus < 2:
-                err.print(f"[yellow]{name} needs two GPUs; there is one: left out[/yellow]")
+            needed = 1 if name in ("plain", "lockstep") else sum(apart)
+            if gpus < needed:
+                err.print(f"[yellow]{name} needs {needed} GPUs; there are {gpus}: left out[/yellow]")
             elif name == "plain":
-                yield Mode(name, Method.TARGET, EngineConfig(block=PLAIN_BLOCK), 1, one)
+                # On as many GPUs as the others have, or on one if it fits there: whoever has them would use them all.
+                yield Mode(name, Method.TARGET, EngineConfig(block=PLAIN_BLOCK), 1, (0, sum(apart)) if max(apart) > 1 else one)
             elif name == "lookahead":
                 for n, f, k in product(self.particles, self.branches, self.blocks):
                     yield Mode(name, Method.SMC, EngineConfig(block=k, branches=f), n, apart)
@@ -74,26 +81,20 @@ class SpeedPlan:
                     yield Mode(name, Method.SMC, config, n, one if name == "lockstep" else apart)
 
 
-def measure(plan: SpeedPlan, load: str, target: Path | None, draft: Path | None, trace: Path | None) -> list[Speed]:
-    """With `trace`, all timed rounds are written there as a Chrome trace. Raises ValueError if there is no GPU, or no such models."""
-    import torch
-
+def measure(plan: SpeedPlan, machine: Machine, gpus: int, trace: Path | None) -> list[Speed]:
+    """With `trace`, all timed rounds are written there as a Chrome trace."""
     from services.coordinator.timeline import Timeline
     from smc.evaluation.speed import Bench, Recorded
 
-    gpus = torch.cuda.device_count()
-    if not gpus:
-        raise ValueError("--device cuda, but torch sees no GPU here; leave it out to split the time of a round on a CPU")
-    models = _Models(load, {"target": target, "draft": draft})
     timeline = Timeline(trace=True)
 
     def keep(turn: Recorded) -> None:
         for side, span in turn.worked.items():
-            timeline.worked(side, "sample" if side == "draft" else "extend", *span)
+            timeline.worked(side, "round", *span)
         timeline.waited(*turn.waited)
         timeline.end_step(turn.begin, turn.end)
 
-    bench, rows = Bench(models.get, models.vocab, keep if trace else None), []
+    bench, rows = Bench(machine, keep if trace else None), []
     todo = list(plan.rows(gpus))
     with progress_bar() as progress:
         task = progress.add_task("modes", total=len(todo))
@@ -105,50 +106,30 @@ def measure(plan: SpeedPlan, load: str, target: Path | None, draft: Path | None,
     return rows
 
 
-class _Models:
-    """The two models, each loaded once on every GPU that it runs on."""
+def count_gpus() -> int:
+    """Raises ValueError if there is none."""
+    import torch
 
-    def __init__(self, load: str, names: dict[str, Path | None]) -> None:
-        from services.cli.pair import pair_places
-        from smc.models.presets import preset
-        from smc.models.tokenizer import Tokenizer
+    gpus = torch.cuda.device_count()
+    if not gpus:
+        raise ValueError("--device cuda, but torch sees no GPU here; leave it out to split the time of a round on a CPU")
+    return gpus
 
-        if load not in LOADS:
-            raise ValueError(f"--load {load!r}; allowed: {', '.join(LOADS)}")
-        self._loaded = {}
-        if load == "files":
-            places = dict(zip(("target", "draft"), pair_places(names["target"], names["draft"])))
-            self.vocab = Tokenizer.load(places["target"]).size
-            self._load = lambda side, device: self._from_files(places[side], device)
-            return
-        if None in names.values():
-            raise ValueError("--load random needs --target and --draft, each the name of a published shape")
-        shapes = {side: preset(str(name)) for side, name in names.items()}
-        if shapes["target"].vocab_size != shapes["draft"].vocab_size:
-            raise ValueError(f"vocabularies of {shapes['target'].vocab_size} and {shapes['draft'].vocab_size}; a pair shares one")
-        self.vocab = shapes["target"].vocab_size
-        self._load = lambda side, device: self._random(shapes[side], device)
 
-    def get(self, side: str, device: str):
-        if (side, device) not in self._loaded:
-            self._loaded[side, device] = self._load(side, device)
-        return self._loaded[side, device]
+def local_machine(sources: SourcePair) -> LocalMachine:
+    """Both models in this process, each loaded once on every GPU that it runs on."""
+    import torch
 
-    @staticmethod
-    def _from_files(place: Path, device: str):
-        import torch
+    from smc.evaluation.speed import LocalMachine
 
-        from smc.models.loader import load_model
+    loaded = {}
 
-        return load_model(place, dtype=torch.bfloat16, device=device)
+    def model(side: str, device: str) -> Decoder:
+        if (side, device) not in loaded:
+            loaded[side, device] = sources.of_side(side).load(dtype=torch.bfloat16, device=device)
+        return loaded[side, device]
 
-    @staticmethod
-    def _random(shape, device: str):
-        import torch
-
-        from smc.models.presets import random_model
-
-        return random_model(shape, dtype=torch.bfloat16, device=device)
+    return LocalMachine(model, sources.target.tokenizer().size)
 
 
 def speed_table(rows: Sequence[Speed]) -> Table:

@@ -1,18 +1,24 @@
-"""Rounds of a whole gang, timed by its coordinator: what working in separate processes costs."""
+"""Rounds of a whole gang, each rank in a process of its own: what working in separate processes costs, and how fast GPUs are then."""
 
 from __future__ import annotations
 
-import asyncio
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
-from services.coordinator.loop import Step
+from services.coordinator.remote import RemoteEngine
 from services.coordinator.timeline import RoundTimes
 from services.launch.config import GangConfig
-from services.launch.supervisor import Supervisor
-from smc.engine.request import Request
+from services.launch.processes import Processes
+from smc.engine.config import EngineConfig
+from smc.engine.engine import Engine
+from smc.engine.messages import SIDES
 from smc.evaluation.round_time import WARM_UP, steady_requests
+from smc.evaluation.speed import Mode, unread
+from smc.models.parallel import Shard, local_config
+from smc.models.presets import count_parameters
 
 
 @dataclass(frozen=True)
@@ -37,30 +43,35 @@ class GangRound:
     target_stall: float
 
 
-async def measure(config: GangConfig, concurrency: list[int], particles: int, rounds: int, done: Callable[[], None]) -> list[GangRound]:
-    """One gang, `concurrency` requests side by side in turn; `done` is called after each. Needs Ray to be connected."""
-    pair = config.serving_pair()
-    steps: list[Step] = []
-    supervisor = Supervisor(config, pair, on_step=steps.append)
-    await supervisor.start()
+def measure(
+    config: GangConfig, engines: list[EngineConfig], concurrency: list[int], particles: int, rounds: int, done: Callable[[], None]
+) -> list[GangRound]:
+    """`concurrency` requests side by side in turn, with every engine; `done` is called after each. Raises GangError."""
     found = []
-    try:
-        for count in concurrency:
-            steps.clear()
-            asked = steady_requests(pair.tokenizer, config.engine, count, particles, rounds)
-            await asyncio.gather(*(_drain(supervisor, request) for request in asked))
-            # Only rounds in which all requests take part, without the first few.
-            full = [step.times for step in steps if step.times and step.stats.running == count][WARM_UP:]
-            found.append(_row(config, count, particles, full))
-            done()
-    finally:
-        await supervisor.stop()
+    with Processes(config) as processes:
+        for engine in engines:
+            sized = replace(engine, max_slots=max(concurrency) * particles)
+            with processes.engine(sized) as remote:
+                for count in concurrency:
+                    times = _times(remote, count, particles, rounds)
+                    found.append(_row(replace(config, engine=engine), count, particles, times))
+                    done()
     return found
 
 
-async def _drain(supervisor: Supervisor, request: Request) -> None:
-    async for _ in supervisor.generate(request):
-        pass
+def _times(remote: RemoteEngine, requests: int, particles: int, rounds: int) -> list[RoundTimes]:
+    """Of rounds in which all requests take part, without the first few."""
+    engine = remote.engine
+    for request in steady_requests(engine.tokenizer, engine.config, requests, particles, rounds):
+        engine.submit(request)
+    found = []
+    while not engine.idle:
+        begin = time.monotonic_ns()
+        engine.step()
+        times = remote.timeline.end_step(begin, time.monotonic_ns())
+        if times and engine.num_running == requests:
+            found.append(times)
+    return found[WARM_UP:]
 
 
 def _row(config: GangConfig, requests: int, particles: int, times: list[RoundTimes]) -> GangRound:
@@ -79,3 +90,40 @@ def _row(config: GangConfig, requests: int, particles: int, times: list[RoundTim
         rounds=len(times),
         **medians,
     )
+
+
+class GangMachine:
+    """`smc.evaluation.speed.Machine` whose ranks are processes, each with a GPU that it shares with nobody at work."""
+
+    def __init__(self, config: GangConfig) -> None:
+        self._config = config
+        self.vocab = config.serving_pair().tokenizer.size
+        self._processes: tuple[tuple[int, int], Processes] | None = None
+        self._remote: RemoteEngine | None = None
+
+    def close(self) -> None:
+        if self._processes is not None:
+            self._processes[1].__exit__()
+            self._processes = None
+
+    @contextmanager
+    def engine(self, mode: Mode, config: EngineConfig) -> Iterator[Engine]:
+        with self._for(mode.degrees).engine(config) as self._remote:
+            yield self._remote.engine
+
+    def weight_bytes(self, mode: Mode, side: str) -> int:
+        whole, degree = self._config.sources.of_side(side).config, max(1, mode.degrees[SIDES.index(side)])
+        return 2 * (count_parameters(local_config(whole, Shard(0, degree))) - unread(whole))
+
+    def memory(self, mode: Mode) -> int:
+        return max(worker.status().device_bytes for worker in self._remote.workers.values())
+
+    def _for(self, degrees: tuple[int, int]) -> Processes:
+        """Kept as long as the same degrees are asked for; weights are loaded once for all modes of them."""
+        if self._processes is None or self._processes[0] != degrees:
+            self.close()
+            draft, target = degrees
+            config = replace(self._config, draft_tp=max(1, draft), target_tp=target)
+            gpus = {"draft": list(range(max(1, draft))), "target": list(range(draft, draft + target))}
+            self._processes = (degrees, Processes(config, gpus if self._config.device == "cuda" else None))
+        return self._processes[1]

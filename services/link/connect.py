@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from services.link.base import CoordinatorEnd, LeaderEnd, PeerEnd
-from services.link.distributed import DevicePeer, DistributedEnd, DistributedPeer, make_group
-from services.link.streams import StreamCaller, StreamCoordinatorEnd, StreamServer
+from services.link.distributed import DistributedEnd, make_group
+from services.link.peer import DevicePeer, MessagePeer
+from services.link.streams import StreamCaller, StreamServer
 from services.pb import particles_pb2 as pb
 
 LINKS = ("nccl", "grpc")
@@ -40,7 +41,7 @@ class Meeting:
 def coordinator_end(meeting: Meeting, store: dist.Store, side: str) -> CoordinatorEnd:
     """The coordinator's end of the link to the leader of `side`."""
     if meeting.link == "grpc":
-        return StreamCoordinatorEnd(store.get(meeting.name(f"{side}/address")).decode(), meeting.secret)
+        return StreamCaller(store.get(meeting.name(f"{side}/address")).decode(), meeting.secret, "Work")
     group = make_group(store, meeting.name(f"{side}/link"), 0, 2, meeting.start_timeout)
     return DistributedEnd(group, 0, pb.WorkResponse)
 
@@ -49,25 +50,31 @@ def coordinator_end(meeting: Meeting, store: dist.Store, side: str) -> Coordinat
 class LeaderEnds:
     coordinator: LeaderEnd
     peer: PeerEnd
+    server: StreamServer | None = None
 
     def close(self) -> None:
         self.peer.close()
         self.coordinator.close()
+        if self.server is not None:
+            self.server.close()
 
 
 def leader_ends(meeting: Meeting, store: dist.Store, side: str, host: str, device: torch.device, peer_device: torch.device) -> LeaderEnds:
     """The ends that the leader of `side` needs. Between the leaders NCCL is used if both are on GPUs."""
     if meeting.link == "grpc":
-        server = StreamServer(host, meeting.epoch, meeting.secret)
+        server = StreamServer(host, meeting.secret)
         store.set(meeting.name(f"{side}/address"), server.address)
         if side == "target":
-            return LeaderEnds(server, server.peer)
-        address = store.get(meeting.name("target/address")).decode()
-        return LeaderEnds(server, StreamCaller(address, meeting.epoch, meeting.secret))
-    end = DistributedEnd(make_group(store, meeting.name(f"{side}/link"), 1, 2, meeting.start_timeout), 1, pb.WorkRequest)
-    on_gpus = {device.type, peer_device.type} == {"cuda"}
-    rank, between = (0 if side == "draft" else 1), device if on_gpus else torch.device("cpu")
-    # A communicator for each direction: within one, messages would have to be sent and received in one order.
-    by_sender = [make_group(store, meeting.name(f"from {name}"), rank, 2, meeting.start_timeout, between) for name in ("draft", "target")]
-    there, back = by_sender[rank], by_sender[1 - rank]
-    return LeaderEnds(end, DevicePeer(there, back, rank) if on_gpus else DistributedPeer(there, back, rank, meeting.epoch))
+            return LeaderEnds(server.coordinator, MessagePeer(server.peer, meeting.epoch, pb.ExchangeResponse), server)
+        caller = StreamCaller(store.get(meeting.name("target/address")).decode(), meeting.secret, "Exchange")
+        return LeaderEnds(server.coordinator, MessagePeer(caller, meeting.epoch, pb.ExchangeRequest), server)
+    rank = 0 if side == "draft" else 1
+
+    def group(name: str, rank: int, at: torch.device | str = "cpu") -> dist.ProcessGroup:
+        return make_group(store, meeting.name(name), rank, 2, meeting.start_timeout, at)
+
+    end = DistributedEnd(group(f"{side}/link", 1), 1, pb.WorkRequest)
+    if {device.type, peer_device.type} == {"cuda"}:
+        by_sender = [group(f"from {name}", rank, device) for name in ("draft", "target")]
+        return LeaderEnds(end, DevicePeer(by_sender[rank], by_sender[1 - rank], rank))
+    return LeaderEnds(end, MessagePeer(DistributedEnd(group("pair", rank), rank, pb.ExchangeRequest), meeting.epoch, pb.ExchangeRequest))

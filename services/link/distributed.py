@@ -1,4 +1,4 @@
-"""The link over torch.distributed: gloo for messages; between the leaders NCCL where both are on GPUs, else gloo.
+"""Process groups of torch.distributed, and the link over gloo.
 
 Every pair of ends is a process group of two, made over a `TCPStore` that outlives them: when one end dies, only its groups do,
 and the next epoch makes new ones. A message is one frame of fixed size; what does not fit follows in a second send.
@@ -9,19 +9,20 @@ from __future__ import annotations
 import socket
 from collections import deque
 from datetime import timedelta
+from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.link.base import LinkError
-from services.pb import particles_pb2 as pb
+from services.link.base import LinkError, Message
+
+Received = TypeVar("Received", bound=Message)
 
 FRAME = 8192
 """Bytes; the first 8 hold the message's size. A round of one request with N = 8 fits."""
 _HEAD = 8
-_PEER_HEAD = 16
 _KEPT = 64
 """Sends that may be under way. A buffer that is let go before it has been received is lost without a word."""
 
@@ -49,13 +50,18 @@ def _address_towards(host: str) -> str:
 
 
 class DistributedEnd:
-    """Either end of a link to a leader; `receives` is the message type that arrives here."""
+    """Either end of a link; `receives` is the message type that arrives here.
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, receives: type[pb.WorkRequest] | type[pb.WorkResponse]) -> None:
+    A receive is always posted: gloo sends nothing before it knows of one, and to ask then would be a round trip that waits for a
+    thread of a busy process.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, receives: type[Received]) -> None:
         self._group, self._other, self._receives = group, 1 - rank, receives
         self._sends: deque[tuple[dist.Work, Tensor]] = deque()
+        self._posted = self._post(FRAME)
 
-    def send(self, message: pb.WorkRequest | pb.WorkResponse) -> None:
+    def send(self, message: Message) -> None:
         """Waits only if the other side is very far behind."""
         for frame in frames(message.SerializeToString()):
             try:
@@ -65,27 +71,34 @@ class DistributedEnd:
             except RuntimeError as error:
                 raise LinkError(f"the link broke while sending: {error}") from error
 
-    def receive(self, timeout: float) -> pb.WorkRequest | pb.WorkResponse:
-        frame = torch.empty(FRAME, dtype=torch.uint8)
-        self._wait(frame, timeout)
+    def receive(self, timeout: float) -> Received:
+        frame = self._wait(self._posted, timeout)
         size = int(frame[:_HEAD].view(torch.int64))
         if size <= FRAME - _HEAD:
             data = frame[_HEAD : _HEAD + size]
         else:
-            rest = torch.empty(size - (FRAME - _HEAD), dtype=torch.uint8)
-            self._wait(rest, timeout)
-            data = torch.cat((frame[_HEAD:], rest))
+            data = torch.cat((frame[_HEAD:], self._wait(self._post(size - (FRAME - _HEAD)), timeout)))
+        self._posted = self._post(FRAME)
         return self._receives.FromString(data.numpy().tobytes())
 
     def close(self) -> None:
-        self._group = None
+        self._group = self._posted = None
         self._sends.clear()
 
-    def _wait(self, tensor: Tensor, timeout: float) -> None:
+    def _post(self, size: int) -> tuple[dist.Work, Tensor]:
+        tensor = torch.empty(size, dtype=torch.uint8)
         try:
-            self._group.recv([tensor], self._other, 0).wait(timedelta(seconds=timeout))
+            return self._group.recv([tensor], self._other, 0), tensor
+        except RuntimeError as error:
+            raise LinkError(f"the link broke: {_first_line(error)}") from error
+
+    def _wait(self, posted: tuple[dist.Work, Tensor], timeout: float) -> Tensor:
+        work, tensor = posted
+        try:
+            work.wait(timedelta(seconds=timeout))
         except RuntimeError as error:
             raise LinkError(f"the link broke or was silent for {timeout:g} s: {_first_line(error)}") from error
+        return tensor
 
 
 def frames(data: bytes) -> list[Tensor]:
@@ -96,70 +109,6 @@ def frames(data: bytes) -> list[Tensor]:
     whole = np.frombuffer(data, dtype=np.uint8)
     first.numpy()[_HEAD : _HEAD + min(len(data), room)] = whole[:room]
     return [first] if len(data) <= room else [first, torch.from_numpy(whole[room:].copy())]
-
-
-class DistributedPeer:
-    """Either leader's end on CPUs: `there` carries what is given, `back` what is taken. Each message names its epoch and number."""
-
-    def __init__(self, there: dist.ProcessGroup, back: dist.ProcessGroup, rank: int, epoch: int) -> None:
-        self._there, self._back, self._other, self._epoch = there, back, 1 - rank, epoch
-        self._sends: deque[tuple[dist.Work, Tensor]] = deque()
-
-    def give(self, name: str, sequence: int, tensor: Tensor) -> None:
-        message = torch.cat((self._head(name, sequence), tensor.contiguous().view(torch.uint8).flatten()))
-        try:
-            if len(self._sends) == _KEPT:
-                self._sends.popleft()[0].wait()
-            self._sends.append((self._there.send([message], self._other, 0), message))
-        except RuntimeError as error:
-            raise LinkError(f"the link between the leaders broke while sending {name}: {_first_line(error)}") from error
-
-    def take(self, name: str, sequence: int, here: Tensor, timeout: float) -> None:
-        head = self._head(name, sequence)
-        message = torch.empty(len(head) + here.numel() * here.element_size(), dtype=torch.uint8)
-        try:
-            self._back.recv([message], self._other, 0).wait(timedelta(seconds=timeout))
-        except RuntimeError as error:
-            raise LinkError(f"{name} of the other leader did not come within {timeout:g} s: {_first_line(error)}") from error
-        if not torch.equal(message[: len(head)], head):
-            epoch, number = message[:_PEER_HEAD].view(torch.int64).tolist()
-            raise LinkError(f"number {number} of epoch {epoch} came; expected {name}, number {sequence} of epoch {self._epoch}")
-        here.copy_(message[len(head) :].clone().view(here.dtype).view(here.shape))
-
-    def settle(self) -> None:
-        """Sends keep copies of their own."""
-
-    def close(self) -> None:
-        self._there = self._back = None
-        self._sends.clear()
-
-    def _head(self, name: str, sequence: int) -> Tensor:
-        numbers = torch.tensor([self._epoch, sequence], dtype=torch.int64).view(torch.uint8)
-        return torch.cat((numbers, torch.frombuffer(bytearray(name.encode().ljust(_PEER_HEAD)), dtype=torch.uint8)))
-
-
-class DevicePeer:
-    """Either leader's end on GPUs. Tensors go from device to device in the order of the current stream, and the host waits for none:
-    there is nothing to check but what the communicators, which are of one epoch, make sure of."""
-
-    def __init__(self, there: dist.ProcessGroup, back: dist.ProcessGroup, rank: int) -> None:
-        self._there, self._back, self._other = there, back, 1 - rank
-        self._sends: list[dist.Work] = []
-
-    def give(self, name: str, sequence: int, tensor: Tensor) -> None:
-        self._sends.append(self._there.send([tensor.contiguous()], self._other, 0))
-
-    def take(self, name: str, sequence: int, here: Tensor, timeout: float) -> None:
-        self._back.recv([here], self._other, 0).wait()
-
-    def settle(self) -> None:
-        for send in self._sends:
-            send.wait()
-        self._sends.clear()
-
-    def close(self) -> None:
-        self._there = self._back = None
-        self._sends.clear()
 
 
 def _first_line(error: Exception) -> str:

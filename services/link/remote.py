@@ -24,7 +24,7 @@ SILENT = frozenset({"release", "join", "leave", "stop"})
 """Commands that have no response."""
 
 
-Outcome = PromptResult | RoundResult
+Outcome = PromptResult | RoundResult | None
 
 
 @dataclass(eq=False)
@@ -34,13 +34,20 @@ class RemotePending:
     worker: RemoteWorker
     sequence: int
     decode: Callable[[pb.WorkResponse], Outcome]
-    _value: Outcome | None = field(default=None, init=False)
+    _value: Outcome = field(default=None, init=False)
+    _spans: dict[str, tuple[int, int]] = field(default_factory=dict, init=False)
 
     def result(self) -> Outcome:
         """Waits for it. Raises LinkError if the worker is gone, silent for too long, or has failed."""
         if self._value is None:
-            self._value = self.decode(self.worker.response(self.sequence))
+            response = self.worker.response(self.sequence)
+            self._spans = self.worker.spans(response)
+            self._value = self.decode(response)
         return self._value
+
+    def spans(self) -> dict[str, tuple[int, int]]:
+        """What the worker did for it, and when, nanoseconds of our clock; its model's pass has the name of its side. After `result`."""
+        return self._spans
 
 
 class RemoteWorker:
@@ -69,9 +76,10 @@ class RemoteWorker:
         self._send(leave=codec.leave_command(slots_N, alone))
 
     def round(self, plan: RoundPlan, *, alone: bool) -> RemotePending:
-        """The result is the target's, or that of a model alone."""
+        """The result is the target's, or that of a model alone; the draft's says no more than that it is done."""
         sequence = self._send(round=codec.round_command(plan, alone))
-        return RemotePending(self, sequence, lambda response: codec.to_result(response.round))
+        empty = self.side == "draft" and not alone
+        return RemotePending(self, sequence, lambda response: None if empty else codec.to_result(response.round))
 
     def ping(self) -> None:
         """Hear from the worker. Raises LinkError if it does not answer in time."""
@@ -116,9 +124,16 @@ class RemoteWorker:
             raise LinkError(f"the {self.side} model's worker failed: {response.failure.message}")
         self._arrived[response.sequence] = response
         self._unanswered -= 1
+        for name, span in self.spans(response).items():
+            self._timeline.worked(self.side, name, *span)
+
+    def spans(self, response: pb.WorkResponse) -> dict[str, tuple[int, int]]:
+        """What the worker says it did, and when by our clock."""
+        work = {span.name: (span.begin_ns, span.end_ns) for span in response.work}
+        if response.WhichOneof("result") == "prompt":
+            work = {"prompt": (response.begin_ns, response.end_ns)}
         offset = self._clock_offset_ns
-        if kind in ("prompt", "round"):
-            self._timeline.worked(self.side, kind, response.begin_ns + offset, response.end_ns + offset)
+        return {name: (begin + offset, end + offset) for name, (begin, end) in work.items()}
 
     def _send(self, **command) -> int:
         self._sequence += 1
@@ -157,8 +172,12 @@ class RemoteRound:
     pending: dict[str, RemotePending]
 
     def result(self) -> RoundResult:
-        self.pending["draft"].worker.response(self.pending["draft"].sequence)  # says no more than that it is done
+        self.pending["draft"].result()
         return self.pending["target"].result()
+
+    def spans(self) -> dict[str, tuple[int, int]]:
+        """See `RemotePending.spans`."""
+        return self.pending["draft"].spans() | self.pending["target"].spans()
 
 
 class RemoteAlone:

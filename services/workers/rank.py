@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from services.link import codec
 from services.link.base import LAYOUT_VERSION, LeaderEnd, check_envelope
 from services.pb import particles_pb2 as pb
@@ -72,8 +74,9 @@ class Rank:
 
         def respond() -> pb.WorkResponse:
             result = reading.result()
-            begin, end = reading.spans()[self.worker.name]
-            return self._response(request, begin, end, round=codec.round_outcome(result) if result else pb.RoundOutcome())
+            work = [pb.Span(name=name, begin_ns=begin, end_ns=end) for name, (begin, end) in reading.spans().items()]
+            outcome = codec.round_outcome(result) if result else pb.RoundOutcome()
+            return self._response(request, work[0].begin_ns, work[-1].end_ns, work=work, round=outcome)
 
         if answers is not None:
             answers.put(respond)
@@ -86,7 +89,9 @@ class Rank:
     def _status(self, _request: pb.WorkRequest) -> pb.StatusOutcome:
         tables = self.worker.tables
         tables.check()
-        return pb.StatusOutcome(pages_free=tables.allocator.num_free, pages_total=tables.allocator.capacity)
+        allocator, device = tables.allocator, self.worker.device
+        device_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+        return pb.StatusOutcome(pages_free=allocator.num_free, pages_total=allocator.capacity, device_bytes=device_bytes)
 
     def _ping(self, _request: pb.WorkRequest) -> pb.Pong:
         return pb.Pong()

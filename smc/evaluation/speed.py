@@ -8,8 +8,10 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -18,8 +20,8 @@ from smc.engine.config import EngineConfig
 from smc.engine.engine import Engine
 from smc.engine.messages import SIDES
 from smc.engine.request import Method, Request, SamplingParams
-from smc.engine.rounds import Rounds
 from smc.engine.worker import ModelWorker
+from smc.models.config import ModelConfig
 from smc.models.decoder import Decoder
 from smc.models.presets import NoText
 from smc.resident.kernels import gpu_parts
@@ -42,8 +44,12 @@ class Mode:
     method: Method
     config: EngineConfig
     particles: int
-    devices: tuple[str, str]
-    """Of draft and target."""
+    degrees: tuple[int, int]
+    """GPUs of draft and target; 0: the draft is on the target's."""
+
+    @property
+    def gpus(self) -> int:
+        return sum(self.degrees)
 
 
 @dataclass(frozen=True)
@@ -89,29 +95,64 @@ class Recorded:
     """By side."""
 
 
-class DeviceClock:
-    """Puts events of one GPU on the host's clock, to within some ten microseconds."""
+class Machine(Protocol):
+    """Where modes are run."""
 
-    def __init__(self, device: str) -> None:
-        with torch.cuda.device(device):
-            self._event = torch.cuda.Event(enable_timing=True)
-            torch.cuda.synchronize()
-            self._event.record()
-            self._event.synchronize()
-        self._at = time.monotonic_ns()
+    vocab: int
 
-    def nanoseconds(self, event: torch.cuda.Event) -> int:
-        return self._at + int(1e6 * self._event.elapsed_time(event))
+    def engine(self, mode: Mode, config: EngineConfig) -> AbstractContextManager[Engine]:
+        """An engine of these settings; `config` says how many pages both pools have, and the longest context."""
+        ...
+
+    def weight_bytes(self, mode: Mode, side: str) -> int:
+        """That the fullest GPU of a model reads in a pass."""
+        ...
+
+    def memory(self, mode: Mode) -> int:
+        """Bytes that have been in use at most on the fullest GPU, of the engine that runs."""
+        ...
+
+
+class LocalMachine:
+    """GPUs of this process, one for each model, or one for both."""
+
+    def __init__(self, models: Callable[[str, str], Decoder], vocab: int, **options: bool) -> None:
+        """`models` gives the model of a side on a device, where it already is; options are those of `KernelForward`."""
+        self._models, self.vocab, self._options = models, vocab, options
+
+    @contextmanager
+    def engine(self, mode: Mode, config: EngineConfig) -> Iterator[Engine]:
+        context = config.max_context
+        pages = config.pool_pages(context)
+        sizes = {"rows": config.max_slots, "width": config.width(context), "pages": pages, "vocab_size": self.vocab}
+        workers = {side: ModelWorker(side, self._models(side, device), **sizes) for side, device in self._devices(mode).items()}
+        pair = LocalPair(config, workers, gpu_parts(**self._options))
+        yield Engine(config, workers, NoText(self.vocab), pair=pair, pages=dict.fromkeys(SIDES, pages), context=context)
+        del pair, workers
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def weight_bytes(self, mode: Mode, side: str) -> int:
+        model = self._models(side, self._devices(mode)[side])
+        return sum(w.numel() * w.element_size() for w in model.parameters()) - unread(model.config) * model.embed.weight.element_size()
+
+    def memory(self, mode: Mode) -> int:
+        return max(torch.cuda.max_memory_allocated(device) for device in self._devices(mode).values())
+
+    def _devices(self, mode: Mode) -> dict[str, str]:
+        return {"draft": "cuda:0", "target": "cuda:1" if mode.degrees[0] else "cuda:0"}
+
+
+def unread(config: ModelConfig) -> int:
+    """Weights that a pass does not read: the embedding, unless it is the head as well."""
+    return 0 if config.tied_embeddings else config.vocab_size * config.hidden_size
 
 
 class Bench:
-    """A pair of decoders, timed. Both are already where they are to run, maybe more than once."""
+    """Times modes on a machine; `on_round` is told of every timed round."""
 
-    def __init__(
-        self, models: Callable[[str, str], Decoder], vocab: int, on_round: Callable[[Recorded], None] | None = None, **options: bool
-    ) -> None:
-        """`models` gives the model of a side on a device; `on_round` is told of every timed round; options are those of `KernelForward`."""
-        self._models, self._vocab, self._on_round, self._options = models, vocab, on_round, options
+    def __init__(self, machine: Machine, on_round: Callable[[Recorded], None] | None = None) -> None:
+        self._machine, self._on_round = machine, on_round
 
     def run(self, mode: Mode, requests: int, context: int, rounds: int) -> Speed:
         """Time `rounds` rounds of that many requests side by side."""
@@ -119,40 +160,39 @@ class Bench:
         answer = stride * (rounds + WARM_UP + 4) + 1
         particles = mode.particles if mode.method is Method.SMC else None
         params = SamplingParams(method=mode.method, particles=particles, seed=1, max_tokens=answer, ignore_eos=True)
-        prompts = torch.randint(10, self._vocab, (requests, context), generator=torch.Generator().manual_seed(1)).tolist()
+        prompts = torch.randint(10, self._machine.vocab, (requests, context), generator=torch.Generator().manual_seed(1)).tolist()
         asked = [Request(str(i), tuple(prompt), params) for i, prompt in enumerate(prompts)]
-        engine = self._engine(mode, asked, context + answer)
-        for request in asked:
-            engine.submit(request)
-        while engine.num_running < requests:
+        with self._machine.engine(mode, _fitted(mode.config, asked, context + answer)) as engine:
+            for request in asked:
+                engine.submit(request)
+            while engine.num_running < requests:
+                engine.step()
+            for _ in range(WARM_UP):
+                engine.step()
+            speed = self._timed(mode, engine, requests, context, rounds, stride)
+            for request in asked:
+                engine.abort(request.request_id)
             engine.step()
-        for _ in range(WARM_UP):
-            engine.step()
-        speed = self._timed(mode, engine, requests, context, rounds, stride)
-        del engine
-        gc.collect()
-        torch.cuda.empty_cache()
         return speed
 
     def _timed(self, mode: Mode, engine: Engine, requests: int, context: int, rounds: int, stride: int) -> Speed:
         source = engine.rounds_of(mode.method)
         spans, hosts, parts = [], [], []
-        clocks = {side: DeviceClock(device) for side, device in zip(("draft", "target"), mode.devices)}
-        torch.cuda.synchronize()
-        last = time.perf_counter()
+        last = time.monotonic_ns()
         for _ in range(rounds):
             source.queued = 0.0
             engine.step()
-            now = time.perf_counter()
-            spans.append(now - last)
+            now = time.monotonic_ns()
+            spans.append(1e-9 * (now - last))
             hosts.append(source.queued)
-            parts.append(_parts(source.last.marks))
+            worked = source.last.spans()
+            parts.append([1e-9 * (worked[side][1] - worked[side][0]) if side in worked else 0.0 for side in SIDES])
             if self._on_round is not None:
-                self._on_round(_recorded(last, now, source, clocks))
+                self._on_round(Recorded(last, now, source.waited, worked))
             # Not a later time: the GPUs go on while this is being written down, and what is left out would make them look faster.
             last = now
         whole = statistics.median(spans)
-        draft, target = (statistics.median(column) / 1e3 for column in zip(*parts))
+        draft, target = (statistics.median(column) for column in zip(*parts))
         busy = draft + target if mode.config.form == "lockstep" or mode.method is not Method.SMC else max(draft, target)
         return Speed(
             mode=mode.name,
@@ -161,7 +201,7 @@ class Bench:
             branches=mode.config.branches if mode.method is Method.SMC else 1,
             requests=requests,
             context=context,
-            gpus=len(set(mode.devices)) if mode.method is Method.SMC else 1,
+            gpus=mode.gpus,
             per_request=stride / whole,
             total=requests * stride / whole,
             round=1e3 * whole,
@@ -170,53 +210,29 @@ class Bench:
             host=1e3 * statistics.median(hosts),
             idle=max(0.0, 1 - busy / whole),
             floor=self._floor(mode) / whole,
-            memory=max(torch.cuda.max_memory_allocated(device) for device in mode.devices) / 2**30,
+            memory=self._machine.memory(mode) / 2**30,
         )
-
-    def _engine(self, mode: Mode, asked: list[Request], context: int) -> Engine:
-        needs = [pages_needed(request, mode.config) for request in asked]
-        pages = {side: max(2, sum(need.get(side, 0) for need in needs)) for side in SIDES}
-        rows = sum(request.params.rows for request in asked)
-        prompts = sum(len(request.prompt) for request in asked)
-        # All at once, so that they start together; long ones in pieces, as their attention is made in torch.
-        chunk = prompts if len(asked[0].prompt) <= LONG_PROMPT else 512
-        config = replace(mode.config, max_slots=rows, max_context=context, prefill_chunk=chunk)
-        workers = {}
-        for side, device in zip(SIDES, mode.devices):
-            model = self._models(side, device)
-            sizes = {"rows": config.max_slots, "width": config.width(context), "pages": pages[side], "vocab_size": self._vocab}
-            workers[side] = ModelWorker(side, model, **sizes)
-        pair = LocalPair(config, workers, gpu_parts(**self._options))
-        return Engine(config, workers, NoText(self._vocab), pair=pair, pages=pages, context=context)
 
     def _floor(self, mode: Mode) -> float:
         """Seconds."""
-        draft, target = (_weight_bytes(self._models(side, device)) / BANDWIDTH for side, device in zip(SIDES, mode.devices))
+        draft, target = (self._machine.weight_bytes(mode, side) / BANDWIDTH for side in SIDES)
         if mode.method is Method.TARGET:
             return mode.config.block * target
-        if mode.config.lookahead and mode.devices[0] != mode.devices[1]:
+        if mode.config.lookahead and mode.degrees[0]:
             return max(mode.config.block * draft, target)
         return mode.config.block * draft + target
+
+
+def _fitted(config: EngineConfig, asked: list[Request], context: int) -> EngineConfig:
+    """With room for all requests at once."""
+    pages = max(sum(pages_needed(request, config).get(side, 0) for request in asked) for side in SIDES)
+    prompts = sum(len(request.prompt) for request in asked)
+    # All at once, so that they start together; long ones in pieces, as their attention is made in torch.
+    chunk = prompts if len(asked[0].prompt) <= LONG_PROMPT else 512
+    rows = sum(request.params.rows for request in asked)
+    return replace(config, max_slots=rows, max_context=context, pages=max(2, pages), prefill_chunk=chunk)
 
 
 def _stride(mode: Mode) -> int:
     plain = mode.method is not Method.SMC
     return mode.config.block if plain or mode.config.lookahead else mode.config.block + 1
-
-
-def _parts(marks: dict[str, tuple[torch.cuda.Event, torch.cuda.Event]]) -> tuple[float, float]:
-    """Milliseconds of the draft and of the target; 0 where a model has no part in it."""
-    return tuple(marks[side][0].elapsed_time(marks[side][1]) if side in marks else 0.0 for side in SIDES)
-
-
-def _recorded(begin: float, end: float, source: Rounds, clocks: dict[str, DeviceClock]) -> Recorded:
-    marks = source.last.marks
-    worked = {side: tuple(clocks[side].nanoseconds(mark) for mark in marks[side]) for side in SIDES if side in marks}
-    shift = time.monotonic_ns() - int(1e9 * time.perf_counter())
-    return Recorded(int(1e9 * begin) + shift, int(1e9 * end) + shift, source.waited, worked)
-
-
-def _weight_bytes(model: Decoder) -> int:
-    """Of all weights that a pass reads: the embedding only if it is the head as well."""
-    unread = 0 if model.config.tied_embeddings else model.embed.weight.numel()
-    return sum(w.numel() * w.element_size() for w in model.parameters()) - unread * model.embed.weight.element_size()

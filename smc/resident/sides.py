@@ -167,13 +167,17 @@ class TargetSide(Side):
         scored = stages.run(key, "score", lambda: model.score(plan), record)
         ended = stages.mark()
         first = self._take("first", plan, 1)
+        heard = stages.mark()
         choice, result = stages.run(key, "choose", lambda: model.choose(plan, scored, first), record)
+        chosen = stages.mark()
         self._channel.share(choice.all_3A)
         self._channel.give("choice", choice.all_3A)
         blocks = self._take("blocks", plan, self.config.block)
+        told = stages.mark()
         grown = stages.run(key, "go_on", lambda: model.go_on(plan, scored, blocks, choice), record)
+        marks = {"target": (began, ended), "choose": (heard, chosen), "go on": (told, stages.mark())}
         self._channel.settle()
-        return stages.read(key, result, grown, {"target": (began, ended)})
+        return stages.read(key, result, grown, marks)
 
     def _lockstep(self, key: tuple, plan: RoundPlan) -> Reading:
         stages, model = self.stages, self._model

@@ -24,7 +24,7 @@ class Reading:
     def __init__(self, result: RoundResult | None, arrived: Mark, marks: dict[str, tuple[Mark, Mark]]) -> None:
         self._result, self._arrived = result, arrived
         self.marks = marks
-        """When the models of both sides began and ended their pass."""
+        """What was done, and when it began and ended; the pass of a model has the name of its side."""
 
     def result(self) -> RoundResult | None:
         """Waits for it."""

@@ -33,7 +33,8 @@ def test_table_and_file(smcserve, tmp_path):
         (("-n", 4, "-n", 8), "allowed without --device cuda: one value"),
         (("--device", "cuda", "--mode", "fast"), "--mode 'fast'; allowed: plain"),
         (("--device", "cuda", "--context", 0), "--context 0; allowed: >= 1"),
-        (("--device", "cuda", "--link", "grpc"), "has no effect with --device cuda"),
+        (("--device", "cuda", "--draft-tp", 2), "--draft-tp 2 has no effect without --link"),
+        (("--device", "cuda", "--load", "random"), "--load random needs --target and --draft"),
     ],
 )
 def test_mistakes(smcserve, arguments, message):

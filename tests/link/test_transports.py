@@ -15,7 +15,8 @@ import torch.distributed as dist
 from services.link.base import LAYOUT_VERSION, LinkError, check_envelope
 from services.link.connect import LeaderEnds, Meeting, coordinator_end, leader_ends
 from services.link.distributed import FRAME
-from services.link.streams import StreamCaller, StreamCoordinatorEnd
+from services.link.peer import MessagePeer
+from services.link.streams import StreamCaller
 from services.pb import particles_pb2 as pb
 
 CPU = torch.device("cpu")
@@ -122,13 +123,13 @@ def test_the_other_side_closes(link):
 def test_strangers_are_not_let_in():
     """Who does not know the gang's secret can neither give orders nor publish tokens."""
     with meeting("grpc") as (_, leaders):
-        address = leaders["target"].coordinator.address
-        stranger = StreamCoordinatorEnd(address, "guess")
-        stranger.send(ping(1))
+        address = leaders["target"].server.address
+        stranger = StreamCaller(address, "guess", "Work")
         with pytest.raises(LinkError, match="another gang"):
+            stranger.send(ping(1))
             stranger.receive(5.0)
         stranger.close()
-        caller = StreamCaller(address, EPOCH, "guess")
+        caller = MessagePeer(StreamCaller(address, "guess", "Exchange"), EPOCH, pb.ExchangeRequest)
         with pytest.raises(LinkError):
             for number in range(100):
                 caller.give("first", number, torch.zeros(1, 1, dtype=torch.int64))
