@@ -52,7 +52,8 @@ class Gang:
             raise
         except Exception as error:
             self.kill()
-            raise GangError(f"the gang did not start: {_first_line(error)}") from error
+            cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+            raise GangError(f"the gang did not start: {_first_line(cause)}") from error
 
     def check(self, timeout: float) -> None:
         """Wait up to `timeout` seconds for a process to end. Raises GangError, naming it, if one has."""

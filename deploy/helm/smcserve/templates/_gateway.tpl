@@ -1,0 +1,94 @@
+{{/* The gateway's container: ports, probes, certificates, tokens. */}}
+
+{{- define "smcserve.gatewayPorts" -}}
+- {name: grpc, containerPort: {{ .Values.gateway.port }}}
+- {name: smc-metrics, containerPort: {{ .Values.gateway.metricsPort }}}
+{{- end -}}
+
+{{- define "smcserve.serverName" -}}
+{{- default (printf "%s.%s.svc" (include "smcserve.name" .) .Release.Namespace) .Values.tls.serverName -}}
+{{- end -}}
+
+{{/* The kubelet's own gRPC probe does not speak TLS: then the command line asks, under a name that is in the certificate. */}}
+{{- define "smcserve.healthProbe" -}}
+{{- $v := .Values -}}
+{{- if $v.tls.secret -}}
+exec:
+  command:
+    - smcserve
+    - client
+    - health
+    - --address={{ include "smcserve.serverName" . }}:{{ $v.gateway.port }}
+    - --tls-ca={{ ternary "/etc/smcserve/ca" "/etc/smcserve/tls" (not (empty $v.tls.caSecret)) }}/ca.crt
+    {{- if $v.tls.probeSecret }}
+    - --tls-cert=/etc/smcserve/probe/tls.crt
+    - --tls-key=/etc/smcserve/probe/tls.key
+    {{- end }}
+timeoutSeconds: 15
+{{- else -}}
+grpc:
+  port: {{ $v.gateway.port }}
+timeoutSeconds: 5
+{{- end }}
+{{- end -}}
+
+{{/* Alive is a gateway that listens. Whether its workers are ready is no reason to restart it: it restarts them itself. */}}
+{{- define "smcserve.gatewayProbes" -}}
+startupProbe:
+  {{- include "smcserve.healthProbe" . | nindent 2 }}
+  periodSeconds: 10
+  failureThreshold: {{ add (ceil (divf .Values.timeouts.start 10)) 12 }}
+readinessProbe:
+  {{- include "smcserve.healthProbe" . | nindent 2 }}
+  periodSeconds: {{ ternary 15 5 (not (empty .Values.tls.secret)) }}
+  failureThreshold: 2
+livenessProbe:
+  tcpSocket:
+    port: {{ .Values.gateway.port }}
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: 6
+{{- end -}}
+
+{{- define "smcserve.gatewayLifecycle" -}}
+{{- with .Values.gateway.preStopDelay }}
+lifecycle:
+  preStop:
+    exec:
+      command: [sleep, {{ . | quote }}]
+{{- end }}
+{{- end -}}
+
+{{- define "smcserve.secretMounts" -}}
+{{- range $name, $secret := include "smcserve.secrets" . | fromYaml }}
+- {name: {{ $name }}, mountPath: /etc/smcserve/{{ $name }}, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{- define "smcserve.secretVolumes" -}}
+{{- range $name, $secret := include "smcserve.secrets" . | fromYaml }}
+- name: {{ $name }}
+  secret: {secretName: {{ $secret }}, defaultMode: 0440}
+{{- end }}
+{{- end -}}
+
+{{/* Folder under /etc/smcserve, and the Secret that it shows. */}}
+{{- define "smcserve.secrets" -}}
+{{- with .Values -}}
+{{- $all := dict "tls" .tls.secret "client-ca" .tls.clientCaSecret "ca" .tls.caSecret "probe" .tls.probeSecret "tokens" .auth.tokensSecret -}}
+{{- range $name, $secret := $all }}
+{{- if $secret }}
+{{ $name }}: {{ $secret }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* So that a probe can check the certificate by its name. */}}
+{{- define "smcserve.hostAliases" -}}
+{{- if .Values.tls.secret }}
+hostAliases:
+  - ip: 127.0.0.1
+    hostnames: [{{ include "smcserve.serverName" . }}]
+{{- end }}
+{{- end -}}

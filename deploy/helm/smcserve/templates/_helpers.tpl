@@ -1,0 +1,127 @@
+{{/* Names, labels, the image, and what is refused. */}}
+
+{{- define "smcserve.name" -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- $full := ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) -}}
+{{- default $full .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "smcserve.selector" -}}
+app.kubernetes.io/name: {{ default .Chart.Name .Values.nameOverride }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "smcserve.labels" -}}
+helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version | replace "+" "_" }}
+{{ include "smcserve.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- end -}}
+
+{{/* Labels of the pods that calls go to. */}}
+{{- define "smcserve.gatewaySelector" -}}
+{{- if eq .Values.topology "cluster" -}}
+ray.io/cluster: {{ include "smcserve.name" . }}
+ray.io/node-type: head
+{{- else -}}
+{{ include "smcserve.selector" . }}
+app.kubernetes.io/component: gang
+{{- end -}}
+{{- end -}}
+
+{{- define "smcserve.image" -}}
+{{- with .Values.image -}}
+{{- if .digest -}}
+{{ .repository }}@{{ .digest }}
+{{- else -}}
+{{ .repository }}:{{ default (printf "%s-%s" $.Chart.AppVersion $.Values.device) .tag }}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "smcserve.serviceAccount" -}}
+{{- default (ternary (include "smcserve.name" .) "default" .Values.serviceAccount.create) .Values.serviceAccount.name -}}
+{{- end -}}
+
+{{/* GPUs of a pod of one side; 0 on CPUs. Arguments: root, side. */}}
+{{- define "smcserve.gpus" -}}
+{{- $group := index .root.Values .side -}}
+{{- if eq .root.Values.device "cuda" -}}{{ default $group.tp $group.gpus | int }}{{- else -}}0{{- end -}}
+{{- end -}}
+
+{{/* What a pod that is told to end takes: preStop, drain, last words, and the end of every process. */}}
+{{- define "smcserve.drain" -}}
+{{- add (ceil .Values.gateway.preStopDelay) (ceil .Values.gateway.drainTimeout) 20 -}}
+{{- end -}}
+
+{{- define "smcserve.gracePeriod" -}}
+{{- $needed := add (include "smcserve.drain" . | int) 15 -}}
+{{- $given := .Values.gateway.terminationGracePeriod -}}
+{{- if and $given (lt (int64 $given) (int64 $needed)) -}}
+{{- fail (printf "gateway.terminationGracePeriod=%v; allowed: at least %v, which is what preStopDelay and drainTimeout take, plus 35" $given $needed) -}}
+{{- end -}}
+{{- default $needed $given | int64 -}}
+{{- end -}}
+
+{{/* A mistake ends here, with what was given and what is allowed. */}}
+{{- define "smcserve.check" -}}
+{{- $v := .Values -}}
+{{- if not (or $v.serve.enabled $v.batch.enabled) -}}
+{{- fail "serve.enabled and batch.enabled are both false; enable one, or nothing is installed" -}}
+{{- end -}}
+{{- if ne (empty $v.models.target) (empty $v.models.draft) -}}
+{{- fail (printf "models.target=%q with models.draft=%q; give both, or neither for the pair of the image" $v.models.target $v.models.draft) -}}
+{{- end -}}
+{{- if and (eq $v.topology "pod") $v.batch.enabled -}}
+{{- fail "batch.enabled=true with topology=pod; a batch runs on a RayCluster: use topology=cluster" -}}
+{{- end -}}
+{{- if and $v.batch.enabled (empty $v.batch.volume) -}}
+{{- fail "batch.volume is empty; give a volume that outlives the job, such as {persistentVolumeClaim: {claimName: ..}}, or its answers are lost" -}}
+{{- end -}}
+{{- if and $v.keda.enabled (ne $v.topology "pod") -}}
+{{- fail "keda.enabled=true with topology=cluster; a RayCluster cannot be scaled from outside: use topology=pod, or install more releases" -}}
+{{- end -}}
+{{- if and $v.keda.enabled (lt (int $v.keda.maxReplicas) (int $v.keda.minReplicas)) -}}
+{{- fail (printf "keda.maxReplicas=%v; allowed: at least keda.minReplicas=%v" $v.keda.maxReplicas $v.keda.minReplicas) -}}
+{{- end -}}
+{{- if and $v.monitoring.serviceMonitor $v.monitoring.podMonitor -}}
+{{- fail "monitoring.serviceMonitor and monitoring.podMonitor are both true; choose one, or everything is measured twice" -}}
+{{- end -}}
+{{- if and $v.engine.branches (eq $v.engine.form "lockstep") -}}
+{{- fail (printf "engine.branches=%v has no effect with engine.form=lockstep; leave it out" $v.engine.branches) -}}
+{{- end -}}
+{{- if and $v.service.headless (ne $v.service.type "ClusterIP") -}}
+{{- fail (printf "service.headless=true with service.type=%s; only ClusterIP can be without an address" $v.service.type) -}}
+{{- end -}}
+{{- if and $v.ray.auth.secret (eq $v.ray.auth.mode "disabled") -}}
+{{- fail "ray.auth.secret has no effect with ray.auth.mode=disabled; use mode=token, or leave the secret out" -}}
+{{- end -}}
+{{- range $side := list "draft" "target" -}}
+{{- $group := index $v $side -}}
+{{- if $group.gpus -}}
+{{- if ne $v.device "cuda" -}}
+{{- fail (printf "%s.gpus=%v has no effect with device=%s; use device=cuda, or leave it out" $side $group.gpus $v.device) -}}
+{{- else if lt (int $group.gpus) (int $group.tp) -}}
+{{- fail (printf "%s.gpus=%v; allowed: at least %s.tp=%v, because the ranks of a model share a pod" $side $group.gpus $side $group.tp) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- include "smcserve.checkSecurity" . -}}
+{{- end -}}
+
+{{- define "smcserve.checkSecurity" -}}
+{{- $v := .Values -}}
+{{- if not $v.tls.secret -}}
+{{- range $name := list "clientCaSecret" "serverName" "caSecret" "probeSecret" -}}
+{{- if index $v.tls $name -}}
+{{- fail (printf "tls.%s has no effect without tls.secret; give it, or leave this out" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- if $v.auth.tokensSecret -}}
+{{- fail "auth.tokensSecret without tls.secret: everybody on the way could read the tokens; give tls.secret too" -}}
+{{- end -}}
+{{- end -}}
+{{- if ne (empty $v.tls.clientCaSecret) (empty $v.tls.probeSecret) -}}
+{{- fail "tls.clientCaSecret and tls.probeSecret go together: the probes must show a certificate that the service accepts" -}}
+{{- end -}}
+{{- end -}}

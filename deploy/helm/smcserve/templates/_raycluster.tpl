@@ -1,0 +1,130 @@
+{{/* The spec of a RayCluster. Arguments: root, gateway (whether the head pod has one; the head of a batch has its files instead). */}}
+
+{{- define "smcserve.rayClusterSpec" -}}
+{{- $v := .root.Values -}}
+rayVersion: {{ $v.ray.version | quote }}
+{{- with $v.ray.upgradeStrategy }}
+upgradeStrategy:
+  type: {{ . }}
+{{- end }}
+{{- if and (eq $v.ray.auth.mode "token") (or (not .gateway) (not $v.ray.auth.secret)) }}
+authOptions:
+  mode: token
+  {{- with $v.ray.auth.secret }}
+  secretName: {{ . }}
+  {{- end }}
+{{- end }}
+headGroupSpec:
+  rayStartParams:
+    dashboard-host: 0.0.0.0
+    num-cpus: "0"
+    object-store-memory: {{ int64 $v.ray.objectStoreMemory | quote }}
+  template:
+    {{- include (ternary "smcserve.headPod" "smcserve.batchHeadPod" .gateway) .root | nindent 4 }}
+workerGroupSpecs:
+  {{- range $side := list "draft" "target" }}
+  {{- $group := index $v $side }}
+  {{- $gpus := include "smcserve.gpus" (dict "root" $.root "side" $side) }}
+  - groupName: {{ $side }}
+    replicas: {{ $group.replicas }}
+    minReplicas: {{ $group.replicas }}
+    maxReplicas: {{ $group.replicas }}
+    rayStartParams:
+      # Room for one gang, and the mark by which its ranks find this group.
+      num-cpus: {{ $group.tp | quote }}
+      num-gpus: {{ $gpus | quote }}
+      resources: {{ printf "\"{\\\"smc_%s\\\": 1}\"" $side | squote }}
+      object-store-memory: {{ int64 $v.ray.objectStoreMemory | quote }}
+    template:
+      {{- include "smcserve.workerPod" (dict "root" $.root "side" $side "group" $group "gpus" (int $gpus) "gateway" $.gateway) | nindent 6 }}
+  {{- end }}
+{{- end -}}
+
+{{- define "smcserve.rayHeadContainer" -}}
+name: ray-head
+{{ include "smcserve.container" . }}
+ports:
+  - {name: gcs-server, containerPort: 6379}
+  - {name: dashboard, containerPort: 8265}
+  - {name: client, containerPort: 10001}
+  - {name: metrics, containerPort: 8080}
+resources:
+  {{- toYaml .Values.ray.head.resources | nindent 2 }}
+{{- end -}}
+
+{{/* The gateway is a Ray driver: it needs the sockets of the node beside it, and so its /tmp, its /dev/shm and its processes. */}}
+{{- define "smcserve.headPod" -}}
+{{- $v := .Values -}}
+metadata:
+  {{- include "smcserve.podMetadata" (dict "root" . "component" "head") | nindent 2 }}
+spec:
+  {{- include "smcserve.podCommon" (dict "root" . "place" $v.ray.head) | nindent 2 }}
+  {{- include "smcserve.hostAliases" . | nindent 2 }}
+  shareProcessNamespace: true
+  terminationGracePeriodSeconds: {{ include "smcserve.gracePeriod" . }}
+  containers:
+    - {{- include "smcserve.rayHeadContainer" . | nindent 6 }}
+      env:
+        {{- include "smcserve.rayEnv" . | nindent 8 }}
+      lifecycle:
+        preStop:
+          exec:
+            command: [bash, /etc/smcserve/config/drain-head.sh, {{ include "smcserve.drain" . | quote }}, /tmp/gateway.lock]
+      volumeMounts:
+        {{- include "smcserve.baseMounts" . | nindent 8 }}
+        - {name: config, mountPath: /etc/smcserve/config, readOnly: true}
+    - name: gateway
+      {{- include "smcserve.container" . | nindent 6 }}
+      command: [bash, /etc/smcserve/config/gateway.sh, /etc/smcserve/config/flags, "127.0.0.1:6379", /tmp/gateway.lock]
+      ports:
+        {{- include "smcserve.gatewayPorts" . | nindent 8 }}
+      env:
+        {{- include "smcserve.rayEnv" . | nindent 8 }}
+      {{- include "smcserve.gatewayProbes" . | nindent 6 }}
+      {{- include "smcserve.gatewayLifecycle" . | nindent 6 }}
+      resources:
+        {{- toYaml $v.gateway.resources | nindent 8 }}
+      volumeMounts:
+        {{- include "smcserve.baseMounts" . | nindent 8 }}
+        {{- if $v.models.volume }}
+        - {name: models, mountPath: {{ $v.models.mountPath }}, readOnly: true}
+        {{- end }}
+        - {name: config, mountPath: /etc/smcserve/config, readOnly: true}
+        {{- include "smcserve.secretMounts" . | nindent 8 }}
+  volumes:
+    {{- include "smcserve.baseVolumes" (dict "root" . "shm" $v.ray.head.shm) | nindent 4 }}
+    {{- with $v.models.volume }}
+    - name: models
+      {{- toYaml . | nindent 6 }}
+    {{- end }}
+    - name: config
+      configMap: {name: {{ include "smcserve.name" . }}}
+    {{- include "smcserve.secretVolumes" . | nindent 4 }}
+{{- end -}}
+
+{{/* The batch command runs on the head, as a job of Ray. */}}
+{{- define "smcserve.batchHeadPod" -}}
+{{- $v := .Values -}}
+metadata:
+  {{- include "smcserve.podMetadata" (dict "root" . "component" "batch-head") | nindent 2 }}
+spec:
+  {{- include "smcserve.podCommon" (dict "root" . "place" $v.ray.head) | nindent 2 }}
+  containers:
+    - {{- include "smcserve.rayHeadContainer" . | nindent 6 }}
+      env:
+        {{- include "smcserve.jobEnv" . | nindent 8 }}
+      volumeMounts:
+        {{- include "smcserve.baseMounts" . | nindent 8 }}
+        - {name: data, mountPath: {{ $v.batch.mountPath }}}
+        {{- if $v.models.volume }}
+        - {name: models, mountPath: {{ $v.models.mountPath }}, readOnly: true}
+        {{- end }}
+  volumes:
+    {{- include "smcserve.baseVolumes" (dict "root" . "shm" $v.ray.head.shm) | nindent 4 }}
+    - name: data
+      {{- toYaml $v.batch.volume | nindent 6 }}
+    {{- with $v.models.volume }}
+    - name: models
+      {{- toYaml . | nindent 6 }}
+    {{- end }}
+{{- end -}}

@@ -1,0 +1,108 @@
+"""The chart, rendered and checked: every object against a schema in which a field that it does not name is an error."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import helm_python
+import jsonschema
+import kubernetes_validate
+import referencing.jsonschema
+import yaml
+from referencing import Registry, Resource
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "deploy/helm/smcserve"
+PROFILES = {path.stem: path for path in sorted(CHART.glob("values-*.yaml"))}
+CUSTOM = Path(__file__).parent / "crds"
+KUBERNETES = ("1.29.0", kubernetes_validate.latest_version())
+"""An old version that is still run, and the newest that the validator knows."""
+
+
+@functools.cache
+def chart() -> helm_python.Chart:
+    return helm_python.Chart.load(CHART)
+
+
+def values(*layers: str | Path | dict) -> dict[str, Any]:
+    """Values laid over each other as `helm -f` does: names of profiles, files, or values."""
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        if not isinstance(layer, dict):
+            layer = yaml.safe_load(PROFILES.get(str(layer), Path(layer)).read_text())
+        merged = _merge(merged, layer)
+    return merged
+
+
+def _merge(under: dict, over: dict) -> dict:
+    both = {key: _merge(under[key], over[key]) for key in under.keys() & over.keys() if isinstance(under[key], dict) and over[key]}
+    return under | over | both
+
+
+def render(*layers: str | Path | dict, name: str = "demo") -> list[dict]:
+    """Every object, as Helm would send it; ValueError with Helm's words if it refuses the values."""
+    try:
+        chart().validate_schema(values(*layers))
+        files = chart().render(values(*layers), name=name, namespace="llm")
+    except helm_python.HelmError as error:
+        raise ValueError(str(error)) from error
+    return [each for path, text in files.items() if path.endswith(".yaml") for each in yaml.safe_load_all(text) if each]
+
+
+def of_kind(objects: list[dict], kind: str) -> dict:
+    """The only one of its kind."""
+    (found,) = [each for each in objects if each["kind"] == kind]
+    return found
+
+
+def check(thing: dict, version: str) -> None:
+    """Raises if Kubernetes `version`, or the operator whose object it is, would refuse or not know a field."""
+    try:
+        kubernetes_validate.validate(thing, version, strict=True)
+    except kubernetes_validate.SchemaNotFoundError:
+        _validator(thing["apiVersion"], thing["kind"], version).validate(thing)
+
+
+@functools.cache
+def _validator(api: str, kind: str, version: str) -> jsonschema.Draft202012Validator:
+    name = {"ray.io/v1": "kuberay", "monitoring.coreos.com/v1": "prometheus-operator", "keda.sh/v1alpha1": "keda"}[api]
+    custom = yaml.safe_load((CUSTOM / f"{name}.yaml").read_text())
+    schema = custom["kinds"][kind] | {"$defs": custom["$defs"]}
+    registry = Registry().with_resource("kubernetes", Resource(_definitions(version), referencing.jsonschema.DRAFT202012))
+    return jsonschema.Draft202012Validator(schema, registry=registry)
+
+
+@functools.cache
+def _definitions(version: str) -> dict:
+    folder = Path(kubernetes_validate.__file__).parent / "kubernetes-json-schema"
+    return json.loads((folder / f"v{version}-local-strict/_definitions.json").read_text())
+
+
+def pod_specs(objects: list[dict]) -> list[dict]:
+    """Of every pod that these objects lead to."""
+    return [template["spec"] for template in templates(objects).values()]
+
+
+def templates(objects: list[dict]) -> dict[str, dict]:
+    """Pod templates by component; those of a batch job's cluster begin with `batch-`."""
+    found = {}
+    for each in objects:
+        spec = each.get("spec", {})
+        clusters = (
+            [("", spec)] if each["kind"] == "RayCluster" else [("batch-", spec["rayClusterSpec"])] if each["kind"] == "RayJob" else []
+        )
+        for prefix, cluster in clusters:
+            found[f"{prefix}head"] = cluster["headGroupSpec"]["template"]
+            found |= {prefix + group["groupName"]: group["template"] for group in cluster["workerGroupSpecs"]}
+        if each["kind"] == "RayJob":
+            found["submitter"] = spec["submitterPodTemplate"]
+        if each["kind"] == "Deployment":
+            found["gang"] = spec["template"]
+    return found
+
+
+def containers(pod: dict) -> list[dict]:
+    return [*pod.get("initContainers", ()), *pod["containers"]]

@@ -1,0 +1,109 @@
+"""A cluster of several machines on one: a head and further nodes, each on a loopback address of its own, as `ray start` makes them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+BIN = Path(sys.executable).parent
+HEAD_PORTS = ("port", "ray-client-server-port")
+NODE_PORTS = ("dashboard-agent-listen-port", "metrics-export-port")
+COUNTED = {"num-cpus": 4, "object-store-memory": 80_000_000, "include-log-monitor": "false"}
+
+
+class Machines:
+    """`ray start --block` for every machine, on free ports and in a directory of its own; all gone after `stop`."""
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        # Short: the names of Unix sockets in it may have 107 characters.
+        self._directory = tempfile.mkdtemp(prefix="sd", dir="/tmp")
+        self._processes: list[subprocess.Popen] = []
+        self.address = ""
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "PYTEST_"))}
+        self.env = inherited | {
+            "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "COLUMNS": "400",
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def start(self, *marks: str) -> None:
+        """One machine for each mark, which it has as a resource; the first is the head, the next is at 127.0.0.2, and so on."""
+        ports = dict(zip(HEAD_PORTS, free_ports(len(HEAD_PORTS))))
+        self.address = f"127.0.0.1:{ports['port']}"
+        head = ports | {"temp-dir": self._directory, "include-dashboard": "false"}
+        for number, mark in enumerate(marks, 1):
+            role, settings = ("--head", head) if number == 1 else (f"--address={self.address}", {})
+            self._start_node(mark, number, role, settings | {"resources": json.dumps({mark: 1})})
+
+    def _start_node(self, name: str, number: int, role: str, settings: dict[str, object]) -> None:
+        settings = COUNTED | {"node-ip-address": f"127.0.0.{number}"} | dict(zip(NODE_PORTS, free_ports(len(NODE_PORTS)))) | settings
+        command = [BIN / "ray", "start", "--block", role, *(f"--{key}={value}" for key, value in settings.items())]
+        with self.log(name).open("wb") as out:
+            self._processes.append(subprocess.Popen(command, env=self.env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True))
+        # One after the other: they share a directory on this machine, and would take the same sockets in it.
+        self.until(lambda: "Ray runtime started" in self.log(name).read_text(), 120, f"{name} did not start")
+
+    def log(self, name: str) -> Path:
+        return self._logs / f"{name}.log"
+
+    def stop(self) -> None:
+        for process in reversed(self._processes):
+            process.send_signal(signal.SIGTERM)
+        for process in self._processes:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def until(self, condition: Callable[[], object], timeout: float, what: str) -> None:
+        """Fails the test after `timeout` seconds, or if a machine has died."""
+        end = time.monotonic() + timeout
+        while not condition():
+            assert all(process.poll() is None for process in self._processes), [log.read_text()[-1000:] for log in self._logs.glob("*.log")]
+            assert time.monotonic() < end, f"{what}: not within {timeout} s"
+            time.sleep(0.05)
+
+    def run(self, name: str, *command: object) -> subprocess.Popen:
+        """Something in the cluster's environment; what it says is in the log of that name."""
+        with self.log(name).open("wb") as out:
+            return subprocess.Popen([str(each) for each in command], env=self.env, stdout=out, stderr=subprocess.STDOUT)
+
+    def actors(self, name: str) -> dict[int, str]:
+        """Addresses of the machines that have processes of this actor class, by pid."""
+        nodes = {}
+        for process in psutil.process_iter(["cmdline", "ppid"]):
+            with contextlib.suppress(psutil.Error):
+                if " ".join(process.info["cmdline"] or ()).startswith(f"ray::{name}"):
+                    raylet = " ".join(process.parent().cmdline())
+                    if self._directory in raylet:
+                        nodes[process.pid] = re.search(r"--node_ip_address=(\S+)", raylet)[1]
+        return nodes
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()

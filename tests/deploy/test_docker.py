@@ -1,0 +1,115 @@
+"""The images: rules that a Dockerfile must keep, and its steps, which are scripts, run here."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from tests.deploy.chart import CHART, ROOT
+
+DOCKER = ROOT / "deploy/docker"
+DOCKERFILES = sorted(DOCKER.glob("Dockerfile.*"))
+BIN = Path(sys.executable).parent
+BUILD_TOOLS = {"gcc", "g++", "make", "build-essential", "git", "python3-dev", "python3-venv", "python3-pip", "libc6-dev"}
+
+
+def instructions(path: Path, name: str) -> list[tuple[int, str]]:
+    """Stage and text of every instruction of this name; lines that go on are joined."""
+    stage, found = -1, []
+    for line in re.sub(r"\\\n", " ", re.sub(r"(?m)^\s*#.*\n", "", path.read_text())).splitlines():
+        stage += line.startswith("FROM ")
+        if line.startswith(f"{name} "):
+            found.append((stage, line.removeprefix(name).strip()))
+    return found
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_hadolint_finds_nothing(path):
+    linted = subprocess.run([BIN / "hadolint", path], capture_output=True, text=True)
+    assert linted.returncode == 0, linted.stdout
+
+
+@pytest.mark.parametrize("path", [*DOCKER.glob("*.sh"), *CHART.glob("files/scripts/*.sh")], ids=lambda path: path.name)
+def test_shellcheck_finds_nothing(path):
+    linted = subprocess.run([BIN / "shellcheck", path], capture_output=True, text=True)
+    assert linted.returncode == 0, linted.stdout
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_the_final_image_runs_the_service_as_nobody_special_and_cannot_build(path):
+    (base,) = [text for _, text in instructions(path, "ARG") if text.startswith("BASE=")]
+    assert re.fullmatch(r"BASE=[a-z/]+:\d+\.\d+\.\d+-[a-z0-9.-]+", base), "a base of a full version"
+    assert [text for _, text in instructions(path, "FROM")] == ["${BASE} AS build", "${BASE}"]
+    assert (1, "1000:1000") in instructions(path, "USER")
+    packages = {word for stage, text in instructions(path, "RUN") if stage == 1 for word in text.split()}
+    assert not packages & BUILD_TOOLS
+    assert {"tini", "wget"} <= packages, "what KubeRay and the entry point need"
+    (health,) = instructions(path, "HEALTHCHECK")
+    assert '"smcserve", "client", "health"' in health[1]
+
+
+def test_versions_agree():
+    """The chart installs the image of its own version; KubeRay probes by the version of Ray that the chart names."""
+    (version,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert f"\nappVersion: {version}\n" in (CHART / "Chart.yaml").read_text()
+    (pinned,) = re.findall(r"^ray==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert f"\n  version: {pinned}\n" in (CHART / "values.yaml").read_text()
+
+
+@pytest.fixture(scope="module")
+def context(tmp_path_factory) -> Path:
+    """What `docker build` would send: the files of the checkout that .dockerignore lets through."""
+    rules = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
+    kept, dropped = [rule[1:] for rule in rules if rule.startswith("!")], [rule for rule in rules[1:] if not rule.startswith("!")]
+    assert rules[0] == "*"
+
+    def ignore(folder: str, names: list[str]) -> list[str]:
+        paths = {name: Path(folder, name).relative_to(ROOT).as_posix() for name in names}
+        return [name for name, path in paths.items() if any(fnmatch.fnmatch(path, rule.replace("**/", "*")) for rule in dropped)]
+
+    target = tmp_path_factory.mktemp("context")
+    for name in kept:
+        source, copy = ROOT / name, target / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(source, copy, ignore=ignore) if source.is_dir() else shutil.copy2(source, copy)
+    return target
+
+
+def test_install_makes_the_service_out_of_the_build_context(context, tmp_path):
+    """The step that every image is built with, without the packages that the service needs: those are beside this test already."""
+    assert not list((context / "services/pb").glob("*_pb2.py")), "generated code is made by the build, not copied"
+    for path in DOCKERFILES:
+        assert any("deploy/docker/install.sh /opt/smcserve/venv" in text for _, text in instructions(path, "RUN"))
+    venv = tmp_path / "venv"
+    environment = os.environ | {"PIP_NO_DEPS": "1", "PATH": f"{Path(sys.base_prefix, 'bin')}{os.pathsep}{os.environ['PATH']}"}
+    subprocess.run(["bash", context / "deploy/docker/install.sh", venv], env=environment, check=True, capture_output=True, timeout=240)
+    assert not (venv / "bin/pip").exists()
+    elsewhere = os.environ | {"PYTHONPATH": sysconfig.get_path("purelib")}
+    info = "import services.pb.generation_pb2 as pb, smc.demo as demo; print(pb.__file__, demo.TARGET, demo.TARGET.is_dir())"
+    found = subprocess.run([venv / "bin/python", "-P", "-c", info], env=elsewhere, cwd=tmp_path, check=True, capture_output=True, text=True)
+    code, model, there = found.stdout.split()
+    assert Path(code).is_relative_to(venv) and Path(model).is_relative_to(venv) and there == "True"
+    helped = subprocess.run([venv / "bin/smcserve", "serve", "--help"], env=elsewhere, cwd=tmp_path, capture_output=True, text=True)
+    assert helped.returncode == 0 and "--draft-resource" in helped.stdout
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs a C compiler, as the build stage has")
+def test_triton_finds_its_driver_where_there_is_no_compiler(tmp_path):
+    pytest.importorskip("triton", reason="triton is installed on x86-64 Linux only")
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, DOCKER / "build_triton_driver.py"], env=environment, check=True, capture_output=True)
+    asked = (
+        "from pathlib import Path; from triton.backends import nvidia; from triton.runtime import build;"
+        "build._load_module_from_path = lambda name, path: print(path);"
+        "build.compile_module_from_src((Path(nvidia.__path__[0]) / 'driver.c').read_text(), 'cuda_utils')"
+    )
+    found = subprocess.run([sys.executable, "-c", asked], env=environment | {"PATH": ""}, check=True, capture_output=True, text=True)
+    assert Path(found.stdout.strip()).is_relative_to(tmp_path)

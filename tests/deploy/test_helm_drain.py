@@ -1,0 +1,178 @@
+"""The chart's objects among each other: who selects whom, how long each may take to end, and the scripts that wait."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+
+from tests.deploy.chart import CHART, of_kind, render, templates
+
+POD = {"topology": "pod"}
+MONITORED = {"monitoring": {"serviceMonitor": True}, "networkPolicy": {"enabled": True}}
+DATA = {"batch": {"enabled": True, "volume": {"persistentVolumeClaim": {"claimName": "data"}}}}
+SCRIPTS = CHART / "files/scripts"
+
+
+def labels(component: str, template: dict, cluster: str) -> dict[str, str]:
+    """Of a pod; KubeRay adds some of its own."""
+    node = "head" if component == "head" else "worker"
+    kuberay = {} if component in ("gang", "submitter") else {"ray.io/cluster": cluster, "ray.io/node-type": node}
+    return template["metadata"]["labels"] | kuberay
+
+
+def selected(objects: list[dict], selector: dict[str, str]) -> set[str]:
+    found = {component: labels(component, template, "demo-smcserve") for component, template in templates(objects).items()}
+    return {component for component, own in found.items() if selector.items() <= own.items()}
+
+
+@pytest.mark.parametrize(("layer", "gateway"), [({}, "head"), (POD, "gang")])
+def test_calls_and_scrapes_reach_the_gateway_alone(layer, gateway):
+    objects = render(layer, MONITORED)
+    service, monitor = of_kind(objects, "Service"), of_kind(objects, "ServiceMonitor")
+    assert selected(objects, service["spec"]["selector"]) == {gateway}
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    ports = {port["name"]: port["targetPort"] for port in service["spec"]["ports"]}
+    assert monitor["spec"]["endpoints"][0]["port"] in ports
+    (container,) = [each for each in templates(objects)[gateway]["spec"]["containers"] if each["name"] == "gateway"]
+    assert {port["name"]: port["containerPort"] for port in container["ports"]} == ports
+    pods = of_kind(render(layer, {"monitoring": {"podMonitor": True}}), "PodMonitor")["spec"]
+    assert selected(objects, pods["selector"]["matchLabels"]) == {gateway} and pods["podMetricsEndpoints"][0]["port"] in ports
+
+
+def test_the_network_policy_covers_every_pod():
+    objects = render(MONITORED, DATA)
+    policy = of_kind(objects, "NetworkPolicy")["spec"]
+    everything = set(templates(objects))
+    assert selected(objects, policy["podSelector"]["matchLabels"]) == everything == {
+        *("head", "draft", "target", "batch-head", "batch-draft", "batch-target", "submitter")
+    }  # fmt: skip
+    inside, operator, calls, metrics = policy["ingress"]
+    assert selected(objects, inside["from"][0]["podSelector"]["matchLabels"]) == everything and "ports" not in inside
+    assert [port["port"] for rule in (operator, calls, metrics) for port in rule["ports"]] == [8265, 50051, 9400]
+
+
+@pytest.mark.parametrize(("layer", "spec"), [({"target": {"replicas": 2}}, {"minAvailable": 4}), (POD, {"maxUnavailable": 1})])
+def test_the_disruption_budget_counts_the_pods_of_the_service(layer, spec):
+    objects = render(layer)
+    budget = of_kind(objects, "PodDisruptionBudget")["spec"]
+    assert spec.items() <= budget.items()
+    assert selected(objects, budget["selector"]["matchLabels"]) == set(templates(objects))
+
+
+@pytest.mark.parametrize("drain", [0, 30, 0.5, 3600])
+@pytest.mark.parametrize("topology", ["cluster", "pod"])
+def test_a_pod_may_take_as_long_to_end_as_draining_takes(drain, topology):
+    objects = render({"topology": topology, "gateway": {"drainTimeout": drain, "preStopDelay": 7}})
+    for template in templates(objects).values():
+        pod = template["spec"]
+        for container in pod["containers"]:
+            *command, last = container["lifecycle"]["preStop"]["exec"]["command"]
+            if command == ["sleep"]:
+                waited = int(last) + drain
+            else:  # Ray waits for the gateway: longer than the gateway takes
+                waited = int(command[2] if command[1].endswith("drain-head.sh") else last)
+                assert waited >= 7 + drain + 10
+            assert pod["terminationGracePeriodSeconds"] >= waited + 10
+
+
+def probes(*layers: dict) -> dict[str, dict]:
+    (gateway,) = [each for each in templates(render(*layers))["head"]["spec"]["containers"] if each["name"] == "gateway"]
+    return {name: gateway[f"{name}Probe"] for name in ("startup", "readiness", "liveness")}
+
+
+def test_probes():
+    """Ready while it can decode; alive as long as it listens, whatever its workers do; starting as long as that may take."""
+    plain = probes({"timeouts": {"start": 1800}})
+    assert plain["readiness"]["grpc"] == plain["startup"]["grpc"] == {"port": 50051}
+    assert plain["startup"]["failureThreshold"] * plain["startup"]["periodSeconds"] > 1800
+    assert plain["liveness"]["tcpSocket"] == {"port": 50051} and "grpc" not in plain["liveness"]
+    tls = {"secret": "s", "clientCaSecret": "c", "probeSecret": "p", "serverName": "llm.example"}
+    secure = probes({"tls": tls})
+    command = secure["readiness"]["exec"]["command"]
+    assert command[:4] == ["smcserve", "client", "health", "--address=llm.example:50051"]
+    assert secure["liveness"] == plain["liveness"]
+    pod = templates(render({"tls": tls}))["head"]["spec"]
+    assert pod["hostAliases"] == [{"ip": "127.0.0.1", "hostnames": ["llm.example"]}]
+
+
+def test_ray_gets_the_mark_of_each_group():
+    """KubeRay writes `--resources=VALUE` into a command that a shell runs."""
+    for group in of_kind(render({}), "RayCluster")["spec"]["workerGroupSpecs"]:
+        written = subprocess.run(["bash", "-c", f"printf %s {group['rayStartParams']['resources']}"], capture_output=True, text=True).stdout
+        assert json.loads(written) == {f"smc_{group['groupName']}": 1}
+
+
+def test_drain_head_waits_for_the_gateway(tmp_path):
+    lock = tmp_path / "gateway.lock"
+    begin = time.monotonic()
+    subprocess.run(["bash", SCRIPTS / "drain-head.sh", "60", lock], check=True, timeout=30)
+    assert time.monotonic() - begin < 20, "nobody holds the lock: there is no gateway"
+
+    holder = subprocess.Popen(["bash", "-c", f"exec 9> {lock}; flock 9; echo held; exec sleep 600"], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "held\n"
+    waiting = subprocess.Popen(["bash", SCRIPTS / "drain-head.sh", "600", lock])
+    with pytest.raises(subprocess.TimeoutExpired):
+        waiting.wait(0.5)
+    bounded = subprocess.run(["bash", SCRIPTS / "drain-head.sh", "0.2", lock], check=True, capture_output=True, text=True, timeout=30)
+    assert bounded.stdout == "the gateway did not end within 0.2 s\n"
+    holder.kill()  # however it ends
+    holder.communicate()
+    assert waiting.wait(30) == 0
+
+
+def test_drain_worker_waits_for_the_ranks(tmp_path):
+    name = f"ray::Probe{tmp_path.name}"
+    rank = subprocess.Popen(["bash", "-c", f"exec -a {name} sleep 600"])
+    waiting = subprocess.Popen(["bash", SCRIPTS / "drain-worker.sh", "600", name])
+    try:
+        with pytest.raises(subprocess.TimeoutExpired):
+            waiting.wait(1)
+        subprocess.run(["bash", SCRIPTS / "drain-worker.sh", "1", name], check=True, timeout=30)
+        rank.kill()
+        rank.wait()
+        assert waiting.wait(30) == 0
+    finally:
+        rank.kill()
+        waiting.kill()
+
+
+def test_gateway_starts_once_ray_answers(tmp_path):
+    """With commands in the place of `ray` and `smcserve`: what it waits for, holds and passes on."""
+    bin_ = tmp_path / "bin"
+    bin_.mkdir()
+    said, lock, ready = tmp_path / "said", tmp_path / "lock", tmp_path / "ready"
+    for name, body in {
+        "ray": f'test "$*" = "health-check --address 127.0.0.1:1" && test -e {ready}',
+        "smcserve": f'echo "$*" > {said}; sleep 600',
+    }.items():
+        (bin_ / name).write_text(f"#!/bin/bash\n{body}\n")
+        (bin_ / name).chmod(0o755)
+    flags = tmp_path / "flags"
+    flags.write_text("--block=8\n--target=/a b\n")
+    environment = {"PATH": f"{bin_}:/usr/bin:/bin"}
+    gateway = subprocess.Popen(
+        ["bash", SCRIPTS / "gateway.sh", flags, "127.0.0.1:1", lock],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert gateway.stdout.readline() == "waiting for Ray at 127.0.0.1:1\n" and not said.exists()
+        ready.touch()
+        end = time.monotonic() + 30
+        while not said.exists() or not said.read_text():
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert said.read_text() == "serve --ray-address 127.0.0.1:1 --block=8 --target=/a b\n"
+        assert subprocess.run(["flock", "-n", lock, "true"]).returncode == 1, "the gateway holds the lock"
+    finally:
+        os.killpg(gateway.pid, signal.SIGKILL)
+        gateway.wait()
+        gateway.stdout.close()
+    assert subprocess.run(["flock", "-w", "30", lock, "true"]).returncode == 0

@@ -1,0 +1,119 @@
+"""Draft and target on machines of their own, with the gateway started and drained as in a pod; and the files for `ray up`."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+import yaml
+from ray.autoscaler._private.util import prepare_config, validate_config
+from ray.scripts import scripts
+
+from services.client import Client
+from tests.deploy.chart import CHART, ROOT
+from tests.deploy.machines import BIN, Machines, free_ports
+
+pytestmark = pytest.mark.xdist_group("ray")
+
+DRAFT = "127.0.0.2"
+MARKS = ("--draft-resource=smc_draft", "--target-resource=smc_target")
+RAY = ROOT / "deploy/ray"
+SCRIPTS = CHART / "files/scripts"
+PATIENCE = 120
+"""Seconds; a busy machine is no failure."""
+
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory) -> Iterator[Machines]:
+    machines = Machines(tmp_path_factory.mktemp("machines"))
+    try:
+        machines.start("smc_target", "smc_draft")
+        yield machines
+    finally:
+        machines.stop()
+
+
+def test_every_rank_is_where_it_belongs_until_the_gateway_is_drained(machines: Machines, tmp_path):
+    """As in the head pod: the gateway finds Ray's node beside it by a port of 127.0.0.1, and Ray outlives the gateway."""
+    (port,), lock, flags = free_ports(1), tmp_path / "gateway.lock", tmp_path / "flags"
+    flags.write_text("\n".join((f"--port={port}", "--target-tp=2", *MARKS)) + "\n")
+    gateway = machines.run("gateway", "bash", SCRIPTS / "gateway.sh", flags, machines.address, lock)
+    try:
+        with Client(f"127.0.0.1:{port}") as client:
+            machines.until(lambda: gateway.poll() is not None or serving(client), PATIENCE, "the gateway is not ready")
+            assert gateway.poll() is None, machines.log("gateway").read_text()
+            ranks = machines.actors("RankActor")
+            (head,) = machines.actors("CoordinatorActor").values()
+            assert head != DRAFT and sorted(ranks.values()) == sorted([DRAFT, head, head])
+            (name,) = re.findall(r"process=\$\{2:-(\S+)\}", (SCRIPTS / "drain-worker.sh").read_text())
+            assert all(psutil.Process(pid).cmdline()[0].startswith(name) for pid in ranks), "what drain-worker.sh waits for"
+
+            drain = subprocess.Popen(["bash", SCRIPTS / "drain-head.sh", str(PATIENCE), lock])
+            with client.stream("Count.", max_tokens=120, ignore_eos=True, seed=1) as stream:
+                next(iter(stream))
+                gateway.terminate()
+                assert drain.poll() is None, "Ray's head must not be stopped while a call is in flight"
+                for _ in stream:
+                    pass
+            assert stream.completion.usage.completion_tokens == 120
+        assert gateway.wait(PATIENCE) == 0 and drain.wait(PATIENCE) == 0
+        machines.until(lambda: not machines.actors("RankActor"), PATIENCE, "ranks are left")
+    finally:
+        gateway.kill()
+        gateway.wait()
+
+
+def serving(client: Client) -> bool:
+    try:
+        return client.health() == "SERVING"
+    except Exception:  # nobody listens yet
+        time.sleep(0.2)
+        return False
+
+
+def test_a_mark_that_no_machine_has(machines: Machines):
+    command = [BIN / "smcserve", "serve", "--ray-address", machines.address, "--port=0", "--draft-resource=smc_darft", "--start-timeout=1"]
+    assert machines.run("lost", *command).wait(PATIENCE) == 1
+    said = machines.log("lost").read_text()
+    assert "no host of the cluster has the resource 'smc_darft'; start one with: ray start --resources='{\"smc_darft\": 1}'" in said, said
+    assert "never awaited" not in said, "the gateway was not stopped"
+
+
+@pytest.mark.parametrize("name", ["local", "aws"])
+def test_files_for_ray_up(name):
+    """Ray's own check of them; and the start of every node has flags that `ray start` knows."""
+    config = yaml.safe_load((RAY / f"{name}.yaml").read_text())
+    validate_config(prepare_config(config))
+    for command in (*config["head_start_ray_commands"], *config["worker_start_ray_commands"]):
+        check_ray_start(command)
+
+
+def test_the_walk_through_has_flags_that_ray_knows():
+    lines = [line for line in (RAY / "README.md").read_text().splitlines() if line.startswith("ray start ")]
+    assert [check_ray_start(line)["resources"] for line in lines] == ["{}", '{"smc_draft": 1}', '{"smc_target": 1}']
+
+
+def check_ray_start(command: str) -> dict:
+    """What Ray makes of the `ray start` in it, if there is one."""
+    *_, last = command.split("; ")
+    program, verb, *arguments = shlex.split(last)
+    assert program == "ray"
+    return scripts.start.make_context("start", arguments).params if verb == "start" else {}
+
+
+def test_a_machine_says_itself_what_it_is_for(tmp_path):
+    """The command that `ray up` runs on every worker, in a shell, with something else in the place of Ray."""
+    *_, command = yaml.safe_load((RAY / "local.yaml").read_text())["worker_start_ray_commands"]
+    resources, ray = tmp_path / "resources", tmp_path / "ray"
+    resources.write_text('{"smc_draft": 1}\n')
+    ray.write_text("#!/bin/bash\nprintf '%s\\n' \"$@\"\n")
+    ray.chmod(0o755)
+    command = command.replace("/etc/smcserve-resources", str(resources)).replace("ulimit -n 65536", "true")
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "RAY_HEAD_IP": "192.0.2.10"}
+    said = subprocess.run(["bash", "-c", command], env=environment, check=True, capture_output=True, text=True).stdout
+    assert said.splitlines() == ["start", "--address=192.0.2.10:6379", '--resources={"smc_draft": 1}']
