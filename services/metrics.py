@@ -96,6 +96,11 @@ class Metrics:
     def tokens_generated(self, count: int) -> None:
         self._generation_tokens.inc(count)
 
+    def models_ran(self, draft_tokens: int, target_tokens: int) -> None:
+        """What an answer cost: tokens drawn by the draft, positions run through the target, over all particles and branches."""
+        for group, count in zip(GROUPS, (draft_tokens, target_tokens), strict=True):
+            self._model_tokens.labels(group).inc(count)
+
     def tokens_followed(self, count: int, seconds: float) -> None:
         """`count` tokens came together, `seconds` after those before them: each counts as an equal share of the wait."""
         for _ in range(count):
@@ -187,6 +192,9 @@ class Metrics:
         self._cancellations = self._counter("smc_requests_cancelled_total", "Requests ended early, by whom or what.", by=CANCELLATIONS)
         self._prompt_tokens = self._counter("smc_prompt_tokens_total", "Tokens of prompts that were run.")
         self._generation_tokens = self._counter("smc_generation_tokens_total", "Tokens of answers that were sent.")
+        self._model_tokens = self._counter(
+            "smc_model_tokens_total", "Tokens that each model ran for answers, over all particles and branches.", group=GROUPS
+        )
         self._first_token = self._histogram(
             "smc_time_to_first_token_seconds", "From a request's arrival to the first tokens of its answer.", TTFT_BUCKETS
         )

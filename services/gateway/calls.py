@@ -90,8 +90,9 @@ class Tally:
         self._last = now
         self._metrics.tokens_generated(new_tokens)
 
-    def answered(self, finish_reason: str) -> None:
+    def answered(self, finish_reason: str, draft_tokens: int, target_tokens: int) -> None:
         self._metrics.request_answered(finish_reason, time.monotonic() - self._arrived)
+        self._metrics.models_ran(draft_tokens, target_tokens)
 
     def failed(self, status: Status, error: Exception) -> None:
         """It ended with this status, because of this error. Without a single token it was a rejection, if it can be one."""

@@ -127,7 +127,8 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
                 tally.count(len(request.prompt), len(output.tokens))
                 await self._write(context, _response(output, is_smc))
                 if output.answer is not None:
-                    tally.answered(output.answer.finish_reason.value)
+                    ran = output.answer.statistics
+                    tally.answered(output.answer.finish_reason.value, ran.draft_tokens, ran.target_tokens)
 
     async def _write(self, context: grpc.aio.ServicerContext, response: pb.GenerateResponse) -> None:
         """Waits while the caller does not read: HTTP/2 lets us send no more than it has room for."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import urllib.request
 
@@ -12,6 +11,7 @@ import pytest
 from services.client import Message, ServiceError
 from services.metrics import Metrics
 from smc.engine.stats import EngineStats
+from tests.deploy.binaries import binary
 from tests.gateway.harness import serving
 
 
@@ -31,10 +31,7 @@ def names(metrics: Metrics) -> set[str]:
 
 
 def test_promtool_accepts_every_name(metrics):
-    promtool = shutil.which("promtool")
-    if promtool is None:
-        pytest.skip("promtool is not installed (Debian: apt-get install prometheus)")
-    ran = subprocess.run([promtool, "check", "metrics"], input=metrics.exposition(), capture_output=True)
+    ran = subprocess.run([binary("promtool"), "check", "metrics"], input=metrics.exposition(), capture_output=True)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"", b"")
 
 
@@ -57,6 +54,7 @@ def test_series_exist_from_the_start_and_no_others_come(metrics):
 def report_everything(metrics: Metrics) -> None:
     metrics.prompt_started(20, 0.05)
     metrics.tokens_generated(9)
+    metrics.models_ran(160, 40)
     metrics.tokens_followed(4, 0.2)
     metrics.request_answered("eos", 1.5)
     metrics.request_failed("CANCELLED")
@@ -101,6 +99,7 @@ def test_what_is_reported_is_what_is_shown(metrics):
     assert value(metrics, "smc_requests_total", status="OK", finish_reason="eos") == 1
     assert value(metrics, "smc_requests_rejected_total", code="RESOURCE_EXHAUSTED", cause="queue_full") == 1
     assert value(metrics, "smc_requests_cancelled_total", by="client") == 1
+    assert [value(metrics, "smc_model_tokens_total", group=group) for group in ("draft", "target")] == [160, 40]
     pages = {what: value(metrics, f"smc_kv_pages_{what}", group="target") for what in ("reserved", "free", "capacity", "leaked")}
     assert pages == {"reserved": 20, "free": 60, "capacity": 80, "leaked": 2}
     parts = [value(metrics, "smc_round_part_seconds_sum", part=part) for part in ("draft", "target", "link", "coordinator")]
@@ -133,6 +132,8 @@ def test_a_served_request_moves_them(pair):
     assert sum(float(v) for k, v in shown.items() if k.startswith("smc_requests_total{")) == 4
     assert float(shown['smc_kv_pages_reserved{group="draft"}']) == float(shown["smc_requests_running"]) == 0
     assert float(shown["smc_slots_free"]) == float(shown["smc_slots_capacity"]) == 64
+    for group, name in (("draft", "draft_tokens"), ("target", "target_tokens")):
+        assert float(shown[f'smc_model_tokens_total{{group="{group}"}}']) == sum(getattr(a.statistics, name) for a in answers)
     rounds = sum(answer.statistics.rounds for answer in answers)
     assert float(shown["smc_ess_share_ratio_count"]) == float(shown["smc_committed_lag_tokens_count"]) == rounds
     with pytest.raises(OSError):

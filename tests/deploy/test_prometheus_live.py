@@ -1,0 +1,141 @@
+"""Dashboards, rules and alerts against a service that runs: what they name is there, and a real Prometheus makes numbers of it."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from services.client import Client, Message, ServiceError
+from tests.deploy import promql
+from tests.deploy.observed import Prometheus, Service
+from tests.deploy.sources import dashboards, filled, rules, targets
+
+pytestmark = pytest.mark.xdist_group("ray")
+
+UNUSED = {
+    "process_virtual_memory_bytes": "address space that is mapped, not memory that is used",
+}
+"""Metrics that no dashboard, rule or alert names, and why."""
+PATIENCE = 120.0
+"""Seconds; a few are enough on a machine with nothing else to do."""
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory) -> Iterator[Service]:
+    running = Service(tmp_path_factory.mktemp("service"))
+    try:
+        yield running
+    finally:
+        running.stop()
+
+
+@pytest.fixture(scope="module")
+def known(service) -> tuple[promql.Exported, list[promql.Checked]]:
+    """What the service exports after a few calls, together with what the rules record of it."""
+    with Client(service.address) as client:
+        ask(client, 0)
+    return promql.with_rules(promql.exported(service.exposition()), rules("rules.yml"))
+
+
+@pytest.fixture(scope="module")
+def prometheus(service, tmp_path_factory) -> Iterator[Prometheus]:
+    """Watching a service under a little load."""
+    running = Prometheus(tmp_path_factory.mktemp("prometheus"), service.metrics)
+    enough = threading.Event()
+
+    def load() -> None:
+        with Client(service.address) as client:
+            seed = 0
+            while not enough.is_set():
+                ask(client, seed := seed + 1)
+
+    callers = [threading.Thread(target=load) for _ in range(2)]
+    for caller in callers:
+        caller.start()
+    try:
+        yield running
+    finally:
+        enough.set()
+        for caller in callers:
+            caller.join()
+        running.stop()
+
+
+def ask(client: Client, seed: int) -> None:
+    """One answer by particles, one by the target alone, one refusal."""
+    client.generate([Message("user", "How many?")], particles=4, seed=seed, max_tokens=24)
+    client.generate([Message("user", "How many?")], method="target", seed=seed, max_tokens=4)
+    with pytest.raises(ServiceError):
+        client.generate("x", particles=0)
+
+
+def test_every_name_is_exported(known):
+    exported, checked = known
+    mistakes = [mistake for found in checked for mistake in found.mistakes]
+    for rule in rules("alerts.yml"):
+        found = promql.check(rule["expr"], exported)
+        mistakes += found.mistakes
+        for note in rule["annotations"].values():
+            mistakes += promql.check_legend(note, found.labels)
+    for place, target in targets():
+        found = promql.check(filled(target["expr"]), exported)
+        mistakes += [f"{place}: {mistake}" for mistake in [*found.mistakes, *promql.check_legend(target["legendFormat"], found.labels)]]
+    assert not mistakes, "\n".join(mistakes)
+
+
+def test_variables_of_dashboards_ask_for_what_is_exported(known):
+    for dashboard in dashboards().values():
+        for variable in dashboard["templating"]["list"]:
+            if variable["type"] == "query":
+                series, label = variable["query"].removeprefix("label_values(").removesuffix(")").rsplit(", ", 1)
+                assert not promql.check(filled(series), known[0]).mistakes
+                assert label in promql.SCRAPER
+
+
+def test_every_metric_is_of_use(service, known):
+    exported, checked = known
+    used = {name for found in checked for name in found.metrics}
+    used |= {name for rule in rules("alerts.yml") for name in promql.check(rule["expr"], exported).metrics}
+    used |= {name for _, target in targets() for name in promql.check(filled(target["expr"]), exported).metrics}
+    families = [line.split()[2] for line in service.exposition().splitlines() if line.startswith("# TYPE")]
+    unused = {family for family in families if not any(name in used for name in (family, *(f"{family}_{s}" for s in ("bucket", "sum"))))}
+    assert unused == set(UNUSED)
+    assert {rule["record"] for rule in rules("rules.yml")} <= used, "a rule records what nobody reads"
+
+
+def test_every_query_has_an_answer(prometheus):
+    waiting, deadline = dict(enumerate(targets())), time.monotonic() + PATIENCE
+    while waiting and time.monotonic() < deadline:
+        for i, (_, target) in list(waiting.items()):
+            if has_numbers(prometheus, target["expr"]):
+                del waiting[i]
+        time.sleep(0.5)
+    assert not waiting, [f"{place}: {target['expr']}" for place, target in waiting.values()]
+
+
+def has_numbers(prometheus: Prometheus, expr: str) -> bool:
+    """Within the last 20 s, as a graph would show it."""
+    now = time.time()
+    expr = filled(expr.replace("$__rate_interval", "5s"))
+    found = prometheus.ask("query_range", query=expr, start=now - 20, end=now, step=1)["result"]
+    return any(math.isfinite(float(value)) for series in found for _, value in series["values"])
+
+
+def test_the_target_is_up_and_rules_work(prometheus):
+    def evaluated() -> bool:
+        groups = prometheus.ask("rules")["groups"]
+        never = "0001-01-01T00:00:00Z"
+        return all(rule["lastEvaluation"] != never for group in groups for rule in group["rules"])
+
+    prometheus.until(lambda: has_numbers(prometheus, "up == 1"), PATIENCE, "the service was not scraped")
+    prometheus.until(evaluated, PATIENCE, "not every rule was evaluated")
+    found = [rule for group in prometheus.ask("rules")["groups"] for rule in group["rules"]]
+    assert len(found) == len(rules("rules.yml")) + len(rules("alerts.yml"))
+    assert [(rule["name"], rule.get("lastError")) for rule in found if rule["health"] != "ok"] == []
+    assert [rule["name"] for rule in found if rule.get("state") == "firing"] == []
+    for recorded in {rule["record"] for rule in rules("rules.yml")}:
+        prometheus.until(lambda name=recorded: has_numbers(prometheus, name), PATIENCE, f"{recorded} was not recorded")

@@ -1,0 +1,52 @@
+"""The runbook and the alerts are about the same things, and what the runbook tells people to type exists."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from services.metrics import Metrics
+from tests.deploy import promql
+from tests.deploy.sources import BOARDS_BY_TITLE, ROOT, rules
+
+TEXT = (ROOT / "docs/runbook.md").read_text()
+SECTIONS = dict(re.findall(r"^### (\w+)\n(.*?)(?=^##|\Z)", TEXT, re.M | re.S))
+PARTS = ("What it means", "What users see", "How to look", "Likely causes", "What to do")
+
+
+def test_every_alert_has_a_section_and_every_section_an_alert():
+    assert sorted(SECTIONS) == sorted({rule["alert"] for rule in rules("alerts.yml")})
+
+
+@pytest.mark.parametrize("alert", SECTIONS)
+def test_a_section_answers_the_same_questions(alert):
+    assert re.findall(r"^\*\*(.+?)\.\*\*", SECTIONS[alert], re.M) == list(PARTS)
+    assert any(f"*{title}*" in SECTIONS[alert] for title in BOARDS_BY_TITLE), "it names no dashboard"
+
+
+def test_queries_in_it_would_answer():
+    metrics = Metrics()
+    metrics.set_build_info("1", "lookahead", "grpc", 1)
+    known, _ = promql.with_rules(promql.exported(metrics.exposition().decode()), rules("rules.yml"))
+    queries = re.findall(r"```promql\n(.*?)```", TEXT, re.S)
+    assert len(queries) >= len(SECTIONS)
+    mistakes = [mistake for query in queries for mistake in promql.check(query, known).mistakes]
+    assert not mistakes, "\n".join(mistakes)
+
+
+def test_panels_that_it_names_exist():
+    shown = {panel["title"] for board in BOARDS_BY_TITLE.values() for panel in board["panels"]} | set(BOARDS_BY_TITLE)
+    named = set(re.findall(r"(?<!\*)\*([^*\n]+)\*(?!\*)", TEXT))
+    assert len(named) > 20 and named <= shown
+
+
+def test_links_in_it_lead_somewhere():
+    for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", TEXT):
+        assert (ROOT / "docs" / link).exists(), link
+
+
+def test_flags_in_it_exist(smcserve):
+    named = set(re.findall(r"`(--[a-z-]+)", TEXT)) - {"--prometheus", "--out"}
+    said = smcserve("serve", "--help").out
+    assert len(named) > 10 and [flag for flag in named if not re.search(rf"{flag}\b", said)] == []
