@@ -1,0 +1,169 @@
+"""Where the service is and how to get in; the connections of a run, and one call over them. Knows nothing about when calls are made."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from loadtest.record import Planned, Record
+from services.client import Client, Message, ModelInfo, ServerInfo, ServiceError
+from services.pb import generation_pb2 as pb
+from services.pb import generation_pb2_grpc as pb_grpc
+from services.wire.sampling import FINISH_REASONS, name_of, sampling_message
+
+ABORT_TIMEOUT = 10.0
+
+
+class Unreachable(RuntimeError):
+    """There is no service to load."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    address: str
+    token: str | None = None
+    tls: bool = False
+    tls_ca: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+
+    @property
+    def secure(self) -> bool:
+        return self.tls or self.tls_ca is not None or self.tls_cert is not None
+
+    def client(self) -> Client:
+        """Raises ValueError for what does not go together."""
+        return Client(self.address, token=self.token, tls=self.tls, tls_ca=self.tls_ca, tls_cert=self.tls_cert, tls_key=self.tls_key)
+
+    def describe(self) -> tuple[ServerInfo, ModelInfo]:
+        """What is there. Raises Unreachable, and ValueError if it does not let us in."""
+        with self.client() as client:
+            try:
+                server, models = client.server_info(), client.model_info()
+            except ServiceError as error:
+                if error.code is grpc.StatusCode.UNAUTHENTICATED:
+                    raise ValueError(f"{self.address} does not let us in: {error.message}; give --token-file") from error
+                raise Unreachable(f"no service at {self.address}: {error}") from error
+        if not server.serving:
+            raise Unreachable(f"the service at {self.address} is not serving: it is starting or shutting down; try again later")
+        return server, models
+
+    def channel(self) -> grpc.aio.Channel:
+        """A connection of its own; channels to one address would share one otherwise."""
+        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
+        if not self.secure:
+            return grpc.aio.insecure_channel(self.address, options)
+        files = (None if path is None else path.read_bytes() for path in (self.tls_ca, self.tls_key, self.tls_cert))
+        return grpc.aio.secure_channel(self.address, grpc.ssl_channel_credentials(*files), options)
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
+
+
+class Connections:
+    """Use it in one asyncio loop, with `async with`."""
+
+    def __init__(self, endpoint: Endpoint, count: int) -> None:
+        self._metadata = endpoint.metadata
+        self._channels = [endpoint.channel() for _ in range(count)]
+        self._run = uuid.uuid4().hex[:8]
+        self._aborts: set[asyncio.Task] = set()
+        self._stubs = [pb_grpc.GenerationServiceStub(channel) for channel in self._channels]
+
+    async def __aenter__(self) -> Connections:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for channel in self._channels:
+            await channel.close()
+
+    async def connect(self, timeout: float) -> None:
+        """So that no request pays for a handshake. Raises Unreachable."""
+        try:
+            async with asyncio.timeout(timeout):
+                for channel in self._channels:
+                    await channel.channel_ready()
+        except TimeoutError as error:
+            raise Unreachable(f"the service did not accept {len(self._channels)} connections within {timeout:g} s") from error
+
+    async def server_info(self, timeout: float) -> pb.GetServerInfoResponse:
+        """Raises grpc.RpcError."""
+        return await self._stubs[0].GetServerInfo(pb.GetServerInfoRequest(), timeout=timeout, metadata=self._metadata)
+
+    async def ask(self, planned: Planned, deadline: float, clock: Callable[[], float]) -> Record:
+        """Send one request and follow it to its end, whatever that is. `clock`: seconds since the start of the run."""
+        message = _message(planned, f"loadtest-{self._run}-{planned.index}")
+        record = Record(planned, sent_at=clock())
+        stub = self._stubs[planned.index % len(self._stubs)]
+        call = stub.Generate(message, timeout=deadline, metadata=self._metadata)
+        give_up = partial(self._abort, stub, message.request_id) if planned.abort else call.cancel
+        timer = None
+        if planned.cancel_after is not None:
+            timer = asyncio.get_running_loop().call_later(planned.cancel_after, give_up)
+        try:
+            await _follow(call, record, clock, give_up)
+        except grpc.RpcError as error:
+            record.code, record.detail = error.code().name, error.details() or ""
+            record.cancelled = planned.abort and error.code() is grpc.StatusCode.CANCELLED
+        except asyncio.CancelledError:
+            if not call.cancelled() or asyncio.current_task().cancelling():  # it is us who are told to stop
+                call.cancel()
+                raise
+            record.code, record.cancelled = "CANCELLED", True
+        finally:
+            if timer is not None:
+                timer.cancel()
+        record.ended_at = clock()
+        return record
+
+    def _abort(self, stub: pb_grpc.GenerationServiceStub, request_id: str) -> None:
+        """The stream says how it went; nobody waits for this answer."""
+        task = asyncio.ensure_future(stub.Abort(pb.AbortRequest(request_id=request_id), timeout=ABORT_TIMEOUT, metadata=self._metadata))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+
+async def _follow(call: Any, record: Record, clock: Callable[[], float], give_up: Callable[[], object]) -> None:
+    planned = record.planned
+    async for response in call:
+        now = clock()
+        if response.token_ids:
+            record.message_times.append(now)
+            record.message_tokens.append(len(response.token_ids))
+        if response.HasField("finish"):
+            _finish(record, response.finish)
+        elif planned.cancel_after_tokens is not None and record.tokens >= planned.cancel_after_tokens:
+            give_up()
+        elif planned.pause:
+            await asyncio.sleep(planned.pause)
+    if not record.answered:
+        record.code, record.detail = "INTERNAL", "the stream ended before the answer did"
+
+
+def _finish(record: Record, finish: pb.Finish) -> None:
+    record.code = "OK"
+    record.finish_reason = name_of(FINISH_REASONS, finish.reason, "finish.reason")
+    record.prompt_tokens = finish.usage.prompt_tokens
+    if finish.HasField("statistics"):
+        statistics = finish.statistics
+        record.particles, record.rounds, record.resamples = statistics.particles, statistics.rounds, statistics.resamples
+        record.collapses, record.mean_ess = statistics.collapses, statistics.mean_ess
+
+
+def _message(planned: Planned, request_id: str) -> pb.GenerateRequest:
+    message = pb.GenerateRequest(request_id=request_id, sampling=sampling_message(planned.sampling))
+    if isinstance(planned.prompt, str):
+        message.text = planned.prompt
+    elif isinstance(planned.prompt[0], Message):
+        message.chat.messages.extend(pb.ChatMessage(role=part.role, content=part.content) for part in planned.prompt)
+    else:
+        message.token_ids.ids.extend(planned.prompt)
+    return message

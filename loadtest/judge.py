@@ -1,0 +1,145 @@
+"""Whether a run was good: the objective, errors, what was left behind, behaviour under overload. Pure functions of what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from loadtest.measures import Summary
+from loadtest.monitor import Sample
+from loadtest.processes import RAY
+from loadtest.settings import Settings
+
+BROKEN = ("INTERNAL", "UNKNOWN", "DATA_LOSS", "UNIMPLEMENTED")
+"""Codes that no load excuses."""
+REFUSALS = ("RESOURCE_EXHAUSTED", "UNAVAILABLE")
+"""Codes that tell a caller to come back later."""
+OVERLOAD_SHARE = 0.8
+"""Of the capacity, which goodput must reach under overload."""
+QUEUE_GROWTH = 1.25
+"""Between the second and the last third of the run; a queue that has a bound is at it by then."""
+QUEUE_SLACK = 2.0
+"""Requests; a queue that is nearly empty may grow by that."""
+MEMORY_GROWTH, MEMORY_SLACK = 0.02, 8 << 20
+"""Share of a process's memory, or bytes if that is more: what it may grow by in the last two thirds of a run."""
+ENOUGH_SAMPLES = 9
+"""For a trend."""
+
+
+@dataclass(frozen=True)
+class Check:
+    name: str
+    passed: bool | None
+    """None: it could not be measured."""
+    text: str
+
+
+def judge(summary: Summary, settings: Settings, during: Sequence[Sample], after: Sample) -> list[Check]:
+    checks = [_errors(summary)]
+    if settings.capacity is not None:
+        checks += overload(summary, settings, during)
+    elif settings.goodput is not None:
+        checks.append(_objective(summary, settings))
+    return checks + left_behind(after)
+
+
+def _objective(summary: Summary, settings: Settings) -> Check:
+    if summary.attainment is None:
+        return Check("objective", None, "no request was there to be judged")
+    met = summary.attainment >= settings.attainment
+    share = f"{summary.good} of {summary.ordinary} requests ({summary.attainment:.1%}) met it; at least {settings.attainment:.1%} must"
+    return Check("objective", met, f"{settings.goodput.sentence}: {share}")
+
+
+def _errors(summary: Summary) -> Check:
+    broken = {code: count for code, count in summary.codes.items() if code in BROKEN}
+    if broken:
+        return Check("errors", False, f"failed: {_counts(broken)}")
+    if summary.ordinary and not summary.completed:
+        return Check("errors", False, f"no request was answered: {_counts(summary.codes)}")
+    return Check("errors", True, f"no request failed with {' or '.join(BROKEN[:2])}: {_counts(summary.codes)}")
+
+
+def overload(summary: Summary, settings: Settings, during: Sequence[Sample]) -> list[Check]:
+    """How it bears more than it can carry. `settings.capacity` is known."""
+    needed = OVERLOAD_SHARE * settings.capacity
+    share = summary.goodput / settings.capacity
+    goodput = (
+        f"{summary.goodput:.2f} requests/s, {share:.0%} of the capacity of {settings.capacity:g}; at least {OVERLOAD_SHARE:.0%} must be"
+    )
+    unanswered = {code: n for code, n in summary.codes.items() if code not in ("OK", "CANCELLED", *REFUSALS)}
+    refused = sum(summary.codes.get(code, 0) for code in REFUSALS)
+    answered = f"{summary.completed} answered, {refused} refused" + (f", neither: {_counts(unanswered)}" if unanswered else "")
+    return [
+        Check("goodput under overload", summary.goodput >= needed, goodput),
+        _queue(during),
+        Check("answered or refused", not unanswered, answered),
+        *_memory(during),
+    ]
+
+
+def left_behind(after: Sample) -> list[Check]:
+    """The service once it was left alone: nothing runs, nothing waits, no page is held."""
+    if after.error:
+        return [Check("after the run", False, f"the service did not answer: {after.error}")]
+    idle = not after.running and not after.queued
+    checks = [Check("after the run", idle, f"{after.running} running, {after.queued} waiting")]
+    for name, what in (("smc_kv_pages_reserved", "KV pages reserved"), ("smc_kv_pages_leaked", "KV pages leaked")):
+        count = after.total(name)
+        text = "not measured; give --metrics" if count is None else f"{count:g}"
+        checks.append(Check(what, None if count is None else count == 0, text))
+    return checks
+
+
+def _queue(during: Sequence[Sample]) -> Check:
+    queued = [sample.queued for sample in during if sample.queued is not None]
+    if len(queued) < ENOUGH_SAMPLES:
+        return Check("queue bounded", None, f"{len(queued)} looks at the queue are too few; let it run longer")
+    third = len(queued) // 3
+    middle, last = float(np.mean(queued[third:-third])), float(np.mean(queued[-third:]))
+    bounded = last <= max(QUEUE_GROWTH * middle, middle + QUEUE_SLACK)
+    return Check(
+        "queue bounded", bounded, f"at most {max(queued)} waited; {middle:.1f} on average in the second third, {last:.1f} in the last"
+    )
+
+
+def _memory(during: Sequence[Sample]) -> list[Check]:
+    """One check for each process of ours."""
+    series = memory_series(during)
+    if not series:
+        return [Check("memory flat", None, "not measured; give --metrics, --watch-pid or --serve")]
+    return [_flat(name, times, values) for name, (times, values) in series.items() if name != RAY]
+
+
+def memory_series(during: Sequence[Sample]) -> dict[str, tuple[list[float], list[float]]]:
+    """Times and resident bytes by process; of the gateway alone where only its metrics tell."""
+    series: dict[str, tuple[list[float], list[float]]] = {}
+    for sample in during:
+        resident = sample.metrics.get("process_resident_memory_bytes")
+        known = sample.memory or ({} if resident is None else {"gateway": resident})
+        for name, value in known.items():
+            times, values = series.setdefault(name, ([], []))
+            times.append(sample.at)
+            values.append(value)
+    return series
+
+
+def _flat(name: str, times: list[float], values: list[float]) -> Check:
+    """By the slope of a straight line; the first third of a run, in which buffers find their size, does not count."""
+    title = f"memory flat: {name}"
+    if len(values) < ENOUGH_SAMPLES:
+        return Check(title, None, f"{len(values)} looks are too few; let it run longer")
+    begin = len(values) // 3
+    slope = float(np.polyfit(times[begin:], values[begin:], 1)[0])
+    growth = slope * (times[-1] - times[begin])
+    allowed = max(MEMORY_SLACK, MEMORY_GROWTH * values[begin])
+    mib = 1 << 20
+    seen = f"{60 * slope / mib:+.2f} MiB a minute, {values[-1] / mib:.0f} MiB at the end"
+    text = f"{seen}; at most {allowed / mib:.0f} MiB may come in the time judged"
+    return Check(title, growth <= allowed, text)
+
+
+def _counts(codes: dict[str, int]) -> str:
+    return ", ".join(f"{count} {code}" for code, count in codes.items()) or "none"

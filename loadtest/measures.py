@@ -1,0 +1,153 @@
+"""From records to figures: latencies, throughput, goodput, and how requests ended. Pure: no clock, no service, no printing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from loadtest.objective import Objective
+from loadtest.record import Record
+
+PERCENTILES = (50, 90, 95, 99)
+LATE = 0.05
+"""Seconds. A generator whose 99th percentile of lateness is above this did not keep to its plan."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of one kind of latency, in milliseconds; zeros if nothing was measured, as in vLLM."""
+
+    count: int
+    mean: float
+    median: float
+    std: float
+    percentiles: dict[int, float]
+
+    @classmethod
+    def of(cls, seconds: Iterable[float]) -> Spread:
+        values = 1e3 * np.array(list(seconds), dtype=np.float64)
+        if not len(values):
+            return cls(0, 0.0, 0.0, 0.0, dict.fromkeys(PERCENTILES, 0.0))
+        quantiles = np.percentile(values, PERCENTILES)
+        return cls(
+            len(values), float(values.mean()), float(np.median(values)), float(values.std()), dict(zip(PERCENTILES, quantiles.tolist()))
+        )
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Of the requests that count; those of the warm-up are nowhere in it."""
+
+    sent: int
+    completed: int
+    cancelled: int
+    """By us, as planned; a request that was answered before is completed."""
+    failed: int
+    ordinary: int
+    """Requests whose clients wait and read at full speed: latencies, goodput and `good` are of these alone."""
+    good: int | None
+    """Ordinary requests that met the objective; None without one."""
+    duration: float
+    """Seconds from the first send to the last end."""
+    input_tokens: int
+    output_tokens: int
+    """Of answers; tokens of requests that did not get to the end are not counted."""
+    ttft: Spread
+    tpot: Spread
+    itl: Spread
+    e2el: Spread
+    lateness: Spread
+    codes: dict[str, int]
+    finish_reasons: dict[str, int]
+    rounds: float
+    """A request, as are resamples; averages over answers by SMC."""
+    resamples: float
+    collapses: int
+    ess_share: float
+    """Mean ESS over N."""
+    peak_concurrent: int
+
+    @property
+    def offered(self) -> float:
+        """Requests sent a second, until the last end."""
+        return self._rate(self.sent)
+
+    @property
+    def request_throughput(self) -> float:
+        return self._rate(self.completed)
+
+    @property
+    def output_throughput(self) -> float:
+        return self._rate(self.output_tokens)
+
+    @property
+    def total_token_throughput(self) -> float:
+        return self._rate(self.input_tokens + self.output_tokens)
+
+    @property
+    def goodput(self) -> float | None:
+        """Requests a second that met the objective."""
+        return None if self.good is None else self._rate(self.good)
+
+    @property
+    def attainment(self) -> float | None:
+        """Share of the ordinary requests that met the objective; refused and failed ones did not."""
+        return None if self.good is None or not self.ordinary else self.good / self.ordinary
+
+    @property
+    def late(self) -> bool:
+        return self.lateness.percentiles[99] > 1e3 * LATE
+
+    def _rate(self, count: int) -> float:
+        return count / self.duration if self.duration else 0.0
+
+
+def summarise(records: Sequence[Record], objective: Objective | None) -> Summary:
+    counted = [record for record in records if record.planned.counted]
+    answered = [record for record in counted if record.answered]
+    ordinary = [record for record in counted if record.planned.ordinary]
+    timed = [record for record in ordinary if record.answered and record.message_times]
+    by_smc = [record for record in answered if record.particles]
+    return Summary(
+        sent=len(counted),
+        completed=len(answered),
+        cancelled=sum(record.cancelled for record in counted),
+        failed=sum(record.failed for record in counted),
+        ordinary=len(ordinary),
+        good=None if objective is None else sum(is_good(record, objective) for record in timed),
+        duration=max(r.ended_at for r in counted) - min(r.sent_at for r in counted) if counted else 0.0,
+        input_tokens=sum(record.prompt_tokens for record in answered),
+        output_tokens=sum(record.tokens for record in answered),
+        ttft=Spread.of(record.ttft for record in timed),
+        tpot=Spread.of(record.tpot for record in timed if record.tokens > 1),
+        itl=Spread.of(gap for record in timed for gap in record.itls),
+        e2el=Spread.of(record.e2el for record in timed),
+        lateness=Spread.of(record.lateness for record in counted),
+        codes=dict(Counter(record.code for record in counted).most_common()),
+        finish_reasons=dict(Counter(record.finish_reason for record in answered).most_common()),
+        rounds=_mean(record.rounds for record in by_smc),
+        resamples=_mean(record.resamples for record in by_smc),
+        collapses=sum(record.collapses for record in by_smc),
+        ess_share=_mean(record.mean_ess / record.particles for record in by_smc),
+        peak_concurrent=max((count for _, count in in_flight(records)), default=0),
+    )
+
+
+def is_good(record: Record, objective: Objective) -> bool:
+    """Of a request that was answered, with tokens."""
+    return objective.met({"ttft": record.ttft, "tpot": record.tpot, "e2el": record.e2el})
+
+
+def in_flight(records: Iterable[Record]) -> list[tuple[float, int]]:
+    """Every moment at which the number of requests under way changed, and the number from then on."""
+    changes = sorted([(record.sent_at, 1) for record in records] + [(record.ended_at, -1) for record in records])
+    counts = np.cumsum([change for _, change in changes]).tolist()
+    return [(at, count) for (at, _), count in zip(changes, counts)]
+
+
+def _mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return sum(values) / len(values) if values else 0.0

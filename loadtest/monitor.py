@@ -1,0 +1,85 @@
+"""The server while it is under load: what it says of itself, its metrics, the memory of its processes, at equal intervals.
+
+Knows nothing about requests. A look that fails is kept with its reason: a gap is not a zero.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import grpc
+
+from loadtest.endpoint import Connections
+from loadtest.processes import ProcessTree
+
+TIMEOUT = 5.0
+PREFIXES = ("smc_", "process_")
+
+
+@dataclass(frozen=True)
+class Sample:
+    at: float
+    """Seconds since the start of the run."""
+    running: int | None = None
+    queued: int | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    """By series, as `name{labels}`; without buckets."""
+    memory: dict[str, int] = field(default_factory=dict)
+    """Resident bytes of each process, by name."""
+    error: str = ""
+
+    def total(self, name: str) -> float | None:
+        """Over all labels of a metric; None if it is not there."""
+        values = [value for series, value in self.metrics.items() if series.partition("{")[0] == name]
+        return sum(values) if values else None
+
+
+class Monitor:
+    """`url`: of the metrics page. `tree`: of the service's processes, where they are on this machine."""
+
+    def __init__(self, connections: Connections, url: str | None, tree: ProcessTree | None) -> None:
+        self._connections, self._url, self._tree = connections, url, tree
+        self.samples: list[Sample] = []
+
+    async def look(self, at: float) -> Sample:
+        """One sample, now."""
+        try:
+            info = await self._connections.server_info(TIMEOUT)
+            metrics = await asyncio.to_thread(scrape, self._url) if self._url else {}
+            memory = await asyncio.to_thread(self._tree.resident_bytes) if self._tree else {}
+        except grpc.RpcError as error:
+            return Sample(at, error=f"{error.code().name}: {error.details()}")
+        except (OSError, ValueError) as error:
+            return Sample(at, error=str(error))
+        return Sample(at, info.running, info.queued, metrics, memory)
+
+    async def watch(self, clock: Callable[[], float], interval: float) -> None:
+        """Look until cancelled."""
+        turn = 0
+        while True:
+            self.samples.append(await self.look(clock()))
+            turn = max(turn + 1, int(clock() / interval))
+            await asyncio.sleep(max(0.0, turn * interval - clock()))
+
+
+def scrape(url: str) -> dict[str, float]:
+    """Raises OSError if there is no answer, ValueError if it is none of ours."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(url, timeout=TIMEOUT) as response:
+        metrics = parse(response.read().decode())
+    if not metrics:
+        raise ValueError(f"{url} has no metric that begins with {' or '.join(PREFIXES)}; give the service's own /metrics")
+    return metrics
+
+
+def parse(text: str) -> dict[str, float]:
+    """Prometheus' text format; no label of ours holds a space."""
+    metrics = {}
+    for line in text.splitlines():
+        if line.startswith(PREFIXES) and "_bucket{" not in line:
+            series, _, value = line.rpartition(" ")
+            metrics[series] = float(value)
+    return metrics

@@ -1,0 +1,43 @@
+"""The objective: what a request must keep to in order to count as good. Knows nothing about how many must."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+MEASURES = {"ttft": "time to first token", "tpot": "time per output token", "e2el": "end-to-end latency"}
+"""vLLM's names, and what they stand for."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    limits: tuple[tuple[str, float], ...]
+    """Names of MEASURES, and milliseconds."""
+
+    @classmethod
+    def read(cls, words: str) -> Self:
+        """`ttft:500 tpot:50 e2el:5000`. Raises ValueError saying what was given and what is allowed."""
+        limits: dict[str, float] = {}
+        for word in str(words).replace(",", " ").split():
+            name, _, value = word.partition(":")
+            try:
+                limit = float(value)
+            except ValueError:
+                limit = -1.0
+            if name not in MEASURES or name in limits or not 0 < limit < float("inf"):
+                raise ValueError(f"--goodput {word!r}; allowed: NAME:MILLISECONDS, each of {', '.join(MEASURES)} at most once, above 0")
+            limits[name] = limit
+        if not limits:
+            raise ValueError("--goodput is empty; allowed: NAME:MILLISECONDS, such as ttft:500 e2el:5000")
+        return cls(tuple(limits.items()))
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}:{limit:g}" for name, limit in self.limits)
+
+    @property
+    def sentence(self) -> str:
+        return ", ".join(f"{MEASURES[name]} at most {limit:g} ms" for name, limit in self.limits)
+
+    def met(self, seconds: dict[str, float]) -> bool:
+        """Whether all of it is kept. `seconds`: what was measured, by the names of MEASURES."""
+        return all(1e3 * seconds[name] <= limit for name, limit in self.limits)

@@ -1,0 +1,203 @@
+"""What a run is asked to do, checked as a whole before anything is sent. Knows nothing about where the service is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Self
+
+from loadtest.arrivals import KINDS
+from loadtest.laws import Lengths, Mix
+from loadtest.objective import Objective
+from services.wire.sampling import METHODS
+
+CANCEL_BY = ("leave", "abort")
+"""The client ends its call; somebody who knows the request's id calls Abort."""
+COMPANIONS = {
+    "arrivals": ("burstiness", "rate_end", "trace"),
+    "prompts": ("prompt_length",),
+    "prompt_length": ("prompts",),
+    "cancel_share": ("cancel_after", "cancel_after_tokens", "cancel_by"),
+    "cancel_after": ("cancel_after_tokens",),
+    "cancel_after_tokens": ("cancel_after",),
+    "slow_share": ("slow_pause",),
+}
+"""Options of a profile that mean nothing any more once another option is given."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Raises ValueError naming the option, what was given and what is allowed. Times are seconds, rates requests a second."""
+
+    arrivals: str = "poisson"
+    """Of KINDS."""
+    rate: float | None = None
+    rate_end: float | None = None
+    """Of a ramp, at its end."""
+    burstiness: float | None = None
+    """Shape of gamma arrivals."""
+    trace: Path | None = None
+    """Arrivals, and what each asks, from a file."""
+    duration: float | None = None
+    """For how long requests are sent, after the warm-up."""
+    requests: int | None = None
+    """How many are sent at most, after the warm-up."""
+    warm_up: float = 0.0
+    """Time at the start whose requests are sent and not counted."""
+    prompts: Path | None = None
+    """File of prompts; default: the problems that the demo pair was made for."""
+    prompt_length: Lengths | None = None
+    """Prompts of random token ids instead."""
+    output_length: Lengths = field(default_factory=lambda: Lengths("fixed", 128))
+    """`max_tokens` of each request."""
+    ignore_eos: bool = False
+    method: Mix = field(default_factory=lambda: Mix((("smc", 1.0),)))
+    particles: Mix | None = None
+    """Default: the server's."""
+    seed: int = 0
+    """Of the run; all else that is drawn follows from it."""
+    cancel_share: float = 0.0
+    cancel_after: float | None = None
+    cancel_after_tokens: int | None = None
+    cancel_by: Mix | None = None
+    """How, of CANCEL_BY; default: `leave`."""
+    slow_share: float = 0.0
+    slow_pause: float | None = None
+    deadline: float = 60.0
+    """Of every request, hard."""
+    connections: int = 1
+    goodput: Objective | None = None
+    attainment: float = 0.95
+    """Share of requests that must meet the objective."""
+    overload: float | None = None
+    """The rate in multiples of `capacity`."""
+    capacity: float | None = None
+    """The highest rate that meets the objective, as found before; with it, behaviour under overload is judged."""
+    interval: float = 1.0
+    """Between two looks at the server."""
+    settle: float = 5.0
+    """How long the service is left alone after the last request, before its books are checked."""
+
+    @classmethod
+    def of(cls, profile: dict[str, Any], given: dict[str, Any]) -> Self:
+        """Settings of a profile, changed by those that are given, all as words and numbers."""
+        dropped = {other for name in given for other in COMPANIONS.get(name, ())}
+        if {"rate", "capacity"} <= given.keys():
+            dropped.add("overload")
+        values = {name: value for name, value in profile.items() if name not in dropped} | given
+        return cls(**{name: _read(name, value) for name, value in values.items()})
+
+    def __post_init__(self) -> None:
+        self._check_ranges()
+        self._settle_rate()
+        self._check_companions()
+        if self.arrivals not in KINDS:
+            raise ValueError(f"--arrivals {self.arrivals!r}; allowed: {', '.join(KINDS)}")
+        self._check_mixes()
+        if self.arrivals != "trace":
+            if self.rate is None:
+                raise ValueError("the rate is not known; give --rate, or --capacity with --overload")
+            if self.duration is None and self.requests is None:
+                raise ValueError("the run would never end; give --duration, --requests or both")
+        if self.arrivals == "ramp" and self.duration is None:
+            raise ValueError("--arrivals ramp needs --duration: the time in which the rate moves to --rate-end")
+
+    def at_rate(self, rate: float, seed: int) -> Self:
+        return replace(self, rate=rate, seed=seed, capacity=None, overload=None)
+
+    def words(self) -> dict[str, Any]:
+        """As JSON can hold them."""
+        plain = (int, float, str, bool, type(None))
+        return {each.name: v if isinstance(v := getattr(self, each.name), plain) else str(v) for each in fields(self)}
+
+    def _settle_rate(self) -> None:
+        """Of rate, capacity and overload, two make the third."""
+        rate, capacity, overload = self.rate, self.capacity, self.overload
+        if overload is None:
+            return
+        if rate is not None and capacity is not None and not math.isclose(rate, overload * capacity):
+            raise ValueError(f"--rate {rate:g} is not --overload {overload:g} times --capacity {capacity:g}; leave one of them out")
+        if capacity is not None:
+            object.__setattr__(self, "rate", overload * capacity)
+        elif rate is not None:
+            object.__setattr__(self, "capacity", rate / overload)
+
+    def _check_ranges(self) -> None:
+        for name, low, high in (
+            ("rate", 1e-6, 1e6),
+            ("rate_end", 1e-6, 1e6),
+            ("capacity", 1e-6, 1e6),
+            ("overload", 1e-6, 1e6),
+            ("burstiness", 1e-3, 1e6),
+            ("duration", 0.001, 1e7),
+            ("requests", 1, 10**9),
+            ("warm_up", 0.0, 1e6),
+            ("cancel_share", 0.0, 1.0),
+            ("cancel_after", 0.0, 1e6),
+            ("cancel_after_tokens", 1, 10**9),
+            ("slow_share", 0.0, 1.0),
+            ("slow_pause", 0.001, 1e6),
+            ("deadline", 0.001, 1e6),
+            ("connections", 1, 1000),
+            ("attainment", 0.0, 1.0),
+            ("interval", 0.05, 1e6),
+            ("settle", 0.0, 1e6),
+            ("seed", 0, 2**63 - 1),
+        ):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, (int, float)) or not low <= value <= high):
+                raise ValueError(f"{option_of(name)} {value}; allowed: {low:g} to {high:g}")
+
+    def _check_mixes(self) -> None:
+        for option, mix, allowed in (("--method", self.method, METHODS), ("--cancel-by", self.cancel_by, CANCEL_BY)):
+            unknown = [name for name in (mix.names if mix else ()) if name not in allowed]
+            if unknown:
+                raise ValueError(f"{option} {unknown[0]!r}; allowed: {', '.join(allowed)}")
+        wrong = [name for name in (self.particles.names if self.particles else ()) if not name.isdecimal() or not 1 <= int(name) <= 64]
+        if wrong:
+            raise ValueError(f"--particles {wrong[0]!r}; allowed: 1..64")
+
+    def _check_companions(self) -> None:
+        needs = {
+            "rate_end": ("--arrivals ramp", self.arrivals == "ramp"),
+            "burstiness": ("--arrivals gamma", self.arrivals == "gamma"),
+            "trace": ("--arrivals trace", self.arrivals == "trace"),
+            "cancel_after": ("--cancel-share", self.cancel_share > 0),
+            "cancel_after_tokens": ("--cancel-share", self.cancel_share > 0),
+            "cancel_by": ("--cancel-share", self.cancel_share > 0),
+            "slow_pause": ("--slow-share", self.slow_share > 0),
+            "particles": ("method smc", "smc" in self.method.names),
+            "capacity": ("--goodput", self.goodput is not None),
+        }
+        for name, (need, there) in needs.items():
+            if getattr(self, name) is not None and not there:
+                raise ValueError(f"{option_of(name)} has no effect without {need}; leave it out, or give both")
+        for name, (need, _) in needs.items():
+            if need == f"--arrivals {self.arrivals}" and getattr(self, name) is None:
+                raise ValueError(f"{need} needs {option_of(name)}")
+        if self.arrivals == "trace" and self.rate is not None:
+            raise ValueError("--rate has no effect with --arrivals trace, whose file says when requests come; leave it out")
+        if self.prompts is not None and self.prompt_length is not None:
+            raise ValueError("--prompts and --prompt-length both say what the prompts are; leave one of them out")
+        if self.cancel_share and (self.cancel_after is None) == (self.cancel_after_tokens is None):
+            raise ValueError(f"--cancel-share {self.cancel_share:g} needs one of --cancel-after and --cancel-after-tokens")
+        if self.slow_share and self.slow_pause is None:
+            raise ValueError(f"--slow-share {self.slow_share:g} needs --slow-pause")
+        if self.cancel_share + self.slow_share > 1:
+            raise ValueError(f"--cancel-share and --slow-share are {self.cancel_share + self.slow_share:g} together; allowed: at most 1")
+
+
+def option_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _read(name: str, value: Any) -> Any:
+    """A setting from its word."""
+    if name in ("prompt_length", "output_length"):
+        return Lengths.read(value, option_of(name))
+    if name in ("method", "particles", "cancel_by"):
+        return Mix.read(value, option_of(name))
+    if name == "goodput":
+        return Objective.read(value)
+    return Path(value) if name in ("trace", "prompts") else value

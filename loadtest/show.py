@@ -1,0 +1,182 @@
+"""What people see on a terminal: how far a run is, and its figures. Knows nothing about how they came about."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.box import SIMPLE_HEAD
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from loadtest.capacity import Capacity, Probe
+from loadtest.judge import Check
+from loadtest.measures import PERCENTILES, Summary
+from loadtest.runner import Runner
+from loadtest.runs import Run
+from services.cli.terminal import err, out, print_warning
+
+LINE_EVERY = 10.0
+"""Seconds between two lines where no terminal is."""
+BAR_EVERY = 0.5
+MARKS = {True: ("pass", "green"), False: ("FAIL", "bold red"), None: ("not measured", "yellow")}
+
+
+@contextmanager
+def watch(runner: Runner, seconds: float | None) -> Iterator[None]:
+    """A bar on a terminal, otherwise a line now and then."""
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(), console=err, transient=True, disable=not err.is_terminal, auto_refresh=False
+    )
+    with bar:
+        task = bar.add_task("", total=seconds)
+        telling = asyncio.ensure_future(_tell(runner, bar, task, seconds))
+        try:
+            yield
+        finally:
+            telling.cancel()
+
+
+async def _tell(runner: Runner, bar: Progress, task: int, seconds: float | None) -> None:
+    while True:
+        await asyncio.sleep(LINE_EVERY if bar.disable else BAR_EVERY)
+        now, state = runner.clock(), runner.state
+        ended = f"{state.answered} answered, {state.refused} refused or failed, {state.cancelled} cancelled"
+        text = f"{now:.0f} s{'' if seconds is None else f' of {seconds:.0f}'}: {state.sent} sent, {state.in_flight} in flight, {ended}"
+        if bar.disable:
+            err.print(text, soft_wrap=True)
+        else:
+            bar.update(task, description=text, completed=now, refresh=True)
+
+
+def show_run(run: Run) -> None:
+    summary = run.summary
+    out.print(_latencies(summary))
+    out.print(_figures(run))
+    warn(run)
+    show_checks(run.checks)
+    out.print(Text(headline(run), style="bold green" if run.good else "bold red"), soft_wrap=True)
+
+
+def headline(run: Run) -> str:
+    """One sentence that says whether it was good."""
+    failed = [check for check in run.checks if check.passed is False]
+    if failed:
+        return "Not good enough: " + "; ".join(f"{check.name}: {check.text}" for check in failed) + "."
+    if run.settings.capacity is not None:
+        unknown = [check.name for check in run.checks if check.passed is None]
+        rest = f" Not measured: {', '.join(unknown)}." if unknown else ""
+        times = f"{run.summary.offered / run.settings.capacity:.2g} times its capacity of {run.settings.capacity:.3g}"
+        return f"Overload was borne: at {run.summary.offered:.3g} requests/s, {times}, {run.summary.goodput:.2f} a second were good.{rest}"
+    if run.settings.goodput is None:
+        return "The run completed; there was no objective to meet (--goodput gives one)."
+    return f"The objective was met: {run.settings.goodput.sentence}, by {run.summary.attainment or 0:.1%} of the requests."
+
+
+def warn(run: Run) -> None:
+    for text in warnings(run):
+        print_warning(text)
+
+
+def warnings(run: Run) -> list[str]:
+    """What a reader must know before believing the figures."""
+    summary, texts = run.summary, []
+    if summary.late:
+        late = summary.lateness
+        texts.append(
+            f"the generator was late: requests left up to {late.percentiles[99]:.0f} ms (99th percentile) after their time; "
+            "the load was not quite the one asked for. Run it on a machine of its own"
+        )
+    gaps = [sample for sample in run.samples if sample.error]
+    if gaps:
+        texts.append(f"{len(gaps)} of {len(run.samples)} looks at the server failed, the last with {gaps[-1].error}")
+    if summary.collapses:
+        texts.append(f"{summary.collapses} rounds lost all their weights (collapses); those answers are not to be trusted")
+    return texts
+
+
+def show_checks(checks: list[Check]) -> None:
+    table = Table(box=SIMPLE_HEAD, header_style="bold", padding=0)
+    for header in ("check", "", "what was seen"):
+        table.add_column(header)
+    for check in checks:
+        mark, style = MARKS[check.passed]
+        table.add_row(check.name, Text(mark, style=style), Text(check.text))
+    out.print(table)
+
+
+def show_probe(probe: Probe) -> None:
+    codes = ", ".join(f"{count} {code}" for code, count in probe.codes.items())
+    late = " (the generator was late)" if probe.late else ""
+    out.print(
+        f"{probe.rate:8.3f} requests/s: {'met   ' if probe.met else 'missed'} by {probe.attainment:6.1%} of {probe.sent}, "
+        f"p99 ttft {probe.p99_ttft_ms:.0f} ms, p99 e2el {probe.p99_e2el_ms:.0f} ms, {codes}{late}",
+        soft_wrap=True,
+    )
+
+
+def show_capacity(found: Capacity, objective: str) -> None:
+    out.print(Text(capacity_sentence(found, objective), style="bold" if found.best else "bold red"), soft_wrap=True)
+
+
+def capacity_sentence(found: Capacity, objective: str) -> str:
+    if found.low is None:
+        return f"No rate meets the objective ({objective}): the lowest tried is {min(probe.rate for probe in found.probes):.3g} requests/s."
+    bracket = f"{found.low:.3g} requests/s meet it" + ("" if found.high is None else f", {found.high:.3g} do not")
+    goodput = f"{found.best.goodput:.3g} good requests/s, {found.best.attainment:.1%} of the requests"
+    return f"Capacity: {found.low:.3g} requests/s ({objective}). Bracket: {bracket}. There: {goodput}."
+
+
+def _latencies(summary: Summary) -> Table:
+    table = Table(box=SIMPLE_HEAD, header_style="bold", padding=0)
+    table.add_column("milliseconds")
+    for header in ("mean", "std", *(f"p{percentile}" for percentile in PERCENTILES), "count"):
+        table.add_column(header, justify="right")
+    rows = {
+        "time to first token": summary.ttft,
+        "time per output token": summary.tpot,
+        "between messages (ITL)": summary.itl,
+        "end to end": summary.e2el,
+        "generator late by": summary.lateness,
+    }
+    for name, spread in rows.items():
+        values = (spread.mean, spread.std, *spread.percentiles.values())
+        table.add_row(name, *(f"{value:.1f}" for value in values), str(spread.count))
+    return table
+
+
+def _figures(run: Run) -> Table:
+    table = Table(show_header=False, box=None)
+    for name, value in figures(run):
+        table.add_row(name, value)
+    return table
+
+
+def figures(run: Run) -> list[tuple[str, str]]:
+    """Everything but latencies, as words."""
+    summary = run.summary
+    codes = ", ".join(f"{count} {code}" for code, count in summary.codes.items())
+    reasons = ", ".join(f"{count} {reason}" for reason, count in summary.finish_reasons.items())
+    figures = [
+        (
+            "requests",
+            f"{summary.sent} sent, {summary.completed} answered, {summary.cancelled} cancelled by us, {summary.failed} refused or failed",
+        ),
+        ("codes", codes or "none"),
+        ("finish reasons", reasons or "none"),
+        (
+            "throughput",
+            f"{summary.request_throughput:.2f} answers/s, {summary.output_throughput:.1f} output tokens/s in {summary.duration:.1f} s",
+        ),
+    ]
+    if summary.goodput is not None:
+        figures.append(
+            ("goodput", f"{summary.goodput:.2f} requests/s that met {run.settings.goodput} ({summary.attainment or 0:.1%} of those sent)")
+        )
+    return figures + [
+        ("at the same time", f"{summary.peak_concurrent} requests at most"),
+        ("SMC", f"{summary.rounds:.1f} rounds and {summary.resamples:.1f} resamples an answer, mean ESS {summary.ess_share:.0%} of N"),
+        ("generator", f"{run.outcome.cpu_seconds / max(run.outcome.seconds, 1e-9):.1%} of a core"),
+    ]

@@ -1,0 +1,107 @@
+"""The plan of a run: every request, in the order of its time, drawn from the run's seed. Knows nothing about how requests are sent.
+
+What a request asks depends on the seed and its number alone, so that two runs at different rates ask the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from loadtest import arrivals, files
+from loadtest.files import Asked
+from loadtest.record import Planned
+from loadtest.settings import Settings
+from services.client import Message, ModelInfo, Prompt
+from smc.demo import problems
+
+DEMO_PROBLEMS = 256
+"""Different questions; then they come again."""
+ARRIVALS, REQUESTS = 0, 1
+"""What a stream of random numbers is for."""
+
+
+class Workload:
+    """Reads the files once. Raises ValueError for what is in them, OSError if they cannot be read."""
+
+    def __init__(self, settings: Settings, model: ModelInfo) -> None:
+        self._settings, self._model = settings, model
+        self._token_ids = np.setdiff1d(np.arange(model.vocab_size), model.eos_token_ids)
+        self._trace = files.read_trace(settings.trace) if settings.trace else None
+        if settings.prompts:
+            self._asked = files.read_prompts(settings.prompts)
+        elif settings.prompt_length is None:
+            self._asked = [Asked(self._question(p.question)) for p in problems.generate(settings.seed, DEMO_PROBLEMS, "test")]
+        else:
+            self._asked = [Asked()]
+
+    def plan(self) -> Iterator[Planned]:
+        """As long as the settings say; `requests` counts those after the warm-up."""
+        settings = self._settings
+        end = np.inf if settings.duration is None else settings.warm_up + settings.duration
+        limit = settings.requests
+        counted = 0
+        for index, (at, asked) in enumerate(self._arrivals()):
+            if at >= end or (limit is not None and counted >= limit):
+                return
+            counted += at >= settings.warm_up
+            yield self._request(index, at, asked)
+
+    def _arrivals(self) -> Iterator[tuple[float, Asked]]:
+        if self._trace is not None:
+            for line in self._trace:
+                yield line.time, line
+            return
+        settings, rng = self._settings, np.random.default_rng((self._settings.seed, ARRIVALS))
+        times = {
+            "poisson": lambda: arrivals.poisson(settings.rate, rng),
+            "gamma": lambda: arrivals.gamma(settings.rate, settings.burstiness, rng),
+            "constant": lambda: arrivals.constant(settings.rate),
+            "ramp": lambda: arrivals.ramp(settings.rate, settings.rate_end, settings.warm_up, settings.duration, rng),
+        }[settings.arrivals]()
+        for at in times:
+            yield at, Asked()
+
+    def _request(self, index: int, at: float, asked: Asked) -> Planned:
+        settings = self._settings
+        rng = np.random.default_rng((settings.seed, REQUESTS, index))
+        # Everything is drawn, whether it is used or not: an option changes nothing but what it is about.
+        seed, method = int(rng.integers(2**63)), settings.method.draw(rng)
+        particles = settings.particles.draw(rng) if settings.particles else None
+        kind, drawn_tokens = rng.random(), settings.output_length.draw(rng)
+        prompt, max_tokens = self._prompt(index, asked, rng)
+        max_tokens = max_tokens or drawn_tokens
+        sampling = {"method": method, "seed": seed, "max_tokens": max_tokens, "ignore_eos": settings.ignore_eos or None}
+        if particles is not None and method == "smc":
+            sampling["particles"] = int(particles)
+        cancelled = kind < settings.cancel_share
+        abort = settings.cancel_by is not None and settings.cancel_by.draw(rng) == "abort"
+        slow = not cancelled and kind < settings.cancel_share + settings.slow_share
+        return Planned(
+            index=index,
+            at=at,
+            counted=at >= settings.warm_up,
+            prompt=prompt,
+            sampling=sampling,
+            cancel_after=settings.cancel_after if cancelled else None,
+            cancel_after_tokens=settings.cancel_after_tokens if cancelled else None,
+            abort=cancelled and abort,
+            pause=settings.slow_pause if slow else 0.0,
+        )
+
+    def _prompt(self, index: int, asked: Asked, rng: np.random.Generator) -> tuple[Prompt, int | None]:
+        """And the longest answer, if the line that the prompt is from says so."""
+        if asked.prompt is None and asked.prompt_tokens is None:
+            own = asked
+            asked = self._asked[index % len(self._asked)]
+            max_tokens = own.max_tokens or asked.max_tokens
+        else:
+            max_tokens = asked.max_tokens
+        if asked.prompt is not None:
+            return asked.prompt, max_tokens
+        length = asked.prompt_tokens or self._settings.prompt_length.draw(rng)
+        return rng.choice(self._token_ids, size=min(length, self._model.max_context - 1)).tolist(), max_tokens
+
+    def _question(self, text: str) -> Prompt:
+        return [Message("user", text)] if self._model.has_chat_template else text

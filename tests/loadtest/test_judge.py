@@ -1,0 +1,106 @@
+"""Verdicts on runs made by hand: each check passes on what is good, fails on what is not, and says when it cannot tell."""
+
+from __future__ import annotations
+
+import pytest
+
+from loadtest.monitor import Sample
+from loadtest.show import headline
+from tests.loadtest.made import QUIET, made_run, record
+
+MIB = 1 << 20
+GOOD = [record(at, (at + 0.1, at + 0.2), (1, 1)) for at in range(9)]
+SLOW = [record(at, (at + 3.0,), (1,)) for at in range(9)]
+REFUSED = [record(at + 0.5, code="RESOURCE_EXHAUSTED") for at in range(9)]
+OVERLOAD = {"rate": 3.0, "capacity": 1.0, "goodput": "ttft:1000"}
+FLAT = [Sample(float(at), 8, 4, {}, {"gateway": 300 * MIB, "ray": at * 100 * MIB}) for at in range(30)]
+
+
+def passed(run) -> dict[str, bool | None]:
+    return {check.name: check.passed for check in run.checks}
+
+
+def test_an_objective_is_met_by_enough_requests():
+    assert passed(made_run(GOOD, goodput="ttft:1000"))["objective"] is True
+    assert passed(made_run(GOOD + SLOW, goodput="ttft:1000"))["objective"] is False
+    assert passed(made_run(GOOD + SLOW, goodput="ttft:1000", attainment=0.5))["objective"] is True
+    assert "objective" not in passed(made_run(GOOD))
+    assert "was met" in headline(made_run(GOOD, goodput="ttft:1000"))
+    assert "no objective" in headline(made_run(GOOD))
+
+
+@pytest.mark.parametrize(("code", "good"), [("INTERNAL", False), ("UNKNOWN", False), ("RESOURCE_EXHAUSTED", True)])
+def test_errors_that_no_load_excuses(code, good):
+    run = made_run([*GOOD, record(5.0, code=code)])
+    assert run.good is good and (f"1 {code}" in headline(run)) is not good
+
+
+def test_a_service_that_answers_nobody():
+    assert passed(made_run(REFUSED))["errors"] is False
+
+
+@pytest.mark.parametrize(
+    ("after", "failing"),
+    [
+        (QUIET, set()),
+        (Sample(1.0, 1, 0), {"after the run"}),
+        (Sample(1.0, 0, 2), {"after the run"}),
+        (Sample(1.0, error="UNAVAILABLE: gone"), {"after the run"}),
+        (Sample(1.0, 0, 0, {'smc_kv_pages_leaked{group="target"}': 3.0}), {"KV pages leaked"}),
+        (Sample(1.0, 0, 0, {'smc_kv_pages_reserved{group="target"}': 3.0}), {"KV pages reserved"}),
+    ],
+)
+def test_what_is_left_behind(after, failing):
+    assert {name for name, good in passed(made_run(GOOD, after=after)).items() if good is False} == failing
+
+
+def test_without_metrics_pages_are_not_measured():
+    run = made_run(GOOD, after=Sample(1.0, 0, 0))
+    assert passed(run)["KV pages leaked"] is None and run.good
+
+
+def test_overload_that_is_borne():
+    run = made_run(GOOD + REFUSED, FLAT, **OVERLOAD)
+    assert run.good and passed(run) == {
+        "errors": True,
+        "goodput under overload": True,
+        "queue bounded": True,
+        "answered or refused": True,
+        "memory flat: gateway": True,
+        "after the run": True,
+        "KV pages reserved": True,
+        "KV pages leaked": True,
+    }
+    assert headline(run) == "Overload was borne: at 2.12 requests/s, 2.1 times its capacity of 1, 1.06 a second were good."
+
+
+def test_overload_in_which_answers_come_too_late():
+    run = made_run(GOOD[:6] + SLOW[6:] + REFUSED, FLAT, **OVERLOAD)
+    assert passed(run)["goodput under overload"] is False and "at least 80% must be" in headline(run)
+
+
+def test_a_request_that_is_neither_answered_nor_refused():
+    assert passed(made_run([*GOOD, record(5.0, code="DEADLINE_EXCEEDED")], FLAT, **OVERLOAD))["answered or refused"] is False
+
+
+def test_a_queue_that_grows():
+    growing = [Sample(float(at), 8, 3 * at, {}, {"gateway": 300 * MIB}) for at in range(30)]
+    filling = [Sample(float(at), 8, min(3 * at, 16), {}, {"gateway": 300 * MIB}) for at in range(30)]
+    assert passed(made_run(GOOD, growing, **OVERLOAD))["queue bounded"] is False
+    assert passed(made_run(GOOD, filling, **OVERLOAD))["queue bounded"] is True
+    assert passed(made_run(GOOD, growing[:5], **OVERLOAD))["queue bounded"] is None
+
+
+@pytest.mark.parametrize(("mib_a_second", "flat"), [(0.0, True), (0.3, True), (1.0, False)])
+def test_memory_that_grows(mib_a_second, flat):
+    """8 MiB may come in the last two thirds; by the metrics of the gateway, where processes cannot be watched."""
+    sizes = [(300 + 100 * (at < 3) + mib_a_second * at) * MIB for at in range(30)]
+    watched = [Sample(float(at), 0, 0, {}, {"rank 1": int(size)}) for at, size in enumerate(sizes)]
+    scraped = [Sample(float(at), 0, 0, {"process_resident_memory_bytes": size}) for at, size in enumerate(sizes)]
+    assert passed(made_run(GOOD, watched, **OVERLOAD))["memory flat: rank 1"] is flat
+    assert passed(made_run(GOOD, scraped, **OVERLOAD))["memory flat: gateway"] is flat
+
+
+def test_overload_that_was_not_watched():
+    run = made_run(GOOD, **OVERLOAD)
+    assert passed(run)["memory flat"] is None and "Not measured: queue bounded, memory flat" in headline(run)

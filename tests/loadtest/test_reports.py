@@ -1,0 +1,134 @@
+"""The files that a run leaves: JSON under vLLM's names, and a page that needs nothing but itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+
+import pytest
+
+from loadtest import numbers, page, plots
+from loadtest.capacity import Probe, search
+from loadtest.monitor import Sample
+from services.cli.terminal import finite
+from tests.loadtest.made import QUIET, made_run, record
+
+METRICS = {
+    'smc_kv_pages_reserved{group="draft"}': 40.0,
+    'smc_kv_pages_reserved{group="target"}': 30.0,
+    'smc_requests_rejected_total{cause="queue_full"}': 7.0,
+    "process_resident_memory_bytes": 3e8,
+}
+SAMPLES = [Sample(float(at), at % 3, 1, METRICS, {"gateway": 300 << 20, "rank 1": 500 << 20}) for at in range(10)]
+RECORDS = [
+    record(0.0, (0.5,), (1,), counted=False),
+    record(2.0, (2.2, 2.5), (3, 4), index=2, prompt_tokens=9, particles=8, rounds=3, mean_ess=6.0),
+    record(1.0, (1.1, 1.9), (2, 1), index=1, prompt_tokens=7),
+    record(3.0, code="RESOURCE_EXHAUSTED", index=3),
+    record(4.0, (4.1,), (2,), 5.0, code="CANCELLED", cancelled=True, index=4),
+]
+VLLM = {
+    *("date", "backend", "model_id", "num_prompts", "request_rate", "burstiness", "max_concurrency", "duration", "completed", "failed"),
+    *("total_input_tokens", "total_output_tokens", "request_throughput", "request_goodput", "output_throughput"),
+    *("total_token_throughput", "max_concurrent_requests", "input_lens", "output_lens", "ttfts", "itls", "errors"),
+    *(
+        f"{figure}_{name}_ms"
+        for name in ("ttft", "tpot", "itl", "e2el")
+        for figure in ("mean", "median", "std", "p50", "p90", "p95", "p99")
+    ),
+}
+
+
+@pytest.fixture
+def run():
+    return made_run(RECORDS, SAMPLES, goodput="ttft:150 e2el:5000")
+
+
+def test_json_has_the_names_of_vllm_and_one_of_ours(run):
+    written = json.loads(json.dumps(finite(numbers.of_run(run)), allow_nan=False))
+    assert set(written) == VLLM | {"smcserve"}
+    assert (written["num_prompts"], written["completed"], written["failed"], written["request_rate"]) == (4, 2, 1, 2.0)
+    assert (written["burstiness"], written["total_input_tokens"], written["total_output_tokens"]) == (1.0, 16, 10)
+    assert written["p99_ttft_ms"] == pytest.approx(199) and written["mean_e2el_ms"] == pytest.approx(700)
+    assert written["request_goodput"] == pytest.approx(1 / 4)
+
+
+def test_arrays_are_in_the_order_of_sending(run):
+    written = numbers.of_run(run)
+    assert written["input_lens"] == [7, 9, 0, 0] and written["output_lens"] == [3, 7, 0, 2]
+    assert written["ttfts"] == pytest.approx([0.1, 0.2, 0.0, 0.1])
+    assert written["itls"] == [[pytest.approx(0.8)], [pytest.approx(0.3)], [], []]
+    assert written["errors"] == ["", "", "RESOURCE_EXHAUSTED: ", ""]
+    ours = written["smcserve"]
+    assert [request["index"] for request in ours["requests"]] == [1, 2, 3, 4]
+    assert ours["codes"] == {"OK": 2, "RESOURCE_EXHAUSTED": 1, "CANCELLED": 1} and ours["cancelled"] == 1
+    assert ours["settings"]["goodput"] == "ttft:150 e2el:5000" and ours["site"]["server"]["form"] == "lookahead"
+    assert len(ours["samples"]) == 10 and ours["samples"][3]["queued"] == 1 and ours["after"]["running"] == 0
+    assert [check["name"] for check in ours["checks"] if check["passed"] is False] == ["objective"]
+
+
+class Links(HTMLParser):
+    """What a page would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag, attributes):
+        assert tag not in ("script", "link", "iframe", "object")
+        self.found += [value for name, value in attributes if name in ("src", "href", "xlink:href", "srcset", "data", "action")]
+
+
+def check_page(text: str, pictures: int) -> None:
+    """Links lead to other places of the page alone, and every picture is well-formed and has something in it."""
+    links = Links()
+    links.feed(text)
+    assert links.found and all(link.startswith("#") for link in links.found)
+    assert "url(http" not in text and "@import" not in text
+    found = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+    assert len(found) == pictures
+    for picture in found:
+        assert len(list(ElementTree.fromstring(picture).iter())) > 30
+
+
+def test_the_page_of_a_run(run):
+    text = page.of_run(run)
+    check_page(text, 8)
+    for part in ("Not good enough", "objective", "1 RESOURCE_EXHAUSTED", "lookahead", "python", "Throughput", "KV pages leaked", "rank 1"):
+        assert part in text, part
+    assert text.index("good requests a second") < text.index("<svg") < text.index("Settings")
+
+
+def test_the_page_of_a_run_that_was_not_watched():
+    """No metrics, no memory, no answer: what there is to show is shown."""
+    check_page(page.of_run(made_run([record(1.0, code="UNAVAILABLE")], after=Sample(9.0, error="<gone>"))), 5)
+    assert "&lt;gone&gt;" in page.of_run(made_run([], after=Sample(9.0, error="<gone>")))
+
+
+def test_what_a_reader_must_know_comes_with_the_figures():
+    late = [record(at, (at + 0.1,), (1,), late=0.2) for at in range(9)]
+    text = page.of_run(made_run(late, [*SAMPLES, Sample(11.0, error="UNAVAILABLE: gone")]))
+    assert "the generator was late: requests left up to 200 ms" in text
+    assert "1 of 11 looks at the server failed" in text
+
+
+def test_the_page_and_the_numbers_of_a_search(run):
+    async def probe(rate: float) -> Probe:
+        return Probe(rate, rate <= 5, 0.97, rate, 100.0, 900.0, 40)
+
+    found = asyncio.run(search(probe, 2.0, 0.1))
+    text = page.of_capacity(found, run, "ttft:150", 0.95)
+    check_page(text, 9)
+    assert "Capacity: 4.7" in text and text.count("<td>missed</td>") == sum(not probe.met for probe in found.probes)
+    written = json.loads(json.dumps(numbers.of_capacity(found, run)))
+    assert written["smcserve"]["capacity"]["low"] == found.low and len(written["smcserve"]["capacity"]["probes"]) == len(found.probes)
+    assert written["num_prompts"] == 4
+    check_page(page.of_capacity(asyncio.run(search(lambda rate: probe(rate + 5), 2.0, 0.1)), None, "ttft:150", 0.95), 1)
+
+
+def test_pictures_show_what_the_server_counted(run):
+    assert "Refused and cancelled, as the server counted them" in dict(plots.of_run(run))
+    assert "Refused and cancelled, as the server counted them" not in dict(plots.of_run(made_run(RECORDS, after=QUIET)))
