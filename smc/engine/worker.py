@@ -15,7 +15,7 @@ from torch import Tensor
 
 from smc.arrays import to_device, to_host
 from smc.attention.base import AttentionBackend, ForwardBatch
-from smc.attention.torch_backend import TorchAttention
+from smc.attention.fused import FusedAttention
 from smc.engine.messages import Done, Draws, PromptBatch, PromptResult
 from smc.kv.pool import KVPool
 from smc.kv.tables import BlockTables
@@ -45,7 +45,7 @@ class ModelWorker:
         self.tables = BlockTables(rows, width, pages)
         self.pool = KVPool(model.config, pages, weight.dtype, self.device)
         self.rope = RopeTable(model.config, width, self.device)
-        self.attention = attention or TorchAttention()
+        self.attention = attention or FusedAttention()
         self.working: Callable[[], AbstractContextManager] = contextlib.nullcontext
         """Around what the device is asked to do, where that has to be in order with other work on it."""
 

@@ -227,7 +227,7 @@ def _fitted(config: EngineConfig, asked: list[Request], context: int) -> EngineC
     """With room for all requests at once."""
     pages = max(sum(pages_needed(request, config).get(side, 0) for request in asked) for side in SIDES)
     prompts = sum(len(request.prompt) for request in asked)
-    # All at once, so that they start together; long ones in pieces, as their attention is made in torch.
+    # All at once, so that they start together; long ones in pieces, so that what a layer makes of them stays small.
     chunk = prompts if len(asked[0].prompt) <= LONG_PROMPT else 512
     rows = sum(request.params.rows for request in asked)
     return replace(config, max_slots=rows, max_context=context, pages=max(2, pages), prefill_chunk=chunk)

@@ -1,4 +1,4 @@
-"""Laws of the reference attention backend, against float64 attention of one query at a time over that row's own table.
+"""Laws of the attention backends in torch, against float64 attention of one query at a time over that row's own table.
 
 Axes: R rows, T new tokens, L layers, J key/value heads, H query heads, D head dimension, S segments, P pages, X positions.
 """
@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from smc.attention.base import ForwardBatch
+from smc.attention.base import AttentionBackend, ForwardBatch
+from smc.attention.fused import FusedAttention
 from smc.attention.torch_backend import TorchAttention
 from smc.kv.pages import DUMMY_PAGE
 from smc.kv.pool import KVPool
@@ -63,8 +64,8 @@ class Case:
             table_RL[begin:end, : shared_R[begin]] = table_RL[begin, : shared_R[begin]]
         return table_RL
 
-    def attend(self, layer: int = 1) -> Tensor:
-        return TorchAttention().plan(self.pool, self.batch)(layer, self.q_THD, self.k_TJD, self.v_TJD)
+    def attend(self, layer: int = 1, backend: type[AttentionBackend] = TorchAttention) -> Tensor:
+        return backend().plan(self.pool, self.batch)(layer, self.q_THD, self.k_TJD, self.v_TJD)
 
     def slow(self, layer: int = 1) -> Tensor:
         """One query and one head at a time, over the pages that the row's own table names. To be called after the new ones are stored."""
@@ -83,8 +84,9 @@ class Case:
 @settings(max_examples=20, deadline=None)
 @given(segments=st.lists(segment, min_size=1, max_size=4) | st.lists(decode_segment, min_size=1, max_size=4))
 def test_ragged_segments_equal_attention_of_each_query_alone(kv_heads, group, segments):
-    case = Case(segments, kv_heads, group)
-    torch.testing.assert_close(case.attend().double(), case.slow(), atol=2e-6, rtol=2e-5)
+    for backend in (TorchAttention, FusedAttention):
+        case = Case(segments, kv_heads, group)
+        torch.testing.assert_close(case.attend(backend=backend).double(), case.slow(), atol=2e-6, rtol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -138,12 +140,13 @@ def test_what_dummy_unheld_and_unwritten_pages_contain_does_not_matter(segments)
 @given(segments=st.lists(segment, min_size=1, max_size=4), data=st.data())
 def test_what_is_there_already_is_not_stored_again(segments, data):
     """A token may be run only for what it sees; its keys and values were stored when it was run before."""
+    backend = data.draw(st.sampled_from([TorchAttention, FusedAttention]))
     once, again = Case(segments, 2, 2), Case(segments, 2, 2)
-    expected = once.attend()
+    expected = once.attend(backend=backend)
     for stored, old in ((once.pool.keys, again.pool.keys), (once.pool.values, again.pool.values)):
         old.copy_(stored)
     again.batch.pages_T[data.draw(st.lists(st.integers(0, len(again.batch.pages_T) - 1), max_size=6))] = DUMMY_PAGE
-    torch.testing.assert_close(again.attend(), expected)
+    torch.testing.assert_close(again.attend(backend=backend), expected)
     for stored, old in ((once.pool.keys, again.pool.keys), (once.pool.values, again.pool.values)):
         assert torch.equal(stored, old), "a page has changed, or the dummy page"
 

@@ -1,0 +1,86 @@
+"""Gangs for measuring, without Ray: they serve one engine after another, say what went wrong, and leave nothing behind."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from contextlib import closing
+from dataclasses import replace
+
+import psutil
+import pytest
+
+from services.launch.config import GangConfig
+from services.launch.gang import GangError
+from services.launch.measure import GangMachine, measure
+from services.launch.processes import Processes
+from smc import demo
+from smc.engine.config import EngineConfig
+from smc.engine.local import ModelPair, local_engine
+from smc.engine.request import Method, Request, SamplingParams
+from smc.evaluation.speed import Bench, Mode
+from tests.engine.harness import answers
+
+pytestmark = pytest.mark.xdist_group("ray")
+CONFIG = GangConfig(start_timeout=60.0, link_timeout=20.0)
+
+
+def pids(processes: Processes) -> list[int]:
+    return [rank._process.pid for rank in processes._ranks.values()]
+
+
+def test_one_engine_after_another_over_the_same_models():
+    demo_pair = ModelPair.load(demo.TARGET, demo.DRAFT)
+    asked = [Request(str(i), tuple(range(5, 12 + i)), SamplingParams(particles=4, seed=i, max_tokens=30)) for i in range(3)]
+    with Processes(replace(CONFIG, target_tp=2)) as processes:
+        ranks = pids(processes)
+        for engine in (EngineConfig(block=4, branches=2, max_slots=16), EngineConfig(form="lockstep", block=3, cohorts=2, max_slots=16)):
+            expected = answers(local_engine(demo_pair, engine), asked)
+            with processes.engine(engine) as remote:
+                found = {o.request_id: o.answer for o in remote.engine.run(asked) if o.answer}
+                assert {i: a.tokens for i, a in found.items()} == {i: a.tokens for i, a in expected.items()}
+            assert all(map(psutil.pid_exists, ranks))
+    assert not any(map(psutil.pid_exists, ranks))
+
+
+def test_a_rank_that_dies_is_named():
+    lost = pytest.raises(GangError, match=r"draft0 died|target0 died")
+    with Processes(CONFIG) as processes, lost, processes.engine(EngineConfig(block=4, branches=2, max_slots=8)) as remote:
+        remote.engine.submit(Request("r", (5, 6), SamplingParams(particles=4, seed=1, max_tokens=50)))
+        remote.engine.step()
+        ranks = pids(processes)
+        for pid in ranks:
+            os.kill(pid, signal.SIGKILL)
+        while not remote.engine.idle:
+            remote.engine.step()
+    assert not any(map(psutil.pid_exists, ranks))
+
+
+def test_times_of_a_round():
+    done = []
+    engines = [EngineConfig(block=3, branches=2), EngineConfig(form="lockstep", block=3)]
+    rows = measure(replace(CONFIG, link="grpc"), engines, [1, 2], 2, 3, lambda: done.append(1))
+    assert [(row.form, row.requests) for row in rows] == [(form, n) for form in ("lookahead", "lockstep") for n in (1, 2)]
+    assert len(done) == 4
+    for row in rows:
+        assert row.rounds >= 3 and min(row.whole, row.draft, row.target, row.coordinator) > 0
+        assert row.draft_stall + row.target_stall < 2 * row.whole
+
+
+def test_speed_of_models_in_processes_of_their_own():
+    """What a GPU bench does, on CPUs: the same modes, weights loaded once for each split of ranks."""
+    modes = [
+        Mode("plain", Method.TARGET, EngineConfig(block=4), 1, (0, 2)),
+        Mode("lookahead", Method.SMC, EngineConfig(block=3, branches=2), 4, (1, 1)),
+        Mode("lockstep-apart", Method.SMC, EngineConfig(form="lockstep", block=3), 4, (1, 1)),
+    ]
+    told = []
+    with closing(GangMachine(CONFIG)) as machine:
+        rows = [Bench(machine, told.append).run(mode, 2, 16, 3) for mode in modes]
+    assert len(told) == 9 and all(turn.end > turn.begin for turn in told)
+    assert [row.gpus for row in rows] == [2, 2, 2]
+    for row in rows:
+        assert math.isclose(row.total, 2 * row.per_request)
+        assert row.round > 0 and row.target > 0 and 0 <= row.idle < 1 and 0 < row.floor < 1
+        assert (row.draft > 0) == (row.mode != "plain")
