@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 
 import pytest
@@ -9,6 +10,9 @@ import torch
 from hypothesis import settings
 
 from services.cli.main import run
+
+if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
+    import tests.interpreter  # noqa: F401
 
 # A busy machine is no failure: time is bounded by each test's timeout.
 settings.register_profile("patient", deadline=None)

@@ -6,39 +6,18 @@ dimension, L positions of a table, X positions that one query sees.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 from torch import Tensor
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # Read when a kernel is defined, so before the import below.
 pytest.importorskip("triton")
-from triton import language as tl
-from triton.runtime import interpreter
 
 from smc.attention.kernels import SharedPrefixAttention
 from smc.kernels.store import store_kv
 from smc.models.decoder import rotate
 
-_patch_lang_tensor, _create_dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
-
-
-def _patch_index(tensor, scope) -> None:
-    """Triton 3.6's interpreter holds a scalar as an array of one element, which numpy 2.4 no longer takes for a loop's bound."""
-    _patch_lang_tensor(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-
-def _dot(self, a, b, *rest):
-    """It also holds bfloat16 as uint16, and multiplies those as integers."""
-    a, b = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
-    return _create_dot(self, a, b, *rest)
-
-
-interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot = _patch_index, _dot
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1e-2}  # Of ||out - reference|| / ||reference||; the interpreter truncates.
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 
 import pytest
 import torch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-if DEVICE.type == "cpu":
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 if importlib.util.find_spec("triton") is None:
     collect_ignore_glob = ["test_*.py"]
 

@@ -1,0 +1,27 @@
+"""Triton's interpreter, for where there is no GPU. Imported before any kernel is: the setting is read when one is defined."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from triton import language as tl
+from triton.runtime import interpreter
+
+_patch_lang_tensor, _create_dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+
+
+def _patch_index(tensor, scope) -> None:
+    """Triton 3.6's interpreter holds a scalar as an array of one element, which numpy 2.4 no longer takes for a loop's bound."""
+    _patch_lang_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
+def _dot(self, a, b, *rest):
+    """It also holds bfloat16 as uint16, and multiplies those as integers."""
+    a, b = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+    return _create_dot(self, a, b, *rest)
+
+
+interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot = _patch_index, _dot

@@ -1,0 +1,45 @@
+"""Whole requests through the fused kernels, in Triton's interpreter where there is no GPU: same answers as by the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from smc.engine.config import EngineConfig
+from smc.engine.local import ModelPair, local_engine
+from smc.resident.kernels import KernelForward, KernelSampling, select
+from smc.resident.sides import Parts
+from tests.engine.harness import Padding, answers, request
+from tests.engine.pairs import letter_tokenizer, peaked
+from tests.models.tiny import random_decoder, tiny_config
+from tests.resident.test_same_answers import assert_same
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu compares them on the GPU itself")
+
+
+def pair(family: str) -> ModelPair:
+    shape = {"vocab_size": 8, "hidden_size": 64, "head_dim": 16, "intermediate_size": 64, "max_context": 64}
+    draft, target = (
+        peaked(random_decoder(tiny_config(family, num_layers=layers, **shape), seed), 0.4) for layers, seed in ((1, 1), (2, 2))
+    )
+    return ModelPair(target, draft, letter_tokenizer(8), 64)
+
+
+LOCKSTEP, LOOKAHEAD = EngineConfig(form="lockstep", block=2), EngineConfig(block=2, branches=2)
+
+
+@pytest.mark.parametrize(("family", "config"), [("llama", LOOKAHEAD), ("qwen2", LOOKAHEAD), ("qwen3", LOCKSTEP)])
+def test_answers_are_those_of_the_reference(family, config, monkeypatch):
+    asked = [
+        request([1, 2, 3], "0", particles=3, seed=1, max_tokens=7, logprobs=True),
+        request([4], "1", particles=2, seed=2, max_tokens=5, ignore_eos=True, ess_threshold=1.0, stop=("ab",)),
+        request([5, 6], "2", method="target", seed=3, max_tokens=4),
+    ]
+    expected = answers(local_engine(pair(family), config), asked)
+    kernels = Parts(KernelForward, KernelSampling, Padding, select)
+    monkeypatch.setattr("smc.engine.local.parts_for", lambda _device: kernels)
+    found = answers(local_engine(pair(family), config), asked)
+    for request_id, one in expected.items():
+        assert_same(one, found[request_id])
