@@ -31,7 +31,7 @@ LOCAL_LEGEND = (
 )
 GANG_LEGEND = (
     "N={particles}, medians, milliseconds, each model in its own process. draft, target: at work; link: nobody at work, messages on "
-    "their way; coordinator: choosing and bookkeeping; stalls: a group without work."
+    "their way; coordinator: planning and bookkeeping; stalls: a group without work."
 )
 
 

@@ -89,8 +89,8 @@ def measure(plan: SpeedPlan, machine: Machine, gpus: int, trace: Path | None) ->
     timeline = Timeline(trace=True)
 
     def keep(turn: Recorded) -> None:
-        for side, span in turn.worked.items():
-            timeline.worked(side, "round", *span)
+        for name, span in turn.worked.items():
+            timeline.worked("draft" if name == "draft" else "target", name, *span)
         timeline.waited(*turn.waited)
         timeline.end_step(turn.begin, turn.end)
 

@@ -28,7 +28,7 @@ class CoordinatorSpec:
     timeout: float
     """Seconds that any answer of a worker may take."""
     heartbeat: float
-    """Seconds between two signs of life while nothing runs; workers give up a silent coordinator after `timeout`."""
+    """Seconds between two signs of life while nothing runs; workers that hear nothing for long give up."""
     records: bool
     """Workers record rounds and replay them: few shapes are worth more than few rows."""
     trace: Path | None
@@ -58,7 +58,7 @@ class RemoteEngine:
             worker.stop()
 
     def _warm_up(self) -> None:
-        """One short request through both models: every rank has then run everything once, and clocks are compared."""
+        """One short request through both models: every rank has then run a round, and clocks are compared."""
         block, vocab = self._spec.engine.block, self.engine.tokenizer.size
         prompt = tuple(i % vocab for i in range(4))
         tokens = min(2 * block + 2, self._spec.context - len(prompt))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
+import multiprocessing.connection
 import os
 import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -19,9 +20,8 @@ from services.coordinator.remote import RemoteEngine
 from services.launch.config import GangConfig
 from services.launch.gang import GangError
 from services.launch.specs import coordinator_spec, rank_spec
-from services.link.base import LinkError
 from services.link.connect import Meeting
-from services.workers.process import RankSpec, load_rank, run_rank
+from services.workers.process import load_rank, run_rank
 from smc.engine.config import EngineConfig
 from smc.engine.messages import SIDES
 from smc.models.parallel import Shard
@@ -37,6 +37,8 @@ class Processes:
     def __init__(self, config: GangConfig, gpus: dict[str, list[int]] | None = None) -> None:
         """`gpus`: which GPU each rank of a side sees; two ranks may see the same one."""
         self._config, self._epoch = config, 0
+        leaders_share = gpus is not None and gpus["draft"][0] == gpus["target"][0]
+        self._between = "cpu" if leaders_share else None  # NCCL takes no two ranks on one GPU
         limit = timedelta(seconds=config.start_timeout)
         self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=limit)
         self._ranks = {
@@ -52,24 +54,40 @@ class Processes:
 
     @contextmanager
     def engine(self, engine: EngineConfig) -> Iterator[RemoteEngine]:
-        """An engine of these settings over the models. Raises GangError if it does not start; then nothing more can be done here."""
+        """An engine of these settings over the models. Raises GangError if it fails; then nothing more can be done here."""
         self._epoch += 1
         config = replace(self._config, engine=engine)
         pair = config.serving_pair()
         meeting = Meeting(HOST, self._store.port, self._epoch, secrets.token_hex(16), config.link, config.start_timeout)
         for (side, number), rank in self._ranks.items():
-            rank.begin(rank_spec(config, pair, meeting, side, Shard(number, config.degree(side))))
+            rank.pipe.send(rank_spec(config, pair, meeting, side, Shard(number, config.degree(side)), between=self._between))
+        self._hear("loaded", config.start_timeout)
         try:
             remote = RemoteEngine(coordinator_spec(config, pair, meeting))
             try:
                 yield remote
             finally:
                 remote.stop()
-            for rank in self._ranks.values():
-                rank.wait()
-        except LinkError as error:
-            causes = [cause for rank in self._ranks.values() if (cause := rank.failure())]
-            raise GangError("; ".join(causes) or str(error)) from error
+        except RuntimeError as error:  # of the link, or of the store where the ranks meet
+            self._hear("ended", END_SECONDS)
+            raise GangError(str(error)) from error
+        self._hear("ended", END_SECONDS)
+
+    def _hear(self, word: str, timeout: float) -> None:
+        """Wait until every rank has said it. Raises GangError, naming a rank, if one has failed or died, or says nothing."""
+        silent, deadline = {rank.pipe: rank.name for rank in self._ranks.values()}, time.monotonic() + timeout
+        while silent:
+            ready = multiprocessing.connection.wait(list(silent), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise GangError(f"{', '.join(silent.values())}: not {word} within {timeout:g} s")
+            for pipe in ready:
+                name = silent.pop(pipe)
+                try:
+                    said = pipe.recv()
+                except (EOFError, OSError):
+                    raise GangError(f"{name} died") from None
+                if said != word:
+                    raise GangError(f"{name}: {said}")
 
 
 class _Rank:
@@ -78,48 +96,31 @@ class _Rank:
     def __init__(self, name: str, gpu: int | None) -> None:
         self.name = name
         context = multiprocessing.get_context("spawn")
-        self._pipe, there = context.Pipe()
+        self.pipe, there = context.Pipe()
         self._process = context.Process(target=_serve, args=(there, gpu), name=name, daemon=True)
         self._process.start()
         there.close()
 
-    def begin(self, spec: RankSpec) -> None:
-        self._pipe.send(spec)
-
-    def wait(self) -> None:
-        """Until it has come back from the engine. Raises LinkError if it has not, or failed."""
-        if cause := self.failure():
-            raise LinkError(cause)
-
-    def failure(self) -> str | None:
-        """What went wrong here, if anything did."""
-        try:
-            if not self._pipe.poll(END_SECONDS):
-                return f"{self.name} did not come back within {END_SECONDS:g} s"
-            cause = self._pipe.recv()
-        except (EOFError, OSError):
-            return f"{self.name} died"
-        return f"{self.name}: {cause}" if cause else None
-
     def end(self) -> None:
         with suppress(OSError):
-            self._pipe.send(None)
+            self.pipe.send(None)
         self._process.join(END_SECONDS)
         self._process.kill()
         self._process.join()
-        self._pipe.close()
+        self.pipe.close()
 
 
 def _serve(pipe: Connection, gpu: int | None) -> None:
-    """The life of a rank's process."""
+    """The life of a rank's process. It says `loaded`, then `ended`, of every engine; or what went wrong."""
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
     loaded = None
     for spec in iter(pipe.recv, None):
         try:
             loaded = loaded or load_rank(spec)
+            pipe.send("loaded")
             run_rank(spec, HOST, loaded)
-            pipe.send(None)
+            pipe.send("ended")
         except Exception as error:
             pipe.send(f"{type(error).__name__}: {error}")
             return

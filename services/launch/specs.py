@@ -10,7 +10,8 @@ from services.workers.process import RankSpec
 from smc.models.parallel import Shard
 
 
-def rank_spec(config: GangConfig, pair: ServingPair, meeting: Meeting, side: str, shard: Shard) -> RankSpec:
+def rank_spec(config: GangConfig, pair: ServingPair, meeting: Meeting, side: str, shard: Shard, *, between: str | None = None) -> RankSpec:
+    """`between`: see `RankSpec`; default: the ranks' device."""
     engine, context = pair.engine, pair.context
     return RankSpec(
         meeting=meeting,
@@ -19,7 +20,7 @@ def rank_spec(config: GangConfig, pair: ServingPair, meeting: Meeting, side: str
         source=config.sources.of_side(side),
         dtype=config.dtype,
         device=config.device,
-        peer_device=config.device,
+        between=between or config.device,
         width=engine.width(context),
         pages=engine.pool_pages(context),
         vocab_size=pair.tokenizer.size,

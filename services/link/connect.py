@@ -59,8 +59,8 @@ class LeaderEnds:
             self.server.close()
 
 
-def leader_ends(meeting: Meeting, store: dist.Store, side: str, host: str, device: torch.device, peer_device: torch.device) -> LeaderEnds:
-    """The ends that the leader of `side` needs. Between the leaders NCCL is used if both are on GPUs."""
+def leader_ends(meeting: Meeting, store: dist.Store, side: str, host: str, between: torch.device) -> LeaderEnds:
+    """The ends that the leader of `side` needs. `between`: device of what the leaders tell each other; on a GPU it goes over NCCL."""
     if meeting.link == "grpc":
         server = StreamServer(host, meeting.secret)
         store.set(meeting.name(f"{side}/address"), server.address)
@@ -74,7 +74,7 @@ def leader_ends(meeting: Meeting, store: dist.Store, side: str, host: str, devic
         return make_group(store, meeting.name(name), rank, 2, meeting.start_timeout, at)
 
     end = DistributedEnd(group(f"{side}/link", 1), 1, pb.WorkRequest)
-    if {device.type, peer_device.type} == {"cuda"}:
-        by_sender = [group(f"from {name}", rank, device) for name in ("draft", "target")]
+    if between.type == "cuda":
+        by_sender = [group(f"from {name}", rank, between) for name in ("draft", "target")]
         return LeaderEnds(end, DevicePeer(by_sender[rank], by_sender[1 - rank], rank))
     return LeaderEnds(end, MessagePeer(DistributedEnd(group("pair", rank), rank, pb.ExchangeRequest), meeting.epoch, pb.ExchangeRequest))

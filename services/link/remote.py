@@ -35,14 +35,15 @@ class RemotePending:
     sequence: int
     decode: Callable[[pb.WorkResponse], Outcome]
     _value: Outcome = field(default=None, init=False)
+    _done: bool = field(default=False, init=False)
     _spans: dict[str, tuple[int, int]] = field(default_factory=dict, init=False)
 
     def result(self) -> Outcome:
         """Waits for it. Raises LinkError if the worker is gone, silent for too long, or has failed."""
-        if self._value is None:
+        if not self._done:
             response = self.worker.response(self.sequence)
             self._spans = self.worker.spans(response)
-            self._value = self.decode(response)
+            self._value, self._done = self.decode(response), True
         return self._value
 
     def spans(self) -> dict[str, tuple[int, int]]:

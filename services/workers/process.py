@@ -31,7 +31,8 @@ class RankSpec:
     dtype: str
     device: str
     """`cpu` or `cuda`: the one GPU that this process sees."""
-    peer_device: str
+    between: str
+    """Device over which the leaders tell each other: `cuda` (NCCL) if each has a GPU that the other has not, else `cpu`."""
     width: int
     pages: int
     vocab_size: int
@@ -67,8 +68,9 @@ def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
     device, leads = torch.device(spec.device), spec.shard.rank == 0
     sizes = {"rows": spec.engine.max_slots, "width": spec.width, "pages": spec.pages, "vocab_size": spec.vocab_size}
     worker = ModelWorker(spec.side, model, **sizes)
-    store, peer_device = spec.meeting.store(), torch.device(spec.peer_device)
-    ends = leader_ends(spec.meeting, store, spec.side, host, device, peer_device) if leads else None
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    ends = leader_ends(spec.meeting, spec.meeting.store(), spec.side, host, torch.device(spec.between)) if leads else None
     sides = _sides(spec, worker, PeerChannel(ends.peer if ends else None, group, device, spec.timeout))
     rank = Rank(worker, sides, spec.meeting.epoch, spec.timeout)
     if not leads:

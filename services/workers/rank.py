@@ -22,7 +22,7 @@ from smc.resident.sides import DraftSide, PlainSide, TargetSide
 
 @dataclass(frozen=True)
 class Sides:
-    """This rank's parts in codec."""
+    """This rank's parts in rounds."""
 
     together: DraftSide | TargetSide
     alone: PlainSide
@@ -52,7 +52,7 @@ class Rank:
             result = {"pong" if kind == "ping" else kind: self._answered[kind](request)}
             if answers is not None:
                 response = self._response(request, begin, time.monotonic_ns(), **result)
-                answers.put(lambda: response)
+                answers.put(request.sequence, lambda: response)
 
     def _response(self, request: pb.WorkRequest, begin: int, end: int, **result) -> pb.WorkResponse:
         envelope = {"version": LAYOUT_VERSION, "epoch": self.epoch, "sequence": request.sequence}
@@ -79,7 +79,7 @@ class Rank:
             return self._response(request, work[0].begin_ns, work[-1].end_ns, work=work, round=outcome)
 
         if answers is not None:
-            answers.put(respond)
+            answers.put(request.sequence, respond)
         if drafts:
             side.follow()
 
@@ -99,7 +99,7 @@ class Rank:
 
 def lead(rank: Rank, end: LeaderEnd, spread: Callable[[bytes], None] | None) -> None:
     """Serve the coordinator until it says stop. `spread` hands a command to the other ranks. Raises what went wrong, after telling it."""
-    answers = Answers(end, waits=rank.worker.device.type == "cuda")
+    answers = Answers(end, rank.epoch, waits=rank.worker.device.type == "cuda")
     try:
         while True:
             request = end.receive(rank.timeout)
@@ -110,8 +110,7 @@ def lead(rank: Rank, end: LeaderEnd, spread: Callable[[bytes], None] | None) -> 
             try:
                 rank.carry_out(request, answers)
             except Exception as error:
-                failure = pb.Failure(message=f"{type(error).__name__}: {error}")
-                answers.put(lambda: pb.WorkResponse(version=LAYOUT_VERSION, epoch=rank.epoch, sequence=request.sequence, failure=failure))  # noqa: B023
+                answers.fail(request.sequence, error)
                 raise
     finally:
         answers.close()

@@ -6,7 +6,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from smc.arrays import to_device
 from smc.kv.pool import KVPool
 from smc.models.decoder import Attend
 
@@ -29,6 +32,21 @@ class ForwardBatch:
     """[S + 1]: segment s is rows bounds[s] .. bounds[s + 1] - 1."""
     shared_S: np.ndarray
     """[S]: the first `shared` positions of all rows of a segment are the same pages."""
+
+
+class NewEntries:
+    """Keys and values that a pass brings, and where they go. The dummy page stays zero: whoever reads it masks it, and 0 * NaN is NaN."""
+
+    def __init__(self, batch: ForwardBatch, device: torch.device) -> None:
+        stored_T = None if batch.pages_T.all() else np.flatnonzero(batch.pages_T)
+        self.pages_X = to_device(batch.pages_T if stored_T is None else batch.pages_T[stored_T], device)
+        self.index_X = None if stored_T is None else to_device(stored_T, device)
+        """Tokens that are stored; None: all."""
+
+    def store(self, keys: Tensor, values: Tensor, k_TJD: Tensor, v_TJD: Tensor) -> None:
+        if self.index_X is not None:
+            k_TJD, v_TJD = k_TJD[self.index_X], v_TJD[self.index_X]
+        keys[self.pages_X], values[self.pages_X] = k_TJD, v_TJD
 
 
 class AttentionBackend(ABC):

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from smc.arrays import to_device
-from smc.attention.base import AttentionBackend, ForwardBatch
+from smc.attention.base import AttentionBackend, ForwardBatch, NewEntries
 from smc.kv.pool import KVPool
 from smc.models.decoder import Attend
 
@@ -20,23 +20,21 @@ class FusedAttention(AttentionBackend):
     """For rows of many new tokens. That segments share a prefix is of no account to it."""
 
     def plan(self, pool: KVPool, batch: ForwardBatch) -> Attend:
-        device = pool.keys.device
-        pages_T = to_device(batch.pages_T, device)
-        stored_T = None if batch.pages_T.all() else to_device(np.flatnonzero(batch.pages_T), device)
+        return _Pass(pool, batch).attend
+
+
+class _Pass:
+    def __init__(self, pool: KVPool, batch: ForwardBatch) -> None:
+        self.pool, device = pool, pool.keys.device
+        self.new = NewEntries(batch, device)
         ends_R = batch.starts_R + batch.counts_R
-        tables = [to_device(table_L[:end], device) for table_L, end in zip(batch.table_RL, ends_R)]
-        bounds = list(pairwise(np.concatenate(([0], np.cumsum(batch.counts_R))).tolist()))
+        self.tables = [to_device(table_L[:end], device) for table_L, end in zip(batch.table_RL, ends_R)]
+        self.bounds = list(pairwise(np.concatenate(([0], np.cumsum(batch.counts_R))).tolist()))
 
-        def attend(layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor) -> Tensor:
-            keys, values = pool.keys[layer], pool.values[layer]
-            if stored_T is None:
-                keys[pages_T], values[pages_T] = k_TJD, v_TJD
-            else:
-                keys[pages_T[stored_T]], values[pages_T[stored_T]] = k_TJD[stored_T], v_TJD[stored_T]
-            rows = [_row(q_THD[a:b], keys[pages_L], values[pages_L]) for (a, b), pages_L in zip(bounds, tables)]
-            return torch.cat(rows)
-
-        return attend
+    def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor) -> Tensor:
+        keys, values = self.pool.keys[layer], self.pool.values[layer]
+        self.new.store(keys, values, k_TJD, v_TJD)
+        return torch.cat([_row(q_THD[a:b], keys[pages_L], values[pages_L]) for (a, b), pages_L in zip(self.bounds, self.tables)])
 
 
 def _row(q_QHD: Tensor, k_LJD: Tensor, v_LJD: Tensor) -> Tensor:

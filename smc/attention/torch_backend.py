@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from smc.arrays import to_device
-from smc.attention.base import AttentionBackend, ForwardBatch
+from smc.attention.base import AttentionBackend, ForwardBatch, NewEntries
 from smc.kv.pages import DUMMY_PAGE
 from smc.kv.pool import KVPool
 from smc.models.decoder import Attend
@@ -35,8 +35,8 @@ class TorchAttention(AttentionBackend):
         hidden_RQO = to_device(np.arange(own) > last_RQ[..., None]) if (last_RQ < own - 1).any() else None
         slot_T = to_device(_padded_slots(batch.counts_R, q)) if (batch.counts_R != q).any() else None
         prefix = _Prefix.of(batch, to_device)
-        new_T = None if batch.pages_T.all() else to_device(np.flatnonzero(batch.pages_T))
-        return _Pass(pool, to_device(batch.pages_T), new_T, own_RO, hidden_RQO, (len(batch.starts_R), q), slot_T, prefix).attend
+        new = NewEntries(batch, pool.keys.device)
+        return _Pass(pool, new, own_RO, hidden_RQO, (len(batch.starts_R), q), slot_T, prefix).attend
 
 
 class _Prefix:
@@ -86,23 +86,19 @@ class _Pass:
     def __init__(
         self,
         pool: KVPool,
-        pages_T: Tensor,
-        new_T: Tensor | None,
+        new: NewEntries,
         own_RO: Tensor,
         hidden_RQO: Tensor | None,
         shape_RQ: tuple[int, int],
         slot_T: Tensor | None,
         prefix: _Prefix | None,
     ) -> None:
-        self.pool, self.pages_T, self.new_T = pool, pages_T if new_T is None else pages_T[new_T], new_T
-        self.own_RO, self.hidden_RQO = own_RO, hidden_RQO
+        self.pool, self.new, self.own_RO, self.hidden_RQO = pool, new, own_RO, hidden_RQO
         self.shape_RQ, self.slot_T, self.prefix = shape_RQ, slot_T, prefix
 
     def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor) -> Tensor:
         keys, values = self.pool.keys[layer], self.pool.values[layer]
-        if self.new_T is not None:  # the dummy page must not hold anything
-            k_TJD, v_TJD = k_TJD[self.new_T], v_TJD[self.new_T]
-        keys[self.pages_T], values[self.pages_T] = k_TJD, v_TJD
+        self.new.store(keys, values, k_TJD, v_TJD)
         q_RJXD = self._queries(q_THD, k_TJD.shape[1])
         scores_RJXO = q_RJXD @ keys[self.own_RO].permute(0, 2, 3, 1)
         if self.hidden_RQO is not None:

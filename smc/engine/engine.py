@@ -1,4 +1,4 @@
-"""The scheduler: continuous batching of requests, from submission to the final draw. It owns every decision.
+"""The scheduler: continuous batching of requests, from submission to the final draw. It alone says who is decoded when.
 
     submit -> queue -> admit (slots and pages reserved) -> prefill (once per model, in chunks) -> fan out -> rounds -> final draw
 

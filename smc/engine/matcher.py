@@ -17,8 +17,9 @@ import numpy as np
 from smc.models.tokenizer import Tokenizer
 
 START, DONE = 0, 1
-MAX_STATES = 512
-MAX_KINDS = 1024
+MAX_STATES = 128
+MAX_KINDS = 512
+"""What a model keeps room for, for each slot."""
 
 
 @dataclass(frozen=True)

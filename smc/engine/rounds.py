@@ -160,7 +160,10 @@ class Rounds:
         before_A, count_A = slots.length_S[slots_A].copy(), result.count_A[place_A]
         self._write(slots.tokens_SL, slots_A, before_A, result.grown_AQ[place_A])
         if population.wants_logp:
-            self._write(slots.logp_SL, slots_A, slots.block_S[slots_A] + 1, result.logp_AQ[chosen_A, :-1])
+            logp_AQ = result.logp_AQ[chosen_A, :-1]
+            if self._drafts_ahead:  # of what has just been drafted, the target has said nothing yet
+                logp_AQ = np.where(np.arange(logp_AQ.shape[1]) < slots.unscored(slots_A)[:, None], logp_AQ, np.nan)
+            self._write(slots.logp_SL, slots_A, slots.block_S[slots_A] + 1, logp_AQ)
         slots.length_S[slots_A] = before_A + count_A
         last_A = slots.length_S[slots_A] - 1
         slots.block_S[slots_A] = np.minimum(before_A, last_A) if self._drafts_ahead else last_A

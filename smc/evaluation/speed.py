@@ -1,4 +1,4 @@
-"""How fast a model pair decodes on GPUs, mode by mode in one process: plain decoding by the target beside every form of SMC.
+"""How fast a model pair decodes on GPUs, mode by mode: plain decoding by the target beside every form of SMC.
 
 Weights may be random: no token is ever rejected, so speed does not depend on what they are.
 """
@@ -92,7 +92,7 @@ class Recorded:
     waited: tuple[int, int]
     """When the host did nothing else."""
     worked: dict[str, tuple[int, int]]
-    """By side."""
+    """What the models did, by name; their passes have the names of their sides."""
 
 
 class Machine(Protocol):
@@ -126,6 +126,8 @@ class LocalMachine:
         pages = config.pool_pages(context)
         sizes = {"rows": config.max_slots, "width": config.width(context), "pages": pages, "vocab_size": self.vocab}
         workers = {side: ModelWorker(side, self._models(side, device), **sizes) for side, device in self._devices(mode).items()}
+        for device in self._devices(mode).values():
+            torch.cuda.reset_peak_memory_stats(device)
         pair = LocalPair(config, workers, gpu_parts(**self._options))
         yield Engine(config, workers, NoText(self.vocab), pair=pair, pages=dict.fromkeys(SIDES, pages), context=context)
         del pair, workers

@@ -1,5 +1,4 @@
-"""Key/value memory of one model: pages, reference counts, block tables. Rows in, page numbers out; nothing about particles.
+"""Key/value memory of one model: pages, who holds them, and the tables of prompts. Rows in, page numbers out; nothing about particles.
 
-A page holds one token position. Rows that share a past therefore never share a half-filled page, so forking, re-rooting and
-sharing are table entries and reference counts; no key or value is ever copied.
+A page holds one token position, so no two rows ever share a half-filled one: what shares a past points to the same pages.
 """

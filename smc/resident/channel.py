@@ -42,6 +42,8 @@ class LocalChannel:
         self._stages = stages
         self._other = self
         self._given: dict[str, tuple[Tensor, object]] = {}
+        self._kept: list[Tensor] = []
+        """What was given, until the other side has its copy: memory that is let go is used again at once."""
         self._taken: object = None
 
     @staticmethod
@@ -52,6 +54,7 @@ class LocalChannel:
 
     def give(self, name: str, tensor: Tensor) -> None:
         self._given[name] = (tensor, self._stages.mark())
+        self._kept.append(tensor)
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         tensor, there = self._other._given.pop(name)
@@ -67,3 +70,4 @@ class LocalChannel:
     def settle(self) -> None:
         if self._taken is not None:
             self._stages.wait(self._taken)
+        self._kept.clear()

@@ -133,7 +133,8 @@ class ResidentDraft:
         branches were dropped. At most one branch in F was taken, so there are always enough of those."""
         (groups, places), slots_A = plan.shape_GM, plan.slots_A
         f, b = self.branches, self.block - 1
-        column_AB = position_A[:, None] + 1 + torch.arange(b, device=self.device)
+        # Past the end of a table is past the longest answer: those particles have ended, and write nothing.
+        column_AB = (position_A[:, None] + 1 + torch.arange(b, device=self.device)).clamp(max=self.state.table_SL.shape[1] - 1)
         first_AB = self.state.table_SL[slots_A[:, None], column_AB]
         if f > 1:
             pages_GXB = self.branch_pages_SFB[slots_A].view(groups, places * f, b)

@@ -138,7 +138,7 @@ def select(
 
 
 def gpu_parts(**options: bool) -> Parts:
-    """What a `LocalPair` runs on GPUs; options are those of `KernelForward`."""
+    """What sides run on GPUs; options are those of `KernelForward`."""
     return Parts(
         forward=lambda worker: KernelForward(worker, **options),
         sampling=KernelSampling,

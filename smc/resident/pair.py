@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -66,12 +67,27 @@ class LocalPair:
         self._draft.leave(slots_N)
         self._target.leave(slots_N)
 
-    def round(self, plan: RoundPlan) -> Reading:
-        drafting = self._draft.draft(plan)
-        reading = self._target.round(plan)
+    def round(self, plan: RoundPlan) -> LocalRound:
+        draft, target = self._draft.draft(plan), self._target.round(plan)
         self._draft.follow()
-        reading.marks.update(drafting.marks)
-        return reading
+        return LocalRound(draft, target)
+
+
+@dataclass(frozen=True)
+class LocalRound:
+    """A round that both sides have been asked for."""
+
+    draft: Reading
+    target: Reading
+
+    def result(self) -> RoundResult:
+        """Waits for it."""
+        self.draft.result()  # which is there first; each says when it came, by the clock of its own device
+        return self.target.result()
+
+    def spans(self) -> dict[str, tuple[int, int]]:
+        """See `Reading.spans`."""
+        return self.draft.spans() | self.target.spans()
 
 
 class LocalAlone:

@@ -120,6 +120,7 @@ class DraftSide(Side):
         """Queue the draft's part of a round up to the choice. What is read is that it is there."""
         stages, model, key, record = self.stages, self._model, plan.key, plan.recordable
         with stages.working():
+            self._channel.settle()
             here = self._load(plan)
             began = stages.mark()
             first = stages.run(key, "begin", lambda: model.begin(here), record)
@@ -138,7 +139,6 @@ class DraftSide(Side):
         with self.stages.working():
             choice = Choice(self._channel.take("choice", (3, len(plan.slots_A)), torch.int64))
             self.stages.run(key, "follow", lambda: self._model.follow(plan, drafted, choice), plan.recordable)
-            self._channel.settle()
 
 
 class TargetSide(Side):
@@ -158,6 +158,7 @@ class TargetSide(Side):
     def round(self, plan: RoundPlan) -> Reading:
         """Queue the target's part of a round."""
         with self.stages.working():
+            self._channel.settle()
             here = self._load(plan)
             return self._lookahead(plan.key, here) if self.config.lookahead else self._lockstep(plan.key, here)
 
@@ -176,7 +177,6 @@ class TargetSide(Side):
         told = stages.mark()
         grown = stages.run(key, "go_on", lambda: model.go_on(plan, scored, blocks, choice), record)
         marks = {"target": (began, ended), "choose": (heard, chosen), "go on": (told, stages.mark())}
-        self._channel.settle()
         return stages.read(key, result, grown, marks)
 
     def _lockstep(self, key: tuple, plan: RoundPlan) -> Reading:
@@ -194,7 +194,6 @@ class TargetSide(Side):
         self._channel.give("choice", choice.all_3A)
         grown = stages.run(key, "go_on", lambda: model.go_on(plan, scored, blocks, choice), plan.recordable)
         ended = stages.mark()
-        self._channel.settle()
         return stages.read(key, result, grown, {"target": (began, ended)})
 
     def _take(self, name: str, plan: RoundPlan, steps: int) -> Drafted:

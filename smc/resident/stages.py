@@ -22,7 +22,7 @@ class Reading:
     """A round's result on its way to the host. `result` None: there is nothing to read, but a point in the work to be waited for."""
 
     def __init__(self, result: RoundResult | None, arrived: Mark, marks: dict[str, tuple[Mark, Mark]]) -> None:
-        self._result, self._arrived = result, arrived
+        self._result, self._arrived, self._at = result, arrived, 0
         self.marks = marks
         """What was done, and when it began and ended; the pass of a model has the name of its side."""
 
@@ -30,15 +30,15 @@ class Reading:
         """Waits for it."""
         if not isinstance(self._arrived, int):
             self._arrived.synchronize()
+            self._at = time.monotonic_ns()
         return self._result and RoundResult(**{name: tensor.numpy() for name, tensor in vars(self._result).items()})
 
     def spans(self) -> dict[str, tuple[int, int]]:
-        """`marks` in nanoseconds of the monotonic clock. Called when `result` has just waited: now is then when it arrived."""
-        now = time.monotonic_ns()
-        return {name: (self._nanoseconds(begin, now), self._nanoseconds(end, now)) for name, (begin, end) in self.marks.items()}
+        """`marks` in nanoseconds of the monotonic clock, after `result`: as near as that has waited for it."""
+        return {name: (self._nanoseconds(begin), self._nanoseconds(end)) for name, (begin, end) in self.marks.items()}
 
-    def _nanoseconds(self, mark: Mark, now: int) -> int:
-        return mark if isinstance(mark, int) else now - int(1e6 * mark.elapsed_time(self._arrived))
+    def _nanoseconds(self, mark: Mark) -> int:
+        return mark if isinstance(mark, int) else self._at - int(1e6 * mark.elapsed_time(self._arrived))
 
 
 class Stages:

@@ -73,9 +73,9 @@ class TokenLedger:
         model = worker.model
 
         def listening(tokens_T: torch.Tensor, rope_T2D: torch.Tensor, attend) -> torch.Tensor:
-            run = attend.__self__
-            stored_T = tokens_T if run.new_T is None else tokens_T[run.new_T]
-            self.token_of_page[run.pages_T.numpy()] = stored_T.numpy()
+            new = attend.__self__.new
+            stored_X = tokens_T if new.index_X is None else tokens_T[new.index_X]
+            self.token_of_page[new.pages_X.numpy()] = stored_X.numpy()
             return model(tokens_T, rope_T2D, attend)
 
         worker.model = Listening(model, listening)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
+from smc.engine.config import EngineConfig
 from smc.engine.local import local_engine
 from smc.engine.request import SamplingParams
 from tests.engine.harness import FORMS, answer, answers, config_id, request
@@ -13,7 +16,7 @@ from tests.engine.pairs import next_log_probs, tiny_pair
 PROMPT = (0, 1, 2)
 
 
-def recomputed(tokens: tuple[int, ...], temperature: float, top_k: int) -> list[float]:
+def recomputed(tokens: tuple[int, ...], temperature: float = 1.0, top_k: int = 0) -> list[float]:
     found = []
     for i, token in enumerate(tokens):
         log_p = next_log_probs(tiny_pair().target, (*PROMPT, *tokens[:i]), temperature)
@@ -40,6 +43,19 @@ def test_equal_to_recomputation(config, params):
         a = answer(tiny_pair(), config, seed=seed, max_tokens=15, ignore_eos=seed > 0, logprobs=True, **params)
         expected = recomputed(a.tokens, params.get("temperature", 1.0), params.get("top_k", 0))
         assert a.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_what_is_not_weighed_yet_is_nan():
+    """A look-ahead answer that its time budget cuts off may have been streamed further than the target has come."""
+    now = [0.0]
+    engine = local_engine(tiny_pair(), EngineConfig(block=8, branches=2), clock=lambda: now[0])
+    engine.submit(request(particles=1, seed=1, max_tokens=40, ignore_eos=True, logprobs=True, time_budget=1.0))
+    engine.step()
+    now[0] = 2.0
+    a = engine.step()[-1].answer
+    assert len(a.tokens) == len(a.logprobs) > 2
+    assert a.logprobs[:2] == pytest.approx(recomputed(a.tokens[:2]), abs=1e-4)
+    assert all(math.isnan(logprob) for logprob in a.logprobs[2:])
 
 
 def test_only_for_those_who_ask():

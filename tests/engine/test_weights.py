@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from smc.engine.config import EngineConfig
 from smc.engine.local import local_engine
 from smc.engine.request import FinishReason, Request, SamplingParams
+from smc.resident.sides import Parts
 from smc.resident.state import SlotState
-from tests.engine.harness import answers, config_id
+from tests.engine.harness import Padding, answers, config_id
 from tests.engine.pairs import LETTERS, next_log_probs, tiny_pair
 
 PROMPT = (2, 1)
@@ -109,3 +111,24 @@ def test_ignore_eos_runs_to_the_cap(config):
     found = answers(local_engine(tiny_pair(), config), requests)
     assert all(len(a.tokens) == 7 and a.finish_reason is FinishReason.LENGTH for a in found.values())
     assert any(EOS in a.tokens for a in found.values())
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(
+    "config",
+    [
+        EngineConfig(block=8, branches=4, max_context=24),
+        EngineConfig(block=5, branches=1, max_context=24),
+        EngineConfig(form="lockstep", block=8, max_context=24),
+    ],
+    ids=config_id,
+)
+def test_answers_that_fill_the_context(config, ahead, monkeypatch):
+    """Prompt and answer together are all there is room for, whatever part of a block the last one is."""
+    if ahead:
+        monkeypatch.setattr("smc.engine.local.parts_for", lambda _device: Parts(stages=Padding))
+    engine = local_engine(tiny_pair(), config)
+    for cap in range(1, 24):
+        asked = Request("r", (0, 1, 2) * 7 + (0, 1, 2), SamplingParams(particles=2, seed=cap, max_tokens=cap, ignore_eos=True))
+        asked = replace(asked, prompt=asked.prompt[: 24 - cap])
+        assert len(answers(engine, [asked])["r"].tokens) == cap

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import time
 from contextlib import closing
 from dataclasses import replace
 
@@ -55,6 +56,14 @@ def test_a_rank_that_dies_is_named():
         while not remote.engine.idle:
             remote.engine.step()
     assert not any(map(psutil.pid_exists, ranks))
+
+
+def test_a_rank_that_cannot_load_says_so_at_once():
+    begin = time.monotonic()
+    failed = pytest.raises(GangError, match=r"(draft|target)0: \w+Error: .*(CUDA|cuda)")
+    with Processes(replace(CONFIG, device="cuda")) as processes, failed, processes.engine(EngineConfig()):
+        pass
+    assert time.monotonic() - begin < 45
 
 
 def test_times_of_a_round():

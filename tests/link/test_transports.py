@@ -36,7 +36,7 @@ def meeting(link: str) -> Iterator[tuple[dict, dict[str, LeaderEnds]]]:
     leaders: dict[str, LeaderEnds] = {}
 
     def lead(side: str) -> None:
-        leaders[side] = leader_ends(where, where.store(), side, "127.0.0.1", CPU, CPU)
+        leaders[side] = leader_ends(where, where.store(), side, "127.0.0.1", CPU)
 
     threads = [threading.Thread(target=lead, args=(side,)) for side in ("draft", "target")]
     for thread in threads:
