@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -12,6 +13,9 @@ from dataclasses import replace
 import psutil
 import pytest
 
+from services.cli.speed import SpeedPlan
+from services.cli.speed import measure as timed
+from services.coordinator.timeline import LANES
 from services.launch.config import GangConfig
 from services.launch.gang import GangError
 from services.launch.measure import GangMachine, measure
@@ -93,3 +97,14 @@ def test_speed_of_models_in_processes_of_their_own():
         assert math.isclose(row.total, 2 * row.per_request)
         assert row.round > 0 and row.target > 0 and 0 <= row.idle < 1 and 0 < row.floor < 1
         assert (row.draft > 0) == (row.mode != "plain")
+
+
+def test_a_trace_of_timed_rounds(tmp_path):
+    """Whatever was done stands in the lane of who did it."""
+    plan, path = SpeedPlan((1, 1), ("lookahead",), (2,), (3,), (2,), (16,), (1,), 3), tmp_path / "trace.json"
+    with closing(GangMachine(replace(CONFIG, link="grpc"))) as machine:
+        (row,) = timed(plan, machine, 2, path)
+    events = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
+    done = {(LANES["draft"], "draft"), (LANES["target"], "target"), (LANES["target"], "choose"), (LANES["target"], "go on")}
+    assert done <= {(event["tid"], event["name"]) for event in events}
+    assert row.mode == "lookahead" and len(events) > 12
