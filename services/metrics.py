@@ -163,9 +163,10 @@ class Metrics:
         self._restarts.inc()
 
     def set_build_info(self, version: str, form: str, link: str, max_slots: int) -> None:
-        """What runs here; once, at the start."""
+        """What runs here; once, at the start. Nothing holds a slot yet."""
         self._build.info({"version": version, "form": form, "link": link})
         self._slots_capacity.set(max_slots)
+        self._slots_free.set(max_slots)
 
     def _counter(self, name: str, text: str, **labels: Iterable[str]) -> Counter:
         return _with_series(Counter(name, text, tuple(labels), registry=self.registry), labels)

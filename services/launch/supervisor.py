@@ -45,7 +45,7 @@ class Supervisor:
         self._watch: asyncio.Task | None = None
         self.epoch = 0
         self.stats = EngineStats()
-        """Of the engine's last step."""
+        """Of the engine's last step; of one that holds nothing once its gang is lost."""
 
     @property
     def serving(self) -> bool:
@@ -94,7 +94,7 @@ class Supervisor:
         self.epoch += 1
         self._gang = Gang(self._config, self.pair, self.epoch)
         await asyncio.to_thread(self._gang.start)
-        self._client = CoordinatorClient(self._gang.address, self._gang.secret, self._step, lambda: self._on_serving(False))
+        self._client = CoordinatorClient(self._gang.address, self._gang.secret, self._step, self._lost)
         logger.info("serving: epoch %d", self.epoch)
         self._on_serving(True)
 
@@ -123,6 +123,13 @@ class Supervisor:
         if client is not None:
             client.lose(why)
             await client.close()
+
+    def _lost(self) -> None:
+        """Nothing is held any more; its last numbers would otherwise stand until the next gang's first step."""
+        if total := self.stats.pages_total:  # else no step has come
+            room = EngineStats(slots_free=self.pair.engine.max_slots, pages_reserved=dict.fromkeys(total, 0), pages_total=total)
+            self._step(Step(stats=room))
+        self._on_serving(False)
 
     def _step(self, step: Step) -> None:
         self.stats = step.stats

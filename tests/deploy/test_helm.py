@@ -19,6 +19,8 @@ from services.cli.gang import gang_config
 from services.cli.main import app
 from services.gateway.config import GatewayConfig
 from services.metrics import Metrics
+from smc.engine.stats import EngineStats
+from tests.deploy.binaries import binary
 from tests.deploy.chart import CHART, KUBERNETES, PROFILES, ROOT, chart, check, containers, of_kind, pod_specs, render, values
 
 POD = {"topology": "pod"}
@@ -42,22 +44,20 @@ EVERYTHING = {
     "priorityClassName": "high",
     "image": {"digest": f"sha256:{'0' * 64}"},
     "service": {"annotations": {"c": "d"}, "type": "LoadBalancer"},
-    "draft": PLACE,
-    "target": PLACE,
-    "pod": PLACE,
-    "ray": {"head": PLACE, "upgradeStrategy": "Recreate", "auth": {"secret": "ray-token"}},
     "engine": {"maxContext": 4194304, "pages": 1 << 22, "prefillChunk": 64, "maxQueuePages": 100},
     "gateway": {"extraArgs": ["--write-timeout=60"], "terminationGracePeriod": 300, "preStopDelay": 0, "drainTimeout": 0.5},
 }
+ON_NODES = {"draft": PLACE, "target": PLACE, "ray": {"head": PLACE, "upgradeStrategy": "Recreate", "auth": {"secret": "ray-token"}}}
+FOUR_GPUS = POD | {"device": "cuda", "target": {"tp": 3}, "pod": {"resources": {"limits": {"memory": "240Gi"}}, "shm": "8Gi", **PLACE}}
 VARIANTS = {
     "defaults": [{}],
     **{name: [name] for name in PROFILES},
-    "70b in one pod": ["values-70b", POD],
-    "everything": [EVERYTHING, MODELS, TOKENS, MONITORED, BATCH],
-    "everything in one pod": [EVERYTHING, MODELS, MUTUAL, MONITORED, KEDA],
+    "four GPUs in one pod": [FOUR_GPUS, MODELS],
+    "everything": [EVERYTHING, ON_NODES, MODELS, TOKENS, MONITORED, BATCH],
+    "everything in one pod": [EVERYTHING, {"pod": PLACE}, MODELS, MUTUAL, MONITORED, KEDA],
     "mutual TLS": [MUTUAL],
     "no token": [{"ray": {"auth": {"mode": "disabled"}}}, BATCH],
-    "batch alone": ["values-8b", BATCH, {"serve": {"enabled": False}}, MONITORED],
+    "batch alone": ["values-8b", BATCH, {"serve": {"enabled": False}}, MONITORED, {"monitoring": {"serviceMonitor": False}}],
     "pod monitor": [{"monitoring": {"podMonitor": True}}],
     "bare": [{"serviceAccount": {"create": False}, "podDisruptionBudget": {"enabled": False}, "service": {"headless": True}}],
     "lockstep over gRPC": [{"engine": {"form": "lockstep"}, "link": "grpc", "dtype": "bfloat16"}],
@@ -126,11 +126,32 @@ def test_an_unknown_field_would_be_noticed(field):
         ({"ray": {"auth": {"mode": "disabled", "secret": "s"}}}, "ray.auth.secret has no effect"),
         ({"engine": {"form": "lockstep", "branches": 2}}, "engine.branches=2 has no effect"),
         ({"service": {"headless": True, "type": "NodePort"}}, "only ClusterIP"),
+        ({"podLabels": {"app.kubernetes.io/name": "x"}}, "app.kubernetes.io/name is set by the chart"),
+        ({"podLabels": {"app.kubernetes.io/component": "x"}}, "app.kubernetes.io/component is set by the chart"),
+        ({"podLabels": {"ray.io/cluster": "x"}}, "ray.io/cluster is set by the chart"),
+        ({"monitoring": {"rules": True, "runbookUrl": "docs/runbook.md"}}, "/monitoring/runbookUrl"),
+        ({"monitoring": {"runbookUrl": "https://docs.example"}}, "has no effect with monitoring.rules=false"),
+        (POD | {"draft": {"replicas": 2}}, "draft.replicas=2 has no effect with topology=pod"),
+        (POD | {"draft": {"nodeSelector": {"a": "b"}}}, 'draft.nodeSelector={"a":"b"} has no effect with topology=pod'),
+        (POD | {"target": {"resources": {"limits": {"memory": "9Gi"}}}}, 'target.resources.limits.memory="9Gi" has no effect'),
+        (POD | {"target": {"resources": {"limits": {"cpu": "9"}}}}, "target.resources.limits.cpu has no effect"),
+        (POD | {"ray": {"auth": {"mode": "disabled"}}}, 'ray.auth.mode="disabled" has no effect with topology=pod'),
+        ({"pod": {"replicas": 3}}, "pod.replicas=3 has no effect with topology=cluster"),
+        (KEDA | {"pod": {"replicas": 3}}, "use keda.minReplicas"),
+        (POD | {"keda": {"maxReplicas": 9}}, "keda.maxReplicas=9 has no effect with keda.enabled=false"),
+        ({"batch": {"input": "/data/x"}}, 'batch.input="/data/x" has no effect with batch.enabled=false'),
+        ({"serve": {"enabled": False}, **BATCH, **TLS}, 'tls.secret="certificate" has no effect with serve.enabled=false'),
     ],
 )
 def test_wrong_values_are_refused(layer, said):
-    with pytest.raises(ValueError, match=said.replace(".", r"\.")):
+    with pytest.raises(ValueError, match=re.escape(said)):
         render(layer)
+
+
+@pytest.mark.parametrize(("profile", "topology"), [("values-8b", "pod"), ("values-70b", "pod"), ("values-cpu", "cluster")])
+def test_a_profile_is_refused_in_the_other_topology(profile, topology):
+    with pytest.raises(ValueError, match=f"has no effect with topology={topology}"):
+        render(profile, {"topology": topology})
 
 
 def test_the_schema_knows_every_value():
@@ -150,11 +171,8 @@ def test_the_schema_knows_every_value():
 
 def flags_of(objects: list[dict]) -> list[str]:
     """Of `smcserve serve`, as the gateway gets them."""
-    if deployments := [each for each in objects if each["kind"] == "Deployment"]:
-        command, *flags = deployments[0]["spec"]["template"]["spec"]["containers"][0]["args"]
-        assert command == "serve"
-        return flags
-    return of_kind([each for each in objects if "flags" in each.get("data", ())], "ConfigMap")["data"]["flags"].splitlines()
+    (gateway,) = [each for pod in pod_specs(objects) for each in pod["containers"] if each["name"] == "gateway"]
+    return [flag for flag in gateway["args"] if flag != "serve"]
 
 
 def parsed(command: str, flags: list[str]) -> dict:
@@ -200,12 +218,11 @@ def test_pods_keep_the_restricted_standard(variant):
 @every_variant
 def test_mounts_and_references_fit(variant):
     objects = rendered(variant)
-    made = {each["metadata"]["name"] for each in objects if each["kind"] == "ConfigMap"}
     for pod in pod_specs(objects):
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
         mounted = {mount["name"] for container in containers(pod) for mount in container["volumeMounts"]}
         assert mounted == volumes.keys() and len(volumes) == len(pod["volumes"])
-        assert {volume["configMap"]["name"] for volume in volumes.values() if "configMap" in volume} <= made
+        assert not [volume for volume in volumes.values() if "configMap" in volume], "an upgrade would change it under a running pod"
         for container in containers(pod):
             limits = container["resources"]["limits"]
             assert "memory" in limits
@@ -220,7 +237,7 @@ def test_gpus():
         (container,) = group["template"]["spec"]["containers"]
         found[group["groupName"]] = (container["resources"]["limits"]["nvidia.com/gpu"], group["rayStartParams"]["num-gpus"])
     assert found == {"draft": (1, "1"), "target": (3, "3")}
-    (together,) = of_kind(render("values-70b", POD), "Deployment")["spec"]["template"]["spec"]["containers"]
+    (together,) = of_kind(render(FOUR_GPUS), "Deployment")["spec"]["template"]["spec"]["containers"]
     assert together["resources"]["limits"]["nvidia.com/gpu"] == 4
 
 
@@ -231,6 +248,35 @@ def test_keda_asks_for_metrics_that_there_are():
         promql_parser.parse(query)
         asked = set(re.findall(r"smc_\w+", query))
         assert asked and asked <= there
+
+
+def test_keda_sees_no_load_where_models_are_loading(tmp_path):
+    """A replica that is three quarters full, one that loads, one that has lost its gang; and a release whose name begins alike."""
+    full, loading, lost = Metrics(), Metrics(), Metrics()
+    for replica in (full, loading, lost):
+        replica.set_build_info("1", "lookahead", "grpc", 64)
+    for replica in (full, lost):
+        replica.observe_step(EngineStats(slots_free=16))
+    full.set_health(draft=True, target=True, serving=True)
+    pods = {"demo-smcserve-6d4-a": full, "demo-smcserve-6d4-b": loading, "demo-smcserve-6d4-c": lost, "demo-smcserve-b-6d4-d": full}
+    series = [
+        {"series": f'{name}{{namespace="llm",pod="{pod}"}}', "values": str(replica.registry.get_sample_value(name))}
+        for pod, replica in pods.items()
+        for name in ("smc_slots_free", "smc_slots_capacity", "smc_serving")
+    ]
+    _, slots = of_kind(render(KEDA), "ScaledObject")["spec"]["triggers"]
+    asked = {"expr": slots["metadata"]["query"], "eval_time": "0m", "exp_samples": [{"labels": "{}", "value": 0.75}]}
+    case = tmp_path / "case.yml"
+    case.write_text(json.dumps({"tests": [{"interval": "1m", "input_series": series, "promql_expr_test": [asked]}]}))
+    ran = subprocess.run([binary("promtool"), "test", "rules", case], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_a_pager_can_open_the_runbook():
+    url = "https://docs.example/runbook"
+    groups = of_kind(render({"monitoring": {"rules": True, "runbookUrl": url}}), "PrometheusRule")["spec"]["groups"]
+    alerts = [rule for group in groups for rule in group["rules"] if "alert" in rule]
+    assert alerts and all(rule["annotations"]["runbook_url"] == f"{url}#{rule['alert'].lower()}" for rule in alerts)
 
 
 def test_readme_is_current():

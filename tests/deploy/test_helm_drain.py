@@ -75,7 +75,7 @@ def test_a_pod_may_take_as_long_to_end_as_draining_takes(drain, topology):
             if command == ["sleep"]:
                 waited = int(last) + drain
             else:  # Ray waits for the gateway: longer than the gateway takes
-                waited = int(command[2] if command[1].endswith("drain-head.sh") else last)
+                waited = int(command[4] if "drain-head.sh" in command else last)
                 assert waited >= 7 + drain + 10
             assert pod["terminationGracePeriodSeconds"] >= waited + 10
 
@@ -141,6 +141,15 @@ def test_drain_worker_waits_for_the_ranks(tmp_path):
         waiting.kill()
 
 
+def test_a_worker_is_not_kept_by_the_words_of_its_own_hook(tmp_path):
+    """The script is part of a command line, and looks for ranks in command lines."""
+    (worker,) = templates(render({}))["target"]["spec"]["containers"]
+    *command, seconds = worker["lifecycle"]["preStop"]["exec"]["command"]
+    assert int(seconds) > 20
+    looks = [part.replace("RankActor", tmp_path.name) for part in command]
+    subprocess.run([*looks, seconds], check=True, timeout=20)
+
+
 def test_gateway_starts_once_ray_answers(tmp_path):
     """With commands in the place of `ray` and `smcserve`: what it waits for, holds and passes on."""
     bin_ = tmp_path / "bin"
@@ -152,11 +161,9 @@ def test_gateway_starts_once_ray_answers(tmp_path):
     }.items():
         (bin_ / name).write_text(f"#!/bin/bash\n{body}\n")
         (bin_ / name).chmod(0o755)
-    flags = tmp_path / "flags"
-    flags.write_text("--block=8\n--target=/a b\n")
     environment = {"PATH": f"{bin_}:/usr/bin:/bin"}
     gateway = subprocess.Popen(
-        ["bash", SCRIPTS / "gateway.sh", flags, "127.0.0.1:1", lock],
+        ["bash", SCRIPTS / "gateway.sh", "127.0.0.1:1", lock, "--block=8", "--target=/a b"],
         env=environment,
         stdout=subprocess.PIPE,
         text=True,

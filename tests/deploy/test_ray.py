@@ -40,9 +40,8 @@ def machines(tmp_path_factory) -> Iterator[Machines]:
 
 def test_every_rank_is_where_it_belongs_until_the_gateway_is_drained(machines: Machines, tmp_path):
     """As in the head pod: the gateway finds Ray's node beside it by a port of 127.0.0.1, and Ray outlives the gateway."""
-    (port,), lock, flags = free_ports(1), tmp_path / "gateway.lock", tmp_path / "flags"
-    flags.write_text("\n".join((f"--port={port}", "--target-tp=2", *MARKS)) + "\n")
-    gateway = machines.run("gateway", "bash", SCRIPTS / "gateway.sh", flags, machines.address, lock)
+    (port,), lock = free_ports(1), tmp_path / "gateway.lock"
+    gateway = machines.run("gateway", "bash", SCRIPTS / "gateway.sh", machines.address, lock, f"--port={port}", "--target-tp=2", *MARKS)
     try:
         with Client(f"127.0.0.1:{port}") as client:
             machines.until(lambda: gateway.poll() is not None or serving(client), PATIENCE, "the gateway is not ready")

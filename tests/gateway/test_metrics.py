@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import subprocess
 import urllib.request
+from types import SimpleNamespace
 
 import pytest
 
 from services.client import Message, ServiceError
+from services.coordinator.loop import Step
+from services.launch import supervisor as launch
 from services.metrics import Metrics
 from smc.engine.stats import EngineStats
 from tests.deploy.binaries import binary
@@ -52,6 +56,7 @@ def test_series_exist_from_the_start_and_no_others_come(metrics):
 
 
 def report_everything(metrics: Metrics) -> None:
+    metrics.set_build_info("1.2", "lookahead", "grpc", 64)
     metrics.prompt_started(20, 0.05)
     metrics.tokens_generated(9)
     metrics.models_ran(160, 40)
@@ -70,7 +75,6 @@ def report_everything(metrics: Metrics) -> None:
     metrics.set_health(draft=True, target=False, serving=False)
     metrics.set_epoch(2)
     metrics.worker_restarted()
-    metrics.set_build_info("1.2", "lookahead", "grpc", 64)
 
 
 def test_what_is_reported_is_what_is_shown(metrics):
@@ -107,6 +111,32 @@ def test_what_is_reported_is_what_is_shown(metrics):
     assert [value(metrics, "smc_stall_seconds_total", group=group) for group in ("draft", "target")] == [0.004, 0.001]
     assert [value(metrics, "smc_group_healthy", group=group) for group in ("draft", "target")] == [1, 0]
     assert value(metrics, "smc_build_info", version="1.2", form="lookahead", link="grpc") == 1
+
+
+def test_all_slots_are_free_while_models_load(metrics):
+    metrics.set_build_info("1.2", "lookahead", "grpc", 64)
+    assert value(metrics, "smc_slots_free") == value(metrics, "smc_slots_capacity") == 64
+
+
+def test_a_lost_gang_holds_nothing(metrics, monkeypatch):
+    """Its last numbers would stand until the next gang's first step, and look like a queue that does not move."""
+    told, gang = {}, SimpleNamespace(start=lambda: None, address="", secret="")
+
+    def connect(address, secret, on_step, on_lost) -> None:
+        told.update(step=on_step, lost=on_lost)
+
+    monkeypatch.setattr(launch, "Gang", lambda config, pair, epoch: gang)
+    monkeypatch.setattr(launch, "CoordinatorClient", connect)
+    pair = SimpleNamespace(engine=SimpleNamespace(max_slots=64))
+    supervisor = launch.Supervisor(None, pair, on_step=lambda step: metrics.observe_step(step.stats))
+    asyncio.run(supervisor._start_gang())
+    held = EngineStats(queued=3, running=2, slots_free=48, pages_reserved={"draft": 30}, pages_total={"draft": 100}, resamples=5)
+    told["step"](Step(stats=held))
+    told["lost"]()
+    assert supervisor.stats == EngineStats(slots_free=64, pages_reserved={"draft": 0}, pages_total={"draft": 100})
+    assert [value(metrics, f"smc_{name}") for name in ("requests_queued", "requests_running", "slots_free")] == [0, 0, 64]
+    assert [value(metrics, f"smc_kv_pages_{what}", group="draft") for what in ("reserved", "free", "capacity")] == [0, 100, 100]
+    assert value(metrics, "smc_resamples_total") == 5, "what has happened stays"
 
 
 def test_two_services_do_not_share_numbers(metrics):

@@ -48,6 +48,12 @@
 {{- end -}}
 {{- end -}}
 
+{{- define "smcserve.serveArgs" -}}
+{{- range include "smcserve.serveFlags" . | trim | splitList "\n" }}
+- {{ . | quote }}
+{{- end }}
+{{- end -}}
+
 {{/* Ray runs it in a shell. */}}
 {{- define "smcserve.batchCommand" -}}
 smcserve batch {{ squote .Values.batch.input }} {{ squote .Values.batch.output }}

@@ -106,7 +106,14 @@ app.kubernetes.io/component: gang
 {{- end -}}
 {{- end -}}
 {{- end -}}
+{{- $own := include "smcserve.labels" . | fromYaml -}}
+{{- range $label, $_ := $v.podLabels -}}
+{{- if or (hasKey $own $label) (eq $label "app.kubernetes.io/component") (hasPrefix "ray.io/" $label) -}}
+{{- fail (printf "podLabels: %s is set by the chart, and pods are found by it; use another label" $label) -}}
+{{- end -}}
+{{- end -}}
 {{- include "smcserve.checkSecurity" . -}}
+{{- include "smcserve.checkUnused" . -}}
 {{- end -}}
 
 {{- define "smcserve.checkSecurity" -}}
@@ -123,5 +130,63 @@ app.kubernetes.io/component: gang
 {{- end -}}
 {{- if ne (empty $v.tls.clientCaSecret) (empty $v.tls.probeSecret) -}}
 {{- fail "tls.clientCaSecret and tls.probeSecret go together: the probes must show a certificate that the service accepts" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What belongs to a topology, or to a part, that is not installed. */}}
+{{- define "smcserve.checkUnused" -}}
+{{- $v := .Values -}}
+{{- $unused := list -}}
+{{- if eq $v.topology "pod" -}}
+{{- $unused = list "ray" "gateway.resources" "draft.gpuResource" -}}
+{{- range $side := list "draft" "target" -}}
+{{- range list "replicas" "resources" "shm" "nodeSelector" "tolerations" "affinity" -}}
+{{- $unused = append $unused (printf "%s.%s" $side .) -}}
+{{- end -}}
+{{- end -}}
+{{- include "smcserve.unused" (dict "root" . "paths" $unused "where" "topology=pod: use `pod.*`, and target.gpuResource") -}}
+{{- else -}}
+{{- include "smcserve.unused" (dict "root" . "paths" (list "pod") "where" "topology=cluster: use `draft.*` and `target.*`") -}}
+{{- end -}}
+{{- if $v.keda.enabled -}}
+{{- include "smcserve.unused" (dict "root" . "paths" (list "pod.replicas") "where" "keda.enabled=true: use keda.minReplicas") -}}
+{{- end -}}
+{{- range $part := list "batch" "keda" "networkPolicy" -}}
+{{- if not (index $v $part "enabled") -}}
+{{- include "smcserve.unused" (dict "root" $ "paths" (list $part) "where" (printf "%s.enabled=false" $part)) -}}
+{{- end -}}
+{{- end -}}
+{{- if not $v.monitoring.rules -}}
+{{- include "smcserve.unused" (dict "root" . "paths" (list "monitoring.runbookUrl") "where" "monitoring.rules=false") -}}
+{{- end -}}
+{{- if not $v.serve.enabled -}}
+{{- $unused = list "tls" "auth" "service" "keda" "podDisruptionBudget" "monitoring.serviceMonitor" "monitoring.podMonitor" -}}
+{{- $unused = concat $unused (list "gateway.port" "gateway.metricsPort" "gateway.resources" "gateway.extraArgs") -}}
+{{- $unused = concat $unused (list "engine.maxQueue" "engine.maxQueuePages") -}}
+{{- include "smcserve.unused" (dict "root" . "paths" $unused "where" "serve.enabled=false") -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Refuses what differs from the default, at or below each of the dotted paths. Arguments: root, paths, where. */}}
+{{- define "smcserve.unused" -}}
+{{- $defaults := .root.Files.Get "files/values.yaml" | fromYaml -}}
+{{- range $path := .paths -}}
+{{- $default := $defaults -}}
+{{- $given := $.root.Values -}}
+{{- range splitList "." $path -}}
+{{- $default = index $default . -}}
+{{- $given = index $given . -}}
+{{- end -}}
+{{- if and (kindIs "map" $default) $default -}}
+{{- range $key, $_ := $given -}}
+{{- if hasKey $default $key -}}
+{{- include "smcserve.unused" (dict "root" $.root "paths" (list (printf "%s.%s" $path $key)) "where" $.where) -}}
+{{- else -}}
+{{- fail (printf "%s.%s has no effect with %s" $path $key $.where) -}}
+{{- end -}}
+{{- end -}}
+{{- else if ne (toJson $default) (toJson $given) -}}
+{{- fail (printf "%s=%s has no effect with %s" $path (toJson $given) $.where) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}

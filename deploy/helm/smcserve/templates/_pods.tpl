@@ -46,7 +46,7 @@ affinity:
 {{- end }}
 {{- end -}}
 
-{{/* Arguments: root, component, checksum (whether the pod reads the ConfigMap). */}}
+{{/* Arguments: root, component. */}}
 {{- define "smcserve.podMetadata" -}}
 labels:
   {{- include "smcserve.labels" .root | nindent 2 }}
@@ -54,11 +54,10 @@ labels:
   {{- with .root.Values.podLabels }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
+{{- with .root.Values.podAnnotations }}
 annotations:
-  checksum/config: {{ include (print .root.Template.BasePath "/configmap.yaml") .root | sha256sum }}
-  {{- with .root.Values.podAnnotations }}
   {{- toYaml . | nindent 2 }}
-  {{- end }}
+{{- end }}
 {{- end -}}
 
 {{- define "smcserve.container" -}}
@@ -66,6 +65,14 @@ image: {{ include "smcserve.image" . }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
 securityContext:
   {{- include "smcserve.containerSecurity" . | nindent 2 }}
+{{- end -}}
+
+{{/* A command that carries its script, so that an upgrade does not change it under a running pod. Arguments: root, name. */}}
+{{- define "smcserve.script" -}}
+- bash
+- -c
+- {{ .root.Files.Get (printf "files/scripts/%s" .name) | toJson }}
+- {{ .name }}
 {{- end -}}
 
 {{/* Everything that is written goes to /tmp. */}}

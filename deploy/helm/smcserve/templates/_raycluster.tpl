@@ -69,13 +69,20 @@ spec:
       lifecycle:
         preStop:
           exec:
-            command: [bash, /etc/smcserve/config/drain-head.sh, {{ include "smcserve.drain" . | quote }}, /tmp/gateway.lock]
+            command:
+              {{- include "smcserve.script" (dict "root" . "name" "drain-head.sh") | nindent 14 }}
+              - {{ include "smcserve.drain" . | quote }}
+              - /tmp/gateway.lock
       volumeMounts:
         {{- include "smcserve.baseMounts" . | nindent 8 }}
-        - {name: config, mountPath: /etc/smcserve/config, readOnly: true}
     - name: gateway
       {{- include "smcserve.container" . | nindent 6 }}
-      command: [bash, /etc/smcserve/config/gateway.sh, /etc/smcserve/config/flags, "127.0.0.1:6379", /tmp/gateway.lock]
+      command:
+        {{- include "smcserve.script" (dict "root" . "name" "gateway.sh") | nindent 8 }}
+        - 127.0.0.1:6379
+        - /tmp/gateway.lock
+      args:
+        {{- include "smcserve.serveArgs" . | nindent 8 }}
       ports:
         {{- include "smcserve.gatewayPorts" . | nindent 8 }}
       env:
@@ -89,7 +96,6 @@ spec:
         {{- if $v.models.volume }}
         - {name: models, mountPath: {{ $v.models.mountPath }}, readOnly: true}
         {{- end }}
-        - {name: config, mountPath: /etc/smcserve/config, readOnly: true}
         {{- include "smcserve.secretMounts" . | nindent 8 }}
   volumes:
     {{- include "smcserve.baseVolumes" (dict "root" . "shm" $v.ray.head.shm) | nindent 4 }}
@@ -97,8 +103,6 @@ spec:
     - name: models
       {{- toYaml . | nindent 6 }}
     {{- end }}
-    - name: config
-      configMap: {name: {{ include "smcserve.name" . }}}
     {{- include "smcserve.secretVolumes" . | nindent 4 }}
 {{- end -}}
 

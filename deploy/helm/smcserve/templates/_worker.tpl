@@ -17,17 +17,16 @@ spec:
       lifecycle:
         preStop:
           exec:
-            command: [bash, /etc/smcserve/config/drain-worker.sh, {{ include "smcserve.drain" .root | quote }}]
+            command:
+              {{- include "smcserve.script" (dict "root" .root "name" "drain-worker.sh") | nindent 14 }}
+              - {{ include "smcserve.drain" .root | quote }}
       resources:
         {{- include "smcserve.resources" . | nindent 8 }}
       volumeMounts:
         {{- include "smcserve.baseMounts" .root | nindent 8 }}
-        - {name: config, mountPath: /etc/smcserve/config, readOnly: true}
         {{- include "smcserve.modelMounts" .root | nindent 8 }}
   volumes:
     {{- include "smcserve.baseVolumes" (dict "root" .root "shm" .group.shm) | nindent 4 }}
-    - name: config
-      configMap: {name: {{ include "smcserve.name" .root }}}
     {{- include "smcserve.modelVolumes" .root | nindent 4 }}
 {{- end -}}
 
