@@ -27,6 +27,10 @@ class Probe:
     """The generator did not keep to its plan, so the rate was not quite tried."""
 
 
+class Unhealthy(RuntimeError):
+    """The service failed in a way that no rate excuses; there is nothing more to be found."""
+
+
 @dataclass(frozen=True)
 class Capacity:
     low: float | None
@@ -35,33 +39,56 @@ class Capacity:
     """The lowest rate above that which was seen to miss it; None: not one did."""
     probes: tuple[Probe, ...]
     """In the order in which they were made."""
+    failure: str = ""
+    """What ended the search early."""
 
     @property
     def best(self) -> Probe | None:
-        return next((probe for probe in self.probes if probe.met and probe.rate == self.low), None)
+        return next((probe for probe in reversed(self.probes) if probe.rate == self.low), None)
+
+    @property
+    def good(self) -> bool:
+        return self.best is not None and not self.failure
+
+    @property
+    def late(self) -> list[float]:
+        """Rates at which the generator was late whenever they were tried."""
+        last = {probe.rate: probe.late for probe in self.probes}
+        return [rate for rate, late in last.items() if late]
 
 
 async def search(probe: Callable[[float], Awaitable[Probe]], start: float, precision: float) -> Capacity:
-    """Try rates from `start` until the lowest that misses is at most `1 + precision` times the highest that meets."""
+    """Try rates from `start` until the lowest that misses is at most `1 + precision` times the highest that meets. A probe that was late is
+    made once more, and the second decides. A probe that raises Unhealthy ends the search."""
     made: list[Probe] = []
+    failure = ""
+    try:
+        await _narrow(probe, start, precision, made)
+    except Unhealthy as error:
+        failure = str(error)
+    return Capacity(*_bracket(made), tuple(made), failure)
 
-    async def meets(rate: float) -> bool:
+
+async def _narrow(probe: Callable[[float], Awaitable[Probe]], start: float, precision: float, made: list[Probe]) -> None:
+    """Appends to `made`."""
+
+    async def bracket_with(rate: float) -> tuple[float | None, float | None]:
         made.append(await probe(rate))
-        return made[-1].met
+        if made[-1].late:
+            made.append(await probe(rate))
+        return _bracket(made)
 
-    low = high = None
     rate = start
     for _ in range(MAX_DOUBLINGS):
-        if await meets(rate):
-            low, rate = rate, 2 * rate
-        else:
-            high, rate = rate, rate / 2
+        low, high = await bracket_with(rate)
         if low is not None and high is not None:
             break
+        rate = high / 2 if low is None else 2 * low
     while low is not None and high is not None and high > low * (1 + precision):
-        middle = math.sqrt(low * high)
-        if await meets(middle):
-            low = middle
-        else:
-            high = middle
-    return Capacity(low, high, tuple(made))
+        low, high = await bracket_with(math.sqrt(low * high))
+
+
+def _bracket(made: list[Probe]) -> tuple[float | None, float | None]:
+    """The highest rate that met the objective and the lowest that missed it, each by its last probe."""
+    met = {probe.rate: probe.met for probe in made}
+    return max((rate for rate in met if met[rate]), default=None), min((rate for rate in met if not met[rate]), default=None)

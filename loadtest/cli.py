@@ -23,7 +23,7 @@ from loadtest import files, profiles, runs, show
 from loadtest.arrivals import KINDS
 from loadtest.endpoint import Endpoint, Unreachable
 from loadtest.laws import FORMS
-from loadtest.runs import Site, Unhealthy
+from loadtest.runs import Site
 from loadtest.served import serve as serve_child
 from loadtest.settings import Settings
 from services.cli.client import DEFAULT_ADDRESS, Tls, TlsCa, TlsCert, TlsKey, TokenFile
@@ -35,6 +35,7 @@ SERVICE, WHEN, WHAT, JUDGED = "Service", "When requests come", "What they ask", 
 SETTINGS = tuple(field.name for field in fields(Settings))
 LIMIT = re.compile(r"\w+:")
 PRECISION = 0.1
+MAX_WAIT = 86400
 SEARCH_PROFILE = "capacity"
 """Of a search, if no other is given."""
 
@@ -94,6 +95,7 @@ def load(
     precision: Annotated[Number, option(JUDGED, f"Of that search. Default: {PRECISION:g}.", metavar="SHARE")] = None,
     settle: Annotated[Number, option(JUDGED, "Rest before the service is checked for leftovers. Default: 5.", metavar="SECONDS")] = None,
     address: Annotated[Words, option(SERVICE, f"Default: {DEFAULT_ADDRESS}.", "--address", "-a", metavar="HOST:PORT")] = None,
+    wait: Annotated[Number, option(SERVICE, "At most, for a service that is starting. Default: 0.", metavar="SECONDS")] = None,
     serve: Annotated[bool, option(SERVICE, "Start smcserve serve, and stop it afterwards.", "--serve")] = False,
     metrics: Annotated[Words, option(SERVICE, "The service's /metrics, read beside.", metavar="URL")] = None,
     watch_pid: Annotated[Count, option(SERVICE, "Of smcserve serve on this machine: watch its memory.", metavar="PID")] = None,
@@ -120,6 +122,8 @@ def load(
             served = stack.enter_context(serve_child(serve_arguments or ()))
             address, metrics, watch_pid = served.address, served.metrics, served.pid
         endpoint = Endpoint(address or DEFAULT_ADDRESS, token, tls, tls_ca, tls_cert, tls_key)
+        if wait:
+            endpoint.wait(wait)
         return job.run(Site.find(endpoint, metrics, watch_pid))
 
 
@@ -161,18 +165,22 @@ class Job:
             from loadtest import page
 
             self.html.write_text(page.of_capacity(found, run, objective, settings.attainment))
-        return 0 if found.best else 1
+        return 0 if found.good else 1
 
 
 def _check(given: dict[str, Any], settings: Settings) -> None:
     """What the settings alone cannot know. Raises ValueError."""
     if given["serve"]:
-        for name in ("address", "metrics", "watch_pid"):
+        for name in ("address", "metrics", "watch_pid", "wait"):
             if given[name] is not None:
                 raise ValueError(f"--{name.replace('_', '-')} has no effect with --serve, which knows it; leave it out")
     elif given["serve_arguments"]:
         raise ValueError(f"{' '.join(given['serve_arguments'])!r} has no effect without --serve; leave it out")
+    if given["wait"] is not None and not 0 <= given["wait"] <= MAX_WAIT:
+        raise ValueError(f"--wait {given['wait']:g}; allowed: 0 to {MAX_WAIT}")
     if given["find_capacity"]:
+        if settings.goodput is None:
+            raise ValueError("--find-capacity needs --goodput: the objective that a rate meets or misses")
         if settings.arrivals not in ("poisson", "gamma", "constant"):
             raise ValueError(
                 f"--find-capacity needs arrivals of one rate, not --arrivals {settings.arrivals}; allowed: poisson, gamma, constant"
@@ -223,9 +231,6 @@ def run(arguments: Sequence[str]) -> int:
     except Unreachable as error:
         print_error(str(error))
         return 3
-    except Unhealthy as error:
-        print_error(str(error))
-        return 1
     except (ValueError, OSError) as error:
         print_error(str(error))
         return 2

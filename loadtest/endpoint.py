@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from services.pb import generation_pb2_grpc as pb_grpc
 from services.wire.sampling import FINISH_REASONS, name_of, sampling_message
 
 ABORT_TIMEOUT = 10.0
+WAIT_EVERY = 0.5
+"""Seconds between two looks at a service that is starting."""
 
 
 class Unreachable(RuntimeError):
@@ -41,6 +44,23 @@ class Endpoint:
     def client(self) -> Client:
         """Raises ValueError for what does not go together."""
         return Client(self.address, token=self.token, tls=self.tls, tls_ca=self.tls_ca, tls_cert=self.tls_cert, tls_key=self.tls_key)
+
+    def wait(self, seconds: float) -> None:
+        """Until the service is SERVING, or fails in a way that waiting does not change. Raises Unreachable if that takes longer."""
+        end = time.monotonic() + seconds
+        while True:
+            with self.client() as client:  # a new one each time: gRPC tries one address less and less often
+                try:
+                    state = client.health()
+                except ServiceError as error:
+                    if error.code not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                        return
+                    state = str(error)
+            if state == "SERVING":
+                return
+            if time.monotonic() > end:
+                raise Unreachable(f"no service at {self.address} within {seconds:g} s: {state}")
+            time.sleep(WAIT_EVERY)
 
     def describe(self) -> tuple[ServerInfo, ModelInfo]:
         """What is there. Raises Unreachable, and ValueError if it does not let us in."""

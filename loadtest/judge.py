@@ -16,14 +16,16 @@ BROKEN = ("INTERNAL", "UNKNOWN", "DATA_LOSS", "UNIMPLEMENTED")
 """Codes that no load excuses."""
 REFUSALS = ("RESOURCE_EXHAUSTED", "UNAVAILABLE")
 """Codes that tell a caller to come back later."""
+OVERWHELMED = ("RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "CANCELLED")
+"""Codes that load alone explains, and clients that give up."""
 OVERLOAD_SHARE = 0.8
 """Of the capacity, which goodput must reach under overload."""
 QUEUE_GROWTH = 1.25
-"""Between the second and the last third of the run; a queue that has a bound is at it by then."""
+"""Between the second and the last third of the time in which requests are sent; a queue that has a bound is at it by then."""
 QUEUE_SLACK = 2.0
 """Requests; a queue that is nearly empty may grow by that."""
 MEMORY_GROWTH, MEMORY_SLACK = 0.02, 8 << 20
-"""Share of a process's memory, or bytes if that is more: what it may grow by in the last two thirds of a run."""
+"""Share of a process's memory, or bytes if that is more: what it may grow by in the last two thirds of that time."""
 ENOUGH_SAMPLES = 9
 """For a trend."""
 
@@ -36,8 +38,9 @@ class Check:
     text: str
 
 
-def judge(summary: Summary, settings: Settings, during: Sequence[Sample], after: Sample) -> list[Check]:
-    checks = [_errors(summary)]
+def judge(summary: Summary, settings: Settings, epoch: int, during: Sequence[Sample], after: Sample) -> list[Check]:
+    """`epoch`: of the workers, before the run."""
+    checks = [_errors(summary), _workers(epoch, after)]
     if settings.capacity is not None:
         checks += overload(summary, settings, during)
     elif settings.goodput is not None:
@@ -56,27 +59,40 @@ def _objective(summary: Summary, settings: Settings) -> Check:
 def _errors(summary: Summary) -> Check:
     broken = {code: count for code, count in summary.codes.items() if code in BROKEN}
     if broken:
-        return Check("errors", False, f"failed: {_counts(broken)}")
+        return Check("errors", False, f"failed: {counts(broken)}")
     if summary.ordinary and not summary.completed:
-        return Check("errors", False, f"no request was answered: {_counts(summary.codes)}")
-    return Check("errors", True, f"no request failed with {' or '.join(BROKEN[:2])}: {_counts(summary.codes)}")
+        return Check("errors", False, f"no request was answered: {counts(summary.codes)}")
+    return Check("errors", True, f"no request failed with {' or '.join(BROKEN[:2])}: {counts(summary.codes)}")
+
+
+def overwhelmed(summary: Summary) -> bool:
+    """Nobody got an answer, and load alone explains why."""
+    return not summary.completed and bool(summary.codes) and set(summary.codes) <= set(OVERWHELMED)
+
+
+def _workers(before: int, after: Sample) -> Check:
+    name = "no worker was lost"
+    if after.epoch is None:
+        return Check(name, None, "the service did not say its epoch")
+    if after.epoch == before:
+        return Check(name, True, f"epoch {before} before and after")
+    return Check(name, False, f"epoch {before} before, {after.epoch} after: the workers were started again")
 
 
 def overload(summary: Summary, settings: Settings, during: Sequence[Sample]) -> list[Check]:
     """How it bears more than it can carry. `settings.capacity` is known."""
-    needed = OVERLOAD_SHARE * settings.capacity
-    share = summary.goodput / settings.capacity
-    goodput = (
-        f"{summary.goodput:.2f} requests/s, {share:.0%} of the capacity of {settings.capacity:g}; at least {OVERLOAD_SHARE:.0%} must be"
-    )
+    # Once nothing is sent any more the queue empties, and memory may be given back: that says nothing about overload.
+    sending = [sample for sample in during if sample.at <= summary.last_send]
+    rate, capacity = summary.good_of_sent, settings.capacity
+    share = f"{rate / capacity:.0%} of the capacity of {capacity:g}; at least {OVERLOAD_SHARE:.0%} must be"
     unanswered = {code: n for code, n in summary.codes.items() if code not in ("OK", "CANCELLED", *REFUSALS)}
-    refused = sum(summary.codes.get(code, 0) for code in REFUSALS)
-    answered = f"{summary.completed} answered, {refused} refused" + (f", neither: {_counts(unanswered)}" if unanswered else "")
+    refused = counts({code: summary.codes.get(code, 0) for code in REFUSALS})
+    answered = f"{summary.completed} answered; refused: {refused}" + (f"; neither: {counts(unanswered)}" if unanswered else "")
     return [
-        Check("goodput under overload", summary.goodput >= needed, goodput),
-        _queue(during),
+        Check("goodput under overload", rate >= OVERLOAD_SHARE * capacity, f"{rate:.2f} requests/s of those sent, {share}"),
+        _queue(sending),
         Check("answered or refused", not unanswered, answered),
-        *_memory(during),
+        *_memory(sending),
     ]
 
 
@@ -96,7 +112,7 @@ def left_behind(after: Sample) -> list[Check]:
 def _queue(during: Sequence[Sample]) -> Check:
     queued = [sample.queued for sample in during if sample.queued is not None]
     if len(queued) < ENOUGH_SAMPLES:
-        return Check("queue bounded", None, f"{len(queued)} looks at the queue are too few; let it run longer")
+        return Check("queue bounded", None, f"{len(queued)} looks at the queue while requests were sent are too few; let it run longer")
     third = len(queued) // 3
     middle, last = float(np.mean(queued[third:-third])), float(np.mean(queued[-third:]))
     bounded = last <= max(QUEUE_GROWTH * middle, middle + QUEUE_SLACK)
@@ -127,10 +143,10 @@ def memory_series(during: Sequence[Sample]) -> dict[str, tuple[list[float], list
 
 
 def _flat(name: str, times: list[float], values: list[float]) -> Check:
-    """By the slope of a straight line; the first third of a run, in which buffers find their size, does not count."""
+    """By the slope of a straight line; the first third, in which buffers find their size, does not count."""
     title = f"memory flat: {name}"
     if len(values) < ENOUGH_SAMPLES:
-        return Check(title, None, f"{len(values)} looks are too few; let it run longer")
+        return Check(title, None, f"{len(values)} looks while requests were sent are too few; let it run longer")
     begin = len(values) // 3
     slope = float(np.polyfit(times[begin:], values[begin:], 1)[0])
     growth = slope * (times[-1] - times[begin])
@@ -141,5 +157,5 @@ def _flat(name: str, times: list[float], values: list[float]) -> Check:
     return Check(title, growth <= allowed, text)
 
 
-def _counts(codes: dict[str, int]) -> str:
+def counts(codes: dict[str, int]) -> str:
     return ", ".join(f"{count} {code}" for code, count in codes.items()) or "none"

@@ -50,8 +50,10 @@ class Summary:
     """Requests whose clients wait and read at full speed: latencies, goodput and `good` are of these alone."""
     good: int | None
     """Ordinary requests that met the objective; None without one."""
-    duration: float
-    """Seconds from the first send to the last end."""
+    first_send: float
+    """Seconds since the start of the run, as are the next two."""
+    last_send: float
+    last_end: float
     input_tokens: int
     output_tokens: int
     """Of answers; tokens of requests that did not get to the end are not counted."""
@@ -71,26 +73,41 @@ class Summary:
     peak_concurrent: int
 
     @property
+    def sending(self) -> float:
+        """Seconds in which requests were sent; how long the last of them takes does not matter."""
+        return self.last_send - self.first_send
+
+    @property
+    def duration(self) -> float:
+        """Seconds from the first send to the last end, as in vLLM."""
+        return self.last_end - self.first_send
+
+    @property
     def offered(self) -> float:
-        """Requests sent a second, until the last end."""
-        return self._rate(self.sent)
+        """Requests a second of sending."""
+        return _rate(self.sent, self.sending)
+
+    @property
+    def good_of_sent(self) -> float | None:
+        """Requests a second of sending that met the objective, sooner or later."""
+        return None if self.good is None else _rate(self.good, self.sending)
 
     @property
     def request_throughput(self) -> float:
-        return self._rate(self.completed)
+        return _rate(self.completed, self.duration)
 
     @property
     def output_throughput(self) -> float:
-        return self._rate(self.output_tokens)
+        return _rate(self.output_tokens, self.duration)
 
     @property
     def total_token_throughput(self) -> float:
-        return self._rate(self.input_tokens + self.output_tokens)
+        return _rate(self.input_tokens + self.output_tokens, self.duration)
 
     @property
     def goodput(self) -> float | None:
-        """Requests a second that met the objective."""
-        return None if self.good is None else self._rate(self.good)
+        """Requests a second of the whole duration that met the objective, as in vLLM."""
+        return None if self.good is None else _rate(self.good, self.duration)
 
     @property
     def attainment(self) -> float | None:
@@ -100,9 +117,6 @@ class Summary:
     @property
     def late(self) -> bool:
         return self.lateness.percentiles[99] > 1e3 * LATE
-
-    def _rate(self, count: int) -> float:
-        return count / self.duration if self.duration else 0.0
 
 
 def summarise(records: Sequence[Record], objective: Objective | None) -> Summary:
@@ -118,7 +132,9 @@ def summarise(records: Sequence[Record], objective: Objective | None) -> Summary
         failed=sum(record.failed for record in counted),
         ordinary=len(ordinary),
         good=None if objective is None else sum(is_good(record, objective) for record in timed),
-        duration=max(r.ended_at for r in counted) - min(r.sent_at for r in counted) if counted else 0.0,
+        first_send=min((record.sent_at for record in counted), default=0.0),
+        last_send=max((record.sent_at for record in counted), default=0.0),
+        last_end=max((record.ended_at for record in counted), default=0.0),
         input_tokens=sum(record.prompt_tokens for record in answered),
         output_tokens=sum(record.tokens for record in answered),
         ttft=Spread.of(record.ttft for record in timed),
@@ -146,6 +162,10 @@ def in_flight(records: Iterable[Record]) -> list[tuple[float, int]]:
     changes = sorted([(record.sent_at, 1) for record in records] + [(record.ended_at, -1) for record in records])
     counts = np.cumsum([change for _, change in changes]).tolist()
     return [(at, count) for (at, _), count in zip(changes, counts)]
+
+
+def _rate(count: int, seconds: float) -> float:
+    return count / seconds if seconds else 0.0
 
 
 def _mean(values: Iterable[float]) -> float:

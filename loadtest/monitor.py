@@ -30,6 +30,8 @@ class Sample:
     memory: dict[str, int] = field(default_factory=dict)
     """Resident bytes of each process, by name."""
     error: str = ""
+    epoch: int | None = None
+    """Of the workers; grows when they were lost and started again."""
 
     def total(self, name: str) -> float | None:
         """Over all labels of a metric; None if it is not there."""
@@ -54,7 +56,7 @@ class Monitor:
             return Sample(at, error=f"{error.code().name}: {error.details()}")
         except (OSError, ValueError) as error:
             return Sample(at, error=str(error))
-        return Sample(at, info.running, info.queued, metrics, memory)
+        return Sample(at, info.running, info.queued, metrics, memory, epoch=info.epoch)
 
     async def watch(self, clock: Callable[[], float], interval: float) -> None:
         """Look until cancelled."""

@@ -8,6 +8,7 @@ from html import escape
 
 from loadtest import numbers, plots, show
 from loadtest.capacity import Capacity
+from loadtest.judge import counts
 from loadtest.measures import PERCENTILES, Summary
 from loadtest.runs import Run
 
@@ -41,7 +42,7 @@ def of_run(run: Run) -> str:
 
 def of_capacity(found: Capacity, run: Run | None, objective: str, share: float) -> str:
     sentence = show.capacity_sentence(found, objective)
-    parts = [_verdict(sentence, found.best is not None), _pictures(plots.of_capacity(found, share))]
+    parts = [_verdict(sentence, found.good), *_warnings(show.capacity_warnings(found)), _pictures(plots.of_capacity(found, share))]
     rows = [
         (
             f"{p.rate:.3f}",
@@ -51,10 +52,12 @@ def of_capacity(found: Capacity, run: Run | None, objective: str, share: float) 
             f"{p.p99_ttft_ms:.0f}",
             f"{p.p99_e2el_ms:.0f}",
             p.sent,
+            counts(p.codes),
+            "late" if p.late else "on time",
         )
         for p in found.probes
     ]
-    headers = ("requests/s", "objective", "share", "goodput", "p99 TTFT ms", "p99 E2E ms", "requests")
+    headers = ("requests/s", "objective", "share", "goodput", "p99 TTFT ms", "p99 E2E ms", "requests", "codes", "generator")
     parts += ["<h2>Every rate that was tried</h2>", _table(rows, headers, "numbers")]
     if run is not None:
         parts += [f"<h1>The run at {found.low:.3g} requests/s</h1>", _about(run), *_body(run)]
@@ -67,7 +70,7 @@ def _body(run: Run) -> list[str]:
         for check in run.checks
     ]
     return [
-        *(f'<div class="warning">{escape(text)}</div>' for text in show.warnings(run)),
+        *_warnings(show.warnings(run)),
         _cards(run),
         "<h2>What was checked</h2>",
         _table(checks, ("check", "", "what was seen"), raw=True),
@@ -124,6 +127,10 @@ def _latencies(summary: Summary) -> str:
 
 def _verdict(sentence: str, good: bool) -> str:
     return f'<div class="verdict {"good" if good else "bad"}">{escape(sentence)}</div>'
+
+
+def _warnings(texts: list[str]) -> list[str]:
+    return [f'<div class="warning">{escape(text)}</div>' for text in texts]
 
 
 def _pictures(pictures: list[tuple[str, str]]) -> str:

@@ -30,7 +30,7 @@ MIB = 1 << 20
 def of_run(run: Run) -> list[tuple[str, str]]:
     """Titles and pictures."""
     pictures: dict[str, Callable[[Axes, Run], None]] = {
-        "Latency: share of requests that were at least as fast": _cdf,
+        "Latency: share of the answered requests that were at least as fast": _cdf,
         "Time to first token, request by request": _ttft_over_time,
         "Requests in flight, as the client saw them; running and waiting, as the server did": _in_flight,
         "Throughput": _throughput,
@@ -60,7 +60,7 @@ def _cdf(axes: Axes, run: Run) -> None:
             axes.ecdf(1e3 * np.array(values), color=colour, label=label)
         if name in limits:
             axes.axvline(limits[name], color=colour, linestyle=":", linewidth=1.2, label=f"objective: {limits[name]:g} ms")
-    axes.set(xscale="log", xlabel="milliseconds", ylabel="share of requests")
+    axes.set(xscale="log", xlabel="milliseconds", ylabel="share of answered requests")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
 

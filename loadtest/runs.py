@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from loadtest import capacity
-from loadtest.capacity import Capacity, Probe
+from loadtest.capacity import Capacity, Probe, Unhealthy
 from loadtest.endpoint import Connections, Endpoint, Unreachable
-from loadtest.judge import Check, judge, left_behind
+from loadtest.judge import Check, judge, left_behind, overwhelmed
 from loadtest.measures import Summary, summarise
 from loadtest.monitor import Monitor, Sample, scrape
 from loadtest.processes import ProcessTree
@@ -91,7 +91,7 @@ async def run_once(site: Site, settings: Settings, watch: Watch) -> Run:
             looking.cancel()
         after = await rest(monitor, runner.clock, settings.settle)
     summary = summarise(outcome.records, settings.goodput)
-    checks = judge(summary, settings, monitor.samples, after)
+    checks = judge(summary, settings, site.server.epoch, monitor.samples, after)
     return Run(site, settings, started, outcome, monitor.samples, after, summary, checks)
 
 
@@ -112,23 +112,20 @@ async def find_capacity(
     site: Site, settings: Settings, precision: float, watch: Watch, tell: Callable[[Probe], None]
 ) -> tuple[Capacity, Run | None]:
     """Also the run at the rate that was found. Each probe starts from a service at rest; one that cannot come to rest ends the search."""
-    runs: dict[float, Run] = {}
+    runs: list[Run] = []
 
     async def probe(rate: float) -> Probe:
         seed = settings.seed + PROBE_SEED * len(runs)
-        run = runs[rate] = await run_once(site, settings.at_rate(rate, seed), watch)
-        if bad := [check for check in run.checks if check.passed is False and check.name != "objective"]:
+        runs.append(run := await run_once(site, settings.at_rate(rate, seed), watch))
+        excused = ("objective", "errors") if overwhelmed(run.summary) else ("objective",)
+        if bad := [check for check in run.checks if check.passed is False and check.name not in excused]:
             raise Unhealthy(f"at {rate:g} requests/s: {bad[0].name}: {bad[0].text}")
         result = probe_of(run)
         tell(result)
         return result
 
     found = await capacity.search(probe, settings.rate, precision)
-    return found, runs.get(found.low)
-
-
-class Unhealthy(RuntimeError):
-    """The service failed in a way that no rate excuses; there is no capacity to be found."""
+    return found, next((run for run in reversed(runs) if run.settings.rate == found.low), None)
 
 
 def probe_of(run: Run) -> Probe:

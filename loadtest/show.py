@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from loadtest.capacity import Capacity, Probe
-from loadtest.judge import Check
+from loadtest.judge import Check, counts
 from loadtest.measures import PERCENTILES, Summary
 from loadtest.runner import Runner
 from loadtest.runs import Run
@@ -68,8 +68,9 @@ def headline(run: Run) -> str:
     if run.settings.capacity is not None:
         unknown = [check.name for check in run.checks if check.passed is None]
         rest = f" Not measured: {', '.join(unknown)}." if unknown else ""
-        times = f"{run.summary.offered / run.settings.capacity:.2g} times its capacity of {run.settings.capacity:.3g}"
-        return f"Overload was borne: at {run.summary.offered:.3g} requests/s, {times}, {run.summary.goodput:.2f} a second were good.{rest}"
+        summary, capacity = run.summary, run.settings.capacity
+        times = f"{summary.offered / capacity:.2g} times its capacity of {capacity:.3g}"
+        return f"Overload was borne: at {summary.offered:.3g} requests/s, {times}, {summary.good_of_sent:.2f} a second were good.{rest}"
     if run.settings.goodput is None:
         return "The run completed; there was no objective to meet (--goodput gives one)."
     return f"The objective was met: {run.settings.goodput.sentence}, by {run.summary.attainment or 0:.1%} of the requests."
@@ -108,20 +109,31 @@ def show_checks(checks: list[Check]) -> None:
 
 
 def show_probe(probe: Probe) -> None:
-    codes = ", ".join(f"{count} {code}" for code, count in probe.codes.items())
     late = " (the generator was late)" if probe.late else ""
     out.print(
         f"{probe.rate:8.3f} requests/s: {'met   ' if probe.met else 'missed'} by {probe.attainment:6.1%} of {probe.sent}, "
-        f"p99 ttft {probe.p99_ttft_ms:.0f} ms, p99 e2el {probe.p99_e2el_ms:.0f} ms, {codes}{late}",
+        f"p99 ttft {probe.p99_ttft_ms:.0f} ms, p99 e2el {probe.p99_e2el_ms:.0f} ms, {counts(probe.codes)}{late}",
         soft_wrap=True,
     )
 
 
 def show_capacity(found: Capacity, objective: str) -> None:
-    out.print(Text(capacity_sentence(found, objective), style="bold" if found.best else "bold red"), soft_wrap=True)
+    for text in capacity_warnings(found):
+        print_warning(text)
+    out.print(Text(capacity_sentence(found, objective), style="bold" if found.good else "bold red"), soft_wrap=True)
+
+
+def capacity_warnings(found: Capacity) -> list[str]:
+    if not found.late:
+        return []
+    rates = ", ".join(f"{rate:.3g}" for rate in sorted(found.late))
+    return [f"the generator was late whenever {rates} requests/s were tried: the load was not quite that. Run it on a machine of its own"]
 
 
 def capacity_sentence(found: Capacity, objective: str) -> str:
+    if found.failure:
+        best = "no rate" if found.low is None else f"{found.low:.3g} requests/s"
+        return f"The search ended early, {found.failure}. Until then {best} met the objective ({objective})."
     if found.low is None:
         return f"No rate meets the objective ({objective}): the lowest tried is {min(probe.rate for probe in found.probes):.3g} requests/s."
     bracket = f"{found.low:.3g} requests/s meet it" + ("" if found.high is None else f", {found.high:.3g} do not")
@@ -157,15 +169,13 @@ def _figures(run: Run) -> Table:
 def figures(run: Run) -> list[tuple[str, str]]:
     """Everything but latencies, as words."""
     summary = run.summary
-    codes = ", ".join(f"{count} {code}" for code, count in summary.codes.items())
-    reasons = ", ".join(f"{count} {reason}" for reason, count in summary.finish_reasons.items())
     figures = [
         (
             "requests",
             f"{summary.sent} sent, {summary.completed} answered, {summary.cancelled} cancelled by us, {summary.failed} refused or failed",
         ),
-        ("codes", codes or "none"),
-        ("finish reasons", reasons or "none"),
+        ("codes", counts(summary.codes)),
+        ("finish reasons", counts(summary.finish_reasons)),
         (
             "throughput",
             f"{summary.request_throughput:.2f} answers/s, {summary.output_throughput:.1f} output tokens/s in {summary.duration:.1f} s",

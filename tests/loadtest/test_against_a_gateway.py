@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -110,6 +111,15 @@ def test_a_service_that_is_not_ready_or_has_no_metrics(loadtest, pair):
         assert ran.code == 3 and "no metrics at http://127.0.0.1:1/metrics" in ran.err
 
 
+def test_a_service_that_is_starting_is_waited_for(loadtest, pair):
+    with serving(pair, ENGINE, ready=False) as service:
+        where = (*QUICK, "--rate", 20, "--requests", 2, "--address", service.address, "--wait")
+        ran = loadtest(*where, 0.6)
+        assert ran.code == 3 and "within 0.6 s: NOT_SERVING" in ran.err
+        threading.Timer(0.8, service.set_health, (True, True)).start()
+        assert loadtest(*where, 20).code == 0
+
+
 def test_capacity_is_found_and_reported(loadtest, pair, tmp_path):
     """With a queue that takes nobody, a rate that is too high is refused, however fast the machine is."""
     path, html = tmp_path / "capacity.json", tmp_path / "capacity.html"
@@ -135,10 +145,12 @@ class Broken:
 
 
 @pytest.mark.parametrize("search", [(), ("--find-capacity", "--goodput", "ttft:20000")])
-def test_a_broken_service_is_exit_code_1_at_any_rate(loadtest, pair, search):
+def test_a_broken_service_is_exit_code_1_at_any_rate(loadtest, pair, search, tmp_path):
+    files = ("--json", tmp_path / "run.json", "--html", tmp_path / "run.html")
     with serving(pair, ENGINE, wrap=Broken) as service:
-        ran = loadtest("--address", service.address, "--rate", 20, "--duration", 0.3, "--warm-up", 0, *QUICK, *search)
-    assert ran.code == 1 and re.search(r"errors: failed: \d+ INTERNAL", ran.out + ran.err)
+        ran = loadtest("--address", service.address, "--rate", 20, "--duration", 0.3, "--warm-up", 0, *QUICK, *search, *files)
+    assert ran.code == 1 and re.search(r"errors: failed: \d+ INTERNAL", ran.out)
+    assert json.loads((tmp_path / "run.json").read_text()) and "INTERNAL" in (tmp_path / "run.html").read_text()
 
 
 def test_metrics_are_read_without_buckets():

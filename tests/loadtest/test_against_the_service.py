@@ -16,7 +16,7 @@ import pytest
 pytestmark = pytest.mark.xdist_group("ray")
 
 ROOT = Path(__file__).parents[2]
-SHORTER = ("--duration", "4", "--warm-up", "1", "--settle", "3", "--rate", "2", "--deadline", "120", "--goodput", "e2el:120000")
+SHORTER = ("--duration", "2", "--warm-up", "0.5", "--settle", "2", "--rate", "4", "--deadline", "120", "--goodput", "e2el:120000")
 
 
 def test_smoke(tmp_path):
@@ -31,7 +31,7 @@ def test_smoke(tmp_path):
     ours = written["smcserve"]
     assert written["num_prompts"] == written["completed"] + ours["cancelled"] > 0 == written["failed"]
     assert {check["name"]: check["passed"] for check in ours["checks"]} == {
-        **dict.fromkeys(("errors", "objective", "after the run", "KV pages reserved", "KV pages leaked"), True)
+        **dict.fromkeys(("errors", "no worker was lost", "objective", "after the run", "KV pages reserved", "KV pages leaked"), True)
     }
     assert ours["after"]["metrics"]['smc_kv_pages_leaked{group="target"}'] == 0
     assert ours["after"]["metrics"]["smc_slots_free"] == 32

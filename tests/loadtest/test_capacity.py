@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 
 import pytest
 
-from loadtest.capacity import Capacity, Probe, search
-from loadtest.show import capacity_sentence
+from loadtest import runs
+from loadtest.capacity import Capacity, Probe, Unhealthy, search
+from loadtest.settings import Settings
+from loadtest.show import capacity_sentence, capacity_warnings
+from tests.loadtest.made import SITE, made_run, record
 
 
 def find(limit: float, start: float, precision: float = 0.1) -> Capacity:
@@ -47,3 +51,46 @@ def test_the_answer_and_its_bracket():
     assert capacity_sentence(find(5.0, 1.0, 0.5), "ttft:500") == (
         "Capacity: 4 requests/s (ttft:500). Bracket: 4 requests/s meet it, 5.66 do not. There: 4 good requests/s, 100.0% of the requests."
     )
+
+
+def test_a_probe_that_was_late_is_made_once_more():
+    """At 2/s the generator is late once, and what it saw then is forgotten; at 4/s it is late both times, and that is said."""
+    tried: list[float] = []
+
+    async def probe(rate: float) -> Probe:
+        tried.append(rate)
+        late = (rate == 2 and tried.count(2) == 1) or rate == 4
+        return Probe(rate, rate < 4 and not late, 1.0, rate, 1.0, 2.0, 10, late=late)
+
+    found = asyncio.run(search(probe, 1.0, 1.0))
+    assert tried == [1, 2, 2, 4, 4] == [each.rate for each in found.probes]
+    assert (found.low, found.high) == (2, 4) and not found.best.late
+    assert len(capacity_warnings(found)) == 1 and "late whenever 4 requests/s were tried" in capacity_warnings(found)[0]
+
+
+def test_what_was_found_before_the_service_broke():
+    async def probe(rate: float) -> Probe:
+        if rate > 5:
+            raise Unhealthy(f"at {rate:g} requests/s: errors: failed: 1 INTERNAL")
+        return Probe(rate, True, 1.0, rate, 1.0, 2.0, 10)
+
+    found = asyncio.run(search(probe, 1.0, 0.1))
+    assert (found.low, found.high, len(found.probes)) == (4, None, 3)
+    assert capacity_sentence(found, "ttft:1") == (
+        "The search ended early, at 8 requests/s: errors: failed: 1 INTERNAL. Until then 4 requests/s met the objective (ttft:1)."
+    )
+
+
+@pytest.mark.parametrize(("code", "low", "failure"), [("DEADLINE_EXCEEDED", 2.0, False), ("UNAVAILABLE", None, True)])
+def test_a_search_that_starts_too_high_goes_down(monkeypatch, code, low, failure):
+    """Nobody gets an answer above 3/s. Load explains deadlines, and no service that is gone."""
+
+    async def run_once(site, settings, watch):
+        if settings.rate > 3:
+            return made_run([record(at, code=code) for at in range(9)], goodput="ttft:1000", rate=settings.rate)
+        return made_run([record(at, (at + 0.1,), (1,)) for at in range(9)], goodput="ttft:1000", rate=settings.rate)
+
+    monkeypatch.setattr(runs, "run_once", run_once)
+    settings = Settings.of({"rate": 8.0, "duration": 1.0, "goodput": "ttft:1000"}, {})
+    found, run = asyncio.run(runs.find_capacity(SITE, settings, 1.0, nullcontext, lambda probe: None))
+    assert found.low == low and bool(found.failure) is failure and (run is None) is (low is None)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from loadtest.judge import overwhelmed
 from loadtest.monitor import Sample
 from loadtest.show import headline
 from tests.loadtest.made import QUIET, made_run, record
 
 MIB = 1 << 20
-GOOD = [record(at, (at + 0.1, at + 0.2), (1, 1)) for at in range(9)]
-SLOW = [record(at, (at + 3.0,), (1,)) for at in range(9)]
-REFUSED = [record(at + 0.5, code="RESOURCE_EXHAUSTED") for at in range(9)]
+GOOD = [record(at, (at + 0.1, at + 0.2), (1, 1)) for at in range(30)]
+SLOW = [record(at, (at + 3.0,), (1,)) for at in range(30)]
+REFUSED = [record(at + 0.5, code="RESOURCE_EXHAUSTED") for at in range(30)]
 OVERLOAD = {"rate": 3.0, "capacity": 1.0, "goodput": "ttft:1000"}
 FLAT = [Sample(float(at), 8, 4, {}, {"gateway": 300 * MIB, "ray": at * 100 * MIB}) for at in range(30)]
 
@@ -46,6 +47,7 @@ def test_a_service_that_answers_nobody():
         (Sample(1.0, 1, 0), {"after the run"}),
         (Sample(1.0, 0, 2), {"after the run"}),
         (Sample(1.0, error="UNAVAILABLE: gone"), {"after the run"}),
+        (Sample(1.0, 0, 0, epoch=2), {"no worker was lost"}),
         (Sample(1.0, 0, 0, {'smc_kv_pages_leaked{group="target"}': 3.0}), {"KV pages leaked"}),
         (Sample(1.0, 0, 0, {'smc_kv_pages_reserved{group="target"}': 3.0}), {"KV pages reserved"}),
     ],
@@ -63,6 +65,7 @@ def test_overload_that_is_borne():
     run = made_run(GOOD + REFUSED, FLAT, **OVERLOAD)
     assert run.good and passed(run) == {
         "errors": True,
+        "no worker was lost": True,
         "goodput under overload": True,
         "queue bounded": True,
         "answered or refused": True,
@@ -71,12 +74,42 @@ def test_overload_that_is_borne():
         "KV pages reserved": True,
         "KV pages leaked": True,
     }
-    assert headline(run) == "Overload was borne: at 2.12 requests/s, 2.1 times its capacity of 1, 1.06 a second were good."
+    assert headline(run) == "Overload was borne: at 2.03 requests/s, 2 times its capacity of 1, 1.02 a second were good."
 
 
 def test_overload_in_which_answers_come_too_late():
-    run = made_run(GOOD[:6] + SLOW[6:] + REFUSED, FLAT, **OVERLOAD)
+    run = made_run(GOOD[:20] + SLOW[20:] + REFUSED, FLAT, **OVERLOAD)
     assert passed(run)["goodput under overload"] is False and "at least 80% must be" in headline(run)
+
+
+def test_one_straggler_changes_neither_goodput_nor_what_was_offered():
+    steady = [record(at / 10, (at / 10 + 0.1,), (1,)) for at in range(600)]
+    alone = made_run(steady, **OVERLOAD | {"rate": 30.0, "capacity": 10.0})
+    straggler = made_run([*steady, record(59.9, (60.0,), (1,), 110.0)], **OVERLOAD | {"rate": 30.0, "capacity": 10.0})
+    assert passed(alone)["goodput under overload"] is passed(straggler)["goodput under overload"] is True
+    assert straggler.summary.offered == pytest.approx(10.0, rel=0.01)
+    assert straggler.summary.goodput == pytest.approx(601 / 110)
+
+
+def test_workers_that_were_lost_under_overload():
+    lost = [record(at + 0.7, code="UNAVAILABLE") for at in range(3)]
+    run = made_run(GOOD + REFUSED + lost, FLAT, Sample(100.0, 0, 0, epoch=3), **OVERLOAD)
+    texts = {check.name: check.text for check in run.checks}
+    assert not run.good and "no worker was lost: epoch 1 before, 3 after" in headline(run)
+    assert texts["answered or refused"] == "30 answered; refused: 30 RESOURCE_EXHAUSTED, 3 UNAVAILABLE"
+
+
+@pytest.mark.parametrize(
+    ("codes", "load_alone"),
+    [
+        (["RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED"], True),
+        (["DEADLINE_EXCEEDED", "OK"], False),
+        (["DEADLINE_EXCEEDED", "UNAVAILABLE"], False),
+        (["DEADLINE_EXCEEDED", "INTERNAL"], False),
+    ],
+)
+def test_a_load_that_nobody_gets_an_answer_under(codes, load_alone):
+    assert overwhelmed(made_run([record(code=code) for code in codes]).summary) is load_alone
 
 
 def test_a_request_that_is_neither_answered_nor_refused():
@@ -89,6 +122,14 @@ def test_a_queue_that_grows():
     assert passed(made_run(GOOD, growing, **OVERLOAD))["queue bounded"] is False
     assert passed(made_run(GOOD, filling, **OVERLOAD))["queue bounded"] is True
     assert passed(made_run(GOOD, growing[:5], **OVERLOAD))["queue bounded"] is None
+
+
+def test_what_comes_after_the_last_send_hides_no_growth():
+    """A queue that is worked off and memory that is given back, once nothing is sent any more."""
+    growing = [Sample(float(at), 8, at, {}, {"rank 1": (300 + at) * MIB}) for at in range(30)]
+    tail = [Sample(30.0 + at, 8, max(0, 30 - 3 * at), {}, {"rank 1": 300 * MIB}) for at in range(20)]
+    run = made_run(GOOD, growing + tail, **OVERLOAD)
+    assert passed(run)["queue bounded"] is False and passed(run)["memory flat: rank 1"] is False
 
 
 @pytest.mark.parametrize(("mib_a_second", "flat"), [(0.0, True), (0.3, True), (1.0, False)])

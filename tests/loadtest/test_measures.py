@@ -40,7 +40,8 @@ def test_who_counts():
     assert (summary.sent, summary.completed, summary.cancelled, summary.failed, summary.ordinary) == (5, 3, 1, 1, 3)
     assert (summary.input_tokens, summary.output_tokens) == (35, 9)
     assert summary.codes == {"OK": 3, "RESOURCE_EXHAUSTED": 1, "CANCELLED": 1} and summary.finish_reasons == {"eos": 3}
-    assert summary.duration == pytest.approx(8.0)
+    assert summary.duration == pytest.approx(8.0) and summary.sending == pytest.approx(1.5) and summary.last_send == 2.5
+    assert summary.offered == pytest.approx(5 / 1.5)
     assert summary.request_throughput == pytest.approx(3 / 8) and summary.output_throughput == pytest.approx(9 / 8)
     assert summary.total_token_throughput == pytest.approx(44 / 8)
     assert (summary.ttft.count, summary.tpot.count, summary.itl.count, summary.e2el.count) == (2, 1, 2, 2)
@@ -59,6 +60,7 @@ def test_goodput(objective, good):
     summary = summarise(ALL, Objective.read(objective))
     assert summary.good == good
     assert summary.attainment == pytest.approx(good / 3) and summary.goodput == pytest.approx(good / 8)
+    assert summary.good_of_sent == pytest.approx(good / 1.5)
 
 
 def test_a_late_generator_is_seen():
@@ -68,7 +70,7 @@ def test_a_late_generator_is_seen():
 
 def test_nothing_was_sent():
     summary = summarise([WARM_UP], Objective.read("ttft:1"))
-    assert (summary.sent, summary.duration, summary.goodput, summary.attainment) == (0, 0.0, 0.0, None)
+    assert (summary.sent, summary.duration, summary.offered, summary.goodput, summary.attainment) == (0, 0.0, 0.0, 0.0, None)
 
 
 @pytest.mark.parametrize("words", ["", "ttft", "ttft:0", "ttft:x", "itl:5", "ttft:5 ttft:6", "e2el:inf"])

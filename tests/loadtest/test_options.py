@@ -48,8 +48,11 @@ BASE = ("--rate", 1, "--duration", 1)
         ((*BASE, "--precision", 0.2), "--precision has no effect without --find-capacity"),
         (("--find-capacity", "--precision", 5), "--precision 5; allowed: 0.01 to 1"),
         (("--find-capacity", "--arrivals", "ramp", "--rate-end", 9), "--find-capacity needs arrivals of one rate"),
+        (("--find-capacity", "--profile", "ramp", "--arrivals", "poisson"), "--find-capacity needs --goodput"),
         (("--find-capacity", "--profile", "overload", "--rate", 3), "--find-capacity is for finding out the --capacity"),
         ((*BASE, "--serve", "--address", "x:1"), "--address has no effect with --serve"),
+        ((*BASE, "--serve", "--wait", 5), "--wait has no effect with --serve"),
+        ((*BASE, "--wait", -1), "--wait -1; allowed: 0 to 86400"),
         ((*BASE, "--", "--max-queue", "4"), "'--max-queue 4' has no effect without --serve"),
         ((*BASE, "--json", "/nowhere/x.json"), "its directory does not exist"),
         ((*BASE, "--html", "/nowhere/x.html"), "its directory does not exist"),
@@ -68,6 +71,11 @@ def test_there_is_no_service(loadtest):
     assert (ran.code, ran.out) == (3, "") and "no service at 127.0.0.1:1: UNAVAILABLE" in ran.err
 
 
+def test_waiting_for_a_service_has_an_end(loadtest):
+    ran = loadtest(*BASE, "--address", "127.0.0.1:1", "--wait", 0.6)
+    assert (ran.code, ran.out) == (3, "") and "no service at 127.0.0.1:1 within 0.6 s: UNAVAILABLE" in ran.err
+
+
 def test_a_service_that_does_not_start(loadtest):
     """Its own words are handed on."""
     ran = loadtest(*BASE, "--serve", "--", "--link", "carrier")
@@ -84,7 +92,7 @@ def test_goodput_is_written_as_for_vllm():
 def test_shipped_profiles_are_sound(name):
     missing = {"capacity": 2.0} if name == "overload" else {}
     settings = Settings.of(profiles.load(name), missing)
-    assert settings.goodput is not None and settings.rate > 0
+    assert (settings.goodput is None) is (name == "ramp") and settings.rate > 0
 
 
 def test_an_option_overrides_a_profile_and_what_hangs_on_it():

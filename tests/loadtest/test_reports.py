@@ -117,12 +117,14 @@ def test_what_a_reader_must_know_comes_with_the_figures():
 
 def test_the_page_and_the_numbers_of_a_search(run):
     async def probe(rate: float) -> Probe:
-        return Probe(rate, rate <= 5, 0.97, rate, 100.0, 900.0, 40)
+        return Probe(rate, rate <= 5, 0.97, rate, 100.0, 900.0, 40, {"OK": 39, "UNAVAILABLE": 1}, late=rate == 8)
 
     found = asyncio.run(search(probe, 2.0, 0.1))
     text = page.of_capacity(found, run, "ttft:150", 0.95)
     check_page(text, 9)
     assert "Capacity: 4.7" in text and text.count("<td>missed</td>") == sum(not probe.met for probe in found.probes)
+    assert text.count("39 OK, 1 UNAVAILABLE") == len(found.probes) and text.count("<td>late</td>") == 2
+    assert "the generator was late whenever 8 requests/s were tried" in text
     written = json.loads(json.dumps(numbers.of_capacity(found, run)))
     assert written["smcserve"]["capacity"]["low"] == found.low and len(written["smcserve"]["capacity"]["probes"]) == len(found.probes)
     assert written["num_prompts"] == 4
@@ -130,5 +132,6 @@ def test_the_page_and_the_numbers_of_a_search(run):
 
 
 def test_pictures_show_what_the_server_counted(run):
+    assert "Latency: share of the answered requests that were at least as fast" in dict(plots.of_run(run))
     assert "Refused and cancelled, as the server counted them" in dict(plots.of_run(run))
     assert "Refused and cancelled, as the server counted them" not in dict(plots.of_run(made_run(RECORDS, after=QUIET)))
