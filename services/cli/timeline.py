@@ -12,8 +12,16 @@ from services.cli import options
 from services.cli.terminal import out
 
 LANES = ("draft", "coordinator", "target")
-COLOURS = {"sample": "#0072b2", "extend": "#d55e00", "work": "#009e73"}
-LABELS = {"sample": "draft K tokens and F branches", "extend": "score a block", "work": "choose, build batches"}
+KINDS = {
+    "prompt": ("#999999", "run a prompt"),
+    "draft": ("#0072b2", "draft K tokens of every branch"),
+    "target": ("#d55e00", "score a block"),
+    "choose": ("#cc79a7", "choose"),
+    "go on": ("#e69f00", "let the chosen go on"),
+    "work": ("#009e73", "plan and record"),
+}
+"""Of work, by its name in a trace: colour and label."""
+OTHER = ("#000000", "other")
 
 
 def timeline(
@@ -66,11 +74,12 @@ def _draw(events: list[dict[str, Any]], start: float, length: float, path: Path)
     for event in events:
         y = LANES.index(event["lane"])
         span = [(event["ts"] / 1e3 - start, event["dur"] / 1e3)]
-        axes.broken_barh(span, (y - 0.36, 0.72), facecolors=COLOURS[event["name"]], edgecolor="white", linewidth=0.5)
+        axes.broken_barh(span, (y - 0.36, 0.72), facecolors=KINDS.get(event["name"], OTHER)[0], edgecolor="white", linewidth=0.5)
     axes.set(xlim=(0, length), ylim=(len(LANES) - 0.5, -0.5), xlabel="milliseconds", yticks=range(len(LANES)), yticklabels=LANES)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.grid(axis="x", alpha=0.3)
-    patches = [Patch(color=COLOURS[name], label=LABELS[name]) for name in COLOURS]
+    shown = {KINDS.get(event["name"], OTHER) for event in events}
+    patches = [Patch(color=colour, label=label) for colour, label in (*KINDS.values(), OTHER) if (colour, label) in shown]
     figure.legend(handles=patches, loc="outside upper center", ncols=len(patches), frameon=False, fontsize=9)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

@@ -99,7 +99,7 @@ def test_speed_of_models_in_processes_of_their_own():
         assert (row.draft > 0) == (row.mode != "plain")
 
 
-def test_a_trace_of_timed_rounds(tmp_path):
+def test_a_trace_of_timed_rounds(tmp_path, smcserve):
     """Whatever was done stands in the lane of who did it."""
     plan, path = SpeedPlan((1, 1), ("lookahead",), (2,), (3,), (2,), (16,), (1,), 3), tmp_path / "trace.json"
     with closing(GangMachine(replace(CONFIG, link="grpc"))) as machine:
@@ -108,3 +108,6 @@ def test_a_trace_of_timed_rounds(tmp_path):
     done = {(LANES["draft"], "draft"), (LANES["target"], "target"), (LANES["target"], "choose"), (LANES["target"], "go on")}
     assert done <= {(event["tid"], event["name"]) for event in events}
     assert row.mode == "lookahead" and len(events) > 12
+    ran = smcserve("timeline", path, tmp_path / "picture.png")
+    assert ran.code == 0 and (tmp_path / "picture.png").stat().st_size > 5000
+    assert [line.split()[0] for line in ran.out.splitlines()] == ["draft", "coordinator", "target"]
