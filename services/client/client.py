@@ -195,7 +195,7 @@ class Client:
         return _data(ServerInfo, self._ask(self._stub.GetServerInfo, pb.GetServerInfoRequest()))
 
     def health(self, service: str = "") -> str:
-        """`SERVING` or `NOT_SERVING`: of the whole service, or of `smc.draft` or `smc.target`."""
+        """`SERVING` or `NOT_SERVING`: of the whole service, of `smc.draft` or `smc.target`, or of `smc.gateway` alone."""
         answer = self._ask(self._health.Check, health_pb2.HealthCheckRequest(service=service))
         return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
 

@@ -23,6 +23,8 @@ from services.pb import generation_pb2, generation_pb2_grpc
 API = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 DRAFT, TARGET = "smc.draft", "smc.target"
+GATEWAY = "smc.gateway"
+"""SERVING for as long as anybody answers, whatever has become of the workers: whether this process is alive."""
 """Names of the groups for health checks."""
 LAST_WORDS = 1.0
 """Seconds in which callers whose calls were ended may take in why."""
@@ -38,7 +40,8 @@ class Gateway:
     ) -> None:
         self._config, self._metrics = config, metrics
         self._calls = Calls()
-        self._health = Health(("", API, DRAFT, TARGET))
+        self._health = Health(("", API, DRAFT, TARGET, GATEWAY))
+        self._health.set({GATEWAY: True})
         self._service = GenerationService(pair, backend, self._calls, metrics, status, config.write_timeout)
         self._server: grpc.aio.Server | None = None
         self._stop_metrics: Callable[[], None] | None = None

@@ -7,9 +7,11 @@ import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
+from services.gateway.server import GATEWAY
 from tests.deploy.chart import CHART, of_kind, render, templates
 
 POD = {"topology": "pod"}
@@ -86,16 +88,16 @@ def probes(*layers: dict) -> dict[str, dict]:
 
 
 def test_probes():
-    """Ready while it can decode; alive as long as it listens, whatever its workers do; starting as long as that may take."""
+    """Ready while it can decode; alive as long as the gateway answers, whatever its workers do; starting as long as that may take."""
     plain = probes({"timeouts": {"start": 1800}})
     assert plain["readiness"]["grpc"] == plain["startup"]["grpc"] == {"port": 50051}
     assert plain["startup"]["failureThreshold"] * plain["startup"]["periodSeconds"] > 1800
-    assert plain["liveness"]["tcpSocket"] == {"port": 50051} and "grpc" not in plain["liveness"]
+    assert plain["liveness"]["grpc"] == {"port": 50051, "service": GATEWAY} and "tcpSocket" not in plain["liveness"]
     tls = {"secret": "s", "clientCaSecret": "c", "probeSecret": "p", "serverName": "llm.example"}
     secure = probes({"tls": tls})
     command = secure["readiness"]["exec"]["command"]
     assert command[:4] == ["smcserve", "client", "health", "--address=llm.example:50051"]
-    assert secure["liveness"] == plain["liveness"]
+    assert secure["liveness"]["tcpSocket"] == {"port": 50051} and "grpc" not in secure["liveness"]
     pod = templates(render({"tls": tls}))["head"]["spec"]
     assert pod["hostAliases"] == [{"ip": "127.0.0.1", "hostnames": ["llm.example"]}]
 
@@ -128,6 +130,10 @@ def test_drain_head_waits_for_the_gateway(tmp_path):
 def test_drain_worker_waits_for_the_ranks(tmp_path):
     name = f"ray::Probe{tmp_path.name}"
     rank = subprocess.Popen(["bash", "-c", f"exec -a {name} sleep 600"])
+    deadline = time.monotonic() + 30
+    while not Path(f"/proc/{rank.pid}/cmdline").read_bytes().startswith(name.encode()):  # bash has not become it yet
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     waiting = subprocess.Popen(["bash", SCRIPTS / "drain-worker.sh", "600", name])
     try:
         with pytest.raises(subprocess.TimeoutExpired):

@@ -228,7 +228,7 @@ def test_an_error_of_our_own(pair, caplog):
 
 
 def test_a_health_check_of_nothing(service):
-    known = "'', 'smc.v1.GenerationService', 'smc.draft', 'smc.target'"
+    known = "'', 'smc.v1.GenerationService', 'smc.draft', 'smc.target', 'smc.gateway'"
     with grpc.insecure_channel(service.address) as channel, refused(grpc.StatusCode.NOT_FOUND, f"service='nothing'; allowed: {known}"):
         health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="nothing"))
 

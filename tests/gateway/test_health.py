@@ -29,6 +29,14 @@ def states(health) -> list[int]:
     return [health.Check(pb.HealthCheckRequest(service=name)).status for name in NAMES]
 
 
+def test_the_gateway_is_alive_whatever_its_workers_are(starting, health):
+    """What a liveness probe asks: a restart of this process would not help workers that start again."""
+    alive = pb.HealthCheckRequest(service="smc.gateway")
+    for ready in (False, True, False):
+        starting.set_health(draft=ready, target=ready)
+        assert health.Check(alive).status == SERVING
+
+
 def test_check_follows_the_groups(starting, health):
     """The service is ready when both groups are."""
     assert states(health) == [NOT_SERVING] * 4
@@ -40,7 +48,7 @@ def test_check_follows_the_groups(starting, health):
     assert states(health) == [NOT_SERVING, NOT_SERVING, NOT_SERVING, SERVING]
     assert starting.metric("smc_group_healthy", group="target") == 1 and starting.metric("smc_group_healthy", group="draft") == 0
     listed = {name: answer.status for name, answer in health.List(pb.HealthListRequest()).statuses.items()}
-    assert listed == dict(zip(NAMES, states(health)))
+    assert listed == dict(zip(NAMES, states(health))) | {"smc.gateway": SERVING}
 
 
 def test_watch_says_every_change(starting, health):

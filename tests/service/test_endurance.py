@@ -28,12 +28,15 @@ MEBIBYTE = 1 << 20
 
 def test_a_thousand_requests_in_a_row(start):
     """Memory may still settle by a few MiB a process: a leak of 10 KB a request would be seen."""
-    with start(engine=EngineConfig(block=5, branches=2, max_slots=16)) as running, running.client() as client:
+    service = start(engine=EngineConfig(block=5, branches=2, max_slots=16))
+    with service as running, running.client() as client, ThreadPoolExecutor(4) as pool:
 
         def ask(count: int) -> None:
-            for i in range(count):
+            def one(i: int) -> None:
                 params = SMALL if i % 10 else {"method": "target", "max_tokens": 4}
                 client.generate(QUESTION, seed=i, timeout=30, **params)
+
+            list(pool.map(one, range(count)))
 
         def books() -> dict[str, tuple[int, int]]:
             pids = running.pids() | {"gateway": os.getpid()}

@@ -43,8 +43,14 @@ readinessProbe:
   periodSeconds: {{ ternary 15 5 (not (empty .Values.tls.secret)) }}
   failureThreshold: 2
 livenessProbe:
+{{- if .Values.tls.secret }}
   tcpSocket:
     port: {{ .Values.gateway.port }}
+{{- else }}
+  grpc:
+    port: {{ .Values.gateway.port }}
+    service: smc.gateway
+{{- end }}
   periodSeconds: 10
   timeoutSeconds: 5
   failureThreshold: 6
