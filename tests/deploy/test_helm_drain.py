@@ -127,15 +127,16 @@ def test_drain_head_waits_for_the_gateway(tmp_path):
     assert waiting.wait(30) == 0
 
 
-def test_drain_worker_waits_for_the_ranks(tmp_path):
-    name = f"ray::Probe{tmp_path.name}"
+def test_drain_worker_waits_for_the_ranks():
+    name = f"ray::Probe{os.getpid()}"
     rank = subprocess.Popen(["bash", "-c", f"exec -a {name} sleep 600"])
-    deadline = time.monotonic() + 30
-    while not Path(f"/proc/{rank.pid}/cmdline").read_bytes().startswith(name.encode()):  # bash has not become it yet
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    waiting = subprocess.Popen(["bash", SCRIPTS / "drain-worker.sh", "600", name])
+    waiting = None
     try:
+        deadline = time.monotonic() + 30
+        while not Path(f"/proc/{rank.pid}/cmdline").read_bytes().startswith(name.encode()):  # bash has not become it yet
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        waiting = subprocess.Popen(["bash", SCRIPTS / "drain-worker.sh", "600", name])
         with pytest.raises(subprocess.TimeoutExpired):
             waiting.wait(1)
         subprocess.run(["bash", SCRIPTS / "drain-worker.sh", "1", name], check=True, timeout=30)
@@ -143,8 +144,9 @@ def test_drain_worker_waits_for_the_ranks(tmp_path):
         rank.wait()
         assert waiting.wait(30) == 0
     finally:
-        rank.kill()
-        waiting.kill()
+        for process in filter(None, (rank, waiting)):
+            process.kill()
+            process.wait()
 
 
 def test_a_worker_is_not_kept_by_the_words_of_its_own_hook(tmp_path):
