@@ -1,6 +1,6 @@
 """The scheduler: continuous batching of requests, from submission to the final draw. It alone says who is decoded when.
 
-    submit -> queue -> admit (slots and pages reserved) -> prefill (once per model, in chunks) -> fan out -> rounds -> final draw
+    submit -> queue -> admit (slots and pages reserved) -> prefill (once per model, in chunks) -> first tokens -> rounds -> final draw
 
 One `step` advances everything once: at most one chunk of prompts, then one round of all running groups. What it talks to are
 two workers (smc/engine/messages.py) and the pair that runs rounds over their pages (smc/resident); whether they live here, in
