@@ -168,9 +168,13 @@ def test_draining_lets_calls_finish_and_nobody_in(pair):
         list(stream)
         assert stream.completion.usage.completion_tokens == 120
         draining.result(5.0)
-        with pytest.raises(grpc.RpcError) as refused:
-            list(generation_pb2_grpc.GenerationServiceStub(channel).Generate(long_request()))
-        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        # A connection that was made in the very moment of the end may get no answer, so each try has a deadline of its own.
+        codes, stub = [], generation_pb2_grpc.GenerationServiceStub(channel)
+        while grpc.StatusCode.UNAVAILABLE not in codes:
+            with pytest.raises(grpc.RpcError) as refused:
+                list(stub.Generate(long_request(), timeout=2.0))
+            codes.append(refused.value.code())
+            assert len(codes) < 10 and set(codes) <= {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
 
 
 def test_draining_ends_what_takes_too_long(pair):
