@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -30,8 +31,12 @@ class Ran:
 
 
 @pytest.fixture
-def smcserve(capsys, monkeypatch):
-    """Run a command line in this process, on a terminal too wide to wrap a line."""
+def smcserve(capsys, monkeypatch) -> Callable[..., Ran]:
+    return in_this_process(run, capsys, monkeypatch)
+
+
+def in_this_process(run: Callable[[list[str]], int], capsys, monkeypatch) -> Callable[..., Ran]:
+    """Runs command lines, on a terminal too wide to wrap a line."""
     monkeypatch.setenv("COLUMNS", "400")
 
     def call(*arguments: object) -> Ran:

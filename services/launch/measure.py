@@ -103,7 +103,7 @@ class GangMachine:
 
     def close(self) -> None:
         if self._processes is not None:
-            self._processes[1].__exit__()
+            self._processes[1].close()
             self._processes = None
 
     @contextmanager

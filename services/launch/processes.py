@@ -49,6 +49,9 @@ class Processes:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         for rank in self._ranks.values():
             rank.end()
 

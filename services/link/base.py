@@ -5,7 +5,7 @@ Messages are those of proto/smc/v1/particles.proto, whichever transport carries 
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
@@ -19,26 +19,29 @@ class LinkError(RuntimeError):
     """The other side is gone, silent past the deadline, or of another life. The gang must start again."""
 
 
-class CoordinatorEnd(Protocol):
-    """The coordinator's end of the link to one leader. `send` does not wait; responses come in the order of the commands."""
+Message = pb.WorkRequest | pb.WorkResponse | pb.ExchangeRequest | pb.ExchangeResponse
+Sent = TypeVar("Sent", bound=Message, contravariant=True)
+Received = TypeVar("Received", bound=Message, covariant=True)
 
-    def send(self, request: pb.WorkRequest) -> None: ...
 
-    def receive(self, timeout: float) -> pb.WorkResponse:
-        """The next response. Raises LinkError after `timeout` seconds or when the leader is gone."""
+class End(Protocol[Sent, Received]):
+    """One end of a link. Messages arrive in the order in which they were sent."""
+
+    def send(self, message: Sent) -> None:
+        """Does not wait for the other side."""
+        ...
+
+    def receive(self, timeout: float) -> Received:
+        """The next message. Raises LinkError after `timeout` seconds or when the other side is gone."""
         ...
 
     def close(self) -> None: ...
 
 
-class LeaderEnd(Protocol):
-    """The leader's end of the same link."""
-
-    def receive(self, timeout: float) -> pb.WorkRequest: ...
-
-    def send(self, response: pb.WorkResponse) -> None: ...
-
-    def close(self) -> None: ...
+CoordinatorEnd = End[pb.WorkRequest, pb.WorkResponse]
+"""The coordinator's end of the link to one leader."""
+LeaderEnd = End[pb.WorkResponse, pb.WorkRequest]
+"""The leader's end of the same link."""
 
 
 class PeerEnd(Protocol):
@@ -57,9 +60,6 @@ class PeerEnd(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-Message = pb.WorkRequest | pb.WorkResponse | pb.ExchangeRequest | pb.ExchangeResponse
 
 
 def check_envelope(message: Message, epoch: int) -> None:

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.link.base import LAYOUT_VERSION, LinkError, check_envelope
+from services.link.base import LAYOUT_VERSION, End, LinkError, check_envelope
 from services.pb import particles_pb2 as pb
 
 Exchange = pb.ExchangeRequest | pb.ExchangeResponse
 
 
-class ExchangeEnd(Protocol):
-    """A transport's end. Messages arrive in the order in which they were sent."""
-
-    def send(self, message: Exchange) -> None: ...
-
-    def receive(self, timeout: float) -> Exchange: ...
-
-    def close(self) -> None: ...
-
-
 class MessagePeer:
     """`services.link.base.PeerEnd` whose every tensor is a message with its epoch, name and number."""
 
-    def __init__(self, end: ExchangeEnd, epoch: int, sends: type[Exchange]) -> None:
+    def __init__(self, end: End[Exchange, Exchange], epoch: int, sends: type[Exchange]) -> None:
         self._end, self._epoch, self._sends = end, epoch, sends
 
     def give(self, name: str, sequence: int, tensor: Tensor) -> None:

@@ -16,8 +16,7 @@ from services.link import codec
 from services.link.base import LAYOUT_VERSION, CoordinatorEnd, LinkError, check_envelope
 from services.pb import particles_pb2 as pb
 from smc.engine.messages import PromptBatch, PromptResult
-from smc.resident.plan import RoundPlan, RoundResult
-from smc.resident.sides import Start
+from smc.resident.plan import RoundPlan, RoundResult, Start
 
 CLOCK_PINGS = 5
 SILENT = frozenset({"release", "join", "leave", "stop"})

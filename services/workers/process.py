@@ -88,5 +88,5 @@ def _sides(spec: RankSpec, worker: ModelWorker, channel: PeerChannel) -> Sides:
     side = DraftSide if spec.side == "draft" else TargetSide
     return Sides(
         together=side(spec.engine, worker, parts, stages, channel),
-        alone=PlainSide(spec.side, spec.engine, worker, parts, stages),
+        alone=PlainSide(spec.engine, worker, parts, stages),
     )

@@ -19,7 +19,7 @@ class EngineConfig:
     branches: int | None = None
     """F, 1..32: branches of the next block per particle. Look-ahead only; default 4."""
     cohorts: int = 1
-    """Sets of requests whose rounds alternate, 1..4. More than one pays where workers run beside the scheduler."""
+    """Sets of requests whose rounds alternate, 1..4. More than one pays in lockstep, where models run in processes of their own."""
     max_slots: int = 64
     """Particles of all running requests together."""
     max_context: int | None = None

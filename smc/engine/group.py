@@ -118,10 +118,7 @@ class Tally:
 
 
 class Population:
-    """The slots of several groups, side by side: A slots in all, group after group, and their view as [G, N] with padding.
-
-    Holds only what does not change while the same groups run, so it can be kept from round to round.
-    """
+    """The slots of several groups, side by side: A slots in all, group after group, and their view as [G, N] with padding."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = list(groups)

@@ -26,8 +26,7 @@ from smc.engine.slots import Slots
 from smc.engine.stats import EngineStats
 from smc.philox import Purpose, uniforms
 from smc.resident.pair import Runner
-from smc.resident.plan import SHORT, RoundPlan, RoundResult
-from smc.resident.sides import Start
+from smc.resident.plan import SHORT, RoundPlan, RoundResult, Start
 
 BRANCH_POSITION = 1 << 20
 """Uniforms that pick branches are numbered from here, those that resample from 0: neither depends on how many there are."""
@@ -109,13 +108,12 @@ class Rounds:
         count = 1 if set(population.schemes) == {"systematic"} else places * self.config.branches
         positions = np.concatenate((np.arange(count), BRANCH_POSITION + np.arange(places)))
         uniforms_GU = uniforms(population.seed_G, round_G, positions, Purpose.SELECTION)
-        slots_GM = np.full((len(groups), places), self.config.max_slots, dtype=np.int64)
+        slots_GM = np.full((len(groups) + extra, places), self.config.max_slots, dtype=np.int64)
         slots_GM[population.group_A, population.particle_A] = slots_A
         # Padding groups repeat the first, with one particle in the dummy slot, which has ended.
         index_G = np.concatenate((np.arange(len(groups)), np.zeros(extra, dtype=np.int64)))
         spread = index_G.repeat(places)
         of_A = population.starts_G[spread]
-        slots_GM = np.concatenate((slots_GM, np.full((extra, places), self.config.max_slots)))
         return RoundPlan(
             schemes=tuple(population.schemes[g] for g in index_G),
             matching=any(group.rules.matcher is not None for group in groups),

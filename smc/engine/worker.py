@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from smc.arrays import to_device, to_host
-from smc.attention.base import AttentionBackend, ForwardBatch
+from smc.attention.base import ForwardBatch
 from smc.attention.fused import FusedAttention
 from smc.engine.messages import Done, Draws, PromptBatch, PromptResult
 from smc.kv.pool import KVPool
@@ -35,7 +35,6 @@ class ModelWorker:
         width: int,
         pages: int,
         vocab_size: int,
-        attention: AttentionBackend | None = None,
     ) -> None:
         weight = model.embed.weight
         self.name = name
@@ -45,7 +44,7 @@ class ModelWorker:
         self.tables = BlockTables(rows, width, pages)
         self.pool = KVPool(model.config, pages, weight.dtype, self.device)
         self.rope = RopeTable(model.config, width, self.device)
-        self.attention = attention or FusedAttention()
+        self._attention = FusedAttention()
         self.working: Callable[[], AbstractContextManager] = contextlib.nullcontext
         """Around what the device is asked to do, where that has to be in order with other work on it."""
 
@@ -73,7 +72,7 @@ class ModelWorker:
         rows, table_RL = len(batch.rows_R), self.tables.table_RL[batch.rows_R]
         nothing_shared = (np.arange(rows + 1), np.zeros(rows, dtype=np.int64))
         forward = ForwardBatch(table_RL, batch.starts_R, batch.counts_R, pages_T, position_T, *nothing_shared)
-        attend = self.attention.plan(self.pool, forward)
+        attend = self._attention.plan(self.pool, forward)
         rope_T2D = self.rope.at(to_device(position_T, self.device))
         return self.model(to_device(batch.tokens_T, self.device), rope_T2D, attend)
 

@@ -44,8 +44,8 @@ class ResidentDraft:
 
     def join(self, group: Joining) -> None:
         slots_N = self.state.join(group)
-        self.last_S2[slots_N, 1] = to_device(group.first_N, self.device).long()
-        first = group.prompt_size + 1
+        self.last_S2[slots_N, 1] = to_device(group.start.first_N, self.device).long()
+        first = group.start.prompt_size + 1
         self.branch_pages_SFB[slots_N, 0] = self.state.table_SL[slots_N, first : first + self.block - 1]
         self.branch_pages_SFB[slots_N, 1:] = to_device(group.spare_NFB, self.device)
 

@@ -1,4 +1,4 @@
-"""A pair of models for resident rounds, as the scheduler sees it; and the pair whose sides are both in this process."""
+"""A pair of models for rounds, as the scheduler sees it; and the pair whose sides are both in this process."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from smc.engine.config import EngineConfig
 from smc.engine.messages import Pending
 from smc.engine.worker import ModelWorker
 from smc.resident.channel import LocalChannel
-from smc.resident.plan import RoundPlan, RoundResult
-from smc.resident.sides import DraftSide, Parts, PlainSide, Start, TargetSide
+from smc.resident.plan import RoundPlan, RoundResult, Start
+from smc.resident.sides import DraftSide, Parts, PlainSide, TargetSide
 from smc.resident.stages import Reading
 
 
@@ -56,7 +56,7 @@ class LocalPair:
         channels = LocalChannel.between(stages["draft"], stages["target"])
         self._draft = DraftSide(config, workers["draft"], parts, stages["draft"], channels[0])
         self._target = TargetSide(config, workers["target"], parts, stages["target"], channels[1])
-        self.plain = {side: LocalAlone(PlainSide(side, config, worker, parts, stages[side])) for side, worker in workers.items()}
+        self.plain = {side: PlainSide(config, worker, parts, stages[side]) for side, worker in workers.items()}
         self.records = self.waits = stages["target"].records
 
     def join(self, start: Start) -> None:
@@ -88,11 +88,3 @@ class LocalRound:
     def spans(self) -> dict[str, tuple[int, int]]:
         """See `Reading.spans`."""
         return self.draft.spans() | self.target.spans()
-
-
-class LocalAlone:
-    """One model of this process."""
-
-    def __init__(self, side: PlainSide) -> None:
-        self.alone, self.records, self.waits = side.side, side.stages.records, side.stages.records
-        self.join, self.leave, self.round = side.join, side.leave, side.round

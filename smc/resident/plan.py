@@ -19,16 +19,15 @@ IN_FLIGHT = 9
 
 
 @dataclass(frozen=True)
-class Joining:
-    """One group that starts: its particles have their first token and have run nothing but the prompt."""
+class Start:
+    """A group whose prompt its models have run, as the host tells it: its particles have their first token and nothing more."""
 
     slots_N: np.ndarray
     """int32."""
-    pages_NL: np.ndarray
-    """int32 [N, prompt + answer + a block]: page of every position; the prompt's are the same in each row."""
-    spare_NFB: np.ndarray
-    """int32 [N, F - 1, K - 1]: pages for the branches besides the first (the draft's; empty at the target)."""
+    prompt_row: int
+    """Row of the workers' tables that holds the prompt."""
     prompt_size: int
+    max_tokens: int
     first_N: np.ndarray
     """int32 first token of every particle."""
     ended_N: np.ndarray
@@ -41,6 +40,17 @@ class Joining:
     """Of the strings that end it."""
     text_N: np.ndarray
     """int64 state of the matcher after the first token."""
+
+
+@dataclass(frozen=True)
+class Joining:
+    """A group that starts on one side, with its pages there."""
+
+    start: Start
+    pages_NL: np.ndarray
+    """int32 [N, prompt + answer + a block]: page of every position; the prompt's are the same in each row."""
+    spare_NFB: np.ndarray
+    """int32 [N, F - 1, K - 1]: pages for the branches besides the first (the draft's; empty at the target)."""
 
 
 @dataclass(frozen=True)

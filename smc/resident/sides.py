@@ -1,4 +1,4 @@
-"""The two sides of resident rounds, each over the pages of one worker, in one process or in two: what is run when, and what is told.
+"""The two sides of a round, each over the pages of one worker, in one process or in two: what is run when, and what is told.
 
 On GPUs nothing here waits: a round is queued on the side's stream, and the host waits for its result alone. From its second time on,
 a stage of a round is the replay of a CUDA graph.
@@ -15,34 +15,15 @@ from torch import Tensor
 
 from smc.algorithm.selection import Selection, select
 from smc.engine.config import EngineConfig
-from smc.engine.matcher import StopMatcher
 from smc.engine.worker import ModelWorker
 from smc.philox import Purpose
 from smc.resident.channel import Channel
 from smc.resident.draft import ResidentDraft
 from smc.resident.forward import StaticForward
-from smc.resident.plan import Choice, Drafted, Joining, PlanBuffer, RoundPlan, RoundResult
+from smc.resident.plan import Choice, Drafted, Joining, PlanBuffer, RoundPlan, RoundResult, Start
 from smc.resident.sampling import Sampling
 from smc.resident.stages import Reading, Stages
 from smc.resident.target import ResidentTarget
-
-
-@dataclass(frozen=True)
-class Start:
-    """A group whose prompt its models have run, as the host tells it."""
-
-    slots_N: np.ndarray
-    prompt_row: int
-    """Row of the workers' tables that holds the prompt."""
-    prompt_size: int
-    max_tokens: int
-    first_N: np.ndarray
-    ended_N: np.ndarray
-    logw_N: np.ndarray
-    stop_ids: list[int]
-    matcher: StopMatcher | None
-    text_N: np.ndarray
-    """State of the matcher after the first token."""
 
 
 @dataclass(frozen=True)
@@ -56,38 +37,37 @@ class Parts:
 
 
 class Side:
-    """A worker's part in resident rounds. Pages that a group may need are taken when it joins and given back when it leaves."""
+    """A worker's part in rounds. Pages that a group may need are taken when it joins and given back when it leaves."""
 
-    def __init__(self, side: str, config: EngineConfig, worker: ModelWorker, stages: Stages) -> None:
-        self.side, self.config, self.worker, self.stages = side, config, worker, stages
+    _model: ResidentDraft | ResidentTarget
+
+    def __init__(self, config: EngineConfig, worker: ModelWorker, stages: Stages, *, beyond: int = 0, branches: int = 1) -> None:
+        """A particle has pages for `beyond` tokens past its longest answer, and for a block of every branch but the first."""
+        self.config, self.worker, self.stages = config, worker, stages
+        self._beyond, self._spare_FB = beyond, (branches - 1, config.block - 1)
         # Prompts are run where rounds are: a page changes hands in the order in which this is asked for.
         worker.working = stages.working
         self._plans: dict[tuple, PlanBuffer] = {}
         self._held: dict[int, np.ndarray] = {}
 
+    def join(self, start: Start) -> None:
+        """A group takes part from the next round on."""
+        with self.stages.working():
+            self._model.join(self._joining(start))
+
     def leave(self, slots_N: np.ndarray) -> None:
         """Give back the pages of the group in these slots."""
         self.worker.tables.allocator.free(self._held.pop(int(slots_N[0])))
 
-    def _joining(self, start: Start, answer: int, spare_FB: tuple[int, int]) -> Joining:
-        """What joins, with pages for `answer` tokens of every particle and for spare branches."""
-        tables, n = self.worker.tables, len(start.slots_N)
+    def _joining(self, start: Start) -> Joining:
+        tables, n, spare_FB = self.worker.tables, len(start.slots_N), self._spare_FB
+        answer = start.max_tokens + self._beyond
         pages = tables.allocator.allocate(n * (answer + spare_FB[0] * spare_FB[1]))
         self._held[int(start.slots_N[0])] = pages
         own_NL, spare_N = np.split(pages, [n * answer])
         prompt_L = tables.table_RL[start.prompt_row, : start.prompt_size]
-        return Joining(
-            slots_N=start.slots_N,
-            pages_NL=np.concatenate((np.tile(prompt_L, (n, 1)), own_NL.reshape(n, answer)), axis=1),
-            spare_NFB=spare_N.reshape(n, *spare_FB),
-            prompt_size=start.prompt_size,
-            first_N=start.first_N,
-            ended_N=start.ended_N,
-            logw_N=start.logw_N,
-            stop_ids=start.stop_ids,
-            matcher=start.matcher,
-            text_N=start.text_N,
-        )
+        pages_NL = np.concatenate((np.tile(prompt_L, (n, 1)), own_NL.reshape(n, answer)), axis=1)
+        return Joining(start, pages_NL, spare_N.reshape(n, *spare_FB))
 
     def _load(self, plan: RoundPlan) -> RoundPlan:
         """The plan, on the device. Called at work."""
@@ -105,15 +85,11 @@ class DraftSide(Side):
     """Drafts blocks, then follows what the target chose."""
 
     def __init__(self, config: EngineConfig, worker: ModelWorker, parts: Parts, stages: Stages, channel: Channel) -> None:
-        super().__init__("draft", config, worker, stages)
+        super().__init__(config, worker, stages, beyond=config.block, branches=config.branches)
         self._channel = channel
         branching = {"branches": config.branches, "mixture": config.defensive_share, "lookahead": config.lookahead}
         self._model = ResidentDraft(parts.forward(worker), parts.sampling(worker.vocab_size), **self._sizes(), **branching)
         self._round: tuple[tuple, RoundPlan, Drafted] | None = None
-
-    def join(self, start: Start) -> None:
-        with self.stages.working():
-            self._model.join(self._joining(start, start.max_tokens + self.config.block, (self.config.branches - 1, self.config.block - 1)))
 
     @torch.inference_mode()
     def draft(self, plan: RoundPlan) -> Reading:
@@ -145,14 +121,10 @@ class TargetSide(Side):
     """Scores blocks and chooses."""
 
     def __init__(self, config: EngineConfig, worker: ModelWorker, parts: Parts, stages: Stages, channel: Channel) -> None:
-        super().__init__("target", config, worker, stages)
+        super().__init__(config, worker, stages)
         self._channel = channel
         sampling, choosing = parts.sampling(worker.vocab_size), {"lookahead": config.lookahead, "select": parts.select}
         self._model = ResidentTarget(parts.forward(worker), sampling, **self._sizes(), **choosing)
-
-    def join(self, start: Start) -> None:
-        with self.stages.working():
-            self._model.join(self._joining(start, start.max_tokens, (0, self.config.block - 1)))
 
     @torch.inference_mode()
     def round(self, plan: RoundPlan) -> Reading:
@@ -201,31 +173,28 @@ class TargetSide(Side):
 
 
 class PlainSide(Side):
-    """Plain decoding by one model through the same stages: a draft with one branch whose every token is kept."""
+    """Plain decoding by one model through the same stages: a draft with one branch, all of whose tokens are kept. A `pair.Runner`."""
 
-    def __init__(self, side: str, config: EngineConfig, worker: ModelWorker, parts: Parts, stages: Stages) -> None:
-        super().__init__(side, config, worker, stages)
+    def __init__(self, config: EngineConfig, worker: ModelWorker, parts: Parts, stages: Stages) -> None:
+        super().__init__(config, worker, stages, beyond=config.block)
+        self.alone, self.records, self.waits = worker.name, stages.records, stages.records
         alone = {"branches": 1, "lookahead": True, "mixture": 0.0, "purpose": Purpose.TARGET}
         self._model = ResidentDraft(parts.forward(worker), parts.sampling(worker.vocab_size), **self._sizes(), **alone)
-
-    def join(self, start: Start) -> None:
-        with self.stages.working():
-            self._model.join(self._joining(start, start.max_tokens + self.config.block, (0, self.config.block - 1)))
 
     @torch.inference_mode()
     def round(self, plan: RoundPlan) -> Reading:
         """Queue a round of K tokens."""
-        stages, key = self.stages, (self.side, plan.key)
+        stages, key = self.stages, (self.alone, plan.key)
         with stages.working():
             here = self._load(plan)
             began = stages.mark()
             result, grown = stages.run(key, "plain", lambda: self._decode(here))
             ended = stages.mark()
-            return stages.read(key, result, grown, {self.side: (began, ended)})
+            return stages.read(key, result, grown, {self.alone: (began, ended)})
 
     def _decode(self, plan: RoundPlan) -> tuple[RoundResult, tuple[Tensor, Tensor, Tensor]]:
         model, slots_A = self._model, plan.slots_A
-        plan = replace(plan, draft_law=plan.draft_law if self.side == "draft" else plan.target_law)
+        plan = replace(plan, draft_law=plan.draft_law if self.alone == "draft" else plan.target_law)
         drafted = model.extend(plan, model.begin(plan))
         place_A = torch.arange(len(slots_A), device=slots_A.device)
         zero_A, zero_G = torch.zeros_like(slots_A), torch.zeros_like(plan.threshold_G)
@@ -247,7 +216,7 @@ class PlainSide(Side):
             ess_G=zero_G + 1,
             resampled_G=zero_G > 0,
             collapsed_G=zero_G > 0,
-            draft_nan_G=nan_G if self.side == "draft" else zero_G > 0,
-            target_nan_G=nan_G if self.side == "target" else zero_G > 0,
+            draft_nan_G=nan_G if self.alone == "draft" else zero_G > 0,
+            target_nan_G=nan_G if self.alone == "target" else zero_G > 0,
         )
         return result, (tokens_AK, torch.where(open_A, count_A, 0), model.state.ended_S[slots_A])

@@ -38,7 +38,6 @@ class SlotState:
         self.ended_S = torch.ones(slots + 1, dtype=torch.bool, device=device)
         self.is_stop_SV = torch.zeros(slots + 1, vocab_size, dtype=torch.bool, device=device)
         self.column_L = torch.arange(width, device=device)
-
         self.text_S = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         """How far a particle has come in its group's stop strings: a state of the matcher."""
         self._kind_SV: Tensor | None = None
@@ -47,15 +46,16 @@ class SlotState:
 
     def join(self, group: Joining) -> Tensor:
         """Take over a group's pages, stops and ended particles. Returns its slots as an index."""
-        slots_N = to_device(group.slots_N, self.device).long()
+        start = group.start
+        slots_N = to_device(start.slots_N, self.device).long()
         pages_NL = to_device(group.pages_NL, self.device)
         self.table_SL[slots_N, : pages_NL.shape[1]] = pages_NL
-        self.ended_S[slots_N] = to_device(group.ended_N, self.device)
+        self.ended_S[slots_N] = to_device(start.ended_N, self.device)
         self.is_stop_SV[slots_N] = False
-        if group.stop_ids:
-            self.is_stop_SV[slots_N[:, None], torch.tensor(group.stop_ids, device=self.device)] = True
-        self.text_S[slots_N] = to_device(group.text_N, self.device)
-        self._set_matcher(int(group.slots_N[0]), group.matcher)
+        if start.stop_ids:
+            self.is_stop_SV[slots_N[:, None], torch.tensor(start.stop_ids, device=self.device)] = True
+        self.text_S[slots_N] = to_device(start.text_N, self.device)
+        self._set_matcher(int(start.slots_N[0]), start.matcher)
         return slots_N
 
     def grow(self, plan: RoundPlan, from_A: Tensor, tokens_AK: Tensor, room_A: Tensor, text_A: Tensor | None = None) -> Growth:

@@ -62,10 +62,10 @@ class ResidentTarget:
 
     def join(self, group: Joining) -> None:
         slots_N = self.state.join(group)
-        self.tokens_SQ[slots_N, 0] = to_device(group.first_N, self.device).long()
+        self.tokens_SQ[slots_N, 0] = to_device(group.start.first_N, self.device).long()
         self.logq_SQ[slots_N] = 0.0
         self.count_S[slots_N] = 1
-        self.logw_S[slots_N] = to_device(group.logw_N, self.device)
+        self.logw_S[slots_N] = to_device(group.start.logw_N, self.device)
 
     def complete(self, plan: RoundPlan, drafted: Drafted) -> None:
         """Lockstep: the drafted tokens complete the blocks in flight, whose seeds are there."""

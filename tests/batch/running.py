@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ray.util.state import list_actors, list_placement_groups
+
+from tests.ports import free_ports
 
 BIN = Path(sys.executable).parent
 PORTS = ("port", "dashboard-port", "dashboard-agent-listen-port", "ray-client-server-port", "metrics-export-port")
@@ -27,7 +28,7 @@ class Cluster:
         self._log = logs / "ray.log"
         # Short: the names of Unix sockets in it may have 107 characters.
         self._directory = tempfile.mkdtemp(prefix="sb", dir="/tmp")
-        ports = _free_ports(len(PORTS))
+        ports = free_ports(len(PORTS))
         self._ports = dict(zip(PORTS, ports))
         self.address, self.dashboard = f"127.0.0.1:{ports[0]}", f"http://127.0.0.1:{ports[1]}"
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "PYTEST_"))}
@@ -88,14 +89,3 @@ class Cluster:
             return actors + [group for group in list_placement_groups(self.dashboard) if group.state != "REMOVED"]
 
         self.until(lambda: not left(), 10, f"something is left: {left()}")
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()

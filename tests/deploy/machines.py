@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+
+from tests.ports import free_ports
 
 BIN = Path(sys.executable).parent
 HEAD_PORTS = ("port", "ray-client-server-port")
@@ -96,14 +97,3 @@ class Machines:
                     if self._directory in raylet:
                         nodes[process.pid] = re.search(r"--node_ip_address=(\S+)", raylet)[1]
         return nodes
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()

@@ -16,7 +16,8 @@ from ray.scripts import scripts
 
 from services.client import Client
 from tests.deploy.chart import CHART, ROOT
-from tests.deploy.machines import BIN, Machines, free_ports
+from tests.deploy.machines import BIN, Machines
+from tests.ports import free_ports
 
 pytestmark = pytest.mark.xdist_group("ray")
 

@@ -99,7 +99,7 @@ class Listening:
 def side_of(engine: Engine, side: str, *, alone: bool = False) -> Side:
     """What carries out one side's part of rounds of an engine in this process."""
     runner = engine._smc.rounds.runner
-    return runner.plain[side].join.__self__ if alone else {"draft": runner._draft, "target": runner._target}[side]
+    return runner.plain[side] if alone else {"draft": runner._draft, "target": runner._target}[side]
 
 
 @torch.inference_mode()

@@ -14,8 +14,7 @@ from smc.engine.matcher import StopMatcher
 from smc.engine.messages import Draws, PromptBatch, PromptResult
 from smc.laws import LawSpec
 from smc.philox import Purpose
-from smc.resident.plan import RoundPlan, RoundResult
-from smc.resident.sides import Start
+from smc.resident.plan import RoundPlan, RoundResult, Start
 
 examples = settings(max_examples=40, deadline=None)
 

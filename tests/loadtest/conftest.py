@@ -1,22 +1,16 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from loadtest.cli import run
-from tests.conftest import Ran
+from tests.conftest import Ran, in_this_process
 from tests.gateway.conftest import certificates, pair
 
 __all__ = ["certificates", "pair"]
 
 
 @pytest.fixture
-def loadtest(capsys, monkeypatch):
-    """Run a command line in this process, on a terminal too wide to wrap a line."""
-    monkeypatch.setenv("COLUMNS", "400")
-
-    def call(*arguments: object) -> Ran:
-        capsys.readouterr()
-        code = run([str(argument) for argument in arguments])
-        return Ran(code, *capsys.readouterr())
-
-    return call
+def loadtest(capsys, monkeypatch) -> Callable[..., Ran]:
+    return in_this_process(run, capsys, monkeypatch)
