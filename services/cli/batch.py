@@ -57,7 +57,7 @@ def batch(
     from services.batch.decoder import ServiceLost
     from services.batch.progress import Display
     from services.batch.run import Batch, Stopped
-    from services.launch.gang import GangError
+    from services.launch.errors import GangError
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     config = BatchConfig(input, output, overwrite, seed, concurrency)

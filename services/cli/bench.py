@@ -13,7 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from services.cli import gang, options
-from services.cli.speed import APART, MODES, SpeedPlan, count_gpus, local_machine, speed_table
+from services.cli.speed import APART, MODES, Machines, SpeedPlan, count_gpus, local_machine, speed_table
 from services.cli.speed import LEGEND as SPEED_LEGEND
 from services.cli.speed import measure as measure_speed
 from services.cli.terminal import out, progress_bar
@@ -192,13 +192,14 @@ def _measure_gangs(
 
 
 def _measure_speed(plan: SpeedPlan, config: GangConfig, link: list[str] | None, trace: Path | None) -> list[Speed]:
-    """In this process, or each rank in one of its own."""
+    """In this process, or with `link` each rank in one of its own."""
     from services.launch.measure import GangMachine
 
     gpus = count_gpus()
     if not link:
         return measure_speed(plan, local_machine(config.sources), gpus, trace)
-    if len(link) > 1 or "lockstep" in plan.modes:
-        raise ValueError("--device cuda with --link; allowed: one link, and no --mode lockstep, whose models share a GPU")
-    with closing(GangMachine(replace(config, link=link[0]))) as machine:
-        return measure_speed(plan, machine, gpus, trace)
+    if len(link) > 1:
+        raise ValueError(f"--link {' '.join(link)}; allowed with --device cuda: one")
+    draft, target = plan.degrees
+    with closing(GangMachine(replace(config, link=link[0], draft_tp=draft, target_tp=target))) as apart:
+        return measure_speed(plan, Machines(local_machine(config.sources), apart), gpus, trace)

@@ -85,7 +85,7 @@ def serve(
     import logging
 
     from services.gateway.config import GatewayConfig
-    from services.launch.gang import GangError
+    from services.launch.errors import GangError
     from services.launch.service import serve as run
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -14,6 +15,8 @@ from rich.table import Table
 from services.cli.terminal import err, progress_bar
 
 if TYPE_CHECKING:
+    from smc.engine.config import EngineConfig
+    from smc.engine.engine import Engine
     from smc.evaluation.speed import LocalMachine, Machine, Mode, Speed
     from smc.models.decoder import Decoder
     from smc.models.source import SourcePair
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
 MODES = ("plain", "lockstep", "lockstep-apart", "lookahead")
 """plain: the target alone; lockstep: both models on one GPU; lockstep-apart, lookahead: each on its own."""
 APART = ("plain", "lockstep-apart", "lookahead")
-"""Those of models in processes of their own."""
+"""The default for models in processes of their own."""
 LEGEND = (
     "medians of {rounds} rounds, milliseconds; tok/s: answer tokens a second, per request and in total. draft: its K steps (plain: the "
     "target's), target: its pass (in lockstep with the choice), host: planning and queueing a round, hidden unless longer than the models; "
@@ -104,6 +107,25 @@ def measure(plan: SpeedPlan, machine: Machine, gpus: int, trace: Path | None) ->
     if trace is not None:
         timeline.write(trace)
     return rows
+
+
+class Machines:
+    """A pair on one GPU runs in this process, where its models can tell each other without the host; all else by `apart`."""
+
+    def __init__(self, local: Machine, apart: Machine) -> None:
+        self._local, self._apart, self.vocab = local, apart, apart.vocab
+
+    def engine(self, mode: Mode, config: EngineConfig) -> AbstractContextManager[Engine]:
+        return self._of(mode).engine(mode, config)
+
+    def weight_bytes(self, mode: Mode, side: str) -> int:
+        return self._of(mode).weight_bytes(mode, side)
+
+    def memory(self, mode: Mode) -> int:
+        return self._of(mode).memory(mode)
+
+    def _of(self, mode: Mode) -> Machine:
+        return self._local if mode.name == "lockstep" else self._apart
 
 
 def count_gpus() -> int:

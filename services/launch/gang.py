@@ -15,16 +15,13 @@ import torch.distributed as dist
 from services.backend import ServingPair
 from services.launch import cluster
 from services.launch.config import GangConfig
+from services.launch.errors import GangError
 from services.launch.specs import coordinator_spec, rank_spec
 from services.link.connect import Meeting
 from smc.engine.messages import SIDES
 from smc.models.parallel import Shard
 
 logger = logging.getLogger(__name__)
-
-
-class GangError(RuntimeError):
-    """The gang did not start, or one of its processes has died. The message says which and why."""
 
 
 class Gang:

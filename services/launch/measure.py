@@ -119,7 +119,11 @@ class GangMachine:
         return max(worker.status().device_bytes for worker in self._remote.workers.values())
 
     def _for(self, degrees: tuple[int, int]) -> Processes:
-        """Kept as long as the same degrees are asked for; weights are loaded once for all modes of them."""
+        """Kept as long as it has what is asked for; weights are loaded once for all of its modes. A draft that is not asked for is there
+        all the same, idle: where it is when both models have GPUs of their own, if the target is the same then, or on the target's."""
+        apart = (self._config.draft_tp, self._config.target_tp)
+        if not degrees[0] and degrees[1] == apart[1]:
+            degrees = apart
         if self._processes is None or self._processes[0] != degrees:
             self.close()
             draft, target = degrees

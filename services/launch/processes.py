@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from services.coordinator.remote import RemoteEngine
 from services.launch.config import GangConfig
-from services.launch.gang import GangError
+from services.launch.errors import GangError
 from services.launch.specs import coordinator_spec, rank_spec
 from services.link.connect import Meeting
 from services.workers.process import load_rank, run_rank
@@ -35,7 +35,7 @@ class Processes:
     """Every rank of a gang in a process of its own. Ends them when it is closed."""
 
     def __init__(self, config: GangConfig, gpus: dict[str, list[int]] | None = None) -> None:
-        """`gpus`: which GPU each rank of a side sees; two ranks may see the same one."""
+        """`gpus`: which of the GPUs that this process sees each rank of a side sees; two ranks may see the same one."""
         self._config, self._epoch = config, 0
         leaders_share = gpus is not None and gpus["draft"][0] == gpus["target"][0]
         self._between = "cpu" if leaders_share else None  # NCCL takes no two ranks on one GPU
@@ -116,7 +116,8 @@ class _Rank:
 def _serve(pipe: Connection, gpu: int | None) -> None:
     """The life of a rank's process. It says `loaded`, then `ended`, of every engine; or what went wrong."""
     if gpu is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[gpu] if seen else str(gpu)
     loaded = None
     for spec in iter(pipe.recv, None):
         try:

@@ -14,7 +14,8 @@ from services.backend import ServingPair, Unavailable
 from services.coordinator.client import CoordinatorClient
 from services.coordinator.loop import Step
 from services.launch.config import GangConfig
-from services.launch.gang import Gang, GangError
+from services.launch.errors import GangError
+from services.launch.gang import Gang
 from smc.engine.request import Output, Request
 from smc.engine.stats import EngineStats
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from services.link.base import LinkError
 from services.link.distributed import FRAME, frames, make_group
+from services.workers.symmetric import SymmetricSum
 
 _HEAD = 8
 _FROM_LEADER = dist.BroadcastOptions()
@@ -17,15 +18,19 @@ _FROM_LEADER.rootTensor = 0
 
 
 class TensorParallel:
-    """Rank `rank` of `degree` of one model. Activations are summed over NCCL on GPUs; commands always go over gloo."""
+    """Rank `rank` of `degree` of one model. On GPUs activations are summed in symmetric memory if they are few, else over NCCL;
+    commands always go over gloo."""
 
     def __init__(self, store: dist.Store, name: str, rank: int, degree: int, device: torch.device, timeout: float) -> None:
         self._commands = make_group(store, f"{name}/commands", rank, degree, timeout)
         on_cpu = device.type == "cpu"
         self._sums = make_group(store, f"{name}/sums", rank, degree, timeout, "cpu" if on_cpu else device)
+        self._few = None if on_cpu else SymmetricSum.between(store, f"{name}/few", rank, degree)
 
     def reduce(self, tensor: Tensor) -> Tensor:
-        """Sum over the ranks, in place; the same bits on every rank."""
+        """Sum over the ranks, perhaps in place; the same bits on every rank. It lasts until the next one is asked for."""
+        if self._few is not None and self._few.fits(tensor):
+            return self._few(tensor)
         try:
             self._sums.allreduce([tensor]).wait()
         except RuntimeError as error:

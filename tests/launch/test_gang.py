@@ -4,7 +4,8 @@ import pytest
 from ray.exceptions import RayTaskError
 
 from services.launch.config import GangConfig
-from services.launch.gang import Gang, GangError
+from services.launch.errors import GangError
+from services.launch.gang import Gang
 
 
 @pytest.mark.parametrize("error", [ValueError("no such file"), RayTaskError("start", "a long traceback", ValueError("no such file"))])

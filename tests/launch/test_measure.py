@@ -17,7 +17,7 @@ from services.cli.speed import SpeedPlan
 from services.cli.speed import measure as timed
 from services.coordinator.timeline import LANES
 from services.launch.config import GangConfig
-from services.launch.gang import GangError
+from services.launch.errors import GangError
 from services.launch.measure import GangMachine, measure
 from services.launch.processes import Processes
 from smc import demo

@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 
 from services.launch import supervisor as module
-from services.launch.gang import GangError
+from services.launch.errors import GangError
 from services.launch.supervisor import Supervisor
 
 

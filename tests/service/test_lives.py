@@ -11,7 +11,8 @@ import pytest
 import ray
 
 from services.launch.config import GangConfig
-from services.launch.gang import Gang, GangError
+from services.launch.errors import GangError
+from services.launch.gang import Gang
 from smc.engine.config import EngineConfig
 from tests.service.running import open_files
 
