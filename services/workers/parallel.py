@@ -18,24 +18,30 @@ _FROM_LEADER.rootTensor = 0
 
 
 class TensorParallel:
-    """Rank `rank` of `degree` of one model. On GPUs activations are summed in symmetric memory if they are few, else over NCCL;
-    commands always go over gloo."""
+    """Rank `rank` of `degree` of one model, a `smc.models.parallel.Reduce`. On GPUs activations are summed in symmetric memory if they
+    are few, else over NCCL; commands always go over gloo."""
 
     def __init__(self, store: dist.Store, name: str, rank: int, degree: int, device: torch.device, timeout: float) -> None:
         self._commands = make_group(store, f"{name}/commands", rank, degree, timeout)
-        on_cpu = device.type == "cpu"
+        self._device, on_cpu = device, device.type == "cpu"
         self._sums = make_group(store, f"{name}/sums", rank, degree, timeout, "cpu" if on_cpu else device)
         self._few = None if on_cpu else SymmetricSum.between(store, f"{name}/few", rank, degree)
 
-    def reduce(self, tensor: Tensor) -> Tensor:
-        """Sum over the ranks, perhaps in place; the same bits on every rank. It lasts until the next one is asked for."""
-        if self._few is not None and self._few.fits(tensor):
-            return self._few(tensor)
+    def room(self, tokens: int, features: int, dtype: torch.dtype) -> Tensor:
+        """See `smc.models.parallel.Reduce`."""
+        here = None if self._few is None else self._few.room(tokens, features, dtype)
+        return torch.empty(tokens, features, dtype=dtype, device=self._device) if here is None else here
+
+    def __call__(self, part: Tensor) -> Tensor:
+        """See `smc.models.parallel.Reduce`."""
+        here = None if self._few is None else self._few.room(*part.shape, part.dtype)
+        if here is not None:
+            return self._few(here if here.data_ptr() == part.data_ptr() else here.copy_(part))
         try:
-            self._sums.allreduce([tensor]).wait()
+            self._sums.allreduce([part]).wait()
         except RuntimeError as error:
             raise LinkError(f"a rank of the group is gone: {error}") from error
-        return tensor
+        return part
 
     def share(self, tensor: Tensor) -> None:
         """Rank 0's values, in place, on every rank."""

@@ -57,8 +57,7 @@ def load_rank(spec: RankSpec) -> Loaded:
     if shard.degree > 1:
         name = spec.meeting.name(f"{spec.side}/ranks")
         group = TensorParallel(spec.meeting.store(), name, shard.rank, shard.degree, device, spec.timeout)
-    dtype, reduce = getattr(torch, spec.dtype), group.reduce if group else None
-    return Loaded(spec.source.load(dtype=dtype, device=device, shard=shard, reduce=reduce), group)
+    return Loaded(spec.source.load(dtype=getattr(torch, spec.dtype), device=device, shard=shard, reduce=group), group)
 
 
 def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:

@@ -29,12 +29,14 @@ class SymmetricSum:
         # Read by torch when the buffers meet. Each rank may see its own GPU only, and then all of them have the number 0.
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+        from torch._C._distributed_c10d import _register_process_group
         from torch.distributed import _symmetric_memory as symmetric
 
-        self._group = name
-        symmetric._SymmetricMemory.set_group_info(name, rank, degree, dist.PrefixStore(name, store))
-        self._room = symmetric.empty(ROOM, dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device()))
-        symmetric._SymmetricMemory.rendezvous(self._room, name)
+        self._name, self._group = name, dist.ProcessGroup(dist.PrefixStore(name, store), rank, degree)
+        self._group._set_group_name(name)
+        _register_process_group(name, self._group)
+        self._buffer = symmetric.empty(ROOM, dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device()))
+        symmetric.rendezvous(self._buffer, name)
 
     @staticmethod
     def between(store: dist.Store, name: str, rank: int, degree: int) -> SymmetricSum | None:
@@ -51,18 +53,18 @@ class SymmetricSum:
             print(f"smcserve: sums over GPUs go over NCCL, since symmetric memory is not to be had: {errors[0]}", file=sys.stderr)
         return None if errors else made
 
-    def fits(self, part: Tensor) -> bool:
-        """Whether parts of this size and type can be summed here."""
-        size = part.numel() * part.element_size()
-        return size <= ROOM and size % 16 == 0 and part.dtype in SUMMED
+    def room(self, tokens: int, features: int, dtype: torch.dtype) -> Tensor | None:
+        """Where a part [tokens, features] can be put to be summed without a copy; None if it is not for here."""
+        size = tokens * features * dtype.itemsize
+        if size > ROOM or size % 16 or dtype not in SUMMED:
+            return None
+        return self._buffer[:size].view(dtype).view(tokens, features)
 
-    def __call__(self, part: Tensor) -> Tensor:
-        """The sum, the same bits on every rank. It lasts until the next one is asked for."""
-        size = part.numel() * part.element_size()
-        here = self._room[:size].view(part.dtype).view(part.shape).copy_(part)
-        if size <= ONE_SHOT:
-            return torch.ops.symm_mem.one_shot_all_reduce(here, "sum", self._group)
-        return torch.ops.symm_mem.two_shot_all_reduce_(here, "sum", self._group)
+    def __call__(self, here: Tensor) -> Tensor:
+        """The sum of the parts in everybody's `room`, the same bits on every rank. It lasts until another part is put there."""
+        if here.numel() * here.element_size() <= ONE_SHOT:
+            return torch.ops.symm_mem.one_shot_all_reduce(here, "sum", self._name)
+        return torch.ops.symm_mem.two_shot_all_reduce_(here, "sum", self._name)
 
 
 def _place() -> str:

@@ -34,7 +34,7 @@ def _chunk(shared, BLOCK_P: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.co
 
 
 @triton.jit
-def _take_in(q_XD, k_PD, v_PD, visible_XP, m_X, l_X, acc_XD, SCALE: tl.constexpr):
+def take_in(q_XD, k_PD, v_PD, visible_XP, m_X, l_X, acc_XD, SCALE: tl.constexpr):
     """One tile more in the online softmax, of which m is the largest base-2 logit, l the sum and acc the weighted values."""
     s_XP = tl.dot(q_XD, tl.trans(k_PD), input_precision="ieee")
     s_XP = tl.where(visible_XP, s_XP, -float("inf"))
@@ -77,7 +77,7 @@ def _prefix_kernel(
         k_PD, v_PD = tl.load(keys + at_PD), tl.load(values + at_PD)
         # A tile ahead: the pipeline would otherwise spend its depth on this load before it may start the two that matter.
         page = tl.load(pages + p0 + BLOCK_P, mask=p0 + BLOCK_P + p < last, other=0)
-        m_X, l_X, acc_XD = _take_in(q_XD, k_PD, v_PD, (p0 + p < last)[None, :], m_X, l_X, acc_XD, SCALE)
+        m_X, l_X, acc_XD = take_in(q_XD, k_PD, v_PD, (p0 + p < last)[None, :], m_X, l_X, acc_XD, SCALE)
     row_X = (split * T + token) * (J * N) + head
     tl.store(lse + row_X, m_X + tl.log2(l_X), mask=x < queries)
     tl.store(part + row_X[:, None] * D + d, acc_XD / l_X[:, None], mask=(x < queries)[:, None])
@@ -108,7 +108,7 @@ def _own_kernel(
         page = tl.load(table_RL + r.to(tl.int64) * table_stride + shared + o, mask=o < own, other=0).to(tl.int64)
         at_OD = (page * J + j)[:, None] * D + d
         visible_YO = o[None, :] <= limit_Y[:, None]
-        m_Y, l_Y, acc_YD = _take_in(q_YD, tl.load(keys + at_OD), tl.load(values + at_OD), visible_YO, m_Y, l_Y, acc_YD, SCALE)
+        m_Y, l_Y, acc_YD = take_in(q_YD, tl.load(keys + at_OD), tl.load(values + at_OD), visible_YO, m_Y, l_Y, acc_YD, SCALE)
     if OVERLAP:  # Always, also where nothing is merged: whoever waits for this kernel waits for the one before it.
         gdc_wait()
         gdc_launch_dependents()
@@ -155,7 +155,7 @@ def _direct_kernel(
         at_PD = (page.to(tl.int64) * J + j)[:, None] * D + d
         k_PD, v_PD = tl.load(keys + at_PD), tl.load(values + at_PD)
         page = tl.load(pages + p0 + BLOCK_P, mask=p0 + BLOCK_P + p < end, other=0)
-        m_Y, l_Y, acc_YD = _take_in(q_YD, k_PD, v_PD, (p0 + p)[None, :] <= limit_Y[:, None], m_Y, l_Y, acc_YD, SCALE)
+        m_Y, l_Y, acc_YD = take_in(q_YD, k_PD, v_PD, (p0 + p)[None, :] <= limit_Y[:, None], m_Y, l_Y, acc_YD, SCALE)
     row_Y = token * (J * N) + head
     out_YD = acc_YD / tl.where(real_Y, l_Y, 1.0)[:, None]
     tl.store(out + row_Y[:, None] * D + d, out_YD, mask=(y < Q * N)[:, None])

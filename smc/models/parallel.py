@@ -10,17 +10,28 @@ Knows nothing about files, parameters or how ranks talk to each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from smc.models.config import ModelConfig
 
 INNER_BLOCK = 64
 """Inner features are dealt out in blocks of this many where they come in such blocks: kernels read weights that way."""
-Reduce = Callable[[Tensor], Tensor]
-"""Sums a tensor over all ranks of the model and returns the sum, the same bits on every rank. May work in place."""
+
+
+class Reduce(Protocol):
+    """Sums over all ranks of a model."""
+
+    def __call__(self, part_TE: Tensor) -> Tensor:
+        """The sum, the same bits on every rank. May be made in place, and lasts until the next one is asked for."""
+        ...
+
+    def room(self, tokens: int, features: int, dtype: torch.dtype) -> Tensor:
+        """A tensor for a part, which then need not be copied to where the others read it."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,11 @@
-"""The parts of resident rounds that run as fused kernels on a GPU: forward pass, draws, choice. Same interfaces as the references.
+"""The parts of rounds that run as fused kernels on a GPU: forward pass, draws, choice. Same interfaces as the references.
 
 Matrix products of few rows are bound by reading weights; what is done here is to leave little else. See the package's legend for axes.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from torch.nn import functional as F
 from smc.algorithm import selection
 from smc.algorithm.selection import Selection
 from smc.attention.kernels import SharedPrefixAttention
+from smc.attention.step import step_attention
 from smc.engine.worker import ModelWorker
 from smc.kernels import selection as selection_kernel
 from smc.kernels.linear import gate_up_silu, linear
@@ -32,6 +35,10 @@ PLAIN = frozenset({"temperature", "greedy"})
 """Processors that the one-pass kernels know."""
 
 
+Attend = Callable[[Layer, Tensor, Tensor], None]
+"""(layer, product with its query, key and value weights, out [T, H, D])"""
+
+
 class KernelForward(StaticForward):
     """A decoder of one worker. With `own_products` matrix products of few rows are ours too, but not in float32, which tensor cores
     would round; with `pdl` kernels begin before those before them have ended (programmatic dependent launch)."""
@@ -43,19 +50,15 @@ class KernelForward(StaticForward):
 
     def __call__(self, tokens_T: Tensor, rows: StaticRows) -> Tensor:
         config, model, pdl = self.model.config, self.model, self._pdl
-        position_T, page_T = place_tokens(rows.table_RL, rows.start_R, rows.count_R, rows.skip_R, rows.queries)
-        attention = self._attention_for(rows)
         x_TE = model.embed(tokens_T)
-        q_THD = x_TE.new_empty(len(tokens_T), config.num_heads, config.head_dim)
-        out_THD, parts = torch.empty_like(q_THD), None
+        out_THD, parts = x_TE.new_empty(len(tokens_T), config.num_heads, config.head_dim), None
+        attend = self._in_one_launch(rows) if rows.short and rows.queries == 1 else self._stored_first(rows)
         for layer in model.layers:
             hidden_TE = add_norm(x_TE, parts, layer.attn_norm.weight, config.rms_eps, pdl=pdl)
-            keys, values = self.pool.keys[layer.index], self.pool.values[layer.index]
-            self._store(layer, self._product(hidden_TE, layer.qkv.weight, layer.qkv.bias), q_THD, position_T, page_T)
-            attention.run(q_THD, keys, values, rows.table_RL, rows.size_G, rows.shared_G, rows.start_R, rows.count_R, out_THD, rows.short)
-            parts = self._sum(layer, self._product(out_THD.flatten(1), layer.o.weight, whole=layer.reduce is not None))
+            attend(layer, self._product(hidden_TE, layer.qkv.weight, layer.qkv.bias), out_THD)
+            parts = self._sum(layer, out_THD.flatten(1), layer.o.weight)
             hidden_TE = add_norm(x_TE, parts, layer.mlp_norm.weight, config.rms_eps, pdl=pdl)
-            parts = self._sum(layer, self._product(self._gated(layer, hidden_TE), layer.down.weight, whole=layer.reduce is not None))
+            parts = self._sum(layer, self._gated(layer, hidden_TE), layer.down.weight)
         return add_norm(x_TE, parts, model.norm.weight, config.rms_eps, pdl=pdl)
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
@@ -64,28 +67,48 @@ class KernelForward(StaticForward):
             return linear(hidden_RE, weight_VE, splits=1, pdl=self._pdl)
         return F.linear(hidden_RE, weight_VE)
 
-    def _store(self, layer: Layer, qkv: Tensor, q_THD: Tensor, position_T: Tensor, page_T: Tensor) -> None:
-        config = self.model.config
-        norms = (layer.q_norm.weight, layer.k_norm.weight) if layer.q_norm is not None else (None, None)
-        keys, values, heads = self.pool.keys[layer.index], self.pool.values[layer.index], (config.num_heads, config.num_kv_heads)
-        store_kv(qkv, q_THD, keys, values, self.rope.table, position_T, page_T, heads, *norms, eps=config.rms_eps, pdl=self._pdl)
+    def _in_one_launch(self, rows: StaticRows) -> Attend:
+        assert rows.skip_R is None
+
+        def attend(layer: Layer, qkv: Tensor, out_RHD: Tensor) -> None:
+            keys, values = self.pool.keys[layer.index], self.pool.values[layer.index]
+            where = (self.rope.table, rows.table_RL, rows.size_G, rows.start_R, rows.count_R)
+            step_attention(qkv, keys, values, *where, out_RHD, *_norms(layer), self.model.config.rms_eps, pdl=self._pdl)
+
+        return attend
+
+    def _stored_first(self, rows: StaticRows) -> Attend:
+        config, attention = self.model.config, self._attention_for(rows)
+        heads = (config.num_heads, config.num_kv_heads)
+        where = place_tokens(rows.table_RL, rows.start_R, rows.count_R, rows.skip_R, rows.queries)
+
+        def attend(layer: Layer, qkv: Tensor, out_THD: Tensor) -> None:
+            keys, values, q_THD = self.pool.keys[layer.index], self.pool.values[layer.index], torch.empty_like(out_THD)
+            store_kv(qkv, q_THD, keys, values, self.rope.table, *where, heads, *_norms(layer), eps=config.rms_eps, pdl=self._pdl)
+            bounds = (rows.size_G, rows.shared_G, rows.start_R, rows.count_R)
+            attention.run(q_THD, keys, values, rows.table_RL, *bounds, out_THD, rows.short)
+
+        return attend
 
     def _gated(self, layer: Layer, hidden_TE: Tensor) -> Tensor:
         if self._few(hidden_TE):
             return gate_up_silu(hidden_TE, layer.gate_up.weight, pdl=self._pdl)
         return silu_mul(F.linear(hidden_TE, layer.gate_up.weight))
 
-    def _product(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, whole: bool = False) -> Tensor:
-        """x W^T; unless `whole`, perhaps as partial sums [S, T, N]."""
-        if whole or not self._few(x_TK):
-            return F.linear(x_TK, weight_NK, bias_N)
-        return linear(x_TK, weight_NK, bias_N=bias_N, pdl=self._pdl)
+    def _product(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+        """x W^T, perhaps as partial sums [S, T, N]."""
+        if self._few(x_TK):
+            return linear(x_TK, weight_NK, bias_N=bias_N, pdl=self._pdl)
+        return F.linear(x_TK, weight_NK, bias_N)
+
+    def _sum(self, layer: Layer, x_TK: Tensor, weight_NK: Tensor) -> Tensor:
+        """`_product` of all ranks' shares."""
+        if layer.reduce is None:
+            return self._product(x_TK, weight_NK)
+        return layer.reduce(torch.mm(x_TK, weight_NK.t(), out=layer.reduce.room(len(x_TK), len(weight_NK), x_TK.dtype)))
 
     def _few(self, x_TK: Tensor) -> bool:
         return self._own_products and len(x_TK) <= FEW_ROWS and x_TK.dtype != torch.float32
-
-    def _sum(self, layer: Layer, part: Tensor) -> Tensor:
-        return part if layer.reduce is None else layer.reduce(part)
 
     def _attention_for(self, rows: StaticRows) -> SharedPrefixAttention:
         groups, config = len(rows.size_G), self.model.config
@@ -96,6 +119,10 @@ class KernelForward(StaticForward):
                 *shape, heads, config.head_dim, weight.dtype, weight.device, self._longest, overlap=self._pdl
             )
         return self._attention[shape]
+
+
+def _norms(layer: Layer) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if layer.q_norm is None else (layer.q_norm.weight, layer.k_norm.weight)
 
 
 class KernelSampling(Sampling):

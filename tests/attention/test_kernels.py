@@ -15,6 +15,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from smc.attention.kernels import SharedPrefixAttention
+from smc.attention.step import step_attention
 from smc.kernels.store import store_kv
 from smc.models.decoder import rotate
 
@@ -48,6 +49,8 @@ CASES = {
     "empty_group": Case([9, 0], [[(9, 1)], []], 2, 1),
     "idle_rows": Case([16], [[(16, 0), (16, 0)]], 2, 2),
     "nine_queries": Case([10], [[(12, 9), (10, 5)]], 2, 9, (8, 1)),
+    "step_wide": Case([150], [[(150, 1), (170, 1), (160, 0)]], 4, 1, (20, 4), dtype=torch.bfloat16),
+    "step_groups": Case([5, 0, 48], [[(5, 1)], [(4, 1), (0, 1)], [(48, 1), (49, 0), (60, 1)]], 3, 1, (8, 1), 128),
     "many_tiles": Case([200], [[(200, 2), (230, 1)]], 2, 2, (8, 2), tuning={"splits": 4, "block_p": 16, "min_tiles": 2, "block_o": 16}),
     "few_splits_used": Case([40], [[(41, 1)]], 2, 1, tuning={"splits": 7, "block_p": 16, "min_tiles": 1, "block_s": 2}),
     "several_query_tiles": Case([35], [[(35, 8), (36, 8), (40, 2)]], 3, 8, (8, 2), tuning={"block_x": 16, "splits": 2}),
@@ -169,6 +172,41 @@ def test_store_normalises_rotates_and_writes(dtype, heads, dim, norm, splits):
     torch.testing.assert_close(out[:4], q_THD[:4].to(dtype), **tolerance)
     torch.testing.assert_close(new_keys, keys, **tolerance)
     torch.testing.assert_close(new_values, values, **(tolerance if splits > 1 else {"atol": 0, "rtol": 0}))
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("name", ["decode", "decode_fp32", "no_prefix", "empty_group", "step_wide", "step_groups"])
+def test_one_launch_does_what_storing_and_attending_do(name, splits, norm):
+    built, case = Built(CASES[name]), CASES[name]
+    (h, j), d, rows, generator = case.heads, case.dim, len(built.start_R), torch.Generator().manual_seed(3)
+    qkv = torch.randn(rows, (h + 2 * j) * d, generator=generator).to(case.dtype)
+    exists_R = (torch.arange(rows) % case.rows < built.size_G.repeat_interleave(case.rows)) & (built.count_R > 0)
+    qkv[~exists_R] = torch.nan  # What padding rows hold must not matter.
+    parts = qkv if splits == 1 else torch.stack((qkv.float() - 1, torch.ones_like(qkv, dtype=torch.float32)))
+    norms = [torch.randn(d, generator=generator).to(case.dtype) for _ in "qk"] if norm else [None, None]
+    rope = torch.randn(300, d, generator=generator)
+    index = (built.table_RL, built.size_G, built.start_R, built.count_R)
+
+    def on_device(*tensors: Tensor | None) -> list[Tensor | None]:
+        return [x if x is None else x.to(DEVICE).clone() for x in tensors]
+
+    page_R = torch.where(exists_R, built.table_RL.gather(1, built.start_R[:, None].long())[:, 0], 0).int()
+    position_R = torch.where(exists_R, built.start_R, 0).int()
+    q_RHD = torch.empty(rows, h, d, dtype=case.dtype)
+    expected = on_device(parts, q_RHD, built.keys, built.values, rope, position_R, page_R, *norms)
+    store_kv(*expected[:7], (h, j), *expected[7:], eps=1e-6)
+    attention = SharedPrefixAttention(len(case.shared), case.rows, 1, case.heads, d, case.dtype, DEVICE, 256)
+    table, size, start, count = on_device(*index)
+    out_RHD = attention.run(*expected[1:4], table, size, built.shared_G.to(DEVICE), start, count, torch.empty_like(expected[1]), short=True)
+
+    found = on_device(parts, built.keys, built.values, rope, *index, torch.full_like(q_RHD, torch.nan), *norms)
+    step_attention(*found, eps=1e-6)
+    # A norm's sum is made in two halves there.
+    torch.testing.assert_close(found[1], expected[2], **({"atol": 1e-5, "rtol": 8e-3} if norm else {"atol": 0, "rtol": 0}))
+    assert torch.equal(found[2], expected[3])
+    assert not found[8][~exists_R].any()
+    assert _error(found[8].cpu(), out_RHD.cpu().double()) < TOLERANCE[case.dtype]
 
 
 def test_a_workspace_refuses_heads_that_do_not_divide():
