@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,27 +16,48 @@ from smc import demo
 from smc.demo.problems import generate
 from smc.engine.config import EngineConfig
 from smc.engine.local import ModelPair, local_engine
-from smc.engine.request import Answer, Method, Request, SamplingParams
+from smc.engine.request import Method, Request, SamplingParams
+from smc.models.loader import save_model
+from smc.models.presets import random_model
 from tests.engine.harness import answers
 
 FORMS = {"look-ahead": EngineConfig(block=5, branches=4), "lockstep": EngineConfig(form="lockstep", block=8, cohorts=2)}
-GANGS = [("nccl", 1, 1), ("grpc", 1, 1), ("nccl", 1, 2), ("nccl", 1, 3), ("nccl", 2, 2), ("grpc", 2, 2)]
+GANGS = [("demo", "nccl", 1, 1), ("demo", "grpc", 1, 1), ("demo", "nccl", 1, 2), ("demo", "nccl", 2, 2), ("demo", "grpc", 2, 2)]
+GANGS += [("wide", "nccl", 1, 1), ("wide", "nccl", 1, 2), ("wide", "nccl", 1, 3), ("wide", "nccl", 3, 1)]
+"""(models, link, ranks of draft, ranks of target)"""
+
+
+@dataclass(frozen=True)
+class Started:
+    """A gang, and the pair that it holds, on the CPU."""
+
+    gang: Processes
+    on_cpu: ModelPair
 
 
 @pytest.fixture(scope="module")
-def on_cpu() -> ModelPair:
-    return ModelPair.load(demo.TARGET, demo.DRAFT)
+def places(tmp_path_factory) -> dict[str, tuple[Path, Path]]:
+    """Target and draft: the shipped pair, whose two key/value heads go to two ranks at most, and one of random weights with eight."""
+    directory, shipped = tmp_path_factory.mktemp("wide"), ModelPair.load(demo.TARGET, demo.DRAFT)
+    sides = {"target": shipped.target, "draft": shipped.draft}
+    for seed, (side, model) in enumerate(sides.items()):
+        config = replace(model.config, num_heads=16, num_kv_heads=8, head_dim=32, intermediate_size=640)
+        save_model(random_model(config, dtype=torch.float32, device="cpu", seed=seed), directory / side)
+        for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+            shutil.copy(demo.TARGET / file, directory / side / file)
+    return {"demo": (demo.TARGET, demo.DRAFT), "wide": (directory / "target", directory / "draft")}
 
 
 @pytest.fixture(scope="module", params=GANGS, ids=lambda gang: "-".join(map(str, gang)))
-def gang(request) -> Iterator[Processes]:
+def started(request, places) -> Iterator[Started]:
     """Models stay loaded for all tests of the same link and degrees."""
-    link, draft, target = request.param
+    models, link, draft, target = request.param
     if torch.cuda.device_count() < draft + target:
         pytest.skip(f"needs {draft + target} GPUs")
-    config = GangConfig(device="cuda", dtype="float32", link=link, draft_tp=draft, target_tp=target)
-    with Processes(config, {"draft": list(range(draft)), "target": list(range(draft, draft + target))}) as processes:
-        yield processes
+    place = dict(zip(("target", "draft"), places[models]))
+    config = GangConfig(**place, device="cuda", dtype="float32", link=link, draft_tp=draft, target_tp=target)
+    with Processes(config, {"draft": list(range(draft)), "target": list(range(draft, draft + target))}) as gang:
+        yield Started(gang, ModelPair.load(*places[models]))
 
 
 def requests(pair: ModelPair, **params) -> list[Request]:
@@ -41,23 +65,22 @@ def requests(pair: ModelPair, **params) -> list[Request]:
     return [Request(str(i), tuple(prompt), SamplingParams(seed=i, max_tokens=150, **params)) for i, prompt in enumerate(prompts)]
 
 
-def ask(gang: Processes, engine: EngineConfig, asked: list[Request]) -> dict[str, Answer]:
-    with gang.engine(engine) as remote:
-        return {output.request_id: output.answer for output in remote.engine.run(asked) if output.answer}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_float32_answers_are_the_cpu_s(on_cpu, gang, form):
+def compare(started: Started, engine: EngineConfig, asked: list[Request]) -> None:
     """Sums over ranks round otherwise than sums within one, so a near-tie may fall the other way."""
-    asked = requests(on_cpu, particles=8)
-    expected, found = answers(local_engine(on_cpu, FORMS[form]), asked), ask(gang, FORMS[form], asked)
-    same = sum(found[i].tokens == one.tokens for i, one in expected.items())
+    with started.gang.engine(engine) as remote:
+        found = {output.request_id: output.answer for output in remote.engine.run(asked) if output.answer}
+    expected = answers(local_engine(started.on_cpu, engine), asked)
+    same = sum(found[i].tokens == one.tokens and found[i].matched == one.matched for i, one in expected.items())
     print(f"{same} of {len(asked)} answers equal")
     assert same >= 14
 
 
-def test_stop_strings_and_plain_decoding(on_cpu, gang):
-    engine = FORMS["look-ahead"]
-    asked = [*requests(on_cpu, particles=4, stop=("####",))[:8], *requests(on_cpu, method=Method.TARGET, stop=("=",))[8:]]
-    expected, found = answers(local_engine(on_cpu, engine), asked), ask(gang, engine, asked)
-    assert sum(found[i].tokens == one.tokens and found[i].matched == one.matched for i, one in expected.items()) >= 14
+@pytest.mark.parametrize("form", FORMS)
+def test_float32_answers_are_the_cpu_s(started, form):
+    compare(started, FORMS[form], requests(started.on_cpu, particles=8))
+
+
+def test_stop_strings_and_plain_decoding(started):
+    pair = started.on_cpu
+    asked = [*requests(pair, particles=4, stop=("####",))[:8], *requests(pair, method=Method.TARGET, stop=("=",))[8:]]
+    compare(started, FORMS["look-ahead"], asked)
