@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.coordinator.timeline import Timeline
+from services.coordinator.warm_up import first_rounds, usual_rounds
 from services.link.base import LinkError
 from services.link.connect import Meeting, coordinator_end
 from services.link.remote import RemotePair, RemoteWorker
 from smc.engine.config import EngineConfig
 from smc.engine.engine import Engine
 from smc.engine.messages import SIDES
-from smc.engine.request import Request, SamplingParams
+from smc.engine.request import Request
 from smc.models.source import Source
 
 
@@ -31,6 +32,8 @@ class CoordinatorSpec:
     """Seconds between two signs of life while nothing runs; workers that hear nothing for long give up."""
     records: bool
     """Workers record rounds and replay them: few shapes are worth more than few rows."""
+    rehearse: bool
+    """Run the usual kinds of rounds before serving, so that nobody waits for their kernels to be compiled."""
     trace: Path | None
     """Where to write a Chrome trace of all rounds when it stops."""
 
@@ -58,19 +61,20 @@ class RemoteEngine:
             worker.stop()
 
     def _warm_up(self) -> None:
-        """One short request through both models: every rank has then run a round, and clocks are compared."""
-        block, vocab = self._spec.engine.block, self.engine.tokenizer.size
-        prompt = tuple(i % vocab for i in range(4))
-        tokens = min(2 * block + 2, self._spec.context - len(prompt))
-        params = SamplingParams(particles=min(2, self._spec.engine.max_slots), max_tokens=tokens, seed=0, ignore_eos=True)
-        answer = None
-        for output in self.engine.run([Request("warm-up", prompt, params)]):
-            answer = output.answer or answer
-        if answer.error:
-            raise LinkError(f"the warm-up round failed: {answer.error}")
+        """Every rank runs a round of both models, then those of the usual kinds; clocks are compared."""
+        spec = self._spec
+        shape = (spec.engine, spec.context, self.engine.tokenizer.size)
+        self._rehearse(first_rounds(*shape))
+        for asked in usual_rounds(*shape, self.engine.budget.capacity) if spec.rehearse else ():
+            self._rehearse(asked)
         self.engine.check_books()
         self.engine.take_stats()
         for worker in self.workers.values():
             worker.set_clock()
             worker.timeout = self._spec.timeout
         self.timeline.forget()
+
+    def _rehearse(self, asked: list[Request]) -> None:
+        for output in self.engine.run(asked):
+            if output.answer and output.answer.error:
+                raise LinkError(f"the warm-up round failed: {output.answer.error}")

@@ -34,9 +34,10 @@ END_SECONDS = 20.0
 class Processes:
     """Every rank of a gang in a process of its own. Ends them when it is closed."""
 
-    def __init__(self, config: GangConfig, gpus: dict[str, list[int]] | None = None) -> None:
-        """`gpus`: which of the GPUs that this process sees each rank of a side sees; two ranks may see the same one."""
-        self._config, self._epoch = config, 0
+    def __init__(self, config: GangConfig, gpus: dict[str, list[int]] | None = None, *, rehearse: bool = False) -> None:
+        """`gpus`: which of the GPUs that this process sees each rank of a side sees; two ranks may see the same one. `rehearse`: every
+        engine, as a service does before it serves."""
+        self._config, self._epoch, self._rehearse = config, 0, rehearse
         leaders_share = gpus is not None and gpus["draft"][0] == gpus["target"][0]
         self._between = "cpu" if leaders_share else None  # NCCL takes no two ranks on one GPU
         limit = timedelta(seconds=config.start_timeout)
@@ -66,7 +67,7 @@ class Processes:
             rank.pipe.send(rank_spec(config, pair, meeting, side, Shard(number, config.degree(side)), between=self._between))
         self._hear("loaded", config.start_timeout)
         try:
-            remote = RemoteEngine(coordinator_spec(config, pair, meeting))
+            remote = RemoteEngine(coordinator_spec(config, pair, meeting, rehearse=self._rehearse))
             try:
                 yield remote
             finally:

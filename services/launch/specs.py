@@ -31,7 +31,8 @@ def rank_spec(config: GangConfig, pair: ServingPair, meeting: Meeting, side: str
     )
 
 
-def coordinator_spec(config: GangConfig, pair: ServingPair, meeting: Meeting) -> CoordinatorSpec:
+def coordinator_spec(config: GangConfig, pair: ServingPair, meeting: Meeting, *, rehearse: bool = True) -> CoordinatorSpec:
+    """`rehearse`: see `CoordinatorSpec`; nothing is rehearsed where nothing is compiled."""
     return CoordinatorSpec(
         meeting=meeting,
         target=config.sources.target,
@@ -40,5 +41,6 @@ def coordinator_spec(config: GangConfig, pair: ServingPair, meeting: Meeting) ->
         timeout=config.link_timeout,
         heartbeat=config.heartbeat,
         records=config.device == "cuda",
+        rehearse=rehearse and config.device == "cuda",
         trace=config.trace.absolute() if config.trace else None,
     )

@@ -9,6 +9,8 @@ of a table, S parts of a split product, Y query heads of one key/value head.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,6 +18,26 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from smc.attention.kernels import take_in
 from smc.kernels.norm import launch_options, sum_parts
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Sizes that change speed only."""
+
+    block_p: int
+    """Positions read at a time."""
+    warps: int
+    stages: int
+    """Tiles whose loads are in flight or in use."""
+
+    @staticmethod
+    def choose(programs: int, head_dim: int, item_size: int) -> Tiling:
+        """The best of those tried on an H200: with few programs each must hurry, with many they hide each other's waits."""
+        if item_size == 4:
+            return Tiling(32, 2, 1)
+        if head_dim > 64:
+            return Tiling(128 if programs <= 132 else 64, 4, 3)
+        return Tiling(64, 4, 4) if programs <= 2 * 132 else Tiling(32, 1, 4)
 
 
 def step_attention(
@@ -32,9 +54,7 @@ def step_attention(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
     *,
-    block_p: int | None = None,
-    warps: int = 2,
-    stages: int | None = None,
+    tiling: Tiling | None = None,
     pdl: bool = False,
 ) -> None:
     """Attend, into `out_RHD` contiguous; zeros for rows without a token, which leave no trace.
@@ -46,13 +66,13 @@ def step_attention(
     (_, h, d), j = out_RHD.shape, keys.shape[1]
     assert qkv.shape[-1] == (h + 2 * j) * d and qkv.is_contiguous() and rope.shape[1] == d and rope.is_contiguous()
     assert keys.is_contiguous() and values.is_contiguous() and out_RHD.is_contiguous() and table_RL.stride(1) == 1
-    rows, wide = qkv.shape[-2], keys.element_size() == 4
+    rows = qkv.shape[-2]
+    tiling = tiling or Tiling.choose(j * rows, d, keys.element_size())
     _step_kernel[(j, rows)](
         qkv, keys, values, rope, table_RL, size_G, start_R, count_R, out_RHD, q_norm, k_norm, eps, qkv.shape[-1] * rows,
         table_RL.stride(0), rows // len(size_G), H=h, J=j, N=h // j, D=d, SCALE=d**-0.5 * 1.4426950408889634,
         NORM=q_norm is not None, SPLITS=len(qkv) if qkv.dim() == 3 else 1, BLOCK_Y=max(16, triton.next_power_of_2(h // j)),
-        BLOCK_P=block_p or (32 if wide else 64), STAGES=stages or (1 if wide else 4 if d <= 64 else 3), PDL=pdl, num_warps=warps,
-        **launch_options(pdl),
+        BLOCK_P=tiling.block_p, STAGES=tiling.stages, PDL=pdl, num_warps=tiling.warps, **launch_options(pdl),
     )  # fmt: skip
 
 

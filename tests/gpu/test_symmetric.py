@@ -24,7 +24,7 @@ def summed(rank: int, degree: int, port: int, results: multiprocessing.Queue) ->
     for shape in SHAPES:
         for dtype in (torch.bfloat16, torch.float32):
             part = torch.randn(shape, generator=torch.Generator("cuda").manual_seed(rank), device="cuda").to(dtype)
-            whole = part.float()
+            whole = part.float().clone()
             group.allreduce([whole]).wait()
             summed_here = lambda x: few(few.room(*x.shape, x.dtype).copy_(x))  # noqa: E731
             eager = summed_here(part).clone()
