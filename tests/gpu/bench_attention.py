@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from smc.attention.kernels import SharedPrefixAttention
+from smc.attention.step import step_attention
 from smc.kernels.store import store_kv
 
 HEADS, OWN, BANDWIDTH = (32, 8), 24, 4.26e12  # OWN: positions of a row before its new tokens; bytes/s as measured on an H200.
@@ -165,6 +166,19 @@ def store(inputs: Inputs) -> Call:
     return lambda layer: store_kv(inputs.qkv, q_out, inputs.keys[layer], inputs.values[layer], rope, position_T, page_T, HEADS)
 
 
+def step(inputs: Inputs) -> Call:
+    """Storing and attending in one launch; after the references, for it rotates queries and writes pages."""
+    if inputs.queries != 1:
+        raise ValueError("a step has one query a row")
+    table_RL, size_G, _, start_R, count_R = inputs.arguments()
+    rope, out_THD = (
+        torch.randn(LONGEST + 64, inputs.q_THD.shape[-1], device="cuda"),
+        torch.empty(inputs.q_THD.shape, dtype=torch.bfloat16, device="cuda"),
+    )
+    index = (table_RL, size_G, start_R, count_R)
+    return lambda layer: step_attention(inputs.qkv, inputs.keys[layer], inputs.values[layer], rope, *index, out_THD)
+
+
 def microseconds(call: Call, calls: int) -> float:
     """Of one call, as the median over replays of a graph of them all."""
     stream = torch.cuda.Stream()
@@ -228,6 +242,7 @@ def main() -> None:
                     builds |= {"flashinfer cascade": lambda: cascade(inputs), "flashinfer decode": lambda: decode(inputs)}  # noqa: B023
                 lines = [measure(name, inputs, build, reference_THD) for name, build in builds.items()]
                 lines.append(measure("store", inputs, lambda: store(inputs), None))  # noqa: B023
+                lines.append(measure("step, with store", inputs, lambda: step(inputs), None))  # noqa: B023
                 case = {"shape": shape, "rows": rows, "context": context, "floor_us": round(inputs.floor_us, 2)}
                 results += [case | line for line in lines]
     print(json.dumps(results))
