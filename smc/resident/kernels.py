@@ -29,8 +29,10 @@ from smc.resident.sampling import DrawKeys, Sampling
 from smc.resident.sides import Parts
 from smc.resident.stages import Graphs
 
-FEW_ROWS = 64
-"""Up to here our own products read weights at least as fast as the library's."""
+FEW_ROWS, FEW_WIDE_ROWS = 64, 32
+"""Up to here our own products read weights at least as fast as the library's; the latter where rows are wide."""
+WIDE = 8192
+"""Features."""
 PLAIN = frozenset({"temperature", "greedy"})
 """Processors that the one-pass kernels know."""
 
@@ -108,7 +110,8 @@ class KernelForward(StaticForward):
         return layer.reduce(torch.mm(x_TK, weight_NK.t(), out=layer.reduce.room(len(x_TK), len(weight_NK), x_TK.dtype)))
 
     def _few(self, x_TK: Tensor) -> bool:
-        return self._own_products and len(x_TK) <= FEW_ROWS and x_TK.dtype != torch.float32
+        few = FEW_ROWS if self.model.config.hidden_size < WIDE else FEW_WIDE_ROWS
+        return self._own_products and len(x_TK) <= few and x_TK.dtype != torch.float32
 
     def _attention_for(self, rows: StaticRows) -> SharedPrefixAttention:
         groups, config = len(rows.size_G), self.model.config

@@ -35,6 +35,7 @@ def summed(rank: int, degree: int, port: int, results: multiprocessing.Queue) ->
 
 def timed(operation, part: torch.Tensor) -> tuple[torch.Tensor | None, float]:
     """Its result, and microseconds of one replay."""
+    torch.cuda.synchronize()
     stream, graph, start, end = torch.cuda.Stream(), torch.cuda.CUDAGraph(), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
     with torch.cuda.stream(stream):
         operation(part)
