@@ -26,12 +26,12 @@ MODES = ("plain", "lockstep", "lockstep-apart", "lookahead")
 APART = ("plain", "lockstep-apart", "lookahead")
 """The default for models in processes of their own."""
 LEGEND = (
-    "medians of {rounds} rounds, milliseconds; tok/s: answer tokens a second, per request and in total. draft: its K steps (plain: the "
-    "target's), target: its pass (in lockstep with the choice), host: planning and queueing a round, hidden unless longer than the models; "
-    "idle: share of the round in which the slower side waits; floor: share of the time that reading all weights once a pass takes at "
-    "4.26 TB/s."
+    "medians of {rounds} rounds, milliseconds; tok/s: answer tokens a second, per request and in total. step: one step of the draft, "
+    "draft: its K steps, target: its pass (plain: its steps; in lockstep with the choice), choose: resampling, link: nobody at work, "
+    "host: planning and queueing a round, hidden unless longer than the models; idle: share of the round in which the slower side waits; "
+    "floor: share of the time that reading all weights once a pass takes at 4.26 TB/s."
 )
-COLUMNS = "N K F GPUs context requests tok/s total x_plain round draft target host idle floor GiB"
+COLUMNS = "N K F GPUs context requests tok/s total x_plain round step draft target choose link host idle floor GiB"
 
 
 @dataclass(frozen=True)
@@ -164,6 +164,6 @@ def speed_table(rows: Sequence[Speed]) -> Table:
         base = plain.get((row.context, row.requests))
         shape = (row.particles, row.block, row.branches, row.gpus, row.context, row.requests)
         rates = (f"{row.per_request:.0f}", f"{row.total:.0f}", f"{row.per_request / base:.2f}" if base else "")
-        times = (f"{value:.2f}" for value in (row.round, row.draft, row.target, row.host))
+        times = (f"{x:.2f}" for x in (row.round, row.draft / row.block, row.draft, row.target, row.choose, row.link, row.host))
         table.add_row(row.mode, *map(str, shape), *rates, *times, f"{row.idle:.0%}", f"{row.floor:.0%}", f"{row.memory:.1f}")
     return table

@@ -73,6 +73,10 @@ class Speed:
     """The draft's K steps."""
     target: float
     """The target's pass; in lockstep with the choice."""
+    choose: float
+    """Weighing, resampling and choosing branches, where that is not in the target's pass."""
+    link: float
+    """Nobody at work: messages are on their way, or the host is late. As near as the clocks of processes agree."""
     host: float
     """The host's time to plan and queue a round, which hides behind the models unless it is longer."""
     idle: float
@@ -179,7 +183,7 @@ class Bench:
 
     def _timed(self, mode: Mode, engine: Engine, requests: int, context: int, rounds: int, stride: int) -> Speed:
         source = engine.rounds_of(mode.method)
-        spans, hosts, parts = [], [], []
+        spans, hosts, work = [], [], []
         last = time.monotonic_ns()
         for _ in range(rounds):
             source.queued = 0.0
@@ -187,14 +191,13 @@ class Bench:
             now = time.monotonic_ns()
             spans.append(1e-9 * (now - last))
             hosts.append(source.queued)
-            worked = source.last.spans()
-            parts.append([1e-9 * (worked[side][1] - worked[side][0]) if side in worked else 0.0 for side in SIDES])
+            work.append(source.last.spans())
             if self._on_round is not None:
-                self._on_round(Recorded(last, now, source.waited, worked))
+                self._on_round(Recorded(last, now, source.waited, work[-1]))
             # Not a later time: the GPUs go on while this is being written down, and what is left out would make them look faster.
             last = now
         whole = statistics.median(spans)
-        draft, target = (statistics.median(column) for column in zip(*parts))
+        draft, target, choose = (median_length(work, name) for name in (*SIDES, "choose"))
         busy = draft + target if mode.config.form == "lockstep" or mode.method is not Method.SMC else max(draft, target)
         return Speed(
             mode=mode.name,
@@ -209,6 +212,8 @@ class Bench:
             round=1e3 * whole,
             draft=1e3 * draft,
             target=1e3 * target,
+            choose=1e3 * choose,
+            link=1e3 * unattended(work),
             host=1e3 * statistics.median(hosts),
             idle=max(0.0, 1 - busy / whole),
             floor=self._floor(mode) / whole,
@@ -223,6 +228,22 @@ class Bench:
         if mode.config.lookahead and mode.degrees[0]:
             return max(mode.config.block * draft, target)
         return mode.config.block * draft + target
+
+
+def median_length(work: list[dict[str, tuple[int, int]]], name: str) -> float:
+    """Seconds of the span of that name, the median over rounds; 0 in rounds without it."""
+    ends = (worked.get(name, (0, 0)) for worked in work)
+    return statistics.median(1e-9 * (end - begin) for begin, end in ends)
+
+
+def unattended(work: list[dict[str, tuple[int, int]]]) -> float:
+    """Seconds a round in which nothing is at work, from when the first round begins to when the last does."""
+    first, last = (min(begin for begin, _ in worked.values()) for worked in (work[0], work[-1]))
+    idle, reached = 0, first
+    for begin, end in sorted(span for worked in work for span in worked.values()):
+        idle += max(0, min(begin, last) - reached)
+        reached = max(reached, min(end, last))
+    return 1e-9 * idle / max(1, len(work) - 1)
 
 
 def _fitted(config: EngineConfig, asked: list[Request], context: int) -> EngineConfig:

@@ -24,7 +24,7 @@ from smc import demo
 from smc.engine.config import EngineConfig
 from smc.engine.local import ModelPair, local_engine
 from smc.engine.request import Method, Request, SamplingParams
-from smc.evaluation.speed import Bench, Mode
+from smc.evaluation.speed import Bench, Mode, median_length, unattended
 from tests.engine.harness import answers
 
 pytestmark = pytest.mark.xdist_group("ray")
@@ -97,6 +97,15 @@ def test_speed_of_models_in_processes_of_their_own():
         assert math.isclose(row.total, 2 * row.per_request)
         assert row.round > 0 and row.target > 0 and 0 <= row.idle < 1 and 0 < row.floor < 1
         assert (row.draft > 0) == (row.mode != "plain")
+        assert (row.choose > 0) == (row.mode == "lookahead") and 0 <= row.link < row.round
+
+
+def test_time_in_which_nobody_works_is_counted_once():
+    """Two rounds of 100: draft and target overlap, then 10 of nothing; what begins with the last round is not looked at."""
+    rounds = [{"draft": (at, at + 60), "target": (at + 20, at + 80), "choose": (at + 85, at + 95)} for at in (1000, 1100, 1200)]
+    assert math.isclose(unattended(rounds), 1e-9 * (5 + 5))
+    assert unattended(rounds[:1]) == 0.0
+    assert math.isclose(median_length(rounds, "choose"), 1e-8) and median_length(rounds, "go on") == 0.0
 
 
 def test_a_trace_of_timed_rounds(tmp_path, smcserve):
