@@ -21,12 +21,12 @@ from services.launch.service import Service
 class Running:
     """A service in an asyncio loop of its own thread, so that tests can call it like any client."""
 
-    def __init__(self, gang: GangConfig, gateway: GatewayConfig | None = None) -> None:
+    def __init__(self, gang: GangConfig, gateway: GatewayConfig | None = None, start_seconds: float = 120) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self.service = self.wait(self._make(gang, gateway or GatewayConfig(port=0)))
-        self.ready = self.wait(self.service.start())
+        self.ready = self.wait(self.service.start(), start_seconds)
 
     @property
     def supervisor(self):

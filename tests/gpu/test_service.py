@@ -1,0 +1,83 @@
+"""The whole service on two GPUs: Ray, a rank on each, NCCL between them, gRPC towards the clients."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import ray
+import torch
+
+from services.client import Client, Message
+from services.launch import cluster
+from services.launch.config import GangConfig
+from smc import demo
+from smc.engine.config import EngineConfig
+from smc.engine.local import ModelPair, local_engine
+from smc.engine.request import Request, SamplingParams
+from tests.engine.harness import answers
+from tests.service.running import Running
+from tests.service.test_same_answers import ASKED
+
+ENGINE = EngineConfig(block=5, branches=4)
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    cluster.connect(None)
+    made = Running(GangConfig(device="cuda", dtype="float32", engine=ENGINE, start_timeout=300.0), start_seconds=300)
+    try:
+        yield made
+    finally:
+        made.stop()
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[str]:
+    """What the engine on a CPU answers."""
+    pair = ModelPair.load(demo.TARGET, demo.DRAFT)
+    prompts = [tuple(pair.tokenizer.chat([{"role": "user", "content": question}])) for question, _ in ASKED]
+    asked = [Request(str(i), prompt, SamplingParams(**params)) for i, (prompt, (_, params)) in enumerate(zip(prompts, ASKED))]
+    found = answers(local_engine(pair, ENGINE), asked)
+    return [found[str(i)].text for i in range(len(ASKED))]
+
+
+def seconds(client: Client) -> float:
+    begin = time.monotonic()
+    client.generate([Message("user", ASKED[0][0])], seed=1, max_tokens=100, ignore_eos=True)
+    return time.monotonic() - begin
+
+
+def same(running: Running, expected: list[str]) -> int:
+    with running.client() as client, ThreadPoolExecutor(len(ASKED)) as pool:
+        found = pool.map(lambda asked: client.generate([Message("user", asked[0])], timeout=100, **asked[1]).text, ASKED)
+        return sum(text == one for text, one in zip(found, expected))
+
+
+def test_nobody_waits_for_a_kernel_of_the_usual_kind(running):
+    with running.client() as client:
+        first, second = seconds(client), seconds(client)
+    print(f"ready after {running.ready.seconds:.1f} s; first answer {first:.2f} s, second {second:.2f} s")
+    assert first < 5 * second + 0.2
+
+
+def test_sixteen_clients_get_the_answers_of_the_cpu(running, expected):
+    """A near-tie may fall the other way."""
+    count = same(running, expected)
+    print(f"{count} of {len(ASKED)} answers equal")
+    assert count >= 14
+    running.until_empty()
+
+
+def test_a_dead_rank_is_replaced(running, expected):
+    supervisor, epoch, begin = running.supervisor, running.supervisor.epoch, time.monotonic()
+    running.kill("target0")
+    running.until(lambda: supervisor.epoch > epoch and supervisor.serving, 200, "the service did not come back")
+    print(f"back after {time.monotonic() - begin:.1f} s")
+    assert same(running, expected) >= 14
+    running.until_empty()
