@@ -18,6 +18,9 @@ LAYOUT_VERSION = 2
 class LinkError(RuntimeError):
     """The other side is gone, silent past the deadline, or of another life. The gang must start again."""
 
+    began_here = False
+    """A worker's own fault is told, not what came of the other's."""
+
 
 Message = pb.WorkRequest | pb.WorkResponse | pb.ExchangeRequest | pb.ExchangeResponse
 Sent = TypeVar("Sent", bound=Message, contravariant=True)

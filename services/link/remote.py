@@ -19,11 +19,22 @@ from smc.engine.messages import PromptBatch, PromptResult
 from smc.resident.plan import RoundPlan, RoundResult, Start
 
 CLOCK_PINGS = 5
+LAST_WORDS_SECONDS = 0.5
+"""For a worker to say what went wrong, when the other one's link to it has broken."""
 SILENT = frozenset({"release", "join", "leave", "stop"})
 """Commands that have no response."""
 
 
 Outcome = PromptResult | RoundResult | None
+
+
+class WorkerFailed(LinkError):
+    """The worker has said what went wrong, and ends."""
+
+    def __init__(self, side: str, what: str) -> None:
+        super().__init__(f"the {side} model's worker failed: {what}")
+        self.began_here = not what.startswith(LinkError.__name__)
+        """It did not merely lose its link to the other worker."""
 
 
 @dataclass(eq=False)
@@ -117,11 +128,21 @@ class RemoteWorker:
             self._timeline.waited(begin, time.monotonic_ns())
         return self._arrived.pop(sequence)
 
+    def check(self) -> None:
+        """Read what has arrived, and what does soon. Raises WorkerFailed if the worker says that something went wrong with it."""
+        deadline = time.monotonic() + LAST_WORDS_SECONDS
+        try:
+            while (left := deadline - time.monotonic()) > 0:
+                self._take(self._end.receive(left))
+        except LinkError as error:
+            if error.began_here:
+                raise
+
     def _take(self, response: pb.WorkResponse) -> None:
         check_envelope(response, self._epoch)
         kind = response.WhichOneof("result")
         if kind == "failure":
-            raise LinkError(f"the {self.side} model's worker failed: {response.failure.message}")
+            raise WorkerFailed(self.side, response.failure.message)
         self._arrived[response.sequence] = response
         self._unanswered -= 1
         for name, span in self.spans(response).items():
@@ -172,8 +193,15 @@ class RemoteRound:
     pending: dict[str, RemotePending]
 
     def result(self) -> RoundResult:
-        self.pending["draft"].result()
-        return self.pending["target"].result()
+        """Raises LinkError: a worker that fails takes the other's link with it, and the error is that of the first, if it has said so."""
+        try:
+            self.pending["draft"].result()
+            return self.pending["target"].result()
+        except LinkError as error:
+            if not error.began_here:
+                for pending in self.pending.values():
+                    pending.worker.check()
+            raise
 
     def spans(self) -> dict[str, tuple[int, int]]:
         """See `RemotePending.spans`."""

@@ -1,0 +1,51 @@
+"""A worker that fails says why, whichever of the two it is, and whomever the coordinator waits for."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from services.coordinator.remote import RemoteEngine
+from services.launch.config import GangConfig
+from services.launch.specs import coordinator_spec, rank_spec
+from services.link.base import LinkError
+from services.link.connect import LINKS, Meeting
+from services.workers.process import run_rank
+from smc.engine.config import EngineConfig
+from smc.engine.request import Request, SamplingParams
+from smc.models.parallel import Shard
+from smc.resident.sides import DraftSide, TargetSide
+from tests.coordinator.harness import HOST, SECRET, SIDES
+
+
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize(("side", "what"), [("draft", "draft"), ("draft", "follow"), ("target", "round")])
+def test_the_error_is_that_of_the_worker_that_failed(monkeypatch, link, side, what):
+    config = GangConfig(engine=EngineConfig(block=3, branches=2), start_timeout=30.0, link_timeout=20.0, link=link)
+    pair = config.serving_pair()
+    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    meeting = Meeting(HOST, store.port, 1, SECRET, link, config.start_timeout)
+    ended = []
+
+    def run(name: str) -> None:
+        with pytest.raises(Exception) as failed:
+            run_rank(rank_spec(config, pair, meeting, name, Shard()), HOST)
+        ended.append(failed.value)
+
+    ranks = [threading.Thread(target=run, args=(name,), daemon=True) for name in SIDES]
+    for rank in ranks:
+        rank.start()
+    engine = RemoteEngine(coordinator_spec(config, pair, meeting)).engine
+
+    def broken(self, *_: object) -> None:
+        raise ValueError("out of luck")
+
+    monkeypatch.setattr({"draft": DraftSide, "target": TargetSide}[side], what, broken)
+    with pytest.raises(LinkError, match=f"the {side} model's worker failed: ValueError: out of luck"):
+        list(engine.run([Request("one", (1, 2, 3), SamplingParams(particles=2, max_tokens=20, seed=1, ignore_eos=True))]))
+    for rank in ranks:
+        rank.join(15)
+    assert len(ended) == 2
