@@ -201,5 +201,5 @@ def _measure_speed(plan: SpeedPlan, config: GangConfig, link: list[str] | None, 
     if len(link) > 1:
         raise ValueError(f"--link {' '.join(link)}; allowed with --device cuda: one")
     draft, target = plan.degrees
-    with closing(GangMachine(replace(config, link=link[0], draft_tp=draft, target_tp=target))) as apart:
+    with closing(GangMachine(replace(config, link=link[0], draft_tp=draft, target_tp=target), gpus)) as apart:
         return measure_speed(plan, Machines(local_machine(config.sources), apart), gpus, trace)

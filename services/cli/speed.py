@@ -27,7 +27,7 @@ APART = ("plain", "lockstep-apart", "lookahead")
 """The default for models in processes of their own."""
 LEGEND = (
     "medians of {rounds} rounds, milliseconds; tok/s: answer tokens a second, per request and in total. step: one step of the draft, "
-    "draft: its K steps, target: its pass (plain: its steps; in lockstep with the choice), choose: resampling, link: nobody at work, "
+    "draft: its K steps, target: its pass (plain: its K steps; in lockstep with the choice), choose: resampling, link: nobody at work, "
     "host: planning and queueing a round, hidden unless longer than the models; idle: share of the round in which the slower side waits; "
     "floor: share of the time that reading all weights once a pass takes at 4.26 TB/s."
 )

@@ -18,7 +18,7 @@ class Coordinator:
     """The one brain of the service. Nothing it does in a round involves Ray."""
 
     def __init__(self, spec: CoordinatorSpec, host: str) -> None:
-        """Returns when every rank has run a warm-up round. Raises LinkError, ValueError or what a worker reports."""
+        """Returns when the engine is warm. Raises LinkError, ValueError or what a worker reports."""
         torch.set_num_threads(1)
         self._spec = spec
         self._remote = RemoteEngine(spec)
@@ -42,7 +42,7 @@ class Coordinator:
         self._loop.ended.wait()
         self._server.close()
         if self._loop.failure is not None:
-            raise self._loop.failure
+            raise self._remote.cause(self._loop.failure)
 
     def stop(self) -> None:
         """End the loop and tell the workers to end. What still runs is dropped."""

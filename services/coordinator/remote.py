@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +17,8 @@ from smc.engine.engine import Engine
 from smc.engine.messages import SIDES
 from smc.engine.request import Request
 from smc.models.source import Source
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,8 @@ class RemoteEngine:
     """Has met both workers' leaders and seen a round of both models."""
 
     def __init__(self, spec: CoordinatorSpec) -> None:
-        """Returns when every rank has run a warm-up round. Raises LinkError, ValueError or what a worker reports."""
+        """Returns when every rank has run a round, on GPUs the usual kinds of rounds. Raises LinkError, ValueError or what a worker
+        reports."""
         self._spec = spec
         self.timeline = Timeline(trace=spec.trace is not None)
         store = spec.meeting.store()
@@ -53,20 +58,32 @@ class RemoteEngine:
         pages = dict.fromkeys(SIDES, spec.engine.pool_pages(spec.context))
         pair = RemotePair(self.workers, records=spec.records)
         self.engine = Engine(spec.engine, self.workers, spec.target.tokenizer(), pair=pair, pages=pages, context=spec.context)
-        self._warm_up()
+        try:
+            self._warm_up()
+        except LinkError as error:
+            raise self.cause(error) from error
 
     def stop(self) -> None:
         """Tell the workers to end."""
         for worker in self.workers.values():
             worker.stop()
 
+    def cause(self, error: Exception) -> Exception:
+        """What the engine stopped for. A worker that fails breaks its links and the other's, so the first error may be neither's own."""
+        if isinstance(error, LinkError) and not error.began_here:
+            return next(filter(None, (worker.last_words() for worker in self.workers.values())), error)
+        return error
+
     def _warm_up(self) -> None:
         """Every rank runs a round of both models, then those of the usual kinds; clocks are compared."""
         spec = self._spec
         shape = (spec.engine, spec.context, self.engine.tokenizer.size)
         self._rehearse(first_rounds(*shape))
-        for asked in usual_rounds(*shape, self.engine.budget.capacity) if spec.rehearse else ():
+        begin, loads = time.monotonic(), list(usual_rounds(*shape, self.engine.budget.capacity)) if spec.rehearse else []
+        for asked in loads:
             self._rehearse(asked)
+        if loads:
+            logger.info("ran %d usual loads in %.1f s", len(loads), time.monotonic() - begin)
         self.engine.check_books()
         self.engine.take_stats()
         for worker in self.workers.values():

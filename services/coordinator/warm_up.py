@@ -20,21 +20,23 @@ def first_rounds(config: EngineConfig, context: int, vocab: int) -> list[Request
 
 
 def usual_rounds(config: EngineConfig, context: int, vocab: int, pages: dict[str, int]) -> Iterator[list[Request]]:
-    """Requests side by side, as many as there is room for, whose rounds are of the kinds that requests of default settings ask for: so
-    many groups, short contexts and long ones, SMC-SD and the target alone. `pages`: of each pool."""
+    """Requests side by side whose rounds are of the kinds that requests of default settings ask for: SMC-SD and the target alone, in short
+    contexts and long ones, of every number of groups that rounds are padded to. `pages`: of each pool."""
     tokens, particles = TURNS * (config.block + 1) + 1, min(8, config.max_slots)
-    methods = ({"particles": particles}, {"method": Method.TARGET})
-    for prompt in (4, SHORT):
-        for settings in methods if prompt + tokens <= context else ():
-            count = 1
-            while True:
-                asked = [_request(i, prompt, vocab, max_tokens=tokens, **settings) for i in range(count)]
-                needed = [pages_needed(request, config) for request in asked]
-                full = any(sum(each.get(side, 0) for each in needed) > room for side, room in pages.items())
-                if full or sum(request.params.rows for request in asked) > config.max_slots:
-                    break
-                yield asked
-                count *= 2
+    longest = min(SHORT, context - tokens)
+    prompts = [4] * (longest >= 4) + [longest] * (longest + tokens + config.block > SHORT)
+    for prompt in prompts:
+        for settings in ({"particles": particles}, {"method": Method.TARGET}):
+            one = _request(0, prompt, vocab, max_tokens=tokens, **settings)
+            needed = pages_needed(one, config)
+            most = min(config.max_slots // one.params.rows, *(pages[side] // count for side, count in needed.items()))
+            for count in _counts(most):
+                yield [_request(number, prompt, vocab, max_tokens=tokens, **settings) for number in range(count)]
+
+
+def _counts(most: int) -> list[int]:
+    """Powers of two up to `most`, and `most`, which is padded to the next."""
+    return sorted({1 << i for i in range(most.bit_length())} | {most}) if most else []
 
 
 def _request(number: int, prompt: int, vocab: int, **params: object) -> Request:

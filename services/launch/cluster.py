@@ -36,7 +36,7 @@ class CoordinatorActor:
     """The process of the coordinator."""
 
     def start(self, spec: CoordinatorSpec) -> str:
-        """Returns its address once every rank has run a warm-up round."""
+        """Returns its address once the engine is warm: see `RemoteEngine`."""
         _quiet()
         self._coordinator = Coordinator(spec, ray.util.get_node_ip_address())
         return self._coordinator.address

@@ -95,10 +95,11 @@ def _row(config: GangConfig, requests: int, particles: int, times: list[RoundTim
 class GangMachine:
     """`smc.evaluation.speed.Machine` whose ranks are processes, each with a GPU that it shares with nobody at work."""
 
-    def __init__(self, config: GangConfig) -> None:
-        self._config = config
+    def __init__(self, config: GangConfig, gpus: int | None = None) -> None:
+        """`gpus` there are; None on CPUs."""
+        self._config, self._gpus = config, gpus
         self.vocab = config.serving_pair().tokenizer.size
-        self._processes: tuple[tuple[int, int], Processes] | None = None
+        self._processes: tuple[dict[str, list[int]], Processes] | None = None
         self._remote: RemoteEngine | None = None
 
     def close(self) -> None:
@@ -119,15 +120,23 @@ class GangMachine:
         return max(worker.status().device_bytes for worker in self._remote.workers.values())
 
     def _for(self, degrees: tuple[int, int]) -> Processes:
-        """Kept as long as it has what is asked for; weights are loaded once for all of its modes. A draft that is not asked for is there
-        all the same, idle: where it is when both models have GPUs of their own, if the target is the same then, or on the target's."""
-        apart = (self._config.draft_tp, self._config.target_tp)
-        if not degrees[0] and degrees[1] == apart[1]:
-            degrees = apart
-        if self._processes is None or self._processes[0] != degrees:
+        """Kept as long as it has what is asked for; weights are loaded once for all of its modes."""
+        config = self._config
+        sides = placed(degrees, (config.draft_tp, config.target_tp), self._gpus)
+        if self._processes is None or self._processes[0] != sides:
             self.close()
-            draft, target = degrees
-            config = replace(self._config, draft_tp=max(1, draft), target_tp=target)
-            gpus = {"draft": list(range(max(1, draft))), "target": list(range(draft, draft + target))}
-            self._processes = (degrees, Processes(config, gpus if self._config.device == "cuda" else None))
+            config = replace(config, **{f"{side}_tp": len(gpus) for side, gpus in sides.items()})
+            self._processes = (sides, Processes(config, None if self._gpus is None else sides))
         return self._processes[1]
+
+
+def placed(degrees: tuple[int, int], apart: tuple[int, int], gpus: int | None) -> dict[str, list[int]]:
+    """Which GPU each rank of draft and target is on, of `gpus` (None: as many as you like).
+
+    A draft that is not asked for (degree 0) is there all the same, idle: where it is when the models are `apart`, if the target is the same
+    then and there are GPUs enough, so that processes can serve both; else on the target's first.
+    """
+    draft, target = degrees
+    if not draft and target == apart[1] and (gpus is None or sum(apart) <= gpus):
+        draft = apart[0]
+    return {"draft": list(range(max(1, draft))), "target": list(range(draft, draft + target))}

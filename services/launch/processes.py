@@ -116,12 +116,11 @@ class _Rank:
 
 def _serve(pipe: Connection, gpu: int | None) -> None:
     """The life of a rank's process. It says `loaded`, then `ended`, of every engine; or what went wrong."""
-    if gpu is not None:
-        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-        os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[gpu] if seen else str(gpu)
     loaded = None
     for spec in iter(pipe.recv, None):
         try:
+            if loaded is None and gpu is not None:
+                see_only(gpu)
             loaded = loaded or load_rank(spec)
             pipe.send("loaded")
             run_rank(spec, HOST, loaded)
@@ -132,3 +131,13 @@ def _serve(pipe: Connection, gpu: int | None) -> None:
         gc.collect()
         if gpu is not None:
             torch.cuda.empty_cache()
+
+
+def see_only(gpu: int) -> None:
+    """One of the GPUs that this process was given. Raises ValueError if it was not given so many. Before anything asks for a GPU."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(gpu)] if given is None else [name for name in given.split(",") if name]
+    index = 0 if given is None else gpu
+    if index >= len(names):
+        raise ValueError(f"GPU number {gpu} is asked for, but CUDA_VISIBLE_DEVICES={given!r} shows {len(names)}")
+    os.environ["CUDA_VISIBLE_DEVICES"] = names[index]

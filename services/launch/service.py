@@ -29,7 +29,7 @@ class Ready:
     port: int
     metrics_port: int | None
     seconds: float
-    """From the start until every rank had run a warm-up round."""
+    """From the start until the engine was warm."""
 
 
 class Service:

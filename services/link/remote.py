@@ -128,15 +128,15 @@ class RemoteWorker:
             self._timeline.waited(begin, time.monotonic_ns())
         return self._arrived.pop(sequence)
 
-    def check(self) -> None:
-        """Read what has arrived, and what does soon. Raises WorkerFailed if the worker says that something went wrong with it."""
+    def last_words(self) -> LinkError | None:
+        """What the worker has said, or says soon, of something that went wrong with it. Nothing more can be asked of it after this."""
         deadline = time.monotonic() + LAST_WORDS_SECONDS
         try:
             while (left := deadline - time.monotonic()) > 0:
                 self._take(self._end.receive(left))
         except LinkError as error:
-            if error.began_here:
-                raise
+            return error if error.began_here else None
+        return None
 
     def _take(self, response: pb.WorkResponse) -> None:
         check_envelope(response, self._epoch)
@@ -193,15 +193,8 @@ class RemoteRound:
     pending: dict[str, RemotePending]
 
     def result(self) -> RoundResult:
-        """Raises LinkError: a worker that fails takes the other's link with it, and the error is that of the first, if it has said so."""
-        try:
-            self.pending["draft"].result()
-            return self.pending["target"].result()
-        except LinkError as error:
-            if not error.began_here:
-                for pending in self.pending.values():
-                    pending.worker.check()
-            raise
+        self.pending["draft"].result()
+        return self.pending["target"].result()
 
     def spans(self) -> dict[str, tuple[int, int]]:
         """See `RemotePending.spans`."""

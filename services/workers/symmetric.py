@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -24,34 +25,40 @@ SUMMED = (torch.bfloat16, torch.float32)
 class SymmetricSum:
     """The ranks' parts lie in a buffer that all of them can read."""
 
-    def __init__(self, store: dist.Store, name: str, rank: int, degree: int) -> None:
-        """On the current GPU; a collective of all ranks. Raises RuntimeError where a GPU cannot read another's memory."""
-        # Read by torch when the buffers meet. Each rank may see its own GPU only, and then all of them have the number 0.
+    def __init__(self) -> None:
+        """Room on the current GPU. Raises RuntimeError or ImportError where torch cannot share it."""
+        # Read by torch when buffers meet. Each rank may see its own GPU only, and then all of them have the number 0.
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-        from torch._C._distributed_c10d import _register_process_group
         from torch.distributed import _symmetric_memory as symmetric
+
+        self._buffer = symmetric.empty(ROOM, dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device()))
+        self._meet, self._name = symmetric.rendezvous, ""
+
+    @staticmethod
+    def between(store: dist.Store, name: str, rank: int, degree: int) -> SymmetricSum | None:
+        """None, on every rank alike, where not all of them are in one place with GPUs that reach each other. A collective, at every step of
+        which the ranks tell each other how it went: one that gave up alone would leave the others waiting."""
+        if len(set(_exchange(store, f"{name}/place", rank, degree, _place()))) > 1:
+            return None
+        made: list[SymmetricSum] = []
+        steps = {"made": lambda: made.append(SymmetricSum()), "met": lambda: made[0].meet(store, name, rank, degree)}
+        for step, act in steps.items():
+            errors = list(filter(None, _exchange(store, f"{name}/{step}", rank, degree, _error_of(act))))
+            if errors:
+                if rank == 0:
+                    print(f"smcserve: sums over GPUs go over NCCL; symmetric memory is not to be had: {errors[0]}", file=sys.stderr)
+                return None
+        return made[0]
+
+    def meet(self, store: dist.Store, name: str, rank: int, degree: int) -> None:
+        """Let the ranks see each other's buffers. Raises RuntimeError where a GPU cannot read another's memory."""
+        from torch._C._distributed_c10d import _register_process_group
 
         self._name, self._group = name, dist.ProcessGroup(dist.PrefixStore(name, store), rank, degree)
         self._group._set_group_name(name)
         _register_process_group(name, self._group)
-        self._buffer = symmetric.empty(ROOM, dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device()))
-        symmetric.rendezvous(self._buffer, name)
-
-    @staticmethod
-    def between(store: dist.Store, name: str, rank: int, degree: int) -> SymmetricSum | None:
-        """None, on every rank alike, where not all of them are in one place with GPUs that reach each other. A collective."""
-        if len(set(_exchange(store, f"{name}/place", rank, degree, _place()))) > 1:
-            return None
-        made, error = None, ""
-        try:
-            made = SymmetricSum(store, name, rank, degree)
-        except RuntimeError as failed:
-            error = str(failed).splitlines()[0]
-        errors = [said for said in _exchange(store, f"{name}/error", rank, degree, error) if said]
-        if errors and rank == 0:
-            print(f"smcserve: sums over GPUs go over NCCL, since symmetric memory is not to be had: {errors[0]}", file=sys.stderr)
-        return None if errors else made
+        self._meet(self._buffer, name)
 
     def room(self, tokens: int, features: int, dtype: torch.dtype) -> Tensor | None:
         """Where a part [tokens, features] can be put to be summed without a copy; None if it is not for here."""
@@ -61,10 +68,22 @@ class SymmetricSum:
         return self._buffer[:size].view(dtype).view(tokens, features)
 
     def __call__(self, here: Tensor) -> Tensor:
-        """The sum of the parts in everybody's `room`, the same bits on every rank. It lasts until another part is put there."""
+        """The sum of the parts in everybody's `room`, the same bits on every rank. It lasts until another part is put there.
+
+        Nothing bounds the wait for a rank that has died: the GPU waits until its process is ended, which is the gang's to do.
+        """
         if here.numel() * here.element_size() <= ONE_SHOT:
             return torch.ops.symm_mem.one_shot_all_reduce(here, "sum", self._name)
         return torch.ops.symm_mem.two_shot_all_reduce_(here, "sum", self._name)
+
+
+def _error_of(act: Callable[[], object]) -> str:
+    """What went wrong, in one line; empty if nothing did."""
+    try:
+        act()
+    except (RuntimeError, ImportError, AttributeError) as error:
+        return " ".join(str(error).split())[:300] or type(error).__name__
+    return ""
 
 
 def _place() -> str:

@@ -225,6 +225,12 @@ class Tuning:
         )
 
 
+def check_heads(heads: tuple[int, int], head_dim: int) -> None:
+    """Heads (H, J). Raises ValueError for what the kernels cannot do."""
+    if heads[0] % heads[1] or head_dim & (head_dim - 1) or head_dim < 16:
+        raise ValueError(f"heads {heads} and dimension {head_dim}: want H a multiple of J, and a power of two from 16")
+
+
 class SharedPrefixAttention:
     """Causal attention of G * M rows of Q queries each, for one static shape. Holds the splits' workspace, which layers share one
     after another; two passes that may run at once need one each."""
@@ -242,9 +248,8 @@ class SharedPrefixAttention:
         **tuning: object,
     ) -> None:
         """`rows` of a group, `heads` (H, J); `max_context` bounds the positions of a prefix; `tuning` replaces fields of Tuning."""
+        check_heads(heads, head_dim)
         h, j = heads
-        if h % j or head_dim & (head_dim - 1) or head_dim < 16:
-            raise ValueError(f"heads {heads} and dimension {head_dim}: want H a multiple of J, and a power of two from 16")
         self.groups, self.rows, self.queries, self.heads, self.head_dim = groups, rows, queries, heads, head_dim
         self.tuning = tune = replace(Tuning.choose(groups, rows, queries, heads, head_dim, dtype, max_context), **tuning)
         tokens = groups * rows * queries

@@ -36,7 +36,7 @@ class Tiling:
         if item_size == 4:
             return Tiling(32, 2, 1)
         if head_dim > 64:
-            return Tiling(128 if programs <= 132 else 64, 4, 3)
+            return Tiling(128 if head_dim <= 128 and programs <= 132 else 64, 4, 3)
         return Tiling(64, 4, 4) if programs <= 2 * 132 else Tiling(32, 1, 4)
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from smc.algorithm import selection
 from smc.algorithm.selection import Selection
-from smc.attention.kernels import SharedPrefixAttention
+from smc.attention.kernels import SharedPrefixAttention, check_heads
 from smc.attention.step import step_attention
 from smc.engine.worker import ModelWorker
 from smc.kernels import selection as selection_kernel
@@ -43,10 +43,12 @@ Attend = Callable[[Layer, Tensor, Tensor], None]
 
 class KernelForward(StaticForward):
     """A decoder of one worker. With `own_products` matrix products of few rows are ours too, but not in float32, which tensor cores
-    would round; with `pdl` kernels begin before those before them have ended (programmatic dependent launch)."""
+    would round; with `pdl` kernels begin before those before them have ended (programmatic dependent launch). Raises ValueError for heads
+    that the kernels cannot do."""
 
     def __init__(self, worker: ModelWorker, *, own_products: bool = True, pdl: bool = False) -> None:
         super().__init__(worker.model, worker.pool, worker.rope)
+        check_heads((worker.model.config.num_heads, worker.model.config.num_kv_heads), worker.model.config.head_dim)
         self._longest, self._own_products, self._pdl = worker.tables.table_RL.shape[1], own_products, pdl
         self._attention: dict[tuple[int, int, int], SharedPrefixAttention] = {}
 

@@ -38,14 +38,15 @@ def test_the_error_is_that_of_the_worker_that_failed(monkeypatch, link, side, wh
     ranks = [threading.Thread(target=run, args=(name,), daemon=True) for name in SIDES]
     for rank in ranks:
         rank.start()
-    engine = RemoteEngine(coordinator_spec(config, pair, meeting)).engine
+    remote = RemoteEngine(coordinator_spec(config, pair, meeting))
 
     def broken(self, *_: object) -> None:
         raise ValueError("out of luck")
 
     monkeypatch.setattr({"draft": DraftSide, "target": TargetSide}[side], what, broken)
-    with pytest.raises(LinkError, match=f"the {side} model's worker failed: ValueError: out of luck"):
-        list(engine.run([Request("one", (1, 2, 3), SamplingParams(particles=2, max_tokens=20, seed=1, ignore_eos=True))]))
+    with pytest.raises(LinkError) as failed:
+        list(remote.engine.run([Request("one", (1, 2, 3), SamplingParams(particles=2, max_tokens=20, seed=1, ignore_eos=True))]))
+    assert str(remote.cause(failed.value)) == f"the {side} model's worker failed: ValueError: out of luck"
     for rank in ranks:
         rank.join(15)
     assert len(ended) == 2

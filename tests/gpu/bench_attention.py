@@ -167,7 +167,7 @@ def store(inputs: Inputs) -> Call:
 
 
 def step(inputs: Inputs) -> Call:
-    """Storing and attending in one launch; after the references, for it rotates queries and writes pages."""
+    """Storing and attending in one launch. After the others: it writes pages."""
     if inputs.queries != 1:
         raise ValueError("a step has one query a row")
     table_RL, size_G, _, start_R, count_R = inputs.arguments()

@@ -18,8 +18,8 @@ from services.cli.speed import measure as timed
 from services.coordinator.timeline import LANES
 from services.launch.config import GangConfig
 from services.launch.errors import GangError
-from services.launch.measure import GangMachine, measure
-from services.launch.processes import Processes
+from services.launch.measure import GangMachine, measure, placed
+from services.launch.processes import Processes, see_only
 from smc import demo
 from smc.engine.config import EngineConfig
 from smc.engine.local import ModelPair, local_engine
@@ -98,6 +98,37 @@ def test_speed_of_models_in_processes_of_their_own():
         assert row.round > 0 and row.target > 0 and 0 <= row.idle < 1 and 0 < row.floor < 1
         assert (row.draft > 0) == (row.mode != "plain")
         assert (row.choose > 0) == (row.mode == "lookahead") and 0 <= row.link < row.round
+
+
+@pytest.mark.parametrize(
+    ("degrees", "apart", "gpus", "draft", "target"),
+    [
+        ((1, 1), (1, 1), 2, [0], [1]),
+        ((0, 1), (1, 1), 2, [0], [1]),  # plain decoding in the processes of look-ahead
+        ((0, 1), (1, 1), 1, [0], [0]),  # which do not exist where there is one GPU
+        ((1, 3), (1, 3), 4, [0], [1, 2, 3]),
+        ((0, 4), (1, 3), 4, [0], [0, 1, 2, 3]),
+        ((2, 2), (2, 2), None, [0, 1], [2, 3]),
+    ],
+)
+def test_which_gpu_each_rank_is_on(degrees, apart, gpus, draft, target):
+    assert placed(degrees, apart, gpus) == {"draft": draft, "target": target}
+
+
+@pytest.mark.parametrize(("given", "gpu", "seen"), [(None, 2, "2"), ("4,7", 1, "7"), ("GPU-a", 0, "GPU-a")])
+def test_a_rank_sees_one_of_the_gpus_that_were_given(monkeypatch, given, gpu, seen):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    see_only(gpu)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
+
+
+@pytest.mark.parametrize(("given", "shown"), [("0", 1), ("", 0)])
+def test_a_gpu_that_was_not_given_is_refused(monkeypatch, given, shown):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    with pytest.raises(ValueError, match=f"GPU number 1 is asked for, but CUDA_VISIBLE_DEVICES='{given}' shows {shown}"):
+        see_only(1)
 
 
 def test_time_in_which_nobody_works_is_counted_once():

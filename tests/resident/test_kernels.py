@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 from smc.engine.config import EngineConfig
 from smc.engine.local import ModelPair, local_engine
+from smc.engine.worker import ModelWorker
 from smc.resident.kernels import KernelForward, KernelSampling, select
 from smc.resident.sides import Parts
 from tests.engine.harness import Padding, answers, request
@@ -43,3 +44,39 @@ def test_answers_are_those_of_the_reference(family, config, monkeypatch):
     found = answers(local_engine(pair(family), config), asked)
     for request_id, one in expected.items():
         assert_same(one, found[request_id])
+
+
+class OneOfOne:
+    """`smc.models.parallel.Reduce` of a model that one rank holds, with a buffer of which nothing is left once the next part is made."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(10_000)
+        self.sums = 0
+
+    def room(self, tokens: int, features: int, dtype: torch.dtype) -> torch.Tensor:
+        self._buffer.fill_(torch.nan)
+        return self._buffer[: tokens * features].to(dtype).view(tokens, features)
+
+    def __call__(self, part_TE: torch.Tensor) -> torch.Tensor:
+        self.sums += 1
+        return part_TE
+
+
+def test_ranks_sum_what_their_products_leave_where_others_read_it(monkeypatch):
+    """With one rank the sum is its part: same answers, if each is used before the next is asked for."""
+    asked = [request([1, 2, 3], "0", particles=3, seed=1, max_tokens=7)]
+    kernels, made = Parts(KernelForward, KernelSampling, Padding, select), pair("llama")
+    monkeypatch.setattr("smc.engine.local.parts_for", lambda _device: kernels)
+    expected = answers(local_engine(made, LOOKAHEAD), asked)
+    for model in (made.draft, made.target):
+        for layer in model.layers:
+            layer.reduce = reduce = OneOfOne()
+    found = answers(local_engine(made, LOOKAHEAD), asked)
+    assert_same(expected["0"], found["0"])
+    assert reduce.sums > 2
+
+
+def test_heads_that_the_kernels_cannot_do_are_refused_at_once():
+    model = random_decoder(tiny_config("llama", head_dim=24), 1)
+    with pytest.raises(ValueError, match="dimension 24: want"):
+        KernelForward(ModelWorker("target", model, rows=1, width=8, pages=8, vocab_size=8))
