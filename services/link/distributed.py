@@ -7,7 +7,9 @@ and the next epoch makes new ones. A message is one frame of fixed size; what do
 from __future__ import annotations
 
 import socket
+import time
 from collections import deque
+from contextlib import suppress
 from datetime import timedelta
 from typing import TypeVar
 
@@ -16,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.link.base import LinkError, Message
+from services.link.base import CLOSE_SECONDS, LinkError, Message
 
 Received = TypeVar("Received", bound=Message)
 
@@ -82,6 +84,11 @@ class DistributedEnd:
         return self._receives.FromString(data.numpy().tobytes())
 
     def close(self) -> None:
+        """After what was sent has been received, or `CLOSE_SECONDS`: a worker's last words are why it failed."""
+        deadline = time.monotonic() + CLOSE_SECONDS
+        with suppress(RuntimeError):
+            while self._sends and (left := deadline - time.monotonic()) > 0:
+                self._sends.popleft()[0].wait(timedelta(seconds=left))
         self._group = self._posted = None
         self._sends.clear()
 

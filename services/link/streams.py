@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
-from services.link.base import LinkError, Message
+from services.link.base import CLOSE_SECONDS, LinkError, Message
 from services.pb import particles_pb2 as pb
 from services.pb import particles_pb2_grpc as pb_grpc
 
@@ -76,6 +76,9 @@ class StreamCaller(StreamEnd):
         self._channel = grpc.insecure_channel(address, OPTIONS)
         stream = getattr(pb_grpc.WorkerServiceStub(self._channel), method)
         self._call = stream(iter(self.outbox.get, None), metadata=((SECRET_KEY, secret),), wait_for_ready=True)
+        self._ended = threading.Event()
+        if not self._call.add_callback(self._ended.set):
+            self._ended.set()
         threading.Thread(target=_pump, args=(self._call, self.inbox, f"the leader at {address}"), daemon=True).start()
 
     def send(self, message: Message) -> None:
@@ -84,7 +87,9 @@ class StreamCaller(StreamEnd):
         super().send(message)
 
     def close(self) -> None:
+        """After the other side has read everything and closed its end too, or `CLOSE_SECONDS`: what is under way would be lost."""
         super().close()
+        self._ended.wait(CLOSE_SECONDS)
         self._channel.close()
 
 

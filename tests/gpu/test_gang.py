@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from services.launch.config import GangConfig
+from services.launch.errors import GangError
 from services.launch.processes import Processes
 from smc import demo
 from smc.demo.problems import generate
@@ -58,6 +60,25 @@ def started(request, places) -> Iterator[Started]:
     config = GangConfig(**place, device="cuda", dtype="float32", link=link, draft_tp=draft, target_tp=target)
     with Processes(config, {"draft": list(range(draft)), "target": list(range(draft, draft + target))}) as gang:
         yield Started(gang, ModelPair.load(*places[models]))
+
+
+@pytest.mark.parametrize("link", ["nccl", "grpc"])
+def test_a_follower_that_dies_ends_the_gang(link):
+    """Its leader's GPU waits for it without end, in the middle of a sum: nobody else may."""
+    if torch.cuda.device_count() < 3:
+        pytest.skip("needs 3 GPUs")
+    config = GangConfig(device="cuda", dtype="float32", link=link, target_tp=2, link_timeout=20.0)
+    asked, begin = requests(ModelPair.load(demo.TARGET, demo.DRAFT), particles=4, ignore_eos=True), 0.0
+    with Processes(config, {"draft": [0], "target": [1, 2]}) as gang, pytest.raises(GangError), gang.engine(FORMS["look-ahead"]) as remote:
+        for request in asked:
+            remote.engine.submit(request)
+        while not remote.engine.num_running:
+            remote.engine.step()
+        gang._ranks["target", 1]._process.kill()
+        begin = time.monotonic()
+        while not remote.engine.idle:
+            remote.engine.step()
+    assert 0 < time.monotonic() - begin < 90
 
 
 def requests(pair: ModelPair, **params) -> list[Request]:
