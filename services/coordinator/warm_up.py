@@ -24,7 +24,9 @@ def usual_rounds(config: EngineConfig, context: int, vocab: int, pages: dict[str
     contexts and long ones, of every number of groups that rounds are padded to. `pages`: of each pool."""
     tokens, particles = TURNS * (config.block + 1) + 1, min(8, config.max_slots)
     longest = min(SHORT, context - tokens)
-    prompts = [4] * (longest >= 4) + [longest] * (longest + tokens + config.block > SHORT)
+    prompts = [4] if longest >= 4 else []
+    if longest + tokens + config.block > SHORT:
+        prompts.append(longest)
     for prompt in prompts:
         for settings in ({"particles": particles}, {"method": Method.TARGET}):
             one = _request(0, prompt, vocab, max_tokens=tokens, **settings)

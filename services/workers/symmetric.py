@@ -33,7 +33,6 @@ class SymmetricSum:
         from torch.distributed import _symmetric_memory as symmetric
 
         self._buffer = symmetric.empty(ROOM, dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device()))
-        self._meet, self._name = symmetric.rendezvous, ""
 
     @staticmethod
     def between(store: dist.Store, name: str, rank: int, degree: int) -> SymmetricSum | None:
@@ -54,11 +53,12 @@ class SymmetricSum:
     def meet(self, store: dist.Store, name: str, rank: int, degree: int) -> None:
         """Let the ranks see each other's buffers. Raises RuntimeError where a GPU cannot read another's memory."""
         from torch._C._distributed_c10d import _register_process_group
+        from torch.distributed import _symmetric_memory as symmetric
 
         self._name, self._group = name, dist.ProcessGroup(dist.PrefixStore(name, store), rank, degree)
         self._group._set_group_name(name)
         _register_process_group(name, self._group)
-        self._meet(self._buffer, name)
+        symmetric.rendezvous(self._buffer, name)
 
     def room(self, tokens: int, features: int, dtype: torch.dtype) -> Tensor | None:
         """Where a part [tokens, features] can be put to be summed without a copy; None if it is not for here."""

@@ -84,12 +84,13 @@ class KernelForward(StaticForward):
     def _stored_first(self, rows: StaticRows) -> Attend:
         config, attention = self.model.config, self._attention_for(rows)
         heads = (config.num_heads, config.num_kv_heads)
+        q_THD = self.model.embed.weight.new_empty(len(rows.start_R) * rows.queries, config.num_heads, config.head_dim)
         where = place_tokens(rows.table_RL, rows.start_R, rows.count_R, rows.skip_R, rows.queries)
+        bounds = (rows.size_G, rows.shared_G, rows.start_R, rows.count_R)
 
         def attend(layer: Layer, qkv: Tensor, out_THD: Tensor) -> None:
-            keys, values, q_THD = self.pool.keys[layer.index], self.pool.values[layer.index], torch.empty_like(out_THD)
+            keys, values = self.pool.keys[layer.index], self.pool.values[layer.index]
             store_kv(qkv, q_THD, keys, values, self.rope.table, *where, heads, *_norms(layer), eps=config.rms_eps, pdl=self._pdl)
-            bounds = (rows.size_G, rows.shared_G, rows.start_R, rows.count_R)
             attention.run(q_THD, keys, values, rows.table_RL, *bounds, out_THD, rows.short)
 
         return attend
