@@ -129,6 +129,18 @@ def test_laws_sum_to_one(batch, share):
 
 @examples
 @given(batches())
+def test_few_kinds_of_specs_give_the_same_laws(batch):
+    logits, specs = batch
+    one, logits_RV = law_spec(*specs), torch.tensor(logits)
+    few = one.of_few_kinds()
+    assert one.active <= few.active
+    assert few.active - {"temperature", "greedy", "top_k", "alpha"} in (set(), {"top_p", "min_p"})
+    for share in (0.0, 0.1):
+        assert_same_law(Laws(few).proposal(logits_RV, share), Laws(one).proposal(logits_RV, share))
+
+
+@examples
+@given(batches())
 def test_rows_of_different_specs_in_one_batch_equal_the_same_rows_alone(batch):
     logits, specs = batch
     together, logits_RV = laws(*specs), torch.tensor(logits)

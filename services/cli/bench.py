@@ -49,6 +49,10 @@ def bench(
     context: Annotated[
         list[int] | None, options.option(options.MEASURE, "Prompt tokens; may be repeated (cuda only). Default: 256.", metavar="TOKENS")
     ] = None,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
     particles: Annotated[list[int], options.option(options.PARTICLES, "N; may be repeated on cuda.", "--particles", "-n", metavar="N")] = (
         8,
     ),
@@ -71,12 +75,15 @@ def bench(
     ] = None,
 ) -> None:
     """Measure speed: on GPUs answer tokens a second of every mode, on a CPU where the time of a round goes."""
-    on_gpu = {"load": load, "mode": mode, "context": context, "trace": trace}
+    law = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    on_gpu = {"load": load, "mode": mode, "context": context, "trace": trace, **law}
     gang_only = {"draft_tp": draft_tp, "target_tp": target_tp, "threads": threads}
     if device == "cuda":
         _check(concurrency, rounds, json, {} if link else gang_only, trace)
         degrees = (draft_tp or 1, target_tp or 1)
-        plan = SpeedPlan(degrees, mode or (APART if link else MODES), particles, block, branches, context or (256,), concurrency, rounds)
+        law = {name: value for name, value in law.items() if value is not None}
+        modes = mode or (APART if link else MODES)
+        plan = SpeedPlan(degrees, modes, particles, block, branches, context or (256,), concurrency, rounds, law)
         given = {"load": load, "target": target, "draft": draft, "device": device, "threads": threads}
         rows = _measure_speed(plan, gang.gang_config(given), link, trace)
         out.print(speed_table(rows), SPEED_LEGEND.format(rounds=rounds), sep="\n")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import product
@@ -47,14 +47,20 @@ class SpeedPlan:
     contexts: Sequence[int]
     concurrency: Sequence[int]
     rounds: int
+    law: Mapping[str, float]
+    """Of `SamplingParams`, by name."""
 
     def __post_init__(self) -> None:
+        from smc.engine.request import SamplingParams
+
         for mode in self.modes:
             if mode not in MODES:
                 raise ValueError(f"--mode {mode!r}; allowed: {', '.join(MODES)}")
         for context in self.contexts:
             if context < 1:
                 raise ValueError(f"--context {context}; allowed: >= 1")
+        for mode in self.modes:
+            SamplingParams(method="target" if mode == "plain" else "smc", **self.law)
 
     def rows(self, gpus: int) -> Iterator[tuple[Mode, int, int]]:
         """(mode, requests, context), plain decoding first for every load."""
@@ -97,7 +103,7 @@ def measure(plan: SpeedPlan, machine: Machine, gpus: int, trace: Path | None) ->
         timeline.waited(*turn.waited)
         timeline.end_step(turn.begin, turn.end)
 
-    bench, rows = Bench(machine, keep if trace else None), []
+    bench, rows = Bench(machine, keep if trace else None, plan.law), []
     todo = list(plan.rows(gpus))
     with progress_bar() as progress:
         task = progress.add_task("modes", total=len(todo))

@@ -11,6 +11,8 @@ from smc.resident.plan import SHORT
 
 TURNS = 3
 """Rounds of each kind: the first compiles its kernels, the second is recorded, the third replayed."""
+TRUNCATED = ({"top_p": 0.95}, {"top_k": 20, "top_p": 0.95})
+"""Laws that have kernels of their own."""
 
 
 def first_rounds(config: EngineConfig, context: int, vocab: int) -> list[Request]:
@@ -20,19 +22,22 @@ def first_rounds(config: EngineConfig, context: int, vocab: int) -> list[Request
 
 
 def usual_rounds(config: EngineConfig, context: int, vocab: int, pages: dict[str, int]) -> Iterator[list[Request]]:
-    """Requests side by side whose rounds are of the kinds that requests of default settings ask for: SMC-SD and the target alone, in short
-    contexts and long ones, of every number of groups that rounds are padded to. `pages`: of each pool."""
+    """Requests side by side whose rounds are of the kinds that requests of usual settings ask for: SMC-SD and the target alone, in short
+    contexts and long ones, of every number of groups that rounds are padded to. Of truncated laws one request each, which has their kernels
+    compiled; to record more of their rounds takes little. `pages`: of each pool."""
     tokens, particles = TURNS * (config.block + 1) + 1, min(8, config.max_slots)
     longest = min(SHORT, context - tokens)
     prompts = [4] if longest >= 4 else []
     if longest + tokens + config.block > SHORT:
         prompts.append(longest)
+    usual = ({"particles": particles}, {"method": Method.TARGET})
+    alone = [{"particles": particles, **law} for law in TRUNCATED]
     for prompt in prompts:
-        for settings in ({"particles": particles}, {"method": Method.TARGET}):
+        for settings in (*usual, *alone):
             one = _request(0, prompt, vocab, max_tokens=tokens, **settings)
             needed = pages_needed(one, config)
             most = min(config.max_slots // one.params.rows, *(pages[side] // count for side, count in needed.items()))
-            for count in _counts(most):
+            for count in _counts(min(most, 1) if settings in alone else most):
                 yield [_request(number, prompt, vocab, max_tokens=tokens, **settings) for number in range(count)]
 
 

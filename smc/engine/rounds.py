@@ -113,13 +113,15 @@ class Rounds:
         # Padding groups repeat the first, with one particle in the dummy slot, which has ended.
         index_G = np.concatenate((np.arange(len(groups)), np.zeros(extra, dtype=np.int64)))
         spread = index_G.repeat(places)
+        laws = (population.target_law, population.draft_law)
+        target_law, draft_law = (law.of_few_kinds() for law in laws) if self.runner.records else laws
         of_A = population.starts_G[spread]
         return RoundPlan(
             schemes=tuple(population.schemes[g] for g in index_G),
             matching=any(group.rules.matcher is not None for group in groups),
             short=bool((prompt_G + length_G).max() + self.config.block <= SHORT),
-            target_law=population.target_law.take(of_A),
-            draft_law=population.draft_law.take(of_A),
+            target_law=target_law.take(of_A),
+            draft_law=draft_law.take(of_A),
             slots_A=slots_GM.ravel(),
             particle_A=np.tile(np.arange(places), len(index_G)),
             seed_A=population.seed_G[spread],
@@ -135,7 +137,8 @@ class Rounds:
         )
 
     def _room_for(self, population: Population) -> tuple[int, int]:
-        """Places of a group, and padding groups. Where rounds are recorded, few shapes are worth more than few rows."""
+        """Places of a group, and padding groups. Where rounds are recorded, few shapes are worth more than few rows (and few kinds of
+        laws more than few processors)."""
         groups, places = len(population.groups), int(population.sizes_G.max())
         if not self.runner.records:
             return places, 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -155,17 +155,20 @@ def unread(config: ModelConfig) -> int:
 
 
 class Bench:
-    """Times modes on a machine; `on_round` is told of every timed round."""
+    """Times modes on a machine, for requests of one law; `on_round` is told of every timed round."""
 
-    def __init__(self, machine: Machine, on_round: Callable[[Recorded], None] | None = None) -> None:
-        self._machine, self._on_round = machine, on_round
+    def __init__(
+        self, machine: Machine, on_round: Callable[[Recorded], None] | None = None, law: Mapping[str, float] | None = None
+    ) -> None:
+        """`law`: settings of `SamplingParams`, by name."""
+        self._machine, self._on_round, self._law = machine, on_round, law or {}
 
     def run(self, mode: Mode, requests: int, context: int, rounds: int) -> Speed:
         """Time `rounds` rounds of that many requests side by side."""
         stride = _stride(mode)
         answer = stride * (rounds + WARM_UP + 4) + 1
         particles = mode.particles if mode.method is Method.SMC else None
-        params = SamplingParams(method=mode.method, particles=particles, seed=1, max_tokens=answer, ignore_eos=True)
+        params = SamplingParams(method=mode.method, particles=particles, seed=1, max_tokens=answer, ignore_eos=True, **self._law)
         prompts = torch.randint(10, self._machine.vocab, (requests, context), generator=torch.Generator().manual_seed(1)).tolist()
         asked = [Request(str(i), tuple(prompt), params) for i, prompt in enumerate(prompts)]
         with self._machine.engine(mode, _fitted(mode.config, asked, context + answer)) as engine:

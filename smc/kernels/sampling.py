@@ -1,7 +1,8 @@
 """Draws from softmax(logits / temperature), and log-probabilities of given tokens, in one pass over the vocabulary.
 
 `draw` makes the variates of `smc.philox` on the device, bit for bit, and runs the exponential race of `smc.laws.draw` beside the
-softmax's running sums: logits are read once, and no [R, V] array is written. Truncated laws (top-k, top-p, min-p) are not known here.
+softmax's running sums: logits are read once, and no [R, V] array is written. Where a law is truncated, `smc.kernels.truncation` finds
+its cut first.
 Nothing reads the host, and grids follow from shapes alone: both functions can be captured in a CUDA graph.
 
 Axes: R rows, V columns, D draws a row, S splits of the vocabulary, T scored rows, F extra tokens a row.
@@ -14,6 +15,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from smc.kernels.law import (
+    Cut,
+    best_column,
+    combine,
+    cut_arguments,
+    cut_logit,
+    finite,
+    inverse_temperature,
+    load_block,
+    require_rows,
+    sum_block,
+)
+
 
 def draw(
     logits_RV: Tensor,
@@ -24,6 +38,7 @@ def draw(
     stream_RD: Tensor,
     position_R: Tensor,
     purpose: int,
+    cut: Cut | None = None,
     block: int | None = None,
     warps: int = 4,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -31,24 +46,26 @@ def draw(
 
     Draw d of a row is keyed by (seed, round, stream[d], position, purpose), integers as in `smc.philox.words`. Only the first
     `vocab` columns count; the row stride is free. Temperature 0 is greedy (log-probability 0, logsumexp at temperature 1).
+    All are of the law after `cut`, and so is the logsumexp: without its dropped entries, or with them lowered.
     A row with NaN gives NaN, and token 0.
     """
     (rows, draws), block = stream_RD.shape, block or min(4096, triton.next_power_of_2(vocab))
     splits = triton.cdiv(vocab, block)
-    _require_rows(logits_RV, vocab)
+    require_rows(logits_RV, vocab)
     keys = (seed_R.contiguous(), round_R.contiguous(), stream_RD.contiguous(), position_R.contiguous())
     sums_2RS = logits_RV.new_empty((2, rows, splits), dtype=torch.float32)
     key_RSD = logits_RV.new_empty((rows, splits, draws), dtype=torch.float32)
     token_RSD = logits_RV.new_empty((rows, splits, draws), dtype=torch.int32)
     token_RD, logq_RD, lse_R = torch.empty_like(token_RSD[:, 0]), torch.empty_like(key_RSD[:, 0]), torch.empty_like(sums_2RS[0, :, 0])
-    law = (logits_RV, logits_RV.stride(0), temperature_R)
+    law = (logits_RV, logits_RV.stride(0), temperature_R, *cut_arguments(cut, temperature_R))
     # Without fused multiply-adds the variates are those of `smc.philox.exponentials` to the last bit before the logarithm.
     options = {"num_warps": warps, "enable_fp_fusion": False}
-    shape = {"DRAWS": draws, "DRAW_BLOCK": triton.next_power_of_2(draws), "BLOCK": block}
+    shape = {"DRAWS": draws, "DRAW_BLOCK": triton.next_power_of_2(draws), "BLOCK": block, "CUT": cut is not None}
     _race[(splits, rows)](*law, vocab, *keys, *sums_2RS, key_RSD, token_RSD, PURPOSE=int(purpose), **shape, **options)
     _finish_race[(rows,)](
-        *law, *sums_2RS, key_RSD, token_RSD, token_RD, logq_RD, lse_R, splits, draws, BLOCK=triton.next_power_of_2(splits), num_warps=1
-    )
+        *law, *sums_2RS, key_RSD, token_RSD, token_RD, logq_RD, lse_R, splits, draws,
+        BLOCK=triton.next_power_of_2(splits), CUT=cut is not None, num_warps=1,
+    )  # fmt: skip
     return token_RD, logq_RD, lse_R
 
 
@@ -58,32 +75,29 @@ def score(
     temperature_T: Tensor,
     label_T: Tensor,
     extra_TF: Tensor | None = None,
+    cut: Cut | None = None,
     block: int | None = None,
     warps: int = 8,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of one label a row [T], and of F further tokens [T, F], under softmax(logits / temperature); float32.
+    """Log-probability of one label a row [T], and of F further tokens [T, F], under softmax(logits / temperature), after `cut`;
+    float32.
 
     A token of -1 (none) scores 0. Temperature 0 is greedy: 0 for the largest logit, -inf for any other. A row with NaN gives NaN.
     """
     rows, block = len(label_T), block or min(8192, triton.next_power_of_2(vocab))
     splits = triton.cdiv(vocab, block)
-    _require_rows(logits_TV, vocab)
+    require_rows(logits_TV, vocab)
     sums_2TS = logits_TV.new_empty((2, rows, splits), dtype=torch.float32)
     top_TS = logits_TV.new_empty((rows, splits), dtype=torch.int32)
     logp_T = logits_TV.new_empty(rows, dtype=torch.float32)
     extra = 0 if extra_TF is None else extra_TF.shape[1]
     extra_logp_TF = logits_TV.new_empty((rows, extra), dtype=torch.float32) if extra else logp_T
     asked_TF = extra_TF.contiguous() if extra else label_T
-    law = (logits_TV, logits_TV.stride(0), temperature_T)
-    _sum[(splits, rows)](*law, vocab, *sums_2TS, top_TS, BLOCK=block, num_warps=warps)
-    blocks = {"BLOCK": triton.next_power_of_2(splits), "EXTRA_BLOCK": triton.next_power_of_2(extra) if extra else 0}
+    law = (logits_TV, logits_TV.stride(0), temperature_T, *cut_arguments(cut, temperature_T))
+    sum_block[(splits, rows)](*law, vocab, *sums_2TS, top_TS, CUT=cut is not None, BLOCK=block, num_warps=warps)
+    blocks = {"CUT": cut is not None, "BLOCK": triton.next_power_of_2(splits), "EXTRA_BLOCK": triton.next_power_of_2(extra) if extra else 0}
     _finish_sum[(rows,)](*law, *sums_2TS, top_TS, label_T, asked_TF, logp_T, extra_logp_TF, splits, extra, **blocks, num_warps=1)
     return logp_T, extra_logp_TF if extra else None
-
-
-def _require_rows(logits_RV: Tensor, vocab: int) -> None:
-    if logits_RV.stride(1) != 1 or not 0 < vocab <= logits_RV.shape[1]:
-        raise ValueError(f"needs rows of contiguous logits and 0 < vocab <= columns; {logits_RV.stride()=}, {logits_RV.shape=}, {vocab=}")
 
 
 @triton.jit
@@ -118,38 +132,18 @@ def _log_of_rest(y):
 
 
 @triton.jit
-def _inverse_temperature(temperature_R, row):
-    """1 / temperature (1 where greedy), and whether greedy."""
-    temperature = tl.load(temperature_R + row).to(tl.float32)
-    return 1.0 / tl.where(temperature == 0, 1.0, temperature), temperature == 0
-
-
-@triton.jit
-def _load_logits(logits, stride, row, inverse, vocab, BLOCK: tl.constexpr):
-    """One block of a row over its temperature, -inf past the vocabulary; with the entries' indices."""
-    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    logit = tl.load(logits + row.to(tl.int64) * stride + entry, mask=entry < vocab, other=-float("inf"))
-    return logit.to(tl.float32) * inverse, entry
-
-
-@triton.jit
-def _finite(top):
-    """A maximum to subtract: 0 where all is -inf, so that no difference of infinities arises."""
-    return tl.where(top == -float("inf"), 0.0, top)
-
-
-@triton.jit
 def _race(
-    logits, stride, temperature_R, vocab, seed_R, round_R, stream_RD, position_R, max_RS, sum_RS, key_RSD, token_RSD,
-    PURPOSE: tl.constexpr, DRAWS: tl.constexpr, DRAW_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+    logits, stride, temperature_R, key_R, last_R, drop_R, vocab, seed_R, round_R, stream_RD, position_R, max_RS, sum_RS, key_RSD, token_RSD,
+    PURPOSE: tl.constexpr, DRAWS: tl.constexpr, DRAW_BLOCK: tl.constexpr, BLOCK: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """One block of one row: its maximum, its sum of exponentials from there, and the winner of every draw with the key it won by."""
     split, row, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
-    inverse, greedy = _inverse_temperature(temperature_R, row)
-    logit, entry = _load_logits(logits, stride, row, inverse, vocab, BLOCK)
+    inverse, greedy = inverse_temperature(temperature_R, row)
+    raw, entry = load_block(logits, stride, row, vocab, BLOCK)
+    logit = cut_logit(raw, entry, row, inverse, key_R, last_R, drop_R, CUT)
     seed, position, rounds = tl.load(seed_R + row), tl.load(position_R + row), tl.load(round_R + row)
     top = tl.max(logit, 0)
-    safe = _finite(top)
+    safe = finite(top)
     tl.store(max_RS + row * splits + split, top)
     tl.store(sum_RS + row * splits + split, tl.sum(tl.exp(logit - safe), 0))
     rarity = tl.exp(safe - logit)
@@ -167,24 +161,15 @@ def _race(
 
 
 @triton.jit
-def _combine(max_RS, sum_RS, row, splits, BLOCK: tl.constexpr):
-    """A row's maxima [BLOCK], their largest (0 if none is finite), and the log of the row's sum of exponentials from there."""
-    split = tl.arange(0, BLOCK)
-    max_S = tl.load(max_RS + row * splits + split, mask=split < splits, other=-float("inf"))
-    sum_S = tl.load(sum_RS + row * splits + split, mask=split < splits, other=0.0)
-    top = _finite(tl.max(max_S, 0))
-    return max_S, top, tl.log(tl.sum(sum_S * tl.exp(max_S - top), 0))
-
-
-@triton.jit
 def _finish_race(
-    logits, stride, temperature_R, max_RS, sum_RS, key_RSD, token_RSD, token_RD, logq_RD, lse_R, splits,
-    DRAWS: tl.constexpr, BLOCK: tl.constexpr,
+    logits, stride, temperature_R, key_R, last_R, drop_R, max_RS, sum_RS, key_RSD, token_RSD, token_RD, logq_RD, lse_R, splits,
+    DRAWS: tl.constexpr, BLOCK: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """One row: the blocks' winners race on one scale."""
     row, split = tl.program_id(0), tl.arange(0, BLOCK)
-    inverse, greedy = _inverse_temperature(temperature_R, row)
-    max_S, top, log_sum = _combine(max_RS, sum_RS, row, splits, BLOCK)
+    inverse, greedy = inverse_temperature(temperature_R, row)
+    max_S, top, total = combine(max_RS, sum_RS, row, splits, BLOCK)
+    log_sum = tl.log(total)
     lse = top + log_sum
     tl.store(lse_R + row, lse)
     for d in tl.static_range(DRAWS):
@@ -194,29 +179,19 @@ def _finish_race(
         # With NaN in the row any winner may come out, even one past the end.
         token = tl.load(token_RSD + (row * splits + tl.minimum(at, splits - 1)) * DRAWS + d)
         token = tl.where(lse == lse, token, 0)
-        logit = tl.load(logits + row.to(tl.int64) * stride + token).to(tl.float32) * inverse
+        raw = tl.load(logits + row.to(tl.int64) * stride + token)
+        logit = cut_logit(raw, token, row, inverse, key_R, last_R, drop_R, CUT)
         tl.store(token_RD + row * DRAWS + d, token)
         # lse - lse is 0, or NaN where the row has no law.
         tl.store(logq_RD + row * DRAWS + d, tl.where(greedy, lse - lse, (logit - top) - log_sum))
 
 
 @triton.jit
-def _sum(logits, stride, temperature_R, vocab, max_RS, sum_RS, top_RS, BLOCK: tl.constexpr):
-    """One block of one row: its maximum, where that is, and its sum of exponentials from there."""
-    split, row, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
-    inverse, _ = _inverse_temperature(temperature_R, row)
-    logit, _ = _load_logits(logits, stride, row, inverse, vocab, BLOCK)
-    top, at = tl.max(logit, 0, return_indices=True, return_indices_tie_break_left=True)
-    tl.store(max_RS + row * splits + split, top)
-    tl.store(top_RS + row * splits + split, split * BLOCK + at)
-    tl.store(sum_RS + row * splits + split, tl.sum(tl.exp(logit - _finite(top)), 0))
-
-
-@triton.jit
-def _gather(law, token, best, greedy, inverse, top, log_sum, mask):
-    """Log-probabilities of tokens of one row whose logits start at `law`; 0 for no token."""
-    given = mask & (token >= 0)
-    logit = tl.load(law + token, mask=given, other=0.0).to(tl.float32) * inverse
+def _gather(logits, stride, temperature_R, key_R, last_R, drop_R, row, token, given, best, top, log_sum, CUT: tl.constexpr):
+    """Log-probabilities of tokens of one row; 0 where none is given."""
+    inverse, greedy = inverse_temperature(temperature_R, row)
+    raw = tl.load(logits + row.to(tl.int64) * stride + token, mask=given, other=0.0)
+    logit = cut_logit(raw, token, row, inverse, key_R, last_R, drop_R, CUT)
     lse = top + log_sum
     logp = tl.where(greedy, tl.where(token == best, 0.0, -float("inf")) + (lse - lse), (logit - top) - log_sum)
     return tl.where(given, logp, 0.0)
@@ -224,19 +199,19 @@ def _gather(law, token, best, greedy, inverse, top, log_sum, mask):
 
 @triton.jit
 def _finish_sum(
-    logits, stride, temperature_R, max_RS, sum_RS, top_RS, label_R, extra_RF, logp_R, extra_logp_RF, splits, extra,
-    BLOCK: tl.constexpr, EXTRA_BLOCK: tl.constexpr,
+    logits, stride, temperature_R, key_R, last_R, drop_R, max_RS, sum_RS, top_RS, label_R, extra_RF, logp_R, extra_logp_RF, splits, extra,
+    BLOCK: tl.constexpr, EXTRA_BLOCK: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """One row: the log-normaliser from its blocks, and the label's and extra tokens' log-probabilities."""
     row = tl.program_id(0)
-    inverse, greedy = _inverse_temperature(temperature_R, row)
-    max_S, top, log_sum = _combine(max_RS, sum_RS, row, splits, BLOCK)
-    _, at = tl.max(max_S, 0, return_indices=True, return_indices_tie_break_left=True)
-    best = tl.load(top_RS + row * splits + tl.minimum(at, splits - 1))
-    law = logits + row.to(tl.int64) * stride
-    label = tl.load(label_R + row)
-    tl.store(logp_R + row, _gather(law, label, best, greedy, inverse, top, log_sum, label == label))
+    max_S, top, total = combine(max_RS, sum_RS, row, splits, BLOCK)
+    best, log_sum = best_column(max_S, top_RS, row, splits), tl.log(total)
+    token = tl.load(label_R + row)
+    logp = _gather(logits, stride, temperature_R, key_R, last_R, drop_R, row, token, token >= 0, best, top, log_sum, CUT)
+    tl.store(logp_R + row, logp)
     if EXTRA_BLOCK > 0:
         f = tl.arange(0, EXTRA_BLOCK)
-        token = tl.load(extra_RF + row * extra + f, mask=f < extra, other=-1)
-        tl.store(extra_logp_RF + row * extra + f, _gather(law, token, best, greedy, inverse, top, log_sum, f < extra), mask=f < extra)
+        token_F = tl.load(extra_RF + row * extra + f, mask=f < extra, other=-1)
+        given_F = (f < extra) & (token_F >= 0)
+        logp_F = _gather(logits, stride, temperature_R, key_R, last_R, drop_R, row, token_F, given_F, best, top, log_sum, CUT)
+        tl.store(extra_logp_RF + row * extra + f, logp_F, mask=f < extra)

@@ -17,11 +17,13 @@ from smc.attention.kernels import SharedPrefixAttention, check_heads
 from smc.attention.step import step_attention
 from smc.engine.worker import ModelWorker
 from smc.kernels import selection as selection_kernel
+from smc.kernels.law import Cut
 from smc.kernels.linear import gate_up_silu, linear
 from smc.kernels.norm import add_norm, silu_mul
 from smc.kernels.rows import place_tokens
 from smc.kernels.sampling import draw, score
 from smc.kernels.store import store_kv
+from smc.kernels.truncation import truncate
 from smc.laws import LawSpec
 from smc.models.decoder import Layer
 from smc.resident.forward import StaticForward, StaticRows
@@ -33,8 +35,6 @@ FEW_ROWS, FEW_WIDE_ROWS = 64, 32
 """Up to here our own products read weights at least as fast as the library's; the latter where rows are wide."""
 WIDE = 8192
 """Features."""
-PLAIN = frozenset({"temperature", "greedy"})
-"""Processors that the one-pass kernels know."""
 
 
 Attend = Callable[[Layer, Tensor, Tensor], None]
@@ -132,33 +132,38 @@ def _norms(layer: Layer) -> tuple[Tensor | None, Tensor | None]:
 
 
 class KernelSampling(Sampling):
-    """One pass over the logits where the law allows it; truncated laws are made in torch, and drawn from by the same race."""
+    """Laws by the kernels: no array of a law is ever written."""
 
     def propose(self, logits_RV: Tensor, law: LawSpec, mixture: float, keys: DrawKeys) -> tuple[Tensor, Tensor]:
-        if not law.active <= PLAIN | {"alpha"}:
-            return super().propose(logits_RV, law, mixture, keys)
-        token_RD, logq_RD, _ = self._draw(logits_RV, law.temperature_R, keys)
+        token_RD, logq_RD, _ = self._draw(logits_RV, law.temperature_R, keys, self._cut(logits_RV, law, mixture))
         return token_RD, logq_RD
 
     def score(self, logits_RV: Tensor, law: LawSpec, token_RD: Tensor) -> Tensor:
-        if not law.active <= PLAIN | {"alpha"}:
-            return super().score(logits_RV, law, token_RD)
+        cut = self._cut(logits_RV, law)
         if token_RD.shape[1] == 1:
-            return score(logits_RV, self.vocab, law.temperature_R, token_RD[:, 0].int())[0][:, None]
+            return score(logits_RV, self.vocab, law.temperature_R, token_RD[:, 0].int(), cut=cut)[0][:, None]
         none_R = torch.full_like(token_RD[:, 0], -1, dtype=torch.int32)
-        return score(logits_RV, self.vocab, law.temperature_R, none_R, token_RD.int())[1]
+        return score(logits_RV, self.vocab, law.temperature_R, none_R, token_RD.int(), cut)[1]
 
     def bonus(self, logits_RV: Tensor, law: LawSpec, keys: DrawKeys) -> tuple[Tensor, Tensor, Tensor]:
-        if not law.active <= PLAIN:
-            return super().bonus(logits_RV, law, keys)
-        token_RD, logp_RD, lse_R = self._draw(logits_RV, law.temperature_R, keys)
-        return token_RD.long(), logp_RD, lse_R * 0.0
+        cut = self._cut(logits_RV, law)
+        if "alpha" not in law.active:
+            token_RD, logp_RD, lse_R = self._draw(logits_RV, law.temperature_R, keys, cut)
+            return token_RD.long(), logp_RD, lse_R * 0.0
+        # p^alpha is p at 1 / alpha of the temperature, and what it takes to normalise shows in any of its tokens.
+        token_RD, powered_RD, lse_R = self._draw(logits_RV, law.temperature_R / law.alpha_R, keys, cut)
+        logp_RD = score(logits_RV, self.vocab, law.temperature_R, torch.full_like(token_RD[:, 0], -1), token_RD, cut)[1]
+        log_z_R = torch.where(law.alpha_R == 1, 0.0, law.alpha_R * logp_RD[:, 0] - powered_RD[:, 0])
+        return token_RD.long(), logp_RD, log_z_R + lse_R * 0.0
 
-    def _race(self, log_law_RV: Tensor, keys: DrawKeys) -> Tensor:
-        return self._draw(log_law_RV, torch.ones_like(log_law_RV[:, 0]), keys)[0].long()
+    def _cut(self, logits_RV: Tensor, law: LawSpec, share: float = 0.0) -> Cut | None:
+        processors = {"top_k": law.top_k_R, "top_p": law.top_p_R, "min_p": law.min_p_R}
+        used = [values_R if name in law.active else None for name, values_R in processors.items()]
+        return truncate(logits_RV, self.vocab, law.temperature_R, *used, share) if law.active & set(processors) else None
 
-    def _draw(self, logits_RV: Tensor, temperature_R: Tensor, keys: DrawKeys) -> tuple[Tensor, Tensor, Tensor]:
-        return draw(logits_RV, self.vocab, temperature_R, keys.seed_R, keys.round_R, keys.stream_RD, keys.position_R, int(keys.purpose))
+    def _draw(self, logits_RV: Tensor, temperature_R: Tensor, keys: DrawKeys, cut: Cut | None) -> tuple[Tensor, Tensor, Tensor]:
+        random = (keys.seed_R, keys.round_R, keys.stream_RD, keys.position_R, int(keys.purpose))
+        return draw(logits_RV, self.vocab, temperature_R, *random, cut)
 
 
 def select(

@@ -1,4 +1,4 @@
-"""Before it serves, a gang whose workers record rounds runs every kind that requests of default settings ask for."""
+"""Before it serves, a gang whose workers record rounds runs every kind that requests of usual settings ask for."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FORMS = [EngineConfig(block=5, max_slots=32), EngineConfig(form="lockstep", bloc
 
 
 @pytest.mark.parametrize("form", FORMS, ids=["look-ahead", "lockstep", "not a power of two"])
-def test_default_requests_meet_no_new_kind_of_round(pair, form):
+def test_usual_requests_meet_no_new_kind_of_round(pair, form):
     engine, keys = recording(pair, form)
     shape = (form, engine.context, engine.tokenizer.size)
     for asked in (first_rounds(*shape), *usual_rounds(*shape, engine.budget.capacity)):
@@ -48,8 +48,11 @@ def test_default_requests_meet_no_new_kind_of_round(pair, form):
     keys.clear()
     for count in (1, 2, 3, form.max_slots // 8):
         requests = [Request(str(i), tuple(range(20 + i)), SamplingParams(max_tokens=40 + 7 * i, seed=i)) for i in range(count)]
-        requests += [Request("plain", (1, 2, 3), SamplingParams(method=Method.TARGET, max_tokens=30))] if count == 1 else []
+        plain = SamplingParams(method=Method.TARGET, temperature=0, max_tokens=30)
+        requests += [Request("plain", (1, 2, 3), plain)] if count == 1 else []
         list(engine.run(requests))
+    for law in ({"temperature": 0.7}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 3}, {"top_k": 50, "min_p": 0.05, "draft_temperature": 1.2}):
+        list(engine.run([Request("law", (4, 5, 6), SamplingParams(max_tokens=30, **law))]))
     assert keys and set(keys) <= rehearsed
 
 
@@ -57,7 +60,7 @@ def test_what_does_not_fit_is_left_out(pair):
     config = EngineConfig(block=5, max_slots=2, pages=90)
     engine = local_engine(pair, config)
     sizes = [len(asked) for asked in usual_rounds(config, engine.context, engine.tokenizer.size, engine.budget.capacity)]
-    assert sizes == [1, 1, 2]  # N = 2 once; the target alone once and twice; no context is long
+    assert sizes == [1, 1, 2, 1, 1]  # N = 2 once; the target alone once and twice; each truncated law once; no context is long
 
 
 @pytest.mark.parametrize(("context", "longest"), [(512, 4), (645, 626), (2000, 640)])

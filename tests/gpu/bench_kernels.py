@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -23,6 +24,7 @@ from smc.kernels.linear import Tiling, choose, gate_up_silu, linear, reduce
 from smc.kernels.norm import add_norm, silu_mul
 from smc.kernels.sampling import draw, score
 from smc.kernels.selection import select
+from smc.kernels.truncation import truncate
 from smc.philox import exponentials, words
 
 BANDWIDTH = 4.26e12
@@ -159,6 +161,30 @@ def bench_score(rows: int, extra: int, vocab: int = 128256) -> None:
         note(f"score {rows} block {block} warps {warps}", us, rows * vocab * 2)
 
 
+def bench_truncate(rows: int, used: tuple[str, ...], vocab: int = 128256) -> None:
+    logits, neutral = copies(random(rows, vocab, scale=3.0)), {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "alpha": 1.0}
+    values = neutral | {name: value for name, value in {"top_k": 40, "top_p": 0.95, "min_p": 0.02}.items() if name in used}
+    spec_R = {name: np.full(rows, value, dtype=np.int64 if name == "top_k" else np.float32) for name, value in values.items()}
+    torch_law = laws.Laws(laws.LawSpec.of(*spec_R.values()), logits[0].device)
+    temperature_R, *laws_R = (
+        torch.from_numpy(spec_R[name]).cuda() if name in ("temperature", *used) else None for name in list(neutral)[:4]
+    )
+    # Sums in another order may end top-p an entry earlier or later.
+    expected_RV = torch_law.target(logits[0].float())
+    cut = truncate(logits[0], vocab, temperature_R, *laws_R)
+    asked_RF = torch.cat((expected_RV.topk(64).indices, torch.randint(0, vocab, (rows, 4032), device="cuda")), 1).int()
+    none_R = torch.full_like(cut.key_R, -1)
+    _, found_RF = score(logits[0], vocab, temperature_R, none_R, asked_RF, cut)
+    differ = (found_RF.isinf() != expected_RV.gather(1, asked_RF.long()).isinf()).sum().item()
+    kept = (~expected_RV.isinf()).sum(-1)
+    print(f"{'+'.join(used)} {rows}: keeps {kept.min().item()} to {kept.max().item()}; {differ} of {asked_RF.numel()} entries otherwise")
+    assert differ <= rows
+    sorting = microseconds(lambda x: torch_law.target(x.float()), logits[:2])
+    for block, warps in ((2048, 4), (4096, 4), (4096, 8), (8192, 8), (8192, 16)):
+        us = microseconds(lambda x, b=block, w=warps: truncate(x, vocab, temperature_R, *laws_R, block=b, warps=w), logits)
+        note(f"truncate {'+'.join(used)} {rows} block {block} warps {warps}", us, rows * vocab * 2, sorting=round(sorting, 1))
+
+
 def bench_norm(features: int, rows: int) -> None:
     x_TE, weight_E = random(rows, features), random(features)
     for splits in (None, 0, 4):
@@ -197,6 +223,9 @@ def main() -> None:
     for rows, draws in ((8, 4), (32, 1), (64, 1)):
         bench_draw(rows, draws)
     bench_score(72, 4)
+    for rows in (8, 32, 64):
+        for used in (("top_k",), ("top_p",), ("min_p",), ("top_k", "top_p", "min_p")):
+            bench_truncate(rows, used)
     for features, rows in ((2048, 8), (2048, 64), (4096, 64)):
         bench_norm(features, rows)
     for shape in ((1, 8, 4), (8, 8, 8), (8, 64, 4)):

@@ -47,9 +47,9 @@ def expected() -> list[str]:
     return [found[str(i)].text for i in range(len(ASKED))]
 
 
-def seconds(client: Client) -> float:
+def seconds(client: Client, law: dict) -> float:
     begin = time.monotonic()
-    client.generate([Message("user", ASKED[0][0])], seed=1, max_tokens=100, ignore_eos=True)
+    client.generate([Message("user", ASKED[0][0])], seed=1, max_tokens=100, ignore_eos=True, **law)
     return time.monotonic() - begin
 
 
@@ -59,9 +59,10 @@ def same(running: Running, expected: list[str]) -> int:
         return sum(text == one for text, one in zip(found, expected))
 
 
-def test_nobody_waits_for_a_kernel_of_the_usual_kind(running):
+@pytest.mark.parametrize("law", [{}, {"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 30, "min_p": 0.02}], ids=str)
+def test_nobody_waits_for_a_kernel_of_the_usual_kind(running, law):
     with running.client() as client:
-        first, second = seconds(client), seconds(client)
+        first, second = seconds(client, law), seconds(client, law)
     print(f"ready after {running.ready.seconds:.1f} s; first answer {first:.2f} s, second {second:.2f} s")
     assert first < 5 * second + 0.2
 

@@ -90,7 +90,9 @@ def test_speed_of_models_in_processes_of_their_own():
     ]
     told = []
     with closing(GangMachine(CONFIG)) as machine:
-        rows = [Bench(machine, told.append).run(mode, 2, 16, 3) for mode in modes]
+        rows = [Bench(machine, told.append, {"top_p": 0.9}).run(mode, 2, 16, 3) for mode in modes]
+        with pytest.raises(ValueError, match="top_p=2"):
+            Bench(machine, None, {"top_p": 2}).run(modes[0], 2, 16, 3)
     assert len(told) == 9 and all(turn.end > turn.begin for turn in told)
     assert [row.gpus for row in rows] == [2, 2, 2]
     for row in rows:
@@ -141,7 +143,7 @@ def test_time_in_which_nobody_works_is_counted_once():
 
 def test_a_trace_of_timed_rounds(tmp_path, smcserve):
     """Whatever was done stands in the lane of who did it."""
-    plan, path = SpeedPlan((1, 1), ("lookahead",), (2,), (3,), (2,), (16,), (1,), 3), tmp_path / "trace.json"
+    plan, path = SpeedPlan((1, 1), ("lookahead",), (2,), (3,), (2,), (16,), (1,), 3, {}), tmp_path / "trace.json"
     with closing(GangMachine(replace(CONFIG, link="grpc"))) as machine:
         (row,) = timed(plan, machine, 2, path)
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]

@@ -46,6 +46,20 @@ def test_answers_are_those_of_the_reference(family, config, monkeypatch):
         assert_same(one, found[request_id])
 
 
+@pytest.mark.parametrize(
+    ("config", "laws"),
+    [(LOOKAHEAD, [{"top_p": 0.7, "temperature": 0.8}, {"min_p": 0.2}]), (LOCKSTEP, [{"top_k": 3, "alpha": 1.5}, {"alpha": 0.5}])],
+)
+def test_truncated_and_powered_laws_are_those_of_the_reference(config, laws, monkeypatch):
+    asked = [request([1, 2, 3], str(i), particles=2, seed=i, max_tokens=4, logprobs=True, **law) for i, law in enumerate(laws)]
+    expected = answers(local_engine(pair("llama"), config), asked)
+    kernels = Parts(KernelForward, KernelSampling, Padding, select)
+    monkeypatch.setattr("smc.engine.local.parts_for", lambda _device: kernels)
+    found = answers(local_engine(pair("llama"), config), asked)
+    for request_id, one in expected.items():
+        assert_same(one, found[request_id])
+
+
 class OneOfOne:
     """`smc.models.parallel.Reduce` of a model that one rank holds, with a buffer of which nothing is left once the next part is made."""
 

@@ -1,0 +1,291 @@
+"""Where truncated laws end: the cut of top-k, top-p and min-p, in that order as in `smc.laws`, found without sorting.
+
+What is kept is a prefix of the descending order, equal entries by column, so a cut is the `order_key` of its last entry and that entry's
+column. The key is found digit by digit, from the top: a pass sums, block by block, the count (top-k) or the mass (top-p) of the entries
+at or above every value of the next digit, and the next pass begins at the largest value where that is enough. Sums are made in a fixed
+order: the same bits every time. Nothing reads the host, and how many passes there are follows from the type of the logits alone.
+
+Axes: R rows, V columns, S splits of the vocabulary, P values of a digit.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from smc.kernels.law import (
+    Cut,
+    best_column,
+    combine,
+    cut_arguments,
+    inverse_temperature,
+    load_block,
+    order_key,
+    require_rows,
+    sum_block,
+)
+
+DIGIT = 4
+"""Bits that a pass finds."""
+
+
+def truncate(
+    logits_RV: Tensor,
+    vocab: int,
+    temperature_R: Tensor,
+    top_k_R: Tensor | None,
+    top_p_R: Tensor | None,
+    min_p_R: Tensor | None,
+    share: float = 0.0,
+    block: int | None = None,
+    warps: int = 4,
+) -> Cut:
+    """The cut of softmax(logits / temperature) by the given processors; None, or a row's neutral value, is one that is not used.
+
+    With `share` in (0, 1) what is dropped stays possible: the law after the cut is then the mixture of the untruncated law, with that
+    share, and the truncated one. Only the first `vocab` columns count; the row stride is free. A row with NaN has NaN after it too.
+    """
+    require_rows(logits_RV, vocab)
+    search = _Search(logits_RV, vocab, temperature_R, block or min(4096, triton.next_power_of_2(vocab)), warps)
+    search.begin(top_k_R, top_p_R, min_p_R)
+    if top_k_R is not None:
+        search.find(counts=True)
+    if top_k_R is not None and top_p_R is not None:
+        search.turn(top_p_R)
+    if top_p_R is not None:
+        search.find(counts=False)
+    if top_k_R is None and top_p_R is None:
+        search.measure(searched=False)
+    return search.end(share, counts=top_k_R is not None, weighs=top_p_R is not None)
+
+
+class _Search:
+    """For the cuts of all rows."""
+
+    def __init__(self, logits_RV: Tensor, vocab: int, temperature_R: Tensor, block: int, warps: int) -> None:
+        rows, splits, bits = len(temperature_R), triton.cdiv(vocab, block), 16 if logits_RV.dtype == torch.bfloat16 else 32
+        self._law, self._vocab, self._grid = (logits_RV, logits_RV.stride(0), temperature_R), vocab, (splits, rows)
+        self._block, self._warps, self._passes = block, warps, bits // DIGIT
+        self._sizes = {"BITS": bits, "SPLITS": triton.next_power_of_2(splits)}
+        floats, ints = (partial(logits_RV.new_empty, dtype=dtype) for dtype in (torch.float32, torch.int32))
+        self._top_R, self._total_R, self._need_R, self._ties_R, self._drop_R = (floats(rows) for _ in range(5))
+        self._floor_R, self._bound_R, self._key_R, self._last_R = (ints(rows) for _ in range(4))
+        # Where the interval of every pass begins, and what it finds there.
+        self._low_PR, self._found_PRSP = ints(self._passes + 1, rows), floats(self._passes, rows, splits, 1 << DIGIT)
+        self._measured_3RS = floats(3, rows, splits)
+
+    def begin(self, top_k_R: Tensor | None, top_p_R: Tensor | None, min_p_R: Tensor | None) -> None:
+        """Every row's maximum and mass, and what is searched for first."""
+        # What is measured later has room for the blocks' sums now.
+        unused, sums = self._law[2], (*self._measured_3RS[:2], torch.empty_like(self._measured_3RS[0], dtype=torch.int32))
+        uncut, options = cut_arguments(None, unused), {"BLOCK": self._block, "num_warps": self._warps}
+        sum_block[self._grid](*self._law, *uncut, self._vocab, *sums, CUT=False, **options)
+        processors = {"TOP_K": top_k_R, "TOP_P": top_p_R, "MIN_P": min_p_R}
+        values = (unused if values_R is None else values_R for values_R in processors.values())
+        used = {name: values_R is not None for name, values_R in processors.items()}
+        aims = (self._top_R, self._total_R, self._need_R, self._floor_R, self._low_PR)
+        _begin[self._grid[1:]](*self._law, self._vocab, *values, *sums, *aims, self._grid[0], **used, **self._sizes, num_warps=1)
+
+    def find(self, *, counts: bool) -> None:
+        """The largest key at and above which there is enough, of those that are allowed; and what is there."""
+        for index in range(self._passes):
+            self._over_blocks(_find, index, COUNTS=counts)
+        self.measure(searched=True)
+
+    def measure(self, *, searched: bool) -> None:
+        """What lies above the key that was found (the lowest allowed, where nothing was searched), and what equals it."""
+        self._over_blocks(_measure, self._passes if searched else 0, self._key_R, self._measured_3RS)
+
+    def turn(self, top_p_R: Tensor) -> None:
+        """From counts to mass, of which top-p is a share: that of what top-k has kept."""
+        aims = (self._need_R, self._floor_R, self._bound_R, self._ties_R, self._low_PR)
+        self._over_rows(_turn, top_p_R, *aims)
+
+    def end(self, share: float, *, counts: bool, weighs: bool) -> Cut:
+        laws = (self._total_R, self._need_R, self._bound_R, self._ties_R, share, math.log(share) if share else -math.inf)
+        options = {"COUNTS": counts, "WEIGHS": weighs, "BLOCK": self._block}
+        self._over_rows(_end, self._vocab, *laws, self._last_R, self._drop_R, **options)
+        return Cut(self._key_R, self._last_R, self._drop_R)
+
+    def _over_blocks(self, kernel: triton.JITFunction, index: int, *arguments: Tensor, **options: bool) -> None:
+        state = (self._top_R, self._need_R, self._low_PR, self._found_PRSP)
+        options |= {"PASS": index, "DIGIT": DIGIT, "BLOCK": self._block, "num_warps": self._warps}
+        kernel[self._grid](*self._law, self._vocab, *state, *arguments, **options, **self._sizes)
+
+    def _over_rows(self, kernel: triton.JITFunction, *arguments: object, **options: object) -> None:
+        state = (self._top_R, self._key_R, self._measured_3RS, self._grid[0])
+        kernel[self._grid[1:]](*self._law, *state, *arguments, **options, **self._sizes, num_warps=self._warps)
+
+
+@triton.jit
+def _raw(key, BITS: tl.constexpr):
+    """The logit of an `order_key`."""
+    if BITS == 16:
+        key = (key << 16) | tl.where(key < 0, 0xFFFF, 0)
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _begin(
+    logits, stride, temperature_R, vocab, top_k_R, top_p_R, min_p_R, max_RS, sum_RS, best_RS,
+    top_R, total_R, need_R, floor_R, low_PR, splits,
+    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """One row: what the first search is for, and from where. The last search stops at the floor that min-p sets."""
+    row = tl.program_id(0)
+    inverse, _ = inverse_temperature(temperature_R, row)
+    max_S, top, total = combine(max_RS, sum_RS, row, splits, SPLITS)
+    lowest = tl.full((), -(1 << (BITS - 1)), tl.int32)
+    floor = lowest
+    if MIN_P:
+        min_p = tl.load(min_p_R + row)
+        key = order_key((top + tl.log(min_p)) / inverse)
+        if BITS == 16:
+            key = (key + 0xFFFF) >> 16
+        best = tl.load(logits + row.to(tl.int64) * stride + best_column(max_S, best_RS, row, splits))
+        floor = tl.where(min_p > 0, tl.minimum(key, order_key(best)), floor)
+    need = total
+    if TOP_K:
+        top_k = tl.load(top_k_R + row)
+        need = tl.where(top_k > 0, tl.minimum(top_k, vocab), vocab).to(tl.float32)
+    elif TOP_P:
+        need = _share(total, tl.load(top_p_R + row))
+    tl.store(top_R + row, top)
+    tl.store(total_R + row, total)
+    tl.store(need_R + row, need)
+    tl.store(floor_R + row, floor)
+    if TOP_K and TOP_P:
+        floor = lowest
+    tl.store(low_PR + row, floor)
+
+
+@triton.jit
+def _share(mass, top_p):
+    """What top-p must hold; more than there is where it is not used."""
+    return tl.where(top_p < 1, top_p * mass, float("inf"))
+
+
+@triton.jit
+def _interval(
+    low_PR, found_PRSP, need_R, row, rows, splits, PASS: tl.constexpr, DIGIT: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr
+):  # fmt: skip
+    """Where the interval of a pass begins: the last one's, at the largest value of its digit where there was enough."""
+    low = tl.load(low_PR + PASS * rows + row)
+    if PASS > 0:
+        split, value = tl.arange(0, SPLITS)[:, None], tl.arange(0, 1 << DIGIT)[None, :]
+        at = (((PASS - 1) * rows + row) * splits + split) << DIGIT
+        found_P = tl.sum(tl.load(found_PRSP + at + value, mask=(split < splits) & (value > 0), other=0.0), 0)
+        is_enough_P = (found_P >= tl.load(need_R + row)) & (tl.arange(0, 1 << DIGIT) > 0)
+        low += tl.sum(is_enough_P.to(tl.int32), 0) << (BITS - DIGIT * PASS)
+    return low
+
+
+@triton.jit
+def _find(
+    logits, stride, temperature_R, vocab, top_R, need_R, low_PR, found_PRSP,
+    PASS: tl.constexpr, COUNTS: tl.constexpr, DIGIT: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """One block of one row: count or mass at and above every value but 0 of this pass's digit."""
+    split, row, splits, rows = tl.program_id(0), tl.program_id(1), tl.num_programs(0), tl.num_programs(1)
+    low = _interval(low_PR, found_PRSP, need_R, row, rows, splits, PASS, DIGIT, BITS, SPLITS)
+    if split == 0:
+        tl.store(low_PR + (PASS + 1) * rows + row, low)
+    raw, column = load_block(logits, stride, row, vocab, BLOCK)
+    key = order_key(raw)
+    if COUNTS:
+        weight = (column < vocab).to(tl.float32)
+    else:
+        inverse, _ = inverse_temperature(temperature_R, row)
+        weight = tl.exp(raw.to(tl.float32) * inverse - tl.load(top_R + row))
+    weight = tl.where(key >= low, weight, 0.0)
+    # Without signs, a difference of 32 bits has room.
+    value = (key.to(tl.uint32, bitcast=True) - low.to(tl.uint32, bitcast=True)) >> (BITS - DIGIT * (PASS + 1))
+    out = found_PRSP + (((PASS * rows + row) * splits + split) << DIGIT)
+    for v in tl.static_range(1, 1 << DIGIT):
+        tl.store(out + v, tl.sum(tl.where(value >= v, weight, 0.0), 0))
+
+
+@triton.jit
+def _measure(
+    logits, stride, temperature_R, vocab, top_R, need_R, low_PR, found_PRSP, key_R, measured_3RS,
+    PASS: tl.constexpr, DIGIT: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """One block of one row: count and mass above the key, and the count of what equals it."""
+    split, row, splits, rows = tl.program_id(0), tl.program_id(1), tl.num_programs(0), tl.num_programs(1)
+    least = _interval(low_PR, found_PRSP, need_R, row, rows, splits, PASS, DIGIT, BITS, SPLITS)
+    if split == 0:
+        tl.store(key_R + row, least)
+    raw, column = load_block(logits, stride, row, vocab, BLOCK)
+    inverse, _ = inverse_temperature(temperature_R, row)
+    key, mass = order_key(raw), tl.exp(raw.to(tl.float32) * inverse - tl.load(top_R + row))
+    exists, out = column < vocab, measured_3RS + row * splits + split
+    tl.store(out, tl.sum(((key > least) & exists).to(tl.float32), 0))
+    tl.store(out + rows * splits, tl.sum(tl.where(key > least, mass, 0.0), 0))
+    tl.store(out + 2 * rows * splits, tl.sum(((key == least) & exists).to(tl.float32), 0))
+
+
+@triton.jit
+def _measured(temperature_R, top_R, key_R, measured_3RS, row, rows, splits, BITS: tl.constexpr, SPLITS: tl.constexpr):
+    """Of one row: its key, count and mass above that, how many in every block equal it, and the mass of one of those."""
+    split, key = tl.arange(0, SPLITS), tl.load(key_R + row)
+    at, inside = measured_3RS + row * splits + split, split < splits
+    above, mass = tl.sum(tl.load(at, mask=inside, other=0.0), 0), tl.sum(tl.load(at + rows * splits, mask=inside, other=0.0), 0)
+    equal_S = tl.load(at + 2 * rows * splits, mask=inside, other=0.0)
+    inverse, _ = inverse_temperature(temperature_R, row)
+    each = tl.where(tl.sum(equal_S, 0) > 0, tl.exp(_raw(key, BITS) * inverse - tl.load(top_R + row)), 0.0)
+    return key, above, mass, equal_S, each
+
+
+@triton.jit
+def _turn(
+    logits, stride, temperature_R, top_R, key_R, measured_3RS, splits, top_p_R, need_R, floor_R, bound_R, ties_R, low_PR,
+    BITS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """One row: keep where top-k ends, and look for a share of the mass up to there."""
+    row, rows = tl.program_id(0), tl.num_programs(0)
+    key, above, mass, _, each = _measured(temperature_R, top_R, key_R, measured_3RS, row, rows, splits, BITS, SPLITS)
+    ties = tl.load(need_R + row) - above
+    tl.store(bound_R + row, key)
+    tl.store(ties_R + row, ties)
+    tl.store(need_R + row, _share(mass + ties * each, tl.load(top_p_R + row)))
+    tl.store(low_PR + row, tl.maximum(key, tl.load(floor_R + row)))
+
+
+@triton.jit
+def _end(
+    logits, stride, temperature_R, top_R, key_R, measured_3RS, splits,
+    vocab, total_R, need_R, bound_R, ties_R, share, log_share, last_R, drop_R,
+    COUNTS: tl.constexpr, WEIGHS: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """One row: how many of the entries that equal the key are kept, where the last of them stands, and what becomes of the rest."""
+    row, rows = tl.program_id(0), tl.num_programs(0)
+    key, above, mass, equal_S, each = _measured(temperature_R, top_R, key_R, measured_3RS, row, rows, splits, BITS, SPLITS)
+    equal = tl.sum(equal_S, 0)
+    ties = equal
+    if WEIGHS:
+        ties = tl.ceil((tl.load(need_R + row) - mass) / each)
+        ties = tl.where(ties >= 1, ties, 1.0)
+        if COUNTS:
+            ties = tl.where(key == tl.load(bound_R + row), tl.minimum(ties, tl.load(ties_R + row)), ties)
+    elif COUNTS:
+        ties = tl.load(need_R + row) - above
+    ties = tl.minimum(ties, equal)
+    tl.store(last_R + row, _column_of(logits + row.to(tl.int64) * stride, vocab, key, ties, equal_S, BLOCK, SPLITS))
+    kept = tl.minimum((mass + ties * each) / tl.load(total_R + row), 1.0)
+    tl.store(drop_R + row, log_share - tl.log((1.0 - share) / kept + share))
+
+
+@triton.jit
+def _column_of(law, vocab, key, number, equal_S, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
+    """The column where the given number of a row's entries that equal `key` is reached; -1 for none."""
+    split = tl.sum((tl.cumsum(equal_S, 0) < number).to(tl.int32), 0)
+    before = tl.sum(tl.where(tl.arange(0, SPLITS) < split, equal_S, 0.0), 0)
+    column = split * BLOCK + tl.arange(0, BLOCK)
+    is_equal = (order_key(tl.load(law + column, mask=column < vocab, other=0.0)) == key) & (column < vocab)
+    rank = tl.cumsum(is_equal.to(tl.int32), 0)
+    return tl.max(tl.where(is_equal & (rank == (number - before).to(tl.int32)), column, -1), 0)

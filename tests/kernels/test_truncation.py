@@ -1,0 +1,134 @@
+"""Cuts of top-k, top-p and min-p: what scores and draws after them are, against the slow laws and the torch laws.
+
+Axes: R rows, V vocabulary, D draws.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smc import laws
+from smc.kernels import sampling
+from smc.kernels.law import Cut
+from smc.kernels.truncation import truncate
+from smc.philox import Purpose, exponentials, words
+from tests.kernels.conftest import DEVICE
+from tests.test_laws import PROCESSORS, Spec, assert_same_law, batches, law_spec, reference, softmax
+
+DTYPES = [torch.float32, torch.bfloat16]
+MIXED = [
+    Spec(),
+    Spec(0.7, top_k=9),
+    Spec(1.3, top_p=0.8),
+    Spec(0.0, top_k=3),
+    Spec(min_p=0.1),
+    Spec(0.8, 25, 0.9, 0.01),
+    Spec(1.1, 40, 0.6),
+]
+
+
+def cut_of(logits_RV: torch.Tensor, spec: laws.LawSpec, share: float = 0.0, block: int | None = None, vocab: int | None = None) -> Cut:
+    law = laws.to_device
+    used = [law(getattr(spec, f"{name}_R"), DEVICE) if name in spec.active else None for name in ("top_k", "top_p", "min_p")]
+    return truncate(logits_RV, vocab or logits_RV.shape[1], law(spec.temperature_R, DEVICE), *used, share, block=block)
+
+
+def law_after(logits_RV: torch.Tensor, temperature_R: np.ndarray, cut: Cut, block: int | None = None) -> torch.Tensor:
+    """Log-probability of every entry [R, V]."""
+    rows, vocab = logits_RV.shape
+    every_RV = torch.arange(vocab, dtype=torch.int32, device=DEVICE).expand(rows, vocab)
+    none_R = torch.full((rows,), -1, dtype=torch.int32, device=DEVICE)
+    return sampling.score(logits_RV, vocab, laws.to_device(temperature_R, DEVICE), none_R, every_RV, cut, block=block)[1].cpu()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("processor", ["top-k", "top-p", "min-p", "all"])
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_laws_equal_the_slow_version(dtype, processor, data):
+    logits, specs = data.draw(batches(PROCESSORS[processor]))
+    share = data.draw(st.sampled_from([0.0, 0.1]))
+    truncated_RV = torch.stack([reference(row, spec) for row, spec in zip(logits, specs)]).exp()
+    whole_RV = torch.tensor([softmax(row, spec.temperature) for row, spec in zip(logits, specs)], dtype=torch.float64)
+    logits_RV, spec = torch.tensor(logits, dtype=dtype, device=DEVICE), law_spec(*specs)
+    found_RV = law_after(logits_RV, spec.temperature_R, cut_of(logits_RV, spec, share, block=4), block=4)
+    assert_same_law(found_RV, ((1 - share) * truncated_RV + share * whole_RV).log())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("share", [0.0, 0.05])
+def test_laws_of_hundreds_of_entries_equal_the_torch_laws(dtype, share):
+    """Rows that use some processors beside rows that use others, or none."""
+    random = torch.Generator().manual_seed(11)
+    logits_RV = (torch.randn(len(MIXED), 500, generator=random) * 3).to(dtype).to(DEVICE)
+    spec = law_spec(*MIXED)
+    expected_RV = laws.Laws(spec).proposal(logits_RV.cpu().float(), share)
+    assert_same_law(law_after(logits_RV, spec.temperature_R, cut_of(logits_RV, spec, share, block=128), block=256), expected_RV)
+
+
+@pytest.mark.parametrize(
+    ("spec", "kept"), [(Spec(top_k=7), 7), (Spec(top_p=0.301), 31), (Spec(top_k=50, top_p=0.5), 25), (Spec(min_p=1), 100)]
+)
+def test_of_equal_entries_the_first_are_kept(spec, kept):
+    """All hundred are equal, in blocks of 16; zero has two signs."""
+    logits_RV = torch.zeros(2, 100, device=DEVICE, dtype=torch.bfloat16)
+    logits_RV[1, ::3] = -0.0
+    both = law_spec(spec, spec)
+    found_RV = law_after(logits_RV, both.temperature_R, cut_of(logits_RV, both, block=16))
+    assert (found_RV > -torch.inf).int().tolist() == [[1] * kept + [0] * (100 - kept)] * 2
+
+
+def test_real_vocabulary_in_default_blocks():
+    random = torch.Generator().manual_seed(12)
+    logits_RV = (torch.randn(3, 128256, generator=random) * 3).bfloat16().to(DEVICE)
+    specs = [Spec(0.8, top_p=0.95), Spec(top_k=1000, top_p=0.7), Spec(top_k=5000)]
+    cut = cut_of(logits_RV, law_spec(*specs))
+    for logits_V, spec, key, last in zip(logits_RV.cpu().double(), specs, cut.key_R.tolist(), cut.last_R.tolist()):
+        least = torch.tensor(key << 16 if key >= 0 else (key << 16 | 0xFFFF) ^ 0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+        kept_V = (logits_V > least) | ((logits_V == least) & (torch.arange(128256) <= last))
+        order_V = logits_V.sort(descending=True, stable=True).indices
+        kept = int(kept_V.sum())
+        assert kept_V[order_V[:kept]].all()
+        mass_V = (logits_V / spec.temperature)[order_V[: spec.top_k or None]].softmax(0).cumsum(0)
+        # Up to rounding, the smallest set that holds enough; float32 sums to a millionth.
+        assert kept == spec.top_k if spec.top_p == 1 else mass_V[kept - 2] < spec.top_p + 1e-6 and mass_V[kept - 1] > spec.top_p - 1e-6
+
+
+def test_draws_equal_those_from_the_torch_laws():
+    random, draws = torch.Generator().manual_seed(13), 16
+    logits_RV, spec = torch.randn(len(MIXED), 300, generator=random).to(DEVICE) * 3, law_spec(*MIXED)
+    rng = np.random.default_rng(5)
+    keys = rng.integers(0, 2**31, len(MIXED)), np.full(len(MIXED), 3), rng.integers(0, 2**31, (len(MIXED), draws)), np.full(len(MIXED), 9)
+    temperature_R, *on_device = (laws.to_device(array, DEVICE) for array in (spec.temperature_R, *keys))
+    cut = cut_of(logits_RV, spec, 0.3, block=64)
+    token_RD, logq_RD, _ = sampling.draw(logits_RV, 300, temperature_R, *on_device, Purpose.PROPOSAL, cut, block=64)
+    word0, word1, _, _ = words(*(array.reshape(len(MIXED), -1) for array in keys), Purpose.PROPOSAL)
+    expected_RV = laws.Laws(spec).proposal(logits_RV.cpu(), 0.3)
+    expected_RD = laws.draw(expected_RV, exponentials(torch.from_numpy(word0), torch.from_numpy(word1), 300))
+    assert torch.equal(token_RD.cpu().long(), expected_RD)
+    torch.testing.assert_close(logq_RD.cpu(), expected_RV.gather(1, expected_RD), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("spec", [Spec(top_k=3), Spec(top_p=0.5), Spec(min_p=0.3), Spec(0.0, 2, 0.5, 0.3)])
+def test_rows_without_a_law_stay_without_one(spec, bad):
+    logits_RV = torch.tensor([[0.5, bad, 2.0, 0.0, 1.0], [0.5, -1.0, 2.0, 0.0, 1.0]], device=DEVICE)
+    both = law_spec(spec, spec)
+    for share in (0.0, 0.1):
+        found_RV = law_after(logits_RV, both.temperature_R, cut_of(logits_RV, both, share))
+        assert found_RV[0].isnan().all()
+        assert_same_law(found_RV[1:], laws.Laws(law_spec(spec)).proposal(logits_RV[1:].cpu(), share))
+
+
+def test_columns_past_the_vocabulary_count_for_nothing():
+    logits_RV = torch.full((1, 40), 9.0, device=DEVICE)
+    logits_RV[0, :20] = torch.linspace(0, 3, 20)
+    spec = law_spec(Spec(top_k=30, top_p=0.9))
+    cut, alone = cut_of(logits_RV, spec, block=8, vocab=20), cut_of(logits_RV[:, :20].contiguous(), spec, block=8)
+    assert [x.tolist() for x in vars(cut).values()] == [x.tolist() for x in vars(alone).values()]
