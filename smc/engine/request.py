@@ -114,7 +114,7 @@ class SamplingParams:
     def _check_numbers(self) -> None:
         greedy = _is_number(self.temperature) and self.temperature == 0
         _require("temperature", self.temperature, greedy or _is_scale(self.temperature), f"{SCALES}; or 0 = greedy")
-        _require("top_k", self.top_k, _is_int(self.top_k) and self.top_k >= 0, ">= 0 (0 = off)")
+        _require("top_k", self.top_k, _is_int(self.top_k) and 0 <= self.top_k < 2**31, ">= 0 (0 = off), < 2**31")
         _require("top_p", self.top_p, _is_number(self.top_p) and 0 < self.top_p <= 1, "0 < top_p <= 1")
         _require("min_p", self.min_p, _is_number(self.min_p) and 0 <= self.min_p < 1, "0 <= min_p < 1")
         _require("max_tokens", self.max_tokens, _is_int(self.max_tokens) and self.max_tokens >= 1, ">= 1")

@@ -193,6 +193,7 @@ def test_nan_logits_end_one_request_with_an_error(config, side):
         ({"temperature": "warm"}, "temperature"),
         ({"draft_temperature": 0}, "draft_temperature"),
         ({"top_k": -1}, "top_k"),
+        ({"top_k": 2**31}, "top_k"),
         ({"top_p": 0}, "top_p"),
         ({"min_p": 1}, "min_p"),
         ({"alpha": 0}, "alpha"),
