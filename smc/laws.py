@@ -52,13 +52,9 @@ class LawSpec:
         }
         return LawSpec(temperature_R, top_k_R, top_p_R, min_p_R, alpha_R, frozenset(name for name, is_used in used.items() if is_used))
 
-    def of_few_kinds(self) -> LawSpec:
-        """The same laws with processors in use that perhaps no row needs, so that there are but few sets of those.
-
-        Temperatures always are; top-p and min-p, which a kernel finds together, wherever anything truncates. Top-k is a search of its own.
-        """
-        truncates = self.active & {"top_k", "top_p", "min_p"}
-        return replace(self, active=self.active | {"temperature", "greedy"} | ({"top_p", "min_p"} if truncates else set()))
+    def at_any_temperature(self) -> LawSpec:
+        """The same laws, but temperatures and greedy rows count as in use: for kernels, which look at every row's temperature anyway."""
+        return replace(self, active=self.active | {"temperature", "greedy"})
 
     def take(self, rows: np.ndarray) -> LawSpec:
         """The specs of the given rows, in that order (repeats allowed)."""

@@ -196,12 +196,14 @@ def _law_message(law: LawSpec) -> pb.Law:
         top_p=_bytes(law.top_p_R, "<f4"),
         min_p=_bytes(law.min_p_R, "<f4"),
         alpha=_bytes(law.alpha_R, "<f4"),
+        active=sorted(law.active),
     )
 
 
 def _to_law(law: pb.Law) -> LawSpec:
     top_k_R = _array(law.top_k, "<i4").astype(np.int64)
-    return LawSpec.of(_array(law.temperature, "<f4"), top_k_R, *(_array(data, "<f4") for data in (law.top_p, law.min_p, law.alpha)))
+    rest = (_array(data, "<f4") for data in (law.top_p, law.min_p, law.alpha))
+    return LawSpec(_array(law.temperature, "<f4"), top_k_R, *rest, active=frozenset(law.active))
 
 
 def _bytes(array: np.ndarray, kind: str) -> bytes:

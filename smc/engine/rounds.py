@@ -113,8 +113,9 @@ class Rounds:
         # Padding groups repeat the first, with one particle in the dummy slot, which has ended.
         index_G = np.concatenate((np.arange(len(groups)), np.zeros(extra, dtype=np.int64)))
         spread = index_G.repeat(places)
+        # Where rounds are recorded, few kinds of laws are worth more than few operations.
         laws = (population.target_law, population.draft_law)
-        target_law, draft_law = (law.of_few_kinds() for law in laws) if self.runner.records else laws
+        target_law, draft_law = (law.at_any_temperature() for law in laws) if self.runner.records else laws
         of_A = population.starts_G[spread]
         return RoundPlan(
             schemes=tuple(population.schemes[g] for g in index_G),
@@ -137,8 +138,7 @@ class Rounds:
         )
 
     def _room_for(self, population: Population) -> tuple[int, int]:
-        """Places of a group, and padding groups. Where rounds are recorded, few shapes are worth more than few rows (and few kinds of
-        laws more than few processors)."""
+        """Places of a group, and padding groups. Where rounds are recorded, few shapes are worth more than few rows."""
         groups, places = len(population.groups), int(population.sizes_G.max())
         if not self.runner.records:
             return places, 0

@@ -25,7 +25,7 @@ class Cut:
 
 
 def cut_arguments(cut: Cut | None, unused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of kernels that take a cut; `unused` stands where there is none."""
+    """What a kernel that knows cuts is given; any tensor, `unused`, where there is none."""
     return (unused, unused, unused) if cut is None else (cut.key_R, cut.last_R, cut.drop_R)
 
 

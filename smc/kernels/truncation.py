@@ -5,7 +5,7 @@ column. The key is found digit by digit, from the top: a pass sums, block by blo
 at or above every value of the next digit, and the next pass begins at the largest value where that is enough. Sums are made in a fixed
 order: the same bits every time. Nothing reads the host, and how many passes there are follows from the type of the logits alone.
 
-Axes: R rows, V columns, S splits of the vocabulary, P values of a digit.
+Axes: R rows, V columns, S splits of the vocabulary, I passes (of where they begin, one more), P values of a digit.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def truncate(
 
 
 class _Search:
-    """For the cuts of all rows."""
+    """The buffers of one search, for all rows at once, and its steps in the order in which they are taken."""
 
     def __init__(self, logits_RV: Tensor, vocab: int, temperature_R: Tensor, block: int, warps: int) -> None:
         rows, splits, bits = len(temperature_R), triton.cdiv(vocab, block), 16 if logits_RV.dtype == torch.bfloat16 else 32
@@ -76,7 +76,7 @@ class _Search:
         self._top_R, self._total_R, self._need_R, self._ties_R, self._drop_R = (floats(rows) for _ in range(5))
         self._floor_R, self._bound_R, self._key_R, self._last_R = (ints(rows) for _ in range(4))
         # Where the interval of every pass begins, and what it finds there.
-        self._low_PR, self._found_PRSP = ints(self._passes + 1, rows), floats(self._passes, rows, splits, 1 << DIGIT)
+        self._low_IR, self._found_IRSP = ints(self._passes + 1, rows), floats(self._passes, rows, splits, 1 << DIGIT)
         self._measured_3RS = floats(3, rows, splits)
 
     def begin(self, top_k_R: Tensor | None, top_p_R: Tensor | None, min_p_R: Tensor | None) -> None:
@@ -88,7 +88,7 @@ class _Search:
         processors = {"TOP_K": top_k_R, "TOP_P": top_p_R, "MIN_P": min_p_R}
         values = (unused if values_R is None else values_R for values_R in processors.values())
         used = {name: values_R is not None for name, values_R in processors.items()}
-        aims = (self._top_R, self._total_R, self._need_R, self._floor_R, self._low_PR)
+        aims = (self._top_R, self._total_R, self._need_R, self._floor_R, self._low_IR)
         _begin[self._grid[1:]](*self._law, self._vocab, *values, *sums, *aims, self._grid[0], **used, **self._sizes, num_warps=1)
 
     def find(self, *, counts: bool) -> None:
@@ -103,23 +103,24 @@ class _Search:
 
     def turn(self, top_p_R: Tensor) -> None:
         """From counts to mass, of which top-p is a share: that of what top-k has kept."""
-        aims = (self._need_R, self._floor_R, self._bound_R, self._ties_R, self._low_PR)
+        aims = (self._need_R, self._floor_R, self._bound_R, self._ties_R, self._low_IR)
         self._over_rows(_turn, top_p_R, *aims)
 
     def end(self, share: float, *, counts: bool, weighs: bool) -> Cut:
-        laws = (self._total_R, self._need_R, self._bound_R, self._ties_R, share, math.log(share) if share else -math.inf)
+        logits = (*self._law[:2], self._vocab)
+        found = (self._total_R, self._need_R, self._bound_R, self._ties_R, share, math.log(share) if share else -math.inf)
         options = {"COUNTS": counts, "WEIGHS": weighs, "BLOCK": self._block}
-        self._over_rows(_end, self._vocab, *laws, self._last_R, self._drop_R, **options)
+        self._over_rows(_end, *logits, *found, self._last_R, self._drop_R, **options)
         return Cut(self._key_R, self._last_R, self._drop_R)
 
     def _over_blocks(self, kernel: triton.JITFunction, index: int, *arguments: Tensor, **options: bool) -> None:
-        state = (self._top_R, self._need_R, self._low_PR, self._found_PRSP)
+        state = (self._top_R, self._need_R, self._low_IR, self._found_IRSP)
         options |= {"PASS": index, "DIGIT": DIGIT, "BLOCK": self._block, "num_warps": self._warps}
         kernel[self._grid](*self._law, self._vocab, *state, *arguments, **options, **self._sizes)
 
     def _over_rows(self, kernel: triton.JITFunction, *arguments: object, **options: object) -> None:
-        state = (self._top_R, self._key_R, self._measured_3RS, self._grid[0])
-        kernel[self._grid[1:]](*self._law, *state, *arguments, **options, **self._sizes, num_warps=self._warps)
+        state = (self._law[2], self._top_R, self._key_R, self._measured_3RS, self._grid[0])
+        kernel[self._grid[1:]](*state, *arguments, **options, **self._sizes, num_warps=self._warps)
 
 
 @triton.jit
@@ -133,7 +134,7 @@ def _raw(key, BITS: tl.constexpr):
 @triton.jit
 def _begin(
     logits, stride, temperature_R, vocab, top_k_R, top_p_R, min_p_R, max_RS, sum_RS, best_RS,
-    top_R, total_R, need_R, floor_R, low_PR, splits,
+    top_R, total_R, need_R, floor_R, low_IR, splits,
     TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One row: what the first search is for, and from where. The last search stops at the floor that min-p sets."""
@@ -146,40 +147,43 @@ def _begin(
         min_p = tl.load(min_p_R + row)
         key = order_key((top + tl.log(min_p)) / inverse)
         if BITS == 16:
-            key = (key + 0xFFFF) >> 16
-        best = tl.load(logits + row.to(tl.int64) * stride + best_column(max_S, best_RS, row, splits))
+            # The first bfloat16 that is no less: of numbers above zero its lower bits are zeros, below zero ones.
+            key = tl.where(key < 0, key, key + 0xFFFF) >> 16
+        # With NaN in the row any column may come out, even one past the end.
+        column = tl.minimum(best_column(max_S, best_RS, row, splits), vocab - 1)
+        best = tl.load(logits + row.to(tl.int64) * stride + column)
         floor = tl.where(min_p > 0, tl.minimum(key, order_key(best)), floor)
     need = total
     if TOP_K:
         top_k = tl.load(top_k_R + row)
         need = tl.where(top_k > 0, tl.minimum(top_k, vocab), vocab).to(tl.float32)
     elif TOP_P:
-        need = _share(total, tl.load(top_p_R + row))
+        need = _required(total, tl.load(top_p_R + row))
     tl.store(top_R + row, top)
     tl.store(total_R + row, total)
     tl.store(need_R + row, need)
     tl.store(floor_R + row, floor)
     if TOP_K and TOP_P:
         floor = lowest
-    tl.store(low_PR + row, floor)
+    tl.store(low_IR + row, floor)
 
 
 @triton.jit
-def _share(mass, top_p):
-    """What top-p must hold; more than there is where it is not used."""
+def _required(mass, top_p):
+    """What the entries that top-p keeps must hold of a mass; more than there is where it is not used."""
     return tl.where(top_p < 1, top_p * mass, float("inf"))
 
 
 @triton.jit
 def _interval(
-    low_PR, found_PRSP, need_R, row, rows, splits, PASS: tl.constexpr, DIGIT: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr
+    low_IR, found_IRSP, need_R, row, rows, splits, PASS: tl.constexpr, DIGIT: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr
 ):  # fmt: skip
-    """Where the interval of a pass begins: the last one's, at the largest value of its digit where there was enough."""
-    low = tl.load(low_PR + PASS * rows + row)
+    """The least key that a pass has still to tell from others: that of the pass before, after the digit which that one has found."""
+    low = tl.load(low_IR + PASS * rows + row)
     if PASS > 0:
         split, value = tl.arange(0, SPLITS)[:, None], tl.arange(0, 1 << DIGIT)[None, :]
         at = (((PASS - 1) * rows + row) * splits + split) << DIGIT
-        found_P = tl.sum(tl.load(found_PRSP + at + value, mask=(split < splits) & (value > 0), other=0.0), 0)
+        found_P = tl.sum(tl.load(found_IRSP + at + value, mask=(split < splits) & (value > 0), other=0.0), 0)
         is_enough_P = (found_P >= tl.load(need_R + row)) & (tl.arange(0, 1 << DIGIT) > 0)
         low += tl.sum(is_enough_P.to(tl.int32), 0) << (BITS - DIGIT * PASS)
     return low
@@ -187,14 +191,14 @@ def _interval(
 
 @triton.jit
 def _find(
-    logits, stride, temperature_R, vocab, top_R, need_R, low_PR, found_PRSP,
+    logits, stride, temperature_R, vocab, top_R, need_R, low_IR, found_IRSP,
     PASS: tl.constexpr, COUNTS: tl.constexpr, DIGIT: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One block of one row: count or mass at and above every value but 0 of this pass's digit."""
     split, row, splits, rows = tl.program_id(0), tl.program_id(1), tl.num_programs(0), tl.num_programs(1)
-    low = _interval(low_PR, found_PRSP, need_R, row, rows, splits, PASS, DIGIT, BITS, SPLITS)
+    low = _interval(low_IR, found_IRSP, need_R, row, rows, splits, PASS, DIGIT, BITS, SPLITS)
     if split == 0:
-        tl.store(low_PR + (PASS + 1) * rows + row, low)
+        tl.store(low_IR + (PASS + 1) * rows + row, low)
     raw, column = load_block(logits, stride, row, vocab, BLOCK)
     key = order_key(raw)
     if COUNTS:
@@ -205,19 +209,19 @@ def _find(
     weight = tl.where(key >= low, weight, 0.0)
     # Without signs, a difference of 32 bits has room.
     value = (key.to(tl.uint32, bitcast=True) - low.to(tl.uint32, bitcast=True)) >> (BITS - DIGIT * (PASS + 1))
-    out = found_PRSP + (((PASS * rows + row) * splits + split) << DIGIT)
+    out = found_IRSP + (((PASS * rows + row) * splits + split) << DIGIT)
     for v in tl.static_range(1, 1 << DIGIT):
         tl.store(out + v, tl.sum(tl.where(value >= v, weight, 0.0), 0))
 
 
 @triton.jit
 def _measure(
-    logits, stride, temperature_R, vocab, top_R, need_R, low_PR, found_PRSP, key_R, measured_3RS,
+    logits, stride, temperature_R, vocab, top_R, need_R, low_IR, found_IRSP, key_R, measured_3RS,
     PASS: tl.constexpr, DIGIT: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One block of one row: count and mass above the key, and the count of what equals it."""
     split, row, splits, rows = tl.program_id(0), tl.program_id(1), tl.num_programs(0), tl.num_programs(1)
-    least = _interval(low_PR, found_PRSP, need_R, row, rows, splits, PASS, DIGIT, BITS, SPLITS)
+    least = _interval(low_IR, found_IRSP, need_R, row, rows, splits, PASS, DIGIT, BITS, SPLITS)
     if split == 0:
         tl.store(key_R + row, least)
     raw, column = load_block(logits, stride, row, vocab, BLOCK)
@@ -243,7 +247,7 @@ def _measured(temperature_R, top_R, key_R, measured_3RS, row, rows, splits, BITS
 
 @triton.jit
 def _turn(
-    logits, stride, temperature_R, top_R, key_R, measured_3RS, splits, top_p_R, need_R, floor_R, bound_R, ties_R, low_PR,
+    temperature_R, top_R, key_R, measured_3RS, splits, top_p_R, need_R, floor_R, bound_R, ties_R, low_IR,
     BITS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One row: keep where top-k ends, and look for a share of the mass up to there."""
@@ -252,14 +256,14 @@ def _turn(
     ties = tl.load(need_R + row) - above
     tl.store(bound_R + row, key)
     tl.store(ties_R + row, ties)
-    tl.store(need_R + row, _share(mass + ties * each, tl.load(top_p_R + row)))
-    tl.store(low_PR + row, tl.maximum(key, tl.load(floor_R + row)))
+    tl.store(need_R + row, _required(mass + ties * each, tl.load(top_p_R + row)))
+    tl.store(low_IR + row, tl.maximum(key, tl.load(floor_R + row)))
 
 
 @triton.jit
 def _end(
-    logits, stride, temperature_R, top_R, key_R, measured_3RS, splits,
-    vocab, total_R, need_R, bound_R, ties_R, share, log_share, last_R, drop_R,
+    temperature_R, top_R, key_R, measured_3RS, splits,
+    logits, stride, vocab, total_R, need_R, bound_R, ties_R, share, log_share, last_R, drop_R,
     COUNTS: tl.constexpr, WEIGHS: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One row: how many of the entries that equal the key are kept, where the last of them stands, and what becomes of the rest."""
@@ -281,11 +285,11 @@ def _end(
 
 
 @triton.jit
-def _column_of(law, vocab, key, number, equal_S, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
+def _column_of(logits_V, vocab, key, number, equal_S, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
     """The column where the given number of a row's entries that equal `key` is reached; -1 for none."""
     split = tl.sum((tl.cumsum(equal_S, 0) < number).to(tl.int32), 0)
     before = tl.sum(tl.where(tl.arange(0, SPLITS) < split, equal_S, 0.0), 0)
     column = split * BLOCK + tl.arange(0, BLOCK)
-    is_equal = (order_key(tl.load(law + column, mask=column < vocab, other=0.0)) == key) & (column < vocab)
+    is_equal = (order_key(tl.load(logits_V + column, mask=column < vocab, other=0.0)) == key) & (column < vocab)
     rank = tl.cumsum(is_equal.to(tl.int32), 0)
     return tl.max(tl.where(is_equal & (rank == (number - before).to(tl.int32)), column, -1), 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.coordinator.warm_up import TURNS, first_rounds, usual_rounds
+from services.link import codec
 from smc import demo
 from smc.engine.config import EngineConfig
 from smc.engine.engine import Engine
@@ -18,14 +19,14 @@ def pair() -> ModelPair:
 
 
 def recording(pair: ModelPair, config: EngineConfig) -> tuple[Engine, list[tuple]]:
-    """An engine that pads rounds as it does for workers that record them, and the key of every round that it asks for."""
+    """An engine that pads rounds as it does for workers that record them, and the key that every round it asks for has at a rank."""
     engine, keys = local_engine(pair, config), []
     for method in (Method.SMC, Method.TARGET):
         runner = engine.rounds_of(method).runner
         runner.records, ask = True, runner.round
 
         def told(plan, ask=ask, method=method):
-            keys.append((method, *plan.key))
+            keys.append((method, *codec.to_plan(codec.round_command(plan, method is Method.TARGET)).key))
             return ask(plan)
 
         runner.round = told
@@ -51,7 +52,8 @@ def test_usual_requests_meet_no_new_kind_of_round(pair, form):
         plain = SamplingParams(method=Method.TARGET, temperature=0, max_tokens=30)
         requests += [Request("plain", (1, 2, 3), plain)] if count == 1 else []
         list(engine.run(requests))
-    for law in ({"temperature": 0.7}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 3}, {"top_k": 50, "min_p": 0.05, "draft_temperature": 1.2}):
+    laws = [{"temperature": 0.7}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 3}, {"top_p": 0.5, "min_p": 0.1}, {"top_k": 9, "top_p": 0.5}]
+    for law in (*laws, {"top_k": 50, "min_p": 0.05, "draft_temperature": 1.2}):
         list(engine.run([Request("law", (4, 5, 6), SamplingParams(max_tokens=30, **law))]))
     assert keys and set(keys) <= rehearsed
 
@@ -60,7 +62,8 @@ def test_what_does_not_fit_is_left_out(pair):
     config = EngineConfig(block=5, max_slots=2, pages=90)
     engine = local_engine(pair, config)
     sizes = [len(asked) for asked in usual_rounds(config, engine.context, engine.tokenizer.size, engine.budget.capacity)]
-    assert sizes == [1, 1, 2, 1, 1]  # N = 2 once; the target alone once and twice; each truncated law once; no context is long
+    # N = 2 once; the target alone once and twice; no context is long; each kind of truncated law once, and once by the target alone.
+    assert sizes == [1, 1, 2, *[1] * 8]
 
 
 @pytest.mark.parametrize(("context", "longest"), [(512, 4), (645, 626), (2000, 640)])

@@ -19,6 +19,7 @@ from smc.kernels.law import Cut
 from smc.kernels.truncation import truncate
 from smc.philox import Purpose, exponentials, words
 from tests.kernels.conftest import DEVICE
+from tests.kernels.cuts import kept
 from tests.test_laws import PROCESSORS, Spec, assert_same_law, batches, law_spec, reference, softmax
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -34,9 +35,9 @@ MIXED = [
 
 
 def cut_of(logits_RV: torch.Tensor, spec: laws.LawSpec, share: float = 0.0, block: int | None = None, vocab: int | None = None) -> Cut:
-    law = laws.to_device
-    used = [law(getattr(spec, f"{name}_R"), DEVICE) if name in spec.active else None for name in ("top_k", "top_p", "min_p")]
-    return truncate(logits_RV, vocab or logits_RV.shape[1], law(spec.temperature_R, DEVICE), *used, share, block=block)
+    arrays = {name: laws.to_device(getattr(spec, f"{name}_R"), DEVICE) for name in ("temperature", "top_k", "top_p", "min_p")}
+    temperature_R, *values = (values_R if name in ("temperature", *spec.active) else None for name, values_R in arrays.items())
+    return truncate(logits_RV, vocab or logits_RV.shape[1], temperature_R, *values, share, block=block)
 
 
 def law_after(logits_RV: torch.Tensor, temperature_R: np.ndarray, cut: Cut, block: int | None = None) -> torch.Tensor:
@@ -88,16 +89,31 @@ def test_real_vocabulary_in_default_blocks():
     random = torch.Generator().manual_seed(12)
     logits_RV = (torch.randn(3, 128256, generator=random) * 3).bfloat16().to(DEVICE)
     specs = [Spec(0.8, top_p=0.95), Spec(top_k=1000, top_p=0.7), Spec(top_k=5000)]
-    cut = cut_of(logits_RV, law_spec(*specs))
-    for logits_V, spec, key, last in zip(logits_RV.cpu().double(), specs, cut.key_R.tolist(), cut.last_R.tolist()):
-        least = torch.tensor(key << 16 if key >= 0 else (key << 16 | 0xFFFF) ^ 0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
-        kept_V = (logits_V > least) | ((logits_V == least) & (torch.arange(128256) <= last))
-        order_V = logits_V.sort(descending=True, stable=True).indices
-        kept = int(kept_V.sum())
-        assert kept_V[order_V[:kept]].all()
+    kept_RV = kept(logits_RV, cut_of(logits_RV, law_spec(*specs))).cpu()
+    for logits_V, spec, kept_V in zip(logits_RV.cpu().double(), specs, kept_RV):
+        order_V, count = logits_V.sort(descending=True, stable=True).indices, int(kept_V.sum())
+        assert kept_V[order_V[:count]].all()
         mass_V = (logits_V / spec.temperature)[order_V[: spec.top_k or None]].softmax(0).cumsum(0)
         # Up to rounding, the smallest set that holds enough; float32 sums to a millionth.
-        assert kept == spec.top_k if spec.top_p == 1 else mass_V[kept - 2] < spec.top_p + 1e-6 and mass_V[kept - 1] > spec.top_p - 1e-6
+        assert count == spec.top_k if spec.top_p == 1 else mass_V[count - 2] < spec.top_p + 1e-6 and mass_V[count - 1] > spec.top_p - 1e-6
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("top", [-100.0, -0.5, 0.0, 0.5, 5.0, 100.0])
+def test_neighbouring_numbers_around_the_bound_of_min_p(dtype, top):
+    """Forty numbers of the type next to each other, with the bound in their middle; those above the row's best count as that."""
+    best = torch.tensor(top, dtype=dtype)
+    steps = torch.arange(-20, 20, dtype=torch.int32 if dtype is torch.float32 else torch.int16)
+    for bound in (0.9, 0.3, 0.02):
+        middle = (best.float() + math.log(bound)).to(dtype)
+        near_V = (middle.view(steps.dtype) + steps).view(dtype).clamp(max=best)
+        logits_RV = torch.cat((best[None], near_V, torch.tensor([top - 50.0], dtype=dtype)))[None].to(DEVICE)
+        spec = law_spec(Spec(min_p=bound))
+        distance_V = logits_RV[0].cpu().double() - best.double() - math.log(np.float32(bound))
+        clear_V = distance_V.abs() > 1e-6 * max(1.0, abs(top))
+        found_V = kept(logits_RV, cut_of(logits_RV, spec, block=16))[0].cpu()
+        assert torch.equal(found_V[clear_V], (distance_V >= 0)[clear_V])
+        assert clear_V.sum() >= 35 or dtype is torch.float32
 
 
 def test_draws_equal_those_from_the_torch_laws():
@@ -118,17 +134,25 @@ def test_draws_equal_those_from_the_torch_laws():
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("spec", [Spec(top_k=3), Spec(top_p=0.5), Spec(min_p=0.3), Spec(0.0, 2, 0.5, 0.3)])
 def test_rows_without_a_law_stay_without_one(spec, bad):
-    logits_RV = torch.tensor([[0.5, bad, 2.0, 0.0, 1.0], [0.5, -1.0, 2.0, 0.0, 1.0]], device=DEVICE)
-    both = law_spec(spec, spec)
+    """One bad entry, or nothing else."""
+    logits_RV = torch.tensor([[0.5, bad, 2.0, 0.0, 1.0], [0.5, -1.0, 2.0, 0.0, 1.0], [bad] * 5, [-math.inf] * 5], device=DEVICE)
+    every = law_spec(*[spec] * 4)
     for share in (0.0, 0.1):
-        found_RV = law_after(logits_RV, both.temperature_R, cut_of(logits_RV, both, share))
-        assert found_RV[0].isnan().all()
-        assert_same_law(found_RV[1:], laws.Laws(law_spec(spec)).proposal(logits_RV[1:].cpu(), share))
+        found_RV = law_after(logits_RV, every.temperature_R, cut_of(logits_RV, every, share))
+        assert found_RV[[0, 2, 3]].isnan().all()
+        assert_same_law(found_RV[1:2], laws.Laws(law_spec(spec)).proposal(logits_RV[1:2].cpu(), share))
 
 
-def test_columns_past_the_vocabulary_count_for_nothing():
-    logits_RV = torch.full((1, 40), 9.0, device=DEVICE)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_vocabulary_of_one(dtype):
+    logits_RV, spec = torch.full((len(MIXED), 1), -3.0, dtype=dtype, device=DEVICE), law_spec(*MIXED)
+    assert law_after(logits_RV, spec.temperature_R, cut_of(logits_RV, spec)).tolist() == [[0.0]] * len(MIXED)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spec", [Spec(top_k=30, top_p=0.9), Spec(min_p=0.3)])
+def test_columns_past_the_vocabulary_count_for_nothing(dtype, spec):
+    logits_RV = torch.full((1, 40), 9.0, device=DEVICE, dtype=dtype)
     logits_RV[0, :20] = torch.linspace(0, 3, 20)
-    spec = law_spec(Spec(top_k=30, top_p=0.9))
-    cut, alone = cut_of(logits_RV, spec, block=8, vocab=20), cut_of(logits_RV[:, :20].contiguous(), spec, block=8)
+    cut, alone = (cut_of(x, law_spec(spec), block=8, vocab=20) for x in (logits_RV, logits_RV[:, :20].contiguous()))
     assert [x.tolist() for x in vars(cut).values()] == [x.tolist() for x in vars(alone).values()]

@@ -43,7 +43,8 @@ def law(rng: np.random.Generator, r: int) -> LawSpec:
     off = rng.random() < 0.3
     top_p = np.ones(r, np.float32) if off else rng.random(r, dtype=np.float32)
     temperature = np.float32(rng.integers(0, 3, r))
-    return LawSpec.of(temperature, rng.integers(0, 5, r), top_p, np.zeros(r, np.float32), np.ones(r, np.float32))
+    one = LawSpec.of(temperature, rng.integers(0, 5, r), top_p, np.zeros(r, np.float32), np.ones(r, np.float32))
+    return one.at_any_temperature() if rng.random() < 0.5 else one
 
 
 def draws(rng: np.random.Generator, r: int, d: int) -> Draws:
