@@ -56,11 +56,10 @@ class SpeedPlan:
         for mode in self.modes:
             if mode not in MODES:
                 raise ValueError(f"--mode {mode!r}; allowed: {', '.join(MODES)}")
+            SamplingParams(method="target" if mode == "plain" else "smc", **self.law)
         for context in self.contexts:
             if context < 1:
                 raise ValueError(f"--context {context}; allowed: >= 1")
-        for mode in self.modes:
-            SamplingParams(method="target" if mode == "plain" else "smc", **self.law)
 
     def rows(self, gpus: int) -> Iterator[tuple[Mode, int, int]]:
         """(mode, requests, context), plain decoding first for every load."""

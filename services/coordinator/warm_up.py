@@ -13,7 +13,7 @@ from smc.resident.plan import SHORT
 TURNS = 3
 """Rounds of each kind: the first compiles its kernels, the second is recorded, the third replayed."""
 TRUNCATION = {"top_k": 20, "top_p": 0.95, "min_p": 0.02}
-"""Processors, any of which together have kernels of their own."""
+"""Processors; every set of them has kernels of its own."""
 
 
 def first_rounds(config: EngineConfig, context: int, vocab: int) -> list[Request]:

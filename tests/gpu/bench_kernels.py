@@ -13,7 +13,6 @@ import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -26,7 +25,8 @@ from smc.kernels.sampling import draw, score
 from smc.kernels.selection import select
 from smc.kernels.truncation import truncate
 from smc.philox import exponentials, words
-from tests.kernels.cuts import kept
+from tests.kernels.cuts import arguments, kept
+from tests.test_laws import Spec, law_spec
 
 BANDWIDTH = 4.26e12
 """Bytes a second that a large copy reaches on an H200 (README of the measurements: reading plus writing)."""
@@ -162,24 +162,20 @@ def bench_score(rows: int, extra: int, vocab: int = 128256) -> None:
         note(f"score {rows} block {block} warps {warps}", us, rows * vocab * 2)
 
 
-def bench_truncate(rows: int, used: tuple[str, ...], vocab: int = 128256) -> None:
-    logits, neutral = copies(random(rows, vocab, scale=3.0)), {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "alpha": 1.0}
-    values = neutral | {name: value for name, value in {"top_k": 40, "top_p": 0.95, "min_p": 0.02}.items() if name in used}
-    spec_R = {name: np.full(rows, value, dtype=np.int64 if name == "top_k" else np.float32) for name, value in values.items()}
-    torch_law = laws.Laws(laws.LawSpec.of(*spec_R.values()), logits[0].device)
-    temperature_R, *laws_R = (
-        torch.from_numpy(spec_R[name]).cuda() if name in ("temperature", *used) else None for name in list(neutral)[:4]
-    )
+def bench_truncate(rows: int, spec: Spec, vocab: int = 128256) -> None:
+    logits, every = copies(random(rows, vocab, scale=3.0)), law_spec(*[spec] * rows)
+    name, asked = "+".join(sorted(every.active)), arguments(every, logits[0].device)
+    torch_law = laws.Laws(every, logits[0].device)
     expected_RV = torch_law.target(logits[0].float()) > -torch.inf
-    differ = (kept(logits[0], truncate(logits[0], vocab, temperature_R, *laws_R)) != expected_RV).sum().item()
+    differ = (kept(logits[0], truncate(logits[0], vocab, *asked)) != expected_RV).sum().item()
     count_R = expected_RV.sum(-1)
-    print(f"{'+'.join(used)} {rows}: keeps {count_R.min().item()} to {count_R.max().item()}; {differ} entries otherwise")
+    print(f"{name} {rows}: keeps {count_R.min().item()} to {count_R.max().item()}; {differ} entries otherwise")
     # Sums in another order may end top-p a few entries earlier or later.
-    assert differ <= (4 * rows if "top_p" in used else 0)
+    assert differ <= (4 * rows if spec.top_p < 1 else 0)
     sorting = microseconds(lambda x: torch_law.target(x.float()), logits[:2])
     for block, warps in ((2048, 4), (4096, 4), (4096, 8), (8192, 8), (8192, 16)):
-        us = microseconds(lambda x, b=block, w=warps: truncate(x, vocab, temperature_R, *laws_R, block=b, warps=w), logits)
-        note(f"truncate {'+'.join(used)} {rows} block {block} warps {warps}", us, rows * vocab * 2, sorting=round(sorting, 1))
+        us = microseconds(lambda x, b=block, w=warps: truncate(x, vocab, *asked, block=b, warps=w), logits)
+        note(f"truncate {name} {rows} block {block} warps {warps}", us, rows * vocab * 2, sorting=round(sorting, 1))
 
 
 def bench_norm(features: int, rows: int) -> None:
@@ -221,8 +217,8 @@ def main() -> None:
         bench_draw(rows, draws)
     bench_score(72, 4)
     for rows in (8, 32, 64):
-        for used in (("top_k",), ("top_p",), ("min_p",), ("top_k", "top_p", "min_p")):
-            bench_truncate(rows, used)
+        for spec in (Spec(top_k=40), Spec(top_p=0.95), Spec(min_p=0.02), Spec(top_k=40, top_p=0.95, min_p=0.02)):
+            bench_truncate(rows, spec)
     for features, rows in ((2048, 8), (2048, 64), (4096, 64)):
         bench_norm(features, rows)
     for shape in ((1, 8, 4), (8, 8, 8), (8, 64, 4)):

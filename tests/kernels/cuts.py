@@ -1,10 +1,19 @@
-"""Which entries a cut keeps, read off it in torch."""
+"""What `truncate` is asked for, and which entries a cut keeps, read off it in torch."""
 
 from __future__ import annotations
 
 import torch
 
+from smc.arrays import to_device
 from smc.kernels.law import Cut
+from smc.laws import LawSpec
+
+
+def arguments(spec: LawSpec, device: torch.device) -> list[torch.Tensor | None]:
+    """Temperature, top-k, top-p and min-p as `truncate` takes them: None for what no row uses."""
+    names = ("temperature", "top_k", "top_p", "min_p")
+    used = {"temperature", *spec.active}
+    return [to_device(getattr(spec, f"{name}_R"), device) if name in used else None for name in names]
 
 
 def kept(logits_RV: torch.Tensor, cut: Cut) -> torch.Tensor:

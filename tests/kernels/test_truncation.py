@@ -14,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smc import laws
+from smc.arrays import to_device
 from smc.kernels import sampling
 from smc.kernels.law import Cut
 from smc.kernels.truncation import truncate
 from smc.philox import Purpose, exponentials, words
 from tests.kernels.conftest import DEVICE
-from tests.kernels.cuts import kept
+from tests.kernels.cuts import arguments, kept
 from tests.test_laws import PROCESSORS, Spec, assert_same_law, batches, law_spec, reference, softmax
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -35,9 +36,7 @@ MIXED = [
 
 
 def cut_of(logits_RV: torch.Tensor, spec: laws.LawSpec, share: float = 0.0, block: int | None = None, vocab: int | None = None) -> Cut:
-    arrays = {name: laws.to_device(getattr(spec, f"{name}_R"), DEVICE) for name in ("temperature", "top_k", "top_p", "min_p")}
-    temperature_R, *values = (values_R if name in ("temperature", *spec.active) else None for name, values_R in arrays.items())
-    return truncate(logits_RV, vocab or logits_RV.shape[1], temperature_R, *values, share, block=block)
+    return truncate(logits_RV, vocab or logits_RV.shape[1], *arguments(spec, DEVICE), share, block=block)
 
 
 def law_after(logits_RV: torch.Tensor, temperature_R: np.ndarray, cut: Cut, block: int | None = None) -> torch.Tensor:
@@ -45,7 +44,7 @@ def law_after(logits_RV: torch.Tensor, temperature_R: np.ndarray, cut: Cut, bloc
     rows, vocab = logits_RV.shape
     every_RV = torch.arange(vocab, dtype=torch.int32, device=DEVICE).expand(rows, vocab)
     none_R = torch.full((rows,), -1, dtype=torch.int32, device=DEVICE)
-    return sampling.score(logits_RV, vocab, laws.to_device(temperature_R, DEVICE), none_R, every_RV, cut, block=block)[1].cpu()
+    return sampling.score(logits_RV, vocab, to_device(temperature_R, DEVICE), none_R, every_RV, cut, block=block)[1].cpu()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -121,7 +120,7 @@ def test_draws_equal_those_from_the_torch_laws():
     logits_RV, spec = torch.randn(len(MIXED), 300, generator=random).to(DEVICE) * 3, law_spec(*MIXED)
     rng = np.random.default_rng(5)
     keys = rng.integers(0, 2**31, len(MIXED)), np.full(len(MIXED), 3), rng.integers(0, 2**31, (len(MIXED), draws)), np.full(len(MIXED), 9)
-    temperature_R, *on_device = (laws.to_device(array, DEVICE) for array in (spec.temperature_R, *keys))
+    temperature_R, *on_device = (to_device(array, DEVICE) for array in (spec.temperature_R, *keys))
     cut = cut_of(logits_RV, spec, 0.3, block=64)
     token_RD, logq_RD, _ = sampling.draw(logits_RV, 300, temperature_R, *on_device, Purpose.PROPOSAL, cut, block=64)
     word0, word1, _, _ = words(*(array.reshape(len(MIXED), -1) for array in keys), Purpose.PROPOSAL)
