@@ -38,7 +38,7 @@ def of_run(run: Run) -> list[tuple[str, str]]:
     }
     if any(sample.metrics for sample in run.samples):
         pictures["Refused and cancelled, as the server counted them"] = _refused
-        pictures["Memory for keys and values: pages reserved"] = _pages
+        pictures["Memory for keys and values: pages in use"] = _pages
     if memory_series(run.samples):
         pictures["Memory of the service's processes"] = _memory
     return [(title, _svg(draw, run)) for title, draw in pictures.items()]
@@ -131,8 +131,13 @@ def _ends(axes: Axes, run: Run) -> None:
 def _pages(axes: Axes, run: Run) -> None:
     seen = [sample for sample in run.samples if sample.metrics]
     for group, colour, style in (("draft", VERMILION, "-"), ("target", BLUE, "--")):
-        values = [sample.metrics.get(f'smc_kv_pages_reserved{{group="{group}"}}', np.nan) for sample in seen]
-        axes.plot([sample.at for sample in seen], values, color=colour, linestyle=style, label=group)
+        used, cached = (
+            np.array([sample.metrics.get(f'smc_kv_pages_{what}{{group="{group}"}}', np.nan) for sample in seen])
+            for what in ("used", "cached")
+        )
+        times = [sample.at for sample in seen]
+        axes.plot(times, used - cached, color=colour, linestyle=style, label=group)
+        axes.plot(times, used, color=colour, linestyle=style, linewidth=0.6, alpha=0.6, label=f"{group}, with the prefix cache")
     axes.set(xlabel="seconds since the start", ylabel="pages")
     axes.set_ylim(bottom=0)
 

@@ -9,10 +9,13 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
-from smc.engine.config import EngineConfig
 from smc.engine.request import Output, Request
 from smc.models.config import ModelConfig
 from smc.models.tokenizer import Tokenizer
+from smc.runtime.config import EngineConfig
+
+MAX_SALT_SIZE = 256
+"""Characters."""
 
 
 class Unavailable(RuntimeError):
@@ -64,3 +67,13 @@ class Backend(Protocol):
     async def abort(self, request_id: str) -> bool:
         """End a request wherever it is. False if none of that id is known. Its `generate` raises RequestAborted."""
         ...
+
+
+def check_cache_salt(salt: str) -> None:
+    """Raises ValueError for what cannot be the salt of a request."""
+    if len(salt) > MAX_SALT_SIZE:
+        raise ValueError(f"cache_salt has {len(salt)} characters; allowed: at most {MAX_SALT_SIZE}")
+    try:
+        salt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"cache_salt={salt!r}; allowed: valid Unicode text") from error

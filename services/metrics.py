@@ -128,11 +128,17 @@ class Metrics:
         self._running.set(stats.running)
         self._slots_free.set(stats.slots_free)
         for group, total in stats.pages_total.items():
-            reserved = stats.pages_reserved.get(group, 0)
-            self._pages_reserved.labels(group).set(reserved)
-            self._pages_free.labels(group).set(total - reserved)
+            used = stats.pages_used.get(group, 0)
+            self._pages_used.labels(group).set(used)
+            self._pages_cached.labels(group).set(stats.pages_cached.get(group, 0))
+            self._pages_free.labels(group).set(total - used)
             self._pages_capacity.labels(group).set(total)
-            self._pages_leaked.labels(group).set(stats.pages_leaked.get(group, 0))
+            self._prefix_queries.labels(group).inc(stats.prefix_queries.get(group, 0))
+            self._prefix_hits.labels(group).inc(stats.prefix_hits.get(group, 0))
+        for group, leaked in stats.pages_leaked.items():
+            self._pages_leaked.labels(group).set(leaked)
+        self._preemptions.inc(stats.preemptions)
+        self._shrinks.inc(stats.shrinks)
         self._resamples.inc(stats.resamples)
         self._collapses.inc(stats.collapses)
         for share in stats.ess_shares:
@@ -191,7 +197,9 @@ class Metrics:
         for cause, code in REJECTIONS.items():
             self._rejections.labels(code, cause)
         self._cancellations = self._counter("smc_requests_cancelled_total", "Requests ended early, by whom or what.", by=CANCELLATIONS)
-        self._prompt_tokens = self._counter("smc_prompt_tokens_total", "Tokens of prompts that were run.")
+        self._prompt_tokens = self._counter(
+            "smc_prompt_tokens_total", "Tokens of prompts whose answers have begun, cached ones among them."
+        )
         self._generation_tokens = self._counter("smc_generation_tokens_total", "Tokens of answers that were sent.")
         self._model_tokens = self._counter(
             "smc_model_tokens_total", "Tokens that each model ran for answers, over all particles and branches.", group=GROUPS
@@ -211,10 +219,23 @@ class Metrics:
         self._running = self._gauge("smc_requests_running", "Requests that hold slots.")
         self._slots_free = self._gauge("smc_slots_free", "Particles that could start now.")
         self._slots_capacity = self._gauge("smc_slots_capacity", "Particles of all running requests together, at most.")
-        self._pages_reserved = self._gauge("smc_kv_pages_reserved", "KV pages promised to requests.", group=GROUPS)
-        self._pages_free = self._gauge("smc_kv_pages_free", "KV pages promised to nobody.", group=GROUPS)
+        self._pages_used = self._gauge("smc_kv_pages_used", "KV pages that are not free, cached ones among them.", group=GROUPS)
+        self._pages_cached = self._gauge("smc_kv_pages_cached", "KV pages of the prefix cache, whoever else uses them.", group=GROUPS)
+        self._pages_free = self._gauge("smc_kv_pages_free", "KV pages that hold nothing.", group=GROUPS)
         self._pages_capacity = self._gauge("smc_kv_pages_capacity", "KV pages of the pool.", group=GROUPS)
-        self._pages_leaked = self._gauge("smc_kv_pages_leaked", "KV pages held while nothing ran; anything but 0 is a bug.", group=GROUPS)
+        self._pages_leaked = self._gauge(
+            "smc_kv_pages_leaked",
+            "KV pages, and references to them, of nobody, when last nothing ran; anything but 0 is a bug.",
+            group=GROUPS,
+        )
+        self._prefix_queries = self._counter(
+            "smc_prefix_cache_queries_total", "Tokens that the prefix cache was asked for, of prompts to be started.", group=GROUPS
+        )
+        self._prefix_hits = self._counter(
+            "smc_prefix_cache_hits_total", "Of those, tokens that it had: they need not be run.", group=GROUPS
+        )
+        self._preemptions = self._counter("smc_preemptions_total", "Requests that gave up their KV memory to others for a while.")
+        self._shrinks = self._counter("smc_population_shrinks_total", "Populations that were made smaller for want of KV memory.")
         self._resamples = self._counter("smc_resamples_total", "Rounds of a request after which its particles were resampled.")
         self._collapses = self._counter("smc_collapses_total", "Rounds of a request after which all its weights were zero.")
         self._ess_share = self._histogram(

@@ -52,9 +52,12 @@ class LawSpec:
         }
         return LawSpec(temperature_R, top_k_R, top_p_R, min_p_R, alpha_R, frozenset(name for name, is_used in used.items() if is_used))
 
-    def at_any_temperature(self) -> LawSpec:
-        """The same laws, but temperatures and greedy rows count as in use: for kernels, which look at every row's temperature anyway."""
-        return replace(self, active=self.active | {"temperature", "greedy"})
+    def canonical(self) -> LawSpec:
+        """The same laws, with processors counted as in use that need not be: rounds of few kinds are worth more than few operations."""
+        truncation = self.active & {"top_k", "top_p", "min_p"}
+        if len(truncation) > 1:
+            truncation = frozenset({"top_k", "top_p", "min_p"})
+        return replace(self, active=truncation | (self.active & {"alpha"}) | {"temperature", "greedy"})
 
     def take(self, rows: np.ndarray) -> LawSpec:
         """The specs of the given rows, in that order (repeats allowed)."""

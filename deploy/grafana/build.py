@@ -17,6 +17,9 @@ ROUNDS = rate("smc_ess_share_ratio_count")
 """Counted once for each request that took part: what happens to a population is seen per such round."""
 TOKENS_PER_SECOND = "suffix: tok/s"
 FULL = {"yellow": 0.8, "red": 0.95}
+PAGES, CACHED = (total(f"smc_kv_pages_{what}", "group") for what in ("used", "cached"))
+IN_USE = ratio(f"({PAGES} - {CACHED})", total("smc_kv_pages_capacity", "group"))
+"""What only the prefix cache holds makes room whenever it is needed. Where memory is short it holds nothing, and this is exact."""
 
 
 def traffic() -> Dashboard:
@@ -42,7 +45,7 @@ def traffic() -> Dashboard:
                 stacked=True,
             ),
             graph(
-                *("Tokens", "Of prompts that were run, and of answers that were sent.", TOKENS_PER_SECOND),
+                *("Tokens", "Of prompts, cached ones among them, and of answers that were sent.", TOKENS_PER_SECOND),
                 {"prompt": rate("smc_prompt_tokens_total"), "answer": ANSWER},
             ),
         ],
@@ -176,8 +179,8 @@ def groups() -> Dashboard:
         ],
         "KV memory": [
             graph(
-                *("KV pages promised", "Share of each pool that is reserved for requests.", "percentunit"),
-                {"{{group}}": ratio(total("smc_kv_pages_reserved", "group"), total("smc_kv_pages_capacity", "group"))},
+                *("KV pages in use", "Share of each pool that requests hold; without the prefix cache's pages.", "percentunit"),
+                {"{{group}}": IN_USE},
                 limits=FULL,
             ),
             graph(
@@ -201,7 +204,8 @@ def capacity() -> Dashboard:
     slots, ours = total("smc_slots_capacity"), pick("smc_serving")
     used = f"({slots} - {total('smc_slots_free')})"
     running, waiting = total("smc_requests_running"), total("smc_requests_queued")
-    held, promised = ratio(used, slots), ratio(total("smc_kv_pages_reserved", "group"), total("smc_kv_pages_capacity", "group"))
+    held = ratio(used, slots)
+    queries, hits = rate("smc_prefix_cache_queries_total", "group"), rate("smc_prefix_cache_hits_total", "group")
     refused, full = f"max({pick('namespace_job:smc_requests_queue_full:ratio_rate5m')})", 'cause="queue_full"'
     rows = {
         "Now": [
@@ -214,8 +218,8 @@ def capacity() -> Dashboard:
         ],
         "Saturation": [
             dial("Slots in use", "Slots that running requests hold.", held, FULL),
-            dial("KV pages promised", "Pages of each pool that are reserved.", promised, FULL, "{{group}}"),
-            dial("Headroom", "What is left of whatever is scarcest.", f"1 - max({promised} or {held})", {"yellow": 0.05, "green": 0.2}),
+            dial("KV pages in use", "Pages of each pool that requests hold, without the prefix cache's.", IN_USE, FULL, "{{group}}"),
+            dial("Headroom", "What is left of whatever is scarcest.", f"1 - max({IN_USE} or {held})", {"yellow": 0.05, "green": 0.2}),
         ],
         "Load": [
             graph("Requests", "Those that hold slots, and those that wait.", "none", {"running": running, "waiting": waiting}),
@@ -227,11 +231,26 @@ def capacity() -> Dashboard:
         ],
         "KV memory": [
             graph(
-                *(f"KV pages of the {group}", "Promised to requests, and to nobody.", "none"),
-                {what: total(f"smc_kv_pages_{what}", where=f'group="{group}"') for what in ("reserved", "free")},
+                *(f"KV pages of the {group}", "Held by requests alone, by the prefix cache, by nobody.", "none"),
+                _pages(f'group="{group}"'),
                 stacked=True,
             )
             for group in ("draft", "target")
+        ],
+        "Prefix cache, and what happens where memory is short": [
+            graph(
+                *("Prefix cache hits", "Share of prompt tokens that had been computed for an earlier request.", "percentunit"),
+                {"{{group}}": ratio(hits, queries)},
+            ),
+            graph(
+                *("Preemptions", "Requests a minute that gave up their memory to others; what they held is computed again.", "cpm"),
+                {"preemptions": f"60 * {rate('smc_preemptions_total')}"},
+                limits={"red": 1},
+            ),
+            graph(
+                *("Populations shrunk", "Populations a minute that were made smaller, as far as their requests allow it.", "cpm"),
+                {"shrinks": f"60 * {rate('smc_population_shrinks_total')}"},
+            ),
         ],
         "The gateway's process": [
             graph(
@@ -249,6 +268,12 @@ def capacity() -> Dashboard:
         ],
     }
     return board("smc-capacity", "Capacity", "How full the service is, what fills it, and how much more it can take.", rows)
+
+
+def _pages(where: str) -> dict[str, str]:
+    """Parts of a pool, by legend."""
+    used, cached, free = (total(f"smc_kv_pages_{what}", where=where) for what in ("used", "cached", "free"))
+    return {"requests": f"{used} - {cached}", "cached": cached, "free": free}
 
 
 def main() -> None:

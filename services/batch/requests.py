@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from services.backend import ServingPair
+from services.backend import ServingPair, check_cache_salt
 from services.batch.lines import CHAT, Line
 from smc.engine.request import Request, SamplingParams
 
@@ -13,12 +13,12 @@ DEFAULT_MAX_TOKENS = 256
 ROLES = ("system", "user", "assistant")
 
 AS_THEY_ARE = (
-    *("temperature", "top_p", "seed", "top_k", "min_p", "particles", "alpha", "ess_threshold", "resampling", "draft_temperature"),
-    *("stop_token_ids", "ignore_eos", "time_budget"),
+    *("temperature", "top_p", "seed", "top_k", "min_p", "particles", "min_particles", "alpha", "ess_threshold", "resampling"),
+    *("draft_temperature", "stop_token_ids", "ignore_eos", "time_budget"),
 )
 """Fields that `SamplingParams` has under the same name, with the same meaning."""
-TRANSLATED = ("model", "max_tokens", "max_completion_tokens", "stop", "logprobs", "n", "stream", "decoding")
-KINDS = {"model": str, "resampling": str, "decoding": str, "ignore_eos": bool}
+TRANSLATED = ("cache_salt", "model", "max_tokens", "max_completion_tokens", "stop", "logprobs", "n", "stream", "decoding")
+KINDS = {"cache_salt": str, "model": str, "resampling": str, "decoding": str, "ignore_eos": bool}
 """Types that nobody further down looks at."""
 
 
@@ -43,7 +43,7 @@ class Requests:
         except ValueError as error:
             # The library's `method` is the body's `decoding`: a line has a `method` already, which is POST.
             raise ValueError(str(error).replace("method=", "decoding=")) from error
-        return Request(str(line.number), prompt, params)
+        return Request(str(line.number), prompt, params, body.get("cache_salt", ""))
 
     def seed_of(self, line: Line) -> int:
         """The seed of this line: its own, or else one that is the same whenever and wherever it is decoded."""
@@ -63,6 +63,7 @@ class Requests:
             if name in body and not isinstance(body[name], kind):
                 raise ValueError(f"{name}={body[name]!r}; allowed: {'a string' if kind is str else 'true, false'}")
         self._check_fixed(body)
+        check_cache_salt(body.get("cache_salt", ""))
         settings = {name: body[name] for name in AS_THEY_ARE if name in body} | {"seed": self.seed_of(line)}
         if "decoding" in body:
             settings["method"] = body["decoding"]

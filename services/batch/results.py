@@ -53,6 +53,7 @@ def answered(line: Line, request: Request, answer: Answer, pair: ServingPair, fi
             "prompt_tokens": answer.prompt_tokens,
             "completion_tokens": len(answer.tokens),
             "total_tokens": answer.prompt_tokens + len(answer.tokens),
+            "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
         },
         "smc": _smc(request, answer),
     }

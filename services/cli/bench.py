@@ -21,9 +21,9 @@ from services.cli.terminal import out, progress_bar
 if TYPE_CHECKING:
     from services.launch.config import GangConfig
     from services.launch.measure import GangRound
-    from smc.engine.config import EngineConfig
     from smc.evaluation.round_time import RoundTime
     from smc.evaluation.speed import Speed
+    from smc.runtime.config import EngineConfig
 
 LOCAL_LEGEND = (
     "N={particles}, medians of {rounds} rounds, milliseconds, both models in one process. draft, target: forward passes, laws and draws; "
@@ -68,6 +68,7 @@ def bench(
     ] = None,
     draft_tp: gang.DraftTp = None,
     target_tp: gang.TargetTp = None,
+    no_prefix_cache: options.NoPrefixCache = False,
     threads: options.Threads = None,
     json: Annotated[Path | None, options.option(options.OUTPUT, "Write the numbers here.", metavar="FILE")] = None,
     trace: Annotated[
@@ -83,7 +84,7 @@ def bench(
         degrees = (draft_tp or 1, target_tp or 1)
         law = {name: value for name, value in law.items() if value is not None}
         modes = mode or (APART if link else MODES)
-        plan = SpeedPlan(degrees, modes, particles, block, branches, context or (256,), concurrency, rounds, law)
+        plan = SpeedPlan(degrees, modes, particles, block, branches, context or (256,), concurrency, rounds, law, not no_prefix_cache)
         given = {"load": load, "target": target, "draft": draft, "device": device, "threads": threads}
         rows = _measure_speed(plan, gang.gang_config(given), link, trace)
         out.print(speed_table(rows), SPEED_LEGEND.format(rounds=rounds), sep="\n")
@@ -94,7 +95,7 @@ def bench(
         raise ValueError(f"--particles {' '.join(map(str, particles))}; allowed without --device cuda: one value")
     particles = particles[0]
     _check(concurrency, rounds, json, {"draft_tp": draft_tp, "target_tp": target_tp} if not link else {})
-    configs = _configs(block, branches)
+    configs = [replace(config, prefix_cache=not no_prefix_cache) for config in _configs(block, branches)]
     if link:
         given = {"target": target, "draft": draft, "draft_tp": draft_tp, "target_tp": target_tp, "threads": threads}
         rows = _measure_gangs([replace(gang.gang_config(given), link=name) for name in link], configs, concurrency, particles, rounds)
@@ -155,7 +156,7 @@ def _refuse_idle(given: dict[str, object], where: str) -> None:
 
 
 def _configs(blocks: Sequence[int], branches: Sequence[int]) -> list[EngineConfig]:
-    from smc.engine.config import EngineConfig
+    from smc.runtime.config import EngineConfig
 
     lockstep = [EngineConfig(form="lockstep", block=block) for block in blocks]
     return lockstep + [EngineConfig(block=block, branches=count) for block in blocks for count in branches]

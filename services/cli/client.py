@@ -42,6 +42,12 @@ Timeout = Annotated[
     float | None, options.option(SERVICE, "Give up after this long; --time-budget is the soft limit.", "--timeout", metavar="SECONDS")
 ]
 RequestId = Annotated[str | None, options.option(SERVICE, "Name of the request. Default: a random one.", "--request-id", metavar="ID")]
+CacheSalt = Annotated[
+    str,
+    options.option(
+        SERVICE, "Share what was computed for prompts only within this salt.", "--cache-salt", metavar="TEXT", show_default=False
+    ),
+]
 LogProbs = Annotated[
     bool,
     options.option(options.OUTPUT, "Log-probability of every token, with --json.", "--logprobs", show_default=False, metavar=""),
@@ -79,6 +85,7 @@ def generate(
     tls_key: TlsKey = None,
     timeout: Timeout = None,
     request_id: RequestId = None,
+    cache_salt: CacheSalt = "",
     method: options.Method = None,
     max_tokens: options.MaxTokens = None,
     seed: options.Seed = None,
@@ -92,6 +99,7 @@ def generate(
     time_budget: options.TimeBudget = None,
     raw: options.Raw = False,
     particles: options.Particles = None,
+    min_particles: options.MinParticles = None,
     ess_threshold: options.EssThreshold = None,
     resampling: options.Resampling = None,
     alpha: options.Alpha = None,
@@ -111,7 +119,12 @@ def generate(
     with (
         _connect(given) as service,
         service.stream(
-            text if raw else [Message("user", text)], timeout=timeout, request_id=request_id, logprobs=logprobs, **sampling
+            text if raw else [Message("user", text)],
+            timeout=timeout,
+            request_id=request_id,
+            cache_salt=cache_salt,
+            logprobs=logprobs,
+            **sampling,
         ) as stream,
     ):
         completion = _follow(stream, as_json)
@@ -181,7 +194,10 @@ def _follow(stream: Stream, as_json: bool) -> Completion:
             print(chunk.text, end="", flush=True)
     completion = stream.completion
     if as_json:
-        answer = {"request_id": completion.request_id, **answer_dict(completion, completion.usage.prompt_tokens)}
+        answer = {
+            "request_id": completion.request_id,
+            **answer_dict(completion, completion.usage.prompt_tokens, completion.usage.cached_tokens),
+        }
         if completion.logprobs is not None:
             answer["logprobs"] = completion.logprobs
         print(json.dumps(finite(answer), ensure_ascii=False))

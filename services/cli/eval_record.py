@@ -15,7 +15,7 @@ import torch
 
 from services.cli.pair import DEMO
 from smc.evaluation.quality import Row, Setting
-from smc.evaluation.statistics import Accuracy
+from smc.statistics import Accuracy
 
 
 class Record:

@@ -25,7 +25,10 @@ DraftTp = Annotated[int | None, option(MODELS, "Processes, and GPUs, that share 
 
 Cohorts = Annotated[int | None, option(ENGINE, "Sets of requests whose rounds alternate, 1..4. Default: 1, lockstep 2.", metavar="COUNT")]
 MaxSlots = Annotated[int | None, option(ENGINE, "Particles of all running requests together. Default: 64.", "--max-slots", metavar="COUNT")]
-Pages = Annotated[int | None, option(ENGINE, "Token positions in the KV pool of each model. Default: 512 a slot.", metavar="COUNT")]
+Pages = Annotated[
+    int | None,
+    option(ENGINE, "Token positions in the KV pool of each model. Default: what a GPU holds; on a CPU 512 a slot.", metavar="COUNT"),
+]
 PrefillChunk = Annotated[
     int | None, option(ENGINE, "Prompt tokens run between two rounds. Default: 512.", "--prefill-chunk", metavar="TOKENS")
 ]
@@ -76,7 +79,7 @@ def gang_config(given: dict[str, Any]) -> GangConfig:
     """
     from services.cli.pair import pair_places
     from services.launch.config import GangConfig
-    from smc.engine.config import EngineConfig
+    from smc.runtime.config import EngineConfig
 
     given = {name: value for name, value in given.items() if value is not None}
     if given.get("load") == "random" and not (given.get("target") and given.get("draft")):
@@ -84,5 +87,6 @@ def gang_config(given: dict[str, Any]) -> GangConfig:
     target, draft = pair_places(given.get("target"), given.get("draft"))
     # In lockstep one model waits for the other; two cohorts let both work. In look-ahead form both work already.
     cohorts = 2 if given.get("form") == "lockstep" else 1
-    engine = EngineConfig(**{"cohorts": cohorts} | {name: given[name] for name in ENGINE_FIELDS if name in given})
+    settings = {"cohorts": cohorts, "prefix_cache": not given.get("no_prefix_cache", False)}
+    engine = EngineConfig(**settings | {name: given[name] for name in ENGINE_FIELDS if name in given})
     return GangConfig(target=target, draft=draft, engine=engine, **{name: given[name] for name in GANG_FIELDS if name in given})

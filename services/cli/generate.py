@@ -15,13 +15,13 @@ from services.cli.terminal import err, finite, print_error, print_warning
 
 if TYPE_CHECKING:
     from services.client import Completion
-    from smc.engine.config import EngineConfig
     from smc.engine.local import ModelPair
     from smc.engine.request import Answer, Request
+    from smc.runtime.config import EngineConfig
 
 SAMPLING_FIELDS = (
-    *("method", "particles", "temperature", "draft_temperature", "top_k", "top_p", "min_p", "alpha", "ess_threshold", "resampling"),
-    *("seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "time_budget"),
+    *("method", "particles", "min_particles", "temperature", "draft_temperature", "top_k", "top_p", "min_p", "alpha"),
+    *("ess_threshold", "resampling", "seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "time_budget"),
 )
 ENGINE_FIELDS = ("form", "block", "branches", "max_context")
 SMC_ENGINE_FIELDS = ("form", "branches")
@@ -48,6 +48,7 @@ def generate(
     time_budget: options.TimeBudget = None,
     raw: options.Raw = False,
     particles: options.Particles = None,
+    min_particles: options.MinParticles = None,
     ess_threshold: options.EssThreshold = None,
     resampling: options.Resampling = None,
     alpha: options.Alpha = None,
@@ -56,6 +57,7 @@ def generate(
     block: options.Block = None,
     branches: options.Branches = None,
     max_context: options.MaxContext = None,
+    no_prefix_cache: options.NoPrefixCache = False,
     threads: options.Threads = None,
     as_json: options.JsonFlag = False,
 ) -> int:
@@ -94,12 +96,12 @@ def _refuse_idle(given: dict[str, Any]) -> None:
 
 def _settings(pair: ModelPair, text: str, raw: bool, given: dict[str, Any]) -> tuple[Request, EngineConfig]:
     """Only what was given is passed on: the library knows its own defaults, and refuses settings without effect."""
-    from smc.engine.config import EngineConfig
     from smc.engine.request import Request, SamplingParams
+    from smc.runtime.config import EngineConfig
 
     if not raw and not pair.tokenizer.has_chat_template:
         raise ValueError("the target model has no chat template; use --raw to give it the prompt as plain text")
-    config = EngineConfig(**{name: given[name] for name in ENGINE_FIELDS if name in given})
+    config = EngineConfig(**{name: given[name] for name in ENGINE_FIELDS if name in given}, prefix_cache="no_prefix_cache" not in given)
     prompt = pair.tokenizer.encode(text) if raw else pair.tokenizer.chat([{"role": "user", "content": text}])
     room = (config.max_context or pair.max_context) - len(prompt)
     sampling = {"max_tokens": max(1, min(DEFAULT_MAX_TOKENS, room))} | {name: given[name] for name in SAMPLING_FIELDS if name in given}
@@ -134,6 +136,10 @@ def summary(answer: Answer | Completion) -> str:
     if stats is not None and stats.mean_ess > 0:
         parts += [f"{stats.resamples} resamples", f"mean ESS {stats.mean_ess / stats.particles:.0%} of N={stats.particles}"]
         parts += [f"log Z {stats.log_z:+.2f}"]
+    if stats is not None and stats.particles_left < stats.particles:
+        parts += [f"{stats.particles_left} particles left"]
+    if stats is not None and stats.preemptions:
+        parts += [f"preempted {stats.preemptions} times"]
     ended = f"ended by {answer.finish_reason}" + (f" {answer.matched!r}" if isinstance(answer.matched, str) else "")
     return " · ".join([*parts, ended, f"seed {answer.seed}"])
 
@@ -143,7 +149,7 @@ def warn_of_collapses(answer: Answer | Completion) -> None:
         print_warning(f"every weight was zero after {answer.statistics.collapses} rounds; this answer is not to be trusted")
 
 
-def answer_dict(answer: Answer | Completion, prompt_tokens: int) -> dict[str, Any]:
+def answer_dict(answer: Answer | Completion, prompt_tokens: int, cached_tokens: int) -> dict[str, Any]:
     """An answer as JSON shows it."""
     return {
         "text": answer.text,
@@ -153,6 +159,7 @@ def answer_dict(answer: Answer | Completion, prompt_tokens: int) -> dict[str, An
         "seed": answer.seed,
         "usage": {
             "prompt_tokens": prompt_tokens,
+            "cached_tokens": cached_tokens,
             "answer_tokens": len(answer.tokens),
             "seconds": answer.seconds,
             "tokens_per_second": len(answer.tokens) / answer.seconds,
@@ -165,7 +172,7 @@ def _as_dict(answer: Answer, request: Request, config: EngineConfig) -> dict[str
     sampling = {key: value for key, value in asdict(request.params).items() if value is not None}
     idle = () if request.params.method == "smc" else SMC_ENGINE_FIELDS
     return {
-        **answer_dict(answer, answer.prompt_tokens),
+        **answer_dict(answer, answer.prompt_tokens, answer.cached_tokens),
         "error": answer.error,
         "settings": {"sampling": sampling, "engine": {k: v for k, v in asdict(config).items() if k not in idle}},
     }

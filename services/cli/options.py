@@ -29,7 +29,9 @@ Method = Annotated[
     str | None,
     option(SAMPLING, "smc: both models; target, draft: one of them alone. Default: smc.", metavar="METHOD"),
 ]
-Temperature = Annotated[float | None, option(SAMPLING, "Of the target law. Default: 1; 0 = greedy, not with smc.", metavar="T")]
+Temperature = Annotated[
+    float | None, option(SAMPLING, "Of the target law. Default: 1; 0 = greedy, with --method target or draft.", metavar="T")
+]
 TopK = Annotated[int | None, option(SAMPLING, "Keep the K likeliest tokens; 0 = all.", "--top-k", metavar="K")]
 TopP = Annotated[float | None, option(SAMPLING, "Keep the likeliest tokens that hold this mass; 1 = all.", "--top-p", metavar="P")]
 MinP = Annotated[float | None, option(SAMPLING, "Drop tokens below this share of the likeliest; 0 = none.", "--min-p", metavar="P")]
@@ -46,6 +48,10 @@ Raw = Annotated[bool, option(SAMPLING, "The prompt as plain text, without the ch
 TimeBudget = Annotated[float | None, option(SAMPLING, "Answer with what there is after this long.", "--time-budget", metavar="SECONDS")]
 
 Particles = Annotated[int | None, option(PARTICLES, "N, answers grown side by side. Default: 8.", "--particles", "-n", metavar="N")]
+MinParticles = Annotated[
+    int | None,
+    option(PARTICLES, "Particles to keep where KV memory is short. Default: all.", "--min-particles", metavar="N"),
+]
 DraftTemperature = Annotated[
     float | None, option(PARTICLES, "Of the proposal. Default: --temperature.", "--draft-temperature", metavar="T")
 ]
@@ -72,6 +78,10 @@ Branches = Annotated[
 ]
 MaxContext = Annotated[
     int | None, option(ENGINE, "Longest prompt plus answer. Default: what the models were made for.", "--max-context", metavar="TOKENS")
+]
+NoPrefixCache = Annotated[
+    bool,
+    option(ENGINE, "Compute every prompt anew, even where another began alike.", "--no-prefix-cache", show_default=False, metavar=""),
 ]
 
 JsonFlag = Annotated[bool, option(OUTPUT, "Print one JSON object instead.", "--json", show_default=False, metavar="")]

@@ -15,11 +15,11 @@ from rich.table import Table
 from services.cli.terminal import err, progress_bar
 
 if TYPE_CHECKING:
-    from smc.engine.config import EngineConfig
     from smc.engine.engine import Engine
     from smc.evaluation.speed import LocalMachine, Machine, Mode, Speed
     from smc.models.decoder import Decoder
     from smc.models.source import SourcePair
+    from smc.runtime.config import EngineConfig
 
 MODES = ("plain", "lockstep", "lockstep-apart", "lookahead")
 """plain: the target alone; lockstep: both models on one GPU; lockstep-apart, lookahead: each on its own."""
@@ -49,6 +49,8 @@ class SpeedPlan:
     rounds: int
     law: Mapping[str, float]
     """Of `SamplingParams`, by name."""
+    prefix_cache: bool
+    """Of `EngineConfig`."""
 
     def __post_init__(self) -> None:
         from smc.engine.request import SamplingParams
@@ -68,24 +70,25 @@ class SpeedPlan:
                 yield mode, requests, context
 
     def _modes(self, gpus: int) -> Iterator[Mode]:
-        from smc.engine.config import EngineConfig
         from smc.engine.request import Method
         from smc.evaluation.speed import PLAIN_BLOCK, Mode
+        from smc.runtime.config import EngineConfig
 
         one, apart = (0, 1), self.degrees
+        cache = {"prefix_cache": self.prefix_cache}
         for name in self.modes:
             needed = 1 if name in ("plain", "lockstep") else sum(apart)
             if gpus < needed:
                 err.print(f"[yellow]{name} needs {needed} GPUs; there are {gpus}: left out[/yellow]")
             elif name == "plain":
                 # On as many GPUs as the others have, or on one if it fits there: whoever has them would use them all.
-                yield Mode(name, Method.TARGET, EngineConfig(block=PLAIN_BLOCK), 1, (0, sum(apart)) if max(apart) > 1 else one)
+                yield Mode(name, Method.TARGET, EngineConfig(block=PLAIN_BLOCK, **cache), 1, (0, sum(apart)) if max(apart) > 1 else one)
             elif name == "lookahead":
                 for n, f, k in product(self.particles, self.branches, self.blocks):
-                    yield Mode(name, Method.SMC, EngineConfig(block=k, branches=f), n, apart)
+                    yield Mode(name, Method.SMC, EngineConfig(block=k, branches=f, **cache), n, apart)
             else:
                 for n, k in product(self.particles, self.blocks):
-                    config = EngineConfig(form="lockstep", block=k)
+                    config = EngineConfig(form="lockstep", block=k, **cache)
                     yield Mode(name, Method.SMC, config, n, one if name == "lockstep" else apart)
 
 

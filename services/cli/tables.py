@@ -10,7 +10,7 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from smc.evaluation.quality import Row, Setting
-    from smc.evaluation.statistics import Accuracy
+    from smc.statistics import Accuracy
 
 HEADERS = (
     *("decoding", "N", "K", "F", "accuracy", "95% interval"),

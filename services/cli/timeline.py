@@ -17,7 +17,7 @@ KINDS = {
     "draft": ("#0072b2", "draft K tokens of every branch"),
     "target": ("#d55e00", "score a block"),
     "choose": ("#cc79a7", "choose"),
-    "go on": ("#e69f00", "let the chosen go on"),
+    "follow": ("#e69f00", "let the chosen go on"),
     "work": ("#009e73", "plan and record"),
 }
 """Of work, by its name in a trace: colour and label."""

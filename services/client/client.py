@@ -153,11 +153,12 @@ class Client:
         *,
         timeout: float | None = None,
         request_id: str | None = None,
+        cache_salt: str = "",
         logprobs: bool = False,
         **sampling: Unpack[Sampling],
     ) -> Completion:
         """The whole answer at once. Arguments: see `stream`."""
-        with self.stream(prompt, timeout=timeout, request_id=request_id, logprobs=logprobs, **sampling) as stream:
+        with self.stream(prompt, timeout=timeout, request_id=request_id, cache_salt=cache_salt, logprobs=logprobs, **sampling) as stream:
             for _ in stream:
                 pass
         return stream.completion
@@ -168,16 +169,19 @@ class Client:
         *,
         timeout: float | None = None,
         request_id: str | None = None,
+        cache_salt: str = "",
         logprobs: bool = False,
         **sampling: Unpack[Sampling],
     ) -> Stream:
         """An answer as it becomes final.
 
         `timeout`: seconds, a hard limit: the call fails with DEADLINE_EXCEEDED (`time_budget` is the soft one). `request_id`: unique
-        among running requests; default: a random one. `logprobs`: ask for the log-probability of every answer token under the
-        target law.
+        among running requests; default: a random one. `cache_salt`: prompts share what has been computed for them only with prompts of
+        the same salt. `logprobs`: ask for the log-probability of every answer token under the target law.
         """
-        request = pb.GenerateRequest(request_id=request_id or uuid.uuid4().hex, sampling=sampling_message(sampling), logprobs=logprobs)
+        request = pb.GenerateRequest(
+            request_id=request_id or uuid.uuid4().hex, cache_salt=cache_salt, sampling=sampling_message(sampling), logprobs=logprobs
+        )
         _set_prompt(request, prompt)
         call = self._stub.Generate(request, timeout=timeout, metadata=self._metadata)
         return Stream(call, request.request_id, logprobs)

@@ -36,6 +36,8 @@ class Sampling(TypedDict, total=False):
     """`smc` (default), or `target` or `draft`: plain decoding by one model."""
     particles: int | None
     """N, 1..64; default 8. SMC only."""
+    min_particles: int | None
+    """Particles that must be left where KV memory is short, 1..N; default N: never fewer. SMC only."""
     temperature: float | None
     """Of the target law; default 1. Above 0 for SMC, 0 = greedy otherwise."""
     draft_temperature: float | None
@@ -53,11 +55,11 @@ class Sampling(TypedDict, total=False):
     resampling: str | None
     """`systematic` (default), `stratified`, `residual`, `multinomial` or `ssp`. SMC only."""
     seed: int | None
-    """The same seed gives the same answer. Default: drawn, and reported."""
+    """The same seed gives the same answer, unless particles were given up (`min_particles`). Default: drawn, and reported."""
     max_tokens: int | None
     """Longest answer in tokens; default 256, or what the context leaves."""
     stop: Sequence[str] | None
-    """The answer's text ends before the first of these."""
+    """The answer's text ends before the first of these: at most 64, together of 1,000 bytes in UTF-8."""
     stop_token_ids: Sequence[int] | None
     ignore_eos: bool | None
     time_budget: float | None
@@ -77,7 +79,7 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    """Prompt tokens whose keys and values did not have to be computed."""
+    """Prompt tokens that had been computed for an earlier request: of the model with fewer of them, where both run."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,10 @@ class Statistics:
     resamples: int
     collapses: int
     """Rounds after which every weight was zero and all were set equal. Above 0 the answer is not to be trusted."""
+    particles_left: int
+    """Particles at the end: fewer than `particles` where memory was short and `min_particles` allowed it."""
+    preemptions: int
+    """How often the request gave up its memory to others and was taken up again."""
     mean_ess: float
     """Effective sample size before resampling, 1..N, averaged over rounds."""
     min_ess: float

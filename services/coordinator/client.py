@@ -33,7 +33,11 @@ class _Outbox:
             raise self.lost
         params = request.params
         submission = pb.Submission(
-            request_id=request.request_id, prompt=request.prompt, sampling=from_sampling(params), logprobs=params.logprobs
+            request_id=request.request_id,
+            prompt=request.prompt,
+            sampling=from_sampling(params),
+            logprobs=params.logprobs,
+            cache_salt=request.cache_salt,
         )
         self._queue.put_nowait(pb.AttachRequest(submit=submission))
 

@@ -100,8 +100,6 @@ class EngineLoop:
         begin = time.monotonic_ns()
         outputs = engine.step()
         times = self._timeline.end_step(begin, time.monotonic_ns()) if self._timeline else None
-        if engine.idle:
-            engine.check_books()
         self._deliver(Step(outputs, refusals, engine.take_stats(), times))
         return True
 

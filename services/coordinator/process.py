@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 
 import torch
 
@@ -22,7 +21,6 @@ class Coordinator:
         torch.set_num_threads(1)
         self._spec = spec
         self._remote = RemoteEngine(spec)
-        self._leaked: dict[str, int] = {}
         self._sign_of_life()
         self._remote.timeline.forget()
         self._server = CoordinatorServer(host, spec.meeting.secret)
@@ -52,15 +50,15 @@ class Coordinator:
             self._remote.timeline.write(self._spec.trace)
 
     def _deliver(self, step: Step) -> None:
-        self._server.deliver(replace(step, stats=replace(step.stats, pages_leaked=self._leaked)))
+        self._server.deliver(step)
+        for side, leaked in step.stats.pages_leaked.items() if step.stats else ():
+            if leaked:
+                logger.error("%d references to KV pages of the %s model are held although nothing runs", leaked, side)
         for worker in self._remote.workers.values():  # load on one model alone must not starve the other of signs of life
             worker.keep_alive(self._spec.heartbeat)
         self._remote.timeline.forget()  # waits between two steps
 
     def _sign_of_life(self) -> None:
-        """Nothing runs: every page must be free, and both workers must answer."""
-        for side, worker in self._remote.workers.items():
-            status = worker.status()
-            self._leaked[side] = status.pages_total - status.pages_free
-            if self._leaked[side]:
-                logger.error("%d KV pages of the %s model are held although nothing runs", self._leaked[side], side)
+        """Nothing runs: both workers must answer."""
+        for worker in self._remote.workers.values():
+            worker.ping()

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.coordinator.timeline import Timeline
-from services.coordinator.warm_up import first_rounds, usual_rounds
+from services.coordinator.warm_up import first_request
 from services.link.base import LinkError
 from services.link.connect import Meeting, coordinator_end
-from services.link.remote import RemotePair, RemoteWorker
-from smc.engine.config import EngineConfig
+from services.link.remote import RemotePair, RemoteWorker, WorkerFailed
 from smc.engine.engine import Engine
-from smc.engine.messages import SIDES
-from smc.engine.request import Request
+from smc.engine.rehearsal import rehearsal
 from smc.models.source import Source
+from smc.runtime.config import EngineConfig
+from smc.runtime.messages import SIDES
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +34,6 @@ class CoordinatorSpec:
     """Seconds that any answer of a worker may take."""
     heartbeat: float
     """Seconds between two signs of life while nothing runs; workers that hear nothing for long give up."""
-    records: bool
-    """Workers record rounds and replay them: few shapes are worth more than few rows."""
     rehearse: bool
     """Run the usual kinds of rounds before serving, so that nobody waits for their kernels to be compiled."""
     trace: Path | None
@@ -55,9 +53,9 @@ class RemoteEngine:
         self.workers = {
             side: RemoteWorker(side, end, spec.meeting.epoch, spec.meeting.start_timeout, self.timeline) for side, end in ends.items()
         }
-        pages = dict.fromkeys(SIDES, spec.engine.pool_pages(spec.context))
-        pair = RemotePair(self.workers, records=spec.records)
-        self.engine = Engine(spec.engine, self.workers, spec.target.tokenizer(), pair=pair, pages=pages, context=spec.context)
+        pages = {side: int(store.get(spec.meeting.name(f"{side}/pages"))) for side in SIDES}
+        self._pair = RemotePair(self.workers)
+        self.engine = Engine(spec.engine, self.workers, spec.target.tokenizer(), pair=self._pair, pages=pages, context=spec.context)
         try:
             self._warm_up()
         except LinkError as error:
@@ -70,20 +68,19 @@ class RemoteEngine:
 
     def cause(self, error: Exception) -> Exception:
         """What the engine stopped for. A worker that fails breaks its links and the other's, so the first error may be neither's own."""
-        if isinstance(error, LinkError) and not error.began_here:
-            return next(filter(None, (worker.last_words() for worker in self.workers.values())), error)
-        return error
+        if not isinstance(error, LinkError) or error.began_here:
+            return error
+        others = (worker for worker in self.workers.values() if not (isinstance(error, WorkerFailed) and worker.side == error.side))
+        return next(filter(None, (worker.last_words() for worker in others)), error)
 
     def _warm_up(self) -> None:
         """Every rank runs a round of both models, then those of the usual kinds; clocks are compared."""
         spec = self._spec
-        shape = (spec.engine, spec.context, self.engine.tokenizer.size)
-        self._rehearse(first_rounds(*shape))
-        begin, loads = time.monotonic(), list(usual_rounds(*shape, self.engine.budget.capacity)) if spec.rehearse else []
-        for asked in loads:
-            self._rehearse(asked)
-        if loads:
-            logger.info("ran %d usual loads in %.1f s", len(loads), time.monotonic() - begin)
+        for output in self.engine.run([first_request(spec.engine, spec.context, self.engine.tokenizer.size)]):
+            if output.answer and output.answer.error:
+                raise LinkError(f"the warm-up round failed: {output.answer.error}")
+        if spec.rehearse:
+            self._rehearse()
         self.engine.check_books()
         self.engine.take_stats()
         for worker in self.workers.values():
@@ -91,7 +88,13 @@ class RemoteEngine:
             worker.timeout = self._spec.timeout
         self.timeline.forget()
 
-    def _rehearse(self, asked: list[Request]) -> None:
-        for output in self.engine.run(asked):
-            if output.answer and output.answer.error:
-                raise LinkError(f"the warm-up round failed: {output.answer.error}")
+    def _rehearse(self) -> None:
+        begin, last = time.monotonic(), None
+        plans = list(rehearsal(self._spec.engine, self._spec.context))
+        for plan in plans:
+            # One is asked for while the one before goes on.
+            pending, last = last, self._pair.round(plan)
+            if pending is not None:
+                pending.result()
+        last.result()
+        logger.info("rehearsed %d rounds in %.1f s", len(plans), time.monotonic() - begin)

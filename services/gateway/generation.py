@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from services.backend import Backend, Model, ServingPair
+from services.backend import Backend, Model, ServingPair, check_cache_salt
 from services.errors import SlowReader, status_of
 from services.gateway.calls import Calls, Tally
 from services.gateway.prompts import prompt_ids
@@ -112,12 +112,13 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         """Raises ValueError naming the field, the value and what is allowed."""
         if len(message.request_id) > MAX_ID_SIZE:
             raise ValueError(f"request_id has {len(message.request_id)} characters; allowed: at most {MAX_ID_SIZE}")
+        check_cache_salt(message.cache_salt)
         # Settings before the prompt: they are checked in no time, while a long prompt takes some to encode.
         to_sampling(message.sampling, logprobs=message.logprobs)
         prompt = await prompt_ids(message, self._pair.tokenizer)
         room = max(1, self._pair.context - len(prompt))
         params = to_sampling(message.sampling, logprobs=message.logprobs, max_tokens=min(DEFAULT_MAX_TOKENS, room))
-        return Request(message.request_id or uuid.uuid4().hex, prompt, params)
+        return Request(message.request_id or uuid.uuid4().hex, prompt, params, message.cache_salt)
 
     async def _answer(self, request: Request, context: grpc.aio.ServicerContext, tally: Tally) -> None:
         """Send news until the answer. However this ends, the backend's iterator is closed, which aborts what still runs."""

@@ -9,10 +9,10 @@ from pathlib import Path
 from services.backend import Model, ServingPair
 from services.link.connect import LINKS
 from smc import demo
-from smc.engine.config import EngineConfig
-from smc.engine.messages import SIDES
 from smc.models.parallel import Shard, local_config
 from smc.models.source import LOADS, SourcePair
+from smc.runtime.config import EngineConfig
+from smc.runtime.messages import SIDES
 
 DEVICES = {"cpu": "float32", "cuda": "bfloat16"}
 """Device -> the type that models have there unless another is asked for."""

@@ -18,8 +18,8 @@ from services.launch.config import GangConfig
 from services.launch.errors import GangError
 from services.launch.specs import coordinator_spec, rank_spec
 from services.link.connect import Meeting
-from smc.engine.messages import SIDES
 from smc.models.parallel import Shard
+from smc.runtime.messages import SIDES
 
 logger = logging.getLogger(__name__)
 

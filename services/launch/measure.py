@@ -12,13 +12,13 @@ from services.coordinator.remote import RemoteEngine
 from services.coordinator.timeline import RoundTimes
 from services.launch.config import GangConfig
 from services.launch.processes import Processes
-from smc.engine.config import EngineConfig
 from smc.engine.engine import Engine
-from smc.engine.messages import SIDES
 from smc.evaluation.round_time import WARM_UP, steady_requests
 from smc.evaluation.speed import Mode, unread
 from smc.models.parallel import Shard, local_config
 from smc.models.presets import count_parameters
+from smc.runtime.config import EngineConfig
+from smc.runtime.messages import SIDES
 
 
 @dataclass(frozen=True)

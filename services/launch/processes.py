@@ -22,9 +22,9 @@ from services.launch.errors import GangError
 from services.launch.specs import coordinator_spec, rank_spec
 from services.link.connect import Meeting
 from services.workers.process import load_rank, run_rank
-from smc.engine.config import EngineConfig
-from smc.engine.messages import SIDES
 from smc.models.parallel import Shard
+from smc.runtime.config import EngineConfig
+from smc.runtime.messages import SIDES
 
 HOST = "127.0.0.1"
 END_SECONDS = 20.0
@@ -38,8 +38,7 @@ class Processes:
         """`gpus`: which of the GPUs that this process sees each rank of a side sees; two ranks may see the same one. `rehearse`: every
         engine, as a service does before it serves."""
         self._config, self._epoch, self._rehearse = config, 0, rehearse
-        leaders_share = gpus is not None and gpus["draft"][0] == gpus["target"][0]
-        self._between = "cpu" if leaders_share else None  # NCCL takes no two ranks on one GPU
+        self._shares_gpu = gpus is not None and bool({*gpus["draft"]} & {*gpus["target"]})
         limit = timedelta(seconds=config.start_timeout)
         self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=limit)
         self._ranks = {
@@ -64,7 +63,7 @@ class Processes:
         pair = config.serving_pair()
         meeting = Meeting(HOST, self._store.port, self._epoch, secrets.token_hex(16), config.link, config.start_timeout)
         for (side, number), rank in self._ranks.items():
-            rank.pipe.send(rank_spec(config, pair, meeting, side, Shard(number, config.degree(side)), between=self._between))
+            rank.pipe.send(rank_spec(config, pair, meeting, side, Shard(number, config.degree(side)), shares_gpu=self._shares_gpu))
         self._hear("loaded", config.start_timeout)
         try:
             remote = RemoteEngine(coordinator_spec(config, pair, meeting, rehearse=self._rehearse))

@@ -10,19 +10,21 @@ from services.workers.process import RankSpec
 from smc.models.parallel import Shard
 
 
-def rank_spec(config: GangConfig, pair: ServingPair, meeting: Meeting, side: str, shard: Shard, *, between: str | None = None) -> RankSpec:
-    """`between`: see `RankSpec`; default: the ranks' device."""
+def rank_spec(config: GangConfig, pair: ServingPair, meeting: Meeting, side: str, shard: Shard, *, shares_gpu: bool = False) -> RankSpec:
+    """`shares_gpu`: ranks of both sides are on one; NCCL takes no two of those."""
     engine, context = pair.engine, pair.context
     return RankSpec(
         meeting=meeting,
         side=side,
         shard=shard,
         source=config.sources.of_side(side),
+        vocabulary=config.sources.target,
         dtype=config.dtype,
         device=config.device,
-        between=between or config.device,
+        between="cpu" if shares_gpu else config.device,
         width=engine.width(context),
-        pages=engine.pool_pages(context),
+        context=context,
+        shares_gpu=shares_gpu,
         vocab_size=pair.tokenizer.size,
         # A worker must outlast a coordinator that waits for the other worker.
         timeout=2 * max(config.link_timeout, config.start_timeout),
@@ -40,7 +42,6 @@ def coordinator_spec(config: GangConfig, pair: ServingPair, meeting: Meeting, *,
         context=pair.context,
         timeout=config.link_timeout,
         heartbeat=config.heartbeat,
-        records=config.device == "cuda",
         rehearse=rehearse and config.device == "cuda",
         trace=config.trace.absolute() if config.trace else None,
     )

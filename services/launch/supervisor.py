@@ -128,7 +128,8 @@ class Supervisor:
     def _lost(self) -> None:
         """Nothing is held any more; its last numbers would otherwise stand until the next gang's first step."""
         if total := self.stats.pages_total:  # else no step has come
-            room = EngineStats(slots_free=self.pair.engine.max_slots, pages_reserved=dict.fromkeys(total, 0), pages_total=total)
+            nothing = dict.fromkeys(total, 0)
+            room = EngineStats(slots_free=self.pair.engine.max_slots, pages_used=nothing, pages_total=total, pages_leaked=nothing)
             self._step(Step(stats=room))
         self._on_serving(False)
 

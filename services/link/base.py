@@ -11,9 +11,9 @@ from torch import Tensor
 
 from services.pb import particles_pb2 as pb
 
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
 """Of particles.proto and its arrays; raised with every change that an older peer would misread."""
-CLOSE_SECONDS = 1.0
+CLOSE_SECONDS = 3.0
 """For what has been sent to be received, when an end is closed."""
 
 
@@ -50,18 +50,18 @@ LeaderEnd = End[pb.WorkResponse, pb.WorkRequest]
 
 
 class PeerEnd(Protocol):
-    """Either leader's end of the link between them. What one gives, the other takes in the same order."""
+    """Either leader's end of the link between them. What one sends, the other receives in the same order."""
 
-    def give(self, name: str, sequence: int, tensor: Tensor) -> None:
+    def send(self, name: str, sequence: int, tensor: Tensor) -> None:
         """Send it; does not wait for the other side."""
         ...
 
-    def take(self, name: str, sequence: int, here: Tensor, timeout: float) -> None:
-        """Fill a tensor with what was given by this name and number. Raises LinkError past `timeout` seconds, or if another comes."""
+    def receive(self, name: str, sequence: int, here: Tensor, timeout: float) -> None:
+        """Fill a tensor with what was sent by this name and number. Raises LinkError past `timeout` seconds, or if another comes."""
         ...
 
     def settle(self) -> None:
-        """What has been given may be overwritten by what the device is asked to do from now on."""
+        """What has been sent may be overwritten by what the device is asked to do from now on."""
         ...
 
     def close(self) -> None: ...

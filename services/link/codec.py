@@ -5,35 +5,53 @@ from __future__ import annotations
 import numpy as np
 
 from services.pb import particles_pb2 as pb
-from smc.engine.matcher import StopMatcher
-from smc.engine.messages import Draws, PromptBatch, PromptResult
 from smc.laws import LawSpec
 from smc.philox import Purpose
-from smc.resident.plan import RoundPlan, RoundResult, Start
+from smc.runtime.messages import Draws, PromptBatch, PromptResult
+from smc.runtime.plan import Join, Lineage, Program, RoundPlan, RoundResult
+from smc.stops import StopMachine
 
 _PLAN = {
-    "slots": ("slots_A", "<i4"),
+    "slot": ("slot_A", "<i4"),
+    "group": ("group_A", "<i4"),
     "particle": ("particle_A", "<i4"),
     "seed": ("seed_A", "<i8"),
     "round": ("round_A", "<i4"),
-    "position": ("position_A", "<i4"),
-    "room": ("room_A", "<i4"),
     "alpha": ("alpha_A", "<f8"),
+    "first": ("first_G", "<i4"),
     "size": ("size_G", "<i4"),
+    "count": ("count_G", "<i4"),
+    "draws": ("draws_G", "<i4"),
     "shared": ("shared_G", "<i4"),
     "threshold": ("threshold_G", "<f8"),
-    "uniforms": ("uniforms_GU", "<f8"),
-    "branch_uniforms": ("branch_uniforms_GM", "<f8"),
+    "scheme": ("scheme_G", "<i4"),
+    "target_pages": ("target_pages_AQ", "<i4"),
+    "begin_pages": ("begin_pages_AP", "<i4"),
+    "branch_pages": ("branch_pages_XB", "<i4"),
 }
 """Field -> attribute, and its type on the way."""
-_WIDE = ("slots", "particle", "round", "position", "room", "size")
+_WIDE = ("slot", "group", "particle", "round")
 """int64 where they are used."""
+_JOIN = {
+    "slots": ("slots_N", "<i4"),
+    "pages": ("pages_XL", "<i4"),
+    "end": ("end_N", "<i4"),
+    "pending_tokens": ("pending_NQ", "<i4"),
+    "pending": ("pending_N", "<i4"),
+    "logq": ("logq_NQ", "<f4"),
+    "ended": ("ended_N", "|b1"),
+    "alive": ("alive_N", "|b1"),
+    "text": ("text_N", "<i4"),
+    "weights": ("logw_N", "<f8"),
+}
 _RESULT = {
     "ancestor": ("ancestor_A", "<i4"),
+    "alive": ("alive_A", "|b1"),
     "grown": ("grown_AQ", "<i4"),
     "count": ("count_A", "<i4"),
     "ended": ("ended_A", "|b1"),
     "weights": ("logw_A", "<f8"),
+    "logq": ("logq_AQ", "<f4"),
     "logp": ("logp_AQ", "<f4"),
     "first_logp": ("first_logp_A", "<f4"),
     "log_z": ("log_z_G", "<f8"),
@@ -43,11 +61,12 @@ _RESULT = {
     "draft_nan": ("draft_nan_G", "|b1"),
     "target_nan": ("target_nan_G", "|b1"),
 }
+_LINEAGE = {"path": ("path_AW", "<i4"), "kept": ("kept_A", "<i4")}
 
 
 def prompt_command(batch: PromptBatch) -> pb.PromptCommand:
     command = pb.PromptCommand(
-        rows=_bytes(batch.rows_R, "<i4"),
+        pages=_bytes(batch.pages_X, "<i4"),
         starts=_bytes(batch.starts_R, "<i4"),
         counts=_bytes(batch.counts_R, "<i4"),
         tokens=_bytes(batch.tokens_T, "<i4"),
@@ -59,7 +78,7 @@ def prompt_command(batch: PromptBatch) -> pb.PromptCommand:
 
 def to_prompt_batch(command: pb.PromptCommand) -> PromptBatch:
     return PromptBatch(
-        rows_R=_array(command.rows, "<i4"),
+        pages_X=_array(command.pages, "<i4"),
         starts_R=_array(command.starts, "<i4"),
         counts_R=_array(command.counts, "<i4"),
         tokens_T=_array(command.tokens, "<i4").astype(np.int64),
@@ -68,109 +87,79 @@ def to_prompt_batch(command: pb.PromptCommand) -> PromptBatch:
 
 
 def prompt_outcome(result: PromptResult) -> pb.PromptOutcome:
-    if result.log_z_R is None:
-        return pb.PromptOutcome()
     arrays = {"drawn": (result.drawn_RD, "<i4"), "drawn_logp": (result.drawn_logp_RD, "<f4"), "log_z": (result.log_z_R, "<f4")}
     return pb.PromptOutcome(**{name: _bytes(array, kind) for name, (array, kind) in arrays.items()})
 
 
 def to_prompt_result(outcome: pb.PromptOutcome) -> PromptResult:
-    if not outcome.HasField("log_z"):
-        return PromptResult()
     log_z_R = _array(outcome.log_z, "<f4")
-    drawn_RD, logp_RD = (_array(*column).reshape(len(log_z_R), -1) for column in ((outcome.drawn, "<i4"), (outcome.drawn_logp, "<f4")))
+    rows = len(log_z_R)
+    drawn_RD, logp_RD = (_rows(*column, rows) for column in ((outcome.drawn, "<i4"), (outcome.drawn_logp, "<f4")))
     return PromptResult(drawn_RD, logp_RD, log_z_R)
 
 
-def release_command(rows_R: np.ndarray) -> pb.ReleaseCommand:
-    return pb.ReleaseCommand(rows=_bytes(rows_R, "<i4"))
-
-
-def to_rows(command: pb.ReleaseCommand) -> np.ndarray:
-    return _array(command.rows, "<i4")
-
-
-def join_command(start: Start, alone: bool) -> pb.JoinCommand:
-    command = pb.JoinCommand(
-        slots=_bytes(start.slots_N, "<i4"),
-        prompt_row=start.prompt_row,
-        prompt_size=start.prompt_size,
-        max_tokens=start.max_tokens,
-        first=_bytes(start.first_N, "<i4"),
-        ended=_bytes(start.ended_N, "|b1"),
-        weights=_bytes(start.logw_N, "<f8"),
-        stop_ids=_bytes(np.array(start.stop_ids), "<i4"),
-        text=_bytes(start.text_N, "<i4"),
-        alone=alone,
-    )
-    if start.matcher is not None:
-        command.kind, command.next = _bytes(start.matcher.kind_V, "<i2"), _bytes(start.matcher.next_XC, "<i2")
-        command.kinds = start.matcher.next_XC.shape[1]
+def join_command(group: Join) -> pb.JoinCommand:
+    command = pb.JoinCommand(page_rows=len(group.pages_XL), base=group.base, limit=group.limit, stops=group.stops, **_fields(group, _JOIN))
+    if group.machine is not None:
+        command.machine.token_ids.extend(group.machine.stop_ids)
+        command.machine.strings.extend(group.machine.strings)
     return command
 
 
-def to_start(command: pb.JoinCommand) -> Start:
-    matcher = None
-    if command.kinds:
-        matcher = StopMatcher(_array(command.kind, "<i2"), _array(command.next, "<i2").reshape(-1, command.kinds))
-    return Start(
-        slots_N=_array(command.slots, "<i4"),
-        prompt_row=command.prompt_row,
-        prompt_size=command.prompt_size,
-        max_tokens=command.max_tokens,
-        first_N=_array(command.first, "<i4"),
-        ended_N=_array(command.ended, "|b1"),
-        logw_N=_array(command.weights, "<f8"),
-        stop_ids=_array(command.stop_ids, "<i4").tolist(),
-        matcher=matcher,
-        text_N=_array(command.text, "<i4").astype(np.int64),
-    )
+def to_join(command: pb.JoinCommand) -> Join:
+    arrays = _attributes(command, _JOIN)
+    particles = len(arrays["slots_N"])
+    rows = {"pages_XL": command.page_rows, "pending_NQ": particles, "logq_NQ": particles}
+    arrays |= {name: arrays[name].reshape(count, -1) for name, count in rows.items()}
+    machine = StopMachine.of(command.machine.token_ids, list(command.machine.strings)) if command.HasField("machine") else None
+    return Join(base=command.base, limit=command.limit, stops=command.stops, machine=machine, **arrays)
 
 
-def leave_command(slots_N: np.ndarray, alone: bool) -> pb.LeaveCommand:
-    return pb.LeaveCommand(slots=_bytes(slots_N, "<i4"), alone=alone)
-
-
-def to_slots(command: pb.LeaveCommand) -> np.ndarray:
-    return _array(command.slots, "<i4")
-
-
-def round_command(plan: RoundPlan, alone: bool) -> pb.RoundCommand:
+def round_command(plan: RoundPlan) -> pb.RoundCommand:
     return pb.RoundCommand(
-        alone=alone,
+        program=plan.program,
         short=plan.short,
-        matching=plan.matching,
-        schemes=[scheme or "" for scheme in plan.schemes],
+        columns=plan.columns,
+        branches=len(plan.branch_pages_XB) // len(plan.slot_A),
         target_law=_law_message(plan.target_law),
         draft_law=_law_message(plan.draft_law),
-        **{name: _bytes(getattr(plan, attribute), kind) for name, (attribute, kind) in _PLAN.items()},
+        **_fields(plan, _PLAN),
     )
 
 
 def to_plan(command: pb.RoundCommand) -> RoundPlan:
-    groups, arrays = len(command.schemes), {}
-    for name, (attribute, kind) in _PLAN.items():
-        array = _array(getattr(command, name), kind)
-        array = array.astype(np.int64) if name in _WIDE else array
-        arrays[attribute] = array.reshape(groups, -1) if name in ("uniforms", "branch_uniforms") else array
+    arrays = _attributes(command, _PLAN)
+    arrays |= {_PLAN[name][0]: arrays[_PLAN[name][0]].astype(np.int64) for name in _WIDE}
+    places = len(arrays["slot_A"])
+    arrays["target_pages_AQ"] = _rows(command.target_pages, "<i4", places)
+    arrays["begin_pages_AP"] = _rows(command.begin_pages, "<i4", places)
+    arrays["branch_pages_XB"] = _rows(command.branch_pages, "<i4", places * command.branches)
     return RoundPlan(
-        schemes=tuple(scheme or None for scheme in command.schemes),
+        program=Program(command.program),
         short=command.short,
-        matching=command.matching,
+        columns=command.columns,
         target_law=_to_law(command.target_law),
         draft_law=_to_law(command.draft_law),
         **arrays,
     )
 
 
-def round_outcome(result: RoundResult) -> pb.RoundOutcome:
-    return pb.RoundOutcome(**{name: _bytes(getattr(result, attribute), kind) for name, (attribute, kind) in _RESULT.items()})
+def round_outcome(result: RoundResult | Lineage) -> pb.RoundOutcome:
+    if isinstance(result, Lineage):
+        return pb.RoundOutcome(**_fields(result, _LINEAGE))
+    return pb.RoundOutcome(**_fields(result, _RESULT), **_fields(result.lineage, _LINEAGE))
 
 
 def to_result(outcome: pb.RoundOutcome) -> RoundResult:
-    arrays = {attribute: _array(getattr(outcome, name), kind) for name, (attribute, kind) in _RESULT.items()}
+    arrays = _attributes(outcome, _RESULT)
     places = len(arrays["ancestor_A"])
-    return RoundResult(**{name: array.reshape(places, -1) if name.endswith("_AQ") else array for name, array in arrays.items()})
+    arrays |= {name: array.reshape(places, -1) for name, array in arrays.items() if name.endswith("_AQ")}
+    return RoundResult(**arrays, lineage=to_lineage(outcome))
+
+
+def to_lineage(outcome: pb.RoundOutcome) -> Lineage:
+    kept_A = _array(outcome.kept, "<i4")
+    return Lineage(_rows(outcome.path, "<i4", len(kept_A)), kept_A)
 
 
 def _draws_message(draws: Draws) -> pb.Draws:
@@ -212,3 +201,17 @@ def _bytes(array: np.ndarray, kind: str) -> bytes:
 
 def _array(data: bytes, kind: str) -> np.ndarray:
     return np.frombuffer(data, dtype=kind).copy()  # a view would be read-only, which torch does not take
+
+
+def _fields(values: object, table: dict[str, tuple[str, str]]) -> dict[str, bytes]:
+    """A message's fields from an object's arrays."""
+    return {name: _bytes(getattr(values, attribute), kind) for name, (attribute, kind) in table.items()}
+
+
+def _attributes(message: object, table: dict[str, tuple[str, str]]) -> dict[str, np.ndarray]:
+    """The other way round; all in one dimension."""
+    return {attribute: _array(getattr(message, name), kind) for name, (attribute, kind) in table.items()}
+
+
+def _rows(data: bytes, kind: str, rows: int) -> np.ndarray:
+    return _array(data, kind).reshape(rows, -1) if data else np.zeros((rows, 0), dtype=kind)

@@ -18,11 +18,11 @@ class MessagePeer:
     def __init__(self, end: End[Exchange, Exchange], epoch: int, sends: type[Exchange]) -> None:
         self._end, self._epoch, self._sends = end, epoch, sends
 
-    def give(self, name: str, sequence: int, tensor: Tensor) -> None:
+    def send(self, name: str, sequence: int, tensor: Tensor) -> None:
         data = tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
         self._end.send(self._sends(version=LAYOUT_VERSION, epoch=self._epoch, name=name, sequence=sequence, data=data))
 
-    def take(self, name: str, sequence: int, here: Tensor, timeout: float) -> None:
+    def receive(self, name: str, sequence: int, here: Tensor, timeout: float) -> None:
         message = self._end.receive(timeout)
         check_envelope(message, self._epoch)
         if (message.name, message.sequence) != (name, sequence):
@@ -41,14 +41,14 @@ class DevicePeer:
     check but what the communicators, which are of one epoch, make sure of."""
 
     def __init__(self, there: dist.ProcessGroup, back: dist.ProcessGroup, rank: int) -> None:
-        """`there` carries what is given, `back` what is taken: within one, messages would have to be sent and received in one order."""
+        """`there` carries what is sent, `back` what is received: within one, messages would have to be sent and received in one order."""
         self._there, self._back, self._other = there, back, 1 - rank
         self._sends: list[dist.Work] = []
 
-    def give(self, name: str, sequence: int, tensor: Tensor) -> None:
+    def send(self, name: str, sequence: int, tensor: Tensor) -> None:
         self._sends.append(self._there.send([tensor.contiguous()], self._other, 0))
 
-    def take(self, name: str, sequence: int, here: Tensor, timeout: float) -> None:
+    def receive(self, name: str, sequence: int, here: Tensor, timeout: float) -> None:
         self._back.recv([here], self._other, 0).wait()
 
     def settle(self) -> None:

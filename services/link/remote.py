@@ -8,24 +8,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-
-import numpy as np
+from weakref import WeakValueDictionary
 
 from services.coordinator.timeline import Timeline
 from services.link import codec
 from services.link.base import LAYOUT_VERSION, CoordinatorEnd, LinkError, check_envelope
 from services.pb import particles_pb2 as pb
-from smc.engine.messages import PromptBatch, PromptResult
-from smc.resident.plan import RoundPlan, RoundResult, Start
+from smc.runtime.messages import PromptBatch, PromptResult
+from smc.runtime.pair import PairRound
+from smc.runtime.plan import Join, Lineage, Program, RoundPlan, RoundResult
 
 CLOCK_PINGS = 5
-LAST_WORDS_SECONDS = 0.5
+LAST_WORDS_SECONDS = 3.0
 """For a worker to say what went wrong, when the other one's link to it has broken."""
-SILENT = frozenset({"release", "join", "leave", "stop"})
+SILENT = frozenset({"join", "stop"})
 """Commands that have no response."""
 
 
-Outcome = PromptResult | RoundResult | None
+Outcome = PromptResult | RoundResult | Lineage | None
 
 
 class WorkerFailed(LinkError):
@@ -33,6 +33,7 @@ class WorkerFailed(LinkError):
 
     def __init__(self, side: str, what: str) -> None:
         super().__init__(f"the {side} model's worker failed: {what}")
+        self.side = side
         self.began_here = not what.startswith(LinkError.__name__)
         """It did not merely lose its link to the other worker."""
 
@@ -62,7 +63,7 @@ class RemotePending:
 
 
 class RemoteWorker:
-    """`smc.engine.messages.Worker` over a link. `side` is `draft` or `target`; `timeout` bounds every wait, in seconds."""
+    """`smc.runtime.messages.Worker` over a link. `side` is `draft` or `target`; `timeout` bounds every wait, in seconds."""
 
     def __init__(self, side: str, end: CoordinatorEnd, epoch: int, timeout: float, timeline: Timeline) -> None:
         self.side, self.timeout = side, timeout
@@ -71,26 +72,22 @@ class RemoteWorker:
         self._unanswered = 0
         self._last_sent = time.monotonic()
         self._arrived: dict[int, pb.WorkResponse] = {}
+        self._pending: WeakValueDictionary[int, RemotePending] = WeakValueDictionary()
+        """Results that somebody may still read."""
+        self._awaited = 0
+        """Sequence of the response that is waited for now."""
         self._clock_offset_ns = 0
 
     def run_prompts(self, batch: PromptBatch) -> RemotePending:
-        sequence = self._send(prompt=codec.prompt_command(batch))
-        return RemotePending(self, sequence, lambda response: codec.to_prompt_result(response.prompt))
+        return self._ask(lambda response: codec.to_prompt_result(response.prompt), prompt=codec.prompt_command(batch))
 
-    def release(self, rows_R: np.ndarray) -> None:
-        self._send(release=codec.release_command(rows_R))
+    def join(self, group: Join) -> None:
+        self._send(join=codec.join_command(group))
 
-    def join(self, start: Start, *, alone: bool) -> None:
-        self._send(join=codec.join_command(start, alone))
-
-    def leave(self, slots_N: np.ndarray, *, alone: bool) -> None:
-        self._send(leave=codec.leave_command(slots_N, alone))
-
-    def round(self, plan: RoundPlan, *, alone: bool) -> RemotePending:
-        """The result is the target's, or that of a model alone; the draft's says no more than that it is done."""
-        sequence = self._send(round=codec.round_command(plan, alone))
-        empty = self.side == "draft" and not alone
-        return RemotePending(self, sequence, lambda response: None if empty else codec.to_result(response.round))
+    def round(self, plan: RoundPlan) -> RemotePending:
+        """The result is the target's, or that of a model alone; the draft's of a pair is its lineage."""
+        decode = codec.to_lineage if plan.program is Program.PAIR and self.side == "draft" else codec.to_result
+        return self._ask(lambda response: decode(response.round), round=codec.round_command(plan))
 
     def ping(self) -> None:
         """Hear from the worker. Raises LinkError if it does not answer in time."""
@@ -102,7 +99,7 @@ class RemoteWorker:
             self.ping()
 
     def status(self) -> pb.StatusOutcome:
-        """Free and all pages, after the worker has checked its books. Raises LinkError if they do not balance."""
+        """What memory is in use."""
         return self.response(self._send(status=pb.StatusCommand())).status
 
     def stop(self) -> None:
@@ -120,7 +117,8 @@ class RemoteWorker:
         self._clock_offset_ns = best[1]
 
     def response(self, sequence: int) -> pb.WorkResponse:
-        """Wait for one command's response; others that arrive meanwhile are kept."""
+        """Wait for one command's response; others that arrive meanwhile are kept for as long as somebody may read them."""
+        self._awaited = sequence
         if sequence not in self._arrived:
             begin = time.monotonic_ns()
             while sequence not in self._arrived:
@@ -143,7 +141,10 @@ class RemoteWorker:
         kind = response.WhichOneof("result")
         if kind == "failure":
             raise WorkerFailed(self.side, response.failure.message)
-        self._arrived[response.sequence] = response
+        if response.sequence in self._pending or response.sequence == self._awaited:
+            self._arrived[response.sequence] = response
+        for sequence in [s for s in self._arrived if s not in self._pending and s != self._awaited]:
+            del self._arrived[sequence]
         self._unanswered -= 1
         for name, span in self.spans(response).items():
             self._timeline.worked(self.side, name, *span)
@@ -156,6 +157,11 @@ class RemoteWorker:
         offset = self._clock_offset_ns
         return {name: (begin + offset, end + offset) for name, (begin, end) in work.items()}
 
+    def _ask(self, decode: Callable[[pb.WorkResponse], Outcome], **command) -> RemotePending:
+        pending = RemotePending(self, self._send(**command), decode)
+        self._pending[pending.sequence] = pending
+        return pending
+
     def _send(self, **command) -> int:
         self._sequence += 1
         self._last_sent = time.monotonic()
@@ -165,55 +171,16 @@ class RemoteWorker:
 
 
 class RemotePair:
-    """`smc.resident.pair.Pair` over two links; its sides talk to each other without us."""
+    """`smc.runtime.pair.Pair` over two links; its sides talk to each other without us."""
 
-    alone, waits = None, True
+    pipelined = True
 
-    def __init__(self, workers: dict[str, RemoteWorker], *, records: bool) -> None:
-        """`records`: the workers record rounds and replay them."""
-        self._workers, self.records = workers, records
-        self.plain = {side: RemoteAlone(worker, records=records) for side, worker in workers.items()}
+    def __init__(self, workers: dict[str, RemoteWorker]) -> None:
+        self._workers = workers
 
-    def join(self, start: Start) -> None:
-        for worker in self._workers.values():
-            worker.join(start, alone=False)
+    def join(self, side: str, group: Join) -> None:
+        self._workers[side].join(group)
 
-    def leave(self, slots_N: np.ndarray) -> None:
-        for worker in self._workers.values():
-            worker.leave(slots_N, alone=False)
-
-    def round(self, plan: RoundPlan) -> RemoteRound:
-        return RemoteRound({side: worker.round(plan, alone=False) for side, worker in self._workers.items()})
-
-
-@dataclass(frozen=True)
-class RemoteRound:
-    """A round that both workers have been asked for."""
-
-    pending: dict[str, RemotePending]
-
-    def result(self) -> RoundResult:
-        self.pending["draft"].result()
-        return self.pending["target"].result()
-
-    def spans(self) -> dict[str, tuple[int, int]]:
-        """See `RemotePending.spans`."""
-        return self.pending["draft"].spans() | self.pending["target"].spans()
-
-
-class RemoteAlone:
-    """One model over its link."""
-
-    waits = True
-
-    def __init__(self, worker: RemoteWorker, *, records: bool) -> None:
-        self._worker, self.alone, self.records = worker, worker.side, records
-
-    def join(self, start: Start) -> None:
-        self._worker.join(start, alone=True)
-
-    def leave(self, slots_N: np.ndarray) -> None:
-        self._worker.leave(slots_N, alone=True)
-
-    def round(self, plan: RoundPlan) -> RemotePending:
-        return self._worker.round(plan, alone=True)
+    def round(self, plan: RoundPlan) -> PairRound:
+        sides = self._workers if plan.program is Program.PAIR else (plan.program.value,)
+        return PairRound({side: self._workers[side].round(plan) for side in sides})

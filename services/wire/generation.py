@@ -40,7 +40,9 @@ def to_finish(answer: Answer, *, statistics: bool = True) -> generation_pb2.Fini
     """The end of an answer. The API promises `statistics` for SMC only; between our own processes they always go along."""
     finish = generation_pb2.Finish(
         reason=FINISH_REASONS.get(answer.finish_reason.value, generation_pb2.FINISH_REASON_UNSPECIFIED),
-        usage=generation_pb2.Usage(prompt_tokens=answer.prompt_tokens, completion_tokens=len(answer.tokens)),
+        usage=generation_pb2.Usage(
+            prompt_tokens=answer.prompt_tokens, completion_tokens=len(answer.tokens), cached_tokens=answer.cached_tokens
+        ),
         seed=answer.seed,
         logprobs=answer.logprobs or (),
     )
@@ -81,6 +83,7 @@ def from_finish(
         seconds=SECONDS_UNKNOWN,
         logprobs=tuple(finish.logprobs) or None,
         error=error,
+        cached_tokens=finish.usage.cached_tokens,
     )
 
 

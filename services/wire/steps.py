@@ -9,9 +9,14 @@ from services.coordinator.timeline import RoundTimes
 from services.pb import coordinator_pb2 as pb
 from services.wire.generation import from_update, to_update
 from smc.engine.admission import QueueFull
-from smc.engine.messages import SIDES
 from smc.engine.stats import EngineStats
+from smc.runtime.messages import SIDES
 
+_GROUP_FIELDS = {
+    **{name: f"pages_{name}" for name in ("total", "used", "cached", "leaked")},
+    **{name: name for name in ("prefix_queries", "prefix_hits")},
+}
+"""Of `GroupPages`, and what `EngineStats` calls each; there it is a dictionary by side."""
 _KINDS = {pb.REFUSAL_KIND_INVALID: ValueError, pb.REFUSAL_KIND_QUEUE_FULL: QueueFull}
 
 
@@ -37,12 +42,7 @@ def _kind(error: Exception) -> int:
 
 def _to_snapshot(step: Step) -> pb.Snapshot:
     stats = step.stats
-    pages = {
-        f"{side}_pages": pb.GroupPages(
-            reserved=stats.pages_reserved[side], total=stats.pages_total[side], leaked=stats.pages_leaked.get(side, 0)
-        )
-        for side in SIDES
-    }
+    groups = {side: {name: getattr(stats, field).get(side) for name, field in _GROUP_FIELDS.items()} for side in SIDES}
     return pb.Snapshot(
         queued=stats.queued,
         running=stats.running,
@@ -50,23 +50,29 @@ def _to_snapshot(step: Step) -> pb.Snapshot:
         times=None if step.times is None else pb.RoundTimes(**asdict(step.times)),
         resamples=stats.resamples,
         collapses=stats.collapses,
+        preemptions=stats.preemptions,
+        shrinks=stats.shrinks,
         ess_share=stats.ess_shares,
         committed_lag=stats.committed_lags,
-        **pages,
+        **{f"{side}_pages": pb.GroupPages(**counts) for side, counts in groups.items()},
     )
 
 
 def _from_snapshot(snapshot: pb.Snapshot) -> EngineStats:
-    pages = {side: getattr(snapshot, f"{side}_pages") for side in SIDES}
+    groups = {side: getattr(snapshot, f"{side}_pages") for side in SIDES}
+    counts = {
+        field: {side: getattr(group, name) for side, group in groups.items() if group.HasField(name)}
+        for name, field in _GROUP_FIELDS.items()
+    }
     return EngineStats(
         queued=snapshot.queued,
         running=snapshot.running,
         slots_free=snapshot.slots_free,
-        pages_reserved={side: p.reserved for side, p in pages.items()},
-        pages_total={side: p.total for side, p in pages.items()},
-        pages_leaked={side: p.leaked for side, p in pages.items()},
         resamples=snapshot.resamples,
         collapses=snapshot.collapses,
+        preemptions=snapshot.preemptions,
+        shrinks=snapshot.shrinks,
         ess_shares=list(snapshot.ess_share),
         committed_lags=list(snapshot.committed_lag),
+        **counts,
     )

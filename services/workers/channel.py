@@ -9,30 +9,28 @@ from torch import Tensor
 
 from services.link.base import PeerEnd
 from services.workers.parallel import TensorParallel
+from smc.runtime.stages import Stages
 
 
 class PeerChannel:
-    """`smc.resident.channel.Channel`. `end` is the leader's, None at other ranks; `group` None: there are no others."""
+    """`smc.runtime.channel.Channel`. `end` is the leader's, None at other ranks; `group` None: there are no others."""
 
-    def __init__(self, end: PeerEnd | None, group: TensorParallel | None, device: torch.device, timeout: float) -> None:
+    def __init__(self, end: PeerEnd | None, group: TensorParallel | None, stages: Stages, timeout: float) -> None:
         """`timeout`: seconds to wait for the other side where the host has to."""
-        self._end, self._group, self._device, self._timeout = end, group, device, timeout
-        self._given: Counter[str] = Counter()
-        self._taken: Counter[str] = Counter()
-        self._here: dict[tuple, Tensor] = {}
+        self._end, self._group, self._stages, self._timeout = end, group, stages, timeout
+        self._sent: Counter[str] = Counter()
+        self._received: Counter[str] = Counter()
 
-    def give(self, name: str, tensor: Tensor) -> None:
+    def send(self, name: str, tensor: Tensor) -> None:
         if self._end is not None:
-            self._given[name] += 1
-            self._end.give(name, self._given[name], tensor)
+            self._sent[name] += 1
+            self._end.send(name, self._sent[name], tensor)
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        if (name, shape) not in self._here:
-            self._here[name, shape] = torch.empty(shape, dtype=dtype, device=self._device)
-        here = self._here[name, shape]
+    def receive(self, key: tuple, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        here = self._stages.keep(key, f"received {name}", lambda: torch.empty(shape, dtype=dtype, device=self._stages.device))
         if self._end is not None:
-            self._taken[name] += 1
-            self._end.take(name, self._taken[name], here, self._timeout)
+            self._received[name] += 1
+            self._end.receive(name, self._received[name], here, self._timeout)
         return self.share(here)
 
     def share(self, tensor: Tensor) -> Tensor:

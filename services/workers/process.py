@@ -9,14 +9,16 @@ import torch
 from services.link.connect import Meeting, leader_ends
 from services.workers.channel import PeerChannel
 from services.workers.parallel import TensorParallel
-from services.workers.rank import Rank, Sides, follow, lead
-from smc.engine.config import EngineConfig
+from services.workers.rank import Rank, follow, lead
 from smc.engine.local import parts_for
-from smc.engine.worker import ModelWorker
+from smc.kv.pool import KVPool, pages_that_fit
 from smc.models.decoder import Decoder
 from smc.models.parallel import Shard
 from smc.models.source import Source
-from smc.resident.sides import DraftSide, PlainSide, TargetSide
+from smc.runtime.config import EngineConfig
+from smc.runtime.sides import DraftSide, TargetSide
+from smc.runtime.worker import ModelWorker
+from smc.stops import TokenBytes
 
 
 @dataclass(frozen=True)
@@ -28,13 +30,18 @@ class RankSpec:
     """`draft` or `target`."""
     shard: Shard
     source: Source
+    vocabulary: Source
+    """Whose tokenizer is the pair's."""
     dtype: str
     device: str
     """`cpu` or `cuda`: the one GPU that this process sees."""
     between: str
     """Device over which the leaders tell each other: `cuda` (NCCL) if each has a GPU that the other has not, else `cpu`."""
     width: int
-    pages: int
+    context: int
+    """Tokens of the longest sequence."""
+    shares_gpu: bool
+    """With the other side's rank."""
     vocab_size: int
     timeout: float
     """Seconds a command may be waited for; the coordinator sends a sign of life more often."""
@@ -65,13 +72,16 @@ def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
     loaded = loaded or load_rank(spec)
     model, group = loaded.model, loaded.group
     device, leads = torch.device(spec.device), spec.shard.rank == 0
-    sizes = {"rows": spec.engine.max_slots, "width": spec.width, "pages": spec.pages, "vocab_size": spec.vocab_size}
-    worker = ModelWorker(spec.side, model, **sizes)
+    sizes = {"width": spec.width, "pages": agree_on_pages(spec, model), "vocab_size": spec.vocab_size}
+    worker = ModelWorker(spec.side, model, token_bytes=TokenBytes.of(spec.vocabulary.tokenizer()), **sizes)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     ends = leader_ends(spec.meeting, spec.meeting.store(), spec.side, host, torch.device(spec.between)) if leads else None
-    sides = _sides(spec, worker, PeerChannel(ends.peer if ends else None, group, device, spec.timeout))
-    rank = Rank(worker, sides, spec.meeting.epoch, spec.timeout)
+    parts = parts_for(device)
+    stages = parts.stages(device)
+    channel = PeerChannel(ends.peer if ends else None, group, stages, spec.timeout)
+    side = DraftSide if spec.side == "draft" else TargetSide
+    rank = Rank(worker, side(spec.engine, worker, parts, stages, channel), spec.meeting.epoch, spec.timeout)
     if not leads:
         follow(rank, group.receive)
         return
@@ -81,11 +91,15 @@ def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
         ends.close()
 
 
-def _sides(spec: RankSpec, worker: ModelWorker, channel: PeerChannel) -> Sides:
-    parts = parts_for(worker.device)
-    stages = parts.stages(worker.device)
-    side = DraftSide if spec.side == "draft" else TargetSide
-    return Sides(
-        together=side(spec.engine, worker, parts, stages, channel),
-        alone=PlainSide(spec.engine, worker, parts, stages),
-    )
+def agree_on_pages(spec: RankSpec, model: Decoder) -> int:
+    """Pages of the pool: as many as every rank of the model has memory for. The leader tells the coordinator."""
+    store, name, weight = spec.meeting.store(), spec.meeting.name(f"{spec.side}/pages"), model.embed.weight
+    room = None
+    if weight.device.type == "cuda":
+        room = pages_that_fit(KVPool.page_bytes(model.config, weight.dtype), weight.device) // (1 + spec.shares_gpu)
+        store.set(f"{name}/{spec.shard.rank}", str(room))
+        room = min(int(store.get(f"{name}/{rank}")) for rank in range(spec.shard.degree))
+    pages = spec.engine.pool_pages(spec.context, room)
+    if spec.shard.rank == 0:
+        store.set(name, str(pages))
+    return pages

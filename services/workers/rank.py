@@ -1,14 +1,13 @@
 """What one rank of a model does with the commands of the coordinator. Knows nothing about requests, particles or Ray.
 
 The leader (rank 0) gets commands over the link and hands their bytes to the other ranks of its tensor-parallel group; every
-rank carries out all of them, so tables and pools stay equal. Only the leader answers.
+rank carries out all of them, so what they hold stays equal. Only the leader answers.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -16,85 +15,63 @@ from services.link import codec
 from services.link.base import LAYOUT_VERSION, LeaderEnd, check_envelope
 from services.pb import particles_pb2 as pb
 from services.workers.answers import Answers
-from smc.engine.worker import ModelWorker
-from smc.resident.sides import DraftSide, PlainSide, TargetSide
+from smc.runtime.sides import DraftSide, TargetSide
+from smc.runtime.worker import ModelWorker
 
-
-@dataclass(frozen=True)
-class Sides:
-    """This rank's parts in rounds."""
-
-    together: DraftSide | TargetSide
-    alone: PlainSide
-
-    def of(self, alone: bool) -> DraftSide | TargetSide | PlainSide:
-        return self.alone if alone else self.together
+Respond = Callable[[], pb.WorkResponse]
+"""Waits for what a response tells of."""
 
 
 class Rank:
     """Carries out commands on a worker."""
 
-    def __init__(self, worker: ModelWorker, sides: Sides, epoch: int, timeout: float) -> None:
-        self.worker, self.sides, self.epoch, self.timeout = worker, sides, epoch, timeout
-        self._silent = {"release": self._release, "join": self._join, "leave": self._leave}
-        self._answered = {"prompt": self._prompt, "status": self._status, "ping": self._ping}
+    def __init__(self, worker: ModelWorker, side: DraftSide | TargetSide, epoch: int, timeout: float) -> None:
+        self.worker, self.side, self.epoch, self.timeout = worker, side, epoch, timeout
 
     def carry_out(self, request: pb.WorkRequest, answers: Answers | None = None) -> None:
         """Do it, and give `answers` the response, for those commands that have one. Raises LinkError for a message of another life."""
         check_envelope(request, self.epoch)
         kind = request.WhichOneof("command")
-        if kind in self._silent:
-            self._silent[kind](request)
-        elif kind == "round":
-            self._round(request, answers)
-        else:
-            begin = time.monotonic_ns()
-            result = {"pong" if kind == "ping" else kind: self._answered[kind](request)}
-            if answers is not None:
-                response = self._response(request, begin, time.monotonic_ns(), **result)
-                answers.put(request.sequence, lambda: response)
+        if kind == "join":
+            self.side.join(codec.to_join(request.join))
+            return
+        begin = time.monotonic_ns()
+        respond = {"round": self._round, "prompt": self._prompt, "status": self._status, "ping": self._ping}[kind](request, begin)
+        if answers is not None:
+            answers.put(request.sequence, respond)
 
     def _response(self, request: pb.WorkRequest, begin: int, end: int, **result) -> pb.WorkResponse:
         envelope = {"version": LAYOUT_VERSION, "epoch": self.epoch, "sequence": request.sequence}
         return pb.WorkResponse(**envelope, begin_ns=begin, end_ns=end, **result)
 
-    def _release(self, request: pb.WorkRequest) -> None:
-        self.worker.release(codec.to_rows(request.release))
-
-    def _join(self, request: pb.WorkRequest) -> None:
-        self.sides.of(request.join.alone).join(codec.to_start(request.join))
-
-    def _leave(self, request: pb.WorkRequest) -> None:
-        self.sides.of(request.leave.alone).leave(codec.to_slots(request.leave))
-
-    def _round(self, request: pb.WorkRequest, answers: Answers | None) -> None:
-        side, plan = self.sides.of(request.round.alone), codec.to_plan(request.round)
-        drafts = isinstance(side, DraftSide)
-        reading = side.draft(plan) if drafts else side.round(plan)
+    def _round(self, request: pb.WorkRequest, _begin: int) -> Respond:
+        reading = self.side.round(codec.to_plan(request.round))
 
         def respond() -> pb.WorkResponse:
-            result = reading.result()
+            outcome = codec.round_outcome(reading.result())
             work = [pb.Span(name=name, begin_ns=begin, end_ns=end) for name, (begin, end) in reading.spans().items()]
-            outcome = codec.round_outcome(result) if result else pb.RoundOutcome()
             return self._response(request, work[0].begin_ns, work[-1].end_ns, work=work, round=outcome)
 
-        if answers is not None:
-            answers.put(request.sequence, respond)
-        if drafts:
-            side.follow()
+        return respond
 
-    def _prompt(self, request: pb.WorkRequest) -> pb.PromptOutcome:
-        return codec.prompt_outcome(self.worker.run_prompts(codec.to_prompt_batch(request.prompt)).result())
+    def _prompt(self, request: pb.WorkRequest, begin: int) -> Respond:
+        pending = self.worker.run_prompts(codec.to_prompt_batch(request.prompt))
 
-    def _status(self, _request: pb.WorkRequest) -> pb.StatusOutcome:
-        tables = self.worker.tables
-        tables.check()
-        allocator, device = tables.allocator, self.worker.device
+        def respond() -> pb.WorkResponse:
+            outcome = codec.prompt_outcome(pending.result())
+            return self._response(request, begin, time.monotonic_ns(), prompt=outcome)
+
+        return respond
+
+    def _status(self, request: pb.WorkRequest, begin: int) -> Respond:
+        device, stages = self.worker.device, self.side.stages
         device_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-        return pb.StatusOutcome(pages_free=allocator.num_free, pages_total=allocator.capacity, device_bytes=device_bytes)
+        outcome = pb.StatusOutcome(device_bytes=device_bytes, recorded_rounds=stages.recorded_keys, recorded_bytes=stages.recorded_bytes)
+        return lambda: self._response(request, begin, time.monotonic_ns(), status=outcome)
 
-    def _ping(self, _request: pb.WorkRequest) -> pb.Pong:
-        return pb.Pong()
+    def _ping(self, request: pb.WorkRequest, begin: int) -> Respond:
+        response = self._response(request, begin, time.monotonic_ns(), pong=pb.Pong())
+        return lambda: response
 
 
 def lead(rank: Rank, end: LeaderEnd, spread: Callable[[bytes], None] | None) -> None:

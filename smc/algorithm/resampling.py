@@ -15,7 +15,7 @@ from torch import Tensor
 from smc.algorithm.weights import valid
 
 Scheme = Callable[[Tensor, Tensor, int, Tensor], Tensor]
-"""(weights_GM, draws_G, most, uniforms_GU) -> counts_GM. `most` bounds the draws; U >= max(M, most), systematic uses only the first."""
+"""(weights_GM, draws_G, most, uniforms_GU) -> counts_GM. At most `most` draws. SSP needs M uniforms, systematic one, others `most`."""
 
 
 def systematic(weights_GM: Tensor, draws_G: Tensor, most: int, uniforms_GU: Tensor) -> Tensor:
@@ -80,42 +80,48 @@ SCHEMES: dict[str, Scheme] = {
     "multinomial": multinomial,
     "ssp": ssp,
 }
+SCHEME_NAMES = ("systematic", "stratified", "residual", "multinomial", "ssp")
+"""Where schemes are data, a scheme is its index here."""
 
 
-def offspring(schemes: list[str], weights_GM: Tensor, draws_G: Tensor, most: int, uniforms_GU: Tensor) -> Tensor:
-    """Offspring counts [G, M] where each group names its own scheme. Rows of weights must sum to one."""
-    if len(set(schemes)) == 1:
-        return SCHEMES[schemes[0]](weights_GM, draws_G, most, uniforms_GU)
+def offspring(scheme_G: Tensor, weights_GM: Tensor, draws_G: Tensor, most: int, uniforms_GU: Tensor) -> Tensor:
+    """Offspring counts [G, M] where each group has its own scheme, an index into `SCHEME_NAMES`. Rows of weights must sum to one."""
+    named = [SCHEME_NAMES[scheme] for scheme in scheme_G.tolist()]
+    if len(set(named)) == 1:
+        return SCHEMES[named[0]](weights_GM, draws_G, most, uniforms_GU)
     counts_GM = torch.zeros_like(weights_GM, dtype=torch.int64)
-    for name in set(schemes):
-        rows = torch.tensor([g for g, scheme in enumerate(schemes) if scheme == name], device=weights_GM.device)
+    for name in set(named):
+        rows = torch.tensor([g for g, scheme in enumerate(named) if scheme == name], device=weights_GM.device)
         counts_GM[rows] = SCHEMES[name](weights_GM[rows], draws_G[rows], most, uniforms_GU[rows])
     return counts_GM
 
 
-def place(counts_GNF: Tensor, size_G: Tensor) -> tuple[Tensor, Tensor]:
-    """Give every chosen candidate a slot: (ancestor [G, N], branch [G, N]).
+def place(counts_GNF: Tensor, size_G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Give every chosen candidate a slot: (ancestor [G, N], branch [G, N], whether the slot has got one [G, N]).
 
     A particle of which any candidate was chosen keeps its own slot with the first of them; further copies fill, in order,
-    the slots of particles that were not. Padding slots point to themselves, branch 0.
+    the slots of particles that were not. Padding and slots that get nothing point to themselves, branch 0.
     """
     groups, n, branches = counts_GNF.shape
     own_GN = torch.arange(n, device=counts_GNF.device).expand(groups, n)
     free_GN = (counts_GNF.sum(-1) == 0) & valid(size_G, n)
+    running_GM = counts_GNF.flatten(1).cumsum(-1)
     # The j-th copy is of the candidate at which the running count passes j.
-    index_GN = torch.searchsorted(counts_GNF.flatten(1).cumsum(-1), own_GN.contiguous(), right=True)
+    index_GN = torch.searchsorted(running_GM, own_GN.contiguous(), right=True)
     index_GN = index_GN.clamp(max=n * branches - 1)
     family_GN, chosen_GN = index_GN // branches, index_GN % branches
-    drawn_GN = own_GN < size_G[:, None]
+    drawn_GN = own_GN < running_GM[:, -1:]
     first_GN = drawn_GN.clone()
     first_GN[:, 1:] &= family_GN[:, 1:] != family_GN[:, :-1]
     further_GN = drawn_GN & ~first_GN
-    # Both lists run in order, and there are as many free slots as further copies; what is not meant goes to an extra column.
-    slot_of_rank = _scatter(torch.where(free_GN, free_GN.cumsum(-1) - 1, n), own_GN, n)
+    # Both lists run in order, and there are free slots for all further copies; what is not meant goes to an extra column.
+    free_rank_GN = free_GN.cumsum(-1) - 1
+    slot_of_rank = _scatter(torch.where(free_GN, free_rank_GN, n), own_GN, n)
     rank_GN = (further_GN.cumsum(-1) - 1).clamp(min=0)
     target_GN = torch.where(first_GN, family_GN, torch.where(further_GN, slot_of_rank.gather(1, rank_GN), n))
-    ancestor_GN = torch.where(free_GN, _scatter(target_GN, family_GN, n), own_GN)
-    return ancestor_GN, _scatter(target_GN, chosen_GN, n)
+    filled_GN = free_GN & (free_rank_GN < further_GN.sum(-1, keepdim=True))
+    ancestor_GN = torch.where(filled_GN, _scatter(target_GN, family_GN, n), own_GN)
+    return ancestor_GN, _scatter(target_GN, chosen_GN, n), filled_GN | (~free_GN & valid(size_G, n))
 
 
 def _scatter(index_GN: Tensor, values_GN: Tensor, n: int) -> Tensor:

@@ -2,6 +2,8 @@
 
 Lockstep and look-ahead are the same function. What differs is the candidates: lockstep offers one per particle, ended by
 the bonus token; look-ahead offers F, one for each branch of the next block that was drafted while the target scored this one.
+
+Axes beside the package's: A places of a packed batch, H groups that have any, X their places.
 """
 
 from __future__ import annotations
@@ -9,82 +11,138 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from smc.algorithm.resampling import offspring, place
-from smc.algorithm.weights import effective_sample_size, log_mean_weight, normalise, valid
+from smc.algorithm.bounds import Bounds
+from smc.algorithm.resampling import SCHEME_NAMES, offspring, place
+from smc.algorithm.weights import effective_sample_size, log_mean_weight, normalise
+from smc.arrays import to_device, to_host
+from smc.philox import Purpose, uniforms
 
 EQUAL = 1e-6
 """Relative distance from its threshold up to which an ESS counts as not below it: at a threshold of 1, rounding in the weights of
 identical particles must not decide whether they are resampled."""
+BRANCH_POSITION = 1 << 20
+"""Uniforms that pick branches are numbered from here, those that resample from 0: neither depends on how many there are."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What becomes of each slot, and what the round did to the population."""
+    """What becomes of each place, and what the round did to the population. Padding groups: zeros."""
 
-    ancestor_GN: Tensor
-    """int64: the particle whose past the slot continues; its own index if it survived in place."""
-    branch_GN: Tensor
+    ancestor_A: Tensor
+    """int64: the place whose past this one continues; its own index if it survived in place, holds nothing, or is padding."""
+    branch_A: Tensor
     """int64: which of the ancestor's candidates it continues with."""
-    logw_GN: Tensor
-    """float64 log-weights after the round; padding keeps -inf."""
+    logw_A: Tensor
+    """float64 log-weights after the round; -inf where there is no particle."""
+    alive_A: Tensor
+    """bool: the place holds a particle after the round."""
     log_z_G: Tensor
-    """float64 increment of the running log Z-hat: 0 unless the group resampled, -inf if it collapsed."""
+    """float64 increment of the running log Z-hat: 0 unless weights were reset, -inf if the group collapsed."""
     ess_G: Tensor
     """float64 effective sample size before resampling."""
     resampled_G: Tensor
     collapsed_G: Tensor
-    """bool: every weight was zero; weights were set equal and decoding goes on."""
+    """bool: every weight was zero (or NaN); weights were set equal and decoding goes on."""
 
 
-def lockstep_candidates(logw_GN: Tensor, block_GN: Tensor, bonus_log_z_GN: Tensor) -> Tensor:
-    """Candidate log-weights [G, N, 1] of a lockstep round (design section 2, steps 3 and 4).
+def lockstep_candidates(logw_A: Tensor, block_A: Tensor, bonus_log_z_A: Tensor) -> Tensor:
+    """Candidate log-weights [A, 1] of a lockstep round (design section 2, steps 3 and 4).
 
-    `block_GN` is the block's increment (`weights.block_log_weight`); `bonus_log_z_GN` the log normaliser of the law the bonus
+    `block_A` is the block's increment (`weights.block_log_weight`); `bonus_log_z_A` the log normaliser of the law the bonus
     was drawn from: 0 at alpha = 1, and 0 for a particle that ended inside the block.
     """
-    return (logw_GN + block_GN + bonus_log_z_GN)[..., None]
+    return (logw_A + block_A + bonus_log_z_A)[..., None]
 
 
-def lookahead_candidates(logw_GN: Tensor, block_GN: Tensor, next_GNF: Tensor, open_GN: Tensor) -> Tensor:
-    """Candidate log-weights [G, N, F] of a look-ahead round (design section 3).
+def lookahead_candidates(logw_A: Tensor, block_A: Tensor, next_AF: Tensor, open_A: Tensor) -> Tensor:
+    """Candidate log-weights [A, F] of a look-ahead round (design section 3).
 
-    `next_GNF` is alpha * log p - log q of the first token of every branch. A particle that ended (`open` false) has one
+    `next_AF` is alpha * log p - log q of the first token of every branch. A particle that ended (`open` false) has one
     candidate, itself, with its whole weight.
     """
-    branches = next_GNF.shape[-1]
-    alone_F = torch.where(torch.arange(branches, device=next_GNF.device) == 0, 0.0, -math.inf).double()
-    return (logw_GN + block_GN)[..., None] + torch.where(open_GN[..., None], next_GNF - math.log(branches), alone_F)
+    branches = next_AF.shape[-1]
+    alone_F = torch.where(torch.arange(branches, device=next_AF.device) == 0, 0.0, -math.inf).double()
+    return (logw_A + block_A)[..., None] + torch.where(open_A[..., None], next_AF - math.log(branches), alone_F)
 
 
 def select(
-    candidates_GNF: Tensor, size_G: Tensor, threshold_G: Tensor, schemes: list[str], uniforms_GU: Tensor, branch_uniforms_GN: Tensor
+    candidates_AF: Tensor, alive_A: Tensor, groups: Bounds, threshold_G: Tensor, scheme_G: Tensor, seed_G: Tensor, round_G: Tensor
 ) -> Selection:
-    """Choose every slot's candidate. E[weight of candidate] is preserved, so Z-hat stays unbiased for any F >= 1.
+    """Choose every place's candidate. E[weight of candidate] is preserved, so Z-hat stays unbiased for any F >= 1.
 
-    A group whose family ESS is below threshold * N draws N of its N * F candidates by its scheme and sets weights to 0;
-    any other keeps one branch of each particle, drawn by its share, and lets the particle carry the whole family's weight.
+    A group whose family ESS is below threshold * count, or that is to have another number of particles, draws `draws` of its
+    candidates by its scheme (an index into `SCHEME_NAMES`) and sets weights to 0; any other keeps one branch of each particle,
+    drawn by its share, and lets the particle carry the whole family's weight. Uniforms are those of (seed, round), int64.
+    What a place without a particle (`alive` false) offers counts for nothing. A group without weight keeps its first `draws`
+    particles. Reads the host.
     """
+    used_H, own = groups.used()
+    place_HN, exists_HN = own.grid()
+    alive_HN = exists_HN & alive_A[place_HN]
+    candidates_HNF = torch.where(alive_HN[..., None], candidates_AF[place_HN].double(), -torch.inf)
+    family_HN = candidates_HNF.logsumexp(-1)
+    weights_HN, log_sum_H = normalise(family_HN)
+    ess_H = effective_sample_size(weights_HN)
+    # Where there is NaN, all weights come as zeros, too.
+    collapsed_H = weights_HN.sum(-1) == 0
+    is_low_H = ess_H < threshold_G[used_H] * own.count_G * (1 - EQUAL)
+    resampled_H = (is_low_H | (own.draws_G != own.count_G)) & ~collapsed_H
+    reset_H = resampled_H | collapsed_H
+    keys = (scheme_G[used_H], seed_G[used_H], round_G[used_H])
+    ancestor_HN, branch_HN, held_HN = _deal(candidates_HNF, alive_HN, own, resampled_H, collapsed_H, *keys)
+    logw_HN = family_HN.masked_fill(reset_H[:, None], 0.0).masked_fill(~held_HN, -torch.inf)
+    log_z_H = log_mean_weight(log_sum_H, own.count_G.clamp(min=1)).masked_fill(~reset_H, 0.0)
+
+    cell_X = exists_HN.flatten().nonzero()[:, 0]
+    place_X = place_HN.flatten()[cell_X]
+
+    def packed(values_HN: Tensor, padding_A: Tensor) -> Tensor:
+        return padding_A.index_put((place_X,), values_HN.flatten()[cell_X])
+
+    own_A = torch.arange(len(alive_A), device=alive_A.device)
+    by_group = (values_H.new_zeros(len(seed_G)).index_put((used_H,), values_H) for values_H in (log_z_H, ess_H, resampled_H, collapsed_H))
+    return Selection(
+        packed(own.first_G[:, None] + ancestor_HN, own_A),
+        packed(branch_HN, torch.zeros_like(own_A)),
+        packed(logw_HN, torch.full_like(own_A, -torch.inf, dtype=torch.float64)),
+        packed(held_HN, torch.zeros_like(alive_A)),
+        *by_group,
+    )
+
+
+def _deal(
+    candidates_GNF: Tensor,
+    alive_GN: Tensor,
+    own: Bounds,
+    resampled_G: Tensor,
+    collapsed_G: Tensor,
+    scheme_G: Tensor,
+    seed_G: Tensor,
+    round_G: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What every slot of a grid continues with: (ancestor [G, N], branch [G, N], whether it has a particle [G, N])."""
     _, n, branches = candidates_GNF.shape
-    mask_GN = valid(size_G, n)
-    candidates_GNF = torch.where(mask_GN[..., None], candidates_GNF.double(), -torch.inf)
-    family_GN = candidates_GNF.logsumexp(-1)
-    weights_GN, log_sum_G = normalise(family_GN)
-    ess_G = effective_sample_size(weights_GN)
-    collapsed_G = log_sum_G == -torch.inf
-    resampled_G = (ess_G < threshold_G * size_G * (1 - EQUAL)) & ~collapsed_G
-    # All groups are resampled, and those that need not be keep what they have: no shape depends on a weight.
+    schemes = {SCHEME_NAMES[scheme] for scheme in scheme_G.tolist()}
+    count = n * branches if "ssp" in schemes else n if schemes - {"systematic"} else 1
+    positions = np.concatenate((np.arange(count), BRANCH_POSITION + np.arange(n)))
+    drawn_GU = uniforms(to_host(seed_G), to_host(round_G), positions, Purpose.SELECTION)
+    uniforms_GU, branch_uniforms_GN = to_device(drawn_GU, seed_G.device).tensor_split([count], dim=1)
+    # All groups are resampled, and those that need not be keep what they have.
     weights_GM, _ = normalise(candidates_GNF.flatten(1))
-    counts_GM = offspring(schemes, weights_GM, size_G, n, uniforms_GU)
-    ancestor_GN, branch_GN = place(counts_GM.view(-1, n, branches), size_G)
-    ancestor_GN = torch.where(resampled_G[:, None], ancestor_GN, torch.arange(n, device=family_GN.device))
-    branch_GN = torch.where(resampled_G[:, None], branch_GN, own_branch(candidates_GNF, branch_uniforms_GN))
-    reset_G = resampled_G | collapsed_G
-    logw_GN = family_GN.masked_fill(reset_G[:, None], 0.0).masked_fill(~mask_GN, -torch.inf)
-    log_z_G = log_mean_weight(log_sum_G, size_G).masked_fill(~reset_G, 0.0)
-    return Selection(ancestor_GN, branch_GN, logw_GN, log_z_G, ess_G, resampled_G, collapsed_G)
+    counts_GM = offspring(scheme_G, weights_GM, own.draws_G.long(), n, uniforms_GU)
+    ancestor_GN, branch_GN, filled_GN = place(counts_GM.view(-1, n, branches), own.size_G)
+    is_first_GN = alive_GN.cumsum(-1) <= own.draws_G[:, None]
+    kept_GN = alive_GN & (is_first_GN | ~collapsed_G[:, None])
+    resampled_G1 = resampled_G[:, None]
+    return (
+        torch.where(resampled_G1, ancestor_GN, torch.arange(n, device=ancestor_GN.device)),
+        torch.where(resampled_G1, branch_GN, own_branch(candidates_GNF, branch_uniforms_GN)),
+        torch.where(resampled_G1, filled_GN, kept_GN),
+    )
 
 
 def own_branch(candidates_GNF: Tensor, uniforms_GN: Tensor) -> Tensor:
@@ -105,15 +163,3 @@ def final_draw(logw_N: Tensor, uniform: float) -> int:
     cumulative_N = weights_N[0].cumsum(-1)
     # The last sum, not another one that rounds differently: no point may lie past the last particle that has any weight.
     return int((cumulative_N <= uniform * cumulative_N[-1]).sum())
-
-
-def committed_length(tokens_GNL: Tensor, common_G: Tensor, size_G: Tensor) -> Tensor:
-    """How many of the first `common` tokens [G] all particles of a group agree on, from the first on: int64 [G].
-
-    Tokens on which all particles agree can no longer change: every future particle is a copy of one of these.
-    """
-    agree_GNL = tokens_GNL == tokens_GNL[:, :1]
-    if (size_G != tokens_GNL.shape[1]).any():
-        agree_GNL |= ~valid(size_G, tokens_GNL.shape[1])[..., None]
-    agree_GL = agree_GNL.all(1) & valid(common_G, tokens_GNL.shape[2])
-    return agree_GL.long().cumprod(-1).sum(-1)

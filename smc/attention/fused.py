@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from smc.arrays import to_device
 from smc.attention.base import AttentionBackend, ForwardBatch, NewEntries
@@ -46,5 +45,15 @@ def _row(q_QHD: Tensor, k_LJD: Tensor, v_LJD: Tensor) -> Tensor:
     elif len(q_QHD) == len(k_LJD):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     else:
-        out = F.scaled_dot_product_attention(q, k, v, causal_lower_right(len(q_QHD), len(k_LJD)), enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(q, k, v, _last_queries(len(q_QHD), len(k_LJD), q.device), enable_gqa=grouped)
     return out[0].transpose(0, 1)
+
+
+def _last_queries(queries: int, positions: int, device: torch.device) -> Tensor:
+    """What lets each of the last `queries` of so many positions see all up to itself."""
+    if device.type == "cuda":
+        # Takes seconds to import, and knows kernels that need no mask.
+        from torch.nn.attention.bias import causal_lower_right
+
+        return causal_lower_right(queries, positions)
+    return torch.ones(queries, positions, dtype=torch.bool, device=device).tril(positions - queries)

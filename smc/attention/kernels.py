@@ -1,21 +1,22 @@
 """Triton kernels: attention of few rows over paged keys and values, a group's shared prefix read once for all its rows.
 Knows nothing about models or CUDA graphs, though all may be captured in one.
 
-Attention takes two launches a layer. `_prefix_kernel` splits the prefix of every group into chunks and attends all queries of
-the group to each (flash decoding: Dao et al. 2023; the cascade of Ye et al. 2024), leaving a normalised output and a base-2
-log-sum-exp per split. `_own_kernel` attends each row's queries to its own positions and merges the splits into that.
+Attention takes two launches a layer. `_prefix_kernel` attends a tile of a group's queries to one split of the group's prefix (flash
+decoding: Dao et al. 2023; the cascade of Ye et al. 2024), leaving a normalised output and a base-2 log-sum-exp per query and split.
+`_own_kernel` attends each row's queries to its own positions and merges the splits into that. Which tiles and splits there are was found
+beforehand, once for all layers (`smc.kernels.rows`).
 Where contexts are short, `_direct_kernel` does it in one launch, row by row: reading the prefix from the L2 cache for every row then
-costs less than a second launch and a merge. Shapes are static; all that changes between replays of a graph (sizes, lengths, pages)
+costs less than a second launch and a merge. Shapes are static; all that changes between replays of a graph (groups, lengths, pages)
 is read on the device.
 
-Axes: G groups of M rows (a padded grid), R = G * M rows, Q queries of a row (padded), T = R * Q tokens row after row, J key/value
-heads, H query heads, N = H // J, D head dimension, L positions of a table, S splits; X = (row, query, head of N) of
-a group and Y = (query, head of N) of a row, for one key/value head; P and O tiles of prefix and own positions.
+Axes: R rows, Q queries of a row (padded), T = R * Q tokens row after row, J key/value heads, H query heads, N = H // J, D head dimension,
+G groups, L positions of a table, S splits, W pieces (a tile and a split), E entries of the workspace (a query and a split);
+X = (row, query, head of N) and Y = (query, head of N) of a row, for one key/value head; P and O tiles of prefix and own positions.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import triton
@@ -23,14 +24,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from smc.attention.tuning import Tuning
+from smc.kernels.rows import Groups, PieceShape, Prepared, Tables, page_at, prepare, row_tables
+
 LOWEST = tl.constexpr(-1e30)  # Finite: a query that sees nothing yet would otherwise meet inf - inf.
-PROGRAMS = 132  # One for each multiprocessor of an H100 or H200: with more, merging costs more than the reading gains.
-
-
-@triton.jit
-def _chunk(shared, BLOCK_P: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr):
-    """Prefix positions of one split. Only the first cdiv(shared, chunk) splits have work, and only they are merged."""
-    return tl.maximum(tl.cdiv(tl.cdiv(shared, BLOCK_P), SPLITS), MIN_TILES) * BLOCK_P
 
 
 @triton.jit
@@ -47,30 +44,26 @@ def take_in(q_XD, k_PD, v_PD, visible_XP, m_X, l_X, acc_XD, SCALE: tl.constexpr)
 
 @triton.jit
 def _prefix_kernel(
-    q, keys, values, table_RL, size_G, shared_G, part, lse, q_stride, table_stride, T, M,
-    Q: tl.constexpr, N: tl.constexpr, J: tl.constexpr, D: tl.constexpr,
-    SCALE: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_P: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr,
+    q, keys, values, table_SL, piece_6W, pieces_1, part, lse, q_stride, table_stride, W, E,
+    N: tl.constexpr, J: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_P: tl.constexpr,
     STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_X queries of a group and key/value head, over one split of the prefix. Tiles of one split run side by side."""
+    """One piece of one key/value head. Pieces that there are none of come last, so that the others get a multiprocessor each."""
     if OVERLAP:  # Also where there is no work: whoever waits for this kernel waits for the one before it.
         gdc_wait()
         gdc_launch_dependents()
-    tile, split = tl.program_id(0), tl.program_id(1)
-    g, j = tl.program_id(2) // J, tl.program_id(2) % J
-    shared, queries = tl.load(shared_G + g), tl.load(size_G + g) * Q * N
-    chunk = _chunk(shared, BLOCK_P, SPLITS, MIN_TILES)
-    first = split * chunk
-    if (first >= shared) | (tile * BLOCK_X >= queries):
+    j, piece = tl.program_id(0), piece_6W + tl.program_id(1)
+    x0, queries, slot = tl.load(piece), tl.load(piece + W), tl.load(piece + 2 * W)
+    first, last, entry = tl.load(piece + 3 * W), tl.load(piece + 4 * W), tl.load(piece + 5 * W)
+    if tl.program_id(1) >= tl.load(pieces_1):
         return
-    last = tl.minimum(first + chunk, shared)
-    x, d = tile * BLOCK_X + tl.arange(0, BLOCK_X), tl.arange(0, D)
-    token, head = g * M * Q + x // N, j * N + x % N
-    q_XD = tl.load(q + token[:, None] * q_stride + head[:, None] * D + d, mask=(x < queries)[:, None], other=0.0)
+    i, d = tl.arange(0, BLOCK_X), tl.arange(0, D)
+    real_X, token, head = i < queries, (x0 + i) // N, j * N + (x0 + i) % N
+    q_XD = tl.load(q + token[:, None] * q_stride + head[:, None] * D + d, mask=real_X[:, None], other=0.0)
     m_X, l_X = tl.full([BLOCK_X], LOWEST, tl.float32), tl.zeros([BLOCK_X], tl.float32)
     acc_XD = tl.zeros([BLOCK_X, D], tl.float32)
     p = tl.arange(0, BLOCK_P)
-    pages = table_RL + (g * M).to(tl.int64) * table_stride + p
+    pages = table_SL + slot.to(tl.int64) * table_stride + p
     page = tl.load(pages + first, mask=first + p < last, other=0)
     for p0 in tl.range(first, last, BLOCK_P, num_stages=STAGES):
         at_PD = (page.to(tl.int64) * J + j)[:, None] * D + d
@@ -78,23 +71,23 @@ def _prefix_kernel(
         # A tile ahead: the pipeline would otherwise spend its depth on this load before it may start the two that matter.
         page = tl.load(pages + p0 + BLOCK_P, mask=p0 + BLOCK_P + p < last, other=0)
         m_X, l_X, acc_XD = take_in(q_XD, k_PD, v_PD, (p0 + p < last)[None, :], m_X, l_X, acc_XD, SCALE)
-    row_X = (split * T + token) * (J * N) + head
-    tl.store(lse + row_X, m_X + tl.log2(l_X), mask=x < queries)
-    tl.store(part + row_X[:, None] * D + d, acc_XD / l_X[:, None], mask=(x < queries)[:, None])
+    at_X = j * E + entry + i
+    tl.store(lse + at_X, m_X + tl.log2(l_X), mask=real_X)
+    tl.store(part + at_X[:, None] * D + d, acc_XD / l_X[:, None], mask=real_X[:, None])
 
 
 @triton.jit
 def _own_kernel(
-    q, keys, values, table_RL, size_G, shared_G, start_R, count_R, part, lse, out, q_stride, table_stride, T, M,
-    Q: tl.constexpr, N: tl.constexpr, J: tl.constexpr, D: tl.constexpr,
-    SCALE: tl.constexpr, BLOCK_P: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr,
+    q, keys, values, table_SL, table_stride, width, slot_R, tail_RB, tail_stride, tail_width, tail_R, start_R, count_R, row_4R,
+    part, lse, out, q_stride, rows, E,
+    Q: tl.constexpr, N: tl.constexpr, J: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, TAIL: tl.constexpr,
     BLOCK_Y: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_Y queries of a row and key/value head, over the row's own positions, merged with the splits of its prefix."""
     j, r = tl.program_id(1), tl.program_id(2)
-    g = r // M
-    shared, start = tl.load(shared_G + g), tl.load(start_R + r)
-    count = tl.where(r % M < tl.load(size_G + g), tl.load(count_R + r), 0)
+    start, count, shared = tl.load(start_R + r), tl.load(count_R + r), tl.load(row_4R + r)
+    entry, step, splits = tl.load(row_4R + rows + r), tl.load(row_4R + 2 * rows + r), tl.load(row_4R + 3 * rows + r)
+    table, tail, tail_start = row_tables(r, table_SL, table_stride, slot_R, tail_RB, tail_stride, tail_R, TAIL)
     y, d = tl.program_id(0) * BLOCK_Y + tl.arange(0, BLOCK_Y), tl.arange(0, D)
     token, head = r * Q + y // N, j * N + y % N
     real_Y = y // N < count
@@ -105,18 +98,16 @@ def _own_kernel(
     acc_YD = tl.zeros([BLOCK_Y, D], tl.float32)
     for o0 in tl.range(0, own, BLOCK_O, num_stages=STAGES):
         o = o0 + tl.arange(0, BLOCK_O)
-        page = tl.load(table_RL + r.to(tl.int64) * table_stride + shared + o, mask=o < own, other=0).to(tl.int64)
-        at_OD = (page * J + j)[:, None] * D + d
+        page = page_at(shared + o, o < own, table, width, tail, tail_width, tail_start, TAIL)
+        at_OD = (page.to(tl.int64) * J + j)[:, None] * D + d
         visible_YO = o[None, :] <= limit_Y[:, None]
         m_Y, l_Y, acc_YD = take_in(q_YD, tl.load(keys + at_OD), tl.load(values + at_OD), visible_YO, m_Y, l_Y, acc_YD, SCALE)
     if OVERLAP:  # Always, also where nothing is merged: whoever waits for this kernel waits for the one before it.
         gdc_wait()
         gdc_launch_dependents()
-    splits = tl.where(count > 0, tl.cdiv(shared, _chunk(shared, BLOCK_P, SPLITS, MIN_TILES)), 0)
-    row_Y = token * (J * N) + head
     for s0 in tl.range(0, splits, BLOCK_S):
         s = s0 + tl.arange(0, BLOCK_S)
-        at_SY = s[:, None] * (T * J * N) + row_Y[None, :]
+        at_SY = j * E + entry + s[:, None] * step + y[None, :]
         live_SY = (s < splits)[:, None] & real_Y[None, :]
         lse_SY = tl.load(lse + at_SY, mask=live_SY, other=-float("inf"))
         part_SYD = tl.load(part + at_SY[:, :, None] * D + d, mask=live_SY[:, :, None], other=0.0).to(tl.float32)
@@ -125,14 +116,14 @@ def _own_kernel(
         acc_YD = acc_YD * fade_Y[:, None] + tl.sum(part_SYD * w_SY[:, :, None], 0)
         m_Y, l_Y = new_Y, l_Y * fade_Y + tl.sum(w_SY, 0)
     out_YD = acc_YD / tl.where(real_Y, l_Y, 1.0)[:, None]
-    tl.store(out + row_Y[:, None] * D + d, out_YD, mask=(y < Q * N)[:, None])
+    tl.store(out + (token * (J * N) + head)[:, None] * D + d, out_YD, mask=(y < Q * N)[:, None])
 
 
 @triton.jit
 def _direct_kernel(
-    q, keys, values, table_RL, size_G, start_R, count_R, out, q_stride, table_stride, M,
-    Q: tl.constexpr, N: tl.constexpr, J: tl.constexpr, D: tl.constexpr,
-    SCALE: tl.constexpr, BLOCK_Y: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    q, keys, values, table_SL, table_stride, width, slot_R, tail_RB, tail_stride, tail_width, tail_R, start_R, count_R, out, q_stride,
+    Q: tl.constexpr, N: tl.constexpr, J: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, TAIL: tl.constexpr,
+    BLOCK_Y: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_Y queries of a row and key/value head, over all that the row holds, shared or not."""
     j, r = tl.program_id(1), tl.program_id(2)
@@ -140,8 +131,8 @@ def _direct_kernel(
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    start = tl.load(start_R + r)
-    count = tl.where(r % M < tl.load(size_G + r // M), tl.load(count_R + r), 0)
+    start, count = tl.load(start_R + r), tl.load(count_R + r)
+    table, tail, tail_start = row_tables(r, table_SL, table_stride, slot_R, tail_RB, tail_stride, tail_R, TAIL)
     end = tl.where(count > 0, start + count, 0)
     token, head = r * Q + y // N, j * N + y % N
     real_Y = y // N < count
@@ -149,80 +140,15 @@ def _direct_kernel(
     q_YD = tl.load(q + token[:, None] * q_stride + head[:, None] * D + d, mask=real_Y[:, None], other=0.0)
     m_Y, l_Y = tl.full([BLOCK_Y], LOWEST, tl.float32), tl.zeros([BLOCK_Y], tl.float32)
     acc_YD = tl.zeros([BLOCK_Y, D], tl.float32)
-    pages = table_RL + r.to(tl.int64) * table_stride + p
-    page = tl.load(pages, mask=p < end, other=0)
+    page = page_at(p, p < end, table, width, tail, tail_width, tail_start, TAIL)
     for p0 in tl.range(0, end, BLOCK_P, num_stages=STAGES):
         at_PD = (page.to(tl.int64) * J + j)[:, None] * D + d
         k_PD, v_PD = tl.load(keys + at_PD), tl.load(values + at_PD)
-        page = tl.load(pages + p0 + BLOCK_P, mask=p0 + BLOCK_P + p < end, other=0)
+        next_p = p0 + BLOCK_P + p
+        page = page_at(next_p, next_p < end, table, width, tail, tail_width, tail_start, TAIL)
         m_Y, l_Y, acc_YD = take_in(q_YD, k_PD, v_PD, (p0 + p)[None, :] <= limit_Y[:, None], m_Y, l_Y, acc_YD, SCALE)
-    row_Y = token * (J * N) + head
     out_YD = acc_YD / tl.where(real_Y, l_Y, 1.0)[:, None]
-    tl.store(out + row_Y[:, None] * D + d, out_YD, mask=(y < Q * N)[:, None])
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """Sizes that change speed only. `choose` guesses them; a benchmark may know better."""
-
-    block_x: int
-    """Queries of a prefix program: as many as there are, at most 128, so that keys are seldom loaded twice."""
-    block_p: int
-    """Prefix positions of a tile."""
-    splits: int
-    """Chunks of the prefix: about one program per multiprocessor, and no more than tiles."""
-    min_tiles: int
-    """Tiles of a chunk at least: with many queries, merging one more split costs more than reading one more tile."""
-    warps: int
-    """Warps of a prefix program; 4 form one tensor-core group of 64 queries (Hopper's wgmma; below 64 queries it is mma)."""
-    stages: int
-    """Depth of the prefix kernel's load pipeline."""
-    block_y: int
-    """Queries of an own program: small, since it is latency and not reading that costs."""
-    block_o: int
-    """Own positions of a tile: mostly there is one, read in one go."""
-    block_s: int
-    """Splits merged at once, by registers: at most 64 a thread."""
-    own_warps: int
-    """Warps of an own program."""
-    own_stages: int
-    """Depth of the own kernel's load pipeline; 1 is none."""
-    direct_p: int
-    """Positions of a tile of the direct kernel."""
-    direct_warps: int
-    direct_stages: int
-    overlap: bool
-    """Programmatic dependent launch: either kernel starts before the one before it ends, and waits for that where it needs it."""
-    partial: torch.dtype
-    """Type of the splits' outputs in the workspace."""
-
-    @staticmethod
-    def choose(groups: int, rows: int, queries: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype, max_context: int) -> Tuning:
-        (h, j), wide = heads, dtype.itemsize == 4
-        x, y = rows * queries * h // j, queries * h // j
-        block_x = min(32 if wide else 128, max(16, triton.next_power_of_2(x)))
-        block_p = 32 if wide else 64
-        splits = max(1, PROGRAMS // (triton.cdiv(x, block_x) * groups * j))
-        splits = min(splits, triton.cdiv(max_context, block_p))
-        block_y = 16 if groups * rows * j * triton.cdiv(y, 16) <= 2 * PROGRAMS else min(32, max(16, triton.next_power_of_2(y)))
-        return Tuning(
-            block_x=block_x,
-            block_p=block_p,
-            splits=splits,
-            min_tiles=2 if x >= 128 else 1,
-            warps=8 if block_x >= 128 else 4,
-            stages=1 if wide else 4 if head_dim <= 64 else 3,
-            block_y=block_y,
-            block_o=32 if wide else 64,
-            block_s=min(triton.next_power_of_2(splits), max(1, (8192 if block_y == 16 else 4096) // (block_y * head_dim))),
-            own_warps=2 if block_y == 16 else 4,
-            own_stages=1,
-            direct_p=32 if wide else 64,
-            direct_warps=2 if block_y == 16 else 4,
-            direct_stages=1 if wide else 4 if head_dim <= 64 else 3,
-            overlap=False,
-            partial=torch.float32,
-        )
+    tl.store(out + (token * (J * N) + head)[:, None] * D + d, out_YD, mask=(y < Q * N)[:, None])
 
 
 def check_heads(heads: tuple[int, int], head_dim: int) -> None:
@@ -232,8 +158,8 @@ def check_heads(heads: tuple[int, int], head_dim: int) -> None:
 
 
 class SharedPrefixAttention:
-    """Causal attention of G * M rows of Q queries each, for one static shape. Holds the splits' workspace, which layers share one
-    after another; two passes that may run at once need one each."""
+    """Causal attention of R rows of Q queries each, in at most G groups, for one static shape. Holds the splits' workspace, which layers
+    share one after another; two passes that may run at once need one each."""
 
     def __init__(
         self,
@@ -247,76 +173,67 @@ class SharedPrefixAttention:
         max_context: int,
         **tuning: object,
     ) -> None:
-        """`rows` of a group, `heads` (H, J); `max_context` bounds the positions of a prefix; `tuning` replaces fields of Tuning."""
+        """`heads` (H, J); `max_context` bounds the positions that a group attends together; `tuning` replaces fields of Tuning."""
         check_heads(heads, head_dim)
         h, j = heads
         self.groups, self.rows, self.queries, self.heads, self.head_dim = groups, rows, queries, heads, head_dim
-        self.tuning = tune = replace(Tuning.choose(groups, rows, queries, heads, head_dim, dtype, max_context), **tuning)
-        tokens = groups * rows * queries
-        self.part_STHD = torch.empty(tune.splits, tokens, h, head_dim, dtype=tune.partial, device=device)
-        self.lse_STH = torch.empty(tune.splits, tokens, h, dtype=torch.float32, device=device)
-        assert self.part_STHD.numel() < 2**31, "the kernels address the workspace in 32 bits"
+        self.tuning = tune = replace(Tuning.choose(rows, queries, heads, head_dim, dtype, max_context), **tuning)
+        self.pieces = PieceShape(h // j, tune.block_x, tune.block_p, tune.pieces, tune.min_tiles, max_context)
+        entries = self.pieces.entries(rows, queries)
+        self.part_JED = torch.empty(j, entries, head_dim, dtype=tune.partial, device=device)
+        self.lse_JE = torch.empty(j, entries, dtype=torch.float32, device=device)
+        assert self.part_JED.numel() < 2**31, "the kernels address the workspace in 32 bits"
         self._constants = {
-            "T": tokens, "M": rows, "Q": queries, "N": h // j, "J": j, "D": head_dim, "SCALE": head_dim**-0.5 * 1.4426950408889634,
-            "BLOCK_P": tune.block_p, "SPLITS": tune.splits, "MIN_TILES": tune.min_tiles, "OVERLAP": tune.overlap,
+            "N": h // j, "J": j, "D": head_dim, "SCALE": head_dim**-0.5 * 1.4426950408889634, "OVERLAP": tune.overlap,
         }  # fmt: skip
+        self._launch = {"launch_pdl": True} if tune.overlap else {}
 
-    def run(
-        self,
-        q_THD: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        table_RL: Tensor,
-        size_G: Tensor,
-        shared_G: Tensor,
-        start_R: Tensor,
-        count_R: Tensor,
-        out_THD: Tensor,
-        short: bool = False,
-    ) -> Tensor:
-        """Attend, into `out_THD` [T, H, D] contiguous; zeros for padding. Launches two kernels, or one if contexts are `short`, and
-        allocates nothing.
+    @property
+    def workspace_bytes(self) -> int:
+        return self.part_JED.nbytes + self.lse_JE.nbytes
 
-        q_THD rotated, tokens at any stride; keys, values [P + 1, J, D] hold the new tokens already; all indices int32.
-        size_G rows of each group; position p of a row is page table_RL[r, p], and all rows of a group agree in the first shared_G
-        (the table of its first row is read there). Query i < count_R of a row is at position start_R + i and sees positions
-        0 .. start + i; shared <= start wherever count > 0.
+    def prepare(
+        self, tables: Tables, groups: Groups, start_R: Tensor, count_R: Tensor, skip_R: Tensor | None = None, *, short: bool = False
+    ) -> Prepared:
+        """Everything that does not depend on the layer, in one launch; indices int32. Where rows are `short` each attends alone."""
+        assert len(start_R) == self.rows and len(groups.first_G) <= self.groups
+        return prepare(tables, start_R, count_R, skip_R, self.queries, *((None, None) if short else (groups, self.pieces)))
+
+    def run(self, q_THD: Tensor, keys: Tensor, values: Tensor, prepared: Prepared, out_THD: Tensor) -> Tensor:
+        """Attend, into `out_THD` [T, H, D] contiguous; zeros for padding. Launches two kernels, or one if rows are short, and allocates
+        nothing.
+
+        q_THD rotated, tokens at any stride; keys, values [P + 1, J, D] hold the new tokens already. Query i < count_R of a row is at
+        position start_R + i and sees positions 0 .. start + i.
         """
-        h, d = q_THD.shape[1:]
-        assert q_THD.stride()[1:] == (d, 1) and len(q_THD) == self._constants["T"] and (h, keys.shape[1]) == self.heads
-        assert keys.is_contiguous() and values.is_contiguous() and out_THD.is_contiguous() and table_RL.stride(1) == 1
-        tune, j = self.tuning, self.heads[1]
-        if short:
-            self._run_short(q_THD, keys, values, table_RL, size_G, start_R, count_R, out_THD)
+        assert q_THD.shape == (self.rows * self.queries, self.heads[0], self.head_dim) and q_THD.stride()[1:] == (self.head_dim, 1)
+        assert keys.is_contiguous() and values.is_contiguous() and out_THD.is_contiguous() and keys.shape[1] == self.heads[1]
+        if prepared.row_4R is None:
+            self._run_short(q_THD, keys, values, prepared, out_THD)
             return out_THD
-        tiles = triton.cdiv(self.rows * self.queries * h // j, tune.block_x)
-        launch = {"launch_pdl": True} if tune.overlap else {}
-        _prefix_kernel[(tiles, tune.splits, self.groups * j)](
-            q_THD, keys, values, table_RL, size_G, shared_G, self.part_STHD, self.lse_STH, q_THD.stride(0), table_RL.stride(0),
-            BLOCK_X=tune.block_x, STAGES=tune.stages, num_warps=tune.warps, **launch, **self._constants,
+        tune, table, piece_6W = self.tuning, prepared.tables.table_SL, prepared.piece_6W
+        entries, bounds = self.lse_JE.shape[1], (prepared.start_R, prepared.count_R)
+        _prefix_kernel[(self.heads[1], piece_6W.shape[1])](
+            q_THD, keys, values, table, piece_6W, prepared.pieces_1, self.part_JED, self.lse_JE, q_THD.stride(0), table.stride(0),
+            piece_6W.shape[1], entries, BLOCK_X=tune.block_x, BLOCK_P=tune.block_p, STAGES=tune.stages, num_warps=tune.warps,
+            **self._launch, **self._constants,
         )  # fmt: skip
-        _own_kernel[(triton.cdiv(self.queries * h // j, tune.block_y), j, self.groups * self.rows)](
-            q_THD, keys, values, table_RL, size_G, shared_G, start_R, count_R, self.part_STHD, self.lse_STH, out_THD,
-            q_THD.stride(0), table_RL.stride(0), BLOCK_Y=tune.block_y, BLOCK_O=tune.block_o, BLOCK_S=tune.block_s,
-            STAGES=tune.own_stages, num_warps=tune.own_warps, **launch, **self._constants,
+        *index, tail = prepared.tables.arguments()
+        _own_kernel[self._row_grid()](
+            q_THD, keys, values, *index, *bounds, prepared.row_4R, self.part_JED, self.lse_JE, out_THD, q_THD.stride(0), self.rows,
+            entries, Q=self.queries, TAIL=tail, BLOCK_Y=tune.block_y, BLOCK_O=tune.block_o, BLOCK_S=tune.block_s,
+            STAGES=tune.own_stages, num_warps=tune.own_warps, **self._launch, **self._constants,
         )  # fmt: skip
         return out_THD
 
-    def _run_short(
-        self,
-        q_THD: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        table_RL: Tensor,
-        size_G: Tensor,
-        start_R: Tensor,
-        count_R: Tensor,
-        out_THD: Tensor,
-    ) -> None:
-        tune, (h, j) = self.tuning, self.heads
-        names = ("M", "Q", "N", "J", "D", "SCALE", "OVERLAP")
-        _direct_kernel[(triton.cdiv(self.queries * h // j, tune.block_y), j, self.groups * self.rows)](
-            q_THD, keys, values, table_RL, size_G, start_R, count_R, out_THD, q_THD.stride(0), table_RL.stride(0),
+    def _run_short(self, q_THD: Tensor, keys: Tensor, values: Tensor, prepared: Prepared, out_THD: Tensor) -> None:
+        tune, (*index, tail) = self.tuning, prepared.tables.arguments()
+        _direct_kernel[self._row_grid()](
+            q_THD, keys, values, *index, prepared.start_R, prepared.count_R, out_THD, q_THD.stride(0), Q=self.queries, TAIL=tail,
             BLOCK_Y=tune.block_y, BLOCK_P=tune.direct_p, STAGES=tune.direct_stages, num_warps=tune.direct_warps,
-            **({"launch_pdl": True} if tune.overlap else {}), **{name: self._constants[name] for name in names},
+            **self._launch, **self._constants,
         )  # fmt: skip
+
+    def _row_grid(self) -> tuple[int, int, int]:
+        (h, j), tune = self.heads, self.tuning
+        return triton.cdiv(self.queries * h // j, tune.block_y), j, self.rows

@@ -3,8 +3,8 @@
 For contexts so short that reading the prefix from the L2 cache for every row costs less than another launch (see `smc.attention.kernels`);
 what `smc.kernels.store` and `SharedPrefixAttention` do in two launches or three.
 
-Axes: R rows of one token each, in groups of M; J key/value heads, H query heads, N = H // J, D head dimension, P pages, L positions
-of a table, S parts of a split product, Y query heads of one key/value head.
+Axes: R rows of one token each, J key/value heads, H query heads, N = H // J, D head dimension, P pages, S parts of a split product,
+Y query heads of one key/value head.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from smc.attention.kernels import take_in
 from smc.kernels.norm import launch_options, sum_parts
+from smc.kernels.rows import Tables, page_at, row_tables
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,7 @@ def step_attention(
     keys: Tensor,
     values: Tensor,
     rope: Tensor,
-    table_RL: Tensor,
-    size_G: Tensor,
+    tables: Tables,
     start_R: Tensor,
     count_R: Tensor,
     out_RHD: Tensor,
@@ -60,18 +60,18 @@ def step_attention(
     """Attend, into `out_RHD` contiguous; zeros for rows without a token, which leave no trace.
 
     qkv [R, (H + 2J) * D], or partial sums of it [S, R, (H + 2J) * D]; keys, values [P + 1, J, D]; rope [positions, D] float32 as of
-    `RopeTable`. size_G rows of each group; row r's token, if count_R is 1, is at position start_R and on the page that its table names,
-    and so are the tokens before it. Indices int32; q_norm, k_norm [D] or neither.
+    `RopeTable`. Row r's token, if count_R is 1, is at position start_R and on the page that `tables` name, and so are the tokens before it.
+    Indices int32; q_norm, k_norm [D] or neither.
     """
     (_, h, d), j = out_RHD.shape, keys.shape[1]
     assert qkv.shape[-1] == (h + 2 * j) * d and qkv.is_contiguous() and rope.shape[1] == d and rope.is_contiguous()
-    assert keys.is_contiguous() and values.is_contiguous() and out_RHD.is_contiguous() and table_RL.stride(1) == 1
-    rows = qkv.shape[-2]
+    assert keys.is_contiguous() and values.is_contiguous() and out_RHD.is_contiguous()
+    rows, (*index, tail) = qkv.shape[-2], tables.arguments()
     tiling = tiling or Tiling.choose(j * rows, d, keys.element_size())
     _step_kernel[(j, rows)](
-        qkv, keys, values, rope, table_RL, size_G, start_R, count_R, out_RHD, q_norm, k_norm, eps, qkv.shape[-1] * rows,
-        table_RL.stride(0), rows // len(size_G), H=h, J=j, N=h // j, D=d, SCALE=d**-0.5 * 1.4426950408889634,
-        NORM=q_norm is not None, SPLITS=len(qkv) if qkv.dim() == 3 else 1, BLOCK_Y=max(16, triton.next_power_of_2(h // j)),
+        qkv, keys, values, rope, *index, start_R, count_R, out_RHD, q_norm, k_norm, eps, qkv.shape[-1] * rows,
+        H=h, J=j, N=h // j, D=d, SCALE=d**-0.5 * 1.4426950408889634, TAIL=tail, NORM=q_norm is not None,
+        SPLITS=len(qkv) if qkv.dim() == 3 else 1, BLOCK_Y=max(16, triton.next_power_of_2(h // j)),
         BLOCK_P=tiling.block_p, STAGES=tiling.stages, PDL=pdl, num_warps=tiling.warps, **launch_options(pdl),
     )  # fmt: skip
 
@@ -96,9 +96,10 @@ def _rotated(
 
 @triton.jit
 def _step_kernel(
-    qkv, keys, values, rope, table_RL, size_G, start_R, count_R, out, q_norm, k_norm, eps, split_stride, table_stride, M,
-    H: tl.constexpr, J: tl.constexpr, N: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, NORM: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_Y: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    qkv, keys, values, rope, table_SL, table_stride, width, slot_R, tail_RB, tail_stride, tail_width, tail_R, start_R, count_R, out,
+    q_norm, k_norm, eps, split_stride,
+    H: tl.constexpr, J: tl.constexpr, N: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, TAIL: tl.constexpr, NORM: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_Y: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row and key/value head."""
     DTYPE: tl.constexpr = out.dtype.element_ty
@@ -107,10 +108,10 @@ def _step_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    exists = (tl.load(count_R + r) > 0) & (r % M < tl.load(size_G + r // M))
+    exists = tl.load(count_R + r) > 0
     position = tl.where(exists, tl.load(start_R + r), 0)
-    pages = table_RL + r.to(tl.int64) * table_stride
-    page = tl.load(pages + p, mask=p < position, other=0)
+    table, tail, tail_start = row_tables(r, table_SL, table_stride, slot_R, tail_RB, tail_stride, tail_R, TAIL)
+    page = page_at(p, p < position, table, width, tail, tail_width, tail_start, TAIL)
     angle = rope + position.to(tl.int64) * D + d % (D // 2)
     cos, sin = tl.load(angle), tl.load(angle + D // 2)
     row, real = qkv + r.to(tl.int64) * ((H + 2 * J) * D), y < N
@@ -119,7 +120,7 @@ def _step_kernel(
     one = tl.zeros([1, 1], tl.int32)
     k_1D = _rotated(row, H + j + one, d, split_stride, k_norm, eps, cos, sin, one == 0, D, NORM, SPLITS, DTYPE)
     v_1D = sum_parts(row + (H + J + j) * D + d, split_stride, d < D, SPLITS).to(DTYPE)
-    here = tl.load(pages + position, mask=exists, other=0)
+    here = page_at(position, exists, table, width, tail, tail_width, tail_start, TAIL)
     at = (here.to(tl.int64) * J + j) * D + d
     # The dummy page stays as it is: a masked position must not read a NaN.
     tl.store(keys + at, k_1D, mask=(d < D) & (here != 0))
@@ -130,7 +131,8 @@ def _step_kernel(
     for p0 in tl.range(0, position, BLOCK_P, num_stages=STAGES):
         at_PD = (page.to(tl.int64) * J + j)[:, None] * D + d
         k_PD, v_PD = tl.load(keys + at_PD), tl.load(values + at_PD)
-        page = tl.load(pages + p0 + BLOCK_P + p, mask=p0 + BLOCK_P + p < position, other=0)
+        next_p = p0 + BLOCK_P + p
+        page = page_at(next_p, next_p < position, table, width, tail, tail_width, tail_start, TAIL)
         m_Y, l_Y, acc_YD = take_in(q_YD, k_PD, v_PD, (p0 + p < position)[None, :], m_Y, l_Y, acc_YD, SCALE)
     out_YD = tl.where(exists, acc_YD / l_Y[:, None], 0.0)
     tl.store(out + (r.to(tl.int64) * H + j * N + y) * D + d, out_YD.to(DTYPE), mask=real & (d < D))

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from smc.demo.problems import Problem, grade
 from smc.demo.tokenizer import EOS, render
-from smc.evaluation.statistics import Accuracy
 from smc.models.decoder import Decoder
+from smc.statistics import Accuracy
 
 MAX_ANSWER = 112
 """Longest answer sampled, in tokens; the longest right one is a little shorter."""

@@ -6,44 +6,42 @@ wait for the scheduler. Answers do not depend on any of it: a request's random n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 from smc.engine.group import Group
-from smc.engine.rounds import Rounds
+from smc.engine.rounds import Flight, Pages, Rounds
+
+Provide = Callable[[list[Group]], list[tuple[Group, Pages]]]
+"""Gives groups pages for a round; returns those for which there were enough."""
 
 
 class Cohorts:
-    """`count` cohorts, as even as new requests can make them."""
+    """`count` cohorts of the groups of one program, as even as new requests can make them."""
 
     def __init__(self, rounds: Rounds, count: int) -> None:
         self.rounds = rounds
         self._members: list[list[Group]] = [[] for _ in range(count)]
-        self._flights: list[Iterator[None] | None] = [None] * count
+        self._flights: list[Flight | None] = [None] * count
 
     def join(self, group: Group) -> None:
         """The group takes part from its cohort's next round on."""
         smallest = min(self._members, key=lambda members: sum(len(g.slots) for g in members))
         smallest.append(group)
-        self.rounds.join(group)
 
     def leave(self, group: Group) -> None:
         """A round of the group that has been asked for goes on without anybody reading what came of it."""
-        next(members for members in self._members if group in members).remove(group)
-        self.rounds.leave(group)
+        for members in self._members:
+            if group in members:
+                members.remove(group)
 
-    def advance(self) -> None:
+    def advance(self, provide: Provide) -> None:
         """Ask for every cohort's next round, and read what came of its last: the one before, or where nothing goes on meanwhile, this."""
-        asked = [self._ask(members) for members in self._members]
-        if self.rounds.runner.waits:
+        asked = [self._ask(members, provide) for members in self._members]
+        if self.rounds.pipelined:
             asked, self._flights = self._flights, asked
         for flight in filter(None, asked):
-            for _ in flight:
-                pass
+            self.rounds.read(flight)
 
-    def _ask(self, members: list[Group]) -> Iterator[None] | None:
-        wanted = [group for group in members if self.rounds.wants(group)]
-        if not wanted:
-            return None
-        flight = self.rounds.run(wanted)
-        next(flight)
-        return flight
+    def _ask(self, members: list[Group], provide: Provide) -> Flight | None:
+        given = provide([group for group in members if self.rounds.wants(group)])
+        return self.rounds.ask(given) if given else None

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from smc.engine.cohorts import Cohorts
-from smc.engine.request import Request, Statistics
+from smc.algorithm.resampling import SCHEME_NAMES
+from smc.engine.methods import METHODS, Decoding
+from smc.engine.request import Request, SamplingParams, Statistics
 from smc.engine.text import StopRules, TextStream
 from smc.laws import LawSpec
 
 
 class Phase(Enum):
     QUEUED = "queued"
+    """It waits to start, or to be taken up again."""
     PREFILL = "prefill"
     RUNNING = "running"
 
@@ -31,24 +32,30 @@ class Group:
     rules: StopRules
     submitted: float
     """Engine clock at submission, seconds."""
-    pages: dict[str, int]
-    """KV pages reserved in each worker's pool, the most the group can ever hold there."""
+    expected: dict[str, int]
+    """KV pages that it is likely to hold in each pool."""
+    round_pages: dict[str, int] = field(default_factory=dict)
+    """Pages that a round of it takes with as many particles as it had when it was admitted."""
     phase: Phase = Phase.QUEUED
     slots: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
-    prefilled: dict[str, int] = field(default_factory=dict)
-    """Prompt tokens run so far, for each worker the method uses."""
-    first_tokens: np.ndarray | None = None
-    """[N] drawn by the end of the prefill."""
-    first_logp: np.ndarray | None = None
-    """[N] their log-probabilities."""
+    particles: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """Number of the particle in each slot: part of the key of its random numbers."""
+    stops: int = 0
+    """Entry of the stop tables."""
+    count: int = 0
+    """Slots that hold a particle."""
+    cached_tokens: int | None = None
+    """Prompt tokens that needed not be run, on the side where they were fewest."""
+    saved: dict[str, np.ndarray] | None = None
+    """The record of particles whose slots and pages were given up, to go on from: arrays of `Slots`, by name."""
+    lives: int = 0
+    """How often it has been taken up; what was asked for in an earlier life concerns it no more."""
     rounds: int = 0
     """That have been read."""
-    launched: int = 0
-    """Rounds that have been asked for."""
-    cohorts: Cohorts | None = None
-    """Those that it takes part in."""
-    gone: bool = False
-    """Ended; its slots are somebody else's."""
+    in_flight: deque[dict[str, np.ndarray]] = field(default_factory=deque)
+    """Pages, by side, of every round that has been asked for and not read."""
+    wanted: int | None = None
+    """Particles that it shall have after its next round, where that is a change."""
     committed: int = 0
     """Answer tokens on which all particles agree."""
     streamed: int = 0
@@ -73,8 +80,27 @@ class Group:
         return self.request.request_id
 
     @property
-    def params(self):
+    def params(self) -> SamplingParams:
         return self.request.params
+
+    @property
+    def decoding(self) -> Decoding:
+        return METHODS[self.params.method]
+
+    @property
+    def has_particles(self) -> bool:
+        """In slots, or in a record to go on from."""
+        return self.phase is Phase.RUNNING or self.saved is not None
+
+    @property
+    def rows(self) -> int:
+        """Slots that it has, or wants."""
+        return len(self.particles) if len(self.particles) else self.params.rows
+
+    @property
+    def launched(self) -> int:
+        """Rounds that have been asked for."""
+        return self.rounds + len(self.in_flight)
 
     @property
     def prompt_size(self) -> int:
@@ -89,6 +115,7 @@ class Tally:
     rounds: int = 0
     resamples: int = 0
     collapses: int = 0
+    preemptions: int = 0
     ess_sum: float = 0.0
     ess_min: float = float("inf")
     draft_tokens: int = 0
@@ -101,13 +128,15 @@ class Tally:
         else:
             self.target_tokens += tokens
 
-    def statistics(self, log_z: float) -> Statistics:
+    def statistics(self, log_z: float, particles_left: int) -> Statistics:
         rounds = max(self.rounds, 1)
         return Statistics(
             particles=self.particles,
+            particles_left=particles_left,
             rounds=self.rounds,
             resamples=self.resamples,
             collapses=self.collapses,
+            preemptions=self.preemptions,
             mean_ess=self.ess_sum / rounds,
             min_ess=self.ess_min if self.ess_sum else 0.0,
             log_z=log_z,
@@ -118,47 +147,63 @@ class Tally:
 
 
 class Population:
-    """The slots of several groups, side by side: A slots in all, group after group, and their view as [G, N] with padding."""
+    """The slots of several groups, one group after another: A slots in all."""
 
-    def __init__(self, groups: Sequence[Group]) -> None:
+    def __init__(self, groups: Sequence[Group], members: Sequence[tuple[np.ndarray, np.ndarray]] | None = None) -> None:
+        """`members`: slots and particles of every group, where they are not what the groups have now."""
         self.groups = list(groups)
-        self.sizes_G = np.array([len(g.slots) for g in self.groups], dtype=np.int64)
-        self.slots_A = np.concatenate([g.slots for g in self.groups])
-        self.group_A = np.repeat(np.arange(len(self.groups)), self.sizes_G)
-        self.starts_G = np.cumsum(self.sizes_G) - self.sizes_G
+        self._members = members or [(g.slots, g.particles) for g in self.groups]
+        slots, particles = zip(*self._members)
+        self.size_G = np.array([len(slots_N) for slots_N in slots], dtype=np.int64)
+        self.slot_A = np.concatenate(slots).astype(np.int64)
+        self.particle_A = np.concatenate(particles)
+        self.group_A = np.repeat(np.arange(len(self.groups)), self.size_G)
+        self.first_G = np.cumsum(self.size_G) - self.size_G
         """Index of each group's first slot."""
-        self.first_A = np.repeat(self.starts_G, self.sizes_G)
-        """The same, per slot."""
-        self.particle_A = np.arange(len(self.slots_A)) - self.first_A
         self.seed_G = np.array([g.seed for g in self.groups], dtype=np.int64)
-        params = [g.params for g in self.groups]
-        self.alpha_A = self.per_slot([p.alpha or 1.0 for p in params], np.float64)
-        self.threshold_G = np.array([p.ess_threshold or 0.0 for p in params])
-        self.schemes = [p.resampling for p in params]
-        self.wants_logp = any(p.logprobs for p in params)
-        self.target_law = self._law([p.temperature for p in params])
-        self.draft_law = self._law([p.temperature if p.draft_temperature is None else p.draft_temperature for p in params])
-        """Of the proposal; of a plainly decoding draft, its own."""
+
+    def take(self, index_G: np.ndarray) -> Population:
+        """Some of the groups, with the slots that they have here."""
+        return Population([self.groups[g] for g in index_G], [self._members[g] for g in index_G])
+
+    @property
+    def params(self) -> list[SamplingParams]:
+        return [g.params for g in self.groups]
+
+    @property
+    def target_law(self) -> LawSpec:
+        """Per group."""
+        return self._law([p.temperature for p in self.params])
+
+    @property
+    def draft_law(self) -> LawSpec:
+        """Per group: of the proposal; of a plainly decoding draft, its own."""
+        return self._law([p.temperature if p.draft_temperature is None else p.draft_temperature for p in self.params])
+
+    @property
+    def scheme_G(self) -> np.ndarray:
+        return np.array([SCHEME_NAMES.index(p.resampling) if p.resampling else 0 for p in self.params], dtype=np.int32)
+
+    def per_group(self, values: Sequence[float | int | None], dtype: type, default: float = 0.0) -> np.ndarray:
+        return np.array([default if value is None else value for value in values], dtype=dtype)
+
+    def least(self, values_A: np.ndarray) -> np.ndarray:
+        """The smallest value of every group."""
+        return np.minimum.reduceat(values_A, self.first_G)
+
+    def largest(self, values_A: np.ndarray) -> np.ndarray:
+        return np.maximum.reduceat(values_A, self.first_G)
+
+    def sums(self, values_A: np.ndarray) -> np.ndarray:
+        return np.add.reduceat(values_A, self.first_G)
 
     def _law(self, temperature_G: list[float]) -> LawSpec:
-        params = [g.params for g in self.groups]
-        return LawSpec.of(
-            temperature_R=self.per_slot(temperature_G, np.float32),
-            top_k_R=self.per_slot([p.top_k for p in params], np.int64),
-            top_p_R=self.per_slot([p.top_p for p in params], np.float32),
-            min_p_R=self.per_slot([p.min_p for p in params], np.float32),
-            alpha_R=self.alpha_A.astype(np.float32),
+        params = self.params
+        law = LawSpec.of(
+            temperature_R=np.array(temperature_G, dtype=np.float32),
+            top_k_R=np.array([p.top_k for p in params], dtype=np.int64),
+            top_p_R=np.array([p.top_p for p in params], dtype=np.float32),
+            min_p_R=np.array([p.min_p for p in params], dtype=np.float32),
+            alpha_R=self.per_group([p.alpha for p in params], np.float32, 1.0),
         )
-
-    def per_slot(self, values: Sequence[float] | Sequence[int], dtype: type) -> np.ndarray:
-        """One value per group -> one per slot."""
-        return np.asarray(values, dtype=dtype)[self.group_A]
-
-    def grid(self, values_A: np.ndarray, fill: float) -> np.ndarray:
-        """[A, ...] -> [G, N, ...] with `fill` where a group has fewer than N particles."""
-        shape = (len(self.groups), int(self.sizes_G.max()), *values_A.shape[1:])
-        if len(self.slots_A) == shape[0] * shape[1]:
-            return values_A.reshape(shape)
-        grid = np.full(shape, fill, dtype=values_A.dtype)
-        grid[self.group_A, self.particle_A] = values_A
-        return grid
+        return law.canonical()

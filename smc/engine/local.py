@@ -7,16 +7,18 @@ from pathlib import Path
 
 import torch
 
-from smc.engine.config import EngineConfig
 from smc.engine.engine import Engine
-from smc.engine.messages import SIDES
-from smc.engine.worker import ModelWorker
+from smc.kv.pool import KVPool, pages_that_fit
 from smc.models.check import require_pair
 from smc.models.decoder import Decoder
 from smc.models.loader import load_model
 from smc.models.tokenizer import Tokenizer
-from smc.resident.pair import LocalPair
-from smc.resident.sides import Parts
+from smc.runtime.config import EngineConfig
+from smc.runtime.messages import SIDES
+from smc.runtime.pair import LocalPair
+from smc.runtime.sides import Parts
+from smc.runtime.worker import ModelWorker
+from smc.stops import TokenBytes
 
 
 @dataclass(frozen=True)
@@ -45,15 +47,15 @@ def local_engine(pair: ModelPair, config: EngineConfig | None = None, **engine_o
     """An engine over `pair`; `engine_options` are passed on to Engine."""
     config = config or EngineConfig()
     context = config.context(pair.max_context)
-    pages = config.pool_pages(context)
+    pages = config.pool_pages(context, _room(pair))
     workers = {
         side: ModelWorker(
             side,
             getattr(pair, side),
-            rows=config.max_slots,
             width=config.width(context),
             pages=pages,
             vocab_size=pair.tokenizer.size,
+            token_bytes=TokenBytes.of(pair.tokenizer),
         )
         for side in SIDES
     }
@@ -61,10 +63,19 @@ def local_engine(pair: ModelPair, config: EngineConfig | None = None, **engine_o
     return Engine(config, workers, pair.tokenizer, pair=rounds, pages=dict.fromkeys(SIDES, pages), context=context, **engine_options)
 
 
+def _room(pair: ModelPair) -> int | None:
+    """Pages that both pools have memory for; None on a CPU."""
+    bytes_on: dict[torch.device, int] = {}
+    for model in (pair.draft, pair.target):
+        weight = model.embed.weight
+        bytes_on[weight.device] = bytes_on.get(weight.device, 0) + KVPool.page_bytes(model.config, weight.dtype)
+    return min((pages_that_fit(size, device) for device, size in bytes_on.items() if device.type == "cuda"), default=None)
+
+
 def parts_for(device: torch.device) -> Parts:
     """What rounds are made of on a device: kernels, or the reference on a CPU."""
     if device.type == "cpu":
         return Parts()
-    from smc.resident.kernels import gpu_parts  # needs triton
+    from smc.runtime.kernels import gpu_parts  # needs triton
 
     return gpu_parts()

@@ -1,84 +1,137 @@
-"""Runs prompts through the models, a chunk at a time, and starts answers.
+"""Runs what groups start from through the models, a chunk at a time: prompts, and the answers of groups that are taken up again.
 
-A prompt is run once per model, in the row of its group's first slot. When its last chunk has run, the target draws the
-first token of every particle, independently, from its own law (design section 2).
+Sequences of a group share the pages of what they have in common. A prompt is run once per model; when its last chunk has been asked
+for, so have the first tokens of all particles, drawn from the target independently (design section 2). Nothing here waits: a chunk is
+asked for beside the rounds of other groups, and what it draws is read when those have been asked for, too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
 import numpy as np
 
 from smc.engine.group import Group, Population
-from smc.engine.matcher import DONE, START
-from smc.engine.messages import Draws, PromptBatch, Worker
-from smc.engine.request import Method
-from smc.engine.rounds import commit_tokens
-from smc.engine.slots import Slots
+from smc.engine.memory import Memory
+from smc.kv.pages import DUMMY_PAGE
 from smc.philox import STREAMS_PER_PARTICLE, Purpose
-
-Part = tuple[Group, int]
-"""A group, and how many of its prompt's tokens are to be run."""
+from smc.runtime.messages import Draws, Pending, PromptBatch, PromptResult, Worker
 
 
-def prefill_step(groups: list[Group], slots: Slots, workers: dict[str, Worker], side: str, chunk: int) -> None:
-    """Up to `chunk` prompt tokens of one side, oldest request first."""
-    plain, drawing = [], []
-    for group in groups:
-        left = group.prompt_size - group.prefilled.get(side, group.prompt_size)
-        count = min(left, chunk)
-        if count:
-            last = count == left and side == _drawing_side(group)
-            (drawing if last else plain).append((group, count))
+@dataclass
+class Row:
+    """A sequence that is to have keys and values on one side."""
+
+    tokens_L: np.ndarray
+    pages_L: np.ndarray
+    """int32 page of every position."""
+    done: int
+    """Positions that are there, or have been asked for."""
+
+    @property
+    def left(self) -> int:
+        return len(self.tokens_L) - self.done
+
+
+@dataclass(eq=False)
+class Start:
+    """A group on its way to its first round."""
+
+    group: Group
+    rows: dict[str, list[Row]]
+    """By side."""
+    first: Pending[PromptResult] | None = None
+    """First tokens, asked for with the prompt's last chunk."""
+    place: int = 0
+    """Of the group among those that were asked for together."""
+    drawn: tuple[np.ndarray, np.ndarray, float] | None = field(default=None)
+
+    @property
+    def asked(self) -> bool:
+        """All has been asked for."""
+        return not any(row.left for rows in self.rows.values() for row in rows)
+
+
+def missing_pages(sequences: Sequence[np.ndarray], cached: int) -> int:
+    """Pages that sequences of one group need beyond the `cached` first positions."""
+    total = 0
+    for i, tokens_L in enumerate(sequences):
+        total += len(tokens_L) - max([cached, *(common_length(tokens_L, other) for other in sequences[:i])])
+    return total
+
+
+def plant(memory: Memory, side: str, sequences: Sequence[np.ndarray], cached: tuple[int, int], loose: np.ndarray) -> list[Row]:
+    """Pages for sequences that all begin with the `cached` (positions, page); what they have in common they share.
+
+    `loose` are as many as `missing_pages` says. The last page of every sequence is held once, by whoever asked.
+    """
+    ledger, rows = memory.ledgers[side], []
+    for i, tokens_L in enumerate(sequences):
+        shared = [common_length(tokens_L, other) for other in sequences[:i]]
+        known, pages_L = cached[0], ledger.path(cached[1], cached[0])
+        if shared and max(shared) > known:
+            known = max(shared)
+            pages_L = rows[shared.index(known)].pages_L[:known]
+        own_L, loose = loose[: len(tokens_L) - known], loose[len(tokens_L) - known :]
+        ledger.chain(int(pages_L[-1]) if known else DUMMY_PAGE, own_L)
+        pages_L = np.concatenate((pages_L, own_L)).astype(np.int32)
+        ledger.hold(pages_L[-1:])
+        rows.append(Row(tokens_L, pages_L, known))
+    assert not len(loose), "more pages were set aside than sequences need"
+    return rows
+
+
+def common_length(one_L: np.ndarray, other_L: np.ndarray) -> int:
+    """Leading tokens that two sequences have in common."""
+    size = min(len(one_L), len(other_L))
+    different = np.flatnonzero(one_L[:size] != other_L[:size])
+    return int(different[0]) if len(different) else size
+
+
+def prefill_step(starts: list[Start], worker: Worker, side: str, chunk: int) -> None:
+    """Ask for up to `chunk` tokens of one side, oldest request first."""
+    plain: list[tuple[Row, int]] = []
+    drawing: list[tuple[Start, Row, int]] = []
+    for start in starts:
+        for row in start.rows.get(side, ()):
+            count = min(row.left, chunk)
+            if not count:
+                continue
             chunk -= count
+            draws = count == row.left and side == start.group.decoding.first and start.group.saved is None
+            if draws:
+                drawing.append((start, row, count))
+            else:
+                plain.append((row, count))
     if plain:
-        workers[side].run_prompts(_batch(plain, side)).result()
+        worker.run_prompts(_batch(plain))
     if drawing:
-        _draw_first(drawing, slots, workers[side], side)
-    for group, count in plain + drawing:
-        group.prefilled[side] += count
+        pending = worker.run_prompts(_batch([(row, count) for _, row, count in drawing], _first_draws([s.group for s, _, _ in drawing])))
+        for place, (start, _, _) in enumerate(drawing):
+            start.first, start.place = pending, place
+    for row, count in (*plain, *((row, count) for _, row, count in drawing)):
+        row.done += count
 
 
-def start_answer(group: Group, slots: Slots) -> None:
-    """Every particle gets its first token."""
-    tokens_N, rules = group.first_tokens, group.rules
-    ended_N = np.isin(tokens_N, rules.stop_ids) | (group.params.max_tokens == 1)
-    if rules.matcher is not None:
-        ended_N |= rules.matcher.after(np.full(len(tokens_N), START), tokens_N) == DONE
-    slots.begin(group.slots, tokens_N, group.first_logp, ended_N)
-    commit_tokens(slots, Population([group]))
-
-
-def _drawing_side(group: Group) -> str:
-    return "draft" if group.params.method is Method.DRAFT else "target"
-
-
-def _batch(parts: list[Part], side: str, draws: Draws | None = None) -> PromptBatch:
-    """One row for each prompt."""
-    done = [group.prefilled[side] for group, _ in parts]
-    tokens = [t for (group, count), start in zip(parts, done) for t in group.request.prompt[start : start + count]]
+def _batch(parts: list[tuple[Row, int]], draws: Draws | None = None) -> PromptBatch:
+    ends = [row.done + count for row, count in parts]
     return PromptBatch(
-        rows_R=np.array([group.slots[0] for group, _ in parts], dtype=np.int32),
-        starts_R=np.array(done, dtype=np.int32),
+        pages_X=np.concatenate([row.pages_L[:end] for (row, _), end in zip(parts, ends)]),
+        starts_R=np.array([row.done for row, _ in parts], dtype=np.int32),
         counts_R=np.array([count for _, count in parts], dtype=np.int32),
-        tokens_T=np.array(tokens, dtype=np.int64),
+        tokens_T=np.concatenate([row.tokens_L[row.done : end] for (row, _), end in zip(parts, ends)]).astype(np.int64),
         draws=draws,
     )
 
 
-def _draw_first(parts: list[Part], slots: Slots, worker: Worker, side: str) -> None:
-    groups = [group for group, _ in parts]
+def _first_draws(groups: list[Group]) -> Draws:
     population = Population(groups)
-    law = population.draft_law if side == "draft" else population.target_law
-    draws = Draws(
-        law=law.take(population.particle_A == 0),
+    side = groups[0].decoding.first
+    return Draws(
+        law=population.draft_law if side == "draft" else population.target_law,
         seed_R=population.seed_G,
         round_R=np.zeros(len(groups), dtype=np.int64),
-        stream_RD=np.tile(np.arange(population.sizes_G.max()) * STREAMS_PER_PARTICLE, (len(groups), 1)),
+        stream_RD=np.tile(np.arange(population.size_G.max()) * STREAMS_PER_PARTICLE, (len(groups), 1)),
         purpose=Purpose.TARGET,
     )
-    result = worker.run_prompts(_batch(parts, side, draws)).result()
-    for group, tokens_D, logp_D, log_z in zip(groups, result.drawn_RD, result.drawn_logp_RD, result.log_z_R.tolist()):
-        group.first_tokens, group.first_logp = tokens_D[: len(group.slots)], logp_D[: len(group.slots)]
-        slots.logw_S[group.slots] = log_z
-        if np.isnan(log_z):
-            group.fail(side)

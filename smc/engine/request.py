@@ -9,12 +9,11 @@ import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from smc.algorithm.bounds import MAX_PARTICLES
 from smc.algorithm.resampling import SCHEMES
+from smc.stops import MAX_STOP_BYTES
 
-MAX_PARTICLES = 64
 MAX_STOPS = 64
-MAX_STOP_SIZE = 1024
-"""Characters. Every token of every particle is searched for every stop string, while other requests wait."""
 SMALLEST, LARGEST = 1e-6, 1e6
 """Of temperatures and alpha: beyond, they make infinities and NaN of logits in float32."""
 SCALES = f"> 0, from {SMALLEST:g} to {LARGEST:g}"
@@ -49,6 +48,8 @@ class SamplingParams:
     """`smc`, `target` or `draft`."""
     particles: int | None = None
     """N, 1..64. SMC only; default 8."""
+    min_particles: int | None = None
+    """Particles that must be left where memory is short, 1..N. SMC only; default N: never fewer."""
     temperature: float = 1.0
     """Of the target law, and of the draft's unless `draft_temperature` is given. > 0 for SMC; 0 = greedy otherwise."""
     draft_temperature: float | None = None
@@ -90,6 +91,8 @@ class SamplingParams:
                 raise ValueError(f"{name}={getattr(self, name)!r} has no effect with method={self.method.value!r}; leave it out")
             if self.method is Method.SMC and getattr(self, name) is None:
                 object.__setattr__(self, name, default)
+        if self.method is not Method.SMC and self.min_particles is not None:
+            raise ValueError(f"min_particles={self.min_particles!r} has no effect with method={self.method.value!r}; leave it out")
         if self.method is Method.DRAFT and self.logprobs:
             raise ValueError("logprobs=True has no effect with method='draft', where the target does not run; leave it out")
         self._check_numbers()
@@ -102,9 +105,22 @@ class SamplingParams:
         """Sequences decoded side by side: the particles, or 1."""
         return self.particles or 1
 
+    @property
+    def least_rows(self) -> int:
+        """As few as the request allows."""
+        return self.min_particles or self.rows
+
     def _check_smc(self) -> None:
         _require("particles", self.particles, _is_int(self.particles) and 1 <= self.particles <= MAX_PARTICLES, f"1..{MAX_PARTICLES}")
-        _require("temperature", self.temperature, _is_number(self.temperature) and self.temperature > 0, "> 0 with method='smc'")
+        least = self.min_particles
+        _require(
+            "min_particles",
+            least,
+            least is None or (_is_int(least) and 1 <= least <= self.particles),
+            f"1..{self.particles}, the particles",
+        )
+        greedy = "> 0 with method='smc'; for greedy decoding, method='target'"
+        _require("temperature", self.temperature, _is_number(self.temperature) and self.temperature > 0, greedy)
         _require("draft_temperature", self.draft_temperature, _is_scale(self.draft_temperature), SCALES)
         _require("alpha", self.alpha, _is_scale(self.alpha), SCALES)
         threshold = self.ess_threshold
@@ -136,8 +152,14 @@ class SamplingParams:
             object.__setattr__(self, name, tuple(values))
         if len(self.stop) > MAX_STOPS:
             raise ValueError(f"stop has {len(self.stop)} strings; allowed: at most {MAX_STOPS}")
-        if (longest := max(map(len, self.stop), default=0)) > MAX_STOP_SIZE:
-            raise ValueError(f"stop contains a string of {longest} characters; allowed: at most {MAX_STOP_SIZE}")
+        # Characters are cheaper to count than bytes, and there are no more of them.
+        if (size := sum(map(len, self.stop))) <= MAX_STOP_BYTES:
+            try:
+                size = sum(len(text.encode()) for text in self.stop)
+            except UnicodeEncodeError as error:  # a lone surrogate
+                raise ValueError(f"stop contains {error.object!r}, which has no UTF-8 form; allowed: valid Unicode") from error
+        if size > MAX_STOP_BYTES:
+            raise ValueError(f"stop has strings of {size} bytes together; allowed: at most {MAX_STOP_BYTES}")
 
 
 @dataclass(frozen=True)
@@ -149,11 +171,15 @@ class Statistics:
     resamples: int = 0
     collapses: int = 0
     """Rounds after which every weight was zero and all were set equal. Above 0 the answer is not to be trusted."""
+    particles_left: int = 0
+    """Particles at the end: fewer than `particles` where memory was short and the request allowed it."""
+    preemptions: int = 0
+    """How often the request gave up its memory to others and was taken up again."""
     mean_ess: float = 0.0
     """Effective sample size before resampling, averaged over rounds; between 1 and N."""
     min_ess: float = 0.0
     log_z: float = 0.0
-    """log Z-hat: estimate of the log of the target's total mass on answers; 0 in expectation of exp at alpha = 1."""
+    """log Z-hat, of the estimate of the target's total mass on answers: its exponential has expectation 1 at alpha = 1."""
     draft_tokens: int = 0
     """Tokens drawn by the draft, over all particles and branches."""
     target_tokens: int = 0
@@ -180,6 +206,8 @@ class Answer:
     logprobs: tuple[float, ...] | None = None
     """Of every token under the target law, if asked for; NaN for one that was streamed and not weighed before time was up."""
     error: str | None = None
+    cached_tokens: int = 0
+    """Prompt tokens that had been computed for another request."""
 
 
 @dataclass(frozen=True)
@@ -197,6 +225,8 @@ class Request:
     request_id: str
     prompt: tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
+    cache_salt: str = ""
+    """Prompts share what has been computed for them only with prompts of the same salt."""
 
 
 def _require(name: str, value: object, ok: bool, allowed: str) -> None:

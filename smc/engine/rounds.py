@@ -1,4 +1,4 @@
-"""Rounds: how running groups advance. Their state is beside the models (smc/resident); here they are planned, and recorded.
+"""Rounds: how running groups advance. Their state is beside the models (smc/runtime); here they are planned, and recorded.
 
 A round of SMC-SD, in either form:
   1. the draft extends open particles by K tokens: the rest of this block (lockstep), or F branches of the next (look-ahead)
@@ -6,203 +6,242 @@ A round of SMC-SD, in either form:
   3. `smc.algorithm.selection.select` weighs the candidates and chooses; both sides follow
 Plain decoding is a round of the first kind by one model, whose every token is kept.
 
-Axes: A slots of a population, G groups, M places of a group, Q tokens of a block, F branches.
+Axes: A places of a batch, G groups, Q tokens of a block, W pages of a place.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from smc.algorithm.selection import committed_length
-from smc.engine.config import EngineConfig
 from smc.engine.group import Group, Population
-from smc.engine.matcher import START
-from smc.engine.messages import Pending
+from smc.engine.memory import Memory
+from smc.engine.methods import Decoding
 from smc.engine.slots import Slots
 from smc.engine.stats import EngineStats
-from smc.philox import Purpose, uniforms
-from smc.resident.pair import Runner
-from smc.resident.plan import SHORT, RoundPlan, RoundResult, Start
+from smc.laws import LawSpec
+from smc.runtime.config import EngineConfig
+from smc.runtime.messages import Pending
+from smc.runtime.pair import Outcome, Pair
+from smc.runtime.plan import SHORT, RoundPlan, RoundResult
 
-BRANCH_POSITION = 1 << 20
-"""Uniforms that pick branches are numbered from here, those that resample from 0: neither depends on how many there are."""
+Pages = dict[str, np.ndarray]
+"""By side."""
+WINDOW = 64
+"""Tokens that are compared at a time, however long it has been since particles agreed."""
+
+
+@dataclass
+class Flight:
+    """A round that has been asked for."""
+
+    population: Population
+    lives: list[int]
+    """Of its groups, when it was asked for."""
+    resized: list[bool]
+    """Whether a group is to have another number of particles after it."""
+    pages: list[Pages]
+    """That each group was given for it."""
+    pending: Pending[Outcome]
 
 
 class Rounds:
-    """Advances groups by asking a `Runner` for rounds; a round may be asked for before what came of the last has been read."""
+    """Advances the groups of one kind by asking a `Pair` for rounds; one may be asked for before the last has been read."""
 
-    def __init__(self, config: EngineConfig, slots: Slots, runner: Runner) -> None:
-        self.config, self.slots, self.runner = config, slots, runner
+    def __init__(self, config: EngineConfig, slots: Slots, memory: Memory, pair: Pair, decoding: Decoding, width: int) -> None:
+        """`width`: positions of the models' block tables."""
+        self.config, self.slots, self.memory, self.pair, self.decoding = config, slots, memory, pair, decoding
         self.stats = EngineStats()
-        self._plain = runner.alone is not None
-        self._drafts_ahead = config.lookahead and not self._plain
-        self._stride = config.block if config.lookahead or self._plain else config.block + 1
-        self.last: Pending[RoundResult] | None = None
+        self.width = width
+        self.pipelined = pair.pipelined
+        self.shape = decoding.shape(config)
+        self.last: Pending[Outcome] | None = None
         """The round that was read last, for whoever times rounds."""
         self.queued = 0.0
         """Seconds spent planning and queueing rounds."""
         self.waited = (0, 0)
         """When the last wait for a round began and ended, nanoseconds of the monotonic clock."""
 
-    def join(self, group: Group) -> None:
-        """The group's particles have their first tokens."""
-        slots_N, matcher = group.slots, group.rules.matcher
-        first_N = self.slots.tokens_SL[slots_N, 0]
-        start_N = np.full(len(slots_N), START)
-        self.runner.join(
-            Start(
-                slots_N=slots_N,
-                prompt_row=int(slots_N[0]),
-                prompt_size=group.prompt_size,
-                max_tokens=group.params.max_tokens,
-                first_N=first_N,
-                ended_N=self.slots.ended_S[slots_N],
-                logw_N=self.slots.logw_S[slots_N],
-                stop_ids=group.rules.stop_ids,
-                matcher=matcher,
-                text_N=start_N if matcher is None else matcher.after(start_N, first_N).astype(np.int64),
-            )
-        )
-
-    def leave(self, group: Group) -> None:
-        """The group is no longer asked for; what it holds is given back."""
-        self.runner.leave(group.slots)
-
     def wants(self, group: Group) -> bool:
         """Whether another round can bring anything, as far as is known before the last one has been read."""
-        grown = 1 + self._stride * (group.launched - (1 if self._drafts_ahead else 0))
-        return group.launched == 0 or grown < group.params.max_tokens
+        flying, stride = len(group.in_flight), self.decoding.stride(self.config)
+        if flying and group.wanted is not None:
+            # Which of its slots will be left is known when that round has been read.
+            return False
+        if self.decoding.ahead(self.config):
+            # What was drafted in a round is weighed in the next.
+            known = self._length(group) + stride * (flying - 1) if flying else int(self.slots.block_S[group.slots].min())
+        else:
+            known = self._length(group) + stride * flying
+        return group.launched == 0 or known < group.params.max_tokens
 
-    def run(self, groups: list[Group]) -> Iterator[None]:
-        """One round; yields when it has been asked for."""
+    def ask(self, given: list[tuple[Group, Pages]]) -> Flight:
+        """Ask for a round of groups, each with the pages it was given for it."""
         begin = time.perf_counter()
-        population = Population(groups)
-        for group in groups:
-            group.launched += 1
-        plan = self._plan(population)
-        pending = self.runner.round(plan)
+        population, pages = Population([group for group, _ in given]), [pages for _, pages in given]
+        plan = self._plan(population, pages)
+        for group, granted in given:
+            group.in_flight.append(granted)
+        lives, resized = [group.lives for group, _ in given], [group.wanted is not None for group, _ in given]
+        flight = Flight(population, lives, resized, pages, self.pair.round(plan))
         self.queued += time.perf_counter() - begin
-        yield
-        begin = time.monotonic_ns()
-        result = pending.result()
-        self.waited = (begin, time.monotonic_ns())
-        self._record(population, plan, result)
-        self.last = pending
+        return flight
 
-    def _plan(self, population: Population) -> RoundPlan:
-        groups = population.groups
-        round_G = np.array([g.launched for g in groups], dtype=np.int64)
-        length_G = 1 + self._stride * (round_G - 1)
+    def read(self, flight: Flight) -> None:
+        """Wait for a round, and bring the slots up to what the models hold. A group that has ended meanwhile has given up its own."""
+        begin = time.monotonic_ns()
+        outcome = flight.pending.result()
+        self.waited = (begin, time.monotonic_ns())
+        alive = [g for g, (group, life) in enumerate(zip(flight.population.groups, flight.lives)) if group.lives == life]
+        if alive:
+            self._record(flight, outcome, np.array(alive))
+        self.last = flight.pending
+
+    def _length(self, group: Group) -> int:
+        """Tokens of the group's open particles."""
+        return int(self.slots.length_S[group.slots].max())
+
+    def _plan(self, population: Population, pages: list[Pages]) -> RoundPlan:
+        groups, slots, shape = population.groups, self.slots, self.shape
+        total, places = len(population.slot_A), bucket(len(population.slot_A))
+        stride = self.decoding.stride(self.config)
+        launched_G = np.array([g.launched for g in groups], dtype=np.int64)
         prompt_G = np.array([g.prompt_size for g in groups], dtype=np.int64)
-        slots_A = population.slots_A
+        length_A = slots.length_S[population.slot_A]
+        flying_G = np.array([len(g.in_flight) for g in groups], dtype=np.int64)
         # What the host knows of an earlier round stays true: all particles to come are copies of these.
-        shortest_G = np.minimum.reduceat(self.slots.length_S[slots_A], population.starts_G) - 1
-        begun_G = np.where(round_G == 1, 0, length_G - self.config.block) if self._drafts_ahead else length_G - 1
-        shared_G = prompt_G + np.minimum.reduce(([g.committed for g in groups], shortest_G, begun_G))
-        room_G = np.maximum(np.array([g.params.max_tokens for g in groups]) - length_G, 0)
-        places, extra = self._room_for(population)
-        count = 1 if set(population.schemes) == {"systematic"} else places * self.config.branches
-        positions = np.concatenate((np.arange(count), BRANCH_POSITION + np.arange(places)))
-        uniforms_GU = uniforms(population.seed_G, round_G, positions, Purpose.SELECTION)
-        slots_GM = np.full((len(groups) + extra, places), self.config.max_slots, dtype=np.int64)
-        slots_GM[population.group_A, population.particle_A] = slots_A
-        # Padding groups repeat the first, with one particle in the dummy slot, which has ended.
-        index_G = np.concatenate((np.arange(len(groups)), np.zeros(extra, dtype=np.int64)))
-        spread = index_G.repeat(places)
-        # Where rounds are recorded, few kinds of laws are worth more than few operations.
-        laws = (population.target_law, population.draft_law)
-        target_law, draft_law = (law.at_any_temperature() for law in laws) if self.runner.records else laws
-        of_A = population.starts_G[spread]
+        shared_G = prompt_G + np.minimum([g.committed for g in groups], population.least(length_A) - 1)
+        columns = int((prompt_G + population.largest(length_A) + stride * (flying_G + 1)).max()) + self.config.block + 2
+        own = {side: np.concatenate([given[side] for given in pages]).reshape(total, -1) for side in pages[0]}
+        begun = own.get("draft", own.get("target"))
+        branches_XB = begun[:, shape.begin :].reshape(-1, shape.branch) if shape.branch else np.zeros((total * shape.branches, 0))
+        count_G = np.array([g.count for g in groups])
+        draws_G = np.array([g.count if g.wanted is None else g.wanted for g in groups])
+        params = population.params
         return RoundPlan(
-            schemes=tuple(population.schemes[g] for g in index_G),
-            matching=any(group.rules.matcher is not None for group in groups),
-            short=bool((prompt_G + length_G).max() + self.config.block <= SHORT),
-            target_law=target_law.take(of_A),
-            draft_law=draft_law.take(of_A),
-            slots_A=slots_GM.ravel(),
-            particle_A=np.tile(np.arange(places), len(index_G)),
-            seed_A=population.seed_G[spread],
-            round_A=round_G[spread],
-            position_A=(prompt_G + length_G - 1)[spread],
-            room_A=room_G[spread],
-            alpha_A=population.alpha_A[of_A],
-            size_G=np.concatenate((population.sizes_G, np.ones(extra, dtype=np.int64))),
-            shared_G=shared_G[index_G].astype(np.int32),
-            threshold_G=population.threshold_G[index_G],
-            uniforms_GU=uniforms_GU[index_G, :count],
-            branch_uniforms_GM=uniforms_GU[index_G, count:],
+            program=self.decoding.program,
+            short=bool(columns <= SHORT),
+            columns=min(columns, self.width),
+            target_law=_spread(population.target_law, population.group_A, places),
+            draft_law=_spread(population.draft_law, population.group_A, places),
+            slot_A=_padded(population.slot_A, places, self.config.max_slots),
+            group_A=_padded(population.group_A, places, places - 1),
+            particle_A=_padded(population.particle_A, places, 0),
+            seed_A=_padded(population.seed_G[population.group_A], places, 0),
+            round_A=_padded(launched_G[population.group_A] + 1, places, 1),
+            alpha_A=_padded(population.per_group([p.alpha for p in params], np.float64, 1.0)[population.group_A], places, 1.0),
+            first_G=_padded(population.first_G.astype(np.int32), places, 0),
+            size_G=_padded(population.size_G.astype(np.int32), places, 0),
+            count_G=_padded(count_G.astype(np.int32), places, 0),
+            draws_G=_padded(draws_G.astype(np.int32), places, 0),
+            shared_G=_padded(shared_G.astype(np.int32), places, 0),
+            threshold_G=_padded(population.per_group([p.ess_threshold for p in params], np.float64), places, 0.0),
+            scheme_G=_padded(population.scheme_G, places, 0),
+            target_pages_AQ=_padded(own["target"] if shape.target else np.zeros((total, 0), np.int32), places, 0),
+            begin_pages_AP=_padded(begun[:, : shape.begin], places, 0),
+            branch_pages_XB=_padded(branches_XB.astype(np.int32), places * shape.branches, 0),
         )
 
-    def _room_for(self, population: Population) -> tuple[int, int]:
-        """Places of a group, and padding groups. Where rounds are recorded, few shapes are worth more than few rows."""
-        groups, places = len(population.groups), int(population.sizes_G.max())
-        if not self.runner.records:
-            return places, 0
-        return _bucket(places), _bucket(groups) - groups
-
-    def _record(self, asked: Population, plan: RoundPlan, result: RoundResult) -> None:
-        """Bring the slots up to what the models hold. Groups that have ended meanwhile have given their slots to others."""
-        index_G = np.array([i for i, g in enumerate(asked.groups) if not g.gone], dtype=np.int64)
-        if not len(index_G):
-            return
-        population = asked if len(index_G) == len(asked.groups) else Population([asked.groups[i] for i in index_G])
-        slots, slots_A = self.slots, population.slots_A
-        begin_A = index_G[population.group_A] * plan.shape_GM[1]
-        place_A = begin_A + population.particle_A
-        chosen_A = result.ancestor_A[place_A]
-        source_A = slots_A[chosen_A - begin_A + population.first_A]
-        moved_A = source_A != slots_A
+    def _record(self, flight: Flight, outcome: Outcome, alive_G: np.ndarray) -> None:
+        asked, result, slots = flight.population, outcome.result, self.slots
+        population = asked
+        place_A = np.arange(len(asked.slot_A))
+        if len(alive_G) < len(asked.groups):
+            place_A = place_A[np.isin(asked.group_A, alive_G)]
+            population = asked.take(alive_G)
+        slot_A, source_A = asked.slot_A[place_A], asked.slot_A[result.ancestor_A[place_A]]
+        pages = [flight.pages[g] for g in alive_G]
+        for group in population.groups:
+            group.in_flight.popleft()
         self._count_work(population)
-        slots.copy(slots_A[moved_A], source_A[moved_A])
-        before_A, count_A = slots.length_S[slots_A].copy(), result.count_A[place_A]
-        self._write(slots.tokens_SL, slots_A, before_A, result.grown_AQ[place_A])
-        if population.wants_logp:
-            logp_AQ = result.logp_AQ[chosen_A, :-1]
-            if self._drafts_ahead:  # of what has just been drafted, the target has said nothing yet
-                logp_AQ = np.where(np.arange(logp_AQ.shape[1]) < slots.unscored(slots_A)[:, None], logp_AQ, np.nan)
-            self._write(slots.logp_SL, slots_A, slots.block_S[slots_A] + 1, logp_AQ)
-        slots.length_S[slots_A] = before_A + count_A
-        last_A = slots.length_S[slots_A] - 1
-        slots.block_S[slots_A] = np.minimum(before_A, last_A) if self._drafts_ahead else last_A
-        if population.wants_logp:
-            known_A = ~np.isnan(result.first_logp_A[place_A])
-            known = slots_A[known_A]
-            slots.logp_SL[known, slots.block_S[known]] = result.first_logp_A[place_A][known_A]
-        slots.ended_S[slots_A] = result.ended_A[place_A]
-        slots.logw_S[slots_A] = result.logw_A[place_A]
+        self._follow_pages(outcome, slot_A, source_A, place_A, pages)
+        self._write_tokens(population, result, slot_A, source_A, place_A)
         commit_tokens(slots, population)
-        self._count(population, index_G, result)
+        self._count(population, alive_G, result)
+        self._drop_slots(population, [flight.resized[g] for g in alive_G], result, place_A)
 
-    def _write(self, array_SL: np.ndarray, slots_A: np.ndarray, first_A: np.ndarray, values_AQ: np.ndarray) -> None:
+    def _follow_pages(self, outcome: Outcome, slot_A: np.ndarray, source_A: np.ndarray, place_A: np.ndarray, pages: list[Pages]) -> None:
+        """Particles descend from their ancestors' pages; what nobody descends from is free."""
+        for side, lineage in outcome.lineage.items():
+            ledger, head_S, held_S = self.memory.ledgers[side], self.slots.head_S[side], self.slots.held_S[side]
+            path_AW, kept_A = lineage.path_AW[place_A], lineage.kept_A[place_A]
+            before_A = head_S[slot_A]
+            after_A = ledger.grow(head_S[source_A], path_AW, kept_A)
+            ledger.hold(after_A)
+            ledger.release(before_A)
+            kept_AW = np.arange(path_AW.shape[1]) < kept_A[:, None]
+            ledger.settle(np.concatenate([given[side] for given in pages]), np.where(kept_AW, path_AW, 0))
+            held_S[slot_A] = held_S[source_A] + kept_A
+            head_S[slot_A] = after_A
+
+    def _write_tokens(
+        self, population: Population, result: RoundResult, slot_A: np.ndarray, source_A: np.ndarray, place_A: np.ndarray
+    ) -> None:
+        slots, ahead = self.slots, self.decoding.ahead(self.config)
+        moved_A = source_A != slot_A
+        slots.copy(slot_A[moved_A], source_A[moved_A])
+        before_A, count_A = slots.length_S[slot_A].copy(), result.count_A[place_A]
+        self._write(slots.tokens_SL, slot_A, before_A, result.grown_AQ[place_A])
+        wants_logp = any(p.logprobs for p in population.params)
+        if wants_logp:
+            logp_AQ = result.logp_AQ[result.ancestor_A[place_A], :-1]
+            if ahead:  # of what has just been drafted, the target has said nothing yet
+                logp_AQ = np.where(np.arange(logp_AQ.shape[1]) < slots.unscored(slot_A)[:, None], logp_AQ, np.nan)
+            self._write(slots.logp_SL, slot_A, slots.block_S[slot_A] + 1, logp_AQ)
+        slots.length_S[slot_A] = before_A + count_A
+        last_A = slots.length_S[slot_A] - 1
+        if ahead:
+            self._write(slots.logq_SL, slot_A, before_A, result.logq_AQ[place_A])
+            slots.block_S[slot_A] = np.minimum(before_A, last_A)
+        else:
+            slots.block_S[slot_A] = last_A
+        if wants_logp:
+            known_A = ~np.isnan(result.first_logp_A[place_A])
+            known = slot_A[known_A]
+            slots.logp_SL[known, slots.block_S[known]] = result.first_logp_A[place_A][known_A]
+        slots.ended_S[slot_A] = result.ended_A[place_A]
+        slots.logw_S[slot_A] = result.logw_A[place_A]
+
+    def _write(self, array_SL: np.ndarray, slot_A: np.ndarray, first_A: np.ndarray, values_AQ: np.ndarray) -> None:
         """Values from `first` on. What does not exist is written too, and overwritten by what does."""
         column_AQ = np.minimum(first_A[:, None] + np.arange(values_AQ.shape[1]), array_SL.shape[1] - 1)
-        array_SL[slots_A[:, None], column_AQ] = values_AQ
+        array_SL[slot_A[:, None], column_AQ] = values_AQ
+
+    def _drop_slots(self, population: Population, resized: list[bool], result: RoundResult, place_A: np.ndarray) -> None:
+        """Groups that now have another number of particles give up the slots without one."""
+        for g, group in enumerate(population.groups):
+            if not resized[g]:
+                continue
+            alive_N = result.alive_A[place_A[population.group_A == g]]
+            dropped = group.slots[~alive_N]
+            self.slots.let_go(dropped, self.memory.ledgers)
+            self.slots.give_back(dropped)
+            group.slots, group.particles, group.wanted = group.slots[alive_N], group.particles[alive_N], None
+            group.count = len(group.slots)
 
     def _count_work(self, population: Population) -> None:
         """Tokens that the models run in this round, for the particles that were open when it began."""
-        slots_A, config = population.slots_A, self.config
-        open_A = ~self.slots.ended_S[slots_A]
-        if self._plain:
-            work = {self.runner.alone: open_A * config.block}
-        else:
-            target_A = self.slots.unscored(slots_A) + open_A if config.lookahead else open_A * self._stride
+        slot_A, config, program = population.slot_A, self.config, self.decoding.program
+        open_A = ~self.slots.ended_S[slot_A]
+        if self.decoding.records_population:
+            target_A = self.slots.unscored(slot_A) + open_A if config.lookahead else open_A * self.decoding.stride(config)
             work = {"draft": open_A * config.branches * config.block, "target": target_A}
+        else:
+            work = {program.value: open_A * config.block}
         for side, tokens_A in work.items():
-            for group, tokens in zip(population.groups, np.add.reduceat(tokens_A, population.starts_G).tolist()):
+            for group, tokens in zip(population.groups, population.sums(tokens_A).tolist()):
                 group.tally.count_tokens(side, tokens)
 
-    def _count(self, population: Population, index_G: np.ndarray, result: RoundResult) -> None:
-        for g, group in zip(index_G.tolist(), population.groups):
+    def _count(self, population: Population, alive_G: np.ndarray, result: RoundResult) -> None:
+        for g, group in zip(alive_G.tolist(), population.groups):
             group.rounds += 1
             group.tally.rounds += 1
             for side, nan_G in (("draft", result.draft_nan_G), ("target", result.target_nan_G)):
                 if nan_G[g]:
                     group.fail(side)
-            if self._plain:
+            if not self.decoding.records_population:
                 continue
             tally, ess = group.tally, float(result.ess_G[g])
             group.log_z += float(result.log_z_G[g])
@@ -210,30 +249,49 @@ class Rounds:
             tally.collapses += int(result.collapsed_G[g])
             tally.ess_sum += ess
             tally.ess_min = min(tally.ess_min, ess)
-            self.stats.ess_shares.append(ess / len(group.slots))
-            self.stats.committed_lags.append(group.lag)
-        self.stats.resamples += int(result.resampled_G[index_G].sum())
-        self.stats.collapses += int(result.collapsed_G[index_G].sum())
+            self.stats.count_round(ess / len(group.slots), group.lag, bool(result.resampled_G[g]), bool(result.collapsed_G[g]))
 
 
 def commit_tokens(slots: Slots, population: Population) -> None:
-    """Advance each group's committed prefix: the answer tokens on which all its particles agree."""
-    groups = population.groups
-    length_A = slots.length_S[population.slots_A]
+    """Advance each group's committed prefix: the answer tokens on which all its particles agree, and which can no longer change, since
+    every future particle is a copy of one of these."""
+    groups, slot_A = population.groups, population.slot_A
+    length_A = slots.length_S[slot_A]
     committed_G = np.array([g.committed for g in groups])
-    common_G = np.minimum.reduceat(length_A, population.starts_G) - committed_G
-    if (width := int(common_G.max())) > 0:
+    common_G = population.least(length_A) - committed_G
+    width = min(int(common_G.max()), WINDOW)
+    while width > 0:
         # Where a window reaches past the end of a row, it is also past what its group has in common.
         index_AL = np.minimum(committed_G[population.group_A, None] + np.arange(width), slots.tokens_SL.shape[1] - 1)
-        tokens_AL = slots.tokens_SL[population.slots_A[:, None], index_AL]
-        windows = (population.grid(tokens_AL, 0), common_G, population.sizes_G)
-        committed_G += committed_length(*map(torch.from_numpy, windows)).numpy()
-    longest_G = np.maximum.reduceat(length_A, population.starts_G)
-    for group, committed, lag in zip(groups, committed_G.tolist(), (longest_G - committed_G).tolist()):
+        tokens_AL = slots.tokens_SL[slot_A[:, None], index_AL]
+        agree_AL = tokens_AL == tokens_AL[population.first_G[population.group_A]]
+        agree_GL = np.logical_and.reduceat(agree_AL, population.first_G, axis=0) & (np.arange(width) < common_G[:, None])
+        more_G = np.logical_and.accumulate(agree_GL, axis=1).sum(1)
+        committed_G += more_G
+        # Groups that agreed on the whole window may agree on what follows; others have been settled.
+        common_G = np.where(more_G == width, common_G - width, 0)
+        width = min(int(common_G.max()), WINDOW)
+    lag_G = population.largest(length_A) - committed_G
+    for group, committed, lag in zip(groups, committed_G.tolist(), lag_G.tolist()):
         group.committed, group.lag = committed, lag
         group.tally.lag_sum += lag
 
 
-def _bucket(count: int) -> int:
-    """The next power of two."""
-    return 1 << (count - 1).bit_length()
+def bucket(count: int) -> int:
+    """The next of few sizes, four for each doubling: never more than a quarter above."""
+    step = 1 << max(0, (count - 1).bit_length() - 3)
+    return -(-count // step) * step
+
+
+def _padded(values_A: np.ndarray, places: int, fill: float) -> np.ndarray:
+    """`places` rows, `fill` in those past the values'."""
+    if len(values_A) == places:
+        return values_A
+    padded = np.full((places, *values_A.shape[1:]), fill, dtype=values_A.dtype)
+    padded[: len(values_A)] = values_A
+    return padded
+
+
+def _spread(law: LawSpec, group_A: np.ndarray, places: int) -> LawSpec:
+    """A law per group -> one per place."""
+    return law.take(_padded(group_A, places, 0))

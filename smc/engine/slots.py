@@ -1,7 +1,7 @@
-"""Persistent slots: the record of every particle, as arrays indexed by slot. What decodes it is beside the models (smc/resident).
+"""Persistent slots: the record of every particle, as arrays indexed by slot. What decodes it is beside the models (smc/runtime).
 
-A group claims its slots when it is admitted and holds them until it is finalised; resampling overwrites their content, never
-their ownership. Between rounds a particle has a block in flight, whose first token is already counted in its weight:
+A group claims its slots when it is admitted and holds them until it is finalised, or has fewer particles; resampling overwrites their
+content, never their ownership. Between rounds a particle has a block in flight, whose first token is already counted in its weight:
   lockstep    the seed
   look-ahead  [d_1..d_K], drafted while the block before it was being scored
 
@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from smc.kv.pages import PageLedger
+from smc.runtime.messages import SIDES
+
 
 class Slots:
     """`count` slots for answers of up to `width` tokens."""
@@ -20,6 +23,8 @@ class Slots:
         self.tokens_SL = np.zeros((count, width), dtype=np.int32)
         self.logp_SL = np.full((count, width), np.nan, dtype=np.float32)
         """Log-probability of every token under the target law, NaN where not known yet; kept up only for requests that ask."""
+        self.logq_SL = np.zeros((count, width), dtype=np.float32)
+        """Log-probability under the proposal; of the block in flight, to take a group up again."""
         self.length_S = np.zeros(count, dtype=np.int32)
         """Tokens of the answer so far, block in flight included."""
         self.block_S = np.zeros(count, dtype=np.int32)
@@ -27,6 +32,10 @@ class Slots:
         self.logw_S = np.zeros(count, dtype=np.float64)
         self.ended_S = np.zeros(count, dtype=bool)
         """The last token is terminal: EOS, a stop, or the length cap."""
+        self.head_S = {side: np.zeros(count, dtype=np.int32) for side in SIDES}
+        """Page of the last position whose keys and values a model has; it refers to that page and so to all before it."""
+        self.held_S = {side: np.zeros(count, dtype=np.int32) for side in SIDES}
+        """Positions that a model has keys and values of, the prompt's included."""
         self._free = list(range(count - 1, -1, -1))
 
     @property
@@ -37,14 +46,25 @@ class Slots:
         """Slots for one request, int32. The caller has checked that there are enough."""
         assert count <= len(self._free), "more slots claimed than free"
         slots = np.array([self._free.pop() for _ in range(count)], dtype=np.int32)
-        self.length_S[slots] = self.block_S[slots] = 0
-        self.logw_S[slots] = 0.0
+        for array in (self.length_S, self.block_S, self.logw_S, self.ended_S):
+            array[slots] = 0
         self.logp_SL[slots] = np.nan
-        self.ended_S[slots] = False
         return slots
 
     def give_back(self, slots: np.ndarray) -> None:
         self._free.extend(slots.tolist())
+
+    def let_go(self, slots_X: np.ndarray, ledgers: dict[str, PageLedger]) -> None:
+        """The particles of these slots no longer refer to pages."""
+        for side, ledger in ledgers.items():
+            ledger.release(self.head_S[side][slots_X])
+            self.head_S[side][slots_X] = 0
+
+    def vacate(self, slots_X: np.ndarray) -> None:
+        """They hold no particle: nothing is to come there, and it has no weight."""
+        self.ended_S[slots_X] = True
+        self.block_S[slots_X] = self.length_S[slots_X] - 1
+        self.logw_S[slots_X] = -np.inf
 
     def unscored(self, slots_X: np.ndarray) -> np.ndarray:
         """Tokens of the block in flight that the target has not scored yet, [X]."""
@@ -56,9 +76,9 @@ class Slots:
         self.length_S[slots_X], self.ended_S[slots_X] = 1, ended_X
 
     def copy(self, dst_X: np.ndarray, src_X: np.ndarray) -> None:
-        """Each dst takes over the particle of src, all at once. Ownership stays; weights are set elsewhere."""
+        """Each dst takes over the particle of src, all at once. Ownership stays; weights and pages are set elsewhere."""
         width = int(self.length_S[src_X].max(initial=0))
-        for array in (self.tokens_SL, self.logp_SL):
+        for array in (self.tokens_SL, self.logp_SL, self.logq_SL):
             array[dst_X, :width] = array[src_X, :width]
         for array in (self.length_S, self.block_S, self.ended_S):
             array[dst_X] = array[src_X]

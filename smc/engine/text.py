@@ -8,9 +8,9 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
-from smc.engine.matcher import stop_matcher
 from smc.engine.request import FinishReason, SamplingParams
 from smc.models.tokenizer import Tokenizer
+from smc.stops import StopMachine
 
 
 class StopRules:
@@ -25,12 +25,8 @@ class StopRules:
         self.eos_ids = frozenset(() if params.ignore_eos else tokenizer.eos_ids)
         self.token_ids = frozenset(params.stop_token_ids)
         self.strings = [(text, text.encode()) for text in params.stop]
-        self.matcher = stop_matcher(tuple(pattern for _, pattern in self.strings), tokenizer) if self.strings else None
-        """Says as an answer grows whether a stop string is complete."""
-
-    @property
-    def stop_ids(self) -> list[int]:
-        return sorted(self.eos_ids | self.token_ids)
+        self.machine = StopMachine.of(self.eos_ids | self.token_ids, [pattern for _, pattern in self.strings])
+        """Says as an answer grows whether that was its end."""
 
     def why(self, tokens: Sequence[int], cap: int) -> tuple[FinishReason, int | str | None]:
         """Why an ended answer ended, and what matched. A stop that falls on the last allowed token counts as the stop."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from smc.engine.admission import check_fits, pages_needed
-from smc.engine.config import EngineConfig
+from smc.engine.admission import check_fits
 from smc.engine.engine import Engine
 from smc.engine.local import ModelPair, local_engine
+from smc.engine.memory import pool_for
+from smc.engine.methods import METHODS
 from smc.engine.request import Output, Request
+from smc.runtime.config import EngineConfig
 
 
 def fitted_engine(pair: ModelPair, config: EngineConfig, requests: Sequence[Request], concurrency: int = 1) -> Engine:
@@ -17,14 +19,14 @@ def fitted_engine(pair: ModelPair, config: EngineConfig, requests: Sequence[Requ
 
     `max_slots` and `pages` of `config` are replaced. Raises ValueError if a request could not run however much there is.
     """
-    needs = [pages_needed(request, config) for request in requests]
+    needs = [METHODS[r.params.method].most_pages(config, r.params, len(r.prompt)) for r in requests]
     most = {side: max(need.get(side, 0) for need in needs) for side in ("draft", "target")}
     slots = max(request.params.rows for request in requests)
     context = min(config.max_context or pair.max_context, pair.max_context)
     for request in requests:
         check_fits(request, replace(config, max_slots=slots), most, context, pair.tokenizer.size)
     # A pool of nothing is not a pool: the side that a plain method leaves idle gets the smallest one.
-    pages = max(2, concurrency * max(most.values()))
+    pages = max(2, pool_for(concurrency * max(most.values())))
     return local_engine(pair, replace(config, max_slots=concurrency * slots, pages=pages))
 
 

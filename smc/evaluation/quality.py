@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from smc.demo.dense import MAX_ANSWER
 from smc.demo.problems import Problem, grade
-from smc.engine.config import EngineConfig
 from smc.engine.local import ModelPair
 from smc.engine.request import Answer, Request, SamplingParams
 from smc.evaluation.batch import fitted_engine, run_in_flight
-from smc.evaluation.statistics import Accuracy
+from smc.runtime.config import EngineConfig
+from smc.statistics import Accuracy
 
 LOCKSTEP_PARTICLES = (4, 8, 16, 32)
 LOOKAHEAD_PARTICLES = (8, 16, 32)

@@ -10,13 +10,13 @@ import time
 from dataclasses import dataclass, replace
 
 from smc.demo.problems import generate
-from smc.engine.config import EngineConfig
 from smc.engine.engine import Engine
 from smc.engine.local import ModelPair
-from smc.engine.messages import SIDES
 from smc.engine.request import Method, Request, SamplingParams
 from smc.evaluation.batch import fitted_engine
 from smc.models.tokenizer import Tokenizer
+from smc.runtime.config import EngineConfig
+from smc.runtime.messages import SIDES
 
 PROBLEM_SEED = 20_261_121
 WARM_UP = 3

@@ -15,17 +15,19 @@ from typing import Protocol
 
 import torch
 
-from smc.engine.admission import pages_needed
-from smc.engine.config import EngineConfig
 from smc.engine.engine import Engine
-from smc.engine.messages import SIDES
+from smc.engine.memory import pool_for
+from smc.engine.methods import METHODS
 from smc.engine.request import Method, Request, SamplingParams
-from smc.engine.worker import ModelWorker
 from smc.models.config import ModelConfig
 from smc.models.decoder import Decoder
 from smc.models.presets import NoText
-from smc.resident.kernels import gpu_parts
-from smc.resident.pair import LocalPair
+from smc.runtime.config import EngineConfig
+from smc.runtime.kernels import gpu_parts
+from smc.runtime.messages import SIDES
+from smc.runtime.pair import LocalPair
+from smc.runtime.worker import ModelWorker
+from smc.stops import TokenBytes
 
 BANDWIDTH = 4.26e12
 """Bytes a second that an H200 reads and writes in a device copy."""
@@ -128,12 +130,13 @@ class LocalMachine:
     def engine(self, mode: Mode, config: EngineConfig) -> Iterator[Engine]:
         context = config.max_context
         pages = config.pool_pages(context)
-        sizes = {"rows": config.max_slots, "width": config.width(context), "pages": pages, "vocab_size": self.vocab}
+        tokenizer = NoText(self.vocab)
+        sizes = {"width": config.width(context), "pages": pages, "vocab_size": self.vocab, "token_bytes": TokenBytes.of(tokenizer)}
         workers = {side: ModelWorker(side, self._models(side, device), **sizes) for side, device in self._devices(mode).items()}
         for device in self._devices(mode).values():
             torch.cuda.reset_peak_memory_stats(device)
         pair = LocalPair(config, workers, gpu_parts(**self._options))
-        yield Engine(config, workers, NoText(self.vocab), pair=pair, pages=dict.fromkeys(SIDES, pages), context=context)
+        yield Engine(config, workers, tokenizer, pair=pair, pages=dict.fromkeys(SIDES, pages), context=context)
         del pair, workers
         gc.collect()
         torch.cuda.empty_cache()
@@ -251,12 +254,13 @@ def unattended(work: list[dict[str, tuple[int, int]]]) -> float:
 
 def _fitted(config: EngineConfig, asked: list[Request], context: int) -> EngineConfig:
     """With room for all requests at once."""
-    pages = max(sum(pages_needed(request, config).get(side, 0) for request in asked) for side in SIDES)
+    needs = [METHODS[request.params.method].most_pages(config, request.params, len(request.prompt)) for request in asked]
+    pages = max(sum(need.get(side, 0) for need in needs) for side in SIDES)
     prompts = sum(len(request.prompt) for request in asked)
     # All at once, so that they start together; long ones in pieces, so that what a layer makes of them stays small.
     chunk = prompts if len(asked[0].prompt) <= LONG_PROMPT else 512
     rows = sum(request.params.rows for request in asked)
-    return replace(config, max_slots=rows, max_context=context, pages=max(2, pages), prefill_chunk=chunk)
+    return replace(config, max_slots=rows, max_context=context, pages=pool_for(pages), prefill_chunk=chunk)
 
 
 def _stride(mode: Mode) -> int:

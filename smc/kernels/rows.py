@@ -1,40 +1,242 @@
-"""Where new tokens go: position and page of every token of a fixed number per row, in one launch.
+"""What a forward pass over packed rows needs beforehand, in one launch: where new tokens go, and how the prefixes that groups share are
+cut into pieces of equal work. Knows nothing about keys, values or attention.
 
-Axes: R rows, Q tokens of a row, T = R * Q, L positions of a table.
+A piece is a tile of a group's queries and a split of its prefix. Their number follows from what is there, the room for them from shapes
+alone: nothing is read by the host.
+
+Axes: R rows, Q tokens of a row, T = R * Q, S slots, L positions of a table, B positions of a tail, G groups, N query heads of a key/value
+head, X = (row, query, head of N), W pieces, E entries (a query and a split).
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+FAR = tl.constexpr(2**30)  # Beyond every position and row.
+ROW_FIELDS, PIECE_FIELDS = 4, 6
+BLOCK_T = 128
 
-def place_tokens(table_RL: Tensor, start_R: Tensor, count_R: Tensor, skip_R: Tensor | None, queries: int) -> tuple[Tensor, Tensor]:
-    """(position [T], page [T]), int32. Tokens past a row's count, or among its first `skip`, go to the dummy page 0; the former stand
-    at position 0."""
-    rows = len(start_R)
-    out_2T = torch.empty(2, rows * queries, dtype=torch.int32, device=table_RL.device)
-    _place[(triton.cdiv(rows * queries, 64),)](
-        table_RL, table_RL.stride(0), start_R, count_R, count_R if skip_R is None else skip_R, *out_2T, rows * queries,
-        QUERIES=queries, SKIPS=skip_R is not None, BLOCK=64, num_warps=2,
+
+class Tables(NamedTuple):
+    """Page of every position of R rows: position p of row r is tail_RB[r, p - tail_R[r]] from tail_R[r] on, table_SL[slot_R[r], p]
+    before it, and no page beyond either's width."""
+
+    table_SL: Tensor
+    slot_R: Tensor
+    tail_RB: Tensor | None = None
+    tail_R: Tensor | None = None
+
+    def arguments(self) -> tuple[object, ...]:
+        """Of a kernel: table, its stride and width, slots, tails, their stride and width, where they begin, whether there are any."""
+        table, tail = self.table_SL, self.tail_RB
+        assert table.stride(1) == 1 and (tail is None or tail.stride(1) == 1), "pages of a row lie side by side"
+        assert (tail is None) == (self.tail_R is None) and self.slot_R.is_contiguous()
+        tails = (None, 0, 0, None, False) if tail is None else (tail, tail.stride(0), tail.shape[1], self.tail_R, True)
+        return table, table.stride(0), table.shape[1], self.slot_R, *tails
+
+
+class Groups(NamedTuple):
+    """Which rows stand together, as of `smc.runtime.forward.Rows`."""
+
+    group_R: Tensor
+    first_G: Tensor
+    size_G: Tensor
+    shared_G: Tensor
+
+
+@dataclass(frozen=True)
+class PieceShape:
+    """Sizes of pieces, and room for them."""
+
+    heads: int
+    """N."""
+    block_x: int
+    """Queries of a tile."""
+    block_p: int
+    """Prefix positions that are read at a time."""
+    pieces: int
+    """Pieces aimed at; there are more only where there are more tiles, or unequal prefixes."""
+    min_tiles: int
+    """Times `block_p` of a piece at least."""
+    longest: int
+    """Positions that are attended together at most."""
+
+    def bound(self, groups: int, rows: int, queries: int) -> int:
+        """Pieces that there can be: each of T * N queries is in one tile, and each group's last tile may be half empty."""
+        groups = min(groups, rows)
+        return self.pieces + (rows * queries * self.heads - groups) // self.block_x + groups
+
+    def entries(self, rows: int, queries: int) -> int:
+        """Sum over groups of queries times splits of the prefix that there can be."""
+        x = rows * queries * self.heads
+        return min(x + self.block_x * self.pieces, x * triton.cdiv(self.longest, self.block_p))
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What stays the same for all layers of a pass."""
+
+    tables: Tables
+    start_R: Tensor
+    count_R: Tensor
+    position_T: Tensor
+    """0 where there is no token."""
+    page_T: Tensor
+    """0, the dummy page, where there is no token, or one that is not to be stored."""
+    row_4R: Tensor | None = None
+    """Of every row: leading positions that its group attends together, first entry, entries from one split of them to the next, splits.
+    None: every row attends alone."""
+    piece_6W: Tensor | None = None
+    """Of every piece: first query among all T * N, queries, slot whose table names the prefix, first position, end, entry of the first
+    query."""
+    pieces_1: Tensor | None = None
+    """How many pieces there are; what stands behind them is undefined."""
+
+
+def prepare(
+    tables: Tables,
+    start_R: Tensor,
+    count_R: Tensor,
+    skip_R: Tensor | None,
+    queries: int,
+    groups: Groups | None = None,
+    shape: PieceShape | None = None,
+) -> Prepared:
+    """Everything of a pass that does not depend on the layer; without `groups` and `shape` only where tokens go. Indices int32.
+
+    `queries` is Q. Tokens of a row are at positions from `start`; those past its `count`, or among its first `skip`, go to the dummy page.
+    A group attends its first min(shared, start and tail of its live rows) positions together, by the table of its first live row.
+    """
+    rows, device = len(start_R), start_R.device
+    assert all(x.is_contiguous() for x in (start_R, count_R, *(groups or ())))
+    new_2T = torch.empty(2, rows * queries, dtype=torch.int32, device=device)
+    row_4R = piece_6W = pieces_1 = None
+    room = longest = 0
+    if shape is not None:
+        room, longest = shape.bound(len(groups.first_G), rows, queries), min(shape.longest, tables.table_SL.shape[1])
+        row_4R = torch.empty(ROW_FIELDS, rows, dtype=torch.int32, device=device)
+        piece_6W = torch.empty(PIECE_FIELDS, room, dtype=torch.int32, device=device)
+        pieces_1 = torch.empty(1, dtype=torch.int32, device=device)
+    block_r, (*index, tail) = max(16, triton.next_power_of_2(rows)), tables.arguments()
+    _prepare[(triton.cdiv(rows * queries, BLOCK_T) + (shape is not None),)](
+        *index, start_R, count_R, skip_R, new_2T, *(groups or (None,) * 4), row_4R, piece_6W, pieces_1, rows, rows * queries,
+        room, longest, Q=queries, TAIL=tail, SKIPS=skip_R is not None, CUT=shape is not None,
+        BLOCK_T=BLOCK_T, BLOCK_R=block_r, **_sizes(shape), num_warps=min(16, max(4, block_r // 128)),
     )  # fmt: skip
-    return out_2T[0], out_2T[1]
+    return Prepared(tables, start_R, count_R, *new_2T, row_4R, piece_6W, pieces_1)
+
+
+def _sizes(shape: PieceShape | None) -> dict[str, int]:
+    shape = shape or PieceShape(1, 1, 1, 1, 1, 0)
+    return {"N": shape.heads, "BLOCK_X": shape.block_x, "BLOCK_P": shape.block_p, "PIECES": shape.pieces, "MIN_TILES": shape.min_tiles}
 
 
 @triton.jit
-def _place(
-    table, stride, start_R, count_R, skip_R, position_T, page_T, tokens, QUERIES: tl.constexpr, SKIPS: tl.constexpr, BLOCK: tl.constexpr
+def row_tables(r, table_SL, table_stride, slot_R, tail_RB, tail_stride, tail_R, TAIL: tl.constexpr):
+    """Where a row's table and tail lie, and the tail's first position."""
+    table = table_SL + tl.load(slot_R + r).to(tl.int64) * table_stride
+    if TAIL:
+        return table, tail_RB + r.to(tl.int64) * tail_stride, tl.load(tail_R + r)
+    else:
+        return table, table, 0
+
+
+@triton.jit
+def page_at(p, exists, table, width, tail, tail_width, tail_start, TAIL: tl.constexpr):
+    """Pages of a row's positions; 0 where none exists."""
+    at, found = table + p, p < width
+    if TAIL:
+        # One load, whichever piece it is from: two would double what is on the way to every key.
+        found = tl.where(p >= tail_start, p - tail_start < tail_width, found)
+        at = tl.where(p >= tail_start, tail + (p - tail_start), at)
+    return tl.load(at, mask=exists & found, other=0)
+
+
+@triton.jit
+def _prepare(
+    table_SL, table_stride, width, slot_R, tail_RB, tail_stride, tail_width, tail_R, start_R, count_R, skip_R, new_2T,
+    group_R, first_G, size_G, shared_G, row_4R, piece_6W, pieces_1, rows, tokens, W, longest,
+    Q: tl.constexpr, N: tl.constexpr, TAIL: tl.constexpr, SKIPS: tl.constexpr, CUT: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_P: tl.constexpr, PIECES: tl.constexpr, MIN_TILES: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = token < tokens
-    row, query = token // QUERIES, token % QUERIES
-    exists = inside & (query < tl.load(count_R + row, mask=inside, other=0))
-    position = tl.where(exists, tl.load(start_R + row, mask=inside, other=0) + query, 0)
+    block = tl.program_id(0)
+    if CUT:
+        if block == 0:
+            _cut_prefixes(
+                longest, slot_R, tail_R, start_R, count_R, group_R, first_G, size_G, shared_G, row_4R, piece_6W, pieces_1, rows, W,
+                Q * N, TAIL, BLOCK_R, BLOCK_X, BLOCK_P, PIECES, MIN_TILES,
+            )  # fmt: skip
+        block -= 1
+    token = block * BLOCK_T + tl.arange(0, BLOCK_T)
+    inside = (token >= 0) & (token < tokens)
+    r, query = tl.where(inside, token // Q, 0), token % Q
+    exists = inside & (query < tl.load(count_R + r))
+    position = tl.where(exists, tl.load(start_R + r) + query, 0)
     stored = exists
     if SKIPS:
-        stored = exists & (query >= tl.load(skip_R + row, mask=inside, other=0))
-    page = tl.load(table + row.to(tl.int64) * stride + position, mask=stored, other=0)
-    tl.store(position_T + token, position, mask=inside)
-    tl.store(page_T + token, page, mask=inside)
+        stored = exists & (query >= tl.load(skip_R + r))
+    table, tail, tail_start = row_tables(r, table_SL, table_stride, slot_R, tail_RB, tail_stride, tail_R, TAIL)
+    page = page_at(position, stored, table, width, tail, tail_width, tail_start, TAIL)
+    tl.store(new_2T + token, position, mask=inside)
+    tl.store(new_2T + tokens + token, page, mask=inside)
+
+
+@triton.jit
+def _cut_prefixes(
+    longest, slot_R, tail_R, start_R, count_R, group_R, first_G, size_G, shared_G, row_4R, piece_6W, pieces_1, rows, W,
+    QN: tl.constexpr, TAIL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_P: tl.constexpr,
+    PIECES: tl.constexpr, MIN_TILES: tl.constexpr,
+):  # fmt: skip
+    """One lane a row; a group's first live row speaks for it."""
+    r = tl.arange(0, BLOCK_R)
+    inside = r < rows
+    group, reach = tl.load(group_R + r, mask=inside, other=0), tl.load(start_R + r, mask=inside, other=0)
+    count, slot = tl.load(count_R + r, mask=inside, other=0), tl.load(slot_R + r, mask=inside, other=0)
+    if TAIL:
+        reach = tl.minimum(reach, tl.load(tail_R + r, mask=inside, other=0))
+    first, size, shared = tl.load(first_G + group), tl.load(size_G + group), tl.load(shared_G + group)
+    live = count > 0
+    reach, lead = tl.where(live, reach, FAR), tl.where(live, r, FAR)
+    _, reach, lead = tl.associative_scan(((r == first).to(tl.int32), reach, lead), 0, _lowest)
+    # A group's last row has seen them all; its first live row is known from there on. Padding may name any group, and says nothing.
+    reach = tl.gather(reach, tl.maximum(tl.minimum(first + size, BLOCK_R) - 1, 0), 0)
+    shared = tl.where(reach < FAR, tl.maximum(tl.minimum(tl.minimum(shared, reach), longest), 0), 0)
+    x = tl.where(lead < FAR, (first + size - lead) * QN, 0)
+    tiles, reads = tl.where(shared > 0, tl.cdiv(x, BLOCK_X), 0), tl.cdiv(shared, BLOCK_P)
+    speaks = live & (r == lead)
+    all_tiles = tl.sum(tl.where(speaks, tiles, 0), 0)
+    # A multiple of the tiles where there are few, so that one group's tiles are all cut alike.
+    aim = tl.where(all_tiles < PIECES, PIECES // tl.maximum(all_tiles, 1) * all_tiles, PIECES)
+    chunk = tl.maximum(tl.cdiv(tl.sum(tl.where(speaks, tiles * reads, 0), 0), tl.maximum(aim, 1)), MIN_TILES)
+    splits = tl.cdiv(reads, chunk)
+    pieces = tl.where(speaks, tiles * splits, 0)
+    entry = tl.cumsum(tl.where(speaks, x * splits, 0), 0) - x * splits
+    tl.store(row_4R + r, shared, mask=inside)
+    tl.store(row_4R + rows + r, entry + (r - lead) * QN, mask=inside)
+    tl.store(row_4R + 2 * rows + r, x, mask=inside)
+    tl.store(row_4R + 3 * rows + r, tl.where(live, splits, 0), mask=inside)
+    tl.store(pieces_1, tl.sum(pieces, 0))
+    begin, chunk = tl.cumsum(pieces, 0) - pieces, chunk * BLOCK_P
+    for k in tl.range(0, tl.max(pieces, 0)):
+        # Tiles of one split side by side: they read the same keys.
+        split, done = k // tl.maximum(tiles, 1), k % tl.maximum(tiles, 1) * BLOCK_X
+        at, mine = piece_6W + begin + k, k < pieces
+        tl.store(at, lead * QN + done, mask=mine)
+        tl.store(at + W, tl.minimum(x - done, BLOCK_X), mask=mine)
+        tl.store(at + 2 * W, slot, mask=mine)
+        tl.store(at + 3 * W, split * chunk, mask=mine)
+        tl.store(at + 4 * W, tl.minimum(split * chunk + chunk, shared), mask=mine)
+        tl.store(at + 5 * W, entry + split * x + done, mask=mine)
+
+
+@triton.jit
+def _lowest(head, reach, lead, next_head, next_reach, next_lead):
+    """Minima since the last head."""
+    reach, lead = tl.minimum(reach, next_reach), tl.minimum(lead, next_lead)
+    return head | next_head, tl.where(next_head != 0, next_reach, reach), tl.where(next_head != 0, next_lead, lead)

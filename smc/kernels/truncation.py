@@ -171,7 +171,8 @@ def _begin(
 @triton.jit
 def _required(mass, top_p):
     """What the entries that top-p keeps must hold of a mass; more than there is where it is not used."""
-    return tl.where(top_p < 1, top_p * mass, float("inf"))
+    # A share too small for float32 has come as 0, and of nothing no entry would be enough.
+    return tl.where(top_p < 1, tl.maximum(top_p, 1e-30) * mass, float("inf"))
 
 
 @triton.jit

@@ -6,6 +6,15 @@ import torch
 
 from smc.models.config import ModelConfig
 
+RESERVED_BYTES = 6 << 30
+"""Of a GPU, for activations and recorded rounds."""
+
+
+def pages_that_fit(page_bytes: int, device: torch.device) -> int:
+    """Pages of so many bytes that a GPU has memory for, besides what is taken already."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return max(0, free - RESERVED_BYTES) // page_bytes
+
 
 class KVPool:
     """Keys and values [layers][pages + 1, J, D] each; page 0 is the dummy page. J key/value heads of D dimensions."""

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from smc.algorithm.resampling import SCHEMES, offspring, place
+from smc.algorithm.resampling import SCHEME_NAMES, SCHEMES, offspring, place
 
 LARGEST = 1 - 2.0**-53
 MOST = 12
@@ -30,8 +30,17 @@ def normalised(weights: list[int]) -> Tensor:
     return torch.tensor(weights, dtype=torch.float64)[None] / sum(weights)
 
 
+def indices(*names: str) -> Tensor:
+    return torch.tensor([SCHEME_NAMES.index(name) for name in names])
+
+
 def resample(scheme: str, weights: list[int], draws: int, uniforms: list[float]) -> list[int]:
-    return offspring([scheme], normalised(weights), torch.tensor([draws]), draws, torch.tensor([uniforms], dtype=torch.float64))[0].tolist()
+    uniforms_GU = torch.tensor([uniforms], dtype=torch.float64)
+    return offspring(indices(scheme), normalised(weights), torch.tensor([draws]), draws, uniforms_GU)[0].tolist()
+
+
+def test_every_scheme_has_an_index():
+    assert sorted(SCHEME_NAMES) == sorted(SCHEMES)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -71,7 +80,9 @@ def test_expected_offspring_is_n_times_the_weight(scheme, weights, draws):
     """Exact: each draw depends on one uniform, and a grid of midpoints integrates an indicator of an interval to 1 / grid."""
     grid = 1024
     uniforms_GU = ((torch.arange(grid, dtype=torch.float64) + 0.5) / grid)[:, None].expand(-1, MOST)
-    counts_GM = offspring([scheme] * grid, normalised(weights).expand(grid, -1), torch.full((grid,), draws), draws, uniforms_GU)
+    counts_GM = offspring(
+        indices(scheme).expand(grid), normalised(weights).expand(grid, -1), torch.full((grid,), draws), draws, uniforms_GU
+    )
     error_M = counts_GM.double().mean(0) - normalised(weights)[0] * draws
     assert error_M.abs().max() <= draws / grid + 1e-9
 
@@ -92,7 +103,9 @@ def test_expected_offspring_of_ssp_is_n_times_the_weight(weights, draws):
     rows = 8192
     generator = torch.Generator().manual_seed(1)
     uniforms_GU = torch.rand(rows, MOST, dtype=torch.float64, generator=generator)
-    counts_GM = offspring(["ssp"] * rows, normalised(weights).expand(rows, -1), torch.full((rows,), draws), draws, uniforms_GU).double()
+    counts_GM = offspring(
+        indices("ssp").expand(rows), normalised(weights).expand(rows, -1), torch.full((rows,), draws), draws, uniforms_GU
+    ).double()
     expected_M = normalised(weights)[0] * draws
     part_M = expected_M - expected_M.floor()
     assert ((counts_GM.mean(0) - expected_M).abs() <= 4.5 * (part_M * (1 - part_M) / rows).sqrt() + 1e-9).all()
@@ -104,7 +117,7 @@ def test_schemes_differ_in_variance_as_the_theory_says():
     generator = torch.Generator().manual_seed(2)
     uniforms_GU = torch.rand(rows, MOST, dtype=torch.float64, generator=generator)
     variance = {
-        name: offspring([name] * rows, normalised(row).expand(rows, -1), torch.full((rows,), draws), draws, uniforms_GU)
+        name: offspring(indices(name).expand(rows), normalised(row).expand(rows, -1), torch.full((rows,), draws), draws, uniforms_GU)
         .double()
         .var(0)
         .sum()
@@ -130,19 +143,19 @@ def test_groups_in_one_call_equal_each_group_alone(groups):
         weights_GM[g, : len(weights)] = normalised(weights)[0]
     draws_G = torch.tensor([draws for _, draws, _, _ in groups])
     uniforms_GU = torch.tensor([uniforms for *_, uniforms, _ in groups], dtype=torch.float64)
-    together = offspring([scheme for *_, scheme in groups], weights_GM, draws_G, int(draws_G.max()), uniforms_GU).tolist()
+    together = offspring(indices(*(scheme for *_, scheme in groups)), weights_GM, draws_G, int(draws_G.max()), uniforms_GU).tolist()
     for counts, (weights, draws, uniforms, scheme) in zip(together, groups):
         assert counts == resample(scheme, weights, draws, uniforms) + [0] * (width - len(weights))
 
 
 @st.composite
 def chosen_counts(draw) -> tuple[list[list[list[int]]], list[int]]:
-    """Counts [G][N][F] that sum to each group's size, zero in padding, and the sizes."""
+    """Counts [G][N][F] that sum to at most each group's size, zero in padding, and the sizes."""
     branches, n = draw(st.integers(1, 4)), draw(st.integers(1, 6))
     sizes = draw(st.lists(st.integers(1, n), min_size=1, max_size=4))
     counts = []
     for size in sizes:
-        picks = Counter(draw(st.lists(st.integers(0, size * branches - 1), min_size=size, max_size=size)))
+        picks = Counter(draw(st.lists(st.integers(0, size * branches - 1), min_size=draw(st.sampled_from([0, size])), max_size=size)))
         counts.append([[picks[i * branches + f] if i < size else 0 for f in range(branches)] for i in range(n)])
     return counts, sizes
 
@@ -151,17 +164,20 @@ def chosen_counts(draw) -> tuple[list[list[list[int]]], list[int]]:
 @given(chosen_counts())
 def test_placement_holds_every_copy_and_moves_no_survivor(case):
     counts, sizes = case
-    ancestor_GN, branch_GN = place(torch.tensor(counts), torch.tensor(sizes))
+    ancestor_GN, branch_GN, filled_GN = place(torch.tensor(counts), torch.tensor(sizes))
     for g, size in enumerate(sizes):
-        ancestors, branches = ancestor_GN[g].tolist(), branch_GN[g].tolist()
-        placed = Counter(zip(ancestors[:size], branches[:size]))
+        ancestors, branches, filled = ancestor_GN[g].tolist(), branch_GN[g].tolist(), filled_GN[g].tolist()
+        placed = Counter((a, f) for a, f, is_filled in zip(ancestors, branches, filled) if is_filled)
         assert placed == Counter({(i, f): c for i, row in enumerate(counts[g]) for f, c in enumerate(row) if c})
         for i in range(size):
             first = next((f for f, c in enumerate(counts[g][i]) if c), None)
             if first is not None:
                 assert (ancestors[i], branches[i]) == (i, first)
-        # Further copies fill the slots of particles that were not chosen, in order of their candidates.
-        filled = [(ancestors[i], branches[i]) for i in range(size) if not any(counts[g][i])]
-        assert filled == sorted(filled)
-        assert ancestors[size:] == list(range(size, len(ancestors)))
-        assert branches[size:] == [0] * (len(branches) - size)
+        # Further copies fill the first slots of particles that were not chosen, in order of their candidates.
+        open_slots = [i for i in range(size) if not any(counts[g][i])]
+        copies = [(ancestors[i], branches[i]) for i in open_slots if filled[i]]
+        assert copies == sorted(copies)
+        assert [filled[i] for i in open_slots] == [True] * len(copies) + [False] * (len(open_slots) - len(copies))
+        for i, is_filled in enumerate(filled):
+            assert is_filled or (ancestors[i], branches[i]) == (i, 0)
+        assert not any(filled[size:])

@@ -14,14 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from smc.algorithm.bounds import Bounds
+from smc.algorithm.resampling import SCHEME_NAMES
 from smc.algorithm.selection import lockstep_candidates, lookahead_candidates, select
 from smc.algorithm.weights import block_log_weight, log_mean_weight, normalise
 
 EOS, VOCABULARY, LENGTH, BLOCK = 3, 4, 6, 2
-HALF = 100_000  # particles in each half of a distance
+HALVES = {2: 50_000, 8: 100_000, 32: 100_000}  # particles in each half of a distance, by N
 BEGIN = VOCABULARY  # the state before the first token; the others are named after the last token
 ROUNDS = math.ceil((LENGTH - 1) / BLOCK) + 1
-SCHEMES = ("systematic", "stratified", "residual", "multinomial")
+SCHEMES = tuple(SCHEME_NAMES.index(name) for name in ("systematic", "stratified", "residual", "multinomial"))
 
 
 def tables(seed: int = 5) -> tuple[Tensor, Tensor]:
@@ -47,10 +49,10 @@ def answers(alpha: float) -> dict[tuple[int, ...], float]:
     return mass
 
 
-def draw(log_law_XV: Tensor, generator: torch.Generator) -> Tensor:
-    """One token a row by inversion."""
-    cumulative_XV = log_law_XV.exp().cumsum(-1)
-    point_X1 = torch.rand(log_law_XV.shape[:-1], dtype=torch.float64, generator=generator)[..., None] * cumulative_XV[..., -1:]
+def draw(log_law_SV: Tensor, state_X: Tensor, generator: torch.Generator) -> Tensor:
+    """One token after every state, by inversion."""
+    cumulative_XV = log_law_SV.exp().cumsum(-1)[state_X]
+    point_X1 = torch.rand(state_X.shape, dtype=torch.float64, generator=generator)[..., None] * cumulative_XV[..., -1:]
     return (cumulative_XV <= point_X1).sum(-1)
 
 
@@ -90,13 +92,14 @@ class Sampler:
         self.shape_GN, self.branches, self.alpha = (groups, n), branches, alpha
         self.generator = torch.Generator().manual_seed(seed)
         self.threshold_G = torch.full((groups,), threshold)
-        self.schemes = [SCHEMES[g % len(SCHEMES)] for g in range(groups)]
+        self.scheme_G = torch.tensor(SCHEMES).repeat(groups // len(SCHEMES) + 1)[:groups]
+        self.seed_G, self.rounds = torch.arange(groups) + (seed << 32), 0
         power_SV = alpha * LOG_P
         self.bonus_log_z_S = power_SV.logsumexp(-1)
         self.bonus_SV = power_SV - self.bonus_log_z_S[:, None]
 
     def run(self) -> Particles:
-        first_GN = draw(self.bonus_SV[BEGIN].expand(*self.shape_GN, -1), self.generator)
+        first_GN = draw(self.bonus_SV, torch.full(self.shape_GN, BEGIN), self.generator)
         tokens_GNL = torch.zeros(*self.shape_GN, LENGTH, dtype=torch.int64)
         tokens_GNL[..., 0] = first_GN
         particles = Particles(
@@ -115,7 +118,7 @@ class Sampler:
     def _lockstep(self, particles: Particles) -> None:
         particles.append(self._draft(particles.last_GN), particles.open_GN)
         block_GN, open_GN = self._score(particles), particles.open_GN
-        bonus_GN = draw(self.bonus_SV[particles.last_GN], self.generator)
+        bonus_GN = draw(self.bonus_SV, particles.last_GN, self.generator)
         log_z_GN = torch.where(open_GN, self.bonus_log_z_S[particles.last_GN], 0.0)
         candidates_GN1 = lockstep_candidates(particles.logw_GN, block_GN, log_z_GN)
         ancestor_GN, _ = self._select(particles, candidates_GN1)
@@ -138,7 +141,7 @@ class Sampler:
         """K tokens [X, K] of the draft after every state."""
         drafted = []
         for _ in range(BLOCK):
-            last_X = draw(LOG_Q[last_X], self.generator)
+            last_X = draw(LOG_Q, last_X, self.generator)
             drafted.append(last_X)
         return torch.stack(drafted, -1)
 
@@ -156,15 +159,26 @@ class Sampler:
 
     def _select(self, particles: Particles, candidates_GNF: Tensor) -> tuple[Tensor, Tensor]:
         """Move the populations; returns ancestors and branches."""
-        groups, n, branches = candidates_GNF.shape
-        uniforms_GU = torch.rand(groups, n * branches, dtype=torch.float64, generator=self.generator)
-        branch_GN = torch.rand(groups, n, dtype=torch.float64, generator=self.generator)
-        chosen = select(candidates_GNF, torch.full((groups,), n), self.threshold_G, self.schemes, uniforms_GU, branch_GN)
-        particles.tokens_GNL = particles.tokens_GNL.gather(1, chosen.ancestor_GN[..., None].expand(-1, -1, LENGTH))
-        particles.length_GN = particles.length_GN.gather(1, chosen.ancestor_GN)
-        particles.logw_GN = chosen.logw_GN
+        groups, n, _ = candidates_GNF.shape
+        self.rounds += 1
+        size_G = torch.full((groups,), n, dtype=torch.int32)
+        first_G = torch.arange(0, groups * n, n, dtype=torch.int32)
+        chosen = select(
+            candidates_GNF.flatten(0, 1),
+            torch.ones(groups * n, dtype=torch.bool),
+            Bounds(first_G, size_G, size_G, size_G),
+            self.threshold_G,
+            self.scheme_G,
+            self.seed_G,
+            torch.full_like(self.seed_G, self.rounds),
+        )
+        assert chosen.alive_A.all()
+        ancestor_GN = chosen.ancestor_A.view(groups, n) - first_G[:, None]
+        particles.tokens_GNL = particles.tokens_GNL.gather(1, ancestor_GN[..., None].expand(-1, -1, LENGTH))
+        particles.length_GN = particles.length_GN.gather(1, ancestor_GN)
+        particles.logw_GN = chosen.logw_A.view(groups, n)
         particles.log_z_G = particles.log_z_G + chosen.log_z_G
-        return chosen.ancestor_GN, chosen.branch_GN
+        return ancestor_GN, chosen.branch_A.view(groups, n)
 
 
 def evidence(particles: Particles) -> Tensor:
@@ -204,7 +218,7 @@ def squared_distance(n: int, branches: int | None, alpha: float) -> float:
     exact_A = torch.tensor(list(mass.values()), dtype=torch.float64) / sum(mass.values())
     halves = []
     for seed in (1, 2):
-        particles = Sampler(HALF // n, n, branches, 0.5, alpha, seed).run()
+        particles = Sampler(HALVES[n] // n, n, branches, 0.5, alpha, seed).run()
         weights_GN, _ = normalise(particles.logw_GN)
         numbers_GN = answer_numbers(particles.tokens_GNL, particles.length_GN)
         law = numbers_GN.flatten().bincount(weights_GN.flatten(), minlength=(VOCABULARY + 1) ** LENGTH) / len(weights_GN)
@@ -220,6 +234,6 @@ def test_answers_approach_the_target_law_as_particles_are_added(branches, alpha)
 
     Over other seeds each difference below is at least 6 times its own standard deviation: false alarm under 1e-8.
     """
-    far, near, nearest = (squared_distance(n, branches, alpha) for n in (2, 8, 32))
+    far, near, nearest = (squared_distance(n, branches, alpha) for n in HALVES)
     assert far > 3 * near
     assert near > 3 * nearest

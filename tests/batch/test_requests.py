@@ -37,6 +37,7 @@ def test_prompts(pair, requests):
         ({"stop_token_ids": [4], "ignore_eos": True}, {"stop_token_ids": (4,), "ignore_eos": True}),
         ({"temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1}, {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1}),
         ({"particles": 3, "alpha": 2, "ess_threshold": 1, "resampling": "ssp"}, {"particles": 3, "alpha": 2, "resampling": "ssp"}),
+        ({"particles": 6, "min_particles": 2}, {"particles": 6, "min_particles": 2}),
         ({"decoding": "target", "temperature": 0}, {"method": Method.TARGET, "particles": None, "temperature": 0}),
         ({"logprobs": True}, {"logprobs": True}),
         ({"seed": -5}, {"seed": -5}),
@@ -47,6 +48,11 @@ def test_prompts(pair, requests):
 def test_settings(requests, body, expected):
     params = requests.build(line(chat("a", **body))).params
     assert {name: getattr(params, name) for name in expected} == expected
+
+
+def test_a_salt(requests):
+    assert requests.build(line(chat("a"))).cache_salt == requests.build(line(chat("a", cache_salt=None))).cache_salt == ""
+    assert requests.build(line(completion("a", cache_salt="customer 7"))).cache_salt == "customer 7"
 
 
 def test_a_completion_may_ask_for_log_probabilities_of_no_alternatives(requests):
@@ -66,7 +72,13 @@ def test_a_completion_may_ask_for_log_probabilities_of_no_alternatives(requests)
         ({"stream": True}, "stream=True; allowed: False"),
         ({"max_tokens": 0}, "max_tokens=0; allowed: >= 1"),
         ({"max_tokens": 5, "max_completion_tokens": 5}, "max_tokens and max_completion_tokens are both given"),
-        ({"temperature": 0}, "temperature=0; allowed: .*decoding='smc'"),
+        ({"temperature": 0}, "temperature=0; allowed: > 0 with decoding='smc'; for greedy decoding, decoding='target'"),
+        ({"min_particles": 9}, "min_particles=9; allowed: 1..8, the particles"),
+        ({"decoding": "draft", "min_particles": 1}, "min_particles=1 has no effect with decoding='draft'"),
+        ({"cache_salt": 5}, "cache_salt=5; allowed: a string"),
+        ({"cache_salt": "x" * 257}, "cache_salt has 257 characters; allowed: at most 256"),
+        ({"cache_salt": "\ud800"}, "cache_salt='.*'; allowed: valid Unicode text"),
+        ({"stop": ["a" * 1001]}, "stop has strings of 1001 bytes together; allowed: at most 1000"),
         ({"temperature": "hot"}, "temperature='hot'; allowed"),
         ({"decoding": "beam"}, "^decoding='beam'; allowed: smc, target, draft"),
         ({"decoding": 1}, "decoding=1; allowed: a string"),

@@ -12,8 +12,8 @@ from services.backend import RequestFailed, Unavailable
 from services.batch.requests import Requests
 from services.batch.results import answered, fingerprint, refused
 from services.launch.config import GangConfig
-from smc.engine.config import EngineConfig
 from smc.engine.request import FinishReason
+from smc.runtime.config import EngineConfig
 from tests.batch.asking import answer_of, chat, completion, line
 
 
@@ -26,7 +26,7 @@ def record_of(pair, document, **changes):
 
 
 def test_a_chat(pair):
-    record = record_of(pair, chat("mine"), text="2", tokens=(5, 6))
+    record = record_of(pair, chat("mine"), text="2", tokens=(5, 6), cached_tokens=16)
     body = record["response"]["body"]
     assert (record["custom_id"], record["error"], record["response"]["status_code"]) == ("mine", None, 200)
     assert record["id"].startswith("batch_req_") and body["id"].startswith("chatcmpl-")
@@ -35,6 +35,8 @@ def test_a_chat(pair):
     assert body["choices"] == [choice]
     usage = body["usage"]
     assert usage["completion_tokens"] == 2 and usage["total_tokens"] == usage["prompt_tokens"] + 2
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 16}
+    assert {"particles_left", "preemptions"} <= set(body["smc"]["statistics"])
     assert body["smc"]["statistics"]["particles"] == 8 and body["smc"]["finish_reason"] == "eos"
 
 
@@ -90,7 +92,7 @@ def test_the_fingerprint_changes_with_what_answers_depend_on():
         return fingerprint(GangConfig(engine=EngineConfig(**engine)).serving_pair(), "float32")
 
     plain = of()
-    assert of(max_slots=8, cohorts=2, prefill_chunk=64) == plain
+    assert of(max_slots=8, cohorts=2, prefill_chunk=64, prefix_cache=False) == plain
     changed = [of(block=4), of(branches=2), of(form="lockstep"), of(max_context=100)]
     assert len({plain, *changed}) == 5
     assert fingerprint(GangConfig().serving_pair(), "bfloat16") != plain

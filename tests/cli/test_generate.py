@@ -52,8 +52,9 @@ def test_json_is_one_object_and_says_the_same(smcserve):
     assert answer["text"] + "\n" == text.out
     assert (answer["finish_reason"], answer["matched"], answer["seed"], answer["error"]) == ("eos", 1, 3, None)
     assert answer["usage"]["answer_tokens"] == len(answer["tokens"])
-    assert answer["statistics"]["particles"] == 4
-    assert answer["settings"]["sampling"]["particles"] == 4
+    assert answer["usage"]["cached_tokens"] == 0
+    assert (answer["statistics"]["particles"], answer["statistics"]["particles_left"], answer["statistics"]["preemptions"]) == (4, 4, 0)
+    assert answer["settings"]["sampling"]["particles"] == 4 and answer["settings"]["engine"]["prefix_cache"]
     assert (answer["settings"]["engine"]["block"], answer["settings"]["engine"]["branches"]) == (5, 2)
 
 
@@ -85,6 +86,13 @@ def test_stops_and_lengths(smcserve):
     assert long["usage"]["prompt_tokens"] + len(long["tokens"]) == 100
 
 
+def test_settings_that_need_not_change_the_answer(smcserve):
+    asked = ("generate", PROBLEM.question, "-n", 4, "--seed", 3, "--json")
+    plain, other = (json.loads(smcserve(*asked, *options).out) for options in ((), ("--no-prefix-cache", "--min-particles", 2)))
+    assert other["tokens"] == plain["tokens"]
+    assert other["settings"]["sampling"]["min_particles"] == 2 and not other["settings"]["engine"]["prefix_cache"]
+
+
 def test_raw_prompt_skips_the_template(smcserve):
     prompt = "<|bos|><|user|>" + PROBLEM.question + "<|assistant|>"
     assert smcserve("generate", prompt, "--raw", "--seed", 4).out == smcserve("generate", PROBLEM.question, "--seed", 4).out
@@ -95,7 +103,9 @@ def test_raw_prompt_skips_the_template(smcserve):
     [
         (("--particles", 0), "particles=0; allowed: 1..64"),
         (("--particles", "few"), "'--particles'.*valid integer.*smcserve generate --help"),
-        (("--temperature", 0), "temperature=0.0; allowed: > 0 with method='smc'"),
+        (("--temperature", 0), "temperature=0.0; allowed: > 0 with method='smc'; for greedy decoding, method='target'"),
+        (("--particles", 4, "--min-particles", 5), "min_particles=5; allowed: 1..4"),
+        (("--min-particles", 1, "--method", "target"), "min_particles=1 has no effect with method='target'"),
         (("--particles", 4, "--method", "target"), "particles=4 has no effect with method='target'"),
         (("--branches", 2, "--method", "draft"), "branches=2 has no effect with method='draft'"),
         (("--branches", 2, "--form", "lockstep"), "branches=2 has no effect with form='lockstep'"),

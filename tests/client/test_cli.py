@@ -42,7 +42,9 @@ def test_json(client):
     assert (ran.code, ran.err) == (0, "")
     assert (answer["request_id"], answer["finish_reason"], answer["matched"], answer["seed"]) == ("mine", "eos", 1, 3)
     assert answer["usage"]["answer_tokens"] == len(answer["tokens"]) == len(answer["logprobs"])
-    assert answer["statistics"]["particles"] == 4
+    assert answer["statistics"]["particles"] == 4 and answer["usage"]["cached_tokens"] <= answer["usage"]["prompt_tokens"]
+    salted = [json.loads(client("generate", QUESTION, "--json", "--cache-salt", "mine", "--min-particles", 1).out) for _ in range(2)]
+    assert [each["usage"]["cached_tokens"] > 0 for each in salted] == [False, True]
     plain = json.loads(client("generate", QUESTION, "--method", "target", "--json").out)
     assert plain["statistics"] is None and "logprobs" not in plain
 

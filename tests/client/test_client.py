@@ -19,14 +19,14 @@ QUESTION = [Message("user", "Mia has 12 apples. She buys 30 more. How many now?"
 
 
 def test_a_stream_ends_in_a_completion(service):
-    with service.client() as client, client.stream(QUESTION, seed=3, particles=4) as stream:
+    with service.client() as client, client.stream(QUESTION, seed=3, particles=4, cache_salt="new") as stream:
         assert stream.completion is None
         chunks = list(stream)
         assert list(stream) == []
     completion = stream.completion
     assert all(isinstance(chunk, Chunk) for chunk in chunks)
     assert completion.text == "".join(chunk.text for chunk in chunks) and completion.request_id == stream.request_id
-    assert (completion.seed, completion.statistics.particles) == (3, 4)
+    assert (completion.seed, completion.statistics.particles, completion.statistics.particles_left) == (3, 4, 4)
     assert completion.usage.completion_tokens == len(completion.tokens) and completion.usage.cached_tokens == 0
     assert completion.finish_reason == "eos" and completion.matched in (1,)
     assert completion.logprobs is None and completion.seconds > 0
@@ -42,6 +42,13 @@ def test_generate_is_the_stream_at_once(service):
     assert (whole.text, whole.tokens) == (stream.completion.text, stream.completion.tokens)
     assert len(whole.logprobs) == len(whole.tokens) and max(whole.logprobs) <= 0
     assert plain.statistics is None and plain.request_id == "mine"
+
+
+def test_prompts_share_what_was_computed_within_a_salt(service):
+    with service.client() as client:
+        found = [client.generate(QUESTION, seed=3, min_particles=2, cache_salt=salt) for salt in ("a", "a", "b")]
+    assert len({completion.tokens for completion in found}) == 1
+    assert [completion.usage.cached_tokens for completion in found] == [0, found[0].usage.prompt_tokens // 16 * 16, 0]
 
 
 def test_leaving_early_cancels(service):

@@ -16,8 +16,8 @@ from services.launch.config import GangConfig
 from services.launch.specs import coordinator_spec, rank_spec
 from services.link.connect import Meeting
 from services.workers.process import run_rank
-from smc.engine.config import EngineConfig
 from smc.models.parallel import Shard
+from smc.runtime.config import EngineConfig
 
 HOST, SECRET = "127.0.0.1", "secret"
 SIDES = ("draft", "target")

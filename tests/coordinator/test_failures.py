@@ -14,10 +14,10 @@ from services.launch.specs import coordinator_spec, rank_spec
 from services.link.base import LinkError
 from services.link.connect import LINKS, Meeting
 from services.workers.process import run_rank
-from smc.engine.config import EngineConfig
 from smc.engine.request import Request, SamplingParams
 from smc.models.parallel import Shard
-from smc.resident.sides import DraftSide, TargetSide
+from smc.runtime.config import EngineConfig
+from smc.runtime.sides import DraftSide, TargetSide
 from tests.coordinator.harness import HOST, SECRET, SIDES
 
 

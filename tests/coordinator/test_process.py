@@ -10,8 +10,8 @@ import pytest
 
 from services.coordinator.client import CoordinatorClient
 from services.coordinator.loop import Step
-from smc.engine.config import EngineConfig
 from smc.engine.request import FinishReason, Request, SamplingParams
+from smc.runtime.config import EngineConfig
 from tests.coordinator.harness import coordinator
 
 ENGINE = EngineConfig(block=4, branches=2, max_slots=200, cohorts=2)
@@ -41,6 +41,8 @@ def test_idle_time_is_no_part_of_the_next_round():
         await asyncio.sleep(1.0)
         await ask(client, "first", particles=2, max_tokens=10)
         times = [step.times for step in steps if step.times]
+        # Nobody reads what comes of a chunk that draws nothing: it is not kept.
+        assert not any(worker._arrived for worker in made._remote.workers.values())
         assert times and all(t.coordinator >= 0 and t.coordinator + t.link <= t.whole + 1e-6 for t in times), times[0]
 
     with coordinator(ENGINE, heartbeat=0.02) as (made, spec):

@@ -11,16 +11,17 @@ from smc.engine.admission import QueueFull
 from smc.engine.request import Answer, FinishReason, Output, Request, SamplingParams, Statistics
 from smc.engine.stats import EngineStats
 
-STATS = EngineStats(pages_reserved={"draft": 0, "target": 0}, pages_total={"draft": 1, "target": 1})
+STATS = EngineStats(pages_used={"draft": 0, "target": 0}, pages_total={"draft": 1, "target": 1})
 
 
 class FakeLoop:
     """Answers what is asked with even numbers, refuses multiples of three, and lets the others wait."""
 
     def __init__(self, server: CoordinatorServer) -> None:
-        self._server, self.aborted = server, set()
+        self._server, self.aborted, self.salts = server, set(), set()
 
     def submit(self, request: Request) -> None:
+        self.salts.add(request.cache_salt)
         number = int(request.request_id)
         if number % 3 == 0:
             self._server.deliver(Step([], {request.request_id: QueueFull("later")}, STATS))
@@ -42,7 +43,7 @@ def test_when_the_gateway_goes_only_what_still_runs_is_aborted():
         client = CoordinatorClient(server.address, "secret", lambda step: None, lambda: None)
 
         async def ask(i: int) -> None:
-            async for _ in client.generate(Request(f"r{i}", (1,), SamplingParams())):
+            async for _ in client.generate(Request(f"r{i}", (1,), SamplingParams(), f"salt {i}")):
                 pass
 
         calls = [asyncio.create_task(ask(i)) for i in range(1, 31)]
@@ -55,6 +56,7 @@ def test_when_the_gateway_goes_only_what_still_runs_is_aborted():
             while len(loop.aborted) < len(unfinished):
                 await asyncio.sleep(0.01)
             assert loop.aborted == unfinished
+            assert loop.salts == {f"salt {i}" for i in range(1, 31)}
 
     asyncio.run(work())
     server.close()

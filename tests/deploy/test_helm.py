@@ -44,7 +44,7 @@ EVERYTHING = {
     "priorityClassName": "high",
     "image": {"digest": f"sha256:{'0' * 64}"},
     "service": {"annotations": {"c": "d"}, "type": "LoadBalancer"},
-    "engine": {"maxContext": 4194304, "pages": 1 << 22, "prefillChunk": 64, "maxQueuePages": 100},
+    "engine": {"maxContext": 4194304, "pages": 1 << 22, "prefillChunk": 64, "prefixCache": False, "maxQueuePages": 100},
     "gateway": {"extraArgs": ["--write-timeout=60"], "terminationGracePeriod": 300, "preStopDelay": 0, "drainTimeout": 0.5},
 }
 ON_NODES = {"draft": PLACE, "target": PLACE, "ray": {"head": PLACE, "upgradeStrategy": "Recreate", "auth": {"secret": "ray-token"}}}
@@ -106,6 +106,7 @@ def test_an_unknown_field_would_be_noticed(field):
         ({"topolgy": "pod"}, "topolgy"),
         ({"draft": {"tp": 0}}, "/draft/tp"),
         ({"engine": {"block": "8"}}, "/engine/block"),
+        ({"engine": {"prefixCache": "no"}}, "/engine/prefixCache"),
         ({"image": {"digest": "latest"}}, "/image/digest"),
         ({"gateway": {"extraArgs": ["write-timeout"]}}, "/gateway/extraArgs"),
         ({"target": {"shm": "much"}}, "/target/shm"),
@@ -200,6 +201,7 @@ def test_the_commands_accept_their_flags(variant):
         config = gang_config({name: value for name, value in params.items() if name not in ("target", "draft")})
         assert (config.draft_tp, config.target_tp, config.device) == (given["draft"]["tp"], given["target"]["tp"], given["device"])
         assert config.engine.max_context == given["engine"].get("maxContext")
+        assert config.engine.prefix_cache is given["engine"]["prefixCache"]
         assert config.resource("draft") == (None if given["topology"] == "pod" else "smc_draft")
 
 

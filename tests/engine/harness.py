@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import torch
 
-from smc.engine.config import EngineConfig
 from smc.engine.engine import Engine
-from smc.engine.group import Phase
+from smc.engine.group import Group, Phase
 from smc.engine.local import ModelPair, local_engine
-from smc.engine.request import Answer, Output, Request, SamplingParams
-from smc.engine.worker import ModelWorker
-from smc.resident.forward import StaticForward, StaticRows
-from smc.resident.sides import Side
-from smc.resident.stages import Stages
+from smc.engine.request import Answer, Method, Output, Request, SamplingParams
+from smc.runtime.config import EngineConfig
+from smc.runtime.forward import Rows, StaticForward
+from smc.runtime.sides import Side
+from smc.runtime.stages import Stages
+from smc.runtime.worker import ModelWorker
 
 FORMS = [
     EngineConfig(form="lockstep", block=3),
@@ -51,9 +51,11 @@ def workers(engine: Engine) -> dict[str, ModelWorker]:
 def assert_empty(engine: Engine) -> None:
     """Nothing reserved, nothing claimed, every page free, every reference accounted for."""
     engine.check_books()
-    for worker in workers(engine).values():
-        worker.tables.check()
-        assert worker.tables.allocator.num_free == worker.tables.allocator.capacity
+    for cache in engine.memory.caches.values():
+        cache.clear()
+    for ledger in engine.memory.ledgers.values():
+        ledger.check()
+        assert ledger.num_free == ledger.capacity
 
 
 def step_through(engine: Engine, check: Callable[[Engine], None]) -> list[Output]:
@@ -69,7 +71,7 @@ class TokenLedger:
 
     def __init__(self, engine: Engine, side: str) -> None:
         worker = engine.workers[side]
-        self.token_of_page = np.full(worker.tables.allocator.capacity + 1, -1, dtype=np.int64)
+        self.token_of_page = np.full(worker.pages + 1, -1, dtype=np.int64)
         model = worker.model
 
         def listening(tokens_T: torch.Tensor, rope_T2D: torch.Tensor, attend) -> torch.Tensor:
@@ -79,11 +81,44 @@ class TokenLedger:
             return model(tokens_T, rope_T2D, attend)
 
         worker.model = Listening(model, listening)
-        for part in (side_of(engine, side), side_of(engine, side, alone=True)):
-            part._model.forward.model = worker.model
+        engine.pair.sides[side]._forward.model = worker.model
 
     def tokens(self, pages: Sequence[int]) -> list[int]:
         return self.token_of_page[pages].tolist()
+
+
+def open_particles(engine: Engine, group: Group, side: str) -> list[tuple[int, list[int]]]:
+    """(slot, tokens whose keys and values it must hold) for every open particle of a group."""
+    slots, smc = engine.slots, group.params.method is Method.SMC
+    found = []
+    for slot in group.slots[~slots.ended_S[group.slots]].tolist():
+        if side == "target" and smc:
+            kept = slots.block_S[slot]  # the block in flight has not been run
+        else:
+            both = smc and engine.config.form == "lockstep" and group.rounds > 0
+            kept = slots.length_S[slot] - (2 if both else 1)  # the seed has not been run, in lockstep nor the token before it
+        found.append((slot, [*group.request.prompt, *slots.tokens_SL[slot, :kept].tolist()]))
+    return found
+
+
+def check_kv(engine: Engine, written: dict[str, TokenLedger]) -> int:
+    """Every particle's pages were written for exactly its tokens, prompt included; books balance. Returns how many were looked at."""
+    slots, seen = engine.slots, 0
+    engine.memory.check()
+    for group in running(engine):
+        for side in group.decoding.sides:
+            ledger, table_SL = engine.memory.ledgers[side], engine.pair.sides[side].state.table_SL
+            assert (slots.head_S[side][group.slots[group.count :]] == 0).all(), "a slot without a particle holds pages"
+            for slot, tokens in open_particles(engine, group, side):
+                assert slots.held_S[side][slot] == len(tokens)
+                if not group.in_flight:  # else the model may be a round ahead of the record
+                    assert table_SL[slot, : len(tokens)].tolist() == ledger.path(slots.head_S[side][slot], len(tokens)).tolist()
+            for slot in group.slots[: group.count].tolist():
+                held = int(slots.held_S[side][slot])
+                tokens = [*group.request.prompt, *slots.tokens_SL[slot, : slots.length_S[slot]].tolist()]
+                assert written[side].tokens(ledger.path(slots.head_S[side][slot], held)) == tokens[:held]
+                seen += 1
+    return seen
 
 
 class Listening:
@@ -96,19 +131,15 @@ class Listening:
         return self._call(*arguments)
 
 
-def side_of(engine: Engine, side: str, *, alone: bool = False) -> Side:
-    """What carries out one side's part of rounds of an engine in this process."""
-    runner = engine._smc.rounds.runner
-    return runner.plain[side] if alone else {"draft": runner._draft, "target": runner._target}[side]
-
-
 @torch.inference_mode()
-def next_log_probs(part: Side, slot: int, held: int, token: int) -> torch.Tensor:
+def next_log_probs(side: Side, slot: int, held: int, token: int) -> torch.Tensor:
     """log p [V] after feeding `token` to the first `held` positions of a slot, from its paged KV, which is left as it was."""
-    model = part._model
-    forward = StaticForward(model.forward.model, copy.deepcopy(part.worker.pool), part.worker.rope)
+    forward = StaticForward(side._forward.model, copy.deepcopy(side.worker.pool), side.worker.rope)
     one = torch.ones(1, dtype=torch.int32)
-    rows = StaticRows(model.state.table_SL[slot : slot + 1], one * held, one, one, one * 0, queries=1, short=False)
+    # A page that nobody uses: the first past what the table names.
+    table_SL = side.state.table_SL[slot : slot + 1].clone()
+    table_SL[0, held] = side.worker.pages
+    rows = Rows(table_SL, one * 0, None, None, one * held, one, one * 0, one * 0, one, one * 0, queries=1, short=False)
     hidden = forward(torch.tensor([token]), rows)
     return torch.log_softmax(forward.logits(hidden)[-1].double(), -1)
 
@@ -119,5 +150,5 @@ class Padding(Stages):
     records = True
 
 
-def running(engine: Engine) -> list:
+def running(engine: Engine) -> list[Group]:
     return [group for group in engine._groups.values() if group.phase is Phase.RUNNING]

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from smc.engine.config import EngineConfig
 from smc.engine.local import local_engine
 from smc.engine.request import FinishReason
-from smc.resident.sides import Parts
+from smc.runtime.config import EngineConfig
+from smc.runtime.sides import Parts
 from tests.engine.harness import FORMS, Padding, answers, assert_empty, config_id, request, running, step_through
 from tests.engine.pairs import tiny_pair
 from tests.engine.test_kv_follows import mixed_requests
@@ -49,7 +49,8 @@ def test_two_cohorts_are_in_flight_together(config, ahead):
     engine = local_engine(tiny_pair(), replace(config, cohorts=2))
     for i in range(2):
         engine.submit(request(request_id=str(i), particles=2, seed=i, max_tokens=30, ignore_eos=True))
-    engine.step()
+    for _ in range(2):  # the prompts, and a round
+        engine.step()
     assert [(group.launched, group.rounds) for group in running(engine)] == [(1, 0), (1, 0)]
     engine.step()
     assert [(group.launched, group.rounds) for group in running(engine)] == [(2, 1), (2, 1)]

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from smc.engine.config import EngineConfig
 from smc.engine.local import ModelPair, local_engine
 from smc.engine.request import Request, SamplingParams
+from smc.runtime.config import EngineConfig
 from tests.engine.harness import assert_empty, config_id
 from tests.engine.pairs import exact_law, next_log_probs, tiny_pair, total_variation
 
@@ -44,7 +44,7 @@ def distance(found, law) -> float:
 @pytest.mark.parametrize("config", CONFIGS, ids=config_id)
 def test_evidence_is_unbiased(config, threshold):
     """E[Z-hat] = 1 at alpha = 1. Twelve cases at 4.5 standard errors: one false alarm in about 12,000 choices of seeds."""
-    z = [math.exp(a.statistics.log_z) for a in population(config, 2500, particles=4, ess_threshold=threshold)]
+    z = [math.exp(a.statistics.log_z) for a in population(config, 1600, particles=4, ess_threshold=threshold)]
     mean = sum(z) / len(z)
     error = (sum((x - mean) ** 2 for x in z) / len(z) ** 2) ** 0.5
     assert abs(mean - 1) < 4.5 * error
@@ -55,7 +55,7 @@ def test_evidence_is_unbiased(config, threshold):
 def test_evidence_is_the_mass_of_the_powered_law(config):
     """At alpha != 1 Z-hat estimates sum over answers of prod p^alpha. Same false-alarm rate per case."""
     mass = sum(exact_law(tiny_pair().target, PROMPT, LENGTH, EOS, alpha=1.5).values())
-    z = [math.exp(a.statistics.log_z) for a in population(config, 2500, particles=4, alpha=1.5)]
+    z = [math.exp(a.statistics.log_z) for a in population(config, 1600, particles=4, alpha=1.5)]
     mean = sum(z) / len(z)
     error = (sum((x - mean) ** 2 for x in z) / len(z) ** 2) ** 0.5
     assert abs(mean - mass) < 4.5 * error
@@ -74,7 +74,7 @@ def test_answers_approach_the_exact_law_as_particles_are_added(config):
 def test_more_branches_come_nearer():
     """The same block length, N = 4, always resampling: F = 1 shares what was drafted ahead, F = 4 does not."""
     law = exact_law(tiny_pair().target, PROMPT, LENGTH, EOS)
-    lag, few, many = (distance(population(config, 4000, particles=4, ess_threshold=1.0), law) for config in CONFIGS[1:])
+    lag, few, many = (distance(population(config, 3000, particles=4, ess_threshold=1.0), law) for config in CONFIGS[1:])
     assert lag > few + 0.02 > many + 0.03
 
 
@@ -115,7 +115,7 @@ def _truncated_law() -> dict:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=config_id)
 def test_a_draft_equal_to_the_target_never_resamples(config):
-    found = population(config, 3000, equal_models(), particles=4)
+    found = population(config, 2000, equal_models(), particles=4)
     assert all(a.statistics.resamples == 0 for a in found)
     assert all(abs(a.statistics.log_z) < 1e-4 for a in found)
     assert distance(found, exact_law(tiny_pair().target, PROMPT, LENGTH, EOS)) < 0.15

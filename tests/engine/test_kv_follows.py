@@ -7,12 +7,22 @@ from dataclasses import replace
 
 import pytest
 
-from smc.engine.config import EngineConfig
 from smc.engine.local import local_engine
-from smc.engine.messages import SIDES
-from smc.engine.request import Method, Request, SamplingParams
+from smc.engine.request import Request, SamplingParams
+from smc.runtime.config import EngineConfig
+from smc.runtime.messages import SIDES
 from tests.engine import pairs
-from tests.engine.harness import FORMS, TokenLedger, assert_empty, config_id, next_log_probs, running, side_of, step_through, workers
+from tests.engine.harness import (
+    FORMS,
+    TokenLedger,
+    assert_empty,
+    check_kv,
+    config_id,
+    next_log_probs,
+    open_particles,
+    running,
+    step_through,
+)
 
 MIXED = [
     {"particles": 6, "ess_threshold": 1.0},
@@ -36,20 +46,6 @@ def mixed_requests(count: int, rng: random.Random, vocab: int = 4) -> list[Reque
     ]
 
 
-def held(engine, group, side: str) -> list[tuple[int, list[int]]]:
-    """(slot, tokens whose keys and values it must hold) for every open particle of a group."""
-    slots, smc = engine.slots, group.params.method is Method.SMC
-    found = []
-    for slot in group.slots[~slots.ended_S[group.slots]].tolist():
-        if side == "target" and smc:
-            kept = slots.block_S[slot]  # the block in flight has not been run
-        else:
-            both = smc and engine.config.form == "lockstep" and group.rounds > 0
-            kept = slots.length_S[slot] - (2 if both else 1)  # the seed has not been run, in lockstep nor the token before it
-        found.append((slot, [*group.request.prompt, *slots.tokens_SL[slot, :kept].tolist()]))
-    return found
-
-
 @pytest.mark.parametrize("config", FORMS, ids=config_id)
 def test_slots_hold_the_tokens_of_their_particles(config):
     """After every step, every open particle's pages were written for exactly its tokens, prompt included."""
@@ -61,14 +57,7 @@ def test_slots_hold_the_tokens_of_their_particles(config):
 
     def check(engine) -> None:
         nonlocal seen
-        for group in running(engine):
-            for side in group.prefilled:
-                table_SL = side_of(engine, side, alone=group.params.method is not Method.SMC)._model.state.table_SL
-                for slot, tokens in held(engine, group, side):
-                    assert ledgers[side].tokens(table_SL[slot, : len(tokens)].numpy()) == tokens
-                    seen += 1
-        for worker in workers(engine).values():
-            worker.tables.check()
+        seen += check_kv(engine, ledgers)
 
     step_through(engine, check)
     assert seen > 300
@@ -87,9 +76,9 @@ def test_next_token_law_equals_recomputation(config):
         nonlocal compared
         for group in running(engine):
             for side in SIDES:
-                for slot, tokens in held(engine, group, side)[::3]:
+                for slot, tokens in open_particles(engine, group, side)[::3]:
                     for token in (0, 2):
-                        ours = next_log_probs(side_of(engine, side), slot, len(tokens), token)
+                        ours = next_log_probs(engine.pair.sides[side], slot, len(tokens), token)
                         fresh = pairs.next_log_probs(getattr(pair, side), [*tokens, token])
                         assert (ours - fresh).abs().max() < 1e-4
                         compared += 1
@@ -104,7 +93,7 @@ def test_books_balance_through_random_lives(seed):
     """Random admissions, rounds, cancellations and finishes in a pool too small for all: pages are conserved at every step."""
     rng = random.Random(seed)
     config = EngineConfig(
-        form=rng.choice(["lockstep", "lookahead"]), block=rng.randint(1, 4), max_slots=20, pages=320, prefill_chunk=rng.choice([3, 64])
+        form=rng.choice(["lockstep", "lookahead"]), block=rng.randint(1, 4), max_slots=20, pages=340, prefill_chunk=rng.choice([3, 64])
     )
     engine = local_engine(pairs.tiny_pair(), config)
     waiting = mixed_requests(40, rng)
@@ -115,9 +104,7 @@ def test_books_balance_through_random_lives(seed):
         if engine._groups and rng.random() < 0.15:
             cancelled += engine.abort(rng.choice(list(engine._groups)))
         finished += sum(output.answer is not None for output in engine.step())
-        for side, worker in workers(engine).items():
-            worker.tables.check()
-            assert worker.tables.allocator.num_held <= engine.budget.reserved[side] <= engine.budget.capacity[side]
+        engine.memory.check()
     assert finished == 40 and cancelled > 0
     assert_empty(engine)
 
@@ -127,7 +114,7 @@ def test_what_all_particles_agree_on_is_read_once():
     equal = replace(pairs.tiny_pair(), draft=pairs.tiny_pair().target)
     engine = local_engine(equal, EngineConfig(form="lookahead", block=2, branches=2))
     engine.submit(Request("r", (0, 1, 2), SamplingParams(particles=8, temperature=0.01, seed=0, max_tokens=30, ignore_eos=True)))
-    shared, run = [], engine._smc.rounds.runner.round
-    engine._smc.rounds.runner.round = lambda plan: (shared.append(int(plan.shared_G[0])), run(plan))[1]
+    shared, run = [], engine.pair.round
+    engine.pair.round = lambda plan: (shared.append(int(plan.shared_G[0])), run(plan))[1]
     step_through(engine, lambda _: None)
     assert shared == sorted(shared) and shared[0] == 3 and shared[-1] > 3 + 30 - 3 * 2

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from smc.engine.config import EngineConfig
 from smc.engine.local import ModelPair, local_engine
 from smc.engine.request import FinishReason, Request, SamplingParams
+from smc.runtime.config import EngineConfig
 from tests.engine.harness import FORMS, answer, answers, assert_empty, config_id, request, step_through, workers
 from tests.engine.pairs import next_log_probs, tiny_pair
 
@@ -89,7 +89,7 @@ def test_greedy_target_follows_the_argmax():
 
 def test_a_long_prompt_does_not_stop_the_others():
     """With a chunk of 4, a prompt of 40 takes ten steps; a short request answers in between."""
-    engine = local_engine(tiny_pair(), EngineConfig(form="lockstep", block=2, prefill_chunk=4))
+    engine = local_engine(tiny_pair(), EngineConfig(form="lockstep", block=2, prefill_chunk=4, prefix_cache=False))
     engine.submit(request([0, 1] * 20, "long", particles=2, seed=0, max_tokens=4, ignore_eos=True))
     engine.submit(request([0], "short", particles=2, seed=0, max_tokens=4, ignore_eos=True))
     order = [o.answer.request_id for o in step_through(engine, lambda _: None) if o.answer]

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from smc.engine.config import EngineConfig
 from smc.engine.local import local_engine
 from smc.engine.request import SamplingParams
+from smc.runtime.config import EngineConfig
 from tests.engine.harness import FORMS, answer, answers, config_id, request
 from tests.engine.pairs import next_log_probs, tiny_pair
 
@@ -50,7 +50,8 @@ def test_what_is_not_weighed_yet_is_nan():
     now = [0.0]
     engine = local_engine(tiny_pair(), EngineConfig(block=8, branches=2), clock=lambda: now[0])
     engine.submit(request(particles=1, seed=1, max_tokens=40, ignore_eos=True, logprobs=True, time_budget=1.0))
-    engine.step()
+    for _ in range(2):  # the prompt, and a round
+        engine.step()
     now[0] = 2.0
     a = engine.step()[-1].answer
     assert len(a.tokens) == len(a.logprobs) > 2

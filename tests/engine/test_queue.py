@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from smc.engine.admission import DuplicateRequest, QueueFull, pages_needed
-from smc.engine.config import EngineConfig
+from smc.engine.admission import DuplicateRequest, QueueFull
 from smc.engine.local import local_engine
+from smc.engine.methods import METHODS
+from smc.runtime.config import EngineConfig
 from tests.engine.harness import answers, assert_empty, request, step_through
 from tests.engine.pairs import tiny_pair
 
@@ -19,10 +20,10 @@ def test_requests():
     engine = local_engine(tiny_pair(), EngineConfig(block=2, max_slots=4, max_queue=2))
     for name in "abc":  # one starts, two wait
         engine.submit(four(name))
-    before = (engine.num_queued, engine.slots.num_free, dict(engine.budget.reserved))
+    before = (engine.num_queued, engine.slots.num_free, dict(engine.memory.expected))
     with pytest.raises(QueueFull, match="2 requests are waiting; allowed: 2"):
         engine.submit(four("d"))
-    assert before == (engine.num_queued, engine.slots.num_free, dict(engine.budget.reserved)) == (2, 0, engine.budget.reserved)
+    assert before == (engine.num_queued, engine.slots.num_free, engine.memory.expected) == (2, 0, engine.memory.expected)
     assert engine.abort("b")
     engine.submit(four("d"))
     done = [o.answer.request_id for o in step_through(engine, lambda _: None) if o.answer and o.answer.tokens]
@@ -33,7 +34,8 @@ def test_requests():
 def test_pages():
     """A request larger than the limit may still wait, if it waits alone: otherwise it could never be served."""
     config = EngineConfig(block=2, max_slots=4)
-    need = sum(pages_needed(four("a"), config).values())
+    asked = four("a")
+    need = sum(METHODS[asked.params.method].expected_pages(config, asked.params, len(asked.prompt), share=1.0).values())
     engine = local_engine(tiny_pair(), EngineConfig(block=2, max_slots=4, max_queue_pages=2 * need - 1))
     engine.submit(four("a"))
     engine.submit(four("b"))

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from smc.engine.config import EngineConfig
 from smc.engine.local import local_engine
 from smc.engine.request import FinishReason, Request, SamplingParams
-from smc.resident.sides import Parts
-from smc.resident.state import SlotState
+from smc.runtime.config import EngineConfig
+from smc.runtime.sides import Parts
+from smc.stops import START, StopMachine, StopTables, TokenBytes, grow
 from tests.engine.harness import Padding, answers, config_id
 from tests.engine.pairs import LETTERS, next_log_probs, tiny_pair
 
@@ -96,10 +95,10 @@ def test_nothing_counts_after_a_stop_string(form, block):
 )
 def test_end_of_a_block(tokens, room, length, ended):
     """The table of EOS and cap within one block of four: whichever comes first ends the answer, and nothing follows it."""
-    state = SlotState(2, 32, 4, torch.device("cpu"))
-    state.is_stop_SV[1, EOS] = True
-    plan = SimpleNamespace(matching=False)
-    growth = state.grow(plan, torch.tensor([1]), torch.tensor([tokens]), torch.tensor([room]))
+    tables = StopTables(2, 4, TokenBytes.of(tiny_pair().tokenizer), torch.device("cpu"))
+    tables.set(1, StopMachine.of([EOS], []))
+    one = torch.ones(1, dtype=torch.int64)
+    growth = grow(tables, one, one * START, torch.tensor([tokens]), torch.tensor([room]))
     assert growth.count_A.tolist() == [length] and growth.ends_A.tolist() == [ended]
 
 

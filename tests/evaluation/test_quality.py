@@ -6,12 +6,13 @@ import pytest
 
 from smc import demo
 from smc.demo.problems import generate
-from smc.engine.config import EngineConfig
 from smc.engine.local import ModelPair
+from smc.engine.memory import pool_for
 from smc.engine.request import Request, SamplingParams
 from smc.evaluation.batch import fitted_engine, run_in_flight
 from smc.evaluation.quality import Setting, derived_seed, grid, measure, measure_speed
-from smc.evaluation.statistics import Accuracy
+from smc.runtime.config import EngineConfig
+from smc.statistics import Accuracy
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +82,14 @@ def test_engine_fits_exactly(pair):
     sizes = (3, 9, 6, 4)
     requests = [Request(str(n), (0, 2, 40, 3), SamplingParams(particles=n, max_tokens=10, seed=n)) for n in sizes]
     engine = fitted_engine(pair, EngineConfig(block=4, branches=3), requests, concurrency=2)
-    assert engine.config.max_slots == 18 and engine.config.pages == 2 * (4 + 9 * (10 + 3 * 4))
-    answered = [output.request_id for output in run_in_flight(engine, requests, 2) if output.answer]
-    assert sorted(answered) == sorted(map(str, sizes))
+    # Prompt and answers of nine particles, and two rounds in flight, each with a token and three branches of three a particle.
+    assert engine.config.max_slots == 18 and engine.config.pages == pool_for(2 * (4 + 9 * 10 + 2 * 9 * (1 + 3 * 3)))
+    answered, running = [], []
+    for output in run_in_flight(engine, requests, 2):
+        running.append(engine.num_running)
+        answered += [output.request_id] * (output.answer is not None)
+    assert sorted(answered) == sorted(map(str, sizes)) and max(running) == 2
+    assert engine.take_stats().preemptions == 0
     engine.check_books()
 
 

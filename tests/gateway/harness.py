@@ -20,10 +20,10 @@ from services.gateway.generation import ServiceStatus
 from services.gateway.server import Gateway
 from services.metrics import Metrics
 from services.pb import generation_pb2_grpc
-from smc.engine.config import EngineConfig
 from smc.engine.local import ModelPair, local_engine
 from smc.engine.request import Answer, Output, Request, SamplingParams
 from smc.engine.stats import EngineStats
+from smc.runtime.config import EngineConfig
 
 PLAIN_CONFIG = EngineConfig(block=4, branches=2, max_slots=64)
 LONG = {"particles": 16, "max_tokens": 440, "ignore_eos": True, "seed": 1}

@@ -14,8 +14,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.pb import generation_pb2 as pb
 from services.wire import RETRY_TRAILER
-from smc.engine.config import EngineConfig
 from smc.engine.local import ModelPair
+from smc.runtime.config import EngineConfig
 from tests.gateway.harness import LONG, Service, serving, until
 
 ROOT = Path(__file__).parents[2]
@@ -84,7 +84,11 @@ WRONG = [
     (sampling(particles=65), r"particles=65; allowed: 1..64"),
     (sampling(particles=60), "particles=60; this engine has max_slots=48"),
     (sampling(particles=48, max_tokens=500), "KV pages of the draft model"),
-    (sampling(temperature=0.0), "temperature=0.0; allowed: > 0 with method='smc'"),
+    ({"cache_salt": "x" * 257}, "cache_salt has 257 characters; allowed: at most 256"),
+    (sampling(min_particles=0), r"min_particles=0; allowed: 1..8, the particles"),
+    (sampling(particles=4, min_particles=5), r"min_particles=5; allowed: 1..4, the particles"),
+    (sampling(method=pb.METHOD_TARGET, min_particles=1), "min_particles=1 has no effect with method='target'"),
+    (sampling(temperature=0.0), "temperature=0.0; allowed: > 0 with method='smc'; for greedy decoding, method='target'"),
     (sampling(temperature=float("nan")), "temperature=nan; allowed"),
     (sampling(top_p=1.5), "top_p=1.5; allowed: 0 < top_p <= 1"),
     (sampling(top_k=-1), "top_k=-1; allowed: >= 0"),
@@ -99,7 +103,8 @@ WRONG = [
     (sampling(max_tokens=512), "max_tokens=512 after a prompt of 1 tokens exceeds the context of 512"),
     (sampling(stop=[""]), "stop contains ''; allowed: non-empty strings"),
     (sampling(stop=["ab"] * 65), "stop has 65 strings; allowed: at most 64"),
-    (sampling(stop=["a" * 1025]), "stop contains a string of 1025 characters; allowed: at most 1024"),
+    (sampling(stop=["a" * 1001]), "stop has strings of 1001 bytes together; allowed: at most 1000"),
+    (sampling(stop=["é" * 251, "ü" * 250]), "stop has strings of 1002 bytes together; allowed: at most 1000"),
     (sampling(stop_token_ids=[512]), "stop_token_ids contains 512; allowed: 0..511"),
     (sampling(time_budget=0.0), "time_budget=0.0; allowed: > 0 seconds"),
     (sampling(method=9), r"method=9; allowed: 1 \(smc\), 2 \(target\), 3 \(draft\)"),

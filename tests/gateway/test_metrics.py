@@ -65,10 +65,11 @@ def report_everything(metrics: Metrics) -> None:
     metrics.request_failed("CANCELLED")
     metrics.request_rejected("RESOURCE_EXHAUSTED", "queue_full")
     metrics.request_cancelled("client")
-    stats = EngineStats(
-        queued=3, running=2, slots_free=48, pages_reserved={"draft": 30, "target": 20}, pages_total={"draft": 100, "target": 80}
-    )
-    stats.pages_leaked = {"draft": 0, "target": 2}
+    stats = EngineStats(queued=3, running=2, slots_free=48)
+    stats.pages_used, stats.pages_total = {"draft": 30, "target": 20}, {"draft": 100, "target": 80}
+    stats.pages_cached, stats.pages_leaked = {"draft": 16, "target": 0}, {"draft": 0, "target": 2}
+    stats.prefix_queries, stats.prefix_hits = {"draft": 50, "target": 40}, {"draft": 32, "target": 16}
+    stats.preemptions, stats.shrinks = 3, 4
     stats.resamples, stats.collapses, stats.ess_shares, stats.committed_lags = 5, 1, [0.3, 1.0], [0, 7]
     metrics.observe_step(stats)
     metrics.observe_round(0.02, 0.012, 0.015, 0.001, 0.002, 0.004, 0.001)
@@ -92,6 +93,8 @@ def test_what_is_reported_is_what_is_shown(metrics):
         "smc_slots_capacity": 64,
         "smc_resamples_total": 5,
         "smc_collapses_total": 1,
+        "smc_preemptions_total": 3,
+        "smc_population_shrinks_total": 4,
         "smc_ess_share_ratio_count": 2,
         "smc_committed_lag_tokens_sum": 7,
         "smc_round_seconds_sum": 0.02,
@@ -104,13 +107,27 @@ def test_what_is_reported_is_what_is_shown(metrics):
     assert value(metrics, "smc_requests_rejected_total", code="RESOURCE_EXHAUSTED", cause="queue_full") == 1
     assert value(metrics, "smc_requests_cancelled_total", by="client") == 1
     assert [value(metrics, "smc_model_tokens_total", group=group) for group in ("draft", "target")] == [160, 40]
-    pages = {what: value(metrics, f"smc_kv_pages_{what}", group="target") for what in ("reserved", "free", "capacity", "leaked")}
-    assert pages == {"reserved": 20, "free": 60, "capacity": 80, "leaked": 2}
+    pages = {what: value(metrics, f"smc_kv_pages_{what}", group="target") for what in ("used", "free", "capacity", "leaked")}
+    assert pages == {"used": 20, "free": 60, "capacity": 80, "leaked": 2}
+    prefix = [
+        value(metrics, f"smc_prefix_cache_{what}_total", group=group) for group in ("draft", "target") for what in ("queries", "hits")
+    ]
+    assert prefix == [50, 32, 40, 16] and value(metrics, "smc_kv_pages_cached", group="draft") == 16
     parts = [value(metrics, "smc_round_part_seconds_sum", part=part) for part in ("draft", "target", "link", "coordinator")]
     assert parts == [0.012, 0.015, 0.001, 0.002]
     assert [value(metrics, "smc_stall_seconds_total", group=group) for group in ("draft", "target")] == [0.004, 0.001]
     assert [value(metrics, "smc_group_healthy", group=group) for group in ("draft", "target")] == [1, 0]
     assert value(metrics, "smc_build_info", version="1.2", form="lookahead", link="grpc") == 1
+
+
+def test_a_leak_stays_seen_while_requests_run(metrics):
+    """Only an engine without requests can tell; the alert must not end with the next request."""
+    pages = {"pages_used": {"draft": 30}, "pages_total": {"draft": 100}}
+    for leaked in ({"draft": 2}, {}):
+        metrics.observe_step(EngineStats(**pages, pages_leaked=leaked))
+        assert value(metrics, "smc_kv_pages_leaked", group="draft") == 2
+    metrics.observe_step(EngineStats(**pages, pages_leaked={"draft": 0}))
+    assert value(metrics, "smc_kv_pages_leaked", group="draft") == 0
 
 
 def test_all_slots_are_free_while_models_load(metrics):
@@ -130,12 +147,15 @@ def test_a_lost_gang_holds_nothing(metrics, monkeypatch):
     pair = SimpleNamespace(engine=SimpleNamespace(max_slots=64))
     supervisor = launch.Supervisor(None, pair, on_step=lambda step: metrics.observe_step(step.stats))
     asyncio.run(supervisor._start_gang())
-    held = EngineStats(queued=3, running=2, slots_free=48, pages_reserved={"draft": 30}, pages_total={"draft": 100}, resamples=5)
+    held = EngineStats(queued=3, running=2, slots_free=48, pages_used={"draft": 30}, pages_total={"draft": 100}, resamples=5)
+    held.pages_cached, held.pages_leaked = {"draft": 16}, {"draft": 2}
     told["step"](Step(stats=held))
     told["lost"]()
-    assert supervisor.stats == EngineStats(slots_free=64, pages_reserved={"draft": 0}, pages_total={"draft": 100})
+    nothing = {"draft": 0}
+    assert supervisor.stats == EngineStats(slots_free=64, pages_used=nothing, pages_total={"draft": 100}, pages_leaked=nothing)
     assert [value(metrics, f"smc_{name}") for name in ("requests_queued", "requests_running", "slots_free")] == [0, 0, 64]
-    assert [value(metrics, f"smc_kv_pages_{what}", group="draft") for what in ("reserved", "free", "capacity")] == [0, 100, 100]
+    pages = [value(metrics, f"smc_kv_pages_{what}", group="draft") for what in ("used", "cached", "leaked", "free", "capacity")]
+    assert pages == [0, 0, 0, 100, 100]
     assert value(metrics, "smc_resamples_total") == 5, "what has happened stays"
 
 
@@ -146,7 +166,8 @@ def test_two_services_do_not_share_numbers(metrics):
 
 def test_a_served_request_moves_them(pair):
     with serving(pair, metrics_port=0) as service, service.client() as client:
-        answers = [client.generate([Message("user", "How many?")], particles=4, seed=i, max_tokens=30) for i in range(3)]
+        question = [Message("user", "Mia has 12 apples. She buys 30 more. How many now?")]
+        answers = [client.generate(question, particles=4, seed=i, max_tokens=30) for i in range(3)]
         with pytest.raises(ServiceError):
             client.generate("x", particles=0)
         service.wait_until_free()
@@ -160,7 +181,13 @@ def test_a_served_request_moves_them(pair):
     assert 0 < float(shown["smc_inter_token_latency_seconds_count"]) < tokens
     assert float(shown["smc_e2e_request_latency_seconds_sum"]) == pytest.approx(sum(answer.seconds for answer in answers), rel=0.5)
     assert sum(float(v) for k, v in shown.items() if k.startswith("smc_requests_total{")) == 4
-    assert float(shown['smc_kv_pages_reserved{group="draft"}']) == float(shown["smc_requests_running"]) == 0
+    assert float(shown['smc_kv_pages_leaked{group="draft"}']) == float(shown["smc_requests_running"]) == 0
+    for group in ("draft", "target"):
+        pages = {what: float(shown[f'smc_kv_pages_{what}{{group="{group}"}}']) for what in ("used", "cached", "free", "capacity")}
+        assert 0 < pages["cached"] <= pages["used"] == pages["capacity"] - pages["free"]
+        queries, hits = (float(shown[f'smc_prefix_cache_{what}_total{{group="{group}"}}']) for what in ("queries", "hits"))
+        assert queries == sum(answer.usage.prompt_tokens for answer in answers)
+        assert hits >= sum(answer.usage.cached_tokens for answer in answers) > 0
     assert float(shown["smc_slots_free"]) == float(shown["smc_slots_capacity"]) == 64
     for group, name in (("draft", "draft_tokens"), ("target", "target_tokens")):
         assert float(shown[f'smc_model_tokens_total{{group="{group}"}}']) == sum(getattr(a.statistics, name) for a in answers)

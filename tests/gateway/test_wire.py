@@ -17,8 +17,10 @@ from services.pb import coordinator_pb2
 from services.pb import generation_pb2 as pb
 from services.wire.generation import from_finish, from_sampling, from_update, to_finish, to_sampling, to_update
 from services.wire.sampling import FINISH_REASONS, METHODS, SCHEMES, sampling_message
+from services.wire.steps import from_response, to_response
 from smc.algorithm import resampling
 from smc.engine.request import Answer, FinishReason, Method, Output, Request, SamplingParams, Statistics
+from smc.engine.stats import EngineStats
 
 positive = st.floats(1e-6, 1e6)
 share = st.floats(0.0, 1.0)
@@ -53,7 +55,10 @@ def settings_of(draw) -> dict:
             "ess_threshold": share,
             "resampling": st.sampled_from(sorted(SCHEMES)),
         }
-    return {"method": method} | {name: draw(values) for name, values in possible.items() if draw(st.booleans())}
+    chosen = {"method": method} | {name: draw(values) for name, values in possible.items() if draw(st.booleans())}
+    if method == "smc" and draw(st.booleans()):
+        chosen["min_particles"] = draw(st.integers(1, chosen.get("particles", 8)))
+    return chosen
 
 
 @given(settings_of(), st.booleans())
@@ -115,6 +120,8 @@ statistics = st.builds(
     rounds=int32,
     resamples=int32,
     collapses=int32,
+    particles_left=st.integers(1, 64),
+    preemptions=int32,
     mean_ess=number,
     min_ess=number,
     log_z=number,
@@ -144,6 +151,7 @@ def outputs(draw) -> Output:
             seconds=1.0,
             logprobs=tuple(draw(logprob) for _ in ids) if ids and draw(st.booleans()) else None,
             error=draw(text) if reason is FinishReason.ERROR else None,
+            cached_tokens=draw(int32),
         )
     return Output("id", ids, words, answer)
 
@@ -165,9 +173,21 @@ def test_news_round_trips(output):
 def test_the_end_of_an_answer_round_trips(output):
     answer = output.answer
     finish = sent(to_finish(answer))
-    assert finish.usage.completion_tokens == len(answer.tokens)
+    assert (finish.usage.completion_tokens, finish.usage.cached_tokens) == (len(answer.tokens), answer.cached_tokens)
     assert same(Output("id", answer=from_finish(finish, "id", answer.tokens, answer.text)), Output("id", answer=answer))
     assert not to_finish(answer, statistics=False).HasField("statistics")
+
+
+by_side = st.dictionaries(st.sampled_from(("draft", "target")), count)
+
+
+@given(
+    st.builds(EngineStats, **{f.name: by_side if f.type.startswith("dict") else int32 for f in fields(EngineStats) if "list" not in f.type})
+)
+def test_the_state_of_the_engine_round_trips(stats):
+    """What a side does not have stays absent: pages that leak are not known while requests run."""
+    stats.ess_shares, stats.committed_lags = [0.5, 1.0], [0, 7]
+    assert from_response(sent(to_response(Step(stats=stats)))).stats == stats
 
 
 def test_a_finish_reason_that_nobody_knows():

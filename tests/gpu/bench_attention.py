@@ -22,6 +22,7 @@ from torch import Tensor
 
 from smc.attention.kernels import SharedPrefixAttention
 from smc.attention.step import step_attention
+from smc.kernels.rows import Groups, Tables
 from smc.kernels.store import store_kv
 
 HEADS, OWN, BANDWIDTH = (32, 8), 24, 4.26e12  # OWN: positions of a row before its new tokens; bytes/s as measured on an H200.
@@ -34,15 +35,21 @@ SETTINGS = {
     "x64 w4": {"block_x": 64, "warps": 4},
     "p128": {"block_p": 128, "stages": 2, "warps": 8},
     "4 tiles": {"min_tiles": 4},
-    "splits 8": {"splits": 8},
-    "splits 33": {"splits": 33},
+    "pieces 8": {"pieces": 8},
+    "pieces 33": {"pieces": 33},
+    "tails": {"tails": True},
     "short": {"short": True},
+    "short tails": {"short": True, "tails": True},
     "short p32": {"short": True, "direct_p": 32},
     "short p128": {"short": True, "direct_p": 128, "direct_stages": 2},
     "short warps 1": {"short": True, "direct_warps": 1},
     "short warps 4": {"short": True, "direct_warps": 4},
     "short y32": {"short": True, "block_y": 32},
 }
+
+
+def full(count: int, value: int) -> Tensor:
+    return torch.full((count,), value, dtype=torch.int32, device="cuda")
 
 
 @dataclass(frozen=True)
@@ -79,12 +86,20 @@ class Inputs:
     def floor_us(self) -> float:
         return (self.keys[0].numel() - self.keys[0, 0].numel()) * 4 / BANDWIDTH * 1e6
 
-    def arguments(self) -> tuple[Tensor, ...]:
-        full = lambda n, value: torch.full((n,), value, dtype=torch.int32, device="cuda")  # noqa: E731
-        return (
-            *(torch.cat((self.prefix_GL.expand(self.rows, -1), self.own_RW), 1), full(1, self.rows), full(1, self.context)),
-            *(full(self.rows, self.context + OWN), full(self.rows, self.queries)),
-        )
+    def tables(self, tails: bool = False) -> Tables:
+        """Every row has a slot; with `tails` its new tokens' pages are its own."""
+        table_SL = torch.cat((self.prefix_GL.expand(self.rows, -1), self.own_RW), 1)
+        slot_R = torch.arange(self.rows, dtype=torch.int32, device="cuda")
+        if not tails:
+            return Tables(table_SL, slot_R)
+        return Tables(table_SL, slot_R, self.own_RW[:, OWN:].contiguous(), full(self.rows, self.context + OWN))
+
+    def groups(self) -> Groups:
+        return Groups(full(self.rows, 0), full(1, 0), full(1, self.rows), full(1, self.context))
+
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        """Start and count of every row."""
+        return full(self.rows, self.context + OWN), full(self.rows, self.queries)
 
     def reference(self) -> Tensor:
         """Layer 0 in float64, row by row."""
@@ -105,13 +120,23 @@ Call = Callable[[int], Tensor]
 """Attend on one layer."""
 
 
+def attention_of(inputs: Inputs, setting: dict) -> SharedPrefixAttention:
+    shape = (1, inputs.rows, inputs.queries)
+    return SharedPrefixAttention(*shape, HEADS, inputs.q_THD.shape[-1], torch.bfloat16, "cuda", LONGEST, **setting)
+
+
 def kernels(inputs: Inputs, setting: dict) -> Call:
-    dim = inputs.q_THD.shape[-1]
-    setting, short = {name: value for name, value in setting.items() if name != "short"}, "short" in setting
-    attention = SharedPrefixAttention(1, inputs.rows, inputs.queries, HEADS, dim, torch.bfloat16, "cuda", LONGEST, **setting)
+    tuning = {name: value for name, value in setting.items() if name not in ("short", "tails")}
+    attention = attention_of(inputs, tuning)
+    prepared = attention.prepare(inputs.tables("tails" in setting), inputs.groups(), *inputs.bounds(), short="short" in setting)
     out_THD = torch.full(inputs.q_THD.shape, torch.nan, dtype=torch.bfloat16, device="cuda")
-    arguments = inputs.arguments()
-    return lambda layer: attention.run(inputs.q_THD, inputs.keys[layer], inputs.values[layer], *arguments, out_THD, short)
+    return lambda layer: attention.run(inputs.q_THD, inputs.keys[layer], inputs.values[layer], prepared, out_THD)
+
+
+def prepare(inputs: Inputs) -> Call:
+    """What comes once a pass, and not once a layer."""
+    attention, arguments = attention_of(inputs, {}), (inputs.tables(tails=True), inputs.groups(), *inputs.bounds())
+    return lambda _layer: attention.prepare(*arguments).page_T
 
 
 def cascade(inputs: Inputs) -> Call:
@@ -170,13 +195,10 @@ def step(inputs: Inputs) -> Call:
     """Storing and attending in one launch. After the others: it writes pages."""
     if inputs.queries != 1:
         raise ValueError("a step has one query a row")
-    table_RL, size_G, _, start_R, count_R = inputs.arguments()
-    rope, out_THD = (
-        torch.randn(LONGEST + 64, inputs.q_THD.shape[-1], device="cuda"),
-        torch.empty(inputs.q_THD.shape, dtype=torch.bfloat16, device="cuda"),
-    )
-    index = (table_RL, size_G, start_R, count_R)
-    return lambda layer: step_attention(inputs.qkv, inputs.keys[layer], inputs.values[layer], rope, *index, out_THD)
+    tables, bounds = inputs.tables(), inputs.bounds()
+    rope = torch.randn(LONGEST + 64, inputs.q_THD.shape[-1], device="cuda")
+    out_THD = torch.empty(inputs.q_THD.shape, dtype=torch.bfloat16, device="cuda")
+    return lambda layer: step_attention(inputs.qkv, inputs.keys[layer], inputs.values[layer], rope, tables, *bounds, out_THD)
 
 
 def microseconds(call: Call, calls: int) -> float:
@@ -241,6 +263,7 @@ def main() -> None:
                 if not options.no_flashinfer:
                     builds |= {"flashinfer cascade": lambda: cascade(inputs), "flashinfer decode": lambda: decode(inputs)}  # noqa: B023
                 lines = [measure(name, inputs, build, reference_THD) for name, build in builds.items()]
+                lines.append(measure("prepare", inputs, lambda: prepare(inputs), None))  # noqa: B023
                 lines.append(measure("store", inputs, lambda: store(inputs), None))  # noqa: B023
                 lines.append(measure("step, with store", inputs, lambda: step(inputs), None))  # noqa: B023
                 case = {"shape": shape, "rows": rows, "context": context, "floor_us": round(inputs.floor_us, 2)}

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from smc import laws
+from smc.algorithm.bounds import Bounds
 from smc.algorithm.selection import select as torch_select
 from smc.kernels.linear import Tiling, choose, gate_up_silu, linear, reduce
 from smc.kernels.norm import add_norm, silu_mul
@@ -198,17 +199,17 @@ def bench_norm(features: int, rows: int) -> None:
 
 
 def bench_selection(groups: int, n: int, branches: int) -> None:
-    candidates = random(groups, n, branches, dtype=torch.float64, scale=2.0)
-    size_G, threshold_G = torch.full((groups,), n, device="cuda"), torch.full((groups,), 0.9, dtype=torch.float64, device="cuda")
-    uniforms = torch.rand(2, groups, n * branches, dtype=torch.float64, device="cuda")
-    rest = (size_G, threshold_G, uniforms[0], uniforms[1, :, :n].contiguous())
-    made = select(candidates, *rest)
-    expected = torch_select(candidates, size_G, threshold_G, ["systematic"] * groups, *rest[2:])
-    for name, value in vars(expected).items():
-        torch.testing.assert_close(getattr(made, name).to(value.dtype), value, atol=1e-12, rtol=1e-12)
-    for warps in (1, 2, 4):
-        us = microseconds(lambda c, w=warps: select(c, *rest, warps=w), [candidates])
-        note(f"select {groups}x{n}x{branches} warps {warps}", us, candidates.numel() * 8)
+    places, full = groups * n, torch.full((groups,), n, dtype=torch.int32, device="cuda")
+    candidates = torch.randn(places, branches, dtype=torch.float64, device="cuda") * 3
+    bounds = Bounds(torch.arange(groups, dtype=torch.int32, device="cuda") * n, full, full, full)
+    seed_G = torch.arange(groups, device="cuda")
+    rest = (torch.ones(places, dtype=torch.bool, device="cuda"), bounds, torch.full((groups,), 0.5, dtype=torch.float64, device="cuda"))
+    rest = (*rest, torch.zeros(groups, dtype=torch.int32, device="cuda"), seed_G, torch.ones_like(seed_G))
+    made, expected = select(candidates, *rest), torch_select(candidates, *rest)
+    assert torch.equal(made.ancestor_A, expected.ancestor_A) and torch.equal(made.branch_A, expected.branch_A)
+    for w in (4, 8):
+        us = microseconds(lambda c, w=w: select(c, *rest, warps=w), [candidates])
+        note(f"select {groups}x{n}x{branches} warps {w}", us, candidates.numel() * 8)
 
 
 def main() -> None:

@@ -9,9 +9,9 @@ import torch
 
 from smc import demo
 from smc.demo.problems import generate
-from smc.engine.config import EngineConfig
 from smc.engine.local import ModelPair, local_engine
 from smc.engine.request import Method, Request, SamplingParams
+from smc.runtime.config import EngineConfig
 from tests.engine.harness import answers
 
 FORMS = [EngineConfig(form="lockstep", block=8), EngineConfig(block=5, branches=4), EngineConfig(block=8, branches=2, cohorts=2)]

@@ -16,11 +16,11 @@ from services.launch.errors import GangError
 from services.launch.processes import Processes
 from smc import demo
 from smc.demo.problems import generate
-from smc.engine.config import EngineConfig
 from smc.engine.local import ModelPair, local_engine
 from smc.engine.request import Method, Request, SamplingParams
 from smc.models.loader import save_model
 from smc.models.presets import random_model
+from smc.runtime.config import EngineConfig
 from tests.engine.harness import answers
 
 FORMS = {"look-ahead": EngineConfig(block=5, branches=4), "lockstep": EngineConfig(form="lockstep", block=8, cohorts=2)}

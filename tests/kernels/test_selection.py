@@ -1,75 +1,179 @@
 """The device's choice of candidates against the torch one.
 
-Axes: G groups, N particles, F branches.
+Axes: A places, G groups, N particles, F branches.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from smc.algorithm.bounds import MAX_PARTICLES, Bounds
+from smc.algorithm.resampling import SCHEME_NAMES
+from smc.algorithm.selection import Selection
 from smc.algorithm.selection import select as reference
+from smc.kernels import selection
 from smc.kernels.selection import select
+from smc.philox import Purpose, uniforms
+from tests.algorithm.packing import Population, pack, random_candidates
+from tests.kernels.conftest import DEVICE
 
-SHAPES = [(1, 1), (2, 3), (3, 1), (4, 4), (8, 1), (8, 8), (13, 3), (32, 4), (64, 16)]
-GROUPS = 12
-
-
-def population(n: int, branches: int, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-    """Random candidates of many shapes of weights, sizes, thresholds and uniforms; every group of a kind of its own."""
-    spread_G = torch.tensor([0.01, 0.1, 1.0, 3.0, 10.0, 200.0]).repeat(GROUPS // 6).double()
-    logw_GNF = torch.randn(GROUPS, n, branches, generator=generator, dtype=torch.float64) * spread_G[:, None, None] - 300
-    dropped_GNF = torch.rand(GROUPS, n, branches, generator=generator) < torch.rand(GROUPS, 1, 1, generator=generator) - 0.3
-    logw_GNF[dropped_GNF] = -math.inf
-    logw_GNF[1, 0] += 50.0  # one heavy particle
-    logw_GNF[2] = -math.inf
-    logw_GNF[3, :, 1:] = -math.inf  # ended particles: one branch holds all
-    logw_GNF[4] = -1.5  # identical: ESS = N up to rounding
-    size_G = torch.randint(1, n + 1, (GROUPS,), generator=generator)
-    size_G[::2] = n
-    threshold_G = torch.tensor([1.0, 0.5, 0.0]).double().repeat_interleave(GROUPS // 3)[torch.randperm(GROUPS, generator=generator)]
-    uniforms = torch.rand(GROUPS, 2 * n * branches, generator=generator, dtype=torch.float64)
-    return logw_GNF, size_G, threshold_G, uniforms, torch.rand(GROUPS, n, generator=generator, dtype=torch.float64)
+NO_WEIGHT = -math.inf
+ON_GPU = DEVICE.type == "cuda"
 
 
-def assert_same(device: torch.device, *arguments: torch.Tensor) -> None:
-    candidates, size_G, threshold_G, uniforms_GU, branch_uniforms_GN = arguments
-    expected = reference(candidates, size_G, threshold_G, ["systematic"] * len(size_G), uniforms_GU, branch_uniforms_GN)
-    actual = select(*(argument.to(device) for argument in arguments))
-    for name in ("ancestor_GN", "branch_GN", "resampled_G", "collapsed_G"):
-        assert torch.equal(getattr(actual, name).cpu().to(getattr(expected, name).dtype), getattr(expected, name)), name
-    for name in ("logw_GN", "log_z_G", "ess_G"):
-        torch.testing.assert_close(getattr(actual, name).cpu(), getattr(expected, name), atol=1e-12, rtol=1e-12)
+def on_device(arguments: dict[str, object]) -> dict[str, object]:
+    """The groups' bounds are a dataclass of tensors."""
+    bounds = Bounds(*(getattr(arguments["groups"], field.name).to(DEVICE) for field in dataclasses.fields(Bounds)))
+    return {name: bounds if name == "groups" else value.to(DEVICE) for name, value in arguments.items()}
 
 
-@pytest.mark.parametrize("n, branches", SHAPES)
-def test_equals_the_torch_choice(device, n, branches):
-    generator = torch.Generator().manual_seed(n * 100 + branches)
-    for _ in range(20 if device.type == "cuda" else max(1, 24 // (n * branches))):
-        assert_same(device, *population(n, branches, generator))
+def assert_same(populations: list[Population], padding: int = 0, padding_groups: int = 0) -> Selection:
+    """Returns the kernel's selection."""
+    arguments = pack(populations, padding, padding_groups)
+    expected, made = reference(**arguments), select(**on_device(arguments))
+    made = Selection(*(getattr(made, field.name).cpu() for field in dataclasses.fields(Selection)))
+    for name in ("ancestor_A", "branch_A", "alive_A", "resampled_G", "collapsed_G"):
+        assert torch.equal(getattr(made, name), getattr(expected, name)), name
+    for name in ("logw_A", "log_z_G", "ess_G"):
+        torch.testing.assert_close(getattr(made, name), getattr(expected, name), atol=1e-12, rtol=1e-12)
+    return made
 
 
+@pytest.mark.parametrize("offset", [0, -744, -746, -900, -1e5, 1e5])
+@pytest.mark.parametrize("places", ["dead", "weightless", "another group's"])
+def test_where_no_weight_is_near_one_no_place_without_weight_is_chosen(offset, places):
+    """Six particles, and two places beside them that offer nothing."""
+    candidates_NF = random_candidates(6, 1, 3) + offset
+    wide_NF = torch.cat((candidates_NF, torch.full((2, 1), NO_WEIGHT, dtype=torch.float64)))
+    group = {
+        "dead": Population(wide_NF, 1.0, dead=(6, 7)),
+        "weightless": Population(wide_NF, 1.0),
+        "another group's": Population(candidates_NF, 1.0),
+    }[places]
+    made = assert_same([group, replace(group, scheme="residual", seed=4), replace(group, threshold=0.0)], padding=3, padding_groups=2)
+    assert made.resampled_G.tolist() == [True, True, False, False, False]
+    assert (made.ancestor_A[: group.size][made.alive_A[: group.size]] < 6).all()
+
+
+@st.composite
+def candidates(draw, size: int, branches: int) -> torch.Tensor:
+    """Log-weights of one group: of any spread, far from 0, some or all zero weight, all equal, or all of it on one."""
+    logw_NF = random_candidates(size, branches, draw(st.integers(0, 10**6)), draw(st.sampled_from([0.01, 1.0, 10.0, 300.0])))
+    kind = draw(st.sampled_from(["any", "any", "any", "first branches", "equal", "one", "none"]))
+    if kind == "first branches":  # as particles that have ended
+        logw_NF[:, 1:] = NO_WEIGHT
+    elif kind == "equal":
+        logw_NF[:] = -1.5
+    elif kind == "one":
+        only = draw(st.integers(0, size - 1)), draw(st.integers(0, branches - 1))
+        logw_NF[:] = NO_WEIGHT
+        logw_NF[only] = 0.0
+    elif kind == "none":
+        logw_NF[:] = NO_WEIGHT
+    return logw_NF + draw(st.sampled_from([0.0, -700.0, -750.0, -3000.0, -1e5, 1e5]))
+
+
+@st.composite
+def populations(draw, branches: int) -> Population:
+    size = draw(st.integers(1, 9))
+    dead = draw(st.sets(st.integers(0, size - 1), max_size=size - 1))
+    return Population(
+        draw(candidates(size, branches)),
+        threshold=draw(st.sampled_from([0.0, 0.5, 1.0, 1.0])),
+        scheme=draw(st.sampled_from(SCHEME_NAMES)),
+        seed=draw(st.integers(-(2**63), 2**63 - 1)),
+        draws=draw(st.none() | st.integers(1, size)),
+        dead=tuple(dead),
+        round=draw(st.integers(1, 2**31)),
+    )
+
+
+@settings(max_examples=400 if ON_GPU else 25, deadline=None)
+@given(st.data(), st.sampled_from([1, 2, 3, 5]), st.integers(0, 3), st.integers(0, 3))
+def test_equals_the_torch_choice(data, branches, padding, padding_groups):
+    assert_same(data.draw(st.lists(populations(branches), min_size=1, max_size=5)), padding, padding_groups)
+
+
+LARGEST = (MAX_PARTICLES, 32)
+SHAPES = [(1, 1), (1, 32), (2, 3), (8, 8), (16, 4), (17, 4), (32, 32), (33, 32), (64, 1), (63, 17), LARGEST]
+
+
+@pytest.mark.parametrize("size, branches", SHAPES)
+def test_equals_the_torch_choice_up_to_the_largest_shape(size, branches):
+    """Every scheme, to as many particles and to fewer; more in places that held none."""
+    groups = []
+    for g, scheme in enumerate(SCHEME_NAMES):
+        candidates_NF = random_candidates(size, branches, 10 * size + g, spread=2.0) - 1e5 * (g % 2)
+        dead, draws = [((), None), ((), (size + 1) // 2), (tuple(range(1, size, 3)), size)][g % 3]
+        groups.append(Population(candidates_NF, 1.1, scheme, g, draws, dead))
+    made = assert_same([*groups, replace(groups[0], threshold=0.0)], padding=1)
+    assert made.resampled_G.tolist() == [True] * len(SCHEME_NAMES) + [False]
+
+
+@pytest.mark.parametrize("scheme", SCHEME_NAMES)
+def test_identical_particles_are_left_alone_and_shrink_and_grow_alike(scheme):
+    """ESS = N up to rounding; and parts of an expectation that add up to 1, up to rounding, with which SSP has to deal."""
+    even = [Population(torch.full((size, 2), -900.3, dtype=torch.float64), 1.0, scheme, seed=size) for size in (3, 7, 12)]
+    changed = [replace(even[2], draws=6), replace(even[1], draws=5), replace(even[2], dead=(1, 2, 4, 8), draws=12)]
+    made = assert_same([*even, *changed])
+    assert made.resampled_G.tolist() == [False] * 3 + [True] * 3
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_group_with_nan_keeps_its_places_and_disturbs_no_other(bad):
+    broken_NF = random_candidates(5, 2, 1)
+    broken_NF[2, 1] = bad
+    fine = Population(random_candidates(4, 2, 2), seed=3)
+    arguments = pack([fine, Population(broken_NF, draws=3), fine])
+    expected, made = reference(**arguments), select(**on_device(arguments))
+    for name in ("ancestor_A", "logw_A", "alive_A", "resampled_G", "collapsed_G"):
+        torch.testing.assert_close(getattr(made, name).cpu(), getattr(expected, name))
+    assert made.ancestor_A[4:9].tolist() == [4, 5, 6, 7, 8]
+    assert made.alive_A[4:9].tolist() == [True] * 3 + [False] * 2
+
+
+@pytest.mark.parametrize("threshold", [1.1, 0.0])
+def test_points_on_edges_choose_no_candidate_without_weight(threshold):
+    """Weights end where the points of a systematic draw lie, or where the uniform that picks a branch does, up to rounding, beside
+    candidates without weight: what is chosen may differ from the reference, but must have weight."""
+    groups = []
+    for seed in range(12):
+        shift = uniforms(np.array([seed]), np.array([1]), np.array([0 if threshold else 1 << 20]), Purpose.SELECTION).item()
+        weights_NF = torch.zeros(8, 4, dtype=torch.float64)
+        weights_NF[0, 1], weights_NF[1:7, 1], weights_NF[7, 2] = shift / 8, 1 / 8, (1 - shift) / 8 + 1e-300
+        weights_NF[0, 3] = 1e-17 if threshold else (1 - shift) / 8
+        groups.append(Population(weights_NF.log() - 800, threshold, "systematic", seed))
+    arguments = pack(groups)
+    assert_chosen_have_weight(arguments, select(**on_device(arguments)))
+
+
+@pytest.mark.skipif(ON_GPU, reason="a compiled kernel's uniforms cannot be replaced")
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2.0**-53])
-def test_grid_points_on_the_edges_choose_no_candidate_without_weight(device, uniform):
-    """Uniforms at both ends put points on the edges of intervals: what is chosen may differ, but must have weight."""
-    generator = torch.Generator().manual_seed(5)
-    logw_GNF, size_G, _, uniforms_GU, branch_GN = population(8, 4, generator)
-    logw_GNF[:, 0] = logw_GNF[:, -1] = -math.inf
-    size_G[:] = 8
-    ones_G, branch_GN = torch.full((GROUPS,), 1.1, dtype=torch.float64), torch.full_like(branch_GN, uniform)
-    for threshold_G in (ones_G, ones_G * 0):
-        arguments = (logw_GNF, size_G, threshold_G, torch.full_like(uniforms_GU, uniform), branch_GN)
-        made = select(*(argument.to(device) for argument in arguments))
-        family_GNF = logw_GNF.gather(1, made.ancestor_GN.cpu().long()[..., None].expand(-1, -1, 4))
-        chosen_GN = family_GNF.gather(2, made.branch_GN.cpu().long()[..., None])[..., 0]
-        has_weight_GN = (family_GNF > -math.inf).any(-1)
-        assert (chosen_GN > -math.inf)[has_weight_GN].all()
-        if threshold_G[0] > 0:
-            assert has_weight_GN[~made.collapsed_G.cpu()].all()
+def test_uniforms_at_the_ends_choose_no_candidate_without_weight(uniform, monkeypatch):
+    monkeypatch.setattr(selection, "_uniform", lambda _, position_X, __: position_X.to(tl.float64) * 0 + uniform)
+    groups = []
+    for scheme in SCHEME_NAMES:
+        candidates_NF = random_candidates(8, 4, 5)
+        candidates_NF[[0, -1]] = NO_WEIGHT
+        groups += [Population(candidates_NF, threshold, scheme) for threshold in (1.1, 0.0)]
+    arguments = pack(groups)
+    assert_chosen_have_weight(arguments, select(**arguments))
 
 
-def test_too_many_candidates_are_refused(device):
-    with pytest.raises(ValueError, match="1024"):
-        select(*population(128, 16, torch.Generator().manual_seed(1)))
+def assert_chosen_have_weight(arguments: dict[str, object], made: Selection) -> None:
+    """Of particles whose families have any; all where a group was resampled."""
+    family_AF = arguments["candidates_AF"][made.ancestor_A.cpu()]
+    chosen_A = family_AF.gather(1, made.branch_A.cpu()[:, None])[:, 0]
+    has_weight_A = (family_AF > NO_WEIGHT).any(-1)
+    assert (chosen_A > NO_WEIGHT)[has_weight_A].all()
+    resampled_A = made.resampled_G.cpu().repeat_interleave(arguments["groups"].size_G)
+    assert has_weight_A[resampled_A].all()

@@ -6,6 +6,7 @@ Axes: R rows, V vocabulary, D draws.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -82,6 +83,16 @@ def test_of_equal_entries_the_first_are_kept(spec, kept):
     both = law_spec(spec, spec)
     found_RV = law_after(logits_RV, both.temperature_R, cut_of(logits_RV, both, block=16))
     assert (found_RV > -torch.inf).int().tolist() == [[1] * kept + [0] * (100 - kept)] * 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_of_the_smallest_share_the_likeliest_token_is_left(dtype):
+    """The first of them, where several are; 1e-50 is 0 in float32."""
+    specs = [replace(of, top_p=top_p) for of in (Spec(), Spec(0.7, top_k=3), Spec(0.0), Spec(min_p=0.1)) for top_p in (1e-50, 1e-30)]
+    logits_RV, spec = torch.tensor([[1.0, 3.0, -2.0, 3.0]] * len(specs), dtype=dtype, device=DEVICE), law_spec(*specs)
+    for some_RV in (logits_RV, torch.where(logits_RV[0] == 1, 1.0, -math.inf).to(logits_RV).expand_as(logits_RV).contiguous()):
+        found_RV = law_after(some_RV, spec.temperature_R, cut_of(some_RV, spec))
+        assert found_RV.exp().tolist() == [[float(v == some_RV[0].argmax()) for v in range(4)]] * len(specs)
 
 
 def test_real_vocabulary_in_default_blocks():

@@ -21,10 +21,10 @@ from services.launch.errors import GangError
 from services.launch.measure import GangMachine, measure, placed
 from services.launch.processes import Processes, see_only
 from smc import demo
-from smc.engine.config import EngineConfig
 from smc.engine.local import ModelPair, local_engine
 from smc.engine.request import Method, Request, SamplingParams
 from smc.evaluation.speed import Bench, Mode, median_length, unattended
+from smc.runtime.config import EngineConfig
 from tests.engine.harness import answers
 
 pytestmark = pytest.mark.xdist_group("ray")
@@ -138,16 +138,16 @@ def test_time_in_which_nobody_works_is_counted_once():
     rounds = [{"draft": (at, at + 60), "target": (at + 20, at + 80), "choose": (at + 85, at + 95)} for at in (1000, 1100, 1200)]
     assert math.isclose(unattended(rounds), 1e-9 * (5 + 5))
     assert unattended(rounds[:1]) == 0.0
-    assert math.isclose(median_length(rounds, "choose"), 1e-8) and median_length(rounds, "go on") == 0.0
+    assert math.isclose(median_length(rounds, "choose"), 1e-8) and median_length(rounds, "follow") == 0.0
 
 
 def test_a_trace_of_timed_rounds(tmp_path, smcserve):
     """Whatever was done stands in the lane of who did it."""
-    plan, path = SpeedPlan((1, 1), ("lookahead",), (2,), (3,), (2,), (16,), (1,), 3, {}), tmp_path / "trace.json"
+    plan, path = SpeedPlan((1, 1), ("lookahead",), (2,), (3,), (2,), (16,), (1,), 3, {}, True), tmp_path / "trace.json"
     with closing(GangMachine(replace(CONFIG, link="grpc"))) as machine:
         (row,) = timed(plan, machine, 2, path)
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
-    done = {(LANES["draft"], "draft"), (LANES["target"], "target"), (LANES["target"], "choose"), (LANES["target"], "go on")}
+    done = {(LANES["draft"], "draft"), (LANES["target"], "target"), (LANES["target"], "choose"), (LANES["target"], "follow")}
     assert done <= {(event["tid"], event["name"]) for event in events}
     assert row.mode == "lookahead" and len(events) > 12
     ran = smcserve("timeline", path, tmp_path / "picture.png")

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from services.link import codec
 from services.pb import particles_pb2 as pb
-from smc.engine.matcher import StopMatcher
-from smc.engine.messages import Draws, PromptBatch, PromptResult
 from smc.laws import LawSpec
 from smc.philox import Purpose
-from smc.resident.plan import RoundPlan, RoundResult, Start
+from smc.runtime.messages import Draws, PromptBatch, PromptResult
+from smc.runtime.plan import Join, Lineage, Program, RoundPlan, RoundResult
+from smc.stops import StopMachine
 
 examples = settings(max_examples=40, deadline=None)
 
@@ -44,7 +44,7 @@ def law(rng: np.random.Generator, r: int) -> LawSpec:
     top_p = np.ones(r, np.float32) if off else rng.random(r, dtype=np.float32)
     temperature = np.float32(rng.integers(0, 3, r))
     one = LawSpec.of(temperature, rng.integers(0, 5, r), top_p, np.zeros(r, np.float32), np.ones(r, np.float32))
-    return one.at_any_temperature() if rng.random() < 0.5 else one
+    return one.canonical() if rng.random() < 0.5 else one
 
 
 def draws(rng: np.random.Generator, r: int, d: int) -> Draws:
@@ -56,8 +56,8 @@ def draws(rng: np.random.Generator, r: int, d: int) -> Draws:
 @given(sizes(), st.booleans())
 def test_prompts(drawn, drawing):
     rng, r, d = drawn
-    counts, (rows, starts) = rng.integers(1, 4, r, dtype=np.int32), rng.integers(0, 2**31 - 1, (2, r), dtype=np.int32)
-    batch = PromptBatch(rows, starts, counts, rng.integers(0, 2**17, int(counts.sum())), draws(rng, r, d) if drawing else None)
+    counts, starts, pages = rng.integers(1, 4, r, dtype=np.int32), *rng.integers(0, 2**31 - 1, (2, r), dtype=np.int32)
+    batch = PromptBatch(pages, starts, counts, rng.integers(0, 2**17, int(counts.sum())), draws(rng, r, d) if drawing else None)
     assert equal(codec.to_prompt_batch(over_the_wire(codec.prompt_command(batch))), batch)
 
 
@@ -67,80 +67,102 @@ def test_prompt_result(drawn, drew):
     rng, r, d = drawn
     logp, log_z = (rng.standard_normal(shape).astype(np.float32) for shape in ((r, d), r))
     log_z[0] = np.nan
-    result = PromptResult(rng.integers(0, 99, (r, d), dtype=np.int32), logp, log_z) if drew else PromptResult()
+    result = (
+        PromptResult(rng.integers(0, 99, (r, d), dtype=np.int32), logp, log_z)
+        if drew
+        else PromptResult(np.zeros((r, 0), np.int32), np.zeros((r, 0), np.float32), log_z)
+    )
     assert equal(codec.to_prompt_result(over_the_wire(codec.prompt_outcome(result))), result)
 
 
 @examples
 @given(sizes(), st.booleans(), st.booleans())
-def test_a_group_joins_and_leaves(drawn, alone, matching):
-    rng, n, x = drawn
-    ints = [rng.integers(0, 2**31 - 1, n, dtype=np.int32) for _ in range(2)]
-    matcher = StopMatcher(rng.integers(0, 9, 50, dtype=np.int16), rng.integers(0, 9, (x + 2, 9), dtype=np.int16)) if matching else None
-    start = Start(ints[0], 3, 17, 99, ints[1], rng.random(n) < 0.5, rng.standard_normal(n), [2, 2**17], matcher, rng.integers(0, 9, n))
-    command = over_the_wire(codec.join_command(start, alone))
-    assert equal(codec.to_start(command), start) and command.alone == alone
-    command = over_the_wire(codec.leave_command(ints[0], alone))
-    assert equal(codec.to_slots(command), ints[0]) and command.alone == alone
-    assert equal(codec.to_rows(over_the_wire(codec.release_command(ints[1]))), ints[1])
+def test_a_group_joins(drawn, shared, stopping):
+    rng, n, q = drawn
+
+    def ints(*shape: int) -> np.ndarray:
+        return rng.integers(0, 2**31 - 1, shape, dtype=np.int32)
+
+    join = Join(
+        slots_N=ints(n),
+        pages_XL=ints(1 if shared else n, 7),
+        base=5,
+        limit=99,
+        end_N=ints(n),
+        pending_NQ=ints(n, q),
+        pending_N=ints(n),
+        logq_NQ=rng.standard_normal((n, q)).astype(np.float32),
+        ended_N=rng.random(n) < 0.5,
+        alive_N=rng.random(n) < 0.5,
+        text_N=ints(n),
+        logw_N=rng.standard_normal(n),
+        stops=3,
+        machine=StopMachine.of([7, 2**17], [b"ab", "ü".encode()]) if stopping else None,
+    )
+    found = codec.to_join(over_the_wire(codec.join_command(join)))
+    assert equal(found, join)
+    if stopping:
+        assert np.array_equal(found.machine.next_XB, join.machine.next_XB)
 
 
 @examples
-@given(sizes(), st.booleans(), st.sampled_from([None, "systematic", "ssp"]))
-def test_a_round(drawn, flag, scheme):
-    rng, g, m = drawn
-    a = g * m
+@given(sizes(), st.booleans(), st.sampled_from(Program), st.integers(1, 3), st.integers(0, 3))
+def test_a_round(drawn, flag, program, f, b):
+    rng, a, q = drawn
 
-    def ints(size: int, dtype: type = np.int64) -> np.ndarray:
-        return rng.integers(0, 2**31 - 1, size).astype(dtype)
+    def ints(*shape: int, dtype: type = np.int64) -> np.ndarray:
+        return rng.integers(0, 2**31 - 1, shape).astype(dtype)
 
+    of_group = {name: ints(a, dtype=np.int32) for name in ("first_G", "size_G", "count_G", "draws_G", "shared_G", "scheme_G")}
     plan = RoundPlan(
-        schemes=(scheme,) * g,
+        program=program,
         short=flag,
-        matching=not flag,
+        columns=77,
         target_law=law(rng, a),
         draft_law=law(rng, a),
-        slots_A=ints(a),
+        slot_A=ints(a),
+        group_A=ints(a),
         particle_A=ints(a),
         seed_A=rng.integers(-(2**63), 2**63 - 1, a, dtype=np.int64),
         round_A=ints(a),
-        position_A=ints(a),
-        room_A=ints(a),
         alpha_A=rng.random(a),
-        size_G=ints(g),
-        shared_G=ints(g, np.int32),
-        threshold_G=rng.random(g),
-        uniforms_GU=rng.random((g, 1 if flag else 4 * m)),
-        branch_uniforms_GM=rng.random((g, m)),
+        **of_group,
+        threshold_G=rng.random(a),
+        target_pages_AQ=ints(a, 0 if flag else q, dtype=np.int32),
+        begin_pages_AP=ints(a, 1 + flag, dtype=np.int32),
+        branch_pages_XB=ints(a * f, b, dtype=np.int32),
     )
-    command = over_the_wire(codec.round_command(plan, flag))
-    assert equal(codec.to_plan(command), plan) and command.alone == flag
+    found = codec.to_plan(over_the_wire(codec.round_command(plan)))
+    assert equal(found, plan) and found.key == plan.key
 
 
 @examples
-@given(sizes())
-def test_round_result(drawn):
-    rng, g, m = drawn
-    a, q = g * m, 5
+@given(sizes(), st.integers(0, 4))
+def test_round_result(drawn, w):
+    rng, a, q = drawn
     logp = rng.standard_normal((a, q)).astype(np.float32)
     logp[0, 0] = np.nan
     result = RoundResult(
         ancestor_A=rng.integers(0, a, a, dtype=np.int32),
-        grown_AQ=rng.integers(0, 2**17, (a, q - 1), dtype=np.int32),
+        alive_A=rng.random(a) < 0.5,
+        grown_AQ=rng.integers(0, 2**17, (a, q), dtype=np.int32),
         count_A=rng.integers(0, q, a, dtype=np.int32),
         ended_A=rng.random(a) < 0.5,
         logw_A=rng.standard_normal(a),
+        logq_AQ=logp + 1,
         logp_AQ=logp,
         first_logp_A=logp[:, 0].copy(),
-        log_z_G=rng.standard_normal(g),
-        ess_G=rng.random(g),
-        **{name: rng.random(g) < 0.5 for name in ("resampled_G", "collapsed_G", "draft_nan_G", "target_nan_G")},
+        log_z_G=rng.standard_normal(a),
+        ess_G=rng.random(a),
+        **{name: rng.random(a) < 0.5 for name in ("resampled_G", "collapsed_G", "draft_nan_G", "target_nan_G")},
+        lineage=Lineage(rng.integers(0, 99, (a, w), dtype=np.int32), rng.integers(0, 9, a, dtype=np.int32)),
     )
     assert equal(codec.to_result(over_the_wire(codec.round_outcome(result))), result)
+    assert equal(codec.to_lineage(over_the_wire(codec.round_outcome(result.lineage))), result.lineage)
 
 
 def test_arrays_can_be_written_to():
     """A read-only view of the message would make torch warn, and fail where it writes in place."""
-    rows = codec.to_rows(pb.ReleaseCommand(rows=b"\x01\x00\x00\x00"))
-    rows[0] = 5
-    assert rows.tolist() == [5]
+    pages = codec.to_prompt_batch(pb.PromptCommand(pages=b"\x01\x00\x00\x00")).pages_X
+    pages[0] = 5
+    assert pages.tolist() == [5]

@@ -59,14 +59,14 @@ def ping(sequence: int) -> pb.WorkRequest:
 def test_messages_of_any_size_in_order(link, size):
     with meeting(link) as (ends, leaders):
         for sequence in range(1, 4):
-            big = pb.ReleaseCommand(rows=bytes(range(256)) * (size // 256) + b"x" * (size % 256))
-            ends["draft"].send(pb.WorkRequest(version=LAYOUT_VERSION, epoch=EPOCH, sequence=2 * sequence - 1, release=big))
+            big = pb.JoinCommand(pages=bytes(range(256)) * (size // 256) + b"x" * (size % 256))
+            ends["draft"].send(pb.WorkRequest(version=LAYOUT_VERSION, epoch=EPOCH, sequence=2 * sequence - 1, join=big))
             ends["draft"].send(ping(2 * sequence))
-            assert leaders["draft"].coordinator.receive(5.0).release == big
+            assert leaders["draft"].coordinator.receive(5.0).join == big
             assert leaders["draft"].coordinator.receive(5.0) == ping(2 * sequence)
-            leaders["draft"].coordinator.send(pb.WorkResponse(sequence=sequence, prompt=pb.PromptOutcome(drawn=big.rows)))
+            leaders["draft"].coordinator.send(pb.WorkResponse(sequence=sequence, prompt=pb.PromptOutcome(drawn=big.pages)))
             response = ends["draft"].receive(5.0)
-            assert response.sequence == sequence and response.prompt.drawn == big.rows
+            assert response.sequence == sequence and response.prompt.drawn == big.pages
 
 
 def test_many_messages_before_the_first_is_received(link):
@@ -80,32 +80,32 @@ def test_many_messages_before_the_first_is_received(link):
 
 
 @pytest.mark.parametrize("sides", [("draft", "target"), ("target", "draft")])
-def test_what_one_leader_gives_the_other_takes(link, sides):
+def test_what_one_leader_sends_the_other_receives(link, sides):
     with meeting(link) as (_, leaders):
-        giver, taker = (leaders[side].peer for side in sides)
+        sender, receiver = (leaders[side].peer for side in sides)
         for sequence, (shape, dtype) in enumerate((((3, 2), torch.int32), ((1, 8), torch.int64), ((2, 5, 4, 3), torch.float32)), 4):
-            given, here = torch.randint(0, 99, shape).to(dtype), torch.empty(shape, dtype=dtype)
-            tensor = given.clone()
-            giver.give("blocks", sequence, tensor)
-            giver.give("choice", sequence, tensor + 1)
-            tensor.zero_()  # what was given is what was there when it was given
-            giver.settle()
+            sent, here = torch.randint(0, 99, shape).to(dtype), torch.empty(shape, dtype=dtype)
+            tensor = sent.clone()
+            sender.send("blocks", sequence, tensor)
+            sender.send("choice", sequence, tensor + 1)
+            tensor.zero_()  # what was sent is what was there when it was sent
+            sender.settle()
             for name, more in (("blocks", 0), ("choice", 1)):
-                taker.take(name, sequence, here, 5.0)
-                assert torch.equal(here, given + more)
+                receiver.receive(name, sequence, here, 5.0)
+                assert torch.equal(here, sent + more)
 
 
 @pytest.mark.parametrize(("name", "sequence"), [("first", 11), ("blocks", 10)])
 def test_a_message_out_of_turn_is_refused(link, name, sequence):
     with meeting(link) as (_, leaders):
-        leaders["draft"].peer.give("first", 10, torch.zeros(1, 1, dtype=torch.int64))
+        leaders["draft"].peer.send("first", 10, torch.zeros(1, 1, dtype=torch.int64))
         with pytest.raises(LinkError, match=f"expected {name}, number {sequence}"):
-            leaders["target"].peer.take(name, sequence, torch.zeros(1, 1, dtype=torch.int64), 5.0)
+            leaders["target"].peer.receive(name, sequence, torch.zeros(1, 1, dtype=torch.int64), 5.0)
 
 
 def test_silence_ends_at_the_deadline(link):
     with meeting(link) as (ends, leaders):
-        for wait in (lambda: ends["target"].receive(0.3), lambda: leaders["target"].peer.take("first", 1, torch.zeros(1), 0.3)):
+        for wait in (lambda: ends["target"].receive(0.3), lambda: leaders["target"].peer.receive("first", 1, torch.zeros(1), 0.3)):
             begin = time.monotonic()
             with pytest.raises(LinkError, match=r"0\.3 s"):
                 wait()
@@ -132,7 +132,7 @@ def test_strangers_are_not_let_in():
         caller = MessagePeer(StreamCaller(address, "guess", "Exchange"), EPOCH, pb.ExchangeRequest)
         with pytest.raises(LinkError):
             for number in range(100):
-                caller.give("first", number, torch.zeros(1, 1, dtype=torch.int64))
+                caller.send("first", number, torch.zeros(1, 1, dtype=torch.int64))
                 time.sleep(0.02)
         caller.close()
 

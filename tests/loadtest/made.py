@@ -17,7 +17,7 @@ from services.client import ModelDescription, ModelInfo, ServerInfo
 SERVER = ServerInfo("1.2.3", "lookahead", 8, 4, 64, "nccl", 1, True, 0, 0, 12.5)
 MODEL = ModelInfo(ModelDescription("big", "llama", 1000, 1), ModelDescription("small", "llama", 10, 1), 512, 512, (1,), True)
 SITE = Site(Endpoint("127.0.0.1:1"), SERVER, MODEL)
-QUIET = Sample(100.0, 0, 0, {'smc_kv_pages_reserved{group="draft"}': 0.0, 'smc_kv_pages_leaked{group="draft"}': 0.0}, epoch=SERVER.epoch)
+QUIET = Sample(100.0, 0, 0, {'smc_kv_pages_used{group="draft"}': 32.0, 'smc_kv_pages_leaked{group="draft"}': 0.0}, epoch=SERVER.epoch)
 
 
 def record(

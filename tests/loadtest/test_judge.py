@@ -49,7 +49,6 @@ def test_a_service_that_answers_nobody():
         (Sample(1.0, error="UNAVAILABLE: gone"), {"after the run"}),
         (Sample(1.0, 0, 0, epoch=2), {"no worker was lost"}),
         (Sample(1.0, 0, 0, {'smc_kv_pages_leaked{group="target"}': 3.0}), {"KV pages leaked"}),
-        (Sample(1.0, 0, 0, {'smc_kv_pages_reserved{group="target"}': 3.0}), {"KV pages reserved"}),
     ],
 )
 def test_what_is_left_behind(after, failing):
@@ -71,7 +70,6 @@ def test_overload_that_is_borne():
         "answered or refused": True,
         "memory flat: gateway": True,
         "after the run": True,
-        "KV pages reserved": True,
         "KV pages leaked": True,
     }
     assert headline(run) == "Overload was borne: at 2.03 requests/s, 2 times its capacity of 1, 1.02 a second were good."

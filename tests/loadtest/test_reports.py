@@ -17,8 +17,8 @@ from services.cli.terminal import finite
 from tests.loadtest.made import QUIET, made_run, record
 
 METRICS = {
-    'smc_kv_pages_reserved{group="draft"}': 40.0,
-    'smc_kv_pages_reserved{group="target"}': 30.0,
+    **{f'smc_kv_pages_used{{group="{group}"}}': 40.0 for group in ("draft", "target")},
+    **{f'smc_kv_pages_cached{{group="{group}"}}': 10.0 for group in ("draft", "target")},
     'smc_requests_rejected_total{cause="queue_full"}': 7.0,
     "process_resident_memory_bytes": 3e8,
 }

@@ -58,15 +58,15 @@ class Running:
         return time.monotonic() - begin
 
     def until_empty(self, timeout: float = 15) -> None:
-        """Nothing runs, nothing waits, and both workers, asked after that, count every page of their pools as free."""
+        """Nothing runs, nothing waits, and of both pools only the prefix cache holds anything."""
 
         def empty() -> bool:
             stats = self.supervisor.stats
-            return not (stats.running or stats.queued or any(stats.pages_reserved.values()) or any(stats.pages_leaked.values()))
+            return not (stats.running or stats.queued) and set(stats.pages_leaked.values()) == {0}
 
         self.until(empty, timeout, "the engine did not become empty")
         before, seen = self.supervisor.stats, 0
-        while seen < 2:  # signs of life, each of which asks the workers
+        while seen < 2:  # signs of life, each of which counts the pages
             self.until(lambda last=before: self.supervisor.stats is not last, timeout, "the coordinator gave no sign of life")
             before, seen = self.supervisor.stats, seen + 1
             assert empty(), f"not empty after all: {before}"

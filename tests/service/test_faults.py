@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from services.client import Message, ServiceError
-from smc.engine.config import EngineConfig
+from smc.runtime.config import EngineConfig
 
 pytestmark = pytest.mark.xdist_group("ray")
 

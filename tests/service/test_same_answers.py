@@ -8,9 +8,9 @@ import pytest
 
 from services.client import Message
 from smc.demo.problems import generate
-from smc.engine.config import EngineConfig
 from smc.engine.local import local_engine
 from smc.engine.request import Request, SamplingParams
+from smc.runtime.config import EngineConfig
 
 pytestmark = pytest.mark.xdist_group("ray")
 

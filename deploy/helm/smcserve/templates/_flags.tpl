@@ -24,6 +24,9 @@
 {{- $flags = concat $flags (list (list "draft-resource" "smc_draft") (list "target-resource" "smc_target")) -}}
 {{- end -}}
 {{- range $flags -}}{{- include "smcserve.flag" . -}}{{- end -}}
+{{- if not $v.engine.prefixCache }}
+--no-prefix-cache
+{{- end -}}
 {{- end -}}
 
 {{- define "smcserve.serveFlags" -}}

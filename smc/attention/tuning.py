@@ -1,0 +1,75 @@
+"""Sizes of the attention kernels' tiles and launches. Knows nothing but shapes; see `smc.attention.kernels` for what they mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+PROGRAMS = 132  # One for each multiprocessor of an H100 or H200: with more, merging costs more than the reading gains.
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Sizes that change speed only. `choose` guesses them; a benchmark may know better."""
+
+    block_x: int
+    """Queries of a prefix program: as many as there are, at most 128, so that keys are seldom loaded twice."""
+    block_p: int
+    """Prefix positions of a tile."""
+    pieces: int
+    """Pairs (tile of queries, split of the prefix) that a key/value head has work for: about one program per multiprocessor."""
+    min_tiles: int
+    """Tiles of a split at least: with many queries, merging one more split costs more than reading one more tile."""
+    warps: int
+    """Warps of a prefix program; 4 form one tensor-core group of 64 queries (Hopper's wgmma; below 64 queries it is mma)."""
+    stages: int
+    """Depth of the prefix kernel's load pipeline."""
+    block_y: int
+    """Queries of an own program: small, since it is latency and not reading that costs."""
+    block_o: int
+    """Own positions of a tile: mostly there is one, read in one go."""
+    block_s: int
+    """Splits merged at once, by registers: at most 64 a thread."""
+    own_warps: int
+    """Warps of an own program."""
+    own_stages: int
+    """Depth of the own kernel's load pipeline; 1 is none."""
+    direct_p: int
+    """Positions of a tile of the direct kernel."""
+    direct_warps: int
+    direct_stages: int
+    overlap: bool
+    """Programmatic dependent launch: either kernel starts before the one before it ends, and waits for that where it needs it."""
+    partial: torch.dtype
+    """Type of the splits' outputs in the workspace."""
+
+    @staticmethod
+    def choose(rows: int, queries: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype, max_context: int) -> Tuning:
+        """How many groups share the rows is known on the device alone."""
+        (h, j), wide = heads, dtype.itemsize == 4
+        x, y = rows * queries * h // j, queries * h // j
+        block_x = min(32 if wide else 128, max(16, triton.next_power_of_2(x)))
+        block_p = 32 if wide else 64
+        pieces = max(1, PROGRAMS // j)
+        splits = min(pieces, triton.cdiv(max_context, block_p))
+        block_y = 16 if rows * j * triton.cdiv(y, 16) <= 2 * PROGRAMS else min(32, max(16, triton.next_power_of_2(y)))
+        return Tuning(
+            block_x=block_x,
+            block_p=block_p,
+            pieces=pieces,
+            min_tiles=2 if x >= 128 else 1,
+            warps=8 if block_x >= 128 else 4,
+            stages=1 if wide else 4 if head_dim <= 64 else 3,
+            block_y=block_y,
+            block_o=32 if wide else 64,
+            block_s=min(triton.next_power_of_2(splits), max(1, (8192 if block_y == 16 else 4096) // (block_y * head_dim))),
+            own_warps=2 if block_y == 16 else 4,
+            own_stages=1,
+            direct_p=32 if wide else 64,
+            direct_warps=2 if block_y == 16 else 4,
+            direct_stages=1 if wide else 4 if head_dim <= 64 else 3,
+            overlap=False,
+            partial=torch.float32,
+        )

@@ -1,0 +1,68 @@
+"""Rounds of nobody, so that every kind that requests of usual settings ask for is compiled and recorded before anybody waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+
+from smc.engine.methods import METHODS, Shape
+from smc.engine.request import Method
+from smc.engine.rounds import bucket
+from smc.laws import LawSpec
+from smc.runtime.config import EngineConfig
+from smc.runtime.plan import SHORT, Program, RoundPlan
+
+TURNS = 2
+"""Rounds of each kind: the first compiles its kernels, the second is recorded."""
+PROCESSORS = ((), ("top_k",), ("top_p",), ("min_p",), ("min_p", "top_k", "top_p"))
+"""Of truncated laws: `LawSpec.canonical` knows no others."""
+TRUNCATED_PLACES = {Method.SMC: (8,), Method.TARGET: (1, 8)}
+"""Of rounds with truncated laws, which are rehearsed in few sizes: their kernels are then there, and recording others costs a round."""
+
+
+def rehearsal(config: EngineConfig, context: int) -> Iterator[RoundPlan]:
+    """Plans to be asked for in this order."""
+    sizes = sorted({bucket(places) for places in range(1, config.max_slots + 1)})
+    shorts = [short for short, exists in ((True, True), (False, config.width(context) > SHORT)) if exists]
+    for method, short in product((Method.SMC, Method.TARGET), shorts):
+        truncated = {min(places, sizes[-1]) for places in TRUNCATED_PLACES[method]}
+        for places, processors in product(sizes, PROCESSORS):
+            if processors and places not in truncated:
+                continue
+            decoding = METHODS[method]
+            plan = empty_plan(decoding.program, decoding.shape(config), places, config.max_slots, short=short, processors=processors)
+            yield from [plan] * TURNS
+
+
+def empty_plan(program: Program, shape: Shape, places: int, slots: int, *, short: bool, processors: tuple[str, ...] = ()) -> RoundPlan:
+    """A round whose places are all padding."""
+    whole, wide = np.zeros(places, dtype=np.int32), np.zeros(places, dtype=np.int64)
+    one = np.ones(places, dtype=np.float32)
+    law = LawSpec.of(one, wide, one, one * 0, one)
+    law = replace(law.canonical(), active=law.canonical().active | set(processors))
+    return RoundPlan(
+        program=program,
+        short=short,
+        columns=1 + max(shape.target, shape.begin + shape.branch),
+        target_law=law,
+        draft_law=law,
+        slot_A=wide + slots,
+        group_A=wide + places - 1,
+        particle_A=wide,
+        seed_A=wide,
+        round_A=wide + 1,
+        alpha_A=np.ones(places),
+        first_G=whole,
+        size_G=whole,
+        count_G=whole,
+        draws_G=whole,
+        shared_G=whole,
+        threshold_G=np.zeros(places),
+        scheme_G=whole,
+        target_pages_AQ=np.zeros((places, shape.target), dtype=np.int32),
+        begin_pages_AP=np.zeros((places, shape.begin), dtype=np.int32),
+        branch_pages_XB=np.zeros((places * shape.branches, shape.branch), dtype=np.int32),
+    )

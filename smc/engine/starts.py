@@ -1,0 +1,321 @@
+"""How a group comes to run and to stop running: memory and slots claimed, prompts asked for, particles handed to the models, and all
+given back. A group that is taken up again comes the same way, with the record of its particles in place of a prompt's first tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from smc.algorithm.bounds import Bounds
+from smc.algorithm.resampling import SCHEME_NAMES
+from smc.algorithm.selection import select
+from smc.engine.group import Group, Phase, Population
+from smc.engine.memory import Memory
+from smc.engine.prefill import Row, Start, missing_pages, plant, prefill_step
+from smc.engine.rounds import commit_tokens
+from smc.engine.slots import Slots
+from smc.engine.stop_entries import StopEntries
+from smc.kv.pages import OutOfPages
+from smc.runtime.config import EngineConfig
+from smc.runtime.messages import SIDES, Worker
+from smc.runtime.pair import Pair
+from smc.runtime.plan import Join
+from smc.stops import DONE, MAX_STOP_BYTES, START, TokenBytes
+
+SAVED = ("tokens_SL", "logp_SL", "logq_SL", "length_S", "block_S", "logw_S", "ended_S")
+"""Arrays of `Slots` that a group's record is made of."""
+SHRINK_ROUND = 1 << 30
+"""Random numbers of choices between rounds are numbered from here: no round's are used twice."""
+
+
+class Starts:
+    """Groups between the queue and their rounds."""
+
+    def __init__(
+        self, config: EngineConfig, slots: Slots, memory: Memory, workers: dict[str, Worker], pair: Pair, token_bytes: TokenBytes
+    ) -> None:
+        self.config, self.slots, self.memory, self.workers, self.pair = config, slots, memory, workers, pair
+        self.stops = StopEntries(config.max_stops - 1)
+        self._token_bytes = token_bytes
+        self._starts: list[Start] = []
+        self._known: set[tuple[str, int]] = set()
+        """Sides and entries of stop tables whose machine is there."""
+
+    def admit(self, group: Group) -> bool:
+        """Give a group slots, and pages for what it starts from; False if there are not enough of either."""
+        if group.rows > self.slots.num_free or not self.memory.admits(group.expected):
+            return False
+        claimed = self.stops.claim(group.rules.machine)
+        if claimed is None:
+            return False
+        group.stops, is_new = claimed
+        if is_new:
+            self._known -= {(side, group.stops) for side in SIDES}
+        group.round_pages = group.decoding.round_pages(self.config, group.rows)
+        rows = self._plant(group)
+        if rows is None:
+            self.stops.give_back(group.stops)
+            return False
+        if group.saved is None:
+            group.particles = np.arange(group.params.rows)
+            group.count = group.params.rows
+        group.slots = self.slots.claim(len(group.particles))
+        self.memory.expect(group.expected, group.round_pages)
+        group.phase = Phase.PREFILL
+        self._starts.append(Start(group, rows))
+        return True
+
+    def ask(self) -> None:
+        """Ask for a chunk of what is to be run on each side."""
+        for side in SIDES:
+            prefill_step(self._starts, self.workers[side], side, self.config.prefill_chunk)
+
+    def finish(self) -> list[Group]:
+        """Groups whose last chunk has been asked for, now ready for rounds. Waits for their first tokens."""
+        ready = [start for start in self._starts if start.asked]
+        for start in ready:
+            self._starts.remove(start)
+            if start.group.saved is None:
+                self._first_tokens(start)
+            else:
+                self._restore(start.group)
+            if not start.group.error:
+                self._remember_prompt(start)
+            self._set_heads(start)
+            self._join(start)
+            start.group.saved = None
+            start.group.phase = Phase.RUNNING
+        return [start.group for start in ready]
+
+    def preempt(self, group: Group) -> None:
+        """Save the record of a group's particles, and give up its slots and pages; it waits to be taken up again."""
+        # Slots that were to have a particle after the next round have none yet.
+        group.particles = group.particles[: group.count]
+        group.saved = {name: getattr(self.slots, name)[group.slots[: group.count]].copy() for name in SAVED}
+        self.give_up(group)
+        group.phase = Phase.QUEUED
+
+    def give_up(self, group: Group) -> None:
+        """What a group that has been admitted holds is free; what was asked for it concerns it no more."""
+        start = next((s for s in self._starts if s.group is group), None)
+        if start is not None:
+            self._starts.remove(start)
+        self.slots.let_go(group.slots, self.memory.ledgers)
+        for side, ledger in self.memory.ledgers.items():
+            if start is not None:
+                ledger.release([row.pages_L[-1] for row in start.rows.get(side, ())])
+            for pages in group.in_flight:
+                if side in pages:
+                    ledger.free(pages[side])
+        group.in_flight.clear()
+        self.slots.give_back(group.slots)
+        group.slots = group.slots[:0]
+        group.wanted = None
+        self.stops.give_back(group.stops)
+        self.memory.expect(group.expected, group.round_pages, -1)
+        group.lives += 1
+
+    def remember_answer(self, group: Group, particle: int, tokens: tuple[int, ...]) -> None:
+        """Cache what the models have computed of a group's answer."""
+        sequence = np.array((*group.request.prompt, *tokens))
+        for side in group.decoding.sides:
+            slot = group.slots[particle]
+            held = min(int(self.slots.held_S[side][slot]), len(sequence))
+            over = int(self.slots.held_S[side][slot]) - held
+            pages = self.memory.ledgers[side].path(int(self.slots.head_S[side][slot]), held + over)[:held]
+            self.memory.remember(side, sequence, pages, group.request.cache_salt)
+
+    def _plant(self, group: Group) -> dict[str, list[Row]] | None:
+        """Rows of all sides, or None if there are too few pages."""
+        memory, sides = self.memory, group.decoding.sides
+        if any(memory.room(side) < group.prompt_size for side in sides):
+            return None
+        sequences = {side: self._sequences(group, side) for side in sides}
+        cached, wanted = {}, {}
+        for side, of_side in sequences.items():
+            # The last token of a prompt is run, for what comes after it is to be drawn.
+            most = group.prompt_size - (side == group.decoding.first and group.saved is None)
+            cached[side] = memory.match(side, of_side[0], group.request.cache_salt, most)
+            wanted[side] = missing_pages(of_side, cached[side][0])
+        try:
+            loose = memory.allocate(wanted, memory.spare(group.round_pages))
+            if group.saved is None:
+                group.cached_tokens = min(count for count, _ in cached.values())
+            for side, of_side in sequences.items():
+                memory.count_match(side, len(of_side[0]), cached[side][0])
+            return {side: plant(memory, side, of_side, cached[side], loose[side]) for side, of_side in sequences.items()}
+        except OutOfPages:
+            return None
+        finally:
+            # What rows do not refer to by now may go again.
+            for side, (_, page) in cached.items():
+                memory.ledgers[side].release([page])
+
+    def _sequences(self, group: Group, side: str) -> list[np.ndarray]:
+        """What is to have keys and values on a side: the prompt, and of a group that is taken up again all but pending tokens."""
+        prompt = np.array(group.request.prompt, dtype=np.int64)
+        if group.saved is None:
+            return [prompt]
+        held, sequences = group.decoding.held_tokens, []
+        for tokens_L, length, block, ended in zip(*(group.saved[name] for name in ("tokens_SL", "length_S", "block_S", "ended_S"))):
+            count = held(self.config, side, length=int(length), block=int(block), ended=bool(ended), rounds=group.rounds)
+            sequences.append(np.concatenate((prompt, tokens_L[:count])))
+        return sequences
+
+    def _first_tokens(self, start: Start) -> None:
+        """Every particle gets its first token."""
+        group, result = start.group, start.first.result()
+        n, rules, slots = len(group.slots), group.rules, self.slots
+        tokens_N, logp_N = result.drawn_RD[start.place, :n], result.drawn_logp_RD[start.place, :n]
+        log_z = float(result.log_z_R[start.place])
+        if np.isnan(log_z):
+            group.fail(group.decoding.first)
+        text_N = rules.machine.after(np.full(n, START), tokens_N, self._token_bytes)
+        slots.begin(group.slots, tokens_N, logp_N, (text_N == DONE) | (group.params.max_tokens == 1))
+        slots.logw_S[group.slots] = log_z
+        commit_tokens(slots, Population([group]))
+
+    def _restore(self, group: Group) -> None:
+        for name, values in group.saved.items():
+            getattr(self.slots, name)[group.slots] = values
+
+    def _remember_prompt(self, start: Start) -> None:
+        """Cache the prompt."""
+        group, prompt = start.group, np.array(start.group.request.prompt)
+        for side, rows in start.rows.items():
+            pages = rows[0].pages_L[: group.prompt_size]
+            self.memory.remember(side, prompt, pages, group.request.cache_salt)
+
+    def _set_heads(self, start: Start) -> None:
+        """Every particle refers to the last page of its sequence."""
+        group, slots = start.group, self.slots
+        for side, rows in start.rows.items():
+            ledger = self.memory.ledgers[side]
+            last = [row.pages_L[-1] for row in rows]
+            heads = np.array(last * len(group.slots) if len(rows) == 1 else last)
+            ledger.hold(heads[: len(group.slots)])
+            ledger.release(last)
+            slots.head_S[side][group.slots] = heads[: len(group.slots)]
+            held = [len(row.tokens_L) for row in rows]
+            slots.held_S[side][group.slots] = held * len(group.slots) if len(rows) == 1 else held
+
+    def _join(self, start: Start) -> None:
+        """Hand the particles to the models that decode them."""
+        group, slots = start.group, self.slots
+        slots_N, prompt = group.slots, group.prompt_size
+        end_N = prompt + slots.length_S[slots_N]
+        width = self.config.block + 2
+        text_N = self._text(group)
+        for side, rows in start.rows.items():
+            pending_N = end_N - slots.held_S[side][slots_N]
+            # Of a particle that has ended no model needs more than that its last token was not run.
+            ended_N = slots.ended_S[slots_N]
+            if side == "draft":
+                pending_N = np.where(ended_N, 1, pending_N)
+            first_N = slots.length_S[slots_N] - pending_N
+            column_NQ = np.minimum(first_N[:, None] + np.arange(width), slots.tokens_SL.shape[1] - 1)[:, : int(pending_N.max())]
+            self.pair.join(
+                side,
+                Join(
+                    slots_N=slots_N,
+                    pages_XL=_rectangle([row.pages_L for row in rows]),
+                    base=prompt,
+                    limit=prompt + group.params.max_tokens,
+                    end_N=end_N.astype(np.int32),
+                    pending_NQ=slots.tokens_SL[slots_N[:, None], column_NQ],
+                    pending_N=pending_N.astype(np.int32),
+                    logq_NQ=slots.logq_SL[slots_N[:, None], column_NQ],
+                    ended_N=ended_N,
+                    alive_N=np.ones(len(slots_N), dtype=bool),
+                    text_N=text_N.astype(np.int32),
+                    logw_N=slots.logw_S[slots_N],
+                    stops=group.stops,
+                    machine=None if (side, group.stops) in self._known else group.rules.machine,
+                ),
+            )
+            self._known.add((side, group.stops))
+
+    def resize(self, group: Group, particles: int) -> None:
+        """The group shall have so many particles after its next round, by an unbiased choice; slots for more are claimed now."""
+        group.wanted = particles
+        more = particles - len(group.slots)
+        if more <= 0:
+            return
+        new = self.slots.claim(more)
+        self.slots.copy(new, np.repeat(group.slots[:1], more))
+        self.slots.vacate(new)
+        group.particles = np.concatenate((group.particles, group.particles.max() + 1 + np.arange(more)))
+        group.slots = np.concatenate((group.slots, new))
+        for side in group.decoding.sides:
+            self.slots.head_S[side][new] = 0
+            self.slots.held_S[side][new] = 0
+            self.pair.join(side, _nobody(new, group))
+
+    def _text(self, group: Group) -> np.ndarray:
+        """States of the stop machine after the particles' tokens."""
+        slots, machine = self.slots, group.rules.machine
+        text_N = np.full(len(group.slots), START)
+        length_N = slots.length_S[group.slots]
+        if machine.next_XB is None:
+            return text_N
+        for n, (slot, length) in enumerate(zip(group.slots.tolist(), length_N.tolist())):
+            # What lies further back than all strings together are long makes no difference to an answer that goes on.
+            data = b"".join(map(group.rules.tokenizer.bytes_of, slots.tokens_SL[slot, :length].tolist()))
+            for byte in data[-MAX_STOP_BYTES:]:
+                text_N[n] = machine.next_XB[text_N[n], byte]
+        return text_N
+
+
+def shrink_saved(group: Group, particles: int) -> None:
+    """A saved population becomes smaller, by the unbiased choice of a round, made here."""
+    arrays = group.saved
+    n = len(arrays["logw_S"])
+    bounds = Bounds(*(torch.tensor([value], dtype=torch.int32) for value in (0, n, n, particles)))
+    chosen = select(
+        torch.from_numpy(arrays["logw_S"])[:, None],
+        torch.ones(n, dtype=torch.bool),
+        bounds,
+        torch.zeros(1, dtype=torch.float64),
+        torch.tensor([SCHEME_NAMES.index(group.params.resampling)], dtype=torch.int32),
+        torch.tensor([group.seed]),
+        torch.tensor([SHRINK_ROUND + group.tally.preemptions]),
+    )
+    alive_N = chosen.alive_A.numpy()
+    ancestor_X = chosen.ancestor_A.numpy()[alive_N]
+    for name, values in arrays.items():
+        arrays[name] = values[ancestor_X]
+    arrays["logw_S"] = chosen.logw_A.numpy()[alive_N]
+    group.log_z += float(chosen.log_z_G[0])
+    group.particles = group.particles[alive_N]
+    group.count = len(group.particles)
+
+
+def _nobody(slots_N: np.ndarray, group: Group) -> Join:
+    """Slots of a group without particles yet."""
+    n = len(slots_N)
+    return Join(
+        slots_N=slots_N,
+        pages_XL=np.zeros((1, 1), dtype=np.int32),
+        # What they will hold they take over whole, the prompt's pages too.
+        base=0,
+        limit=group.prompt_size + group.params.max_tokens,
+        end_N=np.ones(n, dtype=np.int32),
+        pending_NQ=np.zeros((n, 1), dtype=np.int32),
+        pending_N=np.ones(n, dtype=np.int32),
+        logq_NQ=np.zeros((n, 1), dtype=np.float32),
+        ended_N=np.ones(n, dtype=bool),
+        alive_N=np.zeros(n, dtype=bool),
+        text_N=np.full(n, START, dtype=np.int32),
+        logw_N=np.full(n, -np.inf),
+        stops=group.stops,
+        machine=None,
+    )
+
+
+def _rectangle(rows: list[np.ndarray]) -> np.ndarray:
+    """Rows of different lengths, side by side; what is missing is page 0."""
+    out = np.zeros((len(rows), max(map(len, rows))), dtype=np.int32)
+    for row, pages_L in zip(out, rows):
+        row[: len(pages_L)] = pages_L
+    return out

@@ -1,0 +1,130 @@
+"""The forward pass of few packed rows as fused kernels on a GPU. Same interface as the reference, `smc.runtime.forward.StaticForward`.
+
+Matrix products of few rows are bound by reading weights; what is done here is to leave little else. See the package's legend for axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from smc.attention.kernels import SharedPrefixAttention, check_heads
+from smc.attention.step import step_attention
+from smc.kernels.linear import gate_up_silu, linear
+from smc.kernels.norm import add_norm, silu_mul
+from smc.kernels.rows import Groups, Tables
+from smc.kernels.store import store_kv
+from smc.models.decoder import Layer
+from smc.runtime.forward import Rows, StaticForward
+from smc.runtime.worker import ModelWorker
+
+FEW_ROWS, FEW_WIDE_ROWS = 64, 32
+"""Up to here our own products read weights at least as fast as the library's; the latter where rows are wide."""
+WIDE = 8192
+"""Features."""
+
+Attend = Callable[[Layer, Tensor, Tensor], None]
+"""(layer, product with its query, key and value weights, out [T, H, D])"""
+
+
+class KernelForward(StaticForward):
+    """A decoder of one worker. With `own_products` matrix products of few rows are ours too, but not in float32, which tensor cores
+    would round; with `pdl` kernels begin before those before them have ended (programmatic dependent launch). Raises ValueError for heads
+    that the kernels cannot do."""
+
+    def __init__(self, worker: ModelWorker, *, own_products: bool = True, pdl: bool = False) -> None:
+        super().__init__(worker.model, worker.pool, worker.rope)
+        check_heads((worker.model.config.num_heads, worker.model.config.num_kv_heads), worker.model.config.head_dim)
+        self._longest, self._own_products, self._pdl = worker.width, own_products, pdl
+        self._attention: dict[tuple[int, int, int], SharedPrefixAttention] = {}
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What attention of all shapes seen so far keeps for itself."""
+        return sum(attention.workspace_bytes for attention in self._attention.values())
+
+    def __call__(self, tokens_T: Tensor, rows: Rows) -> Tensor:
+        config, model, pdl = self.model.config, self.model, self._pdl
+        x_TE = model.embed(tokens_T)
+        out_THD, parts = x_TE.new_empty(len(tokens_T), config.num_heads, config.head_dim), None
+        attend = self._in_one_launch(rows) if rows.short and rows.queries == 1 else self._stored_first(rows)
+        for layer in model.layers:
+            hidden_TE = add_norm(x_TE, parts, layer.attn_norm.weight, config.rms_eps, pdl=pdl)
+            attend(layer, self._product(hidden_TE, layer.qkv.weight, layer.qkv.bias), out_THD)
+            parts = self._sum(layer, out_THD.flatten(1), layer.o.weight)
+            hidden_TE = add_norm(x_TE, parts, layer.mlp_norm.weight, config.rms_eps, pdl=pdl)
+            parts = self._sum(layer, self._gated(layer, hidden_TE), layer.down.weight)
+        return add_norm(x_TE, parts, model.norm.weight, config.rms_eps, pdl=pdl)
+
+    def logits(self, hidden_RE: Tensor) -> Tensor:
+        weight_VE = self.model.lm_head.weight
+        if self._few(hidden_RE):
+            return linear(hidden_RE, weight_VE, splits=1, pdl=self._pdl)
+        return F.linear(hidden_RE, weight_VE)
+
+    def _in_one_launch(self, rows: Rows) -> Attend:
+        assert rows.skip_R is None
+        tables = _tables(rows)
+
+        def attend(layer: Layer, qkv: Tensor, out_RHD: Tensor) -> None:
+            keys, values = self.pool.keys[layer.index], self.pool.values[layer.index]
+            where = (self.rope.table, tables, rows.start_R, rows.count_R)
+            step_attention(qkv, keys, values, *where, out_RHD, *_norms(layer), self.model.config.rms_eps, pdl=self._pdl)
+
+        return attend
+
+    def _stored_first(self, rows: Rows) -> Attend:
+        config, attention = self.model.config, self._attention_for(rows)
+        heads = (config.num_heads, config.num_kv_heads)
+        q_THD = self.model.embed.weight.new_empty(len(rows.start_R) * rows.queries, config.num_heads, config.head_dim)
+        groups = Groups(rows.group_R, rows.first_G, rows.size_G, rows.shared_G)
+        prepared = attention.prepare(_tables(rows), groups, rows.start_R, rows.count_R, rows.skip_R, short=rows.short)
+        where = (self.rope.table, prepared.position_T, prepared.page_T)
+
+        def attend(layer: Layer, qkv: Tensor, out_THD: Tensor) -> None:
+            keys, values = self.pool.keys[layer.index], self.pool.values[layer.index]
+            store_kv(qkv, q_THD, keys, values, *where, heads, *_norms(layer), eps=config.rms_eps, pdl=self._pdl)
+            attention.run(q_THD, keys, values, prepared, out_THD)
+
+        return attend
+
+    def _gated(self, layer: Layer, hidden_TE: Tensor) -> Tensor:
+        if self._few(hidden_TE):
+            return gate_up_silu(hidden_TE, layer.gate_up.weight, pdl=self._pdl)
+        return silu_mul(F.linear(hidden_TE, layer.gate_up.weight))
+
+    def _product(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+        """x W^T, perhaps as partial sums [S, T, N]."""
+        if self._few(x_TK):
+            return linear(x_TK, weight_NK, bias_N=bias_N, pdl=self._pdl)
+        return F.linear(x_TK, weight_NK, bias_N)
+
+    def _sum(self, layer: Layer, x_TK: Tensor, weight_NK: Tensor) -> Tensor:
+        """`_product` of all ranks' shares."""
+        if layer.reduce is None:
+            return self._product(x_TK, weight_NK)
+        return layer.reduce(torch.mm(x_TK, weight_NK.t(), out=layer.reduce.room(len(x_TK), len(weight_NK), x_TK.dtype)))
+
+    def _few(self, x_TK: Tensor) -> bool:
+        few = FEW_ROWS if self.model.config.hidden_size < WIDE else FEW_WIDE_ROWS
+        return self._own_products and len(x_TK) <= few and x_TK.dtype != torch.float32
+
+    def _attention_for(self, rows: Rows) -> SharedPrefixAttention:
+        config, shape = self.model.config, (len(rows.first_G), len(rows.start_R), rows.queries)
+        if shape not in self._attention:
+            weight, heads = self.model.embed.weight, (config.num_heads, config.num_kv_heads)
+            self._attention[shape] = SharedPrefixAttention(
+                *shape, heads, config.head_dim, weight.dtype, weight.device, self._longest, overlap=self._pdl
+            )
+        return self._attention[shape]
+
+
+def _tables(rows: Rows) -> Tables:
+    return Tables(rows.table_SL, rows.slot_R, rows.tail_RB, rows.tail_R)
+
+
+def _norms(layer: Layer) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if layer.q_norm is None else (layer.q_norm.weight, layer.k_norm.weight)

@@ -1,0 +1,66 @@
+"""The parts of rounds that run as fused kernels on a GPU: forward pass, draws, choice. Same interfaces as the references. See the
+package's legend for axes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from smc.kernels.law import Cut
+from smc.kernels.sampling import draw, score
+from smc.kernels.selection import select
+from smc.kernels.stops import grow
+from smc.kernels.tables import reroot
+from smc.kernels.truncation import truncate
+from smc.laws import LawSpec
+from smc.runtime.kernel_forward import KernelForward
+from smc.runtime.sampling import DrawKeys, Sampling
+from smc.runtime.sides import Parts
+from smc.runtime.stages import Graphs
+
+
+class KernelSampling(Sampling):
+    """Laws by the kernels: no array of a law is ever written."""
+
+    def propose(self, logits_RV: Tensor, law: LawSpec, mixture: float, keys: DrawKeys) -> tuple[Tensor, Tensor]:
+        token_RD, logq_RD, _ = self._draw(logits_RV, law.temperature_R, keys, self._cut(logits_RV, law, mixture))
+        return token_RD, logq_RD
+
+    def score(self, logits_RV: Tensor, law: LawSpec, token_RD: Tensor) -> Tensor:
+        cut = self._cut(logits_RV, law)
+        if token_RD.shape[1] == 1:
+            return score(logits_RV, self.vocab, law.temperature_R, token_RD[:, 0].int(), cut=cut)[0][:, None]
+        none_R = torch.full_like(token_RD[:, 0], -1, dtype=torch.int32)
+        return score(logits_RV, self.vocab, law.temperature_R, none_R, token_RD.int(), cut)[1]
+
+    def bonus(self, logits_RV: Tensor, law: LawSpec, keys: DrawKeys) -> tuple[Tensor, Tensor, Tensor]:
+        cut = self._cut(logits_RV, law)
+        if "alpha" not in law.active:
+            token_RD, logp_RD, lse_R = self._draw(logits_RV, law.temperature_R, keys, cut)
+            return token_RD.long(), logp_RD, lse_R * 0.0
+        # p^alpha is p at 1 / alpha of the temperature, and what it takes to normalise shows in any of its tokens.
+        token_RD, powered_RD, lse_R = self._draw(logits_RV, law.temperature_R / law.alpha_R, keys, cut)
+        logp_RD = score(logits_RV, self.vocab, law.temperature_R, torch.full_like(token_RD[:, 0], -1), token_RD, cut)[1]
+        log_z_R = torch.where(law.alpha_R == 1, 0.0, law.alpha_R * logp_RD[:, 0] - powered_RD[:, 0])
+        return token_RD.long(), logp_RD, log_z_R + lse_R * 0.0
+
+    def _cut(self, logits_RV: Tensor, law: LawSpec, share: float = 0.0) -> Cut | None:
+        processors = {"top_k": law.top_k_R, "top_p": law.top_p_R, "min_p": law.min_p_R}
+        used = [values_R if name in law.active else None for name, values_R in processors.items()]
+        return truncate(logits_RV, self.vocab, law.temperature_R, *used, share) if law.active & set(processors) else None
+
+    def _draw(self, logits_RV: Tensor, temperature_R: Tensor, keys: DrawKeys, cut: Cut | None) -> tuple[Tensor, Tensor, Tensor]:
+        random = (keys.seed_R, keys.round_R, keys.stream_RD, keys.position_R, int(keys.purpose))
+        return draw(logits_RV, self.vocab, temperature_R, *random, cut)
+
+
+def gpu_parts(**options: bool) -> Parts:
+    """What sides run on GPUs; options are those of `KernelForward`."""
+    return Parts(
+        forward=lambda worker: KernelForward(worker, **options),
+        sampling=KernelSampling,
+        stages=Graphs,
+        select=select,
+        grow=grow,
+        reroot=reroot,
+    )

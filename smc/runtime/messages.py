@@ -1,0 +1,72 @@
+"""What passes between the scheduler and a worker besides rounds: prompts, as a flat batch of rows.
+
+A worker learns nothing of requests, particles or weights from these. All arrays are NumPy, so a link can ship their bytes.
+Axes: R rows, T tokens (row after row), X pages (row after row), D draws.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+
+from smc.laws import LawSpec
+from smc.philox import Purpose
+
+SIDES = ("draft", "target")
+
+Result = TypeVar("Result", covariant=True)
+
+
+class Pending(Protocol, Generic[Result]):
+    """A result on its way."""
+
+    def result(self) -> Result: ...
+
+
+@dataclass(frozen=True)
+class Draws:
+    """D tokens to be drawn after the last one of each row, from p^alpha normalised, and with which random numbers (smc/philox.py)."""
+
+    law: LawSpec
+    seed_R: np.ndarray
+    """int64."""
+    round_R: np.ndarray
+    """int64 count of rounds of the row's request."""
+    stream_RD: np.ndarray
+    """int64 number that tells apart draws of the same request, round and position."""
+    purpose: Purpose
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """R rows and the T tokens to run through the model for them."""
+
+    pages_X: np.ndarray
+    """int32 pages of all positions of every row, those of its new tokens last."""
+    starts_R: np.ndarray
+    """int32 positions whose keys and values are there already, or will be once the rows before have been stored."""
+    counts_R: np.ndarray
+    """int32 new tokens of each row, at least 1."""
+    tokens_T: np.ndarray
+    """int64 token ids, row after row."""
+    draws: Draws | None = None
+
+
+@dataclass(frozen=True)
+class PromptResult:
+    """Draws [R, 0] where none were asked for."""
+
+    drawn_RD: np.ndarray
+    """int32."""
+    drawn_logp_RD: np.ndarray
+    """float32 log-probability of each drawn token under p itself, whatever alpha."""
+    log_z_R: np.ndarray
+    """float32 log normaliser of p^alpha after the last token; NaN if the model's logits were."""
+
+
+class Worker(Protocol):
+    """One model with its KV memory. Calls are carried out in the order they are made."""
+
+    def run_prompts(self, batch: PromptBatch) -> Pending[PromptResult]: ...

@@ -1,0 +1,276 @@
+"""What the host and the two models tell each other about a round. NumPy on the host's side, tensors on the models'.
+
+See the package's legend for axes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from smc.algorithm.bounds import Bounds
+from smc.laws import LawSpec
+from smc.stops import StopMachine
+
+ALIGNMENT = 16
+SHORT = 640
+"""Positions up to which rows are cheaper to attend one by one."""
+IN_FLIGHT = 9
+"""Rounds of one shape whose memory must not be used again yet: two for each of at most four cohorts, and the next."""
+
+
+class Program(StrEnum):
+    """Which models a round runs, and how."""
+
+    PAIR = "pair"
+    """The draft proposes, the target weighs and chooses."""
+    TARGET = "target"
+    """The target decodes alone."""
+    DRAFT = "draft"
+    """The draft decodes alone."""
+
+
+@dataclass(frozen=True)
+class Join:
+    """Particles that take part on one side from the next round on: a request that starts, or one that is taken up again."""
+
+    slots_N: np.ndarray
+    """int32."""
+    pages_XL: np.ndarray
+    """int32 [N, L], or [1, L] where all have the same: page of every position whose keys and values are there."""
+    base: int
+    """Leading positions whose pages no round will change: the prompt's."""
+    limit: int
+    """Tokens, prompt included, that a sequence may have."""
+    end_N: np.ndarray
+    """int32 tokens of the sequence so far, prompt included."""
+    pending_NQ: np.ndarray
+    """int32: the last of them, whose keys and values are not there yet."""
+    pending_N: np.ndarray
+    """int32: how many those are; at least 1."""
+    logq_NQ: np.ndarray
+    """float32 log-probability of those under the proposal; the first one's is not used."""
+    ended_N: np.ndarray
+    """bool: the last token is terminal."""
+    alive_N: np.ndarray
+    """bool: the slot holds a particle; one that does not has ended, too."""
+    text_N: np.ndarray
+    """int32 state of the stop machine."""
+    logw_N: np.ndarray
+    """float64."""
+    stops: int
+    """Entry of the stop tables."""
+    machine: StopMachine | None
+    """What belongs there; None: it is there already."""
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    """One round of G groups on A places: everything about it that does not depend on what a model says. Arrays, or tensors where the
+    model is. Both numbers are padded: a padding place is of the dummy slot and of a padding group, which has no places."""
+
+    program: Program
+    short: bool
+    """No row holds more than `SHORT` positions when the round ends."""
+    columns: int
+    """Positions that any row holds when the round ends, at most."""
+    target_law: LawSpec
+    """Per place."""
+    draft_law: LawSpec
+    slot_A: np.ndarray | Tensor
+    """int64."""
+    group_A: np.ndarray | Tensor
+    """int64."""
+    particle_A: np.ndarray | Tensor
+    """int64 number of the particle in its group."""
+    seed_A: np.ndarray | Tensor
+    """int64."""
+    round_A: np.ndarray | Tensor
+    """int64, from 1: part of the key of random numbers."""
+    alpha_A: np.ndarray | Tensor
+    """float64."""
+    first_G: np.ndarray | Tensor
+    """int32 first place."""
+    size_G: np.ndarray | Tensor
+    """int32 places."""
+    count_G: np.ndarray | Tensor
+    """int32 particles before the round's choice."""
+    draws_G: np.ndarray | Tensor
+    """int32 particles after it."""
+    shared_G: np.ndarray | Tensor
+    """int32 leading positions at which all particles of a group have the same tokens."""
+    threshold_G: np.ndarray | Tensor
+    """float64 share of N below which the effective sample size leads to resampling."""
+    scheme_G: np.ndarray | Tensor
+    """int32 index of `smc.algorithm.resampling.SCHEME_NAMES`."""
+    target_pages_AQ: np.ndarray | Tensor
+    """int32 pages for the tokens that the target runs."""
+    begin_pages_AP: np.ndarray | Tensor
+    """int32 pages for a particle's pending tokens, at the draft or the model that decodes alone."""
+    branch_pages_XB: np.ndarray | Tensor
+    """int32 pages for the tokens of branches that are run within the round, branch after branch."""
+
+    @property
+    def bounds(self) -> Bounds:
+        return Bounds(self.first_G, self.size_G, self.count_G, self.draws_G)
+
+    @property
+    def seed_G(self) -> Tensor:
+        return self._of_group(self.seed_A)
+
+    @property
+    def round_G(self) -> Tensor:
+        return self._of_group(self.round_A)
+
+    @property
+    def key(self) -> tuple:
+        """Rounds of the same key run the same operations on the same shapes."""
+        return (self.program, self.short, len(self.slot_A), *(tuple(sorted(law.active)) for law in (self.target_law, self.draft_law)))
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """All arrays, by name."""
+        own = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+        laws = {f"{side}.{name}": value for side in ("target_law", "draft_law") for name, value in vars(getattr(self, side)).items()}
+        return own | {name: value for name, value in laws.items() if isinstance(value, np.ndarray)}
+
+    def with_arrays(self, tensors: dict[str, Tensor]) -> RoundPlan:
+        """The same plan over tensors of the same names."""
+        laws = {}
+        for side in ("target_law", "draft_law"):
+            mine = {name.split(".")[1]: tensor for name, tensor in tensors.items() if name.startswith(side)}
+            laws[side] = LawSpec(**mine, active=getattr(self, side).active)
+        own = {name: tensor for name, tensor in tensors.items() if "." not in name}
+        return RoundPlan(program=self.program, short=self.short, columns=self.columns, **laws, **own)
+
+    def _of_group(self, values_A: Tensor) -> Tensor:
+        return values_A[self.first_G.long().clamp(max=len(values_A) - 1)]
+
+
+class PlanBuffer:
+    """A plan's arrays in one piece of memory, so that one copy brings them to a device; for plans of one key."""
+
+    def __init__(self, plan: RoundPlan, device: torch.device) -> None:
+        offset = 0
+        self._places = {}
+        arrays = plan.arrays()
+        for name, array in arrays.items():
+            self._places[name] = (offset, array.nbytes)
+            offset += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+        self.nbytes = offset
+        # In turn: the next plan is written while those before it are still on their way.
+        pinned = device.type == "cuda"
+        self._hosts = [torch.zeros(offset, dtype=torch.uint8, pin_memory=pinned) for _ in range(IN_FLIGHT if pinned else 1)]
+        self._turn = 0
+        self._there = torch.zeros(offset, dtype=torch.uint8, device=device)
+        self._tensors = {name: self._view(self._there, name, array) for name, array in arrays.items()}
+
+    def load(self, plan: RoundPlan) -> RoundPlan:
+        """Bring a plan of the key to the device: always the same tensors."""
+        host = self._hosts[self._turn]
+        self._turn = (self._turn + 1) % len(self._hosts)
+        for name, array in plan.arrays().items():
+            self._view(host, name, array).numpy()[...] = array
+        self._there.copy_(host, non_blocking=True)
+        return plan.with_arrays(self._tensors)
+
+    def _view(self, memory: Tensor, name: str, like: np.ndarray) -> Tensor:
+        begin, size = self._places[name]
+        return memory[begin : begin + size].view(torch.from_numpy(like[:0]).dtype).view(like.shape)
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """What the draft sends the target: the first tokens (K = 1), later all."""
+
+    all_2KX: Tensor
+    """int32, in one piece, as it travels: tokens, and the bits of their log q."""
+
+    @staticmethod
+    def of(tokens: list[Tensor], logq: list[Tensor]) -> Drafted:
+        """Of integer tokens and their float32 log q, step by step, [X] each."""
+        pieces = [token_X.int() for token_X in tokens] + [logq_X.view(torch.int32) for logq_X in logq]
+        return Drafted(torch.stack(pieces).unflatten(0, (2, -1)))
+
+    @property
+    def tokens_XK(self) -> Tensor:
+        """int32."""
+        return self.all_2KX[0].t()
+
+    @property
+    def logq_XK(self) -> Tensor:
+        """float32."""
+        return self.all_2KX[1].view(torch.float32).t()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the target sends the draft: how each place goes on."""
+
+    all_4A: Tensor
+    """int64, in one piece, as it travels."""
+
+    @property
+    def ancestor_A(self) -> Tensor:
+        """Place whose particle goes on here."""
+        return self.all_4A[0]
+
+    @property
+    def branch_A(self) -> Tensor:
+        """Which of its branches."""
+        return self.all_4A[1]
+
+    @property
+    def bonus_A(self) -> Tensor:
+        """Token (lockstep), by place before the choice."""
+        return self.all_4A[2]
+
+    @property
+    def alive_A(self) -> Tensor:
+        """bool: the place holds a particle."""
+        return self.all_4A[3] > 0
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """Pages that particles have more than their ancestors had, by place after the choice. Tensors where the model is."""
+
+    path_AW: np.ndarray | Tensor
+    """int32."""
+    kept_A: np.ndarray | Tensor
+    """int32: how many of them hold keys and values of the particle's tokens."""
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """What the host learns of a round. By place, after the choice, unless said otherwise. Tensors where the model is."""
+
+    ancestor_A: np.ndarray | Tensor
+    """Place."""
+    alive_A: np.ndarray | Tensor
+    """bool: the place holds a particle."""
+    grown_AQ: np.ndarray | Tensor
+    """Tokens that came after those of the ancestor."""
+    count_A: np.ndarray | Tensor
+    """How many of them exist."""
+    ended_A: np.ndarray | Tensor
+    logw_A: np.ndarray | Tensor
+    """float64."""
+    logq_AQ: np.ndarray | Tensor
+    """float32 log q of the tokens that came."""
+    logp_AQ: np.ndarray | Tensor
+    """float32, by place before the choice: log p of the tokens after the first of the block that was scored."""
+    first_logp_A: np.ndarray | Tensor
+    """float32 log p of the token that follows the scored block; NaN where none does."""
+    log_z_G: np.ndarray | Tensor
+    ess_G: np.ndarray | Tensor
+    resampled_G: np.ndarray | Tensor
+    collapsed_G: np.ndarray | Tensor
+    draft_nan_G: np.ndarray | Tensor
+    """bool: the draft returned NaN among tokens that exist."""
+    target_nan_G: np.ndarray | Tensor
+    lineage: Lineage
+    """At the target, or the model that decodes alone."""

@@ -1,0 +1,101 @@
+"""What each side keeps per slot between rounds. The last slot is a dummy that padding points to. See the package's legend for axes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from smc.arrays import to_device
+from smc.kv.pages import DUMMY_PAGE
+from smc.runtime.forward import Rows
+from smc.runtime.plan import Join, RoundPlan
+from smc.stops import START, StopTables
+
+
+class SlotState:
+    """Sequences of `slots` particles, as one model knows them: keys and values of all positions but the last `pending` are there."""
+
+    def __init__(self, slots: int, width: int, pending: int, stops: StopTables, device: torch.device) -> None:
+        """`width`: positions of a block table; `pending`: tokens at most whose keys and values are not there between rounds."""
+        integers = {"dtype": torch.int64, "device": device}
+        self.device, self.dummy, self.stops = device, slots, stops
+        self.table_SL = torch.full((slots + 1, width), DUMMY_PAGE, dtype=torch.int32, device=device)
+        self.base_S = torch.zeros(slots + 1, **integers)
+        """Leading positions whose pages no round changes."""
+        self.end_S = torch.ones(slots + 1, **integers)
+        """Tokens of the sequence, the prompt's included."""
+        self.limit_S = torch.ones(slots + 1, **integers)
+        """Tokens that it may have."""
+        self.pending_SQ = torch.zeros(slots + 1, pending, **integers)
+        """The sequence's last tokens, in their order."""
+        self.pending_S = torch.ones(slots + 1, **integers)
+        """How many of those have no keys and values yet."""
+        self.ended_S = torch.ones(slots + 1, dtype=torch.bool, device=device)
+        """The last token is terminal, or the slot holds no particle."""
+        self.text_S = torch.full((slots + 1,), START, **integers)
+        """State of the group's stop machine."""
+        self.entry_S = torch.zeros(slots + 1, **integers)
+        """The group's entry of the stop tables."""
+
+    def join(self, group: Join) -> Tensor:
+        """Take over particles. Returns their slots as an index."""
+        slots_N = self._here(group.slots_N)
+        self.table_SL[slots_N, : group.pages_XL.shape[1]] = to_device(group.pages_XL, self.device)
+        self.base_S[slots_N] = group.base
+        self.limit_S[slots_N] = group.limit
+        self.end_S[slots_N] = self._here(group.end_N)
+        self.pending_SQ[slots_N, : group.pending_NQ.shape[1]] = self._here(group.pending_NQ)
+        self.pending_S[slots_N] = self._here(group.pending_N)
+        self.ended_S[slots_N] = to_device(group.ended_N, self.device)
+        self.text_S[slots_N] = self._here(group.text_N)
+        self.entry_S[slots_N] = group.stops
+        if group.machine is not None:
+            self.stops.set(group.stops, group.machine)
+        return slots_N
+
+    def held(self, slot_A: Tensor) -> Tensor:
+        """Positions [A] whose keys and values are there."""
+        return self.end_S[slot_A] - self.pending_S[slot_A]
+
+    def write_pages(self, slot_A: Tensor, position_A: Tensor, pages_AW: Tensor) -> None:
+        """The pages of positions from `position` on. Past what will be held, whatever comes is written over later."""
+        column_AW = position_A[:, None] + torch.arange(pages_AW.shape[1], device=self.device)
+        self.table_SL[slot_A[:, None], column_AW] = pages_AW
+
+    def pending_rows(self, plan: RoundPlan, pages_AP: Tensor, count_A: Tensor) -> Rows:
+        """Rows of the first `count` pending tokens of every place, whose pages are from now on `pages`."""
+        held_A = self.held(plan.slot_A)
+        self.write_pages(plan.slot_A, held_A, pages_AP)
+        return Rows(
+            table_SL=self.table_SL,
+            slot_R=plan.slot_A.int(),
+            tail_RB=None,
+            tail_R=None,
+            start_R=held_A.int(),
+            count_R=count_A.int(),
+            group_R=plan.group_A.int(),
+            first_G=plan.first_G,
+            size_G=plan.size_G,
+            shared_G=plan.shared_G,
+            queries=pages_AP.shape[1],
+            short=plan.short,
+        )
+
+    def set_pending(self, slot_A: Tensor, tokens_AW: Tensor, count_A: Tensor) -> None:
+        self.pending_SQ[slot_A, : tokens_AW.shape[1]] = tokens_AW
+        self.pending_S[slot_A] = count_A
+
+    def advance(self, slot_A: Tensor, end_A: Tensor, ended_A: Tensor, text_A: Tensor) -> None:
+        self.end_S[slot_A] = end_A
+        self.ended_S[slot_A] = ended_A
+        self.text_S[slot_A] = text_A
+
+    def keep_dummy(self) -> None:
+        """Padding has written to the dummy slot like any other; it must stay ended, and short."""
+        # Fills: an assignment would copy from the host.
+        self.ended_S[self.dummy :].fill_(True)
+        self.end_S[self.dummy :].fill_(1)
+        self.pending_S[self.dummy :].fill_(1)
+
+    def _here(self, values: object) -> Tensor:
+        return to_device(values, self.device).long()

@@ -1,0 +1,97 @@
+"""Runs prompts through one model: weights and the memory of keys and values live here. Does not know what a particle is.
+
+Axes: R rows, T tokens, V vocabulary, E hidden size, D draws.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from smc.arrays import to_device
+from smc.attention.base import ForwardBatch
+from smc.attention.fused import FusedAttention
+from smc.kv.pages import DUMMY_PAGE
+from smc.kv.pool import KVPool
+from smc.models.decoder import Decoder, RopeTable
+from smc.runtime.messages import Draws, PromptBatch, PromptResult
+from smc.runtime.sampling import DrawKeys, Sampling
+from smc.stops import TokenBytes
+
+
+class PendingPrompt:
+    """A result on its way from a device."""
+
+    def __init__(self, tensors: tuple[Tensor, Tensor, Tensor]) -> None:
+        on_gpu = tensors[0].device.type == "cuda"
+        self._here = tuple(t.to("cpu", non_blocking=True) if on_gpu else t for t in tensors)
+        self._arrived = torch.cuda.Event() if on_gpu else None
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def result(self) -> PromptResult:
+        """Waits for it."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        token_RD, logp_RD, log_z_R = (tensor.numpy() for tensor in self._here)
+        return PromptResult(token_RD.astype(np.int32), logp_RD, log_z_R)
+
+
+class ModelWorker:
+    """A decoder, its pool of `pages` token positions, for sequences of up to `width` positions."""
+
+    def __init__(self, name: str, model: Decoder, *, width: int, pages: int, vocab_size: int, token_bytes: TokenBytes) -> None:
+        """`token_bytes`: of the vocabulary's tokens, in which stop strings are looked for."""
+        weight = model.embed.weight
+        self.name, self.model, self.device = name, model, weight.device
+        self.width, self.pages = width, pages
+        self.vocab_size, self.token_bytes = vocab_size, token_bytes
+        self.pool = KVPool(model.config, pages, weight.dtype, self.device)
+        self.rope = RopeTable(model.config, width, self.device)
+        self._attention = FusedAttention()
+        self.working: Callable[[], AbstractContextManager] = contextlib.nullcontext
+        """Around what the device is asked to do, where that has to be in order with other work on it."""
+
+    @torch.inference_mode()
+    def run_prompts(self, batch: PromptBatch) -> PendingPrompt:
+        """Queue prompts. Raises ValueError for positions, pages or tokens that cannot be, before anything is written."""
+        with self.working():
+            hidden_TE = self._forward(batch)
+            if batch.draws is None:
+                none_R0 = torch.zeros(len(batch.counts_R), 0)
+                return PendingPrompt((none_R0.long(), none_R0, none_R0[:, :0].sum(1)))
+            last_R = to_device(np.cumsum(batch.counts_R) - 1, self.device)
+            return PendingPrompt(self._draw(batch.draws, self.model.logits(hidden_TE[last_R]), batch.starts_R + batch.counts_R))
+
+    def _forward(self, batch: PromptBatch) -> Tensor:
+        """Hidden states [T, E]; their keys and values are stored."""
+        ends_R = batch.starts_R + batch.counts_R
+        if ends_R.max() > self.width or len(batch.pages_X) != ends_R.sum():
+            raise ValueError(f"{self.name}: {len(batch.pages_X)} pages for rows of {ends_R} positions; a row holds {self.width}")
+        if batch.pages_X.min() <= DUMMY_PAGE or batch.pages_X.max() > self.pages:
+            raise ValueError(f"{self.name}: pages {batch.pages_X.min()}..{batch.pages_X.max()}; allowed 1..{self.pages}")
+        if batch.tokens_T.min() < 0 or batch.tokens_T.max() >= self.vocab_size:
+            raise ValueError(f"{self.name}: token ids {batch.tokens_T.min()}..{batch.tokens_T.max()}; allowed 0..{self.vocab_size - 1}")
+        rows, total = len(ends_R), len(batch.tokens_T)
+        row_T = np.repeat(np.arange(rows), batch.counts_R)
+        offset_T = np.arange(total) - np.repeat(np.cumsum(batch.counts_R) - batch.counts_R, batch.counts_R)
+        position_T = batch.starts_R[row_T] + offset_T
+        table_RL = np.zeros((rows, int(ends_R.max())), dtype=np.int32)
+        table_RL[np.arange(table_RL.shape[1]) < ends_R[:, None]] = batch.pages_X
+        nothing_shared = (np.arange(rows + 1), np.zeros(rows, dtype=np.int64))
+        forward = ForwardBatch(table_RL, batch.starts_R, batch.counts_R, table_RL[row_T, position_T], position_T, *nothing_shared)
+        attend = self._attention.plan(self.pool, forward)
+        rope_T2D = self.rope.at(to_device(position_T, self.device))
+        return self.model(to_device(batch.tokens_T, self.device), rope_T2D, attend)
+
+    def _draw(self, draws: Draws, logits_RV: Tensor, position_R: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens [R, D], their log p [R, D], log Z [R]."""
+        numbers = (draws.seed_R, draws.round_R, draws.stream_RD, position_R.astype(np.int64))
+        # On the host, where words are made from them: asking the device for them would wait for it.
+        keys = DrawKeys(*map(torch.from_numpy, numbers), draws.purpose)
+        return Sampling(self.vocab_size).bonus(logits_RV, draws.law, keys)

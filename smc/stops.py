@@ -1,0 +1,205 @@
+"""What ends an answer: stop tokens, and stop strings as a machine over bytes that is in `DONE` once one of them is complete.
+
+The machine is that of Aho and Corasick (Communications of the ACM 18, 1975). It reads the bytes of tokens, which are kept once for a
+vocabulary, so what a request costs does not depend on the vocabulary. Knows nothing about slots, rounds or requests.
+
+Axes: X states, B bytes (256 values, or all bytes of a vocabulary), V vocabulary, E entries of the tables (what different requests end
+at), P particles, A places, K tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from smc.arrays import to_device
+from smc.models.tokenizer import Tokenizer
+
+START, DONE = 0, 1
+MAX_STATES = 1024
+MAX_STOP_BYTES = 1000
+"""Of all stop strings of a request together, in UTF-8."""
+
+
+@dataclass(frozen=True, eq=False)
+class TokenBytes:
+    """The bytes of every token of a vocabulary, one after another."""
+
+    data_B: np.ndarray
+    """uint8."""
+    offset_V: np.ndarray
+    """int32 [V + 1]: where each token's bytes begin, and where the last one's end."""
+
+    @staticmethod
+    @lru_cache(maxsize=4)
+    def of(tokenizer: Tokenizer) -> TokenBytes:
+        tokens = [tokenizer.bytes_of(token) for token in range(tokenizer.size)]
+        offset_V = np.zeros(len(tokens) + 1, dtype=np.int32)
+        np.cumsum(np.fromiter(map(len, tokens), np.int32, len(tokens)), out=offset_V[1:])
+        return TokenBytes(np.frombuffer(b"".join(tokens), dtype=np.uint8).copy(), offset_V)
+
+    def to(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(data [B], offset [V + 1]) there."""
+        return to_device(self.data_B, device), to_device(self.offset_V, device)
+
+
+@dataclass(frozen=True)
+class StopMachine:
+    """What ends the answers of a request. Equal for equal stop tokens and strings, in whatever order they were given."""
+
+    stop_ids: tuple[int, ...]
+    """Ascending."""
+    strings: tuple[bytes, ...]
+    """Ascending."""
+    next_XB: np.ndarray | None = field(compare=False, repr=False)
+    """int16 [X, 256] state after a byte; None without strings."""
+
+    @staticmethod
+    def of(stop_ids: Iterable[int], strings: Sequence[bytes]) -> StopMachine:
+        """`strings` are not empty. Raises ValueError if they are longer than `MAX_STOP_BYTES` together."""
+        if (size := sum(map(len, strings))) > MAX_STOP_BYTES:
+            raise ValueError(f"stop has strings of {size} bytes together; allowed: at most {MAX_STOP_BYTES}")
+        different = tuple(sorted(set(strings)))
+        return StopMachine(tuple(sorted(set(stop_ids))), different, _byte_machine(different) if different else None)
+
+    @property
+    def key(self) -> tuple[tuple[int, ...], tuple[bytes, ...]]:
+        """What it was made of: `StopMachine.of(*key)` is equal to it."""
+        return self.stop_ids, self.strings
+
+    def after(self, state_P: np.ndarray, tokens_P: np.ndarray, token_bytes: TokenBytes) -> np.ndarray:
+        """int64 states after one token each. A stop token leads to `DONE`; an id that no token has leads nowhere."""
+        state_P = np.where(np.isin(tokens_P, self.stop_ids), DONE, state_P).astype(np.int64)
+        if self.next_XB is None:
+            return state_P
+        known_P = (tokens_P >= 0) & (tokens_P < len(token_bytes.offset_V) - 1)
+        index_P = np.where(known_P, tokens_P, 0)
+        begin_P = token_bytes.offset_V[index_P]
+        size_P = np.where(known_P, token_bytes.offset_V[index_P + 1] - begin_P, 0)
+        for offset in range(size_P.max(initial=0)):
+            reading_P = np.flatnonzero(offset < size_P)
+            byte_P = token_bytes.data_B[begin_P[reading_P] + offset]
+            state_P[reading_P] = self.next_XB[state_P[reading_P], byte_P]
+        return state_P
+
+
+def _byte_machine(strings: Sequence[bytes]) -> np.ndarray:
+    """Next state, int16 [X, 256]: `START` and `DONE`, then a state for every proper beginning of a string."""
+    children = _trie(strings)
+    next_XB = np.zeros((len(children), 256), dtype=np.int16)
+    next_XB[DONE] = DONE
+    # Breadth first: the row of a shorter text is complete before a longer one falls back on it.
+    queue = deque([(START, START)])
+    while queue:
+        state, shorter = queue.popleft()
+        row_B = next_XB[state]
+        row_B[:] = next_XB[shorter]
+        for byte, child in children[state].items():
+            # Where a shorter string is complete, so is the answer: what is longer is never reached.
+            if (fallback := int(row_B[byte])) == DONE:
+                continue
+            row_B[byte] = child
+            if child != DONE:
+                queue.append((child, fallback))
+    return next_XB
+
+
+def _trie(strings: Sequence[bytes]) -> list[dict[int, int]]:
+    """Children by byte of each state; every string ends in `DONE`. They are in order, so one that another begins with comes first."""
+    children: list[dict[int, int]] = [{}, {}]
+    for string in strings:
+        state = START
+        for byte in string[:-1]:
+            if byte not in children[state]:
+                children[state][byte] = len(children)
+                children.append({})
+            state = children[state][byte]
+            if state == DONE:
+                break
+        else:
+            children[state][string[-1]] = DONE
+    return children
+
+
+class StopTables:
+    """Stop machines on a device, by entry. Entry 0 is of answers that nothing ends but their length."""
+
+    def __init__(self, entries: int, vocab: int, token_bytes: TokenBytes, device: torch.device) -> None:
+        self.device = device
+        self.data_B, self.offset_V = token_bytes.to(device)
+        self.is_stop_EV = torch.zeros(entries, vocab, dtype=torch.bool, device=device)
+        self.has_strings_E = torch.zeros(entries, dtype=torch.bool, device=device)
+        self.next_EXB: Tensor | None = None
+        """int16 [E, MAX_STATES, 256], made once: recorded CUDA graphs refer to it. On a CPU there is none before the first string."""
+        if device.type != "cpu":
+            self._make_next()
+
+    def set(self, entry: int, machine: StopMachine) -> None:
+        """Raises nothing for stop tokens beyond the vocabulary: they are never drawn."""
+        assert 0 < entry < len(self.has_strings_E)
+        self.is_stop_EV[entry].fill_(False)
+        drawable = [token for token in machine.stop_ids if token < self.is_stop_EV.shape[1]]
+        if drawable:
+            self.is_stop_EV[entry].index_fill_(0, torch.tensor(drawable, device=self.device), True)
+        self.has_strings_E[entry].fill_(machine.next_XB is not None)
+        if machine.next_XB is not None:
+            if self.next_EXB is None:
+                self._make_next()
+            # What an earlier machine left in further states stays: none of this one leads there.
+            self.next_EXB[entry, : len(machine.next_XB)] = to_device(machine.next_XB, self.device)
+
+    def _make_next(self) -> None:
+        self.next_EXB = torch.zeros(len(self.has_strings_E), MAX_STATES, 256, dtype=torch.int16, device=self.device)
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What became of tokens that were appended to answers."""
+
+    count_A: Tensor
+    """int64: how many exist, up to the first that ends the answer or fills its room."""
+    ends_A: Tensor
+    """bool: the last of them ends it. True where there is no room."""
+    text_A: Tensor
+    """int64 state of the machine after them; `DONE` after a stop token too."""
+
+
+def grow(tables: StopTables, entry_A: Tensor, text_A: Tensor, tokens_AK: Tensor, room_A: Tensor) -> Growth:
+    """Tokens appended to answers in state `text` that have room for `room` more; all integers. An id that no token has has no bytes and
+    ends nothing, and an answer in `DONE` ends with any token. The reference: `smc.kernels.stops.grow` does the same in one launch."""
+    k = tokens_AK.shape[1]
+    entry_A = entry_A.long()
+    states = [text_A.long()]
+    for token_A in tokens_AK.long().unbind(1):
+        states.append(_after(tables, entry_A, states[-1], token_A))
+    text_AK = torch.stack(states, 1)
+    index_K = torch.arange(1, k + 1, device=text_A.device)
+    first_A = torch.where(text_AK[:, 1:] == DONE, index_K, k + 1).amin(-1)
+    count_A = torch.minimum(first_A, room_A).clamp(0, k)
+    return Growth(count_A, (first_A <= count_A) | (count_A >= room_A), text_AK.gather(1, count_A[:, None])[:, 0])
+
+
+def _after(tables: StopTables, entry_A: Tensor, text_A: Tensor, token_A: Tensor) -> Tensor:
+    """States after one token each."""
+    vocab = tables.is_stop_EV.shape[1]
+    drawable_A = (token_A >= 0) & (token_A < vocab)
+    stop_A = tables.is_stop_EV[entry_A, token_A.clamp(0, vocab - 1)] & drawable_A
+    text_A = torch.where(stop_A, DONE, text_A)
+    if tables.next_EXB is None:
+        return text_A
+    last = len(tables.offset_V) - 2
+    known_A = tables.has_strings_E[entry_A] & drawable_A & (token_A <= last)
+    index_A = token_A.clamp(0, last)
+    begin_A = tables.offset_V[index_A].long()
+    size_A = torch.where(known_A, tables.offset_V[index_A + 1] - begin_A, 0)
+    for offset in range(int(size_A.max()) if len(size_A) else 0):
+        reading_A = offset < size_A
+        byte_A = tables.data_B[torch.where(reading_A, begin_A + offset, 0)].long()
+        text_A = torch.where(reading_A, tables.next_EXB[entry_A, text_A, byte_A].long(), text_A)
+    return text_A

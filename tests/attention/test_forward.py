@@ -1,0 +1,127 @@
+"""Whole decoders over packed rows: the kernels' pass is that of the reference, which is that of every row alone.
+
+Axes: R rows, Q tokens of a row, T = R * Q, E hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from smc.kv.pages import DUMMY_PAGE
+from smc.kv.pool import KVPool
+from smc.models.decoder import RopeTable
+from smc.runtime.forward import Rows, StaticForward
+from smc.runtime.kernel_forward import KernelForward
+from tests.attention.packed import DEVICE, PAGES, Built, Case
+from tests.models.tiny import random_decoder, tiny_config
+
+WIDTH = 700
+FEW = (2, 1)
+CASES = {
+    "one_row": Case([9], [[(9, 1)]], 1, FEW, padding=0),
+    "ragged": Case([5, 0, 48], [[(5, 2)], [(4, 1), (0, 2)], [(48, 2), (49, 0), (60, 1)]], 2),
+    "ended_first": Case([30, 20], [[(30, 0), (36, 1)], [(20, 0), (20, 0), (35, 1), (22, 1)]], 1, tail=2),
+    "branches": Case([40, 12], [[(40 + i // 2, 1) for i in range(6)], [(12, 1), (12, 0)]], 1, FEW, tail=0),
+    "blocks": Case([33, 17], [[(33, 4), (37, 2)], [(17, 1)]], 4, FEW, tail=1, padding=0, backwards=True),
+    "more_declared_than_held": Case([37, 20], [[(37, 1), (40, 1)], [(20, 1), (33, 0)]], 1, FEW, declared=[45, 90]),
+    "nobody_lives": Case([8], [[(8, 0), (9, 0)]], 1, FEW),
+}
+
+
+def forward(kernels: bool, built: Built, family: str = "llama") -> StaticForward:
+    """Over a pool with random keys and values of all positions held, and NaN where somebody else's are."""
+    heads = dict(zip(("num_heads", "num_kv_heads"), built.case.heads))
+    config = tiny_config(family, hidden_size=32, head_dim=16, max_context=1024, **heads)
+    model = random_decoder(config).to(DEVICE)
+    pool, rope = KVPool(config, PAGES, torch.float32, DEVICE), RopeTable(config, WIDTH, DEVICE)
+    generator = torch.Generator().manual_seed(5)
+    for store in (pool.keys, pool.values):
+        store[:] = torch.randn(store.shape, generator=generator).to(DEVICE)
+        store[:, built.keys.isnan().any(-1).any(-1).to(DEVICE)] = torch.nan
+        store[:, DUMMY_PAGE] = 0.0
+    return KernelForward(SimpleNamespace(model=model, pool=pool, rope=rope, width=WIDTH)) if kernels else StaticForward(model, pool, rope)
+
+
+def rows_of(built: Built, short: bool) -> Rows:
+    tables, groups = built.tables(), built.groups()
+    return Rows(*tables, built.start_R.to(DEVICE), built.count_R.to(DEVICE), *groups, queries=built.case.queries, short=short)
+
+
+def run(made: StaticForward, built: Built, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states of tokens that exist, keys, values."""
+    tokens_T = torch.randint(0, 300, (len(rows.start_R) * rows.queries,), generator=torch.Generator().manual_seed(6)).to(DEVICE)
+    hidden_TE = made(tokens_T, rows)
+    assert hidden_TE.shape == (len(tokens_T), 32)
+    return hidden_TE[built.exists_T.to(DEVICE)], made.pool.keys, made.pool.values
+
+
+def assert_same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    for one, other in zip(found, expected):
+        torch.testing.assert_close(one, other, atol=2e-4, rtol=2e-4, equal_nan=True)
+    assert not found[1][:, DUMMY_PAGE].any() and not found[2][:, DUMMY_PAGE].any()
+
+
+@pytest.mark.parametrize("short", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_do_what_the_reference_does(name, short):
+    built = Built(CASES[name])
+    rows = rows_of(built, short)
+    assert_same(run(forward(True, built), built, rows), run(forward(False, built), built, rows))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("held", [639, 640])
+def test_families_and_lengths_about_the_bound_of_short_rows(family, held):
+    built = Built(Case([held - 5], [[(held - 1, 1), (held - 5, 1)]], 1, FEW, tail=2, padding=0))
+    rows = rows_of(built, short=held < 640)
+    assert_same(run(forward(True, built, family), built, rows), run(forward(False, built, family), built, rows))
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("name", ["ragged", "blocks", "ended_first"])
+def test_a_row_among_others_is_as_it_is_alone(kernels, name):
+    built = Built(CASES[name])
+    made, rows = forward(kernels, built), rows_of(built, short=False)
+    hidden_TE, keys, values = run(made, built, rows)
+    for r in built.pages:
+        alone = forward(False, built)
+        only_R = torch.arange(built.rows, device=DEVICE) == r
+        run(alone, built, replace(rows, count_R=torch.where(only_R, rows.count_R, 0)))
+        page_X = built.pages[r][-int(built.count_R[r]) :].long()
+        torch.testing.assert_close(alone.pool.keys[:, page_X], keys[:, page_X], atol=2e-4, rtol=2e-4)
+        torch.testing.assert_close(alone.pool.values[:, page_X], values[:, page_X], atol=2e-4, rtol=2e-4)
+    assert not hidden_TE.isnan().any()
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_what_is_there_already_is_not_stored_again(kernels):
+    built = Built(CASES["blocks"])
+    rows = rows_of(built, short=False)
+    expected = run(forward(False, built), built, rows)
+    made = forward(kernels, built)
+    skipped_R = torch.where(rows.count_R > 1, 1, 0).int()
+    skipped_T = (torch.arange(4) < skipped_R.cpu()[:, None]).flatten() & built.exists_T
+    # Those keys and values were stored when the tokens were run before.
+    page_X = built.page_T[skipped_T].long()
+    for store, stored in zip((made.pool.keys, made.pool.values), expected[1:]):
+        store[:, page_X] = stored[:, page_X]
+    before = made.pool.keys[:, page_X].clone()
+    assert_same(run(made, built, replace(rows, skip_R=skipped_R)), expected)
+    assert torch.equal(made.pool.keys[:, page_X], before)
+
+
+def test_workspaces_are_counted_once_for_each_shape():
+    built = Built(CASES["one_row"])
+    made, rows = forward(True, built), rows_of(built, short=False)
+    assert made.workspace_bytes == 0
+    run(made, built, rows)
+    held = made.workspace_bytes
+    run(made, built, rows)
+    assert made.workspace_bytes == held > 0

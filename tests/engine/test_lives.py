@@ -1,0 +1,40 @@
+"""Hundreds of random lives in pools too small for all: nothing is lost, nothing leaks, and nobody's answer depends on it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from smc.runtime.config import EngineConfig
+from tests.engine.harness import assert_empty
+from tests.engine.lives import assert_same, live, random_requests, small_engine, with_endless_memory
+
+CONFIGS = [
+    EngineConfig(form="lockstep", block=3, max_slots=60, pages=440, prefill_chunk=24, max_queue=6),
+    EngineConfig(form="lookahead", block=3, branches=2, max_slots=60, pages=440, prefill_chunk=24, max_queue=6),
+    EngineConfig(form="lockstep", block=2, cohorts=2, max_slots=60, pages=440, prefill_chunk=24, max_queue=6),
+    EngineConfig(form="lookahead", block=2, branches=4, cohorts=2, max_slots=60, pages=440, prefill_chunk=24, max_queue=6),
+]
+EVENTS = (
+    *("queue full", "cached", "preempted", "taken up again", "shrunk", "made smaller", "grown"),
+    *("cancelled", "time_budget", "eos", "length", "stop_string"),
+)
+
+
+@pytest.mark.parametrize(("config", "ahead"), [(CONFIGS[0], False), (CONFIGS[1], False), (CONFIGS[2], True), (CONFIGS[3], True)])
+def test_random_lives(config, ahead, monkeypatch):
+    """Four times 150. Everything that can happen to a request happens; the rest of them answer as with endless memory."""
+    rng, clock = random.Random(config.block + 10 * ahead), iter(range(1 << 30))
+    requests = random_requests(150, rng, budgets=True)
+    engine = small_engine(config, monkeypatch, ahead=ahead, clock=lambda: float(next(clock)))
+    lives = live(engine, requests, rng, submit=0.9, cancel=0.04, resize=0.3, after_step=lambda engine: engine.memory.check())
+    assert_empty(engine)
+    assert not any(engine.memory.leaked().values()) and not engine.starts.stops.used
+    missing = [event for event in EVENTS if not lives.events[event]]
+    assert not missing, f"never happened: {missing}, of {lives.events}"
+    untouched = [request for request in requests if lives.untouched(request.request_id)]
+    assert len(untouched) > 60
+    expected = with_endless_memory(config, untouched)
+    for request in untouched:
+        assert_same(lives.final[request.request_id], expected[request.request_id])

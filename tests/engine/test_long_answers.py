@@ -1,0 +1,54 @@
+"""Whole requests past every size at which something changes: 640 positions, blocks, buckets of places, pages that are used again."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from smc.engine.local import local_engine
+from smc.engine.request import Request, SamplingParams
+from smc.runtime.config import EngineConfig
+from smc.runtime.plan import SHORT
+from smc.runtime.sides import Parts
+from tests.engine.harness import Padding, answers
+from tests.engine.lives import assert_same
+from tests.engine.pairs import tiny_pair
+
+CONTEXT = 700
+
+
+def past_short() -> list[Request]:
+    """They begin on either side of the border, and some particles end long before others, or before it."""
+    rng, asked = random.Random(1), []
+    laws = [
+        {"particles": 5, "ess_threshold": 0.3, "stop": ("ababab", "cccc"), "logprobs": True},
+        {"particles": 3, "ess_threshold": 0.0, "stop_token_ids": (3,)},
+        {"method": "target"},
+        {"particles": 9, "ess_threshold": 1.0, "alpha": 1.2},
+    ]
+    for i, size in enumerate((SHORT - 45, SHORT - 20, SHORT - 12, SHORT - 1, SHORT + 5, 40)):
+        law = laws[i % len(laws)]
+        prompt = tuple(rng.randrange(3) for _ in range(size))
+        asked.append(Request(str(i), prompt, SamplingParams(seed=i, max_tokens=50, ignore_eos="stop_token_ids" not in law, **law)))
+    return asked
+
+
+@pytest.mark.parametrize("config", [EngineConfig(form="lockstep", block=4), EngineConfig(block=4, branches=3)], ids=lambda c: c.form)
+def test_past_short_rows(config, monkeypatch):
+    """Together, in chunks, ahead, in cohorts and in pages that were used before: as each alone."""
+    made, asked = tiny_pair(max_context=CONTEXT), past_short()
+    expected = {one.request_id: answers(local_engine(made, config), [one])[one.request_id] for one in asked}
+    lengths = {len(one.prompt) + len(expected[one.request_id].tokens) > SHORT for one in asked}
+    assert lengths == {True, False}
+    monkeypatch.setattr("smc.engine.local.parts_for", lambda _device: Parts(stages=Padding))
+    engine = local_engine(made, replace(config, cohorts=2, prefill_chunk=100, pages=1900, max_slots=24))
+    shapes, run = set(), engine.pair.round
+    engine.pair.round = lambda plan: (shapes.add((plan.program, plan.short, len(plan.slot_A))), run(plan))[1]
+    for again in range(2):
+        found = answers(engine, [replace(one, request_id=f"{again}-{one.request_id}") for one in asked])
+        for one in asked:
+            assert_same(found[f"{again}-{one.request_id}"], expected[one.request_id])
+    assert {short for _, short, _ in shapes} == {True, False}
+    assert len({places for _, _, places in shapes}) > 3, "few sizes of batches were seen"

@@ -1,0 +1,66 @@
+"""Rounds of nobody are of the kinds that requests of usual settings ask for, down to the type of every array, and change nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from smc import demo
+from smc.engine.local import ModelPair, local_engine
+from smc.engine.rehearsal import TURNS, rehearsal
+from smc.engine.request import Request, SamplingParams
+from smc.runtime.config import EngineConfig
+from smc.runtime.plan import RoundPlan
+from tests.engine.harness import answers, request
+from tests.engine.pairs import tiny_pair
+
+FORMS = [EngineConfig(block=5, max_slots=32), EngineConfig(form="lockstep", block=8, max_slots=24)]
+
+
+@pytest.fixture(scope="module")
+def pair() -> ModelPair:
+    return ModelPair.load(demo.TARGET, demo.DRAFT)
+
+
+def layout(plan: RoundPlan) -> list[tuple]:
+    """What a buffer for plans of one key depends on."""
+    return [(name, array.dtype, array.shape) for name, array in plan.arrays().items()]
+
+
+@pytest.mark.parametrize("config", FORMS, ids=["look-ahead", "lockstep"])
+def test_usual_requests_meet_no_new_kind_of_round(pair, config):
+    engine, asked = local_engine(pair, config), []
+    run, engine.pair.round = engine.pair.round, lambda plan: (asked.append(plan), run(plan))[1]
+    for sizes in ((8,), (3,), (1, 5, 2, 9), (16, 4)):
+        requests = [Request(str(i), tuple(range(9 + i)), SamplingParams(particles=n, max_tokens=14, seed=i)) for i, n in enumerate(sizes)]
+        plain = Request("plain", (1, 2, 3), SamplingParams(method="target", temperature=0, max_tokens=14))
+        list(engine.run([*requests, plain]))
+    for law in (
+        {"temperature": 0.7},
+        {"top_p": 0.9},
+        {"min_p": 0.1},
+        {"top_k": 3},
+        {"top_p": 0.5, "min_p": 0.1},
+        {"top_k": 9, "top_p": 0.5},
+    ):
+        list(engine.run([Request("law", (4, 5, 6), SamplingParams(max_tokens=12, **law))]))
+    rehearsed = list(rehearsal(config, engine.context))
+    by_key = {plan.key: plan for plan in rehearsed}
+    assert len(rehearsed) == TURNS * len(by_key)
+    assert asked and all(layout(plan) == layout(by_key[plan.key]) for plan in asked)
+
+
+def test_long_contexts_are_rehearsed_where_there_can_be_some():
+    config = EngineConfig(block=5, max_slots=8)
+    assert {plan.short for plan in rehearsal(config, 600)} == {True}
+    assert {plan.short for plan in rehearsal(config, 700)} == {True, False}
+
+
+@pytest.mark.parametrize("config", FORMS, ids=["look-ahead", "lockstep"])
+def test_rounds_of_nobody_change_nothing(config):
+    asked = [request([1, 2], str(i), particles=n, seed=i, max_tokens=20) for i, n in enumerate((3, 8))]
+    expected = answers(local_engine(tiny_pair(), config), asked)
+    engine = local_engine(tiny_pair(), config)
+    for plan in list(rehearsal(config, engine.context))[:: TURNS * 3]:
+        engine.pair.round(plan).result()
+    found = answers(engine, asked)
+    assert {name: one.tokens for name, one in found.items()} == {name: one.tokens for name, one in expected.items()}

@@ -1,0 +1,177 @@
+"""The engine under loads that change: lengths of rounds, rows beside particles, memory, the prefix cache, requests side by side.
+
+`python -m tests.gpu.bench_engine mixed|prefix|capacity [--target SHAPE] [--draft SHAPE] [--rounds N]`, on one GPU or two; random weights.
+Every part prints a line for people, and ends with a JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+
+import numpy as np
+import torch
+
+from smc.engine.engine import Engine
+from smc.engine.rehearsal import rehearsal
+from smc.engine.request import Method, Request, SamplingParams
+from smc.engine.rounds import bucket
+from smc.kv.pool import KVPool, pages_that_fit
+from smc.models.presets import NoText, preset, random_model
+from smc.runtime.config import EngineConfig
+from smc.runtime.kernels import gpu_parts
+from smc.runtime.messages import SIDES
+from smc.runtime.pair import LocalPair, PairRound
+from smc.runtime.plan import RoundPlan
+from smc.runtime.worker import ModelWorker
+from smc.stops import TokenBytes
+
+DTYPE = torch.bfloat16
+SIZES = (1, 1, 1, 2, 2, 4, 4, 8, 8, 16, 32)
+
+
+def make_engine(args: argparse.Namespace, config: EngineConfig, *, rehearse: bool = True) -> Engine:
+    devices = {"draft": "cuda:0", "target": f"cuda:{torch.cuda.device_count() - 1}"}
+    models = {side: random_model(preset(getattr(args, side)), dtype=DTYPE, device=devices[side]) for side in SIDES}
+    vocab = models["target"].config.vocab_size
+    context = config.max_context
+    sizes = {"width": config.width(context), "vocab_size": vocab, "token_bytes": TokenBytes.of(NoText(vocab))}
+    pages = config.pool_pages(context, config.pages)
+    workers = {side: ModelWorker(side, model, pages=pages, **sizes) for side, model in models.items()}
+    pair = LocalPair(config, workers, gpu_parts())
+    engine = Engine(config, workers, NoText(vocab), pair=pair, pages=dict.fromkeys(SIDES, pages), context=context)
+    begin = time.monotonic()
+    plans = list(rehearsal(config, context)) if rehearse else []
+    for plan in plans:
+        pair.round(plan).result()
+    print(f"rehearsed {len(plans)} rounds in {time.monotonic() - begin:.1f} s; {recorded(engine)}", flush=True)
+    return engine
+
+
+def recorded(engine: Engine) -> dict[str, str]:
+    stages = engine.pair.stages
+    return {side: f"{s.recorded_keys} kinds, {s.recorded_bytes / 2**30:.2f} GiB, {s.evicted} given up" for side, s in stages.items()}
+
+
+def allocated() -> list[float]:
+    return [round(torch.cuda.memory_allocated(i) / 2**30, 3) for i in range(torch.cuda.device_count())]
+
+
+def mixed(args: argparse.Namespace) -> dict:
+    """64 requests of 1 to 32 particles and all kinds of laws, lengths and ends at once; another comes when one has been answered."""
+    config = EngineConfig(block=args.block, branches=2, max_slots=512, max_context=1024, pages=200_000)
+    engine, rng = make_engine(args, config), random.Random(1)
+    vocab, asked = engine.tokenizer.size, 0
+    plans, ask = [], engine.pair.round
+
+    def told(plan: RoundPlan) -> PairRound:
+        plans.append((plan.program, len(plan.slot_A), int((plan.slot_A < config.max_slots).sum())))
+        return ask(plan)
+
+    engine.pair.round = told
+
+    def one() -> Request:
+        law = rng.choice([{}, {}, {"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.95}])
+        smc = rng.random() < 0.9
+        method = {"particles": rng.choice(SIZES), "resampling": rng.choice(["systematic", "systematic", "ssp", "residual"])}
+        params = SamplingParams(seed=asked, max_tokens=rng.randint(20, 400), **law, **(method if smc else {"method": "target"}))
+        prompt = tuple(rng.randrange(vocab) for _ in range(rng.choice([20, 100, 250, 500])))
+        return Request(str(asked), prompt, params)
+
+    lengths, memory, work, source = [], [], [], engine.rounds_of(Method.SMC)
+    while len(lengths) < args.rounds:
+        while len(engine._groups) < 64:
+            engine.submit(one())
+            asked += 1
+        begin, source.queued = time.monotonic(), 0.0
+        engine.step()
+        if source.last is not None:
+            spans = {name: 1e-6 * (end - begun) for name, (begun, end) in source.last.spans().items()}
+            work.append({**spans, "planned and queued": 1e3 * source.queued})
+        lengths.append(1e3 * (time.monotonic() - begin))
+        if len(lengths) % 200 == 0:
+            memory.append(allocated())
+            print(len(lengths), "rounds", memory[-1], f"{statistics.median(lengths[-200:]):.1f} ms", flush=True)
+    pair_rounds = [(rows, used) for program, rows, used in plans if program == "pair"]
+    after = np.array(lengths[len(lengths) // 10 :])
+    found = {
+        "rounds": len(lengths),
+        "answered": asked - 64,
+        "particles": float(np.mean([used for _, used in pair_rounds])),
+        "rows_a_particle_at_most": max(rows / used for rows, used in pair_rounds),
+        "median_ms": float(np.median(after)),
+        "p99_ms": float(np.percentile(after, 99)),
+        "p999_ms": float(np.percentile(after, 99.9)),
+        "longest_ms": float(after.max()),
+        "longer_than_3_medians": int((after > 3 * np.median(after)).sum()),
+        "parts_ms": {name: statistics.median(w[name] for w in work) for name in work[-1]},
+        "memory_GiB": memory,
+        "recorded": recorded(engine),
+    }
+    assert all(bucket(used) == rows for rows, used in pair_rounds)
+    return found
+
+
+def prefix(args: argparse.Namespace) -> dict:
+    """Time to the first token of a prompt of 4,096 tokens, asked again."""
+    config = EngineConfig(block=args.block, branches=4, max_slots=16, max_context=8192, pages=60_000)
+    engine, found = make_engine(args, config), {"cold_ms": [], "cached_ms": [], "cached_tokens": []}
+    generator = torch.Generator().manual_seed(0)
+    for number in range(4):
+        prompt = tuple(torch.randint(10, 1000, (4096,), generator=generator).tolist())
+        for name in ("cold_ms", "cached_ms"):
+            torch.cuda.synchronize()
+            begin = time.monotonic()
+            outputs = list(engine.run([Request(f"{number}{name}", prompt, SamplingParams(method="target", max_tokens=1, seed=1))]))
+            found[name].append(1e3 * (time.monotonic() - begin))
+        found["cached_tokens"].append(outputs[-1].answer.cached_tokens)
+    found["share"] = statistics.median(found["cached_ms"][1:]) / statistics.median(found["cold_ms"][1:])
+    return found
+
+
+def capacity(args: argparse.Namespace) -> dict:
+    """Requests of N = 32 and 2,048 tokens that run at once in as many pages as the 8B shape has on 80 GiB."""
+    size, shape = KVPool.page_bytes(preset("llama-8b"), DTYPE), 15.0e9 + 1.05e9
+    pages = int((79.1 * 2**30 - shape - (6 << 30)) // size)
+    n, tokens, prompt, f, k = 32, args.tokens, 256, 2, 5
+    before = pages // (prompt + n * (tokens + f * k))
+    config = EngineConfig(block=k, branches=f, max_slots=2048, max_context=prompt + tokens, pages=pages)
+    engine, most, steps = make_engine(args, config, rehearse=False), 0, 0
+    params = SamplingParams(particles=n, max_tokens=tokens, ignore_eos=True, seed=1)
+    for number in range(64):
+        engine.submit(Request(str(number), tuple(range(number, number + prompt)), params))
+    used, answered, preempted, begin = 0, 0, 0, time.monotonic()
+    while not engine.idle and time.monotonic() - begin < args.seconds:
+        answers = [output.answer for output in engine.step() if output.answer]
+        answered += len(answers)
+        preempted += sum(answer.statistics.preemptions for answer in answers)
+        used, most, steps = max(used, engine.memory.held("draft")), max(most, engine.num_running), steps + 1
+        if steps % 100 == 0:
+            print(steps, "steps", engine.num_running, "running", engine.memory.held("draft"), "of", pages, "pages", flush=True)
+    return {
+        "pages": pages, "free_pages_now": pages_that_fit(size, torch.device("cuda:0")), "before": before, "running_at_most": most,
+        "pages_used_at_most": used, "answered": answered, "preemptions": preempted, "steps": steps, "seconds": time.monotonic() - begin,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("part", choices=("mixed", "prefix", "capacity"))
+    parser.add_argument("--target", default="llama-8b")
+    parser.add_argument("--draft", default="llama-1b")
+    parser.add_argument("--block", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=2000)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--seconds", type=float, default=240.0)
+    args = parser.parse_args()
+    found = {"mixed": mixed, "prefix": prefix, "capacity": capacity}[args.part](args)
+    for name, value in found.items():
+        print(f"{name:>24}  {value}")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

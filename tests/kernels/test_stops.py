@@ -1,0 +1,133 @@
+"""Growth of answers in one launch against the torch one.
+
+Axes: A places, K tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from smc.kernels.stops import BLOCK, grow
+from smc.stops import DONE, MAX_STOP_BYTES, START, StopMachine, StopTables, TokenBytes
+from smc.stops import grow as reference
+from tests.test_stops import LONG, Letters
+
+random = np.random.default_rng(0)
+TOKENS = [b"a", b"b", b"ab", b"", b"bab", "é".encode()[:1], "é".encode()[1:], b"abc" * 5, bytes(random.choice([97, 98], LONG).tolist())]
+MACHINES = [
+    StopMachine.of([3], []),
+    StopMachine.of([], [b"ba"]),
+    StopMachine.of([1, 5], [b"abab", "é".encode(), b"bb"]),
+    StopMachine.of([], [b"a" * MAX_STOP_BYTES]),
+    StopMachine.of([], [bytes(random.choice([97, 98], 15).tolist()) for _ in range(64)]),
+    StopMachine.of([0], []),
+]
+NO_TOKENS = [-1, -(2**31), len(TOKENS), 10**6, 2**31 - 1]
+VOCAB = len(TOKENS) + 2
+"""A model draws from more ids than its tokenizer has."""
+
+
+def tables_on(device: torch.device, machines: list[StopMachine], vocab: int = VOCAB) -> StopTables:
+    tables = StopTables(len(machines) + 1, vocab, TokenBytes.of(Letters(TOKENS)), device)
+    for entry, machine in enumerate(machines, start=1):
+        tables.set(entry, machine)
+    return tables
+
+
+def assert_same(tables: StopTables, *arguments: torch.Tensor) -> None:
+    expected = reference(tables, *arguments)
+    actual = grow(tables, *arguments)
+    for name in ("count_A", "ends_A", "text_A"):
+        assert getattr(actual, name).dtype == getattr(expected, name).dtype
+        assert torch.equal(getattr(actual, name), getattr(expected, name)), name
+
+
+def draw(generator: np.random.Generator, entries: int, places: int, k: int, wild: float) -> list[np.ndarray]:
+    """(entry, state, tokens, room): states that are anywhere in the machines, tokens that do not exist in a share `wild`."""
+    entry_A = generator.integers(0, entries, places)
+    states_A = np.array([2, *(2 if m.next_XB is None else len(m.next_XB) for m in MACHINES)])[entry_A]
+    text_A = np.where(generator.random(places) < 0.3, generator.integers(0, states_A), START)
+    tokens_AK = generator.integers(0, VOCAB, (places, k))
+    tokens_AK = np.where(generator.random((places, k)) < wild, generator.choice(NO_TOKENS, (places, k)), tokens_AK)
+    return [entry_A, text_A, tokens_AK, generator.integers(0, k + 3, places)]
+
+
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.integers(1, len(MACHINES)),
+    st.integers(1, 2 * BLOCK + 1),
+    st.integers(1, 9),
+    st.sampled_from([0.0, 0.2]),
+    st.sampled_from([torch.int32, torch.int64]),
+    st.sampled_from([VOCAB, len(TOKENS), len(TOKENS) - 2]),
+    st.integers(0, 2**32),
+)
+def test_equals_the_torch_one(device, machines, places, k, wild, dtype, vocab, seed):
+    arguments = draw(np.random.default_rng(seed), machines + 1, places, k, wild)
+    arguments = [torch.from_numpy(argument).to(device, dtype) for argument in arguments]
+    assert_same(tables_on(device, MACHINES[:machines], vocab), *arguments)
+
+
+def test_many_places_and_rounds(device):
+    """States are carried from round to round, in tokens that are a part of a wider array."""
+    tables, places = tables_on(device, MACHINES), 2 * BLOCK + 1
+    generator = np.random.default_rng(1)
+    entry_A, text_A, *_ = (torch.from_numpy(a).to(device) for a in draw(generator, len(MACHINES) + 1, places, 1, 0.0))
+    for k in (4, 1):
+        _, _, tokens_AK, room_A = (torch.from_numpy(a).to(device) for a in draw(generator, 1, places, 2 * k, 0.1))
+        assert_same(tables, entry_A, text_A, tokens_AK[:, ::2], room_A)
+        assert_same(tables, entry_A, text_A, tokens_AK.t()[:k].t(), room_A)
+        text_A = grow(tables, entry_A, text_A, tokens_AK[:, ::2], room_A).text_A
+
+
+def test_all_in_one_state(device):
+    """No room, DONE before, nothing that could end it, the last byte of the longest string; tokens without bytes alone."""
+    tables, k = tables_on(device, MACHINES), 3
+    for entry, text, token, room, expected in [
+        (2, START, 2, 0, (0, True, START)),
+        (2, DONE, 3, 9, (1, True, DONE)),
+        (0, DONE, -1, 9, (1, True, DONE)),
+        (0, START, 8, 9, (k, False, START)),
+        (0, START, 8, k, (k, True, START)),
+        (4, MAX_STOP_BYTES, 0, 9, (1, True, DONE)),
+        (4, MAX_STOP_BYTES, 3, 9, (k, False, MAX_STOP_BYTES)),
+        (1, START, 3, 9, (1, True, DONE)),
+    ]:
+        place = [torch.full((BLOCK + 1,), value, device=device) for value in (entry, text, room)]
+        growth = grow(tables, place[0], place[1], torch.full((BLOCK + 1, k), token, device=device), place[2])
+        for values, value in zip((growth.count_A, growth.ends_A, growth.text_A), expected):
+            assert (values == value).all()
+    none_A = torch.zeros(0, dtype=torch.int64, device=device)
+    assert len(grow(tables, none_A, none_A, none_A[:, None].expand(0, k), none_A).count_A) == 0
+
+
+@pytest.mark.parametrize("vocab", [VOCAB, len(TOKENS)])
+def test_nothing_is_read_beyond_the_vocabulary(device, vocab):
+    """What lies behind the tables would end every answer: bytes listed for further tokens, further entries' stop tokens."""
+    tables = tables_on(device, [StopMachine.of([], [b"a"]), StopMachine.of(range(vocab), [])], vocab)
+    size = len(tables.data_B)
+    tables.offset_V = torch.cat((tables.offset_V, torch.tensor([0, size] * 8, dtype=torch.int32, device=device)))[: len(TOKENS) + 1]
+    for token in range(len(TOKENS), len(TOKENS) + 8):
+        one_A = torch.ones(2, dtype=torch.int64, device=device)
+        growth = grow(tables, one_A, one_A * START, torch.full((2, 2), token, device=device), one_A * 9)
+        assert growth.count_A.tolist() == [2, 2] and not growth.ends_A.any()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="records a CUDA graph")
+def test_a_recorded_graph_sees_entries_set_later(device):
+    tables = tables_on(device, MACHINES[:1])
+    one_A, tokens_AK = torch.ones(3, dtype=torch.int64, device=device), torch.tensor([[1, 0, 1]] * 3, device=device)
+    arguments = (one_A, one_A * START, tokens_AK, one_A * 9)
+    grow(tables, *arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        growth = grow(tables, *arguments)
+    for machine in (MACHINES[1], MACHINES[0], MACHINES[2]):
+        tables.set(1, machine)
+        graph.replay()
+        expected = reference(tables, *arguments)
+        assert torch.equal(growth.count_A, expected.count_A) and torch.equal(growth.ends_A, expected.ends_A)

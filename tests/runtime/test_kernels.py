@@ -1,0 +1,123 @@
+"""Whole requests through the fused kernels, in Triton's interpreter where there is no GPU: same answers as by the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from smc.engine.local import ModelPair, local_engine
+from smc.engine.request import Answer
+from smc.kernels.selection import select
+from smc.kernels.stops import grow
+from smc.kernels.tables import reroot
+from smc.runtime.config import EngineConfig
+from smc.runtime.kernels import KernelForward, KernelSampling
+from smc.runtime.sides import Parts
+from smc.runtime.worker import ModelWorker
+from smc.stops import TokenBytes
+from tests.engine.harness import Padding, answers, assert_empty, request, running
+from tests.engine.pairs import letter_tokenizer, peaked
+from tests.models.tiny import random_decoder, tiny_config
+from tests.runtime.test_same_answers import assert_same
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu compares them on the GPU itself")
+
+
+def pair(family: str) -> ModelPair:
+    shape = {"vocab_size": 8, "hidden_size": 64, "head_dim": 16, "intermediate_size": 64, "max_context": 64}
+    draft, target = (
+        peaked(random_decoder(tiny_config(family, num_layers=layers, **shape), seed), 0.4) for layers, seed in ((1, 1), (2, 2))
+    )
+    return ModelPair(target, draft, letter_tokenizer(8), 64)
+
+
+KERNELS = Parts(KernelForward, KernelSampling, Padding, select, grow, reroot)
+LOCKSTEP, LOOKAHEAD = EngineConfig(form="lockstep", block=2), EngineConfig(block=2, branches=2)
+
+
+@pytest.mark.parametrize(("family", "config"), [("llama", LOOKAHEAD), ("qwen2", LOOKAHEAD), ("qwen3", LOCKSTEP)])
+def test_answers_are_those_of_the_reference(family, config, monkeypatch):
+    asked = [
+        request([1, 2, 3], "0", particles=3, seed=1, max_tokens=7, logprobs=True),
+        request([4], "1", particles=2, seed=2, max_tokens=5, ignore_eos=True, ess_threshold=1.0, stop=("ab",)),
+        request([5, 6], "2", method="target", seed=3, max_tokens=4),
+    ]
+    expected = answers(local_engine(pair(family), config), asked)
+    monkeypatch.setattr("smc.engine.local.parts_for", lambda _device: KERNELS)
+    found = answers(local_engine(pair(family), config), asked)
+    for request_id, one in expected.items():
+        assert_same(one, found[request_id])
+
+
+@pytest.mark.parametrize(
+    ("config", "laws"),
+    [(LOOKAHEAD, [{"top_p": 0.7, "temperature": 0.8}, {"min_p": 0.2}]), (LOCKSTEP, [{"top_k": 3, "alpha": 1.5}, {"alpha": 0.5}])],
+)
+def test_truncated_and_powered_laws_are_those_of_the_reference(config, laws, monkeypatch):
+    asked = [request([1, 2, 3], str(i), particles=2, seed=i, max_tokens=4, logprobs=True, **law) for i, law in enumerate(laws)]
+    expected = answers(local_engine(pair("llama"), config), asked)
+    monkeypatch.setattr("smc.engine.local.parts_for", lambda _device: KERNELS)
+    found = answers(local_engine(pair("llama"), config), asked)
+    for request_id, one in expected.items():
+        assert_same(one, found[request_id])
+
+
+@pytest.mark.parametrize("config", [LOOKAHEAD, LOCKSTEP], ids=lambda config: config.form)
+def test_populations_that_change_their_size_are_those_of_the_reference(config, monkeypatch):
+    """Slots without a particle, for a round or for good."""
+
+    def resized() -> Answer:
+        engine, sizes = local_engine(pair("llama"), config), [4, 2]
+        engine.submit(request([1, 2, 3], particles=4, min_particles=2, seed=1, max_tokens=8, ignore_eos=True, ess_threshold=0.3))
+        while not engine.idle:
+            outputs = engine.step()
+            for group in running(engine):
+                if sizes and group.wanted is None and group.count != sizes[-1]:
+                    engine.resize("r", sizes.pop())
+        assert_empty(engine)
+        assert not sizes
+        return outputs[-1].answer
+
+    monkeypatch.setattr("smc.engine.local.parts_for", lambda _device: Parts(stages=Padding))
+    expected = resized()
+    monkeypatch.setattr("smc.engine.local.parts_for", lambda _device: KERNELS)
+    assert_same(expected, resized())
+    assert expected.statistics.particles_left == 4
+
+
+class OneOfOne:
+    """`smc.models.parallel.Reduce` of a model that one rank holds, with a buffer of which nothing is left once the next part is made."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(10_000)
+        self.sums = 0
+
+    def room(self, tokens: int, features: int, dtype: torch.dtype) -> torch.Tensor:
+        self._buffer.fill_(torch.nan)
+        return self._buffer[: tokens * features].to(dtype).view(tokens, features)
+
+    def __call__(self, part_TE: torch.Tensor) -> torch.Tensor:
+        self.sums += 1
+        return part_TE
+
+
+def test_ranks_sum_what_their_products_leave_where_others_read_it(monkeypatch):
+    """With one rank the sum is its part: same answers, if each is used before the next is asked for."""
+    asked = [request([1, 2, 3], "0", particles=3, seed=1, max_tokens=7)]
+    made = pair("llama")
+    monkeypatch.setattr("smc.engine.local.parts_for", lambda _device: KERNELS)
+    expected = answers(local_engine(made, LOOKAHEAD), asked)
+    for model in (made.draft, made.target):
+        for layer in model.layers:
+            layer.reduce = reduce = OneOfOne()
+    found = answers(local_engine(made, LOOKAHEAD), asked)
+    assert_same(expected["0"], found["0"])
+    assert reduce.sums > 2
+
+
+def test_heads_that_the_kernels_cannot_do_are_refused_at_once():
+    model = random_decoder(tiny_config("llama", head_dim=24), 1)
+    with pytest.raises(ValueError, match="dimension 24: want"):
+        KernelForward(ModelWorker("target", model, width=8, pages=8, vocab_size=8, token_bytes=TokenBytes.of(letter_tokenizer(8))))

@@ -1,0 +1,221 @@
+"""What ends answers against a search of their whole text, byte by byte, token by token and round by round.
+
+Axes: P particles, A places, K tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smc.stops import DONE, MAX_STATES, MAX_STOP_BYTES, START, Growth, StopMachine, StopTables, TokenBytes, grow
+
+CPU = torch.device("cpu")
+LONG = 128
+"""Bytes of the longest tokens of real vocabularies."""
+strings = st.lists(st.text("ab", min_size=1, max_size=6).map(str.encode), min_size=1, max_size=4)
+texts = st.lists(st.text("abcd", max_size=5).map(str.encode), min_size=1, max_size=12)
+UNICODE = ["é", "😀", "ée", "aé", "日本", "本日"]
+
+
+class Letters:
+    """As much of a tokenizer as stops need."""
+
+    def __init__(self, tokens: list[bytes]) -> None:
+        self.tokens, self.size = tokens, len(tokens)
+
+    def bytes_of(self, token: int) -> bytes:
+        return self.tokens[token]
+
+
+def over_bytes(machine: StopMachine, text: bytes) -> list[int]:
+    """States after each byte."""
+    state, states = START, []
+    for byte in text:
+        state = int(machine.next_XB[state, byte])
+        states.append(state)
+    return states
+
+
+def assert_found_in(stops: list[bytes], text: bytes) -> None:
+    states = over_bytes(StopMachine.of((), stops), text)
+    assert [state == DONE for state in states] == [any(stop in text[:end] for stop in stops) for end in range(1, len(text) + 1)]
+
+
+@settings(max_examples=300)
+@given(strings, st.text("abc", max_size=20).map(str.encode))
+def test_bytes(stops, text):
+    assert_found_in(stops, text)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_many_strings(seed):
+    """64 strings that overlap, hold and begin one another."""
+    random = np.random.default_rng(seed)
+    stops = [bytes(random.choice([97, 98, 99], random.integers(4, 16)).tolist()) for _ in range(64)]
+    for _ in range(10):
+        assert_found_in(stops, bytes(random.choice([97, 98, 99], 60).tolist()))
+
+
+def test_one_string_as_long_as_can_be():
+    """Every beginning of it is a state, and from each the machine falls back on the longest that it ends with."""
+    for string in (b"a" * MAX_STOP_BYTES, b"ab" * (MAX_STOP_BYTES // 2), np.random.default_rng(0).bytes(MAX_STOP_BYTES)):
+        machine = StopMachine.of((), [string])
+        assert len(machine.next_XB) == MAX_STOP_BYTES + 1 <= MAX_STATES
+        for text in (string, string[:-1] + string, string[: MAX_STOP_BYTES // 2] + string + b"c"):
+            found = [state == DONE for state in over_bytes(machine, text)]
+            assert found.index(True) + 1 == text.find(string) + len(string)
+            assert all(found[found.index(True) :])
+
+
+@settings(max_examples=300)
+@given(strings, texts, st.data())
+def test_tokens(stops, tokens, data):
+    """Tokens of any size, empty ones too: a string may begin and end in the middle of any of them."""
+    machine, token_bytes = StopMachine.of((), stops), TokenBytes.of(Letters(tokens))
+    state, text = np.array([START]), b""
+    for token in data.draw(st.lists(st.integers(0, len(tokens) - 1), max_size=12)):
+        state, text = machine.after(state, np.array([token]), token_bytes), text + tokens[token]
+        assert (state[0] == DONE) == any(stop in text for stop in stops)
+
+
+@settings(max_examples=100)
+@given(st.lists(st.sampled_from(UNICODE), min_size=1, max_size=3), st.lists(st.sampled_from(UNICODE), max_size=6))
+def test_characters_cut_by_tokens(stops, answer):
+    stops, text = [stop.encode() for stop in stops], "".join(answer).encode()
+    machine, token_bytes = StopMachine.of((), stops), TokenBytes.of(Letters([bytes([byte]) for byte in range(256)]))
+    state_P = np.array([START])
+    for end, byte in enumerate(text, start=1):
+        state_P = machine.after(state_P, np.array([byte]), token_bytes)
+        assert (state_P[0] == DONE) == any(stop in text[:end] for stop in stops)
+
+
+def test_particles_are_followed_alike():
+    """A stop token leads to DONE, with or without strings; no token leads out of it; ids that no token has lead nowhere."""
+    token_bytes = TokenBytes.of(Letters([b"a", b"", b"xab" + b"y" * LONG, b"b"]))
+    tokens_P, state_P = np.array([0, 1, 2, 3, 9, -1, 0]), np.array([START] * 6 + [DONE])
+    machine = StopMachine.of([3, 1, 3], [b"ab"])
+    assert machine.stop_ids == (1, 3)
+    assert machine.after(state_P, tokens_P, token_bytes).tolist() == [2, DONE, DONE, DONE, START, START, DONE]
+    assert StopMachine.of([1], []).after(state_P, tokens_P, token_bytes).tolist() == [START, DONE, *[START] * 4, DONE]
+    assert state_P.tolist() == [START] * 6 + [DONE]
+
+
+def test_equal_content_is_equal():
+    one, same = StopMachine.of([2, 1], [b"b", b"a"]), StopMachine.of([1, 2, 2], [b"a", b"b", b"a"])
+    assert one == same == StopMachine.of(*one.key)
+    assert hash(one) == hash(same) and one.key == same.key
+    assert np.array_equal(one.next_XB, same.next_XB)
+    assert len({one, StopMachine.of([1], [b"a", b"b"]), StopMachine.of([1, 2], [b"a"]), StopMachine.of([1, 2], [])}) == 4
+    assert StopMachine.of([], []).next_XB is None
+
+
+@pytest.mark.parametrize("count", [1, 2, 64])
+def test_what_is_too_long_is_refused(count):
+    random = np.random.default_rng(count)
+    size = MAX_STOP_BYTES // count
+    stops = [random.bytes(size) for _ in range(count - 1)] + [random.bytes(MAX_STOP_BYTES - size * (count - 1))]
+    assert len(StopMachine.of((), stops).next_XB) <= MAX_STATES
+    with pytest.raises(ValueError, match=rf"stop has strings of {MAX_STOP_BYTES + 1} bytes together; allowed: at most {MAX_STOP_BYTES}"):
+        StopMachine.of((), [*stops[:-1], stops[-1] + b"x"])
+
+
+@pytest.mark.parametrize(("count", "size"), [(64, 15), (1, MAX_STOP_BYTES)])
+def test_time_does_not_depend_on_the_vocabulary(count, size):
+    """A machine over the tokens of a vocabulary, as it was once made for each request, took time and memory by the vocabulary: 2.4 s and
+    0.4 GB for a string of 120 bytes over 128k tokens, while other requests waited. Now a vocabulary is only read, once for all requests.
+    """
+    random = np.random.default_rng(0)
+    letters = Letters([random.bytes(random.integers(1, 12)) for _ in range(128 * 1024)])
+    begin = time.process_time()
+    assert TokenBytes.of(letters) is TokenBytes.of(letters)
+    assert time.process_time() - begin < 1.0
+    stops, seconds = [random.bytes(size) for _ in range(count)], []
+    for _ in range(5):
+        begin = time.process_time()
+        StopMachine.of((), stops)
+        seconds.append(time.process_time() - begin)
+    assert min(seconds) < 0.05
+
+
+def test_bytes_of_a_vocabulary():
+    tokens = [b"ab", b"", bytes(range(LONG)), b"c"]
+    token_bytes = TokenBytes.of(Letters(tokens))
+    data_B, offset_V = token_bytes.to(CPU)
+    assert (data_B.dtype, offset_V.dtype) == (torch.uint8, torch.int32)
+    assert [bytes(data_B[begin:end].tolist()) for begin, end in pairwise(offset_V)] == tokens
+
+
+def expected(answers: list[bytes], tokens: list[bytes], machines: list[StopMachine], entry_A, tokens_AK, room_A) -> list[tuple[int, bool]]:
+    """(count, ends) of every place by a search of its whole text, which is added to `answers`."""
+    grown = []
+    for a, (entry, room) in enumerate(zip(entry_A.tolist(), room_A.tolist())):
+        count, ends = 0, room == 0
+        for token in tokens_AK[a].tolist()[:room]:
+            count += 1
+            answers[a] += tokens[token]
+            ends = token in machines[entry].stop_ids or any(string in answers[a] for string in machines[entry].strings) or count == room
+            if ends:
+                break
+        grown.append((count, ends))
+    return grown
+
+
+def counted(growth: Growth) -> list[tuple[int, bool]]:
+    return list(zip(growth.count_A.tolist(), growth.ends_A.tolist()))
+
+
+@settings(max_examples=100)
+@given(st.lists(strings | st.just([]), min_size=2, max_size=4), texts, st.integers(1, 9), st.integers(0, 2**32))
+def test_growth(stops, tokens, k, seed):
+    """Answers of different requests grow for some rounds, as a search of their texts has it and as the host follows them."""
+    random = np.random.default_rng(seed)
+    token_bytes, places = TokenBytes.of(Letters(tokens)), 2 * len(stops)
+    machines = [StopMachine.of([], [])] + [StopMachine.of(random.integers(0, len(tokens), i % 2).tolist(), s) for i, s in enumerate(stops)]
+    tables = StopTables(len(machines), len(tokens), token_bytes, CPU)
+    for entry, machine in enumerate(machines[1:], start=1):
+        tables.set(entry, machine)
+    answers, open_A = [b""] * places, np.ones(places, dtype=bool)
+    entry_A, text_A = torch.from_numpy(random.integers(0, len(machines), places)), torch.full((places,), START)
+    for _ in range(3):
+        tokens_AK = torch.from_numpy(random.integers(0, len(tokens), (places, k)))
+        room_A = torch.from_numpy(random.integers(0, k + 3, places) * open_A)
+        growth = grow(tables, entry_A, text_A, tokens_AK, room_A)
+        assert counted(growth) == expected(answers, tokens, machines, entry_A, tokens_AK, room_A)
+        for a in range(places):
+            state_P = text_A[a : a + 1].numpy()
+            for token_P in tokens_AK[a, : growth.count_A[a]].numpy()[:, None]:
+                state_P = machines[entry_A[a]].after(state_P, token_P, token_bytes)
+            assert growth.text_A[a] == state_P[0]
+        text_A, open_A = growth.text_A, open_A & ~growth.ends_A.numpy()
+
+
+def test_entries_are_set_anew():
+    """What an entry was before leaves no trace, and the table of the machines is made once, when one has strings."""
+    tokens = [b"a", b"b", b"ab", b""]
+    tables = StopTables(3, len(tokens), TokenBytes.of(Letters(tokens)), CPU)
+
+    def ends(entry: int, *answer: int) -> int:
+        """After how many tokens; 0 if none of them ends it."""
+        growth = grow(tables, torch.tensor([entry]), torch.tensor([START]), torch.tensor([answer]), torch.tensor([9]))
+        return int(growth.count_A) * int(growth.ends_A)
+
+    tables.set(1, StopMachine.of([3], []))
+    assert tables.next_EXB is None
+    assert (ends(0, 0, 3, 1), ends(1, 0, 3, 1)) == (0, 2)
+    tables.set(1, StopMachine.of([], [b"ba"]))
+    made = tables.next_EXB
+    assert made.shape == (3, MAX_STATES, 256)
+    tables.set(2, StopMachine.of([0, 99], [b"abab"]))
+    assert (ends(0, 3, 1, 0), ends(1, 3, 1, 0), ends(1, 2, 2), ends(2, 2, 2), ends(2, 2, 0, 1)) == (0, 3, 2, 2, 2)
+    tables.set(2, StopMachine.of([1], [b"aa"]))
+    assert (ends(2, 2, 2), ends(2, 2, 1), ends(2, 0, 0, 0)) == (0, 2, 2)
+    tables.set(1, StopMachine.of([], []))
+    assert ends(1, 1, 0, 3) == 0
+    assert tables.next_EXB is made
