@@ -41,7 +41,11 @@ def bench(
     device: options.Device = "cpu",
     load: Annotated[
         str | None,
-        options.option(options.MODELS, "random: shapes named by --target, --draft (cuda only).", metavar="files|random"),
+        options.option(
+            options.MODELS,
+            "random: shapes named by --target, --draft; grown: the demo pair inside such shapes (cuda only).",
+            metavar="files|random|grown",
+        ),
     ] = None,
     mode: Annotated[
         list[str] | None, options.option(options.MEASURE, f"Of {', '.join(MODES)}; may be repeated (cuda only).", "--mode", metavar="MODE")

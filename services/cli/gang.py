@@ -82,8 +82,8 @@ def gang_config(given: dict[str, Any]) -> GangConfig:
     from smc.runtime.config import EngineConfig
 
     given = {name: value for name, value in given.items() if value is not None}
-    if given.get("load") == "random" and not (given.get("target") and given.get("draft")):
-        raise ValueError("--load random needs --target and --draft, each the name of a published shape")
+    if given.get("load") in ("random", "grown") and not (given.get("target") and given.get("draft")):
+        raise ValueError(f"--load {given['load']} needs --target and --draft, each the name of a published shape")
     target, draft = pair_places(given.get("target"), given.get("draft"))
     # In lockstep one model waits for the other; two cohorts let both work. In look-ahead form both work already.
     cohorts = 2 if given.get("form") == "lockstep" else 1

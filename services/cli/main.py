@@ -20,6 +20,7 @@ from services.cli.client import client
 from services.cli.demo import demo
 from services.cli.eval import evaluate
 from services.cli.generate import generate
+from services.cli.grow import grow
 from services.cli.serve import serve
 from services.cli.terminal import out, print_error
 from services.cli.timeline import timeline
@@ -50,6 +51,7 @@ app.command("eval")(evaluate)
 app.command("bench")(bench)
 app.command("timeline")(timeline)
 app.command("check")(check)
+app.command("grow")(grow)
 app.add_typer(client, name="client")
 
 

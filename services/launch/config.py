@@ -28,10 +28,10 @@ class GangConfig:
     """The processes that decode. Raises ValueError naming the field, the value and what is allowed."""
 
     target: Path = demo.TARGET
-    """Directory of the target model, which must exist on every host, under the same path; or with `load` random a published shape."""
+    """Directory of the target model, which must exist on every host, under the same path; or unless `load` is files a published shape."""
     draft: Path = demo.DRAFT
     load: str = "files"
-    """`files`, or `random`: weights that mean nothing, for speed alone."""
+    """`files`; `random`: weights that mean nothing, for speed alone; `grown`: the demo pair inside published shapes."""
     target_tp: int = 1
     """Tensor-parallel degree of the target: that many processes, each with its share of the heads."""
     draft_tp: int = 1
@@ -87,7 +87,7 @@ class GangConfig:
     def sources(self) -> SourcePair:
         """What is to be loaded. Raises ValueError if it cannot be served; nothing is loaded yet."""
         places = (self.target.absolute(), self.draft.absolute()) if self.load == "files" else (self.target, self.draft)
-        return SourcePair.of(self.load, *places)
+        return SourcePair.of(self.load, *places, small=(demo.TARGET, demo.DRAFT))
 
     def serving_pair(self) -> ServingPair:
         """Look at both models without loading them. Raises ValueError if they cannot be served this way."""

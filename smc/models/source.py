@@ -1,4 +1,7 @@
-"""Where a model comes from: files of a directory, or random weights of a published shape. Says what it is before it is loaded."""
+"""Where a model comes from: files of a directory, random weights of a published shape, or a small model grown into such a shape.
+
+Says what it is before it is loaded.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +13,29 @@ import torch
 from smc.models.check import require_pair
 from smc.models.config import ModelConfig
 from smc.models.decoder import Decoder
+from smc.models.grow import grown_config, grown_model
+from smc.models.grown_files import grown_tokenizer
 from smc.models.loader import load_model
 from smc.models.parallel import WHOLE, Reduce, Shard
 from smc.models.presets import NoText, count_parameters, preset, random_model
 from smc.models.tokenizer import Tokenizer
 
-LOADS = ("files", "random")
+LOADS = ("files", "random", "grown")
 
 
 @dataclass(frozen=True)
 class Source:
     """One model; small, and can be sent to whoever loads it."""
 
+    kind: str
+    """One of `LOADS`."""
     place: Path
-    """Directory; with `random` the name of a shape."""
-    random: bool
+    """Directory; with `random` and `grown` the name of a shape."""
     config: ModelConfig
     parameters: int
     """Number of weights; a tied matrix counts once."""
+    small: Path | None = None
+    """Directory of the model that is grown; must exist on every host, under the same path."""
 
     @property
     def name(self) -> str:
@@ -35,12 +43,17 @@ class Source:
 
     def load(self, *, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE, reduce: Reduce | None = None) -> Decoder:
         """The model, or one rank's share of it, on a device."""
-        if self.random:
-            return random_model(self.config, dtype=dtype, device=device, shard=shard, reduce=reduce)
-        return load_model(self.place, dtype=dtype, device=device, shard=shard, reduce=reduce)
+        where = {"dtype": dtype, "device": device, "shard": shard, "reduce": reduce}
+        if self.kind == "random":
+            return random_model(self.config, **where)
+        if self.kind == "grown":
+            return grown_model(load_model(self.small), preset(str(self.place)), **where)
+        return load_model(self.place, **where)
 
     def tokenizer(self) -> Tokenizer | NoText:
-        return NoText(self.config.vocab_size) if self.random else Tokenizer.load(self.place)
+        if self.kind == "random":
+            return NoText(self.config.vocab_size)
+        return Tokenizer.load(self.place) if self.kind == "files" else grown_tokenizer(self.small, self.config)
 
 
 @dataclass(frozen=True)
@@ -53,19 +66,34 @@ class SourcePair:
     """The shorter of both contexts, in tokens."""
 
     @staticmethod
-    def of(load: str, target: Path, draft: Path) -> SourcePair:
-        """Raises ValueError if they cannot serve as a pair; nothing is loaded."""
+    def of(load: str, target: Path, draft: Path, small: tuple[Path, Path] | None = None) -> SourcePair:
+        """Raises ValueError if they cannot serve as a pair; nothing is loaded. `small`: for grown, directories of target and draft."""
         if load not in LOADS:
             raise ValueError(f"load={load!r}; allowed: {', '.join(LOADS)}")
         if load == "files":
             report = require_pair(target, draft)
-            sources = [Source(place, False, one.config, one.parameters) for place, one in ((target, report.target), (draft, report.draft))]
+            sources = [Source(load, place, one.config, one.parameters) for place, one in ((target, report.target), (draft, report.draft))]
             return SourcePair(*sources, max_context=report.max_context)
         shapes = [preset(str(name)) for name in (target, draft)]
         if shapes[0].vocab_size != shapes[1].vocab_size:
             raise ValueError(f"vocabularies of {shapes[0].vocab_size} and {shapes[1].vocab_size} tokens; a pair shares one")
-        sources = [Source(Path(name), True, shape, count_parameters(shape)) for name, shape in zip((target, draft), shapes)]
-        return SourcePair(*sources, max_context=min(shape.max_context for shape in shapes))
+        places = (None, None)
+        if load == "grown":
+            assert small is not None, "what is to be grown?"
+            places, report = small, require_pair(*small)
+            shapes = [_grown(name, one.config, shape) for name, one, shape in zip((target, draft), (report.target, report.draft), shapes)]
+        sources = [
+            Source(load, Path(name), config, count_parameters(config), place)
+            for name, config, place in zip((target, draft), shapes, places)
+        ]
+        return SourcePair(*sources, max_context=min(config.max_context for config in shapes))
 
     def of_side(self, side: str) -> Source:
         return self.draft if side == "draft" else self.target
+
+
+def _grown(name: Path, small: ModelConfig, shape: ModelConfig) -> ModelConfig:
+    try:
+        return grown_config(small, shape)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error

@@ -1,0 +1,41 @@
+"""`smcserve grow`: a small model in the shape of a large one, as a directory that any server can load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from services.cli import options
+from services.cli.terminal import err, progress_bar
+
+
+def grow(
+    model: Annotated[Path, typer.Argument(help="Directory of the small model.", metavar="MODEL")],
+    directory: Annotated[Path, typer.Argument(help="New directory for the grown one.", metavar="OUT")],
+    shape: Annotated[str, options.option(options.MODELS, "A published shape, such as llama-8b.", metavar="SHAPE")],
+    dtype: Annotated[str, options.option(options.MODELS, "float32, bfloat16 or float16.", metavar="TYPE")] = "bfloat16",
+) -> None:
+    """Write a small model in a large shape, the rest zeros: the small one's answers at the large one's cost."""
+    import torch
+
+    from services.cli.pair import DTYPES
+    from smc.models.grown_files import save_grown
+    from smc.models.presets import count_parameters, preset
+
+    large = preset(shape)
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype {dtype}; allowed: {', '.join(DTYPES)}")
+    with progress_bar() as progress:
+        task = progress.add_task(shape)
+        config = save_grown(
+            model,
+            large,
+            directory,
+            dtype=getattr(torch, dtype),
+            on_bytes=lambda done, whole: progress.update(task, completed=done, total=whole),
+        )
+    weights = count_parameters(config)
+    size = weights * getattr(torch, dtype).itemsize / 2**30
+    err.print(f"{directory}: {model} in the shape {shape}, {weights / 1e9:.2f} B weights, {size:.1f} GiB", soft_wrap=True, markup=False)
