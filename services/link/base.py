@@ -11,7 +11,7 @@ from torch import Tensor
 
 from services.pb import particles_pb2 as pb
 
-LAYOUT_VERSION = 4
+LAYOUT_VERSION = 5
 """Of particles.proto and its arrays; raised with every change that an older peer would misread."""
 CLOSE_SECONDS = 3.0
 """For what has been sent to be received, when an end is closed."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from services.pb import particles_pb2 as pb
+from smc.algorithm.expansion import Kind
 from smc.laws import LawSpec
 from smc.philox import Purpose
 from smc.runtime.messages import Draws, PromptBatch, PromptResult
-from smc.runtime.plan import Join, Lineage, Program, RoundPlan, RoundResult
+from smc.runtime.outcome import Lineage, RoundResult
+from smc.runtime.plan import Join, Program, RoundPlan
 from smc.stops import StopMachine
 
 _PLAN = {
@@ -24,6 +26,7 @@ _PLAN = {
     "draws": ("draws_G", "<i4"),
     "shared": ("shared_G", "<i4"),
     "threshold": ("threshold_G", "<f8"),
+    "kind": ("kind_G", "<i4"),
     "scheme": ("scheme_G", "<i4"),
     "target_pages": ("target_pages_AQ", "<i4"),
     "begin_pages": ("begin_pages_AP", "<i4"),
@@ -47,6 +50,7 @@ _JOIN = {
 _RESULT = {
     "ancestor": ("ancestor_A", "<i4"),
     "alive": ("alive_A", "|b1"),
+    "cut": ("cut_A", "<i4"),
     "grown": ("grown_AQ", "<i4"),
     "count": ("count_A", "<i4"),
     "ended": ("ended_A", "|b1"),
@@ -60,8 +64,9 @@ _RESULT = {
     "collapsed": ("collapsed_G", "|b1"),
     "draft_nan": ("draft_nan_G", "|b1"),
     "target_nan": ("target_nan_G", "|b1"),
+    "hit": ("hit_G", "|b1"),
 }
-_LINEAGE = {"path": ("path_AW", "<i4"), "kept": ("kept_A", "<i4")}
+_LINEAGE = {"path": ("path_AW", "<i4"), "kept": ("kept_A", "<i4"), "dropped": ("dropped_A", "<i4")}
 
 
 def prompt_command(batch: PromptBatch) -> pb.PromptCommand:
@@ -87,15 +92,16 @@ def to_prompt_batch(command: pb.PromptCommand) -> PromptBatch:
 
 
 def prompt_outcome(result: PromptResult) -> pb.PromptOutcome:
-    arrays = {"drawn": (result.drawn_RD, "<i4"), "drawn_logp": (result.drawn_logp_RD, "<f4"), "log_z": (result.log_z_R, "<f4")}
+    arrays = {"drawn": (result.drawn_RD, "<i4"), "drawn_logp": (result.drawn_logp_RD, "<f4")}
+    arrays |= {"weights": (result.logw_RD, "<f8"), "log_z": (result.log_z_R, "<f4")}
     return pb.PromptOutcome(**{name: _bytes(array, kind) for name, (array, kind) in arrays.items()})
 
 
 def to_prompt_result(outcome: pb.PromptOutcome) -> PromptResult:
     log_z_R = _array(outcome.log_z, "<f4")
     rows = len(log_z_R)
-    drawn_RD, logp_RD = (_rows(*column, rows) for column in ((outcome.drawn, "<i4"), (outcome.drawn_logp, "<f4")))
-    return PromptResult(drawn_RD, logp_RD, log_z_R)
+    columns = ((outcome.drawn, "<i4"), (outcome.drawn_logp, "<f4"), (outcome.weights, "<f8"))
+    return PromptResult(*(_rows(*column, rows) for column in columns), log_z_R)
 
 
 def join_command(group: Join) -> pb.JoinCommand:
@@ -120,6 +126,7 @@ def round_command(plan: RoundPlan) -> pb.RoundCommand:
         program=plan.program,
         short=plan.short,
         columns=plan.columns,
+        kinds=sorted(map(int, plan.kinds)),
         branches=len(plan.branch_pages_XB) // len(plan.slot_A),
         target_law=_law_message(plan.target_law),
         draft_law=_law_message(plan.draft_law),
@@ -138,6 +145,7 @@ def to_plan(command: pb.RoundCommand) -> RoundPlan:
         program=Program(command.program),
         short=command.short,
         columns=command.columns,
+        kinds=frozenset(map(Kind, command.kinds)),
         target_law=_to_law(command.target_law),
         draft_law=_to_law(command.draft_law),
         **arrays,
@@ -159,7 +167,7 @@ def to_result(outcome: pb.RoundOutcome) -> RoundResult:
 
 def to_lineage(outcome: pb.RoundOutcome) -> Lineage:
     kept_A = _array(outcome.kept, "<i4")
-    return Lineage(_rows(outcome.path, "<i4", len(kept_A)), kept_A)
+    return Lineage(_rows(outcome.path, "<i4", len(kept_A)), kept_A, _array(outcome.dropped, "<i4"))
 
 
 def _draws_message(draws: Draws) -> pb.Draws:
@@ -169,13 +177,16 @@ def _draws_message(draws: Draws) -> pb.Draws:
         round=_bytes(draws.round_R, "<i4"),
         stream=_bytes(draws.stream_RD, "<i4"),
         purpose=int(draws.purpose),
+        count=_bytes(draws.count_R, "<i4"),
+        kind=_bytes(draws.kind_R, "<i4"),
     )
 
 
 def _to_draws(draws: pb.Draws) -> Draws:
     seed_R = _array(draws.seed, "<i8")
     round_R, stream_X = (_array(data, "<i4").astype(np.int64) for data in (draws.round, draws.stream))
-    return Draws(_to_law(draws.law), seed_R, round_R, stream_X.reshape(len(seed_R), -1), Purpose(draws.purpose))
+    count_R, kind_R = (_array(data, "<i4") for data in (draws.count, draws.kind))
+    return Draws(_to_law(draws.law), seed_R, round_R, stream_X.reshape(len(seed_R), -1), Purpose(draws.purpose), count_R, kind_R)
 
 
 def _law_message(law: LawSpec) -> pb.Law:

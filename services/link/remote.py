@@ -15,8 +15,9 @@ from services.link import codec
 from services.link.base import LAYOUT_VERSION, CoordinatorEnd, LinkError, check_envelope
 from services.pb import particles_pb2 as pb
 from smc.runtime.messages import PromptBatch, PromptResult
+from smc.runtime.outcome import Lineage, RoundResult
 from smc.runtime.pair import PairRound
-from smc.runtime.plan import Join, Lineage, Program, RoundPlan, RoundResult
+from smc.runtime.plan import Join, Program, RoundPlan
 
 CLOCK_PINGS = 5
 LAST_WORDS_SECONDS = 3.0

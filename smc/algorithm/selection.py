@@ -1,14 +1,14 @@
-"""One round of SMC-SD after scoring: weigh candidates, resample if the population degenerated, pick branches.
+"""One round of SMC-SD after scoring, of independent particles: resample if the population degenerated, pick branches.
 
-Lockstep and look-ahead are the same function. What differs is the candidates: lockstep offers one per particle, ended by
-the bonus token; look-ahead offers F, one for each branch of the next block that was drafted while the target scored this one.
+Lockstep and look-ahead are the same function. What differs is the candidates (`smc.runtime.candidates` weighs them): lockstep offers one
+per particle, ended by the bonus token; look-ahead offers F, one for each branch of the next block that was drafted while the target
+scored this one.
 
 Axes beside the package's: A places of a packed batch, H groups that have any, X their places.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,26 +47,6 @@ class Selection:
     resampled_G: Tensor
     collapsed_G: Tensor
     """bool: every weight was zero (or NaN); weights were set equal and decoding goes on."""
-
-
-def lockstep_candidates(logw_A: Tensor, block_A: Tensor, bonus_log_z_A: Tensor) -> Tensor:
-    """Candidate log-weights [A, 1] of a lockstep round (design section 2, steps 3 and 4).
-
-    `block_A` is the block's increment (`weights.block_log_weight`); `bonus_log_z_A` the log normaliser of the law the bonus
-    was drawn from: 0 at alpha = 1, and 0 for a particle that ended inside the block.
-    """
-    return (logw_A + block_A + bonus_log_z_A)[..., None]
-
-
-def lookahead_candidates(logw_A: Tensor, block_A: Tensor, next_AF: Tensor, open_A: Tensor) -> Tensor:
-    """Candidate log-weights [A, F] of a look-ahead round (design section 3).
-
-    `next_AF` is alpha * log p - log q of the first token of every branch. A particle that ended (`open` false) has one
-    candidate, itself, with its whole weight.
-    """
-    branches = next_AF.shape[-1]
-    alone_F = torch.where(torch.arange(branches, device=next_AF.device) == 0, 0.0, -math.inf).double()
-    return (logw_A + block_A)[..., None] + torch.where(open_A[..., None], next_AF - math.log(branches), alone_F)
 
 
 def select(

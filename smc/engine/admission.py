@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from smc.engine.methods import METHODS
+from smc.engine.methods import decoding_of
 from smc.engine.request import Request
 from smc.runtime.config import EngineConfig
 
@@ -19,11 +17,11 @@ class QueueFull(RuntimeError):
     """No room to wait in. Nothing is wrong with the request: it may be sent again later."""
 
 
-def check_queue(pages: dict[str, int], config: EngineConfig, waiting: Sequence[dict[str, int]]) -> None:
+def check_queue(pages: dict[str, int], config: EngineConfig, waiting: int, waiting_pages: int) -> None:
     """Refuse what there is no room to wait in for, given the pages it and those waiting are likely to need. Raises QueueFull."""
-    if config.max_queue is not None and len(waiting) >= config.max_queue:
-        raise QueueFull(f"{len(waiting)} requests are waiting; allowed: {config.max_queue}. Try again later")
-    wanted = sum(sum(needed.values()) for needed in (*waiting, pages))
+    if config.max_queue is not None and waiting >= config.max_queue:
+        raise QueueFull(f"{waiting} requests are waiting; allowed: {config.max_queue}. Try again later")
+    wanted = waiting_pages + sum(pages.values())
     if waiting and config.max_queue_pages is not None and wanted > config.max_queue_pages:
         raise QueueFull(f"waiting requests would need {wanted} KV pages; allowed: {config.max_queue_pages}. Try again later")
 
@@ -42,7 +40,7 @@ def check_fits(request: Request, config: EngineConfig, capacity: dict[str, int],
         )
     if params.rows > config.max_slots:
         raise ValueError(f"particles={params.rows}; this engine has max_slots={config.max_slots}")
-    for side, pages in METHODS[params.method].most_pages(config, params, size).items():
+    for side, pages in decoding_of(params).most_pages(config, params, size).items():
         if pages > capacity[side]:
             raise ValueError(
                 f"the request may need {pages} KV pages of the {side} model, which has {capacity[side]}; "

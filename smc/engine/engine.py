@@ -9,22 +9,23 @@ live here, in other processes or on other machines is not its business.
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import time
+from bisect import insort
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter, itemgetter
 
-import numpy as np
-import torch
-
-from smc.algorithm.selection import final_draw
-from smc.algorithm.weights import log_mean_weight, normalise
 from smc.engine.admission import DuplicateRequest, check_fits, check_queue
+from smc.engine.answers import draw_answer, make_answer
 from smc.engine.cohorts import Cohorts
+from smc.engine.expectation import Expectation
 from smc.engine.group import Group, Phase
 from smc.engine.memory import Memory
-from smc.engine.methods import METHODS
+from smc.engine.methods import PROGRAMS
 from smc.engine.policy import ParticlePolicy, ShrinkWhenShort
-from smc.engine.request import Answer, FinishReason, Method, Output, Request
+from smc.engine.queue import Deadlines, Queue
+from smc.engine.request import FinishReason, Method, Output, Request
 from smc.engine.rounds import Pages, Rounds
 from smc.engine.slots import Slots
 from smc.engine.starts import Starts, shrink_saved
@@ -32,15 +33,11 @@ from smc.engine.stats import EngineStats
 from smc.engine.text import StopRules
 from smc.kv.pages import OutOfPages
 from smc.models.tokenizer import Tokenizer
-from smc.philox import Purpose, uniforms
 from smc.runtime.config import EngineConfig
 from smc.runtime.messages import Worker
 from smc.runtime.pair import Pair
 from smc.runtime.plan import Program
 from smc.stops import TokenBytes
-
-LEARNING = 0.1
-"""Weight of the newest answer in the average of how long answers get."""
 
 
 class Engine:
@@ -63,20 +60,26 @@ class Engine:
         self.workers, self.pair = workers, pair
         self.slots = Slots(config.max_slots, context + config.block + 1)
         self.memory = Memory(pages, prefix_cache=config.prefix_cache)
-        self.starts = Starts(config, self.slots, self.memory, workers, pair, TokenBytes.of(tokenizer))
+        self.expectation = Expectation(config, self.slots, self.memory)
+        self.starts = Starts(self.expectation, workers, pair, TokenBytes.of(tokenizer))
         self._cohorts = {
-            decoding.program: Cohorts(
+            program: Cohorts(
                 Rounds(config, self.slots, self.memory, pair, decoding, config.width(context)),
-                config.cohorts if decoding.program is Program.PAIR else 1,
+                config.cohorts if program is Program.PAIR else 1,
             )
-            for decoding in METHODS.values()
+            for program, decoding in PROGRAMS.items()
         }
         self._policy = policy or ShrinkWhenShort()
         self._clock = clock
         self._groups: dict[str, Group] = {}
-        self._ready: list[Output] = []
-        self._answer_share = 1.0
-        """Share of the longest answer that answers have, on average."""
+        """All, by the ids of their requests."""
+        self._queue = Queue()
+        self._admitted: list[Group] = []
+        """Groups that hold slots and pages, oldest first."""
+        self._deadlines = Deadlines()
+        self._ready: list[tuple[int, Output]] = []
+        """With the numbers of their groups."""
+        self._numbers = itertools.count()
         self._preemptions = self._shrinks = 0
 
     @property
@@ -86,12 +89,12 @@ class Engine:
 
     @property
     def num_queued(self) -> int:
-        return len(self._in(Phase.QUEUED))
+        return len(self._queue)
 
     @property
     def num_running(self) -> int:
         """Requests past their prefill."""
-        return len(self._in(Phase.RUNNING))
+        return sum(group.phase is Phase.RUNNING for group in self._admitted)
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises ValueError for what this engine could never run or an id in use, QueueFull if it must come later."""
@@ -99,11 +102,14 @@ class Engine:
             raise DuplicateRequest(f"request_id={request.request_id!r} is already in use; it must be unique among running requests")
         check_fits(request, self.config, self.memory.capacity, self.context, self.tokenizer.size)
         params = request.params
-        expected = METHODS[params.method].expected_pages(self.config, params, len(request.prompt), self._answer_share)
-        check_queue(expected, self.config, [g.expected for g in self._in(Phase.QUEUED)])
+        expected = self.expectation.pages(params, len(request.prompt), params.rows)
+        check_queue(expected, self.config, len(self._queue), self._queue.pages)
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         rules = StopRules(params, self.tokenizer)
-        self._groups[request.request_id] = Group(request, seed, rules, self._clock(), expected)
+        group = Group(request, seed, rules, self._clock(), next(self._numbers), expected)
+        self._groups[group.id] = group
+        self._deadlines.add(group)
+        self._queue.push(group)
         self._admit()
 
     def abort(self, request_id: str) -> bool:
@@ -116,18 +122,22 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Advance everything once. Returns what became final: at most one Output per request, in order of submission."""
-        self._expire()
+        for group in self._deadlines.passed(self._clock()):
+            self._finish(group, FinishReason.TIME_BUDGET)
+        self.expectation.follow(self._admitted)
         self._admit()
+        for group in self._admitted:
+            self.starts.grant(group)
         self.starts.ask()
         for cohorts in self._cohorts.values():
             cohorts.advance(self._provide)
         for group in self.starts.finish():
             if not group.error and not self._complete(group):
                 self._cohorts[group.decoding.program].join(group)
-        for group in list(self._groups.values()):
+        for group in list(self._admitted):
             self._report(group)
         ready, self._ready = self._ready, []
-        return ready
+        return [output for _, output in sorted(ready, key=itemgetter(0))]
 
     def run(self, requests: Iterable[Request]) -> Iterator[Output]:
         """Submit all, step until idle, yield what becomes final as it does."""
@@ -137,23 +147,28 @@ class Engine:
             yield from self.step()
 
     def resize(self, request_id: str, particles: int) -> None:
-        """Let a running SMC request have so many particles from its next round on. Raises ValueError outside of what it allows."""
+        """Let a running SMC request have so many particles from its next round on. Raises ValueError outside of what it allows.
+
+        The latest call holds. While another change is under way it waits for that; for a request that has been preempted, until it goes
+        on; and for slots, if others have taken them by then. Only a request that has too few pages for more particles, although no other
+        could give way, stays as it is.
+        """
         group = self._groups.get(request_id)
-        if group is None or group.phase is not Phase.RUNNING or not group.decoding.records_population:
+        if group is None or not group.has_particles or not group.decoding.records_population:
             raise ValueError(f"request_id={request_id!r} names no running request of method='smc'")
         if not group.params.least_rows <= particles <= group.params.rows:
             raise ValueError(f"particles={particles}; allowed: {group.params.least_rows}..{group.params.rows}")
-        if particles - len(group.slots) > self.slots.num_free:
+        if group.phase is Phase.RUNNING and particles - len(group.slots) > self.slots.num_free:
             raise ValueError(f"particles={particles}; {self.slots.num_free} slots are free")
-        if group.wanted is None and particles != group.count:
-            self.starts.resize(group, particles)
+        group.wish = particles
+        self.starts.grant(group)
 
     def take_stats(self) -> EngineStats:
         """The state now, and what happened since the last call."""
         rounds = self._cohorts[Program.PAIR].rounds
         stats, rounds.stats = rounds.stats, EngineStats()
         memory = self.memory
-        stats.queued, stats.running = self.num_queued, len(self._groups) - self.num_queued
+        stats.queued, stats.running = len(self._queue), len(self._admitted)
         stats.slots_free = self.slots.num_free
         stats.pages_total = dict(memory.capacity)
         stats.pages_used = {side: memory.held(side) for side in memory.capacity}
@@ -169,39 +184,32 @@ class Engine:
 
     def rounds_of(self, method: Method) -> Rounds:
         """What advances the groups of a method, for whoever times rounds."""
-        return self._cohorts[METHODS[method].program].rounds
+        program = Program(method.value) if method in tuple(Program) else Program.PAIR
+        return self._cohorts[program].rounds
 
     def check_books(self) -> None:
         """When idle, all but what is cached must be free again. Raises AssertionError otherwise."""
-        assert self.idle and not any(self.memory.expected.values()), f"pages still expected: {self.memory.expected}"
+        assert self.idle and not self._queue.pages and not self._admitted, "requests are still waiting or running"
+        assert not any(self.memory.expected.values()), f"pages still expected: {self.memory.expected}"
         assert self.slots.num_free == self.config.max_slots, "slots still claimed"
         assert not self.starts.stops.used, "stop machines still claimed"
         self.memory.check()
         assert not any(leaked := self.memory.leaked().values()), f"KV pages held although nothing runs: {leaked}"
 
-    def _expire(self) -> None:
-        now = self._clock()
-        for group in list(self._groups.values()):
-            budget = group.params.time_budget
-            if budget is not None and now - group.submitted >= budget:
-                self._finish(group, FinishReason.TIME_BUDGET)
-
     def _admit(self) -> None:
         """Strictly in order: a large request at the head is not overtaken until it fits. One that was preempted comes first."""
-        for group in sorted(self._in(Phase.QUEUED), key=lambda g: g.saved is None):
-            if not self.starts.admit(group):
-                return
+        while (group := self._queue.first) is not None and self.starts.admit(group):
+            self._queue.remove(group)
+            insort(self._admitted, group, key=attrgetter("number"))
 
     def _provide(self, wanting: list[Group]) -> list[tuple[Group, Pages]]:
         """Pages for a round of each group, oldest first. Who gets none is left out; if nobody could go on then, somebody gives way."""
-        wanting = [group for group in self._admitted() if group in wanting]
+        wanting = sorted(wanting, key=attrgetter("number"))
         given = self._give(wanting)
-        while wanting and not given and not any(g.in_flight for g in self._groups.values()):
-            gone = self._make_room(wanting[0])
-            if gone is None:
-                break
-            wanting = [group for group in wanting if group is not gone]
-            given = self._give(wanting)
+        while len(given) < len(wanting) and (self._report_ended() or (not given and self._make_room(wanting[0]))):
+            wanting = [group for group in wanting if group in self._admitted]
+            left_out = [group for group in wanting if group not in [g for g, _ in given]]
+            given += self._give(left_out)
         if len(given) < len(wanting):
             for group, _ in given:
                 self._shrink(group)
@@ -225,22 +233,34 @@ class Engine:
                 self.starts.resize(group, wanted)
                 self._shrinks += 1
 
-    def _make_room(self, first: Group) -> Group | None:
+    def _report_ended(self) -> bool:
+        """Finish what has ended in this step already, lest it is made to give way. True if anything has."""
+        ended = [group for group in self._admitted if group.error or (group.phase is Phase.RUNNING and self._complete(group))]
+        for group in ended:
+            self._report(group)
+        return bool(ended)
+
+    def _make_room(self, first: Group) -> bool:
         """Nothing is on its way that would free pages, and not even the first group has enough: the youngest of those that hold pages
-        where they are short gives up its own, and is returned. None: there are older ones, which are not ready for a round yet."""
+        where they are short gives up its own. False: something is, or there are older ones, which are not ready for a round yet."""
+        if any(group.in_flight for group in self._admitted):
+            return False
         short = self.memory.short(first.decoding.round_pages(self.config, len(first.slots)))
-        *older, youngest = (group for group in self._admitted() if set(short) & set(group.decoding.sides))
+        *older, youngest = (group for group in self._admitted if set(short) & set(group.decoding.sides))
         if youngest is first and older:
-            return None
+            return False
         # One that was about to have more particles gives that up with its slots.
         grows = len(youngest.slots) > youngest.count
         self._preempt(youngest)
+        if youngest is first:
+            # Nobody is left who could give way, so it may not try again.
+            first.wish = None
         if youngest is first and not grows:
             wanted = max(first.params.least_rows, first.count // 2)
             assert wanted < first.count, "a request alone has too few pages"
             shrink_saved(first, wanted)
             self._shrinks += 1
-        return youngest
+        return True
 
     def _preempt(self, group: Group) -> None:
         if group.phase is Phase.RUNNING:
@@ -249,15 +269,10 @@ class Engine:
         else:
             self.starts.give_up(group)
             group.phase = Phase.QUEUED
+        self._admitted.remove(group)
+        self._queue.push(group)
         group.tally.preemptions += 1
         self._preemptions += 1
-
-    def _admitted(self) -> list[Group]:
-        """Groups that hold slots and pages, oldest first."""
-        return [g for g in self._groups.values() if g.phase is not Phase.QUEUED]
-
-    def _in(self, phase: Phase) -> list[Group]:
-        return [g for g in self._groups.values() if g.phase is phase]
 
     def _complete(self, group: Group) -> bool:
         return bool(self.slots.ended_S[group.slots].all()) and not self.slots.unscored(group.slots).any()
@@ -271,68 +286,27 @@ class Engine:
         elif group.phase is Phase.RUNNING and group.committed > group.streamed:
             new = tuple(self.slots.tokens_SL[group.slots[0], group.streamed : group.committed].tolist())
             group.streamed = group.committed
-            self._ready.append(Output(group.id, new, group.stream.push(new)))
-
-    def _tokens(self, group: Group, particle: int) -> tuple[int, ...]:
-        length = self._record(group, "length_S")[particle]
-        return tuple(self._record(group, "tokens_SL")[particle, :length].tolist())
-
-    def _record(self, group: Group, name: str) -> np.ndarray:
-        """Rows of an array of `Slots` that are the group's particles, wherever they are kept."""
-        return group.saved[name] if group.saved else getattr(self.slots, name)[group.slots]
+            self._ready.append((group.number, Output(group.id, new, group.stream.push(new))))
 
     def _finish(self, group: Group, reason: FinishReason | None) -> None:
         """The final draw, the last Output, and everything the group held given back. `reason` None: it is complete."""
-        particle, tokens = self._final_tokens(group, reason)
-        logp, matched = None, None
-        if group.params.logprobs:
-            logp = tuple(self._record(group, "logp_SL")[particle, : len(tokens)].tolist()) if tokens else ()
-        log_z = group.log_z
-        if group.has_particles:
-            _, log_sum = normalise(torch.from_numpy(self._record(group, "logw_S"))[None])
-            log_z += log_mean_weight(log_sum, torch.tensor([group.count])).item()
+        particle, tokens = draw_answer(group, self.slots, reason)
         if reason is None:
-            reason, matched = group.rules.why(tokens, group.params.max_tokens)
-            self.starts.remember_answer(group, particle, tokens)
-            self._learn(len(tokens) / group.params.max_tokens)
-        text = group.rules.text(tokens)
-        answer = Answer(
-            request_id=group.id,
-            tokens=tokens,
-            text=text,
-            finish_reason=reason,
-            matched=matched,
-            seed=group.seed,
-            prompt_tokens=group.prompt_size,
-            statistics=group.tally.statistics(log_z, group.count),
-            seconds=self._clock() - group.submitted,
-            logprobs=logp,
-            error=group.error,
-            cached_tokens=group.cached_tokens or 0,
-        )
-        self._ready.append(Output(group.id, tokens[group.streamed :], group.stream.finish(text), answer))
+            self.starts.prefixes.remember_answer(group, particle, tokens)
+            self.expectation.learn_answer(len(tokens) / group.params.max_tokens)
+        elif group.error:
+            self.starts.prefixes.forget_prompt(group)
+        answer = make_answer(group, self.slots, reason, particle, tokens, self._clock() - group.submitted)
+        self._ready.append((group.number, Output(group.id, tokens[group.streamed :], group.stream.finish(answer.text), answer)))
         self._release(group)
-
-    def _learn(self, share: float) -> None:
-        self._answer_share += LEARNING * (share - self._answer_share)
-
-    def _final_tokens(self, group: Group, reason: FinishReason | None) -> tuple[int, tuple[int, ...]]:
-        """The drawn particle and its tokens. Before the end: those that have been weighed, and whatever has been streamed."""
-        if not group.has_particles:
-            return 0, ()
-        if reason in (FinishReason.ERROR, FinishReason.CANCELLED):
-            return 0, self._tokens(group, 0)[: group.streamed]
-        seed_G, round_G = np.array([group.seed], dtype=np.int64), np.array([group.rounds], dtype=np.int64)
-        uniform = uniforms(seed_G, round_G, np.zeros(1, dtype=np.int64), Purpose.FINAL)[0, 0]
-        particle = final_draw(torch.from_numpy(self._record(group, "logw_S")), float(uniform))
-        tokens = self._tokens(group, particle)
-        if reason is not None:
-            tokens = tokens[: max(int(self._record(group, "block_S")[particle]) + 1, group.streamed)]
-        return particle, tokens
 
     def _release(self, group: Group) -> None:
         if group.phase is Phase.RUNNING:
             self._cohorts[group.decoding.program].leave(group)
-        if group.phase is not Phase.QUEUED:
+        if group.phase is Phase.QUEUED:
+            self._queue.remove(group)
+        else:
             self.starts.give_up(group)
+            self._admitted.remove(group)
+        self._deadlines.remove(group)
         del self._groups[group.id]

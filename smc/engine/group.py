@@ -10,8 +10,8 @@ from enum import Enum
 import numpy as np
 
 from smc.algorithm.resampling import SCHEME_NAMES
-from smc.engine.methods import METHODS, Decoding
-from smc.engine.request import Request, SamplingParams, Statistics
+from smc.engine.methods import Decoding, decoding_of
+from smc.engine.request import Method, Request, SamplingParams, Statistics
 from smc.engine.text import StopRules, TextStream
 from smc.laws import LawSpec
 
@@ -32,10 +32,14 @@ class Group:
     rules: StopRules
     submitted: float
     """Engine clock at submission, seconds."""
+    number: int
+    """Of requests in the order of submission."""
     expected: dict[str, int]
-    """KV pages that it is likely to hold in each pool."""
-    round_pages: dict[str, int] = field(default_factory=dict)
-    """Pages that a round of it takes with as many particles as it had when it was admitted."""
+    """KV pages in each pool that it was likely to need when it was submitted."""
+    keys: list[bytes] | None = None
+    """Of its prompt's blocks in the prefix caches, once they have been asked for."""
+    needs: dict[str, int] | None = None
+    """Pages of what it is to start from, once they have been counted; while it waits."""
     phase: Phase = Phase.QUEUED
     slots: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     particles: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
@@ -56,6 +60,8 @@ class Group:
     """Pages, by side, of every round that has been asked for and not read."""
     wanted: int | None = None
     """Particles that it shall have after its next round, where that is a change."""
+    wish: int | None = None
+    """Particles that its caller has asked for, until it has them."""
     committed: int = 0
     """Answer tokens on which all particles agree."""
     streamed: int = 0
@@ -85,7 +91,7 @@ class Group:
 
     @property
     def decoding(self) -> Decoding:
-        return METHODS[self.params.method]
+        return decoding_of(self.params)
 
     @property
     def has_particles(self) -> bool:
@@ -116,6 +122,9 @@ class Tally:
     resamples: int = 0
     collapses: int = 0
     preemptions: int = 0
+    confirmed: int = 0
+    hits: int = 0
+    misses: int = 0
     ess_sum: float = 0.0
     ess_min: float = float("inf")
     draft_tokens: int = 0
@@ -143,7 +152,17 @@ class Tally:
             draft_tokens=self.draft_tokens,
             target_tokens=self.target_tokens,
             committed_lag=self.lag_sum / rounds,
+            accepted_per_round=self.confirmed / rounds,
+            hits=self.hits,
+            misses=self.misses,
         )
+
+
+def _draft_temperature(params: SamplingParams) -> float:
+    if params.draft_temperature is not None:
+        return params.draft_temperature
+    # Greedy exact decoding drafts at 1: of a law with all mass on one token there would be no second row.
+    return 1.0 if params.method is Method.EXACT and params.temperature == 0 else params.temperature
 
 
 class Population:
@@ -178,7 +197,7 @@ class Population:
     @property
     def draft_law(self) -> LawSpec:
         """Per group: of the proposal; of a plainly decoding draft, its own."""
-        return self._law([p.temperature if p.draft_temperature is None else p.draft_temperature for p in self.params])
+        return self._law([_draft_temperature(p) for p in self.params])
 
     @property
     def scheme_G(self) -> np.ndarray:

@@ -6,6 +6,7 @@ A page that is let go may be given to whoever asks next: what is asked of a work
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -32,6 +33,8 @@ class Memory:
         """Pages that requests which have been admitted are likely to hold."""
         self.next_round = dict.fromkeys(capacity, 0)
         """Pages that a round of all of those takes."""
+        self._shares: dict[int, tuple[dict[str, int], dict[str, int]]] = {}
+        """What each of them has in these two."""
 
     def admits(self, pages: dict[str, int]) -> bool:
         """Whether what is expected leaves the watermark free; a request alone is always admitted."""
@@ -39,11 +42,20 @@ class Memory:
             not self.expected[side] or self.expected[side] + count <= (1 - WATERMARK) * self.capacity[side] for side, count in pages.items()
         )
 
-    def expect(self, pages: dict[str, int], round_pages: dict[str, int], sign: int = 1) -> None:
+    def expect(self, request: int, pages: dict[str, int], round_pages: dict[str, int]) -> None:
+        """An admitted request is likely to hold so much, and a round of it takes so much: instead of what was said of it before."""
+        self.no_longer_expect(request)
+        self._shares[request] = pages, round_pages
+        self._add(pages, round_pages, 1)
+
+    def no_longer_expect(self, request: int) -> None:
+        if request in self._shares:
+            self._add(*self._shares.pop(request), -1)
+
+    def _add(self, pages: dict[str, int], round_pages: dict[str, int], sign: int) -> None:
         for side, count in pages.items():
             self.expected[side] += sign * count
             self.next_round[side] += sign * round_pages[side]
-            assert self.expected[side] >= 0, "more pages are no longer expected than were"
 
     def spare(self, round_pages: dict[str, int]) -> dict[str, int]:
         """Pages that a request must leave free when it starts, lest somebody has to give up its own at once: none if it is alone."""
@@ -84,11 +96,17 @@ class Memory:
         cached = {side: self.caches[side].entries if side in self.caches else 0 for side in self.ledgers}
         return {side: ledger.num_loose + ledger.num_holds - cached[side] for side, ledger in self.ledgers.items()}
 
-    def match(self, side: str, tokens: np.ndarray, salt: str, most: int) -> tuple[int, int]:
-        """See `PrefixCache.match`; the page is held from now on, and `count_match` is told if anything comes of it."""
+    def keys(self, tokens: Sequence[int] | np.ndarray, salt: str) -> list[bytes]:
+        """Of the blocks of a sequence, by which either side's cache knows them."""
+        return next((cache.keys(tokens, salt) for cache in self.caches.values()), [])
+
+    def match(self, side: str, keys: list[bytes], most: int) -> tuple[int, int]:
+        """See `PrefixCache.find`: in at most so many tokens. The page is held from now on, and `count_match` is told if anything comes
+        of it."""
         if side not in self.caches:
             return 0, DUMMY_PAGE
-        count, page = self.caches[side].match(tokens, salt, most, counts=False)
+        cache = self.caches[side]
+        count, page = cache.find(keys[: most // cache.block])
         self.ledgers[side].hold([page])
         return count, page
 
@@ -96,10 +114,16 @@ class Memory:
         if side in self.caches:
             self.caches[side].count(queried, hit)
 
-    def remember(self, side: str, tokens: np.ndarray, pages: np.ndarray, salt: str) -> None:
-        """Cache a sequence; what is cached of it already stays."""
+    def remember(self, side: str, keys: list[bytes], pages: np.ndarray) -> None:
+        """Cache a sequence as far as there are pages; what is cached of it already stays."""
         if side in self.caches:
-            self.caches[side].insert(tokens[: len(pages)], pages, salt)
+            cache = self.caches[side]
+            cache.keep(keys[: len(pages) // cache.block], pages)
+
+    def forget(self, keys: list[bytes]) -> None:
+        """Neither side's cache has these blocks any longer."""
+        for cache in self.caches.values():
+            cache.forget(keys)
 
     def check(self) -> None:
         for ledger in self.ledgers.values():

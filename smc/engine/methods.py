@@ -8,6 +8,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
+from smc.algorithm.expansion import Kind
+from smc.algorithm.weights import log_mean_weight, normalise
 from smc.engine.request import Method, SamplingParams
 from smc.runtime.config import EngineConfig
 from smc.runtime.plan import Program
@@ -38,12 +43,21 @@ class Decoding(ABC):
     """Models that run their prompts."""
     first: str
     """The one whose law the first token is drawn from."""
+    kind = Kind.INDEPENDENT
+    """How rows are continued."""
     records_population = False
     """Weights, effective sample sizes and resampling mean something."""
+    confirms = False
+    """Only what the target has drawn itself is part of the answer: what particles agree on may still be taken back."""
 
     @abstractmethod
     def stride(self, config: EngineConfig) -> int:
-        """Tokens by which an open answer grows in a round."""
+        """Tokens by which an open answer grows in a round, at most."""
+
+    def known_tokens(self, config: EngineConfig, *, length: int, block: int, rounds: int) -> int:
+        """Tokens of an open answer that will have been weighed after so many rounds that are under way: of `length` now, the block in
+        flight from index `block` on."""
+        return length + self.stride(config) * rounds
 
     def ahead(self, config: EngineConfig) -> bool:
         """The tokens of a round are weighed in the next."""
@@ -70,27 +84,24 @@ class Decoding(ABC):
         few, all_rows = self.round_pages(config, n), self.round_pages(config, params.rows)
         return {side: prompt + max(n * answer + ROUNDS_IN_FLIGHT * few[side], ROUNDS_IN_FLIGHT * all_rows[side]) for side in self.sides}
 
-    def expected_pages(self, config: EngineConfig, params: SamplingParams, prompt: int, share: float) -> dict[str, int]:
-        """Pages that a request is likely to hold: `share` of the longest answer, of which particles share all but the end."""
-        n, answer = params.rows, max(1, round(share * params.max_tokens))
-        rounds = self.round_pages(config, n)
-        own = min(answer, OWN_TOKENS) * (n - 1)
-        likely = {side: prompt + answer + own + ROUNDS_IN_FLIGHT * rounds[side] for side in self.sides}
+    def expected_pages(self, config: EngineConfig, params: SamplingParams, prompt: int, rows: int, answer: int, own: int) -> dict[str, int]:
+        """Pages that `rows` particles are likely to hold: of an answer of so many tokens each but the first has `own` for itself."""
+        rounds = self.round_pages(config, rows)
+        likely = {side: prompt + answer + own * (rows - 1) + ROUNDS_IN_FLIGHT * rounds[side] for side in self.sides}
         most = self.most_pages(config, params, prompt)
         return {side: min(pages, max(most[side], prompt)) for side, pages in likely.items()}
 
+    def log_z(self, logw_N: Tensor, count: int) -> float:
+        """What a population's weights say of the target's total mass on answers."""
+        return 0.0
 
-OWN_TOKENS = 64
-"""Tokens of its past that a particle shares with no other, as a rule: further back, all descend from one."""
 
-
-class Smc(Decoding):
-    """The draft proposes, the target weighs: `smc.algorithm.selection`."""
+class OfPair(Decoding):
+    """The draft proposes, the target has the last word."""
 
     program = Program.PAIR
     sides = ("draft", "target")
     first = "target"
-    records_population = True
 
     def stride(self, config: EngineConfig) -> int:
         return config.block if config.lookahead else config.block + 1
@@ -109,6 +120,44 @@ class Smc(Decoding):
         return 0 if ended else length - pending
 
 
+class Independent(OfPair):
+    """Particles draw for themselves and are resampled: `smc.algorithm.selection`."""
+
+    records_population = True
+
+    def known_tokens(self, config: EngineConfig, *, length: int, block: int, rounds: int) -> int:
+        if not config.lookahead:
+            return super().known_tokens(config, length=length, block=block, rounds=rounds)
+        # What was drafted in a round is weighed in the next.
+        return length + self.stride(config) * (rounds - 1) if rounds else block
+
+    def log_z(self, logw_N: Tensor, count: int) -> float:
+        return log_mean_weight(normalise(logw_N[None])[1], torch.tensor([count])).item()
+
+
+class Distinct(Independent):
+    """Particles are drawn without replacement: `smc.algorithm.expansion`."""
+
+    kind = Kind.DISTINCT
+
+    def log_z(self, logw_N: Tensor, count: int) -> float:
+        return normalise(logw_N[None])[1].item()
+
+
+class Exact(OfPair):
+    """The target draws its own tokens; what was drafted decides how many at a time: `smc.algorithm.walk`."""
+
+    kind = Kind.BEST
+    confirms = True
+
+    def known_tokens(self, config: EngineConfig, *, length: int, block: int, rounds: int) -> int:
+        return (block if config.lookahead else length) + rounds
+
+    def held_tokens(self, config: EngineConfig, side: str, *, length: int, block: int, ended: bool, rounds: int) -> int:
+        # Taken up again, one sequence goes on from its last confirmed token.
+        return length - 1
+
+
 class Alone(Decoding):
     """One model decodes by itself, token after token."""
 
@@ -125,4 +174,14 @@ class Alone(Decoding):
         return 0 if ended else length - 1
 
 
-METHODS: dict[Method, Decoding] = {Method.SMC: Smc(), Method.TARGET: Alone("target"), Method.DRAFT: Alone("draft")}
+_INDEPENDENT, _DISTINCT = Independent(), Distinct()
+_ALONE = {Method.TARGET: Alone("target"), Method.DRAFT: Alone("draft"), Method.EXACT: Exact()}
+PROGRAMS: dict[Program, Decoding] = {decoding.program: decoding for decoding in (_INDEPENDENT, *_ALONE.values())}
+"""A decoding of every program: all of a program have rounds of the same shape."""
+
+
+def decoding_of(params: SamplingParams) -> Decoding:
+    """How a request is decoded."""
+    if params.method is not Method.SMC:
+        return _ALONE[params.method]
+    return _DISTINCT if params.population == "distinct" else _INDEPENDENT

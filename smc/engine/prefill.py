@@ -53,18 +53,18 @@ class Start:
         return not any(row.left for rows in self.rows.values() for row in rows)
 
 
-def missing_pages(sequences: Sequence[np.ndarray], cached: int) -> int:
-    """Pages that sequences of one group need beyond the `cached` first positions."""
+def count_pages(sequences: Sequence[np.ndarray]) -> int:
+    """Pages that sequences of one group need."""
     total = 0
     for i, tokens_L in enumerate(sequences):
-        total += len(tokens_L) - max([cached, *(common_length(tokens_L, other) for other in sequences[:i])])
+        total += len(tokens_L) - max([0, *(common_length(tokens_L, other) for other in sequences[:i])])
     return total
 
 
 def plant(memory: Memory, side: str, sequences: Sequence[np.ndarray], cached: tuple[int, int], loose: np.ndarray) -> list[Row]:
     """Pages for sequences that all begin with the `cached` (positions, page); what they have in common they share.
 
-    `loose` are as many as `missing_pages` says. The last page of every sequence is held once, by whoever asked.
+    `loose` are as many as `count_pages` says, less the cached ones. The last page of every sequence is held once, by whoever asked.
     """
     ledger, rows = memory.ledgers[side], []
     for i, tokens_L in enumerate(sequences):
@@ -134,4 +134,6 @@ def _first_draws(groups: list[Group]) -> Draws:
         round_R=np.zeros(len(groups), dtype=np.int64),
         stream_RD=np.tile(np.arange(population.size_G.max()) * STREAMS_PER_PARTICLE, (len(groups), 1)),
         purpose=Purpose.TARGET,
+        count_R=population.size_G.astype(np.int32),
+        kind_R=np.array([g.decoding.kind for g in groups], dtype=np.int32),
     )

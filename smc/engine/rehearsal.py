@@ -8,8 +8,8 @@ from itertools import product
 
 import numpy as np
 
-from smc.engine.methods import METHODS, Shape
-from smc.engine.request import Method
+from smc.algorithm.expansion import Kind
+from smc.engine.methods import PROGRAMS, Shape
 from smc.engine.rounds import bucket
 from smc.laws import LawSpec
 from smc.runtime.config import EngineConfig
@@ -19,25 +19,42 @@ TURNS = 2
 """Rounds of each kind: the first compiles its kernels, the second is recorded."""
 PROCESSORS = ((), ("top_k",), ("top_p",), ("min_p",), ("min_p", "top_k", "top_p"))
 """Of truncated laws: `LawSpec.canonical` knows no others."""
-TRUNCATED_PLACES = {Method.SMC: (8,), Method.TARGET: (1, 8)}
+TRUNCATED_PLACES = {Program.PAIR: (8,), Program.TARGET: (1, 8)}
 """Of rounds with truncated laws, which are rehearsed in few sizes: their kernels are then there, and recording others costs a round."""
+
+
+KINDS = (
+    (Program.PAIR, frozenset({Kind.BEST})),
+    (Program.PAIR, frozenset({Kind.DISTINCT})),
+    (Program.TARGET, frozenset({Kind.INDEPENDENT})),
+)
+"""Programs and kinds that are rehearsed: those of default settings."""
 
 
 def rehearsal(config: EngineConfig, context: int) -> Iterator[RoundPlan]:
     """Plans to be asked for in this order."""
     sizes = sorted({bucket(places) for places in range(1, config.max_slots + 1)})
     shorts = [short for short, exists in ((True, True), (False, config.width(context) > SHORT)) if exists]
-    for method, short in product((Method.SMC, Method.TARGET), shorts):
-        truncated = {min(places, sizes[-1]) for places in TRUNCATED_PLACES[method]}
+    for (program, kinds), short in product(KINDS, shorts):
+        truncated = {min(places, sizes[-1]) for places in TRUNCATED_PLACES[program]}
         for places, processors in product(sizes, PROCESSORS):
             if processors and places not in truncated:
                 continue
-            decoding = METHODS[method]
-            plan = empty_plan(decoding.program, decoding.shape(config), places, config.max_slots, short=short, processors=processors)
+            shape = PROGRAMS[program].shape(config)
+            plan = empty_plan(program, shape, places, config.max_slots, short=short, processors=processors, kinds=kinds)
             yield from [plan] * TURNS
 
 
-def empty_plan(program: Program, shape: Shape, places: int, slots: int, *, short: bool, processors: tuple[str, ...] = ()) -> RoundPlan:
+def empty_plan(
+    program: Program,
+    shape: Shape,
+    places: int,
+    slots: int,
+    *,
+    short: bool,
+    processors: tuple[str, ...] = (),
+    kinds: frozenset[Kind] = frozenset({Kind.INDEPENDENT}),
+) -> RoundPlan:
     """A round whose places are all padding."""
     whole, wide = np.zeros(places, dtype=np.int32), np.zeros(places, dtype=np.int64)
     one = np.ones(places, dtype=np.float32)
@@ -46,6 +63,7 @@ def empty_plan(program: Program, shape: Shape, places: int, slots: int, *, short
     return RoundPlan(
         program=program,
         short=short,
+        kinds=kinds,
         columns=1 + max(shape.target, shape.begin + shape.branch),
         target_law=law,
         draft_law=law,
@@ -61,6 +79,7 @@ def empty_plan(program: Program, shape: Shape, places: int, slots: int, *, short
         draws_G=whole,
         shared_G=whole,
         threshold_G=np.zeros(places),
+        kind_G=whole,
         scheme_G=whole,
         target_pages_AQ=np.zeros((places, shape.target), dtype=np.int32),
         begin_pages_AP=np.zeros((places, shape.begin), dtype=np.int32),

@@ -14,6 +14,7 @@ from smc.algorithm.resampling import SCHEMES
 from smc.stops import MAX_STOP_BYTES
 
 MAX_STOPS = 64
+POPULATIONS = ("distinct", "independent")
 SMALLEST, LARGEST = 1e-6, 1e6
 """Of temperatures and alpha: beyond, they make infinities and NaN of logits in float32."""
 SCALES = f"> 0, from {SMALLEST:g} to {LARGEST:g}"
@@ -23,10 +24,17 @@ class Method(StrEnum):
     """How a request is decoded."""
 
     SMC = "smc"
+    EXACT = "exact"
+    """The target's own draws, confirmed many at a time: the answer of `target`, sooner."""
     TARGET = "target"
     """Plain decoding by the target model: the baseline of every table."""
     DRAFT = "draft"
     """Plain decoding by the draft model: the floor of every quality table."""
+
+    @property
+    def plain(self) -> bool:
+        """One model decodes by itself: there are no rounds of both."""
+        return self in (Method.TARGET, Method.DRAFT)
 
 
 class FinishReason(StrEnum):
@@ -44,14 +52,18 @@ class FinishReason(StrEnum):
 class SamplingParams:
     """How one request is decoded. Raises ValueError naming the field, the value and what is allowed."""
 
-    method: str = "smc"
-    """`smc`, `target` or `draft`."""
+    method: str | None = None
+    """`smc`, `exact`, `target` or `draft`. Default: `smc`, and at temperature 0 `exact`."""
     particles: int | None = None
-    """N, 1..64. SMC only; default 8."""
+    """N, 1..64: of SMC particles; of exact decoding rows of the tree, which decide its speed alone. Default 8."""
+    population: str | None = None
+    """`distinct`: particles are drawn without replacement; `independent`: each draws for itself, and they are resampled. SMC only;
+    default `distinct`, or `independent` where `ess_threshold` or `resampling` is given."""
     min_particles: int | None = None
     """Particles that must be left where memory is short, 1..N. SMC only; default N: never fewer."""
     temperature: float = 1.0
-    """Of the target law, and of the draft's unless `draft_temperature` is given. > 0 for SMC; 0 = greedy otherwise."""
+    """Of the target law, and of the draft's unless `draft_temperature` is given. > 0 for SMC; 0 = greedy otherwise, where exact decoding
+    drafts at 1."""
     draft_temperature: float | None = None
     """Of the proposal. SMC only; default: `temperature`. Weights correct for it."""
     top_k: int = 0
@@ -63,9 +75,9 @@ class SamplingParams:
     alpha: float | None = None
     """Exponent of the target law over sequences, > 0. SMC only; default 1."""
     ess_threshold: float | None = None
-    """Resample when ESS < threshold * N, 0..1; 0 = never. SMC only; default 0.5."""
+    """Resample when ESS < threshold * N, 0..1; 0 = never. Independent particles only; default 0.5."""
     resampling: str | None = None
-    """Scheme. SMC only; default `systematic`."""
+    """Scheme. Independent particles only; default `systematic`."""
     seed: int | None = None
     """64-bit; the same seed gives the same answer. Default: drawn by the engine and reported with the answer."""
     max_tokens: int = 256
@@ -82,17 +94,12 @@ class SamplingParams:
     """Report the log-probability of every answer token under the target law (after temperature and truncation)."""
 
     def __post_init__(self) -> None:
+        if self.method is None:
+            object.__setattr__(self, "method", Method.EXACT if _is_number(self.temperature) and self.temperature == 0 else Method.SMC)
         if self.method not in tuple(Method):
             raise ValueError(f"method={self.method!r}; allowed: {', '.join(m.value for m in Method)}")
         object.__setattr__(self, "method", Method(self.method))
-        smc_only = {"particles": 8, "alpha": 1.0, "ess_threshold": 0.5, "resampling": "systematic", "draft_temperature": self.temperature}
-        for name, default in smc_only.items():
-            if self.method is not Method.SMC and getattr(self, name) is not None:
-                raise ValueError(f"{name}={getattr(self, name)!r} has no effect with method={self.method.value!r}; leave it out")
-            if self.method is Method.SMC and getattr(self, name) is None:
-                object.__setattr__(self, name, default)
-        if self.method is not Method.SMC and self.min_particles is not None:
-            raise ValueError(f"min_particles={self.min_particles!r} has no effect with method={self.method.value!r}; leave it out")
+        self._fill_defaults()
         if self.method is Method.DRAFT and self.logprobs:
             raise ValueError("logprobs=True has no effect with method='draft', where the target does not run; leave it out")
         self._check_numbers()
@@ -107,11 +114,31 @@ class SamplingParams:
 
     @property
     def least_rows(self) -> int:
-        """As few as the request allows."""
-        return self.min_particles or self.rows
+        """As few as the request allows: of exact decoding one will do."""
+        return 1 if self.method is Method.EXACT else self.min_particles or self.rows
+
+    def _fill_defaults(self) -> None:
+        """What the method needs and was not given; what was given and has no effect is refused."""
+        resamples = self.ess_threshold is not None or self.resampling is not None
+        population = "independent" if resamples else "distinct"
+        smc_only = {"population": population, "alpha": 1.0, "draft_temperature": self.temperature, "min_particles": None}
+        independent_only = {"ess_threshold": 0.5, "resampling": "systematic"}
+        is_smc = self.method is Method.SMC
+        is_independent = is_smc and (self.population == "independent" or (self.population is None and resamples))
+        where = f"method={self.method.value!r}"
+        for names, has_effect, said in (
+            ({"particles": 8}, is_smc or self.method is Method.EXACT, where),
+            (smc_only, is_smc, where),
+            (independent_only, is_independent, "population='distinct'" if is_smc else where),
+        ):
+            for name, default in names.items():
+                given = getattr(self, name)
+                if given is not None and not has_effect:
+                    raise ValueError(f"{name}={given!r} has no effect with {said}; leave it out")
+                if given is None and has_effect:
+                    object.__setattr__(self, name, default)
 
     def _check_smc(self) -> None:
-        _require("particles", self.particles, _is_int(self.particles) and 1 <= self.particles <= MAX_PARTICLES, f"1..{MAX_PARTICLES}")
         least = self.min_particles
         _require(
             "min_particles",
@@ -119,15 +146,20 @@ class SamplingParams:
             least is None or (_is_int(least) and 1 <= least <= self.particles),
             f"1..{self.particles}, the particles",
         )
-        greedy = "> 0 with method='smc'; for greedy decoding, method='target'"
+        _require("population", self.population, self.population in POPULATIONS, ", ".join(POPULATIONS))
+        greedy = "> 0 with method='smc'; for greedy decoding, method='exact'"
         _require("temperature", self.temperature, _is_number(self.temperature) and self.temperature > 0, greedy)
         _require("draft_temperature", self.draft_temperature, _is_scale(self.draft_temperature), SCALES)
         _require("alpha", self.alpha, _is_scale(self.alpha), SCALES)
+        if self.population == "distinct":
+            return
         threshold = self.ess_threshold
         _require("ess_threshold", threshold, _is_number(threshold) and 0 <= threshold <= 1, "0..1 (0 = never resample)")
         _require("resampling", self.resampling, self.resampling in SCHEMES, ", ".join(SCHEMES))
 
     def _check_numbers(self) -> None:
+        n = self.particles
+        _require("particles", n, n is None or (_is_int(n) and 1 <= n <= MAX_PARTICLES), f"1..{MAX_PARTICLES}")
         greedy = _is_number(self.temperature) and self.temperature == 0
         _require("temperature", self.temperature, greedy or _is_scale(self.temperature), f"{SCALES}; or 0 = greedy")
         _require("top_k", self.top_k, _is_int(self.top_k) and 0 <= self.top_k < 2**31, ">= 0 (0 = off), < 2**31")
@@ -164,7 +196,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Statistics:
-    """What the population of one request went through."""
+    """What the rows of one request went through: its particles, or of exact decoding those of the tree."""
 
     particles: int
     rounds: int = 0
@@ -186,6 +218,12 @@ class Statistics:
     """Positions run through the target after the prompt, over all particles."""
     committed_lag: float = 0.0
     """Tokens between the committed prefix and the longest particle, averaged over rounds."""
+    accepted_per_round: float = 0.0
+    """Of exact decoding: answer tokens that a round confirmed, on average. The first token comes with the prompt, in no round."""
+    hits: int = 0
+    """Of exact decoding ahead: rounds after which what had been drafted went on as the target did."""
+    misses: int = 0
+    """The other rounds: the draft began anew from the target's token."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Rounds: how running groups advance. Their state is beside the models (smc/runtime); here they are planned, and recorded.
 
-A round of SMC-SD, in either form:
-  1. the draft extends open particles by K tokens: the rest of this block (lockstep), or F branches of the next (look-ahead)
-  2. the target scores the block in flight, and the law after it gives the bonus token, or weighs the branches' first tokens
-  3. `smc.algorithm.selection.select` weighs the candidates and chooses; both sides follow
+A round of a pair, in either form:
+  1. the draft extends open particles by K tokens: the rest of this block (lockstep), or F rows a particle of the next (look-ahead)
+  2. the target scores the block in flight, and the law after it gives the bonus token, or weighs the rows' first tokens
+  3. candidates are weighed and chosen from, or compared with what the target drew itself; both sides follow
 Plain decoding is a round of the first kind by one model, whose every token is kept.
 
 Axes: A places of a batch, G groups, Q tokens of a block, W pages of a place.
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from smc.algorithm.expansion import Kind
 from smc.engine.group import Group, Population
 from smc.engine.memory import Memory
 from smc.engine.methods import Decoding
@@ -24,8 +25,9 @@ from smc.engine.stats import EngineStats
 from smc.laws import LawSpec
 from smc.runtime.config import EngineConfig
 from smc.runtime.messages import Pending
+from smc.runtime.outcome import RoundResult
 from smc.runtime.pair import Outcome, Pair
-from smc.runtime.plan import SHORT, RoundPlan, RoundResult
+from smc.runtime.plan import SHORT, Program, RoundPlan
 
 Pages = dict[str, np.ndarray]
 """By side."""
@@ -66,15 +68,12 @@ class Rounds:
 
     def wants(self, group: Group) -> bool:
         """Whether another round can bring anything, as far as is known before the last one has been read."""
-        flying, stride = len(group.in_flight), self.decoding.stride(self.config)
+        flying = len(group.in_flight)
         if flying and group.wanted is not None:
             # Which of its slots will be left is known when that round has been read.
             return False
-        if self.decoding.ahead(self.config):
-            # What was drafted in a round is weighed in the next.
-            known = self._length(group) + stride * (flying - 1) if flying else int(self.slots.block_S[group.slots].min())
-        else:
-            known = self._length(group) + stride * flying
+        block = int(self.slots.block_S[group.slots].min())
+        known = group.decoding.known_tokens(self.config, length=self._length(group), block=block, rounds=flying)
         return group.launched == 0 or known < group.params.max_tokens
 
     def ask(self, given: list[tuple[Group, Pages]]) -> Flight:
@@ -120,10 +119,13 @@ class Rounds:
         count_G = np.array([g.count for g in groups])
         draws_G = np.array([g.count if g.wanted is None else g.wanted for g in groups])
         params = population.params
+        kind_G = np.array([g.decoding.kind for g in groups], dtype=np.int32)
+        kinds = frozenset(g.decoding.kind for g in groups)
         return RoundPlan(
             program=self.decoding.program,
             short=bool(columns <= SHORT),
             columns=min(columns, self.width),
+            kinds=kinds if len(kinds) == 1 else frozenset(Kind),
             target_law=_spread(population.target_law, population.group_A, places),
             draft_law=_spread(population.draft_law, population.group_A, places),
             slot_A=_padded(population.slot_A, places, self.config.max_slots),
@@ -138,6 +140,7 @@ class Rounds:
             draws_G=_padded(draws_G.astype(np.int32), places, 0),
             shared_G=_padded(shared_G.astype(np.int32), places, 0),
             threshold_G=_padded(population.per_group([p.ess_threshold for p in params], np.float64), places, 0.0),
+            kind_G=_padded(kind_G, places, int(Kind.INDEPENDENT)),
             scheme_G=_padded(population.scheme_G, places, 0),
             target_pages_AQ=_padded(own["target"] if shape.target else np.zeros((total, 0), np.int32), places, 0),
             begin_pages_AP=_padded(begun[:, : shape.begin], places, 0),
@@ -156,24 +159,26 @@ class Rounds:
         for group in population.groups:
             group.in_flight.popleft()
         self._count_work(population)
+        confirmed_G = slots.block_S[population.slot_A[population.first_G]].copy()
         self._follow_pages(outcome, slot_A, source_A, place_A, pages)
         self._write_tokens(population, result, slot_A, source_A, place_A)
         commit_tokens(slots, population)
         self._count(population, alive_G, result)
+        self._count_confirmed(population, alive_G, result, slots.block_S[population.slot_A[population.first_G]] - confirmed_G)
         self._drop_slots(population, [flight.resized[g] for g in alive_G], result, place_A)
 
     def _follow_pages(self, outcome: Outcome, slot_A: np.ndarray, source_A: np.ndarray, place_A: np.ndarray, pages: list[Pages]) -> None:
         """Particles descend from their ancestors' pages; what nobody descends from is free."""
         for side, lineage in outcome.lineage.items():
             ledger, head_S, held_S = self.memory.ledgers[side], self.slots.head_S[side], self.slots.held_S[side]
-            path_AW, kept_A = lineage.path_AW[place_A], lineage.kept_A[place_A]
+            path_AW, kept_A, dropped_A = lineage.path_AW[place_A], lineage.kept_A[place_A], lineage.dropped_A[place_A]
             before_A = head_S[slot_A]
-            after_A = ledger.grow(head_S[source_A], path_AW, kept_A)
+            after_A = ledger.grow(ledger.ancestors(head_S[source_A], dropped_A), path_AW, kept_A)
             ledger.hold(after_A)
             ledger.release(before_A)
             kept_AW = np.arange(path_AW.shape[1]) < kept_A[:, None]
             ledger.settle(np.concatenate([given[side] for given in pages]), np.where(kept_AW, path_AW, 0))
-            held_S[slot_A] = held_S[source_A] + kept_A
+            held_S[slot_A] = held_S[source_A] - dropped_A + kept_A
             head_S[slot_A] = after_A
 
     def _write_tokens(
@@ -182,14 +187,11 @@ class Rounds:
         slots, ahead = self.slots, self.decoding.ahead(self.config)
         moved_A = source_A != slot_A
         slots.copy(slot_A[moved_A], source_A[moved_A])
-        before_A, count_A = slots.length_S[slot_A].copy(), result.count_A[place_A]
+        before_A, count_A = slots.length_S[slot_A] - result.cut_A[place_A], result.count_A[place_A]
         self._write(slots.tokens_SL, slot_A, before_A, result.grown_AQ[place_A])
         wants_logp = any(p.logprobs for p in population.params)
         if wants_logp:
-            logp_AQ = result.logp_AQ[result.ancestor_A[place_A], :-1]
-            if ahead:  # of what has just been drafted, the target has said nothing yet
-                logp_AQ = np.where(np.arange(logp_AQ.shape[1]) < slots.unscored(slot_A)[:, None], logp_AQ, np.nan)
-            self._write(slots.logp_SL, slot_A, slots.block_S[slot_A] + 1, logp_AQ)
+            self._write(slots.logp_SL, slot_A, slots.block_S[slot_A] + 1, result.logp_AQ[place_A, :-1])
         slots.length_S[slot_A] = before_A + count_A
         last_A = slots.length_S[slot_A] - 1
         if ahead:
@@ -215,6 +217,9 @@ class Rounds:
             if not resized[g]:
                 continue
             alive_N = result.alive_A[place_A[population.group_A == g]]
+            if group.decoding.kind is not Kind.INDEPENDENT:
+                # It has fewer rows than it may have, whenever there were no more.
+                alive_N = alive_N | (np.cumsum(~alive_N) <= group.wanted - alive_N.sum())
             dropped = group.slots[~alive_N]
             self.slots.let_go(dropped, self.memory.ledgers)
             self.slots.give_back(dropped)
@@ -225,9 +230,13 @@ class Rounds:
         """Tokens that the models run in this round, for the particles that were open when it began."""
         slot_A, config, program = population.slot_A, self.config, self.decoding.program
         open_A = ~self.slots.ended_S[slot_A]
-        if self.decoding.records_population:
+        if program is Program.PAIR:
             target_A = self.slots.unscored(slot_A) + open_A if config.lookahead else open_A * self.decoding.stride(config)
-            work = {"draft": open_A * config.branches * config.block, "target": target_A}
+            # Rows that are dealt out among all of a group are as many as it has places for.
+            dealt_G = np.array([g.decoding.kind is not Kind.INDEPENDENT for g in population.groups])
+            any_A = np.logical_or.reduceat(open_A, population.first_G)[population.group_A]
+            drafting_A = np.where(dealt_G[population.group_A], any_A, open_A)
+            work = {"draft": drafting_A * config.branches * config.block, "target": target_A}
         else:
             work = {program.value: open_A * config.block}
         for side, tokens_A in work.items():
@@ -241,7 +250,7 @@ class Rounds:
             for side, nan_G in (("draft", result.draft_nan_G), ("target", result.target_nan_G)):
                 if nan_G[g]:
                     group.fail(side)
-            if not self.decoding.records_population:
+            if not group.decoding.records_population:
                 continue
             tally, ess = group.tally, float(result.ess_G[g])
             group.log_z += float(result.log_z_G[g])
@@ -249,14 +258,30 @@ class Rounds:
             tally.collapses += int(result.collapsed_G[g])
             tally.ess_sum += ess
             tally.ess_min = min(tally.ess_min, ess)
-            self.stats.count_round(ess / len(group.slots), group.lag, bool(result.resampled_G[g]), bool(result.collapsed_G[g]))
+            # Distinct particles are of unequal weight by construction: their effective number says little.
+            share = ess / len(group.slots) if group.decoding.kind is Kind.INDEPENDENT else None
+            self.stats.count_round(share, group.lag, bool(result.resampled_G[g]), bool(result.collapsed_G[g]))
+
+    def _count_confirmed(self, population: Population, alive_G: np.ndarray, result: RoundResult, more_G: np.ndarray) -> None:
+        """Of exact decoding: how many tokens a round confirmed, and how many of these the draft had found."""
+        ahead, block = self.decoding.ahead(self.config), self.config.block
+        for g, group, more in zip(alive_G.tolist(), population.groups, more_G.tolist()):
+            if not group.decoding.confirms or group.error:
+                continue
+            hit = ahead and bool(result.hit_G[g])
+            group.tally.confirmed += more
+            group.tally.hits += hit
+            group.tally.misses += ahead and not hit
+            # The token that the target says after them is its own, unless rows that begin with it had been drafted ahead.
+            self.stats.count_confirmed(more if hit else max(more - 1, 0), block, ahead, hit)
 
 
 def commit_tokens(slots: Slots, population: Population) -> None:
     """Advance each group's committed prefix: the answer tokens on which all its particles agree, and which can no longer change, since
-    every future particle is a copy of one of these."""
+    every future particle is a copy of one of these; of exact decoding, what the target has drawn itself."""
     groups, slot_A = population.groups, population.slot_A
-    length_A = slots.length_S[slot_A]
+    confirms_G = np.array([g.decoding.confirms for g in groups])
+    length_A = np.where(confirms_G[population.group_A], slots.block_S[slot_A] + 1, slots.length_S[slot_A])
     committed_G = np.array([g.committed for g in groups])
     common_G = population.least(length_A) - committed_G
     width = min(int(common_G.max()), WINDOW)
@@ -271,7 +296,7 @@ def commit_tokens(slots: Slots, population: Population) -> None:
         # Groups that agreed on the whole window may agree on what follows; others have been settled.
         common_G = np.where(more_G == width, common_G - width, 0)
         width = min(int(common_G.max()), WINDOW)
-    lag_G = population.largest(length_A) - committed_G
+    lag_G = population.largest(slots.length_S[slot_A]) - committed_G
     for group, committed, lag in zip(groups, committed_G.tolist(), lag_G.tolist()):
         group.committed, group.lag = committed, lag
         group.tally.lag_sum += lag

@@ -8,16 +8,15 @@ import numpy as np
 import torch
 
 from smc.algorithm.bounds import Bounds
+from smc.algorithm.expansion import Kind, Offers, expand
 from smc.algorithm.resampling import SCHEME_NAMES
 from smc.algorithm.selection import select
+from smc.engine.expectation import Expectation
 from smc.engine.group import Group, Phase, Population
-from smc.engine.memory import Memory
-from smc.engine.prefill import Row, Start, missing_pages, plant, prefill_step
+from smc.engine.prefill import Start, prefill_step
+from smc.engine.prefixes import Prefixes
 from smc.engine.rounds import commit_tokens
-from smc.engine.slots import Slots
 from smc.engine.stop_entries import StopEntries
-from smc.kv.pages import OutOfPages
-from smc.runtime.config import EngineConfig
 from smc.runtime.messages import SIDES, Worker
 from smc.runtime.pair import Pair
 from smc.runtime.plan import Join
@@ -32,11 +31,12 @@ SHRINK_ROUND = 1 << 30
 class Starts:
     """Groups between the queue and their rounds."""
 
-    def __init__(
-        self, config: EngineConfig, slots: Slots, memory: Memory, workers: dict[str, Worker], pair: Pair, token_bytes: TokenBytes
-    ) -> None:
-        self.config, self.slots, self.memory, self.workers, self.pair = config, slots, memory, workers, pair
-        self.stops = StopEntries(config.max_stops - 1)
+    def __init__(self, expectation: Expectation, workers: dict[str, Worker], pair: Pair, token_bytes: TokenBytes) -> None:
+        self.config, self.slots, self.memory = expectation.config, expectation.slots, expectation.memory
+        self.workers, self.pair = workers, pair
+        self.prefixes = Prefixes(self.config, self.slots, self.memory)
+        self.stops = StopEntries(self.config.max_stops - 1)
+        self._expectation = expectation
         self._token_bytes = token_bytes
         self._starts: list[Start] = []
         self._known: set[tuple[str, int]] = set()
@@ -44,7 +44,7 @@ class Starts:
 
     def admit(self, group: Group) -> bool:
         """Give a group slots, and pages for what it starts from; False if there are not enough of either."""
-        if group.rows > self.slots.num_free or not self.memory.admits(group.expected):
+        if group.rows > self.slots.num_free or not self.memory.admits(self._expectation.of(group)) or not self.prefixes.has_room(group):
             return False
         claimed = self.stops.claim(group.rules.machine)
         if claimed is None:
@@ -52,8 +52,7 @@ class Starts:
         group.stops, is_new = claimed
         if is_new:
             self._known -= {(side, group.stops) for side in SIDES}
-        group.round_pages = group.decoding.round_pages(self.config, group.rows)
-        rows = self._plant(group)
+        rows = self.prefixes.plant(group)
         if rows is None:
             self.stops.give_back(group.stops)
             return False
@@ -61,7 +60,7 @@ class Starts:
             group.particles = np.arange(group.params.rows)
             group.count = group.params.rows
         group.slots = self.slots.claim(len(group.particles))
-        self.memory.expect(group.expected, group.round_pages)
+        self._expectation.expect(group)
         group.phase = Phase.PREFILL
         self._starts.append(Start(group, rows))
         return True
@@ -81,7 +80,7 @@ class Starts:
             else:
                 self._restore(start.group)
             if not start.group.error:
-                self._remember_prompt(start)
+                self.prefixes.remember_prompt(start.group, start.rows)
             self._set_heads(start)
             self._join(start)
             start.group.saved = None
@@ -92,9 +91,20 @@ class Starts:
         """Save the record of a group's particles, and give up its slots and pages; it waits to be taken up again."""
         # Slots that were to have a particle after the next round have none yet.
         group.particles = group.particles[: group.count]
-        group.saved = {name: getattr(self.slots, name)[group.slots[: group.count]].copy() for name in SAVED}
+        slots_N = self._recorded(group)
+        group.saved = {name: getattr(self.slots, name)[slots_N].copy() for name in SAVED}
+        if group.decoding.confirms:
+            take_back(group.saved)
         self.give_up(group)
         group.phase = Phase.QUEUED
+
+    def _recorded(self, group: Group) -> np.ndarray:
+        """Slots of particles that a record is made of."""
+        slots_N = group.slots[: group.count]
+        if group.decoding.kind is Kind.INDEPENDENT:
+            return slots_N
+        alive_N = slots_N[self.slots.logw_S[slots_N] > -np.inf]
+        return alive_N[:1] if group.decoding.confirms else alive_N
 
     def give_up(self, group: Group) -> None:
         """What a group that has been admitted holds is free; what was asked for it concerns it no more."""
@@ -113,55 +123,9 @@ class Starts:
         group.slots = group.slots[:0]
         group.wanted = None
         self.stops.give_back(group.stops)
-        self.memory.expect(group.expected, group.round_pages, -1)
+        self.memory.no_longer_expect(group.number)
+        group.needs = None
         group.lives += 1
-
-    def remember_answer(self, group: Group, particle: int, tokens: tuple[int, ...]) -> None:
-        """Cache what the models have computed of a group's answer."""
-        sequence = np.array((*group.request.prompt, *tokens))
-        for side in group.decoding.sides:
-            slot = group.slots[particle]
-            held = min(int(self.slots.held_S[side][slot]), len(sequence))
-            over = int(self.slots.held_S[side][slot]) - held
-            pages = self.memory.ledgers[side].path(int(self.slots.head_S[side][slot]), held + over)[:held]
-            self.memory.remember(side, sequence, pages, group.request.cache_salt)
-
-    def _plant(self, group: Group) -> dict[str, list[Row]] | None:
-        """Rows of all sides, or None if there are too few pages."""
-        memory, sides = self.memory, group.decoding.sides
-        if any(memory.room(side) < group.prompt_size for side in sides):
-            return None
-        sequences = {side: self._sequences(group, side) for side in sides}
-        cached, wanted = {}, {}
-        for side, of_side in sequences.items():
-            # The last token of a prompt is run, for what comes after it is to be drawn.
-            most = group.prompt_size - (side == group.decoding.first and group.saved is None)
-            cached[side] = memory.match(side, of_side[0], group.request.cache_salt, most)
-            wanted[side] = missing_pages(of_side, cached[side][0])
-        try:
-            loose = memory.allocate(wanted, memory.spare(group.round_pages))
-            if group.saved is None:
-                group.cached_tokens = min(count for count, _ in cached.values())
-            for side, of_side in sequences.items():
-                memory.count_match(side, len(of_side[0]), cached[side][0])
-            return {side: plant(memory, side, of_side, cached[side], loose[side]) for side, of_side in sequences.items()}
-        except OutOfPages:
-            return None
-        finally:
-            # What rows do not refer to by now may go again.
-            for side, (_, page) in cached.items():
-                memory.ledgers[side].release([page])
-
-    def _sequences(self, group: Group, side: str) -> list[np.ndarray]:
-        """What is to have keys and values on a side: the prompt, and of a group that is taken up again all but pending tokens."""
-        prompt = np.array(group.request.prompt, dtype=np.int64)
-        if group.saved is None:
-            return [prompt]
-        held, sequences = group.decoding.held_tokens, []
-        for tokens_L, length, block, ended in zip(*(group.saved[name] for name in ("tokens_SL", "length_S", "block_S", "ended_S"))):
-            count = held(self.config, side, length=int(length), block=int(block), ended=bool(ended), rounds=group.rounds)
-            sequences.append(np.concatenate((prompt, tokens_L[:count])))
-        return sequences
 
     def _first_tokens(self, start: Start) -> None:
         """Every particle gets its first token."""
@@ -171,21 +135,22 @@ class Starts:
         log_z = float(result.log_z_R[start.place])
         if np.isnan(log_z):
             group.fail(group.decoding.first)
+        logw_N = result.logw_RD[start.place, :n]
+        if group.decoding.kind is not Kind.INDEPENDENT:
+            # Slots without a particle repeat one that has.
+            like_N = np.where(logw_N > -np.inf, np.arange(n), 0)
+            tokens_N, logp_N = tokens_N[like_N], logp_N[like_N]
         text_N = rules.machine.after(np.full(n, START), tokens_N, self._token_bytes)
-        slots.begin(group.slots, tokens_N, logp_N, (text_N == DONE) | (group.params.max_tokens == 1))
-        slots.logw_S[group.slots] = log_z
+        slots.begin(group.slots, tokens_N, logp_N, (text_N == DONE) | (group.params.max_tokens == 1) | (logw_N == -np.inf))
+        slots.logw_S[group.slots] = logw_N
         commit_tokens(slots, Population([group]))
 
     def _restore(self, group: Group) -> None:
+        slots, row_N = self.slots, _row_of(len(group.saved["length_S"]), len(group.slots))
         for name, values in group.saved.items():
-            getattr(self.slots, name)[group.slots] = values
-
-    def _remember_prompt(self, start: Start) -> None:
-        """Cache the prompt."""
-        group, prompt = start.group, np.array(start.group.request.prompt)
-        for side, rows in start.rows.items():
-            pages = rows[0].pages_L[: group.prompt_size]
-            self.memory.remember(side, prompt, pages, group.request.cache_salt)
+            getattr(slots, name)[group.slots] = values[row_N]
+        rest_X = group.slots[len(group.saved["length_S"]) :]
+        slots.ended_S[rest_X], slots.logw_S[rest_X] = True, -np.inf
 
     def _set_heads(self, start: Start) -> None:
         """Every particle refers to the last page of its sequence."""
@@ -193,12 +158,14 @@ class Starts:
         for side, rows in start.rows.items():
             ledger = self.memory.ledgers[side]
             last = [row.pages_L[-1] for row in rows]
-            heads = np.array(last * len(group.slots) if len(rows) == 1 else last)
-            ledger.hold(heads[: len(group.slots)])
+            row_N = _row_of(len(rows), len(group.slots))
+            heads_N = np.array(last)[row_N]
+            ledger.hold(heads_N)
             ledger.release(last)
-            slots.head_S[side][group.slots] = heads[: len(group.slots)]
-            held = [len(row.tokens_L) for row in rows]
-            slots.held_S[side][group.slots] = held * len(group.slots) if len(rows) == 1 else held
+            for row in rows:
+                ledger.count_grown(row.pages_L[group.prompt_size :], True)
+            slots.head_S[side][group.slots] = heads_N
+            slots.held_S[side][group.slots] = np.array([len(row.tokens_L) for row in rows])[row_N]
 
     def _join(self, start: Start) -> None:
         """Hand the particles to the models that decode them."""
@@ -206,7 +173,9 @@ class Starts:
         slots_N, prompt = group.slots, group.prompt_size
         end_N = prompt + slots.length_S[slots_N]
         width = self.config.block + 2
-        text_N = self._text(group)
+        alive_N = np.ones(len(slots_N), dtype=bool)
+        if group.decoding.kind is not Kind.INDEPENDENT:
+            alive_N = slots.logw_S[slots_N] > -np.inf
         for side, rows in start.rows.items():
             pending_N = end_N - slots.held_S[side][slots_N]
             # Of a particle that has ended no model needs more than that its last token was not run.
@@ -219,7 +188,7 @@ class Starts:
                 side,
                 Join(
                     slots_N=slots_N,
-                    pages_XL=_rectangle([row.pages_L for row in rows]),
+                    pages_XL=_rectangle([rows[row].pages_L for row in _row_of(len(rows), len(rows) if len(rows) == 1 else len(slots_N))]),
                     base=prompt,
                     limit=prompt + group.params.max_tokens,
                     end_N=end_N.astype(np.int32),
@@ -227,14 +196,23 @@ class Starts:
                     pending_N=pending_N.astype(np.int32),
                     logq_NQ=slots.logq_SL[slots_N[:, None], column_NQ],
                     ended_N=ended_N,
-                    alive_N=np.ones(len(slots_N), dtype=bool),
-                    text_N=text_N.astype(np.int32),
+                    alive_N=alive_N,
+                    text_N=self._text(group, first_N).astype(np.int32),
                     logw_N=slots.logw_S[slots_N],
                     stops=group.stops,
                     machine=None if (side, group.stops) in self._known else group.rules.machine,
                 ),
             )
             self._known.add((side, group.stops))
+
+    def grant(self, group: Group) -> None:
+        """Let the next round bring the particles that the caller has asked for: if no other change is under way, and there are slots."""
+        if group.phase is not Phase.RUNNING or group.wanted is not None:
+            return
+        if group.wish == group.count:
+            group.wish = None
+        elif group.wish is not None and group.wish - len(group.slots) <= self.slots.num_free:
+            self.resize(group, group.wish)
 
     def resize(self, group: Group, particles: int) -> None:
         """The group shall have so many particles after its next round, by an unbiased choice; slots for more are claimed now."""
@@ -252,11 +230,10 @@ class Starts:
             self.slots.held_S[side][new] = 0
             self.pair.join(side, _nobody(new, group))
 
-    def _text(self, group: Group) -> np.ndarray:
-        """States of the stop machine after the particles' tokens."""
+    def _text(self, group: Group, length_N: np.ndarray) -> np.ndarray:
+        """States of the stop machine after so many of the particles' tokens."""
         slots, machine = self.slots, group.rules.machine
         text_N = np.full(len(group.slots), START)
-        length_N = slots.length_S[group.slots]
         if machine.next_XB is None:
             return text_N
         for n, (slot, length) in enumerate(zip(group.slots.tolist(), length_N.tolist())):
@@ -270,6 +247,28 @@ class Starts:
 def shrink_saved(group: Group, particles: int) -> None:
     """A saved population becomes smaller, by the unbiased choice of a round, made here."""
     arrays = group.saved
+    if group.decoding.kind is Kind.INDEPENDENT:
+        _select_saved(group, arrays, particles)
+    else:
+        _expand_saved(group, arrays, particles)
+
+
+def _expand_saved(group: Group, arrays: dict[str, np.ndarray], particles: int) -> None:
+    whole = Offers.whole(torch.from_numpy(arrays["logw_S"]))
+    n, one_G = len(arrays["logw_S"]), torch.ones(1, dtype=torch.int64)
+    random = (torch.tensor([group.seed]), one_G * (SHRINK_ROUND + group.tally.preemptions), 0)
+    bounds = [(one_G * 0, one_G * size) for size in (n, particles)]
+    weights, there_N = torch.from_numpy(arrays["logw_S"]), torch.ones(n, dtype=torch.bool)
+    chosen = expand(whole, weights, there_N, *bounds, one_G * particles, one_G * int(group.decoding.kind), random, particles)
+    parent_X = chosen.parent_X[chosen.alive_X].numpy()
+    for name, values in arrays.items():
+        arrays[name] = values[parent_X]
+    arrays["logw_S"] = chosen.mass_X[chosen.alive_X].numpy()
+    group.particles = group.particles[:particles]
+    group.count = particles
+
+
+def _select_saved(group: Group, arrays: dict[str, np.ndarray], particles: int) -> None:
     n = len(arrays["logw_S"])
     bounds = Bounds(*(torch.tensor([value], dtype=torch.int32) for value in (0, n, n, particles)))
     chosen = select(
@@ -289,6 +288,21 @@ def shrink_saved(group: Group, particles: int) -> None:
     group.log_z += float(chosen.log_z_G[0])
     group.particles = group.particles[alive_N]
     group.count = len(group.particles)
+    group.needs = None
+
+
+def take_back(saved: dict[str, np.ndarray]) -> None:
+    """Of a record, keep what has been confirmed."""
+    confirmed_N = saved["block_S"] + 1
+    saved["ended_S"] &= saved["length_S"] == confirmed_N
+    saved["length_S"] = confirmed_N
+    saved["logw_S"][:] = 0.0
+
+
+def _row_of(rows: int, places: int) -> np.ndarray:
+    """Row that each place takes: its own, or where there is none the first."""
+    place_N = np.arange(places)
+    return np.where(place_N < rows, place_N, 0)
 
 
 def _nobody(slots_N: np.ndarray, group: Group) -> Join:

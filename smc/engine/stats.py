@@ -34,15 +34,45 @@ class EngineStats:
     resamples: int = 0
     collapses: int = 0
     ess_shares: list[float] = field(default_factory=list)
-    """ESS / N before resampling, one per SMC request and round."""
+    """ESS / N before resampling, one per SMC request of independent particles and round."""
     committed_lags: list[int] = field(default_factory=list)
     """Tokens between the committed prefix and the longest particle, one per SMC request and round."""
 
-    def count_round(self, ess_share: float, lag: int, resampled: bool, collapsed: bool) -> None:
-        self.ess_shares.append(ess_share)
+    spec_rounds: int = 0
+    """Rounds of exact decoding, one for each request that took part."""
+    spec_draft_tokens: int = 0
+    """Tokens that one path of a tree has, over those rounds."""
+    spec_accepted_tokens: int = 0
+    """Of those, the ones that were the target's own draws."""
+    spec_accepted_by_position: list[int] = field(default_factory=list)
+    """Rounds in which at least so many were, from 1 on."""
+    spec_hits: int = 0
+    """Rounds after which what had been drafted ahead was right (look-ahead)."""
+    spec_misses: int = 0
+
+    @property
+    def spec_tokens_a_round(self) -> float | None:
+        """Confirmed by exact decoding, on average: a round ends with the target's own draw, unless that had been drafted ahead."""
+        return (self.spec_accepted_tokens - self.spec_hits) / self.spec_rounds + 1 if self.spec_rounds else None
+
+    def count_confirmed(self, accepted: int, block: int, ahead: bool, hit: bool) -> None:
+        """A round of exact decoding: how many drafted tokens were accepted, of `block` at most."""
+        self.spec_rounds += 1
+        self.spec_draft_tokens += block
+        self.spec_accepted_tokens += accepted
+        self.spec_hits += hit
+        self.spec_misses += ahead and not hit
+        self.spec_accepted_by_position += [0] * (block - len(self.spec_accepted_by_position))
+        for position in range(min(accepted, block)):
+            self.spec_accepted_by_position[position] += 1
+
+    def count_round(self, ess_share: float | None, lag: int, resampled: bool, collapsed: bool) -> None:
+        """A round of SMC. `ess_share`: None of distinct particles, whose weights are as unequal as the law that they are drawn from."""
+        if ess_share is not None:
+            self.ess_shares.append(ess_share)
         self.committed_lags.append(lag)
         self.resamples += resampled
         self.collapses += collapsed
-        if len(self.ess_shares) > 2 * MOST_SAMPLES:
+        if len(self.committed_lags) > 2 * MOST_SAMPLES:
             # Nobody reads them: the newest are enough.
             del self.ess_shares[:-MOST_SAMPLES], self.committed_lags[:-MOST_SAMPLES]

@@ -9,7 +9,7 @@ from smc.engine.admission import check_fits
 from smc.engine.engine import Engine
 from smc.engine.local import ModelPair, local_engine
 from smc.engine.memory import pool_for
-from smc.engine.methods import METHODS
+from smc.engine.methods import decoding_of
 from smc.engine.request import Output, Request
 from smc.runtime.config import EngineConfig
 
@@ -19,7 +19,7 @@ def fitted_engine(pair: ModelPair, config: EngineConfig, requests: Sequence[Requ
 
     `max_slots` and `pages` of `config` are replaced. Raises ValueError if a request could not run however much there is.
     """
-    needs = [METHODS[r.params.method].most_pages(config, r.params, len(r.prompt)) for r in requests]
+    needs = [decoding_of(r.params).most_pages(config, r.params, len(r.prompt)) for r in requests]
     most = {side: max(need.get(side, 0) for need in needs) for side in ("draft", "target")}
     slots = max(request.params.rows for request in requests)
     context = min(config.max_context or pair.max_context, pair.max_context)

@@ -9,7 +9,9 @@ from pathlib import Path
 from smc.evaluation.quality import Row
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-"""Told apart by people who see colours differently (Okabe and Ito). One for every form and K."""
+"""Told apart by people who see colours differently (Okabe and Ito). One for every kind and form."""
+LINES = ("-", "--", ":", "-.")
+"""One for every K."""
 MARKERS = "osD^vP*X"
 """One for every N."""
 
@@ -46,16 +48,18 @@ def _draw_references(axes, plain: Sequence[Row]) -> None:
 
 
 def _draw_points(axes, rows: Sequence[Row]) -> None:
-    """A colour for every form and K, a marker for every N; look-ahead of one N and K is joined in the order of F."""
+    """A colour for every kind and form, a line for every K, a marker for every N; look-ahead of one N and K is joined in the order of F."""
     colours = dict(zip(dict.fromkeys(map(_series, rows)), COLOURS * len(rows)))
+    lines = dict(zip(sorted({row.setting.block for row in rows}), LINES * len(rows)))
     markers = dict(zip(sorted({row.setting.particles for row in rows}), MARKERS * len(rows)))
-    by_line = sorted(rows, key=lambda row: (_series(row), _line(row), row.setting.branches or row.setting.particles))
-    for (series, _), line in groupby(by_line, key=lambda row: (_series(row), _line(row))):
+    by_line = sorted(rows, key=lambda row: (*_line(row), row.setting.branches or row.setting.particles))
+    for (series, block, _), line in groupby(by_line, key=_line):
         line = list(line)
-        axes.plot([r.tokens_per_second for r in line], [r.accuracy.share for r in line], color=colours[series], linewidth=1, alpha=0.6)
+        speeds, shares = [row.tokens_per_second for row in line], [row.accuracy.share for row in line]
+        axes.plot(speeds, shares, color=colours[series], linestyle=lines[block], linewidth=1, alpha=0.6)
         for row in line:
             _draw_point(axes, row, colours[series], markers[row.setting.particles])
-    _draw_legend(axes, colours, markers)
+    _draw_legend(axes, colours, lines, markers)
 
 
 def _draw_point(axes, row: Row, colour: str, marker: str) -> None:
@@ -74,8 +78,9 @@ def _draw_point(axes, row: Row, colour: str, marker: str) -> None:
         axes.annotate(f"F{row.setting.branches}", at, (5, 4), textcoords="offset points", fontsize=7, color=colour)
 
 
-def _draw_legend(axes, colours: dict[str, str], markers: dict[int, str]) -> None:
+def _draw_legend(axes, colours: dict[str, str], lines: dict[int, str], markers: dict[int, str]) -> None:
     handles = [axes.plot([], [], color=colour, linewidth=3, label=series)[0] for series, colour in colours.items()]
+    handles += [axes.plot([], [], color="0.2", linewidth=1, linestyle=style, label=f"K={block}")[0] for block, style in lines.items()]
     handles += [
         axes.plot([], [], color="0.2", linestyle="", marker=marker, label=f"{n} particle" + "s" * (n > 1))[0]
         for n, marker in markers.items()
@@ -85,10 +90,9 @@ def _draw_legend(axes, colours: dict[str, str], markers: dict[int, str]) -> None
 
 
 def _series(row: Row) -> str:
-    form = {"lockstep": "lockstep", "lookahead": "look-ahead"}[row.setting.form]
-    return f"{form}, K={row.setting.block}"
+    return f"{row.setting.kind} {'lockstep' if row.setting.form == 'lockstep' else 'look-ahead'}"
 
 
-def _line(row: Row) -> int:
-    """Lockstep is joined in the order of N, so all of it is one line."""
-    return row.setting.particles if row.setting.branches else 0
+def _line(row: Row) -> tuple[str, int, int]:
+    """Lockstep is joined in the order of N, so all of one K is one line."""
+    return _series(row), row.setting.block, row.setting.particles if row.setting.branches else 0

@@ -18,10 +18,13 @@ from smc.evaluation.batch import fitted_engine, run_in_flight
 from smc.runtime.config import EngineConfig
 from smc.statistics import Accuracy
 
-LOCKSTEP_PARTICLES = (4, 8, 16, 32)
-LOOKAHEAD_PARTICLES = (8, 16, 32)
-BLOCKS = (8, 5)
-BRANCHES = (1, 2, 4, 8)
+EXACT_PARTICLES, EXACT_BLOCKS = (1, 4, 8, 16), (4, 5, 8)
+WIDE, WIDE_BRANCHES, EXACT_BRANCHES = 16, 2, 4
+"""From so many rows on a tree is wide: fewer branches of each will do."""
+POPULATIONS = ("distinct", "independent")
+SMC_PARTICLES = (4, 8, 16, 32)
+LOCKSTEP_BLOCKS, LOOKAHEAD_BLOCKS = (8, 5), (5,)
+BRANCHES = (1, 2, 4)
 WARM_UP_PROBLEMS = 5
 
 
@@ -32,29 +35,49 @@ class Setting:
     name: str
     method: str
     particles: int | None = None
-    """N."""
+    """N; of exact decoding, rows of the tree."""
     form: str | None = None
     block: int | None = None
     """K."""
     branches: int | None = None
     """F; look-ahead only."""
+    population: str | None = None
+    """SMC only."""
 
     @staticmethod
     def plain(method: str) -> Setting:
         return Setting(f"{method} alone", method)
 
     @staticmethod
-    def lockstep(particles: int, block: int) -> Setting:
-        return Setting(f"lockstep N={particles} K={block}", "smc", particles, "lockstep", block)
+    def lockstep(kind: str, particles: int, block: int) -> Setting:
+        """`kind`: `exact`, or the population of SMC."""
+        method, population = _method(kind)
+        return Setting(f"{kind} lockstep N={particles} K={block}", method, particles, "lockstep", block, None, population)
 
     @staticmethod
-    def lookahead(particles: int, block: int, branches: int) -> Setting:
-        return Setting(f"look-ahead N={particles} K={block} F={branches}", "smc", particles, "lookahead", block, branches)
+    def lookahead(kind: str, particles: int, block: int, branches: int) -> Setting:
+        method, population = _method(kind)
+        name = f"{kind} look-ahead N={particles} K={block} F={branches}"
+        return Setting(name, method, particles, "lookahead", block, branches, population)
+
+    @property
+    def kind(self) -> str:
+        return self.population or self.method
 
     @property
     def engine(self) -> EngineConfig:
-        """Plain decoding is not SMC in any form: what the engine is set to then does not matter."""
+        """Plain decoding has no form: what the engine is set to then does not matter."""
         return EngineConfig(form=self.form, block=self.block, branches=self.branches) if self.form else EngineConfig()
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What all settings of a table have in common."""
+
+    seed: int
+    temperature: float = 1.0
+    ess_threshold: float | None = None
+    """Of independent particles."""
 
 
 @dataclass(frozen=True)
@@ -70,29 +93,43 @@ class Row:
     rounds: float | None
     resamples: float | None
     mean_ess_share: float | None
-    """Effective sample size before resampling, as a share of N."""
+    """Effective sample size before resampling, as a share of N; independent particles only."""
     collapses: int
     """Rounds, over all answers, after which every weight was zero."""
+    hit_share: float | None = None
+    """Rounds after which what had been drafted ahead went on as the target did, as a share of all; exact decoding ahead only."""
+    mean_logp: float | None = None
+    """Of an answer's token under the target's law. Not of the draft alone, where the target does not run."""
     tokens_per_second: float | None = None
     """Answer tokens per second with one request at a time, where that was measured."""
 
     @property
+    def tokens_a_round(self) -> float | None:
+        """But for the first token of an answer, which comes with the prompt."""
+        return (self.tokens - 1) / self.rounds if self.rounds else None
+
+    @property
     def resample_rate(self) -> float | None:
         """Share of rounds that ended in resampling."""
-        return self.resamples / self.rounds if self.rounds else None
+        return self.resamples / self.rounds if self.rounds and self.resamples is not None else None
 
 
-def grid(particles: Sequence[int] | None = None, blocks: Sequence[int] = BLOCKS, branches: Sequence[int] = BRANCHES) -> list[Setting]:
-    """Both models alone, lockstep for every N and K, look-ahead for every N, K and F.
-
-    `particles` None stands for the usual ones, which leave out look-ahead with fewer than 8.
-    """
+def grid(
+    particles: Sequence[int] | None = None, blocks: Sequence[int] | None = None, branches: Sequence[int] | None = None
+) -> list[Setting]:
+    """Both models alone, then exact decoding and SMC of both populations in both forms. None stands for the usual values."""
     settings = [Setting.plain("target"), Setting.plain("draft")]
-    for block in dict.fromkeys(blocks):
-        settings += [Setting.lockstep(n, block) for n in dict.fromkeys(particles or LOCKSTEP_PARTICLES)]
-    for block in dict.fromkeys(blocks):
-        for n in dict.fromkeys(particles or LOOKAHEAD_PARTICLES):
-            settings += [Setting.lookahead(n, block, f) for f in dict.fromkeys(branches)]
+    exact = [(block, n) for block in _each(blocks, EXACT_BLOCKS) for n in _each(particles, EXACT_PARTICLES)]
+    for block, n in exact:
+        usual = (WIDE_BRANCHES if n >= WIDE else EXACT_BRANCHES,)
+        settings += [Setting.lookahead("exact", n, block, f) for f in _each(branches, usual)]
+    settings += [Setting.lockstep("exact", n, block) for block, n in exact]
+    for kind in POPULATIONS:
+        for block in _each(blocks, LOCKSTEP_BLOCKS):
+            settings += [Setting.lockstep(kind, n, block) for n in _each(particles, SMC_PARTICLES)]
+        for block in _each(blocks, LOOKAHEAD_BLOCKS):
+            for n in _each(particles, SMC_PARTICLES):
+                settings += [Setting.lookahead(kind, n, block, f) for f in _each(branches, BRANCHES)]
     return settings
 
 
@@ -101,12 +138,11 @@ def measure(
     setting: Setting,
     problems: Sequence[Problem],
     concurrency: int,
-    seed: int,
-    threshold: float | None = None,
+    terms: Terms,
     on_answer: Callable[[Problem, Answer], None] | None = None,
 ) -> Row:
     """Answer every problem with `concurrency` requests in flight. Raises RuntimeError if an answer ends in an error."""
-    requests = problem_requests(pair, setting, problems, seed, threshold)
+    requests = problem_requests(pair, setting, problems, terms, logprobs=setting.method != "draft")
     answers = []
     began = time.perf_counter()
     for problem, answer in _answers(pair, setting, problems, requests, concurrency):
@@ -117,9 +153,9 @@ def measure(
     return _row(setting, answers, seconds)
 
 
-def measure_speed(pair: ModelPair, setting: Setting, problems: Sequence[Problem], seed: int, threshold: float | None = None) -> float:
+def measure_speed(pair: ModelPair, setting: Setting, problems: Sequence[Problem], terms: Terms) -> float:
     """Answer tokens per second, one request at a time, after a few that are not counted: first uses of a shape are slow."""
-    requests = problem_requests(pair, setting, problems, seed, threshold)
+    requests = problem_requests(pair, setting, problems, terms)
     engine = fitted_engine(pair, setting.engine, requests)
     for _ in run_in_flight(engine, requests[:WARM_UP_PROBLEMS], 1):
         pass
@@ -129,16 +165,17 @@ def measure_speed(pair: ModelPair, setting: Setting, problems: Sequence[Problem]
     return tokens / (time.perf_counter() - began)
 
 
-def problem_requests(
-    pair: ModelPair, setting: Setting, problems: Sequence[Problem], seed: int, threshold: float | None = None
-) -> list[Request]:
-    """One request a problem, named by its index, with a seed that depends on nothing but `seed` and that index."""
-    smc = {"particles": setting.particles, "ess_threshold": threshold} if setting.form else {}
+def problem_requests(pair: ModelPair, setting: Setting, problems: Sequence[Problem], terms: Terms, logprobs: bool = False) -> list[Request]:
+    """One request a problem, named by its index, with a seed that depends on nothing but the terms' seed and that index."""
+    own = {"particles": setting.particles, "population": setting.population}
+    if setting.population == "independent":
+        own["ess_threshold"] = terms.ess_threshold
+    own |= {"method": setting.method, "temperature": terms.temperature, "max_tokens": MAX_ANSWER, "logprobs": logprobs}
     return [
         Request(
             str(index),
             tuple(pair.tokenizer.chat([{"role": "user", "content": problem.question}])),
-            SamplingParams(method=setting.method, max_tokens=MAX_ANSWER, seed=derived_seed(seed, index), **smc),
+            SamplingParams(seed=derived_seed(terms.seed, index), **own),
         )
         for index, problem in enumerate(problems)
     ]
@@ -167,18 +204,27 @@ def _row(setting: Setting, answers: list[tuple[Problem, Answer]], seconds: float
     count = len(answers)
     tokens = sum(len(answer.tokens) for _, answer in answers)
     statistics = [answer.statistics for _, answer in answers]
-    means = {"rounds": None, "resamples": None, "mean_ess_share": None}
-    if setting.form:
-        means = {
-            "rounds": sum(s.rounds for s in statistics) / count,
-            "resamples": sum(s.resamples for s in statistics) / count,
-            "mean_ess_share": sum(s.mean_ess / s.particles for s in statistics) / count,
-        }
+    known = [answer.logprobs for _, answer in answers if answer.logprobs is not None]
+    tried = sum(s.hits + s.misses for s in statistics)
+    resamples = setting.population == "independent"
     return Row(
         setting=setting,
         accuracy=Accuracy(sum(grade(problem, answer.text) for problem, answer in answers), count),
         tokens=tokens / count,
         batch_tokens_per_second=tokens / seconds,
+        rounds=sum(s.rounds for s in statistics) / count if setting.form else None,
+        resamples=sum(s.resamples for s in statistics) / count if resamples else None,
+        mean_ess_share=sum(s.mean_ess / s.particles for s in statistics) / count if resamples else None,
         collapses=sum(s.collapses for s in statistics),
-        **means,
+        hit_share=sum(s.hits for s in statistics) / tried if tried else None,
+        mean_logp=sum(map(sum, known)) / tokens if known else None,
     )
+
+
+def _method(kind: str) -> tuple[str, str | None]:
+    """And the population."""
+    return ("exact", None) if kind == "exact" else ("smc", kind)
+
+
+def _each(given: Sequence[int] | None, usual: Sequence[int]) -> list[int]:
+    return list(dict.fromkeys(given or usual))

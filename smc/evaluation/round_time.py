@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from smc.demo.problems import generate
 from smc.engine.engine import Engine
@@ -26,12 +28,16 @@ WARM_UP = 3
 class RoundTime:
     """Medians over rounds, in milliseconds."""
 
+    decoding: str
+    """`exact`, or the population of SMC."""
     form: str
     block: int
     branches: int
     requests: int
     particles: int
     rounds: int
+    tokens: float
+    """By which an answer grows in a round: of exact decoding, as many as these rounds confirmed."""
     host: float
     """Scheduling, planning, recording: all that is neither of the next two."""
     draft: float
@@ -40,9 +46,12 @@ class RoundTime:
     """The target's pass, the law of what it scored and, in lockstep, the choice."""
 
 
-def measure(pair: ModelPair, config: EngineConfig, requests: int, particles: int, rounds: int) -> RoundTime:
-    """Rounds of `requests` problems that run side by side and are kept from ending. Sizes `config` to hold them."""
-    asked = steady_requests(pair.tokenizer, config, requests, particles, rounds)
+def measure(pair: ModelPair, config: EngineConfig, requests: int, sampling: Mapping[str, Any], rounds: int) -> RoundTime:
+    """Rounds of `requests` problems that run side by side and are kept from ending. Sizes `config` to hold them.
+
+    `sampling`: settings of `SamplingParams`, by name.
+    """
+    asked = steady_requests(pair.tokenizer, config, requests, sampling, rounds)
     chunk = sum(len(request.prompt) for request in asked)
     engine = fitted_engine(pair, replace(config, prefill_chunk=chunk), asked, requests)
     for request in asked:
@@ -50,15 +59,23 @@ def measure(pair: ModelPair, config: EngineConfig, requests: int, particles: int
     for _ in range(1 + WARM_UP):
         engine.step()
     assert engine.num_running == requests
-    medians = (1e3 * statistics.median(column) for column in zip(*(_timed_step(engine) for _ in range(rounds))))
-    return RoundTime(config.form, config.block, config.branches, requests, particles, rounds, *medians)
+    engine.take_stats()
+    medians = [1e3 * statistics.median(column) for column in zip(*(_timed_step(engine) for _ in range(rounds)))]
+    params, stride = asked[0].params, engine.rounds_of(Method.SMC).decoding.stride(config)
+    tokens = engine.take_stats().spec_tokens_a_round or stride
+    shape = (config.form, config.block, config.branches, requests, params.rows, rounds)
+    return RoundTime(decoding_name(params), *shape, tokens, *medians)
 
 
-def steady_requests(tokenizer: Tokenizer, config: EngineConfig, requests: int, particles: int, rounds: int) -> list[Request]:
+def decoding_name(params: SamplingParams) -> str:
+    return params.population or params.method.value
+
+
+def steady_requests(tokenizer: Tokenizer, config: EngineConfig, requests: int, sampling: Mapping[str, Any], rounds: int) -> list[Request]:
     """Problems that stay in flight for `rounds` rounds and a warm-up: nothing ends them but their length."""
     prompts = [tokenizer.chat([{"role": "user", "content": p.question}]) for p in generate(PROBLEM_SEED, requests, "test")]
     longest = (rounds + WARM_UP + 1) * (config.block + 1)  # the first round runs in the step that prefills
-    params = SamplingParams(particles=particles, seed=0, ignore_eos=True, max_tokens=longest)
+    params = SamplingParams(**sampling, seed=0, ignore_eos=True, max_tokens=longest)
     return [Request(str(i), tuple(prompt), params) for i, prompt in enumerate(prompts)]
 
 

@@ -1,6 +1,6 @@
 """How fast a model pair decodes on GPUs, mode by mode: plain decoding by the target beside every form of SMC.
 
-Weights may be random: no token is ever rejected, so speed does not depend on what they are.
+Weights may be random: SMC never rejects a token, so its speed does not depend on what they are. That of exact decoding does.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import torch
 
 from smc.engine.engine import Engine
 from smc.engine.memory import pool_for
-from smc.engine.methods import METHODS
+from smc.engine.methods import decoding_of
 from smc.engine.request import Method, Request, SamplingParams
+from smc.evaluation.round_time import decoding_name
 from smc.models.config import ModelConfig
 from smc.models.decoder import Decoder
 from smc.models.presets import NoText
@@ -48,6 +49,8 @@ class Mode:
     particles: int
     degrees: tuple[int, int]
     """GPUs of draft and target; 0: the draft is on the target's."""
+    population: str | None = None
+    """Of SMC; None: the library's default."""
 
     @property
     def gpus(self) -> int:
@@ -59,6 +62,8 @@ class Speed:
     """Medians over rounds; milliseconds unless said otherwise."""
 
     mode: str
+    decoding: str
+    """`target`, `exact`, or the population of SMC."""
     particles: int
     block: int
     branches: int
@@ -66,6 +71,8 @@ class Speed:
     context: int
     """Prompt tokens."""
     gpus: int
+    tokens: float
+    """Answer tokens of one request in a round: of exact decoding, as many as these rounds confirmed."""
     per_request: float
     """Answer tokens a second, of one request."""
     total: float
@@ -74,9 +81,9 @@ class Speed:
     draft: float
     """The draft's K steps."""
     target: float
-    """The target's pass; in lockstep with the choice."""
+    """The target's pass."""
     choose: float
-    """Weighing, resampling and choosing branches, where that is not in the target's pass."""
+    """Weighing, and choosing what goes on."""
     link: float
     """Nobody at work: messages are on their way, or the host is late. As near as the clocks of processes agree."""
     host: float
@@ -170,8 +177,8 @@ class Bench:
         """Time `rounds` rounds of that many requests side by side."""
         stride = _stride(mode)
         answer = stride * (rounds + WARM_UP + 4) + 1
-        particles = mode.particles if mode.method is Method.SMC else None
-        params = SamplingParams(method=mode.method, particles=particles, seed=1, max_tokens=answer, ignore_eos=True, **self._law)
+        rows = {} if mode.method.plain else {"particles": mode.particles, "population": mode.population}
+        params = SamplingParams(method=mode.method, **rows, seed=1, max_tokens=answer, ignore_eos=True, **self._law)
         prompts = torch.randint(10, self._machine.vocab, (requests, context), generator=torch.Generator().manual_seed(1)).tolist()
         asked = [Request(str(i), tuple(prompt), params) for i, prompt in enumerate(prompts)]
         with self._machine.engine(mode, _fitted(mode.config, asked, context + answer)) as engine:
@@ -181,14 +188,17 @@ class Bench:
                 engine.step()
             for _ in range(WARM_UP):
                 engine.step()
-            speed = self._timed(mode, engine, requests, context, rounds, stride)
+            speed = self._timed(mode, engine, params, (requests, context, rounds))
             for request in asked:
                 engine.abort(request.request_id)
             engine.step()
         return speed
 
-    def _timed(self, mode: Mode, engine: Engine, requests: int, context: int, rounds: int, stride: int) -> Speed:
+    def _timed(self, mode: Mode, engine: Engine, params: SamplingParams, load: tuple[int, int, int]) -> Speed:
+        """`load`: requests, prompt tokens of each, rounds."""
+        requests, context, rounds = load
         source = engine.rounds_of(mode.method)
+        engine.take_stats()
         spans, hosts, work = [], [], []
         last = time.monotonic_ns()
         for _ in range(rounds):
@@ -204,17 +214,20 @@ class Bench:
             last = now
         whole = statistics.median(spans)
         draft, target, choose = (median_length(work, name) for name in (*SIDES, "choose"))
-        busy = draft + target if mode.config.form == "lockstep" or mode.method is not Method.SMC else max(draft, target)
+        busy = draft + target if mode.config.form == "lockstep" or mode.method.plain else max(draft, target)
+        tokens = engine.take_stats().spec_tokens_a_round or _stride(mode)
         return Speed(
             mode=mode.name,
-            particles=mode.particles if mode.method is Method.SMC else 1,
+            decoding=decoding_name(params),
+            particles=params.rows,
             block=mode.config.block,
-            branches=mode.config.branches if mode.method is Method.SMC else 1,
+            branches=1 if mode.method.plain else mode.config.branches,
             requests=requests,
             context=context,
             gpus=mode.gpus,
-            per_request=stride / whole,
-            total=requests * stride / whole,
+            tokens=tokens,
+            per_request=tokens / whole,
+            total=requests * tokens / whole,
             round=1e3 * whole,
             draft=1e3 * draft,
             target=1e3 * target,
@@ -254,7 +267,7 @@ def unattended(work: list[dict[str, tuple[int, int]]]) -> float:
 
 def _fitted(config: EngineConfig, asked: list[Request], context: int) -> EngineConfig:
     """With room for all requests at once."""
-    needs = [METHODS[request.params.method].most_pages(config, request.params, len(request.prompt)) for request in asked]
+    needs = [decoding_of(request.params).most_pages(config, request.params, len(request.prompt)) for request in asked]
     pages = max(sum(need.get(side, 0) for need in needs) for side in SIDES)
     prompts = sum(len(request.prompt) for request in asked)
     # All at once, so that they start together; long ones in pieces, so that what a layer makes of them stays small.
@@ -264,5 +277,5 @@ def _fitted(config: EngineConfig, asked: list[Request], context: int) -> EngineC
 
 
 def _stride(mode: Mode) -> int:
-    plain = mode.method is not Method.SMC
-    return mode.config.block if plain or mode.config.lookahead else mode.config.block + 1
+    """By which an answer grows in a round, at most."""
+    return mode.config.block if mode.method.plain or mode.config.lookahead else mode.config.block + 1

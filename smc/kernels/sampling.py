@@ -5,7 +5,7 @@ softmax's running sums: logits are read once, and no [R, V] array is written. Wh
 its cut first.
 Nothing reads the host, and grids follow from shapes alone: both functions can be captured in a CUDA graph.
 
-Axes: R rows, V columns, D draws a row, S splits of the vocabulary, T scored rows, F extra tokens a row.
+Axes: R rows, V columns, D draws a row, S splits of the vocabulary, T scored rows, X rows asked for, F extra tokens a row.
 """
 
 from __future__ import annotations
@@ -73,35 +73,38 @@ def score(
     logits_TV: Tensor,
     vocab: int,
     temperature_T: Tensor,
-    label_T: Tensor,
-    extra_TF: Tensor | None = None,
+    label_X: Tensor,
+    extra_XF: Tensor | None = None,
     cut: Cut | None = None,
     block: int | None = None,
     warps: int = 8,
+    row_X: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of one label a row [T], and of F further tokens [T, F], under softmax(logits / temperature), after `cut`;
-    float32.
+    """Log-probability of one label a row [X], and of F further tokens [X, F], under softmax(logits / temperature), after `cut`;
+    float32. `row_X` says of which row of the logits each is; otherwise there is one for every row.
 
     A token of -1 (none) scores 0. Temperature 0 is greedy: 0 for the largest logit, -inf for any other. A row with NaN gives NaN.
     """
-    rows, block = len(label_T), block or min(8192, triton.next_power_of_2(vocab))
+    rows, asked, block = len(temperature_T), len(label_X), block or min(8192, triton.next_power_of_2(vocab))
     splits = triton.cdiv(vocab, block)
     require_rows(logits_TV, vocab)
     sums_2TS = logits_TV.new_empty((2, rows, splits), dtype=torch.float32)
     top_TS = logits_TV.new_empty((rows, splits), dtype=torch.int32)
-    logp_T = logits_TV.new_empty(rows, dtype=torch.float32)
-    extra = 0 if extra_TF is None else extra_TF.shape[1]
-    extra_logp_TF = logits_TV.new_empty((rows, extra), dtype=torch.float32) if extra else logp_T
-    asked_TF = extra_TF.contiguous() if extra else label_T
+    logp_X = logits_TV.new_empty(asked, dtype=torch.float32)
+    extra = 0 if extra_XF is None else extra_XF.shape[1]
+    extra_logp_XF = logits_TV.new_empty((asked, extra), dtype=torch.float32) if extra else logp_X
+    tokens = (label_X, extra_XF.contiguous() if extra else label_X, label_X if row_X is None else row_X.contiguous())
     law = (logits_TV, logits_TV.stride(0), temperature_T, *cut_arguments(cut, temperature_T))
     sum_block[(splits, rows)](*law, vocab, *sums_2TS, top_TS, CUT=cut is not None, BLOCK=block, num_warps=warps)
     blocks = {"CUT": cut is not None, "BLOCK": triton.next_power_of_2(splits), "EXTRA_BLOCK": triton.next_power_of_2(extra) if extra else 0}
-    _finish_sum[(rows,)](*law, *sums_2TS, top_TS, label_T, asked_TF, logp_T, extra_logp_TF, splits, extra, **blocks, num_warps=1)
-    return logp_T, extra_logp_TF if extra else None
+    _finish_sum[(asked,)](
+        *law, *sums_2TS, top_TS, *tokens, logp_X, extra_logp_XF, splits, extra, ROWS=row_X is not None, **blocks, num_warps=1
+    )
+    return logp_X, extra_logp_XF if extra else None
 
 
 @triton.jit
-def _exponentials(w0, w1, entry):
+def exponentials(w0, w1, entry):
     """`smc.philox.exponentials` of the given entries; w0 and w1 uint32."""
     x = w0 + entry.to(tl.uint32) * 0x9E3779B9
     x = (x ^ (x >> 16)) * 0x21F0AAAD
@@ -153,7 +156,7 @@ def _race(
     w0_D, w1_D, _, _ = tl.philox(seed, position.to(tl.uint32), stream_D.to(tl.uint32), rounds.to(tl.uint32), PURPOSE)
     for d in tl.static_range(DRAWS):
         w0, w1 = tl.sum(tl.where(draw_D == d, w0_D, 0), 0), tl.sum(tl.where(draw_D == d, w1_D, 0), 0)
-        key = tl.where(greedy, -logit, _exponentials(w0, w1, entry) * rarity)
+        key = tl.where(greedy, -logit, exponentials(w0, w1, entry) * rarity)
         best, at = tl.min(key, 0, return_indices=True, return_indices_tie_break_left=True)
         out = (row * splits + split) * DRAWS + d
         tl.store(key_RSD + out, best)
@@ -199,19 +202,20 @@ def _gather(logits, stride, temperature_R, key_R, last_R, drop_R, row, token, gi
 
 @triton.jit
 def _finish_sum(
-    logits, stride, temperature_R, key_R, last_R, drop_R, max_RS, sum_RS, top_RS, label_R, extra_RF, logp_R, extra_logp_RF, splits, extra,
-    BLOCK: tl.constexpr, EXTRA_BLOCK: tl.constexpr, CUT: tl.constexpr,
+    logits, stride, temperature_R, key_R, last_R, drop_R, max_RS, sum_RS, top_RS, label_X, extra_XF, row_X, logp_X, extra_logp_XF, splits,
+    extra, BLOCK: tl.constexpr, EXTRA_BLOCK: tl.constexpr, CUT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One row: the log-normaliser from its blocks, and the label's and extra tokens' log-probabilities."""
-    row = tl.program_id(0)
+    """One row that is asked for: the log-normaliser from its blocks, and the label's and extra tokens' log-probabilities."""
+    x = tl.program_id(0)
+    row = tl.load(row_X + x).to(tl.int32) if ROWS else x
     max_S, top, total = combine(max_RS, sum_RS, row, splits, BLOCK)
     best, log_sum = best_column(max_S, top_RS, row, splits), tl.log(total)
-    token = tl.load(label_R + row)
+    token = tl.load(label_X + x)
     logp = _gather(logits, stride, temperature_R, key_R, last_R, drop_R, row, token, token >= 0, best, top, log_sum, CUT)
-    tl.store(logp_R + row, logp)
+    tl.store(logp_X + x, logp)
     if EXTRA_BLOCK > 0:
         f = tl.arange(0, EXTRA_BLOCK)
-        token_F = tl.load(extra_RF + row * extra + f, mask=f < extra, other=-1)
+        token_F = tl.load(extra_XF + x * extra + f, mask=f < extra, other=-1)
         given_F = (f < extra) & (token_F >= 0)
         logp_F = _gather(logits, stride, temperature_R, key_R, last_R, drop_R, row, token_F, given_F, best, top, log_sum, CUT)
-        tl.store(extra_logp_RF + row * extra + f, logp_F, mask=f < extra)
+        tl.store(extra_logp_XF + x * extra + f, logp_F, mask=f < extra)

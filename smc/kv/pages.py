@@ -15,8 +15,8 @@ import numpy as np
 
 DUMMY_PAGE = 0
 
-FREE, LOOSE, PLACED = 0, 1, 2
-"""What a page is: nobody's; its allocator's, not in the forest yet; in the forest."""
+FREE, LOOSE, PLACED, GROWN = 0, 1, 2, 3
+"""What a page is: nobody's; its allocator's, not in the forest yet; in the forest; and there one that `num_grown` counts."""
 
 ONE = np.int32(1)
 """`np.add.at` is forty times slower with Python's 1, which it has to cast."""
@@ -76,6 +76,11 @@ class PageLedger:
         return int(np.count_nonzero(self._state == LOOSE))
 
     @property
+    def num_grown(self) -> int:
+        """Pages that rows have grown by, but for those counted out since."""
+        return int(np.count_nonzero(self._state == GROWN))
+
+    @property
     def num_holds(self) -> int:
         """References to pages by their holders."""
         return int(self._heads.sum())
@@ -107,7 +112,7 @@ class PageLedger:
     def chain(self, parent: int, pages_T: Pages) -> None:
         """Loose pages become a chain below `parent`. The last one has no reference yet: the caller must `hold` it."""
         pages_T = np.asarray(pages_T, dtype=np.intp)
-        assert self._state[parent] == PLACED, "a chain of KV pages continues a page that is not in the forest"
+        assert self._state[parent] >= PLACED, "a chain of KV pages continues a page that is not in the forest"
         assert (self._state[pages_T] == LOOSE).all(), "a KV page was chained that is not loose"
         assert self._once(pages_T).all(), "a KV page is twice in a chain"
         if len(pages_T) == 0:
@@ -130,19 +135,26 @@ class PageLedger:
         before_T = lineage_NW[:, :-1][inside_NW]
         pages_T = lineage_NW[:, 1:][inside_NW]
         last_N = lineage_NW[np.arange(len(counts_N)), counts_N]
-        assert (self._state[lineage_NW[:, 0]] == PLACED).all(), "a row continues a KV page that is not in the forest"
+        assert (self._state[lineage_NW[:, 0]] >= PLACED).all(), "a row continues a KV page that is not in the forest"
         assert (self._state[pages_T] == LOOSE).all(), "a row has a new KV page that is not loose"
         self._parent[pages_T] = before_T
         # Heads are placed and new pages are loose, so with one parent a page the rows are trees below their heads.
         assert (self._parent[pages_T] == before_T).all(), "a KV page has different pages before it in two rows"
-        self._state[pages_T] = PLACED
+        self._state[pages_T] = GROWN
         self._add(self._refs, before_T[self._once(pages_T)])
         return last_N.astype(np.int32)
+
+    def count_grown(self, pages_T: Pages, counts: bool) -> None:
+        """Whether these pages of the forest count in `num_grown` from now on."""
+        pages_T = np.asarray(pages_T, dtype=np.intp)
+        assert (self._state[pages_T] >= PLACED).all(), "a KV page was counted that is not in the forest"
+        self._state[pages_T] = GROWN if counts else PLACED
+        self._state[DUMMY_PAGE] = PLACED
 
     def hold(self, pages_N: Pages) -> None:
         """One reference more to each page. Repeats count; page 0 is ignored."""
         pages_N = np.asarray(pages_N, dtype=np.intp)
-        assert (self._state[pages_N] == PLACED).all(), "a KV page was held that is not in the forest"
+        assert (self._state[pages_N] >= PLACED).all(), "a KV page was held that is not in the forest"
         self._add(self._heads, pages_N)
         self._add(self._refs, pages_N)
 
@@ -161,7 +173,7 @@ class PageLedger:
 
     def path(self, page: int, length: int) -> np.ndarray:
         """The last `length` pages [length], int32, of the sequence that ends with `page`, in the order of their positions."""
-        assert self._state[page] == PLACED, "the path of a KV page was asked for that is not in the forest"
+        assert self._state[page] >= PLACED, "the path of a KV page was asked for that is not in the forest"
         parent_of = self._parent_of
         pages = []
         page = int(page)
@@ -172,14 +184,25 @@ class PageLedger:
         assert (pages_T != DUMMY_PAGE).all(), "a path of KV pages is shorter than was asked for"
         return pages_T
 
+    def ancestors(self, pages_N: Pages, steps_N: np.ndarray) -> np.ndarray:
+        """The page so many steps before each [N]."""
+        parent_of = self._parent_of
+        found_N = np.array(pages_N, dtype=np.int32)
+        for n in np.flatnonzero(steps_N).tolist():
+            page = int(found_N[n])
+            for _ in range(int(steps_N[n])):
+                page = parent_of[page]
+            found_N[n] = page
+        return found_N
+
     def check(self) -> None:
         """The books balance: free + held = all, no page is both, references are children and holds, and what is placed is needed."""
         free_T = self._free[: self._num_free]
         assert (self._state[free_T] == FREE).all(), "a KV page is free and held"
         assert np.bincount(free_T, minlength=1).max() <= 1, "a KV page is free twice"
         assert self.num_free + self.num_held == self.capacity, "free + held differ from all KV pages"
-        placed_T = 1 + np.flatnonzero(self._state[1:] == PLACED)
-        assert (self._state[self._parent[placed_T]] == PLACED).all(), "a KV page descends from one that is not held"
+        placed_T = 1 + np.flatnonzero(self._state[1:] >= PLACED)
+        assert (self._state[self._parent[placed_T]] >= PLACED).all(), "a KV page descends from one that is not held"
         children = np.bincount(self._parent[placed_T], minlength=self.capacity + 1)
         assert (self._refs[1:] == (children + self._heads)[1:]).all(), "the references of a KV page differ from its children and heads"
         assert (self._heads >= 0).all(), "a KV page has fewer than no heads"

@@ -7,7 +7,7 @@ lineage keeps the pages before it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 
 import numpy as np
@@ -43,21 +43,29 @@ class PrefixCache:
         """Cached positions, each of them a page; requests may hold some of these, too."""
         return len(self._pages) * self.block
 
-    def match(self, tokens: Tokens, salt: str = "", most: int | None = None, *, counts: bool = True) -> tuple[int, int]:
-        """(Number of leading tokens that are cached, whole blocks and at most `most`; page of the last of them, or 0).
+    def keys(self, tokens: Tokens, salt: str = "") -> list[bytes]:
+        """Keys of the whole blocks of `tokens`, in order."""
+        return list(self._keys(tokens, len(tokens), salt))
 
-        Marks them as used now; `counts`: and counts them. A caller that wants to keep the page must `hold` it before anything is evicted.
-        """
+    def match(self, tokens: Tokens, salt: str = "", most: int | None = None) -> tuple[int, int]:
+        """`find` for tokens: at most the first `most` of them. They are counted, too."""
         length = len(tokens) if most is None else max(0, min(len(tokens), most))
+        found, page = self.find(self._keys(tokens, length, salt))
+        self.count(len(tokens), found)
+        return found, page
+
+    def find(self, keys: Iterable[bytes]) -> tuple[int, int]:
+        """(Number of leading tokens that are cached; page of the last of them, or 0).
+
+        Marks them as used now. A caller that wants to keep the page must `hold` it before anything is evicted.
+        """
         known = []
-        for key in self._keys(tokens, length, salt):
+        for key in keys:
             if key not in self._pages:
                 break
             known.append(key)
         for key in reversed(known):
             self._pages.move_to_end(key)
-        if counts:
-            self.count(len(tokens), len(known) * self.block)
         return len(known) * self.block, self._pages[known[-1]] if known else DUMMY_PAGE
 
     def count(self, queried: int, hit: int) -> None:
@@ -71,8 +79,11 @@ class PrefixCache:
         A block that is known keeps its page. Blocks after it may then descend from other pages than that one: lineage keeps those.
         """
         assert len(head_pages) == len(tokens), "a sequence was cached that has not one page a token"
+        self.keep(self.keys(tokens, salt), head_pages)
+
+    def keep(self, keys: Sequence[bytes], head_pages: Pages) -> None:
+        """`insert` for the keys of a sequence."""
         last_pages = np.asarray(head_pages)[self.block - 1 :: self.block].tolist()
-        keys = list(self._keys(tokens, len(tokens), salt))
         new_pages = []
         for key, page in zip(reversed(keys), reversed(last_pages), strict=True):
             if key not in self._pages:
@@ -80,6 +91,10 @@ class PrefixCache:
                 new_pages.append(page)
             self._pages.move_to_end(key)
         self.ledger.hold(new_pages)
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Let go of these blocks, as far as they are here. Those that continue them are not found before they are kept again."""
+        self.ledger.release([self._pages.pop(key) for key in keys if key in self._pages])
 
     def evict(self, count: int) -> int:
         """Let go of the least recently used blocks until `count` more pages are free or none is left. Returns how many became free."""

@@ -1,8 +1,7 @@
 """What the two sides of a pair send each other within a round, and how. Knows nothing about what the tensors mean.
 
-draft -> target   first    first token of every branch and its log q, as soon as they are drawn (look-ahead)
-                  blocks   all tokens and their log q
-target -> draft   choice   which branches go on
+draft -> target   rows     what has been drafted
+target -> draft   choice   which of it goes on, and how
 """
 
 from __future__ import annotations

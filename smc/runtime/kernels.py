@@ -6,12 +6,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from smc.algorithm.expansion import Offers
+from smc.kernels.expansion import expand, keep_roots
 from smc.kernels.law import Cut
+from smc.kernels.offers import offer
 from smc.kernels.sampling import draw, score
 from smc.kernels.selection import select
 from smc.kernels.stops import grow
 from smc.kernels.tables import reroot
 from smc.kernels.truncation import truncate
+from smc.kernels.walk import walk
 from smc.laws import LawSpec
 from smc.runtime.kernel_forward import KernelForward
 from smc.runtime.sampling import DrawKeys, Sampling
@@ -26,12 +30,25 @@ class KernelSampling(Sampling):
         token_RD, logq_RD, _ = self._draw(logits_RV, law.temperature_R, keys, self._cut(logits_RV, law, mixture))
         return token_RD, logq_RD
 
-    def score(self, logits_RV: Tensor, law: LawSpec, token_RD: Tensor) -> Tensor:
+    def offer(self, logits_RV: Tensor, law: LawSpec, mixture: float, keys: DrawKeys) -> Offers:
+        return self._offer(logits_RV, law.temperature_R, keys, self._cut(logits_RV, law, mixture))
+
+    def bonus_offer(self, logits_RV: Tensor, law: LawSpec, keys: DrawKeys) -> tuple[Offers, Tensor, Tensor]:
+        cut = self._cut(logits_RV, law)
+        if "alpha" not in law.active:
+            offers = self._offer(logits_RV, law.temperature_R, keys, cut)
+            return offers, offers.logq_RC, offers.logq_RC[:, 0] * 0.0
+        # As of a bonus. The likeliest token's log-probability is finite for any law.
+        offers = self._offer(logits_RV, law.temperature_R / law.alpha_R, keys, cut)
+        logp_RC = self._score(logits_RV, law, offers.token_RC, cut)
+        log_z_R = torch.where(law.alpha_R == 1, 0.0, law.alpha_R * logp_RC[:, 0] - offers.logq_RC[:, 0])
+        return offers, logp_RC, log_z_R + offers.logq_RC[:, 0] * 0.0
+
+    def score(self, logits_RV: Tensor, law: LawSpec, token_RD: Tensor, row_X: Tensor | None = None) -> Tensor:
         cut = self._cut(logits_RV, law)
         if token_RD.shape[1] == 1:
-            return score(logits_RV, self.vocab, law.temperature_R, token_RD[:, 0].int(), cut=cut)[0][:, None]
-        none_R = torch.full_like(token_RD[:, 0], -1, dtype=torch.int32)
-        return score(logits_RV, self.vocab, law.temperature_R, none_R, token_RD.int(), cut)[1]
+            return score(logits_RV, self.vocab, law.temperature_R, token_RD[:, 0].int(), cut=cut, row_X=row_X)[0][:, None]
+        return self._score(logits_RV, law, token_RD, cut, row_X)
 
     def bonus(self, logits_RV: Tensor, law: LawSpec, keys: DrawKeys) -> tuple[Tensor, Tensor, Tensor]:
         cut = self._cut(logits_RV, law)
@@ -40,7 +57,7 @@ class KernelSampling(Sampling):
             return token_RD.long(), logp_RD, lse_R * 0.0
         # p^alpha is p at 1 / alpha of the temperature, and what it takes to normalise shows in any of its tokens.
         token_RD, powered_RD, lse_R = self._draw(logits_RV, law.temperature_R / law.alpha_R, keys, cut)
-        logp_RD = score(logits_RV, self.vocab, law.temperature_R, torch.full_like(token_RD[:, 0], -1), token_RD, cut)[1]
+        logp_RD = self._score(logits_RV, law, token_RD, cut)
         log_z_R = torch.where(law.alpha_R == 1, 0.0, law.alpha_R * logp_RD[:, 0] - powered_RD[:, 0])
         return token_RD.long(), logp_RD, log_z_R + lse_R * 0.0
 
@@ -48,6 +65,14 @@ class KernelSampling(Sampling):
         processors = {"top_k": law.top_k_R, "top_p": law.top_p_R, "min_p": law.min_p_R}
         used = [values_R if name in law.active else None for name, values_R in processors.items()]
         return truncate(logits_RV, self.vocab, law.temperature_R, *used, share) if law.active & set(processors) else None
+
+    def _score(self, logits_RV: Tensor, law: LawSpec, token_XD: Tensor, cut: Cut | None, row_X: Tensor | None = None) -> Tensor:
+        none_X = torch.full_like(token_XD[:, 0], -1)
+        return score(logits_RV, self.vocab, law.temperature_R, none_X, token_XD, cut, row_X=row_X)[1]
+
+    def _offer(self, logits_RV: Tensor, temperature_R: Tensor, keys: DrawKeys, cut: Cut | None) -> Offers:
+        random = (keys.seed_R, keys.round_R, keys.stream_RD[:, 0], keys.position_R, int(keys.purpose))
+        return offer(logits_RV, self.vocab, temperature_R, *random, cut)
 
     def _draw(self, logits_RV: Tensor, temperature_R: Tensor, keys: DrawKeys, cut: Cut | None) -> tuple[Tensor, Tensor, Tensor]:
         random = (keys.seed_R, keys.round_R, keys.stream_RD, keys.position_R, int(keys.purpose))
@@ -61,6 +86,9 @@ def gpu_parts(**options: bool) -> Parts:
         sampling=KernelSampling,
         stages=Graphs,
         select=select,
+        expand=expand,
+        keep_roots=keep_roots,
+        walk=walk,
         grow=grow,
         reroot=reroot,
     )

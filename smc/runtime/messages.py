@@ -37,6 +37,10 @@ class Draws:
     stream_RD: np.ndarray
     """int64 number that tells apart draws of the same request, round and position."""
     purpose: Purpose
+    count_R: np.ndarray
+    """int32: how many of the D are wanted."""
+    kind_R: np.ndarray
+    """int32 `smc.algorithm.expansion.Kind`: `DISTINCT` ones are drawn without replacement."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,8 @@ class PromptResult:
     """int32."""
     drawn_logp_RD: np.ndarray
     """float32 log-probability of each drawn token under p itself, whatever alpha."""
+    logw_RD: np.ndarray
+    """float64 log-weight that a particle begins with; -inf where nothing was drawn."""
     log_z_R: np.ndarray
     """float32 log normaliser of p^alpha after the last token; NaN if the model's logits were."""
 

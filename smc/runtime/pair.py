@@ -8,7 +8,8 @@ from typing import Protocol
 from smc.runtime.channel import LocalChannel
 from smc.runtime.config import EngineConfig
 from smc.runtime.messages import Pending
-from smc.runtime.plan import Join, Lineage, Program, RoundPlan, RoundResult
+from smc.runtime.outcome import Lineage, RoundResult
+from smc.runtime.plan import Join, Program, RoundPlan
 from smc.runtime.sides import DraftSide, Parts, TargetSide
 from smc.runtime.stages import Reading
 from smc.runtime.worker import ModelWorker

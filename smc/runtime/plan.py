@@ -1,4 +1,4 @@
-"""What the host and the two models tell each other about a round. NumPy on the host's side, tensors on the models'.
+"""What the host tells the two models about rounds. NumPy on the host's side, tensors on the models'.
 
 See the package's legend for axes.
 """
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from smc.algorithm.bounds import Bounds
+from smc.algorithm.expansion import Kind
 from smc.laws import LawSpec
 from smc.stops import StopMachine
 
@@ -59,7 +60,7 @@ class Join:
     alive_N: np.ndarray
     """bool: the slot holds a particle; one that does not has ended, too."""
     text_N: np.ndarray
-    """int32 state of the stop machine."""
+    """int32 state of the stop machine before the pending tokens."""
     logw_N: np.ndarray
     """float64."""
     stops: int
@@ -78,6 +79,8 @@ class RoundPlan:
     """No row holds more than `SHORT` positions when the round ends."""
     columns: int
     """Positions that any row holds when the round ends, at most."""
+    kinds: frozenset[Kind]
+    """How groups may be continued; all three where more than one is."""
     target_law: LawSpec
     """Per place."""
     draft_law: LawSpec
@@ -105,6 +108,8 @@ class RoundPlan:
     """int32 leading positions at which all particles of a group have the same tokens."""
     threshold_G: np.ndarray | Tensor
     """float64 share of N below which the effective sample size leads to resampling."""
+    kind_G: np.ndarray | Tensor
+    """int32 `smc.algorithm.expansion.Kind`: how the group is continued."""
     scheme_G: np.ndarray | Tensor
     """int32 index of `smc.algorithm.resampling.SCHEME_NAMES`."""
     target_pages_AQ: np.ndarray | Tensor
@@ -129,7 +134,13 @@ class RoundPlan:
     @property
     def key(self) -> tuple:
         """Rounds of the same key run the same operations on the same shapes."""
-        return (self.program, self.short, len(self.slot_A), *(tuple(sorted(law.active)) for law in (self.target_law, self.draft_law)))
+        return (
+            self.program,
+            self.short,
+            len(self.slot_A),
+            tuple(sorted(self.kinds)),
+            *(tuple(sorted(law.active)) for law in (self.target_law, self.draft_law)),
+        )
 
     def arrays(self) -> dict[str, np.ndarray]:
         """All arrays, by name."""
@@ -144,7 +155,7 @@ class RoundPlan:
             mine = {name.split(".")[1]: tensor for name, tensor in tensors.items() if name.startswith(side)}
             laws[side] = LawSpec(**mine, active=getattr(self, side).active)
         own = {name: tensor for name, tensor in tensors.items() if "." not in name}
-        return RoundPlan(program=self.program, short=self.short, columns=self.columns, **laws, **own)
+        return RoundPlan(program=self.program, short=self.short, columns=self.columns, kinds=self.kinds, **laws, **own)
 
     def _of_group(self, values_A: Tensor) -> Tensor:
         return values_A[self.first_G.long().clamp(max=len(values_A) - 1)]
@@ -180,97 +191,3 @@ class PlanBuffer:
     def _view(self, memory: Tensor, name: str, like: np.ndarray) -> Tensor:
         begin, size = self._places[name]
         return memory[begin : begin + size].view(torch.from_numpy(like[:0]).dtype).view(like.shape)
-
-
-@dataclass(frozen=True)
-class Drafted:
-    """What the draft sends the target: the first tokens (K = 1), later all."""
-
-    all_2KX: Tensor
-    """int32, in one piece, as it travels: tokens, and the bits of their log q."""
-
-    @staticmethod
-    def of(tokens: list[Tensor], logq: list[Tensor]) -> Drafted:
-        """Of integer tokens and their float32 log q, step by step, [X] each."""
-        pieces = [token_X.int() for token_X in tokens] + [logq_X.view(torch.int32) for logq_X in logq]
-        return Drafted(torch.stack(pieces).unflatten(0, (2, -1)))
-
-    @property
-    def tokens_XK(self) -> Tensor:
-        """int32."""
-        return self.all_2KX[0].t()
-
-    @property
-    def logq_XK(self) -> Tensor:
-        """float32."""
-        return self.all_2KX[1].view(torch.float32).t()
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What the target sends the draft: how each place goes on."""
-
-    all_4A: Tensor
-    """int64, in one piece, as it travels."""
-
-    @property
-    def ancestor_A(self) -> Tensor:
-        """Place whose particle goes on here."""
-        return self.all_4A[0]
-
-    @property
-    def branch_A(self) -> Tensor:
-        """Which of its branches."""
-        return self.all_4A[1]
-
-    @property
-    def bonus_A(self) -> Tensor:
-        """Token (lockstep), by place before the choice."""
-        return self.all_4A[2]
-
-    @property
-    def alive_A(self) -> Tensor:
-        """bool: the place holds a particle."""
-        return self.all_4A[3] > 0
-
-
-@dataclass(frozen=True)
-class Lineage:
-    """Pages that particles have more than their ancestors had, by place after the choice. Tensors where the model is."""
-
-    path_AW: np.ndarray | Tensor
-    """int32."""
-    kept_A: np.ndarray | Tensor
-    """int32: how many of them hold keys and values of the particle's tokens."""
-
-
-@dataclass(frozen=True)
-class RoundResult:
-    """What the host learns of a round. By place, after the choice, unless said otherwise. Tensors where the model is."""
-
-    ancestor_A: np.ndarray | Tensor
-    """Place."""
-    alive_A: np.ndarray | Tensor
-    """bool: the place holds a particle."""
-    grown_AQ: np.ndarray | Tensor
-    """Tokens that came after those of the ancestor."""
-    count_A: np.ndarray | Tensor
-    """How many of them exist."""
-    ended_A: np.ndarray | Tensor
-    logw_A: np.ndarray | Tensor
-    """float64."""
-    logq_AQ: np.ndarray | Tensor
-    """float32 log q of the tokens that came."""
-    logp_AQ: np.ndarray | Tensor
-    """float32, by place before the choice: log p of the tokens after the first of the block that was scored."""
-    first_logp_A: np.ndarray | Tensor
-    """float32 log p of the token that follows the scored block; NaN where none does."""
-    log_z_G: np.ndarray | Tensor
-    ess_G: np.ndarray | Tensor
-    resampled_G: np.ndarray | Tensor
-    collapsed_G: np.ndarray | Tensor
-    draft_nan_G: np.ndarray | Tensor
-    """bool: the draft returned NaN among tokens that exist."""
-    target_nan_G: np.ndarray | Tensor
-    lineage: Lineage
-    """At the target, or the model that decodes alone."""

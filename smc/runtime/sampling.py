@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from smc.algorithm.expansion import OFFERS, Offers
 from smc.arrays import to_device
 from smc.laws import Laws, LawSpec, draw
 from smc.philox import Purpose, exponentials, words
@@ -37,9 +39,23 @@ class Sampling:
         token_RD = self._race(logq_RV, keys)
         return token_RD, logq_RV.gather(-1, token_RD)
 
-    def score(self, logits_RV: Tensor, law: LawSpec, token_RD: Tensor) -> Tensor:
-        """log p of the tokens under the target law, [R, D]."""
-        return Laws(law, logits_RV.device).target(self._logits(logits_RV)).gather(-1, token_RD)
+    def offer(self, logits_RV: Tensor, law: LawSpec, mixture: float, keys: DrawKeys) -> Offers:
+        """What rows offer from the proposal; keys for one draw a row, of the token that stands for the rest."""
+        return self._offers(Laws(law, logits_RV.device).proposal(self._logits(logits_RV), mixture), keys)
+
+    def bonus_offer(self, logits_RV: Tensor, law: LawSpec, keys: DrawKeys) -> tuple[Offers, Tensor, Tensor]:
+        """What rows offer from the powered target law, log p [R, C] of the tokens, and log Z [R] of the power, as `bonus`."""
+        laws = Laws(law, logits_RV.device)
+        logp_RV = laws.target(self._logits(logits_RV))
+        powered_RV, log_z_R = laws.powered(logp_RV)
+        offers = self._offers(powered_RV, keys)
+        nan_R = powered_RV.amax(-1) * 0.0
+        return offers, logp_RV.gather(-1, offers.token_RC), nan_R if log_z_R is None else log_z_R + nan_R
+
+    def score(self, logits_RV: Tensor, law: LawSpec, token_RD: Tensor, row_X: Tensor | None = None) -> Tensor:
+        """log p of the tokens under the target law, [R, D]; with `row_X` those of rows that repeat, [X, D]."""
+        logp_RV = Laws(law, logits_RV.device).target(self._logits(logits_RV))
+        return (logp_RV if row_X is None else logp_RV[row_X]).gather(-1, token_RD)
 
     def bonus(self, logits_RV: Tensor, law: LawSpec, keys: DrawKeys) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens [R, D] from the powered target law, their log p [R, D], and log Z [R] of the power; NaN in the logits shows in log Z."""
@@ -50,6 +66,14 @@ class Sampling:
         # The likeliest token's log-probability is finite for any law, so it carries NaN logits and nothing else.
         nan_R = powered_RV.amax(-1) * 0.0
         return token_RD, logp_RV.gather(-1, token_RD), nan_R if log_z_R is None else log_z_R + nan_R
+
+    def _offers(self, log_law_RV: Tensor, keys: DrawKeys) -> Offers:
+        logq_RC, token_RC = log_law_RV.topk(min(OFFERS, self.vocab), dim=-1)
+        rest_RV = log_law_RV.scatter(-1, token_RC, -torch.inf)
+        rest_R1 = rest_RV.logsumexp(-1, keepdim=True)
+        token_R1 = self._race(torch.where(rest_R1 > -torch.inf, rest_RV - rest_R1, rest_RV), keys)
+        own_R1 = log_law_RV.gather(-1, token_R1)
+        return Offers(torch.cat((token_RC, token_R1), 1), torch.cat((logq_RC, own_R1), 1), torch.cat((logq_RC, rest_R1), 1))
 
     def _logits(self, logits_RV: Tensor) -> Tensor:
         return logits_RV[:, : self.vocab].float()

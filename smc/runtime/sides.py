@@ -7,20 +7,25 @@ a stage of a round is the replay of a CUDA graph.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from smc import stops
+from smc.algorithm.expansion import Expansion, expand, keep_roots
 from smc.algorithm.selection import Selection, select
+from smc.algorithm.walk import walk
 from smc.philox import Purpose
 from smc.runtime import tables
 from smc.runtime.channel import Channel
+from smc.runtime.choice import Chooser, Deciders
 from smc.runtime.config import EngineConfig
-from smc.runtime.draft import Drafter
+from smc.runtime.draft import Drafter, Tree
 from smc.runtime.forward import StaticForward
-from smc.runtime.plan import Choice, Drafted, Join, PlanBuffer, Program, RoundPlan, RoundResult
+from smc.runtime.groups import any_of_group
+from smc.runtime.outcome import Choice, Drafted, RoundResult
+from smc.runtime.plan import Join, PlanBuffer, Program, RoundPlan
 from smc.runtime.sampling import Sampling
 from smc.runtime.stages import Reading, Stages
 from smc.runtime.state import SlotState
@@ -38,6 +43,9 @@ class Parts:
     select: Callable[..., Selection] = select
     grow: tables.Grow = stops.grow
     reroot: tables.Reroot = tables.reroot
+    expand: Callable[..., Expansion] = expand
+    keep_roots: Callable[..., tuple[Tensor, Tensor]] = keep_roots
+    walk: Callable[..., tuple[Tensor, Tensor]] = walk
 
 
 class Side:
@@ -47,16 +55,14 @@ class Side:
         """`pending`: tokens at most that are to be run when a round begins."""
         self.config, self.worker, self.stages = config, worker, stages
         # Prompts are run where rounds are: what is written is there for what is asked for later.
-        worker.working = stages.working
+        worker.working, worker.expand = stages.working, parts.expand
         stop_tables = stops.StopTables(config.max_stops, worker.vocab_size, worker.token_bytes, worker.device)
         self.state = SlotState(config.max_slots, worker.width, pending, stop_tables, worker.device)
         self._forward = parts.forward(worker)
-        self._sampling = parts.sampling(worker.vocab_size)
-        shared = (self._forward, self._sampling, self.state, parts.grow, parts.reroot)
+        self._shared = (self._forward, parts.sampling(worker.vocab_size), self.state, parts.grow, parts.reroot)
         # Plain decoding of a target must not depend on rounds: exact decoding makes the same draws in others.
-        alone = {"branches": 1, "bonus": False, "mixture": 0.0, "purpose": Purpose.TARGET, "by_round": worker.name == "draft"}
-        self._alone = Drafter(*shared, block=config.block, **alone)
-        self._parts = (*shared, parts.select)
+        alone = {"branches": 1, "mixture": 0.0, "purpose": Purpose.TARGET, "by_round": worker.name == "draft"}
+        self._alone = Drafter(*self._shared, parts.expand, block=config.block, **alone)
 
     def join(self, group: Join) -> None:
         """Particles take part from the next round on."""
@@ -84,24 +90,33 @@ class Side:
     def _run_alone(self, plan: RoundPlan) -> RoundResult:
         drafter, state, slot_A = self._alone, self.state, plan.slot_A
         law = plan.draft_law if self.worker.name == "draft" else plan.target_law
-        drafted = drafter.extend(plan, law, drafter.begin(plan, law))
+        _, tree = drafter.draft(plan, law)
         place_A = torch.arange(len(slot_A), device=slot_A.device)
-        zero_A, one_A = torch.zeros_like(slot_A), torch.ones_like(slot_A)
-        end_A, open_A = state.end_S[slot_A], ~state.ended_S[slot_A]
-        lineage = drafter.follow(plan, drafted, Choice(torch.stack((place_A, zero_A, zero_A, one_A))))
-        tokens_AK, logq_AK = drafted.tokens_XK, drafted.logq_XK
-        count_A = state.end_S[slot_A] - end_A
-        exists_AK = torch.arange(tokens_AK.shape[1], device=slot_A.device) < count_A[:, None]
-        nan_A = (torch.isnan(logq_AK) & exists_AK).any(-1)
-        nan_G = torch.zeros_like(plan.threshold_G).index_add(0, plan.group_A, nan_A.double()) > 0
+        zero_A, alive_A = torch.zeros_like(slot_A), state.alive_S[slot_A]
+        choice = Choice.of(
+            ancestor_A=place_A,
+            row_A=place_A,
+            count_A=tree.count_X,
+            cut_A=zero_A,
+            bonus_A=zero_A - 1,
+            alive_A=alive_A,
+            ended_A=tree.ended_X,
+            text_A=tree.text_X,
+            mass_A=zero_A.double(),
+        )
+        lineage = drafter.follow(plan, tree, choice)
+        logq_AK = tree.logq_XK
+        exists_AK = torch.arange(drafter.block, device=slot_A.device) < tree.count_X[:, None]
+        nan_G = any_of_group((torch.isnan(logq_AK) & exists_AK).any(-1)[None], plan.group_A, plan)[0]
         zero_G = torch.zeros_like(plan.threshold_G)
         never_G = zero_G > 0
         return RoundResult(
             ancestor_A=place_A,
-            alive_A=one_A > 0,
-            grown_AQ=tokens_AK,
-            count_A=torch.where(open_A, count_A, 0),
-            ended_A=state.ended_S[slot_A],
+            alive_A=alive_A,
+            cut_A=zero_A,
+            grown_AQ=tree.tokens_XK,
+            count_A=tree.count_X,
+            ended_A=tree.ended_X,
             logw_A=zero_A.double(),
             logq_AQ=logq_AK,
             logp_AQ=torch.cat((logq_AK, logq_AK[:, :1]), 1),
@@ -112,19 +127,19 @@ class Side:
             collapsed_G=never_G,
             draft_nan_G=nan_G if self.worker.name == "draft" else never_G,
             target_nan_G=nan_G if self.worker.name == "target" else never_G,
+            hit_G=never_G,
             lineage=lineage,
         )
 
 
 class DraftSide(Side):
-    """Drafts blocks, then follows what the target chose."""
+    """Drafts rows, then follows what the target chose."""
 
     def __init__(self, config: EngineConfig, worker: ModelWorker, parts: Parts, stages: Stages, channel: Channel) -> None:
         super().__init__(config, worker, parts, stages, pending=config.begin_tokens)
         self._channel = channel
-        drafting = {"block": config.block, "branches": config.branches, "bonus": not config.lookahead, "mixture": config.defensive_share}
-        self._drafter = Drafter(*self._parts[:-1], **drafting)
-        self._round: tuple[RoundPlan, Drafted, tuple] | None = None
+        self._drafter = Drafter(*self._shared, parts.expand, block=config.block, branches=config.branches, mixture=config.defensive_share)
+        self._round: tuple[RoundPlan, Tree, tuple] | None = None
 
     def round(self, plan: RoundPlan) -> Reading:
         """Queue the draft's part of a round. What comes back of a round of the pair is its `Lineage`."""
@@ -141,21 +156,18 @@ class DraftSide(Side):
             self._channel.settle()
             here = self._load(plan)
             began = stages.event()
-            first = stages.run(key, "begin", lambda: drafter.begin(here, here.draft_law))
-            if self.config.lookahead:
-                self._channel.send("first", first.all_2KX)
-            drafted = stages.run(key, "extend", lambda: drafter.extend(here, here.draft_law, first))
+            drafted, tree = stages.run(key, "draft", lambda: drafter.draft(here, here.draft_law))
             ended = stages.event()
-            self._channel.send("blocks", drafted.all_2KX)
-        self._round = (here, drafted, (began, ended))
+            self._channel.send("rows", drafted.all_WX)
+        self._round = (here, tree, (began, ended))
 
     @torch.inference_mode()
     def follow(self) -> Reading:
-        """Queue the rest of it: the chosen branches become the particles."""
-        plan, drafted, span = self._round
+        """Queue the rest of it: the chosen rows become the particles."""
+        plan, tree, span = self._round
         with self.stages.working():
-            choice = Choice(self._channel.receive(plan.key, "choice", (4, len(plan.slot_A)), torch.int64))
-            lineage = self.stages.run(plan.key, "follow", lambda: self._drafter.follow(plan, drafted, choice))
+            choice = Choice(self._channel.receive(plan.key, "choice", (9, len(plan.slot_A)), torch.int64))
+            lineage = self.stages.run(plan.key, "follow", lambda: self._drafter.follow(plan, tree, choice))
             return self.stages.read(plan.key, lineage, {"draft": span})
 
 
@@ -165,60 +177,40 @@ class TargetSide(Side):
     def __init__(self, config: EngineConfig, worker: ModelWorker, parts: Parts, stages: Stages, channel: Channel) -> None:
         super().__init__(config, worker, parts, stages, pending=config.target_tokens)
         self._channel = channel
-        self._scorer = Scorer(*self._parts, block=config.block, lookahead=config.lookahead)
+        forward, sampling, state, grow, reroot = self._shared
+        deciders = Deciders(parts.select, parts.expand, parts.keep_roots, parts.walk)
+        self._scorer = Scorer(forward, sampling, state, reroot, block=config.block, lookahead=config.lookahead)
+        self._chooser = Chooser(sampling, state, grow, deciders, lookahead=config.lookahead)
 
     @torch.inference_mode()
     def round(self, plan: RoundPlan) -> Reading:
-        """Queue the target's part of a round."""
+        """Queue the target's part of a round: in look-ahead the pass comes first, in lockstep what it is over."""
         if plan.program is Program.TARGET:
             return self._decode(plan)
-        with self.stages.working():
+        stages, scorer, key = self.stages, self._scorer, plan.key
+        with stages.working():
             self._channel.settle()
             here = self._load(plan)
-            return self._lookahead(plan.key, here) if self.config.lookahead else self._lockstep(plan.key, here)
+            lookahead = self.config.lookahead
+            rows = None if lookahead else self._receive(key, here)
+            began = stages.event()
+            blocks = scorer.pending_blocks if lookahead else lambda plan: scorer.drafted_blocks(plan, rows)
+            scored = stages.run(key, "score", lambda: scorer.score(here, blocks(here)))
+            ended = stages.event()
+            rows = self._receive(key, here) if lookahead else rows
+            heard = stages.event()
+            choice, result = stages.run(key, "choose", lambda: self._chooser.choose(here, scored, rows))
+            chosen = stages.event()
+            self._channel.share(choice.all_9A)
+            self._channel.send("choice", choice.all_9A)
+            told = stages.event()
+            stages.run(key, "follow", lambda: scorer.follow(here, scored, rows, choice))
+            spans = {"target": (began, ended), "choose": (heard, chosen), "follow": (told, stages.event())}
+            return stages.read(key, result, spans)
 
     def _join(self, group: Join) -> None:
         self._scorer.join(group, self.state.join(group))
 
-    def _lookahead(self, key: tuple, plan: RoundPlan) -> Reading:
-        stages, scorer = self.stages, self._scorer
-        began = stages.event()
-        scored = stages.run(key, "score", lambda: scorer.score(plan))
-        ended = stages.event()
-        first = self._receive(key, "first", plan, 1)
-        heard = stages.event()
-        choice, result = stages.run(key, "choose", lambda: scorer.choose(plan, scored, first))
-        chosen = stages.event()
-        self._send(choice)
-        blocks = self._receive(key, "blocks", plan, self.config.block)
-        told = stages.event()
-        result = stages.run(key, "follow", lambda: _with_growth(result, scorer.follow(plan, scored, blocks, choice)))
-        spans = {"target": (began, ended), "choose": (heard, chosen), "follow": (told, stages.event())}
-        return stages.read(key, result, spans)
-
-    def _lockstep(self, key: tuple, plan: RoundPlan) -> Reading:
-        stages, scorer = self.stages, self._scorer
-        blocks = self._receive(key, "blocks", plan, self.config.block)
-        began = stages.event()
-
-        def choose() -> tuple:
-            scorer.complete(plan, blocks)
-            scored = scorer.score(plan)
-            return scored, *scorer.choose(plan, scored, None)
-
-        scored, choice, result = stages.run(key, "choose", choose)
-        self._send(choice)
-        result = stages.run(key, "follow", lambda: _with_growth(result, scorer.follow(plan, scored, blocks, choice)))
-        return stages.read(key, result, {"target": (began, stages.event())})
-
-    def _send(self, choice: Choice) -> None:
-        self._channel.share(choice.all_4A)
-        self._channel.send("choice", choice.all_4A)
-
-    def _receive(self, key: tuple, name: str, plan: RoundPlan, steps: int) -> Drafted:
-        return Drafted(self._channel.receive(key, name, (2, steps, len(plan.slot_A) * self.config.branches), torch.int32))
-
-
-def _with_growth(result: RoundResult, growth: tuple[Tensor, Tensor, Tensor, Tensor]) -> RoundResult:
-    tokens_AQ, count_A, ended_A, logq_AQ = growth
-    return replace(result, grown_AQ=tokens_AQ, count_A=count_A, ended_A=ended_A, logq_AQ=logq_AQ)
+    def _receive(self, key: tuple, plan: RoundPlan) -> Drafted:
+        shape = (Drafted.width(self.config.block), len(plan.slot_A) * self.config.branches)
+        return Drafted(self._channel.receive(key, "rows", shape, torch.int32))

@@ -8,6 +8,7 @@ from torch import Tensor
 from smc.arrays import to_device
 from smc.kv.pages import DUMMY_PAGE
 from smc.runtime.forward import Rows
+from smc.runtime.outcome import Choice
 from smc.runtime.plan import Join, RoundPlan
 from smc.stops import START, StopTables
 
@@ -32,8 +33,12 @@ class SlotState:
         """How many of those have no keys and values yet."""
         self.ended_S = torch.ones(slots + 1, dtype=torch.bool, device=device)
         """The last token is terminal, or the slot holds no particle."""
+        self.alive_S = torch.zeros(slots + 1, dtype=torch.bool, device=device)
+        """The slot holds a particle, be it without weight."""
         self.text_S = torch.full((slots + 1,), START, **integers)
-        """State of the group's stop machine."""
+        """State of the group's stop machine before the pending tokens."""
+        self.logw_S = torch.zeros(slots + 1, dtype=torch.float64, device=device)
+        """Log-weight of the particle; at the draft, what rows are dealt out by."""
         self.entry_S = torch.zeros(slots + 1, **integers)
         """The group's entry of the stop tables."""
 
@@ -47,7 +52,9 @@ class SlotState:
         self.pending_SQ[slots_N, : group.pending_NQ.shape[1]] = self._here(group.pending_NQ)
         self.pending_S[slots_N] = self._here(group.pending_N)
         self.ended_S[slots_N] = to_device(group.ended_N, self.device)
+        self.alive_S[slots_N] = to_device(group.alive_N, self.device)
         self.text_S[slots_N] = self._here(group.text_N)
+        self.logw_S[slots_N] = to_device(group.logw_N, self.device)
         self.entry_S[slots_N] = group.stops
         if group.machine is not None:
             self.stops.set(group.stops, group.machine)
@@ -57,15 +64,12 @@ class SlotState:
         """Positions [A] whose keys and values are there."""
         return self.end_S[slot_A] - self.pending_S[slot_A]
 
-    def write_pages(self, slot_A: Tensor, position_A: Tensor, pages_AW: Tensor) -> None:
-        """The pages of positions from `position` on. Past what will be held, whatever comes is written over later."""
-        column_AW = position_A[:, None] + torch.arange(pages_AW.shape[1], device=self.device)
-        self.table_SL[slot_A[:, None], column_AW] = pages_AW
-
     def pending_rows(self, plan: RoundPlan, pages_AP: Tensor, count_A: Tensor) -> Rows:
         """Rows of the first `count` pending tokens of every place, whose pages are from now on `pages`."""
         held_A = self.held(plan.slot_A)
-        self.write_pages(plan.slot_A, held_A, pages_AP)
+        # Past what will be held, whatever is written is written over later.
+        column_AP = held_A[:, None] + torch.arange(pages_AP.shape[1], device=self.device)
+        self.table_SL[plan.slot_A[:, None], column_AP] = pages_AP
         return Rows(
             table_SL=self.table_SL,
             slot_R=plan.slot_A.int(),
@@ -81,18 +85,18 @@ class SlotState:
             short=plan.short,
         )
 
-    def set_pending(self, slot_A: Tensor, tokens_AW: Tensor, count_A: Tensor) -> None:
-        self.pending_SQ[slot_A, : tokens_AW.shape[1]] = tokens_AW
-        self.pending_S[slot_A] = count_A
-
-    def advance(self, slot_A: Tensor, end_A: Tensor, ended_A: Tensor, text_A: Tensor) -> None:
+    def advance(self, slot_A: Tensor, choice: Choice, end_A: Tensor, tokens_AW: Tensor, pending_A: Tensor, text_A: Tensor) -> None:
+        """Sequences end at `end`, with so many pending tokens of these; `text` is the state before them."""
         self.end_S[slot_A] = end_A
-        self.ended_S[slot_A] = ended_A
+        self.pending_SQ[slot_A, : tokens_AW.shape[1]] = tokens_AW
+        self.pending_S[slot_A] = pending_A
         self.text_S[slot_A] = text_A
-
-    def keep_dummy(self) -> None:
-        """Padding has written to the dummy slot like any other; it must stay ended, and short."""
+        self.ended_S[slot_A], self.alive_S[slot_A] = choice.ended_A, choice.alive_A
+        self.logw_S[slot_A] = choice.mass_A
+        # Padding has written to the dummy slot like any other; it must stay ended, and short.
         # Fills: an assignment would copy from the host.
+        self.alive_S[self.dummy :].fill_(False)
+        self.logw_S[self.dummy :].fill_(0.0)
         self.ended_S[self.dummy :].fill_(True)
         self.end_S[self.dummy :].fill_(1)
         self.pending_S[self.dummy :].fill_(1)

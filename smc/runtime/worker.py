@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from smc.algorithm.expansion import Expansion, Kind, expand
 from smc.arrays import to_device
 from smc.attention.base import ForwardBatch
 from smc.attention.fused import FusedAttention
@@ -23,11 +24,14 @@ from smc.runtime.messages import Draws, PromptBatch, PromptResult
 from smc.runtime.sampling import DrawKeys, Sampling
 from smc.stops import TokenBytes
 
+FIRST_STEP = 1 << 10
+"""Random numbers of first tokens are not those of any step of a round."""
+
 
 class PendingPrompt:
     """A result on its way from a device."""
 
-    def __init__(self, tensors: tuple[Tensor, Tensor, Tensor]) -> None:
+    def __init__(self, tensors: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
         on_gpu = tensors[0].device.type == "cuda"
         self._here = tuple(t.to("cpu", non_blocking=True) if on_gpu else t for t in tensors)
         self._arrived = torch.cuda.Event() if on_gpu else None
@@ -38,8 +42,8 @@ class PendingPrompt:
         """Waits for it."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        token_RD, logp_RD, log_z_R = (tensor.numpy() for tensor in self._here)
-        return PromptResult(token_RD.astype(np.int32), logp_RD, log_z_R)
+        token_RD, logp_RD, logw_RD, log_z_R = (tensor.numpy() for tensor in self._here)
+        return PromptResult(token_RD.astype(np.int32), logp_RD, logw_RD, log_z_R)
 
 
 class ModelWorker:
@@ -56,6 +60,8 @@ class ModelWorker:
         self._attention = FusedAttention()
         self.working: Callable[[], AbstractContextManager] = contextlib.nullcontext
         """Around what the device is asked to do, where that has to be in order with other work on it."""
+        self.expand: Callable[..., Expansion] = expand
+        """How first tokens are drawn without replacement: the reference, or a kernel."""
 
     @torch.inference_mode()
     def run_prompts(self, batch: PromptBatch) -> PendingPrompt:
@@ -64,7 +70,7 @@ class ModelWorker:
             hidden_TE = self._forward(batch)
             if batch.draws is None:
                 none_R0 = torch.zeros(len(batch.counts_R), 0)
-                return PendingPrompt((none_R0.long(), none_R0, none_R0[:, :0].sum(1)))
+                return PendingPrompt((none_R0.long(), none_R0, none_R0.double(), none_R0.sum(1)))
             last_R = to_device(np.cumsum(batch.counts_R) - 1, self.device)
             return PendingPrompt(self._draw(batch.draws, self.model.logits(hidden_TE[last_R]), batch.starts_R + batch.counts_R))
 
@@ -89,9 +95,36 @@ class ModelWorker:
         rope_T2D = self.rope.at(to_device(position_T, self.device))
         return self.model(to_device(batch.tokens_T, self.device), rope_T2D, attend)
 
-    def _draw(self, draws: Draws, logits_RV: Tensor, position_R: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens [R, D], their log p [R, D], log Z [R]."""
+    def _draw(self, draws: Draws, logits_RV: Tensor, position_R: np.ndarray) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Tokens [R, D], their log p [R, D], log-weights [R, D], log Z [R]."""
         numbers = (draws.seed_R, draws.round_R, draws.stream_RD, position_R.astype(np.int64))
         # On the host, where words are made from them: asking the device for them would wait for it.
         keys = DrawKeys(*map(torch.from_numpy, numbers), draws.purpose)
-        return Sampling(self.vocab_size).bonus(logits_RV, draws.law, keys)
+        token_RD, logp_RD, log_z_R = Sampling(self.vocab_size).bonus(logits_RV, draws.law, keys)
+        first_D = torch.arange(token_RD.shape[1], device=token_RD.device) == 0
+        kind_R = to_device(draws.kind_R, self.device)
+        # A group that is decoded exactly begins with one draw of the target's.
+        none_RD = (kind_R == Kind.BEST)[:, None] & ~first_D
+        logw_RD = log_z_R.double()[:, None].expand(token_RD.shape).masked_fill(none_RD, -torch.inf)
+        if (draws.kind_R == Kind.DISTINCT).any():
+            theirs = self._draw_distinct(draws, logits_RV, position_R, token_RD.shape[1])
+            is_distinct_R1 = (kind_R == Kind.DISTINCT)[:, None]
+            token_RD, logp_RD, logw_RD = (torch.where(is_distinct_R1, *pair) for pair in zip(theirs, (token_RD, logp_RD, logw_RD)))
+        return token_RD, logp_RD, logw_RD, log_z_R
+
+    def _draw_distinct(self, draws: Draws, logits_RV: Tensor, position_R: np.ndarray, most: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Draws without replacement: tokens [R, D], their log p [R, D] and log-weights [R, D]."""
+        seed_R, round_R = torch.from_numpy(draws.seed_R), torch.from_numpy(draws.round_R)
+        keys = DrawKeys(
+            seed_R, round_R, torch.from_numpy(draws.stream_RD[:, :1]), torch.from_numpy(position_R.astype(np.int64)), draws.purpose
+        )
+        offers, offered_logp_RC, log_z_R = Sampling(self.vocab_size).bonus_offer(logits_RV, draws.law, keys)
+        rows = torch.arange(len(logits_RV), device=self.device)
+        one_R, there_R = torch.ones_like(rows), rows >= 0
+        kind_R, count_R = to_device(draws.kind_R, self.device), to_device(draws.count_R, self.device)
+        random = (seed_R.to(self.device), round_R.to(self.device), FIRST_STEP)
+        bounds = ((rows, one_R), (rows * most, one_R * most))
+        chosen = self.expand(offers, log_z_R.double(), there_R, *bounds, count_R, kind_R, random, len(rows) * most)
+        token_X = offers.token_RC[chosen.parent_X, chosen.offer_X]
+        logp_X = offered_logp_RC[chosen.parent_X, chosen.offer_X]
+        return token_X.view(-1, most), logp_X.view(-1, most), chosen.mass_X.view(-1, most)

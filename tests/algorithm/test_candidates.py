@@ -1,4 +1,4 @@
-"""Laws of what surrounds a round's selection: its candidates, a particle's own branch, the answer's draw.
+"""Laws of what surrounds a round's selection: a particle's own branch, the answer's draw.
 
 Axes: A places, G groups, N particles, F branches.
 """
@@ -12,42 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smc.algorithm.selection import final_draw, lockstep_candidates, lookahead_candidates, own_branch
+from smc.algorithm.selection import final_draw, own_branch
 from tests.algorithm.packing import random_candidates
 
 LARGEST = 1 - 2.0**-53
 examples = settings(max_examples=60, deadline=None)
 log_weight = st.floats(-8, 8) | st.just(-math.inf)
-
-
-@examples
-@given(st.lists(st.tuples(log_weight, st.floats(-9, 9), st.floats(-9, 9)), min_size=1, max_size=6))
-def test_one_branch_look_ahead_candidates_equal_lockstep_ones(particles):
-    logw_A, block_A, next_A = torch.tensor(particles, dtype=torch.float64).unbind(-1)
-    ahead_A1 = lookahead_candidates(logw_A, block_A, next_A[:, None], torch.ones_like(logw_A, dtype=torch.bool))
-    torch.testing.assert_close(ahead_A1, lockstep_candidates(logw_A, block_A + next_A, torch.zeros_like(logw_A)))
-    torch.testing.assert_close(ahead_A1, lockstep_candidates(logw_A, block_A, next_A))
-
-
-@examples
-@given(st.floats(-9, 9), st.floats(-9, 9), st.lists(st.floats(-9, 9), min_size=1, max_size=5))
-def test_a_family_weighs_the_mean_over_its_branches(logw, block, nexts):
-    mean = sum(math.exp(x) for x in nexts) / len(nexts)
-    logw_A, block_A = torch.tensor([[logw], [block]], dtype=torch.float64)
-    candidates_AF = lookahead_candidates(logw_A, block_A, torch.tensor([nexts], dtype=torch.float64), torch.tensor([True]))
-    assert candidates_AF.logsumexp(-1).item() == pytest.approx(logw + block + math.log(mean), abs=1e-9)
-    share_F = candidates_AF[0].softmax(-1)
-    torch.testing.assert_close(share_F, torch.tensor(nexts, dtype=torch.float64).softmax(-1))
-
-
-@pytest.mark.parametrize("junk", [0.0, 7.0, math.nan, math.inf, -math.inf])
-def test_a_finished_particle_is_one_candidate_with_its_whole_weight(junk):
-    logw_A, block_A = torch.tensor([[-1.0, 2.0], [0.25, 0.5]], dtype=torch.float64)
-    next_AF = torch.full((2, 3), junk, dtype=torch.float64)
-    next_AF[1] = torch.tensor([0.0, 1.0, 2.0])
-    candidates_AF = lookahead_candidates(logw_A, block_A, next_AF, torch.tensor([False, True]))
-    assert candidates_AF[0].tolist() == [-0.75, -math.inf, -math.inf]
-    torch.testing.assert_close(candidates_AF[1], torch.tensor([2.5, 3.5, 4.5], dtype=torch.float64) - math.log(3))
 
 
 @examples

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from smc.algorithm.bounds import Bounds
 from smc.algorithm.resampling import SCHEME_NAMES
-from smc.algorithm.selection import lockstep_candidates, lookahead_candidates, select
+from smc.algorithm.selection import select
 from smc.algorithm.weights import block_log_weight, log_mean_weight, normalise
+from tests.algorithm.packing import lockstep_candidates, lookahead_candidates
 
 EOS, VOCABULARY, LENGTH, BLOCK = 3, 4, 6, 2
 HALVES = {2: 50_000, 8: 100_000, 32: 100_000}  # particles in each half of a distance, by N

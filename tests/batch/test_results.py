@@ -43,6 +43,8 @@ def test_a_chat(pair):
 def test_a_completion(pair):
     body = record_of(pair, completion("mine", decoding="target"), text="2")["response"]["body"]
     assert (body["object"], body["choices"][0]["text"], body["smc"]["statistics"]) == ("text_completion", "2", None)
+    exact = record_of(pair, completion("mine", decoding="exact"))["response"]["body"]["smc"]
+    assert exact["decoding"] == "exact" and {"accepted_per_round", "hits", "misses"} <= set(exact["statistics"])
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,17 @@ def test_table_and_file(smcserve, tmp_path):
         *(("lockstep", 1, count) for count in (1, 2)),
         *(("lookahead", 2, count) for count in (1, 2)),
     ]
+    assert {(row["decoding"], row["tokens"]) for row in rows} == {("distinct", 4), ("distinct", 3)}
     for row in rows:
         assert row["block"] == 3 and row["rounds"] == 3 and row["particles"] == 2
         assert min(row["host"], row["draft"], row["target"]) > 0
+
+
+def test_exact_decoding_says_what_its_rounds_confirmed(smcserve, tmp_path):
+    path = tmp_path / "bench.json"
+    assert smcserve("bench", "--method", "exact", "-n", 2, "-k", 3, "-f", 2, "-c", 1, "--rounds", 4, "--json", path).code == 0
+    rows = json.loads(path.read_text())
+    assert {row["decoding"] for row in rows} == {"exact"} and all(1 <= row["tokens"] <= 4 for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -27,6 +35,8 @@ def test_table_and_file(smcserve, tmp_path):
         (("--concurrency", 0), "--concurrency 0; allowed: >= 1"),
         (("--rounds", 0), "--rounds 0; allowed: >= 1"),
         (("--block", 33), "block=33; allowed: 1..32"),
+        (("--method", "target"), "--method target; allowed: smc, exact"),
+        (("--method", "exact", "--population", "distinct"), "population='distinct' has no effect with method='exact'"),
         (("--json", "/nowhere/x.json"), "its directory does not exist"),
         (("--mode", "plain"), "has no effect without --device cuda"),
         (("--load", "random"), "has no effect without --device cuda"),

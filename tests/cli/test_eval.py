@@ -5,24 +5,37 @@ from __future__ import annotations
 import json
 
 import pytest
+from rich.console import Console
+from rich.measure import Measurement
 
 from services.cli import eval_run
+from services.cli.tables import quality_table
+from smc.evaluation.quality import Row, Setting
+from smc.statistics import Accuracy
 
-TINY = ("eval", "--problems", 8, "--speed-problems", 1, "--only", "alone", "--only", "lockstep N=2 K=4", "-n", 2, "-k", 4, "-f", 1)
+TINY = ("eval", "--problems", 8, "--speed-problems", 1, "--only", "alone", "--only", "exact N=2", "--only", "distinct lockstep N=2 K=4")
+SIZES = ("-n", 2, "-k", 4, "-f", 1)
+NAMES = ["target alone", "draft alone", "exact look-ahead N=2 K=4 F=1", "exact lockstep N=2 K=4", "distinct lockstep N=2 K=4"]
 
 
 def test_files_and_table(smcserve, tmp_path):
     outputs = [tmp_path / name for name in ("quality.json", "quality.md", "quality.png")]
-    ran = smcserve(*TINY, "--json", outputs[0], "--markdown", outputs[1], "--picture", outputs[2])
-    assert ran.code == 0 and "target alone" in ran.out and "lockstep" in ran.out and "look-ahead" not in ran.out
+    ran = smcserve(*TINY, *SIZES, "--json", outputs[0], "--markdown", outputs[1], "--picture", outputs[2])
+    assert ran.code == 0 and "target alone" in ran.out and "distinct lockstep" in ran.out and "indep" not in ran.out
     record = json.loads(outputs[0].read_text())
-    assert [row["name"] for row in record["rows"]] == ["target alone", "draft alone", "lockstep N=2 K=4"]
-    assert record["conditions"]["problems"] == 8 and len(record["conditions"]["weights_sha256"]["target"]) == 64
+    assert [row["name"] for row in record["rows"]] == NAMES
+    assert [row["population"] for row in record["rows"]] == [None, None, None, None, "distinct"]
+    assert record["rows"][2]["hit_share"] > 0.2 and record["rows"][2]["correct"] == record["rows"][0]["correct"]
+    assert (
+        record["conditions"]["problems"] == 8
+        and record["conditions"]["temperature"] == 1
+        and len(record["conditions"]["weights_sha256"]["target"]) == 64
+    )
     for row in record["rows"]:
         assert row["count"] == 8 and row["interval_95"][0] <= row["accuracy"] <= row["interval_95"][1]
         assert row["tokens_per_second"] > 0 and row["batch_tokens_per_second"] > 0
     lines = [line for line in outputs[1].read_text().splitlines() if line.startswith("|")]
-    assert len(lines) == 2 + 3 and len({line.count("|") for line in lines}) == 1
+    assert len(lines) == 2 + 5 and len({line.count("|") for line in lines}) == 1
     assert outputs[2].read_bytes().startswith(b"\x89PNG")
 
 
@@ -51,11 +64,29 @@ def test_resume_measures_only_what_is_missing(smcserve, tmp_path, monkeypatch):
         (("--speed-problems", 0, "--picture", "x.png"), "--speed-problems 0"),
         (("--markdown", "/nowhere/x.md"), "its directory does not exist"),
         (("--ess-threshold", 2), "ess_threshold=2.0; allowed"),
+        (("--ess-threshold", 1, "--only", "exact"), "--ess-threshold 1 has no effect without settings of independent particles"),
+        (("--temperature", 0, "--only", "distinct"), "--only 'distinct' leaves no setting; there are: target alone"),
+        (("--temperature", -1), "temperature=-1.0; allowed"),
+        (("--only", "alone N=1"), "--only 'alone N=1' leaves no setting"),
     ],
 )
 def test_mistakes_are_found_before_the_work(smcserve, arguments, message):
     ran = smcserve("eval", *arguments)
     assert (ran.code, ran.out) == (2, "") and message in ran.err
+
+
+def test_the_table_fits_a_terminal():
+    settings = [Setting.plain("target"), *(Setting.lockstep(kind, 32, 8) for kind in ("exact", "distinct", "independent"))]
+    measured = {"rounds": 9.5, "resamples": 2.0, "mean_ess_share": 0.5, "collapses": 0, "hit_share": 1.0, "mean_logp": -0.25}
+    rows = [Row(setting, Accuracy(999, 999), 61.5, 12345.0, **measured, tokens_per_second=1234.0) for setting in settings]
+    console = Console(width=200)
+    assert Measurement.get(console, console.options, quality_table(rows)).maximum <= 80
+
+
+def test_a_record_of_an_earlier_version_is_refused(smcserve, tmp_path):
+    path = tmp_path / "q.json"
+    path.write_text('{"conditions": {}, "rows": [{"name": "lockstep N=8 K=8", "method": "smc"}]}')
+    assert "cannot be resumed: it is of an earlier version of smcserve eval" in smcserve(*TINY, "--json", path, "--resume").err
 
 
 def test_a_file_in_the_way_is_not_overwritten(smcserve, tmp_path):
@@ -70,4 +101,8 @@ def test_demo(smcserve):
     ran = smcserve("demo", "--problems", 4)
     assert ran.code == 0
     assert "Question 3 of 3" in ran.out and ("✓ right" in ran.out or "✗ wrong" in ran.out)
-    assert all(name in ran.out for name in ("target alone", "draft alone", "lockstep N=8 K=8", "look-ahead N=8 K=5 F=4", "smcserve eval"))
+    assert all(
+        name in ran.out
+        for name in ("target alone", "draft alone", "exact lockstep N=4 K=5", "distinct look-ahead N=8 K=5 F=4", "smcserve eval")
+    )
+    assert "target's passes" in ran.out and "tokens confirmed a round" in ran.out

@@ -22,7 +22,7 @@ def typed(monkeypatch):
 
 
 def test_text_on_stdout_and_statistics_on_stderr(smcserve):
-    ran = smcserve("generate", PROBLEM.question, "-n", 4, "--seed", 3)
+    ran = smcserve("generate", PROBLEM.question, "-n", 4, "--seed", 3, "--ess-threshold", 1)
     assert ran.code == 0
     assert re.fullmatch(r"(\d+ [-+*/] \d+ = \d+\n)+#### \d+\n", ran.out)
     for part in (
@@ -36,6 +36,16 @@ def test_text_on_stdout_and_statistics_on_stderr(smcserve):
         "seed 3",
     ):
         assert re.search(part, ran.err), part
+
+
+def test_exact_decoding_is_the_targets_answer(smcserve):
+    for law in (("--seed", 3), ("--temperature", 0)):
+        ran = smcserve("generate", PROBLEM.question, "--method", "exact", "-n", 4, "-k", 5, *law)
+        assert ran.code == 0 and ran.out == smcserve(*TARGET, *law).out
+        assert re.search(r"\d+ rounds · \d\.\d tokens confirmed a round · \d+ hits of \d+ · ended by eos", ran.err)
+    greedy = json.loads(smcserve("generate", PROBLEM.question, "--temperature", 0, "--form", "lockstep", "--json").out)
+    assert greedy["settings"]["sampling"]["method"] == "exact" and greedy["settings"]["engine"]["form"] == "lockstep"
+    assert greedy["statistics"]["accepted_per_round"] > 1 and greedy["statistics"]["hits"] == 0
 
 
 def test_plain_decoding_by_the_target_is_right(smcserve):
@@ -103,13 +113,18 @@ def test_raw_prompt_skips_the_template(smcserve):
     [
         (("--particles", 0), "particles=0; allowed: 1..64"),
         (("--particles", "few"), "'--particles'.*valid integer.*smcserve generate --help"),
-        (("--temperature", 0), "temperature=0.0; allowed: > 0 with method='smc'; for greedy decoding, method='target'"),
+        (
+            ("--method", "smc", "--temperature", 0),
+            "temperature=0.0; allowed: > 0 with method='smc'; for greedy decoding, method='exact'",
+        ),
+        (("--population", "mixed"), "population='mixed'; allowed: distinct, independent"),
+        (("--method", "exact", "--population", "distinct"), "population='distinct' has no effect with method='exact'"),
         (("--particles", 4, "--min-particles", 5), "min_particles=5; allowed: 1..4"),
         (("--min-particles", 1, "--method", "target"), "min_particles=1 has no effect with method='target'"),
         (("--particles", 4, "--method", "target"), "particles=4 has no effect with method='target'"),
         (("--branches", 2, "--method", "draft"), "branches=2 has no effect with method='draft'"),
         (("--branches", 2, "--form", "lockstep"), "branches=2 has no effect with form='lockstep'"),
-        (("--method", "beam"), "method='beam'; allowed: smc, target, draft"),
+        (("--method", "beam"), "method='beam'; allowed: smc, exact, target, draft"),
         (("--resampling", "none"), "resampling='none'; allowed: systematic"),
         (("--block", 0), "block=0; allowed: 1..32"),
         (("--max-tokens", 10**9), "max_tokens=1000000000 after a prompt of"),

@@ -31,7 +31,13 @@ def test_text_on_stdout_and_statistics_on_stderr(client, pair):
 
 def test_the_same_as_in_process(client, smcserve):
     engine = ("-k", PLAIN_CONFIG.block, "-f", PLAIN_CONFIG.branches)
-    for options in (("--seed", 5), ("--seed", 6, "--raw"), ("--method", "target", "--temperature", 0), ("--seed", 7, "--stop", "=")):
+    for options in (
+        ("--seed", 5),
+        ("--seed", 6, "--raw"),
+        ("--population", "independent", "--seed", 6),
+        ("--method", "target", "--temperature", 0),
+        ("--seed", 7, "--stop", "="),
+    ):
         local = engine if "--method" not in options else ("-k", PLAIN_CONFIG.block)
         assert client("generate", QUESTION, *options).out == smcserve("generate", QUESTION, *options, *local).out
 
@@ -90,7 +96,7 @@ def test_a_token_and_tls(smcserve, pair, certificates, tmp_path):
     [
         (("--particles", 0), "INVALID_ARGUMENT: particles=0; allowed: 1..64"),
         (("--max-tokens", 10**6), "INVALID_ARGUMENT: max_tokens=1000000 after a prompt"),
-        (("--method", "beam"), "method='beam'; allowed: smc, target, draft"),
+        (("--method", "beam"), "method='beam'; allowed: smc, exact, target, draft"),
         (("--particles", "few"), "'--particles'.*valid integer.*smcserve client generate --help"),
         (("--logprobs",), "--logprobs has no effect without --json"),
         (("--timeout", 0), "--timeout 0; allowed: above 0 seconds"),

@@ -114,7 +114,7 @@ def test_one_client_outlives_a_service(pair):
     ("prompt", "sampling", "message"),
     [
         ("x", {"particles": "many"}, "particles='many'; allowed: a 32-bit integer"),
-        ("x", {"method": "beam"}, "method='beam'; allowed: smc, target, draft"),
+        ("x", {"method": "beam"}, "method='beam'; allowed: smc, exact, target, draft"),
         (["x"], {}, "prompt contains 'x'; allowed: a string, a list of token ids, or a list of Message"),
         ([1, -1], {}, "prompt contains -1"),
         ([Message("user", "x"), 3], {}, "prompt contains 3"),

@@ -73,7 +73,7 @@ def test_ranks_without_a_leaders_word_for_longer_than_a_start_may_take():
 
     async def work(client: CoordinatorClient, steps: list[Step]) -> None:
         await asyncio.sleep(8.0)
-        assert await ask(client, "later", particles=2, max_tokens=10) is FinishReason.LENGTH
+        assert await ask(client, "later", particles=2, max_tokens=10, ignore_eos=True) is FinishReason.LENGTH
 
     with coordinator(ENGINE, target_tp=2, start_timeout=6.0, link_timeout=30.0, heartbeat=25.0) as (made, spec):
         attached(made, spec, work)
@@ -89,7 +89,7 @@ def test_everybody_leaves_at_once(link):
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
         async with asyncio.timeout(15):
-            assert await ask(client, "later", particles=2, max_tokens=10) is FinishReason.LENGTH
+            assert await ask(client, "later", particles=2, max_tokens=10, ignore_eos=True) is FinishReason.LENGTH
 
     with coordinator(ENGINE, link=link) as (made, spec):
         attached(made, spec, work)

@@ -66,8 +66,9 @@ def prometheus(service, tmp_path_factory) -> Iterator[Prometheus]:
 
 
 def ask(client: Client, seed: int) -> None:
-    """One answer by particles, one by the target alone, one refusal."""
-    client.generate([Message("user", "How many?")], particles=4, seed=seed, max_tokens=24)
+    """Answers by particles, by exact decoding and by the target alone, and a refusal."""
+    client.generate([Message("user", "How many?")], particles=4, population="independent", seed=seed, max_tokens=24)
+    client.generate([Message("user", "How many?")], method="exact", particles=4, seed=seed, max_tokens=24)
     client.generate([Message("user", "How many?")], method="target", seed=seed, max_tokens=4)
     with pytest.raises(ServiceError):
         client.generate("x", particles=0)

@@ -11,9 +11,10 @@ import torch
 from smc.engine.engine import Engine
 from smc.engine.group import Group, Phase
 from smc.engine.local import ModelPair, local_engine
-from smc.engine.request import Answer, Method, Output, Request, SamplingParams
+from smc.engine.request import Answer, Output, Request, SamplingParams
 from smc.runtime.config import EngineConfig
 from smc.runtime.forward import Rows, StaticForward
+from smc.runtime.plan import Program
 from smc.runtime.sides import Side
 from smc.runtime.stages import Stages
 from smc.runtime.worker import ModelWorker
@@ -89,14 +90,16 @@ class TokenLedger:
 
 def open_particles(engine: Engine, group: Group, side: str) -> list[tuple[int, list[int]]]:
     """(slot, tokens whose keys and values it must hold) for every open particle of a group."""
-    slots, smc = engine.slots, group.params.method is Method.SMC
+    slots, of_pair = engine.slots, group.decoding.program is Program.PAIR
     found = []
     for slot in group.slots[~slots.ended_S[group.slots]].tolist():
-        if side == "target" and smc:
+        if side == "target" and of_pair:
             kept = slots.block_S[slot]  # the block in flight has not been run
         else:
-            both = smc and engine.config.form == "lockstep" and group.rounds > 0
-            kept = slots.length_S[slot] - (2 if both else 1)  # the seed has not been run, in lockstep nor the token before it
+            # The last token has not been run, in lockstep nor the one before it; but that is known where it was the target's own.
+            both = engine.config.form == "lockstep" and group.rounds > 0 and side == "draft" and group.decoding.program is Program.PAIR
+            pending = slots.length_S[slot] + group.prompt_size - slots.held_S[side][slot]
+            kept = slots.length_S[slot] - (pending if both and group.decoding.confirms and pending in (1, 2) else 2 if both else 1)
         found.append((slot, [*group.request.prompt, *slots.tokens_SL[slot, :kept].tolist()]))
     return found
 

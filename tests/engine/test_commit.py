@@ -19,7 +19,7 @@ from smc.engine.slots import Slots
 SEQUENCES = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=4)
 
 
-def committed(groups: list[list[list[int]]], junk: int) -> list[int]:
+def committed(groups: list[list[list[int]]], junk: int, confirms: bool = False) -> list[int]:
     """What is found for groups of particles with these tokens; whatever follows them in a slot is `junk`."""
     sequences = [row for rows in groups for row in rows]
     slots = Slots(len(sequences), max(map(len, sequences)) + 1)
@@ -31,7 +31,11 @@ def committed(groups: list[list[list[int]]], junk: int) -> list[int]:
             slots.tokens_SL[slot, : len(row)] = row
             slots.length_S[slot] = len(row)
         tally = SimpleNamespace(lag_sum=0)
-        members.append(SimpleNamespace(slots=claimed, particles=np.arange(len(rows)), seed=0, committed=0, lag=0, tally=tally))
+        slots.block_S[claimed] = 0
+        decoding = SimpleNamespace(confirms=confirms)
+        members.append(
+            SimpleNamespace(slots=claimed, particles=np.arange(len(rows)), seed=0, committed=0, lag=0, tally=tally, decoding=decoding)
+        )
     commit_tokens(slots, Population(members))
     assert [m.lag for m in members] == [max(map(len, rows)) - m.committed for m, rows in zip(members, groups)]
     return [member.committed for member in members]
@@ -49,3 +53,8 @@ def test_it_is_the_longest_common_prefix(groups, junk, repeated):
 @pytest.mark.parametrize("length", [WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW])
 def test_at_the_edge_of_a_window(length):
     assert committed([[[1] * length + [0], [1] * length + [2]], [[0], [1]]], junk=1) == [length, 0]
+
+
+def test_what_is_agreed_on_but_not_confirmed_may_still_be_taken_back():
+    """The first token of the block in flight is the target's own; the rest is the draft's."""
+    assert committed([[[1, 2, 3], [1, 2, 3]]], junk=0, confirms=True) == [1]

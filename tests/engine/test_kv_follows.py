@@ -32,6 +32,10 @@ MIXED = [
     {"method": "target"},
     {"method": "draft", "temperature": 0.0},
     {"particles": 5, "ess_threshold": 0.9, "resampling": "ssp", "top_p": 0.95},
+    {"particles": 6},
+    {"method": "exact", "particles": 5},
+    {"method": "exact", "particles": 3, "temperature": 0.0, "logprobs": True},
+    {"particles": 4, "top_k": 3, "alpha": 1.2},
 ]
 
 

@@ -25,11 +25,11 @@ def test_slots_hold_the_tokens_of_their_particles(config, ahead, monkeypatch):
     written, seen = {side: TokenLedger(engine, side) for side in SIDES}, []
     lives = live(
         engine,
-        random_requests(40, rng),
+        random_requests(60, rng),
         rng,
         submit=0.9,
         cancel=0.04,
-        resize=0.4,
+        resize=0.7,
         after_step=lambda engine: seen.append(check_kv(engine, written)),
     )
     assert_empty(engine)

@@ -188,7 +188,7 @@ def test_nan_logits_end_one_request_with_an_error(config, side):
         ({"particles": 0}, "particles"),
         ({"particles": 65}, "particles"),
         ({"particles": 2.5}, "particles"),
-        ({"temperature": 0}, "temperature"),
+        ({"method": "smc", "temperature": 0}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": "warm"}, "temperature"),
         ({"draft_temperature": 0}, "draft_temperature"),

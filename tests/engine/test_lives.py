@@ -28,7 +28,7 @@ def test_random_lives(config, ahead, monkeypatch):
     rng, clock = random.Random(config.block + 10 * ahead), iter(range(1 << 30))
     requests = random_requests(150, rng, budgets=True)
     engine = small_engine(config, monkeypatch, ahead=ahead, clock=lambda: float(next(clock)))
-    lives = live(engine, requests, rng, submit=0.9, cancel=0.04, resize=0.3, after_step=lambda engine: engine.memory.check())
+    lives = live(engine, requests, rng, submit=0.9, cancel=0.04, resize=0.5, after_step=lambda engine: engine.memory.check())
     assert_empty(engine)
     assert not any(engine.memory.leaked().values()) and not engine.starts.stops.used
     missing = [event for event in EVENTS if not lives.events[event]]

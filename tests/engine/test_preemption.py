@@ -12,6 +12,7 @@ from smc.engine.engine import Engine
 from smc.engine.group import Phase
 from smc.engine.request import FinishReason, Request, SamplingParams
 from smc.runtime.config import EngineConfig
+from smc.runtime.plan import Program
 from tests.engine.harness import FORMS, answers, assert_empty, config_id, request, running
 from tests.engine.lives import assert_same, live, small_engine, with_endless_memory
 
@@ -63,7 +64,7 @@ def test_one_that_waits_to_go_on_answers_with_what_was_streamed(config, end, mon
     now = [0.0]
     engine = starved_engine(config, monkeypatch, clock=lambda: now[0])
     budget = 1.0 if end == "time_budget" else None
-    for one in hungry(8, particles=3, ess_threshold=0.5, stop=(), time_budget=budget):
+    for one in hungry(12, particles=3, ess_threshold=0.3, stop=(), time_budget=budget):
         engine.submit(one)
     outputs, ended = [], set()
     while not engine.idle:
@@ -146,4 +147,29 @@ def test_a_prompt_that_only_the_cache_is_in_the_way_of_starts(monkeypatch):
     for _ in range(30):
         engine.step()
     assert engine.idle
+    assert_empty(engine)
+
+
+def test_one_that_has_ended_is_answered_and_not_interrupted(monkeypatch):
+    """In the step in which a request ends, an older one of the target alone finds no pages: those of the one that has ended are free."""
+    engine = starved_engine(replace(FORMS[0], prefix_cache=False), monkeypatch)
+    engine.submit(request(request_id="older", method="target", max_tokens=100, ignore_eos=True, seed=1))
+    engine.submit(request(request_id="ends", particles=3, max_tokens=30, ignore_eos=True, seed=2))
+    cohorts, ledger, taken = engine._cohorts[Program.PAIR], engine.memory.ledgers["target"], []
+    advance = cohorts.advance
+
+    def advance_and_take_all(provide) -> None:
+        advance(provide)
+        if not taken and any(group.id == "ends" and engine._complete(group) for group in running(engine)):
+            taken.append(ledger.allocate(ledger.num_free))
+
+    cohorts.advance, found = advance_and_take_all, {}
+    while not taken:
+        before = {group.id: group.rounds for group in running(engine)}
+        found |= {o.request_id: o.answer for o in engine.step() if o.answer}
+    assert found["ends"].statistics.preemptions == 0 and found["ends"].finish_reason is FinishReason.LENGTH
+    (older,) = running(engine)
+    assert older.rounds == before["older"] + 1, "it took part in the round for which it had found no pages"
+    ledger.free(taken[0])
+    assert engine.abort("older") and engine.step()
     assert_empty(engine)

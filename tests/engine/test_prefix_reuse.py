@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
+from hashlib import blake2b
 
 import pytest
 
+from smc.engine import prefixes
 from smc.engine.engine import Engine
-from smc.engine.local import local_engine
-from smc.engine.request import Answer, Request
+from smc.engine.local import ModelPair, local_engine
+from smc.engine.prefill import count_pages
+from smc.engine.request import POPULATIONS, Answer, FinishReason, Request
+from smc.kv import prefix_cache
 from smc.runtime.config import EngineConfig
 from tests.engine.harness import FORMS, assert_empty, config_id, request, running, step_through
 from tests.engine.lives import assert_same, pair
+from tests.engine.pairs import tiny_pair
 
 BLOCK = 16
 PROMPT = (0, 1, 2, 2, 1) * 8
@@ -115,3 +121,69 @@ def test_without_a_cache_nothing_is_kept():
         assert one(engine, request(PROMPT, name, seed=1, max_tokens=4)).cached_tokens == 0
         assert not any(engine.memory.held(side) for side in engine.memory.capacity)
     assert engine.take_stats().pages_cached == {}
+
+
+@pytest.mark.parametrize("config", FORMS, ids=config_id)
+@pytest.mark.parametrize("side", ["draft", "target"])
+@pytest.mark.parametrize("population", POPULATIONS)
+def test_what_a_model_has_made_nan_of_is_not_kept(config, population, side):
+    """Weights that are at fault for a while: when they are sound again, a prompt that failed, alone or beside its like, answers well."""
+    sound = tiny_pair(5, max_context=128)
+    mended = {name: copy.deepcopy(getattr(sound, name)) for name in ("draft", "target")}
+    engine = local_engine(ModelPair(mended["target"], mended["draft"], sound.tokenizer, sound.max_context), config)
+    prompt, law = (
+        (0, 1, 2, 2, 1) * 5 + (3,) + (0, 1) * 12,
+        {"particles": 3, "population": population, "seed": 1, "max_tokens": 9, "stop_token_ids": (3,)},
+    )
+    good, row = request(prompt[:25], "good", **law), mended[side].embed.weight[3].clone()
+    first = one(engine, good)
+    mended[side].embed.weight[3] = float("nan")
+    outputs = []
+    for number in range(3):
+        engine.submit(request(prompt, str(number), **law))
+        outputs += engine.step()
+    outputs += step_through(engine, lambda _: None)
+    assert [output.answer.finish_reason for output in outputs] == [FinishReason.ERROR] * 3
+    for name in ("draft", "target"):
+        assert engine.memory.match(name, engine.memory.keys(prompt, ""), len(prompt)) == (0, 0)
+    mended[side].embed.weight[3] = row
+    found = one(engine, request(prompt, "again", **law))
+    assert found.cached_tokens == 0
+    assert_same(found, one(local_engine(sound, config), request(prompt, "again", **law)))
+    assert_same(one(engine, good), first)
+    assert_empty(engine)
+
+
+def test_who_waits_is_hashed_once(monkeypatch):
+    """Blocks of a prompt are hashed when there may be room for it, and not again: neither while there are no slots, nor while there are
+    too few pages, nor when it has been interrupted."""
+    hashed, counted = [], []
+    monkeypatch.setattr(prefix_cache, "blake2b", lambda *args, **options: hashed.append(args) or blake2b(*args, **options))
+    monkeypatch.setattr(prefixes, "count_pages", lambda sequences: counted.append(1) or count_pages(sequences))
+    engine = local_engine(pair(), EngineConfig(form="lockstep", block=2, max_slots=8, pages=440))
+    blocks = 1 + len(PROMPT) // BLOCK
+    engine.submit(request(PROMPT, "first", particles=6, seed=1, max_tokens=60, ignore_eos=True, ess_threshold=0.0))
+    engine.step()
+    engine.submit(request((1, *PROMPT), "no slots", particles=3, seed=2, max_tokens=60, ignore_eos=True))
+    for _ in range(5):
+        engine.step()
+    assert len(hashed) == blocks
+    assert engine.abort("no slots")
+    engine.expectation.answer_share = 0.1  # it is thought to be short, and would start if there were pages for its prompt
+    engine.submit(request((2, *PROMPT), "no pages", particles=2, seed=2, max_tokens=40, ignore_eos=True, ess_threshold=0.0))
+    waited = 0
+    while engine.num_queued:
+        engine.step()
+        waited += engine.num_queued
+    assert waited > 3 and len(hashed) <= 2 * blocks + 15, "one answer has been cached meanwhile"
+    while not running(engine) or running(engine)[0].rounds < 4:
+        engine.step()
+    engine._preempt(running(engine)[0])
+    before, ledger = len(hashed), engine.memory.ledgers["draft"]
+    taken = ledger.allocate(ledger.num_free)
+    for _ in range(5):
+        engine.step()
+    assert engine.num_queued == 1 and len(hashed) == before and len(counted) == 2, "what it is to have on either side is counted once"
+    ledger.free(taken)
+    step_through(engine, lambda _: None)
+    assert_empty(engine)

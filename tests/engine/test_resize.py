@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from smc.engine.engine import Engine
-from smc.engine.group import Group
+from smc.engine.group import Group, Phase
 from smc.engine.local import local_engine
-from smc.engine.request import Answer
+from smc.engine.request import POPULATIONS, Answer, FinishReason
 from smc.engine.starts import shrink_saved
 from smc.runtime.config import EngineConfig
 from smc.runtime.sides import Parts
@@ -50,7 +50,8 @@ def resized(form: str, change: Callable[[Engine, Group], None], ahead: bool, mon
         monkeypatch.setattr("smc.engine.local.parts_for", lambda _device: Parts(stages=Padding))
     engine, found = local_engine(tiny_pair(), FORM[form]), []
     for seed in range(COUNT):
-        law = {"ess_threshold": 0.3, "resampling": ("systematic", "multinomial", "ssp")[seed % 3]}
+        # Distinct ones among them.
+        law = {"ess_threshold": 0.3, "resampling": ("systematic", "multinomial", "ssp")[seed % 4]} if seed % 4 < 3 else {}
         engine.submit(request(PROMPT, str(seed), particles=MANY, min_particles=FEW, seed=seed, max_tokens=LENGTH, **law))
     while not engine.idle:
         found += [output.answer for output in engine.step() if output.answer]
@@ -81,12 +82,13 @@ def test_evidence_is_unbiased(form, change, ahead, monkeypatch):
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("config", FORMS, ids=config_id)
-def test_the_next_round_has_the_particles_that_were_asked_for(config, ahead, monkeypatch):
+@pytest.mark.parametrize("population", POPULATIONS)
+def test_the_next_round_has_the_particles_that_were_asked_for(config, population, ahead, monkeypatch):
     """From then on the models run as many, slots that are no longer needed are free, and of those that are only wanted none is answered."""
     if ahead:
         monkeypatch.setattr("smc.engine.local.parts_for", lambda _device: Parts(stages=Padding))
     engine = local_engine(pair(), config)
-    engine.submit(request(particles=8, min_particles=2, seed=1, max_tokens=110, ignore_eos=True))
+    engine.submit(request(particles=8, population=population, min_particles=2, seed=1, max_tokens=110, ignore_eos=True))
     while not running(engine) or not running(engine)[0].rounds:
         engine.step()
     (group,), particles = running(engine), []
@@ -94,8 +96,11 @@ def test_the_next_round_has_the_particles_that_were_asked_for(config, ahead, mon
         engine.resize("r", wanted)
         for _ in range(3):
             engine.step()
-        alive_S = engine.pair.sides["target"]._scorer.alive_S
-        particles.append((group.count, len(group.slots), int(alive_S[group.slots].sum()), engine.config.max_slots - engine.slots.num_free))
+        alive_S = engine.pair.sides["target"].state.alive_S
+        alive = int(alive_S[group.slots].sum())
+        if population == "distinct":  # as many as are not negligible
+            alive = group.count if 0 < alive <= group.count else alive
+        particles.append((group.count, len(group.slots), alive, engine.config.max_slots - engine.slots.num_free))
         assert len(set(group.particles.tolist())) == len(group.slots)
     assert particles == [(n, n, n, n) for n in (3, 3, 7, 2, 8)]
     engine.resize("r", 4)
@@ -109,7 +114,7 @@ def test_particles_that_are_wanted_are_none_yet(end, monkeypatch):
     """Between the word that there shall be more and the round that makes them, only those that exist are saved or answered."""
     now = [0.0]
     engine = local_engine(tiny_pair(), FORMS[0], clock=lambda: now[0])
-    engine.submit(request(particles=6, min_particles=2, seed=1, max_tokens=30, ignore_eos=True, time_budget=1.0))
+    engine.submit(request(particles=6, population="independent", min_particles=2, seed=1, max_tokens=30, ignore_eos=True, time_budget=1.0))
     for _ in range(3):
         engine.step()
     engine.resize("r", 2)
@@ -125,4 +130,81 @@ def test_particles_that_are_wanted_are_none_yet(end, monkeypatch):
     answer = engine.step()[-1].answer
     assert answer.statistics.log_z == pytest.approx(before + math.log(sum(math.exp(w) for w in weights) / 2))
     assert answer.statistics.particles_left == 2
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("config", FORMS, ids=config_id)
+def test_the_latest_wish_holds(config, ahead, monkeypatch):
+    """One that is made while another change is under way is carried out after it, and one that has been overtaken by then is not."""
+    if ahead:
+        monkeypatch.setattr("smc.engine.local.parts_for", lambda _device: Parts(stages=Padding))
+    engine = local_engine(pair(), config)
+    engine.submit(request(particles=8, min_particles=2, seed=1, max_tokens=110, ignore_eos=True))
+    while not running(engine) or not running(engine)[0].rounds:
+        engine.step()
+    (group,), counts = running(engine), []
+    for wishes in ((3, 7), (2, 8, 5), (4, 5)):
+        for wish in wishes:
+            engine.resize("r", wish)
+        for _ in range(6):
+            engine.step()
+            counts.append(group.count)
+        assert group.count == len(group.slots) == wishes[-1] and group.wish is group.wanted is None
+    assert 8 not in counts[6:], "a wish that another had replaced before its turn"
+    assert engine.abort("r")
+    engine.step()
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("when", ["before", "while it waits", "while it is computed again"])
+def test_a_wish_outlives_an_interruption(when):
+    """Whether it was made before a request gave up its memory, or since."""
+    engine = local_engine(pair(), EngineConfig(form="lockstep", block=3, max_slots=8, prefill_chunk=8))
+    engine.submit(request((0, 1, 2) * 4, particles=8, min_particles=2, seed=1, max_tokens=100, ignore_eos=True))
+    while not running(engine) or not running(engine)[0].rounds:
+        engine.step()
+    (group,) = running(engine)
+    for wish in (3, 6):
+        if when == "before":
+            engine.resize("r", wish)
+        engine._preempt(group)
+        assert group.phase is Phase.QUEUED
+        if when == "while it waits":
+            engine.resize("r", wish)
+        engine.step()
+        assert group.phase is Phase.PREFILL
+        if when == "while it is computed again":
+            engine.resize("r", wish)
+        while group.phase is Phase.PREFILL:
+            engine.step()
+        engine.step()
+        assert group.count == wish
+    engine.abort("r")
+    engine.step()
+    assert_empty(engine)
+
+
+def test_who_has_not_begun_cannot_be_resized():
+    engine = local_engine(tiny_pair(), EngineConfig(form="lockstep", block=3, max_slots=8))
+    for name in ("first", "waits"):
+        engine.submit(request(request_id=name, particles=8, min_particles=2, seed=1, max_tokens=40, ignore_eos=True))
+    for name in ("first", "waits", "unknown"):
+        with pytest.raises(ValueError, match="names no running request"):
+            engine.resize(name, 4)
+
+
+def test_more_particles_than_there_is_memory_for():
+    """A wish that would need more pages than a request has to itself is given up; the request goes on as it is, and ends."""
+    engine = local_engine(pair(), EngineConfig(form="lockstep", block=3, pages=330))
+    engine.submit(request(particles=8, min_particles=2, seed=1, max_tokens=110, ignore_eos=True, ess_threshold=0.0))
+    counts, found = [], []
+    while not engine.idle:
+        found += [output.answer for output in engine.step() if output.answer]
+        for group in running(engine):
+            counts.append(group.count)
+            engine.resize("r", 8 if group.rounds > 4 else 2)
+        assert len(counts) < 400, "it does not come to an end"
+    assert found[0].finish_reason is FinishReason.LENGTH and 2 in counts and max(counts[10:]) > 2
+    assert found[0].statistics.preemptions > 0
     assert_empty(engine)

@@ -10,7 +10,7 @@ from smc.engine.local import ModelPair
 from smc.engine.memory import pool_for
 from smc.engine.request import Request, SamplingParams
 from smc.evaluation.batch import fitted_engine, run_in_flight
-from smc.evaluation.quality import Setting, derived_seed, grid, measure, measure_speed
+from smc.evaluation.quality import Setting, Terms, derived_seed, grid, measure, measure_speed
 from smc.runtime.config import EngineConfig
 from smc.statistics import Accuracy
 
@@ -22,15 +22,20 @@ def pair():
 
 def test_the_usual_grid():
     settings = grid()
-    assert len(settings) == len({setting.name for setting in settings}) == 2 + 2 * 4 + 2 * 3 * 4
-    assert [setting.name for setting in settings[:3]] == ["target alone", "draft alone", "lockstep N=4 K=8"]
-    assert Setting.lookahead(32, 5, 2) in settings and Setting.lookahead(4, 5, 2) not in settings
+    exact, smc = 2 * 3 * 4, 2 * 4 * (2 + 3)
+    assert len(settings) == len({setting.name for setting in settings}) == 2 + exact + smc
+    assert [setting.name for setting in settings[:3]] == ["target alone", "draft alone", "exact look-ahead N=1 K=4 F=4"]
+    assert settings[-1] == Setting.lookahead("independent", 32, 5, 4) and settings[-1].name == "independent look-ahead N=32 K=5 F=4"
+    wide = {s.branches for s in settings if s.method == "exact" and s.particles == 16}
+    assert wide == {2, None} and Setting.lockstep("distinct", 8, 8) in settings
     assert all(setting.engine.branches == setting.branches for setting in settings if setting.form == "lookahead")
 
 
 def test_a_grid_of_ones_own():
     names = [setting.name for setting in grid((4,), (3, 3), (2,))]
-    assert names == ["target alone", "draft alone", "lockstep N=4 K=3", "look-ahead N=4 K=3 F=2"]
+    forms = ["lockstep N=4 K=3", "look-ahead N=4 K=3 F=2"]
+    smc = [f"{population} {form}" for population in ("distinct", "independent") for form in forms]
+    assert names == ["target alone", "draft alone", *(f"exact {form}" for form in reversed(forms)), *smc]
 
 
 @pytest.mark.parametrize(
@@ -44,9 +49,22 @@ def test_wilson_interval(correct, count, interval):
 def test_target_beats_draft(pair):
     """The target solves all problems and the draft a quarter: 24 are enough to never see it the other way round."""
     problems = generate(21, 24, "test")
-    target, draft = (measure(pair, Setting.plain(method), problems, 8, seed=0) for method in ("target", "draft"))
+    target, draft = (measure(pair, Setting.plain(method), problems, 8, Terms(0)) for method in ("target", "draft"))
     assert target.accuracy.share >= 0.9 > draft.accuracy.share + 0.2
     assert target.rounds is None and target.resample_rate is None and target.mean_ess_share is None
+    assert target.mean_logp < 0 and draft.mean_logp is None
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_exact_decoding_is_the_target_in_fewer_rounds(pair, temperature):
+    problems, terms = generate(24, 4, "test"), Terms(3, temperature)
+    target = measure(pair, Setting.plain("target"), problems, 4, terms)
+    for setting in (Setting.lookahead("exact", 4, 5, 4), Setting.lockstep("exact", 4, 5)):
+        row = measure(pair, setting, problems, 4, terms)
+        assert (row.accuracy, row.tokens) == (target.accuracy, target.tokens)
+        assert row.mean_logp == pytest.approx(target.mean_logp, abs=1e-4)
+        assert 1 <= row.tokens_a_round <= 6 and row.resample_rate is None
+        assert (row.hit_share is None) == (setting.form == "lockstep")
 
 
 def test_answers_do_not_depend_on_what_is_in_flight(pair):
@@ -56,11 +74,10 @@ def test_answers_do_not_depend_on_what_is_in_flight(pair):
         answers = {}
         row = measure(
             pair,
-            Setting.lockstep(4, 6),
+            Setting.lockstep("independent", 4, 6),
             problems,
             concurrency,
-            seed=1,
-            threshold=0.75,
+            Terms(1, ess_threshold=0.75),
             on_answer=lambda problem, answer, answers=answers: answers.update({problem.question: answer.tokens}),
         )
         seen.append((row.accuracy, row.rounds, row.resamples, answers))
@@ -69,7 +86,7 @@ def test_answers_do_not_depend_on_what_is_in_flight(pair):
 
 
 def test_speed_counts_answer_tokens_only(pair):
-    assert measure_speed(pair, Setting.plain("draft"), generate(23, 2, "test"), seed=0) > 1
+    assert measure_speed(pair, Setting.plain("draft"), generate(23, 2, "test"), Terms(0)) > 1
 
 
 def test_seeds_are_all_different():

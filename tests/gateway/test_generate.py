@@ -31,6 +31,19 @@ def test_an_answer_is_the_engines_own(service, pair):
         assert getattr(found.statistics, name) == getattr(expected.statistics, name), name
 
 
+def test_exact_decoding_is_the_targets_own_answer(service, pair):
+    prompt, asked = chat_ids(pair, QUESTIONS[3]), {"seed": 7, "max_tokens": 60}
+    with service.client() as client:
+        exact = client.generate(prompt, method="exact", particles=4, logprobs=True, **asked)
+        plain = client.generate(prompt, method="target", logprobs=True, **asked)
+    assert (exact.tokens, exact.finish_reason) == (plain.tokens, plain.finish_reason)
+    assert exact.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
+    statistics = exact.statistics
+    assert statistics.accepted_per_round > 1 and statistics.hits + statistics.misses == statistics.rounds
+    assert service.metric("smc_spec_decode_num_drafts_total") >= statistics.rounds
+    assert service.metric("smc_spec_decode_num_hits_total") >= statistics.hits
+
+
 def test_the_three_forms_of_a_prompt(service, pair):
     ids = chat_ids(pair, QUESTIONS[1])
     expected = local_answer(pair, ids, seed=5)

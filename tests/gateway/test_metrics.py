@@ -50,13 +50,14 @@ def test_series_exist_from_the_start_and_no_others_come(metrics):
     def series() -> set[tuple]:
         return {(s.name, *sorted(s.labels.items())) for m in metrics.registry.collect() for s in m.samples if m.name != "smc_build"}
 
+    metrics.set_build_info("1.2", "lookahead", "grpc", 64, block=3)
     before = series()
     report_everything(metrics)
     assert series() == before
 
 
 def report_everything(metrics: Metrics) -> None:
-    metrics.set_build_info("1.2", "lookahead", "grpc", 64)
+    metrics.set_build_info("1.2", "lookahead", "grpc", 64, block=3)
     metrics.prompt_started(20, 0.05)
     metrics.tokens_generated(9)
     metrics.models_ran(160, 40)
@@ -71,6 +72,8 @@ def report_everything(metrics: Metrics) -> None:
     stats.prefix_queries, stats.prefix_hits = {"draft": 50, "target": 40}, {"draft": 32, "target": 16}
     stats.preemptions, stats.shrinks = 3, 4
     stats.resamples, stats.collapses, stats.ess_shares, stats.committed_lags = 5, 1, [0.3, 1.0], [0, 7]
+    for accepted, hit in ((2, False), (3, True), (0, False)):
+        stats.count_confirmed(accepted, block=3, ahead=True, hit=hit)
     metrics.observe_step(stats)
     metrics.observe_round(0.02, 0.012, 0.015, 0.001, 0.002, 0.004, 0.001)
     metrics.set_health(draft=True, target=False, serving=False)
@@ -113,6 +116,10 @@ def test_what_is_reported_is_what_is_shown(metrics):
         value(metrics, f"smc_prefix_cache_{what}_total", group=group) for group in ("draft", "target") for what in ("queries", "hits")
     ]
     assert prefix == [50, 32, 40, 16] and value(metrics, "smc_kv_pages_cached", group="draft") == 16
+    spec = [value(metrics, f"smc_spec_decode_num_{what}_total") for what in ("drafts", "draft_tokens", "accepted_tokens", "hits", "misses")]
+    assert spec == [3, 9, 5, 1, 2]
+    by_position = "smc_spec_decode_num_accepted_tokens_per_pos_total"
+    assert [value(metrics, by_position, position=str(position)) for position in range(3)] == [2, 2, 1]
     parts = [value(metrics, "smc_round_part_seconds_sum", part=part) for part in ("draft", "target", "link", "coordinator")]
     assert parts == [0.012, 0.015, 0.001, 0.002]
     assert [value(metrics, "smc_stall_seconds_total", group=group) for group in ("draft", "target")] == [0.004, 0.001]
@@ -131,7 +138,7 @@ def test_a_leak_stays_seen_while_requests_run(metrics):
 
 
 def test_all_slots_are_free_while_models_load(metrics):
-    metrics.set_build_info("1.2", "lookahead", "grpc", 64)
+    metrics.set_build_info("1.2", "lookahead", "grpc", 64, block=3)
     assert value(metrics, "smc_slots_free") == value(metrics, "smc_slots_capacity") == 64
 
 
@@ -204,3 +211,12 @@ def test_a_metrics_port_in_use_is_said_so(metrics):
             Metrics().serve(port)
     finally:
         stop()
+
+
+def test_distinct_particles_have_no_share_of_effective_ones():
+    """Their weights are as unequal as the law, and would look like a population that has degenerated."""
+    metrics, stats = Metrics(), EngineStats()
+    stats.count_round(None, lag=3, resampled=False, collapsed=False)
+    stats.count_round(0.5, lag=4, resampled=True, collapsed=False)
+    metrics.observe_step(stats)
+    assert value(metrics, "smc_ess_share_ratio_count") == 1 and value(metrics, "smc_committed_lag_tokens_count") == 2

@@ -16,9 +16,10 @@ from services.coordinator.loop import Step
 from services.pb import coordinator_pb2
 from services.pb import generation_pb2 as pb
 from services.wire.generation import from_finish, from_sampling, from_update, to_finish, to_sampling, to_update
-from services.wire.sampling import FINISH_REASONS, METHODS, SCHEMES, sampling_message
+from services.wire.sampling import FINISH_REASONS, METHODS, POPULATIONS, SCHEMES, sampling_message
 from services.wire.steps import from_response, to_response
 from smc.algorithm import resampling
+from smc.engine import request as library
 from smc.engine.request import Answer, FinishReason, Method, Output, Request, SamplingParams, Statistics
 from smc.engine.stats import EngineStats
 
@@ -47,14 +48,13 @@ def settings_of(draw) -> dict:
         "ignore_eos": st.booleans(),
         "time_budget": positive,
     }
+    if method in ("smc", "exact"):
+        possible |= {"particles": st.integers(1, 64)}
     if method == "smc":
-        possible |= {
-            "particles": st.integers(1, 64),
-            "draft_temperature": positive,
-            "alpha": positive,
-            "ess_threshold": share,
-            "resampling": st.sampled_from(sorted(SCHEMES)),
-        }
+        population = draw(st.sampled_from(sorted(POPULATIONS)))
+        possible |= {"population": st.just(population), "draft_temperature": positive, "alpha": positive}
+        if population == "independent":
+            possible |= {"ess_threshold": share, "resampling": st.sampled_from(sorted(SCHEMES))}
     chosen = {"method": method} | {name: draw(values) for name, values in possible.items() if draw(st.booleans())}
     if method == "smc" and draw(st.booleans()):
         chosen["min_particles"] = draw(st.integers(1, chosen.get("particles", 8)))
@@ -75,9 +75,10 @@ def sent(message):
 
 def test_the_enums_are_the_librarys():
     assert set(METHODS) == set(Method)
-    assert set(SCHEMES) == set(resampling.SCHEMES)
+    assert set(SCHEMES) == set(resampling.SCHEMES) and set(POPULATIONS) == set(library.POPULATIONS)
     assert set(FINISH_REASONS) == set(FinishReason) - {FinishReason.ERROR, FinishReason.CANCELLED}
-    for names, enum in ((METHODS, pb.Method), (SCHEMES, pb.Resampling), (FINISH_REASONS, pb.FinishReason)):
+    enums = ((METHODS, pb.Method), (POPULATIONS, pb.Population), (SCHEMES, pb.Resampling), (FINISH_REASONS, pb.FinishReason))
+    for names, enum in enums:
         assert sorted(names.values()) == [number for number in enum.values() if number]
     assert set(pb.SamplingParams.DESCRIPTOR.fields_by_name) == {field.name for field in fields(SamplingParams)} - {"logprobs"}
     assert set(pb.Statistics.DESCRIPTOR.fields_by_name) == {field.name for field in fields(Statistics)}
@@ -87,6 +88,8 @@ def test_defaults_stand_in_for_what_is_absent():
     assert to_sampling(pb.SamplingParams(), max_tokens=7).max_tokens == 7
     assert to_sampling(pb.SamplingParams(max_tokens=3), max_tokens=7).max_tokens == 3
     assert to_sampling(pb.SamplingParams()) == SamplingParams()
+    assert to_sampling(pb.SamplingParams(temperature=0.0)).method is Method.EXACT
+    assert to_sampling(pb.SamplingParams(ess_threshold=0.7)).population == "independent"
 
 
 @pytest.mark.parametrize(
@@ -99,7 +102,8 @@ def test_defaults_stand_in_for_what_is_absent():
         ({"stop": "text"}, "stop='text'; allowed: a list"),
         ({"stop": ["\ud800"]}, "stop=.*valid Unicode"),
         ({"stop_token_ids": [1, 2**40]}, "stop_token_ids=.*a 32-bit integer"),
-        ({"method": "beam"}, "method='beam'; allowed: smc, target, draft"),
+        ({"method": "beam"}, "method='beam'; allowed: smc, exact, target, draft"),
+        ({"population": "mixed"}, "population='mixed'; allowed: distinct, independent"),
         ({"resampling": "none"}, "resampling='none'; allowed: systematic"),
     ],
 )
@@ -128,6 +132,9 @@ statistics = st.builds(
     draft_tokens=count,
     target_tokens=count,
     committed_lag=number,
+    accepted_per_round=number,
+    hits=int32,
+    misses=int32,
 )
 
 
@@ -186,7 +193,7 @@ by_side = st.dictionaries(st.sampled_from(("draft", "target")), count)
 )
 def test_the_state_of_the_engine_round_trips(stats):
     """What a side does not have stays absent: pages that leak are not known while requests run."""
-    stats.ess_shares, stats.committed_lags = [0.5, 1.0], [0, 7]
+    stats.ess_shares, stats.committed_lags, stats.spec_accepted_by_position = [0.5, 1.0], [0, 7], [3, 2, 0]
     assert from_response(sent(to_response(Step(stats=stats)))).stats == stats
 
 

@@ -364,3 +364,25 @@ def test_rounds_of_a_population_conserve_pages():
     ledger.release(heads_N)
     ledger.check()
     assert ledger.num_free == 20_000
+
+
+def test_grown_pages_are_counted():
+    """Those of rows, not those of chains, as long as they live; any page of the forest can be counted in or out."""
+    ledger = PageLedger(40)
+    prompt_T = chained(ledger, 5)
+    pages_T = ledger.allocate(6)
+    ends = ledger.grow(prompt_T[[-1, -1]], pages_T.reshape(2, 3), np.array([3, 2]))
+    ledger.hold(ends)
+    ledger.settle(pages_T, [*pages_T[:5]])
+    assert ledger.num_grown == 5
+    ledger.count_grown(prompt_T[:2], True)
+    ledger.count_grown(pages_T[:1], False)
+    ledger.count_grown([DUMMY_PAGE], True)
+    assert ledger.num_grown == 6
+    ledger.release(ends[1:])
+    assert ledger.num_grown == 4
+    ledger.check()
+    with pytest.raises(AssertionError, match="counted that is not in the forest"):
+        ledger.count_grown(pages_T[3:4], True)
+    ledger.release([ends[0], prompt_T[-1]])
+    assert ledger.num_grown == 0 and ledger.num_free == 40

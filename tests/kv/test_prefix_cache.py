@@ -255,3 +255,22 @@ def test_a_long_prompt_is_matched_in_time():
     cache.clear()
     cache.ledger.check()
     assert cache.ledger.num_free == 100_000
+
+
+def test_what_is_forgotten_is_not_found():
+    """Nor what continues it, until it is kept again; who holds pages keeps them, and another text of the same beginning is not touched."""
+    cache = PrefixCache(PageLedger(100), 4)
+    held_T = written(cache.ledger, 8)
+    cache.insert([1] * 8, held_T)
+    cached(cache, [2] * 8)
+    cache.forget(cache.keys([1] * 4))
+    assert cache.find(cache.keys([1] * 8)) == (0, 0) and cache.entries == 3
+    cache.keep(cache.keys([1] * 4), held_T[:4])
+    assert cache.find(cache.keys([1] * 8)) == (8, held_T[-1])
+    cache.forget([*cache.keys([1] * 8), *cache.keys([3] * 4)])
+    assert cache.match([1] * 8) == (0, 0) and cache.match([2] * 8)[0] == 8
+    assert cache.ledger.path(held_T[-1], 8).tolist() == held_T.tolist()
+    cache.ledger.release(held_T[-1:])
+    cache.clear()
+    cache.ledger.check()
+    assert cache.ledger.num_free == 100

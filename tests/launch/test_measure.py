@@ -73,7 +73,7 @@ def test_a_rank_that_cannot_load_says_so_at_once():
 def test_times_of_a_round():
     done = []
     engines = [EngineConfig(block=3, branches=2), EngineConfig(form="lockstep", block=3)]
-    rows = measure(replace(CONFIG, link="grpc"), engines, [1, 2], 2, 3, lambda: done.append(1))
+    rows = measure(replace(CONFIG, link="grpc"), engines, [1, 2], {"particles": 2, "method": "exact"}, 3, lambda: done.append(1))
     assert [(row.form, row.requests) for row in rows] == [(form, n) for form in ("lookahead", "lockstep") for n in (1, 2)]
     assert len(done) == 4
     for row in rows:
@@ -86,7 +86,7 @@ def test_speed_of_models_in_processes_of_their_own():
     modes = [
         Mode("plain", Method.TARGET, EngineConfig(block=4), 1, (0, 2)),
         Mode("lookahead", Method.SMC, EngineConfig(block=3, branches=2), 4, (1, 1)),
-        Mode("lockstep-apart", Method.SMC, EngineConfig(form="lockstep", block=3), 4, (1, 1)),
+        Mode("lockstep-apart", Method.EXACT, EngineConfig(form="lockstep", block=3), 4, (1, 1)),
     ]
     told = []
     with closing(GangMachine(CONFIG)) as machine:
@@ -94,12 +94,14 @@ def test_speed_of_models_in_processes_of_their_own():
         with pytest.raises(ValueError, match="top_p=2"):
             Bench(machine, None, {"top_p": 2}).run(modes[0], 2, 16, 3)
     assert len(told) == 9 and all(turn.end > turn.begin for turn in told)
-    assert [row.gpus for row in rows] == [2, 2, 2]
+    assert [row.gpus for row in rows] == [2, 2, 2] and [row.decoding for row in rows] == ["target", "distinct", "exact"]
+    assert [row.tokens for row in rows[:2]] == [4, 3] and 1 <= rows[2].tokens <= 4
     for row in rows:
         assert math.isclose(row.total, 2 * row.per_request)
         assert row.round > 0 and row.target > 0 and 0 <= row.idle < 1 and 0 < row.floor < 1
         assert (row.draft > 0) == (row.mode != "plain")
-        assert (row.choose > 0) == (row.mode == "lookahead") and 0 <= row.link < row.round
+        assert 0 <= row.link < row.round
+    assert rows[0].choose == 0 and rows[1].choose > 0
 
 
 @pytest.mark.parametrize(

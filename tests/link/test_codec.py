@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 
 from services.link import codec
 from services.pb import particles_pb2 as pb
+from smc.algorithm.expansion import Kind
 from smc.laws import LawSpec
 from smc.philox import Purpose
 from smc.runtime.messages import Draws, PromptBatch, PromptResult
-from smc.runtime.plan import Join, Lineage, Program, RoundPlan, RoundResult
+from smc.runtime.outcome import Lineage, RoundResult
+from smc.runtime.plan import Join, Program, RoundPlan
 from smc.stops import StopMachine
 
 examples = settings(max_examples=40, deadline=None)
@@ -49,7 +51,8 @@ def law(rng: np.random.Generator, r: int) -> LawSpec:
 
 def draws(rng: np.random.Generator, r: int, d: int) -> Draws:
     seeds = rng.integers(-(2**63), 2**63 - 1, r, dtype=np.int64)
-    return Draws(law(rng, r), seeds, rng.integers(0, 1000, r), rng.integers(0, 4096, (r, d)), Purpose.PROPOSAL)
+    streams, (count, kind) = rng.integers(0, 4096, (r, d)), rng.integers(0, 3, (2, r), dtype=np.int32)
+    return Draws(law(rng, r), seeds, rng.integers(0, 1000, r), streams, Purpose.PROPOSAL, count, kind)
 
 
 @examples
@@ -68,9 +71,9 @@ def test_prompt_result(drawn, drew):
     logp, log_z = (rng.standard_normal(shape).astype(np.float32) for shape in ((r, d), r))
     log_z[0] = np.nan
     result = (
-        PromptResult(rng.integers(0, 99, (r, d), dtype=np.int32), logp, log_z)
+        PromptResult(rng.integers(0, 99, (r, d), dtype=np.int32), logp, rng.standard_normal((r, d)), log_z)
         if drew
-        else PromptResult(np.zeros((r, 0), np.int32), np.zeros((r, 0), np.float32), log_z)
+        else PromptResult(np.zeros((r, 0), np.int32), np.zeros((r, 0), np.float32), np.zeros((r, 0)), log_z)
     )
     assert equal(codec.to_prompt_result(over_the_wire(codec.prompt_outcome(result))), result)
 
@@ -113,11 +116,12 @@ def test_a_round(drawn, flag, program, f, b):
     def ints(*shape: int, dtype: type = np.int64) -> np.ndarray:
         return rng.integers(0, 2**31 - 1, shape).astype(dtype)
 
-    of_group = {name: ints(a, dtype=np.int32) for name in ("first_G", "size_G", "count_G", "draws_G", "shared_G", "scheme_G")}
+    of_group = {name: ints(a, dtype=np.int32) for name in ("first_G", "size_G", "count_G", "draws_G", "shared_G", "kind_G", "scheme_G")}
     plan = RoundPlan(
         program=program,
         short=flag,
         columns=77,
+        kinds=frozenset({Kind.BEST, Kind.DISTINCT}) if flag else frozenset({Kind.INDEPENDENT}),
         target_law=law(rng, a),
         draft_law=law(rng, a),
         slot_A=ints(a),
@@ -145,6 +149,7 @@ def test_round_result(drawn, w):
     result = RoundResult(
         ancestor_A=rng.integers(0, a, a, dtype=np.int32),
         alive_A=rng.random(a) < 0.5,
+        cut_A=rng.integers(0, q, a, dtype=np.int32),
         grown_AQ=rng.integers(0, 2**17, (a, q), dtype=np.int32),
         count_A=rng.integers(0, q, a, dtype=np.int32),
         ended_A=rng.random(a) < 0.5,
@@ -154,8 +159,8 @@ def test_round_result(drawn, w):
         first_logp_A=logp[:, 0].copy(),
         log_z_G=rng.standard_normal(a),
         ess_G=rng.random(a),
-        **{name: rng.random(a) < 0.5 for name in ("resampled_G", "collapsed_G", "draft_nan_G", "target_nan_G")},
-        lineage=Lineage(rng.integers(0, 99, (a, w), dtype=np.int32), rng.integers(0, 9, a, dtype=np.int32)),
+        **{name: rng.random(a) < 0.5 for name in ("resampled_G", "collapsed_G", "draft_nan_G", "target_nan_G", "hit_G")},
+        lineage=Lineage(rng.integers(0, 99, (a, w), dtype=np.int32), *rng.integers(0, 9, (2, a), dtype=np.int32)),
     )
     assert equal(codec.to_result(over_the_wire(codec.round_outcome(result))), result)
     assert equal(codec.to_lineage(over_the_wire(codec.round_outcome(result.lineage))), result.lineage)

@@ -84,14 +84,20 @@ def test_every_request_has_a_seed_of_its_own():
 
 
 def test_shares():
-    settings = {"method": "smc:0.8,target:0.2", "particles": "4", "cancel_share": 0.2, "cancel_after_tokens": 3, "slow_share": 0.1}
+    settings = {
+        "method": "smc:0.5,exact:0.3,target:0.2",
+        "particles": "4",
+        "cancel_share": 0.2,
+        "cancel_after_tokens": 3,
+        "slow_share": 0.1,
+    }
     requests = plan(slow_pause=0.5, **settings)
     error = 5 * 0.4 / 1000**0.5
     assert sum(r.sampling["method"] == "target" for r in requests) / 1000 == pytest.approx(0.2, abs=error)
     assert sum(r.cancel_after_tokens == 3 for r in requests) / 1000 == pytest.approx(0.2, abs=error)
     assert sum(r.pause == 0.5 for r in requests) / 1000 == pytest.approx(0.1, abs=error)
     assert not any(r.pause and r.cancel_after_tokens for r in requests)
-    assert all(("particles" in r.sampling) == (r.sampling["method"] == "smc") for r in requests)
+    assert all(("particles" in r.sampling) == (r.sampling["method"] != "target") for r in requests)
     assert all(r.ordinary == (not r.pause and r.cancel_after_tokens is None) for r in requests)
 
 

@@ -9,9 +9,11 @@ pytest.importorskip("triton")
 
 from smc.engine.local import ModelPair, local_engine
 from smc.engine.request import Answer
+from smc.kernels.expansion import expand, keep_roots
 from smc.kernels.selection import select
 from smc.kernels.stops import grow
 from smc.kernels.tables import reroot
+from smc.kernels.walk import walk
 from smc.runtime.config import EngineConfig
 from smc.runtime.kernels import KernelForward, KernelSampling
 from smc.runtime.sides import Parts
@@ -33,20 +35,46 @@ def pair(family: str) -> ModelPair:
     return ModelPair(target, draft, letter_tokenizer(8), 64)
 
 
-KERNELS = Parts(KernelForward, KernelSampling, Padding, select, grow, reroot)
+KERNELS = Parts(
+    forward=KernelForward,
+    sampling=KernelSampling,
+    stages=Padding,
+    select=select,
+    expand=expand,
+    keep_roots=keep_roots,
+    walk=walk,
+    grow=grow,
+    reroot=reroot,
+)
 LOCKSTEP, LOOKAHEAD = EngineConfig(form="lockstep", block=2), EngineConfig(block=2, branches=2)
 
 
-@pytest.mark.parametrize(("family", "config"), [("llama", LOOKAHEAD), ("qwen2", LOOKAHEAD), ("qwen3", LOCKSTEP)])
-def test_answers_are_those_of_the_reference(family, config, monkeypatch):
-    asked = [
-        request([1, 2, 3], "0", particles=3, seed=1, max_tokens=7, logprobs=True),
-        request([4], "1", particles=2, seed=2, max_tokens=5, ignore_eos=True, ess_threshold=1.0, stop=("ab",)),
-        request([5, 6], "2", method="target", seed=3, max_tokens=4),
-    ]
-    expected = answers(local_engine(pair(family), config), asked)
+ASKED = [
+    request([1, 2, 3], "0", particles=3, seed=1, max_tokens=7, logprobs=True, population="independent"),
+    request([4], "1", particles=2, seed=2, max_tokens=5, ignore_eos=True, ess_threshold=1.0, stop=("ab",)),
+    request([5, 6], "2", method="target", seed=3, max_tokens=4),
+    request([1, 2, 3], "3", particles=3, seed=4, max_tokens=7, logprobs=True, population="distinct"),
+    request([7], "4", method="exact", particles=3, seed=5, max_tokens=6, logprobs=True),
+]
+"""Of every kind."""
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "which"),
+    [
+        ("llama", LOOKAHEAD, slice(None)),
+        ("qwen3", LOCKSTEP, slice(None)),
+        ("qwen2", LOOKAHEAD, slice(2)),
+        ("qwen2", LOOKAHEAD, slice(4, 5)),
+        ("llama", LOCKSTEP, slice(4, 5)),
+    ],
+    ids=["ahead", "lockstep", "independent", "exact ahead", "exact in lockstep"],
+)
+def test_answers_are_those_of_the_reference(family, config, which, monkeypatch):
+    """Of requests of all kinds in one round, and of one kind alone; the others here are distinct."""
+    expected = answers(local_engine(pair(family), config), ASKED[which])
     monkeypatch.setattr("smc.engine.local.parts_for", lambda _device: KERNELS)
-    found = answers(local_engine(pair(family), config), asked)
+    found = answers(local_engine(pair(family), config), ASKED[which])
     for request_id, one in expected.items():
         assert_same(one, found[request_id])
 
@@ -56,6 +84,9 @@ def test_answers_are_those_of_the_reference(family, config, monkeypatch):
     [(LOOKAHEAD, [{"top_p": 0.7, "temperature": 0.8}, {"min_p": 0.2}]), (LOCKSTEP, [{"top_k": 3, "alpha": 1.5}, {"alpha": 0.5}])],
 )
 def test_truncated_and_powered_laws_are_those_of_the_reference(config, laws, monkeypatch):
+    """With so few tokens offered one by one that others come from the rest of a law."""
+    for module in ("smc.runtime.sampling", "smc.kernels.offers"):
+        monkeypatch.setattr(f"{module}.OFFERS", 4)
     asked = [request([1, 2, 3], str(i), particles=2, seed=i, max_tokens=4, logprobs=True, **law) for i, law in enumerate(laws)]
     expected = answers(local_engine(pair("llama"), config), asked)
     monkeypatch.setattr("smc.engine.local.parts_for", lambda _device: KERNELS)

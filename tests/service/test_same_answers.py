@@ -23,6 +23,7 @@ KINDS = [
     {"particles": 3, "max_tokens": 90, "alpha": 1.2, "stop": ["####"]},
     {"method": "draft", "max_tokens": 50},
     {"particles": 8, "max_tokens": 25, "ignore_eos": True, "resampling": "ssp"},
+    {"method": "exact", "particles": 4, "max_tokens": 60, "temperature": 1.5},
 ]
 ASKED = [(problem.question, {"seed": i, **KINDS[i % len(KINDS)]}) for i, problem in enumerate(generate(5, 16, "test"))]
 FORMS = {"lookahead": {"block": 5, "branches": 4}, "lockstep": {"form": "lockstep", "block": 5}}
@@ -70,6 +71,7 @@ def test_sixteen_clients_at_once(start, expected, link, draft_tp, target_tp, for
             assert completion.finish_reason == answer.finish_reason and completion.seed == answer.seed
             if completion.statistics is not None:
                 assert completion.statistics.rounds == answer.statistics.rounds
+                assert completion.statistics.hits == answer.statistics.hits
                 assert completion.statistics.log_z == pytest.approx(answer.statistics.log_z, abs=1e-3), (
                     params,
                     completion.statistics,

@@ -1,0 +1,65 @@
+"""What a request is answered with: the final draw among its particles, and all that is reported of it.
+
+Looks at groups and slots, and changes neither.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from smc.algorithm.selection import final_draw
+from smc.engine.group import Group
+from smc.engine.request import Answer, FinishReason
+from smc.engine.slots import Slots
+from smc.philox import Purpose, uniforms
+
+
+def draw_answer(group: Group, slots: Slots, reason: FinishReason | None) -> tuple[int, tuple[int, ...]]:
+    """The drawn particle and its tokens. If `reason` ends it early: those that have been weighed, and whatever has been streamed."""
+    if not group.has_particles:
+        return 0, ()
+    if reason in (FinishReason.ERROR, FinishReason.CANCELLED):
+        return 0, _tokens(group, slots, 0)[: group.streamed]
+    seed_G, round_G = np.array([group.seed], dtype=np.int64), np.array([group.rounds], dtype=np.int64)
+    uniform = uniforms(seed_G, round_G, np.zeros(1, dtype=np.int64), Purpose.FINAL)[0, 0]
+    particle = final_draw(torch.from_numpy(_record(group, slots, "logw_S")), float(uniform))
+    tokens = _tokens(group, slots, particle)
+    if reason is not None:
+        tokens = tokens[: max(int(_record(group, slots, "block_S")[particle]) + 1, group.streamed)]
+    return particle, tokens
+
+
+def make_answer(group: Group, slots: Slots, reason: FinishReason | None, particle: int, tokens: tuple[int, ...], seconds: float) -> Answer:
+    """For what has been drawn; `seconds` since submission."""
+    logp, matched, log_z = None, None, group.log_z
+    if group.params.logprobs:
+        logp = tuple(_record(group, slots, "logp_SL")[particle, : len(tokens)].tolist()) if tokens else ()
+    if group.has_particles:
+        log_z += group.decoding.log_z(torch.from_numpy(_record(group, slots, "logw_S")), group.count)
+    if reason is None:
+        reason, matched = group.rules.why(tokens, group.params.max_tokens)
+    return Answer(
+        request_id=group.id,
+        tokens=tokens,
+        text=group.rules.text(tokens),
+        finish_reason=reason,
+        matched=matched,
+        seed=group.seed,
+        prompt_tokens=group.prompt_size,
+        statistics=group.tally.statistics(log_z, group.count),
+        seconds=seconds,
+        logprobs=logp,
+        error=group.error,
+        cached_tokens=group.cached_tokens or 0,
+    )
+
+
+def _tokens(group: Group, slots: Slots, particle: int) -> tuple[int, ...]:
+    length = _record(group, slots, "length_S")[particle]
+    return tuple(_record(group, slots, "tokens_SL")[particle, :length].tolist())
+
+
+def _record(group: Group, slots: Slots, name: str) -> np.ndarray:
+    """Rows of an array of `Slots` that are the group's particles, wherever they are kept."""
+    return group.saved[name] if group.saved else getattr(slots, name)[group.slots]

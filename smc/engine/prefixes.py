@@ -1,0 +1,95 @@
+"""What groups start from, and what of it the prefix caches have: pages for prompts, and for the answers of groups that are taken up again;
+and what is cached of them for those that come later.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from smc.engine.group import Group
+from smc.engine.memory import Memory
+from smc.engine.prefill import Row, count_pages, plant
+from smc.engine.slots import Slots
+from smc.kv.pages import OutOfPages
+from smc.runtime.config import EngineConfig
+
+
+class Prefixes:
+    """Sequences of tokens that groups have before their rounds, and at their end."""
+
+    def __init__(self, config: EngineConfig, slots: Slots, memory: Memory) -> None:
+        self.config, self.slots, self.memory = config, slots, memory
+
+    def has_room(self, group: Group) -> bool:
+        """Whether it could start if all that is cached made room, or was its own; what is cached of it is not looked up for that."""
+        memory = self.memory
+        if group.needs is None:
+            group.needs = dict.fromkeys(group.decoding.sides, group.prompt_size)
+            if group.saved is not None:
+                group.needs = {side: count_pages(self._sequences(group, side)) for side in group.needs}
+        spare = memory.spare(self._round_pages(group))
+        return all(count + spare[side] <= memory.room(side) for side, count in group.needs.items())
+
+    def plant(self, group: Group) -> dict[str, list[Row]] | None:
+        """Rows of all sides, or None if there are too few pages."""
+        memory, sides = self.memory, group.decoding.sides
+        cached, wanted = {}, {}
+        for side in sides:
+            # The last token of a prompt is run, for what comes after it is to be drawn.
+            most = group.prompt_size - (side == group.decoding.first and group.saved is None)
+            cached[side] = memory.match(side, self._keys(group), most)
+            wanted[side] = group.needs[side] - cached[side][0]
+        try:
+            loose = memory.allocate(wanted, memory.spare(self._round_pages(group)))
+            if group.saved is None:
+                group.cached_tokens = min(count for count, _ in cached.values())
+            sequences = {side: self._sequences(group, side) for side in sides}
+            for side, of_side in sequences.items():
+                memory.count_match(side, len(of_side[0]), cached[side][0])
+            return {side: plant(memory, side, of_side, cached[side], loose[side]) for side, of_side in sequences.items()}
+        except OutOfPages:
+            return None
+        finally:
+            # What rows do not refer to by now may go again.
+            for side, (_, page) in cached.items():
+                memory.ledgers[side].release([page])
+
+    def remember_prompt(self, group: Group, rows: dict[str, list[Row]]) -> None:
+        """Cache the prompt, for which the rows of every side have been run."""
+        for side, of_side in rows.items():
+            self.memory.remember(side, self._keys(group), of_side[0].pages_L[: group.prompt_size])
+
+    def remember_answer(self, group: Group, particle: int, tokens: tuple[int, ...]) -> None:
+        """Cache what the models have computed of a group's answer."""
+        keys = self.memory.keys((*group.request.prompt, *tokens), group.request.cache_salt)
+        slot, size = group.slots[particle], group.prompt_size + len(tokens)
+        for side in group.decoding.sides:
+            ledger = self.memory.ledgers[side]
+            pages = ledger.path(int(self.slots.head_S[side][slot]), int(self.slots.held_S[side][slot]))
+            # What is cached stays when no particle holds it any longer.
+            ledger.count_grown(pages, False)
+            self.memory.remember(side, keys, pages[:size])
+
+    def forget_prompt(self, group: Group) -> None:
+        """A model has made NaN of it: nobody shall go on from there."""
+        self.memory.forget(self._keys(group))
+
+    def _round_pages(self, group: Group) -> dict[str, int]:
+        return group.decoding.round_pages(self.config, group.rows)
+
+    def _keys(self, group: Group) -> list[bytes]:
+        """Of its prompt's blocks."""
+        if group.keys is None:
+            group.keys = self.memory.keys(group.request.prompt, group.request.cache_salt)
+        return group.keys
+
+    def _sequences(self, group: Group, side: str) -> list[np.ndarray]:
+        """What is to have keys and values on a side: the prompt, and of a group that is taken up again all but pending tokens."""
+        prompt = np.array(group.request.prompt, dtype=np.int64)
+        if group.saved is None:
+            return [prompt]
+        held, sequences = group.decoding.held_tokens, []
+        for tokens_L, length, block, ended in zip(*(group.saved[name] for name in ("tokens_SL", "length_S", "block_S", "ended_S"))):
+            count = held(self.config, side, length=int(length), block=int(block), ended=bool(ended), rounds=group.rounds)
+            sequences.append(np.concatenate((prompt, tokens_L[:count])))
+        return sequences

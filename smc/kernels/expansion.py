@@ -1,0 +1,283 @@
+"""Which continuations of a population's rows go on, on the device: `smc.algorithm.expansion`, one program a group.
+
+Masses are float64, as there. Nothing is sorted: the mass from which on offers are sure, or are taken, is searched for by halving what lies
+between two of them, and each probe is a pass over the group's offers. The line on which the systematic draw puts its points is measured
+in whole numbers of 2**-52, so that sums do not depend on their order and no point falls on an offer without mass.
+Nothing reads the host, and grids follow from shapes alone: all can be captured in a CUDA graph.
+
+Axes: R source rows, C offers of a row, X rows that go on, A places, G groups; of one group M offers, N places; I offers or rows at a time.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from smc.algorithm.bounds import MAX_PARTICLES
+from smc.algorithm.expansion import EXPANSION_POSITION, Expansion, Kind, Offers
+from smc.kernels.selection import _uniform
+
+CHUNK, FEW = 2048, 256
+"""Offers that a program looks at at a time, and where there are no more than a few."""
+INDEPENDENT, BEST = tl.constexpr(int(Kind.INDEPENDENT)), tl.constexpr(int(Kind.BEST))
+
+
+def expand(
+    offers: Offers,
+    mass_R: Tensor,
+    there_R: Tensor,
+    sources: tuple[Tensor, Tensor],
+    rows: tuple[Tensor, Tensor],
+    most_G: Tensor,
+    kind_G: Tensor,
+    keys: tuple[Tensor, Tensor, int],
+    total: int,
+    least: float = 0.0,
+    chunk: int | None = None,
+    warps: int = 8,
+) -> Expansion:
+    """As `smc.algorithm.expansion.expand`. Where nothing goes on in a group, its rows repeat the first offer of its first source."""
+    count, width = offers.share_RC.shape
+    parent_X, offer_X = mass_R.new_zeros((2, total), dtype=torch.int64)
+    mass_X = mass_R.new_full((total,), -torch.inf, dtype=torch.float64)
+    alive_X = torch.zeros_like(parent_X, dtype=torch.bool)
+    ess_G, collapsed_G = mass_X.new_empty(len(kind_G)), alive_X.new_empty(len(kind_G))
+    scratch_2M = mass_X.new_empty((2, count * width))
+    given = (offers.share_RC, mass_R, there_R, *sources, *rows, most_G, kind_G, *keys[:2])
+    _expand[(len(kind_G),)](
+        *(tensor.contiguous() for tensor in given), EXPANSION_POSITION + keys[2], width,
+        parent_X, offer_X, mass_X, alive_X, ess_G, collapsed_G, *scratch_2M,
+        LEAST=least, CHUNK=chunk or (CHUNK if count * width > FEW else FEW),
+        # The reference rounds a product before it adds to it.
+        enable_fp_fusion=False, num_warps=warps,
+    )  # fmt: skip
+    return Expansion(parent_X, offer_X, mass_X, alive_X, ess_G, collapsed_G)
+
+
+def keep_roots(
+    root_X: Tensor, alive_X: Tensor, rows: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor], total: int
+) -> tuple[Tensor, Tensor]:
+    """As `smc.algorithm.expansion.keep_roots`, for groups of up to MAX_PARTICLES places."""
+    row_A = torch.zeros(total, dtype=torch.int64, device=root_X.device)
+    alive_A = torch.zeros_like(row_A, dtype=torch.bool)
+    given = (tensor.contiguous() for tensor in (root_X, alive_X, *rows, *places))
+    _keep_roots[(len(rows[0]),)](*given, row_A, alive_A, BLOCK_N=MAX_PARTICLES, num_warps=8)
+    return row_A, alive_A
+
+
+@triton.jit
+def _spread(share_M, mass_R, there_R, offered_M, count, width, CHUNK: tl.constexpr, IS_COLLAPSED: tl.constexpr):
+    """Write a group's log masses, or of one that has collapsed 0 for each offer that has a share. Returns how many have mass, and how
+    little and how much that is."""
+    valid, lowest, top = 0, tl.full((), float("inf"), tl.float64), tl.full((), -float("inf"), tl.float64)
+    for begin in range(0, count, CHUNK):
+        m_I = begin + tl.arange(0, CHUNK)
+        inside_I, source_I = m_I < count, m_I // width
+        there_I = tl.load(there_R + source_I, mask=inside_I, other=0) != 0
+        share_I = tl.load(share_M + m_I, mask=there_I, other=-float("inf")).to(tl.float64)
+        if IS_COLLAPSED:
+            offered_I = tl.where(share_I > -float("inf"), tl.zeros_like(share_I), -float("inf"))
+        else:
+            offered_I = tl.load(mass_R + source_I, mask=there_I, other=-float("inf")).to(tl.float64) + share_I
+            offered_I = tl.where(offered_I == offered_I, offered_I, -float("inf"))
+        tl.store(offered_M + m_I, offered_I, mask=inside_I)
+        has_mass_I = offered_I > -float("inf")
+        valid += tl.sum(has_mass_I.to(tl.int32), 0)
+        lowest = tl.minimum(lowest, tl.min(tl.where(has_mass_I, offered_I, float("inf")), 0))
+        top = tl.maximum(top, tl.max(offered_I, 0))
+    tl.debug_barrier()
+    return valid, lowest, top
+
+
+@triton.jit
+def _scale(offered_M, relative_M, count, top, CHUNK: tl.constexpr):
+    """Write masses over the largest, and return their sum."""
+    total = tl.zeros((), tl.float64)
+    for begin in range(0, count, CHUNK):
+        m_I = begin + tl.arange(0, CHUNK)
+        power_I = tl.exp(tl.load(offered_M + m_I, mask=m_I < count, other=-float("inf")) - top)
+        relative_I = tl.where(power_I == power_I, power_I, 0.0)
+        tl.store(relative_M + m_I, relative_I, mask=m_I < count)
+        total += tl.sum(relative_I, 0)
+    tl.debug_barrier()
+    return total
+
+
+@triton.jit
+def _part(offered_M, relative_M, count, probe, CHUNK: tl.constexpr):
+    """Of the offers up to a log mass, the largest and the sum; of those above it, the least and how many there are."""
+    above, upto = 0, tl.zeros((), tl.float64)
+    largest, least = tl.full((), -float("inf"), tl.float64), tl.full((), float("inf"), tl.float64)
+    for begin in range(0, count, CHUNK):
+        m_I = begin + tl.arange(0, CHUNK)
+        offered_I = tl.load(offered_M + m_I, mask=m_I < count, other=-float("inf"))
+        is_upto_I = offered_I <= probe
+        upto += tl.sum(tl.where(is_upto_I, tl.load(relative_M + m_I, mask=m_I < count, other=0.0), 0.0), 0)
+        above += tl.sum((offered_I > probe).to(tl.int32), 0)
+        largest = tl.maximum(largest, tl.max(tl.where(is_upto_I, offered_I, -float("inf")), 0))
+        least = tl.minimum(least, tl.min(tl.where(is_upto_I, float("inf"), offered_I), 0))
+    return largest, upto, least, above
+
+
+@triton.jit
+def _bound(offered_M, relative_M, count, lowest, top, most, is_best, CHUNK: tl.constexpr):
+    """What decides for more offers than may go on: a log mass above which all are sure, how many of those that equal it are, and the
+    factor by which the others' share of the largest mass becomes their chance.
+
+    Where `is_best`, that is the mass that comes `most`-th. Else it is the largest that c, chosen so that chances sum to `most`, does not
+    make sure: m (most - k) <= the sum of all but the k masses above m.
+    """
+    high, over = tl.full((), float("inf"), tl.float64), 0
+    low, under, tail = tl.full((), -float("inf"), tl.float64), 0, tl.full((), 1, tl.float64)
+    following = lowest
+    while following < high:
+        # From infinities there is no middle.
+        middle = (following + tl.minimum(tl.minimum(high, top), tl.full((), 1e308, tl.float64))) * 0.5
+        probe = tl.where((middle > following) & (middle < high), middle, following)
+        mass, upto, least, above = _part(offered_M, relative_M, count, probe, CHUNK)
+        left = tl.maximum(most - above, 0).to(tl.float64)
+        is_low = tl.where(is_best, above >= most, tl.exp(mass - top) * left <= upto)
+        low, under, tail = tl.where(is_low, mass, low), tl.where(is_low, above, under), tl.where(is_low, upto, tail)
+        following = tl.where(is_low, least, following)
+        high, over = tl.where(is_low, high, mass), tl.where(is_low, over, above)
+    factor = tl.where(is_best, 0.0, tl.maximum(most - under, 0).to(tl.float64) / tail)
+    return tl.where(is_best, high, low), tl.where(is_best, most - over, 0), factor
+
+
+@triton.jit
+def _draw(
+    offered_M, relative_M, count, total, bound, ties, factor, most, size, is_best, uniform, source_first, width,
+    parent_N, offer_N, mass_N, alive_N, CHUNK: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    """Write those that go on, in order. Returns how many there are and which is the first."""
+    # The points lie at u, u + 1, ..., all up to the next whole number.
+    reach = -(((uniform * 2.0**53).to(tl.int64) + 1) >> 1)
+    taken, equal, first = 0, 0, count
+    for begin in range(0, count, CHUNK):
+        m_I = begin + tl.arange(0, CHUNK)
+        offered_I = tl.load(offered_M + m_I, mask=m_I < count, other=-float("inf"))
+        relative_I = tl.load(relative_M + m_I, mask=m_I < count, other=0.0)
+        is_equal_I = (offered_I == bound) & (offered_I > -float("inf"))
+        is_sure_I = (offered_I > bound) | (is_equal_I & (equal + tl.cumsum(is_equal_I.to(tl.int32), 0) <= ties))
+        chance_I = tl.where(is_sure_I, 1.0, tl.minimum(relative_I * factor, 1.0))
+        if LEAST > 0:
+            limit_I = relative_I * most.to(tl.float64) / (tl.full((), LEAST, tl.float64) * total)
+            chance_I = tl.where(is_best, chance_I, tl.minimum(chance_I, limit_I))
+        # No mass times an infinite factor is NaN.
+        chance_I = tl.where(chance_I > 0, chance_I, 0.0)
+        length_I = (chance_I * 2.0**52 + 0.5).to(tl.int64)
+        reach_I = reach + tl.cumsum(length_I, 0)
+        is_taken_I = ((reach_I >> 52) > ((reach_I - length_I) >> 52)) | (chance_I == 1)
+        rank_I = taken + tl.cumsum(is_taken_I.to(tl.int32), 0) - 1
+        # Rounding of the sum must not take one too many.
+        goes_I = is_taken_I & (rank_I < most) & (rank_I < size)
+        mass_I = offered_I - tl.log(tl.where(goes_I, chance_I, 1.0))
+        tl.store(parent_N + rank_I, (source_first + m_I // width).to(tl.int64), mask=goes_I)
+        tl.store(offer_N + rank_I, (m_I % width).to(tl.int64), mask=goes_I)
+        tl.store(mass_N + rank_I, mass_I, mask=goes_I)
+        tl.store(alive_N + rank_I, mass_I > -float("inf"), mask=goes_I)
+        first = tl.minimum(first, tl.min(tl.where(goes_I, m_I, count), 0))
+        reach, equal = reach + tl.sum(length_I, 0), equal + tl.sum(is_equal_I.to(tl.int32), 0)
+        taken += tl.sum(is_taken_I.to(tl.int32), 0)
+    tl.debug_barrier()
+    return tl.minimum(tl.minimum(taken, most), size), first
+
+
+@triton.jit
+def _finish(parent_N, offer_N, mass_N, went, size, first_parent, first_offer, CHUNK: tl.constexpr):
+    """Rows beyond those that went on repeat the first. Returns the effective sample size."""
+    top = tl.full((), -float("inf"), tl.float64)
+    for begin in range(0, size, CHUNK):
+        n_I = begin + tl.arange(0, CHUNK)
+        tl.store(parent_N + n_I, first_parent + n_I * 0, mask=(n_I >= went) & (n_I < size))
+        tl.store(offer_N + n_I, first_offer + n_I * 0, mask=(n_I >= went) & (n_I < size))
+        top = tl.maximum(top, tl.max(tl.load(mass_N + n_I, mask=n_I < went, other=-float("inf")), 0))
+    total, squares = tl.zeros((), tl.float64), tl.zeros((), tl.float64)
+    for begin in range(0, went, CHUNK):
+        n_I = begin + tl.arange(0, CHUNK)
+        power_I = tl.exp(tl.load(mass_N + n_I, mask=n_I < went, other=-float("inf")) - top)
+        total += tl.sum(power_I, 0)
+        squares += tl.sum(power_I * power_I, 0)
+    return tl.where(squares > 0, total * total / squares, 0.0)
+
+
+@triton.jit(do_not_specialize=["position"])
+def _expand(
+    share_RC, mass_R, there_R, source_first_G, source_size_G, row_first_G, row_size_G, most_G, kind_G, seed_G, round_G, position, width,
+    parent_X, offer_X, mass_X, alive_X, ess_G, collapsed_G, offered_M, relative_M, CHUNK: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    group = tl.program_id(0)
+    sources, kind = tl.load(source_size_G + group).to(tl.int32), tl.load(kind_G + group)
+    if (sources == 0) | (kind == INDEPENDENT):
+        tl.store(ess_G + group, 0.0)
+        tl.store(collapsed_G + group, False)
+        return
+    source_first, row_first = tl.load(source_first_G + group).to(tl.int64), tl.load(row_first_G + group).to(tl.int64)
+    size, most, is_best = tl.load(row_size_G + group).to(tl.int32), tl.load(most_G + group).to(tl.int32), kind == BEST
+    count, at = sources * width, source_first * width
+    share_M, mass_R, there_R = share_RC + at, mass_R + source_first, there_R + source_first
+    offered_M, relative_M = offered_M + at, relative_M + at
+    valid, lowest, top = _spread(share_M, mass_R, there_R, offered_M, count, width, CHUNK, False)
+    collapsed = (kind != BEST) & (valid == 0)
+    if collapsed:
+        valid, lowest, top = _spread(share_M, mass_R, there_R, offered_M, count, width, CHUNK, True)
+    total = _scale(offered_M, relative_M, count, top, CHUNK)
+    bound, ties, factor = tl.full((), -float("inf"), tl.float64), 0, tl.zeros((), tl.float64)
+    if valid > most:
+        bound, ties, factor = _bound(offered_M, relative_M, count, lowest, top, most, is_best, CHUNK)
+    uniform = tl.sum(_uniform(tl.load(seed_G + group), position + tl.arange(0, 1), tl.load(round_G + group)), 0)
+    parent_N, offer_N, mass_N, alive_N = parent_X + row_first, offer_X + row_first, mass_X + row_first, alive_X + row_first
+    went, first = _draw(
+        offered_M, relative_M, count, total, bound, ties, factor, most, size, is_best, uniform, source_first, width,
+        parent_N, offer_N, mass_N, alive_N, CHUNK, LEAST,
+    )  # fmt: skip
+    first = tl.where(went > 0, first, 0)
+    ess = _finish(parent_N, offer_N, mass_N, went, size, source_first + first // width, (first % width).to(tl.int64), CHUNK)
+    tl.store(ess_G + group, ess)
+    tl.store(collapsed_G + group, collapsed)
+
+
+@triton.jit
+def _keep_roots(
+    root_X, alive_X, row_first_G, row_size_G, place_first_G, place_size_G, row_A, alive_A, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """Twice through the group's rows, BLOCK_N at a time: how many continue each place, and where those beyond the first of a place go."""
+    group = tl.program_id(0)
+    rows, size = tl.load(row_size_G + group).to(tl.int32), tl.load(place_size_G + group).to(tl.int32)
+    row_first, first = tl.load(row_first_G + group).to(tl.int64), tl.load(place_first_G + group).to(tl.int64)
+    n = tl.arange(0, BLOCK_N)
+    rows = tl.where(size > 0, rows, 0)
+    count_N, own_N = tl.zeros((BLOCK_N,), tl.int32), tl.zeros((BLOCK_N,), tl.int32) + rows
+    for begin in range(0, rows, BLOCK_N):
+        is_of_IN, i = _continues(root_X + row_first, alive_X + row_first, begin, rows, first, BLOCK_N)
+        count_N += tl.sum(is_of_IN.to(tl.int32), 0)
+        own_N = tl.minimum(own_N, tl.min(tl.where(is_of_IN, i[:, None], rows), 0))
+    further_N, free_N = tl.maximum(count_N - 1, 0), (count_N == 0) & (n < size)
+    rank_N, passed_N = tl.cumsum(free_N.to(tl.int32), 0), tl.cumsum(further_N, 0)
+    filled_N = (n < size) & ((count_N > 0) | (rank_N <= tl.sum(further_N, 0)))
+    seen_N, filler_N = passed_N - further_N, tl.zeros((BLOCK_N,), tl.int32)
+    for begin in range(0, rows, BLOCK_N):
+        is_of_IN, i = _continues(root_X + row_first, alive_X + row_first, begin, rows, first, BLOCK_N)
+        is_further_IN = (is_of_IN & (i[:, None] != own_N[None, :])).to(tl.int32)
+        # Further rows are numbered from 1, place after place, and the r-th of them takes the r-th free place.
+        number_I = tl.sum((seen_N[None, :] + tl.cumsum(is_further_IN, 0)) * is_further_IN, 1)
+        takes_IN = free_N[None, :] & (rank_N[None, :] == number_I[:, None])
+        filler_N += tl.sum(tl.where(takes_IN, i[:, None], 0), 0)
+        seen_N += tl.sum(is_further_IN, 0)
+    taken_N = tl.where(count_N > 0, own_N, filler_N)
+    lead = tl.min(tl.where(filled_N, n, BLOCK_N), 0)
+    taken_N = tl.where(filled_N, taken_N, tl.sum(tl.where(n == lead, taken_N, 0), 0))
+    stays_N = (n < size) & (rows > 0)
+    tl.store(row_A + first + n, row_first + taken_N, mask=stays_N)
+    tl.store(alive_A + first + n, filled_N, mask=stays_N)
+
+
+@triton.jit
+def _continues(root_X, alive_X, begin, rows, first, BLOCK_N: tl.constexpr):
+    """Whether rows from `begin` on are alive and continue each of a group's places; and the rows' numbers."""
+    i = begin + tl.arange(0, BLOCK_N)
+    is_alive_I = tl.load(alive_X + i, mask=i < rows, other=0) != 0
+    place_I = tl.where(is_alive_I, (tl.load(root_X + i, mask=i < rows, other=0) - first).to(tl.int32), -1)
+    return place_I[:, None] == tl.arange(0, BLOCK_N)[None, :], i

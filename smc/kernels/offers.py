@@ -1,0 +1,223 @@
+"""What rows of logits offer: the likeliest tokens of every row one by one, and a token drawn from the rest of its law, which stands for it.
+
+Nothing is sorted. The C largest entries of a row lie in the C parts of it whose largest entries are largest, so a search goes down from
+long parts to parts of a few columns and at last to columns: each time there are few, and their ranks are found by comparing all with all.
+The draw from the rest is the exponential race of `smc.kernels.sampling`, without the entries that have been found.
+Four launches: two passes over the logits, each with a program for every block of a row, and after each a program for every row. Nothing
+reads the host, and grids follow from shapes alone: it can be captured in a CUDA graph.
+
+Axes: R rows, V columns, S splits of the vocabulary, C likeliest tokens, X parts of a row at one step of the search, P parts of a split.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from smc.algorithm.expansion import OFFERS, Offers
+from smc.kernels.law import (
+    Cut,
+    combine,
+    cut_arguments,
+    cut_logit,
+    finite,
+    inverse_temperature,
+    load_block,
+    order_key,
+    require_rows,
+)
+from smc.kernels.sampling import exponentials
+
+PART = 64
+"""Columns of the parts of which the first pass keeps the largest entry."""
+FAN = 8
+"""Parts that a part is made of at the next step of the search."""
+FEW, MOST_STEPS = 256, 3
+"""Parts of a row that a search may begin with, unless it would take more steps."""
+
+
+def offer(
+    logits_RV: Tensor,
+    vocab: int,
+    temperature_R: Tensor,
+    seed_R: Tensor,
+    round_R: Tensor,
+    stream_R: Tensor,
+    position_R: Tensor,
+    purpose: int,
+    cut: Cut | None = None,
+    block: int | None = None,
+    warps: int = 4,
+) -> Offers:
+    """What rows offer from softmax(logits / temperature) after `cut`: their min(OFFERS, vocab) likeliest tokens, the likeliest first and of
+    equal logits the first, then the token drawn from the rest with the random numbers of `smc.kernels.sampling.draw`.
+
+    Only the first `vocab` columns count; the row stride is free. Temperature 0 is greedy. A row with NaN gives NaN.
+    """
+    require_rows(logits_RV, vocab)
+    rows, block, most, steps = len(temperature_R), block or min(4096, triton.next_power_of_2(vocab)), min(OFFERS, vocab), _steps(vocab)
+    splits, length = triton.cdiv(vocab, block), FAN**steps
+    assert block >= PART or length < PART
+    floats, ints = (partial(logits_RV.new_empty, dtype=dtype) for dtype in (torch.float32, torch.int32))
+    sums_2RS, rest_2RS, won_RS, token_RS = floats(2, rows, splits), floats(2, rows, splits), floats(rows, splits), ints(rows, splits)
+    largest_RP, bound_2R, norm_2R = ints(rows, splits * (block // PART)), ints(2, rows), floats(2, rows)
+    found = (logits_RV.new_empty((rows, most + 1), dtype=torch.int64), *floats(2, rows, most + 1))
+    law = (logits_RV, logits_RV.stride(0), temperature_R, *cut_arguments(cut, temperature_R))
+    keys = (key.contiguous() for key in (seed_R, round_R, stream_R, position_R))
+    blocks, by_row = {"CUT": cut is not None, "BLOCK": block, "num_warps": warps}, {"CUT": cut is not None}
+    by_row["SPLITS"] = triton.next_power_of_2(splits)
+    parts = (largest_RP, largest_RP.shape[1])
+    _survey[(splits, rows)](*law, vocab, *sums_2RS, *parts, PART=PART if length >= PART else 0, **blocks)
+    search = {"STEPS": steps, "COUNT": triton.next_power_of_2(max(OFFERS, triton.cdiv(vocab, length))), "MOST": OFFERS, "FAN": FAN}
+    _find[(rows,)](*law, vocab, *sums_2RS, *parts, *bound_2R, *norm_2R, *found, splits, most, PART=PART, **search, **by_row, num_warps=8)
+    # Without fused multiply-adds the variates are those of `smc.philox.exponentials` to the last bit before the logarithm.
+    race = (*keys, *bound_2R, *rest_2RS, won_RS, token_RS)
+    _race_rest[(splits, rows)](*law, vocab, *race, PURPOSE=int(purpose), enable_fp_fusion=False, **blocks)
+    _finish_rest[(rows,)](*law, *rest_2RS, won_RS, token_RS, *norm_2R, *found, splits, most, **by_row, num_warps=1)
+    return Offers(*found)
+
+
+def _steps(vocab: int) -> int:
+    """Steps of a search down to single columns, after its first."""
+    return next((i for i in range(MOST_STEPS) if vocab <= FEW * FAN**i), MOST_STEPS)
+
+
+@triton.jit
+def _survey(
+    logits, stride, temperature_R, key_R, last_R, drop_R, vocab, max_RS, sum_RS, largest_RP, parts,
+    PART: tl.constexpr, CUT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One block of one row: its maximum, its sum of exponentials from there, and the `order_key` of each part's largest entry."""
+    split, row, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    inverse, _ = inverse_temperature(temperature_R, row)
+    raw, column = load_block(logits, stride, row, vocab, BLOCK)
+    logit = cut_logit(raw, column, row, inverse, key_R, last_R, drop_R, CUT)
+    top = tl.max(logit, 0)
+    tl.store(max_RS + row * splits + split, top)
+    tl.store(sum_RS + row * splits + split, tl.sum(tl.exp(logit - finite(top)), 0))
+    if PART > 0:
+        largest_P = tl.max(tl.reshape(order_key(raw), (BLOCK // PART, PART)), 1)
+        tl.store(largest_RP + row * parts + split * (BLOCK // PART) + tl.arange(0, BLOCK // PART), largest_P)
+
+
+@triton.jit
+def _largest(logits_V, vocab, largest_P, parts, part_X, PART: tl.constexpr, LENGTH: tl.constexpr):
+    """`order_key` of the largest entry of every given part of LENGTH columns; the least there is past the end."""
+    UNIT: tl.constexpr = PART if LENGTH >= PART else 1
+    count = parts if LENGTH >= PART else vocab
+    if LENGTH == UNIT:
+        at, inside = part_X, part_X < count
+    else:
+        at = part_X[:, None] * (LENGTH // UNIT) + tl.arange(0, LENGTH // UNIT)[None, :]
+        inside = at < count
+    if LENGTH >= PART:
+        key = tl.load(largest_P + at, mask=inside, other=-0x80000000)
+    else:
+        key = tl.where(inside, order_key(tl.load(logits_V + at, mask=inside, other=0.0)), -0x80000000)
+    return key if LENGTH == UNIT else tl.max(key, 1)
+
+
+@triton.jit
+def _first_of(key_X, part_X, SIZE: tl.constexpr, MOST: tl.constexpr):
+    """The parts of the MOST largest keys and these keys, descending; of equal keys the first part comes first."""
+    packed_X = (key_X.to(tl.int64) << 32) | (part_X ^ 0x7FFFFFFF).to(tl.int64)
+    larger_X = tl.zeros((SIZE,), tl.int32)
+    # Some at a time, for registers.
+    for begin in range(0, SIZE, MOST):
+        other_C = tl.gather(packed_X, begin + tl.arange(0, MOST), 0)
+        larger_X += tl.sum((other_C[None, :] > packed_X[:, None]).to(tl.int32), 1)
+    is_ranked_CX = larger_X[None, :] == tl.arange(0, MOST)[:, None]
+    packed_C = tl.sum(tl.where(is_ranked_CX, packed_X[None, :], 0), 1)
+    return (packed_C & 0x7FFFFFFF).to(tl.int32) ^ 0x7FFFFFFF, (packed_C >> 32).to(tl.int32)
+
+
+@triton.jit
+def _find(
+    logits, stride, temperature_R, key_R, last_R, drop_R, vocab, max_RS, sum_RS, largest_RP, parts,
+    bound_key_R, bound_column_R, top_R, log_sum_R, token_RC, logq_RC, share_RC, splits, most,
+    STEPS: tl.constexpr, COUNT: tl.constexpr, MOST: tl.constexpr, FAN: tl.constexpr, PART: tl.constexpr,
+    SPLITS: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
+    """One row: its likeliest tokens, the last one's key and column, and the law's normaliser."""
+    row = tl.program_id(0)
+    logits_V, largest_P = logits + row.to(tl.int64) * stride, largest_RP + row * parts
+    part_X = tl.arange(0, COUNT)
+    key_X = _largest(logits_V, vocab, largest_P, parts, part_X, PART, FAN**STEPS)
+    column_C, key_C = _first_of(key_X, part_X, COUNT, MOST)
+    for step in tl.static_range(STEPS):
+        part_X = tl.reshape(column_C[:, None] * FAN + tl.arange(0, FAN)[None, :], (MOST * FAN,))
+        key_X = _largest(logits_V, vocab, largest_P, parts, part_X, PART, FAN ** (STEPS - 1 - step))
+        column_C, key_C = _first_of(key_X, part_X, MOST * FAN, MOST)
+    is_last_C = tl.arange(0, MOST) == most - 1
+    tl.store(bound_key_R + row, tl.sum(tl.where(is_last_C, key_C, 0), 0))
+    tl.store(bound_column_R + row, tl.sum(tl.where(is_last_C, column_C, 0), 0))
+    # With NaN in the row any column may come out.
+    column_C, rank_C, out = tl.minimum(column_C, vocab - 1), tl.arange(0, MOST), row.to(tl.int64) * (most + 1)
+    inverse, greedy = inverse_temperature(temperature_R, row)
+    logit_C = cut_logit(tl.load(logits_V + column_C), column_C, row, inverse, key_R, last_R, drop_R, CUT)
+    _, top, total = combine(max_RS, sum_RS, row, splits, SPLITS)
+    log_sum = tl.log(total)
+    lse = top + log_sum
+    # lse - lse is 0, or NaN where the row has no law.
+    logq_C = tl.where(greedy, tl.where(rank_C == 0, 0.0, -float("inf")), (logit_C - top) - log_sum) + (lse - lse)
+    tl.store(token_RC + out + rank_C, column_C.to(tl.int64), mask=rank_C < most)
+    tl.store(logq_RC + out + rank_C, logq_C, mask=rank_C < most)
+    tl.store(share_RC + out + rank_C, logq_C, mask=rank_C < most)
+    tl.store(top_R + row, top)
+    tl.store(log_sum_R + row, log_sum)
+
+
+@triton.jit
+def _race_rest(
+    logits, stride, temperature_R, key_R, last_R, drop_R, vocab, seed_R, round_R, stream_R, position_R,
+    bound_key_R, bound_column_R, max_RS, sum_RS, won_RS, token_RS,
+    PURPOSE: tl.constexpr, CUT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One block of one row without the row's likeliest tokens: as `_race` of `smc.kernels.sampling` for one draw."""
+    split, row, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    inverse, greedy = inverse_temperature(temperature_R, row)
+    raw, column = load_block(logits, stride, row, vocab, BLOCK)
+    logit = cut_logit(raw, column, row, inverse, key_R, last_R, drop_R, CUT)
+    key, bound = order_key(raw), tl.load(bound_key_R + row)
+    is_found = (key > bound) | ((key == bound) & (column <= tl.load(bound_column_R + row)))
+    logit = tl.where(is_found, -float("inf"), tl.where(greedy, -float("inf"), logit))
+    top = tl.max(logit, 0)
+    safe = finite(top)
+    out = row * splits + split
+    tl.store(max_RS + out, top)
+    tl.store(sum_RS + out, tl.sum(tl.exp(logit - safe), 0))
+    stream_1 = tl.load(stream_R + row + tl.arange(0, 1)).to(tl.uint32)
+    position, rounds = tl.load(position_R + row).to(tl.uint32), tl.load(round_R + row).to(tl.uint32)
+    w0_1, w1_1, _, _ = tl.philox(tl.load(seed_R + row), position, stream_1, rounds, PURPOSE)
+    won = exponentials(w0_1, w1_1, column) * tl.exp(safe - logit)
+    best, at = tl.min(won, 0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(won_RS + out, best)
+    tl.store(token_RS + out, split * BLOCK + at)
+
+
+@triton.jit
+def _finish_rest(
+    logits, stride, temperature_R, key_R, last_R, drop_R, max_RS, sum_RS, won_RS, token_RS, top_R, log_sum_R,
+    token_RC, logq_RC, share_RC, splits, most, SPLITS: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
+    """One row: the token of the rest, and its share."""
+    row, split = tl.program_id(0), tl.arange(0, SPLITS)
+    inverse, greedy = inverse_temperature(temperature_R, row)
+    max_S, rest_top, rest = combine(max_RS, sum_RS, row, splits, SPLITS)
+    top, log_sum = tl.load(top_R + row), tl.load(log_sum_R + row)
+    won_S = tl.load(won_RS + row * splits + split, mask=split < splits, other=float("inf")) * tl.exp(rest_top - max_S)
+    _, at = tl.min(won_S, 0, return_indices=True, return_indices_tie_break_left=True)
+    lse = top + log_sum
+    # With NaN in the row any winner may come out, even one past the end.
+    token = tl.where(lse == lse, tl.load(token_RS + row * splits + tl.minimum(at, splits - 1)), 0)
+    raw = tl.load(logits + row.to(tl.int64) * stride + token)
+    logit = cut_logit(raw, token, row, inverse, key_R, last_R, drop_R, CUT)
+    out = row.to(tl.int64) * (most + 1)
+    of_best = tl.where(token == tl.load(token_RC + out), 0.0, -float("inf"))
+    tl.store(token_RC + out + most, token.to(tl.int64))
+    tl.store(logq_RC + out + most, tl.where(greedy, of_best, (logit - top) - log_sum) + (lse - lse))
+    tl.store(share_RC + out + most, (rest_top - top) + (tl.log(rest) - log_sum) + (lse - lse))

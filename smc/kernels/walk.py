@@ -1,0 +1,45 @@
+"""How far blocks of a tree agree with the target's own draws, on the device: `smc.algorithm.walk` in one launch, one program a group.
+
+Nothing reads the host, and the grid follows from shapes alone: it can be captured in a CUDA graph.
+
+Axes: A places, Q tokens of a block, G groups, N places of a group.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from smc.algorithm.bounds import MAX_PARTICLES
+
+
+def walk(tokens_AQ: Tensor, count_A: Tensor, drawn_AQ: Tensor, alive_A: Tensor, groups: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """As `smc.algorithm.walk.walk`, for groups of up to MAX_PARTICLES places; integers of any type."""
+    places, tokens = tokens_AQ.shape
+    best_A = torch.arange(places, device=tokens_AQ.device)
+    right_A = torch.ones_like(best_A)
+    given = (tensor.contiguous() for tensor in (tokens_AQ, count_A, drawn_AQ, alive_A, *groups))
+    block = triton.next_power_of_2(tokens + 1)
+    _walk[(len(groups[0]),)](*given, best_A, right_A, tokens, BLOCK_N=MAX_PARTICLES, BLOCK_Q=block, num_warps=4)
+    return best_A, right_A
+
+
+@triton.jit
+def _walk(tokens_AQ, count_A, drawn_AQ, alive_A, first_G, size_G, best_A, right_A, tokens, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr):
+    group = tl.program_id(0)
+    first, size = tl.load(first_G + group).to(tl.int64), tl.load(size_G + group)
+    n, q = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_Q)
+    exists_N, place_N = n < size, first + n
+    count_N = tl.load(count_A + place_N, mask=exists_N, other=0)
+    at_NQ = place_N[:, None] * tokens + q[None, :]
+    # The first token is right; after it, each that exists and was drawn where the one before it stands.
+    asks_NQ = exists_N[:, None] & (q > 0)[None, :] & (q < tokens)[None, :] & (q[None, :] < count_N[:, None])
+    said_NQ = tl.load(tokens_AQ + at_NQ, mask=asks_NQ, other=0)
+    agrees_NQ = (q == 0)[None, :] | (asks_NQ & (said_NQ == tl.load(drawn_AQ + at_NQ - 1, mask=asks_NQ, other=-1)))
+    right_N = tl.min(tl.where(agrees_NQ, BLOCK_Q, q[None, :]), 1)
+    right_N = tl.where(tl.load(alive_A + place_N, mask=exists_N, other=0) != 0, right_N, 0)
+    right, best = tl.max(tl.where(exists_N, right_N, -1), 0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(best_A + place_N, (first + best) + n * 0, mask=exists_N)
+    tl.store(right_A + place_N, tl.maximum(right, 1) + n * 0, mask=exists_N)

@@ -1,0 +1,210 @@
+"""The device's choice among continuations, of places, and of the block that agrees longest, against the torch ones.
+
+Axes: R source rows, C offers of a row, X rows that go on, A places, G groups, N places of a group, Q tokens of a block.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smc.algorithm import expansion as reference
+from smc.algorithm.bounds import MAX_PARTICLES
+from smc.algorithm.expansion import OFFERS, Expansion, Kind, Offers
+from smc.algorithm.walk import walk as reference_walk
+from smc.kernels import expansion
+from smc.kernels.walk import walk
+from tests.kernels.conftest import DEVICE
+
+ON_GPU = DEVICE.type == "cuda"
+CHUNK = 64
+NO_MASS = -math.inf
+examples = settings(max_examples=400 if ON_GPU else 30, deadline=None)
+Bounds = tuple[torch.Tensor, torch.Tensor]
+
+
+def bounds(sizes: list[int]) -> Bounds:
+    """First and size of groups one after another."""
+    return torch.tensor(list(itertools.accumulate(sizes[:-1], initial=0)), dtype=torch.int32), torch.tensor(sizes, dtype=torch.int32)
+
+
+def to(device: torch.device, value: object) -> object:
+    if isinstance(value, tuple):
+        return tuple(to(device, one) for one in value)
+    if isinstance(value, Offers):
+        return Offers(*(one.to(device) for one in vars(value).values()))
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def grouped(groups: list[dict], width: int, padding: int = 0, padding_groups: int = 0, least: float = 0.0, step: int = 0) -> tuple:
+    """The arguments of `expand`; a group: log masses and shares [R, C] of its sources, places, how many may go on, kind, seed, and which
+    sources are not there. `padding` sources and places come last, with what is worth taking."""
+    mass_R = torch.cat([*(group["mass_R"] for group in groups), torch.full((padding,), 1e6, dtype=torch.float64)])
+    share_RC = torch.cat([*(group["share_RC"] for group in groups), torch.zeros(padding, width)])
+    there_R = torch.ones(len(mass_R), dtype=torch.bool)
+    sources = bounds([len(group["mass_R"]) for group in groups] + [0] * padding_groups)
+    rows = bounds([group["size"] for group in groups] + [0] * padding_groups)
+    for group, first in zip(groups, sources[0].tolist()):
+        there_R[[first + dead for dead in group.get("dead", ())]] = False
+    most_G, kind_G = (
+        torch.tensor([group[name] for group in groups] + [0] * padding_groups, dtype=torch.int32) for name in ("most", "kind")
+    )
+    seed_G = torch.tensor([group.get("seed", 0) for group in groups] + [0] * padding_groups)
+    offers = Offers(torch.zeros_like(share_RC).long(), share_RC, share_RC)
+    total = int(rows[1].sum()) + padding
+    return offers, mass_R, there_R, sources, rows, most_G, kind_G, (seed_G, torch.full_like(seed_G, 7), step), total, least
+
+
+def assert_same(arguments: tuple, chunk: int | None = CHUNK) -> Expansion:
+    """Returns the kernel's expansion. Where nothing goes on in a group, what its rows repeat means nothing."""
+    expected, made = reference.expand(*arguments), expansion.expand(*to(DEVICE, arguments), chunk=chunk)
+    made = Expansion(*(value.cpu() for value in vars(made).values()))
+    rows, alive_X = arguments[4], expected.alive_X
+    assert torch.equal(made.alive_X, alive_X) and torch.equal(made.collapsed_G, expected.collapsed_G)
+    said_X = torch.ones_like(alive_X)
+    for first, size in zip(*(bound.tolist() for bound in rows)):
+        said_X[first : first + size] = alive_X[first : first + size].any()
+    for name in ("parent_X", "offer_X"):
+        assert torch.equal(getattr(made, name)[said_X], getattr(expected, name)[said_X]), name
+    # A log of a log mass's size is as exact as that.
+    torch.testing.assert_close(made.mass_X, expected.mass_X, atol=1e-10, rtol=1e-14)
+    torch.testing.assert_close(made.ess_G, expected.ess_G, atol=1e-9, rtol=1e-9)
+    return made
+
+
+def shares(rows: int, width: int, seed: int, spread: float, dropped: float = 0.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    share_RC = (torch.randn(rows, width, generator=generator) * spread).log_softmax(-1)
+    return share_RC.masked_fill(torch.rand(rows, width, generator=generator) < dropped, NO_MASS)
+
+
+@st.composite
+def groups(draw, width: int) -> dict:
+    """Masses of any spread, far from 0, some or all without mass, in ties, or NaN; more and fewer places than offers."""
+    sources, seed = draw(st.integers(1, 9)), draw(st.integers(0, 10**6))
+    mass_R = torch.randn(sources, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    mass_R = mass_R * draw(st.sampled_from([0.01, 1.0, 20.0, 1000.0])) + draw(st.sampled_from([0.0, -700.0, -1e5, 1e5]))
+    share_RC = shares(sources, width, seed, draw(st.sampled_from([0.01, 1.0, 8.0])), draw(st.sampled_from([0.0, 0.0, 0.5, 1.0])))
+    if draw(st.booleans()):
+        mass_R, share_RC = mass_R.round(), share_RC.round()
+    if draw(st.sampled_from([False] * 5 + [True])):
+        mass_R[0], share_RC[-1, 0] = math.nan, math.nan
+    size = draw(st.integers(1, 12))
+    kind = draw(st.sampled_from([Kind.DISTINCT, Kind.DISTINCT, Kind.BEST, Kind.BEST, Kind.INDEPENDENT]))
+    dead = draw(st.sets(st.integers(0, sources - 1), max_size=sources))
+    most = draw(st.integers(0, size) | st.just(size))
+    return {"mass_R": mass_R, "share_RC": share_RC, "size": size, "most": most, "kind": kind, "seed": seed - 5 * 10**5, "dead": dead}
+
+
+@examples
+@given(st.data(), st.sampled_from([1, 2, 9, OFFERS + 1]), st.integers(0, 3), st.sampled_from([0.0, 0.1]), st.integers(0, 9))
+def test_equals_the_torch_expansion(data, width, padding, least, step):
+    made = data.draw(st.lists(groups(width), min_size=1, max_size=4))
+    assert_same(grouped(made, width, padding, padding, least, step))
+
+
+LARGEST = 1024
+
+
+@pytest.mark.parametrize(
+    ("sources", "width", "size"), [(1, 1, 1), (1, 33, 64), (64, 1, 64), (64, 33, 64), (64, 33, LARGEST), (LARGEST, 33, LARGEST)]
+)
+def test_equals_the_torch_expansion_up_to_the_largest_shape(sources, width, size):
+    mass_R = torch.randn(sources, generator=torch.Generator().manual_seed(size), dtype=torch.float64) * 4 - 1e5
+    same = {"mass_R": mass_R, "share_RC": shares(sources, width, size, 3.0), "size": size, "most": size}
+    assert_same(grouped([same | {"kind": kind, "seed": 3} for kind in (Kind.BEST, Kind.DISTINCT)], width, padding=1), chunk=None)
+
+
+@pytest.mark.parametrize("kind", [Kind.BEST, Kind.DISTINCT])
+@pytest.mark.parametrize("masses", ["equal", "in steps of e^100", "one", "halves", "two of each"])
+def test_masses_in_ties_and_in_steps(masses, kind):
+    """Of equal masses the first are the best; each step makes one offer more sure, and an offer may be just sure."""
+    r = torch.arange(40, dtype=torch.float64)
+    mass_R = {
+        "equal": r * 0 - 3.5,
+        "in steps of e^100": -100 * r.flip(0),
+        "one": torch.where(r == 17, 0.0, NO_MASS),
+        "halves": -math.log(2) * r,
+        "two of each": -(r // 2),
+    }[masses]
+    given = {"mass_R": mass_R, "share_RC": torch.zeros(40, 1), "kind": kind, "size": 16}
+    assert_same(grouped([given | {"most": most, "seed": most} for most in (0, 1, 2, 7, 15, 16)], 1))
+
+
+def test_a_group_that_collapses_takes_what_it_is_offered():
+    share_RC = torch.zeros(3, 4).masked_fill(torch.eye(3, 4) > 0, NO_MASS)
+    given = {"mass_R": torch.full((3,), NO_MASS, dtype=torch.float64), "share_RC": share_RC, "size": 4, "most": 4, "dead": (1,)}
+    made = assert_same(
+        grouped([given | {"kind": kind} for kind in (Kind.DISTINCT, Kind.BEST)] + [given | {"dead": (0, 1, 2), "kind": 1}], 4)
+    )
+    assert made.collapsed_G.tolist() == [True, False, True]
+    assert made.alive_X.tolist() == [True] * 4 + [False] * 8
+    assert set(made.parent_X[:4].tolist()) <= {0, 2} and (made.parent_X[4:8] == 3).all() and (made.parent_X[8:] == 6).all()
+
+
+@pytest.mark.skipif(ON_GPU, reason="a compiled kernel's uniforms cannot be replaced")
+@pytest.mark.parametrize("uniform", [0.0, 0.25, 0.5, 1 - 2.0**-53])
+def test_points_on_edges_take_as_many_as_there_is_room_for_and_none_without_mass(uniform, monkeypatch):
+    monkeypatch.setattr(expansion, "_uniform", lambda _, position_X, __: position_X.to(tl.float64) * 0 + uniform)
+    log = torch.tensor([0.0, 1.0, 1.0, 0.0, 2.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0], dtype=torch.float64).log()
+    given = {"mass_R": log, "share_RC": torch.zeros(11, 1), "size": 8, "kind": Kind.DISTINCT}
+    arguments = grouped([given | {"most": most} for most in (2, 4, 5)], 1)
+    made = expansion.expand(*arguments, chunk=4)
+    assert [int(made.alive_X[8 * i : 8 * i + 8].sum()) for i in range(3)] == [2, 4, 5]
+    alive = made.alive_X
+    assert (arguments[1][made.parent_X[alive]] > NO_MASS).all()
+    for i in range(3):
+        parents = made.parent_X[8 * i : 8 * i + 8][alive[8 * i : 8 * i + 8]]
+        assert (parents.diff() > 0).all()
+
+
+@st.composite
+def populations(draw) -> tuple[torch.Tensor, torch.Tensor, Bounds, Bounds, int]:
+    """The arguments of `keep_roots`: groups whose rows are no more alive than there are places."""
+    sizes = draw(st.lists(st.sampled_from([0, 1, 2, 5, MAX_PARTICLES]), min_size=1, max_size=4))
+    rows = [size and draw(st.sampled_from([1, size, 3 * size])) for size in sizes]
+    rng = np.random.default_rng(draw(st.integers(0, 10**6)))
+    places, root, alive = bounds(sizes), [], []
+    for first, size, count in zip(places[0].tolist(), sizes, rows):
+        kinds = rng.integers(0, size, max(1, size // 2)) if size else []
+        root += (rng.choice(kinds, count) + first).tolist() if size else []
+        of_group = np.zeros(count, dtype=bool)
+        of_group[rng.permutation(count)[: rng.integers(0, min(size, count) + 1) if size else 0]] = True
+        alive += of_group.tolist()
+    padding = draw(st.integers(0, 2))
+    root_X = torch.tensor(root + [0] * padding, dtype=torch.int64)
+    return root_X, torch.tensor(alive + [True] * padding, dtype=torch.bool), bounds(rows), places, sum(sizes) + padding
+
+
+@examples
+@given(populations())
+def test_roots_are_kept_as_the_torch_ones(arguments):
+    expected, made = reference.keep_roots(*arguments), expansion.keep_roots(*to(DEVICE, arguments))
+    for wanted_A, found_A in zip(expected, made):
+        assert torch.equal(found_A.cpu(), wanted_A)
+
+
+@st.composite
+def blocks(draw) -> tuple[torch.Tensor, ...]:
+    """The arguments of `walk`, of few tokens, so that blocks agree for long."""
+    sizes = draw(st.lists(st.sampled_from([0, 1, 2, 7, MAX_PARTICLES]), min_size=1, max_size=4))
+    padding, q, rng = draw(st.integers(0, 2)), draw(st.sampled_from([1, 2, 5, 8, 33])), np.random.default_rng(draw(st.integers(0, 10**6)))
+    places = sum(sizes) + padding
+    tokens_AQ, drawn_AQ = (torch.from_numpy(rng.choice(2, (places, q), p=[0.9, 0.1])) for _ in range(2))
+    alive_A = torch.from_numpy(rng.random(places) < rng.choice([0.0, 0.5, 1.0]))
+    alive_A[sum(sizes) :] = False
+    return tokens_AQ, torch.from_numpy(rng.integers(1, q + 1, places)), drawn_AQ, alive_A, bounds(sizes)
+
+
+@examples
+@given(blocks())
+def test_the_walk_is_the_torch_one(arguments):
+    for wanted_A, found_A in zip(reference_walk(*arguments), walk(*to(DEVICE, arguments))):
+        assert torch.equal(found_A.cpu(), wanted_A)

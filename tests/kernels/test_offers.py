@@ -1,0 +1,153 @@
+"""What rows offer, against the torch laws: which tokens, their log-probabilities, the rest's share, and the token that stands for it.
+
+Axes: R rows, V vocabulary, C likeliest tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smc.algorithm.expansion import OFFERS, Offers
+from smc.arrays import to_device
+from smc.kernels.offers import offer
+from smc.kernels.truncation import truncate
+from smc.laws import Laws, LawSpec
+from smc.philox import Purpose, exponentials, words
+from smc.runtime.kernels import KernelSampling
+from smc.runtime.sampling import DrawKeys, Sampling
+from tests.kernels.conftest import DEVICE
+from tests.kernels.cuts import arguments
+from tests.kernels.test_extremes import DTYPES, largest, logit_rows, truncating
+from tests.test_laws import TOLERANCE, Spec, law_spec
+
+examples = settings(max_examples=200 if DEVICE.type == "cuda" else 8, deadline=None)
+SIZES = [1, 2, 15, OFFERS - 1, OFFERS, OFFERS + 1, 40, 300]
+ALPHAS = (1.0, 0.5, 2.0)
+
+
+def keys(rows: int, device: torch.device = DEVICE) -> DrawKeys:
+    """One draw a row: seeds of all 64 bits, rounds, streams and positions of all 32."""
+    rng = np.random.default_rng(rows)
+    big = torch.from_numpy(rng.integers(0, 2**32, (3, rows))).to(device)
+    return DrawKeys(torch.from_numpy(rng.integers(-(2**63), 2**63, rows)).to(device), big[0], big[1][:, None], big[2], Purpose.PROPOSAL)
+
+
+def made(logits_RV: torch.Tensor, vocab: int, spec: LawSpec, share: float = 0.0, block: int | None = None) -> Offers:
+    """By the kernel, back on the CPU."""
+    key, on_device = keys(len(logits_RV)), arguments(spec, DEVICE)
+    cut = truncate(logits_RV, vocab, *on_device, share) if spec.active & {"top_k", "top_p", "min_p"} else None
+    random = (key.seed_R, key.round_R, key.stream_RD[:, 0], key.position_R, int(key.purpose))
+    offers = offer(logits_RV, vocab, on_device[0], *random, cut, block)
+    return Offers(offers.token_RC.cpu(), offers.logq_RC.cpu(), offers.share_RC.cpu())
+
+
+def assert_offers(offers: Offers, logits_RV: torch.Tensor, log_law_RV: torch.Tensor, slack: float = 0.0) -> None:
+    """`log_law_RV` on the CPU; of two entries of the rest that come in within rounding of each other, either may win."""
+    rows, vocab = log_law_RV.shape
+    most = min(OFFERS, vocab)
+    tolerance = {"atol": TOLERANCE + slack, "rtol": TOLERANCE}
+    order_RV = logits_RV[:, :vocab].cpu().float().sort(dim=-1, descending=True, stable=True)[1]
+    assert torch.equal(offers.token_RC[:, :most], order_RV[:, :most])
+    torch.testing.assert_close(offers.logq_RC, log_law_RV.gather(1, offers.token_RC), **tolerance)
+    torch.testing.assert_close(offers.share_RC[:, :most], offers.logq_RC[:, :most], rtol=0, atol=0)
+    rest_RV = log_law_RV.scatter(1, order_RV[:, :most], -torch.inf)
+    rest_R1 = rest_RV.logsumexp(-1, keepdim=True)
+    torch.testing.assert_close(offers.share_RC[:, most], rest_R1[:, 0], **tolerance)
+    key = keys(rows, torch.device("cpu"))
+    columns = (key.seed_R[:, None], key.round_R[:, None], key.stream_RD, key.position_R[:, None])
+    word0_R1, word1_R1, _, _ = (torch.from_numpy(word) for word in words(*(column.numpy() for column in columns), key.purpose))
+    law_RV = torch.where(rest_R1 > -torch.inf, rest_RV - rest_R1, rest_RV).exp()
+    race_RV = exponentials(word0_R1, word1_R1, vocab)[:, 0] / law_RV
+    won_R = race_RV.gather(1, offers.token_RC[:, most:])[:, 0]
+    assert ((won_R <= race_RV.amin(-1) * (1 + 1e-5 + 2 * slack)) | (race_RV.amin(-1) == torch.inf)).all()
+    assert (offers.token_RC[rest_R1[:, 0] == -torch.inf, most] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@examples
+@given(data=st.data(), share=st.sampled_from([0.0, 0.1]))
+def test_truncated_mixed_and_greedy_laws(dtype, data, share):
+    """Fewer columns than are offered, logits far from 0, all but one forbidden, equal ones."""
+    vocab = data.draw(st.sampled_from(SIZES))
+    rows = data.draw(st.lists(st.tuples(logit_rows(dtype, vocab), truncating | st.just(Spec())), min_size=1, max_size=4))
+    logits_RV = torch.tensor([row for row, _ in rows], dtype=dtype, device=DEVICE)
+    spec = law_spec(*(of for _, of in rows))
+    log_law_RV = Laws(spec).proposal(logits_RV.cpu().float(), share)
+    slack = largest(logits_RV, spec) * 2**-23 if share else 0.0
+    assert_offers(made(logits_RV, vocab, spec, share, block=32), logits_RV, log_law_RV, slack)
+
+
+@pytest.mark.parametrize("vocab", [256, 257, 2048, 2049, 16384, 16385, 20000])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_where_a_search_gets_a_further_step(vocab, dtype):
+    """Also with so many equal logits that the likeliest are some of them."""
+    logits_RV = (torch.randn(3, vocab, generator=torch.Generator().manual_seed(vocab)) * 3).to(dtype).to(DEVICE)
+    logits_RV[1] = (logits_RV[1] / 4).round()
+    logits_RV[2] = -torch.inf
+    logits_RV[2, [0, 63, vocab // 2, vocab - 1]] = torch.tensor([0.0, 1.0, 1.0, -0.0], dtype=dtype, device=DEVICE)
+    assert_offers(made(logits_RV, vocab, law_spec(*[Spec()] * 3)), logits_RV, Laws(law_spec(*[Spec()] * 3)).target(logits_RV.cpu().float()))
+
+
+@pytest.mark.parametrize(("vocab", "dtype", "cut"), [(128256, torch.float32, {}), (151936, torch.bfloat16, {"min_p": 1e-3})])
+def test_real_vocabularies_in_strided_rows_with_unused_columns(vocab, dtype, cut):
+    wide = (torch.randn(2, 2, vocab + 64, generator=torch.Generator().manual_seed(1)) * 2).to(dtype).to(DEVICE)
+    wide[..., vocab:] = 100.0
+    spec = law_spec(Spec(temperature=0.7), Spec(**cut))
+    log_law_RV = Laws(spec).proposal(wide[:, 1, :vocab].cpu().float(), 0.05)
+    assert_offers(made(wide[:, 1], vocab, spec, 0.05), wide[:, 1], log_law_RV, 1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("vocab", [20, 700])
+def test_rows_without_a_law_give_nan(vocab, temperature):
+    logits_RV = torch.randn(5, vocab, device=DEVICE)
+    logits_RV[1, 3], logits_RV[2, :], logits_RV[3, vocab - 1], logits_RV[4, :] = torch.nan, torch.nan, torch.inf, -torch.inf
+    logits_RV[1, 4] = logits_RV[2, : vocab // 2] = -logits_RV[1, 3]
+    offers = made(logits_RV, vocab, law_spec(*[Spec(temperature=temperature)] * 5), block=128)
+    for values_RC in (offers.logq_RC, offers.share_RC):
+        assert not values_RC[0].isnan().any() and values_RC[1:].isnan().all()
+    assert ((offers.token_RC >= 0) & (offers.token_RC < vocab)).all()
+
+
+def powered(rows: int, truncated: bool) -> LawSpec:
+    """A power for each row, one of them 1; on the device, as in a round."""
+    rng = np.random.default_rng(rows)
+    top_k_R = rng.choice([0, 3, 40], rows) if truncated else np.zeros(rows, dtype=np.int64)
+    numbers = (rng.choice([0.0, 0.7, 1.0], rows), top_k_R, np.ones(rows), np.zeros(rows), np.resize(ALPHAS, rows))
+    spec = LawSpec.of(*(array.astype(np.int64 if i == 1 else np.float32) for i, array in enumerate(numbers)))
+    tensors = (spec.temperature_R, spec.top_k_R, spec.top_p_R, spec.min_p_R, spec.alpha_R)
+    return LawSpec(*(torch.from_numpy(array).to(DEVICE) for array in tensors), spec.active)
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+@pytest.mark.parametrize("vocab", [8, 200])
+def test_offers_of_a_powered_law(vocab, truncated):
+    logits_RV = torch.randn(6, vocab, generator=torch.Generator().manual_seed(vocab)).to(DEVICE) * 3
+    spec, key = powered(6, truncated), keys(6)
+    found = KernelSampling(vocab).bonus_offer(logits_RV, spec, key)
+    expected = Sampling(vocab).bonus_offer(logits_RV, spec, key)
+    laws = Laws(spec, DEVICE)
+    offers = Offers(*(values_RC.cpu() for values_RC in vars(found[0]).values()))
+    assert_offers(offers, logits_RV, laws.powered(laws.target(logits_RV))[0].cpu())
+    # Of tokens without mass any may come.
+    torch.testing.assert_close(found[1].cpu(), laws.target(logits_RV).cpu().gather(1, offers.token_RC), atol=TOLERANCE, rtol=TOLERANCE)
+    torch.testing.assert_close(found[2], expected[2], atol=1e-4, rtol=TOLERANCE)
+
+
+def test_a_bonus_without_a_power_and_scores_of_rows_that_repeat():
+    logits_RV, vocab = torch.randn(4, 100, generator=torch.Generator().manual_seed(2)).to(DEVICE), 90
+    ones_R = torch.ones(4, device=DEVICE)
+    spec = LawSpec(ones_R, ones_R.long() * 7, ones_R, ones_R * 0, ones_R, frozenset({"top_k"}))
+    (offers, logp_RC, log_z_R), expected = (kind(vocab).bonus_offer(logits_RV, spec, keys(4)) for kind in (KernelSampling, Sampling))
+    torch.testing.assert_close(logp_RC, expected[1], atol=TOLERANCE, rtol=TOLERANCE)
+    assert torch.equal(logp_RC, offers.logq_RC) and (log_z_R == 0).all()
+    row_X = to_device(np.array([3, 0, 0, 2, 3, 1]), DEVICE)
+    for draws in (1, 3):
+        token_XD = torch.randint(0, vocab, (6, draws), device=DEVICE)
+        token_XD[:, 0] = logits_RV[row_X, :vocab].argmax(-1)
+        found, wanted = (kind(vocab).score(logits_RV, spec, token_XD, row_X) for kind in (KernelSampling, Sampling))
+        torch.testing.assert_close(found, wanted, atol=TOLERANCE, rtol=TOLERANCE)
