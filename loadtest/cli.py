@@ -72,7 +72,7 @@ def load(
     prompt_length: Annotated[Words, option(WHAT, f"Random prompts of this length: {FORMS}.", metavar="LAW")] = None,
     output_length: Annotated[Words, option(WHAT, f"Longest answer: {FORMS}. Default: 128.", metavar="LAW")] = None,
     ignore_eos: Annotated[bool | None, option(WHAT, "Go on to the longest answer.", "--ignore-eos/--no-ignore-eos")] = None,
-    method: Annotated[Words, option(WHAT, "smc, target, draft, or a mix: smc:0.9,target:0.1. Default: smc.", metavar="MIX")] = None,
+    method: Annotated[Words, option(WHAT, "smc, exact, target, draft, or a mix: smc:0.9,target:0.1. Default: smc.", metavar="MIX")] = None,
     particles: Annotated[
         Words, option(WHAT, "N, or a mix: 4:0.5,8:0.5. Default: the server's.", "--particles", "-n", metavar="MIX")
     ] = None,

@@ -12,6 +12,8 @@ from loadtest.laws import Lengths, Mix
 from loadtest.objective import Objective
 from services.wire.sampling import METHODS
 
+WITH_PARTICLES = {"smc", "exact"}
+"""Methods that have a number of particles."""
 CANCEL_BY = ("leave", "abort")
 """The client ends its call; somebody who knows the request's id calls Abort."""
 COMPANIONS = {
@@ -167,7 +169,7 @@ class Settings:
             "cancel_after_tokens": ("--cancel-share", self.cancel_share > 0),
             "cancel_by": ("--cancel-share", self.cancel_share > 0),
             "slow_pause": ("--slow-share", self.slow_share > 0),
-            "particles": ("method smc", "smc" in self.method.names),
+            "particles": ("method smc or exact", bool(WITH_PARTICLES & set(self.method.names))),
             "capacity": ("--goodput", self.goodput is not None),
         }
         for name, (need, there) in needs.items():

@@ -12,7 +12,7 @@ import numpy as np
 from loadtest import arrivals, files
 from loadtest.files import Asked
 from loadtest.record import Planned
-from loadtest.settings import Settings
+from loadtest.settings import WITH_PARTICLES, Settings
 from services.client import Message, ModelInfo, Prompt
 from smc.demo import problems
 
@@ -73,7 +73,7 @@ class Workload:
         prompt, max_tokens = self._prompt(index, asked, rng)
         max_tokens = max_tokens or drawn_tokens
         sampling = {"method": method, "seed": seed, "max_tokens": max_tokens, "ignore_eos": settings.ignore_eos or None}
-        if particles is not None and method == "smc":
+        if particles is not None and method in WITH_PARTICLES:
             sampling["particles"] = int(particles)
         cancelled = kind < settings.cancel_share
         abort = settings.cancel_by is not None and settings.cancel_by.draw(rng) == "abort"

@@ -67,6 +67,7 @@ class Metrics:
         ProcessCollector(registry=self.registry)
         self._make_request_metrics()
         self._make_engine_metrics()
+        self._make_exact_metrics()
         self._make_round_metrics()
         self._make_service_metrics()
 
@@ -141,6 +142,13 @@ class Metrics:
         self._shrinks.inc(stats.shrinks)
         self._resamples.inc(stats.resamples)
         self._collapses.inc(stats.collapses)
+        self._drafts.inc(stats.spec_rounds)
+        self._draft_tokens.inc(stats.spec_draft_tokens)
+        self._accepted_tokens.inc(stats.spec_accepted_tokens)
+        for position, count in enumerate(stats.spec_accepted_by_position):
+            self._accepted_at.labels(position).inc(count)
+        self._hits.inc(stats.spec_hits)
+        self._misses.inc(stats.spec_misses)
         for share in stats.ess_shares:
             self._ess_share.observe(share)
         for lag in stats.committed_lags:
@@ -168,8 +176,10 @@ class Metrics:
         """The gang of workers was started again after a loss."""
         self._restarts.inc()
 
-    def set_build_info(self, version: str, form: str, link: str, max_slots: int) -> None:
+    def set_build_info(self, version: str, form: str, link: str, max_slots: int, block: int) -> None:
         """What runs here; once, at the start. Nothing holds a slot yet."""
+        for position in range(block):
+            self._accepted_at.labels(position)
         self._build.info({"version": version, "form": form, "link": link})
         self._slots_capacity.set(max_slots)
         self._slots_free.set(max_slots)
@@ -239,10 +249,29 @@ class Metrics:
         self._resamples = self._counter("smc_resamples_total", "Rounds of a request after which its particles were resampled.")
         self._collapses = self._counter("smc_collapses_total", "Rounds of a request after which all its weights were zero.")
         self._ess_share = self._histogram(
-            "smc_ess_share_ratio", "Effective sample size over N before resampling, one per request and round.", SHARE_BUCKETS
+            "smc_ess_share_ratio",
+            "Effective sample size over N before resampling, one per request of independent particles and round.",
+            SHARE_BUCKETS,
         )
         self._lag = self._histogram(
             "smc_committed_lag_tokens", "Tokens between what is final and the longest particle, one per request and round.", LAG_BUCKETS
+        )
+
+    def _make_exact_metrics(self) -> None:
+        """Names and meanings are vLLM's, but for the last two."""
+        self._drafts = self._counter("smc_spec_decode_num_drafts_total", "Rounds of exact decoding, one for each request that took part.")
+        self._draft_tokens = self._counter(
+            "smc_spec_decode_num_draft_tokens_total", "Tokens drafted in them, counted along one path of each tree."
+        )
+        self._accepted_tokens = self._counter("smc_spec_decode_num_accepted_tokens_total", "Of those, tokens that the target drew as well.")
+        self._accepted_at = self._counter(
+            "smc_spec_decode_num_accepted_tokens_per_pos_total", "Accepted tokens by their position in the draft, from 0.", position=()
+        )
+        self._hits = self._counter(
+            "smc_spec_decode_num_hits_total", "Rounds of exact decoding whose next block, drafted ahead, went on as the target did."
+        )
+        self._misses = self._counter(
+            "smc_spec_decode_num_misses_total", "Rounds of exact decoding after which the draft had to begin anew."
         )
 
     def _make_round_metrics(self) -> None:

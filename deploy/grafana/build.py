@@ -13,8 +13,8 @@ from queries import gain, mean, pick, quantile, quantiles, rate, ratio, ratio_or
 
 FOLDER = Path(__file__).parent / "dashboards"
 ANSWER = rate("smc_generation_tokens_total")
-ROUNDS = rate("smc_ess_share_ratio_count")
-"""Counted once for each request that took part: what happens to a population is seen per such round."""
+ROUNDS, DRAFTS = rate("smc_committed_lag_tokens_count"), rate("smc_spec_decode_num_drafts_total")
+"""Of SMC and of exact decoding, counted once for each request that took part: what happens to a population is seen per such round."""
 TOKENS_PER_SECOND = "suffix: tok/s"
 FULL = {"yellow": 0.8, "red": 0.95}
 PAGES, CACHED = (total(f"smc_kv_pages_{what}", "group") for what in ("used", "cached"))
@@ -94,10 +94,13 @@ def traffic() -> Dashboard:
 def particles() -> Dashboard:
     share, lag, alike = "smc_ess_share_ratio", "smc_committed_lag_tokens", {"yellow": 0.1, "green": 0.3}
     resampled, collapsed = (ratio(rate(f"smc_{what}_total"), ROUNDS) for what in ("resamples", "collapses"))
-    low, kept = f"max({pick('namespace_job:smc_ess_share_low:ratio_rate30m')})", ratio(ANSWER, ROUNDS)
+    low, kept = f"max({pick('namespace_job:smc_ess_share_low:ratio_rate30m')})", ratio(ANSWER, f"({ROUNDS} + {DRAFTS})")
+    drafted, accepted = (rate(f"smc_spec_decode_num_{what}_tokens_total") for what in ("draft", "accepted"))
+    hits, misses = (rate(f"smc_spec_decode_num_{what}_total") for what in ("hits", "misses"))
+    by_position = rate("smc_spec_decode_num_accepted_tokens_per_pos_total", "position")
     rows = {
         "Now": [
-            number("ESS share, median", "Effective sample size over N.", "percentunit", quantile(share, 0.5), alike),
+            number("ESS share, median", "Of independent particles.", "percentunit", quantile(share, 0.5), alike),
             number("Degenerate, 30 min", "Rounds whose ESS share is at most 0.2.", "percentunit", low, {"yellow": 0.3, "red": 0.5}),
             number("Resampled", "Share of rounds.", "percentunit", resampled),
             number("Collapsed", "Share of rounds with all weights zero.", "percentunit", collapsed, {"yellow": 1e-6, "red": 0.01}),
@@ -106,7 +109,7 @@ def particles() -> Dashboard:
         ],
         "Weights": [
             graph(
-                *("ESS share", "Effective sample size over N before resampling: low where draft and target disagree.", "percentunit"),
+                *("ESS share", "Effective sample size over N, of independent particles: low where the models disagree.", "percentunit"),
                 quantiles(share, 0.1, 0.5, 0.9),
             ),
             buckets("ESS share, distribution", "Rounds, by ESS share.", "percentunit", share),
@@ -135,8 +138,22 @@ def particles() -> Dashboard:
             graph("Answer tokens a round", "Of one request. Block + 1: every token was kept.", "none", {"tokens": kept}),
             buckets("Committed lag, distribution", "Rounds, by the tokens that were not final after them.", "none", lag),
         ],
+        "Exact decoding": [
+            graph(
+                *("Accepted by position", "Share of rounds whose drafted token at this position, from 0, the target drew as well."),
+                *("percentunit", {"{{position}}": ratio(by_position, DRAFTS, per="position")}),
+            ),
+            graph(
+                *("Tokens confirmed a round", "Of one request. What was not drafted ahead ends with a token of the target's own.", "none"),
+                {"accepted": ratio(accepted, DRAFTS), "confirmed": ratio(f"({accepted} + {DRAFTS} - {hits})", DRAFTS)},
+            ),
+            graph(
+                *("Acceptance and hits", "Drafted tokens that the target drew as well; rounds whose next block, drafted ahead, was right."),
+                *("percentunit", {"accepted": ratio(accepted, drafted), "hits": ratio(hits, f"({hits} + {misses})")}),
+            ),
+        ],
     }
-    return board("smc-particles", "Particles", "How well the populations of particles do, and what they cost.", rows)
+    return board("smc-particles", "Particles", "How well populations of particles and exact decoding do, and what they cost.", rows)
 
 
 def groups() -> Dashboard:

@@ -13,8 +13,8 @@ DEFAULT_MAX_TOKENS = 256
 ROLES = ("system", "user", "assistant")
 
 AS_THEY_ARE = (
-    *("temperature", "top_p", "seed", "top_k", "min_p", "particles", "min_particles", "alpha", "ess_threshold", "resampling"),
-    *("draft_temperature", "stop_token_ids", "ignore_eos", "time_budget"),
+    *("temperature", "top_p", "seed", "top_k", "min_p", "particles", "min_particles", "population", "alpha"),
+    *("ess_threshold", "resampling", "draft_temperature", "stop_token_ids", "ignore_eos", "time_budget"),
 )
 """Fields that `SamplingParams` has under the same name, with the same meaning."""
 TRANSLATED = ("cache_salt", "model", "max_tokens", "max_completion_tokens", "stop", "logprobs", "n", "stream", "decoding")

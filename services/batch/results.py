@@ -12,7 +12,7 @@ from typing import Any
 from services.backend import ServingPair
 from services.batch.lines import CHAT, Line
 from services.errors import status_of
-from smc.engine.request import Answer, FinishReason, Method, Request
+from smc.engine.request import Answer, FinishReason, Request, SamplingParams
 from smc.models.tokenizer import Tokenizer
 
 OPENAI_FINISH = {
@@ -30,7 +30,8 @@ def fingerprint(pair: ServingPair, dtype: str) -> str:
     """What answers depend on besides the request: two runs of the same fingerprint give the same answers to the same seeds."""
     settings = {name: getattr(pair.engine, name) for name in ENGINE_FIELDS}
     models = [(model.name, model.parameters) for model in (pair.target, pair.draft)]
-    return "smc_" + _digest([models, settings, pair.context, dtype])
+    # What a line leaves out has the library's defaults.
+    return "smc_" + _digest([models, settings, asdict(SamplingParams()), pair.context, dtype])
 
 
 def record_id(line: Line) -> str:
@@ -82,7 +83,7 @@ def _choice(answer: Answer, chat: bool, tokenizer: Tokenizer) -> dict[str, Any]:
 def _smc(request: Request, answer: Answer) -> dict[str, Any]:
     """What OpenAI has no words for."""
     statistics = None
-    if request.params.method is Method.SMC:
+    if not request.params.method.plain:
         statistics = {name: _finite(value) for name, value in asdict(answer.statistics).items()}
     return {
         "decoding": request.params.method.value,

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from smc.runtime.config import EngineConfig
 
 LOCAL_LEGEND = (
-    "N={particles}, medians of {rounds} rounds, milliseconds, both models in one process. draft, target: forward passes, laws and draws; "
-    "host: all that is neither, which on an accelerator is done while the models run."
+    "N={particles}, medians of {rounds} rounds, milliseconds, both models in one process. tokens: by which an answer grew in a round; "
+    "draft, target: forward passes, laws and draws; host: all that is neither, which on an accelerator is done while the models run."
 )
 GANG_LEGEND = (
     "N={particles}, medians, milliseconds, each model in its own process. draft, target: at work; link: nobody at work, messages on "
@@ -53,6 +53,8 @@ def bench(
     context: Annotated[
         list[int] | None, options.option(options.MEASURE, "Prompt tokens; may be repeated (cuda only). Default: 256.", metavar="TOKENS")
     ] = None,
+    method: Annotated[str, options.option(options.SAMPLING, "Of all modes but plain decoding.", metavar="smc|exact")] = "smc",
+    population: options.Population = None,
     temperature: options.Temperature = None,
     top_k: options.TopK = None,
     top_p: options.TopP = None,
@@ -80,6 +82,7 @@ def bench(
     ] = None,
 ) -> None:
     """Measure speed: on GPUs answer tokens a second of every mode, on a CPU where the time of a round goes."""
+    decoding = _decoding(method, population)
     law = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     on_gpu = {"load": load, "mode": mode, "context": context, "trace": trace, **law}
     gang_only = {"draft_tp": draft_tp, "target_tp": target_tp, "threads": threads}
@@ -88,7 +91,9 @@ def bench(
         degrees = (draft_tp or 1, target_tp or 1)
         law = {name: value for name, value in law.items() if value is not None}
         modes = mode or (APART if link else MODES)
-        plan = SpeedPlan(degrees, modes, particles, block, branches, context or (256,), concurrency, rounds, law, not no_prefix_cache)
+        plan = SpeedPlan(
+            degrees, modes, particles, block, branches, context or (256,), concurrency, rounds, law, not no_prefix_cache, decoding
+        )
         given = {"load": load, "target": target, "draft": draft, "device": device, "threads": threads}
         rows = _measure_speed(plan, gang.gang_config(given), link, trace)
         out.print(speed_table(rows), SPEED_LEGEND.format(rounds=rounds), sep="\n")
@@ -97,17 +102,27 @@ def bench(
     _refuse_idle(on_gpu, "without --device cuda")
     if len(particles) > 1:
         raise ValueError(f"--particles {' '.join(map(str, particles))}; allowed without --device cuda: one value")
-    particles = particles[0]
+    sampling = {"particles": particles[0], **decoding}
     _check(concurrency, rounds, json, {"draft_tp": draft_tp, "target_tp": target_tp} if not link else {})
     configs = [replace(config, prefix_cache=not no_prefix_cache) for config in _configs(block, branches)]
     if link:
         given = {"target": target, "draft": draft, "draft_tp": draft_tp, "target_tp": target_tp, "threads": threads}
-        rows = _measure_gangs([replace(gang.gang_config(given), link=name) for name in link], configs, concurrency, particles, rounds)
-        out.print(gang_table(rows), GANG_LEGEND.format(particles=particles), sep="\n")
+        rows = _measure_gangs([replace(gang.gang_config(given), link=name) for name in link], configs, concurrency, sampling, rounds)
+        out.print(gang_table(rows), GANG_LEGEND.format(particles=particles[0]), sep="\n")
     else:
-        rows = _measure_local((target, draft), configs, concurrency, particles, rounds, threads)
-        out.print(round_table(rows), LOCAL_LEGEND.format(particles=particles, rounds=rounds), sep="\n")
+        rows = _measure_local((target, draft), configs, concurrency, sampling, rounds, threads)
+        out.print(round_table(rows), LOCAL_LEGEND.format(particles=particles[0], rounds=rounds), sep="\n")
     _write(json, rows)
+
+
+def _decoding(method: str, population: str | None) -> dict[str, str]:
+    from smc.engine.request import SamplingParams
+
+    if method not in ("smc", "exact"):
+        raise ValueError(f"--method {method}; allowed: smc, exact (plain decoding is a mode of its own)")
+    given = {"method": method} | ({} if population is None else {"population": population})
+    SamplingParams(**given)
+    return given
 
 
 def _write(json: Path | None, rows: Sequence[object]) -> None:
@@ -116,28 +131,28 @@ def _write(json: Path | None, rows: Sequence[object]) -> None:
 
 
 def round_table(times: Sequence[RoundTime]) -> Table:
-    table = _table("form", "K", "F", "requests", "round ms", "draft", "target", "host")
+    table = _table("decoding", "form", "K", "F", "requests", "tokens", "round ms", "draft", "target", "host")
     for time in times:
         shape = (str(value) for value in (time.block, time.branches, time.requests))
         parts = (time.draft, time.target, time.host)
-        table.add_row(time.form, *shape, *(f"{part:.2f}" for part in (sum(parts), *parts)))
+        table.add_row(time.decoding, time.form, *shape, f"{time.tokens:.1f}", *(f"{part:.2f}" for part in (sum(parts), *parts)))
     return table
 
 
 def gang_table(rows: Sequence[GangRound]) -> Table:
     columns = ("round ms", "draft", "target", "link", "coordinator", "draft stall", "target stall")
-    table = _table("link", "form", "K", "F", "requests", *columns)
+    table = _table("link", "decoding", "form", "K", "F", "requests", *columns)
     for row in rows:
         shape = (str(value) for value in (row.block, row.branches, row.requests))
         parts = (row.whole, row.draft, row.target, row.link_time, row.coordinator, row.draft_stall, row.target_stall)
-        table.add_row(row.link, row.form, *shape, *(f"{part:.2f}" for part in parts))
+        table.add_row(row.link, row.decoding, row.form, *shape, *(f"{part:.2f}" for part in parts))
     return table
 
 
 def _table(*headers: str) -> Table:
     table = Table(box=SIMPLE_HEAD, header_style="bold", padding=0)
     for header in headers:
-        words = header in ("form", "link")
+        words = header in ("decoding", "form", "link")
         table.add_column(header.replace(" ", "\n", 1), justify="left" if words else "right", no_wrap=True)
     return table
 
@@ -170,7 +185,7 @@ def _measure_local(
     places: tuple[Path | None, Path | None],
     configs: Sequence[EngineConfig],
     concurrency: Sequence[int],
-    particles: int,
+    sampling: dict[str, object],
     rounds: int,
     threads: int | None,
 ) -> list[RoundTime]:
@@ -185,13 +200,13 @@ def _measure_local(
         task = progress.add_task("rounds", total=len(configs) * len(concurrency))
         for config in configs:
             for requests in concurrency:
-                rows.append(measure(pair, config, requests, particles, rounds))
+                rows.append(measure(pair, config, requests, sampling, rounds))
                 progress.advance(task)
     return rows
 
 
 def _measure_gangs(
-    gangs: Sequence[GangConfig], configs: Sequence[EngineConfig], concurrency: Sequence[int], particles: int, rounds: int
+    gangs: Sequence[GangConfig], configs: Sequence[EngineConfig], concurrency: Sequence[int], sampling: dict[str, object], rounds: int
 ) -> list[GangRound]:
     from services.launch.measure import measure
 
@@ -199,7 +214,7 @@ def _measure_gangs(
     with progress_bar() as progress:
         task = progress.add_task("rounds", total=len(gangs) * len(configs) * len(concurrency))
         for config in gangs:
-            rows += measure(config, list(configs), list(concurrency), particles, rounds, lambda: progress.advance(task))
+            rows += measure(config, list(configs), list(concurrency), sampling, rounds, lambda: progress.advance(task))
     return rows
 
 

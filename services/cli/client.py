@@ -100,6 +100,7 @@ def generate(
     raw: options.Raw = False,
     particles: options.Particles = None,
     min_particles: options.MinParticles = None,
+    population: options.Population = None,
     ess_threshold: options.EssThreshold = None,
     resampling: options.Resampling = None,
     alpha: options.Alpha = None,

@@ -1,4 +1,4 @@
-"""`smcserve demo`: three questions answered before your eyes, then every way of decoding on a few more."""
+"""`smcserve demo`: three questions answered before your eyes, then ways of decoding on a few more."""
 
 from __future__ import annotations
 

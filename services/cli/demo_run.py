@@ -15,22 +15,24 @@ from smc.demo.problems import Problem, generate, grade
 from smc.engine.local import ModelPair
 from smc.engine.request import Answer
 from smc.evaluation.batch import fitted_engine
-from smc.evaluation.quality import Row, Setting, measure, problem_requests
+from smc.evaluation.quality import Row, Setting, Terms, measure, problem_requests
 
 QUESTIONS = 3
 CONCURRENCY = 8
-LOOKAHEAD = Setting.lookahead(particles=8, block=5, branches=4)
-OTHERS = (Setting.plain("target"), Setting.plain("draft"), Setting.lockstep(particles=8, block=8))
-MORE = Setting.lookahead(particles=32, block=5, branches=2)
+TARGET, DRAFT = Setting.plain("target"), Setting.plain("draft")
+EXACT = Setting.lockstep("exact", particles=4, block=5)
+SMC = Setting.lockstep("distinct", particles=8, block=5)
+MORE = (Setting.lookahead("exact", 8, 5, 4), Setting.lookahead("distinct", 8, 5, 4), Setting.lockstep("distinct", 32, 5))
 LESSON = """\
-Every answer is drawn at temperature 1. The draft alone is fast and mostly wrong. Particles weighed by the target make it right \
-more often, and the more of them, the more often. A wide batch is nearly free on a GPU and is not on a CPU: these speeds are a \
-CPU's only.
+Every answer is drawn at temperature 1. The draft alone is fast and mostly wrong. Exact decoding gives the target's own answers in few \
+of its passes. SMC comes near them; it needs as few passes however far apart the two models are, and is right more often the more \
+particles it has. On a GPU a pass over many rows costs about what one over a single row does, so passes are time. On a CPU it costs more, \
+and look-ahead, made for models that work at the same time, gains nothing: these speeds are a CPU's only.
 """
 NEXT = """\
 Next:  smcserve generate "Mia has 12 apples. She buys 30 more. How many now?"
-       smcserve eval --problems 100 --only alone --only "N=8 K=5"
-       docs/quality.md: what N, K and F do to quality and speed\
+       smcserve eval --problems 100 --only alone --only "lockstep N=8 K=5"
+       docs/quality.md: what method, N, K and F do to quality and speed\
 """
 
 
@@ -52,17 +54,30 @@ def show(count: int, seed: int) -> None:
 def _ask(pair: ModelPair, problem: Problem, seed: int) -> None:
     out.print(Text(problem.question, style="bold"))
     out.print()
-    out.print(Text(f"{LOOKAHEAD.name}, as it comes:", style="dim"))
-    answer = _answer(pair, LOOKAHEAD, problem, seed, aloud=True)
-    out.print(_mark(problem, answer))
-    out.print(Text(summary(answer), style="dim"))
-    others = [(setting, _answer(pair, setting, problem, seed)) for setting in OTHERS]
-    out.print(Text("\n").join(Text(f"{setting.name:17} ").append_text(_result(problem, answer)) for setting, answer in others))
+    out.print(Text(f"{EXACT.name}, as it comes:", style="dim"))
+    exact = _answer(pair, EXACT, problem, seed, aloud=True)
+    out.print(_mark(problem, exact))
+    out.print(Text(summary(exact), style="dim"))
+    answers = [(EXACT, exact), *((setting, _answer(pair, setting, problem, seed)) for setting in (TARGET, SMC, DRAFT))]
+    table = Table(box=None, header_style="dim", padding=(0, 3, 0, 0), pad_edge=False)
+    for name in ("", "result", "tokens", "target's passes", "time"):
+        table.add_column(name, justify="left" if name in ("", "result") else "right")
+    for setting, answer in answers:
+        passes = _passes(setting, len(answer.tokens), answer.statistics.rounds)
+        table.add_row(setting.name, _result(problem, answer), str(len(answer.tokens)), f"{passes:.0f}", f"{answer.seconds:.2f} s")
+    out.print(table)
     out.print()
 
 
+def _passes(setting: Setting, tokens: float, rounds: float | None) -> float:
+    """Of the target, after the one over the prompt, which brings the first token: one a token, or one a round."""
+    if setting.form:
+        return rounds
+    return tokens - 1 if setting.method == "target" else 0
+
+
 def _answer(pair: ModelPair, setting: Setting, problem: Problem, seed: int, aloud: bool = False) -> Answer:
-    requests = problem_requests(pair, setting, [problem], seed)
+    requests = problem_requests(pair, setting, [problem], Terms(seed))
     for output in fitted_engine(pair, setting.engine, requests).run(requests):
         if aloud:
             print(output.text, end="", flush=True)
@@ -82,31 +97,26 @@ def _mark(problem: Problem, answer: Answer) -> Text:
 def _result(problem: Problem, answer: Answer) -> Text:
     last = answer.text.rpartition("####")[2].strip() if "####" in answer.text else "no result"
     right = grade(problem, answer.text)
-    mark = Text.assemble((f"{last} ✓" if right else f"{last} ✗", "green" if right else "red"))
-    return mark.append(f"   {len(answer.tokens) / answer.seconds:.0f} tok/s", style="dim")
+    return Text(f"{last} ✓" if right else f"{last} ✗", style="green" if right else "red")
 
 
 def _compare(pair: ModelPair, problems: list[Problem], seed: int) -> list[Row]:
-    settings = (*OTHERS, LOOKAHEAD, MORE)
-    with Progress(TextColumn("{task.description:24}"), BarColumn(), console=err, transient=True) as progress:
+    settings = (TARGET, DRAFT, EXACT, SMC, *MORE)
+    with Progress(TextColumn("{task.description:33}"), BarColumn(), console=err, transient=True) as progress:
         task = progress.add_task("", total=len(settings) * len(problems))
         rows = []
         for setting in settings:
             progress.update(task, description=setting.name)
-            rows.append(measure(pair, setting, problems, CONCURRENCY, seed, on_answer=lambda *_: progress.advance(task)))
+            rows.append(measure(pair, setting, problems, CONCURRENCY, Terms(seed), on_answer=lambda *_: progress.advance(task)))
     return rows
 
 
 def _table(rows: list[Row]) -> Table:
-    table = Table(box=SIMPLE_HEAD, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
-    for name in ("decoding", "right", "tok/s", "rounds per answer", "resamples per answer", "mean ESS / N"):
-        table.add_column(name.replace(" per ", "\nper ").replace("mean ", "mean\n"), justify="left" if name == "decoding" else "right")
+    table = Table(box=SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False)
+    for name in ("decoding", "right", "tok/s", "tokens\nper answer", "target's passes\nper answer"):
+        table.add_column(name, justify="left" if name == "decoding" else "right")
     for row in rows:
-        smc = (row.rounds, row.resamples, row.mean_ess_share)
-        table.add_row(
-            row.setting.name,
-            f"{row.accuracy.correct} of {row.accuracy.count}",
-            f"{row.batch_tokens_per_second:,.0f}",
-            *("" if value is None else format(value, form) for value, form in zip(smc, (".1f", ".1f", ".0%"))),
-        )
+        passes = _passes(row.setting, row.tokens, row.rounds)
+        solved = f"{row.accuracy.correct} of {row.accuracy.count}"
+        table.add_row(row.setting.name, solved, f"{row.batch_tokens_per_second:,.0f}", f"{row.tokens:.1f}", f"{passes:.1f}")
     return table

@@ -26,18 +26,17 @@ def evaluate(
     ] = 20,
     only: Annotated[
         list[str] | None,
-        options.option(options.MEASURE, "Settings with all these words, such as 'lockstep N=8'; may be repeated.", metavar="TEXT"),
+        options.option(options.MEASURE, "Settings with all these words, such as 'exact N=8'; may be repeated.", metavar="TEXT"),
     ] = None,
-    particles: options.ParticlesList = None,
-    block: options.BlockList = (8, 5),
-    branches: options.BranchesList = (1, 2, 4, 8),
+    particles: options.GridParticles = None,
+    block: options.GridBlocks = None,
+    branches: options.GridBranches = None,
+    temperature: Annotated[float, options.option(options.SAMPLING, "Of the target law; 0 = greedy, without SMC.", metavar="T")] = 1.0,
     ess_threshold: options.EssThreshold = None,
     concurrency: Annotated[int, options.option(options.ENGINE, "Requests in flight.", metavar="COUNT")] = 8,
     threads: Annotated[int, options.option(options.ENGINE, "CPU threads of torch.", metavar="COUNT")] = 1,
     json: Annotated[Path | None, options.option(options.OUTPUT, "Write results here after every setting.", metavar="FILE")] = None,
-    resume: Annotated[
-        bool, options.option(options.OUTPUT, "Go on with the file of --json.", "--resume", show_default=False, metavar="")
-    ] = False,
+    resume: options.Resume = False,
     markdown: Annotated[Path | None, options.option(options.OUTPUT, "Write the table as markdown.", metavar="FILE")] = None,
     picture: Annotated[Path | None, options.option(options.OUTPUT, "Draw quality against speed (png).", metavar="FILE")] = None,
 ) -> None:
@@ -46,7 +45,9 @@ def evaluate(
 
     plan = Plan(**{name: ctx.params[name] for name in Plan.__dataclass_fields__})
     _check_outputs(plan, json, markdown, picture)
-    settings = _settings(particles, block, branches, only)
+    settings = _settings(grid_of(particles, block, branches, temperature), only)
+    if ess_threshold is not None and not any(setting.population == "independent" for setting in settings):
+        raise ValueError(f"--ess-threshold {ess_threshold:g} has no effect without settings of independent particles; leave it out")
     pair, record = prepare(plan, settings, device, dtype, json, resume)
     measure_all(pair, plan, settings, record)
     report(plan, settings, record, markdown, picture)
@@ -61,14 +62,26 @@ def _check_outputs(plan: Plan, *paths: Path | None) -> None:
         raise ValueError("--picture shows speed, which --speed-problems 0 does not measure; leave one of them out")
 
 
-def _settings(particles: Sequence[int] | None, blocks: Sequence[int], branches: Sequence[int], only: Sequence[str] | None) -> list[Setting]:
+def grid_of(
+    particles: Sequence[int] | None, blocks: Sequence[int] | None, branches: Sequence[int] | None, temperature: float
+) -> list[Setting]:
+    """SMC has no law at temperature 0."""
     from smc.evaluation.quality import grid
 
-    settings = grid(particles or None, blocks, branches)
+    return [setting for setting in grid(particles, blocks, branches) if setting.method != "smc" or temperature != 0]
+
+
+def _settings(settings: list[Setting], only: Sequence[str] | None) -> list[Setting]:
     if not only:
         return settings
     wanted = [text.lower().replace("lookahead", "look-ahead").split() for text in only]
-    chosen = [setting for setting in settings if any(all(word in setting.name.lower() for word in words) for words in wanted)]
+    chosen = [setting for setting in settings if any(_fits(setting.name, words) for words in wanted)]
     if not chosen:
         raise ValueError(f"--only {' --only '.join(map(repr, only))} leaves no setting; there are: {', '.join(s.name for s in settings)}")
     return chosen
+
+
+def _fits(name: str, words: Sequence[str]) -> bool:
+    """Every word is in the name; N=1 is not in N=16."""
+    name = name.lower()
+    return all(word in (name.split() if "=" in word else name) for word in words)

@@ -17,6 +17,9 @@ from services.cli.pair import DEMO
 from smc.evaluation.quality import Row, Setting
 from smc.statistics import Accuracy
 
+VERSION = 2
+"""Of the file. Settings of version 1 had no population, and its answers were drawn otherwise."""
+
 
 class Record:
     """Rows measured under one set of conditions, in a file if `path` is given."""
@@ -36,10 +39,13 @@ class Record:
             raise ValueError(f"{path} exists already; use --resume to go on with it, or another file")
         try:
             found = json.loads(path.read_text())
-            rows = {row["name"]: _row(row) for row in found["rows"]}
+            outdated = "rows" in found and found.get("version") != VERSION
+            rows = {} if outdated else {row["name"]: _row(row) for row in found["rows"]}
             before = found["conditions"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is not a record of smcserve eval ({type(error).__name__}: {error}); use another file") from error
+        if outdated:
+            raise ValueError(f"{path} cannot be resumed: it is of an earlier version of smcserve eval; use another file")
         different = [key for key in conditions if before.get(key) != conditions[key]]
         if different:
             differences = "; ".join(f"{key} was {before.get(key)!r} and is now {conditions[key]!r}" for key in different)
@@ -55,6 +61,7 @@ class Record:
         if self.path is None:
             return
         content = {
+            "version": VERSION,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "conditions": self.conditions,
             "rows": [_as_dict(row) for row in self.rows.values()],

@@ -17,7 +17,7 @@ from smc.demo.problems import Problem, generate
 from smc.engine.local import ModelPair
 from smc.engine.request import SamplingParams
 from smc.evaluation.picture import draw
-from smc.evaluation.quality import Row, Setting, measure, measure_speed, problem_requests
+from smc.evaluation.quality import Row, Setting, Terms, measure, measure_speed, problem_requests
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Plan:
 
     problems: int
     seed: int
+    temperature: float
     ess_threshold: float | None
     speed_problems: int
     concurrency: int
@@ -36,7 +37,11 @@ class Plan:
             if getattr(self, name) < low:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}; allowed: >= {low}")
         if self.ess_threshold is None:
-            object.__setattr__(self, "ess_threshold", SamplingParams().ess_threshold)
+            object.__setattr__(self, "ess_threshold", SamplingParams(population="independent").ess_threshold)
+
+    @property
+    def terms(self) -> Terms:
+        return Terms(self.seed, self.temperature, self.ess_threshold)
 
     def make_problems(self, count: int) -> list[Problem]:
         return generate(self.seed, count, "test")
@@ -49,7 +54,7 @@ def prepare(
     use_threads(plan.threads, DEMO)
     pair = load_pair(DEMO, device, dtype)
     for setting in settings:
-        problem_requests(pair, setting, plan.make_problems(1), plan.seed, plan.ess_threshold)
+        problem_requests(pair, setting, plan.make_problems(1), plan.terms)
         _ = setting.engine
     conditions = asdict(plan) | machine(device) | {"dtype": dtype or default_dtype(device)}
     record = Record.open(path, conditions, resume)
@@ -84,11 +89,10 @@ def _measure(pair: ModelPair, plan: Plan, setting: Setting, progress: Progress, 
         progress.advance(task)
         progress.advance(whole, setting.particles or 1)
 
-    threshold = plan.ess_threshold
-    row = measure(pair, setting, plan.make_problems(plan.problems), plan.concurrency, plan.seed, threshold, advance)
+    row = measure(pair, setting, plan.make_problems(plan.problems), plan.concurrency, plan.terms, advance)
     if plan.speed_problems:
         progress.update(task, description=f"{setting.name}, one at a time")
-        speed = measure_speed(pair, setting, plan.make_problems(plan.speed_problems), plan.seed, threshold)
+        speed = measure_speed(pair, setting, plan.make_problems(plan.speed_problems), plan.terms)
         row = replace(row, tokens_per_second=speed)
     progress.remove_task(task)
     return row
@@ -112,12 +116,18 @@ def report(plan: Plan, settings: Sequence[Setting], record: Record, markdown: Pa
 def _about(record: Record) -> str:
     with_ = record.conditions
     return (
-        f"{with_['problems']:,} held-out problems (seed {with_['seed']}), ESS threshold {with_['ess_threshold']:g}; "
-        f"{with_['device_name']}, {with_['dtype']}, torch {with_['torch']}"
+        f"{with_['problems']:,} held-out problems (seed {with_['seed']}), temperature {with_['temperature']:g}, "
+        f"ESS threshold {with_['ess_threshold']:g}; {with_['device_name']}, {with_['dtype']}, torch {with_['torch']}"
         + (f", {with_['threads']} thread" + "s" * (with_["threads"] > 1) if with_["device"] == "cpu" else "")
     )
 
 
 def _in_words(row: Row) -> str:
-    speed = "" if row.tokens_per_second is None else f", {row.tokens_per_second:,.0f} tok/s"
-    return f"{row.accuracy.share:.1%} ({interval(row.accuracy)}){speed}, {row.batch_tokens_per_second:,.0f} tok/s in the batch"
+    parts = [f"{row.accuracy.share:.1%} ({interval(row.accuracy)})"]
+    if row.setting.method == "exact":
+        parts += [f"{row.tokens_a_round:.1f} tokens a round"]
+    if row.hit_share is not None:
+        parts += [f"{row.hit_share:.0%} hits"]
+    if row.tokens_per_second is not None:
+        parts += [f"{row.tokens_per_second:,.0f} tok/s"]
+    return ", ".join([*parts, f"{row.batch_tokens_per_second:,.0f} tok/s in the batch"])

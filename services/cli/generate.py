@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from smc.runtime.config import EngineConfig
 
 SAMPLING_FIELDS = (
-    *("method", "particles", "min_particles", "temperature", "draft_temperature", "top_k", "top_p", "min_p", "alpha"),
+    *("method", "particles", "min_particles", "population", "temperature", "draft_temperature", "top_k", "top_p", "min_p", "alpha"),
     *("ess_threshold", "resampling", "seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "time_budget"),
 )
 ENGINE_FIELDS = ("form", "block", "branches", "max_context")
-SMC_ENGINE_FIELDS = ("form", "branches")
+PAIR_FIELDS = ("form", "branches")
+"""Of the engine, for methods of both models."""
+PLAIN = ("target", "draft")
 DEFAULT_MAX_TOKENS = 256
 
 
@@ -49,6 +51,7 @@ def generate(
     raw: options.Raw = False,
     particles: options.Particles = None,
     min_particles: options.MinParticles = None,
+    population: options.Population = None,
     ess_threshold: options.EssThreshold = None,
     resampling: options.Resampling = None,
     alpha: options.Alpha = None,
@@ -89,8 +92,8 @@ def given_options(ctx: typer.Context) -> dict[str, Any]:
 
 def _refuse_idle(given: dict[str, Any]) -> None:
     """The library refuses what has no effect within one object; these two belong to different ones."""
-    for name in SMC_ENGINE_FIELDS:
-        if given.get("method", "smc") != "smc" and name in given:
+    for name in PAIR_FIELDS:
+        if given.get("method") in PLAIN and name in given:
             raise ValueError(f"{name}={given[name]!r} has no effect with method={given['method']!r}; leave it out")
 
 
@@ -133,9 +136,12 @@ def summary(answer: Answer | Completion) -> str:
     parts = [f"{len(answer.tokens)} tokens in {answer.seconds:.2f} s", f"{len(answer.tokens) / answer.seconds:.0f} tok/s"]
     if stats is not None:
         parts += [f"{stats.rounds} rounds"]
+    if stats is not None and stats.accepted_per_round > 0:
+        parts += [f"{stats.accepted_per_round:.1f} tokens confirmed a round"]
+        parts += [f"{stats.hits} hits of {stats.hits + stats.misses}"] if stats.hits + stats.misses else []
     if stats is not None and stats.mean_ess > 0:
-        parts += [f"{stats.resamples} resamples", f"mean ESS {stats.mean_ess / stats.particles:.0%} of N={stats.particles}"]
-        parts += [f"log Z {stats.log_z:+.2f}"]
+        parts += [f"{stats.resamples} resamples"] if stats.resamples else []
+        parts += [f"mean ESS {stats.mean_ess / stats.particles:.0%} of N={stats.particles}", f"log Z {stats.log_z:+.2f}"]
     if stats is not None and stats.particles_left < stats.particles:
         parts += [f"{stats.particles_left} particles left"]
     if stats is not None and stats.preemptions:
@@ -170,7 +176,7 @@ def answer_dict(answer: Answer | Completion, prompt_tokens: int, cached_tokens: 
 
 def _as_dict(answer: Answer, request: Request, config: EngineConfig) -> dict[str, Any]:
     sampling = {key: value for key, value in asdict(request.params).items() if value is not None}
-    idle = () if request.params.method == "smc" else SMC_ENGINE_FIELDS
+    idle = PAIR_FIELDS if request.params.method.plain else ()
     return {
         **answer_dict(answer, answer.prompt_tokens, answer.cached_tokens),
         "error": answer.error,

@@ -31,7 +31,7 @@ EXAMPLES = """
   smcserve demo\n
   smcserve generate "Mia has 12 apples. She buys 30 more. How many now?"\n
   smcserve generate --target DIR --draft DIR -n 32 -k 5 -f 2 < prompt.txt\n
-  smcserve eval --problems 200 --only target --only "N=8 K=5"\n
+  smcserve eval --problems 200 --only target --only "lockstep N=8 K=5"\n
   smcserve check --target DIR --draft DIR
 """
 

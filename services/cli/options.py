@@ -27,11 +27,14 @@ Dtype = Annotated[
 
 Method = Annotated[
     str | None,
-    option(SAMPLING, "smc: both models; target, draft: one of them alone. Default: smc.", metavar="METHOD"),
+    option(
+        SAMPLING,
+        "smc: near the target's law, every round at full speed; exact: the target's own answer; target, draft: one model alone. "
+        "Default: smc, at temperature 0 exact.",
+        metavar="METHOD",
+    ),
 ]
-Temperature = Annotated[
-    float | None, option(SAMPLING, "Of the target law. Default: 1; 0 = greedy, with --method target or draft.", metavar="T")
-]
+Temperature = Annotated[float | None, option(SAMPLING, "Of the target law. Default: 1; 0 = greedy, not with --method smc.", metavar="T")]
 TopK = Annotated[int | None, option(SAMPLING, "Keep the K likeliest tokens; 0 = all.", "--top-k", metavar="K")]
 TopP = Annotated[float | None, option(SAMPLING, "Keep the likeliest tokens that hold this mass; 1 = all.", "--top-p", metavar="P")]
 MinP = Annotated[float | None, option(SAMPLING, "Drop tokens below this share of the likeliest; 0 = none.", "--min-p", metavar="P")]
@@ -47,7 +50,18 @@ IgnoreEos = Annotated[bool, option(SAMPLING, "Go on after the model's end-of-tex
 Raw = Annotated[bool, option(SAMPLING, "The prompt as plain text, without the chat template.", "--raw", show_default=False, metavar="")]
 TimeBudget = Annotated[float | None, option(SAMPLING, "Answer with what there is after this long.", "--time-budget", metavar="SECONDS")]
 
-Particles = Annotated[int | None, option(PARTICLES, "N, answers grown side by side. Default: 8.", "--particles", "-n", metavar="N")]
+Particles = Annotated[
+    int | None,
+    option(PARTICLES, "N, answers grown side by side; of exact, rows of the tree. Default: 8.", "--particles", "-n", metavar="N"),
+]
+Population = Annotated[
+    str | None,
+    option(
+        PARTICLES,
+        "distinct: drawn without replacement; independent: each for itself, and resampled. Default: distinct.",
+        metavar="distinct|independent",
+    ),
+]
 MinParticles = Annotated[
     int | None,
     option(PARTICLES, "Particles to keep where KV memory is short. Default: all.", "--min-particles", metavar="N"),
@@ -58,11 +72,16 @@ DraftTemperature = Annotated[
 Alpha = Annotated[float | None, option(PARTICLES, "Exponent of the target law. Default: 1.", metavar="A")]
 EssThreshold = Annotated[
     float | None,
-    option(PARTICLES, "Resample below this share of N effective samples; 0 = never. Default: 0.5.", "--ess-threshold", metavar="SHARE"),
+    option(
+        PARTICLES,
+        "Resample below this share of N effective samples; 0 = never. Independent only. Default: 0.5.",
+        "--ess-threshold",
+        metavar="SHARE",
+    ),
 ]
 Resampling = Annotated[
     str | None,
-    option(PARTICLES, "systematic, stratified, residual, multinomial or ssp. Default: systematic.", metavar="SCHEME"),
+    option(PARTICLES, "systematic, stratified, residual, multinomial or ssp. Independent only. Default: systematic.", metavar="SCHEME"),
 ]
 
 Threads = Annotated[
@@ -86,10 +105,19 @@ NoPrefixCache = Annotated[
 
 JsonFlag = Annotated[bool, option(OUTPUT, "Print one JSON object instead.", "--json", show_default=False, metavar="")]
 
-ParticlesList = Annotated[
-    list[int] | None,
-    option(PARTICLES, "N; may be repeated. Default: 4 8 16 32, look-ahead without 4.", "--particles", "-n", metavar="N"),
-]
 BlockList = Annotated[list[int], option(ENGINE, "K; may be repeated.", "--block", "-k", metavar="K")]
 BranchesList = Annotated[list[int], option(ENGINE, "F of look-ahead; may be repeated.", "--branches", "-f", metavar="F")]
+
+GridParticles = Annotated[
+    list[int] | None,
+    option(PARTICLES, "N; may be repeated. Default: of exact 1 4 8 16, of SMC 4 8 16 32.", "--particles", "-n", metavar="N"),
+]
+GridBlocks = Annotated[
+    list[int] | None,
+    option(ENGINE, "K; may be repeated. Default: of exact 4 5 8, of SMC 5, in lockstep 8 as well.", "--block", "-k", metavar="K"),
+]
+GridBranches = Annotated[
+    list[int] | None,
+    option(ENGINE, "F of look-ahead; may be repeated. Default: of exact 4, from N=16 on 2; of SMC 1 2 4.", "--branches", "-f", metavar="F"),
+]
 Resume = Annotated[bool, option(OUTPUT, "Go on with the file of --json.", "--resume", show_default=False, metavar="")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,12 +26,13 @@ MODES = ("plain", "lockstep", "lockstep-apart", "lookahead")
 APART = ("plain", "lockstep-apart", "lookahead")
 """The default for models in processes of their own."""
 LEGEND = (
-    "medians of {rounds} rounds, milliseconds; tok/s: answer tokens a second, per request and in total. step: one step of the draft, "
-    "draft: its K steps, target: its pass (plain: its K steps; in lockstep with the choice), choose: resampling, link: nobody at work, "
-    "host: planning and queueing a round, hidden unless longer than the models; idle: share of the round in which the slower side waits; "
-    "floor: share of the time that reading all weights once a pass takes at 4.26 TB/s."
+    "medians of {rounds} rounds, milliseconds; tok/round: by which an answer grows (exact: as many as were confirmed, of random prompts); "
+    "tok/s: answer tokens a second, per request and in total. step: one step of the draft, draft: its K steps, target: its "
+    "pass (plain: its K steps), choose: weighing and choosing what goes on, link: nobody at work, host: planning and queueing a "
+    "round, hidden unless longer than the models; idle: share of the round in which the slower side waits; floor: share of the time that "
+    "reading all weights once a pass takes at 4.26 TB/s."
 )
-COLUMNS = "N K F GPUs context requests tok/s total x_plain round step draft target choose link host idle floor GiB"
+COLUMNS = "N K F GPUs context requests tok/round tok/s total x_plain round step draft target choose link host idle floor GiB"
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ class SpeedPlan:
     """Of `SamplingParams`, by name."""
     prefix_cache: bool
     """Of `EngineConfig`."""
+    decoding: Mapping[str, str] = field(default_factory=dict)
+    """Method and population of the modes of both models; of `SamplingParams`, by name."""
 
     def __post_init__(self) -> None:
         from smc.engine.request import SamplingParams
@@ -58,7 +61,7 @@ class SpeedPlan:
         for mode in self.modes:
             if mode not in MODES:
                 raise ValueError(f"--mode {mode!r}; allowed: {', '.join(MODES)}")
-            SamplingParams(method="target" if mode == "plain" else "smc", **self.law)
+            SamplingParams(**({"method": "target"} if mode == "plain" else self.decoding), **self.law)
         for context in self.contexts:
             if context < 1:
                 raise ValueError(f"--context {context}; allowed: >= 1")
@@ -75,6 +78,7 @@ class SpeedPlan:
         from smc.runtime.config import EngineConfig
 
         one, apart = (0, 1), self.degrees
+        method, population = Method(self.decoding.get("method", "smc")), self.decoding.get("population")
         cache = {"prefix_cache": self.prefix_cache}
         for name in self.modes:
             needed = 1 if name in ("plain", "lockstep") else sum(apart)
@@ -85,11 +89,11 @@ class SpeedPlan:
                 yield Mode(name, Method.TARGET, EngineConfig(block=PLAIN_BLOCK, **cache), 1, (0, sum(apart)) if max(apart) > 1 else one)
             elif name == "lookahead":
                 for n, f, k in product(self.particles, self.branches, self.blocks):
-                    yield Mode(name, Method.SMC, EngineConfig(block=k, branches=f, **cache), n, apart)
+                    yield Mode(name, method, EngineConfig(block=k, branches=f, **cache), n, apart, population)
             else:
                 for n, k in product(self.particles, self.blocks):
                     config = EngineConfig(form="lockstep", block=k, **cache)
-                    yield Mode(name, Method.SMC, config, n, one if name == "lockstep" else apart)
+                    yield Mode(name, method, config, n, one if name == "lockstep" else apart, population)
 
 
 def measure(plan: SpeedPlan, machine: Machine, gpus: int, trace: Path | None) -> list[Speed]:
@@ -171,7 +175,8 @@ def speed_table(rows: Sequence[Speed]) -> Table:
     for row in rows:
         base = plain.get((row.context, row.requests))
         shape = (row.particles, row.block, row.branches, row.gpus, row.context, row.requests)
-        rates = (f"{row.per_request:.0f}", f"{row.total:.0f}", f"{row.per_request / base:.2f}" if base else "")
+        name = row.mode if row.decoding == "target" else f"{row.decoding} {row.mode}"
+        rates = (f"{row.tokens:.1f}", f"{row.per_request:.0f}", f"{row.total:.0f}", f"{row.per_request / base:.2f}" if base else "")
         times = (f"{x:.2f}" for x in (row.round, row.draft / row.block, row.draft, row.target, row.choose, row.link, row.host))
-        table.add_row(row.mode, *map(str, shape), *rates, *times, f"{row.idle:.0%}", f"{row.floor:.0%}", f"{row.memory:.1f}")
+        table.add_row(name, *map(str, shape), *rates, *times, f"{row.idle:.0%}", f"{row.floor:.0%}", f"{row.memory:.1f}")
     return table

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import sub, truediv
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
@@ -13,49 +14,57 @@ if TYPE_CHECKING:
     from smc.statistics import Accuracy
 
 HEADERS = (
-    *("decoding", "N", "K", "F", "accuracy", "95% interval"),
-    *("tok/s", "of target", "rounds", "resam-pled", "ESS / N", "tok/s batch"),
+    *("decoding", "N", "K", "F", "solved", "95% interval", "tok/s", "of target", "tok a round", "hits", "log p"),
+    *("rounds", "resampled", "ESS / N", "tok/s batch"),
 )
+NOT_SHOWN = ("rounds", "resampled", "ESS / N")
+"""In a terminal, for want of room."""
 LEGEND = (
-    "N particles, K tokens a round, F branches. tok/s: one request at a time, and of target: against the target alone; "
-    "tok/s batch: {concurrency} requests in flight. rounds: per answer; resampled: share of rounds."
+    "N particles, or rows of the tree of exact decoding; K tokens a round, F branches. tok/s: one request at a time, and of target: "
+    "against the target alone; tok/s batch: {concurrency} requests in flight. tok a round: of an answer, its first left out. hits: "
+    "share of rounds after which what had been drafted ahead was right. log p: mean log-probability of an answer's token under the "
+    "target's law, less that of the target's own answers."
 )
+MORE_LEGEND = "rounds: per answer; resampled: share of rounds; ESS / N: effective share of independent particles."
 
 
 def quality_table(rows: Sequence[Row]) -> Table:
     """Fits 80 columns."""
-    table = Table(box=SIMPLE_HEAD, header_style="bold", padding=0)
+    table = Table(box=SIMPLE_HEAD, header_style="bold", padding=0, show_edge=False)
     for header in HEADERS:
-        narrow = header.replace("-", "-\n") if header == "resam-pled" else header.replace(" ", "\n", 1)
-        table.add_column(narrow, justify="left" if header == "decoding" else "right", no_wrap=True)
-    target = target_speed(rows)
+        if header not in NOT_SHOWN:
+            table.add_column("\n".join(header.rsplit(" ", 1)), justify="left" if header == "decoding" else "right", no_wrap=True)
+    target = target_alone(rows)
     for above, row in zip((None, *rows), rows):
-        new_block = above is not None and _family(above.setting) != _family(row.setting)
-        if new_block:
+        if above is not None and _family(above.setting) != _family(row.setting):
             table.add_section()
-        table.add_row(*cells(row, target))
+        name, *others = (cell for header, cell in zip(HEADERS, cells(row, target)) if header not in NOT_SHOWN)
+        table.add_row(name.replace("independent", "indep.").replace("look-ahead", "ahead"), *others)
     return table
 
 
 def quality_markdown(rows: Sequence[Row], about: str, concurrency: int) -> str:
     """A document of one table, what it was measured with, and what its columns mean."""
-    headers = [header.replace("resam-pled", "resampled") for header in HEADERS]
-    target = target_speed(rows)
-    lines = [headers, [":---", *["---:"] * (len(headers) - 1)], *(cells(row, target) for row in rows)]
+    target = target_alone(rows)
+    lines = [list(HEADERS), [":---", *["---:"] * (len(HEADERS) - 1)], *(cells(row, target) for row in rows)]
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return f"{about}\n\n{table}\n\n{LEGEND.format(concurrency=concurrency)}\n"
+    return f"{about}\n\n{table}\n\n{LEGEND.format(concurrency=concurrency)} {MORE_LEGEND}\n"
 
 
-def cells(row: Row, target: float | None) -> list[str]:
-    """`target`: tokens per second of the target alone."""
+def cells(row: Row, target: Row | None) -> list[str]:
+    """In the order of HEADERS. `target`: the row of the target alone."""
     setting, speed = row.setting, row.tokens_per_second
+    name = f"{setting.kind} {'lockstep' if setting.form == 'lockstep' else 'look-ahead'}" if setting.form else setting.name
     return [
-        {"lockstep": "lockstep", "lookahead": "look-ahead", None: setting.name}[setting.form],
+        name,
         *("" if value is None else str(value) for value in (setting.particles, setting.block, setting.branches)),
         f"{row.accuracy.share:.1%}",
         interval(row.accuracy),
-        "" if speed is None else f"{speed:,.0f}",
-        "" if speed is None or target is None else f"{speed / target:.2f}x",
+        _number(speed, ",.0f"),
+        _number(_against(speed, target and target.tokens_per_second, truediv), ".2f", "x"),
+        _number(row.tokens_a_round, ".1f"),
+        _number(row.hit_share, ".0%"),
+        _number(_against(row.mean_logp, target and target.mean_logp, sub), "+.3f"),
         _number(row.rounds, ".1f"),
         _number(row.resample_rate, ".0%"),
         _number(row.mean_ess_share, ".2f"),
@@ -68,13 +77,17 @@ def interval(accuracy: Accuracy) -> str:
     return f"{100 * low:.1f}-{100 * high:.1f}"
 
 
-def target_speed(rows: Sequence[Row]) -> float | None:
-    return next((row.tokens_per_second for row in rows if row.setting.method == "target"), None)
+def target_alone(rows: Sequence[Row]) -> Row | None:
+    return next((row for row in rows if row.setting.method == "target"), None)
 
 
-def _family(setting: Setting) -> tuple[str | None, int | None]:
-    return setting.form, setting.block
+def _family(setting: Setting) -> str | None:
+    return setting.kind if setting.form else None
 
 
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
+def _against(value: float | None, of_target: float | None, by: Callable[[float, float], float]) -> float | None:
+    return None if value is None or of_target is None else by(value, of_target)
+
+
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return "" if value is None else format(value, form) + unit

@@ -33,13 +33,16 @@ class Sampling(TypedDict, total=False):
     """Settings of a request. What is left out, or None, has the server's default; what the method would ignore is refused."""
 
     method: str | None
-    """`smc` (default), or `target` or `draft`: plain decoding by one model."""
+    """`smc`, the default; `exact`, the default at temperature 0: the target's own draws, sooner; `target`, `draft`: one model alone."""
     particles: int | None
-    """N, 1..64; default 8. SMC only."""
+    """N, 1..64; default 8. Of SMC particles; of exact decoding rows of the tree, which decide its speed alone."""
+    population: str | None
+    """`distinct`: particles are drawn without replacement; `independent`: each draws for itself, and they are resampled. SMC only; default
+    `distinct`, or `independent` where `ess_threshold` or `resampling` is given."""
     min_particles: int | None
     """Particles that must be left where KV memory is short, 1..N; default N: never fewer. SMC only."""
     temperature: float | None
-    """Of the target law; default 1. Above 0 for SMC, 0 = greedy otherwise."""
+    """Of the target law; default 1. 0 = greedy, not for SMC."""
     draft_temperature: float | None
     """Of the proposal; default: `temperature`. SMC only."""
     top_k: int | None
@@ -51,9 +54,9 @@ class Sampling(TypedDict, total=False):
     alpha: float | None
     """Exponent of the target law over sequences; default 1. SMC only."""
     ess_threshold: float | None
-    """Resample when ESS < threshold * N, 0..1; 0 = never; default 0.5. SMC only."""
+    """Resample when ESS < threshold * N, 0..1; 0 = never; default 0.5. Independent particles only."""
     resampling: str | None
-    """`systematic` (default), `stratified`, `residual`, `multinomial` or `ssp`. SMC only."""
+    """`systematic` (default), `stratified`, `residual`, `multinomial` or `ssp`. Independent particles only."""
     seed: int | None
     """The same seed gives the same answer, unless particles were given up (`min_particles`). Default: drawn, and reported."""
     max_tokens: int | None
@@ -84,7 +87,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Statistics:
-    """What the population of particles went through."""
+    """What the rows of a request went through: its particles, or of exact decoding those of the tree."""
 
     particles: int
     rounds: int
@@ -106,6 +109,12 @@ class Statistics:
     """Positions run through the target after the prompt, over all particles."""
     committed_lag: float
     """Tokens between what is final and the longest particle, averaged over rounds."""
+    accepted_per_round: float
+    """Of exact decoding: answer tokens that a round confirmed, on average. The first token comes with the prompt, in no round."""
+    hits: int
+    """Of exact decoding ahead: rounds after which what had been drafted went on as the target did."""
+    misses: int
+    """The other rounds: the draft began anew from the target's token."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from services.metrics import Metrics
 from services.pb import generation_pb2 as pb
 from services.pb import generation_pb2_grpc as pb_grpc
 from services.wire.generation import to_finish, to_sampling
-from smc.engine.request import Method, Output, Request
+from smc.engine.request import Output, Request
 
 DEFAULT_MAX_TOKENS = 256
 MAX_ID_SIZE = 256
@@ -122,11 +122,11 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
 
     async def _answer(self, request: Request, context: grpc.aio.ServicerContext, tally: Tally) -> None:
         """Send news until the answer. However this ends, the backend's iterator is closed, which aborts what still runs."""
-        is_smc = request.params.method is Method.SMC
+        plain = request.params.method.plain
         async with aclosing(self._backend.generate(request)) as news:
             async for output in news:
                 tally.count(len(request.prompt), len(output.tokens))
-                await self._write(context, _response(output, is_smc))
+                await self._write(context, _response(output, plain))
                 if output.answer is not None:
                     ran = output.answer.statistics
                     tally.answered(output.answer.finish_reason.value, ran.draft_tokens, ran.target_tokens)
@@ -142,10 +142,10 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             ) from error
 
 
-def _response(output: Output, is_smc: bool) -> pb.GenerateResponse:
+def _response(output: Output, plain: bool) -> pb.GenerateResponse:
     response = pb.GenerateResponse(request_id=output.request_id, text=output.text, token_ids=output.tokens)
     if output.answer is not None:
-        response.finish.CopyFrom(to_finish(output.answer, statistics=is_smc))
+        response.finish.CopyFrom(to_finish(output.answer, statistics=not plain))
     return response
 
 

@@ -50,7 +50,7 @@ class Gateway:
         """Bound port; known once started."""
         self.metrics_port: int | None = None
         engine = pair.engine
-        metrics.set_build_info(importlib.metadata.version("smcserve"), engine.form, pair.link, engine.max_slots)
+        metrics.set_build_info(importlib.metadata.version("smcserve"), engine.form, pair.link, engine.max_slots, engine.block)
 
     async def start(self) -> int:
         """Listen. Returns the bound port. Everything answers at once; Generate only once `set_health` says so.

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 from services.coordinator.remote import RemoteEngine
 from services.coordinator.timeline import RoundTimes
 from services.launch.config import GangConfig
 from services.launch.processes import Processes
 from smc.engine.engine import Engine
-from smc.evaluation.round_time import WARM_UP, steady_requests
+from smc.engine.request import SamplingParams
+from smc.evaluation.round_time import WARM_UP, decoding_name, steady_requests
 from smc.evaluation.speed import Mode, unread
 from smc.models.parallel import Shard, local_config
 from smc.models.presets import count_parameters
@@ -26,6 +28,8 @@ class GangRound:
     """Medians over rounds, in milliseconds; see `services.coordinator.timeline.RoundTimes` for the parts."""
 
     link: str
+    decoding: str
+    """`exact`, or the population of SMC."""
     form: str
     block: int
     branches: int
@@ -44,25 +48,33 @@ class GangRound:
 
 
 def measure(
-    config: GangConfig, engines: list[EngineConfig], concurrency: list[int], particles: int, rounds: int, done: Callable[[], None]
+    config: GangConfig,
+    engines: list[EngineConfig],
+    concurrency: list[int],
+    sampling: Mapping[str, Any],
+    rounds: int,
+    done: Callable[[], None],
 ) -> list[GangRound]:
-    """`concurrency` requests side by side in turn, with every engine; `done` is called after each. Raises GangError."""
-    found = []
+    """`concurrency` requests side by side in turn, with every engine; `done` is called after each. Raises GangError.
+
+    `sampling`: settings of `SamplingParams`, by name.
+    """
+    found, params = [], SamplingParams(**sampling)
     with Processes(config) as processes:
         for engine in engines:
-            sized = replace(engine, max_slots=max(concurrency) * particles)
+            sized = replace(engine, max_slots=max(concurrency) * params.rows)
             with processes.engine(sized) as remote:
                 for count in concurrency:
-                    times = _times(remote, count, particles, rounds)
-                    found.append(_row(replace(config, engine=engine), count, particles, times))
+                    times = _times(remote, count, sampling, rounds)
+                    found.append(_row(replace(config, engine=engine), count, params, times))
                     done()
     return found
 
 
-def _times(remote: RemoteEngine, requests: int, particles: int, rounds: int) -> list[RoundTimes]:
+def _times(remote: RemoteEngine, requests: int, sampling: Mapping[str, Any], rounds: int) -> list[RoundTimes]:
     """Of rounds in which all requests take part, without the first few."""
     engine = remote.engine
-    for request in steady_requests(engine.tokenizer, engine.config, requests, particles, rounds):
+    for request in steady_requests(engine.tokenizer, engine.config, requests, sampling, rounds):
         engine.submit(request)
     found = []
     while not engine.idle:
@@ -74,19 +86,20 @@ def _times(remote: RemoteEngine, requests: int, particles: int, rounds: int) -> 
     return found[WARM_UP:]
 
 
-def _row(config: GangConfig, requests: int, particles: int, times: list[RoundTimes]) -> GangRound:
+def _row(config: GangConfig, requests: int, params: SamplingParams, times: list[RoundTimes]) -> GangRound:
     engine = config.engine
     medians = {name: 1e3 * statistics.median(getattr(t, name) for t in times) for name in RoundTimes.__dataclass_fields__}
     medians["link_time"] = medians.pop("link")
     return GangRound(
         link=config.link,
+        decoding=decoding_name(params),
         form=engine.form,
         block=engine.block,
         branches=engine.branches,
         draft_tp=config.draft_tp,
         target_tp=config.target_tp,
         requests=requests,
-        particles=particles,
+        particles=params.rows,
         rounds=len(times),
         **medians,
     )

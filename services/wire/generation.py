@@ -37,7 +37,7 @@ def from_sampling(params: SamplingParams) -> generation_pb2.SamplingParams:
 
 
 def to_finish(answer: Answer, *, statistics: bool = True) -> generation_pb2.Finish:
-    """The end of an answer. The API promises `statistics` for SMC only; between our own processes they always go along."""
+    """The end of an answer. The API has no `statistics` of plain decoding; between our own processes they always go along."""
     finish = generation_pb2.Finish(
         reason=FINISH_REASONS.get(answer.finish_reason.value, generation_pb2.FINISH_REASON_UNSPECIFIED),
         usage=generation_pb2.Usage(

@@ -9,7 +9,8 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from services.pb import generation_pb2 as pb
 
-METHODS = {"smc": pb.METHOD_SMC, "target": pb.METHOD_TARGET, "draft": pb.METHOD_DRAFT}
+METHODS = {"smc": pb.METHOD_SMC, "exact": pb.METHOD_EXACT, "target": pb.METHOD_TARGET, "draft": pb.METHOD_DRAFT}
+POPULATIONS = {"distinct": pb.POPULATION_DISTINCT, "independent": pb.POPULATION_INDEPENDENT}
 SCHEMES = {
     "systematic": pb.RESAMPLING_SYSTEMATIC,
     "stratified": pb.RESAMPLING_STRATIFIED,
@@ -26,7 +27,7 @@ FINISH_REASONS = {
 }
 """Of an answer; what fails or is cancelled has a status code instead."""
 
-_ENUMS = {"method": METHODS, "resampling": SCHEMES}
+_ENUMS = {"method": METHODS, "population": POPULATIONS, "resampling": SCHEMES}
 _FIELDS = pb.SamplingParams.DESCRIPTOR.fields_by_name
 _KINDS = {
     FieldDescriptor.TYPE_DOUBLE: "a number",

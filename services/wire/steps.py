@@ -17,6 +17,8 @@ _GROUP_FIELDS = {
     **{name: name for name in ("prefix_queries", "prefix_hits")},
 }
 """Of `GroupPages`, and what `EngineStats` calls each; there it is a dictionary by side."""
+_SPEC_COUNTS = ("spec_rounds", "spec_draft_tokens", "spec_accepted_tokens", "spec_hits", "spec_misses")
+"""Of exact decoding, by the same name in both."""
 _KINDS = {pb.REFUSAL_KIND_INVALID: ValueError, pb.REFUSAL_KIND_QUEUE_FULL: QueueFull}
 
 
@@ -54,6 +56,8 @@ def _to_snapshot(step: Step) -> pb.Snapshot:
         shrinks=stats.shrinks,
         ess_share=stats.ess_shares,
         committed_lag=stats.committed_lags,
+        spec_accepted_by_position=stats.spec_accepted_by_position,
+        **{name: getattr(stats, name) for name in _SPEC_COUNTS},
         **{f"{side}_pages": pb.GroupPages(**counts) for side, counts in groups.items()},
     )
 
@@ -74,5 +78,7 @@ def _from_snapshot(snapshot: pb.Snapshot) -> EngineStats:
         shrinks=snapshot.shrinks,
         ess_shares=list(snapshot.ess_share),
         committed_lags=list(snapshot.committed_lag),
+        spec_accepted_by_position=list(snapshot.spec_accepted_by_position),
+        **{name: getattr(snapshot, name) for name in _SPEC_COUNTS},
         **counts,
     )
