@@ -55,6 +55,11 @@ class Offers:
         none_R1 = torch.zeros_like(like_R, dtype=torch.float32)[:, None]
         return Offers(none_R1.long(), none_R1, none_R1)
 
+    def without_rest(self, rows_R: Tensor) -> Offers:
+        """Some rows do not offer the token that stands for the rest."""
+        last_C = torch.arange(self.token_RC.shape[1], device=rows_R.device) == self.token_RC.shape[1] - 1
+        return Offers(self.token_RC, self.logq_RC, self.share_RC.masked_fill(rows_R[:, None] & last_C, -torch.inf))
+
     def unless(self, ended_R: Tensor) -> Offers:
         """Rows that have ended offer themselves."""
         first_C = torch.arange(self.token_RC.shape[1], device=ended_R.device) == 0

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from smc.algorithm.expansion import Kind
 from smc.engine.group import Group, Phase
 from smc.engine.memory import Memory
 from smc.engine.methods import decoding_of
@@ -73,14 +74,18 @@ class Expectation:
             self.expect(group)
 
     def count(self, running: Sequence[Group]) -> None:
-        """Learn from what the particles of running groups hold: on each side all pages grown, less one path a group, less `OWN_TOKENS`."""
+        """Learn from what the particles of running groups hold: on each side all pages grown, less one path a group, less `OWN_TOKENS`.
+
+        Of exact decoding, only the path counts: its rows share all but what has not been confirmed.
+        """
         own = old = 0
         for side, ledger in self.memory.ledgers.items():
             groups = [group for group in running if side in group.decoding.sides]
             if not groups:
                 continue
-            held_A = self.slots.held_S[side][np.concatenate([g.slots for g in groups])]
-            sizes_G = [len(g.slots) for g in groups]
+            slots = [self._living(group) for group in groups]
+            held_A = self.slots.held_S[side][np.concatenate(slots)]
+            sizes_G = [len(slots_N) for slots_N in slots]
             # A slot without a particle holds not even a prompt.
             held_A = np.maximum(held_A - np.repeat([g.prompt_size for g in groups], sizes_G), 0)
             path_G = np.maximum.reduceat(held_A, np.cumsum(sizes_G) - sizes_G)
@@ -92,3 +97,10 @@ class Expectation:
             return
         self._old += LEARNING * (old - self._old)
         self._own += LEARNING * (own - self._own)
+
+    def _living(self, group: Group) -> np.ndarray:
+        """Slots of a group that stand for something of their own."""
+        if group.decoding.kind is Kind.INDEPENDENT:
+            return group.slots
+        living = group.slots[self.slots.logw_S[group.slots] > -np.inf]
+        return living[:1] if group.decoding.confirms else living

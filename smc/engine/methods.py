@@ -78,9 +78,9 @@ class Decoding(ABC):
         drafting, *scoring = self.sides
         return {drafting: places * (shape.begin + shape.branches * shape.branch)} | dict.fromkeys(scoring, places * shape.target)
 
-    def most_pages(self, config: EngineConfig, params: SamplingParams, prompt: int) -> dict[str, int]:
-        """Pages that a request may hold at once, if nothing of its past is ever shared, with as few particles as it allows."""
-        n, answer = params.least_rows, params.max_tokens
+    def most_pages(self, config: EngineConfig, params: SamplingParams, prompt: int, rows: int | None = None) -> dict[str, int]:
+        """Pages that so many particles of a request, by default as few as it allows, may hold at once if they share nothing of its past."""
+        n, answer = rows or params.least_rows, params.max_tokens
         few, all_rows = self.round_pages(config, n), self.round_pages(config, params.rows)
         return {side: prompt + max(n * answer + ROUNDS_IN_FLIGHT * few[side], ROUNDS_IN_FLIGHT * all_rows[side]) for side in self.sides}
 
@@ -88,7 +88,8 @@ class Decoding(ABC):
         """Pages that `rows` particles are likely to hold: of an answer of so many tokens each but the first has `own` for itself."""
         rounds = self.round_pages(config, rows)
         likely = {side: prompt + answer + own * (rows - 1) + ROUNDS_IN_FLIGHT * rounds[side] for side in self.sides}
-        most = self.most_pages(config, params, prompt)
+        # Rows of exact decoding share all but what has not been confirmed.
+        most = self.most_pages(config, params, prompt, None if self.confirms else rows)
         return {side: min(pages, max(most[side], prompt)) for side, pages in likely.items()}
 
     def log_z(self, logw_N: Tensor, count: int) -> float:

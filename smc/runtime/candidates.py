@@ -55,7 +55,11 @@ class Weigher:
         plan, scored, root_X = self.plan, self.scored, self.drafted.root_X
         weight_A, draft_nan_A = self._blocks()
         logq_X = self.drafted.logq_XK[:, 0]
-        logp_X = self.sampling.score(scored.next_AV, plan.target_law, self.drafted.tokens_XK[:, :1].long(), root_X)[:, 0]
+        if plan.kinds == {Kind.BEST}:
+            # What the target drew itself decides.
+            logp_X = torch.zeros_like(logq_X)
+        else:
+            logp_X = self.sampling.score(scored.next_AV, plan.target_law, self.drafted.tokens_XK[:, :1].long(), root_X)[:, 0]
         open_X = scored.open_A[root_X]
         next_X = torch.where(open_X, plan.alpha_A[root_X] * logp_X - logq_X, 0.0)
         nan_2X = torch.stack((open_X & torch.isnan(logp_X), open_X & torch.isnan(logq_X)))
@@ -81,7 +85,9 @@ class Weigher:
             stream_A = plan.particle_A * STREAMS_PER_PARTICLE
             bonus_A1, logp_A1, log_z_A = self.sampling.bonus(scored.next_AV, plan.target_law, self._keys(stream_A, position_A))
             bonus_A, logp_A = bonus_A1[:, 0], logp_A1[:, 0]
-        if plan.kinds - {Kind.INDEPENDENT}:
+        if plan.kinds == {Kind.BEST}:
+            offers, offered_logp_AC = Offers.whole(logp_A), logp_A[:, None]
+        elif plan.kinds - {Kind.INDEPENDENT}:
             rank_A = self._place() - plan.first_G[plan.group_A]
             keys = self._keys(rank_A, position_A)
             offers, offered_logp_AC, log_z_A = self.sampling.bonus_offer(scored.next_AV, plan.target_law, keys)
@@ -109,13 +115,15 @@ class Weigher:
             next_A = self.scored.drawn_AQ[best_A, right_A - 1]
             says_X = self.drafted.tokens_XK[:, 0] == next_A[place_X]
             agrees_X = agrees_X & is_whole_A[place_X] & says_X & self.scored.open_A[root_X]
-        # What the draft says is of no consequence here, be it NaN.
+        # What the draft says is of no consequence here, be it NaN; nor what the target would say after tokens that are wrong.
+        column_Q = torch.arange(self.scored.nan_AQ.shape[1], device=root_X.device)
+        nan_A = (self.scored.nan_AQ[best_A] & (column_Q < right_A[:, None])).any(-1)
         likelihood_X = self.drafted.share_X.nan_to_num(nan=0.0, neginf=-torch.inf)
         return replace(
             candidates,
             weight_X=torch.where(is_exact_X, likelihood_X, candidates.weight_X),
             there_X=candidates.there_X & (agrees_X | ~is_exact_X),
-            target_nan_A=torch.where(is_exact_A, self.scored.nan_A, candidates.target_nan_A),
+            target_nan_A=torch.where(is_exact_A, nan_A, candidates.target_nan_A),
             draft_nan_A=candidates.draft_nan_A & ~is_exact_A,
         )
 

@@ -197,6 +197,7 @@ class RoundChoice:
         says_A = is_exact_A & ~is_over_A & (misses_A if self.lookahead else is_exact_A)
         next_A, next_logp_A = (values_AQ[best_A, self.right_A - 1] for values_AQ in (self.scored.drawn_AQ, self.scored.logp_AQ))
         changed = {
+            "row_A": taken.row_A if self.lookahead else torch.where(misses_A, best_A, taken.row_A),
             "ancestor_A": ancestor_A,
             "block_A": torch.where(is_exact_A, best_A, taken.block_A),
             "alive_A": torch.where(misses_A, place_A == ancestor_A, taken.alive_A),

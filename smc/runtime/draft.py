@@ -224,7 +224,9 @@ class Drafter:
         rank_S = torch.arange(len(place_S), device=logits_SV.device) - plan.first_G[group_S] * per_place
         keys = DrawKeys(plan.seed_A[place_S], plan.round_A[place_S], rank_S[:, None], position_S, self.purpose)
         there_S = tree.alive_X
-        offers = self.sampling.offer(logits_SV, law, self.mixture, keys).unless(tree.ended_X)
+        # The best are those that are likely themselves.
+        is_best_S = (plan.kind_G == Kind.BEST)[group_S]
+        offers = self.sampling.offer(logits_SV, law, self.mixture, keys).without_rest(is_best_S).unless(tree.ended_X)
         nan_S = there_S & torch.isnan(offers.logq_RC[:, 0])
         sources, rows = ((plan.first_G * width, plan.size_G * width) for width in (per_place, self.branches))
         random = (plan.seed_G, plan.round_G, step)

@@ -16,6 +16,7 @@ from smc.algorithm.expansion import Kind
 from smc.arrays import to_device
 from smc.philox import Purpose
 from smc.runtime.forward import Rows, StaticForward
+from smc.runtime.groups import any_of_group
 from smc.runtime.outcome import Choice, Drafted
 from smc.runtime.plan import Join, RoundPlan
 from smc.runtime.sampling import DrawKeys, Sampling
@@ -57,6 +58,8 @@ class Scored:
     """Logits after the block."""
     nan_A: Tensor
     """bool: the target's logits were NaN."""
+    nan_AQ: Tensor
+    """bool: so were those that it drew from for itself."""
 
 
 class Scorer:
@@ -92,14 +95,23 @@ class Scorer:
         """Lockstep: the seed, and what has just been drafted for each place."""
         state, root_A = self.state, drafted.root_X
         slot_A = plan.slot_A[root_A]
-        seed_A1, seed_logq_A1 = state.pending_SQ[slot_A, :1], self.logq_SQ[slot_A, :1]
+        alive_A = state.alive_S[slot_A] & (drafted.share_X > -torch.inf)
+        count_A, ended_A = 1 + drafted.count_X, drafted.ended_X
+        if Kind.BEST in plan.kinds:
+            # A draft that proposes nothing, such as one that returns NaN, leaves the seed alone.
+            nothing_G = (plan.kind_G == Kind.BEST) & ~any_of_group(alive_A[None], plan.group_A, plan)[0]
+            lone_A = nothing_G[plan.group_A] & state.alive_S[plan.slot_A]
+            place_A = torch.arange(len(root_A), device=root_A.device)
+            root_A, slot_A = torch.where(lone_A, place_A, root_A), torch.where(lone_A, plan.slot_A, slot_A)
+            count_A, ended_A = torch.where(lone_A, 1, count_A), torch.where(lone_A, state.ended_S[plan.slot_A], ended_A)
+            alive_A = alive_A | lone_A
         return Blocks(
             origin_A=root_A,
-            tokens_AQ=torch.cat((seed_A1, drafted.tokens_XK.long()), 1),
-            logq_AQ=torch.cat((seed_logq_A1, drafted.logq_XK), 1),
-            count_A=1 + drafted.count_X,
-            ended_A=drafted.ended_X,
-            alive_A=state.alive_S[slot_A] & (drafted.share_X > -torch.inf),
+            tokens_AQ=torch.cat((state.pending_SQ[slot_A, :1], drafted.tokens_XK.long()), 1),
+            logq_AQ=torch.cat((self.logq_SQ[slot_A, :1], drafted.logq_XK), 1),
+            count_A=count_A,
+            ended_A=ended_A,
+            alive_A=alive_A,
             logw_A=state.logw_S[slot_A] + drafted.share_X,
         )
 
@@ -132,7 +144,7 @@ class Scorer:
         labelled_AQ = column_Q < blocks.count_A[:, None] - 1
         is_run_AQ = column_Q < run_A[:, None]
         drawn_AQ, logp_AQ = torch.zeros_like(blocks.tokens_AQ), torch.zeros_like(blocks.logq_AQ)
-        nan_A = torch.zeros_like(open_A)
+        nan_A, nan_AQ = torch.zeros_like(open_A), torch.zeros_like(is_run_AQ)
         if plan.kinds - {Kind.BEST}:
             label_T1 = blocks.tokens_AQ.roll(-1, 1).view(-1, 1)
             logp_AQ = torch.where(labelled_AQ, self.sampling.score(logits_TV, law_T, label_T1).view(-1, q), 0.0)
@@ -146,8 +158,8 @@ class Scorer:
             is_best_A1 = (plan.kind_G == Kind.BEST)[plan.group_A][:, None]
             drawn_AQ = drawn_T1.view(-1, q)
             logp_AQ = torch.where(is_best_A1, torch.where(is_run_AQ, drawn_logp_T1.view(-1, q), 0.0), logp_AQ)
-            nan_A = torch.where(is_best_A1[:, 0], (torch.isnan(log_z_T.view(-1, q)) & is_run_AQ).any(-1), nan_A)
-        return Scored(blocks, open_A, run_A, logp_AQ, drawn_AQ, next_AV, nan_A)
+            nan_AQ = torch.isnan(log_z_T.view(-1, q)) & is_run_AQ
+        return Scored(blocks, open_A, run_A, logp_AQ, drawn_AQ, next_AV, nan_A, nan_AQ)
 
     def follow(self, plan: RoundPlan, scored: Scored, drafted: Drafted, choice: Choice) -> Tensor:
         """The chosen candidates become the particles. Returns how many tokens of each are pending [A]."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from dataclasses import replace
 
 import pytest
+import torch
 
+from smc.algorithm.expansion import Offers
 from smc.engine.local import local_engine
 from smc.engine.request import POPULATIONS, FinishReason, Method, SamplingParams
 from smc.runtime.config import EngineConfig
@@ -109,3 +112,24 @@ def test_what_has_no_effect_is_refused(law, says):
 def test_schemes_and_thresholds_mean_independent_particles():
     assert SamplingParams(ess_threshold=0.5).population == "independent" == SamplingParams(resampling="ssp").population
     assert SamplingParams().population == "distinct"
+
+
+@pytest.mark.parametrize("config", FORMS, ids=config_id)
+def test_a_draft_that_makes_nan_costs_only_speed(config):
+    """Wherever one of its tokens has been, and for whole answers."""
+    broken = copy.deepcopy(tiny_pair().draft)
+    broken.embed.weight[2] = float("nan")
+    asked = [request([2, i % 2, 1][i % 3 :], str(i), seed=i, max_tokens=12, ignore_eos=True, method="target") for i in range(12)]
+    plain = answers(local_engine(tiny_pair(), config), asked)
+    law = {"method": "exact", "particles": 3, "max_tokens": 12, "ignore_eos": True}
+    asked = [replace(one, params=SamplingParams(seed=i, **law)) for i, one in enumerate(asked)]
+    found = answers(local_engine(replace(tiny_pair(), draft=broken), config), asked)
+    assert {name: one.tokens for name, one in found.items()} == {name: one.tokens for name, one in plain.items()}
+    assert sum(one.statistics.rounds for one in found.values()) > 12
+
+
+def test_the_tree_is_of_tokens_that_are_likely_themselves():
+    """Of a wide law, the token that stands for the rest has little likelihood, whatever the rest has."""
+    share_RC = torch.tensor([[-4.0, -5.0, -0.1]])
+    offers = Offers(torch.arange(3)[None], torch.tensor([[-4.0, -5.0, -9.0]]), share_RC)
+    assert offers.without_rest(torch.tensor([True])).share_RC.tolist() == [[-4.0, -5.0, -torch.inf]]

@@ -13,7 +13,7 @@ from tests.engine.lives import live, random_requests, small_engine
 
 SMALL = {"max_slots": 60, "pages": 440, "prefill_chunk": 24}
 CONFIGS = [EngineConfig(form="lockstep", block=3, **SMALL), EngineConfig(block=3, branches=2, **SMALL), EngineConfig(block=1, **SMALL)]
-EVENTS = ("cached", "preempted", "shrunk", "made smaller", "grown", "cancelled")
+EVENTS = ("cached", "preempted", "made smaller", "grown", "cancelled")
 
 
 @pytest.mark.parametrize("ahead", [False, True])
