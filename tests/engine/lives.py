@@ -25,13 +25,13 @@ LAWS = [
     {"particles": 3, "resampling": "multinomial", "stop": ("ab", "cca"), "logprobs": True},
     {"particles": 8, "ess_threshold": 0.9, "resampling": "residual", "alpha": 1.3, "min_particles": 2},
     {"particles": 1, "logprobs": True},
-    {"method": "target", "logprobs": True},
+    {"method": "target", "logprobs": True, "stop": ("ab", "cb")},
     {"method": "draft", "temperature": 0.7},
     {"particles": 5, "ess_threshold": 0.9, "resampling": "ssp", "top_p": 0.9, "logprobs": True},
     {"particles": 4, "ess_threshold": 0.0, "min_particles": 3},
     {"particles": 6, "min_particles": 2, "logprobs": True},
     {"method": "exact", "particles": 6, "logprobs": True, "stop": ("ab", "ca")},
-    {"particles": 5, "top_p": 0.9, "min_particles": 1},
+    {"particles": 5, "top_p": 0.9, "min_particles": 1, "stop": ("a", "cc")},
 ]
 
 
