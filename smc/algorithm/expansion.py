@@ -185,7 +185,7 @@ def keep_roots(
 
     `root_X`: the place whose past a row continues. A place that any row continues takes the first of these; further rows take, in order,
     the places that none continues. There are no more rows alive than places. A place without a row repeats its group's first place that
-    has one; 0 where there is none at all. `total` places. Reads the host.
+    has one, or where there is none at all the group's first row. `total` places. Reads the host.
     """
     used_H = ((rows[1] > 0) & (places[1] > 0)).nonzero()[:, 0]
     row_A = torch.zeros(total, dtype=torch.int64, device=root_X.device)

@@ -22,7 +22,7 @@ from smc.engine.cohorts import Cohorts
 from smc.engine.expectation import Expectation
 from smc.engine.group import Group, Phase
 from smc.engine.memory import Memory
-from smc.engine.methods import PROGRAMS
+from smc.engine.methods import PROGRAMS, program_of
 from smc.engine.policy import ParticlePolicy, ShrinkWhenShort
 from smc.engine.queue import Deadlines, Queue
 from smc.engine.request import FinishReason, Method, Output, Request
@@ -184,8 +184,7 @@ class Engine:
 
     def rounds_of(self, method: Method) -> Rounds:
         """What advances the groups of a method, for whoever times rounds."""
-        program = Program(method.value) if method in tuple(Program) else Program.PAIR
-        return self._cohorts[program].rounds
+        return self._cohorts[program_of(method)].rounds
 
     def check_books(self) -> None:
         """When idle, all but what is cached must be free again. Raises AssertionError otherwise."""

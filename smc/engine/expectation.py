@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from smc.algorithm.expansion import Kind
 from smc.engine.group import Group, Phase
 from smc.engine.memory import Memory
 from smc.engine.methods import decoding_of
@@ -83,7 +82,7 @@ class Expectation:
             groups = [group for group in running if side in group.decoding.sides]
             if not groups:
                 continue
-            slots = [self._living(group) for group in groups]
+            slots = [group.living(self.slots) for group in groups]
             held_A = self.slots.held_S[side][np.concatenate(slots)]
             sizes_G = [len(slots_N) for slots_N in slots]
             # A slot without a particle holds not even a prompt.
@@ -97,10 +96,3 @@ class Expectation:
             return
         self._old += LEARNING * (old - self._old)
         self._own += LEARNING * (own - self._own)
-
-    def _living(self, group: Group) -> np.ndarray:
-        """Slots of a group that stand for something of their own."""
-        if group.decoding.kind is Kind.INDEPENDENT:
-            return group.slots
-        living = group.slots[self.slots.logw_S[group.slots] > -np.inf]
-        return living[:1] if group.decoding.confirms else living

@@ -12,6 +12,7 @@ import numpy as np
 from smc.algorithm.resampling import SCHEME_NAMES
 from smc.engine.methods import Decoding, decoding_of
 from smc.engine.request import Method, Request, SamplingParams, Statistics
+from smc.engine.slots import Slots
 from smc.engine.text import StopRules, TextStream
 from smc.laws import LawSpec
 
@@ -102,6 +103,14 @@ class Group:
     def rows(self) -> int:
         """Slots that it has, or wants."""
         return len(self.particles) if len(self.particles) else self.params.rows
+
+    def living(self, slots: Slots) -> np.ndarray:
+        """Its slots that stand for something of their own; of exact decoding one, since its rows differ in nothing that is confirmed."""
+        slots_N = self.slots[: self.count]
+        if not self.decoding.competes:
+            return slots_N
+        alive_N = slots_N[slots.alive(slots_N)]
+        return alive_N[:1] if self.decoding.confirms else alive_N
 
     @property
     def launched(self) -> int:

@@ -50,6 +50,11 @@ class Decoding(ABC):
     confirms = False
     """Only what the target has drawn itself is part of the answer: what particles agree on may still be taken back."""
 
+    @property
+    def competes(self) -> bool:
+        """Rows are dealt out among all of a group, so that a place may be without one: it then repeats another, and has no weight."""
+        return self.kind is not Kind.INDEPENDENT
+
     @abstractmethod
     def stride(self, config: EngineConfig) -> int:
         """Tokens by which an open answer grows in a round, at most."""
@@ -175,14 +180,23 @@ class Alone(Decoding):
         return 0 if ended else length - 1
 
 
-_INDEPENDENT, _DISTINCT = Independent(), Distinct()
-_ALONE = {Method.TARGET: Alone("target"), Method.DRAFT: Alone("draft"), Method.EXACT: Exact()}
-PROGRAMS: dict[Program, Decoding] = {decoding.program: decoding for decoding in (_INDEPENDENT, *_ALONE.values())}
+DECODINGS: dict[tuple[Method, str | None], Decoding] = {
+    (Method.SMC, "independent"): Independent(),
+    (Method.SMC, "distinct"): Distinct(),
+    (Method.EXACT, None): Exact(),
+    (Method.TARGET, None): Alone("target"),
+    (Method.DRAFT, None): Alone("draft"),
+}
+"""By method and population."""
+PROGRAMS: dict[Program, Decoding] = {decoding.program: decoding for decoding in DECODINGS.values()}
 """A decoding of every program: all of a program have rounds of the same shape."""
 
 
 def decoding_of(params: SamplingParams) -> Decoding:
     """How a request is decoded."""
-    if params.method is not Method.SMC:
-        return _ALONE[params.method]
-    return _DISTINCT if params.population == "distinct" else _INDEPENDENT
+    return DECODINGS[params.method, params.population]
+
+
+def program_of(method: Method) -> Program:
+    """Whose rounds requests of a method take part in."""
+    return next(decoding.program for (name, _), decoding in DECODINGS.items() if name is method)

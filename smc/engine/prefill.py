@@ -8,7 +8,7 @@ asked for beside the rounds of other groups, and what it draws is read when thos
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -45,7 +45,6 @@ class Start:
     """First tokens, asked for with the prompt's last chunk."""
     place: int = 0
     """Of the group among those that were asked for together."""
-    drawn: tuple[np.ndarray, np.ndarray, float] | None = field(default=None)
 
     @property
     def asked(self) -> bool:

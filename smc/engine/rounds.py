@@ -217,7 +217,7 @@ class Rounds:
             if not resized[g]:
                 continue
             alive_N = result.alive_A[place_A[population.group_A == g]]
-            if group.decoding.kind is not Kind.INDEPENDENT:
+            if group.decoding.competes:
                 # It has fewer rows than it may have, whenever there were no more.
                 alive_N = alive_N | (np.cumsum(~alive_N) <= group.wanted - alive_N.sum())
             dropped = group.slots[~alive_N]
@@ -233,9 +233,9 @@ class Rounds:
         if program is Program.PAIR:
             target_A = self.slots.unscored(slot_A) + open_A if config.lookahead else open_A * self.decoding.stride(config)
             # Rows that are dealt out among all of a group are as many as it has places for.
-            dealt_G = np.array([g.decoding.kind is not Kind.INDEPENDENT for g in population.groups])
+            competes_G = np.array([g.decoding.competes for g in population.groups])
             any_A = np.logical_or.reduceat(open_A, population.first_G)[population.group_A]
-            drafting_A = np.where(dealt_G[population.group_A], any_A, open_A)
+            drafting_A = np.where(competes_G[population.group_A], any_A, open_A)
             work = {"draft": drafting_A * config.branches * config.block, "target": target_A}
         else:
             work = {program.value: open_A * config.block}
@@ -259,7 +259,7 @@ class Rounds:
             tally.ess_sum += ess
             tally.ess_min = min(tally.ess_min, ess)
             # Distinct particles are of unequal weight by construction: their effective number says little.
-            share = ess / len(group.slots) if group.decoding.kind is Kind.INDEPENDENT else None
+            share = None if group.decoding.competes else ess / len(group.slots)
             self.stats.count_round(share, group.lag, bool(result.resampled_G[g]), bool(result.collapsed_G[g]))
 
     def _count_confirmed(self, population: Population, alive_G: np.ndarray, result: RoundResult, more_G: np.ndarray) -> None:

@@ -66,6 +66,10 @@ class Slots:
         self.block_S[slots_X] = self.length_S[slots_X] - 1
         self.logw_S[slots_X] = -np.inf
 
+    def alive(self, slots_X: np.ndarray) -> np.ndarray:
+        """Whether slots of a group whose rows compete hold one [X]."""
+        return self.logw_S[slots_X] > -np.inf
+
     def unscored(self, slots_X: np.ndarray) -> np.ndarray:
         """Tokens of the block in flight that the target has not scored yet, [X]."""
         return self.length_S[slots_X] - 1 - self.block_S[slots_X]

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from smc.algorithm.bounds import Bounds
-from smc.algorithm.expansion import Kind, Offers, expand
+from smc.algorithm.expansion import Offers, expand
 from smc.algorithm.resampling import SCHEME_NAMES
 from smc.algorithm.selection import select
 from smc.engine.expectation import Expectation
@@ -91,20 +91,12 @@ class Starts:
         """Save the record of a group's particles, and give up its slots and pages; it waits to be taken up again."""
         # Slots that were to have a particle after the next round have none yet.
         group.particles = group.particles[: group.count]
-        slots_N = self._recorded(group)
+        slots_N = group.living(self.slots)
         group.saved = {name: getattr(self.slots, name)[slots_N].copy() for name in SAVED}
         if group.decoding.confirms:
             take_back(group.saved)
         self.give_up(group)
         group.phase = Phase.QUEUED
-
-    def _recorded(self, group: Group) -> np.ndarray:
-        """Slots of particles that a record is made of."""
-        slots_N = group.slots[: group.count]
-        if group.decoding.kind is Kind.INDEPENDENT:
-            return slots_N
-        alive_N = slots_N[self.slots.logw_S[slots_N] > -np.inf]
-        return alive_N[:1] if group.decoding.confirms else alive_N
 
     def give_up(self, group: Group) -> None:
         """What a group that has been admitted holds is free; what was asked for it concerns it no more."""
@@ -136,7 +128,7 @@ class Starts:
         if np.isnan(log_z):
             group.fail(group.decoding.first)
         logw_N = result.logw_RD[start.place, :n]
-        if group.decoding.kind is not Kind.INDEPENDENT:
+        if group.decoding.competes:
             # Slots without a particle repeat one that has.
             like_N = np.where(logw_N > -np.inf, np.arange(n), 0)
             tokens_N, logp_N = tokens_N[like_N], logp_N[like_N]
@@ -173,9 +165,7 @@ class Starts:
         slots_N, prompt = group.slots, group.prompt_size
         end_N = prompt + slots.length_S[slots_N]
         width = self.config.block + 2
-        alive_N = np.ones(len(slots_N), dtype=bool)
-        if group.decoding.kind is not Kind.INDEPENDENT:
-            alive_N = slots.logw_S[slots_N] > -np.inf
+        alive_N = slots.alive(slots_N) if group.decoding.competes else np.ones(len(slots_N), dtype=bool)
         for side, rows in start.rows.items():
             pending_N = end_N - slots.held_S[side][slots_N]
             # Of a particle that has ended no model needs more than that its last token was not run.
@@ -183,12 +173,14 @@ class Starts:
             if side == "draft":
                 pending_N = np.where(ended_N, 1, pending_N)
             first_N = slots.length_S[slots_N] - pending_N
+            row_N = _row_of(len(rows), len(slots_N))
             column_NQ = np.minimum(first_N[:, None] + np.arange(width), slots.tokens_SL.shape[1] - 1)[:, : int(pending_N.max())]
             self.pair.join(
                 side,
                 Join(
                     slots_N=slots_N,
-                    pages_XL=_rectangle([rows[row].pages_L for row in _row_of(len(rows), len(rows) if len(rows) == 1 else len(slots_N))]),
+                    # Where all have the same, it is said once.
+                    pages_XL=_rectangle([rows[row].pages_L for row in (row_N if len(rows) > 1 else row_N[:1])]),
                     base=prompt,
                     limit=prompt + group.params.max_tokens,
                     end_N=end_N.astype(np.int32),
@@ -247,10 +239,12 @@ class Starts:
 def shrink_saved(group: Group, particles: int) -> None:
     """A saved population becomes smaller, by the unbiased choice of a round, made here."""
     arrays = group.saved
-    if group.decoding.kind is Kind.INDEPENDENT:
-        _select_saved(group, arrays, particles)
-    else:
+    if group.decoding.competes:
         _expand_saved(group, arrays, particles)
+    else:
+        _select_saved(group, arrays, particles)
+    group.count = len(group.particles)
+    group.needs = None
 
 
 def _expand_saved(group: Group, arrays: dict[str, np.ndarray], particles: int) -> None:
@@ -265,7 +259,6 @@ def _expand_saved(group: Group, arrays: dict[str, np.ndarray], particles: int) -
         arrays[name] = values[parent_X]
     arrays["logw_S"] = chosen.mass_X[chosen.alive_X].numpy()
     group.particles = group.particles[:particles]
-    group.count = particles
 
 
 def _select_saved(group: Group, arrays: dict[str, np.ndarray], particles: int) -> None:
@@ -287,8 +280,6 @@ def _select_saved(group: Group, arrays: dict[str, np.ndarray], particles: int) -
     arrays["logw_S"] = chosen.logw_A.numpy()[alive_N]
     group.log_z += float(chosen.log_z_G[0])
     group.particles = group.particles[alive_N]
-    group.count = len(group.particles)
-    group.needs = None
 
 
 def take_back(saved: dict[str, np.ndarray]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from smc.demo.dense import MAX_ANSWER
 from smc.demo.problems import Problem, grade
 from smc.engine.local import ModelPair
-from smc.engine.request import Answer, Request, SamplingParams
+from smc.engine.request import POPULATIONS, Answer, Request, SamplingParams
 from smc.evaluation.batch import fitted_engine, run_in_flight
 from smc.runtime.config import EngineConfig
 from smc.statistics import Accuracy
@@ -21,7 +21,6 @@ from smc.statistics import Accuracy
 EXACT_PARTICLES, EXACT_BLOCKS = (1, 4, 8, 16), (4, 5, 8)
 WIDE, WIDE_BRANCHES, EXACT_BRANCHES = 16, 2, 4
 """From so many rows on a tree is wide: fewer branches of each will do."""
-POPULATIONS = ("distinct", "independent")
 SMC_PARTICLES = (4, 8, 16, 32)
 LOCKSTEP_BLOCKS, LOOKAHEAD_BLOCKS = (8, 5), (5,)
 BRANCHES = (1, 2, 4)

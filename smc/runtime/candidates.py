@@ -10,7 +10,6 @@ from torch import Tensor
 from smc.algorithm.expansion import Kind, Offers
 from smc.algorithm.weights import block_log_weight
 from smc.philox import STREAMS_PER_PARTICLE, Purpose
-from smc.runtime.groups import any_of_group
 from smc.runtime.outcome import Drafted
 from smc.runtime.plan import RoundPlan
 from smc.runtime.sampling import DrawKeys, Sampling
@@ -63,7 +62,7 @@ class Weigher:
         open_X = scored.open_A[root_X]
         next_X = torch.where(open_X, plan.alpha_A[root_X] * logp_X - logq_X, 0.0)
         nan_2X = torch.stack((open_X & torch.isnan(logp_X), open_X & torch.isnan(logq_X)))
-        nan_2G = any_of_group(nan_2X, plan.group_A[self._place()], plan)
+        nan_2G = plan.any_of_group(nan_2X, plan.group_A[self._place()])
         return Candidates(
             root_X=root_X,
             weight_X=weight_A[root_X] + next_X + self.drafted.share_X,
@@ -91,7 +90,7 @@ class Weigher:
             rank_A = self._place() - plan.first_G[plan.group_A]
             keys = self._keys(rank_A, position_A)
             offers, offered_logp_AC, log_z_A = self.sampling.bonus_offer(scored.next_AV, plan.target_law, keys)
-            offers = offers.unless(~scored.open_A | (plan.kind_G == Kind.BEST)[plan.group_A])
+            offers = offers.unless(~scored.open_A | plan.places_of(Kind.BEST))
         return Candidates(
             root_X=blocks.origin_A,
             weight_X=weight_A + torch.where(scored.open_A, log_z_A, 0.0),
@@ -135,11 +134,9 @@ class Weigher:
         nan_A = (torch.isnan(blocks.logq_AQ) & exists_AQ).any(-1)
         if Kind.DISTINCT in self.plan.kinds:
             # Rows of NaN have given way to others, on which the draft has left a mark.
-            group_X = self.plan.group_A[self._place()]
-            marked_G = any_of_group(torch.isnan(self.drafted.logq_XK).any(-1)[None], group_X, self.plan)[0] & (
-                self.plan.kind_G == Kind.DISTINCT
-            )
-            nan_A = nan_A | marked_G[self.plan.group_A]
+            is_marked_X = torch.isnan(self.drafted.logq_XK).any(-1)
+            marked_G = self.plan.any_of_group(is_marked_X[None], self.plan.group_A[self._place()])[0]
+            nan_A = nan_A | (marked_G[self.plan.group_A] & self.plan.places_of(Kind.DISTINCT))
         return blocks.logw_A + block_A, nan_A
 
     def _keys(self, stream_A: Tensor, position_A: Tensor) -> DrawKeys:
@@ -147,5 +144,4 @@ class Weigher:
 
     def _place(self) -> Tensor:
         """Place that every row belongs to [X]: its group is that of its root."""
-        places, rows = len(self.plan.slot_A), len(self.drafted.root_X)
-        return torch.arange(places, device=self.drafted.root_X.device).repeat_interleave(rows // places)
+        return self.plan.place_of_rows(len(self.drafted.root_X) // len(self.plan.slot_A))

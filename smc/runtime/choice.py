@@ -16,7 +16,6 @@ from smc.algorithm.bounds import Bounds
 from smc.algorithm.expansion import Expansion, Kind, Offers
 from smc.algorithm.selection import Selection
 from smc.runtime.candidates import Weigher
-from smc.runtime.groups import any_of_group
 from smc.runtime.outcome import Choice, Drafted, Lineage, RoundResult
 from smc.runtime.plan import RoundPlan
 from smc.runtime.sampling import Sampling
@@ -79,7 +78,7 @@ class RoundChoice:
     def __init__(self, chooser: Chooser, plan: RoundPlan, scored: Scored, drafted: Drafted) -> None:
         self.plan, self.scored, self.drafted, self.blocks = plan, scored, drafted, scored.blocks
         self.state, self.grow, self.decide, self.lookahead = chooser.state, chooser.grow, chooser.decide, chooser.lookahead
-        self.is_exact_A = (plan.kind_G == Kind.BEST)[plan.group_A]
+        self.is_exact_A = plan.places_of(Kind.BEST)
         # Of groups that are decoded exactly: the block that agrees longest with the target's draws, and how many of its tokens do.
         self.best_A = torch.arange(len(plan.slot_A), device=plan.slot_A.device)
         self.right_A = self.blocks.count_A
@@ -189,7 +188,7 @@ class RoundChoice:
         """Of groups that are decoded exactly: where nothing that was drafted goes on, the block that agrees longest does, and the token
         that the target says after it."""
         plan, blocks, best_A, is_exact_A = self.plan, self.blocks, self.best_A, self.is_exact_A
-        any_A = any_of_group(taken.alive_A[None], plan.group_A, plan)[0][plan.group_A]
+        any_A = plan.any_of_group(taken.alive_A[None], plan.group_A)[0][plan.group_A]
         misses_A = is_exact_A & ~any_A & (plan.size_G > 0)[plan.group_A]
         ancestor_A = torch.where(misses_A, blocks.origin_A[best_A], taken.ancestor_A)
         place_A = torch.arange(len(best_A), device=best_A.device)
@@ -235,8 +234,8 @@ class RoundChoice:
             grown_AQ = blocks.tokens_AQ[taken.block_A].roll(-1, 1).scatter(1, (kept_A - 1)[:, None], bonus_A1)
             logq_AQ = torch.zeros_like(grown_AQ, dtype=torch.float32)
         column_Q = torch.arange(blocks.tokens_AQ.shape[1], device=kept_A.device)
-        nan_2G = any_of_group(torch.stack((candidates.draft_nan_A, candidates.target_nan_A)), plan.group_A, plan)
-        says_G = any_of_group((has_bonus_A & choice.alive_A)[None], plan.group_A, plan)[0]
+        nan_2G = plan.any_of_group(torch.stack((candidates.draft_nan_A, candidates.target_nan_A)), plan.group_A)
+        says_G = plan.any_of_group((has_bonus_A & choice.alive_A)[None], plan.group_A)[0]
         run_A = torch.minimum(self.scored.run_A[taken.block_A], kept_A)
         return RoundResult(
             ancestor_A=choice.ancestor_A,

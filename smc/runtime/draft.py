@@ -18,7 +18,6 @@ from smc.algorithm.expansion import Expansion, Kind
 from smc.laws import LawSpec
 from smc.philox import STREAMS_PER_PARTICLE, Purpose
 from smc.runtime.forward import Rows, StaticForward
-from smc.runtime.groups import any_of_group
 from smc.runtime.outcome import Choice, Drafted, Lineage
 from smc.runtime.plan import RoundPlan
 from smc.runtime.sampling import DrawKeys, Sampling
@@ -51,6 +50,22 @@ class Tree:
 
 
 @dataclass(frozen=True)
+class Offering:
+    """What stays the same of rows that offer tokens, however they are re-parented: one a place at the first step, later F."""
+
+    width: int
+    """Rows of a place."""
+    group_S: Tensor
+    rank_S: Tensor
+    """Number of the row in its group."""
+    stream_SD: Tensor
+    """Of independent rows: the numbers of those that continue each."""
+    seed_S: Tensor
+    round_S: Tensor
+    law: LawSpec
+
+
+@dataclass(frozen=True)
 class Drafter:
     """A model that drafts. Without a target it keeps all it drafts, with one row a particle: plain decoding."""
 
@@ -72,14 +87,17 @@ class Drafter:
 
     def draft(self, plan: RoundPlan, law: LawSpec) -> tuple[Drafted, Tree]:
         """Run the pending tokens of every particle, then extend rows by K tokens."""
-        hidden_XE, tree = self._begin(plan)
+        hidden_SE, tree = self._begin(plan)
+        offering = self._offering(plan, law, 1)
         for step in range(self.block):
             if step:
-                hidden_XE = self._run(plan, tree, step)
-            tree = self._extend(plan, law, hidden_XE, tree, step)
+                hidden_SE = self._run(plan, tree, step)
+            tree = self._extend(plan, offering, hidden_SE, tree, step)
+            if not step:
+                offering = self._offering(plan, law, self.branches)
         share_X = tree.mass_X - self.state.logw_S[plan.slot_A[tree.root_X]]
         if Kind.INDEPENDENT in plan.kinds:
-            share_X = torch.where(self._is_tree(plan, self.branches), share_X, self._of_branches(plan, tree))
+            share_X = torch.where(self._is_tree(plan), share_X, self._of_branches(plan, tree))
         drafted = Drafted.of(tree.tokens_XK, tree.logq_XK, tree.root_X, tree.count_X, tree.ended_X, share_X)
         return drafted, tree
 
@@ -158,13 +176,28 @@ class Drafter:
         )
         return self.forward(tree.tokens_XK[:, step - 1], rows)
 
-    def _extend(self, plan: RoundPlan, law: LawSpec, hidden_SE: Tensor, tree: Tree, step: int) -> Tree:
+    def _offering(self, plan: RoundPlan, law: LawSpec, width: int) -> Offering:
+        place_S = plan.place_of_rows(width)
+        group_S = plan.group_A[place_S]
+        stream_AF = plan.particle_A[:, None] * STREAMS_PER_PARTICLE + torch.arange(self.branches, device=place_S.device)
+        round_S = plan.round_A[place_S]
+        return Offering(
+            width=width,
+            group_S=group_S,
+            rank_S=torch.arange(len(place_S), device=place_S.device) - plan.first_G[group_S] * width,
+            stream_SD=stream_AF.view(len(place_S), -1),
+            seed_S=plan.seed_A[place_S],
+            round_S=round_S if self.by_round else torch.zeros_like(round_S),
+            law=law.take(place_S),
+        )
+
+    def _extend(self, plan: RoundPlan, offering: Offering, hidden_SE: Tensor, tree: Tree, step: int) -> Tree:
         """Every row continues one of those before it with a token: at the first step a particle, later a row."""
         state = self.state
         slot_S = plan.slot_A[tree.root_X]
         position_S = state.end_S[slot_S] + step
         logits_SV = self.forward.logits(hidden_SE)
-        parent_X, token_X, logq_X, mass_X = self._continue(plan, law, logits_SV, tree, position_S, step)
+        parent_X, token_X, logq_X, mass_X = self._continue(plan, offering, logits_SV, tree, position_S, step)
         slot_X, ended_X, text_X, count_X = slot_S[parent_X], tree.ended_X[parent_X], tree.text_X[parent_X], tree.count_X[parent_X]
         room_X = state.limit_S[slot_X] - state.end_S[slot_X] - count_X
         growth = self.grow(state.stops, state.entry_S[slot_X], text_X, token_X[:, None], room_X)
@@ -186,57 +219,45 @@ class Drafter:
         )
 
     def _continue(
-        self, plan: RoundPlan, law: LawSpec, logits_SV: Tensor, tree: Tree, position_S: Tensor, step: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        self, plan: RoundPlan, offering: Offering, logits_SV: Tensor, tree: Tree, position_S: Tensor, step: int
+    ) -> tuple[Tensor, ...]:
         """Row that every row continues [X], its token [X], its log q [X] and the row's log mass [X]."""
-        f, per_place = self.branches, self.branches if step else 1
-        law = law.take(torch.arange(len(plan.slot_A), device=logits_SV.device).repeat_interleave(per_place))
         own = trees = None
         if Kind.INDEPENDENT in plan.kinds:
-            own = self._independent(plan, law, logits_SV, tree, position_S, step)
+            own = self._independent(offering, logits_SV, position_S)
         if plan.kinds - {Kind.INDEPENDENT}:
-            trees = self._re_parented(plan, law, logits_SV, tree, position_S, step)
+            trees = self._re_parented(plan, offering, logits_SV, tree, position_S, step)
         if own is None or trees is None:
             return own or trees
-        is_tree_X = self._is_tree(plan, f)
+        is_tree_X = self._is_tree(plan)
         return tuple(torch.where(is_tree_X, theirs_X, own_X) for theirs_X, own_X in zip(trees, own))
 
-    def _independent(
-        self, plan: RoundPlan, law: LawSpec, logits_SV: Tensor, tree: Tree, position_S: Tensor, step: int
-    ) -> tuple[Tensor, ...]:
+    def _independent(self, offering: Offering, logits_SV: Tensor, position_S: Tensor) -> tuple[Tensor, ...]:
         """Every row draws its own token; at the first step F rows from each particle."""
-        place_A = torch.arange(len(plan.slot_A), device=logits_SV.device)
-        stream_AF = plan.particle_A[:, None] * STREAMS_PER_PARTICLE + torch.arange(self.branches, device=logits_SV.device)
-        place_X = place_A.repeat_interleave(self.branches)
-        place_S, stream_SD = (place_X, stream_AF.view(-1, 1)) if step else (place_A, stream_AF)
-        keys = DrawKeys(plan.seed_A[place_S], self._round(plan.round_A[place_S]), stream_SD, position_S, self.purpose)
-        token_SD, logq_SD = self.sampling.propose(logits_SV, law, self.mixture, keys)
-        parent_X = torch.arange(len(place_X), device=logits_SV.device) if step else place_X
-        return parent_X, token_SD.flatten().long(), logq_SD.flatten(), torch.zeros_like(tree.mass_X[parent_X])
+        keys = DrawKeys(offering.seed_S, offering.round_S, offering.stream_SD, position_S, self.purpose)
+        token_SD, logq_SD = self.sampling.propose(logits_SV, offering.law, self.mixture, keys)
+        rows = torch.arange(len(logits_SV), device=logits_SV.device)
+        parent_X = rows.repeat_interleave(token_SD.shape[1])
+        return parent_X, token_SD.flatten().long(), logq_SD.flatten(), torch.zeros(len(parent_X), dtype=torch.float64, device=rows.device)
 
     def _re_parented(
-        self, plan: RoundPlan, law: LawSpec, logits_SV: Tensor, tree: Tree, position_S: Tensor, step: int
+        self, plan: RoundPlan, offering: Offering, logits_SV: Tensor, tree: Tree, position_S: Tensor, step: int
     ) -> tuple[Tensor, ...]:
         """The rows of a group are chosen among all that they offer together."""
-        per_place = self.branches if step else 1
-        place_S = torch.arange(len(plan.slot_A), device=logits_SV.device).repeat_interleave(per_place)
-        group_S = plan.group_A[place_S]
-        rank_S = torch.arange(len(place_S), device=logits_SV.device) - plan.first_G[group_S] * per_place
-        keys = DrawKeys(plan.seed_A[place_S], plan.round_A[place_S], rank_S[:, None], position_S, self.purpose)
-        there_S = tree.alive_X
+        group_S, there_S = offering.group_S, tree.alive_X
+        keys = DrawKeys(offering.seed_S, offering.round_S, offering.rank_S[:, None], position_S, self.purpose)
         # The best are those that are likely themselves.
-        is_best_S = (plan.kind_G == Kind.BEST)[group_S]
-        offers = self.sampling.offer(logits_SV, law, self.mixture, keys).without_rest(is_best_S).unless(tree.ended_X)
-        nan_S = there_S & torch.isnan(offers.logq_RC[:, 0])
-        sources, rows = ((plan.first_G * width, plan.size_G * width) for width in (per_place, self.branches))
+        is_best_S = plan.places_of(Kind.BEST).repeat_interleave(offering.width)
+        offers = self.sampling.offer(logits_SV, offering.law, self.mixture, keys).without_rest(is_best_S).unless(tree.ended_X)
+        sources, rows = ((plan.first_G * width, plan.size_G * width) for width in (offering.width, self.branches))
         random = (plan.seed_G, plan.round_G, step)
         total = len(plan.slot_A) * self.branches
         chosen = self.expand(offers, tree.mass_X, there_S, sources, rows, rows[1], plan.kind_G, random, total)
         token_X, logq_X = (values_SC[chosen.parent_X, chosen.offer_X] for values_SC in (offers.token_RC, offers.logq_RC))
         # A draft that returns NaN must be seen, where what it says matters.
-        nan_G = any_of_group(nan_S[None], group_S, plan)[0] & (plan.kind_G == Kind.DISTINCT)
-        group_X = plan.group_A.repeat_interleave(self.branches)
-        return chosen.parent_X, token_X, torch.where(nan_G[group_X], torch.nan, logq_X), chosen.mass_X
+        nan_S = there_S & torch.isnan(offers.logq_RC[:, 0])
+        nan_A = plan.any_of_group(nan_S[None], group_S)[0][plan.group_A] & plan.places_of(Kind.DISTINCT)
+        return chosen.parent_X, token_X, torch.where(nan_A.repeat_interleave(self.branches), torch.nan, logq_X), chosen.mass_X
 
     def _of_branches(self, plan: RoundPlan, tree: Tree) -> Tensor:
         """Share of independent rows: F of each particle, or of one that has ended one alone."""
@@ -244,8 +265,8 @@ class Drafter:
         alone_X = torch.where(branch_X == 0, 0.0, -torch.inf).double()
         return torch.where(self.state.ended_S[plan.slot_A[tree.root_X]], alone_X, -math.log(self.branches))
 
-    def _is_tree(self, plan: RoundPlan, per_place: int) -> Tensor:
-        return (plan.kind_G != Kind.INDEPENDENT)[plan.group_A].repeat_interleave(per_place)
+    def _is_tree(self, plan: RoundPlan) -> Tensor:
+        return ~plan.places_of(Kind.INDEPENDENT).repeat_interleave(self.branches)
 
     def _lineage(self, plan: RoundPlan, path_AW: Tensor, pending_A: Tensor, kept_A: Tensor, dropped_A: Tensor) -> Lineage:
         """A particle's pending tokens, of which there may be fewer than places for them, then its row's."""
@@ -256,6 +277,3 @@ class Drafter:
             shifted_AW = torch.where(column_W < pending_A[:, None], column_W, column_W + skipped_A1)
             path_AW = path_AW.gather(1, shifted_AW.clamp(max=path_AW.shape[1] - 1))
         return Lineage(path_AW, kept_A.int(), dropped_A.int())
-
-    def _round(self, round_A: Tensor) -> Tensor:
-        return round_A if self.by_round else torch.zeros_like(round_A)

@@ -157,6 +157,19 @@ class RoundPlan:
         own = {name: tensor for name, tensor in tensors.items() if "." not in name}
         return RoundPlan(program=self.program, short=self.short, columns=self.columns, kinds=self.kinds, **laws, **own)
 
+    def places_of(self, kind: Kind) -> Tensor:
+        """bool [A]: the place's group is continued so."""
+        return (self.kind_G == kind)[self.group_A]
+
+    def place_of_rows(self, width: int) -> Tensor:
+        """int64 [X]: where every place has `width` rows, the place that each belongs to."""
+        return torch.arange(len(self.slot_A), device=self.slot_A.device).repeat_interleave(width)
+
+    def any_of_group(self, mask_XR: Tensor, group_R: Tensor) -> Tensor:
+        """Whether a mask holds anywhere in a group, bool [X, G]; `group_R` names the group of every entry."""
+        counts_XG = torch.zeros(len(mask_XR), len(self.first_G), device=mask_XR.device)
+        return counts_XG.index_add(1, group_R, mask_XR.float()) > 0
+
     def _of_group(self, values_A: Tensor) -> Tensor:
         return values_A[self.first_G.long().clamp(max=len(values_A) - 1)]
 

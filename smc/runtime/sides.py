@@ -23,7 +23,6 @@ from smc.runtime.choice import Chooser, Deciders
 from smc.runtime.config import EngineConfig
 from smc.runtime.draft import Drafter, Tree
 from smc.runtime.forward import StaticForward
-from smc.runtime.groups import any_of_group
 from smc.runtime.outcome import Choice, Drafted, RoundResult
 from smc.runtime.plan import Join, PlanBuffer, Program, RoundPlan
 from smc.runtime.sampling import Sampling
@@ -107,7 +106,7 @@ class Side:
         lineage = drafter.follow(plan, tree, choice)
         logq_AK = tree.logq_XK
         exists_AK = torch.arange(drafter.block, device=slot_A.device) < tree.count_X[:, None]
-        nan_G = any_of_group((torch.isnan(logq_AK) & exists_AK).any(-1)[None], plan.group_A, plan)[0]
+        nan_G = plan.any_of_group((torch.isnan(logq_AK) & exists_AK).any(-1)[None], plan.group_A)[0]
         zero_G = torch.zeros_like(plan.threshold_G)
         never_G = zero_G > 0
         return RoundResult(

@@ -16,7 +16,6 @@ from smc.algorithm.expansion import Kind
 from smc.arrays import to_device
 from smc.philox import Purpose
 from smc.runtime.forward import Rows, StaticForward
-from smc.runtime.groups import any_of_group
 from smc.runtime.outcome import Choice, Drafted
 from smc.runtime.plan import Join, RoundPlan
 from smc.runtime.sampling import DrawKeys, Sampling
@@ -99,7 +98,7 @@ class Scorer:
         count_A, ended_A = 1 + drafted.count_X, drafted.ended_X
         if Kind.BEST in plan.kinds:
             # A draft that proposes nothing, such as one that returns NaN, leaves the seed alone.
-            nothing_G = (plan.kind_G == Kind.BEST) & ~any_of_group(alive_A[None], plan.group_A, plan)[0]
+            nothing_G = (plan.kind_G == Kind.BEST) & ~plan.any_of_group(alive_A[None], plan.group_A)[0]
             lone_A = nothing_G[plan.group_A] & state.alive_S[plan.slot_A]
             place_A = torch.arange(len(root_A), device=root_A.device)
             root_A, slot_A = torch.where(lone_A, place_A, root_A), torch.where(lone_A, plan.slot_A, slot_A)
@@ -155,7 +154,7 @@ class Scorer:
             position_T = (held_A[:, None] + 1 + column_Q).flatten()
             keys = DrawKeys(plan.seed_A[of_T], torch.zeros_like(of_T), torch.zeros_like(of_T)[:, None], position_T, Purpose.TARGET)
             drawn_T1, drawn_logp_T1, log_z_T = self.sampling.bonus(logits_TV, law_T, keys)
-            is_best_A1 = (plan.kind_G == Kind.BEST)[plan.group_A][:, None]
+            is_best_A1 = plan.places_of(Kind.BEST)[:, None]
             drawn_AQ = drawn_T1.view(-1, q)
             logp_AQ = torch.where(is_best_A1, torch.where(is_run_AQ, drawn_logp_T1.view(-1, q), 0.0), logp_AQ)
             nan_AQ = torch.isnan(log_z_T.view(-1, q)) & is_run_AQ

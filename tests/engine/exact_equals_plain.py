@@ -14,7 +14,7 @@ from smc import demo
 from smc.demo.dense import MAX_ANSWER
 from smc.demo.problems import generate
 from smc.engine.local import ModelPair, local_engine
-from smc.engine.request import Request, SamplingParams
+from smc.engine.request import POPULATIONS, Request, SamplingParams
 from smc.evaluation.quality import derived_seed
 from smc.runtime.config import EngineConfig
 
@@ -56,9 +56,7 @@ def main() -> None:
         plain = {output.answer.request_id: output.answer for output in engine.run(requests) if output.answer}
         requests = [asked(pair, i, problems[i].question, "exact") for i in mine]
         company = [
-            Request(
-                f"smc {i}", one.prompt, SamplingParams(particles=4, population=("distinct", "independent")[i % 2], seed=i, max_tokens=40)
-            )
+            Request(f"smc {i}", one.prompt, SamplingParams(particles=4, population=POPULATIONS[i % 2], seed=i, max_tokens=40))
             for i, one in enumerate(requests[: len(requests) // 2])
         ]
         beside = [one for pair_ in itertools.zip_longest(requests, company) for one in pair_ if one]
