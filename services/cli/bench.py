@@ -13,7 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from services.cli import gang, options
-from services.cli.speed import APART, MODES, Machines, SpeedPlan, count_gpus, local_machine, speed_table
+from services.cli.speed import APART, MODES, Machines, SpeedPlan, count_gpus, speed_table
 from services.cli.speed import LEGEND as SPEED_LEGEND
 from services.cli.speed import measure as measure_speed
 from services.cli.terminal import out, progress_bar
@@ -43,7 +43,7 @@ def bench(
         str | None,
         options.option(
             options.MODELS,
-            "random: shapes named by --target, --draft; grown: the demo pair inside such shapes (cuda only).",
+            "random: shapes named by --target, --draft; grown: the demo pair inside such shapes, with problems as prompts (cuda only).",
             metavar="files|random|grown",
         ),
     ] = None,
@@ -91,9 +91,10 @@ def bench(
         degrees = (draft_tp or 1, target_tp or 1)
         law = {name: value for name, value in law.items() if value is not None}
         modes = mode or (APART if link else MODES)
-        plan = SpeedPlan(
-            degrees, modes, particles, block, branches, context or (256,), concurrency, rounds, law, not no_prefix_cache, decoding
-        )
+        if load == "grown":
+            _refuse_idle({"context": context}, "with --load grown, whose prompts are problems")
+        contexts = () if load == "grown" else context or (256,)
+        plan = SpeedPlan(degrees, modes, particles, block, branches, contexts, concurrency, rounds, law, not no_prefix_cache, decoding)
         given = {"load": load, "target": target, "draft": draft, "device": device, "threads": threads}
         rows = _measure_speed(plan, gang.gang_config(given), link, trace)
         out.print(speed_table(rows), SPEED_LEGEND.format(rounds=rounds), sep="\n")
@@ -220,13 +221,19 @@ def _measure_gangs(
 
 def _measure_speed(plan: SpeedPlan, config: GangConfig, link: list[str] | None, trace: Path | None) -> list[Speed]:
     """In this process, or with `link` each rank in one of its own."""
+    import torch
+
+    from services.cli.pair import LoadedModels
     from services.launch.measure import GangMachine
+    from smc.evaluation.speed import LocalMachine
 
     gpus = count_gpus()
+    models = LoadedModels(config.sources, torch.bfloat16)
+    here = LocalMachine(models.model, models.tokenizer)
     if not link:
-        return measure_speed(plan, local_machine(config.sources), gpus, trace)
+        return measure_speed(plan, here, gpus, trace)
     if len(link) > 1:
         raise ValueError(f"--link {' '.join(link)}; allowed with --device cuda: one")
     draft, target = plan.degrees
     with closing(GangMachine(replace(config, link=link[0], draft_tp=draft, target_tp=target), gpus)) as apart:
-        return measure_speed(plan, Machines(local_machine(config.sources), apart), gpus, trace)
+        return measure_speed(plan, Machines(here, apart), gpus, trace)

@@ -77,7 +77,7 @@ def _passes(setting: Setting, tokens: float, rounds: float | None) -> float:
 
 
 def _answer(pair: ModelPair, setting: Setting, problem: Problem, seed: int, aloud: bool = False) -> Answer:
-    requests = problem_requests(pair, setting, [problem], Terms(seed))
+    requests = problem_requests(pair.tokenizer, setting, [problem], Terms(seed))
     for output in fitted_engine(pair, setting.engine, requests).run(requests):
         if aloud:
             print(output.text, end="", flush=True)

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 
 def evaluate(
     ctx: typer.Context,
+    load: Annotated[
+        str,
+        options.option(options.MODELS, "files: the demo pair; grown: the same inside larger shapes.", metavar="files|grown"),
+    ] = "files",
+    target: Annotated[str | None, options.option(options.MODELS, "Shape of the grown target, such as llama-8b.", metavar="SHAPE")] = None,
+    draft: Annotated[str | None, options.option(options.MODELS, "Shape of the grown draft, such as llama-1b.", metavar="SHAPE")] = None,
     device: options.Device = "cpu",
     dtype: options.Dtype = None,
     problems: Annotated[int, options.option(options.MEASURE, "Held-out problems a setting answers.", metavar="COUNT")] = 1000,
@@ -41,15 +47,15 @@ def evaluate(
     picture: Annotated[Path | None, options.option(options.OUTPUT, "Draw quality against speed (png).", metavar="FILE")] = None,
 ) -> None:
     """Measure quality and speed of every way of decoding, on problems made for it."""
-    from services.cli.eval_run import Plan, measure_all, prepare, report
+    from services.cli.eval_run import Pairs, Plan, measure_all, prepare, report
 
     plan = Plan(**{name: ctx.params[name] for name in Plan.__dataclass_fields__})
     _check_outputs(plan, json, markdown, picture)
     settings = _settings(grid_of(particles, block, branches, temperature), only)
     if ess_threshold is not None and not any(setting.population == "independent" for setting in settings):
         raise ValueError(f"--ess-threshold {ess_threshold:g} has no effect without settings of independent particles; leave it out")
-    pair, record = prepare(plan, settings, device, dtype, json, resume)
-    measure_all(pair, plan, settings, record)
+    pairs, record = prepare(plan, settings, Pairs.of(load, target, draft, device, dtype), json, resume)
+    measure_all(pairs, plan, settings, record)
     report(plan, settings, record, markdown, picture)
 
 

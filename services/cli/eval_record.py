@@ -17,8 +17,8 @@ from services.cli.pair import DEMO
 from smc.evaluation.quality import Row, Setting
 from smc.statistics import Accuracy
 
-VERSION = 2
-"""Of the file. Settings of version 1 had no population, and its answers were drawn otherwise."""
+VERSION = 3
+"""Of the file. Settings of version 1 had no population, and its answers were drawn otherwise; speeds of version 2 included prompts."""
 
 
 class Record:

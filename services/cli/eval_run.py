@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import torch
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from services.cli.eval_record import Record, machine
-from services.cli.pair import DEMO, default_dtype, load_pair, use_threads
+from services.cli.pair import DEMO, LoadedModels, loaded_models, use_threads
 from services.cli.tables import LEGEND, interval, quality_markdown, quality_table
 from services.cli.terminal import err, out, print_warning
 from smc.demo.problems import Problem, generate
@@ -18,6 +19,7 @@ from smc.engine.local import ModelPair
 from smc.engine.request import SamplingParams
 from smc.evaluation.picture import draw
 from smc.evaluation.quality import Row, Setting, Terms, measure, measure_speed, problem_requests
+from smc.runtime.messages import SIDES
 
 
 @dataclass(frozen=True)
@@ -47,22 +49,54 @@ class Plan:
         return generate(self.seed, count, "test")
 
 
-def prepare(
-    plan: Plan, settings: Sequence[Setting], device: str, dtype: str | None, path: Path | None, resume: bool
-) -> tuple[ModelPair, Record]:
-    """Load the pair, open the record, and find out now whether any setting would be refused later."""
+@dataclass(frozen=True)
+class Pairs:
+    """The demo pair, in the shapes and on the devices that settings have it in."""
+
+    models: LoadedModels
+    load: str
+    device: str
+
+    @staticmethod
+    def of(load: str, target: str | None, draft: str | None, device: str, dtype: str | None) -> Pairs:
+        """Raises ValueError for what cannot be."""
+        if load not in ("files", "grown"):
+            raise ValueError(f"--load {load}; allowed: files, grown")
+        for name, shape in (("target", target), ("draft", draft)):
+            if shape is not None and load == "files":
+                raise ValueError(f"--{name} {shape} has no effect without --load grown; leave it out")
+            if shape is None and load == "grown":
+                raise ValueError(f"--load grown needs --{name}, the name of a published shape")
+        places = DEMO if load == "files" else (Path(target), Path(draft))
+        return Pairs(loaded_models(load, places, device, dtype), load, device)
+
+    def placed(self, setting: Setting) -> ModelPair:
+        """Look-ahead has a GPU for each model where there are two; all else is on one, which is that of the target."""
+        if self.device == "cpu":
+            return self.models.pair("cpu", "cpu")
+        last = f"cuda:{min(2, torch.cuda.device_count()) - 1}"
+        return self.models.pair("cuda:0" if setting.form == "lookahead" else last, last)
+
+    def conditions(self) -> dict[str, object]:
+        """Part of a record's."""
+        sources = self.models.sources
+        shapes = {side: sources.of_side(side).name for side in SIDES} if self.load == "grown" else {}
+        gpus = {} if self.device == "cpu" else {"gpus": min(2, torch.cuda.device_count())}
+        return machine(self.device) | {"dtype": str(self.models.dtype).removeprefix("torch."), "load": self.load, **shapes, **gpus}
+
+
+def prepare(plan: Plan, settings: Sequence[Setting], pairs: Pairs, path: Path | None, resume: bool) -> tuple[Pairs, Record]:
+    """Open the record, and find out now whether any setting would be refused later."""
     use_threads(plan.threads, DEMO)
-    pair = load_pair(DEMO, device, dtype)
     for setting in settings:
-        problem_requests(pair, setting, plan.make_problems(1), plan.terms)
+        problem_requests(pairs.models.tokenizer, setting, plan.make_problems(1), plan.terms)
         _ = setting.engine
-    conditions = asdict(plan) | machine(device) | {"dtype": dtype or default_dtype(device)}
-    record = Record.open(path, conditions, resume)
+    record = Record.open(path, asdict(plan) | pairs.conditions(), resume)
     record.write()
-    return pair, record
+    return pairs, record
 
 
-def measure_all(pair: ModelPair, plan: Plan, settings: Sequence[Setting], record: Record) -> None:
+def measure_all(pairs: Pairs, plan: Plan, settings: Sequence[Setting], record: Record) -> None:
     """Measure what the record does not hold yet. One that was stopped says how to go on."""
     todo = [setting for setting in settings if setting.name not in record.rows]
     if len(todo) < len(settings):
@@ -73,7 +107,7 @@ def measure_all(pair: ModelPair, plan: Plan, settings: Sequence[Setting], record
             # An answer's cost grows about as its particles, so that is what the bar over everything counts.
             whole = progress.add_task(f"all {len(todo)} settings", total=plan.problems * sum(setting.particles or 1 for setting in todo))
             for setting in todo:
-                row = _measure(pair, plan, setting, progress, whole)
+                row = _measure(pairs.placed(setting), plan, setting, progress, whole)
                 record.add(row)
                 progress.console.print(Text(f"{setting.name}: {_in_words(row)}", style="dim"))
     except KeyboardInterrupt:
@@ -92,8 +126,8 @@ def _measure(pair: ModelPair, plan: Plan, setting: Setting, progress: Progress, 
     row = measure(pair, setting, plan.make_problems(plan.problems), plan.concurrency, plan.terms, advance)
     if plan.speed_problems:
         progress.update(task, description=f"{setting.name}, one at a time")
-        speed = measure_speed(pair, setting, plan.make_problems(plan.speed_problems), plan.terms)
-        row = replace(row, tokens_per_second=speed)
+        speed, first = measure_speed(pair, setting, plan.make_problems(plan.speed_problems), plan.terms)
+        row = replace(row, tokens_per_second=speed, first_token=first)
     progress.remove_task(task)
     return row
 
@@ -117,7 +151,9 @@ def _about(record: Record) -> str:
     with_ = record.conditions
     return (
         f"{with_['problems']:,} held-out problems (seed {with_['seed']}), temperature {with_['temperature']:g}, "
-        f"ESS threshold {with_['ess_threshold']:g}; {with_['device_name']}, {with_['dtype']}, torch {with_['torch']}"
+        f"ESS threshold {with_['ess_threshold']:g}; "
+        + (f"grown into {with_['target']} and {with_['draft']}; " if with_["load"] == "grown" else "")
+        + f"{with_['device_name']}{' x 2' if with_.get('gpus') == 2 else ''}, {with_['dtype']}, torch {with_['torch']}"
         + (f", {with_['threads']} thread" + "s" * (with_["threads"] > 1) if with_["device"] == "cpu" else "")
     )
 

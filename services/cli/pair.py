@@ -8,6 +8,8 @@ import torch
 
 from smc import demo
 from smc.engine.local import ModelPair
+from smc.models.decoder import Decoder
+from smc.models.source import SourcePair
 
 DEVICES = ("cpu", "cuda")
 DEMO = (demo.TARGET, demo.DRAFT)
@@ -23,7 +25,12 @@ def pair_places(target: Path | None, draft: Path | None) -> tuple[Path, Path]:
 
 
 def load_pair(places: tuple[Path, Path], device: str, dtype: str | None) -> ModelPair:
-    """Raises ValueError for a device that is not there, and for whatever stands in the way of the pair."""
+    """Both models of two directories on one device. Raises ValueError as `loaded_models`."""
+    return loaded_models("files", places, device, dtype).pair(device, device)
+
+
+def loaded_models(load: str, places: tuple[Path, Path], device: str, dtype: str | None) -> LoadedModels:
+    """`load` as in `GangConfig`. Raises ValueError for a device that is not there, and for whatever stands in the way of the pair."""
     dtype = dtype or default_dtype(device)
     if device not in DEVICES:
         raise ValueError(f"--device {device}; allowed: {', '.join(DEVICES)}")
@@ -31,7 +38,25 @@ def load_pair(places: tuple[Path, Path], device: str, dtype: str | None) -> Mode
         raise ValueError(f"--dtype {dtype}; allowed: {', '.join(DTYPES)}")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: this machine has no CUDA device, or this torch was built without CUDA")
-    return ModelPair.load(*places, dtype=getattr(torch, dtype), device=device)
+    return LoadedModels(SourcePair.of(load, *places, small=DEMO), getattr(torch, dtype))
+
+
+class LoadedModels:
+    """Both models of a pair, each loaded once on every device that it is wanted on."""
+
+    def __init__(self, sources: SourcePair, dtype: torch.dtype) -> None:
+        self.sources, self.dtype = sources, dtype
+        self.tokenizer = sources.target.tokenizer()
+        self._loaded: dict[tuple[str, str], Decoder] = {}
+
+    def model(self, side: str, device: str) -> Decoder:
+        if (side, device) not in self._loaded:
+            self._loaded[side, device] = self.sources.of_side(side).load(dtype=self.dtype, device=device)
+        return self._loaded[side, device]
+
+    def pair(self, draft_device: str, target_device: str) -> ModelPair:
+        target, draft = self.model("target", target_device), self.model("draft", draft_device)
+        return ModelPair(target, draft, self.tokenizer, self.sources.max_context)
 
 
 def use_threads(count: int | None, places: tuple[Path, Path]) -> None:

@@ -16,9 +16,7 @@ from services.cli.terminal import err, progress_bar
 
 if TYPE_CHECKING:
     from smc.engine.engine import Engine
-    from smc.evaluation.speed import LocalMachine, Machine, Mode, Speed
-    from smc.models.decoder import Decoder
-    from smc.models.source import SourcePair
+    from smc.evaluation.speed import Machine, Mode, Speed
     from smc.runtime.config import EngineConfig
 
 MODES = ("plain", "lockstep", "lockstep-apart", "lookahead")
@@ -26,7 +24,7 @@ MODES = ("plain", "lockstep", "lockstep-apart", "lookahead")
 APART = ("plain", "lockstep-apart", "lookahead")
 """The default for models in processes of their own."""
 LEGEND = (
-    "medians of {rounds} rounds, milliseconds; tok/round: by which an answer grows (exact: as many as were confirmed, of random prompts); "
+    "medians of {rounds} rounds, milliseconds; tok/round: by which an answer grows (exact: as many as were confirmed); "
     "tok/s: answer tokens a second, per request and in total. step: one step of the draft, draft: its K steps, target: its "
     "pass (plain: its K steps), choose: weighing and choosing what goes on, link: nobody at work, host: planning and queueing a "
     "round, hidden unless longer than the models; idle: share of the round in which the slower side waits; floor: share of the time that "
@@ -46,6 +44,7 @@ class SpeedPlan:
     blocks: Sequence[int]
     branches: Sequence[int]
     contexts: Sequence[int]
+    """Prompt tokens; empty: prompts are problems, as long as these are."""
     concurrency: Sequence[int]
     rounds: int
     law: Mapping[str, float]
@@ -66,9 +65,9 @@ class SpeedPlan:
             if context < 1:
                 raise ValueError(f"--context {context}; allowed: >= 1")
 
-    def rows(self, gpus: int) -> Iterator[tuple[Mode, int, int]]:
+    def rows(self, gpus: int) -> Iterator[tuple[Mode, int, int | None]]:
         """(mode, requests, context), plain decoding first for every load."""
-        for context, requests in product(self.contexts, self.concurrency):
+        for context, requests in product(self.contexts or (None,), self.concurrency):
             for mode in self._modes(gpus):
                 yield mode, requests, context
 
@@ -99,7 +98,7 @@ class SpeedPlan:
 def measure(plan: SpeedPlan, machine: Machine, gpus: int, trace: Path | None) -> list[Speed]:
     """With `trace`, all timed rounds are written there as a Chrome trace."""
     from services.coordinator.timeline import Timeline
-    from smc.evaluation.speed import Bench, Recorded
+    from smc.evaluation.speed import Bench, Recorded, problem_load, random_load
 
     timeline = Timeline(trace=True)
 
@@ -114,7 +113,8 @@ def measure(plan: SpeedPlan, machine: Machine, gpus: int, trace: Path | None) ->
     with progress_bar() as progress:
         task = progress.add_task("modes", total=len(todo))
         for mode, requests, context in todo:
-            rows.append(bench.run(mode, requests, context, plan.rounds))
+            load = problem_load(machine.tokenizer, requests) if context is None else random_load(machine.tokenizer, requests, context)
+            rows.append(bench.run(mode, load, plan.rounds))
             progress.advance(task)
     if trace is not None:
         timeline.write(trace)
@@ -125,7 +125,7 @@ class Machines:
     """A pair on one GPU runs in this process, where its models can tell each other without the host; all else by `apart`."""
 
     def __init__(self, local: Machine, apart: Machine) -> None:
-        self._local, self._apart, self.vocab = local, apart, apart.vocab
+        self._local, self._apart, self.tokenizer = local, apart, apart.tokenizer
 
     def engine(self, mode: Mode, config: EngineConfig) -> AbstractContextManager[Engine]:
         return self._of(mode).engine(mode, config)
@@ -148,22 +148,6 @@ def count_gpus() -> int:
     if not gpus:
         raise ValueError("--device cuda, but torch sees no GPU here; leave it out to split the time of a round on a CPU")
     return gpus
-
-
-def local_machine(sources: SourcePair) -> LocalMachine:
-    """Both models in this process, each loaded once on every GPU that it runs on."""
-    import torch
-
-    from smc.evaluation.speed import LocalMachine
-
-    loaded = {}
-
-    def model(side: str, device: str) -> Decoder:
-        if (side, device) not in loaded:
-            loaded[side, device] = sources.of_side(side).load(dtype=torch.bfloat16, device=device)
-        return loaded[side, device]
-
-    return LocalMachine(model, sources.target.tokenizer().size)
 
 
 def speed_table(rows: Sequence[Speed]) -> Table:

@@ -15,17 +15,20 @@ if TYPE_CHECKING:
 
 HEADERS = (
     *("decoding", "N", "K", "F", "solved", "95% interval", "tok/s", "of target", "tok a round", "hits", "log p"),
-    *("rounds", "resampled", "ESS / N", "tok/s batch"),
+    *("rounds", "resampled", "ESS / N", "first token", "tok/s batch"),
 )
-NOT_SHOWN = ("rounds", "resampled", "ESS / N")
+NOT_SHOWN = ("rounds", "resampled", "ESS / N", "first token")
 """In a terminal, for want of room."""
 LEGEND = (
-    "N particles, or rows of the tree of exact decoding; K tokens a round, F branches. tok/s: one request at a time, and of target: "
-    "against the target alone; tok/s batch: {concurrency} requests in flight. tok a round: of an answer, its first left out. hits: "
-    "share of rounds after which what had been drafted ahead was right. log p: mean log-probability of an answer's token under the "
+    "N particles, or rows of the tree of exact decoding; K tokens a round, F branches. tok/s: one request at a time, from its first token "
+    "on, and of target: against the target alone; tok/s batch: {concurrency} requests in flight. tok a round: of an answer, its first left "
+    "out. hits: share of rounds after which what had been drafted ahead was right. log p: mean log-probability of an answer's token under the "
     "target's law, less that of the target's own answers."
 )
-MORE_LEGEND = "rounds: per answer; resampled: share of rounds; ESS / N: effective share of independent particles."
+MORE_LEGEND = (
+    "rounds: per answer; resampled: share of rounds; ESS / N: effective share of independent particles; first token: milliseconds until "
+    "there is one."
+)
 
 
 def quality_table(rows: Sequence[Row]) -> Table:
@@ -68,6 +71,7 @@ def cells(row: Row, target: Row | None) -> list[str]:
         _number(row.rounds, ".1f"),
         _number(row.resample_rate, ".0%"),
         _number(row.mean_ess_share, ".2f"),
+        _number(row.first_token, ".1f"),
         f"{row.batch_tokens_per_second:,.0f}",
     ]
 

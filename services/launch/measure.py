@@ -111,7 +111,7 @@ class GangMachine:
     def __init__(self, config: GangConfig, gpus: int | None = None) -> None:
         """`gpus` there are; None on CPUs."""
         self._config, self._gpus = config, gpus
-        self.vocab = config.serving_pair().tokenizer.size
+        self.tokenizer = config.serving_pair().tokenizer
         self._processes: tuple[dict[str, list[int]], Processes] | None = None
         self._remote: RemoteEngine | None = None
 

@@ -15,6 +15,7 @@ from smc.demo.problems import Problem, grade
 from smc.engine.local import ModelPair
 from smc.engine.request import POPULATIONS, Answer, Request, SamplingParams
 from smc.evaluation.batch import fitted_engine, run_in_flight
+from smc.models.tokenizer import Tokenizer
 from smc.runtime.config import EngineConfig
 from smc.statistics import Accuracy
 
@@ -100,7 +101,9 @@ class Row:
     mean_logp: float | None = None
     """Of an answer's token under the target's law. Not of the draft alone, where the target does not run."""
     tokens_per_second: float | None = None
-    """Answer tokens per second with one request at a time, where that was measured."""
+    """Answer tokens per second with one request at a time, from the first token on, where that was measured."""
+    first_token: float | None = None
+    """Milliseconds until then, the mean."""
 
     @property
     def tokens_a_round(self) -> float | None:
@@ -141,7 +144,7 @@ def measure(
     on_answer: Callable[[Problem, Answer], None] | None = None,
 ) -> Row:
     """Answer every problem with `concurrency` requests in flight. Raises RuntimeError if an answer ends in an error."""
-    requests = problem_requests(pair, setting, problems, terms, logprobs=setting.method != "draft")
+    requests = problem_requests(pair.tokenizer, setting, problems, terms, logprobs=setting.method != "draft")
     answers = []
     began = time.perf_counter()
     for problem, answer in _answers(pair, setting, problems, requests, concurrency):
@@ -152,19 +155,33 @@ def measure(
     return _row(setting, answers, seconds)
 
 
-def measure_speed(pair: ModelPair, setting: Setting, problems: Sequence[Problem], terms: Terms) -> float:
-    """Answer tokens per second, one request at a time, after a few that are not counted: first uses of a shape are slow."""
-    requests = problem_requests(pair, setting, problems, terms)
+def measure_speed(pair: ModelPair, setting: Setting, problems: Sequence[Problem], terms: Terms) -> tuple[float, float]:
+    """Answer tokens per second from an answer's first token on, and the milliseconds before: one request at a time.
+
+    After a few that are not counted: first uses of a shape are slow.
+    """
+    requests = problem_requests(pair.tokenizer, setting, problems, terms)
     engine = fitted_engine(pair, setting.engine, requests)
     for _ in run_in_flight(engine, requests[:WARM_UP_PROBLEMS], 1):
         pass
-    tokens, began = 0, time.perf_counter()
+    tokens, decoding, waiting = 0, 0.0, 0.0
+    asked, first = time.perf_counter(), None
     for output in run_in_flight(engine, requests, 1):
-        tokens += len(output.tokens)
-    return tokens / (time.perf_counter() - began)
+        now = time.perf_counter()
+        if first is not None:
+            tokens += len(output.tokens)
+        elif output.tokens:
+            first = now
+            waiting += first - asked
+        if output.answer is not None:
+            decoding += now - (first or now)
+            asked, first = now, None
+    return tokens / decoding, 1e3 * waiting / len(requests)
 
 
-def problem_requests(pair: ModelPair, setting: Setting, problems: Sequence[Problem], terms: Terms, logprobs: bool = False) -> list[Request]:
+def problem_requests(
+    tokenizer: Tokenizer, setting: Setting, problems: Sequence[Problem], terms: Terms, logprobs: bool = False
+) -> list[Request]:
     """One request a problem, named by its index, with a seed that depends on nothing but the terms' seed and that index."""
     own = {"particles": setting.particles, "population": setting.population}
     if setting.population == "independent":
@@ -173,7 +190,7 @@ def problem_requests(pair: ModelPair, setting: Setting, problems: Sequence[Probl
     return [
         Request(
             str(index),
-            tuple(pair.tokenizer.chat([{"role": "user", "content": problem.question}])),
+            tuple(tokenizer.chat([{"role": "user", "content": problem.question}])),
             SamplingParams(seed=derived_seed(terms.seed, index), **own),
         )
         for index, problem in enumerate(problems)

@@ -8,21 +8,24 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
+from smc.demo.dense import MAX_ANSWER
+from smc.demo.problems import generate
 from smc.engine.engine import Engine
 from smc.engine.memory import pool_for
 from smc.engine.methods import decoding_of
 from smc.engine.request import Method, Request, SamplingParams
-from smc.evaluation.round_time import decoding_name
+from smc.evaluation.round_time import PROBLEM_SEED, decoding_name
 from smc.models.config import ModelConfig
 from smc.models.decoder import Decoder
 from smc.models.presets import NoText
+from smc.models.tokenizer import Tokenizer
 from smc.runtime.config import EngineConfig
 from smc.runtime.kernels import gpu_parts
 from smc.runtime.messages import SIDES
@@ -34,6 +37,8 @@ BANDWIDTH = 4.26e12
 """Bytes a second that an H200 reads and writes in a device copy."""
 WARM_UP = 4
 """Rounds before the clock starts: the first two compile and record."""
+PROBLEMS = 128
+"""Least number of different ones."""
 LONG_PROMPT = 1024
 PLAIN_BLOCK = 16
 """Tokens that plain decoding queues at a time."""
@@ -111,7 +116,7 @@ class Recorded:
 class Machine(Protocol):
     """Where modes are run."""
 
-    vocab: int
+    tokenizer: Tokenizer | NoText
 
     def engine(self, mode: Mode, config: EngineConfig) -> AbstractContextManager[Engine]:
         """An engine of these settings; `config` says how many pages both pools have, and the longest context."""
@@ -129,21 +134,21 @@ class Machine(Protocol):
 class LocalMachine:
     """GPUs of this process, one for each model, or one for both."""
 
-    def __init__(self, models: Callable[[str, str], Decoder], vocab: int, **options: bool) -> None:
+    def __init__(self, models: Callable[[str, str], Decoder], tokenizer: Tokenizer | NoText, **options: bool) -> None:
         """`models` gives the model of a side on a device, where it already is; options are those of `KernelForward`."""
-        self._models, self.vocab, self._options = models, vocab, options
+        self._models, self.tokenizer, self._options = models, tokenizer, options
 
     @contextmanager
     def engine(self, mode: Mode, config: EngineConfig) -> Iterator[Engine]:
         context = config.max_context
         pages = config.pool_pages(context)
-        tokenizer = NoText(self.vocab)
-        sizes = {"width": config.width(context), "pages": pages, "vocab_size": self.vocab, "token_bytes": TokenBytes.of(tokenizer)}
+        vocab = {"vocab_size": self.tokenizer.size, "token_bytes": TokenBytes.of(self.tokenizer)}
+        sizes = {"width": config.width(context), "pages": pages, **vocab}
         workers = {side: ModelWorker(side, self._models(side, device), **sizes) for side, device in self._devices(mode).items()}
         for device in self._devices(mode).values():
             torch.cuda.reset_peak_memory_stats(device)
         pair = LocalPair(config, workers, gpu_parts(**self._options))
-        yield Engine(config, workers, tokenizer, pair=pair, pages=dict.fromkeys(SIDES, pages), context=context)
+        yield Engine(config, workers, self.tokenizer, pair=pair, pages=dict.fromkeys(SIDES, pages), context=context)
         del pair, workers
         gc.collect()
         torch.cuda.empty_cache()
@@ -164,6 +169,39 @@ def unread(config: ModelConfig) -> int:
     return 0 if config.tied_embeddings else config.vocab_size * config.hidden_size
 
 
+@dataclass(frozen=True)
+class Load:
+    """What is asked for while rounds are timed: always so many requests at once."""
+
+    requests: int
+    prompts: Sequence[Sequence[int]]
+    """Token ids. As many as requests, or more: then one that ends makes room for the next."""
+    answer: int | None
+    """Tokens that end an answer; None: it goes on for as long as rounds are timed."""
+
+    @property
+    def context(self) -> int:
+        """Prompt tokens, the mean."""
+        return round(statistics.mean(map(len, self.prompts)))
+
+    def asked(self, params: SamplingParams, longest: int) -> list[Request]:
+        """One request a prompt; `longest`: tokens of an answer that is to go on."""
+        own = replace(params, max_tokens=longest, ignore_eos=True) if self.answer is None else replace(params, max_tokens=self.answer)
+        return [Request(str(i), tuple(prompt), replace(own, seed=i)) for i, prompt in enumerate(self.prompts)]
+
+
+def random_load(tokenizer: Tokenizer | NoText, requests: int, context: int) -> Load:
+    """Prompts of tokens that mean nothing, and answers that do not end."""
+    generator = torch.Generator().manual_seed(1)
+    return Load(requests, torch.randint(10, tokenizer.size, (requests, context), generator=generator).tolist(), None)
+
+
+def problem_load(tokenizer: Tokenizer, requests: int) -> Load:
+    """Problems, and answers that end where the model ends them."""
+    problems = generate(PROBLEM_SEED, PROBLEMS + 2 * requests, "test")
+    return Load(requests, [tokenizer.chat([{"role": "user", "content": problem.question}]) for problem in problems], MAX_ANSWER)
+
+
 class Bench:
     """Times modes on a machine, for requests of one law; `on_round` is told of every timed round."""
 
@@ -173,43 +211,35 @@ class Bench:
         """`law`: settings of `SamplingParams`, by name."""
         self._machine, self._on_round, self._law = machine, on_round, law or {}
 
-    def run(self, mode: Mode, requests: int, context: int, rounds: int) -> Speed:
-        """Time `rounds` rounds of that many requests side by side."""
-        stride = _stride(mode)
-        answer = stride * (rounds + WARM_UP + 4) + 1
+    def run(self, mode: Mode, load: Load, rounds: int) -> Speed:
+        """Time `rounds` rounds of a load."""
         rows = {} if mode.method.plain else {"particles": mode.particles, "population": mode.population}
-        params = SamplingParams(method=mode.method, **rows, seed=1, max_tokens=answer, ignore_eos=True, **self._law)
-        prompts = torch.randint(10, self._machine.vocab, (requests, context), generator=torch.Generator().manual_seed(1)).tolist()
-        asked = [Request(str(i), tuple(prompt), params) for i, prompt in enumerate(prompts)]
-        with self._machine.engine(mode, _fitted(mode.config, asked, context + answer)) as engine:
-            for request in asked:
-                engine.submit(request)
-            while engine.num_running < requests:
-                engine.step()
+        params = SamplingParams(method=mode.method, **rows, **self._law)
+        asked = load.asked(params, _stride(mode) * (rounds + WARM_UP + 4) + 1)
+        with self._machine.engine(mode, _fitted(mode.config, asked, load.requests)) as engine:
+            loop = ClosedLoop(engine, asked, load.requests)
+            while engine.num_running < load.requests:
+                loop.step()
             for _ in range(WARM_UP):
-                engine.step()
-            speed = self._timed(mode, engine, params, (requests, context, rounds))
-            for request in asked:
-                engine.abort(request.request_id)
-            engine.step()
+                loop.step()
+            speed = self._timed(mode, loop, params, load, rounds)
+            loop.stop()
         return speed
 
-    def _timed(self, mode: Mode, engine: Engine, params: SamplingParams, load: tuple[int, int, int]) -> Speed:
-        """`load`: requests, prompt tokens of each, rounds."""
-        requests, context, rounds = load
-        source = engine.rounds_of(mode.method)
+    def _timed(self, mode: Mode, loop: ClosedLoop, params: SamplingParams, load: Load, rounds: int) -> Speed:
+        engine, rounds_of = loop.engine, loop.engine.rounds_of(mode.method)
         engine.take_stats()
         spans, hosts, work = [], [], []
         last = time.monotonic_ns()
         for _ in range(rounds):
-            source.queued = 0.0
-            engine.step()
+            rounds_of.queued = 0.0
+            loop.step()
             now = time.monotonic_ns()
             spans.append(1e-9 * (now - last))
-            hosts.append(source.queued)
-            work.append(source.last.spans())
+            hosts.append(rounds_of.queued)
+            work.append(rounds_of.last.spans())
             if self._on_round is not None:
-                self._on_round(Recorded(last, now, source.waited, work[-1]))
+                self._on_round(Recorded(last, now, rounds_of.waited, work[-1]))
             # Not a later time: the GPUs go on while this is being written down, and what is left out would make them look faster.
             last = now
         whole = statistics.median(spans)
@@ -222,12 +252,12 @@ class Bench:
             particles=params.rows,
             block=mode.config.block,
             branches=1 if mode.method.plain else mode.config.branches,
-            requests=requests,
-            context=context,
+            requests=load.requests,
+            context=load.context,
             gpus=mode.gpus,
             tokens=tokens,
             per_request=tokens / whole,
-            total=requests * tokens / whole,
+            total=load.requests * tokens / whole,
             round=1e3 * whole,
             draft=1e3 * draft,
             target=1e3 * target,
@@ -249,6 +279,34 @@ class Bench:
         return mode.config.block * draft + target
 
 
+class ClosedLoop:
+    """Keeps so many requests with an engine, in turn and from the start again, until told to stop."""
+
+    def __init__(self, engine: Engine, asked: Sequence[Request], requests: int) -> None:
+        self.engine, self._asked = engine, asked
+        self._next, self._open = 0, set()
+        for _ in range(requests):
+            self._submit()
+
+    def step(self) -> None:
+        for output in self.engine.step():
+            if output.answer is not None:
+                self._open.remove(output.request_id)
+                self._submit()
+
+    def stop(self) -> None:
+        for request_id in self._open:
+            self.engine.abort(request_id)
+        self.engine.step()
+
+    def _submit(self) -> None:
+        turn, place = divmod(self._next, len(self._asked))
+        request = replace(self._asked[place], request_id=str(self._next))
+        self._open.add(request.request_id)
+        self.engine.submit(replace(request, params=replace(request.params, seed=request.params.seed + turn * len(self._asked))))
+        self._next += 1
+
+
 def median_length(work: list[dict[str, tuple[int, int]]], name: str) -> float:
     """Seconds of the span of that name, the median over rounds; 0 in rounds without it."""
     ends = (worked.get(name, (0, 0)) for worked in work)
@@ -265,14 +323,15 @@ def unattended(work: list[dict[str, tuple[int, int]]]) -> float:
     return 1e-9 * idle / max(1, len(work) - 1)
 
 
-def _fitted(config: EngineConfig, asked: list[Request], context: int) -> EngineConfig:
-    """With room for all requests at once."""
+def _fitted(config: EngineConfig, asked: list[Request], requests: int) -> EngineConfig:
+    """With room for so many of these requests at once."""
     needs = [decoding_of(request.params).most_pages(config, request.params, len(request.prompt)) for request in asked]
-    pages = max(sum(need.get(side, 0) for need in needs) for side in SIDES)
-    prompts = sum(len(request.prompt) for request in asked)
+    pages = requests * max(max(need.get(side, 0) for side in SIDES) for need in needs)
+    longest = max(len(request.prompt) for request in asked)
     # All at once, so that they start together; long ones in pieces, so that what a layer makes of them stays small.
-    chunk = prompts if len(asked[0].prompt) <= LONG_PROMPT else 512
-    rows = sum(request.params.rows for request in asked)
+    chunk = requests * longest if longest <= LONG_PROMPT else 512
+    rows = requests * asked[0].params.rows
+    context = longest + max(request.params.max_tokens for request in asked)
     return replace(config, max_slots=rows, max_context=context, pages=pool_for(pages), prefill_chunk=chunk)
 
 

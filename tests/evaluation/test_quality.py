@@ -86,7 +86,7 @@ def test_answers_do_not_depend_on_what_is_in_flight(pair):
 
 
 def test_speed_counts_answer_tokens_only(pair):
-    assert measure_speed(pair, Setting.plain("draft"), generate(23, 2, "test"), Terms(0)) > 1
+    assert min(measure_speed(pair, Setting.plain("draft"), generate(23, 2, "test"), Terms(0))) > 1
 
 
 def test_seeds_are_all_different():

@@ -23,7 +23,7 @@ from services.launch.processes import Processes, see_only
 from smc import demo
 from smc.engine.local import ModelPair, local_engine
 from smc.engine.request import Method, Request, SamplingParams
-from smc.evaluation.speed import Bench, Mode, median_length, unattended
+from smc.evaluation.speed import Bench, Mode, median_length, problem_load, random_load, unattended
 from smc.runtime.config import EngineConfig
 from tests.engine.harness import answers
 
@@ -90,11 +90,14 @@ def test_speed_of_models_in_processes_of_their_own():
     ]
     told = []
     with closing(GangMachine(CONFIG)) as machine:
-        rows = [Bench(machine, told.append, {"top_p": 0.9}).run(mode, 2, 16, 3) for mode in modes]
+        rows = [Bench(machine, told.append, {"top_p": 0.9}).run(mode, random_load(machine.tokenizer, 2, 16), 3) for mode in modes]
+        rows.append(Bench(machine, told.append).run(modes[2], problem_load(machine.tokenizer, 2), 3))
         with pytest.raises(ValueError, match="top_p=2"):
-            Bench(machine, None, {"top_p": 2}).run(modes[0], 2, 16, 3)
-    assert len(told) == 9 and all(turn.end > turn.begin for turn in told)
-    assert [row.gpus for row in rows] == [2, 2, 2] and [row.decoding for row in rows] == ["target", "distinct", "exact"]
+            Bench(machine, None, {"top_p": 2}).run(modes[0], random_load(machine.tokenizer, 2, 16), 3)
+    assert len(told) == 12 and all(turn.end > turn.begin for turn in told)
+    assert [row.gpus for row in rows] == [2] * 4 and [row.decoding for row in rows] == ["target", "distinct", "exact", "exact"]
+    # Of problems, the tokens of a tree are confirmed; of random ones hardly any.
+    assert rows[3].tokens > 2 and 20 < rows[3].context < 200
     assert [row.tokens for row in rows[:2]] == [4, 3] and 1 <= rows[2].tokens <= 4
     for row in rows:
         assert math.isclose(row.total, 2 * row.per_request)
