@@ -1,6 +1,7 @@
 """The engine under loads that change: lengths of rounds, rows beside particles, memory, the prefix cache, requests side by side.
 
-`python -m tests.gpu.bench_engine mixed|prefix|capacity [--target SHAPE] [--draft SHAPE] [--rounds N]`, on one GPU or two; random weights.
+`python -m tests.gpu.bench_engine mixed|prefix|capacity|profile [--target SHAPE] [--draft SHAPE] [--rounds N]`, on one GPU or two; random
+weights.
 Every part prints a line for people, and ends with a JSON line.
 """
 
@@ -157,17 +158,53 @@ def capacity(args: argparse.Namespace) -> dict:
     }  # fmt: skip
 
 
+def profile(args: argparse.Namespace) -> dict:
+    """What kernels a round of one request is made of: the longest, and how many launches, by GPU."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    config = EngineConfig(form=args.form, block=args.block, branches=4, max_slots=8, max_context=1024, pages=20_000)
+    engine = make_engine(args, config, rehearse=False)
+    own = {"population": args.population} if args.method == "smc" else {}
+    params = SamplingParams(method=args.method, particles=8, max_tokens=700, ignore_eos=True, seed=1, **own)
+    engine.submit(Request("0", tuple(range(100, 356)), params))
+    for _ in range(12):
+        engine.step()
+    rounds = 6
+    with profiler(activities=[ProfilerActivity.CUDA]) as run:
+        for _ in range(rounds):
+            engine.step()
+        for device in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(device)
+    times: dict[tuple[int, str], list[float]] = {}
+    for event in run.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            times.setdefault((event.device_index, event.name), []).append(event.time_range.elapsed_us())
+    for (device, name), spans in sorted(times.items(), key=lambda item: (item[0][0], -sum(item[1]))):
+        if sum(spans) / rounds > args.least:
+            print(f"gpu {device} {sum(spans) / rounds:9.1f} us a round {len(spans) / rounds:7.1f} launches {name[:110]}")
+    totals = {}
+    for device in range(torch.cuda.device_count()):
+        of_device = [span for (where, _), spans in times.items() if where == device for span in spans]
+        totals[f"gpu {device}"] = {"us a round": round(sum(of_device) / rounds, 1), "launches": len(of_device) / rounds}
+    return totals
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("part", choices=("mixed", "prefix", "capacity"))
+    parser.add_argument("part", choices=("mixed", "prefix", "capacity", "profile"))
     parser.add_argument("--target", default="llama-8b")
     parser.add_argument("--draft", default="llama-1b")
     parser.add_argument("--block", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=2000)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--seconds", type=float, default=240.0)
+    parser.add_argument("--method", default="exact")
+    parser.add_argument("--population", default="distinct")
+    parser.add_argument("--form", default="lookahead")
+    parser.add_argument("--least", type=float, default=4.0, help="microseconds a round from which a kernel is shown")
     args = parser.parse_args()
-    found = {"mixed": mixed, "prefix": prefix, "capacity": capacity}[args.part](args)
+    found = {"mixed": mixed, "prefix": prefix, "capacity": capacity, "profile": profile}[args.part](args)
     for name, value in found.items():
         print(f"{name:>24}  {value}")
     print(json.dumps(found))

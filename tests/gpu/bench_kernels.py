@@ -1,6 +1,6 @@
 """Check every kernel of `smc.kernels` against torch on a GPU at real sizes, and time it against the physical limit.
 
-    python -m tests.gpu.bench_kernels
+    python -m tests.gpu.bench_kernels [PART ...]
 
 Times are microseconds a call inside CUDA graphs of many calls, over copies of the data that together exceed the L2 cache.
 The last line is JSON: {name: {"us", "floor_us", ...}}. Axes: see `smc.kernels`.
@@ -8,6 +8,7 @@ The last line is JSON: {name: {"us", "floor_us", ...}}. Axes: see `smc.kernels`.
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 from collections.abc import Callable, Iterator
@@ -19,9 +20,13 @@ from torch.nn import functional as F
 
 from smc import laws
 from smc.algorithm.bounds import Bounds
+from smc.algorithm.expansion import Kind
+from smc.algorithm.expansion import expand as torch_expand
 from smc.algorithm.selection import select as torch_select
+from smc.kernels.expansion import expand
 from smc.kernels.linear import Tiling, choose, gate_up_silu, linear, reduce
 from smc.kernels.norm import add_norm, silu_mul
+from smc.kernels.offers import offer
 from smc.kernels.sampling import draw, score
 from smc.kernels.selection import select
 from smc.kernels.truncation import truncate
@@ -212,21 +217,77 @@ def bench_selection(groups: int, n: int, branches: int) -> None:
         note(f"select {groups}x{n}x{branches} warps {w}", us, candidates.numel() * 8)
 
 
-def main() -> None:
-    torch.manual_seed(0)
+def bench_expansion(groups: int, rows: int, kind: Kind, vocab: int = 128256) -> None:
+    """What rows offer, then which of it goes on: `rows` rows of every group from as many."""
+    total, device = groups * rows, torch.device("cuda")
+    logits, ones_R = copies(random(total, vocab, scale=3.0)), torch.ones(total, device=device)
+    keys = torch.randint(0, 2**31, (4, total), device=device)
+    offers = offer(logits[0], vocab, ones_R, *keys, 1)
+    likeliest = logits[0].float().log_softmax(-1).topk(32)
+    assert (offers.logq_RC[:, :32] - likeliest.values).abs().max() < 2e-5
+    tie_free = likeliest.values.diff(dim=1).ne(0).all(1)
+    assert (offers.token_RC[:, :32] == likeliest.indices).all(1)[tie_free].all()
+    floor = total * vocab * 2
+    for block, warps in ((2048, 4), (4096, 4), (4096, 8), (8192, 8)):
+        us = microseconds(lambda x, b=block, w=warps: offer(x, vocab, ones_R, *keys, 1, block=b, warps=w), logits)
+        note(f"offer {groups}x{rows} block {block} warps {warps}", us, floor)
+    first_G, size_G = torch.arange(groups, device=device) * rows, torch.full((groups,), rows, device=device)
+    kind_G, seed_G = torch.full_like(size_G, int(kind)), torch.arange(groups, device=device)
+    mass_R, there_R = torch.randn(total, device=device, dtype=torch.float64), ones_R > 0
+    rest = (mass_R, there_R, (first_G, size_G), (first_G, size_G), size_G, kind_G, (seed_G, seed_G, 1), total)
+    made, expected = expand(offers, *rest), torch_expand(offers, *rest)
+    assert torch.equal(made.parent_X, expected.parent_X) and torch.equal(made.offer_X, expected.offer_X)
+    for chunk, w in ((256, 4), (512, 4), (1024, 4), (1024, 8), (2048, 8), (2048, 16), (4096, 16)):
+        us = microseconds(lambda o, c=chunk, w=w: expand(o, *rest, chunk=c, warps=w), [offers])
+        note(f"expand {kind.name} {groups}x{rows} chunk {chunk} warps {w}", us, offers.share_RC.numel() * 4)
+
+
+def bench_products() -> None:
+    for name, (inputs, outputs, all_rows) in SHAPES.items():
+        for rows in all_rows:
+            bench_linear(name, inputs, outputs, rows)
+
+
+def bench_laws() -> None:
     for rows, draws in ((8, 4), (32, 1), (64, 1)):
         bench_draw(rows, draws)
     bench_score(72, 4)
     for rows in (8, 32, 64):
         for spec in (Spec(top_k=40), Spec(top_p=0.95), Spec(min_p=0.02), Spec(top_k=40, top_p=0.95, min_p=0.02)):
             bench_truncate(rows, spec)
+
+
+def bench_norms() -> None:
     for features, rows in ((2048, 8), (2048, 64), (4096, 64)):
         bench_norm(features, rows)
+
+
+def bench_selections() -> None:
     for shape in ((1, 8, 4), (8, 8, 8), (8, 64, 4)):
         bench_selection(*shape)
-    for name, (inputs, outputs, all_rows) in SHAPES.items():
-        for rows in all_rows:
-            bench_linear(name, inputs, outputs, rows)
+
+
+def bench_expansions() -> None:
+    for groups, rows in ((1, 32), (1, 8), (8, 32)):
+        for kind in (Kind.DISTINCT, Kind.BEST):
+            bench_expansion(groups, rows, kind)
+
+
+PARTS = {
+    "laws": bench_laws,
+    "norms": bench_norms,
+    "selections": bench_selections,
+    "expansions": bench_expansions,
+    "products": bench_products,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
+    torch.manual_seed(0)
+    for part in parser.parse_args().parts or PARTS:
+        PARTS[part]()
     print(json.dumps(report))
 
 
