@@ -37,6 +37,27 @@ def grow(tables: StopTables, entry_A: Tensor, text_A: Tensor, tokens_AK: Tensor,
 
 
 @triton.jit
+def read(
+    state, token, going, follows, entry, stops, vocab, next_EXB, data_B, offset_V, spelled,
+    STRINGS: tl.constexpr, DONE: tl.constexpr, STATES: tl.constexpr,
+):  # fmt: skip
+    """States of machines after a token each, of places that are `going`; `stops` points to each entry's stop tokens."""
+    drawable = going & (token >= 0) & (token < vocab)
+    is_stop = tl.load(stops + token, mask=drawable, other=0) != 0
+    state = tl.where(is_stop, DONE, state)
+    if STRINGS:
+        reads = follows & drawable & (token < spelled)
+        begin = tl.load(offset_V + token, mask=reads, other=0)
+        size = tl.load(offset_V + token + 1, mask=reads, other=0) - begin
+        for i in range(tl.max(size, 0)):
+            # Bytes are read whatever the state, so that they need not wait for it: DONE leads to DONE.
+            byte = tl.load(data_B + begin + i, mask=i < size, other=0)
+            next_at = next_EXB + (entry * STATES + state) * 256 + byte
+            state = tl.where(i < size, tl.load(next_at, mask=i < size, other=0).to(tl.int32), state)
+    return state
+
+
+@triton.jit
 def _grow(
     entry_A, text_A, tokens_AK, stride_a, stride_k, room_A, count_A, ends_A, after_A, places,
     is_stop_EV, vocab, has_strings_E, next_EXB, data_B, offset_V, spelled,
@@ -57,18 +78,9 @@ def _grow(
     going = inside & (room > 0)
     for k in range(K):
         token = tl.load(tokens + k * stride_k, mask=going, other=-1).to(tl.int64)
-        drawable = going & (token >= 0) & (token < vocab)
-        is_stop = tl.load(stops + token, mask=drawable, other=0) != 0
-        state = tl.where(is_stop, DONE, state)
-        if STRINGS:
-            reads = follows & drawable & (token < spelled)
-            begin = tl.load(offset_V + token, mask=reads, other=0)
-            size = tl.load(offset_V + token + 1, mask=reads, other=0) - begin
-            for i in range(tl.max(size, 0)):
-                # Bytes are read whatever the state, so that they need not wait for it: DONE leads to DONE.
-                byte = tl.load(data_B + begin + i, mask=i < size, other=0)
-                next_at = next_EXB + (entry * STATES + state) * 256 + byte
-                state = tl.where(i < size, tl.load(next_at, mask=i < size, other=0).to(tl.int32), state)
+        state = read(
+            state, token, going, follows, entry, stops, vocab, next_EXB, data_B, offset_V, spelled, STRINGS, DONE, STATES
+        )  # fmt: skip
         count += going.to(tl.int64)
         going = going & (state != DONE) & (count < room)
     tl.store(count_A + a, count, mask=inside)

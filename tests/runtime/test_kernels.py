@@ -15,7 +15,7 @@ from smc.kernels.stops import grow
 from smc.kernels.tables import reroot
 from smc.kernels.walk import walk
 from smc.runtime.config import EngineConfig
-from smc.runtime.kernels import KernelForward, KernelSampling
+from smc.runtime.kernels import KernelForward, KernelSampling, adopt
 from smc.runtime.sides import Parts
 from smc.runtime.worker import ModelWorker
 from smc.stops import TokenBytes
@@ -41,6 +41,7 @@ KERNELS = Parts(
     stages=Padding,
     select=select,
     expand=expand,
+    adopt=adopt,
     keep_roots=keep_roots,
     walk=walk,
     grow=grow,
