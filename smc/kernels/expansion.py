@@ -186,12 +186,11 @@ def _draw(
         relative_I = tl.load(relative_M + m_I, mask=m_I < count, other=0.0)
         is_equal_I = (offered_I == bound) & (offered_I > -float("inf"))
         is_sure_I = (offered_I > bound) | (is_equal_I & (equal + tl.cumsum(is_equal_I.to(tl.int32), 0) <= ties))
-        chance_I = tl.where(is_sure_I, 1.0, tl.minimum(relative_I * factor, 1.0))
+        # No mass times an infinite factor is NaN, of which a device's minimum with 1 is 1.
+        chance_I = tl.where(is_sure_I, 1.0, tl.where(relative_I > 0, tl.minimum(relative_I * factor, 1.0), 0.0))
         if LEAST > 0:
             limit_I = relative_I * most.to(tl.float64) / (tl.full((), LEAST, tl.float64) * total)
             chance_I = tl.where(is_best, chance_I, tl.minimum(chance_I, limit_I))
-        # No mass times an infinite factor is NaN.
-        chance_I = tl.where(chance_I > 0, chance_I, 0.0)
         length_I = (chance_I * 2.0**52 + 0.5).to(tl.int64)
         reach_I = reach + tl.cumsum(length_I, 0)
         is_taken_I = ((reach_I >> 52) > ((reach_I - length_I) >> 52)) | (chance_I == 1)
