@@ -18,8 +18,9 @@ from smc.algorithm.selection import Selection, select
 from smc.algorithm.walk import walk
 from smc.philox import Purpose
 from smc.runtime import tables
+from smc.runtime.candidates import Weigh, weigh
 from smc.runtime.channel import Channel
-from smc.runtime.choice import Chooser, Deciders
+from smc.runtime.choice import Chooser, Conclude, Deciders, conclude
 from smc.runtime.config import EngineConfig
 from smc.runtime.draft import Drafter, Tree
 from smc.runtime.forward import StaticForward
@@ -45,6 +46,8 @@ class Parts:
     expand: Callable[..., Expansion] = expand
     keep_roots: Callable[..., tuple[Tensor, Tensor]] = keep_roots
     walk: Callable[..., tuple[Tensor, Tensor]] = walk
+    weigh: Weigh = weigh
+    conclude: Conclude = conclude
 
 
 class Side:
@@ -177,9 +180,9 @@ class TargetSide(Side):
         super().__init__(config, worker, parts, stages, pending=config.target_tokens)
         self._channel = channel
         forward, sampling, state, grow, reroot = self._shared
-        deciders = Deciders(parts.select, parts.expand, parts.keep_roots, parts.walk)
+        deciders = Deciders(parts.weigh, parts.select, parts.expand, parts.keep_roots, parts.walk, grow, parts.conclude)
         self._scorer = Scorer(forward, sampling, state, reroot, block=config.block, lookahead=config.lookahead)
-        self._chooser = Chooser(sampling, state, grow, deciders, lookahead=config.lookahead)
+        self._chooser = Chooser(sampling, state, deciders, lookahead=config.lookahead)
 
     @torch.inference_mode()
     def round(self, plan: RoundPlan) -> Reading:

@@ -92,7 +92,7 @@ class Scorer:
 
     def drafted_blocks(self, plan: RoundPlan, drafted: Drafted) -> Blocks:
         """Lockstep: the seed, and what has just been drafted for each place."""
-        state, root_A = self.state, drafted.root_X
+        state, root_A = self.state, drafted.root_X.long()
         slot_A = plan.slot_A[root_A]
         alive_A = state.alive_S[slot_A] & (drafted.share_X > -torch.inf)
         count_A, ended_A = 1 + drafted.count_X, drafted.ended_X
@@ -155,7 +155,7 @@ class Scorer:
             keys = DrawKeys(plan.seed_A[of_T], torch.zeros_like(of_T), torch.zeros_like(of_T)[:, None], position_T, Purpose.TARGET)
             drawn_T1, drawn_logp_T1, log_z_T = self.sampling.bonus(logits_TV, law_T, keys)
             is_best_A1 = plan.places_of(Kind.BEST)[:, None]
-            drawn_AQ = drawn_T1.view(-1, q)
+            drawn_AQ = drawn_T1.view(-1, q).long()
             logp_AQ = torch.where(is_best_A1, torch.where(is_run_AQ, drawn_logp_T1.view(-1, q), 0.0), logp_AQ)
             nan_AQ = torch.isnan(log_z_T.view(-1, q)) & is_run_AQ
         return Scored(blocks, open_A, run_A, logp_AQ, drawn_AQ, next_AV, nan_A, nan_AQ)

@@ -15,6 +15,7 @@ from smc.kernels.stops import grow
 from smc.kernels.tables import reroot
 from smc.kernels.walk import walk
 from smc.runtime.config import EngineConfig
+from smc.runtime.kernel_choice import conclude, weigh
 from smc.runtime.kernels import KernelForward, KernelSampling
 from smc.runtime.sides import Parts
 from smc.runtime.worker import ModelWorker
@@ -43,6 +44,8 @@ KERNELS = Parts(
     expand=expand,
     keep_roots=keep_roots,
     walk=walk,
+    weigh=weigh,
+    conclude=conclude,
     grow=grow,
     reroot=reroot,
 )
