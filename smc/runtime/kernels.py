@@ -18,6 +18,7 @@ from smc.kernels.truncation import truncate
 from smc.kernels.walk import walk
 from smc.laws import LawSpec
 from smc.runtime.kernel_choice import conclude, weigh
+from smc.runtime.kernel_follow import advance, follow
 from smc.runtime.kernel_forward import KernelForward
 from smc.runtime.sampling import DrawKeys, Sampling
 from smc.runtime.sides import Parts
@@ -92,6 +93,8 @@ def gpu_parts(**options: bool) -> Parts:
         walk=walk,
         weigh=weigh,
         conclude=conclude,
+        follow=follow,
+        advance=advance,
         grow=grow,
         reroot=reroot,
     )

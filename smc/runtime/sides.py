@@ -28,8 +28,8 @@ from smc.runtime.outcome import Choice, Drafted, RoundResult
 from smc.runtime.plan import Join, PlanBuffer, Program, RoundPlan
 from smc.runtime.sampling import Sampling
 from smc.runtime.stages import Reading, Stages
-from smc.runtime.state import SlotState
-from smc.runtime.target import Scorer
+from smc.runtime.state import Advance, SlotState, write_advance
+from smc.runtime.target import Follow, Scorer, follow
 from smc.runtime.worker import ModelWorker
 
 
@@ -48,6 +48,8 @@ class Parts:
     walk: Callable[..., tuple[Tensor, Tensor]] = walk
     weigh: Weigh = weigh
     conclude: Conclude = conclude
+    follow: Follow = follow
+    advance: Advance = write_advance
 
 
 class Side:
@@ -59,7 +61,7 @@ class Side:
         # Prompts are run where rounds are: what is written is there for what is asked for later.
         worker.working, worker.expand = stages.working, parts.expand
         stop_tables = stops.StopTables(config.max_stops, worker.vocab_size, worker.token_bytes, worker.device)
-        self.state = SlotState(config.max_slots, worker.width, pending, stop_tables, worker.device)
+        self.state = SlotState(config.max_slots, worker.width, pending, stop_tables, worker.device, parts.advance)
         self._forward = parts.forward(worker)
         self._shared = (self._forward, parts.sampling(worker.vocab_size), self.state, parts.grow, parts.reroot)
         # Plain decoding of a target must not depend on rounds: exact decoding makes the same draws in others.
@@ -181,7 +183,7 @@ class TargetSide(Side):
         self._channel = channel
         forward, sampling, state, grow, reroot = self._shared
         deciders = Deciders(parts.weigh, parts.select, parts.expand, parts.keep_roots, parts.walk, grow, parts.conclude)
-        self._scorer = Scorer(forward, sampling, state, reroot, block=config.block, lookahead=config.lookahead)
+        self._scorer = Scorer(forward, sampling, state, reroot, parts.follow, block=config.block, lookahead=config.lookahead)
         self._chooser = Chooser(sampling, state, deciders, lookahead=config.lookahead)
 
     @torch.inference_mode()
@@ -206,7 +208,7 @@ class TargetSide(Side):
             self._channel.share(choice.all_9A)
             self._channel.send("choice", choice.all_9A)
             told = stages.event()
-            stages.run(key, "follow", lambda: scorer.follow(here, scored, rows, choice))
+            stages.run(key, "follow", lambda: scorer.follow(here, rows, choice))
             spans = {"target": (began, ended), "choose": (heard, chosen), "follow": (told, stages.event())}
             return stages.read(key, result, spans)
 

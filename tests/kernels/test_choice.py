@@ -24,7 +24,7 @@ SEEDS = range(12)
 
 def evidence_of(seed: int, kinds: frozenset[Kind], lookahead: bool, device: torch.device, **options: int) -> Evidence:
     made = Round(seed, kinds, lookahead, device, **options)
-    scorer = Scorer(None, None, made.state, None, block=made.k, lookahead=lookahead)
+    scorer = Scorer(None, None, made.state, None, None, block=made.k, lookahead=lookahead)
     scorer.logq_SQ.copy_(made.here(made.floats(made.slots + 1, made.q)))
     drafted = made.drafted()
     blocks = scorer.pending_blocks(made.plan) if lookahead else scorer.drafted_blocks(made.plan, drafted)

@@ -16,6 +16,7 @@ from smc.kernels.tables import reroot
 from smc.kernels.walk import walk
 from smc.runtime.config import EngineConfig
 from smc.runtime.kernel_choice import conclude, weigh
+from smc.runtime.kernel_follow import advance, follow
 from smc.runtime.kernels import KernelForward, KernelSampling
 from smc.runtime.sides import Parts
 from smc.runtime.worker import ModelWorker
@@ -46,6 +47,8 @@ KERNELS = Parts(
     walk=walk,
     weigh=weigh,
     conclude=conclude,
+    follow=follow,
+    advance=advance,
     grow=grow,
     reroot=reroot,
 )
