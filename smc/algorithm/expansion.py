@@ -184,22 +184,23 @@ def _take(log_pi_HM: Tensor, most_H: Tensor, uniform_H1: Tensor) -> Tensor:
 
 
 def keep_roots(
-    root_X: Tensor, alive_X: Tensor, rows: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor], total: int
+    root_R: Tensor, parent_X: Tensor, alive_X: Tensor, rows: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor], total: int
 ) -> tuple[Tensor, Tensor]:
     """Row that goes on at every place [A], such that no place that is read has to be written; and whether there is one [A].
 
-    `root_X`: the place whose past a row continues. A place that any row continues takes the first of these; further rows take, in order,
-    the places that none continues. There are no more rows alive than places. A place without a row repeats its group's first place that
-    has one, or where there is none at all the group's first row. `total` places. Reads the host.
+    `root_R`: the place whose past a source row continues; `parent_X`: the source of each row. A place that any row continues takes the
+    first of these; further rows take, in order, the places that none continues. There are no more rows alive than places. A place without
+    a row repeats its group's first place that has one, or where there is none at all the group's first row. `total` places. Reads the
+    host.
     """
     used_H = ((rows[1] > 0) & (places[1] > 0)).nonzero()[:, 0]
-    row_A = torch.zeros(total, dtype=torch.int64, device=root_X.device)
+    row_A = torch.zeros(total, dtype=torch.int64, device=parent_X.device)
     alive_A = row_A > 0
     if not len(used_H):
         return row_A, alive_A
     row_HX, is_row_HX = grid(*(bound[used_H] for bound in rows))
     place_HN, is_place_HN = grid(*(bound[used_H] for bound in places))
-    own_HX = root_X[row_HX] - places[0][used_H].long()[:, None]
+    own_HX = root_R[parent_X][row_HX] - places[0][used_H].long()[:, None]
     there_HX = is_row_HX & alive_X[row_HX]
     n = place_HN.shape[1]
     counts_HNX = (own_HX[:, None, :] == torch.arange(n, device=own_HX.device)[:, None]) & there_HX[:, None, :]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from smc.algorithm.bounds import MAX_PARTICLES
 from smc.algorithm.expansion import EXPANSION_POSITION, Expansion, Kind, Offers
+from smc.kernels.places import own_places, programs
 from smc.kernels.selection import _uniform
 
 CHUNKS = (256, 512, 1024, 2048)
@@ -60,13 +61,14 @@ def expand(
 
 
 def keep_roots(
-    root_X: Tensor, alive_X: Tensor, rows: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor], total: int
+    root_R: Tensor, parent_X: Tensor, alive_X: Tensor, rows: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor], total: int
 ) -> tuple[Tensor, Tensor]:
     """As `smc.algorithm.expansion.keep_roots`, for groups of up to MAX_PARTICLES places."""
-    row_A = torch.zeros(total, dtype=torch.int64, device=root_X.device)
-    alive_A = torch.zeros_like(row_A, dtype=torch.bool)
-    given = (tensor.contiguous() for tensor in (root_X, alive_X, *rows, *places))
-    _keep_roots[(len(rows[0]),)](*given, row_A, alive_A, BLOCK_N=MAX_PARTICLES, num_warps=8)
+    row_A, count = torch.empty(total, dtype=torch.int64, device=root_R.device), len(rows[0])
+    alive_A = torch.empty_like(row_A, dtype=torch.bool)
+    given = (tensor.contiguous() for tensor in (root_R, parent_X, alive_X, *rows, *places))
+    blocks = {"BLOCK_N": MAX_PARTICLES, "BLOCK_G": triton.next_power_of_2(count)}
+    _keep_roots[(programs(total, count),)](*given, row_A, alive_A, count, total, **blocks, num_warps=8)
     return row_A, alive_A
 
 
@@ -190,7 +192,7 @@ def _draw(
         chance_I = tl.where(is_sure_I, 1.0, tl.where(relative_I > 0, tl.minimum(relative_I * factor, 1.0), 0.0))
         if LEAST > 0:
             limit_I = relative_I * most.to(tl.float64) / (tl.full((), LEAST, tl.float64) * total)
-            chance_I = tl.where(is_best, chance_I, tl.minimum(chance_I, limit_I))
+            chance_I = tl.where(is_best, chance_I, tl.where(limit_I < chance_I, limit_I, chance_I))
         length_I = (chance_I * 2.0**52 + 0.5).to(tl.int64)
         reach_I = reach + tl.cumsum(length_I, 0)
         is_taken_I = ((reach_I >> 52) > ((reach_I - length_I) >> 52)) | (chance_I == 1)
@@ -291,17 +293,18 @@ def _expand(
 
 @triton.jit
 def _keep_roots(
-    root_X, alive_X, row_first_G, row_size_G, place_first_G, place_size_G, row_A, alive_A, BLOCK_N: tl.constexpr
+    root_R, parent_X, alive_X, row_first_G, row_size_G, place_first_G, place_size_G, row_A, alive_A, groups, places,
+    BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     """Twice through the group's rows, BLOCK_N at a time: how many continue each place, and where those beyond the first of a place go."""
-    group = tl.program_id(0)
+    place_N, exists_N, group, is_group = own_places(place_first_G, place_size_G, groups, places, BLOCK_N, BLOCK_G)
     rows, size = tl.load(row_size_G + group).to(tl.int32), tl.load(place_size_G + group).to(tl.int32)
     row_first, first = tl.load(row_first_G + group).to(tl.int64), tl.load(place_first_G + group).to(tl.int64)
     n = tl.arange(0, BLOCK_N)
-    rows = tl.where(size > 0, rows, 0)
+    rows = tl.where(is_group & (size > 0), rows, 0)
     count_N, own_N = tl.zeros((BLOCK_N,), tl.int32), tl.zeros((BLOCK_N,), tl.int32) + rows
     for begin in range(0, rows, BLOCK_N):
-        is_of_IN, i = _continues(root_X + row_first, alive_X + row_first, begin, rows, first, BLOCK_N)
+        is_of_IN, i = _continues(root_R, parent_X + row_first, alive_X + row_first, begin, rows, first, BLOCK_N)
         count_N += tl.sum(is_of_IN.to(tl.int32), 0)
         own_N = tl.minimum(own_N, tl.min(tl.where(is_of_IN, i[:, None], rows), 0))
     further_N, free_N = tl.maximum(count_N - 1, 0), (count_N == 0) & (n < size)
@@ -309,7 +312,7 @@ def _keep_roots(
     filled_N = (n < size) & ((count_N > 0) | (rank_N <= tl.sum(further_N, 0)))
     seen_N, filler_N = passed_N - further_N, tl.zeros((BLOCK_N,), tl.int32)
     for begin in range(0, rows, BLOCK_N):
-        is_of_IN, i = _continues(root_X + row_first, alive_X + row_first, begin, rows, first, BLOCK_N)
+        is_of_IN, i = _continues(root_R, parent_X + row_first, alive_X + row_first, begin, rows, first, BLOCK_N)
         is_further_IN = (is_of_IN & (i[:, None] != own_N[None, :])).to(tl.int32)
         # Further rows are numbered from 1, place after place, and the r-th of them takes the r-th free place.
         number_I = tl.sum((seen_N[None, :] + tl.cumsum(is_further_IN, 0)) * is_further_IN, 1)
@@ -319,15 +322,16 @@ def _keep_roots(
     taken_N = tl.where(count_N > 0, own_N, filler_N)
     lead = tl.min(tl.where(filled_N, n, BLOCK_N), 0)
     taken_N = tl.where(filled_N, taken_N, tl.sum(tl.where(n == lead, taken_N, 0), 0))
-    stays_N = (n < size) & (rows > 0)
-    tl.store(row_A + first + n, row_first + taken_N, mask=stays_N)
-    tl.store(alive_A + first + n, filled_N, mask=stays_N)
+    has_rows = rows > 0
+    tl.store(row_A + place_N, tl.where(has_rows, row_first + taken_N, 0), mask=exists_N)
+    tl.store(alive_A + place_N, filled_N & has_rows, mask=exists_N)
 
 
 @triton.jit
-def _continues(root_X, alive_X, begin, rows, first, BLOCK_N: tl.constexpr):
+def _continues(root_R, parent_X, alive_X, begin, rows, first, BLOCK_N: tl.constexpr):
     """Whether rows from `begin` on are alive and continue each of a group's places; and the rows' numbers."""
     i = begin + tl.arange(0, BLOCK_N)
     is_alive_I = tl.load(alive_X + i, mask=i < rows, other=0) != 0
-    place_I = tl.where(is_alive_I, (tl.load(root_X + i, mask=i < rows, other=0) - first).to(tl.int32), -1)
+    parent_I = tl.load(parent_X + i, mask=is_alive_I, other=0)
+    place_I = tl.where(is_alive_I, (tl.load(root_R + parent_I, mask=is_alive_I, other=0) - first).to(tl.int32), -1)
     return place_I[:, None] == tl.arange(0, BLOCK_N)[None, :], i

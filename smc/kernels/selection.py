@@ -17,6 +17,7 @@ from torch import Tensor
 from smc.algorithm.bounds import MAX_PARTICLES, Bounds
 from smc.algorithm.resampling import SCHEME_NAMES
 from smc.algorithm.selection import BRANCH_POSITION, EQUAL, Selection
+from smc.kernels.places import own_places, programs
 from smc.philox import Purpose
 
 SYSTEMATIC, STRATIFIED, RESIDUAL, _, SSP = (tl.constexpr(index) for index in range(len(SCHEME_NAMES)))
@@ -37,18 +38,16 @@ def select(
 ) -> Selection:
     """As `smc.algorithm.selection.select`, for groups of up to MAX_PARTICLES places."""
     (places, branches), count = candidates_AF.shape, len(seed_G)
-    ancestor_A = torch.arange(places, device=candidates_AF.device)
-    branch_A = torch.zeros_like(ancestor_A)
-    logw_A = torch.full_like(ancestor_A, -torch.inf, dtype=torch.float64)
-    held_A = torch.zeros_like(alive_A)
+    ancestor_A, branch_A = torch.empty((2, places), dtype=torch.int64, device=candidates_AF.device)
+    logw_A, held_A = torch.empty_like(ancestor_A, dtype=torch.float64), torch.empty_like(alive_A)
     log_z_G, ess_G = logw_A.new_empty((2, count))
     resampled_G, collapsed_G = held_A.new_empty((2, count))
     scratch_3M = logw_A.new_empty((3, places * branches))
-    _select[(count,)](
+    _select[(programs(places, count),)](
         candidates_AF.contiguous(), alive_A.contiguous(), groups.first_G, groups.size_G, groups.count_G, groups.draws_G,
         threshold_G, scheme_G, seed_G, round_G,
         ancestor_A, branch_A, logw_A, held_A, log_z_G, ess_G, resampled_G, collapsed_G, *scratch_3M,
-        branches, BLOCK_N=MAX_PARTICLES, BLOCK_F=triton.next_power_of_2(branches),
+        branches, count, places, BLOCK_N=MAX_PARTICLES, BLOCK_F=triton.next_power_of_2(branches), BLOCK_G=triton.next_power_of_2(count),
         # The reference rounds a product before it subtracts from it.
         enable_fp_fusion=False, num_warps=warps,
     )  # fmt: skip
@@ -223,9 +222,16 @@ def _resample(
 def _select(
     candidates_AF, alive_A, first_G, size_G, count_G, draws_G, threshold_G, scheme_G, seed_G, round_G,
     ancestor_A, branch_A, logw_A, held_A, log_z_G, ess_G, resampled_G, collapsed_G, expected_M, uniform_M, more_M,
-    branches, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr,
+    branches, groups, places, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0)
+    if group >= groups:
+        place_N, exists_N, _, _ = own_places(first_G, size_G, groups, places, BLOCK_N, BLOCK_G)
+        tl.store(ancestor_A + place_N, place_N.to(tl.int64), mask=exists_N)
+        tl.store(branch_A + place_N, place_N.to(tl.int64) * 0, mask=exists_N)
+        tl.store(logw_A + place_N, tl.full((BLOCK_N,), -float("inf"), tl.float64), mask=exists_N)
+        tl.store(held_A + place_N, place_N < 0, mask=exists_N)
+        return
     first, size = tl.load(first_G + group), tl.load(size_G + group)
     if size == 0:
         tl.store(log_z_G + group, 0.0)
@@ -259,7 +265,7 @@ def _select(
     reset = resampled | (squares == 0)
     tl.store(ancestor_A + place_N, (first + taken_N // BLOCK_F).to(tl.int64), mask=exists_N)
     tl.store(branch_A + place_N, (taken_N % BLOCK_F).to(tl.int64), mask=exists_N)
-    tl.store(logw_A + place_N, tl.where(reset, 0.0, family_N), mask=held_N)
+    tl.store(logw_A + place_N, tl.where(held_N, tl.where(reset, 0.0, family_N), -float("inf")), mask=exists_N)
     tl.store(held_A + place_N, held_N, mask=exists_N)
     log_mean = log_sum - tl.log(tl.maximum(count, 1).to(tl.float64))
     tl.store(log_z_G + group, tl.where(reset, log_mean, 0.0))

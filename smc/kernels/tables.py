@@ -27,12 +27,19 @@ def _reroot(table, stride, slot_A, source_A, base_A, end_A, tail_AB, width, TAIL
     place = tl.program_id(0)
     slot, source = tl.load(slot_A + place), tl.load(source_A + place)
     end = tl.load(end_A + place)
+    tail_B = None if TAIL == 0 else tail_AB + place * width
+    move(table, stride, slot, source, tl.load(base_A + place), end, tail_B, width, TAIL, CHUNK)
+
+
+@triton.jit
+def move(table, stride, slot, source, base, end, tail_B, width, TAIL: tl.constexpr, CHUNK: tl.constexpr):
+    """Positions from `base` up to `end` of one slot become those of `source`, those after them the `width` pages of the tail."""
     to, of = table + slot * stride, table + source * stride
     if slot != source:
         column = tl.arange(0, CHUNK)
-        for begin in tl.range(tl.load(base_A + place), end, CHUNK):
+        for begin in tl.range(base, end, CHUNK):
             inside = begin + column < end
             tl.store(to + begin + column, tl.load(of + begin + column, mask=inside, other=0), mask=inside)
     if TAIL > 0:
         b = tl.arange(0, TAIL)
-        tl.store(to + end + b, tl.load(tail_AB + place * width + b, mask=b < width, other=0), mask=b < width)
+        tl.store(to + end + b, tl.load(tail_B + b, mask=b < width, other=0), mask=b < width)

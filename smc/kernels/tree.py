@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from smc.algorithm.expansion import Expansion, Kind, Offers
-from smc.kernels.stops import read
+from smc.kernels.stops import after, table_arguments
 from smc.stops import DONE, MAX_STATES, StopTables
 
 BLOCK = 4
@@ -60,11 +60,10 @@ def adopt(
     made = longs | flags | wide
     whom = (slot_A,) * 6 if chosen is None else _of_trees(*chosen)
     drawn = (slot_A, slot_A) if own is None else own
-    stops = (tables.is_stop_EV, tables.is_stop_EV.shape[1], tables.has_strings_E, tables.next_EXB)
     _adopt[(triton.cdiv(rows, BLOCK),)](
         *(before[name] for name in BEFORE), *(before[name].stride(0) for name in ("tokens_XK", "logq_XK", "tail_XB")),
         *whom, *drawn, group_A, kind_G, slot_A, pages_XB, lives.end_S, lives.limit_S, lives.entry_S,
-        *stops, tables.data_B, tables.offset_V, len(tables.offset_V) - 1,
+        *table_arguments(tables),
         *(made[name] for name in MADE), rows, step, tokens, pages,
         BLOCK=BLOCK, BLOCK_K=triton.next_power_of_2(tokens), BLOCK_B=triton.next_power_of_2(max(1, pages)), BRANCHES=branches,
         WIDTH=0 if chosen is None else chosen[1].token_RC.shape[1], DRAWS=0 if own is None else own[0].shape[1],
@@ -119,12 +118,10 @@ def _adopt(
     end, entry = tl.load(end_of + slot, mask=inside, other=0), tl.load(entry_of + slot, mask=inside, other=0)
     # As `grow` of one token.
     room = tl.load(limit_of + slot, mask=inside, other=0) - end - count
-    going, follows = inside & (room > 0), inside
-    if STRINGS:
-        follows = inside & (tl.load(has_strings_E + entry, mask=inside, other=0) != 0)
-    stops = is_stop_EV + entry * vocab
-    state = read(
-        text.to(tl.int32), token, going, follows, entry, stops, vocab, next_EXB, data_B, offset_V, spelled, STRINGS, DONE, STATES
+    going = inside & (room > 0)
+    state = after(
+        text.to(tl.int32), token, entry, going,
+        is_stop_EV, vocab, has_strings_E, next_EXB, data_B, offset_V, spelled, STRINGS, DONE, STATES,
     )  # fmt: skip
     has_ended = ended | (going.to(tl.int64) >= room) | (state == DONE)
     alive = (tl.load(alive_S + parent, mask=inside, other=0) != 0) & (mass > -float("inf"))

@@ -13,25 +13,27 @@ import triton.language as tl
 from torch import Tensor
 
 from smc.algorithm.bounds import MAX_PARTICLES
+from smc.kernels.places import own_places, programs
 
 
 def walk(tokens_AQ: Tensor, count_A: Tensor, drawn_AQ: Tensor, alive_A: Tensor, groups: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """As `smc.algorithm.walk.walk`, for groups of up to MAX_PARTICLES places; integers of any type."""
     places, tokens = tokens_AQ.shape
-    best_A = torch.arange(places, device=tokens_AQ.device)
-    right_A = torch.ones_like(best_A)
+    best_A, right_A = torch.empty((2, places), dtype=torch.int64, device=tokens_AQ.device)
     given = (tensor.contiguous() for tensor in (tokens_AQ, count_A, drawn_AQ, alive_A, *groups))
-    block = triton.next_power_of_2(tokens + 1)
-    _walk[(len(groups[0]),)](*given, best_A, right_A, tokens, BLOCK_N=MAX_PARTICLES, BLOCK_Q=block, num_warps=4)
+    count = len(groups[0])
+    blocks = {"BLOCK_N": MAX_PARTICLES, "BLOCK_Q": triton.next_power_of_2(tokens + 1), "BLOCK_G": triton.next_power_of_2(count)}
+    _walk[(programs(places, count),)](*given, best_A, right_A, tokens, count, places, **blocks, num_warps=4)
     return best_A, right_A
 
 
 @triton.jit
-def _walk(tokens_AQ, count_A, drawn_AQ, alive_A, first_G, size_G, best_A, right_A, tokens, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr):
-    group = tl.program_id(0)
-    first, size = tl.load(first_G + group).to(tl.int64), tl.load(size_G + group)
-    n, q = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_Q)
-    exists_N, place_N = n < size, first + n
+def _walk(
+    tokens_AQ, count_A, drawn_AQ, alive_A, first_G, size_G, best_A, right_A, tokens, groups, places,
+    BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    q = tl.arange(0, BLOCK_Q)
+    place_N, exists_N, _, is_group = own_places(first_G, size_G, groups, places, BLOCK_N, BLOCK_G)
     count_N = tl.load(count_A + place_N, mask=exists_N, other=0)
     at_NQ = place_N[:, None] * tokens + q[None, :]
     # The first token is right; after it, each that exists and was drawn where the one before it stands.
@@ -41,5 +43,6 @@ def _walk(tokens_AQ, count_A, drawn_AQ, alive_A, first_G, size_G, best_A, right_
     right_N = tl.min(tl.where(agrees_NQ, BLOCK_Q, q[None, :]), 1)
     right_N = tl.where(tl.load(alive_A + place_N, mask=exists_N, other=0) != 0, right_N, 0)
     right, best = tl.max(tl.where(exists_N, right_N, -1), 0, return_indices=True, return_indices_tie_break_left=True)
-    tl.store(best_A + place_N, (first + best) + n * 0, mask=exists_N)
-    tl.store(right_A + place_N, tl.maximum(right, 1) + n * 0, mask=exists_N)
+    first = tl.min(place_N, 0)
+    tl.store(best_A + place_N, tl.where(is_group, first + best, place_N).to(tl.int64), mask=exists_N)
+    tl.store(right_A + place_N, tl.where(is_group, tl.maximum(right, 1), 1) + place_N.to(tl.int64) * 0, mask=exists_N)

@@ -1,7 +1,8 @@
 """What goes on after a round: candidates are weighed and chosen from, or compared with what the target drew itself.
 
 In look-ahead candidates are the rows that the draft made while the target scored the blocks before them; in lockstep they are the blocks
-themselves, each with a token of the target's own after it. See the package's legend for axes.
+themselves, each with a token of the target's own after it. `conclude` is the reference, in plain torch; `smc.runtime.kernel_choice` has
+what GPUs use. See the package's legend for axes.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import torch
 from torch import Tensor
 
 from smc.algorithm.bounds import Bounds
-from smc.algorithm.expansion import Expansion, Kind, Offers
+from smc.algorithm.expansion import Expansion, Kind
 from smc.algorithm.selection import Selection
-from smc.runtime.candidates import Weigher
+from smc.runtime.candidates import Candidates, Evidence, Weigh, ask
 from smc.runtime.outcome import Choice, Drafted, Lineage, RoundResult
 from smc.runtime.plan import RoundPlan
 from smc.runtime.sampling import Sampling
@@ -28,13 +29,68 @@ LEAST_SHARE = 0.1
 
 
 @dataclass(frozen=True)
+class Regrown:
+    """How groups whose rows are never the same, and those that are decoded exactly, go on."""
+
+    chosen: Expansion
+    pick_A: Tensor
+    """int64: which of the chosen rows goes on at each place."""
+    alive_A: Tensor
+    """bool: whether any does."""
+
+
+Conclude = Callable[[Grow, Evidence, Candidates, Selection | None, Regrown | None], tuple[Choice, RoundResult]]
+
+
+@dataclass(frozen=True)
 class Deciders:
     """What decides for groups: the references, or kernels."""
 
+    weigh: Weigh
     select: Callable[..., Selection]
     expand: Callable[..., Expansion]
     keep_roots: Callable[..., tuple[Tensor, Tensor]]
     walk: Callable[..., tuple[Tensor, Tensor]]
+    grow: Grow
+    conclude: Conclude
+
+
+class Chooser:
+    """Chooses, round after round."""
+
+    def __init__(self, sampling: Sampling, state: SlotState, deciders: Deciders, *, lookahead: bool) -> None:
+        self.sampling, self.state, self.decide, self.lookahead = sampling, state, deciders, lookahead
+
+    def choose(self, plan: RoundPlan, scored: Scored, drafted: Drafted) -> tuple[Choice, RoundResult]:
+        """`drafted`: what may follow the blocks (look-ahead), or the blocks themselves."""
+        best_A = right_A = own = trees = None
+        if Kind.BEST in plan.kinds:
+            blocks, groups = scored.blocks, (plan.first_G, plan.size_G)
+            best_A, right_A = self.decide.walk(blocks.tokens_AQ, blocks.count_A, scored.drawn_AQ, blocks.alive_A, groups)
+        said = ask(self.sampling, self.state, plan, scored, drafted, self.lookahead)
+        evidence = Evidence(plan, self.state, scored, drafted, said, best_A, right_A, self.lookahead)
+        candidates = self.decide.weigh(evidence)
+        if Kind.INDEPENDENT in plan.kinds:
+            own = self._selected(plan, candidates)
+        if plan.kinds - {Kind.INDEPENDENT}:
+            trees = self._regrown(plan, candidates, drafted.block)
+        return self.decide.conclude(self.decide.grow, evidence, candidates, own, trees)
+
+    def _selected(self, plan: RoundPlan, candidates: Candidates) -> Selection:
+        """Independent particles: `smc.algorithm.selection`."""
+        numbers = candidates.numbers
+        bounds = Bounds(plan.first_G, numbers.own_size_G, plan.count_G, plan.draws_G)
+        random = (plan.threshold_G, plan.scheme_G, numbers.seed_G, numbers.round_G)
+        return self.decide.select(candidates.weight_X.view(len(plan.slot_A), -1), candidates.alive_A, bounds, *random)
+
+    def _regrown(self, plan: RoundPlan, candidates: Candidates, step: int) -> Regrown:
+        """Particles that are never the same, and exact decoding: `smc.algorithm.expansion`."""
+        numbers, rows, places = candidates.numbers, (plan.first_G, plan.size_G), len(plan.slot_A)
+        weights, sources = (candidates.weight_X, candidates.there_X), (numbers.source_first_G, numbers.source_size_G)
+        random = (numbers.seed_G, numbers.round_G, step)
+        chosen = self.decide.expand(candidates.offers, *weights, sources, rows, plan.draws_G, plan.kind_G, random, places, LEAST_SHARE)
+        kept = self.decide.keep_roots(candidates.root_X, chosen.parent_X, chosen.alive_X, rows, rows, places)
+        return Regrown(chosen, *kept)
 
 
 @dataclass(frozen=True)
@@ -61,41 +117,28 @@ class Taken:
     collapsed_G: Tensor
 
 
-class Chooser:
-    """Chooses, round after round."""
-
-    def __init__(self, sampling: Sampling, state: SlotState, grow: Grow, deciders: Deciders, *, lookahead: bool) -> None:
-        self.sampling, self.state, self.grow, self.decide, self.lookahead = sampling, state, grow, deciders, lookahead
-
-    def choose(self, plan: RoundPlan, scored: Scored, drafted: Drafted) -> tuple[Choice, RoundResult]:
-        """`drafted`: what may follow the blocks (look-ahead), or the blocks themselves."""
-        return RoundChoice(self, plan, scored, drafted).made()
+def conclude(
+    grow: Grow, evidence: Evidence, candidates: Candidates, own: Selection | None, trees: Regrown | None
+) -> tuple[Choice, RoundResult]:
+    """What becomes of every place, and what the host learns of it. `own`: of independent particles; `trees`: of the others."""
+    return Conclusion(grow, evidence, candidates).of(own, trees)
 
 
-class RoundChoice:
-    """The choice of one round."""
+class Conclusion:
+    """What has been decided for groups, for all of their places."""
 
-    def __init__(self, chooser: Chooser, plan: RoundPlan, scored: Scored, drafted: Drafted) -> None:
-        self.plan, self.scored, self.drafted, self.blocks = plan, scored, drafted, scored.blocks
-        self.state, self.grow, self.decide, self.lookahead = chooser.state, chooser.grow, chooser.decide, chooser.lookahead
-        self.is_exact_A = plan.places_of(Kind.BEST)
-        # Of groups that are decoded exactly: the block that agrees longest with the target's draws, and how many of its tokens do.
-        self.best_A = torch.arange(len(plan.slot_A), device=plan.slot_A.device)
-        self.right_A = self.blocks.count_A
-        if Kind.BEST in plan.kinds:
-            groups = (plan.first_G, plan.size_G)
-            self.best_A, self.right_A = self.decide.walk(
-                self.blocks.tokens_AQ, self.blocks.count_A, scored.drawn_AQ, self.blocks.alive_A, groups
-            )
-        weigher = Weigher(chooser.sampling, chooser.state, plan, scored, drafted)
-        self.candidates = weigher.rows_ahead() if self.lookahead else weigher.blocks_with_bonus()
-        if Kind.BEST in plan.kinds:
-            self.candidates = weigher.that_agree(self.candidates, self.is_exact_A, self.best_A, self.right_A, self.lookahead)
+    def __init__(self, grow: Grow, evidence: Evidence, candidates: Candidates) -> None:
+        self.grow, self.evidence, self.candidates, self.plan = grow, evidence, candidates, evidence.plan
+        self.scored, self.drafted, self.lookahead = evidence.scored, evidence.drafted, evidence.lookahead
+        self.blocks = self.scored.blocks
+        self.is_exact_A = self.plan.places_of(Kind.BEST)
 
-    def made(self) -> tuple[Choice, RoundResult]:
-        taken = self._take()
+    def of(self, own: Selection | None, trees: Regrown | None) -> tuple[Choice, RoundResult]:
+        taken = self._take(own, trees)
         count_A = self.blocks.count_A[taken.block_A]
-        kept_A = torch.where(self.is_exact_A, torch.minimum(self.right_A, count_A), count_A)
+        kept_A = count_A
+        if self.evidence.right_A is not None:
+            kept_A = torch.where(self.is_exact_A, torch.minimum(self.evidence.right_A, count_A), count_A)
         ended_A, text_A, grown_A = self._grown(taken, kept_A)
         choice = Choice.of(
             ancestor_A=taken.ancestor_A,
@@ -110,91 +153,75 @@ class RoundChoice:
         )
         return choice, self._result(taken, choice, kept_A)
 
-    def _take(self) -> Taken:
-        kinds, own, trees = self.plan.kinds, None, None
-        if Kind.INDEPENDENT in kinds:
-            own = self._selected()
-        if kinds - {Kind.INDEPENDENT}:
-            trees = self._expanded()
-        if own is None or trees is None:
-            return own or trees
+    def _take(self, own: Selection | None, trees: Regrown | None) -> Taken:
+        if trees is None:
+            return self._of_own(own)
+        theirs = self._of_trees(trees)
+        if Kind.BEST in self.plan.kinds:
+            theirs = self._confirmed(theirs)
+        if own is None:
+            return theirs
         is_tree_G = self.plan.kind_G != Kind.INDEPENDENT
         is_tree_A = is_tree_G[self.plan.group_A]
-        pairs = ((name, getattr(trees, name), mine) for name, mine in vars(own).items())
-        return Taken(**{name: torch.where(is_tree_G if name.endswith("_G") else is_tree_A, theirs, mine) for name, theirs, mine in pairs})
+        pairs = ((name, getattr(theirs, name), mine) for name, mine in vars(self._of_own(own)).items())
+        return Taken(**{name: torch.where(is_tree_G if name.endswith("_G") else is_tree_A, other, mine) for name, other, mine in pairs})
 
-    def _selected(self) -> Taken:
-        """Independent particles: `smc.algorithm.selection`."""
-        plan, candidates, places = self.plan, self.candidates, len(self.plan.slot_A)
-        branches = len(candidates.root_X) // places
-        # A group with NaN logits is about to end with an error; until then it must not disturb the arithmetic.
-        weight_X = candidates.weight_X.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-        size_G = torch.where(plan.kind_G == Kind.INDEPENDENT, plan.size_G, 0)
-        bounds = Bounds(plan.first_G, size_G, plan.count_G, plan.draws_G)
-        alive_A = self.state.alive_S[plan.slot_A]
-        chosen = self.decide.select(
-            weight_X.view(places, branches), alive_A, bounds, plan.threshold_G, plan.scheme_G, plan.seed_G, plan.round_G
-        )
-        row_A = chosen.ancestor_A.long() * branches + chosen.branch_A.long()
+    def _of_own(self, own: Selection) -> Taken:
+        said, row_A = self.evidence.said, own.ancestor_A.long() * self.evidence.width + own.branch_A.long()
+        open_A, none_A = self.evidence.open_X[row_A], torch.full_like(row_A, -1)
         return Taken(
             row_A=row_A,
-            ancestor_A=chosen.ancestor_A.long(),
-            block_A=chosen.ancestor_A.long(),
-            alive_A=chosen.alive_A,
-            bonus_A=candidates.bonus_X[row_A],
-            logp_A=candidates.logp_X[row_A],
-            logw_A=chosen.logw_A,
-            misses_A=torch.zeros_like(chosen.alive_A),
-            log_z_G=chosen.log_z_G.double(),
-            ess_G=chosen.ess_G.double(),
-            resampled_G=chosen.resampled_G,
-            collapsed_G=chosen.collapsed_G,
+            ancestor_A=own.ancestor_A.long(),
+            block_A=own.ancestor_A.long(),
+            alive_A=own.alive_A,
+            bonus_A=none_A if said.bonus_A is None else torch.where(open_A, said.bonus_A[row_A], none_A),
+            logp_A=torch.where(open_A, said.logp_X[row_A], torch.nan),
+            logw_A=own.logw_A,
+            misses_A=torch.zeros_like(own.alive_A),
+            log_z_G=own.log_z_G.double(),
+            ess_G=own.ess_G.double(),
+            resampled_G=own.resampled_G,
+            collapsed_G=own.collapsed_G,
         )
 
-    def _expanded(self) -> Taken:
-        """Particles that are never the same, and exact decoding: `smc.algorithm.expansion`."""
-        plan, candidates, scored, places = self.plan, self.candidates, self.scored, len(self.plan.slot_A)
-        width = len(candidates.root_X) // places
-        offers = candidates.offers or Offers.whole(candidates.weight_X)
-        sources, rows = (plan.first_G * width, plan.size_G * width), (plan.first_G, plan.size_G)
-        random = (plan.seed_G, plan.round_G, self.drafted.block)
-        weights = (candidates.weight_X, candidates.there_X)
-        chosen = self.decide.expand(offers, *weights, sources, rows, plan.draws_G, plan.kind_G, random, places, LEAST_SHARE)
-        pick_A, alive_A = self.decide.keep_roots(candidates.root_X[chosen.parent_X], chosen.alive_X, rows, rows, places)
-        row_A, offer_A = chosen.parent_X[pick_A], chosen.offer_X[pick_A]
-        ancestor_A = candidates.root_X[row_A]
-        bonus_A, logp_A = candidates.bonus_X[row_A], candidates.logp_X[row_A]
-        if not self.lookahead:
-            bonus_A = torch.where(scored.open_A[row_A], offers.token_RC[row_A, offer_A], -1)
-            logp_A = torch.where(scored.open_A[row_A], candidates.offered_logp_XC[row_A, offer_A], torch.nan)
+    def _of_trees(self, trees: Regrown) -> Taken:
+        said, chosen, offers = self.evidence.said, trees.chosen, self.candidates.offers
+        row_A, offer_A = chosen.parent_X[trees.pick_A], chosen.offer_X[trees.pick_A]
+        ancestor_A, open_A = self.candidates.root_X[row_A], self.evidence.open_X[row_A]
+        bonus_A, logp_A = torch.full_like(row_A, -1), torch.full_like(row_A, torch.nan, dtype=torch.float32)
+        if said.offered_logp_AC is not None:
+            bonus_A = torch.where(open_A, offers.token_RC[row_A, offer_A], bonus_A)
+            logp_A = torch.where(open_A, said.offered_logp_AC[row_A, offer_A], logp_A)
+        elif self.lookahead and said.logp_X is not None:
+            logp_A = torch.where(open_A, said.logp_X[row_A], logp_A)
         zero_G = torch.zeros_like(chosen.ess_G)
-        taken = Taken(
+        return Taken(
             row_A=row_A,
             ancestor_A=ancestor_A,
             block_A=ancestor_A if self.lookahead else row_A,
-            alive_A=alive_A,
+            alive_A=trees.alive_A,
             bonus_A=bonus_A,
             logp_A=logp_A,
-            logw_A=torch.where(alive_A, chosen.mass_X[pick_A], -torch.inf),
-            misses_A=torch.zeros_like(alive_A),
+            logw_A=torch.where(trees.alive_A, chosen.mass_X[trees.pick_A], -torch.inf),
+            misses_A=torch.zeros_like(trees.alive_A),
             log_z_G=torch.where(chosen.collapsed_G, -torch.inf, zero_G),
             ess_G=chosen.ess_G,
             resampled_G=zero_G > 0,
             collapsed_G=chosen.collapsed_G,
         )
-        return self._confirmed(taken) if Kind.BEST in plan.kinds else taken
 
     def _confirmed(self, taken: Taken) -> Taken:
         """Of groups that are decoded exactly: where nothing that was drafted goes on, the block that agrees longest does, and the token
         that the target says after it."""
-        plan, blocks, best_A, is_exact_A = self.plan, self.blocks, self.best_A, self.is_exact_A
+        plan, blocks, is_exact_A = self.plan, self.blocks, self.is_exact_A
+        best_A, right_A = self.evidence.best_A, self.evidence.right_A
         any_A = plan.any_of_group(taken.alive_A[None], plan.group_A)[0][plan.group_A]
         misses_A = is_exact_A & ~any_A & (plan.size_G > 0)[plan.group_A]
         ancestor_A = torch.where(misses_A, blocks.origin_A[best_A], taken.ancestor_A)
         place_A = torch.arange(len(best_A), device=best_A.device)
-        is_over_A = blocks.ended_A[best_A] & (self.right_A == blocks.count_A[best_A])
+        is_over_A = blocks.ended_A[best_A] & (right_A == blocks.count_A[best_A])
         says_A = is_exact_A & ~is_over_A & (misses_A if self.lookahead else is_exact_A)
-        next_A, next_logp_A = (values_AQ[best_A, self.right_A - 1] for values_AQ in (self.scored.drawn_AQ, self.scored.logp_AQ))
+        next_A, next_logp_A = (values_AQ[best_A, right_A - 1] for values_AQ in (self.scored.drawn_AQ, self.scored.logp_AQ))
         changed = {
             "row_A": taken.row_A if self.lookahead else torch.where(misses_A, best_A, taken.row_A),
             "ancestor_A": ancestor_A,
@@ -210,7 +237,7 @@ class RoundChoice:
     def _grown(self, taken: Taken, kept_A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Whether what goes on has ended [A], the stop machine's state after what is kept of the blocks [A], and how many drafted tokens
         each place takes [A]."""
-        state, blocks, drafted = self.state, self.blocks, self.drafted
+        state, blocks, drafted = self.evidence.state, self.blocks, self.drafted
         slot_A = self.plan.slot_A[taken.ancestor_A]
         entry_A = state.entry_S[slot_A]
         text_A = self.grow(state.stops, entry_A, state.text_S[slot_A], blocks.tokens_AQ[taken.block_A], kept_A).text_A
@@ -234,7 +261,6 @@ class RoundChoice:
             grown_AQ = blocks.tokens_AQ[taken.block_A].roll(-1, 1).scatter(1, (kept_A - 1)[:, None], bonus_A1)
             logq_AQ = torch.zeros_like(grown_AQ, dtype=torch.float32)
         column_Q = torch.arange(blocks.tokens_AQ.shape[1], device=kept_A.device)
-        nan_2G = plan.any_of_group(torch.stack((candidates.draft_nan_A, candidates.target_nan_A)), plan.group_A)
         says_G = plan.any_of_group((has_bonus_A & choice.alive_A)[None], plan.group_A)[0]
         run_A = torch.minimum(self.scored.run_A[taken.block_A], kept_A)
         return RoundResult(
@@ -252,8 +278,8 @@ class RoundChoice:
             ess_G=taken.ess_G,
             resampled_G=taken.resampled_G,
             collapsed_G=taken.collapsed_G,
-            draft_nan_G=nan_2G[0],
-            target_nan_G=nan_2G[1],
+            draft_nan_G=candidates.draft_nan_G,
+            target_nan_G=candidates.target_nan_G,
             hit_G=(plan.kind_G == Kind.BEST) & ~says_G,
             lineage=Lineage(plan.target_pages_AQ[taken.block_A], run_A.int(), torch.zeros_like(run_A).int()),
         )

@@ -19,6 +19,8 @@ from smc.kernels.tree import adopt as kernel_adopt
 from smc.kernels.truncation import truncate
 from smc.kernels.walk import walk
 from smc.laws import LawSpec
+from smc.runtime.kernel_choice import conclude, weigh
+from smc.runtime.kernel_follow import advance, follow
 from smc.runtime.kernel_forward import KernelForward
 from smc.runtime.plan import RoundPlan
 from smc.runtime.sampling import DrawKeys, Sampling
@@ -60,12 +62,12 @@ class KernelSampling(Sampling):
         cut = self._cut(logits_RV, law)
         if "alpha" not in law.active:
             token_RD, logp_RD, lse_R = self._draw(logits_RV, law.temperature_R, keys, cut)
-            return token_RD.long(), logp_RD, lse_R * 0.0
+            return token_RD, logp_RD, lse_R * 0.0
         # p^alpha is p at 1 / alpha of the temperature, and what it takes to normalise shows in any of its tokens.
         token_RD, powered_RD, lse_R = self._draw(logits_RV, law.temperature_R / law.alpha_R, keys, cut)
         logp_RD = self._score(logits_RV, law, token_RD, cut)
         log_z_R = torch.where(law.alpha_R == 1, 0.0, law.alpha_R * logp_RD[:, 0] - powered_RD[:, 0])
-        return token_RD.long(), logp_RD, log_z_R + lse_R * 0.0
+        return token_RD, logp_RD, log_z_R + lse_R * 0.0
 
     def _cut(self, logits_RV: Tensor, law: LawSpec, share: float = 0.0) -> Cut | None:
         processors = {"top_k": law.top_k_R, "top_p": law.top_p_R, "min_p": law.min_p_R}
@@ -104,6 +106,10 @@ def gpu_parts(**options: bool) -> Parts:
         adopt=adopt,
         keep_roots=keep_roots,
         walk=walk,
+        weigh=weigh,
+        conclude=conclude,
+        follow=follow,
+        advance=advance,
         grow=grow,
         reroot=reroot,
     )

@@ -47,8 +47,8 @@ class Drafted:
 
     @property
     def root_X(self) -> Tensor:
-        """int64 place whose particle a row continues."""
-        return self.all_WX[-4].long()
+        """int32 place whose particle a row continues."""
+        return self.all_WX[-4]
 
     @property
     def count_X(self) -> Tensor:

@@ -53,12 +53,13 @@ class Sampling:
         return offers, logp_RV.gather(-1, offers.token_RC), nan_R if log_z_R is None else log_z_R + nan_R
 
     def score(self, logits_RV: Tensor, law: LawSpec, token_RD: Tensor, row_X: Tensor | None = None) -> Tensor:
-        """log p of the tokens under the target law, [R, D]; with `row_X` those of rows that repeat, [X, D]."""
+        """log p of tokens (of any integer type) under the target law, [R, D]; with `row_X` those of rows that repeat, [X, D]."""
         logp_RV = Laws(law, logits_RV.device).target(self._logits(logits_RV))
-        return (logp_RV if row_X is None else logp_RV[row_X]).gather(-1, token_RD)
+        return (logp_RV if row_X is None else logp_RV[row_X]).gather(-1, token_RD.long())
 
     def bonus(self, logits_RV: Tensor, law: LawSpec, keys: DrawKeys) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens [R, D] from the powered target law, their log p [R, D], and log Z [R] of the power; NaN in the logits shows in log Z."""
+        """Tokens [R, D] (of any integer type) from the powered target law, their log p [R, D], and log Z [R] of the power; NaN in the
+        logits shows in log Z."""
         laws = Laws(law, logits_RV.device)
         logp_RV = laws.target(self._logits(logits_RV))
         powered_RV, log_z_R = laws.powered(logp_RV)

@@ -18,8 +18,9 @@ from smc.algorithm.selection import Selection, select
 from smc.algorithm.walk import walk
 from smc.philox import Purpose
 from smc.runtime import tables
+from smc.runtime.candidates import Weigh, weigh
 from smc.runtime.channel import Channel
-from smc.runtime.choice import Chooser, Deciders
+from smc.runtime.choice import Chooser, Conclude, Deciders, conclude
 from smc.runtime.config import EngineConfig
 from smc.runtime.draft import Drafter
 from smc.runtime.forward import StaticForward
@@ -27,8 +28,8 @@ from smc.runtime.outcome import Choice, Drafted, RoundResult
 from smc.runtime.plan import Join, PlanBuffer, Program, RoundPlan
 from smc.runtime.sampling import Sampling
 from smc.runtime.stages import Reading, Stages
-from smc.runtime.state import SlotState
-from smc.runtime.target import Scorer
+from smc.runtime.state import Advance, SlotState, write_advance
+from smc.runtime.target import Follow, Scorer, follow
 from smc.runtime.tree import Tree, adopt
 from smc.runtime.worker import ModelWorker
 
@@ -47,6 +48,10 @@ class Parts:
     adopt: Callable[..., Tree] = adopt
     keep_roots: Callable[..., tuple[Tensor, Tensor]] = keep_roots
     walk: Callable[..., tuple[Tensor, Tensor]] = walk
+    weigh: Weigh = weigh
+    conclude: Conclude = conclude
+    follow: Follow = follow
+    advance: Advance = write_advance
 
 
 class Side:
@@ -58,7 +63,7 @@ class Side:
         # Prompts are run where rounds are: what is written is there for what is asked for later.
         worker.working, worker.expand = stages.working, parts.expand
         stop_tables = stops.StopTables(config.max_stops, worker.vocab_size, worker.token_bytes, worker.device)
-        self.state = SlotState(config.max_slots, worker.width, pending, stop_tables, worker.device)
+        self.state = SlotState(config.max_slots, worker.width, pending, stop_tables, worker.device, parts.advance)
         self._forward = parts.forward(worker)
         self._shared = (self._forward, parts.sampling(worker.vocab_size), self.state, parts.grow, parts.reroot)
         # Plain decoding of a target must not depend on rounds: exact decoding makes the same draws in others.
@@ -180,9 +185,9 @@ class TargetSide(Side):
         super().__init__(config, worker, parts, stages, pending=config.target_tokens)
         self._channel = channel
         forward, sampling, state, grow, reroot = self._shared
-        deciders = Deciders(parts.select, parts.expand, parts.keep_roots, parts.walk)
-        self._scorer = Scorer(forward, sampling, state, reroot, block=config.block, lookahead=config.lookahead)
-        self._chooser = Chooser(sampling, state, grow, deciders, lookahead=config.lookahead)
+        deciders = Deciders(parts.weigh, parts.select, parts.expand, parts.keep_roots, parts.walk, grow, parts.conclude)
+        self._scorer = Scorer(forward, sampling, state, reroot, parts.follow, block=config.block, lookahead=config.lookahead)
+        self._chooser = Chooser(sampling, state, deciders, lookahead=config.lookahead)
 
     @torch.inference_mode()
     def round(self, plan: RoundPlan) -> Reading:
@@ -206,7 +211,7 @@ class TargetSide(Side):
             self._channel.share(choice.all_9A)
             self._channel.send("choice", choice.all_9A)
             told = stages.event()
-            stages.run(key, "follow", lambda: scorer.follow(here, scored, rows, choice))
+            stages.run(key, "follow", lambda: scorer.follow(here, rows, choice))
             spans = {"target": (began, ended), "choose": (heard, chosen), "follow": (told, stages.event())}
             return stages.read(key, result, spans)
 

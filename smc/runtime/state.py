@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -16,10 +18,14 @@ from smc.stops import START, StopTables
 class SlotState:
     """Sequences of `slots` particles, as one model knows them: keys and values of all positions but the last `pending` are there."""
 
-    def __init__(self, slots: int, width: int, pending: int, stops: StopTables, device: torch.device) -> None:
-        """`width`: positions of a block table; `pending`: tokens at most whose keys and values are not there between rounds."""
+    def __init__(
+        self, slots: int, width: int, pending: int, stops: StopTables, device: torch.device, advance: Advance | None = None
+    ) -> None:
+        """`width`: positions of a block table; `pending`: tokens at most whose keys and values are not there between rounds; `advance`:
+        what writes how sequences go on, the reference if not given."""
         integers = {"dtype": torch.int64, "device": device}
         self.device, self.dummy, self.stops = device, slots, stops
+        self._advance = advance or write_advance
         self.table_SL = torch.full((slots + 1, width), DUMMY_PAGE, dtype=torch.int32, device=device)
         self.base_S = torch.zeros(slots + 1, **integers)
         """Leading positions whose pages no round changes."""
@@ -87,19 +93,29 @@ class SlotState:
 
     def advance(self, slot_A: Tensor, choice: Choice, end_A: Tensor, tokens_AW: Tensor, pending_A: Tensor, text_A: Tensor) -> None:
         """Sequences end at `end`, with so many pending tokens of these; `text` is the state before them."""
-        self.end_S[slot_A] = end_A
-        self.pending_SQ[slot_A, : tokens_AW.shape[1]] = tokens_AW
-        self.pending_S[slot_A] = pending_A
-        self.text_S[slot_A] = text_A
-        self.ended_S[slot_A], self.alive_S[slot_A] = choice.ended_A, choice.alive_A
-        self.logw_S[slot_A] = choice.mass_A
-        # Padding has written to the dummy slot like any other; it must stay ended, and short.
-        # Fills: an assignment would copy from the host.
-        self.alive_S[self.dummy :].fill_(False)
-        self.logw_S[self.dummy :].fill_(0.0)
-        self.ended_S[self.dummy :].fill_(True)
-        self.end_S[self.dummy :].fill_(1)
-        self.pending_S[self.dummy :].fill_(1)
+        self._advance(self, slot_A, choice, end_A, tokens_AW, pending_A, text_A)
 
     def _here(self, values: object) -> Tensor:
         return to_device(values, self.device).long()
+
+
+Advance = Callable[[SlotState, Tensor, Choice, Tensor, Tensor, Tensor, Tensor], None]
+
+
+def write_advance(
+    state: SlotState, slot_A: Tensor, choice: Choice, end_A: Tensor, tokens_AW: Tensor, pending_A: Tensor, text_A: Tensor
+) -> None:
+    """`SlotState.advance`: the reference, in plain torch; `smc.runtime.kernel_follow` has what GPUs use."""
+    state.end_S[slot_A] = end_A
+    state.pending_SQ[slot_A, : tokens_AW.shape[1]] = tokens_AW
+    state.pending_S[slot_A] = pending_A
+    state.text_S[slot_A] = text_A
+    state.ended_S[slot_A], state.alive_S[slot_A] = choice.ended_A, choice.alive_A
+    state.logw_S[slot_A] = choice.mass_A
+    # Padding has written to the dummy slot like any other; it must stay ended, and short.
+    # Fills: an assignment would copy from the host.
+    state.alive_S[state.dummy :].fill_(False)
+    state.logw_S[state.dummy :].fill_(0.0)
+    state.ended_S[state.dummy :].fill_(True)
+    state.end_S[state.dummy :].fill_(1)
+    state.pending_S[state.dummy :].fill_(1)

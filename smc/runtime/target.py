@@ -7,6 +7,7 @@ root. What is chosen, and how: `smc.runtime.choice`. See the package's legend fo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -65,11 +66,19 @@ class Scorer:
     """A model that scores."""
 
     def __init__(
-        self, forward: StaticForward, sampling: Sampling, state: SlotState, reroot: Reroot, *, block: int, lookahead: bool
+        self,
+        forward: StaticForward,
+        sampling: Sampling,
+        state: SlotState,
+        reroot: Reroot,
+        follow: Follow,
+        *,
+        block: int,
+        lookahead: bool,
     ) -> None:
         """`block`: K; in lockstep the seed is scored with it."""
         self.forward, self.sampling, self.state, self.reroot = forward, sampling, state, reroot
-        self.lookahead = lookahead
+        self._follow, self.lookahead = follow, lookahead
         self.queries = block if lookahead else block + 1
         self.logq_SQ = torch.zeros(len(state.end_S), self.queries, device=state.device)
         """log q of the pending tokens."""
@@ -92,7 +101,7 @@ class Scorer:
 
     def drafted_blocks(self, plan: RoundPlan, drafted: Drafted) -> Blocks:
         """Lockstep: the seed, and what has just been drafted for each place."""
-        state, root_A = self.state, drafted.root_X
+        state, root_A = self.state, drafted.root_X.long()
         slot_A = plan.slot_A[root_A]
         alive_A = state.alive_S[slot_A] & (drafted.share_X > -torch.inf)
         count_A, ended_A = 1 + drafted.count_X, drafted.ended_X
@@ -155,29 +164,48 @@ class Scorer:
             keys = DrawKeys(plan.seed_A[of_T], torch.zeros_like(of_T), torch.zeros_like(of_T)[:, None], position_T, Purpose.TARGET)
             drawn_T1, drawn_logp_T1, log_z_T = self.sampling.bonus(logits_TV, law_T, keys)
             is_best_A1 = plan.places_of(Kind.BEST)[:, None]
-            drawn_AQ = drawn_T1.view(-1, q)
+            drawn_AQ = drawn_T1.view(-1, q).long()
             logp_AQ = torch.where(is_best_A1, torch.where(is_run_AQ, drawn_logp_T1.view(-1, q), 0.0), logp_AQ)
             nan_AQ = torch.isnan(log_z_T.view(-1, q)) & is_run_AQ
         return Scored(blocks, open_A, run_A, logp_AQ, drawn_AQ, next_AV, nan_A, nan_AQ)
 
-    def follow(self, plan: RoundPlan, scored: Scored, drafted: Drafted, choice: Choice) -> Tensor:
+    def follow(self, plan: RoundPlan, drafted: Drafted, choice: Choice) -> Tensor:
         """The chosen candidates become the particles. Returns how many tokens of each are pending [A]."""
-        state, slot_A, lookahead = self.state, plan.slot_A, self.lookahead
-        source_A = slot_A[choice.ancestor_A]
-        block_A = choice.ancestor_A if lookahead else choice.row_A
-        has_bonus_A = choice.bonus_A >= 0
-        held_A = state.held(source_A)
-        self.reroot(state.table_SL, slot_A, source_A, state.base_S[slot_A], held_A, plan.target_pages_AQ[block_A], plan.columns)
-        end_A = state.end_S[source_A] - choice.cut_A + choice.count_A + has_bonus_A.long()
-        bonus_A1 = choice.bonus_A.clamp(min=0)[:, None]
-        if lookahead:
-            tokens_AQ = drafted.tokens_XK[choice.row_A].long()
-            tokens_AQ = torch.where(has_bonus_A[:, None], bonus_A1, tokens_AQ)
-            logq_AQ, count_A = drafted.logq_XK[choice.row_A], torch.where(has_bonus_A, 1, choice.count_A)
-        else:
-            tokens_AQ, logq_AQ, count_A = bonus_A1, torch.zeros_like(bonus_A1, dtype=torch.float32), torch.ones_like(end_A)
-        # Of a particle that had ended, its last token remains; nothing of it is run or scored again.
-        count_A = count_A.clamp(min=1)
-        state.advance(slot_A, choice, end_A, tokens_AQ, count_A, choice.text_A)
-        self.logq_SQ[slot_A, : logq_AQ.shape[1]] = logq_AQ
-        return count_A
+        next_ = self._follow(self.reroot, self.state, self.logq_SQ, plan, drafted, choice, self.lookahead)
+        self.state.advance(plan.slot_A, choice, next_.end_A, next_.tokens_AW, next_.pending_A, choice.text_A)
+        return next_.pending_A
+
+
+@dataclass(frozen=True)
+class Followed:
+    """How sequences go on, by place after the choice."""
+
+    end_A: Tensor
+    """int64 tokens of the sequence."""
+    tokens_AW: Tensor
+    """int64: the next block, in look-ahead K tokens; in lockstep one, the seed of it."""
+    pending_A: Tensor
+    """int64: how many of these exist."""
+
+
+Follow = Callable[[Reroot, SlotState, Tensor, RoundPlan, Drafted, Choice, bool], Followed]
+
+
+def follow(
+    reroot: Reroot, state: SlotState, logq_SQ: Tensor, plan: RoundPlan, drafted: Drafted, choice: Choice, lookahead: bool
+) -> Followed:
+    """Pages follow the choice, and so does log q of what is pending; what else becomes of the slots is returned: others read them yet."""
+    slot_A, source_A = plan.slot_A, plan.slot_A[choice.ancestor_A]
+    block_A = choice.ancestor_A if lookahead else choice.row_A
+    has_bonus_A = choice.bonus_A >= 0
+    reroot(state.table_SL, slot_A, source_A, state.base_S[slot_A], state.held(source_A), plan.target_pages_AQ[block_A], plan.columns)
+    end_A = state.end_S[source_A] - choice.cut_A + choice.count_A + has_bonus_A.long()
+    bonus_A1 = choice.bonus_A.clamp(min=0)[:, None]
+    if lookahead:
+        tokens_AW = torch.where(has_bonus_A[:, None], bonus_A1, drafted.tokens_XK[choice.row_A].long())
+        logq_AW, count_A = drafted.logq_XK[choice.row_A], torch.where(has_bonus_A, 1, choice.count_A)
+    else:
+        tokens_AW, logq_AW, count_A = bonus_A1, torch.zeros_like(bonus_A1, dtype=torch.float32), torch.ones_like(end_A)
+    logq_SQ[slot_A, : logq_AW.shape[1]] = logq_AW
+    # Of a particle that had ended, its last token remains; nothing of it is run or scored again.
+    return Followed(end_A, tokens_AW, count_A.clamp(min=1))

@@ -130,7 +130,7 @@ def test_no_place_that_is_read_is_written(groups):
         root_X[5 * g : 5 * g + len(roots)] = torch.tensor(sorted(roots), dtype=torch.int64) + 5 * g
         alive_X[5 * g : 5 * g + len(roots)] = True
     groups_G = bounds(*[5] * len(groups))
-    row_A, alive_A = keep_roots(root_X, alive_X, groups_G, groups_G, len(root_X))
+    row_A, alive_A = keep_roots(root_X, torch.arange(len(root_X)), alive_X, groups_G, groups_G, len(root_X))
     for g, roots in enumerate(groups):
         mine = range(5 * g, 5 * g + 5)
         taken = {place: int(row_A[place]) for place in mine if alive_A[place]}

@@ -166,7 +166,7 @@ def test_points_on_edges_take_as_many_as_there_is_room_for_and_none_without_mass
 
 
 @st.composite
-def populations(draw) -> tuple[torch.Tensor, torch.Tensor, Bounds, Bounds, int]:
+def populations(draw) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Bounds, Bounds, int]:
     """The arguments of `keep_roots`: groups whose rows are no more alive than there are places."""
     sizes = draw(st.lists(st.sampled_from([0, 1, 2, 5, MAX_PARTICLES]), min_size=1, max_size=4))
     rows = [size and draw(st.sampled_from([1, size, 3 * size])) for size in sizes]
@@ -180,7 +180,10 @@ def populations(draw) -> tuple[torch.Tensor, torch.Tensor, Bounds, Bounds, int]:
         alive += of_group.tolist()
     padding = draw(st.integers(0, 2))
     root_X = torch.tensor(root + [0] * padding, dtype=torch.int64)
-    return root_X, torch.tensor(alive + [True] * padding, dtype=torch.bool), bounds(rows), places, sum(sizes) + padding
+    # Rows come from sources in any order.
+    parent_X = torch.from_numpy(rng.permutation(len(root_X)))
+    root_R = torch.empty_like(root_X).index_put((parent_X,), root_X)
+    return root_R, parent_X, torch.tensor(alive + [True] * padding, dtype=torch.bool), bounds(rows), places, sum(sizes) + padding
 
 
 @examples

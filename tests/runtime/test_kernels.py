@@ -15,6 +15,8 @@ from smc.kernels.stops import grow
 from smc.kernels.tables import reroot
 from smc.kernels.walk import walk
 from smc.runtime.config import EngineConfig
+from smc.runtime.kernel_choice import conclude, weigh
+from smc.runtime.kernel_follow import advance, follow
 from smc.runtime.kernels import KernelForward, KernelSampling, adopt
 from smc.runtime.sides import Parts
 from smc.runtime.worker import ModelWorker
@@ -44,6 +46,10 @@ KERNELS = Parts(
     adopt=adopt,
     keep_roots=keep_roots,
     walk=walk,
+    weigh=weigh,
+    conclude=conclude,
+    follow=follow,
+    advance=advance,
     grow=grow,
     reroot=reroot,
 )

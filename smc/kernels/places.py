@@ -1,0 +1,32 @@
+"""Which places of a packed batch a program is for: each group has one, and those of no group have programs after the groups'.
+
+Groups stand one after another from the first place on, so that what is behind the last of them is padding.
+
+Axes: A places, G groups, N places of a program.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from smc.algorithm.bounds import MAX_PARTICLES
+
+
+def programs(places: int, groups: int) -> int:
+    """How many there are, of MAX_PARTICLES places each."""
+    return groups + triton.cdiv(places, MAX_PARTICLES)
+
+
+@triton.jit
+def own_places(first_G, size_G, groups, places, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr):
+    """This program's places int32 [N] and whether they exist; which group they are of, and whether they are of any."""
+    program, n, g = tl.program_id(0), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_G)
+    is_group = program < groups
+    group = tl.where(is_group, program, 0)
+    size_of_G = tl.load(size_G + g, mask=g < groups, other=0).to(tl.int32)
+    end_of_G = tl.load(first_G + g, mask=g < groups, other=0).to(tl.int32) + size_of_G
+    end = tl.max(tl.where(size_of_G > 0, end_of_G, 0), 0)
+    first, size = tl.load(first_G + group).to(tl.int32), tl.load(size_G + group).to(tl.int32)
+    place_N = tl.where(is_group, first, end + (program - groups) * BLOCK_N) + n
+    return place_N, tl.where(is_group, n < size, place_N < places), group, is_group

@@ -1,0 +1,196 @@
+"""Rounds of any kinds, with everything in them that a round may meet: dead and ended places, NaN, no weight, padding. The same for a seed,
+on whatever device.
+
+Axes: see smc/runtime/__init__.py; V vocabulary, C offers of a place.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import fields, is_dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from smc.algorithm.expansion import Kind, Offers
+from smc.laws import LawSpec
+from smc.runtime.candidates import Evidence, Said
+from smc.runtime.outcome import Drafted
+from smc.runtime.plan import Program, RoundPlan
+from smc.runtime.state import SlotState
+from smc.runtime.target import Blocks, Scored
+from smc.stops import StopMachine, StopTables, TokenBytes
+
+VOCAB, WIDTH = 12, 64
+NO_MASS = -np.inf
+MACHINES = (StopMachine.of((3,), ()), StopMachine.of((5, 6), (b"ab", b"bca")))
+
+
+def assert_equal(found: object, wanted: object, name: str = "") -> None:
+    """Tensors, dataclasses and tuples of them: whole numbers are equal, others to rounding."""
+    if is_dataclass(wanted):
+        for field in fields(wanted):
+            assert_equal(getattr(found, field.name), getattr(wanted, field.name), f"{name}.{field.name}")
+    elif isinstance(wanted, tuple):
+        for i, (one, other) in enumerate(zip(found, wanted, strict=True)):
+            assert_equal(one, other, f"{name}[{i}]")
+    elif isinstance(wanted, Tensor):
+        assert found.dtype == wanted.dtype, f"{name}: {found.dtype}, not {wanted.dtype}"
+        tolerance = {torch.float64: 1e-11, torch.float32: 1e-6}.get(wanted.dtype, 0.0)
+        close = {"atol": tolerance, "rtol": tolerance, "equal_nan": True}
+        torch.testing.assert_close(found.cpu(), wanted.cpu(), **close, msg=lambda text: f"{name}: {text}")
+    else:
+        assert found == wanted, name
+
+
+class Round:
+    """One round, drawn at random."""
+
+    def __init__(self, seed: int, kinds: frozenset[Kind], lookahead: bool, device: torch.device, *, largest: int = 6) -> None:
+        self.rng, self.device, self.kinds, self.lookahead = np.random.default_rng(seed), device, kinds, lookahead
+        rng = self.rng
+        self.sizes = rng.integers(1, largest + 1, rng.integers(1, 5)).tolist()
+        self.padding, self.k = int(rng.integers(0, 4)), int(rng.integers(1, 6))
+        self.f = int(rng.integers(1, 5)) if lookahead else 1
+        self.q = self.k + (not lookahead)
+        self.used = sum(self.sizes)
+        self.places = self.used + self.padding
+        self.nan, self.dead = rng.choice([0.0, 0.0, 0.05]), rng.choice([0.0, 0.3, 1.0], p=[0.4, 0.5, 0.1])
+        self.slots = self.places + 3
+        self.plan = self._plan()
+        self.state = self._state()
+
+    def here(self, values: object, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.as_tensor(np.asarray(values)).to(self.device, dtype)
+
+    def floats(self, *shape: int, nan: bool = True) -> np.ndarray:
+        """float32 log-probabilities."""
+        values = -np.abs(self.rng.normal(size=shape) * self.rng.choice([0.1, 3.0, 500.0])).astype(np.float32)
+        values[self.rng.random(shape) < self.dead / 4] = NO_MASS
+        values[self.rng.random(shape) < self.nan * nan] = np.nan
+        return values
+
+    def _plan(self) -> RoundPlan:
+        rng, groups = self.rng, len(self.sizes) + (1 if self.padding else 0)
+        first = list(itertools.accumulate(self.sizes, initial=0))[: len(self.sizes)]
+        padded = lambda values, fill=0: self.here(np.array([*values, *[fill] * (groups - len(self.sizes))], np.int32))  # noqa: E731
+        group_A = np.repeat(np.arange(groups), [*self.sizes, self.padding][:groups])
+        seed_G = rng.integers(0, 2**31, groups)
+        one_A = np.ones(self.places, np.float32)
+        law = LawSpec(*(self.here(one_A), self.here(one_A * 0, torch.int64)), *(self.here(one_A * v) for v in (1, 0, 1)), frozenset())
+        slot_A = np.concatenate((rng.permutation(self.slots)[: self.used], np.full(self.padding, self.slots)))
+        kinds = rng.choice(sorted(self.kinds), len(self.sizes))
+        return RoundPlan(
+            program=Program.PAIR,
+            short=True,
+            columns=WIDTH,
+            kinds=self.kinds,
+            target_law=law,
+            draft_law=law,
+            slot_A=self.here(slot_A),
+            group_A=self.here(group_A),
+            particle_A=self.here(np.arange(self.places) - np.array([*first, self.used])[group_A]),
+            seed_A=self.here(seed_G[group_A]),
+            round_A=self.here(group_A + 7),
+            alpha_A=self.here(rng.choice([1.0, 0.7], groups)[group_A]),
+            first_G=padded(first),
+            size_G=padded(self.sizes),
+            count_G=padded(self.sizes),
+            draws_G=padded([rng.integers(1, size + 1) if rng.random() < 0.2 else size for size in self.sizes]),
+            shared_G=padded([0] * len(self.sizes)),
+            threshold_G=self.here(rng.choice([0.0, 0.5, 1.0], groups)),
+            kind_G=padded(kinds, int(Kind.INDEPENDENT)),
+            scheme_G=padded(rng.integers(0, 5, len(self.sizes))),
+            target_pages_AQ=self.here(rng.integers(1, 999, (self.places, self.q)).astype(np.int32)),
+            begin_pages_AP=self.here(np.zeros((self.places, 1), np.int32)),
+            branch_pages_XB=self.here(np.zeros((self.places * self.f, self.k - 1), np.int32)),
+        )
+
+    def _state(self) -> SlotState:
+        rng, n = self.rng, self.slots + 1
+        tables = StopTables(
+            3, VOCAB, TokenBytes(np.frombuffer(b"abcabcabcabc", np.uint8).copy(), np.arange(13, dtype=np.int32)), self.device
+        )
+        for entry, machine in enumerate(MACHINES, 1):
+            tables.set(entry, machine)
+        state = SlotState(self.slots, WIDTH, self.q, tables, self.device)
+        pending_S = rng.integers(1, self.q + 1, n) if self.lookahead else np.ones(n, np.int64)
+        end_S = pending_S + rng.integers(1, 20, n)
+        alive_S = rng.random(n) >= self.dead
+        values = {
+            "table_SL": rng.integers(1, 999, (n, WIDTH)),
+            "base_S": np.minimum(rng.integers(0, 4, n), end_S - pending_S),
+            "end_S": end_S,
+            "limit_S": end_S + rng.integers(0, 6, n),
+            "pending_SQ": rng.integers(0, VOCAB, (n, self.q)),
+            "pending_S": pending_S,
+            "ended_S": ~alive_S | (rng.random(n) < self.dead / 2),
+            "alive_S": alive_S,
+            "text_S": rng.choice([0, 0, 2], n),
+            "logw_S": rng.normal(size=n) * 5,
+            "entry_S": np.zeros(n),
+        }
+        for name, value in values.items():
+            getattr(state, name)[:-1] = self.here(value[:-1], getattr(state, name).dtype)
+        # Those of a group end alike.
+        state.entry_S[self.plan.slot_A] = self.plan.group_A % 3
+        state.entry_S[-1] = 0
+        state.text_S[state.entry_S != 2] = 0
+        return state
+
+    def drafted(self) -> Drafted:
+        """What rows follow, or are: each group's in the order of the places they come from."""
+        rng, x = self.rng, self.places * self.f
+        root_X = np.repeat(np.arange(self.places), self.f)
+        for size, first, kind in zip(self.sizes, self.plan.first_G.tolist(), self.plan.kind_G.tolist()):
+            if kind != Kind.INDEPENDENT:
+                mine = slice(first * self.f, (first + size) * self.f)
+                root_X[mine] = np.sort(rng.integers(first, first + size, size * self.f))
+        tokens_XK, logq_XK = rng.integers(0, VOCAB, (x, self.k)), self.floats(x, self.k)
+        count_X, ended_X = rng.integers(1, self.k + 1, x), rng.random(x) < 0.3
+        share_X = self.floats(x)
+        share_X[self.used * self.f :] = NO_MASS
+        given = (tokens_XK, logq_XK, root_X, count_X, ended_X, share_X)
+        return Drafted.of(*(self.here(values) for values in given))
+
+    def scored(self, blocks: Blocks) -> Scored:
+        """The target agrees with most of what was drafted."""
+        rng, a, q = self.rng, self.places, self.q
+        open_A = blocks.alive_A & ~blocks.ended_A
+        column_Q = torch.arange(q, device=self.device)
+        labelled_AQ = column_Q < blocks.count_A[:, None] - 1
+        next_AQ = blocks.tokens_AQ.roll(-1, 1)
+        logp_AQ = torch.where(labelled_AQ | self.here(rng.random((a, 1)) < 0.5), self.here(self.floats(a, q)), 0.0)
+        return Scored(
+            blocks=blocks,
+            open_A=open_A,
+            run_A=torch.where(blocks.alive_A, blocks.count_A - blocks.ended_A.long(), 0),
+            logp_AQ=logp_AQ,
+            drawn_AQ=torch.where(self.here(rng.random((a, q)) < 0.8), next_AQ, self.here(rng.integers(0, VOCAB, (a, q)))),
+            next_AV=logp_AQ,
+            nan_A=torch.isnan(logp_AQ).any(-1) & blocks.alive_A,
+            nan_AQ=self.here(rng.random((a, q)) < self.nan),
+        )
+
+    def said(self, drafted: Drafted) -> Said:
+        """As `smc.runtime.candidates.ask` would have it."""
+        rng, rows, c = self.rng, drafted.all_WX.shape[1], 4
+        if self.kinds == {Kind.BEST}:
+            return Said()
+        logp_X, log_z_A = self.here(self.floats(rows)), self.here(self.floats(rows))
+        if self.lookahead:
+            return Said(logp_X)
+        own = (logp_X, self.here(rng.integers(0, VOCAB, rows)), log_z_A) if Kind.INDEPENDENT in self.kinds else (None, None, log_z_A)
+        if self.kinds == {Kind.INDEPENDENT}:
+            return Said(*own)
+        offered_AC = self.here(self.floats(rows, c))
+        offers = Offers(self.here(rng.integers(0, VOCAB, (rows, c))), offered_AC, self.here(self.floats(rows, c)))
+        return Said(*own, offers, offered_AC)
+
+    def evidence(self, blocks: Blocks, drafted: Drafted, walk: object) -> Evidence:
+        scored, walked = self.scored(blocks), (None, None)
+        if Kind.BEST in self.kinds:
+            groups = (self.plan.first_G, self.plan.size_G)
+            walked = walk(blocks.tokens_AQ, blocks.count_A, scored.drawn_AQ, blocks.alive_A, groups)
+        return Evidence(self.plan, self.state, scored, drafted, self.said(drafted), *walked, self.lookahead)

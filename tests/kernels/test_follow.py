@@ -1,0 +1,80 @@
+"""What becomes of slots after a choice, against the torch one, over rounds of all kinds. See tests/kernels/rounds.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from smc.algorithm.expansion import Kind
+from smc.runtime import kernel_follow, tables, target
+from smc.runtime.outcome import Choice
+from smc.runtime.state import SlotState, write_advance
+from tests.kernels.conftest import DEVICE
+from tests.kernels.rounds import VOCAB, WIDTH, Round, assert_equal
+
+
+def choice_of(made: Round) -> Choice:
+    """Survivors keep their place, and every other place continues one of them."""
+    rng, a = made.rng, made.places
+    ancestor_A = np.arange(a)
+    for size, first in zip(made.sizes, made.plan.first_G.tolist()):
+        survivors = np.sort(rng.permutation(size)[: rng.integers(1, size + 1)]) + first
+        copies = np.setdiff1d(np.arange(first, first + size), survivors)
+        ancestor_A[copies] = rng.choice(survivors, len(copies))
+    alive_A = rng.random(a) < 0.8
+    bonus_A = np.where(rng.random(a) < (0.4 if made.lookahead else 0.9), rng.integers(0, VOCAB, a), -1)
+    given = {
+        "ancestor_A": ancestor_A,
+        "row_A": ancestor_A * made.f + rng.integers(0, made.f, a),
+        "count_A": rng.integers(0, made.k + 1, a),
+        "cut_A": rng.integers(0, 3, a),
+        "bonus_A": bonus_A,
+        "alive_A": alive_A,
+        "ended_A": ~alive_A | (rng.random(a) < 0.3),
+        "text_A": rng.integers(0, 4, a),
+        "mass_A": rng.normal(size=a),
+    }
+    return Choice.of(**{name: made.here(value) for name, value in given.items()})
+
+
+def contents(state: SlotState) -> tuple[torch.Tensor, ...]:
+    """All that is read again; of the dummy slot neither pages, nor tokens, nor text."""
+    whole = (state.end_S, state.pending_S, state.ended_S, state.alive_S, state.logw_S, state.base_S, state.limit_S, state.entry_S)
+    return *whole, state.table_SL[:-1], state.pending_SQ[:-1], state.text_S[:-1]
+
+
+@pytest.mark.parametrize("lookahead", [True, False], ids=["ahead", "lockstep"])
+def test_slots_follow_as_by_the_torch_one(lookahead):
+    for seed in range(20):
+        kept = []
+        for device, follow, advance in (
+            (torch.device("cpu"), target.follow, write_advance),
+            (DEVICE, kernel_follow.follow, kernel_follow.advance),
+        ):
+            made = Round(seed, frozenset(Kind), lookahead, device)
+            state, plan, drafted, choice = made.state, made.plan, made.drafted(), choice_of(made)
+            logq_SQ = made.here(made.floats(made.slots + 1, made.q))
+            reach_A = state.held(plan.slot_A[choice.ancestor_A]) + made.q
+            next_ = follow(tables.reroot, state, logq_SQ, plan, drafted, choice, lookahead)
+            advance(state, plan.slot_A, choice, next_.end_A, next_.tokens_AW, next_.pending_A, choice.text_A)
+            # The prompt's pages are those of all particles; what is past the block's is written over before it is read.
+            column_L = torch.arange(WIDTH, device=device)
+            is_read_AL = (column_L >= state.base_S[plan.slot_A][:, None]) & (column_L < reach_A[:, None])
+            pages_AL = torch.where(is_read_AL, state.table_SL[plan.slot_A], 0)[plan.slot_A < made.slots]
+            kept.append((next_, logq_SQ[:-1], pages_AL, *contents(state)[:-3], *contents(state)[-2:]))
+        assert_equal(kept[1], kept[0])
+
+
+def test_tokens_of_a_slice_are_kept():
+    """As of the draft, which has one pending token or two."""
+    for seed in range(4):
+        kept = []
+        for device, advance in ((torch.device("cpu"), write_advance), (DEVICE, kernel_follow.advance)):
+            made = Round(seed, frozenset(Kind), False, device)
+            made.drafted()
+            choice, a = choice_of(made), made.places
+            end_A, pending_A, text_A = (made.here(made.rng.integers(1, 30, a)) for _ in range(3))
+            advance(made.state, made.plan.slot_A, choice, end_A, made.here(made.rng.integers(0, VOCAB, (a, 2)))[:, :1], pending_A, text_A)
+            kept.append(contents(made.state))
+        assert_equal(kept[1], kept[0])
