@@ -20,6 +20,7 @@ from smc.kernels.truncation import truncate
 from smc.kernels.walk import walk
 from smc.laws import LawSpec
 from smc.runtime.kernel_forward import KernelForward
+from smc.runtime.kernel_prompts import run_prompt
 from smc.runtime.plan import RoundPlan
 from smc.runtime.sampling import DrawKeys, Sampling
 from smc.runtime.sides import Parts
@@ -104,6 +105,7 @@ def gpu_parts(**options: bool) -> Parts:
         adopt=adopt,
         keep_roots=keep_roots,
         walk=walk,
+        run_prompt=run_prompt,
         grow=grow,
         reroot=reroot,
     )

@@ -15,6 +15,7 @@ from smc.kernels.stops import grow
 from smc.kernels.tables import reroot
 from smc.kernels.walk import walk
 from smc.runtime.config import EngineConfig
+from smc.runtime.kernel_prompts import run_prompt
 from smc.runtime.kernels import KernelForward, KernelSampling, adopt
 from smc.runtime.sides import Parts
 from smc.runtime.worker import ModelWorker
@@ -44,6 +45,7 @@ KERNELS = Parts(
     adopt=adopt,
     keep_roots=keep_roots,
     walk=walk,
+    run_prompt=run_prompt,
     grow=grow,
     reroot=reroot,
 )
