@@ -8,7 +8,7 @@ asked for beside the rounds of other groups, and what it draws is read when thos
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -26,8 +26,13 @@ class Row:
     tokens_L: np.ndarray
     pages_L: np.ndarray
     """int32 page of every position."""
-    done: int
+    known: int
+    """Positions that were there, or asked for by others, when it was planted."""
+    done: int = field(init=False)
     """Positions that are there, or have been asked for."""
+
+    def __post_init__(self) -> None:
+        self.done = self.known
 
     @property
     def left(self) -> int:
@@ -41,6 +46,10 @@ class Start:
     group: Group
     rows: dict[str, list[Row]]
     """By side."""
+    begun: bool = False
+    """Some of it has been asked for."""
+    waited: bool = False
+    """For what an earlier one has in common with it; what there is of that now has not been looked at."""
     first: Pending[PromptResult] | None = None
     """First tokens, asked for with the prompt's last chunk."""
     place: int = 0
@@ -111,6 +120,8 @@ def prefill_step(starts: list[Start], worker: Worker, side: str, chunk: int) -> 
             start.first, start.place = pending, place
     for row, count in (*plain, *((row, count) for _, row, count in drawing)):
         row.done += count
+    for start in starts:
+        start.begun |= any(row.done > row.known for row in start.rows.get(side, ()))
 
 
 def _batch(parts: list[tuple[Row, int]], draws: Draws | None = None) -> PromptBatch:

@@ -67,8 +67,21 @@ class Starts:
 
     def ask(self) -> None:
         """Ask for a chunk of what is to be run on each side."""
+        starts = self._unblocked()
         for side in SIDES:
-            prefill_step(self._starts, self.workers[side], side, self.config.prefill_chunk)
+            prefill_step(starts, self.workers[side], side, self.config.prefill_chunk)
+
+    def _unblocked(self) -> list[Start]:
+        """All but those that wait for what an earlier one is about to run for both."""
+        found = []
+        for i, start in enumerate(self._starts):
+            if self.prefixes.awaits(start, self._starts[:i]):
+                continue
+            if start.waited:
+                self.prefixes.plant_again(start)
+                start.waited = False
+            found.append(start)
+        return found
 
     def finish(self) -> list[Group]:
         """Groups whose last chunk has been asked for, now ready for rounds. Waits for their first tokens."""
@@ -104,9 +117,9 @@ class Starts:
         if start is not None:
             self._starts.remove(start)
         self.slots.let_go(group.slots, self.memory.ledgers)
+        if start is not None:
+            self.prefixes.release(start)
         for side, ledger in self.memory.ledgers.items():
-            if start is not None:
-                ledger.release([row.pages_L[-1] for row in start.rows.get(side, ())])
             for pages in group.in_flight:
                 if side in pages:
                     ledger.free(pages[side])
