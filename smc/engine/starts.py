@@ -11,6 +11,7 @@ from smc.algorithm.bounds import Bounds
 from smc.algorithm.expansion import Offers, expand
 from smc.algorithm.resampling import SCHEME_NAMES
 from smc.algorithm.selection import select
+from smc.engine.chunks import Chunks
 from smc.engine.expectation import Expectation
 from smc.engine.group import Group, Phase, Population
 from smc.engine.prefill import Start, prefill_step
@@ -36,6 +37,7 @@ class Starts:
         self.workers, self.pair = workers, pair
         self.prefixes = Prefixes(self.config, self.slots, self.memory)
         self.stops = StopEntries(self.config.max_stops - 1)
+        self.chunks = Chunks(self.config)
         self._expectation = expectation
         self._token_bytes = token_bytes
         self._starts: list[Start] = []
@@ -65,11 +67,12 @@ class Starts:
         self._starts.append(Start(group, rows))
         return True
 
-    def ask(self) -> None:
-        """Ask for a chunk of what is to be run on each side."""
+    def ask(self, beside: bool) -> None:
+        """Ask for a chunk of what is to be run on each side. `beside`: groups are in rounds."""
         starts = self._unblocked()
-        for side in SIDES:
-            prefill_step(starts, self.workers[side], side, self.config.prefill_chunk)
+        if starts:
+            chunk = self.chunks.most(beside)
+            self.chunks.ask({side: prefill_step(starts, self.workers[side], side, chunk) for side in SIDES}, beside)
 
     def _unblocked(self) -> list[Start]:
         """All but those that wait for what an earlier one is about to run for both."""

@@ -58,7 +58,7 @@ class Side:
         """`pending`: tokens at most that are to be run when a round begins."""
         self.config, self.worker, self.stages = config, worker, stages
         # Prompts are run where rounds are: what is written is there for what is asked for later.
-        worker.working, worker.expand, worker.run_prompt = stages.working, parts.expand, parts.run_prompt
+        worker.stages, worker.expand, worker.run_prompt = stages, parts.expand, parts.run_prompt
         stop_tables = stops.StopTables(config.max_stops, worker.vocab_size, worker.token_bytes, worker.device)
         self.state = SlotState(config.max_slots, worker.width, pending, stop_tables, worker.device)
         self._forward = parts.forward(worker)
