@@ -18,7 +18,6 @@ from smc.attention.fused import FusedAttention
 from smc.attention.torch_backend import TorchAttention
 from smc.kv.pages import DUMMY_PAGE
 from smc.kv.pool import KVPool
-from smc.models.config import ModelConfig
 from smc.runtime import kernel_prompts, prompts
 from smc.runtime.messages import PromptBatch
 from smc.runtime.worker import ModelWorker
@@ -69,7 +68,7 @@ class Case:
         position_T = np.concatenate([np.arange(a, b) for a, b in zip(starts_R, ends_R)])
         bounds = (np.arange(len(rows) + 1), np.zeros(len(rows), dtype=np.int64))
         self.batch = ForwardBatch(self.table_RL, starts_R, counts_R, self.table_RL[row_T, position_T], position_T, *bounds)
-        config = ModelConfig(**(tiny_config().__dict__ | {"num_layers": LAYERS, "num_heads": h, "num_kv_heads": j, "head_dim": dim}))
+        config = tiny_config(num_layers=LAYERS, num_heads=h, num_kv_heads=j, head_dim=dim)
         self.pool = KVPool(config, pages, DTYPE, DEVICE)
         self.generator = torch.Generator(DEVICE).manual_seed(0)
         held = np.unique(np.concatenate([row[:end] for row, end in zip(self.table_RL, ends_R)]))
