@@ -44,15 +44,19 @@ class Chunks:
 
     def most(self, beside: bool) -> int:
         """Tokens of each model that may be asked for now; `beside`: groups are in rounds. Waits while too many chunks are on their way."""
-        for side, flights in self._flights.items():
-            while len(flights) >= IN_FLIGHT:
-                self._learn(side, *flights.popleft())
+        self.settle(IN_FLIGHT - 1)
         if self._share is None or not beside:
             return self._most
         cost = self._together(self._cost.values())
         if not cost or not self._seen:
             return min(self._most, LEAST)
         return min(self._most, max(LEAST, int(self._earned / cost))) if self._earned >= LEAST * cost else 0
+
+    def settle(self, left: int = 0) -> None:
+        """Wait until that many chunks of a model are on their way at most."""
+        for side, flights in self._flights.items():
+            while len(flights) > left:
+                self._learn(side, *flights.popleft())
 
     def ask(self, asked: Mapping[str, Sequence[tuple[int, Pending[PromptResult]]]], beside: bool) -> None:
         """Chunks of either model that have been asked for: tokens, and what comes of them."""

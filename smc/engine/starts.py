@@ -70,7 +70,10 @@ class Starts:
     def ask(self, beside: bool) -> None:
         """Ask for a chunk of what is to be run on each side. `beside`: groups are in rounds."""
         starts = self._unblocked()
-        if starts:
+        if not starts:
+            # The last prompt's first tokens have been read, so that hardly anything is left to wait for.
+            self.chunks.settle()
+        else:
             chunk = self.chunks.most(beside)
             self.chunks.ask({side: prefill_step(starts, self.workers[side], side, chunk) for side in SIDES}, beside)
 
