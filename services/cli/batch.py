@@ -40,6 +40,7 @@ def batch(
     max_context: options.MaxContext = None,
     pages: gang.Pages = None,
     prefill_chunk: gang.PrefillChunk = None,
+    prefill_share: gang.PrefillShare = None,
     no_prefix_cache: options.NoPrefixCache = False,
     threads: gang.Threads = None,
     ray_address: gang.RayAddress = None,

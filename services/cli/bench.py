@@ -1,10 +1,10 @@
-"""`smcserve bench`: how fast a pair decodes on GPUs; on a CPU, where the time of a round goes."""
+"""`smcserve bench`: how fast a pair decodes on GPUs; on a CPU, where the time of a round goes; on either, how soon answers begin."""
 
 from __future__ import annotations
 
 import json as json_module
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from services.cli import gang, options
+from services.cli import gang, options, ttft
 from services.cli.speed import APART, MODES, Machines, SpeedPlan, count_gpus, speed_table
 from services.cli.speed import LEGEND as SPEED_LEGEND
 from services.cli.speed import measure as measure_speed
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from services.launch.config import GangConfig
     from services.launch.measure import GangRound
     from smc.evaluation.round_time import RoundTime
-    from smc.evaluation.speed import Speed
+    from smc.evaluation.speed import Machine
+    from smc.evaluation.ttft import PairMachine, PromptMachine
     from smc.runtime.config import EngineConfig
 
 LOCAL_LEGEND = (
@@ -51,8 +52,17 @@ def bench(
         list[str] | None, options.option(options.MEASURE, f"Of {', '.join(MODES)}; may be repeated (cuda only).", "--mode", metavar="MODE")
     ] = None,
     context: Annotated[
-        list[int] | None, options.option(options.MEASURE, "Prompt tokens; may be repeated (cuda only). Default: 256.", metavar="TOKENS")
+        list[int] | None,
+        options.option(options.MEASURE, "Prompt tokens; may be repeated (cuda, or with --prompts). Default: 256.", metavar="TOKENS"),
     ] = None,
+    prompts: Annotated[
+        bool,
+        options.option(
+            options.MEASURE,
+            "Time to the first token, alone and beside --concurrency requests, new and cached. Default of --context: 256, 4k, 16k, 64k.",
+            "--prompts",
+        ),
+    ] = False,
     method: Annotated[str, options.option(options.SAMPLING, "Of all modes but plain decoding.", metavar="smc|exact")] = "smc",
     population: options.Population = None,
     temperature: options.Temperature = None,
@@ -65,8 +75,15 @@ def bench(
     block: options.BlockList = (8, 5),
     branches: options.BranchesList = (4,),
     concurrency: Annotated[
-        list[int], options.option(options.MEASURE, "Requests side by side; may be repeated.", "--concurrency", "-c", metavar="COUNT")
-    ] = (1, 16),
+        list[int] | None,
+        options.option(
+            options.MEASURE,
+            "Requests side by side; may be repeated. Default: 1 and 16, with --prompts 8.",
+            "--concurrency",
+            "-c",
+            metavar="COUNT",
+        ),
+    ] = None,
     rounds: Annotated[int, options.option(options.MEASURE, "Rounds timed for each line of the table.", metavar="COUNT")] = 30,
     link: Annotated[
         list[str] | None,
@@ -82,6 +99,7 @@ def bench(
     ] = None,
 ) -> None:
     """Measure speed: on GPUs answer tokens a second of every mode, on a CPU where the time of a round goes."""
+    concurrency = concurrency or (ttft.BESIDE if prompts else (1, 16))
     decoding = _decoding(method, population)
     law = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     on_gpu = {"load": load, "mode": mode, "context": context, "trace": trace, **law}
@@ -91,14 +109,22 @@ def bench(
         degrees = (draft_tp or 1, target_tp or 1)
         law = {name: value for name, value in law.items() if value is not None}
         modes = mode or (APART if link else MODES)
-        if load == "grown":
+        if prompts:
+            _refuse_idle({"trace": trace}, "with --prompts")
+        elif load == "grown":
             _refuse_idle({"context": context}, "with --load grown, whose prompts are problems")
-        contexts = () if load == "grown" else context or (256,)
+        contexts = context or ttft.CONTEXTS if prompts else () if load == "grown" else context or (256,)
         plan = SpeedPlan(degrees, modes, particles, block, branches, contexts, concurrency, rounds, law, not no_prefix_cache, decoding)
         given = {"load": load, "target": target, "draft": draft, "device": device, "threads": threads}
-        rows = _measure_speed(plan, gang.gang_config(given), link, trace)
-        out.print(speed_table(rows), SPEED_LEGEND.format(rounds=rounds), sep="\n")
-        _write(json, rows)
+        with _machine(plan, gang.gang_config(given), link) as (machine, gpus):
+            _measure_prompts(plan, machine, gpus, json) if prompts else _measure_speed(plan, machine, gpus, json, trace)
+        return
+    if prompts:
+        _refuse_idle({**on_gpu, "context": None, "link": link and link[0]} | gang_only | {"threads": None}, "with --prompts on a CPU")
+        _check(concurrency, rounds, json, {})
+        places, contexts = (target, draft), context or ttft.SHORT_CONTEXTS
+        plan = SpeedPlan((1, 1), ("plain", "lookahead"), particles, block, branches, contexts, concurrency, rounds, {}, True, decoding)
+        _measure_prompts(plan, _cpu_machine(places, threads), 2, json)
         return
     _refuse_idle(on_gpu, "without --device cuda")
     if len(particles) > 1:
@@ -219,8 +245,9 @@ def _measure_gangs(
     return rows
 
 
-def _measure_speed(plan: SpeedPlan, config: GangConfig, link: list[str] | None, trace: Path | None) -> list[Speed]:
-    """In this process, or with `link` each rank in one of its own."""
+@contextmanager
+def _machine(plan: SpeedPlan, config: GangConfig, link: list[str] | None) -> Iterator[tuple[Machine, int]]:
+    """With how many GPUs there are: in this process, or with `link` each rank in one of its own."""
     import torch
 
     from services.cli.pair import LoadedModels
@@ -231,9 +258,33 @@ def _measure_speed(plan: SpeedPlan, config: GangConfig, link: list[str] | None, 
     models = LoadedModels(config.sources, torch.bfloat16)
     here = LocalMachine(models.model, models.tokenizer)
     if not link:
-        return measure_speed(plan, here, gpus, trace)
+        yield here, gpus
+        return
     if len(link) > 1:
         raise ValueError(f"--link {' '.join(link)}; allowed with --device cuda: one")
     draft, target = plan.degrees
     with closing(GangMachine(replace(config, link=link[0], draft_tp=draft, target_tp=target), gpus)) as apart:
-        return measure_speed(plan, Machines(here, apart), gpus, trace)
+        yield Machines(here, apart), gpus
+
+
+def _cpu_machine(places: tuple[Path | None, Path | None], threads: int | None) -> PairMachine:
+    from services.cli.pair import load_pair, pair_places, use_threads
+    from smc.evaluation.ttft import PairMachine
+
+    found = pair_places(*places)
+    use_threads(threads, found)
+    return PairMachine(load_pair(found, "cpu", None))
+
+
+def _measure_speed(plan: SpeedPlan, machine: Machine, gpus: int, json: Path | None, trace: Path | None) -> None:
+    rows = measure_speed(plan, machine, gpus, trace)
+    out.print(speed_table(rows), SPEED_LEGEND.format(rounds=plan.rounds), sep="\n")
+    _write(json, rows)
+
+
+def _measure_prompts(plan: SpeedPlan, machine: PromptMachine, gpus: int, json: Path | None) -> None:
+    from smc.evaluation.ttft import REPEATS
+
+    rows = ttft.measure(replace(plan, concurrency=(0, *plan.concurrency)), machine, gpus)
+    out.print(ttft.first_token_table(rows), ttft.LEGEND.format(repeats=REPEATS, rounds=plan.rounds), sep="\n")
+    _write(json, rows)

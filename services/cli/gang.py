@@ -16,7 +16,7 @@ GANG_FIELDS = (
     *("start_timeout", "link_timeout", "heartbeat", "trace"),
 )
 ENGINE_FIELDS = (
-    *("form", "block", "branches", "cohorts", "max_slots", "max_context", "pages", "prefill_chunk"),
+    *("form", "block", "branches", "cohorts", "max_slots", "max_context", "pages", "prefill_chunk", "prefill_share"),
     *("max_queue", "max_queue_pages"),
 )
 
@@ -30,7 +30,17 @@ Pages = Annotated[
     option(ENGINE, "Token positions in the KV pool of each model. Default: what a GPU holds; on a CPU 512 a slot.", metavar="COUNT"),
 ]
 PrefillChunk = Annotated[
-    int | None, option(ENGINE, "Prompt tokens run between two rounds. Default: 512.", "--prefill-chunk", metavar="TOKENS")
+    int | None,
+    option(ENGINE, "Prompt tokens run between two rounds at most. Default: 512, on GPUs 4096.", "--prefill-chunk", metavar="TOKENS"),
+]
+PrefillShare = Annotated[
+    float | None,
+    option(
+        ENGINE,
+        "Most time that prompts take beside rounds, as a share of the rounds'. Default: 0.5 on GPUs, on a CPU whatever they take.",
+        "--prefill-share",
+        metavar="SHARE",
+    ),
 ]
 MaxQueue = Annotated[int | None, option(ENGINE, "Requests that may wait. Default: any number.", "--max-queue", metavar="COUNT")]
 MaxQueuePages = Annotated[
@@ -79,7 +89,7 @@ def gang_config(given: dict[str, Any]) -> GangConfig:
     """
     from services.cli.pair import pair_places
     from services.launch.config import GangConfig
-    from smc.runtime.config import EngineConfig
+    from smc.runtime.config import GPU_PREFILL, EngineConfig
 
     given = {name: value for name, value in given.items() if value is not None}
     if given.get("load") in ("random", "grown") and not (given.get("target") and given.get("draft")):
@@ -88,5 +98,7 @@ def gang_config(given: dict[str, Any]) -> GangConfig:
     # In lockstep one model waits for the other; two cohorts let both work. In look-ahead form both work already.
     cohorts = 2 if given.get("form") == "lockstep" else 1
     settings = {"cohorts": cohorts, "prefix_cache": not given.get("no_prefix_cache", False)}
+    if given.get("device") == "cuda":
+        settings |= GPU_PREFILL
     engine = EngineConfig(**settings | {name: given[name] for name in ENGINE_FIELDS if name in given})
     return GangConfig(target=target, draft=draft, engine=engine, **{name: given[name] for name in GANG_FIELDS if name in given})

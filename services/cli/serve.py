@@ -41,6 +41,7 @@ def serve(
     max_context: options.MaxContext = None,
     pages: gang.Pages = None,
     prefill_chunk: gang.PrefillChunk = None,
+    prefill_share: gang.PrefillShare = None,
     no_prefix_cache: options.NoPrefixCache = False,
     max_queue: gang.MaxQueue = 256,
     max_queue_pages: gang.MaxQueuePages = None,

@@ -17,6 +17,7 @@ from services.cli.terminal import err, progress_bar
 if TYPE_CHECKING:
     from smc.engine.engine import Engine
     from smc.evaluation.speed import Machine, Mode, Speed
+    from smc.models.config import ModelConfig
     from smc.runtime.config import EngineConfig
 
 MODES = ("plain", "lockstep", "lockstep-apart", "lookahead")
@@ -132,6 +133,9 @@ class Machines:
 
     def weight_bytes(self, mode: Mode, side: str) -> int:
         return self._of(mode).weight_bytes(mode, side)
+
+    def shape(self, mode: Mode, side: str) -> ModelConfig:
+        return self._of(mode).shape(mode, side)
 
     def memory(self, mode: Mode) -> int:
         return self._of(mode).memory(mode)

@@ -17,6 +17,7 @@ from smc.engine.engine import Engine
 from smc.engine.request import SamplingParams
 from smc.evaluation.round_time import WARM_UP, decoding_name, steady_requests
 from smc.evaluation.speed import Mode, unread
+from smc.models.config import ModelConfig
 from smc.models.parallel import Shard, local_config
 from smc.models.presets import count_parameters
 from smc.runtime.config import EngineConfig
@@ -128,6 +129,9 @@ class GangMachine:
     def weight_bytes(self, mode: Mode, side: str) -> int:
         whole, degree = self._config.sources.of_side(side).config, max(1, mode.degrees[SIDES.index(side)])
         return 2 * (count_parameters(local_config(whole, Shard(0, degree))) - unread(whole))
+
+    def shape(self, mode: Mode, side: str) -> ModelConfig:
+        return self._config.sources.of_side(side).config
 
     def memory(self, mode: Mode) -> int:
         return max(worker.status().device_bytes for worker in self._remote.workers.values())

@@ -54,12 +54,13 @@ class Rank:
 
         return respond
 
-    def _prompt(self, request: pb.WorkRequest, begin: int) -> Respond:
+    def _prompt(self, request: pb.WorkRequest, _begin: int) -> Respond:
         pending = self.worker.run_prompts(codec.to_prompt_batch(request.prompt))
 
         def respond() -> pb.WorkResponse:
             outcome = codec.prompt_outcome(pending.result())
-            return self._response(request, begin, time.monotonic_ns(), prompt=outcome)
+            ((begin, end),) = pending.spans().values()
+            return self._response(request, begin, end, prompt=outcome)
 
         return respond
 

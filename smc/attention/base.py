@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -11,7 +12,6 @@ from torch import Tensor
 
 from smc.arrays import to_device
 from smc.kv.pool import KVPool
-from smc.models.decoder import Attend
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,29 @@ class NewEntries:
         keys[self.pages_X], values[self.pages_X] = k_TJD, v_TJD
 
 
-class AttentionBackend(ABC):
-    """Computes causal attention of new tokens over paged keys and values, after storing theirs."""
+class Pass(ABC):
+    """One forward pass, planned: all that does not depend on the layer has been done."""
+
+    def __init__(self, pool: KVPool, batch: ForwardBatch) -> None:
+        self.pool, self.batch = pool, batch
+
+    @cached_property
+    def new(self) -> NewEntries:
+        return NewEntries(self.batch, self.pool.keys.device)
+
+    def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor) -> Tensor:
+        """Store the new tokens' keys and values, then `read`: what a decoder asks of each layer (`smc.models.decoder.Attend`)."""
+        self.new.store(self.pool.keys[layer], self.pool.values[layer], k_TJD, v_TJD)
+        return self.read(layer, q_THD)
 
     @abstractmethod
-    def plan(self, pool: KVPool, batch: ForwardBatch) -> Attend:
-        """Everything that does not depend on the layer, once per pass. The returned callable is used once per layer."""
+    def read(self, layer: int, q_THD: Tensor) -> Tensor:
+        """Causal attention [T, H, D] over the pages of every row, on which the new tokens' keys and values are by now."""
+
+
+class AttentionBackend(ABC):
+    """Computes causal attention of new tokens over paged keys and values."""
+
+    @abstractmethod
+    def plan(self, pool: KVPool, batch: ForwardBatch) -> Pass:
+        """Once per pass; what it returns is used once per layer."""

@@ -10,29 +10,26 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from smc.arrays import to_device
-from smc.attention.base import AttentionBackend, ForwardBatch, NewEntries
+from smc.attention.base import AttentionBackend, ForwardBatch, Pass
 from smc.kv.pool import KVPool
-from smc.models.decoder import Attend
 
 
 class FusedAttention(AttentionBackend):
     """For rows of many new tokens. That segments share a prefix is of no account to it."""
 
-    def plan(self, pool: KVPool, batch: ForwardBatch) -> Attend:
-        return _Pass(pool, batch).attend
+    def plan(self, pool: KVPool, batch: ForwardBatch) -> Pass:
+        return _Pass(pool, batch)
 
 
-class _Pass:
+class _Pass(Pass):
     def __init__(self, pool: KVPool, batch: ForwardBatch) -> None:
-        self.pool, device = pool, pool.keys.device
-        self.new = NewEntries(batch, device)
+        super().__init__(pool, batch)
         ends_R = batch.starts_R + batch.counts_R
-        self.tables = [to_device(table_L[:end], device) for table_L, end in zip(batch.table_RL, ends_R)]
+        self.tables = [to_device(table_L[:end], pool.keys.device) for table_L, end in zip(batch.table_RL, ends_R)]
         self.bounds = list(pairwise(np.concatenate(([0], np.cumsum(batch.counts_R))).tolist()))
 
-    def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor) -> Tensor:
+    def read(self, layer: int, q_THD: Tensor) -> Tensor:
         keys, values = self.pool.keys[layer], self.pool.values[layer]
-        self.new.store(keys, values, k_TJD, v_TJD)
         return torch.cat([_row(q_THD[a:b], keys[pages_L], values[pages_L]) for (a, b), pages_L in zip(self.bounds, self.tables)])
 
 

@@ -16,16 +16,15 @@ import torch
 from torch import Tensor
 
 from smc.arrays import to_device
-from smc.attention.base import AttentionBackend, ForwardBatch, NewEntries
+from smc.attention.base import AttentionBackend, ForwardBatch, Pass
 from smc.kv.pages import DUMMY_PAGE
 from smc.kv.pool import KVPool
-from smc.models.decoder import Attend
 
 ToDevice = Callable[[np.ndarray], Tensor]
 
 
 class TorchAttention(AttentionBackend):
-    def plan(self, pool: KVPool, batch: ForwardBatch) -> Attend:
+    def plan(self, pool: KVPool, batch: ForwardBatch) -> Pass:
         to_device = _mover(pool)
         shared_R = np.repeat(batch.shared_S, np.diff(batch.bounds_S))
         own = int((batch.starts_R + batch.counts_R - shared_R).max())
@@ -35,8 +34,7 @@ class TorchAttention(AttentionBackend):
         hidden_RQO = to_device(np.arange(own) > last_RQ[..., None]) if (last_RQ < own - 1).any() else None
         slot_T = to_device(_padded_slots(batch.counts_R, q)) if (batch.counts_R != q).any() else None
         prefix = _Prefix.of(batch, to_device)
-        new = NewEntries(batch, pool.keys.device)
-        return _Pass(pool, new, own_RO, hidden_RQO, (len(batch.starts_R), q), slot_T, prefix).attend
+        return _Pass(pool, batch, own_RO, hidden_RQO, (len(batch.starts_R), q), slot_T, prefix)
 
 
 class _Prefix:
@@ -80,26 +78,26 @@ class _Prefix:
         return x_RJXY if self.member_R is None else x_RJXY[self.member_R]
 
 
-class _Pass:
-    """One forward pass: where new keys and values go, and what every query sees."""
+class _Pass(Pass):
+    """What every query sees."""
 
     def __init__(
         self,
         pool: KVPool,
-        new: NewEntries,
+        batch: ForwardBatch,
         own_RO: Tensor,
         hidden_RQO: Tensor | None,
         shape_RQ: tuple[int, int],
         slot_T: Tensor | None,
         prefix: _Prefix | None,
     ) -> None:
-        self.pool, self.new, self.own_RO, self.hidden_RQO = pool, new, own_RO, hidden_RQO
+        super().__init__(pool, batch)
+        self.own_RO, self.hidden_RQO = own_RO, hidden_RQO
         self.shape_RQ, self.slot_T, self.prefix = shape_RQ, slot_T, prefix
 
-    def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor) -> Tensor:
+    def read(self, layer: int, q_THD: Tensor) -> Tensor:
         keys, values = self.pool.keys[layer], self.pool.values[layer]
-        self.new.store(keys, values, k_TJD, v_TJD)
-        q_RJXD = self._queries(q_THD, k_TJD.shape[1])
+        q_RJXD = self._queries(q_THD, keys.shape[1])
         scores_RJXO = q_RJXD @ keys[self.own_RO].permute(0, 2, 3, 1)
         if self.hidden_RQO is not None:
             scores = scores_RJXO.unflatten(2, (-1, self.shape_RQ[1]))

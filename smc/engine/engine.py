@@ -128,9 +128,12 @@ class Engine:
         self._admit()
         for group in self._admitted:
             self.starts.grant(group)
-        self.starts.ask()
+        self.starts.ask(beside=self.num_running > 0)
         for cohorts in self._cohorts.values():
             cohorts.advance(self._provide)
+        read = [outcome for cohorts in self._cohorts.values() for outcome in cohorts.rounds.take_read()]
+        if self.starts.chunks.measures:
+            self.starts.chunks.earn(outcome.spans() for outcome in read)
         for group in self.starts.finish():
             if not group.error and not self._complete(group):
                 self._cohorts[group.decoding.program].join(group)

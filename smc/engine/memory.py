@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from smc.kv.pages import DUMMY_PAGE, OutOfPages, PageLedger
-from smc.kv.prefix_cache import PrefixCache
+from smc.kv.prefix_cache import PrefixCache, common_blocks
 
 WATERMARK = 0.05
 """Share of a pool that is kept free of new requests, for those that run."""
@@ -109,6 +109,13 @@ class Memory:
         count, page = cache.find(keys[: most // cache.block])
         self.ledgers[side].hold([page])
         return count, page
+
+    def common(self, side: str, one: list[bytes], other: list[bytes], most: int) -> int:
+        """Tokens, at most so many, that two sequences have in common, in whole blocks as the cache keeps them."""
+        if side not in self.caches:
+            return 0
+        block = self.caches[side].block
+        return block * min(common_blocks(one, other), most // block)
 
     def count_match(self, side: str, queried: int, hit: int) -> None:
         if side in self.caches:

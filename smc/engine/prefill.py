@@ -8,7 +8,7 @@ asked for beside the rounds of other groups, and what it draws is read when thos
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -26,8 +26,13 @@ class Row:
     tokens_L: np.ndarray
     pages_L: np.ndarray
     """int32 page of every position."""
-    done: int
+    known: int
+    """Positions that were there, or asked for by others, when it was planted."""
+    done: int = field(init=False)
     """Positions that are there, or have been asked for."""
+
+    def __post_init__(self) -> None:
+        self.done = self.known
 
     @property
     def left(self) -> int:
@@ -41,6 +46,10 @@ class Start:
     group: Group
     rows: dict[str, list[Row]]
     """By side."""
+    begun: bool = False
+    """Some of it has been asked for."""
+    waited: bool = False
+    """For what an earlier one has in common with it; what there is of that now has not been looked at."""
     first: Pending[PromptResult] | None = None
     """First tokens, asked for with the prompt's last chunk."""
     place: int = 0
@@ -88,8 +97,9 @@ def common_length(one_L: np.ndarray, other_L: np.ndarray) -> int:
     return int(different[0]) if len(different) else size
 
 
-def prefill_step(starts: list[Start], worker: Worker, side: str, chunk: int) -> None:
-    """Ask for up to `chunk` tokens of one side, oldest request first."""
+def prefill_step(starts: list[Start], worker: Worker, side: str, chunk: int) -> list[tuple[int, Pending[PromptResult]]]:
+    """Ask for up to `chunk` tokens of one side, oldest request first. Returns what was asked for: tokens, and what comes of them."""
+    asked: list[tuple[int, Pending[PromptResult]]] = []
     plain: list[tuple[Row, int]] = []
     drawing: list[tuple[Start, Row, int]] = []
     for start in starts:
@@ -104,13 +114,17 @@ def prefill_step(starts: list[Start], worker: Worker, side: str, chunk: int) -> 
             else:
                 plain.append((row, count))
     if plain:
-        worker.run_prompts(_batch(plain))
+        asked.append((sum(count for _, count in plain), worker.run_prompts(_batch(plain))))
     if drawing:
         pending = worker.run_prompts(_batch([(row, count) for _, row, count in drawing], _first_draws([s.group for s, _, _ in drawing])))
+        asked.append((sum(count for _, _, count in drawing), pending))
         for place, (start, _, _) in enumerate(drawing):
             start.first, start.place = pending, place
     for row, count in (*plain, *((row, count) for _, row, count in drawing)):
         row.done += count
+    for start in starts:
+        start.begun |= any(row.done > row.known for row in start.rows.get(side, ()))
+    return asked
 
 
 def _batch(parts: list[tuple[Row, int]], draws: Draws | None = None) -> PromptBatch:

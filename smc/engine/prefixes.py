@@ -8,7 +8,7 @@ import numpy as np
 
 from smc.engine.group import Group
 from smc.engine.memory import Memory
-from smc.engine.prefill import Row, count_pages, plant
+from smc.engine.prefill import Row, Start, count_pages, plant
 from smc.engine.slots import Slots
 from smc.kv.pages import OutOfPages
 from smc.runtime.config import EngineConfig
@@ -33,12 +33,8 @@ class Prefixes:
     def plant(self, group: Group) -> dict[str, list[Row]] | None:
         """Rows of all sides, or None if there are too few pages."""
         memory, sides = self.memory, group.decoding.sides
-        cached, wanted = {}, {}
-        for side in sides:
-            # The last token of a prompt is run, for what comes after it is to be drawn.
-            most = group.prompt_size - (side == group.decoding.first and group.saved is None)
-            cached[side] = memory.match(side, self._keys(group), most)
-            wanted[side] = group.needs[side] - cached[side][0]
+        cached = {side: memory.match(side, self._keys(group), self._most(group, side)) for side in sides}
+        wanted = {side: group.needs[side] - cached[side][0] for side in sides}
         try:
             loose = memory.allocate(wanted, memory.spare(self._round_pages(group)))
             if group.saved is None:
@@ -53,6 +49,47 @@ class Prefixes:
             # What rows do not refer to by now may go again.
             for side, (_, page) in cached.items():
                 memory.ledgers[side].release([page])
+
+    def plant_again(self, start: Start) -> None:
+        """Where more is cached by now of what a start begins with, of which nothing has been asked for, that takes its own pages' place."""
+        group, memory = start.group, self.memory
+        for side, rows in start.rows.items():
+            count, page = memory.match(side, self._keys(group), self._most(group, side))
+            if count > rows[0].known:
+                self._release(side, rows)
+                # Nobody shares what has not been run: more than these have just become free.
+                loose = memory.allocate({side: group.needs[side] - count})
+                start.rows[side] = plant(memory, side, self._sequences(group, side), (count, page), loose[side])
+                memory.count_match(side, 0, count - rows[0].known)
+            memory.ledgers[side].release([page])
+        if group.saved is None:
+            group.cached_tokens = min(rows[0].known for rows in start.rows.values())
+
+    def release(self, start: Start) -> None:
+        """A start holds no pages any longer."""
+        for side, rows in start.rows.items():
+            self._release(side, rows)
+
+    def awaits(self, start: Start, earlier: list[Start]) -> bool:
+        """Whether one of those before it is about to run what this one begins with, too. What has been asked for is cached."""
+        group = start.group
+        for other in [] if start.begun else earlier:
+            for side in set(start.rows) & set(other.rows):
+                row, keys = other.rows[side][0], self._keys(other.group)
+                common = self.memory.common(side, self._keys(group), keys, self._most(group, side))
+                if common > start.rows[side][0].known:
+                    start.waited = True
+                    if row.done < common:
+                        return True
+                    self.memory.remember(side, keys, row.pages_L[:common])
+        return False
+
+    def _release(self, side: str, rows: list[Row]) -> None:
+        self.memory.ledgers[side].release([row.pages_L[-1] for row in rows])
+
+    def _most(self, group: Group, side: str) -> int:
+        """The last token of a prompt is run, for what comes after it is to be drawn."""
+        return group.prompt_size - (side == group.decoding.first and group.saved is None)
 
     def remember_prompt(self, group: Group, rows: dict[str, list[Row]]) -> None:
         """Cache the prompt, for which the rows of every side have been run."""

@@ -61,6 +61,7 @@ class Rounds:
         self.shape = decoding.shape(config)
         self.last: Pending[Outcome] | None = None
         """The round that was read last, for whoever times rounds."""
+        self._read: list[Pending[Outcome]] = []
         self.queued = 0.0
         """Seconds spent planning and queueing rounds."""
         self.waited = (0, 0)
@@ -97,6 +98,12 @@ class Rounds:
         if alive:
             self._record(flight, outcome, np.array(alive))
         self.last = flight.pending
+        self._read.append(flight.pending)
+
+    def take_read(self) -> list[Pending[Outcome]]:
+        """Rounds that have been read since the last call."""
+        read, self._read = self._read, []
+        return read
 
     def _length(self, group: Group) -> int:
         """Tokens of the group's open particles."""

@@ -11,6 +11,7 @@ from smc.algorithm.bounds import Bounds
 from smc.algorithm.expansion import Offers, expand
 from smc.algorithm.resampling import SCHEME_NAMES
 from smc.algorithm.selection import select
+from smc.engine.chunks import Chunks
 from smc.engine.expectation import Expectation
 from smc.engine.group import Group, Phase, Population
 from smc.engine.prefill import Start, prefill_step
@@ -36,6 +37,7 @@ class Starts:
         self.workers, self.pair = workers, pair
         self.prefixes = Prefixes(self.config, self.slots, self.memory)
         self.stops = StopEntries(self.config.max_stops - 1)
+        self.chunks = Chunks(self.config)
         self._expectation = expectation
         self._token_bytes = token_bytes
         self._starts: list[Start] = []
@@ -65,10 +67,27 @@ class Starts:
         self._starts.append(Start(group, rows))
         return True
 
-    def ask(self) -> None:
-        """Ask for a chunk of what is to be run on each side."""
-        for side in SIDES:
-            prefill_step(self._starts, self.workers[side], side, self.config.prefill_chunk)
+    def ask(self, beside: bool) -> None:
+        """Ask for a chunk of what is to be run on each side. `beside`: groups are in rounds."""
+        starts = self._unblocked()
+        if not starts:
+            # The last prompt's first tokens have been read, so that hardly anything is left to wait for.
+            self.chunks.settle()
+        else:
+            chunk = self.chunks.most(beside)
+            self.chunks.ask({side: prefill_step(starts, self.workers[side], side, chunk) for side in SIDES}, beside)
+
+    def _unblocked(self) -> list[Start]:
+        """All but those that wait for what an earlier one is about to run for both."""
+        found = []
+        for i, start in enumerate(self._starts):
+            if self.prefixes.awaits(start, self._starts[:i]):
+                continue
+            if start.waited:
+                self.prefixes.plant_again(start)
+                start.waited = False
+            found.append(start)
+        return found
 
     def finish(self) -> list[Group]:
         """Groups whose last chunk has been asked for, now ready for rounds. Waits for their first tokens."""
@@ -104,9 +123,9 @@ class Starts:
         if start is not None:
             self._starts.remove(start)
         self.slots.let_go(group.slots, self.memory.ledgers)
+        if start is not None:
+            self.prefixes.release(start)
         for side, ledger in self.memory.ledgers.items():
-            if start is not None:
-                ledger.release([row.pages_L[-1] for row in start.rows.get(side, ())])
             for pages in group.in_flight:
                 if side in pages:
                     ledger.free(pages[side])

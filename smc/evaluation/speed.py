@@ -20,7 +20,7 @@ from smc.demo.problems import generate
 from smc.engine.engine import Engine
 from smc.engine.memory import pool_for
 from smc.engine.methods import decoding_of
-from smc.engine.request import Method, Request, SamplingParams
+from smc.engine.request import Method, Output, Request, SamplingParams
 from smc.evaluation.round_time import PROBLEM_SEED, decoding_name
 from smc.models.config import ModelConfig
 from smc.models.decoder import Decoder
@@ -126,6 +126,10 @@ class Machine(Protocol):
         """That the fullest GPU of a model reads in a pass."""
         ...
 
+    def shape(self, mode: Mode, side: str) -> ModelConfig:
+        """Of the whole model."""
+        ...
+
     def memory(self, mode: Mode) -> int:
         """Bytes that have been in use at most on the fullest GPU, of the engine that runs."""
         ...
@@ -156,6 +160,9 @@ class LocalMachine:
     def weight_bytes(self, mode: Mode, side: str) -> int:
         model = self._models(side, self._devices(mode)[side])
         return sum(w.numel() * w.element_size() for w in model.parameters()) - unread(model.config) * model.embed.weight.element_size()
+
+    def shape(self, mode: Mode, side: str) -> ModelConfig:
+        return self._models(side, self._devices(mode)[side]).config
 
     def memory(self, mode: Mode) -> int:
         return max(torch.cuda.max_memory_allocated(device) for device in self._devices(mode).values())
@@ -288,11 +295,13 @@ class ClosedLoop:
         for _ in range(requests):
             self._submit()
 
-    def step(self) -> None:
-        for output in self.engine.step():
-            if output.answer is not None:
+    def step(self) -> list[Output]:
+        outputs = self.engine.step()
+        for output in outputs:
+            if output.answer is not None and output.request_id in self._open:
                 self._open.remove(output.request_id)
                 self._submit()
+        return outputs
 
     def stop(self) -> None:
         for request_id in self._open:

@@ -42,7 +42,8 @@ def silu_mul(
     out_TI = gate_up.new_empty((tokens, inner), dtype=dtype) if out_TI is None else out_TI
     _require(gate_up, out_TI)
     block = min(block, triton.next_power_of_2(inner))
-    grid = (triton.cdiv(inner, block), tokens)
+    # Tokens first: a grid's second axis ends at 65,535.
+    grid = (tokens, triton.cdiv(inner, block))
     _silu_mul[grid](gate_up, out_TI, inner, SPLITS=_splits(gate_up), BLOCK=block, PDL=pdl, num_warps=warps, **launch_options(pdl))
     return out_TI
 
@@ -82,10 +83,10 @@ def _add_norm(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    at = tl.program_id(0) * features + feature
+    at = tl.program_id(0).to(tl.int64) * features + feature
     hidden = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if SPLITS > 0:
-        summed = (hidden + sum_parts(parts + at, tl.num_programs(0) * features, inside, SPLITS)).to(x.dtype.element_ty)
+        summed = (hidden + sum_parts(parts + at, tl.num_programs(0).to(tl.int64) * features, inside, SPLITS)).to(x.dtype.element_ty)
         tl.store(x + at, summed, mask=inside)
         hidden = summed.to(tl.float32)
     inverse = 1.0 / tl.sqrt(tl.sum(hidden * hidden, 0) / features + eps)
@@ -97,8 +98,8 @@ def _silu_mul(gate_up, out, inner, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PD
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    token, feature = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside, stride = feature < inner, tl.num_programs(1) * 2 * inner
+    token, feature = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside, stride = feature < inner, tl.num_programs(0).to(tl.int64) * 2 * inner
     at = gate_up + token * 2 * inner + feature
     gate, up = sum_parts(at, stride, inside, SPLITS), sum_parts(at + inner, stride, inside, SPLITS)
     tl.store(out + token * inner + feature, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)

@@ -6,6 +6,7 @@ lineage keeps the pages before it.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
@@ -17,6 +18,13 @@ from smc.kv.pages import DUMMY_PAGE, PageLedger, Pages
 KEY_BYTES = 16
 
 Tokens = np.ndarray | Sequence[int]
+
+
+def common_blocks(one: Sequence[bytes], other: Sequence[bytes]) -> int:
+    """Leading blocks that two sequences have in common, by their keys: as each covers all before it, a search by halves finds the last."""
+    if not one or not other or one[0] != other[0]:
+        return 0
+    return bisect_left(range(1, min(len(one), len(other)) + 1), True, key=lambda count: one[count - 1] != other[count - 1])
 
 
 class PrefixCache:

@@ -10,6 +10,10 @@ MOST_PAGES = 1 << 23
 """Of a pool: the scheduler keeps a few bytes for each."""
 MAX_STOPS = 64
 """Different sets of stop tokens and strings of requests that run side by side."""
+MAX_PREFILL_SHARE = 100.0
+"""By which prompts may lengthen rounds."""
+GPU_PREFILL = {"prefill_chunk": 4096, "prefill_share": 0.5}
+"""Settings where models are on GPUs, unless others are asked for: products as long as they are worth, and rounds half as long again."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,9 @@ class EngineConfig:
     """Token positions in the KV pool of each model; default: on GPUs as many as there is memory for, up to the longest context in every
     slot and as much again for the prefix cache; on a CPU 512 a slot, and at least one request of the longest context."""
     prefill_chunk: int = 512
-    """Prompt tokens run per step and model, so that a long prompt does not stop the others."""
+    """Prompt tokens run per step and model at most, so that a long prompt does not stop the others."""
+    prefill_share: float | None = None
+    """Most time that prompts take beside rounds, in the mean, as a share of what the rounds take; default: what `prefill_chunk` takes."""
     max_queue: int | None = None
     """Requests that may wait for slots and pages; default: any number."""
     max_queue_pages: int | None = None
@@ -63,6 +69,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < low):
                 raise ValueError(f"{name}={value!r}; allowed: >= {low}")
+        if self.prefill_share is not None and not 0 < self.prefill_share <= MAX_PREFILL_SHARE:
+            raise ValueError(f"prefill_share={self.prefill_share!r}; allowed: above 0, at most {MAX_PREFILL_SHARE}")
         if not 0 < self.defensive_share < 1:
             raise ValueError(f"defensive_share={self.defensive_share!r}; allowed: between 0 and 1, both excluded")
 

@@ -66,7 +66,7 @@ class StaticForward:
             return hidden_TE
         batch, index_X = _without_padding(rows, live_R)
         index_X, position_X = (to_device(array, tokens_T.device) for array in (index_X, batch.positions_T))
-        attend = self._attention.plan(self.pool, batch)
+        attend = self._attention.plan(self.pool, batch).attend
         hidden_TE[index_X] = self.model(tokens_T[index_X], self.rope.at(position_X), attend)
         return hidden_TE
 

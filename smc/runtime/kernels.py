@@ -22,6 +22,7 @@ from smc.laws import LawSpec
 from smc.runtime.kernel_choice import conclude, weigh
 from smc.runtime.kernel_follow import advance, follow
 from smc.runtime.kernel_forward import KernelForward
+from smc.runtime.kernel_prompts import run_prompt
 from smc.runtime.plan import RoundPlan
 from smc.runtime.sampling import DrawKeys, Sampling
 from smc.runtime.sides import Parts
@@ -110,6 +111,7 @@ def gpu_parts(**options: bool) -> Parts:
         conclude=conclude,
         follow=follow,
         advance=advance,
+        run_prompt=run_prompt,
         grow=grow,
         reroot=reroot,
     )

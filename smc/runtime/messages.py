@@ -22,7 +22,14 @@ Result = TypeVar("Result", covariant=True)
 class Pending(Protocol, Generic[Result]):
     """A result on its way."""
 
-    def result(self) -> Result: ...
+    def result(self) -> Result:
+        """Waits for it."""
+        ...
+
+    def spans(self) -> dict[str, tuple[int, int]]:
+        """What was done for it, and when it began and ended, nanoseconds of the monotonic clock: the pass of a model in a round has the
+        name of its side, that of prompts is `prompt`. After `result`."""
+        ...
 
 
 @dataclass(frozen=True)

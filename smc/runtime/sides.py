@@ -26,6 +26,7 @@ from smc.runtime.draft import Drafter
 from smc.runtime.forward import StaticForward
 from smc.runtime.outcome import Choice, Drafted, RoundResult
 from smc.runtime.plan import Join, PlanBuffer, Program, RoundPlan
+from smc.runtime.prompts import PromptPass, run_prompt
 from smc.runtime.sampling import Sampling
 from smc.runtime.stages import Reading, Stages
 from smc.runtime.state import Advance, SlotState, write_advance
@@ -52,6 +53,7 @@ class Parts:
     conclude: Conclude = conclude
     follow: Follow = follow
     advance: Advance = write_advance
+    run_prompt: PromptPass = run_prompt
 
 
 class Side:
@@ -61,7 +63,7 @@ class Side:
         """`pending`: tokens at most that are to be run when a round begins."""
         self.config, self.worker, self.stages = config, worker, stages
         # Prompts are run where rounds are: what is written is there for what is asked for later.
-        worker.working, worker.expand = stages.working, parts.expand
+        worker.stages, worker.expand, worker.run_prompt = stages, parts.expand, parts.run_prompt
         stop_tables = stops.StopTables(config.max_stops, worker.vocab_size, worker.token_bytes, worker.device)
         self.state = SlotState(config.max_slots, worker.width, pending, stop_tables, worker.device, parts.advance)
         self._forward = parts.forward(worker)

@@ -5,9 +5,7 @@ Axes: R rows, T tokens, V vocabulary, E hidden size, D draws.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
@@ -16,34 +14,18 @@ from torch import Tensor
 from smc.algorithm.expansion import Expansion, Kind, expand
 from smc.arrays import to_device
 from smc.attention.base import ForwardBatch
-from smc.attention.fused import FusedAttention
+from smc.attention.prompts import PromptAttention
 from smc.kv.pages import DUMMY_PAGE
 from smc.kv.pool import KVPool
 from smc.models.decoder import Decoder, RopeTable
 from smc.runtime.messages import Draws, PromptBatch, PromptResult
+from smc.runtime.prompts import PromptPass, run_prompt
 from smc.runtime.sampling import DrawKeys, Sampling
+from smc.runtime.stages import Reading, Stages
 from smc.stops import TokenBytes
 
 FIRST_STEP = 1 << 10
 """Random numbers of first tokens are not those of any step of a round."""
-
-
-class PendingPrompt:
-    """A result on its way from a device."""
-
-    def __init__(self, tensors: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
-        on_gpu = tensors[0].device.type == "cuda"
-        self._here = tuple(t.to("cpu", non_blocking=True) if on_gpu else t for t in tensors)
-        self._arrived = torch.cuda.Event() if on_gpu else None
-        if self._arrived is not None:
-            self._arrived.record()
-
-    def result(self) -> PromptResult:
-        """Waits for it."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        token_RD, logp_RD, logw_RD, log_z_R = (tensor.numpy() for tensor in self._here)
-        return PromptResult(token_RD.astype(np.int32), logp_RD, logw_RD, log_z_R)
 
 
 class ModelWorker:
@@ -57,25 +39,33 @@ class ModelWorker:
         self.vocab_size, self.token_bytes = vocab_size, token_bytes
         self.pool = KVPool(model.config, pages, weight.dtype, self.device)
         self.rope = RopeTable(model.config, width, self.device)
-        self._attention = FusedAttention()
-        self.working: Callable[[], AbstractContextManager] = contextlib.nullcontext
-        """Around what the device is asked to do, where that has to be in order with other work on it."""
+        config = model.config
+        self.attention = PromptAttention((config.num_heads, config.num_kv_heads), config.head_dim, weight.dtype, self.device)
+        self.stages = Stages(self.device)
+        """In order with which the device is asked to run prompts."""
         self.expand: Callable[..., Expansion] = expand
         """How first tokens are drawn without replacement: the reference, or a kernel."""
+        self.run_prompt: PromptPass = run_prompt
+        """How prompts run through the model: the reference, or kernels."""
 
     @torch.inference_mode()
-    def run_prompts(self, batch: PromptBatch) -> PendingPrompt:
+    def run_prompts(self, batch: PromptBatch) -> Reading:
         """Queue prompts. Raises ValueError for positions, pages or tokens that cannot be, before anything is written."""
-        with self.working():
-            hidden_TE = self._forward(batch)
+        with self.stages.working():
+            began = self.stages.event()
+            last_R = np.cumsum(batch.counts_R) - 1
+            hidden_XE = self._forward(batch, last_R if batch.draws is not None else last_R[:0])
             if batch.draws is None:
                 none_R0 = torch.zeros(len(batch.counts_R), 0)
-                return PendingPrompt((none_R0.long(), none_R0, none_R0.double(), none_R0.sum(1)))
-            last_R = to_device(np.cumsum(batch.counts_R) - 1, self.device)
-            return PendingPrompt(self._draw(batch.draws, self.model.logits(hidden_TE[last_R]), batch.starts_R + batch.counts_R))
+                result = PromptResult(none_R0.int(), none_R0, none_R0.double(), none_R0.sum(1))
+            else:
+                drawn = self._draw(batch.draws, self.model.logits(hidden_XE), batch.starts_R + batch.counts_R)
+                result = PromptResult(*(tensor.to("cpu", non_blocking=True) for tensor in drawn))
+            arrived = self.stages.event()
+            return Reading(result, arrived, {"prompt": (began, arrived)})
 
-    def _forward(self, batch: PromptBatch) -> Tensor:
-        """Hidden states [T, E]; their keys and values are stored."""
+    def _forward(self, batch: PromptBatch, asked_X: np.ndarray) -> Tensor:
+        """Hidden states [X, E] of the tokens that are asked about; keys and values of all are stored."""
         ends_R = batch.starts_R + batch.counts_R
         if ends_R.max() > self.width or len(batch.pages_X) != ends_R.sum():
             raise ValueError(f"{self.name}: {len(batch.pages_X)} pages for rows of {ends_R} positions; a row holds {self.width}")
@@ -91,12 +81,10 @@ class ModelWorker:
         table_RL[np.arange(table_RL.shape[1]) < ends_R[:, None]] = batch.pages_X
         nothing_shared = (np.arange(rows + 1), np.zeros(rows, dtype=np.int64))
         forward = ForwardBatch(table_RL, batch.starts_R, batch.counts_R, table_RL[row_T, position_T], position_T, *nothing_shared)
-        attend = self._attention.plan(self.pool, forward)
-        rope_T2D = self.rope.at(to_device(position_T, self.device))
-        return self.model(to_device(batch.tokens_T, self.device), rope_T2D, attend)
+        return self.run_prompt(self, to_device(batch.tokens_T, self.device), forward, to_device(asked_X, self.device))
 
     def _draw(self, draws: Draws, logits_RV: Tensor, position_R: np.ndarray) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Tokens [R, D], their log p [R, D], log-weights [R, D], log Z [R]."""
+        """What a `PromptResult` has, on the device."""
         numbers = (draws.seed_R, draws.round_R, draws.stream_RD, position_R.astype(np.int64))
         # On the host, where words are made from them: asking the device for them would wait for it.
         keys = DrawKeys(*map(torch.from_numpy, numbers), draws.purpose)
@@ -110,7 +98,7 @@ class ModelWorker:
             theirs = self._draw_distinct(draws, logits_RV, position_R, token_RD.shape[1])
             is_distinct_R1 = (kind_R == Kind.DISTINCT)[:, None]
             token_RD, logp_RD, logw_RD = (torch.where(is_distinct_R1, *pair) for pair in zip(theirs, (token_RD, logp_RD, logw_RD)))
-        return token_RD, logp_RD, logw_RD, log_z_R
+        return token_RD.int(), logp_RD, logw_RD, log_z_R
 
     def _draw_distinct(self, draws: Draws, logits_RV: Tensor, position_R: np.ndarray, most: int) -> tuple[Tensor, Tensor, Tensor]:
         """Draws without replacement: tokens [R, D], their log p [R, D] and log-weights [R, D]."""
@@ -122,7 +110,7 @@ class ModelWorker:
         rows = torch.arange(len(logits_RV), device=self.device)
         one_R, there_R = torch.ones_like(rows), rows >= 0
         kind_R, count_R = to_device(draws.kind_R, self.device), to_device(draws.count_R, self.device)
-        random = (seed_R.to(self.device), round_R.to(self.device), FIRST_STEP)
+        random = (to_device(draws.seed_R, self.device), to_device(draws.round_R, self.device), FIRST_STEP)
         bounds = ((rows, one_R), (rows * most, one_R * most))
         chosen = self.expand(offers, log_z_R.double(), there_R, *bounds, count_R, kind_R, random, len(rows) * most)
         token_X = offers.token_RC[chosen.parent_X, chosen.offer_X]

@@ -65,7 +65,7 @@ class Case:
         return table_RL
 
     def attend(self, layer: int = 1, backend: type[AttentionBackend] = TorchAttention) -> Tensor:
-        return backend().plan(self.pool, self.batch)(layer, self.q_THD, self.k_TJD, self.v_TJD)
+        return backend().plan(self.pool, self.batch).attend(layer, self.q_THD, self.k_TJD, self.v_TJD)
 
     def slow(self, layer: int = 1) -> Tensor:
         """One query and one head at a time, over the pages that the row's own table names. To be called after the new ones are stored."""

@@ -29,6 +29,16 @@ def test_exact_decoding_says_what_its_rounds_confirmed(smcserve, tmp_path):
     assert {row["decoding"] for row in rows} == {"exact"} and all(1 <= row["tokens"] <= 4 for row in rows)
 
 
+def test_prompts(smcserve, tmp_path):
+    path = tmp_path / "bench.json"
+    ran = smcserve("bench", "--prompts", "-c", 1, "-n", 2, "-k", 3, "-f", 2, "--context", 40, "--rounds", 3, "--json", path)
+    assert ran.code == 0 and "to the first token" in ran.out
+    rows = json.loads(path.read_text())
+    cases = [(mode, beside, cached) for beside in (0, 1) for mode in ("plain", "lookahead") for cached in (0, 32)]
+    assert [(row["mode"], row["beside"], row["cached"]) for row in rows] == cases
+    assert all(row["context"] == 40 and row["ttft"] > 0 and (row["round"] is None) == (row["beside"] == 0) for row in rows)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -46,6 +56,11 @@ def test_exact_decoding_says_what_its_rounds_confirmed(smcserve, tmp_path):
         (("-n", 4, "-n", 8), "allowed without --device cuda: one value"),
         (("--device", "cuda", "--mode", "fast"), "--mode 'fast'; allowed: plain"),
         (("--device", "cuda", "--context", 0), "--context 0; allowed: >= 1"),
+        (("--prompts", "--context", 0), "--context 0; allowed: >= 1"),
+        (("--prompts", "--context", 600), "--context 600; allowed: below 512"),
+        (("--prompts", "--mode", "plain"), "has no effect with --prompts on a CPU"),
+        (("--prompts", "--link", "grpc"), "--link grpc has no effect with --prompts on a CPU"),
+        (("--device", "cuda", "--prompts", "--trace", "/tmp/x.json"), "--trace /tmp/x.json has no effect with --prompts"),
         (("--device", "cuda", "--draft-tp", 2), "--draft-tp 2 has no effect without --link"),
         (("--device", "cuda", "--load", "random"), "--load random needs --target and --draft"),
     ],

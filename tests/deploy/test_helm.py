@@ -44,7 +44,14 @@ EVERYTHING = {
     "priorityClassName": "high",
     "image": {"digest": f"sha256:{'0' * 64}"},
     "service": {"annotations": {"c": "d"}, "type": "LoadBalancer"},
-    "engine": {"maxContext": 4194304, "pages": 1 << 22, "prefillChunk": 64, "prefixCache": False, "maxQueuePages": 100},
+    "engine": {
+        "maxContext": 4194304,
+        "pages": 1 << 22,
+        "prefillChunk": 64,
+        "prefillShare": 0.25,
+        "prefixCache": False,
+        "maxQueuePages": 100,
+    },
     "gateway": {"extraArgs": ["--write-timeout=60"], "terminationGracePeriod": 300, "preStopDelay": 0, "drainTimeout": 0.5},
 }
 ON_NODES = {"draft": PLACE, "target": PLACE, "ray": {"head": PLACE, "upgradeStrategy": "Recreate", "auth": {"secret": "ray-token"}}}

@@ -1,11 +1,15 @@
 """Time one layer's attention and store on a GPU at real sizes, beside the bytes that must be read and beside flashinfer.
 
-`python -m tests.gpu.bench_attention [--rows 8,32,64] [--contexts 256,...] [--shapes draft,target] [--only SETTING] [--no-flashinfer]`
+`python -m tests.gpu.bench_attention [--rows 8,32,64] [--contexts 256,...] [--groups 1,...] [--shapes draft,target] [--only SETTING]
+    [--sweep] [--no-flashinfer]`
+
+With several groups, rows are dealt out among them and each has a prefix of its own: as many groups as rows is plain decoding. `--sweep`
+tries the prefix kernel's tile of positions, depth, warps and pieces in every combination in place of the settings, best first.
 
 Every figure is the median over replays of a CUDA graph of many calls, each on the keys and values of another layer, so that the
 L2 cache does not hold them. Each setting is first checked against float64. The last line is JSON.
 
-Axes: M rows of the one group, Q queries of a row, T = M * Q tokens, H query heads, J key/value heads, D head dimension.
+Axes: M rows, Q queries of a row, T = M * Q tokens, G groups, H query heads, J key/value heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import os
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -27,7 +32,7 @@ from smc.kernels.store import store_kv
 
 HEADS, OWN, BANDWIDTH = (32, 8), 24, 4.26e12  # OWN: positions of a row before its new tokens; bytes/s as measured on an H200.
 SHAPES = {"draft": (64, 1), "target": (128, 8)}  # (D, Q)
-LONGEST, COLD_BYTES, MOST_CALLS = 16384, 256 << 20, 400
+LONGEST, COLD_BYTES, MOST_BYTES, MOST_CALLS = 16384, 256 << 20, 8 << 30, 400
 SETTINGS = {
     "default": {},
     "overlap": {"overlap": True},
@@ -46,6 +51,13 @@ SETTINGS = {
     "short warps 4": {"short": True, "direct_warps": 4},
     "short y32": {"short": True, "block_y": 32},
 }
+SWEEP = {
+    f"p{block_p} s{stages} w{warps} {pieces} x{block_x}": {
+        "block_p": block_p, "stages": stages, "warps": warps, "pieces": pieces, "block_x": block_x, "min_tiles": 1,
+    }
+    for block_p, stages, warps, pieces, block_x in product((32, 64, 128), (2, 3, 4, 6), (4, 8), (8, 16, 33, 49, 66), (64, 128))
+}  # fmt: skip
+"""More pieces than multiprocessors for each key/value head (16) put several programs on one, which wait for memory in turn."""
 
 
 def full(count: int, value: int) -> Tensor:
@@ -66,17 +78,23 @@ class Inputs:
     context: int
 
     @staticmethod
-    def random(rows: int, dim: int, queries: int, context: int) -> Inputs:
+    def random(rows: int, dim: int, queries: int, context: int, groups: int = 1) -> Inputs:
         (h, j), own = HEADS, OWN + queries
-        pages = context + rows * own
-        calls = min(MOST_CALLS, max(20, -(-COLD_BYTES // (pages * j * dim * 4))))
+        pages = groups * context + rows * own
+        layer_bytes = pages * j * dim * 4
+        calls = min(MOST_CALLS, max(1, min(20, MOST_BYTES // layer_bytes), -(-COLD_BYTES // layer_bytes)))
         shape = (calls, pages + 1, j, dim)
         keys, values = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in "kv")
         keys[:, 0] = values[:, 0] = 0
         order = 1 + torch.randperm(pages, device="cuda", dtype=torch.int32)
         qkv = torch.randn(rows * queries, (h + 2 * j) * dim, dtype=torch.bfloat16, device="cuda")
         q_THD = qkv[:, : h * dim].unflatten(1, (h, dim))
-        return Inputs(rows, queries, keys, values, qkv, q_THD, order[None, :context], order[context:].view(rows, own), context)
+        prefixes, others = order[: groups * context].view(groups, context), order[groups * context :].view(rows, own)
+        return Inputs(rows, queries, keys, values, qkv, q_THD, prefixes, others, context)
+
+    @property
+    def prefix_RL(self) -> Tensor:
+        return self.prefix_GL.repeat_interleave(self.rows // len(self.prefix_GL), 0)
 
     @property
     def calls(self) -> int:
@@ -88,14 +106,18 @@ class Inputs:
 
     def tables(self, tails: bool = False) -> Tables:
         """Every row has a slot; with `tails` its new tokens' pages are its own."""
-        table_SL = torch.cat((self.prefix_GL.expand(self.rows, -1), self.own_RW), 1)
+        table_SL = torch.cat((self.prefix_RL, self.own_RW), 1)
         slot_R = torch.arange(self.rows, dtype=torch.int32, device="cuda")
         if not tails:
             return Tables(table_SL, slot_R)
         return Tables(table_SL, slot_R, self.own_RW[:, OWN:].contiguous(), full(self.rows, self.context + OWN))
 
     def groups(self) -> Groups:
-        return Groups(full(self.rows, 0), full(1, 0), full(1, self.rows), full(1, self.context))
+        count = len(self.prefix_GL)
+        size = self.rows // count
+        first_G = torch.arange(0, self.rows, size, dtype=torch.int32, device="cuda")
+        group_R = torch.arange(count, dtype=torch.int32, device="cuda").repeat_interleave(size)
+        return Groups(group_R, first_G, full(count, size), full(count, self.context))
 
     def bounds(self) -> tuple[Tensor, Tensor]:
         """Start and count of every row."""
@@ -106,7 +128,7 @@ class Inputs:
         (h, j), q = HEADS, self.queries
         out_THD = torch.empty(self.q_THD.shape, dtype=torch.float64, device="cuda")
         for r in range(self.rows):
-            pages = torch.cat((self.prefix_GL[0], self.own_RW[r]))
+            pages = torch.cat((self.prefix_RL[r], self.own_RW[r]))
             k, v = self.keys[0, pages].double(), self.values[0, pages].double()
             q_QJND = self.q_THD[r * q : (r + 1) * q].double().unflatten(1, (j, h // j))
             scores = torch.einsum("qjnd,xjd->qjnx", q_QJND, k) * k.shape[-1] ** -0.5
@@ -121,7 +143,7 @@ Call = Callable[[int], Tensor]
 
 
 def attention_of(inputs: Inputs, setting: dict) -> SharedPrefixAttention:
-    shape = (1, inputs.rows, inputs.queries)
+    shape = (len(inputs.prefix_GL), inputs.rows, inputs.queries)
     return SharedPrefixAttention(*shape, HEADS, inputs.q_THD.shape[-1], torch.bfloat16, "cuda", LONGEST, **setting)
 
 
@@ -142,14 +164,14 @@ def prepare(inputs: Inputs) -> Call:
 def cascade(inputs: Inputs) -> Call:
     import flashinfer
 
-    m, q, (h, j), dim = inputs.rows, inputs.queries, HEADS, inputs.q_THD.shape[-1]
+    m, q, (h, j), dim, count = inputs.rows, inputs.queries, HEADS, inputs.q_THD.shape[-1], len(inputs.prefix_GL)
     ints = lambda *values: torch.tensor(values, dtype=torch.int32, device="cuda")  # noqa: E731
     wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), "NHD")
     wrapper.plan(
-        [ints(0, m * q), ints(*range(0, m * q + 1, q))],
-        [ints(0, inputs.context), ints(*range(0, m * (OWN + q) + 1, OWN + q))],
-        [inputs.prefix_GL[0].contiguous(), inputs.own_RW.flatten()],
-        [ints(1), ints(*[1] * m)],
+        [ints(*range(0, m * q + 1, m * q // count)), ints(*range(0, m * q + 1, q))],
+        [ints(*range(0, count * inputs.context + 1, inputs.context)), ints(*range(0, m * (OWN + q) + 1, OWN + q))],
+        [inputs.prefix_GL.flatten(), inputs.own_RW.flatten()],
+        [ints(*[1] * count), ints(*[1] * m)],
         *(h, j, dim, 1),
         causal=True,
         q_data_type=torch.bfloat16,
@@ -171,7 +193,7 @@ def decode(inputs: Inputs) -> Call:
     )
     wrapper.plan(
         torch.arange(0, m * length + 1, length, dtype=torch.int32, device="cuda"),
-        torch.cat((inputs.prefix_GL.expand(m, -1), inputs.own_RW), 1).flatten(),
+        torch.cat((inputs.prefix_RL, inputs.own_RW), 1).flatten(),
         torch.ones(m, dtype=torch.int32, device="cuda"),
         *(h, j, dim, 1),
         q_data_type=torch.bfloat16,
@@ -240,34 +262,45 @@ def measure(name: str, inputs: Inputs, build: Callable[[], Call], reference_THD:
     return {"name": name, "us": round(us, 2), "error": error, "wrong": wrong}
 
 
+def measure_case(shape: str, rows: int, context: int, groups: int, settings: dict[str, dict], options: argparse.Namespace) -> list[dict]:
+    """All lines of one size."""
+    dim, queries = SHAPES[shape]
+    inputs = Inputs.random(rows, dim, queries, context, groups)
+    print(f"{shape} D {dim} Q {queries} rows {rows} groups {groups} context {context}: floor {inputs.floor_us:.2f} us", flush=True)
+    reference_THD = inputs.reference()
+    builds = {name: (lambda setting=setting: kernels(inputs, setting)) for name, setting in settings.items()}
+    if not options.no_flashinfer:
+        builds |= {"flashinfer cascade": lambda: cascade(inputs), "flashinfer decode": lambda: decode(inputs)}
+    lines = [measure(name, inputs, build, reference_THD) for name, build in builds.items()]
+    if options.sweep:
+        best = sorted((line for line in lines if "us" in line and not line["wrong"]), key=lambda line: line["us"])
+        print("  best:", ", ".join(f"{line['name']} {line['us']}" for line in best[:8]), flush=True)
+    else:
+        lines.append(measure("prepare", inputs, lambda: prepare(inputs), None))
+        lines.append(measure("store", inputs, lambda: store(inputs), None))
+        lines.append(measure("step, with store", inputs, lambda: step(inputs), None))
+    case = {"shape": shape, "rows": rows, "context": context, "groups": groups, "floor_us": round(inputs.floor_us, 2)}
+    return [case | line for line in lines]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="8,32,64")
     parser.add_argument("--contexts", default="256,1024,4096,16384")
+    parser.add_argument("--groups", default="1", help="a case is left out where they do not divide the rows")
     parser.add_argument("--shapes", default="draft,target")
+    parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--only", default="", help="settings, comma-separated; default all")
     parser.add_argument("--no-flashinfer", action="store_true")
     options = parser.parse_args()
     os.environ.setdefault("FLASHINFER_DISABLE_JIT", "1")  # Before the first import of flashinfer; else it may compile for minutes.
     torch.manual_seed(0)
-    settings = {name: SETTINGS[name] for name in options.only.split(",")} if options.only else SETTINGS
+    settings = SWEEP if options.sweep else {name: SETTINGS[name] for name in options.only.split(",")} if options.only else SETTINGS
     results = []
-    for shape in options.shapes.split(","):
-        dim, queries = SHAPES[shape]
-        for rows in map(int, options.rows.split(",")):
-            for context in map(int, options.contexts.split(",")):
-                inputs = Inputs.random(rows, dim, queries, context)
-                print(f"{shape} D {dim} Q {queries} rows {rows} context {context}: floor {inputs.floor_us:.2f} us", flush=True)
-                reference_THD = inputs.reference()
-                builds = {name: (lambda setting=setting: kernels(inputs, setting)) for name, setting in settings.items()}  # noqa: B023
-                if not options.no_flashinfer:
-                    builds |= {"flashinfer cascade": lambda: cascade(inputs), "flashinfer decode": lambda: decode(inputs)}  # noqa: B023
-                lines = [measure(name, inputs, build, reference_THD) for name, build in builds.items()]
-                lines.append(measure("prepare", inputs, lambda: prepare(inputs), None))  # noqa: B023
-                lines.append(measure("store", inputs, lambda: store(inputs), None))  # noqa: B023
-                lines.append(measure("step, with store", inputs, lambda: step(inputs), None))  # noqa: B023
-                case = {"shape": shape, "rows": rows, "context": context, "floor_us": round(inputs.floor_us, 2)}
-                results += [case | line for line in lines]
+    sizes = ([int(value) for value in values.split(",")] for values in (options.rows, options.contexts, options.groups))
+    for shape, (rows, context, groups) in product(options.shapes.split(","), product(*sizes)):
+        if rows % groups == 0:
+            results += measure_case(shape, rows, context, groups, settings, options)
     print(json.dumps(results))
 
 

@@ -6,12 +6,12 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from smc.kv.pages import PageLedger
-from smc.kv.prefix_cache import PrefixCache
+from smc.kv.prefix_cache import PrefixCache, common_blocks
 
 CAPACITY, BLOCK = 60, 2
 
@@ -274,3 +274,14 @@ def test_what_is_forgotten_is_not_found():
     cache.clear()
     cache.ledger.check()
     assert cache.ledger.num_free == 100
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    one=st.lists(st.integers(0, 1), max_size=9), other=st.lists(st.integers(0, 1), max_size=9), salts=st.sampled_from([("", ""), ("", "x")])
+)
+def test_common_blocks_are_counted_by_their_keys(one, other, salts):
+    cache = PrefixCache(PageLedger(10), 1)
+    expected = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+    found = common_blocks(*(cache.keys(tokens, salt) for tokens, salt in zip((one, other), salts)))
+    assert found == (expected if salts[0] == salts[1] else 0)

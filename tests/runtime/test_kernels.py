@@ -17,6 +17,7 @@ from smc.kernels.walk import walk
 from smc.runtime.config import EngineConfig
 from smc.runtime.kernel_choice import conclude, weigh
 from smc.runtime.kernel_follow import advance, follow
+from smc.runtime.kernel_prompts import run_prompt
 from smc.runtime.kernels import KernelForward, KernelSampling, adopt
 from smc.runtime.sides import Parts
 from smc.runtime.worker import ModelWorker
@@ -50,6 +51,7 @@ KERNELS = Parts(
     conclude=conclude,
     follow=follow,
     advance=advance,
+    run_prompt=run_prompt,
     grow=grow,
     reroot=reroot,
 )

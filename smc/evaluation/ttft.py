@@ -1,0 +1,246 @@
+"""Time to the first token, by the length of a prompt: alone and beside requests that are decoded, computed and found in the prefix cache.
+
+Knows an engine and what its workers say of the prompts that they run; nothing about processes or terminals.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from smc.engine.engine import Engine
+from smc.engine.local import ModelPair, local_engine
+from smc.engine.memory import pool_for
+from smc.engine.methods import decoding_of
+from smc.engine.request import Answer, Method, Output, Request, SamplingParams
+from smc.evaluation.speed import WARM_UP, ClosedLoop, Load, Mode
+from smc.models.config import ModelConfig
+from smc.models.presets import NoText
+from smc.models.tokenizer import Tokenizer
+from smc.runtime.config import GPU_PREFILL, EngineConfig
+from smc.runtime.messages import SIDES, Pending, PromptResult
+
+PEAK = 7.9e14
+"""Operations a second that an H200 reaches in products of bfloat16."""
+BESIDE_TOKENS = 256
+"""Of the prompts of requests that are decoded meanwhile, at most."""
+BESIDE_ROUNDS = 256
+"""That such a request takes part in, about; then another takes its place."""
+REPEATS = 3
+
+Asked = dict[str, list[Pending[PromptResult]]]
+"""Prompts, by side."""
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """Medians over prompts; milliseconds unless said otherwise. Shares are those of the time that a model's GPUs were at the prompt."""
+
+    mode: str
+    gpus: int
+    context: int
+    """Prompt tokens."""
+    cached: int
+    """Of these, found in the prefix cache."""
+    beside: int
+    """Requests that are decoded meanwhile."""
+    ttft: float
+    """From submission to the first token."""
+    draft: float
+    """The draft at the prompt."""
+    target: float
+    draft_peak: float
+    """Share of the arithmetic peak."""
+    target_peak: float
+    chunks: int
+    """Passes of the target."""
+    round: float | None
+    """A round without a prompt, the mean; None where nobody is decoded."""
+    round_beside: float | None
+    """A round while the prompt runs, the mean."""
+    longest: float | None
+    """The longest of these."""
+
+    @property
+    def stretch(self) -> float | None:
+        """How many times as long rounds are while the prompt runs."""
+        return None if self.round is None else self.round_beside / self.round
+
+
+class PromptMachine(Protocol):
+    """Where prompts are run; more of it is `smc.evaluation.speed.Machine`."""
+
+    tokenizer: Tokenizer | NoText
+
+    def engine(self, mode: Mode, config: EngineConfig) -> AbstractContextManager[Engine]: ...
+
+    def shape(self, mode: Mode, side: str) -> ModelConfig:
+        """Of the whole model."""
+        ...
+
+
+class PairMachine:
+    """A pair in this process, where its models are: for a CPU."""
+
+    def __init__(self, pair: ModelPair) -> None:
+        self._pair, self.tokenizer = pair, pair.tokenizer
+
+    @contextmanager
+    def engine(self, mode: Mode, config: EngineConfig) -> Iterator[Engine]:
+        yield local_engine(self._pair, config)
+
+    def shape(self, mode: Mode, side: str) -> ModelConfig:
+        return getattr(self._pair, side).config
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One prompt, from submission to its first token."""
+
+    ttft: float
+    """Seconds, as all here."""
+    steps: list[float]
+    """Of the host's loop meanwhile, each with a round."""
+    took: dict[str, float]
+    """By side: a model at the prompt."""
+    chunks: int
+    answer: Answer
+
+
+class FirstTokens:
+    """Measures on a machine, for requests of one law; `on_prompt` is told whenever a prompt has been run."""
+
+    def __init__(
+        self, machine: PromptMachine, quiet: int, on_prompt: Callable[[], None] = lambda: None, law: Mapping[str, float] | None = None
+    ) -> None:
+        """`quiet`: rounds before each prompt, which those beside it are compared with; `law`: settings of `SamplingParams` for whoever is
+        decoded meanwhile, by name."""
+        self._machine, self._quiet, self._on_prompt, self._law = machine, quiet, on_prompt, law or {}
+
+    def run(self, mode: Mode, context: int, beside: int) -> list[FirstToken]:
+        """Of prompts that are new, and of the same again. Raises ValueError for a context that the models were not made for."""
+        rows = {} if mode.method.plain else {"particles": mode.particles, "population": mode.population}
+        params = SamplingParams(method=mode.method, **rows, **self._law)
+        longest = min(self._machine.shape(mode, side).max_context for side in SIDES)
+        if context >= longest:
+            raise ValueError(f"--context {context}; allowed: below {longest}, what both models were made for")
+        load = Load(beside, self._prompts(beside, min(longest // 2, BESIDE_TOKENS), 1), None)
+        asked = load.asked(params, min(longest // 2, mode.config.block * BESIDE_ROUNDS))
+        prompts = self._prompts(REPEATS + 1, context, 2)
+        runs: dict[str, list[_Run]] = {"new": [], "again": []}
+        quiet: list[float] = []
+        with self._machine.engine(mode, _fitted(mode, asked, context)) as engine, _listening(engine) as pending:
+            loop = ClosedLoop(engine, asked, beside)
+            while engine.num_running < beside:
+                loop.step()
+            for _ in range(WARM_UP):
+                loop.step()
+            for i, prompt in enumerate(prompts):
+                quiet += [_timed_step(loop)[0] for _ in range(self._quiet)] if beside else []
+                for name, found in runs.items():
+                    run = _first_token(mode, loop, pending, f"{name} {i}", tuple(prompt))
+                    # The first compiles, and finds out what is fastest.
+                    found += [run] if i else []
+                    self._on_prompt()
+            loop.stop()
+        return [self._row(mode, context, beside, quiet, found) for found in runs.values()]
+
+    def _prompts(self, count: int, tokens: int, seed: int) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(seed)
+        low = min(10, self._machine.tokenizer.size // 2)
+        return torch.randint(low, self._machine.tokenizer.size, (count, tokens), generator=generator).tolist()
+
+    def _row(self, mode: Mode, context: int, beside: int, quiet: list[float], runs: list[_Run]) -> FirstToken:
+        median = lambda values: 1e3 * statistics.median(values)  # noqa: E731
+        cached = runs[0].answer.cached_tokens
+        took = {side: statistics.median(run.took[side] for run in runs) for side in SIDES}
+        steps = [step for run in runs for step in run.steps]
+        return FirstToken(
+            mode=mode.name,
+            gpus=mode.gpus,
+            context=context,
+            cached=cached,
+            beside=beside,
+            ttft=median(run.ttft for run in runs),
+            draft=1e3 * took["draft"],
+            target=1e3 * took["target"],
+            draft_peak=self._peak(mode, "draft", context, cached, took["draft"]),
+            target_peak=self._peak(mode, "target", context, cached, took["target"]),
+            chunks=statistics.median_low(run.chunks for run in runs),
+            round=1e3 * statistics.mean(quiet) if beside else None,
+            round_beside=1e3 * statistics.mean(steps) if beside else None,
+            longest=1e3 * max(steps) if beside else None,
+        )
+
+    def _peak(self, mode: Mode, side: str, context: int, cached: int, seconds: float) -> float:
+        gpus = max(1, mode.degrees[SIDES.index(side)])
+        return operations(self._machine.shape(mode, side), context - cached, cached) / (seconds * gpus * PEAK) if seconds else 0.0
+
+
+def operations(config: ModelConfig, tokens: int, past: int) -> float:
+    """Multiplications and additions that so many tokens behind a past take, the head for the last one alone."""
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    layer = config.hidden_size * (2 * queries + 2 * keys + 3 * config.intermediate_size)
+    seen = tokens * past + tokens * (tokens + 1) / 2
+    return 2.0 * config.vocab_size * config.hidden_size + config.num_layers * (2.0 * layer * tokens + 4.0 * queries * seen)
+
+
+@contextmanager
+def _listening(engine: Engine) -> Iterator[Asked]:
+    """Whatever prompts the engine's workers are asked to run, by side."""
+    asked: Asked = {side: [] for side in SIDES}
+    for side, worker in engine.workers.items():
+
+        def listen(batch, ask=worker.run_prompts, to=asked[side]):
+            to.append(ask(batch))
+            return to[-1]
+
+        worker.run_prompts = listen
+    yield asked
+    for worker in engine.workers.values():
+        del worker.run_prompts
+
+
+def _first_token(mode: Mode, loop: ClosedLoop, pending: Asked, name: str, prompt: tuple[int, ...]) -> _Run:
+    for asked in pending.values():
+        asked.clear()
+    begin, steps, answer = time.monotonic(), [], None
+    loop.engine.submit(Request(name, prompt, _asking(mode)))
+    while answer is None:
+        took, outputs = _timed_step(loop)
+        steps.append(took)
+        answer = next((output.answer for output in outputs if output.request_id == name), None)
+    ttft, spans = time.monotonic() - begin, {}
+    for side, asked in pending.items():
+        for one in asked:
+            one.result()
+        spans[side] = [one.spans()["prompt"] for one in asked]
+    took = {side: sum(1e-9 * (end - begin) for begin, end in of_side) for side, of_side in spans.items()}
+    return _Run(ttft, steps, took, len(spans["target"]), answer)
+
+
+def _timed_step(loop: ClosedLoop) -> tuple[float, list[Output]]:
+    begin = time.monotonic()
+    outputs = loop.step()
+    return time.monotonic() - begin, outputs
+
+
+def _asking(mode: Mode) -> SamplingParams:
+    """For a first token by every model of a mode; how the rest would be decoded makes no difference to it."""
+    rows = {"method": Method.TARGET} if mode.method.plain else {"method": Method.EXACT, "particles": 1}
+    return SamplingParams(**rows, max_tokens=1, ignore_eos=True, seed=1)
+
+
+def _fitted(mode: Mode, asked: list[Request], context: int) -> EngineConfig:
+    """With room for those that are decoded and for two prompts, of which one may be cached; what was cached before makes room."""
+    params = [(request.params, len(request.prompt)) for request in asked] + [(_asking(mode), context)] * 2
+    needs = [decoding_of(one).most_pages(mode.config, one, prompt) for one, prompt in params]
+    pages = pool_for(sum(max(need.get(side, 0) for side in SIDES) for need in needs))
+    sizes = {"max_slots": sum(one.rows for one, _ in params), "max_context": max(prompt + one.max_tokens for one, prompt in params)}
+    return replace(mode.config, **sizes, pages=pages, **GPU_PREFILL)

@@ -1,0 +1,35 @@
+"""A prompt's pass through a model: the reference, as the decoder has it; `smc.runtime.kernel_prompts` has what GPUs use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from smc.arrays import to_device
+from smc.attention.base import AttentionBackend, ForwardBatch
+from smc.kv.pool import KVPool
+from smc.models.decoder import Decoder, RopeTable
+
+
+class Reader(Protocol):
+    """What a pass runs through: a `ModelWorker`, or as much of one."""
+
+    model: Decoder
+    pool: KVPool
+    rope: RopeTable
+    attention: AttentionBackend
+    device: torch.device
+
+
+PromptPass = Callable[[Reader, Tensor, ForwardBatch, Tensor], Tensor]
+"""(what it runs through, tokens [T], rows, index [X] of the tokens that are asked about) -> their hidden states [X, E]. Keys and values
+of all tokens are stored."""
+
+
+def run_prompt(reader: Reader, tokens_T: Tensor, batch: ForwardBatch, asked_X: Tensor) -> Tensor:
+    attend = reader.attention.plan(reader.pool, batch).attend
+    rope_T2D = reader.rope.at(to_device(batch.positions_T, reader.device))
+    return reader.model(tokens_T, rope_T2D, attend)[asked_X]
