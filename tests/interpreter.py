@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
+import torch
+
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from triton import language as tl
 from triton.runtime import interpreter
 
 _patch_lang_tensor, _create_dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+_convert_float = interpreter._convert_float
 
 
 def _patch_index(tensor, scope) -> None:
@@ -24,4 +28,12 @@ def _dot(self, a, b, *rest):
     return _create_dot(self, a, b, *rest)
 
 
+def _convert(data, from_type, to_type, rounding):
+    """When it rounds to FP8, it loses what is carried beyond the mantissa."""
+    if to_type != tl.float8e4nv:
+        return _convert_float(data, from_type, to_type, rounding)
+    return torch.from_numpy(data.astype(np.float32)).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+
 interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot = _patch_index, _dot
+interpreter._convert_float = _convert
