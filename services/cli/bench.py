@@ -39,6 +39,8 @@ def bench(
     target: options.Target = None,
     draft: options.Draft = None,
     device: options.Device = "cpu",
+    target_dtype: options.TargetDtype = None,
+    draft_dtype: options.DraftDtype = None,
     load: Annotated[
         str | None,
         options.option(
@@ -85,6 +87,7 @@ def bench(
     decoding = _decoding(method, population)
     law = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     on_gpu = {"load": load, "mode": mode, "context": context, "trace": trace, **law}
+    types = {"target_dtype": target_dtype, "draft_dtype": draft_dtype}
     gang_only = {"draft_tp": draft_tp, "target_tp": target_tp, "threads": threads}
     if device == "cuda":
         _check(concurrency, rounds, json, {} if link else gang_only, trace)
@@ -94,7 +97,7 @@ def bench(
         plan = SpeedPlan(
             degrees, modes, particles, block, branches, context or (256,), concurrency, rounds, law, not no_prefix_cache, decoding
         )
-        given = {"load": load, "target": target, "draft": draft, "device": device, "threads": threads}
+        given = {"load": load, "target": target, "draft": draft, "device": device, "threads": threads, **types}
         rows = _measure_speed(plan, gang.gang_config(given), link, trace)
         out.print(speed_table(rows), SPEED_LEGEND.format(rounds=rounds), sep="\n")
         _write(json, rows)
@@ -106,11 +109,11 @@ def bench(
     _check(concurrency, rounds, json, {"draft_tp": draft_tp, "target_tp": target_tp} if not link else {})
     configs = [replace(config, prefix_cache=not no_prefix_cache) for config in _configs(block, branches)]
     if link:
-        given = {"target": target, "draft": draft, "draft_tp": draft_tp, "target_tp": target_tp, "threads": threads}
+        given = {"target": target, "draft": draft, "draft_tp": draft_tp, "target_tp": target_tp, "threads": threads, **types}
         rows = _measure_gangs([replace(gang.gang_config(given), link=name) for name in link], configs, concurrency, sampling, rounds)
         out.print(gang_table(rows), GANG_LEGEND.format(particles=particles[0]), sep="\n")
     else:
-        rows = _measure_local((target, draft), configs, concurrency, sampling, rounds, threads)
+        rows = _measure_local((target, draft), configs, concurrency, sampling, rounds, threads, types)
         out.print(round_table(rows), LOCAL_LEGEND.format(particles=particles[0], rounds=rounds), sep="\n")
     _write(json, rows)
 
@@ -188,13 +191,14 @@ def _measure_local(
     sampling: dict[str, object],
     rounds: int,
     threads: int | None,
+    types: dict[str, str | None],
 ) -> list[RoundTime]:
     from services.cli.pair import load_pair, pair_places, use_threads
     from smc.evaluation.round_time import measure
 
     found = pair_places(*places)
     use_threads(threads, found)
-    pair = load_pair(found, "cpu", None)
+    pair = load_pair(found, "cpu", None, **types)
     rows = []
     with progress_bar() as progress:
         task = progress.add_task("rounds", total=len(configs) * len(concurrency))
@@ -224,9 +228,9 @@ def _measure_speed(plan: SpeedPlan, config: GangConfig, link: list[str] | None, 
 
     gpus = count_gpus()
     if not link:
-        return measure_speed(plan, local_machine(config.sources), gpus, trace)
+        return measure_speed(plan, local_machine(config), gpus, trace)
     if len(link) > 1:
         raise ValueError(f"--link {' '.join(link)}; allowed with --device cuda: one")
     draft, target = plan.degrees
     with closing(GangMachine(replace(config, link=link[0], draft_tp=draft, target_tp=target), gpus)) as apart:
-        return measure_speed(plan, Machines(local_machine(config.sources), apart), gpus, trace)
+        return measure_speed(plan, Machines(local_machine(config), apart), gpus, trace)

@@ -19,6 +19,8 @@ def evaluate(
     ctx: typer.Context,
     device: options.Device = "cpu",
     dtype: options.Dtype = None,
+    target_dtype: options.TargetDtype = None,
+    draft_dtype: options.DraftDtype = None,
     problems: Annotated[int, options.option(options.MEASURE, "Held-out problems a setting answers.", metavar="COUNT")] = 1000,
     seed: Annotated[int, options.option(options.MEASURE, "Of the problems and of the answers.", metavar="SEED")] = 0,
     speed_problems: Annotated[
@@ -48,7 +50,7 @@ def evaluate(
     settings = _settings(grid_of(particles, block, branches, temperature), only)
     if ess_threshold is not None and not any(setting.population == "independent" for setting in settings):
         raise ValueError(f"--ess-threshold {ess_threshold:g} has no effect without settings of independent particles; leave it out")
-    pair, record = prepare(plan, settings, device, dtype, json, resume)
+    pair, record = prepare(plan, settings, device, (dtype, target_dtype, draft_dtype), json, resume)
     measure_all(pair, plan, settings, record)
     report(plan, settings, record, markdown, picture)
 

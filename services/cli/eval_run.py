@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.text import Text
 
 from services.cli.eval_record import Record, machine
-from services.cli.pair import DEMO, default_dtype, load_pair, use_threads
+from services.cli.pair import DEMO, dtypes_of, load_pair, use_threads
 from services.cli.tables import LEGEND, interval, quality_markdown, quality_table
 from services.cli.terminal import err, out, print_warning
 from smc.demo.problems import Problem, generate
@@ -18,6 +18,7 @@ from smc.engine.local import ModelPair
 from smc.engine.request import SamplingParams
 from smc.evaluation.picture import draw
 from smc.evaluation.quality import Row, Setting, Terms, measure, measure_speed, problem_requests
+from smc.models.source import name_dtypes
 
 
 @dataclass(frozen=True)
@@ -48,15 +49,16 @@ class Plan:
 
 
 def prepare(
-    plan: Plan, settings: Sequence[Setting], device: str, dtype: str | None, path: Path | None, resume: bool
+    plan: Plan, settings: Sequence[Setting], device: str, dtypes: tuple[str | None, str | None, str | None], path: Path | None, resume: bool
 ) -> tuple[ModelPair, Record]:
-    """Load the pair, open the record, and find out now whether any setting would be refused later."""
+    """Load the pair, open the record, and find out now whether any setting would be refused later. `dtypes`: of both, of the target alone,
+    of the draft alone."""
     use_threads(plan.threads, DEMO)
-    pair = load_pair(DEMO, device, dtype)
+    pair = load_pair(DEMO, device, *dtypes)
     for setting in settings:
         problem_requests(pair, setting, plan.make_problems(1), plan.terms)
         _ = setting.engine
-    conditions = asdict(plan) | machine(device) | {"dtype": dtype or default_dtype(device)}
+    conditions = asdict(plan) | machine(device) | {"dtype": name_dtypes(dtypes_of(device, *dtypes))}
     record = Record.open(path, conditions, resume)
     record.write()
     return pair, record

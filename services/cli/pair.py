@@ -8,10 +8,11 @@ import torch
 
 from smc import demo
 from smc.engine.local import ModelPair
+from smc.models.linear import DTYPES
+from smc.models.source import pair_dtypes
 
 DEVICES = ("cpu", "cuda")
 DEMO = (demo.TARGET, demo.DRAFT)
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 def pair_places(target: Path | None, draft: Path | None) -> tuple[Path, Path]:
@@ -22,16 +23,19 @@ def pair_places(target: Path | None, draft: Path | None) -> tuple[Path, Path]:
     return (target, draft) if target and draft else DEMO
 
 
-def load_pair(places: tuple[Path, Path], device: str, dtype: str | None) -> ModelPair:
+def load_pair(
+    places: tuple[Path, Path], device: str, dtype: str | None, target_dtype: str | None = None, draft_dtype: str | None = None
+) -> ModelPair:
     """Raises ValueError for a device that is not there, and for whatever stands in the way of the pair."""
-    dtype = dtype or default_dtype(device)
     if device not in DEVICES:
         raise ValueError(f"--device {device}; allowed: {', '.join(DEVICES)}")
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype {dtype}; allowed: {', '.join(DTYPES)}")
+    for option, value in (("dtype", dtype), ("target-dtype", target_dtype), ("draft-dtype", draft_dtype)):
+        if value not in (None, *DTYPES):
+            raise ValueError(f"--{option} {value}; allowed: {', '.join(DTYPES)}")
+    dtypes = dtypes_of(device, dtype, target_dtype, draft_dtype)
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: this machine has no CUDA device, or this torch was built without CUDA")
-    return ModelPair.load(*places, dtype=getattr(torch, dtype), device=device)
+    return ModelPair.load(*places, dtype=DTYPES[dtypes["target"]], draft_dtype=DTYPES[dtypes["draft"]], device=device)
 
 
 def use_threads(count: int | None, places: tuple[Path, Path]) -> None:
@@ -42,5 +46,6 @@ def use_threads(count: int | None, places: tuple[Path, Path]) -> None:
         torch.set_num_threads(count or 1)
 
 
-def default_dtype(device: str) -> str:
-    return "float32" if device == "cpu" else "bfloat16"
+def dtypes_of(device: str, dtype: str | None, target_dtype: str | None, draft_dtype: str | None) -> dict[str, str]:
+    """Of either side's model."""
+    return pair_dtypes(dtype or ("float32" if device == "cpu" else "bfloat16"), target_dtype, draft_dtype)

@@ -15,10 +15,10 @@ from rich.table import Table
 from services.cli.terminal import err, progress_bar
 
 if TYPE_CHECKING:
+    from services.launch.config import GangConfig
     from smc.engine.engine import Engine
     from smc.evaluation.speed import LocalMachine, Machine, Mode, Speed
     from smc.models.decoder import Decoder
-    from smc.models.source import SourcePair
     from smc.runtime.config import EngineConfig
 
 MODES = ("plain", "lockstep", "lockstep-apart", "lookahead")
@@ -150,17 +150,16 @@ def count_gpus() -> int:
     return gpus
 
 
-def local_machine(sources: SourcePair) -> LocalMachine:
+def local_machine(config: GangConfig) -> LocalMachine:
     """Both models in this process, each loaded once on every GPU that it runs on."""
-    import torch
-
     from smc.evaluation.speed import LocalMachine
+    from smc.models.linear import DTYPES
 
-    loaded = {}
+    loaded, sources = {}, config.sources
 
     def model(side: str, device: str) -> Decoder:
         if (side, device) not in loaded:
-            loaded[side, device] = sources.of_side(side).load(dtype=torch.bfloat16, device=device)
+            loaded[side, device] = sources.of_side(side).load(dtype=DTYPES[config.dtypes[side]], device=device)
         return loaded[side, device]
 
     return LocalMachine(model, sources.target.tokenizer().size)

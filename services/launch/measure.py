@@ -16,9 +16,10 @@ from services.launch.processes import Processes
 from smc.engine.engine import Engine
 from smc.engine.request import SamplingParams
 from smc.evaluation.round_time import WARM_UP, decoding_name, steady_requests
-from smc.evaluation.speed import Mode, unread
+from smc.evaluation.speed import Mode, read_bytes
+from smc.models.decoder import empty_decoder
+from smc.models.linear import DTYPES
 from smc.models.parallel import Shard, local_config
-from smc.models.presets import count_parameters
 from smc.runtime.config import EngineConfig
 from smc.runtime.messages import SIDES
 
@@ -127,7 +128,8 @@ class GangMachine:
 
     def weight_bytes(self, mode: Mode, side: str) -> int:
         whole, degree = self._config.sources.of_side(side).config, max(1, mode.degrees[SIDES.index(side)])
-        return 2 * (count_parameters(local_config(whole, Shard(0, degree))) - unread(whole))
+        dtype = DTYPES[self._config.dtypes[side]]
+        return read_bytes(empty_decoder(local_config(whole, Shard(0, degree)), None, dtype, "meta"))
 
     def memory(self, mode: Mode) -> int:
         return max(worker.status().device_bytes for worker in self._remote.workers.values())

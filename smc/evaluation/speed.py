@@ -20,7 +20,6 @@ from smc.engine.memory import pool_for
 from smc.engine.methods import decoding_of
 from smc.engine.request import Method, Request, SamplingParams
 from smc.evaluation.round_time import decoding_name
-from smc.models.config import ModelConfig
 from smc.models.decoder import Decoder
 from smc.models.presets import NoText
 from smc.runtime.config import EngineConfig
@@ -149,8 +148,7 @@ class LocalMachine:
         torch.cuda.empty_cache()
 
     def weight_bytes(self, mode: Mode, side: str) -> int:
-        model = self._models(side, self._devices(mode)[side])
-        return sum(w.numel() * w.element_size() for w in model.parameters()) - unread(model.config) * model.embed.weight.element_size()
+        return read_bytes(self._models(side, self._devices(mode)[side]))
 
     def memory(self, mode: Mode) -> int:
         return max(torch.cuda.max_memory_allocated(device) for device in self._devices(mode).values())
@@ -159,9 +157,10 @@ class LocalMachine:
         return {"draft": "cuda:0", "target": "cuda:1" if mode.degrees[0] else "cuda:0"}
 
 
-def unread(config: ModelConfig) -> int:
-    """Weights that a pass does not read: the embedding, unless it is the head as well."""
-    return 0 if config.tied_embeddings else config.vocab_size * config.hidden_size
+def read_bytes(model: Decoder) -> int:
+    """Of the weights that a pass reads: not of the embedding, unless it is the head as well."""
+    embedding = model.embed.weight
+    return sum(w.numel() * w.element_size() for w in model.parameters() if w is not embedding or w is model.lm_head.weight)
 
 
 class Bench:

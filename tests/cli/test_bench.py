@@ -29,6 +29,12 @@ def test_exact_decoding_says_what_its_rounds_confirmed(smcserve, tmp_path):
     assert {row["decoding"] for row in rows} == {"exact"} and all(1 <= row["tokens"] <= 4 for row in rows)
 
 
+def test_types_of_either_model(smcserve):
+    assert smcserve("bench", "--target-dtype", "fp8", "--draft-dtype", "bfloat16", "-k", 2, "-f", 1, "-c", 1, "--rounds", 1).code == 0
+    ran = smcserve("bench", "--target-dtype", "fp6")
+    assert (ran.code, ran.out) == (2, "") and "--target-dtype fp6; allowed: float32, bfloat16, float16, fp8" in ran.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
