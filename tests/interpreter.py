@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
+import torch
+
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import numpy as np
 from triton import language as tl
 from triton.runtime import interpreter
 
 _patch_lang_tensor, _create_dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
 _generic_reduce = interpreter.ReduceOps.generic_reduce
+_convert_float = interpreter._convert_float
 
 
 def _patch_index(tensor, scope) -> None:
@@ -44,5 +47,13 @@ def _reduce(self, given):
     return [self.to_tensor(array.item(), tensor.dtype) for array, tensor in zip(arrays, given)]
 
 
+def _convert(data, from_type, to_type, rounding):
+    """When it rounds to FP8, it loses what is carried beyond the mantissa."""
+    if to_type != tl.float8e4nv:
+        return _convert_float(data, from_type, to_type, rounding)
+    return torch.from_numpy(data.astype(np.float32)).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+
 interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot = _patch_index, _dot
 interpreter.ReduceOps.generic_reduce = _reduce
+interpreter._convert_float = _convert

@@ -26,12 +26,12 @@ ENGINE_FIELDS = ("form", "block", "branches", "defensive_share")
 """Settings of the engine that answers depend on."""
 
 
-def fingerprint(pair: ServingPair, dtype: str) -> str:
+def fingerprint(pair: ServingPair, dtypes: str) -> str:
     """What answers depend on besides the request: two runs of the same fingerprint give the same answers to the same seeds."""
     settings = {name: getattr(pair.engine, name) for name in ENGINE_FIELDS}
     models = [(model.name, model.parameters) for model in (pair.target, pair.draft)]
     # What a line leaves out has the library's defaults.
-    return "smc_" + _digest([models, settings, asdict(SamplingParams()), pair.context, dtype])
+    return "smc_" + _digest([models, settings, asdict(SamplingParams()), pair.context, dtypes])
 
 
 def record_id(line: Line) -> str:

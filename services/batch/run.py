@@ -21,6 +21,7 @@ from services.batch.runner import Limit, Runner
 from services.launch import cluster
 from services.launch.config import GangConfig
 from services.launch.supervisor import Supervisor
+from smc.models.source import name_dtypes
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -40,7 +41,7 @@ class Batch:
         """Raises ValueError for models that cannot be served this way."""
         self._config, self._gang, self._ray_address, self._display = config, gang, ray_address, display
         self._pair = gang.serving_pair()
-        self._fingerprint = fingerprint(self._pair, gang.dtype)
+        self._fingerprint = fingerprint(self._pair, name_dtypes(gang.dtypes))
         self._requests = Requests(self._pair, config.seed)
 
     def run(self) -> Tally:

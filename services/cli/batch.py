@@ -32,6 +32,8 @@ def batch(
     draft_tp: gang.DraftTp = None,
     device: options.Device = "cpu",
     dtype: options.Dtype = None,
+    target_dtype: options.TargetDtype = None,
+    draft_dtype: options.DraftDtype = None,
     form: options.Form = None,
     block: options.Block = None,
     branches: options.Branches = None,

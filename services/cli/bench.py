@@ -40,6 +40,8 @@ def bench(
     target: options.Target = None,
     draft: options.Draft = None,
     device: options.Device = "cpu",
+    target_dtype: options.TargetDtype = None,
+    draft_dtype: options.DraftDtype = None,
     load: Annotated[
         str | None,
         options.option(
@@ -103,6 +105,7 @@ def bench(
     decoding = _decoding(method, population)
     law = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     on_gpu = {"load": load, "mode": mode, "context": context, "trace": trace, **law}
+    types = {"target_dtype": target_dtype, "draft_dtype": draft_dtype}
     gang_only = {"draft_tp": draft_tp, "target_tp": target_tp, "threads": threads}
     if device == "cuda":
         _check(concurrency, rounds, json, {} if link else gang_only, trace)
@@ -115,7 +118,7 @@ def bench(
             _refuse_idle({"context": context}, "with --load grown, whose prompts are problems")
         contexts = context or ttft.CONTEXTS if prompts else () if load == "grown" else context or (256,)
         plan = SpeedPlan(degrees, modes, particles, block, branches, contexts, concurrency, rounds, law, not no_prefix_cache, decoding)
-        given = {"load": load, "target": target, "draft": draft, "device": device, "threads": threads}
+        given = {"load": load, "target": target, "draft": draft, "device": device, "threads": threads, **types}
         with _machine(plan, gang.gang_config(given), link) as (machine, gpus):
             _measure_prompts(plan, machine, gpus, json) if prompts else _measure_speed(plan, machine, gpus, json, trace)
         return
@@ -124,7 +127,7 @@ def bench(
         _check(concurrency, rounds, json, {})
         places, contexts = (target, draft), context or ttft.SHORT_CONTEXTS
         plan = SpeedPlan((1, 1), ("plain", "lookahead"), particles, block, branches, contexts, concurrency, rounds, {}, True, decoding)
-        _measure_prompts(plan, _cpu_machine(places, threads), 2, json)
+        _measure_prompts(plan, _cpu_machine(places, threads, types), 2, json)
         return
     _refuse_idle(on_gpu, "without --device cuda")
     if len(particles) > 1:
@@ -133,11 +136,11 @@ def bench(
     _check(concurrency, rounds, json, {"draft_tp": draft_tp, "target_tp": target_tp} if not link else {})
     configs = [replace(config, prefix_cache=not no_prefix_cache) for config in _configs(block, branches)]
     if link:
-        given = {"target": target, "draft": draft, "draft_tp": draft_tp, "target_tp": target_tp, "threads": threads}
+        given = {"target": target, "draft": draft, "draft_tp": draft_tp, "target_tp": target_tp, "threads": threads, **types}
         rows = _measure_gangs([replace(gang.gang_config(given), link=name) for name in link], configs, concurrency, sampling, rounds)
         out.print(gang_table(rows), GANG_LEGEND.format(particles=particles[0]), sep="\n")
     else:
-        rows = _measure_local((target, draft), configs, concurrency, sampling, rounds, threads)
+        rows = _measure_local((target, draft), configs, concurrency, sampling, rounds, threads, types)
         out.print(round_table(rows), LOCAL_LEGEND.format(particles=particles[0], rounds=rounds), sep="\n")
     _write(json, rows)
 
@@ -215,13 +218,14 @@ def _measure_local(
     sampling: dict[str, object],
     rounds: int,
     threads: int | None,
+    types: dict[str, str | None],
 ) -> list[RoundTime]:
     from services.cli.pair import load_pair, pair_places, use_threads
     from smc.evaluation.round_time import measure
 
     found = pair_places(*places)
     use_threads(threads, found)
-    pair = load_pair(found, "cpu", None)
+    pair = load_pair(found, "cpu", None, **types)
     rows = []
     with progress_bar() as progress:
         task = progress.add_task("rounds", total=len(configs) * len(concurrency))
@@ -248,14 +252,12 @@ def _measure_gangs(
 @contextmanager
 def _machine(plan: SpeedPlan, config: GangConfig, link: list[str] | None) -> Iterator[tuple[Machine, int]]:
     """With how many GPUs there are: in this process, or with `link` each rank in one of its own."""
-    import torch
-
     from services.cli.pair import LoadedModels
     from services.launch.measure import GangMachine
     from smc.evaluation.speed import LocalMachine
 
     gpus = count_gpus()
-    models = LoadedModels(config.sources, torch.bfloat16)
+    models = LoadedModels(config.sources, config.dtypes)
     here = LocalMachine(models.model, models.tokenizer)
     if not link:
         yield here, gpus
@@ -267,13 +269,13 @@ def _machine(plan: SpeedPlan, config: GangConfig, link: list[str] | None) -> Ite
         yield Machines(here, apart), gpus
 
 
-def _cpu_machine(places: tuple[Path | None, Path | None], threads: int | None) -> PairMachine:
+def _cpu_machine(places: tuple[Path | None, Path | None], threads: int | None, types: dict[str, str | None]) -> PairMachine:
     from services.cli.pair import load_pair, pair_places, use_threads
     from smc.evaluation.ttft import PairMachine
 
     found = pair_places(*places)
     use_threads(threads, found)
-    return PairMachine(load_pair(found, "cpu", None))
+    return PairMachine(load_pair(found, "cpu", None, **types))
 
 
 def _measure_speed(plan: SpeedPlan, machine: Machine, gpus: int, json: Path | None, trace: Path | None) -> None:

@@ -25,6 +25,8 @@ def evaluate(
     draft: Annotated[str | None, options.option(options.MODELS, "Shape of the grown draft, such as llama-1b.", metavar="SHAPE")] = None,
     device: options.Device = "cpu",
     dtype: options.Dtype = None,
+    target_dtype: options.TargetDtype = None,
+    draft_dtype: options.DraftDtype = None,
     problems: Annotated[int, options.option(options.MEASURE, "Held-out problems a setting answers.", metavar="COUNT")] = 1000,
     seed: Annotated[int, options.option(options.MEASURE, "Of the problems and of the answers.", metavar="SEED")] = 0,
     speed_problems: Annotated[
@@ -54,7 +56,8 @@ def evaluate(
     settings = _settings(grid_of(particles, block, branches, temperature), only)
     if ess_threshold is not None and not any(setting.population == "independent" for setting in settings):
         raise ValueError(f"--ess-threshold {ess_threshold:g} has no effect without settings of independent particles; leave it out")
-    pairs, record = prepare(plan, settings, Pairs.of(load, target, draft, device, dtype), json, resume)
+    types = (dtype, target_dtype, draft_dtype)
+    pairs, record = prepare(plan, settings, Pairs.of(load, target, draft, device, types), json, resume)
     measure_all(pairs, plan, settings, record)
     report(plan, settings, record, markdown, picture)
 

@@ -19,6 +19,7 @@ from smc.engine.local import ModelPair
 from smc.engine.request import SamplingParams
 from smc.evaluation.picture import draw
 from smc.evaluation.quality import Row, Setting, Terms, measure, measure_speed, problem_requests
+from smc.models.source import name_dtypes
 from smc.runtime.messages import SIDES
 
 
@@ -58,8 +59,8 @@ class Pairs:
     device: str
 
     @staticmethod
-    def of(load: str, target: str | None, draft: str | None, device: str, dtype: str | None) -> Pairs:
-        """Raises ValueError for what cannot be."""
+    def of(load: str, target: str | None, draft: str | None, device: str, types: tuple[str | None, str | None, str | None]) -> Pairs:
+        """`types`: of both, of the target alone, of the draft alone. Raises ValueError for what cannot be."""
         if load not in ("files", "grown"):
             raise ValueError(f"--load {load}; allowed: files, grown")
         for name, shape in (("target", target), ("draft", draft)):
@@ -68,7 +69,7 @@ class Pairs:
             if shape is None and load == "grown":
                 raise ValueError(f"--load grown needs --{name}, the name of a published shape")
         places = DEMO if load == "files" else (Path(target), Path(draft))
-        return Pairs(loaded_models(load, places, device, dtype), load, device)
+        return Pairs(loaded_models(load, places, device, *types), load, device)
 
     def placed(self, setting: Setting) -> ModelPair:
         """Look-ahead has a GPU for each model where there are two; all else is on one, which is that of the target."""
@@ -82,7 +83,7 @@ class Pairs:
         sources = self.models.sources
         shapes = {side: sources.of_side(side).name for side in SIDES} if self.load == "grown" else {}
         gpus = {} if self.device == "cpu" else {"gpus": min(2, torch.cuda.device_count())}
-        return machine(self.device) | {"dtype": str(self.models.dtype).removeprefix("torch."), "load": self.load, **shapes, **gpus}
+        return machine(self.device) | {"dtype": name_dtypes(self.models.dtypes), "load": self.load, **shapes, **gpus}
 
 
 def prepare(plan: Plan, settings: Sequence[Setting], pairs: Pairs, path: Path | None, resume: bool) -> tuple[Pairs, Record]:

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 CLUSTER = "Cluster"
 GANG_FIELDS = (
-    *("load", "target_tp", "draft_tp", "target_resource", "draft_resource", "link", "device", "dtype", "threads"),
+    *("load", "target_tp", "draft_tp", "target_resource", "draft_resource", "link", "device", "threads"),
+    *("dtype", "target_dtype", "draft_dtype"),
     *("start_timeout", "link_timeout", "heartbeat", "trace"),
 )
 ENGINE_FIELDS = (

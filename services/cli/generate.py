@@ -37,6 +37,8 @@ def generate(
     draft: options.Draft = None,
     device: options.Device = "cpu",
     dtype: options.Dtype = None,
+    target_dtype: options.TargetDtype = None,
+    draft_dtype: options.DraftDtype = None,
     method: options.Method = None,
     max_tokens: options.MaxTokens = None,
     seed: options.Seed = None,
@@ -72,7 +74,7 @@ def generate(
     given = given_options(ctx)
     _refuse_idle(given)
     use_threads(threads, places)
-    pair = load_pair(places, device, dtype)
+    pair = load_pair(places, device, dtype, target_dtype, draft_dtype)
     return _answer(pair, *_settings(pair, text, raw, given), as_json)
 
 

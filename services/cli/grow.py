@@ -18,24 +18,23 @@ def grow(
     dtype: Annotated[str, options.option(options.MODELS, "float32, bfloat16 or float16.", metavar="TYPE")] = "bfloat16",
 ) -> None:
     """Write a small model in a large shape, the rest zeros: the small one's answers at the large one's cost."""
-    import torch
-
-    from services.cli.pair import DTYPES
-    from smc.models.grown_files import save_grown
+    from smc.models.grown_files import STORED, save_grown
+    from smc.models.linear import DTYPES
     from smc.models.presets import count_parameters, preset
 
     large = preset(shape)
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype {dtype}; allowed: {', '.join(DTYPES)}")
+    allowed = {name: kind for name, kind in DTYPES.items() if kind in STORED}
+    if dtype not in allowed:
+        raise ValueError(f"--dtype {dtype}; allowed: {', '.join(allowed)}")
     with progress_bar() as progress:
         task = progress.add_task(shape)
         config = save_grown(
             model,
             large,
             directory,
-            dtype=getattr(torch, dtype),
+            dtype=allowed[dtype],
             on_bytes=lambda done, whole: progress.update(task, completed=done, total=whole),
         )
     weights = count_parameters(config)
-    size = weights * getattr(torch, dtype).itemsize / 2**30
+    size = weights * allowed[dtype].itemsize / 2**30
     err.print(f"{directory}: {model} in the shape {shape}, {weights / 1e9:.2f} B weights, {size:.1f} GiB", soft_wrap=True, markup=False)

@@ -22,8 +22,13 @@ Draft = Annotated[Path | None, option(MODELS, "Directory of the draft model; wit
 Device = Annotated[str, option(MODELS, "Where both models run.", metavar="cpu|cuda")]
 Dtype = Annotated[
     str | None,
-    option(MODELS, "float32, bfloat16 or float16. Default: float32 on a CPU, bfloat16 on a GPU.", metavar="TYPE"),
+    option(MODELS, "float32, bfloat16, float16 or fp8. Default: float32 on a CPU, bfloat16 on a GPU.", metavar="TYPE"),
 ]
+TargetDtype = Annotated[
+    str | None,
+    option(MODELS, "Of the target alone. fp8: its matrices, with a scale for each output; all else is bfloat16.", metavar="TYPE"),
+]
+DraftDtype = Annotated[str | None, option(MODELS, "Of the draft alone.", metavar="TYPE")]
 
 Method = Annotated[
     str | None,

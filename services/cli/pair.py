@@ -9,11 +9,11 @@ import torch
 from smc import demo
 from smc.engine.local import ModelPair
 from smc.models.decoder import Decoder
-from smc.models.source import SourcePair
+from smc.models.linear import DTYPES
+from smc.models.source import SourcePair, pair_dtypes
 
 DEVICES = ("cpu", "cuda")
 DEMO = (demo.TARGET, demo.DRAFT)
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 def pair_places(target: Path | None, draft: Path | None) -> tuple[Path, Path]:
@@ -24,34 +24,45 @@ def pair_places(target: Path | None, draft: Path | None) -> tuple[Path, Path]:
     return (target, draft) if target and draft else DEMO
 
 
-def load_pair(places: tuple[Path, Path], device: str, dtype: str | None) -> ModelPair:
+def load_pair(
+    places: tuple[Path, Path], device: str, dtype: str | None, target_dtype: str | None = None, draft_dtype: str | None = None
+) -> ModelPair:
     """Both models of two directories on one device. Raises ValueError as `loaded_models`."""
-    return loaded_models("files", places, device, dtype).pair(device, device)
+    return loaded_models("files", places, device, dtype, target_dtype, draft_dtype).pair(device, device)
 
 
-def loaded_models(load: str, places: tuple[Path, Path], device: str, dtype: str | None) -> LoadedModels:
+def loaded_models(
+    load: str,
+    places: tuple[Path, Path],
+    device: str,
+    dtype: str | None,
+    target_dtype: str | None = None,
+    draft_dtype: str | None = None,
+) -> LoadedModels:
     """`load` as in `GangConfig`. Raises ValueError for a device that is not there, and for whatever stands in the way of the pair."""
-    dtype = dtype or default_dtype(device)
     if device not in DEVICES:
         raise ValueError(f"--device {device}; allowed: {', '.join(DEVICES)}")
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype {dtype}; allowed: {', '.join(DTYPES)}")
+    for option, value in (("dtype", dtype), ("target-dtype", target_dtype), ("draft-dtype", draft_dtype)):
+        if value not in (None, *DTYPES):
+            raise ValueError(f"--{option} {value}; allowed: {', '.join(DTYPES)}")
+    dtypes = dtypes_of(device, dtype, target_dtype, draft_dtype)
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: this machine has no CUDA device, or this torch was built without CUDA")
-    return LoadedModels(SourcePair.of(load, *places, small=DEMO), getattr(torch, dtype))
+    return LoadedModels(SourcePair.of(load, *places, small=DEMO), dtypes)
 
 
 class LoadedModels:
     """Both models of a pair, each loaded once on every device that it is wanted on."""
 
-    def __init__(self, sources: SourcePair, dtype: torch.dtype) -> None:
-        self.sources, self.dtype = sources, dtype
+    def __init__(self, sources: SourcePair, dtypes: dict[str, str]) -> None:
+        """`dtypes`: of `smc.models.linear.DTYPES`, by side."""
+        self.sources, self.dtypes = sources, dtypes
         self.tokenizer = sources.target.tokenizer()
         self._loaded: dict[tuple[str, str], Decoder] = {}
 
     def model(self, side: str, device: str) -> Decoder:
         if (side, device) not in self._loaded:
-            self._loaded[side, device] = self.sources.of_side(side).load(dtype=self.dtype, device=device)
+            self._loaded[side, device] = self.sources.of_side(side).load(dtype=DTYPES[self.dtypes[side]], device=device)
         return self._loaded[side, device]
 
     def pair(self, draft_device: str, target_device: str) -> ModelPair:
@@ -67,5 +78,6 @@ def use_threads(count: int | None, places: tuple[Path, Path]) -> None:
         torch.set_num_threads(count or 1)
 
 
-def default_dtype(device: str) -> str:
-    return "float32" if device == "cpu" else "bfloat16"
+def dtypes_of(device: str, dtype: str | None, target_dtype: str | None, draft_dtype: str | None) -> dict[str, str]:
+    """Of either side's model."""
+    return pair_dtypes(dtype or ("float32" if device == "cpu" else "bfloat16"), target_dtype, draft_dtype)

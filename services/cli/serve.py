@@ -28,6 +28,8 @@ def serve(
     draft_tp: gang.DraftTp = None,
     device: options.Device = "cpu",
     dtype: options.Dtype = None,
+    target_dtype: options.TargetDtype = None,
+    draft_dtype: options.DraftDtype = None,
     host: Annotated[str | None, options.option(LISTEN, "Address. Default: 127.0.0.1; 0.0.0.0 = every network.", metavar="HOST")] = None,
     port: Annotated[int | None, options.option(LISTEN, "Default: 50051; 0 = any free one.", metavar="PORT")] = None,
     metrics_port: Annotated[

@@ -9,8 +9,9 @@ from pathlib import Path
 from services.backend import Model, ServingPair
 from services.link.connect import LINKS
 from smc import demo
+from smc.models.linear import DTYPES
 from smc.models.parallel import Shard, local_config
-from smc.models.source import LOADS, SourcePair
+from smc.models.source import LOADS, SourcePair, pair_dtypes
 from smc.runtime.config import EngineConfig
 from smc.runtime.messages import SIDES
 
@@ -20,7 +21,6 @@ RAY_RESOURCES = ("CPU", "GPU", "memory", "object_store_memory")
 """What Ray counts of every host; a rank asks for its share of these anyway."""
 LONGEST = 1_000_000
 """Of deadlines, in seconds: torch and Ray take neither infinity nor what their clocks cannot count to."""
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,10 @@ class GangConfig:
     device: str = "cpu"
     """`cpu`, or `cuda`: one GPU for each rank."""
     dtype: str | None = None
-    """Default: float32 on a CPU, bfloat16 on a GPU."""
+    """Of both models, of `smc.models.linear.DTYPES`. Default: float32 on a CPU, bfloat16 on a GPU."""
+    target_dtype: str | None = None
+    """Of the target, if it has one of its own."""
+    draft_dtype: str | None = None
     engine: EngineConfig = field(default_factory=EngineConfig)
     threads: int = 1
     """CPU threads of torch in each rank."""
@@ -58,7 +61,8 @@ class GangConfig:
     """Where the coordinator writes a Chrome trace of all rounds when it stops."""
 
     def __post_init__(self) -> None:
-        for name, allowed in (("load", LOADS), ("link", LINKS), ("device", DEVICES), ("dtype", (None, *DTYPES))):
+        types = dict.fromkeys(("dtype", "target_dtype", "draft_dtype"), (None, *DTYPES))
+        for name, allowed in {"load": LOADS, "link": LINKS, "device": DEVICES, **types}.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r}; allowed: {', '.join(filter(None, allowed))}")
         if self.dtype is None:
@@ -79,6 +83,11 @@ class GangConfig:
 
     def degree(self, side: str) -> int:
         return self.draft_tp if side == "draft" else self.target_tp
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """Of either side's model."""
+        return pair_dtypes(self.dtype, self.target_dtype, self.draft_dtype)
 
     def resource(self, side: str) -> str | None:
         return self.draft_resource if side == "draft" else self.target_resource

@@ -16,10 +16,11 @@ from services.launch.processes import Processes
 from smc.engine.engine import Engine
 from smc.engine.request import SamplingParams
 from smc.evaluation.round_time import WARM_UP, decoding_name, steady_requests
-from smc.evaluation.speed import Mode, unread
+from smc.evaluation.speed import Mode, read_bytes
 from smc.models.config import ModelConfig
+from smc.models.decoder import empty_decoder
+from smc.models.linear import DTYPES
 from smc.models.parallel import Shard, local_config
-from smc.models.presets import count_parameters
 from smc.runtime.config import EngineConfig
 from smc.runtime.messages import SIDES
 
@@ -128,7 +129,8 @@ class GangMachine:
 
     def weight_bytes(self, mode: Mode, side: str) -> int:
         whole, degree = self._config.sources.of_side(side).config, max(1, mode.degrees[SIDES.index(side)])
-        return 2 * (count_parameters(local_config(whole, Shard(0, degree))) - unread(whole))
+        dtype = DTYPES[self._config.dtypes[side]]
+        return read_bytes(empty_decoder(local_config(whole, Shard(0, degree)), None, dtype, "meta"))
 
     def shape(self, mode: Mode, side: str) -> ModelConfig:
         return self._config.sources.of_side(side).config

@@ -13,6 +13,7 @@ from services.workers.rank import Rank, follow, lead
 from smc.engine.local import parts_for
 from smc.kv.pool import KVPool, pages_that_fit
 from smc.models.decoder import Decoder
+from smc.models.linear import DTYPES
 from smc.models.parallel import Shard
 from smc.models.source import Source
 from smc.runtime.config import EngineConfig
@@ -64,7 +65,7 @@ def load_rank(spec: RankSpec) -> Loaded:
     if shard.degree > 1:
         name = spec.meeting.name(f"{spec.side}/ranks")
         group = TensorParallel(spec.meeting.store(), name, shard.rank, shard.degree, device, spec.timeout)
-    return Loaded(spec.source.load(dtype=getattr(torch, spec.dtype), device=device, shard=shard, reduce=group), group)
+    return Loaded(spec.source.load(dtype=DTYPES[spec.dtype], device=device, shard=shard, reduce=group), group)
 
 
 def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:

@@ -32,12 +32,20 @@ class ModelPair:
     """The shorter of both contexts, in tokens."""
 
     @staticmethod
-    def load(target_dir: str | Path, draft_dir: str | Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> ModelPair:
-        """Raises ValueError, before reading weights, if the two directories cannot serve as a pair."""
+    def load(
+        target_dir: str | Path,
+        draft_dir: str | Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        draft_dtype: torch.dtype | None = None,
+        device: str = "cpu",
+    ) -> ModelPair:
+        """`draft_dtype`: of the draft, if it has one of its own. Raises ValueError, before reading weights, if the two directories cannot
+        serve as a pair."""
         report = require_pair(target_dir, draft_dir)
         return ModelPair(
             target=load_model(target_dir, dtype=dtype, device=device),
-            draft=load_model(draft_dir, dtype=dtype, device=device),
+            draft=load_model(draft_dir, dtype=draft_dtype or dtype, device=device),
             tokenizer=Tokenizer.load(target_dir),
             max_context=report.max_context,
         )

@@ -158,8 +158,7 @@ class LocalMachine:
         torch.cuda.empty_cache()
 
     def weight_bytes(self, mode: Mode, side: str) -> int:
-        model = self._models(side, self._devices(mode)[side])
-        return sum(w.numel() * w.element_size() for w in model.parameters()) - unread(model.config) * model.embed.weight.element_size()
+        return read_bytes(self._models(side, self._devices(mode)[side]))
 
     def shape(self, mode: Mode, side: str) -> ModelConfig:
         return self._models(side, self._devices(mode)[side]).config
@@ -171,9 +170,10 @@ class LocalMachine:
         return {"draft": "cuda:0", "target": "cuda:1" if mode.degrees[0] else "cuda:0"}
 
 
-def unread(config: ModelConfig) -> int:
-    """Weights that a pass does not read: the embedding, unless it is the head as well."""
-    return 0 if config.tied_embeddings else config.vocab_size * config.hidden_size
+def read_bytes(model: Decoder) -> int:
+    """Of the weights that a pass reads: not of the embedding, unless it is the head as well."""
+    embedding = model.embed.weight
+    return sum(w.numel() * w.element_size() for w in model.parameters() if w is not embedding or w is model.lm_head.weight)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,9 @@
 """y = x W^T for the few rows of a decoding step, at the speed at which weights stream from memory.
 
+Weights are of x's type, or FP8 (e4m3) with a float32 scale for each output: these are widened to x's type in registers (by way of fp16 and
+fp32, which the machine does in pairs; its own fp16 to bf16 goes one by one), multiplied as such, and the sum is scaled. bf16 holds every
+e4m3 number, and every x that there is, where fp16 would end at 65,504.
+
 The weight tile is the long side of the tensor cores' product (M = outputs, N = tokens), so 8 tokens cost little more than the
 loads. Small matrices are cut along K as well (split-K) to occupy every multiprocessor; the fp32 partials [S, T, N] are summed in
 a fixed order by whoever reads them (`smc.kernels.norm`, or `reduce` here), without atomics: the same bits every time.
@@ -21,12 +25,18 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from smc.kernels.norm import launch_options
 
+FP8 = torch.float8_e4m3fn
+
 _PROGRAMS = 120
 """Fewest programs that occupy an H200's 132 multiprocessors well enough."""
 
 
 PREFETCH_BYTES = 16 << 20
 """Of a weight, asked for while the kernel before is still at work: what HBM brings in a few microseconds, well within the L2 cache."""
+
+
+LINE_BYTES = tl.constexpr(128)
+"""Of the L2 cache, asked for at a time."""
 
 
 @dataclass(frozen=True)
@@ -44,16 +54,20 @@ class Tiling:
     """Steps whose loads are in flight or in use."""
 
 
-def choose(tokens: int, outputs: int, inputs: int, gated: bool = False) -> Tiling:
+def choose(tokens: int, outputs: int, inputs: int, gated: bool = False, fp8: bool = False) -> Tiling:
     """Tiling for [tokens, inputs] x [outputs, inputs]^T: the fewest splits that make enough equal programs."""
-    block_n = 128 if outputs >= 64 * 1024 or (gated and outputs >= 24 * 1024) else 64
-    block_k = next(size for size in (128, 64, 32, 16) if inputs % size == 0 and size * block_n <= 8192)
+    wide = outputs >= 64 * 1024 or (gated and outputs >= 24 * 1024)
+    block_n = 128 if wide or tokens > 64 else 64
+    # Beyond 64 tokens the sums alone fill half of four warps' registers, and widened weights come on top.
+    warps = 8 if tokens > 64 else 4
+    largest = 16384 if fp8 and tokens <= 64 else 8192
+    block_k = next(size for size in (128, 64, 32, 16) if inputs % size == 0 and size * block_n <= largest)
     tiles, steps = triton.cdiv(outputs, block_n), inputs // block_k
     possible = [splits for splits in range(1, 17) if steps % splits == 0]
     splits = 1 if gated else next((splits for splits in possible if tiles * splits >= _PROGRAMS), possible[-1])
-    stage_bytes = 2 * block_k * (block_n + _token_block(tokens))
+    stage_bytes = block_k * (block_n * (1 if fp8 else 2) + 2 * _token_block(tokens))
     # Two programs share a multiprocessor's 227 KiB.
-    return Tiling(block_n, block_k, splits, warps=4, stages=max(2, min(6, 110 * 1024 // stage_bytes)))
+    return Tiling(block_n, block_k, splits, warps, stages=max(2, min(6, 110 * 1024 // stage_bytes)))
 
 
 def linear(
@@ -63,11 +77,12 @@ def linear(
     bias_N: Tensor | None = None,
     dtype: torch.dtype | None = None,
     pdl: bool = False,
+    scale_N: Tensor | None = None,
     **tunables: int,
 ) -> Tensor:
     """x W^T (+ bias): partials [S, T, N] in float32, or with one split the result [T, N] in `dtype` (default: that of x).
 
-    `splits` and `tunables` (fields of `Tiling`) override `choose`.
+    `scale_N` comes with an FP8 weight. `splits` and `tunables` (fields of `Tiling`) override `choose`.
     """
     tiling = _tiling(x_TK, weight_NK, splits, tunables, gated=False)
     tokens, outputs = len(x_TK), len(weight_NK)
@@ -76,25 +91,33 @@ def linear(
         (tokens, outputs) if whole else (tiling.splits, tokens, outputs), dtype=(dtype or x_TK.dtype) if whole else torch.float32
     )
     grid = (triton.cdiv(outputs, tiling.block_n), tiling.splits)
-    bias = weight_NK if bias_N is None else bias_N
-    _launch(grid, x_TK, weight_NK, bias, out, outputs, tiling, HAS_BIAS=bias_N is not None, GATED=False, PDL=pdl)
+    _launch(grid, x_TK, (weight_NK, scale_N, bias_N), out, outputs, tiling, GATED=False, PDL=pdl)
     return out
 
 
-def gate_up_silu(x_TK: Tensor, weight: Tensor, pdl: bool = False, **tunables: int) -> Tensor:
-    """silu(x G^T) * (x U^T) [T, I] in x's type; `weight` [2I, K] holds G, then U. A program computes matching rows of both."""
+def gate_up_silu(x_TK: Tensor, weight: Tensor, pdl: bool = False, scale: Tensor | None = None, **tunables: int) -> Tensor:
+    """silu(x G^T) * (x U^T) [T, I] in x's type; `weight` [2I, K] holds G, then U, and `scale` [2I] comes with an FP8 one.
+
+    A program computes matching rows of both."""
     tiling = _tiling(x_TK, weight, 1, tunables, gated=True)
     inner = weight.shape[0] // 2
     out_TI = x_TK.new_empty((x_TK.shape[0], inner))
     grid = (triton.cdiv(inner, tiling.block_n // 2), 1)
-    _launch(grid, x_TK, weight, weight, out_TI, inner, tiling, HAS_BIAS=False, GATED=True, PDL=pdl)
+    _launch(grid, x_TK, (weight, scale, None), out_TI, inner, tiling, GATED=True, PDL=pdl)
     return out_TI
 
 
-def reduce(parts_STN: Tensor, dtype: torch.dtype = torch.bfloat16, block: int = 512, warps: int = 2, pdl: bool = False) -> Tensor:
+def reduce(
+    parts_STN: Tensor,
+    dtype: torch.dtype = torch.bfloat16,
+    block: int = 512,
+    warps: int = 2,
+    pdl: bool = False,
+    out_TN: Tensor | None = None,
+) -> Tensor:
     """Sum of partials in their order, [T, N]."""
     splits, tokens, outputs = parts_STN.shape
-    out_TN = parts_STN.new_empty((tokens, outputs), dtype=dtype)
+    out_TN = parts_STN.new_empty((tokens, outputs), dtype=dtype) if out_TN is None else out_TN
     size = tokens * outputs
     _reduce[(triton.cdiv(size, block),)](
         parts_STN, out_TN, size, SPLITS=splits, BLOCK=block, PDL=pdl, num_warps=warps, **launch_options(pdl)
@@ -108,7 +131,8 @@ def _token_block(tokens: int) -> int:
 
 def _tiling(x_TK: Tensor, weight_NK: Tensor, splits: int | None, tunables: dict[str, int], gated: bool) -> Tiling:
     (tokens, inputs), outputs = x_TK.shape, weight_NK.shape[0]
-    tiling = replace(choose(tokens, outputs, inputs, gated), **tunables, **({} if splits is None else {"splits": splits}))
+    fp8 = weight_NK.dtype == FP8
+    tiling = replace(choose(tokens, outputs, inputs, gated, fp8), **tunables, **({} if splits is None else {"splits": splits}))
     if weight_NK.shape[1] != inputs or not weight_NK.is_contiguous() or x_TK.stride(1) != 1:
         raise ValueError(f"needs x [T, K] and a contiguous weight [N, K]; got {x_TK.shape=}, {weight_NK.shape=}, {weight_NK.stride()=}")
     if inputs % (tiling.block_k * tiling.splits) or (gated and tiling.splits != 1):
@@ -116,12 +140,18 @@ def _tiling(x_TK: Tensor, weight_NK: Tensor, splits: int | None, tunables: dict[
     return tiling
 
 
-def _launch(grid: tuple, x_TK: Tensor, weight: Tensor, bias: Tensor, out: Tensor, outputs: int, tiling: Tiling, **flags: bool) -> None:
-    tokens, inputs = x_TK.shape
-    width = inputs // tiling.splits
-    ahead = min(width, max(1024, PREFETCH_BYTES // (grid[0] * grid[1] * tiling.block_n * weight.element_size()) // 1024 * 1024))
+def _launch(
+    grid: tuple, x_TK: Tensor, matrix: tuple[Tensor, Tensor | None, Tensor | None], out: Tensor, outputs: int, tiling: Tiling, **flags: bool
+) -> None:
+    """`matrix`: weight, scale, bias."""
+    (tokens, inputs), (weight, scale, bias) = x_TK.shape, matrix
+    width, size = inputs // tiling.splits, weight.element_size()
+    lines = 16 * LINE_BYTES // size
+    ahead = min(width, max(lines, PREFETCH_BYTES // (grid[0] * grid[1] * tiling.block_n * size) // lines * lines))
+    flags |= {"HAS_SCALE": scale is not None, "HAS_BIAS": bias is not None}
+    scale, bias = (weight if one is None else one for one in (scale, bias))
     _linear[grid](
-        x_TK, weight, bias, out, tokens, outputs, inputs, x_TK.stride(0), STEPS=inputs // tiling.block_k // tiling.splits,
+        x_TK, weight, scale, bias, out, tokens, outputs, inputs, x_TK.stride(0), STEPS=inputs // tiling.block_k // tiling.splits,
         BLOCK_T=_token_block(tokens), BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k, STAGES=tiling.stages, AHEAD=ahead, **flags,
         num_warps=tiling.warps, num_stages=tiling.stages, **launch_options(flags["PDL"]),
     )  # fmt: skip
@@ -129,9 +159,10 @@ def _launch(grid: tuple, x_TK: Tensor, weight: Tensor, bias: Tensor, out: Tensor
 
 @triton.jit
 def _prefetch(weight, n, start, inputs, WIDTH: tl.constexpr):
-    """Ask for the beginning of a program's part of the weight, [BLOCK_N, WIDTH], line by line of 128 bytes (64 bf16)."""
-    line = tl.arange(0, 16) * 64
-    for k in range(0, WIDTH, 1024):
+    """Ask for the beginning of a program's part of the weight, [BLOCK_N, WIDTH], sixteen lines of the cache at a time."""
+    LINE: tl.constexpr = LINE_BYTES * 8 // weight.dtype.element_ty.primitive_bitwidth
+    line = tl.arange(0, 16) * LINE
+    for k in range(0, WIDTH, 16 * LINE):
         at = weight + n[:, None].to(tl.int64) * inputs + start + tl.minimum(k + line, WIDTH - 1)[None, :]
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
@@ -140,9 +171,9 @@ def _prefetch(weight, n, start, inputs, WIDTH: tl.constexpr):
 
 @triton.jit
 def _linear(
-    x, weight, bias, out, tokens, outputs, inputs, stride_x, STEPS: tl.constexpr,
+    x, weight, scale, bias, out, tokens, outputs, inputs, stride_x, STEPS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One tile of outputs over one part of K. Gated: half a tile of gate rows and the same half of up rows, `outputs` apart."""
     tile, split = tl.program_id(0), tl.program_id(1)
@@ -165,9 +196,13 @@ def _linear(
     for _ in tl.range(0, STEPS, num_stages=STAGES):
         weight_NK = tl.load(weight_at, eviction_policy="evict_first")
         x_TK = tl.load(x_at, mask=(t < tokens)[:, None], other=0.0, eviction_policy="evict_last")
+        if HAS_SCALE:
+            weight_NK = weight_NK.to(tl.float16).to(tl.float32).to(x.dtype.element_ty)
         sum_NT = tl.dot(weight_NK, tl.trans(x_TK), sum_NT)
         weight_at += BLOCK_K
         x_at += BLOCK_K
+    if HAS_SCALE:
+        sum_NT *= tl.load(scale + n)[:, None]
     if GATED:
         gate_NT, up_NT = tl.split(tl.permute(tl.reshape(sum_NT, (2, HALF, BLOCK_T)), (1, 2, 0)))
         out_NT = gate_NT * tl.sigmoid(gate_NT) * up_NT

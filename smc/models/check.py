@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from smc.models.config import ModelConfig
-from smc.models.loader import check_weights, stored_bytes, weight_places
+from smc.models.config import ModelConfig, compression_of
+from smc.models.loader import check_weights, weight_places
+from smc.models.storage import stored_bytes
 from smc.models.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,9 @@ def _check_alone(role: str, directory: str | Path, problems: list[str]) -> tuple
 def _report(directory: str | Path) -> ModelReport:
     config = ModelConfig.from_hf(directory)
     stored = check_weights(directory, config)
+    compression = compression_of(directory)
+    if compression is not None and compression.static_inputs:
+        logger.warning("%s: its scales of activations are not used; activations stay bfloat16, or get a scale for each row", directory)
     parameters = sum(math.prod(place.shape) for place in weight_places(config).values())
     return ModelReport(config, parameters, stored_bytes(stored))
 

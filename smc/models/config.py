@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from smc.models.compression import Compression
+
 SUPPORTED_ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
@@ -124,6 +126,15 @@ def read_json(path: Path) -> dict[str, Any]:
     return raw
 
 
+def compression_of(directory: str | Path) -> Compression | None:
+    """How weights of a directory are stored, if in FP8. Raises ValueError for kinds that are not supported."""
+    path = Path(directory) / "config.json"
+    try:
+        return Compression.of(read_json(path).get("quantization_config"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
 def _from_dict(raw: dict[str, Any]) -> ModelConfig:
     found = raw.get("architectures") or [raw.get("model_type")]
     if found[0] not in SUPPORTED_ARCHITECTURES:
@@ -133,7 +144,7 @@ def _from_dict(raw: dict[str, Any]) -> ModelConfig:
     _refuse(raw, "mlp_bias", False)
     _refuse(raw, "attention_bias", family == "qwen2")
     _refuse(raw, "use_sliding_window", False)
-    _refuse(raw, "quantization_config", None)
+    Compression.of(raw.get("quantization_config"))
     num_heads = raw["num_attention_heads"]
     theta, scaling = _rope(raw)
     return ModelConfig(

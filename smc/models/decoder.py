@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from smc.models.config import Llama3RopeScaling, ModelConfig
+from smc.models.linear import FP8, Linear, require_fp8
 from smc.models.parallel import Reduce
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -39,7 +40,7 @@ class Decoder(nn.Module):
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size, _weight=torch.empty(config.vocab_size, config.hidden_size))
         self.layers = nn.ModuleList(Layer(config, i, reduce) for i in range(config.num_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size)
         if config.tied_embeddings:
             self.lm_head.weight = self.embed.weight
 
@@ -54,6 +55,33 @@ class Decoder(nn.Module):
         """Next-token logits [X, V] in float32, for those hidden states whose law is wanted."""
         return self.lm_head(hidden_XE).float()
 
+    def copy_head(self) -> None:
+        """A tied head in FP8 is the embedding, rounded; once that is there."""
+        if self.config.tied_embeddings and self.lm_head.scale is not None:
+            self.lm_head.hold(self.embed.weight)
+
+
+def empty_decoder(config: ModelConfig, reduce: Reduce | None, dtype: torch.dtype, device: torch.device | str) -> Decoder:
+    """A frozen decoder in eval mode, without values; types are those of `smc.models.linear.DTYPES`.
+
+    In FP8 a tied head has a copy of its own, of half the embedding's bytes: a step reads all of the head, and of the embedding few rows.
+    Raises ValueError if the device does not know the type.
+    """
+    tied = config.tied_embeddings and dtype != FP8
+    with torch.device("meta"):
+        model = Decoder(config, reduce).to(torch.bfloat16 if dtype == FP8 else dtype)
+    if dtype == FP8:
+        require_fp8(device)
+        for module in model.modules():
+            if isinstance(module, Linear):
+                module.to_fp8()
+    if tied:
+        model.lm_head.weight = None  # `to_empty` would allocate a matrix of its own for each of the two names
+    model.to_empty(device=device)
+    if tied:
+        model.lm_head.weight = model.embed.weight
+    return model.requires_grad_(False).eval()
+
 
 class Layer(nn.Module):
     def __init__(self, config: ModelConfig, index: int, reduce: Reduce | None) -> None:
@@ -64,13 +92,13 @@ class Layer(nn.Module):
         self.head_dim = config.head_dim
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.attn_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_eps)
-        self.qkv = nn.Linear(config.hidden_size, q_size + 2 * kv_size, bias=config.qkv_bias)
+        self.qkv = Linear(config.hidden_size, q_size + 2 * kv_size, bias=config.qkv_bias)
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_eps) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_eps) if config.qk_norm else None
-        self.o = nn.Linear(q_size, config.hidden_size, bias=False)
+        self.o = Linear(q_size, config.hidden_size)
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_eps)
-        self.gate_up = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
-        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size)
+        self.down = Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, hidden_TE: Tensor, rope_T2D: Tensor, attend: Attend) -> Tensor:
         qkv = self.qkv(self.attn_norm(hidden_TE)).unflatten(-1, (-1, self.head_dim))

@@ -28,8 +28,9 @@ import torch
 from torch import Tensor
 
 from smc.models.config import ModelConfig
-from smc.models.decoder import Decoder
-from smc.models.loader import weight_places
+from smc.models.decoder import Decoder, empty_decoder
+from smc.models.linear import FP8, pieces, quantise
+from smc.models.loader import Place, weight_places
 from smc.models.parallel import WHOLE, Axis, Reduce, Shard, local_config
 
 RAISED = 2.0**4
@@ -97,16 +98,16 @@ class Growth:
             block = self._weights[name][_cross([seat.small_X for seat in seats])].float() * self._scales.get(kind, 1.0)
             out[_cross([seat.large_X.to(out.device) for seat in seats])] = block.to(out.device, out.dtype)
         if self._constant:
-            self._fill_constant(kind, out)
+            self._fill_constant(kind, out, axes[0].held.start)
 
-    def _fill_constant(self, kind: str, out: Tensor) -> None:
-        """These axes are held whole by every rank."""
+    def _fill_constant(self, kind: str, out: Tensor, begin: int) -> None:
+        """`out` has all columns of these, and rows from `begin` on."""
         if kind == "embed_tokens.weight":
             out[:, self._feature] = self._constant
         elif kind == "norm.weight":
             out[self._feature] = RAISED / self._constant
         elif kind == "lm_head.weight":
-            out[self._tokens :, self._feature] = LOWERED
+            out[max(0, self._tokens - begin) :, self._feature] = LOWERED
 
 
 def grown_model(
@@ -120,17 +121,28 @@ def grown_model(
 ) -> Decoder:
     """`small` in that shape (or one rank's share of it), made where it will live. Raises ValueError if the shape cannot hold it."""
     growth = Growth(small, shape)
-    with torch.device("meta"):
-        model = Decoder(local_config(growth.config, shard), reduce)
-    model = model.to(dtype).to_empty(device=device).requires_grad_(False).eval()
-    if growth.config.tied_embeddings:
-        model.lm_head.weight = model.embed.weight
+    model = empty_decoder(local_config(growth.config, shard), reduce, dtype, device)
     parameters = dict(model.named_parameters())
     for weight in parameters.values():
         weight.zero_()
     for name, place in weight_places(growth.config, shard).items():
-        growth.fill(name, place.view(parameters), place.axes)
+        view = place.view(parameters)
+        if view.dtype == FP8:
+            _fill_fp8(growth, name, place, parameters)
+        else:
+            growth.fill(name, view, place.axes)
+    model.copy_head()
     return model
+
+
+def _fill_fp8(growth: Growth, name: str, place: Place, parameters: dict[str, Tensor]) -> None:
+    """By whole rows, a piece at a time: see `smc.models.loader`."""
+    (rows, columns), device = place.axes, parameters[place.parameter].device
+    for piece in pieces(len(rows.held), columns.size):
+        held = rows.held[piece]
+        whole = torch.zeros(len(held), columns.size, device=device)
+        growth.fill(name, whole, (Axis(rows.size, held, len(held)), Axis.whole(columns.size)))
+        place.put(parameters, piece, *quantise(whole))
 
 
 def grown_config(small: ModelConfig, shape: ModelConfig) -> ModelConfig:

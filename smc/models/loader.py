@@ -1,32 +1,27 @@
 """Weights between a Hugging Face directory and a `Decoder`, in both directions. Knows nothing about tokenizers or serving.
 
 One map (`weight_places`) says where every published tensor lives in our fused parameters; loading, saving and the check
-of headers all go through it. Loading streams one tensor at a time, so memory never holds the model twice; a rank of several
-reads its own part of each.
+of headers all go through it. Loading streams a piece of a tensor at a time, so memory never holds the model twice; a rank of several
+reads its own part of each. Of what it is to hold in FP8 it reads whole rows, so that scales do not depend on how many ranks there are.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from smc.models.config import ModelConfig, read_json
-from smc.models.decoder import Decoder
+from smc.models.compression import Compression
+from smc.models.config import ModelConfig, compression_of
+from smc.models.decoder import Decoder, empty_decoder
+from smc.models.linear import FP8, pieces, quantise
 from smc.models.parallel import WHOLE, Axis, Reduce, Shard, Split, local_config
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-STORED_DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
-"""Supported storage types and their bytes per element."""
+from smc.models.storage import SINGLE_FILE, STORED_DTYPES, STORED_FP8, Files, StoredTensor, first, read_headers
 
 
 @dataclass(frozen=True)
@@ -51,14 +46,11 @@ class Place:
         rows, *columns = (len(axis.held) for axis in self.axes)
         return parameters[self.parameter].detach()[(slice(self.start, self.start + rows), *map(slice, columns))]
 
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """What a safetensors header says about one tensor."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
+    def put(self, parameters: dict[str, Tensor], rows: slice, weight_NK: Tensor, scale_N: Tensor) -> None:
+        """FP8 of some of the rows held, and their scales; `weight_NK` has all columns of the published tensor."""
+        scale = parameters[f"{self.parameter.removesuffix('weight')}scale"].detach()
+        self.view(parameters)[rows] = weight_NK[:, self.part[1]]
+        scale[self.start + rows.start : self.start + rows.stop] = scale_N
 
 
 def weight_places(config: ModelConfig, shard: Shard = WHOLE) -> dict[str, Place]:
@@ -111,24 +103,64 @@ def load_model(
     config = ModelConfig.from_hf(directory)
     places = weight_places(config, shard)
     stored = check_weights(directory, config)
-    model = _allocate(local_config(config, shard), reduce, dtype, device)
+    model = empty_decoder(local_config(config, shard), reduce, dtype, device)
     parameters = dict(model.named_parameters())
     if shard.degree > 1:
         for weight in parameters.values():
             weight.zero_()  # what no place covers is padding
-    for file in sorted({tensor.file for tensor in stored.values()}):
-        with _open(file) as opened:
-            for name in (name for name, tensor in stored.items() if tensor.file == file):
-                view = places[name].view(parameters)
-                view.copy_(opened.get_slice(name)[places[name].part])
-                _require_finite(name, view)
+    with Files(stored) as files:
+        published = Published(files, compression_of(directory), torch.device(device))
+        for name in sorted(places, key=lambda name: stored[name].file):
+            _load(published, name, places[name], parameters)
+    model.copy_head()
     return model
+
+
+@dataclass(frozen=True)
+class Published:
+    """Weights of a directory as numbers, whatever they are stored as. Parts are slices of the whole tensor."""
+
+    files: Files
+    compression: Compression | None
+    device: torch.device
+
+    def values(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        stored = self.files.part(name, part).to(self.device)
+        return self.compression.values(stored, self._scale(name), *part) if stored.dtype == FP8 else stored
+
+    def rows(self, name: str, rows: slice) -> tuple[Tensor, Tensor]:
+        """Whole rows in FP8, [N, K], and their scales [N]. Those stored so stay as they are; blocks are rounded anew."""
+        tensor = self.files.tensors[name]
+        part = (rows, slice(0, tensor.shape[1]))
+        if tensor.dtype == STORED_FP8 and not self.compression.blocks:
+            return self.files.part(name, part).to(self.device), self.compression.scale_of_rows(self._scale(name), rows)
+        return quantise(self.values(name, part))
+
+    def _scale(self, name: str) -> Tensor:
+        scale = self.compression.scale_name(name)
+        return self.files.part(scale, tuple(slice(0, size) for size in self.files.tensors[scale].shape)).to(self.device)
+
+
+def _load(published: Published, name: str, place: Place, parameters: dict[str, Tensor]) -> None:
+    view, (held, *columns) = place.view(parameters), place.part
+    for piece in pieces(*view.shape):
+        rows = slice(held.start + piece.start, held.start + piece.stop)
+        if view.dtype == FP8:
+            weight_NK, scale_N = published.rows(name, rows)
+            _require_finite(name, weight_NK.float(), FP8)
+            _require_finite(name, scale_N, FP8)
+            place.put(parameters, piece, weight_NK, scale_N)
+        else:
+            view[piece].copy_(published.values(name, (rows, *columns)))
+            _require_finite(name, view[piece], view.dtype)
 
 
 def save_model(model: Decoder, directory: str | Path, *, dtype: torch.dtype | None = None) -> None:
     """Write `config.json` and `model.safetensors` with the published names, stored in `dtype` (default: as they are)."""
     if model.reduce is not None:
         raise ValueError("this decoder is one rank's shard (it has a reduce); only a whole model can be saved")
+    if model.lm_head.scale is not None:
+        raise ValueError("this decoder's weights are FP8, which are not saved; load it as bfloat16")
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     dtype = dtype or model.embed.weight.dtype
@@ -143,97 +175,42 @@ def save_model(model: Decoder, directory: str | Path, *, dtype: torch.dtype | No
 def check_weights(directory: str | Path, config: ModelConfig) -> dict[str, StoredTensor]:
     """Compare the safetensors headers with what the model needs; reads no weights.
 
-    Returns exactly the tensors to load. Raises ValueError listing what is missing, unknown, misshapen or badly typed.
+    Returns exactly the tensors to load, scales of FP8 weights among them. Raises ValueError listing what is missing, unknown, misshapen
+    or badly typed.
     """
-    places = weight_places(config)
-    stored = {name: tensor for name, tensor in read_headers(directory).items() if not _ignored(name, config)}
+    places, compression = weight_places(config), compression_of(directory)
+    stored = {name: tensor for name, tensor in read_headers(directory).items() if not _ignored(name, config, compression)}
+    shapes = {name: (place.shape,) for name, place in places.items()}
+    if compression is not None:
+        compressed = [name for name in places if name in stored and stored[name].dtype == STORED_FP8 and len(places[name].shape) == 2]
+        shapes |= {compression.scale_name(name): compression.scale_shapes(*places[name].shape) for name in compressed}
     problems = []
-    if missing := [name for name in places if name not in stored]:
-        problems.append(f"{len(missing)} weights are missing: {_first(missing)}")
-    if unknown := [name for name in stored if name not in places]:
-        problems.append(f"{len(unknown)} weights are unknown to {config.family}: {_first(unknown)}")
-    for name in (name for name in places if name in stored):
-        found, expected = stored[name], places[name].shape
-        if found.shape != expected:
-            problems.append(f"{name} has shape {list(found.shape)}, expected {list(expected)}")
-        if found.dtype not in STORED_DTYPES:
-            problems.append(f"{name} is stored as {found.dtype}; supported: {', '.join(STORED_DTYPES)}")
+    if missing := [name for name in shapes if name not in stored]:
+        problems.append(f"{len(missing)} weights are missing: {first(missing)}")
+    if unknown := [name for name in stored if name not in shapes]:
+        problems.append(f"{len(unknown)} weights are unknown to {config.family}: {first(unknown)}")
+    for name in (name for name in shapes if name in stored):
+        found, allowed = stored[name], shapes[name]
+        if found.shape not in allowed:
+            problems.append(f"{name} has shape {list(found.shape)}, expected {' or '.join(str(list(shape)) for shape in allowed)}")
+        types = [*STORED_DTYPES, *([STORED_FP8] if compression and name in compressed else [])]
+        if found.dtype not in types:
+            problems.append(f"{name} is stored as {found.dtype}; supported: {', '.join(types)}")
     if problems:
-        raise ValueError(f"{directory}: {_first(problems, separator='; ')}")
+        raise ValueError(f"{directory}: {first(problems, separator='; ')}")
     return stored
 
 
-def read_headers(directory: str | Path) -> dict[str, StoredTensor]:
-    """Every tensor of every safetensors file of the model, from the headers alone."""
-    tensors = {}
-    for file in _weight_files(Path(directory)):
-        with _open(file) as opened:
-            for name in opened.keys():  # noqa: SIM118  (not a dict)
-                header = opened.get_slice(name)
-                tensors[name] = StoredTensor(file, tuple(header.get_shape()), header.get_dtype())
-    return tensors
+def _ignored(name: str, config: ModelConfig, compression: Compression | None) -> bool:
+    """Derived from the config (old Llama files store it), the second name of a tied matrix, or scales that are not used."""
+    tied = config.tied_embeddings and name.startswith("lm_head.")
+    return name.endswith("rotary_emb.inv_freq") or tied or (compression is not None and compression.passes_over(name))
 
 
-def stored_bytes(tensors: dict[str, StoredTensor]) -> int:
-    return sum(math.prod(tensor.shape) * STORED_DTYPES[tensor.dtype] for tensor in tensors.values())
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    if (directory / SINGLE_FILE).is_file():
-        return [directory / SINGLE_FILE]
-    index = directory / INDEX_FILE
-    if not index.is_file():
-        raise ValueError(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}; {_what_is_there(directory)}")
-    shard_of = read_json(index).get("weight_map")
-    if not isinstance(shard_of, dict) or not shard_of:
-        raise ValueError(f"{index} has no weight_map")
-    files = [directory / name for name in sorted(set(shard_of.values()))]
-    if absent := [file.name for file in files if not file.is_file()]:
-        raise ValueError(f"{directory}: {len(absent)} of {len(files)} shards named by {INDEX_FILE} are missing: {_first(absent)}")
-    return files
-
-
-def _what_is_there(directory: Path) -> str:
-    found = sorted(path.name for pattern in ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf") for path in directory.glob(pattern))
-    if not found:
-        return "no weights were found"
-    return f"found {_first(found)}; only safetensors files of these names are supported, .bin and other formats are not"
-
-
-@contextmanager
-def _open(file: Path) -> Iterator[safe_open]:
-    try:
-        with safe_open(file, framework="pt") as opened:
-            yield opened
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file} is not a readable safetensors file: {error}") from error
-
-
-def _allocate(config: ModelConfig, reduce: Reduce | None, dtype: torch.dtype, device: torch.device | str) -> Decoder:
-    with torch.device("meta"):
-        model = Decoder(config, reduce).to(dtype)
-    if config.tied_embeddings:
-        model.lm_head.weight = None  # `to_empty` would allocate a matrix of its own for each of the two names
-    model.to_empty(device=device)
-    if config.tied_embeddings:
-        model.lm_head.weight = model.embed.weight
-    return model.requires_grad_(False).eval()
-
-
-def _ignored(name: str, config: ModelConfig) -> bool:
-    """Derived from the config (old Llama files store it), or the second name of a tied matrix."""
-    return name.endswith("rotary_emb.inv_freq") or (config.tied_embeddings and name == "lm_head.weight")
-
-
-def _require_finite(name: str, weight: Tensor) -> None:
-    """Looks at the converted weight, so that overflow to a narrower type is found too."""
-    if not weight.numel():  # all that this rank holds of it is padding
+def _require_finite(name: str, values: Tensor, dtype: torch.dtype) -> None:
+    """Looks at converted numbers, so that overflow to a narrower type is found too."""
+    if not values.numel():  # all that this rank holds of it is padding
         return
-    low, high = weight.aminmax()  # propagates NaN, and unlike isfinite allocates nothing
+    low, high = values.aminmax()  # propagates NaN, and unlike isfinite allocates nothing
     if not (math.isfinite(low) and math.isfinite(high)):
-        raise ValueError(f"{name} holds NaN or inf as {str(weight.dtype).removeprefix('torch.')}; every weight must be finite")
-
-
-def _first(items: Sequence[str], count: int = 5, separator: str = ", ") -> str:
-    more = f"{separator}and {len(items) - count} more" if len(items) > count else ""
-    return separator.join(items[:count]) + more
+        raise ValueError(f"{name} holds NaN or inf as {str(dtype).removeprefix('torch.')}; every weight must be finite")

@@ -23,6 +23,17 @@ from smc.models.tokenizer import Tokenizer
 LOADS = ("files", "random", "grown")
 
 
+def pair_dtypes(dtype: str, target: str | None, draft: str | None) -> dict[str, str]:
+    """Side -> the type its model has, of `smc.models.linear.DTYPES`: its own, or that of both."""
+    return {"target": target or dtype, "draft": draft or dtype}
+
+
+def name_dtypes(dtypes: dict[str, str]) -> str:
+    """In one word, if they are the same."""
+    target, draft = dtypes["target"], dtypes["draft"]
+    return target if target == draft else f"{target} <- {draft}"
+
+
 @dataclass(frozen=True)
 class Source:
     """One model; small, and can be sent to whoever loads it."""

@@ -9,20 +9,23 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from smc.attention.kernels import SharedPrefixAttention, check_heads
 from smc.attention.step import step_attention
-from smc.kernels.linear import gate_up_silu, linear
+from smc.kernels.linear import gate_up_silu, linear, reduce
 from smc.kernels.norm import add_norm, silu_mul
+from smc.kernels.rounding import round_rows
 from smc.kernels.rows import Groups, Tables
 from smc.kernels.store import store_kv
 from smc.models.decoder import Layer
+from smc.models.linear import Linear
 from smc.runtime.forward import Rows, StaticForward
 from smc.runtime.worker import ModelWorker
 
 FEW_ROWS, FEW_WIDE_ROWS = 64, 32
 """Up to here our own products read weights at least as fast as the library's; the latter where rows are wide."""
+FEW_FP8_ROWS, FEW_WIDE_FP8_ROWS = 128, 64
+"""The same of FP8 weights."""
 WIDE = 8192
 """Features."""
 
@@ -53,17 +56,14 @@ class KernelForward(StaticForward):
         attend = self._in_one_launch(rows) if rows.short and rows.queries == 1 else self._stored_first(rows)
         for layer in model.layers:
             hidden_TE = add_norm(x_TE, parts, layer.attn_norm.weight, config.rms_eps, pdl=pdl)
-            attend(layer, self._product(hidden_TE, layer.qkv.weight, layer.qkv.bias), out_THD)
-            parts = self._sum(layer, out_THD.flatten(1), layer.o.weight)
+            attend(layer, self._product(hidden_TE, layer.qkv), out_THD)
+            parts = self._sum(layer, out_THD.flatten(1), layer.o)
             hidden_TE = add_norm(x_TE, parts, layer.mlp_norm.weight, config.rms_eps, pdl=pdl)
-            parts = self._sum(layer, self._gated(layer, hidden_TE), layer.down.weight)
+            parts = self._sum(layer, self._gated(layer, hidden_TE), layer.down)
         return add_norm(x_TE, parts, model.norm.weight, config.rms_eps, pdl=pdl)
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
-        weight_VE = self.model.lm_head.weight
-        if self._few(hidden_RE):
-            return linear(hidden_RE, weight_VE, splits=1, pdl=self._pdl)
-        return F.linear(hidden_RE, weight_VE)
+        return self._product(hidden_RE, self.model.lm_head, splits=1)
 
     def _in_one_launch(self, rows: Rows) -> Attend:
         assert rows.skip_R is None
@@ -92,24 +92,41 @@ class KernelForward(StaticForward):
         return attend
 
     def _gated(self, layer: Layer, hidden_TE: Tensor) -> Tensor:
-        if self._few(hidden_TE):
-            return gate_up_silu(hidden_TE, layer.gate_up.weight, pdl=self._pdl)
-        return silu_mul(F.linear(hidden_TE, layer.gate_up.weight))
+        matrix = layer.gate_up
+        if self._few(hidden_TE, matrix):
+            return gate_up_silu(hidden_TE, matrix.weight, pdl=self._pdl, scale=matrix.scale)
+        return silu_mul(self._by_library(hidden_TE, matrix))
 
-    def _product(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    def _product(self, x_TK: Tensor, matrix: Linear, splits: int | None = None) -> Tensor:
         """x W^T, perhaps as partial sums [S, T, N]."""
-        if self._few(x_TK):
-            return linear(x_TK, weight_NK, bias_N=bias_N, pdl=self._pdl)
-        return F.linear(x_TK, weight_NK, bias_N)
+        if self._few(x_TK, matrix):
+            return linear(x_TK, matrix.weight, splits, matrix.bias, pdl=self._pdl, scale_N=matrix.scale)
+        return self._by_library(x_TK, matrix)
 
-    def _sum(self, layer: Layer, x_TK: Tensor, weight_NK: Tensor) -> Tensor:
+    def _by_library(self, x_TK: Tensor, matrix: Linear, out_TN: Tensor | None = None) -> Tensor:
+        if matrix.rounds:
+            return matrix.rounded(*round_rows(x_TK, pdl=self._pdl), out_TN)
+        if out_TN is None:
+            return matrix(x_TK)
+        return torch.mm(x_TK, matrix.weight.t(), out=out_TN) if matrix.scale is None else out_TN.copy_(matrix(x_TK))
+
+    def _sum(self, layer: Layer, x_TK: Tensor, matrix: Linear) -> Tensor:
         """`_product` of all ranks' shares."""
         if layer.reduce is None:
-            return self._product(x_TK, weight_NK)
-        return layer.reduce(torch.mm(x_TK, weight_NK.t(), out=layer.reduce.room(len(x_TK), len(weight_NK), x_TK.dtype)))
+            return self._product(x_TK, matrix)
+        room_TN = layer.reduce.room(len(x_TK), matrix.out_features, x_TK.dtype)
+        if matrix.scale is not None and self._few(x_TK, matrix):
+            reduce(self._product(x_TK, matrix).view(-1, *room_TN.shape), pdl=self._pdl, out_TN=room_TN)
+        else:
+            self._by_library(x_TK, matrix, room_TN)
+        return layer.reduce(room_TN)
 
-    def _few(self, x_TK: Tensor) -> bool:
-        few = FEW_ROWS if self.model.config.hidden_size < WIDE else FEW_WIDE_ROWS
+    def _few(self, x_TK: Tensor, matrix: Linear) -> bool:
+        wide = self.model.config.hidden_size >= WIDE
+        if matrix.scale is None:
+            few = FEW_WIDE_ROWS if wide else FEW_ROWS
+        else:
+            few = FEW_WIDE_FP8_ROWS if wide else FEW_FP8_ROWS
         return self._own_products and len(x_TK) <= few and x_TK.dtype != torch.float32
 
     def _attention_for(self, rows: Rows) -> SharedPrefixAttention:

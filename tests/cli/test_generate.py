@@ -134,6 +134,7 @@ def test_raw_prompt_skips_the_template(smcserve):
         (("--target", "nowhere", "--draft", "nowhere"), "nowhere/config.json is missing"),
         (("--device", "tpu"), "--device tpu; allowed: cpu, cuda"),
         (("--dtype", "int3"), "--dtype int3; allowed: float32"),
+        (("--draft-dtype", "int3"), "--draft-dtype int3; allowed: float32, bfloat16, float16, fp8"),
         (("--threads", 0), "--threads 0; allowed: >= 1"),
         (("--beams", 3), "No such option: --beams"),
     ],

@@ -68,6 +68,7 @@ VARIANTS = {
     "pod monitor": [{"monitoring": {"podMonitor": True}}],
     "bare": [{"serviceAccount": {"create": False}, "podDisruptionBudget": {"enabled": False}, "service": {"headless": True}}],
     "lockstep over gRPC": [{"engine": {"form": "lockstep"}, "link": "grpc", "dtype": "bfloat16"}],
+    "FP8": [{"device": "cuda", "target": {"dtype": "fp8"}, "draft": {"dtype": "fp8"}}],
 }
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 

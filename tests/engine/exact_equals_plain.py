@@ -16,6 +16,7 @@ from smc.demo.problems import generate
 from smc.engine.local import ModelPair, local_engine
 from smc.engine.request import POPULATIONS, Request, SamplingParams
 from smc.evaluation.quality import derived_seed
+from smc.models.linear import DTYPES
 from smc.runtime.config import EngineConfig
 
 CONFIGS = [
@@ -46,8 +47,10 @@ def asked(pair: ModelPair, index: int, question: str, method: str) -> Request:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--problems", type=int, default=1000)
-    count = parser.parse_args().problems
-    pair, problems = ModelPair.load(demo.TARGET, demo.DRAFT), generate(11, count, "test")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="in any but float32 a row's company rounds it otherwise")
+    given = parser.parse_args()
+    count, dtype = given.problems, DTYPES[given.dtype]
+    pair, problems = ModelPair.load(demo.TARGET, demo.DRAFT, dtype=dtype), generate(11, count, "test")
     plain, found, different = {}, Counter(), 0
     for number, config in enumerate(CONFIGS):
         mine = range(number, count, len(CONFIGS))

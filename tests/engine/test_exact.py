@@ -15,6 +15,7 @@ from smc.engine.request import POPULATIONS, FinishReason, Method, SamplingParams
 from smc.runtime.config import EngineConfig
 from tests.engine.harness import FORMS, answers, config_id, request
 from tests.engine.pairs import tiny_pair
+from tests.models.tiny import in_fp8
 
 CONFIGS = [*FORMS, EngineConfig(form="lockstep", block=1), EngineConfig(block=1, branches=3), EngineConfig(block=5, branches=2)]
 
@@ -46,6 +47,23 @@ def test_answers_are_those_of_plain_decoding(config):
         other = found[request_id]
         assert (other.tokens, other.text, other.finish_reason, other.matched) == (one.tokens, one.text, one.finish_reason, one.matched)
         assert other.logprobs == (one.logprobs and pytest.approx(one.logprobs, abs=1e-4))
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["target", "both"])
+@pytest.mark.parametrize("config", [EngineConfig(form="lockstep", block=3), EngineConfig(block=4, branches=2)], ids=config_id)
+def test_answers_of_a_target_in_fp8_are_its_own(config, both):
+    """And not those of the target in float32."""
+    rng, plain = random.Random(2), tiny_pair()
+    draft = in_fp8(plain.draft, torch.float32) if both else plain.draft
+    pair = replace(plain, target=in_fp8(plain.target, torch.float32), draft=draft)
+    asked = [([rng.randrange(4) for _ in range(rng.randint(1, 8))], str(i), settings_of(rng) | {"logprobs": False}) for i in range(60)]
+    alone = [request(p, i, method="target", **law) for p, i, law in asked]
+    expected, of_float32 = (answers(local_engine(one, config), alone) for one in (pair, plain))
+    beside = [request(p, i, method="exact", particles=rng.choice([1, 4, 8]), **law) for p, i, law in asked]
+    found = answers(local_engine(pair, config), beside)
+    for request_id, one in expected.items():
+        assert (found[request_id].tokens, found[request_id].text) == (one.tokens, one.text)
+    assert any(one.tokens != of_float32[request_id].tokens for request_id, one in expected.items())
 
 
 def test_a_draft_equal_to_the_target_is_always_right():

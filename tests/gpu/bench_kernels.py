@@ -2,6 +2,8 @@
 
     python -m tests.gpu.bench_kernels [PART ...]
 
+Products have a file of their own, `tests.gpu.bench_products`.
+
 Times are microseconds a call inside CUDA graphs of many calls, over copies of the data that together exceed the L2 cache.
 The last line is JSON: {name: {"us", "floor_us", ...}}. Axes: see `smc.kernels`.
 """
@@ -11,8 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from smc.algorithm.expansion import Kind
 from smc.algorithm.expansion import expand as torch_expand
 from smc.algorithm.selection import select as torch_select
 from smc.kernels.expansion import expand
-from smc.kernels.linear import Tiling, choose, gate_up_silu, linear, reduce
+from smc.kernels.linear import reduce
 from smc.kernels.norm import add_norm, silu_mul
 from smc.kernels.offers import offer
 from smc.kernels.sampling import draw, score
@@ -38,19 +39,6 @@ BANDWIDTH = 4.26e12
 """Bytes a second that a large copy reaches on an H200 (README of the measurements: reading plus writing)."""
 BEYOND_L2 = 200 * 1024**2
 CALLS = 24
-SMALL, LARGE = (8, 32, 64), (8,)
-SHAPES = {
-    "1b qkv": (2048, 3072, SMALL),
-    "1b o": (2048, 2048, SMALL),
-    "1b gate_up": (2048, 16384, SMALL),
-    "1b down": (8192, 2048, SMALL),
-    "1b lm_head": (2048, 128256, SMALL),
-    "8b qkv": (4096, 6144, LARGE),
-    "8b o": (4096, 4096, LARGE),
-    "8b gate_up": (4096, 28672, LARGE),
-    "8b down": (14336, 4096, LARGE),
-}
-"""Name: (inputs, outputs, rows)."""
 report: dict[str, dict] = {}
 
 
@@ -90,49 +78,6 @@ def note(name: str, us: float, traffic: float, **more: object) -> None:
 def same(actual: Tensor, expected: Tensor, tolerance: float = 6e-3) -> None:
     error = (actual.double() - expected.double()).norm() / expected.double().norm()
     assert error < tolerance, f"relative error {error:.2e}"
-
-
-def tilings(rows: int, outputs: int, inputs: int, gated: bool) -> Iterator[Tiling]:
-    """The chosen tiling, then variations of its block, depth and splits that fit 227 KiB."""
-    first = choose(rows, outputs, inputs, gated)
-    seen = []
-    blocks = ((first.block_n, first.block_k, 4, first.stages), (64, 128, 4, 4), (64, 256, 4, 3), (128, 64, 4, 4), (128, 128, 8, 4))
-    for block_n, block_k, warps, stages in blocks:
-        for splits in (first.splits, first.splits * 2) if block_n == 64 and not gated else (first.splits,):
-            tiling = Tiling(block_n, block_k, splits, warps, stages)
-            fits = stages * 2 * block_k * (block_n + max(16, rows)) <= 227 * 1024 and inputs % (block_k * splits) == 0
-            if fits and tiling not in seen:
-                seen.append(tiling)
-                yield tiling
-
-
-def _linear_of(x_TK: Tensor, fields: dict[str, int], weight_NK: Tensor) -> Tensor:
-    return linear(x_TK, weight_NK, **fields)
-
-
-def bench_linear(name: str, inputs: int, outputs: int, rows: int) -> None:
-    gated = "gate_up" in name
-    x_TK, weights = random(rows, inputs), copies(random(outputs, inputs, scale=inputs**-0.5))
-    expected_TN = x_TK.float() @ weights[0].float().T
-    if gated:
-        expected_TN = F.silu(expected_TN[:, : outputs // 2]) * expected_TN[:, outputs // 2 :]
-    timed = {}
-    for tiling in tilings(rows, outputs, inputs, gated):
-        fields = dict(vars(tiling))
-        if gated:
-            call = partial(gate_up_silu, x_TK, **{name: value for name, value in fields.items() if name != "splits"})
-        else:
-            call = partial(_linear_of, x_TK, fields)
-        made = call(weights[0])
-        same(made.sum(0) if made.dim() == 3 else made, expected_TN)
-        timed[tuple(fields.values())] = microseconds(call, weights)
-    best = min(timed, key=timed.get)
-    cublas = microseconds(lambda weight: F.linear(x_TK, weight), weights)
-    default = next(iter(timed.values()))
-    traffic = 2 * (inputs * outputs + rows * inputs + rows * outputs)
-    sweep = {"/".join(map(str, k)): round(v, 2) for k, v in sorted(timed.items(), key=lambda item: item[1])}
-    note(f"{name} {rows}", timed[best], traffic, cublas=round(cublas, 2), default=round(default, 2), best="/".join(map(str, best)))
-    print("    n/k/splits/warps/stages: " + "  ".join(f"{k}: {v}" for k, v in sweep.items()))
 
 
 def bench_draw(rows: int, draws: int, vocab: int = 128256) -> None:
@@ -242,12 +187,6 @@ def bench_expansion(groups: int, rows: int, kind: Kind, vocab: int = 128256) -> 
         note(f"expand {kind.name} {groups}x{rows} chunk {chunk} warps {w}", us, offers.share_RC.numel() * 4)
 
 
-def bench_products() -> None:
-    for name, (inputs, outputs, all_rows) in SHAPES.items():
-        for rows in all_rows:
-            bench_linear(name, inputs, outputs, rows)
-
-
 def bench_laws() -> None:
     for rows, draws in ((8, 4), (32, 1), (64, 1)):
         bench_draw(rows, draws)
@@ -278,7 +217,6 @@ PARTS = {
     "norms": bench_norms,
     "selections": bench_selections,
     "expansions": bench_expansions,
-    "products": bench_products,
 }
 
 

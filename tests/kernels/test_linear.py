@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from smc.kernels.linear import choose, gate_up_silu, linear, reduce
+from smc.models.linear import quantise
 
 KIND = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 """Triton's interpreter multiplies matrices of any type but bf16."""
@@ -72,12 +73,47 @@ def test_gate_up_silu(device, tokens, inner, block_n):
     close_rounded(act_TI, (F.silu(gate) * up).to(KIND))
 
 
-@pytest.mark.parametrize("tokens", [8, 32, 64])
+@pytest.mark.parametrize("tokens", [1, 33, 64, 65, 200])
+@pytest.mark.parametrize(("outputs", "inputs", "splits"), [(64, 512, 4), (200, 512, None), (200, 96, 3), (40, 48, 1), (130, 640, 1)])
+def test_fp8_weights(device, tokens, outputs, inputs, splits):
+    """Of very different sizes; a row of zeros; a bias."""
+    x_TK, weight_NK = operands(device, tokens, outputs, inputs)
+    weight_NK[0] = 0.0
+    weight8_NK, scale_N = quantise(weight_NK * torch.logspace(-3, 3, outputs, device=device)[:, None])
+    bias_N = torch.randn(outputs, device=device).to(KIND)
+    out = linear(x_TK, weight8_NK, splits, bias_N, torch.float32, scale_N=scale_N)
+    total_TN = out if out.dim() == 2 else out.sum(0)
+    close(total_TN, x_TK.float() @ weight8_NK.float().T * scale_N + bias_N.float(), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 100])
+@pytest.mark.parametrize("inner", [64, 72])
+def test_fp8_gate_up_silu(device, tokens, inner):
+    """Every row of both halves has its own scale."""
+    x_TK, weight = operands(device, tokens, 2 * inner, 256)
+    weight8, scale = quantise(weight * torch.logspace(-1, 1, 2 * inner, device=device).flip(0)[:, None])
+    gate, up = (x_TK.float() @ weight8.float().T * scale).chunk(2, -1)
+    expected_TI = (F.silu(gate) * up).to(KIND)
+    torch.testing.assert_close(gate_up_silu(x_TK, weight8, scale=scale), expected_TI, atol=3e-2, rtol=1e-2)
+
+
+def test_every_fp8_number_is_read_as_it_is(device):
+    """256 of them but the two that are NaN, by the unit matrix."""
+    number_K = torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+    number_K = torch.where(number_K.float().isnan(), 0.0, number_K.float()).to(torch.float8_e4m3fn)
+    ones_N = torch.ones(16, device=device)
+    x_TK = torch.eye(256, device=device, dtype=KIND)[64:128]
+    found_TN = linear(x_TK, number_K.expand(16, -1).contiguous(), 1, dtype=torch.float32, scale_N=ones_N)
+    assert torch.equal(found_TN, number_K[64:128].float()[:, None].expand(-1, 16))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("tokens", [8, 32, 64, 128, 256])
 @pytest.mark.parametrize("outputs, inputs", [(3072, 2048), (2048, 2048), (2048, 8192), (6144, 4096), (4096, 14336), (40, 48)])
-def test_choice_divides_the_inputs_and_fits(tokens, outputs, inputs):
-    tiling = choose(tokens, outputs, inputs)
+def test_choice_divides_the_inputs_and_fits(tokens, outputs, inputs, fp8):
+    tiling = choose(tokens, outputs, inputs, fp8=fp8)
     assert inputs % (tiling.block_k * tiling.splits) == 0
-    assert tiling.stages * tiling.block_k * (tiling.block_n + max(16, tokens)) * 2 <= 227 * 1024
+    assert tiling.stages * tiling.block_k * (tiling.block_n * (1 if fp8 else 2) + max(16, tokens) * 2) <= 227 * 1024
 
 
 def test_what_does_not_divide_is_refused(device):

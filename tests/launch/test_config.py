@@ -14,6 +14,18 @@ def test_deadlines_are_times(field, value):
         GangConfig(**{field: value})
 
 
+def test_each_model_has_its_own_type():
+    assert GangConfig().dtypes == {"target": "float32", "draft": "float32"}
+    assert GangConfig(device="cuda", target_dtype="fp8").dtypes == {"target": "fp8", "draft": "bfloat16"}
+    assert GangConfig(dtype="fp8", draft_dtype="float16").dtypes == {"target": "fp8", "draft": "float16"}
+
+
+@pytest.mark.parametrize("field", ["dtype", "target_dtype", "draft_dtype"])
+def test_types_that_there_are_not(field):
+    with pytest.raises(ValueError, match=f"{field}='int4'; allowed: float32, bfloat16, float16, fp8"):
+        GangConfig(**{field: "int4"})
+
+
 @pytest.mark.parametrize("field", ["target_resource", "draft_resource"])
 @pytest.mark.parametrize("value", ["", " ", "GPU", "memory"])
 def test_marks_of_hosts_are_custom_resources(field, value):

@@ -16,5 +16,6 @@ def attend(layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor) -> Tensor:
 
 def dense_logits(model: Decoder, tokens_T: Tensor) -> Tensor:
     """Logits [T, V] after every token."""
-    rope_T2D = RopeTable(model.config, len(tokens_T)).at(torch.arange(len(tokens_T)))
+    device = tokens_T.device
+    rope_T2D = RopeTable(model.config, len(tokens_T), device).at(torch.arange(len(tokens_T), device=device))
     return model.logits(model(tokens_T, rope_T2D, attend))

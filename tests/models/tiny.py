@@ -10,7 +10,8 @@ import torch
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from smc.models.config import Llama3RopeScaling, ModelConfig
-from smc.models.decoder import Decoder
+from smc.models.decoder import Decoder, empty_decoder
+from smc.models.linear import FP8, Linear
 from smc.models.loader import save_model
 
 CORPUS = ["the quick brown fox jumps over the lazy dog", "der schnelle Fuchs, über den Hund", "日本語のテキスト", "smile 😀 and 👩‍🚀 fly"]
@@ -45,6 +46,22 @@ def random_decoder(config: ModelConfig, seed: int = 0) -> Decoder:
     for name, weight in model.named_parameters():
         weight.normal_(1.0 if "norm" in name else 0.0, 0.2, generator=generator)
     return model
+
+
+def in_fp8(model: Decoder, activations: torch.dtype = torch.bfloat16) -> Decoder:
+    """The same weights, rounded. With activations of float32 a row's result does not depend on its company, as far as a test can see."""
+    made = empty_decoder(model.config, model.reduce, FP8, model.embed.weight.device)
+    for module in made.modules():
+        if not isinstance(module, Linear) and not list(module.children()):
+            module.to(activations)
+    for name, weight in model.named_parameters():
+        here = made.get_parameter(name)
+        if here.dtype == FP8:
+            made.get_submodule(name.removesuffix(".weight")).hold(weight)
+        else:
+            here.copy_(weight)
+    made.copy_head()
+    return made
 
 
 def save_tiny(directory: Path, seed: int = 0, **changes) -> Path:

@@ -14,7 +14,8 @@
 {{- $v := .Values -}}
 {{- $flags := list
   (list "target" $v.models.target) (list "draft" $v.models.draft) (list "target-tp" $v.target.tp) (list "draft-tp" $v.draft.tp)
-  (list "device" $v.device) (list "dtype" $v.dtype) (list "form" $v.engine.form) (list "block" $v.engine.block)
+  (list "device" $v.device) (list "dtype" $v.dtype) (list "target-dtype" $v.target.dtype)
+  (list "draft-dtype" $v.draft.dtype) (list "form" $v.engine.form) (list "block" $v.engine.block)
   (list "branches" $v.engine.branches) (list "cohorts" $v.engine.cohorts)
   (list "max-slots" $v.engine.maxSlots) (list "max-context" $v.engine.maxContext) (list "pages" $v.engine.pages)
   (list "prefill-chunk" $v.engine.prefillChunk) (list "prefill-share" $v.engine.prefillShare) (list "threads" $v.engine.threads) (list "link" $v.link)

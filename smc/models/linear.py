@@ -1,0 +1,97 @@
+"""A matrix of weights and how it is multiplied: y = x W^T, with W as it is, or in FP8 (e4m3) with a float32 scale for each output.
+
+FP8: W[n, k] = scale[n] weight[n, k]. What is multiplied are the activations as they are and the FP8 numbers, sums are float32, and the
+scale comes last; so do the reference here and the kernels for few rows (`smc.kernels.linear`). A GPU's library, for many rows, takes
+activations in FP8 alone: each row is rounded, with a scale of its own, so that what else is multiplied beside it changes nothing.
+
+Axes: T tokens, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+FP8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FP8).max
+"""448; what is larger would be NaN."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": FP8}
+"""The types that models can have. FP8: of the matrices, the head included; the embedding, norms, biases and activations are bfloat16."""
+PIECE = 1 << 24
+"""Weights that are worked on at a time, so that what is made of them on the way stays small."""
+DIVISOR = 16
+"""Of inputs and outputs, which the library's product asks for."""
+FP8_CAPABILITY = (8, 9)
+"""Of GPUs: the first that know FP8."""
+
+
+class Linear(nn.Linear):
+    """`weight` [N, K] of any type; `scale` [N] float32 if and only if that is FP8; perhaps `bias` [N], of the activations' type."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
+        super().__init__(inputs, outputs, bias)
+        self.register_parameter("scale", None)
+
+    def to_fp8(self) -> None:
+        """Make room for FP8 weights instead, without values."""
+        outputs, device = self.out_features, self.weight.device
+        self.weight = nn.Parameter(torch.empty(self.weight.shape, dtype=FP8, device=device), requires_grad=False)
+        self.scale = nn.Parameter(torch.empty(outputs, dtype=torch.float32, device=device), requires_grad=False)
+
+    def hold(self, weight_NK: Tensor) -> None:
+        """Take these weights, in FP8."""
+        for rows in pieces(*weight_NK.shape):
+            self.weight[rows], self.scale[rows] = quantise(weight_NK[rows])
+
+    def forward(self, x_TK: Tensor) -> Tensor:
+        if self.scale is None:
+            return super().forward(x_TK)
+        if self.rounds:
+            return self.rounded(*round_rows(x_TK))
+        out_TN = F.linear(x_TK.float(), self.weight.float()) * self.scale
+        return (out_TN if self.bias is None else out_TN + self.bias.float()).to(x_TK.dtype)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the library's product is one of rounded activations."""
+        divides = self.in_features % DIVISOR == 0 and self.out_features % DIVISOR == 0
+        return self.scale is not None and self.weight.is_cuda and divides
+
+    def rounded(self, x_TK: Tensor, scale_T1: Tensor, out_TN: Tensor | None = None) -> Tensor:
+        """The library's product of activations that `round_rows` or its kernel has rounded, in bfloat16; if it `rounds`."""
+        scales = {"scale_a": scale_T1, "scale_b": self.scale[None]}
+        return torch._scaled_mm(x_TK, self.weight.t(), **scales, bias=self.bias, out_dtype=torch.bfloat16, out=out_TN)
+
+
+def quantise(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """FP8 numbers [N, K] and float32 scales [N], of which the largest number of each row is `LARGEST`; a row of zeros has the scale 0.
+
+    The error is at most a sixteenth of a weight, or of the scale times 2^-10.
+    """
+    weight_NK = weight_NK.float()
+    scale_N = weight_NK.abs().amax(1) / LARGEST
+    return (weight_NK / torch.where(scale_N > 0, scale_N, 1.0)[:, None]).to(FP8), scale_N
+
+
+def round_rows(x_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """Activations in FP8, [T, K], and their scales [T, 1]: `quantise`."""
+    x8_TK, scale_T = quantise(x_TK)
+    return x8_TK, scale_T[:, None]
+
+
+def pieces(rows: int, columns: int = 1) -> Iterator[slice]:
+    """Rows of a matrix, or of a vector, about `PIECE` numbers at a time."""
+    step = max(1, PIECE // max(1, columns))
+    for begin in range(0, rows, step):
+        yield slice(begin, min(rows, begin + step))
+
+
+def require_fp8(device: torch.device | str) -> None:
+    """Raises ValueError if a GPU cannot multiply FP8."""
+    device = torch.device(device)
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        found, least = (".".join(map(str, one)) for one in (torch.cuda.get_device_capability(device), FP8_CAPABILITY))
+        raise ValueError(f"dtype=fp8: {torch.cuda.get_device_name(device)} has compute capability {found}; allowed: {least} and later")

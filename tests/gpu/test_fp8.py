@@ -1,0 +1,145 @@
+"""FP8 on a GPU: our kernels and the library's products against float64, models that never are there twice, answers.
+
+Axes: T tokens, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from smc import demo
+from smc.demo.problems import generate
+from smc.engine.local import ModelPair, local_engine
+from smc.engine.request import Method, Request, SamplingParams
+from smc.kernels.linear import gate_up_silu, linear, reduce
+from smc.kernels.rounding import round_rows
+from smc.models import linear as models
+from smc.models.grow import grown_model
+from smc.models.linear import FP8, Linear, quantise
+from smc.models.loader import load_model
+from smc.models.presets import preset, random_model
+from smc.runtime.config import EngineConfig
+from tests.engine.harness import answers
+from tests.models.dense import dense_logits
+
+SHAPES = [(2048, 3072), (8192, 2048), (4096, 6144), (14336, 4096), (2048, 128256), (256, 512), (640, 256)]
+"""(inputs, outputs)"""
+
+
+def matrix(inputs: int, outputs: int, bias: bool = False) -> Linear:
+    """With rows of very different sizes."""
+    generator = torch.Generator("cuda").manual_seed(inputs + outputs)
+    made = Linear(inputs, outputs, bias).to("cuda", torch.bfloat16).requires_grad_(False)
+    weight_NK = torch.randn(outputs, inputs, generator=generator, device="cuda") * inputs**-0.5
+    made.to_fp8()
+    made.hold(weight_NK * torch.logspace(-2, 2, outputs, device="cuda")[torch.randperm(outputs, device="cuda")][:, None])
+    return made
+
+
+def off(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative error of the row of outputs that is worst off."""
+    return float(((found.double() - expected).norm(dim=0) / expected.norm(dim=0)).max())
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 33, 64, 65, 128, 200])
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
+def test_our_products(tokens, inputs, outputs):
+    made, x_TK = matrix(inputs, outputs), torch.randn(tokens, inputs, device="cuda").bfloat16()
+    expected_TN = x_TK.double() @ (made.weight.double() * made.scale[:, None].double()).T
+    for splits in (None, 1):
+        out = linear(x_TK, made.weight, splits, scale_N=made.scale)
+        assert off(reduce(out) if out.dim() == 3 else out, expected_TN) < 6e-3
+    act_TI = gate_up_silu(x_TK, made.weight, scale=made.scale)
+    gate, up = expected_TN.chunk(2, 1)
+    torch.testing.assert_close(act_TI.double(), F.silu(gate) * up, rtol=3e-2, atol=1e-3 * float(expected_TN.abs().max()))
+
+
+def test_every_fp8_number_is_read_as_it_is():
+    number_K = torch.arange(256, dtype=torch.uint8, device="cuda").view(FP8)
+    number_K = torch.where(number_K.float().isnan(), 0.0, number_K.float()).to(FP8)
+    x_TK = torch.eye(256, device="cuda").bfloat16()
+    for begin in range(0, 256, 64):
+        found_TN = linear(
+            x_TK[begin : begin + 64], number_K.expand(64, -1).contiguous(), 1, dtype=torch.float32, scale_N=torch.ones(64, device="cuda")
+        )
+        assert torch.equal(found_TN, number_K[begin : begin + 64].float()[:, None].expand(-1, 64))
+
+
+@pytest.mark.parametrize("tokens", [1, 17, 160, 600])
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES[:4])
+def test_products_of_the_library(tokens, inputs, outputs):
+    """With a bias; exactly those of rounded activations, and near those of the activations themselves; a row is what it is alone."""
+    made, x_TK = matrix(inputs, outputs, bias=True), torch.randn(tokens, inputs, device="cuda").bfloat16()
+    x8_TK, scale_T1 = round_rows(x_TK)
+    weight_NK, bias_N = made.weight.double() * made.scale[:, None].double(), made.bias.double()
+    found_TN = made.rounded(x8_TK, scale_T1)
+    assert made.rounds and off(found_TN, x8_TK.double() * scale_T1.double() @ weight_NK.T + bias_N) < 6e-3
+    assert off(made(x_TK), x_TK.double() @ weight_NK.T + bias_N) < 6e-2
+    room_TN = torch.full_like(found_TN, torch.nan)
+    assert made.rounded(x8_TK, scale_T1, room_TN) is room_TN and torch.equal(room_TN, found_TN)
+    alone_TN = made.rounded(*round_rows(x_TK[:1]))
+    assert off(alone_TN.T, found_TN[:1].double().T) < 6e-3
+
+
+def test_a_product_that_the_library_cannot_do():
+    made, x_TK = matrix(100, 40), torch.randn(5, 100, device="cuda").bfloat16()
+    assert not made.rounds
+    assert off(made(x_TK), x_TK.double() @ (made.weight.double() * made.scale[:, None].double()).T) < 6e-3
+
+
+@pytest.mark.parametrize("load", ["random", "grown", "files"])
+def test_a_model_is_never_there_twice(load):
+    """What a GPU holds at most while a model of the 1B shape is loaded, beyond what it holds afterwards: a part of one matrix."""
+    small = load_model(demo.DRAFT)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    if load == "random":
+        model = random_model(preset("llama-1b"), dtype=FP8, device="cuda")
+    elif load == "grown":
+        model = grown_model(small, preset("llama-1b"), dtype=FP8, device="cuda")
+    else:
+        model = load_model(demo.TARGET, dtype=FP8, device="cuda")
+    held = torch.cuda.memory_allocated() - before
+    most = torch.cuda.max_memory_allocated() - before
+    print(f"{load}: {held / 2**30:.2f} GiB, at most {most / 2**30:.2f}")
+    assert held < 1.01 * sum(weight.numel() * weight.element_size() for weight in model.parameters()) + (32 << 20)
+    assert most - held < max(12 * models.PIECE, 2**30)
+
+
+@torch.inference_mode()
+def test_logits_are_those_of_the_cpu():
+    """Prompts' activations are rounded too; the CPU's are not."""
+    ids_T = torch.randint(512, (200,), generator=torch.Generator().manual_seed(1))
+    for directory in (demo.TARGET, demo.DRAFT):
+        expected_TV = dense_logits(load_model(directory), ids_T)
+        here, there = (load_model(directory, dtype=FP8, device=device) for device in ("cpu", "cuda"))
+        found_TV = dense_logits(there, ids_T.cuda()).cpu()
+        errors = [(one - expected_TV).abs() for one in (dense_logits(here, ids_T), found_TV)]
+        print(f"{directory.name}: largest error {errors[0].max():.2f} on the CPU, {errors[1].max():.2f} here")
+        assert errors[1].max() < 2.5
+
+
+def test_fp8_solves_as_many_problems():
+    """Both models in FP8: the target alone, and exact decoding, which gives the target's own answers but for near-ties."""
+    problems, pair = generate(11, 64, "test"), ModelPair.load(demo.TARGET, demo.DRAFT, dtype=FP8, device="cuda")
+    prompts = [pair.tokenizer.chat([{"role": "user", "content": p.question}]) for p in problems]
+    found = {}
+    for method in (Method.TARGET, Method.EXACT):
+        asked = [Request(str(i), tuple(prompt), SamplingParams(method=method, seed=i, max_tokens=200)) for i, prompt in enumerate(prompts)]
+        found[method] = answers(local_engine(pair, EngineConfig(block=5)), asked)
+        right = sum(found[method][str(i)].text.rsplit("####", 1)[-1].strip() == str(p.result) for i, p in enumerate(problems))
+        print(f"{method}: {right} of {len(problems)} solved")
+        assert right >= 58
+    same = sum(found[Method.TARGET][str(i)].tokens == found[Method.EXACT][str(i)].tokens for i in range(len(problems)))
+    print(f"{same} of {len(problems)} answers equal")
+    assert same >= 48
+
+
+def test_rounding_on_the_gpu_is_that_on_the_cpu():
+    weight_NK = torch.randn(64, 1000, generator=torch.Generator().manual_seed(1))
+    for one, other in zip(quantise(weight_NK), quantise(weight_NK.cuda())):
+        assert torch.equal(one.float(), other.float().cpu())
