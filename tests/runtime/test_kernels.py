@@ -15,6 +15,7 @@ from smc.kernels.stops import grow
 from smc.kernels.tables import reroot
 from smc.kernels.walk import walk
 from smc.runtime.config import EngineConfig
+from smc.runtime.kernel_blocks import judge, lay_out
 from smc.runtime.kernel_choice import conclude, weigh
 from smc.runtime.kernel_follow import advance, follow
 from smc.runtime.kernels import KernelForward, KernelSampling
@@ -47,6 +48,8 @@ KERNELS = Parts(
     walk=walk,
     weigh=weigh,
     conclude=conclude,
+    lay_out=lay_out,
+    judge=judge,
     follow=follow,
     advance=advance,
     grow=grow,
