@@ -22,8 +22,8 @@ NOT_SHOWN = ("rounds", "resampled", "ESS / N", "first token")
 LEGEND = (
     "N particles, or rows of the tree of exact decoding; K tokens a round, F branches. tok/s: one request at a time, from its first token "
     "on, and of target: against the target alone; tok/s batch: {concurrency} requests in flight. tok a round: of an answer, its first left "
-    "out. hits: share of rounds after which what had been drafted ahead was right. log p: mean log-probability of an answer's token under the "
-    "target's law, less that of the target's own answers."
+    "out. hits: share of rounds after which what had been drafted ahead was right. log p: mean log-probability of an answer's token under "
+    "the target's law, less that of the target's own answers."
 )
 MORE_LEGEND = (
     "rounds: per answer; resampled: share of rounds; ESS / N: effective share of independent particles; first token: milliseconds until "

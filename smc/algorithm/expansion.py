@@ -55,11 +55,6 @@ class Offers:
         none_R1 = torch.zeros_like(like_R, dtype=torch.float32)[:, None]
         return Offers(none_R1.long(), none_R1, none_R1)
 
-    def without_rest(self, rows_R: Tensor) -> Offers:
-        """Some rows do not offer the token that stands for the rest."""
-        last_C = torch.arange(self.token_RC.shape[1], device=rows_R.device) == self.token_RC.shape[1] - 1
-        return Offers(self.token_RC, self.logq_RC, self.share_RC.masked_fill(rows_R[:, None] & last_C, -torch.inf))
-
     def unless(self, ended_R: Tensor) -> Offers:
         """Rows that have ended offer themselves."""
         first_C = torch.arange(self.token_RC.shape[1], device=ended_R.device) == 0
@@ -84,6 +79,8 @@ class Expansion:
     """float64 effective sample size of the rows that go on."""
     collapsed_G: Tensor
     """bool: no offer of a `DISTINCT` group had any mass; all were given the same."""
+    nan_G: Tensor
+    """bool: a `DISTINCT` group was offered NaN, which counts as nothing."""
 
 
 def expand(
@@ -97,13 +94,18 @@ def expand(
     keys: tuple[Tensor, Tensor, int],
     total: int,
     least: float = 0.0,
+    ended_R: Tensor | None = None,
+    has_rest: bool = False,
 ) -> Expansion:
-    """Continue groups that are `BEST` or `DISTINCT`; what is said of others means nothing.
+    """Continue groups that are `BEST` or `DISTINCT`; of others, rows go on as if nothing did.
 
     `mass_R`: float64 log mass of the source rows; `there_R`: whether there is one. `sources`, `rows`: first and size [G] of every group's
     source rows, and of the places for those that go on, `total` in all; a padding group has size 0. `most_G`: how many may go on.
-    `keys`: seed [G], round [G] and the number of this step. Reads the host.
+    `keys`: seed [G], round [G] and the number of this step. Source rows that have `ended` offer themselves: all they have, as their first
+    offer. `has_rest`: the last offer of a row stands for the rest of its law, which is not among the best. Reads the host.
     """
+    offers = offers if ended_R is None else offers.unless(ended_R)
+    is_rest_C = torch.arange(offers.share_RC.shape[1], device=mass_R.device) >= offers.share_RC.shape[1] - has_rest
     used_H = ((sources[1] > 0) & (kind_G != Kind.INDEPENDENT)).nonzero()[:, 0]
     device = mass_R.device
     parent_X = torch.zeros(total, dtype=torch.int64, device=device)
@@ -111,13 +113,16 @@ def expand(
     ess_G = torch.zeros(len(kind_G), dtype=torch.float64, device=device)
     collapsed_G = ess_G > 0
     if not len(used_H):
-        return Expansion(parent_X, offer_X, mass_X, parent_X > 0, ess_G, collapsed_G)
+        return Expansion(parent_X, offer_X, mass_X, parent_X > 0, ess_G, collapsed_G, collapsed_G)
     source_HS, is_source_HS = grid(*(bound[used_H] for bound in sources))
     width = offers.share_RC.shape[1]
     is_there_HS1 = (is_source_HS & there_R[source_HS])[..., None]
     share_HSC = offers.share_RC[source_HS].double().masked_fill(~is_there_HS1, -torch.inf)
-    offered_HM = (mass_R[source_HS][..., None] + share_HSC).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).flatten(1)
     is_best_H = kind_G[used_H] == Kind.BEST
+    share_HSC = share_HSC.masked_fill(is_best_H[:, None, None] & is_rest_C, -torch.inf)
+    nan_G = torch.zeros_like(collapsed_G)
+    nan_G[used_H] = ~is_best_H & torch.isnan(share_HSC).flatten(1).any(-1)
+    offered_HM = (mass_R[source_HS][..., None] + share_HSC).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).flatten(1)
     collapsed_H = ~is_best_H & (offered_HM == -torch.inf).all(-1)
     share_HM = share_HSC.nan_to_num(nan=-torch.inf, neginf=-torch.inf).flatten(1)
     offered_HM = torch.where(collapsed_H[:, None] & (share_HM > -torch.inf), 0.0, offered_HM)
@@ -139,7 +144,7 @@ def expand(
     mass_X[to_X] = massed_HX[there_HX]
     ess_G[used_H] = effective_sample_size(normalise(massed_HX)[0])
     collapsed_G[used_H] = collapsed_H
-    return Expansion(parent_X, offer_X, mass_X, mass_X > -torch.inf, ess_G, collapsed_G)
+    return Expansion(parent_X, offer_X, mass_X, mass_X > -torch.inf, ess_G, collapsed_G, nan_G)
 
 
 def inclusion(mass_HM: Tensor, most_H: Tensor, best_H: Tensor, least: float = 0.0) -> Tensor:

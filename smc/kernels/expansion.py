@@ -20,8 +20,8 @@ from smc.algorithm.expansion import EXPANSION_POSITION, Expansion, Kind, Offers
 from smc.kernels.places import own_places, programs
 from smc.kernels.selection import _uniform
 
-CHUNK, FEW = 2048, 256
-"""Offers that a program looks at at a time, and where there are no more than a few."""
+CHUNKS = (256, 512, 1024, 2048)
+"""Offers that a program looks at at a time: all, if there are no more than the last."""
 INDEPENDENT, BEST = tl.constexpr(int(Kind.INDEPENDENT)), tl.constexpr(int(Kind.BEST))
 
 
@@ -36,25 +36,28 @@ def expand(
     keys: tuple[Tensor, Tensor, int],
     total: int,
     least: float = 0.0,
+    ended_R: Tensor | None = None,
+    has_rest: bool = False,
     chunk: int | None = None,
     warps: int = 8,
 ) -> Expansion:
     """As `smc.algorithm.expansion.expand`. Where nothing goes on in a group, its rows repeat the first offer of its first source."""
     count, width = offers.share_RC.shape
-    parent_X, offer_X = mass_R.new_zeros((2, total), dtype=torch.int64)
-    mass_X = mass_R.new_full((total,), -torch.inf, dtype=torch.float64)
-    alive_X = torch.zeros_like(parent_X, dtype=torch.bool)
-    ess_G, collapsed_G = mass_X.new_empty(len(kind_G)), alive_X.new_empty(len(kind_G))
+    parent_X, offer_X = mass_R.new_empty((2, total), dtype=torch.int64)
+    mass_X, ess_G = (mass_R.new_empty(size, dtype=torch.float64) for size in (total, len(kind_G)))
+    alive_X, collapsed_G, nan_G = (there_R.new_empty(size) for size in (total, len(kind_G), len(kind_G)))
     scratch_2M = mass_X.new_empty((2, count * width))
-    given = (offers.share_RC, mass_R, there_R, *sources, *rows, most_G, kind_G, *keys[:2])
-    _expand[(len(kind_G),)](
-        *(tensor.contiguous() for tensor in given), EXPANSION_POSITION + keys[2], width,
-        parent_X, offer_X, mass_X, alive_X, ess_G, collapsed_G, *scratch_2M,
-        LEAST=least, CHUNK=chunk or (CHUNK if count * width > FEW else FEW),
+    given = (offers.share_RC, mass_R, there_R, there_R if ended_R is None else ended_R, *sources, *rows, most_G, kind_G, *keys[:2])
+    # One program more, for the rows that are of no group.
+    _expand[(len(kind_G) + 1,)](
+        *(tensor.contiguous() for tensor in given), EXPANSION_POSITION + keys[2], width, total,
+        parent_X, offer_X, mass_X, alive_X, ess_G, collapsed_G, nan_G, *scratch_2M,
+        LEAST=least, CHUNK=chunk or next(size for size in CHUNKS if size >= count * width or size == CHUNKS[-1]),
+        ENDS=ended_R is not None, REST=width - 1 if has_rest else -1,
         # The reference rounds a product before it adds to it.
         enable_fp_fusion=False, num_warps=warps,
     )  # fmt: skip
-    return Expansion(parent_X, offer_X, mass_X, alive_X, ess_G, collapsed_G)
+    return Expansion(parent_X, offer_X, mass_X, alive_X, ess_G, collapsed_G, nan_G)
 
 
 def keep_roots(
@@ -70,15 +73,37 @@ def keep_roots(
 
 
 @triton.jit
-def _spread(share_M, mass_R, there_R, offered_M, count, width, CHUNK: tl.constexpr, IS_COLLAPSED: tl.constexpr):
-    """Write a group's log masses, or of one that has collapsed 0 for each offer that has a share. Returns how many have mass, and how
-    little and how much that is."""
+def _joined(count, low, high, other_count, other_low, other_high):
+    """Of two sets: how many, the least and the largest."""
+    return count + other_count, tl.minimum(low, other_low), tl.maximum(high, other_high)
+
+
+@triton.jit
+def _parted(largest, upto, least, above, other_largest, other_upto, other_least, other_above):
+    """What `_part` says of two sets."""
+    return tl.maximum(largest, other_largest), upto + other_upto, tl.minimum(least, other_least), above + other_above
+
+
+@triton.jit
+def _spread(
+    share_M, mass_R, there_R, ended_R, offered_M, count, width, is_best,
+    CHUNK: tl.constexpr, IS_COLLAPSED: tl.constexpr, ENDS: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    """Write a group's log masses, or of one that has collapsed 0 for each offer that has a share. Returns how many have mass, how little
+    and how much that is, and whether there is NaN among the shares."""
     valid, lowest, top = 0, tl.full((), float("inf"), tl.float64), tl.full((), -float("inf"), tl.float64)
+    nan = 0
     for begin in range(0, count, CHUNK):
         m_I = begin + tl.arange(0, CHUNK)
         inside_I, source_I = m_I < count, m_I // width
         there_I = tl.load(there_R + source_I, mask=inside_I, other=0) != 0
         share_I = tl.load(share_M + m_I, mask=there_I, other=-float("inf")).to(tl.float64)
+        if ENDS:
+            has_ended_I = tl.load(ended_R + source_I, mask=there_I, other=0) != 0
+            share_I = tl.where(has_ended_I, tl.where(m_I % width == 0, 0.0, -float("inf")), share_I)
+        if REST >= 0:
+            share_I = tl.where(is_best & (m_I % width == REST), -float("inf"), share_I)
+        nan += tl.sum((share_I != share_I).to(tl.int32), 0)
         if IS_COLLAPSED:
             offered_I = tl.where(share_I > -float("inf"), tl.zeros_like(share_I), -float("inf"))
         else:
@@ -86,11 +111,10 @@ def _spread(share_M, mass_R, there_R, offered_M, count, width, CHUNK: tl.constex
             offered_I = tl.where(offered_I == offered_I, offered_I, -float("inf"))
         tl.store(offered_M + m_I, offered_I, mask=inside_I)
         has_mass_I = offered_I > -float("inf")
-        valid += tl.sum(has_mass_I.to(tl.int32), 0)
-        lowest = tl.minimum(lowest, tl.min(tl.where(has_mass_I, offered_I, float("inf")), 0))
-        top = tl.maximum(top, tl.max(offered_I, 0))
+        here = tl.reduce((has_mass_I.to(tl.int32), tl.where(has_mass_I, offered_I, float("inf")), offered_I), 0, _joined)
+        valid, lowest, top = _joined(valid, lowest, top, here[0], here[1], here[2])
     tl.debug_barrier()
-    return valid, lowest, top
+    return valid, lowest, top, nan
 
 
 @triton.jit
@@ -115,11 +139,12 @@ def _part(offered_M, relative_M, count, probe, CHUNK: tl.constexpr):
     for begin in range(0, count, CHUNK):
         m_I = begin + tl.arange(0, CHUNK)
         offered_I = tl.load(offered_M + m_I, mask=m_I < count, other=-float("inf"))
+        relative_I = tl.load(relative_M + m_I, mask=m_I < count, other=0.0)
         is_upto_I = offered_I <= probe
-        upto += tl.sum(tl.where(is_upto_I, tl.load(relative_M + m_I, mask=m_I < count, other=0.0), 0.0), 0)
-        above += tl.sum((offered_I > probe).to(tl.int32), 0)
-        largest = tl.maximum(largest, tl.max(tl.where(is_upto_I, offered_I, -float("inf")), 0))
-        least = tl.minimum(least, tl.min(tl.where(is_upto_I, float("inf"), offered_I), 0))
+        below_I, above_I = tl.where(is_upto_I, offered_I, -float("inf")), tl.where(is_upto_I, float("inf"), offered_I)
+        given_I, is_above_I = tl.where(is_upto_I, relative_I, 0.0), (offered_I > probe).to(tl.int32)
+        here = tl.reduce((below_I, given_I, above_I, is_above_I), 0, _parted)
+        largest, upto, least, above = _parted(largest, upto, least, above, here[0], here[1], here[2], here[3])
     return largest, upto, least, above
 
 
@@ -163,12 +188,11 @@ def _draw(
         relative_I = tl.load(relative_M + m_I, mask=m_I < count, other=0.0)
         is_equal_I = (offered_I == bound) & (offered_I > -float("inf"))
         is_sure_I = (offered_I > bound) | (is_equal_I & (equal + tl.cumsum(is_equal_I.to(tl.int32), 0) <= ties))
-        chance_I = tl.where(is_sure_I, 1.0, tl.minimum(relative_I * factor, 1.0))
+        # No mass times an infinite factor is NaN, of which a device's minimum with 1 is 1.
+        chance_I = tl.where(is_sure_I, 1.0, tl.where(relative_I > 0, tl.minimum(relative_I * factor, 1.0), 0.0))
         if LEAST > 0:
             limit_I = relative_I * most.to(tl.float64) / (tl.full((), LEAST, tl.float64) * total)
-            chance_I = tl.where(is_best, chance_I, tl.minimum(chance_I, limit_I))
-        # No mass times an infinite factor is NaN.
-        chance_I = tl.where(chance_I > 0, chance_I, 0.0)
+            chance_I = tl.where(is_best, chance_I, tl.where(limit_I < chance_I, limit_I, chance_I))
         length_I = (chance_I * 2.0**52 + 0.5).to(tl.int64)
         reach_I = reach + tl.cumsum(length_I, 0)
         is_taken_I = ((reach_I >> 52) > ((reach_I - length_I) >> 52)) | (chance_I == 1)
@@ -205,26 +229,51 @@ def _finish(parent_N, offer_N, mass_N, went, size, first_parent, first_offer, CH
     return tl.where(squares > 0, total * total / squares, 0.0)
 
 
+@triton.jit
+def _clear(parent_X, offer_X, mass_X, alive_X, first, end, CHUNK: tl.constexpr):
+    """Rows that do not go on."""
+    for begin in range(first, end, CHUNK):
+        x_I = begin + tl.arange(0, CHUNK)
+        nothing_I = tl.zeros((CHUNK,), tl.int64)
+        tl.store(parent_X + x_I, nothing_I, mask=x_I < end)
+        tl.store(offer_X + x_I, nothing_I, mask=x_I < end)
+        tl.store(mass_X + x_I, nothing_I.to(tl.float64) - float("inf"), mask=x_I < end)
+        tl.store(alive_X + x_I, nothing_I != 0, mask=x_I < end)
+    tl.debug_barrier()
+
+
 @triton.jit(do_not_specialize=["position"])
 def _expand(
-    share_RC, mass_R, there_R, source_first_G, source_size_G, row_first_G, row_size_G, most_G, kind_G, seed_G, round_G, position, width,
-    parent_X, offer_X, mass_X, alive_X, ess_G, collapsed_G, offered_M, relative_M, CHUNK: tl.constexpr, LEAST: tl.constexpr,
+    share_RC, mass_R, there_R, ended_R, source_first_G, source_size_G, row_first_G, row_size_G, most_G, kind_G, seed_G, round_G, position,
+    width, total, parent_X, offer_X, mass_X, alive_X, ess_G, collapsed_G, nan_G, offered_M, relative_M,
+    CHUNK: tl.constexpr, LEAST: tl.constexpr, ENDS: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    group = tl.program_id(0)
+    group, groups = tl.program_id(0), tl.num_programs(0) - 1
+    if group == groups:
+        end = 0
+        for begin in range(0, groups, CHUNK):
+            g_I = begin + tl.arange(0, CHUNK)
+            size_I = tl.load(row_size_G + g_I, mask=g_I < groups, other=0).to(tl.int32)
+            end_I = tl.load(row_first_G + g_I, mask=size_I > 0, other=0).to(tl.int32) + size_I
+            end = tl.maximum(end, tl.max(end_I, 0))
+        _clear(parent_X, offer_X, mass_X, alive_X, end, total, CHUNK)
+        return
     sources, kind = tl.load(source_size_G + group).to(tl.int32), tl.load(kind_G + group)
+    source_first, row_first = tl.load(source_first_G + group).to(tl.int64), tl.load(row_first_G + group).to(tl.int64)
+    size, most, is_best = tl.load(row_size_G + group).to(tl.int32), tl.load(most_G + group).to(tl.int32), kind == BEST
+    _clear(parent_X + row_first, offer_X + row_first, mass_X + row_first, alive_X + row_first, 0, size, CHUNK)
     if (sources == 0) | (kind == INDEPENDENT):
         tl.store(ess_G + group, 0.0)
         tl.store(collapsed_G + group, False)
+        tl.store(nan_G + group, False)
         return
-    source_first, row_first = tl.load(source_first_G + group).to(tl.int64), tl.load(row_first_G + group).to(tl.int64)
-    size, most, is_best = tl.load(row_size_G + group).to(tl.int32), tl.load(most_G + group).to(tl.int32), kind == BEST
     count, at = sources * width, source_first * width
-    share_M, mass_R, there_R = share_RC + at, mass_R + source_first, there_R + source_first
+    share_M, mass_R, there_R, ended_R = share_RC + at, mass_R + source_first, there_R + source_first, ended_R + source_first
     offered_M, relative_M = offered_M + at, relative_M + at
-    valid, lowest, top = _spread(share_M, mass_R, there_R, offered_M, count, width, CHUNK, False)
+    valid, lowest, top, nan = _spread(share_M, mass_R, there_R, ended_R, offered_M, count, width, is_best, CHUNK, False, ENDS, REST)
     collapsed = (kind != BEST) & (valid == 0)
     if collapsed:
-        valid, lowest, top = _spread(share_M, mass_R, there_R, offered_M, count, width, CHUNK, True)
+        valid, lowest, top, nan = _spread(share_M, mass_R, there_R, ended_R, offered_M, count, width, is_best, CHUNK, True, ENDS, REST)
     total = _scale(offered_M, relative_M, count, top, CHUNK)
     bound, ties, factor = tl.full((), -float("inf"), tl.float64), 0, tl.zeros((), tl.float64)
     if valid > most:
@@ -239,6 +288,7 @@ def _expand(
     ess = _finish(parent_N, offer_N, mass_N, went, size, source_first + first // width, (first % width).to(tl.int64), CHUNK)
     tl.store(ess_G + group, ess)
     tl.store(collapsed_G + group, collapsed)
+    tl.store(nan_G + group, (kind != BEST) & (nan > 0))
 
 
 @triton.jit

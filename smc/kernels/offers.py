@@ -50,11 +50,12 @@ def offer(
     position_R: Tensor,
     purpose: int,
     cut: Cut | None = None,
+    has_rest: bool = True,
     block: int | None = None,
     warps: int = 4,
 ) -> Offers:
     """What rows offer from softmax(logits / temperature) after `cut`: their min(OFFERS, vocab) likeliest tokens, the likeliest first and of
-    equal logits the first, then the token drawn from the rest with the random numbers of `smc.kernels.sampling.draw`.
+    equal logits the first, then with `has_rest` the token drawn from the rest with the random numbers of `smc.kernels.sampling.draw`.
 
     Only the first `vocab` columns count; the row stride is free. Temperature 0 is greedy. A row with NaN gives NaN.
     """
@@ -63,9 +64,10 @@ def offer(
     splits, length = triton.cdiv(vocab, block), FAN**steps
     assert block >= PART or length < PART
     floats, ints = (partial(logits_RV.new_empty, dtype=dtype) for dtype in (torch.float32, torch.int32))
-    sums_2RS, rest_2RS, won_RS, token_RS = floats(2, rows, splits), floats(2, rows, splits), floats(rows, splits), ints(rows, splits)
-    largest_RP, bound_2R, norm_2R = ints(rows, splits * (block // PART)), ints(2, rows), floats(2, rows)
-    found = (logits_RV.new_empty((rows, most + 1), dtype=torch.int64), *floats(2, rows, most + 1))
+    sums_2RS, largest_RP = floats(2, rows, splits), ints(rows, splits * (block // PART))
+    bound_2R, norm_2R = ints(2, rows), floats(2, rows)
+    longs, width = partial(logits_RV.new_empty, dtype=torch.int64), most + has_rest
+    found = (longs((rows, width)), *floats(2, rows, width))
     law = (logits_RV, logits_RV.stride(0), temperature_R, *cut_arguments(cut, temperature_R))
     keys = (key.contiguous() for key in (seed_R, round_R, stream_R, position_R))
     blocks, by_row = {"CUT": cut is not None, "BLOCK": block, "num_warps": warps}, {"CUT": cut is not None}
@@ -73,7 +75,14 @@ def offer(
     parts = (largest_RP, largest_RP.shape[1])
     _survey[(splits, rows)](*law, vocab, *sums_2RS, *parts, PART=PART if length >= PART else 0, **blocks)
     search = {"STEPS": steps, "COUNT": triton.next_power_of_2(max(OFFERS, triton.cdiv(vocab, length))), "MOST": OFFERS, "FAN": FAN}
-    _find[(rows,)](*law, vocab, *sums_2RS, *parts, *bound_2R, *norm_2R, *found, splits, most, PART=PART, **search, **by_row, num_warps=8)
+    lists = (longs((rows, max(search["COUNT"], OFFERS * FAN))), longs((rows, OFFERS)))
+    _find[(rows,)](
+        *law, vocab, *sums_2RS, *parts, *lists, lists[0].shape[1], *bound_2R, *norm_2R, *found, splits, most, width,
+        PART=PART, **search, **by_row, num_warps=8,
+    )  # fmt: skip
+    if not has_rest:
+        return Offers(*found)
+    rest_2RS, won_RS, token_RS = floats(2, rows, splits), floats(rows, splits), ints(rows, splits)
     # Without fused multiply-adds the variates are those of `smc.philox.exponentials` to the last bit before the logarithm.
     race = (*keys, *bound_2R, *rest_2RS, won_RS, token_RS)
     _race_rest[(splits, rows)](*law, vocab, *race, PURPOSE=int(purpose), enable_fp_fusion=False, **blocks)
@@ -122,41 +131,51 @@ def _largest(logits_V, vocab, largest_P, parts, part_X, PART: tl.constexpr, LENG
 
 
 @triton.jit
-def _first_of(key_X, part_X, SIZE: tl.constexpr, MOST: tl.constexpr):
-    """The parts of the MOST largest keys and these keys, descending; of equal keys the first part comes first."""
+def _keep_first(key_X, part_X, list_X, best_C, SIZE: tl.constexpr, MOST: tl.constexpr):
+    """Write the parts of the MOST largest keys, packed with these keys, in descending order; of equal keys the first part comes first."""
     packed_X = (key_X.to(tl.int64) << 32) | (part_X ^ 0x7FFFFFFF).to(tl.int64)
+    # Every thread reads all of the list: what others have is then in its own registers, and nothing is added up across threads.
+    tl.store(list_X + tl.arange(0, SIZE), packed_X)
+    tl.debug_barrier()
     larger_X = tl.zeros((SIZE,), tl.int32)
-    # Some at a time, for registers.
     for begin in range(0, SIZE, MOST):
-        other_C = tl.gather(packed_X, begin + tl.arange(0, MOST), 0)
-        larger_X += tl.sum((other_C[None, :] > packed_X[:, None]).to(tl.int32), 1)
-    is_ranked_CX = larger_X[None, :] == tl.arange(0, MOST)[:, None]
-    packed_C = tl.sum(tl.where(is_ranked_CX, packed_X[None, :], 0), 1)
-    return (packed_C & 0x7FFFFFFF).to(tl.int32) ^ 0x7FFFFFFF, (packed_C >> 32).to(tl.int32)
+        other_C = tl.load(list_X + begin + tl.arange(0, MOST))
+        larger_X += tl.sum((other_C[:, None] > packed_X[None, :]).to(tl.int32), 0)
+    tl.store(best_C + larger_X, packed_X, mask=larger_X < MOST)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _part_of(packed_X):
+    return (packed_X & 0x7FFFFFFF).to(tl.int32) ^ 0x7FFFFFFF
 
 
 @triton.jit
 def _find(
-    logits, stride, temperature_R, key_R, last_R, drop_R, vocab, max_RS, sum_RS, largest_RP, parts,
-    bound_key_R, bound_column_R, top_R, log_sum_R, token_RC, logq_RC, share_RC, splits, most,
+    logits, stride, temperature_R, key_R, last_R, drop_R, vocab, max_RS, sum_RS, largest_RP, parts, list_RX, best_RC, longest,
+    bound_key_R, bound_column_R, top_R, log_sum_R, token_RC, logq_RC, share_RC, splits, most, width,
     STEPS: tl.constexpr, COUNT: tl.constexpr, MOST: tl.constexpr, FAN: tl.constexpr, PART: tl.constexpr,
     SPLITS: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """One row: its likeliest tokens, the last one's key and column, and the law's normaliser."""
     row = tl.program_id(0)
     logits_V, largest_P = logits + row.to(tl.int64) * stride, largest_RP + row * parts
+    list_X, best_C = list_RX + row * longest, best_RC + row * MOST
     part_X = tl.arange(0, COUNT)
     key_X = _largest(logits_V, vocab, largest_P, parts, part_X, PART, FAN**STEPS)
-    column_C, key_C = _first_of(key_X, part_X, COUNT, MOST)
+    _keep_first(key_X, part_X, list_X, best_C, COUNT, MOST)
     for step in tl.static_range(STEPS):
-        part_X = tl.reshape(column_C[:, None] * FAN + tl.arange(0, FAN)[None, :], (MOST * FAN,))
+        x = tl.arange(0, MOST * FAN)
+        part_X = _part_of(tl.load(best_C + x // FAN)) * FAN + x % FAN
         key_X = _largest(logits_V, vocab, largest_P, parts, part_X, PART, FAN ** (STEPS - 1 - step))
-        column_C, key_C = _first_of(key_X, part_X, MOST * FAN, MOST)
+        _keep_first(key_X, part_X, list_X, best_C, MOST * FAN, MOST)
+    packed_C = tl.load(best_C + tl.arange(0, MOST))
+    column_C, key_C = _part_of(packed_C), (packed_C >> 32).to(tl.int32)
     is_last_C = tl.arange(0, MOST) == most - 1
     tl.store(bound_key_R + row, tl.sum(tl.where(is_last_C, key_C, 0), 0))
     tl.store(bound_column_R + row, tl.sum(tl.where(is_last_C, column_C, 0), 0))
     # With NaN in the row any column may come out.
-    column_C, rank_C, out = tl.minimum(column_C, vocab - 1), tl.arange(0, MOST), row.to(tl.int64) * (most + 1)
+    column_C, rank_C, out = tl.minimum(column_C, vocab - 1), tl.arange(0, MOST), row.to(tl.int64) * width
     inverse, greedy = inverse_temperature(temperature_R, row)
     logit_C = cut_logit(tl.load(logits_V + column_C), column_C, row, inverse, key_R, last_R, drop_R, CUT)
     _, top, total = combine(max_RS, sum_RS, row, splits, SPLITS)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from smc.algorithm.expansion import Expansion, Kind
+from smc.algorithm.expansion import Expansion, Kind, Offers
 from smc.laws import LawSpec
 from smc.philox import STREAMS_PER_PARTICLE, Purpose
 from smc.runtime.forward import Rows, StaticForward
@@ -23,30 +23,7 @@ from smc.runtime.plan import RoundPlan
 from smc.runtime.sampling import DrawKeys, Sampling
 from smc.runtime.state import SlotState
 from smc.runtime.tables import Grow, Reroot
-
-
-@dataclass(frozen=True)
-class Tree:
-    """Rows in the making, or the particles that they continue."""
-
-    root_X: Tensor
-    """int64 place whose particle a row continues."""
-    tokens_XK: Tensor
-    """int64; of these the first steps' exist."""
-    logq_XK: Tensor
-    tail_XB: Tensor
-    """Pages of the tokens, all but the last."""
-    count_X: Tensor
-    """Tokens that exist."""
-    alive_X: Tensor
-    ended_X: Tensor
-    """The sequence has ended; it takes no further token."""
-    before_X: Tensor
-    """State of the stop machine before the last token."""
-    text_X: Tensor
-    """State after it."""
-    mass_X: Tensor
-    """float64 log mass."""
+from smc.runtime.tree import Continuation, Tree
 
 
 @dataclass(frozen=True)
@@ -56,12 +33,19 @@ class Offering:
     width: int
     """Rows of a place."""
     group_S: Tensor
-    rank_S: Tensor
+    """int32."""
+    sources: tuple[Tensor, Tensor]
+    """First row and how many, [G] each."""
+    rows: tuple[Tensor, Tensor]
+    """The same of those that continue them."""
+    rank_S1: Tensor
     """Number of the row in its group."""
     stream_SD: Tensor
     """Of independent rows: the numbers of those that continue each."""
     seed_S: Tensor
     round_S: Tensor
+    seed_G: Tensor
+    round_G: Tensor
     law: LawSpec
 
 
@@ -75,6 +59,7 @@ class Drafter:
     grow: Grow
     reroot: Reroot
     expand: Callable[..., Expansion]
+    adopt: Callable[..., Tree]
     block: int
     """K."""
     branches: int
@@ -91,7 +76,7 @@ class Drafter:
         offering = self._offering(plan, law, 1)
         for step in range(self.block):
             if step:
-                hidden_SE = self._run(plan, tree, step)
+                hidden_SE = self._run(plan, offering, tree)
             tree = self._extend(plan, offering, hidden_SE, tree, step)
             if not step:
                 offering = self._offering(plan, law, self.branches)
@@ -153,111 +138,72 @@ class Drafter:
             before_X=text_A,
             text_X=text_A,
             mass_X=state.logw_S[slot_A],
+            last_X=zero_A,
+            next_X=state.end_S[slot_A],
+            run_4X=torch.stack((slot_A, zero_A, zero_A, zero_A)).int(),
         )
 
-    def _run(self, plan: RoundPlan, tree: Tree, step: int) -> Tensor:
+    def _run(self, plan: RoundPlan, offering: Offering, tree: Tree) -> Tensor:
         """Hidden states [X, E] after the rows' last tokens."""
-        state, f = self.state, self.branches
-        slot_X = plan.slot_A[tree.root_X]
-        begin_X = state.end_S[slot_X].int()
+        slot_X, begin_X, last_X, runs_X = tree.run_4X
         rows = Rows(
-            table_SL=state.table_SL,
-            slot_R=slot_X.int(),
+            table_SL=self.state.table_SL,
+            slot_R=slot_X,
             tail_RB=tree.tail_XB,
             tail_R=begin_X,
-            start_R=begin_X + (step - 1),
-            count_R=(tree.alive_X & ~tree.ended_X).int(),
-            group_R=plan.group_A.repeat_interleave(f).int(),
-            first_G=plan.first_G * f,
-            size_G=plan.size_G * f,
+            start_R=last_X,
+            count_R=runs_X,
+            group_R=offering.group_S,
+            first_G=offering.rows[0],
+            size_G=offering.rows[1],
             shared_G=plan.shared_G,
             queries=1,
             short=plan.short,
         )
-        return self.forward(tree.tokens_XK[:, step - 1], rows)
+        return self.forward(tree.last_X, rows)
 
     def _offering(self, plan: RoundPlan, law: LawSpec, width: int) -> Offering:
-        place_S = plan.place_of_rows(width)
+        place_S, f = plan.place_of_rows(width), self.branches
         group_S = plan.group_A[place_S]
+        rank_S = torch.arange(len(place_S), device=place_S.device) - plan.first_G[group_S] * width
         stream_AF = plan.particle_A[:, None] * STREAMS_PER_PARTICLE + torch.arange(self.branches, device=place_S.device)
         round_S = plan.round_A[place_S]
         return Offering(
             width=width,
-            group_S=group_S,
-            rank_S=torch.arange(len(place_S), device=place_S.device) - plan.first_G[group_S] * width,
+            group_S=group_S.int(),
+            sources=(plan.first_G * width, plan.size_G * width),
+            rows=(plan.first_G * f, plan.size_G * f),
+            rank_S1=rank_S[:, None],
             stream_SD=stream_AF.view(len(place_S), -1),
             seed_S=plan.seed_A[place_S],
             round_S=round_S if self.by_round else torch.zeros_like(round_S),
+            seed_G=plan.seed_G,
+            round_G=plan.round_G,
             law=law.take(place_S),
         )
 
     def _extend(self, plan: RoundPlan, offering: Offering, hidden_SE: Tensor, tree: Tree, step: int) -> Tree:
         """Every row continues one of those before it with a token: at the first step a particle, later a row."""
-        state = self.state
-        slot_S = plan.slot_A[tree.root_X]
-        position_S = state.end_S[slot_S] + step
         logits_SV = self.forward.logits(hidden_SE)
-        parent_X, token_X, logq_X, mass_X = self._continue(plan, offering, logits_SV, tree, position_S, step)
-        slot_X, ended_X, text_X, count_X = slot_S[parent_X], tree.ended_X[parent_X], tree.text_X[parent_X], tree.count_X[parent_X]
-        room_X = state.limit_S[slot_X] - state.end_S[slot_X] - count_X
-        growth = self.grow(state.stops, state.entry_S[slot_X], text_X, token_X[:, None], room_X)
-        column_K = torch.arange(self.block, device=state.device)
-        column_B = column_K[:-1]
-        at_K = column_K == step
-        return Tree(
-            root_X=tree.root_X[parent_X],
-            tokens_XK=torch.where(at_K, token_X[:, None], tree.tokens_XK[parent_X]),
-            logq_XK=torch.where(at_K, logq_X[:, None], tree.logq_XK[parent_X]),
-            # Pages of the tokens so far go with them; those of later ones are this row's own.
-            tail_XB=torch.where(column_B < step, tree.tail_XB[parent_X], plan.branch_pages_XB) if step else plan.branch_pages_XB,
-            count_X=count_X + (~ended_X).long(),
-            alive_X=tree.alive_X[parent_X] & (mass_X > -torch.inf),
-            ended_X=ended_X | growth.ends_A,
-            before_X=torch.where(ended_X, tree.before_X[parent_X], text_X),
-            text_X=torch.where(ended_X, text_X, growth.text_A),
-            mass_X=mass_X,
-        )
-
-    def _continue(
-        self, plan: RoundPlan, offering: Offering, logits_SV: Tensor, tree: Tree, position_S: Tensor, step: int
-    ) -> tuple[Tensor, ...]:
-        """Row that every row continues [X], its token [X], its log q [X] and the row's log mass [X]."""
-        own = trees = None
+        own = offers = chosen = None
         if Kind.INDEPENDENT in plan.kinds:
-            own = self._independent(offering, logits_SV, position_S)
+            keys = DrawKeys(offering.seed_S, offering.round_S, offering.stream_SD, tree.next_X, self.purpose)
+            own = self.sampling.propose(logits_SV, offering.law, self.mixture, keys)
         if plan.kinds - {Kind.INDEPENDENT}:
-            trees = self._re_parented(plan, offering, logits_SV, tree, position_S, step)
-        if own is None or trees is None:
-            return own or trees
-        is_tree_X = self._is_tree(plan)
-        return tuple(torch.where(is_tree_X, theirs_X, own_X) for theirs_X, own_X in zip(trees, own))
+            offers, chosen = self._expanded(plan, offering, logits_SV, tree, step)
+        more = Continuation(offers, chosen, own)
+        return self.adopt(tree, more, plan, self.state, self.grow, step=step, branches=self.branches)
 
-    def _independent(self, offering: Offering, logits_SV: Tensor, position_S: Tensor) -> tuple[Tensor, ...]:
-        """Every row draws its own token; at the first step F rows from each particle."""
-        keys = DrawKeys(offering.seed_S, offering.round_S, offering.stream_SD, position_S, self.purpose)
-        token_SD, logq_SD = self.sampling.propose(logits_SV, offering.law, self.mixture, keys)
-        rows = torch.arange(len(logits_SV), device=logits_SV.device)
-        parent_X = rows.repeat_interleave(token_SD.shape[1])
-        return parent_X, token_SD.flatten().long(), logq_SD.flatten(), torch.zeros(len(parent_X), dtype=torch.float64, device=rows.device)
-
-    def _re_parented(
-        self, plan: RoundPlan, offering: Offering, logits_SV: Tensor, tree: Tree, position_S: Tensor, step: int
-    ) -> tuple[Tensor, ...]:
-        """The rows of a group are chosen among all that they offer together."""
-        group_S, there_S = offering.group_S, tree.alive_X
-        keys = DrawKeys(offering.seed_S, offering.round_S, offering.rank_S[:, None], position_S, self.purpose)
-        # The best are those that are likely themselves.
-        is_best_S = plan.places_of(Kind.BEST).repeat_interleave(offering.width)
-        offers = self.sampling.offer(logits_SV, offering.law, self.mixture, keys).without_rest(is_best_S).unless(tree.ended_X)
-        sources, rows = ((plan.first_G * width, plan.size_G * width) for width in (offering.width, self.branches))
-        random = (plan.seed_G, plan.round_G, step)
+    def _expanded(self, plan: RoundPlan, offering: Offering, logits_SV: Tensor, tree: Tree, step: int) -> tuple[Offers, Expansion]:
+        """The rows of a group are chosen among all that they offer together. The best are those that are likely themselves, which nothing
+        that stands for others is."""
+        has_rest = plan.kinds != {Kind.BEST}
+        keys = DrawKeys(offering.seed_S, offering.round_S, offering.rank_S1, tree.next_X, self.purpose)
+        offers = self.sampling.offer(logits_SV, offering.law, self.mixture, keys, has_rest)
+        rows, random = offering.rows, (offering.seed_G, offering.round_G, step)
         total = len(plan.slot_A) * self.branches
-        chosen = self.expand(offers, tree.mass_X, there_S, sources, rows, rows[1], plan.kind_G, random, total)
-        token_X, logq_X = (values_SC[chosen.parent_X, chosen.offer_X] for values_SC in (offers.token_RC, offers.logq_RC))
-        # A draft that returns NaN must be seen, where what it says matters.
-        nan_S = there_S & torch.isnan(offers.logq_RC[:, 0])
-        nan_A = plan.any_of_group(nan_S[None], group_S)[0][plan.group_A] & plan.places_of(Kind.DISTINCT)
-        return chosen.parent_X, token_X, torch.where(nan_A.repeat_interleave(self.branches), torch.nan, logq_X), chosen.mass_X
+        given = (offers, tree.mass_X, tree.alive_X, offering.sources, rows, rows[1], plan.kind_G, random, total)
+        return offers, self.expand(*given, ended_R=tree.ended_X, has_rest=has_rest)
 
     def _of_branches(self, plan: RoundPlan, tree: Tree) -> Tensor:
         """Share of independent rows: F of each particle, or of one that has ended one alone."""

@@ -14,6 +14,8 @@ from smc.kernels.sampling import draw, score
 from smc.kernels.selection import select
 from smc.kernels.stops import grow
 from smc.kernels.tables import reroot
+from smc.kernels.tree import Lives
+from smc.kernels.tree import adopt as kernel_adopt
 from smc.kernels.truncation import truncate
 from smc.kernels.walk import walk
 from smc.laws import LawSpec
@@ -21,9 +23,13 @@ from smc.runtime.kernel_blocks import judge, lay_out
 from smc.runtime.kernel_choice import conclude, weigh
 from smc.runtime.kernel_follow import advance, follow
 from smc.runtime.kernel_forward import KernelForward
+from smc.runtime.plan import RoundPlan
 from smc.runtime.sampling import DrawKeys, Sampling
 from smc.runtime.sides import Parts
 from smc.runtime.stages import Graphs
+from smc.runtime.state import SlotState
+from smc.runtime.tables import Grow
+from smc.runtime.tree import Continuation, Tree
 
 
 class KernelSampling(Sampling):
@@ -33,8 +39,8 @@ class KernelSampling(Sampling):
         token_RD, logq_RD, _ = self._draw(logits_RV, law.temperature_R, keys, self._cut(logits_RV, law, mixture))
         return token_RD, logq_RD
 
-    def offer(self, logits_RV: Tensor, law: LawSpec, mixture: float, keys: DrawKeys) -> Offers:
-        return self._offer(logits_RV, law.temperature_R, keys, self._cut(logits_RV, law, mixture))
+    def offer(self, logits_RV: Tensor, law: LawSpec, mixture: float, keys: DrawKeys, has_rest: bool = True) -> Offers:
+        return self._offer(logits_RV, law.temperature_R, keys, self._cut(logits_RV, law, mixture), has_rest)
 
     def bonus_offer(self, logits_RV: Tensor, law: LawSpec, keys: DrawKeys) -> tuple[Offers, Tensor, Tensor]:
         cut = self._cut(logits_RV, law)
@@ -73,13 +79,21 @@ class KernelSampling(Sampling):
         none_X = torch.full_like(token_XD[:, 0], -1)
         return score(logits_RV, self.vocab, law.temperature_R, none_X, token_XD, cut, row_X=row_X)[1]
 
-    def _offer(self, logits_RV: Tensor, temperature_R: Tensor, keys: DrawKeys, cut: Cut | None) -> Offers:
+    def _offer(self, logits_RV: Tensor, temperature_R: Tensor, keys: DrawKeys, cut: Cut | None, has_rest: bool = True) -> Offers:
         random = (keys.seed_R, keys.round_R, keys.stream_RD[:, 0], keys.position_R, int(keys.purpose))
-        return offer(logits_RV, self.vocab, temperature_R, *random, cut)
+        return offer(logits_RV, self.vocab, temperature_R, *random, cut, has_rest)
 
     def _draw(self, logits_RV: Tensor, temperature_R: Tensor, keys: DrawKeys, cut: Cut | None) -> tuple[Tensor, Tensor, Tensor]:
         random = (keys.seed_R, keys.round_R, keys.stream_RD, keys.position_R, int(keys.purpose))
         return draw(logits_RV, self.vocab, temperature_R, *random, cut)
+
+
+def adopt(tree: Tree, more: Continuation, plan: RoundPlan, state: SlotState, grow: Grow, *, step: int, branches: int) -> Tree:
+    """As `smc.runtime.tree.adopt`; answers grow within the same launch."""
+    chosen = None if more.chosen is None else (more.chosen, more.offers)
+    places = (plan.group_A, plan.kind_G, plan.slot_A, plan.branch_pages_XB)
+    lives = Lives(state.end_S, state.limit_S, state.entry_S, state.stops)
+    return Tree(**kernel_adopt(vars(tree), chosen, more.own, places, lives, step=step, branches=branches))
 
 
 def gpu_parts(**options: bool) -> Parts:
@@ -90,6 +104,7 @@ def gpu_parts(**options: bool) -> Parts:
         stages=Graphs,
         select=select,
         expand=expand,
+        adopt=adopt,
         keep_roots=keep_roots,
         walk=walk,
         weigh=weigh,

@@ -39,9 +39,9 @@ class Sampling:
         token_RD = self._race(logq_RV, keys)
         return token_RD, logq_RV.gather(-1, token_RD)
 
-    def offer(self, logits_RV: Tensor, law: LawSpec, mixture: float, keys: DrawKeys) -> Offers:
-        """What rows offer from the proposal; keys for one draw a row, of the token that stands for the rest."""
-        return self._offers(Laws(law, logits_RV.device).proposal(self._logits(logits_RV), mixture), keys)
+    def offer(self, logits_RV: Tensor, law: LawSpec, mixture: float, keys: DrawKeys, has_rest: bool = True) -> Offers:
+        """What rows offer from the proposal; keys for one draw a row, of the token that stands for the rest: last, if at all."""
+        return self._offers(Laws(law, logits_RV.device).proposal(self._logits(logits_RV), mixture), keys, has_rest)
 
     def bonus_offer(self, logits_RV: Tensor, law: LawSpec, keys: DrawKeys) -> tuple[Offers, Tensor, Tensor]:
         """What rows offer from the powered target law, log p [R, C] of the tokens, and log Z [R] of the power, as `bonus`."""
@@ -70,8 +70,10 @@ class Sampling:
         nan_R = powered_RV.amax(-1) * 0.0
         return token_RD, logp_RV.gather(-1, token_RD), nan_R if log_z_R is None else log_z_R + nan_R
 
-    def _offers(self, log_law_RV: Tensor, keys: DrawKeys) -> Offers:
+    def _offers(self, log_law_RV: Tensor, keys: DrawKeys, has_rest: bool = True) -> Offers:
         logq_RC, token_RC = log_law_RV.topk(min(OFFERS, self.vocab), dim=-1)
+        if not has_rest:
+            return Offers(token_RC, logq_RC, logq_RC)
         rest_RV = log_law_RV.scatter(-1, token_RC, -torch.inf)
         rest_R1 = rest_RV.logsumexp(-1, keepdim=True)
         token_R1 = self._race(torch.where(rest_R1 > -torch.inf, rest_RV - rest_R1, rest_RV), keys)

@@ -23,7 +23,7 @@ from smc.runtime.candidates import Weigh, weigh
 from smc.runtime.channel import Channel
 from smc.runtime.choice import Chooser, Conclude, Deciders, conclude
 from smc.runtime.config import EngineConfig
-from smc.runtime.draft import Drafter, Tree
+from smc.runtime.draft import Drafter
 from smc.runtime.forward import StaticForward
 from smc.runtime.outcome import Choice, Drafted, RoundResult
 from smc.runtime.plan import Join, PlanBuffer, Program, RoundPlan
@@ -31,6 +31,7 @@ from smc.runtime.sampling import Sampling
 from smc.runtime.stages import Reading, Stages
 from smc.runtime.state import Advance, SlotState, write_advance
 from smc.runtime.target import Follow, Scorer, Steps, follow
+from smc.runtime.tree import Tree, adopt
 from smc.runtime.worker import ModelWorker
 
 
@@ -45,6 +46,7 @@ class Parts:
     grow: tables.Grow = stops.grow
     reroot: tables.Reroot = tables.reroot
     expand: Callable[..., Expansion] = expand
+    adopt: Callable[..., Tree] = adopt
     keep_roots: Callable[..., tuple[Tensor, Tensor]] = keep_roots
     walk: Callable[..., tuple[Tensor, Tensor]] = walk
     weigh: Weigh = weigh
@@ -69,7 +71,7 @@ class Side:
         self._shared = (self._forward, parts.sampling(worker.vocab_size), self.state, parts.grow, parts.reroot)
         # Plain decoding of a target must not depend on rounds: exact decoding makes the same draws in others.
         alone = {"branches": 1, "mixture": 0.0, "purpose": Purpose.TARGET, "by_round": worker.name == "draft"}
-        self._alone = Drafter(*self._shared, parts.expand, block=config.block, **alone)
+        self._alone = Drafter(*self._shared, parts.expand, parts.adopt, block=config.block, **alone)
 
     def join(self, group: Join) -> None:
         """Particles take part from the next round on."""
@@ -145,7 +147,8 @@ class DraftSide(Side):
     def __init__(self, config: EngineConfig, worker: ModelWorker, parts: Parts, stages: Stages, channel: Channel) -> None:
         super().__init__(config, worker, parts, stages, pending=config.begin_tokens)
         self._channel = channel
-        self._drafter = Drafter(*self._shared, parts.expand, block=config.block, branches=config.branches, mixture=config.defensive_share)
+        ahead = {"block": config.block, "branches": config.branches, "mixture": config.defensive_share}
+        self._drafter = Drafter(*self._shared, parts.expand, parts.adopt, **ahead)
         self._round: tuple[RoundPlan, Tree, tuple] | None = None
 
     def round(self, plan: RoundPlan) -> Reading:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from smc.algorithm.expansion import Offers
+from smc.algorithm.expansion import Kind, Offers, expand
 from smc.engine.local import local_engine
 from smc.engine.request import POPULATIONS, FinishReason, Method, SamplingParams
 from smc.runtime.config import EngineConfig
@@ -132,4 +132,7 @@ def test_the_tree_is_of_tokens_that_are_likely_themselves():
     """Of a wide law, the token that stands for the rest has little likelihood, whatever the rest has."""
     share_RC = torch.tensor([[-4.0, -5.0, -0.1]])
     offers = Offers(torch.arange(3)[None], torch.tensor([[-4.0, -5.0, -9.0]]), share_RC)
-    assert offers.without_rest(torch.tensor([True])).share_RC.tolist() == [[-4.0, -5.0, -torch.inf]]
+    one_G, zero_G = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    given = (torch.zeros(1).double(), one_G > 0, (zero_G, one_G), (zero_G, one_G * 3), one_G * 3, one_G * int(Kind.BEST))
+    chosen = expand(offers, *given, (zero_G.long(), zero_G.long(), 0), 3, has_rest=True)
+    assert chosen.offer_X.tolist() == [0, 1, 0] and chosen.alive_X.tolist() == [True, True, False]

@@ -41,7 +41,7 @@ def made(logits_RV: torch.Tensor, vocab: int, spec: LawSpec, share: float = 0.0,
     key, on_device = keys(len(logits_RV)), arguments(spec, DEVICE)
     cut = truncate(logits_RV, vocab, *on_device, share) if spec.active & {"top_k", "top_p", "min_p"} else None
     random = (key.seed_R, key.round_R, key.stream_RD[:, 0], key.position_R, int(key.purpose))
-    offers = offer(logits_RV, vocab, on_device[0], *random, cut, block)
+    offers = offer(logits_RV, vocab, on_device[0], *random, cut, block=block)
     return Offers(offers.token_RC.cpu(), offers.logq_RC.cpu(), offers.share_RC.cpu())
 
 

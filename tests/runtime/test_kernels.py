@@ -18,7 +18,7 @@ from smc.runtime.config import EngineConfig
 from smc.runtime.kernel_blocks import judge, lay_out
 from smc.runtime.kernel_choice import conclude, weigh
 from smc.runtime.kernel_follow import advance, follow
-from smc.runtime.kernels import KernelForward, KernelSampling
+from smc.runtime.kernels import KernelForward, KernelSampling, adopt
 from smc.runtime.sides import Parts
 from smc.runtime.worker import ModelWorker
 from smc.stops import TokenBytes
@@ -44,6 +44,7 @@ KERNELS = Parts(
     stages=Padding,
     select=select,
     expand=expand,
+    adopt=adopt,
     keep_roots=keep_roots,
     walk=walk,
     weigh=weigh,
