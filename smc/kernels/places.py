@@ -7,8 +7,10 @@ Axes: A places, G groups, N places of a program.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from smc.algorithm.bounds import MAX_PARTICLES
 
@@ -16,6 +18,11 @@ from smc.algorithm.bounds import MAX_PARTICLES
 def programs(places: int, groups: int) -> int:
     """How many there are, of MAX_PARTICLES places each."""
     return groups + triton.cdiv(places, MAX_PARTICLES)
+
+
+def columns(count: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Unwritten memory [count, size] whose rows all begin where a kernel's fastest variant can read them."""
+    return torch.empty(count, triton.cdiv(size, 16) * 16, dtype=dtype, device=device)[:, :size]
 
 
 @triton.jit

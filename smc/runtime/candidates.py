@@ -13,12 +13,12 @@ from torch import Tensor
 
 from smc.algorithm.expansion import Kind, Offers
 from smc.algorithm.weights import block_log_weight
-from smc.philox import STREAMS_PER_PARTICLE, Purpose
+from smc.philox import Purpose
+from smc.runtime.blocks import Scored
 from smc.runtime.outcome import Drafted
 from smc.runtime.plan import RoundPlan
 from smc.runtime.sampling import DrawKeys, Sampling
 from smc.runtime.state import SlotState
-from smc.runtime.target import Scored
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Evidence:
     @property
     def open_X(self) -> Tensor:
         """bool: the block that a row stands for, or continues, has not ended."""
-        return self.scored.open_A[self.drafted.root_X] if self.lookahead else self.scored.open_A
+        return self.scored.blocks.open_A[self.drafted.root_X] if self.lookahead else self.scored.blocks.open_A
 
 
 @dataclass(frozen=True)
@@ -98,26 +98,23 @@ class Candidates:
 Weigh = Callable[[Evidence], Candidates]
 
 
-def ask(sampling: Sampling, state: SlotState, plan: RoundPlan, scored: Scored, drafted: Drafted, lookahead: bool) -> Said:
+def ask(sampling: Sampling, plan: RoundPlan, scored: Scored, drafted: Drafted, lookahead: bool) -> Said:
     """Ask for what a choice depends on."""
     if plan.kinds == {Kind.BEST}:
         # What the target drew itself decides.
         return Said()
     if lookahead:
         return Said(sampling.score(scored.next_AV, plan.target_law, drafted.tokens_XK[:, :1], drafted.root_X)[:, 0])
-    blocks = scored.blocks
-    position_A = state.held(plan.slot_A[blocks.origin_A]) + blocks.count_A
+    said, blocks = Said(), scored.blocks
 
     def keys(stream_A: Tensor) -> DrawKeys:
-        return DrawKeys(plan.seed_A, plan.round_A, stream_A[:, None], position_A, Purpose.TARGET)
+        return DrawKeys(plan.seed_A, plan.round_A, stream_A[:, None], blocks.position_A, Purpose.TARGET)
 
-    said = Said()
     if Kind.INDEPENDENT in plan.kinds:
-        bonus_A1, logp_A1, log_z_A = sampling.bonus(scored.next_AV, plan.target_law, keys(plan.particle_A * STREAMS_PER_PARTICLE))
+        bonus_A1, logp_A1, log_z_A = sampling.bonus(scored.next_AV, plan.target_law, keys(blocks.stream_A))
         said = Said(logp_A1[:, 0], bonus_A1[:, 0], log_z_A)
     if plan.kinds - {Kind.INDEPENDENT}:
-        rank_A = plan.place_of_rows(1) - plan.first_G[plan.group_A]
-        offers, offered_logp_AC, log_z_A = sampling.bonus_offer(scored.next_AV, plan.target_law, keys(rank_A))
+        offers, offered_logp_AC, log_z_A = sampling.bonus_offer(scored.next_AV, plan.target_law, keys(blocks.rank_A))
         said = replace(said, log_z_A=log_z_A, offers=offers, offered_logp_AC=offered_logp_AC)
     return said
 
@@ -148,7 +145,7 @@ class Weigher:
         if offers is None:
             offers = Offers.whole(weight_X)
         else:
-            offers = offers.unless(~self.scored.open_A | plan.places_of(Kind.BEST))
+            offers = offers.unless(~self.scored.blocks.open_A | plan.places_of(Kind.BEST))
         width = self.evidence.width
         own_size_G = torch.where(plan.kind_G == Kind.INDEPENDENT, plan.size_G, 0)
         numbers = Numbers(own_size_G, plan.first_G * width, plan.size_G * width, plan.seed_G, plan.round_G)
@@ -174,7 +171,7 @@ class Weigher:
         """Lockstep: the blocks themselves, and what the target says after them."""
         scored, weight_A = self.scored, self._weight_of_blocks()
         log_z_A = self.evidence.said.log_z_A
-        log_z_A = torch.zeros_like(weight_A) if log_z_A is None else torch.where(scored.open_A, log_z_A, 0.0)
+        log_z_A = torch.zeros_like(weight_A) if log_z_A is None else torch.where(scored.blocks.open_A, log_z_A, 0.0)
         nan_A = scored.nan_A | torch.isnan(log_z_A)
         return weight_A + log_z_A, scored.blocks.alive_A, torch.stack((nan_A, torch.zeros_like(nan_A)))
 
@@ -190,7 +187,7 @@ class Weigher:
             is_whole_A = right_A == blocks.count_A[best_A]
             next_A = scored.drawn_AQ[best_A, right_A - 1]
             says_X = self.drafted.tokens_XK[:, 0] == next_A[place_X]
-            agrees_X = (root_X == best_A[place_X]) & is_whole_A[place_X] & says_X & scored.open_A[root_X]
+            agrees_X = (root_X == best_A[place_X]) & is_whole_A[place_X] & says_X & scored.blocks.open_A[root_X]
         # What the draft says is of no consequence here, be it NaN; nor what the target would say after tokens that are wrong.
         column_Q = torch.arange(scored.nan_AQ.shape[1], device=place_X.device)
         nan_A = (scored.nan_AQ[best_A] & (column_Q < right_A[:, None])).any(-1)

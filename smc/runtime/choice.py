@@ -16,13 +16,13 @@ from torch import Tensor
 from smc.algorithm.bounds import Bounds
 from smc.algorithm.expansion import Expansion, Kind
 from smc.algorithm.selection import Selection
+from smc.runtime.blocks import Scored
 from smc.runtime.candidates import Candidates, Evidence, Weigh, ask
 from smc.runtime.outcome import Choice, Drafted, Lineage, RoundResult
 from smc.runtime.plan import RoundPlan
 from smc.runtime.sampling import Sampling
 from smc.runtime.state import SlotState
 from smc.runtime.tables import Grow
-from smc.runtime.target import Scored
 
 LEAST_SHARE = 0.1
 """Distinct particles of less than this share of the mean weight lose their place more often than not: an answer waits for all of them."""
@@ -67,7 +67,7 @@ class Chooser:
         if Kind.BEST in plan.kinds:
             blocks, groups = scored.blocks, (plan.first_G, plan.size_G)
             best_A, right_A = self.decide.walk(blocks.tokens_AQ, blocks.count_A, scored.drawn_AQ, blocks.alive_A, groups)
-        said = ask(self.sampling, self.state, plan, scored, drafted, self.lookahead)
+        said = ask(self.sampling, plan, scored, drafted, self.lookahead)
         evidence = Evidence(plan, self.state, scored, drafted, said, best_A, right_A, self.lookahead)
         candidates = self.decide.weigh(evidence)
         if Kind.INDEPENDENT in plan.kinds:
@@ -262,7 +262,7 @@ class Conclusion:
             logq_AQ = torch.zeros_like(grown_AQ, dtype=torch.float32)
         column_Q = torch.arange(blocks.tokens_AQ.shape[1], device=kept_A.device)
         says_G = plan.any_of_group((has_bonus_A & choice.alive_A)[None], plan.group_A)[0]
-        run_A = torch.minimum(self.scored.run_A[taken.block_A], kept_A)
+        run_A = torch.minimum(self.scored.blocks.run_A[taken.block_A], kept_A)
         return RoundResult(
             ancestor_A=choice.ancestor_A,
             alive_A=choice.alive_A,

@@ -12,7 +12,7 @@ from smc.algorithm.expansion import Expansion, Kind, Offers
 from smc.algorithm.selection import Selection
 from smc.kernels import conclude as conclusion
 from smc.kernels import weigh as weighing
-from smc.kernels.places import programs
+from smc.kernels.places import columns, programs
 from smc.kernels.stops import table_arguments
 from smc.runtime.candidates import Candidates, Evidence, Numbers
 from smc.runtime.choice import Regrown
@@ -32,18 +32,19 @@ def weigh(evidence: Evidence) -> Candidates:
     width = 1 if offers is None else offers.share_RC.shape[1]
     integers, flags = {"dtype": torch.int64, "device": device}, {"dtype": torch.bool, "device": device}
     root_X, weight_X = torch.empty(rows, **integers), torch.empty(rows, dtype=torch.float64, device=device)
-    there_X, alive_A, nan_2G = torch.empty(rows, **flags), torch.empty(places, **flags), torch.empty(2, groups, **flags)
+    there_X, alive_A, nan_2G = torch.empty(rows, **flags), torch.empty(places, **flags), columns(2, groups, **flags)
     share_XC = torch.empty(rows, width, dtype=torch.float32, device=device)
     token_XC = torch.empty(rows, 1, **integers) if offers is None else offers.token_RC
-    size_3G, random_2G = torch.empty(3, groups, dtype=torch.int32, device=device), torch.empty(2, groups, **integers)
+    size_3G, random_2G = columns(3, groups, torch.int32, device), columns(2, groups, **integers)
     given = (
         plan.slot_A, plan.group_A, plan.alpha_A, plan.seed_A, plan.round_A, plan.first_G, plan.size_G, plan.kind_G, evidence.state.alive_S,
-        blocks.origin_A, blocks.logq_AQ, blocks.count_A, blocks.alive_A, blocks.logw_A, scored.open_A, scored.logp_AQ, scored.drawn_AQ,
+        blocks.origin_A, blocks.logq_AQ, blocks.count_A, blocks.alive_A, blocks.logw_A, blocks.open_A, scored.logp_AQ, scored.drawn_AQ,
         scored.nan_A, scored.nan_AQ, drafted.all_WX, said.logp_X, said.log_z_A, None if offers is None else offers.share_RC,
         evidence.best_A, evidence.right_A,
     )  # fmt: skip
     weighing.weigh[(triton.cdiv(rows, ROWS) + groups,)](
-        *_contiguous(given), root_X, weight_X, there_X, token_XC, share_XC, alive_A, nan_2G, size_3G, random_2G, places, groups, rows,
+        *_contiguous(given), root_X, weight_X, there_X, token_XC, share_XC, alive_A, nan_2G, size_3G, random_2G, size_3G.stride(0),
+        places, groups, rows,
         F=evidence.width, K=drafted.block, Q=q, C=width, BLOCK_X=ROWS, BLOCK_Q=triton.next_power_of_2(max(q, drafted.block)),
         BLOCK_C=triton.next_power_of_2(width), LOOKAHEAD=evidence.lookahead, EXACT=Kind.BEST in plan.kinds, SAID=asked is not None,
         OFFERED=offers is not None,
@@ -70,7 +71,7 @@ def conclude(
     given = (
         plan.slot_A, plan.group_A, plan.first_G, plan.size_G, plan.kind_G, plan.target_pages_AQ,
         state.end_S, state.pending_S, state.limit_S, state.text_S, state.entry_S, *table_arguments(tables),
-        blocks.origin_A, blocks.tokens_AQ, blocks.count_A, blocks.ended_A, scored.open_A, scored.run_A, scored.logp_AQ, scored.drawn_AQ,
+        blocks.origin_A, blocks.tokens_AQ, blocks.count_A, blocks.ended_A, blocks.open_A, blocks.run_A, scored.logp_AQ, scored.drawn_AQ,
         evidence.drafted.all_WX, candidates.root_X, said.logp_X, said.bonus_A, candidates.offers.token_RC, said.offered_logp_AC,
         evidence.best_A, evidence.right_A, *(vars(own).values() if own else (None,) * 8), *_of_expansion(chosen),
         *((None, None) if trees is None else (trees.pick_A, trees.alive_A)),

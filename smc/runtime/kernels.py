@@ -19,6 +19,7 @@ from smc.kernels.tree import adopt as kernel_adopt
 from smc.kernels.truncation import truncate
 from smc.kernels.walk import walk
 from smc.laws import LawSpec
+from smc.runtime.kernel_blocks import judge, lay_out
 from smc.runtime.kernel_choice import conclude, weigh
 from smc.runtime.kernel_follow import advance, follow
 from smc.runtime.kernel_forward import KernelForward
@@ -109,6 +110,8 @@ def gpu_parts(**options: bool) -> Parts:
         walk=walk,
         weigh=weigh,
         conclude=conclude,
+        lay_out=lay_out,
+        judge=judge,
         follow=follow,
         advance=advance,
         run_prompt=run_prompt,

@@ -53,9 +53,11 @@ class Sampling:
         return offers, logp_RV.gather(-1, offers.token_RC), nan_R if log_z_R is None else log_z_R + nan_R
 
     def score(self, logits_RV: Tensor, law: LawSpec, token_RD: Tensor, row_X: Tensor | None = None) -> Tensor:
-        """log p of tokens (of any integer type) under the target law, [R, D]; with `row_X` those of rows that repeat, [X, D]."""
+        """log p of tokens (of any integer type) under the target law, [R, D]; with `row_X` those of rows that repeat, [X, D]. A token of
+        -1 (none) scores 0."""
         logp_RV = Laws(law, logits_RV.device).target(self._logits(logits_RV))
-        return (logp_RV if row_X is None else logp_RV[row_X]).gather(-1, token_RD.long())
+        logp_RD = (logp_RV if row_X is None else logp_RV[row_X]).gather(-1, token_RD.long().clamp(min=0))
+        return torch.where(token_RD >= 0, logp_RD, 0.0)
 
     def bonus(self, logits_RV: Tensor, law: LawSpec, keys: DrawKeys) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens [R, D] (of any integer type) from the powered target law, their log p [R, D], and log Z [R] of the power; NaN in the

@@ -18,6 +18,7 @@ from smc.algorithm.selection import Selection, select
 from smc.algorithm.walk import walk
 from smc.philox import Purpose
 from smc.runtime import tables
+from smc.runtime.blocks import Judge, LayOut, judge, lay_out
 from smc.runtime.candidates import Weigh, weigh
 from smc.runtime.channel import Channel
 from smc.runtime.choice import Chooser, Conclude, Deciders, conclude
@@ -30,7 +31,7 @@ from smc.runtime.prompts import PromptPass, run_prompt
 from smc.runtime.sampling import Sampling
 from smc.runtime.stages import Reading, Stages
 from smc.runtime.state import Advance, SlotState, write_advance
-from smc.runtime.target import Follow, Scorer, follow
+from smc.runtime.target import Follow, Scorer, Steps, follow
 from smc.runtime.tree import Tree, adopt
 from smc.runtime.worker import ModelWorker
 
@@ -51,6 +52,8 @@ class Parts:
     walk: Callable[..., tuple[Tensor, Tensor]] = walk
     weigh: Weigh = weigh
     conclude: Conclude = conclude
+    lay_out: LayOut = lay_out
+    judge: Judge = judge
     follow: Follow = follow
     advance: Advance = write_advance
     run_prompt: PromptPass = run_prompt
@@ -187,8 +190,9 @@ class TargetSide(Side):
         super().__init__(config, worker, parts, stages, pending=config.target_tokens)
         self._channel = channel
         forward, sampling, state, grow, reroot = self._shared
+        steps = Steps(parts.lay_out, parts.judge, parts.follow)
         deciders = Deciders(parts.weigh, parts.select, parts.expand, parts.keep_roots, parts.walk, grow, parts.conclude)
-        self._scorer = Scorer(forward, sampling, state, reroot, parts.follow, block=config.block, lookahead=config.lookahead)
+        self._scorer = Scorer(forward, sampling, state, reroot, steps, block=config.block, lookahead=config.lookahead)
         self._chooser = Chooser(sampling, state, deciders, lookahead=config.lookahead)
 
     @torch.inference_mode()
@@ -201,10 +205,9 @@ class TargetSide(Side):
             self._channel.settle()
             here = self._load(plan)
             lookahead = self.config.lookahead
-            rows = None if lookahead else self._receive(key, here)
+            rows = drafted = None if lookahead else self._receive(key, here)
             began = stages.event()
-            blocks = scorer.pending_blocks if lookahead else lambda plan: scorer.drafted_blocks(plan, rows)
-            scored = stages.run(key, "score", lambda: scorer.score(here, blocks(here)))
+            scored = stages.run(key, "score", lambda: scorer.score(here, drafted))
             ended = stages.event()
             rows = self._receive(key, here) if lookahead else rows
             heard = stages.event()

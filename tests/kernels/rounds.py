@@ -15,11 +15,11 @@ from torch import Tensor
 
 from smc.algorithm.expansion import Kind, Offers
 from smc.laws import LawSpec
+from smc.runtime.blocks import Asked, Scored
 from smc.runtime.candidates import Evidence, Said
 from smc.runtime.outcome import Drafted
 from smc.runtime.plan import Program, RoundPlan
 from smc.runtime.state import SlotState
-from smc.runtime.target import Blocks, Scored
 from smc.stops import StopMachine, StopTables, TokenBytes
 
 VOCAB, WIDTH = 12, 64
@@ -154,18 +154,16 @@ class Round:
         given = (tokens_XK, logq_XK, root_X, count_X, ended_X, share_X)
         return Drafted.of(*(self.here(values) for values in given))
 
-    def scored(self, blocks: Blocks) -> Scored:
+    def scored(self, asked: Asked) -> Scored:
         """The target agrees with most of what was drafted."""
         rng, a, q = self.rng, self.places, self.q
-        open_A = blocks.alive_A & ~blocks.ended_A
+        blocks = asked.blocks
         column_Q = torch.arange(q, device=self.device)
         labelled_AQ = column_Q < blocks.count_A[:, None] - 1
         next_AQ = blocks.tokens_AQ.roll(-1, 1)
         logp_AQ = torch.where(labelled_AQ | self.here(rng.random((a, 1)) < 0.5), self.here(self.floats(a, q)), 0.0)
         return Scored(
             blocks=blocks,
-            open_A=open_A,
-            run_A=torch.where(blocks.alive_A, blocks.count_A - blocks.ended_A.long(), 0),
             logp_AQ=logp_AQ,
             drawn_AQ=torch.where(self.here(rng.random((a, q)) < 0.8), next_AQ, self.here(rng.integers(0, VOCAB, (a, q)))),
             next_AV=logp_AQ,
@@ -188,8 +186,8 @@ class Round:
         offers = Offers(self.here(rng.integers(0, VOCAB, (rows, c))), offered_AC, self.here(self.floats(rows, c)))
         return Said(*own, offers, offered_AC)
 
-    def evidence(self, blocks: Blocks, drafted: Drafted, walk: object) -> Evidence:
-        scored, walked = self.scored(blocks), (None, None)
+    def evidence(self, asked: Asked, drafted: Drafted, walk: object) -> Evidence:
+        scored, blocks, walked = self.scored(asked), asked.blocks, (None, None)
         if Kind.BEST in self.kinds:
             groups = (self.plan.first_G, self.plan.size_G)
             walked = walk(blocks.tokens_AQ, blocks.count_A, scored.drawn_AQ, blocks.alive_A, groups)

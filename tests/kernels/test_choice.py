@@ -9,9 +9,9 @@ from smc.algorithm.expansion import Kind, expand, keep_roots
 from smc.algorithm.selection import select
 from smc.algorithm.walk import walk
 from smc.runtime import candidates, choice, kernel_choice
+from smc.runtime.blocks import lay_out
 from smc.runtime.candidates import Evidence
 from smc.runtime.choice import Chooser, Deciders
-from smc.runtime.target import Scorer
 from smc.stops import grow
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import Round, assert_equal
@@ -24,11 +24,9 @@ SEEDS = range(12)
 
 def evidence_of(seed: int, kinds: frozenset[Kind], lookahead: bool, device: torch.device, **options: int) -> Evidence:
     made = Round(seed, kinds, lookahead, device, **options)
-    scorer = Scorer(None, None, made.state, None, None, block=made.k, lookahead=lookahead)
-    scorer.logq_SQ.copy_(made.here(made.floats(made.slots + 1, made.q)))
-    drafted = made.drafted()
-    blocks = scorer.pending_blocks(made.plan) if lookahead else scorer.drafted_blocks(made.plan, drafted)
-    return made.evidence(blocks, drafted, walk)
+    logq_SQ, drafted = made.here(made.floats(made.slots + 1, made.q)), made.drafted()
+    asked = lay_out(made.state, logq_SQ, made.plan, None if lookahead else drafted)
+    return made.evidence(asked, drafted, walk)
 
 
 def assert_same(seed: int, kinds: frozenset[Kind], lookahead: bool, **options: int) -> None:

@@ -15,6 +15,7 @@ from smc.kernels.stops import grow
 from smc.kernels.tables import reroot
 from smc.kernels.walk import walk
 from smc.runtime.config import EngineConfig
+from smc.runtime.kernel_blocks import judge, lay_out
 from smc.runtime.kernel_choice import conclude, weigh
 from smc.runtime.kernel_follow import advance, follow
 from smc.runtime.kernel_prompts import run_prompt
@@ -49,6 +50,8 @@ KERNELS = Parts(
     walk=walk,
     weigh=weigh,
     conclude=conclude,
+    lay_out=lay_out,
+    judge=judge,
     follow=follow,
     advance=advance,
     run_prompt=run_prompt,

@@ -1,0 +1,45 @@
+"""What the target runs, and its verdict, against the torch ones, over rounds of all kinds. See tests/kernels/rounds.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from smc.algorithm.expansion import Kind
+from smc.runtime import blocks, kernel_blocks
+from smc.runtime.blocks import Asked
+from tests.kernels.conftest import DEVICE
+from tests.kernels.rounds import NO_MASS, VOCAB, Round, assert_equal
+
+KINDS = [frozenset({kind}) for kind in Kind] + [frozenset(Kind)]
+CPU = torch.device("cpu")
+by_kind = pytest.mark.parametrize("kinds", KINDS, ids=lambda kinds: "+".join(kind.name.lower() for kind in sorted(kinds)))
+
+
+def of(asked: Asked) -> tuple:
+    """Everything of it; types of whole numbers are the kernels' own where it does not matter."""
+    rows, keys = asked.rows, asked.keys
+    laid = (rows.slot_R, rows.tail_RB, rows.tail_R, rows.start_R, rows.count_R, rows.group_R, rows.queries)
+    return asked.blocks, *laid, asked.law_T, asked.label_T.long(), keys, asked.last_A
+
+
+@by_kind
+@pytest.mark.parametrize("lookahead", [True, False], ids=["ahead", "lockstep"])
+def test_what_is_run_and_its_verdict_are_the_torch_ones(kinds, lookahead):
+    for seed in range(12):
+        laid, judged = [], []
+        for device, module in ((CPU, blocks), (DEVICE, kernel_blocks)):
+            made = Round(seed, kinds, lookahead, device, largest=64 if seed == 0 else 6)
+            logq_SQ, drafted = made.here(made.floats(made.slots + 1, made.q)), made.drafted()
+            if seed % 3 == 0:
+                # A draft that proposes nothing to its first group.
+                drafted.all_WX[-1, : made.sizes[0] * made.f] = torch.tensor([NO_MASS]).view(torch.int32).to(device)
+            asked = module.lay_out(made.state, logq_SQ, made.plan, None if lookahead else drafted)
+            laid.append(of(asked))
+            shape = (made.places * made.q,)
+            labelled_T, logp_T, log_z_T = (made.here(made.floats(*shape)) for _ in range(3))
+            drawn = (made.here(made.rng.integers(0, VOCAB, (*shape, 1))), logp_T[:, None], log_z_T)
+            given = (labelled_T if kinds - {Kind.BEST} else None, drawn if Kind.BEST in kinds else None)
+            judged.append(module.judge(asked, made.plan, *given, None))
+        assert_equal(laid[1], laid[0])
+        assert_equal(judged[1], judged[0])
