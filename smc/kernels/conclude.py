@@ -16,7 +16,7 @@ from smc.kernels.places import own_places
 from smc.kernels.stops import after
 
 INDEPENDENT, BEST = tl.constexpr(int(Kind.INDEPENDENT)), tl.constexpr(int(Kind.BEST))
-NONE, NAN = tl.constexpr(-float("inf")), tl.constexpr(float("nan"))
+NONE = tl.constexpr(-float("inf"))
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def conclude(
     kind = tl.load(kind_G + tl.load(group_A + place, mask=exists, other=0), mask=exists, other=0)
     row, ancestor, alive = tl.zeros_like(place), tl.zeros_like(place), tl.zeros_like(place) != 0
     bonus, logw, misses = tl.full((BLOCK_N,), -1, tl.int64), tl.full((BLOCK_N,), NONE, tl.float64), alive
-    logp, block = tl.full((BLOCK_N,), NAN, tl.float32), place
+    logp, block = tl.full((BLOCK_N,), float("nan"), tl.float32), place
     if OWN:
         mine = exists & (kind == INDEPENDENT) if TREES else exists
         ancestor = tl.load(own_ancestor_A + place, mask=mine, other=0).to(tl.int32)
@@ -46,7 +46,7 @@ def conclude(
         alive = tl.load(own_alive_A + place, mask=mine, other=0) != 0
         logw = tl.load(own_logw_A + place, mask=mine, other=NONE)
         is_open = tl.load(open_A + (tl.load(root_X + row, mask=mine, other=0) if LOOKAHEAD else row), mask=mine, other=0) != 0
-        logp = tl.load(said_logp_X + row, mask=mine & is_open, other=NAN)
+        logp = tl.load(said_logp_X + row, mask=mine & is_open, other=float("nan"))
         if not LOOKAHEAD:
             bonus = tl.load(said_bonus_A + row, mask=mine & is_open, other=-1).to(tl.int64)
         block = ancestor
@@ -71,7 +71,7 @@ def conclude(
         says = (misses if LOOKAHEAD else exact) & (ended == 0)
         said = tl.load(drawn_AQ + best * Q + right - 1, mask=says, other=-1).to(tl.int64)
         # Nothing follows what has ended.
-        said_logp = tl.load(logp_AQ + best * Q + right - 1, mask=exact & (ended == 0), other=NAN)
+        said_logp = tl.load(logp_AQ + best * Q + right - 1, mask=exact & (ended == 0), other=float("nan"))
         bonus, logp = tl.where(exact, said, bonus), tl.where(exact, said_logp, logp)
         block, alive = tl.where(exact, best, block), tl.where(misses, place == ancestor, alive)
         logw = tl.where(misses, tl.where(place == ancestor, 0.0, NONE), logw)
@@ -142,14 +142,14 @@ def _of_trees(
     row = tl.load(parent_X + pick, mask=exists, other=0).to(tl.int32)
     ancestor = tl.load(root_X + row, mask=exists, other=0).to(tl.int32)
     logw = tl.load(mass_X + pick, mask=exists & alive, other=NONE)
-    bonus, logp = place.to(tl.int64) * 0 - 1, place.to(tl.float32) * 0 + NAN
+    bonus, logp = place.to(tl.int64) * 0 - 1, place.to(tl.float32) * 0 + float("nan")
     is_open = exists & (tl.load(open_A + (ancestor if LOOKAHEAD else row), mask=exists, other=0) != 0)
     if OFFERED:
         at = row * C + tl.load(offer_X + pick, mask=exists, other=0).to(tl.int32)
         bonus = tl.load(offered_token_AC + at, mask=is_open, other=-1).to(tl.int64)
-        logp = tl.load(offered_logp_AC + at, mask=is_open, other=NAN)
+        logp = tl.load(offered_logp_AC + at, mask=is_open, other=float("nan"))
     elif LOOKAHEAD and SAID:
-        logp = tl.load(said_logp_X + row, mask=is_open, other=NAN)
+        logp = tl.load(said_logp_X + row, mask=is_open, other=float("nan"))
     return row, ancestor, alive, logw, bonus, logp
 
 
@@ -174,7 +174,7 @@ def _write_tokens(
         logq = out.to(tl.float32) * 0
     tl.store(grown_AQ + out, token, mask=inside)
     tl.store(new_logq_AQ + out, logq, mask=inside)
-    logp = tl.load(logp_AQ + of, mask=inside & (q < kept[:, None] - 1), other=NAN)
+    logp = tl.load(logp_AQ + of, mask=inside & (q < kept[:, None] - 1), other=float("nan"))
     tl.store(new_logp_AQ + out, logp, mask=inside)
     tl.store(path_AQ + out, tl.load(pages_AQ + of, mask=inside, other=0), mask=inside)
 
