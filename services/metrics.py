@@ -17,12 +17,13 @@ Metric = TypeVar("Metric", Counter, Gauge, Histogram)
 
 GROUPS = ("draft", "target")
 PARTS = ("draft", "target", "link", "coordinator")
-FINISH_REASONS = ("eos", "stop_token", "stop_string", "length", "time_budget")
+FINISH_REASONS = ("eos", "stop_token", "stop_string", "length", "time_budget", "queue_time")
 REJECTIONS = {
     "invalid": "INVALID_ARGUMENT",
     "duplicate": "ALREADY_EXISTS",
     "unauthenticated": "UNAUTHENTICATED",
     "queue_full": "RESOURCE_EXHAUSTED",
+    "slow_sender": "RESOURCE_EXHAUSTED",
     "unavailable": "UNAVAILABLE",
 }
 """Causes, and the status code that each has."""

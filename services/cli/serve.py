@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 LISTEN, SECURITY = "Where it listens", "Security and limits"
 GATEWAY_FIELDS = (
     *("host", "port", "metrics_port", "tls_cert", "tls_key", "tls_client_ca", "auth_token_file", "max_message_bytes"),
-    *("max_concurrent_streams", "keepalive_time", "keepalive_timeout", "min_ping_interval", "write_timeout", "drain_timeout"),
+    *("max_concurrent_streams", "max_calls", "keepalive_time", "keepalive_timeout", "min_ping_interval", "write_timeout", "drain_timeout"),
 )
 
 
@@ -61,9 +61,15 @@ def serve(
     auth_token_file: Annotated[
         Path | None, options.option(SECURITY, "Bearer tokens that let callers in, one a line.", metavar="FILE")
     ] = None,
-    max_message_bytes: Annotated[int | None, options.option(SECURITY, "Largest request. Default: 4 MiB.", metavar="BYTES")] = None,
+    max_message_bytes: Annotated[
+        int | None,
+        options.option(SECURITY, "Largest request. Default: as the context needs, at most 4 MiB.", metavar="BYTES"),
+    ] = None,
     max_concurrent_streams: Annotated[
         int | None, options.option(SECURITY, "Calls at a time on one connection. Default: 1024.", metavar="COUNT")
+    ] = None,
+    max_calls: Annotated[
+        int | None, options.option(SECURITY, "Generate calls at a time, over all connections. Default: 1024.", metavar="COUNT")
     ] = None,
     keepalive_time: Annotated[
         float | None, options.option(SECURITY, "Silence after which a client is pinged. Default: 60.", metavar="SECONDS")
@@ -75,7 +81,8 @@ def serve(
         float | None, options.option(SECURITY, "Clients that ping more often are disconnected. Default: 10.", metavar="SECONDS")
     ] = None,
     write_timeout: Annotated[
-        float | None, options.option(SECURITY, "For a client that does not read. Default: 30.", metavar="SECONDS")
+        float | None,
+        options.option(SECURITY, "For a client to send its request, and to read. Default: 30.", metavar="SECONDS"),
     ] = None,
     drain_timeout: Annotated[
         float | None, options.option(SECURITY, "For calls in flight once it is told to stop. Default: 30.", metavar="SECONDS")

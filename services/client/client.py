@@ -187,7 +187,7 @@ class Client:
         return Stream(call, request.request_id, logprobs)
 
     def abort(self, request_id: str) -> bool:
-        """End a request, whoever made it; its call fails with CANCELLED. False: no such request is running."""
+        """End a request of this client's token; its call fails with CANCELLED. False: no such request is running."""
         return self._ask(self._stub.Abort, pb.AbortRequest(request_id=request_id)).aborted
 
     def model_info(self) -> ModelInfo:

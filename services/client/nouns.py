@@ -125,7 +125,7 @@ class Completion:
     text: str
     tokens: tuple[int, ...]
     finish_reason: str
-    """`eos`, `stop_token`, `stop_string`, `length` or `time_budget`."""
+    """`eos`, `stop_token`, `stop_string`, `length`, `time_budget` or `queue_time`."""
     matched: int | str | None
     """The token id or string that ended the answer, where one did."""
     seed: int

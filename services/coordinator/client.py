@@ -38,6 +38,7 @@ class _Outbox:
             sampling=from_sampling(params),
             logprobs=params.logprobs,
             cache_salt=request.cache_salt,
+            waited=request.waited,
         )
         self._queue.put_nowait(pb.AttachRequest(submit=submission))
 
@@ -74,9 +75,6 @@ class CoordinatorClient:
 
     def generate(self, request: Request) -> AsyncGenerator[Output, None]:
         return self._dispatcher.generate(request)
-
-    async def abort(self, request_id: str) -> bool:
-        return await self._dispatcher.abort(request_id)
 
     def lose(self, why: str) -> None:
         """End every call with UNAVAILABLE, and refuse later ones."""

@@ -74,7 +74,8 @@ class CoordinatorServer(pb_grpc.CoordinatorServiceServicer):
                 submission = request.submit
                 asked.add(submission.request_id)
                 params = to_sampling(submission.sampling, logprobs=submission.logprobs)
-                self._loop.submit(Request(submission.request_id, tuple(submission.prompt), params, submission.cache_salt))
+                request = Request(submission.request_id, tuple(submission.prompt), params, submission.cache_salt, submission.waited)
+                self._loop.submit(request)
         except Exception as error:  # gRPC's way of saying that the other side is gone
             logger.info("the gateway is gone: %s", error)
         while asked:

@@ -6,49 +6,74 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
-from services.backend import Unavailable
+from services.backend import RequestAborted, Unavailable
 from services.errors import Status
 from services.metrics import REJECTIONS, Metrics
+from smc.engine.admission import DuplicateRequest
+
+Key = tuple[str, str]
+"""Who calls (`services.gateway.interceptors.caller_of`), and the id that the caller gave."""
 
 
 class Interrupted(Unavailable):
     """The service stopped before the answer was complete."""
 
 
+@dataclass
+class _Call:
+    scope: asyncio.Timeout
+    """Its end ends the call."""
+    aborted: bool = False
+
+
 class Calls:
-    """The Generate calls that are being decoded. Use it in one asyncio loop."""
+    """The Generate calls in flight, from their arrival on. Use it in one asyncio loop."""
 
     def __init__(self) -> None:
         self.closed: str | None = "the service is starting; try again later"
         """Why nobody is let in; None: everybody is."""
-        self._scopes: set[asyncio.Timeout] = set()
+        self._calls: dict[Key, _Call] = {}
         self._tasks: set[asyncio.Task] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
     @asynccontextmanager
-    async def enter(self) -> AsyncIterator[None]:
-        """Around one call. Raises Unavailable if nobody is let in, Interrupted when the call has to end."""
+    async def enter(self, key: Key) -> AsyncIterator[None]:
+        """Around one call. Raises Unavailable if nobody is let in, DuplicateRequest for a key in use; Interrupted when the call has to end,
+        RequestAborted when it is aborted."""
         if self.closed is not None:
             raise Unavailable(self.closed)
+        if key in self._calls:
+            raise DuplicateRequest(f"request_id={key[1]!r} is already in use; it must be unique among running requests")
         task = asyncio.current_task()
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        scope = asyncio.timeout(None)
-        self._scopes.add(scope)
+        call = self._calls[key] = _Call(asyncio.timeout(None))
         self._idle.clear()
         try:
-            async with scope:
+            async with call.scope:
                 yield
         except TimeoutError as error:
-            if scope.expired():
-                raise Interrupted("the service stopped before the answer was complete; try again later") from error
-            raise
+            if not call.scope.expired():
+                raise
+            if call.aborted:
+                raise RequestAborted("the request was aborted") from error
+            raise Interrupted("the service stopped before the answer was complete; try again later") from error
         finally:
-            self._scopes.discard(scope)
-            if not self._scopes:
+            del self._calls[key]
+            if not self._calls:
                 self._idle.set()
+
+    def abort(self, key: Key) -> bool:
+        """End a call, whatever it is at. False if there is none of that key."""
+        call = self._calls.get(key)
+        if call is None:
+            return False
+        call.aborted = True
+        _end(call)
+        return True
 
     async def ended(self, timeout: float) -> bool:
         """Wait until nothing is being decoded. False if it took too long."""
@@ -61,15 +86,18 @@ class Calls:
 
     def interrupt(self) -> None:
         """End every call now; each raises Interrupted where it stands."""
-        now = asyncio.get_running_loop().time()
-        for scope in self._scopes:
-            if not scope.expired():
-                scope.reschedule(now)
+        for call in self._calls.values():
+            _end(call)
 
     async def told(self, timeout: float) -> None:
         """Wait until callers have been sent how their calls ended, as far as they read it."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout)
+
+
+def _end(call: _Call) -> None:
+    if not call.scope.expired():
+        call.scope.reschedule(asyncio.get_running_loop().time())
 
 
 class Tally:
@@ -79,6 +107,11 @@ class Tally:
         self._metrics = metrics
         self._arrived = time.monotonic()
         self._last: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Since its arrival."""
+        return time.monotonic() - self._arrived
 
     def count(self, prompt_tokens: int, new_tokens: int) -> None:
         """Tokens have come, to be sent at once."""
@@ -91,7 +124,7 @@ class Tally:
         self._metrics.tokens_generated(new_tokens)
 
     def answered(self, finish_reason: str, draft_tokens: int, target_tokens: int) -> None:
-        self._metrics.request_answered(finish_reason, time.monotonic() - self._arrived)
+        self._metrics.request_answered(finish_reason, self.seconds)
         self._metrics.models_ran(draft_tokens, target_tokens)
 
     def failed(self, status: Status, error: Exception) -> None:

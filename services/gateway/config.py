@@ -9,6 +9,8 @@ from pathlib import Path
 from services.gateway.security import check_tls, is_loopback, read_tokens
 
 DEFAULT_PORT = 50051
+MESSAGE_BYTES, TOKEN_BYTES, MOST_BYTES = 64 << 10, 16, 4 << 20
+"""Of the largest request: for everything but the prompt, for each token of the context (few texts have more than 6), and in all."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +31,12 @@ class GatewayConfig:
     """Only clients with a certificate of these authorities may connect (mutual TLS), PEM."""
     auth_token_file: Path | None = None
     """Bearer tokens that let callers in, one a line; read once, at the start. None: everybody is let in."""
-    max_message_bytes: int = 4 << 20
-    """Largest request."""
+    max_message_bytes: int | None = None
+    """Largest request; None: what has room for a prompt that fills the context (`message_bytes`)."""
     max_concurrent_streams: int = 1024
     """Calls at the same time on one connection; further ones wait in the client, and some are refused with UNAVAILABLE."""
+    max_calls: int = 1024
+    """Generate calls at the same time, over all connections; further ones are refused with RESOURCE_EXHAUSTED."""
     keepalive_time: float = 60.0
     """A connection silent for so long is asked whether its client is still there."""
     keepalive_timeout: float = 20.0
@@ -40,7 +44,7 @@ class GatewayConfig:
     min_ping_interval: float = 10.0
     """Clients that ping more often than this are disconnected."""
     write_timeout: float = 30.0
-    """How long a response may wait for a client that does not read; then the request is aborted."""
+    """How long a request may be on its way, and a response wait for a client that does not read; then the call is ended."""
     drain_timeout: float = 30.0
     """How long calls in flight may go on once the service is told to stop."""
 
@@ -55,6 +59,12 @@ class GatewayConfig:
     def tls(self) -> bool:
         return self.tls_cert is not None
 
+    def message_bytes(self, context: int) -> int:
+        """Largest request to a model pair of this context."""
+        if self.max_message_bytes is not None:
+            return self.max_message_bytes
+        return min(MESSAGE_BYTES + TOKEN_BYTES * context, MOST_BYTES)
+
     def tokens(self) -> tuple[str, ...]:
         """Read from `auth_token_file`; empty if there is none."""
         return read_tokens(self.auth_token_file) if self.auth_token_file else ()
@@ -67,9 +77,10 @@ class GatewayConfig:
             ("metrics_port", 0, 65535),
             ("max_message_bytes", 1024, 2**31 - 1),
             ("max_concurrent_streams", 1, 2**31 - 1),
+            ("max_calls", 1, 2**31 - 1),
         ):
             value = getattr(self, name)
-            if name == "metrics_port" and value is None:
+            if name in ("metrics_port", "max_message_bytes") and value is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
                 raise ValueError(f"{name}={value!r}; allowed: {low}..{high}")

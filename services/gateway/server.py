@@ -15,6 +15,7 @@ from services.gateway.calls import Calls
 from services.gateway.config import GatewayConfig
 from services.gateway.generation import GenerationService, ServiceStatus
 from services.gateway.health import Health
+from services.gateway.intake import Intake
 from services.gateway.interceptors import TokenInterceptor
 from services.gateway.security import server_credentials
 from services.metrics import Metrics
@@ -38,12 +39,13 @@ class Gateway:
     def __init__(
         self, config: GatewayConfig, pair: ServingPair, backend: Backend, metrics: Metrics, status: Callable[[], ServiceStatus]
     ) -> None:
-        self._config, self._metrics = config, metrics
+        self._config, self._metrics, self._context = config, metrics, pair.context
         self._calls = Calls()
         self._health = Health(("", API, DRAFT, TARGET, GATEWAY))
         self._health.set({GATEWAY: True})
         self._service = GenerationService(pair, backend, self._calls, metrics, status, config.write_timeout)
         self._server: grpc.aio.Server | None = None
+        self._intake: Intake | None = None
         self._stop_metrics: Callable[[], None] | None = None
         self._ending = False
         self.port: int | None = None
@@ -58,8 +60,9 @@ class Gateway:
         Raises OSError if a port cannot be had.
         """
         config, tokens = self._config, self._config.tokens()
-        interceptors = [TokenInterceptor(tokens, self._metrics)] if tokens else []
-        self._server = grpc.aio.server(interceptors=interceptors, options=_options(config))
+        self._intake = Intake(f"/{API}/Generate", config.max_calls, config.write_timeout, self._metrics)
+        interceptors = [*([TokenInterceptor(tokens, self._metrics)] if tokens else []), self._intake]
+        self._server = grpc.aio.server(interceptors=interceptors, options=_options(config, self._context))
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self._service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((API, HEALTH, reflection.SERVICE_NAME), self._server)
@@ -98,6 +101,9 @@ class Gateway:
         await self._calls.told(LAST_WORDS)
         if self._server is not None:
             await self._server.stop(grace=None)
+        self._service.close()
+        if self._intake is not None:
+            self._intake.close()
         self._close_metrics()
 
     def _close(self, why: str) -> None:
@@ -125,12 +131,12 @@ class Gateway:
             self._stop_metrics = None
 
 
-def _options(config: GatewayConfig) -> list[tuple[str, int]]:
+def _options(config: GatewayConfig, context: int) -> list[tuple[str, int]]:
     def milliseconds(seconds: float) -> int:
         return min(int(1e3 * seconds), 2**31 - 1)
 
     return [
-        ("grpc.max_receive_message_length", config.max_message_bytes),
+        ("grpc.max_receive_message_length", config.message_bytes(context)),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_concurrent_streams", config.max_concurrent_streams),
         ("grpc.keepalive_time_ms", milliseconds(config.keepalive_time)),

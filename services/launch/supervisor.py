@@ -82,10 +82,6 @@ class Supervisor:
         """See `Backend.generate`."""
         return self._ready().generate(request)
 
-    async def abort(self, request_id: str) -> bool:
-        """See `Backend.abort`."""
-        return await self._client.abort(request_id) if self._client else False
-
     def _ready(self) -> CoordinatorClient:
         if self._client is None:
             raise Unavailable("the service is starting; try again in a few seconds")

@@ -106,7 +106,7 @@ class Engine:
         check_queue(expected, self.config, len(self._queue), self._queue.pages)
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         rules = StopRules(params, self.tokenizer)
-        group = Group(request, seed, rules, self._clock(), next(self._numbers), expected)
+        group = Group(request, seed, rules, self._clock() - request.waited, next(self._numbers), expected)
         self._groups[group.id] = group
         self._deadlines.add(group)
         self._queue.push(group)
@@ -123,7 +123,7 @@ class Engine:
     def step(self) -> list[Output]:
         """Advance everything once. Returns what became final: at most one Output per request, in order of submission."""
         for group in self._deadlines.passed(self._clock()):
-            self._finish(group, FinishReason.TIME_BUDGET)
+            self._finish(group, FinishReason.TIME_BUDGET if group.has_begun else FinishReason.QUEUE_TIME)
         self.expectation.follow(self._admitted)
         self._admit()
         for group in self._admitted:

@@ -32,7 +32,7 @@ class Group:
     seed: int
     rules: StopRules
     submitted: float
-    """Engine clock at submission, seconds."""
+    """Engine clock at its arrival, seconds."""
     number: int
     """Of requests in the order of submission."""
     expected: dict[str, int]
@@ -98,6 +98,11 @@ class Group:
     def has_particles(self) -> bool:
         """In slots, or in a record to go on from."""
         return self.phase is Phase.RUNNING or self.saved is not None
+
+    @property
+    def has_begun(self) -> bool:
+        """It has been taken up at least once."""
+        return self.phase is not Phase.QUEUED or self.tally.preemptions > 0
 
     @property
     def rows(self) -> int:

@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -81,6 +82,34 @@ def test_abort_ends_a_call_of_somebody_else(service):
         assert not other.abort("abort me") and not other.abort("never heard of")
     service.wait_until_free(1.0)
     assert service.metric("smc_requests_cancelled_total", by="abort") == before + 1
+
+
+def test_abort_finds_a_request_that_is_still_being_encoded(pair, monkeypatch):
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(text: str, **_: object) -> list[int]:
+        begun.set()
+        go_on.wait(20)
+        return [1]
+
+    with serving(pair) as service, service.client() as client, service.client() as other, ThreadPoolExecutor(1) as pool:
+        monkeypatch.setattr(pair.tokenizer, "encode", slow)
+        call = pool.submit(client.generate, "x" * 5000, request_id="long")
+        assert begun.wait(10) and other.abort("long")
+        with pytest.raises(ServiceError, match="CANCELLED: the request was aborted"):
+            call.result(10)
+        go_on.set()
+        service.wait_until_free()
+
+
+def test_a_time_budget_runs_from_arrival_and_may_end_in_the_queue(service):
+    before = service.metric("smc_requests_total", status="OK", finish_reason="queue_time")
+    with service.client() as client, client.stream("x", **{**LONG, "particles": 64}) as stream:
+        next(stream)
+        late = client.generate("x", particles=8, max_tokens=20, time_budget=0.2)
+        assert (late.finish_reason, late.text, late.tokens) == ("queue_time", "", ())
+    service.wait_until_free()
+    assert service.metric("smc_requests_total", status="OK", finish_reason="queue_time") == before + 1
 
 
 def test_a_client_that_stops_reading_loses_its_call_only(pair):

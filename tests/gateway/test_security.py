@@ -10,7 +10,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from services.client import Client, ServiceError
 from services.gateway.config import GatewayConfig
 from services.gateway.security import is_known, is_loopback, read_tokens
-from tests.gateway.harness import serving
+from tests.gateway.harness import LONG, serving
 
 TOKEN = "s3cret-token"
 
@@ -52,6 +52,19 @@ def test_without_one_every_method_is_closed(pair, token_file, metadata):
         health = health_pb2_grpc.HealthStub(channel)
         assert health.Check(health_pb2.HealthCheckRequest()).status == health_pb2.HealthCheckResponse.SERVING
         assert next(health.Watch(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_ids_belong_to_the_token_that_they_came_with(pair, token_file):
+    with serving(pair, auth_token_file=token_file) as service:
+        mine, other = service.client(token=TOKEN), service.client(token="another")
+        with mine, other, mine.stream("x", request_id="job", **LONG) as stream, other.stream("x", request_id="job", **LONG) as theirs:
+            next(stream)
+            next(theirs)
+            assert other.abort("job") and not other.abort("job")
+            with pytest.raises(ServiceError, match="the request was aborted"):
+                list(theirs)
+            assert next(stream) and mine.abort("job")
+        service.wait_until_free()
 
 
 def test_reflection_with_a_token(pair, token_file):
