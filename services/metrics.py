@@ -170,6 +170,10 @@ class Metrics:
             self._group_healthy.labels(group).set(healthy)
         self._serving.set(serving)
 
+    def gateway_paused(self, seconds: float) -> None:
+        """Its loop answered nobody for so long."""
+        self._paused.inc(seconds)
+
     def set_epoch(self, epoch: int) -> None:
         self._epoch.set(epoch)
 
@@ -285,6 +289,9 @@ class Metrics:
     def _make_service_metrics(self) -> None:
         self._serving = self._gauge("smc_serving", "1 while requests are let in.")
         self._group_healthy = self._gauge("smc_group_healthy", "1 while every rank of the group is ready.", group=GROUPS)
+        self._paused = self._counter(
+            "smc_gateway_paused_seconds_total", "Time in which the gateway answered nobody, of pauses longer than 0.25 s."
+        )
         self._epoch = self._gauge("smc_epoch", "Which life of the workers this is.")
         self._restarts = self._counter("smc_worker_restarts_total", "Times that the workers were started again after a loss.")
         self._build = prom.Info("smc_build", "What runs here.", registry=self.registry)

@@ -52,6 +52,7 @@ def serve(
     start_timeout: gang.StartTimeout = None,
     link_timeout: gang.LinkTimeout = None,
     heartbeat: gang.Heartbeat = None,
+    max_failed_starts: gang.MaxFailedStarts = None,
     trace: gang.Trace = None,
     tls_cert: Annotated[Path | None, options.option(SECURITY, "Certificate chain, PEM; with --tls-key.", metavar="FILE")] = None,
     tls_key: Annotated[Path | None, options.option(SECURITY, "Private key of --tls-cert, PEM.", metavar="FILE")] = None,

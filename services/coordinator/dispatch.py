@@ -38,9 +38,14 @@ class Dispatcher:
     def num_calls(self) -> int:
         return len(self._calls)
 
+    @property
+    def requests(self) -> list[Request]:
+        """Of calls that have not ended."""
+        return [call.request for call in self._calls.values()]
+
     async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
         """See `Backend.generate`. News that the caller is too slow for is put together, so it never piles up."""
-        inner, call = str(next(self._numbers)), _Call(request.request_id)
+        inner, call = str(next(self._numbers)), _Call(request)
         self._calls[inner] = call
         try:
             call.ended = True
@@ -71,9 +76,9 @@ class Dispatcher:
 class _Call:
     """News of one request that its caller has not taken yet."""
 
-    def __init__(self, request_id: str) -> None:
-        """`request_id`: as the caller knows it."""
-        self._id = request_id
+    def __init__(self, request: Request) -> None:
+        """`request`: as the caller knows it."""
+        self.request = request
         self._news: Output | None = None
         self._error: Exception | None = None
         self._some = asyncio.Event()
@@ -108,11 +113,11 @@ class _Call:
             self.ended = True
             if output.answer.error:
                 raise RequestFailed(output.answer.error)
-        return replace(output, request_id=self._id, answer=self._complete(output.answer))
+        return replace(output, request_id=self.request.request_id, answer=self._complete(output.answer))
 
     def _complete(self, answer: Answer | None) -> Answer | None:
         """News from another process says nothing twice, and its clock is not ours: see `services.wire.generation.from_update`."""
         if answer is None:
             return None
         seconds = time.monotonic() - self._submitted if math.isnan(answer.seconds) else answer.seconds
-        return replace(answer, request_id=self._id, tokens=tuple(self._tokens), text="".join(self._texts), seconds=seconds)
+        return replace(answer, request_id=self.request.request_id, tokens=tuple(self._tokens), text="".join(self._texts), seconds=seconds)

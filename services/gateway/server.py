@@ -18,6 +18,7 @@ from services.gateway.health import Health
 from services.gateway.intake import Intake
 from services.gateway.interceptors import TokenInterceptor
 from services.gateway.security import server_credentials
+from services.gateway.watchdog import Watchdog
 from services.metrics import Metrics
 from services.pb import generation_pb2, generation_pb2_grpc
 
@@ -46,6 +47,7 @@ class Gateway:
         self._service = GenerationService(pair, backend, self._calls, metrics, status, config.write_timeout)
         self._server: grpc.aio.Server | None = None
         self._intake: Intake | None = None
+        self._watchdog: Watchdog | None = None
         self._stop_metrics: Callable[[], None] | None = None
         self._ending = False
         self.port: int | None = None
@@ -74,6 +76,7 @@ class Gateway:
             self._close_metrics()
             raise
         await self._server.start()
+        self._watchdog = Watchdog(self._metrics.gateway_paused)
         logger.info("listening on %s:%d%s", config.host, self.port, " with TLS" if config.tls else "")
         return self.port
 
@@ -102,8 +105,9 @@ class Gateway:
         if self._server is not None:
             await self._server.stop(grace=None)
         self._service.close()
-        if self._intake is not None:
-            self._intake.close()
+        for part in (self._intake, self._watchdog):
+            if part is not None:
+                part.close()
         self._close_metrics()
 
     def _close(self, why: str) -> None:

@@ -10,6 +10,7 @@ live here, in other processes or on other machines is not its business.
 from __future__ import annotations
 
 import itertools
+import logging
 import secrets
 import time
 from bisect import insort
@@ -38,6 +39,8 @@ from smc.runtime.messages import Worker
 from smc.runtime.pair import Pair
 from smc.runtime.plan import Program
 from smc.stops import TokenBytes
+
+logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -135,7 +138,7 @@ class Engine:
             if not group.error and not self._complete(group):
                 self._cohorts[group.decoding.program].join(group)
         for group in list(self._admitted):
-            self._report(group)
+            self._report_alone(group)
         ready, self._ready = self._ready, []
         return [output for _, output in sorted(ready, key=itemgetter(0))]
 
@@ -286,6 +289,17 @@ class Engine:
             new = tuple(self.slots.tokens_SL[group.slots[0], group.streamed : group.committed].tolist())
             group.streamed = group.committed
             self._ready.append((group.number, Output(group.id, new, group.stream.push(new))))
+
+    def _report_alone(self, group: Group) -> None:
+        """An error in what is this request's alone ends this request alone."""
+        try:
+            self._report(group)
+        except Exception as error:
+            if group.error or group.id not in self._groups:
+                raise
+            logger.exception("request %s failed", group.id)
+            group.error = f"an error of the engine ({type(error).__name__}); its log has the details"
+            self._finish(group, FinishReason.ERROR)
 
     def _finish(self, group: Group, reason: FinishReason | None) -> None:
         """The final draw, the last Output, and everything the group held given back. `reason` None: it is complete."""
