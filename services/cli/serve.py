@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 LISTEN, SECURITY = "Where it listens", "Security and limits"
 GATEWAY_FIELDS = (
     *("host", "port", "metrics_port", "tls_cert", "tls_key", "tls_client_ca", "auth_token_file", "max_message_bytes"),
-    *("max_concurrent_streams", "max_calls", "keepalive_time", "keepalive_timeout", "min_ping_interval", "write_timeout", "drain_timeout"),
+    *("max_concurrent_streams", "max_calls", "keepalive_time", "keepalive_timeout", "min_ping_interval"),
+    *("max_connection_age", "max_connection_age_grace", "write_timeout", "drain_timeout"),
 )
 
 
@@ -80,6 +81,12 @@ def serve(
     ] = None,
     min_ping_interval: Annotated[
         float | None, options.option(SECURITY, "Clients that ping more often are disconnected. Default: 10.", metavar="SECONDS")
+    ] = None,
+    max_connection_age: Annotated[
+        float | None, options.option(SECURITY, "After which a client has to connect anew. Default: 900.", metavar="SECONDS")
+    ] = None,
+    max_connection_age_grace: Annotated[
+        float | None, options.option(SECURITY, "For calls in flight on a connection that old. Default: 3600.", metavar="SECONDS")
     ] = None,
     write_timeout: Annotated[
         float | None,

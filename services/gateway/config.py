@@ -43,6 +43,10 @@ class GatewayConfig:
     """A client that has not answered that after so long is gone: its calls are cancelled."""
     min_ping_interval: float = 10.0
     """Clients that ping more often than this are disconnected."""
+    max_connection_age: float = 900.0
+    """A connection older than this, give or take a tenth, gets no further calls: its client makes a new one, maybe to a newer replica."""
+    max_connection_age_grace: float = 3600.0
+    """How long calls in flight may go on on such a connection; then they end with UNAVAILABLE."""
     write_timeout: float = 30.0
     """How long a request may be on its way, and a response wait for a client that does not read; then the call is ended."""
     drain_timeout: float = 30.0
@@ -90,6 +94,8 @@ class GatewayConfig:
             ("keepalive_time", 1.0),
             ("keepalive_timeout", 1.0),
             ("min_ping_interval", 0.0),
+            ("max_connection_age", 1.0),
+            ("max_connection_age_grace", 1.0),
             ("write_timeout", 0.001),
             ("drain_timeout", 0.0),
         ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import logging
 from collections.abc import Callable
@@ -28,6 +29,8 @@ DRAFT, TARGET = "smc.draft", "smc.target"
 GATEWAY = "smc.gateway"
 """SERVING for as long as anybody answers, whatever has become of the workers: whether this process is alive."""
 """Names of the groups for health checks."""
+LEAVE_SECONDS = 10.0
+"""Beyond the time for a drain: until then `stop` has ended every call."""
 LAST_WORDS = 1.0
 """Seconds in which callers whose calls were ended may take in why."""
 
@@ -89,12 +92,20 @@ class Gateway:
         self._tell(draft, target, serving)
 
     async def drain(self, timeout: float | None = None) -> None:
-        """Let nobody in any more, let calls in flight finish for `timeout` seconds (default: the configured), end the rest, stop."""
+        """Let nobody in any more, let calls in flight finish for `timeout` seconds (default: the configured), end the rest, stop.
+
+        Every client is told to go elsewhere with its next call (GOAWAY), and no connection is taken any more.
+        """
         self._close("the service is shutting down; try again later, or elsewhere")
         timeout = self._config.drain_timeout if timeout is None else timeout
+        leaving = None
+        if self._server is not None:
+            leaving = asyncio.create_task(self._server.stop(grace=timeout + LEAVE_SECONDS))
         if not await self._calls.ended(timeout):
             logger.warning("calls still in flight after %g s of draining are ended", timeout)
         await self.stop()
+        if leaving is not None:
+            await leaving
 
     async def stop(self) -> None:
         """End calls in flight with UNAVAILABLE and stop. Doing it again, or while draining, is fine."""
@@ -148,6 +159,8 @@ def _options(config: GatewayConfig, context: int) -> list[tuple[str, int]]:
         # Without it a ping may stay unanswered for a minute, whatever the timeout above says (seen in grpcio 1.85).
         ("grpc.http2.ping_timeout_ms", milliseconds(config.keepalive_timeout)),
         ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.max_connection_age_ms", milliseconds(config.max_connection_age)),
+        ("grpc.max_connection_age_grace_ms", milliseconds(config.max_connection_age_grace)),
         ("grpc.http2.min_ping_interval_without_data_ms", milliseconds(config.min_ping_interval)),
         # Two servers must not share a port by accident: each would get half of the calls.
         ("grpc.so_reuseport", 0),
