@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from services.cli import gang, options
+from services.cli.pair import pair_places, require_directories
 from services.cli.terminal import err, print_error
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def serve(
     pages: gang.Pages = None,
     prefill_chunk: gang.PrefillChunk = None,
     no_prefix_cache: options.NoPrefixCache = False,
-    max_queue: gang.MaxQueue = 256,
+    max_queue: Annotated[int, options.option(options.ENGINE, "Requests that may wait.", "--max-queue", metavar="COUNT")] = 256,
     max_queue_pages: gang.MaxQueuePages = None,
     threads: gang.Threads = None,
     ray_address: gang.RayAddress = None,
@@ -100,10 +101,12 @@ def serve(
     import asyncio
     import logging
 
+    require_directories(pair_places(target, draft))
     from services.gateway.config import GatewayConfig
     from services.launch.errors import GangError
     from services.launch.service import serve as run
 
+    err.print("starting; each model and the coordinator in a process of its own", soft_wrap=True)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     config = gang.gang_config(ctx.params)
     gateway = GatewayConfig(**{name: ctx.params[name] for name in GATEWAY_FIELDS if ctx.params[name] is not None})

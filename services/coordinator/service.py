@@ -83,7 +83,7 @@ class CoordinatorServer(pb_grpc.CoordinatorServiceServicer):
                 asked.add(request.submit.request_id)
                 self._submit(request.submit)
         except Exception as error:  # gRPC's way of saying that the other side is gone
-            logger.info("the gateway is gone: %s", error)
+            logger.debug("the gateway is gone: %s", error)
         for request_id in asked.take():
             self._loop.abort(request_id)
         outbox.put(None)

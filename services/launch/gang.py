@@ -106,6 +106,7 @@ class Gang:
         with self._adding():
             self.actors["coordinator"] = coordinator = cluster.start_coordinator()
             started = coordinator.start.remote(coordinator_spec(config, self._pair, meeting))
+        logger.info("epoch %d: waiting until %s are ready", self.epoch, ", ".join(self.actors))
         ended, _ = ray.wait([started, *self._lives], timeout=config.start_timeout)
         if not ended:
             raise GangError(f"the gang was not ready after {config.start_timeout:g} s")

@@ -9,12 +9,12 @@ from enum import Enum
 
 import numpy as np
 
-from smc.algorithm.resampling import SCHEME_NAMES
 from smc.engine.methods import Decoding, decoding_of
 from smc.engine.request import Method, Request, SamplingParams, Statistics
 from smc.engine.slots import Slots
 from smc.engine.text import StopRules, TextStream
 from smc.laws import LawSpec
+from smc.limits import SCHEME_NAMES
 
 
 class Phase(Enum):

@@ -9,9 +9,7 @@ import sys
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from smc.algorithm.bounds import MAX_PARTICLES
-from smc.algorithm.resampling import SCHEMES
-from smc.stops import MAX_STOP_BYTES
+from smc.limits import MAX_PARTICLES, MAX_STOP_BYTES, SCHEME_NAMES
 
 MAX_STOPS = 64
 MAX_STOP_IDS = 1024
@@ -158,7 +156,7 @@ class SamplingParams:
             return
         threshold = self.ess_threshold
         _require("ess_threshold", threshold, _is_number(threshold) and 0 <= threshold <= 1, "0..1 (0 = never resample)")
-        _require("resampling", self.resampling, self.resampling in SCHEMES, ", ".join(SCHEMES))
+        _require("resampling", self.resampling, self.resampling in SCHEME_NAMES, ", ".join(SCHEME_NAMES))
 
     def _check_numbers(self) -> None:
         n = self.particles

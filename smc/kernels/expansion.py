@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smc.algorithm.bounds import MAX_PARTICLES
 from smc.algorithm.expansion import EXPANSION_POSITION, Expansion, Kind, Offers
 from smc.kernels.selection import _uniform
+from smc.limits import MAX_PARTICLES
 
 CHUNK, FEW = 2048, 256
 """Offers that a program looks at at a time, and where there are no more than a few."""

@@ -213,8 +213,9 @@ def _allocate(config: ModelConfig, reduce: Reduce | None, dtype: torch.dtype, de
     with torch.device("meta"):
         model = Decoder(config, reduce).to(dtype)
     if config.tied_embeddings:
-        model.lm_head.weight = None  # `to_empty` would allocate a matrix of its own for each of the two names
-    model.to_empty(device=device)
+        model.lm_head.weight = None  # else each of the two names would get a matrix of its own
+    # Not `to_empty`: of tensors on `meta`, torch imports a library of symbols for it, which takes as long as torch itself.
+    model._apply(lambda weight: torch.empty(weight.shape, dtype=weight.dtype, device=device))
     if config.tied_embeddings:
         model.lm_head.weight = model.embed.weight
     return model.requires_grad_(False).eval()
