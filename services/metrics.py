@@ -46,6 +46,7 @@ E2E_BUCKETS = (
     *(0.01, 0.025, 0.05, 0.1, 0.2),
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
+TOKEN_BUCKETS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 ROUND_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 SHARE_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 LAG_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -108,9 +109,11 @@ class Metrics:
         for _ in range(count):
             self._inter_token.observe(seconds / count)
 
-    def request_answered(self, finish_reason: str, seconds: float) -> None:
+    def request_answered(self, finish_reason: str, seconds: float, prompt_tokens: int, answer_tokens: int) -> None:
         self._requests.labels("OK", finish_reason).inc()
         self._duration.observe(seconds)
+        self._prompt_size.observe(prompt_tokens)
+        self._answer_size.observe(answer_tokens)
 
     def request_failed(self, status: str) -> None:
         """Ended without an answer, for whatever reason; rejections and cancellations are counted besides."""
@@ -228,6 +231,9 @@ class Metrics:
         self._duration = self._histogram(
             "smc_e2e_request_latency_seconds", "From a request's arrival to the end of its answer.", E2E_BUCKETS
         )
+
+        self._prompt_size = self._histogram("smc_request_prompt_tokens", "Tokens of the prompt of an answered request.", TOKEN_BUCKETS)
+        self._answer_size = self._histogram("smc_request_generation_tokens", "Tokens of an answer.", TOKEN_BUCKETS)
 
     def _make_engine_metrics(self) -> None:
         self._queued = self._gauge("smc_requests_queued", "Requests that wait for slots and pages.")

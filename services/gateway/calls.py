@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,6 +14,9 @@ from services.backend import RequestAborted, Unavailable
 from services.errors import Status
 from services.metrics import REJECTIONS, Metrics
 from smc.engine.admission import DuplicateRequest
+from smc.engine.request import Answer, Request
+
+logger = logging.getLogger("smcserve.requests")
 
 Key = tuple[str, str]
 """Who calls (`services.gateway.interceptors.caller_of`), and the id that the caller gave."""
@@ -101,12 +106,21 @@ def _end(call: _Call) -> None:
 
 
 class Tally:
-    """What one call tells the metrics, from its arrival to its end."""
+    """What one call tells the metrics, from its arrival to its end, and then the log: a line of JSON without anybody's text."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._arrived = time.monotonic()
         self._last: float | None = None
+        self._tokens = 0
+        self._said: dict[str, str | int | float] = {}
+
+    def is_of(self, request_id: str) -> None:
+        self._said["request_id"] = request_id
+
+    def asks(self, request: Request) -> None:
+        """Its settings and its prompt have been taken in."""
+        self._said |= {"method": request.params.method.value, "rows": request.params.rows, "prompt_tokens": len(request.prompt)}
 
     @property
     def seconds(self) -> float:
@@ -116,20 +130,25 @@ class Tally:
     def count(self, prompt_tokens: int, new_tokens: int) -> None:
         """Tokens have come, to be sent at once."""
         now = time.monotonic()
+        self._tokens += new_tokens
         if self._last is None:
             self._metrics.prompt_started(prompt_tokens, now - self._arrived)
+            self._said["first_token_seconds"] = round(now - self._arrived, 6)
         elif new_tokens:
             self._metrics.tokens_followed(new_tokens, now - self._last)
         self._last = now
         self._metrics.tokens_generated(new_tokens)
 
-    def answered(self, finish_reason: str, draft_tokens: int, target_tokens: int) -> None:
-        self._metrics.request_answered(finish_reason, self.seconds)
-        self._metrics.models_ran(draft_tokens, target_tokens)
+    def answered(self, answer: Answer) -> None:
+        ran, finish_reason = answer.statistics, answer.finish_reason.value
+        self._metrics.request_answered(finish_reason, self.seconds, answer.prompt_tokens, len(answer.tokens))
+        self._metrics.models_ran(ran.draft_tokens, ran.target_tokens)
+        self._end("OK", finish_reason=finish_reason, cached_tokens=answer.cached_tokens, rounds=ran.rounds)
 
     def failed(self, status: Status, error: Exception) -> None:
         """It ended with this status, because of this error. Without a single token it was a rejection, if it can be one."""
         self._metrics.request_failed(status.code.name)
+        self._end(status.code.name, cause=status.cause)
         if isinstance(error, Interrupted):
             self._metrics.request_cancelled("drain")
         elif status.cause in ("abort", "slow_reader"):
@@ -139,5 +158,10 @@ class Tally:
 
     def left(self, deadline: bool) -> None:
         """The caller is gone, or its deadline has passed."""
-        self._metrics.request_failed("DEADLINE_EXCEEDED" if deadline else "CANCELLED")
-        self._metrics.request_cancelled("deadline" if deadline else "client")
+        code, by = ("DEADLINE_EXCEEDED", "deadline") if deadline else ("CANCELLED", "client")
+        self._metrics.request_failed(code)
+        self._metrics.request_cancelled(by)
+        self._end(code, cause=by)
+
+    def _end(self, status: str, **more: str | int) -> None:
+        logger.info("%s", json.dumps(self._said | {"tokens": self._tokens, "seconds": round(self.seconds, 6), "status": status} | more))

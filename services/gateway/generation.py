@@ -67,9 +67,11 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             if len(message.request_id) > MAX_ID_SIZE:
                 raise ValueError(f"request_id has {len(message.request_id)} characters; allowed: at most {MAX_ID_SIZE}")
             request_id = message.request_id or uuid.uuid4().hex
+            tally.is_of(request_id)
             async with self._calls.enter((caller_of(context.invocation_metadata()), request_id)):
                 check_waiting(self._pair.engine, self._status().queued)
                 request = await self._request(request_id, message)
+                tally.asks(request)
                 await self._answer(replace(request, waited=tally.seconds), context, tally)
         except asyncio.CancelledError:
             tally.left(_deadline_passed(context))
@@ -131,8 +133,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
                 tally.count(len(request.prompt), len(output.tokens))
                 await self._write(context, _response(output, plain))
                 if output.answer is not None:
-                    ran = output.answer.statistics
-                    tally.answered(output.answer.finish_reason.value, ran.draft_tokens, ran.target_tokens)
+                    tally.answered(output.answer)
 
     async def _write(self, context: grpc.aio.ServicerContext, response: pb.GenerateResponse) -> None:
         """Waits while the caller does not read: HTTP/2 lets us send no more than it has room for."""

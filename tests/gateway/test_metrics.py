@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import re
 import subprocess
 import urllib.request
@@ -13,10 +15,11 @@ import pytest
 from services.client import Message, ServiceError
 from services.coordinator.loop import Step
 from services.launch import supervisor as launch
+from services.launch.config import GangConfig
 from services.metrics import Metrics
 from smc.engine.stats import EngineStats
 from tests.deploy.binaries import binary
-from tests.gateway.harness import serving
+from tests.gateway.harness import LONG, serving, until
 
 
 @pytest.fixture
@@ -62,7 +65,7 @@ def report_everything(metrics: Metrics) -> None:
     metrics.tokens_generated(9)
     metrics.models_ran(160, 40)
     metrics.tokens_followed(4, 0.2)
-    metrics.request_answered("eos", 1.5)
+    metrics.request_answered("eos", 1.5, prompt_tokens=20, answer_tokens=7)
     metrics.request_failed("CANCELLED")
     metrics.request_rejected("RESOURCE_EXHAUSTED", "queue_full")
     metrics.request_cancelled("client")
@@ -146,13 +149,14 @@ def test_a_lost_gang_holds_nothing(metrics, monkeypatch):
     """Its last numbers would stand until the next gang's first step, and look like a queue that does not move."""
     told, gang = {}, SimpleNamespace(start=lambda: None, address="", secret="")
 
-    def connect(address, secret, on_step, on_lost) -> None:
+    def connect(address, secret, on_step, on_lost) -> SimpleNamespace:
         told.update(step=on_step, lost=on_lost)
+        return SimpleNamespace(attached=lambda timeout: asyncio.sleep(0))
 
     monkeypatch.setattr(launch, "Gang", lambda config, pair, epoch: gang)
     monkeypatch.setattr(launch, "CoordinatorClient", connect)
     pair = SimpleNamespace(engine=SimpleNamespace(max_slots=64))
-    supervisor = launch.Supervisor(None, pair, on_step=lambda step: metrics.observe_step(step.stats))
+    supervisor = launch.Supervisor(GangConfig(), pair, on_step=lambda step: metrics.observe_step(step.stats))
     asyncio.run(supervisor._start_gang())
     held = EngineStats(queued=3, running=2, slots_free=48, pages_used={"draft": 30}, pages_total={"draft": 100}, resamples=5)
     held.pages_cached, held.pages_leaked = {"draft": 16}, {"draft": 2}
@@ -204,6 +208,27 @@ def test_a_served_request_moves_them(pair):
     assert float(shown["smc_ess_share_ratio_count"]) == rounds[0] + rounds[2], "of distinct particles it says little"
     with pytest.raises(OSError):
         urllib.request.urlopen(f"http://127.0.0.1:{service.gateway.metrics_port}/metrics", timeout=1)
+
+
+def test_the_log_has_one_line_a_request(service, caplog):
+    """With what operators ask for, and nothing that callers wrote or were answered."""
+    caplog.set_level(logging.INFO, "smcserve.requests")
+    prompt = [Message("user", "Mia has 12 apples. She buys 30 more. How many now?")]
+    with service.client() as client:
+        answer = client.generate(prompt, request_id="mine", particles=4, seed=1, max_tokens=30)
+        with pytest.raises(ServiceError):
+            client.generate(prompt, request_id="wrong", particles=0)
+        with pytest.raises(ServiceError):
+            client.generate(prompt, request_id="late", timeout=0.3, **LONG)
+    until(lambda: len(caplog.records) == 3)
+    lines = {line["request_id"]: line for line in map(json.loads, caplog.messages)}
+    good, wrong, late = (lines[name] for name in ("mine", "wrong", "late"))
+    assert (good["status"], good["finish_reason"], good["method"], good["rows"]) == ("OK", answer.finish_reason, "smc", 4)
+    assert (good["prompt_tokens"], good["tokens"]) == (answer.usage.prompt_tokens, len(answer.tokens))
+    assert 0 < good["first_token_seconds"] <= good["seconds"]
+    assert (wrong["status"], wrong["cause"], wrong["tokens"]) == ("INVALID_ARGUMENT", "invalid", 0)
+    assert (late["status"], late["cause"]) == ("DEADLINE_EXCEEDED", "deadline")
+    assert "apples" not in caplog.text
 
 
 def test_a_metrics_port_in_use_is_said_so(metrics):
