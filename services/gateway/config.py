@@ -24,7 +24,7 @@ class GatewayConfig:
     metrics_port: int | None = None
     """Where Prometheus finds the metrics, in plain text and without a token; 0 = any free one, None = nowhere."""
     tls_cert: Path | None = None
-    """Certificate chain of the server, PEM; with `tls_key`."""
+    """Certificate chain of the server, PEM; with `tls_key`. Both, and `tls_client_ca`, are read again when they change."""
     tls_key: Path | None = None
     """Private key of `tls_cert`, PEM, not encrypted."""
     tls_client_ca: Path | None = None

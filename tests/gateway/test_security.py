@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -96,6 +98,32 @@ def test_mutual_tls(pair, certificates):
         for options in (stranger, {"tls_ca": certificates["ca.crt"]}):
             with service.client(**options) as client, pytest.raises(ServiceError, match="UNAVAILABLE"):
                 client.server_info()
+
+
+def test_renewed_certificates_hold_for_new_connections(pair, certificates, tmp_path):
+    """And a certificate that has no key yet, because the files are written one after the other, changes nothing."""
+    cert, key = tmp_path / "tls.crt", tmp_path / "tls.key"
+
+    def write(path: Path, name: str) -> None:
+        path.with_suffix(".new").write_bytes(certificates[name].read_bytes())
+        path.with_suffix(".new").replace(path)
+
+    def reaches(service, authority: str) -> bool:
+        with service.client(tls_ca=certificates[authority]) as client:
+            try:
+                return client.health() == "SERVING"
+            except ServiceError:
+                return False
+
+    write(cert, "server.crt")
+    write(key, "server.key")
+    with serving(pair, tls_cert=cert, tls_key=key) as service, service.client(tls_ca=certificates["ca.crt"]) as old:
+        assert old.health() == "SERVING" and not reaches(service, "other_ca.crt")
+        write(cert, "stranger.crt")
+        assert reaches(service, "ca.crt") and not reaches(service, "other_ca.crt")
+        write(key, "stranger.key")
+        assert reaches(service, "other_ca.crt") and not reaches(service, "ca.crt")
+        assert old.health() == "SERVING", "connections that stand are left alone"
 
 
 def test_settings_without_effect_stop_the_start(certificates, token_file, tmp_path):
