@@ -5,6 +5,7 @@ Labels come from fixed sets, and every series exists from the start, so that a r
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
@@ -138,6 +139,7 @@ class Metrics:
             self._pages_cached.labels(group).set(stats.pages_cached.get(group, 0))
             self._pages_free.labels(group).set(total - used)
             self._pages_capacity.labels(group).set(total)
+            self._kv_usage.labels(group).set((used - stats.pages_cached.get(group, 0)) / total if total else 0.0)
             self._prefix_queries.labels(group).inc(stats.prefix_queries.get(group, 0))
             self._prefix_hits.labels(group).inc(stats.prefix_hits.get(group, 0))
         for group, leaked in stats.pages_leaked.items():
@@ -162,6 +164,7 @@ class Metrics:
         self, whole: float, draft: float, target: float, link: float, coordinator: float, draft_stall: float, target_stall: float
     ) -> None:
         """Seconds of one round, and of each of its parts; groups may work at the same time, so parts can exceed the whole."""
+        self._last_round = time.monotonic()
         self._round.observe(whole)
         for part, seconds in zip(PARTS, (draft, target, link, coordinator), strict=True):
             self._round_part.labels(part).observe(seconds)
@@ -244,6 +247,9 @@ class Metrics:
         self._pages_cached = self._gauge("smc_kv_pages_cached", "KV pages of the prefix cache, whoever else uses them.", group=GROUPS)
         self._pages_free = self._gauge("smc_kv_pages_free", "KV pages that hold nothing.", group=GROUPS)
         self._pages_capacity = self._gauge("smc_kv_pages_capacity", "KV pages of the pool.", group=GROUPS)
+        self._kv_usage = self._gauge(
+            "smc_kv_cache_usage_ratio", "KV pages that requests hold, of the pool; what the prefix cache alone holds is free.", group=GROUPS
+        )
         self._pages_leaked = self._gauge(
             "smc_kv_pages_leaked",
             "KV pages, and references to them, of nobody, when last nothing ran; anything but 0 is a bug.",
@@ -291,6 +297,10 @@ class Metrics:
             "smc_round_part_seconds", "Parts of a round; draft and target may overlap.", ROUND_BUCKETS, part=PARTS
         )
         self._stall = self._counter("smc_stall_seconds_total", "Time that a group had no work while a round was on.", group=GROUPS)
+
+        self._last_round = time.monotonic()
+        age = self._gauge("smc_last_round_age_seconds", "Since the last round ended, or since the start; grows while nothing runs.")
+        age.set_function(lambda: time.monotonic() - self._last_round)
 
     def _make_service_metrics(self) -> None:
         self._serving = self._gauge("smc_serving", "1 while requests are let in.")

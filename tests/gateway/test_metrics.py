@@ -104,6 +104,8 @@ def test_what_is_reported_is_what_is_shown(metrics):
         "smc_ess_share_ratio_count": 2,
         "smc_committed_lag_tokens_sum": 7,
         "smc_round_seconds_sum": 0.02,
+        "smc_request_prompt_tokens_sum": 20,
+        "smc_request_generation_tokens_sum": 7,
         "smc_worker_restarts_total": 1,
         "smc_epoch": 2,
         "smc_serving": 0,
@@ -112,6 +114,8 @@ def test_what_is_reported_is_what_is_shown(metrics):
     assert value(metrics, "smc_requests_total", status="OK", finish_reason="eos") == 1
     assert value(metrics, "smc_requests_rejected_total", code="RESOURCE_EXHAUSTED", cause="queue_full") == 1
     assert value(metrics, "smc_requests_cancelled_total", by="client") == 1
+    assert [value(metrics, "smc_kv_cache_usage_ratio", group=group) for group in ("draft", "target")] == pytest.approx([0.14, 0.25])
+    assert 0 <= value(metrics, "smc_last_round_age_seconds") < 60
     assert [value(metrics, "smc_model_tokens_total", group=group) for group in ("draft", "target")] == [160, 40]
     pages = {what: value(metrics, f"smc_kv_pages_{what}", group="target") for what in ("used", "free", "capacity", "leaked")}
     assert pages == {"used": 20, "free": 60, "capacity": 80, "leaked": 2}
