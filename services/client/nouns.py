@@ -177,6 +177,12 @@ class ServerInfo:
     running: int
     queued: int
     uptime_seconds: float
+    max_queue: int
+    """Requests that may wait; 0: any number."""
+    max_calls: int
+    """Calls in flight at the same time."""
+    max_message_bytes: int
+    """Of a request."""
 
 
 Prompt = str | Sequence[int] | Sequence[Message]

@@ -15,6 +15,7 @@ import grpc
 from services.backend import Backend, Model, ServingPair, check_cache_salt
 from services.errors import SlowReader, status_of
 from services.gateway.calls import Calls, Tally
+from services.gateway.config import GatewayConfig
 from services.gateway.interceptors import caller_of
 from services.gateway.prompts import Prompts
 from services.metrics import Metrics
@@ -51,10 +52,10 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         calls: Calls,
         metrics: Metrics,
         status: Callable[[], ServiceStatus],
-        write_timeout: float,
+        config: GatewayConfig,
     ) -> None:
         self._pair, self._backend, self._calls, self._metrics, self._status = pair, backend, calls, metrics, status
-        self._write_timeout = write_timeout
+        self._config, self._write_timeout = config, config.write_timeout
         self._prompts = Prompts(pair.tokenizer, pair.context)
         self._started = time.monotonic()
 
@@ -113,6 +114,9 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             running=status.running,
             queued=status.queued,
             uptime_seconds=time.monotonic() - self._started,
+            max_queue=engine.max_queue or 0,
+            max_calls=self._config.max_calls,
+            max_message_bytes=self._config.message_bytes(self._pair.context),
         )
 
     async def _request(self, request_id: str, message: pb.GenerateRequest) -> Request:

@@ -47,7 +47,7 @@ class Gateway:
         self._calls = Calls()
         self._health = Health(("", API, DRAFT, TARGET, GATEWAY))
         self._health.set({GATEWAY: True})
-        self._service = GenerationService(pair, backend, self._calls, metrics, status, config.write_timeout)
+        self._service = GenerationService(pair, backend, self._calls, metrics, status, config)
         self._server: grpc.aio.Server | None = None
         self._intake: Intake | None = None
         self._watchdog: Watchdog | None = None

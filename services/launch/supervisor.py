@@ -1,7 +1,7 @@
 """Keeps a gang alive and is the backend in front of it: what to do when a process dies is decided here, and only here.
 
-A dead process means a dead gang: requests in flight end with UNAVAILABLE, every process is ended, and a new gang starts with
-the next epoch. Until it has warmed up, requests are refused with UNAVAILABLE.
+A dead process means a dead gang: every process is ended, and a new gang starts with the next epoch. Until it has warmed up, requests are
+refused with UNAVAILABLE. Those in flight end with UNAVAILABLE if they are of SMC; the others wait for it and go on.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from services.coordinator.loop import Step
 from services.launch.config import GangConfig
 from services.launch.errors import GangError
 from services.launch.gang import Gang
+from services.launch.resume import resuming
 from services.launch.suspects import Suspects
 from smc.engine.request import Output, Request
 from smc.engine.stats import EngineStats
@@ -49,6 +50,10 @@ class Supervisor:
         self._client: CoordinatorClient | None = None
         self._watch: asyncio.Task | None = None
         self._suspects = Suspects()
+        self._changed = asyncio.Event()
+        """It has come back, or is over."""
+        self._over = False
+        """There will be no other gang."""
         self._heard = 0.0
         """When the engine's last step came."""
         self.epoch = 0
@@ -82,6 +87,7 @@ class Supervisor:
 
     async def stop(self) -> None:
         """End every process. Calls still in flight end with UNAVAILABLE."""
+        self._end()
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
@@ -90,10 +96,21 @@ class Supervisor:
             await asyncio.to_thread(self._gang.stop)
 
     def generate(self, request: Request) -> AsyncGenerator[Output, None]:
-        """See `Backend.generate`."""
+        """See `Backend.generate`. Answers of the target's own draws survive the loss of the gang."""
+        return resuming(request, self._ask, self._is_back)
+
+    def _ask(self, request: Request) -> AsyncGenerator[Output, None]:
         client = self._ready()
         self._suspects.check(request)
         return client.generate(request)
+
+    async def _is_back(self) -> None:
+        """Until the next gang serves. Raises Unavailable if there will be none."""
+        while not self.serving:
+            self._changed.clear()
+            if self._over:
+                raise Unavailable("the service has stopped; try again later, or elsewhere")
+            await self._changed.wait()
 
     def _ready(self) -> CoordinatorClient:
         if self._client is None:
@@ -107,10 +124,11 @@ class Supervisor:
         client = CoordinatorClient(self._gang.address, self._gang.secret, self._step, self._lost)
         try:
             await client.attached(self._config.link_timeout)
-        except BaseException:
+        except Unavailable as error:
             await client.close()
-            raise
+            raise GangError(f"the gang did not start: {error}") from error
         self._client, self._heard = client, time.monotonic()
+        self._changed.set()
         logger.info("serving: epoch %d", self.epoch)
         self._on_serving(True)
 
@@ -132,6 +150,7 @@ class Supervisor:
                 failed += self._client is None
                 await self._end_gang(error)
                 if failed >= self._config.max_failed_starts:
+                    self._end()
                     raise GangError(f"{failed} starts in a row have failed, the last one because: {error}") from error
 
     async def _end_gang(self, error: Exception) -> None:
@@ -143,6 +162,10 @@ class Supervisor:
         if client is not None and isinstance(error, GangError) and error.fault:
             self._suspects.gang_failed(client.interrupted)
         await asyncio.to_thread(self._gang.kill)
+
+    def _end(self) -> None:
+        self._over = True
+        self._changed.set()
 
     async def _detach(self, why: str) -> None:
         client, self._client = self._client, None

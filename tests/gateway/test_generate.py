@@ -142,6 +142,7 @@ def test_what_is_served(service, pair):
     assert (models.vocab_size, models.max_context, models.eos_token_ids) == (pair.tokenizer.size, 512, pair.tokenizer.eos_ids)
     assert models.has_chat_template
     assert (server.form, server.block, server.branches, server.max_slots, server.link) == ("lookahead", 4, 2, 64, "local")
+    assert (server.max_queue, server.max_calls, server.max_message_bytes) == (0, 1024, (64 << 10) + 16 * 512)
     assert server.serving and server.epoch == 3 and server.uptime_seconds > 0 and server.version
 
 
