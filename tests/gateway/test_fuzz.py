@@ -17,12 +17,14 @@ from services.pb import generation_pb2 as pb
 from smc import demo
 from smc.engine.local import ModelPair
 from smc.runtime.config import EngineConfig
-from tests.gateway.harness import LONG, Service, serving
+from tests.gateway.harness import Service, serving
 
 CODES = {"OK", "CANCELLED", "DEADLINE_EXCEEDED", "INVALID_ARGUMENT", "ALREADY_EXISTS", "RESOURCE_EXHAUSTED"}
 DOUBLES = (0.0, -0.0, 1e-300, 1e-6, 0.5, 1.0, 1.5, 1e6, 1e300, -1.0, float("inf"), float("-inf"), float("nan"))
 INTEGERS = (0, 1, 2, 8, 64, 65, 500, 511, 512, -1, 2**31 - 1, -(2**31))
 TEXTS = ("", "a", " ", "\n", "12", "#### 42", "é", "\u6f22\u5b57", "\U0001f600", "\x00", "<|eos|>", "<|user|>", "\u0301" * 50, "x" * 300)
+BESIDE = {"max_tokens": 400, "ignore_eos": True, "seed": 1}
+"""An answer that does not depend on what else is decoded."""
 MODES = (0, 1, 2, 3, 4, 5, 99)
 
 
@@ -74,13 +76,13 @@ def ended(send: grpc.UnaryStreamMultiCallable, rng: random.Random) -> str:
 
 
 def fuzz(service: Service, requests: int, seed: int) -> Counter[str]:
-    """How so many requests end, sent by a few threads at a time, beside somebody's long answer."""
-    with grpc.insecure_channel(service.address) as channel, ThreadPoolExecutor(6) as pool, service.client() as client:
+    """How so many requests end, sent by a few threads at a time, beside two long answers."""
+    with grpc.insecure_channel(service.address) as channel, ThreadPoolExecutor(8) as pool, service.client() as client:
         send = channel.unary_stream("/smc.v1.GenerationService/Generate")
-        alone = client.generate("x", **LONG).tokens
-        beside = pool.submit(client.generate, "x", **LONG)
+        alone = client.generate("x", method="target", **BESIDE).tokens
+        beside = [pool.submit(client.generate, "x", method=method, **BESIDE) for method in ("exact", "target")]
         found = Counter(pool.map(lambda number: ended(send, random.Random(f"{seed} {number}")), range(requests)))
-        assert beside.result(120).tokens == alone
+        assert [call.result(120).tokens for call in beside] == [alone] * 2
     service.wait_until_free(30.0)
     return found
 
@@ -88,7 +90,7 @@ def fuzz(service: Service, requests: int, seed: int) -> Counter[str]:
 def test_whatever_is_asked_is_answered_or_refused(shared):
     found = fuzz(shared, 400, seed=1)
     assert set(found) <= CODES, found
-    assert found["OK"] > 20 and found["INVALID_ARGUMENT"] > 50
+    assert found["OK"] > 10 and found["INVALID_ARGUMENT"] > 50
 
 
 if __name__ == "__main__":
