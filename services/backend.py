@@ -60,12 +60,8 @@ class Backend(Protocol):
     def generate(self, request: Request) -> AsyncGenerator[Output, None]:
         """News of one request until its answer. Closing the iterator early aborts it.
 
-        Raises ValueError (the request itself), QueueFull (later), Unavailable, RequestFailed, RequestAborted.
+        Raises ValueError (the request itself), QueueFull (later), Unavailable, RequestFailed. Ids need not be unique.
         """
-        ...
-
-    async def abort(self, request_id: str) -> bool:
-        """End a request wherever it is. False if none of that id is known. Its `generate` raises RequestAborted."""
         ...
 
 

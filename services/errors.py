@@ -20,6 +20,10 @@ class SlowReader(RuntimeError):
     """The caller does not read what it is sent."""
 
 
+class SlowSender(RuntimeError):
+    """The caller does not send its request."""
+
+
 @dataclass(frozen=True)
 class Status:
     code: grpc.StatusCode
@@ -34,12 +38,17 @@ class Status:
         return () if self.retry_after is None else ((RETRY_TRAILER, str(math.ceil(1e3 * self.retry_after))),)
 
 
+MAX_MESSAGE = 2000
+"""Bytes. A status travels in HTTP/2 trailers, where each may take three, of which peers take 8 KiB by default."""
+
+
 _TABLE: tuple[tuple[type[Exception], grpc.StatusCode, str, float | None], ...] = (
     (DuplicateRequest, grpc.StatusCode.ALREADY_EXISTS, "duplicate", None),
     (ValueError, grpc.StatusCode.INVALID_ARGUMENT, "invalid", None),
     (Unauthenticated, grpc.StatusCode.UNAUTHENTICATED, "unauthenticated", None),
     (QueueFull, grpc.StatusCode.RESOURCE_EXHAUSTED, "queue_full", 1.0),
     (SlowReader, grpc.StatusCode.RESOURCE_EXHAUSTED, "slow_reader", None),
+    (SlowSender, grpc.StatusCode.RESOURCE_EXHAUSTED, "slow_sender", None),
     (Unavailable, grpc.StatusCode.UNAVAILABLE, "unavailable", 1.0),
     (RequestAborted, grpc.StatusCode.CANCELLED, "abort", None),
     (RequestFailed, grpc.StatusCode.INTERNAL, "failed", None),
@@ -51,6 +60,16 @@ def status_of(error: Exception) -> Status:
     """The status a caller sees. An exception that is not in the table is our fault: INTERNAL, without its details."""
     for kind, code, cause, retry_after in _TABLE:
         if isinstance(error, kind):
-            return Status(code, str(error), cause, getattr(error, "retry_after", retry_after))
+            return Status(code, shortened(str(error)), cause, getattr(error, "retry_after", retry_after))
     message = f"internal error ({type(error).__name__}); the server's log has the details"
     return Status(grpc.StatusCode.INTERNAL, message, "internal")
+
+
+def shortened(message: str) -> str:
+    """`message`, without its middle if it is too long for a status: a value that somebody gave stands there."""
+    data = message.encode(errors="backslashreplace")
+    if len(data) <= MAX_MESSAGE:
+        return data.decode()
+    half = MAX_MESSAGE // 2 - 10
+    begin, end = (part.decode(errors="ignore") for part in (data[:half], data[-half:]))
+    return f"{begin} [..] {end}"

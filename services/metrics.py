@@ -5,6 +5,7 @@ Labels come from fixed sets, and every series exists from the start, so that a r
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
@@ -17,12 +18,13 @@ Metric = TypeVar("Metric", Counter, Gauge, Histogram)
 
 GROUPS = ("draft", "target")
 PARTS = ("draft", "target", "link", "coordinator")
-FINISH_REASONS = ("eos", "stop_token", "stop_string", "length", "time_budget")
+FINISH_REASONS = ("eos", "stop_token", "stop_string", "length", "time_budget", "queue_time")
 REJECTIONS = {
     "invalid": "INVALID_ARGUMENT",
     "duplicate": "ALREADY_EXISTS",
     "unauthenticated": "UNAUTHENTICATED",
     "queue_full": "RESOURCE_EXHAUSTED",
+    "slow_sender": "RESOURCE_EXHAUSTED",
     "unavailable": "UNAVAILABLE",
 }
 """Causes, and the status code that each has."""
@@ -45,6 +47,7 @@ E2E_BUCKETS = (
     *(0.01, 0.025, 0.05, 0.1, 0.2),
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
+TOKEN_BUCKETS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 ROUND_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 SHARE_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 LAG_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -107,9 +110,11 @@ class Metrics:
         for _ in range(count):
             self._inter_token.observe(seconds / count)
 
-    def request_answered(self, finish_reason: str, seconds: float) -> None:
+    def request_answered(self, finish_reason: str, seconds: float, prompt_tokens: int, answer_tokens: int) -> None:
         self._requests.labels("OK", finish_reason).inc()
         self._duration.observe(seconds)
+        self._prompt_size.observe(prompt_tokens)
+        self._answer_size.observe(answer_tokens)
 
     def request_failed(self, status: str) -> None:
         """Ended without an answer, for whatever reason; rejections and cancellations are counted besides."""
@@ -134,6 +139,7 @@ class Metrics:
             self._pages_cached.labels(group).set(stats.pages_cached.get(group, 0))
             self._pages_free.labels(group).set(total - used)
             self._pages_capacity.labels(group).set(total)
+            self._kv_usage.labels(group).set((used - stats.pages_cached.get(group, 0)) / total if total else 0.0)
             self._prefix_queries.labels(group).inc(stats.prefix_queries.get(group, 0))
             self._prefix_hits.labels(group).inc(stats.prefix_hits.get(group, 0))
         for group, leaked in stats.pages_leaked.items():
@@ -158,6 +164,7 @@ class Metrics:
         self, whole: float, draft: float, target: float, link: float, coordinator: float, draft_stall: float, target_stall: float
     ) -> None:
         """Seconds of one round, and of each of its parts; groups may work at the same time, so parts can exceed the whole."""
+        self._last_round = time.monotonic()
         self._round.observe(whole)
         for part, seconds in zip(PARTS, (draft, target, link, coordinator), strict=True):
             self._round_part.labels(part).observe(seconds)
@@ -168,6 +175,10 @@ class Metrics:
         for group, healthy in zip(GROUPS, (draft, target), strict=True):
             self._group_healthy.labels(group).set(healthy)
         self._serving.set(serving)
+
+    def gateway_paused(self, seconds: float) -> None:
+        """Its loop answered nobody for so long."""
+        self._paused.inc(seconds)
 
     def set_epoch(self, epoch: int) -> None:
         self._epoch.set(epoch)
@@ -224,6 +235,9 @@ class Metrics:
             "smc_e2e_request_latency_seconds", "From a request's arrival to the end of its answer.", E2E_BUCKETS
         )
 
+        self._prompt_size = self._histogram("smc_request_prompt_tokens", "Tokens of the prompt of an answered request.", TOKEN_BUCKETS)
+        self._answer_size = self._histogram("smc_request_generation_tokens", "Tokens of an answer.", TOKEN_BUCKETS)
+
     def _make_engine_metrics(self) -> None:
         self._queued = self._gauge("smc_requests_queued", "Requests that wait for slots and pages.")
         self._running = self._gauge("smc_requests_running", "Requests that hold slots.")
@@ -233,6 +247,9 @@ class Metrics:
         self._pages_cached = self._gauge("smc_kv_pages_cached", "KV pages of the prefix cache, whoever else uses them.", group=GROUPS)
         self._pages_free = self._gauge("smc_kv_pages_free", "KV pages that hold nothing.", group=GROUPS)
         self._pages_capacity = self._gauge("smc_kv_pages_capacity", "KV pages of the pool.", group=GROUPS)
+        self._kv_usage = self._gauge(
+            "smc_kv_cache_usage_ratio", "KV pages that requests hold, of the pool; what the prefix cache alone holds is free.", group=GROUPS
+        )
         self._pages_leaked = self._gauge(
             "smc_kv_pages_leaked",
             "KV pages, and references to them, of nobody, when last nothing ran; anything but 0 is a bug.",
@@ -281,9 +298,16 @@ class Metrics:
         )
         self._stall = self._counter("smc_stall_seconds_total", "Time that a group had no work while a round was on.", group=GROUPS)
 
+        self._last_round = time.monotonic()
+        age = self._gauge("smc_last_round_age_seconds", "Since the last round ended, or since the start; grows while nothing runs.")
+        age.set_function(lambda: time.monotonic() - self._last_round)
+
     def _make_service_metrics(self) -> None:
         self._serving = self._gauge("smc_serving", "1 while requests are let in.")
         self._group_healthy = self._gauge("smc_group_healthy", "1 while every rank of the group is ready.", group=GROUPS)
+        self._paused = self._counter(
+            "smc_gateway_paused_seconds_total", "Time in which the gateway answered nobody, of pauses longer than 0.25 s."
+        )
         self._epoch = self._gauge("smc_epoch", "Which life of the workers this is.")
         self._restarts = self._counter("smc_worker_restarts_total", "Times that the workers were started again after a loss.")
         self._build = prom.Info("smc_build", "What runs here.", registry=self.registry)

@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 
 from smc.arrays import to_device
+from smc.limits import MAX_STOP_BYTES
 from smc.models.tokenizer import Tokenizer
 
 START, DONE = 0, 1
 MAX_STATES = 1024
-MAX_STOP_BYTES = 1000
-"""Of all stop strings of a request together, in UTF-8."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,6 +16,10 @@ from services.cli.main import run
 
 if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
     import tests.interpreter  # noqa: F401
+
+# Before Ray is imported: every cluster of the tests, and whoever talks to one from here, has the same token.
+os.environ.setdefault("RAY_AUTH_MODE", "token")
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 # A busy machine is no failure: time is bounded by each test's timeout.
 settings.register_profile("patient", deadline=None)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = [
-    ("smc.arrays", "smc.philox", "smc.statistics"),
+    ("smc.arrays", "smc.limits", "smc.philox", "smc.statistics"),
     ("smc.laws",),
     ("smc.algorithm",),
     ("smc.models",),

@@ -14,7 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smc.stops import DONE, MAX_STATES, MAX_STOP_BYTES, START, Growth, StopMachine, StopTables, TokenBytes, grow
+from smc.limits import MAX_STOP_BYTES
+from smc.stops import DONE, MAX_STATES, START, Growth, StopMachine, StopTables, TokenBytes, grow
 
 CPU = torch.device("cpu")
 LONG = 128

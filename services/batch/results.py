@@ -21,6 +21,7 @@ OPENAI_FINISH = {
     FinishReason.STOP_STRING: "stop",
     FinishReason.LENGTH: "length",
     FinishReason.TIME_BUDGET: "length",
+    FinishReason.QUEUE_TIME: "length",
 }
 ENGINE_FIELDS = ("form", "block", "branches", "defensive_share")
 """Settings of the engine that answers depend on."""

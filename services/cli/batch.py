@@ -52,6 +52,7 @@ def batch(
     start_timeout: gang.StartTimeout = None,
     link_timeout: gang.LinkTimeout = None,
     heartbeat: gang.Heartbeat = None,
+    max_failed_starts: gang.MaxFailedStarts = None,
     trace: gang.Trace = None,
 ) -> int:
     """Answer a file of requests; the same command goes on where it was stopped. Exit code 1: some lines have no answer."""

@@ -41,10 +41,10 @@ def _print(report: PairReport, places: tuple[Path, Path]) -> None:
     for role, place in zip(("target", "draft"), places):
         out.print(Text.assemble((f"{role:7}", "dim"), str(place)), soft_wrap=True)
     out.print()
-    out.print(table)
-    out.print()
     for problem in report.problems:
         out.print(Text.assemble(("problem: ", "bold red"), problem), soft_wrap=True)
+    if report.target or report.draft:
+        out.print(*([""] if report.problems else []), table, "", sep="\n")
     if not report.problems:
         what = f": {report.vocab_size:,} shared token ids, contexts up to {report.max_context:,} tokens"
         out.print(Text.assemble(("ok", "bold green"), what), soft_wrap=True)

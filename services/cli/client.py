@@ -65,6 +65,9 @@ def _reports_failures(command: Callable[..., int]) -> Callable[..., int]:
         try:
             return command(*args, **kwargs)
         except ServiceError as error:
+            if error.code.name == "UNAVAILABLE" and "connect" in str(error):
+                print_error(f"nobody answers at {kwargs['address']}; `smcserve serve` starts a service ({error})")
+                return 1
             hint = "" if error.retry_after is None else f" (try again in {error.retry_after:g} s)"
             print_error(f"{error}{hint}")
             return 2 if error.code.name in MISTAKES else 1

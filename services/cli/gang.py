@@ -14,7 +14,7 @@ CLUSTER = "Cluster"
 GANG_FIELDS = (
     *("load", "target_tp", "draft_tp", "target_resource", "draft_resource", "link", "device", "threads"),
     *("dtype", "target_dtype", "draft_dtype"),
-    *("start_timeout", "link_timeout", "heartbeat", "trace"),
+    *("start_timeout", "link_timeout", "heartbeat", "max_failed_starts", "trace"),
 )
 ENGINE_FIELDS = (
     *("form", "block", "branches", "cohorts", "max_slots", "max_context", "pages", "prefill_chunk", "prefill_share"),
@@ -80,6 +80,10 @@ LinkTimeout = Annotated[
     float | None, option(CLUSTER, "After which a silent process counts as dead. Default: 60.", "--link-timeout", metavar="SECONDS")
 ]
 Heartbeat = Annotated[float | None, option(CLUSTER, "Between signs of life while nothing runs. Default: 2.", metavar="SECONDS")]
+MaxFailedStarts = Annotated[
+    int | None,
+    option(CLUSTER, "Failed attempts in a row to start the processes again before the service ends. Default: 5.", metavar="COUNT"),
+]
 Trace = Annotated[Path | None, option(CLUSTER, "Write a Chrome trace of all rounds at the end.", metavar="FILE")]
 
 

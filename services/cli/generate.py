@@ -16,7 +16,7 @@ from services.cli.terminal import err, finite, print_error, print_warning
 if TYPE_CHECKING:
     from services.client import Completion
     from smc.engine.local import ModelPair
-    from smc.engine.request import Answer, Request
+    from smc.engine.request import Answer, Request, SamplingParams
     from smc.runtime.config import EngineConfig
 
 SAMPLING_FIELDS = (
@@ -68,11 +68,13 @@ def generate(
 ) -> int:
     """Answer a prompt; text appears as soon as it can no longer change."""
     text = read_prompt(prompt)
-    from services.cli.pair import load_pair, pair_places, use_threads
+    from services.cli.pair import load_pair, pair_places, require_directories, use_threads
 
     places = pair_places(target, draft)
     given = given_options(ctx)
     _refuse_idle(given)
+    require_directories(places)
+    _sampling(given)
     use_threads(threads, places)
     pair = load_pair(places, device, dtype, target_dtype, draft_dtype)
     return _answer(pair, *_settings(pair, text, raw, given), as_json)
@@ -99,9 +101,16 @@ def _refuse_idle(given: dict[str, Any]) -> None:
             raise ValueError(f"{name}={given[name]!r} has no effect with method={given['method']!r}; leave it out")
 
 
+def _sampling(given: dict[str, Any], **defaults: Any) -> SamplingParams:
+    """Raises ValueError for settings that cannot be; before torch is imported, which takes seconds."""
+    from smc.engine.request import SamplingParams
+
+    return SamplingParams(**defaults | {name: given[name] for name in SAMPLING_FIELDS if name in given})
+
+
 def _settings(pair: ModelPair, text: str, raw: bool, given: dict[str, Any]) -> tuple[Request, EngineConfig]:
     """Only what was given is passed on: the library knows its own defaults, and refuses settings without effect."""
-    from smc.engine.request import Request, SamplingParams
+    from smc.engine.request import Request
     from smc.runtime.config import EngineConfig
 
     if not raw and not pair.tokenizer.has_chat_template:
@@ -109,8 +118,8 @@ def _settings(pair: ModelPair, text: str, raw: bool, given: dict[str, Any]) -> t
     config = EngineConfig(**{name: given[name] for name in ENGINE_FIELDS if name in given}, prefix_cache="no_prefix_cache" not in given)
     prompt = pair.tokenizer.encode(text) if raw else pair.tokenizer.chat([{"role": "user", "content": text}])
     room = (config.max_context or pair.max_context) - len(prompt)
-    sampling = {"max_tokens": max(1, min(DEFAULT_MAX_TOKENS, room))} | {name: given[name] for name in SAMPLING_FIELDS if name in given}
-    return Request("generate", tuple(prompt), SamplingParams(**sampling)), config
+    sampling = _sampling(given, max_tokens=max(1, min(DEFAULT_MAX_TOKENS, room)))
+    return Request("generate", tuple(prompt), sampling), config
 
 
 def _answer(pair: ModelPair, request: Request, config: EngineConfig, as_json: bool) -> int:

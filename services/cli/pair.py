@@ -1,19 +1,21 @@
-"""Which model pair a command works with, and loading it."""
+"""Which model pair a command works with, and loading it. Imports torch only for that: what is wrong is said before."""
 
 from __future__ import annotations
 
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from smc import demo
-from smc.engine.local import ModelPair
-from smc.models.decoder import Decoder
-from smc.models.linear import DTYPES
-from smc.models.source import SourcePair, pair_dtypes
+from smc.limits import DTYPE_NAMES
+
+if TYPE_CHECKING:
+    from smc.engine.local import ModelPair
+    from smc.models.decoder import Decoder
+    from smc.models.source import SourcePair
 
 DEVICES = ("cpu", "cuda")
 DEMO = (demo.TARGET, demo.DRAFT)
+CONFIG = "config.json"
 
 
 def pair_places(target: Path | None, draft: Path | None) -> tuple[Path, Path]:
@@ -24,10 +26,18 @@ def pair_places(target: Path | None, draft: Path | None) -> tuple[Path, Path]:
     return (target, draft) if target and draft else DEMO
 
 
+def require_directories(places: tuple[Path, Path]) -> None:
+    """Raises ValueError for directories that hold no model; whether what they hold can be used is found out by loading it."""
+    missing = [f"{role}: {place / CONFIG} is missing" for role, place in zip(("target", "draft"), places) if not (place / CONFIG).is_file()]
+    if missing:
+        raise ValueError("\n".join(f"{each}; a Hugging Face model directory is needed" for each in missing))
+
+
 def load_pair(
     places: tuple[Path, Path], device: str, dtype: str | None, target_dtype: str | None = None, draft_dtype: str | None = None
 ) -> ModelPair:
     """Both models of two directories on one device. Raises ValueError as `loaded_models`."""
+    require_directories(places)
     return loaded_models("files", places, device, dtype, target_dtype, draft_dtype).pair(device, device)
 
 
@@ -43,8 +53,12 @@ def loaded_models(
     if device not in DEVICES:
         raise ValueError(f"--device {device}; allowed: {', '.join(DEVICES)}")
     for option, value in (("dtype", dtype), ("target-dtype", target_dtype), ("draft-dtype", draft_dtype)):
-        if value not in (None, *DTYPES):
-            raise ValueError(f"--{option} {value}; allowed: {', '.join(DTYPES)}")
+        if value not in (None, *DTYPE_NAMES):
+            raise ValueError(f"--{option} {value}; allowed: {', '.join(DTYPE_NAMES)}")
+    import torch
+
+    from smc.models.source import SourcePair
+
     dtypes = dtypes_of(device, dtype, target_dtype, draft_dtype)
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: this machine has no CUDA device, or this torch was built without CUDA")
@@ -62,10 +76,14 @@ class LoadedModels:
 
     def model(self, side: str, device: str) -> Decoder:
         if (side, device) not in self._loaded:
+            from smc.models.linear import DTYPES
+
             self._loaded[side, device] = self.sources.of_side(side).load(dtype=DTYPES[self.dtypes[side]], device=device)
         return self._loaded[side, device]
 
     def pair(self, draft_device: str, target_device: str) -> ModelPair:
+        from smc.engine.local import ModelPair
+
         target, draft = self.model("target", target_device), self.model("draft", draft_device)
         return ModelPair(target, draft, self.tokenizer, self.sources.max_context)
 
@@ -75,9 +93,13 @@ def use_threads(count: int | None, places: tuple[Path, Path]) -> None:
     if count is not None and count < 1:
         raise ValueError(f"--threads {count}; allowed: >= 1")
     if count or places == DEMO:
+        import torch
+
         torch.set_num_threads(count or 1)
 
 
 def dtypes_of(device: str, dtype: str | None, target_dtype: str | None, draft_dtype: str | None) -> dict[str, str]:
     """Of either side's model."""
+    from smc.models.source import pair_dtypes
+
     return pair_dtypes(dtype or ("float32" if device == "cpu" else "bfloat16"), target_dtype, draft_dtype)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from services.cli import gang, options
+from services.cli.pair import pair_places, require_directories
 from services.cli.terminal import err, print_error
 
 if TYPE_CHECKING:
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 LISTEN, SECURITY = "Where it listens", "Security and limits"
 GATEWAY_FIELDS = (
     *("host", "port", "metrics_port", "tls_cert", "tls_key", "tls_client_ca", "auth_token_file", "max_message_bytes"),
-    *("max_concurrent_streams", "keepalive_time", "keepalive_timeout", "min_ping_interval", "write_timeout", "drain_timeout"),
+    *("max_concurrent_streams", "max_calls", "keepalive_time", "keepalive_timeout", "min_ping_interval"),
+    *("max_connection_age", "max_connection_age_grace", "write_timeout", "drain_timeout"),
 )
 
 
@@ -45,7 +47,7 @@ def serve(
     prefill_chunk: gang.PrefillChunk = None,
     prefill_share: gang.PrefillShare = None,
     no_prefix_cache: options.NoPrefixCache = False,
-    max_queue: gang.MaxQueue = 256,
+    max_queue: Annotated[int, options.option(options.ENGINE, "Requests that may wait.", "--max-queue", metavar="COUNT")] = 256,
     max_queue_pages: gang.MaxQueuePages = None,
     threads: gang.Threads = None,
     ray_address: gang.RayAddress = None,
@@ -55,6 +57,7 @@ def serve(
     start_timeout: gang.StartTimeout = None,
     link_timeout: gang.LinkTimeout = None,
     heartbeat: gang.Heartbeat = None,
+    max_failed_starts: gang.MaxFailedStarts = None,
     trace: gang.Trace = None,
     tls_cert: Annotated[Path | None, options.option(SECURITY, "Certificate chain, PEM; with --tls-key.", metavar="FILE")] = None,
     tls_key: Annotated[Path | None, options.option(SECURITY, "Private key of --tls-cert, PEM.", metavar="FILE")] = None,
@@ -64,9 +67,15 @@ def serve(
     auth_token_file: Annotated[
         Path | None, options.option(SECURITY, "Bearer tokens that let callers in, one a line.", metavar="FILE")
     ] = None,
-    max_message_bytes: Annotated[int | None, options.option(SECURITY, "Largest request. Default: 4 MiB.", metavar="BYTES")] = None,
+    max_message_bytes: Annotated[
+        int | None,
+        options.option(SECURITY, "Largest request. Default: as the context needs, at most 4 MiB.", metavar="BYTES"),
+    ] = None,
     max_concurrent_streams: Annotated[
         int | None, options.option(SECURITY, "Calls at a time on one connection. Default: 1024.", metavar="COUNT")
+    ] = None,
+    max_calls: Annotated[
+        int | None, options.option(SECURITY, "Generate calls at a time, over all connections. Default: 1024.", metavar="COUNT")
     ] = None,
     keepalive_time: Annotated[
         float | None, options.option(SECURITY, "Silence after which a client is pinged. Default: 60.", metavar="SECONDS")
@@ -77,8 +86,15 @@ def serve(
     min_ping_interval: Annotated[
         float | None, options.option(SECURITY, "Clients that ping more often are disconnected. Default: 10.", metavar="SECONDS")
     ] = None,
+    max_connection_age: Annotated[
+        float | None, options.option(SECURITY, "After which a client has to connect anew. Default: 900.", metavar="SECONDS")
+    ] = None,
+    max_connection_age_grace: Annotated[
+        float | None, options.option(SECURITY, "For calls in flight on a connection that old. Default: 3600.", metavar="SECONDS")
+    ] = None,
     write_timeout: Annotated[
-        float | None, options.option(SECURITY, "For a client that does not read. Default: 30.", metavar="SECONDS")
+        float | None,
+        options.option(SECURITY, "For a client to send its request, and to read. Default: 30.", metavar="SECONDS"),
     ] = None,
     drain_timeout: Annotated[
         float | None, options.option(SECURITY, "For calls in flight once it is told to stop. Default: 30.", metavar="SECONDS")
@@ -88,10 +104,12 @@ def serve(
     import asyncio
     import logging
 
+    require_directories(pair_places(target, draft))
     from services.gateway.config import GatewayConfig
     from services.launch.errors import GangError
     from services.launch.service import serve as run
 
+    err.print("starting; each model and the coordinator in a process of its own", soft_wrap=True)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     config = gang.gang_config(ctx.params)
     gateway = GatewayConfig(**{name: ctx.params[name] for name in GATEWAY_FIELDS if ctx.params[name] is not None})

@@ -127,6 +127,8 @@ class Client:
             ("grpc.keepalive_time_ms", 60_000),
             ("grpc.keepalive_timeout_ms", 20_000),
             ("grpc.http2.ping_timeout_ms", 20_000),
+            # What stays on this machine goes through no proxy, and the token with it.
+            ("grpc.enable_http_proxy", int(not _stays_here(target))),
         ]
         if secure:
             credentials = grpc.ssl_channel_credentials(*(None if p is None else Path(p).read_bytes() for p in (tls_ca, tls_key, tls_cert)))
@@ -187,7 +189,7 @@ class Client:
         return Stream(call, request.request_id, logprobs)
 
     def abort(self, request_id: str) -> bool:
-        """End a request, whoever made it; its call fails with CANCELLED. False: no such request is running."""
+        """End a request of this client's token; its call fails with CANCELLED. False: no such request is running."""
         return self._ask(self._stub.Abort, pb.AbortRequest(request_id=request_id)).aborted
 
     def model_info(self) -> ModelInfo:

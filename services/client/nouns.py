@@ -125,7 +125,7 @@ class Completion:
     text: str
     tokens: tuple[int, ...]
     finish_reason: str
-    """`eos`, `stop_token`, `stop_string`, `length` or `time_budget`."""
+    """`eos`, `stop_token`, `stop_string`, `length`, `time_budget` or `queue_time`."""
     matched: int | str | None
     """The token id or string that ended the answer, where one did."""
     seed: int
@@ -177,6 +177,12 @@ class ServerInfo:
     running: int
     queued: int
     uptime_seconds: float
+    max_queue: int
+    """Requests that may wait; 0: any number."""
+    max_calls: int
+    """Calls in flight at the same time."""
+    max_message_bytes: int
+    """Of a request."""
 
 
 Prompt = str | Sequence[int] | Sequence[Message]

@@ -11,7 +11,7 @@ import grpc
 from services.backend import Unavailable
 from services.coordinator.dispatch import Dispatcher
 from services.coordinator.loop import Step
-from services.link.streams import OPTIONS, SECRET_KEY
+from services.link.streams import OPTIONS, PROOF_KEY, proof
 from services.pb import coordinator_pb2 as pb
 from services.pb import coordinator_pb2_grpc as pb_grpc
 from services.wire.generation import from_sampling
@@ -38,6 +38,7 @@ class _Outbox:
             sampling=from_sampling(params),
             logprobs=params.logprobs,
             cache_salt=request.cache_salt,
+            waited=request.waited,
         )
         self._queue.put_nowait(pb.AttachRequest(submit=submission))
 
@@ -59,10 +60,22 @@ class CoordinatorClient:
         """`on_step` is told of every step of the engine, `on_lost` once, when it is gone."""
         self._on_step, self._on_lost, self._outbox = on_step, on_lost, _Outbox()
         self._dispatcher = Dispatcher(self._outbox)
+        self.interrupted: list[Request] = []
+        """Requests that were in flight when it was lost."""
         self._channel = grpc.aio.insecure_channel(address, OPTIONS)
         stub = pb_grpc.CoordinatorServiceStub(self._channel)
-        self._call = stub.Attach(self._outbox.requests(), metadata=((SECRET_KEY, secret),), wait_for_ready=True)
+        self._call = stub.Attach(self._outbox.requests(), metadata=((PROOF_KEY, proof(secret, address)),), wait_for_ready=True)
         self._reader = asyncio.create_task(self._read())
+
+    async def attached(self, timeout: float) -> None:
+        """Until the coordinator has taken the stream up. Raises Unavailable if it does not within `timeout` seconds."""
+        try:
+            async with asyncio.timeout(timeout):
+                await self._call.initial_metadata()
+        except TimeoutError as error:
+            raise Unavailable(f"the coordinator did not answer within {timeout:g} s") from error
+        if self.lost:
+            raise self._outbox.lost
 
     @property
     def lost(self) -> bool:
@@ -75,13 +88,11 @@ class CoordinatorClient:
     def generate(self, request: Request) -> AsyncGenerator[Output, None]:
         return self._dispatcher.generate(request)
 
-    async def abort(self, request_id: str) -> bool:
-        return await self._dispatcher.abort(request_id)
-
     def lose(self, why: str) -> None:
         """End every call with UNAVAILABLE, and refuse later ones."""
         if self._outbox.lost is None:
             self._outbox.lost = Unavailable(why)
+            self.interrupted = self._dispatcher.requests
             self._dispatcher.fail_all(self._outbox.lost)
             self._on_lost()
 

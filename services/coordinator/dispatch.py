@@ -1,6 +1,6 @@
 """From a stream of steps back to single requests: each caller waits for its own news only.
 
-Request ids inside are numbers of our own, so that an id is free again for its user the moment its call has ended.
+Request ids inside are numbers of our own: what users call their requests is their business.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Protocol
 
-from services.backend import RequestAborted, RequestFailed
+from services.backend import RequestFailed
 from services.coordinator.loop import Step
-from smc.engine.admission import DuplicateRequest
-from smc.engine.request import Answer, FinishReason, Output, Request
+from smc.engine.request import Answer, Output, Request
 
 
 class Port(Protocol):
@@ -34,18 +33,20 @@ class Dispatcher:
         self._port = port
         self._numbers = itertools.count(1)
         self._calls: dict[str, _Call] = {}
-        self._inner: dict[str, str] = {}
 
     @property
     def num_calls(self) -> int:
         return len(self._calls)
 
+    @property
+    def requests(self) -> list[Request]:
+        """Of calls that have not ended."""
+        return [call.request for call in self._calls.values()]
+
     async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
         """See `Backend.generate`. News that the caller is too slow for is put together, so it never piles up."""
-        if request.request_id in self._inner:
-            raise DuplicateRequest(f"request_id={request.request_id!r} is already in use; it must be unique among running requests")
-        inner, call = str(next(self._numbers)), _Call(request.request_id)
-        self._inner[request.request_id], self._calls[inner] = inner, call
+        inner, call = str(next(self._numbers)), _Call(request)
+        self._calls[inner] = call
         try:
             call.ended = True
             self._port.submit(replace(request, request_id=inner))
@@ -53,17 +54,9 @@ class Dispatcher:
             while not call.ended:
                 yield await call.next()
         finally:
-            del self._inner[request.request_id], self._calls[inner]
+            del self._calls[inner]
             if not call.ended:
                 self._port.abort(inner)
-
-    async def abort(self, request_id: str) -> bool:
-        """See `Backend.abort`."""
-        inner = self._inner.get(request_id)
-        if inner is None:
-            return False
-        self._port.abort(inner)
-        return True
 
     def deliver(self, step: Step) -> None:
         """Hand a step's news to those who wait for it. Calls that have ended are not missed."""
@@ -83,9 +76,9 @@ class Dispatcher:
 class _Call:
     """News of one request that its caller has not taken yet."""
 
-    def __init__(self, request_id: str) -> None:
-        """`request_id`: as the caller knows it."""
-        self._id = request_id
+    def __init__(self, request: Request) -> None:
+        """`request`: as the caller knows it."""
+        self.request = request
         self._news: Output | None = None
         self._error: Exception | None = None
         self._some = asyncio.Event()
@@ -110,22 +103,21 @@ class _Call:
         await self._some.wait()
         self._some.clear()
         output, self._news = self._news, None
-        if output is None or self._error is not None:
+        # What is complete is the caller's, whatever has become since of those who made it.
+        if output is None or (self._error is not None and output.answer is None):
             self.ended = True
             raise self._error
         self._tokens += output.tokens
         self._texts.append(output.text)
         if output.answer is not None:
             self.ended = True
-            if output.answer.finish_reason is FinishReason.CANCELLED:
-                raise RequestAborted("the request was aborted")
             if output.answer.error:
                 raise RequestFailed(output.answer.error)
-        return replace(output, request_id=self._id, answer=self._complete(output.answer))
+        return replace(output, request_id=self.request.request_id, answer=self._complete(output.answer))
 
     def _complete(self, answer: Answer | None) -> Answer | None:
         """News from another process says nothing twice, and its clock is not ours: see `services.wire.generation.from_update`."""
         if answer is None:
             return None
         seconds = time.monotonic() - self._submitted if math.isnan(answer.seconds) else answer.seconds
-        return replace(answer, request_id=self._id, tokens=tuple(self._tokens), text="".join(self._texts), seconds=seconds)
+        return replace(answer, request_id=self.request.request_id, tokens=tuple(self._tokens), text="".join(self._texts), seconds=seconds)

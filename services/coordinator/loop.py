@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import logging
 import queue
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from services.backend import RequestFailed
 from services.coordinator.timeline import RoundTimes, Timeline
 from smc.engine.admission import QueueFull
 from smc.engine.engine import Engine
@@ -27,7 +30,7 @@ class Step:
 
     outputs: list[Output] = field(default_factory=list)
     refusals: dict[str, Exception] = field(default_factory=dict)
-    """Why a submission was not taken (ValueError, QueueFull), by request id."""
+    """Why a submission was not taken (ValueError, QueueFull, RequestFailed), by request id."""
     stats: EngineStats | None = None
     times: RoundTimes | None = None
     """Where the time of the turn's rounds went; None where that is not known or no model worked."""
@@ -56,6 +59,17 @@ class EngineLoop:
         self.failure: Exception | None = None
         """What ended the loop, if anything but `stop` did."""
         self.ended = threading.Event()
+        self._turned = time.monotonic()
+
+    @property
+    def silence(self) -> float:
+        """Seconds since the engine's thread last began or ended a turn. It does so in each step, and in each idle period."""
+        return time.monotonic() - self._turned
+
+    def stack(self) -> str:
+        """What the engine's thread is at."""
+        frame = sys._current_frames().get(self._thread.ident)
+        return "".join(traceback.format_stack(frame)) if frame is not None else "the thread has ended"
 
     def start(self) -> None:
         self._thread.start()
@@ -88,6 +102,7 @@ class EngineLoop:
         engine, refusals = self._engine, {}
         wait = engine.idle
         while wait or not self._inbox.empty():
+            self._turned = time.monotonic()
             try:
                 item, wait = self._inbox.get(timeout=self._idle_period), False
             except queue.Empty:
@@ -97,6 +112,7 @@ class EngineLoop:
             if item is None:
                 return False
             self._take(item, refusals)
+        self._turned = time.monotonic()
         begin = time.monotonic_ns()
         outputs = engine.step()
         times = self._timeline.end_step(begin, time.monotonic_ns()) if self._timeline else None
@@ -111,3 +127,7 @@ class EngineLoop:
             self._engine.submit(item)
         except (ValueError, QueueFull) as error:
             refusals[item.request_id] = error
+        except Exception as error:  # of this request alone, as long as the engine can let go of it
+            logger.exception("request %s could not be taken in", item.request_id)
+            self._engine.abort(item.request_id)
+            refusals[item.request_id] = RequestFailed(f"the request could not be taken in ({type(error).__name__}: {error})")

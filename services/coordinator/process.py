@@ -10,7 +10,14 @@ from services.coordinator.loop import EngineLoop, Step
 from services.coordinator.remote import CoordinatorSpec, RemoteEngine
 from services.coordinator.service import CoordinatorServer
 
+WATCH_SECONDS = 0.5
+"""Between two looks at the engine's thread."""
+
 logger = logging.getLogger(__name__)
+
+
+class EngineStuck(RuntimeError):
+    """A step of the engine does not end."""
 
 
 class Coordinator:
@@ -36,8 +43,12 @@ class Coordinator:
         self.address = self._server.address
 
     def wait(self) -> None:
-        """Until the engine has stopped. Raises what stopped it, if it was not `stop`."""
-        self._loop.ended.wait()
+        """Until the engine has stopped. Raises what stopped it, if it was not `stop`; EngineStuck if it is at one step for too long."""
+        limit = self._spec.timeout + self._spec.heartbeat
+        while not self._loop.ended.wait(WATCH_SECONDS):
+            if self._loop.silence > limit:
+                logger.error("the engine has been at one step for more than %g s:\n%s", limit, self._loop.stack())
+                raise EngineStuck(f"the engine has been at one step for more than {limit:g} s")
         self._server.close()
         if self._loop.failure is not None:
             raise self._remote.cause(self._loop.failure)

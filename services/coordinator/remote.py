@@ -31,7 +31,7 @@ class CoordinatorSpec:
     engine: EngineConfig
     context: int
     timeout: float
-    """Seconds that any answer of a worker may take."""
+    """Seconds that any answer of a worker may take, and a step of the engine."""
     heartbeat: float
     """Seconds between two signs of life while nothing runs; workers that hear nothing for long give up."""
     rehearse: bool

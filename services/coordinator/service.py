@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import logging
 import queue
 import threading
@@ -12,12 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 
 from services.coordinator.loop import EngineLoop, Step
-from services.link.streams import OPTIONS, SECRET_KEY
+from services.link.streams import OPTIONS, is_proven
 from services.pb import coordinator_pb2 as pb
 from services.pb import coordinator_pb2_grpc as pb_grpc
 from services.wire.generation import to_sampling
 from services.wire.steps import to_response
 from smc.engine.request import Request
+from smc.engine.stats import EngineStats
+
+MAX_BEHIND = 10_000
+"""Steps that may wait for the gateway: minutes of them. A gateway that far behind has stopped."""
 
 logger = logging.getLogger(__name__)
 
@@ -40,20 +43,26 @@ class CoordinatorServer(pb_grpc.CoordinatorServiceServicer):
 
     def deliver(self, step: Step) -> None:
         """In the engine's thread: only puts the step into a queue. Without a gateway nobody waits for it."""
-        if (outbox := self._outbox) is not None:
-            outbox.put(step)
+        if (outbox := self._outbox) is None:
+            return
+        outbox.put(step)
+        if outbox.qsize() > MAX_BEHIND:
+            logger.error("the gateway is %d steps behind; it is given up", MAX_BEHIND)
+            self._outbox = None
+            outbox.put(None)
 
     def Attach(self, request_iterator: Iterator[pb.AttachRequest], context: grpc.ServicerContext) -> Iterator[pb.AttachResponse]:
-        if not hmac.compare_digest(dict(context.invocation_metadata()).get(SECRET_KEY, ""), self._secret):
+        if not is_proven(context.invocation_metadata(), self._secret, self.address):
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "this coordinator belongs to another gang")
         if not self._turn.acquire(blocking=False):
             context.abort(grpc.StatusCode.ALREADY_EXISTS, "a gateway is attached already")
         outbox = self._outbox = queue.SimpleQueue()
-        asked: set[str] = set()  # and not ended yet
+        context.send_initial_metadata(())  # from now on the gateway can be told
+        asked = _Asked()
         threading.Thread(target=self._take_all, args=(request_iterator, outbox, asked), daemon=True).start()
         try:
             for step in iter(outbox.get, None):
-                asked.difference_update(step.refusals, (o.request_id for o in step.outputs if o.answer is not None))
+                asked.end(step)
                 yield to_response(step)
         finally:
             self._outbox = None
@@ -64,19 +73,47 @@ class CoordinatorServer(pb_grpc.CoordinatorServiceServicer):
             outbox.put(None)
         self._server.stop(grace=0.5)
 
-    def _take_all(self, requests: Iterator[pb.AttachRequest], outbox: queue.SimpleQueue, asked: set[str]) -> None:
+    def _take_all(self, requests: Iterator[pb.AttachRequest], outbox: queue.SimpleQueue, asked: _Asked) -> None:
         """Everything the gateway asks. When it goes, so do its requests."""
         try:
             for request in requests:
                 if request.WhichOneof("command") == "abort":
                     self._loop.abort(request.abort)
                     continue
-                submission = request.submit
-                asked.add(submission.request_id)
-                params = to_sampling(submission.sampling, logprobs=submission.logprobs)
-                self._loop.submit(Request(submission.request_id, tuple(submission.prompt), params, submission.cache_salt))
+                asked.add(request.submit.request_id)
+                self._submit(request.submit)
         except Exception as error:  # gRPC's way of saying that the other side is gone
-            logger.info("the gateway is gone: %s", error)
-        while asked:
-            self._loop.abort(asked.pop())
+            logger.debug("the gateway is gone: %s", error)
+        for request_id in asked.take():
+            self._loop.abort(request_id)
         outbox.put(None)
+
+    def _submit(self, submission: pb.Submission) -> None:
+        try:
+            params = to_sampling(submission.sampling, logprobs=submission.logprobs)
+        except ValueError as error:
+            self.deliver(Step(refusals={submission.request_id: error}, stats=EngineStats()))
+            return
+        self._loop.submit(Request(submission.request_id, tuple(submission.prompt), params, submission.cache_salt, submission.waited))
+
+
+class _Asked:
+    """Requests that have not ended yet. One thread adds them, another takes away those that have ended."""
+
+    def __init__(self) -> None:
+        self._ids: set[str] = set()
+        self._guard = threading.Lock()
+
+    def add(self, request_id: str) -> None:
+        with self._guard:
+            self._ids.add(request_id)
+
+    def end(self, step: Step) -> None:
+        with self._guard:
+            self._ids.difference_update(step.refusals, (o.request_id for o in step.outputs if o.answer is not None))
+
+    def take(self) -> set[str]:
+        """All of them, and none are left."""
+        with self._guard:
+            ids, self._ids = self._ids, set()
+        return ids

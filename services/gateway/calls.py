@@ -3,52 +3,82 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
-from services.backend import Unavailable
+from services.backend import RequestAborted, Unavailable
 from services.errors import Status
 from services.metrics import REJECTIONS, Metrics
+from smc.engine.admission import DuplicateRequest
+from smc.engine.request import Answer, Request
+
+logger = logging.getLogger("smcserve.requests")
+
+Key = tuple[str, str]
+"""Who calls (`services.gateway.interceptors.caller_of`), and the id that the caller gave."""
 
 
 class Interrupted(Unavailable):
     """The service stopped before the answer was complete."""
 
 
+@dataclass
+class _Call:
+    scope: asyncio.Timeout
+    """Its end ends the call."""
+    aborted: bool = False
+
+
 class Calls:
-    """The Generate calls that are being decoded. Use it in one asyncio loop."""
+    """The Generate calls in flight, from their arrival on. Use it in one asyncio loop."""
 
     def __init__(self) -> None:
         self.closed: str | None = "the service is starting; try again later"
         """Why nobody is let in; None: everybody is."""
-        self._scopes: set[asyncio.Timeout] = set()
+        self._calls: dict[Key, _Call] = {}
         self._tasks: set[asyncio.Task] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
     @asynccontextmanager
-    async def enter(self) -> AsyncIterator[None]:
-        """Around one call. Raises Unavailable if nobody is let in, Interrupted when the call has to end."""
+    async def enter(self, key: Key) -> AsyncIterator[None]:
+        """Around one call. Raises Unavailable if nobody is let in, DuplicateRequest for a key in use; Interrupted when the call has to end,
+        RequestAborted when it is aborted."""
         if self.closed is not None:
             raise Unavailable(self.closed)
+        if key in self._calls:
+            raise DuplicateRequest(f"request_id={key[1]!r} is already in use; it must be unique among running requests")
         task = asyncio.current_task()
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        scope = asyncio.timeout(None)
-        self._scopes.add(scope)
+        call = self._calls[key] = _Call(asyncio.timeout(None))
         self._idle.clear()
         try:
-            async with scope:
+            async with call.scope:
                 yield
         except TimeoutError as error:
-            if scope.expired():
-                raise Interrupted("the service stopped before the answer was complete; try again later") from error
-            raise
+            if not call.scope.expired():
+                raise
+            if call.aborted:
+                raise RequestAborted("the request was aborted") from error
+            raise Interrupted("the service stopped before the answer was complete; try again later") from error
         finally:
-            self._scopes.discard(scope)
-            if not self._scopes:
+            del self._calls[key]
+            if not self._calls:
                 self._idle.set()
+
+    def abort(self, key: Key) -> bool:
+        """End a call, whatever it is at. False if there is none of that key."""
+        call = self._calls.get(key)
+        if call is None:
+            return False
+        call.aborted = True
+        _end(call)
+        return True
 
     async def ended(self, timeout: float) -> bool:
         """Wait until nothing is being decoded. False if it took too long."""
@@ -61,10 +91,8 @@ class Calls:
 
     def interrupt(self) -> None:
         """End every call now; each raises Interrupted where it stands."""
-        now = asyncio.get_running_loop().time()
-        for scope in self._scopes:
-            if not scope.expired():
-                scope.reschedule(now)
+        for call in self._calls.values():
+            _end(call)
 
     async def told(self, timeout: float) -> None:
         """Wait until callers have been sent how their calls ended, as far as they read it."""
@@ -72,31 +100,55 @@ class Calls:
             await asyncio.wait(self._tasks, timeout=timeout)
 
 
+def _end(call: _Call) -> None:
+    if not call.scope.expired():
+        call.scope.reschedule(asyncio.get_running_loop().time())
+
+
 class Tally:
-    """What one call tells the metrics, from its arrival to its end."""
+    """What one call tells the metrics, from its arrival to its end, and then the log: a line of JSON without anybody's text."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._arrived = time.monotonic()
         self._last: float | None = None
+        self._tokens = 0
+        self._said: dict[str, str | int | float] = {}
+
+    def is_of(self, request_id: str) -> None:
+        self._said["request_id"] = request_id
+
+    def asks(self, request: Request) -> None:
+        """Its settings and its prompt have been taken in."""
+        self._said |= {"method": request.params.method.value, "rows": request.params.rows, "prompt_tokens": len(request.prompt)}
+
+    @property
+    def seconds(self) -> float:
+        """Since its arrival."""
+        return time.monotonic() - self._arrived
 
     def count(self, prompt_tokens: int, new_tokens: int) -> None:
         """Tokens have come, to be sent at once."""
         now = time.monotonic()
+        self._tokens += new_tokens
         if self._last is None:
             self._metrics.prompt_started(prompt_tokens, now - self._arrived)
+            self._said["first_token_seconds"] = round(now - self._arrived, 6)
         elif new_tokens:
             self._metrics.tokens_followed(new_tokens, now - self._last)
         self._last = now
         self._metrics.tokens_generated(new_tokens)
 
-    def answered(self, finish_reason: str, draft_tokens: int, target_tokens: int) -> None:
-        self._metrics.request_answered(finish_reason, time.monotonic() - self._arrived)
-        self._metrics.models_ran(draft_tokens, target_tokens)
+    def answered(self, answer: Answer) -> None:
+        ran, finish_reason = answer.statistics, answer.finish_reason.value
+        self._metrics.request_answered(finish_reason, self.seconds, answer.prompt_tokens, len(answer.tokens))
+        self._metrics.models_ran(ran.draft_tokens, ran.target_tokens)
+        self._end("OK", finish_reason=finish_reason, cached_tokens=answer.cached_tokens, rounds=ran.rounds)
 
     def failed(self, status: Status, error: Exception) -> None:
         """It ended with this status, because of this error. Without a single token it was a rejection, if it can be one."""
         self._metrics.request_failed(status.code.name)
+        self._end(status.code.name, cause=status.cause)
         if isinstance(error, Interrupted):
             self._metrics.request_cancelled("drain")
         elif status.cause in ("abort", "slow_reader"):
@@ -106,5 +158,10 @@ class Tally:
 
     def left(self, deadline: bool) -> None:
         """The caller is gone, or its deadline has passed."""
-        self._metrics.request_failed("DEADLINE_EXCEEDED" if deadline else "CANCELLED")
-        self._metrics.request_cancelled("deadline" if deadline else "client")
+        code, by = ("DEADLINE_EXCEEDED", "deadline") if deadline else ("CANCELLED", "client")
+        self._metrics.request_failed(code)
+        self._metrics.request_cancelled(by)
+        self._end(code, cause=by)
+
+    def _end(self, status: str, **more: str | int) -> None:
+        logger.info("%s", json.dumps(self._said | {"tokens": self._tokens, "seconds": round(self.seconds, 6), "status": status} | more))

@@ -9,6 +9,8 @@ from pathlib import Path
 from services.gateway.security import check_tls, is_loopback, read_tokens
 
 DEFAULT_PORT = 50051
+MESSAGE_BYTES, TOKEN_BYTES, MOST_BYTES = 64 << 10, 16, 4 << 20
+"""Of the largest request: for everything but the prompt, for each token of the context (few texts have more than 6), and in all."""
 
 
 @dataclass(frozen=True)
@@ -22,25 +24,31 @@ class GatewayConfig:
     metrics_port: int | None = None
     """Where Prometheus finds the metrics, in plain text and without a token; 0 = any free one, None = nowhere."""
     tls_cert: Path | None = None
-    """Certificate chain of the server, PEM; with `tls_key`."""
+    """Certificate chain of the server, PEM; with `tls_key`. Both, and `tls_client_ca`, are read again when they change."""
     tls_key: Path | None = None
     """Private key of `tls_cert`, PEM, not encrypted."""
     tls_client_ca: Path | None = None
     """Only clients with a certificate of these authorities may connect (mutual TLS), PEM."""
     auth_token_file: Path | None = None
     """Bearer tokens that let callers in, one a line; read once, at the start. None: everybody is let in."""
-    max_message_bytes: int = 4 << 20
-    """Largest request."""
+    max_message_bytes: int | None = None
+    """Largest request; None: what has room for a prompt that fills the context (`message_bytes`)."""
     max_concurrent_streams: int = 1024
     """Calls at the same time on one connection; further ones wait in the client, and some are refused with UNAVAILABLE."""
+    max_calls: int = 1024
+    """Generate calls at the same time, over all connections; further ones are refused with RESOURCE_EXHAUSTED."""
     keepalive_time: float = 60.0
     """A connection silent for so long is asked whether its client is still there."""
     keepalive_timeout: float = 20.0
     """A client that has not answered that after so long is gone: its calls are cancelled."""
     min_ping_interval: float = 10.0
     """Clients that ping more often than this are disconnected."""
+    max_connection_age: float = 900.0
+    """A connection older than this, give or take a tenth, gets no further calls: its client makes a new one, maybe to a newer replica."""
+    max_connection_age_grace: float = 3600.0
+    """How long calls in flight may go on on such a connection; then they end with UNAVAILABLE."""
     write_timeout: float = 30.0
-    """How long a response may wait for a client that does not read; then the request is aborted."""
+    """How long a request may be on its way, and a response wait for a client that does not read; then the call is ended."""
     drain_timeout: float = 30.0
     """How long calls in flight may go on once the service is told to stop."""
 
@@ -55,6 +63,12 @@ class GatewayConfig:
     def tls(self) -> bool:
         return self.tls_cert is not None
 
+    def message_bytes(self, context: int) -> int:
+        """Largest request to a model pair of this context."""
+        if self.max_message_bytes is not None:
+            return self.max_message_bytes
+        return min(MESSAGE_BYTES + TOKEN_BYTES * context, MOST_BYTES)
+
     def tokens(self) -> tuple[str, ...]:
         """Read from `auth_token_file`; empty if there is none."""
         return read_tokens(self.auth_token_file) if self.auth_token_file else ()
@@ -67,9 +81,10 @@ class GatewayConfig:
             ("metrics_port", 0, 65535),
             ("max_message_bytes", 1024, 2**31 - 1),
             ("max_concurrent_streams", 1, 2**31 - 1),
+            ("max_calls", 1, 2**31 - 1),
         ):
             value = getattr(self, name)
-            if name == "metrics_port" and value is None:
+            if name in ("metrics_port", "max_message_bytes") and value is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
                 raise ValueError(f"{name}={value!r}; allowed: {low}..{high}")
@@ -79,6 +94,8 @@ class GatewayConfig:
             ("keepalive_time", 1.0),
             ("keepalive_timeout", 1.0),
             ("min_ping_interval", 0.0),
+            ("max_connection_age", 1.0),
+            ("max_connection_age_grace", 1.0),
             ("write_timeout", 0.001),
             ("drain_timeout", 0.0),
         ):

@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
-import logging
 import time
 import uuid
 from collections.abc import Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
 
 from services.backend import Backend, Model, ServingPair, check_cache_salt
 from services.errors import SlowReader, status_of
 from services.gateway.calls import Calls, Tally
-from services.gateway.prompts import prompt_ids
+from services.gateway.config import GatewayConfig
+from services.gateway.interceptors import caller_of
+from services.gateway.prompts import Prompts
 from services.metrics import Metrics
 from services.pb import generation_pb2 as pb
 from services.pb import generation_pb2_grpc as pb_grpc
 from services.wire.generation import to_finish, to_sampling
+from smc.engine.admission import check_waiting
 from smc.engine.request import Output, Request
 
 DEFAULT_MAX_TOKENS = 256
 MAX_ID_SIZE = 256
 DEADLINE_SLACK = 0.05
 """A caller cancels at its own deadline, which can reach us a moment before ours."""
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ServiceStatus:
 
 
 class GenerationService(pb_grpc.GenerationServiceServicer):
-    """One asyncio loop, as many calls as come."""
+    """One asyncio loop, as many calls as come. Methods raise what is wrong; `services.gateway.intake.Intake` tells the caller."""
 
     def __init__(
         self,
@@ -52,17 +52,28 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         calls: Calls,
         metrics: Metrics,
         status: Callable[[], ServiceStatus],
-        write_timeout: float,
+        config: GatewayConfig,
     ) -> None:
         self._pair, self._backend, self._calls, self._metrics, self._status = pair, backend, calls, metrics, status
-        self._write_timeout = write_timeout
+        self._config, self._write_timeout = config, config.write_timeout
+        self._prompts = Prompts(pair.tokenizer, pair.context)
         self._started = time.monotonic()
+
+    def close(self) -> None:
+        self._prompts.close()
 
     async def Generate(self, message: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         tally = Tally(self._metrics)
         try:
-            async with self._calls.enter():
-                await self._answer(await self._request(message), context, tally)
+            if len(message.request_id) > MAX_ID_SIZE:
+                raise ValueError(f"request_id has {len(message.request_id)} characters; allowed: at most {MAX_ID_SIZE}")
+            request_id = message.request_id or uuid.uuid4().hex
+            tally.is_of(request_id)
+            async with self._calls.enter((caller_of(context.invocation_metadata()), request_id)):
+                check_waiting(self._pair.engine, self._status().queued)
+                request = await self._request(request_id, message)
+                tally.asks(request)
+                await self._answer(replace(request, waited=tally.seconds), context, tally)
         except asyncio.CancelledError:
             tally.left(_deadline_passed(context))
             raise
@@ -71,15 +82,12 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
                 tally.left(_deadline_passed(context))
                 return
             tally.failed(status_of(error), error)
-            await _refuse(context, error)
+            raise
 
     async def Abort(self, message: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
-        try:
-            if not message.request_id:
-                raise ValueError("request_id=''; allowed: the id of a request, which every response of it carries")
-            return pb.AbortResponse(aborted=await self._backend.abort(message.request_id))
-        except Exception as error:
-            await _refuse(context, error)
+        if not message.request_id:
+            raise ValueError("request_id=''; allowed: the id of a request, which every response of it carries")
+        return pb.AbortResponse(aborted=self._calls.abort((caller_of(context.invocation_metadata()), message.request_id)))
 
     async def GetModelInfo(self, message: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext) -> pb.GetModelInfoResponse:
         pair = self._pair
@@ -106,19 +114,20 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             running=status.running,
             queued=status.queued,
             uptime_seconds=time.monotonic() - self._started,
+            max_queue=engine.max_queue or 0,
+            max_calls=self._config.max_calls,
+            max_message_bytes=self._config.message_bytes(self._pair.context),
         )
 
-    async def _request(self, message: pb.GenerateRequest) -> Request:
+    async def _request(self, request_id: str, message: pb.GenerateRequest) -> Request:
         """Raises ValueError naming the field, the value and what is allowed."""
-        if len(message.request_id) > MAX_ID_SIZE:
-            raise ValueError(f"request_id has {len(message.request_id)} characters; allowed: at most {MAX_ID_SIZE}")
         check_cache_salt(message.cache_salt)
         # Settings before the prompt: they are checked in no time, while a long prompt takes some to encode.
         to_sampling(message.sampling, logprobs=message.logprobs)
-        prompt = await prompt_ids(message, self._pair.tokenizer)
+        prompt = await self._prompts.encode(message)
         room = max(1, self._pair.context - len(prompt))
         params = to_sampling(message.sampling, logprobs=message.logprobs, max_tokens=min(DEFAULT_MAX_TOKENS, room))
-        return Request(message.request_id or uuid.uuid4().hex, prompt, params, message.cache_salt)
+        return Request(request_id, prompt, params, message.cache_salt)
 
     async def _answer(self, request: Request, context: grpc.aio.ServicerContext, tally: Tally) -> None:
         """Send news until the answer. However this ends, the backend's iterator is closed, which aborts what still runs."""
@@ -128,8 +137,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
                 tally.count(len(request.prompt), len(output.tokens))
                 await self._write(context, _response(output, plain))
                 if output.answer is not None:
-                    ran = output.answer.statistics
-                    tally.answered(output.answer.finish_reason.value, ran.draft_tokens, ran.target_tokens)
+                    tally.answered(output.answer)
 
     async def _write(self, context: grpc.aio.ServicerContext, response: pb.GenerateResponse) -> None:
         """Waits while the caller does not read: HTTP/2 lets us send no more than it has room for."""
@@ -147,13 +155,6 @@ def _response(output: Output, plain: bool) -> pb.GenerateResponse:
     if output.answer is not None:
         response.finish.CopyFrom(to_finish(output.answer, statistics=not plain))
     return response
-
-
-async def _refuse(context: grpc.aio.ServicerContext, error: Exception) -> None:
-    status = status_of(error)
-    if status.cause == "internal":
-        logger.error("unexpected error", exc_info=error)
-    await context.abort(status.code, status.message, status.trailers)
 
 
 def _deadline_passed(context: grpc.aio.ServicerContext) -> bool:

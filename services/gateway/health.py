@@ -13,6 +13,8 @@ import grpc
 from grpc_health.v1 import health_pb2 as pb
 from grpc_health.v1 import health_pb2_grpc as pb_grpc
 
+from services.errors import shortened
+
 SERVING, NOT_SERVING = pb.HealthCheckResponse.SERVING, pb.HealthCheckResponse.NOT_SERVING
 
 
@@ -32,7 +34,7 @@ class Health(pb_grpc.HealthServicer):
     async def Check(self, request: pb.HealthCheckRequest, context: grpc.aio.ServicerContext) -> pb.HealthCheckResponse:
         if request.service not in self._statuses:
             allowed = ", ".join(map(repr, self._statuses))
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"service={request.service!r}; allowed: {allowed}")
+            await context.abort(grpc.StatusCode.NOT_FOUND, shortened(f"service={request.service!r}; allowed: {allowed}"))
         return pb.HealthCheckResponse(status=self._statuses[request.service])
 
     async def List(self, request: pb.HealthListRequest, context: grpc.aio.ServicerContext) -> pb.HealthListResponse:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import logging
 import ssl
 from collections.abc import Iterable
 from pathlib import Path
 
 import grpc
+
+logger = logging.getLogger(__name__)
 
 
 def read_tokens(path: Path, name: str = "auth_token_file") -> tuple[str, ...]:
@@ -63,10 +66,46 @@ def check_tls(cert: Path, key: Path, client_ca: Path | None) -> None:
 
 
 def server_credentials(cert: Path, key: Path, client_ca: Path | None) -> grpc.ServerCredentials:
-    """TLS; with `client_ca`, only for clients whose certificate it has signed."""
-    authority = _read("tls_client_ca", client_ca) if client_ca else None
-    pairs = [(_read("tls_key", key), _read("tls_cert", cert))]
-    return grpc.ssl_server_credentials(pairs, root_certificates=authority, require_client_auth=authority is not None)
+    """TLS; with `client_ca`, only for clients whose certificate it has signed. Files that change hold from the next connection on."""
+    files = _Files(cert, key, client_ca)
+    return grpc.dynamic_ssl_server_credentials(files.configuration(), files.changed, require_client_authentication=client_ca is not None)
+
+
+class _Files:
+    """Certificate, key and authorities as they are now. Certificates end, and whoever renews them only writes files."""
+
+    def __init__(self, cert: Path, key: Path, client_ca: Path | None) -> None:
+        self._cert, self._key, self._client_ca = cert, key, client_ca
+        self._seen = self._stamps()
+
+    def configuration(self) -> grpc.ServerCertificateConfiguration:
+        authority = _read("tls_client_ca", self._client_ca) if self._client_ca else None
+        return grpc.ssl_server_certificate_configuration([(_read("tls_key", self._key), _read("tls_cert", self._cert))], authority)
+
+    def changed(self) -> grpc.ServerCertificateConfiguration | None:
+        """Before every handshake, in a thread of gRPC's: what holds from now on; None: what held before."""
+        if (stamps := self._stamps()) == self._seen:
+            return None
+        self._seen = stamps
+        try:
+            check_tls(self._cert, self._key, self._client_ca)
+            configuration = self.configuration()
+        except ValueError as error:  # one of them is written after the other
+            logger.warning("certificates have changed and cannot be used; the former ones stay: %s", error)
+            return None
+        logger.info("certificates have changed; new connections have the new ones")
+        return configuration
+
+    def _stamps(self) -> tuple[tuple[int, int] | None, ...]:
+        return tuple(_stamp(path) for path in (self._cert, self._key, self._client_ca) if path is not None)
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_ino
 
 
 def _read(name: str, path: Path) -> bytes:

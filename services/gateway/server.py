@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import logging
 from collections.abc import Callable
@@ -15,8 +16,10 @@ from services.gateway.calls import Calls
 from services.gateway.config import GatewayConfig
 from services.gateway.generation import GenerationService, ServiceStatus
 from services.gateway.health import Health
+from services.gateway.intake import Intake
 from services.gateway.interceptors import TokenInterceptor
 from services.gateway.security import server_credentials
+from services.gateway.watchdog import Watchdog
 from services.metrics import Metrics
 from services.pb import generation_pb2, generation_pb2_grpc
 
@@ -26,6 +29,8 @@ DRAFT, TARGET = "smc.draft", "smc.target"
 GATEWAY = "smc.gateway"
 """SERVING for as long as anybody answers, whatever has become of the workers: whether this process is alive."""
 """Names of the groups for health checks."""
+LEAVE_SECONDS = 10.0
+"""Beyond the time for a drain: until then `stop` has ended every call."""
 LAST_WORDS = 1.0
 """Seconds in which callers whose calls were ended may take in why."""
 
@@ -38,12 +43,14 @@ class Gateway:
     def __init__(
         self, config: GatewayConfig, pair: ServingPair, backend: Backend, metrics: Metrics, status: Callable[[], ServiceStatus]
     ) -> None:
-        self._config, self._metrics = config, metrics
+        self._config, self._metrics, self._context = config, metrics, pair.context
         self._calls = Calls()
         self._health = Health(("", API, DRAFT, TARGET, GATEWAY))
         self._health.set({GATEWAY: True})
-        self._service = GenerationService(pair, backend, self._calls, metrics, status, config.write_timeout)
+        self._service = GenerationService(pair, backend, self._calls, metrics, status, config)
         self._server: grpc.aio.Server | None = None
+        self._intake: Intake | None = None
+        self._watchdog: Watchdog | None = None
         self._stop_metrics: Callable[[], None] | None = None
         self._ending = False
         self.port: int | None = None
@@ -58,8 +65,9 @@ class Gateway:
         Raises OSError if a port cannot be had.
         """
         config, tokens = self._config, self._config.tokens()
-        interceptors = [TokenInterceptor(tokens, self._metrics)] if tokens else []
-        self._server = grpc.aio.server(interceptors=interceptors, options=_options(config))
+        self._intake = Intake(f"/{API}/Generate", config.max_calls, config.write_timeout, self._metrics)
+        interceptors = [*([TokenInterceptor(tokens, self._metrics)] if tokens else []), self._intake]
+        self._server = grpc.aio.server(interceptors=interceptors, options=_options(config, self._context))
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self._service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((API, HEALTH, reflection.SERVICE_NAME), self._server)
@@ -71,6 +79,7 @@ class Gateway:
             self._close_metrics()
             raise
         await self._server.start()
+        self._watchdog = Watchdog(self._metrics.gateway_paused)
         logger.info("listening on %s:%d%s", config.host, self.port, " with TLS" if config.tls else "")
         return self.port
 
@@ -83,12 +92,20 @@ class Gateway:
         self._tell(draft, target, serving)
 
     async def drain(self, timeout: float | None = None) -> None:
-        """Let nobody in any more, let calls in flight finish for `timeout` seconds (default: the configured), end the rest, stop."""
+        """Let nobody in any more, let calls in flight finish for `timeout` seconds (default: the configured), end the rest, stop.
+
+        Every client is told to go elsewhere with its next call (GOAWAY), and no connection is taken any more.
+        """
         self._close("the service is shutting down; try again later, or elsewhere")
         timeout = self._config.drain_timeout if timeout is None else timeout
+        leaving = None
+        if self._server is not None:
+            leaving = asyncio.create_task(self._server.stop(grace=timeout + LEAVE_SECONDS))
         if not await self._calls.ended(timeout):
             logger.warning("calls still in flight after %g s of draining are ended", timeout)
         await self.stop()
+        if leaving is not None:
+            await leaving
 
     async def stop(self) -> None:
         """End calls in flight with UNAVAILABLE and stop. Doing it again, or while draining, is fine."""
@@ -98,6 +115,10 @@ class Gateway:
         await self._calls.told(LAST_WORDS)
         if self._server is not None:
             await self._server.stop(grace=None)
+        self._service.close()
+        for part in (self._intake, self._watchdog):
+            if part is not None:
+                part.close()
         self._close_metrics()
 
     def _close(self, why: str) -> None:
@@ -125,12 +146,12 @@ class Gateway:
             self._stop_metrics = None
 
 
-def _options(config: GatewayConfig) -> list[tuple[str, int]]:
+def _options(config: GatewayConfig, context: int) -> list[tuple[str, int]]:
     def milliseconds(seconds: float) -> int:
         return min(int(1e3 * seconds), 2**31 - 1)
 
     return [
-        ("grpc.max_receive_message_length", config.max_message_bytes),
+        ("grpc.max_receive_message_length", config.message_bytes(context)),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_concurrent_streams", config.max_concurrent_streams),
         ("grpc.keepalive_time_ms", milliseconds(config.keepalive_time)),
@@ -138,6 +159,8 @@ def _options(config: GatewayConfig) -> list[tuple[str, int]]:
         # Without it a ping may stay unanswered for a minute, whatever the timeout above says (seen in grpcio 1.85).
         ("grpc.http2.ping_timeout_ms", milliseconds(config.keepalive_timeout)),
         ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.max_connection_age_ms", milliseconds(config.max_connection_age)),
+        ("grpc.max_connection_age_grace_ms", milliseconds(config.max_connection_age_grace)),
         ("grpc.http2.min_ping_interval_without_data_ms", milliseconds(config.min_ping_interval)),
         # Two servers must not share a port by accident: each would get half of the calls.
         ("grpc.so_reuseport", 0),

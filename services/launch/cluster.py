@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -61,8 +62,10 @@ def connect(address: str | None) -> bool:
     if address:
         ray.init(address=address, logging_level=logging.WARNING)
         return False
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # of this process alone, on the loopback interface
-    options = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES, "logging_level": logging.WARNING}
+    # Ray asks for a token wherever RAY_AUTH_MODE does not say otherwise; this one is known to this process and its children alone, and
+    # keeps other users of this machine from running code as this one.
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    options = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES, "logging_level": logging.ERROR}
     ray.init(address="local", num_cpus=LOCAL_CPUS, _node_ip_address="127.0.0.1", **options)
     return True
 

@@ -57,6 +57,8 @@ class GangConfig:
     """Seconds after which a silent process counts as dead. It must exceed the longest prefill chunk and the longest round."""
     heartbeat: float = 2.0
     """Seconds between signs of life while nothing runs."""
+    max_failed_starts: int = 5
+    """Starts in a row that may fail, after the first one; then the service ends, and with it what watches it learns of it."""
     trace: Path | None = None
     """Where the coordinator writes a Chrome trace of all rounds when it stops."""
 
@@ -74,6 +76,8 @@ class GangConfig:
             value = getattr(self, name)
             if value is not None and (not value.strip() or value in RAY_RESOURCES):
                 raise ValueError(f"{name}={value!r}; allowed: a name of `ray start --resources`, none of {', '.join(RAY_RESOURCES)}")
+        if not isinstance(self.max_failed_starts, int) or self.max_failed_starts < 1:
+            raise ValueError(f"max_failed_starts={self.max_failed_starts!r}; allowed: >= 1")
         if self.heartbeat >= self.link_timeout:
             raise ValueError(
                 f"heartbeat={self.heartbeat:g}; allowed: below link_timeout={self.link_timeout:g}, or silence looks like death"

@@ -2,4 +2,9 @@
 
 
 class GangError(RuntimeError):
-    """The gang did not start, or one of its processes has died. The message says which and why."""
+    """The gang did not start, or one of its processes has ended. The message says which and why."""
+
+    def __init__(self, message: str, *, fault: bool = False) -> None:
+        """`fault`: a process has found something wrong with what it was asked to do; it was neither killed, nor did it lose another."""
+        super().__init__(message)
+        self.fault = fault

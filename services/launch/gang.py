@@ -17,6 +17,7 @@ from services.launch import cluster
 from services.launch.config import GangConfig
 from services.launch.errors import GangError
 from services.launch.specs import coordinator_spec, rank_spec
+from services.link.base import LinkError
 from services.link.connect import Meeting
 from smc.models.parallel import Shard
 from smc.runtime.messages import SIDES
@@ -56,7 +57,7 @@ class Gang:
         """Wait up to `timeout` seconds for a process to end. Raises GangError, naming it, if one has."""
         ended, _ = ray.wait(list(self._lives), timeout=timeout)
         if ended:
-            raise GangError(self._obituary(ended[0]))
+            raise self._failure(ended[0])
 
     def stop(self, timeout: float = 5.0) -> None:
         """Let every process end by itself, then make sure."""
@@ -105,24 +106,27 @@ class Gang:
         with self._adding():
             self.actors["coordinator"] = coordinator = cluster.start_coordinator()
             started = coordinator.start.remote(coordinator_spec(config, self._pair, meeting))
+        logger.info("epoch %d: waiting until %s are ready", self.epoch, ", ".join(self.actors))
         ended, _ = ray.wait([started, *self._lives], timeout=config.start_timeout)
         if not ended:
             raise GangError(f"the gang was not ready after {config.start_timeout:g} s")
         if ended[0] != started:
-            raise GangError(self._obituary(ended[0]))
+            raise self._failure(ended[0])
         self.address = ray.get(started)
         with self._adding():
             self._lives[coordinator.wait.remote()] = "coordinator"
 
-    def _obituary(self, life: ray.ObjectRef) -> str:
+    def _failure(self, life: ray.ObjectRef) -> GangError:
+        """What has become of a process that has ended."""
         name = self._lives[life]
         try:
             ray.get(life)
         except ray.exceptions.RayTaskError as error:
-            return f"{name} failed: {_first_line(error.cause)}"
+            fault = not isinstance(error.cause, LinkError) or error.cause.began_here
+            return GangError(f"{name} failed: {_first_line(error.cause)}", fault=fault)
         except ray.exceptions.RayError as error:
-            return f"{name} died: {_first_line(error)}"
-        return f"{name} ended"
+            return GangError(f"{name} died: {_first_line(error)}")
+        return GangError(f"{name} ended")
 
 
 def _first_line(error: BaseException) -> str:

@@ -87,13 +87,23 @@ async def serve(gang: GangConfig, gateway: GatewayConfig, ray_address: str | Non
             if starting.done():
                 announce(starting.result())
                 started = True
-                await interrupted
+                await _first(interrupted, asyncio.create_task(service.supervisor.given_up()))
                 logger.info("draining: calls in flight may go on for %g s", gateway.drain_timeout)
         finally:  # also after a start that failed: gRPC crashes in a process that ends with a server open
             starting.cancel()  # first, or it could still bring up what the stop has ended
             await service.stop(drain=started)
     finally:
         await asyncio.to_thread(ray.shutdown)
+
+
+async def _first(*tasks: asyncio.Task) -> None:
+    """Until one of them ends. Raises what it raises; the others are cancelled."""
+    try:
+        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+    ended.pop().result()
 
 
 def _signals() -> asyncio.Event:

@@ -1,13 +1,14 @@
 """Keeps a gang alive and is the backend in front of it: what to do when a process dies is decided here, and only here.
 
-A dead process means a dead gang: requests in flight end with UNAVAILABLE, every process is ended, and a new gang starts with
-the next epoch. Until it has warmed up, requests are refused with UNAVAILABLE.
+A dead process means a dead gang: every process is ended, and a new gang starts with the next epoch. Until it has warmed up, requests are
+refused with UNAVAILABLE. Those in flight end with UNAVAILABLE if they are of SMC; the others wait for it and go on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable
 
 from services.backend import ServingPair, Unavailable
@@ -16,6 +17,8 @@ from services.coordinator.loop import Step
 from services.launch.config import GangConfig
 from services.launch.errors import GangError
 from services.launch.gang import Gang
+from services.launch.resume import resuming
+from services.launch.suspects import Suspects
 from smc.engine.request import Output, Request
 from smc.engine.stats import EngineStats
 
@@ -23,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 CHECK_SECONDS = 0.5
 """A death is noticed at once; this is how long a wait for one lasts before it is begun again."""
+SILENCE_SECONDS = 5.0
+"""Beyond the link's timeout: the coordinator, which sees more, may say first what is wrong."""
 BACKOFF_SECONDS = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Before the next attempt to start a gang, by attempts that have failed in a row."""
 
@@ -44,6 +49,13 @@ class Supervisor:
         self._gang: Gang | None = None
         self._client: CoordinatorClient | None = None
         self._watch: asyncio.Task | None = None
+        self._suspects = Suspects()
+        self._changed = asyncio.Event()
+        """It has come back, or is over."""
+        self._over = False
+        """There will be no other gang."""
+        self._heard = 0.0
+        """When the engine's last step came."""
         self.epoch = 0
         self.stats = EngineStats()
         """Of the engine's last step; of one that holds nothing once its gang is lost."""
@@ -69,8 +81,13 @@ class Supervisor:
         await self._start_gang()
         self._watch = asyncio.create_task(self._keep_alive())
 
+    async def given_up(self) -> None:
+        """Returns never; raises GangError when the service does not come back: too many starts in a row have failed."""
+        await asyncio.shield(self._watch)
+
     async def stop(self) -> None:
         """End every process. Calls still in flight end with UNAVAILABLE."""
+        self._end()
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
@@ -79,12 +96,21 @@ class Supervisor:
             await asyncio.to_thread(self._gang.stop)
 
     def generate(self, request: Request) -> AsyncGenerator[Output, None]:
-        """See `Backend.generate`."""
-        return self._ready().generate(request)
+        """See `Backend.generate`. Answers of the target's own draws survive the loss of the gang."""
+        return resuming(request, self._ask, self._is_back)
 
-    async def abort(self, request_id: str) -> bool:
-        """See `Backend.abort`."""
-        return await self._client.abort(request_id) if self._client else False
+    def _ask(self, request: Request) -> AsyncGenerator[Output, None]:
+        client = self._ready()
+        self._suspects.check(request)
+        return client.generate(request)
+
+    async def _is_back(self) -> None:
+        """Until the next gang serves. Raises Unavailable if there will be none."""
+        while not self.serving:
+            self._changed.clear()
+            if self._over:
+                raise Unavailable("the service has stopped; try again later, or elsewhere")
+            await self._changed.wait()
 
     def _ready(self) -> CoordinatorClient:
         if self._client is None:
@@ -95,7 +121,14 @@ class Supervisor:
         self.epoch += 1
         self._gang = Gang(self._config, self.pair, self.epoch)
         await asyncio.to_thread(self._gang.start)
-        self._client = CoordinatorClient(self._gang.address, self._gang.secret, self._step, self._lost)
+        client = CoordinatorClient(self._gang.address, self._gang.secret, self._step, self._lost)
+        try:
+            await client.attached(self._config.link_timeout)
+        except Unavailable as error:
+            await client.close()
+            raise GangError(f"the gang did not start: {error}") from error
+        self._client, self._heard = client, time.monotonic()
+        self._changed.set()
         logger.info("serving: epoch %d", self.epoch)
         self._on_serving(True)
 
@@ -111,13 +144,28 @@ class Supervisor:
                 await asyncio.to_thread(self._gang.check, CHECK_SECONDS)
                 if lost:  # and no process has died: it was silent for too long, and its requests are gone
                     raise GangError("the connection to the coordinator broke")
+                if (silence := time.monotonic() - self._heard) > self._config.link_timeout + SILENCE_SECONDS:
+                    raise GangError(f"the coordinator has been silent for {silence:.0f} s")
             except Exception as error:  # whatever it is, the service must come back
-                if not isinstance(error, GangError):
-                    logger.exception("unexpected error")
                 failed += self._client is None
-                logger.error("%s; the gang of epoch %d ends, the next one starts", error, self.epoch)
-                await self._detach(f"a process of the service has ended ({error}); it is starting again")
-                await asyncio.to_thread(self._gang.kill)
+                await self._end_gang(error)
+                if failed >= self._config.max_failed_starts:
+                    self._end()
+                    raise GangError(f"{failed} starts in a row have failed, the last one because: {error}") from error
+
+    async def _end_gang(self, error: Exception) -> None:
+        if not isinstance(error, GangError):
+            logger.exception("unexpected error", exc_info=error)
+        logger.error("%s; the gang of epoch %d ends", error, self.epoch)
+        client = self._client
+        await self._detach(f"a process of the service has ended ({error}); it is starting again")
+        if client is not None and isinstance(error, GangError) and error.fault:
+            self._suspects.gang_failed(client.interrupted)
+        await asyncio.to_thread(self._gang.kill)
+
+    def _end(self) -> None:
+        self._over = True
+        self._changed.set()
 
     async def _detach(self, why: str) -> None:
         client, self._client = self._client, None
@@ -134,5 +182,6 @@ class Supervisor:
         self._on_serving(False)
 
     def _step(self, step: Step) -> None:
+        self._heard = time.monotonic()
         self.stats = step.stats
         self._on_step(step)

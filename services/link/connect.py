@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import hmac
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from services.link.base import CoordinatorEnd, LeaderEnd, PeerEnd
+from services.link.base import CoordinatorEnd, LeaderEnd, LinkError, PeerEnd
 from services.link.distributed import DistributedEnd, make_group
 from services.link.peer import DevicePeer, MessagePeer
-from services.link.streams import StreamCaller, StreamServer
+from services.link.streams import StreamCaller, StreamServer, proof
 from services.pb import particles_pb2 as pb
 
 LINKS = ("nccl", "grpc")
@@ -41,7 +42,7 @@ class Meeting:
 def coordinator_end(meeting: Meeting, store: dist.Store, side: str) -> CoordinatorEnd:
     """The coordinator's end of the link to the leader of `side`."""
     if meeting.link == "grpc":
-        return StreamCaller(store.get(meeting.name(f"{side}/address")).decode(), meeting.secret, "Work")
+        return StreamCaller(_address(meeting, store, side), meeting.secret, "Work")
     group = make_group(store, meeting.name(f"{side}/link"), 0, 2, meeting.start_timeout)
     return DistributedEnd(group, 0, pb.WorkResponse)
 
@@ -63,10 +64,10 @@ def leader_ends(meeting: Meeting, store: dist.Store, side: str, host: str, betwe
     """The ends that the leader of `side` needs. `between`: device of what the leaders tell each other; on a GPU it goes over NCCL."""
     if meeting.link == "grpc":
         server = StreamServer(host, meeting.secret)
-        store.set(meeting.name(f"{side}/address"), server.address)
+        _publish(meeting, store, side, server.address)
         if side == "target":
             return LeaderEnds(server.coordinator, MessagePeer(server.peer, meeting.epoch, pb.ExchangeResponse), server)
-        caller = StreamCaller(store.get(meeting.name("target/address")).decode(), meeting.secret, "Exchange")
+        caller = StreamCaller(_address(meeting, store, "target"), meeting.secret, "Exchange")
         return LeaderEnds(server.coordinator, MessagePeer(caller, meeting.epoch, pb.ExchangeRequest), server)
     rank = 0 if side == "draft" else 1
 
@@ -78,3 +79,18 @@ def leader_ends(meeting: Meeting, store: dist.Store, side: str, host: str, betwe
         by_sender = [group(f"from {name}", rank, between) for name in ("draft", "target")]
         return LeaderEnds(end, DevicePeer(by_sender[rank], by_sender[1 - rank], rank))
     return LeaderEnds(end, MessagePeer(DistributedEnd(group("pair", rank), rank, pb.ExchangeRequest), meeting.epoch, pb.ExchangeRequest))
+
+
+def _publish(meeting: Meeting, store: dist.Store, side: str, address: str) -> None:
+    """Say where the leader of `side` listens. Anybody who reaches the store can write to it, so what is said there is signed."""
+    name = meeting.name(f"{side}/address")
+    store.set(name, f"{address} {proof(meeting.secret, f'{name} {address}')}")
+
+
+def _address(meeting: Meeting, store: dist.Store, side: str) -> str:
+    """Where the leader of `side` listens. Raises LinkError if somebody else says so."""
+    name = meeting.name(f"{side}/address")
+    address, _, signature = store.get(name).decode().partition(" ")
+    if not hmac.compare_digest(signature, proof(meeting.secret, f"{name} {address}")):
+        raise LinkError(f"the address of the {side}'s leader, {address!r}, was not written by this gang; look for who else uses its store")
+    return address

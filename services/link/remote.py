@@ -37,6 +37,10 @@ class WorkerFailed(LinkError):
         self.side = side
         self.began_here = not what.startswith(LinkError.__name__)
         """It did not merely lose its link to the other worker."""
+        self._what = what
+
+    def __reduce__(self) -> tuple[type[WorkerFailed], tuple[str, str]]:
+        return WorkerFailed, (self.side, self._what)
 
 
 @dataclass(eq=False)

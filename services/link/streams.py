@@ -1,7 +1,7 @@
 """The link over gRPC streams, for hosts that torch.distributed does not reach. Same messages, same deadlines.
 
 Each leader runs a `WorkerService`; the coordinator calls `Work` on both, the draft's leader calls `Exchange` on the target's.
-Calls carry the gang's secret: nobody else can give orders to a worker.
+Calls carry a proof of the gang's secret: nobody else can give orders to a worker, and nobody who listens at a forged address learns it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hmac
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -28,8 +28,20 @@ OPTIONS = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    # Between our own processes; a proxy is for the world outside.
+    ("grpc.enable_http_proxy", 0),
 )
-SECRET_KEY = "smc-gang-secret"
+PROOF_KEY = "smc-gang-proof"
+
+
+def proof(secret: str, what: str) -> str:
+    """That whoever says `what` knows the gang's secret. It shows nothing of it, and is worth nothing for anything else that is said."""
+    return hmac.new(secret.encode(), what.encode(), "sha256").hexdigest()
+
+
+def is_proven(metadata: Iterable[tuple[str, str | bytes]], secret: str, address: str) -> bool:
+    """Whether a call's metadata proves that it comes from the gang, and that it was meant for this address."""
+    return hmac.compare_digest(dict(metadata).get(PROOF_KEY, ""), proof(secret, address))
 
 
 class Inbox:
@@ -75,7 +87,7 @@ class StreamCaller(StreamEnd):
         super().__init__()
         self._channel = grpc.insecure_channel(address, OPTIONS)
         stream = getattr(pb_grpc.WorkerServiceStub(self._channel), method)
-        self._call = stream(iter(self.outbox.get, None), metadata=((SECRET_KEY, secret),), wait_for_ready=True)
+        self._call = stream(iter(self.outbox.get, None), metadata=((PROOF_KEY, proof(secret, address)),), wait_for_ready=True)
         self._ended = threading.Event()
         if not self._call.add_callback(self._ended.set):
             self._ended.set()
@@ -122,8 +134,7 @@ class StreamServer(pb_grpc.WorkerServiceServicer):
         return iter(end.outbox.get, None)
 
     def _admit(self, context: grpc.ServicerContext) -> None:
-        given = dict(context.invocation_metadata()).get(SECRET_KEY, "")
-        if not hmac.compare_digest(given, self._secret):
+        if not is_proven(context.invocation_metadata(), self._secret, self.address):
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "this port belongs to another gang")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from services.pb import coordinator_pb2, generation_pb2
 from services.wire.sampling import FINISH_REASONS, name_of, sampling_message, sampling_settings
-from smc.engine.request import Answer, FinishReason, Output, SamplingParams, Statistics
+from smc.engine.request import Answer, FinishReason, Output, SamplingParams, Statistics, check_stop_count
 
 SECONDS_UNKNOWN = math.nan
 
@@ -25,6 +25,9 @@ def to_sampling(message: generation_pb2.SamplingParams, *, logprobs: bool = Fals
 
     Raises ValueError naming the field, the value and what is allowed.
     """
+    # Before anything is made of them: a message may hold millions.
+    for name in ("stop", "stop_token_ids"):
+        check_stop_count(name, len(getattr(message, name)))
     return SamplingParams(**{**defaults, **sampling_settings(message)}, logprobs=logprobs)
 
 

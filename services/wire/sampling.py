@@ -24,6 +24,7 @@ FINISH_REASONS = {
     "stop_string": pb.FINISH_REASON_STOP_STRING,
     "length": pb.FINISH_REASON_LENGTH,
     "time_budget": pb.FINISH_REASON_TIME_BUDGET,
+    "queue_time": pb.FINISH_REASON_QUEUE_TIME,
 }
 """Of an answer; what fails or is cancelled has a status code instead."""
 
@@ -95,5 +96,5 @@ def _set(message: pb.SamplingParams, name: str, value: Any) -> None:
             raise TypeError
         else:
             getattr(message, name).extend(value)
-    except (TypeError, ValueError) as error:  # protobuf's own words name neither the field nor what it holds
+    except (TypeError, ValueError, OverflowError) as error:  # protobuf's own words name neither the field nor what it holds
         raise ValueError(f"{name}={value!r}; allowed: {kind}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+from services.backend import RequestFailed
 from services.coordinator.loop import Step
 from services.coordinator.timeline import RoundTimes
 from services.pb import coordinator_pb2 as pb
@@ -19,7 +20,11 @@ _GROUP_FIELDS = {
 """Of `GroupPages`, and what `EngineStats` calls each; there it is a dictionary by side."""
 _SPEC_COUNTS = ("spec_rounds", "spec_draft_tokens", "spec_accepted_tokens", "spec_hits", "spec_misses")
 """Of exact decoding, by the same name in both."""
-_KINDS = {pb.REFUSAL_KIND_INVALID: ValueError, pb.REFUSAL_KIND_QUEUE_FULL: QueueFull}
+_KINDS = {
+    pb.REFUSAL_KIND_INVALID: ValueError,
+    pb.REFUSAL_KIND_QUEUE_FULL: QueueFull,
+    pb.REFUSAL_KIND_FAILED: RequestFailed,
+}
 
 
 def to_response(step: Step) -> pb.AttachResponse:

@@ -20,6 +20,7 @@ class Answers:
 
     def __init__(self, end: LeaderEnd, epoch: int, *, waits: bool) -> None:
         self._end, self._epoch = end, epoch
+        self._turn = threading.Lock()
         self._queue: queue.SimpleQueue[tuple[int, Callable[[], pb.WorkResponse]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="answers", daemon=True) if waits else None
         if self._thread is not None:
@@ -28,14 +29,14 @@ class Answers:
     def put(self, sequence: int, respond: Callable[[], pb.WorkResponse]) -> None:
         """Send what `respond` returns for command `sequence`, after all that was put before it."""
         if self._thread is None:
-            self._end.send(respond())
+            self._send(respond())
         else:
             self._queue.put((sequence, respond))
 
     def fail(self, sequence: int, error: Exception) -> None:
         """Say that the worker could not carry out a command and stops; whatever else was put may never be sent."""
         failure = pb.Failure(message=f"{type(error).__name__}: {error}")
-        self._end.send(pb.WorkResponse(version=LAYOUT_VERSION, epoch=self._epoch, sequence=sequence, failure=failure))
+        self._send(pb.WorkResponse(version=LAYOUT_VERSION, epoch=self._epoch, sequence=sequence, failure=failure))
 
     def close(self) -> None:
         """After everything has been sent, or has taken too long."""
@@ -46,8 +47,13 @@ class Answers:
     def _run(self) -> None:
         for sequence, respond in iter(self._queue.get, None):
             try:
-                self._end.send(respond())
+                self._send(respond())
             except Exception as error:  # of the device, met by whoever waits for it
                 logger.exception("command %d failed", sequence)
                 self.fail(sequence, error)
                 return
+
+    def _send(self, response: pb.WorkResponse) -> None:
+        """A failure is reported by another thread than what was put before it, and an end takes one message at a time."""
+        with self._turn:
+            self._end.send(response)

@@ -12,9 +12,6 @@ from torch import Tensor
 
 from smc.algorithm.weights import valid
 
-MAX_PARTICLES = 64
-"""Most places of one group."""
-
 
 @dataclass(frozen=True)
 class Bounds:

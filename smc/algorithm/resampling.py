@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from smc.algorithm.weights import valid
+from smc.limits import SCHEME_NAMES
 
 Scheme = Callable[[Tensor, Tensor, int, Tensor], Tensor]
 """(weights_GM, draws_G, most, uniforms_GU) -> counts_GM. At most `most` draws. SSP needs M uniforms, systematic one, others `most`."""
@@ -80,8 +81,7 @@ SCHEMES: dict[str, Scheme] = {
     "multinomial": multinomial,
     "ssp": ssp,
 }
-SCHEME_NAMES = ("systematic", "stratified", "residual", "multinomial", "ssp")
-"""Where schemes are data, a scheme is its index here."""
+assert tuple(SCHEMES) == SCHEME_NAMES
 
 
 def offspring(scheme_G: Tensor, weights_GM: Tensor, draws_G: Tensor, most: int, uniforms_GU: Tensor) -> Tensor:

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from smc.algorithm.bounds import Bounds
-from smc.algorithm.resampling import SCHEME_NAMES, offspring, place
+from smc.algorithm.resampling import offspring, place
 from smc.algorithm.weights import effective_sample_size, log_mean_weight, normalise
 from smc.arrays import to_device, to_host
+from smc.limits import SCHEME_NAMES
 from smc.philox import Purpose, uniforms
 
 EQUAL = 1e-6

@@ -17,22 +17,32 @@ class QueueFull(RuntimeError):
     """No room to wait in. Nothing is wrong with the request: it may be sent again later."""
 
 
-def check_queue(pages: dict[str, int], config: EngineConfig, waiting: int, waiting_pages: int) -> None:
-    """Refuse what there is no room to wait in for, given the pages it and those waiting are likely to need. Raises QueueFull."""
+def check_waiting(config: EngineConfig, waiting: int) -> None:
+    """Refuse another request where so many wait. Raises QueueFull."""
     if config.max_queue is not None and waiting >= config.max_queue:
         raise QueueFull(f"{waiting} requests are waiting; allowed: {config.max_queue}. Try again later")
+
+
+def check_queue(pages: dict[str, int], config: EngineConfig, waiting: int, waiting_pages: int) -> None:
+    """Refuse what there is no room to wait in for, given the pages it and those waiting are likely to need. Raises QueueFull."""
+    check_waiting(config, waiting)
     wanted = waiting_pages + sum(pages.values())
     if waiting and config.max_queue_pages is not None and wanted > config.max_queue_pages:
         raise QueueFull(f"waiting requests would need {wanted} KV pages; allowed: {config.max_queue_pages}. Try again later")
 
 
-def check_fits(request: Request, config: EngineConfig, capacity: dict[str, int], context: int, vocab_size: int) -> None:
-    """Refuse what this engine could never run, whatever else is going on. Raises ValueError."""
-    params, size = request.params, len(request.prompt)
+def check_prompt(size: int, context: int) -> None:
+    """Refuse a prompt of so many tokens if there can be no answer to it. Raises ValueError."""
     if not size:
         raise ValueError("the prompt is empty; at least one token is needed")
     if size >= context:
         raise ValueError(f"the prompt has {size} tokens; allowed: at most {context - 1}, to leave room for an answer")
+
+
+def check_fits(request: Request, config: EngineConfig, capacity: dict[str, int], context: int, vocab_size: int) -> None:
+    """Refuse what this engine could never run, whatever else is going on. Raises ValueError."""
+    params, size = request.params, len(request.prompt)
+    check_prompt(size, context)
     if size + params.max_tokens > context:
         raise ValueError(
             f"max_tokens={params.max_tokens} after a prompt of {size} tokens exceeds the context of {context}; "

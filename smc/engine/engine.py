@@ -10,6 +10,7 @@ live here, in other processes or on other machines is not its business.
 from __future__ import annotations
 
 import itertools
+import logging
 import secrets
 import time
 from bisect import insort
@@ -38,6 +39,8 @@ from smc.runtime.messages import Worker
 from smc.runtime.pair import Pair
 from smc.runtime.plan import Program
 from smc.stops import TokenBytes
+
+logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -106,7 +109,7 @@ class Engine:
         check_queue(expected, self.config, len(self._queue), self._queue.pages)
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         rules = StopRules(params, self.tokenizer)
-        group = Group(request, seed, rules, self._clock(), next(self._numbers), expected)
+        group = Group(request, seed, rules, self._clock() - request.waited, next(self._numbers), expected)
         self._groups[group.id] = group
         self._deadlines.add(group)
         self._queue.push(group)
@@ -123,7 +126,7 @@ class Engine:
     def step(self) -> list[Output]:
         """Advance everything once. Returns what became final: at most one Output per request, in order of submission."""
         for group in self._deadlines.passed(self._clock()):
-            self._finish(group, FinishReason.TIME_BUDGET)
+            self._finish(group, FinishReason.TIME_BUDGET if group.has_begun else FinishReason.QUEUE_TIME)
         self.expectation.follow(self._admitted)
         self._admit()
         for group in self._admitted:
@@ -138,7 +141,7 @@ class Engine:
             if not group.error and not self._complete(group):
                 self._cohorts[group.decoding.program].join(group)
         for group in list(self._admitted):
-            self._report(group)
+            self._report_alone(group)
         ready, self._ready = self._ready, []
         return [output for _, output in sorted(ready, key=itemgetter(0))]
 
@@ -289,6 +292,17 @@ class Engine:
             new = tuple(self.slots.tokens_SL[group.slots[0], group.streamed : group.committed].tolist())
             group.streamed = group.committed
             self._ready.append((group.number, Output(group.id, new, group.stream.push(new))))
+
+    def _report_alone(self, group: Group) -> None:
+        """An error in what is this request's alone ends this request alone."""
+        try:
+            self._report(group)
+        except Exception as error:
+            if group.error or group.id not in self._groups:
+                raise
+            logger.exception("request %s failed", group.id)
+            group.error = f"an error of the engine ({type(error).__name__}); its log has the details"
+            self._finish(group, FinishReason.ERROR)
 
     def _finish(self, group: Group, reason: FinishReason | None) -> None:
         """The final draw, the last Output, and everything the group held given back. `reason` None: it is complete."""

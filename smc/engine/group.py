@@ -9,12 +9,12 @@ from enum import Enum
 
 import numpy as np
 
-from smc.algorithm.resampling import SCHEME_NAMES
 from smc.engine.methods import Decoding, decoding_of
 from smc.engine.request import Method, Request, SamplingParams, Statistics
 from smc.engine.slots import Slots
 from smc.engine.text import StopRules, TextStream
 from smc.laws import LawSpec
+from smc.limits import SCHEME_NAMES
 
 
 class Phase(Enum):
@@ -32,7 +32,7 @@ class Group:
     seed: int
     rules: StopRules
     submitted: float
-    """Engine clock at submission, seconds."""
+    """Engine clock at its arrival, seconds."""
     number: int
     """Of requests in the order of submission."""
     expected: dict[str, int]
@@ -98,6 +98,11 @@ class Group:
     def has_particles(self) -> bool:
         """In slots, or in a record to go on from."""
         return self.phase is Phase.RUNNING or self.saved is not None
+
+    @property
+    def has_begun(self) -> bool:
+        """It has been taken up at least once."""
+        return self.phase is not Phase.QUEUED or self.tally.preemptions > 0
 
     @property
     def rows(self) -> int:

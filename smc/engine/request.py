@@ -5,15 +5,14 @@ Settings are checked when they are built; a setting that the chosen method would
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from smc.algorithm.bounds import MAX_PARTICLES
-from smc.algorithm.resampling import SCHEMES
-from smc.stops import MAX_STOP_BYTES
+from smc.limits import MAX_PARTICLES, MAX_STOP_BYTES, SCHEME_NAMES
 
 MAX_STOPS = 64
+MAX_STOP_IDS = 1024
 POPULATIONS = ("distinct", "independent")
 SMALLEST, LARGEST = 1e-6, 1e6
 """Of temperatures and alpha: beyond, they make infinities and NaN of logits in float32."""
@@ -44,6 +43,8 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     TIME_BUDGET = "time_budget"
     """The request's own time was used up: the answer is the weighted draw among what existed then."""
+    QUEUE_TIME = "queue_time"
+    """Its own time was used up before it had begun: there is no answer."""
     CANCELLED = "cancelled"
     ERROR = "error"
 
@@ -89,7 +90,7 @@ class SamplingParams:
     ignore_eos: bool = False
     """EOS is a token like any other."""
     time_budget: float | None = None
-    """Soft limit in seconds from submission; checked between rounds."""
+    """Soft limit in seconds from arrival; checked between rounds."""
     logprobs: bool = False
     """Report the log-probability of every answer token under the target law (after temperature and truncation)."""
 
@@ -155,7 +156,7 @@ class SamplingParams:
             return
         threshold = self.ess_threshold
         _require("ess_threshold", threshold, _is_number(threshold) and 0 <= threshold <= 1, "0..1 (0 = never resample)")
-        _require("resampling", self.resampling, self.resampling in SCHEMES, ", ".join(SCHEMES))
+        _require("resampling", self.resampling, self.resampling in SCHEME_NAMES, ", ".join(SCHEME_NAMES))
 
     def _check_numbers(self) -> None:
         n = self.particles
@@ -178,12 +179,11 @@ class SamplingParams:
         ):
             if isinstance(values, str) or not isinstance(values, (list, tuple)):
                 raise ValueError(f"{name}={values!r}; allowed: a list of {say}")
+            check_stop_count(name, len(values))
             bad = [v for v in values if not isinstance(v, kind) or isinstance(v, bool) or v == "" or (kind is int and v < 0)]
             if bad:
                 raise ValueError(f"{name} contains {bad[0]!r}; allowed: {say}")
             object.__setattr__(self, name, tuple(values))
-        if len(self.stop) > MAX_STOPS:
-            raise ValueError(f"stop has {len(self.stop)} strings; allowed: at most {MAX_STOPS}")
         # Characters are cheaper to count than bytes, and there are no more of them.
         if (size := sum(map(len, self.stop))) <= MAX_STOP_BYTES:
             try:
@@ -265,6 +265,15 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     cache_salt: str = ""
     """Prompts share what has been computed for them only with prompts of the same salt."""
+    waited: float = 0.0
+    """Seconds between its arrival and its submission."""
+
+
+def check_stop_count(name: str, count: int) -> None:
+    """Of `stop` or `stop_token_ids`. Raises ValueError for more than are allowed."""
+    most, what = {"stop": (MAX_STOPS, "strings"), "stop_token_ids": (MAX_STOP_IDS, "ids")}[name]
+    if count > most:
+        raise ValueError(f"{name} has {count} {what}; allowed: at most {most}")
 
 
 def _require(name: str, value: object, ok: bool, allowed: str) -> None:
@@ -273,7 +282,8 @@ def _require(name: str, value: object, ok: bool, allowed: str) -> None:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """Finite, and not larger than a float can be, as an integer from JSON may be."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _is_scale(value: object) -> bool:

@@ -9,7 +9,6 @@ import torch
 
 from smc.algorithm.bounds import Bounds
 from smc.algorithm.expansion import Offers, expand
-from smc.algorithm.resampling import SCHEME_NAMES
 from smc.algorithm.selection import select
 from smc.engine.chunks import Chunks
 from smc.engine.expectation import Expectation
@@ -18,10 +17,11 @@ from smc.engine.prefill import Start, prefill_step
 from smc.engine.prefixes import Prefixes
 from smc.engine.rounds import commit_tokens
 from smc.engine.stop_entries import StopEntries
+from smc.limits import MAX_STOP_BYTES, SCHEME_NAMES
 from smc.runtime.messages import SIDES, Worker
 from smc.runtime.pair import Pair
 from smc.runtime.plan import Join
-from smc.stops import DONE, MAX_STOP_BYTES, START, TokenBytes
+from smc.stops import DONE, START, TokenBytes
 
 SAVED = ("tokens_SL", "logp_SL", "logq_SL", "length_S", "block_S", "logw_S", "ended_S")
 """Arrays of `Slots` that a group's record is made of."""

@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smc.algorithm.bounds import MAX_PARTICLES
 from smc.algorithm.expansion import EXPANSION_POSITION, Expansion, Kind, Offers
 from smc.kernels.places import own_places, programs
 from smc.kernels.selection import _uniform
+from smc.limits import MAX_PARTICLES
 
 CHUNKS = (256, 512, 1024, 2048)
 """Offers that a program looks at at a time: all, if there are no more than the last."""

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smc.algorithm.bounds import MAX_PARTICLES
+from smc.limits import MAX_PARTICLES
 
 
 def programs(places: int, groups: int) -> int:

@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smc.algorithm.bounds import MAX_PARTICLES, Bounds
-from smc.algorithm.resampling import SCHEME_NAMES
+from smc.algorithm.bounds import Bounds
 from smc.algorithm.selection import BRANCH_POSITION, EQUAL, Selection
 from smc.kernels.places import columns, own_places, programs
+from smc.limits import MAX_PARTICLES, SCHEME_NAMES
 from smc.philox import Purpose
 
 SYSTEMATIC, STRATIFIED, RESIDUAL, _, SSP = (tl.constexpr(index) for index in range(len(SCHEME_NAMES)))

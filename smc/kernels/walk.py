@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smc.algorithm.bounds import MAX_PARTICLES
 from smc.kernels.places import columns, own_places, programs
+from smc.limits import MAX_PARTICLES
 
 
 def walk(tokens_AQ: Tensor, count_A: Tensor, drawn_AQ: Tensor, alive_A: Tensor, groups: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -76,8 +76,9 @@ def empty_decoder(config: ModelConfig, reduce: Reduce | None, dtype: torch.dtype
             if isinstance(module, Linear):
                 module.to_fp8()
     if tied:
-        model.lm_head.weight = None  # `to_empty` would allocate a matrix of its own for each of the two names
-    model.to_empty(device=device)
+        model.lm_head.weight = None  # else each of the two names would get a matrix of its own
+    # Not `to_empty`: of tensors on `meta`, torch imports a library of symbols for it, which takes as long as torch itself.
+    model._apply(lambda weight: torch.empty(weight.shape, dtype=weight.dtype, device=device))
     if tied:
         model.lm_head.weight = model.embed.weight
     return model.requires_grad_(False).eval()

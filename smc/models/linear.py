@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from smc.limits import DTYPE_NAMES
+
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
 """448; what is larger would be NaN."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": FP8}
+DTYPES = dict(zip(DTYPE_NAMES, (torch.float32, torch.bfloat16, torch.float16, FP8), strict=True))
 """The types that models can have. FP8: of the matrices, the head included; the embedding, norms, biases and activations are bfloat16."""
 PIECE = 1 << 24
 """Weights that are worked on at a time, so that what is made of them on the way stays small."""

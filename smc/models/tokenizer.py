@@ -19,6 +19,7 @@ import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from smc.models.config import read_json
+from smc.models.token_sizes import most_bytes_of_a_token
 
 _SUPPORTED_DECODERS = "ByteLevel (Llama 3, Qwen), or Replace '▁' by ' ' with ByteFallback, Fuse and Strip (sentencepiece)"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -33,6 +34,7 @@ class Tokenizer:
         """`special` maps `bos_token` and `eos_token` to their text, as chat templates see them."""
         self._tokenizer = tokenizer
         self._bytes = _bytes_of_every_id(tokenizer)
+        self._most_bytes = most_bytes_of_a_token(tokenizer, self._bytes)
         self._special = special
         self._chat_template = chat_template
         self.eos_ids = eos_ids
@@ -62,12 +64,23 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
 
-    def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Token ids of `text`, with the tokens that the model wants around it (such as `bos`) if `add_special`."""
+    def encode(self, text: str, add_special: bool = True, limit: int | None = None) -> list[int]:
+        """Token ids of `text`, with the tokens that the model wants around it (such as `bos`) if `add_special`.
+
+        Raises ValueError for what is no Unicode text or makes more than `limit` tokens, where it can before it encodes anything. Other
+        threads go on meanwhile.
+        """
+        least = len(text) // self._most_bytes if self._most_bytes else 0
+        if limit is not None and least > limit:
+            raise ValueError(f"the prompt has {len(text)} characters, at least {least} tokens; allowed: at most {limit} tokens")
         try:
-            return self._tokenizer.encode(text, add_special_tokens=add_special).ids
+            # Unlike `encode`, it lets go of the interpreter.
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special)
         except TypeError as error:  # a lone surrogate has no UTF-8 form
             raise ValueError(f"cannot encode {text!r}: {error}; text that is valid Unicode is needed") from error
+        if limit is not None and len(encoding) > limit:
+            raise ValueError(f"the prompt has {len(encoding)} tokens; allowed: at most {limit}")
+        return encoding.ids
 
     def bytes_of(self, token_id: int) -> bytes:
         """The bytes that a token stands for; nothing for a special token. Raises ValueError if there is no such id."""
@@ -79,8 +92,11 @@ class Tokenizer:
         """Text of a whole sequence; bytes that are not UTF-8 become U+FFFD."""
         return b"".join(map(self.bytes_of, ids)).decode("utf-8", errors="replace")
 
-    def chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        """Token ids of a conversation up to where the assistant speaks next. Raises ValueError if it cannot be rendered."""
+    def chat(self, messages: Sequence[dict[str, Any]], limit: int | None = None) -> list[int]:
+        """Token ids of a conversation up to where the assistant speaks next.
+
+        Raises ValueError if it cannot be rendered, or makes more than `limit` tokens.
+        """
         if self._chat_template is None:
             raise ValueError("the model has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json)")
         try:
@@ -90,7 +106,7 @@ class Tokenizer:
             )
         except Exception as error:  # a template is foreign code fed with foreign messages: it can raise anything
             raise ValueError(f"the chat template cannot render these messages: {error}") from error
-        return self.encode(text, add_special=False)
+        return self.encode(text, add_special=False, limit=limit)
 
     def fingerprint(self) -> str:
         """Hash of the id -> token mapping, added tokens included: equal exactly for interchangeable vocabularies."""

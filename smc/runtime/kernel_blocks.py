@@ -7,11 +7,11 @@ import torch
 import triton
 from torch import Tensor
 
-from smc.algorithm.bounds import MAX_PARTICLES
 from smc.algorithm.expansion import Kind
 from smc.kernels import blocks as kernels
 from smc.kernels.places import columns, programs
 from smc.laws import LawSpec
+from smc.limits import MAX_PARTICLES
 from smc.philox import STREAMS_PER_PARTICLE, Purpose
 from smc.runtime.blocks import Asked, Blocks, Drawn, Scored
 from smc.runtime.forward import Rows

@@ -7,13 +7,13 @@ import torch
 import triton
 from torch import Tensor
 
-from smc.algorithm.bounds import MAX_PARTICLES
 from smc.algorithm.expansion import Expansion, Kind, Offers
 from smc.algorithm.selection import Selection
 from smc.kernels import conclude as conclusion
 from smc.kernels import weigh as weighing
 from smc.kernels.places import columns, programs
 from smc.kernels.stops import table_arguments
+from smc.limits import MAX_PARTICLES
 from smc.runtime.candidates import Candidates, Evidence, Numbers
 from smc.runtime.choice import Regrown
 from smc.runtime.outcome import Choice, Lineage, RoundResult

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from smc.algorithm.resampling import SCHEME_NAMES, SCHEMES, offspring, place
+from smc.algorithm.resampling import SCHEMES, offspring, place
+from smc.limits import SCHEME_NAMES
 
 LARGEST = 1 - 2.0**-53
 MOST = 12

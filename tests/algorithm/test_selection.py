@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from smc.algorithm import selection
-from smc.algorithm.resampling import SCHEME_NAMES, SCHEMES, offspring, place
+from smc.algorithm.resampling import SCHEMES, offspring, place
 from smc.algorithm.selection import BRANCH_POSITION, Selection, own_branch, select
 from smc.algorithm.weights import normalise
+from smc.limits import SCHEME_NAMES
 from smc.philox import Purpose, uniforms
 from tests.algorithm.packing import Population, pack, random_candidates
 

@@ -33,3 +33,9 @@ def test_a_pair_that_does_not_fit(smcserve, tmp_path):
 def test_one_directory_alone(smcserve):
     ran = smcserve("check", "--target", "x")
     assert ran.code == 2 and "--target is given without --draft" in ran.err
+
+
+def test_of_an_empty_directory_the_problem_is_all_there_is_to_say(smcserve, tmp_path):
+    ran = smcserve("check", "--target", tmp_path, "--draft", tmp_path)
+    assert ran.code == 1 and "refused" not in ran.out
+    assert ran.out.splitlines()[3].startswith("problem: target: ")

@@ -24,8 +24,9 @@ SIDES = ("draft", "target")
 
 
 @contextmanager
-def coordinator(engine: EngineConfig, **settings: Any) -> Iterator[tuple[Coordinator, CoordinatorSpec]]:
-    """Of the demo pair, warmed up; `settings` of the gang. At the end every rank must have heard that it is to stop."""
+def coordinator(engine: EngineConfig, *, watched: bool = True, **settings: Any) -> Iterator[tuple[Coordinator, CoordinatorSpec]]:
+    """Of the demo pair, warmed up; `settings` of the gang. At the end every rank must have heard that it is to stop. `watched`: nothing
+    may stop it before."""
     config = GangConfig(engine=engine, **{"start_timeout": 30.0, "link_timeout": 20.0, "heartbeat": 0.2, **settings})
     pair = config.serving_pair()
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
@@ -46,13 +47,15 @@ def coordinator(engine: EngineConfig, **settings: Any) -> Iterator[tuple[Coordin
             failures.append(error)
 
     waiting = threading.Thread(target=wait, daemon=True)
-    waiting.start()
+    if watched:
+        waiting.start()
     try:
         yield made, spec
     finally:
         if not failures:
             made.stop()
-        waiting.join(10)
+        if watched:
+            waiting.join(10)
         assert not failures, failures
         for rank in ranks:
             rank.join(10)

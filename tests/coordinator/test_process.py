@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Coroutine
 
 import pytest
 
+from services.backend import RequestFailed
 from services.coordinator.client import CoordinatorClient
 from services.coordinator.loop import Step
+from services.coordinator.process import EngineStuck
 from smc.engine.request import FinishReason, Request, SamplingParams
+from smc.engine.text import StopRules, TextStream
 from smc.runtime.config import EngineConfig
 from tests.coordinator.harness import coordinator
 
@@ -93,3 +97,55 @@ def test_everybody_leaves_at_once(link):
 
     with coordinator(ENGINE, link=link) as (made, spec):
         attached(made, spec, work)
+
+
+def test_a_step_that_does_not_end_is_noticed():
+    """Nobody but the engine's thread could say so, and it cannot."""
+    go_on = threading.Event()
+
+    async def work(client: CoordinatorClient, steps: list[Step]) -> None:
+        made._remote.engine.step = lambda: go_on.wait(30) and []
+        asking = asyncio.create_task(ask(client, "x", particles=1, max_tokens=5))
+        waiting = asyncio.create_task(asyncio.to_thread(made.wait))
+        async with asyncio.timeout(20):
+            with pytest.raises(EngineStuck, match=r"at one step for more than 1\.2 s"):
+                await waiting
+        del made._remote.engine.step
+        go_on.set()
+        await asking
+
+    with coordinator(ENGINE, link_timeout=1.0, heartbeat=0.2, watched=False) as (made, spec):
+        attached(made, spec, work)
+
+
+def test_a_request_that_cannot_be_taken_in_or_reported_ends_alone(monkeypatch):
+    async def work(client: CoordinatorClient, steps: list[Step]) -> None:
+        others = [asyncio.create_task(ask(client, str(i), particles=2, max_tokens=60, ignore_eos=True)) for i in range(3)]
+        whole = StopRules.__init__
+
+        def broken(self: StopRules, params: SamplingParams, tokenizer: object) -> None:
+            if params.stop == ("break it",):
+                raise KeyError("out of luck")
+            whole(self, params, tokenizer)
+
+        monkeypatch.setattr(StopRules, "__init__", broken)
+        with pytest.raises(RequestFailed, match=r"could not be taken in .*out of luck"):
+            await ask(client, "bad", stop=("break it",))
+        push = TextStream.push
+
+        def unreadable(self: TextStream, tokens: tuple[int, ...]) -> str:
+            if self._rules.strings:
+                raise KeyError("out of luck")
+            return push(self, tokens)
+
+        monkeypatch.setattr(TextStream, "push", unreadable)
+        with pytest.raises(RequestFailed, match="an error of the engine"):
+            await ask(client, "worse", stop=("never",), particles=1, max_tokens=60, ignore_eos=True)
+        assert [await other for other in others] == [FinishReason.LENGTH] * 3
+
+    with coordinator(ENGINE) as (made, spec):
+        attached(made, spec, work)
+        until_idle = time.monotonic() + 10
+        while not made._remote.engine.idle and time.monotonic() < until_idle:
+            time.sleep(0.05)
+        made._remote.engine.check_books()

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from queue import SimpleQueue
+from socket import SHUT_RDWR, create_server
 
+import pytest
+
+from services.backend import Unavailable
+from services.client import Client, ServiceError
+from services.coordinator import service
 from services.coordinator.client import CoordinatorClient
 from services.coordinator.loop import Step
 from services.coordinator.service import CoordinatorServer
+from services.link.streams import StreamCaller, StreamServer
 from smc.engine.admission import QueueFull
 from smc.engine.request import Answer, FinishReason, Output, Request, SamplingParams, Statistics
 from smc.engine.stats import EngineStats
@@ -31,6 +42,73 @@ class FakeLoop:
 
     def abort(self, request_id: str) -> None:
         self.aborted.add(int(request_id))
+
+
+@contextmanager
+def proxy(monkeypatch) -> Iterator[list[bytes]]:
+    """One that answers nobody, set as everybody's; what it is sent."""
+    heard: list[bytes] = []
+
+    def listen() -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = socket.accept()
+                heard.append(connection.recv(1000))
+
+    with create_server(("127.0.0.1", 0)) as socket:
+        for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{socket.getsockname()[1]}")
+        for name in ("no_proxy", "no_grpc_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        threading.Thread(target=listen, daemon=True).start()
+        yield heard
+        socket.shutdown(SHUT_RDWR)
+
+
+def test_what_stays_on_this_machine_goes_through_no_proxy(monkeypatch):
+    """The stream of the gateway, the link, and a client's token."""
+    with proxy(monkeypatch) as heard:
+        server = CoordinatorServer("127.0.0.1", "secret")
+        server.attach_to(FakeLoop(server))
+
+        async def work() -> None:
+            client = CoordinatorClient(server.address, "secret", lambda step: None, lambda: None)
+            await client.attached(10)
+            await client.close()
+
+        asyncio.run(work())
+        server.close()
+        link = StreamServer("127.0.0.1", "secret")
+        StreamCaller(link.address, "secret", "Work").close()
+        link.close()
+        with Client(link.address, token="in plain text") as client, pytest.raises(ServiceError):
+            client.server_info()
+        assert not heard
+
+
+def test_a_coordinator_that_does_not_take_the_stream_up():
+    """The service must not say that it serves before this."""
+    server = CoordinatorServer("127.0.0.1", "secret")
+
+    async def work() -> None:
+        client = CoordinatorClient(server.address, "secret", lambda step: None, lambda: None)
+        with pytest.raises(Unavailable, match=r"did not answer within 0\.3 s"):
+            await client.attached(0.3)
+        await client.close()
+
+    asyncio.run(work())
+    server.close()
+
+
+def test_a_gateway_that_takes_nothing_is_given_up(monkeypatch):
+    """What waits for it is bounded."""
+    monkeypatch.setattr(service, "MAX_BEHIND", 5)
+    server = CoordinatorServer("127.0.0.1", "secret")
+    server._outbox = outbox = SimpleQueue()
+    for _ in range(100):
+        server.deliver(Step([], {}, STATS))
+    assert outbox.qsize() == 7 and [outbox.get() for _ in range(7)][-1] is None
+    server.close()
 
 
 def test_when_the_gateway_goes_only_what_still_runs_is_aborted():

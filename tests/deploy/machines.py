@@ -37,7 +37,7 @@ class Machines:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "PYTEST_"))}
         self.env = inherited | {
             "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
-            "RAY_AUTH_MODE": "disabled",
+            **{name: os.environ[name] for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")},
             "RAY_USAGE_STATS_ENABLED": "0",
             "COLUMNS": "400",
             "OMP_NUM_THREADS": "1",

@@ -142,7 +142,7 @@ def test_time_budget_spent_in_the_queue():
     engine.step()
     clock.now = 5.0
     (final,) = [o.answer for o in engine.step() if o.answer]
-    assert final.request_id == "second" and final.finish_reason is FinishReason.TIME_BUDGET and final.tokens == ()
+    assert final.request_id == "second" and final.finish_reason is FinishReason.QUEUE_TIME and final.tokens == ()
 
 
 @pytest.mark.parametrize("config", FORMS, ids=config_id)

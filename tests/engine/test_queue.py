@@ -118,9 +118,9 @@ def test_deadlines_are_those_of_budgets():
     assert ended == {
         1.0: [("f", "cancelled")],
         3.9: [],
-        4.0: [("c", "time_budget"), ("d", "time_budget")],
+        4.0: [("c", "queue_time"), ("d", "queue_time")],
         8.0: [],
-        9.0: [("b", "time_budget")],
+        9.0: [("b", "queue_time")],
     }
     for name in "ae":
         engine.abort(name)

@@ -44,9 +44,6 @@ class LocalBackend:
     def generate(self, request: Request) -> AsyncGenerator[Output, None]:
         return self.dispatcher.generate(request)
 
-    async def abort(self, request_id: str) -> bool:
-        return await self.dispatcher.abort(request_id)
-
     def status(self) -> ServiceStatus:
         return ServiceStatus(epoch=3, running=self.stats.running, queued=self.stats.queued)
 

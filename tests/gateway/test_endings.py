@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -83,6 +84,34 @@ def test_abort_ends_a_call_of_somebody_else(service):
     assert service.metric("smc_requests_cancelled_total", by="abort") == before + 1
 
 
+def test_abort_finds_a_request_that_is_still_being_encoded(pair, monkeypatch):
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(text: str, **_: object) -> list[int]:
+        begun.set()
+        go_on.wait(20)
+        return [1]
+
+    with serving(pair) as service, service.client() as client, service.client() as other, ThreadPoolExecutor(1) as pool:
+        monkeypatch.setattr(pair.tokenizer, "encode", slow)
+        call = pool.submit(client.generate, "x" * 5000, request_id="long")
+        assert begun.wait(10) and other.abort("long")
+        with pytest.raises(ServiceError, match="CANCELLED: the request was aborted"):
+            call.result(10)
+        go_on.set()
+        service.wait_until_free()
+
+
+def test_a_time_budget_runs_from_arrival_and_may_end_in_the_queue(service):
+    before = service.metric("smc_requests_total", status="OK", finish_reason="queue_time")
+    with service.client() as client, client.stream("x", **{**LONG, "particles": 64}) as stream:
+        next(stream)
+        late = client.generate("x", particles=8, max_tokens=20, time_budget=0.2)
+        assert (late.finish_reason, late.text, late.tokens) == ("queue_time", "", ())
+    service.wait_until_free()
+    assert service.metric("smc_requests_total", status="OK", finish_reason="queue_time") == before + 1
+
+
 def test_a_client_that_stops_reading_loses_its_call_only(pair):
     with serving(pair, write_timeout=0.3) as service, service.stub(*SMALL_WINDOW) as stub, service.client() as other:
         call = stub.Generate(long_request())
@@ -157,24 +186,34 @@ def test_draining_lets_calls_finish_and_nobody_in(pair):
         assert next(watch).status == 1
         stream = client.stream("x", particles=8, max_tokens=120, ignore_eos=True, seed=1)
         next(stream)
+        states = []
+        channel.subscribe(states.append)
         draining = service.begin(service.gateway.drain(20.0))
         assert next(watch).status == 2
-        assert client.health("smc.draft") == "NOT_SERVING"
-        with pytest.raises(ServiceError) as caught:
-            client.generate("x")
-        assert caught.value.code is grpc.StatusCode.UNAVAILABLE and caught.value.retry_after == 1.0
-        assert not client.server_info().serving
+        # Connections are told to go elsewhere: one with a call in flight keeps it and takes no other.
+        until(lambda: grpc.ChannelConnectivity.IDLE in states)
+        for other in (client, service.client()):
+            with pytest.raises(ServiceError) as caught:
+                other.generate("x", timeout=5.0)
+            assert caught.value.code is grpc.StatusCode.UNAVAILABLE
         assert not draining.done()
         list(stream)
         assert stream.completion.usage.completion_tokens == 120
         draining.result(5.0)
-        # A connection that was made in the very moment of the end may get no answer, so each try has a deadline of its own.
-        codes, stub = [], generation_pb2_grpc.GenerationServiceStub(channel)
-        while grpc.StatusCode.UNAVAILABLE not in codes:
-            with pytest.raises(grpc.RpcError) as refused:
-                list(stub.Generate(long_request(), timeout=2.0))
-            codes.append(refused.value.code())
-            assert len(codes) < 10 and set(codes) <= {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
+        with pytest.raises(grpc.RpcError):
+            next(watch)
+
+
+def test_clients_connect_anew_after_a_while_and_lose_no_call(pair):
+    """Else they would never find a replica that was started after them."""
+    with serving(pair, max_connection_age=1.0) as service, grpc.insecure_channel(service.address) as channel:
+        states, stub = [], generation_pb2_grpc.GenerationServiceStub(channel)
+        channel.subscribe(states.append)
+        call = stub.Generate(long_request())
+        next(call)
+        until(lambda: grpc.ChannelConnectivity.IDLE in states, 10.0)
+        assert list(call)[-1].finish.usage.completion_tokens == LONG["max_tokens"]
+        assert list(stub.Generate(long_request(max_tokens=4, particles=1)))
 
 
 def test_draining_ends_what_takes_too_long(pair):

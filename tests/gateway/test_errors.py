@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from tests.gateway.harness import LONG, Service, serving, until
 
 ROOT = Path(__file__).parents[2]
 ELSEWHERE = {
+    "the service failed over this very": "tests/launch/test_supervisor.py",
     "a worker was lost": "tests/service/test_faults.py",
     "the service shut down before": "test_endings.py",
     "the service is shutting down": "test_endings.py",
@@ -30,6 +32,8 @@ ELSEWHERE = {
     "the service asks for bearer tokens": "test_security.py",
 }
 HERE = {
+    "the request cannot be read": "test_malformed_bytes",
+    "the request did not arrive": "test_a_request_that_does_not_arrive",
     "a field is wrong": "test_invalid_arguments",
     "`request_id` belongs": "test_an_id_in_use",
     "the queue is full": "test_a_full_queue",
@@ -46,7 +50,7 @@ HERE = {
 def test_every_row_of_the_table_has_a_test():
     """The rows by how they begin; a row that is added, or a test that goes, is noticed here."""
     rows = re.findall(r"^\| `[A-Z_]+` \| (.*?) \|", (ROOT / "docs" / "errors.md").read_text(), flags=re.MULTILINE)
-    assert len(rows) == len(HERE) + len(ELSEWHERE) == 18
+    assert len(rows) == len(HERE) + len(ELSEWHERE) == 21
     for row in rows:
         assert sum(row.startswith(known) for known in (*HERE, *ELSEWHERE)) == 1, row
     assert set(HERE.values()) <= set(globals())
@@ -231,11 +235,9 @@ class Failing:
 def test_an_error_of_our_own(pair, caplog):
     """The caller learns its kind; the log has it all."""
     caplog.set_level(logging.ERROR, "services.gateway")
-    with serving(pair, wrap=lambda _: Failing()) as service, service.stub() as stub:
-        with refused(grpc.StatusCode.INTERNAL, r"^internal error \(KeyError\); the server's log has the details$"):
-            ask(service)
-        with refused(grpc.StatusCode.INTERNAL, "internal error"):
-            stub.Abort(pb.AbortRequest(request_id="x"))
+    said = r"^internal error \(KeyError\); the server's log has the details$"
+    with serving(pair, wrap=lambda _: Failing()) as service, refused(grpc.StatusCode.INTERNAL, said):
+        ask(service)
     assert "a secret of ours" in caplog.text and "Traceback" in caplog.text
 
 
@@ -248,3 +250,36 @@ def test_a_health_check_of_nothing(service):
 def test_no_such_method(service):
     with grpc.insecure_channel(service.address) as channel, refused(grpc.StatusCode.UNIMPLEMENTED, ""):
         channel.unary_unary("/smc.v1.GenerationService/Guess")(b"")
+
+
+@pytest.mark.parametrize("method", ["Generate", "Abort", "GetModelInfo", "GetServerInfo"])
+def test_malformed_bytes(service, caplog, method):
+    """Refused like any other mistake: without a class of ours in the message or a traceback in the log, and counted."""
+    before = service.metric("smc_requests_rejected_total", code="INVALID_ARGUMENT", cause="invalid")
+    with grpc.insecure_channel(service.address) as channel:
+        send = channel.unary_stream(f"/smc.v1.GenerationService/{method}")
+        for data in (b"\xff", b"\x0a\xff\xff\xff\x7f", b"\x0a" * 50_000):
+            with refused(grpc.StatusCode.INVALID_ARGUMENT, f"^the request of {len(data)} bytes is no message of this method"):
+                list(send(data))
+        assert service.metric("smc_requests_rejected_total", code="INVALID_ARGUMENT", cause="invalid") == before + 3
+        with refused(grpc.StatusCode.INVALID_ARGUMENT, "is no message"):
+            channel.unary_unary("/grpc.health.v1.Health/Check")(b"\xff")
+        with refused(grpc.StatusCode.INVALID_ARGUMENT, "is no message"):
+            list(channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")(iter([b"\xff"])))
+    assert not caplog.text
+
+
+def test_a_request_that_does_not_arrive(pair):
+    with serving(pair, write_timeout=0.3) as service, grpc.insecure_channel(service.address) as channel:
+        never, send = threading.Event(), channel.stream_stream("/smc.v1.GenerationService/Generate")
+
+        def wait() -> Iterator[bytes]:
+            never.wait(20)
+            yield from ()
+
+        with refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "the request did not arrive within 0.3 s"):
+            list(send(wait()))
+        with refused(grpc.StatusCode.INVALID_ARGUMENT, "the call came without a request"):
+            list(send(iter(())))
+        never.set()
+        assert service.metric("smc_requests_rejected_total", code="RESOURCE_EXHAUSTED", cause="slow_sender") == 1

@@ -59,7 +59,7 @@ def test_the_three_forms_of_a_prompt(service, pair):
 
 def test_a_long_text_is_the_same_text(service, pair):
     """Long enough to be encoded in a thread; too long for the context, which is how we learn how many tokens it came to."""
-    text = "apples and pears " * 400
+    text = "apples and pears " * 350
     with service.client() as client, pytest.raises(Exception, match=f"has {len(pair.tokenizer.encode(text))} tokens; allowed: at most 511"):
         client.generate(text)
 
@@ -142,6 +142,7 @@ def test_what_is_served(service, pair):
     assert (models.vocab_size, models.max_context, models.eos_token_ids) == (pair.tokenizer.size, 512, pair.tokenizer.eos_ids)
     assert models.has_chat_template
     assert (server.form, server.block, server.branches, server.max_slots, server.link) == ("lookahead", 4, 2, 64, "local")
+    assert (server.max_queue, server.max_calls, server.max_message_bytes) == (0, 1024, (64 << 10) + 16 * 512)
     assert server.serving and server.epoch == 3 and server.uptime_seconds > 0 and server.version
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import re
 import subprocess
 import urllib.request
@@ -13,10 +15,11 @@ import pytest
 from services.client import Message, ServiceError
 from services.coordinator.loop import Step
 from services.launch import supervisor as launch
+from services.launch.config import GangConfig
 from services.metrics import Metrics
 from smc.engine.stats import EngineStats
 from tests.deploy.binaries import binary
-from tests.gateway.harness import serving
+from tests.gateway.harness import LONG, serving, until
 
 
 @pytest.fixture
@@ -62,7 +65,7 @@ def report_everything(metrics: Metrics) -> None:
     metrics.tokens_generated(9)
     metrics.models_ran(160, 40)
     metrics.tokens_followed(4, 0.2)
-    metrics.request_answered("eos", 1.5)
+    metrics.request_answered("eos", 1.5, prompt_tokens=20, answer_tokens=7)
     metrics.request_failed("CANCELLED")
     metrics.request_rejected("RESOURCE_EXHAUSTED", "queue_full")
     metrics.request_cancelled("client")
@@ -101,6 +104,8 @@ def test_what_is_reported_is_what_is_shown(metrics):
         "smc_ess_share_ratio_count": 2,
         "smc_committed_lag_tokens_sum": 7,
         "smc_round_seconds_sum": 0.02,
+        "smc_request_prompt_tokens_sum": 20,
+        "smc_request_generation_tokens_sum": 7,
         "smc_worker_restarts_total": 1,
         "smc_epoch": 2,
         "smc_serving": 0,
@@ -109,6 +114,8 @@ def test_what_is_reported_is_what_is_shown(metrics):
     assert value(metrics, "smc_requests_total", status="OK", finish_reason="eos") == 1
     assert value(metrics, "smc_requests_rejected_total", code="RESOURCE_EXHAUSTED", cause="queue_full") == 1
     assert value(metrics, "smc_requests_cancelled_total", by="client") == 1
+    assert [value(metrics, "smc_kv_cache_usage_ratio", group=group) for group in ("draft", "target")] == pytest.approx([0.14, 0.25])
+    assert 0 <= value(metrics, "smc_last_round_age_seconds") < 60
     assert [value(metrics, "smc_model_tokens_total", group=group) for group in ("draft", "target")] == [160, 40]
     pages = {what: value(metrics, f"smc_kv_pages_{what}", group="target") for what in ("used", "free", "capacity", "leaked")}
     assert pages == {"used": 20, "free": 60, "capacity": 80, "leaked": 2}
@@ -146,13 +153,14 @@ def test_a_lost_gang_holds_nothing(metrics, monkeypatch):
     """Its last numbers would stand until the next gang's first step, and look like a queue that does not move."""
     told, gang = {}, SimpleNamespace(start=lambda: None, address="", secret="")
 
-    def connect(address, secret, on_step, on_lost) -> None:
+    def connect(address, secret, on_step, on_lost) -> SimpleNamespace:
         told.update(step=on_step, lost=on_lost)
+        return SimpleNamespace(attached=lambda timeout: asyncio.sleep(0))
 
     monkeypatch.setattr(launch, "Gang", lambda config, pair, epoch: gang)
     monkeypatch.setattr(launch, "CoordinatorClient", connect)
     pair = SimpleNamespace(engine=SimpleNamespace(max_slots=64))
-    supervisor = launch.Supervisor(None, pair, on_step=lambda step: metrics.observe_step(step.stats))
+    supervisor = launch.Supervisor(GangConfig(), pair, on_step=lambda step: metrics.observe_step(step.stats))
     asyncio.run(supervisor._start_gang())
     held = EngineStats(queued=3, running=2, slots_free=48, pages_used={"draft": 30}, pages_total={"draft": 100}, resamples=5)
     held.pages_cached, held.pages_leaked = {"draft": 16}, {"draft": 2}
@@ -204,6 +212,27 @@ def test_a_served_request_moves_them(pair):
     assert float(shown["smc_ess_share_ratio_count"]) == rounds[0] + rounds[2], "of distinct particles it says little"
     with pytest.raises(OSError):
         urllib.request.urlopen(f"http://127.0.0.1:{service.gateway.metrics_port}/metrics", timeout=1)
+
+
+def test_the_log_has_one_line_a_request(service, caplog):
+    """With what operators ask for, and nothing that callers wrote or were answered."""
+    caplog.set_level(logging.INFO, "smcserve.requests")
+    prompt = [Message("user", "Mia has 12 apples. She buys 30 more. How many now?")]
+    with service.client() as client:
+        answer = client.generate(prompt, request_id="mine", particles=4, seed=1, max_tokens=30)
+        with pytest.raises(ServiceError):
+            client.generate(prompt, request_id="wrong", particles=0)
+        with pytest.raises(ServiceError):
+            client.generate(prompt, request_id="late", timeout=0.3, **LONG)
+    until(lambda: len(caplog.records) == 3)
+    lines = {line["request_id"]: line for line in map(json.loads, caplog.messages)}
+    good, wrong, late = (lines[name] for name in ("mine", "wrong", "late"))
+    assert (good["status"], good["finish_reason"], good["method"], good["rows"]) == ("OK", answer.finish_reason, "smc", 4)
+    assert (good["prompt_tokens"], good["tokens"]) == (answer.usage.prompt_tokens, len(answer.tokens))
+    assert 0 < good["first_token_seconds"] <= good["seconds"]
+    assert (wrong["status"], wrong["cause"], wrong["tokens"]) == ("INVALID_ARGUMENT", "invalid", 0)
+    assert (late["status"], late["cause"]) == ("DEADLINE_EXCEEDED", "deadline")
+    assert "apples" not in caplog.text
 
 
 def test_a_metrics_port_in_use_is_said_so(metrics):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from services.gateway.prompts import prompt_ids
+from services.gateway.prompts import Prompts
 from services.pb import generation_pb2 as pb
 
 
@@ -15,14 +15,21 @@ class Listening:
     has_chat_template = True
     thread = None
 
-    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def chat(self, messages: list[dict[str, str]], limit: int) -> list[int]:
         self.thread = threading.current_thread()
         return [len(messages)]
+
+
+async def encode(prompts: Prompts, message: pb.GenerateRequest) -> tuple[int, ...]:
+    try:
+        return await prompts.encode(message)
+    finally:
+        prompts.close()
 
 
 def test_many_small_messages_are_long_too():
     for count, here in ((3, True), (5000, False)):
         tokenizer = Listening()
         message = pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user")] * count))
-        assert asyncio.run(prompt_ids(message, tokenizer)) == (count,)
+        assert asyncio.run(encode(Prompts(tokenizer, context=10_000), message)) == (count,)
         assert (tokenizer.thread is threading.current_thread()) is here

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -10,7 +12,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from services.client import Client, ServiceError
 from services.gateway.config import GatewayConfig
 from services.gateway.security import is_known, is_loopback, read_tokens
-from tests.gateway.harness import serving
+from tests.gateway.harness import LONG, serving
 
 TOKEN = "s3cret-token"
 
@@ -54,6 +56,19 @@ def test_without_one_every_method_is_closed(pair, token_file, metadata):
         assert next(health.Watch(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.SERVING
 
 
+def test_ids_belong_to_the_token_that_they_came_with(pair, token_file):
+    with serving(pair, auth_token_file=token_file) as service:
+        mine, other = service.client(token=TOKEN), service.client(token="another")
+        with mine, other, mine.stream("x", request_id="job", **LONG) as stream, other.stream("x", request_id="job", **LONG) as theirs:
+            next(stream)
+            next(theirs)
+            assert other.abort("job") and not other.abort("job")
+            with pytest.raises(ServiceError, match="the request was aborted"):
+                list(theirs)
+            assert next(stream) and mine.abort("job")
+        service.wait_until_free()
+
+
 def test_reflection_with_a_token(pair, token_file):
     with serving(pair, auth_token_file=token_file) as service, grpc.insecure_channel(service.address) as channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
@@ -83,6 +98,32 @@ def test_mutual_tls(pair, certificates):
         for options in (stranger, {"tls_ca": certificates["ca.crt"]}):
             with service.client(**options) as client, pytest.raises(ServiceError, match="UNAVAILABLE"):
                 client.server_info()
+
+
+def test_renewed_certificates_hold_for_new_connections(pair, certificates, tmp_path):
+    """And a certificate that has no key yet, because the files are written one after the other, changes nothing."""
+    cert, key = tmp_path / "tls.crt", tmp_path / "tls.key"
+
+    def write(path: Path, name: str) -> None:
+        path.with_suffix(".new").write_bytes(certificates[name].read_bytes())
+        path.with_suffix(".new").replace(path)
+
+    def reaches(service, authority: str) -> bool:
+        with service.client(tls_ca=certificates[authority]) as client:
+            try:
+                return client.health() == "SERVING"
+            except ServiceError:
+                return False
+
+    write(cert, "server.crt")
+    write(key, "server.key")
+    with serving(pair, tls_cert=cert, tls_key=key) as service, service.client(tls_ca=certificates["ca.crt"]) as old:
+        assert old.health() == "SERVING" and not reaches(service, "other_ca.crt")
+        write(cert, "stranger.crt")
+        assert reaches(service, "ca.crt") and not reaches(service, "other_ca.crt")
+        write(key, "stranger.key")
+        assert reaches(service, "other_ca.crt") and not reaches(service, "ca.crt")
+        assert old.health() == "SERVING", "connections that stand are left alone"
 
 
 def test_settings_without_effect_stop_the_start(certificates, token_file, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.backend import RequestAborted, RequestFailed
+from services.backend import RequestFailed, Unavailable
 from services.coordinator.dispatch import Dispatcher
 from services.coordinator.loop import Step
 from services.pb import coordinator_pb2
@@ -242,7 +242,22 @@ def test_an_answer_is_whole_again_where_it_is_followed():
 
 
 def test_early_ends_are_exceptions_where_they_are_followed():
-    with pytest.raises(RequestAborted):
-        follow([Output("id", (), "", replace(ENDED, tokens=(), text="", finish_reason=FinishReason.CANCELLED))])
     with pytest.raises(RequestFailed, match="NaN"):
         follow([Output("id", (), "", replace(ENDED, tokens=(), text="", finish_reason=FinishReason.ERROR, error="NaN"))])
+
+
+def test_a_complete_answer_is_delivered_whatever_comes_after_it():
+    """The gang may die before its caller has read it."""
+
+    async def work() -> list[Output]:
+        port = Port([])
+        port.dispatcher = Dispatcher(port)
+        news = port.dispatcher.generate(Request("mine", (1,)))
+        asked = asyncio.create_task(anext(news))
+        await asyncio.sleep(0)
+        port.dispatcher.deliver(Step([Output("1", (1, 2, 3), "abc", ENDED)]))
+        port.dispatcher.fail_all(Unavailable("the coordinator is gone"))
+        return [await asked, *[output async for output in news]]
+
+    (output,) = asyncio.run(work())
+    assert output.answer.text == "abc"

@@ -16,12 +16,12 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smc.algorithm.bounds import MAX_PARTICLES, Bounds
-from smc.algorithm.resampling import SCHEME_NAMES
+from smc.algorithm.bounds import Bounds
 from smc.algorithm.selection import Selection
 from smc.algorithm.selection import select as reference
 from smc.kernels import selection
 from smc.kernels.selection import select
+from smc.limits import MAX_PARTICLES, SCHEME_NAMES
 from smc.philox import Purpose, uniforms
 from tests.algorithm.packing import Population, pack, random_candidates
 from tests.kernels.conftest import DEVICE

@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from smc.kernels.stops import BLOCK, grow
-from smc.stops import DONE, MAX_STOP_BYTES, START, StopMachine, StopTables, TokenBytes
+from smc.limits import MAX_STOP_BYTES
+from smc.stops import DONE, START, StopMachine, StopTables, TokenBytes
 from smc.stops import grow as reference
 from tests.test_stops import LONG, Letters
 

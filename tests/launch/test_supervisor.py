@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
 
+from services.backend import RequestFailed
 from services.launch import supervisor as module
+from services.launch.config import GangConfig
 from services.launch.errors import GangError
 from services.launch.supervisor import Supervisor
+from smc.engine.request import Request, SamplingParams
+
+CONFIG = GangConfig(max_failed_starts=3)
+PAIR = CONFIG.serving_pair()
 
 
 class FakeGang:
     """Lives until its epoch's entry in `deaths` is raised by a check."""
 
     deaths: ClassVar[dict[int, Exception]] = {}
-    address = secret = ""
+    stillborn: ClassVar[tuple[int, ...]] = ()
+    secret = ""
 
     def __init__(self, config, pair, epoch: int) -> None:
-        self.epoch = epoch
+        self.epoch = self.address = epoch
 
     def start(self) -> None:
-        pass
+        if self.epoch in self.stillborn:
+            raise GangError("no GPU")
 
     def check(self, timeout: float) -> None:
         time.sleep(0.01)
@@ -38,17 +47,22 @@ class FakeGang:
 
 class FakeClient:
     lost = False
+    in_flight: ClassVar[dict[int, list[Request]]] = {}
 
     def __init__(self, address, secret, on_step, on_lost) -> None:
         self._on_lost = on_lost
+        self.interrupted = self.in_flight.get(address, ())
 
     def lose(self, why: str) -> None:
         if not self.lost:
             self.lost = True
             self._on_lost()
 
-    async def close(self) -> None:
+    async def attached(self, timeout: float) -> None:
         pass
+
+    async def close(self) -> None:
+        self.lose("closed")
 
 
 @pytest.fixture
@@ -56,6 +70,8 @@ def fakes(monkeypatch):
     monkeypatch.setattr(module, "Gang", FakeGang)
     monkeypatch.setattr(module, "CoordinatorClient", FakeClient)
     monkeypatch.setattr(FakeGang, "deaths", {})
+    monkeypatch.setattr(FakeGang, "stillborn", ())
+    monkeypatch.setattr(module, "BACKOFF_SECONDS", (0.0,))
 
 
 async def until(condition) -> None:
@@ -69,7 +85,7 @@ def test_whatever_a_check_raises_the_gang_starts_again(fakes, error):
     FakeGang.deaths = {1: error}
 
     async def work() -> None:
-        supervisor = Supervisor(None, None)
+        supervisor = Supervisor(CONFIG, PAIR)
         await supervisor.start()
         await until(lambda: supervisor.epoch == 2 and supervisor.serving)
         await supervisor.stop()
@@ -82,7 +98,7 @@ def test_a_lost_connection_to_a_coordinator_that_lives(fakes):
     told = []
 
     async def work() -> None:
-        supervisor = Supervisor(None, None, on_serving=told.append)
+        supervisor = Supervisor(CONFIG, PAIR, on_serving=told.append)
         await supervisor.start()
         supervisor._client.lose("silent for too long")
         assert not supervisor.serving
@@ -91,3 +107,78 @@ def test_a_lost_connection_to_a_coordinator_that_lives(fakes):
 
     asyncio.run(work())
     assert told[:3] == [True, False, True]
+
+
+def test_a_service_that_cannot_be_started_again_is_given_up(fakes):
+    """Whoever watches the process must learn of it: the machine may be broken."""
+    FakeGang.deaths, FakeGang.stillborn = {1: GangError("draft0 died")}, tuple(range(2, 100))
+
+    async def work() -> None:
+        supervisor = Supervisor(CONFIG, PAIR)
+        await supervisor.start()
+        async with asyncio.timeout(5):
+            with pytest.raises(GangError, match="3 starts in a row have failed, the last one because: no GPU"):
+                await supervisor.given_up()
+        assert supervisor.epoch == 4
+        await supervisor.stop()
+
+    asyncio.run(work())
+
+
+def test_starts_that_fail_now_and_then_are_no_reason_to_give_up(fakes):
+    FakeGang.deaths = {epoch: GangError("draft0 died") for epoch in (1, 4, 7)}
+    FakeGang.stillborn = (2, 3, 5, 6, 8, 9)
+
+    async def work() -> None:
+        supervisor = Supervisor(CONFIG, PAIR)
+        await supervisor.start()
+        await until(lambda: supervisor.epoch == 10 and supervisor.serving)
+        await supervisor.stop()
+
+    asyncio.run(work())
+
+
+def test_a_coordinator_that_says_nothing(fakes, monkeypatch):
+    """Its connection may stand: the process was stopped, or its engine does not come back from a step."""
+    monkeypatch.setattr(module, "SILENCE_SECONDS", 0.1)
+
+    async def work() -> None:
+        supervisor = Supervisor(GangConfig(link_timeout=0.2, heartbeat=0.1), PAIR)
+        await supervisor.start()
+        await until(lambda: supervisor.epoch >= 2 and supervisor.serving)
+        await supervisor.stop()
+
+    asyncio.run(work())
+
+
+ALONE, FIRST, SECOND = (Request("any id", (1, 2, n), SamplingParams(seed=n)) for n in range(3))
+
+
+def test_what_a_gang_failed_over_is_not_decoded_again(fakes, monkeypatch):
+    """What was alone is refused at once; what had company, when it happens again. A process that was killed convicts nobody."""
+    FakeGang.deaths = {
+        1: GangError("coordinator failed: KeyError", fault=True),
+        2: GangError("draft0 died"),
+        3: GangError("draft0 died"),
+        4: GangError("target0 failed: ValueError", fault=True),
+        5: GangError("target0 failed: ValueError", fault=True),
+    }
+    in_flight = {1: [ALONE], 2: [FIRST], 3: [FIRST], 4: [FIRST, SECOND], 5: [SECOND, ALONE]}
+    monkeypatch.setattr(FakeClient, "in_flight", in_flight)
+
+    async def work() -> list[Request]:
+        supervisor = Supervisor(CONFIG, PAIR)
+        await supervisor.start()
+        await until(lambda: supervisor.epoch == 6 and supervisor.serving)
+        await supervisor.stop()
+        return [request for request in (ALONE, FIRST, SECOND) if is_refused(supervisor, request)]
+
+    assert asyncio.run(work()) == [ALONE, SECOND]
+
+
+def is_refused(supervisor: Supervisor, request: Request) -> bool:
+    try:
+        supervisor._suspects.check(replace(request, request_id="another"))
+    except RequestFailed:
+        return True
+    return False

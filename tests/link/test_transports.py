@@ -16,7 +16,7 @@ from services.link.base import LAYOUT_VERSION, LinkError, check_envelope
 from services.link.connect import LeaderEnds, Meeting, coordinator_end, leader_ends
 from services.link.distributed import FRAME
 from services.link.peer import MessagePeer
-from services.link.streams import StreamCaller
+from services.link.streams import StreamCaller, StreamServer, is_proven
 from services.pb import particles_pb2 as pb
 
 CPU = torch.device("cpu")
@@ -135,6 +135,28 @@ def test_strangers_are_not_let_in():
                 caller.send("first", number, torch.zeros(1, 1, dtype=torch.int64))
                 time.sleep(0.02)
         caller.close()
+
+
+def test_nobody_who_listens_at_a_forged_address_learns_the_secret():
+    """Anybody who reaches the store may write to it; and a call that reaches the wrong server proves nothing anywhere else."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    where = Meeting("127.0.0.1", store.port, EPOCH, "secret", "grpc", 20.0)
+    store.set(where.name("draft/address"), "127.0.0.1:1")
+    with pytest.raises(LinkError, match=r"'127.0.0.1:1', was not written by this gang"):
+        coordinator_end(where, where.store(), "draft")
+    heard = []
+
+    class Listening(StreamServer):
+        def Work(self, messages, context):
+            heard.append(dict(context.invocation_metadata()))
+            return iter(())
+
+    there, here = Listening("127.0.0.1", "another"), StreamServer("127.0.0.1", "secret")
+    StreamCaller(there.address, "secret", "Work").close()
+    assert "secret" not in " ".join(heard[0].values()) and not is_proven(heard[0].items(), "secret", here.address)
+    assert is_proven(heard[0].items(), "secret", there.address)
+    for server in (there, here):
+        server.close()
 
 
 def test_messages_of_another_life_or_layout_are_refused():

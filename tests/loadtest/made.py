@@ -14,7 +14,7 @@ from loadtest.runs import Run, Site
 from loadtest.settings import Settings
 from services.client import ModelDescription, ModelInfo, ServerInfo
 
-SERVER = ServerInfo("1.2.3", "lookahead", 8, 4, 64, "nccl", 1, True, 0, 0, 12.5)
+SERVER = ServerInfo("1.2.3", "lookahead", 8, 4, 64, "nccl", 1, True, 0, 0, 12.5, 256, 1024, 4 << 20)
 MODEL = ModelInfo(ModelDescription("big", "llama", 1000, 1), ModelDescription("small", "llama", 10, 1), 512, 512, (1,), True)
 SITE = Site(Endpoint("127.0.0.1:1"), SERVER, MODEL)
 QUIET = Sample(100.0, 0, 0, {'smc_kv_pages_used{group="draft"}': 32.0, 'smc_kv_pages_leaked{group="draft"}': 0.0}, epoch=SERVER.epoch)

@@ -16,6 +16,7 @@ from smc.runtime.config import EngineConfig
 pytestmark = pytest.mark.xdist_group("ray")
 
 QUESTION = [Message("user", "Mia has 12 apples. She buys 30 more. How many now?")]
+SURVIVES = {"seed": 3, "max_tokens": 300, "ignore_eos": True}
 LONG = {"particles": 4, "max_tokens": 400, "ignore_eos": True}
 ENGINE = EngineConfig(block=5, branches=2, max_slots=32, cohorts=2)
 
@@ -45,12 +46,16 @@ def gang(start):
     ],
 )
 def test_a_process_dies_under_load(gang, name, how):
-    """Killed: noticed within 5 s. Stopped, which looks like a very slow process: within the link's timeout."""
+    """Killed: noticed within 5 s. Stopped, which looks like a very slow process: within the link's timeout. Answers that are the target's
+    own draws go on where they were, and are those that they would have been."""
     gang.until(lambda: gang.supervisor.serving, 60, "the service did not come up")
     epoch = gang.supervisor.epoch
-    with gang.client() as client, ThreadPoolExecutor(6) as pool:
+    with gang.client() as client, ThreadPoolExecutor(8) as pool:
+        alone = client.generate(QUESTION, method="target", **SURVIVES).tokens
         calls = [pool.submit(outcome, client, seed=i, **LONG) for i in range(6)]
-        gang.until(lambda: gang.supervisor.stats.running == 6, 10, "the load did not arrive")
+        methods = ({"method": "exact", "particles": 4}, {"method": "target"})
+        survivors = [pool.submit(client.generate, QUESTION, timeout=120, **method, **SURVIVES) for method in methods]
+        gang.until(lambda: gang.supervisor.stats.running == 8, 10, "the load did not arrive")
         begin = time.monotonic()
         gang.kill(name, how)
         ended = [call.result(30) for call in calls]
@@ -62,6 +67,7 @@ def test_a_process_dies_under_load(gang, name, how):
         assert gang.supervisor.epoch == epoch + 1 == client.server_info().epoch
         assert client.health() == client.health("smc.draft") == client.health("smc.target") == "SERVING"
         assert client.generate(QUESTION, seed=1, particles=4).text
+        assert [call.result(60).tokens for call in survivors] == [alone] * 2
     gang.until_empty()
 
 

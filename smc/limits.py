@@ -1,0 +1,13 @@
+"""What a request may ask for, as constants that its checks, the algorithms and their kernels share. Imports nothing, so that a request can
+be refused before anything heavy is loaded."""
+
+from __future__ import annotations
+
+MAX_PARTICLES = 64
+"""Most places of one group."""
+SCHEME_NAMES = ("systematic", "stratified", "residual", "multinomial", "ssp")
+"""Of resampling. Where schemes are data, a scheme is its index here."""
+DTYPE_NAMES = ("float32", "bfloat16", "float16", "fp8")
+"""Types that models can have: `smc.models.linear.DTYPES`."""
+MAX_STOP_BYTES = 1000
+"""Of all stop strings of a request together, in UTF-8."""

@@ -1,0 +1,41 @@
+"""What a command imports before it says what is wrong, or answers: that is what its first seconds are made of."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import sys
+from services.cli.main import run
+code = run(sys.argv[2:])
+print(code, sys.argv[1] in sys.modules)
+"""
+
+
+def ran(module: str, *arguments: str) -> str:
+    """The exit code, and whether the module was imported by then."""
+    command = [sys.executable, "-c", SCRIPT, module, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=True).stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("generate", "hi", "-n", "0"),
+        ("generate", "hi", "--target", "nowhere", "--draft", "nowhere"),
+        ("generate", "hi", "--target", "nowhere"),
+        ("serve", "--target", "nowhere", "--draft", "nowhere"),
+        ("client", "generate", "hi", "--timeout", "0"),
+        ("generate", "--nonsense"),
+    ],
+)
+def test_mistakes_are_found_without_torch(arguments):
+    assert ran("torch", *arguments) == "2 False"
+
+
+def test_an_answer_needs_no_library_of_symbols():
+    """torch imports it where parameters on `meta` are made to exist by its own function: as many seconds as its own."""
+    assert ran("sympy", "generate", "hi", "--seed", "1", "--max-tokens", "4") == "0 False"

@@ -1,0 +1,161 @@
+"""Requests that are cheap to send and were expensive to refuse: nobody else may notice them."""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import subprocess
+import sys
+import time
+
+import grpc
+import psutil
+import pytest
+
+from services.gateway.prompts import Prompts
+from services.pb import generation_pb2 as pb
+from smc.engine.admission import QueueFull
+from smc.runtime.config import EngineConfig
+from tests.gateway.harness import LONG, serving, until
+from tests.gateway.pauses import LIMIT, Pauses, pauses_of
+
+MIB = 1 << 20
+ALMOST = 4 * MIB - 4096
+"""Bytes: what fits into the largest message, with room for its other fields."""
+FLOODS = {
+    "text": pb.GenerateRequest(text="The quick brown fox. " * (ALMOST // 21)),
+    "spaces": pb.GenerateRequest(text=" " * ALMOST),
+    "ids": pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * ALMOST)),
+    "messages": pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user")] * (ALMOST // 8))),
+    "content": pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="fox " * (ALMOST // 4))])),
+    "role": pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="x" * ALMOST)])),
+    "stop": pb.GenerateRequest(text="x", sampling=pb.SamplingParams(stop=[""] * (ALMOST // 2))),
+    "stop ids": pb.GenerateRequest(text="x", sampling=pb.SamplingParams(stop_token_ids=[1] * ALMOST)),
+    "request id": pb.GenerateRequest(text="x", request_id="x" * ALMOST),
+    "salt": pb.GenerateRequest(text="x", cache_salt="x" * ALMOST),
+}
+
+
+@pytest.fixture(scope="module")
+def large(pair):
+    """A service that takes in such messages, as it would for a long context."""
+    with serving(pair, max_message_bytes=4 * MIB) as service:
+        yield service
+
+
+@pytest.mark.parametrize("flood", FLOODS.values(), ids=FLOODS)
+def test_what_is_too_large_is_refused_before_it_costs_anything(large, flood):
+    data = flood.SerializeToString()
+    with grpc.insecure_channel(large.address) as channel:
+        send = channel.unary_stream("/smc.v1.GenerationService/Generate")
+        with pauses_of(large) as pauses:
+            for _ in range(3):
+                with pytest.raises(grpc.RpcError) as caught:
+                    list(send(data, timeout=60))
+                assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, caught.value.details()
+                assert len(caught.value.details()) < 3000
+    assert pauses.longest < LIMIT
+
+
+def test_a_long_text_that_is_let_in_is_encoded_beside_the_others(pair):
+    """Where the context is long enough for it. (The encoder of the tokenizer's plain call kept every thread waiting for seconds.)"""
+    pauses = Pauses()
+
+    async def work() -> tuple[int, ...]:
+        watching = asyncio.create_task(pauses.watch())
+        prompts = Prompts(pair.tokenizer, context=1 << 30)
+        try:
+            return await prompts.encode(FLOODS["text"])
+        finally:
+            watching.cancel()
+            prompts.close()
+
+    assert len(asyncio.run(work())) > MIB
+    assert pauses.longest < LIMIT
+
+
+def test_texts_that_wait_for_the_encoder_are_bounded(pair):
+    async def work() -> list[object]:
+        prompts = Prompts(pair.tokenizer, context=1 << 30)
+        try:
+            return await asyncio.gather(*(prompts.encode(FLOODS["text"]) for _ in range(8)), return_exceptions=True)
+        finally:
+            prompts.close()
+
+    ended = asyncio.run(work())
+    assert sum(isinstance(end, QueueFull) for end in ended) == 4 and sum(isinstance(end, tuple) for end in ended) == 4
+
+
+FLOOD = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+import grpc
+from services.pb import generation_pb2 as pb
+data = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * int(sys.argv[2]))).SerializeToString()
+with grpc.insecure_channel(sys.argv[1]) as channel, ThreadPoolExecutor(200) as pool:
+    send = channel.unary_stream("/smc.v1.GenerationService/Generate")
+    print("ready", flush=True)
+    input()
+    calls = [send(data, timeout=60) for _ in range(200)]
+    print(*{call.code().name for call in calls}, flush=True)
+"""
+
+
+def flooded(service) -> tuple[set[str], int, float]:
+    """Two hundred prompts of 4 MiB at once, from another process: the codes they end with, bytes that the gateway grew by, and the longest
+    pause of its loop in seconds."""
+    process, most = psutil.Process(), 0
+    command = [sys.executable, "-c", FLOOD, service.address, str(ALMOST)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as flood:
+        assert flood.stdout.readline() == "ready\n"
+        before = process.memory_info().rss
+        with pauses_of(service) as pauses, service.client() as client, client.stream("x", **LONG) as stream:
+            next(stream)
+            flood.stdin.write("\n")
+            flood.stdin.flush()
+            while not select.select([flood.stdout], [], [], 0.02)[0]:
+                most = max(most, process.memory_info().rss)
+        codes = set(flood.stdout.readline().split())
+    until(lambda: process.memory_info().rss - before < 200 * MIB, 10.0)
+    return codes, most - before, pauses.longest
+
+
+def test_two_hundred_long_prompts_at_once(service):
+    """More than a prompt of this context can need is not even received."""
+    codes, grown, pause = flooded(service)
+    assert codes == {"RESOURCE_EXHAUSTED"} and grown < 200 * MIB and pause < LIMIT
+
+
+def test_two_hundred_long_prompts_where_prompts_may_be_long(large):
+    """Each is received, and then refused: what they need is bounded by what was sent, and given back."""
+    codes, grown, pause = flooded(large)
+    assert codes <= {"INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"} and grown < 2 * 200 * ALMOST and pause < 4 * LIMIT
+
+
+def test_calls_at_the_same_time_are_limited(pair):
+    with serving(pair, max_calls=2) as service, service.stub() as stub:
+        request = pb.GenerateRequest(text="x", sampling=pb.SamplingParams(**LONG))
+        calls = [stub.Generate(request) for _ in range(2)]
+        for call in calls:
+            next(call)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(stub.Generate(request))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "2 calls" in caught.value.details()
+        assert service.metric("smc_requests_rejected_total", code="RESOURCE_EXHAUSTED", cause="queue_full") == 1
+        for call in calls:
+            call.cancel()
+        service.wait_until_free()
+
+
+def test_a_full_queue_refuses_before_the_prompt_is_looked_at(pair):
+    with serving(pair, EngineConfig(block=4, branches=2, max_slots=16, max_queue=1)) as service, service.stub() as stub:
+        request = pb.GenerateRequest(text="x", sampling=pb.SamplingParams(**LONG))
+        calls = [stub.Generate(request) for _ in range(2)]
+        until(lambda: service.backend.stats.queued == 1)
+        began = time.monotonic()
+        with pytest.raises(grpc.RpcError) as caught:
+            list(stub.Generate(pb.GenerateRequest(text="fox " * 10_000)))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and time.monotonic() - began < 2
+        for call in calls:
+            call.cancel()
+        service.wait_until_free()

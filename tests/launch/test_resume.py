@@ -1,0 +1,80 @@
+"""Answers that are asked for again when the gang is lost: no token twice, none missing, none of another answer."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from services.backend import Unavailable
+from services.launch.resume import MOST, resuming
+from smc.engine.request import Answer, FinishReason, Output, Request, SamplingParams, Statistics
+
+TOKENS = tuple(range(20))
+
+
+def text_of(tokens: tuple[int, ...]) -> str:
+    return "".join(f"{token}," for token in tokens)
+
+
+ANSWER = Answer("r", TOKENS, text_of(TOKENS), FinishReason.LENGTH, None, 1, 3, Statistics(1), 0.1)
+
+
+class Shaky:
+    """Gives the same answer each time, in pieces of another size, and is lost after so many tokens."""
+
+    def __init__(self, losses: list[int], tokens: tuple[int, ...] = TOKENS) -> None:
+        self.losses, self.tokens, self.seeds, self.waits = losses, tokens, [], []
+
+    async def ask(self, request: Request):
+        life = len(self.seeds)
+        self.seeds.append(request.params.seed)
+        self.waits.append(request.waited)
+        size = 1 + life
+        for begin in range(0, len(self.tokens), size):
+            piece = self.tokens[begin : begin + size] if life == 0 else TOKENS[begin : begin + size]
+            if life < len(self.losses) and begin >= self.losses[life]:
+                raise Unavailable("lost")
+            yield Output("r", piece, text_of(piece))
+        yield Output("r", (), "", ANSWER)
+
+    async def is_back(self) -> None:
+        await asyncio.sleep(0.01)
+
+
+def follow(shaky: Shaky, **params) -> list[Output]:
+    async def work() -> list[Output]:
+        request = Request("r", (1, 2, 3), SamplingParams(**params), waited=5.0)
+        return [output async for output in resuming(request, shaky.ask, shaky.is_back)]
+
+    return asyncio.run(work())
+
+
+@pytest.mark.parametrize("method", ["exact", "target"])
+@pytest.mark.parametrize("losses", [[], [0], [7], [7, 3], [5, 11, 11]])
+def test_the_stream_goes_on_where_it_broke_off(method, losses):
+    shaky = Shaky(losses)
+    found = follow(shaky, method=method)
+    assert sum((output.tokens for output in found), ()) == TOKENS and "".join(output.text for output in found) == text_of(TOKENS)
+    assert found[-1].answer == ANSWER and all(output.tokens for output in found[:-1])
+    assert len(set(shaky.seeds)) == 1 and shaky.seeds[0] is not None
+    assert shaky.waits == sorted(shaky.waits) and shaky.waits[0] >= 5.0, "time budgets run from arrival"
+
+
+def test_populations_are_not_resumed():
+    with pytest.raises(Unavailable, match="lost"):
+        follow(Shaky([7]), method="smc")
+
+
+def test_what_is_lost_again_and_again_is_given_up():
+    shaky = Shaky([3] * 10)
+    with pytest.raises(Unavailable, match="lost"):
+        follow(shaky, method="exact")
+    assert len(shaky.seeds) == MOST + 1
+
+
+def test_an_answer_that_does_not_come_out_the_same_is_not_glued_together():
+    shaky = Shaky([7], tokens=(*TOKENS[:5], 99, *TOKENS[6:]))
+    with pytest.raises(Unavailable, match="did not come out the same"):
+        follow(shaky, method="target")
+    assert len(shaky.seeds) == 2

@@ -1,0 +1,30 @@
+"""The Ray cluster that a service starts for itself: nobody else on this machine can use it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import ray
+
+pytestmark = pytest.mark.xdist_group("ray")
+SCRIPT = """
+import sys, ray
+try:
+    ray.init(address=sys.argv[1], logging_level="CRITICAL")
+except ConnectionError:
+    print("refused")
+else:
+    print("let in")
+"""
+
+
+@pytest.mark.skipif(os.environ.get("RAY_AUTH_MODE") == "disabled", reason="whoever runs the tests has asked for no authentication")
+@pytest.mark.parametrize("settings", [{"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}])
+def test_strangers_are_not_let_in(ray_cluster, settings):
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    command = [sys.executable, "-c", SCRIPT, ray.get_runtime_context().gcs_address]
+    ran = subprocess.run(command, env=inherited | settings, capture_output=True, text=True, timeout=120, check=False)
+    assert ran.stdout == "refused\n", ran.stderr
