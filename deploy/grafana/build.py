@@ -75,6 +75,16 @@ def traffic() -> Dashboard:
                 limits=pace,
             ),
         ],
+        "Sizes": [
+            graph(
+                *("Size of prompts", "Tokens of one, of answered requests.", "suffix: tok"),
+                quantiles("smc_request_prompt_tokens", 0.5, 0.9, 0.99),
+            ),
+            graph(
+                *("Size of answers", "Tokens of one.", "suffix: tok"),
+                quantiles("smc_request_generation_tokens", 0.5, 0.9, 0.99),
+            ),
+        ],
         "Not answered": [
             graph(
                 *("Rejections", "Calls that were not let in, by cause.", "reqps"),
@@ -196,8 +206,8 @@ def groups() -> Dashboard:
         ],
         "KV memory": [
             graph(
-                *("KV pages in use", "Share of each pool that requests hold; without the prefix cache's pages.", "percentunit"),
-                {"{{group}}": IN_USE},
+                *("KV pages in use", "Share of each pool that requests hold, of the fullest instance.", "percentunit"),
+                {"{{group}}": f"max by (group) ({pick('smc_kv_cache_usage_ratio')})"},
                 limits=FULL,
             ),
             graph(
@@ -211,6 +221,10 @@ def groups() -> Dashboard:
             graph(
                 *("Restarts", "Times that workers were started again after a loss, in five minutes.", "none"),
                 {"restarts": minutes},
+            ),
+            graph(
+                *("Since the last round", "Grows while nothing runs; while requests run, a sign that something is stuck.", "s"),
+                {"{{instance}}": pick("smc_last_round_age_seconds")},
             ),
         ],
     }
@@ -270,6 +284,10 @@ def capacity() -> Dashboard:
             ),
         ],
         "The gateway's process": [
+            graph(
+                *("Paused", "Share of time in which it answered nobody, of pauses longer than 0.25 s.", "percentunit"),
+                {"{{instance}}": f"rate({pick('smc_gateway_paused_seconds_total')}[$__rate_interval])"},
+            ),
             graph(
                 *("Memory", "Resident. Coordinator and ranks are other processes.", "bytes"),
                 {"{{instance}}": f"{pick('process_resident_memory_bytes')} and {ours}"},

@@ -13,6 +13,7 @@ import ray
 import torch.distributed as dist
 
 from services.backend import ServingPair
+from services.coordinator.process import EngineStuck
 from services.launch import cluster
 from services.launch.config import GangConfig
 from services.launch.errors import GangError
@@ -122,7 +123,9 @@ class Gang:
         try:
             ray.get(life)
         except ray.exceptions.RayTaskError as error:
-            fault = not isinstance(error.cause, LinkError) or error.cause.began_here
+            # A step that takes too long says little of what was asked: a machine that pauses makes any.
+            lost = isinstance(error.cause, LinkError) and not error.cause.began_here
+            fault = not (lost or isinstance(error.cause, EngineStuck))
             return GangError(f"{name} failed: {_first_line(error.cause)}", fault=fault)
         except ray.exceptions.RayError as error:
             return GangError(f"{name} died: {_first_line(error)}")

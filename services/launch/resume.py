@@ -6,6 +6,7 @@ Only of methods whose answer is the target's own draws: whatever else is decoded
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -13,7 +14,7 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from services.backend import Unavailable
-from smc.engine.request import Method, Output, Request
+from smc.engine.request import Answer, FinishReason, Method, Output, Request
 
 RESUMED = (Method.EXACT, Method.TARGET)
 MOST = 3
@@ -59,25 +60,37 @@ class _Given:
     """How much of an answer has been given out. What comes again is compared with it, and left out."""
 
     def __init__(self) -> None:
-        self._tokens: tuple[int, ...] = ()
-        self._text = ""
+        self._tokens: list[int] = []
+        self._pieces: list[str] = []
         self.begin()
 
     def begin(self) -> None:
         """The answer comes once more, from its beginning."""
-        self._again: tuple[int, ...] = ()
-        self._text_again = ""
+        self._text = "".join(self._pieces)
+        self._pieces = [self._text]
+        self._come, self._text_come = 0, 0
+        """Tokens and characters that have come again."""
 
     def more(self, output: Output) -> Output | None:
         """What of these news has not been given out; None for nothing. Raises _Differs if they are those of another answer."""
-        self._again += output.tokens
-        self._text_again += output.text
-        same = min(len(self._again), len(self._tokens)), min(len(self._text_again), len(self._text))
-        if self._again[: same[0]] != self._tokens[: same[0]] or self._text_again[: same[1]] != self._text[: same[1]]:
+        known = self._tokens[self._come : self._come + len(output.tokens)]
+        known_text = self._text[self._text_come : self._text_come + len(output.text)]
+        if list(output.tokens[: len(known)]) != known or output.text[: len(known_text)] != known_text:
             raise _Differs("the service was lost, and the answer did not come out the same again; ask again")
-        tokens, text = self._again[len(self._tokens) :], self._text_again[len(self._text) :]
-        self._tokens += tokens
-        self._text += text
+        self._come += len(output.tokens)
+        self._text_come += len(output.text)
+        tokens, text = output.tokens[len(known) :], output.text[len(known_text) :]
+        self._tokens.extend(tokens)
+        self._pieces.append(text)
         if output.answer is None and not tokens and not text:
             return None
-        return replace(output, tokens=tokens, text=text)
+        return replace(output, tokens=tokens, text=text, answer=output.answer and self._whole(output.answer))
+
+    def _whole(self, answer: Answer) -> Answer:
+        """With all that was given out, where time was up before it had come again."""
+        missing = len(self._tokens) - len(answer.tokens)
+        if missing <= 0:
+            return answer
+        reason = FinishReason.TIME_BUDGET if answer.finish_reason is FinishReason.QUEUE_TIME else answer.finish_reason
+        logprobs = None if answer.logprobs is None else (*answer.logprobs, *[math.nan] * missing)
+        return replace(answer, tokens=tuple(self._tokens), text="".join(self._pieces), finish_reason=reason, logprobs=logprobs)

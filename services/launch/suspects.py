@@ -1,39 +1,49 @@
-"""Requests that a gang may have failed over: what it failed over twice, or while it decoded nothing else, is not decoded again."""
+"""Requests that a gang may have failed over: what it failed over while it decoded nothing else is not decoded again for a while.
+
+What had company convicts nobody: answers that are resumed come back together, and would be convicted together.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 
 from services.backend import RequestFailed
 from smc.engine.request import Request
 
-CONVICTED = 2
-"""Failures with others in flight after which a request is refused."""
 REMEMBERED = 1000
 """Requests; the oldest are forgotten first."""
+FORGOTTEN = 600.0
+"""Seconds after which a request is tried again."""
 
 
 class Suspects:
-    """Counts failures by what was asked, whoever asked and under which id."""
+    """Knows requests by what was asked, whoever asked, under which id and with which seed."""
 
     def __init__(self) -> None:
-        self._failures: OrderedDict[bytes, int] = OrderedDict()
+        self._failed: OrderedDict[bytes, float] = OrderedDict()
 
     def gang_failed(self, requests: Sequence[Request]) -> None:
         """A gang has failed over what it was asked, with these requests in flight."""
-        for request in requests:
-            key = _key(request)
-            self._failures[key] = self._failures.pop(key, 0) + (CONVICTED if len(requests) == 1 else 1)
-        while len(self._failures) > REMEMBERED:
-            self._failures.popitem(last=False)
+        if len(requests) != 1:
+            return
+        key = _key(requests[0])
+        self._failed.pop(key, None)
+        self._failed[key] = time.monotonic()
+        if len(self._failed) > REMEMBERED:
+            self._failed.popitem(last=False)
 
     def check(self, request: Request) -> None:
         """Raises RequestFailed for a request that is not decoded again."""
-        if self._failures and self._failures.get(_key(request), 0) >= CONVICTED:
-            raise RequestFailed("the service failed over this very request before, and does not try it again; report it with the log")
+        failed = self._failed.get(_key(request)) if self._failed else None
+        if failed is not None and time.monotonic() - failed < FORGOTTEN:
+            raise RequestFailed("the service failed over this very request a short while ago, and does not try it again yet; report it")
 
 
 def _key(request: Request) -> bytes:
-    return hashlib.blake2b(repr((request.prompt, request.params)).encode(), digest_size=16).digest()
+    """A request without a seed is given one of its own each time that it is asked."""
+    params = replace(request.params, seed=None)
+    return hashlib.blake2b(repr((request.prompt, params)).encode(), digest_size=16).digest()

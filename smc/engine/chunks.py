@@ -64,7 +64,8 @@ class Chunks:
             self._flights[side].extend(chunks)
         if beside:
             took = self._together(sum(max(tokens, LEAST) for tokens, _ in asked[side]) * self._cost[side] for side in SIDES)
-            self._earned = max(0.0, self._earned - took)
+            # What was asked for beyond what had been earned is owed, but for more than a chunk.
+            self._earned = max(-LEAST * self._together(self._cost.values()), self._earned - took)
 
     def earn(self, rounds: Iterable[Spans]) -> None:
         """Rounds that a step has read."""

@@ -70,6 +70,11 @@ class Prefixes:
         for side, rows in start.rows.items():
             self._release(side, rows)
 
+    def beginning(self, start: Start) -> bytes | None:
+        """Starts of another beginning have no block in common; None: it has none at all."""
+        keys = self._keys(start.group)
+        return keys[0] if keys else None
+
     def awaits(self, start: Start, earlier: list[Start]) -> bool:
         """Whether one of those before it is about to run what this one begins with, too. What has been asked for is cached."""
         group = start.group

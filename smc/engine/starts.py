@@ -4,6 +4,8 @@ given back. A group that is taken up again comes the same way, with the record o
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import numpy as np
 import torch
 
@@ -79,9 +81,13 @@ class Starts:
 
     def _unblocked(self) -> list[Start]:
         """All but those that wait for what an earlier one is about to run for both."""
-        found = []
-        for i, start in enumerate(self._starts):
-            if self.prefixes.awaits(start, self._starts[:i]):
+        found, alike = [], defaultdict(list)
+        for start in self._starts:
+            beginning = self.prefixes.beginning(start)
+            earlier = [] if beginning is None else alike[beginning]
+            waits = self.prefixes.awaits(start, earlier)
+            earlier.append(start)
+            if waits:
                 continue
             if start.waited:
                 self.prefixes.plant_again(start)

@@ -1,4 +1,5 @@
-"""Quality against speed as a picture: the settings that no other beats in both, each with its name beside it; all others faint."""
+"""Quality against speed as a picture: the settings that no other beats in both, each with its name beside it; where there are many, all
+others faint."""
 
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ MARKERS = {"lookahead": "o", "lockstep": "s", None: "D"}
 FORMS = {"lookahead": "look-ahead: a GPU for each model", "lockstep": "lockstep: both on one", None: "one model alone"}
 STEP = 0.03
 """Least distance between labels, as a share of the picture's height."""
+FEW = 8
+"""Settings that all have their names beside them."""
 
 
 def draw(rows: Sequence[Row], path: Path, title: str) -> None:
@@ -22,6 +25,7 @@ def draw(rows: Sequence[Row], path: Path, title: str) -> None:
 
     timed = [row for row in rows if row.tokens_per_second is not None]
     best = frontier([row for row in timed if row.setting.method != "draft"])
+    named = [row for row in timed if len(timed) <= FEW or row in best or not row.setting.form]
     figure = Figure(figsize=(10, 6), layout="constrained")
     axes = figure.add_subplot()
     axes.set_title(title, fontsize=8, loc="left")
@@ -30,10 +34,10 @@ def draw(rows: Sequence[Row], path: Path, title: str) -> None:
     axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
     axes.grid(alpha=0.25)
     for row in timed:
-        _draw_point(axes, row, row in best or not row.setting.form)
+        _draw_point(axes, row, row in named)
     axes.plot([row.tokens_per_second for row in best], [row.accuracy.share for row in best], color="0.6", linewidth=1, zorder=0)
-    axes.set_xlim(0, 1.45 * max((row.tokens_per_second for row in timed), default=1.0))
-    _draw_labels(axes, [row for row in timed if row in best or not row.setting.form])
+    axes.set_xlim(0, 1.5 * max((row.tokens_per_second for row in timed), default=1.0))
+    _draw_labels(axes, named)
     _draw_legend(axes, timed)
     figure.savefig(path, dpi=130)
 
@@ -51,7 +55,8 @@ def _draw_point(axes, row: Row, is_named: bool) -> None:
     share, (low, high) = row.accuracy.share, row.accuracy.interval
     colour, marker = COLOURS[row.setting.kind], MARKERS[row.setting.form]
     if is_named:
-        spread = [[share - low], [high - share]]
+        # Of shares of 0 and 1 the bound is the share itself, up to rounding.
+        spread = [[max(0.0, share - low)], [max(0.0, high - share)]]
         axes.errorbar(row.tokens_per_second, share, spread, fmt=marker, color=colour, markersize=7, elinewidth=0.8, capsize=2)
     else:
         axes.plot(row.tokens_per_second, share, marker=marker, color=colour, markersize=5, alpha=0.35, linestyle="")

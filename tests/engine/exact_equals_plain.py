@@ -1,7 +1,7 @@
 """Exact decoding beside plain decoding on the shipped pair, by the hundred: `python -m tests.engine.exact_equals_plain --problems 1000`.
 
 Problems are spread over temperatures, truncations, stop strings, forms, N, K and F; half of them are decoded beside SMC requests. Prints
-what differs, and tokens a round. The tests run fewer, on a smaller pair.
+what differs, how many of those answers are right, and tokens a round. The tests run fewer, on a smaller pair.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import Counter
 
 from smc import demo
 from smc.demo.dense import MAX_ANSWER
-from smc.demo.problems import generate
+from smc.demo.problems import generate, grade
 from smc.engine.local import ModelPair, local_engine
 from smc.engine.request import POPULATIONS, Request, SamplingParams
 from smc.evaluation.quality import derived_seed
@@ -48,9 +48,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--problems", type=int, default=1000)
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="in any but float32 a row's company rounds it otherwise")
+    parser.add_argument("--device", default="cpu", help="where both models are, such as cuda")
     given = parser.parse_args()
     count, dtype = given.problems, DTYPES[given.dtype]
-    pair, problems = ModelPair.load(demo.TARGET, demo.DRAFT, dtype=dtype), generate(11, count, "test")
+    pair, problems = ModelPair.load(demo.TARGET, demo.DRAFT, dtype=dtype, device=given.device), generate(11, count, "test")
     plain, found, different = {}, Counter(), 0
     for number, config in enumerate(CONFIGS):
         mine = range(number, count, len(CONFIGS))
@@ -69,9 +70,11 @@ def main() -> None:
             found.update(answers=1, tokens=len(other.tokens), rounds=other.statistics.rounds)
             if (one.tokens, one.text, one.finish_reason) != (other.tokens, other.text, other.finish_reason):
                 different += 1
+                found.update(plain_right=grade(problems[i], one.text), exact_right=grade(problems[i], other.text))
                 print(f"problem {i}, {config}, {LAWS[i % len(LAWS)]}: {one.tokens} {other.tokens}")
         print(f"{config.form} K={config.block} F={config.branches}: {len(mine)} problems, {different} different so far", flush=True)
     print(f"{found['answers']} answers, {different} different, {found['tokens'] / found['rounds']:.2f} tokens a round")
+    print(f"of those that differ, {found['plain_right']} of plain and {found['exact_right']} of exact decoding are right")
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ class Lives:
     def untouched(self, name: str) -> bool:
         """Whether nothing was to change the answer."""
         found = self.final[name]
-        ended = found.finish_reason in (FinishReason.CANCELLED, FinishReason.TIME_BUDGET)
+        ended = found.finish_reason in (FinishReason.CANCELLED, FinishReason.TIME_BUDGET, FinishReason.QUEUE_TIME)
         return not ended and name not in self.resized and found.statistics.particles_left == found.statistics.particles
 
 
@@ -69,7 +69,7 @@ def random_requests(count: int, rng: random.Random, longest: int = 40, budgets: 
         if i % 3 == 0:  # particles that share nothing, to the end
             params = SamplingParams(seed=i, particles=5, ess_threshold=0, max_tokens=longest + 20, ignore_eos=True)
         if budgets and rng.random() < 0.1:
-            params = replace(params, time_budget=float(rng.randint(2, 12)))
+            params = replace(params, time_budget=float(rng.randint(2, 60)))
         found.append(Request(str(i), prompt, params, rng.choice(SALTS)))
     return found
 

@@ -18,7 +18,7 @@ CONFIGS = [
 ]
 EVENTS = (
     *("queue full", "cached", "preempted", "taken up again", "shrunk", "made smaller", "grown"),
-    *("cancelled", "time_budget", "eos", "length", "stop_string"),
+    *("cancelled", "time_budget", "queue_time", "eos", "length", "stop_string"),
 )
 
 

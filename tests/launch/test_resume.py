@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -59,6 +60,23 @@ def test_the_stream_goes_on_where_it_broke_off(method, losses):
     assert found[-1].answer == ANSWER and all(output.tokens for output in found[:-1])
     assert len(set(shaky.seeds)) == 1 and shaky.seeds[0] is not None
     assert shaky.waits == sorted(shaky.waits) and shaky.waits[0] >= 5.0, "time budgets run from arrival"
+
+
+def test_what_was_given_out_is_in_the_answer_even_if_time_is_up_before_it_has_come_again():
+    class OutOfTime(Shaky):
+        async def ask(self, request: Request):
+            async for output in super().ask(request):
+                if len(self.seeds) > 1:
+                    break
+                yield output
+            early = replace(ANSWER, tokens=(), text="", logprobs=(), finish_reason=FinishReason.QUEUE_TIME)
+            yield Output("r", (), "", early)
+
+    found = follow(OutOfTime([7]), method="exact", time_budget=5.0)
+    given = sum((output.tokens for output in found), ())
+    answer = found[-1].answer
+    assert given == TOKENS[:7] == answer.tokens and answer.text == text_of(given) and len(answer.logprobs) == 7
+    assert answer.finish_reason is FinishReason.TIME_BUDGET
 
 
 def test_populations_are_not_resumed():
