@@ -36,7 +36,7 @@ def draw(rows: Sequence[Row], path: Path, title: str) -> None:
     for row in timed:
         _draw_point(axes, row, row in named)
     axes.plot([row.tokens_per_second for row in best], [row.accuracy.share for row in best], color="0.6", linewidth=1, zorder=0)
-    axes.set_xlim(0, 1.5 * max((row.tokens_per_second for row in timed), default=1.0))
+    axes.set_xlim(0, 1.6 * max((row.tokens_per_second for row in timed), default=1.0))
     _draw_labels(axes, named)
     _draw_legend(axes, timed)
     figure.savefig(path, dpi=130)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,17 +11,8 @@ pytest.importorskip("triton")
 
 from smc.engine.local import ModelPair, local_engine
 from smc.engine.request import Answer
-from smc.kernels.expansion import expand, keep_roots
-from smc.kernels.selection import select
-from smc.kernels.stops import grow
-from smc.kernels.tables import reroot
-from smc.kernels.walk import walk
 from smc.runtime.config import EngineConfig
-from smc.runtime.kernel_blocks import judge, lay_out
-from smc.runtime.kernel_choice import conclude, weigh
-from smc.runtime.kernel_follow import advance, follow
-from smc.runtime.kernel_prompts import run_prompt
-from smc.runtime.kernels import KernelForward, KernelSampling, adopt
+from smc.runtime.kernels import KernelForward, gpu_parts
 from smc.runtime.sides import Parts
 from smc.runtime.worker import ModelWorker
 from smc.stops import TokenBytes
@@ -39,25 +32,7 @@ def pair(family: str) -> ModelPair:
     return ModelPair(target, draft, letter_tokenizer(8), 64)
 
 
-KERNELS = Parts(
-    forward=KernelForward,
-    sampling=KernelSampling,
-    stages=Padding,
-    select=select,
-    expand=expand,
-    adopt=adopt,
-    keep_roots=keep_roots,
-    walk=walk,
-    weigh=weigh,
-    conclude=conclude,
-    lay_out=lay_out,
-    judge=judge,
-    follow=follow,
-    advance=advance,
-    run_prompt=run_prompt,
-    grow=grow,
-    reroot=reroot,
-)
+KERNELS = replace(gpu_parts(), stages=Padding)
 LOCKSTEP, LOOKAHEAD = EngineConfig(form="lockstep", block=2), EngineConfig(block=2, branches=2)
 
 
