@@ -18,6 +18,9 @@ from smc.models.source import Source
 from smc.runtime.config import EngineConfig
 from smc.runtime.messages import SIDES
 
+REPORT_SECONDS = 1.0
+"""For a worker to write down what went wrong, when a link has broken."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -48,7 +51,7 @@ class RemoteEngine:
         reports."""
         self._spec = spec
         self.timeline = Timeline(trace=spec.trace is not None)
-        store = spec.meeting.store()
+        self._store = store = spec.meeting.store()
         ends = {side: coordinator_end(spec.meeting, store, side) for side in SIDES}
         self.workers = {
             side: RemoteWorker(side, end, spec.meeting.epoch, spec.meeting.start_timeout, self.timeline) for side, end in ends.items()
@@ -67,11 +70,20 @@ class RemoteEngine:
             worker.stop()
 
     def cause(self, error: Exception) -> Exception:
-        """What the engine stopped for. A worker that fails breaks its links and the other's, so the first error may be neither's own."""
+        """What the engine stopped for. A worker that fails breaks its links and the other's, so the first error may be neither's own: then
+        it is what a worker has written down, soon."""
         if not isinstance(error, LinkError) or error.began_here:
             return error
-        others = (worker for worker in self.workers.values() if not (isinstance(error, WorkerFailed) and worker.side == error.side))
-        return next(filter(None, (worker.last_words() for worker in others)), error)
+        deadline = time.monotonic() + REPORT_SECONDS
+        try:
+            while time.monotonic() < deadline:
+                for side in SIDES:
+                    if what := self._spec.meeting.reported(self._store, side):
+                        return WorkerFailed(side, what)
+                time.sleep(REPORT_SECONDS / 10)
+        except RuntimeError:
+            logger.warning("the store in which workers say why they end is gone")
+        return error
 
     def _warm_up(self) -> None:
         """Every rank runs a round of both models, then those of the usual kinds; clocks are compared."""

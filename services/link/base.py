@@ -24,6 +24,11 @@ class LinkError(RuntimeError):
     """A worker's own fault is told, not what came of the other's."""
 
 
+def failure_text(error: Exception) -> str:
+    """How a worker's failure is told to others."""
+    return f"{type(error).__name__}: {error}"
+
+
 Message = pb.WorkRequest | pb.WorkResponse | pb.ExchangeRequest | pb.ExchangeResponse
 Sent = TypeVar("Sent", bound=Message, contravariant=True)
 Received = TypeVar("Received", bound=Message, covariant=True)

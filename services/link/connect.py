@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hmac
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from services.link.base import CoordinatorEnd, LeaderEnd, LinkError, PeerEnd
+from services.link.base import CoordinatorEnd, LeaderEnd, LinkError, PeerEnd, failure_text
 from services.link.distributed import DistributedEnd, make_group
 from services.link.peer import DevicePeer, MessagePeer
 from services.link.streams import StreamCaller, StreamServer, proof
@@ -37,6 +38,18 @@ class Meeting:
 
     def name(self, what: str) -> str:
         return f"{self.epoch}/{what}"
+
+    def report(self, store: dist.Store, side: str, error: Exception) -> None:
+        """Write down why a rank of `side` ends, before it closes its links: those break for everybody, and what is under way on them may
+        be lost. A link that broke is no reason of its own."""
+        if not isinstance(error, LinkError):
+            with suppress(RuntimeError):  # the store has gone with the rest of the gang
+                store.set(self.name(f"{side}/failure"), failure_text(error))
+
+    def reported(self, store: dist.Store, side: str) -> str | None:
+        """Why a rank of `side` ended, if it has said so."""
+        name = self.name(f"{side}/failure")
+        return store.get(name).decode() if store.check([name]) else None
 
 
 def coordinator_end(meeting: Meeting, store: dist.Store, side: str) -> CoordinatorEnd:

@@ -20,8 +20,6 @@ from smc.runtime.pair import PairRound
 from smc.runtime.plan import Join, Program, RoundPlan
 
 CLOCK_PINGS = 5
-LAST_WORDS_SECONDS = 3.0
-"""For a worker to say what went wrong, when the other one's link to it has broken."""
 SILENT = frozenset({"join", "stop"})
 """Commands that have no response."""
 
@@ -130,16 +128,6 @@ class RemoteWorker:
                 self._take(self._end.receive(self.timeout))
             self._timeline.waited(begin, time.monotonic_ns())
         return self._arrived.pop(sequence)
-
-    def last_words(self) -> LinkError | None:
-        """What the worker has said, or says soon, of something that went wrong with it. Nothing more can be asked of it after this."""
-        deadline = time.monotonic() + LAST_WORDS_SECONDS
-        try:
-            while (left := deadline - time.monotonic()) > 0:
-                self._take(self._end.receive(left))
-        except LinkError as error:
-            return error if error.began_here else None
-        return None
 
     def _take(self, response: pb.WorkResponse) -> None:
         check_envelope(response, self._epoch)

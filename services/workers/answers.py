@@ -7,7 +7,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from services.link.base import LAYOUT_VERSION, LeaderEnd
+from services.link.base import LAYOUT_VERSION, LeaderEnd, failure_text
 from services.pb import particles_pb2 as pb
 
 CLOSE_SECONDS = 5.0
@@ -35,7 +35,7 @@ class Answers:
 
     def fail(self, sequence: int, error: Exception) -> None:
         """Say that the worker could not carry out a command and stops; whatever else was put may never be sent."""
-        failure = pb.Failure(message=f"{type(error).__name__}: {error}")
+        failure = pb.Failure(message=failure_text(error))
         self._send(pb.WorkResponse(version=LAYOUT_VERSION, epoch=self._epoch, sequence=sequence, failure=failure))
 
     def close(self) -> None:

@@ -77,19 +77,24 @@ def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
     worker = ModelWorker(spec.side, model, token_bytes=TokenBytes.of(spec.vocabulary.tokenizer()), **sizes)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    ends = leader_ends(spec.meeting, spec.meeting.store(), spec.side, host, torch.device(spec.between)) if leads else None
+    store = spec.meeting.store()
+    ends = leader_ends(spec.meeting, store, spec.side, host, torch.device(spec.between)) if leads else None
     parts = parts_for(device)
     stages = parts.stages(device)
     channel = PeerChannel(ends.peer if ends else None, group, stages, spec.timeout)
     side = DraftSide if spec.side == "draft" else TargetSide
     rank = Rank(worker, side(spec.engine, worker, parts, stages, channel), spec.meeting.epoch, spec.timeout)
-    if not leads:
-        follow(rank, group.receive)
-        return
     try:
-        lead(rank, ends.coordinator, group.spread if group else None)
+        if leads:
+            lead(rank, ends.coordinator, group.spread if group else None)
+        else:
+            follow(rank, group.receive)
+    except Exception as error:
+        spec.meeting.report(store, spec.side, error)
+        raise
     finally:
-        ends.close()
+        if leads:
+            ends.close()
 
 
 def agree_on_pages(spec: RankSpec, model: Decoder) -> int:

@@ -13,6 +13,7 @@ from services.launch.config import GangConfig
 from services.launch.specs import coordinator_spec, rank_spec
 from services.link.base import LinkError
 from services.link.connect import LINKS, Meeting
+from services.workers.answers import Answers
 from services.workers.process import run_rank
 from smc.engine.request import Request, SamplingParams
 from smc.models.parallel import Shard
@@ -24,6 +25,16 @@ from tests.coordinator.harness import HOST, SECRET, SIDES
 @pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize(("side", "what"), [("draft", "draft"), ("draft", "follow"), ("target", "round")])
 def test_the_error_is_that_of_the_worker_that_failed(monkeypatch, link, side, what):
+    fails(monkeypatch, link, side, what)
+
+
+def test_the_error_is_known_when_its_message_is_lost(monkeypatch):
+    monkeypatch.setattr(Answers, "fail", lambda *_: None)
+    fails(monkeypatch, "nccl", "target", "round")
+
+
+def fails(monkeypatch, link: str, side: str, what: str) -> None:
+    """A pair of workers, one of which raises ValueError in its first `what`; the coordinator says which and why."""
     config = GangConfig(engine=EngineConfig(block=3, branches=2), start_timeout=30.0, link_timeout=20.0, link=link)
     pair = config.serving_pair()
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
