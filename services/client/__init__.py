@@ -24,6 +24,7 @@ from services.client.nouns import (
     ServerInfo,
     ServiceError,
     Statistics,
+    Times,
     Usage,
 )
 
@@ -40,5 +41,6 @@ __all__ = [
     "ServiceError",
     "Statistics",
     "Stream",
+    "Times",
     "Usage",
 ]

@@ -22,6 +22,7 @@ from services.client.nouns import (
     ServerInfo,
     ServiceError,
     Statistics,
+    Times,
     Usage,
 )
 from services.gateway.security import is_loopback
@@ -92,6 +93,7 @@ class Stream:
             statistics=_data(Statistics, finish.statistics) if finish.HasField("statistics") else None,
             logprobs=tuple(finish.logprobs) if self._logprobs else None,
             seconds=time.monotonic() - self._started,
+            times=_data(Times, finish.times),
         )
 
 

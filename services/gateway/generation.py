@@ -18,6 +18,7 @@ from services.gateway.calls import Calls, Tally
 from services.gateway.config import GatewayConfig
 from services.gateway.interceptors import caller_of
 from services.gateway.prompts import Prompts
+from services.gateway.tracing import Tracing
 from services.metrics import Metrics
 from services.pb import generation_pb2 as pb
 from services.pb import generation_pb2_grpc as pb_grpc
@@ -53,9 +54,10 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         metrics: Metrics,
         status: Callable[[], ServiceStatus],
         config: GatewayConfig,
+        tracing: Tracing | None,
     ) -> None:
         self._pair, self._backend, self._calls, self._metrics, self._status = pair, backend, calls, metrics, status
-        self._config, self._write_timeout = config, config.write_timeout
+        self._config, self._write_timeout, self._tracing = config, config.write_timeout, tracing
         self._prompts = Prompts(pair.tokenizer, pair.context)
         self._started = time.monotonic()
 
@@ -63,7 +65,8 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         self._prompts.close()
 
     async def Generate(self, message: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
-        tally = Tally(self._metrics)
+        trace = self._tracing and self._tracing.begin("smc.v1.GenerationService/Generate", context.invocation_metadata())
+        tally = Tally(self._metrics, trace)
         try:
             if len(message.request_id) > MAX_ID_SIZE:
                 raise ValueError(f"request_id has {len(message.request_id)} characters; allowed: at most {MAX_ID_SIZE}")
@@ -163,4 +166,10 @@ def _deadline_passed(context: grpc.aio.ServicerContext) -> bool:
 
 
 def _model(model: Model) -> pb.Model:
-    return pb.Model(name=model.name, family=model.config.family, parameters=model.parameters, tensor_parallel=model.tensor_parallel)
+    return pb.Model(
+        name=model.name,
+        family=model.config.family,
+        parameters=model.parameters,
+        tensor_parallel=model.tensor_parallel,
+        weights=model.weights,
+    )
