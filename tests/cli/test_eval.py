@@ -97,6 +97,7 @@ def test_a_file_in_the_way_is_not_overwritten(smcserve, tmp_path):
     assert path.read_text() == "{}"
 
 
+@pytest.mark.slow
 def test_demo(smcserve):
     ran = smcserve("demo", "--problems", 4)
     assert ran.code == 0
