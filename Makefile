@@ -5,18 +5,19 @@ STAMP := .venv/.installed
 
 PROTOS := $(wildcard proto/smc/v1/*.proto proto/smc/internal/v1/*.proto)
 
-.PHONY: help install proto demo test lint format clean
+.PHONY: help install proto demo test test-all lint format clean
 help:            ## Show the targets
 	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
 
 install: $(STAMP)  ## Create .venv with the pinned dependencies
 
-# uv resolves and unpacks several times faster than pip; UV_FIND_LINKS lets it use the same local wheels as pip, if any.
+# uv resolves and unpacks several times faster than pip; UV_FIND_LINKS lets it use the same local wheels as pip, if any. Bytecode: every
+# process of a service imports torch, in half the time if it is there, and nothing else writes it where PYTHONDONTWRITEBYTECODE is set.
 $(STAMP): pyproject.toml constraints.txt setup.py proto/build.py $(PROTOS)
 	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}: make PYTHON=python3.12 ..."'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q uv
-	UV_FIND_LINKS="$${PIP_FIND_LINKS:-}" $(BIN)/uv pip install -q --python $(BIN)/python -c constraints.txt -e '.[dev]'
+	UV_FIND_LINKS="$${PIP_FIND_LINKS:-}" $(BIN)/uv pip install -q --compile-bytecode --python $(BIN)/python -c constraints.txt -e '.[dev]'
 	@touch $@
 
 proto: install   ## Generate services/pb from proto/
@@ -25,8 +26,11 @@ proto: install   ## Generate services/pb from proto/
 demo: install    ## Answer three questions with the shipped model pair
 	$(BIN)/smcserve demo
 
-test: install    ## Run the tests
-	$(BIN)/python -m pytest
+test: install    ## Run the tests, in a few minutes
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: test   ## Run the slow tests as well
+	$(BIN)/python -m pytest -m slow
 
 lint: install    ## Check style
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -9,6 +9,8 @@ import psutil
 
 REFRESH = 10.0
 """Seconds between two searches for new processes; a search reads the whole process table."""
+TITLE = "ray::smcserve: "
+"""How titles of the service's processes begin."""
 RAY = "ray"
 """All processes of Ray itself."""
 
@@ -25,7 +27,7 @@ class ProcessTree:
         self._searched = float("-inf")
 
     def resident_bytes(self) -> dict[str, int]:
-        """By name: `gateway`, `coordinator`, `rank 1`, .. in the order of their starts, and `ray` for the rest together."""
+        """By name: `gateway`, `coordinator`, `draft rank 0`, `target rank 0`, .., and `ray` for the rest together."""
         if time.monotonic() - self._searched > REFRESH:
             self._search()
         resident: dict[str, int] = {}
@@ -39,13 +41,11 @@ class ProcessTree:
     def _search(self) -> None:
         self._searched = time.monotonic()
         try:
-            family = sorted(self._root.children(recursive=True), key=lambda process: process.create_time())
+            family = self._root.children(recursive=True)
         except psutil.NoSuchProcess:
             return  # the root has ended: nothing is left to be measured
-        self._names, ranks = {self._root: "gateway"}, 0
+        self._names = {self._root: "gateway"}
         for process in family:
             with suppress(psutil.NoSuchProcess):  # processes of Ray come and go
                 title = " ".join(process.cmdline()[:1])
-                ranks += "RankActor" in title
-                name = f"rank {ranks}" if "RankActor" in title else RAY
-                self._names[process] = "coordinator" if "CoordinatorActor" in title else name
+                self._names[process] = title.removeprefix(TITLE).partition(".")[0] if title.startswith(TITLE) else RAY

@@ -8,8 +8,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
-import ray
-
 from services.batch.config import BatchConfig
 from services.batch.decoder import Decoder, Serving
 from services.batch.output import OutputFile
@@ -18,9 +16,7 @@ from services.batch.requests import Requests
 from services.batch.results import fingerprint
 from services.batch.resume import rest, survey
 from services.batch.runner import Limit, Runner
-from services.launch import cluster
 from services.launch.config import GangConfig
-from services.launch.supervisor import Supervisor
 from smc.models.source import name_dtypes
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -64,6 +60,8 @@ class Batch:
 
         self._display.say(f"{tally.before.total - tally.done:,} of {tally.before.total:,} lines to do; starting the models")
         async with _connected(self._ray_address):
+            from services.launch.supervisor import Supervisor
+
             serving = Serving(self._gang.start_timeout)
             supervisor = Supervisor(self._gang, self._pair, on_serving=serving.told)
             decode = Decoder(supervisor, serving).decode
@@ -86,13 +84,16 @@ class Batch:
 
 @asynccontextmanager
 async def _connected(ray_address: str | None) -> AsyncIterator[None]:
+    from services.launch import cluster
+
+    cluster.import_meanwhile("services.launch.supervisor")
     try:
         cluster.connect(ray_address)
         yield
     except SystemExit as error:  # how Ray answers a SIGTERM, until we do
         raise Stopped(signal.SIGTERM) from error
     finally:
-        await asyncio.to_thread(ray.shutdown)
+        await asyncio.to_thread(cluster.disconnect)
 
 
 @contextmanager

@@ -11,8 +11,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from services.cli.pair import DEMO
 from smc.evaluation.quality import Row, Setting
 from smc.statistics import Accuracy
@@ -73,6 +71,8 @@ class Record:
 
 def machine(device: str) -> dict[str, Any]:
     """What is computed with: part of a record's conditions."""
+    import torch
+
     return {
         "weights_sha256": {place.name: hashlib.sha256((place / "model.safetensors").read_bytes()).hexdigest() for place in DEMO},
         "torch": torch.__version__,

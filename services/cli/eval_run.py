@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
@@ -15,12 +16,14 @@ from services.cli.pair import DEMO, LoadedModels, loaded_models, use_threads
 from services.cli.tables import LEGEND, interval, quality_markdown, quality_table
 from services.cli.terminal import err, out, print_warning
 from smc.demo.problems import Problem, generate
-from smc.engine.local import ModelPair
 from smc.engine.request import SamplingParams
 from smc.evaluation.picture import draw
 from smc.evaluation.quality import Row, Setting, Terms, measure, measure_speed, problem_requests
 from smc.models.source import name_dtypes
 from smc.runtime.messages import SIDES
+
+if TYPE_CHECKING:
+    from smc.engine.local import ModelPair
 
 
 @dataclass(frozen=True)
@@ -75,15 +78,22 @@ class Pairs:
         """Look-ahead has a GPU for each model where there are two; all else is on one, which is that of the target."""
         if self.device == "cpu":
             return self.models.pair("cpu", "cpu")
-        last = f"cuda:{min(2, torch.cuda.device_count()) - 1}"
+        last = f"cuda:{_gpus() - 1}"
         return self.models.pair("cuda:0" if setting.form == "lookahead" else last, last)
 
     def conditions(self) -> dict[str, object]:
         """Part of a record's."""
         sources = self.models.sources
         shapes = {side: sources.of_side(side).name for side in SIDES} if self.load == "grown" else {}
-        gpus = {} if self.device == "cpu" else {"gpus": min(2, torch.cuda.device_count())}
+        gpus = {} if self.device == "cpu" else {"gpus": _gpus()}
         return machine(self.device) | {"dtype": name_dtypes(self.models.dtypes), "load": self.load, **shapes, **gpus}
+
+
+def _gpus() -> int:
+    """Those that are used of those that are there."""
+    import torch
+
+    return min(2, torch.cuda.device_count())
 
 
 def prepare(plan: Plan, settings: Sequence[Setting], pairs: Pairs, path: Path | None, resume: bool) -> tuple[Pairs, Record]:
@@ -105,10 +115,11 @@ def measure_all(pairs: Pairs, plan: Plan, settings: Sequence[Setting], record: R
     columns = (TextColumn("{task.description}"), BarColumn(None), TaskProgressColumn(), TimeRemainingColumn())
     try:
         with Progress(*columns, console=err, expand=True, transient=True, speed_estimate_period=3600) as progress:
-            # An answer's cost grows about as its particles, so that is what the bar over everything counts.
-            whole = progress.add_task(f"all {len(todo)} settings", total=plan.problems * sum(setting.particles or 1 for setting in todo))
+            rows = sum(_rows(setting) for setting in todo)
+            whole = progress.add_task(f"all {len(todo)} settings", total=plan.problems * rows)
+            forecast = Forecast(plan.concurrency, (plan.problems + plan.speed_problems) * rows, progress)
             for setting in todo:
-                row = _measure(pairs.placed(setting), plan, setting, progress, whole)
+                row = _measure(pairs.placed(setting), plan, setting, progress, whole, forecast)
                 record.add(row)
                 progress.console.print(Text(f"{setting.name}: {_in_words(row)}", style="dim"))
     except KeyboardInterrupt:
@@ -117,12 +128,48 @@ def measure_all(pairs: Pairs, plan: Plan, settings: Sequence[Setting], record: R
         raise
 
 
-def _measure(pair: ModelPair, plan: Plan, setting: Setting, progress: Progress, whole) -> Row:
+class Forecast:
+    """Says how long everything will take, once the first answers have come."""
+
+    def __init__(self, answers: int, rows: int, progress: Progress) -> None:
+        """After so many `answers`; `rows` that there are to answer in all."""
+        self._missing, self._rows, self._progress = answers, rows, progress
+        self._answered = 0
+        self._begin: float | None = None
+
+    def begin(self) -> None:
+        """The models are there."""
+        self._begin = self._begin or time.monotonic()
+
+    def answered(self, rows: int) -> None:
+        self._missing -= 1
+        self._answered += rows
+        if self._missing == 0:
+            seconds = (time.monotonic() - self._begin) * self._rows / self._answered
+            self._progress.console.print(f"about {_duration(seconds)} in all, by the first answers", style="dim")
+
+
+def _duration(seconds: float) -> str:
+    """In the unit that says it in few digits."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes / 60:.1f} hours"
+
+
+def _rows(setting: Setting) -> int:
+    """An answer's cost grows about as these."""
+    return setting.particles or 1
+
+
+def _measure(pair: ModelPair, plan: Plan, setting: Setting, progress: Progress, whole, forecast: Forecast) -> Row:
+    forecast.begin()
     task = progress.add_task(setting.name, total=plan.problems)
 
     def advance(*_answer: object) -> None:
         progress.advance(task)
-        progress.advance(whole, setting.particles or 1)
+        progress.advance(whole, _rows(setting))
+        forecast.answered(_rows(setting))
 
     row = measure(pair, setting, plan.make_problems(plan.problems), plan.concurrency, plan.terms, advance)
     if plan.speed_problems:

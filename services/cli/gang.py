@@ -43,7 +43,6 @@ PrefillShare = Annotated[
         metavar="SHARE",
     ),
 ]
-MaxQueue = Annotated[int | None, option(ENGINE, "Requests that may wait. Default: any number.", "--max-queue", metavar="COUNT")]
 MaxQueuePages = Annotated[
     int | None,
     option(ENGINE, "KV pages that waiting requests may ask for. Default: any number.", "--max-queue-pages", metavar="COUNT"),

@@ -68,15 +68,16 @@ def generate(
 ) -> int:
     """Answer a prompt; text appears as soon as it can no longer change."""
     text = read_prompt(prompt)
-    from services.cli.pair import load_pair, pair_places, require_directories, use_threads
+    from services.cli.pair import loaded_models, pair_places, require_directories, use_threads
 
     places = pair_places(target, draft)
     given = given_options(ctx)
     _refuse_idle(given)
     require_directories(places)
     _sampling(given)
+    models = loaded_models("files", places, device, dtype, target_dtype, draft_dtype)
     use_threads(threads, places)
-    pair = load_pair(places, device, dtype, target_dtype, draft_dtype)
+    pair = models.pair(device, device)
     return _answer(pair, *_settings(pair, text, raw, given), as_json)
 
 

@@ -20,7 +20,8 @@ def grow(
     """Write a small model in a large shape, the rest zeros: the small one's answers at the large one's cost."""
     from smc.models.grown_files import STORED, save_grown
     from smc.models.linear import DTYPES
-    from smc.models.presets import count_parameters, preset
+    from smc.models.places import count_parameters
+    from smc.models.presets import preset
 
     large = preset(shape)
     allowed = {name: kind for name, kind in DTYPES.items() if kind in STORED}

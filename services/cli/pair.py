@@ -55,14 +55,15 @@ def loaded_models(
     for option, value in (("dtype", dtype), ("target-dtype", target_dtype), ("draft-dtype", draft_dtype)):
         if value not in (None, *DTYPE_NAMES):
             raise ValueError(f"--{option} {value}; allowed: {', '.join(DTYPE_NAMES)}")
-    import torch
-
     from smc.models.source import SourcePair
 
-    dtypes = dtypes_of(device, dtype, target_dtype, draft_dtype)
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: this machine has no CUDA device, or this torch was built without CUDA")
-    return LoadedModels(SourcePair.of(load, *places, small=DEMO), dtypes)
+    sources = SourcePair.of(load, *places, small=DEMO)
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ValueError("--device cuda: this machine has no CUDA device, or this torch was built without CUDA")
+    return LoadedModels(sources, dtypes_of(device, dtype, target_dtype, draft_dtype))
 
 
 class LoadedModels:

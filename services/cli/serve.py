@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from services.cli import gang, options
-from services.cli.pair import pair_places, require_directories
 from services.cli.terminal import err, print_error
 
 if TYPE_CHECKING:
@@ -104,22 +104,29 @@ def serve(
     import asyncio
     import logging
 
-    require_directories(pair_places(target, draft))
     from services.gateway.config import GatewayConfig
-    from services.launch.errors import GangError
-    from services.launch.service import serve as run
 
-    err.print("starting; each model and the coordinator in a process of its own", soft_wrap=True)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     config = gang.gang_config(ctx.params)
     gateway = GatewayConfig(**{name: ctx.params[name] for name in GATEWAY_FIELDS if ctx.params[name] is not None})
+    config.serving_pair()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    err.print("starting Ray; then draft, target and coordinator, each in a process of its own", soft_wrap=True)
+    begin = time.monotonic()
 
     def announce(ready: Ready) -> None:
         metrics = f", metrics on http://{gateway.host}:{ready.metrics_port}/metrics" if ready.metrics_port else ""
-        err.print(f"serving on {gateway.host}:{ready.port}{metrics} (ready after {ready.seconds:.1f} s); Ctrl-C stops", soft_wrap=True)
+        seconds = time.monotonic() - begin
+        err.print(f"serving on {gateway.host}:{ready.port}{metrics} (ready after {seconds:.1f} s); Ctrl-C stops", soft_wrap=True)
+
+    from services.launch import cluster
+    from services.launch.errors import GangError
 
     try:
-        asyncio.run(run(config, gateway, ray_address, announce))
+        cluster.import_meanwhile("services.launch.service")
+        cluster.connect(ray_address)
+        from services.launch.service import serve as run
+
+        asyncio.run(run(config, gateway, announce))
     except (GangError, ConnectionError) as error:
         print_error(str(error))
         return 1

@@ -1,18 +1,24 @@
-"""Ray: finding or starting a cluster, and the actors that processes of ours run in. Ray is not used for anything else."""
+"""Ray: finding or starting a cluster, and the actors that processes of ours run in. Ray is not used for anything else.
+
+What an actor runs is imported in its process alone, so that a cluster can be asked for before torch is there.
+"""
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import secrets
+import threading
+from typing import TYPE_CHECKING
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from services.coordinator.process import Coordinator
-from services.coordinator.remote import CoordinatorSpec
-from services.workers.process import RankSpec, run_rank
+if TYPE_CHECKING:
+    from services.coordinator.remote import CoordinatorSpec
+    from services.workers.process import RankSpec
 
 LOCAL_CPUS = 64
 """What a cluster of our own says it has: its processes share this machine's cores anyway."""
@@ -26,6 +32,8 @@ class RankActor:
 
     def run(self, spec: RankSpec) -> None:
         """Returns when the rank is told to stop; raises what went wrong."""
+        from services.workers.process import run_rank
+
         _quiet()
         run_rank(spec, ray.util.get_node_ip_address())
 
@@ -38,6 +46,8 @@ class CoordinatorActor:
 
     def start(self, spec: CoordinatorSpec) -> str:
         """Returns its address once the engine is warm: see `RemoteEngine`."""
+        from services.coordinator.process import Coordinator
+
         _quiet()
         self._coordinator = Coordinator(spec, ray.util.get_node_ip_address())
         return self._coordinator.address
@@ -51,6 +61,11 @@ class CoordinatorActor:
 
     def pid(self) -> int:
         return os.getpid()
+
+
+def import_meanwhile(module: str) -> None:
+    """Import it in a thread of its own, before `connect`: that takes seconds, in which this process waits for others."""
+    threading.Thread(target=importlib.import_module, args=(module,), daemon=True).start()
 
 
 def connect(address: str | None) -> bool:
@@ -68,6 +83,11 @@ def connect(address: str | None) -> bool:
     options = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES, "logging_level": logging.ERROR}
     ray.init(address="local", num_cpus=LOCAL_CPUS, _node_ip_address="127.0.0.1", **options)
     return True
+
+
+def disconnect() -> None:
+    """End the cluster if it was started here."""
+    ray.shutdown()
 
 
 def reserve(ranks: int, gpus: bool, mark: str | None) -> PlacementGroup:
@@ -93,17 +113,18 @@ def _bundle(gpus: bool, mark: str | None) -> dict[str, float]:
     return {"CPU": 1} | ({"GPU": 1} if gpus else {}) | ({mark: MARK} if mark else {})
 
 
-def start_rank(group: PlacementGroup, rank: int, gpus: bool) -> ray.actor.ActorHandle:
+def start_rank(group: PlacementGroup, side: str, rank: int, gpus: bool) -> ray.actor.ActorHandle:
     place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
     # Two calls at a time: `run` never returns, and `pid` must be answered beside it.
     options = {"num_cpus": 1, "num_gpus": int(gpus), "max_restarts": 0, "max_concurrency": 2}
-    return ray.remote(RankActor).options(scheduling_strategy=place, **options).remote()
+    return ray.remote(_named(RankActor, f"{side} rank {rank}")).options(scheduling_strategy=place, **options).remote()
 
 
 def start_coordinator() -> ray.actor.ActorHandle:
     """On the host of this process, where the gateway is."""
     here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return ray.remote(CoordinatorActor).options(num_cpus=0, max_restarts=0, max_concurrency=4, scheduling_strategy=here).remote()
+    options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 4}
+    return ray.remote(_named(CoordinatorActor, "coordinator")).options(scheduling_strategy=here, **options).remote()
 
 
 def release(group: PlacementGroup) -> None:
@@ -113,3 +134,8 @@ def release(group: PlacementGroup) -> None:
 def _quiet() -> None:
     """One line a message, and no debug chatter, from processes of ours."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+
+
+def _named(actor: type, name: str) -> type:
+    """The class under a name that says what its process is: `ps`, Ray's tools and Ray's logs show it."""
+    return type(f"smcserve: {name}", (actor,), {})

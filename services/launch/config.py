@@ -7,9 +7,9 @@ from functools import cached_property
 from pathlib import Path
 
 from services.backend import Model, ServingPair
-from services.link.connect import LINKS
+from services.link.base import LINKS
 from smc import demo
-from smc.models.linear import DTYPES
+from smc.limits import DTYPE_NAMES
 from smc.models.parallel import Shard, local_config
 from smc.models.source import LOADS, SourcePair, pair_dtypes
 from smc.runtime.config import EngineConfig
@@ -44,7 +44,7 @@ class GangConfig:
     device: str = "cpu"
     """`cpu`, or `cuda`: one GPU for each rank."""
     dtype: str | None = None
-    """Of both models, of `smc.models.linear.DTYPES`. Default: float32 on a CPU, bfloat16 on a GPU."""
+    """Of both models, of `smc.limits.DTYPE_NAMES`. Default: float32 on a CPU, bfloat16 on a GPU."""
     target_dtype: str | None = None
     """Of the target, if it has one of its own."""
     draft_dtype: str | None = None
@@ -63,7 +63,7 @@ class GangConfig:
     """Where the coordinator writes a Chrome trace of all rounds when it stops."""
 
     def __post_init__(self) -> None:
-        types = dict.fromkeys(("dtype", "target_dtype", "draft_dtype"), (None, *DTYPES))
+        types = dict.fromkeys(("dtype", "target_dtype", "draft_dtype"), (None, *DTYPE_NAMES))
         for name, allowed in {"load": LOADS, "link": LINKS, "device": DEVICES, **types}.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r}; allowed: {', '.join(filter(None, allowed))}")

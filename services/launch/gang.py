@@ -102,7 +102,7 @@ class Gang:
             cluster.wait_for(group, degree, gpus, mark, config.start_timeout)
             for rank in range(degree):
                 with self._adding():
-                    self.actors[f"{side}{rank}"] = actor = cluster.start_rank(group, rank, gpus)
+                    self.actors[f"{side}{rank}"] = actor = cluster.start_rank(group, side, rank, gpus)
                     self._lives[actor.run.remote(rank_spec(config, self._pair, meeting, side, Shard(rank, degree)))] = f"{side}{rank}"
         with self._adding():
             self.actors["coordinator"] = coordinator = cluster.start_coordinator()

@@ -8,8 +8,6 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import ray
-
 from services.coordinator.loop import Step
 from services.gateway.config import GatewayConfig
 from services.gateway.generation import ServiceStatus
@@ -28,8 +26,6 @@ class Ready:
 
     port: int
     metrics_port: int | None
-    seconds: float
-    """From the start until the engine was warm."""
 
 
 class Service:
@@ -44,10 +40,9 @@ class Service:
 
     async def start(self) -> Ready:
         """Listen at once, as NOT_SERVING; return when the gang has warmed up. Raises OSError, GangError."""
-        begin = asyncio.get_running_loop().time()
         port = await self.gateway.start()
         await self.supervisor.start()
-        return Ready(port, self.gateway.metrics_port, asyncio.get_running_loop().time() - begin)
+        return Ready(port, self.gateway.metrics_port)
 
     async def stop(self, drain: bool) -> None:
         """Let calls in flight finish, if `drain`, within the gateway's limit; then end every process."""
@@ -73,12 +68,12 @@ class Service:
         return ServiceStatus(self.supervisor.epoch, running=stats.running, queued=stats.queued)
 
 
-async def serve(gang: GangConfig, gateway: GatewayConfig, ray_address: str | None, announce: Callable[[Ready], None]) -> None:
-    """Run until SIGTERM or SIGINT. A second signal ends what is still in flight at once."""
-    service = Service(gang, gateway)
-    cluster.connect(ray_address)
-    stopping = _signals()  # only now: Ray installs handlers of its own
+async def serve(gang: GangConfig, gateway: GatewayConfig, announce: Callable[[Ready], None]) -> None:
+    """Run until SIGTERM or SIGINT, on the cluster that Ray is connected to; leave it at the end. A second signal ends what is still in
+    flight at once."""
+    stopping = _signals()  # Ray has installed handlers of its own
     try:
+        service = Service(gang, gateway)
         starting = asyncio.create_task(service.start())
         interrupted = asyncio.create_task(stopping.wait())
         await asyncio.wait((starting, interrupted), return_when=asyncio.FIRST_COMPLETED)
@@ -93,7 +88,7 @@ async def serve(gang: GangConfig, gateway: GatewayConfig, ray_address: str | Non
             starting.cancel()  # first, or it could still bring up what the stop has ended
             await service.stop(drain=started)
     finally:
-        await asyncio.to_thread(ray.shutdown)
+        await asyncio.to_thread(cluster.disconnect)
 
 
 async def _first(*tasks: asyncio.Task) -> None:

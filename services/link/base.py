@@ -5,11 +5,15 @@ Messages are those of proto/smc/internal/v1/particles.proto, whichever transport
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from services.pb import particles_pb2 as pb
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LINKS = ("nccl", "grpc")
+"""Kinds of it."""
 
 LAYOUT_VERSION = 5
 """Of particles.proto and its arrays; raised with every change that an older peer would misread."""

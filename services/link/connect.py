@@ -16,8 +16,6 @@ from services.link.peer import DevicePeer, MessagePeer
 from services.link.streams import StreamCaller, StreamServer, proof
 from services.pb import particles_pb2 as pb
 
-LINKS = ("nccl", "grpc")
-
 
 @dataclass(frozen=True)
 class Meeting:

@@ -5,3 +5,5 @@ from pathlib import Path
 WEIGHTS = Path(__file__).parent / "weights"
 TARGET = WEIGHTS / "target"
 DRAFT = WEIGHTS / "draft"
+MAX_ANSWER = 112
+"""Longest answer that is sampled, in tokens; the longest right one is a little shorter."""

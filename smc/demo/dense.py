@@ -12,13 +12,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
 
+from smc.demo import MAX_ANSWER
 from smc.demo.problems import Problem, grade
 from smc.demo.tokenizer import EOS, render
 from smc.models.decoder import Decoder
 from smc.statistics import Accuracy
-
-MAX_ANSWER = 112
-"""Longest answer sampled, in tokens; the longest right one is a little shorter."""
 
 
 def hidden_states(model: Decoder, rope_SD: Tensor, tokens_BS: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from smc.engine.methods import decoding_of
 from smc.engine.request import Request
 from smc.runtime.config import EngineConfig
 
@@ -41,6 +40,8 @@ def check_prompt(size: int, context: int) -> None:
 
 def check_fits(request: Request, config: EngineConfig, capacity: dict[str, int], context: int, vocab_size: int) -> None:
     """Refuse what this engine could never run, whatever else is going on. Raises ValueError."""
+    from smc.engine.methods import decoding_of  # brings torch, which who only refuses need not have
+
     params, size = request.params, len(request.prompt)
     check_prompt(size, context)
     if size + params.max_tokens > context:

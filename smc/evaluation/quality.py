@@ -9,15 +9,17 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from smc.demo.dense import MAX_ANSWER
+from smc.demo import MAX_ANSWER
 from smc.demo.problems import Problem, grade
-from smc.engine.local import ModelPair
 from smc.engine.request import POPULATIONS, Answer, Request, SamplingParams
-from smc.evaluation.batch import fitted_engine, run_in_flight
-from smc.models.tokenizer import Tokenizer
 from smc.runtime.config import EngineConfig
 from smc.statistics import Accuracy
+
+if TYPE_CHECKING:
+    from smc.engine.local import ModelPair
+    from smc.models.tokenizer import Tokenizer
 
 EXACT_PARTICLES, EXACT_BLOCKS = (1, 4, 8, 16), (4, 5, 8)
 WIDE, WIDE_BRANCHES, EXACT_BRANCHES = 16, 2, 4
@@ -160,6 +162,8 @@ def measure_speed(pair: ModelPair, setting: Setting, problems: Sequence[Problem]
 
     After a few that are not counted: first uses of a shape are slow.
     """
+    from smc.evaluation.batch import fitted_engine, run_in_flight
+
     requests = problem_requests(pair.tokenizer, setting, problems, terms)
     engine = fitted_engine(pair, setting.engine, requests)
     for _ in run_in_flight(engine, requests[:WARM_UP_PROBLEMS], 1):
@@ -206,6 +210,8 @@ def _answers(
     pair: ModelPair, setting: Setting, problems: Sequence[Problem], requests: list[Request], concurrency: int
 ) -> Iterator[tuple[Problem, Answer]]:
     """In the order in which they end."""
+    from smc.evaluation.batch import fitted_engine, run_in_flight
+
     engine = fitted_engine(pair, setting.engine, requests, concurrency)
     for output in run_in_flight(engine, requests, concurrency):
         if output.answer is None:

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from smc.demo.dense import MAX_ANSWER
+from smc.demo import MAX_ANSWER
 from smc.demo.problems import generate
 from smc.engine.engine import Engine
 from smc.engine.memory import pool_for

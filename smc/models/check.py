@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from smc.models.config import ModelConfig, compression_of
-from smc.models.loader import check_weights, weight_places
+from smc.models.places import check_weights, count_parameters
 from smc.models.storage import stored_bytes
 from smc.models.tokenizer import Tokenizer
 
@@ -88,8 +87,7 @@ def _report(directory: str | Path) -> ModelReport:
     compression = compression_of(directory)
     if compression is not None and compression.static_inputs:
         logger.warning("%s: its scales of activations are not used; activations stay bfloat16, or get a scale for each row", directory)
-    parameters = sum(math.prod(place.shape) for place in weight_places(config).values())
-    return ModelReport(config, parameters, stored_bytes(stored))
+    return ModelReport(config, count_parameters(config), stored_bytes(stored))
 
 
 def _compare(target: Tokenizer, draft: Tokenizer) -> list[str]:

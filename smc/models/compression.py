@@ -9,10 +9,10 @@ Axes: N outputs, K inputs, B blocks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BLOCK = 128
 """Rows and columns that share a scale."""
@@ -66,6 +66,8 @@ class Compression:
 
     def values(self, weight_NK: Tensor, scale: Tensor, rows: slice, columns: slice) -> Tensor:
         """float32 [N, K] of a rectangle, which `weight_NK` is; `scale` is whole."""
+        import torch
+
         if not self.blocks:
             return weight_NK.float() * self.scale_of_rows(scale, rows)[:, None]
         block_N, block_K = (torch.arange(part.start, part.stop, device=scale.device) // BLOCK for part in (rows, columns))

@@ -30,8 +30,8 @@ from torch import Tensor
 from smc.models.config import ModelConfig
 from smc.models.decoder import Decoder, empty_decoder
 from smc.models.linear import FP8, pieces, quantise
-from smc.models.loader import Place, weight_places
 from smc.models.parallel import WHOLE, Axis, Reduce, Shard, local_config
+from smc.models.places import Place, weight_places
 
 RAISED = 2.0**4
 """The constant feature behind the last norm, were the root of the residual's mean square 1."""

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from smc.models.config import ModelConfig, read_json
 from smc.models.grow import Growth
-from smc.models.loader import Place, load_model, weight_places
+from smc.models.loader import load_model
+from smc.models.places import Place, weight_places
 from smc.models.storage import INDEX_FILE, SINGLE_FILE
 from smc.models.tokenizer import Tokenizer
 

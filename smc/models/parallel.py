@@ -11,12 +11,13 @@ Knows nothing about files, parameters or how ranks talk to each other.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from smc.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 INNER_BLOCK = 64
 """Inner features are dealt out in blocks of this many where they come in such blocks: kernels read weights that way."""

@@ -1,22 +1,11 @@
-"""Models of published shapes with random weights: speed does not depend on what the weights are, so no checkpoint is needed to measure it.
-
-Their answers mean nothing.
-"""
+"""Published shapes, by name, and what stands in for their text: speed does not depend on it, so no checkpoint is needed to measure it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
-
 from smc.models.config import Llama3RopeScaling, ModelConfig
-from smc.models.decoder import Decoder, empty_decoder
-from smc.models.linear import FP8
-from smc.models.parallel import WHOLE, Reduce, Shard, local_config
-
-SCALE = 0.02
-"""Standard deviation of the weights; small enough for activations to stay finite in bf16."""
 
 
 def _llama(hidden: int, layers: int, heads: int, head_dim: int, inner: int, tied: bool, factor: float) -> ModelConfig:
@@ -49,39 +38,6 @@ def preset(name: str) -> ModelConfig:
     if name not in PRESETS:
         raise ValueError(f"{name!r} is no known shape; allowed: {', '.join(PRESETS)}")
     return PRESETS[name]
-
-
-def count_parameters(config: ModelConfig) -> int:
-    """Number of weights; a tied matrix counts once."""
-    with torch.device("meta"):
-        return sum(weight.numel() for weight in Decoder(config).parameters())
-
-
-def random_model(
-    config: ModelConfig,
-    *,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    seed: int = 0,
-    shard: Shard = WHOLE,
-    reduce: Reduce | None = None,
-) -> Decoder:
-    """A decoder (or one rank's share of it) with normal weights and norms of one, made where it will live. In FP8 its weights are those of
-    the one in bfloat16, rounded."""
-    model = empty_decoder(local_config(config, shard), reduce, dtype, device)
-    generator = torch.Generator(device).manual_seed(seed * 1000 + shard.rank)
-    for name, weight in model.named_parameters():
-        if name.endswith("scale"):
-            continue
-        if weight.dtype == FP8:
-            whole = torch.empty(weight.shape, dtype=torch.bfloat16, device=device)
-            model.get_submodule(name.removesuffix(".weight")).hold(whole.normal_(0.0, SCALE, generator=generator))
-        elif weight.dim() == 1 and name.endswith("weight"):
-            weight.fill_(1.0)
-        else:
-            weight.normal_(0.0, SCALE, generator=generator)
-    model.copy_head()
-    return model
 
 
 class NoText:

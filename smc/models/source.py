@@ -1,25 +1,26 @@
 """Where a model comes from: files of a directory, random weights of a published shape, or a small model grown into such a shape.
 
-Says what it is before it is loaded.
+Says what it is before it is loaded, and imports torch only then.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from smc.models.check import require_pair
 from smc.models.config import ModelConfig
-from smc.models.decoder import Decoder
 from smc.models.fingerprint import fingerprint
-from smc.models.grow import grown_config, grown_model
-from smc.models.grown_files import grown_tokenizer
-from smc.models.loader import load_model
 from smc.models.parallel import WHOLE, Reduce, Shard
-from smc.models.presets import NoText, count_parameters, preset, random_model
+from smc.models.places import count_parameters
+from smc.models.presets import NoText, preset
 from smc.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+    from smc.models.decoder import Decoder
 
 LOADS = ("files", "random", "grown")
 
@@ -55,10 +56,16 @@ class Source:
 
     def load(self, *, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE, reduce: Reduce | None = None) -> Decoder:
         """The model, or one rank's share of it, on a device."""
+        from smc.models.loader import load_model
+
         where = {"dtype": dtype, "device": device, "shard": shard, "reduce": reduce}
         if self.kind == "random":
+            from smc.models.random_model import random_model
+
             return random_model(self.config, **where)
         if self.kind == "grown":
+            from smc.models.grow import grown_model
+
             return grown_model(load_model(self.small), preset(str(self.place)), **where)
         return load_model(self.place, **where)
 
@@ -71,7 +78,11 @@ class Source:
     def tokenizer(self) -> Tokenizer | NoText:
         if self.kind == "random":
             return NoText(self.config.vocab_size)
-        return Tokenizer.load(self.place) if self.kind == "files" else grown_tokenizer(self.small, self.config)
+        if self.kind == "files":
+            return Tokenizer.load(self.place)
+        from smc.models.grown_files import grown_tokenizer
+
+        return grown_tokenizer(self.small, self.config)
 
 
 @dataclass(frozen=True)
@@ -111,6 +122,8 @@ class SourcePair:
 
 
 def _grown(name: Path, small: ModelConfig, shape: ModelConfig) -> ModelConfig:
+    from smc.models.grow import grown_config
+
     try:
         return grown_config(small, shape)
     except ValueError as error:

@@ -7,11 +7,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from smc.models.config import read_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -48,7 +51,7 @@ class Files:
         """As it is stored, on the CPU."""
         file = self.tensors[name].file
         if file not in self._opened:
-            self._opened[file] = self._stack.enter_context(open_file(file))
+            self._opened[file] = self._stack.enter_context(open_file(file, "pt"))
         try:
             return self._opened[file].get_slice(name)[part]
         except SafetensorError as error:
@@ -59,7 +62,7 @@ def read_headers(directory: str | Path) -> dict[str, StoredTensor]:
     """Every tensor of every safetensors file of the model, from the headers alone."""
     tensors = {}
     for file in _weight_files(Path(directory)):
-        with open_file(file) as opened:
+        with open_file(file, "numpy") as opened:  # no number is read, and torch need not be there
             for name in opened.keys():  # noqa: SIM118  (not a dict)
                 header = opened.get_slice(name)
                 tensors[name] = StoredTensor(file, tuple(header.get_shape()), header.get_dtype())
@@ -93,9 +96,9 @@ def _what_is_there(directory: Path) -> str:
 
 
 @contextmanager
-def open_file(file: Path) -> Iterator[safe_open]:
+def open_file(file: Path, framework: str) -> Iterator[safe_open]:
     try:
-        with safe_open(file, framework="pt") as opened:
+        with safe_open(file, framework=framework) as opened:
             yield opened
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file} is not a readable safetensors file: {error}") from error

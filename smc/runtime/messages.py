@@ -7,12 +7,13 @@ Axes: R rows, T tokens (row after row), X pages (row after row), D draws.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from smc.laws import LawSpec
-from smc.philox import Purpose
+if TYPE_CHECKING:
+    from smc.laws import LawSpec
+    from smc.philox import Purpose
 
 SIDES = ("draft", "target")
 

@@ -18,7 +18,6 @@ from tests.ports import free_ports
 
 BIN = Path(sys.executable).parent
 PORTS = ("port", "dashboard-port", "dashboard-agent-listen-port", "ray-client-server-port", "metrics-export-port")
-RANKS = ("RankActor", "CoordinatorActor")
 
 
 class Cluster:
@@ -79,7 +78,7 @@ class Cluster:
     def ranks(self) -> dict[int, str]:
         """Pids of the processes that decode, and their classes."""
         actors = list_actors(self.dashboard, filters=[("state", "=", "ALIVE")], detail=True)
-        return {actor.pid: actor.class_name for actor in actors if actor.class_name in RANKS}
+        return {actor.pid: actor.class_name for actor in actors if actor.class_name.startswith("smcserve: ")}
 
     def until_empty(self) -> None:
         """No actor is alive or to be, and no placement group holds anything."""

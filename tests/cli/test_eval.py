@@ -22,6 +22,7 @@ def test_files_and_table(smcserve, tmp_path):
     outputs = [tmp_path / name for name in ("quality.json", "quality.md", "quality.png")]
     ran = smcserve(*TINY, *SIZES, "--json", outputs[0], "--markdown", outputs[1], "--picture", outputs[2])
     assert ran.code == 0 and "target alone" in ran.out and "distinct lockstep" in ran.out and "indep" not in ran.out
+    assert "in all, by the first answers" in ran.err
     record = json.loads(outputs[0].read_text())
     assert [row["name"] for row in record["rows"]] == NAMES
     assert [row["population"] for row in record["rows"]] == [None, None, None, None, "distinct"]
@@ -97,6 +98,7 @@ def test_a_file_in_the_way_is_not_overwritten(smcserve, tmp_path):
     assert path.read_text() == "{}"
 
 
+@pytest.mark.slow
 def test_demo(smcserve):
     ran = smcserve("demo", "--problems", 4)
     assert ran.code == 0

@@ -27,13 +27,23 @@ def ran(module: str, *arguments: str) -> str:
         ("generate", "hi", "-n", "0"),
         ("generate", "hi", "--target", "nowhere", "--draft", "nowhere"),
         ("generate", "hi", "--target", "nowhere"),
+        ("generate", "hi", "--device", "tpu"),
         ("serve", "--target", "nowhere", "--draft", "nowhere"),
+        ("serve", "--target-tp", "3"),
+        ("serve", "--max-queue", "0"),
+        ("batch", "nowhere.jsonl", "out.jsonl"),
+        ("eval", "--only", "nothing"),
         ("client", "generate", "hi", "--timeout", "0"),
         ("generate", "--nonsense"),
     ],
 )
 def test_mistakes_are_found_without_torch(arguments):
     assert ran("torch", *arguments) == "2 False"
+
+
+def test_a_pair_is_checked_without_torch(tmp_path):
+    assert ran("torch", "check") == "0 False"
+    assert ran("torch", "check", "--target", str(tmp_path), "--draft", str(tmp_path)) == "1 False"
 
 
 def test_an_answer_needs_no_library_of_symbols():

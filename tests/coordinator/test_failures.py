@@ -11,8 +11,8 @@ import torch.distributed as dist
 from services.coordinator.remote import RemoteEngine
 from services.launch.config import GangConfig
 from services.launch.specs import coordinator_spec, rank_spec
-from services.link.base import LinkError
-from services.link.connect import LINKS, Meeting
+from services.link.base import LINKS, LinkError
+from services.link.connect import Meeting
 from services.workers.answers import Answers
 from services.workers.process import run_rank
 from smc.engine.request import Request, SamplingParams

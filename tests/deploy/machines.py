@@ -87,12 +87,12 @@ class Machines:
         with self.log(name).open("wb") as out:
             return subprocess.Popen([str(each) for each in command], env=self.env, stdout=out, stderr=subprocess.STDOUT)
 
-    def actors(self, name: str) -> dict[int, str]:
-        """Addresses of the machines that have processes of this actor class, by pid."""
+    def named(self, name: str) -> dict[int, str]:
+        """Addresses of the machines that have processes of the service with such a name, by pid."""
         nodes = {}
         for process in psutil.process_iter(["cmdline", "ppid"]):
             with contextlib.suppress(psutil.Error):
-                if " ".join(process.info["cmdline"] or ()).startswith(f"ray::{name}"):
+                if " ".join(process.info["cmdline"] or ()).startswith(f"ray::smcserve: {name}"):
                     raylet = " ".join(process.parent().cmdline())
                     if self._directory in raylet:
                         nodes[process.pid] = re.search(r"--node_ip_address=(\S+)", raylet)[1]

@@ -83,6 +83,7 @@ def context(tmp_path_factory) -> Path:
     return target
 
 
+@pytest.mark.slow
 def test_install_makes_the_service_out_of_the_build_context(context, tmp_path):
     """The step that every image is built with, without the packages that the service needs: those are beside this test already."""
     assert not list((context / "services/pb").glob("*_pb2.py")), "generated code is made by the build, not copied"

@@ -128,7 +128,7 @@ def test_drain_head_waits_for_the_gateway(tmp_path):
 
 
 def test_drain_worker_waits_for_the_ranks():
-    name = f"ray::Probe{os.getpid()}"
+    name = f"ray::probe{os.getpid()}:"
     rank = subprocess.Popen(["bash", "-c", f"exec -a {name} sleep 600"])
     waiting = None
     try:
@@ -154,7 +154,7 @@ def test_a_worker_is_not_kept_by_the_words_of_its_own_hook(tmp_path):
     (worker,) = templates(render({}))["target"]["spec"]["containers"]
     *command, seconds = worker["lifecycle"]["preStop"]["exec"]["command"]
     assert int(seconds) > 20
-    looks = [part.replace("RankActor", tmp_path.name) for part in command]
+    looks = [part.replace("ray::smcserve:", tmp_path.name) for part in command]
     subprocess.run([*looks, seconds], check=True, timeout=20)
 
 

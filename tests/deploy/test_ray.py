@@ -39,6 +39,7 @@ def machines(tmp_path_factory) -> Iterator[Machines]:
         machines.stop()
 
 
+@pytest.mark.slow
 def test_every_rank_is_where_it_belongs_until_the_gateway_is_drained(machines: Machines, tmp_path):
     """As in the head pod: the gateway finds Ray's node beside it by a port of 127.0.0.1, and Ray outlives the gateway."""
     (port,), lock = free_ports(1), tmp_path / "gateway.lock"
@@ -47,8 +48,8 @@ def test_every_rank_is_where_it_belongs_until_the_gateway_is_drained(machines: M
         with Client(f"127.0.0.1:{port}") as client:
             machines.until(lambda: gateway.poll() is not None or serving(client), PATIENCE, "the gateway is not ready")
             assert gateway.poll() is None, machines.log("gateway").read_text()
-            ranks = machines.actors("RankActor")
-            (head,) = machines.actors("CoordinatorActor").values()
+            ranks = machines.named("draft") | machines.named("target")
+            (head,) = machines.named("coordinator").values()
             assert head != DRAFT and sorted(ranks.values()) == sorted([DRAFT, head, head])
             (name,) = re.findall(r"process=\$\{2:-(\S+)\}", (SCRIPTS / "drain-worker.sh").read_text())
             assert all(psutil.Process(pid).cmdline()[0].startswith(name) for pid in ranks), "what drain-worker.sh waits for"
@@ -62,7 +63,7 @@ def test_every_rank_is_where_it_belongs_until_the_gateway_is_drained(machines: M
                     pass
             assert stream.completion.usage.completion_tokens == 120
         assert gateway.wait(PATIENCE) == 0 and drain.wait(PATIENCE) == 0
-        machines.until(lambda: not machines.actors("RankActor"), PATIENCE, "ranks are left")
+        machines.until(lambda: not machines.named(""), PATIENCE, "ranks are left")
     finally:
         gateway.kill()
         gateway.wait()
@@ -76,6 +77,7 @@ def serving(client: Client) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_mark_that_no_machine_has(machines: Machines):
     command = [BIN / "smcserve", "serve", "--ray-address", machines.address, "--port=0", "--draft-resource=smc_darft", "--start-timeout=1"]
     assert machines.run("lost", *command).wait(PATIENCE) == 1

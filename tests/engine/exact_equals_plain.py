@@ -11,7 +11,7 @@ import itertools
 from collections import Counter
 
 from smc import demo
-from smc.demo.dense import MAX_ANSWER
+from smc.demo import MAX_ANSWER
 from smc.demo.problems import generate, grade
 from smc.engine.local import ModelPair, local_engine
 from smc.engine.request import POPULATIONS, Request, SamplingParams

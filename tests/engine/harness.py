@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
+import pytest
 import torch
 
 from smc.engine.engine import Engine
@@ -24,6 +25,8 @@ FORMS = [
     EngineConfig(form="lookahead", block=3, branches=1),
     EngineConfig(form="lookahead", block=3, branches=4),
 ]
+AHEAD = [pytest.param(False, marks=pytest.mark.slow), True]
+"""Whether rounds are asked for before the last one is known, as on GPUs. Not to do so is the easier half."""
 
 
 def config_id(config: EngineConfig) -> str:

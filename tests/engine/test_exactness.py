@@ -40,12 +40,13 @@ def distance(found, law) -> float:
     return total_variation(law, collections.Counter(a.tokens for a in found), len(found))
 
 
+SOME = [CONFIGS[0], *(pytest.param(config, marks=pytest.mark.slow) for config in CONFIGS[1:3]), CONFIGS[3]]
 DISTINCT = {"population": "distinct"}
 INDEPENDENT = {"population": "independent"}
 
 
 @pytest.mark.parametrize("law", [{"ess_threshold": 0.0}, {"ess_threshold": 1.0}, DISTINCT], ids=str)
-@pytest.mark.parametrize("config", CONFIGS, ids=config_id)
+@pytest.mark.parametrize("config", SOME, ids=config_id)
 def test_evidence_is_unbiased(config, law):
     """E[Z-hat] = 1 at alpha = 1. Twelve cases at 4.5 standard errors: one false alarm in about 12,000 choices of seeds."""
     z = [math.exp(a.statistics.log_z) for a in population(config, 1600, particles=4, **law)]
@@ -55,7 +56,9 @@ def test_evidence_is_unbiased(config, law):
     assert error < 0.05, "the test has no power"
 
 
-@pytest.mark.parametrize(("config", "law"), [(CONFIGS[0], DISTINCT), (CONFIGS[2], DISTINCT), (CONFIGS[2], INDEPENDENT)])
+@pytest.mark.parametrize(
+    ("config", "law"), [(CONFIGS[0], DISTINCT), pytest.param(CONFIGS[2], DISTINCT, marks=pytest.mark.slow), (CONFIGS[2], INDEPENDENT)]
+)
 def test_evidence_is_the_mass_of_the_powered_law(config, law):
     """At alpha != 1 Z-hat estimates sum over answers of prod p^alpha. Same false-alarm rate per case."""
     mass = sum(exact_law(tiny_pair().target, PROMPT, LENGTH, EOS, alpha=1.5).values())
@@ -66,7 +69,7 @@ def test_evidence_is_the_mass_of_the_powered_law(config, law):
     assert abs(mass - 1) > 20 * error, "the test cannot tell alpha from 1"
 
 
-@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[3]], ids=config_id)
+@pytest.mark.parametrize("config", [pytest.param(CONFIGS[0], marks=pytest.mark.slow), CONFIGS[3]], ids=config_id)
 def test_answers_approach_the_exact_law_as_particles_are_added(config):
     """Both forms approach the same law. The draft alone is 0.45 away; sampling 2,000 answers leaves about 0.12."""
     law = exact_law(tiny_pair().target, PROMPT, LENGTH, EOS)
@@ -77,7 +80,7 @@ def test_answers_approach_the_exact_law_as_particles_are_added(config):
 
 @pytest.mark.parametrize(
     ("config", "temperature", "particles"),
-    [(CONFIGS[0], 0.7, 16), (CONFIGS[3], 0.7, 4), (CONFIGS[0], 2.0, 16)],
+    [pytest.param(CONFIGS[0], 0.7, 16, marks=pytest.mark.slow), (CONFIGS[3], 0.7, 4), (CONFIGS[0], 2.0, 16)],
     ids=["lockstep, narrow", "look-ahead, narrow", "lockstep, wide"],
 )
 def test_distinct_particles_are_nearer_than_independent_ones(config, temperature, particles):
@@ -130,7 +133,7 @@ def _truncated_law() -> dict:
     return law
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=config_id)
+@pytest.mark.parametrize("config", SOME, ids=config_id)
 def test_a_draft_equal_to_the_target_never_resamples(config):
     found = population(config, 2000, equal_models(), particles=4, **INDEPENDENT)
     assert all(a.statistics.resamples == 0 for a in found)

@@ -10,7 +10,7 @@ from smc.engine.engine import Engine
 from smc.engine.expectation import COUNT_EVERY, OWN_TOKENS
 from smc.engine.local import local_engine
 from smc.runtime.config import EngineConfig
-from tests.engine.harness import assert_empty, request, running
+from tests.engine.harness import AHEAD, assert_empty, request, running
 from tests.engine.lives import assert_same, live, pair, random_requests, small_engine, with_endless_memory
 from tests.engine.pairs import tiny_pair
 
@@ -18,6 +18,7 @@ PROMPT, PARTICLES, ANSWER, COUNT = (0, 1, 2, 1) * 5, 6, 160, 24
 WHOLE = len(PROMPT) + PARTICLES * ANSWER
 """Pages of a complete answer whose particles share nothing."""
 FORMS = [EngineConfig(form="lockstep", block=4), EngineConfig(block=4, branches=2)]
+LONG = [FORMS[0], pytest.param(FORMS[1], marks=pytest.mark.slow)]
 
 
 def engine_for(config: EngineConfig, pages: int) -> Engine:
@@ -30,7 +31,7 @@ def asked(ess_threshold: float) -> list:
     return [request(PROMPT, str(i), seed=i, **law) for i in range(COUNT)]
 
 
-@pytest.mark.parametrize("config", FORMS, ids=lambda c: c.form)
+@pytest.mark.parametrize("config", LONG, ids=lambda c: c.form)
 def test_particles_that_share_nothing(config):
     """A queue of requests, each of which is to hold a fifth of the pool: too many start, but once that is seen as many as there is room
     for to their ends, and nobody has to give way any more."""
@@ -49,7 +50,7 @@ def test_particles_that_share_nothing(config):
     assert sum(preempted[half:]) <= 1 <= sum(preempted), (sum(preempted[:half]), sum(preempted[half:]))
 
 
-@pytest.mark.parametrize("config", FORMS, ids=lambda c: c.form)
+@pytest.mark.parametrize("config", LONG, ids=lambda c: c.form)
 def test_particles_that_share_nearly_all(config):
     """Nothing is learnt that would keep requests waiting: as many run at once as before, and nobody gives way."""
     engine, preempted, at_once = engine_for(config, round(5.4 * WHOLE)), 0, []
@@ -64,7 +65,7 @@ def test_particles_that_share_nearly_all(config):
     assert max(at_once[len(at_once) // 2 :]) >= 8
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", AHEAD)
 @pytest.mark.parametrize("config", FORMS, ids=lambda c: c.form)
 def test_grown_pages_are_those_of_running_particles(config, ahead, monkeypatch):
     """The sum that is learnt from is what a walk over all particles finds, whatever has become of requests; the books are their sums."""

@@ -22,7 +22,15 @@ EVENTS = (
 )
 
 
-@pytest.mark.parametrize(("config", "ahead"), [(CONFIGS[0], False), (CONFIGS[1], False), (CONFIGS[2], True), (CONFIGS[3], True)])
+@pytest.mark.parametrize(
+    ("config", "ahead"),
+    [
+        pytest.param(CONFIGS[0], False, marks=pytest.mark.slow),
+        pytest.param(CONFIGS[1], False, marks=pytest.mark.slow),
+        pytest.param(CONFIGS[2], True, marks=pytest.mark.slow),
+        (CONFIGS[3], True),
+    ],
+)
 def test_random_lives(config, ahead, monkeypatch):
     """Four times 150. Everything that can happen to a request happens; the rest of them answer as with endless memory."""
     rng, clock = random.Random(config.block + 10 * ahead), iter(range(1 << 30))

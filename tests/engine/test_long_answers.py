@@ -35,7 +35,10 @@ def past_short() -> list[Request]:
     return asked
 
 
-@pytest.mark.parametrize("config", [EngineConfig(form="lockstep", block=4), EngineConfig(block=4, branches=3)], ids=lambda c: c.form)
+FORMS = [pytest.param(EngineConfig(form="lockstep", block=4), marks=pytest.mark.slow), EngineConfig(block=4, branches=3)]
+
+
+@pytest.mark.parametrize("config", FORMS, ids=lambda c: c.form)
 def test_past_short_rows(config, monkeypatch):
     """Together, in chunks, ahead, in cohorts and in pages that were used before: as each alone."""
     made, asked = tiny_pair(max_context=CONTEXT), past_short()

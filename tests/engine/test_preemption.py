@@ -13,7 +13,7 @@ from smc.engine.group import Phase
 from smc.engine.request import FinishReason, Request, SamplingParams
 from smc.runtime.config import EngineConfig
 from smc.runtime.plan import Program
-from tests.engine.harness import FORMS, answers, assert_empty, config_id, request, running
+from tests.engine.harness import AHEAD, FORMS, answers, assert_empty, config_id, request, running
 from tests.engine.lives import assert_same, live, small_engine, with_endless_memory
 
 PAGES = 300
@@ -39,7 +39,7 @@ def starved_engine(config: EngineConfig, monkeypatch, *, ahead: bool = False, pa
     return small_engine(replace(config, pages=pages, prefill_chunk=16), monkeypatch, ahead=ahead, **options)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", AHEAD)
 @pytest.mark.parametrize("config", FORMS, ids=config_id)
 def test_the_answer_is_that_of_endless_memory(config, ahead, monkeypatch):
     """Tokens, logprobs, log Z, reason, and what was streamed. Memory is short, and in every third step somebody is interrupted anyway."""

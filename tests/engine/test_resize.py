@@ -14,7 +14,7 @@ from smc.engine.request import POPULATIONS, Answer, FinishReason
 from smc.engine.starts import shrink_saved
 from smc.runtime.config import EngineConfig
 from smc.runtime.sides import Parts
-from tests.engine.harness import FORMS, Padding, assert_empty, config_id, request, running
+from tests.engine.harness import AHEAD, FORMS, Padding, assert_empty, config_id, request, running
 from tests.engine.lives import pair
 from tests.engine.pairs import exact_law, tiny_pair
 
@@ -62,7 +62,7 @@ def resized(form: str, change: Callable[[Engine, Group], None], ahead: bool, mon
     return found
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", AHEAD)
 @pytest.mark.parametrize("change", [down, up, saved])
 @pytest.mark.parametrize("form", FORM)
 def test_evidence_is_unbiased(form, change, ahead, monkeypatch):

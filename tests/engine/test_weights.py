@@ -12,7 +12,7 @@ from smc.engine.request import FinishReason, Request, SamplingParams
 from smc.runtime.config import EngineConfig
 from smc.runtime.sides import Parts
 from smc.stops import START, StopMachine, StopTables, TokenBytes, grow
-from tests.engine.harness import Padding, answers, config_id
+from tests.engine.harness import AHEAD, Padding, answers, config_id
 from tests.engine.pairs import LETTERS, next_log_probs, tiny_pair
 
 PROMPT = (2, 1)
@@ -112,7 +112,7 @@ def test_ignore_eos_runs_to_the_cap(config):
     assert any(EOS in a.tokens for a in found.values())
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", AHEAD)
 @pytest.mark.parametrize(
     "config",
     [

@@ -7,7 +7,8 @@ import pytest
 from smc.engine.request import Method
 from smc.evaluation.speed import Mode
 from smc.evaluation.ttft import REPEATS, FirstTokens, PairMachine, operations
-from smc.models.presets import count_parameters, preset
+from smc.models.places import count_parameters
+from smc.models.presets import preset
 from smc.runtime.config import EngineConfig
 from tests.engine.lives import pair
 from tests.models.tiny import tiny_config

@@ -76,6 +76,7 @@ def test_a_long_text_that_is_let_in_is_encoded_beside_the_others(pair):
     assert pauses.longest < LIMIT
 
 
+@pytest.mark.slow
 def test_texts_that_wait_for_the_encoder_are_bounded(pair):
     async def work() -> list[object]:
         prompts = Prompts(pair.tokenizer, context=1 << 30)

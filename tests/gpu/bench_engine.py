@@ -21,7 +21,8 @@ from smc.engine.rehearsal import rehearsal
 from smc.engine.request import Method, Request, SamplingParams
 from smc.engine.rounds import bucket
 from smc.kv.pool import KVPool, pages_that_fit
-from smc.models.presets import NoText, preset, random_model
+from smc.models.presets import NoText, preset
+from smc.models.random_model import random_model
 from smc.runtime.config import EngineConfig
 from smc.runtime.kernels import gpu_parts
 from smc.runtime.messages import SIDES

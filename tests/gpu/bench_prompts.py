@@ -27,7 +27,8 @@ from smc.attention.flashinfer import FlashInferAttention, kernels_of, obstacle
 from smc.attention.fused import FusedAttention
 from smc.evaluation.ttft import PEAK, operations
 from smc.kv.pool import KVPool
-from smc.models.presets import NoText, preset, random_model
+from smc.models.presets import NoText, preset
+from smc.models.random_model import random_model
 from smc.runtime import kernel_prompts, prompts
 from smc.runtime.messages import PromptBatch
 from smc.runtime.worker import ModelWorker

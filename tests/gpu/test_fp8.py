@@ -19,7 +19,8 @@ from smc.models import linear as models
 from smc.models.grow import grown_model
 from smc.models.linear import FP8, Linear, quantise
 from smc.models.loader import load_model
-from smc.models.presets import preset, random_model
+from smc.models.presets import preset
+from smc.models.random_model import random_model
 from smc.runtime.config import EngineConfig
 from tests.engine.harness import answers
 from tests.models.dense import dense_logits

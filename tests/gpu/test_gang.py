@@ -19,7 +19,7 @@ from smc.demo.problems import generate
 from smc.engine.local import ModelPair, local_engine
 from smc.engine.request import Method, Request, SamplingParams
 from smc.models.loader import save_model
-from smc.models.presets import random_model
+from smc.models.random_model import random_model
 from smc.runtime.config import EngineConfig
 from tests.engine.harness import answers
 

@@ -11,7 +11,7 @@ from smc.runtime.blocks import Asked
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import NO_MASS, VOCAB, Round, assert_equal
 
-KINDS = [frozenset({kind}) for kind in Kind] + [frozenset(Kind)]
+KINDS = [pytest.param(frozenset({kind}), marks=pytest.mark.slow) for kind in Kind] + [frozenset(Kind)]
 CPU = torch.device("cpu")
 by_kind = pytest.mark.parametrize("kinds", KINDS, ids=lambda kinds: "+".join(kind.name.lower() for kind in sorted(kinds)))
 

@@ -17,7 +17,7 @@ from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import Round, assert_equal
 
 ALL = frozenset(Kind)
-KINDS = [frozenset({kind}) for kind in Kind] + [ALL]
+KINDS = [pytest.param(frozenset({kind}), marks=pytest.mark.slow) for kind in Kind] + [ALL]
 CPU = torch.device("cpu")
 SEEDS = range(12)
 

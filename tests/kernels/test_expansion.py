@@ -114,7 +114,11 @@ LARGEST = 1024
 
 
 @pytest.mark.parametrize(
-    ("sources", "width", "size"), [(1, 1, 1), (1, 33, 64), (64, 1, 64), (64, 33, 64), (64, 33, LARGEST), (LARGEST, 33, LARGEST)]
+    ("sources", "width", "size"),
+    [
+        *((1, 1, 1), (1, 33, 64), (64, 1, 64), (64, 33, 64), (64, 33, LARGEST)),
+        pytest.param(LARGEST, 33, LARGEST, marks=pytest.mark.slow),
+    ],
 )
 def test_equals_the_torch_expansion_up_to_the_largest_shape(sources, width, size):
     mass_R = torch.randn(sources, generator=torch.Generator().manual_seed(size), dtype=torch.float64) * 4 - 1e5

@@ -64,6 +64,7 @@ def test_draws_equal_the_torch_laws(device, vocab, draws):
     assert_same_draws(logits_RV, vocab, temperature_R, keys(rows, draws), block=min(512, 1 << vocab.bit_length()))
 
 
+@pytest.mark.slow
 def test_thousands_of_draws(device):
     draws = 64  # the interpreter's time is that of programs and draws, not of entries
     logits_RV = torch.randn(24, 3000, device=device) * torch.linspace(0.1, 8, 24, device=device)[:, None]

@@ -24,7 +24,7 @@ from tests.kernels.conftest import DEVICE
 from tests.kernels.cuts import arguments, kept
 from tests.test_laws import PROCESSORS, Spec, assert_same_law, batches, law_spec, reference, softmax
 
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
 MIXED = [
     Spec(),
     Spec(0.7, top_k=9),
@@ -49,7 +49,7 @@ def law_after(logits_RV: torch.Tensor, temperature_R: np.ndarray, cut: Cut, bloc
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("processor", ["top-k", "top-p", "min-p", "all"])
+@pytest.mark.parametrize("processor", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("top-k", "top-p", "min-p")), "all"])
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_laws_equal_the_slow_version(dtype, processor, data):
@@ -95,6 +95,7 @@ def test_of_the_smallest_share_the_likeliest_token_is_left(dtype):
         assert found_RV.exp().tolist() == [[float(v == some_RV[0].argmax()) for v in range(4)]] * len(specs)
 
 
+@pytest.mark.slow
 def test_real_vocabulary_in_default_blocks():
     random = torch.Generator().manual_seed(12)
     logits_RV = (torch.randn(3, 128256, generator=random) * 3).bfloat16().to(DEVICE)
@@ -127,7 +128,7 @@ def test_neighbouring_numbers_around_the_bound_of_min_p(dtype, top):
 
 
 def test_draws_equal_those_from_the_torch_laws():
-    random, draws = torch.Generator().manual_seed(13), 16
+    random, draws = torch.Generator().manual_seed(13), 6
     logits_RV, spec = torch.randn(len(MIXED), 300, generator=random).to(DEVICE) * 3, law_spec(*MIXED)
     rng = np.random.default_rng(5)
     keys = rng.integers(0, 2**31, len(MIXED)), np.full(len(MIXED), 3), rng.integers(0, 2**31, (len(MIXED), draws)), np.full(len(MIXED), 9)
@@ -141,7 +142,7 @@ def test_draws_equal_those_from_the_torch_laws():
     torch.testing.assert_close(logq_RD.cpu(), expected_RV.gather(1, expected_RD), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("bad", [math.nan, pytest.param(math.inf, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("spec", [Spec(top_k=3), Spec(top_p=0.5), Spec(min_p=0.3), Spec(0.0, 2, 0.5, 0.3)])
 def test_rows_without_a_law_stay_without_one(spec, bad):
     """One bad entry, or nothing else."""

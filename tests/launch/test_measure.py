@@ -62,6 +62,7 @@ def test_a_rank_that_dies_is_named():
     assert not any(map(psutil.pid_exists, ranks))
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_load_says_so_at_once():
     begin = time.monotonic()
     failed = pytest.raises(GangError, match=r"(draft|target)0: \w+Error: .*(CUDA|cuda)")
@@ -70,6 +71,7 @@ def test_a_rank_that_cannot_load_says_so_at_once():
     assert time.monotonic() - begin < 45
 
 
+@pytest.mark.slow
 def test_times_of_a_round():
     done = []
     engines = [EngineConfig(block=3, branches=2), EngineConfig(form="lockstep", block=3)]
@@ -81,6 +83,7 @@ def test_times_of_a_round():
         assert row.draft_stall + row.target_stall < 2 * row.whole
 
 
+@pytest.mark.slow
 def test_speed_of_models_in_processes_of_their_own():
     """What a GPU bench does, on CPUs: the same modes, weights loaded once for each split of ranks."""
     modes = [
@@ -146,6 +149,7 @@ def test_time_in_which_nobody_works_is_counted_once():
     assert math.isclose(median_length(rounds, "choose"), 1e-8) and median_length(rounds, "follow") == 0.0
 
 
+@pytest.mark.slow
 def test_a_trace_of_timed_rounds(tmp_path, smcserve):
     """Whatever was done stands in the lane of who did it."""
     plan, path = SpeedPlan((1, 1), ("lookahead",), (2,), (3,), (2,), (16,), (1,), 3, {}, True), tmp_path / "trace.json"

@@ -17,9 +17,10 @@ from smc.models.config import ModelConfig
 from smc.models.decoder import Decoder
 from smc.models.grow import grown_model
 from smc.models.linear import FP8, LARGEST, Linear, pieces, quantise, round_rows
-from smc.models.loader import load_model, save_model, weight_places
+from smc.models.loader import load_model, save_model
 from smc.models.parallel import WHOLE, Shard
-from smc.models.presets import random_model
+from smc.models.places import weight_places
+from smc.models.random_model import random_model
 from smc.models.tokenizer import Tokenizer
 from tests.models.compressed import ACTIVATIONS, BLOCKS, COMPRESSED_TENSORS, KINDS, WEIGHTS, as_rows, compress, config_of
 from tests.models.dense import dense_logits

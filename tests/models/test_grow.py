@@ -21,9 +21,10 @@ from smc.models.config import ModelConfig
 from smc.models.decoder import Decoder
 from smc.models.grow import Growth, grown_config, grown_model
 from smc.models.grown_files import save_grown
-from smc.models.loader import load_model, save_model, weight_places
+from smc.models.loader import load_model, save_model
 from smc.models.parallel import Shard
-from smc.models.presets import PRESETS, count_parameters, preset
+from smc.models.places import count_parameters, weight_places
+from smc.models.presets import PRESETS, preset
 from smc.models.source import SourcePair
 from smc.models.storage import read_headers
 from smc.models.tokenizer import Tokenizer

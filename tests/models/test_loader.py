@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from smc.models.config import ModelConfig
-from smc.models.loader import load_model, save_model, weight_places
+from smc.models.loader import load_model, save_model
+from smc.models.places import weight_places
 from tests.models.tiny import random_decoder, save_tiny, tiny_config, write_json
 
 FAMILIES = ["llama", "qwen2", "qwen3"]

@@ -15,8 +15,9 @@ from torch import distributed as dist
 from torch import multiprocessing as mp
 
 from smc.models.decoder import Decoder, RopeTable
-from smc.models.loader import load_model, save_model, weight_places
+from smc.models.loader import load_model, save_model
 from smc.models.parallel import Shard, Split, local_config
+from smc.models.places import weight_places
 from tests.models.dense import attend
 from tests.models.tiny import random_decoder, save_tiny, tiny_config
 

@@ -51,8 +51,8 @@ ASKED = [
     [
         ("llama", LOOKAHEAD, slice(None)),
         ("qwen3", LOCKSTEP, slice(None)),
-        ("qwen2", LOOKAHEAD, slice(2)),
-        ("qwen2", LOOKAHEAD, slice(4, 5)),
+        pytest.param("qwen2", LOOKAHEAD, slice(2), marks=pytest.mark.slow),
+        pytest.param("qwen2", LOOKAHEAD, slice(4, 5), marks=pytest.mark.slow),
         ("llama", LOCKSTEP, slice(4, 5)),
     ],
     ids=["ahead", "lockstep", "independent", "exact ahead", "exact in lockstep"],
@@ -68,7 +68,10 @@ def test_answers_are_those_of_the_reference(family, config, which, monkeypatch):
 
 @pytest.mark.parametrize(
     ("config", "laws"),
-    [(LOOKAHEAD, [{"top_p": 0.7, "temperature": 0.8}, {"min_p": 0.2}]), (LOCKSTEP, [{"top_k": 3, "alpha": 1.5}, {"alpha": 0.5}])],
+    [
+        pytest.param(LOOKAHEAD, [{"top_p": 0.7, "temperature": 0.8}, {"min_p": 0.2}], marks=pytest.mark.slow),
+        (LOCKSTEP, [{"top_k": 3, "alpha": 1.5}, {"alpha": 0.5}]),
+    ],
 )
 def test_truncated_and_powered_laws_are_those_of_the_reference(config, laws, monkeypatch):
     """With so few tokens offered one by one that others come from the rest of a law."""
@@ -82,7 +85,7 @@ def test_truncated_and_powered_laws_are_those_of_the_reference(config, laws, mon
         assert_same(one, found[request_id])
 
 
-@pytest.mark.parametrize("config", [LOOKAHEAD, LOCKSTEP], ids=lambda config: config.form)
+@pytest.mark.parametrize("config", [pytest.param(LOOKAHEAD, marks=pytest.mark.slow), LOCKSTEP], ids=lambda config: config.form)
 def test_populations_that_change_their_size_are_those_of_the_reference(config, monkeypatch):
     """Slots without a particle, for a round or for good."""
 
@@ -123,7 +126,7 @@ class OneOfOne:
 
 def test_ranks_sum_what_their_products_leave_where_others_read_it(monkeypatch):
     """With one rank the sum is its part: same answers, if each is used before the next is asked for."""
-    asked = [request([1, 2, 3], "0", particles=3, seed=1, max_tokens=7)]
+    asked = [request([1, 2, 3], "0", particles=2, seed=1, max_tokens=4)]
     made = pair("llama")
     monkeypatch.setattr("smc.engine.local.parts_for", lambda _device: KERNELS)
     expected = answers(local_engine(made, LOOKAHEAD), asked)

@@ -57,7 +57,7 @@ def assert_close(one: PromptResult, other: PromptResult) -> None:
         np.testing.assert_allclose(getattr(one, name), getattr(other, name), atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "qwen2", "qwen3"])
 def test_kernels_do_what_the_reference_does(family):
     """Ragged rows, with and without a past; a chunk that nobody asks anything about, and one that ends prompts."""
     reference, kernels = worker("reference", family), worker("kernels", family)

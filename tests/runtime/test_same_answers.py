@@ -49,7 +49,7 @@ def mixed(count, rng):
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=config_id)
-@pytest.mark.parametrize("cohorts", [1, 2])
+@pytest.mark.parametrize("cohorts", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_company_padding_and_asking_ahead(config, cohorts, monkeypatch):
     """Each request alone, against all at once in padded rounds that are asked for ahead."""
     asked = list(mixed(30, random.Random(5)))

@@ -26,6 +26,7 @@ SMALL = {"particles": 2, "max_tokens": 8}
 MEBIBYTE = 1 << 20
 
 
+@pytest.mark.slow
 def test_a_thousand_requests_in_a_row(start):
     """Memory may still settle by a few MiB a process: a leak of 10 KB a request would be seen."""
     service = start(engine=EngineConfig(block=5, branches=2, max_slots=16))

@@ -39,10 +39,10 @@ def gang(start):
     ("name", "how"),
     [
         ("draft0", signal.SIGKILL),
-        ("target0", signal.SIGKILL),
-        ("target1", signal.SIGKILL),
-        ("coordinator", signal.SIGKILL),
-        ("draft0", signal.SIGSTOP),
+        pytest.param("target0", signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param("target1", signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param("coordinator", signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param("draft0", signal.SIGSTOP, marks=pytest.mark.slow),
     ],
 )
 def test_a_process_dies_under_load(gang, name, how):

@@ -26,7 +26,7 @@ def ranks() -> list[int]:
 
 def _is_rank(process: psutil.Process) -> bool:
     try:
-        return any(word.startswith(("ray::RankActor", "ray::CoordinatorActor")) for word in process.cmdline())
+        return any(word.startswith("ray::smcserve: ") for word in process.cmdline())
     except psutil.Error:  # it has ended meanwhile
         return False
 
@@ -79,6 +79,7 @@ def test_stop_while_it_waits_for_room(ray_cluster):
     assert not ranks()
 
 
+@pytest.mark.slow
 def test_many_lives(start):
     """Files and threads of this process, where gateway and supervisor are, after every restart.
 

@@ -48,11 +48,11 @@ def expected(demo_pair) -> dict[str, list]:
     ("link", "draft_tp", "target_tp", "form"),
     [
         ("nccl", 1, 1, "lookahead"),
-        ("grpc", 1, 1, "lookahead"),
-        ("nccl", 1, 2, "lookahead"),
+        pytest.param("grpc", 1, 1, "lookahead", marks=pytest.mark.slow),
+        pytest.param("nccl", 1, 2, "lookahead", marks=pytest.mark.slow),
         ("grpc", 2, 2, "lookahead"),
-        ("nccl", 2, 2, "lockstep"),
-        ("grpc", 1, 2, "lockstep"),
+        pytest.param("nccl", 2, 2, "lockstep", marks=pytest.mark.slow),
+        pytest.param("grpc", 1, 2, "lockstep", marks=pytest.mark.slow),
     ],
 )
 def test_sixteen_clients_at_once(start, expected, link, draft_tp, target_tp, form):
