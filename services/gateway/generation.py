@@ -6,9 +6,9 @@ import asyncio
 import importlib.metadata
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import grpc
 
@@ -40,6 +40,8 @@ class ServiceStatus:
     running: int
     """Requests that hold slots."""
     queued: int
+    pages: Mapping[str, int] = field(default_factory=dict)
+    """KV pages of each model; empty until the workers have said."""
 
 
 class GenerationService(pb_grpc.GenerationServiceServicer):
@@ -56,11 +58,11 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
     ) -> None:
         self._pair, self._backend, self._calls, self._metrics, self._status = pair, backend, calls, metrics, status
         self._config, self._write_timeout = config, config.write_timeout
-        self._prompts = Prompts(pair.tokenizer, pair.context)
+        self.prompts = Prompts(pair.tokenizer, pair.context)
         self._started = time.monotonic()
 
     def close(self) -> None:
-        self._prompts.close()
+        self.prompts.close()
 
     async def Generate(self, message: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         tally = Tally(self._metrics)
@@ -123,10 +125,11 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         """Raises ValueError naming the field, the value and what is allowed."""
         check_cache_salt(message.cache_salt)
         # Settings before the prompt: they are checked in no time, while a long prompt takes some to encode.
-        to_sampling(message.sampling, logprobs=message.logprobs)
-        prompt = await self._prompts.encode(message)
+        defaults = {"method": self._config.default_method}
+        to_sampling(message.sampling, logprobs=message.logprobs, **defaults)
+        prompt = await self.prompts.encode(message)
         room = max(1, self._pair.context - len(prompt))
-        params = to_sampling(message.sampling, logprobs=message.logprobs, max_tokens=min(DEFAULT_MAX_TOKENS, room))
+        params = to_sampling(message.sampling, logprobs=message.logprobs, **defaults, max_tokens=min(DEFAULT_MAX_TOKENS, room))
         return Request(request_id, prompt, params, message.cache_salt)
 
     async def _answer(self, request: Request, context: grpc.aio.ServicerContext, tally: Tally) -> None:

@@ -27,6 +27,7 @@ class Ready:
     """The service answers."""
 
     port: int
+    http_port: int | None
     metrics_port: int | None
     seconds: float
     """From the start until the engine was warm."""
@@ -47,7 +48,7 @@ class Service:
         begin = asyncio.get_running_loop().time()
         port = await self.gateway.start()
         await self.supervisor.start()
-        return Ready(port, self.gateway.metrics_port, asyncio.get_running_loop().time() - begin)
+        return Ready(port, self.gateway.http_port, self.gateway.metrics_port, asyncio.get_running_loop().time() - begin)
 
     async def stop(self, drain: bool) -> None:
         """Let calls in flight finish, if `drain`, within the gateway's limit; then end every process."""
@@ -70,7 +71,7 @@ class Service:
 
     def _status(self) -> ServiceStatus:
         stats = self.supervisor.stats
-        return ServiceStatus(self.supervisor.epoch, running=stats.running, queued=stats.queued)
+        return ServiceStatus(self.supervisor.epoch, running=stats.running, queued=stats.queued, pages=stats.pages_total)
 
 
 async def serve(gang: GangConfig, gateway: GatewayConfig, ray_address: str | None, announce: Callable[[Ready], None]) -> None:
