@@ -137,11 +137,11 @@ def serve(
     gateway = GatewayConfig(**{name: ctx.params[name] for name in GATEWAY_FIELDS if ctx.params[name] is not None})
 
     def announce(ready: Ready) -> None:
-        http = f", OpenAI's API on {'https' if gateway.tls else 'http'}://{gateway.host}:{ready.http_port}/v1" if ready.http_port else ""
+        scheme = "https" if gateway.tls else "http"
         metrics = f", metrics on http://{gateway.host}:{ready.metrics_port}/metrics" if ready.metrics_port else ""
-        err.print(
-            f"serving on {gateway.host}:{ready.port}{http}{metrics} (ready after {ready.seconds:.1f} s); Ctrl-C stops", soft_wrap=True
-        )
+        http = f", OpenAI's API on {scheme}://{gateway.host}:{ready.http_port}/v1" if ready.http_port else ""
+        where = f"{gateway.host}:{ready.port}{metrics}{http}"
+        err.print(f"serving on {where} (ready after {ready.seconds:.1f} s); Ctrl-C stops", soft_wrap=True)
 
     try:
         asyncio.run(run(config, gateway, ray_address, announce))

@@ -60,8 +60,8 @@ def served(folder: Path) -> Iterator[str]:
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"COLUMNS": "400"}) as service:
         try:
             for line in service.stderr:
-                if found := re.search(r"https?://\S+/v1", line):
-                    yield found[0]
+                if found := re.search(r"OpenAI's API on (\S+)", line):
+                    yield found[1]
                     break
             else:
                 raise SystemExit(f"the service did not start: exit code {service.wait()}")

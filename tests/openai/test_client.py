@@ -220,3 +220,15 @@ def test_a_service_that_is_busy_is_asked_again(pair):
         with pytest.raises(openai.BadRequestError):
             create(client, "x", {}, temperature=-1)
         assert service.metric("smc_requests_rejected_total", code="INVALID_ARGUMENT", cause="invalid") == before + 1
+
+
+def test_the_method_of_those_who_name_none(pair):
+    """Over HTTP and over gRPC."""
+    asked = {"seed": 6, "max_tokens": 20}
+    expected = local_answer(pair, chat_ids(pair, QUESTIONS[5]), method="target", **asked)
+    with serving(pair, http_port=0, default_method="target") as service, openai.OpenAI(base_url=service.url, api_key="-") as client:
+        choice = client.chat.completions.create(model="demo-target", messages=user(QUESTIONS[5]), **asked).choices[0]
+        assert (choice.message.content, choice.smc["method"]) == (expected.text, "target")
+        with service.client() as grpc_client:
+            assert grpc_client.generate([Message("user", QUESTIONS[5])], **asked).tokens == expected.tokens
+        assert client.chat.completions.create(model="demo-target", messages=user("x"), max_tokens=4, extra_body={"method": "smc"}).choices

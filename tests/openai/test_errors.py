@@ -17,6 +17,7 @@ import pytest
 from services.backend import RequestFailed, Unavailable
 from services.openai.errors import HTTP
 from services.openai.requests import CHAT, COMPLETIONS
+from services.pb import generation_pb2 as pb
 from smc.runtime.config import EngineConfig
 from tests.gateway.harness import serving, until
 from tests.openai.asking import LONG, Said, ask, chat, connect, events, post, user
@@ -208,13 +209,12 @@ def test_tokens(pair, tmp_path):
 
 
 def test_a_full_queue(pair):
-    with serving(pair, EngineConfig(block=4, branches=2, max_slots=16, max_queue=1), http_port=0) as service, service.client() as client:
-        streams = [client.stream("x", **LONG) for _ in range(2)]
-        next(streams[0])
+    with serving(pair, EngineConfig(block=4, branches=2, max_slots=16, max_queue=1), http_port=0) as service, service.stub() as stub:
+        calls = [stub.Generate(pb.GenerateRequest(text="x", sampling=pb.SamplingParams(**LONG))) for _ in range(2)]
         until(lambda: service.backend.stats.queued == 1)
         is_error(post(service, chat(max_tokens=2)), 429, "queue_full", "requests are waiting; allowed: 1", hint=True)
-        for stream in streams:
-            stream.cancel()
+        for call in calls:
+            call.cancel()
 
 
 def test_a_body_too_large(service):
@@ -233,7 +233,7 @@ def test_a_body_that_breaks_off(service):
         head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
         connection.sendall(head.encode() + b'5\r\n{"mes\r\nnone\r\n')
         connection.settimeout(5.0)
-        assert connection.recv(1000).startswith(b"HTTP/1.1 400 ")
+        assert b" 400 " in connection.recv(1000)
 
 
 def test_other_kinds_of_bodies(service):
@@ -412,8 +412,8 @@ def test_a_deadline(service):
 def test_abort(service):
     """By gRPC, of a request over HTTP."""
     with ThreadPoolExecutor(1) as pool, service.client() as client:
-        call = pool.submit(post, service, chat(request_id="abort me", **LONG))
-        until(lambda: client.abort("abort me"))
+        call = pool.submit(post, service, chat(request_id="abort-me", **LONG))
+        until(lambda: client.abort("abort-me"))
         is_error(call.result(5), 499, "abort", "the request was aborted")
 
 
