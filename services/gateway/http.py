@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from services.backend import Unavailable
 from services.errors import DeadlineExceeded, SlowReader, SlowSender, Unauthenticated, status_of
@@ -29,6 +30,9 @@ from smc.engine.admission import check_waiting
 HEALTH, METRICS, MODELS = "/health", "/metrics", "/v1/models"
 
 logger = logging.getLogger(__name__)
+_library_logger = logging.getLogger(f"{__name__}.library")
+# Anybody can send bytes that are no HTTP; each would be a traceback in the log.
+_library_logger.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
 
 
 class HttpEdge:
@@ -67,6 +71,7 @@ class HttpEdge:
             app,
             handle_signals=False,
             access_log=None,
+            logger=_library_logger,
             # A caller that leaves ends its call.
             handler_cancellation=True,
             # What is packed may be a thousand times larger than the limit.
