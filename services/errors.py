@@ -24,6 +24,10 @@ class SlowSender(RuntimeError):
     """The caller does not send its request."""
 
 
+class DeadlineExceeded(RuntimeError):
+    """The caller's own deadline has passed."""
+
+
 @dataclass(frozen=True)
 class Status:
     code: grpc.StatusCode
@@ -51,6 +55,7 @@ _TABLE: tuple[tuple[type[Exception], grpc.StatusCode, str, float | None], ...] =
     (SlowSender, grpc.StatusCode.RESOURCE_EXHAUSTED, "slow_sender", None),
     (Unavailable, grpc.StatusCode.UNAVAILABLE, "unavailable", 1.0),
     (RequestAborted, grpc.StatusCode.CANCELLED, "abort", None),
+    (DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED, "deadline", None),
     (RequestFailed, grpc.StatusCode.INTERNAL, "failed", None),
 )
 """First match counts: a subclass stands before its base."""

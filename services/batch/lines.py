@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+from services.openai.document import kind_of, parse
+from services.openai.requests import CHAT, COMPLETIONS
+
 URLS = (COMPLETIONS, CHAT)
 FIELDS = ("custom_id", "method", "url", "body")
 
@@ -42,20 +43,16 @@ def parse_line(number: int, raw: bytes) -> Line:
     """Never raises: a line that is no request says so."""
     digest = blake2b(b"%d:%b" % (number, raw.strip()), digest_size=12).hexdigest()
     try:
-        document = json.loads(raw)
-        if not isinstance(document, dict):
-            return Line(number, digest, mistake=f"this is {_kind(document)}; allowed: a JSON object with {', '.join(FIELDS)}")
-        custom_id = document.get("custom_id")
-        if not isinstance(custom_id, str) or not custom_id:
-            return Line(number, digest, mistake=f"custom_id={custom_id!r}; allowed: a string that names this line")
-        if mistake := _mistake(document):
-            return Line(number, digest, custom_id, mistake=mistake)
-    except json.JSONDecodeError as error:
-        return Line(number, digest, mistake=f"this is not JSON: {error.msg} at character {error.pos + 1}")
-    except RecursionError:
-        return Line(number, digest, mistake="this is nested too deeply to be read")
-    except ValueError as error:  # not UTF-8, or a number of thousands of digits
-        return Line(number, digest, mistake=f"this cannot be read as JSON: {error}")
+        document = parse(raw)
+    except ValueError as error:
+        return Line(number, digest, mistake=str(error))
+    if not isinstance(document, dict):
+        return Line(number, digest, mistake=f"this is {kind_of(document)}; allowed: a JSON object with {', '.join(FIELDS)}")
+    custom_id = document.get("custom_id")
+    if not isinstance(custom_id, str) or not custom_id:
+        return Line(number, digest, mistake=f"custom_id={custom_id!r}; allowed: a string that names this line")
+    if mistake := _mistake(document):
+        return Line(number, digest, custom_id, mistake=mistake)
     return Line(number, digest, custom_id, document["url"], document["body"])
 
 
@@ -69,10 +66,3 @@ def _mistake(document: dict[str, Any]) -> str | None:
     if not isinstance(document.get("body"), dict):
         return f"body={document.get('body')!r}; allowed: an object with the request"
     return None
-
-
-def _kind(value: Any) -> str:
-    """What JSON calls it."""
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    return "a list" if isinstance(value, list) else "a string" if isinstance(value, str) else "a number"

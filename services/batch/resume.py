@@ -67,8 +67,8 @@ def _check(line: Line, record: dict[str, Any], name: str, requests: Requests, fi
         return
     try:
         body = record["response"]["body"]
-        written, seed = body["system_fingerprint"], body["smc"]["seed"]
-    except (TypeError, KeyError) as error:
+        written, seed = body["system_fingerprint"], body["choices"][0]["smc"]["seed"]
+    except (TypeError, KeyError, IndexError) as error:
         raise ValueError(f"{name} was not written by this command; {REMEDY}") from error
     if written != fingerprint:
         raise ValueError(f"{name} was made with other models, another --dtype or other settings of the engine; {REMEDY}")

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 LISTEN, SECURITY = "Where it listens", "Security and limits"
 GATEWAY_FIELDS = (
-    *("host", "port", "metrics_port", "tls_cert", "tls_key", "tls_client_ca", "auth_token_file", "max_message_bytes"),
+    *("host", "port", "http_port", "served_model_names", "default_method", "metrics_port"),
+    *("tls_cert", "tls_key", "tls_client_ca", "auth_token_file", "max_message_bytes"),
     *("max_concurrent_streams", "max_calls", "keepalive_time", "keepalive_timeout", "min_ping_interval"),
     *("max_connection_age", "max_connection_age_grace", "write_timeout", "drain_timeout"),
 )
@@ -34,6 +35,27 @@ def serve(
     draft_dtype: options.DraftDtype = None,
     host: Annotated[str | None, options.option(LISTEN, "Address. Default: 127.0.0.1; 0.0.0.0 = every network.", metavar="HOST")] = None,
     port: Annotated[int | None, options.option(LISTEN, "Default: 50051; 0 = any free one.", metavar="PORT")] = None,
+    http_port: Annotated[
+        int | None, options.option(LISTEN, "For OpenAI's API; 0 = any free one. Default: none.", "--http-port", metavar="PORT")
+    ] = None,
+    served_model_names: Annotated[
+        list[str] | None,
+        options.option(
+            LISTEN,
+            "What OpenAI's clients call the target; may be repeated. Default: the name of its directory.",
+            "--served-model-name",
+            metavar="NAME",
+        ),
+    ] = None,
+    default_method: Annotated[
+        str | None,
+        options.option(
+            LISTEN,
+            "Of requests that name none: smc, exact, target or draft. Default: smc, at temperature 0 exact.",
+            "--default-method",
+            metavar="METHOD",
+        ),
+    ] = None,
     metrics_port: Annotated[
         int | None, options.option(LISTEN, "For Prometheus; 0 = any free one. Default: none.", "--metrics-port", metavar="PORT")
     ] = None,
@@ -100,7 +122,7 @@ def serve(
         float | None, options.option(SECURITY, "For calls in flight once it is told to stop. Default: 30.", metavar="SECONDS")
     ] = None,
 ) -> int:
-    """Serve a model pair over gRPC; stop with Ctrl-C or SIGTERM."""
+    """Serve a model pair over gRPC, and with --http-port over OpenAI's API; stop with Ctrl-C or SIGTERM."""
     import asyncio
     import logging
 
@@ -114,9 +136,11 @@ def serve(
     begin = time.monotonic()
 
     def announce(ready: Ready) -> None:
+        scheme = "https" if gateway.tls else "http"
         metrics = f", metrics on http://{gateway.host}:{ready.metrics_port}/metrics" if ready.metrics_port else ""
-        seconds = time.monotonic() - begin
-        err.print(f"serving on {gateway.host}:{ready.port}{metrics} (ready after {seconds:.1f} s); Ctrl-C stops", soft_wrap=True)
+        http = f", OpenAI's API on {scheme}://{gateway.host}:{ready.http_port}/v1" if ready.http_port else ""
+        where = f"{gateway.host}:{ready.port}{metrics}{http}"
+        err.print(f"serving on {where} (ready after {time.monotonic() - begin:.1f} s); Ctrl-C stops", soft_wrap=True)
 
     from services.launch import cluster
     from services.launch.errors import GangError

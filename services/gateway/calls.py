@@ -6,13 +6,13 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from services.backend import RequestAborted, Unavailable
 from services.errors import Status
-from services.gateway.tracing import Trace
+from services.gateway.tracing import Trace, Tracing
 from services.metrics import REJECTIONS, Metrics
 from smc.engine.admission import DuplicateRequest
 from smc.engine.request import Answer, Request, Times
@@ -37,13 +37,18 @@ class _Call:
 class Calls:
     """The Generate calls in flight, from their arrival on. Use it in one asyncio loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, metrics: Metrics, tracing: Tracing | None = None) -> None:
+        self._metrics, self._tracing = metrics, tracing
         self.closed: str | None = "the service is starting; try again later"
         """Why nobody is let in; None: everybody is."""
         self._calls: dict[Key, _Call] = {}
         self._tasks: set[asyncio.Task] = set()
         self._idle = asyncio.Event()
         self._idle.set()
+
+    def arrives(self, name: str, headers: Iterable[tuple[str, str | bytes]]) -> Tally:
+        """A call of this name has arrived."""
+        return Tally(self._metrics, self._tracing and self._tracing.begin(name, headers))
 
     @asynccontextmanager
     async def enter(self, key: Key) -> AsyncIterator[None]:
@@ -107,14 +112,23 @@ def _end(call: _Call) -> None:
 
 
 class Tally:
-    """What one call tells the metrics, from its arrival to its end, and then its trace and the log: a line of JSON, with nobody's text."""
+    """What one answer tells the metrics, from its call's arrival to its end, and then its trace and the log: a line of JSON, with nobody's
+    text."""
 
-    def __init__(self, metrics: Metrics, trace: Trace | None = None) -> None:
+    def __init__(self, metrics: Metrics, trace: Trace | None = None, arrived: float | None = None) -> None:
+        """`arrived`: of the monotonic clock; None: now."""
         self._metrics, self._trace = metrics, trace
-        self._arrived = time.monotonic()
+        self._arrived = time.monotonic() if arrived is None else arrived
         self._last: float | None = None
         self._tokens = 0
         self._said: dict[str, str | int | float] = {} if trace is None else {"trace_id": trace.trace_id}
+        self._ended = False
+
+    def another(self) -> Tally:
+        """Of one more answer to the same call."""
+        tally = Tally(self._metrics, self._trace and self._trace.another(), self._arrived)
+        tally._said = dict(self._said)
+        return tally
 
     def is_of(self, request_id: str) -> None:
         self._said["request_id"] = request_id
@@ -148,7 +162,10 @@ class Tally:
         self._end("OK", answer.times, **said, **times)
 
     def failed(self, status: Status, error: Exception) -> None:
-        """It ended with this status, because of this error. Without a single token it was a rejection, if it can be one."""
+        """It ended with this status, because of this error, if it had not ended. Without a single token it was a rejection, if it can be
+        one."""
+        if self._ended:
+            return
         self._metrics.request_failed(status.code.name)
         self._end(status.code.name, cause=status.cause)
         if isinstance(error, Interrupted):
@@ -159,13 +176,16 @@ class Tally:
             self._metrics.request_rejected(status.code.name, status.cause)
 
     def left(self, deadline: bool) -> None:
-        """The caller is gone, or its deadline has passed."""
+        """The caller is gone, or its deadline has passed; if it had not ended."""
+        if self._ended:
+            return
         code, by = ("DEADLINE_EXCEEDED", "deadline") if deadline else ("CANCELLED", "client")
         self._metrics.request_failed(code)
         self._metrics.request_cancelled(by)
         self._end(code, cause=by)
 
     def _end(self, status: str, times: Times | None = None, **more: str | int | float) -> None:
+        self._ended = True
         said = self._said | {"tokens": self._tokens, "seconds": round(self.seconds, 6)} | more
         logger.info("%s", json.dumps(said | {"status": status}))
         if self._trace is not None:

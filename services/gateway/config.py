@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.gateway.security import check_tls, is_loopback, read_tokens
+from smc.engine.request import Method
 
 DEFAULT_PORT = 50051
 MESSAGE_BYTES, TOKEN_BYTES, MOST_BYTES = 64 << 10, 16, 4 << 20
@@ -21,6 +22,8 @@ class GatewayConfig:
     """Address to listen on, for calls and for metrics; 0.0.0.0 or :: for every network of the machine."""
     port: int = DEFAULT_PORT
     """0 = any free one."""
+    http_port: int | None = None
+    """Of OpenAI's API; 0 = any free one, None = nowhere."""
     metrics_port: int | None = None
     """Where Prometheus finds the metrics, in plain text and without a token; 0 = any free one, None = nowhere."""
     tls_cert: Path | None = None
@@ -51,13 +54,19 @@ class GatewayConfig:
     """How long a request may be on its way, and a response wait for a client that does not read; then the call is ended."""
     drain_timeout: float = 30.0
     """How long calls in flight may go on once the service is told to stop."""
+    served_model_names: tuple[str, ...] = ()
+    """What OpenAI's clients call the target; the first is what answers say. Empty: the name of its directory."""
+    default_method: str | None = None
+    """Of requests that name none; None: `smc`, and at temperature 0 `exact`."""
 
     def __post_init__(self) -> None:
         for name in ("tls_cert", "tls_key", "tls_client_ca", "auth_token_file"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, Path(getattr(self, name)))
+        object.__setattr__(self, "served_model_names", tuple(self.served_model_names))
         self._check_numbers()
         self._check_security()
+        self._check_defaults()
 
     @property
     def tls(self) -> bool:
@@ -78,18 +87,21 @@ class GatewayConfig:
             raise ValueError(f"host={self.host!r}; allowed: an address of this machine, such as 127.0.0.1 or 0.0.0.0")
         for name, low, high in (
             ("port", 0, 65535),
+            ("http_port", 0, 65535),
             ("metrics_port", 0, 65535),
             ("max_message_bytes", 1024, 2**31 - 1),
             ("max_concurrent_streams", 1, 2**31 - 1),
             ("max_calls", 1, 2**31 - 1),
         ):
             value = getattr(self, name)
-            if name in ("metrics_port", "max_message_bytes") and value is None:
+            if name in ("http_port", "metrics_port", "max_message_bytes") and value is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
                 raise ValueError(f"{name}={value!r}; allowed: {low}..{high}")
-        if self.port and self.port == self.metrics_port:
-            raise ValueError(f"metrics_port={self.metrics_port} is the port of the calls; give another one, or 0 for any")
+        ports = [("port", self.port), ("http_port", self.http_port), ("metrics_port", self.metrics_port)]
+        for index, (name, value) in enumerate(ports):
+            if value and (same := [other for other, before in ports[:index] if before == value]):
+                raise ValueError(f"{name}={value} is given as {same[0]} as well; give another one, or 0 for any")
         for name, low in (
             ("keepalive_time", 1.0),
             ("keepalive_timeout", 1.0),
@@ -118,3 +130,13 @@ class GatewayConfig:
                     f"auth_token_file over plain text on host={self.host!r}: everybody on the way could read the tokens; "
                     "give tls_cert and tls_key (--tls-cert, --tls-key), or listen on 127.0.0.1 only"
                 )
+
+    def _check_defaults(self) -> None:
+        if self.default_method is not None and self.default_method not in tuple(Method):
+            raise ValueError(f"default_method={self.default_method!r}; allowed: {', '.join(Method)}")
+        if self.default_method == Method.SMC:  # what the library takes by itself, where it can
+            object.__setattr__(self, "default_method", None)
+        if wrong := [name for name in self.served_model_names if not name or not name.isprintable()]:
+            raise ValueError(f"served_model_names contains {wrong[0]!r}; allowed: names that can be printed")
+        if self.http_port is None and self.served_model_names:
+            raise ValueError("served_model_names has no effect without http_port; give it too, or leave it out")

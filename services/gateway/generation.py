@@ -6,9 +6,9 @@ import asyncio
 import importlib.metadata
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import grpc
 
@@ -18,7 +18,6 @@ from services.gateway.calls import Calls, Tally
 from services.gateway.config import GatewayConfig
 from services.gateway.interceptors import caller_of
 from services.gateway.prompts import Prompts
-from services.gateway.tracing import Tracing
 from services.metrics import Metrics
 from services.pb import generation_pb2 as pb
 from services.pb import generation_pb2_grpc as pb_grpc
@@ -28,6 +27,7 @@ from smc.engine.request import Output, Request
 
 DEFAULT_MAX_TOKENS = 256
 MAX_ID_SIZE = 256
+CALL = "smc.v1.GenerationService/Generate"
 DEADLINE_SLACK = 0.05
 """A caller cancels at its own deadline, which can reach us a moment before ours."""
 
@@ -41,6 +41,8 @@ class ServiceStatus:
     running: int
     """Requests that hold slots."""
     queued: int
+    pages: Mapping[str, int] = field(default_factory=dict)
+    """KV pages of each model; empty until the workers have said."""
 
 
 class GenerationService(pb_grpc.GenerationServiceServicer):
@@ -54,19 +56,17 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         metrics: Metrics,
         status: Callable[[], ServiceStatus],
         config: GatewayConfig,
-        tracing: Tracing | None,
     ) -> None:
         self._pair, self._backend, self._calls, self._metrics, self._status = pair, backend, calls, metrics, status
-        self._config, self._write_timeout, self._tracing = config, config.write_timeout, tracing
-        self._prompts = Prompts(pair.tokenizer, pair.context)
+        self._config, self._write_timeout = config, config.write_timeout
+        self.prompts = Prompts(pair.tokenizer, pair.context)
         self._started = time.monotonic()
 
     def close(self) -> None:
-        self._prompts.close()
+        self.prompts.close()
 
     async def Generate(self, message: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
-        trace = self._tracing and self._tracing.begin("smc.v1.GenerationService/Generate", context.invocation_metadata())
-        tally = Tally(self._metrics, trace)
+        tally = self._calls.arrives(CALL, context.invocation_metadata())
         try:
             if len(message.request_id) > MAX_ID_SIZE:
                 raise ValueError(f"request_id has {len(message.request_id)} characters; allowed: at most {MAX_ID_SIZE}")
@@ -126,10 +126,11 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         """Raises ValueError naming the field, the value and what is allowed."""
         check_cache_salt(message.cache_salt)
         # Settings before the prompt: they are checked in no time, while a long prompt takes some to encode.
-        to_sampling(message.sampling, logprobs=message.logprobs)
-        prompt = await self._prompts.encode(message)
+        defaults = {"method": self._config.default_method}
+        to_sampling(message.sampling, logprobs=message.logprobs, **defaults)
+        prompt = await self.prompts.encode(message)
         room = max(1, self._pair.context - len(prompt))
-        params = to_sampling(message.sampling, logprobs=message.logprobs, max_tokens=min(DEFAULT_MAX_TOKENS, room))
+        params = to_sampling(message.sampling, logprobs=message.logprobs, **defaults, max_tokens=min(DEFAULT_MAX_TOKENS, room))
         return Request(request_id, prompt, params, message.cache_salt)
 
     async def _answer(self, request: Request, context: grpc.aio.ServicerContext, tally: Tally) -> None:

@@ -1,5 +1,5 @@
-"""How requests come in: so many calls at a time, one large message after the other, and none that cannot be read; and how calls end of
-which a method says that something was wrong. Knows nothing of what they ask for.
+"""How requests come in over gRPC: so many calls at a time, and none that cannot be read; and how calls end of which a method says that
+something was wrong. Knows nothing of what they ask for.
 
 Every method is served as one of streams, which is the same on the wire: then messages are received here, and not before the call is known.
 """
@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from services.errors import SlowSender, Status, status_of
-from services.gateway.memory import Trimmer
+from services.gateway.limits import Places, Turns
 from services.metrics import Metrics
 from smc.engine.admission import QueueFull
-
-LARGE = 64 << 10
-"""Bytes from which on a message is large: to read it takes long enough for others to wait for."""
-WAITING = 32 << 20
-"""Bytes of large messages that wait to be read; beyond, they are refused."""
 
 logger = logging.getLogger(__name__)
 
@@ -40,16 +36,9 @@ class Refused(Exception):
 class Intake(grpc.aio.ServerInterceptor):
     """Stands before all methods. Use it in one asyncio loop."""
 
-    def __init__(self, limited: str, limit: int, timeout: float, metrics: Metrics) -> None:
-        """At most `limit` calls of the method `limited` at a time; a request must arrive within `timeout` seconds."""
-        self._limited, self._limit, self._timeout, self._metrics = limited, limit, timeout, metrics
-        self._open = 0
-        self._waiting = 0
-        self._turn = asyncio.Lock()
-        self._trimmer = Trimmer()
-
-    def close(self) -> None:
-        self._trimmer.close()
+    def __init__(self, limited: str, places: Places, turns: Turns, timeout: float, metrics: Metrics) -> None:
+        """A call of the method `limited` takes a place; a request must arrive within `timeout` seconds."""
+        self._limited, self._places, self._turns, self._timeout, self._metrics = limited, places, turns, timeout, metrics
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
@@ -60,11 +49,7 @@ class Intake(grpc.aio.ServerInterceptor):
         is_limited = details.method == self._limited
 
         async def serve(messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
-            self._open += is_limited
-            try:
-                status = await self._ending(handler, messages, context, is_limited)
-            finally:
-                self._open -= is_limited
+            status = await self._ending(handler, messages, context, is_limited)
             # Only now: gRPC keeps what `abort` raises, and with it every frame that it was raised in, with its requests.
             if status is not None:
                 await context.abort(status.code, status.message, status.trailers)
@@ -76,9 +61,8 @@ class Intake(grpc.aio.ServerInterceptor):
     ) -> Status | None:
         """Serve the call. The status that it ends with, if something went wrong."""
         try:
-            if is_limited and self._open > self._limit:
-                raise Refused(QueueFull(f"{self._limit} calls are in flight, as many as are allowed. Try again later"))
-            await self._serve(handler, messages, context)
+            with self._place() if is_limited else nullcontext():
+                await self._serve(handler, messages, context)
         except Refused as error:
             status = status_of(error.cause)
             self._metrics.request_rejected(status.code.name, status.cause)
@@ -92,6 +76,15 @@ class Intake(grpc.aio.ServerInterceptor):
             if status.cause == "internal":
                 logger.error("unexpected error", exc_info=error)
             return status
+
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        with ExitStack() as held:
+            try:
+                held.enter_context(self._places.taken())
+            except QueueFull as error:
+                raise Refused(error) from error
+            yield
 
     async def _serve(self, handler: Any, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         behavior = next(filter(None, (handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream)))
@@ -122,19 +115,8 @@ class Intake(grpc.aio.ServerInterceptor):
 
     async def _read(self, data: bytes, parse: Parse) -> Any:
         try:
-            return parse(data) if len(data) < LARGE else await self._read_large(data, parse)
+            return await self._turns.read(data, parse)
         except DecodeError as error:
             raise Refused(ValueError(f"the request of {len(data)} bytes is no message of this method; see its .proto file")) from error
-
-    async def _read_large(self, data: bytes, parse: Parse) -> Any:
-        if self._waiting and self._waiting + len(data) > WAITING:
-            raise Refused(QueueFull(f"requests of {self._waiting} bytes wait to be read; allowed: {WAITING}. Try again later"))
-        self._waiting += len(data)
-        try:
-            async with self._turn:
-                request = parse(data)
-                await asyncio.sleep(0)  # whoever else has something to do comes first
-                return request
-        finally:
-            self._waiting -= len(data)
-            self._trimmer.plan()
+        except QueueFull as error:
+            raise Refused(error) from error

@@ -1,20 +1,18 @@
-"""The three forms of a prompt, and how each becomes token ids. Knows nothing about what they are for."""
+"""How prompts become token ids beside calls that must not wait for them. Knows nothing about what they are for."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from services.pb import generation_pb2 as pb
+from services.prompt import Prompt
 from smc.engine.admission import QueueFull, check_prompt
 from smc.models.tokenizer import Tokenizer
 
 ROLES = ("system", "user", "assistant")
 LONG_TEXT = 4096
 """Characters from which on a text is encoded in a thread: a millisecond or two of a core, for which other callers would wait."""
-MESSAGE_SIZE = 16
-"""Characters that a message of a chat costs besides its content: roughly what templates put around it."""
 THREADS = 2
 WAITING = 16 << 20
 """Characters of all texts together that are being encoded or wait for it; beyond, prompts are refused."""
@@ -39,36 +37,43 @@ class Prompts:
             raise ValueError("prompt is missing; allowed: one of text, token_ids, chat")
         if form == "token_ids":
             check_prompt(len(message.token_ids.ids), self._context)
-            ids = tuple(message.token_ids.ids)
-        elif form == "text":
-            text = message.text
-            ids = await self._encode(len(text), lambda: self._tokenizer.encode(text, limit=self._limit))
+            return await self.tokens(Prompt(token_ids=tuple(message.token_ids.ids)))
+        if form == "text":
+            return await self.tokens(Prompt(text=message.text))
+        return await self.tokens(Prompt(messages=self._chat(message.chat)))
+
+    async def tokens(self, prompt: Prompt) -> tuple[int, ...]:
+        """Token ids of `prompt`. Raises ValueError and QueueFull."""
+        if prompt.messages is not None:
+            self._check_chat(len(prompt.messages))
+        if prompt.size < LONG_TEXT:
+            ids = prompt.encode(self._tokenizer, self._limit)
         else:
-            messages = self._chat(message.chat)
-            size = sum(MESSAGE_SIZE + len(m["content"]) for m in messages)
-            ids = await self._encode(size, lambda: self._tokenizer.chat(messages, limit=self._limit))
+            ids = await self._encode_long(prompt)
         check_prompt(len(ids), self._context)
         return tuple(ids)
 
-    def _chat(self, chat: pb.Chat) -> list[dict[str, str]]:
-        if not self._tokenizer.has_chat_template:
-            raise ValueError("chat is given, but the target model has no chat template; allowed: text, token_ids")
-        if not chat.messages:
-            raise ValueError("chat.messages is empty; allowed: at least one message")
-        if len(chat.messages) > self._limit:  # templates put a token at least around each
-            raise ValueError(f"chat has {len(chat.messages)} messages; allowed: at most {self._limit}")
+    def _chat(self, chat: pb.Chat) -> tuple[dict[str, str], ...]:
+        self._check_chat(len(chat.messages))
         for index, message in enumerate(chat.messages):
             if message.role not in ROLES:
                 raise ValueError(f"chat.messages[{index}].role={message.role!r}; allowed: {', '.join(ROLES)}")
-        return [{"role": message.role, "content": message.content} for message in chat.messages]
+        return tuple({"role": message.role, "content": message.content} for message in chat.messages)
 
-    async def _encode(self, size: int, encode: Callable[[], Sequence[int]]) -> Sequence[int]:
-        if size < LONG_TEXT:
-            return encode()
+    def _check_chat(self, count: int) -> None:
+        if not self._tokenizer.has_chat_template:
+            raise ValueError("chat is given, but the target model has no chat template; allowed: text, token_ids")
+        if not count:
+            raise ValueError("chat.messages is empty; allowed: at least one message")
+        if count > self._limit:  # templates put a token at least around each
+            raise ValueError(f"chat has {count} messages; allowed: at most {self._limit}")
+
+    async def _encode_long(self, prompt: Prompt) -> tuple[int, ...]:
+        size = prompt.size
         if self._waiting and self._waiting + size > WAITING:
             raise QueueFull(f"prompts of {self._waiting} characters wait to be encoded; allowed: {WAITING}. Try again later")
         self._waiting += size
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, prompt.encode, self._tokenizer, self._limit)
         finally:
             self._waiting -= size

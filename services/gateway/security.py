@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import ipaddress
 import logging
 import ssl
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import grpc
+
+Configuration = TypeVar("Configuration")
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +34,17 @@ def read_tokens(path: Path, name: str = "auth_token_file") -> tuple[str, ...]:
     if not tokens:
         raise ValueError(f"{name}={str(path)!r} holds no token; write one a line")
     return tuple(tokens)
+
+
+def bearer_token(authorization: str) -> str:
+    """The token in a header of that name; empty if there is none, which is nobody's token. Tokens are ASCII."""
+    scheme, _, token = authorization.partition(" ")
+    return token.strip() if scheme.lower() == "bearer" and token.isascii() else ""
+
+
+def caller_with(token: str) -> str:
+    """Who calls: the same for all calls with one token, and different for any two tokens; a hash, so that nothing shows the token."""
+    return hashlib.sha256(token.encode()).hexdigest() if token else ""
 
 
 def is_known(token: str, tokens: Iterable[str]) -> bool:
@@ -67,30 +82,55 @@ def check_tls(cert: Path, key: Path, client_ca: Path | None) -> None:
 
 def server_credentials(cert: Path, key: Path, client_ca: Path | None) -> grpc.ServerCredentials:
     """TLS; with `client_ca`, only for clients whose certificate it has signed. Files that change hold from the next connection on."""
-    files = _Files(cert, key, client_ca)
-    return grpc.dynamic_ssl_server_credentials(files.configuration(), files.changed, require_client_authentication=client_ca is not None)
+
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        authority = _read("tls_client_ca", client_ca) if client_ca else None
+        return grpc.ssl_server_certificate_configuration([(_read("tls_key", key), _read("tls_cert", cert))], authority)
+
+    files = _Files(cert, key, client_ca, configuration)
+    return grpc.dynamic_ssl_server_credentials(configuration(), files.changed, require_client_authentication=client_ca is not None)
 
 
-class _Files:
+def server_context(cert: Path, key: Path, client_ca: Path | None) -> ssl.SSLContext:
+    """The same, for servers of Python's."""
+
+    def configuration() -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(cert, key, password=lambda: "")
+        if client_ca is not None:
+            context.load_verify_locations(client_ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    files, first = _Files(cert, key, client_ca, configuration), configuration()
+    held = [first]
+
+    def choose(connection: ssl.SSLObject, name: str | None, asked: ssl.SSLContext) -> None:
+        """In every handshake, whether the client names a host or not."""
+        held[0] = files.changed() or held[0]
+        connection.context = held[0]
+
+    first.sni_callback = choose
+    return first
+
+
+class _Files(Generic[Configuration]):
     """Certificate, key and authorities as they are now. Certificates end, and whoever renews them only writes files."""
 
-    def __init__(self, cert: Path, key: Path, client_ca: Path | None) -> None:
-        self._cert, self._key, self._client_ca = cert, key, client_ca
+    def __init__(self, cert: Path, key: Path, client_ca: Path | None, configuration: Callable[[], Configuration]) -> None:
+        """`configuration` reads them."""
+        self._cert, self._key, self._client_ca, self._configuration = cert, key, client_ca, configuration
         self._seen = self._stamps()
 
-    def configuration(self) -> grpc.ServerCertificateConfiguration:
-        authority = _read("tls_client_ca", self._client_ca) if self._client_ca else None
-        return grpc.ssl_server_certificate_configuration([(_read("tls_key", self._key), _read("tls_cert", self._cert))], authority)
-
-    def changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """Before every handshake, in a thread of gRPC's: what holds from now on; None: what held before."""
+    def changed(self) -> Configuration | None:
+        """Before every handshake, in whatever thread it is: what holds from now on; None: what held before."""
         if (stamps := self._stamps()) == self._seen:
             return None
         self._seen = stamps
         try:
             check_tls(self._cert, self._key, self._client_ca)
-            configuration = self.configuration()
-        except ValueError as error:  # one of them is written after the other
+            configuration = self._configuration()
+        except (ValueError, OSError) as error:  # one of them is written after the other
             logger.warning("certificates have changed and cannot be used; the former ones stay: %s", error)
             return None
         logger.info("certificates have changed; new connections have the new ones")

@@ -1,4 +1,4 @@
-"""The gateway: a gRPC server with the API, health and reflection, from its start to its drain. Knows nothing about workers."""
+"""The gateway: gRPC with the API, health and reflection, OpenAI's API beside it, from their start to their drain. Knows no workers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from services.gateway.calls import Calls
 from services.gateway.config import GatewayConfig
 from services.gateway.generation import GenerationService, ServiceStatus
 from services.gateway.health import Health
+from services.gateway.http import HttpEdge
 from services.gateway.intake import Intake
 from services.gateway.interceptors import TokenInterceptor
+from services.gateway.limits import Places, Turns
+from services.gateway.replies import Decoding
 from services.gateway.security import server_credentials
 from services.gateway.tracing import Tracing
 from services.gateway.watchdog import Watchdog
@@ -44,23 +47,26 @@ class Gateway:
     def __init__(
         self, config: GatewayConfig, pair: ServingPair, backend: Backend, metrics: Metrics, status: Callable[[], ServiceStatus]
     ) -> None:
-        self._config, self._metrics, self._context = config, metrics, pair.context
-        self._calls = Calls()
+        self._config, self._pair, self._metrics = config, pair, metrics
+        self._tracing = Tracing.from_environment()
+        self._calls = Calls(metrics, self._tracing)
         self._health = Health(("", API, DRAFT, TARGET, GATEWAY))
         self._health.set({GATEWAY: True})
-        self._tracing = Tracing.from_environment()
-        self._service = GenerationService(pair, backend, self._calls, metrics, status, config, self._tracing)
+        self._service = GenerationService(pair, backend, self._calls, metrics, status, config)
         self._server: grpc.aio.Server | None = None
-        self._intake: Intake | None = None
+        self._backend, self._status = backend, status
+        self._edge: HttpEdge | None = None
+        self._turns: Turns | None = None
         self._watchdog: Watchdog | None = None
         self._stop_metrics: Callable[[], None] | None = None
         self._ending = False
         self.port: int | None = None
         """Bound port; known once started."""
+        self.http_port: int | None = None
         self.metrics_port: int | None = None
         engine = pair.engine
         version = importlib.metadata.version("smcserve")
-        metrics.set_build_info(version, pair.target.name, engine.form, pair.link, engine.max_slots, engine.block)
+        metrics.set_build_info(version, (config.served_model_names or (pair.target.name,))[0], engine.form, pair.link, engine.max_slots, engine.block)
 
     async def start(self) -> int:
         """Listen. Returns the bound port. Everything answers at once; Generate only once `set_health` says so.
@@ -68,9 +74,10 @@ class Gateway:
         Raises OSError if a port cannot be had.
         """
         config, tokens = self._config, self._config.tokens()
-        self._intake = Intake(f"/{API}/Generate", config.max_calls, config.write_timeout, self._metrics)
-        interceptors = [*([TokenInterceptor(tokens, self._metrics)] if tokens else []), self._intake]
-        self._server = grpc.aio.server(interceptors=interceptors, options=_options(config, self._context))
+        places, self._turns = Places(config.max_calls), Turns()
+        intake = Intake(f"/{API}/Generate", places, self._turns, config.write_timeout, self._metrics)
+        interceptors = [*([TokenInterceptor(tokens, self._metrics)] if tokens else []), intake]
+        self._server = grpc.aio.server(interceptors=interceptors, options=_options(config, self._pair.context))
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self._service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((API, HEALTH, reflection.SERVICE_NAME), self._server)
@@ -78,6 +85,10 @@ class Gateway:
             self.metrics_port, self._stop_metrics = self._metrics.serve(config.metrics_port, config.host)
         try:
             self.port = self._bind()
+            if config.http_port is not None:
+                decoding = Decoding(self._pair, self._backend, self._service.prompts, self._status)
+                self._edge = HttpEdge(config, decoding, self._calls, places, self._turns, self._metrics)
+                self.http_port = await self._edge.start()
         except OSError:
             self._close_metrics()
             raise
@@ -104,6 +115,8 @@ class Gateway:
         leaving = None
         if self._server is not None:
             leaving = asyncio.create_task(self._server.stop(grace=timeout + LEAVE_SECONDS))
+        if self._edge is not None:
+            await self._edge.close()
         if not await self._calls.ended(timeout):
             logger.warning("calls still in flight after %g s of draining are ended", timeout)
         await self.stop()
@@ -118,8 +131,10 @@ class Gateway:
         await self._calls.told(LAST_WORDS)
         if self._server is not None:
             await self._server.stop(grace=None)
+        if self._edge is not None:
+            await self._edge.stop()
         self._service.close()
-        for part in (self._intake, self._watchdog):
+        for part in (self._turns, self._watchdog):
             if part is not None:
                 part.close()
         self._close_metrics()

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from smc.engine.request import Times
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Span, Tracer
+    from opentelemetry.context import Context
+    from opentelemetry.trace import Tracer
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 NANOSECONDS = 1e9
@@ -23,8 +24,16 @@ NANOSECONDS = 1e9
 class Trace:
     """The span of one call."""
 
-    def __init__(self, tracer: Tracer, span: Span, began: int) -> None:
-        self._tracer, self._span, self._began = tracer, span, began
+    def __init__(self, tracer: Tracer, name: str, context: Context, began: int) -> None:
+        """`context`: what the span belongs to. `began`: nanoseconds since the epoch."""
+        from opentelemetry.trace import SpanKind
+
+        self._tracer, self._name, self._context, self._began = tracer, name, context, began
+        self._span = tracer.start_span(name, context, SpanKind.SERVER, start_time=began)
+
+    def another(self) -> Trace:
+        """Of one more answer to the same call."""
+        return Trace(self._tracer, self._name, self._context, self._began)
 
     @property
     def trace_id(self) -> str:
@@ -73,11 +82,8 @@ class Tracing:
 
     def begin(self, name: str, metadata: Iterable[tuple[str, str | bytes]]) -> Trace:
         """A call of this name has arrived; `metadata` may name the span that it belongs to."""
-        from opentelemetry.trace import SpanKind
-
-        context = self._propagator.extract({key: value for key, value in metadata if isinstance(value, str)})
-        began = time.time_ns()
-        return Trace(self._tracer, self._tracer.start_span(name, context, SpanKind.SERVER, start_time=began), began)
+        context = self._propagator.extract({key.lower(): value for key, value in metadata if isinstance(value, str)})
+        return Trace(self._tracer, name, context, time.time_ns())
 
     def close(self) -> None:
         """After what is there has been sent, as far as the collector takes it. May take a while."""

@@ -25,6 +25,7 @@ class Ready:
     """The service answers."""
 
     port: int
+    http_port: int | None
     metrics_port: int | None
 
 
@@ -42,7 +43,7 @@ class Service:
         """Listen at once, as NOT_SERVING; return when the gang has warmed up. Raises OSError, GangError."""
         port = await self.gateway.start()
         await self.supervisor.start()
-        return Ready(port, self.gateway.metrics_port)
+        return Ready(port, self.gateway.http_port, self.gateway.metrics_port)
 
     async def stop(self, drain: bool) -> None:
         """Let calls in flight finish, if `drain`, within the gateway's limit; then end every process."""
@@ -65,7 +66,7 @@ class Service:
 
     def _status(self) -> ServiceStatus:
         stats = self.supervisor.stats
-        return ServiceStatus(self.supervisor.epoch, running=stats.running, queued=stats.queued)
+        return ServiceStatus(self.supervisor.epoch, running=stats.running, queued=stats.queued, pages=stats.pages_total)
 
 
 async def serve(gang: GangConfig, gateway: GatewayConfig, announce: Callable[[Ready], None]) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import replace
+
 import numpy as np
 
-from smc.engine.request import Request
+from smc.engine.request import Request, SamplingParams
 from smc.runtime.config import EngineConfig
 
 
@@ -38,9 +42,22 @@ def check_prompt(size: int, context: int) -> None:
         raise ValueError(f"the prompt has {size} tokens; allowed: at most {context - 1}, to leave room for an answer")
 
 
+def longest_answer(params: SamplingParams, config: EngineConfig, capacity: Mapping[str, int], context: int, size: int) -> int:
+    """Most tokens that such a request could be answered with after a prompt of `size`, at least 1, if nothing else ran."""
+    from smc.engine.methods import decoding_of
+
+    decoding, room = decoding_of(params), max(1, context - size)
+
+    def is_too_long(answer: int) -> bool:
+        needs = decoding.most_pages(config, replace(params, max_tokens=answer), size)
+        return any(needs.get(side, 0) > pages for side, pages in capacity.items())
+
+    return max(1, bisect_left(range(1, room + 1), True, key=is_too_long))
+
+
 def check_fits(request: Request, config: EngineConfig, capacity: dict[str, int], context: int, vocab_size: int) -> None:
     """Refuse what this engine could never run, whatever else is going on. Raises ValueError."""
-    from smc.engine.methods import decoding_of  # brings torch, which who only refuses need not have
+    from smc.engine.methods import decoding_of
 
     params, size = request.params, len(request.prompt)
     check_prompt(size, context)

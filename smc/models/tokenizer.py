@@ -8,10 +8,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import jinja2
@@ -92,18 +93,25 @@ class Tokenizer:
         """Text of a whole sequence; bytes that are not UTF-8 become U+FFFD."""
         return b"".join(map(self.bytes_of, ids)).decode("utf-8", errors="replace")
 
-    def chat(self, messages: Sequence[dict[str, Any]], limit: int | None = None) -> list[int]:
-        """Token ids of a conversation up to where the assistant speaks next.
+    def chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        limit: int | None = None,
+        tools: Sequence[dict[str, Any]] = (),
+        settings: Mapping[str, Any] = MappingProxyType({}),
+    ) -> list[int]:
+        """Token ids of a conversation up to where the assistant speaks next. `settings`: what else the template reads, by name.
 
-        Raises ValueError if it cannot be rendered, or makes more than `limit` tokens.
+        Raises ValueError if it cannot be rendered, makes more than `limit` tokens, or for a setting that is not the caller's to set.
         """
         if self._chat_template is None:
             raise ValueError("the model has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json)")
+        # `tools` and `documents` are defined but None, as in transformers, against which templates are written.
+        fixed = {"messages": messages, "tools": list(tools) or None, "add_generation_prompt": True} | self._special
+        if taken := sorted(fixed.keys() & settings.keys()):
+            raise ValueError(f"chat_template_kwargs holds {taken[0]}, which the template is given anyway; leave it out")
         try:
-            # `tools` and `documents` are defined but None, as in transformers, against which templates are written.
-            text = self._compiled_template.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._special
-            )
+            text = self._compiled_template.render({"documents": None, **settings, **fixed})
         except Exception as error:  # a template is foreign code fed with foreign messages: it can raise anything
             raise ValueError(f"the chat template cannot render these messages: {error}") from error
         return self.encode(text, add_special=False, limit=limit)

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.slow]
 KINDS = [
     {"particles": 8, "max_tokens": 50},
     {"particles": 4, "max_tokens": 70, "ess_threshold": 1.0, "ignore_eos": True},
-    {"decoding": "target", "max_tokens": 60, "temperature": 0},
+    {"method": "target", "max_tokens": 60, "temperature": 0},
     {"particles": 3, "max_tokens": 40, "stop": ["####"], "seed": 7},
 ]
 ENGINE = {"block": 5, "branches": 2}
@@ -68,7 +68,7 @@ def essence(record: dict) -> tuple:
         return record["custom_id"], record["error"]["code"]
     body = record["response"]["body"]
     text, count = body["choices"][0]["message"]["content"], body["usage"]["completion_tokens"]
-    return record["custom_id"], text, count, body["smc"]["finish_reason"], body["smc"]["seed"]
+    return record["custom_id"], text, count, body["choices"][0]["smc"]["finish_reason"], body["choices"][0]["smc"]["seed"]
 
 
 def finish(process: subprocess.Popen) -> tuple[int, str]:

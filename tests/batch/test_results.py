@@ -32,19 +32,19 @@ def test_a_chat(pair):
     assert record["id"].startswith("batch_req_") and body["id"].startswith("chatcmpl-")
     assert (body["object"], body["created"], body["model"], body["system_fingerprint"]) == ("chat.completion", 1234, "target", "smc_1")
     choice = {"index": 0, "message": {"role": "assistant", "content": "2"}, "logprobs": None, "finish_reason": "stop"}
-    assert body["choices"] == [choice]
+    assert body["choices"] == [choice | {"smc": body["choices"][0]["smc"]}]
     usage = body["usage"]
     assert usage["completion_tokens"] == 2 and usage["total_tokens"] == usage["prompt_tokens"] + 2
     assert usage["prompt_tokens_details"] == {"cached_tokens": 16}
-    assert {"particles_left", "preemptions"} <= set(body["smc"]["statistics"])
-    assert body["smc"]["statistics"]["particles"] == 8 and body["smc"]["finish_reason"] == "eos"
+    assert {"particles_left", "preemptions"} <= set(body["choices"][0]["smc"]["statistics"])
+    assert body["choices"][0]["smc"]["statistics"]["particles"] == 8 and body["choices"][0]["smc"]["finish_reason"] == "eos"
 
 
 def test_a_completion(pair):
-    body = record_of(pair, completion("mine", decoding="target"), text="2")["response"]["body"]
-    assert (body["object"], body["choices"][0]["text"], body["smc"]["statistics"]) == ("text_completion", "2", None)
-    exact = record_of(pair, completion("mine", decoding="exact"))["response"]["body"]["smc"]
-    assert exact["decoding"] == "exact" and {"accepted_per_round", "hits", "misses"} <= set(exact["statistics"])
+    body = record_of(pair, completion("mine", method="target"), text="2")["response"]["body"]
+    assert (body["object"], body["choices"][0]["text"], body["choices"][0]["smc"]["statistics"]) == ("text_completion", "2", None)
+    exact = record_of(pair, completion("mine", method="exact"))["response"]["body"]["choices"][0]["smc"]
+    assert exact["method"] == "exact" and {"accepted_per_round", "hits", "misses"} <= set(exact["statistics"])
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_a_completion(pair):
 )
 def test_finish_reasons(pair, reason, said):
     body = record_of(pair, chat("a"), finish_reason=reason)["response"]["body"]
-    assert (body["choices"][0]["finish_reason"], body["smc"]["finish_reason"]) == (said, reason.value)
+    assert (body["choices"][0]["finish_reason"], body["choices"][0]["smc"]["finish_reason"]) == (said, reason.value)
 
 
 def test_log_probabilities(pair):
@@ -69,7 +69,7 @@ def test_log_probabilities(pair):
     found = body["choices"][0]["logprobs"]
     assert "".join(found["tokens"]) == "12 apples" and found["token_logprobs"] == [-0.5] * (len(tokens) - 1) + [None]
     assert [("12 apples")[offset : offset + len(token)] for offset, token in zip(found["text_offset"], found["tokens"])] == found["tokens"]
-    assert body["smc"]["token_ids"] == list(tokens)
+    assert body["choices"][0]["smc"]["token_ids"] == list(tokens)
     content = record_of(pair, chat("a", logprobs=True), **values)["response"]["body"]["choices"][0]["logprobs"]["content"]
     assert b"".join(bytes(each["bytes"]) for each in content) == b"12 apples" and content[0]["logprob"] == -0.5
 

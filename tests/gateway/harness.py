@@ -45,7 +45,7 @@ class LocalBackend:
         return self.dispatcher.generate(request)
 
     def status(self) -> ServiceStatus:
-        return ServiceStatus(epoch=3, running=self.stats.running, queued=self.stats.queued)
+        return ServiceStatus(epoch=3, running=self.stats.running, queued=self.stats.queued, pages=self.stats.pages_total)
 
     def stop(self) -> None:
         self._loop.stop()
@@ -80,6 +80,11 @@ class Service:
     @property
     def address(self) -> str:
         return f"localhost:{self.gateway.port}"
+
+    @property
+    def url(self) -> str:
+        """Of OpenAI's API."""
+        return f"http://127.0.0.1:{self.gateway.http_port}/v1"
 
     def do(self, work: Coroutine[Any, Any, Any], timeout: float = 30.0) -> Any:
         """Run `work` where the gateway runs."""

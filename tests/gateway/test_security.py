@@ -156,7 +156,7 @@ def test_settings_without_effect_stop_the_start(certificates, token_file, tmp_pa
         ({"port": 70000}, r"port=70000; allowed: 0..65535"),
         ({"port": "80"}, "port='80'; allowed"),
         ({"metrics_port": -1}, "metrics_port=-1; allowed"),
-        ({"port": 9000, "metrics_port": 9000}, "metrics_port=9000 is the port of the calls"),
+        ({"port": 9000, "metrics_port": 9000}, "metrics_port=9000 is given as port as well"),
         ({"host": ""}, "host=''; allowed"),
         ({"max_message_bytes": 0}, "max_message_bytes=0; allowed: 1024.."),
         ({"max_concurrent_streams": 0}, "max_concurrent_streams=0; allowed"),

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
+from urllib.request import Request, urlopen
 
 import pytest
 
 from services.client import Message
+from services.gateway.config import GatewayConfig
 from smc.demo.problems import generate
 from smc.engine.local import local_engine
-from smc.engine.request import Request, SamplingParams
+from smc.engine.request import Request as EngineRequest
+from smc.engine.request import SamplingParams
 from smc.runtime.config import EngineConfig
 
 pytestmark = pytest.mark.xdist_group("ray")
@@ -36,7 +40,7 @@ def expected(demo_pair) -> dict[str, list]:
     for form, settings in FORMS.items():
         engine = local_engine(demo_pair, EngineConfig(**settings))
         requests = [
-            Request(str(i), tuple(demo_pair.tokenizer.chat([{"role": "user", "content": question}])), SamplingParams(**params))
+            EngineRequest(str(i), tuple(demo_pair.tokenizer.chat([{"role": "user", "content": question}])), SamplingParams(**params))
             for i, (question, params) in enumerate(ASKED)
         ]
         found = {output.answer.request_id: output.answer for output in engine.run(requests) if output.answer}
@@ -57,14 +61,24 @@ def expected(demo_pair) -> dict[str, list]:
 )
 def test_sixteen_clients_at_once(start, expected, link, draft_tp, target_tp, form):
     engine = EngineConfig(cohorts=2, **FORMS[form])
-    with start(link=link, draft_tp=draft_tp, target_tp=target_tp, engine=engine) as running, running.client() as client:
+    gateway = GatewayConfig(port=0, http_port=0)
+    with start(gateway, link=link, draft_tp=draft_tp, target_tp=target_tp, engine=engine) as running, running.client() as client:
 
         def ask(i: int):
             question, params = ASKED[i]
             return client.generate([Message("user", question)], timeout=60, **params)
 
-        with ThreadPoolExecutor(len(ASKED)) as pool:
+        def ask_over_http(i: int) -> str:
+            question, params = ASKED[i]
+            body = json.dumps({"messages": [{"role": "user", "content": question}], **params}).encode()
+            url = f"http://127.0.0.1:{running.ready.http_port}/v1/chat/completions"
+            with urlopen(Request(url, body, {"content-type": "application/json"}), timeout=60) as response:
+                return json.load(response)["choices"][0]["message"]["content"]
+
+        with ThreadPoolExecutor(len(ASKED) + 3) as pool:
+            over_http = pool.map(ask_over_http, range(3))
             found = list(pool.map(ask, range(len(ASKED))))
+            assert list(over_http) == [answer.text for answer in expected[form][:3]]
         for completion, answer, (_, params) in zip(found, expected[form], ASKED):
             assert completion.text == answer.text, params
             assert tuple(completion.tokens) == answer.tokens

@@ -1,0 +1,1 @@
+"""OpenAI's terms and the library's nouns: bodies to requests, answers to responses and events, errors. Knows no servers, no files."""

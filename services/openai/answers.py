@@ -1,0 +1,169 @@
+"""From answers of the library to responses and chunks in OpenAI's terms. Knows nothing about how they are sent or written."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from services.openai.requests import Asked
+from smc.engine.request import Answer, FinishReason, SamplingParams
+from smc.models.tokenizer import Tokenizer
+
+OPENAI_FINISH = {
+    FinishReason.EOS: "stop",
+    FinishReason.STOP_TOKEN: "stop",
+    FinishReason.STOP_STRING: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.TIME_BUDGET: "length",
+    FinishReason.QUEUE_TIME: "length",
+}
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True)
+class Heading:
+    """What every chunk of a response says, and the response as a whole."""
+
+    id: str
+    created: int
+    """Seconds since the epoch."""
+    model: str
+    chat: bool
+    fingerprint: str | None = None
+
+    def fields(self, chunk: bool = False) -> dict[str, Any]:
+        kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion"
+        said = {"id": f"{'chatcmpl' if self.chat else 'cmpl'}-{self.id}", "object": kind, "created": self.created, "model": self.model}
+        return said | ({"system_fingerprint": self.fingerprint} if self.fingerprint else {})
+
+
+def response(heading: Heading, choices: Sequence[dict[str, Any]], answers: Sequence[Answer], prompts: int = 1) -> dict[str, Any]:
+    """`prompts`: the answers are to so many, to each as many."""
+    return heading.fields() | {"choices": list(choices), "usage": usage(answers, prompts)}
+
+
+def choice(index: int, answer: Answer, params: SamplingParams, chat: bool, tokenizer: Tokenizer, echo: str = "") -> dict[str, Any]:
+    """One answer. `echo`: text that stands before it."""
+    said = {"message": {"role": "assistant", "content": answer.text}} if chat else {"text": echo + answer.text}
+    return {"index": index, **said} | _ending(answer, params, chat, tokenizer)
+
+
+def usage(answers: Sequence[Answer], prompts: int) -> dict[str, Any]:
+    """A prompt counts once, however many answers it has; of its tokens those are cached that every answer found."""
+    each = len(answers) // prompts
+    asked = sum(answer.prompt_tokens for answer in answers[::each])
+    # One of the answers computes what the others find: it has found what was there before.
+    cached = sum(min(answer.cached_tokens for answer in answers[start : start + each]) for start in range(0, len(answers), each))
+    written = sum(len(answer.tokens) for answer in answers)
+    return {
+        "prompt_tokens": asked,
+        "completion_tokens": written,
+        "total_tokens": asked + written,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+class Chunks:
+    """Server-sent events of one response."""
+
+    def __init__(self, heading: Heading, asked: Asked, tokenizer: Tokenizer) -> None:
+        self._fields, self._chat, self._tokenizer = heading.fields(chunk=True), heading.chat, tokenizer
+        self._usage = {"usage": None} if asked.include_usage else {}
+        head = json.dumps(self._fields)[:-1]
+        tail = ', "usage": null}' if asked.include_usage else "}"
+        # What comes with every few tokens is put together from parts: nothing but the text differs.
+        self._before = f'data: {head}, "choices": [{{"index": '
+        self._between = ', "delta": {"content": ' if self._chat else ', "text": '
+        self._after = ("}" if self._chat else "") + f', "logprobs": null, "finish_reason": null}}]{tail}\n\n'
+
+    def begin(self, index: int, echo: str = "") -> bytes:
+        """Before an answer's text."""
+        if self._chat:
+            delta = {"delta": {"role": "assistant", "content": ""}}
+            return self._event({"index": index, **delta, "logprobs": None, "finish_reason": None})
+        return self.text(index, echo) if echo else b""
+
+    def text(self, index: int, text: str) -> bytes:
+        return f"{self._before}{index}{self._between}{json.dumps(text)}{self._after}".encode()
+
+    def end(self, index: int, answer: Answer, params: SamplingParams) -> bytes:
+        """Log-probabilities are known with the last token: all of them come here."""
+        said = {"delta": {}} if self._chat else {"text": ""}
+        return self._event({"index": index, **said} | _ending(answer, params, self._chat, self._tokenizer))
+
+    def usage(self, answers: Sequence[Answer], prompts: int) -> bytes:
+        return _event(self._fields | {"choices": [], "usage": usage(answers, prompts)})
+
+    def _event(self, choice: dict[str, Any]) -> bytes:
+        return _event(self._fields | {"choices": [choice]} | self._usage)
+
+
+def error_event(body: dict[str, Any]) -> bytes:
+    """In place of what would have followed."""
+    return _event(body)
+
+
+def models(names: Sequence[str], created: int, context: int) -> dict[str, Any]:
+    return {"object": "list", "data": [model(name, names[0], created, context) for name in names]}
+
+
+def model(name: str, root: str, created: int, context: int) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": created, "owned_by": "smcserve", "root": root, "max_model_len": context}
+
+
+def _event(document: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(document, allow_nan=False)}\n\n".encode()
+
+
+def _ending(answer: Answer, params: SamplingParams, chat: bool, tokenizer: Tokenizer) -> dict[str, Any]:
+    logprobs = None
+    if answer.logprobs is not None:
+        logprobs = (_chat_logprobs if chat else _completion_logprobs)(answer, tokenizer)
+    return {"logprobs": logprobs, "finish_reason": OPENAI_FINISH[answer.finish_reason], "smc": _smc(params, answer)}
+
+
+def _smc(params: SamplingParams, answer: Answer) -> dict[str, Any]:
+    """What OpenAI has no words for."""
+    statistics = None
+    if not params.method.plain:
+        statistics = {name: _finite(value) for name, value in asdict(answer.statistics).items()}
+    return {
+        "method": params.method.value,
+        "finish_reason": answer.finish_reason.value,
+        "matched": answer.matched,
+        "seed": answer.seed,
+        "seconds": _finite(round(answer.seconds, 6)),
+        "statistics": statistics,
+        "token_ids": None if answer.logprobs is None else list(answer.tokens),
+    }
+
+
+def _completion_logprobs(answer: Answer, tokenizer: Tokenizer) -> dict[str, Any]:
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    offsets, offset = [], 0
+    for token in answer.tokens:
+        offsets.append(offset)
+        offset += len(decoder.decode(tokenizer.bytes_of(token)))
+    return {
+        "tokens": [tokenizer.decode([token]) for token in answer.tokens],
+        "token_logprobs": [_finite(value) for value in answer.logprobs],
+        "top_logprobs": None,
+        "text_offset": offsets,
+    }
+
+
+def _chat_logprobs(answer: Answer, tokenizer: Tokenizer) -> dict[str, Any]:
+    content = [
+        {"token": tokenizer.decode([token]), "logprob": _finite(value), "bytes": list(tokenizer.bytes_of(token)), "top_logprobs": []}
+        for token, value in zip(answer.tokens, answer.logprobs)
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _finite(value: Any) -> Any:
+    """None for what JSON cannot hold."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

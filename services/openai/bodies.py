@@ -1,0 +1,168 @@
+"""What a body may hold, field by field. Values of settings are the library's to check; here is everything else.
+
+What is not had here is refused unless its value asks for nothing: no setting is ignored in silence.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+
+def _neutral(*values: Any, why: str = "there is no such setting here") -> Any:
+    """A field that is accepted with one of these values, which change nothing."""
+    written = ", ".join(json.dumps(value) for value in values)
+
+    def check(value: Any) -> Any:
+        # True == 1, which JSON keeps apart.
+        if not any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in values):
+            raise PydanticCustomError("neutral", "{allowed}", {"allowed": f"{written}, as {why}; or leave it out"})
+        return value
+
+    return Annotated[Any, AfterValidator(check)]
+
+
+def _parts(content: Any) -> Any:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if content is not None and not isinstance(content, list):
+        raise PydanticCustomError("content", "a string, or a list of parts with text")
+    return content
+
+
+class Strict(BaseModel):
+    """No other fields, no other types."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class Part(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Strict):
+    name: str
+    arguments: str
+    """JSON."""
+
+
+class ToolCall(Strict):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(Strict):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[list[Part] | None, BeforeValidator(_parts)] = None
+    """None: of an assistant that only called tools."""
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: _neutral(None, []) = None
+
+
+class Function(Strict):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+    include_obfuscation: _neutral(False) = False
+    continuous_usage_stats: _neutral(False) = False
+
+
+class Body(Strict):
+    """What chats and completions have in common. `null` is taken out before: it means that a field is not given."""
+
+    model: str | None = None
+    n: Annotated[int, Field(ge=1)] = 1
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    request_id: Annotated[str, Field(max_length=256, pattern="^[!-~]*$")] | None = None
+    """Ours: unique among running requests of the same token; a header of the answer."""
+    cache_salt: str = ""
+    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Ours: seconds from arrival, after which the call is dropped."""
+
+    # Settings, under the names of `smc.engine.request.SamplingParams`, which checks their values.
+    method: str | None = None
+    population: str | None = None
+    resampling: str | None = None
+    ignore_eos: bool | None = None
+    temperature: Any = None
+    top_p: Any = None
+    top_k: Any = None
+    min_p: Any = None
+    seed: Any = None
+    particles: Any = None
+    min_particles: Any = None
+    alpha: Any = None
+    ess_threshold: Any = None
+    draft_temperature: Any = None
+    time_budget: Any = None
+    stop: Any = None
+    stop_token_ids: Any = None
+    max_tokens: Any = None
+
+    # Said about the caller, and no business of decoding.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    best_of: _neutral(1) = 1
+    frequency_penalty: _neutral(0) = 0
+    presence_penalty: _neutral(0) = 0
+    repetition_penalty: _neutral(1) = 1
+    logit_bias: _neutral({}) = None
+    min_tokens: _neutral(0) = 0
+    service_tier: _neutral("auto", "default") = None
+    store: _neutral(False) = False
+    response_format: _neutral({"type": "text"}) = None
+    skip_special_tokens: _neutral(True) = True
+    spaces_between_special_tokens: _neutral(True) = True
+    include_stop_str_in_output: _neutral(False) = False
+
+
+class ChatBody(Body):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    max_completion_tokens: Any = None
+    logprobs: bool = False
+    top_logprobs: _neutral(0, why="only the answer's own tokens have log-probabilities") = 0
+    tool_choice: _neutral("auto", "none", why="the template offers the tools, and what the model writes is text") = None
+    parallel_tool_calls: _neutral(True) = True
+    modalities: _neutral(["text"]) = None
+    functions: _neutral([]) = None
+    function_call: _neutral("auto", "none") = None
+    reasoning_effort: _neutral("none") = None
+    verbosity: _neutral("medium") = None
+    add_generation_prompt: _neutral(True) = True
+    continue_final_message: _neutral(False) = False
+
+
+class CompletionBody(Body):
+    prompt: Any
+    """One string or list of token ids, or a list of such."""
+    echo: bool = False
+    logprobs: Any = None
+    suffix: _neutral("") = None
+    add_special_tokens: _neutral(True) = True

@@ -1,0 +1,66 @@
+"""Requests as they go over the wire, and what comes back, without anybody's client."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from services.openai.requests import CHAT
+from smc.demo.problems import generate
+from tests.gateway.harness import Service
+
+QUESTIONS = [problem.question for problem in generate(1, 16, "test")]
+LONG = {"particles": 16, "max_tokens": 440, "ignore_eos": True, "seed": 1}
+"""Of our own fields: an answer that takes seconds."""
+
+
+@dataclass(frozen=True)
+class Said:
+    status: int
+    headers: dict[str, str]
+    data: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.data)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """Fails for what is not OpenAI's shape."""
+        error = self.json["error"]
+        assert set(error) == {"message", "type", "param", "code"} and error["message"] and error["type"] and error["code"], error
+        return error
+
+
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def chat(text: str = "x", **fields: Any) -> bytes:
+    return json.dumps({"messages": user(text), **fields}).encode()
+
+
+def connect(service: Service) -> http.client.HTTPConnection:
+    return http.client.HTTPConnection("127.0.0.1", service.gateway.http_port, timeout=60)
+
+
+def post(service: Service, body: bytes, path: str = CHAT, **headers: str) -> Said:
+    return ask(service, "POST", path, body, **{"content-type": "application/json", **headers})
+
+
+def ask(service: Service, method: str, path: str, body: bytes | None = None, **headers: str) -> Said:
+    connection = connect(service)
+    try:
+        connection.request(method, path, body, headers)
+        response = connection.getresponse()
+        return Said(response.status, {name.lower(): value for name, value in response.getheaders()}, response.read())
+    finally:
+        connection.close()
+
+
+def events(data: bytes) -> list[Any]:
+    """Of a stream; its end is a string."""
+    parts = [part.removeprefix("data: ") for part in data.decode().split("\n\n") if part]
+    return [part if part == "[DONE]" else json.loads(part) for part in parts]

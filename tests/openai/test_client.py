@@ -1,0 +1,234 @@
+"""openai-python, as it is: answers, streams, errors and retries. The answers are those of gRPC and of an engine in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+
+from services.client import Message
+from smc.engine.local import local_engine
+from smc.engine.request import Request, SamplingParams
+from smc.runtime.config import EngineConfig
+from tests.gateway.harness import PLAIN_CONFIG, local_answer, serving
+from tests.openai.asking import LONG, QUESTIONS, user
+
+KINDS = [
+    {"particles": 8, "max_tokens": 40},
+    {"particles": 4, "max_tokens": 50, "ess_threshold": 1.0},
+    {"method": "target", "max_tokens": 50},
+    {"particles": 3, "max_tokens": 50, "alpha": 1.2, "stop": ["####"]},
+    {"method": "exact", "particles": 4, "max_tokens": 40, "temperature": 1.5, "top_p": 0.9},
+    {"method": "draft", "max_tokens": 30},
+]
+ASKED = [(question, {"seed": index, **KINDS[index % len(KINDS)]}) for index, question in enumerate(QUESTIONS)]
+
+
+def chat_ids(pair, text: str) -> list[int]:
+    return pair.tokenizer.chat(user(text))
+
+
+def create(client, text: str, settings: dict, **fields):
+    return client.chat.completions.create(model="demo", messages=user(text), extra_body=settings, **fields)
+
+
+def joined(stream) -> tuple[str, str, dict]:
+    """Text, finish reason and our own block of a streamed chat of one answer."""
+    text, reason, ours = "", None, None
+    for chunk in stream:
+        (choice,) = chunk.choices
+        text += choice.delta.content or ""
+        reason, ours = choice.finish_reason or reason, (choice.model_extra or {}).get("smc") or ours
+    return text, reason, ours
+
+
+def test_sixteen_at_once_and_alone_are_the_engines_own(service, client, pair):
+    """Over HTTP as a whole and as a stream, over gRPC, and in this process."""
+
+    def at_once(index: int) -> tuple:
+        question, settings = ASKED[index]
+        if index % 2:
+            text, reason, ours = joined(create(client, question, settings, stream=True))
+            return text, reason, ours["seed"], ours["statistics"]
+        choice = create(client, question, settings).choices[0]
+        return choice.message.content, choice.finish_reason, choice.smc["seed"], choice.smc["statistics"]
+
+    with ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(at_once, range(16)))
+    requests = [
+        Request(str(index), tuple(chat_ids(pair, question)), SamplingParams(**settings)) for index, (question, settings) in enumerate(ASKED)
+    ]
+    local = {output.request_id: output.answer for output in local_engine(pair, PLAIN_CONFIG).run(requests) if output.answer}
+    for index, (text, reason, seed, statistics) in enumerate(found):
+        expected = local[str(index)]
+        assert (text, seed) == (expected.text, index)
+        assert reason == ("length" if expected.finish_reason == "length" else "stop")
+        if statistics is not None:
+            assert statistics["rounds"] == expected.statistics.rounds
+            assert statistics["log_z"] == pytest.approx(expected.statistics.log_z, abs=1e-3)
+    with service.client() as grpc_client:
+        for question, settings in ASKED[:3]:
+            alone = create(client, question, settings).choices[0].message.content
+            assert alone == grpc_client.generate([Message("user", question)], **settings).text
+
+
+def test_exact_is_the_targets_answer(service, client):
+    settings = {"seed": 7, "max_tokens": 60, "logprobs": True}
+    exact, target = (create(client, QUESTIONS[3], {"method": method}, **settings).choices[0] for method in ("exact", "target"))
+    assert exact.smc["token_ids"] == target.smc["token_ids"] and exact.message.content == target.message.content
+    assert [each.logprob for each in exact.logprobs.content] == pytest.approx([each.logprob for each in target.logprobs.content], abs=1e-4)
+
+
+def test_temperature_zero_is_exact(service, client):
+    greedy = create(client, QUESTIONS[0], {}, temperature=0).choices[0]
+    assert greedy.smc["method"] == "exact"
+    assert greedy.message.content == create(client, QUESTIONS[0], {"method": "target"}, temperature=0).choices[0].message.content
+
+
+def test_a_chat_as_clients_know_it(service, client, pair):
+    response = client.chat.completions.with_raw_response.create(
+        model="gpt-4o", messages=user(QUESTIONS[0]), seed=5, max_completion_tokens=80, user="me", logprobs=True, top_logprobs=0
+    )
+    answer = response.parse()
+    assert (answer.object, answer.model) == ("chat.completion", "demo") and answer.id == f"chatcmpl-{response.headers['x-request-id']}"
+    assert answer._request_id == response.headers["x-request-id"]
+    (choice,) = answer.choices
+    tokens = choice.logprobs.content
+    assert b"".join(bytes(token.bytes) for token in tokens).decode() == choice.message.content
+    usage = answer.usage
+    assert usage.completion_tokens == len(tokens) and usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    assert usage.prompt_tokens == len(chat_ids(pair, QUESTIONS[0]))
+    assert choice.smc["statistics"]["particles"] == 8 and choice.smc["seed"] == 5
+
+
+def test_a_chat_may_go_on_to_the_end_of_the_context(service, client, pair):
+    answer = create(client, QUESTIONS[0], {"ignore_eos": True, "method": "draft", "seed": 1})
+    assert answer.usage.total_tokens == pair.max_context and answer.choices[0].finish_reason == "length"
+
+
+def test_a_chat_is_no_longer_than_what_there_is_memory_for(pair):
+    """Of a small pool; nothing that a caller leaves out may be a reason to refuse it."""
+    engine = EngineConfig(block=4, branches=2, max_slots=16, pages=800)
+    with serving(pair, engine, http_port=0) as service, openai.OpenAI(base_url=service.url, api_key="-") as client:
+        service.client().generate("x", particles=1, max_tokens=2)
+        answer = client.chat.completions.create(
+            model="demo-target", messages=user("x"), seed=1, extra_body={"particles": 16, "ignore_eos": True}
+        )
+        assert 10 < answer.usage.completion_tokens < 800 / 16
+
+
+def test_several_answers_share_their_prompt(service, client, pair):
+    """Of different seeds; the first is the request's own."""
+    before = service.metric("smc_prefix_cache_hits_total", group="target")
+    text = "There are 17 plums in a box. " * 8
+    fields = {"seed": 3, "n": 3, "max_tokens": 12, "temperature": 2.0}
+    whole = create(client, text, {}, **fields)
+    assert [choice.index for choice in whole.choices] == [0, 1, 2]
+    assert len({choice.smc["seed"] for choice in whole.choices}) == 3 and whole.choices[0].smc["seed"] == 3
+    for choice in whole.choices:
+        expected = local_answer(pair, chat_ids(pair, text), seed=choice.smc["seed"], max_tokens=12, temperature=2.0)
+        assert choice.message.content == expected.text
+    shared_tokens = len(chat_ids(pair, text)) // 16 * 16
+    assert service.metric("smc_prefix_cache_hits_total", group="target") >= before + 2 * shared_tokens
+    assert whole.usage.prompt_tokens == len(chat_ids(pair, text)) and whole.usage.prompt_tokens_details.cached_tokens == 0
+    texts = ["", "", ""]
+    for chunk in create(client, text, {}, stream=True, **fields):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == [choice.message.content for choice in whole.choices]
+
+
+def test_a_stream_with_usage(service, client):
+    asked = {"messages": user(QUESTIONS[2]), "model": "demo", "seed": 2, "logprobs": True}
+    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    whole = client.chat.completions.create(**asked)
+    assert chunks[0].choices[0].delta.role == "assistant" and len(chunks) > 4
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == whole.choices[0].message.content
+    assert not chunks[-1].choices and chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    last = chunks[-2].choices[0]
+    assert last.finish_reason == "stop" and [t.token for t in last.logprobs.content] == [t.token for t in whole.choices[0].logprobs.content]
+
+
+def test_completions(service, client, pair):
+    asked = {"model": "demo", "seed": 4, "max_tokens": 10}
+    text = "12 + 30 ="
+    plain = client.completions.create(prompt=text, **asked)
+    assert plain.choices[0].text == local_answer(pair, pair.tokenizer.encode(text), seed=4, max_tokens=10).text
+    assert plain.object == "text_completion" and plain.id.startswith("cmpl-")
+    echoed = client.completions.create(prompt=text, echo=True, **asked)
+    assert echoed.choices[0].text == text + plain.choices[0].text
+    streamed = "".join(chunk.choices[0].text for chunk in client.completions.create(prompt=text, echo=True, stream=True, **asked))
+    assert streamed == echoed.choices[0].text
+    several = client.completions.create(prompt=[text, "7 * 8 ="], n=2, **asked)
+    assert len(several.choices) == 4 and several.choices[0].text == plain.choices[0].text
+    ids = pair.tokenizer.encode(text)
+    assert client.completions.create(prompt=ids, echo=True, **asked).choices[0].text == echoed.choices[0].text
+    scored = client.completions.create(prompt=ids, logprobs=0, **asked).choices[0]
+    assert len(scored.logprobs.tokens) == len(scored.logprobs.token_logprobs) == 10
+
+
+def test_what_ended_an_answer(service, client):
+    stopped = create(client, QUESTIONS[0], {"method": "target"}, temperature=0, stop="####").choices[0]
+    assert (stopped.finish_reason, stopped.smc["matched"]) == ("stop", "####") and "#" not in stopped.message.content
+    out_of_time = create(client, "x", {**LONG, "time_budget": 0.2}).choices[0]
+    assert (out_of_time.finish_reason, out_of_time.smc["finish_reason"]) == ("length", "time_budget")
+
+
+def test_asynchronously(service, pair):
+    async def work() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=service.url, api_key="-") as client:
+
+            async def one(index: int) -> str:
+                text, asked = "", {"model": "demo", "messages": user(QUESTIONS[index]), "seed": index, "max_tokens": 30}
+                async for chunk in await client.chat.completions.create(**asked, stream=True):
+                    text += chunk.choices[0].delta.content or ""
+                return text
+
+            return await asyncio.gather(*(one(index) for index in range(4)))
+
+    expected = [local_answer(pair, chat_ids(pair, QUESTIONS[index]), seed=index, max_tokens=30).text for index in range(4)]
+    assert asyncio.run(work()) == expected
+
+
+def test_models(service, client, pair):
+    assert [model.id for model in client.models.list()] == ["demo", "gpt-4o"]
+    assert client.models.retrieve("gpt-4o").max_model_len == pair.max_context
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-5")
+
+
+def test_a_service_that_is_busy_is_asked_again(pair):
+    """Its hint says when; a mistake is said once."""
+    names = ("demo",)
+    with (
+        serving(pair, http_port=0, max_calls=1, served_model_names=names) as service,
+        openai.OpenAI(base_url=service.url, api_key="-", max_retries=4) as client,
+    ):
+        with service.client() as other, other.stream("x", **LONG) as stream:
+            next(stream)
+            with pytest.raises(openai.RateLimitError) as caught:
+                create(client.with_options(max_retries=0), "x", {}, max_tokens=4)
+            assert caught.value.response.headers["retry-after"] == "1"
+            with ThreadPoolExecutor(1) as pool:
+                answered = pool.submit(create, client, "x", {}, max_tokens=4)
+                stream.cancel()
+                assert answered.result(30).choices
+        before = service.metric("smc_requests_rejected_total", code="INVALID_ARGUMENT", cause="invalid")
+        with pytest.raises(openai.BadRequestError):
+            create(client, "x", {}, temperature=-1)
+        assert service.metric("smc_requests_rejected_total", code="INVALID_ARGUMENT", cause="invalid") == before + 1
+
+
+def test_the_method_of_those_who_name_none(pair):
+    """Over HTTP and over gRPC."""
+    asked = {"seed": 6, "max_tokens": 20}
+    expected = local_answer(pair, chat_ids(pair, QUESTIONS[5]), method="target", **asked)
+    with serving(pair, http_port=0, default_method="target") as service, openai.OpenAI(base_url=service.url, api_key="-") as client:
+        choice = client.chat.completions.create(model="demo-target", messages=user(QUESTIONS[5]), **asked).choices[0]
+        assert (choice.message.content, choice.smc["method"]) == (expected.text, "target")
+        with service.client() as grpc_client:
+            assert grpc_client.generate([Message("user", QUESTIONS[5])], **asked).tokens == expected.tokens
+        assert client.chat.completions.create(model="demo-target", messages=user("x"), max_tokens=4, extra_body={"method": "smc"}).choices

@@ -1,0 +1,173 @@
+"""Bodies of every kind that nobody would send: none ends with 5xx or without an answer, and nothing of it is left behind.
+
+As a command it sends as many as are asked for: `python -m tests.openai.test_malformed --requests 20000`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import random
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from services.openai.bodies import ChatBody, CompletionBody
+from services.openai.errors import BadRequest
+from services.openai.requests import CHAT, COMPLETIONS, understood
+from smc import demo
+from smc.engine.local import ModelPair
+from smc.runtime.config import EngineConfig
+from tests.gateway.harness import Service, serving
+from tests.gateway.test_fuzz import DOUBLES, INTEGERS, TEXTS
+
+STATUSES = {200, 400, 404, 405, 408, 409, 413, 415, 429, 499, 504}
+BODIES = {CHAT: ChatBody, COMPLETIONS: CompletionBody}
+ODD = (
+    None,
+    True,
+    False,
+    [],
+    {},
+    [[]],
+    [None],
+    "",
+    "\ud800",
+    10**400,
+    -(10**400),
+    2**63,
+    "NaN",
+    [0] * 100,
+    {"a": {"b": {}}},
+    "smc",
+    "exact",
+    "target",
+)
+"""Values that fit some fields and no others."""
+BESIDE = {"max_tokens": 150, "ignore_eos": True, "seed": 1}
+"""An answer that does not depend on what else is decoded."""
+VALUES = (*ODD, *DOUBLES, *INTEGERS, *TEXTS)
+
+
+def message(rng: random.Random) -> Any:
+    if rng.random() < 0.05:
+        return rng.choice(VALUES)
+    parts = [{"type": rng.choice(("text", "text", "image_url", None)), "text": rng.choice(TEXTS)}]
+    said = {
+        "role": rng.choice(("user", "user", "assistant", "system", "tool", "developer", "robot")),
+        "content": rng.choice((*TEXTS, parts)),
+    }
+    if rng.random() < 0.1:
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": rng.choice(('{"a": 1}', "{", "[" * 2000, "1", ""))}}
+        said["tool_calls"] = rng.choice(([call], call, [rng.choice(VALUES)]))
+    return said
+
+
+def prompt(rng: random.Random) -> Any:
+    text, ids = rng.choice(TEXTS) * rng.choice((1, 1, 50)), rng.choices(range(512), k=rng.choice((0, 1, 5, 200, 511, 600)))
+    return rng.choice((text, text, ids, ids + [rng.choice(VALUES)], [text, text], [ids, ids], rng.choice(VALUES)))
+
+
+def body(rng: random.Random, path: str) -> bytes:
+    """Fields are absent more often than not; else as extreme as they come, or sound; some bodies are cut, or have bytes changed."""
+    fields: dict[str, Any] = {"max_tokens": rng.randrange(1, 12), "method": rng.choice(("smc", "exact", "target", "draft"))}
+    fields |= {name: rng.choice(VALUES) for name in BODIES[path].model_fields if rng.random() < 0.04}
+    fields |= {"stream": rng.random() < 0.3} if rng.random() < 0.9 else {}
+    if rng.random() < 0.95:
+        fields |= {"messages": [message(rng) for _ in range(rng.choice((1, 1, 2, 30)))]} if path == CHAT else {"prompt": prompt(rng)}
+    data = bytearray(json.dumps(fields).encode())
+    kind = rng.random()
+    if kind < 0.05:
+        del data[rng.randrange(len(data)) :]
+    elif kind < 0.1:
+        for _ in range(rng.choice((1, 5))):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+    elif kind < 0.12:
+        data = bytearray(b'{"messages": ' + b"[" * rng.choice((10, 900, 1500, 30_000)))
+    elif kind < 0.14:
+        depth = rng.choice((10, 300, 900, 1500))
+        data = bytearray(b'{"messages": [{"role": "user", "content": "x"}], "metadata": ' + b'{"a":' * depth + b"1" + b"}" * depth + b"}")
+    return bytes(data)
+
+
+def ended(service: Service, seed: str) -> str:
+    """`seed`: what the request is made of; it is named where there is no answer."""
+    rng = random.Random(seed)
+    connection = http.client.HTTPConnection("127.0.0.1", service.gateway.http_port, timeout=120)
+    path = rng.choice((CHAT, COMPLETIONS))
+    headers = {"content-type": "application/json"}
+    if rng.random() < 0.05:
+        headers |= rng.choice(
+            ({"content-type": "text/plain"}, {"content-encoding": "gzip"}, {"authorization": "Bearer x"}, {"content-length": "-1"})
+        )
+    try:
+        connection.request(rng.choice(("POST",) * 20 + ("GET", "PUT")), path, body(rng, path), headers)
+        if rng.random() < 0.1:
+            time.sleep(rng.random() * 0.05)
+            return "left"
+        response = connection.getresponse()
+        data = response.read()
+        if response.status != 200:
+            assert data, "an error that says nothing"
+        known = response.status in STATUSES and b'"internal"' not in data
+        return str(response.status) if known else f"{response.status}: {data[:300]!r}"
+    except TimeoutError:
+        return f"no answer to request {seed!r}"
+    finally:
+        connection.close()
+
+
+def fuzz(service: Service, requests: int, seed: int) -> Counter[str]:
+    """How so many requests end, sent by a few threads at a time, beside two long answers."""
+    with ThreadPoolExecutor(8) as pool, service.client() as client:
+        alone = client.generate("x", method="target", **BESIDE).tokens
+        beside = [pool.submit(client.generate, "x", method=method, **BESIDE) for method in ("exact", "target")]
+        found = Counter(pool.map(lambda number: ended(service, f"{seed} {number}"), range(requests)))
+        assert [call.result(120).tokens for call in beside] == [alone] * 2
+    service.wait_until_free(30.0)
+    return found
+
+
+def test_whatever_is_asked_is_answered_or_refused(shared):
+    found = fuzz(shared, 200, seed=1)
+    assert set(found) <= {"left", *map(str, STATUSES)}, found
+    assert found["200"] > 10 and found["400"] > 50
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(ODD),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=200, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
+@given(
+    path=st.sampled_from((CHAT, COMPLETIONS)),
+    sound=st.booleans(),
+    fields=st.dictionaries(st.sampled_from(sorted(ChatBody.model_fields | CompletionBody.model_fields)), JSON, max_size=4),
+)
+def test_the_mapping_understands_or_says_what_is_wrong(path, sound, fields):
+    """Whatever JSON there is: nothing but BadRequest leaves it, and its message can be sent."""
+    if sound:
+        fields = {"messages": [{"role": "user", "content": "x"}]} | fields if path == CHAT else {"prompt": "x"} | fields
+    try:
+        understood(fields, path == CHAT, ("demo",), 512)
+    except BadRequest as error:
+        json.dumps({"message": str(error), "param": error.param}, ensure_ascii=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--requests", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=1)
+    asked = parser.parse_args()
+    config = EngineConfig(block=4, branches=2, max_slots=64, max_queue=64)
+    with serving(ModelPair.load(demo.TARGET, demo.DRAFT), config, http_port=0) as under_test:
+        begin = time.monotonic()
+        print(fuzz(under_test, asked.requests, asked.seed), f"{time.monotonic() - begin:.0f} s")
