@@ -66,7 +66,8 @@ class Gateway:
         self.metrics_port: int | None = None
         engine = pair.engine
         version = importlib.metadata.version("smcserve")
-        metrics.set_build_info(version, (config.served_model_names or (pair.target.name,))[0], engine.form, pair.link, engine.max_slots, engine.block)
+        name = (config.served_model_names or (pair.target.name,))[0]
+        metrics.set_build_info(version, name, engine.form, pair.link, engine.max_slots, engine.block)
 
     async def start(self) -> int:
         """Listen. Returns the bound port. Everything answers at once; Generate only once `set_health` says so.
