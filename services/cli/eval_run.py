@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from services.cli.terminal import err, out, print_warning
 from smc.demo.problems import Problem, generate
 from smc.engine.request import SamplingParams
 from smc.evaluation.picture import draw
-from smc.evaluation.quality import Row, Setting, Terms, measure, measure_speed, problem_requests
+from smc.evaluation.quality import Row, Setting, Terms, measure, measure_speed, problem_requests, seconds_of
 from smc.models.source import name_dtypes
 from smc.runtime.messages import SIDES
 
@@ -115,11 +114,14 @@ def measure_all(pairs: Pairs, plan: Plan, settings: Sequence[Setting], record: R
     columns = (TextColumn("{task.description}"), BarColumn(None), TaskProgressColumn(), TimeRemainingColumn())
     try:
         with Progress(*columns, console=err, expand=True, transient=True, speed_estimate_period=3600) as progress:
-            rows = sum(_rows(setting) for setting in todo)
-            whole = progress.add_task(f"all {len(todo)} settings", total=plan.problems * rows)
-            forecast = Forecast(plan.concurrency, (plan.problems + plan.speed_problems) * rows, progress)
+            if todo:
+                look = progress.add_task("how long it will take", total=None)
+                progress.console.print(f"about {_duration(forecast(pairs, plan, todo))} for all", style="dim")
+                progress.remove_task(look)
+            # An answer's cost grows about as its particles, so that is what the bar over everything counts.
+            whole = progress.add_task(f"all {len(todo)} settings", total=plan.problems * sum(setting.particles or 1 for setting in todo))
             for setting in todo:
-                row = _measure(pairs.placed(setting), plan, setting, progress, whole, forecast)
+                row = _measure(pairs.placed(setting), plan, setting, progress, whole)
                 record.add(row)
                 progress.console.print(Text(f"{setting.name}: {_in_words(row)}", style="dim"))
     except KeyboardInterrupt:
@@ -128,25 +130,13 @@ def measure_all(pairs: Pairs, plan: Plan, settings: Sequence[Setting], record: R
         raise
 
 
-class Forecast:
-    """Says how long everything will take, once the first answers have come."""
-
-    def __init__(self, answers: int, rows: int, progress: Progress) -> None:
-        """After so many `answers`; `rows` that there are to answer in all."""
-        self._missing, self._rows, self._progress = answers, rows, progress
-        self._answered = 0
-        self._begin: float | None = None
-
-    def begin(self) -> None:
-        """The models are there."""
-        self._begin = self._begin or time.monotonic()
-
-    def answered(self, rows: int) -> None:
-        self._missing -= 1
-        self._answered += rows
-        if self._missing == 0:
-            seconds = (time.monotonic() - self._begin) * self._rows / self._answered
-            self._progress.console.print(f"about {_duration(seconds)} in all, by the first answers", style="dim")
+def forecast(pairs: Pairs, plan: Plan, settings: Sequence[Setting]) -> float:
+    """Seconds that all settings will take, by a few answers of each: at most a tenth of the work."""
+    count, seconds = min(plan.concurrency, max(1, plan.problems // 10)), 0.0
+    for setting in settings:
+        few = seconds_of(pairs.placed(setting), setting, plan.make_problems(count), plan.terms)
+        seconds += few / count * (plan.problems + plan.speed_problems)
+    return seconds
 
 
 def _duration(seconds: float) -> str:
@@ -157,19 +147,12 @@ def _duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 100 else f"{minutes / 60:.1f} hours"
 
 
-def _rows(setting: Setting) -> int:
-    """An answer's cost grows about as these."""
-    return setting.particles or 1
-
-
-def _measure(pair: ModelPair, plan: Plan, setting: Setting, progress: Progress, whole, forecast: Forecast) -> Row:
-    forecast.begin()
+def _measure(pair: ModelPair, plan: Plan, setting: Setting, progress: Progress, whole) -> Row:
     task = progress.add_task(setting.name, total=plan.problems)
 
     def advance(*_answer: object) -> None:
         progress.advance(task)
-        progress.advance(whole, _rows(setting))
-        forecast.answered(_rows(setting))
+        progress.advance(whole, setting.particles or 1)
 
     row = measure(pair, setting, plan.make_problems(plan.problems), plan.concurrency, plan.terms, advance)
     if plan.speed_problems:

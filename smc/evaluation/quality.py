@@ -183,6 +183,14 @@ def measure_speed(pair: ModelPair, setting: Setting, problems: Sequence[Problem]
     return tokens / decoding, 1e3 * waiting / len(requests)
 
 
+def seconds_of(pair: ModelPair, setting: Setting, problems: Sequence[Problem], terms: Terms) -> float:
+    """How long it takes to answer these, all in flight."""
+    began = time.perf_counter()
+    for _ in _answers(pair, setting, problems, problem_requests(pair.tokenizer, setting, problems, terms), len(problems)):
+        pass
+    return time.perf_counter() - began
+
+
 def problem_requests(
     tokenizer: Tokenizer, setting: Setting, problems: Sequence[Problem], terms: Terms, logprobs: bool = False
 ) -> list[Request]:

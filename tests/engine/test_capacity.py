@@ -15,7 +15,11 @@ ADMITTED_BEFORE = 1
 """Where all that a request can ever need was set aside for it."""
 
 
-@pytest.mark.parametrize("config", [EngineConfig(form="lockstep", block=8), EngineConfig(block=8, branches=2)], ids=lambda c: c.form)
+@pytest.mark.parametrize(
+    "config",
+    [EngineConfig(form="lockstep", block=8), pytest.param(EngineConfig(block=8, branches=2), marks=pytest.mark.slow)],
+    ids=lambda c: c.form,
+)
 def test_four_times_as_many_as_if_all_were_set_aside(config):
     """Particles descend from few after some rounds, and hold their common past once."""
     most = len(PROMPT) + PARTICLES * (ANSWER + config.branches * config.block)

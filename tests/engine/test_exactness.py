@@ -105,7 +105,7 @@ def test_plain_decoding_samples_the_models_own_law(method, side):
     assert distance(population(CONFIGS[1], 2000, method=method), law) < 0.17
 
 
-@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[3]], ids=config_id)
+@pytest.mark.parametrize("config", [pytest.param(CONFIGS[0], marks=pytest.mark.slow), CONFIGS[3]], ids=config_id)
 def test_temperature_and_truncation_belong_to_the_target_law(config):
     """Top-k 2 at temperature 0.7, drafted at 1.5 by the target itself: tokens outside the truncated law are drawn, and weeded out."""
     law = _truncated_law()

@@ -66,7 +66,7 @@ def test_particles_that_share_nearly_all(config):
 
 
 @pytest.mark.parametrize("ahead", AHEAD)
-@pytest.mark.parametrize("config", FORMS, ids=lambda c: c.form)
+@pytest.mark.parametrize("config", LONG, ids=lambda c: c.form)
 def test_grown_pages_are_those_of_running_particles(config, ahead, monkeypatch):
     """The sum that is learnt from is what a walk over all particles finds, whatever has become of requests; the books are their sums."""
     small = EngineConfig(**{**vars(config), "max_slots": 60, "pages": 440, "prefill_chunk": 24})

@@ -50,7 +50,7 @@ ASKED = [
     ("family", "config", "which"),
     [
         ("llama", LOOKAHEAD, slice(None)),
-        ("qwen3", LOCKSTEP, slice(None)),
+        pytest.param("qwen3", LOCKSTEP, slice(None), marks=pytest.mark.slow),
         pytest.param("qwen2", LOOKAHEAD, slice(2), marks=pytest.mark.slow),
         pytest.param("qwen2", LOOKAHEAD, slice(4, 5), marks=pytest.mark.slow),
         ("llama", LOCKSTEP, slice(4, 5)),
