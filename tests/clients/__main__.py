@@ -44,19 +44,8 @@ def served(folder: Path) -> Iterator[str]:
         settings = folder / name / "tokenizer_config.json"
         settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": TEMPLATE}))
         models += [f"--{name}", str(folder / name)]
-    command = [
-        sys.executable,
-        "-m",
-        "services.cli.main",
-        "serve",
-        *models,
-        "--port",
-        "0",
-        "--http-port",
-        "0",
-        "--served-model-name",
-        "demo",
-    ]
+    smcserve = Path(sys.executable).parent / "smcserve"
+    command = [smcserve, "serve", *models, "--port", "0", "--http-port", "0", "--served-model-name", "demo"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"COLUMNS": "400"}) as service:
         try:
             for line in service.stderr:
