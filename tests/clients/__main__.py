@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,30 +45,18 @@ def served(folder: Path) -> Iterator[str]:
         settings = folder / name / "tokenizer_config.json"
         settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": TEMPLATE}))
         models += [f"--{name}", str(folder / name)]
-    command = [
-        sys.executable,
-        "-m",
-        "services.cli.main",
-        "serve",
-        *models,
-        "--port",
-        "0",
-        "--http-port",
-        "0",
-        "--served-model-name",
-        "demo",
-    ]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"COLUMNS": "400"}) as service:
+    smcserve = Path(sys.executable).parent / "smcserve"
+    command = [smcserve, "serve", *models, "--port", "0", "--http-port", "0", "--served-model-name", "demo"]
+    log = folder / "log"
+    with log.open("w") as said, subprocess.Popen(command, stderr=said, env=os.environ | {"COLUMNS": "400"}) as service:
         try:
-            for line in service.stderr:
-                if found := re.search(r"OpenAI's API on (\S+)", line):
-                    yield found[1]
-                    break
-            else:
-                raise SystemExit(f"the service did not start: exit code {service.wait()}")
+            while not (found := re.search(r"OpenAI's API on (\S+)", log.read_text())):
+                if service.poll() is not None:
+                    raise SystemExit(f"the service did not start: {log.read_text()}")
+                time.sleep(0.1)
+            yield found[1]
         finally:
             service.terminate()
-            service.communicate()
 
 
 def main() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,3 +65,11 @@ def events(data: bytes) -> list[Any]:
     """Of a stream; its end is a string."""
     parts = [part.removeprefix("data: ") for part in data.decode().split("\n\n") if part]
     return [part if part == "[DONE]" else json.loads(part) for part in parts]
+
+
+def is_error(said: Said, status: int, code: str, message: str, hint: bool = False, param: str | None = None) -> None:
+    assert said.status == status, said.data
+    error = said.error
+    assert (error["code"], error["param"]) == (code, param) and re.search(message, error["message"]), error
+    assert said.headers["x-should-retry"] == ("true" if hint else "false")
+    assert said.headers.get("retry-after") == ("1" if hint else None)

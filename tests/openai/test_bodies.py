@@ -1,0 +1,131 @@
+"""Bodies that are wrong: the field, what was given and what is allowed, in OpenAI's shape; and what asks for nothing is accepted."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from services.openai.requests import COMPLETIONS
+from tests.openai.asking import chat, is_error, post
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "this is not JSON"),
+        (b"{", "this is not JSON: .* at character 2"),
+        (b"\xff{}", "cannot be read as JSON"),
+        (b'{"a": 1, "a": 2}', "'a' is given twice"),
+        (b'{"temperature": NaN}', "NaN is no number"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "cannot be read as JSON"),
+        (b"[" * 60_000, "nested too deeply"),
+        (b"[]", "no JSON object"),
+    ],
+)
+def test_what_is_no_json(service, body, message):
+    is_error(post(service, body), 400, "invalid", message)
+
+
+def nested(depth: int) -> bytes:
+    return b'{"messages": [], "tools": ' + b"[" * depth + b"]" * depth + b"}"
+
+
+WRONG = [
+    (chat(temperature=-1), "temperature", "temperature=-1; allowed"),
+    (chat(temperature=10**400), "temperature", "temperature=1000.*; allowed"),
+    (chat(temperature="hot"), "temperature", "temperature='hot'"),
+    (b'{"messages": [{"role": "user", "content": "x"}], "top_p": 1e999}', "top_p", "top_p=inf; allowed"),
+    (chat(max_tokens=10**400), "max_tokens", "max_tokens=1000"),
+    (chat(max_tokens=0), "max_tokens", "max_tokens=0; allowed: >= 1"),
+    (chat(max_tokens=512), "max_tokens", "exceeds the context of 512"),
+    (chat(max_tokens=5, max_completion_tokens=5), "max_tokens", "both given"),
+    (chat(n=0), "n", "n=0; allowed"),
+    (chat(n=10**400), "n", "n=1000"),
+    (chat(n=129), "n", "at most 128 answers"),
+    (chat(n="2"), "n", "n='2'; allowed: an integer"),
+    (chat(stream=1), "stream", "stream=1; allowed: true, false"),
+    (chat(stream_options={"include_usage": True}), "stream_options", "no effect without stream"),
+    (chat(stop=[5]), "stop", "stop contains 5"),
+    (chat(stop=["a" * 1001]), "stop", "1001 bytes"),
+    (chat(seed=1.5), "seed", "seed=1.5"),
+    (chat(method="beam"), "method", "method='beam'; allowed: smc, exact, target, draft"),
+    (chat(method="smc", temperature=0), "temperature", "for greedy decoding, method='exact'"),
+    (chat(method="target", particles=4), "particles", "no effect with method='target'"),
+    (chat(particles=65), "particles", "allowed: 1..64"),
+    (chat(frequency_penalty=0.5), "frequency_penalty", "allowed: 0"),
+    (chat(logit_bias={"5": 1}), "logit_bias", "allowed: {}"),
+    (chat(min_tokens=3), "min_tokens", "allowed: 0"),
+    (chat(logprobs=True, top_logprobs=2), "top_logprobs", "top_logprobs=2; allowed: 0, as only the answer's own tokens"),
+    (chat(response_format={"type": "json_object"}), "response_format", "allowed: {'type': 'text'}|allowed: {\"type\": \"text\"}"),
+    (chat(timeout=0), "timeout", "timeout=0"),
+    (chat(request_id="x" * 257), "request_id", "at most 256"),
+    (chat(request_id="a\r\nset-cookie: b"), "request_id", "should match pattern"),
+    (chat(cache_salt="x" * 257), "cache_salt", "at most 256"),
+    (chat(user=5), "user", "user=5; allowed: a string"),
+    (chat(temprature=1), "temprature", "temprature is not a field of /v1/chat/completions here; allowed: .*temperature"),
+    (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "messages", "half of a surrogate"),
+    (b'{"messages": [{"role": "user", "content": "x"}], "stop": "\\udfff"}', "stop", "half of a surrogate"),
+    (b"{}", "messages", "messages is missing"),
+    (json.dumps({"messages": []}).encode(), "messages", "at least 1"),
+    (json.dumps({"messages": [{"role": "robot", "content": "x"}]}).encode(), "messages[0].role", "role='robot'"),
+    (json.dumps({"messages": [{"role": "user", "content": 5}]}).encode(), "messages[0].content", "a string, or a list of parts"),
+    (json.dumps({"messages": [{"role": "system", "content": "Be brief."}]}).encode(), "messages", "the chat template cannot render"),
+    (chat("apples and pears " * 400), "messages", "tokens; allowed: at most 511"),
+    (
+        json.dumps({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}).encode(),
+        "messages[0].content[0].type",
+        "allowed: 'text'",
+    ),
+    (nested(500), "messages", "at least 1"),
+    (chat(tools=[{"type": "function", "function": {"name": "f", "parameters": {"a": [[[]]]}}}], tool_choice="required"), "tool_choice", ""),
+    (chat(chat_template_kwargs={"messages": []}), "chat_template_kwargs", "holds messages"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "message"), WRONG, ids=[f"{index} {param}" for index, (_, param, _) in enumerate(WRONG)])
+def test_a_field_that_is_wrong(service, body, param, message):
+    is_error(post(service, body), 400, "invalid", message, param=param)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "the prompt is empty"),
+        ([], "the prompt is empty"),
+        ({"a": 1}, "prompt holds other things"),
+        ([1, "a"], "prompt holds other things"),
+        ([[1], "a", [True]], "prompt holds other things"),
+        ([512], "prompt contains token id 512; allowed: 0..511"),
+        ([10**400], "prompt contains token id 1000"),
+        ([5] * 600, "has 600 tokens; allowed: at most 511"),
+        (["a"] * 129, "at most 128 answers"),
+    ],
+)
+def test_a_prompt_that_is_wrong(service, prompt, message):
+    said = post(service, json.dumps({"prompt": prompt}).encode(), COMPLETIONS)
+    is_error(said, 400, "invalid", message, param="n" if "answers" in message else "prompt")
+
+
+def test_what_is_neutral_is_accepted(service):
+    fields = {
+        "frequency_penalty": 0,
+        "presence_penalty": 0.0,
+        "logit_bias": {},
+        "min_tokens": 0,
+        "user": "me",
+        "store": False,
+        "response_format": {"type": "text"},
+        "service_tier": "auto",
+        "metadata": {"a": "b"},
+        "tool_choice": "none",
+        "tools": [],
+        "parallel_tool_calls": True,
+        "best_of": 1,
+        "top_k": -1,
+        "stop": None,
+        "seed": None,
+        "top_logprobs": 0,
+        "n": 1,
+    }
+    assert post(service, chat(**fields, max_tokens=2, method="draft")).status == 200
