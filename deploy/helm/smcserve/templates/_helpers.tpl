@@ -66,6 +66,8 @@ app.kubernetes.io/component: gang
 {{/* A mistake ends here, with what was given and what is allowed. */}}
 {{- define "smcserve.check" -}}
 {{- $v := .Values -}}
+{{- include "smcserve.checkFiles" . -}}
+{{- include "smcserve.checkNames" . -}}
 {{- if not (or $v.serve.enabled $v.batch.enabled) -}}
 {{- fail "serve.enabled and batch.enabled are both false; enable one, or nothing is installed" -}}
 {{- end -}}
@@ -93,6 +95,16 @@ app.kubernetes.io/component: gang
 {{- if and $v.service.headless (ne $v.service.type "ClusterIP") -}}
 {{- fail (printf "service.headless=true with service.type=%s; only ClusterIP can be without an address" $v.service.type) -}}
 {{- end -}}
+{{- if ne $v.service.type "LoadBalancer" -}}
+{{- include "smcserve.unused" (dict "root" . "paths" (list "service.loadBalancerClass" "service.loadBalancerSourceRanges") "where" (printf "service.type=%s" $v.service.type)) -}}
+{{- end -}}
+{{- with $v.pod.strategy -}}
+{{- if eq .type "Recreate" -}}
+{{- include "smcserve.unused" (dict "root" $ "paths" (list "pod.strategy.maxSurge" "pod.strategy.maxUnavailable") "where" "pod.strategy.type=Recreate") -}}
+{{- else if and (has (toString .maxSurge) (list "0" "0%")) (has (toString .maxUnavailable) (list "0" "0%")) -}}
+{{- fail "pod.strategy.maxSurge and pod.strategy.maxUnavailable are both 0; raise one, or no pod could ever be replaced" -}}
+{{- end -}}
+{{- end -}}
 {{- if and $v.ray.auth.secret (eq $v.ray.auth.mode "disabled") -}}
 {{- fail "ray.auth.secret has no effect with ray.auth.mode=disabled; use mode=token, or leave the secret out" -}}
 {{- end -}}
@@ -114,6 +126,29 @@ app.kubernetes.io/component: gang
 {{- end -}}
 {{- include "smcserve.checkSecurity" . -}}
 {{- include "smcserve.checkUnused" . -}}
+{{- end -}}
+
+{{/* Some tools drop links and files on the way: then the chart is not whole. */}}
+{{- define "smcserve.checkFiles" -}}
+{{- $needed := list "values.yaml" "rules.yml" "alerts.yml" "scripts/gateway.sh" "scripts/drain-head.sh" "scripts/drain-worker.sh" -}}
+{{- range $name := concat $needed (list "dashboards/capacity.json" "dashboards/groups.json" "dashboards/particles.json" "dashboards/traffic.json") -}}
+{{- if not ($.Files.Get (printf "files/%s" $name)) -}}
+{{- fail (printf "the chart is not whole: files/%s is missing or empty; get it again, as deploy/helm/smcserve of the repository or as a package" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Names that Kubernetes would refuse, some of them long after the installation. */}}
+{{- define "smcserve.checkNames" -}}
+{{- $name := include "smcserve.name" . -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) -}}
+{{- fail (printf "the name %q, of release %q, is none for a Service or a RayCluster; allowed: a-z, 0-9 and '-', a letter first: give another release name, or fullnameOverride" $name .Release.Name) -}}
+{{- end -}}
+{{- with .Values.nameOverride -}}
+{{- if not (regexMatch "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$" .) -}}
+{{- fail (printf "nameOverride=%q; allowed: a-z, 0-9 and '-', no '-' at either end" .) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{- define "smcserve.checkSecurity" -}}

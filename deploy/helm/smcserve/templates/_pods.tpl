@@ -1,22 +1,5 @@
 {{/* What the pods of both topologies have in common. */}}
 
-{{- define "smcserve.podSecurity" -}}
-runAsNonRoot: true
-runAsUser: 1000
-runAsGroup: 1000
-fsGroup: 1000
-fsGroupChangePolicy: OnRootMismatch
-seccompProfile:
-  type: RuntimeDefault
-{{- end -}}
-
-{{- define "smcserve.containerSecurity" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-capabilities:
-  drop: [ALL]
-{{- end -}}
-
 {{/* Arguments: root, place (with nodeSelector, tolerations, affinity). */}}
 {{- define "smcserve.podCommon" -}}
 {{- $v := .root.Values -}}
@@ -24,7 +7,7 @@ serviceAccountName: {{ include "smcserve.serviceAccount" .root }}
 automountServiceAccountToken: false
 enableServiceLinks: false
 securityContext:
-  {{- include "smcserve.podSecurity" .root | nindent 2 }}
+  {{- toYaml $v.podTemplate.securityContext | nindent 2 }}
 {{- with $v.imagePullSecrets }}
 imagePullSecrets:
   {{- toYaml . | nindent 2 }}
@@ -64,7 +47,7 @@ annotations:
 image: {{ include "smcserve.image" . }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
 securityContext:
-  {{- include "smcserve.containerSecurity" . | nindent 2 }}
+  {{- toYaml .Values.podTemplate.containerSecurityContext | nindent 2 }}
 {{- end -}}
 
 {{/* A command that carries its script, so that an upgrade does not change it under a running pod. Arguments: root, name. */}}
@@ -143,7 +126,7 @@ initContainers:
     command: [cp, -R, /opt/smcserve/triton/., /triton/]
     resources:
       requests: {cpu: 10m, memory: 32Mi}
-      limits: {memory: 64Mi}
+      limits: {cpu: "1", memory: 64Mi}
     volumeMounts:
       - {name: triton, mountPath: /triton}
 {{- end }}

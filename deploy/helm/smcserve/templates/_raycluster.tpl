@@ -3,9 +3,9 @@
 {{- define "smcserve.rayClusterSpec" -}}
 {{- $v := .root.Values -}}
 rayVersion: {{ $v.ray.version | quote }}
-{{- with $v.ray.upgradeStrategy }}
+{{- if and .gateway $v.ray.upgradeStrategy }}
 upgradeStrategy:
-  type: {{ . }}
+  type: {{ $v.ray.upgradeStrategy }}
 {{- end }}
 {{- if and (eq $v.ray.auth.mode "token") (or (not .gateway) (not $v.ray.auth.secret)) }}
 authOptions:
@@ -15,9 +15,15 @@ authOptions:
   {{- end }}
 {{- end }}
 headGroupSpec:
+  # Workers find the head by it before the gateway, and so the head pod, is ready; some operators would hide the pod until then.
+  headService:
+    spec:
+      clusterIP: None
+      publishNotReadyAddresses: true
   rayStartParams:
     dashboard-host: 0.0.0.0
     num-cpus: "0"
+    num-gpus: "0"
     object-store-memory: {{ int64 $v.ray.objectStoreMemory | quote }}
   template:
     {{- include (ternary "smcserve.headPod" "smcserve.batchHeadPod" .gateway) .root | nindent 4 }}
@@ -33,7 +39,7 @@ workerGroupSpecs:
       # Room for one gang, and the mark by which its ranks find this group.
       num-cpus: {{ $group.tp | quote }}
       num-gpus: {{ $gpus | quote }}
-      resources: {{ printf "\"{\\\"smc_%s\\\": 1}\"" $side | squote }}
+      resources: {{ printf "'{\"smc_%s\": 1}'" $side | quote }}
       object-store-memory: {{ int64 $v.ray.objectStoreMemory | quote }}
     template:
       {{- include "smcserve.workerPod" (dict "root" $.root "side" $side "group" $group "gpus" (int $gpus) "gateway" $.gateway) | nindent 6 }}
