@@ -22,6 +22,13 @@ PROFILES = {path.stem: path for path in sorted(CHART.glob("values-*.yaml"))}
 CUSTOM = Path(__file__).parent / "crds"
 REAL = Path(os.environ.get("SMC_CRDS", ROOT.parent / "shared/crds"))
 """CustomResourceDefinitions as the operators' projects publish them, by release; not part of this repository."""
+OPERATORS = {
+    "ray.io/v1": "kuberay",
+    "monitoring.coreos.com/v1": "prometheus-operator",
+    "keda.sh/v1alpha1": "keda",
+    "gateway.networking.k8s.io/v1": "gateway-api",
+}
+"""Files of schemas by the version of the API."""
 KUBERNETES = ("1.29.0", kubernetes_validate.latest_version())
 """An old version that is still run, and the newest that the validator knows."""
 
@@ -104,7 +111,7 @@ def _strict(schema: object) -> object:
 
 @functools.cache
 def _own_schema(api: str, kind: str, version: str) -> jsonschema.Draft202012Validator:
-    name = {"ray.io/v1": "kuberay", "monitoring.coreos.com/v1": "prometheus-operator", "keda.sh/v1alpha1": "keda"}[api]
+    name = OPERATORS[api]
     custom = yaml.safe_load((CUSTOM / f"{name}.yaml").read_text())
     schema = custom["kinds"][kind] | {"$defs": custom["$defs"]}
     registry = Registry().with_resource("kubernetes", Resource(_definitions(version), referencing.jsonschema.DRAFT202012))
@@ -135,10 +142,13 @@ def templates(objects: list[dict]) -> dict[str, dict]:
             found |= {prefix + group["groupName"]: group["template"] for group in cluster["workerGroupSpecs"]}
         if each["kind"] == "RayJob":
             found["submitter"] = spec["submitterPodTemplate"]
-        if each["kind"] == "Deployment":
-            found["gang"] = spec["template"]
+        if each["kind"] in ("Deployment", "Job"):
+            found[spec["template"]["metadata"]["labels"]["app.kubernetes.io/component"]] = spec["template"]
+        if each["kind"] == "Pod":
+            found["test"] = each
     return found
 
 
 def containers(pod: dict) -> list[dict]:
-    return [*pod.get("initContainers", ()), *pod["containers"]]
+    """The chart's own, not those that values add."""
+    return [each for each in (*pod.get("initContainers", ()), *pod["containers"]) if each["image"].startswith("smcserve")]

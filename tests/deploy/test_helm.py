@@ -28,18 +28,35 @@ MUTUAL = {
     "tls": {"secret": "certificate", "clientCaSecret": "clients", "probeSecret": "probe", "caSecret": "ca", "serverName": "llm.example"}
 }
 TOKENS = TLS | {"auth": {"tokensSecret": "tokens"}}
-MODELS = {"models": {"target": "/models/t", "draft": "/models/d", "volume": {"hostPath": {"path": "/srv/models"}}}}
+MODELS = {"models": {"target": {"path": "/models/t"}, "draft": {"path": "/models/d"}, "volume": {"hostPath": {"path": "/srv/models"}}}}
 DATA = {"volume": {"persistentVolumeClaim": {"claimName": "data"}}}
 BATCH = {"batch": {"enabled": True, **DATA}}
 MONITORED = {"monitoring": {"serviceMonitor": True, "rules": True, "dashboards": True, "labels": {"release": "prometheus"}}}
-PLACE = {"nodeSelector": {"pool": "gpu"}, "tolerations": [{"operator": "Exists"}], "affinity": {"nodeAffinity": {}}}
+PLACE = {"podTemplate": {"nodeSelector": {"pool": "gpu"}, "tolerations": [{"operator": "Exists"}], "affinity": {"nodeAffinity": {}}}}
+FITTED = {
+    "labels": {"team": "a"},
+    "annotations": {"note": "b"},
+    "topologySpreadConstraints": [{"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}],
+    "priorityClassName": "high",
+    "runtimeClassName": "nvidia",
+    "schedulerName": "volcano",
+    "env": [{"name": "NCCL_DEBUG", "value": "WARN"}],
+    "envFrom": [{"secretRef": {"name": "proxy"}}],
+    "extraVolumes": [{"name": "cache", "emptyDir": {}}],
+    "extraVolumeMounts": [{"name": "cache", "mountPath": "/cache"}],
+    "initContainers": [{"name": "first", "image": "busybox:1"}],
+    "sidecars": [{"name": "beside", "image": "busybox:1"}],
+}
 EVERYTHING = {
     "networkPolicy": {"enabled": True, "callsFrom": [{"namespaceSelector": {}}], "metricsFrom": [{"podSelector": {}}]},
     "imagePullSecrets": [{"name": "registry"}],
-    "extraEnv": [{"name": "NCCL_DEBUG", "value": "WARN"}],
-    "podLabels": {"team": "a"},
-    "podAnnotations": {"note": "b"},
-    "priorityClassName": "high",
+    "podTemplate": FITTED,
+    "commonLabels": {"kueue.x-k8s.io/queue-name": "gpus"},
+    "commonAnnotations": {"owner": "a"},
+    "extraObjects": [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "own-{{ .Release.Name }}"}, "data": {"a": "b"}}],
+    "serviceAccount": {"annotations": {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/a"}},
+    "ingress": {"enabled": True, "className": "nginx", "hosts": ["llm.example"], "tlsSecret": "public", "annotations": {"a": "b"}},
+    "route": {"enabled": True, "parentRefs": [{"name": "edge", "namespace": "infra"}], "hostnames": ["llm.example"]},
     "image": {"digest": f"sha256:{'0' * 64}"},
     "service": {
         "annotations": {"c": "d"},
@@ -60,6 +77,21 @@ EVERYTHING = {
 }
 ON_NODES = {"draft": PLACE, "target": PLACE, "ray": {"head": PLACE, "upgradeStrategy": "Recreate", "auth": {"secret": "ray-token"}}}
 FOUR_GPUS = POD | {"device": "cuda", "target": {"tp": 3}, "pod": {"resources": {"limits": {"memory": "240Gi"}}, "shm": "8Gi", **PLACE}}
+HUB = {"huggingFace": {"repository": "org/target", "revision": "a" * 40, "tokenSecret": "hub"}}
+BUCKET = {"s3": {"uri": "s3://bucket/draft", "sha256": "b" * 64, "region": "eu-west-1", "credentialsSecret": "bucket"}}
+SHARED = {"volume": {"persistentVolumeClaim": {"claimName": "models"}}}
+DOWNLOADED = {"models": {"target": {"source": HUB}, "draft": {"source": BUCKET}, **SHARED}}
+MOUNTED = {
+    "models": {
+        "target": {"source": {"persistentVolumeClaim": {"claimName": "weights", "directory": "a/target"}}},
+        "draft": {"source": {"image": {"reference": "registry.example/draft@sha256:0"}}},
+    }
+}
+CLAIMS = {
+    "gpuResource": "",
+    "podTemplate": {"resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "h200"}]},
+    "resources": {"claims": [{"name": "gpu"}]},
+}
 VARIANTS = {
     "defaults": [{}],
     **{name: [name] for name in PROFILES},
@@ -72,10 +104,17 @@ VARIANTS = {
     "pod monitor": [{"monitoring": {"podMonitor": True}}],
     "bare": [{"serviceAccount": {"create": False}, "podDisruptionBudget": {"enabled": False}, "service": {"headless": True}}],
     "lockstep over gRPC": [{"engine": {"form": "lockstep"}, "link": "grpc", "dtype": "bfloat16"}],
+    "models downloaded": ["values-8b", {"models": {side: {"path": ""} for side in ("target", "draft")}}, DOWNLOADED, BATCH],
+    "models downloaded for one pod": [POD, DOWNLOADED],
+    "models mounted": [MOUNTED, BATCH],
+    "devices by claim": [{"device": "cuda", "draft": CLAIMS, "target": CLAIMS}],
+    "HTTPRoute": [TLS, {"route": {"enabled": True, "kind": "HTTPRoute", "parentRefs": [{"name": "edge"}]}, "monitoring": {"ray": True}}],
     "no GPU to spare": [POD | {"pod": {"strategy": {"type": "Recreate"}}}],
     "OpenShift": [{"podTemplate": {"securityContext": {"runAsUser": None, "runAsGroup": None, "fsGroup": None}}}, BATCH],
     "FP8": [{"device": "cuda", "target": {"dtype": "fp8"}, "draft": {"dtype": "fp8"}}],
 }
+NEW = {"models mounted": "image volumes", "devices by claim": "claims of devices"}
+"""What older versions of Kubernetes do not have."""
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
@@ -97,7 +136,7 @@ def test_every_object_is_valid(variant):
     objects = rendered(variant)
     assert len({(each["kind"], each["metadata"]["name"]) for each in objects}) == len(objects)
     for each in objects:
-        for version in KUBERNETES:
+        for version in KUBERNETES[1 if variant in NEW else 0 :]:
             check(each, version)
 
 
@@ -125,7 +164,7 @@ def test_an_unknown_field_would_be_noticed(field):
         ({"gateway": {"extraArgs": ["write-timeout"]}}, "/gateway/extraArgs"),
         ({"target": {"shm": "much"}}, "/target/shm"),
         ({"keda": {"minReplicas": 0}}, "/keda/minReplicas"),
-        ({"models": {"target": "/models/t"}}, "give both, or neither"),
+        ({"models": {"target": {"path": "/models/t"}}}, "give both, or neither"),
         ({"serve": {"enabled": False}}, "enable one"),
         ({"batch": {"enabled": True}}, "batch.volume is empty"),
         (BATCH | POD, "use topology=cluster"),
@@ -153,13 +192,21 @@ def test_an_unknown_field_would_be_noticed(field):
         ({"nameOverride": "A", "fullnameOverride": "a"}, 'nameOverride="A"; allowed: a-z'),
         ({"fullnameOverride": "8b"}, 'the name "8b"'),
         ({"podTemplate": {"securityContexts": {}}}, "securityContexts"),
-        ({"podLabels": {"app.kubernetes.io/name": "x"}}, "app.kubernetes.io/name is set by the chart"),
-        ({"podLabels": {"app.kubernetes.io/component": "x"}}, "app.kubernetes.io/component is set by the chart"),
-        ({"podLabels": {"ray.io/cluster": "x"}}, "ray.io/cluster is set by the chart"),
+        ({"podTemplate": {"labels": {"app.kubernetes.io/name": "x"}}}, "app.kubernetes.io/name is set by the chart"),
+        ({"draft": {"podTemplate": {"labels": {"app.kubernetes.io/component": "x"}}}}, "app.kubernetes.io/component is set by the chart"),
+        ({"ray": {"head": {"podTemplate": {"labels": {"ray.io/cluster": "x"}}}}}, "ray.io/cluster is set by the chart"),
         ({"monitoring": {"rules": True, "runbookUrl": "docs/runbook.md"}}, "/monitoring/runbookUrl"),
         ({"monitoring": {"runbookUrl": "https://docs.example"}}, "has no effect with monitoring.rules=false"),
         (POD | {"draft": {"replicas": 2}}, "draft.replicas=2 has no effect with topology=pod"),
-        (POD | {"draft": {"nodeSelector": {"a": "b"}}}, 'draft.nodeSelector={"a":"b"} has no effect with topology=pod'),
+        (POD | {"draft": PLACE}, 'draft.podTemplate={"affinity"'),
+        ({"podTemplate": {"extraVolumes": [{"name": "tmp", "emptyDir": {}}]}}, "podTemplate.extraVolumes: tmp is a volume of the chart"),
+        ({"commonLabels": {"app.kubernetes.io/name": "x"}}, "app.kubernetes.io/name is set by the chart; use another label"),
+        ({"extraObjects": [{"kind": "ConfigMap"}]}, "/extraObjects/0"),
+        ({"ingress": {"enabled": True}}, "ingress.hosts is empty; name at least one host"),
+        ({"ingress": {"hosts": ["a"]}}, "has no effect with ingress.enabled=false"),
+        ({"route": {"enabled": True}}, "route.parentRefs is empty; name the Gateway"),
+        ({"route": {"kind": "TCPRoute"}}, "/route/kind"),
+        (POD | {"monitoring": {"ray": True}}, "monitoring.ray=true has no effect with topology=pod"),
         (POD | {"target": {"resources": {"limits": {"memory": "9Gi"}}}}, 'target.resources.limits.memory="9Gi" has no effect'),
         (POD | {"target": {"resources": {"limits": {"cpu": "9"}}}}, "target.resources.limits.cpu has no effect"),
         (POD | {"ray": {"auth": {"mode": "disabled"}}}, 'ray.auth.mode="disabled" has no effect with topology=pod'),
@@ -188,7 +235,8 @@ def test_the_schema_knows_every_value():
     def closed(part: dict, value: object) -> None:
         part = schema["definitions"][part["$ref"].split("/")[-1]] if "$ref" in part else part
         if isinstance(value, dict) and "properties" in part:
-            assert part["additionalProperties"] is False and part["properties"].keys() - {"global"} == value.keys()
+            assert part["additionalProperties"] is False
+            assert not value or part["properties"].keys() - {"global", "claims"} == value.keys()
             for key, inside in value.items():
                 closed(part["properties"][key], inside)
 
@@ -225,6 +273,7 @@ def test_the_commands_accept_their_flags(variant):
         asked.append(parsed("batch", flags))
     for params in asked:
         config = gang_config({name: value for name, value in params.items() if name not in ("target", "draft")})
+        assert bool(params["target"]) == bool(params["draft"]) == any(given["models"]["target"].values())
         assert (config.draft_tp, config.target_tp, config.device) == (given["draft"]["tp"], given["target"]["tp"], given["device"])
         assert config.engine.max_context == given["engine"].get("maxContext")
         assert config.engine.prefix_cache is given["engine"]["prefixCache"]
