@@ -81,8 +81,10 @@ def check(thing: dict, version: str) -> None:
     try:
         kubernetes_validate.validate(thing, version, strict=True)
     except kubernetes_validate.SchemaNotFoundError:
-        for schema in (_own_schema(thing["apiVersion"], thing["kind"], version), *_real_schemas(thing["apiVersion"], thing["kind"])):
-            schema.validate(thing)
+        _own_schema(thing["apiVersion"], thing["kind"], version).validate(thing)
+        if version == KUBERNETES[-1]:
+            for schema in _real_schemas(thing["apiVersion"], thing["kind"]):
+                schema.validate(thing)
 
 
 @functools.cache

@@ -132,12 +132,12 @@ initContainers:
 {{- end }}
 {{- end -}}
 
-{{/* Triton writes kernels beside the part that the image brings ready-made, because it has no C compiler. Only in pods of ranks. Arguments: root, pod, ranks. */}}
+{{/* Says first whether the driver is new enough. Triton writes kernels beside the part that the image brings ready-made, because it has no C compiler. Only in pods of ranks. Arguments: root, pod, ranks. */}}
 {{- define "smcserve.tritonInit" -}}
 {{- if and .ranks (eq .root.Values.device "cuda") }}
 - name: triton
   {{- include "smcserve.container" . | nindent 2 }}
-  command: [cp, -R, /opt/smcserve/triton/., /triton/]
+  command: [check-driver, cp, -R, /opt/smcserve/triton/., /triton/]
   resources:
     requests: {cpu: 10m, memory: 32Mi}
     limits: {cpu: "1", memory: 64Mi}
