@@ -30,6 +30,7 @@ def inputs() -> dict[str, list[str]]:
     return {
         "build": PROJECT["build-system"]["requires"],
         "cpu": [need for need in serving if not need.startswith("torch")] + torch,
+        "router": ["smg"],
         "cuda": serving + PROJECT["project"]["optional-dependencies"]["gpu"],
     }
 

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Builds an image that can be built again: release.sh cpu|cuda IMAGE:TAG PINS [--print]
+# Builds an image that can be built again: release.sh cpu|cuda|router IMAGE:TAG PINS [--print]
 # PINS is a file of NAME=VALUE: BASE with its digest (docker buildx imagetools inspect BASE), and the SHA256 of the one package that is not
 # in the lock (the index names it in the package's link). --print shows the command, and runs nothing.
 set -euo pipefail
@@ -10,7 +10,8 @@ source "$pins"
 case $kind in
   cpu) needed=(BASE TORCH_SHA256) ;;
   cuda) needed=(BASE JIT_CACHE_SHA256) ;;
-  *) echo "kind $kind; allowed: cpu, cuda" >&2 && exit 2 ;;
+  router) needed=(BASE) ;;
+  *) echo "kind $kind; allowed: cpu, cuda, router" >&2 && exit 2 ;;
 esac
 arguments=()
 for name in "${needed[@]}"; do

@@ -57,7 +57,7 @@ def needs(requirements: list[str]) -> set[tuple[str, str]]:
 
 
 def test_a_lock_has_hashes_and_nothing_but_packages():
-    assert LOCKS.keys() == {"build", "cpu", "cuda"}
+    assert LOCKS.keys() == {"build", "cpu", "cuda", "router"}
     for name in LOCKS:
         for requirement, hashes in locked(name):
             assert requirement.url is None and re.fullmatch(r"==[^*]+", str(requirement.specifier))
@@ -82,6 +82,7 @@ def test_locks_are_whole():
         "cpu": serving,
         "cuda": serving + PROJECT["project"]["optional-dependencies"]["gpu"],
     }
+    asked["router"] = ["smg"]
     apart = {"cpu": {"torch"}}
     for name, requirements in asked.items():
         found, waiting, seen = installed(name), needs(requirements), set()
@@ -154,7 +155,7 @@ def test_dependencies_are_installed_by_their_hashes(tmp_path):
         ("cpu", f"BASE=python@sha256:{'0' * 64}\n", "allowed: an image with its digest, NAME:TAG@sha256:.."),
         ("cuda", f"BASE=a:1@sha256:{'0' * 64}\n", "JIT_CACHE_SHA256=''"),
         ("cpu", f"BASE=a:1@sha256:{'0' * 64}\nTORCH_SHA256=latest\n", "TORCH_SHA256='latest'"),
-        ("arm", "", "kind arm; allowed: cpu, cuda"),
+        ("arm", "", "kind arm; allowed: cpu, cuda, router"),
     ],
 )
 def test_a_release_is_not_built_from_what_may_change(kind, pins, said, tmp_path):

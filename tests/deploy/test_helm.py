@@ -92,6 +92,7 @@ CLAIMS = {
     "podTemplate": {"resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "h200"}]},
     "resources": {"claims": [{"name": "gpu"}]},
 }
+ROUTED = POD | {"router": {"enabled": True, "controlKeySecret": "control"}}
 VARIANTS = {
     "defaults": [{}],
     **{name: [name] for name in PROFILES},
@@ -109,6 +110,17 @@ VARIANTS = {
     "models mounted": [MOUNTED, BATCH],
     "devices by claim": [{"device": "cuda", "draft": CLAIMS, "target": CLAIMS}],
     "HTTPRoute": [TLS, {"route": {"enabled": True, "kind": "HTTPRoute", "parentRefs": [{"name": "edge"}]}, "monitoring": {"ray": True}}],
+    "gangs behind a router": [
+        ROUTED,
+        KEDA,
+        MONITORED,
+        {
+            "networkPolicy": {"enabled": True},
+            "podTemplate": FITTED,
+            "router": {"apiKeySecret": "callers", "image": {"digest": f"sha256:{'1' * 64}"}},
+        },
+        {"ingress": {"enabled": True, "hosts": ["llm.example"]}},
+    ],
     "no GPU to spare": [POD | {"pod": {"strategy": {"type": "Recreate"}}}],
     "OpenShift": [{"podTemplate": {"securityContext": {"runAsUser": None, "runAsGroup": None, "fsGroup": None}}}, BATCH],
     "FP8": [{"device": "cuda", "target": {"dtype": "fp8"}, "draft": {"dtype": "fp8"}}],
@@ -206,6 +218,12 @@ def test_an_unknown_field_would_be_noticed(field):
         ({"ingress": {"hosts": ["a"]}}, "has no effect with ingress.enabled=false"),
         ({"route": {"enabled": True}}, "route.parentRefs is empty; name the Gateway"),
         ({"route": {"kind": "TCPRoute"}}, "/route/kind"),
+        ({"router": {"enabled": True}}, "router.enabled=true with topology=cluster, which is one gang a release"),
+        (POD | {"router": {"enabled": True}}, "router.controlKeySecret is empty"),
+        (ROUTED | TLS, "smg speaks plain text to the gangs"),
+        (POD | {"router": {"replicas": 3}}, "router.replicas=3 has no effect with router.enabled=false"),
+        (ROUTED | {"router": {"enabled": True, "controlKeySecret": "c", "policy": "random"}}, "/router/policy"),
+        (KEDA | {"keda": {"enabled": True, "fallbackReplicas": 9}}, "keda.fallbackReplicas=9; allowed: at most keda.maxReplicas=4"),
         (POD | {"monitoring": {"ray": True}}, "monitoring.ray=true has no effect with topology=pod"),
         (POD | {"target": {"resources": {"limits": {"memory": "9Gi"}}}}, 'target.resources.limits.memory="9Gi" has no effect'),
         (POD | {"target": {"resources": {"limits": {"cpu": "9"}}}}, "target.resources.limits.cpu has no effect"),
@@ -286,7 +304,7 @@ def test_pods_keep_the_restricted_standard(variant):
     for pod in pod_specs(rendered(variant)):
         security = pod["securityContext"]
         assert security["runAsNonRoot"] and security.get("runAsUser") != 0 and security["seccompProfile"] == {"type": "RuntimeDefault"}
-        assert pod["automountServiceAccountToken"] is False
+        assert pod["automountServiceAccountToken"] is (pod["containers"][0]["name"] == "router"), "which looks for gangs"
         for container in containers(pod):
             own = container["securityContext"]
             assert own["readOnlyRootFilesystem"] and own["allowPrivilegeEscalation"] is False and own["capabilities"] == {"drop": ["ALL"]}

@@ -20,6 +20,9 @@
 {{- if and $v.keda.enabled (lt (int $v.keda.maxReplicas) (int $v.keda.minReplicas)) -}}
 {{- fail (printf "keda.maxReplicas=%v; allowed: at least keda.minReplicas=%v" $v.keda.maxReplicas $v.keda.minReplicas) -}}
 {{- end -}}
+{{- if and $v.keda.enabled (gt (int $v.keda.fallbackReplicas) (int $v.keda.maxReplicas)) -}}
+{{- fail (printf "keda.fallbackReplicas=%v; allowed: at most keda.maxReplicas=%v" $v.keda.fallbackReplicas $v.keda.maxReplicas) -}}
+{{- end -}}
 {{- if and $v.monitoring.serviceMonitor $v.monitoring.podMonitor -}}
 {{- fail "monitoring.serviceMonitor and monitoring.podMonitor are both true; choose one, or everything is measured twice" -}}
 {{- end -}}
@@ -55,6 +58,7 @@
 {{- include "smcserve.checkModels" . -}}
 {{- include "smcserve.checkPods" . -}}
 {{- include "smcserve.checkRoutes" . -}}
+{{- include "smcserve.checkRouter" . -}}
 {{- include "smcserve.checkSecurity" . -}}
 {{- include "smcserve.checkUnused" . -}}
 {{- end -}}
@@ -119,7 +123,7 @@
 {{- $v := .Values -}}
 {{- $own := include "smcserve.labels" . | fromYaml -}}
 {{- $volumes := list "tmp" "shm" "models" "model-target" "model-draft" "triton" "data" "tls" "client-ca" "ca" "probe" "tokens" -}}
-{{- $places := dict "podTemplate" $v.podTemplate "ray.head.podTemplate" $v.ray.head.podTemplate "pod.podTemplate" $v.pod.podTemplate "draft.podTemplate" $v.draft.podTemplate "target.podTemplate" $v.target.podTemplate "models.download.podTemplate" $v.models.download.podTemplate -}}
+{{- $places := dict "podTemplate" $v.podTemplate "ray.head.podTemplate" $v.ray.head.podTemplate "pod.podTemplate" $v.pod.podTemplate "draft.podTemplate" $v.draft.podTemplate "target.podTemplate" $v.target.podTemplate "models.download.podTemplate" $v.models.download.podTemplate "router.podTemplate" $v.router.podTemplate -}}
 {{- range $place, $pod := $places -}}
 {{- range $label, $_ := $pod.labels -}}
 {{- if or (hasKey $own $label) (eq $label "app.kubernetes.io/component") (hasPrefix "ray.io/" $label) -}}
@@ -174,7 +178,7 @@
 {{- if $v.keda.enabled -}}
 {{- include "smcserve.unused" (dict "root" . "paths" (list "pod.replicas") "where" "keda.enabled=true: use keda.minReplicas") -}}
 {{- end -}}
-{{- range $part := list "batch" "keda" "networkPolicy" "ingress" "route" -}}
+{{- range $part := list "batch" "keda" "networkPolicy" "ingress" "route" "router" -}}
 {{- if not (index $v $part "enabled") -}}
 {{- include "smcserve.unused" (dict "root" $ "paths" (list $part) "where" (printf "%s.enabled=false" $part)) -}}
 {{- end -}}
@@ -184,7 +188,7 @@
 {{- end -}}
 {{- if not $v.serve.enabled -}}
 {{- $unused = list "tls" "auth" "service" "keda" "podDisruptionBudget" "monitoring.serviceMonitor" "monitoring.podMonitor" -}}
-{{- $unused = concat $unused (list "gateway.port" "gateway.metricsPort" "gateway.resources" "gateway.extraArgs" "test" "ingress" "route") -}}
+{{- $unused = concat $unused (list "gateway.port" "gateway.metricsPort" "gateway.resources" "gateway.extraArgs" "test" "ingress" "route" "router") -}}
 {{- $unused = concat $unused (list "engine.maxQueue" "engine.maxQueuePages") -}}
 {{- include "smcserve.unused" (dict "root" . "paths" $unused "where" "serve.enabled=false") -}}
 {{- end -}}

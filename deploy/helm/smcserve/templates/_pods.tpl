@@ -29,11 +29,11 @@ annotations:
 {{- end }}
 {{- end -}}
 
-{{/* Arguments: root, pod. */}}
+{{/* Arguments: root, pod; account, if the pod speaks to Kubernetes and has one of its own. */}}
 {{- define "smcserve.podCommon" -}}
 {{- $pod := .pod -}}
-serviceAccountName: {{ include "smcserve.serviceAccount" .root }}
-automountServiceAccountToken: false
+serviceAccountName: {{ default (include "smcserve.serviceAccount" .root) .account }}
+automountServiceAccountToken: {{ not (empty .account) }}
 enableServiceLinks: false
 {{- with .root.Values.imagePullSecrets }}
 imagePullSecrets:
@@ -46,9 +46,9 @@ imagePullSecrets:
 {{- end }}
 {{- end -}}
 
-{{/* Arguments: root, pod. */}}
+{{/* Arguments: root, pod; image, if it is not the service's. */}}
 {{- define "smcserve.container" -}}
-image: {{ include "smcserve.image" .root }}
+image: {{ default (include "smcserve.image" .root) .image }}
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
 {{- with .pod.containerSecurityContext }}
 securityContext:
