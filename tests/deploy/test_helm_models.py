@@ -140,6 +140,7 @@ def fetch(monkeypatch):
     spec = importlib.util.spec_from_file_location("fetch_models", SCRIPTS / "fetch_models.py")
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "fetch_models", module)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # the chart has what lies in its folders
     spec.loader.exec_module(module)
     monkeypatch.setattr(module, "PAUSE_S", 0.0)
     return module

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 import shutil
+import sys
 import tarfile
 from pathlib import Path
 
@@ -19,7 +20,8 @@ EVERYTHING = {"monitoring": {"serviceMonitor": True, "rules": True, "dashboards"
 FILES = sorted(path.relative_to(CHART).as_posix() for path in CHART.glob("files/**/*") if path.is_file())
 
 
-def test_generated_files_are_current():
+def test_generated_files_are_current(monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     spec = importlib.util.spec_from_file_location("generate", CHART / "generate.py")
     made = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)

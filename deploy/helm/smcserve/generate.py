@@ -45,7 +45,9 @@ def generated() -> dict[Path, str]:
     copies = {"values.yaml": HERE / "values.yaml"}
     copies |= {path.name: path for path in DEPLOY.glob("prometheus/*.yml") if path.stem in ("rules", "alerts")}
     copies |= {f"dashboards/{path.name}": path for path in DEPLOY.glob("grafana/dashboards/*.json")}
-    return {HERE / "README.md": readme()} | {HERE / "files" / name: path.read_text() for name, path in copies.items()}
+    index = sorted([*copies, *(f"scripts/{path.name}" for path in HERE.glob("files/scripts/*") if path.is_file())])
+    texts = {name: path.read_text() for name, path in copies.items()} | {"index.txt": "\n".join(index) + "\n"}
+    return {HERE / "README.md": readme()} | {HERE / "files" / name: text for name, text in texts.items()}
 
 
 if __name__ == "__main__":

@@ -65,9 +65,8 @@
 
 {{/* Some tools drop links and files on the way: then the chart is not whole. */}}
 {{- define "smcserve.checkFiles" -}}
-{{- $needed := list "values.yaml" "rules.yml" "alerts.yml" "scripts/gateway.sh" "scripts/drain-head.sh" "scripts/drain-worker.sh" "scripts/wait-models.sh" "scripts/fetch_models.py" -}}
-{{- range $name := concat $needed (list "dashboards/capacity.json" "dashboards/groups.json" "dashboards/particles.json" "dashboards/traffic.json") -}}
-{{- if not ($.Files.Get (printf "files/%s" $name)) -}}
+{{- range $name := prepend (.Files.Lines "files/index.txt") "index.txt" -}}
+{{- if and $name (not ($.Files.Get (printf "files/%s" $name))) -}}
 {{- fail (printf "the chart is not whole: files/%s is missing or empty; get it again, as deploy/helm/smcserve of the repository or as a package" $name) -}}
 {{- end -}}
 {{- end -}}
