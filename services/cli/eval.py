@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from services.cli import options
+from services.cli.terminal import check_drawing
 
 if TYPE_CHECKING:
     from services.cli.eval_run import Plan
@@ -67,6 +68,8 @@ def _check_outputs(plan: Plan, *paths: Path | None) -> None:
     for path in paths:
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             raise ValueError(f"cannot write {path}: {'it is a directory' if path.is_dir() else 'its directory does not exist'}")
+    if paths[-1] is not None:
+        check_drawing()
     if paths[-1] is not None and not plan.speed_problems:
         raise ValueError("--picture shows speed, which --speed-problems 0 does not measure; leave one of them out")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 
 from rich.console import Console
@@ -34,3 +35,9 @@ def finite(value: object) -> object:
 def progress_bar() -> Progress:
     """A bar that goes when the work is done; nothing where nobody watches."""
     return Progress(TextColumn("{task.description}"), BarColumn(), console=err, transient=True, disable=not err.is_terminal)
+
+
+def check_drawing() -> None:
+    """ValueError where no picture can be drawn, as in an image that only serves."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("pictures are drawn by matplotlib, which is not installed here; pip install 'smcserve[plots]'")

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from services.cli import options
-from services.cli.terminal import out
+from services.cli.terminal import check_drawing, out
 
 LANES = ("draft", "coordinator", "target")
 KINDS = {
@@ -33,6 +33,7 @@ def timeline(
     """Draw who worked when: draft, target and coordinator on one clock."""
     if length <= 0:
         raise ValueError(f"--length {length:g}; allowed: > 0")
+    check_drawing()
     events = _read(trace)
     start = min(event["ts"] for event in events) / 1e3 + begin
     shown = [event for event in events if start < (event["ts"] + event["dur"]) / 1e3 and event["ts"] / 1e3 < start + length]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 
 import pytest
 from rich.console import Console
@@ -75,6 +76,14 @@ def test_resume_measures_only_what_is_missing(smcserve, tmp_path, monkeypatch):
 def test_mistakes_are_found_before_the_work(smcserve, arguments, message):
     ran = smcserve("eval", *arguments)
     assert (ran.code, ran.out) == (2, "") and message in ran.err
+
+
+@pytest.mark.parametrize("command", [("eval", "--picture", "x.png"), ("timeline", "/dev/null", "x.png")])
+def test_a_picture_is_refused_at_once_where_none_can_be_drawn(smcserve, monkeypatch, command):
+    """The images that serve have no matplotlib."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    ran = smcserve(*command)
+    assert (ran.code, ran.out) == (2, "") and "pip install 'smcserve[plots]'" in ran.err
 
 
 def test_the_table_fits_a_terminal():

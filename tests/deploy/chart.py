@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,21 @@ ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy/helm/smcserve"
 PROFILES = {path.stem: path for path in sorted(CHART.glob("values-*.yaml"))}
 CUSTOM = Path(__file__).parent / "crds"
+REAL = Path(os.environ.get("SMC_CRDS", ROOT.parent / "shared/crds"))
+"""CustomResourceDefinitions as the operators' projects publish them, by release; not part of this repository."""
+OPERATORS = {
+    "ray.io/v1": "kuberay",
+    "monitoring.coreos.com/v1": "prometheus-operator",
+    "keda.sh/v1alpha1": "keda",
+    "gateway.networking.k8s.io/v1": "gateway-api",
+}
+"""Files of schemas by the version of the API."""
 KUBERNETES = ("1.29.0", kubernetes_validate.latest_version())
 """An old version that is still run, and the newest that the validator knows."""
 
 
 @functools.cache
-def chart() -> helm_python.Chart:
+def this_chart() -> helm_python.Chart:
     return helm_python.Chart.load(CHART)
 
 
@@ -42,20 +53,27 @@ def _merge(under: dict, over: dict) -> dict:
     return under | over | both
 
 
-def render(*layers: str | Path | dict, name: str = "demo") -> list[dict]:
+def render(*layers: str | Path | dict, name: str = "demo", chart: helm_python.Chart | None = None) -> list[dict]:
     """Every object, as Helm would send it; ValueError with Helm's words if it refuses the values."""
+    loaded = chart or this_chart()
     try:
-        chart().validate_schema(values(*layers))
-        files = chart().render(values(*layers), name=name, namespace="llm")
+        loaded.validate_schema(values(*layers))
+        files = loaded.render(values(*layers), name=name, namespace="llm")
     except helm_python.HelmError as error:
         raise ValueError(str(error)) from error
-    return [each for path, text in files.items() if path.endswith(".yaml") for each in yaml.safe_load_all(text) if each]
+    texts = [text for path, text in files.items() if path.endswith(".yaml")]
+    return [each for text in texts for each in yaml.load_all(text, Loader=yaml.CSafeLoader) if each]
 
 
 def of_kind(objects: list[dict], kind: str) -> dict:
     """The only one of its kind."""
-    (found,) = [each for each in objects if each["kind"] == kind]
+    (found,) = all_of_kind(objects, kind).values()
     return found
+
+
+def all_of_kind(objects: list[dict], kind: str) -> dict[str, dict]:
+    """By name."""
+    return {each["metadata"]["name"]: each for each in objects if each["kind"] == kind}
 
 
 def check(thing: dict, version: str) -> None:
@@ -63,12 +81,39 @@ def check(thing: dict, version: str) -> None:
     try:
         kubernetes_validate.validate(thing, version, strict=True)
     except kubernetes_validate.SchemaNotFoundError:
-        _validator(thing["apiVersion"], thing["kind"], version).validate(thing)
+        _own_schema(thing["apiVersion"], thing["kind"], version).validate(thing)
+        if version == KUBERNETES[-1]:
+            for schema in _real_schemas(thing["apiVersion"], thing["kind"]):
+                schema.validate(thing)
 
 
 @functools.cache
-def _validator(api: str, kind: str, version: str) -> jsonschema.Draft202012Validator:
-    name = {"ray.io/v1": "kuberay", "monitoring.coreos.com/v1": "prometheus-operator", "keda.sh/v1alpha1": "keda"}[api]
+def _real_schemas(api: str, kind: str) -> list[jsonschema.Draft202012Validator]:
+    """One of every release whose CustomResourceDefinitions are at hand."""
+    group, version = api.split("/")
+    found = []
+    for path in sorted(REAL.glob(f"*/{kind.lower()}s.yaml*")):
+        text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        definition = yaml.load(text, Loader=yaml.CSafeLoader)["spec"]
+        (served,) = [each["schema"]["openAPIV3Schema"] for each in definition["versions"] if each["name"] == version]
+        assert definition["group"] == group
+        found.append(jsonschema.Draft202012Validator(_strict(served)))
+    return found
+
+
+def _strict(schema: object) -> object:
+    """The same schema, in which an object has no fields but those that are named, unless it is open on purpose."""
+    if isinstance(schema, dict):
+        for inside in (*schema.get("properties", {}).values(), schema.get("items"), schema.get("additionalProperties")):
+            _strict(inside)
+        if "properties" in schema and not schema.get("x-kubernetes-preserve-unknown-fields"):
+            schema.setdefault("additionalProperties", False)
+    return schema
+
+
+@functools.cache
+def _own_schema(api: str, kind: str, version: str) -> jsonschema.Draft202012Validator:
+    name = OPERATORS[api]
     custom = yaml.safe_load((CUSTOM / f"{name}.yaml").read_text())
     schema = custom["kinds"][kind] | {"$defs": custom["$defs"]}
     registry = Registry().with_resource("kubernetes", Resource(_definitions(version), referencing.jsonschema.DRAFT202012))
@@ -99,10 +144,13 @@ def templates(objects: list[dict]) -> dict[str, dict]:
             found |= {prefix + group["groupName"]: group["template"] for group in cluster["workerGroupSpecs"]}
         if each["kind"] == "RayJob":
             found["submitter"] = spec["submitterPodTemplate"]
-        if each["kind"] == "Deployment":
-            found["gang"] = spec["template"]
+        if each["kind"] in ("Deployment", "Job"):
+            found[spec["template"]["metadata"]["labels"]["app.kubernetes.io/component"]] = spec["template"]
+        if each["kind"] == "Pod":
+            found["test"] = each
     return found
 
 
 def containers(pod: dict) -> list[dict]:
-    return [*pod.get("initContainers", ()), *pod["containers"]]
+    """The chart's own, not those that values add."""
+    return [each for each in (*pod.get("initContainers", ()), *pod["containers"]) if each["image"].startswith("smcserve")]

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
@@ -16,9 +15,15 @@ import pytest
 from tests.deploy.chart import CHART, ROOT
 
 DOCKER = ROOT / "deploy/docker"
-DOCKERFILES = sorted(DOCKER.glob("Dockerfile.*"))
+DOCKERFILES = [DOCKER / "Dockerfile.cpu", DOCKER / "Dockerfile.cuda"]
+"""Of the images that serve; the router's has no application of ours."""
 BIN = Path(sys.executable).parent
 BUILD_TOOLS = {"gcc", "g++", "make", "build-essential", "git", "python3-dev", "python3-venv", "python3-pip", "libc6-dev"}
+
+
+def with_python() -> dict[str, str]:
+    """An environment in which `python3` is the one that this environment was made of."""
+    return os.environ | {"PATH": f"{Path(sys.base_prefix, 'bin')}{os.pathsep}{os.environ['PATH']}"}
 
 
 def instructions(path: Path, name: str) -> list[tuple[int, str]]:
@@ -31,7 +36,7 @@ def instructions(path: Path, name: str) -> list[tuple[int, str]]:
     return found
 
 
-@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(DOCKER.glob("Dockerfile.*")), ids=lambda path: path.name)
 def test_hadolint_finds_nothing(path):
     linted = subprocess.run([BIN / "hadolint", path], capture_output=True, text=True)
     assert linted.returncode == 0, linted.stdout
@@ -47,13 +52,34 @@ def test_shellcheck_finds_nothing(path):
 def test_the_final_image_runs_the_service_as_nobody_special_and_cannot_build(path):
     (base,) = [text for _, text in instructions(path, "ARG") if text.startswith("BASE=")]
     assert re.fullmatch(r"BASE=[a-z/]+:\d+\.\d+\.\d+-[a-z0-9.-]+", base), "a base of a full version"
-    assert [text for _, text in instructions(path, "FROM")] == ["${BASE} AS build", "${BASE}"]
-    assert (1, "1000:1000") in instructions(path, "USER")
-    packages = {word for stage, text in instructions(path, "RUN") if stage == 1 for word in text.split()}
+    assert [text for _, text in instructions(path, "FROM")] == ["${BASE} AS dependencies", "dependencies AS application", "${BASE}"]
+    assert (2, "1000:1000") in instructions(path, "USER")
+    packages = {word for stage, text in instructions(path, "RUN") if stage == 2 for word in text.split()}
     assert not packages & BUILD_TOOLS
     assert {"tini", "wget"} <= packages, "what KubeRay and the entry point need"
     (health,) = instructions(path, "HEALTHCHECK")
     assert '"smcserve", "client", "health"' in health[1]
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_a_change_of_the_code_leaves_the_layer_of_its_dependencies(path):
+    """Neither their stage nor what the final image copies of it sees the checkout, but for the lock and the scripts that read it."""
+    copied = [text.split()[:-1] for stage, text in instructions(path, "COPY") if stage == 0]
+    lock = f"deploy/docker/locks/{path.suffix[1:]}.txt"
+    assert copied and all(source.startswith("deploy/docker/") for sources in copied for source in sources)
+    assert [source for sources in copied for source in sources if "locks/" in source] == [lock] and (ROOT / lock).exists()
+    final = [text.split()[0] for stage, text in instructions(path, "COPY") if stage == 2 and "--from" in text]
+    assert final.index("--from=dependencies") < final.index("--from=application")
+
+
+@pytest.mark.parametrize("path", sorted(DOCKER.glob("Dockerfile.*")), ids=lambda path: path.name)
+def test_an_image_says_what_it_is(path):
+    (labels,) = [text for stage, text in instructions(path, "LABEL") if stage == 2]
+    assert set(re.findall(r"org\.opencontainers\.image\.(\w+)=", labels)) == {
+        *("title", "description", "version", "revision", "created", "licenses")
+    }  # fmt: skip
+    (version,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert (2, f"VERSION={version}") in instructions(path, "ARG")
 
 
 def test_versions_agree():
@@ -84,21 +110,21 @@ def context(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_install_makes_the_service_out_of_the_build_context(context, tmp_path):
-    """The step that every image is built with, without the packages that the service needs: those are beside this test already."""
+def test_the_application_is_built_out_of_the_build_context(context, tmp_path):
+    """The step that every image is built with, beside an environment that has the dependencies: that of this test."""
     assert not list((context / "services/pb").glob("*_pb2.py")), "generated code is made by the build, not copied"
     for path in DOCKERFILES:
-        assert any("deploy/docker/install.sh /opt/smcserve/venv" in text for _, text in instructions(path, "RUN"))
-    venv = tmp_path / "venv"
-    environment = os.environ | {"PIP_NO_DEPS": "1", "PATH": f"{Path(sys.base_prefix, 'bin')}{os.pathsep}{os.environ['PATH']}"}
-    subprocess.run(["bash", context / "deploy/docker/install.sh", venv], env=environment, check=True, capture_output=True, timeout=240)
-    assert not (venv / "bin/pip").exists()
-    elsewhere = os.environ | {"PYTHONPATH": sysconfig.get_path("purelib")}
+        assert any("deploy/docker/install_application.sh /opt/smcserve/venv" in text for _, text in instructions(path, "RUN"))
+    app = tmp_path / "app"
+    command = ["bash", context / "deploy/docker/install_application.sh", sys.prefix, app]
+    built = subprocess.run(command, env=with_python(), capture_output=True, text=True, timeout=240)
+    assert built.returncode == 0, built.stdout + built.stderr
+    elsewhere = os.environ | {"PYTHONPATH": str(app)}
     info = "import services.pb.generation_pb2 as pb, smc.demo as demo; print(pb.__file__, demo.TARGET, demo.TARGET.is_dir())"
-    found = subprocess.run([venv / "bin/python", "-P", "-c", info], env=elsewhere, cwd=tmp_path, check=True, capture_output=True, text=True)
+    found = subprocess.run([sys.executable, "-P", "-c", info], env=elsewhere, cwd=tmp_path, check=True, capture_output=True, text=True)
     code, model, there = found.stdout.split()
-    assert Path(code).is_relative_to(venv) and Path(model).is_relative_to(venv) and there == "True"
-    helped = subprocess.run([venv / "bin/smcserve", "serve", "--help"], env=elsewhere, cwd=tmp_path, capture_output=True, text=True)
+    assert Path(code).is_relative_to(app) and Path(model).is_relative_to(app) and there == "True"
+    helped = subprocess.run([app / "bin/smcserve", "serve", "--help"], env=elsewhere, cwd=tmp_path, capture_output=True, text=True)
     assert helped.returncode == 0 and "--draft-resource" in helped.stdout
 
 

@@ -6,8 +6,6 @@ import functools
 import json
 import re
 import subprocess
-import sys
-import tarfile
 
 import helm_python
 import promql_parser
@@ -21,7 +19,7 @@ from services.gateway.config import GatewayConfig
 from services.metrics import Metrics
 from smc.engine.stats import EngineStats
 from tests.deploy.binaries import binary
-from tests.deploy.chart import CHART, KUBERNETES, PROFILES, ROOT, chart, check, containers, of_kind, pod_specs, render, values
+from tests.deploy.chart import CHART, KUBERNETES, PROFILES, check, containers, of_kind, pod_specs, render, this_chart, values
 
 POD = {"topology": "pod"}
 KEDA = POD | {"keda": {"enabled": True}}
@@ -30,20 +28,43 @@ MUTUAL = {
     "tls": {"secret": "certificate", "clientCaSecret": "clients", "probeSecret": "probe", "caSecret": "ca", "serverName": "llm.example"}
 }
 TOKENS = TLS | {"auth": {"tokensSecret": "tokens"}}
-MODELS = {"models": {"target": "/models/t", "draft": "/models/d", "volume": {"hostPath": {"path": "/srv/models"}}}}
+MODELS = {"models": {"target": {"path": "/models/t"}, "draft": {"path": "/models/d"}, "volume": {"hostPath": {"path": "/srv/models"}}}}
 DATA = {"volume": {"persistentVolumeClaim": {"claimName": "data"}}}
 BATCH = {"batch": {"enabled": True, **DATA}}
 MONITORED = {"monitoring": {"serviceMonitor": True, "rules": True, "dashboards": True, "labels": {"release": "prometheus"}}}
-PLACE = {"nodeSelector": {"pool": "gpu"}, "tolerations": [{"operator": "Exists"}], "affinity": {"nodeAffinity": {}}}
+PLACE = {"podTemplate": {"nodeSelector": {"pool": "gpu"}, "tolerations": [{"operator": "Exists"}], "affinity": {"nodeAffinity": {}}}}
+FITTED = {
+    "labels": {"team": "a"},
+    "annotations": {"note": "b"},
+    "topologySpreadConstraints": [{"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}],
+    "priorityClassName": "high",
+    "runtimeClassName": "nvidia",
+    "schedulerName": "volcano",
+    "env": [{"name": "NCCL_DEBUG", "value": "WARN"}],
+    "envFrom": [{"secretRef": {"name": "proxy"}}],
+    "extraVolumes": [{"name": "cache", "emptyDir": {}}],
+    "extraVolumeMounts": [{"name": "cache", "mountPath": "/cache"}],
+    "initContainers": [{"name": "first", "image": "busybox:1"}],
+    "sidecars": [{"name": "beside", "image": "busybox:1"}],
+}
 EVERYTHING = {
     "networkPolicy": {"enabled": True, "callsFrom": [{"namespaceSelector": {}}], "metricsFrom": [{"podSelector": {}}]},
     "imagePullSecrets": [{"name": "registry"}],
-    "extraEnv": [{"name": "NCCL_DEBUG", "value": "WARN"}],
-    "podLabels": {"team": "a"},
-    "podAnnotations": {"note": "b"},
-    "priorityClassName": "high",
+    "podTemplate": FITTED,
+    "commonLabels": {"kueue.x-k8s.io/queue-name": "gpus"},
+    "commonAnnotations": {"owner": "a"},
+    "extraObjects": [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "own-{{ .Release.Name }}"}, "data": {"a": "b"}}],
+    "serviceAccount": {"annotations": {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/a"}},
+    "ingress": {"enabled": True, "className": "nginx", "hosts": ["llm.example"], "tlsSecret": "public", "annotations": {"a": "b"}},
+    "route": {"enabled": True, "parentRefs": [{"name": "edge", "namespace": "infra"}], "hostnames": ["llm.example"]},
     "image": {"digest": f"sha256:{'0' * 64}"},
-    "service": {"annotations": {"c": "d"}, "type": "LoadBalancer"},
+    "service": {
+        "annotations": {"c": "d"},
+        "labels": {"team": "a"},
+        "type": "LoadBalancer",
+        "loadBalancerClass": "example.com/internal",
+        "loadBalancerSourceRanges": ["10.0.0.0/8"],
+    },
     "engine": {
         "maxContext": 4194304,
         "pages": 1 << 22,
@@ -56,6 +77,22 @@ EVERYTHING = {
 }
 ON_NODES = {"draft": PLACE, "target": PLACE, "ray": {"head": PLACE, "upgradeStrategy": "Recreate", "auth": {"secret": "ray-token"}}}
 FOUR_GPUS = POD | {"device": "cuda", "target": {"tp": 3}, "pod": {"resources": {"limits": {"memory": "240Gi"}}, "shm": "8Gi", **PLACE}}
+HUB = {"huggingFace": {"repository": "org/target", "revision": "a" * 40, "tokenSecret": "hub"}}
+BUCKET = {"s3": {"uri": "s3://bucket/draft", "sha256": "b" * 64, "region": "eu-west-1", "credentialsSecret": "bucket"}}
+SHARED = {"volume": {"persistentVolumeClaim": {"claimName": "models"}}}
+DOWNLOADED = {"models": {"target": {"source": HUB}, "draft": {"source": BUCKET}, **SHARED}}
+MOUNTED = {
+    "models": {
+        "target": {"source": {"persistentVolumeClaim": {"claimName": "weights", "directory": "a/target"}}},
+        "draft": {"source": {"image": {"reference": "registry.example/draft@sha256:0"}}},
+    }
+}
+CLAIMS = {
+    "gpuResource": "",
+    "podTemplate": {"resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "h200"}]},
+    "resources": {"claims": [{"name": "gpu"}]},
+}
+ROUTED = POD | {"router": {"enabled": True, "controlKeySecret": "control"}}
 VARIANTS = {
     "defaults": [{}],
     **{name: [name] for name in PROFILES},
@@ -68,8 +105,28 @@ VARIANTS = {
     "pod monitor": [{"monitoring": {"podMonitor": True}}],
     "bare": [{"serviceAccount": {"create": False}, "podDisruptionBudget": {"enabled": False}, "service": {"headless": True}}],
     "lockstep over gRPC": [{"engine": {"form": "lockstep"}, "link": "grpc", "dtype": "bfloat16"}],
+    "models downloaded": ["values-8b", {"models": {side: {"path": ""} for side in ("target", "draft")}}, DOWNLOADED, BATCH],
+    "models downloaded for one pod": [POD, DOWNLOADED],
+    "models mounted": [MOUNTED, BATCH],
+    "devices by claim": [{"device": "cuda", "draft": CLAIMS, "target": CLAIMS}],
+    "HTTPRoute": [TLS, {"route": {"enabled": True, "kind": "HTTPRoute", "parentRefs": [{"name": "edge"}]}, "monitoring": {"ray": True}}],
+    "gangs behind a router": [
+        ROUTED,
+        KEDA,
+        MONITORED,
+        {
+            "networkPolicy": {"enabled": True},
+            "podTemplate": FITTED,
+            "router": {"apiKeySecret": "callers", "image": {"digest": f"sha256:{'1' * 64}"}},
+        },
+        {"ingress": {"enabled": True, "hosts": ["llm.example"]}},
+    ],
+    "no GPU to spare": [POD | {"pod": {"strategy": {"type": "Recreate"}}}],
+    "OpenShift": [{"podTemplate": {"securityContext": {"runAsUser": None, "runAsGroup": None, "fsGroup": None}}}, BATCH],
     "FP8": [{"device": "cuda", "target": {"dtype": "fp8"}, "draft": {"dtype": "fp8"}}],
 }
+NEW = {"models mounted": "image volumes", "devices by claim": "claims of devices"}
+"""What older versions of Kubernetes do not have."""
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
@@ -91,7 +148,7 @@ def test_every_object_is_valid(variant):
     objects = rendered(variant)
     assert len({(each["kind"], each["metadata"]["name"]) for each in objects}) == len(objects)
     for each in objects:
-        for version in KUBERNETES:
+        for version in KUBERNETES[1 if variant in NEW else 0 :]:
             check(each, version)
 
 
@@ -119,7 +176,7 @@ def test_an_unknown_field_would_be_noticed(field):
         ({"gateway": {"extraArgs": ["write-timeout"]}}, "/gateway/extraArgs"),
         ({"target": {"shm": "much"}}, "/target/shm"),
         ({"keda": {"minReplicas": 0}}, "/keda/minReplicas"),
-        ({"models": {"target": "/models/t"}}, "give both, or neither"),
+        ({"models": {"target": {"path": "/models/t"}}}, "give both, or neither"),
         ({"serve": {"enabled": False}}, "enable one"),
         ({"batch": {"enabled": True}}, "batch.volume is empty"),
         (BATCH | POD, "use topology=cluster"),
@@ -135,13 +192,39 @@ def test_an_unknown_field_would_be_noticed(field):
         ({"ray": {"auth": {"mode": "disabled", "secret": "s"}}}, "ray.auth.secret has no effect"),
         ({"engine": {"form": "lockstep", "branches": 2}}, "engine.branches=2 has no effect"),
         ({"service": {"headless": True, "type": "NodePort"}}, "only ClusterIP"),
-        ({"podLabels": {"app.kubernetes.io/name": "x"}}, "app.kubernetes.io/name is set by the chart"),
-        ({"podLabels": {"app.kubernetes.io/component": "x"}}, "app.kubernetes.io/component is set by the chart"),
-        ({"podLabels": {"ray.io/cluster": "x"}}, "ray.io/cluster is set by the chart"),
+        ({"service": {"loadBalancerSourceRanges": ["10.0.0.0/8"]}}, 'service.loadBalancerSourceRanges=["10.0.0.0/8"] has no effect'),
+        ({"service": {"type": "LoadBalancer", "loadBalancerSourceRanges": ["10.0.0.1"]}}, "/service/loadBalancerSourceRanges"),
+        (POD | {"pod": {"strategy": {"maxSurge": 0}}}, "are both 0; raise one"),
+        (
+            POD | {"pod": {"strategy": {"type": "Recreate", "maxSurge": 2}}},
+            "pod.strategy.maxSurge=2 has no effect with pod.strategy.type=Recreate",
+        ),
+        (POD | {"pod": {"strategy": {"type": "OnDelete"}}}, "/pod/strategy/type"),
+        ({"nameOverride": "a.b"}, 'the name "demo-a.b", of release "demo", is none for a Service'),
+        ({"nameOverride": "A", "fullnameOverride": "a"}, 'nameOverride="A"; allowed: a-z'),
+        ({"fullnameOverride": "8b"}, 'the name "8b"'),
+        ({"podTemplate": {"securityContexts": {}}}, "securityContexts"),
+        ({"podTemplate": {"labels": {"app.kubernetes.io/name": "x"}}}, "app.kubernetes.io/name is set by the chart"),
+        ({"draft": {"podTemplate": {"labels": {"app.kubernetes.io/component": "x"}}}}, "app.kubernetes.io/component is set by the chart"),
+        ({"ray": {"head": {"podTemplate": {"labels": {"ray.io/cluster": "x"}}}}}, "ray.io/cluster is set by the chart"),
         ({"monitoring": {"rules": True, "runbookUrl": "docs/runbook.md"}}, "/monitoring/runbookUrl"),
         ({"monitoring": {"runbookUrl": "https://docs.example"}}, "has no effect with monitoring.rules=false"),
         (POD | {"draft": {"replicas": 2}}, "draft.replicas=2 has no effect with topology=pod"),
-        (POD | {"draft": {"nodeSelector": {"a": "b"}}}, 'draft.nodeSelector={"a":"b"} has no effect with topology=pod'),
+        (POD | {"draft": PLACE}, 'draft.podTemplate={"affinity"'),
+        ({"podTemplate": {"extraVolumes": [{"name": "tmp", "emptyDir": {}}]}}, "podTemplate.extraVolumes: tmp is a volume of the chart"),
+        ({"commonLabels": {"app.kubernetes.io/name": "x"}}, "app.kubernetes.io/name is set by the chart; use another label"),
+        ({"extraObjects": [{"kind": "ConfigMap"}]}, "/extraObjects/0"),
+        ({"ingress": {"enabled": True}}, "ingress.hosts is empty; name at least one host"),
+        ({"ingress": {"hosts": ["a"]}}, "has no effect with ingress.enabled=false"),
+        ({"route": {"enabled": True}}, "route.parentRefs is empty; name the Gateway"),
+        ({"route": {"kind": "TCPRoute"}}, "/route/kind"),
+        ({"router": {"enabled": True}}, "router.enabled=true with topology=cluster, which is one gang a release"),
+        (POD | {"router": {"enabled": True}}, "router.controlKeySecret is empty"),
+        (ROUTED | TLS, "smg speaks plain text to the gangs"),
+        (POD | {"router": {"replicas": 3}}, "router.replicas=3 has no effect with router.enabled=false"),
+        (ROUTED | {"router": {"enabled": True, "controlKeySecret": "c", "policy": "random"}}, "/router/policy"),
+        (KEDA | {"keda": {"enabled": True, "fallbackReplicas": 9}}, "keda.fallbackReplicas=9; allowed: at most keda.maxReplicas=4"),
+        (POD | {"monitoring": {"ray": True}}, "monitoring.ray=true has no effect with topology=pod"),
         (POD | {"target": {"resources": {"limits": {"memory": "9Gi"}}}}, 'target.resources.limits.memory="9Gi" has no effect'),
         (POD | {"target": {"resources": {"limits": {"cpu": "9"}}}}, "target.resources.limits.cpu has no effect"),
         (POD | {"ray": {"auth": {"mode": "disabled"}}}, 'ray.auth.mode="disabled" has no effect with topology=pod'),
@@ -170,7 +253,8 @@ def test_the_schema_knows_every_value():
     def closed(part: dict, value: object) -> None:
         part = schema["definitions"][part["$ref"].split("/")[-1]] if "$ref" in part else part
         if isinstance(value, dict) and "properties" in part:
-            assert part["additionalProperties"] is False and part["properties"].keys() - {"global"} == value.keys()
+            assert part["additionalProperties"] is False
+            assert not value or part["properties"].keys() - {"global", "claims"} == value.keys()
             for key, inside in value.items():
                 closed(part["properties"][key], inside)
 
@@ -191,7 +275,7 @@ def parsed(command: str, flags: list[str]) -> dict:
 
 @every_variant
 def test_the_commands_accept_their_flags(variant):
-    objects, given = rendered(variant), chart().merge_values(values(*VARIANTS[variant]))
+    objects, given = rendered(variant), this_chart().merge_values(values(*VARIANTS[variant]))
     asked = []
     if given["serve"]["enabled"]:
         asked.append(parsed("serve", flags_of(objects)))
@@ -207,6 +291,7 @@ def test_the_commands_accept_their_flags(variant):
         asked.append(parsed("batch", flags))
     for params in asked:
         config = gang_config({name: value for name, value in params.items() if name not in ("target", "draft")})
+        assert bool(params["target"]) == bool(params["draft"]) == any(given["models"]["target"].values())
         assert (config.draft_tp, config.target_tp, config.device) == (given["draft"]["tp"], given["target"]["tp"], given["device"])
         assert config.engine.max_context == given["engine"].get("maxContext")
         assert config.engine.prefix_cache is given["engine"]["prefixCache"]
@@ -218,8 +303,8 @@ def test_pods_keep_the_restricted_standard(variant):
     """Of Kubernetes' Pod Security Standards; and no container writes to its image."""
     for pod in pod_specs(rendered(variant)):
         security = pod["securityContext"]
-        assert security["runAsNonRoot"] and security["runAsUser"] and security["seccompProfile"] == {"type": "RuntimeDefault"}
-        assert pod["automountServiceAccountToken"] is False
+        assert security["runAsNonRoot"] and security.get("runAsUser") != 0 and security["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod["automountServiceAccountToken"] is (pod["containers"][0]["name"] == "router"), "which looks for gangs"
         for container in containers(pod):
             own = container["securityContext"]
             assert own["readOnlyRootFilesystem"] and own["allowPrivilegeEscalation"] is False and own["capabilities"] == {"drop": ["ALL"]}
@@ -287,34 +372,3 @@ def test_a_pager_can_open_the_runbook():
     groups = of_kind(render({"monitoring": {"rules": True, "runbookUrl": url}}), "PrometheusRule")["spec"]["groups"]
     alerts = [rule for group in groups for rule in group["rules"] if "alert" in rule]
     assert alerts and all(rule["annotations"]["runbook_url"] == f"{url}#{rule['alert'].lower()}" for rule in alerts)
-
-
-def test_readme_is_current():
-    made = subprocess.run(
-        [sys.executable, "-B", "-c", "import readme; print(readme.readme(), end='')"], cwd=CHART, capture_output=True, text=True
-    )
-    assert (CHART / "README.md").read_text() == made.stdout, "run: python deploy/helm/smcserve/readme.py"
-
-
-def test_rules_and_dashboards_are_those_of_the_repository(tmp_path):
-    """Also in the packaged chart, where links have become files."""
-    helm_python.Chart.load(CHART).save(tmp_path)
-    (archive,) = tmp_path.glob("*.tgz")
-    with tarfile.open(archive) as tar:
-        tar.extractall(tmp_path, filter="data")
-    packaged = helm_python.Chart.load(tmp_path / "smcserve").render(values(MONITORED), name="demo", namespace="llm")
-    chart.cache_clear()
-    objects = render(MONITORED)
-    assert objects == [each for path, text in packaged.items() if path.endswith(".yaml") for each in yaml.safe_load_all(text) if each]
-    files = [ROOT / "deploy/prometheus/rules.yml", ROOT / "deploy/prometheus/alerts.yml"]
-    assert of_kind(objects, "PrometheusRule")["spec"]["groups"] == [
-        group for path in files for group in yaml.safe_load(path.read_text())["groups"]
-    ]
-    found = {}
-    for each in objects:
-        if each["metadata"]["labels"].get("grafana_dashboard") == "1":
-            found |= each["data"]
-    dashboards = {path.name: path.read_text() for path in (ROOT / "deploy/grafana/dashboards").glob("*.json")}
-    assert dashboards and {name: json.loads(text) for name, text in found.items()} == {
-        name: json.loads(text) for name, text in dashboards.items()
-    }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from services.gateway.server import GATEWAY
-from tests.deploy.chart import CHART, of_kind, render, templates
+from tests.deploy.chart import CHART, all_of_kind, of_kind, render, templates
 
 POD = {"topology": "pod"}
 MONITORED = {"monitoring": {"serviceMonitor": True}, "networkPolicy": {"enabled": True}}
@@ -23,7 +22,7 @@ SCRIPTS = CHART / "files/scripts"
 def labels(component: str, template: dict, cluster: str) -> dict[str, str]:
     """Of a pod; KubeRay adds some of its own."""
     node = "head" if component == "head" else "worker"
-    kuberay = {} if component in ("gang", "submitter") else {"ray.io/cluster": cluster, "ray.io/node-type": node}
+    kuberay = {} if component in ("gang", "submitter", "test", "models") else {"ray.io/cluster": cluster, "ray.io/node-type": node}
     return template["metadata"]["labels"] | kuberay
 
 
@@ -35,15 +34,18 @@ def selected(objects: list[dict], selector: dict[str, str]) -> set[str]:
 @pytest.mark.parametrize(("layer", "gateway"), [({}, "head"), (POD, "gang")])
 def test_calls_and_scrapes_reach_the_gateway_alone(layer, gateway):
     objects = render(layer, MONITORED)
-    service, monitor = of_kind(objects, "Service"), of_kind(objects, "ServiceMonitor")
-    assert selected(objects, service["spec"]["selector"]) == {gateway}
-    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
-    ports = {port["name"]: port["targetPort"] for port in service["spec"]["ports"]}
-    assert monitor["spec"]["endpoints"][0]["port"] in ports
+    services, monitor = all_of_kind(objects, "Service"), of_kind(objects, "ServiceMonitor")
+    calls, metrics = services["demo-smcserve"], services["demo-smcserve-metrics"]
+    assert selected(objects, calls["spec"]["selector"]) == selected(objects, metrics["spec"]["selector"]) == {gateway}
+    chosen = monitor["spec"]["selector"]["matchLabels"].items()
+    assert [name for name, each in services.items() if chosen <= each["metadata"]["labels"].items()] == ["demo-smcserve-metrics"]
+    ports = {port["name"]: port["targetPort"] for service in services.values() for port in service["spec"]["ports"]}
+    (scrape,) = monitor["spec"]["endpoints"]
+    assert scrape["port"] in ports
     (container,) = [each for each in templates(objects)[gateway]["spec"]["containers"] if each["name"] == "gateway"]
     assert {port["name"]: port["containerPort"] for port in container["ports"]} == ports
     pods = of_kind(render(layer, {"monitoring": {"podMonitor": True}}), "PodMonitor")["spec"]
-    assert selected(objects, pods["selector"]["matchLabels"]) == {gateway} and pods["podMetricsEndpoints"][0]["port"] in ports
+    assert selected(objects, pods["selector"]["matchLabels"]) == {gateway} and pods["podMetricsEndpoints"] == [scrape]
 
 
 def test_the_network_policy_covers_every_pod():
@@ -51,27 +53,31 @@ def test_the_network_policy_covers_every_pod():
     policy = of_kind(objects, "NetworkPolicy")["spec"]
     everything = set(templates(objects))
     assert selected(objects, policy["podSelector"]["matchLabels"]) == everything == {
-        *("head", "draft", "target", "batch-head", "batch-draft", "batch-target", "submitter")
+        *("head", "draft", "target", "batch-head", "batch-draft", "batch-target", "submitter", "test")
     }  # fmt: skip
     inside, operator, calls, metrics = policy["ingress"]
     assert selected(objects, inside["from"][0]["podSelector"]["matchLabels"]) == everything and "ports" not in inside
     assert [port["port"] for rule in (operator, calls, metrics) for port in rule["ports"]] == [8265, 50051, 9400]
 
 
-@pytest.mark.parametrize(("layer", "spec"), [({"target": {"replicas": 2}}, {"minAvailable": 4}), (POD, {"maxUnavailable": 1})])
-def test_the_disruption_budget_counts_the_pods_of_the_service(layer, spec):
-    objects = render(layer)
-    budget = of_kind(objects, "PodDisruptionBudget")["spec"]
-    assert spec.items() <= budget.items()
-    assert selected(objects, budget["selector"]["matchLabels"]) == set(templates(objects))
+def test_disruption_budgets_keep_one_pod_of_each_group_and_nothing_that_is_broken():
+    """A pod that stands by may go; one pod has one budget, or Kubernetes evicts it never."""
+    objects = render({"target": {"replicas": 2}})
+    budgets = [each["spec"] for each in all_of_kind(objects, "PodDisruptionBudget").values()]
+    covered = [selected(objects, budget["selector"]["matchLabels"]) for budget in budgets]
+    assert sorted(map(sorted, covered)) == [["draft"], ["head"], ["target"]]
+    (together,) = all_of_kind(render(POD), "PodDisruptionBudget").values()
+    assert selected(render(POD), together["spec"]["selector"]["matchLabels"]) == {"gang"} and together["spec"]["maxUnavailable"] == 1
+    assert all(budget["minAvailable"] == 1 and "maxUnavailable" not in budget for budget in budgets)
+    assert all(budget["unhealthyPodEvictionPolicy"] == "AlwaysAllow" for budget in [*budgets, together["spec"]])
 
 
 @pytest.mark.parametrize("drain", [0, 30, 0.5, 3600])
 @pytest.mark.parametrize("topology", ["cluster", "pod"])
 def test_a_pod_may_take_as_long_to_end_as_draining_takes(drain, topology):
     objects = render({"topology": topology, "gateway": {"drainTimeout": drain, "preStopDelay": 7}})
-    for template in templates(objects).values():
-        pod = template["spec"]
+    for component in templates(objects).keys() - {"test"}:
+        pod = templates(objects)[component]["spec"]
         for container in pod["containers"]:
             *command, last = container["lifecycle"]["preStop"]["exec"]["command"]
             if command == ["sleep"]:
@@ -100,13 +106,6 @@ def test_probes():
     assert secure["liveness"]["tcpSocket"] == {"port": 50051} and "grpc" not in secure["liveness"]
     pod = templates(render({"tls": tls}))["head"]["spec"]
     assert pod["hostAliases"] == [{"ip": "127.0.0.1", "hostnames": ["llm.example"]}]
-
-
-def test_ray_gets_the_mark_of_each_group():
-    """KubeRay writes `--resources=VALUE` into a command that a shell runs."""
-    for group in of_kind(render({}), "RayCluster")["spec"]["workerGroupSpecs"]:
-        written = subprocess.run(["bash", "-c", f"printf %s {group['rayStartParams']['resources']}"], capture_output=True, text=True).stdout
-        assert json.loads(written) == {f"smc_{group['groupName']}": 1}
 
 
 def test_drain_head_waits_for_the_gateway(tmp_path):

@@ -13,7 +13,7 @@
 {{- define "smcserve.gangFlags" -}}
 {{- $v := .Values -}}
 {{- $flags := list
-  (list "target" $v.models.target) (list "draft" $v.models.draft) (list "target-tp" $v.target.tp) (list "draft-tp" $v.draft.tp)
+  (list "target" (include "smcserve.modelPath" (dict "root" . "side" "target"))) (list "draft" (include "smcserve.modelPath" (dict "root" . "side" "draft"))) (list "target-tp" $v.target.tp) (list "draft-tp" $v.draft.tp)
   (list "device" $v.device) (list "dtype" $v.dtype) (list "target-dtype" $v.target.dtype)
   (list "draft-dtype" $v.draft.dtype) (list "form" $v.engine.form) (list "block" $v.engine.block)
   (list "branches" $v.engine.branches) (list "cohorts" $v.engine.cohorts)

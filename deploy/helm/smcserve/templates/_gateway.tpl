@@ -90,6 +90,12 @@ lifecycle:
 {{- end }}
 {{- end -}}
 
+{{/* Those of them that a caller needs, as smcserve.secrets. */}}
+{{- define "smcserve.clientSecrets" -}}
+{{- $all := include "smcserve.secrets" . | fromYaml -}}
+{{- omit $all "client-ca" (ternary "ca" "tls" (not (hasKey $all "ca"))) | toYaml -}}
+{{- end -}}
+
 {{/* So that a probe can check the certificate by its name. */}}
 {{- define "smcserve.hostAliases" -}}
 {{- if .Values.tls.secret }}

@@ -1,4 +1,4 @@
-{{/* Names, labels, the image, and what is refused. */}}
+{{/* Names, labels, the image, and times. */}}
 
 {{- define "smcserve.name" -}}
 {{- $name := default .Chart.Name .Values.nameOverride -}}
@@ -16,6 +16,20 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version | replace "+" "_" }}
 {{ include "smcserve.selector" . }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- end -}}
+
+{{/* Metadata of an object, but not of a pod. Arguments: root; suffix of its name, labels, annotations of its own if any. */}}
+{{- define "smcserve.metadata" -}}
+name: {{ include "smcserve.name" .root }}{{ with .suffix }}-{{ . }}{{ end }}
+labels:
+  {{- include "smcserve.labels" .root | nindent 2 }}
+  {{- with merge (dict) (default dict .labels) .root.Values.commonLabels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- with merge (dict) (default dict .annotations) .root.Values.commonAnnotations }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end -}}
 
 {{/* Labels of the pods that calls go to. */}}
@@ -61,132 +75,4 @@ app.kubernetes.io/component: gang
 {{- fail (printf "gateway.terminationGracePeriod=%v; allowed: at least %v, which is what preStopDelay and drainTimeout take, plus 35" $given $needed) -}}
 {{- end -}}
 {{- default $needed $given | int64 -}}
-{{- end -}}
-
-{{/* A mistake ends here, with what was given and what is allowed. */}}
-{{- define "smcserve.check" -}}
-{{- $v := .Values -}}
-{{- if not (or $v.serve.enabled $v.batch.enabled) -}}
-{{- fail "serve.enabled and batch.enabled are both false; enable one, or nothing is installed" -}}
-{{- end -}}
-{{- if ne (empty $v.models.target) (empty $v.models.draft) -}}
-{{- fail (printf "models.target=%q with models.draft=%q; give both, or neither for the pair of the image" $v.models.target $v.models.draft) -}}
-{{- end -}}
-{{- if and (eq $v.topology "pod") $v.batch.enabled -}}
-{{- fail "batch.enabled=true with topology=pod; a batch runs on a RayCluster: use topology=cluster" -}}
-{{- end -}}
-{{- if and $v.batch.enabled (empty $v.batch.volume) -}}
-{{- fail "batch.volume is empty; give a volume that outlives the job, such as {persistentVolumeClaim: {claimName: ..}}, or its answers are lost" -}}
-{{- end -}}
-{{- if and $v.keda.enabled (ne $v.topology "pod") -}}
-{{- fail "keda.enabled=true with topology=cluster; a RayCluster cannot be scaled from outside: use topology=pod, or install more releases" -}}
-{{- end -}}
-{{- if and $v.keda.enabled (lt (int $v.keda.maxReplicas) (int $v.keda.minReplicas)) -}}
-{{- fail (printf "keda.maxReplicas=%v; allowed: at least keda.minReplicas=%v" $v.keda.maxReplicas $v.keda.minReplicas) -}}
-{{- end -}}
-{{- if and $v.monitoring.serviceMonitor $v.monitoring.podMonitor -}}
-{{- fail "monitoring.serviceMonitor and monitoring.podMonitor are both true; choose one, or everything is measured twice" -}}
-{{- end -}}
-{{- if and $v.engine.branches (eq $v.engine.form "lockstep") -}}
-{{- fail (printf "engine.branches=%v has no effect with engine.form=lockstep; leave it out" $v.engine.branches) -}}
-{{- end -}}
-{{- if and $v.service.headless (ne $v.service.type "ClusterIP") -}}
-{{- fail (printf "service.headless=true with service.type=%s; only ClusterIP can be without an address" $v.service.type) -}}
-{{- end -}}
-{{- if and $v.ray.auth.secret (eq $v.ray.auth.mode "disabled") -}}
-{{- fail "ray.auth.secret has no effect with ray.auth.mode=disabled; use mode=token, or leave the secret out" -}}
-{{- end -}}
-{{- range $side := list "draft" "target" -}}
-{{- $group := index $v $side -}}
-{{- if $group.gpus -}}
-{{- if ne $v.device "cuda" -}}
-{{- fail (printf "%s.gpus=%v has no effect with device=%s; use device=cuda, or leave it out" $side $group.gpus $v.device) -}}
-{{- else if lt (int $group.gpus) (int $group.tp) -}}
-{{- fail (printf "%s.gpus=%v; allowed: at least %s.tp=%v, because the ranks of a model share a pod" $side $group.gpus $side $group.tp) -}}
-{{- end -}}
-{{- end -}}
-{{- end -}}
-{{- $own := include "smcserve.labels" . | fromYaml -}}
-{{- range $label, $_ := $v.podLabels -}}
-{{- if or (hasKey $own $label) (eq $label "app.kubernetes.io/component") (hasPrefix "ray.io/" $label) -}}
-{{- fail (printf "podLabels: %s is set by the chart, and pods are found by it; use another label" $label) -}}
-{{- end -}}
-{{- end -}}
-{{- include "smcserve.checkSecurity" . -}}
-{{- include "smcserve.checkUnused" . -}}
-{{- end -}}
-
-{{- define "smcserve.checkSecurity" -}}
-{{- $v := .Values -}}
-{{- if not $v.tls.secret -}}
-{{- range $name := list "clientCaSecret" "serverName" "caSecret" "probeSecret" -}}
-{{- if index $v.tls $name -}}
-{{- fail (printf "tls.%s has no effect without tls.secret; give it, or leave this out" $name) -}}
-{{- end -}}
-{{- end -}}
-{{- if $v.auth.tokensSecret -}}
-{{- fail "auth.tokensSecret without tls.secret: everybody on the way could read the tokens; give tls.secret too" -}}
-{{- end -}}
-{{- end -}}
-{{- if ne (empty $v.tls.clientCaSecret) (empty $v.tls.probeSecret) -}}
-{{- fail "tls.clientCaSecret and tls.probeSecret go together: the probes must show a certificate that the service accepts" -}}
-{{- end -}}
-{{- end -}}
-
-{{/* What belongs to a topology, or to a part, that is not installed. */}}
-{{- define "smcserve.checkUnused" -}}
-{{- $v := .Values -}}
-{{- $unused := list -}}
-{{- if eq $v.topology "pod" -}}
-{{- $unused = list "ray" "gateway.resources" "draft.gpuResource" -}}
-{{- range $side := list "draft" "target" -}}
-{{- range list "replicas" "resources" "shm" "nodeSelector" "tolerations" "affinity" -}}
-{{- $unused = append $unused (printf "%s.%s" $side .) -}}
-{{- end -}}
-{{- end -}}
-{{- include "smcserve.unused" (dict "root" . "paths" $unused "where" "topology=pod: use `pod.*`, and target.gpuResource") -}}
-{{- else -}}
-{{- include "smcserve.unused" (dict "root" . "paths" (list "pod") "where" "topology=cluster: use `draft.*` and `target.*`") -}}
-{{- end -}}
-{{- if $v.keda.enabled -}}
-{{- include "smcserve.unused" (dict "root" . "paths" (list "pod.replicas") "where" "keda.enabled=true: use keda.minReplicas") -}}
-{{- end -}}
-{{- range $part := list "batch" "keda" "networkPolicy" -}}
-{{- if not (index $v $part "enabled") -}}
-{{- include "smcserve.unused" (dict "root" $ "paths" (list $part) "where" (printf "%s.enabled=false" $part)) -}}
-{{- end -}}
-{{- end -}}
-{{- if not $v.monitoring.rules -}}
-{{- include "smcserve.unused" (dict "root" . "paths" (list "monitoring.runbookUrl") "where" "monitoring.rules=false") -}}
-{{- end -}}
-{{- if not $v.serve.enabled -}}
-{{- $unused = list "tls" "auth" "service" "keda" "podDisruptionBudget" "monitoring.serviceMonitor" "monitoring.podMonitor" -}}
-{{- $unused = concat $unused (list "gateway.port" "gateway.metricsPort" "gateway.resources" "gateway.extraArgs") -}}
-{{- $unused = concat $unused (list "engine.maxQueue" "engine.maxQueuePages") -}}
-{{- include "smcserve.unused" (dict "root" . "paths" $unused "where" "serve.enabled=false") -}}
-{{- end -}}
-{{- end -}}
-
-{{/* Refuses what differs from the default, at or below each of the dotted paths. Arguments: root, paths, where. */}}
-{{- define "smcserve.unused" -}}
-{{- $defaults := .root.Files.Get "files/values.yaml" | fromYaml -}}
-{{- range $path := .paths -}}
-{{- $default := $defaults -}}
-{{- $given := $.root.Values -}}
-{{- range splitList "." $path -}}
-{{- $default = index $default . -}}
-{{- $given = index $given . -}}
-{{- end -}}
-{{- if and (kindIs "map" $default) $default -}}
-{{- range $key, $_ := $given -}}
-{{- if hasKey $default $key -}}
-{{- include "smcserve.unused" (dict "root" $.root "paths" (list (printf "%s.%s" $path $key)) "where" $.where) -}}
-{{- else -}}
-{{- fail (printf "%s.%s has no effect with %s" $path $key $.where) -}}
-{{- end -}}
-{{- end -}}
-{{- else if ne (toJson $default) (toJson $given) -}}
-{{- fail (printf "%s=%s has no effect with %s" $path (toJson $given) $.where) -}}
-{{- end -}}
-{{- end -}}
 {{- end -}}

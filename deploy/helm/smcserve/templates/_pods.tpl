@@ -1,70 +1,63 @@
-{{/* What the pods of both topologies have in common. */}}
+{{/* What all pods have in common. `pod` in arguments: the merged settings of smcserve.podTemplate. */}}
 
-{{- define "smcserve.podSecurity" -}}
-runAsNonRoot: true
-runAsUser: 1000
-runAsGroup: 1000
-fsGroup: 1000
-fsGroupChangePolicy: OnRootMismatch
-seccompProfile:
-  type: RuntimeDefault
+{{/* Settings of one kind of pod: those of all, and `own` over them. Lists and maps are joined, anything else is replaced. Arguments: root, own. */}}
+{{- define "smcserve.podTemplate" -}}
+{{- $all := deepCopy .root.Values.podTemplate -}}
+{{- range $key, $value := .own -}}
+{{- if kindIs "slice" $value -}}
+{{- $_ := set $all $key (concat (index $all $key) $value) -}}
+{{- else if kindIs "map" $value -}}
+{{- $_ := set $all $key (mergeOverwrite (index $all $key) $value) -}}
+{{- else -}}
+{{- $_ := set $all $key $value -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $all -}}
 {{- end -}}
 
-{{- define "smcserve.containerSecurity" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-capabilities:
-  drop: [ALL]
-{{- end -}}
-
-{{/* Arguments: root, place (with nodeSelector, tolerations, affinity). */}}
-{{- define "smcserve.podCommon" -}}
-{{- $v := .root.Values -}}
-serviceAccountName: {{ include "smcserve.serviceAccount" .root }}
-automountServiceAccountToken: false
-enableServiceLinks: false
-securityContext:
-  {{- include "smcserve.podSecurity" .root | nindent 2 }}
-{{- with $v.imagePullSecrets }}
-imagePullSecrets:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- with $v.priorityClassName }}
-priorityClassName: {{ . }}
-{{- end }}
-{{- with .place.nodeSelector }}
-nodeSelector:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- with .place.tolerations }}
-tolerations:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- with .place.affinity }}
-affinity:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- end -}}
-
-{{/* Arguments: root, component. */}}
+{{/* Arguments: root, component, pod. */}}
 {{- define "smcserve.podMetadata" -}}
 labels:
   {{- include "smcserve.labels" .root | nindent 2 }}
   app.kubernetes.io/component: {{ .component }}
-  {{- with .root.Values.podLabels }}
+  {{- with .pod.labels }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
-{{- with .root.Values.podAnnotations }}
+{{- with .pod.annotations }}
 annotations:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end -}}
 
+{{/* Arguments: root, pod; account, if the pod speaks to Kubernetes and has one of its own. */}}
+{{- define "smcserve.podCommon" -}}
+{{- $pod := .pod -}}
+serviceAccountName: {{ default (include "smcserve.serviceAccount" .root) .account }}
+automountServiceAccountToken: {{ not (empty .account) }}
+enableServiceLinks: false
+{{- with .root.Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- range $name := list "priorityClassName" "runtimeClassName" "schedulerName" "securityContext" "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" "resourceClaims" }}
+{{- with index $pod $name }}
+{{ dict $name . | toYaml }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Arguments: root, pod; image, if it is not the service's. */}}
 {{- define "smcserve.container" -}}
-image: {{ include "smcserve.image" . }}
-imagePullPolicy: {{ .Values.image.pullPolicy }}
+image: {{ default (include "smcserve.image" .root) .image }}
+imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+{{- with .pod.containerSecurityContext }}
 securityContext:
-  {{- include "smcserve.containerSecurity" . | nindent 2 }}
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .pod.envFrom }}
+envFrom:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end -}}
 
 {{/* A command that carries its script, so that an upgrade does not change it under a running pod. Arguments: root, name. */}}
@@ -75,76 +68,93 @@ securityContext:
 - {{ .name }}
 {{- end -}}
 
-{{/* Everything that is written goes to /tmp. */}}
+{{/* Everything that is written goes to /tmp; no model is looked for on a hub. Arguments: root, pod. */}}
 {{- define "smcserve.env" -}}
 - {name: HOME, value: /tmp}
 - {name: PYTHONDONTWRITEBYTECODE, value: "1"}
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
-{{- with .Values.extraEnv }}
+- {name: HF_HUB_OFFLINE, value: "1"}
+{{- with .pod.env }}
 {{ toYaml . }}
 {{- end }}
 {{- end -}}
 
-{{/* Of containers on the RayCluster of a job, whose token KubeRay gives to all of them. */}}
+{{/* Of containers on the RayCluster of a job, whose token KubeRay gives to all of them. Arguments: root, pod. */}}
 {{- define "smcserve.jobEnv" -}}
-- {name: RAY_AUTH_MODE, value: {{ .Values.ray.auth.mode }}}
+- {name: RAY_AUTH_MODE, value: {{ .root.Values.ray.auth.mode }}}
 {{ include "smcserve.env" . }}
 {{- end -}}
 
-{{/* Of containers on the RayCluster of the service: KubeRay would not give the token to the gateway. */}}
+{{/* Of containers on the RayCluster of the service: KubeRay would not give the token to the gateway. Arguments: root, pod. */}}
 {{- define "smcserve.rayEnv" -}}
-{{- if eq .Values.ray.auth.mode "token" -}}
+{{- with .root.Values.ray.auth -}}
+{{- if eq .mode "token" -}}
 - name: RAY_AUTH_TOKEN
   valueFrom:
-    secretKeyRef: {name: {{ default (include "smcserve.name" .) .Values.ray.auth.secret }}, key: auth_token}
+    secretKeyRef: {name: {{ default (include "smcserve.name" $.root) .secret }}, key: auth_token}
 {{ end -}}
+{{- end -}}
 {{- include "smcserve.jobEnv" . }}
 {{- end -}}
 
+{{/* Arguments: root, pod. */}}
 {{- define "smcserve.baseMounts" -}}
 - {name: tmp, mountPath: /tmp}
 - {name: shm, mountPath: /dev/shm}
+{{- with .pod.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
 
-{{/* Arguments: root, shm. */}}
+{{/* Arguments: root, pod, shm. */}}
 {{- define "smcserve.baseVolumes" -}}
 - name: tmp
   emptyDir: {}
 - name: shm
   emptyDir: {medium: Memory, sizeLimit: {{ .shm }}}
+{{- with .pod.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
 
-{{- define "smcserve.modelMounts" -}}
-{{- if .Values.models.volume }}
-- {name: models, mountPath: {{ .Values.models.mountPath }}, readOnly: true}
+{{/* Those of the chart, then the user's. Arguments: root, pod. */}}
+{{- define "smcserve.initContainers" -}}
+{{- $own := concat (include "smcserve.modelsInit" . | fromYamlArray) (include "smcserve.tritonInit" . | fromYamlArray) .pod.initContainers -}}
+{{- with $own }}
+initContainers:
+  {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- if eq .Values.device "cuda" }}
+{{- end -}}
+
+{{- define "smcserve.sidecars" -}}
+{{- with .pod.sidecars }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* Says first whether the driver is new enough. Triton writes kernels beside the part that the image brings ready-made, because it has no C compiler. Only in pods of ranks. Arguments: root, pod, ranks. */}}
+{{- define "smcserve.tritonInit" -}}
+{{- if and .ranks (eq .root.Values.device "cuda") }}
+- name: triton
+  {{- include "smcserve.container" . | nindent 2 }}
+  command: [check-driver, cp, -R, /opt/smcserve/triton/., /triton/]
+  resources:
+    requests: {cpu: 10m, memory: 32Mi}
+    limits: {cpu: "1", memory: 64Mi}
+  volumeMounts:
+    - {name: triton, mountPath: /triton}
+{{- end }}
+{{- end -}}
+
+{{- define "smcserve.tritonMounts" -}}
+{{- if eq .root.Values.device "cuda" }}
 - {name: triton, mountPath: /opt/smcserve/triton}
 {{- end }}
 {{- end -}}
 
-{{- define "smcserve.modelVolumes" -}}
-{{- with .Values.models.volume }}
-- name: models
-  {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- if eq .Values.device "cuda" }}
+{{- define "smcserve.tritonVolumes" -}}
+{{- if eq .root.Values.device "cuda" }}
 - name: triton
   emptyDir: {}
-{{- end }}
-{{- end -}}
-
-{{/* Triton writes kernels beside the part that the image brings ready-made, because it has no C compiler. */}}
-{{- define "smcserve.tritonInit" -}}
-{{- if eq .Values.device "cuda" }}
-initContainers:
-  - name: triton
-    {{- include "smcserve.container" . | nindent 4 }}
-    command: [cp, -R, /opt/smcserve/triton/., /triton/]
-    resources:
-      requests: {cpu: 10m, memory: 32Mi}
-      limits: {memory: 64Mi}
-    volumeMounts:
-      - {name: triton, mountPath: /triton}
 {{- end }}
 {{- end -}}

@@ -3,9 +3,9 @@
 {{- define "smcserve.rayClusterSpec" -}}
 {{- $v := .root.Values -}}
 rayVersion: {{ $v.ray.version | quote }}
-{{- with $v.ray.upgradeStrategy }}
+{{- if and .gateway $v.ray.upgradeStrategy }}
 upgradeStrategy:
-  type: {{ . }}
+  type: {{ $v.ray.upgradeStrategy }}
 {{- end }}
 {{- if and (eq $v.ray.auth.mode "token") (or (not .gateway) (not $v.ray.auth.secret)) }}
 authOptions:
@@ -15,16 +15,24 @@ authOptions:
   {{- end }}
 {{- end }}
 headGroupSpec:
+  # Workers find the head by it before the gateway, and so the head pod, is ready; some operators would hide the pod until then.
+  headService:
+    spec:
+      clusterIP: None
+      publishNotReadyAddresses: true
   rayStartParams:
     dashboard-host: 0.0.0.0
     num-cpus: "0"
+    num-gpus: "0"
     object-store-memory: {{ int64 $v.ray.objectStoreMemory | quote }}
   template:
-    {{- include (ternary "smcserve.headPod" "smcserve.batchHeadPod" .gateway) .root | nindent 4 }}
+    {{- $head := include "smcserve.podTemplate" (dict "root" .root "own" $v.ray.head.podTemplate) | fromYaml }}
+    {{- include (ternary "smcserve.headPod" "smcserve.batchHeadPod" .gateway) (dict "root" .root "pod" $head) | nindent 4 }}
 workerGroupSpecs:
   {{- range $side := list "draft" "target" }}
   {{- $group := index $v $side }}
   {{- $gpus := include "smcserve.gpus" (dict "root" $.root "side" $side) }}
+  {{- $pod := include "smcserve.podTemplate" (dict "root" $.root "own" $group.podTemplate) | fromYaml }}
   - groupName: {{ $side }}
     replicas: {{ $group.replicas }}
     minReplicas: {{ $group.replicas }}
@@ -33,13 +41,14 @@ workerGroupSpecs:
       # Room for one gang, and the mark by which its ranks find this group.
       num-cpus: {{ $group.tp | quote }}
       num-gpus: {{ $gpus | quote }}
-      resources: {{ printf "\"{\\\"smc_%s\\\": 1}\"" $side | squote }}
+      resources: {{ printf "'{\"smc_%s\": 1}'" $side | quote }}
       object-store-memory: {{ int64 $v.ray.objectStoreMemory | quote }}
     template:
-      {{- include "smcserve.workerPod" (dict "root" $.root "side" $side "group" $group "gpus" (int $gpus) "gateway" $.gateway) | nindent 6 }}
+      {{- include "smcserve.workerPod" (dict "root" $.root "pod" $pod "side" $side "group" $group "gpus" (int $gpus) "gateway" $.gateway) | nindent 6 }}
   {{- end }}
 {{- end -}}
 
+{{/* Arguments: root, pod. */}}
 {{- define "smcserve.rayHeadContainer" -}}
 name: ray-head
 {{ include "smcserve.container" . }}
@@ -49,19 +58,21 @@ ports:
   - {name: client, containerPort: 10001}
   - {name: metrics, containerPort: 8080}
 resources:
-  {{- toYaml .Values.ray.head.resources | nindent 2 }}
+  {{- toYaml .root.Values.ray.head.resources | nindent 2 }}
 {{- end -}}
 
-{{/* The gateway is a Ray driver: it needs the sockets of the node beside it, and so its /tmp, its /dev/shm and its processes. */}}
+{{/* The gateway is a Ray driver: it needs the sockets of the node beside it, and so its /tmp, its /dev/shm and its processes.
+Arguments: root, pod. */}}
 {{- define "smcserve.headPod" -}}
-{{- $v := .Values -}}
+{{- $v := .root.Values -}}
 metadata:
-  {{- include "smcserve.podMetadata" (dict "root" . "component" "head") | nindent 2 }}
+  {{- include "smcserve.podMetadata" (merge (dict "component" "head") .) | nindent 2 }}
 spec:
-  {{- include "smcserve.podCommon" (dict "root" . "place" $v.ray.head) | nindent 2 }}
-  {{- include "smcserve.hostAliases" . | nindent 2 }}
+  {{- include "smcserve.podCommon" . | nindent 2 }}
+  {{- include "smcserve.hostAliases" .root | nindent 2 }}
   shareProcessNamespace: true
-  terminationGracePeriodSeconds: {{ include "smcserve.gracePeriod" . }}
+  terminationGracePeriodSeconds: {{ include "smcserve.gracePeriod" .root }}
+  {{- include "smcserve.initContainers" . | nindent 2 }}
   containers:
     - {{- include "smcserve.rayHeadContainer" . | nindent 6 }}
       env:
@@ -70,49 +81,46 @@ spec:
         preStop:
           exec:
             command:
-              {{- include "smcserve.script" (dict "root" . "name" "drain-head.sh") | nindent 14 }}
-              - {{ include "smcserve.drain" . | quote }}
+              {{- include "smcserve.script" (dict "root" .root "name" "drain-head.sh") | nindent 14 }}
+              - {{ include "smcserve.drain" .root | quote }}
               - /tmp/gateway.lock
       volumeMounts:
         {{- include "smcserve.baseMounts" . | nindent 8 }}
     - name: gateway
       {{- include "smcserve.container" . | nindent 6 }}
       command:
-        {{- include "smcserve.script" (dict "root" . "name" "gateway.sh") | nindent 8 }}
+        {{- include "smcserve.script" (dict "root" .root "name" "gateway.sh") | nindent 8 }}
         - 127.0.0.1:6379
         - /tmp/gateway.lock
       args:
-        {{- include "smcserve.serveArgs" . | nindent 8 }}
+        {{- include "smcserve.serveArgs" .root | nindent 8 }}
       ports:
-        {{- include "smcserve.gatewayPorts" . | nindent 8 }}
+        {{- include "smcserve.gatewayPorts" .root | nindent 8 }}
       env:
         {{- include "smcserve.rayEnv" . | nindent 8 }}
-      {{- include "smcserve.gatewayProbes" . | nindent 6 }}
-      {{- include "smcserve.gatewayLifecycle" . | nindent 6 }}
+      {{- include "smcserve.gatewayProbes" .root | nindent 6 }}
+      {{- include "smcserve.gatewayLifecycle" .root | nindent 6 }}
       resources:
         {{- toYaml $v.gateway.resources | nindent 8 }}
       volumeMounts:
         {{- include "smcserve.baseMounts" . | nindent 8 }}
-        {{- if $v.models.volume }}
-        - {name: models, mountPath: {{ $v.models.mountPath }}, readOnly: true}
-        {{- end }}
-        {{- include "smcserve.secretMounts" . | nindent 8 }}
+        {{- include "smcserve.modelMounts" . | nindent 8 }}
+        {{- include "smcserve.secretMounts" .root | nindent 8 }}
+    {{- include "smcserve.sidecars" . | nindent 4 }}
   volumes:
-    {{- include "smcserve.baseVolumes" (dict "root" . "shm" $v.ray.head.shm) | nindent 4 }}
-    {{- with $v.models.volume }}
-    - name: models
-      {{- toYaml . | nindent 6 }}
-    {{- end }}
-    {{- include "smcserve.secretVolumes" . | nindent 4 }}
+    {{- include "smcserve.baseVolumes" (merge (dict "shm" $v.ray.head.shm) .) | nindent 4 }}
+    {{- include "smcserve.modelVolumes" . | nindent 4 }}
+    {{- include "smcserve.secretVolumes" .root | nindent 4 }}
 {{- end -}}
 
-{{/* The batch command runs on the head, as a job of Ray. */}}
+{{/* The batch command runs on the head, as a job of Ray. Arguments: root, pod. */}}
 {{- define "smcserve.batchHeadPod" -}}
-{{- $v := .Values -}}
+{{- $v := .root.Values -}}
 metadata:
-  {{- include "smcserve.podMetadata" (dict "root" . "component" "batch-head") | nindent 2 }}
+  {{- include "smcserve.podMetadata" (merge (dict "component" "batch-head") .) | nindent 2 }}
 spec:
-  {{- include "smcserve.podCommon" (dict "root" . "place" $v.ray.head) | nindent 2 }}
+  {{- include "smcserve.podCommon" . | nindent 2 }}
+  {{- include "smcserve.initContainers" . | nindent 2 }}
   containers:
     - {{- include "smcserve.rayHeadContainer" . | nindent 6 }}
       env:
@@ -120,15 +128,11 @@ spec:
       volumeMounts:
         {{- include "smcserve.baseMounts" . | nindent 8 }}
         - {name: data, mountPath: {{ $v.batch.mountPath }}}
-        {{- if $v.models.volume }}
-        - {name: models, mountPath: {{ $v.models.mountPath }}, readOnly: true}
-        {{- end }}
+        {{- include "smcserve.modelMounts" . | nindent 8 }}
+    {{- include "smcserve.sidecars" . | nindent 4 }}
   volumes:
-    {{- include "smcserve.baseVolumes" (dict "root" . "shm" $v.ray.head.shm) | nindent 4 }}
+    {{- include "smcserve.baseVolumes" (merge (dict "shm" $v.ray.head.shm) .) | nindent 4 }}
     - name: data
       {{- toYaml $v.batch.volume | nindent 6 }}
-    {{- with $v.models.volume }}
-    - name: models
-      {{- toYaml . | nindent 6 }}
-    {{- end }}
+    {{- include "smcserve.modelVolumes" . | nindent 4 }}
 {{- end -}}

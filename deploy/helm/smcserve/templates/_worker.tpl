@@ -1,19 +1,19 @@
-{{/* A pod of a worker group. Arguments: root, side, group, gpus, gateway. */}}
+{{/* A pod of a worker group. Arguments: root, pod, side, group, gpus, gateway. */}}
 
 {{- define "smcserve.workerPod" -}}
 metadata:
-  {{- include "smcserve.podMetadata" (dict "root" .root "component" .side) | nindent 2 }}
+  {{- include "smcserve.podMetadata" (merge (dict "component" .side) .) | nindent 2 }}
 spec:
-  {{- include "smcserve.podCommon" (dict "root" .root "place" .group) | nindent 2 }}
+  {{- include "smcserve.podCommon" . | nindent 2 }}
   terminationGracePeriodSeconds: {{ include "smcserve.gracePeriod" .root }}
-  {{- include "smcserve.tritonInit" .root | nindent 2 }}
+  {{- include "smcserve.initContainers" (merge (dict "ranks" true) .) | nindent 2 }}
   containers:
     - name: ray-worker
-      {{- include "smcserve.container" .root | nindent 6 }}
+      {{- include "smcserve.container" . | nindent 6 }}
       ports:
         - {name: metrics, containerPort: 8080}
       env:
-        {{- include (ternary "smcserve.rayEnv" "smcserve.jobEnv" .gateway) .root | nindent 8 }}
+        {{- include (ternary "smcserve.rayEnv" "smcserve.jobEnv" .gateway) . | nindent 8 }}
       lifecycle:
         preStop:
           exec:
@@ -23,17 +23,20 @@ spec:
       resources:
         {{- include "smcserve.resources" . | nindent 8 }}
       volumeMounts:
-        {{- include "smcserve.baseMounts" .root | nindent 8 }}
-        {{- include "smcserve.modelMounts" .root | nindent 8 }}
+        {{- include "smcserve.baseMounts" . | nindent 8 }}
+        {{- include "smcserve.modelMounts" . | nindent 8 }}
+        {{- include "smcserve.tritonMounts" . | nindent 8 }}
+    {{- include "smcserve.sidecars" . | nindent 4 }}
   volumes:
-    {{- include "smcserve.baseVolumes" (dict "root" .root "shm" .group.shm) | nindent 4 }}
-    {{- include "smcserve.modelVolumes" .root | nindent 4 }}
+    {{- include "smcserve.baseVolumes" (merge (dict "shm" .group.shm) .) | nindent 4 }}
+    {{- include "smcserve.modelVolumes" . | nindent 4 }}
+    {{- include "smcserve.tritonVolumes" . | nindent 4 }}
 {{- end -}}
 
-{{/* Resources with the GPUs in them: a GPU's request is its limit. Arguments: group (with resources, gpuResource), gpus. */}}
+{{/* Resources with the GPUs in them: a GPU's request is its limit. None where a claim brings them. Arguments: group (with resources, gpuResource), gpus. */}}
 {{- define "smcserve.resources" -}}
 {{- $resources := deepCopy .group.resources -}}
-{{- if .gpus -}}
+{{- if and .gpus .group.gpuResource -}}
 {{- $gpus := dict .group.gpuResource .gpus -}}
 {{- $resources = mergeOverwrite $resources (dict "requests" $gpus "limits" $gpus) -}}
 {{- end -}}

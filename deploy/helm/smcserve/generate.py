@@ -1,6 +1,8 @@
-"""Writes the chart's README: what README.md.in says, with a table of every value that has a comment `# -- ..` in values.yaml.
+"""Writes what the chart has of other files: files/, and its README with a table of all values that have a comment `# -- ..`.
 
-python deploy/helm/smcserve/readme.py
+Copies, not links: packaging follows links, but some tools that fetch charts drop them.
+
+python deploy/helm/smcserve/generate.py
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from pathlib import Path
 import yaml
 
 HERE = Path(__file__).parent
+DEPLOY = HERE.parents[1]
 TABLE = "<!-- values -->"
 
 
@@ -37,5 +40,17 @@ def readme() -> str:
     return (HERE / "README.md.in").read_text().replace(TABLE, f"| value | default | |\n| :--- | :--- | :--- |\n{body}")
 
 
+def generated() -> dict[Path, str]:
+    """What every generated file should hold."""
+    copies = {"values.yaml": HERE / "values.yaml"}
+    copies |= {path.name: path for path in DEPLOY.glob("prometheus/*.yml") if path.stem in ("rules", "alerts")}
+    copies |= {f"dashboards/{path.name}": path for path in DEPLOY.glob("grafana/dashboards/*.json")}
+    index = sorted([*copies, *(f"scripts/{path.name}" for path in HERE.glob("files/scripts/*") if path.is_file())])
+    texts = {name: path.read_text() for name, path in copies.items()} | {"index.txt": "\n".join(index) + "\n"}
+    return {HERE / "README.md": readme()} | {HERE / "files" / name: text for name, text in texts.items()}
+
+
 if __name__ == "__main__":
-    (HERE / "README.md").write_text(readme())
+    for target, text in generated().items():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text)

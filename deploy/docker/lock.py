@@ -1,0 +1,59 @@
+"""Writes the locks that images are built from: every package, with the versions of constraints.txt and the hashes of its files.
+
+A package that a lock has already keeps its version unless constraints.txt says otherwise. To renew all: delete the locks first.
+
+python deploy/docker/lock.py
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+LOCKS = Path(__file__).parent / "locks"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+HEADER = "# Made by deploy/docker/lock.py; not to be changed by hand.\n"
+OLDEST_PYTHON = PROJECT["project"]["requires-python"].removeprefix(">=")
+
+
+def inputs() -> dict[str, list[str]]:
+    """What each lock must hold, beside what that needs. PyTorch for CPUs is not on PyPI: the lock has what it needs, and not itself."""
+    serving = PROJECT["project"]["dependencies"]
+    torch = [
+        need for need in importlib.metadata.requires("torch") or () if not re.match(r"nvidia|cuda|triton", need) and "extra ==" not in need
+    ]
+    return {
+        "build": PROJECT["build-system"]["requires"],
+        "cpu": [need for need in serving if not need.startswith("torch")] + torch,
+        "router": ["smg"],
+        "cuda": serving + PROJECT["project"]["optional-dependencies"]["gpu"],
+    }
+
+
+def write(name: str, needs: list[str]) -> None:
+    command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--generate-hashes", "--universal", "--no-header", "--no-annotate"]
+    command += [
+        "--only-binary",
+        ":all:",
+        "--python-version",
+        OLDEST_PYTHON,
+        "-c",
+        ROOT / "constraints.txt",
+        "-o",
+        LOCKS / f"{name}.txt",
+        "-",
+    ]
+    subprocess.run(command, input="\n".join(needs), text=True, check=True)
+    lock = LOCKS / f"{name}.txt"
+    lock.write_text(HEADER + lock.read_text().removeprefix(HEADER))
+
+
+if __name__ == "__main__":
+    LOCKS.mkdir(exist_ok=True)
+    for name, needs in inputs().items():
+        write(name, needs)

@@ -1,0 +1,218 @@
+{{/* What is refused: with what was given and what is allowed, before anything is sent. */}}
+
+{{/* A mistake ends here, with what was given and what is allowed. */}}
+{{- define "smcserve.check" -}}
+{{- $v := .Values -}}
+{{- include "smcserve.checkFiles" . -}}
+{{- include "smcserve.checkNames" . -}}
+{{- if not (or $v.serve.enabled $v.batch.enabled) -}}
+{{- fail "serve.enabled and batch.enabled are both false; enable one, or nothing is installed" -}}
+{{- end -}}
+{{- if and (eq $v.topology "pod") $v.batch.enabled -}}
+{{- fail "batch.enabled=true with topology=pod; a batch runs on a RayCluster: use topology=cluster" -}}
+{{- end -}}
+{{- if and $v.batch.enabled (empty $v.batch.volume) -}}
+{{- fail "batch.volume is empty; give a volume that outlives the job, such as {persistentVolumeClaim: {claimName: ..}}, or its answers are lost" -}}
+{{- end -}}
+{{- if and $v.keda.enabled (ne $v.topology "pod") -}}
+{{- fail "keda.enabled=true with topology=cluster; a RayCluster cannot be scaled from outside: use topology=pod, or install more releases" -}}
+{{- end -}}
+{{- if and $v.keda.enabled (lt (int $v.keda.maxReplicas) (int $v.keda.minReplicas)) -}}
+{{- fail (printf "keda.maxReplicas=%v; allowed: at least keda.minReplicas=%v" $v.keda.maxReplicas $v.keda.minReplicas) -}}
+{{- end -}}
+{{- if and $v.keda.enabled (gt (int $v.keda.fallbackReplicas) (int $v.keda.maxReplicas)) -}}
+{{- fail (printf "keda.fallbackReplicas=%v; allowed: at most keda.maxReplicas=%v" $v.keda.fallbackReplicas $v.keda.maxReplicas) -}}
+{{- end -}}
+{{- if and $v.monitoring.serviceMonitor $v.monitoring.podMonitor -}}
+{{- fail "monitoring.serviceMonitor and monitoring.podMonitor are both true; choose one, or everything is measured twice" -}}
+{{- end -}}
+{{- if and $v.engine.branches (eq $v.engine.form "lockstep") -}}
+{{- fail (printf "engine.branches=%v has no effect with engine.form=lockstep; leave it out" $v.engine.branches) -}}
+{{- end -}}
+{{- if and $v.service.headless (ne $v.service.type "ClusterIP") -}}
+{{- fail (printf "service.headless=true with service.type=%s; only ClusterIP can be without an address" $v.service.type) -}}
+{{- end -}}
+{{- if ne $v.service.type "LoadBalancer" -}}
+{{- include "smcserve.unused" (dict "root" . "paths" (list "service.loadBalancerClass" "service.loadBalancerSourceRanges") "where" (printf "service.type=%s" $v.service.type)) -}}
+{{- end -}}
+{{- with $v.pod.strategy -}}
+{{- if eq .type "Recreate" -}}
+{{- include "smcserve.unused" (dict "root" $ "paths" (list "pod.strategy.maxSurge" "pod.strategy.maxUnavailable") "where" "pod.strategy.type=Recreate") -}}
+{{- else if and (has (toString .maxSurge) (list "0" "0%")) (has (toString .maxUnavailable) (list "0" "0%")) -}}
+{{- fail "pod.strategy.maxSurge and pod.strategy.maxUnavailable are both 0; raise one, or no pod could ever be replaced" -}}
+{{- end -}}
+{{- end -}}
+{{- if and $v.ray.auth.secret (eq $v.ray.auth.mode "disabled") -}}
+{{- fail "ray.auth.secret has no effect with ray.auth.mode=disabled; use mode=token, or leave the secret out" -}}
+{{- end -}}
+{{- range $side := list "draft" "target" -}}
+{{- $group := index $v $side -}}
+{{- if $group.gpus -}}
+{{- if ne $v.device "cuda" -}}
+{{- fail (printf "%s.gpus=%v has no effect with device=%s; use device=cuda, or leave it out" $side $group.gpus $v.device) -}}
+{{- else if lt (int $group.gpus) (int $group.tp) -}}
+{{- fail (printf "%s.gpus=%v; allowed: at least %s.tp=%v, because the ranks of a model share a pod" $side $group.gpus $side $group.tp) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- include "smcserve.checkModels" . -}}
+{{- include "smcserve.checkPods" . -}}
+{{- include "smcserve.checkRoutes" . -}}
+{{- include "smcserve.checkRouter" . -}}
+{{- include "smcserve.checkSecurity" . -}}
+{{- include "smcserve.checkUnused" . -}}
+{{- end -}}
+
+{{/* Some tools drop links and files on the way: then the chart is not whole. */}}
+{{- define "smcserve.checkFiles" -}}
+{{- range $name := prepend (.Files.Lines "files/index.txt") "index.txt" -}}
+{{- if and $name (not ($.Files.Get (printf "files/%s" $name))) -}}
+{{- fail (printf "the chart is not whole: files/%s is missing or empty; get it again, as deploy/helm/smcserve of the repository or as a package" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Names that Kubernetes would refuse, some of them long after the installation. */}}
+{{- define "smcserve.checkNames" -}}
+{{- $name := include "smcserve.name" . -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) -}}
+{{- fail (printf "the name %q, of release %q, is none for a Service or a RayCluster; allowed: a-z, 0-9 and '-', a letter first: give another release name, or fullnameOverride" $name .Release.Name) -}}
+{{- end -}}
+{{- with .Values.nameOverride -}}
+{{- if not (regexMatch "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$" .) -}}
+{{- fail (printf "nameOverride=%q; allowed: a-z, 0-9 and '-', no '-' at either end" .) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "smcserve.checkModels" -}}
+{{- $models := .Values.models -}}
+{{- $given := dict -}}
+{{- range $side := list "target" "draft" -}}
+{{- $model := index $models $side -}}
+{{- if and $model.path $model.source -}}
+{{- fail (printf "models.%s.path=%q has no effect with models.%s.source; leave one out" $side $model.path $side) -}}
+{{- end -}}
+{{- $_ := set $given $side (or (not (empty $model.path)) (not (empty $model.source))) -}}
+{{- end -}}
+{{- if ne $given.target $given.draft -}}
+{{- fail (printf "models.target and models.draft go together, and one of them has neither path nor source: target %v, draft %v; give both, or neither for the pair of the image" $given.target $given.draft) -}}
+{{- end -}}
+{{- if include "smcserve.downloads" (dict "root" .) -}}
+{{- if not $models.volume -}}
+{{- fail "models.volume is empty; a model that is downloaded needs a volume that all pods share, such as {persistentVolumeClaim: {claimName: ..}}" -}}
+{{- end -}}
+{{- else -}}
+{{- include "smcserve.unused" (dict "root" . "paths" (list "models.download") "where" "models that are not downloaded") -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "smcserve.checkRoutes" -}}
+{{- $v := .Values -}}
+{{- if and $v.ingress.enabled (not $v.ingress.hosts) -}}
+{{- fail "ingress.hosts is empty; name at least one host, or every call to the controller would come here" -}}
+{{- end -}}
+{{- if and $v.route.enabled (not $v.route.parentRefs) -}}
+{{- fail "route.parentRefs is empty; name the Gateway that takes the calls: [{name: .., namespace: ..}]" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What the chart sets itself, and finds pods and files by. */}}
+{{- define "smcserve.checkPods" -}}
+{{- $v := .Values -}}
+{{- $own := include "smcserve.labels" . | fromYaml -}}
+{{- $volumes := list "tmp" "shm" "models" "model-target" "model-draft" "triton" "data" "tls" "client-ca" "ca" "probe" "tokens" -}}
+{{- $places := dict "podTemplate" $v.podTemplate "ray.head.podTemplate" $v.ray.head.podTemplate "pod.podTemplate" $v.pod.podTemplate "draft.podTemplate" $v.draft.podTemplate "target.podTemplate" $v.target.podTemplate "models.download.podTemplate" $v.models.download.podTemplate "router.podTemplate" $v.router.podTemplate -}}
+{{- range $place, $pod := $places -}}
+{{- range $label, $_ := $pod.labels -}}
+{{- if or (hasKey $own $label) (eq $label "app.kubernetes.io/component") (hasPrefix "ray.io/" $label) -}}
+{{- fail (printf "%s.labels: %s is set by the chart, and pods are found by it; use another label" $place $label) -}}
+{{- end -}}
+{{- end -}}
+{{- range $pod.extraVolumes -}}
+{{- if has .name $volumes -}}
+{{- fail (printf "%s.extraVolumes: %s is a volume of the chart; use another name" $place .name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- range $label, $_ := merge (dict) $v.commonLabels $v.service.labels -}}
+{{- if or (hasKey $own $label) (eq $label "app.kubernetes.io/component") -}}
+{{- fail (printf "commonLabels or service.labels: %s is set by the chart; use another label" $label) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "smcserve.checkSecurity" -}}
+{{- $v := .Values -}}
+{{- if not $v.tls.secret -}}
+{{- range $name := list "clientCaSecret" "serverName" "caSecret" "probeSecret" -}}
+{{- if index $v.tls $name -}}
+{{- fail (printf "tls.%s has no effect without tls.secret; give it, or leave this out" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- if $v.auth.tokensSecret -}}
+{{- fail "auth.tokensSecret without tls.secret: everybody on the way could read the tokens; give tls.secret too" -}}
+{{- end -}}
+{{- end -}}
+{{- if ne (empty $v.tls.clientCaSecret) (empty $v.tls.probeSecret) -}}
+{{- fail "tls.clientCaSecret and tls.probeSecret go together: the probes must show a certificate that the service accepts" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What belongs to a topology, or to a part, that is not installed. */}}
+{{- define "smcserve.checkUnused" -}}
+{{- $v := .Values -}}
+{{- $unused := list -}}
+{{- if eq $v.topology "pod" -}}
+{{- $unused = list "ray" "gateway.resources" "draft.gpuResource" "monitoring.ray" -}}
+{{- range $side := list "draft" "target" -}}
+{{- range list "replicas" "resources" "shm" "podTemplate" -}}
+{{- $unused = append $unused (printf "%s.%s" $side .) -}}
+{{- end -}}
+{{- end -}}
+{{- include "smcserve.unused" (dict "root" . "paths" $unused "where" "topology=pod: use `pod.*`, and target.gpuResource") -}}
+{{- else -}}
+{{- include "smcserve.unused" (dict "root" . "paths" (list "pod") "where" "topology=cluster: use `draft.*` and `target.*`") -}}
+{{- end -}}
+{{- if $v.keda.enabled -}}
+{{- include "smcserve.unused" (dict "root" . "paths" (list "pod.replicas") "where" "keda.enabled=true: use keda.minReplicas") -}}
+{{- end -}}
+{{- range $part := list "batch" "keda" "networkPolicy" "ingress" "route" "router" -}}
+{{- if not (index $v $part "enabled") -}}
+{{- include "smcserve.unused" (dict "root" $ "paths" (list $part) "where" (printf "%s.enabled=false" $part)) -}}
+{{- end -}}
+{{- end -}}
+{{- if not $v.monitoring.rules -}}
+{{- include "smcserve.unused" (dict "root" . "paths" (list "monitoring.runbookUrl") "where" "monitoring.rules=false") -}}
+{{- end -}}
+{{- if not $v.serve.enabled -}}
+{{- $unused = list "tls" "auth" "service" "keda" "podDisruptionBudget" "monitoring.serviceMonitor" "monitoring.podMonitor" -}}
+{{- $unused = concat $unused (list "gateway.port" "gateway.metricsPort" "gateway.resources" "gateway.extraArgs" "test" "ingress" "route" "router") -}}
+{{- $unused = concat $unused (list "engine.maxQueue" "engine.maxQueuePages") -}}
+{{- include "smcserve.unused" (dict "root" . "paths" $unused "where" "serve.enabled=false") -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Refuses what differs from the default, at or below each of the dotted paths. Arguments: root, paths, where. */}}
+{{- define "smcserve.unused" -}}
+{{- $defaults := .root.Files.Get "files/values.yaml" | fromYaml -}}
+{{- range $path := .paths -}}
+{{- $default := $defaults -}}
+{{- $given := $.root.Values -}}
+{{- range splitList "." $path -}}
+{{- $default = index $default . -}}
+{{- $given = index $given . -}}
+{{- end -}}
+{{- if and (kindIs "map" $default) $default -}}
+{{- range $key, $_ := $given -}}
+{{- if hasKey $default $key -}}
+{{- include "smcserve.unused" (dict "root" $.root "paths" (list (printf "%s.%s" $path $key)) "where" $.where) -}}
+{{- else -}}
+{{- fail (printf "%s.%s has no effect with %s" $path $key $.where) -}}
+{{- end -}}
+{{- end -}}
+{{- else if ne (toJson $default) (toJson $given) -}}
+{{- fail (printf "%s=%s has no effect with %s" $path (toJson $given) $.where) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}

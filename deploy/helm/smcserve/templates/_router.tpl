@@ -1,0 +1,56 @@
+{{/* smg, the router before the gangs of topology `pod`. */}}
+
+{{- define "smcserve.routerImage" -}}
+{{- with .Values.router.image -}}
+{{ .repository }}{{ if .digest }}@{{ .digest }}{{ else }}:{{ default (printf "%s-router" $.Chart.AppVersion) .tag }}{{ end }}
+{{- end -}}
+{{- end -}}
+
+{{- define "smcserve.routerSelector" -}}
+{{ include "smcserve.selector" . }}
+app.kubernetes.io/component: router
+{{- end -}}
+
+{{- define "smcserve.routerArgs" -}}
+{{- $v := .Values -}}
+- launch
+- --host=0.0.0.0
+- --port={{ $v.router.port }}
+- --prometheus-port={{ $v.router.metricsPort }}
+- --health-check-port={{ $v.router.healthPort }}
+- --backend=vllm
+- --policy={{ $v.router.policy }}
+- --service-discovery
+- --service-discovery-namespace={{ .Release.Namespace }}
+- --service-discovery-port={{ $v.gateway.port }}
+- --selector
+{{- range $label, $value := include "smcserve.gatewaySelector" . | fromYaml }}
+- {{ printf "%s=%s" $label $value }}
+{{- end }}
+- --health-check-interval-secs={{ $v.router.healthInterval }}
+- --worker-startup-timeout-secs={{ ceil $v.timeouts.start }}
+- --shutdown-grace-period-secs={{ $v.router.drainTimeout }}
+# Else whoever reaches the port could register workers.
+- --control-plane-api-keys=chart:chart:admin:$(CONTROL_KEY)
+{{- if $v.router.apiKeySecret }}
+- --api-key=$(API_KEY)
+{{- end }}
+{{- range $v.router.extraArgs }}
+- {{ . | quote }}
+{{- end }}
+{{- end -}}
+
+{{- define "smcserve.checkRouter" -}}
+{{- $v := .Values -}}
+{{- if $v.router.enabled -}}
+{{- if ne $v.topology "pod" -}}
+{{- fail "router.enabled=true with topology=cluster, which is one gang a release; use topology=pod, whose replicas are gangs" -}}
+{{- end -}}
+{{- if not $v.router.controlKeySecret -}}
+{{- fail "router.controlKeySecret is empty; give a Secret with `key`, or whoever reaches the router could send its callers elsewhere" -}}
+{{- end -}}
+{{- if $v.tls.secret -}}
+{{- fail "router.enabled=true with tls.secret; smg speaks plain text to the gangs: leave tls.secret out, close the gangs' port by networkPolicy, and encrypt at an Ingress or a route" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}

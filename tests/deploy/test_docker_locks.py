@@ -1,0 +1,213 @@
+"""What an image is made of: locks that are whole, checked by hash, and agree with what was tested; releases from pinned bases alone."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.metadata
+import itertools
+import os
+import re
+import subprocess
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.deploy.chart import ROOT, containers, render, templates
+from tests.deploy.test_docker import DOCKER, DOCKERFILES, instructions, with_python
+
+LOCKS = {path.stem: path for path in sorted((DOCKER / "locks").glob("*.txt"))}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+IMAGE = {"python_version": "3.12", "python_full_version": "3.12.3", "sys_platform": "linux", "platform_system": "Linux", "extra": ""}
+PINNED = {
+    canonicalize_name(name): version
+    for name, version in re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+}
+
+
+def locked(name: str) -> list[tuple[Requirement, list[str]]]:
+    """Requirement and hashes, in the order of the lock. Nothing else may be in it: no address of an index, no path."""
+    text = re.sub(r"\s*\\\n\s*", " ", "".join(line for line in LOCKS[name].open() if not line.startswith("#")))
+    found = []
+    for line in text.splitlines():
+        requirement, *hashes = line.split(" --hash=")
+        found.append((Requirement(requirement), hashes))
+    return found
+
+
+def installed(name: str) -> dict[str, str]:
+    """Versions in an image, by canonical name."""
+    every = [requirement for requirement, _ in locked(name) if not requirement.marker or requirement.marker.evaluate(IMAGE)]
+    return {canonicalize_name(each.name): str(each.specifier).removeprefix("==") for each in every}
+
+
+def needs(requirements: list[str]) -> set[tuple[str, str]]:
+    """Canonical names with each extra that is asked for, in an image."""
+    asked = [Requirement(each) for each in requirements]
+    return {
+        (canonicalize_name(each.name), extra)
+        for each in asked
+        if not each.marker or each.marker.evaluate(IMAGE)
+        for extra in ["", *each.extras]
+    }
+
+
+def test_a_lock_has_hashes_and_nothing_but_packages():
+    assert LOCKS.keys() == {"build", "cpu", "cuda", "router"}
+    for name in LOCKS:
+        for requirement, hashes in locked(name):
+            assert requirement.url is None and re.fullmatch(r"==[^*]+", str(requirement.specifier))
+            assert hashes and all(re.fullmatch("sha256:[0-9a-f]{64}", each) for each in hashes), requirement
+
+
+def test_locks_hold_the_versions_that_are_tested():
+    for name in LOCKS:
+        found = installed(name)
+        for package in found.keys() & PINNED.keys():
+            assert found[package] == PINNED[package], f"{package} in {name}: run python deploy/docker/lock.py"
+    torch, jit_cache = (f"torch=={PINNED['torch']}+cpu", f"flashinfer-jit-cache=={PINNED['flashinfer-python']}")
+    cpu, cuda = DOCKERFILES
+    assert (0, f"TORCH={torch}") in instructions(cpu, "ARG") and (0, f"JIT_CACHE={jit_cache}") in instructions(cuda, "ARG")
+
+
+def test_locks_are_whole():
+    """What the project asks for, and what that asks for, as far as it is installed here; but no more than serving takes."""
+    serving = PROJECT["project"]["dependencies"]
+    asked = {
+        "build": PROJECT["build-system"]["requires"],
+        "cpu": serving,
+        "cuda": serving + PROJECT["project"]["optional-dependencies"]["gpu"],
+    }
+    asked["router"] = ["smg"]
+    apart = {"cpu": {"torch"}}
+    for name, requirements in asked.items():
+        found, waiting, seen = installed(name), needs(requirements), set()
+        while waiting - seen:
+            package, extra = (waiting - seen).pop()
+            seen.add((package, extra))
+            assert package in found or package in apart.get(name, ()), f"{package} is not in {name}: run python deploy/docker/lock.py"
+            try:
+                own = importlib.metadata.requires(package) or []
+            except importlib.metadata.PackageNotFoundError:
+                continue
+            chosen = [each for each in own if not (marker := Requirement(each).marker) or marker.evaluate(IMAGE | {"extra": extra})]
+            waiting |= needs([re.sub(r";.*", "", each) for each in chosen])
+    assert not {"matplotlib", "pytest", "transformers", "ruff"} & (installed("cpu").keys() | installed("cuda").keys())
+
+
+def test_the_generator_is_no_newer_than_the_oldest_grpc_that_is_accepted():
+    """Its code would not start with an older one; every build has this generator, whoever's it is."""
+    (generator,) = [each for each in PROJECT["build-system"]["requires"] if each.startswith("grpcio-tools")]
+    oldest = [each for each in PROJECT["project"]["dependencies"] if each.startswith("grpcio>=")]
+    version = generator.removeprefix("grpcio-tools==")
+    assert oldest == [f"grpcio>={version}"] and installed("build")["grpcio-tools"] == version
+
+
+def wheel(folder: Path, name: str) -> str:
+    """A package that says its name; its hash."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {f"{name}.py": f"NAME = {name!r}\n", f"{name}-1.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n"}
+    files[f"{name}-1.dist-info/WHEEL"] = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    hashes = {path: base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).decode().rstrip("=") for path, text in files.items()}
+    record = "".join(f"{path},sha256={hashes[path]},{len(files[path])}\n" for path in files) + f"{name}-1.dist-info/RECORD,,\n"
+    path = folder / f"{name}-1-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for inside, text in (files | {f"{name}-1.dist-info/RECORD": record}).items():
+            archive.writestr(inside, text)
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_dependencies_are_installed_by_their_hashes(tmp_path):
+    """Those of the lock, and the one of another index; an environment that builds nothing, and finds the application beside it."""
+    first = wheel(tmp_path / "found", "smc_first")
+    second = wheel(tmp_path / "index/smc-second", "smc_second")
+    (tmp_path / "index/smc-second/index.html").write_text('<a href="smc_second-1-py3-none-any.whl">x</a>')
+    lock = tmp_path / "lock.txt"
+    lock.write_text(f"smc-first==1 --hash=sha256:{first}\n")
+    environment = with_python() | {"PIP_FIND_LINKS": str(tmp_path / "found"), "PIP_NO_INDEX": "0"}
+    package = ["smc-second==1", (tmp_path / "index").as_uri()]
+
+    def install(sha256: str) -> subprocess.CompletedProcess:
+        command = ["bash", DOCKER / "install_dependencies.sh", tmp_path / "venv", tmp_path / "app", lock, *package, sha256]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+
+    refused = install("0" * 64)
+    assert refused.returncode == 1 and "DO NOT MATCH THE HASHES" in refused.stdout + refused.stderr
+    done = install(second)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app/smc_application.py").touch()
+    python = tmp_path / "venv/bin/python"
+    said = subprocess.run(
+        [python, "-c", "import smc_first, smc_second, smc_application; print(smc_second.NAME)"], capture_output=True, text=True
+    )
+    assert said.stdout == "smc_second\n" and not (tmp_path / "venv/bin/pip").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "pins", "said"),
+    [
+        ("cpu", "BASE=python:3.12.13-slim-bookworm\n", "BASE='python:3.12.13-slim-bookworm'"),
+        ("cpu", f"BASE=python@sha256:{'0' * 64}\n", "allowed: an image with its digest, NAME:TAG@sha256:.."),
+        ("cuda", f"BASE=a:1@sha256:{'0' * 64}\n", "JIT_CACHE_SHA256=''"),
+        ("cpu", f"BASE=a:1@sha256:{'0' * 64}\nTORCH_SHA256=latest\n", "TORCH_SHA256='latest'"),
+        ("arm", "", "kind arm; allowed: cpu, cuda, router"),
+    ],
+)
+def test_a_release_is_not_built_from_what_may_change(kind, pins, said, tmp_path):
+    (tmp_path / "pins").write_text(pins)
+    ran = subprocess.run(["bash", DOCKER / "release.sh", kind, "a:1", tmp_path / "pins", "--print"], capture_output=True, text=True)
+    assert ran.returncode == 2 and said in ran.stderr
+
+
+def test_a_release_says_which_commit_it_is(tmp_path):
+    """In a checkout of its own: a release is built from a commit, and from nothing beside it."""
+    checkout = tmp_path / "checkout"
+    (checkout / "deploy/docker").mkdir(parents=True)
+    (checkout / "deploy/docker/release.sh").write_text((DOCKER / "release.sh").read_text())
+    pins = tmp_path / "pins"
+    base = f"nvidia/cuda:13.0.0-base-ubuntu24.04@sha256:{'1' * 64}"
+    pins.write_text(f"BASE={base}\nJIT_CACHE_SHA256={'2' * 64}\n")
+    git = ["git", "-C", checkout, "-c", "user.name=a", "-c", "user.email=a@example.com"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-qm", "one"], check=True)
+    release = ["bash", checkout / "deploy/docker/release.sh", "cuda", "registry.example/smcserve:1", pins, "--print"]
+    command = subprocess.run(release, capture_output=True, text=True, check=True).stdout.splitlines()
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    arguments = [text for option, text in itertools.pairwise(command) if option == "--build-arg"]
+    assert {f"BASE={base}", f"JIT_CACHE_SHA256={'2' * 64}", f"REVISION={commit}"} <= set(arguments)
+    named = {argument.split("=")[0] for argument in arguments} - {"SOURCE_DATE_EPOCH"}
+    declared = {text.split("=")[0] for _, text in instructions(DOCKER / "Dockerfile.cuda", "ARG")}
+    assert named <= declared, "a build argument that the Dockerfile does not know would have no effect"
+    (checkout / "more").touch()
+    dirty = subprocess.run(release, capture_output=True, text=True)
+    assert dirty.returncode == 2 and "a release is built from a commit" in dirty.stderr
+
+
+NVRM = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (dvs-builder@U22)\nGCC version: 12.3.0\n"
+
+
+@pytest.mark.parametrize(("version", "code"), [("580.65.06", 0), ("590.1", 0), ("570.124.06", 1), ("535.54.03", 1), (None, 0)])
+def test_a_driver_that_is_too_old_is_named(version, code, tmp_path):
+    told = tmp_path / "version"
+    if version:
+        told.write_text(NVRM.format(version))
+    command = ["bash", DOCKER / "check_driver.sh", "echo", "a  b"]
+    ran = subprocess.run(command, env=os.environ | {"NVIDIA_VERSION_FILE": str(told)}, capture_output=True, text=True)
+    assert ran.returncode == code
+    assert ran.stdout == "" if code else ran.stdout == "a  b\n"
+    assert not code or f"is {version}; this image needs R580 or newer" in ran.stderr
+
+
+def test_every_gpu_pod_looks_at_the_driver_first():
+    """Those that start by the image's entry point, and Ray's, which do not."""
+    assert instructions(DOCKER / "Dockerfile.cuda", "ENTRYPOINT") == [(2, '["tini", "--", "check-driver", "smcserve"]')]
+    assert any(text.endswith("check_driver.sh /usr/local/bin/check-driver") for _, text in instructions(DOCKER / "Dockerfile.cuda", "COPY"))
+    pods = templates(render("values-8b"))
+    for side in ("draft", "target"):
+        assert containers(pods[side]["spec"])[0]["command"][0] == "check-driver"

@@ -1,0 +1,113 @@
+"""What each operator and Kubernetes itself make of the chart's objects, beyond their schemas."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+
+from tests.deploy.chart import all_of_kind, containers, of_kind, pod_specs, render, templates
+
+POD = {"topology": "pod"}
+TLS = {"tls": {"secret": "certificate"}}
+BATCH = {"batch": {"enabled": True, "volume": {"persistentVolumeClaim": {"claimName": "data"}}}}
+
+
+def test_a_batch_job_has_no_upgrade_strategy_and_does_not_wait_for_ever():
+    """KubeRay refuses a cluster with `upgradeStrategy` if a RayJob made it, and the job would wait for it."""
+    objects = render(BATCH, {"ray": {"upgradeStrategy": "Recreate"}})
+    job = of_kind(objects, "RayJob")["spec"]
+    assert of_kind(objects, "RayCluster")["spec"]["upgradeStrategy"] == {"type": "Recreate"}
+    assert "upgradeStrategy" not in job["rayClusterSpec"]
+    assert 0 < job["preRunningDeadlineSeconds"] < job["activeDeadlineSeconds"]
+
+
+@pytest.mark.parametrize("kind", ["LoadBalancer", "NodePort"])
+def test_metrics_are_not_published_beside_calls(kind):
+    services = all_of_kind(render({"service": {"type": kind}}), "Service")
+    published = [each["spec"] for each in services.values() if each["spec"]["type"] != "ClusterIP"]
+    assert [[port["port"] for port in spec["ports"]] for spec in published] == [[50051]]
+    (metrics,) = [each["spec"] for each in services.values() if each["spec"]["type"] == "ClusterIP"]
+    assert [port["port"] for port in metrics["ports"]] == [9400]
+
+
+def test_a_load_balancer_is_chosen_and_closed():
+    given = {"loadBalancerClass": "example.com/internal", "loadBalancerSourceRanges": ["10.0.0.0/8"]}
+    service = all_of_kind(render({"service": {"type": "LoadBalancer", "labels": {"team": "a"}, **given}}), "Service")["demo-smcserve"]
+    assert given.items() <= service["spec"].items() and service["metadata"]["labels"]["team"] == "a"
+
+
+@pytest.mark.parametrize(
+    ("layer", "protocol"), [({}, "kubernetes.io/h2c"), (TLS, "https"), ({"service": {"appProtocol": "http2"}}, "http2")]
+)
+def test_a_proxy_is_told_what_the_port_speaks(layer, protocol):
+    """`grpc` means plain text to some: with TLS it would be spoken to in vain."""
+    (port,) = all_of_kind(render(layer), "Service")["demo-smcserve"]["spec"]["ports"]
+    assert port["appProtocol"] == protocol
+
+
+def clusters(objects: list[dict]) -> list[dict]:
+    return [of_kind(objects, "RayCluster")["spec"], of_kind(objects, "RayJob")["spec"]["rayClusterSpec"]]
+
+
+def test_workers_find_the_head_before_it_is_ready():
+    """The head is ready once its gateway is, which needs the workers: whatever the operator's settings, they must see it earlier."""
+    for cluster in clusters(render(BATCH)):
+        service = cluster["headGroupSpec"]["headService"]["spec"]
+        assert service == {"clusterIP": "None", "publishNotReadyAddresses": True}
+
+
+def kuberay_reads(text: str) -> dict[str, float]:
+    """As getResourcesMap of KubeRay's pod.go does."""
+    return json.loads(text.strip("'\"` "))
+
+
+def test_ray_and_kuberay_read_the_mark_of_each_group():
+    """KubeRay parses the value, and writes `--resources=VALUE` into a command that a shell runs."""
+    for cluster in clusters(render(BATCH)):
+        for group in cluster["workerGroupSpecs"]:
+            given = group["rayStartParams"]["resources"]
+            written = subprocess.run(["bash", "-c", f"printf %s {given}"], capture_output=True, text=True).stdout
+            assert json.loads(written) == kuberay_reads(given) == {f"smc_{group['groupName']}": 1}
+
+
+def test_the_head_takes_no_ranks():
+    """Whatever its node has: a GPU that the head pod can see would be counted otherwise."""
+    for cluster in clusters(render("values-8b", BATCH)):
+        params = cluster["headGroupSpec"]["rayStartParams"]
+        assert (params["num-cpus"], params["num-gpus"]) == ("0", "0")
+
+
+def test_an_upgrade_needs_no_spare_gpus_if_asked():
+    def strategy(**given: object) -> dict:
+        return of_kind(render(POD, {"pod": {"strategy": given}}), "Deployment")["spec"]["strategy"]
+
+    assert strategy() == {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}
+    assert strategy(maxSurge=0, maxUnavailable="25%")["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": "25%"}
+    assert strategy(type="Recreate") == {"type": "Recreate"}
+
+
+@pytest.mark.parametrize("layer", [BATCH, POD])
+def test_openshift_may_choose_users(layer):
+    own = {"runAsUser": None, "runAsGroup": None, "fsGroup": None, "supplementalGroups": [7]}
+    pods = pod_specs(render(layer, {"podTemplate": {"securityContext": own, "containerSecurityContext": {"runAsUser": 5}}}))
+    for pod in pods:
+        assert pod["securityContext"].items() >= {"runAsNonRoot": True, "supplementalGroups": [7]}.items()
+        assert not pod["securityContext"].keys() & {"runAsUser", "runAsGroup", "fsGroup"}
+        assert all(each["securityContext"].items() >= {"runAsUser": 5, "readOnlyRootFilesystem": True}.items() for each in containers(pod))
+
+
+def test_every_container_can_be_given_a_limit_of_cpus():
+    """Where a quota counts them, a pod with a container without one is refused."""
+    own = {"resources": {"limits": {"cpu": "3"}}}
+    layer = {"device": "cuda", "draft": own, "target": own, "gateway": own, "ray": {"head": own}}
+    for pod in pod_specs(render(BATCH, layer)):
+        assert all("cpu" in each["resources"]["limits"] for each in containers(pod))
+
+
+@pytest.mark.parametrize("name", ["8b", "llama-3.1", "a.b"])
+def test_a_release_whose_name_no_service_may_have_is_refused(name):
+    with pytest.raises(ValueError, match=rf'of release "{name}", is none for a Service or a RayCluster; allowed: a-z'):
+        render({}, name=name)
+    assert templates(render({"fullnameOverride": "fine"}, name=name))

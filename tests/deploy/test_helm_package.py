@@ -1,0 +1,71 @@
+"""The chart as it travels: what it has of other files is theirs, a package renders the same, and one that lost a file says so."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+import sys
+import tarfile
+from pathlib import Path
+
+import helm_python
+import pytest
+import yaml
+
+from tests.deploy.chart import CHART, ROOT, all_of_kind, of_kind, render
+
+EVERYTHING = {"monitoring": {"serviceMonitor": True, "rules": True, "dashboards": True}}
+FILES = sorted(path.relative_to(CHART).as_posix() for path in CHART.glob("files/**/*") if path.is_file())
+
+
+def test_generated_files_are_current(monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    spec = importlib.util.spec_from_file_location("generate", CHART / "generate.py")
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    for path, text in made.generated().items():
+        assert path.read_text() == text, f"{path.name}: run python deploy/helm/smcserve/generate.py"
+    assert {path.relative_to(CHART).as_posix() for path in made.generated()} - {"README.md"} == {
+        name for name in FILES if "/scripts/" not in name
+    }
+
+
+def test_the_chart_has_no_links():
+    """Flux and others drop them."""
+    assert not [path for path in CHART.rglob("*") if path.is_symlink()]
+
+
+def test_a_package_renders_the_same(tmp_path):
+    helm_python.Chart.load(CHART).save(tmp_path)
+    (archive,) = tmp_path.glob("*.tgz")
+    with tarfile.open(archive) as tar:
+        tar.extractall(tmp_path, filter="data")
+    unpacked = tmp_path / "smcserve"
+    assert render(EVERYTHING, chart=helm_python.Chart.load(unpacked)) == render(EVERYTHING)
+    assert not list(unpacked.glob("*.py")) and (unpacked / "values.schema.json").exists()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_chart_that_lost_a_file_says_so(name, tmp_path):
+    copy = tmp_path / "smcserve"
+    shutil.copytree(CHART, copy)
+    (copy / name).unlink()
+    with pytest.raises(ValueError, match=f"the chart is not whole: {re.escape(name)} is missing or empty; get it again"):
+        render(EVERYTHING, chart=helm_python.Chart.load(copy))
+
+
+def test_rules_and_dashboards_are_those_of_the_repository():
+    objects = render(EVERYTHING)
+    files = [ROOT / "deploy/prometheus/rules.yml", ROOT / "deploy/prometheus/alerts.yml"]
+    groups = of_kind(objects, "PrometheusRule")["spec"]["groups"]
+    assert groups == [group for path in files for group in yaml.safe_load(path.read_text())["groups"]]
+    found = {}
+    for each in all_of_kind(objects, "ConfigMap").values():
+        assert each["metadata"]["labels"]["grafana_dashboard"] == "1"
+        found |= each["data"]
+    dashboards = {Path(path).name: path.read_text() for path in (ROOT / "deploy/grafana/dashboards").glob("*.json")}
+    assert dashboards and {name: json.loads(text) for name, text in found.items()} == {
+        name: json.loads(text) for name, text in dashboards.items()
+    }

@@ -1,0 +1,123 @@
+"""smg before several gangs: whom it finds, what it may do, and how the number of gangs follows the load."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from services.metrics import Metrics
+from tests.deploy.binaries import binary
+from tests.deploy.chart import all_of_kind, of_kind, render, templates
+
+ROUTER = {"topology": "pod", "router": {"enabled": True, "controlKeySecret": "control"}}
+CLOSED = {"networkPolicy": {"enabled": True}}
+
+
+def arguments(*layers: dict) -> list[str]:
+    (container,) = templates(render(ROUTER, *layers))["router"]["spec"]["containers"]
+    return container["args"]
+
+
+def test_smg_understands_what_it_is_told():
+    launch = pytest.importorskip("smg.launch_router", reason="smg is installed on x86-64 Linux only")
+    command, *flags = arguments({"router": {"policy": "least_load", "drainTimeout": 30, "extraArgs": ["--retry-max-retries=2"]}})
+    told = launch.parse_router_args(flags)
+    assert command == "launch" and told.service_discovery and told.service_discovery_namespace == "llm"
+    assert (told.backend, told.policy, told.retry_max_retries) == ("vllm", "least_load", 2)
+    assert (told.port, told.prometheus_port, told.health_check_port, told.service_discovery_port) == (30000, 29000, 30001, 50051)
+    assert (told.host, told.shutdown_grace_period_secs, told.worker_startup_timeout_secs) == ("0.0.0.0", 30, 600)
+
+
+def test_it_finds_the_gangs_and_nothing_else():
+    flags = arguments()
+    begin = flags.index("--selector") + 1
+    chosen = dict(flag.split("=") for flag in flags[begin : begin + 3])
+    pods = {name: template["metadata"]["labels"] for name, template in templates(render(ROUTER)).items()}
+    assert pods.keys() == {"gang", "router", "test"}
+    assert [name for name, labels in pods.items() if chosen.items() <= labels.items()] == ["gang"]
+
+
+def test_it_may_look_at_pods_and_do_nothing_else():
+    objects = render(ROUTER)
+    (rule,) = of_kind(objects, "Role")["rules"]
+    assert rule == {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}
+    pod = templates(objects)["router"]["spec"]
+    binding = of_kind(objects, "RoleBinding")
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": pod["serviceAccountName"], "namespace": "llm"}]
+    assert binding["roleRef"]["name"] == of_kind(objects, "Role")["metadata"]["name"] and pod["automountServiceAccountToken"] is True
+    assert templates(objects)["gang"]["spec"]["serviceAccountName"] != pod["serviceAccountName"]
+
+
+def test_its_keys_come_from_secrets():
+    (container,) = templates(render(ROUTER, {"router": {"apiKeySecret": "callers"}}))["router"]["spec"]["containers"]
+    secrets = {each["name"]: each["valueFrom"]["secretKeyRef"]["name"] for each in container["env"] if "valueFrom" in each}
+    used = {name: flag for flag in container["args"] for name in re.findall(r"\$\((\w+)\)", flag)}
+    assert secrets == {"CONTROL_KEY": "control", "API_KEY": "callers"} and used.keys() == secrets.keys(), (
+        "a name without a value would be the key"
+    )
+    assert not [flag for flag in arguments() if "api-key=" in flag]
+
+
+def test_calls_come_to_it_and_to_the_gangs_only_from_it():
+    objects = render(ROUTER, CLOSED, {"ingress": {"enabled": True, "hosts": ["llm.example"]}})
+    service = all_of_kind(objects, "Service")["demo-smcserve-router"]["spec"]
+    labels = templates(objects)["router"]["metadata"]["labels"]
+    assert service["selector"].items() <= labels.items() and [port["port"] for port in service["ports"]] == [30000]
+    ports = [[port["port"] for port in rule.get("ports", ())] for rule in of_kind(objects, "NetworkPolicy")["spec"]["ingress"]]
+    assert ports == [[], [30000], [9400, 29000]]
+    (rule,) = of_kind(objects, "Ingress")["spec"]["rules"]
+    assert rule["http"]["paths"][0]["backend"]["service"] == {"name": "demo-smcserve-router", "port": {"name": "http"}}
+    route = {"route": {"enabled": True, "parentRefs": [{"name": "edge"}]}}
+    assert of_kind(render(ROUTER, route), "GRPCRoute")["spec"]["rules"][0]["backendRefs"] == [{"name": "demo-smcserve", "port": 50051}]
+    plain = render(ROUTER, {"route": route["route"] | {"kind": "HTTPRoute"}})
+    assert of_kind(plain, "HTTPRoute")["spec"]["rules"][0]["backendRefs"] == [{"name": "demo-smcserve-router", "port": 30000}]
+
+
+def test_it_ends_after_the_calls_that_it_carries():
+    for drain in (0, 300):
+        pod = templates(render(ROUTER, {"router": {"drainTimeout": drain}, "gateway": {"preStopDelay": 7}}))["router"]["spec"]
+        assert pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "7"]
+        assert pod["terminationGracePeriodSeconds"] >= drain + 7 + 10
+    budgets = all_of_kind(render(ROUTER), "PodDisruptionBudget")
+    labels = templates(render(ROUTER))["router"]["metadata"]["labels"]
+    covering = [name for name, each in budgets.items() if each["spec"]["selector"]["matchLabels"].items() <= labels.items()]
+    assert covering == ["demo-smcserve-router"] and budgets["demo-smcserve-router"]["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+
+
+WAITS = {
+    "nobody waits": ([0, 0], [60, 60], 0),
+    # 6 wait, 2 a second are answered: 3 s, times two replicas
+    "some wait": ([6, 0], [60, 60], 6),
+    "nothing is answered": ([3, 0], [0, 0], 600),
+}
+
+
+@pytest.mark.parametrize("case", WAITS)
+def test_keda_reckons_how_long_a_request_waits(case, tmp_path):
+    """Of two replicas, by what each says in a minute; a release whose name begins alike counts for nothing."""
+    queued, answered, expected = WAITS[case]
+    assert {"smc_requests_queued", "smc_requests", "smc_serving"} <= {family.name for family in Metrics().registry.collect()}
+    keda = {"topology": "pod", "keda": {"enabled": True, "queueTime": 2}}
+    spec = of_kind(render(keda), "ScaledObject")["spec"]
+    assert spec["fallback"] == {"failureThreshold": 3, "replicas": 1, "behavior": "currentReplicasIfHigher"}
+    wait, _ = spec["triggers"]
+    assert (wait["metricType"], wait["metadata"]["threshold"]) == ("AverageValue", "2")
+    series = []
+    for pod, waiting, rate in [
+        ("demo-smcserve-1-a", queued[0], answered[0]),
+        ("demo-smcserve-1-b", queued[1], answered[1]),
+        ("demo-smcserve-x-1-c", 99, 1),
+    ]:
+        labels = f'{{namespace="llm",pod="{pod}"}}'
+        series.append({"series": f"smc_requests_queued{labels}", "values": f"{waiting}+0x10"})
+        series.append({"series": f"smc_serving{labels}", "values": "1+0x10"})
+        series.append({"series": f"smc_requests_total{labels}", "values": f"0+{rate}x10"})
+    asked = {"expr": wait["metadata"]["query"], "eval_time": "5m", "exp_samples": [{"labels": "{}", "value": expected}]}
+    path: Path = tmp_path / "case.yml"
+    path.write_text(json.dumps({"tests": [{"interval": "1m", "input_series": series, "promql_expr_test": [asked]}]}))
+    ran = subprocess.run([binary("promtool"), "test", "rules", path], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
