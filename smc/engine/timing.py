@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -38,7 +37,7 @@ class Effort:
     """How much is timed. The smallest sizes are, whatever they take."""
 
     seconds: float
-    """After these no larger size is begun."""
+    """Of timed rounds: no larger size is begun that is likely to exceed them."""
     factor: int
     """Between sizes."""
     repeats: int
@@ -49,6 +48,8 @@ class Effort:
 
 BRIEF = Effort(0.6, 8, 2, 0)
 """Where nothing is compiled, and a start must not take longer for it."""
+STEADY = Effort(10.0, 2, 5, 1)
+"""The same, where there is time."""
 THOROUGH = Effort(20.0, 2, 5, TURNS)
 """Where rounds are recorded."""
 
@@ -59,17 +60,18 @@ def time_costs(engine: Engine, effort: Effort) -> Costs | None:
     base = min(PROMPT, engine.context - 3 * engine.config.block - 4)
     if base < 1:
         return None
-    config, samples = engine.config, {side: [] for side in SIDES}
-    begin = time.perf_counter()
-    for count in _sizes(config.max_slots, effort.factor):
-        last = time.perf_counter()
+    samples: dict[str, list[Point]] = {side: [] for side in SIDES}
+    spent = 0.0
+    for count in _sizes(engine.config.max_slots, effort.factor):
+        before = spent
         for program in Program:
             # The draft alone: what one row costs.
-            if program is not Program.DRAFT or count == 1:
-                for side, sample in _samples(engine, program, count, base, effort):
-                    samples[side].append(sample)
-        now = time.perf_counter()
-        if now - begin + LIKELY_GROWTH * (now - last) > effort.seconds:
+            if program is Program.DRAFT and count > 1:
+                continue
+            for side, seconds in _time_rounds(engine, program, count, base, effort).items():
+                spent += sum(seconds)
+                samples[side].append(_sample(program, side, engine.config, count, statistics.median(seconds)))
+        if spent + LIKELY_GROWTH * (spent - before) > effort.seconds:
             break
     return Costs(Curve.through(samples["draft"]), Curve.through(samples["target"]), _overhead(engine, effort))
 
@@ -81,9 +83,9 @@ def _sizes(most: int, factor: int) -> list[int]:
     return sizes if most == 1 else [*sizes, most]
 
 
-def _samples(engine: Engine, program: Program, count: int, base: int, effort: Effort) -> Iterator[tuple[str, Point]]:
-    """Of each side that works: size, and seconds of one step or pass."""
-    config, found = engine.config, {side: [] for side in SIDES}
+def _time_rounds(engine: Engine, program: Program, count: int, base: int, effort: Effort) -> dict[str, list[float]]:
+    """Seconds of the passes of each side that works, round by round."""
+    config, found = engine.config, {side: [] for side in PROGRAMS[program].sides}
     plan = live_plan(program, config, count, base)
     # One model alone takes many passes in a round.
     repeats = effort.repeats if program is Program.PAIR else -(-effort.repeats // 2)
@@ -95,12 +97,14 @@ def _samples(engine: Engine, program: Program, count: int, base: int, effort: Ef
         for side, (begin, end) in pending.spans().items():
             if side in found and turn >= effort.untimed:
                 found[side].append(1e-9 * (end - begin))
-    medians = {side: statistics.median(seconds) for side, seconds in found.items() if seconds}
-    if program is Program.PAIR:
-        yield "draft", (count * config.branches, medians["draft"] / config.block)
-        yield "target", (count * config.target_tokens, medians["target"])
-    else:
-        yield program.value, (count, medians[program.value] / config.block)
+    return found
+
+
+def _sample(program: Program, side: str, config: EngineConfig, count: int, seconds: float) -> Point:
+    """Size and seconds of one step or pass, of a round of `count` places that had that model at work for so long."""
+    if program is not Program.PAIR:
+        return count, seconds / config.block
+    return (count * config.branches, seconds / config.block) if side == "draft" else (count * config.target_tokens, seconds)
 
 
 def live_plan(program: Program, config: EngineConfig, count: int, base: int) -> RoundPlan:
