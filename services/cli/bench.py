@@ -9,10 +9,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-
+from services.cli import advise as advising
 from services.cli import gang, options, ttft
+from services.cli.costs import CURVES_LEGEND, curve_tables, seen_of_rounds, seen_of_speeds
+from services.cli.round_tables import GANG_LEGEND, LOCAL_LEGEND, gang_table, round_table
 from services.cli.speed import APART, MODES, Machines, SpeedPlan, count_gpus, speed_table
 from services.cli.speed import LEGEND as SPEED_LEGEND
 from services.cli.speed import measure as measure_speed
@@ -26,14 +26,7 @@ if TYPE_CHECKING:
     from smc.evaluation.ttft import PairMachine, PromptMachine
     from smc.runtime.config import EngineConfig
 
-LOCAL_LEGEND = (
-    "N={particles}, medians of {rounds} rounds, milliseconds, both models in one process. tokens: by which an answer grew in a round; "
-    "draft, target: forward passes, laws and draws; host: all that is neither, which on an accelerator is done while the models run."
-)
-GANG_LEGEND = (
-    "N={particles}, medians, milliseconds, each model in its own process. draft, target: at work; link: nobody at work, messages on "
-    "their way; coordinator: planning and bookkeeping; stalls: a group without work."
-)
+ROUNDS = 30
 
 
 def bench(
@@ -65,28 +58,33 @@ def bench(
             "--prompts",
         ),
     ] = False,
-    method: Annotated[str, options.option(options.SAMPLING, "Of all modes but plain decoding.", metavar="smc|exact")] = "smc",
+    advise: options.Advise = False,
+    gpus: options.Gpus = None,
+    acceptance: options.AcceptanceOfOne = None,
+    method: Annotated[
+        str | None, options.option(options.SAMPLING, "Of all modes but plain decoding. Default: smc.", metavar="smc|exact")
+    ] = None,
     population: options.Population = None,
     temperature: options.Temperature = None,
     top_k: options.TopK = None,
     top_p: options.TopP = None,
     min_p: options.MinP = None,
-    particles: Annotated[list[int], options.option(options.PARTICLES, "N; may be repeated on cuda.", "--particles", "-n", metavar="N")] = (
-        8,
-    ),
-    block: options.BlockList = (8, 5),
-    branches: options.BranchesList = (4,),
+    particles: options.ParticlesList = None,
+    block: options.BlockList = None,
+    branches: options.BranchesList = None,
     concurrency: Annotated[
         list[int] | None,
         options.option(
             options.MEASURE,
-            "Requests side by side; may be repeated. Default: 1 and 16, with --prompts 8.",
+            "Requests side by side; may be repeated. Default: 1 and 16, with --prompts 8, with --advise 1, 8 and 64.",
             "--concurrency",
             "-c",
             metavar="COUNT",
         ),
     ] = None,
-    rounds: Annotated[int, options.option(options.MEASURE, "Rounds timed for each line of the table.", metavar="COUNT")] = 30,
+    rounds: Annotated[
+        int | None, options.option(options.MEASURE, f"Rounds timed for each line of the table. Default: {ROUNDS}.", metavar="COUNT")
+    ] = None,
     link: Annotated[
         list[str] | None,
         options.option(gang.CLUSTER, "Each model in its own process, over this link; may be repeated.", metavar="nccl|grpc"),
@@ -99,14 +97,26 @@ def bench(
     trace: Annotated[
         Path | None, options.option(options.OUTPUT, "Write a Chrome trace of all timed rounds here (cuda only).", metavar="FILE")
     ] = None,
+    picture: Annotated[Path | None, options.option(options.OUTPUT, "Draw what --advise foretells (png).", metavar="FILE")] = None,
 ) -> None:
     """Measure speed: on GPUs answer tokens a second of every mode, on a CPU where the time of a round goes."""
-    concurrency = concurrency or (ttft.BESIDE if prompts else (1, 16))
-    decoding = _decoding(method, population)
     law = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     on_gpu = {"load": load, "mode": mode, "context": context, "trace": trace, **law}
     types = {"target_dtype": target_dtype, "draft_dtype": draft_dtype}
     gang_only = {"draft_tp": draft_tp, "target_tp": target_tp, "threads": threads}
+    if advise:
+        idle = {"mode": mode, "context": context, "prompts": prompts or None, "method": method, "population": population}
+        _refuse_idle(idle | {"rounds": rounds, "draft_tp": draft_tp, "trace": trace}, "with --advise")
+        wanted = {"loads": concurrency, "particles": particles, "branches": branches, "blocks": block, "acceptance": acceptance}
+        law = {name: value for name, value in law.items() if value is not None}
+        given = {"load": load, "target": target, "draft": draft, "device": device, "threads": threads, **types}
+        _check(concurrency or (1,), 1, json, {} if link else {"target_tp": target_tp}, picture)
+        _advise({**wanted, "law": law, "json": json, "picture": picture}, given, gpus, target_tp, link)
+        return
+    _refuse_idle({"gpus": gpus, "acceptance": acceptance, "picture": picture}, "without --advise")
+    particles, block, branches, rounds = particles or (8,), block or (8, 5), branches or (4,), ROUNDS if rounds is None else rounds
+    concurrency = concurrency or (ttft.BESIDE if prompts else (1, 16))
+    decoding = _decoding(method or "smc", population)
     if device == "cuda":
         _check(concurrency, rounds, json, {} if link else gang_only, trace)
         degrees = (draft_tp or 1, target_tp or 1)
@@ -119,8 +129,8 @@ def bench(
         contexts = context or ttft.CONTEXTS if prompts else () if load == "grown" else context or (256,)
         plan = SpeedPlan(degrees, modes, particles, block, branches, contexts, concurrency, rounds, law, not no_prefix_cache, decoding)
         given = {"load": load, "target": target, "draft": draft, "device": device, "threads": threads, **types}
-        with _machine(plan, gang.gang_config(given), link) as (machine, gpus):
-            _measure_prompts(plan, machine, gpus, json) if prompts else _measure_speed(plan, machine, gpus, json, trace)
+        with _machine(degrees, gang.gang_config(given), link) as (machine, count):
+            _measure_prompts(plan, machine, count, json) if prompts else _measure_speed(plan, machine, count, json, trace)
         return
     if prompts:
         _refuse_idle({**on_gpu, "context": None, "link": link and link[0]} | gang_only | {"threads": None}, "with --prompts on a CPU")
@@ -142,6 +152,7 @@ def bench(
     else:
         rows = _measure_local((target, draft), configs, concurrency, sampling, rounds, threads, types)
         out.print(round_table(rows), LOCAL_LEGEND.format(particles=particles[0], rounds=rounds), sep="\n")
+    out.print(*curve_tables(seen_of_rounds(rows)), CURVES_LEGEND, sep="\n")
     _write(json, rows)
 
 
@@ -158,33 +169,6 @@ def _decoding(method: str, population: str | None) -> dict[str, str]:
 def _write(json: Path | None, rows: Sequence[object]) -> None:
     if json is not None:
         json.write_text(json_module.dumps([asdict(row) for row in rows], indent=1) + "\n")
-
-
-def round_table(times: Sequence[RoundTime]) -> Table:
-    table = _table("decoding", "form", "K", "F", "requests", "tokens", "round ms", "draft", "target", "host")
-    for time in times:
-        shape = (str(value) for value in (time.block, time.branches, time.requests))
-        parts = (time.draft, time.target, time.host)
-        table.add_row(time.decoding, time.form, *shape, f"{time.tokens:.1f}", *(f"{part:.2f}" for part in (sum(parts), *parts)))
-    return table
-
-
-def gang_table(rows: Sequence[GangRound]) -> Table:
-    columns = ("round ms", "draft", "target", "link", "coordinator", "draft stall", "target stall")
-    table = _table("link", "decoding", "form", "K", "F", "requests", *columns)
-    for row in rows:
-        shape = (str(value) for value in (row.block, row.branches, row.requests))
-        parts = (row.whole, row.draft, row.target, row.link_time, row.coordinator, row.draft_stall, row.target_stall)
-        table.add_row(row.link, row.decoding, row.form, *shape, *(f"{part:.2f}" for part in parts))
-    return table
-
-
-def _table(*headers: str) -> Table:
-    table = Table(box=SIMPLE_HEAD, header_style="bold", padding=0)
-    for header in headers:
-        words = header in ("decoding", "form", "link")
-        table.add_column(header.replace(" ", "\n", 1), justify="left" if words else "right", no_wrap=True)
-    return table
 
 
 def _check(concurrency: Sequence[int], rounds: int, json: Path | None, idle: dict[str, int | None], trace: Path | None = None) -> None:
@@ -249,24 +233,46 @@ def _measure_gangs(
     return rows
 
 
+def _advise(wanted: dict[str, object], given: dict[str, object], gpus: int | None, target_tp: int | None, link: list[str] | None) -> None:
+    """`wanted`: of `AdvisePlan`, by name; `given`: what the models are, and where."""
+    on_gpu = given["device"] == "cuda"
+    there = count_gpus() if on_gpu else None
+    gpus = (there or 2) if gpus is None else gpus
+    most = 1 if not link else gpus if there is None else min(gpus, there)
+    degrees = [target_tp] if target_tp else [1 << power for power in range(most.bit_length()) if 1 << power <= most]
+    plan = advising.AdvisePlan(gpus=gpus, degrees=degrees, **{**wanted, "loads": wanted["loads"] or advising.LOADS})
+    if given["load"] == "random" and plan.acceptance is None:
+        raise ValueError("--load random says nothing of what is accepted; give --acceptance")
+    if not on_gpu:
+        _refuse_idle({"load": given["load"]}, "without --device cuda")
+    if not on_gpu and not link:
+        types = {name: given[name] for name in ("target_dtype", "draft_dtype")}
+        advising.run(plan, _cpu_machine((given["target"], given["draft"]), given["threads"], types), compiles=False)
+        return
+    apart = (1, max((degree for degree in degrees if degree < gpus), default=1))
+    with _machine(apart, gang.gang_config(given), link) as (machine, _):
+        advising.run(plan, machine, compiles=on_gpu)
+
+
 @contextmanager
-def _machine(plan: SpeedPlan, config: GangConfig, link: list[str] | None) -> Iterator[tuple[Machine, int]]:
-    """With how many GPUs there are: in this process, or with `link` each rank in one of its own."""
+def _machine(degrees: tuple[int, int], config: GangConfig, link: list[str] | None) -> Iterator[tuple[Machine, int | None]]:
+    """With how many GPUs there are (None on a CPU): in this process, or with `link` each rank in one of its own. `degrees`: of draft and
+    target, where each has its own."""
     from services.cli.pair import LoadedModels
     from services.launch.measure import GangMachine
     from smc.evaluation.speed import LocalMachine
 
-    gpus = count_gpus()
+    gpus = count_gpus() if config.device == "cuda" else None
     models = LoadedModels(config.sources, config.dtypes)
     here = LocalMachine(models.model, models.tokenizer)
     if not link:
         yield here, gpus
         return
     if len(link) > 1:
-        raise ValueError(f"--link {' '.join(link)}; allowed with --device cuda: one")
-    draft, target = plan.degrees
+        raise ValueError(f"--link {' '.join(link)}; allowed here: one")
+    draft, target = degrees
     with closing(GangMachine(replace(config, link=link[0], draft_tp=draft, target_tp=target), gpus)) as apart:
-        yield Machines(here, apart), gpus
+        yield (Machines(here, apart) if gpus else apart), gpus
 
 
 def _cpu_machine(places: tuple[Path | None, Path | None], threads: int | None, types: dict[str, str | None]) -> PairMachine:
@@ -281,6 +287,7 @@ def _cpu_machine(places: tuple[Path | None, Path | None], threads: int | None, t
 def _measure_speed(plan: SpeedPlan, machine: Machine, gpus: int, json: Path | None, trace: Path | None) -> None:
     rows = measure_speed(plan, machine, gpus, trace)
     out.print(speed_table(rows), SPEED_LEGEND.format(rounds=plan.rounds), sep="\n")
+    out.print(*curve_tables(seen_of_speeds(rows)), CURVES_LEGEND, sep="\n")
     _write(json, rows)
 
 

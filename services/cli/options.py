@@ -110,8 +110,39 @@ NoPrefixCache = Annotated[
 
 JsonFlag = Annotated[bool, option(OUTPUT, "Print one JSON object instead.", "--json", show_default=False, metavar="")]
 
-BlockList = Annotated[list[int], option(ENGINE, "K; may be repeated.", "--block", "-k", metavar="K")]
-BranchesList = Annotated[list[int], option(ENGINE, "F of look-ahead; may be repeated.", "--branches", "-f", metavar="F")]
+ParticlesList = Annotated[
+    list[int] | None,
+    option(
+        PARTICLES, "N; may be repeated on cuda, and with --advise. Default: 8, with --advise 1 to 32.", "--particles", "-n", metavar="N"
+    ),
+]
+BlockList = Annotated[
+    list[int] | None, option(ENGINE, "K; may be repeated. Default: 8 and 5, with --advise 1 to 16.", "--block", "-k", metavar="K")
+]
+BranchesList = Annotated[
+    list[int] | None,
+    option(ENGINE, "F of look-ahead; may be repeated. Default: 4, with --advise 1 to 8.", "--branches", "-f", metavar="F"),
+]
+Advise = Annotated[
+    bool,
+    option(
+        MEASURE,
+        "Time costs, then say which split of --gpus and which N, F, K decode --concurrency requests fastest (exact decoding).",
+        "--advise",
+        show_default=False,
+        metavar="",
+    ),
+]
+Gpus = Annotated[int | None, option(MEASURE, "To be split (--advise). Default: all there are, on a CPU 2.", "--gpus", metavar="COUNT")]
+AcceptanceOfOne = Annotated[
+    float | None,
+    option(
+        MEASURE,
+        "Probability that a single drafted row has the target's next token (--advise). Default: measured on problems.",
+        "--acceptance",
+        metavar="P",
+    ),
+]
 
 GridParticles = Annotated[
     list[int] | None,

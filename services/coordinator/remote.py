@@ -14,6 +14,7 @@ from services.link.connect import Meeting, coordinator_end
 from services.link.remote import RemotePair, RemoteWorker, WorkerFailed
 from smc.engine.engine import Engine
 from smc.engine.rehearsal import rehearsal
+from smc.engine.timing import Effort, time_costs
 from smc.models.source import Source
 from smc.runtime.config import EngineConfig
 from smc.runtime.messages import SIDES
@@ -39,6 +40,8 @@ class CoordinatorSpec:
     """Seconds between two signs of life while nothing runs; workers that hear nothing for long give up."""
     rehearse: bool
     """Run the usual kinds of rounds before serving, so that nobody waits for their kernels to be compiled."""
+    timing: Effort | None
+    """How much is timed for the engine's costs before serving; None: nothing."""
     trace: Path | None
     """Where to write a Chrome trace of all rounds when it stops."""
 
@@ -86,7 +89,7 @@ class RemoteEngine:
         return error
 
     def _warm_up(self) -> None:
-        """Every rank runs a round of both models, then those of the usual kinds; clocks are compared."""
+        """Every rank runs a round of both models, then those of the usual kinds; clocks are compared, and costs timed."""
         spec = self._spec
         for output in self.engine.run([first_request(spec.engine, spec.context, self.engine.tokenizer.size)]):
             if output.answer and output.answer.error:
@@ -97,6 +100,9 @@ class RemoteEngine:
         self.engine.take_stats()
         for worker in self.workers.values():
             worker.set_clock()
+        if spec.timing:
+            self._time_costs(spec.timing)
+        for worker in self.workers.values():
             worker.timeout = self._spec.timeout
         self.timeline.forget()
 
@@ -110,3 +116,8 @@ class RemoteEngine:
                 pending.result()
         last.result()
         logger.info("rehearsed %d rounds in %.1f s", len(plans), time.monotonic() - begin)
+
+    def _time_costs(self, effort: Effort) -> None:
+        begin = time.monotonic()
+        self.engine.costs = costs = time_costs(self.engine, effort)
+        logger.info("costs, timed in %.1f s: %s", time.monotonic() - begin, costs or "none, contexts are too short")

@@ -7,6 +7,7 @@ from services.coordinator.remote import CoordinatorSpec
 from services.launch.config import GangConfig
 from services.link.connect import Meeting
 from services.workers.process import RankSpec
+from smc.engine.timing import BRIEF, THOROUGH
 from smc.models.parallel import Shard
 
 
@@ -34,7 +35,8 @@ def rank_spec(config: GangConfig, pair: ServingPair, meeting: Meeting, side: str
 
 
 def coordinator_spec(config: GangConfig, pair: ServingPair, meeting: Meeting, *, rehearse: bool = True) -> CoordinatorSpec:
-    """`rehearse`: see `CoordinatorSpec`; nothing is rehearsed where nothing is compiled."""
+    """`rehearse`: do what a service does before it serves; no rounds are rehearsed where nothing is compiled."""
+    compiles = config.device == "cuda"
     return CoordinatorSpec(
         meeting=meeting,
         target=config.sources.target,
@@ -42,6 +44,7 @@ def coordinator_spec(config: GangConfig, pair: ServingPair, meeting: Meeting, *,
         context=pair.context,
         timeout=config.link_timeout,
         heartbeat=config.heartbeat,
-        rehearse=rehearse and config.device == "cuda",
+        rehearse=rehearse and compiles,
+        timing=(THOROUGH if compiles else BRIEF) if rehearse else None,
         trace=config.trace.absolute() if config.trace else None,
     )

@@ -20,6 +20,7 @@ from operator import attrgetter, itemgetter
 from smc.engine.admission import DuplicateRequest, check_fits, check_queue
 from smc.engine.answers import draw_answer, make_answer
 from smc.engine.cohorts import Cohorts
+from smc.engine.costs import Costs
 from smc.engine.expectation import Expectation
 from smc.engine.group import Group, Phase
 from smc.engine.memory import Memory
@@ -61,6 +62,8 @@ class Engine:
         """`workers` are keyed `draft` and `target`; `pages` are the capacities of their pools; `clock` gives seconds."""
         self.config, self.tokenizer, self.context = config, tokenizer, context
         self.workers, self.pair = workers, pair
+        self.costs: Costs | None = None
+        """What its devices take; None: not timed (`smc.engine.timing`)."""
         self.slots = Slots(config.max_slots, context + config.block + 1)
         self.memory = Memory(pages, prefix_cache=config.prefix_cache)
         self.expectation = Expectation(config, self.slots, self.memory)

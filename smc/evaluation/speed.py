@@ -76,6 +76,7 @@ class Speed:
     context: int
     """Prompt tokens."""
     gpus: int
+    target_gpus: int
     tokens: float
     """Answer tokens of one request in a round: of exact decoding, as many as these rounds confirmed."""
     per_request: float
@@ -223,7 +224,7 @@ class Bench:
         rows = {} if mode.method.plain else {"particles": mode.particles, "population": mode.population}
         params = SamplingParams(method=mode.method, **rows, **self._law)
         asked = load.asked(params, _stride(mode) * (rounds + WARM_UP + 4) + 1)
-        with self._machine.engine(mode, _fitted(mode.config, asked, load.requests)) as engine:
+        with self._machine.engine(mode, fitted(mode.config, asked, load.requests)) as engine:
             loop = ClosedLoop(engine, asked, load.requests)
             while engine.num_running < load.requests:
                 loop.step()
@@ -262,6 +263,7 @@ class Bench:
             requests=load.requests,
             context=load.context,
             gpus=mode.gpus,
+            target_gpus=mode.degrees[1],
             tokens=tokens,
             per_request=tokens / whole,
             total=load.requests * tokens / whole,
@@ -332,7 +334,7 @@ def unattended(work: list[dict[str, tuple[int, int]]]) -> float:
     return 1e-9 * idle / max(1, len(work) - 1)
 
 
-def _fitted(config: EngineConfig, asked: list[Request], requests: int) -> EngineConfig:
+def fitted(config: EngineConfig, asked: list[Request], requests: int) -> EngineConfig:
     """With room for so many of these requests at once."""
     needs = [decoding_of(request.params).most_pages(config, request.params, len(request.prompt)) for request in asked]
     pages = requests * max(max(need.get(side, 0) for side in SIDES) for need in needs)

@@ -22,6 +22,31 @@ def test_table_and_file(smcserve, tmp_path):
         assert min(row["host"], row["draft"], row["target"]) > 0
 
 
+def test_costs_of_what_ran(smcserve):
+    ran = smcserve("bench", "-n", 2, "-k", 3, "-f", 2, "-c", 1, "-c", 4, "--rounds", 2)
+    assert ran.code == 0
+    *_, curves = ran.out.split("draft step ms")
+    rows = [line.split() for line in curves.splitlines() if line.strip()[:1].isdigit()]
+    # Of draft steps 2 and 8 rows in lockstep, 4 and 16 in look-ahead; of passes (3 + 1) and 3 positions a row.
+    assert [int(row[0]) for row in rows] == [2, 4, 8, 16] and [int(row[2]) for row in rows] == [6, 8, 24, 32]
+    assert [row[1] for row in rows] == sorted((row[1] for row in rows), key=float)
+
+
+def test_advice(smcserve, tmp_path):
+    path, picture = tmp_path / "advice.json", tmp_path / "advice.png"
+    options = ("-n", 1, "-n", 2, "-f", 1, "-k", 2, "-k", 4, "-c", 1, "-c", 2, "--json", path, "--picture", picture)
+    ran = smcserve("bench", "--advise", "--gpus", 3, "--acceptance", 0.9, *options)
+    assert ran.code == 0 and "look-ahead 1 + 1" in ran.out and "3 x lockstep" in ran.out and picture.stat().st_size > 10_000
+    found = json.loads(path.read_text())
+    assert found["acceptance"] == {"one": 0.9, "gain": 1.0} and list(found["costs"]) == ["1"]
+    assert found["costs"]["1"]["draft"][0][0] == 1 and found["costs"]["1"]["draft"][-1][0] == 2 * 2
+    for requests in (1, 2):
+        rows = [row for row in found["speeds"] if row["requests"] == requests]
+        assert {row["arrangement"] for row in rows} == {"3 x plain", "3 x lockstep", "look-ahead 1 + 1"}
+        assert [row["per_request"] for row in rows] == sorted((row["per_request"] for row in rows), reverse=True)
+        assert all(row["setting"] is None or row["setting"]["block"] in (2, 4) for row in rows)
+
+
 def test_exact_decoding_says_what_its_rounds_confirmed(smcserve, tmp_path):
     path = tmp_path / "bench.json"
     assert smcserve("bench", "--method", "exact", "-n", 2, "-k", 3, "-f", 2, "-c", 1, "--rounds", 4, "--json", path).code == 0
@@ -62,6 +87,15 @@ def test_types_of_either_model(smcserve):
         (("-n", 4, "-n", 8), "allowed without --device cuda: one value"),
         (("--device", "cuda", "--mode", "fast"), "--mode 'fast'; allowed: plain"),
         (("--device", "cuda", "--context", 0), "--context 0; allowed: >= 1"),
+        (("--advise", "--acceptance", 1), "--acceptance 1; allowed: between 0 and 1"),
+        (("--advise", "--gpus", 0), "--gpus 0; allowed: >= 1"),
+        (("--advise", "-n", 0), "--particles 0; allowed: >= 1"),
+        (("--advise", "--mode", "plain"), "--mode ['plain'] has no effect with --advise"),
+        (("--advise", "--target-tp", 2), "--target-tp 2 has no effect without --link"),
+        (("--advise", "--link", "grpc", "--target-tp", 3), "--target-tp 3; allowed with 2 GPUs: 1..2"),
+        (("--advise", "--load", "random"), "--load random says nothing of what is accepted; give --acceptance"),
+        (("--acceptance", 0.9), "--acceptance 0.9 has no effect without --advise"),
+        (("--picture", "/tmp/x.png"), "--picture /tmp/x.png has no effect without --advise"),
         (("--prompts", "--context", 0), "--context 0; allowed: >= 1"),
         (("--prompts", "--context", 600), "--context 600; allowed: below 512"),
         (("--prompts", "--mode", "plain"), "has no effect with --prompts on a CPU"),

@@ -53,6 +53,16 @@ def test_idle_time_is_no_part_of_the_next_round():
         attached(made, spec, work)
 
 
+def test_costs_are_timed_before_anybody_is_served(caplog):
+    caplog.set_level("INFO", logger="services.coordinator.remote")
+    with coordinator(ENGINE) as (made, _):
+        engine = made._remote.engine
+        (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("costs, timed in ")]
+        assert line.endswith(str(engine.costs)) and engine.idle
+        (rows, _), *_ = engine.costs.draft.points
+        assert rows == 1 and engine.costs.target_pass(ENGINE.block) >= engine.costs.target_pass(1) > 0
+
+
 def test_load_on_one_model_does_not_starve_the_other():
     """A worker takes silence for death. Here the draft has nothing to do, and the engine is never idle."""
 

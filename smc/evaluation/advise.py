@@ -1,0 +1,177 @@
+"""Which arrangement of GPUs, and which N, F, K, decode how many requests fastest: exact decoding beside plain, foretold from cost curves.
+
+Arithmetic alone: what costs and acceptance are, and how they were come by, others say (`smc.engine.timing`, `smc.evaluation.acceptance`).
+
+N rows of a tree, K tokens of a block, F rows ahead for each of N.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from smc.engine.costs import Costs
+
+WIDTH_GAIN = 1.0
+"""Of the shipped pair: N rows miss the target's token an N-th as often as one does."""
+OFFERS = 32
+"""Tokens that a root offers: a tree's first level is no wider."""
+PARTICLES = (1, 2, 4, 8, 16, 32)
+BRANCHES = (1, 2, 4, 8)
+BLOCKS = tuple(range(1, 17))
+PLAIN, LOCKSTEP, LOOKAHEAD = "plain", "lockstep", "look-ahead"
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """How often the target draws what has been drafted. Raises ValueError naming the field, the value and what is allowed."""
+
+    one: float
+    """Probability that the target's next token is the one that a single drafted row has."""
+    gain: float = WIDTH_GAIN
+    """Exponent: N rows miss N^gain times less often."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.one < 1:
+            raise ValueError(f"acceptance={self.one!r}; allowed: between 0 and 1, both excluded")
+        if not 0 <= self.gain < math.inf:
+            raise ValueError(f"gain={self.gain!r}; allowed: finite, >= 0")
+
+    def of_rows(self, rows: float) -> float:
+        """Probability that one of so many rows has it."""
+        return 1 - (1 - self.one) / max(1.0, rows) ** self.gain
+
+    def lockstep_tokens(self, particles: int, block: int) -> float:
+        """Tokens a round, expected: those accepted of K, and the target's own."""
+        return 1 + sum(self.of_rows(particles) ** token for token in range(1, block + 1))
+
+    def lookahead_tokens(self, particles: int, branches: int, block: int) -> float:
+        """Tokens a round, expected in the long run.
+
+        Rounds are of two kinds. One verifies a tree whose first token is known to be right: every token that follows is there with the
+        probability of its rows, and so is the target's word after the block, among the rows ahead. The first that is not ends the round,
+        and the next is of the other kind, which has a single token to verify, and draws a tree ahead from one root, as wide as its offers.
+        Rows ahead are dealt out over all by likelihood; those that follow the winning row are as many as its share of them.
+        """
+        share = self.one**block
+        found = self.of_rows(min(particles, particles * branches * share))
+        hit, again = found**block, self.of_rows(min(particles * branches, OFFERS))
+        trees = again / (again + 1 - hit)
+        return trees * sum(found**token for token in range(block)) + (1 - trees)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Of exact decoding."""
+
+    particles: int
+    branches: int
+    block: int
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Services side by side, all alike, that share the requests."""
+
+    name: str
+    form: str
+    gpus: int
+    """Of one service."""
+    copies: int
+    costs: Costs
+    """Of one service's devices."""
+
+    def speed(self, requests: int, setting: Setting | None, acceptance: Acceptance, plain_block: int) -> Foretold:
+        """`setting`: None for plain decoding, which plans `plain_block` tokens at a time."""
+        costs, here = self.costs, math.ceil(requests / self.copies)
+        if setting is None:
+            tokens = 1.0
+            seconds = costs.target_pass(here) + costs.round_overhead / plain_block
+        else:
+            n, f, k = setting.particles, setting.branches, setting.block
+            drafting, overhead = k * costs.draft_step(here * n * f), costs.round_overhead
+            if self.form == LOCKSTEP:
+                tokens = acceptance.lockstep_tokens(n, k)
+                seconds = drafting + costs.target_pass(here * n * (k + 1)) + overhead
+            else:
+                tokens = acceptance.lookahead_tokens(n, f, k)
+                seconds = max(drafting, costs.target_pass(here * n * k)) + overhead
+        return Foretold(self, requests, setting, tokens, seconds)
+
+    def settings(self, among: Settings) -> Iterator[Setting | None]:
+        if self.form == PLAIN:
+            yield None
+        else:
+            branches = (1,) if self.form == LOCKSTEP else among.branches
+            yield from (Setting(*each) for each in product(among.particles, branches, among.blocks))
+
+
+@dataclass(frozen=True)
+class Foretold:
+    """What is foretold of an arrangement under a load."""
+
+    arrangement: Arrangement
+    requests: int
+    setting: Setting | None
+    tokens: float
+    """By which an answer grows in a round; of plain decoding in a pass."""
+    seconds: float
+    """Of that."""
+
+    @property
+    def per_request(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+    @property
+    def total(self) -> float:
+        return self.requests * self.per_request
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Which values are tried."""
+
+    particles: Sequence[int] = PARTICLES
+    branches: Sequence[int] = BRANCHES
+    blocks: Sequence[int] = BLOCKS
+
+
+def arrangements(gpus: int, curves: Mapping[int, Costs]) -> list[Arrangement]:
+    """All that fit on so many GPUs, each as often as it does; `curves` by the GPUs of the target."""
+    found = []
+    for degree, costs in curves.items():
+        split = f"TP {degree}" if degree > 1 else ""
+        forms = (
+            (PLAIN, degree, f"plain {split}"),
+            (LOCKSTEP, degree, f"lockstep {split}"),
+            (LOOKAHEAD, 1 + degree, f"look-ahead 1 + {degree}"),
+        )
+        for form, size, name in forms:
+            if copies := gpus // size:
+                times = f"{copies} x " if copies > 1 else ""
+                found.append(Arrangement(f"{times}{name}".strip(), form, size, copies, costs))
+    return found
+
+
+def best_of(arrangement: Arrangement, requests: int, acceptance: Acceptance, among: Settings, plain_block: int) -> Foretold:
+    """The setting of most tokens a second; of those within a thousandth of it the one of fewest rows and tokens."""
+    speeds = [arrangement.speed(requests, setting, acceptance, plain_block) for setting in arrangement.settings(among)]
+    most = max(speed.per_request for speed in speeds)
+    return min((s for s in speeds if s.per_request >= 0.999 * most), key=_work)
+
+
+def advise(found: Sequence[Arrangement], loads: Iterable[int], acceptance: Acceptance, among: Settings, plain_block: int) -> list[Foretold]:
+    """For every load the best setting of every arrangement, the fastest first."""
+    return [
+        speed
+        for requests in loads
+        for speed in sorted((best_of(each, requests, acceptance, among, plain_block) for each in found), key=lambda s: -s.per_request)
+    ]
+
+
+def _work(speed: Foretold) -> int:
+    setting = speed.setting
+    return 0 if setting is None else setting.particles * setting.branches * setting.block

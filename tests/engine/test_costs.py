@@ -1,0 +1,109 @@
+"""Costs: curves through measured points, and rounds that are timed for them."""
+
+from __future__ import annotations
+
+import pytest
+
+from smc.engine.costs import Costs, Curve
+from smc.engine.engine import Engine
+from smc.engine.local import local_engine
+from smc.engine.rehearsal import rehearsal
+from smc.engine.timing import BRIEF, Effort, live_plan, time_costs
+from smc.runtime.config import EngineConfig
+from smc.runtime.forward import StaticForward
+from smc.runtime.pair import LocalPair
+from smc.runtime.plan import Program
+from smc.runtime.sides import Parts
+from tests.engine.harness import answers, request
+from tests.engine.pairs import tiny_pair
+
+FORMS = [EngineConfig(block=3, branches=2, max_slots=11), EngineConfig(form="lockstep", block=4, max_slots=9)]
+by_form = pytest.mark.parametrize("config", FORMS, ids=["look-ahead", "lockstep"])
+
+
+def test_between_points_and_beyond_them():
+    curve = Curve(((4, 1.0), (8, 1.0), (16, 3.0)))
+    assert [curve.at(size) for size in (1, 4, 6, 8, 12, 16)] == [1, 1, 1, 1, 2, 3]
+    assert curve.at(32) == 3 + 16 * 0.25
+    # At least in proportion: one point, or a flat end, says nothing of what is beyond.
+    assert Curve(((4, 1.0),)).at(12) == 3 and Curve(((2, 1.0), (4, 1.0))).at(8) == 2
+
+
+def test_samples_make_a_curve_that_never_falls():
+    samples = [(8, 2.0), (1, 1.0), (4, 4.0), (8, 2.2), (8, 9.0), (16, 7.0)]
+    # Of size 8 the median is 2.2, less than size 4 took: the mean of both.
+    assert Curve.through(samples).points == ((1, 1.0), (4, 3.1), (8, 3.1), (16, 7.0))
+    falling = Curve.through([(1, 3.0), (2, 2.0), (3, 1.0)])
+    assert falling.points == ((1, 2.0), (2, 2.0), (3, 2.0))
+
+
+@pytest.mark.parametrize("points", [(), ((0, 1.0),), ((2, 1.0), (2, 2.0)), ((1, 2.0), (2, 1.0)), ((1, 0.0),), ((1, float("nan")),)])
+def test_what_is_no_curve(points):
+    with pytest.raises(ValueError, match="allowed: "):
+        Curve(points)
+
+
+def test_costs_travel_as_json():
+    costs = Costs(Curve(((1, 0.001), (64, 0.004))), Curve(((1, 0.01),)), 0.0005)
+    assert Costs.from_json(costs.to_json()) == costs
+    assert (costs.draft_step(64), costs.target_pass(2), costs.round_overhead) == (0.004, 0.02, 0.0005)
+    for wrong in ("[]", "{}", '{"draft": 1, "target": [], "round_overhead": 0}', "x", '{"draft": [], "target": [], "round_overhead": 0}'):
+        with pytest.raises(ValueError):
+            Costs.from_json(wrong)
+    with pytest.raises(ValueError, match="round_overhead=-1"):
+        Costs(costs.draft, costs.target, -1)
+
+
+def watched(config: EngineConfig) -> tuple[Engine, dict[str, list[int]]]:
+    """An engine, and the tokens of every pass of its models."""
+    engine, passes = local_engine(tiny_pair(), config), {"draft": [], "target": []}
+
+    class Watched(StaticForward):
+        def __init__(self, worker):
+            super().__init__(worker.model, worker.pool, worker.rope)
+            self.name = worker.name
+
+        def __call__(self, tokens_T, rows):
+            passes[self.name].append(int(rows.count_R.sum()))
+            return super().__call__(tokens_T, rows)
+
+    engine.pair = LocalPair(config, engine.workers, Parts(forward=Watched))
+    return engine, passes
+
+
+@by_form
+def test_timed_rounds_are_full(config):
+    """On a CPU, too, where what is not there is not run: else sizes would be timed that nobody ran."""
+    engine, passes = watched(config)
+    costs = time_costs(engine, Effort(60.0, 8, 1, 0))
+    k, f, last = config.block, config.branches, config.max_slots
+    assert [size for size, _ in costs.draft.points] == sorted({1, f, 8 * f, last * f})
+    assert [size for size, _ in costs.target.points] == sorted({n * each for n in (1, 8, last) for each in (1, config.target_tokens)})
+    assert costs.round_overhead > 0
+    for count in (1, 8, last):
+        assert passes["target"].count(count * config.target_tokens) >= 1 and passes["target"].count(count) >= k
+        # The draft's first step runs the particles, the others F rows of each.
+        assert passes["draft"].count(count * f) >= k - 1
+
+
+@by_form
+def test_timed_rounds_change_nothing(config):
+    asked = [request([1, 2], str(i), particles=n, seed=i, max_tokens=20) for i, n in enumerate((3, 5))]
+    expected = answers(local_engine(tiny_pair(), config), asked)
+    engine = local_engine(tiny_pair(), config)
+    assert engine.costs is None and time_costs(engine, BRIEF)
+    engine.check_books()
+    found = answers(engine, asked)
+    assert {name: one.tokens for name, one in found.items()} == {name: one.tokens for name, one in expected.items()}
+
+
+@by_form
+@pytest.mark.parametrize("program", [Program.PAIR, Program.TARGET])
+def test_timed_rounds_are_of_kinds_that_have_been_rehearsed(config, program):
+    rehearsed = {plan.key for plan in rehearsal(config, 600)}
+    assert {live_plan(program, config, count, 256).key for count in (1, 2, 8, config.max_slots)} <= rehearsed
+
+
+def test_contexts_that_are_too_short_for_full_rows():
+    engine = local_engine(tiny_pair(), EngineConfig(block=8, max_slots=4, max_context=24))
+    assert time_costs(engine, BRIEF) is None
