@@ -23,13 +23,14 @@ from smc.engine.cohorts import Cohorts
 from smc.engine.expectation import Expectation
 from smc.engine.group import Group, Phase
 from smc.engine.memory import Memory
-from smc.engine.methods import PROGRAMS, program_of
+from smc.engine.methods import PROGRAMS, TARGET_ALONE, Decoding, decoding_of, program_of
 from smc.engine.policy import ParticlePolicy, ShrinkWhenShort
 from smc.engine.queue import Deadlines, Queue
+from smc.engine.records import shrink_saved
 from smc.engine.request import FinishReason, Method, Output, Request
 from smc.engine.rounds import Pages, Rounds
 from smc.engine.slots import Slots
-from smc.engine.starts import Starts, shrink_saved
+from smc.engine.starts import Starts
 from smc.engine.stats import EngineStats
 from smc.engine.text import StopRules
 from smc.kv.pages import OutOfPages
@@ -105,7 +106,7 @@ class Engine:
             raise DuplicateRequest(f"request_id={request.request_id!r} is already in use; it must be unique among running requests")
         check_fits(request, self.config, self.memory.capacity, self.context, self.tokenizer.size)
         params = request.params
-        expected = self.expectation.pages(params, len(request.prompt), params.rows)
+        expected = self.expectation.pages(decoding_of(params), params, len(request.prompt), params.rows)
         check_queue(expected, self.config, len(self._queue), self._queue.pages)
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         rules = StopRules(params, self.tokenizer)
@@ -137,6 +138,8 @@ class Engine:
         read = [outcome for cohorts in self._cohorts.values() for outcome in cohorts.rounds.take_read()]
         if self.starts.chunks.measures:
             self.starts.chunks.earn(outcome.spans() for outcome in read)
+        for group in [group for group in self._admitted if group.turn is not None]:
+            self._take_turn(group)
         for group in self.starts.finish():
             if not group.error and not self._complete(group):
                 self._cohorts[group.decoding.program].join(group)
@@ -168,6 +171,29 @@ class Engine:
             raise ValueError(f"particles={particles}; {self.slots.num_free} slots are free")
         group.wish = particles
         self.starts.grant(group)
+
+    def go_alone(self, group: Group) -> None:
+        """From now on the target decodes a request of method `exact` by itself, whatever phase it is in. Nothing more is asked of the draft
+        for it; rounds of both models that are under way are not waited for, and count for nothing."""
+        group.turn = None
+        if group.alone or group.error:
+            return
+        if group.phase is Phase.RUNNING:
+            self._change(group, TARGET_ALONE)
+        elif group.phase is Phase.PREFILL:
+            self.starts.go_alone(group, TARGET_ALONE)
+        else:
+            group.decode_by(TARGET_ALONE)
+            group.needs = None
+
+    def rejoin(self, group: Group) -> None:
+        """The opposite: as soon as no round of it is under way, the draft runs what it lacks, and the request takes part in rounds of the
+        pair again. Where there are not enough slots or pages for that, it stays as it is."""
+        if group.alone and group.phase is not Phase.QUEUED:
+            group.turn = decoding_of(group.params)
+        elif group.alone:
+            group.decode_by(decoding_of(group.params))
+            group.needs = None
 
     def take_stats(self) -> EngineStats:
         """The state now, and what happened since the last call."""
@@ -278,6 +304,16 @@ class Engine:
         self._queue.push(group)
         group.tally.preemptions += 1
         self._preemptions += 1
+
+    def _take_turn(self, group: Group) -> None:
+        if group.phase is Phase.RUNNING and not group.in_flight:
+            self._change(group, group.turn)
+            group.turn = None
+
+    def _change(self, group: Group, decoding: Decoding) -> None:
+        rounds = self._cohorts[group.decoding.program]
+        if not group.error and not self._complete(group) and self.starts.change(group, decoding):
+            rounds.leave(group)
 
     def _complete(self, group: Group) -> bool:
         return bool(self.slots.ended_S[group.slots].all()) and not self.slots.unscored(group.slots).any()
