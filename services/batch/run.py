@@ -65,7 +65,7 @@ class Batch:
         self._display.say(f"{tally.before.total - tally.done:,} of {tally.before.total:,} lines to do; starting the models")
         async with _connected(self._ray_address):
             serving = Serving(self._gang.start_timeout)
-            supervisor = Supervisor(self._gang, self._pair, on_serving=serving.told)
+            supervisor = Supervisor(self._gang, self._pair, on_health=serving.told)
             decode = Decoder(supervisor, serving).decode
             runner = Runner(self._pair, self._requests, decode, write, self._fingerprint, self._limit())
             try:

@@ -30,6 +30,7 @@ def rank_spec(config: GangConfig, pair: ServingPair, meeting: Meeting, side: str
         timeout=2 * max(config.link_timeout, config.start_timeout),
         threads=config.threads,
         engine=engine,
+        outlives_peer=side == "target" and config.outlives_draft,
     )
 
 
@@ -44,4 +45,5 @@ def coordinator_spec(config: GangConfig, pair: ServingPair, meeting: Meeting, *,
         heartbeat=config.heartbeat,
         rehearse=rehearse and config.device == "cuda",
         trace=config.trace.absolute() if config.trace else None,
+        outlives_draft=config.outlives_draft,
     )

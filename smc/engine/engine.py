@@ -17,7 +17,7 @@ from bisect import insort
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter, itemgetter
 
-from smc.engine.admission import DuplicateRequest, check_fits, check_queue
+from smc.engine.admission import DuplicateRequest, NoDraft, check_fits, check_queue
 from smc.engine.answers import draw_answer, make_answer
 from smc.engine.cohorts import Cohorts
 from smc.engine.expectation import Expectation
@@ -85,6 +85,7 @@ class Engine:
         """With the numbers of their groups."""
         self._numbers = itertools.count()
         self._preemptions = self._shrinks = 0
+        self._has_draft = True
 
     @property
     def idle(self) -> bool:
@@ -101,16 +102,19 @@ class Engine:
         return sum(group.phase is Phase.RUNNING for group in self._admitted)
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises ValueError for what this engine could never run or an id in use, QueueFull if it must come later."""
+        """Queue a request. Raises ValueError for what this engine could never run or an id in use, QueueFull or NoDraft if it must come
+        later."""
         if request.request_id in self._groups:
             raise DuplicateRequest(f"request_id={request.request_id!r} is already in use; it must be unique among running requests")
         check_fits(request, self.config, self.memory.capacity, self.context, self.tokenizer.size)
-        params = request.params
-        expected = self.expectation.pages(decoding_of(params), params, len(request.prompt), params.rows)
+        params, decoding = request.params, self._decoding_now(request)
+        expected = self.expectation.pages(decoding, params, len(request.prompt), decoding.rows(params))
         check_queue(expected, self.config, len(self._queue), self._queue.pages)
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         rules = StopRules(params, self.tokenizer)
         group = Group(request, seed, rules, self._clock() - request.waited, next(self._numbers), expected)
+        if decoding is not group.decoding:
+            group.decode_by(decoding)
         self._groups[group.id] = group
         self._deadlines.add(group)
         self._queue.push(group)
@@ -188,12 +192,49 @@ class Engine:
 
     def rejoin(self, group: Group) -> None:
         """The opposite: as soon as no round of it is under way, the draft runs what it lacks, and the request takes part in rounds of the
-        pair again. Where there are not enough slots or pages for that, it stays as it is."""
+        pair again. Where there are not enough slots or pages for that, or no draft, it stays as it is."""
+        if not self._has_draft:
+            return
         if group.alone and group.phase is not Phase.QUEUED:
             group.turn = decoding_of(group.params)
         elif group.alone:
             group.decode_by(decoding_of(group.params))
             group.needs = None
+
+    def lose_draft(self) -> list[str]:
+        """The draft is gone, with its keys and values and the rounds in which it took part. Exact decoding goes on by the target alone;
+        other requests that need the draft are dropped without an answer: returns their ids. For when `step` has raised SideLost, or
+        somebody knows before."""
+        self._has_draft = False
+        self._report_ended()
+        for program in (Program.PAIR, Program.DRAFT):
+            self._cohorts[program].abandon()
+        dropped = []
+        for group in list(self._groups.values()):
+            if group.params.method is Method.EXACT:
+                self.go_alone(group)
+            elif "draft" in group.decoding.sides:
+                self._release(group)
+                dropped.append(group.id)
+        self.starts.forget("draft")
+        self.memory.renew("draft", self.memory.capacity["draft"])
+        return dropped
+
+    def regain_draft(self, pages: int) -> None:
+        """Another draft is there, which holds nothing yet, with so many pages. Requests that went on by the target alone rejoin."""
+        self.memory.renew("draft", pages)
+        self._has_draft = True
+        for group in self._groups.values():
+            self.rejoin(group)
+
+    def _decoding_now(self, request: Request) -> Decoding:
+        """How a request that arrives now begins. Raises NoDraft."""
+        decoding = decoding_of(request.params)
+        if self._has_draft or "draft" not in decoding.sides:
+            return decoding
+        if request.params.method is Method.EXACT:
+            return TARGET_ALONE
+        raise NoDraft(f"method={request.params.method.value!r} needs the draft, whose workers were lost and start again; try again later")
 
     def take_stats(self) -> EngineStats:
         """The state now, and what happened since the last call."""

@@ -91,6 +91,10 @@ class Starts:
         """Groups whose last chunk has been asked for, now ready for rounds. Waits for their first tokens."""
         ready = [start for start in self._starts if start.asked]
         for start in ready:
+            if start.first is not None:
+                # What may be lost is waited for before anything is changed.
+                start.first.result()
+        for start in ready:
             self._starts.remove(start)
             if start.group.saved is None:
                 self._first_tokens(start)
@@ -103,6 +107,11 @@ class Starts:
             start.group.saved = None
             start.group.phase = Phase.RUNNING
         return [start.group for start in ready]
+
+    def forget(self, side: str) -> None:
+        """A side knows nothing any more, and what it was asked for will not come."""
+        self.chunks.forget(side)
+        self._known = {(name, stops) for name, stops in self._known if name != side}
 
     def preempt(self, group: Group) -> None:
         """Save the record of a group's particles, and give up its slots and pages; it waits to be taken up again."""
