@@ -203,9 +203,13 @@ class Metrics:
     def set_epoch(self, epoch: int) -> None:
         self._epoch.set(epoch)
 
-    def worker_restarted(self) -> None:
-        """The gang of workers was started again after a loss."""
+    def workers_restarted(self) -> None:
+        """All workers were started again after a loss."""
         self._restarts.inc()
+
+    def draft_restarted(self) -> None:
+        """The draft was started again beside the target."""
+        self._draft_restarts.inc()
 
     def set_build_info(self, version: str, model: str, form: str, link: str, max_slots: int, block: int) -> None:
         """What runs here; once, at the start. Nothing holds a slot yet. `model`: the name under which it is served."""
@@ -336,8 +340,9 @@ class Metrics:
         self._paused = self._counter(
             "smc_gateway_paused_seconds_total", "Time in which the gateway answered nobody, of pauses longer than 0.25 s."
         )
-        self._epoch = self._gauge("smc_epoch", "Which life of the workers this is.")
-        self._restarts = self._counter("smc_worker_restarts_total", "Times that the workers were started again after a loss.")
+        self._epoch = self._gauge("smc_epoch", "Starts of the workers, or of the draft alone, so far.")
+        self._restarts = self._counter("smc_worker_restarts_total", "Times that all workers were started again after a loss.")
+        self._draft_restarts = self._counter("smc_draft_restarts_total", "Times that the draft alone was started again after a loss.")
         self._build = prom.Info("smc_build", "What runs here.", registry=self.registry)
 
 

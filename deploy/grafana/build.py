@@ -186,12 +186,13 @@ def groups() -> Dashboard:
     in_rounds, both = rate(f"{whole}_sum"), 'part=~"draft|target"'
     ready, build = total("smc_group_healthy", "group"), pick("smc_build_info")
     age = f"time() - {pick('process_start_time_seconds')} and on (instance) {pick('smc_serving')}"
-    hour, minutes = (f"round({gain('smc_worker_restarts_total', window)})" for window in ("1h", "5m"))
+    hour = f"round({gain('smc_worker_restarts_total', '1h')})"
+    minutes = {name: f"round({gain(f'smc_{one}_restarts_total', '5m')})" for name, one in (("all", "worker"), ("draft alone", "draft"))}
     rows = {
         "Now": [
             number("Serving", "Instances that let requests in.", "none", total("smc_serving"), {"green": 1}),
             number("Ready now", "Instances whose group is ready.", "none", ready, {"green": 1}, "{{group}}"),
-            number("Latest epoch", "Which life of the workers this is.", "none", f"max({pick('smc_epoch')})"),
+            number("Latest epoch", "Starts of the workers, or of a draft alone, so far.", "none", f"max({pick('smc_epoch')})"),
             number("Restarts, 1 h", "After a loss.", "none", hour, {"yellow": 1, "red": 3}),
             number("Up", "The youngest instance.", "s", f"min({age})"),
             name(
@@ -236,7 +237,7 @@ def groups() -> Dashboard:
             graph("Epoch", "Which life of its workers each instance is in.", "none", {"{{instance}}": pick("smc_epoch")}),
             graph(
                 *("Restarts", "Times that workers were started again after a loss, in five minutes.", "none"),
-                {"restarts": minutes},
+                minutes,
             ),
             graph(
                 *("Since the last round", "Grows while nothing runs; while requests run, a sign that something is stuck.", "s"),

@@ -27,9 +27,9 @@ class Serving:
         self._patience = patience
         self._now = asyncio.Event()
 
-    def told(self, serving: bool) -> None:
-        """What a `Supervisor` tells as `on_serving`."""
-        if serving:
+    def told(self, draft: bool, target: bool) -> None:
+        """What a `Supervisor` tells as `on_health`. Lines wait for both: each may need the draft."""
+        if draft and target:
             self._now.set()
         else:
             self._now.clear()

@@ -85,6 +85,11 @@ class CoordinatorClient:
     def num_calls(self) -> int:
         return self._dispatcher.num_calls
 
+    @property
+    def requests(self) -> list[Request]:
+        """In flight."""
+        return self._dispatcher.requests
+
     def generate(self, request: Request) -> AsyncGenerator[Output, None]:
         return self._dispatcher.generate(request)
 

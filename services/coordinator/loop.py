@@ -12,14 +12,17 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
-from services.backend import RequestFailed
+from services.backend import RequestFailed, Unavailable
 from services.coordinator.timeline import RoundTimes, Timeline
-from smc.engine.admission import QueueFull
+from smc.engine.admission import NoDraft, QueueFull
 from smc.engine.engine import Engine
 from smc.engine.request import Output, Request
 from smc.engine.stats import EngineStats
+from smc.runtime.messages import SideLost
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +33,26 @@ class Step:
 
     outputs: list[Output] = field(default_factory=list)
     refusals: dict[str, Exception] = field(default_factory=dict)
-    """Why a submission was not taken (ValueError, QueueFull, RequestFailed), by request id."""
+    """Why a submission was not taken (ValueError, QueueFull, RequestFailed, Unavailable) or goes no further (Unavailable), by id."""
     stats: EngineStats | None = None
     times: RoundTimes | None = None
     """Where the time of the turn's rounds went; None where that is not known or no model worked."""
+    lost_draft: int = 0
+    """Epoch of the draft that was lost last; 0 if none was."""
+
+
+@dataclass(frozen=True)
+class _Work:
+    """To be done in the engine's thread."""
+
+    work: Callable[[], None]
+    done: Future[None]
+
+    def do(self) -> None:
+        try:
+            self.done.set_result(self.work())
+        except Exception as error:  # of whoever asked
+            self.done.set_exception(error)
 
 
 class EngineLoop:
@@ -47,14 +66,18 @@ class EngineLoop:
         timeline: Timeline | None = None,
         when_idle: Callable[[], None] | None = None,
         idle_period: float | None = None,
+        when_lost: Callable[[str], list[str]] | None = None,
     ) -> None:
-        """`when_idle` is called every `idle_period` seconds while there is nothing to do; what it raises ends the loop.
+        """`when_idle` is called every `idle_period` seconds while there is nothing to do, `when_lost` when the draft is lost, with the
+        reason; it returns the ids of requests that end then. What either raises ends the loop.
 
-        Statistics are delivered then too.
+        Statistics are delivered in idle periods, too.
         """
         self._engine, self._deliver = engine, deliver
-        self._timeline, self._when_idle, self._idle_period = timeline, when_idle, idle_period
-        self._inbox: queue.SimpleQueue[Request | str | None] = queue.SimpleQueue()
+        self._timeline, self._when_idle, self._idle_period, self._when_lost = timeline, when_idle, idle_period, when_lost
+        self._inbox: queue.SimpleQueue[Request | str | _Work | None] = queue.SimpleQueue()
+        self._refusals: dict[str, Exception] = {}
+        """That have not been delivered."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.failure: Exception | None = None
         """What ended the loop, if anything but `stop` did."""
@@ -82,6 +105,12 @@ class EngineLoop:
         """End a request; unknown ids are ignored. Its last Output says `cancelled`."""
         self._inbox.put(request_id)
 
+    def do(self, work: Callable[[], None]) -> Future[None]:
+        """Let the engine's thread do it, between two steps."""
+        item = _Work(work, Future())
+        self._inbox.put(item)
+        return item.done
+
     def stop(self, timeout: float = 10.0) -> None:
         """End the loop after the current step. What still runs is dropped."""
         self._inbox.put(None)
@@ -99,34 +128,62 @@ class EngineLoop:
 
     def _turn(self) -> bool:
         """Take what has come in, then advance the engine once. An idle engine waits for something to come. False: stop."""
-        engine, refusals = self._engine, {}
+        engine = self._engine
         wait = engine.idle
         while wait or not self._inbox.empty():
             self._turned = time.monotonic()
             try:
                 item, wait = self._inbox.get(timeout=self._idle_period), False
             except queue.Empty:
-                self._when_idle()
-                self._deliver(Step(stats=engine.take_stats()))
+                self._outliving_draft(self._when_idle)
+                self._tell([], None)
                 continue
             if item is None:
                 return False
-            self._take(item, refusals)
+            self._take(item)
         self._turned = time.monotonic()
         begin = time.monotonic_ns()
-        outputs = engine.step()
+        outputs = self._outliving_draft(engine.step) or []
         times = self._timeline.end_step(begin, time.monotonic_ns()) if self._timeline else None
-        self._deliver(Step(outputs, refusals, engine.take_stats(), times))
+        self._tell(outputs, times)
         return True
 
-    def _take(self, item: Request | str, refusals: dict[str, Exception]) -> None:
-        if isinstance(item, str):
+    def _tell(self, outputs: list[Output], times: RoundTimes | None) -> None:
+        refusals, self._refusals = self._refusals, {}
+        step = Step(outputs, refusals, self._engine.take_stats(), times)
+        self._outliving_draft(lambda: self._deliver(step))
+
+    def _outliving_draft(self, work: Callable[[], Any]) -> Any:
+        """What it returns, or None if the draft was lost meanwhile: requests that need it have ended, the others go on."""
+        try:
+            return work()
+        except SideLost as lost:
+            self.lose_draft(str(lost))
+            return None
+
+    def lose_draft(self, why: str) -> None:
+        """In the engine's thread."""
+        logger.warning("%s; the target goes on alone", why)
+        self._turned = time.monotonic()
+        error = Unavailable("the draft's workers were lost, and start again; try again later")
+        self._refusals |= dict.fromkeys(self._when_lost(why), error)
+
+    def _take(self, item: Request | str | _Work) -> None:
+        if isinstance(item, _Work):
+            item.do()
+        elif isinstance(item, str):
             self._engine.abort(item)
-            return
+        else:
+            self._submit(item)
+
+    def _submit(self, item: Request) -> None:
+        refusals = self._refusals
         try:
             self._engine.submit(item)
         except (ValueError, QueueFull) as error:
             refusals[item.request_id] = error
+        except NoDraft as error:
+            refusals[item.request_id] = Unavailable(str(error))
         except Exception as error:  # of this request alone, as long as the engine can let go of it
             logger.exception("request %s could not be taken in", item.request_id)
             self._engine.abort(item.request_id)

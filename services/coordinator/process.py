@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import torch
 
@@ -12,6 +13,8 @@ from services.coordinator.service import CoordinatorServer
 
 WATCH_SECONDS = 0.5
 """Between two looks at the engine's thread."""
+SLACK_SECONDS = 1.0
+"""Beyond a wait for a worker, which is bounded by itself."""
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +40,7 @@ class Coordinator:
             timeline=self._remote.timeline,
             when_idle=self._sign_of_life,
             idle_period=spec.heartbeat,
+            when_lost=self._remote.lose_draft,
         )
         self._server.attach_to(self._loop)
         self._loop.start()
@@ -44,7 +48,7 @@ class Coordinator:
 
     def wait(self) -> None:
         """Until the engine has stopped. Raises what stopped it, if it was not `stop`; EngineStuck if it is at one step for too long."""
-        limit = self._spec.timeout + self._spec.heartbeat
+        limit = self._spec.timeout + self._spec.heartbeat + SLACK_SECONDS
         while not self._loop.ended.wait(WATCH_SECONDS):
             if self._loop.silence > limit:
                 logger.error("the engine has been at one step for more than %g s:\n%s", limit, self._loop.stack())
@@ -60,16 +64,29 @@ class Coordinator:
         if self._spec.trace is not None:
             self._remote.timeline.write(self._spec.trace)
 
+    def lose_draft(self) -> None:
+        """Its processes are ended. Returns when nothing is asked of it any more."""
+        self._loop.do(lambda: self._loop.lose_draft("its processes have ended")).result(2 * self._spec.timeout)
+
+    def renew_draft(self, epoch: int) -> None:
+        """Returns when the draft of this epoch takes part. Raises RuntimeError if it does not come."""
+        draft = self._remote.reach_draft(epoch)
+        try:
+            self._loop.do(lambda: self._remote.take_draft(draft)).result(2 * self._spec.timeout)
+        except Exception:
+            draft.close()
+            raise
+
     def _deliver(self, step: Step) -> None:
-        self._server.deliver(step)
+        self._server.deliver(replace(step, lost_draft=self._remote.lost_draft))
         for side, leaked in step.stats.pages_leaked.items() if step.stats else ():
             if leaked:
                 logger.error("%d references to KV pages of the %s model are held although nothing runs", leaked, side)
-        for worker in self._remote.workers.values():  # load on one model alone must not starve the other of signs of life
+        for worker in self._remote.present:  # load on one model alone must not starve the other of signs of life
             worker.keep_alive(self._spec.heartbeat)
         self._remote.timeline.forget()  # waits between two steps
 
     def _sign_of_life(self) -> None:
-        """Nothing runs: both workers must answer."""
-        for worker in self._remote.workers.values():
+        """Nothing runs: the workers must answer."""
+        for worker in self._remote.present:
             worker.ping()

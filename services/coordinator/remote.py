@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch.distributed as dist
 
 from services.coordinator.timeline import Timeline
 from services.coordinator.warm_up import first_request
@@ -17,7 +19,7 @@ from smc.engine.rehearsal import rehearsal
 from smc.engine.timing import Effort, time_costs
 from smc.models.source import Source
 from smc.runtime.config import EngineConfig
-from smc.runtime.messages import SIDES
+from smc.runtime.messages import SIDES, SideLost
 
 REPORT_SECONDS = 1.0
 """For a worker to write down what went wrong, when a link has broken."""
@@ -44,6 +46,8 @@ class CoordinatorSpec:
     """How much is timed for the engine's costs before serving; None: nothing."""
     trace: Path | None
     """Where to write a Chrome trace of all rounds when it stops."""
+    outlives_draft: bool
+    """When the draft is lost, the target goes on, and another draft may take its place."""
 
 
 class RemoteEngine:
@@ -55,16 +59,16 @@ class RemoteEngine:
         self._spec = spec
         self.timeline = Timeline(trace=spec.trace is not None)
         self._store = store = spec.meeting.store()
-        ends = {side: coordinator_end(spec.meeting, store, side) for side in SIDES}
-        self.workers = {
-            side: RemoteWorker(side, end, spec.meeting.epoch, spec.meeting.start_timeout, self.timeline) for side, end in ends.items()
-        }
-        pages = {side: int(store.get(spec.meeting.name(f"{side}/pages"))) for side in SIDES}
+        self._meetings = dict.fromkeys(SIDES, spec.meeting)
+        self.workers = {side: self._worker(side, spec.meeting, store) for side in SIDES}
+        pages = {side: self._pages(side, store) for side in SIDES}
+        self.lost_draft = 0
+        """Epoch of the draft that was lost last."""
         self._pair = RemotePair(self.workers)
         self.engine = Engine(spec.engine, self.workers, spec.target.tokenizer(), pair=self._pair, pages=pages, context=spec.context)
         try:
             self._warm_up()
-        except LinkError as error:
+        except (LinkError, SideLost) as error:
             raise self.cause(error) from error
 
     def stop(self) -> None:
@@ -72,16 +76,57 @@ class RemoteEngine:
         for worker in self.workers.values():
             worker.stop()
 
+    @property
+    def present(self) -> list[RemoteWorker]:
+        """Workers that are not known to be lost."""
+        return [worker for worker in self.workers.values() if not worker.lost]
+
+    def lose_draft(self, why: str) -> list[str]:
+        """The draft is gone. Returns the ids of requests that end with it. In the engine's thread, as all but `reach_draft`."""
+        draft = self.workers["draft"]
+        draft.lose(why)
+        if self.lost_draft == draft.epoch:
+            return []
+        self.lost_draft = draft.epoch
+        return self.engine.lose_draft()
+
+    def reach_draft(self, epoch: int) -> RemoteWorker:
+        """Another draft, which has loaded its weights, of this epoch. Raises RuntimeError if it does not come."""
+        if self.lost_draft != self.workers["draft"].epoch:
+            raise RuntimeError(f"the draft of epoch {self.workers['draft'].epoch} is there; it has to be lost before another one comes")
+        self.workers["draft"].close()
+        meeting = self._meetings["draft"] = replace(self._spec.meeting, epoch=epoch, start_timeout=self._spec.timeout)
+        return self._worker("draft", meeting, meeting.store())
+
+    def take_draft(self, draft: RemoteWorker) -> None:
+        """It takes the lost one's place. Raises LinkError, or SideLost, if it is lost, too."""
+        self.workers["target"].reconnect(draft.epoch, self._spec.timeout / 2)
+        draft.timeout = self._spec.timeout / 2
+        draft.set_clock()
+        draft.timeout = self._spec.timeout
+        self.workers["draft"] = draft
+        self.engine.regain_draft(self._pages("draft", self._store))
+        self.timeline.forget()
+
+    def _worker(self, side: str, meeting: Meeting, store: dist.Store) -> RemoteWorker:
+        end = coordinator_end(meeting, store, side)
+        may_be_lost = side == "draft" and self._spec.outlives_draft
+        return RemoteWorker(side, end, meeting.epoch, meeting.start_timeout, self.timeline, may_be_lost=may_be_lost)
+
+    def _pages(self, side: str, store: dist.Store) -> int:
+        return int(store.get(self._meetings[side].name(f"{side}/pages")))
+
     def cause(self, error: Exception) -> Exception:
         """What the engine stopped for. A worker that fails breaks its links and the other's, so the first error may be neither's own: then
         it is what a worker has written down, soon."""
+        error = error.__cause__ if isinstance(error, SideLost) else error
         if not isinstance(error, LinkError) or error.began_here:
             return error
         deadline = time.monotonic() + REPORT_SECONDS
         try:
             while time.monotonic() < deadline:
                 for side in SIDES:
-                    if what := self._spec.meeting.reported(self._store, side):
+                    if what := self._meetings[side].reported(self._store, side):
                         return WorkerFailed(side, what)
                 time.sleep(REPORT_SECONDS / 10)
         except RuntimeError:

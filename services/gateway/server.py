@@ -99,10 +99,11 @@ class Gateway:
         return self.port
 
     def set_health(self, draft: bool, target: bool) -> None:
-        """Which groups are ready. Generate is served while both are; once draining, nothing is ready any more."""
+        """Which groups are ready. Generate is served while the target is: without a draft it decodes alone what it can. Once draining,
+        nothing is ready any more."""
         if self._ending:
             return
-        serving = draft and target
+        serving = target
         self._calls.closed = None if serving else "the service is not ready: its workers are starting; try again later"
         self._tell(draft, target, serving)
 

@@ -5,10 +5,12 @@ What an actor runs is imported in its process alone, so that a cluster can be as
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
 import secrets
+import signal
 import threading
 from typing import TYPE_CHECKING
 
@@ -37,6 +39,10 @@ class RankActor:
         _quiet()
         run_rank(spec, ray.util.get_node_ip_address())
 
+    def process(self) -> tuple[str, int]:
+        """Its host, as Ray calls it, and its id there."""
+        return ray.get_runtime_context().get_node_id(), os.getpid()
+
     def pid(self) -> int:
         return os.getpid()
 
@@ -58,6 +64,13 @@ class CoordinatorActor:
 
     def stop(self) -> None:
         self._coordinator.stop()
+
+    def lose_draft(self) -> None:
+        self._coordinator.lose_draft()
+
+    def renew_draft(self, epoch: int) -> None:
+        """See `Coordinator`."""
+        self._coordinator.renew_draft(epoch)
 
     def pid(self) -> int:
         return os.getpid()
@@ -118,6 +131,26 @@ def start_rank(group: PlacementGroup, side: str, rank: int, gpus: bool) -> ray.a
     # Two calls at a time: `run` never returns, and `pid` must be answered beside it.
     options = {"num_cpus": 1, "num_gpus": int(gpus), "max_restarts": 0, "max_concurrency": 2}
     return ray.remote(_named(RankActor, f"{side} rank {rank}")).options(scheduling_strategy=place, **options).remote()
+
+
+def end(actor: ray.actor.ActorHandle, pid: int | None) -> None:
+    """End an actor's process now. `pid`: of one on this host that may be alive (`local_pid`). Ray lets a process end by itself for five
+    seconds first, which one that has been stopped never does."""
+    with contextlib.suppress(Exception):
+        ray.kill(actor)
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def local_pid(process: ray.ObjectRef) -> int | None:
+    """What `RankActor.process` says, of a process on this host that has said it; else None."""
+    said, _ = ray.wait([process], timeout=0)
+    try:
+        node, pid = ray.get(said[0]) if said else (None, None)
+    except ray.exceptions.RayError:
+        return None
+    return pid if node == ray.get_runtime_context().get_node_id() else None
 
 
 def start_coordinator() -> ray.actor.ActorHandle:

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from services.backend import Model, ServingPair
-from services.link.base import LINKS
+from services.link.base import LINKS, is_renewable
 from smc import demo
 from smc.limits import DTYPE_NAMES
 from smc.models.parallel import Shard, local_config
@@ -87,6 +87,11 @@ class GangConfig:
 
     def degree(self, side: str) -> int:
         return self.draft_tp if side == "draft" else self.target_tp
+
+    @property
+    def outlives_draft(self) -> bool:
+        """The target goes on when the draft is lost, and another draft can join it."""
+        return is_renewable(self.link, self.device)
 
     @property
     def dtypes(self) -> dict[str, str]:

@@ -6,11 +6,14 @@ import contextlib
 import logging
 import secrets
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 
 import ray
 import torch.distributed as dist
+from ray.util.placement_group import PlacementGroup
 
 from services.backend import ServingPair
 from services.coordinator.process import EngineStuck
@@ -23,23 +26,32 @@ from services.link.connect import Meeting
 from smc.models.parallel import Shard
 from smc.runtime.messages import SIDES
 
+LOOK_SECONDS = 0.1
+"""Between two looks at whether a draft has loaded its weights."""
+
 logger = logging.getLogger(__name__)
 
 
 class Gang:
-    """Not restarted: after a failure a new one is made, with the next epoch."""
+    """Not restarted: after a failure a new one is made, with the next epoch. Only the draft's ranks may be, beside the others."""
 
     def __init__(self, config: GangConfig, pair: ServingPair, epoch: int) -> None:
         self._config, self._pair, self.epoch = config, pair, epoch
         self.secret = secrets.token_hex(16)
         self.actors: dict[str, ray.actor.ActorHandle] = {}
         """`coordinator`, `draft0`, `draft1`, .., `target0`, .."""
-        self._groups: list = []
+        self._groups: dict[str, PlacementGroup] = {}
+        """By side."""
         self._guard = threading.Lock()
+        self._processes: dict[str, ray.ObjectRef] = {}
+        """What ranks say of their processes."""
+        self._draft_starts = False
+        """Whether it is ready, or dies, is seen by whoever starts it."""
         self._ended = False
         """`kill` has been called, maybe in the middle of the start."""
         self._lives: dict[ray.ObjectRef, str] = {}
         self._store: dist.TCPStore | None = None
+        self._meeting: Meeting | None = None
         self.address = ""
 
     def start(self) -> None:
@@ -51,14 +63,64 @@ class Gang:
             raise
         except Exception as error:
             self.kill()
-            cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
-            raise GangError(f"the gang did not start: {_first_line(cause)}") from error
+            raise GangError(f"the gang did not start: {_first_line(_cause(error))}") from error
 
     def check(self, timeout: float) -> None:
         """Wait up to `timeout` seconds for a process to end. Raises GangError, naming it, if one has."""
-        ended, _ = ray.wait(list(self._lives), timeout=timeout)
-        if ended:
-            raise self._failure(ended[0])
+        with self._guard:
+            lives = {life: name for life, name in self._lives.items() if not (self._draft_starts and _is_draft(name))}
+        self._wait_for(list(lives), lives, timeout)
+
+    def probe(self, timeout: float) -> None:
+        """Raises GangError if a process other than the draft's has ended, or does not say within `timeout` seconds that it is alive."""
+        with self._guard:
+            asked = {actor.pid.remote(): name for name, actor in self.actors.items() if not _is_draft(name)}
+            lives = {life: name for life, name in self._lives.items() if not _is_draft(name)}
+        _, silent = ray.wait(list(asked), num_returns=len(asked), timeout=timeout)
+        self._wait_for(list(lives), lives, 0)
+        if silent:
+            raise GangError(f"{asked[silent[0]]} does not answer")
+
+    def end_draft(self) -> None:
+        """End its processes now, and give back their place."""
+        with self._guard:
+            ended = self._take(filter(_is_draft, list(self.actors)), ["draft"])
+        _end(*ended)
+
+    def lose_draft(self) -> None:
+        """After `end_draft`: the others go on without it. Raises GangError if the coordinator does not say so."""
+        with self._adding():
+            told = self.actors["coordinator"].lose_draft.remote()
+        try:
+            ray.get(told, timeout=3 * self._config.link_timeout)
+        except ray.exceptions.RayError as error:
+            raise GangError(f"the coordinator does not go on without the draft: {_first_line(_cause(error))}") from error
+
+    def start_draft(self, epoch: int) -> None:
+        """Another draft, in place of the one that has ended. Returns when requests can use it. Raises GangError."""
+        self._draft_starts = True
+        try:
+            self._start_draft(replace(self._meeting, epoch=epoch))
+        except Exception as error:
+            self.end_draft()
+            if isinstance(error, GangError):
+                raise
+            raise GangError(f"the draft did not start: {_first_line(_cause(error))}") from error
+        finally:
+            self._draft_starts = False
+
+    def _start_draft(self, meeting: Meeting) -> None:
+        deadline = time.monotonic() + meeting.start_timeout
+        self._start_side("draft", meeting)
+        lives = {life: name for life, name in self._lives.items() if _is_draft(name)}
+        while not self._store.check([meeting.name("draft/pages")]):
+            self._wait_for(list(lives), lives, LOOK_SECONDS)
+            if time.monotonic() > deadline:
+                raise GangError(f"the draft was not ready after {meeting.start_timeout:g} s")
+        with self._adding():
+            taken = self.actors["coordinator"].renew_draft.remote(meeting.epoch)
+        self._wait_for([taken, *lives], lives, None)
+        ray.get(taken)
 
     def stop(self, timeout: float = 5.0) -> None:
         """Let every process end by itself, then make sure."""
@@ -70,15 +132,21 @@ class Gang:
     def kill(self) -> None:
         """End every process now and give back its place. A start that is under way fails."""
         with self._guard:
-            self._ended = True
-            actors, groups = self.actors, self._groups
-            self.actors, self._groups, self._lives, self._store = {}, [], {}, None
-        for actor in actors.values():
-            with contextlib.suppress(Exception):
-                ray.kill(actor)
-        for group in groups:
-            with contextlib.suppress(Exception):
-                cluster.release(group)
+            self._ended, self._store = True, None
+            ended = self._take(list(self.actors), list(self._groups))
+        _end(*ended)
+
+    def _take(self, names: Iterable[str], sides: Iterable[str]) -> tuple[list[tuple[ray.actor.ActorHandle, int | None]], list]:
+        """Forget processes and places, so as to end them. Processes come with their ids, where those may be needed for that."""
+        names, lives = set(names), {name: life for life, name in self._lives.items()}
+        over = set(ray.wait(list(lives.values()), num_returns=len(lives), timeout=0)[0]) if lives else set()
+        actors = []
+        for name in names:
+            process = self._processes.pop(name, None)
+            ended = name not in lives or lives[name] in over
+            actors.append((self.actors.pop(name), None if process is None or ended else cluster.local_pid(process)))
+        self._lives = {life: name for life, name in self._lives.items() if name not in names}
+        return actors, [self._groups.pop(side) for side in sides if side in self._groups]
 
     @contextlib.contextmanager
     def _adding(self) -> Iterator[None]:
@@ -92,44 +160,69 @@ class Gang:
         config, host = self._config, ray.util.get_node_ip_address()
         limit = timedelta(seconds=config.start_timeout)
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
-        meeting = Meeting(host, self._store.port, self.epoch, self.secret, config.link, config.start_timeout)
-        gpus = config.device == "cuda"
+        self._meeting = Meeting(host, self._store.port, self.epoch, self.secret, config.link, config.start_timeout)
         for side in SIDES:
-            degree, mark = config.degree(side), config.resource(side)
-            with self._adding():
-                group = cluster.reserve(degree, gpus, mark)
-                self._groups.append(group)
-            cluster.wait_for(group, degree, gpus, mark, config.start_timeout)
-            for rank in range(degree):
-                with self._adding():
-                    self.actors[f"{side}{rank}"] = actor = cluster.start_rank(group, side, rank, gpus)
-                    self._lives[actor.run.remote(rank_spec(config, self._pair, meeting, side, Shard(rank, degree)))] = f"{side}{rank}"
+            self._start_side(side, self._meeting)
         with self._adding():
             self.actors["coordinator"] = coordinator = cluster.start_coordinator()
-            started = coordinator.start.remote(coordinator_spec(config, self._pair, meeting))
+            started = coordinator.start.remote(coordinator_spec(config, self._pair, self._meeting))
         logger.info("epoch %d: waiting until %s are ready", self.epoch, ", ".join(self.actors))
-        ended, _ = ray.wait([started, *self._lives], timeout=config.start_timeout)
-        if not ended:
+        if not self._wait_for([started, *self._lives], self._lives, config.start_timeout):
             raise GangError(f"the gang was not ready after {config.start_timeout:g} s")
-        if ended[0] != started:
-            raise self._failure(ended[0])
         self.address = ray.get(started)
         with self._adding():
             self._lives[coordinator.wait.remote()] = "coordinator"
 
-    def _failure(self, life: ray.ObjectRef) -> GangError:
+    def _start_side(self, side: str, meeting: Meeting) -> None:
+        """Every rank of a model begins to load it."""
+        config = self._config
+        degree, mark, gpus = config.degree(side), config.resource(side), config.device == "cuda"
+        with self._adding():
+            group = self._groups[side] = cluster.reserve(degree, gpus, mark)
+        cluster.wait_for(group, degree, gpus, mark, config.start_timeout)
+        for rank in range(degree):
+            with self._adding():
+                name = f"{side}{rank}"
+                self.actors[name] = actor = cluster.start_rank(group, side, rank, gpus)
+                self._processes[name] = actor.process.remote()
+                self._lives[actor.run.remote(rank_spec(config, self._pair, meeting, side, Shard(rank, degree)))] = name
+
+    def _wait_for(self, some: list[ray.ObjectRef], lives: dict[ray.ObjectRef, str], timeout: float | None) -> bool:
+        """Wait until one of some has ended; False: none has. Raises GangError for one of `lives`."""
+        ended, _ = ray.wait(some, timeout=timeout)
+        if ended and ended[0] in lives:
+            raise self._failure(ended[0], lives[ended[0]])
+        return bool(ended)
+
+    def _failure(self, life: ray.ObjectRef, name: str) -> GangError:
         """What has become of a process that has ended."""
-        name = self._lives[life]
+        draft = _is_draft(name) and self._config.outlives_draft
         try:
             ray.get(life)
         except ray.exceptions.RayTaskError as error:
             # A step that takes too long says little of what was asked: a machine that pauses makes any.
             lost = isinstance(error.cause, LinkError) and not error.cause.began_here
             fault = not (lost or isinstance(error.cause, EngineStuck))
-            return GangError(f"{name} failed: {_first_line(error.cause)}", fault=fault)
+            return GangError(f"{name} failed: {_first_line(error.cause)}", fault=fault, draft=draft)
         except ray.exceptions.RayError as error:
-            return GangError(f"{name} died: {_first_line(error)}")
-        return GangError(f"{name} ended")
+            return GangError(f"{name} died: {_first_line(error)}", draft=draft)
+        return GangError(f"{name} ended", draft=draft)
+
+
+def _is_draft(name: str) -> bool:
+    return name.startswith("draft")
+
+
+def _end(actors: Iterable[tuple[ray.actor.ActorHandle, int | None]], groups: Iterable[PlacementGroup]) -> None:
+    for actor, pid in actors:
+        cluster.end(actor, pid)
+    for group in groups:
+        with contextlib.suppress(Exception):
+            cluster.release(group)
+
+
+def _cause(error: Exception) -> Exception:
+    return error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
 
 
 def _first_line(error: BaseException) -> str:

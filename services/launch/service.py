@@ -36,7 +36,9 @@ class Service:
         """Raises ValueError for models that cannot be served this way."""
         pair = gang.serving_pair()
         self.metrics = Metrics()
-        self.supervisor = Supervisor(gang, pair, on_serving=self._serving, on_step=self._step)
+        self._ready = (False, False)
+        """Draft, target."""
+        self.supervisor = Supervisor(gang, pair, on_health=self._health, on_step=self._step)
         self.gateway = Gateway(gateway, pair, self.supervisor, self.metrics, self._status)
 
     async def start(self) -> Ready:
@@ -53,11 +55,16 @@ class Service:
             await self.gateway.stop()
         await self.supervisor.stop()
 
-    def _serving(self, serving: bool) -> None:
+    def _health(self, draft: bool, target: bool) -> None:
         self.metrics.set_epoch(self.supervisor.epoch)
-        if serving and self.supervisor.epoch > 1:
-            self.metrics.worker_restarted()
-        self.gateway.set_health(draft=serving, target=serving)
+        had_draft, had_target = self._ready
+        if self.supervisor.epoch > 1:
+            if target and not had_target:
+                self.metrics.workers_restarted()
+            elif draft and not had_draft:
+                self.metrics.draft_restarted()
+        self._ready = (draft, target)
+        self.gateway.set_health(draft=draft, target=target)
 
     def _step(self, step: Step) -> None:
         self.metrics.observe_step(step.stats)

@@ -31,6 +31,7 @@ def rank_spec(config: GangConfig, pair: ServingPair, meeting: Meeting, side: str
         timeout=2 * max(config.link_timeout, config.start_timeout),
         threads=config.threads,
         engine=engine,
+        outlives_peer=side == "target" and config.outlives_draft,
     )
 
 
@@ -47,4 +48,5 @@ def coordinator_spec(config: GangConfig, pair: ServingPair, meeting: Meeting, *,
         rehearse=rehearse and compiles,
         timing=(THOROUGH if compiles else BRIEF) if rehearse else None,
         trace=config.trace.absolute() if config.trace else None,
+        outlives_draft=config.outlives_draft,
     )

@@ -1,7 +1,11 @@
 """Keeps a gang alive and is the backend in front of it: what to do when a process dies is decided here, and only here.
 
-A dead process means a dead gang: every process is ended, and a new gang starts with the next epoch. Until it has warmed up, requests are
-refused with UNAVAILABLE. Those in flight end with UNAVAILABLE if they are of SMC; the others wait for it and go on.
+A lost draft costs speed: its processes are ended, and start again beside the target, which meanwhile decodes alone what it can. Requests
+that need the draft end with UNAVAILABLE, in flight and new ones.
+
+Any other dead process means a dead gang, and so does a dead draft whose link to the target cannot be made again: every process is ended,
+and a new gang starts. Until it has warmed up, requests are refused with UNAVAILABLE. Those in flight end with UNAVAILABLE if they are of
+SMC; the others wait for it and go on. Every start, of a gang or of a draft, has the next epoch.
 """
 
 from __future__ import annotations
@@ -28,8 +32,10 @@ CHECK_SECONDS = 0.5
 """A death is noticed at once; this is how long a wait for one lasts before it is begun again."""
 SILENCE_SECONDS = 5.0
 """Beyond the link's timeout: the coordinator, which sees more, may say first what is wrong."""
+PROBE_SECONDS = 5.0
+"""In which a process says that it is alive, beside whatever it is at."""
 BACKOFF_SECONDS = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Before the next attempt to start a gang, by attempts that have failed in a row."""
+"""Before the next attempt to start a gang, or a draft, by attempts that have failed in a row."""
 
 
 class Supervisor:
@@ -40,12 +46,13 @@ class Supervisor:
         config: GangConfig,
         pair: ServingPair,
         *,
-        on_serving: Callable[[bool], None] = lambda serving: None,
+        on_health: Callable[[bool, bool], None] = lambda draft, target: None,
         on_step: Callable[[Step], None] = lambda step: None,
     ) -> None:
-        """`on_serving` is told whenever the service becomes able or unable to decode; `on_step` of every engine step."""
+        """`on_health` is told whether there is a draft, and a target, whenever that changes: with a target, the service decodes. `on_step`
+        is told of every engine step."""
         self._config, self.pair = config, pair
-        self._on_serving, self._on_step = on_serving, on_step
+        self._on_health, self._on_step = on_health, on_step
         self._gang: Gang | None = None
         self._client: CoordinatorClient | None = None
         self._watch: asyncio.Task | None = None
@@ -56,6 +63,11 @@ class Supervisor:
         """There will be no other gang."""
         self._heard = 0.0
         """When the engine's last step came."""
+        self._draft_epoch = 0
+        """Of the draft that is there; 0 if there is none."""
+        self._in_flight: list[Request] | None = None
+        """When the coordinator said that it has lost the draft."""
+        self._draft_start: asyncio.Task | None = None
         self.epoch = 0
         self.stats = EngineStats()
         """Of the engine's last step; of one that holds nothing once its gang is lost."""
@@ -65,8 +77,8 @@ class Supervisor:
         return self._client is not None and not self._client.lost
 
     @property
-    def restarts(self) -> int:
-        return max(0, self.epoch - 1)
+    def has_draft(self) -> bool:
+        return self.serving and self._draft_epoch > 0
 
     @property
     def num_calls(self) -> int:
@@ -88,9 +100,10 @@ class Supervisor:
     async def stop(self) -> None:
         """End every process. Calls still in flight end with UNAVAILABLE."""
         self._end()
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.gather(self._watch, return_exceptions=True)
+        tasks = [task for task in (self._watch, self._draft_start) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._detach("the service has stopped")
         if self._gang is not None:
             await asyncio.to_thread(self._gang.stop)
@@ -128,9 +141,10 @@ class Supervisor:
             await client.close()
             raise GangError(f"the gang did not start: {error}") from error
         self._client, self._heard = client, time.monotonic()
+        self._draft_epoch, self._in_flight = self.epoch, None
         self._changed.set()
         logger.info("serving: epoch %d", self.epoch)
-        self._on_serving(True)
+        self._on_health(True, True)
 
     async def _keep_alive(self) -> None:
         failed = 0
@@ -140,24 +154,67 @@ class Supervisor:
                     await asyncio.sleep(BACKOFF_SECONDS[min(failed, len(BACKOFF_SECONDS) - 1)])
                     await self._start_gang()
                     failed = 0
-                lost = not self.serving
+                lost, in_flight = not self.serving, self._in_flight
                 await asyncio.to_thread(self._gang.check, CHECK_SECONDS)
+                if in_flight is not None and not lost:  # and no process has ended: one is silent, or the link broke
+                    raise GangError("the coordinator has lost the draft", draft=True)
                 if lost:  # and no process has died: it was silent for too long, and its requests are gone
                     raise GangError("the connection to the coordinator broke")
                 if (silence := time.monotonic() - self._heard) > self._config.link_timeout + SILENCE_SECONDS:
                     raise GangError(f"the coordinator has been silent for {silence:.0f} s")
             except Exception as error:  # whatever it is, the service must come back
+                if isinstance(error, GangError) and error.draft and self.serving:
+                    try:
+                        await self._lose_draft(error)
+                        continue
+                    except GangError as more:
+                        error = more
                 failed += self._client is None
                 await self._end_gang(error)
                 if failed >= self._config.max_failed_starts:
                     self._end()
                     raise GangError(f"{failed} starts in a row have failed, the last one because: {error}") from error
 
+    async def _lose_draft(self, error: GangError) -> None:
+        """The target goes on alone until another draft has come. Raises GangError if that or the coordinator is lost, too."""
+        await asyncio.to_thread(self._gang.probe, PROBE_SECONDS)
+        logger.error("%s; the target goes on alone", error)
+        if error.fault:
+            self._suspects.gang_failed(self._client.requests if self._in_flight is None else self._in_flight)
+        self._draft_epoch, self._in_flight = 0, None
+        self._on_health(False, True)
+        # Who waits for a draft that hangs goes on when that is ended.
+        await asyncio.to_thread(self._gang.end_draft)
+        self._draft_start = asyncio.create_task(self._renew_draft(self._gang))
+
+    async def _renew_draft(self, gang: Gang) -> None:
+        """Whatever else goes wrong meanwhile, `_keep_alive` sees."""
+        try:
+            await asyncio.to_thread(gang.lose_draft)
+        except GangError as error:
+            logger.error("%s", error)
+        for failed in range(self._config.max_failed_starts):
+            await asyncio.sleep(BACKOFF_SECONDS[min(failed, len(BACKOFF_SECONDS) - 1)])
+            self.epoch += 1
+            epoch = self.epoch
+            try:
+                await asyncio.to_thread(gang.start_draft, epoch)
+            except GangError as error:
+                logger.error("%s", error)
+            else:
+                self._draft_epoch = epoch
+                logger.info("the draft is back: epoch %d", epoch)
+                self._on_health(True, True)
+                return
+        logger.error("%d starts of the draft in a row have failed; the target stays alone", self._config.max_failed_starts)
+
     async def _end_gang(self, error: Exception) -> None:
         if not isinstance(error, GangError):
             logger.exception("unexpected error", exc_info=error)
         logger.error("%s; the gang of epoch %d ends", error, self.epoch)
         client = self._client
+        if self._draft_start is not None:
+            self._draft_start.cancel()
         await self._detach(f"a process of the service has ended ({error}); it is starting again")
         if client is not None and isinstance(error, GangError) and error.fault:
             self._suspects.gang_failed(client.interrupted)
@@ -179,9 +236,13 @@ class Supervisor:
             nothing = dict.fromkeys(total, 0)
             room = EngineStats(slots_free=self.pair.engine.max_slots, pages_used=nothing, pages_total=total, pages_leaked=nothing)
             self._step(Step(stats=room))
-        self._on_serving(False)
+        self._draft_epoch, self._in_flight = 0, None
+        self._on_health(False, False)
 
     def _step(self, step: Step) -> None:
         self._heard = time.monotonic()
+        if step.lost_draft and step.lost_draft == self._draft_epoch and self._in_flight is None:
+            self._in_flight = self._client.requests
+            self._on_health(False, True)
         self.stats = step.stats
         self._on_step(step)

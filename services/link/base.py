@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 LINKS = ("nccl", "grpc")
 """Kinds of it."""
 
-LAYOUT_VERSION = 5
+LAYOUT_VERSION = 6
 """Of particles.proto and its arrays; raised with every change that an older peer would misread."""
 CLOSE_SECONDS = 3.0
 """For what has been sent to be received, when an end is closed."""
 
 
 class LinkError(RuntimeError):
-    """The other side is gone, silent past the deadline, or of another life. The gang must start again."""
+    """The other side is gone, silent past the deadline, or of another life."""
 
     began_here = False
     """A worker's own fault is told, not what came of the other's."""
@@ -61,6 +61,10 @@ LeaderEnd = End[pb.WorkResponse, pb.WorkRequest]
 class PeerEnd(Protocol):
     """Either leader's end of the link between them. What one sends, the other receives in the same order."""
 
+    renewable: bool
+    """When the other side is lost, whoever waits for it is told, and nothing that the device has been asked for waits for ever: another
+    end can take this one's place."""
+
     def send(self, name: str, sequence: int, tensor: Tensor) -> None:
         """Send it; does not wait for the other side."""
         ...
@@ -74,6 +78,11 @@ class PeerEnd(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def is_renewable(link: str, device: str) -> bool:
+    """Whether ends of the link between the leaders are renewable (`PeerEnd`)."""
+    return link == "grpc" or device == "cpu"
 
 
 def check_envelope(message: Message, epoch: int) -> None:

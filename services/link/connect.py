@@ -16,10 +16,13 @@ from services.link.peer import DevicePeer, MessagePeer
 from services.link.streams import StreamCaller, StreamServer, proof
 from services.pb import particles_pb2 as pb
 
+PEER = "target/peer"
+"""Where the draft's leader finds the target's."""
+
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where and as what the processes of one life of the gang find each other."""
+    """Where and as what the processes of one life of the gang, or of the draft in it, find each other."""
 
     host: str
     port: int
@@ -65,6 +68,7 @@ class LeaderEnds:
     server: StreamServer | None = None
 
     def close(self) -> None:
+        """Twice is fine, for an end that another has taken the place of, too."""
         self.peer.close()
         self.coordinator.close()
         if self.server is not None:
@@ -76,32 +80,42 @@ def leader_ends(meeting: Meeting, store: dist.Store, side: str, host: str, betwe
     if meeting.link == "grpc":
         server = StreamServer(host, meeting.secret)
         _publish(meeting, store, side, server.address)
-        if side == "target":
-            return LeaderEnds(server.coordinator, MessagePeer(server.peer, meeting.epoch, pb.ExchangeResponse), server)
-        caller = StreamCaller(_address(meeting, store, "target"), meeting.secret, "Exchange")
-        return LeaderEnds(server.coordinator, MessagePeer(caller, meeting.epoch, pb.ExchangeRequest), server)
+        return LeaderEnds(server.coordinator, peer_end(meeting, store, side, between, server), server)
+    end = DistributedEnd(make_group(store, meeting.name(f"{side}/link"), 1, 2, meeting.start_timeout), 1, pb.WorkRequest)
+    return LeaderEnds(end, peer_end(meeting, store, side, between))
+
+
+def peer_end(meeting: Meeting, store: dist.Store, side: str, between: torch.device, server: StreamServer | None = None) -> PeerEnd:
+    """The end of the link to the other leader, once that has come. `server`: of this leader, with streams; its end for an earlier peer is
+    closed."""
+    if server is not None and side == "target":
+        end = server.renew_peer()
+        _publish(meeting, store, PEER, server.address)
+        return MessagePeer(end, meeting.epoch, pb.ExchangeResponse)
+    if server is not None:
+        caller = StreamCaller(_address(meeting, store, PEER), meeting.secret, "Exchange")
+        return MessagePeer(caller, meeting.epoch, pb.ExchangeRequest)
     rank = 0 if side == "draft" else 1
 
-    def group(name: str, rank: int, at: torch.device | str = "cpu") -> dist.ProcessGroup:
+    def group(name: str, at: torch.device | str = "cpu") -> dist.ProcessGroup:
         return make_group(store, meeting.name(name), rank, 2, meeting.start_timeout, at)
 
-    end = DistributedEnd(group(f"{side}/link", 1), 1, pb.WorkRequest)
     if between.type == "cuda":
-        by_sender = [group(f"from {name}", rank, between) for name in ("draft", "target")]
-        return LeaderEnds(end, DevicePeer(by_sender[rank], by_sender[1 - rank], rank))
-    return LeaderEnds(end, MessagePeer(DistributedEnd(group("pair", rank), rank, pb.ExchangeRequest), meeting.epoch, pb.ExchangeRequest))
+        by_sender = [group(f"from {name}", between) for name in ("draft", "target")]
+        return DevicePeer(by_sender[rank], by_sender[1 - rank], rank)
+    return MessagePeer(DistributedEnd(group("pair"), rank, pb.ExchangeRequest), meeting.epoch, pb.ExchangeRequest)
 
 
-def _publish(meeting: Meeting, store: dist.Store, side: str, address: str) -> None:
-    """Say where the leader of `side` listens. Anybody who reaches the store can write to it, so what is said there is signed."""
-    name = meeting.name(f"{side}/address")
+def _publish(meeting: Meeting, store: dist.Store, who: str, address: str) -> None:
+    """Say where `who` listens. Anybody who reaches the store can write to it, so what is said there is signed."""
+    name = meeting.name(f"{who}/address")
     store.set(name, f"{address} {proof(meeting.secret, f'{name} {address}')}")
 
 
-def _address(meeting: Meeting, store: dist.Store, side: str) -> str:
-    """Where the leader of `side` listens. Raises LinkError if somebody else says so."""
-    name = meeting.name(f"{side}/address")
+def _address(meeting: Meeting, store: dist.Store, who: str) -> str:
+    """Where `who` listens. Raises LinkError if somebody else says so."""
+    name = meeting.name(f"{who}/address")
     address, _, signature = store.get(name).decode().partition(" ")
     if not hmac.compare_digest(signature, proof(meeting.secret, f"{name} {address}")):
-        raise LinkError(f"the address of the {side}'s leader, {address!r}, was not written by this gang; look for who else uses its store")
+        raise LinkError(f"the address of {who}, {address!r}, was not written by this gang; look for who else uses its store")
     return address

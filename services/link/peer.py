@@ -15,6 +15,8 @@ Exchange = pb.ExchangeRequest | pb.ExchangeResponse
 class MessagePeer:
     """`services.link.base.PeerEnd` whose every tensor is a message with its epoch, name and number."""
 
+    renewable = True
+
     def __init__(self, end: End[Exchange, Exchange], epoch: int, sends: type[Exchange]) -> None:
         self._end, self._epoch, self._sends = end, epoch, sends
 
@@ -39,6 +41,9 @@ class MessagePeer:
 class DevicePeer:
     """On GPUs: tensors go from device to device in the order of the current stream, and the host waits for none. There is nothing to
     check but what the communicators, which are of one epoch, make sure of."""
+
+    renewable = False
+    """A kernel of NCCL that waits for a rank that has died stays on the stream, and all that is asked for later behind it."""
 
     def __init__(self, there: dist.ProcessGroup, back: dist.ProcessGroup, rank: int) -> None:
         """`there` carries what is sent, `back` what is received: within one, messages would have to be sent and received in one order."""

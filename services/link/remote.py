@@ -14,7 +14,7 @@ from services.coordinator.timeline import Timeline
 from services.link import codec
 from services.link.base import LAYOUT_VERSION, CoordinatorEnd, LinkError, check_envelope
 from services.pb import particles_pb2 as pb
-from smc.runtime.messages import PromptBatch, PromptResult
+from smc.runtime.messages import PromptBatch, PromptResult, SideLost
 from smc.runtime.outcome import Lineage, RoundResult
 from smc.runtime.pair import PairRound
 from smc.runtime.plan import Join, Program, RoundPlan
@@ -53,7 +53,7 @@ class RemotePending:
     _spans: dict[str, tuple[int, int]] = field(default_factory=dict, init=False)
 
     def result(self) -> Outcome:
-        """Waits for it. Raises LinkError if the worker is gone, silent for too long, or has failed."""
+        """Waits for it. Raises LinkError, or SideLost, if the worker is gone, silent for too long, or has failed."""
         if not self._done:
             response = self.worker.response(self.sequence)
             self._spans = self.worker.spans(response)
@@ -68,9 +68,14 @@ class RemotePending:
 class RemoteWorker:
     """`smc.runtime.messages.Worker` over a link. `side` is `draft` or `target`; `timeout` bounds every wait, in seconds."""
 
-    def __init__(self, side: str, end: CoordinatorEnd, epoch: int, timeout: float, timeline: Timeline) -> None:
-        self.side, self.timeout = side, timeout
-        self._end, self._epoch, self._timeline = end, epoch, timeline
+    def __init__(
+        self, side: str, end: CoordinatorEnd, epoch: int, timeout: float, timeline: Timeline, *, may_be_lost: bool = False
+    ) -> None:
+        """`may_be_lost`: the other side goes on without it. What breaks its link is then raised as SideLost by those who wait for it, and
+        by nobody else."""
+        self.side, self.epoch, self.timeout = side, epoch, timeout
+        self._end, self._timeline, self._may_be_lost = end, timeline, may_be_lost
+        self._lost: LinkError | None = None
         self._sequence = 0
         self._unanswered = 0
         self._last_sent = time.monotonic()
@@ -93,11 +98,11 @@ class RemoteWorker:
         return self._ask(lambda response: decode(response.round), round=codec.round_command(plan))
 
     def ping(self) -> None:
-        """Hear from the worker. Raises LinkError if it does not answer in time."""
+        """Hear from the worker. Raises LinkError, or SideLost, if it does not answer in time."""
         self.response(self._send(ping=pb.Ping()))
 
     def keep_alive(self, silence: float) -> None:
-        """Ping a worker that has nothing to do and has been sent nothing for `silence` seconds."""
+        """Ping a worker that has nothing to do and has been sent nothing for `silence` seconds. Raises as `ping`."""
         if not self._unanswered and time.monotonic() - self._last_sent >= silence:
             self.ping()
 
@@ -107,6 +112,25 @@ class RemoteWorker:
 
     def stop(self) -> None:
         self._send(stop=pb.StopCommand())
+
+    def reconnect(self, epoch: int, seconds: float) -> None:
+        """Let it open a link to the other side's leader of this epoch. Raises LinkError if that does not come within so many seconds."""
+        if error := self.response(self._send(reconnect=pb.ReconnectCommand(epoch=epoch, seconds=seconds))).reconnect.error:
+            raise LinkError(f"the {self.side} has no link to the other side: {error}")
+
+    @property
+    def lost(self) -> bool:
+        """As far as is known."""
+        return self._lost is not None
+
+    def lose(self, why: str) -> None:
+        """It is gone, as others say."""
+        self._lost = self._lost or LinkError(why)
+
+    def close(self) -> None:
+        """Give up the link. What it was asked for is lost."""
+        self.lose("its link has been closed")
+        self._end.close()
 
     def set_clock(self) -> None:
         """Learn how far the worker's clock is from ours, from the fastest of a few pings."""
@@ -121,6 +145,16 @@ class RemoteWorker:
 
     def response(self, sequence: int) -> pb.WorkResponse:
         """Wait for one command's response; others that arrive meanwhile are kept for as long as somebody may read them."""
+        try:
+            if self._lost is None:
+                return self._response(sequence)
+        except LinkError as error:
+            if not self._may_be_lost:
+                raise
+            self._lost = error
+        raise SideLost(self.side, str(self._lost)) from self._lost
+
+    def _response(self, sequence: int) -> pb.WorkResponse:
         self._awaited = sequence
         if sequence not in self._arrived:
             begin = time.monotonic_ns()
@@ -130,7 +164,7 @@ class RemoteWorker:
         return self._arrived.pop(sequence)
 
     def _take(self, response: pb.WorkResponse) -> None:
-        check_envelope(response, self._epoch)
+        check_envelope(response, self.epoch)
         kind = response.WhichOneof("result")
         if kind == "failure":
             raise WorkerFailed(self.side, response.failure.message)
@@ -159,7 +193,14 @@ class RemoteWorker:
         self._sequence += 1
         self._last_sent = time.monotonic()
         self._unanswered += not command.keys() & SILENT
-        self._end.send(pb.WorkRequest(version=LAYOUT_VERSION, epoch=self._epoch, sequence=self._sequence, **command))
+        if self._lost is not None:
+            return self._sequence
+        try:
+            self._end.send(pb.WorkRequest(version=LAYOUT_VERSION, epoch=self.epoch, sequence=self._sequence, **command))
+        except LinkError as error:
+            if not self._may_be_lost:
+                raise
+            self._lost = error
         return self._sequence
 
 

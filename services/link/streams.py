@@ -123,6 +123,12 @@ class StreamServer(pb_grpc.WorkerServiceServicer):
     def Exchange(self, request_iterator: Iterator[pb.ExchangeRequest], context: grpc.ServicerContext) -> Iterator[pb.ExchangeResponse]:
         yield from self._join(self.peer, request_iterator, context, "the draft")
 
+    def renew_peer(self) -> StreamEnd:
+        """An end for another peer, whose call comes later; that of the earlier one is closed."""
+        self.peer.close()
+        self.peer = StreamEnd()
+        return self.peer
+
     def close(self) -> None:
         self.coordinator.close()
         self.peer.close()

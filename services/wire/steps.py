@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from services.backend import RequestFailed
+from services.backend import RequestFailed, Unavailable
 from services.coordinator.loop import Step
 from services.coordinator.timeline import RoundTimes
 from services.pb import coordinator_pb2 as pb
@@ -24,6 +24,7 @@ _KINDS = {
     pb.REFUSAL_KIND_INVALID: ValueError,
     pb.REFUSAL_KIND_QUEUE_FULL: QueueFull,
     pb.REFUSAL_KIND_FAILED: RequestFailed,
+    pb.REFUSAL_KIND_UNAVAILABLE: Unavailable,
 }
 
 
@@ -40,6 +41,7 @@ def from_response(response: pb.AttachResponse) -> Step:
         refusals={refusal.request_id: _KINDS[refusal.kind](refusal.message) for refusal in response.refusals},
         stats=_from_snapshot(snapshot),
         times=RoundTimes(**times) if snapshot.HasField("times") else None,
+        lost_draft=snapshot.lost_draft,
     )
 
 
@@ -62,6 +64,7 @@ def _to_snapshot(step: Step) -> pb.Snapshot:
         ess_share=stats.ess_shares,
         committed_lag=stats.committed_lags,
         spec_accepted_by_position=stats.spec_accepted_by_position,
+        lost_draft=step.lost_draft,
         **{name: getattr(stats, name) for name in _SPEC_COUNTS},
         **{f"{side}_pages": pb.GroupPages(**counts) for side, counts in groups.items()},
     )

@@ -2,36 +2,76 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from services.link.base import PeerEnd
+from services.link.base import LinkError, PeerEnd
 from services.workers.parallel import TensorParallel
 from smc.runtime.stages import Stages
+
+logger = logging.getLogger(__name__)
 
 
 class PeerChannel:
     """`smc.runtime.channel.Channel`. `end` is the leader's, None at other ranks; `group` None: there are no others."""
 
-    def __init__(self, end: PeerEnd | None, group: TensorParallel | None, stages: Stages, timeout: float) -> None:
-        """`timeout`: seconds to wait for the other side where the host has to."""
+    def __init__(
+        self, end: PeerEnd | None, group: TensorParallel | None, stages: Stages, timeout: float, *, outlives_peer: bool = False
+    ) -> None:
+        """`timeout`: seconds to wait for the other side where the host has to. `outlives_peer`: when the other side is lost, what it was to
+        send is zeros, until `reconnect`: rounds that are under way end on every rank, and nobody reads what comes of them."""
         self._end, self._group, self._stages, self._timeout = end, group, stages, timeout
+        self._outlives_peer = outlives_peer
+        self._lost = False
         self._sent: Counter[str] = Counter()
         self._received: Counter[str] = Counter()
 
-    def send(self, name: str, tensor: Tensor) -> None:
+    def reconnect(self, make: Callable[[], PeerEnd]) -> None:
+        """Another leader is on the other side. Raises RuntimeError if it does not come; then it is lost, too."""
+        self._lost = True
+        self._end.close()
+        self._end = make()
+        self._sent.clear()
+        self._received.clear()
+        self._lost = False
+
+    def close(self) -> None:
         if self._end is not None:
+            self._end.close()
+
+    def send(self, name: str, tensor: Tensor) -> None:
+        if self._end is not None and not self._lost:
             self._sent[name] += 1
-            self._end.send(name, self._sent[name], tensor)
+            try:
+                self._end.send(name, self._sent[name], tensor)
+            except LinkError as error:
+                self._lose(error)
 
     def receive(self, key: tuple, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         here = self._stages.keep(key, f"received {name}", lambda: torch.empty(shape, dtype=dtype, device=self._stages.device))
         if self._end is not None:
-            self._received[name] += 1
-            self._end.receive(name, self._received[name], here, self._timeout)
+            self._receive(name, here)
         return self.share(here)
+
+    def _receive(self, name: str, here: Tensor) -> None:
+        if not self._lost:
+            self._received[name] += 1
+            try:
+                self._end.receive(name, self._received[name], here, self._timeout)
+            except LinkError as error:
+                self._lose(error)
+        if self._lost:
+            here.zero_()
+
+    def _lose(self, error: LinkError) -> None:
+        if not self._outlives_peer:
+            raise error
+        logger.warning("the other side is lost: %s", error)
+        self._lost = True
 
     def share(self, tensor: Tensor) -> Tensor:
         if self._group is not None:
@@ -39,5 +79,5 @@ class PeerChannel:
         return tensor
 
     def settle(self) -> None:
-        if self._end is not None:
+        if self._end is not None and not self._lost:
             self._end.settle()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from services.link.connect import Meeting, leader_ends
+from services.link.connect import Meeting, leader_ends, peer_end
 from services.workers.channel import PeerChannel
 from services.workers.parallel import TensorParallel
 from services.workers.rank import Rank, follow, lead
@@ -48,6 +48,8 @@ class RankSpec:
     """Seconds a command may be waited for; the coordinator sends a sign of life more often."""
     threads: int
     engine: EngineConfig
+    outlives_peer: bool
+    """It goes on when the other side is lost."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,19 @@ def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     store = spec.meeting.store()
-    ends = leader_ends(spec.meeting, store, spec.side, host, torch.device(spec.between)) if leads else None
+    between = torch.device(spec.between)
+    ends = leader_ends(spec.meeting, store, spec.side, host, between) if leads else None
     parts = parts_for(device)
     stages = parts.stages(device)
-    channel = PeerChannel(ends.peer if ends else None, group, stages, spec.timeout)
+    channel = PeerChannel(ends.peer if ends else None, group, stages, spec.timeout, outlives_peer=spec.outlives_peer)
+
+    def reconnect(epoch: int, seconds: float) -> None:
+        there = replace(spec.meeting, epoch=epoch, start_timeout=seconds)
+        channel.reconnect(lambda: peer_end(there, store, spec.side, between, ends.server))
+
     side = DraftSide if spec.side == "draft" else TargetSide
-    rank = Rank(worker, side(spec.engine, worker, parts, stages, channel), spec.meeting.epoch, spec.timeout)
+    work = side(spec.engine, worker, parts, stages, channel)
+    rank = Rank(worker, work, spec.meeting.epoch, spec.timeout, reconnect if leads else None)
     try:
         if leads:
             lead(rank, ends.coordinator, group.spread if group else None)
@@ -94,6 +103,7 @@ def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
         raise
     finally:
         if leads:
+            channel.close()
             ends.close()
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from services.link import codec
-from services.link.base import LAYOUT_VERSION, LeaderEnd, check_envelope
+from services.link.base import LAYOUT_VERSION, LeaderEnd, check_envelope, failure_text
 from services.pb import particles_pb2 as pb
 from services.workers.answers import Answers
 from smc.runtime.sides import DraftSide, TargetSide
@@ -20,13 +20,19 @@ from smc.runtime.worker import ModelWorker
 
 Respond = Callable[[], pb.WorkResponse]
 """Waits for what a response tells of."""
+Reconnect = Callable[[int, float], None]
+"""Open the link to the other side's leader of this epoch, within so many seconds. Raises RuntimeError if it does not come."""
 
 
 class Rank:
     """Carries out commands on a worker."""
 
-    def __init__(self, worker: ModelWorker, side: DraftSide | TargetSide, epoch: int, timeout: float) -> None:
+    def __init__(
+        self, worker: ModelWorker, side: DraftSide | TargetSide, epoch: int, timeout: float, reconnect: Reconnect | None = None
+    ) -> None:
+        """`reconnect`: of a leader."""
         self.worker, self.side, self.epoch, self.timeout = worker, side, epoch, timeout
+        self._reconnect_to = reconnect
 
     def carry_out(self, request: pb.WorkRequest, answers: Answers | None = None) -> None:
         """Do it, and give `answers` the response, for those commands that have one. Raises LinkError for a message of another life."""
@@ -36,7 +42,8 @@ class Rank:
             self.side.join(codec.to_join(request.join))
             return
         begin = time.monotonic_ns()
-        respond = {"round": self._round, "prompt": self._prompt, "status": self._status, "ping": self._ping}[kind](request, begin)
+        carry_out = {"round": self._round, "prompt": self._prompt, "status": self._status, "ping": self._ping, "reconnect": self._reconnect}
+        respond = carry_out[kind](request, begin)
         if answers is not None:
             answers.put(request.sequence, respond)
 
@@ -69,6 +76,16 @@ class Rank:
         device_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
         outcome = pb.StatusOutcome(device_bytes=device_bytes, recorded_rounds=stages.recorded_keys, recorded_bytes=stages.recorded_bytes)
         return lambda: self._response(request, begin, time.monotonic_ns(), status=outcome)
+
+    def _reconnect(self, request: pb.WorkRequest, begin: int) -> Respond:
+        error = ""
+        try:
+            if self._reconnect_to is not None:
+                self._reconnect_to(request.reconnect.epoch, request.reconnect.seconds)
+        except RuntimeError as what:
+            error = failure_text(what)
+        response = self._response(request, begin, time.monotonic_ns(), reconnect=pb.ReconnectOutcome(error=error))
+        return lambda: response
 
     def _ping(self, request: pb.WorkRequest, begin: int) -> Respond:
         response = self._response(request, begin, time.monotonic_ns(), pong=pb.Pong())

@@ -20,6 +20,10 @@ class QueueFull(RuntimeError):
     """No room to wait in. Nothing is wrong with the request: it may be sent again later."""
 
 
+class NoDraft(RuntimeError):
+    """The request needs the draft, which is lost. Nothing is wrong with it: it may be sent again later."""
+
+
 def check_waiting(config: EngineConfig, waiting: int) -> None:
     """Refuse another request where so many wait. Raises QueueFull."""
     if config.max_queue is not None and waiting >= config.max_queue:

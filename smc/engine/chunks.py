@@ -58,6 +58,10 @@ class Chunks:
             while len(flights) > left:
                 self._learn(side, *flights.popleft())
 
+    def forget(self, side: str) -> None:
+        """Chunks of this model that are on their way will not come."""
+        self._flights[side].clear()
+
     def ask(self, asked: Mapping[str, Sequence[tuple[int, Pending[PromptResult]]]], beside: bool) -> None:
         """Chunks of either model that have been asked for: tokens, and what comes of them."""
         for side, chunks in asked.items():

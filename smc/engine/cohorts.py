@@ -34,6 +34,10 @@ class Cohorts:
             if group in members:
                 members.remove(group)
 
+    def abandon(self) -> None:
+        """Rounds that have been asked for will not come."""
+        self._flights = [None] * len(self._flights)
+
     def advance(self, provide: Provide) -> None:
         """Ask for every cohort's next round, and read what came of its last: the one before, or where nothing goes on meanwhile, this."""
         asked = [self._ask(members, provide) for members in self._members]

@@ -17,20 +17,21 @@ from bisect import insort
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter, itemgetter
 
-from smc.engine.admission import DuplicateRequest, check_fits, check_queue
+from smc.engine.admission import DuplicateRequest, NoDraft, check_fits, check_queue
 from smc.engine.answers import draw_answer, make_answer
 from smc.engine.cohorts import Cohorts
 from smc.engine.costs import Costs
 from smc.engine.expectation import Expectation
 from smc.engine.group import Group, Phase
 from smc.engine.memory import Memory
-from smc.engine.methods import PROGRAMS, program_of
+from smc.engine.methods import PROGRAMS, TARGET_ALONE, Decoding, decoding_of, program_of
 from smc.engine.policy import ParticlePolicy, ShrinkWhenShort
 from smc.engine.queue import Deadlines, Queue
+from smc.engine.records import shrink_saved
 from smc.engine.request import FinishReason, Method, Output, Request
 from smc.engine.rounds import Pages, Rounds
 from smc.engine.slots import Slots
-from smc.engine.starts import Starts, shrink_saved
+from smc.engine.starts import Starts
 from smc.engine.stats import EngineStats
 from smc.engine.text import StopRules
 from smc.kv.pages import OutOfPages
@@ -87,6 +88,7 @@ class Engine:
         """With the numbers of their groups."""
         self._numbers = itertools.count()
         self._preemptions = self._shrinks = 0
+        self._has_draft = True
 
     @property
     def idle(self) -> bool:
@@ -103,16 +105,19 @@ class Engine:
         return sum(group.phase is Phase.RUNNING for group in self._admitted)
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises ValueError for what this engine could never run or an id in use, QueueFull if it must come later."""
+        """Queue a request. Raises ValueError for what this engine could never run or an id in use, QueueFull or NoDraft if it must come
+        later."""
         if request.request_id in self._groups:
             raise DuplicateRequest(f"request_id={request.request_id!r} is already in use; it must be unique among running requests")
         check_fits(request, self.config, self.memory.capacity, self.context, self.tokenizer.size)
-        params = request.params
-        expected = self.expectation.pages(params, len(request.prompt), params.rows)
+        params, decoding = request.params, self._decoding_now(request)
+        expected = self.expectation.pages(decoding, params, len(request.prompt), decoding.rows(params))
         check_queue(expected, self.config, len(self._queue), self._queue.pages)
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         rules = StopRules(params, self.tokenizer)
         group = Group(request, seed, rules, self._clock() - request.waited, next(self._numbers), expected)
+        if decoding is not group.decoding:
+            group.decode_by(decoding)
         self._groups[group.id] = group
         self._deadlines.add(group)
         self._queue.push(group)
@@ -140,6 +145,8 @@ class Engine:
         read = [outcome for cohorts in self._cohorts.values() for outcome in cohorts.rounds.take_read()]
         if self.starts.chunks.measures:
             self.starts.chunks.earn(outcome.spans() for outcome in read)
+        for group in [group for group in self._admitted if group.turn is not None]:
+            self._take_turn(group)
         for group in self.starts.finish():
             group.begun = self._clock() if group.begun is None else group.begun
             if not group.error and not self._complete(group):
@@ -172,6 +179,66 @@ class Engine:
             raise ValueError(f"particles={particles}; {self.slots.num_free} slots are free")
         group.wish = particles
         self.starts.grant(group)
+
+    def go_alone(self, group: Group) -> None:
+        """From now on the target decodes a request of method `exact` by itself, whatever phase it is in. Nothing more is asked of the draft
+        for it; rounds of both models that are under way are not waited for, and count for nothing."""
+        group.turn = None
+        if group.alone or group.error:
+            return
+        if group.phase is Phase.RUNNING:
+            self._change(group, TARGET_ALONE)
+        elif group.phase is Phase.PREFILL:
+            self.starts.go_alone(group, TARGET_ALONE)
+        else:
+            group.decode_by(TARGET_ALONE)
+            group.needs = None
+
+    def rejoin(self, group: Group) -> None:
+        """The opposite: as soon as no round of it is under way, the draft runs what it lacks, and the request takes part in rounds of the
+        pair again. Where there are not enough slots or pages for that, or no draft, it stays as it is."""
+        if not self._has_draft:
+            return
+        if group.alone and group.phase is not Phase.QUEUED:
+            group.turn = decoding_of(group.params)
+        elif group.alone:
+            group.decode_by(decoding_of(group.params))
+            group.needs = None
+
+    def lose_draft(self) -> list[str]:
+        """The draft is gone, with its keys and values and the rounds in which it took part. Exact decoding goes on by the target alone;
+        other requests that need the draft are dropped without an answer: returns their ids. For when `step` has raised SideLost, or
+        somebody knows before."""
+        self._has_draft = False
+        self._report_ended()
+        for program in (Program.PAIR, Program.DRAFT):
+            self._cohorts[program].abandon()
+        dropped = []
+        for group in list(self._groups.values()):
+            if group.params.method is Method.EXACT:
+                self.go_alone(group)
+            elif "draft" in group.decoding.sides:
+                self._release(group)
+                dropped.append(group.id)
+        self.starts.forget("draft")
+        self.memory.renew("draft", self.memory.capacity["draft"])
+        return dropped
+
+    def regain_draft(self, pages: int) -> None:
+        """Another draft is there, which holds nothing yet, with so many pages. Requests that went on by the target alone rejoin."""
+        self.memory.renew("draft", pages)
+        self._has_draft = True
+        for group in self._groups.values():
+            self.rejoin(group)
+
+    def _decoding_now(self, request: Request) -> Decoding:
+        """How a request that arrives now begins. Raises NoDraft."""
+        decoding = decoding_of(request.params)
+        if self._has_draft or "draft" not in decoding.sides:
+            return decoding
+        if request.params.method is Method.EXACT:
+            return TARGET_ALONE
+        raise NoDraft(f"method={request.params.method.value!r} needs the draft, whose workers were lost and start again; try again later")
 
     def take_stats(self) -> EngineStats:
         """The state now, and what happened since the last call."""
@@ -283,6 +350,16 @@ class Engine:
         self._queue.push(group)
         group.tally.preemptions += 1
         self._preemptions += 1
+
+    def _take_turn(self, group: Group) -> None:
+        if group.phase is Phase.RUNNING and not group.in_flight:
+            self._change(group, group.turn)
+            group.turn = None
+
+    def _change(self, group: Group, decoding: Decoding) -> None:
+        rounds = self._cohorts[group.decoding.program]
+        if not group.error and not self._complete(group) and self.starts.change(group, decoding):
+            rounds.leave(group)
 
     def _complete(self, group: Group) -> bool:
         return bool(self.slots.ended_S[group.slots].all()) and not self.slots.unscored(group.slots).any()

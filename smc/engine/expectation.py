@@ -12,7 +12,7 @@ import numpy as np
 
 from smc.engine.group import Group, Phase
 from smc.engine.memory import Memory
-from smc.engine.methods import decoding_of
+from smc.engine.methods import Decoding
 from smc.engine.request import SamplingParams
 from smc.engine.slots import Slots
 from smc.runtime.config import EngineConfig
@@ -41,11 +41,11 @@ class Expectation:
         """Share of its past further back than `OWN_TOKENS` that a particle shares with no other: 0 as long as nothing is known."""
         return self._own / self._old if self._old else 0.0
 
-    def pages(self, params: SamplingParams, prompt: int, rows: int, length: int = 0) -> dict[str, int]:
+    def pages(self, decoding: Decoding, params: SamplingParams, prompt: int, rows: int, length: int = 0) -> dict[str, int]:
         """Pages on each side of so many particles of a request, whose answer has `length` tokens already."""
         answer = max(1, length, round(self.answer_share * params.max_tokens))
         own = min(answer, OWN_TOKENS) + round(self.own_share * max(0, answer - OWN_TOKENS))
-        return decoding_of(params).expected_pages(self.config, params, prompt, rows, answer, own)
+        return decoding.expected_pages(self.config, params, prompt, rows, answer, own)
 
     def of(self, group: Group) -> dict[str, int]:
         """For a group that waits, or runs."""
@@ -53,7 +53,7 @@ class Expectation:
             length = int(group.saved["length_S"].max())
         else:
             length = int(self.slots.length_S[group.slots].max(initial=0))
-        return self.pages(group.params, group.prompt_size, group.rows, length)
+        return self.pages(group.decoding, group.params, group.prompt_size, group.rows, length)
 
     def expect(self, group: Group) -> None:
         """Of one that is admitted, or goes on."""

@@ -46,6 +46,10 @@ class Group:
     needs: dict[str, int] | None = None
     """Pages of what it is to start from, once they have been counted; while it waits."""
     phase: Phase = Phase.QUEUED
+    decoding: Decoding = field(init=False)
+    """How it is decoded: of exact decoding by the pair, or by the target alone. It may change between two rounds."""
+    turn: Decoding | None = None
+    """How it shall be decoded when no round of it is under way, where that is a change."""
     slots: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     particles: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """Number of the particle in each slot: part of the key of its random numbers."""
@@ -79,6 +83,7 @@ class Group:
     tally: Tally = field(init=False)
 
     def __post_init__(self) -> None:
+        self.decoding = decoding_of(self.params)
         self.stream = TextStream(self.rules)
         self.tally = Tally(self.request.params.rows)
 
@@ -95,8 +100,15 @@ class Group:
         return self.request.params
 
     @property
-    def decoding(self) -> Decoding:
-        return decoding_of(self.params)
+    def alone(self) -> bool:
+        """Nothing is drafted for it, although its method would."""
+        return self.decoding is not decoding_of(self.params)
+
+    def decode_by(self, decoding: Decoding) -> None:
+        """Of particles that hold no slots, or have not begun."""
+        self.decoding, self.turn = decoding, None
+        self.particles = np.arange(decoding.rows(self.params))
+        self.count = len(self.particles)
 
     def times(self, now: float) -> Times:
         """Until `now`, by the engine's clock."""
@@ -117,7 +129,7 @@ class Group:
     @property
     def rows(self) -> int:
         """Slots that it has, or wants."""
-        return len(self.particles) if len(self.particles) else self.params.rows
+        return len(self.particles) if len(self.particles) else self.decoding.rows(self.params)
 
     def living(self, slots: Slots) -> np.ndarray:
         """Its slots that stand for something of their own; of exact decoding one, since its rows differ in nothing that is confirmed."""

@@ -26,7 +26,7 @@ class Memory:
     """A ledger and a prefix cache for each side."""
 
     def __init__(self, capacity: dict[str, int], *, prefix_cache: bool) -> None:
-        self.capacity = capacity
+        self.capacity = dict(capacity)
         self.ledgers = {side: PageLedger(pages) for side, pages in capacity.items()}
         self.caches = {side: PrefixCache(ledger) for side, ledger in self.ledgers.items()} if prefix_cache else {}
         self.expected = dict.fromkeys(capacity, 0)
@@ -35,6 +35,17 @@ class Memory:
         """Pages that a round of all of those takes."""
         self._shares: dict[int, tuple[dict[str, int], dict[str, int]]] = {}
         """What each of them has in these two."""
+
+    def renew(self, side: str, pages: int) -> None:
+        """The pool of a side is another one, of so many pages, in which nothing is. Nobody refers to pages of the old one."""
+        if side in self.caches:
+            self.caches[side].clear()
+        ledger = self.ledgers[side]
+        assert ledger.num_free == self.capacity[side], f"pages of the {side} model are held although it is lost"
+        self.capacity[side] = pages
+        self.ledgers[side] = PageLedger(pages)
+        if side in self.caches:
+            self.caches[side] = PrefixCache(self.ledgers[side])
 
     def admits(self, pages: dict[str, int]) -> bool:
         """Whether what is expected leaves the watermark free; a request alone is always admitted."""

@@ -55,6 +55,10 @@ class Decoding(ABC):
         """Rows are dealt out among all of a group, so that a place may be without one: it then repeats another, and has no weight."""
         return self.kind is not Kind.INDEPENDENT
 
+    def rows(self, params: SamplingParams) -> int:
+        """Sequences of a request that are decoded side by side."""
+        return params.rows
+
     @abstractmethod
     def stride(self, config: EngineConfig) -> int:
         """Tokens by which an open answer grows in a round, at most."""
@@ -86,7 +90,7 @@ class Decoding(ABC):
     def most_pages(self, config: EngineConfig, params: SamplingParams, prompt: int, rows: int | None = None) -> dict[str, int]:
         """Pages that so many particles of a request, by default as few as it allows, may hold at once if they share nothing of its past."""
         n, answer = rows or params.least_rows, params.max_tokens
-        few, all_rows = self.round_pages(config, n), self.round_pages(config, params.rows)
+        few, all_rows = self.round_pages(config, n), self.round_pages(config, self.rows(params))
         return {side: prompt + max(n * answer + ROUNDS_IN_FLIGHT * few[side], ROUNDS_IN_FLIGHT * all_rows[side]) for side in self.sides}
 
     def expected_pages(self, config: EngineConfig, params: SamplingParams, prompt: int, rows: int, answer: int, own: int) -> dict[str, int]:
@@ -170,6 +174,9 @@ class Alone(Decoding):
     def __init__(self, side: str) -> None:
         self.program, self.sides, self.first = Program(side), (side,), side
 
+    def rows(self, params: SamplingParams) -> int:
+        return 1
+
     def stride(self, config: EngineConfig) -> int:
         return config.block
 
@@ -180,11 +187,13 @@ class Alone(Decoding):
         return 0 if ended else length - 1
 
 
+TARGET_ALONE = Alone("target")
+"""Plain decoding, and exact decoding while nothing is drafted: their draws are the same."""
 DECODINGS: dict[tuple[Method, str | None], Decoding] = {
     (Method.SMC, "independent"): Independent(),
     (Method.SMC, "distinct"): Distinct(),
     (Method.EXACT, None): Exact(),
-    (Method.TARGET, None): Alone("target"),
+    (Method.TARGET, None): TARGET_ALONE,
     (Method.DRAFT, None): Alone("draft"),
 }
 """By method and population."""
@@ -193,7 +202,7 @@ PROGRAMS: dict[Program, Decoding] = {decoding.program: decoding for decoding in 
 
 
 def decoding_of(params: SamplingParams) -> Decoding:
-    """How a request is decoded."""
+    """How a request is decoded, unless exact decoding goes on with `TARGET_ALONE`."""
     return DECODINGS[params.method, params.population]
 
 

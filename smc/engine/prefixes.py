@@ -4,10 +4,13 @@ and what is cached of them for those that come later.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from smc.engine.group import Group
 from smc.engine.memory import Memory
+from smc.engine.methods import Decoding
 from smc.engine.prefill import Row, Start, count_pages, plant
 from smc.engine.slots import Slots
 from smc.kv.pages import OutOfPages
@@ -65,10 +68,44 @@ class Prefixes:
         if group.saved is None:
             group.cached_tokens = min(rows[0].known for rows in start.rows.values())
 
+    def carry(self, group: Group, decoding: Decoding, record: dict[str, np.ndarray]) -> dict[str, list[Row]] | None:
+        """Rows of a running group's confirmed sequence, for another decoding: those of a side that had a part in it already are there as a
+        whole. None if there are too few pages for the others. Those of sides that have no part in it any more are cached."""
+        memory, slot, confirmed = self.memory, int(group.living(self.slots)[0]), int(record["length_S"][0])
+        answer = record["tokens_SL"][0, :confirmed]
+        sequence = np.concatenate((np.array(group.request.prompt, dtype=np.int64), answer[:-1]))
+        keys = memory.keys(sequence, group.request.cache_salt)
+        new = [side for side in decoding.sides if side not in group.decoding.sides]
+        cached = {side: memory.match(side, keys, len(sequence)) for side in new}
+        try:
+            round_pages = decoding.round_pages(self.config, decoding.rows(group.params))
+            spare = memory.spare({side: round_pages[side] for side in new})
+            loose = memory.allocate({side: len(sequence) - cached[side][0] for side in new}, spare)
+        except OutOfPages:
+            return None
+        else:
+            rows = {side: plant(memory, side, [sequence], cached[side], loose[side]) for side in new}
+        finally:
+            for side, (_, page) in cached.items():
+                memory.ledgers[side].release([page])
+        for side in group.decoding.sides:
+            pages = self._path(side, slot)[: len(sequence)]
+            if side in decoding.sides:
+                assert len(pages) == len(sequence), "a model lacks what has been confirmed"
+                memory.ledgers[side].hold(pages[-1:])
+                rows[side] = [Row(sequence, pages, len(pages))]
+            else:
+                self._remember(side, keys, pages)
+        return rows
+
     def release(self, start: Start) -> None:
         """A start holds no pages any longer."""
-        for side, rows in start.rows.items():
-            self._release(side, rows)
+        self.drop(start, list(start.rows))
+
+    def drop(self, start: Start, sides: Sequence[str]) -> None:
+        """Nor on these sides, which it is not to run on."""
+        for side in sides:
+            self._release(side, start.rows.pop(side))
 
     def beginning(self, start: Start) -> bytes | None:
         """Starts of another beginning have no block in common; None: it has none at all."""
@@ -104,17 +141,22 @@ class Prefixes:
     def remember_answer(self, group: Group, particle: int, tokens: tuple[int, ...]) -> None:
         """Cache what the models have computed of a group's answer."""
         keys = self.memory.keys((*group.request.prompt, *tokens), group.request.cache_salt)
-        slot, size = group.slots[particle], group.prompt_size + len(tokens)
+        slot, size = int(group.slots[particle]), group.prompt_size + len(tokens)
         for side in group.decoding.sides:
-            ledger = self.memory.ledgers[side]
-            pages = ledger.path(int(self.slots.head_S[side][slot]), int(self.slots.held_S[side][slot]))
-            # What is cached stays when no particle holds it any longer.
-            ledger.count_grown(pages, False)
-            self.memory.remember(side, keys, pages[:size])
+            self._remember(side, keys, self._path(side, slot)[:size])
 
     def forget_prompt(self, group: Group) -> None:
         """A model has made NaN of it: nobody shall go on from there."""
         self.memory.forget(self._keys(group))
+
+    def _path(self, side: str, slot: int) -> np.ndarray:
+        """Pages of all positions of a particle whose keys and values a side has."""
+        return self.memory.ledgers[side].path(int(self.slots.head_S[side][slot]), int(self.slots.held_S[side][slot]))
+
+    def _remember(self, side: str, keys: list[bytes], pages: np.ndarray) -> None:
+        # What is cached stays when no particle holds it any longer.
+        self.memory.ledgers[side].count_grown(pages, False)
+        self.memory.remember(side, keys, pages)
 
     def _round_pages(self, group: Group) -> dict[str, int]:
         return group.decoding.round_pages(self.config, group.rows)

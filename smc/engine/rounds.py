@@ -70,8 +70,8 @@ class Rounds:
     def wants(self, group: Group) -> bool:
         """Whether another round can bring anything, as far as is known before the last one has been read."""
         flying = len(group.in_flight)
-        if flying and group.wanted is not None:
-            # Which of its slots will be left is known when that round has been read.
+        if group.turn is not None or (flying and group.wanted is not None):
+            # How far it is, or which of its slots will be left, is known when that round has been read.
             return False
         block = int(self.slots.block_S[group.slots].min())
         known = group.decoding.known_tokens(self.config, length=self._length(group), block=block, rounds=flying)

@@ -7,28 +7,21 @@ from __future__ import annotations
 from collections import defaultdict
 
 import numpy as np
-import torch
 
-from smc.algorithm.bounds import Bounds
-from smc.algorithm.expansion import Offers, expand
-from smc.algorithm.selection import select
 from smc.engine.chunks import Chunks
 from smc.engine.expectation import Expectation
 from smc.engine.group import Group, Phase, Population
+from smc.engine.methods import Decoding
 from smc.engine.prefill import Start, prefill_step
 from smc.engine.prefixes import Prefixes
+from smc.engine.records import record_of
 from smc.engine.rounds import commit_tokens
 from smc.engine.stop_entries import StopEntries
-from smc.limits import MAX_STOP_BYTES, SCHEME_NAMES
+from smc.limits import MAX_STOP_BYTES
 from smc.runtime.messages import SIDES, Worker
 from smc.runtime.pair import Pair
 from smc.runtime.plan import Join
 from smc.stops import DONE, START, TokenBytes
-
-SAVED = ("tokens_SL", "logp_SL", "logq_SL", "length_S", "block_S", "logw_S", "ended_S")
-"""Arrays of `Slots` that a group's record is made of."""
-SHRINK_ROUND = 1 << 30
-"""Random numbers of choices between rounds are numbered from here: no round's are used twice."""
 
 
 class Starts:
@@ -61,8 +54,7 @@ class Starts:
             self.stops.give_back(group.stops)
             return False
         if group.saved is None:
-            group.particles = np.arange(group.params.rows)
-            group.count = group.params.rows
+            group.decode_by(group.decoding)
         group.slots = self.slots.claim(len(group.particles))
         self._expectation.expect(group)
         group.phase = Phase.PREFILL
@@ -99,6 +91,10 @@ class Starts:
         """Groups whose last chunk has been asked for, now ready for rounds. Waits for their first tokens."""
         ready = [start for start in self._starts if start.asked]
         for start in ready:
+            if start.first is not None:
+                # What may be lost is waited for before anything is changed.
+                start.first.result()
+        for start in ready:
             self._starts.remove(start)
             if start.group.saved is None:
                 self._first_tokens(start)
@@ -112,25 +108,68 @@ class Starts:
             start.group.phase = Phase.RUNNING
         return [start.group for start in ready]
 
+    def forget(self, side: str) -> None:
+        """A side knows nothing any more, and what it was asked for will not come."""
+        self.chunks.forget(side)
+        self._known = {(name, stops) for name, stops in self._known if name != side}
+
     def preempt(self, group: Group) -> None:
         """Save the record of a group's particles, and give up its slots and pages; it waits to be taken up again."""
         # Slots that were to have a particle after the next round have none yet.
         group.particles = group.particles[: group.count]
-        slots_N = group.living(self.slots)
-        group.saved = {name: getattr(self.slots, name)[slots_N].copy() for name in SAVED}
-        if group.decoding.confirms:
-            take_back(group.saved)
+        group.saved = record_of(group, self.slots)
         self.give_up(group)
         group.phase = Phase.QUEUED
+        if group.turn is not None:
+            group.decode_by(group.turn)
 
     def give_up(self, group: Group) -> None:
         """What a group that has been admitted holds is free; what was asked for it concerns it no more."""
-        start = next((s for s in self._starts if s.group is group), None)
+        start = self._start_of(group)
+        self._leave_slots(group)
         if start is not None:
             self._starts.remove(start)
-        self.slots.let_go(group.slots, self.memory.ledgers)
-        if start is not None:
             self.prefixes.release(start)
+        self.stops.give_back(group.stops)
+        self.memory.no_longer_expect(group.number)
+        group.needs = None
+
+    def change(self, group: Group, decoding: Decoding) -> bool:
+        """Let a running group of exact decoding go on by another decoding, from what has been confirmed: what a model has of that and still
+        needs stays where it is, the rest is run as if the group was taken up again. False if there are not enough slots, or pages."""
+        rows, record = decoding.rows(group.params), record_of(group, self.slots)
+        expected = self._expectation.pages(decoding, group.params, group.prompt_size, rows, int(record["length_S"][0]))
+        new = {side: pages for side, pages in expected.items() if side not in group.decoding.sides}
+        if rows - len(group.slots) > self.slots.num_free or not self.memory.admits(new):
+            return False
+        carried = self.prefixes.carry(group, decoding, record)
+        if carried is None:
+            return False
+        self._leave_slots(group)
+        group.saved = record
+        group.decode_by(decoding)
+        group.needs = {side: len(of_side[0].tokens_L) for side, of_side in carried.items()}
+        group.slots = self.slots.claim(rows)
+        group.phase = Phase.PREFILL
+        self._expectation.expect(group)
+        self._starts.append(Start(group, carried))
+        return True
+
+    def go_alone(self, group: Group, alone: Decoding) -> None:
+        """A group on its way to rounds of the pair shall come to decode by one model: it needs no more of the other."""
+        start, left = self._start_of(group), [side for side in group.decoding.sides if side not in alone.sides]
+        self.prefixes.drop(start, left)
+        group.decode_by(alone)
+        self.slots.give_back(group.slots[group.count :])
+        group.slots = group.slots[: group.count]
+        self._expectation.expect(group)
+
+    def _start_of(self, group: Group) -> Start | None:
+        return next((start for start in self._starts if start.group is group), None)
+
+    def _leave_slots(self, group: Group) -> None:
+        """A group refers to no pages and has no slots; what was asked for it concerns it no more."""
+        self.slots.let_go(group.slots, self.memory.ledgers)
         for side, ledger in self.memory.ledgers.items():
             for pages in group.in_flight:
                 if side in pages:
@@ -139,9 +178,6 @@ class Starts:
         self.slots.give_back(group.slots)
         group.slots = group.slots[:0]
         group.wanted = None
-        self.stops.give_back(group.stops)
-        self.memory.no_longer_expect(group.number)
-        group.needs = None
         group.lives += 1
 
     def _first_tokens(self, start: Start) -> None:
@@ -259,60 +295,6 @@ class Starts:
             for byte in data[-MAX_STOP_BYTES:]:
                 text_N[n] = machine.next_XB[text_N[n], byte]
         return text_N
-
-
-def shrink_saved(group: Group, particles: int) -> None:
-    """A saved population becomes smaller, by the unbiased choice of a round, made here."""
-    arrays = group.saved
-    if group.decoding.competes:
-        _expand_saved(group, arrays, particles)
-    else:
-        _select_saved(group, arrays, particles)
-    group.count = len(group.particles)
-    group.needs = None
-
-
-def _expand_saved(group: Group, arrays: dict[str, np.ndarray], particles: int) -> None:
-    whole = Offers.whole(torch.from_numpy(arrays["logw_S"]))
-    n, one_G = len(arrays["logw_S"]), torch.ones(1, dtype=torch.int64)
-    random = (torch.tensor([group.seed]), one_G * (SHRINK_ROUND + group.tally.preemptions), 0)
-    bounds = [(one_G * 0, one_G * size) for size in (n, particles)]
-    weights, there_N = torch.from_numpy(arrays["logw_S"]), torch.ones(n, dtype=torch.bool)
-    chosen = expand(whole, weights, there_N, *bounds, one_G * particles, one_G * int(group.decoding.kind), random, particles)
-    parent_X = chosen.parent_X[chosen.alive_X].numpy()
-    for name, values in arrays.items():
-        arrays[name] = values[parent_X]
-    arrays["logw_S"] = chosen.mass_X[chosen.alive_X].numpy()
-    group.particles = group.particles[:particles]
-
-
-def _select_saved(group: Group, arrays: dict[str, np.ndarray], particles: int) -> None:
-    n = len(arrays["logw_S"])
-    bounds = Bounds(*(torch.tensor([value], dtype=torch.int32) for value in (0, n, n, particles)))
-    chosen = select(
-        torch.from_numpy(arrays["logw_S"])[:, None],
-        torch.ones(n, dtype=torch.bool),
-        bounds,
-        torch.zeros(1, dtype=torch.float64),
-        torch.tensor([SCHEME_NAMES.index(group.params.resampling)], dtype=torch.int32),
-        torch.tensor([group.seed]),
-        torch.tensor([SHRINK_ROUND + group.tally.preemptions]),
-    )
-    alive_N = chosen.alive_A.numpy()
-    ancestor_X = chosen.ancestor_A.numpy()[alive_N]
-    for name, values in arrays.items():
-        arrays[name] = values[ancestor_X]
-    arrays["logw_S"] = chosen.logw_A.numpy()[alive_N]
-    group.log_z += float(chosen.log_z_G[0])
-    group.particles = group.particles[alive_N]
-
-
-def take_back(saved: dict[str, np.ndarray]) -> None:
-    """Of a record, keep what has been confirmed."""
-    confirmed_N = saved["block_S"] + 1
-    saved["ended_S"] &= saved["length_S"] == confirmed_N
-    saved["length_S"] = confirmed_N
-    saved["logw_S"][:] = 0.0
 
 
 def _row_of(rows: int, places: int) -> np.ndarray:

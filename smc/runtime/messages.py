@@ -80,6 +80,14 @@ class PromptResult:
     """float32 log normaliser of p^alpha after the last token; NaN if the model's logits were."""
 
 
+class SideLost(RuntimeError):
+    """The worker of a side is gone, with its keys and values and all that it was asked for; the other goes on."""
+
+    def __init__(self, side: str, why: str) -> None:
+        super().__init__(f"the {side} model is lost: {why}")
+        self.side = side
+
+
 class Worker(Protocol):
     """One model with its KV memory. Calls are carried out in the order they are made."""
 

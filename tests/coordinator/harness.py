@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +15,7 @@ from services.coordinator.remote import CoordinatorSpec
 from services.launch.config import GangConfig
 from services.launch.specs import coordinator_spec, rank_spec
 from services.link.connect import Meeting
-from services.workers.process import run_rank
+from services.workers.process import RankSpec, run_rank
 from smc.models.parallel import Shard
 from smc.runtime.config import EngineConfig
 
@@ -33,7 +33,7 @@ def coordinator(engine: EngineConfig, *, watched: bool = True, **settings: Any) 
     meeting = Meeting(HOST, store.port, 1, SECRET, config.link, config.start_timeout)
     shards = [(side, Shard(rank, config.degree(side))) for side in SIDES for rank in range(config.degree(side))]
     specs = [rank_spec(config, pair, meeting, side, shard) for side, shard in shards]
-    ranks = [threading.Thread(target=run_rank, args=(spec, HOST), daemon=True) for spec in specs]
+    ranks = [threading.Thread(target=_run, args=(spec,), daemon=True) for spec in specs]
     for rank in ranks:
         rank.start()
     spec = coordinator_spec(config, pair, meeting)
@@ -60,3 +60,9 @@ def coordinator(engine: EngineConfig, *, watched: bool = True, **settings: Any) 
         for rank in ranks:
             rank.join(10)
             assert not rank.is_alive(), "a rank has not heard that it is to stop"
+
+
+def _run(spec: RankSpec) -> None:
+    """What a rank fails with, the coordinator says."""
+    with suppress(Exception):
+        run_rank(spec, HOST)

@@ -1,4 +1,4 @@
-"""A worker that fails says why, whichever of the two it is, and whomever the coordinator waits for."""
+"""A worker that fails says why, whichever of the two it is, and whomever the coordinator waits for. A target outlives its draft."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from services.workers.process import run_rank
 from smc.engine.request import Request, SamplingParams
 from smc.models.parallel import Shard
 from smc.runtime.config import EngineConfig
+from smc.runtime.messages import SideLost
 from smc.runtime.sides import DraftSide, TargetSide
 from tests.coordinator.harness import HOST, SECRET, SIDES
 
@@ -34,17 +35,18 @@ def test_the_error_is_known_when_its_message_is_lost(monkeypatch):
 
 
 def fails(monkeypatch, link: str, side: str, what: str) -> None:
-    """A pair of workers, one of which raises ValueError in its first `what`; the coordinator says which and why."""
+    """A pair of workers, one of which raises ValueError in its first `what`; the coordinator says which and why. The target outlives it."""
     config = GangConfig(engine=EngineConfig(block=3, branches=2), start_timeout=30.0, link_timeout=20.0, link=link)
     pair = config.serving_pair()
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     meeting = Meeting(HOST, store.port, 1, SECRET, link, config.start_timeout)
-    ended = []
+    errors = {}
 
     def run(name: str) -> None:
-        with pytest.raises(Exception) as failed:
+        try:
             run_rank(rank_spec(config, pair, meeting, name, Shard()), HOST)
-        ended.append(failed.value)
+        except Exception as error:
+            errors[name] = error
 
     ranks = [threading.Thread(target=run, args=(name,), daemon=True) for name in SIDES]
     for rank in ranks:
@@ -55,9 +57,13 @@ def fails(monkeypatch, link: str, side: str, what: str) -> None:
         raise ValueError("out of luck")
 
     monkeypatch.setattr({"draft": DraftSide, "target": TargetSide}[side], what, broken)
-    with pytest.raises(LinkError) as failed:
+    with pytest.raises((LinkError, SideLost)) as failed:
         list(remote.engine.run([Request("one", (1, 2, 3), SamplingParams(particles=2, max_tokens=20, seed=1, ignore_eos=True))]))
     assert str(remote.cause(failed.value)) == f"the {side} model's worker failed: ValueError: out of luck"
+    if side == "draft":
+        remote.workers["target"].ping()
+        remote.stop()
     for rank in ranks:
         rank.join(15)
-    assert len(ended) == 2
+    assert not any(rank.is_alive() for rank in ranks)
+    assert errors.keys() == ({"draft"} if side == "draft" else {"draft", "target"})

@@ -86,7 +86,8 @@ def report_everything(metrics: Metrics) -> None:
     metrics.observe_round(0.02, 0.012, 0.015, 0.001, 0.002, 0.004, 0.001)
     metrics.set_health(draft=True, target=False, serving=False)
     metrics.set_epoch(2)
-    metrics.worker_restarted()
+    metrics.workers_restarted()
+    metrics.draft_restarted()
 
 
 def test_what_is_reported_is_what_is_shown(metrics):
@@ -112,6 +113,7 @@ def test_what_is_reported_is_what_is_shown(metrics):
         "smc_request_prompt_tokens_sum": 20,
         "smc_request_generation_tokens_sum": 7,
         "smc_worker_restarts_total": 1,
+        "smc_draft_restarts_total": 1,
         "smc_epoch": 2,
         "smc_serving": 0,
     }.items():

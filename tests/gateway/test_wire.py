@@ -197,6 +197,11 @@ def test_the_state_of_the_engine_round_trips(stats):
     assert from_response(sent(to_response(Step(stats=stats)))).stats == stats
 
 
+def test_the_loss_of_the_draft_round_trips():
+    step = from_response(sent(to_response(Step(refusals={"1": Unavailable("the draft is lost")}, stats=EngineStats(), lost_draft=7))))
+    assert step.lost_draft == 7 and isinstance(step.refusals["1"], Unavailable) and str(step.refusals["1"]) == "the draft is lost"
+
+
 def test_a_finish_reason_that_nobody_knows():
     with pytest.raises(ValueError, match=r"finish.reason=0; allowed: 1 \(eos\)"):
         from_finish(pb.Finish(), "id", (), "")

@@ -10,11 +10,13 @@ from typing import ClassVar
 import pytest
 
 from services.backend import RequestFailed
+from services.coordinator.loop import Step
 from services.launch import supervisor as module
 from services.launch.config import GangConfig
 from services.launch.errors import GangError
 from services.launch.supervisor import Supervisor
 from smc.engine.request import Request, SamplingParams
+from smc.engine.stats import EngineStats
 
 CONFIG = GangConfig(max_failed_starts=3)
 PAIR = CONFIG.serving_pair()
@@ -25,6 +27,9 @@ class FakeGang:
 
     deaths: ClassVar[dict[int, Exception]] = {}
     stillborn: ClassVar[tuple[int, ...]] = ()
+    silent: ClassVar[tuple[int, ...]] = ()
+    drafts: ClassVar[list[int]] = []
+    """Epochs of drafts that have come beside a target."""
     secret = ""
 
     def __init__(self, config, pair, epoch: int) -> None:
@@ -39,14 +44,29 @@ class FakeGang:
         if self.epoch in self.deaths:
             raise self.deaths[self.epoch]
 
+    def probe(self, timeout: float) -> None:
+        if self.epoch in self.silent:
+            raise GangError("target0 does not answer")
+
+    def start_draft(self, epoch: int) -> None:
+        if epoch in self.stillborn:
+            raise GangError("no GPU")
+        self.drafts.append(epoch)
+
+    def end_draft(self) -> None:
+        self.deaths.pop(self.epoch, None)
+
     def kill(self) -> None:
         pass
+
+    lose_draft = kill
 
     stop = kill
 
 
 class FakeClient:
     lost = False
+    requests = ()
     in_flight: ClassVar[dict[int, list[Request]]] = {}
 
     def __init__(self, address, secret, on_step, on_lost) -> None:
@@ -71,6 +91,8 @@ def fakes(monkeypatch):
     monkeypatch.setattr(module, "CoordinatorClient", FakeClient)
     monkeypatch.setattr(FakeGang, "deaths", {})
     monkeypatch.setattr(FakeGang, "stillborn", ())
+    monkeypatch.setattr(FakeGang, "silent", ())
+    monkeypatch.setattr(FakeGang, "drafts", [])
     monkeypatch.setattr(module, "BACKOFF_SECONDS", (0.0,))
 
 
@@ -98,7 +120,7 @@ def test_a_lost_connection_to_a_coordinator_that_lives(fakes):
     told = []
 
     async def work() -> None:
-        supervisor = Supervisor(CONFIG, PAIR, on_serving=told.append)
+        supervisor = Supervisor(CONFIG, PAIR, on_health=lambda *there: told.append(there))
         await supervisor.start()
         supervisor._client.lose("silent for too long")
         assert not supervisor.serving
@@ -106,7 +128,57 @@ def test_a_lost_connection_to_a_coordinator_that_lives(fakes):
         await supervisor.stop()
 
     asyncio.run(work())
-    assert told[:3] == [True, False, True]
+    assert told[:3] == [(True, True), (False, False), (True, True)]
+
+
+def test_a_draft_that_dies_comes_back_beside_the_target(fakes):
+    """Two of its starts fail, which is no reason to give anything up."""
+    told = []
+    FakeGang.deaths, FakeGang.stillborn = {1: GangError("draft0 died", draft=True)}, (2, 3)
+
+    async def work() -> None:
+        supervisor = Supervisor(CONFIG, PAIR, on_health=lambda *there: told.append(there))
+        await supervisor.start()
+        gang = supervisor.gang
+        await until(lambda: FakeGang.drafts == [4] and supervisor.has_draft)
+        assert supervisor.serving and supervisor.gang is gang and supervisor.epoch == 4
+        await supervisor.stop()
+
+    asyncio.run(work())
+    assert told == [(True, True), (False, True), (True, True), (False, False)]
+
+
+def test_a_draft_that_cannot_be_started_stays_away(fakes):
+    FakeGang.deaths, FakeGang.stillborn = {1: GangError("draft0 died", draft=True)}, tuple(range(2, 100))
+
+    async def work() -> None:
+        supervisor = Supervisor(CONFIG, PAIR)
+        await supervisor.start()
+        await until(lambda: supervisor.epoch == 1 + CONFIG.max_failed_starts)
+        await asyncio.sleep(0.1)
+        assert supervisor.serving and not supervisor.has_draft and supervisor.epoch == 4
+        await supervisor.stop()
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("target_answers", [True, False])
+def test_the_coordinator_says_that_the_draft_is_lost(fakes, target_answers):
+    """Nobody has died. Of a pair that waits for each other, the one that is stopped may be the target: then nothing is left to go on."""
+    FakeGang.silent = () if target_answers else (1,)
+
+    async def work() -> None:
+        supervisor = Supervisor(CONFIG, PAIR)
+        await supervisor.start()
+        supervisor._step(Step(stats=EngineStats(), lost_draft=1))
+        await until(lambda: supervisor.epoch == 2 and supervisor.has_draft)
+        supervisor._step(Step(stats=EngineStats(), lost_draft=1))
+        await asyncio.sleep(0.1)
+        assert supervisor.epoch == 2, "what has been told before says nothing of another draft"
+        await supervisor.stop()
+
+    asyncio.run(work())
+    assert FakeGang.drafts == ([2] if target_answers else [])
 
 
 def test_a_service_that_cannot_be_started_again_is_given_up(fakes):

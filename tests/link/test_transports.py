@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -13,11 +14,13 @@ import torch
 import torch.distributed as dist
 
 from services.link.base import LAYOUT_VERSION, LinkError, check_envelope
-from services.link.connect import LeaderEnds, Meeting, coordinator_end, leader_ends
+from services.link.connect import LeaderEnds, Meeting, coordinator_end, leader_ends, peer_end
 from services.link.distributed import FRAME
 from services.link.peer import MessagePeer
 from services.link.streams import StreamCaller, StreamServer, is_proven
 from services.pb import particles_pb2 as pb
+from services.workers.channel import PeerChannel
+from smc.runtime.stages import Stages
 
 CPU = torch.device("cpu")
 EPOCH = 3
@@ -32,23 +35,28 @@ def link(request) -> str:
 def meeting(link: str) -> Iterator[tuple[dict, dict[str, LeaderEnds]]]:
     """Coordinator's ends and leaders' ends, by side, in threads that meet as the processes would."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
-    where = Meeting("127.0.0.1", store.port, EPOCH, "secret", link, 20.0)
-    leaders: dict[str, LeaderEnds] = {}
-
-    def lead(side: str) -> None:
-        leaders[side] = leader_ends(where, where.store(), side, "127.0.0.1", CPU)
-
-    threads = [threading.Thread(target=lead, args=(side,)) for side in ("draft", "target")]
-    for thread in threads:
-        thread.start()
-    ends = {side: coordinator_end(where, where.store(), side) for side in ("draft", "target")}
-    for thread in threads:
-        thread.join(20)
+    ends, leaders = meet(Meeting("127.0.0.1", store.port, EPOCH, "secret", link, 20.0), ("draft", "target"))
     try:
         yield ends, leaders
     finally:
         for end in (*ends.values(), *leaders.values()):
             end.close()
+
+
+def meet(where: Meeting, sides: tuple[str, ...], meanwhile: Callable[[], None] = lambda: None) -> tuple[dict, dict[str, LeaderEnds]]:
+    leaders: dict[str, LeaderEnds] = {}
+
+    def lead(side: str) -> None:
+        leaders[side] = leader_ends(where, where.store(), side, "127.0.0.1", CPU)
+
+    threads = [threading.Thread(target=lead, args=(side,)) for side in sides]
+    for thread in threads:
+        thread.start()
+    ends = {side: coordinator_end(where, where.store(), side) for side in sides}
+    meanwhile()
+    for thread in threads:
+        thread.join(20)
+    return ends, leaders
 
 
 def ping(sequence: int) -> pb.WorkRequest:
@@ -118,6 +126,40 @@ def test_the_other_side_closes(link):
         del leaders["draft"]
         with pytest.raises(LinkError):
             ends["draft"].receive(5.0)
+
+
+def test_a_target_outlives_one_draft_after_the_other(link):
+    """What a lost draft was to send is zeros, until another one is there; and one that does not come is lost, too."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    where = Meeting("127.0.0.1", store.port, EPOCH, "secret", link, 20.0)
+    ends, leaders = meet(where, ("draft", "target"))
+    target, draft = leaders["target"], leaders.pop("draft")
+    channel = PeerChannel(target.peer, None, Stages(CPU), 5.0, outlives_peer=True)
+    ask = lambda: channel.receive((), "rows", (2, 3), torch.int32).tolist()  # noqa: E731
+    for epoch in (EPOCH + 1, EPOCH + 2):
+        there = PeerChannel(draft.peer, None, Stages(CPU), 5.0)
+        for number in (7, 8):
+            there.send("rows", torch.full((2, 3), number, dtype=torch.int32))
+            channel.send("choice", torch.ones(4))
+            assert ask() == [[number] * 3] * 2
+            assert there.receive((), "choice", (4,), torch.float32).tolist() == [1.0] * 4
+        closing = threading.Thread(target=draft.close)
+        closing.start()
+        assert ask() == [[0] * 3] * 2 == ask()
+        channel.send("choice", torch.ones(4))
+        nobody = replace(where, epoch=99, start_timeout=0.3)
+        with pytest.raises(RuntimeError):
+            channel.reconnect(lambda at=nobody: peer_end(at, at.store(), "draft" if link == "grpc" else "target", CPU, target.server))
+        assert ask() == [[0] * 3] * 2
+        again = replace(where, epoch=epoch)
+        renew = lambda at=again: channel.reconnect(lambda: peer_end(at, at.store(), "target", CPU, target.server))  # noqa: E731
+        more, drafts = meet(again, ("draft",), renew)
+        closing.join(10)
+        draft = drafts["draft"]
+        ends[f"draft of {epoch}"] = more["draft"]
+    channel.close()
+    for end in (*ends.values(), draft, target):
+        end.close()
 
 
 def test_strangers_are_not_let_in():

@@ -1,0 +1,98 @@
+"""A draft that fails while requests run, and another that takes its place, without Ray: the target and the coordinator go on."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+
+from services.backend import Unavailable
+from services.coordinator.client import CoordinatorClient
+from services.coordinator.loop import Step
+from services.launch.config import GangConfig
+from services.launch.specs import rank_spec
+from services.workers.process import run_rank
+from smc.engine.request import Answer, Request, SamplingParams
+from smc.models.parallel import Shard
+from smc.runtime.config import EngineConfig
+from smc.runtime.sides import DraftSide
+from tests.coordinator.harness import HOST, coordinator
+
+LAW = {"seed": 5, "max_tokens": 60, "ignore_eos": True}
+NEEDS_DRAFT = [{"particles": 3}, {"particles": 4, "population": "independent"}, {"method": "draft"}]
+
+
+async def ask(client: CoordinatorClient, **params) -> Answer:
+    return [output async for output in client.generate(Request("r", (1, 2, 3, 4), SamplingParams(**LAW, **params)))][-1].answer
+
+
+async def outcome(client: CoordinatorClient, **params) -> str:
+    try:
+        await ask(client, **params)
+    except Unavailable:
+        return "unavailable"
+    return "answered"
+
+
+@pytest.mark.parametrize(("link", "form"), [("nccl", "lookahead"), ("grpc", "lockstep")])
+def test_one_draft_after_the_other(link, form, monkeypatch):
+    engine = EngineConfig(block=4, **({"form": "lockstep", "cohorts": 2} if form == "lockstep" else {"branches": 2}))
+    settings = {"link": link, "engine": engine, "start_timeout": 30.0, "link_timeout": 20.0}
+    broken, fails = DraftSide.draft, threading.Event()
+
+    def draft(side: DraftSide, plan) -> None:
+        if fails.is_set():
+            raise ValueError("out of luck")
+        broken(side, plan)
+
+    monkeypatch.setattr(DraftSide, "draft", draft)
+
+    async def work(client: CoordinatorClient, steps: list[Step]) -> None:
+        plain = (await ask(client, method="target")).tokens
+        for epoch in (2, 3):
+            calls = [asyncio.create_task(outcome(client, **params)) for params in NEEDS_DRAFT]
+            survivors = [{"method": "exact", "particles": 4}, {"method": "exact", "particles": 1}, {"method": "target"}]
+            survive = [asyncio.create_task(ask(client, **params)) for params in survivors]
+            while steps[-1].stats.running < 6:
+                await asyncio.sleep(0.01)
+            fails.set()
+            assert [await call for call in calls] == ["unavailable"] * 3
+            assert [(await call).tokens for call in survive] == [plain] * 3
+            assert (await ask(client, method="exact")).tokens == plain
+            assert [await outcome(client, **params) for params in NEEDS_DRAFT] == ["unavailable"] * 3
+            assert steps[-1].lost_draft == epoch - 1
+            fails.clear()
+            start_draft(epoch)
+            await asyncio.to_thread(made.renew_draft, epoch)
+            again = await ask(client, method="exact", particles=4)
+            assert again.tokens == plain and again.statistics.draft_tokens
+            assert [await outcome(client, **params) for params in NEEDS_DRAFT] == ["answered"] * 3
+
+    def start_draft(epoch: int) -> None:
+        config = GangConfig(**settings)
+        rank = rank_spec(config, config.serving_pair(), replace(spec.meeting, epoch=epoch), "draft", Shard())
+        drafts.append(threading.Thread(target=run, args=(rank,), daemon=True))
+        drafts[-1].start()
+
+    def run(rank) -> None:
+        with suppress(ValueError):
+            run_rank(rank, HOST)
+
+    drafts: list[threading.Thread] = []
+    with coordinator(**settings) as (made, spec):
+        asyncio.run(_attached(made, spec, work))
+    for thread in drafts:
+        thread.join(10)
+        assert not thread.is_alive(), "a draft has not heard that it is to stop"
+
+
+async def _attached(made, spec, work) -> None:
+    steps: list[Step] = []
+    client = CoordinatorClient(made.address, spec.meeting.secret, steps.append, lambda: None)
+    try:
+        await work(client, steps)
+    finally:
+        await client.close()
