@@ -207,7 +207,7 @@ def test_a_served_request_moves_them(pair):
     for part in ("queue", "prefill", "decode"):
         assert shown[f"smc_request_{part}_time_seconds_sum"] == pytest.approx(sum(getattr(answer.times, part) for answer in answers))
     assert all(answer.times.prefill > 0 and answer.times.decode > 0 for answer in answers)
-    assert all(sum(vars(answer.times).values()) <= answer.seconds for answer in answers)
+    assert all(sum(vars(answer.times).values()) <= answer.seconds + 0.5 for answer in answers), "its clock starts a moment later"
     assert shown["smc_request_cached_tokens_sum"] == sum(answer.usage.cached_tokens for answer in answers)
     assert sum(v for k, v in shown.items() if k.startswith("smc_requests_total{")) == 4
     assert shown['smc_kv_pages_leaked{group="draft"}'] == shown["smc_requests_running"] == 0
