@@ -106,14 +106,22 @@ def _end(call: _Call) -> None:
 
 
 class Tally:
-    """What one call tells the metrics, from its arrival to its end, and then the log: a line of JSON without anybody's text."""
+    """What one answer tells the metrics, from its call's arrival to its end, and then the log: a line of JSON without anybody's text."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, arrived: float | None = None) -> None:
+        """`arrived`: of the monotonic clock; None: now."""
         self._metrics = metrics
-        self._arrived = time.monotonic()
+        self._arrived = time.monotonic() if arrived is None else arrived
         self._last: float | None = None
         self._tokens = 0
         self._said: dict[str, str | int | float] = {}
+        self._ended = False
+
+    def another(self) -> Tally:
+        """Of one more answer to the same call."""
+        tally = Tally(self._metrics, self._arrived)
+        tally._said = dict(self._said)
+        return tally
 
     def is_of(self, request_id: str) -> None:
         self._said["request_id"] = request_id
@@ -146,7 +154,10 @@ class Tally:
         self._end("OK", finish_reason=finish_reason, cached_tokens=answer.cached_tokens, rounds=ran.rounds)
 
     def failed(self, status: Status, error: Exception) -> None:
-        """It ended with this status, because of this error. Without a single token it was a rejection, if it can be one."""
+        """It ended with this status, because of this error, if it had not ended. Without a single token it was a rejection, if it can be
+        one."""
+        if self._ended:
+            return
         self._metrics.request_failed(status.code.name)
         self._end(status.code.name, cause=status.cause)
         if isinstance(error, Interrupted):
@@ -157,11 +168,14 @@ class Tally:
             self._metrics.request_rejected(status.code.name, status.cause)
 
     def left(self, deadline: bool) -> None:
-        """The caller is gone, or its deadline has passed."""
+        """The caller is gone, or its deadline has passed; if it had not ended."""
+        if self._ended:
+            return
         code, by = ("DEADLINE_EXCEEDED", "deadline") if deadline else ("CANCELLED", "client")
         self._metrics.request_failed(code)
         self._metrics.request_cancelled(by)
         self._end(code, cause=by)
 
     def _end(self, status: str, **more: str | int) -> None:
+        self._ended = True
         logger.info("%s", json.dumps(self._said | {"tokens": self._tokens, "seconds": round(self.seconds, 6), "status": status} | more))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from typing import Any
 
 import grpc
@@ -40,8 +40,8 @@ class Refused(Exception):
 class Intake(grpc.aio.ServerInterceptor):
     """Stands before all methods. Use it in one asyncio loop."""
 
-    def __init__(self, limited: str, limit: int, timeout: float, metrics: Metrics) -> None:
-        """At most `limit` calls of the method `limited` at a time; a request must arrive within `timeout` seconds."""
+    def __init__(self, limited: Collection[str], limit: int, timeout: float, metrics: Metrics) -> None:
+        """At most `limit` calls of the methods `limited` together at a time; a request must arrive within `timeout` seconds."""
         self._limited, self._limit, self._timeout, self._metrics = limited, limit, timeout, metrics
         self._open = 0
         self._waiting = 0
@@ -57,7 +57,7 @@ class Intake(grpc.aio.ServerInterceptor):
         handler = await continuation(details)
         if handler is None:
             return None
-        is_limited = details.method == self._limited
+        is_limited = details.method in self._limited
 
         async def serve(messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
             self._open += is_limited

@@ -38,17 +38,21 @@ class Prompts:
         if form is None:
             raise ValueError("prompt is missing; allowed: one of text, token_ids, chat")
         if form == "token_ids":
-            check_prompt(len(message.token_ids.ids), self._context)
-            ids = tuple(message.token_ids.ids)
-        elif form == "text":
-            text = message.text
-            ids = await self._encode(len(text), lambda: self._tokenizer.encode(text, limit=self._limit))
-        else:
-            messages = self._chat(message.chat)
-            size = sum(MESSAGE_SIZE + len(m["content"]) for m in messages)
-            ids = await self._encode(size, lambda: self._tokenizer.chat(messages, limit=self._limit))
+            return self.of_ids(message.token_ids.ids)
+        if form == "text":
+            return await self.of_text(message.text)
+        messages = self._chat(message.chat)
+        size = sum(MESSAGE_SIZE + len(m["content"]) for m in messages)
+        return self.of_ids(await self._encode(size, lambda: self._tokenizer.chat(messages, limit=self._limit)))
+
+    def of_ids(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """A prompt that is token ids already. Raises ValueError for as many as leave no room for an answer."""
         check_prompt(len(ids), self._context)
         return tuple(ids)
+
+    async def of_text(self, text: str) -> tuple[int, ...]:
+        """Encoded as it is, without a chat template. Raises what `encode` raises."""
+        return self.of_ids(await self._encode(len(text), lambda: self._tokenizer.encode(text, limit=self._limit)))
 
     def _chat(self, chat: pb.Chat) -> list[dict[str, str]]:
         if not self._tokenizer.has_chat_template:

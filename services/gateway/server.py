@@ -12,16 +12,19 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from services.backend import Backend, ServingPair
+from services.gateway.answering import Answering
 from services.gateway.calls import Calls
 from services.gateway.config import GatewayConfig
-from services.gateway.generation import GenerationService, ServiceStatus
+from services.gateway.generation import GenerationService
 from services.gateway.health import Health
 from services.gateway.intake import Intake
 from services.gateway.interceptors import TokenInterceptor
 from services.gateway.security import server_credentials
+from services.gateway.status import ServiceStatus
 from services.gateway.watchdog import Watchdog
 from services.metrics import Metrics
 from services.pb import generation_pb2, generation_pb2_grpc
+from services.vllm.service import VLLM, VllmService, add_to_server
 
 API = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -45,9 +48,9 @@ class Gateway:
     ) -> None:
         self._config, self._metrics, self._context = config, metrics, pair.context
         self._calls = Calls()
-        self._health = Health(("", API, DRAFT, TARGET, GATEWAY))
+        self._health = Health(("", API, VLLM, DRAFT, TARGET, GATEWAY))
         self._health.set({GATEWAY: True})
-        self._service = GenerationService(pair, backend, self._calls, metrics, status, config)
+        self._answering = Answering(pair, backend, self._calls, metrics, status, config)
         self._server: grpc.aio.Server | None = None
         self._intake: Intake | None = None
         self._watchdog: Watchdog | None = None
@@ -65,12 +68,13 @@ class Gateway:
         Raises OSError if a port cannot be had.
         """
         config, tokens = self._config, self._config.tokens()
-        self._intake = Intake(f"/{API}/Generate", config.max_calls, config.write_timeout, self._metrics)
+        self._intake = Intake({f"/{api}/Generate" for api in (API, VLLM)}, config.max_calls, config.write_timeout, self._metrics)
         interceptors = [*([TokenInterceptor(tokens, self._metrics)] if tokens else []), self._intake]
         self._server = grpc.aio.server(interceptors=interceptors, options=_options(config, self._context))
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self._service, self._server)
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationService(self._answering), self._server)
+        add_to_server(VllmService(self._answering), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection((API, HEALTH, reflection.SERVICE_NAME), self._server)
+        reflection.enable_server_reflection((API, VLLM, HEALTH, reflection.SERVICE_NAME), self._server)
         if config.metrics_port is not None:
             self.metrics_port, self._stop_metrics = self._metrics.serve(config.metrics_port, config.host)
         try:
@@ -115,7 +119,7 @@ class Gateway:
         await self._calls.told(LAST_WORDS)
         if self._server is not None:
             await self._server.stop(grace=None)
-        self._service.close()
+        self._answering.close()
         for part in (self._intake, self._watchdog):
             if part is not None:
                 part.close()
@@ -126,7 +130,7 @@ class Gateway:
         self._tell(draft=False, target=False, serving=False)
 
     def _tell(self, draft: bool, target: bool, serving: bool) -> None:
-        self._health.set({"": serving, API: serving, DRAFT: draft, TARGET: target})
+        self._health.set({"": serving, API: serving, VLLM: serving, DRAFT: draft, TARGET: target})
         self._metrics.set_health(draft, target, serving)
 
     def _bind(self) -> int:

@@ -12,8 +12,8 @@ import ray
 
 from services.coordinator.loop import Step
 from services.gateway.config import GatewayConfig
-from services.gateway.generation import ServiceStatus
 from services.gateway.server import Gateway
+from services.gateway.status import ServiceStatus
 from services.launch import cluster
 from services.launch.config import GangConfig
 from services.launch.supervisor import Supervisor
@@ -69,8 +69,7 @@ class Service:
             self.metrics.observe_round(**vars(step.times))
 
     def _status(self) -> ServiceStatus:
-        stats = self.supervisor.stats
-        return ServiceStatus(self.supervisor.epoch, running=stats.running, queued=stats.queued)
+        return ServiceStatus.of(self.supervisor.epoch, self.supervisor.stats)
 
 
 async def serve(gang: GangConfig, gateway: GatewayConfig, ray_address: str | None, announce: Callable[[Ready], None]) -> None:

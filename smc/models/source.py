@@ -61,6 +61,11 @@ class Source:
             return grown_model(load_model(self.small), preset(str(self.place)), **where)
         return load_model(self.place, **where)
 
+    @property
+    def tokenizer_files(self) -> Path | None:
+        """Directory of the tokenizer's files; None: it has none."""
+        return {"files": self.place, "grown": self.small}.get(self.kind)
+
     def tokenizer(self) -> Tokenizer | NoText:
         if self.kind == "random":
             return NoText(self.config.vocab_size)
