@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-PROTOS := $(wildcard proto/smc/v1/*.proto)
+PROTOS := $(wildcard proto/smc/v1/*.proto proto/smc/internal/v1/*.proto)
 
 .PHONY: help install proto demo test lint format clean
 help:            ## Show the targets
@@ -30,9 +30,11 @@ test: install    ## Run the tests
 
 lint: install    ## Check style
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	cd proto && ../$(BIN)/buf lint && ../$(BIN)/buf format --diff --exit-code
 
 format: install  ## Fix style
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+	cd proto && ../$(BIN)/buf format --write
 
 clean:           ## Remove .venv and caches
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import grpc
+from prometheus_client.parser import text_string_to_metric_families
 
 from loadtest.endpoint import Connections
 from loadtest.processes import ProcessTree
@@ -78,10 +79,11 @@ def scrape(url: str) -> dict[str, float]:
 
 
 def parse(text: str) -> dict[str, float]:
-    """Prometheus' text format; no label of ours holds a space."""
+    """By series, of Prometheus' text format; which model they are of goes without saying."""
     metrics = {}
-    for line in text.splitlines():
-        if line.startswith(PREFIXES) and "_bucket{" not in line:
-            series, _, value = line.rpartition(" ")
-            metrics[series] = float(value)
+    for family in text_string_to_metric_families(text):
+        for name, labels, value, *_ in family.samples:
+            if name.startswith(PREFIXES) and not name.endswith("_bucket"):
+                shown = ",".join(f'{key}="{word}"' for key, word in labels.items() if key != "model_name")
+                metrics[f"{name}{{{shown}}}" if shown else name] = value
     return metrics

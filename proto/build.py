@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 OUT = ROOT.parent / "services" / "pb"
+PACKAGES = ("smc/v1", "smc/internal/v1")
+"""The public API, and what our own processes tell each other."""
 
 
 def build(out: Path = OUT) -> list[Path]:
     """Write `<name>_pb2.py` and, where there is a service, `<name>_pb2_grpc.py`. Returns what was written.
 
-    protoc would place them in a package `smc.v1`, inside the library; their imports are rewritten to `services.pb`.
+    protoc would place them in packages of the library; their imports are rewritten to `services.pb`.
     """
     import grpc_tools
     from grpc_tools import protoc
 
-    protos = sorted(ROOT.glob("smc/v1/*.proto"))
+    protos = sorted(proto for package in PACKAGES for proto in (ROOT / package).glob("*.proto"))
     out.mkdir(parents=True, exist_ok=True)
     include = Path(grpc_tools.__file__).parent / "_proto"
     arguments = ["protoc", f"-I{ROOT}", f"-I{include}", f"--python_out={out}", f"--grpc_python_out={out}", *map(str, protos)]
     if protoc.main(arguments):
         raise RuntimeError("protoc failed; see its message above")
     written = []
-    for file in sorted((out / "smc" / "v1").glob("*.py")):
-        text = re.sub(r"^from smc\.v1 import", "from services.pb import", file.read_text(), flags=re.MULTILINE)
+    for file in sorted(out.glob("smc/**/*.py")):
+        text = re.sub(r"^from smc(\.\w+)*\.v1 import", "from services.pb import", file.read_text(), flags=re.MULTILINE)
         target = out / file.name
         target.write_text(text)
-        file.unlink()
         written.append(target)
-    (out / "smc" / "v1").rmdir()
-    (out / "smc").rmdir()
+    shutil.rmtree(out / "smc")
     return written
 
 

@@ -43,6 +43,8 @@ class Model:
     config: ModelConfig
     parameters: int
     tensor_parallel: int
+    weights: str = ""
+    """Tells them from others: `smc.models.fingerprint`."""
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,12 @@ from typing import TypeVar
 import prometheus_client as prom
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
+from smc.engine.request import Answer
 from smc.engine.stats import EngineStats
 
 Metric = TypeVar("Metric", Counter, Gauge, Histogram)
 
+PREFIX = "smc_"
 GROUPS = ("draft", "target")
 PARTS = ("draft", "target", "link", "coordinator")
 FINISH_REASONS = ("eos", "stop_token", "stop_string", "length", "time_budget", "queue_time")
@@ -62,11 +64,27 @@ class _Registry(CollectorRegistry):
             yield metric
 
 
+class _Page(CollectorRegistry):
+    """What is scraped: with the name of the model that is served, as its series have it elsewhere."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__()
+        self._registry = registry
+        self.model: str | None = None
+
+    def collect(self) -> Iterator[prom.Metric]:
+        for metric in self._registry.collect():
+            if self.model is not None and metric.name.startswith(PREFIX):
+                metric.samples = [sample._replace(labels={**sample.labels, "model_name": self.model}) for sample in metric.samples]
+            yield metric
+
+
 class Metrics:
     """One registry of its own: several services can live in one process. Methods may be called from any thread."""
 
     def __init__(self) -> None:
         self.registry = _Registry()
+        self._page = _Page(self.registry)
         ProcessCollector(registry=self.registry)
         self._make_request_metrics()
         self._make_engine_metrics()
@@ -76,12 +94,12 @@ class Metrics:
 
     def exposition(self) -> bytes:
         """Everything in Prometheus' text format."""
-        return prom.generate_latest(self.registry)
+        return prom.generate_latest(self._page)
 
     def serve(self, port: int, host: str = "127.0.0.1") -> tuple[int, Callable[[], None]]:
         """Answer scrapes at `/metrics`. Returns the port (0: a free one is taken) and a function that stops it."""
         try:
-            server, thread = prom.start_http_server(port, addr=host, registry=self.registry)
+            server, thread = prom.start_http_server(port, addr=host, registry=self._page)
         except OSError as error:
             raise OSError(f"cannot serve metrics on {host}:{port}: {error.strerror}; give another metrics port, or 0 for any") from error
 
@@ -100,21 +118,23 @@ class Metrics:
     def tokens_generated(self, count: int) -> None:
         self._generation_tokens.inc(count)
 
-    def models_ran(self, draft_tokens: int, target_tokens: int) -> None:
-        """What an answer cost: tokens drawn by the draft, positions run through the target, over all particles and branches."""
-        for group, count in zip(GROUPS, (draft_tokens, target_tokens), strict=True):
-            self._model_tokens.labels(group).inc(count)
-
     def tokens_followed(self, count: int, seconds: float) -> None:
         """`count` tokens came together, `seconds` after those before them: each counts as an equal share of the wait."""
         for _ in range(count):
             self._inter_token.observe(seconds / count)
 
-    def request_answered(self, finish_reason: str, seconds: float, prompt_tokens: int, answer_tokens: int) -> None:
-        self._requests.labels("OK", finish_reason).inc()
+    def request_answered(self, answer: Answer, seconds: float) -> None:
+        """`seconds` since its request's arrival."""
+        self._requests.labels("OK", answer.finish_reason.value).inc()
         self._duration.observe(seconds)
-        self._prompt_size.observe(prompt_tokens)
-        self._answer_size.observe(answer_tokens)
+        self._prompt_size.observe(answer.prompt_tokens)
+        self._cached_size.observe(answer.cached_tokens)
+        self._answer_size.observe(len(answer.tokens))
+        self._queue_time.observe(answer.times.queue)
+        self._prefill_time.observe(answer.times.prefill)
+        self._decode_time.observe(answer.times.decode)
+        self._model_tokens.labels("draft").inc(answer.statistics.draft_tokens)
+        self._model_tokens.labels("target").inc(answer.statistics.target_tokens)
 
     def request_failed(self, status: str) -> None:
         """Ended without an answer, for whatever reason; rejections and cancellations are counted besides."""
@@ -187,8 +207,9 @@ class Metrics:
         """The gang of workers was started again after a loss."""
         self._restarts.inc()
 
-    def set_build_info(self, version: str, form: str, link: str, max_slots: int, block: int) -> None:
-        """What runs here; once, at the start. Nothing holds a slot yet."""
+    def set_build_info(self, version: str, model: str, form: str, link: str, max_slots: int, block: int) -> None:
+        """What runs here; once, at the start. Nothing holds a slot yet. `model`: the name under which it is served."""
+        self._page.model = model
         for position in range(block):
             self._accepted_at.labels(position)
         self._build.info({"version": version, "form": form, "link": link})
@@ -234,9 +255,16 @@ class Metrics:
         self._duration = self._histogram(
             "smc_e2e_request_latency_seconds", "From a request's arrival to the end of its answer.", E2E_BUCKETS
         )
-
         self._prompt_size = self._histogram("smc_request_prompt_tokens", "Tokens of the prompt of an answered request.", TOKEN_BUCKETS)
+        self._cached_size = self._histogram(
+            "smc_request_cached_tokens", "Of those, tokens that had been computed for an earlier request.", TOKEN_BUCKETS
+        )
         self._answer_size = self._histogram("smc_request_generation_tokens", "Tokens of an answer.", TOKEN_BUCKETS)
+        self._queue_time = self._histogram(
+            "smc_request_queue_time_seconds", "From an answered request's arrival until it was taken up.", E2E_BUCKETS
+        )
+        self._prefill_time = self._histogram("smc_request_prefill_time_seconds", "From there until its first token.", E2E_BUCKETS)
+        self._decode_time = self._histogram("smc_request_decode_time_seconds", "From there to the end of its answer.", E2E_BUCKETS)
 
     def _make_engine_metrics(self) -> None:
         self._queued = self._gauge("smc_requests_queued", "Requests that wait for slots and pages.")

@@ -85,6 +85,21 @@ def traffic() -> Dashboard:
                 quantiles("smc_request_generation_tokens", 0.5, 0.9, 0.99),
             ),
         ],
+        "Where answers spend their time": [
+            graph(
+                *("Means of an answer", "Waiting to be taken up, until its first token, until its end.", "s"),
+                {part: mean(f"smc_request_{part}_time_seconds") for part in ("queue", "prefill", "decode")},
+                stacked=True,
+            ),
+            graph(
+                *("Waiting to be taken up", "It grows where slots or KV pages are short.", "s"),
+                quantiles("smc_request_queue_time_seconds", 0.5, 0.95, 0.99),
+            ),
+            graph(
+                *("Cached tokens of a prompt", "That need not be run.", "suffix: tok"),
+                quantiles("smc_request_cached_tokens", 0.5, 0.9, 0.99),
+            ),
+        ],
         "Not answered": [
             graph(
                 *("Rejections", "Calls that were not let in, by cause.", "reqps"),
@@ -170,6 +185,7 @@ def groups() -> Dashboard:
     part, whole = "smc_round_part_seconds", "smc_round_seconds"
     in_rounds, both = rate(f"{whole}_sum"), 'part=~"draft|target"'
     ready, build = total("smc_group_healthy", "group"), pick("smc_build_info")
+    age = f"time() - {pick('process_start_time_seconds')} and on (instance) {pick('smc_serving')}"
     hour, minutes = (f"round({gain('smc_worker_restarts_total', window)})" for window in ("1h", "5m"))
     rows = {
         "Now": [
@@ -177,7 +193,7 @@ def groups() -> Dashboard:
             number("Ready now", "Instances whose group is ready.", "none", ready, {"green": 1}, "{{group}}"),
             number("Latest epoch", "Which life of the workers this is.", "none", f"max({pick('smc_epoch')})"),
             number("Restarts, 1 h", "After a loss.", "none", hour, {"yellow": 1, "red": 3}),
-            number("Up", "The youngest instance.", "s", f"min(time() - {pick('process_start_time_seconds')} and {pick('smc_serving')})"),
+            number("Up", "The youngest instance.", "s", f"min({age})"),
             name(
                 "Runs",
                 "Version, form, link.",
@@ -290,15 +306,15 @@ def capacity() -> Dashboard:
             ),
             graph(
                 *("Memory", "Resident. Coordinator and ranks are other processes.", "bytes"),
-                {"{{instance}}": f"{pick('process_resident_memory_bytes')} and {ours}"},
+                {"{{instance}}": f"{pick('process_resident_memory_bytes')} and on (instance) {ours}"},
             ),
             graph(
                 *("CPU", "Cores in use.", "none"),
-                {"{{instance}}": f"rate({pick('process_cpu_seconds_total')}[$__rate_interval]) and {ours}"},
+                {"{{instance}}": f"rate({pick('process_cpu_seconds_total')}[$__rate_interval]) and on (instance) {ours}"},
             ),
             graph(
                 *("Open files", "Share of the limit; connections are among them.", "percentunit"),
-                {"{{instance}}": f"{pick('process_open_fds')} / {pick('process_max_fds')} and {ours}"},
+                {"{{instance}}": f"{pick('process_open_fds')} / {pick('process_max_fds')} and on (instance) {ours}"},
             ),
         ],
     }

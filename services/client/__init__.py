@@ -25,6 +25,7 @@ from services.client.nouns import (
     ServerInfo,
     ServiceError,
     Statistics,
+    Times,
     Usage,
 )
 
@@ -42,5 +43,6 @@ __all__ = [
     "ServiceError",
     "Statistics",
     "Stream",
+    "Times",
     "Usage",
 ]

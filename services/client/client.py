@@ -23,6 +23,7 @@ from services.client.nouns import (
     ServerInfo,
     ServiceError,
     Statistics,
+    Times,
     Usage,
 )
 from services.gateway.security import is_loopback
@@ -94,6 +95,7 @@ class Stream:
             logprobs=tuple(finish.logprobs) if self._logprobs else None,
             particles=tuple(map(_particle, finish.particles)) if self._particles else None,
             seconds=time.monotonic() - self._started,
+            times=_data(Times, finish.times),
         )
 
 

@@ -129,6 +129,18 @@ class Particle:
 
 
 @dataclass(frozen=True)
+class Times:
+    """Where an answer's time went, seconds, as the service measured it."""
+
+    queue: float
+    """Until it was taken up."""
+    prefill: float
+    """From there until its first token."""
+    decode: float
+    """From there to its end."""
+
+
+@dataclass(frozen=True)
 class Completion:
     """A whole answer."""
 
@@ -150,6 +162,7 @@ class Completion:
     """What it was drawn from, if asked for; of a method without particles the answer itself."""
     seconds: float
     """From the call to the end of the answer, as measured here."""
+    times: Times
 
 
 @dataclass(frozen=True)
@@ -159,6 +172,8 @@ class ModelDescription:
     """`llama`, `qwen2` or `qwen3`."""
     parameters: int
     tensor_parallel: int
+    weights: str
+    """Tells them from others: a hash of the files' names, sizes and headers, and of samples of what they hold."""
 
 
 @dataclass(frozen=True)

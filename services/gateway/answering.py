@@ -21,6 +21,7 @@ from services.gateway.config import GatewayConfig
 from services.gateway.interceptors import caller_of
 from services.gateway.prompts import Prompts
 from services.gateway.status import ServiceStatus
+from services.gateway.tracing import Trace, Tracing
 from services.metrics import Metrics
 from smc.engine.admission import check_waiting
 from smc.engine.request import Output, Request
@@ -46,17 +47,18 @@ class Answering:
         metrics: Metrics,
         status: Callable[[], ServiceStatus],
         config: GatewayConfig,
+        tracing: Tracing | None,
     ) -> None:
         self.pair, self.calls, self.status, self.config = pair, calls, status, config
-        self._backend, self._metrics = backend, metrics
+        self._backend, self._metrics, self._tracing = backend, metrics, tracing
         self.prompts = Prompts(pair.tokenizer, pair.context)
 
     def close(self) -> None:
         self.prompts.close()
 
-    async def serve(self, request_id: str, context: grpc.aio.ServicerContext, ask: Ask, say: Say) -> None:
-        """One call, from its arrival to its last message. An empty `request_id`: it is given one."""
-        tallies = [Tally(self._metrics)]
+    async def serve(self, method: str, request_id: str, context: grpc.aio.ServicerContext, ask: Ask, say: Say) -> None:
+        """One call, from its arrival to its last message. `method`: what traces call it. An empty `request_id`: it is given one."""
+        tallies = [Tally(self._metrics, self._trace(method, context))]
         try:
             if len(request_id) > MAX_ID_SIZE:
                 raise ValueError(f"request_id has {len(request_id)} characters; allowed: at most {MAX_ID_SIZE}")
@@ -65,7 +67,7 @@ class Answering:
             async with self.calls.enter((caller_of(context.invocation_metadata()), request_id)):
                 check_waiting(self.pair.engine, self.status().queued)
                 requests = await ask(request_id)
-                tallies += [tallies[0].another() for _ in requests[1:]]
+                tallies += [tallies[0].another(self._trace(method, context)) for _ in requests[1:]]
                 for tally, request in zip(tallies, requests):
                     tally.asks(request)
                 await self._answer(requests, context, say, tallies)
@@ -79,6 +81,9 @@ class Answering:
             for tally in tallies:
                 tally.failed(status_of(error), error)
             raise
+
+    def _trace(self, method: str, context: grpc.aio.ServicerContext) -> Trace | None:
+        return self._tracing and self._tracing.begin(method, context.invocation_metadata())
 
     async def write(self, context: grpc.aio.ServicerContext, message: Any) -> None:
         """Waits while the caller does not read: HTTP/2 lets us send no more than it has room for."""

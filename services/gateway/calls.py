@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from services.backend import RequestAborted, Unavailable
 from services.errors import Status
+from services.gateway.tracing import Trace
 from services.metrics import REJECTIONS, Metrics
 from smc.engine.admission import DuplicateRequest
-from smc.engine.request import Answer, Request
+from smc.engine.request import Answer, Request, Times
 
 logger = logging.getLogger("smcserve.requests")
 
@@ -106,21 +107,22 @@ def _end(call: _Call) -> None:
 
 
 class Tally:
-    """What one answer tells the metrics, from its call's arrival to its end, and then the log: a line of JSON without anybody's text."""
+    """What one answer tells the metrics, from its call's arrival to its end, and then its trace and the log: a line of JSON, with nobody's
+    text."""
 
-    def __init__(self, metrics: Metrics, arrived: float | None = None) -> None:
+    def __init__(self, metrics: Metrics, trace: Trace | None = None, arrived: float | None = None) -> None:
         """`arrived`: of the monotonic clock; None: now."""
-        self._metrics = metrics
+        self._metrics, self._trace = metrics, trace
         self._arrived = time.monotonic() if arrived is None else arrived
         self._last: float | None = None
         self._tokens = 0
-        self._said: dict[str, str | int | float] = {}
+        self._said: dict[str, str | int | float] = {} if trace is None else {"trace_id": trace.trace_id}
         self._ended = False
 
-    def another(self) -> Tally:
+    def another(self, trace: Trace | None = None) -> Tally:
         """Of one more answer to the same call."""
-        tally = Tally(self._metrics, self._arrived)
-        tally._said = dict(self._said)
+        tally = Tally(self._metrics, trace, self._arrived)
+        tally._said = self._said | tally._said
         return tally
 
     def is_of(self, request_id: str) -> None:
@@ -149,9 +151,10 @@ class Tally:
 
     def answered(self, answer: Answer) -> None:
         ran, finish_reason = answer.statistics, answer.finish_reason.value
-        self._metrics.request_answered(finish_reason, self.seconds, answer.prompt_tokens, len(answer.tokens))
-        self._metrics.models_ran(ran.draft_tokens, ran.target_tokens)
-        self._end("OK", finish_reason=finish_reason, cached_tokens=answer.cached_tokens, rounds=ran.rounds)
+        self._metrics.request_answered(answer, self.seconds)
+        times = {f"{part}_seconds": round(seconds, 6) for part, seconds in vars(answer.times).items()}
+        said = {"finish_reason": finish_reason, "cached_tokens": answer.cached_tokens, "rounds": ran.rounds}
+        self._end("OK", answer.times, **said, **times)
 
     def failed(self, status: Status, error: Exception) -> None:
         """It ended with this status, because of this error, if it had not ended. Without a single token it was a rejection, if it can be
@@ -176,6 +179,9 @@ class Tally:
         self._metrics.request_cancelled(by)
         self._end(code, cause=by)
 
-    def _end(self, status: str, **more: str | int) -> None:
+    def _end(self, status: str, times: Times | None = None, **more: str | int | float) -> None:
         self._ended = True
-        logger.info("%s", json.dumps(self._said | {"tokens": self._tokens, "seconds": round(self.seconds, 6), "status": status} | more))
+        said = self._said | {"tokens": self._tokens, "seconds": round(self.seconds, 6)} | more
+        logger.info("%s", json.dumps(said | {"status": status}))
+        if self._trace is not None:
+            self._trace.end(status, said, times)

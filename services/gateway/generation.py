@@ -16,6 +16,7 @@ from services.pb import generation_pb2_grpc as pb_grpc
 from services.wire.generation import to_finish, to_sampling
 from smc.engine.request import Output, Request
 
+METHOD = "smc.v1.GenerationService/Generate"
 DEFAULT_MAX_TOKENS = 256
 
 
@@ -30,7 +31,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         async def ask(request_id: str) -> list[Request]:
             return [await self._request(request_id, message)]
 
-        await self._answering.serve(message.request_id, context, ask, _responses)
+        await self._answering.serve(METHOD, message.request_id, context, ask, _responses)
 
     async def Abort(self, message: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
         if not message.request_id:
@@ -88,4 +89,10 @@ def _responses(request: Request, index: int, output: Output) -> Iterator[pb.Gene
 
 
 def _model(model: Model) -> pb.Model:
-    return pb.Model(name=model.name, family=model.config.family, parameters=model.parameters, tensor_parallel=model.tensor_parallel)
+    return pb.Model(
+        name=model.name,
+        family=model.config.family,
+        parameters=model.parameters,
+        tensor_parallel=model.tensor_parallel,
+        weights=model.weights,
+    )

@@ -21,6 +21,7 @@ from services.gateway.intake import Intake
 from services.gateway.interceptors import TokenInterceptor
 from services.gateway.security import server_credentials
 from services.gateway.status import ServiceStatus
+from services.gateway.tracing import Tracing
 from services.gateway.watchdog import Watchdog
 from services.metrics import Metrics
 from services.pb import generation_pb2, generation_pb2_grpc
@@ -50,7 +51,8 @@ class Gateway:
         self._calls = Calls()
         self._health = Health(("", API, VLLM, DRAFT, TARGET, GATEWAY))
         self._health.set({GATEWAY: True})
-        self._answering = Answering(pair, backend, self._calls, metrics, status, config)
+        self._tracing = Tracing.from_environment()
+        self._answering = Answering(pair, backend, self._calls, metrics, status, config, self._tracing)
         self._server: grpc.aio.Server | None = None
         self._intake: Intake | None = None
         self._watchdog: Watchdog | None = None
@@ -60,7 +62,8 @@ class Gateway:
         """Bound port; known once started."""
         self.metrics_port: int | None = None
         engine = pair.engine
-        metrics.set_build_info(importlib.metadata.version("smcserve"), engine.form, pair.link, engine.max_slots, engine.block)
+        version = importlib.metadata.version("smcserve")
+        metrics.set_build_info(version, pair.target.name, engine.form, pair.link, engine.max_slots, engine.block)
 
     async def start(self) -> int:
         """Listen. Returns the bound port. Everything answers at once; Generate only once `set_health` says so.
@@ -124,6 +127,9 @@ class Gateway:
             if part is not None:
                 part.close()
         self._close_metrics()
+        if self._tracing is not None:
+            tracing, self._tracing = self._tracing, None
+            await asyncio.to_thread(tracing.close)
 
     def _close(self, why: str) -> None:
         self._ending, self._calls.closed = True, why

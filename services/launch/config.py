@@ -111,7 +111,7 @@ class GangConfig:
                 local_config(source.config, Shard(0, degree))
             except ValueError as error:
                 raise ValueError(f"{side}_tp={degree}: {error}") from error
-            models[side] = Model(source.name, source.config, source.parameters, degree)
+            models[side] = Model(source.name, source.config, source.parameters, degree, source.fingerprint())
         return ServingPair(
             **models,
             tokenizer=sources.target.tokenizer(),

@@ -1,6 +1,6 @@
 """The link's interface: what the coordinator, a worker's leader and the pair of leaders need of a transport.
 
-Messages are those of proto/smc/v1/particles.proto, whichever transport carries them. Every wait has a deadline.
+Messages are those of proto/smc/internal/v1/particles.proto, whichever transport carries them. Every wait has a deadline.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the engine asks of workers, and their results, as protobuf messages, and back. Layout: proto/smc/v1/particles.proto."""
+"""What the engine asks of workers, and their results, as protobuf messages, and back. Layout: proto/smc/internal/v1/particles.proto."""
 
 from __future__ import annotations
 

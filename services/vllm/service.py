@@ -45,7 +45,7 @@ class VllmService(pb_grpc.VllmEngineServicer):
             return await self._requests(request_id, message)
 
         self._received = time.time()
-        await self._answering.serve(message.request_id, context, ask, chunks if message.stream else whole)
+        await self._answering.serve(f"{VLLM}/Generate", message.request_id, context, ask, chunks if message.stream else whole)
 
     async def Abort(self, message: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
         """Ids belong to the token that they came with; those of no running request are passed over."""

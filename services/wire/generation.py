@@ -7,12 +7,12 @@ whoever follows the request joins them (`services.coordinator.dispatch`). `Answe
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 from services.pb import coordinator_pb2, generation_pb2
 from services.wire.sampling import FINISH_REASONS, name_of, sampling_message, sampling_settings
-from smc.engine.request import Answer, FinishReason, Output, Particle, SamplingParams, Statistics, check_stop_count
+from smc.engine.request import Answer, FinishReason, Output, Particle, SamplingParams, Statistics, Times, check_stop_count
 
 SECONDS_UNKNOWN = math.nan
 
@@ -52,6 +52,7 @@ def to_finish(answer: Answer, *, statistics: bool = True) -> generation_pb2.Fini
         ),
         seed=answer.seed,
         logprobs=answer.logprobs or (),
+        times=generation_pb2.Times(**asdict(answer.times)),
         particles=map(_to_particle, answer.particles or ()),
     )
     if isinstance(answer.matched, str):
@@ -92,6 +93,7 @@ def from_finish(
         logprobs=tuple(finish.logprobs) or None,
         error=error,
         cached_tokens=finish.usage.cached_tokens,
+        times=Times(finish.times.queue, finish.times.prefill, finish.times.decode),
         particles=tuple(map(_from_particle, finish.particles)) or None,
     )
 

@@ -1,4 +1,4 @@
-"""The engine loop's steps as messages of the coordinator's stream, and back: proto/smc/v1/coordinator.proto."""
+"""The engine loop's steps as messages of the coordinator's stream, and back: proto/smc/internal/v1/coordinator.proto."""
 
 from __future__ import annotations
 

@@ -138,6 +138,7 @@ class Engine:
         if self.starts.chunks.measures:
             self.starts.chunks.earn(outcome.spans() for outcome in read)
         for group in self.starts.finish():
+            group.begun = self._clock() if group.begun is None else group.begun
             if not group.error and not self._complete(group):
                 self._cohorts[group.decoding.program].join(group)
         for group in list(self._admitted):
@@ -205,6 +206,7 @@ class Engine:
         """Strictly in order: a large request at the head is not overtaken until it fits. One that was preempted comes first."""
         while (group := self._queue.first) is not None and self.starts.admit(group):
             self._queue.remove(group)
+            group.taken_up = self._clock() if group.taken_up is None else group.taken_up
             insort(self._admitted, group, key=attrgetter("number"))
 
     def _provide(self, wanting: list[Group]) -> list[tuple[Group, Pages]]:
@@ -312,7 +314,7 @@ class Engine:
             self.expectation.learn_answer(len(tokens) / group.params.max_tokens)
         elif group.error:
             self.starts.prefixes.forget_prompt(group)
-        answer = make_answer(group, self.slots, reason, particle, tokens, self._clock() - group.submitted)
+        answer = make_answer(group, self.slots, reason, particle, tokens, self._clock())
         self._ready.append((group.number, Output(group.id, tokens[group.streamed :], group.stream.finish(answer.text), answer)))
         self._release(group)
 

@@ -10,7 +10,7 @@ from enum import Enum
 import numpy as np
 
 from smc.engine.methods import Decoding, decoding_of
-from smc.engine.request import Method, Request, SamplingParams, Statistics
+from smc.engine.request import Method, Request, SamplingParams, Statistics, Times
 from smc.engine.slots import Slots
 from smc.engine.text import StopRules, TextStream
 from smc.laws import LawSpec
@@ -37,6 +37,10 @@ class Group:
     """Of requests in the order of submission."""
     expected: dict[str, int]
     """KV pages in each pool that it was likely to need when it was submitted."""
+    taken_up: float | None = None
+    """Engine clock when it was first given slots and pages."""
+    begun: float | None = None
+    """And when its first token was there."""
     keys: list[bytes] | None = None
     """Of its prompt's blocks in the prefix caches, once they have been asked for."""
     needs: dict[str, int] | None = None
@@ -93,6 +97,12 @@ class Group:
     @property
     def decoding(self) -> Decoding:
         return decoding_of(self.params)
+
+    def times(self, now: float) -> Times:
+        """Until `now`, by the engine's clock."""
+        taken_up = now if self.taken_up is None else self.taken_up
+        begun = now if self.begun is None else self.begun
+        return Times(taken_up - self.submitted, begun - taken_up, now - begun)
 
     @property
     def has_particles(self) -> bool:

@@ -229,6 +229,18 @@ class Statistics:
 
 
 @dataclass(frozen=True)
+class Times:
+    """Where an answer's time went, seconds."""
+
+    queue: float = 0.0
+    """From its arrival until it was taken up: all of it, if it never was."""
+    prefill: float = 0.0
+    """From there until its first token was there."""
+    decode: float = 0.0
+    """From there to its end; where it was preempted, with all that this took."""
+
+
+@dataclass(frozen=True)
 class Particle:
     """One of the answers that a request's own was drawn from."""
 
@@ -259,6 +271,7 @@ class Answer:
     error: str | None = None
     cached_tokens: int = 0
     """Prompt tokens that had been computed for another request."""
+    times: Times = field(default=Times(), compare=False)
     particles: tuple[Particle, ...] | None = None
     """If asked for; the answer was drawn among them by weight. Two may be the same, of independent particles; where nothing was decoded
     there are none."""

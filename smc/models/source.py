@@ -13,6 +13,7 @@ import torch
 from smc.models.check import require_pair
 from smc.models.config import ModelConfig
 from smc.models.decoder import Decoder
+from smc.models.fingerprint import fingerprint
 from smc.models.grow import grown_config, grown_model
 from smc.models.grown_files import grown_tokenizer
 from smc.models.loader import load_model
@@ -65,6 +66,12 @@ class Source:
     def tokenizer_files(self) -> Path | None:
         """Directory of the tokenizer's files; None: it has none."""
         return {"files": self.place, "grown": self.small}.get(self.kind)
+
+    def fingerprint(self) -> str:
+        """`smc.models.fingerprint` of its weights; of random ones that they are, of grown ones that of the small model."""
+        if self.kind == "random":
+            return self.kind
+        return fingerprint(self.small if self.kind == "grown" else self.place)
 
     def tokenizer(self) -> Tokenizer | NoText:
         if self.kind == "random":

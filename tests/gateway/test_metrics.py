@@ -12,14 +12,20 @@ from types import SimpleNamespace
 
 import pytest
 
+from loadtest.monitor import parse
 from services.client import Message, ServiceError
 from services.coordinator.loop import Step
 from services.launch import supervisor as launch
 from services.launch.config import GangConfig
 from services.metrics import Metrics
+from smc.engine.request import Answer, FinishReason, Statistics, Times
 from smc.engine.stats import EngineStats
 from tests.deploy.binaries import binary
 from tests.gateway.harness import LONG, serving, until
+
+ANSWER = Answer(
+    "r", (1,) * 7, "x", FinishReason.EOS, 1, 1, 20, Statistics(4, draft_tokens=160, target_tokens=40), 1.5, times=Times(0.1, 0.2, 1.2)
+)
 
 
 @pytest.fixture
@@ -53,19 +59,18 @@ def test_series_exist_from_the_start_and_no_others_come(metrics):
     def series() -> set[tuple]:
         return {(s.name, *sorted(s.labels.items())) for m in metrics.registry.collect() for s in m.samples if m.name != "smc_build"}
 
-    metrics.set_build_info("1.2", "lookahead", "grpc", 64, block=3)
+    metrics.set_build_info("1.2", "big", "lookahead", "grpc", 64, block=3)
     before = series()
     report_everything(metrics)
     assert series() == before
 
 
 def report_everything(metrics: Metrics) -> None:
-    metrics.set_build_info("1.2", "lookahead", "grpc", 64, block=3)
+    metrics.set_build_info("1.2", "big", "lookahead", "grpc", 64, block=3)
     metrics.prompt_started(20, 0.05)
     metrics.tokens_generated(9)
-    metrics.models_ran(160, 40)
     metrics.tokens_followed(4, 0.2)
-    metrics.request_answered("eos", 1.5, prompt_tokens=20, answer_tokens=7)
+    metrics.request_answered(ANSWER, 1.5)
     metrics.request_failed("CANCELLED")
     metrics.request_rejected("RESOURCE_EXHAUSTED", "queue_full")
     metrics.request_cancelled("client")
@@ -145,7 +150,7 @@ def test_a_leak_stays_seen_while_requests_run(metrics):
 
 
 def test_all_slots_are_free_while_models_load(metrics):
-    metrics.set_build_info("1.2", "lookahead", "grpc", 64, block=3)
+    metrics.set_build_info("1.2", "big", "lookahead", "grpc", 64, block=3)
     assert value(metrics, "smc_slots_free") == value(metrics, "smc_slots_capacity") == 64
 
 
@@ -189,27 +194,33 @@ def test_a_served_request_moves_them(pair):
         service.wait_until_free()
         with urllib.request.urlopen(f"http://127.0.0.1:{service.gateway.metrics_port}/metrics") as page:
             text = page.read().decode()
-        shown = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        shown = parse(text)
+    assert 'smc_slots_free{model_name="demo-target"} 64' in text and "process_open_fds " in text
     tokens = sum(len(answer.tokens) for answer in answers)
-    assert float(shown["smc_generation_tokens_total"]) == tokens
-    assert float(shown["smc_prompt_tokens_total"]) == sum(answer.usage.prompt_tokens for answer in answers)
-    assert float(shown["smc_time_to_first_token_seconds_count"]) == float(shown["smc_e2e_request_latency_seconds_count"]) == 3
-    assert 0 < float(shown["smc_inter_token_latency_seconds_count"]) < tokens
-    assert float(shown["smc_e2e_request_latency_seconds_sum"]) == pytest.approx(sum(answer.seconds for answer in answers), rel=0.5)
-    assert sum(float(v) for k, v in shown.items() if k.startswith("smc_requests_total{")) == 4
-    assert float(shown['smc_kv_pages_leaked{group="draft"}']) == float(shown["smc_requests_running"]) == 0
+    assert shown["smc_generation_tokens_total"] == tokens
+    assert shown["smc_prompt_tokens_total"] == sum(answer.usage.prompt_tokens for answer in answers)
+    assert shown["smc_time_to_first_token_seconds_count"] == shown["smc_e2e_request_latency_seconds_count"] == 3
+    assert 0 < shown["smc_inter_token_latency_seconds_count"] < tokens
+    assert shown["smc_e2e_request_latency_seconds_sum"] == pytest.approx(sum(answer.seconds for answer in answers), rel=0.5)
+    for part in ("queue", "prefill", "decode"):
+        assert shown[f"smc_request_{part}_time_seconds_sum"] == pytest.approx(sum(getattr(answer.times, part) for answer in answers))
+    assert all(answer.times.prefill > 0 and answer.times.decode > 0 for answer in answers)
+    assert all(sum(vars(answer.times).values()) <= answer.seconds for answer in answers)
+    assert shown["smc_request_cached_tokens_sum"] == sum(answer.usage.cached_tokens for answer in answers)
+    assert sum(v for k, v in shown.items() if k.startswith("smc_requests_total{")) == 4
+    assert shown['smc_kv_pages_leaked{group="draft"}'] == shown["smc_requests_running"] == 0
     for group in ("draft", "target"):
-        pages = {what: float(shown[f'smc_kv_pages_{what}{{group="{group}"}}']) for what in ("used", "cached", "free", "capacity")}
+        pages = {what: shown[f'smc_kv_pages_{what}{{group="{group}"}}'] for what in ("used", "cached", "free", "capacity")}
         assert 0 < pages["cached"] <= pages["used"] == pages["capacity"] - pages["free"]
-        queries, hits = (float(shown[f'smc_prefix_cache_{what}_total{{group="{group}"}}']) for what in ("queries", "hits"))
+        queries, hits = (shown[f'smc_prefix_cache_{what}_total{{group="{group}"}}'] for what in ("queries", "hits"))
         assert queries == sum(answer.usage.prompt_tokens for answer in answers)
         assert hits >= sum(answer.usage.cached_tokens for answer in answers) > 0
-    assert float(shown["smc_slots_free"]) == float(shown["smc_slots_capacity"]) == 64
+    assert shown["smc_slots_free"] == shown["smc_slots_capacity"] == 64
     for group, name in (("draft", "draft_tokens"), ("target", "target_tokens")):
-        assert float(shown[f'smc_model_tokens_total{{group="{group}"}}']) == sum(getattr(a.statistics, name) for a in answers)
+        assert shown[f'smc_model_tokens_total{{group="{group}"}}'] == sum(getattr(a.statistics, name) for a in answers)
     rounds = [answer.statistics.rounds for answer in answers]
-    assert float(shown["smc_committed_lag_tokens_count"]) == sum(rounds)
-    assert float(shown["smc_ess_share_ratio_count"]) == rounds[0] + rounds[2], "of distinct particles it says little"
+    assert shown["smc_committed_lag_tokens_count"] == sum(rounds)
+    assert shown["smc_ess_share_ratio_count"] == rounds[0] + rounds[2], "of distinct particles it says little"
     with pytest.raises(OSError):
         urllib.request.urlopen(f"http://127.0.0.1:{service.gateway.metrics_port}/metrics", timeout=1)
 

@@ -154,7 +154,8 @@ def test_a_broken_service_is_exit_code_1_at_any_rate(loadtest, pair, search, tmp
 
 
 def test_metrics_are_read_without_buckets():
-    text = '# HELP smc_x y\nsmc_x{a="b"} 2.5\nsmc_y_bucket{le="+Inf"} 3\nsmc_y_sum 1e3\npython_info 1\nprocess_open_fds 7\n'
+    series = ('smc_x{a="b",model_name="m"} 2.5', 'smc_y_bucket{le="+Inf"} 3', "smc_y_sum 1e3", "python_info 1", "process_open_fds 7")
+    text = "# HELP smc_x y\n" + "".join(f"{line}\n" for line in series)
     assert parse(text) == {'smc_x{a="b"}': 2.5, "smc_y_sum": 1000.0, "process_open_fds": 7.0}
 
 

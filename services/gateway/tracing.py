@@ -1,0 +1,92 @@
+"""Spans of calls for OpenTelemetry: made where the environment names a collector (`OTEL_EXPORTER_OTLP_ENDPOINT`), and nothing otherwise.
+
+A call's span continues the trace that its caller names (W3C `traceparent`); below it are where its time went. No text goes along.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import time
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from smc.engine.request import Times
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span, Tracer
+
+ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+NANOSECONDS = 1e9
+
+
+class Trace:
+    """The span of one call."""
+
+    def __init__(self, tracer: Tracer, span: Span, began: int) -> None:
+        self._tracer, self._span, self._began = tracer, span, began
+
+    @property
+    def trace_id(self) -> str:
+        """32 hexadecimal digits, as collectors show it."""
+        return f"{self._span.get_span_context().trace_id:032x}"
+
+    def end(self, status: str, said: Mapping[str, Any], times: Times | None) -> None:
+        """`said`: what the log says of the call. `times`: of its answer, if it has one."""
+        from opentelemetry.trace import StatusCode, set_span_in_context
+
+        self._span.set_attributes({_ATTRIBUTES.get(name, f"smc.{name}"): value for name, value in said.items()})
+        self._span.set_attribute("rpc.grpc.status_code", status)
+        if status != "OK":
+            self._span.set_status(StatusCode.ERROR, str(said.get("cause", "")))
+        if times is not None:
+            at, inside = self._began, set_span_in_context(self._span)
+            for name, seconds in vars(times).items():
+                part = self._tracer.start_span(name, inside, start_time=at)
+                at += int(seconds * NANOSECONDS)
+                part.end(at)
+        self._span.end()
+
+
+class Tracing:
+    """Sends spans to the collector, from a thread of its own. One for each gateway."""
+
+    @staticmethod
+    def from_environment() -> Tracing | None:
+        """None where no collector is named, or the SDK is switched off."""
+        if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or not any(map(os.environ.get, ENDPOINTS)):
+            return None
+        return Tracing()
+
+    def __init__(self) -> None:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        named = "OTEL_SERVICE_NAME" in os.environ
+        self._provider = TracerProvider(resource=Resource.create({} if named else {"service.name": "smcserve"}), shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        self._tracer = self._provider.get_tracer("smcserve", importlib.metadata.version("smcserve"))
+        self._propagator = TraceContextTextMapPropagator()
+
+    def begin(self, name: str, metadata: Iterable[tuple[str, str | bytes]]) -> Trace:
+        """A call of this name has arrived; `metadata` may name the span that it belongs to."""
+        from opentelemetry.trace import SpanKind
+
+        context = self._propagator.extract({key: value for key, value in metadata if isinstance(value, str)})
+        began = time.time_ns()
+        return Trace(self._tracer, self._tracer.start_span(name, context, SpanKind.SERVER, start_time=began), began)
+
+    def close(self) -> None:
+        """After what is there has been sent, as far as the collector takes it. May take a while."""
+        self._provider.shutdown()
+
+
+_ATTRIBUTES = {
+    "prompt_tokens": "gen_ai.usage.input_tokens",
+    "tokens": "gen_ai.usage.output_tokens",
+    "finish_reason": "gen_ai.response.finish_reason",
+}
+"""What the semantic conventions call it."""

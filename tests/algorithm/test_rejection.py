@@ -1,0 +1,152 @@
+"""Decoding by rejection: whatever the draft's law is, what comes out is drawn from the target's.
+
+Target and draft are tables: a law after every sequence. Axes as in `smc.algorithm.rejection`; S sequences, T tokens of an output.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from smc.algorithm.rejection import NOTHING, Chains, say
+from smc.algorithm.walk import walk
+
+V = 3
+GROUPS = 60_000
+LIMIT = 4.0
+"""Standard deviations that a chi-square may be above its mean: a false alarm in 30,000 tests."""
+
+
+def table(seed: int, length: int, flatness: float = 1.0, allowed: int = V) -> dict[tuple[int, ...], Tensor]:
+    """A law [V] after every sequence of up to `length` tokens; the tokens from `allowed` on have none of it."""
+    generator = torch.Generator().manual_seed(seed)
+    laws = {}
+    for tokens in (t for n in range(length + 1) for t in itertools.product(range(V), repeat=n)):
+        logits_V = torch.randn(V, dtype=torch.float64, generator=generator) / flatness
+        logits_V[allowed:] = -torch.inf
+        laws[tokens] = logits_V.log_softmax(-1)
+    return laws
+
+
+def packed(laws: dict[tuple[int, ...], Tensor], tokens_AQ: Tensor) -> Tensor:
+    """The law after each token of a block, whose first stands for the prompt [A, Q, V]."""
+    q = tokens_AQ.shape[1]
+    sequences = list(itertools.product(range(V), repeat=q - 1))
+    of_all_SQV = torch.stack([torch.stack([laws[s[:j]] for j in range(q)]) for s in sequences])
+    weights = torch.tensor([V ** (q - 2 - j) for j in range(q - 1)])
+    return of_all_SQV[(tokens_AQ[:, 1:] * weights).sum(-1)]
+
+
+def drawn(laws: dict[tuple[int, ...], Tensor], count: int, length: int, generator: torch.Generator) -> Tensor:
+    """Blocks [count, 1 + length] from the law of a table."""
+    tokens_AQ = torch.zeros(count, 1, dtype=torch.int64)
+    for j in range(length):
+        prefixes = [tuple(p) for p in itertools.product(range(V), repeat=j)]
+        law_SV = torch.stack([laws[p] for p in prefixes]).exp()
+        index_A = (tokens_AQ[:, 1:] * torch.tensor([V ** (j - 1 - i) for i in range(j)], dtype=torch.int64)).sum(-1)
+        token_A1 = torch.multinomial(law_SV[index_A], 1, generator=generator)
+        tokens_AQ = torch.cat((tokens_AQ, token_A1), 1)
+    return tokens_AQ
+
+
+def one_round(p: dict, q: dict, n: int, k: int, seed: int, groups: int = GROUPS) -> tuple[Tensor, Tensor]:
+    """Tokens that every group takes [G, K + 1], NOTHING after the last, and how many of them had been drafted [G]."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens_AQ = drawn(q, groups * n, k, generator)
+    count_A = torch.full((groups * n,), k + 1)
+    alive_A = torch.ones(groups * n, dtype=torch.bool)
+    chains = Chains(tokens_AQ, count_A, alive_A, packed(p, tokens_AQ), packed(q, tokens_AQ))
+    bounds = (torch.arange(groups) * n, torch.full((groups,), n))
+    uniform_AQ = torch.rand(groups * n, k + 1, dtype=torch.float64, generator=generator)
+    noise_AQV = -torch.log(-torch.log(torch.rand(groups * n, k + 1, V, dtype=torch.float64, generator=generator)))
+    said_AQ, _ = say(chains, bounds, uniform_AQ, noise_AQV)
+    best_A, right_A = walk(tokens_AQ, count_A, said_AQ, alive_A, bounds)
+    best_G, right_G = best_A[bounds[0]], right_A[bounds[0]]
+    taken_GT = said_AQ[best_G]
+    taken_GT[torch.arange(k + 1) >= right_G[:, None]] = NOTHING
+    return taken_GT, right_G - 1
+
+
+def finished(p: dict, taken_GT: Tensor, generator: torch.Generator) -> Tensor:
+    """What a round did not bring, drawn from the target's law: so that all outputs have the same length."""
+    for g, j in (taken_GT == NOTHING).nonzero().tolist():
+        prefix = tuple(taken_GT[g, :j].tolist())
+        taken_GT[g, j] = torch.multinomial(p[prefix].exp(), 1, generator=generator)
+    return taken_GT
+
+
+def far_from(p: dict, taken_GT: Tensor) -> float:
+    """How many standard deviations the chi-square of the outputs' counts is above its mean, against the exact law of the target."""
+    length = taken_GT.shape[1]
+    sequences = list(itertools.product(range(V), repeat=length))
+    expected_S = torch.tensor([sum(p[s[:j]][s[j]].item() for j in range(length)) for s in sequences], dtype=torch.float64).exp()
+    index_G = (taken_GT * torch.tensor([V ** (length - 1 - j) for j in range(length)])).sum(-1)
+    count_S = torch.bincount(index_G, minlength=len(sequences)).double()
+    assert not count_S[expected_S == 0].any()
+    seen = expected_S > 0
+    expected_S, count_S = expected_S[seen] * len(taken_GT), count_S[seen]
+    free = len(expected_S) - 1
+    return float((((count_S - expected_S) ** 2 / expected_S).sum() - free) / (2 * free) ** 0.5) if free else 0.0
+
+
+@pytest.mark.parametrize("allowed", [V, 2])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (1, 3), (4, 1), (4, 2), (4, 3), (2, 4)])
+def test_the_output_has_the_targets_law(n, k, allowed):
+    p, q = table(1, k, allowed=allowed), table(2, k, flatness=0.7)
+    groups = GROUPS if k == 1 else 10_000
+    taken_GT, _ = one_round(p, q, n, k, seed=n + k, groups=groups)
+    assert far_from(p, finished(p, taken_GT, torch.Generator().manual_seed(9))) < LIMIT
+
+
+def test_a_token_is_kept_as_often_as_the_laws_overlap():
+    """Exactly: the mean of min(1, p / q) under q is 1 - TV(p, q); and a trial keeps a token for just the uniforms below that."""
+    p, q = table(1, 1)[()], table(2, 1, flatness=0.7)[()]
+    steps = 20_000
+    kept = 0.0
+    for token in range(V):
+        tokens_AQ = torch.tensor([[0, token]]).expand(steps, 2)
+        one_AQV = [law.expand(steps, 2, V) for law in (p, q)]
+        chains = Chains(tokens_AQ, torch.full((steps,), 2), torch.ones(steps, dtype=torch.bool), *one_AQV)
+        uniform_AQ = ((torch.arange(steps) + 0.5) / steps)[:, None].expand(steps, 2).double()
+        said_AQ, _ = say(chains, (torch.arange(steps), torch.ones(steps, dtype=torch.int64)), uniform_AQ, torch.zeros(steps, 2, V))
+        share = (said_AQ[:, 0] == token).double().mean().item()
+        assert share == pytest.approx(min(1.0, (p[token] - q[token]).exp().item()), abs=1 / steps)
+        kept += q[token].exp().item() * min(1.0, (p[token] - q[token]).exp().item())
+    assert kept == pytest.approx(1 - 0.5 * (p.exp() - q.exp()).abs().sum().item(), abs=1e-6)
+
+
+def test_more_chains_are_kept_longer():
+    p, q = table(1, 3), table(2, 3, flatness=0.7)
+    lengths = [one_round(p, q, n, 3, seed=3, groups=20_000)[1].double().mean().item() for n in (1, 2, 4, 8)]
+    assert lengths == sorted(lengths) and lengths[-1] > lengths[0] + 0.3
+
+
+def test_a_draft_that_is_the_target_is_always_kept():
+    p = table(1, 3)
+    _, kept_G = one_round(p, p, 1, 3, seed=4, groups=5_000)
+    assert (kept_G == 3).all()
+
+
+def test_laws_with_nothing_in_common_keep_nothing_and_still_answer():
+    p, q = table(1, 2, allowed=1), table(2, 2)
+    q = {tokens: torch.tensor([-torch.inf, 0.0, -torch.inf], dtype=torch.float64) for tokens in q}
+    taken_GT, kept_G = one_round(p, q, 3, 2, seed=5, groups=500)
+    assert not kept_G.any() and (taken_GT[:, 0] == 0).all() and (taken_GT[:, 1:] == NOTHING).all()
+
+
+def test_chains_that_ended_and_places_without_one():
+    """A block of one token says the bonus alone; a place that is not alive, and padding, say nothing."""
+    p = table(1, 2)
+    tokens_AQ = torch.tensor([[0, 1, 2], [0, 1, 1], [0, 2, 2], [0, 0, 0]])
+    count_A, alive_A = torch.tensor([1, 2, 3, 1]), torch.tensor([True, True, False, True])
+    law_AQV = packed(p, tokens_AQ)
+    groups = (torch.tensor([0, 1, 4]), torch.tensor([1, 2, 0]))
+    said_AQ, logp_AQ = say(Chains(tokens_AQ, count_A, alive_A, law_AQV, law_AQV), groups, torch.zeros(4, 3), torch.zeros(4, 3, V))
+    likeliest = int(p[()].argmax())
+    assert said_AQ.tolist()[0] == [likeliest, NOTHING, NOTHING]
+    assert said_AQ[1, :2].tolist() == [1, int(p[(1,)].argmax())] and said_AQ[1, 2] == NOTHING
+    assert (said_AQ[2:] == NOTHING).all() and logp_AQ[2:].isnan().all()
+    assert logp_AQ[1, 0] == pytest.approx(p[()][1].item())
