@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import io
+import math
+import random
 import re
 import threading
 import zipfile
@@ -12,6 +14,7 @@ from contextlib import contextmanager
 
 import grpc
 import pytest
+from google.protobuf.descriptor import FieldDescriptor
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 from smg_grpc_proto.generated import common_pb2
@@ -155,6 +158,44 @@ def test_what_there_is_not_is_refused_by_name(service):
             with refused(grpc.StatusCode.INVALID_ARGUMENT, message):
                 list(stub.Generate(request))
         assert list(stub.Generate(asked([5], max_tokens=2, **NEUTRAL)))
+
+
+EXTREMES = {
+    FieldDescriptor.TYPE_FLOAT: (math.nan, math.inf, -math.inf, -1.0, 1e-39, 0.5, 1.0, 2.0),
+    FieldDescriptor.TYPE_UINT32: (1, 2, 129, 2**31, 2**32 - 1),
+    FieldDescriptor.TYPE_INT32: (-(2**31), -1, 0, 1, 2**31 - 1),
+    FieldDescriptor.TYPE_BOOL: (False, True),
+    FieldDescriptor.TYPE_STRING: ("", "ab", "\0", "é" * 300),
+}
+
+
+def extreme(rng: random.Random) -> pb.GenerateRequest:
+    """A request with some settings at their extremes, and a short answer."""
+    message = asked(
+        rng.choice(([5], [5], [], [2**32 - 1], [5] * 511)), stream=rng.random() < 0.5, max_tokens=rng.choice((0, 1, 3, 2**32 - 1))
+    )
+    for field in pb.SamplingParams.DESCRIPTOR.fields:
+        if field.type not in EXTREMES or field.name == "max_tokens" or rng.random() < 0.85:
+            continue
+        value = rng.choice(EXTREMES[field.type])
+        if field.is_repeated:
+            getattr(message.sampling_params, field.name).extend([value] * rng.choice((1, 2, 65)))
+        else:
+            setattr(message.sampling_params, field.name, value)
+    return message
+
+
+def test_extremes_are_answered_or_refused(service, caplog):
+    """Never an error of ours: 400 requests, of which some must come through."""
+    rng, ends = random.Random(3), set()
+    with engine(service) as stub:
+        for _ in range(400):
+            try:
+                assert list(stub.Generate(extreme(rng), timeout=30))
+                ends.add(grpc.StatusCode.OK)
+            except grpc.RpcError as error:
+                ends.add(error.code())
+    assert ends == {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT} and "unexpected error" not in caplog.text
 
 
 def test_limits_and_ends_are_those_of_every_call(pair):
