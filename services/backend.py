@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from smc.engine.request import Output, Request
@@ -20,6 +21,10 @@ MAX_SALT_SIZE = 256
 
 class Unavailable(RuntimeError):
     """The service cannot decode now: it is starting, draining, or has lost a worker. Trying again later may work."""
+
+
+class Unimplemented(RuntimeError):
+    """A method of an API that this service does not have; the message says why, or what there is instead."""
 
 
 class RequestFailed(RuntimeError):
@@ -54,6 +59,8 @@ class ServingPair:
     engine: EngineConfig
     link: str
     """`nccl`, `grpc`, or `local` for workers in this process."""
+    files: Path | None = None
+    """Directory with the tokenizer's files; None: it is of none."""
 
 
 class Backend(Protocol):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from services.backend import RequestAborted, RequestFailed, Unavailable
+from services.backend import RequestAborted, RequestFailed, Unavailable, Unimplemented
 from services.wire import RETRY_TRAILER
 from smc.engine.admission import DuplicateRequest, QueueFull
 
@@ -54,6 +54,7 @@ _TABLE: tuple[tuple[type[Exception], grpc.StatusCode, str, float | None], ...] =
     (SlowReader, grpc.StatusCode.RESOURCE_EXHAUSTED, "slow_reader", None),
     (SlowSender, grpc.StatusCode.RESOURCE_EXHAUSTED, "slow_sender", None),
     (Unavailable, grpc.StatusCode.UNAVAILABLE, "unavailable", 1.0),
+    (Unimplemented, grpc.StatusCode.UNIMPLEMENTED, "unimplemented", None),
     (RequestAborted, grpc.StatusCode.CANCELLED, "abort", None),
     (DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED, "deadline", None),
     (RequestFailed, grpc.StatusCode.INTERNAL, "failed", None),

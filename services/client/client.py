@@ -17,6 +17,7 @@ from services.client.nouns import (
     Message,
     ModelDescription,
     ModelInfo,
+    Particle,
     Prompt,
     Sampling,
     ServerInfo,
@@ -40,8 +41,8 @@ Data = TypeVar("Data")
 class Stream:
     """An answer on its way. Iterate for its chunks; then `completion` is set. Leaving the `with` block early cancels the request."""
 
-    def __init__(self, call: Any, request_id: str, logprobs: bool) -> None:
-        self._call, self._logprobs = call, logprobs
+    def __init__(self, call: Any, request_id: str, logprobs: bool, particles: bool) -> None:
+        self._call, self._logprobs, self._particles = call, logprobs, particles
         self._texts: list[str] = []
         self._tokens: list[int] = []
         self._started = time.monotonic()
@@ -92,6 +93,7 @@ class Stream:
             usage=_data(Usage, finish.usage),
             statistics=_data(Statistics, finish.statistics) if finish.HasField("statistics") else None,
             logprobs=tuple(finish.logprobs) if self._logprobs else None,
+            particles=tuple(map(_particle, finish.particles)) if self._particles else None,
             seconds=time.monotonic() - self._started,
             times=_data(Times, finish.times),
         )
@@ -159,10 +161,12 @@ class Client:
         request_id: str | None = None,
         cache_salt: str = "",
         logprobs: bool = False,
+        return_particles: bool = False,
         **sampling: Unpack[Sampling],
     ) -> Completion:
         """The whole answer at once. Arguments: see `stream`."""
-        with self.stream(prompt, timeout=timeout, request_id=request_id, cache_salt=cache_salt, logprobs=logprobs, **sampling) as stream:
+        asked = {"logprobs": logprobs, "return_particles": return_particles}
+        with self.stream(prompt, timeout=timeout, request_id=request_id, cache_salt=cache_salt, **asked, **sampling) as stream:
             for _ in stream:
                 pass
         return stream.completion
@@ -175,20 +179,26 @@ class Client:
         request_id: str | None = None,
         cache_salt: str = "",
         logprobs: bool = False,
+        return_particles: bool = False,
         **sampling: Unpack[Sampling],
     ) -> Stream:
         """An answer as it becomes final.
 
         `timeout`: seconds, a hard limit: the call fails with DEADLINE_EXCEEDED (`time_budget` is the soft one). `request_id`: unique
         among running requests; default: a random one. `cache_salt`: prompts share what has been computed for them only with prompts of
-        the same salt. `logprobs`: ask for the log-probability of every answer token under the target law.
+        the same salt. `logprobs`: ask for the log-probability of every answer token under the target law. `return_particles`: ask for every
+        particle's answer with its weight.
         """
         request = pb.GenerateRequest(
-            request_id=request_id or uuid.uuid4().hex, cache_salt=cache_salt, sampling=sampling_message(sampling), logprobs=logprobs
+            request_id=request_id or uuid.uuid4().hex,
+            cache_salt=cache_salt,
+            sampling=sampling_message(sampling),
+            logprobs=logprobs,
+            return_particles=return_particles,
         )
         _set_prompt(request, prompt)
         call = self._stub.Generate(request, timeout=timeout, metadata=self._metadata)
-        return Stream(call, request.request_id, logprobs)
+        return Stream(call, request.request_id, logprobs, return_particles)
 
     def abort(self, request_id: str) -> bool:
         """End a request of this client's token; its call fails with CANCELLED. False: no such request is running."""
@@ -227,6 +237,11 @@ def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
     else:
         request.token_ids.SetInParent()  # an empty list is a prompt too, and the service says what is wrong with it
         request.token_ids.ids.extend(prompt)
+
+
+def _particle(message: pb.Particle) -> Particle:
+    reason = name_of(FINISH_REASONS, message.reason, "particle.reason")
+    return Particle(message.text, tuple(message.token_ids), reason, message.weight)
 
 
 def _stays_here(target: str) -> bool:

@@ -118,6 +118,17 @@ class Statistics:
 
 
 @dataclass(frozen=True)
+class Particle:
+    """One of the answers that a completion was drawn from."""
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: str
+    weight: float
+    """With which probability it was to be the answer; those of a completion sum to 1."""
+
+
+@dataclass(frozen=True)
 class Times:
     """Where an answer's time went, seconds, as the service measured it."""
 
@@ -147,6 +158,8 @@ class Completion:
     """None for plain decoding."""
     logprobs: tuple[float, ...] | None
     """One per token under the target law, if asked for; NaN for one that was never weighed."""
+    particles: tuple[Particle, ...] | None
+    """What it was drawn from, if asked for; of a method without particles the answer itself."""
     seconds: float
     """From the call to the end of the answer, as measured here."""
     times: Times

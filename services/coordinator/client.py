@@ -37,6 +37,7 @@ class _Outbox:
             prompt=request.prompt,
             sampling=from_sampling(params),
             logprobs=params.logprobs,
+            return_particles=params.return_particles,
             cache_salt=request.cache_salt,
             waited=request.waited,
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -36,8 +36,8 @@ class Refused(Exception):
 class Intake(grpc.aio.ServerInterceptor):
     """Stands before all methods. Use it in one asyncio loop."""
 
-    def __init__(self, limited: str, places: Places, turns: Turns, timeout: float, metrics: Metrics) -> None:
-        """A call of the method `limited` takes a place; a request must arrive within `timeout` seconds."""
+    def __init__(self, limited: Collection[str], places: Places, turns: Turns, timeout: float, metrics: Metrics) -> None:
+        """A call of one of the methods `limited` takes a place; a request must arrive within `timeout` seconds."""
         self._limited, self._places, self._turns, self._timeout, self._metrics = limited, places, turns, timeout, metrics
 
     async def intercept_service(
@@ -46,7 +46,7 @@ class Intake(grpc.aio.ServerInterceptor):
         handler = await continuation(details)
         if handler is None:
             return None
-        is_limited = details.method == self._limited
+        is_limited = details.method in self._limited
 
         async def serve(messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
             status = await self._ending(handler, messages, context, is_limited)

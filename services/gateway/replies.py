@@ -12,8 +12,8 @@ from aiohttp import web
 from services.backend import Backend, ServingPair
 from services.errors import SlowReader
 from services.gateway.calls import Tally
-from services.gateway.generation import ServiceStatus
 from services.gateway.prompts import Prompts
+from services.gateway.status import ServiceStatus
 from services.openai.answers import DONE, Chunks, Heading, choice, error_event, response
 from services.openai.errors import Refusal
 from services.openai.requests import DEFAULT_MAX_TOKENS, Asked

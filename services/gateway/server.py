@@ -12,9 +12,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from services.backend import Backend, ServingPair
+from services.gateway.answering import Answering
 from services.gateway.calls import Calls
 from services.gateway.config import GatewayConfig
-from services.gateway.generation import GenerationService, ServiceStatus
+from services.gateway.generation import GenerationService
 from services.gateway.health import Health
 from services.gateway.http import HttpEdge
 from services.gateway.intake import Intake
@@ -22,10 +23,12 @@ from services.gateway.interceptors import TokenInterceptor
 from services.gateway.limits import Places, Turns
 from services.gateway.replies import Decoding
 from services.gateway.security import server_credentials
+from services.gateway.status import ServiceStatus
 from services.gateway.tracing import Tracing
 from services.gateway.watchdog import Watchdog
 from services.metrics import Metrics
 from services.pb import generation_pb2, generation_pb2_grpc
+from services.vllm.service import VLLM, VllmService, add_to_server
 
 API = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -50,9 +53,9 @@ class Gateway:
         self._config, self._pair, self._metrics = config, pair, metrics
         self._tracing = Tracing.from_environment()
         self._calls = Calls(metrics, self._tracing)
-        self._health = Health(("", API, DRAFT, TARGET, GATEWAY))
+        self._health = Health(("", API, VLLM, DRAFT, TARGET, GATEWAY))
         self._health.set({GATEWAY: True})
-        self._service = GenerationService(pair, backend, self._calls, metrics, status, config)
+        self._answering = Answering(pair, backend, self._calls, status, config)
         self._server: grpc.aio.Server | None = None
         self._backend, self._status = backend, status
         self._edge: HttpEdge | None = None
@@ -76,18 +79,19 @@ class Gateway:
         """
         config, tokens = self._config, self._config.tokens()
         places, self._turns = Places(config.max_calls), Turns()
-        intake = Intake(f"/{API}/Generate", places, self._turns, config.write_timeout, self._metrics)
+        intake = Intake({f"/{api}/Generate" for api in (API, VLLM)}, places, self._turns, config.write_timeout, self._metrics)
         interceptors = [*([TokenInterceptor(tokens, self._metrics)] if tokens else []), intake]
         self._server = grpc.aio.server(interceptors=interceptors, options=_options(config, self._pair.context))
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self._service, self._server)
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationService(self._answering), self._server)
+        add_to_server(VllmService(self._answering), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection((API, HEALTH, reflection.SERVICE_NAME), self._server)
+        reflection.enable_server_reflection((API, VLLM, HEALTH, reflection.SERVICE_NAME), self._server)
         if config.metrics_port is not None:
             self.metrics_port, self._stop_metrics = self._metrics.serve(config.metrics_port, config.host)
         try:
             self.port = self._bind()
             if config.http_port is not None:
-                decoding = Decoding(self._pair, self._backend, self._service.prompts, self._status)
+                decoding = Decoding(self._pair, self._backend, self._answering.prompts, self._status)
                 self._edge = HttpEdge(config, decoding, self._calls, places, self._turns, self._metrics)
                 self.http_port = await self._edge.start()
         except OSError:
@@ -135,7 +139,7 @@ class Gateway:
             await self._server.stop(grace=None)
         if self._edge is not None:
             await self._edge.stop()
-        self._service.close()
+        self._answering.close()
         for part in (self._turns, self._watchdog):
             if part is not None:
                 part.close()
@@ -149,7 +153,7 @@ class Gateway:
         self._tell(draft=False, target=False, serving=False)
 
     def _tell(self, draft: bool, target: bool, serving: bool) -> None:
-        self._health.set({"": serving, API: serving, DRAFT: draft, TARGET: target})
+        self._health.set({"": serving, API: serving, VLLM: serving, DRAFT: draft, TARGET: target})
         self._metrics.set_health(draft, target, serving)
 
     def _bind(self) -> int:

@@ -123,4 +123,5 @@ class GangConfig:
             context=self.engine.context(sources.max_context),
             engine=self.engine,
             link=self.link,
+            files=sources.target.tokenizer_files,
         )

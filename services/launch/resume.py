@@ -14,7 +14,7 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from services.backend import Unavailable
-from smc.engine.request import Answer, FinishReason, Method, Output, Request
+from smc.engine.request import Answer, FinishReason, Method, Output, Particle, Request
 
 RESUMED = (Method.EXACT, Method.TARGET)
 MOST = 3
@@ -93,4 +93,6 @@ class _Given:
             return answer
         reason = FinishReason.TIME_BUDGET if answer.finish_reason is FinishReason.QUEUE_TIME else answer.finish_reason
         logprobs = None if answer.logprobs is None else (*answer.logprobs, *[math.nan] * missing)
-        return replace(answer, tokens=tuple(self._tokens), text="".join(self._pieces), finish_reason=reason, logprobs=logprobs)
+        tokens, text = tuple(self._tokens), "".join(self._pieces)
+        particles = None if answer.particles is None else (Particle(tokens, text, reason, 1.0),)
+        return replace(answer, tokens=tokens, text=text, finish_reason=reason, logprobs=logprobs, particles=particles)

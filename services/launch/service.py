@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from services.coordinator.loop import Step
 from services.gateway.config import GatewayConfig
-from services.gateway.generation import ServiceStatus
 from services.gateway.server import Gateway
+from services.gateway.status import ServiceStatus
 from services.launch import cluster
 from services.launch.config import GangConfig
 from services.launch.supervisor import Supervisor
@@ -72,8 +72,7 @@ class Service:
             self.metrics.observe_round(**vars(step.times))
 
     def _status(self) -> ServiceStatus:
-        stats = self.supervisor.stats
-        return ServiceStatus(self.supervisor.epoch, running=stats.running, queued=stats.queued, pages=stats.pages_total)
+        return ServiceStatus.of(self.supervisor.epoch, self.supervisor.stats)
 
 
 async def serve(gang: GangConfig, gateway: GatewayConfig, announce: Callable[[Ready], None]) -> None:

@@ -12,15 +12,19 @@ from typing import Any
 
 from services.pb import coordinator_pb2, generation_pb2
 from services.wire.sampling import FINISH_REASONS, name_of, sampling_message, sampling_settings
-from smc.engine.request import Answer, FinishReason, Output, SamplingParams, Statistics, Times, check_stop_count
+from smc.engine.request import Answer, FinishReason, Output, Particle, SamplingParams, Statistics, Times, check_stop_count
 
 SECONDS_UNKNOWN = math.nan
 
-_SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams) if field.name != "logprobs")
+REPORTS = ("logprobs", "return_particles")
+"""Settings of what is reported: they stand beside the sampling settings."""
+_SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams) if field.name not in REPORTS)
 _STATISTICS_FIELDS = tuple(field.name for field in fields(Statistics))
 
 
-def to_sampling(message: generation_pb2.SamplingParams, *, logprobs: bool = False, **defaults: Any) -> SamplingParams:
+def to_sampling(
+    message: generation_pb2.SamplingParams, *, logprobs: bool = False, return_particles: bool = False, **defaults: Any
+) -> SamplingParams:
     """The library's settings. An absent field has the value in `defaults`, or else the library's own default.
 
     Raises ValueError naming the field, the value and what is allowed.
@@ -28,11 +32,11 @@ def to_sampling(message: generation_pb2.SamplingParams, *, logprobs: bool = Fals
     # Before anything is made of them: a message may hold millions.
     for name in ("stop", "stop_token_ids"):
         check_stop_count(name, len(getattr(message, name)))
-    return SamplingParams(**{**defaults, **sampling_settings(message)}, logprobs=logprobs)
+    return SamplingParams(**{**defaults, **sampling_settings(message)}, logprobs=logprobs, return_particles=return_particles)
 
 
 def from_sampling(params: SamplingParams) -> generation_pb2.SamplingParams:
-    """Every setting, so that it means the same to whoever reads it. `logprobs` has its place beside this message.
+    """Every setting, so that it means the same to whoever reads it. `REPORTS` have their places beside this message.
 
     Raises ValueError for an integer that the message cannot hold.
     """
@@ -49,6 +53,7 @@ def to_finish(answer: Answer, *, statistics: bool = True) -> generation_pb2.Fini
         seed=answer.seed,
         logprobs=answer.logprobs or (),
         times=generation_pb2.Times(**asdict(answer.times)),
+        particles=map(_to_particle, answer.particles or ()),
     )
     if isinstance(answer.matched, str):
         finish.matched_string = answer.matched
@@ -72,7 +77,7 @@ def from_finish(
 ) -> Answer:
     """The answer of these tokens and this text. `reason`: how it ended, where that is none of the API's finish reasons.
 
-    `seconds` is NaN: not known here. An answer of no tokens has `logprobs` None, asked for or not.
+    `seconds` is NaN: not known here. An answer of no tokens has `logprobs` and `particles` None, asked for or not.
     """
     matched = finish.WhichOneof("matched")
     return Answer(
@@ -89,7 +94,19 @@ def from_finish(
         error=error,
         cached_tokens=finish.usage.cached_tokens,
         times=Times(finish.times.queue, finish.times.prefill, finish.times.decode),
+        particles=tuple(map(_from_particle, finish.particles)) or None,
     )
+
+
+def _to_particle(particle: Particle) -> generation_pb2.Particle:
+    return generation_pb2.Particle(
+        token_ids=particle.tokens, text=particle.text, reason=FINISH_REASONS[particle.finish_reason.value], weight=particle.weight
+    )
+
+
+def _from_particle(message: generation_pb2.Particle) -> Particle:
+    reason = FinishReason(name_of(FINISH_REASONS, message.reason, "particle.reason"))
+    return Particle(tuple(message.token_ids), message.text, reason, message.weight)
 
 
 def to_update(output: Output) -> coordinator_pb2.Update:

@@ -136,11 +136,16 @@ def own_branch(candidates_GNF: Tensor, uniforms_GN: Tensor) -> Tensor:
     return (cumulative_GNF <= point_GN1).sum(-1).clamp(max=candidates_GNF.shape[-1] - 1)
 
 
-def final_draw(logw_N: Tensor, uniform: float) -> int:
-    """The answer's particle: one draw from softmax(log w), not the argmax. Equal weights if all are zero."""
+def final_weights(logw_N: Tensor) -> Tensor:
+    """softmax(log w) [N], float64: with which probability each particle is the answer. Equal if all weights are zero."""
     weights_N, log_sum = normalise(logw_N[None])
     if log_sum.item() == -torch.inf:
         weights_N = torch.full_like(weights_N, 1 / weights_N.shape[-1])
-    cumulative_N = weights_N[0].cumsum(-1)
+    return weights_N[0]
+
+
+def final_draw(logw_N: Tensor, uniform: float) -> int:
+    """The answer's particle: one draw by weight, not the likeliest."""
+    cumulative_N = final_weights(logw_N).cumsum(-1)
     # The last sum, not another one that rounds differently: no point may lie past the last particle that has any weight.
     return int((cumulative_N <= uniform * cumulative_N[-1]).sum())

@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from smc.algorithm.selection import final_draw
+from smc.algorithm.selection import final_draw, final_weights
 from smc.engine.group import Group
-from smc.engine.request import Answer, FinishReason
+from smc.engine.request import Answer, FinishReason, Particle
 from smc.engine.slots import Slots
 from smc.philox import Purpose, uniforms
 
@@ -24,10 +24,7 @@ def draw_answer(group: Group, slots: Slots, reason: FinishReason | None) -> tupl
     seed_G, round_G = np.array([group.seed], dtype=np.int64), np.array([group.rounds], dtype=np.int64)
     uniform = uniforms(seed_G, round_G, np.zeros(1, dtype=np.int64), Purpose.FINAL)[0, 0]
     particle = final_draw(torch.from_numpy(_record(group, slots, "logw_S")), float(uniform))
-    tokens = _tokens(group, slots, particle)
-    if reason is not None:
-        tokens = tokens[: max(int(_record(group, slots, "block_S")[particle]) + 1, group.streamed)]
-    return particle, tokens
+    return particle, _weighed(group, slots, reason, particle)
 
 
 def make_answer(group: Group, slots: Slots, reason: FinishReason | None, particle: int, tokens: tuple[int, ...], now: float) -> Answer:
@@ -37,6 +34,7 @@ def make_answer(group: Group, slots: Slots, reason: FinishReason | None, particl
         logp = tuple(_record(group, slots, "logp_SL")[particle, : len(tokens)].tolist()) if tokens else ()
     if group.has_particles:
         log_z += group.decoding.log_z(torch.from_numpy(_record(group, slots, "logw_S")), group.count)
+    particles = _particles(group, slots, reason, tokens) if group.params.return_particles else None
     if reason is None:
         reason, matched = group.rules.why(tokens, group.params.max_tokens)
     return Answer(
@@ -53,7 +51,34 @@ def make_answer(group: Group, slots: Slots, reason: FinishReason | None, particl
         error=group.error,
         cached_tokens=group.cached_tokens or 0,
         times=group.times(now),
+        particles=particles,
     )
+
+
+def _particles(group: Group, slots: Slots, reason: FinishReason | None, drawn: tuple[int, ...]) -> tuple[Particle, ...]:
+    """What the answer `drawn` was drawn from; the answer itself where its method has no population."""
+    if not drawn or reason in (FinishReason.ERROR, FinishReason.CANCELLED):
+        return ()
+    if not group.decoding.records_population:
+        return (_particle(group, drawn, reason, 1.0),)
+    weight_N = final_weights(torch.from_numpy(_record(group, slots, "logw_S"))).tolist()
+    # Of distinct particles a place without weight is without a particle, too.
+    held = [n for n, weight in enumerate(weight_N[: group.count]) if weight or not group.decoding.competes]
+    return tuple(_particle(group, _weighed(group, slots, reason, n), reason, weight_N[n]) for n in held)
+
+
+def _particle(group: Group, tokens: tuple[int, ...], reason: FinishReason | None, weight: float) -> Particle:
+    if reason is None:
+        reason, _ = group.rules.why(tokens, group.params.max_tokens)
+    return Particle(tokens, group.rules.text(tokens), reason, weight)
+
+
+def _weighed(group: Group, slots: Slots, reason: FinishReason | None, particle: int) -> tuple[int, ...]:
+    """A particle's tokens. If `reason` ends it early: those that have been weighed, and whatever has been streamed."""
+    tokens = _tokens(group, slots, particle)
+    if reason is None:
+        return tokens
+    return tokens[: max(int(_record(group, slots, "block_S")[particle]) + 1, group.streamed)]
 
 
 def _tokens(group: Group, slots: Slots, particle: int) -> tuple[int, ...]:

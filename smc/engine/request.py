@@ -93,6 +93,8 @@ class SamplingParams:
     """Soft limit in seconds from arrival; checked between rounds."""
     logprobs: bool = False
     """Report the log-probability of every answer token under the target law (after temperature and truncation)."""
+    return_particles: bool = False
+    """Report every particle's answer with its weight; where a method has no particles, its answer alone."""
 
     def __post_init__(self) -> None:
         if self.method is None:
@@ -239,6 +241,17 @@ class Times:
 
 
 @dataclass(frozen=True)
+class Particle:
+    """One of the answers that a request's own was drawn from."""
+
+    tokens: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    weight: float
+    """Normalised: those of a request sum to 1."""
+
+
+@dataclass(frozen=True)
 class Answer:
     """The end of a request."""
 
@@ -259,6 +272,9 @@ class Answer:
     cached_tokens: int = 0
     """Prompt tokens that had been computed for another request."""
     times: Times = field(default=Times(), compare=False)
+    particles: tuple[Particle, ...] | None = None
+    """If asked for; the answer was drawn among them by weight. Two may be the same, of independent particles; where nothing was decoded
+    there are none."""
 
 
 @dataclass(frozen=True)

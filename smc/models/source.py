@@ -69,6 +69,11 @@ class Source:
             return grown_model(load_model(self.small), preset(str(self.place)), **where)
         return load_model(self.place, **where)
 
+    @property
+    def tokenizer_files(self) -> Path | None:
+        """Directory of the tokenizer's files; None: it has none."""
+        return {"files": self.place, "grown": self.small}.get(self.kind)
+
     def fingerprint(self) -> str:
         """`smc.models.fingerprint` of its weights; of random ones that they are, of grown ones that of the small model."""
         if self.kind == "random":

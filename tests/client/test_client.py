@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
 from dataclasses import fields
+from pathlib import Path
 from typing import get_type_hints
 
 import grpc
@@ -132,10 +134,20 @@ def test_a_setting_that_there_is_none_of(service):
 
 def test_its_types_are_the_librarys():
     assert [f.name for f in fields(Statistics)] == [f.name for f in fields(library.Statistics)]
-    assert set(get_type_hints(Sampling)) == {f.name for f in fields(library.SamplingParams)} - {"logprobs"}
+    assert set(get_type_hints(Sampling)) == {f.name for f in fields(library.SamplingParams)} - {"logprobs", "return_particles"}
 
 
 def test_it_loads_no_model_code():
     """Importing takes no torch, so a script that only asks starts at once."""
     script = "import sys, services.client; assert not {'torch', 'ray', 'smc'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_the_vote_of_the_documentation(service, capsys):
+    """docs/particles.md, as it stands there: the shares of the three likeliest results."""
+    (script,) = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "particles.md").read_text(), flags=re.DOTALL)
+    exec(script.replace("127.0.0.1:50051", service.address), names := {})
+    shares = list(names["votes"].values())
+    assert sum(shares) == pytest.approx(1) and len(names["completion"].particles) == 16
+    assert capsys.readouterr().out.splitlines()[0].startswith(f"{max(shares):6.1%}  ")
+    assert "text" in vars(names["particle"]) and names["completion"].tokens in {p.tokens for p in names["completion"].particles}

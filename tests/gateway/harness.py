@@ -16,10 +16,11 @@ from services.client import Client
 from services.coordinator.dispatch import Dispatcher
 from services.coordinator.loop import EngineLoop, Step
 from services.gateway.config import GatewayConfig
-from services.gateway.generation import ServiceStatus
 from services.gateway.server import Gateway
+from services.gateway.status import ServiceStatus
 from services.metrics import Metrics
 from services.pb import generation_pb2_grpc
+from smc import demo
 from smc.engine.local import ModelPair, local_engine
 from smc.engine.request import Answer, Output, Request, SamplingParams
 from smc.engine.stats import EngineStats
@@ -45,7 +46,7 @@ class LocalBackend:
         return self.dispatcher.generate(request)
 
     def status(self) -> ServiceStatus:
-        return ServiceStatus(epoch=3, running=self.stats.running, queued=self.stats.queued, pages=self.stats.pages_total)
+        return ServiceStatus.of(3, self.stats)
 
     def stop(self) -> None:
         self._loop.stop()
@@ -148,7 +149,9 @@ def serving_pair(pair: ModelPair, engine: EngineConfig) -> ServingPair:
         decoder = getattr(pair, name)
         return Model(f"demo-{name}", decoder.config, sum(p.numel() for p in decoder.parameters()), tensor_parallel=1)
 
-    return ServingPair(model("target"), model("draft"), pair.tokenizer, engine.max_context or pair.max_context, engine, "local")
+    return ServingPair(
+        model("target"), model("draft"), pair.tokenizer, engine.max_context or pair.max_context, engine, "local", demo.TARGET
+    )
 
 
 def local_answer(pair: ModelPair, prompt: list[int], engine: EngineConfig = PLAIN_CONFIG, **sampling: Any) -> Answer:

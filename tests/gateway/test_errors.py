@@ -32,6 +32,7 @@ ELSEWHERE = {
     "`Abort` named": "test_endings.py",
     "the service asks for bearer tokens": "test_security.py",
     "a name that is not served": "tests/openai/test_errors.py",
+    "a method of vLLM's engine protocol": "tests/vllm/test_service.py",
 }
 HERE = {
     "the request cannot be read": "test_malformed_bytes",
@@ -52,7 +53,7 @@ HERE = {
 def test_every_row_of_the_table_has_a_test():
     """The rows by how they begin; a row that is added, or a test that goes, is noticed here."""
     rows = re.findall(r"^\| `[A-Z_]+` \| [^|]* \| (.*?) \|", (ROOT / "docs" / "errors.md").read_text(), flags=re.MULTILINE)
-    assert len(rows) == len(HERE) + len(ELSEWHERE) == 22
+    assert len(rows) == len(HERE) + len(ELSEWHERE) == 24
     for row in rows:
         assert sum(row.startswith(known) for known in (*HERE, *ELSEWHERE)) == 1, row
     assert set(HERE.values()) <= set(globals())
@@ -245,7 +246,7 @@ def test_an_error_of_our_own(pair, caplog):
 
 
 def test_a_health_check_of_nothing(service):
-    known = "'', 'smc.v1.GenerationService', 'smc.draft', 'smc.target', 'smc.gateway'"
+    known = "'', 'smc.v1.GenerationService', 'vllm.grpc.engine.VllmEngine', 'smc.draft', 'smc.target', 'smc.gateway'"
     with grpc.insecure_channel(service.address) as channel, refused(grpc.StatusCode.NOT_FOUND, f"service='nothing'; allowed: {known}"):
         health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="nothing"))
 

@@ -44,7 +44,7 @@ def sampling(rng: random.Random) -> pb.SamplingParams:
 
 
 def request(rng: random.Random) -> bytes:
-    message = pb.GenerateRequest(sampling=sampling(rng), logprobs=rng.random() < 0.2)
+    message = pb.GenerateRequest(sampling=sampling(rng), logprobs=rng.random() < 0.2, return_particles=rng.random() < 0.2)
     message.request_id = rng.choice(("", "", "same", *TEXTS))
     message.cache_salt = rng.choice(("", "", *TEXTS))
     form = rng.random()

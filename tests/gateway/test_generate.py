@@ -31,6 +31,23 @@ def test_an_answer_is_the_engines_own(service, pair):
         assert getattr(found.statistics, name) == getattr(expected.statistics, name), name
 
 
+def test_particles_are_the_engines_own(service, pair):
+    """Those of independent and of distinct ones; of other methods the answer."""
+    prompt = chat_ids(pair, QUESTIONS[2])
+    for settings in ({"temperature": 2.0}, {"temperature": 2.0, "population": "independent"}, {"method": "exact"}, {"method": "target"}):
+        asked = {"seed": 4, "max_tokens": 25, "return_particles": True, **settings}
+        expected = local_answer(pair, prompt, **asked)
+        with service.client() as client:
+            found = client.generate(prompt, **asked)
+        assert [(p.tokens, p.text, p.finish_reason) for p in found.particles] == [
+            (p.tokens, p.text, p.finish_reason) for p in expected.particles
+        ]
+        weights = [p.weight for p in found.particles]
+        assert weights == pytest.approx([p.weight for p in expected.particles], abs=1e-4) and sum(weights) == pytest.approx(1)
+        assert len(weights) == (1 if "method" in settings else 8) or "population" not in settings
+        assert found.tokens in {p.tokens for p in found.particles}
+
+
 def test_exact_decoding_is_the_targets_own_answer(service, pair):
     prompt, asked = chat_ids(pair, QUESTIONS[3]), {"seed": 7, "max_tokens": 60}
     with service.client() as client:

@@ -7,10 +7,11 @@ import pytest
 from grpc_health.v1 import health_pb2 as pb
 from grpc_health.v1 import health_pb2_grpc
 
+from services.vllm.service import VLLM
 from tests.gateway.harness import serving
 
 SERVING, NOT_SERVING, UNKNOWN = pb.HealthCheckResponse.SERVING, pb.HealthCheckResponse.NOT_SERVING, pb.HealthCheckResponse.SERVICE_UNKNOWN
-NAMES = ("", "smc.v1.GenerationService", "smc.draft", "smc.target")
+NAMES = ("", "smc.v1.GenerationService", VLLM, "smc.draft", "smc.target")
 
 
 @pytest.fixture
@@ -39,13 +40,13 @@ def test_the_gateway_is_alive_whatever_its_workers_are(starting, health):
 
 def test_check_follows_the_groups(starting, health):
     """The service is ready when the target is: without a draft it decodes by the target alone."""
-    assert states(health) == [NOT_SERVING] * 4
+    assert states(health) == [NOT_SERVING] * 5
     starting.set_health(draft=True, target=False)
-    assert states(health) == [NOT_SERVING, NOT_SERVING, SERVING, NOT_SERVING]
+    assert states(health) == [NOT_SERVING, NOT_SERVING, NOT_SERVING, SERVING, NOT_SERVING]
     starting.set_health(draft=True, target=True)
-    assert states(health) == [SERVING] * 4
+    assert states(health) == [SERVING] * 5
     starting.set_health(draft=False, target=True)
-    assert states(health) == [SERVING, SERVING, NOT_SERVING, SERVING]
+    assert states(health) == [SERVING, SERVING, SERVING, NOT_SERVING, SERVING]
     assert starting.metric("smc_group_healthy", group="target") == 1 and starting.metric("smc_group_healthy", group="draft") == 0
     listed = {name: answer.status for name, answer in health.List(pb.HealthListRequest()).statuses.items()}
     assert listed == dict(zip(NAMES, states(health))) | {"smc.gateway": SERVING}
@@ -53,15 +54,15 @@ def test_check_follows_the_groups(starting, health):
 
 def test_watch_says_every_change(starting, health):
     watches = {name: health.Watch(pb.HealthCheckRequest(service=name)) for name in (*NAMES, "nothing")}
-    assert [next(watch).status for watch in watches.values()] == [NOT_SERVING] * 4 + [UNKNOWN]
+    assert [next(watch).status for watch in watches.values()] == [NOT_SERVING] * 5 + [UNKNOWN]
     for _ in range(3):
         starting.set_health(draft=True, target=True)
-        assert [next(watches[name]).status for name in NAMES] == [SERVING] * 4
+        assert [next(watches[name]).status for name in NAMES] == [SERVING] * 5
         starting.set_health(draft=True, target=True)
         starting.set_health(draft=False, target=True)
         assert next(watches["smc.draft"]).status == NOT_SERVING
         starting.set_health(draft=False, target=False)
-        assert [next(watches[name]).status for name in NAMES if name != "smc.draft"] == [NOT_SERVING] * 3
+        assert [next(watches[name]).status for name in NAMES if name != "smc.draft"] == [NOT_SERVING] * 4
 
 
 def test_a_watcher_that_does_not_read_holds_up_nobody(starting, health):
@@ -72,7 +73,7 @@ def test_a_watcher_that_does_not_read_holds_up_nobody(starting, health):
         assert next(slow).status == NOT_SERVING
         for i in range(51):
             starting.set_health(draft=i % 2 == 0, target=i % 2 == 0)
-        assert states(health) == [SERVING] * 4
+        assert states(health) == [SERVING] * 5
         assert next(health.Watch(pb.HealthCheckRequest())).status == SERVING
 
 

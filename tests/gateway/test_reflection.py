@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 
+from services.vllm.service import VLLM
 from tests.gateway.harness import local_answer
 
 STRANGER = """
@@ -39,4 +40,4 @@ def test_a_stranger_completes_a_request(service, pair, tmp_path):
     assert "".join(response.get("text", "") for response in found["responses"]) == expected.text
     finish = found["responses"][-1]["finish"]
     assert finish["seed"] == "5" and finish["reason"] == f"FINISH_REASON_{expected.finish_reason.upper()}"
-    assert found["services"] == ["grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection", "smc.v1.GenerationService"]
+    assert found["services"] == ["grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection", "smc.v1.GenerationService", VLLM]

@@ -15,12 +15,12 @@ from services.coordinator.dispatch import Dispatcher
 from services.coordinator.loop import Step
 from services.pb import coordinator_pb2
 from services.pb import generation_pb2 as pb
-from services.wire.generation import from_finish, from_sampling, from_update, to_finish, to_sampling, to_update
+from services.wire.generation import REPORTS, from_finish, from_sampling, from_update, to_finish, to_sampling, to_update
 from services.wire.sampling import FINISH_REASONS, METHODS, POPULATIONS, SCHEMES, sampling_message
 from services.wire.steps import from_response, to_response
 from smc.algorithm import resampling
 from smc.engine import request as library
-from smc.engine.request import Answer, FinishReason, Method, Output, Request, SamplingParams, Statistics
+from smc.engine.request import Answer, FinishReason, Method, Output, Particle, Request, SamplingParams, Statistics
 from smc.engine.stats import EngineStats
 
 positive = st.floats(1e-6, 1e6)
@@ -61,12 +61,12 @@ def settings_of(draw) -> dict:
     return chosen
 
 
-@given(settings_of(), st.booleans())
-def test_settings_round_trip(settings, logprobs):
-    logprobs = logprobs and settings["method"] != "draft"
-    params = SamplingParams(**settings, logprobs=logprobs)
-    assert to_sampling(sent(from_sampling(params)), logprobs=logprobs) == params
-    assert to_sampling(sent(sampling_message(settings)), logprobs=logprobs) == params, "what is left out has the library's default"
+@given(settings_of(), st.booleans(), st.booleans())
+def test_settings_round_trip(settings, logprobs, particles):
+    reports = {"logprobs": logprobs and settings["method"] != "draft", "return_particles": particles}
+    params = SamplingParams(**settings, **reports)
+    assert to_sampling(sent(from_sampling(params)), **reports) == params
+    assert to_sampling(sent(sampling_message(settings)), **reports) == params, "what is left out has the library's default"
 
 
 def sent(message):
@@ -80,7 +80,7 @@ def test_the_enums_are_the_librarys():
     enums = ((METHODS, pb.Method), (POPULATIONS, pb.Population), (SCHEMES, pb.Resampling), (FINISH_REASONS, pb.FinishReason))
     for names, enum in enums:
         assert sorted(names.values()) == [number for number in enum.values() if number]
-    assert set(pb.SamplingParams.DESCRIPTOR.fields_by_name) == {field.name for field in fields(SamplingParams)} - {"logprobs"}
+    assert set(pb.SamplingParams.DESCRIPTOR.fields_by_name) == {field.name for field in fields(SamplingParams)} - set(REPORTS)
     assert set(pb.Statistics.DESCRIPTOR.fields_by_name) == {field.name for field in fields(Statistics)}
 
 
@@ -138,6 +138,11 @@ statistics = st.builds(
 )
 
 
+particles = st.builds(
+    Particle, tokens, text, st.sampled_from([reason for reason in FinishReason if reason.value in FINISH_REASONS]), st.floats(0, 1)
+)
+
+
 @st.composite
 def outputs(draw) -> Output:
     """News of one request that came in one piece, so that it is all there is; with or without its end."""
@@ -159,6 +164,7 @@ def outputs(draw) -> Output:
             logprobs=tuple(draw(logprob) for _ in ids) if ids and draw(st.booleans()) else None,
             error=draw(text) if reason is FinishReason.ERROR else None,
             cached_tokens=draw(int32),
+            particles=tuple(draw(st.lists(particles, min_size=1, max_size=3))) if draw(st.booleans()) else None,
         )
     return Output("id", ids, words, answer)
 

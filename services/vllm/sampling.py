@@ -1,0 +1,92 @@
+"""Requests of vLLM's engine protocol in our terms. What this service does not have is refused by name, unless it asks for nothing.
+
+The protocol has few optional fields: a number that is 0 was left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from smg_grpc_proto import vllm_engine_pb2 as pb
+
+from smc.engine.request import Method, SamplingParams, check_stop_count
+
+MAX_ANSWERS = 128
+"""n of one call."""
+ABSENT: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "frequency_penalty": (lambda value: value == 0, "0: there are no penalties here"),
+    "presence_penalty": (lambda value: value == 0, "0: there are no penalties here"),
+    "repetition_penalty": (lambda value: value in (0, 1), "1: there are no penalties here"),
+    "min_tokens": (lambda value: value == 0, "0"),
+    "logit_bias": (lambda value: not value, "none"),
+}
+"""Settings that this service does not have: whether a value asks for nothing, and what is allowed."""
+UNSET = {
+    pb.SamplingParams: ("prompt_logprobs", "truncate_prompt_tokens"),
+    pb.GenerateRequest: ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "media_refs"),
+}
+"""Fields of what this service does not have, by message."""
+
+
+def check_request(message: pb.GenerateRequest) -> None:
+    """Raises ValueError naming what of a request this service does not have."""
+    _check_unset(message)
+    if message.extra_mm_inputs:
+        raise ValueError("extra_mm_inputs is given; this service has text only: leave it out")
+    if message.data_parallel_rank:
+        raise ValueError(f"data_parallel_rank={message.data_parallel_rank}; allowed: 0, there is one")
+
+
+def to_params(message: pb.SamplingParams, method: str, room: int) -> list[SamplingParams]:
+    """Settings of every answer that is asked for. `method` where the temperature is above 0; `room`: tokens that the context leaves.
+
+    Raises ValueError naming the field, the value and what is allowed.
+    """
+    _check_absent(message)
+    _check_unset(message)
+    # Before anything is made of them: a message may hold millions.
+    for name in ("stop", "stop_token_ids"):
+        check_stop_count(name, len(getattr(message, name)))
+    count = message.n or 1
+    if count > MAX_ANSWERS:
+        raise ValueError(f"n={count}; allowed: 1..{MAX_ANSWERS}")
+    temperature = message.temperature if message.HasField("temperature") else 1.0
+    settings = {
+        "method": Method.EXACT if temperature == 0 and method == Method.SMC else method,
+        "temperature": temperature,
+        "top_k": message.top_k,
+        "top_p": message.top_p or 1.0,
+        "min_p": message.min_p,
+        "max_tokens": message.max_tokens if message.HasField("max_tokens") else room,
+        "stop": tuple(message.stop),
+        "stop_token_ids": tuple(message.stop_token_ids),
+        "ignore_eos": message.ignore_eos,
+        "logprobs": _logprobs(message),
+    }
+    first = message.seed if message.HasField("seed") else None
+    return [SamplingParams(**settings, seed=None if first is None else first + index) for index in range(count)]
+
+
+def _logprobs(message: pb.SamplingParams) -> bool:
+    if not message.HasField("logprobs"):
+        return False
+    if message.logprobs not in (0, 1):
+        raise ValueError(f"logprobs={message.logprobs}; allowed: 0 or 1, of the drawn token itself: there are none of other tokens")
+    return True
+
+
+def _check_absent(message: pb.SamplingParams) -> None:
+    for name, (asks_nothing, allowed) in ABSENT.items():
+        value = getattr(message, name)
+        if not asks_nothing(value):
+            raise ValueError(f"{name}={dict(value) if name == 'logit_bias' else value}; allowed: {allowed}")
+    constraint = message.WhichOneof("constraint")
+    if constraint and getattr(message, constraint) is not False:
+        raise ValueError(f"{constraint} is given; this service has no guided decoding: leave it out")
+
+
+def _check_unset(message: pb.SamplingParams | pb.GenerateRequest) -> None:
+    for name in UNSET[type(message)]:
+        if message.HasField(name):
+            raise ValueError(f"{name} is given; this service does not have it: leave it out")

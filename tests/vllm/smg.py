@@ -1,0 +1,54 @@
+"""smg, the router, as a process of its own in front of gangs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.ports import free_ports
+
+QUICK = (
+    *("--health-check-interval-secs", "2", "--health-failure-threshold", "2", "--health-success-threshold", "1"),
+    *("--cb-failure-threshold", "3", "--cb-success-threshold", "1", "--cb-timeout-duration-secs", "5"),
+)
+"""So that a rehearsal sees in seconds what the defaults bring in minutes: probes, and breakers that close again."""
+
+
+@contextmanager
+def routing(gangs: Sequence[str], log: Path, policy: str = "cache_aware") -> Iterator[str]:
+    """The URL of a router in front of these addresses, once it serves a model."""
+    port, metrics_port = free_ports(2)
+    workers = [f"grpc://{gang}" for gang in gangs]
+    command = [sys.executable, "-m", "smg", "launch", "--host", "127.0.0.1", "--port", port, "--prometheus-port", metrics_port]
+    command += ["--backend", "vllm", "--worker-urls", *workers, "--policy", policy, *QUICK]
+    with log.open("w") as file, subprocess.Popen([str(part) for part in command], stdout=file, stderr=file) as process:
+        try:
+            url = f"http://127.0.0.1:{port}"
+            wait_for_models(url, process)
+            yield url
+        finally:
+            process.kill()  # it would wait for load balancers to take notice
+
+
+def wait_for_models(url: str, process: subprocess.Popen, timeout: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not models(url):
+        assert process.poll() is None, "the router has ended; see its log"
+        assert time.monotonic() < deadline, f"the router found no model within {timeout:g} s"
+        time.sleep(0.1)
+
+
+def models(url: str) -> list[str]:
+    """Names of what it serves; none while it does not answer."""
+    try:
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=5) as response:
+            return [model["id"] for model in json.load(response)["data"]]
+    except OSError:
+        return []
