@@ -91,7 +91,13 @@ def body(rng: random.Random, path: str) -> bytes:
         data = bytearray(b'{"messages": ' + b"[" * rng.choice((10, 900, 1500, 30_000)))
     elif kind < 0.14:
         depth = rng.choice((10, 300, 900, 1500))
-        data = bytearray(b'{"messages": [{"role": "user", "content": "x"}], "metadata": ' + b'{"a":' * depth + b"1" + b"}" * depth + b"}")
+        data = bytearray(
+            b'{"max_tokens": 9, "messages": [{"role": "user", "content": "x"}], "metadata": '
+            + b'{"a":' * depth
+            + b"1"
+            + b"}" * depth
+            + b"}"
+        )
     return bytes(data)
 
 
