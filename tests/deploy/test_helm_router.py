@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
@@ -120,4 +121,38 @@ def test_keda_reckons_how_long_a_request_waits(case, tmp_path):
     path: Path = tmp_path / "case.yml"
     path.write_text(json.dumps({"tests": [{"interval": "1m", "input_series": series, "promql_expr_test": [asked]}]}))
     ran = subprocess.run([binary("promtool"), "test", "rules", path], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_alerts_of_the_router(tmp_path):
+    """Three gangs, of which one is lost, then another; a router that has met none; and one that has lost its only one."""
+    groups = all_of_kind(render(ROUTER, {"monitoring": {"rules": True}}), "PrometheusRule")["demo-smcserve-router"]["spec"]["groups"]
+    (tmp_path / "rules.yml").write_text(json.dumps({"groups": groups}))
+    labels = 'namespace="llm", job="demo-smcserve-router", instance="r"'
+    workers = {"a": "1x60", "b": "1x10 0x50", "c": "1x30 0x30"}
+    series = [{"series": f'smg_worker_health{{{labels}, worker="{name}"}}', "values": values} for name, values in workers.items()]
+    running = {"series": f"smg_tokio_workers{{{labels}}}", "values": "2x60"}
+
+    def case(series: list[dict], fires: dict[str, list[str]]) -> dict:
+        tests = []
+        for when, names in fires.items():
+            for rule in groups[0]["rules"]:
+                expected = {"exp_labels": rule["labels"] | {"namespace": "llm", "job": "demo-smcserve-router"}}
+                alerts = [expected | {"exp_annotations": annotations(rule, when)}] if rule["alert"] in names else []
+                tests.append({"eval_time": when, "alertname": rule["alert"], "exp_alerts": alerts})
+        return {"interval": "1m", "input_series": [*series, running], "alert_rule_test": tests}
+
+    def annotations(rule: dict, when: str) -> dict:
+        lost = {"25m": "1", "50m": "2"}.get(when, "")
+        text = {"{{ $labels.job }}": "demo-smcserve-router", "{{ $labels.namespace }}": "llm", "{{ $value | humanize }}": lost}
+        return {
+            name: functools.reduce(lambda said, pair: said.replace(*pair), text.items(), words)
+            for name, words in rule["annotations"].items()
+        }
+
+    lost = {"5m": [], "25m": ["SmcRouterGangLost"], "50m": ["SmcRouterGangLost"]}
+    alone = {"5m": [], "15m": ["SmcRouterWithoutGang"]}
+    tests = [case(series, lost), case([], {"1m": [], "10m": ["SmcRouterWithoutGang"]}), case(series[1:2], alone)]
+    (tmp_path / "case.yml").write_text(json.dumps({"rule_files": ["rules.yml"], "evaluation_interval": "1m", "tests": tests}))
+    ran = subprocess.run([binary("promtool"), "test", "rules", tmp_path / "case.yml"], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
