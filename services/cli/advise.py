@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as json_module
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,18 +52,17 @@ class AdvisePlan:
 
     def __post_init__(self) -> None:
         from smc.engine.request import Method, SamplingParams
-        from smc.evaluation.advise import Acceptance
+        from smc.runtime.config import EngineConfig
 
         SamplingParams(method=Method.EXACT, **self.law)
         if self.acceptance is not None and not 0 < self.acceptance < 1:
             raise ValueError(f"--acceptance {self.acceptance:g}; allowed: between 0 and 1, both excluded")
-        if self.acceptance is not None:
-            Acceptance(self.acceptance)
         if self.gpus < 1:
             raise ValueError(f"--gpus {self.gpus}; allowed: >= 1")
-        for name, values in (("particles", self.particles), ("branches", self.branches), ("block", self.blocks)):
-            if values and min(values) < 1:
-                raise ValueError(f"--{name} {min(values)}; allowed: >= 1")
+        among = self.settings
+        for particles, branches, block in product(among.particles, among.branches, among.blocks):
+            SamplingParams(method=Method.EXACT, particles=particles)
+            EngineConfig(block=block, branches=branches)
         if too_many := [degree for degree in self.degrees if degree > self.gpus]:
             raise ValueError(f"--target-tp {too_many[0]}; allowed with {self.gpus} GPUs: 1..{self.gpus}")
 
@@ -127,7 +127,10 @@ def report(
 
         most = max(plan.loads)
         doubling = [1 << power for power in range(most.bit_length()) if 1 << power <= most]
-        draw(speeds(sorted({*doubling, *plan.loads})), plan.picture, f"{plan.gpus} GPUs{law}, exact decoding, foretold; a pair {how}")
+        title = (
+            f"exact decoding on {plan.gpus} GPUs{law}, foretold: a drafted row has the target's token with probability {acceptance.one:.3f}"
+        )
+        draw(speeds(sorted({*doubling, *plan.loads})), plan.picture, title)
 
 
 def advice_table(speeds: Sequence[Foretold]) -> Table:
