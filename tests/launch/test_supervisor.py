@@ -40,7 +40,7 @@ class FakeGang:
             raise GangError("no GPU")
 
     def check(self, timeout: float) -> None:
-        time.sleep(0.01)
+        time.sleep(0.03)
         if self.epoch in self.deaths:
             raise self.deaths[self.epoch]
 
@@ -244,6 +244,23 @@ def test_what_a_gang_failed_over_is_not_decoded_again(fakes, monkeypatch):
         await until(lambda: supervisor.epoch == 6 and supervisor.serving)
         await supervisor.stop()
         return [request for request in (ALONE, FIRST, SECOND) if is_refused(supervisor, request)]
+
+    assert asyncio.run(work()) == [ALONE]
+
+
+def test_what_a_draft_failed_over_is_not_decoded_again(fakes):
+    """It was in flight alone when the coordinator lost the draft; who has come since then is not to blame."""
+    FakeGang.deaths = {1: GangError("draft0 failed: ValueError", fault=True, draft=True)}
+
+    async def work() -> list[Request]:
+        supervisor = Supervisor(CONFIG, PAIR)
+        await supervisor.start()
+        supervisor._client.requests = [ALONE]
+        supervisor._step(Step(stats=EngineStats(), lost_draft=1))
+        supervisor._client.requests = [FIRST]
+        await until(lambda: supervisor.epoch == 2 and supervisor.has_draft)
+        await supervisor.stop()
+        return [request for request in (ALONE, FIRST) if is_refused(supervisor, request)]
 
     assert asyncio.run(work()) == [ALONE]
 
