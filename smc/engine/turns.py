@@ -41,8 +41,8 @@ class Turns:
         that wait get as many."""
         if group.params.method is not Method.EXACT or group.has_begun:
             return
-        tree = replace(self._tree(group), most=min(group.most_rows, max(1, share)))
-        rows = self._policy.begin(tree, [self._tree(other) for other in _exact(running)], _beside(running), costs)
+        tree, *others = self._trees([group, *_exact(running)])
+        rows = self._policy.begin(replace(tree, most=min(tree.most, max(1, share))), others, _beside(running), costs)
         if rows == 0:
             self._go_alone(group)
         elif rows and group.alone:
@@ -56,8 +56,8 @@ class Turns:
         if not groups or self._left > (EVERY if groups != self._asked_about else 0):
             return
         self._asked_about, self._left = groups, EVERY
-        trees, others = ([self._tree(group) for group in some] for some in (groups, _exact(waiting)))
-        rows = self._policy.change(trees, others, _beside(running), costs)
+        trees = self._trees(groups)
+        rows = self._policy.change(trees, self._trees(_exact(waiting)), _beside(running), costs)
         for group, tree, wanted in zip(groups, trees, rows or ()):
             if wanted != tree.rows:
                 self._left = EVERY + REST
@@ -76,8 +76,9 @@ class Turns:
         else:
             self._go_alone(group)
 
-    def _tree(self, group: Group) -> Tree:
-        return Tree(group.most_rows, group.acceptance.hazard(self._acceptance.hazard()), rows_of(group))
+    def _trees(self, groups: Sequence[Group]) -> list[Tree]:
+        prior = self._acceptance.hazard()
+        return [Tree(group.most_rows, group.acceptance.hazard(prior), rows_of(group)) for group in groups]
 
 
 def rows_of(group: Group) -> int:
