@@ -44,7 +44,7 @@ ROWS = {
     "there is no such method": "test_no_such_path",
     "a name that is not served": "test_a_model_that_is_not_served",
 }
-ONLY_GRPC = ("a health check names",)
+ONLY_GRPC = ("a health check names", "a method of vLLM's engine protocol")
 
 
 def test_every_row_of_the_table_has_a_test():

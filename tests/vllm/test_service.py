@@ -217,7 +217,7 @@ def test_limits_and_ends_are_those_of_every_call(pair):
             list(calls[0])
         assert not client.abort("one")
         service.wait_until_free()
-        service.set_health(draft=False, target=True)
+        service.set_health(draft=False, target=False)
         assert not stub.HealthCheck(pb.HealthCheckRequest()).healthy
         with refused(grpc.StatusCode.UNAVAILABLE, "its workers are starting"):
             list(stub.Generate(asked([5])))

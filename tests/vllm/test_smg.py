@@ -83,7 +83,7 @@ def test_a_caller_that_leaves_frees_what_it_held(service, client):
 
 
 def test_without_workers_there_is_a_status_and_they_are_found_again(service, client):
-    service.set_health(draft=False, target=True)
+    service.set_health(draft=False, target=False)
     try:
         with pytest.raises(openai.APIStatusError) as caught:
             ask(client, QUESTIONS[0], max_tokens=4)
