@@ -1,10 +1,10 @@
 #!/bin/bash
-# Installs a lock into a new virtual environment, which also finds what lies in APP: install_dependencies.sh VENV APP LOCK PACKAGE INDEX SHA256
+# Installs a lock into a virtual environment, made if it is not there, which also finds what lies in APP: install_dependencies.sh VENV APP LOCK PACKAGE INDEX SHA256
 # PACKAGE is the one that only its project's INDEX has. Without SHA256 it is taken as it comes, which release.sh refuses.
 # The environment can run what is in it and build nothing: pip goes once it has done its work.
 set -euo pipefail
 venv=$1 app=$2 lock=$3 package=$4 index=$5 sha256=$6
-python3 -m venv "$venv"
+[[ -d $venv ]] || python3 -m venv "$venv"
 install=("$venv/bin/python" -m pip install --no-cache-dir --disable-pip-version-check --no-deps --only-binary=:all:)
 "${install[@]}" --require-hashes -r "$lock"
 own=$(mktemp)
