@@ -1,0 +1,282 @@
+"""Two gangs behind smg, and what happens when one of them is killed: a rehearsal of docs/scale.md, too heavy for the tests.
+
+    python -m tests.vllm.two_gangs --directory /tmp/rehearsal
+
+Prints what it saw; exits with 1 if anything was not as docs/scale.md says. Takes about two minutes and 6 GB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import openai
+import psutil
+
+from smc.demo.problems import generate
+from tests.ports import free_ports
+from tests.vllm.smg import models, routing
+
+QUESTIONS = [problem.question for problem in generate(2, 300, "test") if len(problem.question) < 170]
+FAMILIES, MEMBERS = 5, 6
+"""Prompts that begin alike: so many beginnings, so many ends of each. An odd number of beginnings, or taking turns would part none."""
+CALLERS = 8
+HANG = 60.0
+"""Seconds after which a call that has not ended counts as hanging."""
+
+
+class Gang:
+    """One `smcserve serve`, with every process that it starts."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        self.name, self._log = name, directory / f"{name}.log"
+        self.port, self.metrics_port = free_ports(2)
+        self._process: subprocess.Popen | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        smcserve = Path(sys.executable).parent / "smcserve"
+        command = [smcserve, "serve", "--port", str(self.port), "--metrics-port", str(self.metrics_port)]
+        with self._log.open("a") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def processes(self) -> list[psutil.Process]:
+        root = psutil.Process(self._process.pid)
+        return [root, *root.children(recursive=True)]
+
+    def kill_a_rank(self) -> None:
+        ranks = [process for process in self.processes() if any("RankActor" in part for part in process.cmdline())]
+        ranks[0].send_signal(signal.SIGKILL)
+
+    def kill(self) -> int:
+        """Every process, with no time for last words. How many there were."""
+        processes = self.processes()
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._process.wait()
+        return len(processes)
+
+    def stop(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(60)
+            except subprocess.TimeoutExpired:
+                self.kill()
+
+    def metric(self, name: str, labels: str = "") -> float:
+        """The sum of a metric over all label sets that contain `labels`; 0 while nobody answers."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=5) as response:
+                text = response.read().decode()
+        except OSError:
+            return 0.0
+        found = re.findall(rf"^{name}(?:{{(.*?)}})? (\S+)$", text, flags=re.MULTILINE)
+        return sum(float(value) for has, value in found if labels in has)
+
+    @property
+    def answers(self) -> float:
+        return self.metric("smc_requests_total", 'status="OK"')
+
+    @property
+    def hits(self) -> float:
+        return self.metric("smc_prefix_cache_hits_total", 'group="target"')
+
+    @property
+    def serving(self) -> bool:
+        return self.metric("smc_serving") == 1.0
+
+
+@dataclass
+class Load:
+    """Callers that stream one answer after the other until they are told to stop."""
+
+    client: openai.OpenAI
+    model: str
+    ends: Counter = field(default_factory=Counter)
+    """How calls ended: `ok`, or the kind of the error."""
+    longest: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._stop = threading.Event()
+        self._guard = threading.Lock()
+        self._threads = [threading.Thread(target=self._call_until_stopped, args=(caller,), daemon=True) for caller in range(CALLERS)]
+
+    @contextmanager
+    def running(self) -> Iterator[Load]:
+        for thread in self._threads:
+            thread.start()
+        try:
+            yield self
+        finally:
+            self._stop.set()
+            for thread in self._threads:
+                thread.join(HANG)
+            self.ends["hanging"] += sum(thread.is_alive() for thread in self._threads)
+
+    def _call_until_stopped(self, caller: int) -> None:
+        count = 0
+        while not self._stop.is_set():
+            begin = time.monotonic()
+            end = self._call(QUESTIONS[(caller + CALLERS * count) % len(QUESTIONS)])
+            with self._guard:
+                self.ends[end] += 1
+                self.longest = max(self.longest, time.monotonic() - begin)
+            count += 1
+            if end != "ok":
+                time.sleep(0.2)
+
+    def _call(self, question: str) -> str:
+        try:
+            finish = None
+            for chunk in ask(self.client, self.model, question, max_tokens=60, temperature=1.0):
+                finish = chunk.choices[0].finish_reason or finish if chunk.choices else finish
+            return "ok" if finish else "ended without a finish reason"
+        except openai.APIStatusError as error:
+            return f"HTTP {error.status_code}"
+        except openai.APIError as error:
+            return f"{type(error).__name__}: {str(error)[:60]}"
+        except Exception as error:
+            return f"{type(error).__name__}: {str(error)[:60]}"
+
+
+def ask(client: openai.OpenAI, model: str, question: str, **settings):
+    messages = [{"role": "user", "content": question}]
+    return client.chat.completions.create(model=model, messages=messages, stream=True, stream_options={"include_usage": True}, **settings)
+
+
+class Rehearsal:
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory = directory
+        self.gangs = [Gang("first", directory), Gang("second", directory)]
+        self._begin = time.monotonic()
+        self.failed: list[str] = []
+
+    def say(self, text: str) -> None:
+        print(f"{time.monotonic() - self._begin:6.1f} s  {text}", flush=True)
+
+    def must(self, what: str, holds: bool) -> None:
+        self.say(f"{'ok  ' if holds else 'NOT '} {what}")
+        if not holds:
+            self.failed.append(what)
+
+    def until(self, what: str, condition: Callable[[], bool], timeout: float) -> None:
+        begin = time.monotonic()
+        while not condition():
+            if time.monotonic() - begin > timeout:
+                raise SystemExit(f"NOT {what}, within {timeout:g} s")
+            time.sleep(0.1)
+        self.say(f"ok   {what} (after {time.monotonic() - begin:.1f} s)")
+
+    def run(self) -> int:
+        with ExitStack() as stack:
+            for gang in self.gangs:
+                stack.callback(gang.stop)
+                self.start(gang)
+            addresses = [gang.address for gang in self.gangs]
+            with routing(addresses, self._directory / "round_robin.log", "round_robin") as url:
+                _, apart = self.prefixes(url, "round robin")
+            with routing(addresses, self._directory / "cache_aware.log") as url:
+                alone, together = self.prefixes(url, "cache-aware")
+                self.must(f"cache-aware routing sends equal prefixes to one gang: {alone} of {FAMILIES}", alone == FAMILIES)
+                self.must(f"and finds more of them computed: {together:.0f} tokens instead of {apart:.0f}", together > apart)
+                self.lose_a_rank(url)
+                self.lose_a_gang(url)
+        self.say("everything was as it should be" if not self.failed else f"NOT as it should be: {'; '.join(self.failed)}")
+        return bool(self.failed)
+
+    def start(self, gang: Gang) -> None:
+        gang.start()
+        self.until(f"the {gang.name} gang serves", lambda: gang.serving or gang.ended, 180)
+        if gang.ended:
+            raise SystemExit(f"NOT: the {gang.name} gang did not start; see its log")
+
+    def prefixes(self, url: str, salt: str) -> tuple[int, float]:
+        """Prompts of several families, one after the other: families that one gang answered alone, and prompt tokens found computed."""
+        hits = sum(gang.hits for gang in self.gangs)
+        owners: list[set[str]] = [set() for _ in range(FAMILIES)]
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            (model,) = models(url)
+            for member in range(MEMBERS):
+                for family in range(FAMILIES):
+                    beginning = " ".join(QUESTIONS[2 * family : 2 * family + 2])
+                    before = [gang.answers for gang in self.gangs]
+                    prompt = f"{salt}: {beginning} {QUESTIONS[2 * FAMILIES + member]}"
+                    chunks = list(ask(client, model, prompt, max_tokens=4, temperature=0))
+                    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+                    owners[family] |= {gang.name for gang, answers in zip(self.gangs, before) if gang.answers > answers}
+        found = sum(gang.hits for gang in self.gangs) - hits
+        alone = sum(len(names) == 1 for names in owners)
+        self.say(f"{salt}: {alone} of {FAMILIES} prefixes went to one gang alone; {found:.0f} prompt tokens were found computed")
+        return alone, found
+
+    def lose_a_rank(self, url: str) -> None:
+        """A worker's process is killed: its gang starts anew behind its gateway, and answers of the target's own draws go on."""
+        first, _ = self.gangs
+        epoch = first.metric("smc_epoch")
+        with self.load(url) as load:
+            self.until("both gangs answer", lambda: all(gang.metric("smc_requests_running") > 0 for gang in self.gangs), 30)
+            first.kill_a_rank()
+            self.say("kill -9 of one rank of the first gang")
+            self.until("its gang is gone", lambda: not first.serving, 30)
+            self.until("and serves again", lambda: first.serving and first.metric("smc_epoch") > epoch, 120)
+            answers = first.answers
+            self.until("and answers", lambda: first.answers > answers, 60)
+        self.told(load, "while a rank was lost")
+        self.must("no call was lost: what was in flight went on, the rest was sent to the other", set(load.ends) <= {"ok", "hanging"})
+
+    def lose_a_gang(self, url: str) -> None:
+        """All its processes at once, its gateway among them; then it is started again."""
+        first, second = self.gangs
+        with self.load(url) as load:
+            self.until("both gangs answer", lambda: all(gang.metric("smc_requests_running") > 0 for gang in self.gangs), 60)
+            self.say(f"kill -9 of all {first.kill()} processes of the first gang")
+            answers = second.answers
+            self.until("the second answers alone", lambda: second.answers > answers + 2 * CALLERS, 60)
+            lost = sum(load.ends.values()) - load.ends["ok"]
+            self.must(f"calls that ended with an error: {lost}, no more than were in flight", lost <= CALLERS)
+            self.start(first)
+            self.until("and is back in rotation", lambda: first.answers > 0, 60)
+        self.told(load, "while a gang was lost")
+
+    @contextmanager
+    def load(self, url: str) -> Iterator[Load]:
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=HANG) as client:
+            (model,) = models(url)
+            with Load(client, model).running() as load:
+                yield load
+
+    def told(self, load: Load, when: str) -> None:
+        ends = ", ".join(f"{count} {end}" for end, count in load.ends.most_common() if count)
+        self.say(f"calls {when}: {ends}; the longest took {load.longest:.1f} s")
+        self.must("none hung", not load.ends["hanging"] and load.longest < HANG)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--directory", type=Path, required=True, help="where the logs go")
+    return Rehearsal(parser.parse_args().directory).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
