@@ -155,6 +155,8 @@ class Metrics:
             self._accepted_at.labels(position).inc(count)
         self._hits.inc(stats.spec_hits)
         self._misses.inc(stats.spec_misses)
+        self._tree_rows.inc(stats.spec_rows)
+        self._alone_rounds.inc(stats.spec_alone_rounds)
         for share in stats.ess_shares:
             self._ess_share.observe(share)
         for lag in stats.committed_lags:
@@ -279,7 +281,7 @@ class Metrics:
         )
 
     def _make_exact_metrics(self) -> None:
-        """Names and meanings are vLLM's, but for the last two."""
+        """Names and meanings are vLLM's, but for the last four."""
         self._drafts = self._counter("smc_spec_decode_num_drafts_total", "Rounds of exact decoding, one for each request that took part.")
         self._draft_tokens = self._counter(
             "smc_spec_decode_num_draft_tokens_total", "Tokens drafted in them, counted along one path of each tree."
@@ -293,6 +295,10 @@ class Metrics:
         )
         self._misses = self._counter(
             "smc_spec_decode_num_misses_total", "Rounds of exact decoding after which the draft had to begin anew."
+        )
+        self._tree_rows = self._counter("smc_spec_decode_num_rows_total", "Rows of the trees of all rounds of exact decoding.")
+        self._alone_rounds = self._counter(
+            "smc_spec_decode_num_alone_rounds_total", "Rounds of such requests in which nothing was drafted: plain decoding was faster."
         )
 
     def _make_round_metrics(self) -> None:

@@ -104,7 +104,8 @@ def traffic() -> Dashboard:
 def particles() -> Dashboard:
     share, lag, alike = "smc_ess_share_ratio", "smc_committed_lag_tokens", {"yellow": 0.1, "green": 0.3}
     resampled, collapsed = (ratio(rate(f"smc_{what}_total"), ROUNDS) for what in ("resamples", "collapses"))
-    low, kept = f"max({pick('namespace_job:smc_ess_share_low:ratio_rate30m')})", ratio(ANSWER, f"({ROUNDS} + {DRAFTS})")
+    alone, tree_rows = (rate(f"smc_spec_decode_num_{what}_total") for what in ("alone_rounds", "rows"))
+    low, kept = f"max({pick('namespace_job:smc_ess_share_low:ratio_rate30m')})", ratio(ANSWER, f"({ROUNDS} + {DRAFTS} + {alone})")
     drafted, accepted = (rate(f"smc_spec_decode_num_{what}_tokens_total") for what in ("draft", "accepted"))
     hits, misses = (rate(f"smc_spec_decode_num_{what}_total") for what in ("hits", "misses"))
     by_position = rate("smc_spec_decode_num_accepted_tokens_per_pos_total", "position")
@@ -160,6 +161,13 @@ def particles() -> Dashboard:
             graph(
                 *("Acceptance and hits", "Drafted tokens that the target drew as well; rounds whose next block, drafted ahead, was right."),
                 *("percentunit", {"accepted": ratio(accepted, drafted), "hits": ratio(hits, f"({hits} + {misses})")}),
+            ),
+        ],
+        "What costs decide": [
+            graph("Rows", "Of a request's tree, on average: costs decide.", "none", {"rows": ratio(tree_rows, DRAFTS)}),
+            graph(
+                *("Without a draft", "Share of rounds in which the target decoded alone: nothing drafted would have been faster."),
+                *("percentunit", {"alone": ratio(alone, f"({alone} + {DRAFTS})")}),
             ),
         ],
     }

@@ -115,6 +115,10 @@ class Statistics:
     """Of exact decoding ahead: rounds after which what had been drafted went on as the target did."""
     misses: int
     """The other rounds: the draft began anew from the target's token."""
+    alone_rounds: int
+    """Of exact decoding: rounds in which nothing was drafted, because plain decoding was faster; they count in none of the three before."""
+    mean_rows: float
+    """Of exact decoding: rows of the tree, averaged over the other rounds."""
 
 
 @dataclass(frozen=True)

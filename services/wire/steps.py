@@ -18,7 +18,7 @@ _GROUP_FIELDS = {
     **{name: name for name in ("prefix_queries", "prefix_hits")},
 }
 """Of `GroupPages`, and what `EngineStats` calls each; there it is a dictionary by side."""
-_SPEC_COUNTS = ("spec_rounds", "spec_draft_tokens", "spec_accepted_tokens", "spec_hits", "spec_misses")
+_SPEC_COUNTS = ("spec_rounds", "spec_draft_tokens", "spec_accepted_tokens", "spec_hits", "spec_misses", "spec_rows", "spec_alone_rounds")
 """Of exact decoding, by the same name in both."""
 _KINDS = {
     pb.REFUSAL_KIND_INVALID: ValueError,

@@ -20,11 +20,12 @@ from operator import attrgetter, itemgetter
 from smc.engine.admission import DuplicateRequest, NoDraft, check_fits, check_queue
 from smc.engine.answers import draw_answer, make_answer
 from smc.engine.cohorts import Cohorts
+from smc.engine.drafting import CostsDecide
 from smc.engine.expectation import Expectation
 from smc.engine.group import Group, Phase
 from smc.engine.memory import Memory
 from smc.engine.methods import PROGRAMS, TARGET_ALONE, Decoding, decoding_of, program_of
-from smc.engine.policy import ParticlePolicy, ShrinkWhenShort
+from smc.engine.policy import Costs, ParticlePolicy, ShrinkWhenShort, TreePolicy
 from smc.engine.queue import Deadlines, Queue
 from smc.engine.records import shrink_saved
 from smc.engine.request import FinishReason, Method, Output, Request
@@ -33,6 +34,7 @@ from smc.engine.slots import Slots
 from smc.engine.starts import Starts
 from smc.engine.stats import EngineStats
 from smc.engine.text import StopRules
+from smc.engine.turns import Turns
 from smc.kv.pages import OutOfPages
 from smc.models.tokenizer import Tokenizer
 from smc.runtime.config import EngineConfig
@@ -58,10 +60,14 @@ class Engine:
         context: int,
         clock: Callable[[], float] = time.monotonic,
         policy: ParticlePolicy | None = None,
+        trees: TreePolicy | None = None,
     ) -> None:
-        """`workers` are keyed `draft` and `target`; `pages` are the capacities of their pools; `clock` gives seconds."""
+        """`workers` are keyed `draft` and `target`; `pages` are the capacities of their pools; `clock` gives seconds; `policy` and `trees`
+        decide how many particles requests of SMC have, and rows those of exact decoding."""
         self.config, self.tokenizer, self.context = config, tokenizer, context
         self.workers, self.pair = workers, pair
+        self.costs: Costs | None = None
+        """What its devices take; None: not timed."""
         self.slots = Slots(config.max_slots, context + config.block + 1)
         self.memory = Memory(pages, prefix_cache=config.prefix_cache)
         self.expectation = Expectation(config, self.slots, self.memory)
@@ -74,6 +80,8 @@ class Engine:
             for program, decoding in PROGRAMS.items()
         }
         self._policy = policy or ShrinkWhenShort()
+        acceptance = self._cohorts[Program.PAIR].rounds.acceptance
+        self._turns = Turns(trees or CostsDecide(config), acceptance, self.go_alone, self.rejoin)
         self._clock = clock
         self._groups: dict[str, Group] = {}
         """All, by the ids of their requests."""
@@ -134,6 +142,9 @@ class Engine:
             self._finish(group, FinishReason.TIME_BUDGET if group.has_begun else FinishReason.QUEUE_TIME)
         self.expectation.follow(self._admitted)
         self._admit()
+        first = self._queue.first
+        waiting = self._queue.groups if first is not None and self.starts.lacks_slots(first) else ()
+        self._turns.follow(self._admitted, waiting, self.costs)
         for group in self._admitted:
             self.starts.grant(group)
         self.starts.ask(beside=self.num_running > 0)
@@ -183,22 +194,24 @@ class Engine:
         if group.alone or group.error:
             return
         if group.phase is Phase.RUNNING:
-            self._change(group, TARGET_ALONE)
+            self._change(group, TARGET_ALONE, 1)
         elif group.phase is Phase.PREFILL:
             self.starts.go_alone(group, TARGET_ALONE)
         else:
             group.decode_by(TARGET_ALONE)
             group.needs = None
 
-    def rejoin(self, group: Group) -> None:
+    def rejoin(self, group: Group, rows: int | None = None) -> None:
         """The opposite: as soon as no round of it is under way, the draft runs what it lacks, and the request takes part in rounds of the
-        pair again. Where there are not enough slots or pages for that, or no draft, it stays as it is."""
+        pair again, with so many rows or all it may have. Where there are not enough slots or pages for that, or no draft, it stays as it
+        is."""
         if not self._has_draft:
             return
+        rows = rows or group.most_rows
         if group.alone and group.phase is not Phase.QUEUED:
-            group.turn = decoding_of(group.params)
+            group.turn = rows
         elif group.alone:
-            group.decode_by(decoding_of(group.params))
+            group.decode_by(decoding_of(group.params), rows)
             group.needs = None
 
     def lose_draft(self) -> list[str]:
@@ -238,8 +251,9 @@ class Engine:
 
     def take_stats(self) -> EngineStats:
         """The state now, and what happened since the last call."""
-        rounds = self._cohorts[Program.PAIR].rounds
-        stats, rounds.stats = rounds.stats, EngineStats()
+        of_pair, alone = (self._cohorts[program].rounds for program in (Program.PAIR, Program.TARGET))
+        stats, of_pair.stats = of_pair.stats, EngineStats()
+        stats.spec_alone_rounds, alone.stats = alone.stats.spec_alone_rounds, EngineStats()
         memory = self.memory
         stats.queued, stats.running = len(self._queue), len(self._admitted)
         stats.slots_free = self.slots.num_free
@@ -270,7 +284,10 @@ class Engine:
 
     def _admit(self) -> None:
         """Strictly in order: a large request at the head is not overtaken until it fits. One that was preempted comes first."""
-        while (group := self._queue.first) is not None and self.starts.admit(group):
+        while (group := self._queue.first) is not None:
+            self._turns.begin(group, self._admitted, self.slots.num_free // len(self._queue), self.costs)
+            if not self.starts.admit(group):
+                break
             self._queue.remove(group)
             insort(self._admitted, group, key=attrgetter("number"))
 
@@ -331,6 +348,7 @@ class Engine:
             wanted = max(first.params.least_rows, first.count // 2)
             assert wanted < first.count, "a request alone has too few pages"
             shrink_saved(first, wanted)
+            first.most_rows = wanted
             self._shrinks += 1
         return True
 
@@ -348,12 +366,12 @@ class Engine:
 
     def _take_turn(self, group: Group) -> None:
         if group.phase is Phase.RUNNING and not group.in_flight:
-            self._change(group, group.turn)
+            self._change(group, *group.turned)
             group.turn = None
 
-    def _change(self, group: Group, decoding: Decoding) -> None:
+    def _change(self, group: Group, decoding: Decoding, rows: int) -> None:
         rounds = self._cohorts[group.decoding.program]
-        if not group.error and not self._complete(group) and self.starts.change(group, decoding):
+        if not group.error and not self._complete(group) and self.starts.change(group, decoding, rows):
             rounds.leave(group)
 
     def _complete(self, group: Group) -> bool:

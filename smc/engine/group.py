@@ -9,12 +9,16 @@ from enum import Enum
 
 import numpy as np
 
-from smc.engine.methods import Decoding, decoding_of
+from smc.engine.acceptance import Acceptance
+from smc.engine.methods import TARGET_ALONE, Decoding, decoding_of
 from smc.engine.request import Method, Request, SamplingParams, Statistics
 from smc.engine.slots import Slots
 from smc.engine.text import StopRules, TextStream
 from smc.laws import LawSpec
 from smc.limits import SCHEME_NAMES
+
+MEMORY = 0.97
+"""Of what a request's rounds have shown, by the next one."""
 
 
 class Phase(Enum):
@@ -44,8 +48,13 @@ class Group:
     phase: Phase = Phase.QUEUED
     decoding: Decoding = field(init=False)
     """How it is decoded: of exact decoding by the pair, or by the target alone. It may change between two rounds."""
-    turn: Decoding | None = None
-    """How it shall be decoded when no round of it is under way, where that is a change."""
+    turn: int | None = None
+    """Of exact decoding, if it shall be decoded in another way as soon as no round of it is under way: by the pair with a tree of so many
+    rows, or by the target alone: 0."""
+    most_rows: int = field(init=False)
+    """That it may have: fewer than were asked for where there was too little memory for more."""
+    acceptance: Acceptance = field(default_factory=lambda: Acceptance(MEMORY))
+    """Of exact decoding."""
     slots: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     particles: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """Number of the particle in each slot: part of the key of its random numbers."""
@@ -66,7 +75,7 @@ class Group:
     wanted: int | None = None
     """Particles that it shall have after its next round, where that is a change."""
     wish: int | None = None
-    """Particles that its caller has asked for, until it has them."""
+    """Particles that its caller has asked for, or rows that the policy has, until it has them."""
     committed: int = 0
     """Answer tokens on which all particles agree."""
     streamed: int = 0
@@ -79,7 +88,7 @@ class Group:
     tally: Tally = field(init=False)
 
     def __post_init__(self) -> None:
-        self.decoding = decoding_of(self.params)
+        self.decoding, self.most_rows = decoding_of(self.params), self.params.rows
         self.stream = TextStream(self.rules)
         self.tally = Tally(self.request.params.rows)
 
@@ -100,10 +109,15 @@ class Group:
         """Nothing is drafted for it, although its method would."""
         return self.decoding is not decoding_of(self.params)
 
-    def decode_by(self, decoding: Decoding) -> None:
-        """Of particles that hold no slots, or have not begun."""
-        self.decoding, self.turn = decoding, None
-        self.particles = np.arange(decoding.rows(self.params))
+    @property
+    def turned(self) -> tuple[Decoding, int]:
+        """How it is decoded after its turn, and with how many rows."""
+        return (decoding_of(self.params), self.turn) if self.turn else (TARGET_ALONE, 1)
+
+    def decode_by(self, decoding: Decoding, rows: int | None = None) -> None:
+        """Of particles that hold no slots, or have not begun; `rows`, if not as many as the request asks for."""
+        self.decoding, self.turn, self.wish = decoding, None, None
+        self.particles = np.arange(rows or decoding.rows(self.params))
         self.count = len(self.particles)
 
     @property
@@ -148,6 +162,8 @@ class Tally:
     resamples: int = 0
     collapses: int = 0
     preemptions: int = 0
+    alone_rounds: int = 0
+    rows_sum: int = 0
     confirmed: int = 0
     hits: int = 0
     misses: int = 0
@@ -164,7 +180,7 @@ class Tally:
             self.target_tokens += tokens
 
     def statistics(self, log_z: float, particles_left: int) -> Statistics:
-        rounds = max(self.rounds, 1)
+        rounds, drafted = max(self.rounds, 1), max(self.rounds - self.alone_rounds, 1)
         return Statistics(
             particles=self.particles,
             particles_left=particles_left,
@@ -178,9 +194,11 @@ class Tally:
             draft_tokens=self.draft_tokens,
             target_tokens=self.target_tokens,
             committed_lag=self.lag_sum / rounds,
-            accepted_per_round=self.confirmed / rounds,
+            accepted_per_round=self.confirmed / drafted,
             hits=self.hits,
             misses=self.misses,
+            alone_rounds=self.alone_rounds,
+            mean_rows=self.rows_sum / drafted,
         )
 
 

@@ -1,7 +1,10 @@
-"""How many particles a running group should have, given what there is. The default shrinks populations only where memory is short."""
+"""How many rows a running group should have, given what there is. The default shrinks populations of SMC only where memory is short; trees
+of exact decoding are as costs have it (`smc.engine.drafting`)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from smc.engine.group import Group
@@ -21,3 +24,57 @@ class ShrinkWhenShort:
         if not short:
             return group.count
         return max(group.params.least_rows, group.count // 2)
+
+
+@dataclass(frozen=True)
+class Tree:
+    """What is known of a request of exact decoding."""
+
+    most: int
+    """Rows that it may have."""
+    hazard: float
+    """How often the target's draw is not what one row drafted: `smc.engine.acceptance`."""
+    rows: int = 0
+    """That it has; 0: the target decodes it alone."""
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Other requests, which the models run whatever is decided."""
+
+    pair: int = 0
+    """In rounds of the pair."""
+    pair_rows: int = 0
+    """Their particles."""
+    target: int = 0
+    """That the target decodes by itself."""
+    slots: int = 0
+    """That all of them hold."""
+
+
+class Costs(Protocol):
+    """What the devices take, in seconds."""
+
+    round_overhead: float
+    """Of a round, what is neither model's pass."""
+
+    def draft_step(self, rows: int) -> float:
+        """Every one of so many sequences gets a token of the draft."""
+        ...
+
+    def target_pass(self, positions: int) -> float:
+        """The target runs so many tokens."""
+        ...
+
+
+class TreePolicy(Protocol):
+    """Answers do not depend on what it decides."""
+
+    def begin(self, tree: Tree, others: Sequence[Tree], beside: Beside, costs: Costs | None) -> int | None:
+        """Rows, up to its `most`, that one which is about to start shall have; 0: the target decodes it alone. None: it stays as it is."""
+        ...
+
+    def change(self, trees: Sequence[Tree], waiting: Sequence[Tree], beside: Beside, costs: Costs | None) -> Sequence[int] | None:
+        """Rows that each of the running ones shall have from now on. None: all stay as they are. `waiting`: those that wait for nothing but
+        slots, of which a tree has one for each row."""
+        ...

@@ -68,7 +68,7 @@ class Prefixes:
         if group.saved is None:
             group.cached_tokens = min(rows[0].known for rows in start.rows.values())
 
-    def carry(self, group: Group, decoding: Decoding, record: dict[str, np.ndarray]) -> dict[str, list[Row]] | None:
+    def carry(self, group: Group, decoding: Decoding, places: int, record: dict[str, np.ndarray]) -> dict[str, list[Row]] | None:
         """Rows of a running group's confirmed sequence, for another decoding: those of a side that had a part in it already are there as a
         whole. None if there are too few pages for the others. Those of sides that have no part in it any more are cached."""
         memory, slot, confirmed = self.memory, int(group.living(self.slots)[0]), int(record["length_S"][0])
@@ -78,7 +78,7 @@ class Prefixes:
         new = [side for side in decoding.sides if side not in group.decoding.sides]
         cached = {side: memory.match(side, keys, len(sequence)) for side in new}
         try:
-            round_pages = decoding.round_pages(self.config, decoding.rows(group.params))
+            round_pages = decoding.round_pages(self.config, places)
             spare = memory.spare({side: round_pages[side] for side in new})
             loose = memory.allocate({side: len(sequence) - cached[side][0] for side in new}, spare)
         except OutOfPages:

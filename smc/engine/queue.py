@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
+from collections.abc import Sequence
 
 from smc.engine.group import Group
 
@@ -17,6 +18,11 @@ class Queue:
 
     def __len__(self) -> int:
         return len(self._groups)
+
+    @property
+    def groups(self) -> Sequence[Group]:
+        """The next one first."""
+        return self._groups
 
     @property
     def first(self) -> Group | None:

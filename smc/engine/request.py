@@ -204,7 +204,7 @@ class Statistics:
     collapses: int = 0
     """Rounds after which every weight was zero and all were set equal. Above 0 the answer is not to be trusted."""
     particles_left: int = 0
-    """Particles at the end: fewer than `particles` where memory was short and the request allowed it."""
+    """Particles at the end: fewer than `particles` where memory was short and the request allowed it, or costs had it so (`exact`)."""
     preemptions: int = 0
     """How often the request gave up its memory to others and was taken up again."""
     mean_ess: float = 0.0
@@ -224,6 +224,10 @@ class Statistics:
     """Of exact decoding ahead: rounds after which what had been drafted went on as the target did."""
     misses: int = 0
     """The other rounds: the draft began anew from the target's token."""
+    alone_rounds: int = 0
+    """Of exact decoding: rounds in which nothing was drafted, and the target decoded alone. They count in none of the three before."""
+    mean_rows: float = 0.0
+    """Of exact decoding: rows of its tree, averaged over the other rounds."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from smc.algorithm.expansion import Kind
+from smc.engine.acceptance import Acceptance
 from smc.engine.group import Group, Population
 from smc.engine.memory import Memory
 from smc.engine.methods import Decoding
@@ -31,6 +32,8 @@ from smc.runtime.plan import SHORT, Program, RoundPlan
 
 Pages = dict[str, np.ndarray]
 """By side."""
+MEMORY = 0.997
+"""Of what the rounds of all requests have shown, by the next of any."""
 WINDOW = 64
 """Tokens that are compared at a time, however long it has been since particles agreed."""
 
@@ -56,6 +59,8 @@ class Rounds:
         """`width`: positions of the models' block tables."""
         self.config, self.slots, self.memory, self.pair, self.decoding = config, slots, memory, pair, decoding
         self.stats = EngineStats()
+        self.acceptance = Acceptance(MEMORY)
+        """Of exact decoding, by all requests."""
         self.width = width
         self.pipelined = pair.pipelined
         self.shape = decoding.shape(config)
@@ -254,6 +259,8 @@ class Rounds:
         for g, group in zip(alive_G.tolist(), population.groups):
             group.rounds += 1
             group.tally.rounds += 1
+            group.tally.alone_rounds += group.alone
+            self.stats.spec_alone_rounds += group.alone
             for side, nan_G in (("draft", result.draft_nan_G), ("target", result.target_nan_G)):
                 if nan_G[g]:
                     group.fail(side)
@@ -272,15 +279,19 @@ class Rounds:
     def _count_confirmed(self, population: Population, alive_G: np.ndarray, result: RoundResult, more_G: np.ndarray) -> None:
         """Of exact decoding: how many tokens a round confirmed, and how many of these the draft had found."""
         ahead, block = self.decoding.ahead(self.config), self.config.block
-        for g, group, more in zip(alive_G.tolist(), population.groups, more_G.tolist()):
+        for g, group, more, places in zip(alive_G.tolist(), population.groups, more_G.tolist(), population.size_G.tolist()):
             if not group.decoding.confirms or group.error:
                 continue
             hit = ahead and bool(result.hit_G[g])
             group.tally.confirmed += more
+            group.tally.rows_sum += places
             group.tally.hits += hit
             group.tally.misses += ahead and not hit
+            if not self.slots.ended_S[group.slots].all():
+                for acceptance in (group.acceptance, self.acceptance):
+                    acceptance.count(min(more, block), not hit if ahead else more <= block, places)
             # The token that the target says after them is its own, unless rows that begin with it had been drafted ahead.
-            self.stats.count_confirmed(more if hit else max(more - 1, 0), block, ahead, hit)
+            self.stats.count_confirmed(more if hit else max(more - 1, 0), block, places, ahead, hit)
 
 
 def commit_tokens(slots: Slots, population: Population) -> None:

@@ -41,7 +41,7 @@ class Starts:
 
     def admit(self, group: Group) -> bool:
         """Give a group slots, and pages for what it starts from; False if there are not enough of either."""
-        if group.rows > self.slots.num_free or not self.memory.admits(self._expectation.of(group)) or not self.prefixes.has_room(group):
+        if group.rows > self.slots.num_free or not self._has_room(group):
             return False
         claimed = self.stops.claim(group.rules.machine)
         if claimed is None:
@@ -54,12 +54,20 @@ class Starts:
             self.stops.give_back(group.stops)
             return False
         if group.saved is None:
-            group.decode_by(group.decoding)
+            group.particles = np.arange(group.rows)
+            group.count = len(group.particles)
         group.slots = self.slots.claim(len(group.particles))
         self._expectation.expect(group)
         group.phase = Phase.PREFILL
         self._starts.append(Start(group, rows))
         return True
+
+    def lacks_slots(self, group: Group) -> bool:
+        """Nothing else keeps it from being admitted."""
+        return group.rows > self.slots.num_free and self._has_room(group)
+
+    def _has_room(self, group: Group) -> bool:
+        return self.memory.admits(self._expectation.of(group)) and self.prefixes.has_room(group)
 
     def ask(self, beside: bool) -> None:
         """Ask for a chunk of what is to be run on each side. `beside`: groups are in rounds."""
@@ -121,7 +129,7 @@ class Starts:
         self.give_up(group)
         group.phase = Phase.QUEUED
         if group.turn is not None:
-            group.decode_by(group.turn)
+            group.decode_by(*group.turned)
 
     def give_up(self, group: Group) -> None:
         """What a group that has been admitted holds is free; what was asked for it concerns it no more."""
@@ -134,20 +142,20 @@ class Starts:
         self.memory.no_longer_expect(group.number)
         group.needs = None
 
-    def change(self, group: Group, decoding: Decoding) -> bool:
+    def change(self, group: Group, decoding: Decoding, rows: int) -> bool:
         """Let a running group of exact decoding go on by another decoding, from what has been confirmed: what a model has of that and still
         needs stays where it is, the rest is run as if the group was taken up again. False if there are not enough slots, or pages."""
-        rows, record = decoding.rows(group.params), record_of(group, self.slots)
+        record = record_of(group, self.slots)
         expected = self._expectation.pages(decoding, group.params, group.prompt_size, rows, int(record["length_S"][0]))
         new = {side: pages for side, pages in expected.items() if side not in group.decoding.sides}
         if rows - len(group.slots) > self.slots.num_free or not self.memory.admits(new):
             return False
-        carried = self.prefixes.carry(group, decoding, record)
+        carried = self.prefixes.carry(group, decoding, rows, record)
         if carried is None:
             return False
         self._leave_slots(group)
         group.saved = record
-        group.decode_by(decoding)
+        group.decode_by(decoding, rows)
         group.needs = {side: len(of_side[0].tokens_L) for side, of_side in carried.items()}
         group.slots = self.slots.claim(rows)
         group.phase = Phase.PREFILL

@@ -49,15 +49,20 @@ class EngineStats:
     spec_hits: int = 0
     """Rounds after which what had been drafted ahead was right (look-ahead)."""
     spec_misses: int = 0
+    spec_rows: int = 0
+    """Rows of the trees of all those rounds."""
+    spec_alone_rounds: int = 0
+    """Rounds of such requests in which nothing was drafted."""
 
     @property
     def spec_tokens_a_round(self) -> float | None:
         """Confirmed by exact decoding, on average: a round ends with the target's own draw, unless that had been drafted ahead."""
         return (self.spec_accepted_tokens - self.spec_hits) / self.spec_rounds + 1 if self.spec_rounds else None
 
-    def count_confirmed(self, accepted: int, block: int, ahead: bool, hit: bool) -> None:
+    def count_confirmed(self, accepted: int, block: int, rows: int, ahead: bool, hit: bool) -> None:
         """A round of exact decoding: how many drafted tokens were accepted, of `block` at most."""
         self.spec_rounds += 1
+        self.spec_rows += rows
         self.spec_draft_tokens += block
         self.spec_accepted_tokens += accepted
         self.spec_hits += hit

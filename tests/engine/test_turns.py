@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
 from smc.engine.engine import Engine
 from smc.engine.group import Group, Phase
 from smc.engine.local import local_engine
+from smc.engine.policy import Beside, Costs, Tree
 from smc.engine.request import Answer, FinishReason, Method, Request, SamplingParams
 from smc.runtime.config import EngineConfig
 from tests.engine.harness import TokenLedger, answers, assert_empty, check_kv, request, running
@@ -44,46 +46,63 @@ def plain_of(requests: list[Request]) -> list[Request]:
     return changed
 
 
+class AnyRows:
+    """A policy that knows nothing."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+
+    def begin(self, tree: Tree, others: Sequence[Tree], beside: Beside, costs: Costs | None) -> int:
+        return self.rng.choice((0, self.rng.randint(1, tree.most)))
+
+    def change(self, trees: Sequence[Tree], waiting: Sequence[Tree], beside: Beside, costs: Costs | None) -> list[int]:
+        return [self.rng.choice((0, 1, tree.most // 2 or 1, tree.most)) if self.rng.random() < 0.4 else tree.rows for tree in trees]
+
+
 class Turns:
-    """Lets requests of exact decoding go alone and come back at random."""
+    """Watches requests of exact decoding; now and then one goes alone at once, whatever is under way."""
 
     def __init__(self, rng: random.Random, written: dict[str, TokenLedger]) -> None:
         self.rng, self.written, self.seen = rng, written, Counter()
-        self._were: dict[Group, bool] = {}
+        self._were: dict[Group, int] = {}
 
     def __call__(self, engine: Engine) -> None:
         if self.written:
             self.seen["looked at"] += check_kv(engine, self.written)
         for group in [group for group in engine._groups.values() if group.params.method is Method.EXACT]:
-            here = group.phase is Phase.RUNNING
-            self.seen["back"] += here and self._were.get(group, False) and not group.alone
-            if self.rng.random() < 0.25:
-                self.seen[f"{group.phase.value} {group.saved is not None}"] += 1
-                (engine.rejoin if group.alone else engine.go_alone)(group)
-                self.seen["alone"] += here and group.alone and group.turn is None
-            if here:
-                self._were[group] = group.alone
+            if group.phase is Phase.RUNNING:
+                rows = 0 if group.alone else group.count
+                before = self._were.get(group, rows)
+                self.seen["back"] += bool(rows and not before)
+                self.seen["alone"] += bool(before and not rows)
+                self.seen["resized"] += bool(rows and before and rows != before)
+                self._were[group] = rows
+            chance = 0.06 if group.phase is not Phase.QUEUED else 0.01 if group.saved is None else 0.5
+            if self.rng.random() < chance:
+                self.seen[f"{group.phase.value}{' again' * (group.saved is not None)}{' flying' * bool(group.in_flight)}"] += 1
+                engine.go_alone(group)
 
 
 @pytest.mark.parametrize(("form", "ahead"), [("lockstep", False), ("lookahead", False), ("lockstep", True), ("lookahead", True)])
 def test_answers_do_not_depend_on_who_decodes(form, ahead, monkeypatch):
     """In a pool that is too small for all, beside all other methods, with a prefix cache, cancels, and time that runs out."""
     rng, clock = random.Random(2 * ahead), iter(range(1 << 30))
-    shape = {"block": 2, "cohorts": 2} if ahead else {"block": 3}
-    branches = {} if form == "lockstep" else {"branches": 2}
-    config = EngineConfig(form=form, **shape, **branches, max_slots=60, pages=440, prefill_chunk=24)
-    requests = exact_of(random_requests(80, rng, budgets=True))
-    engine = small_engine(config, monkeypatch, ahead=ahead, clock=lambda: float(next(clock)))
+    shape = {"branches": 2} if form == "lookahead" else {"cohorts": 1 + ahead}
+    config = EngineConfig(form=form, block=3, **shape, max_slots=60, pages=440, prefill_chunk=24)
+    requests = exact_of(random_requests(56, rng, budgets=True))
+    monkeypatch.setattr("smc.engine.turns.EVERY", 1)
+    monkeypatch.setattr("smc.engine.turns.REST", 0)
+    engine = small_engine(config, monkeypatch, ahead=ahead, clock=lambda: float(next(clock)), trees=AnyRows(rng))
     turns = Turns(rng, {} if ahead else {side: TokenLedger(engine, side) for side in ("draft", "target")})
     lives = live(engine, requests, rng, submit=0.9, cancel=0.04, interrupt=0.05, after_step=turns)
     assert_empty(engine)
     assert not any(engine.memory.leaked().values()) and not engine.starts.stops.used
-    assert min(turns.seen["alone"], turns.seen["back"]) > 20, turns.seen
-    phases = {f"{phase} {saved}" for phase in ("queued", "prefill") for saved in (True, False)} | {"running False"}
-    assert phases <= set(turns.seen) and lives.events["preempted"] > 10 and lives.events["cached"], (turns.seen, lives.events)
+    assert min(turns.seen[name] for name in ("alone", "back", "resized")) > 5, turns.seen
+    phases = {"queued", "queued again", "prefill", "prefill again", "running flying" if ahead else "running"}
+    assert phases <= set(turns.seen) and lives.events["preempted"] > 5 and lives.events["cached"], (turns.seen, lives.events)
     cut = (FinishReason.CANCELLED, FinishReason.TIME_BUDGET, FinishReason.QUEUE_TIME)
     exact = [one for one in requests if one.params.method is Method.EXACT]
-    assert sum(lives.final[one.request_id].finish_reason not in cut for one in exact) > 30
+    assert sum(lives.final[one.request_id].finish_reason not in cut for one in exact) > 20
     expected = with_endless_memory(config, plain_of(exact))
     for one in exact:
         _assert_same(lives.final[one.request_id], expected[one.request_id], cut)
@@ -99,33 +118,32 @@ def _assert_same(found: Answer, expected: Answer, cut: tuple[FinishReason, ...])
         assert found.logprobs == pytest.approx(expected.logprobs[: len(found.tokens)], abs=1e-4)
 
 
-@pytest.mark.parametrize("form", ["lockstep", "lookahead"])
-def test_the_target_runs_nothing_again_and_the_draft_what_it_lacks(form):
+@pytest.mark.parametrize(("form", "cached"), [("lockstep", False), ("lookahead", True)])
+def test_the_target_runs_nothing_again_and_the_draft_what_it_lacks(form, cached):
     """What the draft has computed is cached; without a cache it runs all that has been confirmed."""
-    for cached in (True, False):
-        engine = local_engine(pair(), EngineConfig(form=form, block=4, prefix_cache=cached))
-        asked = request([0, 1, 2] * 7, method="exact", particles=4, seed=1, max_tokens=60, ignore_eos=True)
-        engine.submit(asked)
-        while not running(engine) or running(engine)[0].committed < 20:
-            engine.step()
-        (group,), prompts = running(engine), _prompts(engine)
-        held = int(engine.slots.held_S["target"][group.slots[0]])
-        engine.go_alone(group)
+    engine = local_engine(pair(), EngineConfig(form=form, block=4, prefix_cache=cached))
+    asked = request([0, 1, 2] * 7, method="exact", particles=4, seed=1, max_tokens=60, ignore_eos=True)
+    engine.submit(asked)
+    while not running(engine) or running(engine)[0].committed < 20:
         engine.step()
-        assert group.alone and len(group.slots) == 1 and engine.slots.num_free == 63 and not prompts
-        assert int(engine.slots.held_S["target"][group.slots[0]]) == held
-        draft = engine.memory.ledgers["draft"]
-        assert draft.num_held == (held // 16 * 16 if cached else 0), "nothing of it but what is cached"
-        while group.committed < 40:
-            engine.step()
-        engine.rejoin(group)
-        while group.alone or group.phase is not Phase.RUNNING:
-            engine.step()
-        lacks = 21 + group.committed - 1 - (held // 16 * 16 if cached else 0)
-        assert prompts == [("draft", lacks)] and len(group.slots) == 4
-        (answer,) = [output.answer for output in engine.run([]) if output.answer]
-        plain = answers(engine, [Request("r", asked.prompt, SamplingParams(method="target", seed=1, max_tokens=60, ignore_eos=True))])
-        assert answer.tokens == plain["r"].tokens
+    (group,), prompts = running(engine), _prompts(engine)
+    held = int(engine.slots.held_S["target"][group.slots[0]])
+    engine.go_alone(group)
+    engine.step()
+    assert group.alone and len(group.slots) == 1 and engine.slots.num_free == 63 and not prompts
+    assert int(engine.slots.held_S["target"][group.slots[0]]) == held
+    draft = engine.memory.ledgers["draft"]
+    assert draft.num_held == (held // 16 * 16 if cached else 0), "nothing of it but what is cached"
+    while group.committed < 40:
+        engine.step()
+    engine.rejoin(group)
+    while group.alone or group.phase is not Phase.RUNNING:
+        engine.step()
+    lacks = 21 + group.committed - 1 - (held // 16 * 16 if cached else 0)
+    assert prompts == [("draft", lacks)] and len(group.slots) == 4
+    (answer,) = [output.answer for output in engine.run([]) if output.answer]
+    plain = answers(engine, [Request("r", asked.prompt, SamplingParams(method="target", seed=1, max_tokens=60, ignore_eos=True))])
+    assert answer.tokens == plain["r"].tokens
 
 
 def _prompts(engine: Engine) -> list[tuple[str, int]]:

@@ -135,6 +135,8 @@ statistics = st.builds(
     accepted_per_round=number,
     hits=int32,
     misses=int32,
+    alone_rounds=int32,
+    mean_rows=number,
 )
 
 

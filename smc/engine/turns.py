@@ -1,0 +1,98 @@
+"""When the policy of trees is asked, and about what: which requests of exact decoding shall have how many rows, or be decoded by the target
+alone. How a request changes over is the engine's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from smc.engine.acceptance import Acceptance
+from smc.engine.group import Group, Phase
+from smc.engine.methods import TARGET_ALONE, decoding_of
+from smc.engine.policy import Beside, Costs, Tree, TreePolicy
+from smc.engine.request import Method
+from smc.runtime.plan import Program
+
+EVERY = 8
+"""Steps between two questions about the same requests."""
+REST = 16
+"""Steps after a change, in which it shows."""
+
+
+class Turns:
+    """Asks a policy, and lets requests go alone or come back."""
+
+    def __init__(
+        self,
+        policy: TreePolicy,
+        acceptance: Acceptance,
+        go_alone: Callable[[Group], None],
+        rejoin: Callable[[Group, int], None],
+    ) -> None:
+        """`acceptance`: of all requests together."""
+        self._policy, self._acceptance = policy, acceptance
+        self._go_alone, self._rejoin = go_alone, rejoin
+        self._asked_about: list[Group] = []
+        self._left = 0
+        """Steps until the next question about these."""
+
+    def begin(self, group: Group, running: Sequence[Group], share: int, costs: Costs | None) -> None:
+        """For one that waits, if it is of exact decoding and has not begun: what it shall start with. `share`: of the free slots, if all
+        that wait get as many."""
+        if group.params.method is not Method.EXACT or group.has_begun:
+            return
+        tree = replace(self._tree(group), most=min(group.most_rows, max(1, share)))
+        rows = self._policy.begin(tree, [self._tree(other) for other in _exact(running)], _beside(running), costs)
+        if rows == 0:
+            self._go_alone(group)
+        elif rows and group.alone:
+            self._rejoin(group, rows)
+        elif rows:
+            group.decode_by(group.decoding, rows)
+
+    def follow(self, running: Sequence[Group], waiting: Sequence[Group], costs: Costs | None) -> None:
+        """Once a step: ask about running requests, where it is time to, and let those change that shall. `waiting`: for slots alone."""
+        groups, self._left = _exact(running), self._left - 1
+        if not groups or self._left > (EVERY if groups != self._asked_about else 0):
+            return
+        self._asked_about, self._left = groups, EVERY
+        trees, others = ([self._tree(group) for group in some] for some in (groups, _exact(waiting)))
+        rows = self._policy.change(trees, others, _beside(running), costs)
+        for group, tree, wanted in zip(groups, trees, rows or ()):
+            if wanted != tree.rows:
+                self._left = EVERY + REST
+                self._change(group, wanted)
+
+    def _change(self, group: Group, rows: int) -> None:
+        """As soon as no round of it is under way."""
+        if group.alone and rows:
+            self._rejoin(group, rows)
+        elif rows:
+            group.turn, group.wish = None, rows
+        elif group.alone:
+            group.turn = None
+        elif group.phase is Phase.RUNNING:
+            group.turn = 0
+        else:
+            self._go_alone(group)
+
+    def _tree(self, group: Group) -> Tree:
+        return Tree(group.most_rows, group.acceptance.hazard(self._acceptance.hazard()), rows_of(group))
+
+
+def rows_of(group: Group) -> int:
+    """Rows of a request of exact decoding, after changes that are under way; 0: the target decodes it alone."""
+    if group.turn is not None:
+        return group.turn
+    return 0 if group.decoding is TARGET_ALONE else group.wish or group.wanted or group.count
+
+
+def _exact(groups: Sequence[Group]) -> list[Group]:
+    return [group for group in groups if group.params.method is Method.EXACT]
+
+
+def _beside(groups: Sequence[Group]) -> Beside:
+    others = [group for group in groups if group.params.method is not Method.EXACT]
+    of_pair = [group for group in others if group.decoding.program is Program.PAIR]
+    alone = sum(decoding_of(group.params) is TARGET_ALONE for group in others)
+    return Beside(len(of_pair), sum(group.rows for group in of_pair), alone, sum(group.rows for group in others))
