@@ -31,3 +31,11 @@ def test_types_that_there_are_not(field):
 def test_marks_of_hosts_are_custom_resources(field, value):
     with pytest.raises(ValueError, match=f"{field}='{value}'; allowed: a name of `ray start --resources`, none of CPU"):
         GangConfig(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("link", "device", "outlives"), [("nccl", "cpu", True), ("grpc", "cpu", True), ("grpc", "cuda", True), ("nccl", "cuda", False)]
+)
+def test_where_a_target_can_go_on_without_its_draft(link, device, outlives):
+    """A communicator of NCCL cannot be given up without what waits in it."""
+    assert GangConfig(link=link, device=device).outlives_draft is outlives
