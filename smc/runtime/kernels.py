@@ -12,13 +12,12 @@ from smc.kernels.law import Cut
 from smc.kernels.offers import offer
 from smc.kernels.sampling import draw, score
 from smc.kernels.selection import select
-from smc.kernels.stops import grow
-from smc.kernels.tables import reroot
 from smc.kernels.tree import Lives
 from smc.kernels.tree import adopt as kernel_adopt
 from smc.kernels.truncation import truncate
 from smc.kernels.walk import walk
 from smc.laws import LawSpec
+from smc.runtime import kernel_draft
 from smc.runtime.kernel_blocks import judge, lay_out
 from smc.runtime.kernel_choice import conclude, weigh
 from smc.runtime.kernel_follow import advance, follow
@@ -29,7 +28,6 @@ from smc.runtime.sampling import DrawKeys, Sampling
 from smc.runtime.sides import Parts
 from smc.runtime.stages import Graphs
 from smc.runtime.state import SlotState
-from smc.runtime.tables import Grow
 from smc.runtime.tree import Continuation, Tree
 
 
@@ -89,7 +87,7 @@ class KernelSampling(Sampling):
         return draw(logits_RV, self.vocab, temperature_R, *random, cut)
 
 
-def adopt(tree: Tree, more: Continuation, plan: RoundPlan, state: SlotState, grow: Grow, *, step: int, branches: int) -> Tree:
+def adopt(tree: Tree, more: Continuation, plan: RoundPlan, state: SlotState, *, step: int, branches: int) -> Tree:
     """As `smc.runtime.tree.adopt`; answers grow within the same launch."""
     chosen = None if more.chosen is None else (more.chosen, more.offers)
     places = (plan.group_A, plan.kind_G, plan.slot_A, plan.branch_pages_XB)
@@ -114,7 +112,6 @@ def gpu_parts(**options: bool) -> Parts:
         judge=judge,
         follow=follow,
         advance=advance,
+        drafting=kernel_draft.STEPS,
         run_prompt=run_prompt,
-        grow=grow,
-        reroot=reroot,
     )
