@@ -5,7 +5,7 @@ Says what it is before it is loaded.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from smc.models.check import require_pair
 from smc.models.config import ModelConfig
 from smc.models.decoder import Decoder
+from smc.models.draft_vocab import DraftVocab
 from smc.models.grow import grown_config, grown_model
 from smc.models.grown_files import grown_tokenizer
 from smc.models.loader import load_model
@@ -75,6 +76,16 @@ class SourcePair:
     draft: Source
     max_context: int
     """The shorter of both contexts, in tokens."""
+    draft_vocab: DraftVocab | None = None
+    """What the draft proposes, if not every token by its own likelihood."""
+
+    def with_draft_vocab(self, size: int | None, text: Path | None) -> SourcePair:
+        """`DraftVocab.of`, with the pair's tokenizer; None: as it is. Raises ValueError for a text without a size, too."""
+        if size is None:
+            if text is not None:
+                raise ValueError(f"draft_vocab_text={str(text)!r} has no effect without draft_vocab; leave it out")
+            return self
+        return replace(self, draft_vocab=DraftVocab.of(size, text, self.target.tokenizer()))
 
     @staticmethod
     def of(load: str, target: Path, draft: Path, small: tuple[Path, Path] | None = None) -> SourcePair:

@@ -15,6 +15,7 @@ from torch import Tensor
 from smc.algorithm.expansion import Expansion, Kind, Offers
 from smc.laws import LawSpec
 from smc.philox import Purpose
+from smc.runtime.draft_head import HeadSampling
 from smc.runtime.draft_steps import Offering, Shape, Steps
 from smc.runtime.forward import Rows, StaticForward
 from smc.runtime.outcome import Choice, Drafted, Lineage
@@ -29,7 +30,10 @@ class Drafter:
     """A model that drafts. Without a target it keeps all it drafts, with one row a particle: plain decoding."""
 
     forward: StaticForward
-    sampling: Sampling
+    logits: Callable[[Tensor], Tensor]
+    """Of hidden states, [R, V], or [R, M] of a head of its own."""
+    sampling: Sampling | HeadSampling
+    """Over these."""
     state: SlotState
     expand: Callable[..., Expansion]
     adopt: Callable[..., Tree]
@@ -78,7 +82,7 @@ class Drafter:
 
     def _extend(self, plan: RoundPlan, offering: Offering, hidden_SE: Tensor, tree: Tree, step: int) -> Tree:
         """Every row continues one of those before it with a token: at the first step a particle, later a row."""
-        logits_SV = self.forward.logits(hidden_SE)
+        logits_SV = self.logits(hidden_SE)
         own = offers = chosen = None
         if Kind.INDEPENDENT in plan.kinds:
             keys = DrawKeys(offering.seed_S, offering.round_S, offering.stream_SD, tree.next_X, self.purpose)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from smc.algorithm.expansion import Offers
+from smc.kernels.draft_head import spread, spread_rest
 from smc.kernels.expansion import expand, keep_roots
 from smc.kernels.law import Cut
 from smc.kernels.offers import offer
@@ -18,6 +19,7 @@ from smc.kernels.truncation import truncate
 from smc.kernels.walk import walk
 from smc.laws import LawSpec
 from smc.runtime import kernel_draft
+from smc.runtime.draft_head import HeadSampling
 from smc.runtime.kernel_blocks import judge, lay_out
 from smc.runtime.kernel_choice import conclude, weigh
 from smc.runtime.kernel_follow import advance, follow
@@ -87,6 +89,19 @@ class KernelSampling(Sampling):
         return draw(logits_RV, self.vocab, temperature_R, *random, cut)
 
 
+class KernelHeadSampling(HeadSampling):
+    """One launch makes tokens of columns."""
+
+    def _spread(self, column_RD: Tensor, logq_RD: Tensor, keys: DrawKeys) -> tuple[Tensor, Tensor]:
+        random = (keys.seed_R, keys.round_R, keys.stream_RD, keys.position_R, keys.purpose)
+        return spread(column_RD, logq_RD, random, self.ids_M, self.others_U, self.chance, self.log_inside, self.log_each)
+
+    def _spread_rest(self, offers: Offers, keys: DrawKeys, has_rest: bool) -> Offers:
+        random = (keys.seed_R, keys.round_R, keys.stream_RD, keys.position_R, keys.purpose)
+        logs = (self.log_inside, self.log_share, self.log_each)
+        return spread_rest(offers, random, self.ids_M, self.others_U, *logs, has_rest)
+
+
 def adopt(tree: Tree, more: Continuation, plan: RoundPlan, state: SlotState, *, step: int, branches: int) -> Tree:
     """As `smc.runtime.tree.adopt`; answers grow within the same launch."""
     chosen = None if more.chosen is None else (more.chosen, more.offers)
@@ -100,6 +115,7 @@ def gpu_parts(**options: bool) -> Parts:
     return Parts(
         forward=lambda worker: KernelForward(worker, **options),
         sampling=KernelSampling,
+        head_sampling=KernelHeadSampling,
         stages=Graphs,
         select=select,
         expand=expand,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from smc import stops
 from smc.algorithm.expansion import Expansion, expand, keep_roots
 from smc.algorithm.selection import Selection, select
 from smc.algorithm.walk import walk
+from smc.models.draft_vocab import DraftVocab
 from smc.philox import Purpose
 from smc.runtime import draft_steps
 from smc.runtime.blocks import Judge, LayOut, judge, lay_out
@@ -24,6 +26,7 @@ from smc.runtime.channel import Channel
 from smc.runtime.choice import Chooser, Conclude, Deciders, conclude
 from smc.runtime.config import EngineConfig
 from smc.runtime.draft import Drafter
+from smc.runtime.draft_head import HeadSampling
 from smc.runtime.draft_steps import Shape
 from smc.runtime.forward import StaticForward
 from smc.runtime.outcome import Choice, Drafted, RoundResult
@@ -43,6 +46,7 @@ class Parts:
 
     forward: Callable[[ModelWorker], StaticForward] = lambda worker: StaticForward(worker.model, worker.pool, worker.rope)
     sampling: Callable[[int], Sampling] = Sampling
+    head_sampling: Callable[[Sampling, DraftVocab, torch.device], HeadSampling] = HeadSampling
     stages: Callable[[torch.device], Stages] = Stages
     select: Callable[..., Selection] = select
     expand: Callable[..., Expansion] = expand
@@ -71,11 +75,12 @@ class Side:
         self.state = SlotState(config.max_slots, worker.width, pending, stop_tables, worker.device, parts.advance)
         self._forward = parts.forward(worker)
         self._sampling = parts.sampling(worker.vocab_size)
-        self._drafts = {"forward": self._forward, "sampling": self._sampling, "state": self.state}
+        self._drafts = {"forward": self._forward, "state": self.state}
         self._drafts |= {"expand": parts.expand, "adopt": parts.adopt, "steps": parts.drafting}
         # Plain decoding of a target must not depend on rounds: exact decoding makes the same draws in others.
         shape = Shape(config.block, 1, by_round=worker.name == "draft")
-        self._alone = Drafter(**self._drafts, shape=shape, mixture=0.0, purpose=Purpose.TARGET)
+        law = {"logits": self._forward.logits, "sampling": self._sampling, "mixture": 0.0, "purpose": Purpose.TARGET}
+        self._alone = Drafter(**self._drafts, shape=shape, **law)
 
     def join(self, group: Join) -> None:
         """Particles take part from the next round on."""
@@ -151,8 +156,13 @@ class DraftSide(Side):
     def __init__(self, config: EngineConfig, worker: ModelWorker, parts: Parts, stages: Stages, channel: Channel) -> None:
         super().__init__(config, worker, parts, stages, pending=config.begin_tokens)
         self._channel = channel
+        logits, sampling, head = self._forward.logits, self._sampling, worker.draft_head
+        if head is not None:
+            logits = partial(logits, head=head.matrix)
+            sampling = parts.head_sampling(parts.sampling(len(head.vocab.ids_M)), head.vocab, worker.device)
         shape = Shape(config.block, config.branches, by_round=True)
-        self._drafter = Drafter(**self._drafts, shape=shape, mixture=config.defensive_share)
+        law = {"logits": logits, "sampling": sampling, "mixture": config.defensive_share}
+        self._drafter = Drafter(**self._drafts, shape=shape, **law)
         self._round: tuple[RoundPlan, Tree, tuple] | None = None
 
     def round(self, plan: RoundPlan) -> Reading:

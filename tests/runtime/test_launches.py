@@ -83,14 +83,14 @@ def launches(monkeypatch) -> Launches:
 @pytest.mark.parametrize(
     ("config", "law", "a_step"),
     [
-        (EngineConfig(block=3, branches=2), {"population": "distinct"}, ["_survey", "_find", "_race_rest", "_finish_rest", "_expand"]),
-        (EngineConfig(form="lockstep", block=3), {"population": "independent"}, ["_race", "_finish_race"]),
+        (EngineConfig(block=2, branches=2), {"population": "distinct"}, ["_survey", "_find", "_race_rest", "_finish_rest", "_expand"]),
+        (EngineConfig(form="lockstep", block=2), {"population": "independent"}, ["_race", "_finish_race"]),
     ],
     ids=["distinct ahead", "independent in lockstep"],
 )
 def test_a_round_takes_few_launches_beside_the_model(launches, config, law, a_step):
     with launches:
-        found = answers(local_engine(pair("llama"), config), [request([1, 2, 3], particles=2, max_tokens=4, ignore_eos=True, **law)])
+        found = answers(local_engine(pair("llama"), config), [request([1, 2, 3], particles=2, max_tokens=3, ignore_eos=True, **law)])
     rounds = launches.count["begin"]
     assert rounds >= found["r"].statistics.rounds > 0
     each = ["begin", "pack", "resume", "advance", *([] if config.lookahead else ["index"])]
