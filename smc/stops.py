@@ -171,7 +171,7 @@ class Growth:
 
 def grow(tables: StopTables, entry_A: Tensor, text_A: Tensor, tokens_AK: Tensor, room_A: Tensor) -> Growth:
     """Tokens appended to answers in state `text` that have room for `room` more; all integers. An id that no token has has no bytes and
-    ends nothing, and an answer in `DONE` ends with any token. The reference: `smc.kernels.stops.grow` does the same in one launch."""
+    ends nothing, and an answer in `DONE` ends with any token. The reference: `smc.kernels.stops.after_all` does the same within kernels."""
     k = tokens_AK.shape[1]
     entry_A = entry_A.long()
     states = [text_A.long()]

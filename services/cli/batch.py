@@ -34,6 +34,8 @@ def batch(
     dtype: options.Dtype = None,
     target_dtype: options.TargetDtype = None,
     draft_dtype: options.DraftDtype = None,
+    draft_vocab: options.DraftVocab = None,
+    draft_vocab_text: options.DraftVocabText = None,
     form: options.Form = None,
     block: options.Block = None,
     branches: options.Branches = None,

@@ -35,6 +35,8 @@ def bench(
     device: options.Device = "cpu",
     target_dtype: options.TargetDtype = None,
     draft_dtype: options.DraftDtype = None,
+    draft_vocab: options.DraftVocab = None,
+    draft_vocab_text: options.DraftVocabText = None,
     load: Annotated[
         str | None,
         options.option(
@@ -102,14 +104,14 @@ def bench(
     """Measure speed: on GPUs answer tokens a second of every mode, on a CPU where the time of a round goes."""
     law = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     on_gpu = {"load": load, "mode": mode, "context": context, "trace": trace, **law}
-    types = {"target_dtype": target_dtype, "draft_dtype": draft_dtype}
+    own = {"target_dtype": target_dtype, "draft_dtype": draft_dtype, "draft_vocab": draft_vocab, "draft_vocab_text": draft_vocab_text}
     gang_only = {"draft_tp": draft_tp, "target_tp": target_tp, "threads": threads}
     if advise:
         idle = {"mode": mode, "context": context, "prompts": prompts or None, "method": method, "population": population}
         _refuse_idle(idle | {"rounds": rounds, "draft_tp": draft_tp, "trace": trace}, "with --advise")
         wanted = {"loads": concurrency, "particles": particles, "branches": branches, "blocks": block, "acceptance": acceptance}
         law = {name: value for name, value in law.items() if value is not None}
-        given = {"load": load, "target": target, "draft": draft, "device": device, "threads": threads, **types}
+        given = {"load": load, "target": target, "draft": draft, "device": device, "threads": threads, **own}
         _check(concurrency or (1,), 1, json, {} if link else {"target_tp": target_tp}, picture)
         _advise({**wanted, "law": law, "json": json, "picture": picture}, given, gpus, target_tp, link)
         return
@@ -128,7 +130,7 @@ def bench(
             _refuse_idle({"context": context}, "with --load grown, whose prompts are problems")
         contexts = context or ttft.CONTEXTS if prompts else () if load == "grown" else context or (256,)
         plan = SpeedPlan(degrees, modes, particles, block, branches, contexts, concurrency, rounds, law, not no_prefix_cache, decoding)
-        given = {"load": load, "target": target, "draft": draft, "device": device, "threads": threads, **types}
+        given = {"load": load, "target": target, "draft": draft, "device": device, "threads": threads, **own}
         with _machine(degrees, gang.gang_config(given), link) as (machine, count):
             _measure_prompts(plan, machine, count, json) if prompts else _measure_speed(plan, machine, count, json, trace)
         return
@@ -137,7 +139,7 @@ def bench(
         _check(concurrency, rounds, json, {})
         places, contexts = (target, draft), context or ttft.SHORT_CONTEXTS
         plan = SpeedPlan((1, 1), ("plain", "lookahead"), particles, block, branches, contexts, concurrency, rounds, {}, True, decoding)
-        _measure_prompts(plan, _cpu_machine(places, threads, types), 2, json)
+        _measure_prompts(plan, _cpu_machine(places, threads, own), 2, json)
         return
     _refuse_idle(on_gpu, "without --device cuda")
     if len(particles) > 1:
@@ -146,11 +148,11 @@ def bench(
     _check(concurrency, rounds, json, {"draft_tp": draft_tp, "target_tp": target_tp} if not link else {})
     configs = [replace(config, prefix_cache=not no_prefix_cache) for config in _configs(block, branches)]
     if link:
-        given = {"target": target, "draft": draft, "draft_tp": draft_tp, "target_tp": target_tp, "threads": threads, **types}
+        given = {"target": target, "draft": draft, "draft_tp": draft_tp, "target_tp": target_tp, "threads": threads, **own}
         rows = _measure_gangs([replace(gang.gang_config(given), link=name) for name in link], configs, concurrency, sampling, rounds)
         out.print(gang_table(rows), GANG_LEGEND.format(particles=particles[0]), sep="\n")
     else:
-        rows = _measure_local((target, draft), configs, concurrency, sampling, rounds, threads, types)
+        rows = _measure_local((target, draft), configs, concurrency, sampling, rounds, threads, own)
         out.print(round_table(rows), LOCAL_LEGEND.format(particles=particles[0], rounds=rounds), sep="\n")
     out.print(*curve_tables(seen_of_rounds(rows)), CURVES_LEGEND, sep="\n")
     _write(json, rows)
@@ -202,14 +204,14 @@ def _measure_local(
     sampling: dict[str, object],
     rounds: int,
     threads: int | None,
-    types: dict[str, str | None],
+    own: dict[str, object],
 ) -> list[RoundTime]:
     from services.cli.pair import load_pair, pair_places, use_threads
     from smc.evaluation.round_time import measure
 
     found = pair_places(*places)
     use_threads(threads, found)
-    pair = load_pair(found, "cpu", None, **types)
+    pair = load_pair(found, "cpu", None, **own)
     rows = []
     with progress_bar() as progress:
         task = progress.add_task("rounds", total=len(configs) * len(concurrency))
@@ -246,8 +248,8 @@ def _advise(wanted: dict[str, object], given: dict[str, object], gpus: int | Non
     if not on_gpu:
         _refuse_idle({"load": given["load"]}, "without --device cuda")
     if not on_gpu and not link:
-        types = {name: given[name] for name in ("target_dtype", "draft_dtype")}
-        advising.run(plan, _cpu_machine((given["target"], given["draft"]), given["threads"], types), compiles=False)
+        own = {name: given[name] for name in ("target_dtype", "draft_dtype", "draft_vocab", "draft_vocab_text")}
+        advising.run(plan, _cpu_machine((given["target"], given["draft"]), given["threads"], own), compiles=False)
         return
     apart = (1, max((degree for degree in degrees if degree < gpus), default=1))
     with _machine(apart, gang.gang_config(given), link) as (machine, _):
@@ -264,7 +266,7 @@ def _machine(degrees: tuple[int, int], config: GangConfig, link: list[str] | Non
 
     gpus = count_gpus() if config.device == "cuda" else None
     models = LoadedModels(config.sources, config.dtypes)
-    here = LocalMachine(models.model, models.tokenizer)
+    here = LocalMachine(models.model, models.tokenizer, models.draft_head)
     if not link:
         yield here, gpus
         return
@@ -275,13 +277,13 @@ def _machine(degrees: tuple[int, int], config: GangConfig, link: list[str] | Non
         yield (Machines(here, apart) if gpus else apart), gpus
 
 
-def _cpu_machine(places: tuple[Path | None, Path | None], threads: int | None, types: dict[str, str | None]) -> PairMachine:
+def _cpu_machine(places: tuple[Path | None, Path | None], threads: int | None, own: dict[str, object]) -> PairMachine:
     from services.cli.pair import load_pair, pair_places, use_threads
     from smc.evaluation.ttft import PairMachine
 
     found = pair_places(*places)
     use_threads(threads, found)
-    return PairMachine(load_pair(found, "cpu", None, **types))
+    return PairMachine(load_pair(found, "cpu", None, **own))
 
 
 def _measure_speed(plan: SpeedPlan, machine: Machine, gpus: int, json: Path | None, trace: Path | None) -> None:

@@ -28,6 +28,8 @@ def evaluate(
     dtype: options.Dtype = None,
     target_dtype: options.TargetDtype = None,
     draft_dtype: options.DraftDtype = None,
+    draft_vocab: options.DraftVocab = None,
+    draft_vocab_text: options.DraftVocabText = None,
     problems: Annotated[int, options.option(options.MEASURE, "Held-out problems a setting answers.", metavar="COUNT")] = 1000,
     seed: Annotated[int, options.option(options.MEASURE, "Of the problems and of the answers.", metavar="SEED")] = 0,
     speed_problems: Annotated[
@@ -57,8 +59,8 @@ def evaluate(
     settings = _settings(grid_of(particles, block, branches, temperature), only)
     if ess_threshold is not None and not any(setting.population == "independent" for setting in settings):
         raise ValueError(f"--ess-threshold {ess_threshold:g} has no effect without settings of independent particles; leave it out")
-    types = (dtype, target_dtype, draft_dtype)
-    pairs, record = prepare(plan, settings, Pairs.of(load, target, draft, device, types), json, resume)
+    own = (dtype, target_dtype, draft_dtype, draft_vocab, draft_vocab_text)
+    pairs, record = prepare(plan, settings, Pairs.of(load, target, draft, device, own), json, resume)
     measure_all(pairs, plan, settings, record)
     report(plan, settings, record, markdown, picture)
 

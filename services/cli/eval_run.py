@@ -61,8 +61,8 @@ class Pairs:
     device: str
 
     @staticmethod
-    def of(load: str, target: str | None, draft: str | None, device: str, types: tuple[str | None, str | None, str | None]) -> Pairs:
-        """`types`: of both, of the target alone, of the draft alone. Raises ValueError for what cannot be."""
+    def of(load: str, target: str | None, draft: str | None, device: str, own: tuple[object, ...]) -> Pairs:
+        """`own`: what else `loaded_models` takes, in its order. Raises ValueError for what cannot be."""
         if load not in ("files", "grown"):
             raise ValueError(f"--load {load}; allowed: files, grown")
         for name, shape in (("target", target), ("draft", draft)):
@@ -71,7 +71,7 @@ class Pairs:
             if shape is None and load == "grown":
                 raise ValueError(f"--load grown needs --{name}, the name of a published shape")
         places = DEMO if load == "files" else (Path(target), Path(draft))
-        return Pairs(loaded_models(load, places, device, *types), load, device)
+        return Pairs(loaded_models(load, places, device, *own), load, device)
 
     def placed(self, setting: Setting) -> ModelPair:
         """Look-ahead has a GPU for each model where there are two; all else is on one, which is that of the target."""
@@ -85,7 +85,8 @@ class Pairs:
         sources = self.models.sources
         shapes = {side: sources.of_side(side).name for side in SIDES} if self.load == "grown" else {}
         gpus = {} if self.device == "cpu" else {"gpus": _gpus()}
-        return machine(self.device) | {"dtype": name_dtypes(self.models.dtypes), "load": self.load, **shapes, **gpus}
+        head = {} if sources.draft_vocab is None else {"draft_vocab": len(sources.draft_vocab.ids_M)}
+        return machine(self.device) | {"dtype": name_dtypes(self.models.dtypes), "load": self.load, **shapes, **gpus, **head}
 
 
 def _gpus() -> int:
@@ -184,6 +185,7 @@ def _about(record: Record) -> str:
         f"{with_['problems']:,} held-out problems (seed {with_['seed']}), temperature {with_['temperature']:g}, "
         f"ESS threshold {with_['ess_threshold']:g}; "
         + (f"grown into {with_['target']} and {with_['draft']}; " if with_["load"] == "grown" else "")
+        + (f"draft vocabulary of {with_['draft_vocab']:,}; " if "draft_vocab" in with_ else "")
         + f"{with_['device_name']}{' x 2' if with_.get('gpus') == 2 else ''}, {with_['dtype']}, torch {with_['torch']}"
         + (f", {with_['threads']} thread" + "s" * (with_["threads"] > 1) if with_["device"] == "cpu" else "")
     )

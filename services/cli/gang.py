@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 CLUSTER = "Cluster"
 GANG_FIELDS = (
     *("load", "target_tp", "draft_tp", "target_resource", "draft_resource", "link", "device", "threads"),
-    *("dtype", "target_dtype", "draft_dtype"),
+    *("dtype", "target_dtype", "draft_dtype", "draft_vocab", "draft_vocab_text"),
     *("start_timeout", "link_timeout", "heartbeat", "max_failed_starts", "trace"),
 )
 ENGINE_FIELDS = (

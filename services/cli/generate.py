@@ -24,8 +24,8 @@ SAMPLING_FIELDS = (
     *("ess_threshold", "resampling", "seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "time_budget"),
 )
 ENGINE_FIELDS = ("form", "block", "branches", "max_context")
-PAIR_FIELDS = ("form", "branches")
-"""Of the engine, for methods of both models."""
+PAIR_FIELDS = ("form", "branches", "draft_vocab", "draft_vocab_text")
+"""For methods of both models."""
 PLAIN = ("target", "draft")
 DEFAULT_MAX_TOKENS = 256
 
@@ -39,6 +39,8 @@ def generate(
     dtype: options.Dtype = None,
     target_dtype: options.TargetDtype = None,
     draft_dtype: options.DraftDtype = None,
+    draft_vocab: options.DraftVocab = None,
+    draft_vocab_text: options.DraftVocabText = None,
     method: options.Method = None,
     max_tokens: options.MaxTokens = None,
     seed: options.Seed = None,
@@ -75,7 +77,7 @@ def generate(
     _refuse_idle(given)
     require_directories(places)
     _sampling(given)
-    models = loaded_models("files", places, device, dtype, target_dtype, draft_dtype)
+    models = loaded_models("files", places, device, dtype, target_dtype, draft_dtype, draft_vocab, draft_vocab_text)
     use_threads(threads, places)
     pair = models.pair(device, device)
     return _answer(pair, *_settings(pair, text, raw, given), as_json)

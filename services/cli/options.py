@@ -29,6 +29,16 @@ TargetDtype = Annotated[
     option(MODELS, "Of the target alone. fp8: its matrices, with a scale for each output; all else is bfloat16.", metavar="TYPE"),
 ]
 DraftDtype = Annotated[str | None, option(MODELS, "Of the draft alone.", metavar="TYPE")]
+DraftVocab = Annotated[
+    int | None,
+    option(MODELS, "Propose from the likeliest N tokens alone, by --draft-vocab-text. Default: all.", "--draft-vocab", metavar="N"),
+]
+DraftVocabText = Annotated[
+    Path | None,
+    option(
+        MODELS, "A text in UTF-8, like those to be written: its most frequent tokens are proposed.", "--draft-vocab-text", metavar="FILE"
+    ),
+]
 
 Method = Annotated[
     str | None,

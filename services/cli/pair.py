@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from smc import demo
 from smc.limits import DTYPE_NAMES
@@ -11,6 +11,7 @@ from smc.limits import DTYPE_NAMES
 if TYPE_CHECKING:
     from smc.engine.local import ModelPair
     from smc.models.decoder import Decoder
+    from smc.models.draft_vocab import DraftHead
     from smc.models.source import SourcePair
 
 DEVICES = ("cpu", "cuda")
@@ -33,12 +34,10 @@ def require_directories(places: tuple[Path, Path]) -> None:
         raise ValueError("\n".join(f"{each}; a Hugging Face model directory is needed" for each in missing))
 
 
-def load_pair(
-    places: tuple[Path, Path], device: str, dtype: str | None, target_dtype: str | None = None, draft_dtype: str | None = None
-) -> ModelPair:
-    """Both models of two directories on one device. Raises ValueError as `loaded_models`."""
+def load_pair(places: tuple[Path, Path], device: str, dtype: str | None, **options: Any) -> ModelPair:
+    """Both models of two directories on one device. Options and errors are those of `loaded_models`."""
     require_directories(places)
-    return loaded_models("files", places, device, dtype, target_dtype, draft_dtype).pair(device, device)
+    return loaded_models("files", places, device, dtype, **options).pair(device, device)
 
 
 def loaded_models(
@@ -48,6 +47,8 @@ def loaded_models(
     dtype: str | None,
     target_dtype: str | None = None,
     draft_dtype: str | None = None,
+    draft_vocab: int | None = None,
+    draft_vocab_text: Path | None = None,
 ) -> LoadedModels:
     """`load` as in `GangConfig`. Raises ValueError for a device that is not there, and for whatever stands in the way of the pair."""
     if device not in DEVICES:
@@ -57,7 +58,7 @@ def loaded_models(
             raise ValueError(f"--{option} {value}; allowed: {', '.join(DTYPE_NAMES)}")
     from smc.models.source import SourcePair
 
-    sources = SourcePair.of(load, *places, small=DEMO)
+    sources = SourcePair.of(load, *places, small=DEMO).with_draft_vocab(draft_vocab, draft_vocab_text)
     if device == "cuda":
         import torch
 
@@ -74,6 +75,7 @@ class LoadedModels:
         self.sources, self.dtypes = sources, dtypes
         self.tokenizer = sources.target.tokenizer()
         self._loaded: dict[tuple[str, str], Decoder] = {}
+        self._heads: dict[str, DraftHead] = {}
 
     def model(self, side: str, device: str) -> Decoder:
         if (side, device) not in self._loaded:
@@ -82,11 +84,18 @@ class LoadedModels:
             self._loaded[side, device] = self.sources.of_side(side).load(dtype=DTYPES[self.dtypes[side]], device=device)
         return self._loaded[side, device]
 
+    def draft_head(self, device: str) -> DraftHead | None:
+        """What the draft proposes with on a device, if not with all of its head."""
+        vocab = self.sources.draft_vocab
+        if vocab is not None and device not in self._heads:
+            self._heads[device] = vocab.head(self.model("draft", device))
+        return self._heads.get(device)
+
     def pair(self, draft_device: str, target_device: str) -> ModelPair:
         from smc.engine.local import ModelPair
 
         target, draft = self.model("target", target_device), self.model("draft", draft_device)
-        return ModelPair(target, draft, self.tokenizer, self.sources.max_context)
+        return ModelPair(target, draft, self.tokenizer, self.sources.max_context, self.draft_head(draft_device))
 
 
 def use_threads(count: int | None, places: tuple[Path, Path]) -> None:

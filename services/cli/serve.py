@@ -33,6 +33,8 @@ def serve(
     dtype: options.Dtype = None,
     target_dtype: options.TargetDtype = None,
     draft_dtype: options.DraftDtype = None,
+    draft_vocab: options.DraftVocab = None,
+    draft_vocab_text: options.DraftVocabText = None,
     host: Annotated[str | None, options.option(LISTEN, "Address. Default: 127.0.0.1; 0.0.0.0 = every network.", metavar="HOST")] = None,
     port: Annotated[int | None, options.option(LISTEN, "Default: 50051; 0 = any free one.", metavar="PORT")] = None,
     http_port: Annotated[

@@ -48,6 +48,10 @@ class GangConfig:
     target_dtype: str | None = None
     """Of the target, if it has one of its own."""
     draft_dtype: str | None = None
+    draft_vocab: int | None = None
+    """Tokens that the draft proposes by likelihood (`smc.models.draft_vocab`). Default: all."""
+    draft_vocab_text: Path | None = None
+    """A text in UTF-8 whose most frequent tokens these are; read where the service is started."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     threads: int = 1
     """CPU threads of torch in each rank."""
@@ -105,7 +109,8 @@ class GangConfig:
     def sources(self) -> SourcePair:
         """What is to be loaded. Raises ValueError if it cannot be served; nothing is loaded yet."""
         places = (self.target.absolute(), self.draft.absolute()) if self.load == "files" else (self.target, self.draft)
-        return SourcePair.of(self.load, *places, small=(demo.TARGET, demo.DRAFT))
+        sources = SourcePair.of(self.load, *places, small=(demo.TARGET, demo.DRAFT))
+        return sources.with_draft_vocab(self.draft_vocab, self.draft_vocab_text)
 
     def serving_pair(self) -> ServingPair:
         """Look at both models without loading them. Raises ValueError if they cannot be served this way."""

@@ -130,7 +130,8 @@ class GangMachine:
     def weight_bytes(self, mode: Mode, side: str) -> int:
         whole, degree = self._config.sources.of_side(side).config, max(1, mode.degrees[SIDES.index(side)])
         dtype = DTYPES[self._config.dtypes[side]]
-        return read_bytes(empty_decoder(local_config(whole, Shard(0, degree)), None, dtype, "meta"))
+        model, vocab = empty_decoder(local_config(whole, Shard(0, degree)), None, dtype, "meta"), self._config.sources.draft_vocab
+        return read_bytes(model, vocab.head(model) if vocab and side == "draft" else None)
 
     def shape(self, mode: Mode, side: str) -> ModelConfig:
         return self._config.sources.of_side(side).config

@@ -20,6 +20,7 @@ def rank_spec(config: GangConfig, pair: ServingPair, meeting: Meeting, side: str
         shard=shard,
         source=config.sources.of_side(side),
         vocabulary=config.sources.target,
+        draft_vocab=config.sources.draft_vocab if side == "draft" else None,
         dtype=config.dtypes[side],
         device=config.device,
         between="cpu" if shares_gpu else config.device,

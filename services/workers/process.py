@@ -13,6 +13,7 @@ from services.workers.rank import Rank, follow, lead
 from smc.engine.local import parts_for
 from smc.kv.pool import KVPool, pages_that_fit
 from smc.models.decoder import Decoder
+from smc.models.draft_vocab import DraftHead, DraftVocab
 from smc.models.linear import DTYPES
 from smc.models.parallel import Shard
 from smc.models.source import Source
@@ -33,6 +34,8 @@ class RankSpec:
     source: Source
     vocabulary: Source
     """Whose tokenizer is the pair's."""
+    draft_vocab: DraftVocab | None
+    """Of a draft: what it proposes, if not every token by its own likelihood."""
     dtype: str
     device: str
     """`cpu` or `cuda`: the one GPU that this process sees."""
@@ -58,6 +61,7 @@ class Loaded:
 
     model: Decoder
     group: TensorParallel | None
+    draft_head: DraftHead | None
 
 
 def load_rank(spec: RankSpec) -> Loaded:
@@ -67,7 +71,8 @@ def load_rank(spec: RankSpec) -> Loaded:
     if shard.degree > 1:
         name = spec.meeting.name(f"{spec.side}/ranks")
         group = TensorParallel(spec.meeting.store(), name, shard.rank, shard.degree, device, spec.timeout)
-    return Loaded(spec.source.load(dtype=DTYPES[spec.dtype], device=device, shard=shard, reduce=group), group)
+    model = spec.source.load(dtype=DTYPES[spec.dtype], device=device, shard=shard, reduce=group)
+    return Loaded(model, group, spec.draft_vocab.head(model) if spec.draft_vocab else None)
 
 
 def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
@@ -76,7 +81,7 @@ def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
     model, group = loaded.model, loaded.group
     device, leads = torch.device(spec.device), spec.shard.rank == 0
     sizes = {"width": spec.width, "pages": agree_on_pages(spec, model), "vocab_size": spec.vocab_size}
-    worker = ModelWorker(spec.side, model, token_bytes=TokenBytes.of(spec.vocabulary.tokenizer()), **sizes)
+    worker = ModelWorker(spec.side, model, token_bytes=TokenBytes.of(spec.vocabulary.tokenizer()), draft_head=loaded.draft_head, **sizes)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     store = spec.meeting.store()

@@ -11,6 +11,7 @@ from smc.engine.engine import Engine
 from smc.kv.pool import KVPool, pages_that_fit
 from smc.models.check import require_pair
 from smc.models.decoder import Decoder
+from smc.models.draft_vocab import DraftHead
 from smc.models.loader import load_model
 from smc.models.tokenizer import Tokenizer
 from smc.runtime.config import EngineConfig
@@ -30,6 +31,8 @@ class ModelPair:
     tokenizer: Tokenizer
     max_context: int
     """The shorter of both contexts, in tokens."""
+    draft_head: DraftHead | None = None
+    """What the draft proposes with, if not with all of its head."""
 
     @staticmethod
     def load(
@@ -64,6 +67,7 @@ def local_engine(pair: ModelPair, config: EngineConfig | None = None, **engine_o
             pages=pages,
             vocab_size=pair.tokenizer.size,
             token_bytes=TokenBytes.of(pair.tokenizer),
+            draft_head=pair.draft_head if side == "draft" else None,
         )
         for side in SIDES
     }

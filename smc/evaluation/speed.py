@@ -24,6 +24,7 @@ from smc.engine.request import Method, Output, Request, SamplingParams
 from smc.evaluation.round_time import PROBLEM_SEED, decoding_name
 from smc.models.config import ModelConfig
 from smc.models.decoder import Decoder
+from smc.models.draft_vocab import DraftHead
 from smc.models.presets import NoText
 from smc.models.tokenizer import Tokenizer
 from smc.runtime.config import EngineConfig
@@ -139,9 +140,16 @@ class Machine(Protocol):
 class LocalMachine:
     """GPUs of this process, one for each model, or one for both."""
 
-    def __init__(self, models: Callable[[str, str], Decoder], tokenizer: Tokenizer | NoText, **options: bool) -> None:
-        """`models` gives the model of a side on a device, where it already is; options are those of `KernelForward`."""
-        self._models, self.tokenizer, self._options = models, tokenizer, options
+    def __init__(
+        self,
+        models: Callable[[str, str], Decoder],
+        tokenizer: Tokenizer | NoText,
+        draft_head: Callable[[str], DraftHead | None] = lambda device: None,
+        **options: bool,
+    ) -> None:
+        """`models` gives the model of a side on a device, where it already is, and `draft_head` what the draft proposes with there, if not
+        with all of its head; options are those of `KernelForward`."""
+        self._models, self.tokenizer, self._draft_head, self._options = models, tokenizer, draft_head, options
 
     @contextmanager
     def engine(self, mode: Mode, config: EngineConfig) -> Iterator[Engine]:
@@ -149,8 +157,10 @@ class LocalMachine:
         pages = config.pool_pages(context)
         vocab = {"vocab_size": self.tokenizer.size, "token_bytes": TokenBytes.of(self.tokenizer)}
         sizes = {"width": config.width(context), "pages": pages, **vocab}
-        workers = {side: ModelWorker(side, self._models(side, device), **sizes) for side, device in self._devices(mode).items()}
-        for device in self._devices(mode).values():
+        devices = self._devices(mode)
+        heads = {"draft": self._draft_head(devices["draft"]), "target": None}
+        workers = {side: ModelWorker(side, self._models(side, device), draft_head=heads[side], **sizes) for side, device in devices.items()}
+        for device in devices.values():
             torch.cuda.reset_peak_memory_stats(device)
         pair = LocalPair(config, workers, gpu_parts(**self._options))
         yield Engine(config, workers, self.tokenizer, pair=pair, pages=dict.fromkeys(SIDES, pages), context=context)
@@ -159,7 +169,8 @@ class LocalMachine:
         torch.cuda.empty_cache()
 
     def weight_bytes(self, mode: Mode, side: str) -> int:
-        return read_bytes(self._models(side, self._devices(mode)[side]))
+        device = self._devices(mode)[side]
+        return read_bytes(self._models(side, device), self._draft_head(device) if side == "draft" else None)
 
     def shape(self, mode: Mode, side: str) -> ModelConfig:
         return self._models(side, self._devices(mode)[side]).config
@@ -171,10 +182,11 @@ class LocalMachine:
         return {"draft": "cuda:0", "target": "cuda:1" if mode.degrees[0] else "cuda:0"}
 
 
-def read_bytes(model: Decoder) -> int:
-    """Of the weights that a pass reads: not of the embedding, unless it is the head as well."""
-    embedding = model.embed.weight
-    return sum(w.numel() * w.element_size() for w in model.parameters() if w is not embedding or w is model.lm_head.weight)
+def read_bytes(model: Decoder, draft_head: DraftHead | None = None) -> int:
+    """Of the weights that a pass reads: of the embedding few rows, and all of the head that it uses."""
+    head = model.lm_head if draft_head is None else draft_head.matrix
+    elsewhere = [weight for name, weight in model.named_parameters() if not name.startswith(("embed.", "lm_head."))]
+    return sum(weight.nbytes for weight in (*elsewhere, *head.parameters()))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from smc.algorithm.expansion import Kind
 from smc.kernels.places import own_places
-from smc.kernels.stops import after
+from smc.kernels.stops import after, after_all
 
 INDEPENDENT, BEST = tl.constexpr(int(Kind.INDEPENDENT)), tl.constexpr(int(Kind.BEST))
 NONE = tl.constexpr(-float("inf"))
@@ -82,13 +82,10 @@ def conclude(
     slot = tl.load(slot_A + ancestor, mask=exists, other=0)
     entry = tl.load(entry_S + slot, mask=exists, other=0)
     text = tl.load(text_S + slot, mask=exists, other=0).to(tl.int32)
-    going = exists & (kept > 0)
-    for k in range(Q):
-        token = tl.load(tokens_AQ + block * Q + k, mask=going, other=-1).to(tl.int64)
-        text = after(
-            text, token, entry, going, is_stop_EV, vocab, has_strings_E, next_EXB, data_B, offset_V, spelled, STRINGS, DONE, STATES
-        )
-        going = going & (text != DONE) & (k + 1 < kept)
+    text, _ = after_all(
+        text, tokens_AQ + block * Q, 1, entry, exists, kept,
+        is_stop_EV, vocab, has_strings_E, next_EXB, data_B, offset_V, spelled, Q, STRINGS, DONE, STATES,
+    )  # fmt: skip
     end, pending = tl.load(end_S + slot, mask=exists, other=0), tl.load(pending_S + slot, mask=exists, other=0)
     room = tl.load(limit_S + slot, mask=exists, other=0) - (end - pending) - kept
     has_bonus, going = bonus >= 0, exists & (bonus >= 0) & (room > 0)

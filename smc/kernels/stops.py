@@ -1,37 +1,14 @@
-"""How answers grow, on the device: `smc.stops.grow` in one launch, a program for every few places.
-
-Nothing reads the host, and the grid follows from shapes alone: it can be captured in a CUDA graph.
+"""How answers grow, within kernels: what `smc.stops.grow` does to states of stop machines.
 
 Axes: A places, K tokens, E entries of the tables, X states, B bytes, V vocabulary.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from smc.stops import DONE, MAX_STATES, Growth, StopTables
-
-BLOCK = 32
-"""Places of a program, a warp's lanes: each of them waits for the longest token among them."""
-
-
-def grow(tables: StopTables, entry_A: Tensor, text_A: Tensor, tokens_AK: Tensor, room_A: Tensor) -> Growth:
-    """As `smc.stops.grow`: entry, text, room and tokens int32 or int64."""
-    places, k = tokens_AK.shape
-    assert tables.is_stop_EV.is_contiguous() and entry_A.shape == text_A.shape == room_A.shape == (places,)
-    entry_A, text_A, room_A = entry_A.contiguous(), text_A.contiguous(), room_A.contiguous()
-    count_A = torch.empty(places, dtype=torch.int64, device=tokens_AK.device)
-    ends_A = torch.empty(places, dtype=torch.bool, device=tokens_AK.device)
-    after_A = torch.empty_like(count_A)
-    if places:
-        _grow[(triton.cdiv(places, BLOCK),)](
-            entry_A, text_A, tokens_AK, *tokens_AK.stride(), room_A, count_A, ends_A, after_A, places,
-            *table_arguments(tables), K=k, STRINGS=tables.next_EXB is not None, DONE=DONE, STATES=MAX_STATES, BLOCK=BLOCK, num_warps=1,
-        )  # fmt: skip
-    return Growth(count_A, ends_A, after_A)
+from smc.stops import StopTables
 
 
 def table_arguments(tables: StopTables) -> tuple[object, ...]:
@@ -41,30 +18,21 @@ def table_arguments(tables: StopTables) -> tuple[object, ...]:
 
 
 @triton.jit
-def _grow(
-    entry_A, text_A, tokens_AK, stride_a, stride_k, room_A, count_A, ends_A, after_A, places,
-    is_stop_EV, vocab, has_strings_E, next_EXB, data_B, offset_V, spelled,
-    K: tl.constexpr, STRINGS: tl.constexpr, DONE: tl.constexpr, STATES: tl.constexpr, BLOCK: tl.constexpr,
+def after_all(
+    state, tokens_A, stride, entry, exists, room, is_stop_EV, vocab, has_strings_E, next_EXB, data_B, offset_V, spelled,
+    K: tl.constexpr, STRINGS: tl.constexpr, DONE: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
-    """`spelled` is how many tokens have bytes listed, which may be more or fewer than a model can draw (`vocab`)."""
-    a = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = a < places
-    entry = tl.load(entry_A + a, mask=inside, other=0).to(tl.int64)
-    state = tl.load(text_A + a, mask=inside, other=0).to(tl.int32)
-    room = tl.load(room_A + a, mask=inside, other=0)
-    tokens = tokens_AK + a.to(tl.int64) * stride_a
-    count = tl.zeros((BLOCK,), tl.int64)
-    going = inside & (room > 0)
+    """States int32 after those of K tokens that there is `room` for, up to the one that ends the answer; and how many those are.
+    `tokens_A` points to the first of each, `stride` apart."""
+    going, count = exists & (room > 0), tl.zeros_like(state)
     for k in range(K):
-        token = tl.load(tokens + k * stride_k, mask=going, other=-1).to(tl.int64)
+        token = tl.load(tokens_A + k * stride, mask=going, other=-1).to(tl.int64)
         state = after(
             state, token, entry, going, is_stop_EV, vocab, has_strings_E, next_EXB, data_B, offset_V, spelled, STRINGS, DONE, STATES
         )
-        count += going.to(tl.int64)
+        count += going.to(tl.int32)
         going = going & (state != DONE) & (count < room)
-    tl.store(count_A + a, count, mask=inside)
-    tl.store(ends_A + a, (count >= room) | (state == DONE), mask=inside)
-    tl.store(after_A + a, state.to(tl.int64), mask=inside)
+    return state, count
 
 
 @triton.jit
@@ -72,7 +40,8 @@ def after(
     state, token, entry, going, is_stop_EV, vocab, has_strings_E, next_EXB, data_B, offset_V, spelled,
     STRINGS: tl.constexpr, DONE: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
-    """States int32 of machines after one token each, where they are `going`; tokens and entries int64."""
+    """States int32 of machines after one token each, where they are `going`; tokens and entries int64. `spelled` is how many tokens have
+    bytes listed, which may be more or fewer than a model can draw (`vocab`)."""
     drawable = going & (token >= 0) & (token < vocab)
     is_stop = tl.load(is_stop_EV + entry * vocab + token, mask=drawable, other=0) != 0
     state = tl.where(is_stop, DONE, state)

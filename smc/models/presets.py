@@ -44,6 +44,7 @@ class NoText:
     """Stands in for a tokenizer where text has no meaning: every id is silent, and none ends an answer."""
 
     eos_ids: tuple[int, ...] = ()
+    special_ids: tuple[int, ...] = ()
     has_chat_template = False
 
     def __init__(self, size: int) -> None:

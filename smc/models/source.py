@@ -5,12 +5,13 @@ Says what it is before it is loaded, and imports torch only then.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smc.models.check import require_pair
 from smc.models.config import ModelConfig
+from smc.models.draft_vocab import DraftVocab
 from smc.models.fingerprint import fingerprint
 from smc.models.parallel import WHOLE, Reduce, Shard
 from smc.models.places import count_parameters
@@ -98,6 +99,16 @@ class SourcePair:
     draft: Source
     max_context: int
     """The shorter of both contexts, in tokens."""
+    draft_vocab: DraftVocab | None = None
+    """What the draft proposes, if not every token by its own likelihood."""
+
+    def with_draft_vocab(self, size: int | None, text: Path | None) -> SourcePair:
+        """`DraftVocab.of`, with the pair's tokenizer; None: as it is. Raises ValueError for a text without a size, too."""
+        if size is None:
+            if text is not None:
+                raise ValueError(f"draft_vocab_text={str(text)!r} has no effect without draft_vocab; leave it out")
+            return self
+        return replace(self, draft_vocab=DraftVocab.of(size, text, self.target.tokenizer()))
 
     @staticmethod
     def of(load: str, target: Path, draft: Path, small: tuple[Path, Path] | None = None) -> SourcePair:

@@ -62,6 +62,11 @@ class Tokenizer:
         return len(self._bytes)
 
     @property
+    def special_ids(self) -> tuple[int, ...]:
+        """Ids of tokens that are no text, ascending."""
+        return tuple(sorted(i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special))
+
+    @property
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
 

@@ -22,7 +22,7 @@ from smc.runtime.outcome import Choice, Drafted, Lineage, RoundResult
 from smc.runtime.plan import RoundPlan
 from smc.runtime.sampling import Sampling
 from smc.runtime.state import SlotState
-from smc.runtime.tables import Grow
+from smc.stops import grow
 
 LEAST_SHARE = 0.1
 """Distinct particles of less than this share of the mean weight lose their place more often than not: an answer waits for all of them."""
@@ -39,7 +39,7 @@ class Regrown:
     """bool: whether any does."""
 
 
-Conclude = Callable[[Grow, Evidence, Candidates, Selection | None, Regrown | None], tuple[Choice, RoundResult]]
+Conclude = Callable[[Evidence, Candidates, Selection | None, Regrown | None], tuple[Choice, RoundResult]]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,6 @@ class Deciders:
     expand: Callable[..., Expansion]
     keep_roots: Callable[..., tuple[Tensor, Tensor]]
     walk: Callable[..., tuple[Tensor, Tensor]]
-    grow: Grow
     conclude: Conclude
 
 
@@ -74,7 +73,7 @@ class Chooser:
             own = self._selected(plan, candidates)
         if plan.kinds - {Kind.INDEPENDENT}:
             trees = self._regrown(plan, candidates, drafted.block)
-        return self.decide.conclude(self.decide.grow, evidence, candidates, own, trees)
+        return self.decide.conclude(evidence, candidates, own, trees)
 
     def _selected(self, plan: RoundPlan, candidates: Candidates) -> Selection:
         """Independent particles: `smc.algorithm.selection`."""
@@ -117,18 +116,16 @@ class Taken:
     collapsed_G: Tensor
 
 
-def conclude(
-    grow: Grow, evidence: Evidence, candidates: Candidates, own: Selection | None, trees: Regrown | None
-) -> tuple[Choice, RoundResult]:
+def conclude(evidence: Evidence, candidates: Candidates, own: Selection | None, trees: Regrown | None) -> tuple[Choice, RoundResult]:
     """What becomes of every place, and what the host learns of it. `own`: of independent particles; `trees`: of the others."""
-    return Conclusion(grow, evidence, candidates).of(own, trees)
+    return Conclusion(evidence, candidates).of(own, trees)
 
 
 class Conclusion:
     """What has been decided for groups, for all of their places."""
 
-    def __init__(self, grow: Grow, evidence: Evidence, candidates: Candidates) -> None:
-        self.grow, self.evidence, self.candidates, self.plan = grow, evidence, candidates, evidence.plan
+    def __init__(self, evidence: Evidence, candidates: Candidates) -> None:
+        self.evidence, self.candidates, self.plan = evidence, candidates, evidence.plan
         self.scored, self.drafted, self.lookahead = evidence.scored, evidence.drafted, evidence.lookahead
         self.blocks = self.scored.blocks
         self.is_exact_A = self.plan.places_of(Kind.BEST)
@@ -240,9 +237,9 @@ class Conclusion:
         state, blocks, drafted = self.evidence.state, self.blocks, self.drafted
         slot_A = self.plan.slot_A[taken.ancestor_A]
         entry_A = state.entry_S[slot_A]
-        text_A = self.grow(state.stops, entry_A, state.text_S[slot_A], blocks.tokens_AQ[taken.block_A], kept_A).text_A
+        text_A = grow(state.stops, entry_A, state.text_S[slot_A], blocks.tokens_AQ[taken.block_A], kept_A).text_A
         room_A = state.limit_S[slot_A] - state.held(slot_A) - kept_A
-        said = self.grow(state.stops, entry_A, text_A, taken.bonus_A[:, None], room_A)
+        said = grow(state.stops, entry_A, text_A, taken.bonus_A[:, None], room_A)
         over_A = blocks.ended_A[taken.block_A] & (kept_A == blocks.count_A[taken.block_A])
         grown_A, ended_A = kept_A - 1, over_A
         if self.lookahead:

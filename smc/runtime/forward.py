@@ -13,6 +13,7 @@ from smc.attention.torch_backend import TorchAttention
 from smc.kv.pages import DUMMY_PAGE
 from smc.kv.pool import KVPool
 from smc.models.decoder import Decoder, RopeTable
+from smc.models.linear import Linear
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,9 @@ class StaticForward:
         hidden_TE[index_X] = self.model(tokens_T[index_X], self.rope.at(position_X), attend)
         return hidden_TE
 
-    def logits(self, hidden_RE: Tensor) -> Tensor:
-        """[R, V], in whatever type; the columns past the vocabulary are padding."""
-        return self.model.logits(hidden_RE)
+    def logits(self, hidden_RE: Tensor, head: Linear | None = None) -> Tensor:
+        """[R, V], in whatever type; the columns past the vocabulary are padding. With a `head`, of its rows."""
+        return self.model.logits(hidden_RE) if head is None else head(hidden_RE).float()
 
 
 def _without_padding(rows: Rows, live_X: np.ndarray) -> tuple[ForwardBatch, np.ndarray]:

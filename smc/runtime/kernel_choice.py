@@ -17,7 +17,6 @@ from smc.limits import MAX_PARTICLES
 from smc.runtime.candidates import Candidates, Evidence, Numbers
 from smc.runtime.choice import Regrown
 from smc.runtime.outcome import Choice, Lineage, RoundResult
-from smc.runtime.tables import Grow
 from smc.stops import DONE, MAX_STATES
 
 ROWS = 32
@@ -55,10 +54,8 @@ def weigh(evidence: Evidence) -> Candidates:
     return Candidates(root_X, weight_X, there_X, whole, alive_A, *nan_2G, Numbers(*size_3G, *random_2G))
 
 
-def conclude(
-    grow: Grow, evidence: Evidence, candidates: Candidates, own: Selection | None, trees: Regrown | None
-) -> tuple[Choice, RoundResult]:
-    """As `smc.runtime.choice.conclude`; answers grow in the same launch, not by `grow`."""
+def conclude(evidence: Evidence, candidates: Candidates, own: Selection | None, trees: Regrown | None) -> tuple[Choice, RoundResult]:
+    """As `smc.runtime.choice.conclude`; answers grow in the same launch."""
     plan, state, scored, blocks, said = evidence.plan, evidence.state, evidence.scored, evidence.scored.blocks, evidence.said
     (places, q), groups, rows, device = blocks.tokens_AQ.shape, len(plan.first_G), len(candidates.root_X), plan.slot_A.device
     tables, chosen = state.stops, None if trees is None else trees.chosen

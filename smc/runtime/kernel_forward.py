@@ -62,8 +62,8 @@ class KernelForward(StaticForward):
             parts = self._sum(layer, self._gated(layer, hidden_TE), layer.down)
         return add_norm(x_TE, parts, model.norm.weight, config.rms_eps, pdl=pdl)
 
-    def logits(self, hidden_RE: Tensor) -> Tensor:
-        return self._product(hidden_RE, self.model.lm_head, splits=1)
+    def logits(self, hidden_RE: Tensor, head: Linear | None = None) -> Tensor:
+        return self._product(hidden_RE, head or self.model.lm_head, splits=1)
 
     def _in_one_launch(self, rows: Rows) -> Attend:
         assert rows.skip_R is None

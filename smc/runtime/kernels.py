@@ -7,18 +7,19 @@ import torch
 from torch import Tensor
 
 from smc.algorithm.expansion import Offers
+from smc.kernels.draft_head import spread, spread_rest
 from smc.kernels.expansion import expand, keep_roots
 from smc.kernels.law import Cut
 from smc.kernels.offers import offer
 from smc.kernels.sampling import draw, score
 from smc.kernels.selection import select
-from smc.kernels.stops import grow
-from smc.kernels.tables import reroot
 from smc.kernels.tree import Lives
 from smc.kernels.tree import adopt as kernel_adopt
 from smc.kernels.truncation import truncate
 from smc.kernels.walk import walk
 from smc.laws import LawSpec
+from smc.runtime import kernel_draft
+from smc.runtime.draft_head import HeadSampling
 from smc.runtime.kernel_blocks import judge, lay_out
 from smc.runtime.kernel_choice import conclude, weigh
 from smc.runtime.kernel_follow import advance, follow
@@ -29,7 +30,6 @@ from smc.runtime.sampling import DrawKeys, Sampling
 from smc.runtime.sides import Parts
 from smc.runtime.stages import Graphs
 from smc.runtime.state import SlotState
-from smc.runtime.tables import Grow
 from smc.runtime.tree import Continuation, Tree
 
 
@@ -89,7 +89,20 @@ class KernelSampling(Sampling):
         return draw(logits_RV, self.vocab, temperature_R, *random, cut)
 
 
-def adopt(tree: Tree, more: Continuation, plan: RoundPlan, state: SlotState, grow: Grow, *, step: int, branches: int) -> Tree:
+class KernelHeadSampling(HeadSampling):
+    """One launch makes tokens of columns."""
+
+    def _spread(self, column_RD: Tensor, logq_RD: Tensor, keys: DrawKeys) -> tuple[Tensor, Tensor]:
+        random = (keys.seed_R, keys.round_R, keys.stream_RD, keys.position_R, keys.purpose)
+        return spread(column_RD, logq_RD, random, self.ids_M, self.others_U, self.chance, self.log_inside, self.log_each)
+
+    def _spread_rest(self, offers: Offers, keys: DrawKeys, has_rest: bool) -> Offers:
+        random = (keys.seed_R, keys.round_R, keys.stream_RD, keys.position_R, keys.purpose)
+        logs = (self.log_inside, self.log_share, self.log_each)
+        return spread_rest(offers, random, self.ids_M, self.others_U, *logs, has_rest)
+
+
+def adopt(tree: Tree, more: Continuation, plan: RoundPlan, state: SlotState, *, step: int, branches: int) -> Tree:
     """As `smc.runtime.tree.adopt`; answers grow within the same launch."""
     chosen = None if more.chosen is None else (more.chosen, more.offers)
     places = (plan.group_A, plan.kind_G, plan.slot_A, plan.branch_pages_XB)
@@ -102,6 +115,7 @@ def gpu_parts(**options: bool) -> Parts:
     return Parts(
         forward=lambda worker: KernelForward(worker, **options),
         sampling=KernelSampling,
+        head_sampling=KernelHeadSampling,
         stages=Graphs,
         select=select,
         expand=expand,
@@ -114,7 +128,6 @@ def gpu_parts(**options: bool) -> Parts:
         judge=judge,
         follow=follow,
         advance=advance,
+        drafting=kernel_draft.STEPS,
         run_prompt=run_prompt,
-        grow=grow,
-        reroot=reroot,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,14 +17,17 @@ from smc import stops
 from smc.algorithm.expansion import Expansion, expand, keep_roots
 from smc.algorithm.selection import Selection, select
 from smc.algorithm.walk import walk
+from smc.models.draft_vocab import DraftVocab
 from smc.philox import Purpose
-from smc.runtime import tables
+from smc.runtime import draft_steps
 from smc.runtime.blocks import Judge, LayOut, judge, lay_out
 from smc.runtime.candidates import Weigh, weigh
 from smc.runtime.channel import Channel
 from smc.runtime.choice import Chooser, Conclude, Deciders, conclude
 from smc.runtime.config import EngineConfig
 from smc.runtime.draft import Drafter
+from smc.runtime.draft_head import HeadSampling
+from smc.runtime.draft_steps import Shape
 from smc.runtime.forward import StaticForward
 from smc.runtime.outcome import Choice, Drafted, RoundResult
 from smc.runtime.plan import Join, PlanBuffer, Program, RoundPlan
@@ -42,10 +46,9 @@ class Parts:
 
     forward: Callable[[ModelWorker], StaticForward] = lambda worker: StaticForward(worker.model, worker.pool, worker.rope)
     sampling: Callable[[int], Sampling] = Sampling
+    head_sampling: Callable[[Sampling, DraftVocab, torch.device], HeadSampling] = HeadSampling
     stages: Callable[[torch.device], Stages] = Stages
     select: Callable[..., Selection] = select
-    grow: tables.Grow = stops.grow
-    reroot: tables.Reroot = tables.reroot
     expand: Callable[..., Expansion] = expand
     adopt: Callable[..., Tree] = adopt
     keep_roots: Callable[..., tuple[Tensor, Tensor]] = keep_roots
@@ -56,6 +59,7 @@ class Parts:
     judge: Judge = judge
     follow: Follow = follow
     advance: Advance = write_advance
+    drafting: draft_steps.Steps = draft_steps.REFERENCE
     run_prompt: PromptPass = run_prompt
 
 
@@ -70,10 +74,13 @@ class Side:
         stop_tables = stops.StopTables(config.max_stops, worker.vocab_size, worker.token_bytes, worker.device)
         self.state = SlotState(config.max_slots, worker.width, pending, stop_tables, worker.device, parts.advance)
         self._forward = parts.forward(worker)
-        self._shared = (self._forward, parts.sampling(worker.vocab_size), self.state, parts.grow, parts.reroot)
+        self._sampling = parts.sampling(worker.vocab_size)
+        self._drafts = {"forward": self._forward, "state": self.state}
+        self._drafts |= {"expand": parts.expand, "adopt": parts.adopt, "steps": parts.drafting}
         # Plain decoding of a target must not depend on rounds: exact decoding makes the same draws in others.
-        alone = {"branches": 1, "mixture": 0.0, "purpose": Purpose.TARGET, "by_round": worker.name == "draft"}
-        self._alone = Drafter(*self._shared, parts.expand, parts.adopt, block=config.block, **alone)
+        shape = Shape(config.block, 1, by_round=worker.name == "draft")
+        law = {"logits": self._forward.logits, "sampling": self._sampling, "mixture": 0.0, "purpose": Purpose.TARGET}
+        self._alone = Drafter(**self._drafts, shape=shape, **law)
 
     def join(self, group: Join) -> None:
         """Particles take part from the next round on."""
@@ -117,7 +124,7 @@ class Side:
         )
         lineage = drafter.follow(plan, tree, choice)
         logq_AK = tree.logq_XK
-        exists_AK = torch.arange(drafter.block, device=slot_A.device) < tree.count_X[:, None]
+        exists_AK = torch.arange(drafter.shape.block, device=slot_A.device) < tree.count_X[:, None]
         nan_G = plan.any_of_group((torch.isnan(logq_AK) & exists_AK).any(-1)[None], plan.group_A)[0]
         zero_G = torch.zeros_like(plan.threshold_G)
         never_G = zero_G > 0
@@ -149,8 +156,13 @@ class DraftSide(Side):
     def __init__(self, config: EngineConfig, worker: ModelWorker, parts: Parts, stages: Stages, channel: Channel) -> None:
         super().__init__(config, worker, parts, stages, pending=config.begin_tokens)
         self._channel = channel
-        ahead = {"block": config.block, "branches": config.branches, "mixture": config.defensive_share}
-        self._drafter = Drafter(*self._shared, parts.expand, parts.adopt, **ahead)
+        logits, sampling, head = self._forward.logits, self._sampling, worker.draft_head
+        if head is not None:
+            logits = partial(logits, head=head.matrix)
+            sampling = parts.head_sampling(parts.sampling(len(head.vocab.ids_M)), head.vocab, worker.device)
+        shape = Shape(config.block, config.branches, by_round=True)
+        law = {"logits": logits, "sampling": sampling, "mixture": config.defensive_share}
+        self._drafter = Drafter(**self._drafts, shape=shape, **law)
         self._round: tuple[RoundPlan, Tree, tuple] | None = None
 
     def round(self, plan: RoundPlan) -> Reading:
@@ -189,10 +201,10 @@ class TargetSide(Side):
     def __init__(self, config: EngineConfig, worker: ModelWorker, parts: Parts, stages: Stages, channel: Channel) -> None:
         super().__init__(config, worker, parts, stages, pending=config.target_tokens)
         self._channel = channel
-        forward, sampling, state, grow, reroot = self._shared
+        forward, sampling, state = self._forward, self._sampling, self.state
         steps = Steps(parts.lay_out, parts.judge, parts.follow)
-        deciders = Deciders(parts.weigh, parts.select, parts.expand, parts.keep_roots, parts.walk, grow, parts.conclude)
-        self._scorer = Scorer(forward, sampling, state, reroot, steps, block=config.block, lookahead=config.lookahead)
+        deciders = Deciders(parts.weigh, parts.select, parts.expand, parts.keep_roots, parts.walk, parts.conclude)
+        self._scorer = Scorer(forward, sampling, state, steps, block=config.block, lookahead=config.lookahead)
         self._chooser = Chooser(sampling, state, deciders, lookahead=config.lookahead)
 
     @torch.inference_mode()

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from smc.arrays import to_device
 from smc.kv.pages import DUMMY_PAGE
-from smc.runtime.forward import Rows
 from smc.runtime.outcome import Choice
-from smc.runtime.plan import Join, RoundPlan
+from smc.runtime.plan import Join
 from smc.stops import START, StopTables
 
 
@@ -69,27 +68,6 @@ class SlotState:
     def held(self, slot_A: Tensor) -> Tensor:
         """Positions [A] whose keys and values are there."""
         return self.end_S[slot_A] - self.pending_S[slot_A]
-
-    def pending_rows(self, plan: RoundPlan, pages_AP: Tensor, count_A: Tensor) -> Rows:
-        """Rows of the first `count` pending tokens of every place, whose pages are from now on `pages`."""
-        held_A = self.held(plan.slot_A)
-        # Past what will be held, whatever is written is written over later.
-        column_AP = held_A[:, None] + torch.arange(pages_AP.shape[1], device=self.device)
-        self.table_SL[plan.slot_A[:, None], column_AP] = pages_AP
-        return Rows(
-            table_SL=self.table_SL,
-            slot_R=plan.slot_A.int(),
-            tail_RB=None,
-            tail_R=None,
-            start_R=held_A.int(),
-            count_R=count_A.int(),
-            group_R=plan.group_A.int(),
-            first_G=plan.first_G,
-            size_G=plan.size_G,
-            shared_G=plan.shared_G,
-            queries=pages_AP.shape[1],
-            short=plan.short,
-        )
 
     def advance(self, slot_A: Tensor, choice: Choice, end_A: Tensor, tokens_AW: Tensor, pending_A: Tensor, text_A: Tensor) -> None:
         """Sequences end at `end`, with so many pending tokens of these; `text` is the state before them."""

@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
-
-from smc.stops import Growth
-
-Grow = Callable[..., Growth]
-"""`smc.stops.grow`."""
-Reroot = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, int], None]
 
 
 def reroot(table_SL: Tensor, slot_A: Tensor, source_A: Tensor, base_A: Tensor, end_A: Tensor, tail_AB: Tensor | None, columns: int) -> None:

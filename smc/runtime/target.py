@@ -13,13 +13,13 @@ from torch import Tensor
 
 from smc.algorithm.expansion import Kind
 from smc.arrays import to_device
+from smc.runtime import tables
 from smc.runtime.blocks import Judge, LayOut, Scored
 from smc.runtime.forward import StaticForward
 from smc.runtime.outcome import Choice, Drafted
 from smc.runtime.plan import Join, RoundPlan
 from smc.runtime.sampling import Sampling
 from smc.runtime.state import SlotState
-from smc.runtime.tables import Reroot
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,15 @@ class Followed:
     """int64: how many of these exist."""
 
 
-Follow = Callable[[Reroot, SlotState, Tensor, RoundPlan, Drafted, Choice, bool], Followed]
+Follow = Callable[[SlotState, Tensor, RoundPlan, Drafted, Choice, bool], Followed]
 
 
-def follow(
-    reroot: Reroot, state: SlotState, logq_SQ: Tensor, plan: RoundPlan, drafted: Drafted, choice: Choice, lookahead: bool
-) -> Followed:
+def follow(state: SlotState, logq_SQ: Tensor, plan: RoundPlan, drafted: Drafted, choice: Choice, lookahead: bool) -> Followed:
     """Pages follow the choice, and so does log q of what is pending; what else becomes of the slots is returned: others read them yet."""
     slot_A, source_A = plan.slot_A, plan.slot_A[choice.ancestor_A]
     block_A = choice.ancestor_A if lookahead else choice.row_A
     has_bonus_A = choice.bonus_A >= 0
-    reroot(state.table_SL, slot_A, source_A, state.base_S[slot_A], state.held(source_A), plan.target_pages_AQ[block_A], plan.columns)
+    tables.reroot(state.table_SL, slot_A, source_A, state.base_S[slot_A], state.held(source_A), plan.target_pages_AQ[block_A], plan.columns)
     end_A = state.end_S[source_A] - choice.cut_A + choice.count_A + has_bonus_A.long()
     bonus_A1 = choice.bonus_A.clamp(min=0)[:, None]
     if lookahead:
@@ -74,14 +72,13 @@ class Scorer:
         forward: StaticForward,
         sampling: Sampling,
         state: SlotState,
-        reroot: Reroot,
         steps: Steps,
         *,
         block: int,
         lookahead: bool,
     ) -> None:
         """`block`: K; in lockstep the seed is scored with it."""
-        self.forward, self.sampling, self.state, self.reroot = forward, sampling, state, reroot
+        self.forward, self.sampling, self.state = forward, sampling, state
         self._lay_out, self._judge, self._follow, self.lookahead = steps.lay_out, steps.judge, steps.follow, lookahead
         self.queries = block if lookahead else block + 1
         self.logq_SQ = torch.zeros(len(state.end_S), self.queries, device=state.device)
@@ -104,6 +101,6 @@ class Scorer:
 
     def follow(self, plan: RoundPlan, drafted: Drafted, choice: Choice) -> Tensor:
         """The chosen candidates become the particles. Returns how many tokens of each are pending [A]."""
-        next_ = self._follow(self.reroot, self.state, self.logq_SQ, plan, drafted, choice, self.lookahead)
+        next_ = self._follow(self.state, self.logq_SQ, plan, drafted, choice, self.lookahead)
         self.state.advance(plan.slot_A, choice, next_.end_A, next_.tokens_AW, next_.pending_A, choice.text_A)
         return next_.pending_A

@@ -10,7 +10,7 @@ from torch import Tensor
 from smc.algorithm.expansion import Expansion, Kind, Offers
 from smc.runtime.plan import RoundPlan
 from smc.runtime.state import SlotState
-from smc.runtime.tables import Grow
+from smc.stops import grow
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Tree:
     """int64 last token."""
     next_X: Tensor
     """int64 position of the token that comes next."""
-    run_4X: Tensor
+    run_4X: Tensor | None
     """int32, for the pass over the last tokens: slot, position of the first of the row's own tokens, of the last one, and whether it is
-    run."""
+    run. None: particles, of which more may be pending."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Continuation:
     """Tokens and their log q, [S, D] each: D rows continue each of the S there are."""
 
 
-def adopt(tree: Tree, more: Continuation, plan: RoundPlan, state: SlotState, grow: Grow, *, step: int, branches: int) -> Tree:
+def adopt(tree: Tree, more: Continuation, plan: RoundPlan, state: SlotState, *, step: int, branches: int) -> Tree:
     """The rows with their next token: at the first step (0) `branches` for each place. The reference: `smc.kernels.tree.adopt` does the
     same in one launch."""
     parent_X, token_X, logq_X, mass_X = _continued(tree, more, plan, branches)

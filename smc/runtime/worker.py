@@ -18,6 +18,7 @@ from smc.attention.prompts import PromptAttention
 from smc.kv.pages import DUMMY_PAGE
 from smc.kv.pool import KVPool
 from smc.models.decoder import Decoder, RopeTable
+from smc.models.draft_vocab import DraftHead
 from smc.runtime.messages import Draws, PromptBatch, PromptResult
 from smc.runtime.prompts import PromptPass, run_prompt
 from smc.runtime.sampling import DrawKeys, Sampling
@@ -31,12 +32,23 @@ FIRST_STEP = 1 << 10
 class ModelWorker:
     """A decoder, its pool of `pages` token positions, for sequences of up to `width` positions."""
 
-    def __init__(self, name: str, model: Decoder, *, width: int, pages: int, vocab_size: int, token_bytes: TokenBytes) -> None:
-        """`token_bytes`: of the vocabulary's tokens, in which stop strings are looked for."""
+    def __init__(
+        self,
+        name: str,
+        model: Decoder,
+        *,
+        width: int,
+        pages: int,
+        vocab_size: int,
+        token_bytes: TokenBytes,
+        draft_head: DraftHead | None = None,
+    ) -> None:
+        """`token_bytes`: of the vocabulary's tokens, in which stop strings are looked for; `draft_head`: what a draft proposes with, if not
+        with all of its head."""
         weight = model.embed.weight
         self.name, self.model, self.device = name, model, weight.device
         self.width, self.pages = width, pages
-        self.vocab_size, self.token_bytes = vocab_size, token_bytes
+        self.vocab_size, self.token_bytes, self.draft_head = vocab_size, token_bytes, draft_head
         self.pool = KVPool(model.config, pages, weight.dtype, self.device)
         self.rope = RopeTable(model.config, width, self.device)
         config = model.config

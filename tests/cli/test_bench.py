@@ -65,7 +65,8 @@ def test_prompts(smcserve, tmp_path):
 
 
 def test_types_of_either_model(smcserve):
-    assert smcserve("bench", "--target-dtype", "fp8", "--draft-dtype", "bfloat16", "-k", 2, "-f", 1, "-c", 1, "--rounds", 1).code == 0
+    vocab = ("--draft-vocab", 64, "--draft-vocab-text", __file__)
+    assert smcserve("bench", "--target-dtype", "fp8", "--draft-dtype", "fp8", *vocab, "-k", 2, "-f", 1, "-c", 1, "--rounds", 1).code == 0
     ran = smcserve("bench", "--target-dtype", "fp6")
     assert (ran.code, ran.out) == (2, "") and "--target-dtype fp6; allowed: float32, bfloat16, float16, fp8" in ran.err
 

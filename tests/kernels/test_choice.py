@@ -12,7 +12,6 @@ from smc.runtime import candidates, choice, kernel_choice
 from smc.runtime.blocks import lay_out
 from smc.runtime.candidates import Evidence
 from smc.runtime.choice import Chooser, Deciders
-from smc.stops import grow
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import Round, assert_equal
 
@@ -40,13 +39,13 @@ def assert_same(seed: int, kinds: frozenset[Kind], lookahead: bool, **options: i
     used_G = evidence.plan.size_G > 0
     for name in ("target_nan_G", "draft_nan_G"):
         assert torch.equal(getattr(found, name).cpu()[used_G], getattr(wanted, name)[used_G]), name
-    decide = Deciders(candidates.weigh, select, expand, keep_roots, walk, grow, choice.conclude)
+    decide = Deciders(candidates.weigh, select, expand, keep_roots, walk, choice.conclude)
     chooser, plan = Chooser(None, evidence.state, decide, lookahead=lookahead), evidence.plan
     own = chooser._selected(plan, wanted) if Kind.INDEPENDENT in kinds else None
     trees = chooser._regrown(plan, wanted, evidence.drafted.block) if kinds - {Kind.INDEPENDENT} else None
-    expected = choice.conclude(grow, evidence, wanted, own, trees)
+    expected = choice.conclude(evidence, wanted, own, trees)
     here = [moved(value) for value in (wanted, own, trees)]
-    assert_equal(kernel_choice.conclude(grow, there, *here), expected)
+    assert_equal(kernel_choice.conclude(there, *here), expected)
 
 
 def moved(value: object) -> object:

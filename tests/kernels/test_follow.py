@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from smc.algorithm.expansion import Kind
-from smc.runtime import kernel_follow, tables, target
+from smc.runtime import kernel_follow, target
 from smc.runtime.outcome import Choice
 from smc.runtime.state import SlotState, write_advance
 from tests.kernels.conftest import DEVICE
@@ -56,7 +56,7 @@ def test_slots_follow_as_by_the_torch_one(lookahead):
             state, plan, drafted, choice = made.state, made.plan, made.drafted(), choice_of(made)
             logq_SQ = made.here(made.floats(made.slots + 1, made.q))
             reach_A = state.held(plan.slot_A[choice.ancestor_A]) + made.q
-            next_ = follow(tables.reroot, state, logq_SQ, plan, drafted, choice, lookahead)
+            next_ = follow(state, logq_SQ, plan, drafted, choice, lookahead)
             advance(state, plan.slot_A, choice, next_.end_A, next_.tokens_AW, next_.pending_A, choice.text_A)
             # The prompt's pages are those of all particles; what is past the block's is written over before it is read.
             column_L = torch.arange(WIDTH, device=device)

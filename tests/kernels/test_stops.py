@@ -1,4 +1,4 @@
-"""Growth of answers in one launch against the torch one.
+"""Growth of answers within kernels against the torch one.
 
 Axes: A places, K tokens.
 """
@@ -8,15 +8,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from smc.kernels.stops import BLOCK, grow
+from smc.kernels.stops import after_all, table_arguments
 from smc.limits import MAX_STOP_BYTES
-from smc.stops import DONE, START, StopMachine, StopTables, TokenBytes
+from smc.stops import DONE, MAX_STATES, START, Growth, StopMachine, StopTables, TokenBytes
 from smc.stops import grow as reference
 from tests.test_stops import LONG, Letters
 
+BLOCK = 32
+"""Places of a program."""
 random = np.random.default_rng(0)
 TOKENS = [b"a", b"b", b"ab", b"", b"bab", "é".encode()[:1], "é".encode()[1:], b"abc" * 5, bytes(random.choice([97, 98], LONG).tolist())]
 MACHINES = [
@@ -30,6 +34,38 @@ MACHINES = [
 NO_TOKENS = [-1, -(2**31), len(TOKENS), 10**6, 2**31 - 1]
 VOCAB = len(TOKENS) + 2
 """A model draws from more ids than its tokenizer has."""
+
+
+def grow(tables: StopTables, entry_A: torch.Tensor, text_A: torch.Tensor, tokens_AK: torch.Tensor, room_A: torch.Tensor) -> Growth:
+    places, k = tokens_AK.shape
+    count_A, after_A = torch.empty(2, places, dtype=torch.int64, device=tokens_AK.device)
+    ends_A = torch.empty(places, dtype=torch.bool, device=tokens_AK.device)
+    if places:
+        _grow[(triton.cdiv(places, BLOCK),)](
+            *(given_A.contiguous() for given_A in (entry_A, text_A)), tokens_AK, *tokens_AK.stride(), room_A.contiguous(),
+            count_A, ends_A, after_A, places,
+            *table_arguments(tables), K=k, STRINGS=tables.next_EXB is not None, DONE=DONE, STATES=MAX_STATES, BLOCK=BLOCK, num_warps=1,
+        )  # fmt: skip
+    return Growth(count_A, ends_A, after_A)
+
+
+@triton.jit
+def _grow(
+    entry_A, text_A, tokens_AK, stride_a, stride_k, room_A, count_A, ends_A, after_A, places,
+    is_stop_EV, vocab, has_strings_E, next_EXB, data_B, offset_V, spelled,
+    K: tl.constexpr, STRINGS: tl.constexpr, DONE: tl.constexpr, STATES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    a = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = a < places
+    entry = tl.load(entry_A + a, mask=inside, other=0).to(tl.int64)
+    text, room = tl.load(text_A + a, mask=inside, other=0).to(tl.int32), tl.load(room_A + a, mask=inside, other=0)
+    state, count = after_all(
+        text, tokens_AK + a.to(tl.int64) * stride_a, stride_k, entry, inside, room,
+        is_stop_EV, vocab, has_strings_E, next_EXB, data_B, offset_V, spelled, K, STRINGS, DONE, STATES,
+    )  # fmt: skip
+    tl.store(count_A + a, count.to(tl.int64), mask=inside)
+    tl.store(ends_A + a, (count >= room) | (state == DONE), mask=inside)
+    tl.store(after_A + a, state.to(tl.int64), mask=inside)
 
 
 def tables_on(device: torch.device, machines: list[StopMachine], vocab: int = VOCAB) -> StopTables:

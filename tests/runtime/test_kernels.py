@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,6 +12,7 @@ pytest.importorskip("triton")
 
 from smc.engine.local import ModelPair, local_engine
 from smc.engine.request import Answer
+from smc.models.draft_vocab import DraftVocab
 from smc.runtime.config import EngineConfig
 from smc.runtime.kernels import KernelForward, gpu_parts
 from smc.runtime.sides import Parts
@@ -81,6 +83,18 @@ def test_truncated_and_powered_laws_are_those_of_the_reference(config, laws, mon
     expected = answers(local_engine(pair("llama"), config), asked)
     monkeypatch.setattr("smc.engine.local.parts_for", lambda _device: KERNELS)
     found = answers(local_engine(pair("llama"), config), asked)
+    for request_id, one in expected.items():
+        assert_same(one, found[request_id])
+
+
+def test_a_draft_of_few_tokens_proposes_as_by_the_reference(monkeypatch):
+    made = pair("llama")
+    made = replace(made, draft_head=DraftVocab(np.array([0, 1, 4, 5, 7]), 8, 0.2).head(made.draft))
+    law = {"particles": 2, "max_tokens": 4, "ignore_eos": True, "logprobs": True}
+    asked = [request([1, 2, 3], population, seed=1, population=population, **law) for population in ("independent", "distinct")]
+    expected = answers(local_engine(made, LOOKAHEAD), asked)
+    monkeypatch.setattr("smc.engine.local.parts_for", lambda _device: KERNELS)
+    found = answers(local_engine(made, LOOKAHEAD), asked)
     for request_id, one in expected.items():
         assert_same(one, found[request_id])
 

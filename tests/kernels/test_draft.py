@@ -1,0 +1,103 @@
+"""What a round does at the model that drafts, beside running it, against the torch one. See tests/kernels/rounds.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from smc.algorithm.expansion import Kind
+from smc.laws import LawSpec
+from smc.runtime import draft_steps, kernel_draft
+from smc.runtime.draft_steps import Begun, Shape, Steps
+from smc.runtime.tree import Tree
+from tests.kernels.conftest import DEVICE
+from tests.kernels.rounds import NO_MASS, VOCAB, WIDTH, Round, assert_equal
+from tests.kernels.test_follow import choice_of
+
+CPU = torch.device("cpu")
+SEEDS = range(3)
+KINDS = [frozenset({kind}) for kind in Kind] + [frozenset(Kind)]
+in_both = pytest.mark.parametrize("lookahead", [True, False], ids=["ahead", "lockstep"])
+
+
+class DraftRound(Round):
+    """As the draft has it: one or two tokens are pending, and pages are named for them and for rows."""
+
+    def __init__(self, seed: int, kinds: frozenset[Kind], lookahead: bool, device: torch.device, **options: int) -> None:
+        super().__init__(seed, kinds, lookahead, device, **options)
+        rng, n, pending = self.rng, self.slots + 1, 1 if lookahead else 2
+        pending_S, held_S = rng.integers(1, pending + 1, n), rng.integers(1, 20, n)
+        pending_S[-1], held_S[-1] = 1, 0
+        self.state.pending_SQ = self.here(rng.integers(0, VOCAB, (n, pending)))
+        self.state.pending_S, self.state.end_S = self.here(pending_S), self.here(held_S + pending_S)
+        self.state.base_S = self.here(np.minimum(rng.integers(0, 4, n), held_S))
+        pages = (rng.integers(1, 999, shape).astype(np.int32) for shape in ((self.places, pending), (self.places * self.f, self.k - 1)))
+        begin_AP, branch_XB = map(self.here, pages)
+        self.law = LawSpec(
+            self.here(rng.random(self.places).astype(np.float32)),
+            self.here(rng.integers(0, 9, self.places)),
+            *(self.here(rng.random(self.places).astype(np.float32)) for _ in range(3)),
+            frozenset({"temperature", "top_k"}),
+        )
+        self.plan = replace(self.plan, begin_pages_AP=begin_AP, branch_pages_XB=branch_XB, draft_law=self.law)
+
+    def tree(self) -> Tree:
+        """Rows of K tokens."""
+        rng, drafted, rows = self.rng, self.drafted(), self.places * self.f
+        mass_X = rng.normal(size=rows) * 5
+        mass_X[rng.random(rows) < self.dead] = NO_MASS
+        mass_X[rng.random(rows) < self.nan] = np.nan
+        longs = {name: self.here(rng.integers(0, 9, rows)) for name in ("before_X", "text_X", "last_X", "next_X")}
+        return Tree(
+            root_X=drafted.root_X.long(),
+            tokens_XK=drafted.tokens_XK.long().contiguous(),
+            logq_XK=drafted.logq_XK.contiguous(),
+            tail_XB=self.here(rng.integers(1, 999, (rows, self.k - 1)).astype(np.int32)),
+            count_X=drafted.count_X,
+            alive_X=self.here(rng.random(rows) < 0.8),
+            ended_X=drafted.ended_X,
+            mass_X=self.here(mass_X),
+            run_4X=self.here(np.zeros((4, rows), np.int32)),
+            **longs,
+        )
+
+
+def begun(made: DraftRound, steps: Steps, by_round: bool) -> tuple:
+    """All that is read again: of the dummy slot no page is."""
+    of: Begun = steps.begin(made.state, made.plan, made.law, Shape(made.k, made.f, by_round))
+    rows = of.rows
+    assert rows.tail_RB is None and rows.tail_R is None and rows.short is made.plan.short
+    run = (rows.slot_R, rows.start_R, rows.count_R, rows.group_R, rows.first_G, rows.size_G, rows.shared_G, rows.queries)
+    return of.tokens_AP, run, of.last_A, of.tree, of.first, of.later, made.state.table_SL[:-1]
+
+
+@in_both
+@pytest.mark.parametrize("kinds", KINDS, ids=lambda kinds: "+".join(kind.name.lower() for kind in sorted(kinds)))
+def test_what_is_begun_and_what_is_sent_are_the_torch_ones(kinds, lookahead):
+    for seed in SEEDS:
+        kept = []
+        for device, steps in ((CPU, draft_steps.REFERENCE), (DEVICE, kernel_draft.STEPS)):
+            made = DraftRound(seed, kinds, lookahead, device, largest=64 if seed == 0 else 6)
+            first = begun(made, steps, by_round=seed % 3 > 0)
+            sent = steps.pack(made.state, made.plan, made.tree(), made.f)
+            kept.append((first, sent.tokens_XK, sent.logq_XK, sent.root_X, sent.count_X, sent.ended_X, sent.share_X))
+        assert_equal(kept[1], kept[0])
+
+
+@in_both
+def test_particles_go_on_as_by_the_torch_one(lookahead):
+    for seed in range(6):
+        kept = []
+        for device, steps in ((CPU, draft_steps.REFERENCE), (DEVICE, kernel_draft.STEPS)):
+            made = DraftRound(seed, frozenset(Kind), lookahead, device, largest=64 if seed == 0 else 6)
+            plan, state, tree, choice = made.plan, made.state, made.tree(), choice_of(made)
+            reach_A = state.end_S[plan.slot_A[choice.ancestor_A]] + made.k - 1
+            next_ = steps.resume(state, plan, tree, choice, made.k)
+            # The prompt's pages are those of all particles; what is past the row's is written over before it is read.
+            column_L = torch.arange(WIDTH, device=device)
+            is_read_AL = (column_L >= state.base_S[plan.slot_A][:, None]) & (column_L < reach_A[:, None])
+            kept.append((next_, torch.where(is_read_AL, state.table_SL[plan.slot_A], 0)[plan.slot_A < made.slots]))
+        assert_equal(kept[1], kept[0])

@@ -1,0 +1,80 @@
+"""Columns of a draft's head become tokens: the kernels against the torch ones, and these against the law that they claim.
+
+Axes: R rows, D draws a row, C offers, M columns.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from smc.algorithm.expansion import Offers
+from smc.laws import LawSpec
+from smc.models.draft_vocab import DraftVocab
+from smc.philox import Purpose
+from smc.runtime.draft_head import HeadSampling
+from smc.runtime.kernels import KernelHeadSampling
+from smc.runtime.sampling import DrawKeys, Sampling
+from tests.kernels.conftest import DEVICE
+from tests.kernels.rounds import assert_equal
+
+CPU = torch.device("cpu")
+
+
+def keys_of(rng: np.random.Generator, rows: int, draws: int, device: torch.device) -> DrawKeys:
+    seed_R, round_R, position_R = (torch.from_numpy(rng.integers(0, high, rows)).to(device) for high in (2**62, 2**31, 2**20))
+    return DrawKeys(seed_R, round_R, torch.from_numpy(rng.integers(0, 2**31, (rows, draws))).to(device), position_R, Purpose.PROPOSAL)
+
+
+@pytest.mark.parametrize("share", [1e-3, 0.05, 0.9])
+def test_kernels_are_the_torch_ones(share):
+    """NaN, rests without mass, one row and many."""
+    for seed, (rows, draws, width) in enumerate([(1, 1, 2), (7, 3, 5), (9, 8, 33)]):
+        made = []
+        for device, sampling in ((CPU, HeadSampling), (DEVICE, KernelHeadSampling)):
+            rng = np.random.default_rng(seed)
+            ids_M = np.sort(rng.permutation(300)[:100])
+            head = sampling(Sampling(100), DraftVocab(ids_M, 300, share), device)
+            logq = [-np.abs(rng.normal(size=shape) * 9).astype(np.float32) for shape in ((rows, draws), (rows, width), (rows, width))]
+            logq[2][rng.random(rows) < 0.3, -1] = -np.inf
+            for values in logq:
+                values[rng.random(rows) < 0.2] = np.nan
+            logq_RD, logq_RC, share_RC = (torch.from_numpy(values).to(device) for values in logq)
+            column_RD, column_RC = (torch.from_numpy(rng.integers(0, 100, values.shape)).to(device) for values in logq[:2])
+            keys = keys_of(rng, rows, draws, device)
+            own = head._spread(column_RD.int() if device == DEVICE else column_RD, logq_RD, keys)
+            keys = keys_of(rng, rows, 1, device)
+            offers = Offers(column_RC, logq_RC, share_RC)
+            made.append((own, *(head._spread_rest(offers, keys, has_rest) for has_rest in (True, False))))
+        assert_equal(made[1], made[0])
+
+
+@pytest.mark.parametrize("truncated", [False, True], ids=["whole", "top-k"])
+def test_tokens_come_from_the_law_that_is_claimed(truncated, monkeypatch):
+    """Every token's log q adds up to 1, and 6,000 draws of each kind are within 4.5 standard errors of it: 11 tokens, 2 kinds, 2 cases, so
+    a false alarm in about 3,000 choices of seeds."""
+    monkeypatch.setattr("smc.runtime.sampling.OFFERS", 3)
+    vocab, rows = 10, 6000
+    ids_M = np.array([0, 3, 4, 7, 9, 10])
+    sampling = HeadSampling(Sampling(6), DraftVocab(ids_M, vocab + 1, 0.2), CPU)
+    one_R, rng = np.ones(rows, np.float32), np.random.default_rng(5)
+    spec = LawSpec.of(one_R * 0.8, (one_R * (2 if truncated else 0)).astype(np.int64), one_R, one_R * 0, one_R)
+    law = LawSpec(*(torch.from_numpy(getattr(spec, n)) for n in vars(spec) if n != "active"), spec.active)
+    logits_RM = torch.tensor([[1.0, -1.0, 0.5, 0.0, 2.0, -2.0]]).expand(rows, -1).contiguous()
+    token_RD, logq_RD = sampling.propose(logits_RM, law, 0.3, keys_of(rng, rows, 1, CPU))
+    offers = sampling.offer(logits_RM, law, 0.3, keys_of(rng, rows, 1, CPU))
+    logq_of = dict(zip(token_RD.flatten().tolist(), logq_RD.flatten().tolist()))
+    assert len(logq_of) == vocab + 1 and sum(map(math.exp, logq_of.values())) == pytest.approx(1, abs=1e-5)
+    own_V = token_RD.flatten().bincount(minlength=vocab + 1) / rows
+    offered = offers.token_RC[0, :-1].tolist()
+    rest_V = offers.token_RC[:, -1].bincount(minlength=vocab + 1) / rows
+    rest = sum(math.exp(logq) for token, logq in logq_of.items() if token not in offered)
+    assert offers.share_RC[:, -1].exp().tolist() == pytest.approx([rest] * rows, abs=1e-5)
+    assert offers.share_RC[0, :-1].tolist() == pytest.approx([logq_of[token] for token in offered], abs=1e-5)
+    for token, logq in logq_of.items():
+        for found, share in ((own_V[token], math.exp(logq)), (rest_V[token], 0.0 if token in offered else math.exp(logq) / rest)):
+            assert abs(found - share) <= 4.5 * math.sqrt(share * (1 - share) / rows)
+    assert offers.logq_RC[:, -1].tolist() == pytest.approx([logq_of[token] for token in offers.token_RC[:, -1].tolist()], abs=1e-5)
