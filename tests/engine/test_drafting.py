@@ -90,7 +90,7 @@ def test_no_choice_is_slower_than_plain_decoding_and_none_is_flapping(config):
     """By its own forecast, over random requests; and however estimates waver by a few per cent, it settles."""
     rng = random.Random(0)
     forecast = Forecast(config, costs := Made())
-    for _ in range(60):
+    for _ in range(30):
         hazards = [rng.choice((EASY, HARD, HOPELESS)) * rng.uniform(0.5, 2) for _ in range(rng.choice((1, 3, 10, 50, 200)))]
         beside = Beside(pair=(extra := rng.choice((0, 0, 3))), pair_rows=8 * extra, target=rng.choice((0, 0, 2)))
         rows, trees = settled(config, hazards, beside), [Tree(8, hazard) for hazard in hazards]
@@ -127,32 +127,32 @@ def test_a_crowd_runs_at_once_where_each_could_have_all_slots():
     engine = local_engine(pair(), EngineConfig(block=3, max_slots=8))
     engine.costs = Made(round_overhead=0.0, target=(4e-3, 5e-4))
     for i in range(12):
-        engine.submit(Request(str(i), (0, 1, 2), SamplingParams(method="exact", seed=i, max_tokens=60, ignore_eos=True)))
+        engine.submit(Request(str(i), (0, 1, 2), SamplingParams(method="exact", seed=i, max_tokens=30, ignore_eos=True)))
     beside, found = [], {}
     while not engine.idle:
         found |= {output.answer.request_id: output.answer for output in engine.step() if output.answer}
         beside.append(len(running(engine)))
     assert_empty(engine)
     assert max(beside) == 8 and len(beside) < 200
-    plain = [Request(name, (0, 1, 2), SamplingParams(method="target", seed=int(name), max_tokens=60, ignore_eos=True)) for name in found]
+    plain = [Request(name, (0, 1, 2), SamplingParams(method="target", seed=int(name), max_tokens=30, ignore_eos=True)) for name in found]
     assert all(found[name].tokens == one.tokens for name, one in answers(engine, plain).items())
 
 
 @pytest.mark.parametrize("lookahead", [True, False])
 def test_tokens_a_round_are_those_of_the_chain_of_hits_and_misses(lookahead):
-    """Against a simulation of 40,000 rounds: within five standard errors."""
+    """Against a simulation of 10,000 rounds, which hang together: within ten standard errors of as many that do not."""
     rng, block = np.random.default_rng(1), 5
     for hazard, rows in ((0.3, 1), (0.3, 4), (2.0, 8), (0.01, 8)):
         found = []
         whole = True
-        for _ in range(40_000):
+        for _ in range(10_000):
             tries = block if whole or not lookahead else 1
             right = rng.random(tries) > hazard / rows
             first = tries if right.all() else int(right.argmin())
             found.append(min(first + 1, tries) if lookahead else first + 1)
             whole = bool(right.all())
         (mean,) = tokens_a_round(np.array([hazard]), np.array([[rows]]), block, lookahead)[0]
-        assert mean == pytest.approx(np.mean(found), abs=5 * np.std(found) / 100 + 1e-3)
+        assert mean == pytest.approx(np.mean(found), abs=5 * np.std(found) / 50 + 1e-3)
 
 
 def test_a_hazard_is_found_whatever_the_rows_were():
