@@ -66,7 +66,8 @@ def main() -> int:
     python = environment(given.environment.absolute())
     with tempfile.TemporaryDirectory() as folder, served(Path(folder)) as url:
         suites = sorted(HERE.glob("suite_*.py"))
-        command = [python, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "--rootdir", folder, *suites, *rest]
+        options = ("-q", "-o", "addopts=", "-o", "asyncio_mode=auto", "-p", "no:cacheprovider", "--noconftest", "--rootdir", folder)
+        command = [python, "-m", "pytest", *options, *suites, *rest]
         environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         return subprocess.run(command, cwd=folder, env=environ | {"SMCSERVE_URL": url}).returncode
 
