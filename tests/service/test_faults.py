@@ -16,10 +16,13 @@ from smc.runtime.config import EngineConfig
 pytestmark = pytest.mark.xdist_group("ray")
 
 QUESTION = [Message("user", "Mia has 12 apples. She buys 30 more. How many now?")]
-SURVIVES = {"seed": 3, "max_tokens": 300, "ignore_eos": True}
-SHORTER = {"seed": 3, "max_tokens": 120, "ignore_eos": True}
-LONG_POPULATION = {"max_tokens": 400, "ignore_eos": True}
+SURVIVES = {"seed": 3, "max_tokens": 160, "ignore_eos": True}
 LONG = {"particles": 4, "max_tokens": 400, "ignore_eos": True}
+NEEDS_DRAFT = [
+    {"seed": 5, **LONG, "population": "independent"},
+    {"seed": 5, **LONG, "population": "distinct"},
+    {"seed": 5, "method": "draft", "max_tokens": 400, "ignore_eos": True},
+]
 ENGINE = EngineConfig(block=5, branches=2, max_slots=32, cohorts=2)
 
 
@@ -41,9 +44,8 @@ def gang(start):
     ("name", "how"),
     [
         ("target0", signal.SIGKILL),
-        pytest.param("target1", signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param("target1", signal.SIGSTOP, marks=pytest.mark.slow),
         pytest.param("coordinator", signal.SIGKILL, marks=pytest.mark.slow),
-        pytest.param("target0", signal.SIGSTOP, marks=pytest.mark.slow),
         pytest.param("coordinator", signal.SIGSTOP, marks=pytest.mark.slow),
     ],
 )
@@ -80,31 +82,29 @@ def test_the_draft_is_lost_under_load(gang, how):
     refused for a while, and is served again. No other process is started again."""
     gang.until(lambda: gang.supervisor.has_draft, 60, "the service did not come up")
     epoch, before = gang.supervisor.epoch, gang.pids()
-    refused = [{"seed": 5, "particles": 3, **LONG_POPULATION, "population": population} for population in ("independent", "distinct")]
-    refused += [{"method": "draft", "seed": 1, "max_tokens": 450, "ignore_eos": True}]
     with gang.client() as client, ThreadPoolExecutor(10) as pool:
-        alone = client.generate(QUESTION, method="target", **SHORTER).tokens
-        calls = [pool.submit(outcome, client, **params) for params in refused]
+        alone = client.generate(QUESTION, method="target", **SURVIVES).tokens
+        calls = [pool.submit(outcome, client, **params) for params in NEEDS_DRAFT]
         methods = ({"method": "exact", "particles": 4}, {"method": "exact", "particles": 3, "logprobs": True}, {"method": "target"})
-        survivors = [pool.submit(client.generate, QUESTION, timeout=120, **method, **SHORTER) for method in methods]
+        survivors = [pool.submit(client.generate, QUESTION, timeout=120, **method, **SURVIVES) for method in methods]
         gang.until(lambda: gang.supervisor.stats.running == 6, 20, "the load did not arrive")
         begin = time.monotonic()
         gang.kill("draft0", how)
         assert [call.result(30) for call in calls] == ["UNAVAILABLE"] * 3
         assert time.monotonic() - begin < (10 if how is signal.SIGKILL else 14)
         assert [client.health(name) for name in ("", "smc.draft", "smc.target")] == ["SERVING", "NOT_SERVING", "SERVING"]
-        for params in refused:
+        for params in NEEDS_DRAFT:
             with pytest.raises(ServiceError) as caught:
                 client.generate(QUESTION, timeout=30, **params)
             assert caught.value.code is grpc.StatusCode.UNAVAILABLE and caught.value.retry_after
-        assert client.generate(QUESTION, method="exact", timeout=60, particles=4, **SHORTER).tokens == alone
+        assert client.generate(QUESTION, method="exact", timeout=60, particles=4, **SURVIVES).tokens == alone
         assert [call.result(60).tokens for call in survivors] == [alone] * 3
         gang.until(lambda: gang.supervisor.has_draft, 60, "the draft did not come back")
         assert gang.supervisor.epoch == epoch + 1 == client.server_info().epoch
         assert {name: pid for name, pid in gang.pids().items() if before[name] == pid}.keys() == before.keys() - {"draft0"}
         assert client.health() == client.health("smc.draft") == client.health("smc.target") == "SERVING"
         assert client.generate(QUESTION, seed=1, particles=4).text
-        again = client.generate(QUESTION, method="exact", timeout=60, particles=4, **SHORTER)
+        again = client.generate(QUESTION, method="exact", timeout=60, particles=4, **SURVIVES)
         assert again.tokens == alone and again.statistics.draft_tokens
     gang.until_empty()
 
