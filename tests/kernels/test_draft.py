@@ -18,7 +18,7 @@ from tests.kernels.rounds import NO_MASS, VOCAB, WIDTH, Round, assert_equal
 from tests.kernels.test_follow import choice_of
 
 CPU = torch.device("cpu")
-SEEDS = range(3)
+SEEDS = range(2)
 KINDS = [frozenset({kind}) for kind in Kind] + [frozenset(Kind)]
 in_both = pytest.mark.parametrize("lookahead", [True, False], ids=["ahead", "lockstep"])
 
@@ -89,7 +89,7 @@ def test_what_is_begun_and_what_is_sent_are_the_torch_ones(kinds, lookahead):
 
 @in_both
 def test_particles_go_on_as_by_the_torch_one(lookahead):
-    for seed in range(6):
+    for seed in range(4):
         kept = []
         for device, steps in ((CPU, draft_steps.REFERENCE), (DEVICE, kernel_draft.STEPS)):
             made = DraftRound(seed, frozenset(Kind), lookahead, device, largest=64 if seed == 0 else 6)

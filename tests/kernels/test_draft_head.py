@@ -29,7 +29,7 @@ def keys_of(rng: np.random.Generator, rows: int, draws: int, device: torch.devic
     return DrawKeys(seed_R, round_R, torch.from_numpy(rng.integers(0, 2**31, (rows, draws))).to(device), position_R, Purpose.PROPOSAL)
 
 
-@pytest.mark.parametrize("share", [1e-3, 0.05, 0.9])
+@pytest.mark.parametrize("share", [1e-3, 0.9])
 def test_kernels_are_the_torch_ones(share):
     """NaN, rests without mass, one row and many."""
     for seed, (rows, draws, width) in enumerate([(1, 1, 2), (7, 3, 5), (9, 8, 33)]):

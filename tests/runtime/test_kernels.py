@@ -90,7 +90,7 @@ def test_truncated_and_powered_laws_are_those_of_the_reference(config, laws, mon
 def test_a_draft_of_few_tokens_proposes_as_by_the_reference(monkeypatch):
     made = pair("llama")
     made = replace(made, draft_head=DraftVocab(np.array([0, 1, 4, 5, 7]), 8, 0.2).head(made.draft))
-    law = {"particles": 2, "max_tokens": 4, "ignore_eos": True, "logprobs": True}
+    law = {"particles": 2, "max_tokens": 3, "ignore_eos": True, "logprobs": True}
     asked = [request([1, 2, 3], population, seed=1, population=population, **law) for population in ("independent", "distinct")]
     expected = answers(local_engine(made, LOOKAHEAD), asked)
     monkeypatch.setattr("smc.engine.local.parts_for", lambda _device: KERNELS)

@@ -90,7 +90,7 @@ def launches(monkeypatch) -> Launches:
 )
 def test_a_round_takes_few_launches_beside_the_model(launches, config, law, a_step):
     with launches:
-        found = answers(local_engine(pair("llama"), config), [request([1, 2, 3], particles=2, max_tokens=3, ignore_eos=True, **law)])
+        found = answers(local_engine(pair("llama"), config), [request([1, 2, 3], particles=2, max_tokens=2, ignore_eos=True, **law)])
     rounds = launches.count["begin"]
     assert rounds >= found["r"].statistics.rounds > 0
     each = ["begin", "pack", "resume", "advance", *([] if config.lookahead else ["index"])]
