@@ -50,7 +50,7 @@ def served(folder: Path) -> Iterator[str]:
     log = folder / "log"
     with log.open("w") as said, subprocess.Popen(command, stderr=said, env=os.environ | {"COLUMNS": "400"}) as service:
         try:
-            while not (found := re.search(r"OpenAI's API on (\S+)", log.read_text())):
+            while not (found := re.search(r"OpenAI's API on (http\S+)", log.read_text())):
                 if service.poll() is not None:
                     raise SystemExit(f"the service did not start: {log.read_text()}")
                 time.sleep(0.1)
