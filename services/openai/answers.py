@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from services.openai.requests import Asked
-from smc.engine.request import Answer, FinishReason, SamplingParams
+from smc.engine.request import Answer, FinishReason, Particle, SamplingParams
 from smc.models.tokenizer import Tokenizer
 
 OPENAI_FINISH = {
@@ -131,6 +131,7 @@ def _smc(params: SamplingParams, answer: Answer) -> dict[str, Any]:
     statistics = None
     if not params.method.plain:
         statistics = {name: _finite(value) for name, value in asdict(answer.statistics).items()}
+    particles = None if answer.particles is None else [_particle(one) for one in answer.particles]
     return {
         "method": params.method.value,
         "finish_reason": answer.finish_reason.value,
@@ -139,7 +140,13 @@ def _smc(params: SamplingParams, answer: Answer) -> dict[str, Any]:
         "seconds": _finite(round(answer.seconds, 6)),
         "statistics": statistics,
         "token_ids": None if answer.logprobs is None else list(answer.tokens),
+        "particles": particles,
     }
+
+
+def _particle(particle: Particle) -> dict[str, Any]:
+    said = {"text": particle.text, "token_ids": list(particle.tokens), "finish_reason": particle.finish_reason.value}
+    return said | {"weight": particle.weight}
 
 
 def _completion_logprobs(answer: Answer, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -106,6 +106,7 @@ class Body(Strict):
     population: str | None = None
     resampling: str | None = None
     ignore_eos: bool | None = None
+    return_particles: bool | None = None
     temperature: Any = None
     top_p: Any = None
     top_k: Any = None

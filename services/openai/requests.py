@@ -24,7 +24,7 @@ MAX_ANSWERS = 128
 """Of one request."""
 SETTINGS = (
     *("method", "temperature", "top_p", "seed", "top_k", "min_p", "particles", "min_particles", "population", "alpha"),
-    *("ess_threshold", "resampling", "draft_temperature", "stop_token_ids", "ignore_eos", "time_budget"),
+    *("ess_threshold", "resampling", "draft_temperature", "stop_token_ids", "ignore_eos", "time_budget", "return_particles"),
 )
 """Fields that `SamplingParams` has under the same name, with the same meaning."""
 BODIES: dict[bool, type[Body]] = {True: ChatBody, False: CompletionBody}

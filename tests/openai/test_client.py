@@ -177,6 +177,16 @@ def test_what_ended_an_answer(service, client):
     assert (out_of_time.finish_reason, out_of_time.smc["finish_reason"]) == ("length", "time_budget")
 
 
+def test_all_particles(service, client, pair):
+    settings = {"particles": 4, "population": "independent", "seed": 2, "max_tokens": 30}
+    choice = create(client, QUESTIONS[0], settings | {"return_particles": True}).choices[0]
+    own = local_answer(pair, chat_ids(pair, QUESTIONS[0]), return_particles=True, **settings)
+    said = [(one["text"], tuple(one["token_ids"]), one["finish_reason"], one["weight"]) for one in choice.smc["particles"]]
+    assert said == [(one.text, one.tokens, one.finish_reason.value, pytest.approx(one.weight)) for one in own.particles]
+    assert choice.message.content in {one["text"] for one in choice.smc["particles"]}
+    assert create(client, QUESTIONS[0], settings).choices[0].smc["particles"] is None
+
+
 def test_asynchronously(service, pair):
     async def work() -> list[str]:
         async with openai.AsyncOpenAI(base_url=service.url, api_key="-") as client:
