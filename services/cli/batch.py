@@ -45,6 +45,7 @@ def batch(
     pages: gang.Pages = None,
     prefill_chunk: gang.PrefillChunk = None,
     prefill_share: gang.PrefillShare = None,
+    drafting: gang.Drafting = None,
     no_prefix_cache: options.NoPrefixCache = False,
     threads: gang.Threads = None,
     ray_address: gang.RayAddress = None,

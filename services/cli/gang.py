@@ -18,7 +18,7 @@ GANG_FIELDS = (
 )
 ENGINE_FIELDS = (
     *("form", "block", "branches", "cohorts", "max_slots", "max_context", "pages", "prefill_chunk", "prefill_share"),
-    *("max_queue", "max_queue_pages"),
+    *("max_queue", "max_queue_pages", "drafting"),
 )
 
 TargetTp = Annotated[int | None, option(MODELS, "Processes, and GPUs, that share the target. Default: 1.", "--target-tp", metavar="COUNT")]
@@ -41,6 +41,15 @@ PrefillShare = Annotated[
         "Most time that prompts take beside rounds, as a share of the rounds'. Default: 0.5 on GPUs, on a CPU whatever they take.",
         "--prefill-share",
         metavar="SHARE",
+    ),
+]
+Drafting = Annotated[
+    str | None,
+    option(
+        ENGINE,
+        "For exact decoding: as much as its cost pays for, or always all of the tree; answers are the same. Default: costs.",
+        "--drafting",
+        metavar="costs|always",
     ),
 ]
 MaxQueuePages = Annotated[

@@ -70,6 +70,7 @@ def serve(
     pages: gang.Pages = None,
     prefill_chunk: gang.PrefillChunk = None,
     prefill_share: gang.PrefillShare = None,
+    drafting: gang.Drafting = None,
     no_prefix_cache: options.NoPrefixCache = False,
     max_queue: Annotated[int, options.option(options.ENGINE, "Requests that may wait.", "--max-queue", metavar="COUNT")] = 256,
     max_queue_pages: gang.MaxQueuePages = None,

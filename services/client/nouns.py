@@ -176,7 +176,7 @@ class ModelDescription:
     """`llama`, `qwen2` or `qwen3`."""
     parameters: int
     tensor_parallel: int
-    weights: str
+    weights: str = ""
     """Tells them from others: a hash of the files' names, sizes and headers, and of samples of what they hold."""
 
 

@@ -38,7 +38,7 @@ def rank_spec(config: GangConfig, pair: ServingPair, meeting: Meeting, side: str
 
 def coordinator_spec(config: GangConfig, pair: ServingPair, meeting: Meeting, *, rehearse: bool = True) -> CoordinatorSpec:
     """`rehearse`: do what a service does before it serves; no rounds are rehearsed where nothing is compiled."""
-    compiles = config.device == "cuda"
+    compiles, times = config.device == "cuda", rehearse and pair.engine.drafting == "costs"
     return CoordinatorSpec(
         meeting=meeting,
         target=config.sources.target,
@@ -47,7 +47,7 @@ def coordinator_spec(config: GangConfig, pair: ServingPair, meeting: Meeting, *,
         timeout=config.link_timeout,
         heartbeat=config.heartbeat,
         rehearse=rehearse and compiles,
-        timing=(THOROUGH if compiles else BRIEF) if rehearse else None,
+        timing=(THOROUGH if compiles else BRIEF) if times else None,
         trace=config.trace.absolute() if config.trace else None,
         outlives_draft=config.outlives_draft,
     )

@@ -45,12 +45,17 @@ class EngineConfig:
     """KV pages, of both pools together, that waiting requests may ask for; default: any number."""
     prefix_cache: bool = True
     """Keep what has been computed for prompts and answers, for prompts that begin alike."""
+    drafting: str = "costs"
+    """What is drafted for exact decoding, whose answers do not depend on it. `costs`: as much as pays, down to nothing, where a service has
+    timed its models; `always`: trees as large as requests ask for."""
     defensive_share: float = 0.05
     """Share of the untruncated law in the proposal of a truncated request (smc/laws.py)."""
 
     def __post_init__(self) -> None:
         if self.form not in ("lockstep", "lookahead"):
             raise ValueError(f"form={self.form!r}; allowed: lockstep, lookahead")
+        if self.drafting not in ("costs", "always"):
+            raise ValueError(f"drafting={self.drafting!r}; allowed: costs, always")
         if self.form == "lockstep" and self.branches not in (None, 1):
             raise ValueError(f"branches={self.branches} has no effect with form='lockstep'; leave it out")
         if self.branches is None:

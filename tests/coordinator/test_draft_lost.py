@@ -39,7 +39,7 @@ async def outcome(client: CoordinatorClient, **params) -> str:
 
 @pytest.mark.parametrize(("link", "form"), [("nccl", "lookahead"), ("grpc", "lockstep")])
 def test_one_draft_after_the_other(link, form, monkeypatch):
-    engine = EngineConfig(block=4, **({"form": "lockstep", "cohorts": 2} if form == "lockstep" else {"branches": 2}))
+    engine = EngineConfig(block=4, drafting="always", **({"form": "lockstep", "cohorts": 2} if form == "lockstep" else {"branches": 2}))
     settings = {"link": link, "engine": engine, "start_timeout": 30.0, "link_timeout": 20.0}
     broken, fails = DraftSide.draft, threading.Event()
 

@@ -59,7 +59,7 @@ class Service(Program):
 
     def __init__(self, folder: Path, *options: object) -> None:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "PYTEST_"))}
-        command = [BIN / "smcserve", "serve", "--port", 0, "--metrics-port", 0, *options]
+        command = [BIN / "smcserve", "serve", "--port", 0, "--metrics-port", 0, "--drafting", "always", *options]
         super().__init__("service", folder, command, inherited | {"COLUMNS": "400"})
         try:
             self.until(lambda: "serving on" in self.said, 120, "the service did not start")

@@ -23,7 +23,7 @@ NEEDS_DRAFT = [
     {"seed": 5, **LONG, "population": "distinct"},
     {"seed": 5, "method": "draft", "max_tokens": 400, "ignore_eos": True},
 ]
-ENGINE = EngineConfig(block=5, branches=2, max_slots=32, cohorts=2)
+ENGINE = EngineConfig(block=5, branches=2, max_slots=32, cohorts=2, drafting="always")
 
 
 def outcome(client, **params) -> str:

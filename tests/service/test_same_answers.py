@@ -60,7 +60,7 @@ def expected(demo_pair) -> dict[str, list]:
     ],
 )
 def test_sixteen_clients_at_once(start, expected, link, draft_tp, target_tp, form):
-    engine = EngineConfig(cohorts=2, **FORMS[form])
+    engine = EngineConfig(cohorts=2, drafting="always", **FORMS[form])
     gateway = GatewayConfig(port=0, http_port=0)
     with start(gateway, link=link, draft_tp=draft_tp, target_tp=target_tp, engine=engine) as running, running.client() as client:
 
