@@ -5,6 +5,10 @@ import math
 import pytest
 
 from services.launch.config import GangConfig
+from services.launch.specs import coordinator_spec
+from services.link.connect import Meeting
+from smc.engine.timing import BRIEF, THOROUGH, Effort
+from smc.runtime.config import EngineConfig
 
 
 @pytest.mark.parametrize("field", ["start_timeout", "link_timeout", "heartbeat"])
@@ -39,3 +43,14 @@ def test_marks_of_hosts_are_custom_resources(field, value):
 def test_where_a_target_can_go_on_without_its_draft(link, device, outlives):
     """A communicator of NCCL cannot be given up without what waits in it."""
     assert GangConfig(link=link, device=device).outlives_draft is outlives
+
+
+@pytest.mark.parametrize(("device", "effort"), [("cpu", BRIEF), ("cuda", THOROUGH)])
+def test_costs_are_timed_where_they_decide(device, effort):
+    def timing(**engine) -> Effort | None:
+        config = GangConfig(device=device, engine=EngineConfig(**engine))
+        return coordinator_spec(config, config.serving_pair(), Meeting("host", 1, 1, "secret", "grpc", 1.0)).timing
+
+    assert timing() is effort and timing(drafting="always") is None
+    with pytest.raises(ValueError, match="drafting='never'; allowed: costs, always"):
+        EngineConfig(drafting="never")
