@@ -72,6 +72,12 @@ class _Page(CollectorRegistry):
         self._registry = registry
         self.model: str | None = None
 
+    def restricted_registry(self, names: Iterable[str]) -> CollectorRegistry:
+        """What a scraper asks for by name."""
+        page = _Page(self._registry.restricted_registry(names))
+        page.model = self.model
+        return page
+
     def collect(self) -> Iterator[prom.Metric]:
         for metric in self._registry.collect():
             if self.model is not None and metric.name.startswith(PREFIX):

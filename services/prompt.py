@@ -29,8 +29,8 @@ class Prompt:
     def size(self) -> int:
         """Characters that are to be encoded, about."""
         if self.messages is not None:
-            extra = len(str(self.tools)) if self.tools else 0
-            return extra + sum(MESSAGE_SIZE + len(message["content"]) for message in self.messages)
+            extra = sum(len(str(given)) for given in (self.tools, self.template_settings) if given)
+            return extra + sum(MESSAGE_SIZE + _written(message) for message in self.messages)
         return len(self.text or "")
 
     def encode(self, tokenizer: Tokenizer, limit: int) -> Sequence[int]:
@@ -44,3 +44,8 @@ class Prompt:
     def written(self, tokenizer: Tokenizer) -> str:
         """The text of a prompt that is no chat."""
         return tokenizer.decode(self.token_ids) if self.token_ids is not None else self.text or ""
+
+
+def _written(message: dict[str, Any]) -> int:
+    """Characters of a message that a template may write, about."""
+    return sum(len(value) if isinstance(value, str) else len(str(value)) for value in message.values())

@@ -44,7 +44,7 @@ def serve(
         list[str] | None,
         options.option(
             LISTEN,
-            "What OpenAI's clients call the target; may be repeated. Default: the name of its directory.",
+            "What clients and metrics call the target; may be repeated. Default: the name of its directory.",
             "--served-model-name",
             metavar="NAME",
         ),

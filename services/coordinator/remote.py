@@ -125,7 +125,8 @@ class RemoteEngine:
         deadline = time.monotonic() + REPORT_SECONDS
         try:
             while time.monotonic() < deadline:
-                for side in SIDES:
+                # What a draft that has been given up once died of is no news.
+                for side in SIDES if self.lost_draft < self.workers["draft"].epoch else ("target",):
                     if what := self._meetings[side].reported(self._store, side):
                         return WorkerFailed(side, what)
                 time.sleep(REPORT_SECONDS / 10)

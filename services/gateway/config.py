@@ -55,7 +55,7 @@ class GatewayConfig:
     drain_timeout: float = 30.0
     """How long calls in flight may go on once the service is told to stop."""
     served_model_names: tuple[str, ...] = ()
-    """What OpenAI's clients call the target; the first is what answers say. Empty: the name of its directory."""
+    """What OpenAI's and vLLM's clients call the target; the first is what answers and metrics say. Empty: the name of its directory."""
     default_method: str | None = None
     """Of requests that name none; None: `smc`, and at temperature 0 `exact`."""
 
@@ -71,6 +71,15 @@ class GatewayConfig:
     @property
     def tls(self) -> bool:
         return self.tls_cert is not None
+
+    @property
+    def method(self) -> str | None:
+        """Of requests that name none; None: what the library takes, `smc` where it can."""
+        return None if self.default_method == Method.SMC else self.default_method
+
+    def name_of(self, target: str) -> str:
+        """The name under which the pair is served; `target`: that of its target."""
+        return self.served_model_names[0] if self.served_model_names else target
 
     def message_bytes(self, context: int) -> int:
         """Largest request to a model pair of this context."""
@@ -134,9 +143,5 @@ class GatewayConfig:
     def _check_defaults(self) -> None:
         if self.default_method is not None and self.default_method not in tuple(Method):
             raise ValueError(f"default_method={self.default_method!r}; allowed: {', '.join(Method)}")
-        if self.default_method == Method.SMC:  # what the library takes by itself, where it can
-            object.__setattr__(self, "default_method", None)
         if wrong := [name for name in self.served_model_names if not name or not name.isprintable()]:
             raise ValueError(f"served_model_names contains {wrong[0]!r}; allowed: names that can be printed")
-        if self.http_port is None and self.served_model_names:
-            raise ValueError("served_model_names has no effect without http_port; give it too, or leave it out")

@@ -1,4 +1,5 @@
-"""Connections of an HTTP server: those that ask for nothing are closed, old ones get no further calls. Knows nothing about calls."""
+"""Connections of an HTTP server: those that ask for nothing are closed, old ones get no further calls, and what the other side does not
+read of one that is closed is forgotten after a while. Knows nothing about calls."""
 
 from __future__ import annotations
 
@@ -18,15 +19,23 @@ class Connections:
         self._loop = asyncio.get_running_loop()
         self._since: dict[web.RequestHandler, float] = {}
         self._heard: set[web.RequestHandler] = set()
+        self._transports: dict[web.RequestHandler, asyncio.Transport] = {}
+        self._closing: dict[web.RequestHandler, float] = {}
         self._next = self._loop.call_later(SWEEP_SECONDS, self._sweep)
 
     def close(self) -> None:
         self._next.cancel()
 
-    def asks(self, connection: web.RequestHandler) -> bool:
-        """A request has come over it. False if it is old: its client makes a new one, maybe to a newer replica."""
+    def asks(self, connection: web.RequestHandler) -> None:
+        """A request has come over it."""
         self._heard.add(connection)
-        return self._loop.time() - self._since.setdefault(connection, self._loop.time()) < self._age
+        self._since.setdefault(connection, self._loop.time())
+        if connection.transport is not None:
+            self._transports[connection] = connection.transport
+
+    def is_old(self, connection: web.RequestHandler) -> bool:
+        """Its client is to make a new one, maybe to a newer replica."""
+        return self._loop.time() - self._since.get(connection, self._loop.time()) >= self._age
 
     def _sweep(self) -> None:
         now, there = self._loop.time(), set(self._server.connections)
@@ -35,4 +44,10 @@ class Connections:
         for connection in there - self._heard:
             if now - self._since[connection] > self._silence:
                 connection.force_close()
+        self._transports = {connection: transport for connection, transport in self._transports.items() if connection in there}
+        closing = [connection for connection, transport in self._transports.items() if transport.is_closing()]
+        self._closing = {connection: self._closing.get(connection, now) for connection in closing}
+        for connection, since in self._closing.items():
+            if now - since > self._silence:
+                self._transports[connection].abort()
         self._next = self._loop.call_later(SWEEP_SECONDS, self._sweep)

@@ -76,7 +76,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         asked = {
             "logprobs": message.logprobs,
             "return_particles": message.return_particles,
-            "method": self._answering.config.default_method,
+            "method": self._answering.config.method,
         }
         to_sampling(message.sampling, **asked)
         prompt = await self._answering.prompts.encode(message)

@@ -113,7 +113,7 @@ class HttpEdge:
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
         """Lets in who may come in; what goes wrong is said in OpenAI's shape."""
-        young = self._connections.asks(request.protocol)
+        self._connections.asks(request.protocol)
         try:
             if self._tokens and request.path != HEALTH and not is_known(_token(request), self._tokens):
                 self._metrics.request_rejected("UNAUTHENTICATED", "unauthenticated")
@@ -128,9 +128,13 @@ class HttpEdge:
             if status_of(error).cause == "internal":
                 logger.error("unexpected error", exc_info=error)
             response = _refused(error)
-        if self._calls.closed is not None or not young:
+        if not response.prepared and self._is_last(request):
             response.force_close()
         return response
+
+    def _is_last(self, request: web.Request) -> bool:
+        """Its connection takes no more."""
+        return self._calls.closed is not None or self._connections.is_old(request.protocol)
 
     async def _health(self, request: web.Request) -> web.Response:
         if self._calls.closed is not None:
@@ -152,7 +156,7 @@ class HttpEdge:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         tallies = [self._calls.arrives(f"POST {request.path}", request.headers.items())]
-        reply = Reply(request, self._config.write_timeout)
+        reply = Reply(request, self._config.write_timeout, lambda: self._is_last(request))
         try:
             with self._places.taken():
                 asked = await self._read(request)
@@ -162,7 +166,7 @@ class HttpEdge:
             raise
         except ConnectionError:  # it left while something was written
             _each_left(tallies, deadline=False)
-            return reply.stream or web.Response()
+            return reply.abandon()
         except DeadlineExceeded as error:
             _each_left(tallies, deadline=True)
             return await reply.refuse(refusal(error))
@@ -172,11 +176,7 @@ class HttpEdge:
                 logger.error("unexpected error", exc_info=error)
             for tally in tallies:
                 tally.failed(status, error)
-            if isinstance(error, SlowReader):
-                if request.transport is not None:
-                    request.transport.abort()
-                return reply.stream or web.Response()
-            return await reply.refuse(refusal(error))
+            return reply.abandon() if isinstance(error, SlowReader) else await reply.refuse(refusal(error))
 
     async def _read(self, request: web.Request) -> Asked:
         """The body, understood. Raises BadRequest, SlowSender, QueueFull."""
@@ -204,7 +204,7 @@ class HttpEdge:
             document = parse(data)
         except ValueError as error:
             raise BadRequest(str(error)) from error
-        return understood(document, chat, self._names, self._decoding.pair.tokenizer.size, self._config.default_method)
+        return understood(document, chat, self._names, self._decoding.pair.tokenizer.size, self._config.method)
 
     async def _within(self, asked: Asked, request: web.Request, tallies: list[Tally], reply: Reply) -> web.StreamResponse:
         """Raises DeadlineExceeded where the caller's time is over."""

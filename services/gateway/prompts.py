@@ -62,7 +62,7 @@ class Prompts:
 
     def _check_chat(self, count: int) -> None:
         if not self._tokenizer.has_chat_template:
-            raise ValueError("chat is given, but the target model has no chat template; allowed: text, token_ids")
+            raise ValueError("chat is given, but the target model has no chat template; allowed: a text, or token ids")
         if not count:
             raise ValueError("chat.messages is empty; allowed: at least one message")
         if count > self._limit:  # templates put a token at least around each

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
 
 from aiohttp import web
 
@@ -15,10 +18,13 @@ from services.gateway.calls import Tally
 from services.gateway.prompts import Prompts
 from services.gateway.status import ServiceStatus
 from services.openai.answers import DONE, Chunks, Heading, choice, error_event, response
-from services.openai.errors import Refusal
+from services.openai.errors import BadRequest, Refusal
 from services.openai.requests import DEFAULT_MAX_TOKENS, Asked
 from smc.engine.admission import longest_answer
 from smc.engine.request import Answer, Output, Request
+
+MOST_ECHOED = 1 << 20
+"""Characters."""
 
 Take = Callable[[int, Output], Awaitable[None]]
 
@@ -42,37 +48,71 @@ class Decoding:
 class Reply:
     """What goes back to a caller: an answer, or events as they come. Nothing is sent before the first of them is known."""
 
-    def __init__(self, request: web.Request, timeout: float) -> None:
-        """`timeout`: seconds that the caller may let a write wait."""
-        self._request, self._timeout = request, timeout
+    def __init__(self, request: web.Request, timeout: float, is_last: Callable[[], bool]) -> None:
+        """`timeout`: seconds that the caller may let a write wait. `is_last`: its connection is to end with this reply."""
+        self._request, self._timeout, self._is_last = request, timeout, is_last
         self.headers: dict[str, str] = {}
         self.stream: web.StreamResponse | None = None
         """Once something has been sent."""
 
     async def send(self, data: bytes) -> None:
-        """Raises SlowReader; ConnectionError if the caller is gone."""
+        """Events. Raises SlowReader; ConnectionError if the caller is gone."""
+        async with self._in_time():
+            if self.stream is None:
+                await self._begin(200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"})
+            await self.stream.write(data)
+
+    async def end(self) -> web.StreamResponse:
+        """After the last event. Raises what `send` raises."""
+        async with self._in_time():
+            await self.stream.write_eof()
+        return self.stream
+
+    async def whole(self, document: Any, status: int = 200, headers: Mapping[str, str] = MappingProxyType({})) -> web.StreamResponse:
+        """JSON, and nothing after it. Raises what `send` raises."""
+        data = await asyncio.to_thread(_json, document) if isinstance(document, dict) and "choices" in document else _json(document)
+        async with self._in_time():
+            await self._begin(status, {"content-type": "application/json; charset=utf-8", "content-length": str(len(data)), **headers})
+            await self.stream.write(data)
+            await self.stream.write_eof()
+        return self.stream
+
+    async def refuse(self, refusal: Refusal) -> web.StreamResponse:
+        """In place of an answer, or of what would have followed; as far as the caller reads it."""
+        try:
+            if self.stream is None:
+                return await self.whole(refusal.body, refusal.http_status, refusal.headers)
+            await self.send(error_event(refusal.body))
+            return await self.end()
+        except (SlowReader, ConnectionError):
+            return self.abandon()
+
+    def abandon(self) -> web.StreamResponse:
+        """Nothing more is sent, and what has not been read is forgotten."""
+        if self._request.transport is not None:
+            self._request.transport.abort()
+        return self.stream or web.Response()
+
+    async def _begin(self, status: int, headers: Mapping[str, str]) -> None:
+        stream = web.StreamResponse(status=status, headers={**self.headers, **headers})
+        if self._is_last():
+            stream.force_close()
+        await stream.prepare(self._request)
+        self.stream = stream
+
+    @asynccontextmanager
+    async def _in_time(self) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(self._timeout):
-                if self.stream is None:
-                    headers = self.headers | {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
-                    self.stream = web.StreamResponse(headers=headers)
-                    await self.stream.prepare(self._request)
-                await self.stream.write(data)
+                yield
         except TimeoutError as error:
             raise SlowReader(
                 f"the caller did not read for {self._timeout:g} s while an answer was sent; the request was aborted"
             ) from error
 
-    async def end(self) -> web.StreamResponse:
-        await self.stream.write_eof()
-        return self.stream
 
-    async def refuse(self, refusal: Refusal) -> web.StreamResponse:
-        """In place of an answer, or of what would have followed."""
-        if self.stream is None:
-            return web.json_response(refusal.body, status=refusal.http_status, headers=self.headers | refusal.headers)
-        await self.send(error_event(refusal.body))
-        return await self.end()
+def _json(document: Any) -> bytes:
+    return json.dumps(document).encode()
 
 
 async def requests_of(asked: Asked, request_id: str, decoding: Decoding) -> list[Request]:
@@ -92,12 +132,14 @@ async def answered(
 ) -> web.StreamResponse:
     """Decode all of them and reply. However this ends, the backend's iterators are closed, which aborts what still runs."""
     tokenizer = decoding.pair.tokenizer
-    echoes = [prompt.written(tokenizer) if asked.echo else "" for prompt in asked.prompts for _ in range(asked.n)]
+    echoes = [text for prompt in asked.prompts for text in [prompt.written(tokenizer) if asked.echo else ""] * asked.n]
+    if (size := sum(map(len, echoes))) > MOST_ECHOED:
+        raise BadRequest(f"echo=true asks for {size} characters of prompts; allowed: at most {MOST_ECHOED} in all answers", "echo")
     if not asked.stream:
         answers = await _all(requests, decoding.backend, tallies, _nothing)
         each = enumerate(zip(answers, requests, echoes))
         choices = [choice(index, answer, request.params, asked.chat, tokenizer, echo) for index, (answer, request, echo) in each]
-        return web.json_response(response(heading, choices, answers, len(asked.prompts)), headers=reply.headers)
+        return await reply.whole(response(heading, choices, answers, len(asked.prompts)))
     chunks = Chunks(heading, asked, tokenizer)
     begun = [False] * len(requests)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import logging
+import threading
 from collections.abc import Callable
 
 import grpc
@@ -41,6 +42,9 @@ LEAVE_SECONDS = 10.0
 LAST_WORDS = 1.0
 """Seconds in which callers whose calls were ended may take in why."""
 
+TRACES_SECONDS = 3.0
+"""For a collector to take the last spans."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -69,8 +73,7 @@ class Gateway:
         self.metrics_port: int | None = None
         engine = pair.engine
         version = importlib.metadata.version("smcserve")
-        name = (config.served_model_names or (pair.target.name,))[0]
-        metrics.set_build_info(version, name, engine.form, pair.link, engine.max_slots, engine.block)
+        metrics.set_build_info(version, config.name_of(pair.target.name), engine.form, pair.link, engine.max_slots, engine.block)
 
     async def start(self) -> int:
         """Listen. Returns the bound port. Everything answers at once; Generate only once `set_health` says so.
@@ -146,7 +149,10 @@ class Gateway:
         self._close_metrics()
         if self._tracing is not None:
             tracing, self._tracing = self._tracing, None
-            await asyncio.to_thread(tracing.close)
+            # Not a thread of the loop's: those are waited for, however long a collector takes.
+            closing = threading.Thread(target=tracing.close, daemon=True)
+            closing.start()
+            await asyncio.to_thread(closing.join, TRACES_SECONDS)
 
     def _close(self, why: str) -> None:
         self._ending, self._calls.closed = True, why

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 LOCAL_CPUS = 64
 """What a cluster of our own says it has: its processes share this machine's cores anyway."""
 OBJECT_STORE_BYTES = 100_000_000
+SLOW_START = "timed out during startup"
+"""In what Ray says of itself then."""
 MARK = 0.001
 """What a rank asks of a resource that marks hosts: so little that a host with one of it has enough for all its ranks."""
 
@@ -94,7 +96,16 @@ def connect(address: str | None) -> bool:
     # keeps other users of this machine from running code as this one.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     options = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES, "logging_level": logging.ERROR}
-    ray.init(address="local", num_cpus=LOCAL_CPUS, _node_ip_address="127.0.0.1", **options)
+    start = {"address": "local", "num_cpus": LOCAL_CPUS, "_node_ip_address": "127.0.0.1", **options}
+    try:
+        ray.init(**start)
+    except Exception as error:
+        # Ray gives itself half a minute, which a busy machine may not have had for it.
+        if SLOW_START not in str(error):
+            raise
+        logger.warning("Ray was not up in time; it is started once more")
+        ray.shutdown()
+        ray.init(**start)
     return True
 
 

@@ -138,6 +138,7 @@ def _smc(params: SamplingParams, answer: Answer) -> dict[str, Any]:
         "matched": answer.matched,
         "seed": answer.seed,
         "seconds": _finite(round(answer.seconds, 6)),
+        "times": {part: round(seconds, 6) for part, seconds in vars(answer.times).items()},
         "statistics": statistics,
         "token_ids": None if answer.logprobs is None else list(answer.tokens),
         "particles": particles,

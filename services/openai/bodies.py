@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 
@@ -38,6 +38,16 @@ class Strict(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _one_stranger(cls, data: Any) -> Any:
+        """One field that there is not is enough to be refused for; each would cost an error of its own."""
+        if not isinstance(data, dict) or len(data) <= len(cls.model_fields):
+            return data
+        known = {name: value for name, value in data.items() if name in cls.model_fields}
+        stranger = next(name for name in data if name not in cls.model_fields)
+        return known | {stranger: data[stranger]}
+
 
 class Part(Strict):
     type: Literal["text"]
@@ -58,10 +68,10 @@ class ToolCall(Strict):
 
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[Part] | None, BeforeValidator(_parts)] = None
+    content: Annotated[Annotated[list[Part], Field(fail_fast=True)] | None, BeforeValidator(_parts)] = None
     """None: of an assistant that only called tools."""
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     refusal: None = None
@@ -143,8 +153,8 @@ class Body(Strict):
 
 
 class ChatBody(Body):
-    messages: Annotated[list[Message], Field(min_length=1)]
-    tools: list[Tool] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     max_completion_tokens: Any = None
     logprobs: bool = False

@@ -37,8 +37,9 @@ def is_text(value: Any) -> bool:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in fields if names.count(name) > 1)
+        seen: set[str] = set()
+        # `add` returns None: the first name that is there already.
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
         raise ValueError(f"{twice!r} is given twice")
     return fields
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from pydantic import ValidationError
@@ -105,7 +106,8 @@ def _understood(body: Body, models: tuple[str, ...], vocabulary: int, method: st
         raise named(error, NAMES[chat], "") from error
     if body.stream_options is not None and not body.stream:
         raise BadRequest("stream_options has no effect without stream=true; leave it out", "stream_options")
-    prompts = (_chat(body),) if chat else tuple(_prompts(body.prompt, vocabulary))
+    # One more than there can be is enough to be refused for.
+    prompts = (_chat(body),) if chat else tuple(islice(_prompts(body.prompt, vocabulary), MAX_ANSWERS + 1))
     if body.n * len(prompts) > MAX_ANSWERS:
         raise BadRequest(f"n={body.n} for {len(prompts)} prompts; allowed: at most {MAX_ANSWERS} answers a request", "n")
     echo = not chat and body.echo

@@ -10,6 +10,7 @@ from typing import Any
 
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
+from services.openai.requests import derived_seed
 from smc.engine.request import Method, SamplingParams, check_stop_count
 
 MAX_ANSWERS = 128
@@ -51,13 +52,13 @@ def to_params(message: pb.SamplingParams, method: str, room: int) -> list[Sampli
     count = message.n or 1
     if count > MAX_ANSWERS:
         raise ValueError(f"n={count}; allowed: 1..{MAX_ANSWERS}")
-    temperature = message.temperature if message.HasField("temperature") else 1.0
+    temperature = _as_written(message.temperature) if message.HasField("temperature") else 1.0
     settings = {
         "method": Method.EXACT if temperature == 0 and method == Method.SMC else method,
         "temperature": temperature,
         "top_k": message.top_k,
-        "top_p": message.top_p or 1.0,
-        "min_p": message.min_p,
+        "top_p": _as_written(message.top_p) or 1.0,
+        "min_p": _as_written(message.min_p),
         "max_tokens": message.max_tokens if message.HasField("max_tokens") else room,
         "stop": tuple(message.stop),
         "stop_token_ids": tuple(message.stop_token_ids),
@@ -65,7 +66,13 @@ def to_params(message: pb.SamplingParams, method: str, room: int) -> list[Sampli
         "logprobs": _logprobs(message),
     }
     first = message.seed if message.HasField("seed") else None
-    return [SamplingParams(**settings, seed=None if first is None else first + index) for index in range(count)]
+    seeds = [first if index == 0 or first is None else derived_seed(f"{first}:{index}") for index in range(count)]
+    return [SamplingParams(**settings, seed=seed) for seed in seeds]
+
+
+def _as_written(value: float) -> float:
+    """The protocol has 32 bits: 0.7 arrives as 0.699999988."""
+    return round(value, 7)
 
 
 def _logprobs(message: pb.SamplingParams) -> bool:

@@ -22,6 +22,7 @@ from services.prompt import Prompt
 from services.vllm.responses import chunks, whole
 from services.vllm.sampling import check_request, to_params
 from services.vllm.tokenizer import tokenizer_chunks
+from smc.engine.admission import longest_answer
 from smc.engine.request import Method, Request, SamplingParams
 
 VLLM = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
@@ -41,6 +42,8 @@ class VllmService(pb_grpc.VllmEngineServicer):
         self._started = time.monotonic()
         self._most_running = self._pair.engine.max_slots // SamplingParams(method=self._method).rows
         self._received = 0.0
+        self._archive: list[common_pb2.GetTokenizerChunk] | None = None
+        """Of the tokenizer, once somebody has asked for it."""
 
     async def Generate(self, message: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         async def ask(request_id: str) -> list[Request]:
@@ -65,7 +68,7 @@ class VllmService(pb_grpc.VllmEngineServicer):
         target, files = pair.target, str(pair.files or "")
         return pb.GetModelInfoResponse(
             model_path=files or target.name,
-            served_model_name=target.name,
+            served_model_name=self._answering.config.name_of(target.name),
             tokenizer_path=files,
             is_generation=True,
             max_context_length=pair.context,
@@ -104,7 +107,9 @@ class VllmService(pb_grpc.VllmEngineServicer):
     async def GetTokenizer(self, message: common_pb2.GetTokenizerRequest, context: grpc.aio.ServicerContext) -> None:
         if self._pair.files is None:
             raise Unimplemented("GetTokenizer: the served model has random weights and no tokenizer")
-        for chunk in await asyncio.to_thread(lambda: list(tokenizer_chunks(self._pair.files))):
+        if self._archive is None:
+            self._archive = await asyncio.to_thread(lambda: list(tokenizer_chunks(self._pair.files)))
+        for chunk in self._archive:
             await self._answering.write(context, chunk)
 
     async def SubscribeKvEvents(self, message: common_pb2.SubscribeKvEventsRequest, context: grpc.aio.ServicerContext) -> None:
@@ -126,7 +131,7 @@ class VllmService(pb_grpc.VllmEngineServicer):
         """Raises ValueError naming the field, the value and what is allowed."""
         check_request(message)
         # Settings before the prompt: they are checked in no time, while a long prompt takes some to encode.
-        to_params(message.sampling_params, self._method, room=1)
+        asked_for = to_params(message.sampling_params, self._method, room=1)
         form = message.WhichOneof("input")
         if form is None:
             raise ValueError("input is missing; allowed: one of tokenized, text")
@@ -134,5 +139,7 @@ class VllmService(pb_grpc.VllmEngineServicer):
         prompt = await self._answering.prompts.tokens(asked)
         if form == "tokenized" and (largest := max(prompt)) >= (size := self._pair.tokenizer.size):
             raise ValueError(f"tokenized.input_ids contains {largest}; allowed: 0..{size - 1}")
-        settings = to_params(message.sampling_params, self._method, room=self._pair.context - len(prompt))
+        pair, pages = self._pair, self._answering.status().pages
+        room = longest_answer(asked_for[0], pair.engine, pages, pair.context, len(prompt))
+        settings = to_params(message.sampling_params, self._method, room)
         return [Request(request_id, prompt, params) for params in settings]

@@ -207,7 +207,7 @@ class Engine:
         """The opposite: as soon as no round of it is under way, the draft runs what it lacks, and the request takes part in rounds of the
         pair again, with so many rows or all it may have. Where there are not enough slots or pages for that, or no draft, it stays as it
         is."""
-        if not self._has_draft:
+        if not self._has_draft or not self._fits_pair(group):
             return
         rows = rows or group.most_rows
         if group.alone and group.phase is not Phase.QUEUED:
@@ -215,6 +215,11 @@ class Engine:
         elif group.alone:
             group.decode_by(decoding_of(group.params), rows)
             group.needs = None
+
+    def _fits_pair(self, group: Group) -> bool:
+        """Another draft may have fewer pages than the one that a request was let in with."""
+        needs = decoding_of(group.params).most_pages(self.config, group.params, group.prompt_size)
+        return all(pages <= self.memory.capacity[side] for side, pages in needs.items())
 
     def lose_draft(self) -> list[str]:
         """The draft is gone, with its keys and values and the rounds in which it took part. Exact decoding goes on by the target alone;
@@ -236,11 +241,13 @@ class Engine:
         return dropped
 
     def regain_draft(self, pages: int) -> None:
-        """Another draft is there, which holds nothing yet, with so many pages. Requests that went on by the target alone rejoin."""
+        """Another draft is there, which holds nothing yet, with so many pages. Requests that went on by the target alone rejoin: where
+        costs decide, when they say so."""
         self.memory.renew("draft", pages)
         self._has_draft = True
-        for group in self._groups.values():
-            self.rejoin(group)
+        if self.costs is None:
+            for group in self._groups.values():
+                self.rejoin(group)
 
     def _decoding_now(self, request: Request) -> Decoding:
         """How a request that arrives now begins. Raises NoDraft."""

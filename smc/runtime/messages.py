@@ -85,7 +85,10 @@ class SideLost(RuntimeError):
 
     def __init__(self, side: str, why: str) -> None:
         super().__init__(f"the {side} model is lost: {why}")
-        self.side = side
+        self.side, self._why = side, why
+
+    def __reduce__(self) -> tuple[type[SideLost], tuple[str, str]]:
+        return SideLost, (self.side, self._why)
 
 
 class Worker(Protocol):

@@ -153,7 +153,7 @@ def test_a_chat_without_a_template(pair):
     tokenizer = type(pair.tokenizer)(pair.tokenizer._tokenizer, pair.tokenizer.eos_ids, {}, None)
     bare = ModelPair(pair.target, pair.draft, tokenizer, pair.max_context)
     chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="x")])
-    with serving(bare) as service, refused(grpc.StatusCode.INVALID_ARGUMENT, "no chat template; allowed: text, token_ids"):
+    with serving(bare) as service, refused(grpc.StatusCode.INVALID_ARGUMENT, "no chat template; allowed: a text, or token ids"):
         ask(service, chat=chat)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
-from services.openai.requests import COMPLETIONS
+from services.openai.document import parse
+from services.openai.requests import COMPLETIONS, understood
 from tests.openai.asking import chat, is_error, post
 
 
@@ -25,6 +27,26 @@ from tests.openai.asking import chat, is_error, post
 )
 def test_what_is_no_json(service, body, message):
     is_error(post(service, body), 400, "invalid", message)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "{" + ",".join(f'"{name}": 1' for name in [*range(60_000), 5]) + "}",
+        '{"messages": [' + ",".join("1" for _ in range(200_000)) + "]}",
+        '{"messages": [' + ",".join("{}" for _ in range(200_000)) + "]}",
+        '{"messages": [{' + ",".join(f'"{name}": 1' for name in range(60_000)) + "}]}",
+        "{" + ",".join(f'"{name}": 1' for name in range(60_000)) + "}",
+        '{"messages": [{"role": "user", "content": [' + ",".join("1" for _ in range(200_000)) + "]}]}",
+    ],
+    ids=["a field twice", "no messages", "empty messages", "fields of a message", "fields", "no parts"],
+)
+def test_what_is_large_and_wrong_is_refused_in_no_time(body):
+    """The loop that answers everybody reads it."""
+    begin = time.thread_time()
+    with pytest.raises(ValueError):
+        understood(parse(body.encode()), True, ("demo",), 512)
+    assert time.thread_time() - begin < 0.5
 
 
 def nested(depth: int) -> bytes:
@@ -129,3 +151,9 @@ def test_what_is_neutral_is_accepted(service):
         "n": 1,
     }
     assert post(service, chat(**fields, max_tokens=2, method="draft")).status == 200
+
+
+def test_prompts_are_not_repeated_without_end(service):
+    body = {"prompt": "x " * 20_000, "echo": True, "n": 60, "max_tokens": 1, "method": "target"}
+    said = post(service, json.dumps(body).encode(), COMPLETIONS)
+    assert said.status == 400

@@ -125,7 +125,8 @@ def test_a_body_that_does_not_arrive(pair):
         )
 
 
-def test_a_caller_that_does_not_read(pair):
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_caller_that_does_not_read(pair, stream):
     """Its answer is many times what buffers hold."""
 
     class Chatty:
@@ -135,15 +136,20 @@ def test_a_caller_that_does_not_read(pair):
         async def generate(self, request):
             async with aclosing(self._backend.generate(request)) as news:
                 async for output in news:
-                    yield replace(output, text="x" * (8 << 20)) if output.answer is None else output
+                    if output.answer is None:
+                        yield replace(output, text="x" * (8 << 20))
+                    else:
+                        yield replace(output, answer=replace(output.answer, text="x" * (8 << 20)))
 
     with serving(pair, http_port=0, write_timeout=0.5, wrap=Chatty) as service, socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", service.gateway.http_port))
-        body = chat(stream=True, **LONG)
+        body = chat(stream=stream, **LONG)
         head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body)
-        until(lambda: service.metric("smc_requests_cancelled_total", by="slow_reader") == 1, 20.0)
+        until(lambda: service.gateway._edge._runner.server.connections)
+        until(lambda: not service.gateway._edge._runner.server.connections, 20.0)
+        assert service.metric("smc_requests_cancelled_total", by="slow_reader") == stream
         service.wait_until_free(2.0)
 
 

@@ -35,7 +35,7 @@ def test_bench_over_a_link(smcserve, tmp_path, monkeypatch, ray_cluster):
         (("serve", "--trace", "/nowhere/x.json"), "its directory does not exist"),
         (("serve", "--max-context", 4096), "max_context=4096; allowed: 2..512"),
         (("serve", "--target", "/nowhere"), "--target is given without --draft"),
-        (("serve", "--served-model-name", "x"), "served_model_names has no effect without http_port"),
+        (("serve", "--served-model-name", ""), "served_model_names contains ''; allowed: names that can be printed"),
         (("serve", "--default-method", "beam"), "default_method='beam'; allowed: smc, exact, target, draft"),
         (("serve", "--http-port", 50051), "http_port=50051 is given as port as well"),
         (("bench", "--draft-tp", 2), "--draft-tp 2 has no effect without --link"),
