@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from services.coordinator.remote import CoordinatorSpec
     from services.workers.process import RankSpec
 
+logger = logging.getLogger(__name__)
+
 LOCAL_CPUS = 64
 """What a cluster of our own says it has: its processes share this machine's cores anyway."""
 OBJECT_STORE_BYTES = 100_000_000

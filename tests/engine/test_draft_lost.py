@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections import Counter
 
@@ -130,3 +131,28 @@ def test_what_the_target_has_is_not_run_again():
     assert answers(engine, [request(request_id="third", method="draft", max_tokens=2, seed=1)])
     assert np.all(engine.slots.head_S["draft"] == 0)
     assert_empty(engine)
+
+
+def test_a_draft_that_comes_back_with_too_few_pages_is_joined_by_those_whom_it_can_hold():
+    """Of one that runs, and one that waits for its slot."""
+    engine = local_engine(pair(), EngineConfig(block=4, branches=2, max_slots=4, pages=500))
+    breaking = Breaking(engine)
+    large, small = {"max_tokens": 100, "ignore_eos": True}, {"max_tokens": 8, "ignore_eos": True}
+    for name, ends in (("large", large), ("waits", large), ("small", small)):
+        engine.submit(request([0, 1, 2] * 7, name, method="exact", particles=4, seed=1, **ends))
+    while not running(engine) or running(engine)[0].committed < 4:
+        engine.step()
+    breaking.there = False
+    assert breaking.step() == ([], [])
+    engine.regain_draft(pages=100)
+    breaking.there = True
+    final = {output.request_id: output.answer for output in engine.run([]) if output.answer}
+    plain = answers(engine, [request([0, 1, 2] * 7, name, method="target", seed=1, **large) for name in ("large",)])
+    assert final["large"].tokens == final["waits"].tokens == plain["large"].tokens
+    assert final["waits"].statistics.draft_tokens == 0 < final["small"].statistics.draft_tokens
+    assert_empty(engine)
+
+
+def test_who_is_lost_is_known_in_another_process():
+    error = pickle.loads(pickle.dumps(SideLost("draft", "out of luck")))
+    assert (error.side, str(error)) == ("draft", "the draft model is lost: out of luck")
