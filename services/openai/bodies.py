@@ -42,10 +42,11 @@ class Strict(BaseModel):
     @classmethod
     def _one_stranger(cls, data: Any) -> Any:
         """One field that there is not is enough to be refused for; each would cost an error of its own."""
-        if not isinstance(data, dict) or len(data) <= len(cls.model_fields):
+        fields = cls.model_fields
+        if not isinstance(data, dict) or len(data) <= len(fields):
             return data
-        known = {name: value for name, value in data.items() if name in cls.model_fields}
-        stranger = next(name for name in data if name not in cls.model_fields)
+        known = {name: value for name, value in data.items() if name in fields}
+        stranger = next(name for name in data if name not in fields)
         return known | {stranger: data[stranger]}
 
 
