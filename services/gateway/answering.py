@@ -1,4 +1,4 @@
-"""What the gRPC APIs have in common around an answer: who is let in, what is counted, and news for callers that may leave at any time.
+"""What all APIs have in common around an answer: who is let in, what is counted, and news for callers that may leave at any time.
 
 Knows nothing about their messages.
 """
@@ -21,8 +21,8 @@ from services.gateway.config import GatewayConfig
 from services.gateway.interceptors import caller_of
 from services.gateway.prompts import Prompts
 from services.gateway.status import ServiceStatus
-from smc.engine.admission import check_waiting
-from smc.engine.request import Output, Request
+from smc.engine.admission import check_waiting, longest_answer
+from smc.engine.request import Output, Request, SamplingParams
 
 MAX_ID_SIZE = 256
 DEADLINE_SLACK = 0.05
@@ -64,9 +64,10 @@ class Answering:
                 check_waiting(self.pair.engine, self.status().queued)
                 requests = await ask(request_id)
                 tallies += [tallies[0].another() for _ in requests[1:]]
-                for tally, request in zip(tallies, requests):
-                    tally.asks(request)
-                await self._answer(requests, context, say, tallies)
+                async with aclosing(self.news(requests, tallies)) as news:
+                    async for index, output in news:
+                        for message in say(requests[index], index, output):
+                            await self.write(context, message)
         except asyncio.CancelledError:
             _each_left(tallies, context)
             raise
@@ -87,18 +88,23 @@ class Answering:
         except TimeoutError as error:
             raise SlowReader(f"the caller did not read for {timeout:g} s while an answer was sent; the request was aborted") from error
 
-    async def _answer(self, requests: Sequence[Request], context: grpc.aio.ServicerContext, say: Say, tallies: list[Tally]) -> None:
-        """Send news until the last answer. However this ends, the backend's iterators are closed, which aborts what still runs."""
+    def longest(self, params: SamplingParams, prompt: int) -> int:
+        """Most tokens that such a request could be answered with here, after a prompt of so many."""
+        return longest_answer(params, self.pair.engine, self.status().pages, self.pair.context, prompt)
+
+    async def news(self, requests: Sequence[Request], tallies: Sequence[Tally]) -> AsyncGenerator[tuple[int, Output], None]:
+        """Of all requests of a call until their last answers, each with its request's index; an answer counts once it has been taken.
+        However this ends, the backend's iterators are closed, which aborts what still runs."""
+        for tally, request in zip(tallies, requests):
+            tally.asks(request)
         waited = tallies[0].seconds
         sources = [self._backend.generate(replace(request, waited=waited)) for request in requests]
         async with aclosing(merged(sources)) as news:
             async for index, output in news:
-                request, tally = requests[index], tallies[index]
-                tally.count(len(request.prompt), len(output.tokens))
-                for message in say(request, index, output):
-                    await self.write(context, message)
+                tallies[index].count(len(requests[index].prompt), len(output.tokens))
+                yield index, output
                 if output.answer is not None:
-                    tally.answered(output.answer)
+                    tallies[index].answered(output.answer)
 
 
 async def merged(sources: Sequence[AsyncGenerator[Output, None]]) -> AsyncGenerator[tuple[int, Output], None]:

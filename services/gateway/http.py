@@ -14,11 +14,11 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from services.backend import Unavailable
 from services.errors import DeadlineExceeded, SlowReader, SlowSender, Unauthenticated, status_of
-from services.gateway.calls import Calls, Tally
-from services.gateway.config import GatewayConfig
+from services.gateway.answering import Answering
+from services.gateway.calls import Tally
 from services.gateway.connections import Connections
 from services.gateway.limits import Places, Turns
-from services.gateway.replies import Decoding, Reply, answered, requests_of
+from services.gateway.replies import Reply, answered, requests_of
 from services.gateway.security import bearer_token, caller_with, is_known, server_context
 from services.metrics import Metrics
 from services.openai import answers
@@ -40,18 +40,17 @@ class HttpEdge:
 
     def __init__(
         self,
-        config: GatewayConfig,
-        decoding: Decoding,
-        calls: Calls,
+        answering: Answering,
         places: Places,
         turns: Turns,
         metrics: Metrics,
     ) -> None:
-        self._config, self._decoding, self._calls, self._metrics = config, decoding, calls, metrics
+        self._config, self._answering, self._calls, self._metrics = answering.config, answering, answering.calls, metrics
         self._places, self._turns = places, turns
+        config, pair = answering.config, answering.pair
         self._tokens = config.tokens()
-        self._limit = config.message_bytes(decoding.pair.context)
-        self._names = config.served_model_names or (decoding.pair.target.name,)
+        self._limit = config.message_bytes(pair.context)
+        self._names = config.served_model_names or (pair.target.name,)
         self._began = int(time.time())
         self._runner: web.AppRunner | None = None
         self._site: web.TCPSite | None = None
@@ -146,13 +145,13 @@ class HttpEdge:
         return web.Response(body=text, headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def _list_models(self, request: web.Request) -> web.Response:
-        return web.json_response(answers.models(self._names, self._began, self._decoding.pair.context))
+        return web.json_response(answers.models(self._names, self._began, self._answering.pair.context))
 
     async def _show_model(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
         if name not in self._names:
             raise BadRequest(f"model={name!r}; allowed: {', '.join(map(repr, self._names))}", "model", 404, "model_not_found")
-        return web.json_response(answers.model(name, self._names[0], self._began, self._decoding.pair.context))
+        return web.json_response(answers.model(name, self._names[0], self._began, self._answering.pair.context))
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         tallies = [self._calls.arrives(f"POST {request.path}", request.headers.items())]
@@ -204,7 +203,7 @@ class HttpEdge:
             document = parse(data)
         except ValueError as error:
             raise BadRequest(str(error)) from error
-        return understood(document, chat, self._names, self._decoding.pair.tokenizer.size, self._config.method)
+        return understood(document, chat, self._names, self._answering.pair.tokenizer.size, self._config.method)
 
     async def _within(self, asked: Asked, request: web.Request, tallies: list[Tally], reply: Reply) -> web.StreamResponse:
         """Raises DeadlineExceeded where the caller's time is over."""
@@ -221,12 +220,12 @@ class HttpEdge:
             raise DeadlineExceeded(f"timeout={asked.timeout:g} s is over; nothing of the call is left behind") from error
 
     async def _decode(self, asked: Asked, request_id: str, tallies: list[Tally], reply: Reply) -> web.StreamResponse:
-        check_waiting(self._decoding.pair.engine, self._decoding.status().queued)
+        check_waiting(self._answering.pair.engine, self._answering.status().queued)
         try:
-            requests = await requests_of(asked, request_id, self._decoding)
+            requests = await requests_of(asked, request_id, self._answering)
             tallies.extend(tallies[0].another() for _ in requests[1:])
             heading = answers.Heading(request_id, int(time.time()), self._names[0], asked.chat)
-            return await answered(asked, requests, heading, self._decoding, tallies, reply)
+            return await answered(asked, requests, heading, self._answering, tallies, reply)
         except ValueError as error:
             raise asked.named(error) from error
 

@@ -4,45 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 from aiohttp import web
 
-from services.backend import Backend, ServingPair
 from services.errors import SlowReader
+from services.gateway.answering import Answering
 from services.gateway.calls import Tally
-from services.gateway.prompts import Prompts
-from services.gateway.status import ServiceStatus
 from services.openai.answers import DONE, Chunks, Heading, choice, error_event, response
 from services.openai.errors import BadRequest, Refusal
 from services.openai.requests import DEFAULT_MAX_TOKENS, Asked
-from smc.engine.admission import longest_answer
-from smc.engine.request import Answer, Output, Request
+from smc.engine.request import Answer, Output, Request, SamplingParams
 
 MOST_ECHOED = 1 << 20
 """Characters."""
-
-Take = Callable[[int, Output], Awaitable[None]]
-
-
-@dataclass(frozen=True)
-class Decoding:
-    """Who decodes, for which pair, and how things stand there."""
-
-    pair: ServingPair
-    backend: Backend
-    prompts: Prompts
-    status: Callable[[], ServiceStatus]
-
-    def longest(self, asked: Asked, prompt: int) -> int:
-        """Tokens of an answer for which nothing else is said: a chat may go on for as long as there is room."""
-        pair = self.pair
-        most = longest_answer(asked.params(1, None), pair.engine, self.status().pages, pair.context, prompt)
-        return most if asked.chat else min(DEFAULT_MAX_TOKENS, most)
 
 
 class Reply:
@@ -56,7 +34,9 @@ class Reply:
         """Once something has been sent."""
 
     async def send(self, data: bytes) -> None:
-        """Events. Raises SlowReader; ConnectionError if the caller is gone."""
+        """Events, if there are any. Raises SlowReader; ConnectionError if the caller is gone."""
+        if not data:
+            return
         async with self._in_time():
             if self.stream is None:
                 await self._begin(200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"})
@@ -70,7 +50,7 @@ class Reply:
 
     async def whole(self, document: Any, status: int = 200, headers: Mapping[str, str] = MappingProxyType({})) -> web.StreamResponse:
         """JSON, and nothing after it. Raises what `send` raises."""
-        data = await asyncio.to_thread(_json, document) if isinstance(document, dict) and "choices" in document else _json(document)
+        data = json.dumps(document).encode()
         async with self._in_time():
             await self._begin(status, {"content-type": "application/json; charset=utf-8", "content-length": str(len(data)), **headers})
             await self.stream.write(data)
@@ -111,16 +91,14 @@ class Reply:
             ) from error
 
 
-def _json(document: Any) -> bytes:
-    return json.dumps(document).encode()
-
-
-async def requests_of(asked: Asked, request_id: str, decoding: Decoding) -> list[Request]:
+async def requests_of(asked: Asked, request_id: str, answering: Answering) -> list[Request]:
     """One for each answer. Raises ValueError naming the field, the value and what is allowed, and QueueFull."""
     requests, seeds = [], asked.seeds()
     for prompt in asked.prompts:
-        tokens = await decoding.prompts.tokens(prompt)
-        longest = decoding.longest(asked, len(tokens))
+        tokens = await answering.prompts.tokens(prompt)
+        # A chat may go on for as long as there is room.
+        most = answering.longest(asked.params(1, None), len(tokens))
+        longest = most if asked.chat else min(DEFAULT_MAX_TOKENS, most)
         for _ in range(asked.n):
             params = asked.params(longest, next(seeds))
             requests.append(Request(request_id, tokens, params, asked.cache_salt))
@@ -128,62 +106,39 @@ async def requests_of(asked: Asked, request_id: str, decoding: Decoding) -> list
 
 
 async def answered(
-    asked: Asked, requests: list[Request], heading: Heading, decoding: Decoding, tallies: list[Tally], reply: Reply
+    asked: Asked, requests: list[Request], heading: Heading, answering: Answering, tallies: list[Tally], reply: Reply
 ) -> web.StreamResponse:
     """Decode all of them and reply. However this ends, the backend's iterators are closed, which aborts what still runs."""
-    tokenizer = decoding.pair.tokenizer
+    tokenizer = answering.pair.tokenizer
     echoes = [text for prompt in asked.prompts for text in [prompt.written(tokenizer) if asked.echo else ""] * asked.n]
     if (size := sum(map(len, echoes))) > MOST_ECHOED:
         raise BadRequest(f"echo=true asks for {size} characters of prompts; allowed: at most {MOST_ECHOED} in all answers", "echo")
-    if not asked.stream:
-        answers = await _all(requests, decoding.backend, tallies, _nothing)
+    chunks = Chunks(heading, asked, tokenizer) if asked.stream else None
+    begun: set[int] = set()
+    ended: dict[int, Answer] = {}
+    async with aclosing(answering.news(requests, tallies)) as news:
+        async for index, output in news:
+            if chunks is not None:
+                await reply.send(_events(chunks, index, output, requests[index].params, None if index in begun else echoes[index]))
+                begun.add(index)
+            if output.answer is not None:
+                ended[index] = output.answer
+    answers = [ended[index] for index in range(len(requests))]
+    if chunks is None:
         each = enumerate(zip(answers, requests, echoes))
         choices = [choice(index, answer, request.params, asked.chat, tokenizer, echo) for index, (answer, request, echo) in each]
         return await reply.whole(response(heading, choices, answers, len(asked.prompts)))
-    chunks = Chunks(heading, asked, tokenizer)
-    begun = [False] * len(requests)
-
-    async def send(index: int, output: Output) -> None:
-        data = b"" if begun[index] else chunks.begin(index, echoes[index])
-        begun[index] = True
-        if output.text:
-            data += chunks.text(index, output.text)
-        if output.answer is not None:
-            data += chunks.end(index, output.answer, requests[index].params)
-        if data:
-            await reply.send(data)
-
-    answers = await _all(requests, decoding.backend, tallies, send)
     if asked.include_usage:
         await reply.send(chunks.usage(answers, len(asked.prompts)))
     await reply.send(DONE)
     return await reply.end()
 
 
-async def _nothing(index: int, output: Output) -> None:
-    """All of it comes with the answer."""
-
-
-async def _all(requests: list[Request], backend: Backend, tallies: list[Tally], take: Take) -> list[Answer]:
-    """Raises what the first of them that fails raises; the others are aborted."""
-    if len(requests) == 1:
-        return [await _one(0, requests[0], backend, tallies[0], take)]
-    try:
-        async with asyncio.TaskGroup() as group:
-            each = enumerate(zip(requests, tallies, strict=True))
-            tasks = [group.create_task(_one(index, request, backend, tally, take)) for index, (request, tally) in each]
-    except ExceptionGroup as failed:
-        raise failed.exceptions[0] from None
-    return [task.result() for task in tasks]
-
-
-async def _one(index: int, request: Request, backend: Backend, tally: Tally, take: Take) -> Answer:
-    tally.asks(request)
-    async with aclosing(backend.generate(replace(request, waited=tally.seconds))) as news:
-        async for output in news:
-            tally.count(len(request.prompt), len(output.tokens))
-            await take(index, output)
-            if output.answer is not None:
-                tally.answered(output.answer)
-                return output.answer
-    raise AssertionError("the news of a request ended without an answer")
+def _events(chunks: Chunks, index: int, output: Output, params: SamplingParams, echo: str | None) -> bytes:
+    """News of one answer; `echo`: what stands before it, if these are its first."""
+    data = b"" if echo is None else chunks.begin(index, echo)
+    if output.text:
+        data += chunks.text(index, output.text)
+    if output.answer is not None:
+        data += chunks.end(index, output.answer, params)
+    return data

@@ -22,7 +22,6 @@ from services.gateway.http import HttpEdge
 from services.gateway.intake import Intake
 from services.gateway.interceptors import TokenInterceptor
 from services.gateway.limits import Places, Turns
-from services.gateway.replies import Decoding
 from services.gateway.security import server_credentials
 from services.gateway.status import ServiceStatus
 from services.gateway.tracing import Tracing
@@ -61,7 +60,6 @@ class Gateway:
         self._health.set({GATEWAY: True})
         self._answering = Answering(pair, backend, self._calls, status, config)
         self._server: grpc.aio.Server | None = None
-        self._backend, self._status = backend, status
         self._edge: HttpEdge | None = None
         self._turns: Turns | None = None
         self._watchdog: Watchdog | None = None
@@ -94,8 +92,7 @@ class Gateway:
         try:
             self.port = self._bind()
             if config.http_port is not None:
-                decoding = Decoding(self._pair, self._backend, self._answering.prompts, self._status)
-                self._edge = HttpEdge(config, decoding, self._calls, places, self._turns, self._metrics)
+                self._edge = HttpEdge(self._answering, places, self._turns, self._metrics)
                 self.http_port = await self._edge.start()
         except OSError:
             self._close_metrics()

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.errors import Status, status_of
+from services.errors import status_of
 from smc.engine.admission import DuplicateRequest
 
 HTTP = {
@@ -43,7 +43,6 @@ class Refusal:
     http_status: int
     body: dict[str, Any]
     headers: dict[str, str] = field(default_factory=dict)
-    status: Status | None = None
 
 
 def refusal(error: Exception) -> Refusal:
@@ -55,7 +54,7 @@ def refusal(error: Exception) -> Refusal:
     headers = {"x-should-retry": str(status.retry_after is not None).lower()}
     if status.retry_after is not None:
         headers["retry-after"] = str(math.ceil(status.retry_after))
-    return Refusal(getattr(error, "http_status", http_status), body, headers, status)
+    return Refusal(getattr(error, "http_status", http_status), body, headers)
 
 
 def named(error: ValueError, names: frozenset[str], prompt: str) -> ValueError:

@@ -22,7 +22,6 @@ from services.prompt import Prompt
 from services.vllm.responses import chunks, whole
 from services.vllm.sampling import check_request, to_params
 from services.vllm.tokenizer import tokenizer_chunks
-from smc.engine.admission import longest_answer
 from smc.engine.request import Method, Request, SamplingParams
 
 VLLM = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
@@ -139,7 +138,6 @@ class VllmService(pb_grpc.VllmEngineServicer):
         prompt = await self._answering.prompts.tokens(asked)
         if form == "tokenized" and (largest := max(prompt)) >= (size := self._pair.tokenizer.size):
             raise ValueError(f"tokenized.input_ids contains {largest}; allowed: 0..{size - 1}")
-        pair, pages = self._pair, self._answering.status().pages
-        room = longest_answer(asked_for[0], pair.engine, pages, pair.context, len(prompt))
+        room = self._answering.longest(asked_for[0], len(prompt))
         settings = to_params(message.sampling_params, self._method, room)
         return [Request(request_id, prompt, params) for params in settings]

@@ -13,7 +13,8 @@ from functools import cache
 import numpy as np
 
 from smc.engine.acceptance import tokens_a_round
-from smc.engine.policy import Beside, Costs, Tree
+from smc.engine.costs import Costs
+from smc.engine.policy import Beside, Tree
 from smc.engine.rounds import bucket
 from smc.runtime.config import EngineConfig
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from smc.engine.costs import Costs
 from smc.engine.group import Group
 
 
@@ -50,21 +51,6 @@ class Beside:
     """That the target decodes by itself."""
     slots: int = 0
     """That all of them hold."""
-
-
-class Costs(Protocol):
-    """What the devices take, in seconds."""
-
-    round_overhead: float
-    """Of a round, what is neither model's pass."""
-
-    def draft_step(self, rows: int) -> float:
-        """Every one of so many sequences gets a token of the draft."""
-        ...
-
-    def target_pass(self, positions: int) -> float:
-        """The target runs so many tokens."""
-        ...
 
 
 class TreePolicy(Protocol):

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from smc.engine.acceptance import Acceptance
+from smc.engine.costs import Costs
 from smc.engine.group import Group, Phase
 from smc.engine.methods import TARGET_ALONE, decoding_of
-from smc.engine.policy import Beside, Costs, Tree, TreePolicy
+from smc.engine.policy import Beside, Tree, TreePolicy
 from smc.engine.request import Method
 from smc.runtime.plan import Program
 

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from smc.engine.costs import Costs
 from smc.engine.engine import Engine
 from smc.engine.group import Group, Phase
 from smc.engine.local import local_engine
-from smc.engine.policy import Beside, Costs, Tree
+from smc.engine.policy import Beside, Tree
 from smc.engine.request import Answer, FinishReason, Method, Request, SamplingParams
 from smc.runtime.config import EngineConfig
 from tests.engine.harness import TokenLedger, answers, assert_empty, check_kv, request, running

@@ -9,7 +9,7 @@ import pytest
 
 from services.openai.document import parse
 from services.openai.requests import COMPLETIONS, understood
-from tests.openai.asking import chat, is_error, post
+from tests.openai.asking import Said, chat, is_error, post
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,12 @@ def test_what_is_neutral_is_accepted(service):
     assert post(service, chat(**fields, max_tokens=2, method="draft")).status == 200
 
 
-def test_prompts_are_not_repeated_without_end(service):
-    body = {"prompt": "x " * 20_000, "echo": True, "n": 60, "max_tokens": 1, "method": "target"}
-    said = post(service, json.dumps(body).encode(), COMPLETIONS)
-    assert said.status == 400
+def test_prompts_are_not_repeated_without_end(service, monkeypatch):
+    def said(n: int) -> Said:
+        return post(
+            service, json.dumps({"prompt": "x " * 10, "echo": True, "n": n, "max_tokens": 1, "method": "target"}).encode(), COMPLETIONS
+        )
+
+    monkeypatch.setattr("services.gateway.replies.MOST_ECHOED", 40)
+    assert said(2).status == 200
+    is_error(said(3), 400, "invalid", "echo=true asks for 60 characters of prompts; allowed: at most 40", param="echo")
