@@ -9,5 +9,7 @@ SCHEME_NAMES = ("systematic", "stratified", "residual", "multinomial", "ssp")
 """Of resampling. Where schemes are data, a scheme is its index here."""
 DTYPE_NAMES = ("float32", "bfloat16", "float16", "fp8")
 """Types that models can have: `smc.models.linear.DTYPES`."""
+DEFAULT_MAX_TOKENS = 256
+"""Of an answer for which nothing else is said, or what the context leaves."""
 MAX_STOP_BYTES = 1000
 """Of all stop strings of a request together, in UTF-8."""

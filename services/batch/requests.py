@@ -5,8 +5,9 @@ from __future__ import annotations
 from services.backend import ServingPair
 from services.batch.lines import CHAT, Line
 from services.openai.errors import BadRequest
-from services.openai.requests import DEFAULT_MAX_TOKENS, Asked, derived_seed, understood
+from services.openai.requests import Asked, derived_seed, understood
 from smc.engine.request import Request
+from smc.limits import DEFAULT_MAX_TOKENS
 
 
 class Requests:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from services.cli import options
 from services.cli.terminal import err, finite, print_error, print_warning
+from smc.limits import DEFAULT_MAX_TOKENS
 
 if TYPE_CHECKING:
     from services.client import Completion
@@ -27,7 +28,6 @@ ENGINE_FIELDS = ("form", "block", "branches", "max_context")
 PAIR_FIELDS = ("form", "branches", "draft_vocab", "draft_vocab_text")
 """For methods of both models."""
 PLAIN = ("target", "draft")
-DEFAULT_MAX_TOKENS = 256
 
 
 def generate(

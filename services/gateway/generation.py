@@ -15,9 +15,9 @@ from services.pb import generation_pb2 as pb
 from services.pb import generation_pb2_grpc as pb_grpc
 from services.wire.generation import to_finish, to_sampling
 from smc.engine.request import Output, Request
+from smc.limits import DEFAULT_MAX_TOKENS
 
 METHOD = "smc.v1.GenerationService/Generate"
-DEFAULT_MAX_TOKENS = 256
 
 
 class GenerationService(pb_grpc.GenerationServiceServicer):

@@ -16,8 +16,9 @@ from services.gateway.answering import Answering
 from services.gateway.calls import Tally
 from services.openai.answers import DONE, Chunks, Heading, choice, error_event, response
 from services.openai.errors import BadRequest, Refusal
-from services.openai.requests import DEFAULT_MAX_TOKENS, Asked
+from services.openai.requests import Asked
 from smc.engine.request import Answer, Output, Request, SamplingParams
+from smc.limits import DEFAULT_MAX_TOKENS
 
 MOST_ECHOED = 1 << 20
 """Characters."""

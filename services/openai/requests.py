@@ -19,8 +19,6 @@ from services.prompt import Prompt
 from smc.engine.request import SamplingParams
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-DEFAULT_MAX_TOKENS = 256
-"""Or what the context leaves. A chat that somebody waits for may go on for as long as there is room."""
 MAX_ANSWERS = 128
 """Of one request."""
 SETTINGS = (
