@@ -135,6 +135,7 @@ class Gateway:
         self._calls.interrupt()
         await self._calls.ended(LAST_WORDS)
         await self._calls.told(LAST_WORDS)
+        await self._health.told(LAST_WORDS)
         if self._server is not None:
             await self._server.stop(grace=None)
         if self._edge is not None:
