@@ -14,6 +14,7 @@ from smc.limits import MAX_PARTICLES, MAX_STOP_BYTES, SCHEME_NAMES
 MAX_STOPS = 64
 MAX_STOP_IDS = 1024
 POPULATIONS = ("distinct", "independent")
+VERIFICATIONS = ("walk", "rejection")
 SMALLEST, LARGEST = 1e-6, 1e6
 """Of temperatures and alpha: beyond, they make infinities and NaN of logits in float32."""
 SCALES = f"> 0, from {SMALLEST:g} to {LARGEST:g}"
@@ -24,7 +25,7 @@ class Method(StrEnum):
 
     SMC = "smc"
     EXACT = "exact"
-    """The target's own draws, confirmed many at a time: the answer of `target`, sooner."""
+    """The target's law, many tokens at a time: by default its own draws, so the answer of `target`, sooner."""
     TARGET = "target"
     """Plain decoding by the target model: the baseline of every table."""
     DRAFT = "draft"
@@ -56,7 +57,10 @@ class SamplingParams:
     method: str | None = None
     """`smc`, `exact`, `target` or `draft`. Default: `smc`, and at temperature 0 `exact`."""
     particles: int | None = None
-    """N, 1..64: of SMC particles; of exact decoding rows of the tree, which decide its speed alone. Default 8."""
+    """N, 1..64: of SMC particles; of exact decoding rows of the tree, or chains, which decide its speed. Default 8."""
+    verification: str | None = None
+    """`walk`: the target draws, and drafted tokens that are its draws are confirmed; `rejection`: tokens are drawn from the draft's law, and
+    kept or replaced so that what comes out is drawn from the target's. Method `exact` only; default `walk`."""
     population: str | None = None
     """`distinct`: particles are drawn without replacement; `independent`: each draws for itself, and they are resampled. SMC only;
     default `distinct`, or `independent` where `ess_threshold` or `resampling` is given."""
@@ -66,7 +70,7 @@ class SamplingParams:
     """Of the target law, and of the draft's unless `draft_temperature` is given. > 0 for SMC; 0 = greedy otherwise, where exact decoding
     drafts at 1."""
     draft_temperature: float | None = None
-    """Of the proposal. SMC only; default: `temperature`. Weights correct for it."""
+    """Of the proposal. SMC, and exact decoding by rejection; default: `temperature`, and 1 where that is 0. What comes out is corrected for it."""
     top_k: int = 0
     """Keep the k likeliest tokens; 0 = all."""
     top_p: float = 1.0
@@ -108,6 +112,10 @@ class SamplingParams:
         self._check_numbers()
         if self.method is Method.SMC:
             self._check_smc()
+        if self.method is Method.EXACT:
+            _require("verification", self.verification, self.verification in VERIFICATIONS, ", ".join(VERIFICATIONS))
+        if self.draft_temperature is not None:
+            _require("draft_temperature", self.draft_temperature, _is_scale(self.draft_temperature), SCALES)
         self._check_stops()
 
     @property
@@ -117,20 +125,27 @@ class SamplingParams:
 
     @property
     def least_rows(self) -> int:
-        """As few as the request allows: of exact decoding one will do."""
-        return 1 if self.method is Method.EXACT else self.min_particles or self.rows
+        """As few as the request allows: of exact decoding one will do, unless its draws depend on how many there are."""
+        if self.method is Method.EXACT:
+            return self.rows if self.verification == "rejection" else 1
+        return self.min_particles or self.rows
 
     def _fill_defaults(self) -> None:
         """What the method needs and was not given; what was given and has no effect is refused."""
         resamples = self.ess_threshold is not None or self.resampling is not None
         population = "independent" if resamples else "distinct"
-        smc_only = {"population": population, "alpha": 1.0, "draft_temperature": self.temperature, "min_particles": None}
+        smc_only = {"population": population, "alpha": 1.0, "min_particles": None}
         independent_only = {"ess_threshold": 0.5, "resampling": "systematic"}
         is_smc = self.method is Method.SMC
+        is_exact = self.method is Method.EXACT
         is_independent = is_smc and (self.population == "independent" or (self.population is None and resamples))
+        proposes = is_smc or (is_exact and self.verification == "rejection")
+        unproposed = "verification='walk'" if is_exact else f"method={self.method.value!r}"
         where = f"method={self.method.value!r}"
         for names, has_effect, said in (
-            ({"particles": 8}, is_smc or self.method is Method.EXACT, where),
+            ({"particles": 8}, is_smc or is_exact, where),
+            ({"verification": "walk"}, is_exact, where),
+            ({"draft_temperature": self.temperature or 1.0}, proposes, unproposed),
             (smc_only, is_smc, where),
             (independent_only, is_independent, "population='distinct'" if is_smc else where),
         ):
@@ -152,7 +167,6 @@ class SamplingParams:
         _require("population", self.population, self.population in POPULATIONS, ", ".join(POPULATIONS))
         greedy = "> 0 with method='smc'; for greedy decoding, method='exact'"
         _require("temperature", self.temperature, _is_number(self.temperature) and self.temperature > 0, greedy)
-        _require("draft_temperature", self.draft_temperature, _is_scale(self.draft_temperature), SCALES)
         _require("alpha", self.alpha, _is_scale(self.alpha), SCALES)
         if self.population == "distinct":
             return

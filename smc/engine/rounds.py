@@ -34,6 +34,8 @@ Pages = dict[str, np.ndarray]
 """By side."""
 MEMORY = 0.997
 """Of what the rounds of all requests have shown, by the next of any."""
+COMMON_KINDS = frozenset({Kind.INDEPENDENT, Kind.DISTINCT, Kind.BEST})
+"""Rounds of more than one kind are of all of these, so that there are few sorts of rounds."""
 WINDOW = 64
 """Tokens that are compared at a time, however long it has been since particles agreed."""
 
@@ -133,11 +135,14 @@ class Rounds:
         params = population.params
         kind_G = np.array([g.decoding.kind for g in groups], dtype=np.int32)
         kinds = frozenset(g.decoding.kind for g in groups)
+        chain_C = np.flatnonzero(kind_G[population.group_A] == Kind.CHAINS)
+        if len(chain_C):
+            chain_C = _padded(chain_C, bucket(len(chain_C)), chain_C[0])
         return RoundPlan(
             program=self.decoding.program,
             short=bool(columns <= SHORT),
             columns=min(columns, self.width),
-            kinds=kinds if len(kinds) == 1 else frozenset(Kind),
+            kinds=kinds if len(kinds) == 1 else COMMON_KINDS | kinds,
             target_law=_spread(population.target_law, population.group_A, places),
             draft_law=_spread(population.draft_law, population.group_A, places),
             slot_A=_padded(population.slot_A, places, self.config.max_slots),
@@ -153,6 +158,7 @@ class Rounds:
             shared_G=_padded(shared_G.astype(np.int32), places, 0),
             threshold_G=_padded(population.per_group([p.ess_threshold for p in params], np.float64), places, 0.0),
             kind_G=_padded(kind_G, places, int(Kind.INDEPENDENT)),
+            chain_C=chain_C,
             scheme_G=_padded(population.scheme_G, places, 0),
             target_pages_AQ=_padded(own["target"] if shape.target else np.zeros((total, 0), np.int32), places, 0),
             begin_pages_AP=_padded(begun[:, : shape.begin], places, 0),
