@@ -43,7 +43,7 @@ class Chains:
 
 
 def say(chains: Chains, groups: tuple[Tensor, Tensor], uniform_AQ: Tensor, noise_HQV: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens that the target says after each token on its path [A, Q], `NOTHING` elsewhere; and their log-probability under its law [A, Q].
+    """Tokens that the target says after each token on its path [A, Q], `NOTHING` elsewhere; and their log-probability [A, Q].
 
     `groups`: first and size [G]. `uniform_AQ`: in [0, 1), for the trial of the next token. `noise_HQV`: Gumbel variates of the groups that
     have places, in their order; where a chain is on the path up to token j, the draw after it is argmax(log r + noise), r what is left of p.

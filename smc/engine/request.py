@@ -59,8 +59,8 @@ class SamplingParams:
     particles: int | None = None
     """N, 1..64: of SMC particles; of exact decoding rows of the tree, or chains, which decide its speed. Default 8."""
     verification: str | None = None
-    """`walk`: the target draws, and drafted tokens that are its draws are confirmed; `rejection`: tokens are drawn from the draft's law, and
-    kept or replaced so that what comes out is drawn from the target's. Method `exact` only; default `walk`."""
+    """`walk`: the target draws, and drafted tokens that are its draws are confirmed; `rejection`: tokens are drawn from the draft's law,
+    and kept or replaced so that what comes out is drawn from the target's. Method `exact` only; default `walk`."""
     population: str | None = None
     """`distinct`: particles are drawn without replacement; `independent`: each draws for itself, and they are resampled. SMC only;
     default `distinct`, or `independent` where `ess_threshold` or `resampling` is given."""
@@ -70,7 +70,7 @@ class SamplingParams:
     """Of the target law, and of the draft's unless `draft_temperature` is given. > 0 for SMC; 0 = greedy otherwise, where exact decoding
     drafts at 1."""
     draft_temperature: float | None = None
-    """Of the proposal. SMC, and exact decoding by rejection; default: `temperature`, and 1 where that is 0. What comes out is corrected for it."""
+    """Of the proposal, and corrected for. SMC, and exact decoding by rejection; default: `temperature`, and 1 where that is 0."""
     top_k: int = 0
     """Keep the k likeliest tokens; 0 = all."""
     top_p: float = 1.0

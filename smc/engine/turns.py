@@ -37,8 +37,8 @@ class Turns:
         """Steps until the next question about these."""
 
     def begin(self, group: Group, running: Sequence[Group], share: int, costs: Costs | None) -> None:
-        """For one that waits, if its rows are a matter of speed and it has not begun: what it shall start with. `share`: of the free slots, if all
-        that wait get as many."""
+        """For one that waits, if its rows are a matter of speed and it has not begun: what it shall start with. `share`: of the free slots,
+        if all that wait get as many."""
         if not decoding_of(group.params).elastic or group.has_begun:
             return
         tree, *others = self._trees([group, *_elastic(running)])

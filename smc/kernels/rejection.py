@@ -64,8 +64,8 @@ def say(
     block: int | None = None,
     warps: int = 8,
 ) -> tuple[Tensor, Tensor]:
-    """As `smc.algorithm.rejection.say`, by random numbers of `smc.philox` made here: of round 0, for trials of the chain's own stream and for
-    draws of stream 0, by the two purposes. `groups`: first chain, of all C, and how many [G], up to MAX_PARTICLES."""
+    """As `smc.algorithm.rejection.say`, by random numbers of `smc.philox` made here: of round 0, for trials of the chain's own stream and
+    for draws of stream 0, by the two purposes. `groups`: first chain, of all C, and how many [G], up to MAX_PARTICLES."""
     (chains, q, vocab), device = logp_CQV.shape, logp_CQV.device
     said_CQ = torch.full((chains, q), -1, dtype=torch.int64, device=device)
     said_logp_CQ = torch.full((chains, q), torch.nan, dtype=torch.float32, device=device)

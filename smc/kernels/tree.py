@@ -44,7 +44,8 @@ def adopt(
     step: int,
     branches: int,
 ) -> dict[str, Tensor]:
-    """Fields of `smc.runtime.tree.Tree` by name, as `before` has them. `chains`: row of the step before [X], token [X] and its log q [X]. `plan`: group [A], kind [G], slot [A], pages of rows [X, B]."""
+    """Fields of `smc.runtime.tree.Tree` by name, as `before` has them. `chains`: row of the step before [X], token [X] and its log q [X].
+    `plan`: group [A], kind [G], slot [A], pages of rows [X, B]."""
     group_A, kind_G, slot_A, pages_XB = plan
     rows, device = len(slot_A) * branches, slot_A.device
     tokens, tables = before["tokens_XK"].shape[1], lives.stops

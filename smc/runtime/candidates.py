@@ -178,7 +178,7 @@ class Weigher:
     def _that_agree(self, weight_X: Tensor, there_X: Tensor, nan_2G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of groups that are decoded exactly, only what follows the target's own draws is left: in lockstep the block that agrees
         longest; in look-ahead rows of it, if it agrees as a whole, that begin with what the target says next."""
-        plan, scored, place_X, blocks = self.plan, self.scored, self.place_X, self.scored.blocks
+        plan, scored, place_X = self.plan, self.scored, self.place_X
         best_A, right_A = self.evidence.best_A, self.evidence.right_A
         is_exact_X = plan.is_exact_A[place_X]
         agrees_X = place_X == best_A[place_X]

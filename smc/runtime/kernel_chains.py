@@ -1,4 +1,4 @@
-"""What the target says of chains, as a kernel: same interface as the reference in `smc.runtime.chains`. See the package's legend for axes."""
+"""What the target says of chains, as a kernel: same interface as the reference in `smc.runtime.chains`. Axes: the package's legend."""
 
 from __future__ import annotations
 

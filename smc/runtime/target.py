@@ -90,8 +90,8 @@ class Scorer:
         self.logq_SQ[slots_N, : group.logq_NQ.shape[1]] = to_device(group.logq_NQ, self.state.device)
 
     def score(self, plan: RoundPlan, drafted: Drafted | None, laws_CLV: Tensor | None) -> Scored:
-        """Run blocks: in look-ahead those that are pending, in lockstep those that have just been `drafted`. `laws`: log-laws that the tokens
-        of chains were drawn from, if there are chains."""
+        """Run blocks: in look-ahead those that are pending, in lockstep those that have just been `drafted`. `laws`: log-laws that the
+        tokens of chains were drawn from, if there are chains."""
         asked = self._steps.lay_out(self.state, self.logq_SQ, plan, drafted)
         logits_TV = self.forward.logits(self.forward(asked.blocks.tokens_AQ.flatten(), asked.rows))
         labelled_T = drawn = next_AV = None
