@@ -16,7 +16,7 @@ from loadtest.judge import Check, counts
 from loadtest.measures import PERCENTILES, Summary
 from loadtest.runner import Runner
 from loadtest.runs import Run
-from services.cli.terminal import err, out, print_warning
+from smc.terminal import err, out, print_warning
 
 LINE_EVERY = 10.0
 """Seconds between two lines where no terminal is."""

@@ -9,13 +9,13 @@ from rich.table import Table
 from rich.text import Text
 
 from services.cli.generate import summary
-from services.cli.pair import DEMO, load_pair, use_threads
-from services.cli.terminal import err, out
 from smc.demo.problems import Problem, generate, grade
 from smc.engine.local import ModelPair
 from smc.engine.request import Answer
 from smc.evaluation.batch import fitted_engine
 from smc.evaluation.quality import Row, Setting, Terms, measure, problem_requests
+from smc.loading import DEMO, load_pair, use_threads
+from smc.terminal import err, out
 
 QUESTIONS = 3
 CONCURRENCY = 8

@@ -13,32 +13,18 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from services.backend import RequestFailed, Unavailable
-from services.coordinator.timeline import RoundTimes, Timeline
+from services.step import Step
 from smc.engine.admission import NoDraft, QueueFull
 from smc.engine.engine import Engine
 from smc.engine.request import Output, Request
-from smc.engine.stats import EngineStats
+from smc.engine.timeline import RoundTimes, Timeline
 from smc.runtime.messages import SideLost
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one turn of the loop brought."""
-
-    outputs: list[Output] = field(default_factory=list)
-    refusals: dict[str, Exception] = field(default_factory=dict)
-    """Why a submission was not taken (ValueError, QueueFull, RequestFailed, Unavailable) or goes no further (Unavailable), by id."""
-    stats: EngineStats | None = None
-    times: RoundTimes | None = None
-    """Where the time of the turn's rounds went; None where that is not known or no model worked."""
-    lost_draft: int = 0
-    """Epoch of the draft that was lost last; 0 if none was."""
 
 
 @dataclass(frozen=True)

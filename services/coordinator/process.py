@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from services.coordinator.loop import EngineLoop, Step
+from services.coordinator.loop import EngineLoop
 from services.coordinator.remote import CoordinatorSpec, RemoteEngine
 from services.coordinator.service import CoordinatorServer
+from services.step import Step
 
 WATCH_SECONDS = 0.5
 """Between two looks at the engine's thread."""

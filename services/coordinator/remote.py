@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from services.coordinator.timeline import Timeline
 from services.coordinator.warm_up import first_request
 from services.link.base import LinkError
 from services.link.connect import Meeting, coordinator_end
 from services.link.remote import RemotePair, RemoteWorker, WorkerFailed
 from smc.engine.engine import Engine
 from smc.engine.rehearsal import rehearsal
+from smc.engine.timeline import Timeline
 from smc.engine.timing import Effort, time_costs
 from smc.models.source import Source
 from smc.runtime.config import EngineConfig

@@ -22,12 +22,12 @@ from services.gateway.http import HttpEdge
 from services.gateway.intake import Intake
 from services.gateway.interceptors import TokenInterceptor
 from services.gateway.limits import Places, Turns
-from services.gateway.security import server_credentials
 from services.gateway.status import ServiceStatus
 from services.gateway.tracing import Tracing
 from services.gateway.watchdog import Watchdog
 from services.metrics import Metrics
 from services.pb import generation_pb2, generation_pb2_grpc
+from services.security import server_credentials
 from services.vllm.service import VLLM, VllmService, add_to_server
 
 API = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name

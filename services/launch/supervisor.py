@@ -16,13 +16,13 @@ import time
 from collections.abc import AsyncGenerator, Callable
 
 from services.backend import ServingPair, Unavailable
-from services.coordinator.client import CoordinatorClient
-from services.coordinator.loop import Step
+from services.gateway.coordinator import CoordinatorClient
 from services.launch.config import GangConfig
 from services.launch.errors import GangError
 from services.launch.gang import Gang
 from services.launch.resume import resuming
 from services.launch.suspects import Suspects
+from services.step import Step
 from smc.engine.request import Output, Request
 from smc.engine.stats import EngineStats
 

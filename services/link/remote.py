@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
-from services.coordinator.timeline import Timeline
 from services.link import codec
 from services.link.base import LAYOUT_VERSION, CoordinatorEnd, LinkError, check_envelope
 from services.pb import particles_pb2 as pb
+from smc.engine.timeline import Timeline
 from smc.runtime.messages import PromptBatch, PromptResult, SideLost
 from smc.runtime.outcome import Lineage, RoundResult
 from smc.runtime.pair import PairRound

@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 
 from services.backend import Unavailable
-from services.coordinator.client import CoordinatorClient
-from services.coordinator.loop import Step
+from services.gateway.coordinator import CoordinatorClient
 from services.launch.config import GangConfig
 from services.launch.specs import rank_spec
+from services.step import Step
 from services.workers.process import run_rank
 from smc.engine.request import Answer, Request, SamplingParams
 from smc.models.parallel import Shard

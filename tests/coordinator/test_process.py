@@ -10,9 +10,9 @@ from collections.abc import Callable, Coroutine
 import pytest
 
 from services.backend import RequestFailed
-from services.coordinator.client import CoordinatorClient
-from services.coordinator.loop import Step
 from services.coordinator.process import EngineStuck
+from services.gateway.coordinator import CoordinatorClient
+from services.step import Step
 from smc.engine.request import FinishReason, Request, SamplingParams
 from smc.engine.text import StopRules, TextStream
 from smc.runtime.config import EngineConfig

@@ -10,11 +10,11 @@ from typing import ClassVar
 import pytest
 
 from services.backend import RequestFailed
-from services.coordinator.loop import Step
 from services.launch import supervisor as module
 from services.launch.config import GangConfig
 from services.launch.errors import GangError
 from services.launch.supervisor import Supervisor
+from services.step import Step
 from smc.engine.request import Request, SamplingParams
 from smc.engine.stats import EngineStats
 

@@ -9,11 +9,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 import grpc
 
 from services.backend import Unavailable
-from services.coordinator.dispatch import Dispatcher
-from services.coordinator.loop import Step
+from services.gateway.dispatch import Dispatcher
 from services.link.streams import OPTIONS, PROOF_KEY, proof
 from services.pb import coordinator_pb2 as pb
 from services.pb import coordinator_pb2_grpc as pb_grpc
+from services.step import Step
 from services.wire.generation import from_sampling
 from services.wire.steps import from_response
 from smc.engine.request import Output, Request
