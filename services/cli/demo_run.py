@@ -56,7 +56,7 @@ def _ask(pair: ModelPair, problem: Problem, seed: int) -> None:
     out.print()
     out.print(Text(f"{EXACT.name}, as it comes:", style="dim"))
     exact = _answer(pair, EXACT, problem, seed, aloud=True)
-    out.print(_mark(problem, exact))
+    out.print(_verdict(problem, exact))
     out.print(Text(summary(exact), style="dim"))
     answers = [(EXACT, exact), *((setting, _answer(pair, setting, problem, seed)) for setting in (TARGET, SMC, DRAFT))]
     table = Table(box=None, header_style="dim", padding=(0, 3, 0, 0), pad_edge=False)
@@ -87,7 +87,7 @@ def _answer(pair: ModelPair, setting: Setting, problem: Problem, seed: int, alou
     return answer
 
 
-def _mark(problem: Problem, answer: Answer) -> Text:
+def _verdict(problem: Problem, answer: Answer) -> Text:
     """Goes right behind a streamed answer."""
     if grade(problem, answer.text):
         return Text("  ✓ right", style="bold green")

@@ -94,7 +94,7 @@ class CoordinatorClient:
     def generate(self, request: Request) -> AsyncGenerator[Output, None]:
         return self._dispatcher.generate(request)
 
-    def lose(self, why: str) -> None:
+    def fail(self, why: str) -> None:
         """End every call with UNAVAILABLE, and refuse later ones."""
         if self._outbox.lost is None:
             self._outbox.lost = Unavailable(why)
@@ -103,7 +103,7 @@ class CoordinatorClient:
             self._on_lost()
 
     async def close(self) -> None:
-        self.lose("the service has stopped")
+        self.fail("the service has stopped")
         self._outbox.close()
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
@@ -116,12 +116,12 @@ class CoordinatorClient:
                 step = from_response(response)
                 self._dispatcher.deliver(step)
                 self._on_step(step)
-            self.lose("the coordinator has stopped; the service is starting again")
+            self.fail("the coordinator has stopped; the service is starting again")
         except grpc.aio.AioRpcError as error:
             logger.warning("lost the coordinator: %s", error.details())
-            self.lose("the coordinator is gone; the service is starting again")
+            self.fail("the coordinator is gone; the service is starting again")
         except asyncio.CancelledError:
             raise
         except Exception:  # a message that cannot be read must not leave callers waiting
             logger.exception("the coordinator's news could not be read")
-            self.lose("the coordinator is gone; the service is starting again")
+            self.fail("the coordinator is gone; the service is starting again")

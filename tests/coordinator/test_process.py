@@ -26,7 +26,7 @@ def attached(made, spec, work: Callable[[CoordinatorClient, list[Step]], Corouti
 
     async def run() -> None:
         steps: list[Step] = []
-        client = CoordinatorClient(made.address, spec.meeting.secret, steps.append, lambda: None)
+        client = CoordinatorClient(made.address, spec.rendezvous.secret, steps.append, lambda: None)
         try:
             await work(client, steps)
         finally:
