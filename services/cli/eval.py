@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from services.cli import options
-from services.cli.terminal import check_drawing
+from smc.terminal import check_drawing
 
 if TYPE_CHECKING:
-    from services.cli.eval_run import Plan
     from smc.evaluation.quality import Setting
+    from smc.evaluation.reports.quality import Plan
 
 
 def evaluate(
@@ -43,7 +43,7 @@ def evaluate(
     block: options.GridBlocks = None,
     branches: options.GridBranches = None,
     temperature: Annotated[float, options.option(options.SAMPLING, "Of the target law; 0 = greedy, without SMC.", metavar="T")] = 1.0,
-    ess_threshold: options.EssThreshold = None,
+    ess_threshold: Annotated[float | None, options.sampling_option("ess_threshold")] = None,
     concurrency: Annotated[int, options.option(options.ENGINE, "Requests in flight.", metavar="COUNT")] = 8,
     threads: Annotated[int, options.option(options.ENGINE, "CPU threads of torch.", metavar="COUNT")] = 1,
     json: Annotated[Path | None, options.option(options.OUTPUT, "Write results here after every setting.", metavar="FILE")] = None,
@@ -52,7 +52,7 @@ def evaluate(
     picture: Annotated[Path | None, options.option(options.OUTPUT, "Draw quality against speed (png).", metavar="FILE")] = None,
 ) -> None:
     """Measure quality and speed of every way of decoding, on problems made for it."""
-    from services.cli.eval_run import Pairs, Plan, measure_all, prepare, report
+    from smc.evaluation.reports.quality import Pairs, Plan, measure_all, prepare, report
 
     plan = Plan(**{name: ctx.params[name] for name in Plan.__dataclass_fields__})
     _check_outputs(plan, json, markdown, picture)

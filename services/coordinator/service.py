@@ -10,10 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
-from services.coordinator.loop import EngineLoop, Step
+from services.coordinator.loop import EngineLoop
 from services.link.streams import OPTIONS, is_proven
 from services.pb import coordinator_pb2 as pb
 from services.pb import coordinator_pb2_grpc as pb_grpc
+from services.step import Step
 from services.wire.generation import to_sampling
 from services.wire.steps import to_response
 from smc.engine.request import Request
@@ -90,7 +91,7 @@ class CoordinatorServer(pb_grpc.CoordinatorServiceServicer):
 
     def _submit(self, submission: pb.Submission) -> None:
         try:
-            params = to_sampling(submission.sampling, logprobs=submission.logprobs, return_particles=submission.return_particles)
+            params = to_sampling(submission)
         except ValueError as error:
             self.deliver(Step(refusals={submission.request_id: error}, stats=EngineStats()))
             return

@@ -46,8 +46,8 @@ def say(chains: Chains, groups: tuple[Tensor, Tensor], uniform_AQ: Tensor, noise
     """Tokens that the target says after each token on its path [A, Q], `NOTHING` elsewhere; and their log-probability [A, Q].
 
     `groups`: first and size [G]. `uniform_AQ`: in [0, 1), for the trial of the next token. `noise_HQV`: Gumbel variates of the groups that
-    have places, in their order; where a chain is on the path up to token j, the draw after it is argmax(log r + noise), r what is left of p.
-    Reads the host.
+    have places, in their order; where a chain is on the path up to token j, the draw after it is argmax(log r + noise), r what is left of
+    p. Reads the host.
     """
     said_AQ = torch.full_like(chains.tokens_AQ, NOTHING)
     logp_AQ = torch.full(said_AQ.shape, torch.nan, dtype=torch.float32, device=said_AQ.device)

@@ -122,7 +122,7 @@ class Row:
 def grid(
     particles: Sequence[int] | None = None, blocks: Sequence[int] | None = None, branches: Sequence[int] | None = None
 ) -> list[Setting]:
-    """Both models alone, then exact decoding, also by rejection, and SMC of both populations in both forms. None stands for the usual values."""
+    """Both models alone, then exact decoding, by rejection too, and SMC of both populations in both forms. None stands for usual values."""
     settings = [Setting.plain("target"), Setting.plain("draft")]
     exact = [(block, n) for block in _each(blocks, EXACT_BLOCKS) for n in _each(particles, EXACT_PARTICLES)]
     for block, n in exact:

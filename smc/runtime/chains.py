@@ -1,9 +1,9 @@
 """Chains: rows that draw their own tokens from one root, for decoding by rejection (`smc.algorithm.rejection`).
 
-At the draft, every row of a group continues one of its particles at the first step, and itself from then on. In lockstep all its tokens are
-drawn. In look-ahead its first is a guess of what the target is going to say after the particle's block, one of the likeliest; the others are
-drawn, so that those that follow the right guess are as good as drawn after the target has spoken. At the target, what the chains propose
-is tried against its law. Random numbers are keyed by seed, position and chain, and by no round: what has been drawn for a position by chains
+At the draft, every row of a group continues one of its particles at the first step, and itself from then on. In lockstep all its tokens
+are drawn. In look-ahead its first is a guess of what the target is going to say after the particle's block, one of the likeliest; the
+others are drawn, so that those that follow the right guess are as good as drawn after the target has spoken. At the target, what the chains
+propose is tried against its law. Random numbers are keyed by seed, position and chain, and by no round: what has been drawn for a position by chains
 that are off the path when it is reached has decided nothing.
 
 See the package's legend for axes; C places of groups of chains, Y = C F rows of theirs, V vocabulary.
@@ -43,9 +43,9 @@ class Deal:
         return others_X.index_copy(0, self.row_Y, values_Y.to(others_X.dtype))
 
 
-def deal(plan: RoundPlan, alive_A: Tensor, branches: int) -> Deal:
+def deal(plan: RoundPlan, alive_A: Tensor) -> Deal:
     """Rows of every group in the order of its particles, each of which gets as many. No choice depends on what has been drawn."""
-    device, place_C = plan.chain_C.device, plan.chain_C
+    device, place_C, branches = plan.chain_C.device, plan.chain_C, plan.branches
     first_G, size_G = plan.first_G.long(), plan.size_G.long()
     row_Y = (place_C[:, None] * branches + torch.arange(branches, device=device)).flatten()
     group_Y = plan.group_A[place_C].repeat_interleave(branches)

@@ -52,7 +52,7 @@ class Drafter:
         hidden_SE = self.forward(begun.tokens_AP.flatten(), begun.rows)
         if begun.rows.queries > 1:
             hidden_SE = hidden_SE[begun.last_A]
-        dealt = deal(plan, begun.tree.alive_X, self.shape.branches) if Kind.CHAINS in plan.kinds else None
+        dealt = deal(plan, begun.tree.alive_X) if Kind.CHAINS in plan.kinds else None
         tree, law_YV = self._extend(plan, begun.first, hidden_SE, begun.tree, 0, dealt)
         laws = [law_YV]
         for step in range(1, self.shape.block):
@@ -60,7 +60,7 @@ class Drafter:
             tree, law_YV = self._extend(plan, begun.later, hidden_SE, tree, step, dealt)
             laws.append(law_YV)
         laws = [law_YV for law_YV in laws if law_YV is not None]
-        return self.steps.pack(self.state, plan, tree, self.shape.branches), tree, torch.stack(laws, 1) if laws else None
+        return self.steps.pack(self.state, plan, tree), tree, torch.stack(laws, 1) if laws else None
 
     def follow(self, plan: RoundPlan, tree: Tree, choice: Choice) -> Lineage:
         """Let the chosen rows be the particles."""
@@ -102,12 +102,12 @@ class Drafter:
         if dealt is not None:
             chains = self._drawn(plan, offering, logits_SV, tree, step, dealt)
         more = Continuation(offers, chosen, own, chains)
-        tree = self.adopt(tree, more, plan, self.state, step=step, branches=self.shape.branches)
+        tree = self.adopt(tree, more, plan, self.state, step=step, branches=plan.branches)
         return tree, None if chains is None else chains.law_YV
 
     def _drawn(self, plan: RoundPlan, offering: Offering, logits_SV: Tensor, tree: Tree, step: int, dealt: Deal) -> Drawn:
         """Chains draw their next tokens, or guess."""
-        begins, branches = step == 0, self.shape.branches
+        begins, branches = step == 0, plan.branches
         at_Y = dealt.source_Y if begins else dealt.row_Y
         logits_YV, law_YV = logits_SV[at_Y], None
         if begins and self.shape.guesses:
@@ -134,6 +134,6 @@ class Drafter:
         keys = DrawKeys(offering.seed_S, offering.round_S, offering.rank_S1, tree.next_X, self.purpose)
         offers = self.sampling.offer(logits_SV, offering.law, self.mixture, keys, has_rest)
         rows, random = offering.rows, (offering.seed_G, offering.round_G, step)
-        total = len(plan.slot_A) * self.shape.branches
+        total = len(plan.branch_pages_XB)
         given = (offers, tree.mass_X, tree.alive_X, offering.sources, rows, rows[1], plan.kind_G, random, total)
         return offers, self.expand(*given, ended_R=tree.ended_X, has_rest=has_rest)

@@ -122,6 +122,11 @@ class RoundPlan:
     """int32 pages for the tokens of branches that are run within the round, branch after branch."""
 
     @property
+    def branches(self) -> int:
+        """F: rows that the draft makes of every place."""
+        return len(self.branch_pages_XB) // len(self.slot_A)
+
+    @property
     def bounds(self) -> Bounds:
         return Bounds(self.first_G, self.size_G, self.count_G, self.draws_G)
 
@@ -141,6 +146,7 @@ class RoundPlan:
             self.short,
             len(self.slot_A),
             len(self.chain_C),
+            self.branches,
             tuple(sorted(self.kinds)),
             *(tuple(sorted(law.active)) for law in (self.target_law, self.draft_law)),
         )

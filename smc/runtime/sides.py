@@ -80,7 +80,7 @@ class Side:
         self._drafts = {"forward": self._forward, "state": self.state}
         self._drafts |= {"expand": parts.expand, "adopt": parts.adopt, "steps": parts.drafting}
         # Plain decoding of a target must not depend on rounds: exact decoding makes the same draws in others.
-        shape = Shape(config.block, 1, by_round=worker.name == "draft", guesses=False)
+        shape = Shape(config.block, by_round=worker.name == "draft")
         law = {"logits": self._forward.logits, "sampling": self._sampling, "mixture": 0.0, "purpose": Purpose.TARGET}
         self._alone = Drafter(**self._drafts, shape=shape, **law)
 
@@ -162,7 +162,7 @@ class DraftSide(Side):
         if head is not None:
             logits = partial(logits, head=head.matrix)
             sampling = parts.head_sampling(parts.sampling(len(head.vocab.ids_M)), head.vocab, worker.device)
-        shape = Shape(config.block, config.branches, by_round=True, guesses=config.lookahead)
+        shape = Shape(config.block, by_round=True, guesses=config.lookahead)
         law = {"logits": logits, "sampling": sampling, "mixture": config.defensive_share}
         self._drafter = Drafter(**self._drafts, shape=shape, **law)
         self._round: tuple[RoundPlan, Tree, Tensor | None, tuple] | None = None
@@ -206,7 +206,7 @@ class DraftSide(Side):
     def _follow(self, plan: RoundPlan, tree: Tree, laws_YLV: Tensor | None, choice: Choice) -> Lineage:
         if self.config.lookahead and laws_YLV is not None:
             # The laws go with the rows.
-            place_C, f = plan.chain_C, self.config.branches
+            place_C, f = plan.chain_C, plan.branches
             chain_A = torch.zeros_like(plan.slot_A).index_copy(0, place_C, torch.arange(len(place_C), device=place_C.device))
             row_C = choice.row_A[place_C]
             self._laws_SLV[plan.slot_A[place_C]] = laws_YLV[chain_A[row_C // f] * f + row_C % f]
@@ -268,5 +268,5 @@ class TargetSide(Side):
         return self._channel.receive(key, "laws", shape, torch.float32)
 
     def _receive(self, key: tuple, plan: RoundPlan) -> Drafted:
-        shape = (Drafted.width(self.config.block), len(plan.slot_A) * self.config.branches)
+        shape = (Drafted.width(self.config.block), len(plan.branch_pages_XB))
         return Drafted(self._channel.receive(key, "rows", shape, torch.int32))
