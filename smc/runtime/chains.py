@@ -2,9 +2,9 @@
 
 At the draft, every row of a group continues one of its particles at the first step, and itself from then on. In lockstep all its tokens
 are drawn. In look-ahead its first is a guess of what the target is going to say after the particle's block, one of the likeliest; the
-others are drawn, so that those that follow the right guess are as good as drawn after the target has spoken. At the target, what the chains
-propose is tried against its law. Random numbers are keyed by seed, position and chain, and by no round: what has been drawn for a position by chains
-that are off the path when it is reached has decided nothing.
+others are drawn, so that those that follow the right guess are as good as drawn after the target has spoken. At the target, what the
+chains propose is tried against its law. Random numbers are keyed by seed, position and chain, and by no round: what has been drawn for a
+position by chains that are off the path when it is reached has decided nothing.
 
 See the package's legend for axes; C places of groups of chains, Y = C F rows of theirs, V vocabulary.
 """
