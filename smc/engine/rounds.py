@@ -309,11 +309,11 @@ class Rounds:
             group.tally.rows_sum += places
             group.tally.hits += hit
             group.tally.misses += ahead and not hit
-            if not self.slots.ended_S[group.slots].all():
+            if group.decoding.elastic and not self.slots.ended_S[group.slots].all():
                 for acceptance in (group.acceptance, self.acceptance):
                     acceptance.count(min(more, block), not hit if ahead else more <= block, places)
             # The token that the target says after them is its own, unless rows that begin with it had been drafted ahead.
-            self.stats.count_confirmed(more if hit else max(more - 1, 0), block, places, ahead, hit)
+            self.stats.spec[group.params.verification].count(more if hit else max(more - 1, 0), block, places, ahead, hit)
 
 
 def commit_tokens(slots: Slots, population: Population) -> None:
