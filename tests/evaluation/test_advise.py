@@ -104,7 +104,7 @@ def test_what_rounds_say_of_acceptance():
     stats = EngineStats()
     # Two answers of 3 and 2 rounds, each of which ends within a block; of the other rounds one is whole, and two are wrong somewhere.
     for accepted in (3, 1, 2, 0, 1):
-        stats.count_confirmed(accepted, 3, 4, ahead=False, hit=False)
+        stats.spec["walk"].count(accepted, 3, 4, ahead=False, hit=False)
     assert missed_share(stats, 2) == pytest.approx((2 + 0.5) / (7 + 2 + 1))
 
 
