@@ -27,6 +27,7 @@ REJECTIONS = {
     "unauthenticated": "UNAUTHENTICATED",
     "queue_full": "RESOURCE_EXHAUSTED",
     "slow_sender": "RESOURCE_EXHAUSTED",
+    "too_large": "RESOURCE_EXHAUSTED",
     "unavailable": "UNAVAILABLE",
 }
 """Causes, and the status code that each has."""
