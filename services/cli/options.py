@@ -5,14 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from smc.terminal import option
 
 MODELS, SAMPLING, PARTICLES, ENGINE, MEASURE, OUTPUT = "Models", "Sampling", "Particles", "Engine", "What is measured", "Output"
-
-
-def option(panel: str, text: str, *names: str, metavar: str | None = None, show_default: bool | str = True):
-    """An option of one of the panels above."""
-    return typer.Option(*names, help=text, rich_help_panel=panel, metavar=metavar, show_default=show_default)
 
 
 Target = Annotated[
