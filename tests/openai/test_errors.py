@@ -156,16 +156,15 @@ def test_a_caller_that_does_not_read(pair, stream):
         service.wait_until_free(2.0)
 
 
-@pytest.mark.parametrize("path", ["/metrics", "/v1/models", "/v1/nothing"])
-def test_a_caller_that_reads_nothing_at_all(pair, path):
+def test_a_caller_that_reads_nothing_at_all(pair):
     """It asks for more than buffers hold, without reading."""
     with serving(pair, http_port=0, write_timeout=0.5) as service, socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", service.gateway.http_port))
-        connection.settimeout(10.0)
+        connection.settimeout(60.0)
         with pytest.raises(ConnectionError):
             while True:
-                connection.sendall(f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode() * 100)
+                connection.sendall(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n" * 100)
 
 
 def test_nobody_listens(unused_port):
