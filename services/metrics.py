@@ -27,6 +27,7 @@ REJECTIONS = {
     "unauthenticated": "UNAUTHENTICATED",
     "queue_full": "RESOURCE_EXHAUSTED",
     "slow_sender": "RESOURCE_EXHAUSTED",
+    "too_large": "RESOURCE_EXHAUSTED",
     "unavailable": "UNAVAILABLE",
 }
 """Causes, and the status code that each has."""
@@ -216,8 +217,9 @@ class Metrics:
     def set_build_info(self, version: str, model: str, form: str, link: str, max_slots: int, block: int) -> None:
         """What runs here; once, at the start. Nothing holds a slot yet. `model`: the name under which it is served."""
         self._page.model = model
-        for position in range(block):
-            self._accepted_at.labels(position)
+        for verification in VERIFICATIONS:
+            for position in range(block):
+                self._accepted_at.labels(verification, position)
         self._build.info({"version": version, "form": form, "link": link})
         self._slots_capacity.set(max_slots)
         self._slots_free.set(max_slots)

@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from services.backend import Unavailable
-from services.errors import DeadlineExceeded, SlowReader, SlowSender, Unauthenticated, status_of
+from services.errors import DeadlineExceeded, SlowReader, TooLarge, Unauthenticated, status_of
 from services.gateway.answering import Answering
 from services.gateway.calls import Tally
 from services.gateway.connections import Connections
@@ -127,8 +127,19 @@ class HttpEdge:
             if status_of(error).cause == "internal":
                 logger.error("unexpected error", exc_info=error)
             response = _refused(error)
-        if not response.prepared and self._is_last(request):
+        return response if response.prepared else await self._written(response, request)
+
+    async def _written(self, response: web.StreamResponse, request: web.Request) -> web.StreamResponse:
+        """As far as the caller reads it in time."""
+        if self._is_last(request):
             response.force_close()
+        try:
+            async with asyncio.timeout(self._config.write_timeout):
+                await response.prepare(request)
+                await response.write_eof()
+        except (TimeoutError, ConnectionError):
+            if request.transport is not None:
+                request.transport.abort()
         return response
 
     def _is_last(self, request: web.Request) -> bool:
@@ -178,25 +189,23 @@ class HttpEdge:
             return reply.abandon() if isinstance(error, SlowReader) else await reply.refuse(refusal(error))
 
     async def _read(self, request: web.Request) -> Asked:
-        """The body, understood. Raises BadRequest, SlowSender, QueueFull."""
+        """The body, understood. Raises BadRequest, TooLarge, SlowSender, QueueFull."""
         if request.content_type != "application/json":
             # What other pages can make a browser send is none of this.
             raise BadRequest(f"content-type={request.content_type!r}; allowed: application/json", None, 415)
         if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
             raise BadRequest(f"content-encoding={encoding!r}; allowed: none", None, 415)
-        too_large = BadRequest(f"the body has more than {self._limit} bytes, as many as are allowed", None, 413)
+        too_large = TooLarge(f"the body has more than {self._limit} bytes, as many as are allowed")
         if (request.content_length or 0) > self._limit:
             raise too_large
         try:
-            async with asyncio.timeout(self._config.write_timeout):
-                data = await request.read()
-        except TimeoutError as error:
-            raise SlowSender(f"the request did not arrive within {self._config.write_timeout:g} s") from error
+            async with self._turns.let_in():
+                data = await self._turns.arrived(request.read())
+                return await self._turns.read(data, lambda data: self._understood(data, request.path == CHAT))
         except web.HTTPRequestEntityTooLarge as error:
             raise too_large from error
         except web.RequestPayloadError as error:
             raise BadRequest(f"the body cannot be read: {error}") from error
-        return await self._turns.read(data, lambda data: self._understood(data, request.path == CHAT))
 
     def _understood(self, data: bytes, chat: bool) -> Asked:
         try:

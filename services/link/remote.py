@@ -113,10 +113,17 @@ class RemoteWorker:
     def stop(self) -> None:
         self._send(stop=pb.StopCommand())
 
-    def reconnect(self, epoch: int, seconds: float) -> None:
-        """Let it open a link to the other side's leader of this epoch. Raises LinkError if that does not come within so many seconds."""
-        if error := self.response(self._send(reconnect=pb.ReconnectCommand(epoch=epoch, seconds=seconds))).reconnect.error:
-            raise LinkError(f"the {self.side} has no link to the other side: {error}")
+    def reconnect(self, epoch: int, seconds: float) -> bool:
+        """Let it open a link to the other side's leader of this epoch, within so many seconds; asked again, whether that stands. Raises
+        LinkError if that leader does not come."""
+        outcome = self.response(self._send(reconnect=pb.ReconnectCommand(epoch=epoch, seconds=seconds))).reconnect
+        if outcome.error:
+            raise LinkError(f"the {self.side} has no link to the other side: {outcome.error}")
+        return outcome.connected
+
+    def report_to(self, timeline: Timeline) -> None:
+        """What it does from now on."""
+        self._timeline = timeline
 
     @property
     def lost(self) -> bool:

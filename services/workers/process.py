@@ -91,9 +91,9 @@ def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
     stages = parts.stages(device)
     channel = PeerChannel(ends.peer if ends else None, group, stages, spec.timeout, outlives_peer=spec.outlives_peer)
 
-    def reconnect(epoch: int, seconds: float) -> None:
+    def reconnect(epoch: int, seconds: float) -> bool:
         there = replace(spec.rendezvous, epoch=epoch, start_timeout=seconds)
-        channel.reconnect(lambda: peer_end(there, store, spec.side, between, ends.server))
+        return channel.reconnect(epoch, lambda: peer_end(there, store, spec.side, between, ends.server))
 
     side = DraftSide if spec.side == "draft" else TargetSide
     work = side(spec.engine, worker, parts, stages, channel)

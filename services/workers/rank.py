@@ -20,8 +20,9 @@ from smc.runtime.worker import ModelWorker
 
 Respond = Callable[[], pb.WorkResponse]
 """Waits for what a response tells of."""
-Reconnect = Callable[[int, float], None]
-"""Open the link to the other side's leader of this epoch, within so many seconds. Raises RuntimeError if it does not come."""
+Reconnect = Callable[[int, float], bool]
+"""Open the link to the other side's leader of this epoch, within so many seconds, beside all else; whether it stands. Raises RuntimeError
+if it does not come."""
 
 
 class Rank:
@@ -78,13 +79,13 @@ class Rank:
         return lambda: self._response(request, begin, time.monotonic_ns(), status=outcome)
 
     def _reconnect(self, request: pb.WorkRequest, begin: int) -> Respond:
-        error = ""
+        outcome = pb.ReconnectOutcome()
         try:
             if self._reconnect_to is not None:
-                self._reconnect_to(request.reconnect.epoch, request.reconnect.seconds)
+                outcome.connected = self._reconnect_to(request.reconnect.epoch, request.reconnect.seconds)
         except RuntimeError as what:
-            error = failure_text(what)
-        response = self._response(request, begin, time.monotonic_ns(), reconnect=pb.ReconnectOutcome(error=error))
+            outcome.error = failure_text(what)
+        response = self._response(request, begin, time.monotonic_ns(), reconnect=outcome)
         return lambda: response
 
     def _ping(self, request: pb.WorkRequest, begin: int) -> Respond:

@@ -23,8 +23,8 @@ from services.openai.requests import CHAT, COMPLETIONS, understood
 from smc import demo
 from smc.engine.local import ModelPair
 from smc.runtime.config import EngineConfig
+from tests.gateway.fuzz import DOUBLES, INTEGERS, TEXTS
 from tests.gateway.harness import Service, serving
-from tests.gateway.test_fuzz import DOUBLES, INTEGERS, TEXTS
 
 STATUSES = {200, 400, 404, 405, 408, 409, 413, 415, 429, 499, 504}
 BODIES = {CHAT: ChatBody, COMPLETIONS: CompletionBody}
