@@ -349,7 +349,7 @@ def test_keda_sees_no_load_where_models_are_loading(tmp_path):
     """A replica that is three quarters full, one that loads, one that has lost its gang; and a release whose name begins alike."""
     full, loading, lost = Metrics(), Metrics(), Metrics()
     for replica in (full, loading, lost):
-        replica.set_build_info("1", "big", "lookahead", "grpc", 64, block=8)
+        replica.set_build_info("1", "big", "lookahead", "grpc", 64, block=8, weights={"draft": "", "target": ""})
     for replica in (full, lost):
         replica.observe_step(EngineStats(slots_free=16))
     full.set_health(draft=True, target=True, serving=True)
