@@ -214,13 +214,16 @@ class Metrics:
         """The draft was started again beside the target."""
         self._draft_restarts.inc()
 
-    def set_build_info(self, version: str, model: str, form: str, link: str, max_slots: int, block: int) -> None:
-        """What runs here; once, at the start. Nothing holds a slot yet. `model`: the name under which it is served."""
+    def set_build_info(self, version: str, model: str, form: str, link: str, max_slots: int, block: int, weights: dict[str, str]) -> None:
+        """What runs here; once, at the start. Nothing holds a slot yet. `model`: the name under which it is served; `weights`: each
+        group's fingerprint."""
         self._page.model = model
         for verification in VERIFICATIONS:
             for position in range(block):
                 self._accepted_at.labels(verification, position)
-        self._build.info({"version": version, "form": form, "link": link})
+        # What answers are the target's: its weights are the ones that a rollout is about.
+        fingerprints = {"weights": weights["target"], "draft_weights": weights["draft"]}
+        self._build.info({"version": version, "form": form, "link": link, **fingerprints})
         self._slots_capacity.set(max_slots)
         self._slots_free.set(max_slots)
 

@@ -156,13 +156,15 @@ class HttpEdge:
         return web.Response(body=text, headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def _list_models(self, request: web.Request) -> web.Response:
-        return web.json_response(answers.models(self._names, self._began, self._answering.pair.context))
+        pair = self._answering.pair
+        return web.json_response(answers.models(self._names, self._began, pair.context, pair.target.weights))
 
     async def _show_model(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
         if name not in self._names:
             raise BadRequest(f"model={name!r}; allowed: {', '.join(map(repr, self._names))}", "model", 404, "model_not_found")
-        return web.json_response(answers.model(name, self._names[0], self._began, self._answering.pair.context))
+        pair = self._answering.pair
+        return web.json_response(answers.model(name, self._names[0], self._began, pair.context, pair.target.weights))
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         tallies = [self._calls.arrives(f"POST {request.path}", request.headers.items())]

@@ -70,7 +70,8 @@ class Gateway:
         self.metrics_port: int | None = None
         engine = pair.engine
         version = importlib.metadata.version("smcserve")
-        metrics.set_build_info(version, config.name_of(pair.target.name), engine.form, pair.link, engine.max_slots, engine.block)
+        weights = {"draft": pair.draft.weights, "target": pair.target.weights}
+        metrics.set_build_info(version, config.name_of(pair.target.name), engine.form, pair.link, engine.max_slots, engine.block, weights)
 
     async def start(self) -> int:
         """Listen. Returns the bound port. Everything answers at once; Generate only once `set_health` says so.

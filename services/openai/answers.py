@@ -107,12 +107,14 @@ def error_event(body: dict[str, Any]) -> bytes:
     return _event(body)
 
 
-def models(names: Sequence[str], created: int, context: int) -> dict[str, Any]:
-    return {"object": "list", "data": [model(name, names[0], created, context) for name in names]}
+def models(names: Sequence[str], created: int, context: int, weights: str) -> dict[str, Any]:
+    return {"object": "list", "data": [model(name, names[0], created, context, weights) for name in names]}
 
 
-def model(name: str, root: str, created: int, context: int) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": created, "owned_by": "smcserve", "root": root, "max_model_len": context}
+def model(name: str, root: str, created: int, context: int, weights: str) -> dict[str, Any]:
+    """`weights`: the fingerprint of the target's."""
+    named = {"id": name, "object": "model", "created": created, "owned_by": "smcserve", "root": root}
+    return named | {"max_model_len": context, "weights": weights}
 
 
 def _event(document: dict[str, Any]) -> bytes:

@@ -206,6 +206,7 @@ def test_asynchronously(service, pair):
 def test_models(service, client, pair):
     assert [model.id for model in client.models.list()] == ["demo", "gpt-4o"]
     assert client.models.retrieve("gpt-4o").max_model_len == pair.max_context
+    assert client.models.retrieve("demo").weights == "target-weights"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gpt-5")
 
