@@ -221,7 +221,7 @@ class Engine:
         needs = decoding_of(group.params).most_pages(self.config, group.params, group.prompt_size)
         return all(pages <= self.memory.capacity[side] for side, pages in needs.items())
 
-    def lose_draft(self) -> list[str]:
+    def detach_draft(self) -> list[str]:
         """The draft is gone, with its keys and values and the rounds in which it took part. Exact decoding goes on by the target alone;
         other requests that need the draft are dropped without an answer: returns their ids. For when `step` has raised SideLost, or
         somebody knows before."""
@@ -240,7 +240,7 @@ class Engine:
         self.memory.renew("draft", self.memory.capacity["draft"])
         return dropped
 
-    def regain_draft(self, pages: int) -> None:
+    def attach_draft(self, pages: int) -> None:
         """Another draft is there, which holds nothing yet, with so many pages. Requests that went on by the target alone rejoin: where
         costs decide, when they say so."""
         self.memory.renew("draft", pages)
