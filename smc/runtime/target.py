@@ -14,6 +14,7 @@ from torch import Tensor
 from smc.algorithm.expansion import Kind
 from smc.arrays import to_device
 from smc.runtime import tables
+from smc.runtime.biases import Lives
 from smc.runtime.blocks import Judge, LayOut, Scored
 from smc.runtime.forward import StaticForward
 from smc.runtime.outcome import Choice, Drafted
@@ -62,6 +63,8 @@ class Steps:
     lay_out: LayOut
     judge: Judge
     follow: Follow
+    add_biases: Callable[[Lives, Tensor, Tensor, Tensor, int], Tensor]
+    """`smc.runtime.biases.add_biases` of the target's own tables."""
 
 
 class Scorer:
@@ -80,6 +83,7 @@ class Scorer:
         """`block`: K; in lockstep the seed is scored with it."""
         self.forward, self.sampling, self.state = forward, sampling, state
         self._lay_out, self._judge, self._follow, self.lookahead = steps.lay_out, steps.judge, steps.follow, lookahead
+        self._add_biases = steps.add_biases
         self.queries = block if lookahead else block + 1
         self.logq_SQ = torch.zeros(len(state.end_S), self.queries, device=state.device)
         """log q of the pending tokens."""
@@ -91,6 +95,8 @@ class Scorer:
         """Run blocks: in look-ahead those that are pending, in lockstep those that have just been `drafted`."""
         asked = self._lay_out(self.state, self.logq_SQ, plan, drafted)
         logits_TV = self.forward.logits(self.forward(asked.blocks.tokens_AQ.flatten(), asked.rows))
+        if plan.biased:
+            logits_TV = self._add_biases(self.state.lives, logits_TV, asked.rows.slot_R, asked.keys.position_R, plan.biased)
         labelled_T = drawn = next_AV = None
         if plan.kinds - {Kind.BEST}:
             labelled_T = self.sampling.score(logits_TV, asked.law_T, asked.label_T[:, None])[:, 0]

@@ -36,7 +36,9 @@ def sampling(rng: random.Random) -> pb.SamplingParams:
             continue
         kind = {field.TYPE_DOUBLE: DOUBLES, field.TYPE_INT32: INTEGERS, field.TYPE_INT64: (*INTEGERS, 2**63 - 1, -(2**63))}.get(field.type)
         kind = kind or {field.TYPE_BOOL: (True, False), field.TYPE_STRING: TEXTS}.get(field.type, MODES)
-        if field.is_repeated:
+        if field.message_type is not None:  # a map
+            getattr(message, field.name).update(zip(rng.choices(INTEGERS, k=rng.choice((1, 3, 12))), rng.choices(DOUBLES, k=12)))
+        elif field.is_repeated:
             getattr(message, field.name).extend(rng.choices(kind, k=rng.choice((1, 3, 64, 65))))
         else:
             setattr(message, field.name, rng.choice(kind))

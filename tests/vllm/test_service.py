@@ -90,6 +90,15 @@ def test_why_answers_end(service, pair, prompt):
     assert ended.complete.finish_reason == "stop" and ended.complete.WhichOneof("matched_stop") is None
 
 
+def test_biases_and_answers_that_must_not_end(service, pair, prompt):
+    settings = {"seed": 4, "min_tokens": 40, "logit_bias": {pair.tokenizer.encode("7")[-1]: 3.5}}
+    expected = local_answer(pair, prompt, method="target", max_tokens=60, **settings).tokens
+    with engine(service) as stub:
+        (found,) = stub.Generate(asked(prompt, max_tokens=60, **settings))
+    assert tuple(found.complete.output_ids) == expected and len(expected) >= 40
+    assert expected != local_answer(pair, prompt, method="target", max_tokens=60, seed=4).tokens
+
+
 def test_log_probabilities(service, pair, prompt):
     expected = local_answer(pair, prompt, method="target", logprobs=True, **STREAMED)
     with engine(service) as stub:
@@ -118,8 +127,8 @@ WRONG = [
     ({"frequency_penalty": 0.5}, "frequency_penalty=0.5; allowed: 0"),
     ({"presence_penalty": -1.0}, "presence_penalty=-1.0; allowed: 0"),
     ({"repetition_penalty": 2.0}, "repetition_penalty=2.0; allowed: 1"),
-    ({"min_tokens": 3}, "min_tokens=3; allowed: 0"),
-    ({"logit_bias": {5: 1.0}}, r"logit_bias=\{5: 1.0\}; allowed: none"),
+    ({"min_tokens": 3, "max_tokens": 2}, r"min_tokens=3; allowed: 0\.\.2, the max_tokens"),
+    ({"logit_bias": {5: 101.0}}, "logit_bias contains 101.0 for token 5; allowed: -100 to 100"),
     ({"prompt_logprobs": 0}, "prompt_logprobs is given; this service does not have it"),
     ({"truncate_prompt_tokens": -1}, "truncate_prompt_tokens is given"),
     ({"logprobs": 5}, "logprobs=5; allowed: 0 or 1"),
