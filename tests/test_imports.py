@@ -42,7 +42,7 @@ SERVICES = {
     "openai": {"backend", "errors", "prompt"},
     # Both run in the gateway's process, on one port.
     "gateway": {"pb", "link", "wire", "errors", "metrics", "openai", "prompt", "security", "vllm", *NOUNS},
-    "vllm": {"backend", "errors", "openai", "prompt", "gateway"},
+    "vllm": {"backend", "errors", "openai", "prompt", "gateway", "wire"},
     "launch": {"pb", "link", "workers", "coordinator", "gateway", "metrics", *NOUNS},
     "batch": {"backend", "errors", "launch", "openai"},
     "cli": {"batch", "client", "connection", "gateway", "launch", "security"},

@@ -73,16 +73,10 @@ class Engine:
         self.memory = Memory(pages, prefix_cache=config.prefix_cache)
         self.expectation = Expectation(config, self.slots, self.memory)
         self.starts = Starts(self.expectation, workers, pair, TokenBytes.of(tokenizer))
-        self._cohorts = {
-            program: Cohorts(
-                Rounds(config, self.slots, self.memory, pair, decoding, config.width(context)),
-                config.cohorts if program is Program.PAIR else 1,
-            )
-            for program, decoding in PROGRAMS.items()
-        }
-        self._policy = policy or ShrinkWhenShort()
+        self._policy, trees = policy or ShrinkWhenShort(), trees or CostsDecide(config)
+        self._cohorts = {program: self._cohorts_of(program, trees) for program in PROGRAMS}
         acceptance = self._cohorts[Program.PAIR].rounds.acceptance
-        self._turns = Turns(trees or CostsDecide(config), acceptance, self.go_alone, self.rejoin)
+        self._turns = Turns(trees, acceptance, self.go_alone, self.rejoin)
         self._clock = clock
         self._groups: dict[str, Group] = {}
         """All, by the ids of their requests."""
@@ -95,6 +89,12 @@ class Engine:
         self._numbers = itertools.count()
         self._preemptions = self._shrinks = 0
         self._has_draft = True
+
+    def _cohorts_of(self, program: Program, trees: TreePolicy) -> Cohorts:
+        config, is_pair = self.config, program is Program.PAIR
+        branches = (lambda places: trees.branches(places, self.costs)) if is_pair else None
+        rounds = Rounds(config, self.slots, self.memory, self.pair, PROGRAMS[program], config.width(self.context), branches)
+        return Cohorts(rounds, config.cohorts if is_pair else 1)
 
     @property
     def idle(self) -> bool:

@@ -124,6 +124,11 @@ class RoundPlan:
     """Tokens at most whose logits are changed for a row, of `smc.runtime.biases.WIDTHS`; 0: of no row."""
 
     @property
+    def branches(self) -> int:
+        """F: rows that the draft makes of every place."""
+        return len(self.branch_pages_XB) // len(self.slot_A)
+
+    @property
     def bounds(self) -> Bounds:
         return Bounds(self.first_G, self.size_G, self.count_G, self.draws_G)
 
@@ -142,6 +147,7 @@ class RoundPlan:
             self.program,
             self.short,
             len(self.slot_A),
+            self.branches,
             self.biased,
             tuple(sorted(self.kinds)),
             *(tuple(sorted(law.active)) for law in (self.target_law, self.draft_law)),

@@ -82,7 +82,7 @@ class Side:
         self._drafts = {"forward": self._forward, "state": self.state, "add_biases": parts.add_biases}
         self._drafts |= {"expand": parts.expand, "adopt": parts.adopt, "steps": parts.drafting}
         # Plain decoding of a target must not depend on rounds: exact decoding makes the same draws in others.
-        shape = Shape(config.block, 1, by_round=worker.name == "draft")
+        shape = Shape(config.block, by_round=worker.name == "draft")
         law = {"logits": self._forward.logits, "sampling": self._sampling, "biases": self._biases}
         law |= {"mixture": 0.0, "purpose": Purpose.TARGET}
         self._alone = Drafter(**self._drafts, shape=shape, **law)
@@ -167,7 +167,7 @@ class DraftSide(Side):
             sampling = parts.head_sampling(parts.sampling(len(head.vocab.ids_M)), head.vocab, worker.device)
             biases = BiasTables(config.max_stops, len(head.vocab.ids_M), worker.device, head.vocab.ids_M)
             self.state.biases.append(biases)
-        shape = Shape(config.block, config.branches, by_round=True)
+        shape = Shape(config.block, by_round=True)
         law = {"logits": logits, "sampling": sampling, "biases": biases, "mixture": config.defensive_share}
         self._drafter = Drafter(**self._drafts, shape=shape, **law)
         self._round: tuple[RoundPlan, Tree, tuple] | None = None
@@ -243,5 +243,5 @@ class TargetSide(Side):
         self._scorer.join(group, self.state.join(group))
 
     def _receive(self, key: tuple, plan: RoundPlan) -> Drafted:
-        shape = (Drafted.width(self.config.block), len(plan.slot_A) * self.config.branches)
+        shape = (Drafted.width(self.config.block), len(plan.branch_pages_XB))
         return Drafted(self._channel.receive(key, "rows", shape, torch.int32))
