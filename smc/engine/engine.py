@@ -245,8 +245,8 @@ class Engine:
         costs decide, when they say so."""
         self.memory.renew("draft", pages)
         self._has_draft = True
-        if self.costs is None:
-            for group in self._groups.values():
+        for group in self._groups.values():
+            if self.costs is None or not decoding_of(group.params).elastic:
                 self.rejoin(group)
 
     def _decoding_now(self, request: Request) -> Decoding:
