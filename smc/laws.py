@@ -1,5 +1,6 @@
 """From logits to the law a token is drawn from, and the draw. Knows nothing about models, requests or particles.
 
+Whatever is added to logits has been added before (`smc.runtime.biases`).
 Two laws share the same processors, in this order: temperature, top-k, top-p, min-p, renormalise.
   target law    p = processed softmax, zero outside the truncation (design: truncation belongs to the target law)
   proposal law  q = (1 - share) * processed + share * softmax(logits / temperature): a defensive mixture (Hesterberg 1995),

@@ -11,5 +11,9 @@ DTYPE_NAMES = ("float32", "bfloat16", "float16", "fp8")
 """Types that models can have: `smc.models.linear.DTYPES`."""
 DEFAULT_MAX_TOKENS = 256
 """Of an answer for which nothing else is said, or what the context leaves."""
+MAX_STOP_IDS = 1024
+"""Token ids of a request that end its answer."""
+MAX_BIASES = 1024
+"""Tokens of a request whose logits are changed."""
 MAX_STOP_BYTES = 1000
 """Of all stop strings of a request together, in UTF-8."""

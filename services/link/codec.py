@@ -106,10 +106,13 @@ def to_prompt_result(outcome: pb.PromptOutcome) -> PromptResult:
 
 
 def join_command(group: Join) -> pb.JoinCommand:
-    command = pb.JoinCommand(page_rows=len(group.pages_XL), base=group.base, limit=group.limit, stops=group.stops, **_fields(group, _JOIN))
+    numbers = {name: getattr(group, name) for name in ("base", "limit", "least", "stops")}
+    command = pb.JoinCommand(page_rows=len(group.pages_XL), **numbers, **_fields(group, _JOIN))
     if group.machine is not None:
         command.machine.token_ids.extend(group.machine.stop_ids)
         command.machine.strings.extend(group.machine.strings)
+        command.machine.biased.extend(token for token, _ in group.machine.biases)
+        command.machine.bias.extend(bias for _, bias in group.machine.biases)
     return command
 
 
@@ -118,8 +121,12 @@ def to_join(command: pb.JoinCommand) -> Join:
     particles = len(arrays["slots_N"])
     rows = {"pages_XL": command.page_rows, "pending_NQ": particles, "logq_NQ": particles}
     arrays |= {name: arrays[name].reshape(count, -1) for name, count in rows.items()}
-    machine = StopMachine.of(command.machine.token_ids, list(command.machine.strings)) if command.HasField("machine") else None
-    return Join(base=command.base, limit=command.limit, stops=command.stops, machine=machine, **arrays)
+    machine = _to_machine(command.machine) if command.HasField("machine") else None
+    return Join(base=command.base, limit=command.limit, least=command.least, stops=command.stops, machine=machine, **arrays)
+
+
+def _to_machine(machine: pb.StopMachine) -> StopMachine:
+    return StopMachine.of(machine.token_ids, list(machine.strings), tuple(zip(machine.biased, machine.bias)))
 
 
 def round_command(plan: RoundPlan) -> pb.RoundCommand:
@@ -127,6 +134,7 @@ def round_command(plan: RoundPlan) -> pb.RoundCommand:
         program=plan.program,
         short=plan.short,
         columns=plan.columns,
+        biased=plan.biased,
         kinds=sorted(map(int, plan.kinds)),
         branches=plan.branches,
         target_law=_law_message(plan.target_law),
@@ -146,6 +154,7 @@ def to_plan(command: pb.RoundCommand) -> RoundPlan:
         program=Program(command.program),
         short=command.short,
         columns=command.columns,
+        biased=command.biased,
         kinds=frozenset(map(Kind, command.kinds)),
         target_law=_to_law(command.target_law),
         draft_law=_to_law(command.draft_law),
@@ -180,6 +189,8 @@ def _draws_message(draws: Draws) -> pb.Draws:
         purpose=int(draws.purpose),
         count=_bytes(draws.count_R, "<i4"),
         kind=_bytes(draws.kind_R, "<i4"),
+        biased=_bytes(draws.biased_2Y, "<i4"),
+        bias=_bytes(draws.bias_Y, "<f4"),
     )
 
 
@@ -187,7 +198,17 @@ def _to_draws(draws: pb.Draws) -> Draws:
     seed_R = _array(draws.seed, "<i8")
     round_R, stream_X = (_array(data, "<i4").astype(np.int64) for data in (draws.round, draws.stream))
     count_R, kind_R = (_array(data, "<i4") for data in (draws.count, draws.kind))
-    return Draws(_to_law(draws.law), seed_R, round_R, stream_X.reshape(len(seed_R), -1), Purpose(draws.purpose), count_R, kind_R)
+    return Draws(
+        law=_to_law(draws.law),
+        seed_R=seed_R,
+        round_R=round_R,
+        stream_RD=stream_X.reshape(len(seed_R), -1),
+        purpose=Purpose(draws.purpose),
+        count_R=count_R,
+        kind_R=kind_R,
+        biased_2Y=_array(draws.biased, "<i4").reshape(2, -1),
+        bias_Y=_array(draws.bias, "<f4"),
+    )
 
 
 def _law_message(law: LawSpec) -> pb.Law:

@@ -21,6 +21,8 @@ from smc.engine.request import SETTINGS, SamplingParams
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MAX_ANSWERS = 128
 """Of one request."""
+LONGEST = 2**31 - 1
+"""Of an answer about whose length nothing is said, until what the context leaves is known."""
 BODIES: dict[bool, type[Body]] = {True: ChatBody, False: CompletionBody}
 KINDS = {
     "model_type": "an object",
@@ -98,7 +100,8 @@ def _understood(body: Body, settings: dict[str, Any], models: tuple[str, ...], v
         settings = _in_the_librarys_terms(settings, body)
         if method is not None:
             settings.setdefault("method", method)
-        SamplingParams(**settings)  # before the prompt: a wrong setting is found in no time, while a long text takes some to encode
+        # Before the prompt: a wrong setting is found in no time, while a long text takes some to encode.
+        SamplingParams(**{"max_tokens": LONGEST} | settings)
     except ValueError as error:
         raise named(error, NAMES[chat], "") from error
     if body.stream_options is not None and not body.stream:

@@ -18,6 +18,7 @@ from smg_grpc_proto.generated import common_pb2
 from services.backend import Unimplemented
 from services.gateway.answering import Answering
 from services.gateway.interceptors import caller_of
+from services.openai.requests import LONGEST
 from services.prompt import Prompt
 from services.vllm.responses import chunks, whole
 from services.vllm.sampling import check_request, to_params
@@ -130,7 +131,7 @@ class VllmService(pb_grpc.VllmEngineServicer):
         """Raises ValueError naming the field, the value and what is allowed."""
         check_request(message)
         # Settings before the prompt: they are checked in no time, while a long prompt takes some to encode.
-        asked_for = to_params(message.sampling_params, self._method, room=1)
+        asked_for = to_params(message.sampling_params, self._method, room=LONGEST)
         form = message.WhichOneof("input")
         if form is None:
             raise ValueError("input is missing; allowed: one of tokenized, text")

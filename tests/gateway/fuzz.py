@@ -48,6 +48,8 @@ def sampling(rng: random.Random) -> pb.SamplingParams:
         kind = {each.TYPE_DOUBLE: DOUBLES, each.TYPE_INT32: INTEGERS, each.TYPE_INT64: (*INTEGERS, 2**63 - 1, -(2**63))}.get(each.type)
         kind = kind or {each.TYPE_BOOL: (True, False), each.TYPE_STRING: TEXTS}.get(each.type, MODES)
         if each.type == each.TYPE_MESSAGE:
+            if each.message_type.GetOptions().map_entry:
+                getattr(message, each.name).update(zip(rng.choices(INTEGERS, k=rng.choice((1, 3, 12))), rng.choices(DOUBLES, k=12)))
             continue
         if each.is_repeated:
             getattr(message, each.name).extend(rng.choices(kind, k=rng.choice((1, 3, 64, 65))))
