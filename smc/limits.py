@@ -3,6 +3,8 @@ be refused before anything heavy is loaded."""
 
 from __future__ import annotations
 
+from typing import Any
+
 MAX_PARTICLES = 64
 """Most places of one group."""
 SCHEME_NAMES = ("systematic", "stratified", "residual", "multinomial", "ssp")
@@ -13,3 +15,5 @@ DEFAULT_MAX_TOKENS = 256
 """Of an answer for which nothing else is said, or what the context leaves."""
 MAX_STOP_BYTES = 1000
 """Of all stop strings of a request together, in UTF-8."""
+UNSET: Any = None
+"""The default of a field that is filled in when its object is built."""

@@ -22,7 +22,8 @@ def kind_of(value: Any) -> str:
     """What JSON calls it."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
-    return {dict: "an object", list: "a list", str: "a string"}.get(type(value), "a number")
+    kinds: dict[type, str] = {dict: "an object", list: "a list", str: "a string"}
+    return kinds.get(type(value), "a number")
 
 
 def is_text(value: Any) -> bool:
@@ -37,9 +38,8 @@ def is_text(value: Any) -> bool:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        seen: set[str] = set()
-        # `add` returns None: the first name that is there already.
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        names = [name for name, _ in pairs]
+        twice = next(name for index, name in enumerate(names) if name in names[:index])
         raise ValueError(f"{twice!r} is given twice")
     return fields
 

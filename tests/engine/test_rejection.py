@@ -151,10 +151,10 @@ def test_a_draft_that_is_lost_leaves_the_target_alone():
     engine.submit(request(seed=1, particles=3, max_tokens=30, ignore_eos=True, **REJECTION))
     for _ in range(4):
         engine.step()
-    assert engine.lose_draft() == []
+    assert engine.detach_draft() == []
     for _ in range(2):
         engine.step()
-    engine.regain_draft(engine.memory.capacity["draft"])
+    engine.attach_draft(engine.memory.capacity["draft"])
     final = [output.answer for output in engine.run([]) if output.answer]
     assert len(final[0].tokens) == 30 and final[0].statistics.alone_rounds
     assert_empty(engine)
