@@ -73,7 +73,7 @@ def conclude(
         # Nothing follows what has ended.
         said_logp = tl.load(logp_AQ + best * Q + right - 1, mask=exact & (ended == 0), other=float("nan"))
         bonus, logp = tl.where(exact, said, bonus), tl.where(exact, said_logp, logp)
-        block, alive = tl.where(exact, best, block), tl.where(misses, place == ancestor, alive)
+        block, alive = tl.where(misses if LOOKAHEAD else exact, best, block), tl.where(misses, place == ancestor, alive)
         logw = tl.where(misses, tl.where(place == ancestor, 0.0, NONE), logw)
         if not LOOKAHEAD:
             row = tl.where(misses, best, row)

@@ -222,7 +222,8 @@ class Conclusion:
         changed = {
             "row_A": taken.row_A if self.lookahead else torch.where(misses_A, best_A, taken.row_A),
             "ancestor_A": ancestor_A,
-            "block_A": torch.where(is_exact_A, best_A, taken.block_A),
+            # What follows a block that is right to its end keeps its own, be it one of several of the same tokens.
+            "block_A": torch.where(misses_A if self.lookahead else is_exact_A, best_A, taken.block_A),
             "alive_A": torch.where(misses_A, place_A == ancestor_A, taken.alive_A),
             "bonus_A": torch.where(is_exact_A, torch.where(says_A, next_A, -1), taken.bonus_A),
             "logp_A": torch.where(is_exact_A, torch.where(is_over_A, torch.nan, next_logp_A), taken.logp_A),
