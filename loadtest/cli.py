@@ -224,7 +224,7 @@ def joined(arguments: Sequence[str]) -> list[str]:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code."""
-    usage_error = typer.BadParameter.__base__  # click's class of wrong options, under whichever name typer carries it
+    usage_error: Any = typer.BadParameter.__base__  # click's class of wrong options, under whichever name typer carries it
     try:
         return app(joined(arguments), prog_name="python -m loadtest", standalone_mode=False) or 0
     except usage_error as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,6 +55,7 @@ def judge(summary: Summary, settings: Settings, epoch: int, during: Sequence[Sam
 def _objective(summary: Summary, settings: Settings) -> Check:
     if summary.attainment is None:
         return Check("objective", None, "no request was there to be judged")
+    assert settings.goodput is not None
     met = summary.attainment >= settings.attainment
     share = f"{summary.good} of {summary.ordinary} requests ({summary.attainment:.1%}) met it; at least {settings.attainment:.1%} must"
     return Check("objective", met, f"{settings.goodput.sentence}: {share}")
@@ -88,6 +89,7 @@ def overload(summary: Summary, settings: Settings, during: Sequence[Sample]) -> 
     # Once nothing is sent any more the queue empties, and memory may be given back: that says nothing about overload.
     sending = [sample for sample in during if sample.at <= summary.last_send]
     rate, capacity = summary.good_of_sent, settings.capacity
+    assert rate is not None and capacity is not None
     share = f"{rate / capacity:.0%} of the capacity of {capacity:g}; at least {OVERLOAD_SHARE:.0%} must be"
     unanswered = {code: n for code, n in summary.codes.items() if code not in ("OK", "CANCELLED", *REFUSALS)}
     refused = counts({code: summary.codes.get(code, 0) for code in REFUSALS})
@@ -157,7 +159,9 @@ def memory_series(during: Sequence[Sample]) -> dict[str, tuple[list[float], list
     series: dict[str, tuple[list[float], list[float]]] = {}
     for sample in during:
         resident = sample.metrics.get("process_resident_memory_bytes")
-        known = {name: held.resident for name, held in sample.held.items()} or ({} if resident is None else {"gateway": resident})
+        known: Mapping[str, float] = {name: held.resident for name, held in sample.held.items()}
+        if not known and resident is not None:
+            known = {"gateway": resident}
         for name, value in known.items():
             times, values = series.setdefault(name, ([], []))
             times.append(sample.at)

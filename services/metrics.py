@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import prometheus_client as prom
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
@@ -68,12 +68,12 @@ class _Registry(CollectorRegistry):
 class _Page(CollectorRegistry):
     """What is scraped: with the name of the model that is served, as its series have it elsewhere."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: Any) -> None:
         super().__init__()
         self._registry = registry
         self.model: str | None = None
 
-    def restricted_registry(self, names: Iterable[str]) -> CollectorRegistry:
+    def restricted_registry(self, names: Iterable[str]) -> Any:
         """What a scraper asks for by name."""
         page = _Page(self._registry.restricted_registry(names))
         page.model = self.model

@@ -63,8 +63,8 @@ class LawSpec:
 
     def take(self, rows: np.ndarray) -> LawSpec:
         """The specs of the given rows, in that order (repeats allowed)."""
-        arrays = (self.temperature_R, self.top_k_R, self.top_p_R, self.min_p_R, self.alpha_R)
-        return LawSpec(*(array[rows] for array in arrays), self.active)
+        laws = (self.temperature_R[rows], self.top_k_R[rows], self.top_p_R[rows], self.min_p_R[rows], self.alpha_R[rows])
+        return LawSpec(*laws, self.active)
 
 
 class Laws:

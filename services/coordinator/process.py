@@ -99,7 +99,7 @@ class Coordinator:
 
     def _deliver(self, step: Step) -> None:
         self._server.deliver(replace(step, lost_draft=self._remote.lost_draft))
-        for side, leaked in step.stats.pages_leaked.items() if step.stats else ():
+        for side, leaked in step.stats.pages_leaked.items():
             if leaked:
                 logger.error("%d references to KV pages of the %s model are held although nothing runs", leaked, side)
         for worker in self._remote.present:  # load on one model alone must not starve the other of signs of life

@@ -114,18 +114,19 @@ class RemoteEngine:
         self.workers["draft"] = draft
         self.engine.attach_draft(pages)
 
-    def _worker(self, side: str, rendezvous: Rendezvous, store: dist.Store, timeline: Timeline) -> RemoteWorker:
+    def _worker(self, side: str, rendezvous: Rendezvous, store: dist.TCPStore, timeline: Timeline) -> RemoteWorker:
         end = coordinator_end(rendezvous, store, side)
         may_be_lost = side == "draft" and self._spec.outlives_draft
         return RemoteWorker(side, end, rendezvous.epoch, rendezvous.start_timeout, timeline, may_be_lost=may_be_lost)
 
-    def _pages(self, side: str, store: dist.Store) -> int:
+    def _pages(self, side: str, store: dist.TCPStore) -> int:
         return int(store.get(self._rendezvous[side].name(f"{side}/pages")))
 
     def cause(self, error: Exception) -> Exception:
         """What the engine stopped for. A worker that fails breaks its links and the other's, so the first error may be neither's own: then
         it is what a worker has written down, soon."""
-        error = error.__cause__ if isinstance(error, SideLost) else error
+        if isinstance(error, SideLost) and isinstance(error.__cause__, Exception):
+            error = error.__cause__
         if not isinstance(error, LinkError) or error.began_here:
             return error
         deadline = time.monotonic() + REPORT_SECONDS
@@ -166,7 +167,8 @@ class RemoteEngine:
             pending, last = last, self._pair.round(plan)
             if pending is not None:
                 pending.result()
-        last.result()
+        if last is not None:
+            last.result()
         logger.info("rehearsed %d rounds in %.1f s", len(plans), time.monotonic() - begin)
 
     def _time_costs(self, effort: Effort) -> None:

@@ -55,6 +55,7 @@ class HttpEdge:
         self._runner: web.AppRunner | None = None
         self._site: web.TCPSite | None = None
         self._connections: Connections | None = None
+        """There when the first request comes, as is the server they are of."""
 
     async def start(self) -> int:
         """Listen. Returns the bound port. Raises OSError if it cannot be had."""
@@ -81,7 +82,7 @@ class HttpEdge:
             lingering_time=2.0,
         )
         await self._runner.setup()
-        context = server_context(config.tls_cert, config.tls_key, config.tls_client_ca) if config.tls else None
+        context = server_context(*config.tls) if config.tls else None
         host = config.host.strip("[]")
         self._site = web.TCPSite(self._runner, host, config.http_port, ssl_context=context)
         try:
@@ -89,6 +90,7 @@ class HttpEdge:
         except OSError as error:
             await self._runner.cleanup()
             raise OSError(f"cannot listen on {host}:{config.http_port}: {error.strerror}; give another http_port, or 0 for any") from error
+        assert self._runner.server is not None
         self._connections = Connections(self._runner.server, config.write_timeout, config.max_connection_age)
         port = self._runner.addresses[0][1]
         logger.info("OpenAI's API on %s:%d%s", host, port, " with TLS" if context else "")
@@ -112,6 +114,7 @@ class HttpEdge:
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
         """Lets in who may come in; what goes wrong is said in OpenAI's shape."""
+        assert self._connections is not None
         self._connections.asks(request.protocol)
         try:
             if self._tokens and request.path != HEALTH and not is_known(_token(request), self._tokens):
@@ -144,6 +147,7 @@ class HttpEdge:
 
     def _is_last(self, request: web.Request) -> bool:
         """Its connection takes no more."""
+        assert self._connections is not None
         return self._calls.closed is not None or self._connections.is_old(request.protocol)
 
     async def _health(self, request: web.Request) -> web.Response:

@@ -73,6 +73,7 @@ class Intake(grpc.aio.ServerInterceptor):
             if status.cause == "internal":
                 logger.error("unexpected error", exc_info=error)
             return status
+        return None
 
     @contextmanager
     def _place(self) -> Iterator[None]:

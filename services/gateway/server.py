@@ -90,7 +90,7 @@ class Gateway:
         if config.metrics_port is not None:
             self.metrics_port, self._stop_metrics = self._metrics.serve(config.metrics_port, config.host)
         try:
-            self.port = self._bind()
+            self.port = self._bind(self._server)
             if config.http_port is not None:
                 self._edge = HttpEdge(self._answering, places, self._turns, self._metrics)
                 self.http_port = await self._edge.start()
@@ -160,14 +160,14 @@ class Gateway:
         self._health.set({"": serving, API: serving, VLLM: serving, DRAFT: draft, TARGET: target})
         self._metrics.set_health(draft, target, serving)
 
-    def _bind(self) -> int:
+    def _bind(self, server: grpc.aio.Server) -> int:
         config = self._config
         host = f"[{config.host}]" if ":" in config.host and not config.host.startswith("[") else config.host
         address = f"{host}:{config.port}"
         try:
             if config.tls:
-                return self._server.add_secure_port(address, server_credentials(config.tls_cert, config.tls_key, config.tls_client_ca))
-            return self._server.add_insecure_port(address)
+                return server.add_secure_port(address, server_credentials(*config.tls))
+            return server.add_insecure_port(address)
         except RuntimeError as error:
             raise OSError(f"cannot listen on {address}: it is in use, or no address of this machine; give another host or port") from error
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from services.pb import particles_pb2 as pb
@@ -102,11 +104,12 @@ def to_prompt_result(outcome: pb.PromptOutcome) -> PromptResult:
     log_z_R = _array(outcome.log_z, "<f4")
     rows = len(log_z_R)
     columns = ((outcome.drawn, "<i4"), (outcome.drawn_logp, "<f4"), (outcome.weights, "<f8"))
-    return PromptResult(*(_rows(*column, rows) for column in columns), log_z_R)
+    drawn_RD, drawn_logp_RD, logw_RD = (_rows(*column, rows) for column in columns)
+    return PromptResult(drawn_RD, drawn_logp_RD, logw_RD, log_z_R)
 
 
 def join_command(group: Join) -> pb.JoinCommand:
-    numbers = {name: getattr(group, name) for name in ("base", "limit", "least", "stops")}
+    numbers: dict[str, Any] = {name: getattr(group, name) for name in ("base", "limit", "least", "stops")}
     command = pb.JoinCommand(page_rows=len(group.pages_XL), **numbers, **_fields(group, _JOIN))
     if group.machine is not None:
         command.machine.token_ids.extend(group.machine.stop_ids)
@@ -224,8 +227,8 @@ def _law_message(law: LawSpec) -> pb.Law:
 
 def _to_law(law: pb.Law) -> LawSpec:
     top_k_R = _array(law.top_k, "<i4").astype(np.int64)
-    rest = (_array(data, "<f4") for data in (law.top_p, law.min_p, law.alpha))
-    return LawSpec(_array(law.temperature, "<f4"), top_k_R, *rest, active=frozenset(law.active))
+    temperature_R, top_p_R, min_p_R, alpha_R = (_array(data, "<f4") for data in (law.temperature, law.top_p, law.min_p, law.alpha))
+    return LawSpec(temperature_R, top_k_R, top_p_R, min_p_R, alpha_R, active=frozenset(law.active))
 
 
 def _bytes(array: np.ndarray, kind: str) -> bytes:
@@ -236,12 +239,12 @@ def _array(data: bytes, kind: str) -> np.ndarray:
     return np.frombuffer(data, dtype=kind).copy()  # a view would be read-only, which torch does not take
 
 
-def _fields(values: object, table: dict[str, tuple[str, str]]) -> dict[str, bytes]:
+def _fields(values: object, table: dict[str, tuple[str, str]]) -> dict[str, Any]:
     """A message's fields from an object's arrays."""
     return {name: _bytes(getattr(values, attribute), kind) for name, (attribute, kind) in table.items()}
 
 
-def _attributes(message: object, table: dict[str, tuple[str, str]]) -> dict[str, np.ndarray]:
+def _attributes(message: object, table: dict[str, tuple[str, str]]) -> dict[str, Any]:
     """The other way round; all in one dimension."""
     return {attribute: _array(getattr(message, name), kind) for name, (attribute, kind) in table.items()}
 

@@ -60,7 +60,7 @@ def to_params(message: pb.SamplingParams, method: str, room: int) -> list[Sampli
 
 def _settings(message: pb.SamplingParams) -> dict[str, Any]:
     """Those that the protocol and the library have under the same name, and that are given."""
-    settings = {}
+    settings: dict[str, Any] = {}
     for name in SETTINGS:
         known = message.DESCRIPTOR.fields_by_name.get(name)
         if known is None or not (message.HasField(name) if known.has_presence else getattr(message, name)):

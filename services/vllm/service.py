@@ -105,11 +105,12 @@ class VllmService(pb_grpc.VllmEngineServicer):
         return pb.GetLoadsResponse(timestamp=datetime.now(UTC).isoformat(), version=version, dp_rank_count=1, loads=[load])
 
     async def GetTokenizer(self, message: common_pb2.GetTokenizerRequest, context: grpc.aio.ServicerContext) -> None:
-        if self._pair.files is None:
+        if (files := self._pair.files) is None:
             raise Unimplemented("GetTokenizer: the served model has random weights and no tokenizer")
-        if self._archive is None:
-            self._archive = await asyncio.to_thread(lambda: list(tokenizer_chunks(self._pair.files)))
-        for chunk in self._archive:
+        archive = self._archive
+        if archive is None:
+            archive = self._archive = await asyncio.to_thread(lambda: list(tokenizer_chunks(files)))
+        for chunk in archive:
             await self._answering.write(context, chunk)
 
     async def SubscribeKvEvents(self, message: common_pb2.SubscribeKvEventsRequest, context: grpc.aio.ServicerContext) -> None:

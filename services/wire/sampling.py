@@ -59,7 +59,7 @@ def sampling_settings(message: pb.SamplingParams) -> dict[str, Any]:
     """The settings that a message holds, by name; absent ones are left out. Raises ValueError for an enum number that is unknown, and for
     more items than are allowed."""
     check_counts(message)
-    settings = {}
+    settings: dict[str, Any] = {}
     for name in SAMPLING:
         field = _FIELDS[name]
         value = getattr(message, name)

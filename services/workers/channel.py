@@ -36,6 +36,7 @@ class PeerChannel:
     def reconnect(self, epoch: int, make: Callable[[], PeerEnd]) -> bool:
         """Another leader, of this epoch, comes to the other side: `make`, which waits for it, is begun in a thread. Asked again, whether
         that has been done; from then on the end is the new one. Raises RuntimeError if it does not come; then it is lost, too."""
+        assert self._end is not None
         if self._coming is None or self._coming[0] != epoch:
             self._lost = True
             self._end.close()
@@ -65,14 +66,14 @@ class PeerChannel:
     def receive(self, key: tuple, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         here = self._stages.keep(key, f"received {name}", lambda: torch.empty(shape, dtype=dtype, device=self._stages.device))
         if self._end is not None:
-            self._receive(name, here)
+            self._receive(self._end, name, here)
         return self.share(here)
 
-    def _receive(self, name: str, here: Tensor) -> None:
+    def _receive(self, end: PeerEnd, name: str, here: Tensor) -> None:
         if not self._lost:
             self._received[name] += 1
             try:
-                self._end.receive(name, self._received[name], here, self._timeout)
+                end.receive(name, self._received[name], here, self._timeout)
             except LinkError as error:
                 self._set_lost(error)
         if self._lost:

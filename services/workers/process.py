@@ -93,21 +93,23 @@ def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
 
     def reconnect(epoch: int, seconds: float) -> bool:
         there = replace(spec.rendezvous, epoch=epoch, start_timeout=seconds)
+        assert ends is not None
         return channel.reconnect(epoch, lambda: peer_end(there, store, spec.side, between, ends.server))
 
     side = DraftSide if spec.side == "draft" else TargetSide
     work = side(spec.engine, worker, parts, stages, channel)
     rank = Rank(worker, work, spec.rendezvous.epoch, spec.timeout, reconnect if leads else None)
     try:
-        if leads:
+        if ends is not None:
             lead(rank, ends.coordinator, group.spread if group else None)
         else:
+            assert group is not None
             follow(rank, group.receive)
     except Exception as error:
         spec.rendezvous.report_failure(store, spec.side, error)
         raise
     finally:
-        if leads:
+        if ends is not None:
             channel.close()
             ends.close()
 

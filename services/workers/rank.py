@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -49,7 +50,7 @@ class Rank:
             answers.put(request.sequence, respond)
 
     def _response(self, request: pb.WorkRequest, begin: int, end: int, **result) -> pb.WorkResponse:
-        envelope = {"version": LAYOUT_VERSION, "epoch": self.epoch, "sequence": request.sequence}
+        envelope: dict[str, Any] = {"version": LAYOUT_VERSION, "epoch": self.epoch, "sequence": request.sequence}
         return pb.WorkResponse(**envelope, begin_ns=begin, end_ns=end, **result)
 
     def _round(self, request: pb.WorkRequest, _begin: int) -> Respond:

@@ -78,7 +78,7 @@ class SamplingParams:
     What all of the service knows of a field stands here: commands, bodies and messages have it from `SETTINGS`.
     """
 
-    method: str | None = setting(
+    method: Method = setting(
         None,
         Choice(tuple(method.value for method in Method)),
         option=Option(

@@ -5,6 +5,7 @@ given back. A group that is taken up again comes the same way, with the record o
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from smc.stops import DONE, START, TokenBytes
 class Starts:
     """Groups between the queue and their rounds."""
 
-    def __init__(self, expectation: Expectation, workers: dict[str, Worker], pair: Pair, token_bytes: TokenBytes) -> None:
+    def __init__(self, expectation: Expectation, workers: Mapping[str, Worker], pair: Pair, token_bytes: TokenBytes) -> None:
         self.config, self.slots, self.memory = expectation.config, expectation.slots, expectation.memory
         self.workers, self.pair = workers, pair
         self.prefixes = Prefixes(self.config, self.slots, self.memory)
