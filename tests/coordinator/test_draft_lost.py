@@ -94,8 +94,8 @@ def test_one_draft_after_the_other(link, form, monkeypatch):
 @pytest.mark.parametrize("link", ["nccl", "grpc"])
 def test_answers_go_on_while_another_draft_is_slow(link, monkeypatch):
     """It has come, and says nothing for a while: nobody but it waits."""
-    settings = {"link": link, "engine": EngineConfig(block=4, branches=2, drafting="always"), "start_timeout": 30.0, "link_timeout": 20.0}
-    fails, silence = threading.Event(), threading.Event()
+    settings = {"link": link, "engine": EngineConfig(block=4, branches=2, drafting="always"), "start_timeout": 30.0, "link_timeout": 80.0}
+    fails, come, silence = threading.Event(), threading.Event(), threading.Event()
     broken, met = DraftSide.draft, process.peer_end
 
     def draft(side: DraftSide, plan) -> None:
@@ -105,6 +105,7 @@ def test_answers_go_on_while_another_draft_is_slow(link, monkeypatch):
 
     def peer_end(where, store, side, *rest):
         if side == "draft" and where.epoch > 1:
+            come.set()
             silence.wait()
         return met(where, store, side, *rest)
 
@@ -117,8 +118,10 @@ def test_answers_go_on_while_another_draft_is_slow(link, monkeypatch):
         fails.clear()
         threading.Thread(target=lambda: run_rank(rank, HOST), daemon=True).start()
         attaching = asyncio.create_task(asyncio.to_thread(made.attach_draft, 2))
-        for _ in range(20):
-            async with asyncio.timeout(3):
+        await asyncio.to_thread(come.wait, 60)
+        await asyncio.sleep(1.0)  # the coordinator is at it
+        for _ in range(3):
+            async with asyncio.timeout(20):  # a quarter of what the draft has
                 assert (await ask(client, method="target")).tokens == plain
         assert not attaching.done()
         silence.set()
