@@ -92,7 +92,7 @@ class Chunks:
 
     def end(self, index: int, answer: Answer, params: SamplingParams) -> bytes:
         """Log-probabilities are known with the last token: all of them come here."""
-        said = {"delta": {}} if self._chat else {"text": ""}
+        said: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
         return self._event({"index": index, **said} | _ending(answer, params, self._chat, self._tokenizer))
 
     def usage(self, answers: Sequence[Answer], prompts: int) -> bytes:
@@ -154,6 +154,7 @@ def _particle(particle: Particle) -> dict[str, Any]:
 
 def _completion_logprobs(answer: Answer, tokenizer: Tokenizer) -> dict[str, Any]:
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    assert answer.logprobs is not None
     offsets, offset = [], 0
     for token in answer.tokens:
         offsets.append(offset)
@@ -167,6 +168,7 @@ def _completion_logprobs(answer: Answer, tokenizer: Tokenizer) -> dict[str, Any]
 
 
 def _chat_logprobs(answer: Answer, tokenizer: Tokenizer) -> dict[str, Any]:
+    assert answer.logprobs is not None
     content = [
         {"token": tokenizer.decode([token]), "logprob": _finite(value), "bytes": list(tokenizer.bytes_of(token)), "top_logprobs": []}
         for token, value in zip(answer.tokens, answer.logprobs)

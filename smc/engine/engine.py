@@ -14,7 +14,7 @@ import logging
 import secrets
 import time
 from bisect import insort
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter, itemgetter
 
 from smc.engine.admission import DuplicateRequest, NoDraft, check_fits, check_queue
@@ -53,7 +53,7 @@ class Engine:
     def __init__(
         self,
         config: EngineConfig,
-        workers: dict[str, Worker],
+        workers: Mapping[str, Worker],
         tokenizer: Tokenizer,
         *,
         pair: Pair,

@@ -47,6 +47,8 @@ class Join:
     """Leading positions whose pages no round will change: the prompt's."""
     limit: int
     """Tokens, prompt included, that a sequence may have."""
+    least: int
+    """Of a sequence's tokens, prompt included, the first so many do not end the answer."""
     end_N: np.ndarray
     """int32 tokens of the sequence so far, prompt included."""
     pending_NQ: np.ndarray
@@ -120,6 +122,8 @@ class RoundPlan:
     """int32 pages for a particle's pending tokens, at the draft or the model that decodes alone."""
     branch_pages_XB: np.ndarray | Tensor
     """int32 pages for the tokens of branches that are run within the round, branch after branch."""
+    biased: int = 0
+    """Tokens at most whose logits are changed for a row, of `smc.runtime.biases.WIDTHS`; 0: of no row."""
 
     @property
     def branches(self) -> int:
@@ -147,6 +151,7 @@ class RoundPlan:
             len(self.slot_A),
             len(self.chain_C),
             self.branches,
+            self.biased,
             tuple(sorted(self.kinds)),
             *(tuple(sorted(law.active)) for law in (self.target_law, self.draft_law)),
         )
@@ -164,7 +169,7 @@ class RoundPlan:
             mine = {name.split(".")[1]: tensor for name, tensor in tensors.items() if name.startswith(side)}
             laws[side] = LawSpec(**mine, active=getattr(self, side).active)
         own = {name: tensor for name, tensor in tensors.items() if "." not in name}
-        return RoundPlan(program=self.program, short=self.short, columns=self.columns, kinds=self.kinds, **laws, **own)
+        return RoundPlan(program=self.program, short=self.short, columns=self.columns, kinds=self.kinds, biased=self.biased, **laws, **own)
 
     def places_of(self, kind: Kind) -> Tensor:
         """bool [A]: the place's group is continued so."""
