@@ -26,7 +26,9 @@ class Load:
     client: Callable[[], openai.OpenAI]
     """Asked for before every call."""
     model: str
-    tokens: int = 60
+    callers: int = CALLERS
+    rest: float = 0.0
+    """Seconds that a caller waits after an answer."""
     ends: Counter = field(default_factory=Counter)
     """How calls ended: `ok`, or the kind of the error."""
     begun: Counter = field(default_factory=Counter)
@@ -39,7 +41,7 @@ class Load:
     def __post_init__(self) -> None:
         self._stop = threading.Event()
         self._guard = threading.Lock()
-        self._threads = [threading.Thread(target=self._call_until_stopped, args=(caller,), daemon=True) for caller in range(CALLERS)]
+        self._threads = [threading.Thread(target=self._call_until_stopped, args=(caller,), daemon=True) for caller in range(self.callers)]
 
     @contextmanager
     def running(self) -> Iterator[Load]:
@@ -61,20 +63,19 @@ class Load:
         count = 0
         while not self._stop.is_set():
             begin = time.monotonic()
-            end, begun, pause = self._call(QUESTIONS[(caller + CALLERS * count) % len(QUESTIONS)])
+            end, begun, pause = self._call(QUESTIONS[(caller + self.callers * count) % len(QUESTIONS)])
             with self._guard:
                 self.ends[end] += 1
                 self.begun[end] += begun
                 self.longest, self.pause = max(self.longest, time.monotonic() - begin), max(self.pause, pause)
             count += 1
-            if end != "ok":
-                time.sleep(0.2)
+            time.sleep(self.rest if end == "ok" else 0.2)
 
     def _call(self, question: str) -> tuple[str, bool, float]:
         """How it ended, whether something had come, and its longest pause."""
         begun, pause, last, finish = False, 0.0, time.monotonic(), None
         try:
-            for chunk in ask(self.client(), self.model, question, max_tokens=self.tokens, temperature=1.0):
+            for chunk in ask(self.client(), self.model, question, max_tokens=60, temperature=1.0):
                 now = time.monotonic()
                 pause, last = max(pause, now - last), now
                 begun = begun or any(choice.delta.content for choice in chunk.choices)

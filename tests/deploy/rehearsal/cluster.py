@@ -9,7 +9,6 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -54,8 +53,21 @@ class Cluster:
             before, self._deployments[name] = self._deployments.get(name), wanted
             if before is None or before["spec"]["template"] != wanted["spec"]["template"]:
                 rolls.append(name)
-        with ThreadPoolExecutor() as threads:
-            list(threads.map(self._roll, rolls))
+        failures: list[Exception] = []
+
+        def roll(name: str) -> None:
+            try:
+                self._roll(name)
+            except Exception as failure:
+                failures.append(failure)
+
+        threads = [threading.Thread(target=roll, args=(name,), daemon=True) for name in rolls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
 
     def of(self, deployment: str) -> list[Pod]:
         """Its pods that are not told to end."""

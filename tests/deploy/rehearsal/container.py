@@ -70,7 +70,8 @@ class Container:
         command = ["nsenter", "-t", str(self._pause), "-n", "-i", "-u", "--", "unshare", "-m", "-p", "-f", "--kill-child", "--mount-proc"]
         command += [sys.executable, "-S", str(INIT), json.dumps(settings), *self._command()]
         with self._log.open("a") as log:
-            self._process = subprocess.Popen(command, env=self.env, cwd="/", stdout=log, stderr=log, start_new_session=True)
+            pipes = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log}
+            self._process = subprocess.Popen(command, env=self.env, cwd="/", start_new_session=True, **pipes)
         self.starts += 1
         self._inside = 0
 

@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 MS_RDONLY, MS_REMOUNT, MS_BIND, MS_REC = 1, 32, 4096, 16384
 libc = ctypes.CDLL(None, use_errno=True)
@@ -34,10 +35,17 @@ def bind(source: str, target: str, flags: int) -> None:
         raise OSError(ctypes.get_errno(), f"cannot mount {source} on {target}: {os.strerror(ctypes.get_errno())}")
 
 
+def end_with_the_rehearsal() -> None:
+    """Standard input is a pipe that nobody writes to: it is closed when the rehearsal's process ends, however it ends."""
+    sys.stdin.read()
+    os._exit(1)
+
+
 def main() -> int:
     mount(json.loads(sys.argv[1]))
     os.chdir("/tmp")
-    child = subprocess.Popen(sys.argv[2:])
+    threading.Thread(target=end_with_the_rehearsal, daemon=True).start()
+    child = subprocess.Popen(sys.argv[2:], stdin=subprocess.DEVNULL)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: child.send_signal(number))
     while True:

@@ -45,9 +45,8 @@ class Pod:
         self.labels, self.spec = template["metadata"]["labels"], template["spec"]
         self._folder = folder / name
         self._folder.mkdir(parents=True)
-        self._pause = subprocess.Popen(
-            ["unshare", "-n", "-i", "-u", "sleep", "infinity"], stdout=subprocess.DEVNULL, start_new_session=True
-        )
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}  # it ends with the rehearsal
+        self._pause = subprocess.Popen(["unshare", "-n", "-i", "-u", "cat"], start_new_session=True, **pipes)
         _wait_for_namespace(self._pause.pid)
         self.address = network.connect(self._pause.pid)
         self._tmpfs: list[Path] = []

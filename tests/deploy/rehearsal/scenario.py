@@ -20,11 +20,13 @@ from smc.models.fingerprint import fingerprint
 from tests.deploy.chart import of_kind, render
 from tests.deploy.rehearsal.cluster import Cluster
 from tests.deploy.rehearsal.pod import Pod
-from tests.vllm.load import CALLERS, HANG, Load
+from tests.vllm.load import HANG, Load
 
 GANGS, ROUTERS = "demo-smcserve", "demo-smcserve-router"
 """Names of Deployments, and of Services."""
 SECRETS = {"control": {"key": "control-key"}, "callers": {"key": "caller-key"}}
+CALLERS, REST = 3, 1.0
+"""What leaves room for gangs to start on a machine of two cores."""
 STEADY = 20.0
 """Seconds of load while nothing happens."""
 
@@ -231,7 +233,7 @@ class Rehearsal:
 
     @contextmanager
     def load(self, name: str) -> Iterator[tuple[Row, Load]]:
-        with self.phase(name) as row, Load(self._client, "target").running() as load:
+        with self.phase(name) as row, Load(self._client, "target", CALLERS, REST).running() as load:
             row.load = load
             yield row, load
         self.must("no call hung", not load.ends["hanging"] and load.longest < HANG)
