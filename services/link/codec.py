@@ -10,7 +10,7 @@ from smc.laws import LawSpec
 from smc.philox import Purpose
 from smc.runtime.messages import Draws, PromptBatch, PromptResult
 from smc.runtime.outcome import Lineage, RoundResult
-from smc.runtime.plan import Join, Program, RoundPlan
+from smc.runtime.plan import Companions, Join, Program, RoundPlan
 from smc.stops import StopMachine
 
 _PLAN = {
@@ -35,6 +35,14 @@ _PLAN = {
 """Field -> attribute, and its type on the way."""
 _WIDE = ("slot", "group", "particle", "round")
 """int64 where they are used."""
+_COMPANIONS = {
+    "slot": ("slot_A", "<i4"),
+    "shift": ("shift_A", "<i4"),
+    "scale": ("scale_A", "<f4"),
+    "size": ("size_G", "<i4"),
+    "shared": ("shared_G", "<i4"),
+    "pages": ("pages_AW", "<i4"),
+}
 _JOIN = {
     "slots": ("slots_N", "<i4"),
     "pages": ("pages_XL", "<i4"),
@@ -122,6 +130,7 @@ def to_join(command: pb.JoinCommand) -> Join:
 
 
 def round_command(plan: RoundPlan) -> pb.RoundCommand:
+    companions = {"companions": pb.Companions(**_fields(plan.companions, _COMPANIONS))} if plan.companions else {}
     return pb.RoundCommand(
         program=plan.program,
         short=plan.short,
@@ -131,6 +140,7 @@ def round_command(plan: RoundPlan) -> pb.RoundCommand:
         target_law=_law_message(plan.target_law),
         draft_law=_law_message(plan.draft_law),
         **_fields(plan, _PLAN),
+        **companions,
     )
 
 
@@ -148,8 +158,15 @@ def to_plan(command: pb.RoundCommand) -> RoundPlan:
         kinds=frozenset(map(Kind, command.kinds)),
         target_law=_to_law(command.target_law),
         draft_law=_to_law(command.draft_law),
+        companions=_to_companions(command.companions, places) if command.HasField("companions") else None,
         **arrays,
     )
+
+
+def _to_companions(message: pb.Companions, places: int) -> Companions:
+    arrays = _attributes(message, _COMPANIONS)
+    arrays |= {name: arrays[name].astype(np.int64) for name in ("slot_A", "shift_A")}
+    return Companions(**arrays | {"pages_AW": _rows(message.pages, "<i4", places)})
 
 
 def round_outcome(result: RoundResult | Lineage) -> pb.RoundOutcome:
@@ -171,7 +188,11 @@ def to_lineage(outcome: pb.RoundOutcome) -> Lineage:
 
 
 def _draws_message(draws: Draws) -> pb.Draws:
+    guidance = {}
+    if draws.companion_R is not None:
+        guidance = {"companion": _bytes(draws.companion_R, "<i4"), "scale": _bytes(draws.scale_R, "<f4")}
     return pb.Draws(
+        **guidance,
         law=_law_message(draws.law),
         seed=_bytes(draws.seed_R, "<i8"),
         round=_bytes(draws.round_R, "<i4"),
@@ -186,7 +207,9 @@ def _to_draws(draws: pb.Draws) -> Draws:
     seed_R = _array(draws.seed, "<i8")
     round_R, stream_X = (_array(data, "<i4").astype(np.int64) for data in (draws.round, draws.stream))
     count_R, kind_R = (_array(data, "<i4") for data in (draws.count, draws.kind))
-    return Draws(_to_law(draws.law), seed_R, round_R, stream_X.reshape(len(seed_R), -1), Purpose(draws.purpose), count_R, kind_R)
+    guidance = (_array(draws.companion, "<i4"), _array(draws.scale, "<f4")) if draws.companion else ()
+    stream_RD = stream_X.reshape(len(seed_R), -1)
+    return Draws(_to_law(draws.law), seed_R, round_R, stream_RD, Purpose(draws.purpose), count_R, kind_R, *guidance)
 
 
 def _law_message(law: LawSpec) -> pb.Law:

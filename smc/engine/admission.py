@@ -46,14 +46,33 @@ def check_prompt(size: int, context: int) -> None:
         raise ValueError(f"the prompt has {size} tokens; allowed: at most {context - 1}, to leave room for an answer")
 
 
-def longest_answer(params: SamplingParams, config: EngineConfig, capacity: Mapping[str, int], context: int, size: int) -> int:
-    """Most tokens that such a request could be answered with after a prompt of `size`, at least 1, if nothing else ran."""
+def check_negative(request: Request, context: int) -> None:
+    """Refuse a negative prompt that has no effect, or leaves no room. Raises ValueError."""
+    size = None if request.negative_prompt is None else len(request.negative_prompt)
+    if size is None:
+        return
+    if not request.params.guided:
+        raise ValueError("negative_prompt has no effect with guidance_scale=1; give a guidance_scale above 1, or leave it out")
+    if not size:
+        raise ValueError("the negative_prompt is empty; at least one token is needed, or leave it out")
+    if size + request.params.max_tokens > context:
+        raise ValueError(
+            f"max_tokens={request.params.max_tokens} after a negative_prompt of {size} tokens exceeds the context of {context}; "
+            "allowed: a shorter negative_prompt, or fewer max_tokens"
+        )
+
+
+def longest_answer(
+    params: SamplingParams, config: EngineConfig, capacity: Mapping[str, int], context: int, size: int, negative: int = 0
+) -> int:
+    """Most tokens that such a request could be answered with after a prompt of `size`, and a negative one, at least 1, if nothing else
+    ran."""
     from smc.engine.methods import decoding_of
 
-    decoding, room = decoding_of(params), max(1, context - size)
+    decoding, room = decoding_of(params), max(1, context - max(size, negative))
 
     def is_too_long(answer: int) -> bool:
-        needs = decoding.most_pages(config, replace(params, max_tokens=answer), size)
+        needs = decoding.most_pages(config, replace(params, max_tokens=answer), size, negative=negative)
         return any(needs.get(side, 0) > pages for side, pages in capacity.items())
 
     return max(1, bisect_left(range(1, room + 1), True, key=is_too_long))
@@ -65,20 +84,23 @@ def check_fits(request: Request, config: EngineConfig, capacity: dict[str, int],
 
     params, size = request.params, len(request.prompt)
     check_prompt(size, context)
+    check_negative(request, context)
     if size + params.max_tokens > context:
         raise ValueError(
             f"max_tokens={params.max_tokens} after a prompt of {size} tokens exceeds the context of {context}; "
             f"allowed here: max_tokens <= {context - size}"
         )
-    if params.rows > config.max_slots:
-        raise ValueError(f"particles={params.rows}; this engine has max_slots={config.max_slots}")
-    for side, pages in decoding_of(params).most_pages(config, params, size).items():
+    if params.rows * params.slots_per_row > config.max_slots:
+        each = ", and a guided one takes two for each" if params.guided else ""
+        raise ValueError(f"particles={params.rows}; this engine has max_slots={config.max_slots}{each}")
+    for side, pages in decoding_of(params).most_pages(config, params, size, negative=request.negative_size).items():
         if pages > capacity[side]:
             raise ValueError(
                 f"the request may need {pages} KV pages of the {side} model, which has {capacity[side]}; "
                 "lower particles or max_tokens, or give the engine more pages"
             )
-    tokens = np.asarray(request.prompt)
-    wrong = tokens[(tokens < 0) | (tokens >= vocab_size)]
-    if len(wrong):
-        raise ValueError(f"the prompt contains token id {wrong[0]}; allowed: 0..{vocab_size - 1}")
+    for name, prompt in (("prompt", request.prompt), ("negative_prompt", request.negative_prompt or ())):
+        tokens = np.asarray(prompt)
+        wrong = tokens[(tokens < 0) | (tokens >= vocab_size)]
+        if len(wrong):
+            raise ValueError(f"the {name} contains token id {wrong[0]}; allowed: 0..{vocab_size - 1}")

@@ -16,6 +16,7 @@ MAX_STOP_IDS = 1024
 POPULATIONS = ("distinct", "independent")
 SMALLEST, LARGEST = 1e-6, 1e6
 """Of temperatures and alpha: beyond, they make infinities and NaN of logits in float32."""
+MAX_GUIDANCE = 1e3
 SCALES = f"> 0, from {SMALLEST:g} to {LARGEST:g}"
 
 
@@ -75,6 +76,9 @@ class SamplingParams:
     """Drop tokens less likely than this share of the likeliest; 0 = none."""
     alpha: float | None = None
     """Exponent of the target law over sequences, > 0. SMC only; default 1."""
+    guidance_scale: float = 1.0
+    """s of the target law of l_u + s (l_c - l_u): l_c are the logits after the prompt, l_u those after the negative prompt; temperature and
+    truncation come afterwards. 1 = none. A guided request takes two slots a row, and twice the pages at the target. Not of `draft`."""
     ess_threshold: float | None = None
     """Resample when ESS < threshold * N, 0..1; 0 = never. Independent particles only; default 0.5."""
     resampling: str | None = None
@@ -105,6 +109,10 @@ class SamplingParams:
         self._fill_defaults()
         if self.method is Method.DRAFT and self.logprobs:
             raise ValueError("logprobs=True has no effect with method='draft', where the target does not run; leave it out")
+        if self.method is Method.DRAFT and self.guidance_scale != 1:
+            raise ValueError(
+                f"guidance_scale={self.guidance_scale!r} has no effect with method='draft', where the target does not run; leave it out"
+            )
         self._check_numbers()
         if self.method is Method.SMC:
             self._check_smc()
@@ -114,6 +122,16 @@ class SamplingParams:
     def rows(self) -> int:
         """Sequences decoded side by side: the particles, or 1."""
         return self.particles or 1
+
+    @property
+    def guided(self) -> bool:
+        """Every row has a companion at the target."""
+        return self.guidance_scale != 1
+
+    @property
+    def slots_per_row(self) -> int:
+        """A companion takes one, too."""
+        return 2 if self.guided else 1
 
     @property
     def least_rows(self) -> int:
@@ -168,6 +186,8 @@ class SamplingParams:
         _require("top_k", self.top_k, _is_int(self.top_k) and 0 <= self.top_k < 2**31, ">= 0 (0 = off), < 2**31")
         _require("top_p", self.top_p, _is_number(self.top_p) and 0 < self.top_p <= 1, "0 < top_p <= 1")
         _require("min_p", self.min_p, _is_number(self.min_p) and 0 <= self.min_p < 1, "0 <= min_p < 1")
+        scale = self.guidance_scale
+        _require("guidance_scale", scale, _is_number(scale) and 1 <= scale <= MAX_GUIDANCE, f"1 to {MAX_GUIDANCE:g} (1 = none)")
         _require("max_tokens", self.max_tokens, _is_int(self.max_tokens) and self.max_tokens >= 1, ">= 1")
         seed_ok = self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**63)
         _require("seed", self.seed, seed_ok, "a 64-bit signed integer")
@@ -300,6 +320,13 @@ class Request:
     """Prompts share what has been computed for them only with prompts of the same salt."""
     waited: float = 0.0
     """Seconds between its arrival and its submission."""
+    negative_prompt: tuple[int, ...] | None = None
+    """What a guided request is led away from; None: the token that begins texts."""
+
+    @property
+    def negative_size(self) -> int:
+        """Tokens of the negative prompt; 0: it is not guided."""
+        return 0 if not self.params.guided else 1 if self.negative_prompt is None else len(self.negative_prompt)
 
 
 def check_stop_count(name: str, count: int) -> None:

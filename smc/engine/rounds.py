@@ -25,13 +25,13 @@ from smc.engine.slots import Slots
 from smc.engine.stats import EngineStats
 from smc.laws import LawSpec
 from smc.runtime.config import EngineConfig
-from smc.runtime.messages import Pending
+from smc.runtime.messages import COMPANION, Pending
 from smc.runtime.outcome import RoundResult
 from smc.runtime.pair import Outcome, Pair
-from smc.runtime.plan import SHORT, Program, RoundPlan
+from smc.runtime.plan import SHORT, Companions, Program, RoundPlan
 
 Pages = dict[str, np.ndarray]
-"""By side."""
+"""By lane: a side, or of a guided request its companion."""
 MEMORY = 0.997
 """Of what the rounds of all requests have shown, by the next of any."""
 WINDOW = 64
@@ -124,8 +124,9 @@ class Rounds:
         flying_G = np.array([len(g.in_flight) for g in groups], dtype=np.int64)
         # What the host knows of an earlier round stays true: all particles to come are copies of these.
         shared_G = prompt_G + np.minimum([g.committed for g in groups], population.least(length_A) - 1)
-        columns = int((prompt_G + population.largest(length_A) + stride * (flying_G + 1)).max()) + self.config.block + 2
-        own = {side: np.concatenate([given[side] for given in pages]).reshape(total, -1) for side in pages[0]}
+        longest_G = np.maximum(prompt_G, [g.negative_size for g in groups])
+        columns = int((longest_G + population.largest(length_A) + stride * (flying_G + 1)).max()) + self.config.block + 2
+        own = {side: np.concatenate([given[side] for given in pages]).reshape(total, -1) for side in self.decoding.sides}
         begun = own.get("draft", own.get("target"))
         branches_XB = begun[:, shape.begin :].reshape(-1, shape.branch) if shape.branch else np.zeros((total * shape.branches, 0))
         count_G = np.array([g.count for g in groups])
@@ -157,6 +158,29 @@ class Rounds:
             target_pages_AQ=_padded(own["target"] if shape.target else np.zeros((total, 0), np.int32), places, 0),
             begin_pages_AP=_padded(begun[:, : shape.begin], places, 0),
             branch_pages_XB=_padded(branches_XB.astype(np.int32), places * shape.branches, 0),
+            companions=self._companions(population, pages, places, shared_G),
+        )
+
+    def _companions(self, population: Population, pages: list[Pages], places: int, shared_G: np.ndarray) -> Companions | None:
+        """Of guided groups; None: there are none."""
+        groups, group_A = population.groups, population.group_A
+        if not any(g.params.guided for g in groups):
+            return None
+        guided_G = np.array([g.params.guided for g in groups])
+        shift_G = np.where(guided_G, [g.negative_size - g.prompt_size for g in groups], 0)
+        slot_A = self.slots.companion_S[population.slot_A].astype(np.int64)
+        is_guided_A = guided_G[group_A]
+        theirs_AW = np.concatenate([given[COMPANION] for given in pages if COMPANION in given]).reshape(is_guided_A.sum(), -1)
+        pages_AW = np.zeros((len(group_A), theirs_AW.shape[1]), dtype=np.int32)
+        pages_AW[is_guided_A] = theirs_AW
+        scale_G = np.array([g.params.guidance_scale for g in groups], dtype=np.float32)
+        return Companions(
+            slot_A=_padded(np.where(slot_A < 0, self.config.max_slots, slot_A), places, self.config.max_slots),
+            shift_A=_padded(shift_G[group_A], places, 0),
+            scale_A=_padded(scale_G[group_A], places, 1.0),
+            size_G=_padded(np.where(guided_G, population.size_G, 0).astype(np.int32), places, 0),
+            shared_G=_padded((shared_G + shift_G).astype(np.int32), places, 0),
+            pages_AW=_padded(pages_AW, places, 0),
         )
 
     def _record(self, flight: Flight, outcome: Outcome, alive_G: np.ndarray) -> None:
@@ -189,9 +213,31 @@ class Rounds:
             ledger.hold(after_A)
             ledger.release(before_A)
             kept_AW = np.arange(path_AW.shape[1]) < kept_A[:, None]
-            ledger.settle(np.concatenate([given[side] for given in pages]), np.where(kept_AW, path_AW, 0))
+            given_T = np.concatenate([given[side] for given in pages])
+            ledger.settle(given_T, np.where(kept_AW, path_AW, 0))
             held_S[slot_A] = held_S[source_A] - dropped_A + kept_A
             head_S[slot_A] = after_A
+            if side == "target" and any(COMPANION in given for given in pages):
+                assert not dropped_A.any(), "the target took back what it had run"
+                self._follow_companions(slot_A, source_A, np.where(kept_AW, path_AW, 0), pages)
+
+    def _follow_companions(self, slot_A: np.ndarray, source_A: np.ndarray, path_AW: np.ndarray, pages: list[Pages]) -> None:
+        """So do companions': each of a round's pages at the target has one of theirs beside it. `path`: pages kept; 0 is none."""
+        slots, ledger = self.slots, self.memory.ledgers["target"]
+        head_S, held_S = slots.head_S["target"], slots.held_S["target"]
+        is_guided_A = slots.companion_S[slot_A] >= 0
+        to_A, of_A = (slots.companion_S[values_A[is_guided_A]] for values_A in (slot_A, source_A))
+        guided = [given for given in pages if COMPANION in given]
+        own_T, theirs_T = (np.concatenate([given[lane] for given in guided]) for lane in ("target", COMPANION))
+        order_T, path_AW = np.argsort(own_T), path_AW[is_guided_A]
+        at_AW = np.searchsorted(own_T, path_AW, sorter=order_T).clip(max=len(own_T) - 1)
+        path_AW = np.where(path_AW > 0, theirs_T[order_T[at_AW]], 0)
+        kept_A = (path_AW > 0).sum(1)
+        before_A, after_A = head_S[to_A], ledger.grow(head_S[of_A], path_AW, kept_A)
+        ledger.hold(after_A)
+        ledger.release(before_A)
+        ledger.settle(theirs_T, path_AW)
+        held_S[to_A], head_S[to_A] = held_S[of_A] + kept_A, after_A
 
     def _write_tokens(
         self, population: Population, result: RoundResult, slot_A: np.ndarray, source_A: np.ndarray, place_A: np.ndarray
@@ -251,6 +297,8 @@ class Rounds:
             work = {"draft": drafting_A * config.branches * config.block, "target": target_A}
         else:
             work = {program.value: open_A * config.block}
+        if "target" in work:
+            work["target"] = work["target"] * np.array([g.params.slots_per_row for g in population.groups])[population.group_A]
         for side, tokens_A in work.items():
             for group, tokens in zip(population.groups, population.sums(tokens_A).tolist()):
                 group.tally.count_tokens(side, tokens)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from smc.engine.acceptance import Acceptance
 from smc.engine.costs import Costs
 from smc.engine.group import Group, Phase
-from smc.engine.methods import TARGET_ALONE, decoding_of
+from smc.engine.methods import TARGET_ALONE
 from smc.engine.policy import Beside, Tree, TreePolicy
 from smc.engine.request import Method
 from smc.runtime.plan import Program
@@ -40,7 +40,7 @@ class Turns:
     def begin(self, group: Group, running: Sequence[Group], share: int, costs: Costs | None) -> None:
         """For one that waits, if it is of exact decoding and has not begun: what it shall start with. `share`: of the free slots, if all
         that wait get as many."""
-        if group.params.method is not Method.EXACT or group.has_begun:
+        if not _is_asked_about(group) or group.has_begun:
             return
         tree, *others = self._trees([group, *_exact(running)])
         rows = self._policy.begin(replace(tree, most=min(tree.most, max(1, share))), others, _beside(running), costs)
@@ -90,11 +90,16 @@ def rows_of(group: Group) -> int:
 
 
 def _exact(groups: Sequence[Group]) -> list[Group]:
-    return [group for group in groups if group.params.method is Method.EXACT]
+    """Those that a policy is asked about. A guided request takes two positions for one, which costs are not known of: its tree stays."""
+    return [group for group in groups if _is_asked_about(group)]
+
+
+def _is_asked_about(group: Group) -> bool:
+    return group.params.method is Method.EXACT and not group.params.guided
 
 
 def _beside(groups: Sequence[Group]) -> Beside:
-    others = [group for group in groups if group.params.method is not Method.EXACT]
+    others = [group for group in groups if not _is_asked_about(group)]
     of_pair = [group for group in others if group.decoding.program is Program.PAIR]
-    alone = sum(decoding_of(group.params) is TARGET_ALONE for group in others)
-    return Beside(len(of_pair), sum(group.rows for group in of_pair), alone, sum(group.rows for group in others))
+    alone = sum(group.slots_needed for group in others if group.decoding is TARGET_ALONE)
+    return Beside(len(of_pair), sum(group.slots_needed for group in of_pair), alone, sum(group.slots_needed for group in others))

@@ -17,7 +17,8 @@ from smc.laws import LawSpec
 from smc.philox import Purpose
 from smc.runtime.draft_head import HeadSampling
 from smc.runtime.draft_steps import Offering, Shape, Steps
-from smc.runtime.forward import Rows, StaticForward
+from smc.runtime.forward import Rows
+from smc.runtime.guidance import Pass
 from smc.runtime.outcome import Choice, Drafted, Lineage
 from smc.runtime.plan import RoundPlan
 from smc.runtime.sampling import DrawKeys, Sampling
@@ -29,11 +30,9 @@ from smc.runtime.tree import Continuation, Tree
 class Drafter:
     """A model that drafts. Without a target it keeps all it drafts, with one row a particle: plain decoding."""
 
-    forward: StaticForward
-    logits: Callable[[Tensor], Tensor]
-    """Of hidden states, [R, V], or [R, M] of a head of its own."""
+    run: Pass
     sampling: Sampling | HeadSampling
-    """Over these."""
+    """Over its logits."""
     state: SlotState
     expand: Callable[..., Expansion]
     adopt: Callable[..., Tree]
@@ -46,23 +45,22 @@ class Drafter:
     def draft(self, plan: RoundPlan, law: LawSpec) -> tuple[Drafted, Tree]:
         """Run the pending tokens of every particle, then extend rows by K tokens."""
         begun = self.steps.begin(self.state, plan, law, self.shape)
-        hidden_SE = self.forward(begun.tokens_AP.flatten(), begun.rows)
-        if begun.rows.queries > 1:
-            hidden_SE = hidden_SE[begun.last_A]
-        tree = self._extend(plan, begun.first, hidden_SE, begun.tree, 0)
+        logits_SV = self.run(plan, begun.tokens_AP.flatten(), begun.rows, begun.last_A if begun.rows.queries > 1 else None)
+        tree = self._extend(plan, begun.first, logits_SV, begun.tree, 0)
         for step in range(1, self.shape.block):
-            hidden_SE = self._run(plan, begun.later, tree)
-            tree = self._extend(plan, begun.later, hidden_SE, tree, step)
+            logits_SV = self._run(plan, begun.later, tree)
+            tree = self._extend(plan, begun.later, logits_SV, tree, step)
         return self.steps.pack(self.state, plan, tree, self.shape.branches), tree
 
     def follow(self, plan: RoundPlan, tree: Tree, choice: Choice) -> Lineage:
         """Let the chosen rows be the particles."""
+        self.run.follow(plan, choice.ancestor_A, choice.row_A)
         next_ = self.steps.resume(self.state, plan, tree, choice, self.shape.block)
         self.state.advance(plan.slot_A, choice, next_.end_A, next_.tokens_AW, next_.pending_A, next_.text_A)
         return next_.lineage
 
     def _run(self, plan: RoundPlan, offering: Offering, tree: Tree) -> Tensor:
-        """Hidden states [X, E] after the rows' last tokens."""
+        """Logits [X, V] after the rows' last tokens."""
         slot_X, begin_X, last_X, runs_X = tree.run_4X
         rows = Rows(
             table_SL=self.state.table_SL,
@@ -78,11 +76,10 @@ class Drafter:
             queries=1,
             short=plan.short,
         )
-        return self.forward(tree.last_X, rows)
+        return self.run(plan, tree.last_X, rows)
 
-    def _extend(self, plan: RoundPlan, offering: Offering, hidden_SE: Tensor, tree: Tree, step: int) -> Tree:
+    def _extend(self, plan: RoundPlan, offering: Offering, logits_SV: Tensor, tree: Tree, step: int) -> Tree:
         """Every row continues one of those before it with a token: at the first step a particle, later a row."""
-        logits_SV = self.logits(hidden_SE)
         own = offers = chosen = None
         if Kind.INDEPENDENT in plan.kinds:
             keys = DrawKeys(offering.seed_S, offering.round_S, offering.stream_SD, tree.next_X, self.purpose)

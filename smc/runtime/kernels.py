@@ -9,6 +9,7 @@ from torch import Tensor
 from smc.algorithm.expansion import Offers
 from smc.kernels.draft_head import spread, spread_rest
 from smc.kernels.expansion import expand, keep_roots
+from smc.kernels.guidance import guide, reroot
 from smc.kernels.law import Cut
 from smc.kernels.offers import offer
 from smc.kernels.sampling import draw, score
@@ -71,6 +72,9 @@ class KernelSampling(Sampling):
         log_z_R = torch.where(law.alpha_R == 1, 0.0, law.alpha_R * logp_RD[:, 0] - powered_RD[:, 0])
         return token_RD, logp_RD, log_z_R + lse_R * 0.0
 
+    def guide(self, own_TV: Tensor, companion_TV: Tensor, scale_T: Tensor) -> Tensor:
+        return guide(own_TV, companion_TV, scale_T)
+
     def _cut(self, logits_RV: Tensor, law: LawSpec, share: float = 0.0) -> Cut | None:
         processors = {"top_k": law.top_k_R, "top_p": law.top_p_R, "min_p": law.min_p_R}
         used = [values_R if name in law.active else None for name, values_R in processors.items()]
@@ -130,4 +134,5 @@ def gpu_parts(**options: bool) -> Parts:
         advance=advance,
         drafting=kernel_draft.STEPS,
         run_prompt=run_prompt,
+        reroot=reroot,
     )

@@ -19,7 +19,7 @@ from smc.algorithm.selection import Selection, select
 from smc.algorithm.walk import walk
 from smc.models.draft_vocab import DraftVocab
 from smc.philox import Purpose
-from smc.runtime import draft_steps
+from smc.runtime import draft_steps, tables
 from smc.runtime.blocks import Judge, LayOut, judge, lay_out
 from smc.runtime.candidates import Weigh, weigh
 from smc.runtime.channel import Channel
@@ -29,6 +29,7 @@ from smc.runtime.draft import Drafter
 from smc.runtime.draft_head import HeadSampling
 from smc.runtime.draft_steps import Shape
 from smc.runtime.forward import StaticForward
+from smc.runtime.guidance import GuidedPass, Pass
 from smc.runtime.outcome import Choice, Drafted, RoundResult
 from smc.runtime.plan import Join, PlanBuffer, Program, RoundPlan
 from smc.runtime.prompts import PromptPass, run_prompt
@@ -61,6 +62,7 @@ class Parts:
     advance: Advance = write_advance
     drafting: draft_steps.Steps = draft_steps.REFERENCE
     run_prompt: PromptPass = run_prompt
+    reroot: tables.Reroot = tables.reroot
 
 
 class Side:
@@ -75,11 +77,13 @@ class Side:
         self.state = SlotState(config.max_slots, worker.width, pending, stop_tables, worker.device, parts.advance)
         self._forward = parts.forward(worker)
         self._sampling = parts.sampling(worker.vocab_size)
-        self._drafts = {"forward": self._forward, "state": self.state}
-        self._drafts |= {"expand": parts.expand, "adopt": parts.adopt, "steps": parts.drafting}
+        self._drafts = {"state": self.state, "expand": parts.expand, "adopt": parts.adopt, "steps": parts.drafting}
+        self._run = Pass(self._forward, self._forward.logits)
+        if worker.name == "target":
+            self._run = GuidedPass(self._forward, self._forward.logits, self.state, self._sampling.guide, parts.reroot)
         # Plain decoding of a target must not depend on rounds: exact decoding makes the same draws in others.
         shape = Shape(config.block, 1, by_round=worker.name == "draft")
-        law = {"logits": self._forward.logits, "sampling": self._sampling, "mixture": 0.0, "purpose": Purpose.TARGET}
+        law = {"run": self._run, "sampling": self._sampling, "mixture": 0.0, "purpose": Purpose.TARGET}
         self._alone = Drafter(**self._drafts, shape=shape, **law)
 
     def join(self, group: Join) -> None:
@@ -161,7 +165,7 @@ class DraftSide(Side):
             logits = partial(logits, head=head.matrix)
             sampling = parts.head_sampling(parts.sampling(len(head.vocab.ids_M)), head.vocab, worker.device)
         shape = Shape(config.block, config.branches, by_round=True)
-        law = {"logits": logits, "sampling": sampling, "mixture": config.defensive_share}
+        law = {"run": Pass(self._forward, logits), "sampling": sampling, "mixture": config.defensive_share}
         self._drafter = Drafter(**self._drafts, shape=shape, **law)
         self._round: tuple[RoundPlan, Tree, tuple] | None = None
 
@@ -201,10 +205,10 @@ class TargetSide(Side):
     def __init__(self, config: EngineConfig, worker: ModelWorker, parts: Parts, stages: Stages, channel: Channel) -> None:
         super().__init__(config, worker, parts, stages, pending=config.target_tokens)
         self._channel = channel
-        forward, sampling, state = self._forward, self._sampling, self.state
+        sampling, state = self._sampling, self.state
         steps = Steps(parts.lay_out, parts.judge, parts.follow)
         deciders = Deciders(parts.weigh, parts.select, parts.expand, parts.keep_roots, parts.walk, parts.conclude)
-        self._scorer = Scorer(forward, sampling, state, steps, block=config.block, lookahead=config.lookahead)
+        self._scorer = Scorer(self._run, sampling, state, steps, block=config.block, lookahead=config.lookahead)
         self._chooser = Chooser(sampling, state, deciders, lookahead=config.lookahead)
 
     @torch.inference_mode()

@@ -15,7 +15,7 @@ from smc.algorithm.expansion import Kind
 from smc.arrays import to_device
 from smc.runtime import tables
 from smc.runtime.blocks import Judge, LayOut, Scored
-from smc.runtime.forward import StaticForward
+from smc.runtime.guidance import Pass
 from smc.runtime.outcome import Choice, Drafted
 from smc.runtime.plan import Join, RoundPlan
 from smc.runtime.sampling import Sampling
@@ -69,7 +69,7 @@ class Scorer:
 
     def __init__(
         self,
-        forward: StaticForward,
+        run: Pass,
         sampling: Sampling,
         state: SlotState,
         steps: Steps,
@@ -78,8 +78,7 @@ class Scorer:
         lookahead: bool,
     ) -> None:
         """`block`: K; in lockstep the seed is scored with it."""
-        self.forward, self.sampling, self.state = forward, sampling, state
-        self._lay_out, self._judge, self._follow, self.lookahead = steps.lay_out, steps.judge, steps.follow, lookahead
+        self.run, self.sampling, self.state, self.steps, self.lookahead = run, sampling, state, steps, lookahead
         self.queries = block if lookahead else block + 1
         self.logq_SQ = torch.zeros(len(state.end_S), self.queries, device=state.device)
         """log q of the pending tokens."""
@@ -89,18 +88,19 @@ class Scorer:
 
     def score(self, plan: RoundPlan, drafted: Drafted | None) -> Scored:
         """Run blocks: in look-ahead those that are pending, in lockstep those that have just been `drafted`."""
-        asked = self._lay_out(self.state, self.logq_SQ, plan, drafted)
-        logits_TV = self.forward.logits(self.forward(asked.blocks.tokens_AQ.flatten(), asked.rows))
+        asked = self.steps.lay_out(self.state, self.logq_SQ, plan, drafted)
+        logits_TV = self.run(plan, asked.blocks.tokens_AQ.flatten(), asked.rows, root_R=asked.blocks.origin_A)
         labelled_T = drawn = next_AV = None
         if plan.kinds - {Kind.BEST}:
             labelled_T = self.sampling.score(logits_TV, asked.law_T, asked.label_T[:, None])[:, 0]
             next_AV = logits_TV[asked.last_A]
         if Kind.BEST in plan.kinds:
             drawn = self.sampling.bonus(logits_TV, asked.law_T, asked.keys)
-        return self._judge(asked, plan, labelled_T, drawn, next_AV)
+        return self.steps.judge(asked, plan, labelled_T, drawn, next_AV)
 
     def follow(self, plan: RoundPlan, drafted: Drafted, choice: Choice) -> Tensor:
         """The chosen candidates become the particles. Returns how many tokens of each are pending [A]."""
-        next_ = self._follow(self.state, self.logq_SQ, plan, drafted, choice, self.lookahead)
+        self.run.follow(plan, choice.ancestor_A, choice.ancestor_A if self.lookahead else choice.row_A)
+        next_ = self.steps.follow(self.state, self.logq_SQ, plan, drafted, choice, self.lookahead)
         self.state.advance(plan.slot_A, choice, next_.end_A, next_.tokens_AW, next_.pending_A, choice.text_A)
         return next_.pending_A
