@@ -10,7 +10,7 @@ from typing import Any, Self
 from loadtest.arrivals import KINDS
 from loadtest.laws import Lengths, Mix
 from loadtest.objective import Objective
-from services.wire.sampling import METHODS
+from smc.engine.request import Method
 
 WITH_PARTICLES = {"smc", "exact"}
 """Methods that have a number of particles."""
@@ -152,7 +152,7 @@ class Settings:
                 raise ValueError(f"{option_of(name)} {value}; allowed: {low:g} to {high:g}")
 
     def _check_mixes(self) -> None:
-        for option, mix, allowed in (("--method", self.method, METHODS), ("--cancel-by", self.cancel_by, CANCEL_BY)):
+        for option, mix, allowed in (("--method", self.method, tuple(Method)), ("--cancel-by", self.cancel_by, CANCEL_BY)):
             unknown = [name for name in (mix.names if mix else ()) if name not in allowed]
             if unknown:
                 raise ValueError(f"{option} {unknown[0]!r}; allowed: {', '.join(allowed)}")

@@ -66,11 +66,11 @@ def bench(
     method: Annotated[
         str | None, options.option(options.SAMPLING, "Of all modes but plain decoding. Default: smc.", metavar="smc|exact")
     ] = None,
-    population: options.Population = None,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
+    population: Annotated[str | None, options.sampling_option("population")] = None,
+    temperature: Annotated[float | None, options.sampling_option("temperature")] = None,
+    top_k: Annotated[int | None, options.sampling_option("top_k")] = None,
+    top_p: Annotated[float | None, options.sampling_option("top_p")] = None,
+    min_p: Annotated[float | None, options.sampling_option("min_p")] = None,
     particles: options.ParticlesList = None,
     block: options.BlockList = None,
     branches: options.BranchesList = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import wraps
 from pathlib import Path
@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from services.cli import options
-from services.cli.generate import SAMPLING_FIELDS, answer_dict, given_options, read_prompt, summary, warn_of_collapses
+from services.cli.generate import answer_dict, read_prompt, summary, warn_of_collapses
 from services.cli.terminal import err, finite, out, print_error
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ def _reports_failures(command: Callable[..., int]) -> Callable[..., int]:
 
 
 @client.command("generate")
+@options.with_sampling
 @_reports_failures
 def generate(
     ctx: typer.Context,
@@ -89,39 +90,21 @@ def generate(
     timeout: Timeout = None,
     request_id: RequestId = None,
     cache_salt: CacheSalt = "",
-    method: options.Method = None,
-    max_tokens: options.MaxTokens = None,
-    seed: options.Seed = None,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    stop: options.Stop = None,
-    stop_token_ids: options.StopTokenIds = None,
-    ignore_eos: options.IgnoreEos = False,
-    time_budget: options.TimeBudget = None,
+    sampling: Mapping[str, Any] = options.NOTHING,
     raw: options.Raw = False,
-    particles: options.Particles = None,
-    min_particles: options.MinParticles = None,
-    population: options.Population = None,
-    ess_threshold: options.EssThreshold = None,
-    resampling: options.Resampling = None,
-    alpha: options.Alpha = None,
-    draft_temperature: options.DraftTemperature = None,
     logprobs: LogProbs = False,
     as_json: options.JsonFlag = False,
 ) -> int:
     """Answer a prompt; text appears as soon as it can no longer change."""
     from services.client import Message
 
-    text, given = read_prompt(prompt), given_options(ctx)
+    text = read_prompt(prompt)
     if logprobs and not as_json:
         raise ValueError("--logprobs has no effect without --json; leave it out")
     if timeout is not None and timeout <= 0:
         raise ValueError(f"--timeout {timeout:g}; allowed: above 0 seconds")
-    sampling = {name: given[name] for name in SAMPLING_FIELDS if name in given}
     with (
-        _connect(given) as service,
+        _connect(options.given(ctx.params)) as service,
         service.stream(
             text if raw else [Message("user", text)],
             timeout=timeout,
@@ -149,7 +132,7 @@ def health(
     as_json: options.JsonFlag = False,
 ) -> int:
     """Whether the service and its groups are ready. Exit code 0 if the service is."""
-    with _connect(given_options(ctx)) as service:
+    with _connect(options.given(ctx.params)) as service:
         states = {part: service.health(part) for part in PARTS}
     if as_json:
         print(json.dumps({name: states[part] for part, name in PARTS.items()}))
@@ -171,7 +154,7 @@ def info(
     as_json: options.JsonFlag = False,
 ) -> int:
     """What is served, how, and how busy it is."""
-    with _connect(given_options(ctx)) as service:
+    with _connect(options.given(ctx.params)) as service:
         server, models = asdict(service.server_info()), asdict(service.model_info())
     if as_json:
         print(json.dumps({"server": server, "models": models}))

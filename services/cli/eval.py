@@ -43,7 +43,7 @@ def evaluate(
     block: options.GridBlocks = None,
     branches: options.GridBranches = None,
     temperature: Annotated[float, options.option(options.SAMPLING, "Of the target law; 0 = greedy, without SMC.", metavar="T")] = 1.0,
-    ess_threshold: options.EssThreshold = None,
+    ess_threshold: Annotated[float | None, options.sampling_option("ess_threshold")] = None,
     concurrency: Annotated[int, options.option(options.ENGINE, "Requests in flight.", metavar="COUNT")] = 8,
     threads: Annotated[int, options.option(options.ENGINE, "CPU threads of torch.", metavar="COUNT")] = 1,
     json: Annotated[Path | None, options.option(options.OUTPUT, "Write results here after every setting.", metavar="FILE")] = None,

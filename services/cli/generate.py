@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,24 +13,21 @@ from rich.text import Text
 
 from services.cli import options
 from services.cli.terminal import err, finite, print_error, print_warning
+from smc.engine.request import Answer, Request, SamplingParams
 from smc.limits import DEFAULT_MAX_TOKENS
 
 if TYPE_CHECKING:
     from services.client import Completion
     from smc.engine.local import ModelPair
-    from smc.engine.request import Answer, Request, SamplingParams
     from smc.runtime.config import EngineConfig
 
-SAMPLING_FIELDS = (
-    *("method", "particles", "min_particles", "population", "temperature", "draft_temperature", "top_k", "top_p", "min_p", "alpha"),
-    *("ess_threshold", "resampling", "seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "time_budget"),
-)
 ENGINE_FIELDS = ("form", "block", "branches", "max_context")
 PAIR_FIELDS = ("form", "branches", "draft_vocab", "draft_vocab_text")
 """For methods of both models."""
 PLAIN = ("target", "draft")
 
 
+@options.with_sampling
 def generate(
     ctx: typer.Context,
     prompt: Annotated[str | None, typer.Argument(help="The prompt; '-' or nothing: standard input.", show_default=False)] = None,
@@ -41,25 +39,8 @@ def generate(
     draft_dtype: options.DraftDtype = None,
     draft_vocab: options.DraftVocab = None,
     draft_vocab_text: options.DraftVocabText = None,
-    method: options.Method = None,
-    max_tokens: options.MaxTokens = None,
-    seed: options.Seed = None,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    stop: options.Stop = None,
-    stop_token_ids: options.StopTokenIds = None,
-    ignore_eos: options.IgnoreEos = False,
-    time_budget: options.TimeBudget = None,
+    sampling: Mapping[str, Any] = options.NOTHING,
     raw: options.Raw = False,
-    particles: options.Particles = None,
-    min_particles: options.MinParticles = None,
-    population: options.Population = None,
-    ess_threshold: options.EssThreshold = None,
-    resampling: options.Resampling = None,
-    alpha: options.Alpha = None,
-    draft_temperature: options.DraftTemperature = None,
     form: options.Form = None,
     block: options.Block = None,
     branches: options.Branches = None,
@@ -73,14 +54,14 @@ def generate(
     from services.cli.pair import loaded_models, pair_places, require_directories, use_threads
 
     places = pair_places(target, draft)
-    given = given_options(ctx)
+    given = options.given(ctx.params)
     _refuse_idle(given)
     require_directories(places)
-    _sampling(given)
+    SamplingParams(**sampling)  # before torch is imported, which takes seconds
     models = loaded_models("files", places, device, dtype, target_dtype, draft_dtype, draft_vocab, draft_vocab_text)
     use_threads(threads, places)
     pair = models.pair(device, device)
-    return _answer(pair, *_settings(pair, text, raw, given), as_json)
+    return _answer(pair, *_settings(pair, text, raw, given, sampling), as_json)
 
 
 def read_prompt(prompt: str | None) -> str:
@@ -92,11 +73,6 @@ def read_prompt(prompt: str | None) -> str:
     return text
 
 
-def given_options(ctx: typer.Context) -> dict[str, Any]:
-    """What the user said, without what was left to defaults."""
-    return {name: value for name, value in ctx.params.items() if value is not None and value is not False and value != []}
-
-
 def _refuse_idle(given: dict[str, Any]) -> None:
     """The library refuses what has no effect within one object; these two belong to different ones."""
     for name in PAIR_FIELDS:
@@ -104,16 +80,8 @@ def _refuse_idle(given: dict[str, Any]) -> None:
             raise ValueError(f"{name}={given[name]!r} has no effect with method={given['method']!r}; leave it out")
 
 
-def _sampling(given: dict[str, Any], **defaults: Any) -> SamplingParams:
-    """Raises ValueError for settings that cannot be; before torch is imported, which takes seconds."""
-    from smc.engine.request import SamplingParams
-
-    return SamplingParams(**defaults | {name: given[name] for name in SAMPLING_FIELDS if name in given})
-
-
-def _settings(pair: ModelPair, text: str, raw: bool, given: dict[str, Any]) -> tuple[Request, EngineConfig]:
+def _settings(pair: ModelPair, text: str, raw: bool, given: dict[str, Any], sampling: Mapping[str, Any]) -> tuple[Request, EngineConfig]:
     """Only what was given is passed on: the library knows its own defaults, and refuses settings without effect."""
-    from smc.engine.request import Request
     from smc.runtime.config import EngineConfig
 
     if not raw and not pair.tokenizer.has_chat_template:
@@ -121,8 +89,8 @@ def _settings(pair: ModelPair, text: str, raw: bool, given: dict[str, Any]) -> t
     config = EngineConfig(**{name: given[name] for name in ENGINE_FIELDS if name in given}, prefix_cache="no_prefix_cache" not in given)
     prompt = pair.tokenizer.encode(text) if raw else pair.tokenizer.chat([{"role": "user", "content": text}])
     room = (config.max_context or pair.max_context) - len(prompt)
-    sampling = _sampling(given, max_tokens=max(1, min(DEFAULT_MAX_TOKENS, room)))
-    return Request("generate", tuple(prompt), sampling), config
+    longest = max(1, min(DEFAULT_MAX_TOKENS, room))
+    return Request("generate", tuple(prompt), SamplingParams(**{"max_tokens": longest, **sampling})), config
 
 
 def _answer(pair: ModelPair, request: Request, config: EngineConfig, as_json: bool) -> int:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
+from functools import wraps
 from pathlib import Path
-from typing import Annotated
+from types import MappingProxyType
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
+
+from smc.engine.request import SETTINGS, SamplingParams
+from smc.engine.settings import Scope
 
 MODELS, SAMPLING, PARTICLES, ENGINE, MEASURE, OUTPUT = "Models", "Sampling", "Particles", "Engine", "What is measured", "Output"
 
@@ -13,6 +20,54 @@ MODELS, SAMPLING, PARTICLES, ENGINE, MEASURE, OUTPUT = "Models", "Sampling", "Pa
 def option(panel: str, text: str, *names: str, metavar: str | None = None, show_default: bool | str = True):
     """An option of one of the panels above."""
     return typer.Option(*names, help=text, rich_help_panel=panel, metavar=metavar, show_default=show_default)
+
+
+def sampling_option(name: str) -> Any:
+    """Of a field of `SamplingParams`."""
+    known = SETTINGS[name]
+    panel = SAMPLING if known.scope is Scope.ALL else PARTICLES
+    names = known.option.names or (f"--{name.replace('_', '-')}",)
+    return option(panel, known.option.help, *names, metavar=known.option.metavar, show_default=bool(known.option.metavar))
+
+
+def _sampling_parameter(name: str, kind: Any) -> inspect.Parameter:
+    """Of a command. What is not given is None, or False."""
+    default = False if kind is bool else None
+    if get_origin(kind) is tuple:
+        kind = list[get_args(kind)[0]]
+    kind = kind if kind is bool else kind | None
+    annotation = Annotated[kind, sampling_option(name)]
+    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=annotation)
+
+
+SAMPLING_NAMES = tuple(name for name, known in SETTINGS.items() if known.option is not None)
+"""Fields of `SamplingParams` that are options."""
+
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+"""Given, where `sampling` stands for options."""
+
+
+def with_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
+    """A command whose parameter `sampling` stands for an option of every such field; it is called with those that are given, by name."""
+    signature, kinds = inspect.signature(command, eval_str=True), get_type_hints(SamplingParams)
+    parameters: list[inspect.Parameter] = []
+    for one in signature.parameters.values():
+        parameters += [_sampling_parameter(name, kinds[name]) for name in SAMPLING_NAMES] if one.name == "sampling" else [one]
+
+    @wraps(command)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        asked = {name: kwargs.pop(name) for name in SAMPLING_NAMES}
+        return command(*args, sampling=given(asked), **kwargs)
+
+    call.__signature__ = signature.replace(parameters=parameters)
+    call.__annotations__ = {one.name: one.annotation for one in parameters}
+    return call
+
+
+def given(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """What the user said, without what was left to defaults."""
+    return {name: value for name, value in asked.items() if value is not None and value is not False and value != []}
 
 
 Target = Annotated[
@@ -40,64 +95,7 @@ DraftVocabText = Annotated[
     ),
 ]
 
-Method = Annotated[
-    str | None,
-    option(
-        SAMPLING,
-        "smc: near the target's law, every round at full speed; exact: the target's own answer; target, draft: one model alone. "
-        "Default: smc, at temperature 0 exact.",
-        metavar="METHOD",
-    ),
-]
-Temperature = Annotated[float | None, option(SAMPLING, "Of the target law. Default: 1; 0 = greedy, not with --method smc.", metavar="T")]
-TopK = Annotated[int | None, option(SAMPLING, "Keep the K likeliest tokens; 0 = all.", "--top-k", metavar="K")]
-TopP = Annotated[float | None, option(SAMPLING, "Keep the likeliest tokens that hold this mass; 1 = all.", "--top-p", metavar="P")]
-MinP = Annotated[float | None, option(SAMPLING, "Drop tokens below this share of the likeliest; 0 = none.", "--min-p", metavar="P")]
-Seed = Annotated[int | None, option(SAMPLING, "Same seed, same answer. Default: drawn, and reported.", metavar="SEED")]
-MaxTokens = Annotated[
-    int | None, option(SAMPLING, "Longest answer. Default: 256, or what the context leaves.", "--max-tokens", metavar="TOKENS")
-]
-Stop = Annotated[list[str] | None, option(SAMPLING, "String that ends the answer; may be repeated.", "--stop", metavar="TEXT")]
-StopTokenIds = Annotated[
-    list[int] | None, option(SAMPLING, "Token id that ends the answer; may be repeated.", "--stop-token-id", metavar="ID")
-]
-IgnoreEos = Annotated[bool, option(SAMPLING, "Go on after the model's end-of-text token.", "--ignore-eos", show_default=False, metavar="")]
 Raw = Annotated[bool, option(SAMPLING, "The prompt as plain text, without the chat template.", "--raw", show_default=False, metavar="")]
-TimeBudget = Annotated[float | None, option(SAMPLING, "Answer with what there is after this long.", "--time-budget", metavar="SECONDS")]
-
-Particles = Annotated[
-    int | None,
-    option(PARTICLES, "N, answers grown side by side; of exact, rows of the tree. Default: 8.", "--particles", "-n", metavar="N"),
-]
-Population = Annotated[
-    str | None,
-    option(
-        PARTICLES,
-        "distinct: drawn without replacement; independent: each for itself, and resampled. Default: distinct.",
-        metavar="distinct|independent",
-    ),
-]
-MinParticles = Annotated[
-    int | None,
-    option(PARTICLES, "Particles to keep where KV memory is short. Default: all.", "--min-particles", metavar="N"),
-]
-DraftTemperature = Annotated[
-    float | None, option(PARTICLES, "Of the proposal. Default: --temperature.", "--draft-temperature", metavar="T")
-]
-Alpha = Annotated[float | None, option(PARTICLES, "Exponent of the target law. Default: 1.", metavar="A")]
-EssThreshold = Annotated[
-    float | None,
-    option(
-        PARTICLES,
-        "Resample below this share of N effective samples; 0 = never. Independent only. Default: 0.5.",
-        "--ess-threshold",
-        metavar="SHARE",
-    ),
-]
-Resampling = Annotated[
-    str | None,
-    option(PARTICLES, "systematic, stratified, residual, multinomial or ssp. Independent only. Default: systematic.", metavar="SCHEME"),
-]
 
 Threads = Annotated[
     int | None, option(ENGINE, "CPU threads of torch. Default: 1 for the demo pair, else torch's own.", "--threads", metavar="COUNT")

@@ -6,7 +6,7 @@ import time
 import uuid
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar, Unpack
+from typing import Any, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -19,7 +19,6 @@ from services.client.nouns import (
     ModelInfo,
     Particle,
     Prompt,
-    Sampling,
     ServerInfo,
     ServiceError,
     Statistics,
@@ -30,7 +29,7 @@ from services.gateway.security import is_loopback
 from services.pb import generation_pb2 as pb
 from services.pb import generation_pb2_grpc as pb_grpc
 from services.wire import RETRY_TRAILER
-from services.wire.sampling import FINISH_REASONS, name_of, sampling_message
+from services.wire.sampling import FINISH_REASONS, REPORTS, name_of, sampling_message
 
 ASK_TIMEOUT = 30.0
 """Seconds for everything but Generate: a service that needs longer is not there."""
@@ -160,13 +159,10 @@ class Client:
         timeout: float | None = None,
         request_id: str | None = None,
         cache_salt: str = "",
-        logprobs: bool = False,
-        return_particles: bool = False,
-        **sampling: Unpack[Sampling],
+        **settings: Any,
     ) -> Completion:
         """The whole answer at once. Arguments: see `stream`."""
-        asked = {"logprobs": logprobs, "return_particles": return_particles}
-        with self.stream(prompt, timeout=timeout, request_id=request_id, cache_salt=cache_salt, **asked, **sampling) as stream:
+        with self.stream(prompt, timeout=timeout, request_id=request_id, cache_salt=cache_salt, **settings) as stream:
             for _ in stream:
                 pass
         return stream.completion
@@ -178,27 +174,22 @@ class Client:
         timeout: float | None = None,
         request_id: str | None = None,
         cache_salt: str = "",
-        logprobs: bool = False,
-        return_particles: bool = False,
-        **sampling: Unpack[Sampling],
+        **settings: Any,
     ) -> Stream:
         """An answer as it becomes final.
 
         `timeout`: seconds, a hard limit: the call fails with DEADLINE_EXCEEDED (`time_budget` is the soft one). `request_id`: unique
         among running requests; default: a random one. `cache_salt`: prompts share what has been computed for them only with prompts of
-        the same salt. `logprobs`: ask for the log-probability of every answer token under the target law. `return_particles`: ask for every
-        particle's answer with its weight.
+        the same salt. `settings`: of `smc.engine.request.SamplingParams`, where each is described, such as `temperature=0.7`; what is left
+        out, or None, has the server's default, and what the method would ignore is refused.
         """
+        reports = {name: settings.pop(name) for name in REPORTS if name in settings}
         request = pb.GenerateRequest(
-            request_id=request_id or uuid.uuid4().hex,
-            cache_salt=cache_salt,
-            sampling=sampling_message(sampling),
-            logprobs=logprobs,
-            return_particles=return_particles,
+            request_id=request_id or uuid.uuid4().hex, cache_salt=cache_salt, sampling=sampling_message(settings), **reports
         )
         _set_prompt(request, prompt)
         call = self._stub.Generate(request, timeout=timeout, metadata=self._metadata)
-        return Stream(call, request.request_id, logprobs, return_particles)
+        return Stream(call, request.request_id, request.logprobs, request.return_particles)
 
     def abort(self, request_id: str) -> bool:
         """End a request of this client's token; its call fails with CANCELLED. False: no such request is running."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypedDict
 
 import grpc
 
@@ -27,46 +26,6 @@ class Message:
     role: str
     """`system`, `user` or `assistant`."""
     content: str
-
-
-class Sampling(TypedDict, total=False):
-    """Settings of a request. What is left out, or None, has the server's default; what the method would ignore is refused."""
-
-    method: str | None
-    """`smc`, the default; `exact`, the default at temperature 0: the target's own draws, sooner; `target`, `draft`: one model alone."""
-    particles: int | None
-    """N, 1..64; default 8. Of SMC particles; of exact decoding rows of the tree, which decide its speed alone."""
-    population: str | None
-    """`distinct`: particles are drawn without replacement; `independent`: each draws for itself, and they are resampled. SMC only; default
-    `distinct`, or `independent` where `ess_threshold` or `resampling` is given."""
-    min_particles: int | None
-    """Particles that must be left where KV memory is short, 1..N; default N: never fewer. SMC only."""
-    temperature: float | None
-    """Of the target law; default 1. 0 = greedy, not for SMC."""
-    draft_temperature: float | None
-    """Of the proposal; default: `temperature`. SMC only."""
-    top_k: int | None
-    """Keep the k likeliest tokens; 0 = all."""
-    top_p: float | None
-    """Keep the smallest set of likeliest tokens with at least this mass; 1 = all."""
-    min_p: float | None
-    """Drop tokens less likely than this share of the likeliest; 0 = none."""
-    alpha: float | None
-    """Exponent of the target law over sequences; default 1. SMC only."""
-    ess_threshold: float | None
-    """Resample when ESS < threshold * N, 0..1; 0 = never; default 0.5. Independent particles only."""
-    resampling: str | None
-    """`systematic` (default), `stratified`, `residual`, `multinomial` or `ssp`. Independent particles only."""
-    seed: int | None
-    """The same seed gives the same answer, unless particles were given up (`min_particles`). Default: drawn, and reported."""
-    max_tokens: int | None
-    """Longest answer in tokens; default 256, or what the context leaves."""
-    stop: Sequence[str] | None
-    """The answer's text ends before the first of these: at most 64, together of 1,000 bytes in UTF-8."""
-    stop_token_ids: Sequence[int] | None
-    ignore_eos: bool | None
-    time_budget: float | None
-    """Soft limit in seconds: then the answer is the weighted draw among what exists."""
 
 
 @dataclass(frozen=True)

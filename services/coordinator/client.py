@@ -31,13 +31,10 @@ class _Outbox:
     def submit(self, request: Request) -> None:
         if self.lost is not None:
             raise self.lost
-        params = request.params
         submission = pb.Submission(
             request_id=request.request_id,
             prompt=request.prompt,
-            sampling=from_sampling(params),
-            logprobs=params.logprobs,
-            return_particles=params.return_particles,
+            **from_sampling(request.params),
             cache_salt=request.cache_salt,
             waited=request.waited,
         )

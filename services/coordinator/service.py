@@ -90,7 +90,7 @@ class CoordinatorServer(pb_grpc.CoordinatorServiceServicer):
 
     def _submit(self, submission: pb.Submission) -> None:
         try:
-            params = to_sampling(submission.sampling, logprobs=submission.logprobs, return_particles=submission.return_particles)
+            params = to_sampling(submission)
         except ValueError as error:
             self.deliver(Step(refusals={submission.request_id: error}, stats=EngineStats()))
             return

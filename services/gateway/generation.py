@@ -73,15 +73,11 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         """Raises ValueError naming the field, the value and what is allowed."""
         check_cache_salt(message.cache_salt)
         # Settings before the prompt: they are checked in no time, while a long prompt takes some to encode.
-        asked = {
-            "logprobs": message.logprobs,
-            "return_particles": message.return_particles,
-            "method": self._answering.config.method,
-        }
-        to_sampling(message.sampling, **asked)
+        method = self._answering.config.method
+        to_sampling(message, method=method)
         prompt = await self._answering.prompts.encode(message)
         room = max(1, self._pair.context - len(prompt))
-        params = to_sampling(message.sampling, **asked, max_tokens=min(DEFAULT_MAX_TOKENS, room))
+        params = to_sampling(message, method=method, max_tokens=min(DEFAULT_MAX_TOKENS, room))
         return Request(request_id, prompt, params, message.cache_salt)
 
 

@@ -1,4 +1,4 @@
-"""What a body may hold, field by field. Values of settings are the library's to check; here is everything else.
+"""What a body may hold besides settings, field by field; those are the library's to name and to check.
 
 What is not had here is refused unless its value asks for nothing: no setting is ignored in silence.
 """
@@ -100,7 +100,8 @@ class StreamOptions(Strict):
 
 
 class Body(Strict):
-    """What chats and completions have in common. `null` is taken out before: it means that a field is not given."""
+    """What chats and completions have in common, but for the settings of `smc.engine.request.SamplingParams`, which have the same names.
+    `null` is taken out before: it means that a field is not given."""
 
     model: str | None = None
     n: Annotated[int, Field(ge=1)] = 1
@@ -111,27 +112,6 @@ class Body(Strict):
     cache_salt: str = ""
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Ours: seconds from arrival, after which the call is dropped."""
-
-    # Settings, under the names of `smc.engine.request.SamplingParams`, which checks their values.
-    method: str | None = None
-    population: str | None = None
-    resampling: str | None = None
-    ignore_eos: bool | None = None
-    return_particles: bool | None = None
-    temperature: Any = None
-    top_p: Any = None
-    top_k: Any = None
-    min_p: Any = None
-    seed: Any = None
-    particles: Any = None
-    min_particles: Any = None
-    alpha: Any = None
-    ess_threshold: Any = None
-    draft_temperature: Any = None
-    time_budget: Any = None
-    stop: Any = None
-    stop_token_ids: Any = None
-    max_tokens: Any = None
 
     # Said about the caller, and no business of decoding.
     user: str | None = None
@@ -158,7 +138,6 @@ class ChatBody(Body):
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     max_completion_tokens: Any = None
-    logprobs: bool = False
     top_logprobs: _neutral(0, why="only the answer's own tokens have log-probabilities") = 0
     tool_choice: _neutral("auto", "none", why="the template offers the tools, and what the model writes is text") = None
     parallel_tool_calls: _neutral(True) = True
@@ -175,6 +154,5 @@ class CompletionBody(Body):
     prompt: Any
     """One string or list of token ids, or a list of such."""
     echo: bool = False
-    logprobs: Any = None
     suffix: _neutral("") = None
     add_special_tokens: _neutral(True) = True

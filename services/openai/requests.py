@@ -16,16 +16,11 @@ from services.openai.bodies import Body, ChatBody, CompletionBody, Message, Tool
 from services.openai.document import is_text
 from services.openai.errors import BadRequest, named
 from services.prompt import Prompt
-from smc.engine.request import SamplingParams
+from smc.engine.request import SETTINGS, SamplingParams
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MAX_ANSWERS = 128
 """Of one request."""
-SETTINGS = (
-    *("method", "temperature", "top_p", "seed", "top_k", "min_p", "particles", "min_particles", "population", "alpha"),
-    *("ess_threshold", "resampling", "draft_temperature", "stop_token_ids", "ignore_eos", "time_budget", "return_particles"),
-)
-"""Fields that `SamplingParams` has under the same name, with the same meaning."""
 BODIES: dict[bool, type[Body]] = {True: ChatBody, False: CompletionBody}
 KINDS = {
     "model_type": "an object",
@@ -38,7 +33,8 @@ KINDS = {
     "none_required": "null",
 }
 """Types as JSON calls them, by the errors of whoever checks them."""
-NAMES = {chat: frozenset(body.model_fields) for chat, body in BODIES.items()}
+NAMES = {chat: frozenset(body.model_fields) | SETTINGS.keys() for chat, body in BODIES.items()}
+"""Of fields: what the library calls a setting has the same name, and the same meaning, in a body."""
 
 
 @dataclass(frozen=True)
@@ -85,18 +81,21 @@ def understood(document: Any, chat: bool, models: tuple[str, ...], vocabulary: i
     Raises BadRequest naming the field, the value and what is allowed.
     """
     try:
-        return _understood(_body(document, chat), models, vocabulary, method)
+        given = _given(document)
+        body = _body({name: value for name, value in given.items() if name not in SETTINGS}, chat)
+        settings = {name: value for name, value in given.items() if name in SETTINGS}
+        return _understood(body, settings, models, vocabulary, method)
     except RecursionError as error:
         raise BadRequest("the body is nested too deeply to be read") from error
 
 
-def _understood(body: Body, models: tuple[str, ...], vocabulary: int, method: str | None) -> Asked:
+def _understood(body: Body, settings: dict[str, Any], models: tuple[str, ...], vocabulary: int, method: str | None) -> Asked:
     chat = isinstance(body, ChatBody)
     if body.model is not None and body.model not in models:
         raise BadRequest(f"model={body.model!r}; allowed: {', '.join(map(repr, models))}", "model", 404, "model_not_found")
     try:
         check_cache_salt(body.cache_salt)
-        settings = _settings(body)
+        settings = _in_the_librarys_terms(settings, body)
         if method is not None:
             settings.setdefault("method", method)
         SamplingParams(**settings)  # before the prompt: a wrong setting is found in no time, while a long text takes some to encode
@@ -125,13 +124,18 @@ def _understood(body: Body, models: tuple[str, ...], vocabulary: int, method: st
     )
 
 
-def _body(document: Any, chat: bool) -> Body:
+def _given(document: Any) -> dict[str, Any]:
+    """Fields that are given."""
     if not isinstance(document, dict):
         raise BadRequest("the body is no JSON object; allowed: an object with the request")
     given = {name: value for name, value in document.items() if value is not None}
     for name, value in given.items():
         if not is_text(name) or not is_text(value):
             raise BadRequest(f"{name!r} holds half of a surrogate pair; allowed: valid Unicode text", name if is_text(name) else None)
+    return given
+
+
+def _body(given: dict[str, Any], chat: bool) -> Body:
     try:
         return BODIES[chat].model_validate(given)
     except ValidationError as error:
@@ -152,20 +156,18 @@ def _in_our_words(error: ValidationError, chat: bool) -> BadRequest:
     return BadRequest(f"{place}={first['input']!r}; allowed: {allowed}", place)
 
 
-def _settings(body: Body) -> dict[str, Any]:
-    """Settings of `SamplingParams`; those that are absent stay so."""
-    settings = {name: value for name in SETTINGS if (value := getattr(body, name)) is not None}
+def _in_the_librarys_terms(settings: dict[str, Any], body: Body) -> dict[str, Any]:
+    """Settings where OpenAI or vLLM have other words than the library."""
     if settings.get("top_k") == -1:  # how vLLM says: all
         settings["top_k"] = 0
-    if body.stop is not None:
-        settings["stop"] = (body.stop,) if isinstance(body.stop, str) else body.stop
-    limits = [value for name in ("max_tokens", "max_completion_tokens") if (value := getattr(body, name, None)) is not None]
-    if len(limits) == 2:
-        raise BadRequest("max_tokens and max_completion_tokens are both given; they mean the same, leave one of them out", "max_tokens")
-    if limits:
-        settings["max_tokens"] = limits[0]
-    if body.logprobs is not None and (asked := _logprobs(body.logprobs, isinstance(body, ChatBody))):
-        settings["logprobs"] = asked
+    if isinstance(stop := settings.get("stop"), str):
+        settings["stop"] = (stop,)
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        if "max_tokens" in settings:
+            raise BadRequest("max_tokens and max_completion_tokens are both given; they mean the same, leave one of them out", "max_tokens")
+        settings["max_tokens"] = body.max_completion_tokens
+    if "logprobs" in settings:
+        settings["logprobs"] = _logprobs(settings["logprobs"], isinstance(body, ChatBody))
     return settings
 
 

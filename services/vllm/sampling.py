@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from google.protobuf.descriptor import FieldDescriptor
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
 from services.openai.requests import derived_seed
-from smc.engine.request import Method, SamplingParams, check_stop_count
+from services.wire.sampling import check_counts
+from smc.engine.request import SETTINGS, Method, SamplingParams
 
 MAX_ANSWERS = 128
 """n of one call."""
@@ -47,39 +49,36 @@ def to_params(message: pb.SamplingParams, method: str, room: int) -> list[Sampli
     _check_absent(message)
     _check_unset(message)
     # Before anything is made of them: a message may hold millions.
-    for name in ("stop", "stop_token_ids"):
-        check_stop_count(name, len(getattr(message, name)))
+    check_counts(message)
     count = message.n or 1
     if count > MAX_ANSWERS:
         raise ValueError(f"n={count}; allowed: 1..{MAX_ANSWERS}")
-    temperature = _as_written(message.temperature) if message.HasField("temperature") else 1.0
-    settings = {
-        "method": Method.EXACT if temperature == 0 and method == Method.SMC else method,
-        "temperature": temperature,
-        "top_k": message.top_k,
-        "top_p": _as_written(message.top_p) or 1.0,
-        "min_p": _as_written(message.min_p),
-        "max_tokens": message.max_tokens if message.HasField("max_tokens") else room,
-        "stop": tuple(message.stop),
-        "stop_token_ids": tuple(message.stop_token_ids),
-        "ignore_eos": message.ignore_eos,
-        "logprobs": _logprobs(message),
-    }
-    first = message.seed if message.HasField("seed") else None
+    settings = {"max_tokens": room, **_settings(message)}
+    settings["method"] = Method.EXACT if settings.get("temperature") == 0 and method == Method.SMC else method
+    first = settings.pop("seed", None)
     seeds = [first if index == 0 or first is None else derived_seed(f"{first}:{index}") for index in range(count)]
     return [SamplingParams(**settings, seed=seed) for seed in seeds]
 
 
-def _as_written(value: float) -> float:
-    """The protocol has 32 bits: 0.7 arrives as 0.699999988."""
-    return round(value, 7)
+def _settings(message: pb.SamplingParams) -> dict[str, Any]:
+    """Those that the protocol and the library have under the same name, and that are given."""
+    settings = {}
+    for name in SETTINGS:
+        known = message.DESCRIPTOR.fields_by_name.get(name)
+        if known is None or not (message.HasField(name) if known.has_presence else getattr(message, name)):
+            continue
+        value = getattr(message, name)
+        if known.type == FieldDescriptor.TYPE_FLOAT:
+            value = round(value, 7)  # 32 bits: 0.7 arrives as 0.699999988
+        settings[name] = tuple(value) if known.is_repeated else value
+    if "logprobs" in settings:
+        settings["logprobs"] = _logprobs(settings["logprobs"])
+    return settings
 
 
-def _logprobs(message: pb.SamplingParams) -> bool:
-    if not message.HasField("logprobs"):
-        return False
-    if message.logprobs not in (0, 1):
-        raise ValueError(f"logprobs={message.logprobs}; allowed: 0 or 1, of the drawn token itself: there are none of other tokens")
+def _logprobs(count: int) -> bool:
+    if count not in (0, 1):
+        raise ValueError(f"logprobs={count}; allowed: 0 or 1, of the drawn token itself: there are none of other tokens")
     return True
 
 

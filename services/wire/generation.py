@@ -11,36 +11,33 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from services.pb import coordinator_pb2, generation_pb2
-from services.wire.sampling import FINISH_REASONS, name_of, sampling_message, sampling_settings
-from smc.engine.request import Answer, FinishReason, Output, Particle, SamplingParams, Statistics, Times, check_stop_count
+from services.pb.coordinator_pb2 import Submission
+from services.pb.generation_pb2 import GenerateRequest
+from services.wire.sampling import FINISH_REASONS, REPORTS, SAMPLING, name_of, sampling_message, sampling_settings
+from smc.engine.request import Answer, FinishReason, Output, Particle, SamplingParams, Statistics, Times
 
 SECONDS_UNKNOWN = math.nan
 
-REPORTS = ("logprobs", "return_particles")
-"""Settings of what is reported: they stand beside the sampling settings."""
-_SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams) if field.name not in REPORTS)
 _STATISTICS_FIELDS = tuple(field.name for field in fields(Statistics))
 
 
-def to_sampling(
-    message: generation_pb2.SamplingParams, *, logprobs: bool = False, return_particles: bool = False, **defaults: Any
-) -> SamplingParams:
-    """The library's settings. An absent field has the value in `defaults`, or else the library's own default.
+def to_sampling(message: GenerateRequest | Submission, **defaults: Any) -> SamplingParams:
+    """The library's settings, from a message with sampling settings and reports. What is absent has the value in `defaults`, or else the
+    library's own default.
 
     Raises ValueError naming the field, the value and what is allowed.
     """
-    # Before anything is made of them: a message may hold millions.
-    for name in ("stop", "stop_token_ids"):
-        check_stop_count(name, len(getattr(message, name)))
-    return SamplingParams(**{**defaults, **sampling_settings(message)}, logprobs=logprobs, return_particles=return_particles)
+    reports = {name: getattr(message, name) for name in REPORTS}
+    return SamplingParams(**{**defaults, **sampling_settings(message.sampling), **reports})
 
 
-def from_sampling(params: SamplingParams) -> generation_pb2.SamplingParams:
-    """Every setting, so that it means the same to whoever reads it. `REPORTS` have their places beside this message.
+def from_sampling(params: SamplingParams) -> dict[str, Any]:
+    """Fields of a message that has sampling settings and reports. Every setting is in it, so that it means the same to whoever reads it.
 
     Raises ValueError for an integer that the message cannot hold.
     """
-    return sampling_message({name: getattr(params, name) for name in _SAMPLING_FIELDS})
+    sampling = sampling_message({name: getattr(params, name) for name in SAMPLING})
+    return {"sampling": sampling} | {name: getattr(params, name) for name in REPORTS}
 
 
 def to_finish(answer: Answer, *, statistics: bool = True) -> generation_pb2.Finish:

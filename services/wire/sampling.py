@@ -6,18 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
 
 from services.pb import generation_pb2 as pb
+from smc.engine.request import SETTINGS
+from smc.engine.settings import Choice, Items
 
-METHODS = {"smc": pb.METHOD_SMC, "exact": pb.METHOD_EXACT, "target": pb.METHOD_TARGET, "draft": pb.METHOD_DRAFT}
-POPULATIONS = {"distinct": pb.POPULATION_DISTINCT, "independent": pb.POPULATION_INDEPENDENT}
-SCHEMES = {
-    "systematic": pb.RESAMPLING_SYSTEMATIC,
-    "stratified": pb.RESAMPLING_STRATIFIED,
-    "residual": pb.RESAMPLING_RESIDUAL,
-    "multinomial": pb.RESAMPLING_MULTINOMIAL,
-    "ssp": pb.RESAMPLING_SSP,
-}
 FINISH_REASONS = {
     "eos": pb.FINISH_REASON_EOS,
     "stop_token": pb.FINISH_REASON_STOP_TOKEN,
@@ -28,8 +22,15 @@ FINISH_REASONS = {
 }
 """Of an answer; what fails or is cancelled has a status code instead."""
 
-_ENUMS = {"method": METHODS, "population": POPULATIONS, "resampling": SCHEMES}
+REPORTS = tuple(name for name, known in SETTINGS.items() if known.report)
+"""Settings of what is reported: they stand beside the sampling settings."""
+SAMPLING = tuple(name for name in SETTINGS if name not in REPORTS)
 _FIELDS = pb.SamplingParams.DESCRIPTOR.fields_by_name
+_ENUMS = {
+    name: {choice: _FIELDS[name].enum_type.values_by_name[f"{name}_{choice}".upper()].number for choice in known.check.names}
+    for name, known in SETTINGS.items()
+    if isinstance(known.check, Choice)
+}
 _KINDS = {
     FieldDescriptor.TYPE_DOUBLE: "a number",
     FieldDescriptor.TYPE_INT32: "a 32-bit integer",
@@ -47,17 +48,20 @@ def sampling_message(settings: Mapping[str, Any]) -> pb.SamplingParams:
     """
     message = pb.SamplingParams()
     for name, value in settings.items():
-        if name not in _FIELDS:
-            raise TypeError(f"{name} is not a sampling setting; allowed: {', '.join(_FIELDS)}")
+        if name not in SAMPLING:
+            raise TypeError(f"{name} is not a sampling setting; allowed: {', '.join(SAMPLING)}")
         if value is not None:
             _set(message, name, value)
     return message
 
 
 def sampling_settings(message: pb.SamplingParams) -> dict[str, Any]:
-    """The settings that a message holds, by name; absent ones are left out. Raises ValueError for an enum number that is unknown."""
+    """The settings that a message holds, by name; absent ones are left out. Raises ValueError for an enum number that is unknown, and for
+    more items than are allowed."""
+    check_counts(message)
     settings = {}
-    for name, field in _FIELDS.items():
+    for name in SAMPLING:
+        field = _FIELDS[name]
         value = getattr(message, name)
         if name in _ENUMS:
             if value:
@@ -68,6 +72,13 @@ def sampling_settings(message: pb.SamplingParams) -> dict[str, Any]:
         elif message.HasField(name):
             settings[name] = value
     return settings
+
+
+def check_counts(message: Message) -> None:
+    """Of fields that have the name of a setting, before anything is made of them: a message may hold millions. Raises ValueError."""
+    for name in message.DESCRIPTOR.fields_by_name:
+        if name in SETTINGS and isinstance(check := SETTINGS[name].check, Items):
+            check.check_count(name, len(getattr(message, name)))
 
 
 def name_of(names: Mapping[str, int], number: int, field: str) -> str:

@@ -5,11 +5,26 @@ Settings are checked when they are built; a setting that the chosen method would
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
-from smc.limits import MAX_PARTICLES, MAX_STOP_BYTES, SCHEME_NAMES
+from smc.engine.settings import (
+    Choice,
+    Items,
+    Option,
+    Scope,
+    Setting,
+    flag,
+    integer,
+    is_number,
+    is_token,
+    number,
+    require,
+    setting,
+    settings_of,
+)
+from smc.limits import DEFAULT_MAX_TOKENS, MAX_PARTICLES, MAX_STOP_BYTES, SCHEME_NAMES
 
 MAX_STOPS = 64
 MAX_STOP_IDS = 1024
@@ -18,6 +33,10 @@ SMALLEST, LARGEST = 1e-6, 1e6
 """Of temperatures and alpha: beyond, they make infinities and NaN of logits in float32."""
 MAX_GUIDANCE = 1e3
 SCALES = f"> 0, from {SMALLEST:g} to {LARGEST:g}"
+
+
+def is_scale(value: float) -> bool:
+    return SMALLEST <= value <= LARGEST
 
 
 class Method(StrEnum):
@@ -52,71 +71,153 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is decoded. Raises ValueError naming the field, the value and what is allowed."""
+    """How one request is decoded. Raises ValueError naming the field, the value and what is allowed.
 
-    method: str | None = None
+    What all of the service knows of a field stands here: commands, bodies and messages have it from `SETTINGS`.
+    """
+
+    method: str | None = setting(
+        None,
+        Choice(tuple(method.value for method in Method)),
+        option=Option(
+            "smc: near the target's law, every round at full speed; exact: the target's own answer; target, draft: one model alone. "
+            "Default: smc, at temperature 0 exact.",
+            "METHOD",
+        ),
+    )
     """`smc`, `exact`, `target` or `draft`. Default: `smc`, and at temperature 0 `exact`."""
-    particles: int | None = None
-    """N, 1..64: of SMC particles; of exact decoding rows of the tree, which decide its speed alone. Default 8."""
-    population: str | None = None
-    """`distinct`: particles are drawn without replacement; `independent`: each draws for itself, and they are resampled. SMC only;
-    default `distinct`, or `independent` where `ess_threshold` or `resampling` is given."""
-    min_particles: int | None = None
-    """Particles that must be left where memory is short, 1..N. SMC only; default N: never fewer."""
-    temperature: float = 1.0
+    max_tokens: int = setting(
+        DEFAULT_MAX_TOKENS,
+        integer(lambda value: value >= 1, ">= 1"),
+        option=Option("Longest answer. Default: 256, or what the context leaves.", "TOKENS"),
+    )
+    """Longest answer in tokens, EOS included."""
+    seed: int | None = setting(
+        None,
+        integer(lambda value: -(2**63) <= value < 2**63, "a 64-bit signed integer"),
+        option=Option("Same seed, same answer. Default: drawn, and reported.", "SEED"),
+    )
+    """64-bit; the same seed gives the same answer. Default: drawn by the engine and reported with the answer."""
+    temperature: float = setting(
+        1.0,
+        number(lambda value: value == 0 or is_scale(value), f"{SCALES}; or 0 = greedy"),
+        option=Option("Of the target law. Default: 1; 0 = greedy, not with --method smc.", "T"),
+    )
     """Of the target law, and of the draft's unless `draft_temperature` is given. > 0 for SMC; 0 = greedy otherwise, where exact decoding
     drafts at 1."""
-    draft_temperature: float | None = None
-    """Of the proposal. SMC only; default: `temperature`. Weights correct for it."""
-    top_k: int = 0
+    top_k: int = setting(
+        0,
+        integer(lambda value: 0 <= value < 2**31, ">= 0 (0 = off), < 2**31"),
+        option=Option("Keep the K likeliest tokens; 0 = all.", "K"),
+    )
     """Keep the k likeliest tokens; 0 = all."""
-    top_p: float = 1.0
+    top_p: float = setting(
+        1.0,
+        number(lambda value: 0 < value <= 1, "0 < top_p <= 1"),
+        option=Option("Keep the likeliest tokens that hold this mass; 1 = all.", "P"),
+    )
     """Keep the smallest set of likeliest tokens with at least this mass; 1 = all."""
-    min_p: float = 0.0
+    min_p: float = setting(
+        0.0,
+        number(lambda value: 0 <= value < 1, "0 <= min_p < 1"),
+        option=Option("Drop tokens below this share of the likeliest; 0 = none.", "P"),
+    )
     """Drop tokens less likely than this share of the likeliest; 0 = none."""
-    alpha: float | None = None
+    stop: tuple[str, ...] = setting(
+        (),
+        Items(lambda item: isinstance(item, str) and item != "", "non-empty strings", MAX_STOPS, "strings"),
+        option=Option("String that ends the answer; may be repeated.", "TEXT"),
+    )
+    """Strings that end the answer; the text ends before the first of them."""
+    stop_token_ids: tuple[int, ...] = setting(
+        (),
+        Items(is_token, "token ids >= 0", MAX_STOP_IDS, "ids"),
+        option=Option("Token id that ends the answer; may be repeated.", "ID", ("--stop-token-id",)),
+    )
+    """Token ids that end the answer, besides the model's own EOS."""
+    ignore_eos: bool = setting(False, flag(), option=Option("Go on after the model's end-of-text token."))
+    """EOS is a token like any other."""
+    time_budget: float | None = setting(
+        None,
+        number(lambda value: value > 0, "> 0 seconds"),
+        option=Option("Answer with what there is after this long.", "SECONDS"),
+    )
+    """Soft limit in seconds from arrival; checked between rounds."""
+    particles: int | None = setting(
+        None,
+        integer(lambda value: 1 <= value <= MAX_PARTICLES, f"1..{MAX_PARTICLES}"),
+        scope=Scope.BOTH,
+        fill=lambda params: 8,
+        option=Option("N, answers grown side by side; of exact, rows of the tree. Default: 8.", "N", ("--particles", "-n")),
+    )
+    """N, 1..64: of SMC particles; of exact decoding rows of the tree, which decide its speed alone. Default 8."""
+    min_particles: int | None = setting(
+        None, None, scope=Scope.SMC, option=Option("Particles to keep where KV memory is short. Default: all.", "N")
+    )
+    """Particles that must be left where memory is short, 1..N. SMC only; default N: never fewer."""
+    population: str | None = setting(
+        None,
+        Choice(POPULATIONS),
+        scope=Scope.SMC,
+        fill=lambda params: "independent" if params.resamples else "distinct",
+        option=Option(
+            "distinct: drawn without replacement; independent: each for itself, and resampled. Default: distinct.", "distinct|independent"
+        ),
+    )
+    """`distinct`: particles are drawn without replacement; `independent`: each draws for itself, and they are resampled. SMC only;
+    default `distinct`, or `independent` where `ess_threshold` or `resampling` is given."""
+    ess_threshold: float | None = setting(
+        None,
+        number(lambda value: 0 <= value <= 1, "0..1 (0 = never resample)"),
+        scope=Scope.INDEPENDENT,
+        fill=lambda params: 0.5,
+        option=Option("Resample below this share of N effective samples; 0 = never. Independent only. Default: 0.5.", "SHARE"),
+    )
+    """Resample when ESS < threshold * N, 0..1; 0 = never. Independent particles only; default 0.5."""
+    resampling: str | None = setting(
+        None,
+        Choice(SCHEME_NAMES),
+        scope=Scope.INDEPENDENT,
+        fill=lambda params: "systematic",
+        option=Option("systematic, stratified, residual, multinomial or ssp. Independent only. Default: systematic.", "SCHEME"),
+    )
+    """Scheme. Independent particles only; default `systematic`."""
+    alpha: float | None = setting(
+        None,
+        number(is_scale, SCALES),
+        scope=Scope.SMC,
+        fill=lambda params: 1.0,
+        option=Option("Exponent of the target law. Default: 1.", "A"),
+    )
     """Exponent of the target law over sequences, > 0. SMC only; default 1."""
-    guidance_scale: float = 1.0
+    draft_temperature: float | None = setting(
+        None,
+        number(is_scale, SCALES),
+        scope=Scope.SMC,
+        fill=lambda params: params.temperature,
+        option=Option("Of the proposal. Default: --temperature.", "T"),
+    )
+    """Of the proposal. SMC only; default: `temperature`. Weights correct for it."""
+    guidance_scale: float = setting(
+        1.0,
+        number(lambda value: 1 <= value <= MAX_GUIDANCE, f"1 to {MAX_GUIDANCE:g} (1 = none)"),
+        option=Option("How much further from --negative-prompt, towards the prompt. Default: 1 = not at all.", "S"),
+    )
     """s of the target law of l_u + s (l_c - l_u): l_c are the logits after the prompt, l_u those after the negative prompt; temperature and
     truncation come afterwards. 1 = none. A guided request takes two slots a row, and twice the pages at the target. Not of `draft`."""
-    ess_threshold: float | None = None
-    """Resample when ESS < threshold * N, 0..1; 0 = never. Independent particles only; default 0.5."""
-    resampling: str | None = None
-    """Scheme. Independent particles only; default `systematic`."""
-    seed: int | None = None
-    """64-bit; the same seed gives the same answer. Default: drawn by the engine and reported with the answer."""
-    max_tokens: int = 256
-    """Longest answer in tokens, EOS included."""
-    stop: tuple[str, ...] = ()
-    """Strings that end the answer; the text ends before the first of them."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end the answer, besides the model's own EOS."""
-    ignore_eos: bool = False
-    """EOS is a token like any other."""
-    time_budget: float | None = None
-    """Soft limit in seconds from arrival; checked between rounds."""
-    logprobs: bool = False
+    logprobs: bool = setting(False, flag(), report=True)
     """Report the log-probability of every answer token under the target law (after temperature and truncation)."""
-    return_particles: bool = False
+    return_particles: bool = setting(False, flag(), report=True)
     """Report every particle's answer with its weight; where a method has no particles, its answer alone."""
 
     def __post_init__(self) -> None:
         if self.method is None:
-            object.__setattr__(self, "method", Method.EXACT if _is_number(self.temperature) and self.temperature == 0 else Method.SMC)
-        if self.method not in tuple(Method):
-            raise ValueError(f"method={self.method!r}; allowed: {', '.join(m.value for m in Method)}")
+            object.__setattr__(self, "method", Method.EXACT if is_number(self.temperature) and self.temperature == 0 else Method.SMC)
+        for name, known in SETTINGS.items():
+            object.__setattr__(self, name, self._settled(name, known))
         object.__setattr__(self, "method", Method(self.method))
-        self._fill_defaults()
-        if self.method is Method.DRAFT and self.logprobs:
-            raise ValueError("logprobs=True has no effect with method='draft', where the target does not run; leave it out")
-        if self.method is Method.DRAFT and self.guidance_scale != 1:
-            raise ValueError(
-                f"guidance_scale={self.guidance_scale!r} has no effect with method='draft', where the target does not run; leave it out"
-            )
-        self._check_numbers()
-        if self.method is Method.SMC:
-            self._check_smc()
-        self._check_stops()
+        self._check_together()
+        self._check_stop_bytes()
 
     @property
     def rows(self) -> int:
@@ -138,74 +239,45 @@ class SamplingParams:
         """As few as the request allows: of exact decoding one will do."""
         return 1 if self.method is Method.EXACT else self.min_particles or self.rows
 
-    def _fill_defaults(self) -> None:
-        """What the method needs and was not given; what was given and has no effect is refused."""
-        resamples = self.ess_threshold is not None or self.resampling is not None
-        population = "independent" if resamples else "distinct"
-        smc_only = {"population": population, "alpha": 1.0, "draft_temperature": self.temperature, "min_particles": None}
-        independent_only = {"ess_threshold": 0.5, "resampling": "systematic"}
-        is_smc = self.method is Method.SMC
-        is_independent = is_smc and (self.population == "independent" or (self.population is None and resamples))
-        where = f"method={self.method.value!r}"
-        for names, has_effect, said in (
-            ({"particles": 8}, is_smc or self.method is Method.EXACT, where),
-            (smc_only, is_smc, where),
-            (independent_only, is_independent, "population='distinct'" if is_smc else where),
-        ):
-            for name, default in names.items():
-                given = getattr(self, name)
-                if given is not None and not has_effect:
-                    raise ValueError(f"{name}={given!r} has no effect with {said}; leave it out")
-                if given is None and has_effect:
-                    object.__setattr__(self, name, default)
+    @property
+    def resamples(self) -> bool:
+        """It says how, so its particles are independent."""
+        return self.ess_threshold is not None or self.resampling is not None
 
-    def _check_smc(self) -> None:
-        least = self.min_particles
-        _require(
-            "min_particles",
-            least,
-            least is None or (_is_int(least) and 1 <= least <= self.particles),
-            f"1..{self.particles}, the particles",
-        )
-        _require("population", self.population, self.population in POPULATIONS, ", ".join(POPULATIONS))
-        greedy = "> 0 with method='smc'; for greedy decoding, method='exact'"
-        _require("temperature", self.temperature, _is_number(self.temperature) and self.temperature > 0, greedy)
-        _require("draft_temperature", self.draft_temperature, _is_scale(self.draft_temperature), SCALES)
-        _require("alpha", self.alpha, _is_scale(self.alpha), SCALES)
-        if self.population == "distinct":
+    def _settled(self, name: str, known: Setting) -> Any:
+        """A field as it is kept: what the method needs and was not given is filled in, what was given and has no effect is refused."""
+        value = getattr(self, name)
+        idle = self._idle(known.scope)
+        if value is None and known.optional:
+            return known.fill(self) if known.fill and not idle else None
+        if idle:
+            raise ValueError(f"{name}={value!r} has no effect with {idle}; leave it out")
+        return known.check(name, value) if known.check else value
+
+    def _idle(self, scope: Scope) -> str | None:
+        """What a setting of this scope would have no effect with. Fields stand in the order in which this can be said."""
+        method = f"method={str(self.method)!r}"
+        if scope is Scope.ALL:
+            return None
+        if scope is Scope.BOTH:
+            return method if self.method in (Method.TARGET, Method.DRAFT) else None
+        if self.method != Method.SMC:
+            return method
+        return "population='distinct'" if scope is Scope.INDEPENDENT and self.population == "distinct" else None
+
+    def _check_together(self) -> None:
+        if self.method is Method.DRAFT and self.logprobs:
+            raise ValueError("logprobs=True has no effect with method='draft', where the target does not run; leave it out")
+        if self.method is Method.DRAFT and self.guided:
+            scale = self.guidance_scale
+            raise ValueError(f"guidance_scale={scale!r} has no effect with method='draft', where the target does not run; leave it out")
+        if self.method is not Method.SMC:
             return
-        threshold = self.ess_threshold
-        _require("ess_threshold", threshold, _is_number(threshold) and 0 <= threshold <= 1, "0..1 (0 = never resample)")
-        _require("resampling", self.resampling, self.resampling in SCHEME_NAMES, ", ".join(SCHEME_NAMES))
+        require("temperature", self.temperature, self.temperature > 0, "> 0 with method='smc'; for greedy decoding, method='exact'")
+        if self.min_particles is not None:
+            integer(lambda value: 1 <= value <= self.particles, f"1..{self.particles}, the particles")("min_particles", self.min_particles)
 
-    def _check_numbers(self) -> None:
-        n = self.particles
-        _require("particles", n, n is None or (_is_int(n) and 1 <= n <= MAX_PARTICLES), f"1..{MAX_PARTICLES}")
-        greedy = _is_number(self.temperature) and self.temperature == 0
-        _require("temperature", self.temperature, greedy or _is_scale(self.temperature), f"{SCALES}; or 0 = greedy")
-        _require("top_k", self.top_k, _is_int(self.top_k) and 0 <= self.top_k < 2**31, ">= 0 (0 = off), < 2**31")
-        _require("top_p", self.top_p, _is_number(self.top_p) and 0 < self.top_p <= 1, "0 < top_p <= 1")
-        _require("min_p", self.min_p, _is_number(self.min_p) and 0 <= self.min_p < 1, "0 <= min_p < 1")
-        scale = self.guidance_scale
-        _require("guidance_scale", scale, _is_number(scale) and 1 <= scale <= MAX_GUIDANCE, f"1 to {MAX_GUIDANCE:g} (1 = none)")
-        _require("max_tokens", self.max_tokens, _is_int(self.max_tokens) and self.max_tokens >= 1, ">= 1")
-        seed_ok = self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**63)
-        _require("seed", self.seed, seed_ok, "a 64-bit signed integer")
-        budget = self.time_budget
-        _require("time_budget", budget, budget is None or (_is_number(budget) and budget > 0), "> 0 seconds")
-
-    def _check_stops(self) -> None:
-        for name, values, kind, say in (
-            ("stop", self.stop, str, "non-empty strings"),
-            ("stop_token_ids", self.stop_token_ids, int, "token ids >= 0"),
-        ):
-            if isinstance(values, str) or not isinstance(values, (list, tuple)):
-                raise ValueError(f"{name}={values!r}; allowed: a list of {say}")
-            check_stop_count(name, len(values))
-            bad = [v for v in values if not isinstance(v, kind) or isinstance(v, bool) or v == "" or (kind is int and v < 0)]
-            if bad:
-                raise ValueError(f"{name} contains {bad[0]!r}; allowed: {say}")
-            object.__setattr__(self, name, tuple(values))
+    def _check_stop_bytes(self) -> None:
         # Characters are cheaper to count than bytes, and there are no more of them.
         if (size := sum(map(len, self.stop))) <= MAX_STOP_BYTES:
             try:
@@ -214,6 +286,10 @@ class SamplingParams:
                 raise ValueError(f"stop contains {error.object!r}, which has no UTF-8 form; allowed: valid Unicode") from error
         if size > MAX_STOP_BYTES:
             raise ValueError(f"stop has strings of {size} bytes together; allowed: at most {MAX_STOP_BYTES}")
+
+
+SETTINGS = settings_of(SamplingParams)
+"""Of sampling fields, by name."""
 
 
 @dataclass(frozen=True)
@@ -327,28 +403,3 @@ class Request:
     def negative_size(self) -> int:
         """Tokens of the negative prompt; 0: it is not guided."""
         return 0 if not self.params.guided else 1 if self.negative_prompt is None else len(self.negative_prompt)
-
-
-def check_stop_count(name: str, count: int) -> None:
-    """Of `stop` or `stop_token_ids`. Raises ValueError for more than are allowed."""
-    most, what = {"stop": (MAX_STOPS, "strings"), "stop_token_ids": (MAX_STOP_IDS, "ids")}[name]
-    if count > most:
-        raise ValueError(f"{name} has {count} {what}; allowed: at most {most}")
-
-
-def _require(name: str, value: object, ok: bool, allowed: str) -> None:
-    if not ok:
-        raise ValueError(f"{name}={value!r}; allowed: {allowed}")
-
-
-def _is_number(value: object) -> bool:
-    """Finite, and not larger than a float can be, as an integer from JSON may be."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-
-
-def _is_scale(value: object) -> bool:
-    return _is_number(value) and SMALLEST <= value <= LARGEST
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

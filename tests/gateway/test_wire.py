@@ -15,14 +15,16 @@ from services.coordinator.dispatch import Dispatcher
 from services.coordinator.loop import Step
 from services.pb import coordinator_pb2
 from services.pb import generation_pb2 as pb
-from services.wire.generation import REPORTS, from_finish, from_sampling, from_update, to_finish, to_sampling, to_update
-from services.wire.sampling import FINISH_REASONS, METHODS, POPULATIONS, SCHEMES, sampling_message
+from services.wire.generation import from_finish, from_sampling, from_update, to_finish, to_sampling, to_update
+from services.wire.sampling import FINISH_REASONS, REPORTS, SAMPLING, sampling_message, sampling_settings
 from services.wire.steps import from_response, to_response
-from smc.algorithm import resampling
-from smc.engine import request as library
-from smc.engine.request import Answer, FinishReason, Method, Output, Particle, Request, SamplingParams, Statistics
+from smc.engine.request import SETTINGS, Answer, FinishReason, Method, Output, Particle, Request, SamplingParams, Statistics
 from smc.engine.stats import EngineStats
+from smc.limits import SCHEME_NAMES
 
+CARRIERS = (pb.GenerateRequest, coordinator_pb2.Submission)
+"""Messages with sampling settings and reports."""
+POPULATIONS = SETTINGS["population"].check.names
 positive = st.floats(1e-6, 1e6)
 share = st.floats(0.0, 1.0)
 int32 = st.integers(0, 2**31 - 1)
@@ -35,7 +37,7 @@ tokens = st.lists(int32, max_size=12).map(tuple)
 @st.composite
 def settings_of(draw) -> dict:
     """Any settings that the library accepts, some left out."""
-    method = draw(st.sampled_from(sorted(METHODS)))
+    method = draw(st.sampled_from(sorted(Method)))
     possible = {
         "temperature": positive if method == "smc" else st.just(0.0) | positive,
         "top_k": int32,
@@ -51,10 +53,10 @@ def settings_of(draw) -> dict:
     if method in ("smc", "exact"):
         possible |= {"particles": st.integers(1, 64)}
     if method == "smc":
-        population = draw(st.sampled_from(sorted(POPULATIONS)))
+        population = draw(st.sampled_from(POPULATIONS))
         possible |= {"population": st.just(population), "draft_temperature": positive, "alpha": positive}
         if population == "independent":
-            possible |= {"ess_threshold": share, "resampling": st.sampled_from(sorted(SCHEMES))}
+            possible |= {"ess_threshold": share, "resampling": st.sampled_from(SCHEME_NAMES)}
     chosen = {"method": method} | {name: draw(values) for name, values in possible.items() if draw(st.booleans())}
     if method == "smc" and draw(st.booleans()):
         chosen["min_particles"] = draw(st.integers(1, chosen.get("particles", 8)))
@@ -65,31 +67,47 @@ def settings_of(draw) -> dict:
 def test_settings_round_trip(settings, logprobs, particles):
     reports = {"logprobs": logprobs and settings["method"] != "draft", "return_particles": particles}
     params = SamplingParams(**settings, **reports)
-    assert to_sampling(sent(from_sampling(params)), **reports) == params
-    assert to_sampling(sent(sampling_message(settings)), **reports) == params, "what is left out has the library's default"
+    for kind in CARRIERS:
+        assert to_sampling(sent(kind(**from_sampling(params)))) == params
+        left_out = to_sampling(sent(kind(sampling=sampling_message(settings), **reports)))
+        assert left_out == params, "what is left out has the library's default"
 
 
 def sent(message):
     return type(message).FromString(message.SerializeToString())
 
 
-def test_the_enums_are_the_librarys():
-    assert set(METHODS) == set(Method)
-    assert set(SCHEMES) == set(resampling.SCHEMES) and set(POPULATIONS) == set(library.POPULATIONS)
+def test_every_sampling_field_has_its_line_in_the_messages():
+    """And the messages have no other."""
+    assert set(pb.SamplingParams.DESCRIPTOR.fields_by_name) == set(SAMPLING)
+    beside = [set(kind.DESCRIPTOR.fields_by_name) - {"request_id", "sampling", "cache_salt", "waited"} for kind in CARRIERS]
+    assert [names - {"text", "token_ids", "chat", "prompt"} for names in beside] == [set(REPORTS)] * 2
+    assert [field.name for field in fields(SamplingParams)] == list(SETTINGS)
+
+
+@pytest.mark.parametrize(("name", "enum"), [("method", pb.Method), ("population", pb.Population), ("resampling", pb.Resampling)])
+def test_every_choice_of_a_field_has_its_number(name, enum):
+    numbers = [getattr(sampling_message({name: choice}), name) for choice in SETTINGS[name].check.names]
+    assert sorted(numbers) == [number for number in enum.values() if number]
+    assert [sampling_settings(pb.SamplingParams(**{name: number}))[name] for number in numbers] == list(SETTINGS[name].check.names)
+
+
+def test_the_answers_words_are_the_librarys():
     assert set(FINISH_REASONS) == set(FinishReason) - {FinishReason.ERROR, FinishReason.CANCELLED}
-    enums = ((METHODS, pb.Method), (POPULATIONS, pb.Population), (SCHEMES, pb.Resampling), (FINISH_REASONS, pb.FinishReason))
-    for names, enum in enums:
-        assert sorted(names.values()) == [number for number in enum.values() if number]
-    assert set(pb.SamplingParams.DESCRIPTOR.fields_by_name) == {field.name for field in fields(SamplingParams)} - set(REPORTS)
+    assert sorted(FINISH_REASONS.values()) == [number for number in pb.FinishReason.values() if number]
     assert set(pb.Statistics.DESCRIPTOR.fields_by_name) == {field.name for field in fields(Statistics)}
 
 
 def test_defaults_stand_in_for_what_is_absent():
-    assert to_sampling(pb.SamplingParams(), max_tokens=7).max_tokens == 7
-    assert to_sampling(pb.SamplingParams(max_tokens=3), max_tokens=7).max_tokens == 3
-    assert to_sampling(pb.SamplingParams()) == SamplingParams()
-    assert to_sampling(pb.SamplingParams(temperature=0.0)).method is Method.EXACT
-    assert to_sampling(pb.SamplingParams(ess_threshold=0.7)).population == "independent"
+    def read(**given):
+        defaults = {"max_tokens": 7} if given.pop("has_default", False) else {}
+        return to_sampling(pb.GenerateRequest(sampling=pb.SamplingParams(**given)), **defaults)
+
+    assert read(has_default=True).max_tokens == 7
+    assert read(has_default=True, max_tokens=3).max_tokens == 3
+    assert read() == SamplingParams() == to_sampling(pb.GenerateRequest())
+    assert read(temperature=0.0).method is Method.EXACT
+    assert read(ess_threshold=0.7).population == "independent"
 
 
 @pytest.mark.parametrize(
@@ -113,7 +131,7 @@ def test_what_a_message_cannot_hold(settings, message):
 
 
 def test_a_setting_that_is_none():
-    with pytest.raises(TypeError, match="beams is not a sampling setting; allowed: method, particles"):
+    with pytest.raises(TypeError, match="beams is not a sampling setting; allowed: method, max_tokens"):
         sampling_message({"beams": 3})
     assert sampling_message({"particles": None, "stop": None}) == pb.SamplingParams()
 
