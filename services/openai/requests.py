@@ -16,6 +16,7 @@ from services.openai.bodies import Body, ChatBody, CompletionBody, Message, Tool
 from services.openai.document import is_text
 from services.openai.errors import BadRequest, named
 from services.prompt import Prompt
+from smc.engine.admission import check_guidance
 from smc.engine.request import SETTINGS, SamplingParams
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -43,6 +44,7 @@ class Asked:
 
     chat: bool
     prompts: tuple[Prompt, ...]
+    negative: Prompt | None
     settings: dict[str, Any]
     """Of `SamplingParams`, those that are given."""
     n: int
@@ -98,7 +100,10 @@ def _understood(body: Body, settings: dict[str, Any], models: tuple[str, ...], v
         settings = _in_the_librarys_terms(settings, body)
         if method is not None:
             settings.setdefault("method", method)
-        SamplingParams(**settings)  # before the prompt: a wrong setting is found in no time, while a long text takes some to encode
+        params = SamplingParams(
+            **settings
+        )  # before the prompt: a wrong setting is found in no time, while a long text takes some to encode
+        check_guidance(params, body.negative_prompt is not None)
     except ValueError as error:
         raise named(error, NAMES[chat], "") from error
     if body.stream_options is not None and not body.stream:
@@ -113,6 +118,7 @@ def _understood(body: Body, settings: dict[str, Any], models: tuple[str, ...], v
     return Asked(
         chat=chat,
         prompts=prompts,
+        negative=None if body.negative_prompt is None else _negative(body.negative_prompt, vocabulary),
         settings=settings,
         n=body.n,
         stream=body.stream,
@@ -189,9 +195,30 @@ def _prompts(prompt: Any, vocabulary: int) -> Iterator[Prompt]:
             continue
         if not isinstance(each, list) or not all(type(token) is int for token in each):
             raise BadRequest("prompt holds other things; allowed: one string or list of token ids, or a list of such", "prompt")
-        if wrong := [token for token in each if not 0 <= token < vocabulary]:
-            raise BadRequest(f"prompt contains token id {wrong[0]}; allowed: 0..{vocabulary - 1}", "prompt")
-        yield Prompt(token_ids=tuple(each))
+        yield _of_tokens(each, vocabulary, "prompt")
+
+
+def _of_tokens(tokens: list[int], vocabulary: int, name: str) -> Prompt:
+    if wrong := [token for token in tokens if not 0 <= token < vocabulary]:
+        raise BadRequest(f"{name} contains token id {wrong[0]}; allowed: 0..{vocabulary - 1}", name)
+    return Prompt(token_ids=tuple(tokens))
+
+
+def _negative(prompt: Any, vocabulary: int) -> Prompt:
+    """One prompt: a string as it is, token ids, or messages for the chat template."""
+    name = "negative_prompt"
+    if isinstance(prompt, str):
+        return Prompt(text=prompt)
+    if isinstance(prompt, list) and all(type(item) is int for item in prompt):
+        return _of_tokens(prompt, vocabulary, name)
+    if not isinstance(prompt, list) or not all(isinstance(item, dict) for item in prompt):
+        raise BadRequest(f"{name} holds other things; allowed: a string, a list of token ids, or a list of messages", name)
+    try:
+        messages = [Message.model_validate(item) for item in prompt]
+    except ValidationError as error:
+        place = error.errors(include_url=False)[0]["loc"]
+        raise BadRequest(f"{name} holds a message that is none, for its {place[0]!r}; allowed: messages as of a chat", name) from error
+    return Prompt(messages=tuple(_message(index, message) for index, message in enumerate(messages)))
 
 
 def _chat(body: ChatBody) -> Prompt:

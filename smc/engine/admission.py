@@ -46,18 +46,19 @@ def check_prompt(size: int, context: int) -> None:
         raise ValueError(f"the prompt has {size} tokens; allowed: at most {context - 1}, to leave room for an answer")
 
 
-def check_negative(request: Request, context: int) -> None:
-    """Refuse a negative prompt that has no effect, or leaves no room. Raises ValueError."""
-    size = None if request.negative_prompt is None else len(request.negative_prompt)
-    if size is None:
-        return
-    if not request.params.guided:
+def check_guidance(params: SamplingParams, has_negative: bool) -> None:
+    """Refuse a negative prompt that has no effect. Raises ValueError."""
+    if has_negative and not params.guided:
         raise ValueError("negative_prompt has no effect with guidance_scale=1; give a guidance_scale above 1, or leave it out")
+
+
+def check_negative(size: int, max_tokens: int, context: int) -> None:
+    """Refuse a negative prompt of so many tokens that leaves no room for an answer. Raises ValueError."""
     if not size:
-        raise ValueError("the negative_prompt is empty; at least one token is needed, or leave it out")
-    if size + request.params.max_tokens > context:
+        raise ValueError("negative_prompt is empty; at least one token is needed, or leave it out")
+    if size + max_tokens > context:
         raise ValueError(
-            f"max_tokens={request.params.max_tokens} after a negative_prompt of {size} tokens exceeds the context of {context}; "
+            f"negative_prompt has {size} tokens, and max_tokens={max_tokens} after them exceeds the context of {context}; "
             "allowed: a shorter negative_prompt, or fewer max_tokens"
         )
 
@@ -84,7 +85,9 @@ def check_fits(request: Request, config: EngineConfig, capacity: dict[str, int],
 
     params, size = request.params, len(request.prompt)
     check_prompt(size, context)
-    check_negative(request, context)
+    check_guidance(params, request.negative_prompt is not None)
+    if params.guided:
+        check_negative(request.negative_size, params.max_tokens, context)
     if size + params.max_tokens > context:
         raise ValueError(
             f"max_tokens={params.max_tokens} after a prompt of {size} tokens exceeds the context of {context}; "
@@ -99,8 +102,8 @@ def check_fits(request: Request, config: EngineConfig, capacity: dict[str, int],
                 f"the request may need {pages} KV pages of the {side} model, which has {capacity[side]}; "
                 "lower particles or max_tokens, or give the engine more pages"
             )
-    for name, prompt in (("prompt", request.prompt), ("negative_prompt", request.negative_prompt or ())):
+    for name, prompt in (("the prompt", request.prompt), ("negative_prompt", request.negative_prompt or ())):
         tokens = np.asarray(prompt)
         wrong = tokens[(tokens < 0) | (tokens >= vocab_size)]
         if len(wrong):
-            raise ValueError(f"the {name} contains token id {wrong[0]}; allowed: 0..{vocab_size - 1}")
+            raise ValueError(f"{name} contains token id {wrong[0]}; allowed: 0..{vocab_size - 1}")

@@ -259,7 +259,7 @@ class Engine:
         if not request.params.guided or request.negative_prompt is not None:
             return request
         if self.tokenizer.start_id is None:
-            raise ValueError("guidance_scale without a negative_prompt; the model has no token that begins texts: give a negative_prompt")
+            raise ValueError("guidance_scale is given without negative_prompt, and the model has no token that begins texts; give both")
         return replace(request, negative_prompt=(self.tokenizer.start_id,))
 
     def _decoding_now(self, request: Request) -> Decoding:
