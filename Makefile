@@ -26,11 +26,17 @@ proto: install   ## Generate services/pb from proto/
 demo: install    ## Answer three questions with the shipped model pair
 	$(BIN)/smcserve demo
 
+# Tests run real processes against limits of time, and two run at once. What fails is run once more, alone: what fails twice is a failure.
+define tests
+	$(BIN)/python -m pytest -m $(1) || \
+		{ [ $$? -eq 1 ] && echo "Once more, one at a time:" && $(BIN)/python -m pytest -m $(1) -n 0 --last-failed --last-failed-no-failures none; }
+endef
+
 test: install    ## Run the tests, in a few minutes
-	$(BIN)/python -m pytest -m "not slow"
+	$(call tests,"not slow")
 
 test-all: test   ## Run the slow tests as well
-	$(BIN)/python -m pytest -m slow
+	$(call tests,slow)
 
 lint: install    ## Check style
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

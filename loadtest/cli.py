@@ -26,12 +26,11 @@ from loadtest.laws import FORMS
 from loadtest.runs import Site
 from loadtest.served import serve as serve_child
 from loadtest.settings import Settings
-from services.cli.client import DEFAULT_ADDRESS, Tls, TlsCa, TlsCert, TlsKey, TokenFile
-from services.cli.options import OUTPUT, option
-from services.cli.terminal import err, finite, print_error
-from services.gateway.security import read_tokens
+from services.connection import DEFAULT_ADDRESS, SERVICE, Tls, TlsCa, TlsCert, TlsKey, TokenFile
+from services.security import read_tokens
+from smc.terminal import err, finite, option, print_error
 
-SERVICE, WHEN, WHAT, JUDGED = "Service", "When requests come", "What they ask", "What is good"
+WHEN, WHAT, JUDGED, OUTPUT = "When requests come", "What they ask", "What is good", "Output"
 SETTINGS = tuple(field.name for field in fields(Settings))
 LIMIT = re.compile(r"\w+:")
 PRECISION = 0.1

@@ -66,7 +66,7 @@ def of_capacity(found: Capacity, run: Run | None, objective: str, share: float) 
 
 def _body(run: Run) -> list[str]:
     checks = [
-        (check.name, f'<span class="{CLASSES[check.passed]}">{show.MARKS[check.passed][0]}</span>', escape(check.text))
+        (check.name, f'<span class="{CLASSES[check.passed]}">{show.VERDICTS[check.passed][0]}</span>', escape(check.text))
         for check in run.checks
     ]
     return [

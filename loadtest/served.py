@@ -52,9 +52,9 @@ def _ready(child: subprocess.Popen, log: Path) -> Served:
             port, metrics_port = ready.groups()
             return Served(f"127.0.0.1:{port}", f"http://127.0.0.1:{metrics_port}/metrics", child.pid)
         if child.poll() is not None:
-            raise Unreachable(f"smcserve serve ended with exit code {child.returncode}: {_last_words(log)}")
+            raise Unreachable(f"smcserve serve ended with exit code {child.returncode}: {_log_tail(log)}")
         if time.monotonic() - begin > START_TIMEOUT:
-            raise Unreachable(f"smcserve serve was not ready within {START_TIMEOUT:g} s: {_last_words(log)}")
+            raise Unreachable(f"smcserve serve was not ready within {START_TIMEOUT:g} s: {_log_tail(log)}")
         time.sleep(0.1)
 
 
@@ -77,7 +77,7 @@ def _stop(child: subprocess.Popen) -> None:
     psutil.wait_procs(alive, timeout=10)
 
 
-def _last_words(log: Path) -> str:
+def _log_tail(log: Path) -> str:
     """What it said from its error on, or else at the end."""
     text = log.read_text(errors="replace").strip()
     begin = f"\n{text}".rfind("\nerror: ")

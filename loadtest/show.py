@@ -16,12 +16,12 @@ from loadtest.judge import Check, counts
 from loadtest.measures import PERCENTILES, Summary
 from loadtest.runner import Runner
 from loadtest.runs import Run
-from services.cli.terminal import err, out, print_warning
+from smc.terminal import err, out, print_warning
 
 LINE_EVERY = 10.0
 """Seconds between two lines where no terminal is."""
 BAR_EVERY = 0.5
-MARKS = {True: ("pass", "green"), False: ("FAIL", "bold red"), None: ("not measured", "yellow")}
+VERDICTS = {True: ("pass", "green"), False: ("FAIL", "bold red"), None: ("not measured", "yellow")}
 
 
 @contextmanager
@@ -32,14 +32,14 @@ def watch(runner: Runner, seconds: float | None) -> Iterator[None]:
     )
     with bar:
         task = bar.add_task("", total=seconds)
-        telling = asyncio.ensure_future(_tell(runner, bar, task, seconds))
+        telling = asyncio.ensure_future(_show_progress(runner, bar, task, seconds))
         try:
             yield
         finally:
             telling.cancel()
 
 
-async def _tell(runner: Runner, bar: Progress, task: int, seconds: float | None) -> None:
+async def _show_progress(runner: Runner, bar: Progress, task: int, seconds: float | None) -> None:
     while True:
         await asyncio.sleep(LINE_EVERY if bar.disable else BAR_EVERY)
         now, state = runner.clock(), runner.state
@@ -103,8 +103,8 @@ def show_checks(checks: list[Check]) -> None:
     for header in ("check", "", "what was seen"):
         table.add_column(header)
     for check in checks:
-        mark, style = MARKS[check.passed]
-        table.add_row(check.name, Text(mark, style=style), Text(check.text))
+        verdict, style = VERDICTS[check.passed]
+        table.add_row(check.name, Text(verdict, style=style), Text(check.text))
     out.print(table)
 
 

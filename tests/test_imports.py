@@ -1,14 +1,15 @@
-"""Imports run one way: a package imports only those listed before it. Modules of the library's root count as packages of their own."""
+"""Imports run one way, in the library by layers, in the service by a table. Modules of a root count as packages of their own."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = [
-    ("smc.arrays", "smc.limits", "smc.philox", "smc.statistics"),
+    ("smc.arrays", "smc.limits", "smc.philox", "smc.statistics", "smc.terminal"),
     ("smc.laws",),
     ("smc.algorithm",),
     ("smc.models",),
@@ -17,21 +18,63 @@ LIBRARY = [
     ("smc.runtime",),
     ("smc.engine",),
     ("smc.demo",),
+    ("smc.loading",),
     ("smc.evaluation",),
 ]
 """Layers, lowest first; those of one layer may import each other."""
 FORBIDDEN = {"ray", "grpc", "prometheus_client", "services", "loadtest", "tests"}
 """What the library must not know."""
+NOUNS = {"backend", "step"}
+SERVICES = {
+    "backend": set(),
+    "pb": set(),
+    "prompt": set(),
+    "metrics": set(),
+    "security": set(),
+    "step": set(),
+    "connection": set(),
+    "wire": {"pb", *NOUNS},
+    "errors": {"backend", "wire"},
+    "client": {"pb", "security", "wire"},
+    "link": {"pb"},
+    "workers": {"pb", "link"},
+    "coordinator": {"pb", "link", "wire", *NOUNS},
+    "openai": {"backend", "errors", "prompt"},
+    # Both run in the gateway's process, on one port.
+    "gateway": {"pb", "link", "wire", "errors", "metrics", "openai", "prompt", "security", "vllm", *NOUNS},
+    "vllm": {"backend", "errors", "openai", "prompt", "gateway", "wire"},
+    "launch": {"pb", "link", "workers", "coordinator", "gateway", "metrics", *NOUNS},
+    "batch": {"backend", "errors", "launch", "openai"},
+    "cli": {"batch", "client", "connection", "gateway", "launch", "security"},
+}
+"""What each package of the service may import of the others."""
+LOADTEST = {"services.client", "services.connection", "services.pb", "services.security", "services.wire"}
+"""What the load generator may: it is a client."""
+GENERATED = ROOT / "services" / "pb"
 
 
 def imports(path: Path) -> Iterator[str]:
     """Modules that a file imports, wherever in it."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            # `from smc import demo` names a package.
-            yield from [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "smc" else [node.module]
+            # `from smc import demo` names a package, `from services.cli import options` a module.
+            named = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from named if any(is_module(name) for name in named) else [node.module]
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
+
+
+def sources(root: str) -> list[Path]:
+    return [path for path in sorted((ROOT / root).rglob("*.py")) if GENERATED not in path.parents]
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def is_module(name: str) -> bool:
+    path = ROOT.joinpath(*name.split("."))
+    return path.is_dir() or path.with_suffix(".py").is_file()
 
 
 def package(module: str) -> str:
@@ -44,8 +87,8 @@ def layer(name: str) -> int:
 
 def test_the_library_s_packages_import_one_way():
     wrong = []
-    for path in sorted((ROOT / "smc").rglob("*.py")):
-        own = package(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    for path in sources("smc"):
+        own = package(name_of(path))
         if own == "smc.__init__":
             continue
         for module in imports(path):
@@ -57,20 +100,36 @@ def test_the_library_s_packages_import_one_way():
 def test_the_library_knows_nothing_of_the_service():
     found = [
         f"{path.relative_to(ROOT)} imports {module}"
-        for path in sorted((ROOT / "smc").rglob("*.py"))
+        for path in sources("smc")
         for module in imports(path)
         if module.split(".")[0] in FORBIDDEN
     ]
     assert not found, "\n".join(found)
 
 
+def test_the_service_s_packages_import_what_the_table_says():
+    wrong = []
+    for path in sources("services"):
+        own = package(name_of(path)).partition(".")[2]
+        for module in imports(path):
+            other = package(module).partition(".")[2]
+            back = module.split(".")[0] in ("loadtest", "tests")
+            if back or (module.startswith("services.") and other != own and other not in SERVICES[own]):
+                wrong.append(f"{path.relative_to(ROOT)} imports {module}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_load_generator_is_a_client():
+    found = [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in sources("loadtest")
+        for module in imports(path)
+        if module.split(".")[0] in ("services", "tests") and package(module) not in LOADTEST
+    ]
+    assert not found, "\n".join(found)
+
+
 def test_no_two_modules_of_a_package_import_each_other():
-    """Circles, at any length, within a package."""
-    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sorted((ROOT / "smc").rglob("*.py"))}
-    reached = {name: {module for module in imports(path) if module in modules} for name, path in modules.items()}
-    for _ in modules:
-        wider = {name: found | {far for near in found for far in reached[near]} for name, found in reached.items()}
-        if wider == reached:
-            break
-        reached = wider
-    assert not (circles := [name for name, found in reached.items() if name in found]), circles
+    """No circle of any length, within a package or across packages; CycleError names one."""
+    modules = {name_of(path): path for root in ("smc", "services", "loadtest") for path in sources(root)}
+    TopologicalSorter({name: {module for module in imports(path) if module in modules} for name, path in modules.items()}).prepare()

@@ -27,7 +27,7 @@ class Serving:
         self._patience = patience
         self._now = asyncio.Event()
 
-    def told(self, draft: bool, target: bool) -> None:
+    def set_health(self, draft: bool, target: bool) -> None:
         """What a `Supervisor` tells as `on_health`. Lines wait for both: each may need the draft."""
         if draft and target:
             self._now.set()

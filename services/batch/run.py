@@ -63,7 +63,7 @@ class Batch:
             from services.launch.supervisor import Supervisor
 
             serving = Serving(self._gang.start_timeout)
-            supervisor = Supervisor(self._gang, self._pair, on_health=serving.told)
+            supervisor = Supervisor(self._gang, self._pair, on_health=serving.set_health)
             decode = Decoder(supervisor, serving).decode
             runner = Runner(self._pair, self._requests, decode, write, self._fingerprint, self._limit())
             try:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from services.cli import gang, options
-from services.cli.terminal import err, print_error, print_warning
+from smc.terminal import err, print_error, print_warning
 
 BATCH = "Batch"
 JOB_DIRECTORIES = "working_dir_files"

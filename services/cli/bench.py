@@ -9,19 +9,20 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from services.cli import advise as advising
-from services.cli import gang, options, ttft
-from services.cli.costs import CURVES_LEGEND, curve_tables, seen_of_rounds, seen_of_speeds
-from services.cli.round_tables import GANG_LEGEND, LOCAL_LEGEND, gang_table, round_table
-from services.cli.speed import APART, MODES, Machines, SpeedPlan, count_gpus, speed_table
-from services.cli.speed import LEGEND as SPEED_LEGEND
-from services.cli.speed import measure as measure_speed
-from services.cli.terminal import out, progress_bar
+from services.cli import gang, options
+from smc.evaluation.reports import advise as advising
+from smc.evaluation.reports import ttft
+from smc.evaluation.reports.costs import CURVES_LEGEND, curve_tables, seen_of_rounds, seen_of_speeds
+from smc.evaluation.reports.rounds import GANG_LEGEND, LOCAL_LEGEND, gang_table, measure_rounds, round_table
+from smc.evaluation.reports.speed import APART, MODES, Machines, SpeedPlan, count_gpus, speed_table
+from smc.evaluation.reports.speed import LEGEND as SPEED_LEGEND
+from smc.evaluation.reports.speed import measure as measure_speed
+from smc.terminal import out, progress_bar
 
 if TYPE_CHECKING:
     from services.launch.config import GangConfig
-    from services.launch.measure import GangRound
-    from smc.evaluation.round_time import RoundTime
+    from smc.engine.local import ModelPair
+    from smc.evaluation.round_time import GangRound
     from smc.evaluation.speed import Machine
     from smc.evaluation.ttft import PairMachine, PromptMachine
     from smc.runtime.config import EngineConfig
@@ -152,7 +153,7 @@ def bench(
         rows = _measure_gangs([replace(gang.gang_config(given), link=name) for name in link], configs, concurrency, sampling, rounds)
         out.print(gang_table(rows), GANG_LEGEND.format(particles=particles[0]), sep="\n")
     else:
-        rows = _measure_local((target, draft), configs, concurrency, sampling, rounds, threads, own)
+        rows = measure_rounds(_cpu_pair((target, draft), threads, own), configs, concurrency, sampling, rounds)
         out.print(round_table(rows), LOCAL_LEGEND.format(particles=particles[0], rounds=rounds), sep="\n")
     out.print(*curve_tables(seen_of_rounds(rows)), CURVES_LEGEND, sep="\n")
     _write(json, rows)
@@ -197,31 +198,6 @@ def _configs(blocks: Sequence[int], branches: Sequence[int]) -> list[EngineConfi
     return lockstep + [EngineConfig(block=block, branches=count) for block in blocks for count in branches]
 
 
-def _measure_local(
-    places: tuple[Path | None, Path | None],
-    configs: Sequence[EngineConfig],
-    concurrency: Sequence[int],
-    sampling: dict[str, object],
-    rounds: int,
-    threads: int | None,
-    own: dict[str, object],
-) -> list[RoundTime]:
-    from services.cli.pair import load_pair, pair_places, use_threads
-    from smc.evaluation.round_time import measure
-
-    found = pair_places(*places)
-    use_threads(threads, found)
-    pair = load_pair(found, "cpu", None, **own)
-    rows = []
-    with progress_bar() as progress:
-        task = progress.add_task("rounds", total=len(configs) * len(concurrency))
-        for config in configs:
-            for requests in concurrency:
-                rows.append(measure(pair, config, requests, sampling, rounds))
-                progress.advance(task)
-    return rows
-
-
 def _measure_gangs(
     gangs: Sequence[GangConfig], configs: Sequence[EngineConfig], concurrency: Sequence[int], sampling: dict[str, object], rounds: int
 ) -> list[GangRound]:
@@ -260,9 +236,9 @@ def _advise(wanted: dict[str, object], given: dict[str, object], gpus: int | Non
 def _machine(degrees: tuple[int, int], config: GangConfig, link: list[str] | None) -> Iterator[tuple[Machine, int | None]]:
     """With how many GPUs there are (None on a CPU): in this process, or with `link` each rank in one of its own. `degrees`: of draft and
     target, where each has its own."""
-    from services.cli.pair import LoadedModels
     from services.launch.measure import GangMachine
     from smc.evaluation.speed import LocalMachine
+    from smc.loading import LoadedModels
 
     gpus = count_gpus() if config.device == "cuda" else None
     models = LoadedModels(config.sources, config.dtypes)
@@ -277,13 +253,18 @@ def _machine(degrees: tuple[int, int], config: GangConfig, link: list[str] | Non
         yield (Machines(here, apart) if gpus else apart), gpus
 
 
-def _cpu_machine(places: tuple[Path | None, Path | None], threads: int | None, own: dict[str, object]) -> PairMachine:
-    from services.cli.pair import load_pair, pair_places, use_threads
-    from smc.evaluation.ttft import PairMachine
+def _cpu_pair(places: tuple[Path | None, Path | None], threads: int | None, own: dict[str, object]) -> ModelPair:
+    from smc.loading import load_pair, pair_places, use_threads
 
     found = pair_places(*places)
     use_threads(threads, found)
-    return PairMachine(load_pair(found, "cpu", None, **own))
+    return load_pair(found, "cpu", None, **own)
+
+
+def _cpu_machine(places: tuple[Path | None, Path | None], threads: int | None, own: dict[str, object]) -> PairMachine:
+    from smc.evaluation.ttft import PairMachine
+
+    return PairMachine(_cpu_pair(places, threads, own))
 
 
 def _measure_speed(plan: SpeedPlan, machine: Machine, gpus: int, json: Path | None, trace: Path | None) -> None:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from services.cli import options
-from services.cli.terminal import out
+from smc.terminal import out
 
 if TYPE_CHECKING:
     from smc.models.check import ModelReport, PairReport
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def check(target: options.Target = None, draft: options.Draft = None, as_json: options.JsonFlag = False) -> int:
     """Say whether two model directories fit together; no weight is loaded."""
-    from services.cli.pair import pair_places
+    from smc.loading import pair_places
     from smc.models.check import check_pair
 
     places = pair_places(target, draft)

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import wraps
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,12 +14,12 @@ from rich.text import Text
 
 from services.cli import options
 from services.cli.generate import answer_dict, read_prompt, summary, warn_of_collapses
-from services.cli.terminal import err, finite, out, print_error
+from services.connection import DEFAULT_ADDRESS, SERVICE, Address, Tls, TlsCa, TlsCert, TlsKey, TokenFile
+from smc.terminal import err, finite, out, print_error
 
 if TYPE_CHECKING:
     from services.client import Client, Completion, Stream
 
-SERVICE = "Service"
 PARTS = {"": "the service", "smc.draft": "draft group", "smc.target": "target group"}
 """What `health` asks for, and how it is called."""
 MISTAKES = ("INVALID_ARGUMENT", "ALREADY_EXISTS", "UNAUTHENTICATED")
@@ -28,16 +27,6 @@ MISTAKES = ("INVALID_ARGUMENT", "ALREADY_EXISTS", "UNAUTHENTICATED")
 
 client = typer.Typer(help="Talk to a running service.")
 
-Address = Annotated[str, options.option(SERVICE, "Where the service listens.", "--address", "-a", metavar="HOST:PORT")]
-TokenFile = Annotated[
-    Path | None, options.option(SERVICE, "File whose first line is the bearer token to send.", "--token-file", metavar="FILE")
-]
-Tls = Annotated[bool, options.option(SERVICE, "Encrypt; trust this machine's authorities.", "--tls", show_default=False, metavar="")]
-TlsCa = Annotated[Path | None, options.option(SERVICE, "Encrypt; trust the authorities in this file.", "--tls-ca", metavar="FILE")]
-TlsCert = Annotated[
-    Path | None, options.option(SERVICE, "Certificate to show, for mutual TLS; with --tls-key.", "--tls-cert", metavar="FILE")
-]
-TlsKey = Annotated[Path | None, options.option(SERVICE, "Private key of --tls-cert.", "--tls-key", metavar="FILE")]
 Timeout = Annotated[
     float | None, options.option(SERVICE, "Give up after this long; --time-budget is the soft limit.", "--timeout", metavar="SECONDS")
 ]
@@ -52,7 +41,6 @@ LogProbs = Annotated[
     bool,
     options.option(options.OUTPUT, "Log-probability of every token, with --json.", "--logprobs", show_default=False, metavar=""),
 ]
-DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 
 def _reports_failures(command: Callable[..., int]) -> Callable[..., int]:
@@ -170,7 +158,7 @@ def info(
 
 def _connect(given: dict[str, Any]) -> Client:
     from services.client import Client
-    from services.gateway.security import read_tokens
+    from services.security import read_tokens
 
     token = read_tokens(given["token_file"], "--token-file")[0] if "token_file" in given else None
     names = ("tls", "tls_ca", "tls_cert", "tls_key")

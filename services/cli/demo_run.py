@@ -9,13 +9,13 @@ from rich.table import Table
 from rich.text import Text
 
 from services.cli.generate import summary
-from services.cli.pair import DEMO, load_pair, use_threads
-from services.cli.terminal import err, out
 from smc.demo.problems import Problem, generate, grade
 from smc.engine.local import ModelPair
 from smc.engine.request import Answer
 from smc.evaluation.batch import fitted_engine
 from smc.evaluation.quality import Row, Setting, Terms, measure, problem_requests
+from smc.loading import DEMO, load_pair, use_threads
+from smc.terminal import err, out
 
 QUESTIONS = 3
 CONCURRENCY = 8
@@ -56,7 +56,7 @@ def _ask(pair: ModelPair, problem: Problem, seed: int) -> None:
     out.print()
     out.print(Text(f"{EXACT.name}, as it comes:", style="dim"))
     exact = _answer(pair, EXACT, problem, seed, aloud=True)
-    out.print(_mark(problem, exact))
+    out.print(_verdict(problem, exact))
     out.print(Text(summary(exact), style="dim"))
     answers = [(EXACT, exact), *((setting, _answer(pair, setting, problem, seed)) for setting in (TARGET, SMC, DRAFT))]
     table = Table(box=None, header_style="dim", padding=(0, 3, 0, 0), pad_edge=False)
@@ -87,7 +87,7 @@ def _answer(pair: ModelPair, setting: Setting, problem: Problem, seed: int, alou
     return answer
 
 
-def _mark(problem: Problem, answer: Answer) -> Text:
+def _verdict(problem: Problem, answer: Answer) -> Text:
     """Goes right behind a streamed answer."""
     if grade(problem, answer.text):
         return Text("  ✓ right", style="bold green")

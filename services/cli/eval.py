@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from services.cli import options
-from services.cli.terminal import check_drawing
+from smc.terminal import check_drawing
 
 if TYPE_CHECKING:
-    from services.cli.eval_run import Plan
     from smc.evaluation.quality import Setting
+    from smc.evaluation.reports.quality import Plan
 
 
 def evaluate(
@@ -52,7 +52,7 @@ def evaluate(
     picture: Annotated[Path | None, options.option(options.OUTPUT, "Draw quality against speed (png).", metavar="FILE")] = None,
 ) -> None:
     """Measure quality and speed of every way of decoding, on problems made for it."""
-    from services.cli.eval_run import Pairs, Plan, measure_all, prepare, report
+    from smc.evaluation.reports.quality import Pairs, Plan, measure_all, prepare, report
 
     plan = Plan(**{name: ctx.params[name] for name in Plan.__dataclass_fields__})
     _check_outputs(plan, json, markdown, picture)

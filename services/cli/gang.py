@@ -100,8 +100,8 @@ def gang_config(given: dict[str, Any]) -> GangConfig:
 
     Only what was given is passed on: the service knows its own defaults. Raises ValueError for what cannot be.
     """
-    from services.cli.pair import pair_places
     from services.launch.config import GangConfig
+    from smc.loading import pair_places
     from smc.runtime.config import GPU_PREFILL, EngineConfig
 
     given = {name: value for name, value in given.items() if value is not None}

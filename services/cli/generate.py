@@ -12,10 +12,10 @@ import typer
 from rich.text import Text
 
 from services.cli import options
-from services.cli.terminal import err, finite, print_error, print_warning
 from smc.engine.admission import check_guidance
 from smc.engine.request import Answer, Request, SamplingParams
 from smc.limits import DEFAULT_MAX_TOKENS
+from smc.terminal import err, finite, print_error, print_warning
 
 if TYPE_CHECKING:
     from services.client import Completion
@@ -53,7 +53,7 @@ def generate(
 ) -> int:
     """Answer a prompt; text appears as soon as it can no longer change."""
     text = read_prompt(prompt)
-    from services.cli.pair import loaded_models, pair_places, require_directories, use_threads
+    from smc.loading import loaded_models, pair_places, require_directories, use_threads
 
     places = pair_places(target, draft)
     given = options.given(ctx.params)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from services.cli import options
-from services.cli.terminal import err, progress_bar
+from smc.terminal import err, progress_bar
 
 
 def grow(

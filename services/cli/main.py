@@ -22,8 +22,8 @@ from services.cli.eval import evaluate
 from services.cli.generate import generate
 from services.cli.grow import grow
 from services.cli.serve import serve
-from services.cli.terminal import out, print_error
 from services.cli.timeline import timeline
+from smc.terminal import out, print_error
 
 EXAMPLES = """
 [bold]Examples[/bold]

@@ -9,17 +9,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-import typer
-
 from smc.engine.request import SETTINGS, SamplingParams
 from smc.engine.settings import Scope
+from smc.terminal import option
 
 MODELS, SAMPLING, PARTICLES, ENGINE, MEASURE, OUTPUT = "Models", "Sampling", "Particles", "Engine", "What is measured", "Output"
-
-
-def option(panel: str, text: str, *names: str, metavar: str | None = None, show_default: bool | str = True):
-    """An option of one of the panels above."""
-    return typer.Option(*names, help=text, rich_help_panel=panel, metavar=metavar, show_default=show_default)
 
 
 def sampling_option(name: str) -> Any:

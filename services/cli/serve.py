@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from services.cli import gang, options
-from services.cli.terminal import err, print_error
+from smc.terminal import err, print_error
 
 if TYPE_CHECKING:
     from services.launch.service import Ready

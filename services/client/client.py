@@ -25,9 +25,9 @@ from services.client.nouns import (
     Times,
     Usage,
 )
-from services.gateway.security import is_loopback
 from services.pb import generation_pb2 as pb
 from services.pb import generation_pb2_grpc as pb_grpc
+from services.security import is_loopback
 from services.wire import RETRY_TRAILER
 from services.wire.sampling import FINISH_REASONS, REPORTS, name_of, sampling_message
 

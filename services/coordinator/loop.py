@@ -13,32 +13,18 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from services.backend import RequestFailed, Unavailable
-from services.coordinator.timeline import RoundTimes, Timeline
+from services.step import Step
 from smc.engine.admission import NoDraft, QueueFull
 from smc.engine.engine import Engine
 from smc.engine.request import Output, Request
-from smc.engine.stats import EngineStats
+from smc.engine.timeline import RoundTimes, Timeline
 from smc.runtime.messages import SideLost
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one turn of the loop brought."""
-
-    outputs: list[Output] = field(default_factory=list)
-    refusals: dict[str, Exception] = field(default_factory=dict)
-    """Why a submission was not taken (ValueError, QueueFull, RequestFailed, Unavailable) or goes no further (Unavailable), by id."""
-    stats: EngineStats | None = None
-    times: RoundTimes | None = None
-    """Where the time of the turn's rounds went; None where that is not known or no model worked."""
-    lost_draft: int = 0
-    """Epoch of the draft that was lost last; 0 if none was."""
 
 
 @dataclass(frozen=True)
@@ -66,15 +52,15 @@ class EngineLoop:
         timeline: Timeline | None = None,
         when_idle: Callable[[], None] | None = None,
         idle_period: float | None = None,
-        when_lost: Callable[[str], list[str]] | None = None,
+        on_draft_lost: Callable[[str], list[str]] | None = None,
     ) -> None:
-        """`when_idle` is called every `idle_period` seconds while there is nothing to do, `when_lost` when the draft is lost, with the
+        """`when_idle` is called every `idle_period` seconds while there is nothing to do, `on_draft_lost` when the draft is lost, with the
         reason; it returns the ids of requests that end then. What either raises ends the loop.
 
         Statistics are delivered in idle periods, too.
         """
         self._engine, self._deliver = engine, deliver
-        self._timeline, self._when_idle, self._idle_period, self._when_lost = timeline, when_idle, idle_period, when_lost
+        self._timeline, self._when_idle, self._idle_period, self._on_draft_lost = timeline, when_idle, idle_period, on_draft_lost
         self._inbox: queue.SimpleQueue[Request | str | _Work | None] = queue.SimpleQueue()
         self._refusals: dict[str, Exception] = {}
         """That have not been delivered."""
@@ -136,7 +122,7 @@ class EngineLoop:
                 item, wait = self._inbox.get(timeout=self._idle_period), False
             except queue.Empty:
                 self._outliving_draft(self._when_idle)
-                self._tell([], None)
+                self._deliver_step([], None)
                 continue
             if item is None:
                 return False
@@ -145,10 +131,10 @@ class EngineLoop:
         begin = time.monotonic_ns()
         outputs = self._outliving_draft(engine.step) or []
         times = self._timeline.end_step(begin, time.monotonic_ns()) if self._timeline else None
-        self._tell(outputs, times)
+        self._deliver_step(outputs, times)
         return True
 
-    def _tell(self, outputs: list[Output], times: RoundTimes | None) -> None:
+    def _deliver_step(self, outputs: list[Output], times: RoundTimes | None) -> None:
         refusals, self._refusals = self._refusals, {}
         step = Step(outputs, refusals, self._engine.take_stats(), times)
         self._outliving_draft(lambda: self._deliver(step))
@@ -158,15 +144,15 @@ class EngineLoop:
         try:
             return work()
         except SideLost as lost:
-            self.lose_draft(str(lost))
+            self.detach_draft(str(lost))
             return None
 
-    def lose_draft(self, why: str) -> None:
+    def detach_draft(self, why: str) -> None:
         """In the engine's thread."""
         logger.warning("%s; the target goes on alone", why)
         self._turned = time.monotonic()
         error = Unavailable("the draft's workers were lost, and start again; try again later")
-        self._refusals |= dict.fromkeys(self._when_lost(why), error)
+        self._refusals |= dict.fromkeys(self._on_draft_lost(why), error)
 
     def _take(self, item: Request | str | _Work) -> None:
         if isinstance(item, _Work):

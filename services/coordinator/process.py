@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from services.coordinator.loop import EngineLoop, Step
+from services.coordinator.loop import EngineLoop
 from services.coordinator.remote import CoordinatorSpec, RemoteEngine
 from services.coordinator.service import CoordinatorServer
+from services.step import Step
 
 WATCH_SECONDS = 0.5
 """Between two looks at the engine's thread."""
@@ -33,14 +34,14 @@ class Coordinator:
         self._remote = RemoteEngine(spec)
         self._sign_of_life()
         self._remote.timeline.forget()
-        self._server = CoordinatorServer(host, spec.meeting.secret)
+        self._server = CoordinatorServer(host, spec.rendezvous.secret)
         self._loop = EngineLoop(
             self._remote.engine,
             self._deliver,
             timeline=self._remote.timeline,
             when_idle=self._sign_of_life,
             idle_period=spec.heartbeat,
-            when_lost=self._remote.lose_draft,
+            on_draft_lost=self._remote.detach_draft,
         )
         self._server.attach_to(self._loop)
         self._loop.start()
@@ -64,15 +65,15 @@ class Coordinator:
         if self._spec.trace is not None:
             self._remote.timeline.write(self._spec.trace)
 
-    def lose_draft(self) -> None:
+    def detach_draft(self) -> None:
         """Its processes are ended. Returns when nothing is asked of it any more."""
-        self._loop.do(lambda: self._loop.lose_draft("its processes have ended")).result(2 * self._spec.timeout)
+        self._loop.do(lambda: self._loop.detach_draft("its processes have ended")).result(2 * self._spec.timeout)
 
-    def renew_draft(self, epoch: int) -> None:
+    def attach_draft(self, epoch: int) -> None:
         """Returns when the draft of this epoch takes part. Raises RuntimeError if it does not come."""
-        draft = self._remote.reach_draft(epoch)
+        draft = self._remote.connect_draft(epoch)
         try:
-            self._loop.do(lambda: self._remote.take_draft(draft)).result(2 * self._spec.timeout)
+            self._loop.do(lambda: self._remote.attach_draft(draft)).result(2 * self._spec.timeout)
         except Exception:
             draft.close()
             raise

@@ -9,20 +9,20 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from services.coordinator.timeline import Timeline
 from services.coordinator.warm_up import first_request
 from services.link.base import LinkError
-from services.link.connect import Meeting, coordinator_end
+from services.link.connect import Rendezvous, coordinator_end
 from services.link.remote import RemotePair, RemoteWorker, WorkerFailed
 from smc.engine.engine import Engine
 from smc.engine.rehearsal import rehearsal
+from smc.engine.timeline import Timeline
 from smc.engine.timing import Effort, time_costs
 from smc.models.source import Source
 from smc.runtime.config import EngineConfig
 from smc.runtime.messages import SIDES, SideLost
 
 REPORT_SECONDS = 1.0
-"""For a worker to write down what went wrong, when a link has broken."""
+"""For a worker's failure report, when a link has broken."""
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 class CoordinatorSpec:
     """Everything the coordinator is told when it starts."""
 
-    meeting: Meeting
+    rendezvous: Rendezvous
     target: Source
     """Whose tokenizer is the pair's."""
     engine: EngineConfig
@@ -58,9 +58,9 @@ class RemoteEngine:
         reports."""
         self._spec = spec
         self.timeline = Timeline(trace=spec.trace is not None)
-        self._store = store = spec.meeting.store()
-        self._meetings = dict.fromkeys(SIDES, spec.meeting)
-        self.workers = {side: self._worker(side, spec.meeting, store) for side in SIDES}
+        self._store = store = spec.rendezvous.store()
+        self._rendezvous = dict.fromkeys(SIDES, spec.rendezvous)
+        self.workers = {side: self._worker(side, spec.rendezvous, store) for side in SIDES}
         pages = {side: self._pages(side, store) for side in SIDES}
         self.lost_draft = 0
         """Epoch of the draft that was lost last."""
@@ -81,40 +81,40 @@ class RemoteEngine:
         """Workers that are not known to be lost."""
         return [worker for worker in self.workers.values() if not worker.lost]
 
-    def lose_draft(self, why: str) -> list[str]:
-        """The draft is gone. Returns the ids of requests that end with it. In the engine's thread, as all but `reach_draft`."""
+    def detach_draft(self, why: str) -> list[str]:
+        """The draft is gone. Returns the ids of requests that end with it. In the engine's thread, as all but `connect_draft`."""
         draft = self.workers["draft"]
-        draft.lose(why)
+        draft.set_lost(why)
         if self.lost_draft == draft.epoch:
             return []
         self.lost_draft = draft.epoch
-        return self.engine.lose_draft()
+        return self.engine.detach_draft()
 
-    def reach_draft(self, epoch: int) -> RemoteWorker:
+    def connect_draft(self, epoch: int) -> RemoteWorker:
         """Another draft, which has loaded its weights, of this epoch. Raises RuntimeError if it does not come."""
         if self.lost_draft != self.workers["draft"].epoch:
             raise RuntimeError(f"the draft of epoch {self.workers['draft'].epoch} is there; it has to be lost before another one comes")
         self.workers["draft"].close()
-        meeting = self._meetings["draft"] = replace(self._spec.meeting, epoch=epoch, start_timeout=self._spec.timeout)
-        return self._worker("draft", meeting, meeting.store())
+        rendezvous = self._rendezvous["draft"] = replace(self._spec.rendezvous, epoch=epoch, start_timeout=self._spec.timeout)
+        return self._worker("draft", rendezvous, rendezvous.store())
 
-    def take_draft(self, draft: RemoteWorker) -> None:
+    def attach_draft(self, draft: RemoteWorker) -> None:
         """It takes the lost one's place. Raises LinkError, or SideLost, if it is lost, too."""
         self.workers["target"].reconnect(draft.epoch, self._spec.timeout / 2)
         draft.timeout = self._spec.timeout / 2
         draft.set_clock()
         draft.timeout = self._spec.timeout
         self.workers["draft"] = draft
-        self.engine.regain_draft(self._pages("draft", self._store))
+        self.engine.attach_draft(self._pages("draft", self._store))
         self.timeline.forget()
 
-    def _worker(self, side: str, meeting: Meeting, store: dist.Store) -> RemoteWorker:
-        end = coordinator_end(meeting, store, side)
+    def _worker(self, side: str, rendezvous: Rendezvous, store: dist.Store) -> RemoteWorker:
+        end = coordinator_end(rendezvous, store, side)
         may_be_lost = side == "draft" and self._spec.outlives_draft
-        return RemoteWorker(side, end, meeting.epoch, meeting.start_timeout, self.timeline, may_be_lost=may_be_lost)
+        return RemoteWorker(side, end, rendezvous.epoch, rendezvous.start_timeout, self.timeline, may_be_lost=may_be_lost)
 
     def _pages(self, side: str, store: dist.Store) -> int:
-        return int(store.get(self._meetings[side].name(f"{side}/pages")))
+        return int(store.get(self._rendezvous[side].name(f"{side}/pages")))
 
     def cause(self, error: Exception) -> Exception:
         """What the engine stopped for. A worker that fails breaks its links and the other's, so the first error may be neither's own: then
@@ -127,7 +127,7 @@ class RemoteEngine:
             while time.monotonic() < deadline:
                 # What a draft that has been given up once died of is no news.
                 for side in SIDES if self.lost_draft < self.workers["draft"].epoch else ("target",):
-                    if what := self._meetings[side].reported(self._store, side):
+                    if what := self._rendezvous[side].failure_report(self._store, side):
                         return WorkerFailed(side, what)
                 time.sleep(REPORT_SECONDS / 10)
         except RuntimeError:

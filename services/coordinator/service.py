@@ -10,10 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
-from services.coordinator.loop import EngineLoop, Step
+from services.coordinator.loop import EngineLoop
 from services.link.streams import OPTIONS, is_proven
 from services.pb import coordinator_pb2 as pb
 from services.pb import coordinator_pb2_grpc as pb_grpc
+from services.step import Step
 from services.wire.generation import to_sampling
 from services.wire.steps import to_response
 from smc.engine.request import Request

@@ -100,7 +100,7 @@ class Calls:
         for call in self._calls.values():
             _end(call)
 
-    async def told(self, timeout: float) -> None:
+    async def delivered(self, timeout: float) -> None:
         """Wait until callers have been sent how their calls ended, as far as they read it."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.gateway.security import check_tls, is_loopback, read_tokens
+from services.security import check_tls, is_loopback, read_tokens
 from smc.engine.request import Method
 
 DEFAULT_PORT = 50051

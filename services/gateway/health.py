@@ -24,19 +24,19 @@ class Health(pb_grpc.HealthServicer):
     def __init__(self, names: Sequence[str]) -> None:
         self._statuses = dict.fromkeys(names, NOT_SERVING)
         self._changed = asyncio.Event()
-        self._told: dict[object, asyncio.Event] = {}
+        self._delivered: dict[object, asyncio.Event] = {}
 
     def set(self, statuses: dict[str, bool]) -> None:
         """All at once; who watches sees the latest, not every one between."""
         self._statuses |= {name: SERVING if serving else NOT_SERVING for name, serving in statuses.items()}
-        for told in self._told.values():
-            told.clear()
+        for delivered in self._delivered.values():
+            delivered.clear()
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def told(self, timeout: float) -> None:
+    async def delivered(self, timeout: float) -> None:
         """Wait until all who watch have been sent what was set last, as far as they read it: at most `timeout` seconds."""
-        waits = [asyncio.create_task(told.wait()) for told in self._told.values()]
+        waits = [asyncio.create_task(delivered.wait()) for delivered in self._delivered.values()]
         if waits:
             _, behind = await asyncio.wait(waits, timeout=timeout)
             for wait in behind:
@@ -52,14 +52,14 @@ class Health(pb_grpc.HealthServicer):
         return pb.HealthListResponse(statuses={n: pb.HealthCheckResponse(status=s) for n, s in self._statuses.items()})
 
     async def Watch(self, request: pb.HealthCheckRequest, context: grpc.aio.ServicerContext) -> None:
-        told = self._told[context] = asyncio.Event()
+        delivered = self._delivered[context] = asyncio.Event()
         try:
-            await self._follow(request.service, context, told)
+            await self._follow(request.service, context, delivered)
         finally:
-            told.set()
-            del self._told[context]
+            delivered.set()
+            del self._delivered[context]
 
-    async def _follow(self, name: str, context: grpc.aio.ServicerContext, told: asyncio.Event) -> None:
+    async def _follow(self, name: str, context: grpc.aio.ServicerContext, delivered: asyncio.Event) -> None:
         last = None
         while True:
             changed = self._changed  # taken before the status is read, so that no change after it goes unseen
@@ -68,5 +68,5 @@ class Health(pb_grpc.HealthServicer):
                 await context.write(pb.HealthCheckResponse(status=status))
                 last = status
             if changed is self._changed:
-                told.set()
+                delivered.set()
             await changed.wait()

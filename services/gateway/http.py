@@ -19,12 +19,12 @@ from services.gateway.calls import Tally
 from services.gateway.connections import Connections
 from services.gateway.limits import Places, Turns
 from services.gateway.replies import Reply, answered, requests_of
-from services.gateway.security import bearer_token, caller_with, is_known, server_context
 from services.metrics import Metrics
 from services.openai import answers
 from services.openai.document import parse
 from services.openai.errors import BadRequest, refusal
 from services.openai.requests import CHAT, COMPLETIONS, Asked, understood
+from services.security import bearer_token, caller_with, is_known, server_context
 from smc.engine.admission import check_waiting
 
 HEALTH, METRICS, MODELS = "/health", "/metrics", "/v1/models"

@@ -8,8 +8,8 @@ from typing import Any
 import grpc
 
 from services.errors import Unauthenticated, status_of
-from services.gateway.security import bearer_token, caller_with, is_known
 from services.metrics import Metrics
+from services.security import bearer_token, caller_with, is_known
 
 OPEN = "/grpc.health.v1."
 """Probes of an orchestrator carry no token."""

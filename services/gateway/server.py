@@ -22,25 +22,24 @@ from services.gateway.http import HttpEdge
 from services.gateway.intake import Intake
 from services.gateway.interceptors import TokenInterceptor
 from services.gateway.limits import Places, Turns
-from services.gateway.security import server_credentials
 from services.gateway.status import ServiceStatus
 from services.gateway.tracing import Tracing
 from services.gateway.watchdog import Watchdog
 from services.metrics import Metrics
 from services.pb import generation_pb2, generation_pb2_grpc
+from services.security import server_credentials
 from services.vllm.service import VLLM, VllmService, add_to_server
 
 API = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 DRAFT, TARGET = "smc.draft", "smc.target"
+"""Names of the groups for health checks."""
 GATEWAY = "smc.gateway"
 """SERVING for as long as anybody answers, whatever has become of the workers: whether this process is alive."""
-"""Names of the groups for health checks."""
 LEAVE_SECONDS = 10.0
 """Beyond the time for a drain: until then `stop` has ended every call."""
-LAST_WORDS = 1.0
+DELIVERY_SECONDS = 1.0
 """Seconds in which callers whose calls were ended may take in why."""
-
 TRACES_SECONDS = 3.0
 """For a collector to take the last spans."""
 
@@ -109,7 +108,7 @@ class Gateway:
             return
         serving = target
         self._calls.closed = None if serving else "the service is not ready: its workers are starting; try again later"
-        self._tell(draft, target, serving)
+        self._set_health(draft, target, serving)
 
     async def drain(self, timeout: float | None = None) -> None:
         """Let nobody in any more, let calls in flight finish for `timeout` seconds (default: the configured), end the rest, stop.
@@ -133,9 +132,9 @@ class Gateway:
         """End calls in flight with UNAVAILABLE and stop. Doing it again, or while draining, is fine."""
         self._close("the service is shutting down; try again later, or elsewhere")
         self._calls.interrupt()
-        await self._calls.ended(LAST_WORDS)
-        await self._calls.told(LAST_WORDS)
-        await self._health.told(LAST_WORDS)
+        await self._calls.ended(DELIVERY_SECONDS)
+        await self._calls.delivered(DELIVERY_SECONDS)
+        await self._health.delivered(DELIVERY_SECONDS)
         if self._server is not None:
             await self._server.stop(grace=None)
         if self._edge is not None:
@@ -154,9 +153,9 @@ class Gateway:
 
     def _close(self, why: str) -> None:
         self._ending, self._calls.closed = True, why
-        self._tell(draft=False, target=False, serving=False)
+        self._set_health(draft=False, target=False, serving=False)
 
-    def _tell(self, draft: bool, target: bool, serving: bool) -> None:
+    def _set_health(self, draft: bool, target: bool, serving: bool) -> None:
         self._health.set({"": serving, API: serving, VLLM: serving, DRAFT: draft, TARGET: target})
         self._metrics.set_health(draft, target, serving)
 

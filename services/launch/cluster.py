@@ -29,8 +29,8 @@ LOCAL_CPUS = 64
 OBJECT_STORE_BYTES = 100_000_000
 SLOW_START = "timed out during startup"
 """In what Ray says of itself then."""
-MARK = 0.001
-"""What a rank asks of a resource that marks hosts: so little that a host with one of it has enough for all its ranks."""
+RESOURCE_SHARE = 0.001
+"""What a rank asks of a custom resource that hosts have: so little that a host with one of it has enough for all its ranks."""
 
 
 class RankActor:
@@ -69,12 +69,12 @@ class CoordinatorActor:
     def stop(self) -> None:
         self._coordinator.stop()
 
-    def lose_draft(self) -> None:
-        self._coordinator.lose_draft()
+    def detach_draft(self) -> None:
+        self._coordinator.detach_draft()
 
-    def renew_draft(self, epoch: int) -> None:
+    def attach_draft(self, epoch: int) -> None:
         """See `Coordinator`."""
-        self._coordinator.renew_draft(epoch)
+        self._coordinator.attach_draft(epoch)
 
     def pid(self) -> int:
         return os.getpid()
@@ -116,18 +116,18 @@ def disconnect() -> None:
     ray.shutdown()
 
 
-def reserve(ranks: int, gpus: bool, mark: str | None) -> PlacementGroup:
-    """Room for the ranks of one model, all on one host, which has the resource `mark` if one is given; it may not be there yet."""
-    return placement_group([_bundle(gpus, mark)] * ranks, strategy="STRICT_PACK")
+def reserve(ranks: int, gpus: bool, resource: str | None) -> PlacementGroup:
+    """Room for the ranks of one model, all on one host, which has the resource `resource` if one is given; it may not be there yet."""
+    return placement_group([_bundle(gpus, resource)] * ranks, strategy="STRICT_PACK")
 
 
-def wait_for(group: PlacementGroup, ranks: int, gpus: bool, mark: str | None, timeout: float) -> None:
+def wait_for(group: PlacementGroup, ranks: int, gpus: bool, resource: str | None, timeout: float) -> None:
     """Raises RuntimeError if there is no such room within `timeout` seconds."""
     if not group.wait(timeout):
-        bundle = _bundle(gpus, mark)
-        if mark and mark not in ray.cluster_resources():
+        bundle = _bundle(gpus, resource)
+        if resource and resource not in ray.cluster_resources():
             raise RuntimeError(
-                f"no host of the cluster has the resource {mark!r}; start one with: ray start --resources='{{\"{mark}\": 1}}' .., "
+                f"no host of the cluster has the resource {resource!r}; start one with: ray start --resources='{{\"{resource}\": 1}}' .., "
                 "or name another resource"
             )
         free = ray.available_resources()
@@ -135,8 +135,8 @@ def wait_for(group: PlacementGroup, ranks: int, gpus: bool, mark: str | None, ti
         raise RuntimeError(f"no host of the cluster has room for {ranks} x {bundle} (free in all of it: {has})")
 
 
-def _bundle(gpus: bool, mark: str | None) -> dict[str, float]:
-    return {"CPU": 1} | ({"GPU": 1} if gpus else {}) | ({mark: MARK} if mark else {})
+def _bundle(gpus: bool, resource: str | None) -> dict[str, float]:
+    return {"CPU": 1} | ({"GPU": 1} if gpus else {}) | ({resource: RESOURCE_SHARE} if resource else {})
 
 
 def start_rank(group: PlacementGroup, side: str, rank: int, gpus: bool) -> ray.actor.ActorHandle:

@@ -22,7 +22,7 @@ from services.launch.config import GangConfig
 from services.launch.errors import GangError
 from services.launch.specs import coordinator_spec, rank_spec
 from services.link.base import LinkError
-from services.link.connect import Meeting
+from services.link.connect import Rendezvous
 from smc.models.parallel import Shard
 from smc.runtime.messages import SIDES
 
@@ -51,7 +51,7 @@ class Gang:
         """`kill` has been called, maybe in the middle of the start."""
         self._lives: dict[ray.ObjectRef, str] = {}
         self._store: dist.TCPStore | None = None
-        self._meeting: Meeting | None = None
+        self._rendezvous: Rendezvous | None = None
         self.address = ""
 
     def start(self) -> None:
@@ -87,10 +87,10 @@ class Gang:
             ended = self._take(filter(_is_draft, list(self.actors)), ["draft"])
         _end(*ended)
 
-    def lose_draft(self) -> None:
+    def detach_draft(self) -> None:
         """After `end_draft`: the others go on without it. Raises GangError if the coordinator does not say so."""
         with self._adding():
-            told = self.actors["coordinator"].lose_draft.remote()
+            told = self.actors["coordinator"].detach_draft.remote()
         try:
             ray.get(told, timeout=3 * self._config.link_timeout)
         except ray.exceptions.RayError as error:
@@ -100,7 +100,7 @@ class Gang:
         """Another draft, in place of the one that has ended. Returns when requests can use it. Raises GangError."""
         self._draft_starts = True
         try:
-            self._start_draft(replace(self._meeting, epoch=epoch))
+            self._start_draft(replace(self._rendezvous, epoch=epoch))
         except Exception as error:
             self.end_draft()
             if isinstance(error, GangError):
@@ -109,16 +109,16 @@ class Gang:
         finally:
             self._draft_starts = False
 
-    def _start_draft(self, meeting: Meeting) -> None:
-        deadline = time.monotonic() + meeting.start_timeout
-        self._start_side("draft", meeting)
+    def _start_draft(self, rendezvous: Rendezvous) -> None:
+        deadline = time.monotonic() + rendezvous.start_timeout
+        self._start_side("draft", rendezvous)
         lives = {life: name for life, name in self._lives.items() if _is_draft(name)}
-        while not self._store.check([meeting.name("draft/pages")]):
+        while not self._store.check([rendezvous.name("draft/pages")]):
             self._wait_for(list(lives), lives, LOOK_SECONDS)
             if time.monotonic() > deadline:
-                raise GangError(f"the draft was not ready after {meeting.start_timeout:g} s")
+                raise GangError(f"the draft was not ready after {rendezvous.start_timeout:g} s")
         with self._adding():
-            taken = self.actors["coordinator"].renew_draft.remote(meeting.epoch)
+            taken = self.actors["coordinator"].attach_draft.remote(rendezvous.epoch)
         self._wait_for([taken, *lives], lives, None)
         ray.get(taken)
 
@@ -160,12 +160,12 @@ class Gang:
         config, host = self._config, ray.util.get_node_ip_address()
         limit = timedelta(seconds=config.start_timeout)
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
-        self._meeting = Meeting(host, self._store.port, self.epoch, self.secret, config.link, config.start_timeout)
+        self._rendezvous = Rendezvous(host, self._store.port, self.epoch, self.secret, config.link, config.start_timeout)
         for side in SIDES:
-            self._start_side(side, self._meeting)
+            self._start_side(side, self._rendezvous)
         with self._adding():
             self.actors["coordinator"] = coordinator = cluster.start_coordinator()
-            started = coordinator.start.remote(coordinator_spec(config, self._pair, self._meeting))
+            started = coordinator.start.remote(coordinator_spec(config, self._pair, self._rendezvous))
         logger.info("epoch %d: waiting until %s are ready", self.epoch, ", ".join(self.actors))
         if not self._wait_for([started, *self._lives], self._lives, config.start_timeout):
             raise GangError(f"the gang was not ready after {config.start_timeout:g} s")
@@ -173,19 +173,19 @@ class Gang:
         with self._adding():
             self._lives[coordinator.wait.remote()] = "coordinator"
 
-    def _start_side(self, side: str, meeting: Meeting) -> None:
+    def _start_side(self, side: str, rendezvous: Rendezvous) -> None:
         """Every rank of a model begins to load it."""
         config = self._config
-        degree, mark, gpus = config.degree(side), config.resource(side), config.device == "cuda"
+        degree, resource, gpus = config.degree(side), config.resource(side), config.device == "cuda"
         with self._adding():
-            group = self._groups[side] = cluster.reserve(degree, gpus, mark)
-        cluster.wait_for(group, degree, gpus, mark, config.start_timeout)
+            group = self._groups[side] = cluster.reserve(degree, gpus, resource)
+        cluster.wait_for(group, degree, gpus, resource, config.start_timeout)
         for rank in range(degree):
             with self._adding():
                 name = f"{side}{rank}"
                 self.actors[name] = actor = cluster.start_rank(group, side, rank, gpus)
                 self._processes[name] = actor.process.remote()
-                self._lives[actor.run.remote(rank_spec(config, self._pair, meeting, side, Shard(rank, degree)))] = name
+                self._lives[actor.run.remote(rank_spec(config, self._pair, rendezvous, side, Shard(rank, degree)))] = name
 
     def _wait_for(self, some: list[ray.ObjectRef], lives: dict[ray.ObjectRef, str], timeout: float | None) -> bool:
         """Wait until one of some has ended; False: none has. Raises GangError for one of `lives`."""

@@ -6,16 +6,16 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from services.coordinator.remote import RemoteEngine
-from services.coordinator.timeline import RoundTimes
 from services.launch.config import GangConfig
 from services.launch.processes import Processes
 from smc.engine.engine import Engine
 from smc.engine.request import SamplingParams
-from smc.evaluation.round_time import WARM_UP, decoding_name, steady_requests
+from smc.engine.timeline import RoundTimes
+from smc.evaluation.round_time import WARM_UP, GangRound, decoding_name, steady_requests
 from smc.evaluation.speed import Mode, read_bytes
 from smc.models.config import ModelConfig
 from smc.models.decoder import empty_decoder
@@ -23,30 +23,6 @@ from smc.models.linear import DTYPES
 from smc.models.parallel import Shard, local_config
 from smc.runtime.config import EngineConfig
 from smc.runtime.messages import SIDES
-
-
-@dataclass(frozen=True)
-class GangRound:
-    """Medians over rounds, in milliseconds; see `services.coordinator.timeline.RoundTimes` for the parts."""
-
-    link: str
-    decoding: str
-    """`exact`, or the population of SMC."""
-    form: str
-    block: int
-    branches: int
-    draft_tp: int
-    target_tp: int
-    requests: int
-    particles: int
-    rounds: int
-    whole: float
-    draft: float
-    target: float
-    link_time: float
-    coordinator: float
-    draft_stall: float
-    target_stall: float
 
 
 def measure(

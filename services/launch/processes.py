@@ -20,7 +20,7 @@ from services.coordinator.remote import RemoteEngine
 from services.launch.config import GangConfig
 from services.launch.errors import GangError
 from services.launch.specs import coordinator_spec, rank_spec
-from services.link.connect import Meeting
+from services.link.connect import Rendezvous
 from services.workers.process import load_rank, run_rank
 from smc.models.parallel import Shard
 from smc.runtime.config import EngineConfig
@@ -61,12 +61,12 @@ class Processes:
         self._epoch += 1
         config = replace(self._config, engine=engine)
         pair = config.serving_pair()
-        meeting = Meeting(HOST, self._store.port, self._epoch, secrets.token_hex(16), config.link, config.start_timeout)
+        rendezvous = Rendezvous(HOST, self._store.port, self._epoch, secrets.token_hex(16), config.link, config.start_timeout)
         for (side, number), rank in self._ranks.items():
-            rank.pipe.send(rank_spec(config, pair, meeting, side, Shard(number, config.degree(side)), shares_gpu=self._shares_gpu))
+            rank.pipe.send(rank_spec(config, pair, rendezvous, side, Shard(number, config.degree(side)), shares_gpu=self._shares_gpu))
         self._hear("loaded", config.start_timeout)
         try:
-            remote = RemoteEngine(coordinator_spec(config, pair, meeting, rehearse=self._rehearse))
+            remote = RemoteEngine(coordinator_spec(config, pair, rendezvous, rehearse=self._rehearse))
             try:
                 yield remote
             finally:

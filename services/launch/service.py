@@ -8,7 +8,6 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.coordinator.loop import Step
 from services.gateway.config import GatewayConfig
 from services.gateway.server import Gateway
 from services.gateway.status import ServiceStatus
@@ -16,6 +15,7 @@ from services.launch import cluster
 from services.launch.config import GangConfig
 from services.launch.supervisor import Supervisor
 from services.metrics import Metrics
+from services.step import Step
 
 logger = logging.getLogger(__name__)
 

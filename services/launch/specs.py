@@ -5,17 +5,19 @@ from __future__ import annotations
 from services.backend import ServingPair
 from services.coordinator.remote import CoordinatorSpec
 from services.launch.config import GangConfig
-from services.link.connect import Meeting
+from services.link.connect import Rendezvous
 from services.workers.process import RankSpec
 from smc.engine.timing import BRIEF, THOROUGH
 from smc.models.parallel import Shard
 
 
-def rank_spec(config: GangConfig, pair: ServingPair, meeting: Meeting, side: str, shard: Shard, *, shares_gpu: bool = False) -> RankSpec:
+def rank_spec(
+    config: GangConfig, pair: ServingPair, rendezvous: Rendezvous, side: str, shard: Shard, *, shares_gpu: bool = False
+) -> RankSpec:
     """`shares_gpu`: ranks of both sides are on one; NCCL takes no two of those."""
     engine, context = pair.engine, pair.context
     return RankSpec(
-        meeting=meeting,
+        rendezvous=rendezvous,
         side=side,
         shard=shard,
         source=config.sources.of_side(side),
@@ -36,11 +38,11 @@ def rank_spec(config: GangConfig, pair: ServingPair, meeting: Meeting, side: str
     )
 
 
-def coordinator_spec(config: GangConfig, pair: ServingPair, meeting: Meeting, *, rehearse: bool = True) -> CoordinatorSpec:
+def coordinator_spec(config: GangConfig, pair: ServingPair, rendezvous: Rendezvous, *, rehearse: bool = True) -> CoordinatorSpec:
     """`rehearse`: do what a service does before it serves; no rounds are rehearsed where nothing is compiled."""
     compiles, times = config.device == "cuda", rehearse and pair.engine.drafting == "costs"
     return CoordinatorSpec(
-        meeting=meeting,
+        rendezvous=rendezvous,
         target=config.sources.target,
         engine=pair.engine,
         context=pair.context,

@@ -16,13 +16,13 @@ import time
 from collections.abc import AsyncGenerator, Callable
 
 from services.backend import ServingPair, Unavailable
-from services.coordinator.client import CoordinatorClient
-from services.coordinator.loop import Step
+from services.gateway.coordinator import CoordinatorClient
 from services.launch.config import GangConfig
 from services.launch.errors import GangError
 from services.launch.gang import Gang
 from services.launch.resume import resuming
 from services.launch.suspects import Suspects
+from services.step import Step
 from smc.engine.request import Output, Request
 from smc.engine.stats import EngineStats
 
@@ -165,7 +165,7 @@ class Supervisor:
             except Exception as error:  # whatever it is, the service must come back
                 if isinstance(error, GangError) and error.draft and self.serving:
                     try:
-                        await self._lose_draft(error)
+                        await self._detach_draft(error)
                         continue
                     except GangError as more:
                         error = more
@@ -175,7 +175,7 @@ class Supervisor:
                     self._end()
                     raise GangError(f"{failed} starts in a row have failed, the last one because: {error}") from error
 
-    async def _lose_draft(self, error: GangError) -> None:
+    async def _detach_draft(self, error: GangError) -> None:
         """The target goes on alone until another draft has come. Raises GangError if that or the coordinator is lost, too."""
         await asyncio.to_thread(self._gang.probe, PROBE_SECONDS)
         logger.error("%s; the target goes on alone", error)
@@ -185,12 +185,12 @@ class Supervisor:
         self._on_health(False, True)
         # Who waits for a draft that hangs goes on when that is ended.
         await asyncio.to_thread(self._gang.end_draft)
-        self._draft_start = asyncio.create_task(self._renew_draft(self._gang))
+        self._draft_start = asyncio.create_task(self._restart_draft(self._gang))
 
-    async def _renew_draft(self, gang: Gang) -> None:
+    async def _restart_draft(self, gang: Gang) -> None:
         """Whatever else goes wrong meanwhile, `_keep_alive` sees."""
         try:
-            await asyncio.to_thread(gang.lose_draft)
+            await asyncio.to_thread(gang.detach_draft)
         except GangError as error:
             logger.error("%s", error)
         for failed in range(self._config.max_failed_starts):
@@ -227,7 +227,7 @@ class Supervisor:
     async def _detach(self, why: str) -> None:
         client, self._client = self._client, None
         if client is not None:
-            client.lose(why)
+            client.fail(why)
             await client.close()
 
     def _lost(self) -> None:

@@ -136,7 +136,7 @@ def round_command(plan: RoundPlan) -> pb.RoundCommand:
         short=plan.short,
         columns=plan.columns,
         kinds=sorted(map(int, plan.kinds)),
-        branches=len(plan.branch_pages_XB) // len(plan.slot_A),
+        branches=plan.branches,
         target_law=_law_message(plan.target_law),
         draft_law=_law_message(plan.draft_law),
         **_fields(plan, _PLAN),

@@ -1,4 +1,4 @@
-"""Makes the ends of a link of either kind. All who take part meet at a `TCPStore`, under names that carry the epoch."""
+"""Makes the ends of a link of either kind. Their rendezvous is a `TCPStore`, under names that carry the epoch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PEER = "target/peer"
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Where and as what the processes of one life of the gang, or of the draft in it, find each other."""
 
     host: str
@@ -40,24 +40,24 @@ class Meeting:
     def name(self, what: str) -> str:
         return f"{self.epoch}/{what}"
 
-    def report(self, store: dist.Store, side: str, error: Exception) -> None:
+    def report_failure(self, store: dist.Store, side: str, error: Exception) -> None:
         """Write down why a rank of `side` ends, before it closes its links: those break for everybody, and what is under way on them may
         be lost. A link that broke is no reason of its own."""
         if not isinstance(error, LinkError):
             with suppress(RuntimeError):  # the store has gone with the rest of the gang
                 store.set(self.name(f"{side}/failure"), failure_text(error))
 
-    def reported(self, store: dist.Store, side: str) -> str | None:
+    def failure_report(self, store: dist.Store, side: str) -> str | None:
         """Why a rank of `side` ended, if it has said so."""
         name = self.name(f"{side}/failure")
         return store.get(name).decode() if store.check([name]) else None
 
 
-def coordinator_end(meeting: Meeting, store: dist.Store, side: str) -> CoordinatorEnd:
+def coordinator_end(rendezvous: Rendezvous, store: dist.Store, side: str) -> CoordinatorEnd:
     """The coordinator's end of the link to the leader of `side`."""
-    if meeting.link == "grpc":
-        return StreamCaller(_address(meeting, store, side), meeting.secret, "Work")
-    group = make_group(store, meeting.name(f"{side}/link"), 0, 2, meeting.start_timeout)
+    if rendezvous.link == "grpc":
+        return StreamCaller(_address(rendezvous, store, side), rendezvous.secret, "Work")
+    group = make_group(store, rendezvous.name(f"{side}/link"), 0, 2, rendezvous.start_timeout)
     return DistributedEnd(group, 0, pb.WorkResponse)
 
 
@@ -75,47 +75,47 @@ class LeaderEnds:
             self.server.close()
 
 
-def leader_ends(meeting: Meeting, store: dist.Store, side: str, host: str, between: torch.device) -> LeaderEnds:
+def leader_ends(rendezvous: Rendezvous, store: dist.Store, side: str, host: str, between: torch.device) -> LeaderEnds:
     """The ends that the leader of `side` needs. `between`: device of what the leaders tell each other; on a GPU it goes over NCCL."""
-    if meeting.link == "grpc":
-        server = StreamServer(host, meeting.secret)
-        _publish(meeting, store, side, server.address)
-        return LeaderEnds(server.coordinator, peer_end(meeting, store, side, between, server), server)
-    end = DistributedEnd(make_group(store, meeting.name(f"{side}/link"), 1, 2, meeting.start_timeout), 1, pb.WorkRequest)
-    return LeaderEnds(end, peer_end(meeting, store, side, between))
+    if rendezvous.link == "grpc":
+        server = StreamServer(host, rendezvous.secret)
+        _publish(rendezvous, store, side, server.address)
+        return LeaderEnds(server.coordinator, peer_end(rendezvous, store, side, between, server), server)
+    end = DistributedEnd(make_group(store, rendezvous.name(f"{side}/link"), 1, 2, rendezvous.start_timeout), 1, pb.WorkRequest)
+    return LeaderEnds(end, peer_end(rendezvous, store, side, between))
 
 
-def peer_end(meeting: Meeting, store: dist.Store, side: str, between: torch.device, server: StreamServer | None = None) -> PeerEnd:
+def peer_end(rendezvous: Rendezvous, store: dist.Store, side: str, between: torch.device, server: StreamServer | None = None) -> PeerEnd:
     """The end of the link to the other leader, once that has come. `server`: of this leader, with streams; its end for an earlier peer is
     closed."""
     if server is not None and side == "target":
         end = server.renew_peer()
-        _publish(meeting, store, PEER, server.address)
-        return MessagePeer(end, meeting.epoch, pb.ExchangeResponse)
+        _publish(rendezvous, store, PEER, server.address)
+        return MessagePeer(end, rendezvous.epoch, pb.ExchangeResponse)
     if server is not None:
-        caller = StreamCaller(_address(meeting, store, PEER), meeting.secret, "Exchange")
-        return MessagePeer(caller, meeting.epoch, pb.ExchangeRequest)
+        caller = StreamCaller(_address(rendezvous, store, PEER), rendezvous.secret, "Exchange")
+        return MessagePeer(caller, rendezvous.epoch, pb.ExchangeRequest)
     rank = 0 if side == "draft" else 1
 
     def group(name: str, at: torch.device | str = "cpu") -> dist.ProcessGroup:
-        return make_group(store, meeting.name(name), rank, 2, meeting.start_timeout, at)
+        return make_group(store, rendezvous.name(name), rank, 2, rendezvous.start_timeout, at)
 
     if between.type == "cuda":
         by_sender = [group(f"from {name}", between) for name in ("draft", "target")]
         return DevicePeer(by_sender[rank], by_sender[1 - rank], rank)
-    return MessagePeer(DistributedEnd(group("pair"), rank, pb.ExchangeRequest), meeting.epoch, pb.ExchangeRequest)
+    return MessagePeer(DistributedEnd(group("pair"), rank, pb.ExchangeRequest), rendezvous.epoch, pb.ExchangeRequest)
 
 
-def _publish(meeting: Meeting, store: dist.Store, who: str, address: str) -> None:
+def _publish(rendezvous: Rendezvous, store: dist.Store, who: str, address: str) -> None:
     """Say where `who` listens. Anybody who reaches the store can write to it, so what is said there is signed."""
-    name = meeting.name(f"{who}/address")
-    store.set(name, f"{address} {proof(meeting.secret, f'{name} {address}')}")
+    name = rendezvous.name(f"{who}/address")
+    store.set(name, f"{address} {proof(rendezvous.secret, f'{name} {address}')}")
 
 
-def _address(meeting: Meeting, store: dist.Store, who: str) -> str:
+def _address(rendezvous: Rendezvous, store: dist.Store, who: str) -> str:
     """Where `who` listens. Raises LinkError if somebody else says so."""
-    name = meeting.name(f"{who}/address")
+    name = rendezvous.name(f"{who}/address")
     address, _, signature = store.get(name).decode().partition(" ")
-    if not hmac.compare_digest(signature, proof(meeting.secret, f"{name} {address}")):
+    if not hmac.compare_digest(signature, proof(rendezvous.secret, f"{name} {address}")):
         raise LinkError(f"the address of {who}, {address!r}, was not written by this gang; look for who else uses its store")
     return address

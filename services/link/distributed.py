@@ -84,7 +84,7 @@ class DistributedEnd:
         return self._receives.FromString(data.numpy().tobytes())
 
     def close(self) -> None:
-        """After what was sent has been received, or `CLOSE_SECONDS`: a worker's last words are why it failed."""
+        """After what was sent has been received, or `CLOSE_SECONDS`: the last message of a worker may be why it failed."""
         deadline = time.monotonic() + CLOSE_SECONDS
         with suppress(RuntimeError):
             while self._sends and (left := deadline - time.monotonic()) > 0:

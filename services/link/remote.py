@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
-from services.coordinator.timeline import Timeline
 from services.link import codec
 from services.link.base import LAYOUT_VERSION, CoordinatorEnd, LinkError, check_envelope
 from services.pb import particles_pb2 as pb
+from smc.engine.timeline import Timeline
 from smc.runtime.messages import PromptBatch, PromptResult, SideLost
 from smc.runtime.outcome import Lineage, RoundResult
 from smc.runtime.pair import PairRound
@@ -123,13 +123,13 @@ class RemoteWorker:
         """As far as is known."""
         return self._lost is not None
 
-    def lose(self, why: str) -> None:
+    def set_lost(self, why: str) -> None:
         """It is gone, as others say."""
         self._lost = self._lost or LinkError(why)
 
     def close(self) -> None:
         """Give up the link. What it was asked for is lost."""
-        self.lose("its link has been closed")
+        self.set_lost("its link has been closed")
         self._end.close()
 
     def set_clock(self) -> None:

@@ -100,10 +100,8 @@ def _understood(body: Body, settings: dict[str, Any], models: tuple[str, ...], v
         settings = _in_the_librarys_terms(settings, body)
         if method is not None:
             settings.setdefault("method", method)
-        params = SamplingParams(
-            **settings
-        )  # before the prompt: a wrong setting is found in no time, while a long text takes some to encode
-        check_guidance(params, body.negative_prompt is not None)
+        # Before the prompt: a wrong setting is found in no time, while a long text takes some to encode.
+        check_guidance(SamplingParams(**settings), body.negative_prompt is not None)
     except ValueError as error:
         raise named(error, NAMES[chat], "") from error
     if body.stream_options is not None and not body.stream:

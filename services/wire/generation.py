@@ -1,7 +1,7 @@
 """Requests and answers between protobuf and the library. Knows nothing about who sends or receives them.
 
 Nothing is sent twice: an update carries what is new, so the answer in the last one holds only that update's tokens and text until
-whoever follows the request joins them (`services.coordinator.dispatch`). `Answer.seconds` is not sent: clocks differ.
+whoever follows the request joins them (`services.gateway.dispatch`). `Answer.seconds` is not sent: clocks differ.
 """
 
 from __future__ import annotations

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from services.backend import RequestFailed, Unavailable
-from services.coordinator.loop import Step
-from services.coordinator.timeline import RoundTimes
 from services.pb import coordinator_pb2 as pb
+from services.step import Step
 from services.wire.generation import from_update, to_update
 from smc.engine.admission import QueueFull
 from smc.engine.stats import EngineStats
+from smc.engine.timeline import RoundTimes
 from smc.runtime.messages import SIDES
 
 _GROUP_FIELDS = {

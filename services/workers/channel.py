@@ -49,7 +49,7 @@ class PeerChannel:
             try:
                 self._end.send(name, self._sent[name], tensor)
             except LinkError as error:
-                self._lose(error)
+                self._set_lost(error)
 
     def receive(self, key: tuple, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         here = self._stages.keep(key, f"received {name}", lambda: torch.empty(shape, dtype=dtype, device=self._stages.device))
@@ -63,11 +63,11 @@ class PeerChannel:
             try:
                 self._end.receive(name, self._received[name], here, self._timeout)
             except LinkError as error:
-                self._lose(error)
+                self._set_lost(error)
         if self._lost:
             here.zero_()
 
-    def _lose(self, error: LinkError) -> None:
+    def _set_lost(self, error: LinkError) -> None:
         if not self._outlives_peer:
             raise error
         logger.warning("the other side is lost: %s", error)

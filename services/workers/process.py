@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from services.link.connect import Meeting, leader_ends, peer_end
+from services.link.connect import Rendezvous, leader_ends, peer_end
 from services.workers.channel import PeerChannel
 from services.workers.parallel import TensorParallel
 from services.workers.rank import Rank, follow, lead
@@ -27,7 +27,7 @@ from smc.stops import TokenBytes
 class RankSpec:
     """Everything a rank is told when it starts."""
 
-    meeting: Meeting
+    rendezvous: Rendezvous
     side: str
     """`draft` or `target`."""
     shard: Shard
@@ -69,8 +69,8 @@ def load_rank(spec: RankSpec) -> Loaded:
     torch.set_num_threads(spec.threads)
     device, shard, group = torch.device(spec.device), spec.shard, None
     if shard.degree > 1:
-        name = spec.meeting.name(f"{spec.side}/ranks")
-        group = TensorParallel(spec.meeting.store(), name, shard.rank, shard.degree, device, spec.timeout)
+        name = spec.rendezvous.name(f"{spec.side}/ranks")
+        group = TensorParallel(spec.rendezvous.store(), name, shard.rank, shard.degree, device, spec.timeout)
     model = spec.source.load(dtype=DTYPES[spec.dtype], device=device, shard=shard, reduce=group)
     return Loaded(model, group, spec.draft_vocab.head(model) if spec.draft_vocab else None)
 
@@ -84,27 +84,27 @@ def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
     worker = ModelWorker(spec.side, model, token_bytes=TokenBytes.of(spec.vocabulary.tokenizer()), draft_head=loaded.draft_head, **sizes)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    store = spec.meeting.store()
+    store = spec.rendezvous.store()
     between = torch.device(spec.between)
-    ends = leader_ends(spec.meeting, store, spec.side, host, between) if leads else None
+    ends = leader_ends(spec.rendezvous, store, spec.side, host, between) if leads else None
     parts = parts_for(device)
     stages = parts.stages(device)
     channel = PeerChannel(ends.peer if ends else None, group, stages, spec.timeout, outlives_peer=spec.outlives_peer)
 
     def reconnect(epoch: int, seconds: float) -> None:
-        there = replace(spec.meeting, epoch=epoch, start_timeout=seconds)
+        there = replace(spec.rendezvous, epoch=epoch, start_timeout=seconds)
         channel.reconnect(lambda: peer_end(there, store, spec.side, between, ends.server))
 
     side = DraftSide if spec.side == "draft" else TargetSide
     work = side(spec.engine, worker, parts, stages, channel)
-    rank = Rank(worker, work, spec.meeting.epoch, spec.timeout, reconnect if leads else None)
+    rank = Rank(worker, work, spec.rendezvous.epoch, spec.timeout, reconnect if leads else None)
     try:
         if leads:
             lead(rank, ends.coordinator, group.spread if group else None)
         else:
             follow(rank, group.receive)
     except Exception as error:
-        spec.meeting.report(store, spec.side, error)
+        spec.rendezvous.report_failure(store, spec.side, error)
         raise
     finally:
         if leads:
@@ -114,7 +114,7 @@ def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
 
 def agree_on_pages(spec: RankSpec, model: Decoder) -> int:
     """Pages of the pool: as many as every rank of the model has memory for. The leader tells the coordinator."""
-    store, name, weight = spec.meeting.store(), spec.meeting.name(f"{spec.side}/pages"), model.embed.weight
+    store, name, weight = spec.rendezvous.store(), spec.rendezvous.name(f"{spec.side}/pages"), model.embed.weight
     room = None
     if weight.device.type == "cuda":
         room = pages_that_fit(KVPool.page_bytes(model.config, weight.dtype), weight.device) // (1 + spec.shares_gpu)

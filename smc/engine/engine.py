@@ -76,16 +76,10 @@ class Engine:
         self.memory = Memory(pages, prefix_cache=config.prefix_cache)
         self.expectation = Expectation(config, self.slots, self.memory)
         self.starts = Starts(self.expectation, workers, pair, TokenBytes.of(tokenizer))
-        self._cohorts = {
-            program: Cohorts(
-                Rounds(config, self.slots, self.memory, pair, decoding, config.width(context)),
-                config.cohorts if program is Program.PAIR else 1,
-            )
-            for program, decoding in PROGRAMS.items()
-        }
-        self._policy = policy or ShrinkWhenShort()
+        self._policy, trees = policy or ShrinkWhenShort(), trees or CostsDecide(config)
+        self._cohorts = {program: self._cohorts_of(program, trees) for program in PROGRAMS}
         acceptance = self._cohorts[Program.PAIR].rounds.acceptance
-        self._turns = Turns(trees or CostsDecide(config), acceptance, self.go_alone, self.rejoin)
+        self._turns = Turns(trees, acceptance, self.go_alone, self.rejoin)
         self._clock = clock
         self._groups: dict[str, Group] = {}
         """All, by the ids of their requests."""
@@ -98,6 +92,12 @@ class Engine:
         self._numbers = itertools.count()
         self._preemptions = self._shrinks = 0
         self._has_draft = True
+
+    def _cohorts_of(self, program: Program, trees: TreePolicy) -> Cohorts:
+        config, is_pair = self.config, program is Program.PAIR
+        branches = (lambda places: trees.branches(places, self.costs)) if is_pair else None
+        rounds = Rounds(config, self.slots, self.memory, self.pair, PROGRAMS[program], config.width(self.context), branches)
+        return Cohorts(rounds, config.cohorts if is_pair else 1)
 
     @property
     def idle(self) -> bool:
@@ -226,7 +226,7 @@ class Engine:
         needs = decoding_of(group.params).most_pages(self.config, group.params, group.prompt_size, negative=group.negative_size)
         return all(pages <= self.memory.capacity[side] for side, pages in needs.items())
 
-    def lose_draft(self) -> list[str]:
+    def detach_draft(self) -> list[str]:
         """The draft is gone, with its keys and values and the rounds in which it took part. Exact decoding goes on by the target alone;
         other requests that need the draft are dropped without an answer: returns their ids. For when `step` has raised SideLost, or
         somebody knows before."""
@@ -245,7 +245,7 @@ class Engine:
         self.memory.renew("draft", self.memory.capacity["draft"])
         return dropped
 
-    def regain_draft(self, pages: int) -> None:
+    def attach_draft(self, pages: int) -> None:
         """Another draft is there, which holds nothing yet, with so many pages. Requests that went on by the target alone rejoin: where
         costs decide, when they say so."""
         self.memory.renew("draft", pages)

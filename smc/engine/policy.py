@@ -64,3 +64,7 @@ class TreePolicy(Protocol):
         """Rows that each of the running ones shall have from now on. None: all stay as they are. `waiting`: those that wait for nothing but
         slots, of which a tree has one for each row."""
         ...
+
+    def branches(self, places: int, costs: Costs | None) -> int:
+        """F of a round of so many places, all of exact decoding: at most the config's."""
+        ...

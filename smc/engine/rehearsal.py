@@ -37,12 +37,18 @@ def rehearsal(config: EngineConfig, context: int) -> Iterator[RoundPlan]:
     shorts = [short for short, exists in ((True, True), (False, config.width(context) > SHORT)) if exists]
     for (program, kinds), short in product(KINDS, shorts):
         truncated = {min(places, sizes[-1]) for places in TRUNCATED_PLACES[program]}
-        for places, processors in product(sizes, PROCESSORS):
+        for shape, places, processors in product(_shapes(config, program, kinds), sizes, PROCESSORS):
             if processors and places not in truncated:
                 continue
-            shape = PROGRAMS[program].shape(config)
             plan = empty_plan(program, shape, places, config.max_slots, short=short, processors=processors, kinds=kinds)
             yield from [plan] * TURNS
+
+
+def _shapes(config: EngineConfig, program: Program, kinds: frozenset[Kind]) -> list[Shape]:
+    """That of the config; and where costs decide about trees, with one row ahead for each of theirs, too."""
+    shape = PROGRAMS[program].shape(config)
+    lean = kinds == {Kind.BEST} and shape.branches > 1 and config.drafting == "costs"
+    return [shape, replace(shape, branches=1)] if lean else [shape]
 
 
 def empty_plan(

@@ -12,6 +12,7 @@ Axes: A places of a batch, G groups, Q tokens of a block, W pages of a place.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,14 +50,26 @@ class Flight:
     """Whether a group is to have another number of particles after it."""
     pages: list[Pages]
     """That each group was given for it."""
+    branches: int
+    """F."""
     pending: Pending[Outcome]
 
 
 class Rounds:
     """Advances the groups of one kind by asking a `Pair` for rounds; one may be asked for before the last has been read."""
 
-    def __init__(self, config: EngineConfig, slots: Slots, memory: Memory, pair: Pair, decoding: Decoding, width: int) -> None:
-        """`width`: positions of the models' block tables."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        slots: Slots,
+        memory: Memory,
+        pair: Pair,
+        decoding: Decoding,
+        width: int,
+        branches: Callable[[int], int] | None = None,
+    ) -> None:
+        """`width`: positions of the models' block tables. `branches`: F of a round of so many places whose groups all are decoded exactly,
+        up to the config's, which others have."""
         self.config, self.slots, self.memory, self.pair, self.decoding = config, slots, memory, pair, decoding
         self.stats = EngineStats()
         self.acceptance = Acceptance(MEMORY)
@@ -64,6 +77,7 @@ class Rounds:
         self.width = width
         self.pipelined = pair.pipelined
         self.shape = decoding.shape(config)
+        self._branches = branches
         self.last: Pending[Outcome] | None = None
         """The round that was read last, for whoever times rounds."""
         self._read: list[Pending[Outcome]] = []
@@ -90,7 +104,7 @@ class Rounds:
         for group, granted in given:
             group.in_flight.append(granted)
         lives, resized = [group.lives for group, _ in given], [group.wanted is not None for group, _ in given]
-        flight = Flight(population, lives, resized, pages, self.pair.round(plan))
+        flight = Flight(population, lives, resized, pages, plan.branches, self.pair.round(plan))
         self.queued += time.perf_counter() - begin
         return flight
 
@@ -128,7 +142,9 @@ class Rounds:
         columns = int((longest_G + population.largest(length_A) + stride * (flying_G + 1)).max()) + self.config.block + 2
         own = {side: np.concatenate([given[side] for given in pages]).reshape(total, -1) for side in self.decoding.sides}
         begun = own.get("draft", own.get("target"))
-        branches_XB = begun[:, shape.begin :].reshape(-1, shape.branch) if shape.branch else np.zeros((total * shape.branches, 0))
+        branches = self._branches(places) if self._branches and all(g.decoding.confirms for g in groups) else shape.branches
+        # Pages of branches that there are not come back with those of branches that are not taken.
+        branches_XB = begun[:, shape.begin : shape.begin + branches * shape.branch].reshape(total * branches, shape.branch)
         count_G = np.array([g.count for g in groups])
         draws_G = np.array([g.count if g.wanted is None else g.wanted for g in groups])
         params = population.params
@@ -157,7 +173,7 @@ class Rounds:
             scheme_G=_padded(population.scheme_G, places, 0),
             target_pages_AQ=_padded(own["target"] if shape.target else np.zeros((total, 0), np.int32), places, 0),
             begin_pages_AP=_padded(begun[:, : shape.begin], places, 0),
-            branch_pages_XB=_padded(branches_XB.astype(np.int32), places * shape.branches, 0),
+            branch_pages_XB=_padded(branches_XB.astype(np.int32), places * branches, 0),
             companions=self._companions(population, pages, places, shared_G),
         )
 
@@ -194,7 +210,7 @@ class Rounds:
         pages = [flight.pages[g] for g in alive_G]
         for group in population.groups:
             group.in_flight.popleft()
-        self._count_work(population)
+        self._count_work(population, flight.branches)
         confirmed_G = slots.block_S[population.slot_A[population.first_G]].copy()
         self._follow_pages(outcome, slot_A, source_A, place_A, pages)
         self._write_tokens(population, result, slot_A, source_A, place_A)
@@ -284,7 +300,7 @@ class Rounds:
             group.slots, group.particles, group.wanted = group.slots[alive_N], group.particles[alive_N], None
             group.count = len(group.slots)
 
-    def _count_work(self, population: Population) -> None:
+    def _count_work(self, population: Population, branches: int) -> None:
         """Tokens that the models run in this round, for the particles that were open when it began."""
         slot_A, config, program = population.slot_A, self.config, self.decoding.program
         open_A = ~self.slots.ended_S[slot_A]
@@ -294,7 +310,7 @@ class Rounds:
             competes_G = np.array([g.decoding.competes for g in population.groups])
             any_A = np.logical_or.reduceat(open_A, population.first_G)[population.group_A]
             drafting_A = np.where(competes_G[population.group_A], any_A, open_A)
-            work = {"draft": drafting_A * config.branches * config.block, "target": target_A}
+            work = {"draft": drafting_A * branches * config.block, "target": target_A}
         else:
             work = {program.value: open_A * config.block}
         if "target" in work:

@@ -45,6 +45,30 @@ class RoundTime:
     """The target's pass, the law of what it scored, the choice, and its own following of it."""
 
 
+@dataclass(frozen=True)
+class GangRound:
+    """Medians over rounds, in milliseconds; see `smc.engine.timeline.RoundTimes` for the parts."""
+
+    link: str
+    decoding: str
+    """`exact`, or the population of SMC."""
+    form: str
+    block: int
+    branches: int
+    draft_tp: int
+    target_tp: int
+    requests: int
+    particles: int
+    rounds: int
+    whole: float
+    draft: float
+    target: float
+    link_time: float
+    coordinator: float
+    draft_stall: float
+    target_stall: float
+
+
 def measure(pair: ModelPair, config: EngineConfig, requests: int, sampling: Mapping[str, Any], rounds: int) -> RoundTime:
     """Rounds of `requests` problems that run side by side and are kept from ending. Sizes `config` to hold them.
 

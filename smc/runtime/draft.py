@@ -50,7 +50,7 @@ class Drafter:
         for step in range(1, self.shape.block):
             logits_SV = self._run(plan, begun.later, tree)
             tree = self._extend(plan, begun.later, logits_SV, tree, step)
-        return self.steps.pack(self.state, plan, tree, self.shape.branches), tree
+        return self.steps.pack(self.state, plan, tree), tree
 
     def follow(self, plan: RoundPlan, tree: Tree, choice: Choice) -> Lineage:
         """Let the chosen rows be the particles."""
@@ -87,7 +87,7 @@ class Drafter:
         if plan.kinds - {Kind.INDEPENDENT}:
             offers, chosen = self._expanded(plan, offering, logits_SV, tree, step)
         more = Continuation(offers, chosen, own)
-        return self.adopt(tree, more, plan, self.state, step=step, branches=self.shape.branches)
+        return self.adopt(tree, more, plan, self.state, step=step, branches=plan.branches)
 
     def _expanded(self, plan: RoundPlan, offering: Offering, logits_SV: Tensor, tree: Tree, step: int) -> tuple[Offers, Expansion]:
         """The rows of a group are chosen among all that they offer together. The best are those that are likely themselves, which nothing
@@ -96,6 +96,6 @@ class Drafter:
         keys = DrawKeys(offering.seed_S, offering.round_S, offering.rank_S1, tree.next_X, self.purpose)
         offers = self.sampling.offer(logits_SV, offering.law, self.mixture, keys, has_rest)
         rows, random = offering.rows, (offering.seed_G, offering.round_G, step)
-        total = len(plan.slot_A) * self.shape.branches
+        total = len(plan.branch_pages_XB)
         given = (offers, tree.mass_X, tree.alive_X, offering.sources, rows, rows[1], plan.kind_G, random, total)
         return offers, self.expand(*given, ended_R=tree.ended_X, has_rest=has_rest)

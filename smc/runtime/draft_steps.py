@@ -29,8 +29,6 @@ class Shape:
 
     block: int
     """K."""
-    branches: int
-    """F."""
     by_round: bool
     """Random numbers are keyed by the round, too; else by the position alone."""
 
@@ -88,7 +86,7 @@ class Resumed:
 
 
 Begin = Callable[[SlotState, RoundPlan, LawSpec, Shape], Begun]
-Pack = Callable[[SlotState, RoundPlan, Tree, int], Drafted]
+Pack = Callable[[SlotState, RoundPlan, Tree], Drafted]
 Resume = Callable[[SlotState, RoundPlan, Tree, Choice, int], Resumed]
 
 
@@ -132,7 +130,7 @@ def begin(state: SlotState, plan: RoundPlan, law: LawSpec, shape: Shape) -> Begu
         root_X=place_A,
         tokens_XK=zero_A[:, None].expand(-1, shape.block),
         logq_XK=zero_A[:, None].expand(-1, shape.block).float(),
-        tail_XB=plan.branch_pages_XB[:: shape.branches],
+        tail_XB=plan.branch_pages_XB[:: plan.branches],
         count_X=zero_A,
         alive_X=state.alive_S[slot_A],
         ended_X=ended_A,
@@ -143,13 +141,13 @@ def begin(state: SlotState, plan: RoundPlan, law: LawSpec, shape: Shape) -> Begu
         next_X=state.end_S[slot_A],
         run_4X=None,
     )
-    offerings = (_offering(plan, law, shape, width) for width in (1, shape.branches))
+    offerings = (_offering(plan, law, shape, width) for width in (1, plan.branches))
     return Begun(tokens_AP, rows, place_A * queries + pending_A - 1, tree, *offerings)
 
 
 def _offering(plan: RoundPlan, law: LawSpec, shape: Shape, width: int) -> Offering:
     """Of `width` rows a place."""
-    place_S, f = plan.place_of_rows(width), shape.branches
+    place_S, f = plan.place_of_rows(width), plan.branches
     group_S = plan.group_A[place_S]
     rank_S = torch.arange(len(place_S), device=place_S.device) - plan.first_G[group_S] * width
     stream_AF = plan.particle_A[:, None] * STREAMS_PER_PARTICLE + torch.arange(f, device=place_S.device)
@@ -168,9 +166,9 @@ def _offering(plan: RoundPlan, law: LawSpec, shape: Shape, width: int) -> Offeri
     )
 
 
-def pack(state: SlotState, plan: RoundPlan, tree: Tree, branches: int) -> Drafted:
+def pack(state: SlotState, plan: RoundPlan, tree: Tree) -> Drafted:
     """What the target is sent. The share of independent rows: F of each particle, or of one that has ended one alone."""
-    slot_X = plan.slot_A[tree.root_X]
+    slot_X, branches = plan.slot_A[tree.root_X], plan.branches
     share_X = tree.mass_X - state.logw_S[slot_X]
     if Kind.INDEPENDENT in plan.kinds:
         branch_X = torch.arange(len(slot_X), device=slot_X.device) % branches

@@ -30,7 +30,7 @@ ROWS = 16
 def begin(state: SlotState, plan: RoundPlan, law: LawSpec, shape: Shape) -> Begun:
     """As `smc.runtime.draft_steps.begin`."""
     (places, queries), groups, device, tables = plan.begin_pages_AP.shape, len(plan.first_G), state.device, state.stops
-    rows, block = places * shape.branches, shape.block
+    rows, block = places * plan.branches, shape.block
     integers, floats = {"dtype": torch.int64, "device": device}, {"dtype": torch.float32, "device": device}
     numbers_6A, rows_4A, flags_2A = (
         columns(6, places, **integers),
@@ -50,7 +50,7 @@ def begin(state: SlotState, plan: RoundPlan, law: LawSpec, shape: Shape) -> Begu
         state.ended_S, state.alive_S, state.text_S, state.entry_S, state.logw_S, *table_arguments(tables),
         numbers_6A, rows_4A, flags_2A, zero_A, mass_A, tokens_AP, numbers_5X, group_X, law_4X, bounds_2G, keys_2G,
         *strides, places, groups, rows,
-        F=shape.branches, P=queries, STREAMS=STREAMS_PER_PARTICLE, BY_ROUND=shape.by_round, BLOCK=ROWS,
+        F=plan.branches, P=queries, STREAMS=STREAMS_PER_PARTICLE, BY_ROUND=shape.by_round, BLOCK=ROWS,
         BLOCK_P=triton.next_power_of_2(queries), STRINGS=tables.next_EXB is not None, DONE=DONE, STATES=MAX_STATES, num_warps=1,
     )  # fmt: skip
     place_A, none_A, text_A, end_A, last_A, rank_A = numbers_6A
@@ -63,7 +63,7 @@ def begin(state: SlotState, plan: RoundPlan, law: LawSpec, shape: Shape) -> Begu
         root_X=place_A,
         tokens_XK=none_A[:, None].expand(-1, block),
         logq_XK=zero_A[:, None].expand(-1, block),
-        tail_XB=plan.branch_pages_XB[:: shape.branches],
+        tail_XB=plan.branch_pages_XB[:: plan.branches],
         count_X=none_A,
         alive_X=alive_A,
         ended_X=ended_A,
@@ -76,7 +76,7 @@ def begin(state: SlotState, plan: RoundPlan, law: LawSpec, shape: Shape) -> Begu
     )
     later = tuple(bounds_2G)
     rounds_A = plan.round_A if shape.by_round else none_A
-    streams, by_group = stream_X.view(places, shape.branches), tuple(keys_2G)
+    streams, by_group = stream_X.view(places, plan.branches), tuple(keys_2G)
     return Begun(
         tokens_AP, run, last_A, tree,
         Offering(group_R, (plan.first_G, plan.size_G), later, rank_A[:, None], streams, plan.seed_A, rounds_A, *by_group, law),
@@ -87,14 +87,14 @@ def begin(state: SlotState, plan: RoundPlan, law: LawSpec, shape: Shape) -> Begu
     )  # fmt: skip
 
 
-def pack(state: SlotState, plan: RoundPlan, tree: Tree, branches: int) -> Drafted:
+def pack(state: SlotState, plan: RoundPlan, tree: Tree) -> Drafted:
     """As `smc.runtime.draft_steps.pack`."""
     rows, block = tree.tokens_XK.shape
     all_WX = torch.empty(Drafted.width(block), rows, dtype=torch.int32, device=state.device)
     kernels.pack[(triton.cdiv(rows, ROWS),)](
         plan.slot_A, plan.group_A, plan.kind_G, state.ended_S, state.logw_S,
         tree.root_X, tree.tokens_XK, tree.logq_XK, tree.count_X, tree.ended_X, tree.mass_X, all_WX, rows,
-        F=branches, K=block, BLOCK=ROWS, BLOCK_K=triton.next_power_of_2(block), LOG_F=math.log(branches),
+        F=plan.branches, K=block, BLOCK=ROWS, BLOCK_K=triton.next_power_of_2(block), LOG_F=math.log(plan.branches),
         OWN=Kind.INDEPENDENT in plan.kinds, num_warps=1,
     )  # fmt: skip
     return Drafted(all_WX)

@@ -141,6 +141,11 @@ class RoundPlan:
     """None: nobody is guided."""
 
     @property
+    def branches(self) -> int:
+        """F: rows that the draft makes of every place."""
+        return len(self.branch_pages_XB) // len(self.slot_A)
+
+    @property
     def bounds(self) -> Bounds:
         return Bounds(self.first_G, self.size_G, self.count_G, self.draws_G)
 
@@ -159,6 +164,7 @@ class RoundPlan:
             self.program,
             self.short,
             len(self.slot_A),
+            self.branches,
             tuple(sorted(self.kinds)),
             *(tuple(sorted(law.active)) for law in (self.target_law, self.draft_law)),
             self.companions is not None,

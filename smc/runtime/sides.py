@@ -82,7 +82,7 @@ class Side:
         if worker.name == "target":
             self._run = GuidedPass(self._forward, self._forward.logits, self.state, self._sampling.guide, parts.reroot)
         # Plain decoding of a target must not depend on rounds: exact decoding makes the same draws in others.
-        shape = Shape(config.block, 1, by_round=worker.name == "draft")
+        shape = Shape(config.block, by_round=worker.name == "draft")
         law = {"run": self._run, "sampling": self._sampling, "mixture": 0.0, "purpose": Purpose.TARGET}
         self._alone = Drafter(**self._drafts, shape=shape, **law)
 
@@ -164,7 +164,7 @@ class DraftSide(Side):
         if head is not None:
             logits = partial(logits, head=head.matrix)
             sampling = parts.head_sampling(parts.sampling(len(head.vocab.ids_M)), head.vocab, worker.device)
-        shape = Shape(config.block, config.branches, by_round=True)
+        shape = Shape(config.block, by_round=True)
         law = {"run": Pass(self._forward, logits), "sampling": sampling, "mixture": config.defensive_share}
         self._drafter = Drafter(**self._drafts, shape=shape, **law)
         self._round: tuple[RoundPlan, Tree, tuple] | None = None
@@ -240,5 +240,5 @@ class TargetSide(Side):
         self._scorer.join(group, self.state.join(group))
 
     def _receive(self, key: tuple, plan: RoundPlan) -> Drafted:
-        shape = (Drafted.width(self.config.block), len(plan.slot_A) * self.config.branches)
+        shape = (Drafted.width(self.config.block), len(plan.branch_pages_XB))
         return Drafted(self._channel.receive(key, "rows", shape, torch.int32))

@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 from rich.measure import Measurement
 
-from services.cli import eval_run
-from services.cli.tables import quality_table
 from smc.evaluation.quality import Row, Setting
+from smc.evaluation.reports import quality
+from smc.evaluation.reports.quality_table import quality_table
 from smc.statistics import Accuracy
 
 TINY = ("eval", "--problems", 8, "--speed-problems", 1, "--only", "alone", "--only", "exact N=2", "--only", "distinct lockstep N=2 K=4")
@@ -44,8 +44,8 @@ def test_files_and_table(smcserve, tmp_path):
 
 def test_resume_measures_only_what_is_missing(smcserve, tmp_path, monkeypatch):
     measured = []
-    original = eval_run.measure
-    monkeypatch.setattr(eval_run, "measure", lambda pair, setting, *rest: measured.append(setting.name) or original(pair, setting, *rest))
+    original = quality.measure
+    monkeypatch.setattr(quality, "measure", lambda pair, setting, *rest: measured.append(setting.name) or original(pair, setting, *rest))
     run = ("eval", "--problems", 3, "--speed-problems", 0, "--json", tmp_path / "q.json", "--resume")
     assert smcserve(*run, "--only", "draft").code == 0
     again = smcserve(*run, "--only", "draft", "--only", "target")

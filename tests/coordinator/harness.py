@@ -14,7 +14,7 @@ from services.coordinator.process import Coordinator
 from services.coordinator.remote import CoordinatorSpec
 from services.launch.config import GangConfig
 from services.launch.specs import coordinator_spec, rank_spec
-from services.link.connect import Meeting
+from services.link.connect import Rendezvous
 from services.workers.process import RankSpec, run_rank
 from smc.models.parallel import Shard
 from smc.runtime.config import EngineConfig
@@ -30,13 +30,13 @@ def coordinator(engine: EngineConfig, *, watched: bool = True, **settings: Any) 
     config = GangConfig(engine=engine, **{"start_timeout": 30.0, "link_timeout": 20.0, "heartbeat": 0.2, **settings})
     pair = config.serving_pair()
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
-    meeting = Meeting(HOST, store.port, 1, SECRET, config.link, config.start_timeout)
+    rendezvous = Rendezvous(HOST, store.port, 1, SECRET, config.link, config.start_timeout)
     shards = [(side, Shard(rank, config.degree(side))) for side in SIDES for rank in range(config.degree(side))]
-    specs = [rank_spec(config, pair, meeting, side, shard) for side, shard in shards]
+    specs = [rank_spec(config, pair, rendezvous, side, shard) for side, shard in shards]
     ranks = [threading.Thread(target=_run, args=(spec,), daemon=True) for spec in specs]
     for rank in ranks:
         rank.start()
-    spec = coordinator_spec(config, pair, meeting)
+    spec = coordinator_spec(config, pair, rendezvous)
     made = Coordinator(spec, HOST)
     failures: list[Exception] = []
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 
 from services.backend import Unavailable
-from services.coordinator.client import CoordinatorClient
-from services.coordinator.loop import Step
+from services.gateway.coordinator import CoordinatorClient
 from services.launch.config import GangConfig
 from services.launch.specs import rank_spec
+from services.step import Step
 from services.workers.process import run_rank
 from smc.engine.request import Answer, Request, SamplingParams
 from smc.models.parallel import Shard
@@ -66,14 +66,14 @@ def test_one_draft_after_the_other(link, form, monkeypatch):
             assert steps[-1].lost_draft == epoch - 1
             fails.clear()
             start_draft(epoch)
-            await asyncio.to_thread(made.renew_draft, epoch)
+            await asyncio.to_thread(made.attach_draft, epoch)
             again = await ask(client, method="exact", particles=4)
             assert again.tokens == plain and again.statistics.draft_tokens
             assert [await outcome(client, **params) for params in NEEDS_DRAFT] == ["answered"] * 3
 
     def start_draft(epoch: int) -> None:
         config = GangConfig(**settings)
-        rank = rank_spec(config, config.serving_pair(), replace(spec.meeting, epoch=epoch), "draft", Shard())
+        rank = rank_spec(config, config.serving_pair(), replace(spec.rendezvous, epoch=epoch), "draft", Shard())
         drafts.append(threading.Thread(target=run, args=(rank,), daemon=True))
         drafts[-1].start()
 
@@ -91,7 +91,7 @@ def test_one_draft_after_the_other(link, form, monkeypatch):
 
 async def _attached(made, spec, work) -> None:
     steps: list[Step] = []
-    client = CoordinatorClient(made.address, spec.meeting.secret, steps.append, lambda: None)
+    client = CoordinatorClient(made.address, spec.rendezvous.secret, steps.append, lambda: None)
     try:
         await work(client, steps)
     finally:

@@ -12,7 +12,7 @@ from services.coordinator.remote import RemoteEngine
 from services.launch.config import GangConfig
 from services.launch.specs import coordinator_spec, rank_spec
 from services.link.base import LINKS, LinkError
-from services.link.connect import Meeting
+from services.link.connect import Rendezvous
 from services.workers.answers import Answers
 from services.workers.process import run_rank
 from smc.engine.request import Request, SamplingParams
@@ -39,19 +39,19 @@ def fails(monkeypatch, link: str, side: str, what: str) -> None:
     config = GangConfig(engine=EngineConfig(block=3, branches=2), start_timeout=30.0, link_timeout=20.0, link=link)
     pair = config.serving_pair()
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
-    meeting = Meeting(HOST, store.port, 1, SECRET, link, config.start_timeout)
+    rendezvous = Rendezvous(HOST, store.port, 1, SECRET, link, config.start_timeout)
     errors = {}
 
     def run(name: str) -> None:
         try:
-            run_rank(rank_spec(config, pair, meeting, name, Shard()), HOST)
+            run_rank(rank_spec(config, pair, rendezvous, name, Shard()), HOST)
         except Exception as error:
             errors[name] = error
 
     ranks = [threading.Thread(target=run, args=(name,), daemon=True) for name in SIDES]
     for rank in ranks:
         rank.start()
-    remote = RemoteEngine(coordinator_spec(config, pair, meeting))
+    remote = RemoteEngine(coordinator_spec(config, pair, rendezvous))
 
     def broken(self, *_: object) -> None:
         raise ValueError("out of luck")

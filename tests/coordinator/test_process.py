@@ -10,9 +10,9 @@ from collections.abc import Callable, Coroutine
 import pytest
 
 from services.backend import RequestFailed
-from services.coordinator.client import CoordinatorClient
-from services.coordinator.loop import Step
 from services.coordinator.process import EngineStuck
+from services.gateway.coordinator import CoordinatorClient
+from services.step import Step
 from smc.engine.request import FinishReason, Request, SamplingParams
 from smc.engine.text import StopRules, TextStream
 from smc.runtime.config import EngineConfig
@@ -26,7 +26,7 @@ def attached(made, spec, work: Callable[[CoordinatorClient, list[Step]], Corouti
 
     async def run() -> None:
         steps: list[Step] = []
-        client = CoordinatorClient(made.address, spec.meeting.secret, steps.append, lambda: None)
+        client = CoordinatorClient(made.address, spec.rendezvous.secret, steps.append, lambda: None)
         try:
             await work(client, steps)
         finally:

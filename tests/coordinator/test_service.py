@@ -14,10 +14,10 @@ import pytest
 from services.backend import Unavailable
 from services.client import Client, ServiceError
 from services.coordinator import service
-from services.coordinator.client import CoordinatorClient
-from services.coordinator.loop import Step
 from services.coordinator.service import CoordinatorServer
+from services.gateway.coordinator import CoordinatorClient
 from services.link.streams import StreamCaller, StreamServer
+from services.step import Step
 from smc.engine.admission import QueueFull
 from smc.engine.request import Answer, FinishReason, Output, Request, SamplingParams, Statistics
 from smc.engine.stats import EngineStats

@@ -43,14 +43,14 @@ class Machines:
             "OMP_NUM_THREADS": "1",
         }
 
-    def start(self, *marks: str) -> None:
-        """One machine for each mark, which it has as a resource; the first is the head, the next is at 127.0.0.2, and so on."""
+    def start(self, *resources: str) -> None:
+        """One machine for each custom resource; the first is the head, the next is at 127.0.0.2, and so on."""
         ports = dict(zip(HEAD_PORTS, free_ports(len(HEAD_PORTS))))
         self.address = f"127.0.0.1:{ports['port']}"
         head = ports | {"temp-dir": self._directory, "include-dashboard": "false"}
-        for number, mark in enumerate(marks, 1):
+        for number, resource in enumerate(resources, 1):
             role, settings = ("--head", head) if number == 1 else (f"--address={self.address}", {})
-            self._start_node(mark, number, role, settings | {"resources": json.dumps({mark: 1})})
+            self._start_node(resource, number, role, settings | {"resources": json.dumps({resource: 1})})
 
     def _start_node(self, name: str, number: int, role: str, settings: dict[str, object]) -> None:
         settings = COUNTED | {"node-ip-address": f"127.0.0.{number}"} | dict(zip(NODE_PORTS, free_ports(len(NODE_PORTS)))) | settings

@@ -63,7 +63,7 @@ def kuberay_reads(text: str) -> dict[str, float]:
     return json.loads(text.strip("'\"` "))
 
 
-def test_ray_and_kuberay_read_the_mark_of_each_group():
+def test_ray_and_kuberay_read_the_resource_of_each_group():
     """KubeRay parses the value, and writes `--resources=VALUE` into a command that a shell runs."""
     for cluster in clusters(render(BATCH)):
         for group in cluster["workerGroupSpecs"]:

@@ -22,7 +22,7 @@ from tests.ports import free_ports
 pytestmark = pytest.mark.xdist_group("ray")
 
 DRAFT = "127.0.0.2"
-MARKS = ("--draft-resource=smc_draft", "--target-resource=smc_target")
+RESOURCES = ("--draft-resource=smc_draft", "--target-resource=smc_target")
 RAY = ROOT / "deploy/ray"
 SCRIPTS = CHART / "files/scripts"
 PATIENCE = 120
@@ -43,7 +43,7 @@ def machines(tmp_path_factory) -> Iterator[Machines]:
 def test_every_rank_is_where_it_belongs_until_the_gateway_is_drained(machines: Machines, tmp_path):
     """As in the head pod: the gateway finds Ray's node beside it by a port of 127.0.0.1, and Ray outlives the gateway."""
     (port,), lock = free_ports(1), tmp_path / "gateway.lock"
-    gateway = machines.run("gateway", "bash", SCRIPTS / "gateway.sh", machines.address, lock, f"--port={port}", "--target-tp=2", *MARKS)
+    gateway = machines.run("gateway", "bash", SCRIPTS / "gateway.sh", machines.address, lock, f"--port={port}", "--target-tp=2", *RESOURCES)
     try:
         with Client(f"127.0.0.1:{port}") as client:
             machines.until(lambda: gateway.poll() is not None or serving(client), PATIENCE, "the gateway is not ready")
@@ -78,7 +78,7 @@ def serving(client: Client) -> bool:
 
 
 @pytest.mark.slow
-def test_a_mark_that_no_machine_has(machines: Machines):
+def test_a_resource_that_no_machine_has(machines: Machines):
     command = [BIN / "smcserve", "serve", "--ray-address", machines.address, "--port=0", "--draft-resource=smc_darft", "--start-timeout=1"]
     assert machines.run("lost", *command).wait(PATIENCE) == 1
     said = machines.log("lost").read_text()

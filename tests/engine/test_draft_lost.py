@@ -49,7 +49,7 @@ class Breaking:
         try:
             return self.engine.step(), []
         except SideLost:
-            return [], self.engine.lose_draft()
+            return [], self.engine.detach_draft()
 
 
 @pytest.mark.parametrize(("form", "ahead"), [("lockstep", True), ("lookahead", False), ("lookahead", True)])
@@ -76,13 +76,13 @@ def test_answers_of_the_targets_own_draws_do_not_depend_on_the_draft(form, ahead
         ended |= set(dropped)
         if not breaking.there and not engine._has_draft and rng.random() < 0.2:
             breaking.there = True
-            engine.regain_draft(pages=rng.choice((430, 440)))
+            engine.attach_draft(pages=rng.choice((430, 440)))
             seen["back"] += 1
         elif breaking.there and rng.random() < 0.12:
             breaking.there = False
             seen["lost"] += 1
     if not engine._has_draft:
-        engine.regain_draft(pages=440)
+        engine.attach_draft(pages=440)
     assert_empty(engine)
     assert seen["back"] > 3 and min(len(refused), len(ended)) > 5, (seen, refused, ended)
     assert final.keys() | refused | ended == {one.request_id for one in requests}
@@ -119,14 +119,14 @@ def test_what_the_target_has_is_not_run_again():
     engine.workers["target"].run_prompts = lambda batch: (asked.append(len(batch.tokens_T)), run(batch))[1]
     breaking.there = False
     assert breaking.step() == ([], ["other"])
-    assert engine.lose_draft() == [], "once is enough"
+    assert engine.detach_draft() == [], "once is enough"
     final = [output.answer for output in engine.run([]) if output.answer]
     assert not asked and final[0].statistics.rounds and len(final) == 1
     plain = answers(engine, [request([0, 1, 2] * 7, method="target", seed=1, max_tokens=60, ignore_eos=True)])
     assert [final[0].tokens] == [answer.tokens for answer in plain.values()]
     with pytest.raises(NoDraft, match="method='draft' needs the draft"):
         engine.submit(request(request_id="third", method="draft", max_tokens=2))
-    engine.regain_draft(engine.memory.capacity["draft"])
+    engine.attach_draft(engine.memory.capacity["draft"])
     breaking.there = True
     assert answers(engine, [request(request_id="third", method="draft", max_tokens=2, seed=1)])
     assert np.all(engine.slots.head_S["draft"] == 0)
@@ -144,7 +144,7 @@ def test_a_draft_that_comes_back_with_too_few_pages_is_joined_by_those_whom_it_c
         engine.step()
     breaking.there = False
     assert breaking.step() == ([], [])
-    engine.regain_draft(pages=100)
+    engine.attach_draft(pages=100)
     breaking.there = True
     final = {output.request_id: output.answer for output in engine.run([]) if output.answer}
     plain = answers(engine, [request([0, 1, 2] * 7, name, method="target", seed=1, **large) for name in ("large",)])

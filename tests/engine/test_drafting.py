@@ -105,6 +105,18 @@ def test_no_choice_is_slower_than_plain_decoding_and_none_is_flapping(config):
         assert changes <= 1
 
 
+def test_rows_ahead_are_drafted_where_they_cost_nothing():
+    """A draft that is waited for drafts no more than it must; one that waits for the target may."""
+    config = EngineConfig(block=5, branches=4, max_slots=256)
+    policy, drafts_long = CostsDecide(config), Made(draft=(0.9e-3, 20e-6))
+    assert [policy.branches(places, MADE) for places in (1, 8, 64)] == [4, 4, 4]
+    assert [policy.branches(places, drafts_long) for places in (1, 8, 32, 64)] == [4, 4, 1, 1]
+    assert policy.branches(64, None) == 4
+    crowd = [Tree(8, EASY, 1)] * 32
+    lean, mixed = (Forecast(config, drafts_long).speed(crowd, [1] * 32, beside) for beside in (NOBODY, Beside(pair=1, pair_rows=1)))
+    assert lean > 1.1 * mixed
+
+
 def test_one_that_arrives_begins_as_suits_those_that_run():
     policy, costs = CostsDecide(CONFIGS[0]), Made()
     assert policy.begin(Tree(8, EASY), [], Beside(), costs) == 8

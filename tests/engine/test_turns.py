@@ -50,14 +50,17 @@ def plain_of(requests: list[Request]) -> list[Request]:
 class AnyRows:
     """A policy that knows nothing."""
 
-    def __init__(self, rng: random.Random) -> None:
-        self.rng = rng
+    def __init__(self, rng: random.Random, most_branches: int) -> None:
+        self.rng, self.most_branches = rng, most_branches
 
     def begin(self, tree: Tree, others: Sequence[Tree], beside: Beside, costs: Costs | None) -> int:
         return self.rng.choice((0, self.rng.randint(1, tree.most)))
 
     def change(self, trees: Sequence[Tree], waiting: Sequence[Tree], beside: Beside, costs: Costs | None) -> list[int]:
         return [self.rng.choice((0, 1, tree.most // 2 or 1, tree.most)) if self.rng.random() < 0.4 else tree.rows for tree in trees]
+
+    def branches(self, places: int, costs: Costs | None) -> int:
+        return self.rng.randint(1, self.most_branches)
 
 
 class Turns:
@@ -93,7 +96,7 @@ def test_answers_do_not_depend_on_who_decodes(form, ahead, monkeypatch):
     requests = exact_of(random_requests(48, rng, budgets=True))
     monkeypatch.setattr("smc.engine.turns.EVERY", 1)
     monkeypatch.setattr("smc.engine.turns.REST", 0)
-    engine = small_engine(config, monkeypatch, ahead=ahead, clock=lambda: float(next(clock)), trees=AnyRows(rng))
+    engine = small_engine(config, monkeypatch, ahead=ahead, clock=lambda: float(next(clock)), trees=AnyRows(rng, config.branches))
     turns = Turns(rng, {} if ahead else {side: TokenLedger(engine, side) for side in ("draft", "target")})
     lives = live(engine, requests, rng, submit=0.9, cancel=0.04, interrupt=0.05, after_step=turns)
     assert_empty(engine)

@@ -13,13 +13,14 @@ import grpc
 
 from services.backend import Model, ServingPair
 from services.client import Client
-from services.coordinator.dispatch import Dispatcher
-from services.coordinator.loop import EngineLoop, Step
+from services.coordinator.loop import EngineLoop
 from services.gateway.config import GatewayConfig
+from services.gateway.dispatch import Dispatcher
 from services.gateway.server import Gateway
 from services.gateway.status import ServiceStatus
 from services.metrics import Metrics
 from services.pb import generation_pb2_grpc
+from services.step import Step
 from smc import demo
 from smc.engine.local import ModelPair, local_engine
 from smc.engine.request import Answer, Output, Request, SamplingParams

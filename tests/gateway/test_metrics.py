@@ -14,10 +14,10 @@ import pytest
 
 from loadtest.monitor import parse
 from services.client import Message, ServiceError
-from services.coordinator.loop import Step
 from services.launch import supervisor as launch
 from services.launch.config import GangConfig
 from services.metrics import Metrics
+from services.step import Step
 from smc.engine.request import Answer, FinishReason, Statistics, Times
 from smc.engine.stats import EngineStats
 from tests.deploy.binaries import binary

@@ -11,7 +11,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from services.client import Client, ServiceError
 from services.gateway.config import GatewayConfig
-from services.gateway.security import is_known, is_loopback, read_tokens
+from services.security import is_known, is_loopback, read_tokens
 from tests.gateway.harness import LONG, serving
 
 TOKEN = "s3cret-token"

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.backend import RequestFailed, Unavailable
-from services.coordinator.dispatch import Dispatcher
-from services.coordinator.loop import Step
+from services.gateway.dispatch import Dispatcher
 from services.pb import coordinator_pb2
 from services.pb import generation_pb2 as pb
+from services.step import Step
 from services.wire.generation import from_finish, from_sampling, from_update, to_finish, to_sampling, to_update
 from services.wire.sampling import FINISH_REASONS, REPORTS, SAMPLING, sampling_message, sampling_settings
 from services.wire.steps import from_response, to_response

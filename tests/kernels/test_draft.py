@@ -67,7 +67,7 @@ class DraftRound(Round):
 
 def begun(made: DraftRound, steps: Steps, by_round: bool) -> tuple:
     """All that is read again: of the dummy slot no page is."""
-    of: Begun = steps.begin(made.state, made.plan, made.law, Shape(made.k, made.f, by_round))
+    of: Begun = steps.begin(made.state, made.plan, made.law, Shape(made.k, by_round))
     rows = of.rows
     assert rows.tail_RB is None and rows.tail_R is None and rows.short is made.plan.short
     run = (rows.slot_R, rows.start_R, rows.count_R, rows.group_R, rows.first_G, rows.size_G, rows.shared_G, rows.queries)
@@ -82,7 +82,7 @@ def test_what_is_begun_and_what_is_sent_are_the_torch_ones(kinds, lookahead):
         for device, steps in ((CPU, draft_steps.REFERENCE), (DEVICE, kernel_draft.STEPS)):
             made = DraftRound(seed, kinds, lookahead, device, largest=64 if seed == 0 else 6)
             first = begun(made, steps, by_round=seed % 3 > 0)
-            sent = steps.pack(made.state, made.plan, made.tree(), made.f)
+            sent = steps.pack(made.state, made.plan, made.tree())
             kept.append((first, sent.tokens_XK, sent.logq_XK, sent.root_X, sent.count_X, sent.ended_X, sent.share_X))
         assert_equal(kept[1], kept[0])
 

@@ -6,7 +6,7 @@ import pytest
 
 from services.launch.config import GangConfig
 from services.launch.specs import coordinator_spec
-from services.link.connect import Meeting
+from services.link.connect import Rendezvous
 from smc.engine.timing import BRIEF, THOROUGH, Effort
 from smc.runtime.config import EngineConfig
 
@@ -32,7 +32,7 @@ def test_types_that_there_are_not(field):
 
 @pytest.mark.parametrize("field", ["target_resource", "draft_resource"])
 @pytest.mark.parametrize("value", ["", " ", "GPU", "memory"])
-def test_marks_of_hosts_are_custom_resources(field, value):
+def test_resources_of_hosts_are_custom_ones(field, value):
     with pytest.raises(ValueError, match=f"{field}='{value}'; allowed: a name of `ray start --resources`, none of CPU"):
         GangConfig(**{field: value})
 
@@ -49,7 +49,7 @@ def test_where_a_target_can_go_on_without_its_draft(link, device, outlives):
 def test_costs_are_timed_where_they_decide(device, effort):
     def timing(**engine) -> Effort | None:
         config = GangConfig(device=device, engine=EngineConfig(**engine))
-        return coordinator_spec(config, config.serving_pair(), Meeting("host", 1, 1, "secret", "grpc", 1.0)).timing
+        return coordinator_spec(config, config.serving_pair(), Rendezvous("host", 1, 1, "secret", "grpc", 1.0)).timing
 
     assert timing() is effort and timing(drafting="always") is None
     with pytest.raises(ValueError, match="drafting='never'; allowed: costs, always"):

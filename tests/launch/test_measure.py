@@ -13,9 +13,6 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from services.cli.speed import SpeedPlan
-from services.cli.speed import measure as timed
-from services.coordinator.timeline import LANES
 from services.launch.config import GangConfig
 from services.launch.errors import GangError
 from services.launch.measure import GangMachine, measure, placed
@@ -23,6 +20,9 @@ from services.launch.processes import Processes, see_only
 from smc import demo
 from smc.engine.local import ModelPair, local_engine
 from smc.engine.request import Method, Request, SamplingParams
+from smc.engine.timeline import LANES
+from smc.evaluation.reports.speed import SpeedPlan
+from smc.evaluation.reports.speed import measure as timed
 from smc.evaluation.speed import Bench, Mode, median_length, problem_load, random_load, unattended
 from smc.runtime.config import EngineConfig
 from tests.engine.harness import answers

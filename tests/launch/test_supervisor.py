@@ -10,11 +10,11 @@ from typing import ClassVar
 import pytest
 
 from services.backend import RequestFailed
-from services.coordinator.loop import Step
 from services.launch import supervisor as module
 from services.launch.config import GangConfig
 from services.launch.errors import GangError
 from services.launch.supervisor import Supervisor
+from services.step import Step
 from smc.engine.request import Request, SamplingParams
 from smc.engine.stats import EngineStats
 
@@ -59,7 +59,7 @@ class FakeGang:
     def kill(self) -> None:
         pass
 
-    lose_draft = kill
+    detach_draft = kill
 
     stop = kill
 
@@ -73,7 +73,7 @@ class FakeClient:
         self._on_lost = on_lost
         self.interrupted = self.in_flight.get(address, ())
 
-    def lose(self, why: str) -> None:
+    def fail(self, why: str) -> None:
         if not self.lost:
             self.lost = True
             self._on_lost()
@@ -82,7 +82,7 @@ class FakeClient:
         pass
 
     async def close(self) -> None:
-        self.lose("closed")
+        self.fail("closed")
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_a_lost_connection_to_a_coordinator_that_lives(fakes):
     async def work() -> None:
         supervisor = Supervisor(CONFIG, PAIR, on_health=lambda *there: told.append(there))
         await supervisor.start()
-        supervisor._client.lose("silent for too long")
+        supervisor._client.fail("silent for too long")
         assert not supervisor.serving
         await until(lambda: supervisor.epoch == 2 and supervisor.serving)
         await supervisor.stop()

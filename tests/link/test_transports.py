@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from services.link.base import LAYOUT_VERSION, LinkError, check_envelope
-from services.link.connect import LeaderEnds, Meeting, coordinator_end, leader_ends, peer_end
+from services.link.connect import LeaderEnds, Rendezvous, coordinator_end, leader_ends, peer_end
 from services.link.distributed import FRAME
 from services.link.peer import MessagePeer
 from services.link.streams import StreamCaller, StreamServer, is_proven
@@ -32,10 +32,10 @@ def link(request) -> str:
 
 
 @contextmanager
-def meeting(link: str) -> Iterator[tuple[dict, dict[str, LeaderEnds]]]:
-    """Coordinator's ends and leaders' ends, by side, in threads that meet as the processes would."""
+def connected(link: str) -> Iterator[tuple[dict, dict[str, LeaderEnds]]]:
+    """Coordinator's ends and leaders' ends, by side, in threads as the processes would be."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
-    ends, leaders = meet(Meeting("127.0.0.1", store.port, EPOCH, "secret", link, 20.0), ("draft", "target"))
+    ends, leaders = connect(Rendezvous("127.0.0.1", store.port, EPOCH, "secret", link, 20.0), ("draft", "target"))
     try:
         yield ends, leaders
     finally:
@@ -43,7 +43,7 @@ def meeting(link: str) -> Iterator[tuple[dict, dict[str, LeaderEnds]]]:
             end.close()
 
 
-def meet(where: Meeting, sides: tuple[str, ...], meanwhile: Callable[[], None] = lambda: None) -> tuple[dict, dict[str, LeaderEnds]]:
+def connect(where: Rendezvous, sides: tuple[str, ...], meanwhile: Callable[[], None] = lambda: None) -> tuple[dict, dict[str, LeaderEnds]]:
     leaders: dict[str, LeaderEnds] = {}
 
     def lead(side: str) -> None:
@@ -65,7 +65,7 @@ def ping(sequence: int) -> pb.WorkRequest:
 
 @pytest.mark.parametrize("size", [0, FRAME - 200, FRAME, 5 * FRAME + 1])
 def test_messages_of_any_size_in_order(link, size):
-    with meeting(link) as (ends, leaders):
+    with connected(link) as (ends, leaders):
         for sequence in range(1, 4):
             big = pb.JoinCommand(pages=bytes(range(256)) * (size // 256) + b"x" * (size % 256))
             ends["draft"].send(pb.WorkRequest(version=LAYOUT_VERSION, epoch=EPOCH, sequence=2 * sequence - 1, join=big))
@@ -79,7 +79,7 @@ def test_messages_of_any_size_in_order(link, size):
 
 def test_many_messages_before_the_first_is_received(link):
     """A burst, such as the end of many requests at once, while the other side is busy: nothing is lost."""
-    with meeting(link) as (ends, leaders):
+    with connected(link) as (ends, leaders):
         sending = threading.Thread(target=lambda: [ends["draft"].send(ping(i)) for i in range(300)])
         sending.start()
         time.sleep(0.2)
@@ -89,7 +89,7 @@ def test_many_messages_before_the_first_is_received(link):
 
 @pytest.mark.parametrize("sides", [("draft", "target"), ("target", "draft")])
 def test_what_one_leader_sends_the_other_receives(link, sides):
-    with meeting(link) as (_, leaders):
+    with connected(link) as (_, leaders):
         sender, receiver = (leaders[side].peer for side in sides)
         for sequence, (shape, dtype) in enumerate((((3, 2), torch.int32), ((1, 8), torch.int64), ((2, 5, 4, 3), torch.float32)), 4):
             sent, here = torch.randint(0, 99, shape).to(dtype), torch.empty(shape, dtype=dtype)
@@ -105,14 +105,14 @@ def test_what_one_leader_sends_the_other_receives(link, sides):
 
 @pytest.mark.parametrize(("name", "sequence"), [("first", 11), ("blocks", 10)])
 def test_a_message_out_of_turn_is_refused(link, name, sequence):
-    with meeting(link) as (_, leaders):
+    with connected(link) as (_, leaders):
         leaders["draft"].peer.send("first", 10, torch.zeros(1, 1, dtype=torch.int64))
         with pytest.raises(LinkError, match=f"expected {name}, number {sequence}"):
             leaders["target"].peer.receive(name, sequence, torch.zeros(1, 1, dtype=torch.int64), 5.0)
 
 
 def test_silence_ends_at_the_deadline(link):
-    with meeting(link) as (ends, leaders):
+    with connected(link) as (ends, leaders):
         for wait in (lambda: ends["target"].receive(0.3), lambda: leaders["target"].peer.receive("first", 1, torch.zeros(1), 0.3)):
             begin = time.monotonic()
             with pytest.raises(LinkError, match=r"0\.3 s"):
@@ -121,7 +121,7 @@ def test_silence_ends_at_the_deadline(link):
 
 
 def test_the_other_side_closes(link):
-    with meeting(link) as (ends, leaders):
+    with connected(link) as (ends, leaders):
         leaders["draft"].close()
         del leaders["draft"]
         with pytest.raises(LinkError):
@@ -131,8 +131,8 @@ def test_the_other_side_closes(link):
 def test_a_target_outlives_one_draft_after_the_other(link):
     """What a lost draft was to send is zeros, until another one is there; and one that does not come is lost, too."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
-    where = Meeting("127.0.0.1", store.port, EPOCH, "secret", link, 20.0)
-    ends, leaders = meet(where, ("draft", "target"))
+    where = Rendezvous("127.0.0.1", store.port, EPOCH, "secret", link, 20.0)
+    ends, leaders = connect(where, ("draft", "target"))
     target, draft = leaders["target"], leaders.pop("draft")
     channel = PeerChannel(target.peer, None, Stages(CPU), 5.0, outlives_peer=True)
     ask = lambda: channel.receive((), "rows", (2, 3), torch.int32).tolist()  # noqa: E731
@@ -153,7 +153,7 @@ def test_a_target_outlives_one_draft_after_the_other(link):
         assert ask() == [[0] * 3] * 2
         again = replace(where, epoch=epoch)
         renew = lambda at=again: channel.reconnect(lambda: peer_end(at, at.store(), "target", CPU, target.server))  # noqa: E731
-        more, drafts = meet(again, ("draft",), renew)
+        more, drafts = connect(again, ("draft",), renew)
         closing.join(10)
         draft = drafts["draft"]
         ends[f"draft of {epoch}"] = more["draft"]
@@ -164,7 +164,7 @@ def test_a_target_outlives_one_draft_after_the_other(link):
 
 def test_strangers_are_not_let_in():
     """Who does not know the gang's secret can neither give orders nor publish tokens."""
-    with meeting("grpc") as (_, leaders):
+    with connected("grpc") as (_, leaders):
         address = leaders["target"].server.address
         stranger = StreamCaller(address, "guess", "Work")
         with pytest.raises(LinkError, match="another gang"):
@@ -182,7 +182,7 @@ def test_strangers_are_not_let_in():
 def test_nobody_who_listens_at_a_forged_address_learns_the_secret():
     """Anybody who reaches the store may write to it; and a call that reaches the wrong server proves nothing anywhere else."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
-    where = Meeting("127.0.0.1", store.port, EPOCH, "secret", "grpc", 20.0)
+    where = Rendezvous("127.0.0.1", store.port, EPOCH, "secret", "grpc", 20.0)
     store.set(where.name("draft/address"), "127.0.0.1:1")
     with pytest.raises(LinkError, match=r"'127.0.0.1:1', was not written by this gang"):
         coordinator_end(where, where.store(), "draft")

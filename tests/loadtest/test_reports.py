@@ -13,7 +13,7 @@ import pytest
 from loadtest import numbers, page, plots
 from loadtest.capacity import Probe, search
 from loadtest.monitor import Sample
-from services.cli.terminal import finite
+from smc.terminal import finite
 from tests.loadtest.made import QUIET, made_run, record
 
 METRICS = {

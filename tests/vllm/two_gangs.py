@@ -67,7 +67,7 @@ class Gang:
         ranks[0].send_signal(signal.SIGKILL)
 
     def kill(self) -> int:
-        """Every process, with no time for last words. How many there were."""
+        """Every process, without notice. How many there were."""
         processes = self.processes()
         for process in processes:
             with suppress(psutil.NoSuchProcess):

@@ -63,7 +63,7 @@ app.kubernetes.io/component: gang
 {{- if eq .root.Values.device "cuda" -}}{{ default $group.tp $group.gpus | int }}{{- else -}}0{{- end -}}
 {{- end -}}
 
-{{/* What a pod that is told to end takes: preStop, drain, last words, and the end of every process. */}}
+{{/* What a pod that is told to end takes: preStop, drain, delivery of statuses, and the end of every process. */}}
 {{- define "smcserve.drain" -}}
 {{- add (ceil .Values.gateway.preStopDelay) (ceil .Values.gateway.drainTimeout) 20 -}}
 {{- end -}}

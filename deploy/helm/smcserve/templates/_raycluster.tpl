@@ -38,7 +38,7 @@ workerGroupSpecs:
     minReplicas: {{ $group.replicas }}
     maxReplicas: {{ $group.replicas }}
     rayStartParams:
-      # Room for one gang, and the mark by which its ranks find this group.
+      # Room for one gang, and the custom resource by which its ranks find this group.
       num-cpus: {{ $group.tp | quote }}
       num-gpus: {{ $gpus | quote }}
       resources: {{ printf "'{\"smc_%s\": 1}'" $side | quote }}

@@ -11,9 +11,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from services.launch.measure import GangRound
     from smc.engine.costs import Costs, Curve, Point
-    from smc.evaluation.round_time import RoundTime
+    from smc.evaluation.round_time import GangRound, RoundTime
     from smc.evaluation.speed import Speed
 
 CURVES_LEGEND = "what these rounds say of costs: milliseconds of a draft step, by rows, and of a target pass, by positions."

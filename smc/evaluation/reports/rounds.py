@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from smc.terminal import progress_bar
+
 if TYPE_CHECKING:
-    from services.launch.measure import GangRound
-    from smc.evaluation.round_time import RoundTime
+    from smc.engine.local import ModelPair
+    from smc.evaluation.round_time import GangRound, RoundTime
+    from smc.runtime.config import EngineConfig
 
 LOCAL_LEGEND = (
     "N={particles}, medians of {rounds} rounds, milliseconds, both models in one process. tokens: by which an answer grew in a round; "
@@ -20,6 +23,22 @@ GANG_LEGEND = (
     "N={particles}, medians, milliseconds, each model in its own process. draft, target: at work; link: nobody at work, messages on "
     "their way; coordinator: planning and bookkeeping; stalls: a group without work."
 )
+
+
+def measure_rounds(
+    pair: ModelPair, configs: Sequence[EngineConfig], concurrency: Sequence[int], sampling: Mapping[str, object], rounds: int
+) -> list[RoundTime]:
+    """Every engine with every number of requests side by side."""
+    from smc.evaluation.round_time import measure
+
+    rows = []
+    with progress_bar() as progress:
+        task = progress.add_task("rounds", total=len(configs) * len(concurrency))
+        for config in configs:
+            for requests in concurrency:
+                rows.append(measure(pair, config, requests, sampling, rounds))
+                progress.advance(task)
+    return rows
 
 
 def round_table(times: Sequence[RoundTime]) -> Table:

@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from services.cli.pair import DEMO
 from smc.evaluation.quality import Row, Setting
+from smc.loading import DEMO
 from smc.statistics import Accuracy
 
 VERSION = 3

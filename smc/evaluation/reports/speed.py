@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from services.cli.terminal import err, progress_bar
+from smc.terminal import err, progress_bar
 
 if TYPE_CHECKING:
     from smc.engine.engine import Engine
@@ -98,7 +98,7 @@ class SpeedPlan:
 
 def measure(plan: SpeedPlan, machine: Machine, gpus: int, trace: Path | None) -> list[Speed]:
     """With `trace`, all timed rounds are written there as a Chrome trace."""
-    from services.coordinator.timeline import Timeline
+    from smc.engine.timeline import Timeline
     from smc.evaluation.speed import Bench, Recorded, problem_load, random_load
 
     timeline = Timeline(trace=True)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from services.cli.costs import costs_tables
-from services.cli.terminal import err, out
+from smc.evaluation.reports.costs import costs_tables
+from smc.terminal import err, out
 
 if TYPE_CHECKING:
     from smc.engine.costs import Costs

@@ -1,10 +1,11 @@
-"""What people see: the two consoles, and the few forms in which numbers and errors are printed."""
+"""What people see of commands: the two consoles, the few forms in which numbers and errors are printed, and options in panels."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
@@ -41,3 +42,8 @@ def check_drawing() -> None:
     """ValueError where no picture can be drawn, as in an image that only serves."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("pictures are drawn by matplotlib, which is not installed here; pip install 'smcserve[plots]'")
+
+
+def option(panel: str, text: str, *names: str, metavar: str | None = None, show_default: bool | str = True):
+    """An option, in a panel of `--help`."""
+    return typer.Option(*names, help=text, rich_help_panel=panel, metavar=metavar, show_default=show_default)

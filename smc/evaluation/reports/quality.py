@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from services.cli.eval_record import Record, machine
-from services.cli.pair import DEMO, LoadedModels, loaded_models, use_threads
-from services.cli.tables import LEGEND, interval, quality_markdown, quality_table
-from services.cli.terminal import err, out, print_warning
 from smc.demo.problems import Problem, generate
 from smc.engine.request import SamplingParams
 from smc.evaluation.picture import draw
 from smc.evaluation.quality import Row, Setting, Terms, measure, measure_speed, problem_requests, seconds_of
+from smc.evaluation.record import Record, machine
+from smc.evaluation.reports.quality_table import LEGEND, interval, quality_markdown, quality_table
+from smc.loading import DEMO, LoadedModels, loaded_models, use_threads
 from smc.models.source import name_dtypes
 from smc.runtime.messages import SIDES
+from smc.terminal import err, out, print_warning
 
 if TYPE_CHECKING:
     from smc.engine.local import ModelPair

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from services.coordinator.timeline import Timeline, overlap
+from smc.engine.timeline import Timeline, overlap
 
 MS = 1_000_000
 

@@ -9,11 +9,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 import grpc
 
 from services.backend import Unavailable
-from services.coordinator.dispatch import Dispatcher
-from services.coordinator.loop import Step
+from services.gateway.dispatch import Dispatcher
 from services.link.streams import OPTIONS, PROOF_KEY, proof
 from services.pb import coordinator_pb2 as pb
 from services.pb import coordinator_pb2_grpc as pb_grpc
+from services.step import Step
 from services.wire.generation import from_sampling
 from services.wire.steps import from_response
 from smc.engine.request import Output, Request
@@ -92,7 +92,7 @@ class CoordinatorClient:
     def generate(self, request: Request) -> AsyncGenerator[Output, None]:
         return self._dispatcher.generate(request)
 
-    def lose(self, why: str) -> None:
+    def fail(self, why: str) -> None:
         """End every call with UNAVAILABLE, and refuse later ones."""
         if self._outbox.lost is None:
             self._outbox.lost = Unavailable(why)
@@ -101,7 +101,7 @@ class CoordinatorClient:
             self._on_lost()
 
     async def close(self) -> None:
-        self.lose("the service has stopped")
+        self.fail("the service has stopped")
         self._outbox.close()
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
@@ -114,12 +114,12 @@ class CoordinatorClient:
                 step = from_response(response)
                 self._dispatcher.deliver(step)
                 self._on_step(step)
-            self.lose("the coordinator has stopped; the service is starting again")
+            self.fail("the coordinator has stopped; the service is starting again")
         except grpc.aio.AioRpcError as error:
             logger.warning("lost the coordinator: %s", error.details())
-            self.lose("the coordinator is gone; the service is starting again")
+            self.fail("the coordinator is gone; the service is starting again")
         except asyncio.CancelledError:
             raise
         except Exception:  # a message that cannot be read must not leave callers waiting
             logger.exception("the coordinator's news could not be read")
-            self.lose("the coordinator is gone; the service is starting again")
+            self.fail("the coordinator is gone; the service is starting again")

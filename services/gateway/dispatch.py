@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from services.backend import RequestFailed
-from services.coordinator.loop import Step
+from services.step import Step
 from smc.engine.request import Answer, Output, Request
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from services.cli.speed import SpeedPlan
-from services.cli.terminal import progress_bar
+from smc.evaluation.reports.speed import SpeedPlan
+from smc.terminal import progress_bar
 
 if TYPE_CHECKING:
     from smc.evaluation.ttft import FirstToken, PromptMachine
