@@ -6,7 +6,6 @@ from services.backend import ServingPair
 from services.batch.lines import CHAT, Line
 from services.openai.errors import BadRequest
 from services.openai.requests import Asked, derived_seed, understood
-from services.prompt import of_negative
 from smc.engine.request import Request
 from smc.limits import DEFAULT_MAX_TOKENS
 
@@ -25,10 +24,7 @@ class Requests:
         asked = understood(line.body, line.url == CHAT, (self._pair.target.name,), self._pair.tokenizer.size)
         _check_is_for_a_file(asked)
         prompt = tuple(asked.prompts[0].encode(self._pair.tokenizer, self._pair.context - 1))
-        negative = None
-        if asked.negative is not None:
-            with of_negative():
-                negative = tuple(asked.negative.encode(self._pair.tokenizer, self._pair.context - 1))
+        negative = asked.negative_tokens(self._pair.tokenizer, self._pair.context - 1)
         longest = min(DEFAULT_MAX_TOKENS, max(1, self._pair.context - max(len(prompt), len(negative or ()))))
         params = asked.params(longest, self.seed_of(line))
         return Request(str(line.number), prompt, params, asked.cache_salt, negative_prompt=negative)

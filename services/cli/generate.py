@@ -12,8 +12,7 @@ import typer
 from rich.text import Text
 
 from services.cli import options
-from smc.engine.admission import check_guidance
-from smc.engine.request import Answer, Request, SamplingParams
+from smc.engine.request import Answer, Request, SamplingParams, check_guidance
 from smc.limits import DEFAULT_MAX_TOKENS
 from smc.terminal import err, finite, print_error, print_warning
 

@@ -15,9 +15,9 @@ from services.backend import check_cache_salt
 from services.openai.bodies import Body, ChatBody, CompletionBody, Message, Tool, ToolCall
 from services.openai.document import is_text
 from services.openai.errors import BadRequest, named
-from services.prompt import Prompt
-from smc.engine.admission import check_guidance
-from smc.engine.request import SETTINGS, SamplingParams
+from services.prompt import Prompt, of_negative
+from smc.engine.request import SETTINGS, SamplingParams, check_guidance
+from smc.models.tokenizer import Tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MAX_ANSWERS = 128
@@ -64,6 +64,13 @@ class Asked:
     def params(self, longest: int, seed: int | None) -> SamplingParams:
         """Of one answer, of `longest` tokens at most if nothing is said. Raises ValueError naming field, value and what is allowed."""
         return SamplingParams(**{"max_tokens": longest} | self.settings | {"seed": seed})
+
+    def negative_tokens(self, tokenizer: Tokenizer, limit: int) -> tuple[int, ...] | None:
+        """Of the negative prompt, if there is one. Raises ValueError."""
+        if self.negative is None:
+            return None
+        with of_negative():
+            return tuple(self.negative.encode(tokenizer, limit))
 
     def seeds(self) -> Iterator[int | None]:
         """One for each answer; that of the first is the request's own."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from smc.engine.request import Request, SamplingParams
+from smc.engine.request import Request, SamplingParams, check_guidance
 from smc.runtime.config import EngineConfig
 
 
@@ -44,12 +44,6 @@ def check_prompt(size: int, context: int) -> None:
         raise ValueError("the prompt is empty; at least one token is needed")
     if size >= context:
         raise ValueError(f"the prompt has {size} tokens; allowed: at most {context - 1}, to leave room for an answer")
-
-
-def check_guidance(params: SamplingParams, has_negative: bool) -> None:
-    """Refuse a negative prompt that has no effect. Raises ValueError."""
-    if has_negative and not params.guided:
-        raise ValueError("negative_prompt has no effect with guidance_scale=1; give a guidance_scale above 1, or leave it out")
 
 
 def check_negative(size: int, max_tokens: int, context: int) -> None:

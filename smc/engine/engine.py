@@ -23,6 +23,7 @@ import numpy as np
 from smc.engine.admission import DuplicateRequest, NoDraft, check_fits, check_queue
 from smc.engine.answers import draw_answer, make_answer
 from smc.engine.cohorts import Cohorts
+from smc.engine.companions import Pages
 from smc.engine.costs import Costs
 from smc.engine.drafting import CostsDecide
 from smc.engine.expectation import Expectation
@@ -33,7 +34,7 @@ from smc.engine.policy import ParticlePolicy, ShrinkWhenShort, TreePolicy
 from smc.engine.queue import Deadlines, Queue
 from smc.engine.records import shrink_saved
 from smc.engine.request import FinishReason, Method, Output, Request
-from smc.engine.rounds import Pages, Rounds
+from smc.engine.rounds import Rounds
 from smc.engine.slots import Slots
 from smc.engine.starts import Starts
 from smc.engine.stats import EngineStats

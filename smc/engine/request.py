@@ -403,3 +403,9 @@ class Request:
     def negative_size(self) -> int:
         """Tokens of the negative prompt; 0: it is not guided."""
         return 0 if not self.params.guided else 1 if self.negative_prompt is None else len(self.negative_prompt)
+
+
+def check_guidance(params: SamplingParams, has_negative: bool) -> None:
+    """Refuse a negative prompt that has no effect. Raises ValueError."""
+    if has_negative and not params.guided:
+        raise ValueError("negative_prompt has no effect with guidance_scale=1; give a guidance_scale above 1, or leave it out")

@@ -19,6 +19,7 @@ import numpy as np
 
 from smc.algorithm.expansion import Kind
 from smc.engine.acceptance import Acceptance
+from smc.engine.companions import Pages, companions_of, follow_companions, padded
 from smc.engine.group import Group, Population
 from smc.engine.memory import Memory
 from smc.engine.methods import Decoding
@@ -29,10 +30,8 @@ from smc.runtime.config import EngineConfig
 from smc.runtime.messages import COMPANION, Pending
 from smc.runtime.outcome import RoundResult
 from smc.runtime.pair import Outcome, Pair
-from smc.runtime.plan import SHORT, Companions, Program, RoundPlan
+from smc.runtime.plan import SHORT, Program, RoundPlan
 
-Pages = dict[str, np.ndarray]
-"""By lane: a side, or of a guided request its companion."""
 MEMORY = 0.997
 """Of what the rounds of all requests have shown, by the next of any."""
 WINDOW = 64
@@ -157,46 +156,24 @@ class Rounds:
             kinds=kinds if len(kinds) == 1 else frozenset(Kind),
             target_law=_spread(population.target_law, population.group_A, places),
             draft_law=_spread(population.draft_law, population.group_A, places),
-            slot_A=_padded(population.slot_A, places, self.config.max_slots),
-            group_A=_padded(population.group_A, places, places - 1),
-            particle_A=_padded(population.particle_A, places, 0),
-            seed_A=_padded(population.seed_G[population.group_A], places, 0),
-            round_A=_padded(launched_G[population.group_A] + 1, places, 1),
-            alpha_A=_padded(population.per_group([p.alpha for p in params], np.float64, 1.0)[population.group_A], places, 1.0),
-            first_G=_padded(population.first_G.astype(np.int32), places, 0),
-            size_G=_padded(population.size_G.astype(np.int32), places, 0),
-            count_G=_padded(count_G.astype(np.int32), places, 0),
-            draws_G=_padded(draws_G.astype(np.int32), places, 0),
-            shared_G=_padded(shared_G.astype(np.int32), places, 0),
-            threshold_G=_padded(population.per_group([p.ess_threshold for p in params], np.float64), places, 0.0),
-            kind_G=_padded(kind_G, places, int(Kind.INDEPENDENT)),
-            scheme_G=_padded(population.scheme_G, places, 0),
-            target_pages_AQ=_padded(own["target"] if shape.target else np.zeros((total, 0), np.int32), places, 0),
-            begin_pages_AP=_padded(begun[:, : shape.begin], places, 0),
-            branch_pages_XB=_padded(branches_XB.astype(np.int32), places * branches, 0),
-            companions=self._companions(population, pages, places, shared_G),
-        )
-
-    def _companions(self, population: Population, pages: list[Pages], places: int, shared_G: np.ndarray) -> Companions | None:
-        """Of guided groups; None: there are none."""
-        groups, group_A = population.groups, population.group_A
-        if not any(g.params.guided for g in groups):
-            return None
-        guided_G = np.array([g.params.guided for g in groups])
-        shift_G = np.where(guided_G, [g.negative_size - g.prompt_size for g in groups], 0)
-        slot_A = self.slots.companion_S[population.slot_A].astype(np.int64)
-        is_guided_A = guided_G[group_A]
-        theirs_AW = np.concatenate([given[COMPANION] for given in pages if COMPANION in given]).reshape(is_guided_A.sum(), -1)
-        pages_AW = np.zeros((len(group_A), theirs_AW.shape[1]), dtype=np.int32)
-        pages_AW[is_guided_A] = theirs_AW
-        scale_G = np.array([g.params.guidance_scale for g in groups], dtype=np.float32)
-        return Companions(
-            slot_A=_padded(np.where(slot_A < 0, self.config.max_slots, slot_A), places, self.config.max_slots),
-            shift_A=_padded(shift_G[group_A], places, 0),
-            scale_A=_padded(scale_G[group_A], places, 1.0),
-            size_G=_padded(np.where(guided_G, population.size_G, 0).astype(np.int32), places, 0),
-            shared_G=_padded((shared_G + shift_G).astype(np.int32), places, 0),
-            pages_AW=_padded(pages_AW, places, 0),
+            slot_A=padded(population.slot_A, places, self.config.max_slots),
+            group_A=padded(population.group_A, places, places - 1),
+            particle_A=padded(population.particle_A, places, 0),
+            seed_A=padded(population.seed_G[population.group_A], places, 0),
+            round_A=padded(launched_G[population.group_A] + 1, places, 1),
+            alpha_A=padded(population.per_group([p.alpha for p in params], np.float64, 1.0)[population.group_A], places, 1.0),
+            first_G=padded(population.first_G.astype(np.int32), places, 0),
+            size_G=padded(population.size_G.astype(np.int32), places, 0),
+            count_G=padded(count_G.astype(np.int32), places, 0),
+            draws_G=padded(draws_G.astype(np.int32), places, 0),
+            shared_G=padded(shared_G.astype(np.int32), places, 0),
+            threshold_G=padded(population.per_group([p.ess_threshold for p in params], np.float64), places, 0.0),
+            kind_G=padded(kind_G, places, int(Kind.INDEPENDENT)),
+            scheme_G=padded(population.scheme_G, places, 0),
+            target_pages_AQ=padded(own["target"] if shape.target else np.zeros((total, 0), np.int32), places, 0),
+            begin_pages_AP=padded(begun[:, : shape.begin], places, 0),
+            branch_pages_XB=padded(branches_XB.astype(np.int32), places * branches, 0),
+            companions=companions_of(population, pages, places, shared_G, self.slots, self.config.max_slots),
         )
 
     def _record(self, flight: Flight, outcome: Outcome, alive_G: np.ndarray) -> None:
@@ -235,25 +212,7 @@ class Rounds:
             head_S[slot_A] = after_A
             if side == "target" and any(COMPANION in given for given in pages):
                 assert not dropped_A.any(), "the target took back what it had run"
-                self._follow_companions(slot_A, source_A, np.where(kept_AW, path_AW, 0), pages)
-
-    def _follow_companions(self, slot_A: np.ndarray, source_A: np.ndarray, path_AW: np.ndarray, pages: list[Pages]) -> None:
-        """So do companions': each of a round's pages at the target has one of theirs beside it. `path`: pages kept; 0 is none."""
-        slots, ledger = self.slots, self.memory.ledgers["target"]
-        head_S, held_S = slots.head_S["target"], slots.held_S["target"]
-        is_guided_A = slots.companion_S[slot_A] >= 0
-        to_A, of_A = (slots.companion_S[values_A[is_guided_A]] for values_A in (slot_A, source_A))
-        guided = [given for given in pages if COMPANION in given]
-        own_T, theirs_T = (np.concatenate([given[lane] for given in guided]) for lane in ("target", COMPANION))
-        order_T, path_AW = np.argsort(own_T), path_AW[is_guided_A]
-        at_AW = np.searchsorted(own_T, path_AW, sorter=order_T).clip(max=len(own_T) - 1)
-        path_AW = np.where(path_AW > 0, theirs_T[order_T[at_AW]], 0)
-        kept_A = (path_AW > 0).sum(1)
-        before_A, after_A = head_S[to_A], ledger.grow(head_S[of_A], path_AW, kept_A)
-        ledger.hold(after_A)
-        ledger.release(before_A)
-        ledger.settle(theirs_T, path_AW)
-        held_S[to_A], head_S[to_A] = held_S[of_A] + kept_A, after_A
+                follow_companions(self.slots, ledger, slot_A, source_A, np.where(kept_AW, path_AW, 0), pages)
 
     def _write_tokens(
         self, population: Population, result: RoundResult, slot_A: np.ndarray, source_A: np.ndarray, place_A: np.ndarray
@@ -390,15 +349,6 @@ def bucket(count: int) -> int:
     return -(-count // step) * step
 
 
-def _padded(values_A: np.ndarray, places: int, fill: float) -> np.ndarray:
-    """`places` rows, `fill` in those past the values'."""
-    if len(values_A) == places:
-        return values_A
-    padded = np.full((places, *values_A.shape[1:]), fill, dtype=values_A.dtype)
-    padded[: len(values_A)] = values_A
-    return padded
-
-
 def _spread(law: LawSpec, group_A: np.ndarray, places: int) -> LawSpec:
     """A law per group -> one per place."""
-    return law.take(_padded(group_A, places, 0))
+    return law.take(padded(group_A, places, 0))
