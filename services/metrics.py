@@ -12,8 +12,8 @@ from typing import TypeVar
 import prometheus_client as prom
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
-from smc.engine.request import Answer
-from smc.engine.stats import EngineStats
+from smc.engine.request import VERIFICATIONS, Answer
+from smc.engine.stats import EngineStats, SpecStats
 
 Metric = TypeVar("Metric", Counter, Gauge, Histogram)
 
@@ -174,14 +174,8 @@ class Metrics:
         self._shrinks.inc(stats.shrinks)
         self._resamples.inc(stats.resamples)
         self._collapses.inc(stats.collapses)
-        self._drafts.inc(stats.spec_rounds)
-        self._draft_tokens.inc(stats.spec_draft_tokens)
-        self._accepted_tokens.inc(stats.spec_accepted_tokens)
-        for position, count in enumerate(stats.spec_accepted_by_position):
-            self._accepted_at.labels(position).inc(count)
-        self._hits.inc(stats.spec_hits)
-        self._misses.inc(stats.spec_misses)
-        self._tree_rows.inc(stats.spec_rows)
+        for verification, counts in stats.spec.items():
+            self._count_exact(verification, counts)
         self._alone_rounds.inc(stats.spec_alone_rounds)
         for share in stats.ess_shares:
             self._ess_share.observe(share)
@@ -314,23 +308,46 @@ class Metrics:
             "smc_committed_lag_tokens", "Tokens between what is final and the longest particle, one per request and round.", LAG_BUCKETS
         )
 
+    def _count_exact(self, verification: str, counts: SpecStats) -> None:
+        for metric, count in (
+            (self._drafts, counts.rounds),
+            (self._draft_tokens, counts.draft_tokens),
+            (self._accepted_tokens, counts.accepted_tokens),
+            (self._hits, counts.hits),
+            (self._misses, counts.misses),
+            (self._tree_rows, counts.rows),
+        ):
+            metric.labels(verification).inc(count)
+        for position, count in enumerate(counts.accepted_by_position):
+            self._accepted_at.labels(verification, position).inc(count)
+
     def _make_exact_metrics(self) -> None:
-        """Names and meanings are vLLM's, but for the last four."""
-        self._drafts = self._counter("smc_spec_decode_num_drafts_total", "Rounds of exact decoding, one for each request that took part.")
-        self._draft_tokens = self._counter(
-            "smc_spec_decode_num_draft_tokens_total", "Tokens drafted in them, counted along one path of each tree."
+        """Names and meanings are vLLM's, but for the last four; each by how exact decoding makes sure of the target's law."""
+        each = {"verification": VERIFICATIONS}
+        self._drafts = self._counter(
+            "smc_spec_decode_num_drafts_total", "Rounds of exact decoding, one for each request that took part.", **each
         )
-        self._accepted_tokens = self._counter("smc_spec_decode_num_accepted_tokens_total", "Of those, tokens that the target drew as well.")
+        self._draft_tokens = self._counter(
+            "smc_spec_decode_num_draft_tokens_total", "Tokens drafted in them, counted along one path of each tree.", **each
+        )
+        self._accepted_tokens = self._counter(
+            "smc_spec_decode_num_accepted_tokens_total", "Of those, tokens that the target drew as well, or kept.", **each
+        )
         self._accepted_at = self._counter(
-            "smc_spec_decode_num_accepted_tokens_per_pos_total", "Accepted tokens by their position in the draft, from 0.", position=()
+            "smc_spec_decode_num_accepted_tokens_per_pos_total",
+            "Accepted tokens by their position in the draft, from 0.",
+            **each,
+            position=(),
         )
         self._hits = self._counter(
-            "smc_spec_decode_num_hits_total", "Rounds of exact decoding whose next block, drafted ahead, went on as the target did."
+            "smc_spec_decode_num_hits_total", "Rounds of exact decoding whose next block, drafted ahead, went on as the target did.", **each
         )
         self._misses = self._counter(
-            "smc_spec_decode_num_misses_total", "Rounds of exact decoding after which the draft had to begin anew."
+            "smc_spec_decode_num_misses_total", "Rounds of exact decoding after which the draft had to begin anew.", **each
         )
-        self._tree_rows = self._counter("smc_spec_decode_num_rows_total", "Rows of the trees of all rounds of exact decoding.")
+        self._tree_rows = self._counter(
+            "smc_spec_decode_num_rows_total", "Rows of the trees, or chains, of all rounds of exact decoding.", **each
+        )
         self._alone_rounds = self._counter(
             "smc_spec_decode_num_alone_rounds_total", "Rounds of such requests in which nothing was drafted: plain decoding was faster."
         )

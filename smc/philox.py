@@ -35,6 +35,10 @@ class Purpose(IntEnum):
     TARGET = 2
     SELECTION = 3
     FINAL = 4
+    TRIAL = 5
+    """Whether a drafted token is kept (decoding by rejection)."""
+    REMAINDER = 6
+    """What takes the place of those that are not."""
 
 
 def philox4x32(counter: np.ndarray, key: np.ndarray) -> np.ndarray:

@@ -27,13 +27,14 @@ _PLAN = {
     "shared": ("shared_G", "<i4"),
     "threshold": ("threshold_G", "<f8"),
     "kind": ("kind_G", "<i4"),
+    "chain": ("chain_C", "<i4"),
     "scheme": ("scheme_G", "<i4"),
     "target_pages": ("target_pages_AQ", "<i4"),
     "begin_pages": ("begin_pages_AP", "<i4"),
     "branch_pages": ("branch_pages_XB", "<i4"),
 }
 """Field -> attribute, and its type on the way."""
-_WIDE = ("slot", "group", "particle", "round")
+_WIDE = ("slot", "group", "particle", "round", "chain")
 """int64 where they are used."""
 _COMPANIONS = {
     "slot": ("slot_A", "<i4"),

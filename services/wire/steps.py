@@ -9,7 +9,8 @@ from services.pb import coordinator_pb2 as pb
 from services.step import Step
 from services.wire.generation import from_update, to_update
 from smc.engine.admission import QueueFull
-from smc.engine.stats import EngineStats
+from smc.engine.request import VERIFICATIONS
+from smc.engine.stats import EngineStats, SpecStats
 from smc.engine.timeline import RoundTimes
 from smc.runtime.messages import SIDES
 
@@ -18,8 +19,6 @@ _GROUP_FIELDS = {
     **{name: name for name in ("prefix_queries", "prefix_hits")},
 }
 """Of `GroupPages`, and what `EngineStats` calls each; there it is a dictionary by side."""
-_SPEC_COUNTS = ("spec_rounds", "spec_draft_tokens", "spec_accepted_tokens", "spec_hits", "spec_misses", "spec_rows", "spec_alone_rounds")
-"""Of exact decoding, by the same name in both."""
 _KINDS = {
     pb.REFUSAL_KIND_INVALID: ValueError,
     pb.REFUSAL_KIND_QUEUE_FULL: QueueFull,
@@ -63,9 +62,9 @@ def _to_snapshot(step: Step) -> pb.Snapshot:
         shrinks=stats.shrinks,
         ess_share=stats.ess_shares,
         committed_lag=stats.committed_lags,
-        spec_accepted_by_position=stats.spec_accepted_by_position,
+        spec_alone_rounds=stats.spec_alone_rounds,
         lost_draft=step.lost_draft,
-        **{name: getattr(stats, name) for name in _SPEC_COUNTS},
+        **{name: pb.SpecCounts(**asdict(counts)) for name, counts in stats.spec.items()},
         **{f"{side}_pages": pb.GroupPages(**counts) for side, counts in groups.items()},
     )
 
@@ -86,7 +85,12 @@ def _from_snapshot(snapshot: pb.Snapshot) -> EngineStats:
         shrinks=snapshot.shrinks,
         ess_shares=list(snapshot.ess_share),
         committed_lags=list(snapshot.committed_lag),
-        spec_accepted_by_position=list(snapshot.spec_accepted_by_position),
-        **{name: getattr(snapshot, name) for name in _SPEC_COUNTS},
+        spec={name: _from_counts(getattr(snapshot, name)) for name in VERIFICATIONS},
+        spec_alone_rounds=snapshot.spec_alone_rounds,
         **counts,
     )
+
+
+def _from_counts(counts: pb.SpecCounts) -> SpecStats:
+    values = {name: getattr(counts, name) for name in SpecStats.__dataclass_fields__}
+    return SpecStats(**values | {"accepted_by_position": list(counts.accepted_by_position)})

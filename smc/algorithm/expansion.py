@@ -30,12 +30,14 @@ EXPANSION_POSITION = 2 << 20
 
 
 class Kind(IntEnum):
-    """How a group's rows are continued. Data of a round, one for each group."""
+    """How a group's rows are continued. Data of a round, one for each group. From `BEST` on they are decoded exactly."""
 
     INDEPENDENT = 0
     """Each row draws its own token; the population is resampled: `smc.algorithm.selection`."""
     DISTINCT = 1
     BEST = 2
+    CHAINS = 3
+    """Each row draws its own tokens from one root, and the target keeps or replaces them: `smc.algorithm.rejection`."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def expand(
     ended_R: Tensor | None = None,
     has_rest: bool = False,
 ) -> Expansion:
-    """Continue groups that are `BEST` or `DISTINCT`; of others, rows go on as if nothing did.
+    """Continue groups by their masses: those that are decoded exactly as `BEST`; of `INDEPENDENT` ones, rows go on as if nothing did.
 
     `mass_R`: float64 log mass of the source rows; `there_R`: whether there is one. `sources`, `rows`: first and size [G] of every group's
     source rows, and of the places for those that go on, `total` in all; a padding group has size 0. `most_G`: how many may go on.
@@ -118,7 +120,7 @@ def expand(
     width = offers.share_RC.shape[1]
     is_there_HS1 = (is_source_HS & there_R[source_HS])[..., None]
     share_HSC = offers.share_RC[source_HS].double().masked_fill(~is_there_HS1, -torch.inf)
-    is_best_H = kind_G[used_H] == Kind.BEST
+    is_best_H = kind_G[used_H] >= Kind.BEST
     share_HSC = share_HSC.masked_fill(is_best_H[:, None, None] & is_rest_C, -torch.inf)
     nan_G = torch.zeros_like(collapsed_G)
     nan_G[used_H] = ~is_best_H & torch.isnan(share_HSC).flatten(1).any(-1)

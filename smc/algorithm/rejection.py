@@ -9,7 +9,8 @@ drawn from p, whatever q is.
 It stands where `smc.algorithm.walk` is given the target's own draws: the blocks that agree with what is said here are walked in the same
 way. Knows nothing about models or requests.
 
-Axes: A places of a packed batch, Q tokens of a block, V vocabulary, G groups, H those that have places, N places of a group.
+Axes: A places of a packed batch, Q tokens of a block, L those but the last, V vocabulary, G groups, H those that have places, N places of
+a group.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ class Chains:
     """bool: there is a chain at the place."""
     logp_AQV: Tensor
     """Log-law of the target after each token."""
-    logq_AQV: Tensor
-    """Log-law that the draft drew the next token from; not used after the last."""
+    logq_ALV: Tensor
+    """Log-law that the draft drew the next token from."""
 
 
-def say(chains: Chains, groups: tuple[Tensor, Tensor], uniform_AQ: Tensor, noise_AQV: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens that the target says after each token on its path [A, Q], `NOTHING` elsewhere; and their log-probability under its law [A, Q].
+def say(chains: Chains, groups: tuple[Tensor, Tensor], uniform_AQ: Tensor, noise_HQV: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens that the target says after each token on its path [A, Q], `NOTHING` elsewhere; and their log-probability [A, Q].
 
-    `groups`: first and size [G]. `uniform_AQ`: in [0, 1), for the trial of the next token. `noise_AQV`: Gumbel variates, of which those of
-    the group's first place are used; where a chain is on the path up to token j, the draw after it is argmax(log r + noise), r what is left
-    of p. Reads the host.
+    `groups`: first and size [G]. `uniform_AQ`: in [0, 1), for the trial of the next token. `noise_HQV`: Gumbel variates of the groups that
+    have places, in their order; where a chain is on the path up to token j, the draw after it is argmax(log r + noise), r what is left of
+    p. Reads the host.
     """
     said_AQ = torch.full_like(chains.tokens_AQ, NOTHING)
     logp_AQ = torch.full(said_AQ.shape, torch.nan, dtype=torch.float32, device=said_AQ.device)
@@ -56,7 +57,7 @@ def say(chains: Chains, groups: tuple[Tensor, Tensor], uniform_AQ: Tensor, noise
     place_HN, exists_HN = grid(*(bound[used_H] for bound in groups))
     on_path_HN = exists_HN & chains.alive_A[place_HN]
     for j in range(said_AQ.shape[1]):
-        next_H, next_logp_H = _next(chains, place_HN, on_path_HN, j, uniform_AQ[:, j], noise_AQV[:, j])
+        next_H, next_logp_H = _next(chains, place_HN, on_path_HN, j, uniform_AQ[:, j], noise_HQV[:, j])
         to_A = place_HN[on_path_HN]
         said_AQ[to_A, j] = next_H[:, None].expand_as(place_HN)[on_path_HN]
         logp_AQ[to_A, j] = next_logp_H[:, None].expand_as(place_HN)[on_path_HN].float()
@@ -66,7 +67,7 @@ def say(chains: Chains, groups: tuple[Tensor, Tensor], uniform_AQ: Tensor, noise
     return said_AQ, logp_AQ
 
 
-def _next(chains: Chains, place_HN: Tensor, on_path_HN: Tensor, j: int, uniform_A: Tensor, noise_AV: Tensor) -> tuple[Tensor, Tensor]:
+def _next(chains: Chains, place_HN: Tensor, on_path_HN: Tensor, j: int, uniform_A: Tensor, noise_HV: Tensor) -> tuple[Tensor, Tensor]:
     """What each group says after token j of the chains that are on the path [H], and its log-probability [H]."""
     first_H1 = on_path_HN.long().argmax(-1, keepdim=True)
     lead_H = place_HN.gather(1, first_H1)[:, 0]
@@ -78,11 +79,11 @@ def _next(chains: Chains, place_HN: Tensor, on_path_HN: Tensor, j: int, uniform_
             break
         tried_H = on_path_HN[:, n] & (chains.count_A[at_H] > j + 1) & (kept_H == NOTHING)
         token_H1 = chains.tokens_AQ[at_H, j + 1][:, None]
-        law_HV = chains.logq_AQV[at_H, j].double().exp()
+        law_HV = chains.logq_ALV[at_H, j].double().exp()
         keeps_H = uniform_A[at_H] * law_HV.gather(1, token_H1)[:, 0] < left_HV.gather(1, token_H1)[:, 0]
         kept_H = torch.where(tried_H & keeps_H, token_H1[:, 0], kept_H)
         left_HV = torch.where((tried_H & ~keeps_H)[:, None], without(left_HV, law_HV), left_HV)
-    drawn_H = (left_HV.log() + noise_AV[place_HN[:, 0]]).argmax(-1)
+    drawn_H = (left_HV.log() + noise_HV).argmax(-1)
     next_H = torch.where(kept_H == NOTHING, drawn_H, kept_H)
     return next_H, logp_HV.gather(1, next_H[:, None])[:, 0]
 

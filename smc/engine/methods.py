@@ -47,6 +47,8 @@ class Decoding(ABC):
     """How rows are continued."""
     records_population = False
     """Weights, effective sample sizes and resampling mean something."""
+    elastic = False
+    """How many rows it has, or none at all, decides its speed and nothing else."""
     confirms = False
     """Only what the target has drawn itself is part of the answer: what particles agree on may still be taken back."""
 
@@ -175,6 +177,7 @@ class Exact(OfPair):
     """The target draws its own tokens; what was drafted decides how many at a time: `smc.algorithm.walk`."""
 
     kind = Kind.BEST
+    elastic = True
     confirms = True
 
     def known_tokens(self, config: EngineConfig, *, length: int, block: int, rounds: int) -> int:
@@ -183,6 +186,22 @@ class Exact(OfPair):
     def held_tokens(self, config: EngineConfig, side: str, *, length: int, block: int, ended: bool, rounds: int) -> int:
         # Taken up again, one sequence goes on from its last confirmed token.
         return length - 1
+
+
+class Rejection(Exact):
+    """The draft's draws are kept or replaced, so that the target's law comes out: `smc.algorithm.rejection`. Its answers depend on how many
+    chains there are, so there are always as many as were asked for."""
+
+    kind = Kind.CHAINS
+    elastic = False
+
+    def most_pages(
+        self, config: EngineConfig, params: SamplingParams, prompt: int, rows: int | None = None, negative: int = 0
+    ) -> dict[str, int]:
+        # Chains share all that is confirmed; what the last round that was read has left of them is not more than it was given.
+        rounds = self.round_pages(config, self.rows(params), params.guided)
+        begins, answers = self._prompts(prompt, negative), self._sequences(params, params.max_tokens)
+        return {side: begins[side] + answers[side] + (ROUNDS_IN_FLIGHT + 1) * rounds[side] for side in self.sides}
 
 
 class Alone(Decoding):
@@ -209,18 +228,19 @@ TARGET_ALONE = Alone("target")
 DECODINGS: dict[tuple[Method, str | None], Decoding] = {
     (Method.SMC, "independent"): Independent(),
     (Method.SMC, "distinct"): Distinct(),
-    (Method.EXACT, None): Exact(),
+    (Method.EXACT, "walk"): Exact(),
+    (Method.EXACT, "rejection"): Rejection(),
     (Method.TARGET, None): TARGET_ALONE,
     (Method.DRAFT, None): Alone("draft"),
 }
-"""By method and population."""
+"""By method and population, or verification."""
 PROGRAMS: dict[Program, Decoding] = {decoding.program: decoding for decoding in DECODINGS.values()}
 """A decoding of every program: all of a program have rounds of the same shape."""
 
 
 def decoding_of(params: SamplingParams) -> Decoding:
     """How a request is decoded, unless exact decoding goes on with `TARGET_ALONE`."""
-    return DECODINGS[params.method, params.population]
+    return DECODINGS[params.method, params.population or params.verification]
 
 
 def program_of(method: Method) -> Program:

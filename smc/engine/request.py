@@ -29,6 +29,7 @@ from smc.limits import DEFAULT_MAX_TOKENS, MAX_PARTICLES, MAX_STOP_BYTES, SCHEME
 MAX_STOPS = 64
 MAX_STOP_IDS = 1024
 POPULATIONS = ("distinct", "independent")
+VERIFICATIONS = ("walk", "rejection")
 SMALLEST, LARGEST = 1e-6, 1e6
 """Of temperatures and alpha: beyond, they make infinities and NaN of logits in float32."""
 MAX_GUIDANCE = 1e3
@@ -44,7 +45,7 @@ class Method(StrEnum):
 
     SMC = "smc"
     EXACT = "exact"
-    """The target's own draws, confirmed many at a time: the answer of `target`, sooner."""
+    """The target's law, many tokens at a time: by default its own draws, so the answer of `target`, sooner."""
     TARGET = "target"
     """Plain decoding by the target model: the baseline of every table."""
     DRAFT = "draft"
@@ -148,9 +149,21 @@ class SamplingParams:
         integer(lambda value: 1 <= value <= MAX_PARTICLES, f"1..{MAX_PARTICLES}"),
         scope=Scope.BOTH,
         fill=lambda params: 8,
-        option=Option("N, answers grown side by side; of exact, rows of the tree. Default: 8.", "N", ("--particles", "-n")),
+        option=Option("N, answers grown side by side; of exact, rows of the tree or chains. Default: 8.", "N", ("--particles", "-n")),
     )
-    """N, 1..64: of SMC particles; of exact decoding rows of the tree, which decide its speed alone. Default 8."""
+    """N, 1..64: of SMC particles; of exact decoding rows of the tree, or chains, which decide its speed. Default 8."""
+    verification: str | None = setting(
+        None,
+        Choice(VERIFICATIONS),
+        scope=Scope.EXACT,
+        fill=lambda params: "walk",
+        option=Option(
+            "walk: the target draws, and confirms what was drafted; rejection: drafted tokens are kept or replaced. Default: walk.",
+            "walk|rejection",
+        ),
+    )
+    """`walk`: the target draws, and drafted tokens that are its draws are confirmed; `rejection`: tokens are drawn from the draft's law,
+    and kept or replaced so that what comes out is drawn from the target's. Method `exact` only; default `walk`."""
     min_particles: int | None = setting(
         None, None, scope=Scope.SMC, option=Option("Particles to keep where KV memory is short. Default: all.", "N")
     )
@@ -193,11 +206,11 @@ class SamplingParams:
     draft_temperature: float | None = setting(
         None,
         number(is_scale, SCALES),
-        scope=Scope.SMC,
-        fill=lambda params: params.temperature,
+        scope=Scope.PROPOSAL,
+        fill=lambda params: params.temperature or 1.0,
         option=Option("Of the proposal. Default: --temperature.", "T"),
     )
-    """Of the proposal. SMC only; default: `temperature`. Weights correct for it."""
+    """Of the proposal, and corrected for. SMC, and exact decoding by rejection; default: `temperature`, and 1 where that is 0."""
     guidance_scale: float = setting(
         1.0,
         number(lambda value: 1 <= value <= MAX_GUIDANCE, f"1 to {MAX_GUIDANCE:g} (1 = none)"),
@@ -236,8 +249,10 @@ class SamplingParams:
 
     @property
     def least_rows(self) -> int:
-        """As few as the request allows: of exact decoding one will do."""
-        return 1 if self.method is Method.EXACT else self.min_particles or self.rows
+        """As few as the request allows: of exact decoding one will do, unless its draws depend on how many there are."""
+        if self.method is Method.EXACT:
+            return self.rows if self.verification == "rejection" else 1
+        return self.min_particles or self.rows
 
     @property
     def resamples(self) -> bool:
@@ -261,6 +276,10 @@ class SamplingParams:
             return None
         if scope is Scope.BOTH:
             return method if self.method in (Method.TARGET, Method.DRAFT) else None
+        if scope is Scope.EXACT:
+            return None if self.method == Method.EXACT else method
+        if scope is Scope.PROPOSAL and self.method == Method.EXACT:
+            return None if self.verification == "rejection" else f"verification={self.verification!r}"
         if self.method != Method.SMC:
             return method
         return "population='distinct'" if scope is Scope.INDEPENDENT and self.population == "distinct" else None

@@ -34,6 +34,8 @@ from smc.runtime.plan import SHORT, Program, RoundPlan
 
 MEMORY = 0.997
 """Of what the rounds of all requests have shown, by the next of any."""
+COMMON_KINDS = frozenset({Kind.INDEPENDENT, Kind.DISTINCT, Kind.BEST})
+"""Rounds of more than one kind are of all of these, so that there are few sorts of rounds."""
 WINDOW = 64
 """Tokens that are compared at a time, however long it has been since particles agreed."""
 
@@ -68,7 +70,7 @@ class Rounds:
         branches: Callable[[int], int] | None = None,
     ) -> None:
         """`width`: positions of the models' block tables. `branches`: F of a round of so many places whose groups all are decoded exactly,
-        up to the config's, which others have."""
+        by the walk, up to the config's, which others have."""
         self.config, self.slots, self.memory, self.pair, self.decoding = config, slots, memory, pair, decoding
         self.stats = EngineStats()
         self.acceptance = Acceptance(MEMORY)
@@ -141,7 +143,7 @@ class Rounds:
         columns = int((longest_G + population.largest(length_A) + stride * (flying_G + 1)).max()) + self.config.block + 2
         own = {side: np.concatenate([given[side] for given in pages]).reshape(total, -1) for side in self.decoding.sides}
         begun = own.get("draft", own.get("target"))
-        branches = self._branches(places) if self._branches and all(g.decoding.confirms for g in groups) else shape.branches
+        branches = self._branches(places) if self._branches and all(g.decoding.elastic for g in groups) else shape.branches
         # Pages of branches that there are not come back with those of branches that are not taken.
         branches_XB = begun[:, shape.begin : shape.begin + branches * shape.branch].reshape(total * branches, shape.branch)
         count_G = np.array([g.count for g in groups])
@@ -149,11 +151,14 @@ class Rounds:
         params = population.params
         kind_G = np.array([g.decoding.kind for g in groups], dtype=np.int32)
         kinds = frozenset(g.decoding.kind for g in groups)
+        chain_C = np.flatnonzero(kind_G[population.group_A] == Kind.CHAINS)
+        if len(chain_C):
+            chain_C = padded(chain_C, bucket(len(chain_C)), chain_C[0])
         return RoundPlan(
             program=self.decoding.program,
             short=bool(columns <= SHORT),
             columns=min(columns, self.width),
-            kinds=kinds if len(kinds) == 1 else frozenset(Kind),
+            kinds=kinds if len(kinds) == 1 else COMMON_KINDS | kinds,
             target_law=_spread(population.target_law, population.group_A, places),
             draft_law=_spread(population.draft_law, population.group_A, places),
             slot_A=padded(population.slot_A, places, self.config.max_slots),
@@ -169,6 +174,7 @@ class Rounds:
             shared_G=padded(shared_G.astype(np.int32), places, 0),
             threshold_G=padded(population.per_group([p.ess_threshold for p in params], np.float64), places, 0.0),
             kind_G=padded(kind_G, places, int(Kind.INDEPENDENT)),
+            chain_C=chain_C,
             scheme_G=padded(population.scheme_G, places, 0),
             target_pages_AQ=padded(own["target"] if shape.target else np.zeros((total, 0), np.int32), places, 0),
             begin_pages_AP=padded(begun[:, : shape.begin], places, 0),
@@ -310,11 +316,11 @@ class Rounds:
             group.tally.rows_sum += places
             group.tally.hits += hit
             group.tally.misses += ahead and not hit
-            if not self.slots.ended_S[group.slots].all():
+            if group.decoding.elastic and not self.slots.ended_S[group.slots].all():
                 for acceptance in (group.acceptance, self.acceptance):
                     acceptance.count(min(more, block), not hit if ahead else more <= block, places)
             # The token that the target says after them is its own, unless rows that begin with it had been drafted ahead.
-            self.stats.count_confirmed(more if hit else max(more - 1, 0), block, places, ahead, hit)
+            self.stats.spec[group.params.verification].count(more if hit else max(more - 1, 0), block, places, ahead, hit)
 
 
 def commit_tokens(slots: Slots, population: Population) -> None:

@@ -23,7 +23,10 @@ class Scope(StrEnum):
     ALL = "all"
     BOTH = "both"
     """Methods of both models: SMC and exact decoding."""
+    EXACT = "exact"
     SMC = "smc"
+    PROPOSAL = "proposal"
+    """What is drawn from the draft's law: SMC, and exact decoding by rejection."""
     INDEPENDENT = "independent"
     """SMC with independent particles."""
 

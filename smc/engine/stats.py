@@ -4,8 +4,46 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from smc.engine.request import VERIFICATIONS
+
 MOST_SAMPLES = 4096
 """Rounds that are remembered one by one between two readings."""
+
+
+@dataclass
+class SpecStats:
+    """Rounds of exact decoding with something drafted, since the stats before."""
+
+    rounds: int = 0
+    """One for each request that took part."""
+    draft_tokens: int = 0
+    """Tokens that one path of a tree has, over those rounds."""
+    accepted_tokens: int = 0
+    """Of those, the ones that were the target's own draws, or kept."""
+    accepted_by_position: list[int] = field(default_factory=list)
+    """Rounds in which at least so many were, from 1 on."""
+    hits: int = 0
+    """Rounds after which what had been drafted ahead was right (look-ahead)."""
+    misses: int = 0
+    rows: int = 0
+    """Rows of the trees, or chains, of all those rounds."""
+
+    @property
+    def tokens_a_round(self) -> float | None:
+        """Confirmed by a pass of the target, on average: a round ends with the target's own draw, unless that had been drafted ahead."""
+        return (self.accepted_tokens - self.hits) / self.rounds + 1 if self.rounds else None
+
+    def count(self, accepted: int, block: int, rows: int, ahead: bool, hit: bool) -> None:
+        """A round: how many drafted tokens were accepted, of `block` at most."""
+        self.rounds += 1
+        self.rows += rows
+        self.draft_tokens += block
+        self.accepted_tokens += accepted
+        self.hits += hit
+        self.misses += ahead and not hit
+        self.accepted_by_position += [0] * (block - len(self.accepted_by_position))
+        for position in range(min(accepted, block)):
+            self.accepted_by_position[position] += 1
 
 
 @dataclass
@@ -38,38 +76,10 @@ class EngineStats:
     committed_lags: list[int] = field(default_factory=list)
     """Tokens between the committed prefix and the longest particle, one per SMC request and round."""
 
-    spec_rounds: int = 0
-    """Rounds of exact decoding, one for each request that took part."""
-    spec_draft_tokens: int = 0
-    """Tokens that one path of a tree has, over those rounds."""
-    spec_accepted_tokens: int = 0
-    """Of those, the ones that were the target's own draws."""
-    spec_accepted_by_position: list[int] = field(default_factory=list)
-    """Rounds in which at least so many were, from 1 on."""
-    spec_hits: int = 0
-    """Rounds after which what had been drafted ahead was right (look-ahead)."""
-    spec_misses: int = 0
-    spec_rows: int = 0
-    """Rows of the trees of all those rounds."""
+    spec: dict[str, SpecStats] = field(default_factory=lambda: {name: SpecStats() for name in VERIFICATIONS})
+    """By verification."""
     spec_alone_rounds: int = 0
-    """Rounds of such requests in which nothing was drafted."""
-
-    @property
-    def spec_tokens_a_round(self) -> float | None:
-        """Confirmed by exact decoding, on average: a round ends with the target's own draw, unless that had been drafted ahead."""
-        return (self.spec_accepted_tokens - self.spec_hits) / self.spec_rounds + 1 if self.spec_rounds else None
-
-    def count_confirmed(self, accepted: int, block: int, rows: int, ahead: bool, hit: bool) -> None:
-        """A round of exact decoding: how many drafted tokens were accepted, of `block` at most."""
-        self.spec_rounds += 1
-        self.spec_rows += rows
-        self.spec_draft_tokens += block
-        self.spec_accepted_tokens += accepted
-        self.spec_hits += hit
-        self.spec_misses += ahead and not hit
-        self.spec_accepted_by_position += [0] * (block - len(self.spec_accepted_by_position))
-        for position in range(min(accepted, block)):
-            self.spec_accepted_by_position[position] += 1
+    """Rounds of requests of exact decoding in which nothing was drafted."""
 
     def count_round(self, ess_share: float | None, lag: int, resampled: bool, collapsed: bool) -> None:
         """A round of SMC. `ess_share`: None of distinct particles, whose weights are as unequal as the law that they are drawn from."""

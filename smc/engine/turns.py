@@ -9,9 +9,8 @@ from dataclasses import replace
 from smc.engine.acceptance import Acceptance
 from smc.engine.costs import Costs
 from smc.engine.group import Group, Phase
-from smc.engine.methods import TARGET_ALONE
+from smc.engine.methods import TARGET_ALONE, decoding_of
 from smc.engine.policy import Beside, Tree, TreePolicy
-from smc.engine.request import Method
 from smc.runtime.plan import Program
 
 EVERY = 8
@@ -38,11 +37,11 @@ class Turns:
         """Steps until the next question about these."""
 
     def begin(self, group: Group, running: Sequence[Group], share: int, costs: Costs | None) -> None:
-        """For one that waits, if it is of exact decoding and has not begun: what it shall start with. `share`: of the free slots, if all
-        that wait get as many."""
-        if not _is_asked_about(group) or group.has_begun:
+        """For one that waits, if its rows are a matter of speed and it has not begun: what it shall start with. `share`: of the free slots,
+        if all that wait get as many."""
+        if not is_elastic(group) or group.has_begun:
             return
-        tree, *others = self._trees([group, *_exact(running)])
+        tree, *others = self._trees([group, *_elastic(running)])
         rows = self._policy.begin(replace(tree, most=min(tree.most, max(1, share))), others, _beside(running), costs)
         if rows == 0:
             self._go_alone(group)
@@ -53,12 +52,12 @@ class Turns:
 
     def follow(self, running: Sequence[Group], waiting: Sequence[Group], costs: Costs | None) -> None:
         """Once a step: ask about running requests, where it is time to, and let those change that shall. `waiting`: for slots alone."""
-        groups, self._left = _exact(running), self._left - 1
+        groups, self._left = _elastic(running), self._left - 1
         if not groups or self._left > (EVERY if groups != self._asked_about else 0):
             return
         self._asked_about, self._left = groups, EVERY
         trees = self._trees(groups)
-        rows = self._policy.change(trees, self._trees(_exact(waiting)), _beside(running), costs)
+        rows = self._policy.change(trees, self._trees(_elastic(waiting)), _beside(running), costs)
         for group, tree, wanted in zip(groups, trees, rows or ()):
             if wanted != tree.rows:
                 self._left = EVERY + REST
@@ -89,17 +88,17 @@ def rows_of(group: Group) -> int:
     return 0 if group.decoding is TARGET_ALONE else group.wish or group.wanted or group.count
 
 
-def _exact(groups: Sequence[Group]) -> list[Group]:
-    """Those that a policy is asked about. A guided request takes two positions for one, which costs are not known of: its tree stays."""
-    return [group for group in groups if _is_asked_about(group)]
+def is_elastic(group: Group) -> bool:
+    """A policy is asked about it. A guided request takes two positions for one, which costs are not known of: its tree stays."""
+    return decoding_of(group.params).elastic and not group.params.guided
 
 
-def _is_asked_about(group: Group) -> bool:
-    return group.params.method is Method.EXACT and not group.params.guided
+def _elastic(groups: Sequence[Group]) -> list[Group]:
+    return [group for group in groups if is_elastic(group)]
 
 
 def _beside(groups: Sequence[Group]) -> Beside:
-    others = [group for group in groups if not _is_asked_about(group)]
+    others = [group for group in groups if not is_elastic(group)]
     of_pair = [group for group in others if group.decoding.program is Program.PAIR]
     alone = sum(group.slots_needed for group in others if group.decoding is TARGET_ALONE)
     return Beside(len(of_pair), sum(group.slots_needed for group in of_pair), alone, sum(group.slots_needed for group in others))

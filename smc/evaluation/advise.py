@@ -12,10 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from smc.engine.acceptance import WIDTH_GAIN
 from smc.engine.costs import Costs
 
-WIDTH_GAIN = 1.0
-"""Of the shipped pair: N rows miss the target's token an N-th as often as one does."""
 OFFERS = 32
 """Tokens that a root offers: a tree's first level is no wider."""
 PARTICLES = (1, 2, 4, 8, 16, 32)

@@ -8,7 +8,14 @@ from pathlib import Path
 
 from smc.evaluation.quality import Row
 
-COLOURS = {"exact": "#0072b2", "distinct": "#009e73", "independent": "#d55e00", "target": "#000000", "draft": "#777777"}
+COLOURS = {
+    "exact": "#0072b2",
+    "distinct": "#009e73",
+    "independent": "#d55e00",
+    "rejection": "#cc79a7",
+    "target": "#000000",
+    "draft": "#777777",
+}
 """By kind; told apart by people who see colours differently (Okabe and Ito)."""
 MARKERS = {"lookahead": "o", "lockstep": "s", None: "D"}
 """By form."""

@@ -56,8 +56,8 @@ def missed_share(stats: EngineStats, answers: int) -> float:
 
     A round compares tokens up to the first that is wrong; the last round of an answer, up to its end.
     """
-    accepted = stats.spec_accepted_by_position
-    found, unfinished = sum(accepted), stats.spec_rounds - accepted[-1]
+    accepted = stats.spec["walk"].accepted_by_position
+    found, unfinished = sum(accepted), stats.spec["walk"].rounds - accepted[-1]
     missed = max(0, unfinished - answers)
     return (missed + 0.5) / (found + missed + 1)
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 EXACT_PARTICLES, EXACT_BLOCKS = (1, 4, 8, 16), (4, 5, 8)
 WIDE, WIDE_BRANCHES, EXACT_BRANCHES = 16, 2, 4
 """From so many rows on a tree is wide: fewer branches of each will do."""
+REJECTION_PARTICLES, REJECTION_BLOCKS = (1, 4, 8), (5,)
 SMC_PARTICLES = (4, 8, 16, 32)
 LOCKSTEP_BLOCKS, LOOKAHEAD_BLOCKS = (8, 5), (5,)
 BRANCHES = (1, 2, 4)
@@ -45,6 +46,8 @@ class Setting:
     """F; look-ahead only."""
     population: str | None = None
     """SMC only."""
+    verification: str | None = None
+    """Exact decoding only, where it is not by the walk."""
 
     @staticmethod
     def plain(method: str) -> Setting:
@@ -52,19 +55,17 @@ class Setting:
 
     @staticmethod
     def lockstep(kind: str, particles: int, block: int) -> Setting:
-        """`kind`: `exact`, or the population of SMC."""
-        method, population = _method(kind)
-        return Setting(f"{kind} lockstep N={particles} K={block}", method, particles, "lockstep", block, None, population)
+        """`kind`: `exact`, `rejection`, or the population of SMC."""
+        return Setting(f"{kind} lockstep N={particles} K={block}", *_method(kind, particles, "lockstep", block, None))
 
     @staticmethod
     def lookahead(kind: str, particles: int, block: int, branches: int) -> Setting:
-        method, population = _method(kind)
         name = f"{kind} look-ahead N={particles} K={block} F={branches}"
-        return Setting(name, method, particles, "lookahead", block, branches, population)
+        return Setting(name, *_method(kind, particles, "lookahead", block, branches))
 
     @property
     def kind(self) -> str:
-        return self.population or self.method
+        return self.population or self.verification or self.method
 
     @property
     def engine(self) -> EngineConfig:
@@ -121,13 +122,17 @@ class Row:
 def grid(
     particles: Sequence[int] | None = None, blocks: Sequence[int] | None = None, branches: Sequence[int] | None = None
 ) -> list[Setting]:
-    """Both models alone, then exact decoding and SMC of both populations in both forms. None stands for the usual values."""
+    """Both models alone, then exact decoding, by rejection too, and SMC of both populations in both forms. None stands for usual values."""
     settings = [Setting.plain("target"), Setting.plain("draft")]
     exact = [(block, n) for block in _each(blocks, EXACT_BLOCKS) for n in _each(particles, EXACT_PARTICLES)]
     for block, n in exact:
         usual = (WIDE_BRANCHES if n >= WIDE else EXACT_BRANCHES,)
         settings += [Setting.lookahead("exact", n, block, f) for f in _each(branches, usual)]
     settings += [Setting.lockstep("exact", n, block) for block, n in exact]
+    chains = [(block, n) for block in _each(blocks, REJECTION_BLOCKS) for n in _each(particles, REJECTION_PARTICLES)]
+    for block, n in chains:
+        settings += [Setting.lookahead("rejection", n, block, f) for f in _each(branches, (EXACT_BRANCHES,))]
+    settings += [Setting.lockstep("rejection", n, block) for block, n in chains]
     for kind in POPULATIONS:
         for block in _each(blocks, LOCKSTEP_BLOCKS):
             settings += [Setting.lockstep(kind, n, block) for n in _each(particles, SMC_PARTICLES)]
@@ -195,7 +200,7 @@ def problem_requests(
     tokenizer: Tokenizer, setting: Setting, problems: Sequence[Problem], terms: Terms, logprobs: bool = False
 ) -> list[Request]:
     """One request a problem, named by its index, with a seed that depends on nothing but the terms' seed and that index."""
-    own = {"particles": setting.particles, "population": setting.population}
+    own = {"particles": setting.particles, "population": setting.population, "verification": setting.verification}
     if setting.population == "independent":
         own["ess_threshold"] = terms.ess_threshold
     own |= {"method": setting.method, "temperature": terms.temperature, "max_tokens": MAX_ANSWER, "logprobs": logprobs}
@@ -251,9 +256,11 @@ def _row(setting: Setting, answers: list[tuple[Problem, Answer]], seconds: float
     )
 
 
-def _method(kind: str) -> tuple[str, str | None]:
-    """And the population."""
-    return ("exact", None) if kind == "exact" else ("smc", kind)
+def _method(kind: str, *shape: object) -> tuple:
+    """Fields of a setting of so many particles, a form, K and F."""
+    if kind in ("exact", "rejection"):
+        return "exact", *shape, None, None if kind == "exact" else kind
+    return "smc", *shape, kind, None
 
 
 def _each(given: Sequence[int] | None, usual: Sequence[int]) -> list[int]:

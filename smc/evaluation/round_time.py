@@ -85,7 +85,7 @@ def measure(pair: ModelPair, config: EngineConfig, requests: int, sampling: Mapp
     engine.take_stats()
     medians = [1e3 * statistics.median(column) for column in zip(*(_timed_step(engine) for _ in range(rounds)))]
     params, stride = asked[0].params, engine.rounds_of(Method.SMC).decoding.stride(config)
-    tokens = engine.take_stats().spec_tokens_a_round or stride
+    tokens = engine.take_stats().spec["walk"].tokens_a_round or stride
     shape = (config.form, config.block, config.branches, requests, params.rows, rounds)
     return RoundTime(decoding_name(params), *shape, tokens, *medians)
 

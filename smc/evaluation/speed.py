@@ -265,7 +265,7 @@ class Bench:
         whole = statistics.median(spans)
         draft, target, choose = (median_length(work, name) for name in (*SIDES, "choose"))
         busy = draft + target if mode.config.form == "lockstep" or mode.method.plain else max(draft, target)
-        tokens = engine.take_stats().spec_tokens_a_round or _stride(mode)
+        tokens = engine.take_stats().spec["walk"].tokens_a_round or _stride(mode)
         return Speed(
             mode=mode.name,
             decoding=decoding_name(params),

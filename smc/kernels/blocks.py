@@ -44,7 +44,7 @@ def lay_out(
         if EXACT:
             # A draft that proposes nothing, such as one that returns NaN, leaves the seed alone.
             nothing = is_group & (tl.max((exists & alive).to(tl.int32), 0) == 0)
-            lone = exists & nothing & (tl.load(kind_G + group) == BEST) & (tl.load(alive_S + own, mask=exists, other=0) != 0)
+            lone = exists & nothing & (tl.load(kind_G + group) >= BEST) & (tl.load(alive_S + own, mask=exists, other=0) != 0)
             origin, slot, count = tl.where(lone, place, origin), tl.where(lone, own, slot), tl.where(lone, 1, count)
             ended = tl.where(lone, tl.load(ended_S + own, mask=exists, other=1) != 0, ended)
             alive = alive | lone
@@ -128,9 +128,9 @@ def judge(
     tl.store(nan_A + place, tl.max((logp != logp).to(tl.int32), 1) > 0, mask=exists)
     if DRAWN:
         is_run = inside & (q < tl.load(run_A + place, mask=exists, other=0)[:, None])
-        is_best = tl.load(kind_G + tl.load(group_A + place, mask=exists, other=0), mask=exists, other=0) == BEST
+        is_exact = tl.load(kind_G + tl.load(group_A + place, mask=exists, other=0), mask=exists, other=0) >= BEST
         token = tl.load(drawn_T + at, mask=inside, other=0).to(tl.int64)
-        logp = tl.where(is_best[:, None], tl.load(drawn_logp_T + at, mask=is_run, other=0.0), logp)
+        logp = tl.where(is_exact[:, None], tl.load(drawn_logp_T + at, mask=is_run, other=0.0), logp)
         log_z = tl.load(log_z_T + at, mask=is_run, other=0.0)
         is_nan = log_z != log_z
     tl.store(logp_AQ + at, logp, mask=inside)

@@ -62,7 +62,7 @@ def conclude(
         bonus, logp, logw = tl.where(theirs, tree_bonus, bonus), tl.where(theirs, tree_logp, logp), tl.where(theirs, tree_logw, logw)
     right = tl.full((BLOCK_N,), 2**30, tl.int32)
     if EXACT:
-        exact, anyone = exists & (kind == BEST), tl.max((exists & alive).to(tl.int32), 0) > 0
+        exact, anyone = exists & (kind >= BEST), tl.max((exists & alive).to(tl.int32), 0) > 0
         best = tl.load(best_A + place, mask=exact, other=0).to(tl.int32)
         right = tl.load(right_A + place, mask=exact, other=2**30).to(tl.int32)
         misses = exact & is_group & (anyone == 0)
@@ -121,7 +121,7 @@ def conclude(
     )  # fmt: skip
     if is_group:
         group_kind, anyone_says = tl.load(kind_G + group), tl.max((exists & has_bonus & alive).to(tl.int32), 0) > 0
-        tl.store(flags_3G + 2 * groups + group, (group_kind == BEST) & (anyone_says == 0))
+        tl.store(flags_3G + 2 * groups + group, (group_kind >= BEST) & (anyone_says == 0))
         _write_group(
             group, groups, group_kind, own_log_z_G, own_ess_G, own_resampled_G, own_collapsed_G, tree_ess_G, tree_collapsed_G,
             group_2G, flags_3G, OWN, TREES,

@@ -15,7 +15,8 @@ from smc.algorithm.expansion import Kind
 from smc.kernels.stops import after_all
 from smc.kernels.tables import move
 
-INDEPENDENT, NONE = tl.constexpr(int(Kind.INDEPENDENT)), tl.constexpr(-float("inf"))
+INDEPENDENT, CHAINS = tl.constexpr(int(Kind.INDEPENDENT)), tl.constexpr(int(Kind.CHAINS))
+NONE = tl.constexpr(-float("inf"))
 
 
 @triton.jit
@@ -97,7 +98,7 @@ def _begin_rows(
 
 @triton.jit
 def pack(
-    slot_A, group_A, kind_G, ended_S, logw_S, root_X, tokens_XK, logq_XK, count_X, ended_X, mass_X, rows_WX, rows,
+    slot_A, group_A, kind_G, ended_S, logw_S, root_X, tokens_XK, logq_XK, count_X, alive_X, ended_X, mass_X, rows_WX, rows,
     F: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, LOG_F: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
     x, k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_K)[:, None]
@@ -105,8 +106,11 @@ def pack(
     root = tl.load(root_X + x, mask=inside, other=0)
     slot = tl.load(slot_A + root, mask=inside, other=0)
     share = tl.load(mass_X + x, mask=inside, other=0.0) - tl.load(logw_S + slot, mask=inside, other=0.0)
+    kind = tl.load(kind_G + tl.load(group_A + x // F, mask=inside, other=0), mask=inside, other=0)
+    # Chains are all the same until the target has spoken, but for those that continue nothing.
+    is_there = tl.load(alive_X + x, mask=inside, other=0) != 0
+    share = tl.where(kind == CHAINS, tl.where(is_there, 0.0, NONE), share)
     if OWN:
-        kind = tl.load(kind_G + tl.load(group_A + x // F, mask=inside, other=0), mask=inside, other=0)
         has_ended = tl.load(ended_S + slot, mask=inside, other=1) != 0
         own = tl.where(has_ended, tl.where(x % F == 0, 0.0, NONE), tl.full((), -LOG_F, tl.float64))
         share = tl.where(kind == INDEPENDENT, own, share)

@@ -260,7 +260,7 @@ def _expand(
         return
     sources, kind = tl.load(source_size_G + group).to(tl.int32), tl.load(kind_G + group)
     source_first, row_first = tl.load(source_first_G + group).to(tl.int64), tl.load(row_first_G + group).to(tl.int64)
-    size, most, is_best = tl.load(row_size_G + group).to(tl.int32), tl.load(most_G + group).to(tl.int32), kind == BEST
+    size, most, is_best = tl.load(row_size_G + group).to(tl.int32), tl.load(most_G + group).to(tl.int32), kind >= BEST
     _clear(parent_X + row_first, offer_X + row_first, mass_X + row_first, alive_X + row_first, 0, size, CHUNK)
     if (sources == 0) | (kind == INDEPENDENT):
         tl.store(ess_G + group, 0.0)
@@ -271,7 +271,7 @@ def _expand(
     share_M, mass_R, there_R, ended_R = share_RC + at, mass_R + source_first, there_R + source_first, ended_R + source_first
     offered_M, relative_M = offered_M + at, relative_M + at
     valid, lowest, top, nan = _spread(share_M, mass_R, there_R, ended_R, offered_M, count, width, is_best, CHUNK, False, ENDS, REST)
-    collapsed = (kind != BEST) & (valid == 0)
+    collapsed = (kind < BEST) & (valid == 0)
     if collapsed:
         valid, lowest, top, nan = _spread(share_M, mass_R, there_R, ended_R, offered_M, count, width, is_best, CHUNK, True, ENDS, REST)
     total = _scale(offered_M, relative_M, count, top, CHUNK)
@@ -288,7 +288,7 @@ def _expand(
     ess = _finish(parent_N, offer_N, mass_N, went, size, source_first + first // width, (first % width).to(tl.int64), CHUNK)
     tl.store(ess_G + group, ess)
     tl.store(collapsed_G + group, collapsed)
-    tl.store(nan_G + group, (kind != BEST) & (nan > 0))
+    tl.store(nan_G + group, (kind < BEST) & (nan > 0))
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from smc.stops import DONE, MAX_STATES, StopTables
 
 BLOCK = 4
 """Rows of a program: each waits for the longest token among them."""
-INDEPENDENT = tl.constexpr(int(Kind.INDEPENDENT))
+INDEPENDENT, CHAINS = tl.constexpr(int(Kind.INDEPENDENT)), tl.constexpr(int(Kind.CHAINS))
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,15 @@ def adopt(
     before: dict[str, Tensor],
     chosen: tuple[Expansion, Offers] | None,
     own: tuple[Tensor, Tensor] | None,
+    chains: tuple[Tensor, Tensor, Tensor] | None,
     plan: tuple[Tensor, Tensor, Tensor, Tensor],
     lives: Lives,
     *,
     step: int,
     branches: int,
 ) -> dict[str, Tensor]:
-    """Fields of `smc.runtime.tree.Tree` by name, as `before` has them. `plan`: group [A], kind [G], slot [A], pages of rows [X, B]."""
+    """Fields of `smc.runtime.tree.Tree` by name, as `before` has them. `chains`: row of the step before [X], token [X] and its log q [X].
+    `plan`: group [A], kind [G], slot [A], pages of rows [X, B]."""
     group_A, kind_G, slot_A, pages_XB = plan
     rows, device = len(slot_A) * branches, slot_A.device
     tokens, tables = before["tokens_XK"].shape[1], lives.stops
@@ -60,14 +62,15 @@ def adopt(
     made = longs | flags | wide
     whom = (slot_A,) * 6 if chosen is None else _of_trees(*chosen)
     drawn = (slot_A, slot_A) if own is None else own
+    dealt = (slot_A,) * 3 if chains is None else chains
     _adopt[(triton.cdiv(rows, BLOCK),)](
         *(before[name] for name in BEFORE), *(before[name].stride(0) for name in ("tokens_XK", "logq_XK", "tail_XB")),
-        *whom, *drawn, group_A, kind_G, slot_A, pages_XB, lives.end_S, lives.limit_S, lives.entry_S,
+        *whom, *drawn, *dealt, group_A, kind_G, slot_A, pages_XB, lives.end_S, lives.limit_S, lives.entry_S,
         *table_arguments(tables),
         *(made[name] for name in MADE), rows, step, tokens, pages,
         BLOCK=BLOCK, BLOCK_K=triton.next_power_of_2(tokens), BLOCK_B=triton.next_power_of_2(max(1, pages)), BRANCHES=branches,
         WIDTH=0 if chosen is None else chosen[1].token_RC.shape[1], DRAWS=0 if own is None else own[0].shape[1],
-        STRINGS=tables.next_EXB is not None, DONE=DONE, STATES=MAX_STATES, num_warps=1,
+        CHAINED=chains is not None, STRINGS=tables.next_EXB is not None, DONE=DONE, STATES=MAX_STATES, num_warps=1,
     )  # fmt: skip
     return made
 
@@ -84,12 +87,13 @@ def _of_trees(chosen: Expansion, offers: Offers) -> tuple[Tensor, ...]:
 @triton.jit
 def _adopt(
     root_S, tokens_SK, logq_SK, tail_SB, count_S, alive_S, ended_S, before_S, text_S, tokens_stride, logq_stride, tail_stride,
-    parent_X, offer_X, mass_X, nan_G, token_SC, logq_SC, token_SD, logq_SD, group_A, kind_G, slot_A, pages_XB, end_of, limit_of, entry_of,
+    parent_X, offer_X, mass_X, nan_G, token_SC, logq_SC, token_SD, logq_SD,
+    chain_parent_X, chain_token_X, chain_logq_X, group_A, kind_G, slot_A, pages_XB, end_of, limit_of, entry_of,
     is_stop_EV, vocab, has_strings_E, next_EXB, data_B, offset_V, spelled,
     root_to, tokens_to, logq_to, tail_to, count_to, alive_to, ended_to, before_to, text_to, mass_to, last_to, next_to, run_to,
     rows, step, tokens, pages,
     BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_B: tl.constexpr, BRANCHES: tl.constexpr, WIDTH: tl.constexpr, DRAWS: tl.constexpr,
-    STRINGS: tl.constexpr, DONE: tl.constexpr, STATES: tl.constexpr,
+    CHAINED: tl.constexpr, STRINGS: tl.constexpr, DONE: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
     x = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = x < rows
@@ -111,6 +115,12 @@ def _adopt(
         offered = tl.where(was_over, 0.0, tl.load(logq_SC + at, mask=is_tree, other=0.0))
         offered = tl.where(tl.load(nan_G + group, mask=is_tree, other=0) != 0, float("nan"), offered)
         logq = tl.where(is_tree, offered, logq)
+    if CHAINED:
+        is_chain = inside & (tl.load(kind_G + group, mask=inside, other=0) == CHAINS)
+        parent = tl.where(is_chain, tl.load(chain_parent_X + x, mask=is_chain, other=0), parent)
+        token = tl.where(is_chain, tl.load(chain_token_X + x, mask=is_chain, other=0), token)
+        logq = tl.where(is_chain, tl.load(chain_logq_X + x, mask=is_chain, other=0.0), logq)
+        mass = tl.where(is_chain, 0.0, mass)
     root = tl.load(root_S + parent, mask=inside, other=0)
     ended = tl.load(ended_S + parent, mask=inside, other=1) != 0
     text, count = tl.load(text_S + parent, mask=inside, other=0), tl.load(count_S + parent, mask=inside, other=0)

@@ -21,7 +21,7 @@ NONE = tl.constexpr(-float("inf"))
 def weigh(
     slot_A, group_A, alpha_A, seed_A, round_A, first_G, size_G, kind_G, alive_S,
     origin_A, logq_AQ, count_A, alive_A, logw_A, open_A, logp_AQ, drawn_AQ, nan_A, nan_AQ, rows_WX,
-    logp_X, log_z_A, share_AC, best_A, right_A,
+    logp_X, log_z_A, share_AC, tokens_AQ, best_A, right_A,
     root_X, weight_X, there_X, token_X1, share_XC, lives_A, nan_2G, size_3G, random_2G, stride_g,
     places, groups, rows,
     F: tl.constexpr, K: tl.constexpr, Q: tl.constexpr, C: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Q: tl.constexpr,
@@ -59,9 +59,11 @@ def weigh(
         elif SAID:
             weight += tl.where(is_open, tl.load(log_z_A + x, mask=inside, other=0.0).to(tl.float64), 0.0)
         if EXACT:
-            agrees = _agrees(best_A, right_A, count_A, drawn_AQ, place, root, token, is_open, inside, Q, LOOKAHEAD)
-            there = there & (agrees | (kind != BEST))
-            weight = tl.where(kind == BEST, tl.where(share == share, share, 0.0), weight)
+            agrees = _agrees(
+                best_A, right_A, count_A, alive_A, tokens_AQ, drawn_AQ, place, root, token, is_open, inside, Q, BLOCK_Q, LOOKAHEAD
+            )
+            there = there & (agrees | (kind < BEST))
+            weight = tl.where(kind >= BEST, tl.where(share == share, share, 0.0), weight)
         tl.store(root_X + x, root.to(tl.int64), mask=inside)
         tl.store(weight_X + x, tl.where(weight == weight, weight, NONE), mask=inside)
         tl.store(there_X + x, there, mask=inside)
@@ -69,7 +71,7 @@ def weigh(
         if OFFERED:
             # A row that takes no token offers itself.
             offered = tl.load(share_AC + x[:, None] * C + c[None, :], mask=inside[:, None] & (c < C)[None, :], other=NONE)
-            takes = is_open & (kind != BEST)
+            takes = is_open & (kind < BEST)
             offered = tl.where(takes[:, None], offered, tl.where(c == 0, 0.0, NONE)[None, :])
             tl.store(share_XC + x[:, None] * C + c[None, :], offered, mask=inside[:, None] & (c < C)[None, :])
         else:
@@ -96,14 +98,23 @@ def _of_block(logq_AQ, logp_AQ, count_A, block, inside, alpha, Q: tl.constexpr, 
 
 
 @triton.jit
-def _agrees(best_A, right_A, count_A, drawn_AQ, place, root, token, is_open, inside, Q: tl.constexpr, LOOKAHEAD: tl.constexpr):
-    """Of groups that are decoded exactly: whether rows follow the target's own draws."""
+def _agrees(
+    best_A, right_A, count_A, alive_A, tokens_AQ, drawn_AQ, place, root, token, is_open, inside,
+    Q: tl.constexpr, BLOCK_Q: tl.constexpr, LOOKAHEAD: tl.constexpr,
+):  # fmt: skip
+    """Of groups that are decoded exactly: whether rows follow what the target says, behind a block that is right to its end. Of chains
+    several may be, with the same tokens."""
     best = tl.load(best_A + place, mask=inside, other=0).to(tl.int32)
     if LOOKAHEAD:
         right = tl.load(right_A + place, mask=inside, other=1).to(tl.int32)
-        is_whole = right == tl.load(count_A + best, mask=inside, other=0)
+        is_whole = (right == tl.load(count_A + root, mask=inside, other=0)) & (tl.load(alive_A + root, mask=inside, other=0) != 0)
+        q = tl.arange(0, BLOCK_Q)[None, :]
+        compares = inside[:, None] & (q < right[:, None])
+        of_root = tl.load(tokens_AQ + root[:, None] * Q + q, mask=compares, other=0)
+        of_best = tl.load(tokens_AQ + best[:, None] * Q + q, mask=compares, other=0)
+        is_whole = is_whole & (tl.max((of_root != of_best).to(tl.int32), 1) == 0)
         said = tl.load(drawn_AQ + best * Q + right - 1, mask=inside, other=-1)
-        return (root == best) & is_whole & (token == said) & is_open
+        return is_whole & (token == said) & is_open
     else:
         return place == best
 
@@ -153,7 +164,7 @@ def _group(
         draft_nan = tl.maximum(draft_nan, tl.max(tl.max((logq_QX != logq_QX).to(tl.int32), 0), 0))
     if EXACT:
         # What the draft says is of no consequence here, be it NaN; nor what the target would say after tokens that are wrong.
-        is_best = (kind == BEST) & (size > 0)
+        is_best = (kind >= BEST) & (size > 0)
         best, right = tl.load(best_A + lead).to(tl.int32), tl.load(right_A + lead)
         nan_Q = tl.load(nan_AQ + best * Q + q, mask=is_best & (q < right) & (q < Q), other=0).to(tl.int32)
         target_nan = tl.where(is_best, tl.max(nan_Q, 0), target_nan)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from smc.algorithm.expansion import Kind
 from smc.laws import LawSpec
 from smc.philox import STREAMS_PER_PARTICLE, Purpose
 from smc.runtime.forward import Rows
@@ -73,7 +72,7 @@ class Scored:
     logp_AQ: Tensor
     """log p of the tokens after the block's first; 0 where there is none. Where the target draws for itself: of what it drew."""
     drawn_AQ: Tensor
-    """int64: the target's own draw after each token (exact decoding)."""
+    """int64: what the target says after each token (exact decoding): its own draw, or what it keeps."""
     next_AV: Tensor | None
     """Logits after the block; None: nobody asks for them."""
     nan_A: Tensor
@@ -150,9 +149,9 @@ def _drafted(state: SlotState, logq_SQ: Tensor, plan: RoundPlan, drafted: Drafte
     slot_A = plan.slot_A[root_A]
     alive_A = state.alive_S[slot_A] & (drafted.share_X > -torch.inf)
     count_A, ended_A = 1 + drafted.count_X, drafted.ended_X
-    if Kind.BEST in plan.kinds:
+    if plan.has_exact:
         # A draft that proposes nothing, such as one that returns NaN, leaves the seed alone.
-        nothing_G = (plan.kind_G == Kind.BEST) & ~plan.any_of_group(alive_A[None], plan.group_A)[0]
+        nothing_G = plan.is_exact_G & ~plan.any_of_group(alive_A[None], plan.group_A)[0]
         lone_A = nothing_G[plan.group_A] & state.alive_S[plan.slot_A]
         root_A, slot_A = torch.where(lone_A, plan.place_of_rows(1), root_A), torch.where(lone_A, plan.slot_A, slot_A)
         count_A, ended_A = torch.where(lone_A, 1, count_A), torch.where(lone_A, state.ended_S[plan.slot_A], ended_A)
@@ -177,8 +176,8 @@ def judge(asked: Asked, plan: RoundPlan, labelled_T: Tensor | None, drawn: Drawn
     logp_AQ = torch.zeros_like(blocks.logq_AQ) if labelled_T is None else labelled_T.view(shape)
     nan_A, nan_AQ, drawn_AQ = torch.isnan(logp_AQ).any(-1), torch.zeros_like(is_run_AQ), torch.zeros_like(blocks.tokens_AQ)
     if drawn is not None:
-        is_best_A1 = plan.places_of(Kind.BEST)[:, None]
+        is_exact_A1 = plan.is_exact_A[:, None]
         drawn_AQ, drawn_logp_AQ, log_z_AQ = (values.view(shape) for values in drawn)
-        logp_AQ = torch.where(is_best_A1, torch.where(is_run_AQ, drawn_logp_AQ, 0.0), logp_AQ)
+        logp_AQ = torch.where(is_exact_A1, torch.where(is_run_AQ, drawn_logp_AQ, 0.0), logp_AQ)
         nan_AQ = torch.isnan(log_z_AQ) & is_run_AQ
     return Scored(blocks, logp_AQ, drawn_AQ.long(), next_AV, nan_A, nan_AQ)

@@ -100,7 +100,7 @@ Weigh = Callable[[Evidence], Candidates]
 
 def ask(sampling: Sampling, plan: RoundPlan, scored: Scored, drafted: Drafted, lookahead: bool) -> Said:
     """Ask for what a choice depends on."""
-    if plan.kinds == {Kind.BEST}:
+    if plan.all_exact:
         # What the target drew itself decides.
         return Said()
     if lookahead:
@@ -138,14 +138,14 @@ class Weigher:
         weight_X, there_X, nan_2X = self._rows_ahead() if lookahead else self._blocks_with_bonus()
         nan_2G = self._of_group(nan_2X)
         nan_2G[1] |= self._of_group(self._nan_of_blocks()[None])[0]
-        if Kind.BEST in plan.kinds:
+        if plan.has_exact:
             weight_X, there_X, nan_2G = self._that_agree(weight_X, there_X, nan_2G)
         weight_X = weight_X.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
         offers = self.evidence.said.offers
         if offers is None:
             offers = Offers.whole(weight_X)
         else:
-            offers = offers.unless(~self.scored.blocks.open_A | plan.places_of(Kind.BEST))
+            offers = offers.unless(~self.scored.blocks.open_A | plan.is_exact_A)
         width = self.evidence.width
         own_size_G = torch.where(plan.kind_G == Kind.INDEPENDENT, plan.size_G, 0)
         numbers = Numbers(own_size_G, plan.first_G * width, plan.size_G * width, plan.seed_G, plan.round_G)
@@ -178,20 +178,19 @@ class Weigher:
     def _that_agree(self, weight_X: Tensor, there_X: Tensor, nan_2G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of groups that are decoded exactly, only what follows the target's own draws is left: in lockstep the block that agrees
         longest; in look-ahead rows of it, if it agrees as a whole, that begin with what the target says next."""
-        plan, scored, place_X, blocks = self.plan, self.scored, self.place_X, self.scored.blocks
+        plan, scored, place_X = self.plan, self.scored, self.place_X
         best_A, right_A = self.evidence.best_A, self.evidence.right_A
-        is_exact_X = plan.places_of(Kind.BEST)[place_X]
+        is_exact_X = plan.is_exact_A[place_X]
         agrees_X = place_X == best_A[place_X]
         if self.evidence.lookahead:
             root_X = self.drafted.root_X
-            is_whole_A = right_A == blocks.count_A[best_A]
             next_A = scored.drawn_AQ[best_A, right_A - 1]
             says_X = self.drafted.tokens_XK[:, 0] == next_A[place_X]
-            agrees_X = (root_X == best_A[place_X]) & is_whole_A[place_X] & says_X & scored.blocks.open_A[root_X]
+            agrees_X = self._whole_A()[root_X] & says_X & scored.blocks.open_A[root_X]
         # What the draft says is of no consequence here, be it NaN; nor what the target would say after tokens that are wrong.
         column_Q = torch.arange(scored.nan_AQ.shape[1], device=place_X.device)
         nan_A = (scored.nan_AQ[best_A] & (column_Q < right_A[:, None])).any(-1)
-        is_exact_G = plan.kind_G == Kind.BEST
+        is_exact_G = plan.is_exact_G
         target_nan_G = torch.where(is_exact_G, plan.any_of_group(nan_A[None], plan.group_A)[0], nan_2G[0])
         likelihood_X = self.drafted.share_X.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
         return (
@@ -199,6 +198,13 @@ class Weigher:
             there_X & (agrees_X | ~is_exact_X),
             torch.stack((target_nan_G, nan_2G[1] & ~is_exact_G)),
         )
+
+    def _whole_A(self) -> Tensor:
+        """bool [A]: the block is right to its end. Of chains several may be, with the same tokens."""
+        blocks, best_A, right_A = self.scored.blocks, self.evidence.best_A, self.evidence.right_A
+        column_Q = torch.arange(blocks.tokens_AQ.shape[1], device=best_A.device)
+        same_A = ((blocks.tokens_AQ == blocks.tokens_AQ[best_A]) | (column_Q >= right_A[:, None])).all(-1)
+        return same_A & blocks.alive_A & (blocks.count_A == right_A)
 
     def _weight_of_blocks(self) -> Tensor:
         blocks = self.scored.blocks

@@ -63,7 +63,7 @@ class Chooser:
     def choose(self, plan: RoundPlan, scored: Scored, drafted: Drafted) -> tuple[Choice, RoundResult]:
         """`drafted`: what may follow the blocks (look-ahead), or the blocks themselves."""
         best_A = right_A = own = trees = None
-        if Kind.BEST in plan.kinds:
+        if plan.has_exact:
             blocks, groups = scored.blocks, (plan.first_G, plan.size_G)
             best_A, right_A = self.decide.walk(blocks.tokens_AQ, blocks.count_A, scored.drawn_AQ, blocks.alive_A, groups)
         said = ask(self.sampling, plan, scored, drafted, self.lookahead)
@@ -128,7 +128,7 @@ class Conclusion:
         self.evidence, self.candidates, self.plan = evidence, candidates, evidence.plan
         self.scored, self.drafted, self.lookahead = evidence.scored, evidence.drafted, evidence.lookahead
         self.blocks = self.scored.blocks
-        self.is_exact_A = self.plan.places_of(Kind.BEST)
+        self.is_exact_A = self.plan.is_exact_A
 
     def of(self, own: Selection | None, trees: Regrown | None) -> tuple[Choice, RoundResult]:
         taken = self._take(own, trees)
@@ -154,7 +154,7 @@ class Conclusion:
         if trees is None:
             return self._of_own(own)
         theirs = self._of_trees(trees)
-        if Kind.BEST in self.plan.kinds:
+        if self.plan.has_exact:
             theirs = self._confirmed(theirs)
         if own is None:
             return theirs
@@ -277,6 +277,6 @@ class Conclusion:
             collapsed_G=taken.collapsed_G,
             draft_nan_G=candidates.draft_nan_G,
             target_nan_G=candidates.target_nan_G,
-            hit_G=(plan.kind_G == Kind.BEST) & ~says_G,
+            hit_G=plan.is_exact_G & ~says_G,
             lineage=Lineage(plan.target_pages_AQ[taken.block_A], run_A.int(), torch.zeros_like(run_A).int()),
         )

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from smc.algorithm.expansion import Expansion, Kind, Offers
 from smc.laws import LawSpec
 from smc.philox import Purpose
+from smc.runtime.chains import Deal, Drawn, deal
 from smc.runtime.draft_head import HeadSampling
 from smc.runtime.draft_steps import Offering, Shape, Steps
 from smc.runtime.forward import Rows
@@ -42,15 +44,20 @@ class Drafter:
     """Share of the untruncated law in the proposal."""
     purpose: Purpose = Purpose.PROPOSAL
 
-    def draft(self, plan: RoundPlan, law: LawSpec) -> tuple[Drafted, Tree]:
-        """Run the pending tokens of every particle, then extend rows by K tokens."""
+    def draft(self, plan: RoundPlan, law: LawSpec) -> tuple[Drafted, Tree, Tensor | None]:
+        """Run the pending tokens of every particle, then extend rows by K tokens. Last of all what the tokens of chains were drawn from,
+        log-laws [Y, L, V], L = K, or where the first is a guess K - 1; None: there are no chains."""
         begun = self.steps.begin(self.state, plan, law, self.shape)
         logits_SV = self.run(plan, begun.tokens_AP.flatten(), begun.rows, begun.last_A if begun.rows.queries > 1 else None)
-        tree = self._extend(plan, begun.first, logits_SV, begun.tree, 0)
+        dealt = deal(plan, begun.tree.alive_X) if Kind.CHAINS in plan.kinds else None
+        tree, law_YV = self._extend(plan, begun.first, logits_SV, begun.tree, 0, dealt)
+        laws = [law_YV]
         for step in range(1, self.shape.block):
             logits_SV = self._run(plan, begun.later, tree)
-            tree = self._extend(plan, begun.later, logits_SV, tree, step)
-        return self.steps.pack(self.state, plan, tree), tree
+            tree, law_YV = self._extend(plan, begun.later, logits_SV, tree, step, dealt)
+            laws.append(law_YV)
+        laws = [law_YV for law_YV in laws if law_YV is not None]
+        return self.steps.pack(self.state, plan, tree), tree, torch.stack(laws, 1) if laws else None
 
     def follow(self, plan: RoundPlan, tree: Tree, choice: Choice) -> Lineage:
         """Let the chosen rows be the particles."""
@@ -78,21 +85,49 @@ class Drafter:
         )
         return self.run(plan, tree.last_X, rows)
 
-    def _extend(self, plan: RoundPlan, offering: Offering, logits_SV: Tensor, tree: Tree, step: int) -> Tree:
-        """Every row continues one of those before it with a token: at the first step a particle, later a row."""
-        own = offers = chosen = None
+    def _extend(
+        self, plan: RoundPlan, offering: Offering, logits_SV: Tensor, tree: Tree, step: int, dealt: Deal | None
+    ) -> tuple[Tree, Tensor | None]:
+        """Every row continues one of those before it with a token: at the first step a particle, later a row. With the log-law that chains
+        have drawn from [Y, V], if they have."""
+        own = offers = chosen = chains = None
         if Kind.INDEPENDENT in plan.kinds:
             keys = DrawKeys(offering.seed_S, offering.round_S, offering.stream_SD, tree.next_X, self.purpose)
             own = self.sampling.propose(logits_SV, offering.law, self.mixture, keys)
-        if plan.kinds - {Kind.INDEPENDENT}:
+        if plan.kinds - {Kind.INDEPENDENT, Kind.CHAINS}:
             offers, chosen = self._expanded(plan, offering, logits_SV, tree, step)
-        more = Continuation(offers, chosen, own)
-        return self.adopt(tree, more, plan, self.state, step=step, branches=plan.branches)
+        if dealt is not None:
+            chains = self._drawn(plan, offering, logits_SV, tree, step, dealt)
+        more = Continuation(offers, chosen, own, chains)
+        tree = self.adopt(tree, more, plan, self.state, step=step, branches=plan.branches)
+        return tree, None if chains is None else chains.law_YV
+
+    def _drawn(self, plan: RoundPlan, offering: Offering, logits_SV: Tensor, tree: Tree, step: int, dealt: Deal) -> Drawn:
+        """Chains draw their next tokens, or guess."""
+        begins, branches = step == 0, plan.branches
+        at_Y = dealt.source_Y if begins else dealt.row_Y
+        logits_YV, law_YV = logits_SV[at_Y], None
+        if begins and self.shape.guesses:
+            token_Y = self.sampling.likeliest(logits_YV, branches).gather(1, dealt.guess_Y[:, None])[:, 0]
+            logq_Y = torch.zeros_like(token_Y, dtype=torch.float32)
+        else:
+            seed_Y, rank_Y1 = offering.seed_S[at_Y], dealt.rank_Y[:, None]
+            keys = DrawKeys(seed_Y, torch.zeros_like(seed_Y), rank_Y1, tree.next_X[at_Y], self.purpose)
+            token_Y, logq_Y, law_YV = self.sampling.propose_by(logits_YV, offering.law.take(at_Y), keys)
+        row_X = torch.arange(len(plan.slot_A) * branches, device=at_Y.device)
+        none_X = torch.zeros_like(row_X)
+        parent_X = row_X // branches if begins else row_X
+        return Drawn(
+            parent_X=dealt.spread(at_Y, parent_X),
+            token_X=dealt.spread(token_Y, none_X),
+            logq_X=dealt.spread(logq_Y, none_X.float()),
+            law_YV=law_YV,
+        )
 
     def _expanded(self, plan: RoundPlan, offering: Offering, logits_SV: Tensor, tree: Tree, step: int) -> tuple[Offers, Expansion]:
         """The rows of a group are chosen among all that they offer together. The best are those that are likely themselves, which nothing
         that stands for others is."""
-        has_rest = plan.kinds != {Kind.BEST}
+        has_rest = Kind.DISTINCT in plan.kinds
         keys = DrawKeys(offering.seed_S, offering.round_S, offering.rank_S1, tree.next_X, self.purpose)
         offers = self.sampling.offer(logits_SV, offering.law, self.mixture, keys, has_rest)
         rows, random = offering.rows, (offering.seed_G, offering.round_G, step)

@@ -48,6 +48,17 @@ class HeadSampling:
         """As `Sampling.propose`."""
         return self._spread(*self._columns.propose(logits_RM, law, mixture, keys), keys)
 
+    def propose_by(self, logits_RM: Tensor, law: LawSpec, keys: DrawKeys) -> tuple[Tensor, Tensor, Tensor]:
+        """As `Sampling.propose_by`."""
+        column_R, logq_R, logq_RM = self._columns.propose_by(logits_RM, law, keys)
+        token_R1, logq_R1 = self._spread(column_R[:, None], logq_R[:, None], keys)
+        law_RV = torch.full((len(logq_RM), len(self.ids_M) + len(self.others_U)), self.log_each, device=logq_RM.device)
+        return token_R1[:, 0], logq_R1[:, 0], law_RV.index_copy(1, self.ids_M, logq_RM + self.log_inside)
+
+    def likeliest(self, logits_RM: Tensor, count: int) -> Tensor:
+        """As `Sampling.likeliest`."""
+        return self.ids_M[self._columns.likeliest(logits_RM, count)]
+
     def offer(self, logits_RM: Tensor, law: LawSpec, mixture: float, keys: DrawKeys, has_rest: bool = True) -> Offers:
         """As `Sampling.offer`."""
         return self._spread_rest(self._columns.offer(logits_RM, law, mixture, keys, has_rest), keys, has_rest)

@@ -31,6 +31,8 @@ class Shape:
     """K."""
     by_round: bool
     """Random numbers are keyed by the round, too; else by the position alone."""
+    guesses: bool = False
+    """Chains begin with a guess (look-ahead)."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,8 @@ def pack(state: SlotState, plan: RoundPlan, tree: Tree) -> Drafted:
     """What the target is sent. The share of independent rows: F of each particle, or of one that has ended one alone."""
     slot_X, branches = plan.slot_A[tree.root_X], plan.branches
     share_X = tree.mass_X - state.logw_S[slot_X]
+    # Chains are all the same until the target has spoken, but for those that continue nothing.
+    share_X = torch.where(plan.places_of(Kind.CHAINS).repeat_interleave(branches), torch.where(tree.alive_X, 0.0, -torch.inf), share_X)
     if Kind.INDEPENDENT in plan.kinds:
         branch_X = torch.arange(len(slot_X), device=slot_X.device) % branches
         alone_X = torch.where(branch_X == 0, 0.0, -torch.inf).double()

@@ -7,7 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
-from smc.algorithm.expansion import Expansion, Kind, Offers
+from smc.algorithm.expansion import Expansion, Offers
 from smc.algorithm.selection import Selection
 from smc.kernels import conclude as conclusion
 from smc.kernels import weigh as weighing
@@ -39,13 +39,13 @@ def weigh(evidence: Evidence) -> Candidates:
         plan.slot_A, plan.group_A, plan.alpha_A, plan.seed_A, plan.round_A, plan.first_G, plan.size_G, plan.kind_G, evidence.state.alive_S,
         blocks.origin_A, blocks.logq_AQ, blocks.count_A, blocks.alive_A, blocks.logw_A, blocks.open_A, scored.logp_AQ, scored.drawn_AQ,
         scored.nan_A, scored.nan_AQ, drafted.all_WX, said.logp_X, said.log_z_A, None if offers is None else offers.share_RC,
-        evidence.best_A, evidence.right_A,
+        blocks.tokens_AQ, evidence.best_A, evidence.right_A,
     )  # fmt: skip
     weighing.weigh[(triton.cdiv(rows, ROWS) + groups,)](
         *_contiguous(given), root_X, weight_X, there_X, token_XC, share_XC, alive_A, nan_2G, size_3G, random_2G, size_3G.stride(0),
         places, groups, rows,
         F=evidence.width, K=drafted.block, Q=q, C=width, BLOCK_X=ROWS, BLOCK_Q=triton.next_power_of_2(max(q, drafted.block)),
-        BLOCK_C=triton.next_power_of_2(width), LOOKAHEAD=evidence.lookahead, EXACT=Kind.BEST in plan.kinds, SAID=asked is not None,
+        BLOCK_C=triton.next_power_of_2(width), LOOKAHEAD=evidence.lookahead, EXACT=plan.has_exact, SAID=asked is not None,
         OFFERED=offers is not None,
         # The reference rounds a product before it subtracts from it.
         enable_fp_fusion=False, num_warps=4,
@@ -78,7 +78,7 @@ def conclude(evidence: Evidence, candidates: Candidates, own: Selection | None, 
         choice_9A, flags_2A, grown_AQ, count_A, logq_AQ, logp_AQ, first_logp_A, group_2G, flags_3G, path_AQ, run_2A, places, groups, rows,
         F=evidence.width, K=evidence.drafted.block, Q=q, C=candidates.offers.token_RC.shape[1], BLOCK_N=MAX_PARTICLES,
         BLOCK_Q=triton.next_power_of_2(q), BLOCK_G=triton.next_power_of_2(groups), LOOKAHEAD=evidence.lookahead, OWN=own is not None,
-        TREES=trees is not None, EXACT=Kind.BEST in plan.kinds, SAID=said.logp_X is not None,
+        TREES=trees is not None, EXACT=plan.has_exact, SAID=said.logp_X is not None,
         OFFERED=said.offered_logp_AC is not None, STRINGS=tables.next_EXB is not None, DONE=DONE, STATES=MAX_STATES, num_warps=4,
     )  # fmt: skip
     choice = Choice(choice_9A)

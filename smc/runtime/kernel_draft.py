@@ -93,7 +93,7 @@ def pack(state: SlotState, plan: RoundPlan, tree: Tree) -> Drafted:
     all_WX = torch.empty(Drafted.width(block), rows, dtype=torch.int32, device=state.device)
     kernels.pack[(triton.cdiv(rows, ROWS),)](
         plan.slot_A, plan.group_A, plan.kind_G, state.ended_S, state.logw_S,
-        tree.root_X, tree.tokens_XK, tree.logq_XK, tree.count_X, tree.ended_X, tree.mass_X, all_WX, rows,
+        tree.root_X, tree.tokens_XK, tree.logq_XK, tree.count_X, tree.alive_X, tree.ended_X, tree.mass_X, all_WX, rows,
         F=plan.branches, K=block, BLOCK=ROWS, BLOCK_K=triton.next_power_of_2(block), LOG_F=math.log(plan.branches),
         OWN=Kind.INDEPENDENT in plan.kinds, num_warps=1,
     )  # fmt: skip

@@ -12,6 +12,7 @@ from smc.kernels.expansion import expand, keep_roots
 from smc.kernels.guidance import guide, reroot
 from smc.kernels.law import Cut
 from smc.kernels.offers import offer
+from smc.kernels.rejection import write_law
 from smc.kernels.sampling import draw, score
 from smc.kernels.selection import select
 from smc.kernels.tree import Lives
@@ -22,6 +23,7 @@ from smc.laws import LawSpec
 from smc.runtime import kernel_draft
 from smc.runtime.draft_head import HeadSampling
 from smc.runtime.kernel_blocks import judge, lay_out
+from smc.runtime.kernel_chains import verify
 from smc.runtime.kernel_choice import conclude, weigh
 from smc.runtime.kernel_follow import advance, follow
 from smc.runtime.kernel_forward import KernelForward
@@ -35,11 +37,18 @@ from smc.runtime.tree import Continuation, Tree
 
 
 class KernelSampling(Sampling):
-    """Laws by the kernels: no array of a law is ever written."""
+    """Laws by the kernels: no array of a law is ever written, but for chains."""
 
     def propose(self, logits_RV: Tensor, law: LawSpec, mixture: float, keys: DrawKeys) -> tuple[Tensor, Tensor]:
         token_RD, logq_RD, _ = self._draw(logits_RV, law.temperature_R, keys, self._cut(logits_RV, law, mixture))
         return token_RD, logq_RD
+
+    def propose_by(self, logits_RV: Tensor, law: LawSpec, keys: DrawKeys) -> tuple[Tensor, Tensor, Tensor]:
+        token_R1, logq_R1, _ = self._draw(logits_RV, law.temperature_R, keys, self._cut(logits_RV, law))
+        return token_R1[:, 0], logq_R1[:, 0], self.law(logits_RV, law)
+
+    def law(self, logits_RV: Tensor, law: LawSpec) -> Tensor:
+        return write_law(logits_RV, self.vocab, law.temperature_R, self._cut(logits_RV, law))
 
     def offer(self, logits_RV: Tensor, law: LawSpec, mixture: float, keys: DrawKeys, has_rest: bool = True) -> Offers:
         return self._offer(logits_RV, law.temperature_R, keys, self._cut(logits_RV, law, mixture), has_rest)
@@ -109,9 +118,10 @@ class KernelHeadSampling(HeadSampling):
 def adopt(tree: Tree, more: Continuation, plan: RoundPlan, state: SlotState, *, step: int, branches: int) -> Tree:
     """As `smc.runtime.tree.adopt`; answers grow within the same launch."""
     chosen = None if more.chosen is None else (more.chosen, more.offers)
+    dealt = None if more.chains is None else (more.chains.parent_X, more.chains.token_X, more.chains.logq_X)
     places = (plan.group_A, plan.kind_G, plan.slot_A, plan.branch_pages_XB)
     lives = Lives(state.end_S, state.limit_S, state.entry_S, state.stops)
-    return Tree(**kernel_adopt(vars(tree), chosen, more.own, places, lives, step=step, branches=branches))
+    return Tree(**kernel_adopt(vars(tree), chosen, more.own, dealt, places, lives, step=step, branches=branches))
 
 
 def gpu_parts(**options: bool) -> Parts:
@@ -130,6 +140,7 @@ def gpu_parts(**options: bool) -> Parts:
         conclude=conclude,
         lay_out=lay_out,
         judge=judge,
+        verify=verify,
         follow=follow,
         advance=advance,
         drafting=kernel_draft.STEPS,

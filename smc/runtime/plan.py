@@ -99,7 +99,7 @@ class RoundPlan:
     columns: int
     """Positions that any row holds when the round ends, at most."""
     kinds: frozenset[Kind]
-    """How groups may be continued; all three where more than one is."""
+    """How groups may be continued; where more than one is, all three that are common."""
     target_law: LawSpec
     """Per place."""
     draft_law: LawSpec
@@ -129,6 +129,8 @@ class RoundPlan:
     """float64 share of N below which the effective sample size leads to resampling."""
     kind_G: np.ndarray | Tensor
     """int32 `smc.algorithm.expansion.Kind`: how the group is continued."""
+    chain_C: np.ndarray | Tensor
+    """int64 places of groups whose rows are chains, group after group; padded by repeating the first."""
     scheme_G: np.ndarray | Tensor
     """int32 index of `smc.algorithm.resampling.SCHEME_NAMES`."""
     target_pages_AQ: np.ndarray | Tensor
@@ -164,6 +166,7 @@ class RoundPlan:
             self.program,
             self.short,
             len(self.slot_A),
+            len(self.chain_C),
             self.branches,
             tuple(sorted(self.kinds)),
             *(tuple(sorted(law.active)) for law in (self.target_law, self.draft_law)),
@@ -193,6 +196,25 @@ class RoundPlan:
     def places_of(self, kind: Kind) -> Tensor:
         """bool [A]: the place's group is continued so."""
         return (self.kind_G == kind)[self.group_A]
+
+    @property
+    def is_exact_G(self) -> Tensor:
+        """bool: the group is decoded exactly."""
+        return self.kind_G >= Kind.BEST
+
+    @property
+    def is_exact_A(self) -> Tensor:
+        return self.is_exact_G[self.group_A]
+
+    @property
+    def has_exact(self) -> bool:
+        """Some group may be decoded exactly."""
+        return max(self.kinds) >= Kind.BEST
+
+    @property
+    def all_exact(self) -> bool:
+        """No group is decoded otherwise."""
+        return min(self.kinds) >= Kind.BEST
 
     def place_of_rows(self, width: int) -> Tensor:
         """int64 [X]: where every place has `width` rows, the place that each belongs to."""

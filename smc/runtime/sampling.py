@@ -39,6 +39,22 @@ class Sampling:
         token_RD = self._race(logq_RV, keys)
         return token_RD, logq_RV.gather(-1, token_RD)
 
+    def propose_by(self, logits_RV: Tensor, law: LawSpec, keys: DrawKeys) -> tuple[Tensor, Tensor, Tensor]:
+        """A token (of any integer type) from the proposal without a mixture [R], its log q [R], and the log-law that it was drawn from
+        [R, V]; keys for one draw a row."""
+        logq_RV = self.law(logits_RV, law)
+        token_R1 = self._race(logq_RV, keys)
+        return token_R1[:, 0], logq_RV.gather(-1, token_R1)[:, 0], logq_RV
+
+    def law(self, logits_RV: Tensor, law: LawSpec) -> Tensor:
+        """The whole log-law, float32 [R, V]."""
+        return Laws(law, logits_RV.device).target(self._logits(logits_RV))
+
+    def likeliest(self, logits_RV: Tensor, count: int) -> Tensor:
+        """So many tokens of every row, int64 [R, count]; repeated where there are fewer."""
+        token_RC = self._logits(logits_RV).topk(min(count, self.vocab), dim=-1).indices
+        return token_RC[:, torch.arange(count, device=token_RC.device) % token_RC.shape[1]]
+
     def offer(self, logits_RV: Tensor, law: LawSpec, mixture: float, keys: DrawKeys, has_rest: bool = True) -> Offers:
         """What rows offer from the proposal; keys for one draw a row, of the token that stands for the rest: last, if at all."""
         return self._offers(Laws(law, logits_RV.device).proposal(self._logits(logits_RV), mixture), keys, has_rest)

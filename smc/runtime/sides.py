@@ -22,6 +22,7 @@ from smc.philox import Purpose
 from smc.runtime import draft_steps, tables
 from smc.runtime.blocks import Judge, LayOut, judge, lay_out
 from smc.runtime.candidates import Weigh, weigh
+from smc.runtime.chains import Verify, verify
 from smc.runtime.channel import Channel
 from smc.runtime.choice import Chooser, Conclude, Deciders, conclude
 from smc.runtime.config import EngineConfig
@@ -30,7 +31,7 @@ from smc.runtime.draft_head import HeadSampling
 from smc.runtime.draft_steps import Shape
 from smc.runtime.forward import StaticForward
 from smc.runtime.guidance import GuidedPass, Pass
-from smc.runtime.outcome import Choice, Drafted, RoundResult
+from smc.runtime.outcome import Choice, Drafted, Lineage, RoundResult
 from smc.runtime.plan import Join, PlanBuffer, Program, RoundPlan
 from smc.runtime.prompts import PromptPass, run_prompt
 from smc.runtime.sampling import Sampling
@@ -58,6 +59,7 @@ class Parts:
     conclude: Conclude = conclude
     lay_out: LayOut = lay_out
     judge: Judge = judge
+    verify: Verify = verify
     follow: Follow = follow
     advance: Advance = write_advance
     drafting: draft_steps.Steps = draft_steps.REFERENCE
@@ -112,7 +114,7 @@ class Side:
     def _run_alone(self, plan: RoundPlan) -> RoundResult:
         drafter, state, slot_A = self._alone, self.state, plan.slot_A
         law = plan.draft_law if self.worker.name == "draft" else plan.target_law
-        _, tree = drafter.draft(plan, law)
+        _, tree, _ = drafter.draft(plan, law)
         place_A = torch.arange(len(slot_A), device=slot_A.device)
         zero_A, alive_A = torch.zeros_like(slot_A), state.alive_S[slot_A]
         choice = Choice.of(
@@ -164,10 +166,12 @@ class DraftSide(Side):
         if head is not None:
             logits = partial(logits, head=head.matrix)
             sampling = parts.head_sampling(parts.sampling(len(head.vocab.ids_M)), head.vocab, worker.device)
-        shape = Shape(config.block, by_round=True)
+        shape = Shape(config.block, by_round=True, guesses=config.lookahead)
         law = {"run": Pass(self._forward, logits), "sampling": sampling, "mixture": config.defensive_share}
         self._drafter = Drafter(**self._drafts, shape=shape, **law)
-        self._round: tuple[RoundPlan, Tree, tuple] | None = None
+        self._round: tuple[RoundPlan, Tree, Tensor | None, tuple] | None = None
+        self._laws_SLV: Tensor | None = None
+        """In look-ahead, what the tokens of chains in flight were drawn from; from the first round that has chains on."""
 
     def round(self, plan: RoundPlan) -> Reading:
         """Queue the draft's part of a round. What comes back of a round of the pair is its `Lineage`."""
@@ -183,20 +187,40 @@ class DraftSide(Side):
         with stages.working():
             self._channel.settle()
             here = self._load(plan)
+            if len(plan.chain_C) and self.config.lookahead and self.config.block > 1:
+                laws_SLV = self._kept_laws()
+                self._channel.send("laws", stages.run(key, "laws", lambda: laws_SLV[here.slot_A[here.chain_C]]))
             began = stages.event()
-            drafted, tree = stages.run(key, "draft", lambda: drafter.draft(here, here.draft_law))
+            drafted, tree, laws_YLV = stages.run(key, "draft", lambda: drafter.draft(here, here.draft_law))
             ended = stages.event()
+            if len(plan.chain_C) and not self.config.lookahead:
+                self._channel.send("laws", laws_YLV)
             self._channel.send("rows", drafted.all_WX)
-        self._round = (here, tree, (began, ended))
+        self._round = (here, tree, laws_YLV, (began, ended))
 
     @torch.inference_mode()
     def follow(self) -> Reading:
         """Queue the rest of it: the chosen rows become the particles."""
-        plan, tree, span = self._round
+        plan, tree, laws_YLV, span = self._round
         with self.stages.working():
             choice = Choice(self._channel.receive(plan.key, "choice", (9, len(plan.slot_A)), torch.int64))
-            lineage = self.stages.run(plan.key, "follow", lambda: self._drafter.follow(plan, tree, choice))
+            lineage = self.stages.run(plan.key, "follow", lambda: self._follow(plan, tree, laws_YLV, choice))
             return self.stages.read(plan.key, lineage, {"draft": span})
+
+    def _follow(self, plan: RoundPlan, tree: Tree, laws_YLV: Tensor | None, choice: Choice) -> Lineage:
+        if self.config.lookahead and laws_YLV is not None:
+            # The laws go with the rows.
+            place_C, f = plan.chain_C, plan.branches
+            chain_A = torch.zeros_like(plan.slot_A).index_copy(0, place_C, torch.arange(len(place_C), device=place_C.device))
+            row_C = choice.row_A[place_C]
+            self._laws_SLV[plan.slot_A[place_C]] = laws_YLV[chain_A[row_C // f] * f + row_C % f]
+        return self._drafter.follow(plan, tree, choice)
+
+    def _kept_laws(self) -> Tensor:
+        if self._laws_SLV is None:
+            shape = (self.config.max_slots + 1, self.config.block - 1, self.worker.vocab_size)
+            self._laws_SLV = torch.zeros(shape, device=self.worker.device)
+        return self._laws_SLV
 
 
 class TargetSide(Side):
@@ -206,7 +230,7 @@ class TargetSide(Side):
         super().__init__(config, worker, parts, stages, pending=config.target_tokens)
         self._channel = channel
         sampling, state = self._sampling, self.state
-        steps = Steps(parts.lay_out, parts.judge, parts.follow)
+        steps = Steps(parts.lay_out, parts.judge, parts.verify, parts.follow)
         deciders = Deciders(parts.weigh, parts.select, parts.expand, parts.keep_roots, parts.walk, parts.conclude)
         self._scorer = Scorer(self._run, sampling, state, steps, block=config.block, lookahead=config.lookahead)
         self._chooser = Chooser(sampling, state, deciders, lookahead=config.lookahead)
@@ -221,9 +245,10 @@ class TargetSide(Side):
             self._channel.settle()
             here = self._load(plan)
             lookahead = self.config.lookahead
+            laws = self._receive_laws(key, here) if len(plan.chain_C) else None
             rows = drafted = None if lookahead else self._receive(key, here)
             began = stages.event()
-            scored = stages.run(key, "score", lambda: scorer.score(here, drafted))
+            scored = stages.run(key, "score", lambda: scorer.score(here, drafted, laws))
             ended = stages.event()
             rows = self._receive(key, here) if lookahead else rows
             heard = stages.event()
@@ -238,6 +263,13 @@ class TargetSide(Side):
 
     def _join(self, group: Join) -> None:
         self._scorer.join(group, self.state.join(group))
+
+    def _receive_laws(self, key: tuple, plan: RoundPlan) -> Tensor:
+        """Log-laws that chains were drawn from, of all their tokens but the first."""
+        shape = (len(plan.chain_C), self._scorer.queries - 1, self.worker.vocab_size)
+        if not shape[1]:
+            return torch.empty(shape, device=self.worker.device)
+        return self._channel.receive(key, "laws", shape, torch.float32)
 
     def _receive(self, key: tuple, plan: RoundPlan) -> Drafted:
         shape = (Drafted.width(self.config.block), len(plan.branch_pages_XB))

@@ -14,7 +14,8 @@ from torch import Tensor
 from smc.algorithm.expansion import Kind
 from smc.arrays import to_device
 from smc.runtime import tables
-from smc.runtime.blocks import Judge, LayOut, Scored
+from smc.runtime.blocks import Asked, Drawn, Judge, LayOut, Scored
+from smc.runtime.chains import Verify, chain_groups
 from smc.runtime.guidance import Pass
 from smc.runtime.outcome import Choice, Drafted
 from smc.runtime.plan import Join, RoundPlan
@@ -61,6 +62,7 @@ class Steps:
 
     lay_out: LayOut
     judge: Judge
+    verify: Verify
     follow: Follow
 
 
@@ -78,7 +80,8 @@ class Scorer:
         lookahead: bool,
     ) -> None:
         """`block`: K; in lockstep the seed is scored with it."""
-        self.run, self.sampling, self.state, self.steps, self.lookahead = run, sampling, state, steps, lookahead
+        self.run, self.sampling, self.state = run, sampling, state
+        self._steps, self.lookahead = steps, lookahead
         self.queries = block if lookahead else block + 1
         self.logq_SQ = torch.zeros(len(state.end_S), self.queries, device=state.device)
         """log q of the pending tokens."""
@@ -86,21 +89,42 @@ class Scorer:
     def join(self, group: Join, slots_N: Tensor) -> None:
         self.logq_SQ[slots_N, : group.logq_NQ.shape[1]] = to_device(group.logq_NQ, self.state.device)
 
-    def score(self, plan: RoundPlan, drafted: Drafted | None) -> Scored:
-        """Run blocks: in look-ahead those that are pending, in lockstep those that have just been `drafted`."""
-        asked = self.steps.lay_out(self.state, self.logq_SQ, plan, drafted)
+    def score(self, plan: RoundPlan, drafted: Drafted | None, laws_CLV: Tensor | None) -> Scored:
+        """Run blocks: in look-ahead those that are pending, in lockstep those that have just been `drafted`. `laws`: log-laws that the
+        tokens of chains were drawn from, if there are chains."""
+        asked = self._steps.lay_out(self.state, self.logq_SQ, plan, drafted)
         logits_TV = self.run(plan, asked.blocks.tokens_AQ.flatten(), asked.rows, root_R=asked.blocks.origin_A)
         labelled_T = drawn = next_AV = None
-        if plan.kinds - {Kind.BEST}:
+        if not plan.all_exact:
             labelled_T = self.sampling.score(logits_TV, asked.law_T, asked.label_T[:, None])[:, 0]
             next_AV = logits_TV[asked.last_A]
         if Kind.BEST in plan.kinds:
             drawn = self.sampling.bonus(logits_TV, asked.law_T, asked.keys)
-        return self.steps.judge(asked, plan, labelled_T, drawn, next_AV)
+        if laws_CLV is not None:
+            drawn = self._verified(plan, asked, logits_TV, laws_CLV, drawn)
+        return self._steps.judge(asked, plan, labelled_T, drawn, next_AV)
+
+    def _verified(self, plan: RoundPlan, asked: Asked, logits_TV: Tensor, laws_CLV: Tensor, drawn: Drawn | None) -> Drawn:
+        """What the target has drawn itself, and of chains what it keeps."""
+        place_C, q = plan.chain_C, self.queries
+        token_C = (place_C[:, None] * q + torch.arange(q, device=place_C.device)).flatten()
+        logp_TV = self.sampling.law(logits_TV[token_C], asked.law_T.take(token_C))
+        said = self._steps.verify(plan, asked, logp_TV.view(len(place_C), q, -1), laws_CLV)
+        # Padding repeats the first chain.
+        chain_C = torch.arange(len(place_C), device=place_C.device)
+        said_CQ, logp_CQ = (values_CQ[torch.where(chain_C < chain_groups(plan)[1].sum(), chain_C, 0)] for values_CQ in said)
+        none_T = torch.zeros_like(logits_TV[:, 0], dtype=torch.float32)
+        token_T1, logp_T1, log_z_T = drawn or (none_T[:, None].long(), none_T[:, None], none_T)
+        return (
+            token_T1.index_copy(0, token_C, said_CQ.view(-1, 1).to(token_T1.dtype)),
+            logp_T1.index_copy(0, token_C, logp_CQ.view(-1, 1)),
+            # Of a law that is NaN anywhere, every entry is.
+            log_z_T.index_copy(0, token_C, logp_TV[:, 0].isnan().float().masked_fill(logp_TV[:, 0].isnan(), torch.nan)),
+        )
 
     def follow(self, plan: RoundPlan, drafted: Drafted, choice: Choice) -> Tensor:
         """The chosen candidates become the particles. Returns how many tokens of each are pending [A]."""
         self.run.follow(plan, choice.ancestor_A, choice.ancestor_A if self.lookahead else choice.row_A)
-        next_ = self.steps.follow(self.state, self.logq_SQ, plan, drafted, choice, self.lookahead)
+        next_ = self._steps.follow(self.state, self.logq_SQ, plan, drafted, choice, self.lookahead)
         self.state.advance(plan.slot_A, choice, next_.end_A, next_.tokens_AW, next_.pending_A, choice.text_A)
         return next_.pending_A

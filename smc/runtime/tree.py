@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from smc.algorithm.expansion import Expansion, Kind, Offers
+from smc.runtime.chains import Drawn
 from smc.runtime.plan import RoundPlan
 from smc.runtime.state import SlotState
 from smc.stops import grow
@@ -46,12 +47,14 @@ class Tree:
 
 @dataclass(frozen=True)
 class Continuation:
-    """How rows go on: those of trees as chosen among what all of a group offer, the others as each has drawn. None: there are none such."""
+    """How rows go on: those of trees as chosen among what all of a group offer, the others as each has drawn, chains from what they were
+    dealt. None: there are none such."""
 
     offers: Offers | None
     chosen: Expansion | None
     own: tuple[Tensor, Tensor] | None
     """Tokens and their log q, [S, D] each: D rows continue each of the S there are."""
+    chains: Drawn | None = None
 
 
 def adopt(tree: Tree, more: Continuation, plan: RoundPlan, state: SlotState, *, step: int, branches: int) -> Tree:
@@ -86,17 +89,22 @@ def adopt(tree: Tree, more: Continuation, plan: RoundPlan, state: SlotState, *, 
 
 def _continued(tree: Tree, more: Continuation, plan: RoundPlan, branches: int) -> tuple[Tensor, ...]:
     """Row that every row continues [X], its token [X], its log q [X] and the row's log mass [X]."""
-    own = trees = None
+    parts = []
     if more.own is not None:
         token_SD, logq_SD = more.own
         parent_X = torch.arange(len(token_SD), device=token_SD.device).repeat_interleave(token_SD.shape[1])
         own = (parent_X, token_SD.flatten().long(), logq_SD.flatten(), torch.zeros_like(parent_X, dtype=torch.float64))
+        parts.append((plan.kind_G >= 0, own))
     if more.chosen is not None:
-        trees = _chosen(tree, more.offers, more.chosen, plan, branches)
-    if own is None or trees is None:
-        return own or trees
-    is_tree_X = ~plan.places_of(Kind.INDEPENDENT).repeat_interleave(branches)
-    return tuple(torch.where(is_tree_X, theirs_X, own_X) for theirs_X, own_X in zip(trees, own))
+        parts.append((plan.kind_G != Kind.INDEPENDENT, _chosen(tree, more.offers, more.chosen, plan, branches)))
+    if more.chains is not None:
+        drawn, none_X = more.chains, torch.zeros_like(more.chains.logq_X, dtype=torch.float64)
+        parts.append((plan.kind_G == Kind.CHAINS, (drawn.parent_X, drawn.token_X, drawn.logq_X, none_X)))
+    _, found = parts[0]
+    for is_theirs_G, theirs in parts[1:]:
+        is_theirs_X = is_theirs_G[plan.group_A].repeat_interleave(branches)
+        found = tuple(torch.where(is_theirs_X, theirs_X, found_X) for theirs_X, found_X in zip(theirs, found))
+    return found
 
 
 def _chosen(tree: Tree, offers: Offers, chosen: Expansion, plan: RoundPlan, branches: int) -> tuple[Tensor, ...]:

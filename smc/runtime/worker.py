@@ -114,7 +114,7 @@ class ModelWorker:
         first_D = torch.arange(token_RD.shape[1], device=token_RD.device) == 0
         kind_R = to_device(draws.kind_R, self.device)
         # A group that is decoded exactly begins with one draw of the target's.
-        none_RD = (kind_R == Kind.BEST)[:, None] & ~first_D
+        none_RD = (kind_R >= Kind.BEST)[:, None] & ~first_D
         logw_RD = log_z_R.double()[:, None].expand(token_RD.shape).masked_fill(none_RD, -torch.inf)
         if (draws.kind_R == Kind.DISTINCT).any():
             theirs = self._draw_distinct(draws, logits_RV, position_R, token_RD.shape[1])

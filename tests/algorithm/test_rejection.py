@@ -58,11 +58,11 @@ def one_round(p: dict, q: dict, n: int, k: int, seed: int, groups: int = GROUPS)
     tokens_AQ = drawn(q, groups * n, k, generator)
     count_A = torch.full((groups * n,), k + 1)
     alive_A = torch.ones(groups * n, dtype=torch.bool)
-    chains = Chains(tokens_AQ, count_A, alive_A, packed(p, tokens_AQ), packed(q, tokens_AQ))
+    chains = Chains(tokens_AQ, count_A, alive_A, packed(p, tokens_AQ), packed(q, tokens_AQ)[:, :-1])
     bounds = (torch.arange(groups) * n, torch.full((groups,), n))
     uniform_AQ = torch.rand(groups * n, k + 1, dtype=torch.float64, generator=generator)
-    noise_AQV = -torch.log(-torch.log(torch.rand(groups * n, k + 1, V, dtype=torch.float64, generator=generator)))
-    said_AQ, _ = say(chains, bounds, uniform_AQ, noise_AQV)
+    noise_HQV = -torch.log(-torch.log(torch.rand(groups, k + 1, V, dtype=torch.float64, generator=generator)))
+    said_AQ, _ = say(chains, bounds, uniform_AQ, noise_HQV)
     best_A, right_A = walk(tokens_AQ, count_A, said_AQ, alive_A, bounds)
     best_G, right_G = best_A[bounds[0]], right_A[bounds[0]]
     taken_GT = said_AQ[best_G]
@@ -109,7 +109,7 @@ def test_a_token_is_kept_as_often_as_the_laws_overlap():
     for token in range(V):
         tokens_AQ = torch.tensor([[0, token]]).expand(steps, 2)
         one_AQV = [law.expand(steps, 2, V) for law in (p, q)]
-        chains = Chains(tokens_AQ, torch.full((steps,), 2), torch.ones(steps, dtype=torch.bool), *one_AQV)
+        chains = Chains(tokens_AQ, torch.full((steps,), 2), torch.ones(steps, dtype=torch.bool), one_AQV[0], one_AQV[1][:, :-1])
         uniform_AQ = ((torch.arange(steps) + 0.5) / steps)[:, None].expand(steps, 2).double()
         said_AQ, _ = say(chains, (torch.arange(steps), torch.ones(steps, dtype=torch.int64)), uniform_AQ, torch.zeros(steps, 2, V))
         share = (said_AQ[:, 0] == token).double().mean().item()
@@ -144,7 +144,7 @@ def test_chains_that_ended_and_places_without_one():
     count_A, alive_A = torch.tensor([1, 2, 3, 1]), torch.tensor([True, True, False, True])
     law_AQV = packed(p, tokens_AQ)
     groups = (torch.tensor([0, 1, 4]), torch.tensor([1, 2, 0]))
-    said_AQ, logp_AQ = say(Chains(tokens_AQ, count_A, alive_A, law_AQV, law_AQV), groups, torch.zeros(4, 3), torch.zeros(4, 3, V))
+    said_AQ, logp_AQ = say(Chains(tokens_AQ, count_A, alive_A, law_AQV, law_AQV[:, :-1]), groups, torch.zeros(4, 3), torch.zeros(2, 3, V))
     likeliest = int(p[()].argmax())
     assert said_AQ.tolist()[0] == [likeliest, NOTHING, NOTHING]
     assert said_AQ[1, :2].tolist() == [1, int(p[(1,)].argmax())] and said_AQ[1, 2] == NOTHING

@@ -73,10 +73,10 @@ def test_a_draft_equal_to_the_target_is_always_right():
     for config, rounds in ((EngineConfig(form="lockstep", block=4), 8), (EngineConfig(block=4, branches=2), 11)):
         engine = local_engine(equal, config)
         answer = answers(engine, [request(particles=2, **law)])["r"]
-        stats = engine.take_stats()
+        stats = engine.take_stats().spec["walk"]
         assert answer.statistics.rounds == rounds
-        assert stats.spec_misses == 0 and stats.spec_hits == (11 if config.lookahead else 0)
-        assert stats.spec_accepted_by_position[0] == stats.spec_rounds == rounds
+        assert stats.misses == 0 and stats.hits == (11 if config.lookahead else 0)
+        assert stats.accepted_by_position[0] == stats.rounds == rounds
 
 
 def test_what_is_confirmed_is_streamed_at_once_and_never_taken_back():

@@ -41,7 +41,11 @@ def plain_of(requests: list[Request]) -> list[Request]:
     """The same, decoded by the target alone."""
     changed = []
     for one in requests:
-        law = {name: value for name, value in vars(one.params).items() if name not in ("method", "particles", "population", "time_budget")}
+        law = {
+            name: value
+            for name, value in vars(one.params).items()
+            if name not in ("method", "particles", "population", "verification", "time_budget")
+        }
         given = {name: value for name, value in law.items() if value is not None}
         changed.append(Request(one.request_id, one.prompt, SamplingParams(method="target", **given)))
     return changed

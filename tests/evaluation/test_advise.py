@@ -7,6 +7,7 @@ import random
 import pytest
 
 from smc import demo
+from smc.engine.acceptance import WIDTH_GAIN
 from smc.engine.costs import Costs, Curve
 from smc.engine.local import ModelPair
 from smc.engine.stats import EngineStats
@@ -37,7 +38,7 @@ def simulated(stride: int, found: float, again: float, rounds: int = 200_000) ->
 def test_tokens_a_round(one, particles, branches, block):
     acceptance = Acceptance(one)
     width = min(particles, max(1.0, particles * branches * one**block))
-    found, again = (1 - (1 - one) / rows for rows in (width, min(particles * branches, 32)))
+    found, again = (1 - (1 - one) / rows**WIDTH_GAIN for rows in (width, min(particles * branches, 32)))
     # A mean of 200,000 rounds: its standard error is below 0.2%.
     assert acceptance.lookahead_tokens(particles, branches, block) == pytest.approx(simulated(block, found, again), rel=0.01)
     assert acceptance.lockstep_tokens(1, block) == pytest.approx((1 - one ** (block + 1)) / (1 - one))
@@ -47,7 +48,7 @@ def test_acceptance_and_its_limits():
     sure, blind = Acceptance(1 - 1e-9), Acceptance(1e-9, gain=0)
     assert sure.lookahead_tokens(8, 4, 5) == pytest.approx(5) and sure.lockstep_tokens(8, 5) == pytest.approx(6)
     assert blind.lookahead_tokens(8, 4, 5) == pytest.approx(1) and blind.lockstep_tokens(8, 5) == pytest.approx(1)
-    assert Acceptance(0.6).of_rows(4) == pytest.approx(0.9) and Acceptance(0.6, gain=0.5).of_rows(4) == pytest.approx(0.8)
+    assert Acceptance(0.6, gain=1.0).of_rows(4) == pytest.approx(0.9) and Acceptance(0.6, gain=0.5).of_rows(4) == pytest.approx(0.8)
     for wrong in (0, 1, -0.5, float("nan")):
         with pytest.raises(ValueError, match="acceptance="):
             Acceptance(wrong)
@@ -103,7 +104,7 @@ def test_what_rounds_say_of_acceptance():
     stats = EngineStats()
     # Two answers of 3 and 2 rounds, each of which ends within a block; of the other rounds one is whole, and two are wrong somewhere.
     for accepted in (3, 1, 2, 0, 1):
-        stats.count_confirmed(accepted, 3, 4, ahead=False, hit=False)
+        stats.spec["walk"].count(accepted, 3, 4, ahead=False, hit=False)
     assert missed_share(stats, 2) == pytest.approx((2 + 0.5) / (7 + 2 + 1))
 
 

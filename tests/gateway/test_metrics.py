@@ -81,7 +81,8 @@ def report_everything(metrics: Metrics) -> None:
     stats.preemptions, stats.shrinks = 3, 4
     stats.resamples, stats.collapses, stats.ess_shares, stats.committed_lags = 5, 1, [0.3, 1.0], [0, 7]
     for accepted, hit in ((2, False), (3, True), (0, False)):
-        stats.count_confirmed(accepted, block=3, rows=4, ahead=True, hit=hit)
+        stats.spec["walk"].count(accepted, block=3, rows=4, ahead=True, hit=hit)
+    stats.spec["rejection"].count(1, block=3, rows=2, ahead=False, hit=False)
     stats.spec_alone_rounds = 6
     metrics.observe_step(stats)
     metrics.observe_round(0.02, 0.012, 0.015, 0.001, 0.002, 0.004, 0.001)
@@ -131,10 +132,13 @@ def test_what_is_reported_is_what_is_shown(metrics):
         value(metrics, f"smc_prefix_cache_{what}_total", group=group) for group in ("draft", "target") for what in ("queries", "hits")
     ]
     assert prefix == [50, 32, 40, 16] and value(metrics, "smc_kv_pages_cached", group="draft") == 16
-    counts = ("drafts", "draft_tokens", "accepted_tokens", "hits", "misses", "rows", "alone_rounds")
-    assert [value(metrics, f"smc_spec_decode_num_{what}_total") for what in counts] == [3, 9, 5, 1, 2, 12, 6]
+    counts = ("drafts", "draft_tokens", "accepted_tokens", "hits", "misses", "rows")
+    for verification, wanted in (("walk", [3, 9, 5, 1, 2, 12]), ("rejection", [1, 3, 1, 0, 0, 2])):
+        found = [value(metrics, f"smc_spec_decode_num_{what}_total", verification=verification) for what in counts]
+        assert found == wanted
+    assert value(metrics, "smc_spec_decode_num_alone_rounds_total") == 6
     by_position = "smc_spec_decode_num_accepted_tokens_per_pos_total"
-    assert [value(metrics, by_position, position=str(position)) for position in range(3)] == [2, 2, 1]
+    assert [value(metrics, by_position, position=str(position), verification="walk") for position in range(3)] == [2, 2, 1]
     parts = [value(metrics, "smc_round_part_seconds_sum", part=part) for part in ("draft", "target", "link", "coordinator")]
     assert parts == [0.012, 0.015, 0.001, 0.002]
     assert [value(metrics, "smc_stall_seconds_total", group=group) for group in ("draft", "target")] == [0.004, 0.001]

@@ -19,7 +19,7 @@ from services.wire.generation import from_finish, from_sampling, from_update, to
 from services.wire.sampling import FINISH_REASONS, REPORTS, SAMPLING, sampling_message, sampling_settings
 from services.wire.steps import from_response, to_response
 from smc.engine.request import SETTINGS, Answer, FinishReason, Method, Output, Particle, Request, SamplingParams, Statistics
-from smc.engine.stats import EngineStats
+from smc.engine.stats import EngineStats, SpecStats
 from smc.limits import SCHEME_NAMES
 
 CARRIERS = (pb.GenerateRequest, coordinator_pb2.Submission)
@@ -54,6 +54,8 @@ def settings_of(draw) -> dict:
         possible |= {"guidance_scale": st.floats(1.0, 1e3)}
     if method in ("smc", "exact"):
         possible |= {"particles": st.integers(1, 64)}
+    if method == "exact" and draw(st.booleans()):
+        return {"method": method, "verification": "rejection", "draft_temperature": draw(positive)}
     if method == "smc":
         population = draw(st.sampled_from(POPULATIONS))
         possible |= {"population": st.just(population), "draft_temperature": positive, "alpha": positive}
@@ -87,7 +89,10 @@ def test_every_sampling_field_has_its_line_in_the_messages():
     assert [field.name for field in fields(SamplingParams)] == list(SETTINGS)
 
 
-@pytest.mark.parametrize(("name", "enum"), [("method", pb.Method), ("population", pb.Population), ("resampling", pb.Resampling)])
+@pytest.mark.parametrize(
+    ("name", "enum"),
+    [("method", pb.Method), ("population", pb.Population), ("resampling", pb.Resampling), ("verification", pb.Verification)],
+)
 def test_every_choice_of_a_field_has_its_number(name, enum):
     numbers = [getattr(sampling_message({name: choice}), name) for choice in SETTINGS[name].check.names]
     assert sorted(numbers) == [number for number in enum.values() if number]
@@ -213,15 +218,15 @@ def test_the_end_of_an_answer_round_trips(output):
     assert not to_finish(answer, statistics=False).HasField("statistics")
 
 
+PLAIN = [f for f in fields(EngineStats) if "list" not in f.type and f.name != "spec"]
 by_side = st.dictionaries(st.sampled_from(("draft", "target")), count)
 
 
-@given(
-    st.builds(EngineStats, **{f.name: by_side if f.type.startswith("dict") else int32 for f in fields(EngineStats) if "list" not in f.type})
-)
+@given(st.builds(EngineStats, **{f.name: by_side if f.type.startswith("dict") else int32 for f in PLAIN}))
 def test_the_state_of_the_engine_round_trips(stats):
     """What a side does not have stays absent: pages that leak are not known while requests run."""
-    stats.ess_shares, stats.committed_lags, stats.spec_accepted_by_position = [0.5, 1.0], [0, 7], [3, 2, 0]
+    stats.ess_shares, stats.committed_lags = [0.5, 1.0], [0, 7]
+    stats.spec = {"walk": SpecStats(1, 2, 3, [3, 2, 0], 4, 5, 6), "rejection": SpecStats(7, 8, 9, [1], 10, 11, 12)}
     assert from_response(sent(to_response(Step(stats=stats)))).stats == stats
 
 

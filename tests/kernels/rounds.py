@@ -101,6 +101,7 @@ class Round:
             shared_G=padded([0] * len(self.sizes)),
             threshold_G=self.here(rng.choice([0.0, 0.5, 1.0], groups)),
             kind_G=padded(kinds, int(Kind.INDEPENDENT)),
+            chain_C=self.here(np.flatnonzero(np.array([*kinds, Kind.INDEPENDENT])[np.minimum(group_A, len(kinds))] == Kind.CHAINS)),
             scheme_G=padded(rng.integers(0, 5, len(self.sizes))),
             target_pages_AQ=self.here(rng.integers(1, 999, (self.places, self.q)).astype(np.int32)),
             begin_pages_AP=self.here(np.zeros((self.places, 1), np.int32)),
@@ -133,6 +134,13 @@ class Round:
         }
         for name, value in values.items():
             getattr(state, name)[:-1] = self.here(value[:-1], getattr(state, name).dtype)
+        for first, size, kind in zip(self.plan.first_G.tolist(), self.sizes, self.plan.kind_G.tolist()):
+            if kind == Kind.CHAINS:
+                # Some of the same tokens.
+                slots = self.plan.slot_A[first : first + size]
+                like = slots[self.here(rng.integers(0, size, size) * rng.integers(0, 2, size))]
+                for name in ("pending_SQ", "pending_S", "end_S"):
+                    getattr(state, name)[slots] = getattr(state, name)[like]
         # Those of a group end alike.
         state.entry_S[self.plan.slot_A] = self.plan.group_A % 3
         state.entry_S[-1] = 0
@@ -174,7 +182,7 @@ class Round:
     def said(self, drafted: Drafted) -> Said:
         """As `smc.runtime.candidates.ask` would have it."""
         rng, rows, c = self.rng, drafted.all_WX.shape[1], 4
-        if self.kinds == {Kind.BEST}:
+        if self.plan.all_exact:
             return Said()
         logp_X, log_z_A = self.here(self.floats(rows)), self.here(self.floats(rows))
         if self.lookahead:
@@ -188,7 +196,7 @@ class Round:
 
     def evidence(self, asked: Asked, drafted: Drafted, walk: object) -> Evidence:
         scored, blocks, walked = self.scored(asked), asked.blocks, (None, None)
-        if Kind.BEST in self.kinds:
+        if self.plan.has_exact:
             groups = (self.plan.first_G, self.plan.size_G)
             walked = walk(blocks.tokens_AQ, blocks.count_A, scored.drawn_AQ, blocks.alive_A, groups)
         return Evidence(self.plan, self.state, scored, drafted, self.said(drafted), *walked, self.lookahead)

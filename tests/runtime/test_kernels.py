@@ -44,6 +44,7 @@ ASKED = [
     request([5, 6], "2", method="target", seed=3, max_tokens=4),
     request([1, 2, 3], "3", particles=3, seed=4, max_tokens=7, logprobs=True, population="distinct"),
     request([7], "4", method="exact", particles=3, seed=5, max_tokens=6, logprobs=True),
+    request([3, 4], "5", method="exact", verification="rejection", particles=3, seed=6, max_tokens=6, logprobs=True, top_p=0.95),
 ]
 """Of every kind."""
 
@@ -56,8 +57,9 @@ ASKED = [
         pytest.param("qwen2", LOOKAHEAD, slice(2), marks=pytest.mark.slow),
         pytest.param("qwen2", LOOKAHEAD, slice(4, 5), marks=pytest.mark.slow),
         ("llama", LOCKSTEP, slice(4, 5)),
+        ("llama", LOCKSTEP, slice(5, 6)),
     ],
-    ids=["ahead", "lockstep", "independent", "exact ahead", "exact in lockstep"],
+    ids=["ahead", "lockstep", "independent", "exact ahead", "exact in lockstep", "rejection in lockstep"],
 )
 def test_answers_are_those_of_the_reference(family, config, which, monkeypatch):
     """Of requests of all kinds in one round, and of one kind alone; the others here are distinct."""

@@ -1,0 +1,184 @@
+"""Exact decoding by rejection: the target's law comes out, whatever is drafted, asked beside it, or happens to it on the way."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from smc.engine.local import local_engine
+from smc.engine.request import POPULATIONS, Request, SamplingParams
+from smc.models.draft_vocab import DraftVocab
+from smc.runtime.config import EngineConfig
+from smc.runtime.messages import SIDES
+from smc.runtime.sides import Parts
+from tests.engine.harness import Padding, TokenLedger, answers, assert_empty, check_kv, config_id, request
+from tests.engine.lives import live, small_engine
+from tests.engine.pairs import exact_law, next_log_probs, tiny_pair
+
+PROMPT, EOS, LENGTH = (0, 1, 2), 3, 4
+LIMIT = 4.5
+"""Standard deviations that a chi-square may be from its mean: a false alarm in about 10,000 choices of seeds, over all tests here."""
+REJECTION = {"method": "exact", "verification": "rejection"}
+FORMS = [EngineConfig(form="lockstep", block=3, max_slots=2048), EngineConfig(block=3, branches=2, max_slots=2048)]
+LAWS = [
+    (EngineConfig(form="lockstep", block=1, max_slots=2048), 1, {}),
+    (EngineConfig(form="lockstep", block=3, max_slots=2048), 4, {"top_k": 2, "temperature": 0.7}),
+    (EngineConfig(form="lockstep", block=4, max_slots=2048), 4, {"draft_temperature": 2.0}),
+    (EngineConfig(block=1, branches=2, max_slots=2048), 4, {}),
+    (EngineConfig(block=2, branches=4, max_slots=2048), 1, {}),
+    (EngineConfig(block=3, branches=2, max_slots=2048), 4, {}),
+    (EngineConfig(block=4, branches=3, max_slots=2048), 3, {"top_k": 2, "temperature": 0.7}),
+]
+COUNT = 1000
+
+
+def truncated_law(temperature: float, top_k: int) -> dict:
+    """Mass of every answer under the target's law."""
+    law = {}
+
+    def visit(prefix: tuple[int, ...], mass: float) -> None:
+        if len(prefix) == LENGTH or (prefix and prefix[-1] == EOS):
+            law[prefix] = mass
+            return
+        top = next_log_probs(tiny_pair().target, (*PROMPT, *prefix), temperature).topk(top_k)
+        for token, p in zip(top.indices.tolist(), top.values.softmax(-1).tolist()):
+            visit((*prefix, token), mass * p)
+
+    visit((), 1.0)
+    return law
+
+
+def far_from(law: dict, found: list[tuple[int, ...]]) -> float:
+    """How many standard deviations the chi-square of the answers is from its mean; both exactly, however rare an answer is."""
+    counts, n, k = collections.Counter(found), len(found), len(law)
+    assert not [answer for answer in counts if not law.get(answer)], "an answer that the target's law does not have"
+    chi = sum((counts[answer] - n * p) ** 2 / (n * p) for answer, p in law.items())
+    variance = 2 * (k - 1) + (sum(1 / p for p in law.values()) - k * k - 2 * k + 2) / n
+    return abs(chi - (k - 1)) / variance**0.5
+
+
+@pytest.mark.parametrize(
+    ("config", "particles", "more"), LAWS, ids=lambda value: config_id(value) if isinstance(value, EngineConfig) else str(value)
+)
+def test_answers_have_the_targets_law(config, particles, more):
+    """Answers end inside blocks, by EOS and by their length."""
+    law = truncated_law(more["temperature"], more["top_k"]) if "top_k" in more else exact_law(tiny_pair().target, PROMPT, LENGTH, EOS)
+    asked = [
+        Request(str(i), PROMPT, SamplingParams(seed=i, max_tokens=LENGTH, particles=particles, **REJECTION, **more)) for i in range(COUNT)
+    ]
+    found = answers(local_engine(tiny_pair(), config), asked)
+    assert far_from(law, [one.tokens for one in found.values()]) < LIMIT
+
+
+def test_a_draft_with_a_head_of_its_own_changes_no_law():
+    """Tokens without a row are drawn beside the others, and are part of the law that is tried."""
+    head = DraftVocab(np.array([0, 2, 3]), 4, 0.25).head(tiny_pair().draft)
+    law, config = exact_law(tiny_pair().target, PROMPT, LENGTH, EOS), EngineConfig(form="lockstep", block=2, max_slots=2048)
+    pair = replace(tiny_pair(), draft_head=head)
+    asked = [Request(str(i), PROMPT, SamplingParams(seed=i, max_tokens=LENGTH, particles=2, **REJECTION)) for i in range(COUNT)]
+    assert far_from(law, [one.tokens for one in answers(local_engine(pair, config), asked).values()]) < LIMIT
+
+
+@pytest.mark.parametrize("config", FORMS, ids=config_id)
+def test_a_draft_that_is_the_target_is_always_kept(config):
+    equal = replace(tiny_pair(), draft=tiny_pair().target)
+    engine = local_engine(equal, config)
+    answers(engine, [request(request_id=str(i), seed=i, particles=2, max_tokens=25, ignore_eos=True, **REJECTION) for i in range(8)])
+    stats = engine.take_stats().spec["rejection"]
+    kept = stats.accepted_by_position[: config.block]
+    # But for the last round of an answer. In look-ahead the token after a block is guessed: one of the two likeliest of four.
+    assert kept[-1] >= stats.rounds - 8 if not config.lookahead else stats.hits > stats.misses
+
+
+@pytest.mark.parametrize("config", FORMS, ids=config_id)
+def test_laws_with_nothing_in_common_still_answer(config):
+    """With all mass on one token, another one for each model wherever they differ, and at temperature 0: the target's likeliest."""
+    law = {"max_tokens": 30, "ignore_eos": True}
+    plain = answers(local_engine(tiny_pair(), config), [request(method="target", temperature=0.0, **law)])["r"]
+    for more in ({"top_k": 1}, {"temperature": 0.0}):
+        found = answers(local_engine(tiny_pair(), config), [request(particles=3, seed=4, **law, **more, **REJECTION)])["r"]
+        assert found.tokens == plain.tokens
+
+
+@pytest.mark.parametrize("config", FORMS, ids=config_id)
+def test_answers_do_not_depend_on_company(config, monkeypatch):
+    """Alone, and beside requests of every other kind where rounds are padded and asked for before the last is read."""
+    asked = [request([i % 3, 1], str(i), seed=i, particles=1 + i % 4, max_tokens=8 + i, logprobs=True, **REJECTION) for i in range(8)]
+    alone = {}
+    for one in asked:
+        alone |= answers(local_engine(tiny_pair(), config), [one])
+    others = [{"population": kind} for kind in POPULATIONS] + [{"method": "exact"}, {"method": "target", "particles": None}]
+    beside = [request([2], f"beside {i}", seed=i, max_tokens=20, **{"particles": 3, **others[i % 4]}) for i in range(8)]
+    monkeypatch.setattr("smc.engine.local.parts_for", lambda _device: Parts(stages=Padding))
+    found = answers(local_engine(tiny_pair(), config), [one for pair in zip(beside, asked) for one in pair])
+    for request_id, one in alone.items():
+        assert found[request_id].tokens == one.tokens
+        assert found[request_id].logprobs == pytest.approx(one.logprobs, abs=1e-4)
+
+
+def test_logprobs_are_of_the_targets_law():
+    found = answers(
+        local_engine(tiny_pair(), FORMS[0]), [request(PROMPT, seed=3, max_tokens=9, ignore_eos=True, logprobs=True, **REJECTION)]
+    )
+    tokens = found["r"].tokens
+    wanted = [next_log_probs(tiny_pair().target, (*PROMPT, *tokens[:i]))[token].item() for i, token in enumerate(tokens)]
+    assert found["r"].logprobs == pytest.approx(wanted, abs=1e-4)
+
+
+@pytest.mark.parametrize("config", FORMS, ids=config_id)
+def test_slots_hold_the_tokens_of_their_particles(config, monkeypatch):
+    """Through lives with stop strings, preemptions, cancelled neighbours and cached prompts; every page is free afterwards."""
+    rng = random.Random(5)
+    engine = small_engine(replace(config, max_slots=40, pages=300, prefill_chunk=24), monkeypatch, ahead=True)
+    written, seen = {side: TokenLedger(engine, side) for side in SIDES}, []
+    others = [{"particles": 4}, {"method": "exact", "particles": 4}, {**REJECTION, "particles": 6, "stop": ("ab", "ca")}, REJECTION]
+    asked = [
+        Request(str(i), tuple(rng.randrange(3) for _ in range(rng.randint(1, 30))), SamplingParams(seed=i, max_tokens=25, **others[i % 4]))
+        for i in range(24)
+    ]
+    lives = live(engine, asked, rng, cancel=0.1, interrupt=0.15, after_step=lambda engine: seen.append(check_kv(engine, written)))
+    assert_empty(engine)
+    assert sum(seen) > 300 and lives.events["interrupted"] and lives.events["cancelled"]
+
+
+def test_a_draft_that_is_lost_leaves_the_target_alone():
+    engine = local_engine(tiny_pair(), FORMS[1])
+    engine.submit(request(seed=1, particles=3, max_tokens=30, ignore_eos=True, **REJECTION))
+    for _ in range(4):
+        engine.step()
+    assert engine.lose_draft() == []
+    for _ in range(2):
+        engine.step()
+    engine.regain_draft(engine.memory.capacity["draft"])
+    final = [output.answer for output in engine.run([]) if output.answer]
+    assert len(final[0].tokens) == 30 and final[0].statistics.alone_rounds
+    assert_empty(engine)
+
+
+def test_where_a_draft_makes_nan_the_target_decides():
+    draft = copy.deepcopy(tiny_pair().draft)
+    draft.embed.weight[1] = float("nan")
+    for config in FORMS:
+        found = answers(
+            local_engine(replace(tiny_pair(), draft=draft), config), [request(seed=2, max_tokens=20, ignore_eos=True, **REJECTION)]
+        )["r"]
+        assert found.error is None and len(found.tokens) == 20
+
+
+@pytest.mark.parametrize(
+    ("law", "says"),
+    [
+        ({"verification": "rejection"}, "verification='rejection' has no effect with method='smc'"),
+        ({"method": "target", "verification": "walk"}, "verification='walk' has no effect with method='target'"),
+        ({"method": "exact", "verification": "luck"}, "verification='luck'; allowed: walk, rejection"),
+        ({"method": "exact", "draft_temperature": 2.0}, "draft_temperature=2.0 has no effect with verification='walk'"),
+    ],
+)
+def test_what_has_no_effect_is_refused(law, says):
+    with pytest.raises(ValueError, match=says):
+        SamplingParams(**law)

@@ -1,0 +1,85 @@
+"""Laws of chains and what the target says of them as kernels, against the torch ones, over extremes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from smc.algorithm.expansion import Kind
+from smc.kernels.rejection import write_law
+from smc.laws import Laws, LawSpec
+from smc.runtime import chains, kernel_chains
+from smc.runtime.blocks import lay_out
+from smc.runtime.kernels import KernelSampling
+from tests.kernels.conftest import DEVICE
+from tests.kernels.rounds import VOCAB, Round, assert_equal
+
+CPU = torch.device("cpu")
+ON_GPU = pytest.mark.skipif(DEVICE.type == "cpu", reason="too slow in the interpreter")
+VOCABS = [VOCAB, 77, 5000, pytest.param(128_256, marks=ON_GPU)]
+"""Of which the next to last is of more than one block of the kernel."""
+KINDS = frozenset({Kind.CHAINS})
+
+
+def laws(rng: np.random.Generator, rows: tuple[int, ...], vocab: int) -> Tensor:
+    """Log-laws [rows, vocab]: wide, narrow, with tokens of no mass, and of one token alone; most of it on the first `VOCAB` tokens."""
+    flat = int(np.prod(rows))
+    logits_RV = rng.normal(size=(flat, vocab)) * rng.choice([0.1, 1.0, 30.0], (flat, 1))
+    logits_RV[:, VOCAB:] -= 8.0
+    logits_RV[rng.random((flat, vocab)) < rng.choice([0.0, 0.4], (flat, 1))] = -np.inf
+    kept_R = rng.integers(0, VOCAB, flat)
+    logits_RV[np.arange(flat), kept_R] = 0.0
+    alone_R = rng.random(flat) < 0.2
+    logits_RV[alone_R] = -np.inf
+    logits_RV[alone_R, kept_R[alone_R]] = 0.0
+    return torch.from_numpy(logits_RV).log_softmax(-1).float().view(*rows, vocab)
+
+
+def said(verify: chains.Verify, seed: int, vocab: int, lookahead: bool, device: torch.device, alike: bool) -> tuple[Tensor, Tensor]:
+    made = Round(seed, KINDS, lookahead, device)
+    asked = lay_out(made.state, made.here(made.floats(made.slots + 1, made.q)), made.plan, None if lookahead else made.drafted())
+    rng, count = np.random.default_rng(seed), len(made.plan.chain_C)
+    logp_CQV, logq_CLV = laws(rng, (count, made.q), vocab), laws(rng, (count, made.q - 1), vocab)
+    if alike:
+        logq_CLV = logp_CQV[:, :-1].clone()
+    return verify(made.plan, asked, logp_CQV.to(device), logq_CLV.to(device))
+
+
+@pytest.mark.parametrize("lookahead", [True, False], ids=["ahead", "lockstep"])
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_what_is_said_is_the_reference(vocab, lookahead):
+    """Of blocks of different lengths, dead chains and groups of one to six, with laws that have nothing in common, or are the same."""
+    seeds = range(12 if vocab < 100 else 3)
+    spoken = kept = 0
+    for seed in seeds:
+        for alike in (False, True):
+            wanted = said(chains.verify, seed, vocab, lookahead, CPU, alike)
+            found = said(kernel_chains.verify, seed, vocab, lookahead, DEVICE, alike)
+            assert_equal(found, wanted)
+            spoken += int((wanted[0] >= 0).sum())
+            kept += int((wanted[0][:, :-1] >= 0).sum())
+    assert spoken > 30 and kept > 10
+
+
+@pytest.mark.parametrize("columns", [1, 4100])
+def test_whole_laws_are_those_of_the_reference(columns):
+    """Temperatures from greedy to wide, every truncation, a row of NaN, and columns beside the vocabulary."""
+    rng = np.random.default_rng(columns)
+    logits_RV = torch.from_numpy(rng.normal(size=(16, columns + 3)).astype(np.float32) * 4)
+    logits_RV[5, 0] = torch.nan
+    logits_RV[6, : columns // 2] = -torch.inf
+    law = LawSpec.of(
+        temperature_R=rng.choice([0.0, 0.5, 1.0, 2.0], 16).astype(np.float32),
+        top_k_R=rng.choice([0, 1, 5], 16),
+        top_p_R=rng.choice([1.0, 0.7], 16).astype(np.float32),
+        min_p_R=rng.choice([0.0, 0.05], 16).astype(np.float32),
+        alpha_R=np.ones(16, np.float32),
+    ).canonical()
+    wanted_RV = Laws(law).target(logits_RV[:, :columns])
+    here = LawSpec(*(torch.from_numpy(values).to(DEVICE) for values in list(vars(law).values())[:-1]), law.active)
+    found_RV = KernelSampling(columns).law(logits_RV.to(DEVICE), here).cpu()
+    torch.testing.assert_close(found_RV, wanted_RV, atol=2e-6, rtol=1e-5, equal_nan=True)
+    plain_RV = write_law(logits_RV.to(DEVICE), columns, torch.ones(16, device=DEVICE)).cpu()
+    torch.testing.assert_close(plain_RV, logits_RV[:, :columns].log_softmax(-1), atol=2e-6, rtol=1e-5, equal_nan=True)
