@@ -38,8 +38,9 @@ test: install    ## Run the tests, in a few minutes
 test-all: test   ## Run the slow tests as well
 	$(call tests,slow)
 
-lint: install    ## Check style
+lint: install    ## Check style and types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	$(BIN)/mypy
 	cd proto && ../$(BIN)/buf lint && ../$(BIN)/buf format --diff --exit-code
 
 format: install  ## Fix style
@@ -47,4 +48,4 @@ format: install  ## Fix style
 	cd proto && ../$(BIN)/buf format --write
 
 clean:           ## Remove .venv and caches
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info

@@ -83,7 +83,7 @@ async def _narrow(probe: Callable[[float], Awaitable[Probe]], start: float, prec
         low, high = await bracket_with(rate)
         if low is not None and high is not None:
             break
-        rate = high / 2 if low is None else 2 * low
+        rate = high / 2 if high is not None else 2 * rate
     while low is not None and high is not None and high > low * (1 + precision):
         low, high = await bracket_with(math.sqrt(low * high))
 

@@ -88,6 +88,9 @@ def load(
     ] = None,
     attainment: Annotated[Number, option(JUDGED, "Share of requests that must meet it. Default: 0.95.", metavar="SHARE")] = None,
     capacity: Annotated[Number, _number(JUDGED, "Judge overload against this many requests a second.")] = None,
+    flat: Annotated[
+        bool | None, option(JUDGED, "Check that memory, threads and open files of every process do not grow.", "--flat/--no-flat")
+    ] = None,
     find_capacity: Annotated[
         bool, option(JUDGED, "Search the highest rate that meets the objective, from --rate.", "--find-capacity")
     ] = False,
@@ -97,7 +100,7 @@ def load(
     wait: Annotated[Number, option(SERVICE, "At most, for a service that is starting. Default: 0.", metavar="SECONDS")] = None,
     serve: Annotated[bool, option(SERVICE, "Start smcserve serve, and stop it afterwards.", "--serve")] = False,
     metrics: Annotated[Words, option(SERVICE, "The service's /metrics, read beside.", metavar="URL")] = None,
-    watch_pid: Annotated[Count, option(SERVICE, "Of smcserve serve on this machine: watch its memory.", metavar="PID")] = None,
+    watch_pid: Annotated[Count, option(SERVICE, "Of smcserve serve on this machine: watch what its processes hold.", metavar="PID")] = None,
     interval: Annotated[Number, option(SERVICE, "Between two looks at the server. Default: 1.", metavar="SECONDS")] = None,
     connections: Annotated[Count, option(SERVICE, "To share the requests between. Default: 1.", metavar="COUNT")] = None,
     token_file: TokenFile = None,
@@ -221,7 +224,7 @@ def joined(arguments: Sequence[str]) -> list[str]:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code."""
-    usage_error = typer.BadParameter.__base__  # click's class of wrong options, under whichever name typer carries it
+    usage_error: Any = typer.BadParameter.__base__  # click's class of wrong options, under whichever name typer carries it
     try:
         return app(joined(arguments), prog_name="python -m loadtest", standalone_mode=False) or 0
     except usage_error as error:

@@ -134,7 +134,8 @@ class Connections:
             record.code, record.detail = error.code().name, error.details() or ""
             record.cancelled = planned.abort and error.code() is grpc.StatusCode.CANCELLED
         except asyncio.CancelledError:
-            if not call.cancelled() or asyncio.current_task().cancelling():  # it is us who are told to stop
+            task = asyncio.current_task()
+            if not call.cancelled() or (task is not None and task.cancelling()):  # it is us who are told to stop
                 call.cancel()
                 raise
             record.code, record.cancelled = "CANCELLED", True
@@ -183,7 +184,9 @@ def _message(planned: Planned, request_id: str) -> pb.GenerateRequest:
     if isinstance(planned.prompt, str):
         message.text = planned.prompt
     elif isinstance(planned.prompt[0], Message):
-        message.chat.messages.extend(pb.ChatMessage(role=part.role, content=part.content) for part in planned.prompt)
+        message.chat.messages.extend(
+            pb.ChatMessage(role=part.role, content=part.content) for part in planned.prompt if isinstance(part, Message)
+        )
     else:
-        message.token_ids.ids.extend(planned.prompt)
+        message.token_ids.ids.extend(item for item in planned.prompt if isinstance(item, int))
     return message

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +26,8 @@ QUEUE_SLACK = 2.0
 """Requests; a queue that is nearly empty may grow by that."""
 MEMORY_GROWTH, MEMORY_SLACK = 0.02, 8 << 20
 """Share of a process's memory, or bytes if that is more: what it may grow by in the last two thirds of that time."""
+COUNT_SLACK = 8
+"""Threads, or open files, that a process may have more of: as many requests come and go."""
 ENOUGH_SAMPLES = 9
 """For a trend."""
 
@@ -45,12 +47,15 @@ def judge(summary: Summary, settings: Settings, epoch: int, during: Sequence[Sam
         checks += overload(summary, settings, during)
     elif settings.goodput is not None:
         checks.append(_objective(summary, settings))
+    if settings.flat:
+        checks += flat([sample for sample in during if sample.at <= summary.last_send], settings.capacity is None)
     return checks + left_behind(after)
 
 
 def _objective(summary: Summary, settings: Settings) -> Check:
     if summary.attainment is None:
         return Check("objective", None, "no request was there to be judged")
+    assert settings.goodput is not None
     met = summary.attainment >= settings.attainment
     share = f"{summary.good} of {summary.ordinary} requests ({summary.attainment:.1%}) met it; at least {settings.attainment:.1%} must"
     return Check("objective", met, f"{settings.goodput.sentence}: {share}")
@@ -84,6 +89,7 @@ def overload(summary: Summary, settings: Settings, during: Sequence[Sample]) -> 
     # Once nothing is sent any more the queue empties, and memory may be given back: that says nothing about overload.
     sending = [sample for sample in during if sample.at <= summary.last_send]
     rate, capacity = summary.good_of_sent, settings.capacity
+    assert rate is not None and capacity is not None
     share = f"{rate / capacity:.0%} of the capacity of {capacity:g}; at least {OVERLOAD_SHARE:.0%} must be"
     unanswered = {code: n for code, n in summary.codes.items() if code not in ("OK", "CANCELLED", *REFUSALS)}
     refused = counts({code: summary.codes.get(code, 0) for code in REFUSALS})
@@ -127,12 +133,35 @@ def _memory(during: Sequence[Sample]) -> list[Check]:
     return [_flat(name, times, values) for name, (times, values) in series.items() if name != RAY]
 
 
+def flat(during: Sequence[Sample], memory: bool) -> list[Check]:
+    """Threads and open files of each process of ours, and with `memory` that as well."""
+    checks = _memory(during) if memory else []
+    seen = [sample for sample in during if sample.held]
+    if len(seen) < ENOUGH_SAMPLES:
+        return [
+            *checks,
+            Check("threads and files flat", None, f"{len(seen)} looks at the processes are too few; give --serve or --watch-pid"),
+        ]
+    third = len(seen) // 3
+    for name in sorted(seen[-1].held.keys() - {RAY}):
+        for what in ("threads", "files"):
+            middle, last = (
+                max(getattr(sample.held[name], what) for sample in part if name in sample.held)
+                for part in (seen[third:-third], seen[-third:])
+            )
+            text = f"at most {middle} in the second third, {last} in the last; at most {COUNT_SLACK} more may be"
+            checks.append(Check(f"{what} flat: {name}", last <= middle + COUNT_SLACK, text))
+    return checks
+
+
 def memory_series(during: Sequence[Sample]) -> dict[str, tuple[list[float], list[float]]]:
     """Times and resident bytes by process; of the gateway alone where only its metrics tell."""
     series: dict[str, tuple[list[float], list[float]]] = {}
     for sample in during:
         resident = sample.metrics.get("process_resident_memory_bytes")
-        known = sample.memory or ({} if resident is None else {"gateway": resident})
+        known: Mapping[str, float] = {name: held.resident for name, held in sample.held.items()}
+        if not known and resident is not None:
+            known = {"gateway": resident}
         for name, value in known.items():
             times, values = series.setdefault(name, ([], []))
             times.append(sample.at)

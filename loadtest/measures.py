@@ -137,7 +137,7 @@ def summarise(records: Sequence[Record], objective: Objective | None) -> Summary
         last_end=max((record.ended_at for record in counted), default=0.0),
         input_tokens=sum(record.prompt_tokens for record in answered),
         output_tokens=sum(record.tokens for record in answered),
-        ttft=Spread.of(record.ttft for record in timed),
+        ttft=Spread.of(record.ttft for record in timed if record.ttft is not None),
         tpot=Spread.of(record.tpot for record in timed if record.tokens > 1),
         itl=Spread.of(gap for record in timed for gap in record.itls),
         e2el=Spread.of(record.e2el for record in timed),

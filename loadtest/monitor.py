@@ -1,4 +1,4 @@
-"""The server while it is under load: what it says of itself, its metrics, the memory of its processes, at equal intervals.
+"""The server while it is under load: what it says of itself, its metrics, what its processes hold, at equal intervals.
 
 Knows nothing about requests. A look that fails is kept with its reason: a gap is not a zero.
 """
@@ -14,7 +14,7 @@ import grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from loadtest.endpoint import Connections
-from loadtest.processes import ProcessTree
+from loadtest.processes import Held, ProcessTree
 
 TIMEOUT = 5.0
 PREFIXES = ("smc_", "process_")
@@ -28,8 +28,8 @@ class Sample:
     queued: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     """By series, as `name{labels}`; without buckets."""
-    memory: dict[str, int] = field(default_factory=dict)
-    """Resident bytes of each process, by name."""
+    held: dict[str, Held] = field(default_factory=dict)
+    """By each process, by name."""
     error: str = ""
     epoch: int | None = None
     """Of the workers; grows when they were lost and started again."""
@@ -52,12 +52,12 @@ class Monitor:
         try:
             info = await self._connections.server_info(TIMEOUT)
             metrics = await asyncio.to_thread(scrape, self._url) if self._url else {}
-            memory = await asyncio.to_thread(self._tree.resident_bytes) if self._tree else {}
+            held = await asyncio.to_thread(self._tree.held) if self._tree else {}
         except grpc.RpcError as error:
             return Sample(at, error=f"{error.code().name}: {error.details()}")
         except (OSError, ValueError) as error:
             return Sample(at, error=str(error))
-        return Sample(at, info.running, info.queued, metrics, memory, epoch=info.epoch)
+        return Sample(at, info.running, info.queued, metrics, held, epoch=info.epoch)
 
     async def watch(self, clock: Callable[[], float], interval: float) -> None:
         """Look until cancelled."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -38,6 +39,6 @@ class Objective:
     def sentence(self) -> str:
         return ", ".join(f"{MEASURES[name]} at most {limit:g} ms" for name, limit in self.limits)
 
-    def met(self, seconds: dict[str, float]) -> bool:
+    def met(self, seconds: Mapping[str, float]) -> bool:
         """Whether all of it is kept. `seconds`: what was measured, by the names of MEASURES."""
         return all(1e3 * seconds[name] <= limit for name, limit in self.limits)

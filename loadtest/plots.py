@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable
+from typing import TypeVar
 
 import matplotlib
 import numpy as np
@@ -16,6 +17,8 @@ from loadtest.judge import memory_series
 from loadtest.measures import in_flight
 from loadtest.record import Record
 from loadtest.runs import Run
+
+What = TypeVar("What")
 
 BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"
 COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK)
@@ -67,9 +70,10 @@ def _cdf(axes: Axes, run: Run) -> None:
 
 def _ttft_over_time(axes: Axes, run: Run) -> None:
     records = _timed(run)
-    axes.scatter([r.sent_at for r in records], [1e3 * r.ttft for r in records], s=9, color=BLUE, alpha=0.6, linewidths=0, label="answered")
+    times_ms = [1e3 * record.ttft for record in records if record.ttft is not None]
+    axes.scatter([r.sent_at for r in records], times_ms, s=9, color=BLUE, alpha=0.6, linewidths=0, label="answered")
     limit = dict(run.settings.goodput.limits).get("ttft") if run.settings.goodput else None
-    if limit is not None and records and limit < TALL * max(1e3 * record.ttft for record in records):
+    if limit is not None and records and limit < TALL * max(times_ms):
         axes.axhline(limit, color=VERMILION, linestyle=":", linewidth=1.2, label=f"objective: {limit:g} ms")
     axes.set(xlabel="seconds since the start", ylabel="milliseconds")
     axes.set_ylim(bottom=0)
@@ -182,7 +186,7 @@ def _edges(run: Run) -> np.ndarray:
     return np.linspace(0.0, seconds, min(BINS, int(seconds)) + 1)
 
 
-def _svg(draw: Callable[[Axes, object], None], what: object) -> str:
+def _svg(draw: Callable[[Axes, What], None], what: What) -> str:
     """Text stays text, in the page's own fonts; without prologue and metadata, whose addresses a page has no use for."""
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": draw.__name__, "font.family": "sans-serif", "font.size": 9}):
         figure = Figure(figsize=SIZE, layout="constrained")

@@ -1,9 +1,10 @@
-"""Memory of the processes of a service on this machine. Knows nothing about what they do but for their titles."""
+"""What the processes of a service on this machine hold. Knows nothing about what they do but for their titles."""
 
 from __future__ import annotations
 
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 
 import psutil
 
@@ -13,6 +14,20 @@ TITLE = "ray::smcserve: "
 """How titles of the service's processes begin."""
 RAY = "ray"
 """All processes of Ray itself."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """By one process, or by several together."""
+
+    resident: int = 0
+    """Bytes."""
+    threads: int = 0
+    files: int = 0
+    """Open ones, connections among them."""
+
+    def __add__(self, other: Held) -> Held:
+        return Held(self.resident + other.resident, self.threads + other.threads, self.files + other.files)
 
 
 class ProcessTree:
@@ -26,17 +41,24 @@ class ProcessTree:
         self._names: dict[psutil.Process, str] = {}
         self._searched = float("-inf")
 
-    def resident_bytes(self) -> dict[str, int]:
+    def held(self) -> dict[str, Held]:
         """By name: `gateway`, `coordinator`, `draft rank 0`, `target rank 0`, .., and `ray` for the rest together."""
         if time.monotonic() - self._searched > REFRESH:
             self._search()
-        resident: dict[str, int] = {}
+        held: dict[str, Held] = {}
         for process, name in self._names.items():
             try:
-                resident[name] = resident.get(name, 0) + process.memory_info().rss
+                seen = Held(process.memory_info().rss, process.num_threads(), process.num_fds())
             except psutil.NoSuchProcess:
                 self._searched = float("-inf")
-        return resident
+                continue
+            held[name] = held.get(name, Held()) + seen
+        return held
+
+    def pids(self) -> dict[str, set[int]]:
+        """Of all but those of Ray, by the same names."""
+        self._search()
+        return {name: {p.pid for p, other in self._names.items() if other == name} for name in set(self._names.values()) - {RAY}}
 
     def _search(self) -> None:
         self._searched = time.monotonic()

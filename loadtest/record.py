@@ -91,4 +91,4 @@ class Record:
     @property
     def tpot(self) -> float:
         """(E2E - TTFT) / (tokens - 1); 0 for an answer of one token, as in vLLM."""
-        return (self.e2el - self.ttft) / (self.tokens - 1) if self.tokens > 1 else 0.0
+        return (self.e2el - self.ttft) / (self.tokens - 1) if self.ttft is not None and self.tokens > 1 else 0.0

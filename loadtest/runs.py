@@ -124,14 +124,16 @@ async def find_capacity(
         tell(result)
         return result
 
+    assert settings.rate is not None
     found = await capacity.search(probe, settings.rate, precision)
     return found, next((run for run in reversed(runs) if run.settings.rate == found.low), None)
 
 
 def probe_of(run: Run) -> Probe:
-    summary = run.summary
+    summary, rate = run.summary, run.settings.rate
+    assert rate is not None and summary.goodput is not None
     return Probe(
-        rate=run.settings.rate,
+        rate=rate,
         met=next(check.passed for check in run.checks if check.name == "objective") is True,
         attainment=summary.attainment or 0.0,
         goodput=summary.goodput,

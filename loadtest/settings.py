@@ -76,6 +76,8 @@ class Settings:
     """The rate in multiples of `capacity`."""
     capacity: float | None = None
     """The highest rate that meets the objective, as found before; with it, behaviour under overload is judged."""
+    flat: bool = False
+    """Judge whether memory, threads and open files of every process stay as they are."""
     interval: float = 1.0
     """Between two looks at the server."""
     settle: float = 5.0

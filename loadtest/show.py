@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.box import SIMPLE_HEAD
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -39,7 +39,7 @@ def watch(runner: Runner, seconds: float | None) -> Iterator[None]:
             telling.cancel()
 
 
-async def _show_progress(runner: Runner, bar: Progress, task: int, seconds: float | None) -> None:
+async def _show_progress(runner: Runner, bar: Progress, task: TaskID, seconds: float | None) -> None:
     while True:
         await asyncio.sleep(LINE_EVERY if bar.disable else BAR_EVERY)
         now, state = runner.clock(), runner.state
@@ -137,6 +137,7 @@ def capacity_sentence(found: Capacity, objective: str) -> str:
     if found.low is None:
         return f"No rate meets the objective ({objective}): the lowest tried is {min(probe.rate for probe in found.probes):.3g} requests/s."
     bracket = f"{found.low:.3g} requests/s meet it" + ("" if found.high is None else f", {found.high:.3g} do not")
+    assert found.best is not None
     goodput = f"{found.best.goodput:.3g} good requests/s, {found.best.attainment:.1%} of the requests"
     return f"Capacity: {found.low:.3g} requests/s ({objective}). Bracket: {bracket}. There: {goodput}."
 

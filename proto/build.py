@@ -13,7 +13,7 @@ PACKAGES = ("smc/v1", "smc/internal/v1")
 
 
 def build(out: Path = OUT) -> list[Path]:
-    """Write `<name>_pb2.py` and, where there is a service, `<name>_pb2_grpc.py`. Returns what was written.
+    """Write `<name>_pb2.py`, its types (`.pyi`) and, where there is a service, `<name>_pb2_grpc.py`. Returns what was written.
 
     protoc would place them in packages of the library; their imports are rewritten to `services.pb`.
     """
@@ -23,11 +23,11 @@ def build(out: Path = OUT) -> list[Path]:
     protos = sorted(proto for package in PACKAGES for proto in (ROOT / package).glob("*.proto"))
     out.mkdir(parents=True, exist_ok=True)
     include = Path(grpc_tools.__file__).parent / "_proto"
-    arguments = ["protoc", f"-I{ROOT}", f"-I{include}", f"--python_out={out}", f"--grpc_python_out={out}", *map(str, protos)]
-    if protoc.main(arguments):
+    outputs = [f"--{kind}_out={out}" for kind in ("python", "pyi", "grpc_python")]
+    if protoc.main(["protoc", f"-I{ROOT}", f"-I{include}", *outputs, *map(str, protos)]):
         raise RuntimeError("protoc failed; see its message above")
     written = []
-    for file in sorted(out.glob("smc/**/*.py")):
+    for file in sorted(out.glob("smc/**/*.py*")):
         text = re.sub(r"^from smc(\.\w+)*\.v1 import", "from services.pb import", file.read_text(), flags=re.MULTILINE)
         target = out / file.name
         target.write_text(text)

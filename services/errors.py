@@ -24,6 +24,10 @@ class SlowSender(RuntimeError):
     """The caller does not send its request."""
 
 
+class TooLarge(RuntimeError):
+    """The request has more bytes than are allowed."""
+
+
 class DeadlineExceeded(RuntimeError):
     """The caller's own deadline has passed."""
 
@@ -51,6 +55,7 @@ _TABLE: tuple[tuple[type[Exception], grpc.StatusCode, str, float | None], ...] =
     (ValueError, grpc.StatusCode.INVALID_ARGUMENT, "invalid", None),
     (Unauthenticated, grpc.StatusCode.UNAUTHENTICATED, "unauthenticated", None),
     (QueueFull, grpc.StatusCode.RESOURCE_EXHAUSTED, "queue_full", 1.0),
+    (TooLarge, grpc.StatusCode.RESOURCE_EXHAUSTED, "too_large", None),
     (SlowReader, grpc.StatusCode.RESOURCE_EXHAUSTED, "slow_reader", None),
     (SlowSender, grpc.StatusCode.RESOURCE_EXHAUSTED, "slow_sender", None),
     (Unavailable, grpc.StatusCode.UNAVAILABLE, "unavailable", 1.0),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import prometheus_client as prom
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
@@ -27,6 +27,7 @@ REJECTIONS = {
     "unauthenticated": "UNAUTHENTICATED",
     "queue_full": "RESOURCE_EXHAUSTED",
     "slow_sender": "RESOURCE_EXHAUSTED",
+    "too_large": "RESOURCE_EXHAUSTED",
     "unavailable": "UNAVAILABLE",
 }
 """Causes, and the status code that each has."""
@@ -67,12 +68,12 @@ class _Registry(CollectorRegistry):
 class _Page(CollectorRegistry):
     """What is scraped: with the name of the model that is served, as its series have it elsewhere."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: Any) -> None:
         super().__init__()
         self._registry = registry
         self.model: str | None = None
 
-    def restricted_registry(self, names: Iterable[str]) -> CollectorRegistry:
+    def restricted_registry(self, names: Iterable[str]) -> Any:
         """What a scraper asks for by name."""
         page = _Page(self._registry.restricted_registry(names))
         page.model = self.model
@@ -213,12 +214,16 @@ class Metrics:
         """The draft was started again beside the target."""
         self._draft_restarts.inc()
 
-    def set_build_info(self, version: str, model: str, form: str, link: str, max_slots: int, block: int) -> None:
-        """What runs here; once, at the start. Nothing holds a slot yet. `model`: the name under which it is served."""
+    def set_build_info(self, version: str, model: str, form: str, link: str, max_slots: int, block: int, weights: dict[str, str]) -> None:
+        """What runs here; once, at the start. Nothing holds a slot yet. `model`: the name under which it is served; `weights`: each
+        group's fingerprint."""
         self._page.model = model
-        for position in range(block):
-            self._accepted_at.labels(position)
-        self._build.info({"version": version, "form": form, "link": link})
+        for verification in VERIFICATIONS:
+            for position in range(block):
+                self._accepted_at.labels(verification, position)
+        # What answers are the target's: its weights are the ones that a rollout is about.
+        fingerprints = {"weights": weights["target"], "draft_weights": weights["draft"]}
+        self._build.info({"version": version, "form": form, "link": link, **fingerprints})
         self._slots_capacity.set(max_slots)
         self._slots_free.set(max_slots)
 

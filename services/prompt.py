@@ -40,6 +40,7 @@ class Prompt:
             return self.token_ids
         if self.text is not None:
             return tokenizer.encode(self.text, limit=limit)
+        assert self.messages is not None
         return tokenizer.chat(self.messages, limit=limit, tools=self.tools, settings=self.template_settings)
 
     def written(self, tokenizer: Tokenizer) -> str:

@@ -16,7 +16,7 @@ class Step:
     outputs: list[Output] = field(default_factory=list)
     refusals: dict[str, Exception] = field(default_factory=dict)
     """Why a submission was not taken (ValueError, QueueFull, RequestFailed, Unavailable) or goes no further (Unavailable), by id."""
-    stats: EngineStats | None = None
+    stats: EngineStats = field(default_factory=EngineStats)
     times: RoundTimes | None = None
     """Where the time of the turn's rounds went; None where that is not known or no model worked."""
     lost_draft: int = 0

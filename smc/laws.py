@@ -1,5 +1,6 @@
 """From logits to the law a token is drawn from, and the draw. Knows nothing about models, requests or particles.
 
+Whatever is added to logits has been added before (`smc.runtime.biases`).
 Two laws share the same processors, in this order: temperature, top-k, top-p, min-p, renormalise.
   target law    p = processed softmax, zero outside the truncation (design: truncation belongs to the target law)
   proposal law  q = (1 - share) * processed + share * softmax(logits / temperature): a defensive mixture (Hesterberg 1995),
@@ -62,8 +63,8 @@ class LawSpec:
 
     def take(self, rows: np.ndarray) -> LawSpec:
         """The specs of the given rows, in that order (repeats allowed)."""
-        arrays = (self.temperature_R, self.top_k_R, self.top_p_R, self.min_p_R, self.alpha_R)
-        return LawSpec(*(array[rows] for array in arrays), self.active)
+        laws = (self.temperature_R[rows], self.top_k_R[rows], self.top_p_R[rows], self.min_p_R[rows], self.alpha_R[rows])
+        return LawSpec(*laws, self.active)
 
 
 class Laws:

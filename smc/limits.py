@@ -3,6 +3,8 @@ be refused before anything heavy is loaded."""
 
 from __future__ import annotations
 
+from typing import Any
+
 MAX_PARTICLES = 64
 """Most places of one group."""
 SCHEME_NAMES = ("systematic", "stratified", "residual", "multinomial", "ssp")
@@ -11,5 +13,11 @@ DTYPE_NAMES = ("float32", "bfloat16", "float16", "fp8")
 """Types that models can have: `smc.models.linear.DTYPES`."""
 DEFAULT_MAX_TOKENS = 256
 """Of an answer for which nothing else is said, or what the context leaves."""
+MAX_STOP_IDS = 1024
+"""Token ids of a request that end its answer."""
+MAX_BIASES = 1024
+"""Tokens of a request whose logits are changed."""
 MAX_STOP_BYTES = 1000
 """Of all stop strings of a request together, in UTF-8."""
+UNSET: Any = None
+"""The default of a field that is filled in when its object is built."""

@@ -64,7 +64,7 @@ def words(seed: np.ndarray, rounds: np.ndarray, stream: np.ndarray, position: np
 
 def uniforms(seed_X: np.ndarray, round_X: np.ndarray, position_P: np.ndarray, purpose: int) -> np.ndarray:
     """One float64 uniform in [0, 1) for each seed and round at each position, [X, P]."""
-    high, low, _, _ = words(seed_X[:, None], round_X[:, None], np.int64(0), position_P, purpose)
+    high, low, _, _ = words(seed_X[:, None], round_X[:, None], np.zeros(1, np.int64), position_P, purpose)
     return ((high << 21) | (low >> 11)) * 2.0**-53
 
 

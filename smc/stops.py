@@ -58,22 +58,29 @@ class StopMachine:
     """Ascending."""
     next_XB: np.ndarray | None = field(compare=False, repr=False)
     """int16 [X, 256] state after a byte; None without strings."""
+    biases: tuple[tuple[int, float], ...] = ()
+    """What is added to logits, by token, ascending: as what ends an answer, it is kept beside the models."""
 
     @staticmethod
-    def of(stop_ids: Iterable[int], strings: Sequence[bytes]) -> StopMachine:
+    def of(stop_ids: Iterable[int], strings: Sequence[bytes], biases: tuple[tuple[int, float], ...] = ()) -> StopMachine:
         """`strings` are not empty. Raises ValueError if they are longer than `MAX_STOP_BYTES` together."""
         if (size := sum(map(len, strings))) > MAX_STOP_BYTES:
             raise ValueError(f"stop has strings of {size} bytes together; allowed: at most {MAX_STOP_BYTES}")
         different = tuple(sorted(set(strings)))
-        return StopMachine(tuple(sorted(set(stop_ids))), different, _byte_machine(different) if different else None)
+        return StopMachine(tuple(sorted(set(stop_ids))), different, _byte_machine(different) if different else None, biases)
 
     @property
-    def key(self) -> tuple[tuple[int, ...], tuple[bytes, ...]]:
+    def key(self) -> tuple[tuple[int, ...], tuple[bytes, ...], tuple[tuple[int, float], ...]]:
         """What it was made of: `StopMachine.of(*key)` is equal to it."""
-        return self.stop_ids, self.strings
+        return self.stop_ids, self.strings, self.biases
 
-    def after(self, state_P: np.ndarray, tokens_P: np.ndarray, token_bytes: TokenBytes) -> np.ndarray:
-        """int64 states after one token each. A stop token leads to `DONE`; an id that no token has leads nowhere."""
+    def after(self, state_P: np.ndarray, tokens_P: np.ndarray, token_bytes: TokenBytes, *, early: bool = False) -> np.ndarray:
+        """int64 states after one token each. A stop token leads to `DONE`; an id that no token has leads nowhere. `early`: the token cannot
+        end the answer; what is complete with it is not looked for again."""
+        state_P = self._after(state_P, tokens_P, token_bytes)
+        return np.where(state_P == DONE, START, state_P) if early else state_P
+
+    def _after(self, state_P: np.ndarray, tokens_P: np.ndarray, token_bytes: TokenBytes) -> np.ndarray:
         state_P = np.where(np.isin(tokens_P, self.stop_ids), DONE, state_P).astype(np.int64)
         if self.next_XB is None:
             return state_P
@@ -169,14 +176,16 @@ class Growth:
     """int64 state of the machine after them; `DONE` after a stop token too."""
 
 
-def grow(tables: StopTables, entry_A: Tensor, text_A: Tensor, tokens_AK: Tensor, room_A: Tensor) -> Growth:
-    """Tokens appended to answers in state `text` that have room for `room` more; all integers. An id that no token has has no bytes and
-    ends nothing, and an answer in `DONE` ends with any token. The reference: `smc.kernels.stops.after_all` does the same within kernels."""
+def grow(tables: StopTables, entry_A: Tensor, text_A: Tensor, tokens_AK: Tensor, room_A: Tensor, early_A: Tensor | None = None) -> Growth:
+    """Tokens appended to answers in state `text` that have room for `room` more, of which the first `early` end none (None: no such); all
+    integers. An id that no token has has no bytes and ends nothing, and an answer in `DONE` ends with any token. The reference:
+    `smc.kernels.stops.after_all` does the same within kernels."""
     k = tokens_AK.shape[1]
     entry_A = entry_A.long()
     states = [text_A.long()]
-    for token_A in tokens_AK.long().unbind(1):
-        states.append(_after(tables, entry_A, states[-1], token_A))
+    for index, token_A in enumerate(tokens_AK.long().unbind(1)):
+        after_A = _after(tables, entry_A, states[-1], token_A)
+        states.append(after_A if early_A is None else torch.where((after_A == DONE) & (index < early_A), START, after_A))
     text_AK = torch.stack(states, 1)
     index_K = torch.arange(1, k + 1, device=text_A.device)
     first_A = torch.where(text_AK[:, 1:] == DONE, index_K, k + 1).amin(-1)

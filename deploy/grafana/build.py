@@ -193,6 +193,7 @@ def groups() -> Dashboard:
     part, whole = "smc_round_part_seconds", "smc_round_seconds"
     in_rounds, both = rate(f"{whole}_sum"), 'part=~"draft|target"'
     ready, build = total("smc_group_healthy", "group"), pick("smc_build_info")
+    by_weights = f"on (namespace, job, instance, pod) group_left (weights) {build}"
     age = f"time() - {pick('process_start_time_seconds')} and on (instance) {pick('smc_serving')}"
     hour = f"round({gain('smc_worker_restarts_total', '1h')})"
     minutes = {name: f"round({gain(f'smc_{one}_restarts_total', '5m')})" for name, one in (("all", "worker"), ("draft alone", "draft"))}
@@ -253,6 +254,16 @@ def groups() -> Dashboard:
             ),
         ],
     }
+    rows["Weights of the target"] = [
+        graph(
+            *("Serving, by weights", "Instances that let requests in; two lines are a rollout, and cross.", "none"),
+            {"{{weights}}": f"sum by (weights) ({pick('smc_serving')} * {by_weights})"},
+        ),
+        graph(
+            *("Answers, by weights", "Calls that ended with an answer.", "reqps"),
+            {"{{weights}}": f"""sum by (weights) (rate({pick("smc_requests_total", 'status="OK"')}[$__rate_interval]) * {by_weights})"""},
+        ),
+    ]
     return board("smc-groups", "Groups", "Draft and target: who works, who waits, who is ill.", rows)
 
 

@@ -83,6 +83,7 @@ class _CustomIds:
         self._digests, self._numbers = array("Q"), array("Q")
 
     def add(self, line: Line) -> None:
+        assert line.custom_id is not None
         # 64 bits: two among ten million different ones fall together once in 400,000 files.
         digest = blake2b(line.custom_id.encode("utf-8", "surrogatepass"), digest_size=8).digest()
         self._digests.append(int.from_bytes(digest))

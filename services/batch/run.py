@@ -103,6 +103,7 @@ def _ended_by_signals() -> Iterator[None]:
     Only for use after Ray has been connected: it installs handlers of its own.
     """
     task, loop, came = asyncio.current_task(), asyncio.get_running_loop(), []
+    assert task is not None
 
     def restore() -> None:
         for number in SIGNALS:

@@ -38,7 +38,9 @@ class Limit:
 
     @property
     def room(self) -> int:
-        return self.requests if self.rows is None else self.rows
+        room = self.requests if self.rows is None else self.rows
+        assert room is not None
+        return room
 
 
 class Runner:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from services.cli import gang, options
 from smc.evaluation.reports import advise as advising
@@ -117,8 +117,9 @@ def bench(
         _advise({**wanted, "law": law, "json": json, "picture": picture}, given, gpus, target_tp, link)
         return
     _refuse_idle({"gpus": gpus, "acceptance": acceptance, "picture": picture}, "without --advise")
-    particles, block, branches, rounds = particles or (8,), block or (8, 5), branches or (4,), ROUNDS if rounds is None else rounds
-    concurrency = concurrency or (ttft.BESIDE if prompts else (1, 16))
+    particles, block, branches = particles or [8], block or [8, 5], branches or [4]
+    rounds = ROUNDS if rounds is None else rounds
+    concurrency = concurrency or list(ttft.BESIDE if prompts else (1, 16))
     decoding = _decoding(method or "smc", population)
     if device == "cuda":
         _check(concurrency, rounds, json, {} if link else gang_only, trace)
@@ -133,13 +134,15 @@ def bench(
         plan = SpeedPlan(degrees, modes, particles, block, branches, contexts, concurrency, rounds, law, not no_prefix_cache, decoding)
         given = {"load": load, "target": target, "draft": draft, "device": device, "threads": threads, **own}
         with _machine(degrees, gang.gang_config(given), link) as (machine, count):
+            assert count is not None
             _measure_prompts(plan, machine, count, json) if prompts else _measure_speed(plan, machine, count, json, trace)
         return
     if prompts:
         _refuse_idle({**on_gpu, "context": None, "link": link and link[0]} | gang_only | {"threads": None}, "with --prompts on a CPU")
         _check(concurrency, rounds, json, {})
-        places, contexts = (target, draft), context or ttft.SHORT_CONTEXTS
-        plan = SpeedPlan((1, 1), ("plain", "lookahead"), particles, block, branches, contexts, concurrency, rounds, {}, True, decoding)
+        places = (target, draft)
+        short = context or ttft.SHORT_CONTEXTS
+        plan = SpeedPlan((1, 1), ("plain", "lookahead"), particles, block, branches, short, concurrency, rounds, {}, True, decoding)
         _measure_prompts(plan, _cpu_machine(places, threads, own), 2, json)
         return
     _refuse_idle(on_gpu, "without --device cuda")
@@ -148,6 +151,7 @@ def bench(
     sampling = {"particles": particles[0], **decoding}
     _check(concurrency, rounds, json, {"draft_tp": draft_tp, "target_tp": target_tp} if not link else {})
     configs = [replace(config, prefix_cache=not no_prefix_cache) for config in _configs(block, branches)]
+    rows: list[Any]
     if link:
         given = {"target": target, "draft": draft, "draft_tp": draft_tp, "target_tp": target_tp, "threads": threads, **own}
         rows = _measure_gangs([replace(gang.gang_config(given), link=name) for name in link], configs, concurrency, sampling, rounds)
@@ -164,17 +168,17 @@ def _decoding(method: str, population: str | None) -> dict[str, str]:
 
     if method not in ("smc", "exact"):
         raise ValueError(f"--method {method}; allowed: smc, exact (plain decoding is a mode of its own)")
-    given = {"method": method} | ({} if population is None else {"population": population})
+    given: dict[str, Any] = {"method": method} | ({} if population is None else {"population": population})
     SamplingParams(**given)
     return given
 
 
-def _write(json: Path | None, rows: Sequence[object]) -> None:
+def _write(json: Path | None, rows: Sequence[Any]) -> None:
     if json is not None:
         json.write_text(json_module.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
 
-def _check(concurrency: Sequence[int], rounds: int, json: Path | None, idle: dict[str, int | None], trace: Path | None = None) -> None:
+def _check(concurrency: Sequence[int], rounds: int, json: Path | None, idle: dict[str, Any], trace: Path | None = None) -> None:
     for name, values in (("concurrency", concurrency), ("rounds", [rounds])):
         if min(values) < 1:
             raise ValueError(f"--{name} {min(values)}; allowed: >= 1")
@@ -184,7 +188,7 @@ def _check(concurrency: Sequence[int], rounds: int, json: Path | None, idle: dic
     _refuse_idle(idle, "without --link")
 
 
-def _refuse_idle(given: dict[str, object], where: str) -> None:
+def _refuse_idle(given: dict[str, Any], where: str) -> None:
     """Settings that would have no effect."""
     for name, value in given.items():
         if value is not None:
@@ -199,7 +203,7 @@ def _configs(blocks: Sequence[int], branches: Sequence[int]) -> list[EngineConfi
 
 
 def _measure_gangs(
-    gangs: Sequence[GangConfig], configs: Sequence[EngineConfig], concurrency: Sequence[int], sampling: dict[str, object], rounds: int
+    gangs: Sequence[GangConfig], configs: Sequence[EngineConfig], concurrency: Sequence[int], sampling: dict[str, Any], rounds: int
 ) -> list[GangRound]:
     from services.launch.measure import measure
 
@@ -211,7 +215,7 @@ def _measure_gangs(
     return rows
 
 
-def _advise(wanted: dict[str, object], given: dict[str, object], gpus: int | None, target_tp: int | None, link: list[str] | None) -> None:
+def _advise(wanted: dict[str, Any], given: dict[str, Any], gpus: int | None, target_tp: int | None, link: list[str] | None) -> None:
     """`wanted`: of `AdvisePlan`, by name; `given`: what the models are, and where."""
     on_gpu = given["device"] == "cuda"
     there = count_gpus() if on_gpu else None
@@ -253,7 +257,7 @@ def _machine(degrees: tuple[int, int], config: GangConfig, link: list[str] | Non
         yield (Machines(here, apart) if gpus else apart), gpus
 
 
-def _cpu_pair(places: tuple[Path | None, Path | None], threads: int | None, own: dict[str, object]) -> ModelPair:
+def _cpu_pair(places: tuple[Path | None, Path | None], threads: int | None, own: dict[str, Any]) -> ModelPair:
     from smc.loading import load_pair, pair_places, use_threads
 
     found = pair_places(*places)
@@ -261,7 +265,7 @@ def _cpu_pair(places: tuple[Path | None, Path | None], threads: int | None, own:
     return load_pair(found, "cpu", None, **own)
 
 
-def _cpu_machine(places: tuple[Path | None, Path | None], threads: int | None, own: dict[str, object]) -> PairMachine:
+def _cpu_machine(places: tuple[Path | None, Path | None], threads: int | None, own: dict[str, Any]) -> PairMachine:
     from smc.evaluation.ttft import PairMachine
 
     return PairMachine(_cpu_pair(places, threads, own))

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -33,7 +34,8 @@ def check(target: options.Target = None, draft: options.Draft = None, as_json: o
 
 def _print(report: PairReport, places: tuple[Path, Path]) -> None:
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 3, 0, 0))
-    for title, justify in (("", "left"), ("target", "right"), ("draft", "right")):
+    headers: tuple[tuple[str, JustifyMethod], ...] = (("", "left"), ("target", "right"), ("draft", "right"))
+    for title, justify in headers:
         table.add_column(title, justify=justify, overflow="fold")
     columns = [_column(model) for model in (report.target, report.draft)]
     for name in columns[0]:

@@ -170,8 +170,9 @@ def _follow(stream: Stream, as_json: bool) -> Completion:
         if not as_json:
             print(chunk.text, end="", flush=True)
     completion = stream.completion
+    assert completion is not None, "a stream that ends well has ended with an answer"
     if as_json:
-        answer = {
+        answer: dict[str, Any] = {
             "request_id": completion.request_id,
             **answer_dict(completion, completion.usage.prompt_tokens, completion.usage.cached_tokens),
         }

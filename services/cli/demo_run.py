@@ -72,6 +72,7 @@ def _ask(pair: ModelPair, problem: Problem, seed: int) -> None:
 def _passes(setting: Setting, tokens: float, rounds: float | None) -> float:
     """Of the target, after the one over the prompt, which brings the first token: one a token, or one a round."""
     if setting.form:
+        assert rounds is not None
         return rounds
     return tokens - 1 if setting.method == "target" else 0
 
@@ -82,6 +83,7 @@ def _answer(pair: ModelPair, setting: Setting, problem: Problem, seed: int, alou
         if aloud:
             print(output.text, end="", flush=True)
         answer = output.answer
+    assert answer is not None
     if answer.error:
         raise RuntimeError(answer.error)
     return answer

@@ -110,7 +110,7 @@ def gang_config(given: dict[str, Any]) -> GangConfig:
     target, draft = pair_places(given.get("target"), given.get("draft"))
     # In lockstep one model waits for the other; two cohorts let both work. In look-ahead form both work already.
     cohorts = 2 if given.get("form") == "lockstep" else 1
-    settings = {"cohorts": cohorts, "prefix_cache": not given.get("no_prefix_cache", False)}
+    settings: dict[str, Any] = {"cohorts": cohorts, "prefix_cache": not given.get("no_prefix_cache", False)}
     if given.get("device") == "cuda":
         settings |= GPU_PREFILL
     engine = EngineConfig(**settings | {name: given[name] for name in ENGINE_FIELDS if name in given})

@@ -108,6 +108,7 @@ def _answer(pair: ModelPair, request: Request, config: EngineConfig, as_json: bo
         if not as_json:
             print(output.text, end="", flush=True)
         answer = output.answer
+    assert answer is not None
     if as_json:
         print(json.dumps(finite(_as_dict(answer, request, engine.config)), ensure_ascii=False))
     else:

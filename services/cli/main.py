@@ -9,7 +9,7 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -71,7 +71,7 @@ def options(version: Version = False) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code."""
-    usage_error = typer.BadParameter.__base__  # click's class of wrong options, under whichever name typer carries it
+    usage_error: Any = typer.BadParameter.__base__  # click's class of wrong options, under whichever name typer carries it
     try:
         return app(list(arguments) or ["--help"], prog_name="smcserve", standalone_mode=False) or 0
     except usage_error as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from enum import StrEnum
 from functools import wraps
 from pathlib import Path
 from types import MappingProxyType
@@ -19,6 +20,7 @@ MODELS, SAMPLING, PARTICLES, ENGINE, MEASURE, OUTPUT = "Models", "Sampling", "Pa
 def sampling_option(name: str) -> Any:
     """Of a field of `SamplingParams`."""
     known = SETTINGS[name]
+    assert known.option is not None, "only of SAMPLING_NAMES"
     panel = SAMPLING if known.scope is Scope.ALL else PARTICLES
     names = known.option.names or (f"--{name.replace('_', '-')}",)
     return option(panel, known.option.help, *names, metavar=known.option.metavar, show_default=bool(known.option.metavar))
@@ -27,8 +29,10 @@ def sampling_option(name: str) -> Any:
 def _sampling_parameter(name: str, kind: Any) -> inspect.Parameter:
     """Of a command. What is not given is None, or False."""
     default = False if kind is bool else None
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        kind = str  # the library says what is allowed
     if get_origin(kind) is tuple:
-        kind = list[get_args(kind)[0]]
+        kind = list.__class_getitem__(get_args(kind)[0])
     kind = kind if kind is bool else kind | None
     annotation = Annotated[kind, sampling_option(name)]
     return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=annotation)
@@ -50,10 +54,11 @@ def with_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
         parameters += [_sampling_parameter(name, kinds[name]) for name in SAMPLING_NAMES] if one.name == "sampling" else [one]
 
     @wraps(command)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
         asked = {name: kwargs.pop(name) for name in SAMPLING_NAMES}
         return command(*args, sampling=given(asked), **kwargs)
 
+    call: Any = wrapped
     call.__signature__ = signature.replace(parameters=parameters)
     call.__annotations__ = {one.name: one.annotation for one in parameters}
     return call

@@ -6,7 +6,7 @@ import time
 import uuid
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -167,6 +167,7 @@ class Client:
         with self.stream(prompt, **asked, **settings) as stream:
             for _ in stream:
                 pass
+        assert stream.completion is not None, "a stream that ends well has ended with an answer"
         return stream.completion
 
     def stream(
@@ -227,13 +228,13 @@ def _set_prompt(request: pb.GenerateRequest | pb.NegativePrompt, prompt: Prompt)
         return
     kind = Message if len(prompt) and isinstance(prompt[0], Message) else int
     for item in prompt:
-        if not isinstance(item, kind) or (kind is int and not 0 <= item < 2**31):
+        if not isinstance(item, kind) or (isinstance(item, int) and not 0 <= item < 2**31):
             raise ValueError(f"prompt contains {item!r}; allowed: a string, a list of token ids, or a list of Message")
     if kind is Message:
-        request.chat.messages.extend(pb.ChatMessage(role=m.role, content=m.content) for m in prompt)
+        request.chat.messages.extend(pb.ChatMessage(role=m.role, content=m.content) for m in prompt if isinstance(m, Message))
     else:
         request.token_ids.SetInParent()  # an empty list is a prompt too, and the service says what is wrong with it
-        request.token_ids.ids.extend(prompt)
+        request.token_ids.ids.extend(item for item in prompt if isinstance(item, int))
 
 
 def _particle(message: pb.Particle) -> Particle:
@@ -253,5 +254,5 @@ def _service_error(error: grpc.RpcError) -> ServiceError:
 
 def _data(kind: type[Data], message: Any, **known: Any) -> Data:
     """The dataclass `kind` of a message's fields of the same names, but for those that are `known`."""
-    names = [field.name for field in fields(kind) if field.name not in known]
+    names = [field.name for field in fields(cast(Any, kind)) if field.name not in known]
     return kind(**{name: getattr(message, name) for name in names}, **known)

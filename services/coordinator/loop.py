@@ -36,7 +36,8 @@ class _Work:
 
     def do(self) -> None:
         try:
-            self.done.set_result(self.work())
+            self.work()
+            self.done.set_result(None)
         except Exception as error:  # of whoever asked
             self.done.set_exception(error)
 
@@ -60,7 +61,8 @@ class EngineLoop:
         Statistics are delivered in idle periods, too.
         """
         self._engine, self._deliver = engine, deliver
-        self._timeline, self._when_idle, self._idle_period, self._on_draft_lost = timeline, when_idle, idle_period, on_draft_lost
+        self._timeline, self._idle_period, self._on_draft_lost = timeline, idle_period, on_draft_lost
+        self._when_idle = when_idle or (lambda: None)
         self._inbox: queue.SimpleQueue[Request | str | _Work | None] = queue.SimpleQueue()
         self._refusals: dict[str, Exception] = {}
         """That have not been delivered."""
@@ -77,7 +79,7 @@ class EngineLoop:
 
     def stack(self) -> str:
         """What the engine's thread is at."""
-        frame = sys._current_frames().get(self._thread.ident)
+        frame = sys._current_frames().get(self._thread.ident or 0)
         return "".join(traceback.format_stack(frame)) if frame is not None else "the thread has ended"
 
     def start(self) -> None:
@@ -151,6 +153,7 @@ class EngineLoop:
         """In the engine's thread."""
         logger.warning("%s; the target goes on alone", why)
         self._turned = time.monotonic()
+        assert self._on_draft_lost is not None, "only a draft that may be lost raises SideLost"
         error = Unavailable("the draft's workers were lost, and start again; try again later")
         self._refusals |= dict.fromkeys(self._on_draft_lost(why), error)
 

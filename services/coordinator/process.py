@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import replace
 
 import torch
@@ -10,10 +11,13 @@ import torch
 from services.coordinator.loop import EngineLoop
 from services.coordinator.remote import CoordinatorSpec, RemoteEngine
 from services.coordinator.service import CoordinatorServer
+from services.link.base import LinkError
 from services.step import Step
 
 WATCH_SECONDS = 0.5
 """Between two looks at the engine's thread."""
+MEET_SECONDS = 0.02
+"""Between two questions whether draft and target have a link."""
 SLACK_SECONDS = 1.0
 """Beyond a wait for a worker, which is bounded by itself."""
 
@@ -71,16 +75,31 @@ class Coordinator:
 
     def attach_draft(self, epoch: int) -> None:
         """Returns when the draft of this epoch takes part. Raises RuntimeError if it does not come."""
-        draft = self._remote.connect_draft(epoch)
+        remote, timeout = self._remote, self._spec.timeout
+        draft = remote.connect_draft(epoch)
+
+        def have_met() -> bool:
+            return self._loop.do(lambda: remote.target_meets(draft)).result(2 * timeout)
+
         try:
-            self._loop.do(lambda: self._remote.attach_draft(draft)).result(2 * self._spec.timeout)
+            deadline = time.monotonic() + timeout
+            # Whatever waits for the draft waits here, and not in the engine's thread: the target's answers go on.
+            met = have_met()
+            draft.set_clock()
+            while not met:
+                if time.monotonic() > deadline:
+                    raise LinkError(f"draft and target have not met within {timeout:g} s")
+                time.sleep(MEET_SECONDS)
+                met = have_met()
+            pages = remote.pages_of_draft()
+            self._loop.do(lambda: remote.attach_draft(draft, pages)).result(2 * timeout)
         except Exception:
             draft.close()
             raise
 
     def _deliver(self, step: Step) -> None:
         self._server.deliver(replace(step, lost_draft=self._remote.lost_draft))
-        for side, leaked in step.stats.pages_leaked.items() if step.stats else ():
+        for side, leaked in step.stats.pages_leaked.items():
             if leaked:
                 logger.error("%d references to KV pages of the %s model are held although nothing runs", leaked, side)
         for worker in self._remote.present:  # load on one model alone must not starve the other of signs of life

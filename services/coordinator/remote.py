@@ -60,7 +60,7 @@ class RemoteEngine:
         self.timeline = Timeline(trace=spec.trace is not None)
         self._store = store = spec.rendezvous.store()
         self._rendezvous = dict.fromkeys(SIDES, spec.rendezvous)
-        self.workers = {side: self._worker(side, spec.rendezvous, store) for side in SIDES}
+        self.workers = {side: self._worker(side, spec.rendezvous, store, self.timeline) for side in SIDES}
         pages = {side: self._pages(side, store) for side in SIDES}
         self.lost_draft = 0
         """Epoch of the draft that was lost last."""
@@ -82,7 +82,8 @@ class RemoteEngine:
         return [worker for worker in self.workers.values() if not worker.lost]
 
     def detach_draft(self, why: str) -> list[str]:
-        """The draft is gone. Returns the ids of requests that end with it. In the engine's thread, as all but `connect_draft`."""
+        """The draft is gone. Returns the ids of requests that end with it. In the engine's thread, as all but
+        `connect_draft` and `pages_of_draft`."""
         draft = self.workers["draft"]
         draft.set_lost(why)
         if self.lost_draft == draft.epoch:
@@ -91,35 +92,41 @@ class RemoteEngine:
         return self.engine.detach_draft()
 
     def connect_draft(self, epoch: int) -> RemoteWorker:
-        """Another draft, which has loaded its weights, of this epoch. Raises RuntimeError if it does not come."""
+        """Another draft, which has loaded its weights, of this epoch. Not in the engine's thread: it waits. Raises RuntimeError if it does
+        not come."""
         if self.lost_draft != self.workers["draft"].epoch:
             raise RuntimeError(f"the draft of epoch {self.workers['draft'].epoch} is there; it has to be lost before another one comes")
         self.workers["draft"].close()
         rendezvous = self._rendezvous["draft"] = replace(self._spec.rendezvous, epoch=epoch, start_timeout=self._spec.timeout)
-        return self._worker("draft", rendezvous, rendezvous.store())
+        return self._worker("draft", rendezvous, rendezvous.store(), Timeline())
 
-    def attach_draft(self, draft: RemoteWorker) -> None:
-        """It takes the lost one's place. Raises LinkError, or SideLost, if it is lost, too."""
-        self.workers["target"].reconnect(draft.epoch, self._spec.timeout / 2)
-        draft.timeout = self._spec.timeout / 2
-        draft.set_clock()
-        draft.timeout = self._spec.timeout
+    def target_meets(self, draft: RemoteWorker) -> bool:
+        """Whether the target has a link to it, which the first question makes it open. Raises LinkError if it has none in time."""
+        return self.workers["target"].reconnect(draft.epoch, self._spec.timeout)
+
+    def pages_of_draft(self) -> int:
+        """Of the one that was connected last. Not in the engine's thread."""
+        return self._pages("draft", self._store)
+
+    def attach_draft(self, draft: RemoteWorker, pages: int) -> None:
+        """It takes the lost one's place: it and the target have met."""
+        draft.report_to(self.timeline)
         self.workers["draft"] = draft
-        self.engine.attach_draft(self._pages("draft", self._store))
-        self.timeline.forget()
+        self.engine.attach_draft(pages)
 
-    def _worker(self, side: str, rendezvous: Rendezvous, store: dist.Store) -> RemoteWorker:
+    def _worker(self, side: str, rendezvous: Rendezvous, store: dist.TCPStore, timeline: Timeline) -> RemoteWorker:
         end = coordinator_end(rendezvous, store, side)
         may_be_lost = side == "draft" and self._spec.outlives_draft
-        return RemoteWorker(side, end, rendezvous.epoch, rendezvous.start_timeout, self.timeline, may_be_lost=may_be_lost)
+        return RemoteWorker(side, end, rendezvous.epoch, rendezvous.start_timeout, timeline, may_be_lost=may_be_lost)
 
-    def _pages(self, side: str, store: dist.Store) -> int:
+    def _pages(self, side: str, store: dist.TCPStore) -> int:
         return int(store.get(self._rendezvous[side].name(f"{side}/pages")))
 
     def cause(self, error: Exception) -> Exception:
         """What the engine stopped for. A worker that fails breaks its links and the other's, so the first error may be neither's own: then
         it is what a worker has written down, soon."""
-        error = error.__cause__ if isinstance(error, SideLost) else error
+        if isinstance(error, SideLost) and isinstance(error.__cause__, Exception):
+            error = error.__cause__
         if not isinstance(error, LinkError) or error.began_here:
             return error
         deadline = time.monotonic() + REPORT_SECONDS
@@ -160,7 +167,8 @@ class RemoteEngine:
             pending, last = last, self._pair.round(plan)
             if pending is not None:
                 pending.result()
-        last.result()
+        if last is not None:
+            last.result()
         logger.info("rehearsed %d rounds in %.1f s", len(plans), time.monotonic() - begin)
 
     def _time_costs(self, effort: Effort) -> None:

@@ -32,6 +32,7 @@ class CoordinatorServer(pb_grpc.CoordinatorServiceServicer):
     def __init__(self, host: str, secret: str) -> None:
         self._secret = secret
         self._loop: EngineLoop | None = None
+        """There before the first call: the server starts with it."""
         self._outbox: queue.SimpleQueue[Step | None] | None = None
         self._turn = threading.Lock()
         self._server = grpc.server(ThreadPoolExecutor(4, "attach"), options=OPTIONS)
@@ -76,20 +77,22 @@ class CoordinatorServer(pb_grpc.CoordinatorServiceServicer):
 
     def _take_all(self, requests: Iterator[pb.AttachRequest], outbox: queue.SimpleQueue, asked: _Asked) -> None:
         """Everything the gateway asks. When it goes, so do its requests."""
+        loop = self._loop
+        assert loop is not None
         try:
             for request in requests:
                 if request.WhichOneof("command") == "abort":
-                    self._loop.abort(request.abort)
+                    loop.abort(request.abort)
                     continue
                 asked.add(request.submit.request_id)
-                self._submit(request.submit)
+                self._submit(loop, request.submit)
         except Exception as error:  # gRPC's way of saying that the other side is gone
             logger.debug("the gateway is gone: %s", error)
         for request_id in asked.take():
-            self._loop.abort(request_id)
+            loop.abort(request_id)
         outbox.put(None)
 
-    def _submit(self, submission: pb.Submission) -> None:
+    def _submit(self, loop: EngineLoop, submission: pb.Submission) -> None:
         try:
             params = to_sampling(submission)
         except ValueError as error:
@@ -97,7 +100,7 @@ class CoordinatorServer(pb_grpc.CoordinatorServiceServicer):
             return
         prompts = {"prompt": tuple(submission.prompt), "negative_prompt": tuple(submission.negative_prompt) or None}
         more = {"cache_salt": submission.cache_salt, "waited": submission.waited}
-        self._loop.submit(Request(submission.request_id, params=params, **prompts, **more))
+        loop.submit(Request(submission.request_id, params=params, **prompts, **more))
 
 
 class _Asked:

@@ -114,15 +114,17 @@ async def merged(sources: Sequence[AsyncGenerator[Output, None]]) -> AsyncGenera
             async for output in news:
                 yield 0, output
         return
-    waiting = {asyncio.ensure_future(anext(source, None)): index for index, source in enumerate(sources)}
+    waiting: dict[asyncio.Task[Output | None], int] = {
+        asyncio.ensure_future(anext(source, None)): index for index, source in enumerate(sources)
+    }
     try:
         while waiting:
             come, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in sorted(come, key=waiting.__getitem__):
-                output = task.result()
+                latest = task.result()
                 index = waiting.pop(task)
-                if output is not None:
-                    yield index, output
+                if latest is not None:
+                    yield index, latest
                     waiting[asyncio.ensure_future(anext(sources[index], None))] = index
     finally:
         for task in waiting:

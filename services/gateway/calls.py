@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from services.backend import RequestAborted, Unavailable
 from services.errors import Status
@@ -48,7 +49,7 @@ class Calls:
 
     def arrives(self, name: str, headers: Iterable[tuple[str, str | bytes]]) -> Tally:
         """A call of this name has arrived."""
-        return Tally(self._metrics, self._tracing and self._tracing.begin(name, headers))
+        return Tally(self._metrics, self._tracing.begin(name, headers) if self._tracing else None)
 
     @asynccontextmanager
     async def enter(self, key: Key) -> AsyncIterator[None]:
@@ -59,6 +60,7 @@ class Calls:
         if key in self._calls:
             raise DuplicateRequest(f"request_id={key[1]!r} is already in use; it must be unique among running requests")
         task = asyncio.current_task()
+        assert task is not None
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         call = self._calls[key] = _Call(asyncio.timeout(None))
@@ -158,7 +160,7 @@ class Tally:
         ran, finish_reason = answer.statistics, answer.finish_reason.value
         self._metrics.request_answered(answer, self.seconds)
         times = {f"{part}_seconds": round(seconds, 6) for part, seconds in vars(answer.times).items()}
-        said = {"finish_reason": finish_reason, "cached_tokens": answer.cached_tokens, "rounds": ran.rounds}
+        said: dict[str, Any] = {"finish_reason": finish_reason, "cached_tokens": answer.cached_tokens, "rounds": ran.rounds}
         self._end("OK", answer.times, **said, **times)
 
     def failed(self, status: Status, error: Exception) -> None:

@@ -69,8 +69,9 @@ class GatewayConfig:
         self._check_defaults()
 
     @property
-    def tls(self) -> bool:
-        return self.tls_cert is not None
+    def tls(self) -> tuple[Path, Path, Path | None] | None:
+        """Certificate, its key, and the authorities of clients; None: no TLS."""
+        return (self.tls_cert, self.tls_key, self.tls_client_ca) if self.tls_cert and self.tls_key else None
 
     @property
     def method(self) -> str | None:
@@ -111,7 +112,7 @@ class GatewayConfig:
         for index, (name, value) in enumerate(ports):
             if value and (same := [other for other, before in ports[:index] if before == value]):
                 raise ValueError(f"{name}={value} is given as {same[0]} as well; give another one, or 0 for any")
-        for name, low in (
+        for name, least in (
             ("keepalive_time", 1.0),
             ("keepalive_timeout", 1.0),
             ("min_ping_interval", 0.0),
@@ -121,8 +122,8 @@ class GatewayConfig:
             ("drain_timeout", 0.0),
         ):
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value < math.inf:
-                raise ValueError(f"{name}={value!r}; allowed: at least {low:g} seconds")
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not least <= value < math.inf:
+                raise ValueError(f"{name}={value!r}; allowed: at least {least:g} seconds")
 
     def _check_security(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):

@@ -73,7 +73,7 @@ class CoordinatorClient:
                 await self._call.initial_metadata()
         except TimeoutError as error:
             raise Unavailable(f"the coordinator did not answer within {timeout:g} s") from error
-        if self.lost:
+        if self._outbox.lost is not None:
             raise self._outbox.lost
 
     @property

@@ -106,6 +106,7 @@ class _Call:
         # What is complete is the caller's, whatever has become since of those who made it.
         if output is None or (self._error is not None and output.answer is None):
             self.ended = True
+            assert self._error is not None
             raise self._error
         self._tokens += output.tokens
         self._texts.append(output.text)

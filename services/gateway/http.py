@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from services.backend import Unavailable
-from services.errors import DeadlineExceeded, SlowReader, SlowSender, Unauthenticated, status_of
+from services.errors import DeadlineExceeded, SlowReader, TooLarge, Unauthenticated, status_of
 from services.gateway.answering import Answering
 from services.gateway.calls import Tally
 from services.gateway.connections import Connections
@@ -55,6 +55,7 @@ class HttpEdge:
         self._runner: web.AppRunner | None = None
         self._site: web.TCPSite | None = None
         self._connections: Connections | None = None
+        """There when the first request comes, as is the server they are of."""
 
     async def start(self) -> int:
         """Listen. Returns the bound port. Raises OSError if it cannot be had."""
@@ -81,7 +82,7 @@ class HttpEdge:
             lingering_time=2.0,
         )
         await self._runner.setup()
-        context = server_context(config.tls_cert, config.tls_key, config.tls_client_ca) if config.tls else None
+        context = server_context(*config.tls) if config.tls else None
         host = config.host.strip("[]")
         self._site = web.TCPSite(self._runner, host, config.http_port, ssl_context=context)
         try:
@@ -89,6 +90,7 @@ class HttpEdge:
         except OSError as error:
             await self._runner.cleanup()
             raise OSError(f"cannot listen on {host}:{config.http_port}: {error.strerror}; give another http_port, or 0 for any") from error
+        assert self._runner.server is not None
         self._connections = Connections(self._runner.server, config.write_timeout, config.max_connection_age)
         port = self._runner.addresses[0][1]
         logger.info("OpenAI's API on %s:%d%s", host, port, " with TLS" if context else "")
@@ -112,6 +114,7 @@ class HttpEdge:
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
         """Lets in who may come in; what goes wrong is said in OpenAI's shape."""
+        assert self._connections is not None
         self._connections.asks(request.protocol)
         try:
             if self._tokens and request.path != HEALTH and not is_known(_token(request), self._tokens):
@@ -127,12 +130,24 @@ class HttpEdge:
             if status_of(error).cause == "internal":
                 logger.error("unexpected error", exc_info=error)
             response = _refused(error)
-        if not response.prepared and self._is_last(request):
+        return response if response.prepared else await self._written(response, request)
+
+    async def _written(self, response: web.StreamResponse, request: web.Request) -> web.StreamResponse:
+        """As far as the caller reads it in time."""
+        if self._is_last(request):
             response.force_close()
+        try:
+            async with asyncio.timeout(self._config.write_timeout):
+                await response.prepare(request)
+                await response.write_eof()
+        except (TimeoutError, ConnectionError):
+            if request.transport is not None:
+                request.transport.abort()
         return response
 
     def _is_last(self, request: web.Request) -> bool:
         """Its connection takes no more."""
+        assert self._connections is not None
         return self._calls.closed is not None or self._connections.is_old(request.protocol)
 
     async def _health(self, request: web.Request) -> web.Response:
@@ -145,13 +160,15 @@ class HttpEdge:
         return web.Response(body=text, headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def _list_models(self, request: web.Request) -> web.Response:
-        return web.json_response(answers.models(self._names, self._began, self._answering.pair.context))
+        pair = self._answering.pair
+        return web.json_response(answers.models(self._names, self._began, pair.context, pair.target.weights))
 
     async def _show_model(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
         if name not in self._names:
             raise BadRequest(f"model={name!r}; allowed: {', '.join(map(repr, self._names))}", "model", 404, "model_not_found")
-        return web.json_response(answers.model(name, self._names[0], self._began, self._answering.pair.context))
+        pair = self._answering.pair
+        return web.json_response(answers.model(name, self._names[0], self._began, pair.context, pair.target.weights))
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         tallies = [self._calls.arrives(f"POST {request.path}", request.headers.items())]
@@ -178,25 +195,23 @@ class HttpEdge:
             return reply.abandon() if isinstance(error, SlowReader) else await reply.refuse(refusal(error))
 
     async def _read(self, request: web.Request) -> Asked:
-        """The body, understood. Raises BadRequest, SlowSender, QueueFull."""
+        """The body, understood. Raises BadRequest, TooLarge, SlowSender, QueueFull."""
         if request.content_type != "application/json":
             # What other pages can make a browser send is none of this.
             raise BadRequest(f"content-type={request.content_type!r}; allowed: application/json", None, 415)
         if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
             raise BadRequest(f"content-encoding={encoding!r}; allowed: none", None, 415)
-        too_large = BadRequest(f"the body has more than {self._limit} bytes, as many as are allowed", None, 413)
+        too_large = TooLarge(f"the body has more than {self._limit} bytes, as many as are allowed")
         if (request.content_length or 0) > self._limit:
             raise too_large
         try:
-            async with asyncio.timeout(self._config.write_timeout):
-                data = await request.read()
-        except TimeoutError as error:
-            raise SlowSender(f"the request did not arrive within {self._config.write_timeout:g} s") from error
+            async with self._turns.let_in():
+                data = await self._turns.arrived(request.read())
+                return await self._turns.read(data, lambda data: self._understood(data, request.path == CHAT))
         except web.HTTPRequestEntityTooLarge as error:
             raise too_large from error
         except web.RequestPayloadError as error:
             raise BadRequest(f"the body cannot be read: {error}") from error
-        return await self._turns.read(data, lambda data: self._understood(data, request.path == CHAT))
 
     def _understood(self, data: bytes, chat: bool) -> Asked:
         try:

@@ -6,7 +6,6 @@ Every method is served as one of streams, which is the same on the wire: then me
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -36,9 +35,9 @@ class Refused(Exception):
 class Intake(grpc.aio.ServerInterceptor):
     """Stands before all methods. Use it in one asyncio loop."""
 
-    def __init__(self, limited: Collection[str], places: Places, turns: Turns, timeout: float, metrics: Metrics) -> None:
-        """A call of one of the methods `limited` takes a place; a request must arrive within `timeout` seconds."""
-        self._limited, self._places, self._turns, self._timeout, self._metrics = limited, places, turns, timeout, metrics
+    def __init__(self, limited: Collection[str], places: Places, turns: Turns, metrics: Metrics) -> None:
+        """A call of one of the methods `limited` takes a place."""
+        self._limited, self._places, self._turns, self._metrics = limited, places, turns, metrics
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
@@ -48,21 +47,19 @@ class Intake(grpc.aio.ServerInterceptor):
             return None
         is_limited = details.method in self._limited
 
-        async def serve(messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
-            status = await self._ending(handler, messages, context, is_limited)
+        async def serve(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+            status = await self._ending(handler, context, is_limited)
             # Only now: gRPC keeps what `abort` raises, and with it every frame that it was raised in, with its requests.
             if status is not None:
                 await context.abort(status.code, status.message, status.trailers)
 
         return grpc.stream_stream_rpc_method_handler(serve, None, handler.response_serializer)
 
-    async def _ending(
-        self, handler: Any, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext, is_limited: bool
-    ) -> Status | None:
+    async def _ending(self, handler: Any, context: grpc.aio.ServicerContext, is_limited: bool) -> Status | None:
         """Serve the call. The status that it ends with, if something went wrong."""
         try:
             with self._place() if is_limited else nullcontext():
-                await self._serve(handler, messages, context)
+                await self._serve(handler, context)
         except Refused as error:
             status = status_of(error.cause)
             self._metrics.request_rejected(status.code.name, status.cause)
@@ -76,6 +73,7 @@ class Intake(grpc.aio.ServerInterceptor):
             if status.cause == "internal":
                 logger.error("unexpected error", exc_info=error)
             return status
+        return None
 
     @contextmanager
     def _place(self) -> Iterator[None]:
@@ -86,10 +84,10 @@ class Intake(grpc.aio.ServerInterceptor):
                 raise Refused(error) from error
             yield
 
-    async def _serve(self, handler: Any, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+    async def _serve(self, handler: Any, context: grpc.aio.ServicerContext) -> None:
         behavior = next(filter(None, (handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream)))
         parse = handler.request_deserializer or bytes
-        request = self._each(messages, parse) if handler.request_streaming else await self._one(messages, parse)
+        request = self._each(context, parse) if handler.request_streaming else await self._one(context, parse)
         answer = behavior(request, context)
         if hasattr(answer, "__aiter__"):
             async for response in answer:
@@ -99,24 +97,27 @@ class Intake(grpc.aio.ServerInterceptor):
         if not handler.response_streaming:
             await context.write(response)
 
-    async def _each(self, messages: AsyncIterator[bytes], parse: Parse) -> AsyncIterator[Any]:
-        async for data in messages:
-            yield await self._read(data, parse)
+    async def _each(self, context: grpc.aio.ServicerContext, parse: Parse) -> AsyncIterator[Any]:
+        while (request := await self._next(context, parse)) is not None:
+            yield request
 
-    async def _one(self, messages: AsyncIterator[bytes], parse: Parse) -> Any:
-        try:
-            async with asyncio.timeout(self._timeout):
-                data = await anext(aiter(messages), None)
-        except TimeoutError as error:
-            raise Refused(SlowSender(f"the request did not arrive within {self._timeout:g} s")) from error
-        if data is None:
+    async def _one(self, context: grpc.aio.ServicerContext, parse: Parse) -> Any:
+        if (request := await self._next(context, parse)) is None:
             raise Refused(ValueError("the call came without a request; send one"))
-        return await self._read(data, parse)
+        return request
+
+    async def _next(self, context: grpc.aio.ServicerContext, parse: Parse) -> Any:
+        """None: there are no more."""
+        try:
+            async with self._turns.let_in():
+                # Not from the iterator that gRPC brings: it keeps the last message for as long as the call is remembered.
+                data = await self._turns.arrived(context.read())
+                return None if data is grpc.aio.EOF else await self._read(data, parse)
+        except (QueueFull, SlowSender) as error:
+            raise Refused(error) from error
 
     async def _read(self, data: bytes, parse: Parse) -> Any:
         try:
             return await self._turns.read(data, parse)
         except DecodeError as error:
             raise Refused(ValueError(f"the request of {len(data)} bytes is no message of this method; see its .proto file")) from error
-        except QueueFull as error:
-            raise Refused(error) from error

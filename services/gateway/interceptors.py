@@ -48,5 +48,5 @@ def _token(metadata: Iterable[tuple[str, str | bytes]]) -> str:
     """The bearer token in a call's metadata; empty if there is none, which is nobody's token."""
     for key, value in metadata:
         if key == "authorization":
-            return bearer_token(value)
+            return bearer_token(str(value))
     return ""

@@ -1,21 +1,27 @@
-"""How much comes in at a time, over every port: so many calls, one large request after the other. Knows nothing of what they ask."""
+"""How much comes in at a time, over every port: so many calls, so many bytes on their way, one large request read after the other.
+Knows nothing of what they ask."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from itertools import islice
 from typing import TypeVar
 
+from services.errors import SlowSender
 from services.gateway.memory import Trimmer
 from smc.engine.admission import QueueFull
 
 LARGE = 64 << 10
-"""Bytes from which on a request is large: to read it takes long enough for others to wait for."""
-WAITING = 32 << 20
-"""Bytes of large requests that wait to be read; beyond, they are refused."""
+"""Bytes from which on a request is large: to read it takes long enough for others to wait for. Of a request that has not been let in
+yet, its sender may have sent so much (HTTP/2's window)."""
+ARRIVING = 32 << 20
+"""Bytes of requests that have been let in and are not read yet."""
+PATIENCE = 0.5
+"""Seconds in which a request has to arrive while others wait to be let in."""
 
-Request = TypeVar("Request")
+Data, Request = TypeVar("Data"), TypeVar("Request")
 
 
 class Places:
@@ -38,28 +44,93 @@ class Places:
 
 
 class Turns:
-    """Reads requests, large ones one after the other. Use it in one asyncio loop."""
+    """Lets requests in and reads them, large ones one after the other. Use it in one asyncio loop.
 
-    def __init__(self) -> None:
-        self._waiting = 0
+    As many are let in as have room if each is as large as allowed, so what they take does not depend on how many are sent. Who came last
+    goes first: then a crowd of callers who send nothing keeps nobody waiting for longer than `PATIENCE`, health checks among them.
+    """
+
+    def __init__(self, size: int, timeout: float) -> None:
+        """`size`: bytes of the largest request; `timeout`: seconds in which one must be let in, and arrive."""
+        self._room = max(1, ARRIVING // size)
+        self._timeout = timeout
+        self._inside = 0
+        self._outside: list[asyncio.Future[None]] = []
+        self._arriving: dict[asyncio.Timeout, float] = {}
+        """When each has to be there if others wait, the oldest first."""
         self._turn = asyncio.Lock()
         self._trimmer = Trimmer()
 
     def close(self) -> None:
         self._trimmer.close()
 
+    @asynccontextmanager
+    async def let_in(self) -> AsyncIterator[None]:
+        """From before a request is received until it has been read. Raises QueueFull."""
+        await self._enter()
+        try:
+            yield
+        finally:
+            self._leave()
+
+    async def arrived(self, arrival: Awaitable[Data]) -> Data:
+        """What arrives. Raises SlowSender."""
+        clock = asyncio.get_running_loop().time
+        begin = clock()
+        limit = asyncio.timeout(self._timeout)
+        try:
+            async with limit:
+                self._arriving[limit] = begin + PATIENCE
+                self._hurry()
+                return await arrival
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise SlowSender(f"the request did not arrive within {clock() - begin:.2g} s") from error
+        finally:
+            del self._arriving[limit]
+
     async def read(self, data: bytes, parse: Callable[[bytes], Request]) -> Request:
-        """What `parse` makes of `data`. Raises what it raises, and QueueFull."""
+        """What `parse` makes of `data`. Raises what it raises."""
         if len(data) < LARGE:
             return parse(data)
-        if self._waiting and self._waiting + len(data) > WAITING:
-            raise QueueFull(f"requests of {self._waiting} bytes wait to be read; allowed: {WAITING}. Try again later")
-        self._waiting += len(data)
-        try:
-            async with self._turn:
+        async with self._turn:
+            try:
                 request = parse(data)
                 await asyncio.sleep(0)  # whoever else has something to do comes first
                 return request
-        finally:
-            self._waiting -= len(data)
-            self._trimmer.plan()
+            finally:
+                self._trimmer.plan()
+
+    async def _enter(self) -> None:
+        if self._inside < self._room:
+            self._inside += 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._outside.append(turn)
+        self._hurry()
+        try:
+            async with asyncio.timeout(self._timeout):
+                await turn
+        except BaseException as error:
+            if turn in self._outside:
+                self._outside.remove(turn)
+            else:
+                self._leave()
+            if isinstance(error, TimeoutError):
+                raise QueueFull(f"{self._room} requests are on their way, as many as have room. Try again later") from error
+            raise
+
+    def _leave(self) -> None:
+        while self._outside:
+            turn = self._outside.pop()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._inside -= 1
+
+    def _hurry(self) -> None:
+        """As many of those that arrive as others wait outside, the oldest first, have no more time than `PATIENCE`."""
+        for limit, latest in islice(self._arriving.items(), len(self._outside)):
+            if not limit.expired() and limit.when() > latest:
+                limit.reschedule(latest)

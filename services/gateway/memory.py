@@ -26,6 +26,7 @@ class Trimmer:
 
     def _begin(self) -> None:
         self._planned = None
+        assert self._trim is not None
         asyncio.get_running_loop().run_in_executor(None, self._trim, 0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from services.pb import generation_pb2 as pb
@@ -75,7 +76,7 @@ class Prompts:
         if count > self._limit:  # templates put a token at least around each
             raise ValueError(f"chat has {count} messages; allowed: at most {self._limit}")
 
-    async def _encode_long(self, prompt: Prompt) -> tuple[int, ...]:
+    async def _encode_long(self, prompt: Prompt) -> Sequence[int]:
         size = prompt.size
         if self._waiting and self._waiting + size > WAITING:
             raise QueueFull(f"prompts of {self._waiting} characters wait to be encoded; allowed: {WAITING}. Try again later")

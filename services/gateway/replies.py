@@ -34,6 +34,11 @@ class Reply:
         self.stream: web.StreamResponse | None = None
         """Once something has been sent."""
 
+    @property
+    def _begun(self) -> web.StreamResponse:
+        assert self.stream is not None
+        return self.stream
+
     async def send(self, data: bytes) -> None:
         """Events, if there are any. Raises SlowReader; ConnectionError if the caller is gone."""
         if not data:
@@ -41,22 +46,22 @@ class Reply:
         async with self._in_time():
             if self.stream is None:
                 await self._begin(200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"})
-            await self.stream.write(data)
+            await self._begun.write(data)
 
     async def end(self) -> web.StreamResponse:
         """After the last event. Raises what `send` raises."""
         async with self._in_time():
-            await self.stream.write_eof()
-        return self.stream
+            await self._begun.write_eof()
+        return self._begun
 
     async def whole(self, document: Any, status: int = 200, headers: Mapping[str, str] = MappingProxyType({})) -> web.StreamResponse:
         """JSON, and nothing after it. Raises what `send` raises."""
         data = json.dumps(document).encode()
         async with self._in_time():
             await self._begin(status, {"content-type": "application/json; charset=utf-8", "content-length": str(len(data)), **headers})
-            await self.stream.write(data)
-            await self.stream.write_eof()
-        return self.stream
+            await self._begun.write(data)
+            await self._begun.write_eof()
+        return self._begun
 
     async def refuse(self, refusal: Refusal) -> web.StreamResponse:
         """In place of an answer, or of what would have followed; as far as the caller reads it."""

@@ -70,7 +70,8 @@ class Gateway:
         self.metrics_port: int | None = None
         engine = pair.engine
         version = importlib.metadata.version("smcserve")
-        metrics.set_build_info(version, config.name_of(pair.target.name), engine.form, pair.link, engine.max_slots, engine.block)
+        weights = {"draft": pair.draft.weights, "target": pair.target.weights}
+        metrics.set_build_info(version, config.name_of(pair.target.name), engine.form, pair.link, engine.max_slots, engine.block, weights)
 
     async def start(self) -> int:
         """Listen. Returns the bound port. Everything answers at once; Generate only once `set_health` says so.
@@ -78,8 +79,8 @@ class Gateway:
         Raises OSError if a port cannot be had.
         """
         config, tokens = self._config, self._config.tokens()
-        places, self._turns = Places(config.max_calls), Turns()
-        intake = Intake({f"/{api}/Generate" for api in (API, VLLM)}, places, self._turns, config.write_timeout, self._metrics)
+        places, self._turns = Places(config.max_calls), Turns(config.message_bytes(self._pair.context), config.write_timeout)
+        intake = Intake({f"/{api}/Generate" for api in (API, VLLM)}, places, self._turns, self._metrics)
         interceptors = [*([TokenInterceptor(tokens, self._metrics)] if tokens else []), intake]
         self._server = grpc.aio.server(interceptors=interceptors, options=_options(config, self._pair.context))
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationService(self._answering), self._server)
@@ -89,7 +90,7 @@ class Gateway:
         if config.metrics_port is not None:
             self.metrics_port, self._stop_metrics = self._metrics.serve(config.metrics_port, config.host)
         try:
-            self.port = self._bind()
+            self.port = self._bind(self._server)
             if config.http_port is not None:
                 self._edge = HttpEdge(self._answering, places, self._turns, self._metrics)
                 self.http_port = await self._edge.start()
@@ -159,14 +160,14 @@ class Gateway:
         self._health.set({"": serving, API: serving, VLLM: serving, DRAFT: draft, TARGET: target})
         self._metrics.set_health(draft, target, serving)
 
-    def _bind(self) -> int:
+    def _bind(self, server: grpc.aio.Server) -> int:
         config = self._config
         host = f"[{config.host}]" if ":" in config.host and not config.host.startswith("[") else config.host
         address = f"{host}:{config.port}"
         try:
             if config.tls:
-                return self._server.add_secure_port(address, server_credentials(config.tls_cert, config.tls_key, config.tls_client_ca))
-            return self._server.add_insecure_port(address)
+                return server.add_secure_port(address, server_credentials(*config.tls))
+            return server.add_insecure_port(address)
         except RuntimeError as error:
             raise OSError(f"cannot listen on {address}: it is in use, or no address of this machine; give another host or port") from error
 
@@ -183,6 +184,9 @@ def _options(config: GatewayConfig, context: int) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", config.message_bytes(context)),
         ("grpc.max_send_message_length", -1),
+        # A stream's window grows with what a connection carries, to megabytes: two hundred calls that nobody has let in yet held 250 MB.
+        # Without the probe it is 64 KiB, and as large as the message once that is asked for.
+        ("grpc.http2.bdp_probe", 0),
         ("grpc.max_concurrent_streams", config.max_concurrent_streams),
         ("grpc.keepalive_time_ms", milliseconds(config.keepalive_time)),
         ("grpc.keepalive_timeout_ms", milliseconds(config.keepalive_timeout)),

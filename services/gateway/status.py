@@ -27,6 +27,6 @@ class ServiceStatus:
     @staticmethod
     def of(epoch: int, stats: EngineStats) -> ServiceStatus:
         held = {side: max(0, stats.pages_used[side] - stats.pages_cached.get(side, 0)) for side in stats.pages_total}
-        fullest = max(held, key=lambda side: held[side] / stats.pages_total[side], default=None)
+        fullest = max(held, key=lambda side: held[side] / stats.pages_total[side], default="")
         room = stats.pages_total.get(fullest, 0)
         return ServiceStatus(epoch, stats.running, stats.queued, held.get(fullest, 0), room, stats.pages_total)

@@ -12,7 +12,7 @@ import os
 import secrets
 import signal
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -97,8 +97,8 @@ def connect(address: str | None) -> bool:
     # Ray asks for a token wherever RAY_AUTH_MODE does not say otherwise; this one is known to this process and its children alone, and
     # keeps other users of this machine from running code as this one.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    options = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES, "logging_level": logging.ERROR}
-    start = {"address": "local", "num_cpus": LOCAL_CPUS, "_node_ip_address": "127.0.0.1", **options}
+    options: dict[str, Any] = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES, "logging_level": logging.ERROR}
+    start: dict[str, Any] = {"address": "local", "num_cpus": LOCAL_CPUS, "_node_ip_address": "127.0.0.1", **options}
     try:
         ray.init(**start)
     except Exception as error:
@@ -142,7 +142,7 @@ def _bundle(gpus: bool, resource: str | None) -> dict[str, float]:
 def start_rank(group: PlacementGroup, side: str, rank: int, gpus: bool) -> ray.actor.ActorHandle:
     place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
     # Two calls at a time: `run` never returns, and `pid` must be answered beside it.
-    options = {"num_cpus": 1, "num_gpus": int(gpus), "max_restarts": 0, "max_concurrency": 2}
+    options: dict[str, Any] = {"num_cpus": 1, "num_gpus": int(gpus), "max_restarts": 0, "max_concurrency": 2}
     return ray.remote(_named(RankActor, f"{side} rank {rank}")).options(scheduling_strategy=place, **options).remote()
 
 
@@ -169,7 +169,7 @@ def local_pid(process: ray.ObjectRef) -> int | None:
 def start_coordinator() -> ray.actor.ActorHandle:
     """On the host of this process, where the gateway is."""
     here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 4}
+    options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 4}
     return ray.remote(_named(CoordinatorActor, "coordinator")).options(scheduling_strategy=here, **options).remote()
 
 
@@ -182,6 +182,6 @@ def _quiet() -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
 
 
-def _named(actor: type, name: str) -> type:
+def _named(actor: type, name: str) -> Any:
     """The class under a name that says what its process is: `ps`, Ray's tools and Ray's logs show it."""
     return type(f"smcserve: {name}", (actor,), {})

@@ -9,7 +9,7 @@ from pathlib import Path
 from services.backend import Model, ServingPair
 from services.link.base import LINKS, is_renewable
 from smc import demo
-from smc.limits import DTYPE_NAMES
+from smc.limits import DTYPE_NAMES, UNSET
 from smc.models.parallel import Shard, local_config
 from smc.models.source import LOADS, SourcePair, pair_dtypes
 from smc.runtime.config import EngineConfig
@@ -43,7 +43,7 @@ class GangConfig:
     """`nccl`: torch.distributed (NCCL between GPUs, gloo elsewhere); `grpc`: streams, for hosts that gloo does not reach."""
     device: str = "cpu"
     """`cpu`, or `cuda`: one GPU for each rank."""
-    dtype: str | None = None
+    dtype: str = UNSET
     """Of both models, of `smc.limits.DTYPE_NAMES`. Default: float32 on a CPU, bfloat16 on a GPU."""
     target_dtype: str | None = None
     """Of the target, if it has one of its own."""

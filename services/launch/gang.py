@@ -74,7 +74,7 @@ class Gang:
     def probe(self, timeout: float) -> None:
         """Raises GangError if a process other than the draft's has ended, or does not say within `timeout` seconds that it is alive."""
         with self._guard:
-            asked = {actor.pid.remote(): name for name, actor in self.actors.items() if not _is_draft(name)}
+            asked: dict[ray.ObjectRef, str] = {actor.pid.remote(): name for name, actor in self.actors.items() if not _is_draft(name)}
             lives = {life: name for life, name in self._lives.items() if not _is_draft(name)}
         _, silent = ray.wait(list(asked), num_returns=len(asked), timeout=timeout)
         self._wait_for(list(lives), lives, 0)
@@ -90,7 +90,7 @@ class Gang:
     def detach_draft(self) -> None:
         """After `end_draft`: the others go on without it. Raises GangError if the coordinator does not say so."""
         with self._adding():
-            told = self.actors["coordinator"].detach_draft.remote()
+            told: ray.ObjectRef = self.actors["coordinator"].detach_draft.remote()
         try:
             ray.get(told, timeout=3 * self._config.link_timeout)
         except ray.exceptions.RayError as error:
@@ -100,6 +100,7 @@ class Gang:
         """Another draft, in place of the one that has ended. Returns when requests can use it. Raises GangError."""
         self._draft_starts = True
         try:
+            assert self._rendezvous is not None
             self._start_draft(replace(self._rendezvous, epoch=epoch))
         except Exception as error:
             self.end_draft()
@@ -113,12 +114,12 @@ class Gang:
         deadline = time.monotonic() + rendezvous.start_timeout
         self._start_side("draft", rendezvous)
         lives = {life: name for life, name in self._lives.items() if _is_draft(name)}
-        while not self._store.check([rendezvous.name("draft/pages")]):
+        while (store := self._store) is not None and not store.check([rendezvous.name("draft/pages")]):
             self._wait_for(list(lives), lives, LOOK_SECONDS)
             if time.monotonic() > deadline:
                 raise GangError(f"the draft was not ready after {rendezvous.start_timeout:g} s")
         with self._adding():
-            taken = self.actors["coordinator"].attach_draft.remote(rendezvous.epoch)
+            taken: ray.ObjectRef = self.actors["coordinator"].attach_draft.remote(rendezvous.epoch)
         self._wait_for([taken, *lives], lives, None)
         ray.get(taken)
 
@@ -165,7 +166,7 @@ class Gang:
             self._start_side(side, self._rendezvous)
         with self._adding():
             self.actors["coordinator"] = coordinator = cluster.start_coordinator()
-            started = coordinator.start.remote(coordinator_spec(config, self._pair, self._rendezvous))
+            started: ray.ObjectRef = coordinator.start.remote(coordinator_spec(config, self._pair, self._rendezvous))
         logger.info("epoch %d: waiting until %s are ready", self.epoch, ", ".join(self.actors))
         if not self._wait_for([started, *self._lives], self._lives, config.start_timeout):
             raise GangError(f"the gang was not ready after {config.start_timeout:g} s")

@@ -113,6 +113,7 @@ class GangMachine:
         return self._config.sources.of_side(side).config
 
     def memory(self, mode: Mode) -> int:
+        assert self._remote is not None
         return max(worker.status().device_bytes for worker in self._remote.workers.values())
 
     def _for(self, degrees: tuple[int, int]) -> Processes:
@@ -121,7 +122,7 @@ class GangMachine:
         sides = placed(degrees, (config.draft_tp, config.target_tp), self._gpus)
         if self._processes is None or self._processes[0] != sides:
             self.close()
-            config = replace(config, **{f"{side}_tp": len(gpus) for side, gpus in sides.items()})
+            config = replace(config, draft_tp=len(sides["draft"]), target_tp=len(sides["target"]))
             self._processes = (sides, Processes(config, None if self._gpus is None else sides))
         return self._processes[1]
 

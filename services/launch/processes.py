@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,9 @@ class Processes:
         limit = timedelta(seconds=config.start_timeout)
         self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=limit)
         self._ranks = {
-            (side, rank): _Rank(f"{side}{rank}", gpus and gpus[side][rank]) for side in SIDES for rank in range(config.degree(side))
+            (side, rank): _Rank(f"{side}{rank}", None if gpus is None else gpus[side][rank])
+            for side in SIDES
+            for rank in range(config.degree(side))
         }
 
     def __enter__(self) -> Processes:
@@ -80,7 +83,7 @@ class Processes:
         """Wait until every rank has said it. Raises GangError, naming a rank, if one has failed or died, or says nothing."""
         silent, deadline = {rank.pipe: rank.name for rank in self._ranks.values()}, time.monotonic() + timeout
         while silent:
-            ready = multiprocessing.connection.wait(list(silent), max(0.0, deadline - time.monotonic()))
+            ready: list[Any] = multiprocessing.connection.wait(list(silent), max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise GangError(f"{', '.join(silent.values())}: not {word} within {timeout:g} s")
             for pipe in ready:

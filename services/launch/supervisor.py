@@ -95,6 +95,7 @@ class Supervisor:
 
     async def given_up(self) -> None:
         """Returns never; raises GangError when the service does not come back: too many starts in a row have failed."""
+        assert self._watch is not None
         await asyncio.shield(self._watch)
 
     async def stop(self) -> None:
@@ -155,6 +156,7 @@ class Supervisor:
                     await self._start_gang()
                     failed = 0
                 lost, in_flight = not self.serving, self._in_flight
+                assert self._gang is not None
                 await asyncio.to_thread(self._gang.check, CHECK_SECONDS)
                 if in_flight is not None and not lost:  # and no process has ended: one is silent, or the link broke
                     raise GangError("the coordinator has lost the draft", draft=True)
@@ -177,15 +179,17 @@ class Supervisor:
 
     async def _detach_draft(self, error: GangError) -> None:
         """The target goes on alone until another draft has come. Raises GangError if that or the coordinator is lost, too."""
-        await asyncio.to_thread(self._gang.probe, PROBE_SECONDS)
+        gang, client = self._gang, self._client
+        assert gang is not None and client is not None
+        await asyncio.to_thread(gang.probe, PROBE_SECONDS)
         logger.error("%s; the target goes on alone", error)
         if error.fault:
-            self._suspects.gang_failed(self._client.requests if self._in_flight is None else self._in_flight)
+            self._suspects.gang_failed(client.requests if self._in_flight is None else self._in_flight)
         self._draft_epoch, self._in_flight = 0, None
         self._on_health(False, True)
         # Who waits for a draft that hangs goes on when that is ended.
-        await asyncio.to_thread(self._gang.end_draft)
-        self._draft_start = asyncio.create_task(self._restart_draft(self._gang))
+        await asyncio.to_thread(gang.end_draft)
+        self._draft_start = asyncio.create_task(self._restart_draft(gang))
 
     async def _restart_draft(self, gang: Gang) -> None:
         """Whatever else goes wrong meanwhile, `_keep_alive` sees."""
@@ -218,6 +222,7 @@ class Supervisor:
         await self._detach(f"a process of the service has ended ({error}); it is starting again")
         if client is not None and isinstance(error, GangError) and error.fault:
             self._suspects.gang_failed(client.interrupted)
+        assert self._gang is not None
         await asyncio.to_thread(self._gang.kill)
 
     def _end(self) -> None:
@@ -242,6 +247,7 @@ class Supervisor:
     def _step(self, step: Step) -> None:
         self._heard = time.monotonic()
         if step.lost_draft and step.lost_draft == self._draft_epoch and self._in_flight is None:
+            assert self._client is not None
             self._in_flight = self._client.requests
             self._on_health(False, True)
         self.stats = step.stats

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from services.pb import particles_pb2 as pb
@@ -110,14 +112,18 @@ def to_prompt_result(outcome: pb.PromptOutcome) -> PromptResult:
     log_z_R = _array(outcome.log_z, "<f4")
     rows = len(log_z_R)
     columns = ((outcome.drawn, "<i4"), (outcome.drawn_logp, "<f4"), (outcome.weights, "<f8"))
-    return PromptResult(*(_rows(*column, rows) for column in columns), log_z_R)
+    drawn_RD, drawn_logp_RD, logw_RD = (_rows(*column, rows) for column in columns)
+    return PromptResult(drawn_RD, drawn_logp_RD, logw_RD, log_z_R)
 
 
 def join_command(group: Join) -> pb.JoinCommand:
-    command = pb.JoinCommand(page_rows=len(group.pages_XL), base=group.base, limit=group.limit, stops=group.stops, **_fields(group, _JOIN))
+    numbers: dict[str, Any] = {name: getattr(group, name) for name in ("base", "limit", "least", "stops")}
+    command = pb.JoinCommand(page_rows=len(group.pages_XL), **numbers, **_fields(group, _JOIN))
     if group.machine is not None:
         command.machine.token_ids.extend(group.machine.stop_ids)
         command.machine.strings.extend(group.machine.strings)
+        command.machine.biased.extend(token for token, _ in group.machine.biases)
+        command.machine.bias.extend(bias for _, bias in group.machine.biases)
     return command
 
 
@@ -126,8 +132,12 @@ def to_join(command: pb.JoinCommand) -> Join:
     particles = len(arrays["slots_N"])
     rows = {"pages_XL": command.page_rows, "pending_NQ": particles, "logq_NQ": particles}
     arrays |= {name: arrays[name].reshape(count, -1) for name, count in rows.items()}
-    machine = StopMachine.of(command.machine.token_ids, list(command.machine.strings)) if command.HasField("machine") else None
-    return Join(base=command.base, limit=command.limit, stops=command.stops, machine=machine, **arrays)
+    machine = _to_machine(command.machine) if command.HasField("machine") else None
+    return Join(base=command.base, limit=command.limit, least=command.least, stops=command.stops, machine=machine, **arrays)
+
+
+def _to_machine(machine: pb.StopMachine) -> StopMachine:
+    return StopMachine.of(machine.token_ids, list(machine.strings), tuple(zip(machine.biased, machine.bias)))
 
 
 def round_command(plan: RoundPlan) -> pb.RoundCommand:
@@ -136,6 +146,7 @@ def round_command(plan: RoundPlan) -> pb.RoundCommand:
         program=plan.program,
         short=plan.short,
         columns=plan.columns,
+        biased=plan.biased,
         kinds=sorted(map(int, plan.kinds)),
         branches=plan.branches,
         target_law=_law_message(plan.target_law),
@@ -156,6 +167,7 @@ def to_plan(command: pb.RoundCommand) -> RoundPlan:
         program=Program(command.program),
         short=command.short,
         columns=command.columns,
+        biased=command.biased,
         kinds=frozenset(map(Kind, command.kinds)),
         target_law=_to_law(command.target_law),
         draft_law=_to_law(command.draft_law),
@@ -201,6 +213,8 @@ def _draws_message(draws: Draws) -> pb.Draws:
         purpose=int(draws.purpose),
         count=_bytes(draws.count_R, "<i4"),
         kind=_bytes(draws.kind_R, "<i4"),
+        biased=_bytes(draws.biased_2Y, "<i4"),
+        bias=_bytes(draws.bias_Y, "<f4"),
     )
 
 
@@ -208,9 +222,19 @@ def _to_draws(draws: pb.Draws) -> Draws:
     seed_R = _array(draws.seed, "<i8")
     round_R, stream_X = (_array(data, "<i4").astype(np.int64) for data in (draws.round, draws.stream))
     count_R, kind_R = (_array(data, "<i4") for data in (draws.count, draws.kind))
-    guidance = (_array(draws.companion, "<i4"), _array(draws.scale, "<f4")) if draws.companion else ()
-    stream_RD = stream_X.reshape(len(seed_R), -1)
-    return Draws(_to_law(draws.law), seed_R, round_R, stream_RD, Purpose(draws.purpose), count_R, kind_R, *guidance)
+    guidance = {"companion_R": _array(draws.companion, "<i4"), "scale_R": _array(draws.scale, "<f4")} if draws.companion else {}
+    return Draws(
+        law=_to_law(draws.law),
+        seed_R=seed_R,
+        round_R=round_R,
+        stream_RD=stream_X.reshape(len(seed_R), -1),
+        purpose=Purpose(draws.purpose),
+        count_R=count_R,
+        kind_R=kind_R,
+        biased_2Y=_array(draws.biased, "<i4").reshape(2, -1),
+        bias_Y=_array(draws.bias, "<f4"),
+        **guidance,
+    )
 
 
 def _law_message(law: LawSpec) -> pb.Law:
@@ -226,8 +250,8 @@ def _law_message(law: LawSpec) -> pb.Law:
 
 def _to_law(law: pb.Law) -> LawSpec:
     top_k_R = _array(law.top_k, "<i4").astype(np.int64)
-    rest = (_array(data, "<f4") for data in (law.top_p, law.min_p, law.alpha))
-    return LawSpec(_array(law.temperature, "<f4"), top_k_R, *rest, active=frozenset(law.active))
+    temperature_R, top_p_R, min_p_R, alpha_R = (_array(data, "<f4") for data in (law.temperature, law.top_p, law.min_p, law.alpha))
+    return LawSpec(temperature_R, top_k_R, top_p_R, min_p_R, alpha_R, active=frozenset(law.active))
 
 
 def _bytes(array: np.ndarray, kind: str) -> bytes:
@@ -238,12 +262,12 @@ def _array(data: bytes, kind: str) -> np.ndarray:
     return np.frombuffer(data, dtype=kind).copy()  # a view would be read-only, which torch does not take
 
 
-def _fields(values: object, table: dict[str, tuple[str, str]]) -> dict[str, bytes]:
+def _fields(values: object, table: dict[str, tuple[str, str]]) -> dict[str, Any]:
     """A message's fields from an object's arrays."""
     return {name: _bytes(getattr(values, attribute), kind) for name, (attribute, kind) in table.items()}
 
 
-def _attributes(message: object, table: dict[str, tuple[str, str]]) -> dict[str, np.ndarray]:
+def _attributes(message: object, table: dict[str, tuple[str, str]]) -> dict[str, Any]:
     """The other way round; all in one dimension."""
     return {attribute: _array(getattr(message, name), kind) for name, (attribute, kind) in table.items()}
 

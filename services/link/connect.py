@@ -40,20 +40,20 @@ class Rendezvous:
     def name(self, what: str) -> str:
         return f"{self.epoch}/{what}"
 
-    def report_failure(self, store: dist.Store, side: str, error: Exception) -> None:
+    def report_failure(self, store: dist.TCPStore, side: str, error: Exception) -> None:
         """Write down why a rank of `side` ends, before it closes its links: those break for everybody, and what is under way on them may
         be lost. A link that broke is no reason of its own."""
         if not isinstance(error, LinkError):
             with suppress(RuntimeError):  # the store has gone with the rest of the gang
                 store.set(self.name(f"{side}/failure"), failure_text(error))
 
-    def failure_report(self, store: dist.Store, side: str) -> str | None:
+    def failure_report(self, store: dist.TCPStore, side: str) -> str | None:
         """Why a rank of `side` ended, if it has said so."""
         name = self.name(f"{side}/failure")
         return store.get(name).decode() if store.check([name]) else None
 
 
-def coordinator_end(rendezvous: Rendezvous, store: dist.Store, side: str) -> CoordinatorEnd:
+def coordinator_end(rendezvous: Rendezvous, store: dist.TCPStore, side: str) -> CoordinatorEnd:
     """The coordinator's end of the link to the leader of `side`."""
     if rendezvous.link == "grpc":
         return StreamCaller(_address(rendezvous, store, side), rendezvous.secret, "Work")
@@ -75,7 +75,7 @@ class LeaderEnds:
             self.server.close()
 
 
-def leader_ends(rendezvous: Rendezvous, store: dist.Store, side: str, host: str, between: torch.device) -> LeaderEnds:
+def leader_ends(rendezvous: Rendezvous, store: dist.TCPStore, side: str, host: str, between: torch.device) -> LeaderEnds:
     """The ends that the leader of `side` needs. `between`: device of what the leaders tell each other; on a GPU it goes over NCCL."""
     if rendezvous.link == "grpc":
         server = StreamServer(host, rendezvous.secret)
@@ -85,7 +85,7 @@ def leader_ends(rendezvous: Rendezvous, store: dist.Store, side: str, host: str,
     return LeaderEnds(end, peer_end(rendezvous, store, side, between))
 
 
-def peer_end(rendezvous: Rendezvous, store: dist.Store, side: str, between: torch.device, server: StreamServer | None = None) -> PeerEnd:
+def peer_end(rendezvous: Rendezvous, store: dist.TCPStore, side: str, between: torch.device, server: StreamServer | None = None) -> PeerEnd:
     """The end of the link to the other leader, once that has come. `server`: of this leader, with streams; its end for an earlier peer is
     closed."""
     if server is not None and side == "target":
@@ -106,13 +106,13 @@ def peer_end(rendezvous: Rendezvous, store: dist.Store, side: str, between: torc
     return MessagePeer(DistributedEnd(group("pair"), rank, pb.ExchangeRequest), rendezvous.epoch, pb.ExchangeRequest)
 
 
-def _publish(rendezvous: Rendezvous, store: dist.Store, who: str, address: str) -> None:
+def _publish(rendezvous: Rendezvous, store: dist.TCPStore, who: str, address: str) -> None:
     """Say where `who` listens. Anybody who reaches the store can write to it, so what is said there is signed."""
     name = rendezvous.name(f"{who}/address")
     store.set(name, f"{address} {proof(rendezvous.secret, f'{name} {address}')}")
 
 
-def _address(rendezvous: Rendezvous, store: dist.Store, who: str) -> str:
+def _address(rendezvous: Rendezvous, store: dist.TCPStore, who: str) -> str:
     """Where `who` listens. Raises LinkError if somebody else says so."""
     name = rendezvous.name(f"{who}/address")
     address, _, signature = store.get(name).decode().partition(" ")

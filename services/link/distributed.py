@@ -11,7 +11,7 @@ import time
 from collections import deque
 from contextlib import suppress
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -32,16 +32,21 @@ _KEPT = 64
 def make_group(
     store: dist.TCPStore, name: str, rank: int, size: int, timeout: float, device: torch.device | str = "cpu"
 ) -> dist.ProcessGroup:
-    """A process group of its own: gloo on a CPU, NCCL on a GPU. `timeout` in seconds, for joining and for every collective."""
+    """A process group of its own: gloo on a CPU, NCCL on a GPU. `timeout` in seconds, for joining and for every collective.
+
+    torch's types say neither how these groups are made nor that they are ProcessGroups.
+    """
     prefix, limit = dist.PrefixStore(name, store), timedelta(seconds=timeout)
     if torch.device(device).type == "cpu":
-        options = dist.ProcessGroupGloo._Options()
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
         # By default gloo listens where the host's own name leads, which is the loopback interface on many machines.
-        options._timeout, options._devices = limit, [dist.ProcessGroupGloo.create_device(hostname=_address_towards(store.host))]
-        return dist.ProcessGroupGloo(prefix, rank, size, options)
-    options = dist.ProcessGroupNCCL.Options()
+        options._timeout, options._devices = limit, [gloo.create_device(hostname=_address_towards(store.host))]
+        return gloo(prefix, rank, size, options)
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
     options._timeout = limit
-    return dist.ProcessGroupNCCL(prefix, rank, size, options)
+    return nccl(prefix, rank, size, options)
 
 
 def _address_towards(host: str) -> str:
@@ -51,7 +56,7 @@ def _address_towards(host: str) -> str:
         return probe.getsockname()[0]
 
 
-class DistributedEnd:
+class DistributedEnd(Generic[Received]):
     """Either end of a link; `receives` is the message type that arrives here.
 
     A receive is always posted: gloo sends nothing before it knows of one, and to ask then would be a round trip that waits for a
@@ -59,12 +64,15 @@ class DistributedEnd:
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, receives: type[Received]) -> None:
-        self._group, self._other, self._receives = group, 1 - rank, receives
+        self._other, self._receives = 1 - rank, receives
+        self._group: dist.ProcessGroup | None = group
+        """None once it is closed."""
         self._sends: deque[tuple[dist.Work, Tensor]] = deque()
-        self._posted = self._post(FRAME)
+        self._posted: tuple[dist.Work, Tensor] | None = self._post(FRAME)
 
     def send(self, message: Message) -> None:
         """Waits only if the other side is very far behind."""
+        assert self._group is not None
         for frame in frames(message.SerializeToString()):
             try:
                 if len(self._sends) == _KEPT:
@@ -74,6 +82,7 @@ class DistributedEnd:
                 raise LinkError(f"the link broke while sending: {error}") from error
 
     def receive(self, timeout: float) -> Received:
+        assert self._posted is not None
         frame = self._wait(self._posted, timeout)
         size = int(frame[:_HEAD].view(torch.int64))
         if size <= FRAME - _HEAD:
@@ -93,6 +102,7 @@ class DistributedEnd:
         self._sends.clear()
 
     def _post(self, size: int) -> tuple[dist.Work, Tensor]:
+        assert self._group is not None
         tensor = torch.empty(size, dtype=torch.uint8)
         try:
             return self._group.recv([tensor], self._other, 0), tensor

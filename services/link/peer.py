@@ -47,13 +47,17 @@ class DevicePeer:
 
     def __init__(self, there: dist.ProcessGroup, back: dist.ProcessGroup, rank: int) -> None:
         """`there` carries what is sent, `back` what is received: within one, messages would have to be sent and received in one order."""
-        self._there, self._back, self._other = there, back, 1 - rank
+        self._there: dist.ProcessGroup | None = there
+        self._back: dist.ProcessGroup | None = back
+        self._other = 1 - rank
         self._sends: list[dist.Work] = []
 
     def send(self, name: str, sequence: int, tensor: Tensor) -> None:
+        assert self._there is not None
         self._sends.append(self._there.send([tensor.contiguous()], self._other, 0))
 
     def receive(self, name: str, sequence: int, here: Tensor, timeout: float) -> None:
+        assert self._back is not None
         self._back.recv([here], self._other, 0).wait()
 
     def settle(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
 from services.link import codec
@@ -24,7 +25,7 @@ SILENT = frozenset({"join", "stop"})
 """Commands that have no response."""
 
 
-Outcome = PromptResult | RoundResult | Lineage | None
+Result = TypeVar("Result")
 
 
 class WorkerFailed(LinkError):
@@ -42,17 +43,17 @@ class WorkerFailed(LinkError):
 
 
 @dataclass(eq=False)
-class RemotePending:
+class RemotePending(Generic[Result]):
     """A result that the worker has been asked for."""
 
     worker: RemoteWorker
     sequence: int
-    decode: Callable[[pb.WorkResponse], Outcome]
-    _value: Outcome = field(default=None, init=False)
+    decode: Callable[[pb.WorkResponse], Result]
+    _value: Any = field(default=None, init=False)
     _done: bool = field(default=False, init=False)
     _spans: dict[str, tuple[int, int]] = field(default_factory=dict, init=False)
 
-    def result(self) -> Outcome:
+    def result(self) -> Result:
         """Waits for it. Raises LinkError, or SideLost, if the worker is gone, silent for too long, or has failed."""
         if not self._done:
             response = self.worker.response(self.sequence)
@@ -86,14 +87,15 @@ class RemoteWorker:
         """Sequence of the response that is waited for now."""
         self._clock_offset_ns = 0
 
-    def run_prompts(self, batch: PromptBatch) -> RemotePending:
+    def run_prompts(self, batch: PromptBatch) -> RemotePending[PromptResult]:
         return self._ask(lambda response: codec.to_prompt_result(response.prompt), prompt=codec.prompt_command(batch))
 
     def join(self, group: Join) -> None:
         self._send(join=codec.join_command(group))
 
-    def round(self, plan: RoundPlan) -> RemotePending:
+    def round(self, plan: RoundPlan) -> RemotePending[RoundResult | Lineage]:
         """The result is the target's, or that of a model alone; the draft's of a pair is its lineage."""
+        decode: Callable[[pb.RoundOutcome], RoundResult | Lineage]
         decode = codec.to_lineage if plan.program is Program.PAIR and self.side == "draft" else codec.to_result
         return self._ask(lambda response: decode(response.round), round=codec.round_command(plan))
 
@@ -113,10 +115,17 @@ class RemoteWorker:
     def stop(self) -> None:
         self._send(stop=pb.StopCommand())
 
-    def reconnect(self, epoch: int, seconds: float) -> None:
-        """Let it open a link to the other side's leader of this epoch. Raises LinkError if that does not come within so many seconds."""
-        if error := self.response(self._send(reconnect=pb.ReconnectCommand(epoch=epoch, seconds=seconds))).reconnect.error:
-            raise LinkError(f"the {self.side} has no link to the other side: {error}")
+    def reconnect(self, epoch: int, seconds: float) -> bool:
+        """Let it open a link to the other side's leader of this epoch, within so many seconds; asked again, whether that stands. Raises
+        LinkError if that leader does not come."""
+        outcome = self.response(self._send(reconnect=pb.ReconnectCommand(epoch=epoch, seconds=seconds))).reconnect
+        if outcome.error:
+            raise LinkError(f"the {self.side} has no link to the other side: {outcome.error}")
+        return outcome.connected
+
+    def report_to(self, timeline: Timeline) -> None:
+        """What it does from now on."""
+        self._timeline = timeline
 
     @property
     def lost(self) -> bool:
@@ -134,13 +143,14 @@ class RemoteWorker:
 
     def set_clock(self) -> None:
         """Learn how far the worker's clock is from ours, from the fastest of a few pings."""
-        best = None
+        best: tuple[int, int] | None = None
         for _ in range(CLOCK_PINGS):
             before = time.monotonic_ns()
             response = self.response(self._send(ping=pb.Ping()))
             after = time.monotonic_ns()
             if best is None or after - before < best[0]:
                 best = (after - before, (before + after - response.begin_ns - response.end_ns) // 2)
+        assert best is not None
         self._clock_offset_ns = best[1]
 
     def response(self, sequence: int) -> pb.WorkResponse:
@@ -184,7 +194,7 @@ class RemoteWorker:
         offset = self._clock_offset_ns
         return {name: (begin + offset, end + offset) for name, (begin, end) in work.items()}
 
-    def _ask(self, decode: Callable[[pb.WorkResponse], Outcome], **command) -> RemotePending:
+    def _ask(self, decode: Callable[[pb.WorkResponse], Result], **command) -> RemotePending[Result]:
         pending = RemotePending(self, self._send(**command), decode)
         self._pending[pending.sequence] = pending
         return pending

@@ -11,6 +11,7 @@ import queue
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 
@@ -41,7 +42,7 @@ def proof(secret: str, what: str) -> str:
 
 def is_proven(metadata: Iterable[tuple[str, str | bytes]], secret: str, address: str) -> bool:
     """Whether a call's metadata proves that it comes from the gang, and that it was meant for this address."""
-    return hmac.compare_digest(dict(metadata).get(PROOF_KEY, ""), proof(secret, address))
+    return hmac.compare_digest(str(dict(metadata).get(PROOF_KEY, "")), proof(secret, address))
 
 
 class Inbox:
@@ -53,7 +54,7 @@ class Inbox:
     def put(self, item: object) -> None:
         self._queue.put(item)
 
-    def get(self, timeout: float) -> object:
+    def get(self, timeout: float) -> Any:
         try:
             item = self._queue.get(timeout=timeout)
         except queue.Empty:
@@ -73,7 +74,7 @@ class StreamEnd:
     def send(self, message: Message) -> None:
         self.outbox.put(message)
 
-    def receive(self, timeout: float) -> Message:
+    def receive(self, timeout: float) -> Any:
         return self.inbox.get(timeout)
 
     def close(self) -> None:

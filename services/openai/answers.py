@@ -92,7 +92,7 @@ class Chunks:
 
     def end(self, index: int, answer: Answer, params: SamplingParams) -> bytes:
         """Log-probabilities are known with the last token: all of them come here."""
-        said = {"delta": {}} if self._chat else {"text": ""}
+        said: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
         return self._event({"index": index, **said} | _ending(answer, params, self._chat, self._tokenizer))
 
     def usage(self, answers: Sequence[Answer], prompts: int) -> bytes:
@@ -107,12 +107,14 @@ def error_event(body: dict[str, Any]) -> bytes:
     return _event(body)
 
 
-def models(names: Sequence[str], created: int, context: int) -> dict[str, Any]:
-    return {"object": "list", "data": [model(name, names[0], created, context) for name in names]}
+def models(names: Sequence[str], created: int, context: int, weights: str) -> dict[str, Any]:
+    return {"object": "list", "data": [model(name, names[0], created, context, weights) for name in names]}
 
 
-def model(name: str, root: str, created: int, context: int) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": created, "owned_by": "smcserve", "root": root, "max_model_len": context}
+def model(name: str, root: str, created: int, context: int, weights: str) -> dict[str, Any]:
+    """`weights`: the fingerprint of the target's."""
+    named = {"id": name, "object": "model", "created": created, "owned_by": "smcserve", "root": root}
+    return named | {"max_model_len": context, "weights": weights}
 
 
 def _event(document: dict[str, Any]) -> bytes:
@@ -152,6 +154,7 @@ def _particle(particle: Particle) -> dict[str, Any]:
 
 def _completion_logprobs(answer: Answer, tokenizer: Tokenizer) -> dict[str, Any]:
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    assert answer.logprobs is not None
     offsets, offset = [], 0
     for token in answer.tokens:
         offsets.append(offset)
@@ -165,6 +168,7 @@ def _completion_logprobs(answer: Answer, tokenizer: Tokenizer) -> dict[str, Any]
 
 
 def _chat_logprobs(answer: Answer, tokenizer: Tokenizer) -> dict[str, Any]:
+    assert answer.logprobs is not None
     content = [
         {"token": tokenizer.decode([token]), "logprob": _finite(value), "bytes": list(tokenizer.bytes_of(token)), "top_logprobs": []}
         for token, value in zip(answer.tokens, answer.logprobs)

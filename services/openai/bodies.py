@@ -125,8 +125,6 @@ class Body(Strict):
     frequency_penalty: _neutral(0) = 0
     presence_penalty: _neutral(0) = 0
     repetition_penalty: _neutral(1) = 1
-    logit_bias: _neutral({}) = None
-    min_tokens: _neutral(0) = 0
     service_tier: _neutral("auto", "default") = None
     store: _neutral(False) = False
     response_format: _neutral({"type": "text"}) = None

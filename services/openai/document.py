@@ -22,7 +22,8 @@ def kind_of(value: Any) -> str:
     """What JSON calls it."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
-    return {dict: "an object", list: "a list", str: "a string"}.get(type(value), "a number")
+    kinds: dict[type, str] = {dict: "an object", list: "a list", str: "a string"}
+    return kinds.get(type(value), "a number")
 
 
 def is_text(value: Any) -> bool:
@@ -38,9 +39,10 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
         seen: set[str] = set()
-        # `add` returns None: the first name that is there already.
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-        raise ValueError(f"{twice!r} is given twice")
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"{name!r} is given twice")
+            seen.add(name)
     return fields
 
 

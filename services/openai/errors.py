@@ -15,6 +15,7 @@ HTTP = {
     "unauthenticated": (401, "authentication_error"),
     "slow_sender": (408, "invalid_request_error"),
     "duplicate": (409, "conflict_error"),
+    "too_large": (413, "invalid_request_error"),
     "queue_full": (429, "rate_limit_error"),
     "abort": (499, "aborted_error"),
     "failed": (500, "server_error"),

@@ -22,7 +22,10 @@ from smc.models.tokenizer import Tokenizer
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MAX_ANSWERS = 128
 """Of one request."""
-BODIES: dict[bool, type[Body]] = {True: ChatBody, False: CompletionBody}
+LONGEST = 2**31 - 1
+"""Of an answer about whose length nothing is said, until what the context leaves is known."""
+AnyBody = ChatBody | CompletionBody
+BODIES: dict[bool, type[ChatBody] | type[CompletionBody]] = {True: ChatBody, False: CompletionBody}
 KINDS = {
     "model_type": "an object",
     "dict_type": "an object",
@@ -98,7 +101,7 @@ def understood(document: Any, chat: bool, models: tuple[str, ...], vocabulary: i
         raise BadRequest("the body is nested too deeply to be read") from error
 
 
-def _understood(body: Body, settings: dict[str, Any], models: tuple[str, ...], vocabulary: int, method: str | None) -> Asked:
+def _understood(body: AnyBody, settings: dict[str, Any], models: tuple[str, ...], vocabulary: int, method: str | None) -> Asked:
     chat = isinstance(body, ChatBody)
     if body.model is not None and body.model not in models:
         raise BadRequest(f"model={body.model!r}; allowed: {', '.join(map(repr, models))}", "model", 404, "model_not_found")
@@ -108,16 +111,16 @@ def _understood(body: Body, settings: dict[str, Any], models: tuple[str, ...], v
         if method is not None:
             settings.setdefault("method", method)
         # Before the prompt: a wrong setting is found in no time, while a long text takes some to encode.
-        check_guidance(SamplingParams(**settings), body.negative_prompt is not None)
+        check_guidance(SamplingParams(**{"max_tokens": LONGEST} | settings), body.negative_prompt is not None)
     except ValueError as error:
         raise named(error, NAMES[chat], "") from error
     if body.stream_options is not None and not body.stream:
         raise BadRequest("stream_options has no effect without stream=true; leave it out", "stream_options")
     # One more than there can be is enough to be refused for.
-    prompts = (_chat(body),) if chat else tuple(islice(_prompts(body.prompt, vocabulary), MAX_ANSWERS + 1))
+    prompts = (_chat(body),) if isinstance(body, ChatBody) else tuple(islice(_prompts(body.prompt, vocabulary), MAX_ANSWERS + 1))
     if body.n * len(prompts) > MAX_ANSWERS:
         raise BadRequest(f"n={body.n} for {len(prompts)} prompts; allowed: at most {MAX_ANSWERS} answers a request", "n")
-    echo = not chat and body.echo
+    echo = isinstance(body, CompletionBody) and body.echo
     if echo and settings.get("logprobs"):
         raise BadRequest("echo=true; allowed: false with logprobs, which are of the answer alone", "echo")
     return Asked(
@@ -146,7 +149,7 @@ def _given(document: Any) -> dict[str, Any]:
     return given
 
 
-def _body(given: dict[str, Any], chat: bool) -> Body:
+def _body(given: dict[str, Any], chat: bool) -> AnyBody:
     try:
         return BODIES[chat].model_validate(given)
     except ValidationError as error:
@@ -247,7 +250,7 @@ def _message(index: int, message: Message) -> dict[str, Any]:
     if message.tool_calls and message.role != "assistant":
         raise BadRequest(f"messages[{index}].tool_calls; allowed: with role 'assistant'", "messages")
     # `developer` is what later models call `system`; templates know the older word.
-    read = {"role": "system" if message.role == "developer" else message.role, "content": _text(message)}
+    read: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": _text(message)}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if (value := getattr(message, name)) is not None:
             read[name] = value

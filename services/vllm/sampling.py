@@ -21,8 +21,6 @@ ABSENT: dict[str, tuple[Callable[[Any], bool], str]] = {
     "frequency_penalty": (lambda value: value == 0, "0: there are no penalties here"),
     "presence_penalty": (lambda value: value == 0, "0: there are no penalties here"),
     "repetition_penalty": (lambda value: value in (0, 1), "1: there are no penalties here"),
-    "min_tokens": (lambda value: value == 0, "0"),
-    "logit_bias": (lambda value: not value, "none"),
 }
 """Settings that this service does not have: whether a value asks for nothing, and what is allowed."""
 UNSET = {
@@ -62,7 +60,7 @@ def to_params(message: pb.SamplingParams, method: str, room: int) -> list[Sampli
 
 def _settings(message: pb.SamplingParams) -> dict[str, Any]:
     """Those that the protocol and the library have under the same name, and that are given."""
-    settings = {}
+    settings: dict[str, Any] = {}
     for name in SETTINGS:
         known = message.DESCRIPTOR.fields_by_name.get(name)
         if known is None or not (message.HasField(name) if known.has_presence else getattr(message, name)):
@@ -70,7 +68,7 @@ def _settings(message: pb.SamplingParams) -> dict[str, Any]:
         value = getattr(message, name)
         if known.type == FieldDescriptor.TYPE_FLOAT:
             value = round(value, 7)  # 32 bits: 0.7 arrives as 0.699999988
-        settings[name] = tuple(value) if known.is_repeated else value
+        settings[name] = value if not known.is_repeated else dict(value) if known.message_type else tuple(value)
     if "logprobs" in settings:
         settings["logprobs"] = _logprobs(settings["logprobs"])
     return settings
@@ -86,7 +84,7 @@ def _check_absent(message: pb.SamplingParams) -> None:
     for name, (asks_nothing, allowed) in ABSENT.items():
         value = getattr(message, name)
         if not asks_nothing(value):
-            raise ValueError(f"{name}={dict(value) if name == 'logit_bias' else value}; allowed: {allowed}")
+            raise ValueError(f"{name}={value}; allowed: {allowed}")
     constraint = message.WhichOneof("constraint")
     if constraint and getattr(message, constraint) is not False:
         raise ValueError(f"{constraint} is given; this service has no guided decoding: leave it out")

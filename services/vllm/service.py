@@ -18,6 +18,7 @@ from smg_grpc_proto.generated import common_pb2
 from services.backend import Unimplemented
 from services.gateway.answering import Answering
 from services.gateway.interceptors import caller_of
+from services.openai.requests import LONGEST
 from services.prompt import Prompt
 from services.vllm.responses import chunks, whole
 from services.vllm.sampling import check_request, to_params
@@ -104,11 +105,12 @@ class VllmService(pb_grpc.VllmEngineServicer):
         return pb.GetLoadsResponse(timestamp=datetime.now(UTC).isoformat(), version=version, dp_rank_count=1, loads=[load])
 
     async def GetTokenizer(self, message: common_pb2.GetTokenizerRequest, context: grpc.aio.ServicerContext) -> None:
-        if self._pair.files is None:
+        if (files := self._pair.files) is None:
             raise Unimplemented("GetTokenizer: the served model has random weights and no tokenizer")
-        if self._archive is None:
-            self._archive = await asyncio.to_thread(lambda: list(tokenizer_chunks(self._pair.files)))
-        for chunk in self._archive:
+        archive = self._archive
+        if archive is None:
+            archive = self._archive = await asyncio.to_thread(lambda: list(tokenizer_chunks(files)))
+        for chunk in archive:
             await self._answering.write(context, chunk)
 
     async def SubscribeKvEvents(self, message: common_pb2.SubscribeKvEventsRequest, context: grpc.aio.ServicerContext) -> None:
@@ -130,7 +132,7 @@ class VllmService(pb_grpc.VllmEngineServicer):
         """Raises ValueError naming the field, the value and what is allowed."""
         check_request(message)
         # Settings before the prompt: they are checked in no time, while a long prompt takes some to encode.
-        asked_for = to_params(message.sampling_params, self._method, room=1)
+        asked_for = to_params(message.sampling_params, self._method, room=LONGEST)
         form = message.WhichOneof("input")
         if form is None:
             raise ValueError("input is missing; allowed: one of tokenized, text")

@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 
 from services.pb import generation_pb2 as pb
 from smc.engine.request import SETTINGS
-from smc.engine.settings import Choice, Items
+from smc.engine.settings import Biases, Choice, Items
 
 FINISH_REASONS = {
     "eos": pb.FINISH_REASON_EOS,
@@ -59,7 +59,7 @@ def sampling_settings(message: pb.SamplingParams) -> dict[str, Any]:
     """The settings that a message holds, by name; absent ones are left out. Raises ValueError for an enum number that is unknown, and for
     more items than are allowed."""
     check_counts(message)
-    settings = {}
+    settings: dict[str, Any] = {}
     for name in SAMPLING:
         field = _FIELDS[name]
         value = getattr(message, name)
@@ -68,7 +68,7 @@ def sampling_settings(message: pb.SamplingParams) -> dict[str, Any]:
                 settings[name] = name_of(_ENUMS[name], value, name)
         elif field.is_repeated:
             if value:
-                settings[name] = tuple(value)
+                settings[name] = dict(value) if _is_map(field) else tuple(value)
         elif message.HasField(name):
             settings[name] = value
     return settings
@@ -77,7 +77,7 @@ def sampling_settings(message: pb.SamplingParams) -> dict[str, Any]:
 def check_counts(message: Message) -> None:
     """Of fields that have the name of a setting, before anything is made of them: a message may hold millions. Raises ValueError."""
     for name in message.DESCRIPTOR.fields_by_name:
-        if name in SETTINGS and isinstance(check := SETTINGS[name].check, Items):
+        if name in SETTINGS and isinstance(check := SETTINGS[name].check, (Items, Biases)):
             check.check_count(name, len(getattr(message, name)))
 
 
@@ -90,6 +90,10 @@ def name_of(names: Mapping[str, int], number: int, field: str) -> str:
     raise ValueError(f"{field}={number}; allowed: {allowed}")
 
 
+def _is_map(field: FieldDescriptor) -> bool:
+    return field.message_type is not None and field.message_type.GetOptions().map_entry
+
+
 def _set(message: pb.SamplingParams, name: str, value: Any) -> None:
     names, field = _ENUMS.get(name), _FIELDS[name]
     if names is not None:
@@ -97,14 +101,16 @@ def _set(message: pb.SamplingParams, name: str, value: Any) -> None:
             raise ValueError(f"{name}={value!r}; allowed: {', '.join(names)}")
         setattr(message, name, names[value])
         return
-    kind = _KINDS[field.type]
-    if field.is_repeated:
+    kind = "numbers by token id" if _is_map(field) else _KINDS[field.type]
+    if field.is_repeated and not _is_map(field):
         kind = f"a list, every item {kind}"
     try:
         if not field.is_repeated:
             setattr(message, name, value)
         elif isinstance(value, str):
             raise TypeError
+        elif _is_map(field):
+            getattr(message, name).update(dict(value))
         else:
             getattr(message, name).extend(value)
     except (TypeError, ValueError, OverflowError) as error:  # protobuf's own words name neither the field nor what it holds

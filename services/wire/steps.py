@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
 from services.backend import RequestFailed, Unavailable
 from services.pb import coordinator_pb2 as pb
@@ -44,7 +45,7 @@ def from_response(response: pb.AttachResponse) -> Step:
     )
 
 
-def _kind(error: Exception) -> int:
+def _kind(error: Exception) -> pb.RefusalKind:
     return next(kind for kind, known in _KINDS.items() if isinstance(error, known))
 
 
@@ -71,7 +72,7 @@ def _to_snapshot(step: Step) -> pb.Snapshot:
 
 def _from_snapshot(snapshot: pb.Snapshot) -> EngineStats:
     groups = {side: getattr(snapshot, f"{side}_pages") for side in SIDES}
-    counts = {
+    counts: dict[str, Any] = {
         field: {side: getattr(group, name) for side, group in groups.items() if group.HasField(name)}
         for name, field in _GROUP_FIELDS.items()
     }

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor
@@ -27,17 +29,27 @@ class PeerChannel:
         self._end, self._group, self._stages, self._timeout = end, group, stages, timeout
         self._outlives_peer = outlives_peer
         self._lost = False
+        self._coming: tuple[int, Future[PeerEnd]] | None = None
         self._sent: Counter[str] = Counter()
         self._received: Counter[str] = Counter()
 
-    def reconnect(self, make: Callable[[], PeerEnd]) -> None:
-        """Another leader is on the other side. Raises RuntimeError if it does not come; then it is lost, too."""
-        self._lost = True
-        self._end.close()
-        self._end = make()
+    def reconnect(self, epoch: int, make: Callable[[], PeerEnd]) -> bool:
+        """Another leader, of this epoch, comes to the other side: `make`, which waits for it, is begun in a thread. Asked again, whether
+        that has been done; from then on the end is the new one. Raises RuntimeError if it does not come; then it is lost, too."""
+        assert self._end is not None
+        if self._coming is None or self._coming[0] != epoch:
+            self._lost = True
+            self._end.close()
+            self._coming = epoch, _begun(make)
+        _, coming = self._coming
+        if not coming.done():
+            return False
+        self._coming = None
+        self._end = coming.result()
         self._sent.clear()
         self._received.clear()
         self._lost = False
+        return True
 
     def close(self) -> None:
         if self._end is not None:
@@ -54,14 +66,14 @@ class PeerChannel:
     def receive(self, key: tuple, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         here = self._stages.keep(key, f"received {name}", lambda: torch.empty(shape, dtype=dtype, device=self._stages.device))
         if self._end is not None:
-            self._receive(name, here)
+            self._receive(self._end, name, here)
         return self.share(here)
 
-    def _receive(self, name: str, here: Tensor) -> None:
+    def _receive(self, end: PeerEnd, name: str, here: Tensor) -> None:
         if not self._lost:
             self._received[name] += 1
             try:
-                self._end.receive(name, self._received[name], here, self._timeout)
+                end.receive(name, self._received[name], here, self._timeout)
             except LinkError as error:
                 self._set_lost(error)
         if self._lost:
@@ -81,3 +93,17 @@ class PeerChannel:
     def settle(self) -> None:
         if self._end is not None and not self._lost:
             self._end.settle()
+
+
+def _begun(make: Callable[[], PeerEnd]) -> Future[PeerEnd]:
+    """Its result, which a thread works on that nobody waits for at the end of the process."""
+    coming: Future[PeerEnd] = Future()
+
+    def work() -> None:
+        try:
+            coming.set_result(make())
+        except Exception as error:  # of whoever asks for the result
+            coming.set_exception(error)
+
+    threading.Thread(target=work, name="reconnect", daemon=True).start()
+    return coming

@@ -21,7 +21,7 @@ class TensorParallel:
     """Rank `rank` of `degree` of one model, a `smc.models.parallel.Reduce`. On GPUs activations are summed in symmetric memory if they
     are few, else over NCCL; commands always go over gloo."""
 
-    def __init__(self, store: dist.Store, name: str, rank: int, degree: int, device: torch.device, timeout: float) -> None:
+    def __init__(self, store: dist.TCPStore, name: str, rank: int, degree: int, device: torch.device, timeout: float) -> None:
         self._commands = make_group(store, f"{name}/commands", rank, degree, timeout)
         self._device, on_cpu = device, device.type == "cpu"
         self._sums = make_group(store, f"{name}/sums", rank, degree, timeout, "cpu" if on_cpu else device)
@@ -34,9 +34,10 @@ class TensorParallel:
 
     def __call__(self, part: Tensor) -> Tensor:
         """See `smc.models.parallel.Reduce`."""
-        here = None if self._few is None else self._few.room(*part.shape, part.dtype)
-        if here is not None:
-            return self._few(here if here.data_ptr() == part.data_ptr() else here.copy_(part))
+        few, (tokens, features) = self._few, part.shape
+        here = None if few is None else few.room(tokens, features, part.dtype)
+        if few is not None and here is not None:
+            return few(here if here.data_ptr() == part.data_ptr() else here.copy_(part))
         try:
             self._sums.allreduce([part]).wait()
         except RuntimeError as error:

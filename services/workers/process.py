@@ -91,23 +91,25 @@ def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
     stages = parts.stages(device)
     channel = PeerChannel(ends.peer if ends else None, group, stages, spec.timeout, outlives_peer=spec.outlives_peer)
 
-    def reconnect(epoch: int, seconds: float) -> None:
+    def reconnect(epoch: int, seconds: float) -> bool:
         there = replace(spec.rendezvous, epoch=epoch, start_timeout=seconds)
-        channel.reconnect(lambda: peer_end(there, store, spec.side, between, ends.server))
+        assert ends is not None
+        return channel.reconnect(epoch, lambda: peer_end(there, store, spec.side, between, ends.server))
 
     side = DraftSide if spec.side == "draft" else TargetSide
     work = side(spec.engine, worker, parts, stages, channel)
     rank = Rank(worker, work, spec.rendezvous.epoch, spec.timeout, reconnect if leads else None)
     try:
-        if leads:
+        if ends is not None:
             lead(rank, ends.coordinator, group.spread if group else None)
         else:
+            assert group is not None
             follow(rank, group.receive)
     except Exception as error:
         spec.rendezvous.report_failure(store, spec.side, error)
         raise
     finally:
-        if leads:
+        if ends is not None:
             channel.close()
             ends.close()
 

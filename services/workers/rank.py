@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -20,8 +21,9 @@ from smc.runtime.worker import ModelWorker
 
 Respond = Callable[[], pb.WorkResponse]
 """Waits for what a response tells of."""
-Reconnect = Callable[[int, float], None]
-"""Open the link to the other side's leader of this epoch, within so many seconds. Raises RuntimeError if it does not come."""
+Reconnect = Callable[[int, float], bool]
+"""Open the link to the other side's leader of this epoch, within so many seconds, beside all else; whether it stands. Raises RuntimeError
+if it does not come."""
 
 
 class Rank:
@@ -48,7 +50,7 @@ class Rank:
             answers.put(request.sequence, respond)
 
     def _response(self, request: pb.WorkRequest, begin: int, end: int, **result) -> pb.WorkResponse:
-        envelope = {"version": LAYOUT_VERSION, "epoch": self.epoch, "sequence": request.sequence}
+        envelope: dict[str, Any] = {"version": LAYOUT_VERSION, "epoch": self.epoch, "sequence": request.sequence}
         return pb.WorkResponse(**envelope, begin_ns=begin, end_ns=end, **result)
 
     def _round(self, request: pb.WorkRequest, _begin: int) -> Respond:
@@ -78,13 +80,13 @@ class Rank:
         return lambda: self._response(request, begin, time.monotonic_ns(), status=outcome)
 
     def _reconnect(self, request: pb.WorkRequest, begin: int) -> Respond:
-        error = ""
+        outcome = pb.ReconnectOutcome()
         try:
             if self._reconnect_to is not None:
-                self._reconnect_to(request.reconnect.epoch, request.reconnect.seconds)
+                outcome.connected = self._reconnect_to(request.reconnect.epoch, request.reconnect.seconds)
         except RuntimeError as what:
-            error = failure_text(what)
-        response = self._response(request, begin, time.monotonic_ns(), reconnect=pb.ReconnectOutcome(error=error))
+            outcome.error = failure_text(what)
+        response = self._response(request, begin, time.monotonic_ns(), reconnect=outcome)
         return lambda: response
 
     def _ping(self, request: pb.WorkRequest, begin: int) -> Respond:

@@ -54,11 +54,12 @@ class SymmetricSum:
         """Let the ranks see each other's buffers. Raises RuntimeError where a GPU cannot read another's memory."""
         from torch._C._distributed_c10d import _register_process_group
         from torch.distributed import _symmetric_memory as symmetric
+        from torch.distributed.distributed_c10d import GroupName
 
         self._name, self._group = name, dist.ProcessGroup(dist.PrefixStore(name, store), rank, degree)
-        self._group._set_group_name(name)
-        _register_process_group(name, self._group)
-        symmetric.rendezvous(self._buffer, name)
+        self._group._set_group_name(GroupName(name))
+        _register_process_group(GroupName(name), self._group)
+        symmetric.rendezvous(self._buffer, GroupName(name))
 
     def room(self, tokens: int, features: int, dtype: torch.dtype) -> Tensor | None:
         """Where a part [tokens, features] can be put to be summed without a copy; None if it is not for here."""

@@ -14,7 +14,7 @@ import logging
 import secrets
 import time
 from bisect import insort
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from operator import attrgetter, itemgetter
 
@@ -57,7 +57,7 @@ class Engine:
     def __init__(
         self,
         config: EngineConfig,
-        workers: dict[str, Worker],
+        workers: Mapping[str, Worker],
         tokenizer: Tokenizer,
         *,
         pair: Pair,

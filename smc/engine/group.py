@@ -16,6 +16,7 @@ from smc.engine.slots import Slots
 from smc.engine.text import StopRules, TextStream
 from smc.laws import LawSpec
 from smc.limits import SCHEME_NAMES
+from smc.runtime.biases import biased_tokens
 from smc.runtime.messages import COMPANION
 
 MEMORY = 0.97
@@ -124,6 +125,12 @@ class Group:
         self.decoding, self.turn, self.wish = decoding, None, None
         self.particles = np.arange(rows or decoding.rows(self.params))
         self.count = len(self.particles)
+
+    def first_biases(self) -> list[tuple[int, float]]:
+        """What is added to the logits that its first token is drawn by, by token."""
+        if not self.params.min_tokens:
+            return list(self.params.logit_bias)
+        return [(token, early) for token, (early, _) in biased_tokens(self.rules.machine).items()]
 
     def times(self, now: float) -> Times:
         """Until `now`, by the engine's clock."""

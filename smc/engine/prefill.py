@@ -154,6 +154,7 @@ def _batch(parts: list[tuple[Row, int]], draws: Draws | None = None) -> PromptBa
 
 def _first_draws(groups: list[Group]) -> Draws:
     population = Population(groups)
+    biases = [(row, token, bias) for row, group in enumerate(groups) for token, bias in group.first_biases()]
     side = groups[0].decoding.first
     return Draws(
         law=population.draft_law if side == "draft" else population.target_law,
@@ -163,6 +164,8 @@ def _first_draws(groups: list[Group]) -> Draws:
         purpose=Purpose.TARGET,
         count_R=population.size_G.astype(np.int32),
         kind_R=np.array([g.decoding.kind for g in groups], dtype=np.int32),
+        biased_2Y=np.array([(row, token) for row, token, _ in biases], dtype=np.int32).reshape(-1, 2).T,
+        bias_Y=np.array([bias for _, _, bias in biases], dtype=np.float32),
         **_guidance(groups),
     )
 

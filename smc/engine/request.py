@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 from smc.engine.settings import (
+    Biases,
     Choice,
     Items,
     Option,
@@ -24,10 +25,11 @@ from smc.engine.settings import (
     setting,
     settings_of,
 )
-from smc.limits import DEFAULT_MAX_TOKENS, MAX_PARTICLES, MAX_STOP_BYTES, SCHEME_NAMES
+from smc.limits import DEFAULT_MAX_TOKENS, MAX_BIASES, MAX_PARTICLES, MAX_STOP_BYTES, MAX_STOP_IDS, SCHEME_NAMES
 
 MAX_STOPS = 64
-MAX_STOP_IDS = 1024
+MAX_BIAS = 100.0
+"""Of a logit, in either direction."""
 POPULATIONS = ("distinct", "independent")
 VERIFICATIONS = ("walk", "rejection")
 SMALLEST, LARGEST = 1e-6, 1e6
@@ -77,7 +79,7 @@ class SamplingParams:
     What all of the service knows of a field stands here: commands, bodies and messages have it from `SETTINGS`.
     """
 
-    method: str | None = setting(
+    method: Method = setting(
         None,
         Choice(tuple(method.value for method in Method)),
         option=Option(
@@ -138,6 +140,16 @@ class SamplingParams:
     """Token ids that end the answer, besides the model's own EOS."""
     ignore_eos: bool = setting(False, flag(), option=Option("Go on after the model's end-of-text token."))
     """EOS is a token like any other."""
+    min_tokens: int = setting(
+        0,
+        integer(lambda value: value >= 0, ">= 0"),
+        option=Option("So many tokens do not end the answer: stop tokens have no probability, stop strings no effect.", "TOKENS"),
+    )
+    """The first so many tokens of the answer do not end it, at most `max_tokens`: stop tokens and EOS have probability 0 under both laws,
+    and stop strings that are complete by then have no effect."""
+    logit_bias: tuple[tuple[int, float], ...] = setting((), Biases(MAX_BIASES, MAX_BIAS))
+    """Added to both models' logits of these tokens, by id, before all else: temperature and truncation are of what comes of it. Given as a
+    mapping, or as pairs; kept in the order of the ids, without those of 0."""
     time_budget: float | None = setting(
         None,
         number(lambda value: value > 0, "> 0 seconds"),
@@ -287,6 +299,7 @@ class SamplingParams:
     def _check_together(self) -> None:
         if self.method is Method.DRAFT and self.logprobs:
             raise ValueError("logprobs=True has no effect with method='draft', where the target does not run; leave it out")
+        require("min_tokens", self.min_tokens, self.min_tokens <= self.max_tokens, f"0..{self.max_tokens}, the max_tokens")
         if self.method is Method.DRAFT and self.guided:
             scale = self.guidance_scale
             raise ValueError(f"guidance_scale={scale!r} has no effect with method='draft', where the target does not run; leave it out")

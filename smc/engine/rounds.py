@@ -26,6 +26,7 @@ from smc.engine.methods import Decoding
 from smc.engine.slots import Slots
 from smc.engine.stats import EngineStats
 from smc.laws import LawSpec
+from smc.runtime.biases import width_of
 from smc.runtime.config import EngineConfig
 from smc.runtime.messages import COMPANION, Pending
 from smc.runtime.outcome import RoundResult
@@ -180,7 +181,19 @@ class Rounds:
             begin_pages_AP=padded(begun[:, : shape.begin], places, 0),
             branch_pages_XB=padded(branches_XB.astype(np.int32), places * branches, 0),
             companions=companions_of(population, pages, places, shared_G, self.slots, self.config.max_slots),
+            biased=self._biased(population),
         )
+
+    def _biased(self, population: Population) -> int:
+        """Width of what is added to logits; none once all answers are past where they must not end."""
+        # What comes after the first token of a block may be drawn, or weighed, yet.
+        next_G = population.least(self.slots.block_S[population.slot_A]) + 1
+        widths = [
+            width_of(group.rules.machine)
+            for group, next_ in zip(population.groups, next_G.tolist())
+            if group.params.logit_bias or next_ < group.params.min_tokens
+        ]
+        return max(widths, default=0)
 
     def _record(self, flight: Flight, outcome: Outcome, alive_G: np.ndarray) -> None:
         asked, result, slots = flight.population, outcome.result, self.slots

@@ -130,6 +130,35 @@ class Items:
         return tuple(value)
 
 
+@dataclass(frozen=True)
+class Biases:
+    """A check: numbers by token id, as a mapping, whose keys may be JSON's strings, or as pairs. They are kept as pairs, ascending; 0 is
+    left out."""
+
+    most: int
+    largest: float
+
+    def check_count(self, name: str, count: int) -> None:
+        if count > self.most:
+            raise ValueError(f"{name} has {count} tokens; allowed: at most {self.most}")
+
+    def __call__(self, name: str, value: Any) -> Any:
+        if not isinstance(value, (Mapping, list, tuple)):
+            raise ValueError(f"{name}={value!r}; allowed: an object of numbers by token id")
+        self.check_count(name, len(value))
+        found: dict[int, float] = {}
+        for item in value.items() if isinstance(value, Mapping) else value:
+            token, bias = item if isinstance(item, (list, tuple)) and len(item) == 2 else (item, None)
+            if isinstance(token, str) and token.isascii() and token.isdecimal() and len(token) <= 10:
+                token = int(token)
+            if not is_token(token) or token in found:
+                raise ValueError(f"{name} contains token {token!r}; allowed: token ids >= 0, each once")
+            if not is_number(bias) or abs(bias) > self.largest:
+                raise ValueError(f"{name} contains {bias!r} for token {token}; allowed: -{self.largest:g} to {self.largest:g}")
+            found[token] = float(bias)
+        return tuple((token, bias) for token, bias in sorted(found.items()) if bias)
+
+
 def is_number(value: object) -> bool:
     """Finite, and not larger than a float can be, as an integer from JSON may be."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

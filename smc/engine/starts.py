@@ -5,6 +5,7 @@ given back. A group that is taken up again comes the same way, with the record o
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -17,7 +18,6 @@ from smc.engine.prefixes import Prefixes
 from smc.engine.records import record_of
 from smc.engine.rounds import commit_tokens
 from smc.engine.stop_entries import StopEntries
-from smc.limits import MAX_STOP_BYTES
 from smc.runtime.messages import COMPANION, SIDES, Worker, side_of
 from smc.runtime.pair import Pair
 from smc.runtime.plan import Join
@@ -27,7 +27,7 @@ from smc.stops import DONE, START, TokenBytes
 class Starts:
     """Groups between the queue and their rounds."""
 
-    def __init__(self, expectation: Expectation, workers: dict[str, Worker], pair: Pair, token_bytes: TokenBytes) -> None:
+    def __init__(self, expectation: Expectation, workers: Mapping[str, Worker], pair: Pair, token_bytes: TokenBytes) -> None:
         self.config, self.slots, self.memory = expectation.config, expectation.slots, expectation.memory
         self.workers, self.pair = workers, pair
         self.prefixes = Prefixes(self.config, self.slots, self.memory)
@@ -200,7 +200,7 @@ class Starts:
             # Slots without a particle repeat one that has.
             like_N = np.where(logw_N > -np.inf, np.arange(n), 0)
             tokens_N, logp_N = tokens_N[like_N], logp_N[like_N]
-        text_N = rules.machine.after(np.full(n, START), tokens_N, self._token_bytes)
+        text_N = rules.machine.after(np.full(n, START), tokens_N, self._token_bytes, early=group.params.min_tokens > 0)
         slots.begin(group.slots, tokens_N, logp_N, (text_N == DONE) | (group.params.max_tokens == 1) | (logw_N == -np.inf))
         slots.logw_S[group.slots] = logw_N
         commit_tokens(slots, Population([group]))
@@ -254,6 +254,7 @@ class Starts:
                     pages_XL=_rectangle([rows[row].pages_L for row in (row_N if len(rows) > 1 else row_N[:1])]),
                     base=prompt,
                     limit=prompt + group.params.max_tokens,
+                    least=prompt + group.params.min_tokens,
                     end_N=end_N.astype(np.int32),
                     pending_NQ=slots.tokens_SL[slots_N[:, None], column_NQ],
                     pending_N=pending_N.astype(np.int32),
@@ -304,16 +305,8 @@ class Starts:
 
     def _text(self, group: Group, length_N: np.ndarray) -> np.ndarray:
         """States of the stop machine after so many of the particles' tokens."""
-        slots, machine = self.slots, group.rules.machine
-        text_N = np.full(len(group.slots), START)
-        if machine.next_XB is None:
-            return text_N
-        for n, (slot, length) in enumerate(zip(group.slots.tolist(), length_N.tolist())):
-            # What lies further back than all strings together are long makes no difference to an answer that goes on.
-            data = b"".join(map(group.rules.tokenizer.bytes_of, slots.tokens_SL[slot, :length].tolist()))
-            for byte in data[-MAX_STOP_BYTES:]:
-                text_N[n] = machine.next_XB[text_N[n], byte]
-        return text_N
+        tokens_SL, rules = self.slots.tokens_SL, group.rules
+        return np.array([rules.state(tokens_SL[slot, :length].tolist()) for slot, length in zip(group.slots.tolist(), length_N.tolist())])
 
 
 def _row_of(rows: int, places: int) -> np.ndarray:
@@ -330,6 +323,7 @@ def _table(slots_N: np.ndarray, group: Group, pages_XL: np.ndarray, base: int) -
         pages_XL=pages_XL,
         base=base,
         limit=group.prompt_size + group.params.max_tokens,
+        least=group.prompt_size + group.params.min_tokens,
         end_N=np.ones(n, dtype=np.int32),
         pending_NQ=np.zeros((n, 1), dtype=np.int32),
         pending_N=np.ones(n, dtype=np.int32),

@@ -150,6 +150,7 @@ def joins(program: Program, config: EngineConfig, count: int, base: int, context
             pages_XL=np.zeros((1, base + block - pending[side]), dtype=np.int32),
             base=base,
             limit=context,
+            least=0,
             end_N=np.full(count, base + block, dtype=np.int32),
             pending_NQ=tokens_NQ[:, -pending[side] :],
             pending_N=np.full(count, pending[side], dtype=np.int32),

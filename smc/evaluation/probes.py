@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from smc.engine.costs import Costs
 from smc.engine.memory import pool_for
@@ -36,7 +37,7 @@ def measure_costs(machine: PromptMachine, degrees: tuple[int, int], effort: Effo
     return costs
 
 
-def measure_acceptance(machine: PromptMachine, degrees: tuple[int, int], law: Mapping[str, float], problems: int = PROBLEMS) -> Acceptance:
+def measure_acceptance(machine: PromptMachine, degrees: tuple[int, int], law: Mapping[str, Any], problems: int = PROBLEMS) -> Acceptance:
     """From exact answers to problems, with one row and with `WIDE`. `law`: settings of `SamplingParams`, by name."""
     missed = {}
     for rows in (1, WIDE):

@@ -9,11 +9,12 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from smc.demo import MAX_ANSWER
 from smc.demo.problems import Problem, grade
 from smc.engine.request import POPULATIONS, Answer, Request, SamplingParams
+from smc.limits import UNSET
 from smc.runtime.config import EngineConfig
 from smc.statistics import Accuracy
 
@@ -70,7 +71,10 @@ class Setting:
     @property
     def engine(self) -> EngineConfig:
         """Plain decoding has no form: what the engine is set to then does not matter."""
-        return EngineConfig(form=self.form, block=self.block, branches=self.branches) if self.form else EngineConfig()
+        if not self.form:
+            return EngineConfig()
+        assert self.block is not None
+        return EngineConfig(form=self.form, block=self.block, branches=UNSET if self.branches is None else self.branches)
 
 
 @dataclass(frozen=True)
@@ -200,7 +204,7 @@ def problem_requests(
     tokenizer: Tokenizer, setting: Setting, problems: Sequence[Problem], terms: Terms, logprobs: bool = False
 ) -> list[Request]:
     """One request a problem, named by its index, with a seed that depends on nothing but the terms' seed and that index."""
-    own = {"particles": setting.particles, "population": setting.population, "verification": setting.verification}
+    own: dict[str, Any] = {"particles": setting.particles, "population": setting.population, "verification": setting.verification}
     if setting.population == "independent":
         own["ess_threshold"] = terms.ess_threshold
     own |= {"method": setting.method, "temperature": terms.temperature, "max_tokens": MAX_ANSWER, "logprobs": logprobs}

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -25,7 +25,6 @@ from smc.evaluation.round_time import PROBLEM_SEED, decoding_name
 from smc.models.config import ModelConfig
 from smc.models.decoder import Decoder
 from smc.models.draft_vocab import DraftHead
-from smc.models.presets import NoText
 from smc.models.tokenizer import Tokenizer
 from smc.runtime.config import EngineConfig
 from smc.runtime.kernels import gpu_parts
@@ -118,7 +117,7 @@ class Recorded:
 class Machine(Protocol):
     """Where modes are run."""
 
-    tokenizer: Tokenizer | NoText
+    tokenizer: Tokenizer
 
     def engine(self, mode: Mode, config: EngineConfig) -> AbstractContextManager[Engine]:
         """An engine of these settings; `config` says how many pages both pools have, and the longest context."""
@@ -143,7 +142,7 @@ class LocalMachine:
     def __init__(
         self,
         models: Callable[[str, str], Decoder],
-        tokenizer: Tokenizer | NoText,
+        tokenizer: Tokenizer,
         draft_head: Callable[[str], DraftHead | None] = lambda device: None,
         **options: bool,
     ) -> None:
@@ -210,7 +209,7 @@ class Load:
         return [Request(str(i), tuple(prompt), replace(own, seed=i)) for i, prompt in enumerate(self.prompts)]
 
 
-def random_load(tokenizer: Tokenizer | NoText, requests: int, context: int) -> Load:
+def random_load(tokenizer: Tokenizer, requests: int, context: int) -> Load:
     """Prompts of tokens that mean nothing, and answers that do not end."""
     generator = torch.Generator().manual_seed(1)
     return Load(requests, torch.randint(10, tokenizer.size, (requests, context), generator=generator).tolist(), None)
@@ -225,15 +224,13 @@ def problem_load(tokenizer: Tokenizer, requests: int) -> Load:
 class Bench:
     """Times modes on a machine, for requests of one law; `on_round` is told of every timed round."""
 
-    def __init__(
-        self, machine: Machine, on_round: Callable[[Recorded], None] | None = None, law: Mapping[str, float] | None = None
-    ) -> None:
+    def __init__(self, machine: Machine, on_round: Callable[[Recorded], None] | None = None, law: Mapping[str, Any] | None = None) -> None:
         """`law`: settings of `SamplingParams`, by name."""
         self._machine, self._on_round, self._law = machine, on_round, law or {}
 
     def run(self, mode: Mode, load: Load, rounds: int) -> Speed:
         """Time `rounds` rounds of a load."""
-        rows = {} if mode.method.plain else {"particles": mode.particles, "population": mode.population}
+        rows: dict[str, Any] = {} if mode.method.plain else {"particles": mode.particles, "population": mode.population}
         params = SamplingParams(method=mode.method, **rows, **self._law)
         asked = load.asked(params, _stride(mode) * (rounds + WARM_UP + 4) + 1)
         with self._machine.engine(mode, fitted(mode.config, asked, load.requests)) as engine:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -21,7 +21,6 @@ from smc.engine.methods import decoding_of
 from smc.engine.request import Answer, Method, Output, Request, SamplingParams
 from smc.evaluation.speed import WARM_UP, ClosedLoop, Load, Mode
 from smc.models.config import ModelConfig
-from smc.models.presets import NoText
 from smc.models.tokenizer import Tokenizer
 from smc.runtime.config import GPU_PREFILL, EngineConfig
 from smc.runtime.messages import SIDES, Pending, PromptResult
@@ -76,7 +75,7 @@ class FirstToken:
 class PromptMachine(Protocol):
     """Where prompts are run; more of it is `smc.evaluation.speed.Machine`."""
 
-    tokenizer: Tokenizer | NoText
+    tokenizer: Tokenizer
 
     def engine(self, mode: Mode, config: EngineConfig) -> AbstractContextManager[Engine]: ...
 
@@ -117,7 +116,7 @@ class FirstTokens:
     """Measures on a machine, for requests of one law; `on_prompt` is told whenever a prompt has been run."""
 
     def __init__(
-        self, machine: PromptMachine, quiet: int, on_prompt: Callable[[], None] = lambda: None, law: Mapping[str, float] | None = None
+        self, machine: PromptMachine, quiet: int, on_prompt: Callable[[], None] = lambda: None, law: Mapping[str, Any] | None = None
     ) -> None:
         """`quiet`: rounds before each prompt, which those beside it are compared with; `law`: settings of `SamplingParams` for whoever is
         decoded meanwhile, by name."""
@@ -125,7 +124,7 @@ class FirstTokens:
 
     def run(self, mode: Mode, context: int, beside: int) -> list[FirstToken]:
         """Of prompts that are new, and of the same again. Raises ValueError for a context that the models were not made for."""
-        rows = {} if mode.method.plain else {"particles": mode.particles, "population": mode.population}
+        rows: dict[str, Any] = {} if mode.method.plain else {"particles": mode.particles, "population": mode.population}
         params = SamplingParams(method=mode.method, **rows, **self._law)
         longest = min(self._machine.shape(mode, side).max_context for side in SIDES)
         if context >= longest:

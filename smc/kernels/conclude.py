@@ -21,7 +21,7 @@ NONE = tl.constexpr(-float("inf"))
 
 @triton.jit
 def conclude(
-    slot_A, group_A, first_G, size_G, kind_G, pages_AQ, end_S, pending_S, limit_S, text_S, entry_S,
+    slot_A, group_A, first_G, size_G, kind_G, pages_AQ, end_S, pending_S, limit_S, text_S, entry_S, least_S,
     is_stop_EV, vocab, has_strings_E, next_EXB, data_B, offset_V, spelled,
     origin_A, tokens_AQ, count_A, ended_A, open_A, run_A, logp_AQ, drawn_AQ, rows_WX, root_X,
     said_logp_X, said_bonus_A, offered_token_AC, offered_logp_AC, best_A, right_A,
@@ -73,7 +73,7 @@ def conclude(
         # Nothing follows what has ended.
         said_logp = tl.load(logp_AQ + best * Q + right - 1, mask=exact & (ended == 0), other=float("nan"))
         bonus, logp = tl.where(exact, said, bonus), tl.where(exact, said_logp, logp)
-        block, alive = tl.where(exact, best, block), tl.where(misses, place == ancestor, alive)
+        block, alive = tl.where(misses if LOOKAHEAD else exact, best, block), tl.where(misses, place == ancestor, alive)
         logw = tl.where(misses, tl.where(place == ancestor, 0.0, NONE), logw)
         if not LOOKAHEAD:
             row = tl.where(misses, best, row)
@@ -82,14 +82,18 @@ def conclude(
     slot = tl.load(slot_A + ancestor, mask=exists, other=0)
     entry = tl.load(entry_S + slot, mask=exists, other=0)
     text = tl.load(text_S + slot, mask=exists, other=0).to(tl.int32)
+    end, pending = tl.load(end_S + slot, mask=exists, other=0), tl.load(pending_S + slot, mask=exists, other=0)
+    early = tl.load(least_S + slot, mask=exists, other=0) - (end - pending)
     text, _ = after_all(
-        text, tokens_AQ + block * Q, 1, entry, exists, kept,
+        text, tokens_AQ + block * Q, 1, entry, exists, kept, early,
         is_stop_EV, vocab, has_strings_E, next_EXB, data_B, offset_V, spelled, Q, STRINGS, DONE, STATES,
     )  # fmt: skip
-    end, pending = tl.load(end_S + slot, mask=exists, other=0), tl.load(pending_S + slot, mask=exists, other=0)
     room = tl.load(limit_S + slot, mask=exists, other=0) - (end - pending) - kept
     has_bonus, going = bonus >= 0, exists & (bonus >= 0) & (room > 0)
-    last = after(text, bonus, entry, going, is_stop_EV, vocab, has_strings_E, next_EXB, data_B, offset_V, spelled, STRINGS, DONE, STATES)
+    last = after(
+        text, bonus, entry, going, kept < early,
+        is_stop_EV, vocab, has_strings_E, next_EXB, data_B, offset_V, spelled, STRINGS, DONE, STATES,
+    )  # fmt: skip
     ended = (tl.load(ended_A + block, mask=exists, other=1) != 0) & (kept == count)
     grown = kept - 1
     if LOOKAHEAD:

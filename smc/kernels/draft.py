@@ -22,7 +22,7 @@ NONE = tl.constexpr(-float("inf"))
 @triton.jit
 def begin(
     slot_A, group_A, particle_A, seed_A, round_A, first_G, size_G, temperature_A, top_k_A, top_p_A, min_p_A, alpha_A, pages_AP,
-    table_SL, table_stride, end_S, pending_S, pending_SQ, pending_stride, ended_S, alive_S, text_S, entry_S, logw_S,
+    table_SL, table_stride, end_S, pending_S, pending_SQ, pending_stride, ended_S, alive_S, text_S, entry_S, least_S, logw_S,
     is_stop_EV, vocab, has_strings_E, next_EXB, data_B, offset_V, spelled,
     numbers_6A, rows_4A, flags_2A, floats_A, mass_A, tokens_AP, numbers_5X, group_X, law_4X, bounds_2G, keys_2G,
     stride_a, stride_x, stride_g, places, groups, rows,
@@ -51,7 +51,7 @@ def begin(
     # What is pending has been found not to end the answer.
     text, _ = after_all(
         tl.load(text_S + slot, mask=own, other=0).to(tl.int32), pending_SQ + slot * pending_stride, 1,
-        tl.load(entry_S + slot, mask=own, other=0), own, pending,
+        tl.load(entry_S + slot, mask=own, other=0), own, pending, tl.load(least_S + slot, mask=own, other=0) - held,
         is_stop_EV, vocab, has_strings_E, next_EXB, data_B, offset_V, spelled, P, STRINGS, DONE, STATES,
     )  # fmt: skip
     zero, wide = place * 0, place.to(tl.int64)

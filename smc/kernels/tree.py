@@ -29,6 +29,7 @@ class Lives:
 
     end_S: Tensor
     limit_S: Tensor
+    least_S: Tensor
     entry_S: Tensor
     stops: StopTables
 
@@ -65,7 +66,7 @@ def adopt(
     dealt = (slot_A,) * 3 if chains is None else chains
     _adopt[(triton.cdiv(rows, BLOCK),)](
         *(before[name] for name in BEFORE), *(before[name].stride(0) for name in ("tokens_XK", "logq_XK", "tail_XB")),
-        *whom, *drawn, *dealt, group_A, kind_G, slot_A, pages_XB, lives.end_S, lives.limit_S, lives.entry_S,
+        *whom, *drawn, *dealt, group_A, kind_G, slot_A, pages_XB, lives.end_S, lives.limit_S, lives.least_S, lives.entry_S,
         *table_arguments(tables),
         *(made[name] for name in MADE), rows, step, tokens, pages,
         BLOCK=BLOCK, BLOCK_K=triton.next_power_of_2(tokens), BLOCK_B=triton.next_power_of_2(max(1, pages)), BRANCHES=branches,
@@ -88,7 +89,7 @@ def _of_trees(chosen: Expansion, offers: Offers) -> tuple[Tensor, ...]:
 def _adopt(
     root_S, tokens_SK, logq_SK, tail_SB, count_S, alive_S, ended_S, before_S, text_S, tokens_stride, logq_stride, tail_stride,
     parent_X, offer_X, mass_X, nan_G, token_SC, logq_SC, token_SD, logq_SD,
-    chain_parent_X, chain_token_X, chain_logq_X, group_A, kind_G, slot_A, pages_XB, end_of, limit_of, entry_of,
+    chain_parent_X, chain_token_X, chain_logq_X, group_A, kind_G, slot_A, pages_XB, end_of, limit_of, least_of, entry_of,
     is_stop_EV, vocab, has_strings_E, next_EXB, data_B, offset_V, spelled,
     root_to, tokens_to, logq_to, tail_to, count_to, alive_to, ended_to, before_to, text_to, mass_to, last_to, next_to, run_to,
     rows, step, tokens, pages,
@@ -130,7 +131,7 @@ def _adopt(
     room = tl.load(limit_of + slot, mask=inside, other=0) - end - count
     going = inside & (room > 0)
     state = after(
-        text.to(tl.int32), token, entry, going,
+        text.to(tl.int32), token, entry, going, tl.load(least_of + slot, mask=inside, other=0) - end - count > 0,
         is_stop_EV, vocab, has_strings_E, next_EXB, data_B, offset_V, spelled, STRINGS, DONE, STATES,
     )  # fmt: skip
     has_ended = ended | (going.to(tl.int64) >= room) | (state == DONE)

@@ -39,7 +39,7 @@ class DraftVocab:
     """Of all other tokens together in the proposal: theirs in the text, between `LEAST_SHARE` and `MOST_SHARE`."""
 
     @staticmethod
-    def of(size: int, text: Path | None, tokenizer: Tokenizer | NoText) -> DraftVocab:
+    def of(size: int, text: Path | None, tokenizer: Tokenizer) -> DraftVocab:
         """The `size` most frequent tokens of a text; of equally frequent ones, such as those that it does not have, the first. Special
         tokens and those that end texts are always among them. Random weights have no text: theirs are the first tokens.
 

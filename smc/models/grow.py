@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -135,7 +135,7 @@ def grown_model(
     return model
 
 
-def _fill_fp8(growth: Growth, name: str, place: Place, parameters: dict[str, Tensor]) -> None:
+def _fill_fp8(growth: Growth, name: str, place: Place, parameters: Mapping[str, Tensor]) -> None:
     """By whole rows, a piece at a time: see `smc.models.loader`."""
     (rows, columns), device = place.axes, parameters[place.parameter].device
     for piece in pieces(len(rows.held), columns.size):

@@ -104,7 +104,8 @@ def _save_weights(growth: Growth, directory: Path, dtype: torch.dtype, on_bytes:
 
 def _groups(sizes: dict[str, int]) -> Iterator[list[str]]:
     """Names of tensors that go into one file."""
-    group, filled = [], 0
+    group: list[str] = []
+    filled = 0
     for name, size in sizes.items():
         if group and filled + size > FILE_BYTES:
             yield group

@@ -10,6 +10,7 @@ Axes: T tokens, K inputs, N outputs.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +65,7 @@ class Linear(nn.Linear):
 
     def rounded(self, x_TK: Tensor, scale_T1: Tensor, out_TN: Tensor | None = None) -> Tensor:
         """The library's product of activations that `round_rows` or its kernel has rounded, in bfloat16; if it `rounds`."""
-        scales = {"scale_a": scale_T1, "scale_b": self.scale[None]}
+        scales: dict[str, Any] = {"scale_a": scale_T1, "scale_b": self.scale[None]}
         return torch._scaled_mm(x_TK, self.weight.t(), **scales, bias=self.bias, out_dtype=torch.bfloat16, out=out_TN)
 
 

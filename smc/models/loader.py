@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,22 +66,26 @@ class Published:
 
     def values(self, name: str, part: tuple[slice, ...]) -> Tensor:
         stored = self.files.part(name, part).to(self.device)
-        return self.compression.values(stored, self._scale(name), *part) if stored.dtype == FP8 else stored
+        if stored.dtype != FP8:
+            return stored
+        assert self.compression is not None
+        return self.compression.values(stored, self._scale(name), *part)
 
     def rows(self, name: str, rows: slice) -> tuple[Tensor, Tensor]:
         """Whole rows in FP8, [N, K], and their scales [N]. Those stored so stay as they are; blocks are rounded anew."""
         tensor = self.files.tensors[name]
         part = (rows, slice(0, tensor.shape[1]))
-        if tensor.dtype == STORED_FP8 and not self.compression.blocks:
+        if tensor.dtype == STORED_FP8 and self.compression is not None and not self.compression.blocks:
             return self.files.part(name, part).to(self.device), self.compression.scale_of_rows(self._scale(name), rows)
         return quantise(self.values(name, part))
 
     def _scale(self, name: str) -> Tensor:
+        assert self.compression is not None
         scale = self.compression.scale_name(name)
         return self.files.part(scale, tuple(slice(0, size) for size in self.files.tensors[scale].shape)).to(self.device)
 
 
-def _load(published: Published, name: str, place: Place, parameters: dict[str, Tensor]) -> None:
+def _load(published: Published, name: str, place: Place, parameters: Mapping[str, Tensor]) -> None:
     view, (held, *columns) = place.view(parameters), place.part
     for piece in pieces(*view.shape):
         rows = slice(held.start + piece.start, held.start + piece.stop)

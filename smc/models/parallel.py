@@ -26,7 +26,7 @@ INNER_BLOCK = 64
 class Reduce(Protocol):
     """Sums over all ranks of a model."""
 
-    def __call__(self, part_TE: Tensor) -> Tensor:
+    def __call__(self, part_TE: Tensor, /) -> Tensor:
         """The sum, the same bits on every rank. May be made in place, and lasts until the next one is asked for."""
         ...
 

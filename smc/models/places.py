@@ -6,6 +6,7 @@ Knows nothing about values, and imports no torch: whether a directory can be ser
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,11 +38,11 @@ class Place:
         """What to read of the published tensor."""
         return tuple(slice(axis.held.start, axis.held.stop) for axis in self.axes)
 
-    def view(self, parameters: dict[str, Tensor]) -> Tensor:
+    def view(self, parameters: Mapping[str, Tensor]) -> Tensor:
         rows, *columns = (len(axis.held) for axis in self.axes)
         return parameters[self.parameter].detach()[(slice(self.start, self.start + rows), *map(slice, columns))]
 
-    def put(self, parameters: dict[str, Tensor], rows: slice, weight_NK: Tensor, scale_N: Tensor) -> None:
+    def put(self, parameters: Mapping[str, Tensor], rows: slice, weight_NK: Tensor, scale_N: Tensor) -> None:
         """FP8 of some of the rows held, and their scales; `weight_NK` has all columns of the published tensor."""
         scale = parameters[f"{self.parameter.removesuffix('weight')}scale"].detach()
         self.view(parameters)[rows] = weight_NK[:, self.part[1]]
@@ -93,7 +94,7 @@ def check_weights(directory: str | Path, config: ModelConfig) -> dict[str, Store
     """
     places, compression = weight_places(config), compression_of(directory)
     stored = {name: tensor for name, tensor in read_headers(directory).items() if not _ignored(name, config, compression)}
-    shapes = {name: (place.shape,) for name, place in places.items()}
+    shapes: dict[str, tuple[tuple[int, ...], ...]] = {name: (place.shape,) for name, place in places.items()}
     if compression is not None:
         compressed = [name for name in places if name in stored and stored[name].dtype == STORED_FP8 and len(places[name].shape) == 2]
         shapes |= {compression.scale_name(name): compression.scale_shapes(*places[name].shape) for name in compressed}

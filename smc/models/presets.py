@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from smc.models.config import Llama3RopeScaling, ModelConfig
+from smc.models.tokenizer import Tokenizer
 
 
 def _llama(hidden: int, layers: int, heads: int, head_dim: int, inner: int, tied: bool, factor: float) -> ModelConfig:
@@ -40,26 +42,41 @@ def preset(name: str) -> ModelConfig:
     return PRESETS[name]
 
 
-class NoText:
+class NoText(Tokenizer):
     """Stands in for a tokenizer where text has no meaning: every id is silent, and none ends an answer."""
 
-    eos_ids: tuple[int, ...] = ()
-    special_ids: tuple[int, ...] = ()
-    has_chat_template = False
-
     def __init__(self, size: int) -> None:
-        self.size = size
+        self._size = size
+        self.eos_ids = ()
 
-    def bytes_of(self, _token_id: int) -> bytes:
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def special_ids(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def has_chat_template(self) -> bool:
+        return False
+
+    def bytes_of(self, token_id: int) -> bytes:
         return b""
 
-    def encode(self, _text: str, add_special: bool = True) -> list[int]:
+    def encode(self, text: str, add_special: bool = True, limit: int | None = None) -> list[int]:
         raise ValueError("prompt: a model of random weights has no text; allowed: token_ids")
 
-    def chat(self, _messages: Sequence[dict[str, Any]]) -> list[int]:
+    def chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        limit: int | None = None,
+        tools: Sequence[dict[str, Any]] = (),
+        settings: Mapping[str, Any] = MappingProxyType({}),
+    ) -> list[int]:
         raise ValueError("prompt: a model of random weights has no chat template; allowed: token_ids")
 
-    def decode(self, _ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[int]) -> str:
         return ""
 
     def fingerprint(self) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from smc.models.check import require_pair
 from smc.models.config import ModelConfig
@@ -52,6 +52,12 @@ class Source:
     """Directory of the model that is grown; must exist on every host, under the same path."""
 
     @property
+    def _small(self) -> Path:
+        """Of a grown model."""
+        assert self.small is not None
+        return self.small
+
+    @property
     def name(self) -> str:
         return self.place.name
 
@@ -59,7 +65,7 @@ class Source:
         """The model, or one rank's share of it, on a device."""
         from smc.models.loader import load_model
 
-        where = {"dtype": dtype, "device": device, "shard": shard, "reduce": reduce}
+        where: dict[str, Any] = {"dtype": dtype, "device": device, "shard": shard, "reduce": reduce}
         if self.kind == "random":
             from smc.models.random_model import random_model
 
@@ -67,7 +73,7 @@ class Source:
         if self.kind == "grown":
             from smc.models.grow import grown_model
 
-            return grown_model(load_model(self.small), preset(str(self.place)), **where)
+            return grown_model(load_model(self._small), preset(str(self.place)), **where)
         return load_model(self.place, **where)
 
     @property
@@ -79,16 +85,16 @@ class Source:
         """`smc.models.fingerprint` of its weights; of random ones that they are, of grown ones that of the small model."""
         if self.kind == "random":
             return self.kind
-        return fingerprint(self.small if self.kind == "grown" else self.place)
+        return fingerprint(self._small if self.kind == "grown" else self.place)
 
-    def tokenizer(self) -> Tokenizer | NoText:
+    def tokenizer(self) -> Tokenizer:
         if self.kind == "random":
             return NoText(self.config.vocab_size)
         if self.kind == "files":
             return Tokenizer.load(self.place)
         from smc.models.grown_files import grown_tokenizer
 
-        return grown_tokenizer(self.small, self.config)
+        return grown_tokenizer(self._small, self.config)
 
 
 @dataclass(frozen=True)
@@ -117,21 +123,26 @@ class SourcePair:
             raise ValueError(f"load={load!r}; allowed: {', '.join(LOADS)}")
         if load == "files":
             report = require_pair(target, draft)
-            sources = [Source(load, place, one.config, one.parameters) for place, one in ((target, report.target), (draft, report.draft))]
-            return SourcePair(*sources, max_context=report.max_context)
+            assert report.target is not None and report.draft is not None, "no problem was found"
+            return SourcePair(
+                Source(load, target, report.target.config, report.target.parameters),
+                Source(load, draft, report.draft.config, report.draft.parameters),
+                max_context=report.max_context,
+            )
         shapes = [preset(str(name)) for name in (target, draft)]
         if shapes[0].vocab_size != shapes[1].vocab_size:
             raise ValueError(f"vocabularies of {shapes[0].vocab_size} and {shapes[1].vocab_size} tokens; a pair shares one")
-        places = (None, None)
+        places: tuple[Path | None, Path | None] = (None, None)
         if load == "grown":
             assert small is not None, "what is to be grown?"
             places, report = small, require_pair(*small)
+            assert report.target is not None and report.draft is not None, "no problem was found"
             shapes = [_grown(name, one.config, shape) for name, one, shape in zip((target, draft), (report.target, report.draft), shapes)]
-        sources = [
+        its_target, its_draft = (
             Source(load, Path(name), config, count_parameters(config), place)
             for name, config, place in zip((target, draft), shapes, places)
-        ]
-        return SourcePair(*sources, max_context=min(config.max_context for config in shapes))
+        )
+        return SourcePair(its_target, its_draft, max_context=min(config.max_context for config in shapes))
 
     def of_side(self, side: str) -> Source:
         return self.draft if side == "draft" else self.target

@@ -222,7 +222,8 @@ class Conclusion:
         changed = {
             "row_A": taken.row_A if self.lookahead else torch.where(misses_A, best_A, taken.row_A),
             "ancestor_A": ancestor_A,
-            "block_A": torch.where(is_exact_A, best_A, taken.block_A),
+            # What follows a block that is right to its end keeps its own, be it one of several of the same tokens.
+            "block_A": torch.where(misses_A if self.lookahead else is_exact_A, best_A, taken.block_A),
             "alive_A": torch.where(misses_A, place_A == ancestor_A, taken.alive_A),
             "bonus_A": torch.where(is_exact_A, torch.where(says_A, next_A, -1), taken.bonus_A),
             "logp_A": torch.where(is_exact_A, torch.where(is_over_A, torch.nan, next_logp_A), taken.logp_A),
@@ -236,10 +237,10 @@ class Conclusion:
         each place takes [A]."""
         state, blocks, drafted = self.evidence.state, self.blocks, self.drafted
         slot_A = self.plan.slot_A[taken.ancestor_A]
-        entry_A = state.entry_S[slot_A]
-        text_A = grow(state.stops, entry_A, state.text_S[slot_A], blocks.tokens_AQ[taken.block_A], kept_A).text_A
+        entry_A, early_A = state.entry_S[slot_A], state.least_S[slot_A] - state.held(slot_A)
+        text_A = grow(state.stops, entry_A, state.text_S[slot_A], blocks.tokens_AQ[taken.block_A], kept_A, early_A).text_A
         room_A = state.limit_S[slot_A] - state.held(slot_A) - kept_A
-        said = grow(state.stops, entry_A, text_A, taken.bonus_A[:, None], room_A)
+        said = grow(state.stops, entry_A, text_A, taken.bonus_A[:, None], room_A, early_A - kept_A)
         over_A = blocks.ended_A[taken.block_A] & (kept_A == blocks.count_A[taken.block_A])
         grown_A, ended_A = kept_A - 1, over_A
         if self.lookahead:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from smc.limits import UNSET
+
 MAX_BLOCK = 32
 MAX_BRANCHES = 32
 MOST_PAGES = 1 << 23
@@ -24,7 +26,7 @@ class EngineConfig:
     """`lockstep`: draft, then score. `lookahead`: draft every outcome of the next block while the target scores this one."""
     block: int = 8
     """K, 1..32: tokens the draft draws per round."""
-    branches: int | None = None
+    branches: int = UNSET
     """F, 1..32: branches of the next block per particle. Look-ahead only; default 4."""
     cohorts: int = 1
     """Sets of requests whose rounds alternate, 1..4. More than one pays in lockstep, where models run in processes of their own."""

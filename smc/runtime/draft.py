@@ -16,6 +16,7 @@ from torch import Tensor
 from smc.algorithm.expansion import Expansion, Kind, Offers
 from smc.laws import LawSpec
 from smc.philox import Purpose
+from smc.runtime.biases import AddBiases, BiasTables
 from smc.runtime.chains import Deal, Drawn, deal
 from smc.runtime.draft_head import HeadSampling
 from smc.runtime.draft_steps import Offering, Shape, Steps
@@ -38,6 +39,9 @@ class Drafter:
     state: SlotState
     expand: Callable[..., Expansion]
     adopt: Callable[..., Tree]
+    add_biases: AddBiases
+    biases: BiasTables
+    """Of these logits."""
     steps: Steps
     shape: Shape
     mixture: float
@@ -90,6 +94,9 @@ class Drafter:
     ) -> tuple[Tree, Tensor | None]:
         """Every row continues one of those before it with a token: at the first step a particle, later a row. With the log-law that chains
         have drawn from [Y, V], if they have."""
+        if plan.biased:
+            slot_S = plan.slot_A if tree.run_4X is None else tree.run_4X[0]
+            logits_SV = self.add_biases(self.biases, self.state.lives, logits_SV, slot_S, tree.next_X, plan.biased)
         own = offers = chosen = chains = None
         if Kind.INDEPENDENT in plan.kinds:
             keys = DrawKeys(offering.seed_S, offering.round_S, offering.stream_SD, tree.next_X, self.purpose)

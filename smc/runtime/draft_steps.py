@@ -113,7 +113,7 @@ def begin(state: SlotState, plan: RoundPlan, law: LawSpec, shape: Shape) -> Begu
     place_A = torch.arange(len(slot_A), device=state.device)
     zero_A = torch.zeros_like(place_A)
     # What is pending has been found not to end the answer.
-    text_A = grow(state.stops, state.entry_S[slot_A], state.text_S[slot_A], tokens_AP, pending_A).text_A
+    text_A = grow(state.stops, state.entry_S[slot_A], state.text_S[slot_A], tokens_AP, pending_A, state.least_S[slot_A] - held_A).text_A
     rows = Rows(
         table_SL=state.table_SL,
         slot_R=slot_A.int(),

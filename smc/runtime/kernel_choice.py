@@ -67,7 +67,7 @@ def conclude(evidence: Evidence, candidates: Candidates, own: Selection | None, 
     run_2A = torch.empty(2, places, dtype=torch.int32, device=device)
     given = (
         plan.slot_A, plan.group_A, plan.first_G, plan.size_G, plan.kind_G, plan.target_pages_AQ,
-        state.end_S, state.pending_S, state.limit_S, state.text_S, state.entry_S, *table_arguments(tables),
+        state.end_S, state.pending_S, state.limit_S, state.text_S, state.entry_S, state.least_S, *table_arguments(tables),
         blocks.origin_A, blocks.tokens_AQ, blocks.count_A, blocks.ended_A, blocks.open_A, blocks.run_A, scored.logp_AQ, scored.drawn_AQ,
         evidence.drafted.all_WX, candidates.root_X, said.logp_X, said.bonus_A, candidates.offers.token_RC, said.offered_logp_AC,
         evidence.best_A, evidence.right_A, *(vars(own).values() if own else (None,) * 8), *_of_expansion(chosen),

@@ -47,7 +47,7 @@ def begin(state: SlotState, plan: RoundPlan, law: LawSpec, shape: Shape) -> Begu
         plan.slot_A, plan.group_A, plan.particle_A, plan.seed_A, plan.round_A, plan.first_G, plan.size_G,
         law.temperature_R, law.top_k_R, law.top_p_R, law.min_p_R, law.alpha_R, plan.begin_pages_AP,
         state.table_SL, state.table_SL.stride(0), state.end_S, state.pending_S, state.pending_SQ, state.pending_SQ.stride(0),
-        state.ended_S, state.alive_S, state.text_S, state.entry_S, state.logw_S, *table_arguments(tables),
+        state.ended_S, state.alive_S, state.text_S, state.entry_S, state.least_S, state.logw_S, *table_arguments(tables),
         numbers_6A, rows_4A, flags_2A, zero_A, mass_A, tokens_AP, numbers_5X, group_X, law_4X, bounds_2G, keys_2G,
         *strides, places, groups, rows,
         F=plan.branches, P=queries, STREAMS=STREAMS_PER_PARTICLE, BY_ROUND=shape.by_round, BLOCK=ROWS,

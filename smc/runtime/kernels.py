@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from smc.algorithm.expansion import Offers
+from smc.kernels import biases
 from smc.kernels.draft_head import spread, spread_rest
 from smc.kernels.expansion import expand, keep_roots
 from smc.kernels.guidance import guide, reroot
@@ -15,12 +16,13 @@ from smc.kernels.offers import offer
 from smc.kernels.rejection import write_law
 from smc.kernels.sampling import draw, score
 from smc.kernels.selection import select
-from smc.kernels.tree import Lives
+from smc.kernels.tree import Lives as TreeLives
 from smc.kernels.tree import adopt as kernel_adopt
 from smc.kernels.truncation import truncate
 from smc.kernels.walk import walk
 from smc.laws import LawSpec
 from smc.runtime import kernel_draft
+from smc.runtime.biases import BiasTables, Lives
 from smc.runtime.draft_head import HeadSampling
 from smc.runtime.kernel_blocks import judge, lay_out
 from smc.runtime.kernel_chains import verify
@@ -120,8 +122,14 @@ def adopt(tree: Tree, more: Continuation, plan: RoundPlan, state: SlotState, *, 
     chosen = None if more.chosen is None else (more.chosen, more.offers)
     dealt = None if more.chains is None else (more.chains.parent_X, more.chains.token_X, more.chains.logq_X)
     places = (plan.group_A, plan.kind_G, plan.slot_A, plan.branch_pages_XB)
-    lives = Lives(state.end_S, state.limit_S, state.entry_S, state.stops)
+    lives = TreeLives(state.end_S, state.limit_S, state.least_S, state.entry_S, state.stops)
     return Tree(**kernel_adopt(vars(tree), chosen, more.own, dealt, places, lives, step=step, branches=branches))
+
+
+def add_biases(tables: BiasTables, lives: Lives, logits_RV: Tensor, slot_X: Tensor, position_R: Tensor, width: int) -> Tensor:
+    """As `smc.runtime.biases.add_biases`, in place."""
+    added = (tables.column_EB, tables.early_EB, tables.late_EB, tables.count_E)
+    return biases.add(logits_RV, added, lives, slot_X.contiguous(), position_R.contiguous(), width)
 
 
 def gpu_parts(**options: bool) -> Parts:
@@ -145,5 +153,6 @@ def gpu_parts(**options: bool) -> Parts:
         advance=advance,
         drafting=kernel_draft.STEPS,
         run_prompt=run_prompt,
+        add_biases=add_biases,
         reroot=reroot,
     )

@@ -57,6 +57,10 @@ class Draws:
     """int32: how many of the D are wanted."""
     kind_R: np.ndarray
     """int32 `smc.algorithm.expansion.Kind`: `DISTINCT` ones are drawn without replacement."""
+    biased_2Y: np.ndarray
+    """int32: rows and tokens whose logits are changed, each pair once."""
+    bias_Y: np.ndarray
+    """float32: what is added to these."""
     companion_R: np.ndarray | None = None
     """int32 which row of the batch guides this one (`smc.runtime.guidance`); itself: none does. None: nobody is guided."""
     scale_R: np.ndarray | None = None

@@ -47,6 +47,8 @@ class Join:
     """Leading positions whose pages no round will change: the prompt's."""
     limit: int
     """Tokens, prompt included, that a sequence may have."""
+    least: int
+    """Of a sequence's tokens, prompt included, the first so many do not end the answer."""
     end_N: np.ndarray
     """int32 tokens of the sequence so far, prompt included."""
     pending_NQ: np.ndarray
@@ -139,6 +141,8 @@ class RoundPlan:
     """int32 pages for a particle's pending tokens, at the draft or the model that decodes alone."""
     branch_pages_XB: np.ndarray | Tensor
     """int32 pages for the tokens of branches that are run within the round, branch after branch."""
+    biased: int = 0
+    """Tokens at most whose logits are changed for a row, of `smc.runtime.biases.WIDTHS`; 0: of no row."""
     companions: Companions | None = None
     """None: nobody is guided."""
 
@@ -168,6 +172,7 @@ class RoundPlan:
             len(self.slot_A),
             len(self.chain_C),
             self.branches,
+            self.biased,
             tuple(sorted(self.kinds)),
             *(tuple(sorted(law.active)) for law in (self.target_law, self.draft_law)),
             self.companions is not None,
@@ -190,7 +195,7 @@ class RoundPlan:
         laws = {side: LawSpec(**parts[side], active=getattr(self, side).active) for side in ("target_law", "draft_law")}
         companions = Companions(**parts["companions"]) if self.companions else None
         own = {name: tensor for name, tensor in tensors.items() if "." not in name}
-        fixed = {"program": self.program, "short": self.short, "columns": self.columns, "kinds": self.kinds}
+        fixed = {"program": self.program, "short": self.short, "columns": self.columns, "kinds": self.kinds, "biased": self.biased}
         return RoundPlan(**fixed, **laws, companions=companions, **own)
 
     def places_of(self, kind: Kind) -> Tensor:

@@ -20,6 +20,7 @@ from smc.algorithm.walk import walk
 from smc.models.draft_vocab import DraftVocab
 from smc.philox import Purpose
 from smc.runtime import draft_steps, tables
+from smc.runtime.biases import AddBiases, BiasTables, add_biases
 from smc.runtime.blocks import Judge, LayOut, judge, lay_out
 from smc.runtime.candidates import Weigh, weigh
 from smc.runtime.chains import Verify, verify
@@ -64,6 +65,7 @@ class Parts:
     advance: Advance = write_advance
     drafting: draft_steps.Steps = draft_steps.REFERENCE
     run_prompt: PromptPass = run_prompt
+    add_biases: AddBiases = add_biases
     reroot: tables.Reroot = tables.reroot
 
 
@@ -79,13 +81,17 @@ class Side:
         self.state = SlotState(config.max_slots, worker.width, pending, stop_tables, worker.device, parts.advance)
         self._forward = parts.forward(worker)
         self._sampling = parts.sampling(worker.vocab_size)
-        self._drafts = {"state": self.state, "expand": parts.expand, "adopt": parts.adopt, "steps": parts.drafting}
+        self._biases = BiasTables(config.max_stops, worker.vocab_size, worker.device)
+        self.state.biases.append(self._biases)
         self._run = Pass(self._forward, self._forward.logits)
         if worker.name == "target":
             self._run = GuidedPass(self._forward, self._forward.logits, self.state, self._sampling.guide, parts.reroot)
+        self._drafts = {"state": self.state, "add_biases": parts.add_biases}
+        self._drafts |= {"expand": parts.expand, "adopt": parts.adopt, "steps": parts.drafting}
         # Plain decoding of a target must not depend on rounds: exact decoding makes the same draws in others.
         shape = Shape(config.block, by_round=worker.name == "draft")
-        law = {"run": self._run, "sampling": self._sampling, "mixture": 0.0, "purpose": Purpose.TARGET}
+        law = {"run": self._run, "sampling": self._sampling, "biases": self._biases}
+        law |= {"mixture": 0.0, "purpose": Purpose.TARGET}
         self._alone = Drafter(**self._drafts, shape=shape, **law)
 
     def join(self, group: Join) -> None:
@@ -162,12 +168,14 @@ class DraftSide(Side):
     def __init__(self, config: EngineConfig, worker: ModelWorker, parts: Parts, stages: Stages, channel: Channel) -> None:
         super().__init__(config, worker, parts, stages, pending=config.begin_tokens)
         self._channel = channel
-        logits, sampling, head = self._forward.logits, self._sampling, worker.draft_head
+        logits, sampling, biases, head = self._forward.logits, self._sampling, self._biases, worker.draft_head
         if head is not None:
             logits = partial(logits, head=head.matrix)
             sampling = parts.head_sampling(parts.sampling(len(head.vocab.ids_M)), head.vocab, worker.device)
+            biases = BiasTables(config.max_stops, len(head.vocab.ids_M), worker.device, head.vocab.ids_M)
+            self.state.biases.append(biases)
         shape = Shape(config.block, by_round=True, guesses=config.lookahead)
-        law = {"run": Pass(self._forward, logits), "sampling": sampling, "mixture": config.defensive_share}
+        law = {"run": Pass(self._forward, logits), "sampling": sampling, "biases": biases, "mixture": config.defensive_share}
         self._drafter = Drafter(**self._drafts, shape=shape, **law)
         self._round: tuple[RoundPlan, Tree, Tensor | None, tuple] | None = None
         self._laws_SLV: Tensor | None = None
@@ -230,7 +238,7 @@ class TargetSide(Side):
         super().__init__(config, worker, parts, stages, pending=config.target_tokens)
         self._channel = channel
         sampling, state = self._sampling, self.state
-        steps = Steps(parts.lay_out, parts.judge, parts.verify, parts.follow)
+        steps = Steps(parts.lay_out, parts.judge, parts.verify, parts.follow, partial(parts.add_biases, self._biases))
         deciders = Deciders(parts.weigh, parts.select, parts.expand, parts.keep_roots, parts.walk, parts.conclude)
         self._scorer = Scorer(self._run, sampling, state, steps, block=config.block, lookahead=config.lookahead)
         self._chooser = Chooser(sampling, state, deciders, lookahead=config.lookahead)

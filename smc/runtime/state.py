@@ -9,6 +9,7 @@ from torch import Tensor
 
 from smc.arrays import to_device
 from smc.kv.pages import DUMMY_PAGE
+from smc.runtime.biases import BiasTables, Lives
 from smc.runtime.outcome import Choice
 from smc.runtime.plan import Join
 from smc.stops import START, StopTables
@@ -32,6 +33,8 @@ class SlotState:
         """Tokens of the sequence, the prompt's included."""
         self.limit_S = torch.ones(slots + 1, **integers)
         """Tokens that it may have."""
+        self.least_S = torch.zeros(slots + 1, **integers)
+        """Of its tokens, the first so many do not end the answer."""
         self.pending_SQ = torch.zeros(slots + 1, pending, **integers)
         """The sequence's last tokens, in their order."""
         self.pending_S = torch.ones(slots + 1, **integers)
@@ -45,7 +48,8 @@ class SlotState:
         self.logw_S = torch.zeros(slots + 1, dtype=torch.float64, device=device)
         """Log-weight of the particle; at the draft, what rows are dealt out by."""
         self.entry_S = torch.zeros(slots + 1, **integers)
-        """The group's entry of the stop tables."""
+        """The group's entry of the stop tables, and of those of biases."""
+        self.biases: list[BiasTables] = []
 
     def join(self, group: Join) -> Tensor:
         """Take over particles. Returns their slots as an index."""
@@ -53,6 +57,7 @@ class SlotState:
         self.table_SL[slots_N, : group.pages_XL.shape[1]] = to_device(group.pages_XL, self.device)
         self.base_S[slots_N] = group.base
         self.limit_S[slots_N] = group.limit
+        self.least_S[slots_N] = group.least
         self.end_S[slots_N] = self._here(group.end_N)
         self.pending_SQ[slots_N, : group.pending_NQ.shape[1]] = self._here(group.pending_NQ)
         self.pending_S[slots_N] = self._here(group.pending_N)
@@ -63,7 +68,14 @@ class SlotState:
         self.entry_S[slots_N] = group.stops
         if group.machine is not None:
             self.stops.set(group.stops, group.machine)
+            for biases in self.biases:
+                biases.set(group.stops, group.machine)
         return slots_N
+
+    @property
+    def lives(self) -> Lives:
+        """What biases depend on."""
+        return self.entry_S, self.least_S
 
     def held(self, slot_A: Tensor) -> Tensor:
         """Positions [A] whose keys and values are there."""

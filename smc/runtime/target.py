@@ -14,6 +14,7 @@ from torch import Tensor
 from smc.algorithm.expansion import Kind
 from smc.arrays import to_device
 from smc.runtime import tables
+from smc.runtime.biases import Lives
 from smc.runtime.blocks import Asked, Drawn, Judge, LayOut, Scored
 from smc.runtime.chains import Verify, chain_groups
 from smc.runtime.guidance import Pass
@@ -64,6 +65,8 @@ class Steps:
     judge: Judge
     verify: Verify
     follow: Follow
+    add_biases: Callable[[Lives, Tensor, Tensor, Tensor, int], Tensor]
+    """`smc.runtime.biases.add_biases` of the target's own tables."""
 
 
 class Scorer:
@@ -94,6 +97,8 @@ class Scorer:
         tokens of chains were drawn from, if there are chains."""
         asked = self._steps.lay_out(self.state, self.logq_SQ, plan, drafted)
         logits_TV = self.run(plan, asked.blocks.tokens_AQ.flatten(), asked.rows, root_R=asked.blocks.origin_A)
+        if plan.biased:
+            logits_TV = self._steps.add_biases(self.state.lives, logits_TV, asked.rows.slot_R, asked.keys.position_R, plan.biased)
         labelled_T = drawn = next_AV = None
         if not plan.all_exact:
             labelled_T = self.sampling.score(logits_TV, asked.law_T, asked.label_T[:, None])[:, 0]

@@ -65,7 +65,7 @@ def adopt(tree: Tree, more: Continuation, plan: RoundPlan, state: SlotState, *, 
     slot_X = plan.slot_A[root_X]
     end_X = state.end_S[slot_X]
     room_X = state.limit_S[slot_X] - end_X - count_X
-    growth = grow(state.stops, state.entry_S[slot_X], text_X, token_X[:, None], room_X)
+    growth = grow(state.stops, state.entry_S[slot_X], text_X, token_X[:, None], room_X, state.least_S[slot_X] - end_X - count_X)
     is_now_K = torch.arange(tree.tokens_XK.shape[1], device=state.device) == step
     is_known_B = torch.arange(tree.tail_XB.shape[1], device=state.device) < step
     alive_X, has_ended_X = tree.alive_X[parent_X] & (mass_X > -torch.inf), ended_X | growth.ends_A

@@ -110,6 +110,9 @@ class ModelWorker:
         numbers = (draws.seed_R, draws.round_R, draws.stream_RD, position_R.astype(np.int64))
         # On the host, where words are made from them: asking the device for them would wait for it.
         keys = DrawKeys(*map(torch.from_numpy, numbers), draws.purpose)
+        if len(draws.bias_Y):
+            where_2Y = to_device(draws.biased_2Y, self.device).long()
+            logits_RV = logits_RV.index_put(tuple(where_2Y), to_device(draws.bias_Y, self.device).to(logits_RV.dtype), accumulate=True)
         token_RD, logp_RD, log_z_R = Sampling(self.vocab_size).bonus(logits_RV, draws.law, keys)
         first_D = torch.arange(token_RD.shape[1], device=token_RD.device) == 0
         kind_R = to_device(draws.kind_R, self.device)

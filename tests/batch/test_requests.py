@@ -45,6 +45,7 @@ def test_prompts(pair, requests):
         ({"logprobs": True}, {"logprobs": True}),
         ({"seed": -5}, {"seed": -5}),
         ({"time_budget": 2.5}, {"time_budget": 2.5}),
+        ({"min_tokens": 3, "logit_bias": {"7": -1, "2": 0.5, "3": 0}}, {"min_tokens": 3, "logit_bias": ((2, 0.5), (7, -1.0))}),
         ({"model": "target", "n": 1, "stream": False, "stop": None, "logit_bias": None}, {"stop": ()}),
     ],
 )

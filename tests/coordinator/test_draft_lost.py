@@ -13,7 +13,9 @@ from services.backend import Unavailable
 from services.gateway.coordinator import CoordinatorClient
 from services.launch.config import GangConfig
 from services.launch.specs import rank_spec
+from services.link import connect
 from services.step import Step
+from services.workers import process
 from services.workers.process import run_rank
 from smc.engine.request import Answer, Request, SamplingParams
 from smc.models.parallel import Shard
@@ -87,6 +89,50 @@ def test_one_draft_after_the_other(link, form, monkeypatch):
     for thread in drafts:
         thread.join(10)
         assert not thread.is_alive(), "a draft has not heard that it is to stop"
+
+
+@pytest.mark.parametrize("link", ["nccl", "grpc"])
+def test_answers_go_on_while_another_draft_is_slow(link, monkeypatch):
+    """It has come, and says nothing for a while: nobody but it waits."""
+    settings = {"link": link, "engine": EngineConfig(block=4, branches=2, drafting="always"), "start_timeout": 30.0, "link_timeout": 20.0}
+    fails, silence = threading.Event(), threading.Event()
+    broken, met = DraftSide.draft, process.peer_end
+
+    def draft(side: DraftSide, plan) -> None:
+        if fails.is_set():
+            raise ValueError("out of luck")
+        broken(side, plan)
+
+    def peer_end(where, store, side, *rest):
+        if side == "draft" and where.epoch > 1:
+            silence.wait()
+        return met(where, store, side, *rest)
+
+    monkeypatch.setattr(DraftSide, "draft", draft)
+    monkeypatch.setattr(connect, "peer_end", peer_end)
+
+    async def work(client: CoordinatorClient, steps: list[Step]) -> None:
+        fails.set()
+        plain = (await ask(client, method="exact", particles=4)).tokens
+        fails.clear()
+        threading.Thread(target=lambda: run_rank(rank, HOST), daemon=True).start()
+        attaching = asyncio.create_task(asyncio.to_thread(made.attach_draft, 2))
+        for _ in range(20):
+            async with asyncio.timeout(3):
+                assert (await ask(client, method="target")).tokens == plain
+        assert not attaching.done()
+        silence.set()
+        await attaching
+        again = await ask(client, method="exact", particles=4)
+        assert again.tokens == plain and again.statistics.draft_tokens
+
+    with coordinator(**settings) as (made, spec):
+        config = GangConfig(**settings)
+        rank = rank_spec(config, config.serving_pair(), replace(spec.rendezvous, epoch=2), "draft", Shard())
+        try:
+            asyncio.run(_attached(made, spec, work))
+        finally:
+            silence.set()
 
 
 async def _attached(made, spec, work) -> None:

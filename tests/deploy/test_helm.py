@@ -73,7 +73,13 @@ EVERYTHING = {
         "prefixCache": False,
         "maxQueuePages": 100,
     },
-    "gateway": {"extraArgs": ["--write-timeout=60"], "terminationGracePeriod": 300, "preStopDelay": 0, "drainTimeout": 0.5},
+    "gateway": {
+        "httpPort": 8000,
+        "extraArgs": ["--write-timeout=60"],
+        "terminationGracePeriod": 300,
+        "preStopDelay": 0,
+        "drainTimeout": 0.5,
+    },
 }
 ON_NODES = {"draft": PLACE, "target": PLACE, "ray": {"head": PLACE, "upgradeStrategy": "Recreate", "auth": {"secret": "ray-token"}}}
 FOUR_GPUS = POD | {"device": "cuda", "target": {"tp": 3}, "pod": {"resources": {"limits": {"memory": "240Gi"}}, "shm": "8Gi", **PLACE}}
@@ -109,7 +115,14 @@ VARIANTS = {
     "models downloaded for one pod": [POD, DOWNLOADED],
     "models mounted": [MOUNTED, BATCH],
     "devices by claim": [{"device": "cuda", "draft": CLAIMS, "target": CLAIMS}],
-    "HTTPRoute": [TLS, {"route": {"enabled": True, "kind": "HTTPRoute", "parentRefs": [{"name": "edge"}]}, "monitoring": {"ray": True}}],
+    "HTTPRoute": [
+        TLS,
+        {
+            "gateway": {"httpPort": 8443},
+            "route": {"enabled": True, "kind": "HTTPRoute", "parentRefs": [{"name": "edge"}]},
+            "monitoring": {"ray": True},
+        },
+    ],
     "gangs behind a router": [
         ROUTED,
         KEDA,
@@ -220,6 +233,16 @@ def test_an_unknown_field_would_be_noticed(field):
         ({"route": {"kind": "TCPRoute"}}, "/route/kind"),
         ({"router": {"enabled": True}}, "router.enabled=true with topology=cluster, which is one gang a release"),
         (POD | {"router": {"enabled": True}}, "router.controlKeySecret is empty"),
+        (
+            ROUTED | {"gateway": {"httpPort": 8000}},
+            "the router has OpenAI's API on router.port=30000",
+        ),
+        ({"gateway": {"httpPort": 9400}}, "gateway.metricsPort=9400 is given as gateway.httpPort as well"),
+        ({"gateway": {"httpPort": 0}}, "/gateway/httpPort"),
+        (
+            {"serve": {"enabled": False}, **BATCH, "gateway": {"httpPort": 8000}},
+            "gateway.httpPort=8000 has no effect with serve",
+        ),
         (ROUTED | TLS, "smg speaks plain text to the gangs"),
         (POD | {"router": {"replicas": 3}}, "router.replicas=3 has no effect with router.enabled=false"),
         (ROUTED | {"router": {"enabled": True, "controlKeySecret": "c", "policy": "random"}}, "/router/policy"),
@@ -349,7 +372,7 @@ def test_keda_sees_no_load_where_models_are_loading(tmp_path):
     """A replica that is three quarters full, one that loads, one that has lost its gang; and a release whose name begins alike."""
     full, loading, lost = Metrics(), Metrics(), Metrics()
     for replica in (full, loading, lost):
-        replica.set_build_info("1", "big", "lookahead", "grpc", 64, block=8)
+        replica.set_build_info("1", "big", "lookahead", "grpc", 64, block=8, weights={"draft": "", "target": ""})
     for replica in (full, lost):
         replica.observe_step(EngineStats(slots_free=16))
     full.set_health(draft=True, target=True, serving=True)

@@ -47,6 +47,29 @@ def test_a_proxy_is_told_what_the_port_speaks(layer, protocol):
     assert port["appProtocol"] == protocol
 
 
+@pytest.mark.parametrize(("layer", "protocol"), [({}, "http"), (POD, "http"), (TLS, "https")])
+def test_openais_api_has_a_port_where_it_is_wanted(layer, protocol):
+    """Who may call may call either; what speaks HTTP before the service is led to it; probes stay with gRPC."""
+    wanted = {"gateway": {"httpPort": 8000}, "networkPolicy": {"enabled": True}}
+    outside = {"ingress": {"enabled": True, "hosts": ["a.example"]}, "route": {"enabled": True, "parentRefs": [{"name": "edge"}]}}
+    objects, plain = render(layer, wanted, outside), render(layer)
+    assert all_of_kind(objects, "Service")["demo-smcserve"]["spec"]["ports"][1:] == [
+        {"name": "http", "port": 8000, "targetPort": 8000, "appProtocol": protocol}
+    ]
+    assert [port["port"] for port in of_kind(objects, "NetworkPolicy")["spec"]["ingress"][1]["ports"]] == [50051, 8000]
+    gateway, before = (
+        next(each for pod in pod_specs(some) for each in pod["containers"] if each["name"] == "gateway") for some in (objects, plain)
+    )
+    assert [flag for flag in gateway["args"] if flag not in before["args"]] == ["--http-port=8000"]
+    probes = ("startupProbe", "readinessProbe", "livenessProbe")
+    assert {"name": "http", "containerPort": 8000} in gateway["ports"] and all(gateway[probe] == before[probe] for probe in probes)
+    (rule,) = of_kind(objects, "Ingress")["spec"]["rules"]
+    assert rule["http"]["paths"][0]["backend"]["service"] == {"name": "demo-smcserve", "port": {"name": "http"}}
+    assert of_kind(objects, "GRPCRoute")["spec"]["rules"][0]["backendRefs"] == [{"name": "demo-smcserve", "port": 50051}]
+    http = render(layer, wanted, {"route": {**outside["route"], "kind": "HTTPRoute"}})
+    assert of_kind(http, "HTTPRoute")["spec"]["rules"][0]["backendRefs"] == [{"name": "demo-smcserve", "port": 8000}]
+
+
 def clusters(objects: list[dict]) -> list[dict]:
     return [of_kind(objects, "RayCluster")["spec"], of_kind(objects, "RayJob")["spec"]["rayClusterSpec"]]
 

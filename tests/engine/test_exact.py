@@ -21,7 +21,7 @@ CONFIGS = [*FORMS, EngineConfig(form="lockstep", block=1), EngineConfig(block=1,
 
 
 def settings_of(rng: random.Random) -> dict:
-    return {
+    settings = {
         "seed": rng.randrange(10**6),
         "max_tokens": rng.randint(1, 30),
         "temperature": rng.choice([0.0, 0.7, 1.0, 1.5]),
@@ -31,6 +31,9 @@ def settings_of(rng: random.Random) -> dict:
         **({"top_p": 0.8} if rng.random() < 0.2 else {}),
         **({"stop": ("ab", "cca")} if rng.random() < 0.3 else {}),
     }
+    if rng.random() < 0.4:
+        settings["min_tokens"] = rng.randint(0, settings["max_tokens"])
+    return settings | rng.choice([{}, {}, {"logit_bias": {0: -1.5, 3: 2}}, {"logit_bias": {2: -100}}])
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=config_id)

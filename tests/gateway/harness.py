@@ -148,7 +148,7 @@ def serving(
 def serving_pair(pair: ModelPair, engine: EngineConfig) -> ServingPair:
     def model(name: str) -> Model:
         decoder = getattr(pair, name)
-        return Model(f"demo-{name}", decoder.config, sum(p.numel() for p in decoder.parameters()), tensor_parallel=1)
+        return Model(f"demo-{name}", decoder.config, sum(p.numel() for p in decoder.parameters()), 1, f"{name}-weights")
 
     return ServingPair(
         model("target"), model("draft"), pair.tokenizer, engine.max_context or pair.max_context, engine, "local", demo.TARGET

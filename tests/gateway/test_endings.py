@@ -209,7 +209,7 @@ def test_clients_connect_anew_after_a_while_and_lose_no_call(pair):
     with serving(pair, max_connection_age=1.0) as service, grpc.insecure_channel(service.address) as channel:
         states, stub = [], generation_pb2_grpc.GenerationServiceStub(channel)
         channel.subscribe(states.append)
-        call = stub.Generate(long_request())
+        call = stub.Generate(long_request(particles=8))
         next(call)
         until(lambda: grpc.ChannelConnectivity.IDLE in states, 10.0)
         assert list(call)[-1].finish.usage.completion_tokens == LONG["max_tokens"]

@@ -7,12 +7,15 @@ import gc
 import select
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 
 import grpc
 import psutil
 import pytest
 
+from services.gateway.limits import ARRIVING, LARGE, PATIENCE
 from services.gateway.memory import _malloc_trim
 from services.gateway.prompts import Prompts
 from services.pb import generation_pb2 as pb
@@ -104,6 +107,12 @@ with grpc.insecure_channel(sys.argv[1]) as channel, ThreadPoolExecutor(200) as p
 """
 
 
+UNREAD = 200 * LARGE
+"""Bytes that callers may have sent before their requests are let in."""
+SLACK = 128 * MIB
+"""What the allocator keeps in pieces, and what else this process does meanwhile: seen on a busy machine were 70 MiB."""
+
+
 def held(process: psutil.Process) -> int:
     """Bytes, without what nobody refers to: in this process, with all that other tests have left in it, collections are rare."""
     gc.collect()
@@ -119,7 +128,7 @@ def flooded(service) -> tuple[set[str], int, float]:
     command = [sys.executable, "-c", FLOOD, service.address, str(ALMOST)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as flood:
         assert flood.stdout.readline() == "ready\n"
-        before = process.memory_info().rss
+        before = held(process)
         with pauses_of(service) as pauses, service.client() as client, client.stream("x", **LONG) as stream:
             next(stream)
             flood.stdin.write("\n")
@@ -127,20 +136,53 @@ def flooded(service) -> tuple[set[str], int, float]:
             while not select.select([flood.stdout], [], [], 0.02)[0]:
                 most = max(most, process.memory_info().rss)
         codes = set(flood.stdout.readline().split())
-    until(lambda: held(process) - before < 200 * MIB, 10.0)
+    until(lambda: held(process) - before < SLACK, 10.0)
     return codes, most - before, pauses.longest
+
+
+def bear(service, codes: set[str], most: int) -> None:
+    """Three tries for the pause: all processes of the machine share two cores, and what they do to one try they do not do to each."""
+    for _ in range(3):
+        ended, grown, pause = flooded(service)
+        assert ended == codes and grown < most
+        if pause < LIMIT:
+            return
+    pytest.fail(f"the gateway stood still for {pause:.2f} s")
 
 
 def test_two_hundred_long_prompts_at_once(service):
     """More than a prompt of this context can need is not even received."""
-    codes, grown, pause = flooded(service)
-    assert codes == {"RESOURCE_EXHAUSTED"} and grown < 200 * MIB and pause < LIMIT
+    bear(service, {"RESOURCE_EXHAUSTED"}, UNREAD + SLACK)
 
 
 def test_two_hundred_long_prompts_where_prompts_may_be_long(large):
-    """Each is received, and then refused: what they need is bounded by what was sent, and given back."""
-    codes, grown, pause = flooded(large)
-    assert codes <= {"INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"} and grown < 2 * 200 * ALMOST and pause < 4 * LIMIT
+    """A few are let in at a time. Of each there are the pieces that it came in, two copies that gRPC makes of them, and its message."""
+    bear(large, {"INVALID_ARGUMENT"}, UNREAD + 4 * ARRIVING + SLACK)
+
+
+def test_callers_who_send_nothing_keep_nobody_waiting(pair):
+    """Where one request at a time is let in."""
+    with serving(pair, max_message_bytes=ARRIVING) as service, grpc.insecure_channel(service.address) as channel:
+        silence = threading.Event()
+
+        def nothing() -> Iterator[bytes]:
+            silence.wait()
+            yield from ()
+
+        crowd = [channel.stream_stream("/smc.v1.GenerationService/Generate")(nothing()) for _ in range(20)]
+        try:
+            until(lambda: len(service.gateway._turns._outside) == 19)
+            began = time.monotonic()
+            with service.stub() as stub:
+                stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=10)
+                list(stub.Generate(pb.GenerateRequest(text="x", sampling=pb.SamplingParams(max_tokens=1)), timeout=10))
+            assert time.monotonic() - began < 2 * PATIENCE + 2.0
+            assert {call.code() for call in crowd if call.done()} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+            assert not all(call.done() for call in crowd)
+        finally:
+            silence.set()
+        until(lambda: all(call.done() for call in crowd), 20.0)
+        assert service.gateway._turns._inside == 0
 
 
 def test_calls_at_the_same_time_are_limited(pair):

@@ -23,6 +23,7 @@ from smc.engine.stats import EngineStats
 from tests.deploy.binaries import binary
 from tests.gateway.harness import LONG, serving, until
 
+WEIGHTS = {"target": "ab", "draft": "cd"}
 ANSWER = Answer(
     "r", (1,) * 7, "x", FinishReason.EOS, 1, 1, 20, Statistics(4, draft_tokens=160, target_tokens=40), 1.5, times=Times(0.1, 0.2, 1.2)
 )
@@ -59,14 +60,14 @@ def test_series_exist_from_the_start_and_no_others_come(metrics):
     def series() -> set[tuple]:
         return {(s.name, *sorted(s.labels.items())) for m in metrics.registry.collect() for s in m.samples if m.name != "smc_build"}
 
-    metrics.set_build_info("1.2", "big", "lookahead", "grpc", 64, block=3)
+    metrics.set_build_info("1.2", "big", "lookahead", "grpc", 64, block=3, weights=WEIGHTS)
     before = series()
     report_everything(metrics)
     assert series() == before
 
 
 def report_everything(metrics: Metrics) -> None:
-    metrics.set_build_info("1.2", "big", "lookahead", "grpc", 64, block=3)
+    metrics.set_build_info("1.2", "big", "lookahead", "grpc", 64, block=3, weights=WEIGHTS)
     metrics.prompt_started(20, 0.05)
     metrics.tokens_generated(9)
     metrics.tokens_followed(4, 0.2)
@@ -143,7 +144,7 @@ def test_what_is_reported_is_what_is_shown(metrics):
     assert parts == [0.012, 0.015, 0.001, 0.002]
     assert [value(metrics, "smc_stall_seconds_total", group=group) for group in ("draft", "target")] == [0.004, 0.001]
     assert [value(metrics, "smc_group_healthy", group=group) for group in ("draft", "target")] == [1, 0]
-    assert value(metrics, "smc_build_info", version="1.2", form="lookahead", link="grpc") == 1
+    assert value(metrics, "smc_build_info", version="1.2", form="lookahead", link="grpc", weights="ab", draft_weights="cd") == 1
 
 
 def test_a_leak_stays_seen_while_requests_run(metrics):
@@ -157,7 +158,7 @@ def test_a_leak_stays_seen_while_requests_run(metrics):
 
 
 def test_all_slots_are_free_while_models_load(metrics):
-    metrics.set_build_info("1.2", "big", "lookahead", "grpc", 64, block=3)
+    metrics.set_build_info("1.2", "big", "lookahead", "grpc", 64, block=3, weights=WEIGHTS)
     assert value(metrics, "smc_slots_free") == value(metrics, "smc_slots_capacity") == 64
 
 

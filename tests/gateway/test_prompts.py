@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 
+import pytest
+
 from services.gateway.prompts import Prompts
 from services.pb import generation_pb2 as pb
+from services.prompt import Prompt
+from smc.models.presets import NoText
 
 
 class Listening:
@@ -33,3 +37,10 @@ def test_many_small_messages_are_long_too():
         message = pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user")] * count))
         assert asyncio.run(encode(Prompts(tokenizer, context=10_000), message)) == (count,)
         assert (tokenizer.thread is threading.current_thread()) is here
+
+
+@pytest.mark.parametrize("given", [{"text": "hello"}, {"messages": ({"role": "user", "content": "hello"},)}])
+def test_random_weights_have_no_text(given):
+    """In the words of a caller's mistake."""
+    with pytest.raises(ValueError, match="random weights has no"):
+        Prompt(**given).encode(NoText(10), limit=5)

@@ -48,6 +48,7 @@ def settings_of(draw) -> dict:
         "stop": st.lists(text.filter(bool), max_size=3).map(tuple),
         "stop_token_ids": st.lists(int32, max_size=3).map(tuple),
         "ignore_eos": st.booleans(),
+        "logit_bias": st.dictionaries(int32, st.floats(-100, 100), max_size=3),
         "time_budget": positive,
     }
     if method != "draft":
@@ -62,6 +63,8 @@ def settings_of(draw) -> dict:
         if population == "independent":
             possible |= {"ess_threshold": share, "resampling": st.sampled_from(SCHEME_NAMES)}
     chosen = {"method": method} | {name: draw(values) for name, values in possible.items() if draw(st.booleans())}
+    if draw(st.booleans()):
+        chosen["min_tokens"] = draw(st.integers(0, chosen.get("max_tokens", 256)))
     if method == "smc" and draw(st.booleans()):
         chosen["min_particles"] = draw(st.integers(1, chosen.get("particles", 8)))
     return chosen
@@ -127,6 +130,8 @@ def test_defaults_stand_in_for_what_is_absent():
         ({"stop": "text"}, "stop='text'; allowed: a list"),
         ({"stop": ["\ud800"]}, "stop=.*valid Unicode"),
         ({"stop_token_ids": [1, 2**40]}, "stop_token_ids=.*a 32-bit integer"),
+        ({"logit_bias": {2**31: 1}}, "logit_bias=.*allowed: numbers by token id"),
+        ({"logit_bias": 3}, "logit_bias=3; allowed: numbers by token id"),
         ({"method": "beam"}, "method='beam'; allowed: smc, exact, target, draft"),
         ({"population": "mixed"}, "population='mixed'; allowed: distinct, independent"),
         ({"resampling": "none"}, "resampling='none'; allowed: systematic"),

@@ -131,6 +131,7 @@ class Round:
             "text_S": rng.choice([0, 0, 2], n),
             "logw_S": rng.normal(size=n) * 5,
             "entry_S": np.zeros(n),
+            "least_S": rng.integers(0, 30, n),
         }
         for name, value in values.items():
             getattr(state, name)[:-1] = self.here(value[:-1], getattr(state, name).dtype)

@@ -36,14 +36,21 @@ VOCAB = len(TOKENS) + 2
 """A model draws from more ids than its tokenizer has."""
 
 
-def grow(tables: StopTables, entry_A: torch.Tensor, text_A: torch.Tensor, tokens_AK: torch.Tensor, room_A: torch.Tensor) -> Growth:
+def grow(
+    tables: StopTables,
+    entry_A: torch.Tensor,
+    text_A: torch.Tensor,
+    tokens_AK: torch.Tensor,
+    room_A: torch.Tensor,
+    early_A: torch.Tensor | None = None,
+) -> Growth:
     places, k = tokens_AK.shape
     count_A, after_A = torch.empty(2, places, dtype=torch.int64, device=tokens_AK.device)
     ends_A = torch.empty(places, dtype=torch.bool, device=tokens_AK.device)
     if places:
         _grow[(triton.cdiv(places, BLOCK),)](
             *(given_A.contiguous() for given_A in (entry_A, text_A)), tokens_AK, *tokens_AK.stride(), room_A.contiguous(),
-            count_A, ends_A, after_A, places,
+            torch.zeros_like(room_A) if early_A is None else early_A.contiguous(), count_A, ends_A, after_A, places,
             *table_arguments(tables), K=k, STRINGS=tables.next_EXB is not None, DONE=DONE, STATES=MAX_STATES, BLOCK=BLOCK, num_warps=1,
         )  # fmt: skip
     return Growth(count_A, ends_A, after_A)
@@ -51,7 +58,7 @@ def grow(tables: StopTables, entry_A: torch.Tensor, text_A: torch.Tensor, tokens
 
 @triton.jit
 def _grow(
-    entry_A, text_A, tokens_AK, stride_a, stride_k, room_A, count_A, ends_A, after_A, places,
+    entry_A, text_A, tokens_AK, stride_a, stride_k, room_A, early_A, count_A, ends_A, after_A, places,
     is_stop_EV, vocab, has_strings_E, next_EXB, data_B, offset_V, spelled,
     K: tl.constexpr, STRINGS: tl.constexpr, DONE: tl.constexpr, STATES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -60,7 +67,7 @@ def _grow(
     entry = tl.load(entry_A + a, mask=inside, other=0).to(tl.int64)
     text, room = tl.load(text_A + a, mask=inside, other=0).to(tl.int32), tl.load(room_A + a, mask=inside, other=0)
     state, count = after_all(
-        text, tokens_AK + a.to(tl.int64) * stride_a, stride_k, entry, inside, room,
+        text, tokens_AK + a.to(tl.int64) * stride_a, stride_k, entry, inside, room, tl.load(early_A + a, mask=inside, other=0),
         is_stop_EV, vocab, has_strings_E, next_EXB, data_B, offset_V, spelled, K, STRINGS, DONE, STATES,
     )  # fmt: skip
     tl.store(count_A + a, count.to(tl.int64), mask=inside)
@@ -84,13 +91,14 @@ def assert_same(tables: StopTables, *arguments: torch.Tensor) -> None:
 
 
 def draw(generator: np.random.Generator, entries: int, places: int, k: int, wild: float) -> list[np.ndarray]:
-    """(entry, state, tokens, room): states that are anywhere in the machines, tokens that do not exist in a share `wild`."""
+    """(entry, state, tokens, room, how many are early): states that are anywhere in the machines, tokens that do not exist in a share
+    `wild`."""
     entry_A = generator.integers(0, entries, places)
     states_A = np.array([2, *(2 if m.next_XB is None else len(m.next_XB) for m in MACHINES)])[entry_A]
     text_A = np.where(generator.random(places) < 0.3, generator.integers(0, states_A), START)
     tokens_AK = generator.integers(0, VOCAB, (places, k))
     tokens_AK = np.where(generator.random((places, k)) < wild, generator.choice(NO_TOKENS, (places, k)), tokens_AK)
-    return [entry_A, text_A, tokens_AK, generator.integers(0, k + 3, places)]
+    return [entry_A, text_A, tokens_AK, *generator.integers((0, -2), (k + 3, k + 3), (places, 2)).T]
 
 
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -115,10 +123,10 @@ def test_many_places_and_rounds(device):
     generator = np.random.default_rng(1)
     entry_A, text_A, *_ = (torch.from_numpy(a).to(device) for a in draw(generator, len(MACHINES) + 1, places, 1, 0.0))
     for k in (4, 1):
-        _, _, tokens_AK, room_A = (torch.from_numpy(a).to(device) for a in draw(generator, 1, places, 2 * k, 0.1))
-        assert_same(tables, entry_A, text_A, tokens_AK[:, ::2], room_A)
-        assert_same(tables, entry_A, text_A, tokens_AK.t()[:k].t(), room_A)
-        text_A = grow(tables, entry_A, text_A, tokens_AK[:, ::2], room_A).text_A
+        _, _, tokens_AK, *given = (torch.from_numpy(a).to(device) for a in draw(generator, 1, places, 2 * k, 0.1))
+        assert_same(tables, entry_A, text_A, tokens_AK[:, ::2], *given)
+        assert_same(tables, entry_A, text_A, tokens_AK.t()[:k].t(), *given)
+        text_A = grow(tables, entry_A, text_A, tokens_AK[:, ::2], *given).text_A
 
 
 def test_all_in_one_state(device):

@@ -53,7 +53,9 @@ def draws(rng: np.random.Generator, r: int, d: int) -> Draws:
     seeds = rng.integers(-(2**63), 2**63 - 1, r, dtype=np.int64)
     streams, (count, kind) = rng.integers(0, 4096, (r, d)), rng.integers(0, 3, (2, r), dtype=np.int32)
     guidance = (rng.integers(0, 99, r, dtype=np.int32), rng.random(r, dtype=np.float32)) if rng.random() < 0.5 else ()
-    return Draws(law(rng, r), seeds, rng.integers(0, 1000, r), streams, Purpose.PROPOSAL, count, kind, *guidance)
+    biased = rng.integers(0, 2**31 - 1, (2, d - 1), dtype=np.int32)
+    bias = rng.standard_normal(d - 1).astype(np.float32)
+    return Draws(law(rng, r), seeds, rng.integers(0, 1000, r), streams, Purpose.PROPOSAL, count, kind, biased, bias, *guidance)
 
 
 @examples
@@ -92,6 +94,7 @@ def test_a_group_joins(drawn, shared, stopping):
         pages_XL=ints(1 if shared else n, 7),
         base=5,
         limit=99,
+        least=7,
         end_N=ints(n),
         pending_NQ=ints(n, q),
         pending_N=ints(n),
@@ -101,7 +104,7 @@ def test_a_group_joins(drawn, shared, stopping):
         text_N=ints(n),
         logw_N=rng.standard_normal(n),
         stops=3,
-        machine=StopMachine.of([7, 2**17], [b"ab", "ü".encode()]) if stopping else None,
+        machine=StopMachine.of([7, 2**17], [b"ab", "ü".encode()], ((1, -0.7), (2**17, 100.0)) if shared else ()) if stopping else None,
     )
     found = codec.to_join(over_the_wire(codec.join_command(join)))
     assert equal(found, join)
@@ -124,6 +127,7 @@ def test_a_round(drawn, flag, program, f, b):
         program=program,
         short=flag,
         columns=77,
+        biased=256 if flag else 0,
         kinds=frozenset({Kind.BEST, Kind.DISTINCT}) if flag else frozenset({Kind.INDEPENDENT}),
         target_law=law(rng, a),
         draft_law=law(rng, a),

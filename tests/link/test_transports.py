@@ -128,6 +128,12 @@ def test_the_other_side_closes(link):
             ends["draft"].receive(5.0)
 
 
+def meet(channel: PeerChannel, epoch: int, make) -> None:
+    """Asks until there is another leader on the other side."""
+    while not channel.reconnect(epoch, make):
+        time.sleep(0.01)
+
+
 def test_a_target_outlives_one_draft_after_the_other(link):
     """What a lost draft was to send is zeros, until another one is there; and one that does not come is lost, too."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
@@ -149,10 +155,10 @@ def test_a_target_outlives_one_draft_after_the_other(link):
         channel.send("choice", torch.ones(4))
         nobody = replace(where, epoch=99, start_timeout=0.3)
         with pytest.raises(RuntimeError):
-            channel.reconnect(lambda at=nobody: peer_end(at, at.store(), "draft" if link == "grpc" else "target", CPU, target.server))
+            meet(channel, 99, lambda at=nobody: peer_end(at, at.store(), "draft" if link == "grpc" else "target", CPU, target.server))
         assert ask() == [[0] * 3] * 2
         again = replace(where, epoch=epoch)
-        renew = lambda at=again: channel.reconnect(lambda: peer_end(at, at.store(), "target", CPU, target.server))  # noqa: E731
+        renew = lambda at=again: meet(channel, at.epoch, lambda: peer_end(at, at.store(), "target", CPU, target.server))  # noqa: E731
         more, drafts = connect(again, ("draft",), renew)
         closing.join(10)
         draft = drafts["draft"]

@@ -35,7 +35,7 @@ def test_smoke(tmp_path):
     }
     assert ours["after"]["metrics"]['smc_kv_pages_leaked{group="target"}'] == 0
     assert ours["after"]["metrics"]["smc_slots_free"] == 32
-    assert {"gateway", "coordinator", "draft rank 0", "target rank 0", "ray"} == set(ours["after"]["memory"])
+    assert {"gateway", "coordinator", "draft rank 0", "target rank 0", "ray"} == set(ours["after"]["held"])
     assert (tmp_path / "run.html").read_text().count("<svg") == 8
     assert len(family) >= 6  # the service, its three actors and Ray's own
     assert not [process for process in psutil.wait_procs(family, timeout=10)[1] if process.status() != psutil.STATUS_ZOMBIE]

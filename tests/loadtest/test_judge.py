@@ -6,6 +6,7 @@ import pytest
 
 from loadtest.judge import overwhelmed
 from loadtest.monitor import Sample
+from loadtest.processes import Held
 from loadtest.show import headline
 from tests.loadtest.made import QUIET, made_run, record
 
@@ -14,7 +15,7 @@ GOOD = [record(at, (at + 0.1, at + 0.2), (1, 1)) for at in range(30)]
 SLOW = [record(at, (at + 3.0,), (1,)) for at in range(30)]
 REFUSED = [record(at + 0.5, code="RESOURCE_EXHAUSTED") for at in range(30)]
 OVERLOAD = {"rate": 3.0, "capacity": 1.0, "goodput": "ttft:1000"}
-FLAT = [Sample(float(at), 8, 4, {}, {"gateway": 300 * MIB, "ray": at * 100 * MIB}) for at in range(30)]
+FLAT = [Sample(float(at), 8, 4, {}, {"gateway": Held(300 * MIB, 40, 60), "ray": Held(at * 100 * MIB, at)}) for at in range(30)]
 
 
 def passed(run) -> dict[str, bool | None]:
@@ -115,8 +116,8 @@ def test_a_request_that_is_neither_answered_nor_refused():
 
 
 def test_a_queue_that_grows():
-    growing = [Sample(float(at), 8, 3 * at, {}, {"gateway": 300 * MIB}) for at in range(30)]
-    filling = [Sample(float(at), 8, min(3 * at, 16), {}, {"gateway": 300 * MIB}) for at in range(30)]
+    growing = [Sample(float(at), 8, 3 * at, {}, {"gateway": Held(300 * MIB)}) for at in range(30)]
+    filling = [Sample(float(at), 8, min(3 * at, 16), {}, {"gateway": Held(300 * MIB)}) for at in range(30)]
     assert passed(made_run(GOOD, growing, **OVERLOAD))["queue bounded"] is False
     assert passed(made_run(GOOD, filling, **OVERLOAD))["queue bounded"] is True
     assert passed(made_run(GOOD, growing[:5], **OVERLOAD))["queue bounded"] is None
@@ -124,8 +125,8 @@ def test_a_queue_that_grows():
 
 def test_what_comes_after_the_last_send_hides_no_growth():
     """A queue that is worked off and memory that is given back, once nothing is sent any more."""
-    growing = [Sample(float(at), 8, at, {}, {"rank 1": (300 + at) * MIB}) for at in range(30)]
-    tail = [Sample(30.0 + at, 8, max(0, 30 - 3 * at), {}, {"rank 1": 300 * MIB}) for at in range(20)]
+    growing = [Sample(float(at), 8, at, {}, {"rank 1": Held((300 + at) * MIB)}) for at in range(30)]
+    tail = [Sample(30.0 + at, 8, max(0, 30 - 3 * at), {}, {"rank 1": Held(300 * MIB)}) for at in range(20)]
     run = made_run(GOOD, growing + tail, **OVERLOAD)
     assert passed(run)["queue bounded"] is False and passed(run)["memory flat: rank 1"] is False
 
@@ -134,7 +135,7 @@ def test_what_comes_after_the_last_send_hides_no_growth():
 def test_memory_that_grows(mib_a_second, flat):
     """8 MiB may come in the last two thirds; by the metrics of the gateway, where processes cannot be watched."""
     sizes = [(300 + 100 * (at < 3) + mib_a_second * at) * MIB for at in range(30)]
-    watched = [Sample(float(at), 0, 0, {}, {"rank 1": int(size)}) for at, size in enumerate(sizes)]
+    watched = [Sample(float(at), 0, 0, {}, {"rank 1": Held(int(size))}) for at, size in enumerate(sizes)]
     scraped = [Sample(float(at), 0, 0, {"process_resident_memory_bytes": size}) for at, size in enumerate(sizes)]
     assert passed(made_run(GOOD, watched, **OVERLOAD))["memory flat: rank 1"] is flat
     assert passed(made_run(GOOD, scraped, **OVERLOAD))["memory flat: gateway"] is flat
@@ -143,3 +144,10 @@ def test_memory_that_grows(mib_a_second, flat):
 def test_overload_that_was_not_watched():
     run = made_run(GOOD, **OVERLOAD)
     assert passed(run)["memory flat"] is None and "Not measured: queue bounded, memory flat" in headline(run)
+
+
+@pytest.mark.parametrize(("threads", "files"), [(0, 0), (1, 0), (0, 1)])
+def test_threads_and_files_that_grow(threads, files):
+    growing = [Sample(float(at), 8, 4, {}, {"rank 1": Held(300 * MIB, 40 + threads * at, 60 + files * at)}) for at in range(30)]
+    found = passed(made_run(GOOD, growing, flat=True))
+    assert (found["threads flat: rank 1"], found["files flat: rank 1"], found["memory flat: rank 1"]) == (not threads, not files, True)

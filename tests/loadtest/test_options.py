@@ -44,7 +44,7 @@ BASE = ("--rate", 1, "--duration", 1)
         ((*BASE, "--capacity", 1), "--capacity has no effect without --goodput"),
         (("--profile", "overload"), "the rate is not known"),
         (("--profile", "overload", "--overload", 3, "--capacity", 2, "--rate", 5), "--rate 5 is not --overload 3 times --capacity 2"),
-        (("--profile", "calm"), "--profile 'calm'; allowed: smoke, steady, burst, ramp, capacity, overload, or a file"),
+        (("--profile", "calm"), "--profile 'calm'; allowed: smoke, steady, burst, ramp, capacity, soak, overload, or a file"),
         ((*BASE, "--precision", 0.2), "--precision has no effect without --find-capacity"),
         (("--find-capacity", "--precision", 5), "--precision 5; allowed: 0.01 to 1"),
         (("--find-capacity", "--arrivals", "ramp", "--rate-end", 9), "--find-capacity needs arrivals of one rate"),

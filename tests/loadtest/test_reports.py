@@ -13,6 +13,7 @@ import pytest
 from loadtest import numbers, page, plots
 from loadtest.capacity import Probe, search
 from loadtest.monitor import Sample
+from loadtest.processes import Held
 from smc.terminal import finite
 from tests.loadtest.made import QUIET, made_run, record
 
@@ -22,7 +23,7 @@ METRICS = {
     'smc_requests_rejected_total{cause="queue_full"}': 7.0,
     "process_resident_memory_bytes": 3e8,
 }
-SAMPLES = [Sample(float(at), at % 3, 1, METRICS, {"gateway": 300 << 20, "rank 1": 500 << 20}) for at in range(10)]
+SAMPLES = [Sample(float(at), at % 3, 1, METRICS, {"gateway": Held(300 << 20), "rank 1": Held(500 << 20)}) for at in range(10)]
 RECORDS = [
     record(0.0, (0.5,), (1,), counted=False),
     record(2.0, (2.2, 2.5), (3, 4), index=2, prompt_tokens=9, particles=8, rounds=3, mean_ess=6.0),

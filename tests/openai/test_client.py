@@ -81,6 +81,18 @@ def test_exact_is_the_targets_answer(service, client):
     assert [each.logprob for each in exact.logprobs.content] == pytest.approx([each.logprob for each in target.logprobs.content], abs=1e-4)
 
 
+def test_biases_and_answers_that_must_not_end(service, client, pair):
+    """As OpenAI's clients ask for them; over gRPC and in process the same."""
+    digit, eos = pair.tokenizer.encode("7")[-1], pair.tokenizer.eos_ids[0]
+    bias, settings = {str(digit): 4, str(eos): 90}, {"seed": 3, "max_tokens": 50}
+    found = create(client, QUESTIONS[0], {"min_tokens": 30, "particles": 4}, logit_bias=bias, logprobs=True, **settings).choices[0]
+    settings |= {"min_tokens": 30, "particles": 4, "logit_bias": {digit: 4, eos: 90}}
+    expected = local_answer(pair, chat_ids(pair, QUESTIONS[0]), **settings)
+    assert found.smc["token_ids"] == list(expected.tokens) and len(expected.tokens) == 31, "then the end is all but certain"
+    with service.client() as grpc_client:
+        assert grpc_client.generate([Message("user", QUESTIONS[0])], **settings).tokens == expected.tokens
+
+
 def test_temperature_zero_is_exact(service, client):
     greedy = create(client, QUESTIONS[0], {}, temperature=0).choices[0]
     assert greedy.smc["method"] == "exact"
@@ -206,6 +218,7 @@ def test_asynchronously(service, pair):
 def test_models(service, client, pair):
     assert [model.id for model in client.models.list()] == ["demo", "gpt-4o"]
     assert client.models.retrieve("gpt-4o").max_model_len == pair.max_context
+    assert client.models.retrieve("demo").weights == "target-weights"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gpt-5")
 

@@ -56,7 +56,7 @@ def test_every_row_of_the_table_has_a_test():
         assert (not re.search(r"\d{3}|reset|refused", status)) == (known in ONLY_GRPC), row
     assert set(ROWS.values()) <= globals().keys() | vars(test_bodies).keys() | vars(test_endings).keys()
     said = {int(code) for status, _ in rows for code in re.findall(r"\d{3}", status)}
-    assert {status for status, _ in HTTP.values()} | {404, 405, 413, 415} == said
+    assert {status for status, _ in HTTP.values()} | {404, 405, 415} == said
 
 
 def test_an_id_in_use(service):
@@ -89,7 +89,10 @@ def test_a_full_queue(pair):
 
 def test_a_body_too_large(service):
     """Said before it is read, or when it has become too much; either way nothing of it is parsed."""
-    is_error(post(service, chat("x" * 100_000)), 413, "invalid", "more than 73728 bytes")
+    rejected = {"code": "RESOURCE_EXHAUSTED", "cause": "too_large"}
+    before = service.metric("smc_requests_rejected_total", **rejected)
+    is_error(post(service, chat("x" * 100_000)), 413, "too_large", "more than 73728 bytes")
+    assert service.metric("smc_requests_rejected_total", **rejected) == before + 1
     connection = connect(service)
     chunks = (b"x" * 8192 for _ in range(20))
     connection.request("POST", CHAT, chunks, {"content-type": "application/json"}, encode_chunked=True)
@@ -151,6 +154,17 @@ def test_a_caller_that_does_not_read(pair, stream):
         until(lambda: not service.gateway._edge._runner.server.connections, 20.0)
         assert service.metric("smc_requests_cancelled_total", by="slow_reader") == stream
         service.wait_until_free(2.0)
+
+
+def test_a_caller_that_reads_nothing_at_all(pair):
+    """It asks for more than buffers hold, without reading."""
+    with serving(pair, http_port=0, write_timeout=0.5) as service, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", service.gateway.http_port))
+        connection.settimeout(60.0)
+        with pytest.raises(ConnectionError):
+            while True:
+                connection.sendall(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n" * 100)
 
 
 def test_nobody_listens(unused_port):

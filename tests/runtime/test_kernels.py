@@ -39,12 +39,12 @@ LOCKSTEP, LOOKAHEAD = EngineConfig(form="lockstep", block=2), EngineConfig(block
 
 
 ASKED = [
-    request([1, 2, 3], "0", particles=3, seed=1, max_tokens=7, logprobs=True, population="independent"),
-    request([4], "1", particles=2, seed=2, max_tokens=5, ignore_eos=True, ess_threshold=1.0, stop=("ab",)),
+    request([1, 2, 3], "0", particles=3, seed=1, max_tokens=5, logprobs=True, population="independent"),
+    request([4], "1", particles=2, seed=2, max_tokens=5, ignore_eos=True, ess_threshold=1.0, stop=("ab",), min_tokens=3),
     request([5, 6], "2", method="target", seed=3, max_tokens=4),
-    request([1, 2, 3], "3", particles=3, seed=4, max_tokens=7, logprobs=True, population="distinct"),
-    request([7], "4", method="exact", particles=3, seed=5, max_tokens=6, logprobs=True),
-    request([3, 4], "5", method="exact", verification="rejection", particles=3, seed=6, max_tokens=6, logprobs=True, top_p=0.95),
+    request([1, 2, 3], "3", particles=3, seed=4, max_tokens=5, logprobs=True, min_tokens=3, logit_bias={2: 1.5, 7: -2}),
+    request([7], "4", method="exact", particles=3, seed=5, max_tokens=5, logprobs=True),
+    request([3, 4], "5", method="exact", verification="rejection", particles=3, seed=6, max_tokens=5, logprobs=True, top_p=0.95),
 ]
 """Of every kind."""
 
@@ -159,7 +159,7 @@ class OneOfOne:
 
 def test_ranks_sum_what_their_products_leave_where_others_read_it(monkeypatch):
     """With one rank the sum is its part: same answers, if each is used before the next is asked for."""
-    asked = [request([1, 2, 3], "0", particles=2, seed=1, max_tokens=4)]
+    asked = [request([1, 2, 3], "0", particles=2, seed=1, max_tokens=3)]
     made = pair("llama")
     monkeypatch.setattr("smc.engine.local.parts_for", lambda _device: KERNELS)
     expected = answers(local_engine(made, LOOKAHEAD), asked)

@@ -26,6 +26,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu com
 PASSES = {"reference": prompts.run_prompt, "kernels": kernel_prompts.run_prompt}
 WIDTH, PAGES, VOCAB = 64, 200, 8
 
+NO_BIASES = (np.zeros((2, 0), np.int32), np.zeros(0, np.float32))
+
 
 def worker(which: str, family: str = "llama") -> ModelWorker:
     model = random_decoder(tiny_config(family, vocab_size=VOCAB, head_dim=16))
@@ -48,7 +50,7 @@ def first_draws(rows: int) -> Draws:
     one, wide = np.ones(rows, dtype=np.float32), np.zeros(rows, dtype=np.int64)
     streams_RD = np.arange(3)[None].repeat(rows, 0)
     law = LawSpec.of(one, wide, one, one * 0, one)
-    return Draws(law, wide + 5, wide, streams_RD, Purpose.TARGET, np.full(rows, 3, np.int32), np.zeros(rows, np.int32))
+    return Draws(law, wide + 5, wide, streams_RD, Purpose.TARGET, np.full(rows, 3, np.int32), np.zeros(rows, np.int32), *NO_BIASES)
 
 
 def assert_close(one: PromptResult, other: PromptResult) -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from urllib.request import Request, urlopen
 
 import pytest
 
-from services.client import Message
+from services.client import Client, Message
 from services.gateway.config import GatewayConfig
 from smc.demo.problems import generate
 from smc.engine.local import ModelPair, local_engine
 from smc.engine.request import Request as EngineRequest
 from smc.engine.request import SamplingParams
 from smc.runtime.config import EngineConfig
+from tests.service.running import Running
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -54,10 +57,76 @@ def engine_request(pair: ModelPair, i: int, question: str, params: dict) -> Engi
     return EngineRequest(str(i), prompt, SamplingParams(**params), negative_prompt=negative)
 
 
+@contextmanager
+def served(start, link: str, draft_tp: int, target_tp: int, form: str) -> Iterator[Running]:
+    engine = EngineConfig(cohorts=2, drafting="always", **FORMS[form])
+    with start(GatewayConfig(port=0, http_port=0), link=link, draft_tp=draft_tp, target_tp=target_tp, engine=engine) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def lookahead(start) -> Iterator[Running]:
+    """A service that tests share."""
+    with served(start, "nccl", 1, 1, "lookahead") as running:
+        yield running
+
+
+def all_are_the_engines_own(running: Running, client: Client, answers: list) -> None:
+    """Sixteen requests at once, some of them over HTTP as well."""
+
+    def ask(i: int):
+        question, params = ASKED[i]
+        chats = {"negative_prompt": [Message("user", NEGATIVE)]} if "negative_prompt" in params else {}
+        return client.generate([Message("user", question)], timeout=60, **params | chats)
+
+    def ask_over_http(i: int) -> str:
+        question, params = ASKED[i]
+        chats = {"negative_prompt": [{"role": "user", "content": NEGATIVE}]} if "negative_prompt" in params else {}
+        body = json.dumps({"messages": [{"role": "user", "content": question}], **params | chats}).encode()
+        url = f"http://127.0.0.1:{running.ready.http_port}/v1/chat/completions"
+        with urlopen(Request(url, body, {"content-type": "application/json"}), timeout=60) as response:
+            return json.load(response)["choices"][0]["message"]["content"]
+
+    with ThreadPoolExecutor(len(ASKED) + 3) as pool:
+        over_http = pool.map(ask_over_http, range(3))
+        found = list(pool.map(ask, range(len(ASKED))))
+        assert list(over_http) == [answer.text for answer in answers[:3]]
+    for completion, answer, (_, params) in zip(found, answers, ASKED):
+        assert completion.text == answer.text, params
+        assert tuple(completion.tokens) == answer.tokens
+        assert completion.finish_reason == answer.finish_reason and completion.seed == answer.seed
+        if completion.statistics is not None:
+            assert completion.statistics.rounds == answer.statistics.rounds
+            assert completion.statistics.hits == answer.statistics.hits
+            assert completion.statistics.log_z == pytest.approx(answer.statistics.log_z, abs=1e-3), (
+                params,
+                completion.statistics,
+                answer.statistics,
+            )
+    running.until_empty()
+
+
+def test_sixteen_clients_at_once(lookahead, expected):
+    with lookahead.client() as client:
+        all_are_the_engines_own(lookahead, client, expected["lookahead"])
+
+
+def test_draft_and_target_work_at_the_same_time(lookahead):
+    """In look-ahead form a round's two batches are on the way together: what both models take adds up to more than the round."""
+    rounds, supervisor = [], lookahead.service.supervisor
+    before, supervisor._on_step = supervisor._on_step, lambda step: rounds.append(step.times) if step.times else None
+    try:
+        with lookahead.client() as client:
+            client.generate([Message("user", ASKED[0][0])], particles=8, seed=1, max_tokens=300, ignore_eos=True)
+    finally:
+        supervisor._on_step = before
+    overlapped = [r for r in rounds if r.draft + r.target > r.whole - r.coordinator]
+    assert len(overlapped) > len(rounds) / 2
+
+
 @pytest.mark.parametrize(
     ("link", "draft_tp", "target_tp", "form"),
     [
-        ("nccl", 1, 1, "lookahead"),
         pytest.param("grpc", 1, 1, "lookahead", marks=pytest.mark.slow),
         pytest.param("nccl", 1, 2, "lookahead", marks=pytest.mark.slow),
         ("grpc", 2, 2, "lookahead"),
@@ -65,48 +134,6 @@ def engine_request(pair: ModelPair, i: int, question: str, params: dict) -> Engi
         pytest.param("grpc", 1, 2, "lockstep", marks=pytest.mark.slow),
     ],
 )
-def test_sixteen_clients_at_once(start, expected, link, draft_tp, target_tp, form):
-    engine = EngineConfig(cohorts=2, drafting="always", **FORMS[form])
-    gateway = GatewayConfig(port=0, http_port=0)
-    with start(gateway, link=link, draft_tp=draft_tp, target_tp=target_tp, engine=engine) as running, running.client() as client:
-
-        def ask(i: int):
-            question, params = ASKED[i]
-            chats = {"negative_prompt": [Message("user", NEGATIVE)]} if "negative_prompt" in params else {}
-            return client.generate([Message("user", question)], timeout=60, **params | chats)
-
-        def ask_over_http(i: int) -> str:
-            question, params = ASKED[i]
-            chats = {"negative_prompt": [{"role": "user", "content": NEGATIVE}]} if "negative_prompt" in params else {}
-            body = json.dumps({"messages": [{"role": "user", "content": question}], **params | chats}).encode()
-            url = f"http://127.0.0.1:{running.ready.http_port}/v1/chat/completions"
-            with urlopen(Request(url, body, {"content-type": "application/json"}), timeout=60) as response:
-                return json.load(response)["choices"][0]["message"]["content"]
-
-        with ThreadPoolExecutor(len(ASKED) + 3) as pool:
-            over_http = pool.map(ask_over_http, range(3))
-            found = list(pool.map(ask, range(len(ASKED))))
-            assert list(over_http) == [answer.text for answer in expected[form][:3]]
-        for completion, answer, (_, params) in zip(found, expected[form], ASKED):
-            assert completion.text == answer.text, params
-            assert tuple(completion.tokens) == answer.tokens
-            assert completion.finish_reason == answer.finish_reason and completion.seed == answer.seed
-            if completion.statistics is not None:
-                assert completion.statistics.rounds == answer.statistics.rounds
-                assert completion.statistics.hits == answer.statistics.hits
-                assert completion.statistics.log_z == pytest.approx(answer.statistics.log_z, abs=1e-3), (
-                    params,
-                    completion.statistics,
-                    answer.statistics,
-                )
-        running.until_empty()
-
-
-def test_draft_and_target_work_at_the_same_time(start):
-    """In look-ahead form a round's two batches are on the way together: what both models take adds up to more than the round."""
-    with start(engine=EngineConfig(block=8, branches=4)) as running, running.client() as client:
-        rounds = []
-        running.service.supervisor._on_step = lambda step: rounds.append(step.times) if step.times else None
-        client.generate([Message("user", ASKED[0][0])], particles=8, seed=1, max_tokens=300, ignore_eos=True)
-        overlapped = [r for r in rounds if r.draft + r.target > r.whole - r.coordinator]
-        assert len(overlapped) > len(rounds) / 2
+def test_over_every_link_at_every_degree(start, expected, link, draft_tp, target_tp, form):
+    with served(start, link, draft_tp, target_tp, form) as running, running.client() as client:
+        all_are_the_engines_own(running, client, expected[form])

@@ -90,6 +90,17 @@ def test_why_answers_end(service, pair, prompt):
     assert ended.complete.finish_reason == "stop" and ended.complete.WhichOneof("matched_stop") is None
 
 
+def test_biases_and_answers_that_must_not_end(service, pair, prompt):
+    greedy = {"temperature": 0.0, "max_tokens": 20}
+    first, eos = local_answer(pair, prompt, method="target", **greedy).tokens[0], pair.tokenizer.eos_ids[0]
+    settings = greedy | {"min_tokens": 3, "logit_bias": {eos: 100.0, first: -100.0}}
+    expected = local_answer(pair, prompt, method="target", **settings).tokens
+    with engine(service) as stub:
+        (found,) = stub.Generate(asked(prompt, **settings))
+    assert tuple(found.complete.output_ids) == expected and first not in expected
+    assert expected[3:] == (eos,) and eos not in expected[:3]
+
+
 def test_log_probabilities(service, pair, prompt):
     expected = local_answer(pair, prompt, method="target", logprobs=True, **STREAMED)
     with engine(service) as stub:
@@ -118,8 +129,8 @@ WRONG = [
     ({"frequency_penalty": 0.5}, "frequency_penalty=0.5; allowed: 0"),
     ({"presence_penalty": -1.0}, "presence_penalty=-1.0; allowed: 0"),
     ({"repetition_penalty": 2.0}, "repetition_penalty=2.0; allowed: 1"),
-    ({"min_tokens": 3}, "min_tokens=3; allowed: 0"),
-    ({"logit_bias": {5: 1.0}}, r"logit_bias=\{5: 1.0\}; allowed: none"),
+    ({"min_tokens": 3, "max_tokens": 2}, r"min_tokens=3; allowed: 0\.\.2, the max_tokens"),
+    ({"logit_bias": {5: 101.0}}, "logit_bias contains 101.0 for token 5; allowed: -100 to 100"),
     ({"prompt_logprobs": 0}, "prompt_logprobs is given; this service does not have it"),
     ({"truncate_prompt_tokens": -1}, "truncate_prompt_tokens is given"),
     ({"logprobs": 5}, "logprobs=5; allowed: 0 or 1"),

@@ -12,28 +12,21 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import openai
 import psutil
 
-from smc.demo.problems import generate
 from tests.ports import free_ports
+from tests.vllm.load import CALLERS, HANG, QUESTIONS, Load, ask
 from tests.vllm.smg import models, routing
 
-QUESTIONS = [problem.question for problem in generate(2, 300, "test") if len(problem.question) < 170]
 FAMILIES, MEMBERS = 5, 6
 """Prompts that begin alike: so many beginnings, so many ends of each. An odd number of beginnings, or taking turns would part none."""
-CALLERS = 8
-HANG = 60.0
-"""Seconds after which a call that has not ended counts as hanging."""
 
 
 class Gang:
@@ -104,64 +97,6 @@ class Gang:
     @property
     def serving(self) -> bool:
         return self.metric("smc_serving") == 1.0
-
-
-@dataclass
-class Load:
-    """Callers that stream one answer after the other until they are told to stop."""
-
-    client: openai.OpenAI
-    model: str
-    ends: Counter = field(default_factory=Counter)
-    """How calls ended: `ok`, or the kind of the error."""
-    longest: float = 0.0
-
-    def __post_init__(self) -> None:
-        self._stop = threading.Event()
-        self._guard = threading.Lock()
-        self._threads = [threading.Thread(target=self._call_until_stopped, args=(caller,), daemon=True) for caller in range(CALLERS)]
-
-    @contextmanager
-    def running(self) -> Iterator[Load]:
-        for thread in self._threads:
-            thread.start()
-        try:
-            yield self
-        finally:
-            self._stop.set()
-            for thread in self._threads:
-                thread.join(HANG)
-            self.ends["hanging"] += sum(thread.is_alive() for thread in self._threads)
-
-    def _call_until_stopped(self, caller: int) -> None:
-        count = 0
-        while not self._stop.is_set():
-            begin = time.monotonic()
-            end = self._call(QUESTIONS[(caller + CALLERS * count) % len(QUESTIONS)])
-            with self._guard:
-                self.ends[end] += 1
-                self.longest = max(self.longest, time.monotonic() - begin)
-            count += 1
-            if end != "ok":
-                time.sleep(0.2)
-
-    def _call(self, question: str) -> str:
-        try:
-            finish = None
-            for chunk in ask(self.client, self.model, question, max_tokens=60, temperature=1.0):
-                finish = chunk.choices[0].finish_reason or finish if chunk.choices else finish
-            return "ok" if finish else "ended without a finish reason"
-        except openai.APIStatusError as error:
-            return f"HTTP {error.status_code}"
-        except openai.APIError as error:
-            return f"{type(error).__name__}: {str(error)[:60]}"
-        except Exception as error:
-            return f"{type(error).__name__}: {str(error)[:60]}"
-
-
-def ask(client: openai.OpenAI, model: str, question: str, **settings):
-    messages = [{"role": "user", "content": question}]
-    return client.chat.completions.create(model=model, messages=messages, stream=True, stream_options={"include_usage": True}, **settings)
 
 
 class Rehearsal:
@@ -253,8 +188,7 @@ class Rehearsal:
             self.say(f"kill -9 of all {first.kill()} processes of the first gang")
             answers = second.answers
             self.until("the second answers alone", lambda: second.answers > answers + 2 * CALLERS, 60)
-            lost = sum(load.ends.values()) - load.ends["ok"]
-            self.must(f"calls that ended with an error: {lost}, no more than were in flight", lost <= CALLERS)
+            self.must(f"calls that ended with an error: {load.lost}, no more than were in flight", load.lost <= CALLERS)
             self.start(first)
             self.until("and is back in rotation", lambda: first.answers > 0, 60)
         self.told(load, "while a gang was lost")
@@ -263,7 +197,7 @@ class Rehearsal:
     def load(self, url: str) -> Iterator[Load]:
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=HANG) as client:
             (model,) = models(url)
-            with Load(client, model).running() as load:
+            with Load(lambda: client, model).running() as load:
                 yield load
 
     def told(self, load: Load, when: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -45,7 +45,7 @@ class AdvisePlan:
     blocks: Sequence[int] | None
     acceptance: float | None
     """Of one row; None: measured."""
-    law: Mapping[str, float]
+    law: Mapping[str, Any]
     """Of `SamplingParams`, by name."""
     json: Path | None
     picture: Path | None

@@ -92,8 +92,8 @@ def _seen_table(seen: Sequence[Seen], on: str) -> Table:
     from smc.engine.costs import Curve
 
     samples = [sample for each in seen for sample in each.samples()]
-    curves = []
+    curves: dict[str, Curve | None] = {}
     for side in ("draft", "target"):
         own = [point for name, point in samples if name == side]
-        curves.append(Curve.through(own) if own else None)
-    return curve_table(*curves, f"target on {on}" if "GPU" in on else on)
+        curves[side] = Curve.through(own) if own else None
+    return curve_table(curves["draft"], curves["target"], f"target on {on}" if "GPU" in on else on)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
@@ -61,7 +61,7 @@ class Pairs:
     device: str
 
     @staticmethod
-    def of(load: str, target: str | None, draft: str | None, device: str, own: tuple[object, ...]) -> Pairs:
+    def of(load: str, target: str | None, draft: str | None, device: str, own: tuple[Any, ...]) -> Pairs:
         """`own`: what else `loaded_models` takes, in its order. Raises ValueError for what cannot be."""
         if load not in ("files", "grown"):
             raise ValueError(f"--load {load}; allowed: files, grown")
@@ -70,7 +70,7 @@ class Pairs:
                 raise ValueError(f"--{name} {shape} has no effect without --load grown; leave it out")
             if shape is None and load == "grown":
                 raise ValueError(f"--load grown needs --{name}, the name of a published shape")
-        places = DEMO if load == "files" else (Path(target), Path(draft))
+        places = (Path(target), Path(draft)) if target is not None and draft is not None else DEMO
         return Pairs(loaded_models(load, places, device, *own), load, device)
 
     def placed(self, setting: Setting) -> ModelPair:

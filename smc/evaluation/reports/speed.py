@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -48,11 +48,11 @@ class SpeedPlan:
     """Prompt tokens; empty: prompts are problems, as long as these are."""
     concurrency: Sequence[int]
     rounds: int
-    law: Mapping[str, float]
+    law: Mapping[str, Any]
     """Of `SamplingParams`, by name."""
     prefix_cache: bool
     """Of `EngineConfig`."""
-    decoding: Mapping[str, str] = field(default_factory=dict)
+    decoding: Mapping[str, Any] = field(default_factory=dict)
     """Method and population of the modes of both models; of `SamplingParams`, by name."""
 
     def __post_init__(self) -> None:
@@ -79,7 +79,7 @@ class SpeedPlan:
 
         one, apart = (0, 1), self.degrees
         method, population = Method(self.decoding.get("method", "smc")), self.decoding.get("population")
-        cache = {"prefix_cache": self.prefix_cache}
+        cache: dict[str, Any] = {"prefix_cache": self.prefix_cache}
         for name in self.modes:
             needed = 1 if name in ("plain", "lockstep") else sum(apart)
             if gpus < needed:

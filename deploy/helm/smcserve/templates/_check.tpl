@@ -57,6 +57,7 @@
 {{- end -}}
 {{- include "smcserve.checkModels" . -}}
 {{- include "smcserve.checkPods" . -}}
+{{- include "smcserve.checkPorts" . -}}
 {{- include "smcserve.checkRoutes" . -}}
 {{- include "smcserve.checkRouter" . -}}
 {{- include "smcserve.checkSecurity" . -}}
@@ -187,7 +188,7 @@
 {{- end -}}
 {{- if not $v.serve.enabled -}}
 {{- $unused = list "tls" "auth" "service" "keda" "podDisruptionBudget" "monitoring.serviceMonitor" "monitoring.podMonitor" -}}
-{{- $unused = concat $unused (list "gateway.port" "gateway.metricsPort" "gateway.resources" "gateway.extraArgs" "test" "ingress" "route" "router") -}}
+{{- $unused = concat $unused (list "gateway.port" "gateway.httpPort" "gateway.metricsPort" "gateway.resources" "gateway.extraArgs" "test" "ingress" "route" "router") -}}
 {{- $unused = concat $unused (list "engine.maxQueue" "engine.maxQueuePages") -}}
 {{- include "smcserve.unused" (dict "root" . "paths" $unused "where" "serve.enabled=false") -}}
 {{- end -}}

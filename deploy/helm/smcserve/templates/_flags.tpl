@@ -33,7 +33,7 @@
 {{- define "smcserve.serveFlags" -}}
 {{- $v := .Values -}}
 {{- $flags := list
-  (list "host" "0.0.0.0") (list "port" $v.gateway.port) (list "metrics-port" $v.gateway.metricsPort)
+  (list "host" "0.0.0.0") (list "port" $v.gateway.port) (list "http-port" $v.gateway.httpPort) (list "metrics-port" $v.gateway.metricsPort)
   (list "max-queue" $v.engine.maxQueue) (list "max-queue-pages" $v.engine.maxQueuePages) (list "drain-timeout" $v.gateway.drainTimeout)
 -}}
 {{- if $v.tls.secret -}}

@@ -2,7 +2,23 @@
 
 {{- define "smcserve.gatewayPorts" -}}
 - {name: grpc, containerPort: {{ .Values.gateway.port }}}
+{{- with .Values.gateway.httpPort }}
+- {name: http, containerPort: {{ . }}}
+{{- end }}
 - {name: smc-metrics, containerPort: {{ .Values.gateway.metricsPort }}}
+{{- end -}}
+
+{{- define "smcserve.checkPorts" -}}
+{{- $gateway := .Values.gateway -}}
+{{- $taken := dict -}}
+{{- range $name := list "port" "httpPort" "metricsPort" -}}
+{{- with index $gateway $name -}}
+{{- if hasKey $taken (toString .) -}}
+{{- fail (printf "gateway.%s=%v is given as gateway.%s as well; give another one" $name . (get $taken (toString .))) -}}
+{{- end -}}
+{{- $_ := set $taken (toString .) $name -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{- define "smcserve.serverName" -}}

@@ -46,6 +46,9 @@ app.kubernetes.io/component: router
 {{- if ne $v.topology "pod" -}}
 {{- fail "router.enabled=true with topology=cluster, which is one gang a release; use topology=pod, whose replicas are gangs" -}}
 {{- end -}}
+{{- if $v.gateway.httpPort -}}
+{{- fail (printf "gateway.httpPort=%v with router.enabled=true; the router has OpenAI's API on router.port=%v: leave one out" $v.gateway.httpPort $v.router.port) -}}
+{{- end -}}
 {{- if not $v.router.controlKeySecret -}}
 {{- fail "router.controlKeySecret is empty; give a Secret with `key`, or whoever reaches the router could send its callers elsewhere" -}}
 {{- end -}}

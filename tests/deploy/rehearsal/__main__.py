@@ -1,0 +1,33 @@
+"""The chart without a cluster: two gangs behind the router, installed, asked, upgraded, killed and drained, from the rendered manifests.
+
+    sudo python -m tests.deploy.rehearsal --directory /var/tmp/rehearsal
+
+Pods are processes of this machine in namespaces of their own; `cluster`, `pod` and `api` stand in for Kubernetes. Prints what it saw, then
+a table; exits with 1 if anything was not as docs/kubernetes.md says. Takes about five minutes and 12 GB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+from tests.deploy.rehearsal import network
+from tests.deploy.rehearsal.scenario import Rehearsal
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--directory", type=Path, required=True, help="new; where logs and volumes go")
+    directory = parser.parse_args().directory.resolve()
+    if why := network.available():
+        parser.error(f"pods need namespaces of Linux, and to be root: {why}")
+    if directory.exists():
+        parser.error(f"--directory {directory}: exists; give one that does not")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    return Rehearsal(directory).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

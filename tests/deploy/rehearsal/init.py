@@ -1,0 +1,51 @@
+"""The first process of a container: mounts what it is told, then runs its command, as tini does: signals are passed on, orphans reaped.
+
+init.py MOUNTS COMMAND..: MOUNTS is JSON, `{"mounts": [[source, target, read-only], ..], "readOnlyRoot": true}`. Uses nothing but Python's
+own library, and ends with the command's exit code; then the kernel ends everything else that ran in its process namespace.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+
+MS_RDONLY, MS_REMOUNT, MS_BIND, MS_REC = 1, 32, 4096, 16384
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def mount(settings: dict) -> None:
+    """Sources are opened first: a volume over /tmp would hide those that lie there."""
+    opened = [(os.open(source, os.O_PATH), target, read_only) for source, target, read_only in settings["mounts"]]
+    for source, target, read_only in opened:
+        bind(f"/proc/self/fd/{source}", target, MS_BIND | MS_REC)
+        if read_only:
+            bind("none", target, MS_REMOUNT | MS_BIND | MS_RDONLY)
+        os.close(source)
+    if settings["readOnlyRoot"]:
+        bind("none", "/", MS_REMOUNT | MS_BIND | MS_RDONLY)
+
+
+def bind(source: str, target: str, flags: int) -> None:
+    if libc.mount(source.encode(), target.encode(), None, flags, None):
+        raise OSError(ctypes.get_errno(), f"cannot mount {source} on {target}: {os.strerror(ctypes.get_errno())}")
+
+
+def main() -> int:
+    mount(json.loads(sys.argv[1]))
+    os.chdir("/tmp")
+    child = subprocess.Popen(sys.argv[2:])
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: child.send_signal(number))
+    while True:
+        pid, status = os.waitpid(-1, 0)
+        if pid == child.pid:
+            code = os.waitstatus_to_exitcode(status)
+            return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

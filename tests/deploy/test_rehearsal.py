@@ -1,0 +1,74 @@
+"""What stands in for a cluster keeps its order of things, and a release comes up and goes. More: `python -m tests.deploy.rehearsal`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.deploy.chart import of_kind, render
+from tests.deploy.rehearsal import network
+from tests.deploy.rehearsal.cluster import Cluster
+from tests.deploy.rehearsal.scenario import GANGS, ROUTERS, SECRETS, answers, make_models, values, weights
+
+pytestmark = pytest.mark.skipif(bool(why := network.available()), reason=f"pods need namespaces of Linux, and to be root: {why}")
+
+OBEYS = "trap 'echo told >> /tmp/said; exit 0' TERM; echo started >> /tmp/said; touch /tmp/up; while :; do sleep 0.1; done"
+REFUSES = "trap '' TERM; while :; do sleep 0.1; done"
+
+
+def deployment(script: str, grace: int) -> dict:
+    mounts = [{"name": "tmp", "mountPath": "/tmp"}]
+    container = {
+        "name": "only",
+        "command": ["bash", "-c", script],
+        "volumeMounts": mounts,
+        "securityContext": {"readOnlyRootFilesystem": True},
+        "readinessProbe": {"exec": {"command": ["test", "-e", "/tmp/up"]}, "periodSeconds": 0.2},
+        "lifecycle": {"preStop": {"exec": {"command": ["bash", "-c", "rm /tmp/up; sleep 0.5; echo hook >> /tmp/said"]}}},
+    }
+    spec = {"containers": [container], "volumes": [{"name": "tmp", "emptyDir": {}}], "terminationGracePeriodSeconds": grace}
+    template = {"metadata": {"labels": {"app": "a"}}, "spec": spec}
+    return {"kind": "Deployment", "metadata": {"name": "a"}, "spec": {"replicas": 1, "template": template, "progressDeadlineSeconds": 30}}
+
+
+def test_a_pod_is_kept_and_ends_as_kubernetes_does_it(tmp_path):
+    service = {"kind": "Service", "metadata": {"name": "s"}, "spec": {"selector": {"app": "a"}, "ports": [{"port": 1}]}}
+    with Cluster.running(tmp_path, {}, print) as cluster:
+        cluster.apply([deployment(OBEYS, 30), service])
+        (pod,) = cluster.of("a")
+        said: Path = tmp_path / pod.name / "tmp/said"
+        (container,) = pod.containers
+        assert cluster.endpoints("s") == [pod] and container.execute(["touch", "/etc/x"], 5) != 0
+        container.send(9)
+        wait_until(lambda: said.read_text() == "started\nstarted\n")
+        cluster.apply([deployment(REFUSES.replace("trap", "touch /tmp/up; trap"), 2), service])
+        wait_until(pod.gone.is_set)
+        assert said.read_text() == "started\nstarted\nhook\ntold\n" and not pod.killed and container.exit_code == 0
+        (stubborn,) = cluster.endpoints("s")
+        cluster.delete()
+        assert stubborn.killed == ["only"] and 2 <= stubborn.took < 10 and not cluster.endpoints("s")
+
+
+def wait_until(condition, timeout: float = 30.0) -> None:
+    end = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_release_comes_up_answers_and_goes(tmp_path):
+    """One gang and one router, as the chart renders them; the router finds the gang by its labels."""
+    pytest.importorskip("smg", reason="smg is installed on x86-64 Linux only")
+    prints = make_models(tmp_path / "models")
+    objects = render("values-cpu", values(tmp_path / "models", "v1", gangs=1, routers=1))
+    with Cluster.running(tmp_path / "pods", SECRETS, print) as cluster:
+        cluster.apply(objects)
+        (gang,), (router,) = cluster.endpoints(GANGS), cluster.endpoints(ROUTERS)
+        assert weights(gang) == prints["v1"] != prints["v2"]
+        test = of_kind(objects, "Pod")
+        assert cluster.run(test, test["spec"]["activeDeadlineSeconds"]).containers[0].exit_code == 0 and answers(gang) == 1
+        cluster.delete()
+        assert not gang.killed + router.killed and {each.containers[0].exit_code for each in (gang, router)} == {0}
