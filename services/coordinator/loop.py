@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from services.backend import RequestFailed, Unavailable
 from services.step import Step
@@ -27,17 +27,19 @@ from smc.runtime.messages import SideLost
 logger = logging.getLogger(__name__)
 
 
+Result = TypeVar("Result")
+
+
 @dataclass(frozen=True)
-class _Work:
+class _Work(Generic[Result]):
     """To be done in the engine's thread."""
 
-    work: Callable[[], None]
-    done: Future[None]
+    work: Callable[[], Result]
+    done: Future[Result]
 
     def do(self) -> None:
         try:
-            self.work()
-            self.done.set_result(None)
+            self.done.set_result(self.work())
         except Exception as error:  # of whoever asked
             self.done.set_exception(error)
 
@@ -93,7 +95,7 @@ class EngineLoop:
         """End a request; unknown ids are ignored. Its last Output says `cancelled`."""
         self._inbox.put(request_id)
 
-    def do(self, work: Callable[[], None]) -> Future[None]:
+    def do(self, work: Callable[[], Result]) -> Future[Result]:
         """Let the engine's thread do it, between two steps."""
         item = _Work(work, Future())
         self._inbox.put(item)

@@ -21,7 +21,8 @@ ARRIVING = 32 << 20
 PATIENCE = 0.5
 """Seconds in which a request has to arrive while others wait to be let in."""
 
-Data, Request = TypeVar("Data"), TypeVar("Request")
+Data = TypeVar("Data")
+Request = TypeVar("Request")
 
 
 class Places:
@@ -132,5 +133,6 @@ class Turns:
     def _hurry(self) -> None:
         """As many of those that arrive as others wait outside, the oldest first, have no more time than `PATIENCE`."""
         for limit, latest in islice(self._arriving.items(), len(self._outside)):
-            if not limit.expired() and limit.when() > latest:
+            when = limit.when()
+            if not limit.expired() and when is not None and when > latest:
                 limit.reschedule(latest)

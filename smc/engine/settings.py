@@ -148,6 +148,8 @@ class Biases:
         self.check_count(name, len(value))
         found: dict[int, float] = {}
         for item in value.items() if isinstance(value, Mapping) else value:
+            token: Any
+            bias: Any
             token, bias = item if isinstance(item, (list, tuple)) and len(item) == 2 else (item, None)
             if isinstance(token, str) and token.isascii() and token.isdecimal() and len(token) <= 10:
                 token = int(token)

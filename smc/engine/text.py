@@ -120,12 +120,13 @@ class TextStream:
 
     def _read_early(self, tokens: Sequence[int]) -> int:
         """Keep the bytes of tokens that cannot end the answer. Returns how many of those that are kept are before what counts."""
-        begin = 0
+        begin, next_XB = 0, self._rules.machine.next_XB
         for token in tokens:
             data = self._rules.visible_bytes((token,))
             self._kept += data
             for byte in data:
-                self._state = int(self._rules.machine.next_XB[self._state, byte])
+                assert next_XB is not None, "nothing is early where there is no string"
+                self._state = int(next_XB[self._state, byte])
             if self._state == DONE:
                 self._state, begin = START, len(self._kept)
         return begin
