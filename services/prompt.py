@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +46,15 @@ class Prompt:
     def written(self, tokenizer: Tokenizer) -> str:
         """The text of a prompt that is no chat."""
         return tokenizer.decode(self.token_ids) if self.token_ids is not None else self.text or ""
+
+
+@contextmanager
+def of_negative() -> Iterator[None]:
+    """What is wrong with a negative prompt is said of that."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"negative_prompt: {error}") from error
 
 
 def _written(message: dict[str, Any]) -> int:

@@ -24,9 +24,10 @@ class Requests:
         asked = understood(line.body, line.url == CHAT, (self._pair.target.name,), self._pair.tokenizer.size)
         _check_is_for_a_file(asked)
         prompt = tuple(asked.prompts[0].encode(self._pair.tokenizer, self._pair.context - 1))
-        longest = min(DEFAULT_MAX_TOKENS, max(1, self._pair.context - len(prompt)))
+        negative = asked.negative_tokens(self._pair.tokenizer, self._pair.context - 1)
+        longest = min(DEFAULT_MAX_TOKENS, max(1, self._pair.context - max(len(prompt), len(negative or ()))))
         params = asked.params(longest, self.seed_of(line))
-        return Request(str(line.number), prompt, params, asked.cache_salt)
+        return Request(str(line.number), prompt, params, asked.cache_salt, negative_prompt=negative)
 
     def seed_of(self, line: Line) -> int:
         """The seed of this line: its own, or else one that is the same whenever and wherever it is decoded."""

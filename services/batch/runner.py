@@ -31,10 +31,10 @@ class Limit:
 
     requests: int | None = None
     rows: int | None = None
-    """Particles; of one kind or the other."""
+    """Slots, one or two a particle; of one kind or the other."""
 
     def cost(self, request: Request) -> int:
-        return 1 if self.rows is None else min(request.params.rows, self.rows)
+        return 1 if self.rows is None else min(request.params.rows * request.params.slots_per_row, self.rows)
 
     @property
     def room(self) -> int:

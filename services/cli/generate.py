@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +12,7 @@ import typer
 from rich.text import Text
 
 from services.cli import options
-from smc.engine.request import Answer, Request, SamplingParams
+from smc.engine.request import Answer, Request, SamplingParams, check_guidance
 from smc.limits import DEFAULT_MAX_TOKENS
 from smc.terminal import err, finite, print_error, print_warning
 
@@ -40,6 +40,7 @@ def generate(
     draft_vocab: options.DraftVocab = None,
     draft_vocab_text: options.DraftVocabText = None,
     sampling: Mapping[str, Any] = options.NOTHING,
+    negative_prompt: options.NegativePrompt = None,
     raw: options.Raw = False,
     form: options.Form = None,
     block: options.Block = None,
@@ -57,7 +58,7 @@ def generate(
     given = options.given(ctx.params)
     _refuse_idle(given)
     require_directories(places)
-    SamplingParams(**sampling)  # before torch is imported, which takes seconds
+    check_guidance(SamplingParams(**sampling), negative_prompt is not None)  # before torch is imported, which takes seconds
     models = loaded_models("files", places, device, dtype, target_dtype, draft_dtype, draft_vocab, draft_vocab_text)
     use_threads(threads, places)
     pair = models.pair(device, device)
@@ -87,10 +88,16 @@ def _settings(pair: ModelPair, text: str, raw: bool, given: dict[str, Any], samp
     if not raw and not pair.tokenizer.has_chat_template:
         raise ValueError("the target model has no chat template; use --raw to give it the prompt as plain text")
     config = EngineConfig(**{name: given[name] for name in ENGINE_FIELDS if name in given}, prefix_cache="no_prefix_cache" not in given)
-    prompt = pair.tokenizer.encode(text) if raw else pair.tokenizer.chat([{"role": "user", "content": text}])
-    room = (config.max_context or pair.max_context) - len(prompt)
+    texts = (text, given.get("negative_prompt"))
+    prompt, negative = (None if one is None else tuple(_encoded(pair, one, raw)) for one in texts)
+    room = (config.max_context or pair.max_context) - max(len(prompt), len(negative or ()))
     longest = max(1, min(DEFAULT_MAX_TOKENS, room))
-    return Request("generate", tuple(prompt), SamplingParams(**{"max_tokens": longest, **sampling})), config
+    params = SamplingParams(**{"max_tokens": longest, **sampling})
+    return Request("generate", prompt, params, negative_prompt=negative), config
+
+
+def _encoded(pair: ModelPair, text: str, raw: bool) -> Sequence[int]:
+    return pair.tokenizer.encode(text) if raw else pair.tokenizer.chat([{"role": "user", "content": text}])
 
 
 def _answer(pair: ModelPair, request: Request, config: EngineConfig, as_json: bool) -> int:

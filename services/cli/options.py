@@ -94,6 +94,10 @@ DraftVocabText = Annotated[
     ),
 ]
 
+NegativePrompt = Annotated[
+    str | None,
+    option(SAMPLING, "What to lead away from, with --guidance-scale. Default: the token that begins texts.", metavar="TEXT"),
+]
 Raw = Annotated[bool, option(SAMPLING, "The prompt as plain text, without the chat template.", "--raw", show_default=False, metavar="")]
 
 Threads = Annotated[

@@ -159,10 +159,12 @@ class Client:
         timeout: float | None = None,
         request_id: str | None = None,
         cache_salt: str = "",
+        negative_prompt: Prompt | None = None,
         **settings: Any,
     ) -> Completion:
         """The whole answer at once. Arguments: see `stream`."""
-        with self.stream(prompt, timeout=timeout, request_id=request_id, cache_salt=cache_salt, **settings) as stream:
+        asked = {"timeout": timeout, "request_id": request_id, "cache_salt": cache_salt, "negative_prompt": negative_prompt}
+        with self.stream(prompt, **asked, **settings) as stream:
             for _ in stream:
                 pass
         assert stream.completion is not None, "a stream that ends well has ended with an answer"
@@ -175,20 +177,24 @@ class Client:
         timeout: float | None = None,
         request_id: str | None = None,
         cache_salt: str = "",
+        negative_prompt: Prompt | None = None,
         **settings: Any,
     ) -> Stream:
         """An answer as it becomes final.
 
         `timeout`: seconds, a hard limit: the call fails with DEADLINE_EXCEEDED (`time_budget` is the soft one). `request_id`: unique
         among running requests; default: a random one. `cache_salt`: prompts share what has been computed for them only with prompts of
-        the same salt. `settings`: of `smc.engine.request.SamplingParams`, where each is described, such as `temperature=0.7`; what is left
-        out, or None, has the server's default, and what the method would ignore is refused.
+        the same salt. `negative_prompt`: what a guided answer is led away from, with `guidance_scale`. `settings`: of
+        `smc.engine.request.SamplingParams`, where each is described, such as `temperature=0.7`; what is left out, or None, has the
+        server's default, and what the method would ignore is refused.
         """
         reports = {name: settings.pop(name) for name in REPORTS if name in settings}
         request = pb.GenerateRequest(
             request_id=request_id or uuid.uuid4().hex, cache_salt=cache_salt, sampling=sampling_message(settings), **reports
         )
         _set_prompt(request, prompt)
+        if negative_prompt is not None:
+            _set_prompt(request.negative_prompt, negative_prompt)
         call = self._stub.Generate(request, timeout=timeout, metadata=self._metadata)
         return Stream(call, request.request_id, request.logprobs, request.return_particles)
 
@@ -216,7 +222,7 @@ class Client:
             raise _service_error(error) from error
 
 
-def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
+def _set_prompt(request: pb.GenerateRequest | pb.NegativePrompt, prompt: Prompt) -> None:
     if isinstance(prompt, str):
         request.text = prompt
         return

@@ -88,9 +88,9 @@ class Answering:
         except TimeoutError as error:
             raise SlowReader(f"the caller did not read for {timeout:g} s while an answer was sent; the request was aborted") from error
 
-    def longest(self, params: SamplingParams, prompt: int) -> int:
-        """Most tokens that such a request could be answered with here, after a prompt of so many."""
-        return longest_answer(params, self.pair.engine, self.status().pages, self.pair.context, prompt)
+    def longest(self, params: SamplingParams, prompt: int, negative: int = 0) -> int:
+        """Most tokens that such a request could be answered with here, after a prompt of so many, and a negative one."""
+        return longest_answer(params, self.pair.engine, self.status().pages, self.pair.context, prompt, negative)
 
     async def news(self, requests: Sequence[Request], tallies: Sequence[Tally]) -> AsyncGenerator[tuple[int, Output], None]:
         """Of all requests of a call until their last answers, each with its request's index; an answer counts once it has been taken.

@@ -37,6 +37,7 @@ class _Outbox:
             **from_sampling(request.params),
             cache_salt=request.cache_salt,
             waited=request.waited,
+            negative_prompt=request.negative_prompt or (),
         )
         self._queue.put_nowait(pb.AttachRequest(submit=submission))
 

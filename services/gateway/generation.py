@@ -14,7 +14,7 @@ from services.gateway.interceptors import caller_of
 from services.pb import generation_pb2 as pb
 from services.pb import generation_pb2_grpc as pb_grpc
 from services.wire.generation import to_finish, to_sampling
-from smc.engine.request import Output, Request
+from smc.engine.request import Output, Request, check_guidance
 from smc.limits import DEFAULT_MAX_TOKENS
 
 METHOD = "smc.v1.GenerationService/Generate"
@@ -74,11 +74,13 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         check_cache_salt(message.cache_salt)
         # Settings before the prompt: they are checked in no time, while a long prompt takes some to encode.
         method = self._answering.config.method
-        to_sampling(message, method=method)
+        has_negative = message.HasField("negative_prompt")
+        check_guidance(to_sampling(message, method=method), has_negative)
         prompt = await self._answering.prompts.encode(message)
-        room = max(1, self._pair.context - len(prompt))
+        negative = await self._answering.prompts.negative(message.negative_prompt if has_negative else None)
+        room = max(1, self._pair.context - max(len(prompt), len(negative or ())))
         params = to_sampling(message, method=method, max_tokens=min(DEFAULT_MAX_TOKENS, room))
-        return Request(request_id, prompt, params, message.cache_salt)
+        return Request(request_id, prompt, params, message.cache_salt, negative_prompt=negative)
 
 
 def _responses(request: Request, index: int, output: Output) -> Iterator[pb.GenerateResponse]:

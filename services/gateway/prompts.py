@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from services.pb import generation_pb2 as pb
-from services.prompt import Prompt
+from services.prompt import Prompt, of_negative
 from smc.engine.admission import QueueFull, check_prompt
 from smc.models.tokenizer import Tokenizer
 
@@ -31,7 +31,7 @@ class Prompts:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def encode(self, message: pb.GenerateRequest) -> tuple[int, ...]:
+    async def encode(self, message: pb.GenerateRequest | pb.NegativePrompt) -> tuple[int, ...]:
         """Token ids of the prompt in `message`. Raises ValueError naming the field, the value and what is allowed, and QueueFull."""
         form = message.WhichOneof("prompt")
         if form is None:
@@ -53,6 +53,13 @@ class Prompts:
             ids = await self._encode_long(prompt)
         check_prompt(len(ids), self._context)
         return tuple(ids)
+
+    async def negative(self, prompt: pb.NegativePrompt | Prompt | None) -> tuple[int, ...] | None:
+        """Token ids of a negative prompt, if there is one. Raises ValueError and QueueFull."""
+        if prompt is None:
+            return None
+        with of_negative():
+            return await (self.tokens(prompt) if isinstance(prompt, Prompt) else self.encode(prompt))
 
     def _chat(self, chat: pb.Chat) -> tuple[dict[str, str], ...]:
         self._check_chat(len(chat.messages))

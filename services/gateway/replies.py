@@ -100,14 +100,15 @@ class Reply:
 async def requests_of(asked: Asked, request_id: str, answering: Answering) -> list[Request]:
     """One for each answer. Raises ValueError naming the field, the value and what is allowed, and QueueFull."""
     requests, seeds = [], asked.seeds()
+    negative = await answering.prompts.negative(asked.negative)
     for prompt in asked.prompts:
         tokens = await answering.prompts.tokens(prompt)
         # A chat may go on for as long as there is room.
-        most = answering.longest(asked.params(1, None), len(tokens))
+        most = answering.longest(asked.params(1, None), len(tokens), len(negative or ()))
         longest = most if asked.chat else min(DEFAULT_MAX_TOKENS, most)
         for _ in range(asked.n):
             params = asked.params(longest, next(seeds))
-            requests.append(Request(request_id, tokens, params, asked.cache_salt))
+            requests.append(Request(request_id, tokens, params, asked.cache_salt, negative_prompt=negative))
     return requests
 
 

@@ -46,4 +46,4 @@ class Suspects:
 def _key(request: Request) -> bytes:
     """A request without a seed is given one of its own each time that it is asked."""
     params = replace(request.params, seed=None)
-    return hashlib.blake2b(repr((request.prompt, params)).encode(), digest_size=16).digest()
+    return hashlib.blake2b(repr((request.prompt, request.negative_prompt, params)).encode(), digest_size=16).digest()

@@ -12,7 +12,7 @@ from smc.laws import LawSpec
 from smc.philox import Purpose
 from smc.runtime.messages import Draws, PromptBatch, PromptResult
 from smc.runtime.outcome import Lineage, RoundResult
-from smc.runtime.plan import Join, Program, RoundPlan
+from smc.runtime.plan import Companions, Join, Program, RoundPlan
 from smc.stops import StopMachine
 
 _PLAN = {
@@ -38,6 +38,14 @@ _PLAN = {
 """Field -> attribute, and its type on the way."""
 _WIDE = ("slot", "group", "particle", "round", "chain")
 """int64 where they are used."""
+_COMPANIONS = {
+    "slot": ("slot_A", "<i4"),
+    "shift": ("shift_A", "<i4"),
+    "scale": ("scale_A", "<f4"),
+    "size": ("size_G", "<i4"),
+    "shared": ("shared_G", "<i4"),
+    "pages": ("pages_AW", "<i4"),
+}
 _JOIN = {
     "slots": ("slots_N", "<i4"),
     "pages": ("pages_XL", "<i4"),
@@ -133,6 +141,7 @@ def _to_machine(machine: pb.StopMachine) -> StopMachine:
 
 
 def round_command(plan: RoundPlan) -> pb.RoundCommand:
+    companions = {"companions": pb.Companions(**_fields(plan.companions, _COMPANIONS))} if plan.companions else {}
     return pb.RoundCommand(
         program=plan.program,
         short=plan.short,
@@ -143,6 +152,7 @@ def round_command(plan: RoundPlan) -> pb.RoundCommand:
         target_law=_law_message(plan.target_law),
         draft_law=_law_message(plan.draft_law),
         **_fields(plan, _PLAN),
+        **companions,
     )
 
 
@@ -161,8 +171,15 @@ def to_plan(command: pb.RoundCommand) -> RoundPlan:
         kinds=frozenset(map(Kind, command.kinds)),
         target_law=_to_law(command.target_law),
         draft_law=_to_law(command.draft_law),
+        companions=_to_companions(command.companions, places) if command.HasField("companions") else None,
         **arrays,
     )
+
+
+def _to_companions(message: pb.Companions, places: int) -> Companions:
+    arrays = _attributes(message, _COMPANIONS)
+    arrays |= {name: arrays[name].astype(np.int64) for name in ("slot_A", "shift_A")}
+    return Companions(**arrays | {"pages_AW": _rows(message.pages, "<i4", places)})
 
 
 def round_outcome(result: RoundResult | Lineage) -> pb.RoundOutcome:
@@ -184,7 +201,11 @@ def to_lineage(outcome: pb.RoundOutcome) -> Lineage:
 
 
 def _draws_message(draws: Draws) -> pb.Draws:
+    guidance = {}
+    if draws.companion_R is not None:
+        guidance = {"companion": _bytes(draws.companion_R, "<i4"), "scale": _bytes(draws.scale_R, "<f4")}
     return pb.Draws(
+        **guidance,
         law=_law_message(draws.law),
         seed=_bytes(draws.seed_R, "<i8"),
         round=_bytes(draws.round_R, "<i4"),
@@ -201,6 +222,7 @@ def _to_draws(draws: pb.Draws) -> Draws:
     seed_R = _array(draws.seed, "<i8")
     round_R, stream_X = (_array(data, "<i4").astype(np.int64) for data in (draws.round, draws.stream))
     count_R, kind_R = (_array(data, "<i4") for data in (draws.count, draws.kind))
+    guidance = {"companion_R": _array(draws.companion, "<i4"), "scale_R": _array(draws.scale, "<f4")} if draws.companion else {}
     return Draws(
         law=_to_law(draws.law),
         seed_R=seed_R,
@@ -211,6 +233,7 @@ def _to_draws(draws: pb.Draws) -> Draws:
         kind_R=kind_R,
         biased_2Y=_array(draws.biased, "<i4").reshape(2, -1),
         bias_Y=_array(draws.bias, "<f4"),
+        **guidance,
     )
 
 

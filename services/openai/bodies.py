@@ -112,6 +112,8 @@ class Body(Strict):
     cache_salt: str = ""
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Ours: seconds from arrival, after which the call is dropped."""
+    negative_prompt: Any = None
+    """Ours: a string, a list of token ids, or a list of messages; with `guidance_scale`."""
 
     # Said about the caller, and no business of decoding.
     user: str | None = None

@@ -15,8 +15,9 @@ from services.backend import check_cache_salt
 from services.openai.bodies import Body, ChatBody, CompletionBody, Message, Tool, ToolCall
 from services.openai.document import is_text
 from services.openai.errors import BadRequest, named
-from services.prompt import Prompt
-from smc.engine.request import SETTINGS, SamplingParams
+from services.prompt import Prompt, of_negative
+from smc.engine.request import SETTINGS, SamplingParams, check_guidance
+from smc.models.tokenizer import Tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MAX_ANSWERS = 128
@@ -46,6 +47,7 @@ class Asked:
 
     chat: bool
     prompts: tuple[Prompt, ...]
+    negative: Prompt | None
     settings: dict[str, Any]
     """Of `SamplingParams`, those that are given."""
     n: int
@@ -65,6 +67,13 @@ class Asked:
     def params(self, longest: int, seed: int | None) -> SamplingParams:
         """Of one answer, of `longest` tokens at most if nothing is said. Raises ValueError naming field, value and what is allowed."""
         return SamplingParams(**{"max_tokens": longest} | self.settings | {"seed": seed})
+
+    def negative_tokens(self, tokenizer: Tokenizer, limit: int) -> tuple[int, ...] | None:
+        """Of the negative prompt, if there is one. Raises ValueError."""
+        if self.negative is None:
+            return None
+        with of_negative():
+            return tuple(self.negative.encode(tokenizer, limit))
 
     def seeds(self) -> Iterator[int | None]:
         """One for each answer; that of the first is the request's own."""
@@ -102,7 +111,7 @@ def _understood(body: AnyBody, settings: dict[str, Any], models: tuple[str, ...]
         if method is not None:
             settings.setdefault("method", method)
         # Before the prompt: a wrong setting is found in no time, while a long text takes some to encode.
-        SamplingParams(**{"max_tokens": LONGEST} | settings)
+        check_guidance(SamplingParams(**{"max_tokens": LONGEST} | settings), body.negative_prompt is not None)
     except ValueError as error:
         raise named(error, NAMES[chat], "") from error
     if body.stream_options is not None and not body.stream:
@@ -117,6 +126,7 @@ def _understood(body: AnyBody, settings: dict[str, Any], models: tuple[str, ...]
     return Asked(
         chat=chat,
         prompts=prompts,
+        negative=None if body.negative_prompt is None else _negative(body.negative_prompt, vocabulary),
         settings=settings,
         n=body.n,
         stream=body.stream,
@@ -193,9 +203,30 @@ def _prompts(prompt: Any, vocabulary: int) -> Iterator[Prompt]:
             continue
         if not isinstance(each, list) or not all(type(token) is int for token in each):
             raise BadRequest("prompt holds other things; allowed: one string or list of token ids, or a list of such", "prompt")
-        if wrong := [token for token in each if not 0 <= token < vocabulary]:
-            raise BadRequest(f"prompt contains token id {wrong[0]}; allowed: 0..{vocabulary - 1}", "prompt")
-        yield Prompt(token_ids=tuple(each))
+        yield _of_tokens(each, vocabulary, "prompt")
+
+
+def _of_tokens(tokens: list[int], vocabulary: int, name: str) -> Prompt:
+    if wrong := [token for token in tokens if not 0 <= token < vocabulary]:
+        raise BadRequest(f"{name} contains token id {wrong[0]}; allowed: 0..{vocabulary - 1}", name)
+    return Prompt(token_ids=tuple(tokens))
+
+
+def _negative(prompt: Any, vocabulary: int) -> Prompt:
+    """One prompt: a string as it is, token ids, or messages for the chat template."""
+    name = "negative_prompt"
+    if isinstance(prompt, str):
+        return Prompt(text=prompt)
+    if isinstance(prompt, list) and all(type(item) is int for item in prompt):
+        return _of_tokens(prompt, vocabulary, name)
+    if not isinstance(prompt, list) or not all(isinstance(item, dict) for item in prompt):
+        raise BadRequest(f"{name} holds other things; allowed: a string, a list of token ids, or a list of messages", name)
+    try:
+        messages = [Message.model_validate(item) for item in prompt]
+    except ValidationError as error:
+        place = error.errors(include_url=False)[0]["loc"]
+        raise BadRequest(f"{name} holds a message that is none, for its {place[0]!r}; allowed: messages as of a chat", name) from error
+    return Prompt(messages=tuple(_message(index, message) for index, message in enumerate(messages)))
 
 
 def _chat(body: ChatBody) -> Prompt:

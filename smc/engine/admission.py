@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from smc.engine.request import Request, SamplingParams
+from smc.engine.request import Request, SamplingParams, check_guidance
 from smc.runtime.config import EngineConfig
 
 
@@ -46,14 +46,28 @@ def check_prompt(size: int, context: int) -> None:
         raise ValueError(f"the prompt has {size} tokens; allowed: at most {context - 1}, to leave room for an answer")
 
 
-def longest_answer(params: SamplingParams, config: EngineConfig, capacity: Mapping[str, int], context: int, size: int) -> int:
-    """Most tokens that such a request could be answered with after a prompt of `size`, at least 1, if nothing else ran."""
+def check_negative(size: int, max_tokens: int, context: int) -> None:
+    """Refuse a negative prompt of so many tokens that leaves no room for an answer. Raises ValueError."""
+    if not size:
+        raise ValueError("negative_prompt is empty; at least one token is needed, or leave it out")
+    if size + max_tokens > context:
+        raise ValueError(
+            f"negative_prompt has {size} tokens, and max_tokens={max_tokens} after them exceeds the context of {context}; "
+            "allowed: a shorter negative_prompt, or fewer max_tokens"
+        )
+
+
+def longest_answer(
+    params: SamplingParams, config: EngineConfig, capacity: Mapping[str, int], context: int, size: int, negative: int = 0
+) -> int:
+    """Most tokens that such a request could be answered with after a prompt of `size`, and a negative one, at least 1, if nothing else
+    ran."""
     from smc.engine.methods import decoding_of
 
-    decoding, room = decoding_of(params), max(1, context - size)
+    decoding, room = decoding_of(params), max(1, context - max(size, negative))
 
     def is_too_long(answer: int) -> bool:
-        needs = decoding.most_pages(config, replace(params, max_tokens=answer), size)
+        needs = decoding.most_pages(config, replace(params, max_tokens=answer), size, negative=negative)
         return any(needs.get(side, 0) > pages for side, pages in capacity.items())
 
     return max(1, bisect_left(range(1, room + 1), True, key=is_too_long))
@@ -65,20 +79,25 @@ def check_fits(request: Request, config: EngineConfig, capacity: dict[str, int],
 
     params, size = request.params, len(request.prompt)
     check_prompt(size, context)
+    check_guidance(params, request.negative_prompt is not None)
+    if params.guided:
+        check_negative(request.negative_size, params.max_tokens, context)
     if size + params.max_tokens > context:
         raise ValueError(
             f"max_tokens={params.max_tokens} after a prompt of {size} tokens exceeds the context of {context}; "
             f"allowed here: max_tokens <= {context - size}"
         )
-    if params.rows > config.max_slots:
-        raise ValueError(f"particles={params.rows}; this engine has max_slots={config.max_slots}")
-    for side, pages in decoding_of(params).most_pages(config, params, size).items():
+    if params.rows * params.slots_per_row > config.max_slots:
+        each = ", and a guided one takes two for each" if params.guided else ""
+        raise ValueError(f"particles={params.rows}; this engine has max_slots={config.max_slots}{each}")
+    for side, pages in decoding_of(params).most_pages(config, params, size, negative=request.negative_size).items():
         if pages > capacity[side]:
             raise ValueError(
                 f"the request may need {pages} KV pages of the {side} model, which has {capacity[side]}; "
                 "lower particles or max_tokens, or give the engine more pages"
             )
-    tokens = np.asarray(request.prompt)
-    wrong = tokens[(tokens < 0) | (tokens >= vocab_size)]
-    if len(wrong):
-        raise ValueError(f"the prompt contains token id {wrong[0]}; allowed: 0..{vocab_size - 1}")
+    for name, prompt in (("the prompt", request.prompt), ("negative_prompt", request.negative_prompt or ())):
+        tokens = np.asarray(prompt)
+        wrong = tokens[(tokens < 0) | (tokens >= vocab_size)]
+        if len(wrong):
+            raise ValueError(f"{name} contains token id {wrong[0]}; allowed: 0..{vocab_size - 1}")

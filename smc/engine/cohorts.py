@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from smc.engine.companions import Pages
 from smc.engine.group import Group
-from smc.engine.rounds import Flight, Pages, Rounds
+from smc.engine.rounds import Flight, Rounds
 
 Provide = Callable[[list[Group]], list[tuple[Group, Pages]]]
 """Gives groups pages for a round; returns those for which there were enough."""

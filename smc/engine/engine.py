@@ -15,11 +15,15 @@ import secrets
 import time
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from operator import attrgetter, itemgetter
+
+import numpy as np
 
 from smc.engine.admission import DuplicateRequest, NoDraft, check_fits, check_queue
 from smc.engine.answers import draw_answer, make_answer
 from smc.engine.cohorts import Cohorts
+from smc.engine.companions import Pages
 from smc.engine.costs import Costs
 from smc.engine.drafting import CostsDecide
 from smc.engine.expectation import Expectation
@@ -30,16 +34,16 @@ from smc.engine.policy import ParticlePolicy, ShrinkWhenShort, TreePolicy
 from smc.engine.queue import Deadlines, Queue
 from smc.engine.records import shrink_saved
 from smc.engine.request import FinishReason, Method, Output, Request
-from smc.engine.rounds import Pages, Rounds
+from smc.engine.rounds import Rounds
 from smc.engine.slots import Slots
 from smc.engine.starts import Starts
 from smc.engine.stats import EngineStats
 from smc.engine.text import StopRules
-from smc.engine.turns import Turns
+from smc.engine.turns import Turns, is_elastic
 from smc.kv.pages import OutOfPages
 from smc.models.tokenizer import Tokenizer
 from smc.runtime.config import EngineConfig
-from smc.runtime.messages import Worker
+from smc.runtime.messages import COMPANION, Worker
 from smc.runtime.pair import Pair
 from smc.runtime.plan import Program
 from smc.stops import TokenBytes
@@ -115,9 +119,11 @@ class Engine:
         later."""
         if request.request_id in self._groups:
             raise DuplicateRequest(f"request_id={request.request_id!r} is already in use; it must be unique among running requests")
+        request = self._with_negative_prompt(request)
         check_fits(request, self.config, self.memory.capacity, self.context, self.tokenizer.size)
         params, decoding = request.params, self._decoding_now(request)
-        expected = self.expectation.pages(decoding, params, len(request.prompt), decoding.rows(params))
+        sizes = {"prompt": len(request.prompt), "negative": request.negative_size}
+        expected = self.expectation.pages(decoding, params, rows=decoding.rows(params), **sizes)
         check_queue(expected, self.config, len(self._queue), self._queue.pages)
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         rules = StopRules(params, self.tokenizer)
@@ -184,7 +190,7 @@ class Engine:
             raise ValueError(f"request_id={request_id!r} names no running request of method='smc'")
         if not group.params.least_rows <= particles <= group.params.rows:
             raise ValueError(f"particles={particles}; allowed: {group.params.least_rows}..{group.params.rows}")
-        if group.phase is Phase.RUNNING and particles - len(group.slots) > self.slots.num_free:
+        if group.phase is Phase.RUNNING and (particles - len(group.slots)) * group.params.slots_per_row > self.slots.num_free:
             raise ValueError(f"particles={particles}; {self.slots.num_free} slots are free")
         group.wish = particles
         self.starts.grant(group)
@@ -218,7 +224,7 @@ class Engine:
 
     def _fits_pair(self, group: Group) -> bool:
         """Another draft may have fewer pages than the one that a request was let in with."""
-        needs = decoding_of(group.params).most_pages(self.config, group.params, group.prompt_size)
+        needs = decoding_of(group.params).most_pages(self.config, group.params, group.prompt_size, negative=group.negative_size)
         return all(pages <= self.memory.capacity[side] for side, pages in needs.items())
 
     def detach_draft(self) -> list[str]:
@@ -246,8 +252,16 @@ class Engine:
         self.memory.renew("draft", pages)
         self._has_draft = True
         for group in self._groups.values():
-            if self.costs is None or not decoding_of(group.params).elastic:
+            if self.costs is None or not is_elastic(group):
                 self.rejoin(group)
+
+    def _with_negative_prompt(self, request: Request) -> Request:
+        """The default is the token that begins texts. Raises ValueError where the model has none."""
+        if not request.params.guided or request.negative_prompt is not None:
+            return request
+        if self.tokenizer.start_id is None:
+            raise ValueError("guidance_scale is given without negative_prompt, and the model has no token that begins texts; give both")
+        return replace(request, negative_prompt=(self.tokenizer.start_id,))
 
     def _decoding_now(self, request: Request) -> Decoding:
         """How a request that arrives now begins. Raises NoDraft."""
@@ -320,9 +334,15 @@ class Engine:
 
     def _pages_of_round(self, group: Group) -> Pages | None:
         try:
-            return self.memory.allocate(group.decoding.round_pages(self.config, len(group.slots)))
+            pages = self.memory.allocate(self._round_pages(group))
         except OutOfPages:
             return None
+        if group.params.guided:
+            pages["target"], pages[COMPANION] = np.split(pages["target"], 2)
+        return pages
+
+    def _round_pages(self, group: Group) -> dict[str, int]:
+        return group.decoding.round_pages(self.config, len(group.slots), group.params.guided)
 
     def _shrink(self, group: Group) -> None:
         """In the round that is about to be asked for, as far as the policy wants it."""
@@ -344,7 +364,7 @@ class Engine:
         where they are short gives up its own. False: something is, or there are older ones, which are not ready for a round yet."""
         if any(group.in_flight for group in self._admitted):
             return False
-        short = self.memory.short(first.decoding.round_pages(self.config, len(first.slots)))
+        short = self.memory.short(self._round_pages(first))
         *older, youngest = (group for group in self._admitted if set(short) & set(group.decoding.sides))
         if youngest is first and older:
             return False

@@ -41,11 +41,13 @@ class Expectation:
         """Share of its past further back than `OWN_TOKENS` that a particle shares with no other: 0 as long as nothing is known."""
         return self._own / self._old if self._old else 0.0
 
-    def pages(self, decoding: Decoding, params: SamplingParams, prompt: int, rows: int, length: int = 0) -> dict[str, int]:
+    def pages(
+        self, decoding: Decoding, params: SamplingParams, prompt: int, rows: int, length: int = 0, negative: int = 0
+    ) -> dict[str, int]:
         """Pages on each side of so many particles of a request, whose answer has `length` tokens already."""
         answer = max(1, length, round(self.answer_share * params.max_tokens))
         own = min(answer, OWN_TOKENS) + round(self.own_share * max(0, answer - OWN_TOKENS))
-        return decoding.expected_pages(self.config, params, prompt, rows, answer, own)
+        return decoding.expected_pages(self.config, params, prompt, rows, answer, own, negative)
 
     def of(self, group: Group) -> dict[str, int]:
         """For a group that waits, or runs."""
@@ -53,11 +55,11 @@ class Expectation:
             length = int(group.saved["length_S"].max())
         else:
             length = int(self.slots.length_S[group.slots].max(initial=0))
-        return self.pages(group.decoding, group.params, group.prompt_size, group.rows, length)
+        return self.pages(group.decoding, group.params, group.prompt_size, group.rows, length, group.negative_size)
 
     def expect(self, group: Group) -> None:
         """Of one that is admitted, or goes on."""
-        self.memory.expect(group.number, self.of(group), group.decoding.round_pages(self.config, group.rows))
+        self.memory.expect(group.number, self.of(group), group.decoding.round_pages(self.config, group.rows, group.params.guided))
 
     def learn_answer(self, share: float) -> None:
         """An answer is complete, and has this share of its longest."""
@@ -82,11 +84,15 @@ class Expectation:
             groups = [group for group in running if side in group.decoding.sides]
             if not groups:
                 continue
-            slots = [group.living(self.slots) for group in groups]
+            slots, prompts = [group.living(self.slots) for group in groups], [group.prompt_size for group in groups]
+            if side == "target" and any(group.params.guided for group in groups):
+                guided = [group for group in groups if group.params.guided]
+                slots += [self.slots.companions(group.living(self.slots)) for group in guided]
+                prompts += [group.negative_size for group in guided]
             held_A = self.slots.held_S[side][np.concatenate(slots)]
             sizes_G = [len(slots_N) for slots_N in slots]
             # A slot without a particle holds not even a prompt.
-            held_A = np.maximum(held_A - np.repeat([g.prompt_size for g in groups], sizes_G), 0)
+            held_A = np.maximum(held_A - np.repeat(prompts, sizes_G), 0)
             path_G = np.maximum.reduceat(held_A, np.cumsum(sizes_G) - sizes_G)
             ends = int(np.minimum(held_A, OWN_TOKENS).sum() - np.minimum(path_G, OWN_TOKENS).sum())
             apart = int(held_A.sum() - path_G.sum()) - ends

@@ -17,6 +17,7 @@ from smc.engine.text import StopRules, TextStream
 from smc.laws import LawSpec
 from smc.limits import SCHEME_NAMES
 from smc.runtime.biases import biased_tokens
+from smc.runtime.messages import COMPANION
 
 MEMORY = 0.97
 """Of what a request's rounds have shown, by the next one."""
@@ -46,10 +47,10 @@ class Group:
     """Engine clock when it was first given slots and pages."""
     begun: float | None = None
     """And when its first token was there."""
-    keys: list[bytes] | None = None
-    """Of its prompt's blocks in the prefix caches, once they have been asked for."""
+    keys: dict[str, list[bytes]] = field(default_factory=dict)
+    """Of its prompts' blocks in the prefix caches, `prompt` and `companion`, once they have been asked for."""
     needs: dict[str, int] | None = None
-    """Pages of what it is to start from, once they have been counted; while it waits."""
+    """Pages of what it is to start from, by lane, once they have been counted; while it waits."""
     phase: Phase = Phase.QUEUED
     decoding: Decoding = field(init=False)
     """How it is decoded: of exact decoding by the pair, or by the target alone. It may change between two rounds."""
@@ -168,6 +169,24 @@ class Group:
     @property
     def prompt_size(self) -> int:
         return len(self.request.prompt)
+
+    @property
+    def negative_size(self) -> int:
+        """0: it is not guided."""
+        return self.request.negative_size
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        """What models run of it: `smc.runtime.messages.side_of`."""
+        return (*self.decoding.sides, COMPANION) if self.params.guided else self.decoding.sides
+
+    def prompt_of(self, lane: str) -> tuple[int, ...]:
+        return self.request.negative_prompt if lane == COMPANION else self.request.prompt
+
+    @property
+    def slots_needed(self) -> int:
+        """Slots that its rows take, with those of companions."""
+        return self.rows * self.params.slots_per_row
 
 
 @dataclass

@@ -83,25 +83,42 @@ class Decoding(ABC):
         """Answer tokens of a particle that have keys and values on a side after so many rounds: of `length`, the block in flight from
         index `block` on. What has ended needs none at the draft, or where one model decodes alone."""
 
-    def round_pages(self, config: EngineConfig, places: int) -> dict[str, int]:
-        """Pages that one round is given on each side: the first drafts, or decodes alone."""
+    def round_pages(self, config: EngineConfig, places: int, guided: bool = False) -> dict[str, int]:
+        """Pages that one round is given on each side: the first drafts, or decodes alone. If `guided`, as many again at the target."""
         shape = self.shape(config)
         drafting, *scoring = self.sides
-        return {drafting: places * (shape.begin + shape.branches * shape.branch)} | dict.fromkeys(scoring, places * shape.target)
+        pages = {drafting: places * (shape.begin + shape.branches * shape.branch)} | dict.fromkeys(scoring, places * shape.target)
+        return pages | {"target": 2 * pages["target"]} if guided else pages
 
-    def most_pages(self, config: EngineConfig, params: SamplingParams, prompt: int, rows: int | None = None) -> dict[str, int]:
-        """Pages that so many particles of a request, by default as few as it allows, may hold at once if they share nothing of its past."""
+    def most_pages(
+        self, config: EngineConfig, params: SamplingParams, prompt: int, rows: int | None = None, negative: int = 0
+    ) -> dict[str, int]:
+        """Pages that so many particles of a request, by default as few as it allows, may hold at once if they share nothing of its past.
+        `prompt`, `negative`: tokens of its prompts."""
         n, answer = rows or params.least_rows, params.max_tokens
-        few, all_rows = self.round_pages(config, n), self.round_pages(config, self.rows(params))
-        return {side: prompt + max(n * answer + ROUNDS_IN_FLIGHT * few[side], ROUNDS_IN_FLIGHT * all_rows[side]) for side in self.sides}
+        few, all_rows = (self.round_pages(config, size, params.guided) for size in (n, self.rows(params)))
+        begins, answers = self._prompts(prompt, negative), self._sequences(params, n * answer)
+        most = {side: max(answers[side] + ROUNDS_IN_FLIGHT * few[side], ROUNDS_IN_FLIGHT * all_rows[side]) for side in self.sides}
+        return {side: begins[side] + most[side] for side in self.sides}
 
-    def expected_pages(self, config: EngineConfig, params: SamplingParams, prompt: int, rows: int, answer: int, own: int) -> dict[str, int]:
+    def expected_pages(
+        self, config: EngineConfig, params: SamplingParams, prompt: int, rows: int, answer: int, own: int, negative: int = 0
+    ) -> dict[str, int]:
         """Pages that `rows` particles are likely to hold: of an answer of so many tokens each but the first has `own` for itself."""
-        rounds = self.round_pages(config, rows)
-        likely = {side: prompt + answer + own * (rows - 1) + ROUNDS_IN_FLIGHT * rounds[side] for side in self.sides}
+        rounds, begins = self.round_pages(config, rows, params.guided), self._prompts(prompt, negative)
+        held = self._sequences(params, answer + own * (rows - 1))
         # Rows of exact decoding share all but what has not been confirmed.
-        most = self.most_pages(config, params, prompt, None if self.confirms else rows)
-        return {side: min(pages, max(most[side], prompt)) for side, pages in likely.items()}
+        most = self.most_pages(config, params, prompt, None if self.confirms else rows, negative)
+        likely = {side: begins[side] + held[side] + ROUNDS_IN_FLIGHT * rounds[side] for side in self.sides}
+        return {side: min(pages, max(most[side], begins[side])) for side, pages in likely.items()}
+
+    def _prompts(self, prompt: int, negative: int) -> dict[str, int]:
+        """Tokens of prompts on each side."""
+        return {side: prompt + negative * (side == "target") for side in self.sides}
+
+    def _sequences(self, params: SamplingParams, tokens: int) -> dict[str, int]:
+        """Pages of so many answer tokens on each side, with those of companions."""
+        return {side: tokens * (2 if params.guided and side == "target" else 1) for side in self.sides}
 
     def log_z(self, logw_N: Tensor, count: int) -> float:
         """What a population's weights say of the target's total mass on answers."""
@@ -178,10 +195,13 @@ class Rejection(Exact):
     kind = Kind.CHAINS
     elastic = False
 
-    def most_pages(self, config: EngineConfig, params: SamplingParams, prompt: int, rows: int | None = None) -> dict[str, int]:
+    def most_pages(
+        self, config: EngineConfig, params: SamplingParams, prompt: int, rows: int | None = None, negative: int = 0
+    ) -> dict[str, int]:
         # Chains share all that is confirmed; what the last round that was read has left of them is not more than it was given.
-        rounds = self.round_pages(config, self.rows(params))
-        return {side: prompt + params.max_tokens + (ROUNDS_IN_FLIGHT + 1) * rounds[side] for side in self.sides}
+        rounds = self.round_pages(config, self.rows(params), params.guided)
+        begins, answers = self._prompts(prompt, negative), self._sequences(params, params.max_tokens)
+        return {side: begins[side] + answers[side] + (ROUNDS_IN_FLIGHT + 1) * rounds[side] for side in self.sides}
 
 
 class Alone(Decoding):

@@ -16,7 +16,7 @@ from smc.engine.group import Group, Population
 from smc.engine.memory import Memory
 from smc.kv.pages import DUMMY_PAGE
 from smc.philox import STREAMS_PER_PARTICLE, Purpose
-from smc.runtime.messages import Draws, Pending, PromptBatch, PromptResult, Worker
+from smc.runtime.messages import COMPANION, Draws, Pending, PromptBatch, PromptResult, Worker
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Start:
 
     group: Group
     rows: dict[str, list[Row]]
-    """By side."""
+    """By lane: a side, or of a guided request its companion."""
     begun: bool = False
     """Some of it has been asked for."""
     waited: bool = False
@@ -59,6 +59,10 @@ class Start:
     def asked(self) -> bool:
         """All has been asked for."""
         return not any(row.left for rows in self.rows.values() for row in rows)
+
+    def on(self, side: str) -> list[Row]:
+        """What its model is to run."""
+        return [*self.rows.get(side, ()), *(self.rows.get(COMPANION, ()) if side == "target" else ())]
 
 
 def count_pages(sequences: Sequence[np.ndarray]) -> int:
@@ -101,30 +105,40 @@ def prefill_step(starts: list[Start], worker: Worker, side: str, chunk: int) -> 
     """Ask for up to `chunk` tokens of one side, oldest request first. Returns what was asked for: tokens, and what comes of them."""
     asked: list[tuple[int, Pending[PromptResult]]] = []
     plain: list[tuple[Row, int]] = []
-    drawing: list[tuple[Start, Row, int]] = []
+    drawing: list[Start] = []
     for start in starts:
-        for row in start.rows.get(side, ()):
-            count = min(row.left, chunk)
-            if not count:
-                continue
-            chunk -= count
-            draws = count == row.left and side == start.group.decoding.first and start.group.saved is None
-            if draws:
-                drawing.append((start, row, count))
-            else:
+        rows, draws = start.on(side), side == start.group.decoding.first and start.group.saved is None
+        left = sum(row.left for row in rows)
+        if draws and chunk and 0 < left <= max(chunk, len(rows)):
+            drawing.append(start)
+            chunk = max(0, chunk - left)
+            continue
+        for row in rows:
+            # First tokens are drawn from what both rows of a guided request say: their last tokens are run together.
+            count = min(row.left - (draws and len(rows) > 1), chunk)
+            if count > 0:
+                chunk -= count
                 plain.append((row, count))
     if plain:
         asked.append((sum(count for _, count in plain), worker.run_prompts(_batch(plain))))
+    last = _last_parts(drawing, side)
     if drawing:
-        pending = worker.run_prompts(_batch([(row, count) for _, row, count in drawing], _first_draws([s.group for s, _, _ in drawing])))
-        asked.append((sum(count for _, _, count in drawing), pending))
-        for place, (start, _, _) in enumerate(drawing):
+        pending = worker.run_prompts(_batch(last, _first_draws([start.group for start in drawing])))
+        asked.append((sum(count for _, count in last), pending))
+        for place, start in enumerate(drawing):
             start.first, start.place = pending, place
-    for row, count in (*plain, *((row, count) for _, row, count in drawing)):
+    for row, count in (*plain, *last):
         row.done += count
     for start in starts:
-        start.begun |= any(row.done > row.known for row in start.rows.get(side, ()))
+        start.begun |= any(row.done > row.known for row in start.on(side))
     return asked
+
+
+def _last_parts(starts: list[Start], side: str) -> list[tuple[Row, int]]:
+    """What is left of prompts after which tokens are drawn, then of those that guide them."""
+    rows = [start.rows[side][0] for start in starts]
+    guiding = [start.rows[COMPANION][0] for start in starts if start.group.params.guided]
+    return [(row, row.left) for row in (*rows, *guiding)]
 
 
 def _batch(parts: list[tuple[Row, int]], draws: Draws | None = None) -> PromptBatch:
@@ -152,4 +166,15 @@ def _first_draws(groups: list[Group]) -> Draws:
         kind_R=np.array([g.decoding.kind for g in groups], dtype=np.int32),
         biased_2Y=np.array([(row, token) for row, token, _ in biases], dtype=np.int32).reshape(-1, 2).T,
         bias_Y=np.array([bias for _, _, bias in biases], dtype=np.float32),
+        **_guidance(groups),
     )
+
+
+def _guidance(groups: list[Group]) -> dict[str, np.ndarray]:
+    """Which rows guide others: they come after all of those."""
+    guided = np.array([g.params.guided for g in groups])
+    if not guided.any():
+        return {}
+    row_R = np.arange(len(groups))
+    companion_R = np.where(guided, len(groups) + np.cumsum(guided) - 1, row_R)
+    return {"companion_R": companion_R.astype(np.int32), "scale_R": np.array([g.params.guidance_scale for g in groups], dtype=np.float32)}

@@ -15,6 +15,7 @@ from smc.engine.prefill import Row, Start, count_pages, plant
 from smc.engine.slots import Slots
 from smc.kv.pages import OutOfPages
 from smc.runtime.config import EngineConfig
+from smc.runtime.messages import COMPANION, side_of
 
 
 class Prefixes:
@@ -27,46 +28,49 @@ class Prefixes:
         """Whether it could start if all that is cached made room, or was its own; what is cached of it is not looked up for that."""
         memory = self.memory
         if group.needs is None:
-            group.needs = dict.fromkeys(group.decoding.sides, group.prompt_size)
+            group.needs = {lane: len(group.prompt_of(lane)) for lane in group.lanes}
             if group.saved is not None:
-                group.needs = {side: count_pages(self._sequences(group, side)) for side in group.needs}
+                group.needs = {lane: count_pages(self._sequences(group, lane)) for lane in group.needs}
         spare = memory.spare(self._round_pages(group))
-        return all(count + spare[side] <= memory.room(side) for side, count in group.needs.items())
+        return all(count + spare[side] <= memory.room(side) for side, count in _by_side(group.needs).items())
 
     def plant(self, group: Group) -> dict[str, list[Row]] | None:
-        """Rows of all sides, or None if there are too few pages."""
-        memory, sides = self.memory, group.decoding.sides
-        cached = {side: memory.match(side, self._keys(group), self._most(group, side)) for side in sides}
-        wanted = {side: group.needs[side] - cached[side][0] for side in sides}
+        """Rows of all lanes, or None if there are too few pages."""
+        memory, lanes = self.memory, group.lanes
+        cached = {lane: memory.match(side_of(lane), self._keys(group, lane), self._most(group, lane)) for lane in lanes}
+        wanted = {lane: group.needs[lane] - cached[lane][0] for lane in lanes}
         try:
-            loose = memory.allocate(wanted, memory.spare(self._round_pages(group)))
+            loose = memory.allocate(_by_side(wanted), memory.spare(self._round_pages(group)))
+            if COMPANION in lanes:
+                loose["target"], loose[COMPANION] = np.split(loose["target"], [wanted["target"]])
             if group.saved is None:
-                group.cached_tokens = min(count for count, _ in cached.values())
-            sequences = {side: self._sequences(group, side) for side in sides}
-            for side, of_side in sequences.items():
-                memory.count_match(side, len(of_side[0]), cached[side][0])
-            return {side: plant(memory, side, of_side, cached[side], loose[side]) for side, of_side in sequences.items()}
+                group.cached_tokens = min(cached[side][0] for side in group.decoding.sides)
+            sequences = {lane: self._sequences(group, lane) for lane in lanes}
+            for lane, of_lane in sequences.items():
+                memory.count_match(side_of(lane), len(of_lane[0]), cached[lane][0])
+            return {lane: plant(memory, side_of(lane), of_lane, cached[lane], loose[lane]) for lane, of_lane in sequences.items()}
         except OutOfPages:
             return None
         finally:
             # What rows do not refer to by now may go again.
-            for side, (_, page) in cached.items():
-                memory.ledgers[side].release([page])
+            for lane, (_, page) in cached.items():
+                memory.ledgers[side_of(lane)].release([page])
 
     def plant_again(self, start: Start) -> None:
         """Where more is cached by now of what a start begins with, of which nothing has been asked for, that takes its own pages' place."""
         group, memory = start.group, self.memory
-        for side, rows in start.rows.items():
-            count, page = memory.match(side, self._keys(group), self._most(group, side))
+        for lane, rows in start.rows.items():
+            side = side_of(lane)
+            count, page = memory.match(side, self._keys(group, lane), self._most(group, lane))
             if count > rows[0].known:
-                self._release(side, rows)
+                self._release(lane, rows)
                 # Nobody shares what has not been run: more than these have just become free.
-                loose = memory.allocate({side: group.needs[side] - count})
-                start.rows[side] = plant(memory, side, self._sequences(group, side), (count, page), loose[side])
+                loose = memory.allocate({side: group.needs[lane] - count})
+                start.rows[lane] = plant(memory, side, self._sequences(group, lane), (count, page), loose[side])
                 memory.count_match(side, 0, count - rows[0].known)
             memory.ledgers[side].release([page])
         if group.saved is None:
-            group.cached_tokens = min(rows[0].known for rows in start.rows.values())
+            group.cached_tokens = min(rows[0].known for lane, rows in start.rows.items() if lane != COMPANION)
 
     def carry(self, group: Group, decoding: Decoding, places: int, record: dict[str, np.ndarray]) -> dict[str, list[Row]] | None:
         """Rows of a running group's confirmed sequence, for another decoding: those of a side that had a part in it already are there as a
@@ -78,7 +82,7 @@ class Prefixes:
         new = [side for side in decoding.sides if side not in group.decoding.sides]
         cached = {side: memory.match(side, keys, len(sequence)) for side in new}
         try:
-            round_pages = decoding.round_pages(self.config, places)
+            round_pages = decoding.round_pages(self.config, places, group.params.guided)
             spare = memory.spare({side: round_pages[side] for side in new})
             loose = memory.allocate({side: len(sequence) - cached[side][0] for side in new}, spare)
         except OutOfPages:
@@ -96,47 +100,52 @@ class Prefixes:
                 rows[side] = [Row(sequence, pages, len(pages))]
             else:
                 self._remember(side, keys, pages)
+        if group.params.guided:
+            sequence = np.concatenate((np.array(group.prompt_of(COMPANION), dtype=np.int64), answer[:-1]))
+            pages = self._path("target", int(self.slots.companion_S[slot]))[: len(sequence)]
+            memory.ledgers["target"].hold(pages[-1:])
+            rows[COMPANION] = [Row(sequence, pages, len(pages))]
         return rows
 
     def release(self, start: Start) -> None:
         """A start holds no pages any longer."""
         self.drop(start, list(start.rows))
 
-    def drop(self, start: Start, sides: Sequence[str]) -> None:
-        """Nor on these sides, which it is not to run on."""
-        for side in sides:
-            self._release(side, start.rows.pop(side))
+    def drop(self, start: Start, lanes: Sequence[str]) -> None:
+        """Nor in these lanes, which it is not to run in."""
+        for lane in lanes:
+            self._release(lane, start.rows.pop(lane))
 
     def beginning(self, start: Start) -> bytes | None:
         """Starts of another beginning have no block in common; None: it has none at all."""
-        keys = self._keys(start.group)
+        keys = self._keys(start.group, "target")
         return keys[0] if keys else None
 
     def awaits(self, start: Start, earlier: list[Start]) -> bool:
         """Whether one of those before it is about to run what this one begins with, too. What has been asked for is cached."""
         group = start.group
         for other in [] if start.begun else earlier:
-            for side in set(start.rows) & set(other.rows):
-                row, keys = other.rows[side][0], self._keys(other.group)
-                common = self.memory.common(side, self._keys(group), keys, self._most(group, side))
-                if common > start.rows[side][0].known:
+            for lane in set(start.rows) & set(other.rows):
+                row, keys, side = other.rows[lane][0], self._keys(other.group, lane), side_of(lane)
+                common = self.memory.common(side, self._keys(group, lane), keys, self._most(group, lane))
+                if common > start.rows[lane][0].known:
                     start.waited = True
                     if row.done < common:
                         return True
                     self.memory.remember(side, keys, row.pages_L[:common])
         return False
 
-    def _release(self, side: str, rows: list[Row]) -> None:
-        self.memory.ledgers[side].release([row.pages_L[-1] for row in rows])
+    def _release(self, lane: str, rows: list[Row]) -> None:
+        self.memory.ledgers[side_of(lane)].release([row.pages_L[-1] for row in rows])
 
-    def _most(self, group: Group, side: str) -> int:
+    def _most(self, group: Group, lane: str) -> int:
         """The last token of a prompt is run, for what comes after it is to be drawn."""
-        return group.prompt_size - (side == group.decoding.first and group.saved is None)
+        return len(group.prompt_of(lane)) - (side_of(lane) == group.decoding.first and group.saved is None)
 
     def remember_prompt(self, group: Group, rows: dict[str, list[Row]]) -> None:
-        """Cache the prompt, for which the rows of every side have been run."""
-        for side, of_side in rows.items():
-            self.memory.remember(side, self._keys(group), of_side[0].pages_L[: group.prompt_size])
+        """Cache the prompts, for which the rows of every lane have been run."""
+        for lane, of_lane in rows.items():
+            self.memory.remember(side_of(lane), self._keys(group, lane), of_lane[0].pages_L[: len(group.prompt_of(lane))])
 
     def remember_answer(self, group: Group, particle: int, tokens: tuple[int, ...]) -> None:
         """Cache what the models have computed of a group's answer."""
@@ -147,7 +156,8 @@ class Prefixes:
 
     def forget_prompt(self, group: Group) -> None:
         """A model has made NaN of it: nobody shall go on from there."""
-        self.memory.forget(self._keys(group))
+        for lane in group.lanes:
+            self.memory.forget(self._keys(group, lane))
 
     def _path(self, side: str, slot: int) -> np.ndarray:
         """Pages of all positions of a particle whose keys and values a side has."""
@@ -159,17 +169,18 @@ class Prefixes:
         self.memory.remember(side, keys, pages)
 
     def _round_pages(self, group: Group) -> dict[str, int]:
-        return group.decoding.round_pages(self.config, group.rows)
+        return group.decoding.round_pages(self.config, group.rows, group.params.guided)
 
-    def _keys(self, group: Group) -> list[bytes]:
+    def _keys(self, group: Group, lane: str) -> list[bytes]:
         """Of its prompt's blocks."""
-        if group.keys is None:
-            group.keys = self.memory.keys(group.request.prompt, group.request.cache_salt)
-        return group.keys
+        kind = COMPANION if lane == COMPANION else "prompt"
+        if kind not in group.keys:
+            group.keys[kind] = self.memory.keys(group.prompt_of(lane), group.request.cache_salt)
+        return group.keys[kind]
 
-    def _sequences(self, group: Group, side: str) -> list[np.ndarray]:
-        """What is to have keys and values on a side: the prompt, and of a group that is taken up again all but pending tokens."""
-        prompt = np.array(group.request.prompt, dtype=np.int64)
+    def _sequences(self, group: Group, lane: str) -> list[np.ndarray]:
+        """What is to have keys and values in a lane: its prompt, and of a group that is taken up again all but pending tokens."""
+        prompt, side = np.array(group.prompt_of(lane), dtype=np.int64), side_of(lane)
         if group.saved is None:
             return [prompt]
         held, sequences = group.decoding.held_tokens, []
@@ -177,3 +188,11 @@ class Prefixes:
             count = held(self.config, side, length=int(length), block=int(block), ended=bool(ended), rounds=group.rounds)
             sequences.append(np.concatenate((prompt, tokens_L[:count])))
         return sequences
+
+
+def _by_side(pages: dict[str, int]) -> dict[str, int]:
+    """Of all lanes of each side."""
+    found: dict[str, int] = {}
+    for lane, count in pages.items():
+        found[side_of(lane)] = found.get(side_of(lane), 0) + count
+    return found

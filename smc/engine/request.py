@@ -34,6 +34,7 @@ POPULATIONS = ("distinct", "independent")
 VERIFICATIONS = ("walk", "rejection")
 SMALLEST, LARGEST = 1e-6, 1e6
 """Of temperatures and alpha: beyond, they make infinities and NaN of logits in float32."""
+MAX_GUIDANCE = 1e3
 SCALES = f"> 0, from {SMALLEST:g} to {LARGEST:g}"
 
 
@@ -222,6 +223,13 @@ class SamplingParams:
         option=Option("Of the proposal. Default: --temperature.", "T"),
     )
     """Of the proposal, and corrected for. SMC, and exact decoding by rejection; default: `temperature`, and 1 where that is 0."""
+    guidance_scale: float = setting(
+        1.0,
+        number(lambda value: 1 <= value <= MAX_GUIDANCE, f"1 to {MAX_GUIDANCE:g} (1 = none)"),
+        option=Option("How much further from --negative-prompt, towards the prompt. Default: 1 = not at all.", "S"),
+    )
+    """s of the target law of l_u + s (l_c - l_u): l_c are the logits after the prompt, l_u those after the negative prompt; temperature and
+    truncation come afterwards. 1 = none. A guided request takes two slots a row, and twice the pages at the target. Not of `draft`."""
     logprobs: bool = setting(False, flag(), report=True)
     """Report the log-probability of every answer token under the target law (after temperature and truncation)."""
     return_particles: bool = setting(False, flag(), report=True)
@@ -240,6 +248,16 @@ class SamplingParams:
     def rows(self) -> int:
         """Sequences decoded side by side: the particles, or 1."""
         return self.particles or 1
+
+    @property
+    def guided(self) -> bool:
+        """Every row has a companion at the target."""
+        return self.guidance_scale != 1
+
+    @property
+    def slots_per_row(self) -> int:
+        """A companion takes one, too."""
+        return 2 if self.guided else 1
 
     @property
     def least_rows(self) -> int:
@@ -282,6 +300,9 @@ class SamplingParams:
         if self.method is Method.DRAFT and self.logprobs:
             raise ValueError("logprobs=True has no effect with method='draft', where the target does not run; leave it out")
         require("min_tokens", self.min_tokens, self.min_tokens <= self.max_tokens, f"0..{self.max_tokens}, the max_tokens")
+        if self.method is Method.DRAFT and self.guided:
+            scale = self.guidance_scale
+            raise ValueError(f"guidance_scale={scale!r} has no effect with method='draft', where the target does not run; leave it out")
         if self.method is not Method.SMC:
             return
         require("temperature", self.temperature, self.temperature > 0, "> 0 with method='smc'; for greedy decoding, method='exact'")
@@ -407,3 +428,16 @@ class Request:
     """Prompts share what has been computed for them only with prompts of the same salt."""
     waited: float = 0.0
     """Seconds between its arrival and its submission."""
+    negative_prompt: tuple[int, ...] | None = None
+    """What a guided request is led away from; None: the token that begins texts."""
+
+    @property
+    def negative_size(self) -> int:
+        """Tokens of the negative prompt; 0: it is not guided."""
+        return 0 if not self.params.guided else 1 if self.negative_prompt is None else len(self.negative_prompt)
+
+
+def check_guidance(params: SamplingParams, has_negative: bool) -> None:
+    """Refuse a negative prompt that has no effect. Raises ValueError."""
+    if has_negative and not params.guided:
+        raise ValueError("negative_prompt has no effect with guidance_scale=1; give a guidance_scale above 1, or leave it out")

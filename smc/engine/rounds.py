@@ -19,6 +19,7 @@ import numpy as np
 
 from smc.algorithm.expansion import Kind
 from smc.engine.acceptance import Acceptance
+from smc.engine.companions import Pages, companions_of, follow_companions, padded
 from smc.engine.group import Group, Population
 from smc.engine.memory import Memory
 from smc.engine.methods import Decoding
@@ -27,13 +28,11 @@ from smc.engine.stats import EngineStats
 from smc.laws import LawSpec
 from smc.runtime.biases import width_of
 from smc.runtime.config import EngineConfig
-from smc.runtime.messages import Pending
+from smc.runtime.messages import COMPANION, Pending
 from smc.runtime.outcome import RoundResult
 from smc.runtime.pair import Outcome, Pair
 from smc.runtime.plan import SHORT, Program, RoundPlan
 
-Pages = dict[str, np.ndarray]
-"""By side."""
 MEMORY = 0.997
 """Of what the rounds of all requests have shown, by the next of any."""
 COMMON_KINDS = frozenset({Kind.INDEPENDENT, Kind.DISTINCT, Kind.BEST})
@@ -141,8 +140,9 @@ class Rounds:
         flying_G = np.array([len(g.in_flight) for g in groups], dtype=np.int64)
         # What the host knows of an earlier round stays true: all particles to come are copies of these.
         shared_G = prompt_G + np.minimum([g.committed for g in groups], population.least(length_A) - 1)
-        columns = int((prompt_G + population.largest(length_A) + stride * (flying_G + 1)).max()) + self.config.block + 2
-        own = {side: np.concatenate([given[side] for given in pages]).reshape(total, -1) for side in pages[0]}
+        longest_G = np.maximum(prompt_G, [g.negative_size for g in groups])
+        columns = int((longest_G + population.largest(length_A) + stride * (flying_G + 1)).max()) + self.config.block + 2
+        own = {side: np.concatenate([given[side] for given in pages]).reshape(total, -1) for side in self.decoding.sides}
         begun = own.get("draft", own.get("target"))
         branches = self._branches(places) if self._branches and all(g.decoding.elastic for g in groups) else shape.branches
         # Pages of branches that there are not come back with those of branches that are not taken.
@@ -154,7 +154,7 @@ class Rounds:
         kinds = frozenset(g.decoding.kind for g in groups)
         chain_C = np.flatnonzero(kind_G[population.group_A] == Kind.CHAINS)
         if len(chain_C):
-            chain_C = _padded(chain_C, bucket(len(chain_C)), chain_C[0])
+            chain_C = padded(chain_C, bucket(len(chain_C)), chain_C[0])
         return RoundPlan(
             program=self.decoding.program,
             short=bool(columns <= SHORT),
@@ -162,24 +162,25 @@ class Rounds:
             kinds=kinds if len(kinds) == 1 else COMMON_KINDS | kinds,
             target_law=_spread(population.target_law, population.group_A, places),
             draft_law=_spread(population.draft_law, population.group_A, places),
-            slot_A=_padded(population.slot_A, places, self.config.max_slots),
-            group_A=_padded(population.group_A, places, places - 1),
-            particle_A=_padded(population.particle_A, places, 0),
-            seed_A=_padded(population.seed_G[population.group_A], places, 0),
-            round_A=_padded(launched_G[population.group_A] + 1, places, 1),
-            alpha_A=_padded(population.per_group([p.alpha for p in params], np.float64, 1.0)[population.group_A], places, 1.0),
-            first_G=_padded(population.first_G.astype(np.int32), places, 0),
-            size_G=_padded(population.size_G.astype(np.int32), places, 0),
-            count_G=_padded(count_G.astype(np.int32), places, 0),
-            draws_G=_padded(draws_G.astype(np.int32), places, 0),
-            shared_G=_padded(shared_G.astype(np.int32), places, 0),
-            threshold_G=_padded(population.per_group([p.ess_threshold for p in params], np.float64), places, 0.0),
-            kind_G=_padded(kind_G, places, int(Kind.INDEPENDENT)),
+            slot_A=padded(population.slot_A, places, self.config.max_slots),
+            group_A=padded(population.group_A, places, places - 1),
+            particle_A=padded(population.particle_A, places, 0),
+            seed_A=padded(population.seed_G[population.group_A], places, 0),
+            round_A=padded(launched_G[population.group_A] + 1, places, 1),
+            alpha_A=padded(population.per_group([p.alpha for p in params], np.float64, 1.0)[population.group_A], places, 1.0),
+            first_G=padded(population.first_G.astype(np.int32), places, 0),
+            size_G=padded(population.size_G.astype(np.int32), places, 0),
+            count_G=padded(count_G.astype(np.int32), places, 0),
+            draws_G=padded(draws_G.astype(np.int32), places, 0),
+            shared_G=padded(shared_G.astype(np.int32), places, 0),
+            threshold_G=padded(population.per_group([p.ess_threshold for p in params], np.float64), places, 0.0),
+            kind_G=padded(kind_G, places, int(Kind.INDEPENDENT)),
             chain_C=chain_C,
-            scheme_G=_padded(population.scheme_G, places, 0),
-            target_pages_AQ=_padded(own["target"] if shape.target else np.zeros((total, 0), np.int32), places, 0),
-            begin_pages_AP=_padded(begun[:, : shape.begin], places, 0),
-            branch_pages_XB=_padded(branches_XB.astype(np.int32), places * branches, 0),
+            scheme_G=padded(population.scheme_G, places, 0),
+            target_pages_AQ=padded(own["target"] if shape.target else np.zeros((total, 0), np.int32), places, 0),
+            begin_pages_AP=padded(begun[:, : shape.begin], places, 0),
+            branch_pages_XB=padded(branches_XB.astype(np.int32), places * branches, 0),
+            companions=companions_of(population, pages, places, shared_G, self.slots, self.config.max_slots),
             biased=self._biased(population),
         )
 
@@ -224,9 +225,13 @@ class Rounds:
             ledger.hold(after_A)
             ledger.release(before_A)
             kept_AW = np.arange(path_AW.shape[1]) < kept_A[:, None]
-            ledger.settle(np.concatenate([given[side] for given in pages]), np.where(kept_AW, path_AW, 0))
+            given_T = np.concatenate([given[side] for given in pages])
+            ledger.settle(given_T, np.where(kept_AW, path_AW, 0))
             held_S[slot_A] = held_S[source_A] - dropped_A + kept_A
             head_S[slot_A] = after_A
+            if side == "target" and any(COMPANION in given for given in pages):
+                assert not dropped_A.any(), "the target took back what it had run"
+                follow_companions(self.slots, ledger, slot_A, source_A, np.where(kept_AW, path_AW, 0), pages)
 
     def _write_tokens(
         self, population: Population, result: RoundResult, slot_A: np.ndarray, source_A: np.ndarray, place_A: np.ndarray
@@ -286,6 +291,8 @@ class Rounds:
             work = {"draft": drafting_A * branches * config.block, "target": target_A}
         else:
             work = {program.value: open_A * config.block}
+        if "target" in work:
+            work["target"] = work["target"] * np.array([g.params.slots_per_row for g in population.groups])[population.group_A]
         for side, tokens_A in work.items():
             for group, tokens in zip(population.groups, population.sums(tokens_A).tolist()):
                 group.tally.count_tokens(side, tokens)
@@ -361,15 +368,6 @@ def bucket(count: int) -> int:
     return -(-count // step) * step
 
 
-def _padded(values_A: np.ndarray, places: int, fill: float) -> np.ndarray:
-    """`places` rows, `fill` in those past the values'."""
-    if len(values_A) == places:
-        return values_A
-    padded = np.full((places, *values_A.shape[1:]), fill, dtype=values_A.dtype)
-    padded[: len(values_A)] = values_A
-    return padded
-
-
 def _spread(law: LawSpec, group_A: np.ndarray, places: int) -> LawSpec:
     """A law per group -> one per place."""
-    return law.take(_padded(group_A, places, 0))
+    return law.take(padded(group_A, places, 0))

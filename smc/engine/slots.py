@@ -5,6 +5,8 @@ content, never their ownership. Between rounds a particle has a block in flight,
   lockstep    the seed
   look-ahead  [d_1..d_K], drafted while the block before it was being scored
 
+A particle of a guided request has a second slot, its companion's, of which only the pages at the target count (smc/runtime/guidance.py).
+
 Axes: S slots, X chosen slots, L answer positions.
 """
 
@@ -36,14 +38,23 @@ class Slots:
         """Page of the last position whose keys and values a model has; it refers to that page and so to all before it."""
         self.held_S = {side: np.zeros(count, dtype=np.int32) for side in SIDES}
         """Positions that a model has keys and values of, the prompt's included."""
+        self.companion_S = np.full(count, -1, dtype=np.int32)
+        """Slot of the particle's companion; -1: it has none."""
         self._free = list(range(count - 1, -1, -1))
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
-    def claim(self, count: int) -> np.ndarray:
-        """Slots for one request, int32. The caller has checked that there are enough."""
+    def claim(self, count: int, guided: bool = False) -> np.ndarray:
+        """Slots for `count` particles of one request, int32; of a `guided` one with as many for companions. The caller has checked that
+        there are enough."""
+        slots = self._claim(count)
+        if guided:
+            self.companion_S[slots] = self._claim(count)
+        return slots
+
+    def _claim(self, count: int) -> np.ndarray:
         assert count <= len(self._free), "more slots claimed than free"
         slots = np.array([self._free.pop() for _ in range(count)], dtype=np.int32)
         for array in (self.length_S, self.block_S, self.logw_S, self.ended_S):
@@ -52,13 +63,21 @@ class Slots:
         return slots
 
     def give_back(self, slots: np.ndarray) -> None:
-        self._free.extend(slots.tolist())
+        companions = self.companions(slots)
+        self.companion_S[slots] = -1
+        self._free.extend([*companions.tolist(), *slots.tolist()])
+
+    def companions(self, slots_X: np.ndarray) -> np.ndarray:
+        """Slots of the companions that particles have: one for each of a guided request, none of another."""
+        companion_X = self.companion_S[slots_X]
+        return companion_X[companion_X >= 0]
 
     def let_go(self, slots_X: np.ndarray, ledgers: dict[str, PageLedger]) -> None:
         """The particles of these slots no longer refer to pages."""
-        for side, ledger in ledgers.items():
-            ledger.release(self.head_S[side][slots_X])
-            self.head_S[side][slots_X] = 0
+        for held_X in (slots_X, self.companions(slots_X)):
+            for side, ledger in ledgers.items():
+                ledger.release(self.head_S[side][held_X])
+                self.head_S[side][held_X] = 0
 
     def vacate(self, slots_X: np.ndarray) -> None:
         """They hold no particle: nothing is to come there, and it has no weight."""

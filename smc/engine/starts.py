@@ -18,7 +18,7 @@ from smc.engine.prefixes import Prefixes
 from smc.engine.records import record_of
 from smc.engine.rounds import commit_tokens
 from smc.engine.stop_entries import StopEntries
-from smc.runtime.messages import SIDES, Worker
+from smc.runtime.messages import COMPANION, SIDES, Worker, side_of
 from smc.runtime.pair import Pair
 from smc.runtime.plan import Join
 from smc.stops import DONE, START, TokenBytes
@@ -41,7 +41,7 @@ class Starts:
 
     def admit(self, group: Group) -> bool:
         """Give a group slots, and pages for what it starts from; False if there are not enough of either."""
-        if group.rows > self.slots.num_free or not self._has_room(group):
+        if group.slots_needed > self.slots.num_free or not self._has_room(group):
             return False
         claimed = self.stops.claim(group.rules.machine)
         if claimed is None:
@@ -56,7 +56,7 @@ class Starts:
         if group.saved is None:
             group.particles = np.arange(group.rows)
             group.count = len(group.particles)
-        group.slots = self.slots.claim(len(group.particles))
+        group.slots = self.slots.claim(len(group.particles), group.params.guided)
         self._expectation.expect(group)
         group.phase = Phase.PREFILL
         self._starts.append(Start(group, rows))
@@ -64,7 +64,7 @@ class Starts:
 
     def lacks_slots(self, group: Group) -> bool:
         """Nothing else keeps it from being admitted."""
-        return group.rows > self.slots.num_free and self._has_room(group)
+        return group.slots_needed > self.slots.num_free and self._has_room(group)
 
     def _has_room(self, group: Group) -> bool:
         return self.memory.admits(self._expectation.of(group)) and self.prefixes.has_room(group)
@@ -146,9 +146,9 @@ class Starts:
         """Let a running group of exact decoding go on by another decoding, from what has been confirmed: what a model has of that and still
         needs stays where it is, the rest is run as if the group was taken up again. False if there are not enough slots, or pages."""
         record = record_of(group, self.slots)
-        expected = self._expectation.pages(decoding, group.params, group.prompt_size, rows, int(record["length_S"][0]))
+        expected = self._expectation.pages(decoding, group.params, group.prompt_size, rows, int(record["length_S"][0]), group.negative_size)
         new = {side: pages for side, pages in expected.items() if side not in group.decoding.sides}
-        if rows - len(group.slots) > self.slots.num_free or not self.memory.admits(new):
+        if (rows - len(group.slots)) * group.params.slots_per_row > self.slots.num_free or not self.memory.admits(new):
             return False
         carried = self.prefixes.carry(group, decoding, rows, record)
         if carried is None:
@@ -156,8 +156,8 @@ class Starts:
         self._leave_slots(group)
         group.saved = record
         group.decode_by(decoding, rows)
-        group.needs = {side: len(of_side[0].tokens_L) for side, of_side in carried.items()}
-        group.slots = self.slots.claim(rows)
+        group.needs = {lane: len(of_lane[0].tokens_L) for lane, of_lane in carried.items()}
+        group.slots = self.slots.claim(rows, group.params.guided)
         group.phase = Phase.PREFILL
         self._expectation.expect(group)
         self._starts.append(Start(group, carried))
@@ -178,10 +178,9 @@ class Starts:
     def _leave_slots(self, group: Group) -> None:
         """A group refers to no pages and has no slots; what was asked for it concerns it no more."""
         self.slots.let_go(group.slots, self.memory.ledgers)
-        for side, ledger in self.memory.ledgers.items():
-            for pages in group.in_flight:
-                if side in pages:
-                    ledger.free(pages[side])
+        for given in group.in_flight:
+            for lane, pages in given.items():
+                self.memory.ledgers[side_of(lane)].free(pages)
         group.in_flight.clear()
         self.slots.give_back(group.slots)
         group.slots = group.slots[:0]
@@ -214,19 +213,21 @@ class Starts:
         slots.ended_S[rest_X], slots.logw_S[rest_X] = True, -np.inf
 
     def _set_heads(self, start: Start) -> None:
-        """Every particle refers to the last page of its sequence."""
+        """Every particle refers to the last page of its sequence, and so does its companion."""
         group, slots = start.group, self.slots
-        for side, rows in start.rows.items():
+        for lane, rows in start.rows.items():
+            side = side_of(lane)
+            slots_N = slots.companions(group.slots) if lane == COMPANION else group.slots
             ledger = self.memory.ledgers[side]
             last = [row.pages_L[-1] for row in rows]
-            row_N = _row_of(len(rows), len(group.slots))
+            row_N = _row_of(len(rows), len(slots_N))
             heads_N = np.array(last)[row_N]
             ledger.hold(heads_N)
             ledger.release(last)
             for row in rows:
-                ledger.count_grown(row.pages_L[group.prompt_size :], True)
-            slots.head_S[side][group.slots] = heads_N
-            slots.held_S[side][group.slots] = np.array([len(row.tokens_L) for row in rows])[row_N]
+                ledger.count_grown(row.pages_L[len(group.prompt_of(lane)) :], True)
+            slots.head_S[side][slots_N] = heads_N
+            slots.held_S[side][slots_N] = np.array([len(row.tokens_L) for row in rows])[row_N]
 
     def _join(self, start: Start) -> None:
         """Hand the particles to the models that decode them."""
@@ -235,7 +236,8 @@ class Starts:
         end_N = prompt + slots.length_S[slots_N]
         width = self.config.block + 2
         alive_N = slots.alive(slots_N) if group.decoding.competes else np.ones(len(slots_N), dtype=bool)
-        for side, rows in start.rows.items():
+        for side in group.decoding.sides:
+            rows = start.rows[side]
             pending_N = end_N - slots.held_S[side][slots_N]
             # Of a particle that has ended no model needs more than that its last token was not run.
             ended_N = slots.ended_S[slots_N]
@@ -266,6 +268,11 @@ class Starts:
                 ),
             )
             self._known.add((side, group.stops))
+        if group.params.guided:
+            rows = [row.pages_L for row in start.rows[COMPANION]]
+            row_N = _row_of(len(rows), len(slots_N))
+            tables_XL = _rectangle([rows[row] for row in (row_N if len(rows) > 1 else row_N[:1])])
+            self.pair.join("target", _table(slots.companions(slots_N), group, tables_XL, group.negative_size))
 
     def grant(self, group: Group) -> None:
         """Let the next round bring the particles that the caller has asked for: if no other change is under way, and there are slots."""
@@ -273,7 +280,7 @@ class Starts:
             return
         if group.wish == group.count:
             group.wish = None
-        elif group.wish is not None and group.wish - len(group.slots) <= self.slots.num_free:
+        elif group.wish is not None and (group.wish - len(group.slots)) * group.params.slots_per_row <= self.slots.num_free:
             self.resize(group, group.wish)
 
     def resize(self, group: Group, particles: int) -> None:
@@ -282,15 +289,19 @@ class Starts:
         more = particles - len(group.slots)
         if more <= 0:
             return
-        new = self.slots.claim(more)
+        new = self.slots.claim(more, group.params.guided)
+        companions = self.slots.companions(new)
         self.slots.copy(new, np.repeat(group.slots[:1], more))
         self.slots.vacate(new)
         group.particles = np.concatenate((group.particles, group.particles.max() + 1 + np.arange(more)))
         group.slots = np.concatenate((group.slots, new))
+        nothing_XL = np.zeros((1, 1), dtype=np.int32)
         for side in group.decoding.sides:
-            self.slots.head_S[side][new] = 0
-            self.slots.held_S[side][new] = 0
-            self.pair.join(side, _nobody(new, group))
+            for slots_N in (new, companions) if len(companions) and side == "target" else (new,):
+                self.slots.head_S[side][slots_N] = 0
+                self.slots.held_S[side][slots_N] = 0
+                # What they will hold they take over whole, the prompt's pages too.
+                self.pair.join(side, _table(slots_N, group, nothing_XL, 0))
 
     def _text(self, group: Group, length_N: np.ndarray) -> np.ndarray:
         """States of the stop machine after so many of the particles' tokens."""
@@ -304,14 +315,13 @@ def _row_of(rows: int, places: int) -> np.ndarray:
     return np.where(place_N < rows, place_N, 0)
 
 
-def _nobody(slots_N: np.ndarray, group: Group) -> Join:
-    """Slots of a group without particles yet."""
+def _table(slots_N: np.ndarray, group: Group, pages_XL: np.ndarray, base: int) -> Join:
+    """Slots of a group without particles yet, or of companions, of which only the block tables count."""
     n = len(slots_N)
     return Join(
         slots_N=slots_N,
-        pages_XL=np.zeros((1, 1), dtype=np.int32),
-        # What they will hold they take over whole, the prompt's pages too.
-        base=0,
+        pages_XL=pages_XL,
+        base=base,
         limit=group.prompt_size + group.params.max_tokens,
         least=group.prompt_size + group.params.min_tokens,
         end_N=np.ones(n, dtype=np.int32),

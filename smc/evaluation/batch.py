@@ -19,9 +19,9 @@ def fitted_engine(pair: ModelPair, config: EngineConfig, requests: Sequence[Requ
 
     `max_slots` and `pages` of `config` are replaced. Raises ValueError if a request could not run however much there is.
     """
-    needs = [decoding_of(r.params).most_pages(config, r.params, len(r.prompt)) for r in requests]
+    needs = [decoding_of(r.params).most_pages(config, r.params, len(r.prompt), negative=r.negative_size) for r in requests]
     most = {side: max(need.get(side, 0) for need in needs) for side in ("draft", "target")}
-    slots = max(request.params.rows for request in requests)
+    slots = max(request.params.rows * request.params.slots_per_row for request in requests)
     context = min(config.max_context or pair.max_context, pair.max_context)
     for request in requests:
         check_fits(request, replace(config, max_slots=slots), most, context, pair.tokenizer.size)

@@ -67,6 +67,12 @@ class Tokenizer:
         return tuple(sorted(i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special))
 
     @property
+    def start_id(self) -> int | None:
+        """The token that begins texts; where there is none, one that ends them; None: there is neither."""
+        start = self._tokenizer.token_to_id(self._special["bos_token"]) if "bos_token" in self._special else None
+        return next(iter(self.eos_ids), None) if start is None else start
+
+    @property
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
 

@@ -20,7 +20,8 @@ from smc.runtime.biases import AddBiases, BiasTables
 from smc.runtime.chains import Deal, Drawn, deal
 from smc.runtime.draft_head import HeadSampling
 from smc.runtime.draft_steps import Offering, Shape, Steps
-from smc.runtime.forward import Rows, StaticForward
+from smc.runtime.forward import Rows
+from smc.runtime.guidance import Pass
 from smc.runtime.outcome import Choice, Drafted, Lineage
 from smc.runtime.plan import RoundPlan
 from smc.runtime.sampling import DrawKeys, Sampling
@@ -32,11 +33,9 @@ from smc.runtime.tree import Continuation, Tree
 class Drafter:
     """A model that drafts. Without a target it keeps all it drafts, with one row a particle: plain decoding."""
 
-    forward: StaticForward
-    logits: Callable[[Tensor], Tensor]
-    """Of hidden states, [R, V], or [R, M] of a head of its own."""
+    run: Pass
     sampling: Sampling | HeadSampling
-    """Over these."""
+    """Over its logits."""
     state: SlotState
     expand: Callable[..., Expansion]
     adopt: Callable[..., Tree]
@@ -53,27 +52,26 @@ class Drafter:
         """Run the pending tokens of every particle, then extend rows by K tokens. Last of all what the tokens of chains were drawn from,
         log-laws [Y, L, V], L = K, or where the first is a guess K - 1; None: there are no chains."""
         begun = self.steps.begin(self.state, plan, law, self.shape)
-        hidden_SE = self.forward(begun.tokens_AP.flatten(), begun.rows)
-        if begun.rows.queries > 1:
-            hidden_SE = hidden_SE[begun.last_A]
+        logits_SV = self.run(plan, begun.tokens_AP.flatten(), begun.rows, begun.last_A if begun.rows.queries > 1 else None)
         dealt = deal(plan, begun.tree.alive_X) if Kind.CHAINS in plan.kinds else None
-        tree, law_YV = self._extend(plan, begun.first, hidden_SE, begun.tree, 0, dealt)
+        tree, law_YV = self._extend(plan, begun.first, logits_SV, begun.tree, 0, dealt)
         laws = [law_YV]
         for step in range(1, self.shape.block):
-            hidden_SE = self._run(plan, begun.later, tree)
-            tree, law_YV = self._extend(plan, begun.later, hidden_SE, tree, step, dealt)
+            logits_SV = self._run(plan, begun.later, tree)
+            tree, law_YV = self._extend(plan, begun.later, logits_SV, tree, step, dealt)
             laws.append(law_YV)
         laws = [law_YV for law_YV in laws if law_YV is not None]
         return self.steps.pack(self.state, plan, tree), tree, torch.stack(laws, 1) if laws else None
 
     def follow(self, plan: RoundPlan, tree: Tree, choice: Choice) -> Lineage:
         """Let the chosen rows be the particles."""
+        self.run.follow(plan, choice.ancestor_A, choice.row_A)
         next_ = self.steps.resume(self.state, plan, tree, choice, self.shape.block)
         self.state.advance(plan.slot_A, choice, next_.end_A, next_.tokens_AW, next_.pending_A, next_.text_A)
         return next_.lineage
 
     def _run(self, plan: RoundPlan, offering: Offering, tree: Tree) -> Tensor:
-        """Hidden states [X, E] after the rows' last tokens."""
+        """Logits [X, V] after the rows' last tokens."""
         slot_X, begin_X, last_X, runs_X = tree.run_4X
         rows = Rows(
             table_SL=self.state.table_SL,
@@ -89,14 +87,13 @@ class Drafter:
             queries=1,
             short=plan.short,
         )
-        return self.forward(tree.last_X, rows)
+        return self.run(plan, tree.last_X, rows)
 
     def _extend(
-        self, plan: RoundPlan, offering: Offering, hidden_SE: Tensor, tree: Tree, step: int, dealt: Deal | None
+        self, plan: RoundPlan, offering: Offering, logits_SV: Tensor, tree: Tree, step: int, dealt: Deal | None
     ) -> tuple[Tree, Tensor | None]:
         """Every row continues one of those before it with a token: at the first step a particle, later a row. With the log-law that chains
         have drawn from [Y, V], if they have."""
-        logits_SV = self.logits(hidden_SE)
         if plan.biased:
             slot_S = plan.slot_A if tree.run_4X is None else tree.run_4X[0]
             logits_SV = self.add_biases(self.biases, self.state.lives, logits_SV, slot_S, tree.next_X, plan.biased)

@@ -10,6 +10,7 @@ from smc.algorithm.expansion import Offers
 from smc.kernels import biases
 from smc.kernels.draft_head import spread, spread_rest
 from smc.kernels.expansion import expand, keep_roots
+from smc.kernels.guidance import guide, reroot
 from smc.kernels.law import Cut
 from smc.kernels.offers import offer
 from smc.kernels.rejection import write_law
@@ -82,6 +83,9 @@ class KernelSampling(Sampling):
         log_z_R = torch.where(law.alpha_R == 1, 0.0, law.alpha_R * logp_RD[:, 0] - powered_RD[:, 0])
         return token_RD, logp_RD, log_z_R + lse_R * 0.0
 
+    def guide(self, own_TV: Tensor, companion_TV: Tensor, scale_T: Tensor) -> Tensor:
+        return guide(own_TV, companion_TV, scale_T)
+
     def _cut(self, logits_RV: Tensor, law: LawSpec, share: float = 0.0) -> Cut | None:
         processors = {"top_k": law.top_k_R, "top_p": law.top_p_R, "min_p": law.min_p_R}
         used = [values_R if name in law.active else None for name, values_R in processors.items()]
@@ -150,4 +154,5 @@ def gpu_parts(**options: bool) -> Parts:
         drafting=kernel_draft.STEPS,
         run_prompt=run_prompt,
         add_biases=add_biases,
+        reroot=reroot,
     )

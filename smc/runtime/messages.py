@@ -16,6 +16,14 @@ if TYPE_CHECKING:
     from smc.philox import Purpose
 
 SIDES = ("draft", "target")
+COMPANION = "companion"
+"""Beside the sides: what the target runs of guided requests besides (`smc.runtime.guidance`), with pages of its pool."""
+
+
+def side_of(lane: str) -> str:
+    """The side whose model runs a lane: a side's own, or the companions'."""
+    return "target" if lane == COMPANION else lane
+
 
 Result = TypeVar("Result", covariant=True)
 
@@ -53,6 +61,10 @@ class Draws:
     """int32: rows and tokens whose logits are changed, each pair once."""
     bias_Y: np.ndarray
     """float32: what is added to these."""
+    companion_R: np.ndarray | None = None
+    """int32 which row of the batch guides this one (`smc.runtime.guidance`); itself: none does. None: nobody is guided."""
+    scale_R: np.ndarray | None = None
+    """float32 scale of guidance; 1: none."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +80,7 @@ class PromptBatch:
     tokens_T: np.ndarray
     """int64 token ids, row after row."""
     draws: Draws | None = None
+    """After the first rows; those after them only guide."""
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,25 @@ class Join:
 
 
 @dataclass(frozen=True)
+class Companions:
+    """Of a round with guided requests: the sequences that their places have besides, after the negative prompts. See
+    `smc.runtime.guidance`."""
+
+    slot_A: np.ndarray | Tensor
+    """int64 slot of which the block table is the companion's; the dummy where a place has none."""
+    shift_A: np.ndarray | Tensor
+    """int64 positions by which the companion's sequence is longer than the place's; below 0, shorter."""
+    scale_A: np.ndarray | Tensor
+    """float32 scale of guidance; 1: none."""
+    size_G: np.ndarray | Tensor
+    """int32 places that have companions: all of a group, or 0."""
+    shared_G: np.ndarray | Tensor
+    """int32 leading positions at which the companions of a group have the same tokens."""
+    pages_AW: np.ndarray | Tensor
+    """int32 pages for the tokens that the target runs in the round."""
+
+
+@dataclass(frozen=True)
 class RoundPlan:
     """One round of G groups on A places: everything about it that does not depend on what a model says. Arrays, or tensors where the
     model is. Both numbers are padded: a padding place is of the dummy slot and of a padding group, which has no places."""
@@ -124,6 +143,8 @@ class RoundPlan:
     """int32 pages for the tokens of branches that are run within the round, branch after branch."""
     biased: int = 0
     """Tokens at most whose logits are changed for a row, of `smc.runtime.biases.WIDTHS`; 0: of no row."""
+    companions: Companions | None = None
+    """None: nobody is guided."""
 
     @property
     def branches(self) -> int:
@@ -154,22 +175,28 @@ class RoundPlan:
             self.biased,
             tuple(sorted(self.kinds)),
             *(tuple(sorted(law.active)) for law in (self.target_law, self.draft_law)),
+            self.companions is not None,
         )
 
     def arrays(self) -> dict[str, np.ndarray]:
         """All arrays, by name."""
         own = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
-        laws = {f"{side}.{name}": value for side in ("target_law", "draft_law") for name, value in vars(getattr(self, side)).items()}
-        return own | {name: value for name, value in laws.items() if isinstance(value, np.ndarray)}
+        parts = {name: getattr(self, name) for name in ("target_law", "draft_law", "companions")}
+        within = {f"{part}.{name}": value for part, values in parts.items() if values for name, value in vars(values).items()}
+        return own | {name: value for name, value in within.items() if isinstance(value, np.ndarray)}
 
     def with_arrays(self, tensors: dict[str, Tensor]) -> RoundPlan:
         """The same plan over tensors of the same names."""
-        laws = {}
-        for side in ("target_law", "draft_law"):
-            mine = {name.split(".")[1]: tensor for name, tensor in tensors.items() if name.startswith(side)}
-            laws[side] = LawSpec(**mine, active=getattr(self, side).active)
+        parts: dict[str, dict[str, Tensor]] = {"target_law": {}, "draft_law": {}, "companions": {}}
+        for name, tensor in tensors.items():
+            if "." in name:
+                part, field = name.split(".")
+                parts[part][field] = tensor
+        laws = {side: LawSpec(**parts[side], active=getattr(self, side).active) for side in ("target_law", "draft_law")}
+        companions = Companions(**parts["companions"]) if self.companions else None
         own = {name: tensor for name, tensor in tensors.items() if "." not in name}
-        return RoundPlan(program=self.program, short=self.short, columns=self.columns, kinds=self.kinds, biased=self.biased, **laws, **own)
+        fixed = {"program": self.program, "short": self.short, "columns": self.columns, "kinds": self.kinds, "biased": self.biased}
+        return RoundPlan(**fixed, **laws, companions=companions, **own)
 
     def places_of(self, kind: Kind) -> Tensor:
         """bool [A]: the place's group is continued so."""

@@ -19,7 +19,7 @@ from smc.algorithm.selection import Selection, select
 from smc.algorithm.walk import walk
 from smc.models.draft_vocab import DraftVocab
 from smc.philox import Purpose
-from smc.runtime import draft_steps
+from smc.runtime import draft_steps, tables
 from smc.runtime.biases import AddBiases, BiasTables, add_biases
 from smc.runtime.blocks import Judge, LayOut, judge, lay_out
 from smc.runtime.candidates import Weigh, weigh
@@ -31,6 +31,7 @@ from smc.runtime.draft import Drafter
 from smc.runtime.draft_head import HeadSampling
 from smc.runtime.draft_steps import Shape
 from smc.runtime.forward import StaticForward
+from smc.runtime.guidance import GuidedPass, Pass
 from smc.runtime.outcome import Choice, Drafted, Lineage, RoundResult
 from smc.runtime.plan import Join, PlanBuffer, Program, RoundPlan
 from smc.runtime.prompts import PromptPass, run_prompt
@@ -65,6 +66,7 @@ class Parts:
     drafting: draft_steps.Steps = draft_steps.REFERENCE
     run_prompt: PromptPass = run_prompt
     add_biases: AddBiases = add_biases
+    reroot: tables.Reroot = tables.reroot
 
 
 class Side:
@@ -81,11 +83,14 @@ class Side:
         self._sampling = parts.sampling(worker.vocab_size)
         self._biases = BiasTables(config.max_stops, worker.vocab_size, worker.device)
         self.state.biases.append(self._biases)
-        self._drafts = {"forward": self._forward, "state": self.state, "add_biases": parts.add_biases}
+        self._run = Pass(self._forward, self._forward.logits)
+        if worker.name == "target":
+            self._run = GuidedPass(self._forward, self._forward.logits, self.state, self._sampling.guide, parts.reroot)
+        self._drafts = {"state": self.state, "add_biases": parts.add_biases}
         self._drafts |= {"expand": parts.expand, "adopt": parts.adopt, "steps": parts.drafting}
         # Plain decoding of a target must not depend on rounds: exact decoding makes the same draws in others.
         shape = Shape(config.block, by_round=worker.name == "draft")
-        law = {"logits": self._forward.logits, "sampling": self._sampling, "biases": self._biases}
+        law = {"run": self._run, "sampling": self._sampling, "biases": self._biases}
         law |= {"mixture": 0.0, "purpose": Purpose.TARGET}
         self._alone = Drafter(**self._drafts, shape=shape, **law)
 
@@ -170,7 +175,7 @@ class DraftSide(Side):
             biases = BiasTables(config.max_stops, len(head.vocab.ids_M), worker.device, head.vocab.ids_M)
             self.state.biases.append(biases)
         shape = Shape(config.block, by_round=True, guesses=config.lookahead)
-        law = {"logits": logits, "sampling": sampling, "biases": biases, "mixture": config.defensive_share}
+        law = {"run": Pass(self._forward, logits), "sampling": sampling, "biases": biases, "mixture": config.defensive_share}
         self._drafter = Drafter(**self._drafts, shape=shape, **law)
         self._round: tuple[RoundPlan, Tree, Tensor | None, tuple] | None = None
         self._laws_SLV: Tensor | None = None
@@ -232,10 +237,10 @@ class TargetSide(Side):
     def __init__(self, config: EngineConfig, worker: ModelWorker, parts: Parts, stages: Stages, channel: Channel) -> None:
         super().__init__(config, worker, parts, stages, pending=config.target_tokens)
         self._channel = channel
-        forward, sampling, state = self._forward, self._sampling, self.state
+        sampling, state = self._sampling, self.state
         steps = Steps(parts.lay_out, parts.judge, parts.verify, parts.follow, partial(parts.add_biases, self._biases))
         deciders = Deciders(parts.weigh, parts.select, parts.expand, parts.keep_roots, parts.walk, parts.conclude)
-        self._scorer = Scorer(forward, sampling, state, steps, block=config.block, lookahead=config.lookahead)
+        self._scorer = Scorer(self._run, sampling, state, steps, block=config.block, lookahead=config.lookahead)
         self._chooser = Chooser(sampling, state, deciders, lookahead=config.lookahead)
 
     @torch.inference_mode()

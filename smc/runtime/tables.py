@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+Reroot = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int], None]
+"""As `reroot`, with a tail."""
 
 
 def reroot(table_SL: Tensor, slot_A: Tensor, source_A: Tensor, base_A: Tensor, end_A: Tensor, tail_AB: Tensor | None, columns: int) -> None:

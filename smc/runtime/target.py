@@ -17,7 +17,7 @@ from smc.runtime import tables
 from smc.runtime.biases import Lives
 from smc.runtime.blocks import Asked, Drawn, Judge, LayOut, Scored
 from smc.runtime.chains import Verify, chain_groups
-from smc.runtime.forward import StaticForward
+from smc.runtime.guidance import Pass
 from smc.runtime.outcome import Choice, Drafted
 from smc.runtime.plan import Join, RoundPlan
 from smc.runtime.sampling import Sampling
@@ -74,7 +74,7 @@ class Scorer:
 
     def __init__(
         self,
-        forward: StaticForward,
+        run: Pass,
         sampling: Sampling,
         state: SlotState,
         steps: Steps,
@@ -83,7 +83,7 @@ class Scorer:
         lookahead: bool,
     ) -> None:
         """`block`: K; in lockstep the seed is scored with it."""
-        self.forward, self.sampling, self.state = forward, sampling, state
+        self.run, self.sampling, self.state = run, sampling, state
         self._steps, self.lookahead = steps, lookahead
         self.queries = block if lookahead else block + 1
         self.logq_SQ = torch.zeros(len(state.end_S), self.queries, device=state.device)
@@ -96,7 +96,7 @@ class Scorer:
         """Run blocks: in look-ahead those that are pending, in lockstep those that have just been `drafted`. `laws`: log-laws that the
         tokens of chains were drawn from, if there are chains."""
         asked = self._steps.lay_out(self.state, self.logq_SQ, plan, drafted)
-        logits_TV = self.forward.logits(self.forward(asked.blocks.tokens_AQ.flatten(), asked.rows))
+        logits_TV = self.run(plan, asked.blocks.tokens_AQ.flatten(), asked.rows, root_R=asked.blocks.origin_A)
         if plan.biased:
             logits_TV = self._steps.add_biases(self.state.lives, logits_TV, asked.rows.slot_R, asked.keys.position_R, plan.biased)
         labelled_T = drawn = next_AV = None
@@ -129,6 +129,7 @@ class Scorer:
 
     def follow(self, plan: RoundPlan, drafted: Drafted, choice: Choice) -> Tensor:
         """The chosen candidates become the particles. Returns how many tokens of each are pending [A]."""
+        self.run.follow(plan, choice.ancestor_A, choice.ancestor_A if self.lookahead else choice.row_A)
         next_ = self._steps.follow(self.state, self.logq_SQ, plan, drafted, choice, self.lookahead)
         self.state.advance(plan.slot_A, choice, next_.end_A, next_.tokens_AW, next_.pending_A, choice.text_A)
         return next_.pending_A

@@ -71,7 +71,9 @@ class ModelWorker:
                 none_R0 = torch.zeros(len(batch.counts_R), 0)
                 result = PromptResult(none_R0.int(), none_R0, none_R0.double(), none_R0.sum(1))
             else:
-                drawn = self._draw(batch.draws, self.model.logits(hidden_XE), batch.starts_R + batch.counts_R)
+                rows = len(batch.draws.seed_R)
+                logits_RV = self._guided(batch.draws, self.model.logits(hidden_XE))
+                drawn = self._draw(batch.draws, logits_RV, (batch.starts_R + batch.counts_R)[:rows])
                 result = PromptResult(*(tensor.to("cpu", non_blocking=True) for tensor in drawn))
             arrived = self.stages.event()
             return Reading(result, arrived, {"prompt": (began, arrived)})
@@ -94,6 +96,14 @@ class ModelWorker:
         nothing_shared = (np.arange(rows + 1), np.zeros(rows, dtype=np.int64))
         forward = ForwardBatch(table_RL, batch.starts_R, batch.counts_R, table_RL[row_T, position_T], position_T, *nothing_shared)
         return self.run_prompt(self, to_device(batch.tokens_T, self.device), forward, to_device(asked_X, self.device))
+
+    def _guided(self, draws: Draws, logits_XV: Tensor) -> Tensor:
+        """Logits [R, V] of the rows that are drawn after, of those [X, V] of all."""
+        own_RV = logits_XV[: len(draws.seed_R)]
+        if draws.companion_R is None:
+            return own_RV
+        companion_R, scale_R = (to_device(values_R, self.device) for values_R in (draws.companion_R, draws.scale_R))
+        return Sampling(self.vocab_size).guide(own_RV, logits_XV[companion_R.long()], scale_R)
 
     def _draw(self, draws: Draws, logits_RV: Tensor, position_R: np.ndarray) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What a `PromptResult` has, on the device."""

@@ -147,3 +147,37 @@ def test_seeds_come_from_the_name_of_the_line_and_the_seed_of_the_run(pair, requ
     assert Requests(pair, 1).seed_of(line(chat("line 3"))) != seeds[3]
     assert requests.seed_of(line(chat("line 3", seed=0))) == 0
     assert requests.seed_of(line(chat("line 0"))) == 801005201466570759, "answers of earlier releases would no longer reproduce"
+
+
+def test_negative_prompts(pair, requests):
+    """A string as it is, token ids, messages for the template; none at all is the engine's to fill in."""
+
+    def read(**body) -> tuple[int, ...] | None:
+        return requests.build(line(chat("a", guidance_scale=1.5, **body))).negative_prompt
+
+    told = [{"role": "user", "content": "2 + 2?"}]
+    assert read() is None and requests.build(line(chat("a", guidance_scale=1.5))).params.guidance_scale == 1.5
+    assert read(negative_prompt="2 + 2?") == tuple(pair.tokenizer.encode("2 + 2?"))
+    assert read(negative_prompt=[5, 3]) == (5, 3)
+    assert read(negative_prompt=told) == tuple(pair.tokenizer.chat(told))
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"negative_prompt": "x"}, "negative_prompt has no effect with guidance_scale=1"),
+        ({"guidance_scale": 0.5}, "guidance_scale=0.5; allowed: 1 to 1000"),
+        ({"guidance_scale": 2, "method": "draft"}, "guidance_scale=2 has no effect with method='draft'"),
+        ({"guidance_scale": 2, "negative_prompt": 7}, "negative_prompt holds other things; allowed: a string"),
+        ({"guidance_scale": 2, "negative_prompt": [3, 10**6]}, "negative_prompt contains token id 1000000; allowed: 0"),
+        (
+            {"guidance_scale": 2, "negative_prompt": [{"role": "king", "content": "x"}]},
+            "negative_prompt holds a message that is none, for its 'role'",
+        ),
+        ({"guidance_scale": 2, "negative_prompt": "x" * 10_000}, "negative_prompt: the prompt has 10000 "),
+    ],
+    ids=str,
+)
+def test_negative_prompts_that_are_refused(requests, body, message):
+    with pytest.raises(ValueError, match=message):
+        requests.build(line(chat("a", **body)))

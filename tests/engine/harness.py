@@ -124,7 +124,23 @@ def check_kv(engine: Engine, written: dict[str, TokenLedger]) -> int:
                 tokens = [*group.request.prompt, *slots.tokens_SL[slot, : slots.length_S[slot]].tolist()]
                 assert written[side].tokens(ledger.path(slots.head_S[side][slot], held)) == tokens[:held]
                 seen += 1
+        seen += _check_companions(engine, group, written["target"])
     return seen
+
+
+def _check_companions(engine: Engine, group: Group, written: TokenLedger) -> int:
+    """Those of a guided group hold its answers after its negative prompt, as far as the target has them."""
+    slots, ledger = engine.slots, engine.memory.ledgers["target"]
+    for slot in group.slots[: group.count].tolist() if group.params.guided else ():
+        companion = int(slots.companion_S[slot])
+        held = int(slots.held_S["target"][companion])
+        assert held - group.negative_size == slots.held_S["target"][slot] - group.prompt_size
+        tokens = [*group.request.negative_prompt, *slots.tokens_SL[slot, : held - group.negative_size].tolist()]
+        path = ledger.path(int(slots.head_S["target"][companion]), held)
+        assert written.tokens(path) == tokens
+        if not group.in_flight and not slots.ended_S[slot]:
+            assert engine.pair.sides["target"].state.table_SL[companion, :held].tolist() == path.tolist()
+    return group.count if group.params.guided else 0
 
 
 class Listening:

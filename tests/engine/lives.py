@@ -74,6 +74,18 @@ def random_requests(count: int, rng: random.Random, longest: int = 40, budgets: 
     return found
 
 
+def guided(requests: Sequence[Request], rng: random.Random) -> list[Request]:
+    """The same with guidance for most that can have it: by a few negative prompts, or by the default."""
+    negatives = [tuple(rng.randrange(3) for _ in range(size)) for size in (3, 20, 45)] + [None]
+    found = []
+    for one in requests:
+        if one.params.method is not Method.DRAFT and rng.random() < 0.7:
+            params = replace(one.params, guidance_scale=rng.choice((1.3, 3.0)))
+            one = replace(one, params=params, negative_prompt=rng.choice(negatives))
+        found.append(one)
+    return found
+
+
 def small_engine(config: EngineConfig, monkeypatch: pytest.MonkeyPatch, *, ahead: bool, follows: bool = False, **options) -> Engine:
     """One that is too confident about how short answers are, and how much of them is shared. `ahead`: rounds are asked for before the last
     is read; `follows`: it corrects what it expects of running requests."""
@@ -138,7 +150,7 @@ def _resize(engine: Engine, rng: random.Random, lives: Lives) -> None:
         return
     group = rng.choice(groups)
     wanted = rng.randint(group.params.least_rows, group.params.rows)
-    if wanted != group.count and wanted - len(group.slots) <= engine.slots.num_free:
+    if wanted != group.count and (wanted - len(group.slots)) * group.params.slots_per_row <= engine.slots.num_free:
         engine.resize(group.id, wanted)
         lives.resized.add(group.id)
         lives.events["grown" if wanted > group.count else "made smaller"] += 1

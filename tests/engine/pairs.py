@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import tokenizers
@@ -52,11 +52,11 @@ def next_log_probs(model: Decoder, tokens: Sequence[int], temperature: float = 1
 
 def exact_law(model: Decoder, prompt: Sequence[int], max_tokens: int, eos: int, temperature: float = 1.0, alpha: float = 1.0) -> dict:
     """Mass prod p^alpha of every answer; EOS absorbs, max_tokens truncates. Sums to 1 at alpha = 1."""
+    return law_of(lambda prefix: next_log_probs(model, (*prompt, *prefix), temperature).tolist(), max_tokens, eos, alpha)
 
-    @cache
-    def log_probs(prefix: tuple[int, ...]) -> list[float]:
-        return next_log_probs(model, (*prompt, *prefix), temperature).tolist()
 
+def law_of(log_probs: Callable[[tuple[int, ...]], list[float]], max_tokens: int, eos: int, alpha: float = 1.0) -> dict:
+    """The same where `log_probs` says what may follow an answer."""
     law: dict[tuple[int, ...], float] = {}
 
     def visit(prefix: tuple[int, ...], log_mass: float) -> None:

@@ -51,6 +51,8 @@ def settings_of(draw) -> dict:
         "logit_bias": st.dictionaries(int32, st.floats(-100, 100), max_size=3),
         "time_budget": positive,
     }
+    if method != "draft":
+        possible |= {"guidance_scale": st.floats(1.0, 1e3)}
     if method in ("smc", "exact"):
         possible |= {"particles": st.integers(1, 64)}
     if method == "exact" and draw(st.booleans()):
@@ -86,7 +88,7 @@ def test_every_sampling_field_has_its_line_in_the_messages():
     """And the messages have no other."""
     assert set(pb.SamplingParams.DESCRIPTOR.fields_by_name) == set(SAMPLING)
     beside = [set(kind.DESCRIPTOR.fields_by_name) - {"request_id", "sampling", "cache_salt", "waited"} for kind in CARRIERS]
-    assert [names - {"text", "token_ids", "chat", "prompt"} for names in beside] == [set(REPORTS)] * 2
+    assert [names - {"text", "token_ids", "chat", "prompt", "negative_prompt"} for names in beside] == [set(REPORTS)] * 2
     assert [field.name for field in fields(SamplingParams)] == list(SETTINGS)
 
 

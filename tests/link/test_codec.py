@@ -15,7 +15,7 @@ from smc.laws import LawSpec
 from smc.philox import Purpose
 from smc.runtime.messages import Draws, PromptBatch, PromptResult
 from smc.runtime.outcome import Lineage, RoundResult
-from smc.runtime.plan import Join, Program, RoundPlan
+from smc.runtime.plan import Companions, Join, Program, RoundPlan
 from smc.stops import StopMachine
 
 examples = settings(max_examples=40, deadline=None)
@@ -52,9 +52,10 @@ def law(rng: np.random.Generator, r: int) -> LawSpec:
 def draws(rng: np.random.Generator, r: int, d: int) -> Draws:
     seeds = rng.integers(-(2**63), 2**63 - 1, r, dtype=np.int64)
     streams, (count, kind) = rng.integers(0, 4096, (r, d)), rng.integers(0, 3, (2, r), dtype=np.int32)
+    guidance = (rng.integers(0, 99, r, dtype=np.int32), rng.random(r, dtype=np.float32)) if rng.random() < 0.5 else ()
     biased = rng.integers(0, 2**31 - 1, (2, d - 1), dtype=np.int32)
     bias = rng.standard_normal(d - 1).astype(np.float32)
-    return Draws(law(rng, r), seeds, rng.integers(0, 1000, r), streams, Purpose.PROPOSAL, count, kind, biased, bias)
+    return Draws(law(rng, r), seeds, rng.integers(0, 1000, r), streams, Purpose.PROPOSAL, count, kind, biased, bias, *guidance)
 
 
 @examples
@@ -119,6 +120,8 @@ def test_a_round(drawn, flag, program, f, b):
     def ints(*shape: int, dtype: type = np.int64) -> np.ndarray:
         return rng.integers(0, 2**31 - 1, shape).astype(dtype)
 
+    of_companions = {name: ints(a, dtype=np.int32) for name in ("size_G", "shared_G")}
+    companions = Companions(ints(a), ints(a) - 2**30, rng.random(a, dtype=np.float32), **of_companions, pages_AW=ints(a, q, dtype=np.int32))
     of_group = {name: ints(a, dtype=np.int32) for name in ("first_G", "size_G", "count_G", "draws_G", "shared_G", "kind_G", "scheme_G")}
     plan = RoundPlan(
         program=program,
@@ -140,6 +143,7 @@ def test_a_round(drawn, flag, program, f, b):
         target_pages_AQ=ints(a, 0 if flag else q, dtype=np.int32),
         begin_pages_AP=ints(a, 1 + flag, dtype=np.int32),
         branch_pages_XB=ints(a * f, b, dtype=np.int32),
+        companions=companions if rng.random() < 0.5 else None,
     )
     found = codec.to_plan(over_the_wire(codec.round_command(plan)))
     assert equal(found, plan) and found.key == plan.key

@@ -13,7 +13,7 @@ import pytest
 from services.client import Client, Message
 from services.gateway.config import GatewayConfig
 from smc.demo.problems import generate
-from smc.engine.local import local_engine
+from smc.engine.local import ModelPair, local_engine
 from smc.engine.request import Request as EngineRequest
 from smc.engine.request import SamplingParams
 from smc.runtime.config import EngineConfig
@@ -21,10 +21,13 @@ from tests.service.running import Running
 
 pytestmark = pytest.mark.xdist_group("ray")
 
+NEGATIVE = "What is 2 + 2? Say nothing else."
+GUIDED = {"guidance_scale": 1.6, "negative_prompt": NEGATIVE}
 KINDS = [
     {"particles": 8, "max_tokens": 60},
+    {"method": "exact", "particles": 4, "max_tokens": 40, **GUIDED},
     {"particles": 4, "max_tokens": 90, "ess_threshold": 1.0},
-    {"particles": 1, "max_tokens": 40},
+    {"particles": 3, "max_tokens": 40, "guidance_scale": 1.3},
     {"method": "target", "max_tokens": 90},
     {"particles": 5, "max_tokens": 30, "resampling": "residual", "temperature": 0.8, "top_p": 0.9},
     {"particles": 3, "max_tokens": 90, "alpha": 1.2, "stop": ["####"]},
@@ -42,13 +45,16 @@ def expected(demo_pair) -> dict[str, list]:
     answers = {}
     for form, settings in FORMS.items():
         engine = local_engine(demo_pair, EngineConfig(**settings))
-        requests = [
-            EngineRequest(str(i), tuple(demo_pair.tokenizer.chat([{"role": "user", "content": question}])), SamplingParams(**params))
-            for i, (question, params) in enumerate(ASKED)
-        ]
+        requests = [engine_request(demo_pair, i, question, dict(params)) for i, (question, params) in enumerate(ASKED)]
         found = {output.answer.request_id: output.answer for output in engine.run(requests) if output.answer}
         answers[form] = [found[str(i)] for i in range(len(ASKED))]
     return answers
+
+
+def engine_request(pair: ModelPair, i: int, question: str, params: dict) -> EngineRequest:
+    texts = (question, params.pop("negative_prompt", None))
+    prompt, negative = (text and tuple(pair.tokenizer.chat([{"role": "user", "content": text}])) for text in texts)
+    return EngineRequest(str(i), prompt, SamplingParams(**params), negative_prompt=negative)
 
 
 @contextmanager
@@ -70,11 +76,13 @@ def all_are_the_engines_own(running: Running, client: Client, answers: list) -> 
 
     def ask(i: int):
         question, params = ASKED[i]
-        return client.generate([Message("user", question)], timeout=60, **params)
+        chats = {"negative_prompt": [Message("user", NEGATIVE)]} if "negative_prompt" in params else {}
+        return client.generate([Message("user", question)], timeout=60, **params | chats)
 
     def ask_over_http(i: int) -> str:
         question, params = ASKED[i]
-        body = json.dumps({"messages": [{"role": "user", "content": question}], **params}).encode()
+        chats = {"negative_prompt": [{"role": "user", "content": NEGATIVE}]} if "negative_prompt" in params else {}
+        body = json.dumps({"messages": [{"role": "user", "content": question}], **params | chats}).encode()
         url = f"http://127.0.0.1:{running.ready.http_port}/v1/chat/completions"
         with urlopen(Request(url, body, {"content-type": "application/json"}), timeout=60) as response:
             return json.load(response)["choices"][0]["message"]["content"]

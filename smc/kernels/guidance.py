@@ -1,0 +1,58 @@
+"""What guidance adds to a round, a launch each: logits of rows and of their companions become guided ones, and companions' pages follow a
+choice. The references: `smc.runtime.sampling.Sampling.guide`, `smc.runtime.tables.reroot`.
+
+Axes: T tokens, V columns, A places, S slots, L positions, B pages of a tail.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from smc.kernels.tables import CHUNK, move
+
+
+def guide(own_TV: Tensor, companion_TV: Tensor, scale_T: Tensor, block: int = 4096) -> Tensor:
+    """l_u + s (l_c - l_u) [T, V], float32: l_c a row's own logits, l_u its companion's, both of one type and at any stride of rows. At
+    scale 1 the row's own, whatever its companion's are."""
+    tokens, width = own_TV.shape
+    assert own_TV.shape == companion_TV.shape and own_TV.stride(1) == companion_TV.stride(1) == 1
+    out_TV = torch.empty(tokens, width, dtype=torch.float32, device=own_TV.device)
+    block = min(block, triton.next_power_of_2(width))
+    # Tokens first: a grid's second axis ends at 65,535.
+    _guide[(tokens, triton.cdiv(width, block))](
+        own_TV, own_TV.stride(0), companion_TV, companion_TV.stride(0), scale_T.contiguous(), out_TV, width, BLOCK=block,
+        # The reference rounds a product before it adds to it.
+        enable_fp_fusion=False, num_warps=4,
+    )  # fmt: skip
+    return out_TV
+
+
+def reroot(table_SL: Tensor, slot_A: Tensor, source_A: Tensor, base_A: Tensor, end_A: Tensor, tail_AB: Tensor, columns: int) -> None:
+    """As `smc.runtime.tables.reroot`; work goes with what is held, not with `columns`."""
+    (places, width), tail_AB = tail_AB.shape, tail_AB.contiguous()
+    _reroot[(places,)](
+        table_SL, table_SL.stride(0), slot_A, source_A, base_A, end_A, tail_AB, width,
+        TAIL=triton.next_power_of_2(width), CHUNK=CHUNK, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _guide(own_TV, own_stride, companion_TV, companion_stride, scale_T, out_TV, width, BLOCK: tl.constexpr):
+    token, v = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    scale, inside = tl.load(scale_T + token), v < width
+    own_V = tl.load(own_TV + token * own_stride + v, mask=inside, other=0.0).to(tl.float32)
+    theirs_V = tl.load(companion_TV + token * companion_stride + v, mask=inside, other=0.0).to(tl.float32)
+    guided_V = theirs_V + scale * (own_V - theirs_V)
+    tl.store(out_TV + token * width + v, tl.where(scale == 1, own_V, guided_V), mask=inside)
+
+
+@triton.jit
+def _reroot(
+    table_SL, table_stride, slot_A, source_A, base_A, end_A, tail_AB, width, TAIL: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(0)
+    slot, source, base, end = tl.load(slot_A + place), tl.load(source_A + place), tl.load(base_A + place), tl.load(end_A + place)
+    move(table_SL, table_stride, slot, source, base, end, tail_AB + place * width, width, TAIL, CHUNK)

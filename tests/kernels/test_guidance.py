@@ -1,0 +1,47 @@
+"""What guidance adds to a round, against the torch ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from smc.kernels import guidance
+from smc.runtime import tables
+from smc.runtime.sampling import Sampling
+from tests.kernels.conftest import DEVICE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (5, 4097), (2, 128_256)], ids=str)
+def test_guided_logits_are_those_of_the_torch_one(dtype, shape):
+    """Rows at a stride of their own; scales from none to large; where there is none, a companion may say anything."""
+    torch.manual_seed(shape[1])
+    tokens, width = shape
+    own_TV, companion_TV = (torch.randn(2, tokens, width + 5) * 30).to(dtype)[..., :width]
+    scale_T = torch.tensor([1.0, 1.5, 1000.0, 7.5, 1.0])[:tokens]
+    own_TV[-1, 0], companion_TV[scale_T == 1] = -1e5, torch.nan
+    expected_TV = Sampling(width).guide(own_TV, companion_TV, scale_T)
+    found_TV = guidance.guide(own_TV.to(DEVICE), companion_TV.to(DEVICE), scale_T.to(DEVICE), block=1024)
+    assert found_TV.dtype == torch.float32 and not found_TV.isnan().any()
+    assert torch.equal(found_TV.cpu(), expected_TV)
+    own_TV[-1, width // 2] = torch.nan
+    assert guidance.guide(own_TV.to(DEVICE), companion_TV.to(DEVICE), scale_T.to(DEVICE))[-1].isnan().sum() == 1
+
+
+def test_pages_follow_as_by_the_torch_one():
+    """Longer than a chunk, and none at all; tails of any width, of which the last one ends the table."""
+    rng = np.random.default_rng(0)
+    for width in (1, 3, 9):
+        table_SL = torch.from_numpy(rng.integers(1, 999, (8, 1500 + width), dtype=np.int32))
+        slot_A, source_A = torch.tensor([0, 1, 2, 3, 7]), torch.tensor([0, 0, 2, 2, 7])
+        base_A, end_A = torch.tensor([5, 0, 3, 3, 0]), torch.tensor([1500, 1500, 3, 3, 0])
+        tail_AB = torch.from_numpy(rng.integers(1, 999, (5, width), dtype=np.int32))
+        # What comes before the base is the same already.
+        table_SL[3, :3] = table_SL[2, :3]
+        found_SL = table_SL.to(DEVICE)
+        tables.reroot(table_SL, slot_A, source_A, base_A, end_A, tail_AB, 1500 + width)
+        guidance.reroot(found_SL, *(values.to(DEVICE) for values in (slot_A, source_A, base_A, end_A, tail_AB)), 1500 + width)
+        for slot, end in zip(slot_A.tolist(), end_A.tolist()):
+            assert torch.equal(found_SL[slot, : end + width].cpu(), table_SL[slot, : end + width])
+        assert torch.equal(found_SL[4:7].cpu(), table_SL[4:7])
