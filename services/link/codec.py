@@ -202,7 +202,7 @@ def to_lineage(outcome: pb.RoundOutcome) -> Lineage:
 
 def _draws_message(draws: Draws) -> pb.Draws:
     guidance = {}
-    if draws.companion_R is not None:
+    if draws.companion_R is not None and draws.scale_R is not None:
         guidance = {"companion": _bytes(draws.companion_R, "<i4"), "scale": _bytes(draws.scale_R, "<f4")}
     return pb.Draws(
         **guidance,

@@ -181,7 +181,10 @@ class Group:
         return (*self.decoding.sides, COMPANION) if self.params.guided else self.decoding.sides
 
     def prompt_of(self, lane: str) -> tuple[int, ...]:
-        return self.request.negative_prompt if lane == COMPANION else self.request.prompt
+        if lane != COMPANION:
+            return self.request.prompt
+        assert self.request.negative_prompt is not None, "nobody guides it"
+        return self.request.negative_prompt
 
     @property
     def slots_needed(self) -> int:

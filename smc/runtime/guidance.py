@@ -82,7 +82,9 @@ def with_companions(state: SlotState, companions: Companions, rows: Rows, root_R
         slot_R = slot_R[root_R]
     begin_R = state.held(rows.slot_R.long()) + shift_R
     width = companions.pages_AW.shape[1]
-    if rows.tail_RB is None:
+    tail_RB: Tensor
+    tail_R: Tensor
+    if rows.tail_RB is None or rows.tail_R is None:
         # All are in the table: no position lies beyond it.
         tail_RB, tail_R = torch.zeros_like(companions.pages_AW), torch.full_like(rows.start_R, state.table_SL.shape[1])
     else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,20 +74,20 @@ class Join:
 
 @dataclass(frozen=True)
 class Companions:
-    """Of a round with guided requests: the sequences that their places have besides, after the negative prompts. See
-    `smc.runtime.guidance`."""
+    """Of a round with guided requests: the sequences that their places have besides, after the negative prompts. Arrays, or tensors where
+    the model is. See `smc.runtime.guidance`."""
 
-    slot_A: np.ndarray | Tensor
+    slot_A: Any
     """int64 slot of which the block table is the companion's; the dummy where a place has none."""
-    shift_A: np.ndarray | Tensor
+    shift_A: Any
     """int64 positions by which the companion's sequence is longer than the place's; below 0, shorter."""
-    scale_A: np.ndarray | Tensor
+    scale_A: Any
     """float32 scale of guidance; 1: none."""
-    size_G: np.ndarray | Tensor
+    size_G: Any
     """int32 places that have companions: all of a group, or 0."""
-    shared_G: np.ndarray | Tensor
+    shared_G: Any
     """int32 leading positions at which the companions of a group have the same tokens."""
-    pages_AW: np.ndarray | Tensor
+    pages_AW: Any
     """int32 pages for the tokens that the target runs in the round."""
 
 

@@ -1,4 +1,4 @@
-"""What stands in for a cluster keeps its order of things, and a release comes up and goes. More: `python -m tests.deploy.rehearsal`."""
+"""What stands in for a cluster in `python -m tests.deploy.rehearsal` keeps its order of things."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.chart import of_kind, render
 from tests.deploy.rehearsal import network
 from tests.deploy.rehearsal.cluster import Cluster
-from tests.deploy.rehearsal.scenario import GANGS, ROUTERS, SECRETS, answers, make_models, values, weights
 
 pytestmark = pytest.mark.skipif(bool(why := network.available()), reason=f"pods need namespaces of Linux, and to be root: {why}")
 
@@ -56,19 +54,3 @@ def wait_until(condition, timeout: float = 30.0) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)
-
-
-@pytest.mark.slow
-def test_a_release_comes_up_answers_and_goes(tmp_path):
-    """One gang and one router, as the chart renders them; the router finds the gang by its labels."""
-    pytest.importorskip("smg", reason="smg is installed on x86-64 Linux only")
-    prints = make_models(tmp_path / "models")
-    objects = render("values-cpu", values(tmp_path / "models", "v1", gangs=1, routers=1))
-    with Cluster.running(tmp_path / "pods", SECRETS, print) as cluster:
-        cluster.apply(objects)
-        (gang,), (router,) = cluster.endpoints(GANGS), cluster.endpoints(ROUTERS)
-        assert weights(gang) == prints["v1"] != prints["v2"]
-        test = of_kind(objects, "Pod")
-        assert cluster.run(test, test["spec"]["activeDeadlineSeconds"]).containers[0].exit_code == 0 and answers(gang) == 1
-        cluster.delete()
-        assert not gang.killed + router.killed and {each.containers[0].exit_code for each in (gang, router)} == {0}

@@ -22,8 +22,8 @@ def pair():
 
 def test_the_usual_grid():
     settings = grid()
-    exact, smc = 2 * 3 * 4, 2 * 4 * (2 + 3)
-    assert len(settings) == len({setting.name for setting in settings}) == 2 + exact + smc
+    exact, rejection, smc = 2 * 3 * 4, 2 * 3, 2 * 4 * (2 + 3)
+    assert len(settings) == len({setting.name for setting in settings}) == 2 + exact + rejection + smc
     assert [setting.name for setting in settings[:3]] == ["target alone", "draft alone", "exact look-ahead N=1 K=4 F=4"]
     assert settings[-1] == Setting.lookahead("independent", 32, 5, 4) and settings[-1].name == "independent look-ahead N=32 K=5 F=4"
     wide = {s.branches for s in settings if s.method == "exact" and s.particles == 16}
@@ -35,7 +35,8 @@ def test_a_grid_of_ones_own():
     names = [setting.name for setting in grid((4,), (3, 3), (2,))]
     forms = ["lockstep N=4 K=3", "look-ahead N=4 K=3 F=2"]
     smc = [f"{population} {form}" for population in ("distinct", "independent") for form in forms]
-    assert names == ["target alone", "draft alone", *(f"exact {form}" for form in reversed(forms)), *smc]
+    exact = [f"{verification} {form}" for verification in ("exact", "rejection") for form in reversed(forms)]
+    assert names == ["target alone", "draft alone", *exact, *smc]
 
 
 @pytest.mark.parametrize(
