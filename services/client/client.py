@@ -163,7 +163,7 @@ class Client:
         **settings: Any,
     ) -> Completion:
         """The whole answer at once. Arguments: see `stream`."""
-        asked = {"timeout": timeout, "request_id": request_id, "cache_salt": cache_salt, "negative_prompt": negative_prompt}
+        asked: dict[str, Any] = {"timeout": timeout, "request_id": request_id, "cache_salt": cache_salt, "negative_prompt": negative_prompt}
         with self.stream(prompt, **asked, **settings) as stream:
             for _ in stream:
                 pass

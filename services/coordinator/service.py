@@ -98,9 +98,8 @@ class CoordinatorServer(pb_grpc.CoordinatorServiceServicer):
         except ValueError as error:
             self.deliver(Step(refusals={submission.request_id: error}, stats=EngineStats()))
             return
-        prompts = {"prompt": tuple(submission.prompt), "negative_prompt": tuple(submission.negative_prompt) or None}
-        more = {"cache_salt": submission.cache_salt, "waited": submission.waited}
-        loop.submit(Request(submission.request_id, params=params, **prompts, **more))
+        prompt, negative = tuple(submission.prompt), tuple(submission.negative_prompt) or None
+        loop.submit(Request(submission.request_id, prompt, params, submission.cache_salt, submission.waited, negative))
 
 
 class _Asked:

@@ -176,7 +176,7 @@ def to_plan(command: pb.RoundCommand) -> RoundPlan:
     )
 
 
-def _to_companions(message: pb.Companions, places: int) -> Companions:
+def _to_companions(message: pb.Companions, places: int) -> Companions[np.ndarray]:
     arrays = _attributes(message, _COMPANIONS)
     arrays |= {name: arrays[name].astype(np.int64) for name in ("slot_A", "shift_A")}
     return Companions(**arrays | {"pages_AW": _rows(message.pages, "<i4", places)})
@@ -202,7 +202,7 @@ def to_lineage(outcome: pb.RoundOutcome) -> Lineage:
 
 def _draws_message(draws: Draws) -> pb.Draws:
     guidance = {}
-    if draws.companion_R is not None:
+    if draws.companion_R is not None and draws.scale_R is not None:
         guidance = {"companion": _bytes(draws.companion_R, "<i4"), "scale": _bytes(draws.scale_R, "<f4")}
     return pb.Draws(
         **guidance,

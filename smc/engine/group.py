@@ -181,7 +181,7 @@ class Group:
         return (*self.decoding.sides, COMPANION) if self.params.guided else self.decoding.sides
 
     def prompt_of(self, lane: str) -> tuple[int, ...]:
-        return self.request.negative_prompt if lane == COMPANION else self.request.prompt
+        return self.request.negative_prompt or () if lane == COMPANION else self.request.prompt
 
     @property
     def slots_needed(self) -> int:
