@@ -88,8 +88,8 @@ def _settings(pair: ModelPair, text: str, raw: bool, given: dict[str, Any], samp
     if not raw and not pair.tokenizer.has_chat_template:
         raise ValueError("the target model has no chat template; use --raw to give it the prompt as plain text")
     config = EngineConfig(**{name: given[name] for name in ENGINE_FIELDS if name in given}, prefix_cache="no_prefix_cache" not in given)
-    prompt, against = tuple(_encoded(pair, text, raw)), given.get("negative_prompt")
-    negative = None if against is None else tuple(_encoded(pair, against, raw))
+    prompt, away = tuple(_encoded(pair, text, raw)), given.get("negative_prompt")
+    negative = None if away is None else tuple(_encoded(pair, away, raw))
     room = (config.max_context or pair.max_context) - max(len(prompt), len(negative or ()))
     longest = max(1, min(DEFAULT_MAX_TOKENS, room))
     params = SamplingParams(**{"max_tokens": longest, **sampling})

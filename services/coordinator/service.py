@@ -7,7 +7,6 @@ import queue
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import grpc
 
@@ -99,9 +98,8 @@ class CoordinatorServer(pb_grpc.CoordinatorServiceServicer):
         except ValueError as error:
             self.deliver(Step(refusals={submission.request_id: error}, stats=EngineStats()))
             return
-        prompts: dict[str, Any] = {"prompt": tuple(submission.prompt), "negative_prompt": tuple(submission.negative_prompt) or None}
-        more: dict[str, Any] = {"cache_salt": submission.cache_salt, "waited": submission.waited}
-        loop.submit(Request(submission.request_id, params=params, **prompts, **more))
+        prompt, negative = tuple(submission.prompt), tuple(submission.negative_prompt) or None
+        loop.submit(Request(submission.request_id, prompt, params, submission.cache_salt, submission.waited, negative))
 
 
 class _Asked:

@@ -176,7 +176,7 @@ def to_plan(command: pb.RoundCommand) -> RoundPlan:
     )
 
 
-def _to_companions(message: pb.Companions, places: int) -> Companions:
+def _to_companions(message: pb.Companions, places: int) -> Companions[np.ndarray]:
     arrays = _attributes(message, _COMPANIONS)
     arrays |= {name: arrays[name].astype(np.int64) for name in ("slot_A", "shift_A")}
     return Companions(**arrays | {"pages_AW": _rows(message.pages, "<i4", places)})

@@ -22,7 +22,7 @@ Pages = dict[str, np.ndarray]
 
 def companions_of(
     population: Population, pages: list[Pages], places: int, shared_G: np.ndarray, slots: Slots, dummy: int
-) -> Companions | None:
+) -> Companions[np.ndarray] | None:
     """Of the guided groups of a round, padded to `places`; None: there are none. `shared`: of the groups themselves; `dummy`: the slot of
     places without a companion."""
     groups, group_A = population.groups, population.group_A

@@ -72,7 +72,7 @@ class GuidedPass(Pass):
         self.reroot(state.table_SL, slot_A, source_A, state.base_S[slot_A], end_A, companions.pages_AW[block_A], plan.columns)
 
 
-def with_companions(state: SlotState, companions: Companions, rows: Rows, root_R: Tensor | None) -> Rows:
+def with_companions(state: SlotState, companions: Companions[Tensor], rows: Rows, root_R: Tensor | None) -> Rows:
     """The rows, and after them those of their companions: the same tokens, each at its own position, and none where nobody guides.
 
     What a companion holds is in the table of its own slot; pages of what this round runs are its place's.
@@ -82,13 +82,12 @@ def with_companions(state: SlotState, companions: Companions, rows: Rows, root_R
         slot_R = slot_R[root_R]
     begin_R = state.held(rows.slot_R.long()) + shift_R
     width = companions.pages_AW.shape[1]
-    tail_RB: Tensor
-    tail_R: Tensor
-    if rows.tail_RB is None or rows.tail_R is None:
+    tail_RB, tail_R = rows.tail_RB, rows.tail_R
+    if tail_RB is None or tail_R is None:
         # All are in the table: no position lies beyond it.
         tail_RB, tail_R = torch.zeros_like(companions.pages_AW), torch.full_like(rows.start_R, state.table_SL.shape[1])
     else:
-        tail_RB, tail_R = pad(rows.tail_RB, (0, width - rows.tail_RB.shape[1])), rows.tail_R
+        tail_RB = pad(tail_RB, (0, width - tail_RB.shape[1]))
     return replace(
         rows,
         slot_R=torch.cat((rows.slot_R, slot_R.int())),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ from smc.stops import StopMachine
 ALIGNMENT = 16
 SHORT = 640
 """Positions up to which rows are cheaper to attend one by one."""
+Array = TypeVar("Array", np.ndarray, Tensor)
+"""What the host has, and what is where the model is."""
 IN_FLIGHT = 9
 """Rounds of one shape whose memory must not be used again yet: two for each of at most four cohorts, and the next."""
 
@@ -73,21 +75,21 @@ class Join:
 
 
 @dataclass(frozen=True)
-class Companions:
-    """Of a round with guided requests: the sequences that their places have besides, after the negative prompts. Arrays, or tensors where
-    the model is. See `smc.runtime.guidance`."""
+class Companions(Generic[Array]):
+    """Of a round with guided requests: the sequences that their places have besides, after the negative prompts. See
+    `smc.runtime.guidance`."""
 
-    slot_A: Any
+    slot_A: Array
     """int64 slot of which the block table is the companion's; the dummy where a place has none."""
-    shift_A: Any
+    shift_A: Array
     """int64 positions by which the companion's sequence is longer than the place's; below 0, shorter."""
-    scale_A: Any
+    scale_A: Array
     """float32 scale of guidance; 1: none."""
-    size_G: Any
+    size_G: Array
     """int32 places that have companions: all of a group, or 0."""
-    shared_G: Any
+    shared_G: Array
     """int32 leading positions at which the companions of a group have the same tokens."""
-    pages_AW: Any
+    pages_AW: Array
     """int32 pages for the tokens that the target runs in the round."""
 
 
@@ -144,7 +146,7 @@ class RoundPlan:
     """int32 pages for the tokens of branches that are run within the round, branch after branch."""
     biased: int = 0
     """Tokens at most whose logits are changed for a row, of `smc.runtime.biases.WIDTHS`; 0: of no row."""
-    companions: Companions | None = None
+    companions: Companions[Any] | None = None
     """None: nobody is guided."""
 
     @property
