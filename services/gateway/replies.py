@@ -16,7 +16,7 @@ from services.gateway.answering import Answering
 from services.gateway.calls import Tally
 from services.openai.answers import DONE, Chunks, Heading, choice, error_event, response
 from services.openai.errors import BadRequest, Refusal
-from services.openai.requests import Asked
+from services.openai.requests import LONGEST, Asked
 from smc.engine.request import Answer, Output, Request, SamplingParams
 from smc.limits import DEFAULT_MAX_TOKENS
 
@@ -104,7 +104,7 @@ async def requests_of(asked: Asked, request_id: str, answering: Answering) -> li
     for prompt in asked.prompts:
         tokens = await answering.prompts.tokens(prompt)
         # A chat may go on for as long as there is room.
-        most = answering.longest(asked.params(1, None), len(tokens), len(negative or ()))
+        most = answering.longest(asked.params(LONGEST, None), len(tokens), len(negative or ()))
         longest = most if asked.chat else min(DEFAULT_MAX_TOKENS, most)
         for _ in range(asked.n):
             params = asked.params(longest, next(seeds))

@@ -64,10 +64,12 @@ def longest_answer(
     ran."""
     from smc.engine.methods import decoding_of
 
+    # Guided without a negative prompt, it has one of a token.
+    negative = max(negative, int(params.guided))
     decoding, room = decoding_of(params), max(1, context - max(size, negative))
 
     def is_too_long(answer: int) -> bool:
-        needs = decoding.most_pages(config, replace(params, max_tokens=answer), size, negative=negative)
+        needs = decoding.most_pages(config, replace(params, max_tokens=answer, min_tokens=0), size, negative=negative)
         return any(needs.get(side, 0) > pages for side, pages in capacity.items())
 
     return max(1, bisect_left(range(1, room + 1), True, key=is_too_long))

@@ -198,9 +198,11 @@ class Rejection(Exact):
     def most_pages(
         self, config: EngineConfig, params: SamplingParams, prompt: int, rows: int | None = None, negative: int = 0
     ) -> dict[str, int]:
-        # Chains share all that is confirmed; what the last round that was read has left of them is not more than it was given.
-        rounds = self.round_pages(config, self.rows(params), params.guided)
-        begins, answers = self._prompts(prompt, negative), self._sequences(params, params.max_tokens)
+        # In look-ahead, chains that are equal go on from pages of their own as long as all are right; what the last round that was read
+        # has left of the others is not more than it was given.
+        chains = self.rows(params)
+        rounds, copies = self.round_pages(config, chains, params.guided), chains if config.lookahead else 1
+        begins, answers = self._prompts(prompt, negative), self._sequences(params, copies * params.max_tokens)
         return {side: begins[side] + answers[side] + (ROUNDS_IN_FLIGHT + 1) * rounds[side] for side in self.sides}
 
 

@@ -96,7 +96,7 @@ class Drafter:
         have drawn from [Y, V], if they have."""
         if plan.biased:
             slot_S = plan.slot_A if tree.run_4X is None else tree.run_4X[0]
-            logits_SV = self.add_biases(self.biases, self.state.lives, logits_SV, slot_S, tree.next_X, plan.biased)
+            logits_SV = self.add_biases(self.biases, self.state.lives, logits_SV.float(), slot_S, tree.next_X, plan.biased)
         own = offers = chosen = chains = None
         if Kind.INDEPENDENT in plan.kinds:
             keys = DrawKeys(offering.seed_S, offering.round_S, offering.stream_SD, tree.next_X, self.purpose)

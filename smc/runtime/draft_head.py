@@ -52,7 +52,9 @@ class HeadSampling:
         """As `Sampling.propose_by`."""
         column_R, logq_R, logq_RM = self._columns.propose_by(logits_RM, law, keys)
         token_R1, logq_R1 = self._spread(column_R[:, None], logq_R[:, None], keys)
-        law_RV = torch.full((len(logq_RM), len(self.ids_M) + len(self.others_U)), self.log_each, device=logq_RM.device)
+        # A law that is NaN anywhere is NaN: nobody may take the rest of it for a law.
+        each_R1 = torch.where(logq_RM.isnan().any(-1, keepdim=True), torch.nan, self.log_each)
+        law_RV = each_R1.repeat(1, len(self.ids_M) + len(self.others_U))
         return token_R1[:, 0], logq_R1[:, 0], law_RV.index_copy(1, self.ids_M, logq_RM + self.log_inside)
 
     def likeliest(self, logits_RM: Tensor, count: int) -> Tensor:

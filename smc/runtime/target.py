@@ -98,7 +98,7 @@ class Scorer:
         asked = self._steps.lay_out(self.state, self.logq_SQ, plan, drafted)
         logits_TV = self.run(plan, asked.blocks.tokens_AQ.flatten(), asked.rows, root_R=asked.blocks.origin_A)
         if plan.biased:
-            logits_TV = self._steps.add_biases(self.state.lives, logits_TV, asked.rows.slot_R, asked.keys.position_R, plan.biased)
+            logits_TV = self._steps.add_biases(self.state.lives, logits_TV.float(), asked.rows.slot_R, asked.keys.position_R, plan.biased)
         labelled_T = drawn = next_AV = None
         if not plan.all_exact:
             labelled_T = self.sampling.score(logits_TV, asked.law_T, asked.label_T[:, None])[:, 0]

@@ -52,7 +52,9 @@ class Breaking:
             return [], self.engine.detach_draft()
 
 
-@pytest.mark.parametrize(("form", "ahead"), [("lockstep", True), ("lookahead", False), ("lookahead", True)])
+@pytest.mark.parametrize(
+    ("form", "ahead"), [("lockstep", True), pytest.param("lookahead", False, marks=pytest.mark.slow), ("lookahead", True)]
+)
 def test_answers_of_the_targets_own_draws_do_not_depend_on_the_draft(form, ahead, monkeypatch):
     """In a pool that is too small for all, with a prefix cache, while requests are preempted."""
     rng = random.Random(3)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from smc.engine.local import local_engine
+from smc.engine.methods import decoding_of
 from smc.engine.request import POPULATIONS, Request, SamplingParams
 from smc.models.draft_vocab import DraftVocab
 from smc.runtime.config import EngineConfig
@@ -26,11 +27,11 @@ LIMIT = 4.5
 REJECTION = {"method": "exact", "verification": "rejection"}
 FORMS = [EngineConfig(form="lockstep", block=3, max_slots=2048), EngineConfig(block=3, branches=2, max_slots=2048)]
 LAWS = [
-    (EngineConfig(form="lockstep", block=1, max_slots=2048), 1, {}),
+    pytest.param(EngineConfig(form="lockstep", block=1, max_slots=2048), 1, {}, marks=pytest.mark.slow),
     (EngineConfig(form="lockstep", block=3, max_slots=2048), 4, {"top_k": 2, "temperature": 0.7}),
     (EngineConfig(form="lockstep", block=4, max_slots=2048), 4, {"draft_temperature": 2.0}),
-    (EngineConfig(block=1, branches=2, max_slots=2048), 4, {}),
-    (EngineConfig(block=2, branches=4, max_slots=2048), 1, {}),
+    pytest.param(EngineConfig(block=1, branches=2, max_slots=2048), 4, {}, marks=pytest.mark.slow),
+    pytest.param(EngineConfig(block=2, branches=4, max_slots=2048), 1, {}, marks=pytest.mark.slow),
     (EngineConfig(block=3, branches=2, max_slots=2048), 4, {}),
     (EngineConfig(block=4, branches=3, max_slots=2048), 3, {"top_k": 2, "temperature": 0.7}),
 ]
@@ -170,6 +171,18 @@ def test_where_a_draft_makes_nan_the_target_decides():
             local_engine(replace(tiny_pair(), draft=draft), config), [request(seed=2, max_tokens=20, ignore_eos=True, **REJECTION)]
         )["r"]
         assert found.error is None and len(found.tokens) == 20
+
+
+def test_chains_that_stay_equal_fit_where_they_are_let_in():
+    """Each goes on from pages of its own, as long as all are right: of an answer there may be as many copies as chains."""
+    pair = tiny_pair(max_context=512)
+    pair = replace(pair, draft=pair.target)
+    asked = request(seed=1, particles=6, max_tokens=120, ignore_eos=True, **REJECTION | {"temperature": 0.02})
+    config = EngineConfig(block=3, branches=2, max_slots=16)
+    needs = decoding_of(asked.params).most_pages(config, asked.params, len(asked.prompt))
+    engine = local_engine(pair, replace(config, pages=max(needs.values())))
+    assert len(answers(engine, [asked])["r"].tokens) == 120
+    assert_empty(engine)
 
 
 @pytest.mark.parametrize(

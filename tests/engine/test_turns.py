@@ -91,7 +91,9 @@ class Turns:
                 engine.go_alone(group)
 
 
-@pytest.mark.parametrize(("form", "ahead"), [("lockstep", True), ("lookahead", False), ("lookahead", True)])
+@pytest.mark.parametrize(
+    ("form", "ahead"), [pytest.param("lockstep", True, marks=pytest.mark.slow), ("lookahead", False), ("lookahead", True)]
+)
 def test_answers_do_not_depend_on_who_decodes(form, ahead, monkeypatch):
     """In a pool that is too small for all, beside all other methods, with a prefix cache, cancels, and time that runs out."""
     rng, clock = random.Random(2 * ahead), iter(range(1 << 30))

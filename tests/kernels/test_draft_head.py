@@ -52,6 +52,15 @@ def test_kernels_are_the_torch_ones(share):
         assert_equal(made[1], made[0])
 
 
+def test_a_law_that_is_nan_somewhere_is_nan_everywhere():
+    head = HeadSampling(Sampling(2), DraftVocab(np.array([1, 3]), 5, 0.1), CPU)
+    zero_R, one_R = torch.zeros(2, dtype=torch.int64), torch.ones(2)
+    law = LawSpec(one_R, zero_R, one_R, one_R * 0, one_R, frozenset())
+    logits_RM = torch.tensor([[0.0, 1.0], [0.0, math.nan]])
+    *_, law_RV = head.propose_by(logits_RM, law, DrawKeys(zero_R, zero_R, zero_R[:, None], zero_R, Purpose.PROPOSAL))
+    assert law_RV[0].exp().sum().item() == pytest.approx(1.0) and law_RV[1].isnan().all()
+
+
 @pytest.mark.parametrize("truncated", [False, True], ids=["whole", "top-k"])
 def test_tokens_come_from_the_law_that_is_claimed(truncated, monkeypatch):
     """Every token's log q adds up to 1, and 6,000 draws of each kind are within 4.5 standard errors of it: 11 tokens, 2 kinds, 2 cases, so

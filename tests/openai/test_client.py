@@ -91,6 +91,8 @@ def test_biases_and_answers_that_must_not_end(service, client, pair):
     assert found.smc["token_ids"] == list(expected.tokens) and len(expected.tokens) == 31, "then the end is all but certain"
     with service.client() as grpc_client:
         assert grpc_client.generate([Message("user", QUESTIONS[0])], **settings).tokens == expected.tokens
+    # Nothing is said about its length.
+    assert create(client, QUESTIONS[0], {"min_tokens": 2}, seed=1).usage.completion_tokens > 2
 
 
 def test_temperature_zero_is_exact(service, client):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -108,6 +109,9 @@ def test_the_longest_answer_is_the_longest_that_could_run():
         assert longest_answer(params, config, {}, 512, 12) == 500
         assert longest_answer(params, config, {"draft": 10**6, "target": 10**6}, 512, 12) == 500
         assert longest_answer(params, config, {"draft": 5, "target": 5}, 512, 12) == 1
+        assert longest_answer(replace(params, max_tokens=400, min_tokens=300), config, {}, 512, 12) == 500
+    guided, pages = SamplingParams(method="target", guidance_scale=2.0), {"draft": 1000, "target": 1000}
+    assert longest_answer(guided, config, pages, 5000, 12) == longest_answer(guided, config, pages, 5000, 12, negative=1) < 500
     few = longest_answer(SamplingParams(particles=16), config, {"draft": 3000, "target": 3000}, 512, 12)
     assert 100 < few < 3000 / 16 < longest_answer(SamplingParams(method="exact"), config, {"draft": 3000, "target": 3000}, 512, 12)
 

@@ -127,11 +127,9 @@ def test_draft_and_target_work_at_the_same_time(lookahead):
 @pytest.mark.parametrize(
     ("link", "draft_tp", "target_tp", "form"),
     [
-        pytest.param("grpc", 1, 1, "lookahead", marks=pytest.mark.slow),
         pytest.param("nccl", 1, 2, "lookahead", marks=pytest.mark.slow),
         ("grpc", 2, 2, "lookahead"),
         pytest.param("nccl", 2, 2, "lockstep", marks=pytest.mark.slow),
-        pytest.param("grpc", 1, 2, "lockstep", marks=pytest.mark.slow),
     ],
 )
 def test_over_every_link_at_every_degree(start, expected, link, draft_tp, target_tp, form):
