@@ -137,7 +137,7 @@ def test_slots_hold_the_tokens_of_their_particles(config, ahead, monkeypatch):
     """Through lives with stop strings, preemptions, cancelled neighbours and cached prompts; every page is free afterwards. Where laws are
     narrow, several chains are the same: each goes on from pages of its own."""
     rng = random.Random(5)
-    engine = small_engine(replace(config, max_slots=40, pages=300, prefill_chunk=24), monkeypatch, ahead=ahead)
+    engine = small_engine(replace(config, max_slots=40, pages=400, prefill_chunk=24), monkeypatch, ahead=ahead)
     written, seen = {side: TokenLedger(engine, side) for side in SIDES}, []
     others = [{"particles": 4}, {**REJECTION, "temperature": 0.3}, {**REJECTION, "particles": 6, "stop": ("ab", "ca")}, REJECTION]
     asked = [

@@ -60,7 +60,7 @@ def test_what_is_said_is_the_reference(vocab, lookahead):
             assert_equal(found, wanted)
             spoken += int((wanted[0] >= 0).sum())
             kept += int((wanted[0][:, :-1] >= 0).sum())
-    assert spoken > 20 and kept > 10
+    assert spoken > 20 and kept > 5
 
 
 @pytest.mark.parametrize("columns", [1, 4100])
