@@ -39,7 +39,7 @@ from smc.engine.slots import Slots
 from smc.engine.starts import Starts
 from smc.engine.stats import EngineStats
 from smc.engine.text import StopRules
-from smc.engine.turns import Turns, is_elastic
+from smc.engine.turns import Turns
 from smc.kv.pages import OutOfPages
 from smc.models.tokenizer import Tokenizer
 from smc.runtime.config import EngineConfig
@@ -252,7 +252,7 @@ class Engine:
         self.memory.renew("draft", pages)
         self._has_draft = True
         for group in self._groups.values():
-            if self.costs is None or not is_elastic(group):
+            if self.costs is None or not group.elastic:
                 self.rejoin(group)
 
     def _with_negative_prompt(self, request: Request) -> Request:

@@ -171,6 +171,12 @@ class Group:
         return len(self.request.prompt)
 
     @property
+    def elastic(self) -> bool:
+        """A policy says how many rows it has, and with what ahead. A guided request takes two positions for one, which costs are not known
+        of: its tree stays."""
+        return decoding_of(self.params).elastic and not self.params.guided
+
+    @property
     def negative_size(self) -> int:
         """0: it is not guided."""
         return self.request.negative_size

@@ -144,7 +144,7 @@ class Rounds:
         columns = int((longest_G + population.largest(length_A) + stride * (flying_G + 1)).max()) + self.config.block + 2
         own = {side: np.concatenate([given[side] for given in pages]).reshape(total, -1) for side in self.decoding.sides}
         begun = own.get("draft", own.get("target"))
-        branches = self._branches(places) if self._branches and all(g.decoding.elastic for g in groups) else shape.branches
+        branches = self._branches(places) if self._branches and all(g.elastic for g in groups) else shape.branches
         # Pages of branches that there are not come back with those of branches that are not taken.
         branches_XB = begun[:, shape.begin : shape.begin + branches * shape.branch].reshape(total * branches, shape.branch)
         count_G = np.array([g.count for g in groups])
@@ -186,6 +186,8 @@ class Rounds:
 
     def _biased(self, population: Population) -> int:
         """Width of what is added to logits; none once all answers are past where they must not end."""
+        if not any(group.params.logit_bias or group.params.min_tokens for group in population.groups):
+            return 0
         # What comes after the first token of a block may be drawn, or weighed, yet.
         next_G = population.least(self.slots.block_S[population.slot_A]) + 1
         widths = [
@@ -224,14 +226,14 @@ class Rounds:
             after_A = ledger.grow(ledger.ancestors(head_S[source_A], dropped_A), path_AW, kept_A)
             ledger.hold(after_A)
             ledger.release(before_A)
-            kept_AW = np.arange(path_AW.shape[1]) < kept_A[:, None]
+            path_AW = np.where(np.arange(path_AW.shape[1]) < kept_A[:, None], path_AW, 0)
             given_T = np.concatenate([given[side] for given in pages])
-            ledger.settle(given_T, np.where(kept_AW, path_AW, 0))
+            ledger.settle(given_T, path_AW)
             held_S[slot_A] = held_S[source_A] - dropped_A + kept_A
             head_S[slot_A] = after_A
             if side == "target" and any(COMPANION in given for given in pages):
                 assert not dropped_A.any(), "the target took back what it had run"
-                follow_companions(self.slots, ledger, slot_A, source_A, np.where(kept_AW, path_AW, 0), pages)
+                follow_companions(self.slots, ledger, slot_A, source_A, path_AW, pages)
 
     def _write_tokens(
         self, population: Population, result: RoundResult, slot_A: np.ndarray, source_A: np.ndarray, place_A: np.ndarray
@@ -329,7 +331,7 @@ class Rounds:
             group.tally.rows_sum += places
             group.tally.hits += hit
             group.tally.misses += ahead and not hit
-            if group.decoding.elastic and not self.slots.ended_S[group.slots].all():
+            if group.elastic and not self.slots.ended_S[group.slots].all():
                 for acceptance in (group.acceptance, self.acceptance):
                     acceptance.count(min(more, block), not hit if ahead else more <= block, places)
             # The token that the target says after them is its own, unless rows that begin with it had been drafted ahead.

@@ -9,7 +9,7 @@ from dataclasses import replace
 from smc.engine.acceptance import Acceptance
 from smc.engine.costs import Costs
 from smc.engine.group import Group, Phase
-from smc.engine.methods import TARGET_ALONE, decoding_of
+from smc.engine.methods import TARGET_ALONE
 from smc.engine.policy import Beside, Tree, TreePolicy
 from smc.runtime.plan import Program
 
@@ -39,7 +39,7 @@ class Turns:
     def begin(self, group: Group, running: Sequence[Group], share: int, costs: Costs | None) -> None:
         """For one that waits, if its rows are a matter of speed and it has not begun: what it shall start with. `share`: of the free slots,
         if all that wait get as many."""
-        if not is_elastic(group) or group.has_begun:
+        if not group.elastic or group.has_begun:
             return
         tree, *others = self._trees([group, *_elastic(running)])
         rows = self._policy.begin(replace(tree, most=min(tree.most, max(1, share))), others, _beside(running), costs)
@@ -88,17 +88,12 @@ def rows_of(group: Group) -> int:
     return 0 if group.decoding is TARGET_ALONE else group.wish or group.wanted or group.count
 
 
-def is_elastic(group: Group) -> bool:
-    """A policy is asked about it. A guided request takes two positions for one, which costs are not known of: its tree stays."""
-    return decoding_of(group.params).elastic and not group.params.guided
-
-
 def _elastic(groups: Sequence[Group]) -> list[Group]:
-    return [group for group in groups if is_elastic(group)]
+    return [group for group in groups if group.elastic]
 
 
 def _beside(groups: Sequence[Group]) -> Beside:
-    others = [group for group in groups if not is_elastic(group)]
+    others = [group for group in groups if not group.elastic]
     of_pair = [group for group in others if group.decoding.program is Program.PAIR]
     alone = sum(group.slots_needed for group in others if group.decoding is TARGET_ALONE)
     return Beside(len(of_pair), sum(group.slots_needed for group in of_pair), alone, sum(group.slots_needed for group in others))

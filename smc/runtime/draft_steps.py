@@ -172,8 +172,10 @@ def pack(state: SlotState, plan: RoundPlan, tree: Tree) -> Drafted:
     """What the target is sent. The share of independent rows: F of each particle, or of one that has ended one alone."""
     slot_X, branches = plan.slot_A[tree.root_X], plan.branches
     share_X = tree.mass_X - state.logw_S[slot_X]
-    # Chains are all the same until the target has spoken, but for those that continue nothing.
-    share_X = torch.where(plan.places_of(Kind.CHAINS).repeat_interleave(branches), torch.where(tree.alive_X, 0.0, -torch.inf), share_X)
+    if Kind.CHAINS in plan.kinds:
+        # All are the same until the target has spoken, but for those that continue nothing.
+        of_chains_X = torch.where(tree.alive_X, 0.0, -torch.inf)
+        share_X = torch.where(plan.places_of(Kind.CHAINS).repeat_interleave(branches), of_chains_X, share_X)
     if Kind.INDEPENDENT in plan.kinds:
         branch_X = torch.arange(len(slot_X), device=slot_X.device) % branches
         alone_X = torch.where(branch_X == 0, 0.0, -torch.inf).double()

@@ -12,9 +12,8 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -22,6 +21,7 @@ import openai
 import psutil
 
 from tests.ports import free_ports
+from tests.rehearsal import Rehearsal
 from tests.vllm.load import CALLERS, HANG, QUESTIONS, Load, ask
 from tests.vllm.smg import models, routing
 
@@ -99,29 +99,10 @@ class Gang:
         return self.metric("smc_serving") == 1.0
 
 
-class Rehearsal:
+class TwoGangs(Rehearsal):
     def __init__(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        self._directory = directory
+        super().__init__(directory)
         self.gangs = [Gang("first", directory), Gang("second", directory)]
-        self._begin = time.monotonic()
-        self.failed: list[str] = []
-
-    def say(self, text: str) -> None:
-        print(f"{time.monotonic() - self._begin:6.1f} s  {text}", flush=True)
-
-    def must(self, what: str, holds: bool) -> None:
-        self.say(f"{'ok  ' if holds else 'NOT '} {what}")
-        if not holds:
-            self.failed.append(what)
-
-    def until(self, what: str, condition: Callable[[], bool], timeout: float) -> None:
-        begin = time.monotonic()
-        while not condition():
-            if time.monotonic() - begin > timeout:
-                raise SystemExit(f"NOT {what}, within {timeout:g} s")
-            time.sleep(0.1)
-        self.say(f"ok   {what} (after {time.monotonic() - begin:.1f} s)")
 
     def run(self) -> int:
         with ExitStack() as stack:
@@ -137,8 +118,7 @@ class Rehearsal:
                 self.must(f"and finds more of them computed: {together:.0f} tokens instead of {apart:.0f}", together > apart)
                 self.lose_a_rank(url)
                 self.lose_a_gang(url)
-        self.say("everything was as it should be" if not self.failed else f"NOT as it should be: {'; '.join(self.failed)}")
-        return bool(self.failed)
+        return self.verdict()
 
     def start(self, gang: Gang) -> None:
         gang.start()
@@ -209,7 +189,7 @@ class Rehearsal:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--directory", type=Path, required=True, help="where the logs go")
-    return Rehearsal(parser.parse_args().directory).run()
+    return TwoGangs(parser.parse_args().directory).run()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from tests.deploy.rehearsal import network
-from tests.deploy.rehearsal.scenario import Rehearsal
+from tests.deploy.rehearsal.scenario import ReleaseRehearsal
 
 
 def main() -> int:
@@ -26,7 +26,7 @@ def main() -> int:
     if directory.exists():
         parser.error(f"--directory {directory}: exists; give one that does not")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    return Rehearsal(directory).run()
+    return ReleaseRehearsal(directory).run()
 
 
 if __name__ == "__main__":

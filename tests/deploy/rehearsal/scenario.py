@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from smc.models.fingerprint import fingerprint
 from tests.deploy.chart import of_kind, render
 from tests.deploy.rehearsal.cluster import Cluster
 from tests.deploy.rehearsal.pod import Pod
+from tests.rehearsal import Rehearsal
 from tests.vllm.load import HANG, Load
 
 GANGS, ROUTERS = "demo-smcserve", "demo-smcserve-router"
@@ -96,33 +97,12 @@ class Row:
         return "| " + " | ".join([self.phase, f"{self.seconds:.0f}", *calls, "; ".join(self.seen)]) + " |"
 
 
-class Rehearsal:
+class ReleaseRehearsal(Rehearsal):
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        directory.mkdir(parents=True)
-        self._begin = time.monotonic()
+        directory.mkdir(parents=True)  # there is none of an earlier release in it
+        super().__init__(directory)
         self._rows: list[Row] = []
         self._clients: dict[str, openai.OpenAI] = {}
-        self.failed: list[str] = []
-
-    def say(self, text: str) -> None:
-        print(f"{time.monotonic() - self._begin:6.1f} s  {text}", flush=True)
-
-    def must(self, what: str, holds: bool) -> None:
-        self.say(f"{'ok  ' if holds else 'NOT '} {what}")
-        if not holds:
-            self.failed.append(what)
-
-    def until(self, what: str, condition: Callable[[], bool], timeout: float) -> float:
-        """How long it took."""
-        begin = time.monotonic()
-        while not condition():
-            if time.monotonic() - begin > timeout:
-                raise SystemExit(f"NOT {what}, within {timeout:g} s; see the logs in {self._directory}")
-            time.sleep(0.1)
-        took = time.monotonic() - begin
-        self.say(f"ok   {what} (after {took:.1f} s)")
-        return took
 
     def run(self) -> int:
         models = self._directory / "models"
@@ -139,8 +119,7 @@ class Rehearsal:
         print("\n| phase | s | calls | ok | errors | longest call, s | longest pause, s | seen |")
         print("| :--- | --: | --: | --: | :--- | --: | --: | :--- |")
         print("\n".join(map(str, self._rows)))
-        self.say("everything was as it should be" if not self.failed else f"NOT as it should be: {'; '.join(self.failed)}")
-        return bool(self.failed)
+        return self.verdict()
 
     def install(self, objects: list[dict]) -> None:
         with self.phase("install") as row:
