@@ -99,12 +99,14 @@ class ClosedLoop:
 
 class Waves:
     """Requests that begin together. When one in ten has ended, the others are given up, and as many new ones begin: so what is timed are
-    rounds of all of them, without the prompts of any. Every wave is timed from when all have begun."""
+    rounds of all of them, without the prompts of any. Every wave is timed from its first round on."""
 
     def __init__(self, engine: Engine, asked: Sequence[Request], requests: int) -> None:
         self.engine, self._asked, self._requests = engine, asked, requests
         self._open: set[str] = set()
         self._next, self.wave, self.steady = 0, 0, False
+        self._since = 0
+        """Steps since all have begun."""
 
     @property
     def running(self) -> int:
@@ -114,8 +116,9 @@ class Waves:
         if len(self._open) < LEFT * self._requests:
             self._begin()
         outputs, begun = self.engine.step(), self.engine.num_running == self._requests
-        self.steady = self._begun
-        self._begun |= begun
+        # The step after that in which the last began asks for a first round, and waits for none.
+        self.steady = self._since > 1
+        self._since += self._since > 0 or begun
         self._open -= {output.request_id for output in outputs if output.answer is not None}
         return outputs
 
@@ -126,7 +129,7 @@ class Waves:
 
     def _begin(self) -> None:
         self.stop()
-        self._open, self._begun = set(), False
+        self._open, self._since = set(), 0
         self.wave += 1
         for _ in range(self._requests):
             self._open.add(_submit(self.engine, self._asked, self._next))

@@ -16,8 +16,10 @@ from typing import Any, Protocol
 
 import torch
 
+from smc.algorithm.expansion import Kind
 from smc.engine.costs import Costs
 from smc.engine.engine import Engine
+from smc.engine.rehearsal import KINDS, rehearsal
 from smc.engine.request import Method, SamplingParams
 from smc.evaluation.load import ClosedLoop, Load, Waves, fitted
 from smc.evaluation.round_time import decoding_name
@@ -36,8 +38,8 @@ BANDWIDTH = 4.26e12
 """Bytes a second that an H200 reads and writes in a device copy."""
 WARM_UP = 4
 """Rounds before the clock starts: the first two compile and record."""
-SETTLED = 100
-"""The same where costs decide: trees are changed every few rounds, and each size is recorded when it first comes."""
+SETTLED = 60
+"""The same where costs decide, and trees change for a while."""
 PLAIN_BLOCK = 16
 """Tokens that plain decoding queues at a time."""
 
@@ -211,7 +213,9 @@ class Bench:
         untimed = WARM_UP if costs is None else SETTLED
         asked = load.asked(params, _stride(mode) * (rounds + untimed + 4) + 1)
         with self._machine.engine(mode, fitted(mode.config, asked, load.requests)) as engine:
-            engine.costs = costs
+            if costs is not None:
+                engine.costs = costs
+                _rehearse(engine)
             loop = (ClosedLoop if load.answer is None else Waves)(engine, asked, load.requests)
             while engine.num_running < load.requests:
                 loop.step()
@@ -300,6 +304,12 @@ def unattended(work: list[dict[str, tuple[int, int]]]) -> float:
         idle += max(0, min(begin, last) - reached)
         reached = max(reached, min(end, last))
     return 1e-9 * idle / max(1, len(work) - 1)
+
+
+def _rehearse(engine: Engine) -> None:
+    """As a service does: trees of all sizes come about where costs decide."""
+    for plan in rehearsal(engine.config, engine.context, [kind for kind in KINDS if Kind.DISTINCT not in kind[1]], [()]):
+        engine.pair.round(plan).result()
 
 
 def _stride(mode: Mode) -> int:
