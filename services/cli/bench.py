@@ -68,6 +68,8 @@ def bench(
         str | None, options.option(options.SAMPLING, "Of all modes but plain decoding. Default: smc.", metavar="smc|exact")
     ] = None,
     population: Annotated[str | None, options.sampling_option("population")] = None,
+    verification: Annotated[str | None, options.sampling_option("verification")] = None,
+    guidance_scale: Annotated[float | None, options.sampling_option("guidance_scale")] = None,
     temperature: Annotated[float | None, options.sampling_option("temperature")] = None,
     top_k: Annotated[int | None, options.sampling_option("top_k")] = None,
     top_p: Annotated[float | None, options.sampling_option("top_p")] = None,
@@ -112,13 +114,14 @@ def bench(
     picture: Annotated[Path | None, options.option(options.OUTPUT, "Draw what --advise foretells (png).", metavar="FILE")] = None,
 ) -> None:
     """Measure speed: on GPUs answer tokens a second of every mode, on a CPU where the time of a round goes."""
-    law = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    law = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "guidance_scale": guidance_scale}
     on_gpu = {"load": load, "mode": mode, "context": context, "trace": trace, "drafting": drafting, **law}
     own = {"target_dtype": target_dtype, "draft_dtype": draft_dtype, "draft_vocab": draft_vocab, "draft_vocab_text": draft_vocab_text}
     gang_only = {"draft_tp": draft_tp, "target_tp": target_tp, "threads": threads}
     if advise:
-        idle = {"mode": mode, "context": context, "prompts": prompts or None, "method": method, "population": population}
-        _refuse_idle(idle | {"rounds": rounds, "draft_tp": draft_tp, "trace": trace, "drafting": drafting}, "with --advise")
+        how = {"method": method, "population": population, "verification": verification, "guidance_scale": guidance_scale}
+        idle = {"mode": mode, "context": context, "prompts": prompts or None, "rounds": rounds, "draft_tp": draft_tp, "trace": trace}
+        _refuse_idle(idle | how | {"drafting": drafting}, "with --advise")
         wanted = {"loads": concurrency, "particles": particles, "branches": branches, "blocks": block, "acceptance": acceptance}
         law = {name: value for name, value in law.items() if value is not None}
         given = {"load": load, "target": target, "draft": draft, "device": device, "threads": threads, **own}
@@ -129,7 +132,7 @@ def bench(
     particles, block, branches = particles or [8], block or [8, 5], branches or [4]
     rounds = ROUNDS if rounds is None else rounds
     concurrency = concurrency or list(ttft.BESIDE if prompts else (1, 16))
-    decoding = _decoding(method or "smc", population)
+    decoding = _decoding(method or "smc", population, verification)
     if device == "cuda":
         _check(concurrency, rounds, json, {} if link else gang_only, trace)
         degrees = (draft_tp or 1, target_tp or 1)
@@ -185,12 +188,13 @@ def bench(
     _write(json, rows)
 
 
-def _decoding(method: str, population: str | None) -> dict[str, str]:
+def _decoding(method: str, population: str | None, verification: str | None) -> dict[str, str]:
     from smc.engine.request import SamplingParams
 
     if method not in ("smc", "exact"):
         raise ValueError(f"--method {method}; allowed: smc, exact (plain decoding is a mode of its own)")
-    given: dict[str, Any] = {"method": method} | ({} if population is None else {"population": population})
+    own = {"population": population, "verification": verification}
+    given: dict[str, Any] = {"method": method} | {name: value for name, value in own.items() if value is not None}
     SamplingParams(**given)
     return given
 

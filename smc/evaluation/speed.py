@@ -56,6 +56,8 @@ class Mode:
     """GPUs of draft and target; 0: the draft is on the target's."""
     population: str | None = None
     """Of SMC; None: the library's default."""
+    verification: str | None = None
+    """Of exact decoding, likewise."""
 
     @property
     def gpus(self) -> int:
@@ -207,8 +209,8 @@ class Bench:
 
     def run(self, mode: Mode, load: Load, rounds: int) -> Speed:
         """Time `rounds` rounds of a load."""
-        rows: dict[str, Any] = {} if mode.method.plain else {"particles": mode.particles, "population": mode.population}
-        params = SamplingParams(method=mode.method, **rows, **self._law)
+        rows: dict[str, Any] = {"particles": mode.particles, "population": mode.population, "verification": mode.verification}
+        params = SamplingParams(method=mode.method, **({} if mode.method.plain else rows), **self._law)
         costs = self._costs(mode) if mode.method is Method.EXACT else None
         untimed = WARM_UP if costs is None else SETTLED
         asked = load.asked(params, _stride(mode) * (rounds + untimed + 4) + 1)
@@ -252,7 +254,7 @@ class Bench:
         draft, target, choose = (median_length(work, name) for name in (*SIDES, "choose"))
         busy = draft + target if mode.config.form == "lockstep" or mode.method.plain else max(draft, target)
         stats = engine.take_stats()
-        spec, alone = stats.spec["walk"], stats.spec_alone_rounds
+        spec, alone = stats.spec[mode.verification or "walk"], stats.spec_alone_rounds
         tokens = delivered / took_part if mode.method is Method.EXACT else _stride(mode)
         return Speed(
             mode=mode.name,

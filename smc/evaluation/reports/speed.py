@@ -58,7 +58,7 @@ class SpeedPlan:
     prefix_cache: bool = True
     """Of `EngineConfig`."""
     decoding: Mapping[str, Any] = field(default_factory=dict)
-    """Method and population of the modes of both models; of `SamplingParams`, by name."""
+    """Method, population and verification of the modes of both models; of `SamplingParams`, by name."""
     drafting: str = "always"
     """Of `EngineConfig`; `costs`: they are timed first."""
 
@@ -85,7 +85,8 @@ class SpeedPlan:
         from smc.runtime.config import EngineConfig
 
         one, apart = (0, 1), self.degrees
-        method, population = Method(self.decoding.get("method", "smc")), self.decoding.get("population")
+        method = Method(self.decoding.get("method", "smc"))
+        own = {name: self.decoding.get(name) for name in ("population", "verification")}
         common: dict[str, Any] = {"prefix_cache": self.prefix_cache, "drafting": self.drafting}
         for name in self.modes:
             needed = 1 if name in ("plain", "lockstep") else sum(apart)
@@ -96,11 +97,11 @@ class SpeedPlan:
                 yield Mode(name, Method.TARGET, EngineConfig(block=PLAIN_BLOCK, **common), 1, (0, sum(apart)) if max(apart) > 1 else one)
             elif name == "lookahead":
                 for n, f, k in product(self.particles, self.branches, self.blocks):
-                    yield Mode(name, method, EngineConfig(block=k, branches=f, **common), n, apart, population)
+                    yield Mode(name, method, EngineConfig(block=k, branches=f, **common), n, apart, **own)
             else:
                 for n, k in product(self.particles, self.blocks):
                     config = EngineConfig(form="lockstep", block=k, **common)
-                    yield Mode(name, method, config, n, one if name == "lockstep" else apart, population)
+                    yield Mode(name, method, config, n, one if name == "lockstep" else apart, **own)
 
 
 def measure(plan: SpeedPlan, machine: Machine, gpus: int, trace: Path | None) -> list[Speed]:
