@@ -162,18 +162,35 @@ def _completion_logprobs(answer: Answer, tokenizer: Tokenizer) -> dict[str, Any]
     return {
         "tokens": [tokenizer.decode([token]) for token in answer.tokens],
         "token_logprobs": [_finite(value) for value in answer.logprobs],
-        "top_logprobs": None,
+        "top_logprobs": None if answer.top_logprobs is None else _completion_tops(answer, tokenizer),
         "text_offset": offsets,
     }
 
 
 def _chat_logprobs(answer: Answer, tokenizer: Tokenizer) -> dict[str, Any]:
     assert answer.logprobs is not None
+    tops = answer.top_logprobs or [()] * len(answer.tokens)
     content = [
-        {"token": tokenizer.decode([token]), "logprob": _finite(value), "bytes": list(tokenizer.bytes_of(token)), "top_logprobs": []}
-        for token, value in zip(answer.tokens, answer.logprobs)
+        _chat_logprob(token, value, tokenizer) | {"top_logprobs": [_chat_logprob(*top, tokenizer) for top in likeliest]}
+        for token, value, likeliest in zip(answer.tokens, answer.logprobs, tops)
     ]
     return {"content": content, "refusal": None}
+
+
+def _chat_logprob(token: int, value: float, tokenizer: Tokenizer) -> dict[str, Any]:
+    return {"token": tokenizer.decode([token]), "logprob": _finite(value), "bytes": list(tokenizer.bytes_of(token))}
+
+
+def _completion_tops(answer: Answer, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """By their text, likeliest first, the answer's own token among them in any case. Of tokens of the same text the likeliest counts."""
+    assert answer.logprobs is not None and answer.top_logprobs is not None
+    found = []
+    for token, value, tops in zip(answer.tokens, answer.logprobs, answer.top_logprobs):
+        named: dict[str, Any] = {}
+        for one, logprob in (*tops, (token, value)):
+            named.setdefault(tokenizer.decode([one]), _finite(logprob))
+        found.append(named)
+    return found
 
 
 def _finite(value: Any) -> Any:
