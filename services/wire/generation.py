@@ -104,7 +104,8 @@ def _to_particle(particle: Particle) -> generation_pb2.Particle:
 
 
 def _to_tops(tops: Alternatives) -> generation_pb2.TopLogprobs:
-    return generation_pb2.TopLogprobs(token_ids=[token for token, _ in tops], logprobs=[logprob for _, logprob in tops])
+    tokens, logprobs = zip(*tops) if tops else ((), ())
+    return generation_pb2.TopLogprobs(token_ids=tokens, logprobs=logprobs)
 
 
 def _from_particle(message: generation_pb2.Particle) -> Particle:

@@ -124,8 +124,10 @@ class Starts:
                 token_YK, logp_YK = (top_YK[at, : group.params.top_logprobs] for top_YK in (result.top_YK, result.top_logp_YK))
                 if np.isnan(logp_YK).any():
                     group.fail("target")
-                found += [[*zip(tokens, logps)] for tokens, logps in zip(token_YK.tolist(), logp_YK.tolist())]
-            group.top_logprobs = tuple(tuple(one for one in tops if one[1] > -np.inf) for tops in found)
+                # What is outside of the law comes last.
+                count_Y = (logp_YK > -np.inf).sum(1)
+                found += [tuple(zip(*row[:2]))[: row[2]] for row in zip(token_YK.tolist(), logp_YK.tolist(), count_Y.tolist())]
+            group.top_logprobs = tuple(found)
 
     def forget(self, side: str) -> None:
         """A side knows nothing any more, and what it was asked for will not come."""
