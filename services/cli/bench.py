@@ -94,6 +94,15 @@ def bench(
     ] = None,
     draft_tp: gang.DraftTp = None,
     target_tp: gang.TargetTp = None,
+    drafting: Annotated[
+        str | None,
+        options.option(
+            options.ENGINE,
+            "For exact decoding: as much as its cost, timed first, pays for, or always all of the tree (cuda only). Default: always.",
+            "--drafting",
+            metavar="costs|always",
+        ),
+    ] = None,
     no_prefix_cache: options.NoPrefixCache = False,
     threads: options.Threads = None,
     json: Annotated[Path | None, options.option(options.OUTPUT, "Write the numbers here.", metavar="FILE")] = None,
@@ -104,12 +113,12 @@ def bench(
 ) -> None:
     """Measure speed: on GPUs answer tokens a second of every mode, on a CPU where the time of a round goes."""
     law = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    on_gpu = {"load": load, "mode": mode, "context": context, "trace": trace, **law}
+    on_gpu = {"load": load, "mode": mode, "context": context, "trace": trace, "drafting": drafting, **law}
     own = {"target_dtype": target_dtype, "draft_dtype": draft_dtype, "draft_vocab": draft_vocab, "draft_vocab_text": draft_vocab_text}
     gang_only = {"draft_tp": draft_tp, "target_tp": target_tp, "threads": threads}
     if advise:
         idle = {"mode": mode, "context": context, "prompts": prompts or None, "method": method, "population": population}
-        _refuse_idle(idle | {"rounds": rounds, "draft_tp": draft_tp, "trace": trace}, "with --advise")
+        _refuse_idle(idle | {"rounds": rounds, "draft_tp": draft_tp, "trace": trace, "drafting": drafting}, "with --advise")
         wanted = {"loads": concurrency, "particles": particles, "branches": branches, "blocks": block, "acceptance": acceptance}
         law = {name: value for name, value in law.items() if value is not None}
         given = {"load": load, "target": target, "draft": draft, "device": device, "threads": threads, **own}
@@ -127,11 +136,24 @@ def bench(
         law = {name: value for name, value in law.items() if value is not None}
         modes = mode or (APART if link else MODES)
         if prompts:
-            _refuse_idle({"trace": trace}, "with --prompts")
+            _refuse_idle({"trace": trace, "drafting": drafting}, "with --prompts")
         elif load == "grown":
             _refuse_idle({"context": context}, "with --load grown, whose prompts are problems")
         contexts = context or ttft.CONTEXTS if prompts else () if load == "grown" else context or (256,)
-        plan = SpeedPlan(degrees, modes, particles, block, branches, contexts, concurrency, rounds, law, not no_prefix_cache, decoding)
+        plan = SpeedPlan(
+            degrees,
+            modes,
+            particles,
+            block,
+            branches,
+            contexts,
+            concurrency,
+            rounds,
+            law,
+            not no_prefix_cache,
+            decoding,
+            drafting or "always",
+        )
         given = {"load": load, "target": target, "draft": draft, "device": device, "threads": threads, **own}
         with _machine(degrees, gang.gang_config(given), link) as (machine, count):
             assert count is not None
@@ -142,7 +164,7 @@ def bench(
         _check(concurrency, rounds, json, {})
         places = (target, draft)
         short = context or ttft.SHORT_CONTEXTS
-        plan = SpeedPlan((1, 1), ("plain", "lookahead"), particles, block, branches, short, concurrency, rounds, {}, True, decoding)
+        plan = SpeedPlan((1, 1), ("plain", "lookahead"), particles, block, branches, short, concurrency, rounds, {}, decoding=decoding)
         _measure_prompts(plan, _cpu_machine(places, threads, own), 2, json)
         return
     _refuse_idle(on_gpu, "without --device cuda")
