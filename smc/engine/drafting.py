@@ -112,7 +112,7 @@ class Forecast:
 
     def _branches_of(self, places: int) -> int:
         """As many as cost nothing, for the target takes as long: trees are seldom wrong for want of them. On the shipped pair, rounds with
-        F=1 confirm 0 to 2% fewer tokens than with F=4 (temperatures 1 to 2, N from 1 to 8)."""
+        F=1 confirm 0 to 2% fewer tokens than with F=4 (temperatures 1 to 2, N from 1 to 8; `tests.engine.confirmed_tokens`)."""
         most = self._config.branches
         return most if self._seconds(places, 0, most) <= FREE * self._seconds(places, 0, 1) else 1
 

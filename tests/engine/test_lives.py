@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 
@@ -33,16 +34,22 @@ EVENTS = (
 )
 def test_random_lives(config, ahead, monkeypatch):
     """Four times 150. Everything that can happen to a request happens; the rest of them answer as with endless memory."""
+    compared, events = check_lives(config, ahead, monkeypatch, 150)
+    missing = [event for event in EVENTS if not events[event]]
+    assert not missing, f"never happened: {missing}, of {events}"
+    assert compared > 60
+
+
+def check_lives(config: EngineConfig, ahead: bool, monkeypatch: pytest.MonkeyPatch, count: int) -> tuple[int, Counter]:
+    """How many answers were compared, and what happened."""
     rng, clock = random.Random(config.block + 10 * ahead), iter(range(1 << 30))
-    requests = random_requests(150, rng, budgets=True)
+    requests = random_requests(count, rng, budgets=True)
     engine = small_engine(config, monkeypatch, ahead=ahead, clock=lambda: float(next(clock)))
     lives = live(engine, requests, rng, submit=0.9, cancel=0.04, resize=0.5, after_step=lambda engine: engine.memory.check())
     assert_empty(engine)
     assert not any(engine.memory.leaked().values()) and not engine.starts.stops.used
-    missing = [event for event in EVENTS if not lives.events[event]]
-    assert not missing, f"never happened: {missing}, of {lives.events}"
     untouched = [request for request in requests if lives.untouched(request.request_id)]
-    assert len(untouched) > 60
     expected = with_endless_memory(config, untouched)
     for request in untouched:
         assert_same(lives.final[request.request_id], expected[request.request_id])
+    return len(untouched), lives.events
