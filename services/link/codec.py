@@ -30,13 +30,14 @@ _PLAN = {
     "threshold": ("threshold_G", "<f8"),
     "kind": ("kind_G", "<i4"),
     "chain": ("chain_C", "<i4"),
+    "chain_law": ("law_C", "<i4"),
     "scheme": ("scheme_G", "<i4"),
     "target_pages": ("target_pages_AQ", "<i4"),
     "begin_pages": ("begin_pages_AP", "<i4"),
     "branch_pages": ("branch_pages_XB", "<i4"),
 }
 """Field -> attribute, and its type on the way."""
-_WIDE = ("slot", "group", "particle", "round", "chain")
+_WIDE = ("slot", "group", "particle", "round", "chain", "chain_law")
 """int64 where they are used."""
 _COMPANIONS = {
     "slot": ("slot_A", "<i4"),

@@ -92,6 +92,13 @@ def check_fits(request: Request, config: EngineConfig, capacity: dict[str, int],
     if params.rows * params.slots_per_row > config.max_slots:
         each = ", and a guided one takes two for each" if params.guided else ""
         raise ValueError(f"particles={params.rows}; this engine has max_slots={config.max_slots}{each}")
+    if decoding_of(params).chained and params.rows > config.chains(vocab_size):
+        most = config.chains(vocab_size)
+        allowed = f"particles <= {most}, or verification='walk'" if most else "verification='walk'"
+        raise ValueError(
+            f"particles={params.rows} with verification='rejection'; this engine has room for the laws of {most} chains (max_chains); "
+            f"allowed: {allowed}"
+        )
     for side, pages in decoding_of(params).most_pages(config, params, size, negative=request.negative_size).items():
         if pages > capacity[side]:
             raise ValueError(

@@ -136,6 +136,8 @@ class RoundPlan:
     """int32 `smc.algorithm.expansion.Kind`: how the group is continued."""
     chain_C: np.ndarray | Tensor
     """int64 places of groups whose rows are chains, group after group; padded by repeating the first."""
+    law_C: np.ndarray | Tensor
+    """int64 where the draft keeps the laws of each."""
     scheme_G: np.ndarray | Tensor
     """int32 index of `smc.algorithm.resampling.SCHEME_NAMES`."""
     target_pages_AQ: np.ndarray | Tensor

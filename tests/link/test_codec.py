@@ -139,6 +139,7 @@ def test_a_round(drawn, flag, program, f, b):
         alpha_A=rng.random(a),
         **of_group,
         chain_C=ints(q if flag else 0),
+        law_C=ints(q if flag else 0),
         threshold_G=rng.random(a),
         target_pages_AQ=ints(a, 0 if flag else q, dtype=np.int32),
         begin_pages_AP=ints(a, 1 + flag, dtype=np.int32),
