@@ -84,8 +84,8 @@ class KernelSampling(Sampling):
         log_z_R = torch.where(law.alpha_R == 1, 0.0, law.alpha_R * logp_RD[:, 0] - powered_RD[:, 0])
         return token_RD, logp_RD, log_z_R + lse_R * 0.0
 
-    def guide(self, own_TV: Tensor, companion_TV: Tensor, scale_T: Tensor) -> Tensor:
-        return guide(own_TV, companion_TV, scale_T)
+    def guide(self, own_TV: Tensor, companion_XV: Tensor, of_T: Tensor, scale_T: Tensor) -> Tensor:
+        return guide(own_TV, companion_XV, of_T, scale_T)
 
     def _cut(self, logits_RV: Tensor, law: LawSpec, share: float = 0.0) -> Cut | None:
         processors = {"top_k": law.top_k_R, "top_p": law.top_p_R, "min_p": law.min_p_R}

@@ -86,10 +86,10 @@ class Sampling:
         nan_R = powered_RV.amax(-1) * 0.0
         return token_RD, logp_RV.gather(-1, token_RD), nan_R if log_z_R is None else log_z_R + nan_R
 
-    def guide(self, own_TV: Tensor, companion_TV: Tensor, scale_T: Tensor) -> Tensor:
-        """Guided logits [T, V], float32: l_u + s (l_c - l_u), l_c a row's own and l_u its companion's. At scale 1 the row's own, whatever
-        its companion's are."""
-        own_TV, companion_TV, scale_T1 = own_TV.float(), companion_TV.float(), scale_T[:, None]
+    def guide(self, own_TV: Tensor, companion_XV: Tensor, of_T: Tensor, scale_T: Tensor) -> Tensor:
+        """Guided logits [T, V], float32: l_u + s (l_c - l_u), l_c a row's own and l_u its companion's, the `of`-th. At scale 1 the row's
+        own, whatever its companion's are."""
+        own_TV, companion_TV, scale_T1 = own_TV.float(), companion_XV[of_T].float(), scale_T[:, None]
         return torch.where(scale_T1 == 1, own_TV, companion_TV + scale_T1 * (own_TV - companion_TV))
 
     def _offers(self, log_law_RV: Tensor, keys: DrawKeys, has_rest: bool = True) -> Offers:
