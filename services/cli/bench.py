@@ -68,6 +68,8 @@ def bench(
         str | None, options.option(options.SAMPLING, "Of all modes but plain decoding. Default: smc.", metavar="smc|exact")
     ] = None,
     population: Annotated[str | None, options.sampling_option("population")] = None,
+    verification: Annotated[str | None, options.sampling_option("verification")] = None,
+    guidance_scale: Annotated[float | None, options.sampling_option("guidance_scale")] = None,
     temperature: Annotated[float | None, options.sampling_option("temperature")] = None,
     top_k: Annotated[int | None, options.sampling_option("top_k")] = None,
     top_p: Annotated[float | None, options.sampling_option("top_p")] = None,
@@ -94,6 +96,15 @@ def bench(
     ] = None,
     draft_tp: gang.DraftTp = None,
     target_tp: gang.TargetTp = None,
+    drafting: Annotated[
+        str | None,
+        options.option(
+            options.ENGINE,
+            "For exact decoding: as much as its cost, timed first, pays for, or always all of the tree (cuda only). Default: always.",
+            "--drafting",
+            metavar="costs|always",
+        ),
+    ] = None,
     no_prefix_cache: options.NoPrefixCache = False,
     threads: options.Threads = None,
     json: Annotated[Path | None, options.option(options.OUTPUT, "Write the numbers here.", metavar="FILE")] = None,
@@ -103,13 +114,14 @@ def bench(
     picture: Annotated[Path | None, options.option(options.OUTPUT, "Draw what --advise foretells (png).", metavar="FILE")] = None,
 ) -> None:
     """Measure speed: on GPUs answer tokens a second of every mode, on a CPU where the time of a round goes."""
-    law = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    on_gpu = {"load": load, "mode": mode, "context": context, "trace": trace, **law}
+    law = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "guidance_scale": guidance_scale}
+    on_gpu = {"load": load, "mode": mode, "context": context, "trace": trace, "drafting": drafting, **law}
     own = {"target_dtype": target_dtype, "draft_dtype": draft_dtype, "draft_vocab": draft_vocab, "draft_vocab_text": draft_vocab_text}
     gang_only = {"draft_tp": draft_tp, "target_tp": target_tp, "threads": threads}
     if advise:
-        idle = {"mode": mode, "context": context, "prompts": prompts or None, "method": method, "population": population}
-        _refuse_idle(idle | {"rounds": rounds, "draft_tp": draft_tp, "trace": trace}, "with --advise")
+        how = {"method": method, "population": population, "verification": verification, "guidance_scale": guidance_scale}
+        idle = {"mode": mode, "context": context, "prompts": prompts or None, "rounds": rounds, "draft_tp": draft_tp, "trace": trace}
+        _refuse_idle(idle | how | {"drafting": drafting}, "with --advise")
         wanted = {"loads": concurrency, "particles": particles, "branches": branches, "blocks": block, "acceptance": acceptance}
         law = {name: value for name, value in law.items() if value is not None}
         given = {"load": load, "target": target, "draft": draft, "device": device, "threads": threads, **own}
@@ -120,18 +132,31 @@ def bench(
     particles, block, branches = particles or [8], block or [8, 5], branches or [4]
     rounds = ROUNDS if rounds is None else rounds
     concurrency = concurrency or list(ttft.BESIDE if prompts else (1, 16))
-    decoding = _decoding(method or "smc", population)
+    decoding = _decoding(method or "smc", population, verification)
     if device == "cuda":
         _check(concurrency, rounds, json, {} if link else gang_only, trace)
         degrees = (draft_tp or 1, target_tp or 1)
         law = {name: value for name, value in law.items() if value is not None}
         modes = mode or (APART if link else MODES)
         if prompts:
-            _refuse_idle({"trace": trace}, "with --prompts")
+            _refuse_idle({"trace": trace, "drafting": drafting}, "with --prompts")
         elif load == "grown":
             _refuse_idle({"context": context}, "with --load grown, whose prompts are problems")
         contexts = context or ttft.CONTEXTS if prompts else () if load == "grown" else context or (256,)
-        plan = SpeedPlan(degrees, modes, particles, block, branches, contexts, concurrency, rounds, law, not no_prefix_cache, decoding)
+        plan = SpeedPlan(
+            degrees,
+            modes,
+            particles,
+            block,
+            branches,
+            contexts,
+            concurrency,
+            rounds,
+            law,
+            not no_prefix_cache,
+            decoding,
+            drafting or "always",
+        )
         given = {"load": load, "target": target, "draft": draft, "device": device, "threads": threads, **own}
         with _machine(degrees, gang.gang_config(given), link) as (machine, count):
             assert count is not None
@@ -142,7 +167,7 @@ def bench(
         _check(concurrency, rounds, json, {})
         places = (target, draft)
         short = context or ttft.SHORT_CONTEXTS
-        plan = SpeedPlan((1, 1), ("plain", "lookahead"), particles, block, branches, short, concurrency, rounds, {}, True, decoding)
+        plan = SpeedPlan((1, 1), ("plain", "lookahead"), particles, block, branches, short, concurrency, rounds, {}, decoding=decoding)
         _measure_prompts(plan, _cpu_machine(places, threads, own), 2, json)
         return
     _refuse_idle(on_gpu, "without --device cuda")
@@ -163,12 +188,13 @@ def bench(
     _write(json, rows)
 
 
-def _decoding(method: str, population: str | None) -> dict[str, str]:
+def _decoding(method: str, population: str | None, verification: str | None) -> dict[str, str]:
     from smc.engine.request import SamplingParams
 
     if method not in ("smc", "exact"):
         raise ValueError(f"--method {method}; allowed: smc, exact (plain decoding is a mode of its own)")
-    given: dict[str, Any] = {"method": method} | ({} if population is None else {"population": population})
+    own = {"population": population, "verification": verification}
+    given: dict[str, Any] = {"method": method} | {name: value for name, value in own.items() if value is not None}
     SamplingParams(**given)
     return given
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -17,7 +17,7 @@ from smc.runtime.plan import SHORT, Program, RoundPlan
 
 TURNS = 2
 """Rounds of each kind: the first compiles its kernels, the second is recorded."""
-PROCESSORS = ((), ("top_k",), ("top_p",), ("min_p",), ("min_p", "top_k", "top_p"))
+PROCESSORS: tuple[tuple[str, ...], ...] = ((), ("top_k",), ("top_p",), ("min_p",), ("min_p", "top_k", "top_p"))
 """Of truncated laws: `LawSpec.canonical` knows no others."""
 TRUNCATED_PLACES = {Program.PAIR: (8,), Program.TARGET: (1, 8)}
 """Of rounds with truncated laws, which are rehearsed in few sizes: their kernels are then there, and recording others costs a round."""
@@ -31,14 +31,19 @@ KINDS = (
 """Programs and kinds that are rehearsed: those of default settings."""
 
 
-def rehearsal(config: EngineConfig, context: int) -> Iterator[RoundPlan]:
-    """Plans to be asked for in this order."""
+def rehearsal(
+    config: EngineConfig,
+    context: int,
+    wanted: Sequence[tuple[Program, frozenset[Kind]]] = KINDS,
+    truncated: Sequence[tuple[str, ...]] = PROCESSORS,
+) -> Iterator[RoundPlan]:
+    """Plans to be asked for in this order: of all that usual settings ask for, or less."""
     sizes = sorted({bucket(places) for places in range(1, config.max_slots + 1)})
     shorts = [short for short, exists in ((True, True), (False, config.width(context) > SHORT)) if exists]
-    for (program, kinds), short in product(KINDS, shorts):
-        truncated = {min(places, sizes[-1]) for places in TRUNCATED_PLACES[program]}
-        for shape, places, processors in product(_shapes(config, program, kinds), sizes, PROCESSORS):
-            if processors and places not in truncated:
+    for (program, kinds), short in product(wanted, shorts):
+        few = {min(places, sizes[-1]) for places in TRUNCATED_PLACES[program]}
+        for shape, places, processors in product(_shapes(config, program, kinds), sizes, truncated):
+            if processors and places not in few:
                 continue
             plan = empty_plan(program, shape, places, config.max_slots, short=short, processors=processors, kinds=kinds)
             yield from [plan] * TURNS

@@ -3,6 +3,7 @@ alone. How a request changes over is the engine's."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from smc.runtime.plan import Program
 EVERY = 8
 """Steps between two questions about the same requests."""
 REST = 16
-"""Steps after a change, in which it shows."""
+"""Steps after a change, in which it shows, as long as half of the requests are still the same."""
 
 
 class Turns:
@@ -53,7 +54,7 @@ class Turns:
     def follow(self, running: Sequence[Group], waiting: Sequence[Group], costs: Costs | None) -> None:
         """Once a step: ask about running requests, where it is time to, and let those change that shall. `waiting`: for slots alone."""
         groups, self._left = _elastic(running), self._left - 1
-        if not groups or self._left > (EVERY if groups != self._asked_about else 0):
+        if not groups or self._left > self._patience(groups):
             return
         self._asked_about, self._left = groups, EVERY
         trees = self._trees(groups)
@@ -62,6 +63,13 @@ class Turns:
             if wanted != tree.rows:
                 self._left = EVERY + REST
                 self._change(group, wanted)
+
+    def _patience(self, groups: Sequence[Group]) -> float:
+        """Steps that may be left when it is asked about these."""
+        if groups == self._asked_about:
+            return 0
+        still = len(set(groups) & set(self._asked_about))
+        return EVERY if 2 * still >= max(len(groups), len(self._asked_about)) else math.inf
 
     def _change(self, group: Group, rows: int) -> None:
         """As soon as no round of it is under way."""

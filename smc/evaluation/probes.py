@@ -13,7 +13,8 @@ from smc.engine.stats import EngineStats
 from smc.engine.timing import PROMPT, Effort, time_costs
 from smc.evaluation.advise import Acceptance
 from smc.evaluation.batch import run_in_flight
-from smc.evaluation.speed import Mode, fitted, problem_load
+from smc.evaluation.load import fitted, problem_load
+from smc.evaluation.speed import Mode
 from smc.evaluation.ttft import PromptMachine
 from smc.runtime.config import EngineConfig
 

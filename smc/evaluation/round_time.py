@@ -91,7 +91,7 @@ def measure(pair: ModelPair, config: EngineConfig, requests: int, sampling: Mapp
 
 
 def decoding_name(params: SamplingParams) -> str:
-    return params.population or params.method.value
+    return params.population or (params.verification if params.verification == "rejection" else params.method.value)
 
 
 def steady_requests(tokenizer: Tokenizer, config: EngineConfig, requests: int, sampling: Mapping[str, Any], rounds: int) -> list[Request]:

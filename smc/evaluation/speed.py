@@ -8,20 +8,21 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
 
-from smc.demo import MAX_ANSWER
-from smc.demo.problems import generate
+from smc.algorithm.expansion import Kind
+from smc.engine.costs import Costs
 from smc.engine.engine import Engine
-from smc.engine.memory import pool_for
-from smc.engine.methods import decoding_of
-from smc.engine.request import Method, Output, Request, SamplingParams
-from smc.evaluation.round_time import PROBLEM_SEED, decoding_name
+from smc.engine.rehearsal import KINDS, rehearsal
+from smc.engine.request import Method, SamplingParams
+from smc.evaluation.load import ClosedLoop, Load, Waves, fitted
+from smc.evaluation.round_time import decoding_name
 from smc.models.config import ModelConfig
 from smc.models.decoder import Decoder
 from smc.models.draft_vocab import DraftHead
@@ -37,9 +38,8 @@ BANDWIDTH = 4.26e12
 """Bytes a second that an H200 reads and writes in a device copy."""
 WARM_UP = 4
 """Rounds before the clock starts: the first two compile and record."""
-PROBLEMS = 128
-"""Least number of different ones."""
-LONG_PROMPT = 1024
+SETTLED = 60
+"""The same where costs decide, and trees change for a while."""
 PLAIN_BLOCK = 16
 """Tokens that plain decoding queues at a time."""
 
@@ -56,6 +56,8 @@ class Mode:
     """GPUs of draft and target; 0: the draft is on the target's."""
     population: str | None = None
     """Of SMC; None: the library's default."""
+    verification: str | None = None
+    """Of exact decoding, likewise."""
 
     @property
     def gpus(self) -> int:
@@ -77,8 +79,12 @@ class Speed:
     """Prompt tokens."""
     gpus: int
     target_gpus: int
+    rows: float
+    """Of a request in a round in which something was drafted for it, the mean; plain decoding has one."""
+    alone: float
+    """Share of the rounds of exact decoding in which nothing was drafted for a request, because costs said so."""
     tokens: float
-    """Answer tokens of one request in a round: of exact decoding, as many as these rounds confirmed."""
+    """Answer tokens of one request in a round: of exact decoding, as many as these rounds confirmed, the mean."""
     per_request: float
     """Answer tokens a second, of one request."""
     total: float
@@ -188,81 +194,68 @@ def read_bytes(model: Decoder, draft_head: DraftHead | None = None) -> int:
     return sum(weight.nbytes for weight in (*elsewhere, *head.parameters()))
 
 
-@dataclass(frozen=True)
-class Load:
-    """What is asked for while rounds are timed: always so many requests at once."""
-
-    requests: int
-    prompts: Sequence[Sequence[int]]
-    """Token ids. As many as requests, or more: then one that ends makes room for the next."""
-    answer: int | None
-    """Tokens that end an answer; None: it goes on for as long as rounds are timed."""
-
-    @property
-    def context(self) -> int:
-        """Prompt tokens, the mean."""
-        return round(statistics.mean(map(len, self.prompts)))
-
-    def asked(self, params: SamplingParams, longest: int) -> list[Request]:
-        """One request a prompt; `longest`: tokens of an answer that is to go on."""
-        own = replace(params, max_tokens=longest, ignore_eos=True) if self.answer is None else replace(params, max_tokens=self.answer)
-        return [Request(str(i), tuple(prompt), replace(own, seed=i)) for i, prompt in enumerate(self.prompts)]
-
-
-def random_load(tokenizer: Tokenizer, requests: int, context: int) -> Load:
-    """Prompts of tokens that mean nothing, and answers that do not end."""
-    generator = torch.Generator().manual_seed(1)
-    return Load(requests, torch.randint(10, tokenizer.size, (requests, context), generator=generator).tolist(), None)
-
-
-def problem_load(tokenizer: Tokenizer, requests: int) -> Load:
-    """Problems, and answers that end where the model ends them."""
-    problems = generate(PROBLEM_SEED, PROBLEMS + 2 * requests, "test")
-    return Load(requests, [tokenizer.chat([{"role": "user", "content": problem.question}]) for problem in problems], MAX_ANSWER)
-
-
 class Bench:
     """Times modes on a machine, for requests of one law; `on_round` is told of every timed round."""
 
-    def __init__(self, machine: Machine, on_round: Callable[[Recorded], None] | None = None, law: Mapping[str, Any] | None = None) -> None:
-        """`law`: settings of `SamplingParams`, by name."""
-        self._machine, self._on_round, self._law = machine, on_round, law or {}
+    def __init__(
+        self,
+        machine: Machine,
+        on_round: Callable[[Recorded], None] | None = None,
+        law: Mapping[str, Any] | None = None,
+        costs: Callable[[Mode], Costs | None] = lambda mode: None,
+    ) -> None:
+        """`law`: settings of `SamplingParams`, by name; `costs`: what decides about the trees of a mode, if not they themselves."""
+        self._machine, self._on_round, self._law, self._costs = machine, on_round, law or {}, costs
 
     def run(self, mode: Mode, load: Load, rounds: int) -> Speed:
         """Time `rounds` rounds of a load."""
-        rows: dict[str, Any] = {} if mode.method.plain else {"particles": mode.particles, "population": mode.population}
-        params = SamplingParams(method=mode.method, **rows, **self._law)
-        asked = load.asked(params, _stride(mode) * (rounds + WARM_UP + 4) + 1)
+        rows: dict[str, Any] = {"particles": mode.particles, "population": mode.population, "verification": mode.verification}
+        params = SamplingParams(method=mode.method, **({} if mode.method.plain else rows), **self._law)
+        costs = self._costs(mode) if mode.method is Method.EXACT else None
+        untimed = WARM_UP if costs is None else SETTLED
+        asked = load.asked(params, _stride(mode) * (rounds + untimed + 4) + 1)
         with self._machine.engine(mode, fitted(mode.config, asked, load.requests)) as engine:
-            loop = ClosedLoop(engine, asked, load.requests)
+            if costs is not None:
+                engine.costs = costs
+                _rehearse(engine)
+            loop = (ClosedLoop if load.answer is None else Waves)(engine, asked, load.requests)
             while engine.num_running < load.requests:
                 loop.step()
-            for _ in range(WARM_UP):
+            for _ in range(untimed):
                 loop.step()
             speed = self._timed(mode, loop, params, load, rounds)
             loop.stop()
         return speed
 
-    def _timed(self, mode: Mode, loop: ClosedLoop, params: SamplingParams, load: Load, rounds: int) -> Speed:
-        engine, rounds_of = loop.engine, loop.engine.rounds_of(mode.method)
+    def _timed(self, mode: Mode, loop: ClosedLoop | Waves, params: SamplingParams, load: Load, rounds: int) -> Speed:
+        engine = loop.engine
+        sources = [engine.rounds_of(method) for method in dict.fromkeys((mode.method, Method.TARGET))]
         engine.take_stats()
         spans, hosts, work = [], [], []
-        last = time.monotonic_ns()
-        for _ in range(rounds):
-            rounds_of.queued = 0.0
-            loop.step()
-            now = time.monotonic_ns()
-            spans.append(1e-9 * (now - last))
-            hosts.append(rounds_of.queued)
-            work.append(rounds_of.last.spans())
-            if self._on_round is not None:
-                self._on_round(Recorded(last, now, rounds_of.waited, work[-1]))
+        delivered, took_part, last = 0, 0, time.monotonic_ns()
+        while len(spans) < rounds:
+            read = [source.last for source in sources]
+            for source in sources:
+                source.queued = 0.0
+            running, outputs, now = loop.running, loop.step(), time.monotonic_ns()
+            if loop.steady:
+                spans.append((loop.wave, 1e-9 * (now - last)))
+                hosts.append(sum(source.queued for source in sources))
+                delivered += sum(len(output.tokens) for output in outputs)
+                took_part += running
+                for source in (source for source, before in zip(sources, read) if source.last is not before):
+                    work.append(source.last.spans())
+                    if self._on_round is not None:
+                        self._on_round(Recorded(last, now, source.waited, work[-1]))
             # Not a later time: the GPUs go on while this is being written down, and what is left out would make them look faster.
             last = now
-        whole = statistics.median(spans)
+        waves = [[span for _, span in steps] for _, steps in groupby(spans, key=lambda step: step[0])]
+        whole = statistics.median(map(statistics.mean, waves))
         draft, target, choose = (median_length(work, name) for name in (*SIDES, "choose"))
         busy = draft + target if mode.config.form == "lockstep" or mode.method.plain else max(draft, target)
-        tokens = engine.take_stats().spec["walk"].tokens_a_round or _stride(mode)
+        stats = engine.take_stats()
+        spec, alone = stats.spec[mode.verification or "walk"], stats.spec_alone_rounds
+        tokens = delivered / took_part if mode.method is Method.EXACT else _stride(mode)
         return Speed(
             mode=mode.name,
             decoding=decoding_name(params),
@@ -273,6 +266,8 @@ class Bench:
             context=load.context,
             gpus=mode.gpus,
             target_gpus=mode.degrees[1],
+            rows=spec.rows / spec.rounds if spec.rounds else params.rows,
+            alone=alone / (alone + spec.rounds) if alone else 0.0,
             tokens=tokens,
             per_request=tokens / whole,
             total=load.requests * tokens / whole,
@@ -297,36 +292,6 @@ class Bench:
         return mode.config.block * draft + target
 
 
-class ClosedLoop:
-    """Keeps so many requests with an engine, in turn and from the start again, until told to stop."""
-
-    def __init__(self, engine: Engine, asked: Sequence[Request], requests: int) -> None:
-        self.engine, self._asked = engine, asked
-        self._next, self._open = 0, set()
-        for _ in range(requests):
-            self._submit()
-
-    def step(self) -> list[Output]:
-        outputs = self.engine.step()
-        for output in outputs:
-            if output.answer is not None and output.request_id in self._open:
-                self._open.remove(output.request_id)
-                self._submit()
-        return outputs
-
-    def stop(self) -> None:
-        for request_id in self._open:
-            self.engine.abort(request_id)
-        self.engine.step()
-
-    def _submit(self) -> None:
-        turn, place = divmod(self._next, len(self._asked))
-        request = replace(self._asked[place], request_id=str(self._next))
-        self._open.add(request.request_id)
-        self.engine.submit(replace(request, params=replace(request.params, seed=request.params.seed + turn * len(self._asked))))
-        self._next += 1
-
-
 def median_length(work: list[dict[str, tuple[int, int]]], name: str) -> float:
     """Seconds of the span of that name, the median over rounds; 0 in rounds without it."""
     ends = (worked.get(name, (0, 0)) for worked in work)
@@ -343,16 +308,10 @@ def unattended(work: list[dict[str, tuple[int, int]]]) -> float:
     return 1e-9 * idle / max(1, len(work) - 1)
 
 
-def fitted(config: EngineConfig, asked: list[Request], requests: int) -> EngineConfig:
-    """With room for so many of these requests at once."""
-    needs = [decoding_of(request.params).most_pages(config, request.params, len(request.prompt)) for request in asked]
-    pages = requests * max(max(need.get(side, 0) for side in SIDES) for need in needs)
-    longest = max(len(request.prompt) for request in asked)
-    # All at once, so that they start together; long ones in pieces, so that what a layer makes of them stays small.
-    chunk = requests * longest if longest <= LONG_PROMPT else 512
-    rows = requests * asked[0].params.rows
-    context = longest + max(request.params.max_tokens for request in asked)
-    return replace(config, max_slots=rows, max_context=context, pages=pool_for(pages), prefill_chunk=chunk)
+def _rehearse(engine: Engine) -> None:
+    """As a service does: trees of all sizes come about where costs decide."""
+    for plan in rehearsal(engine.config, engine.context, [kind for kind in KINDS if Kind.DISTINCT not in kind[1]], [()]):
+        engine.pair.round(plan).result()
 
 
 def _stride(mode: Mode) -> int:

@@ -19,7 +19,8 @@ from smc.engine.local import ModelPair, local_engine
 from smc.engine.memory import pool_for
 from smc.engine.methods import decoding_of
 from smc.engine.request import Answer, Method, Output, Request, SamplingParams
-from smc.evaluation.speed import WARM_UP, ClosedLoop, Load, Mode
+from smc.evaluation.load import ClosedLoop, Load
+from smc.evaluation.speed import WARM_UP, Mode
 from smc.models.config import ModelConfig
 from smc.models.tokenizer import Tokenizer
 from smc.runtime.config import GPU_PREFILL, EngineConfig

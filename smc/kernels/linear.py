@@ -57,18 +57,20 @@ class Tiling:
 def choose(tokens: int, outputs: int, inputs: int, gated: bool = False, fp8: bool = False) -> Tiling:
     """Tiling for [tokens, inputs] x [outputs, inputs]^T: the fewest splits that make enough equal programs."""
     head = outputs >= 64 * 1024
-    wide = head or (gated and outputs >= 24 * 1024)
-    # Of those tried on an H200: a head in FP8 has 84 us instead of 98 by small tiles for 8 tokens, and 93 instead of 103 by twice the warps
-    # for 32.
-    few = fp8 and head and tokens <= 16
+    # Of those tried on an H200. FP8 for 16 tokens: small tiles, and twice as many programs where there is much to read (8B shape, 12.9 to
+    # 11.5 us and, gated, 47.4 to 43.7); for up to 64: large ones with twice the warps where sums are long or outputs many (1B, down: 9.6 to
+    # 8.9; 8B, down: 29.5 to 26.8, gated: 53.8 to 51.8).
+    few, some = fp8 and tokens <= 16, fp8 and 16 < tokens <= 64
+    wide = head or (gated and outputs >= 24 * 1024) or (some and (gated or inputs >= 8192))
     block_n = 128 if (wide and not few) or tokens > 64 else 64
     # Beyond 64 tokens the sums alone fill half of four warps' registers, and widened weights come on top.
-    warps = 8 if tokens > 64 or (fp8 and head and not few) else 4
+    warps = 8 if tokens > 64 or (some and wide) else 4
+    programs = 2 * _PROGRAMS if few and inputs >= 4096 else _PROGRAMS
     largest = 16384 if fp8 and tokens <= 64 else 8192
     block_k = next(size for size in (128, 64, 32, 16) if inputs % size == 0 and size * block_n <= largest)
     tiles, steps = triton.cdiv(outputs, block_n), inputs // block_k
     possible = [splits for splits in range(1, 17) if steps % splits == 0]
-    splits = 1 if gated else next((splits for splits in possible if tiles * splits >= _PROGRAMS), possible[-1])
+    splits = 1 if gated else next((splits for splits in possible if tiles * splits >= programs), possible[-1])
     stage_bytes = block_k * (block_n * (1 if fp8 else 2) + 2 * _token_block(tokens))
     # Two programs share a multiprocessor's 227 KiB.
     return Tiling(block_n, block_k, splits, warps, stages=max(2, min(6, 110 * 1024 // stage_bytes)))

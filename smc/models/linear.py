@@ -75,7 +75,9 @@ def quantise(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
     The error is at most a sixteenth of a weight, or of the scale times 2^-10.
     """
     weight_NK = weight_NK.float()
-    scale_N = weight_NK.abs().amax(1) / LARGEST
+    largest_N = weight_NK.abs().amax(1)
+    # Divided by a tensor: by a number, GPUs multiply with its inverse, which may end one bit beside.
+    scale_N = largest_N / torch.full_like(largest_N, LARGEST)
     return (weight_NK / torch.where(scale_N > 0, scale_N, 1.0)[:, None]).to(FP8), scale_N
 
 

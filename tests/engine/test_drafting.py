@@ -201,3 +201,20 @@ def test_an_engine_follows_its_costs(form):
     law = {"method": "target", "max_tokens": 40, "ignore_eos": True}
     plain = [replace(one, params=SamplingParams(seed=one.params.seed, **law)) for one in crowd]
     assert all(found[name].tokens == one.tokens for name, one in answers(engine, plain).items())
+
+
+def test_a_crowd_after_a_crowd_is_asked_about_at_once():
+    """What was changed for others, who are gone, is nothing to wait for."""
+    engine = local_engine(pair(), EngineConfig(block=3, max_slots=256))
+    engine.costs = Made(round_overhead=0.0, draft=(1e-5, 0.0), target=(4e-3, 5e-4))
+    for wave in range(3):
+        for i in range(30):
+            params = SamplingParams(method="exact", ignore_eos=True, seed=i, max_tokens=100)
+            engine.submit(Request(f"{wave} {i}", (0, 1, i % 3), params))
+        for _ in range(5):
+            engine.step()
+        assert len(running(engine)) == 30 and all(group.alone for group in running(engine)), wave
+        for group in running(engine):
+            engine.abort(group.id)
+    engine.step()
+    assert_empty(engine)

@@ -55,7 +55,7 @@ MOST_OWN = 256
 BLOCKS = ((64, 64, 4), (64, 128, 4), (64, 256, 4), (128, 64, 4), (128, 128, 4), (128, 64, 8), (128, 128, 8))
 """(block_n, block_k, warps)"""
 SHARED_BYTES = 227 * 1024
-COLUMNS = ("floor fp8", "own fp8", "default", "library fp8", "its product", "fast sums", "floor bf16", "own bf16", "library bf16")
+COLUMNS = ("floor fp8", "own fp8", "default", "fp16 x", "library fp8", "its product", "fast sums", "floor bf16", "own bf16", "library bf16")
 
 
 def tilings(rows: int, outputs: int, inputs: int, gated: bool, fp8: bool) -> Iterator[Tiling]:
@@ -132,6 +132,8 @@ def bench(inputs: int, outputs: int, rows: int, gated: bool) -> tuple[dict[str, 
             found[f"own {kind}"] = next(iter(sweeps[kind].values()))
             if kind == "fp8":
                 found["default"] = default
+                sweeps["fp16 x"], _ = own(x_TK.half(), gated, matrices[kind], expected)
+                found["fp16 x"] = next(iter(sweeps["fp16 x"].values()))
         same(_library(x_TK, gated, matrices[kind][0]), expected, 6e-2 if kind == "fp8" else 6e-3)
         found[f"library {kind}"] = microseconds(partial(_library, x_TK, gated), matrices[kind])
     rounded = round_rows(x_TK)

@@ -21,9 +21,10 @@ from smc import demo
 from smc.engine.local import ModelPair, local_engine
 from smc.engine.request import Method, Request, SamplingParams
 from smc.engine.timeline import LANES
+from smc.evaluation.load import problem_load, random_load
 from smc.evaluation.reports.speed import SpeedPlan
 from smc.evaluation.reports.speed import measure as timed
-from smc.evaluation.speed import Bench, Mode, median_length, problem_load, random_load, unattended
+from smc.evaluation.speed import Bench, Mode, median_length, unattended
 from smc.runtime.config import EngineConfig
 from tests.engine.harness import answers
 

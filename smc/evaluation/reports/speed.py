@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from rich.table import Table
 from smc.terminal import err, progress_bar
 
 if TYPE_CHECKING:
+    from smc.engine.costs import Costs
     from smc.engine.engine import Engine
     from smc.evaluation.speed import Machine, Mode, Speed
     from smc.models.config import ModelConfig
@@ -24,14 +26,17 @@ MODES = ("plain", "lockstep", "lockstep-apart", "lookahead")
 """plain: the target alone; lockstep: both models on one GPU; lockstep-apart, lookahead: each on its own."""
 APART = ("plain", "lockstep-apart", "lookahead")
 """The default for models in processes of their own."""
+MOST_ROWS = 512
+"""Of a timed draft step."""
 LEGEND = (
-    "medians of {rounds} rounds, milliseconds; tok/round: by which an answer grows (exact: as many as were confirmed); "
+    "medians of {rounds} rounds, milliseconds; rows: of a request, alone: share of its rounds with nothing drafted (--drafting costs); "
+    "tok/round: by which an answer grows (exact: as many as were confirmed); "
     "tok/s: answer tokens a second, per request and in total. step: one step of the draft, draft: its K steps, target: its "
     "pass (plain: its K steps), choose: weighing and choosing what goes on, link: nobody at work, host: planning and queueing a "
     "round, hidden unless longer than the models; idle: share of the round in which the slower side waits; floor: share of the time that "
     "reading all weights once a pass takes at 4.26 TB/s."
 )
-COLUMNS = "N K F GPUs context requests tok/round tok/s total x_plain round step draft target choose link host idle floor GiB"
+COLUMNS = "N K F GPUs context requests rows alone tok/round tok/s total x_plain round step draft target choose link host idle floor GiB"
 
 
 @dataclass(frozen=True)
@@ -50,10 +55,12 @@ class SpeedPlan:
     rounds: int
     law: Mapping[str, Any]
     """Of `SamplingParams`, by name."""
-    prefix_cache: bool
+    prefix_cache: bool = True
     """Of `EngineConfig`."""
     decoding: Mapping[str, Any] = field(default_factory=dict)
-    """Method and population of the modes of both models; of `SamplingParams`, by name."""
+    """Method, population and verification of the modes of both models; of `SamplingParams`, by name."""
+    drafting: str = "always"
+    """Of `EngineConfig`; `costs`: they are timed first."""
 
     def __post_init__(self) -> None:
         from smc.engine.request import SamplingParams
@@ -78,28 +85,32 @@ class SpeedPlan:
         from smc.runtime.config import EngineConfig
 
         one, apart = (0, 1), self.degrees
-        method, population = Method(self.decoding.get("method", "smc")), self.decoding.get("population")
-        cache: dict[str, Any] = {"prefix_cache": self.prefix_cache}
+        method = Method(self.decoding.get("method", "smc"))
+        own = {name: self.decoding.get(name) for name in ("population", "verification")}
+        common: dict[str, Any] = {"prefix_cache": self.prefix_cache, "drafting": self.drafting}
         for name in self.modes:
             needed = 1 if name in ("plain", "lockstep") else sum(apart)
             if gpus < needed:
                 err.print(f"[yellow]{name} needs {needed} GPUs; there are {gpus}: left out[/yellow]")
             elif name == "plain":
                 # On as many GPUs as the others have, or on one if it fits there: whoever has them would use them all.
-                yield Mode(name, Method.TARGET, EngineConfig(block=PLAIN_BLOCK, **cache), 1, (0, sum(apart)) if max(apart) > 1 else one)
+                yield Mode(name, Method.TARGET, EngineConfig(block=PLAIN_BLOCK, **common), 1, (0, sum(apart)) if max(apart) > 1 else one)
             elif name == "lookahead":
                 for n, f, k in product(self.particles, self.branches, self.blocks):
-                    yield Mode(name, method, EngineConfig(block=k, branches=f, **cache), n, apart, population)
+                    yield Mode(name, method, EngineConfig(block=k, branches=f, **common), n, apart, **own)
             else:
                 for n, k in product(self.particles, self.blocks):
-                    config = EngineConfig(form="lockstep", block=k, **cache)
-                    yield Mode(name, method, config, n, one if name == "lockstep" else apart, population)
+                    config = EngineConfig(form="lockstep", block=k, **common)
+                    yield Mode(name, method, config, n, one if name == "lockstep" else apart, **own)
 
 
 def measure(plan: SpeedPlan, machine: Machine, gpus: int, trace: Path | None) -> list[Speed]:
     """With `trace`, all timed rounds are written there as a Chrome trace."""
     from smc.engine.timeline import Timeline
-    from smc.evaluation.speed import Bench, Recorded, problem_load, random_load
+    from smc.engine.timing import THOROUGH
+    from smc.evaluation.load import problem_load, random_load
+    from smc.evaluation.probes import measure_costs
+    from smc.evaluation.speed import Bench, Recorded
 
     timeline = Timeline(trace=True)
 
@@ -109,7 +120,14 @@ def measure(plan: SpeedPlan, machine: Machine, gpus: int, trace: Path | None) ->
         timeline.waited(*turn.waited)
         timeline.end_step(turn.begin, turn.end)
 
-    bench, rows = Bench(machine, keep if trace else None, plan.law), []
+    @cache
+    def costs(degrees: tuple[int, int]) -> Costs:
+        found = measure_costs(machine, degrees, THOROUGH, min(MOST_ROWS, max(plan.concurrency) * max(plan.particles)))
+        err.print(f"costs: {found}", style="dim")
+        return found
+
+    decide = (lambda mode: costs(mode.degrees)) if plan.drafting == "costs" else (lambda mode: None)
+    bench, rows = Bench(machine, keep if trace else None, plan.law, decide), []
     todo = list(plan.rows(gpus))
     with progress_bar() as progress:
         task = progress.add_task("modes", total=len(todo))
@@ -164,7 +182,8 @@ def speed_table(rows: Sequence[Speed]) -> Table:
         base = plain.get((row.context, row.requests))
         shape = (row.particles, row.block, row.branches, row.gpus, row.context, row.requests)
         name = row.mode if row.decoding == "target" else f"{row.decoding} {row.mode}"
+        drafted = (f"{row.rows:.1f}", f"{row.alone:.0%}" if row.decoding == "exact" else "")
         rates = (f"{row.tokens:.1f}", f"{row.per_request:.0f}", f"{row.total:.0f}", f"{row.per_request / base:.2f}" if base else "")
         times = (f"{x:.2f}" for x in (row.round, row.draft / row.block, row.draft, row.target, row.choose, row.link, row.host))
-        table.add_row(name, *map(str, shape), *rates, *times, f"{row.idle:.0%}", f"{row.floor:.0%}", f"{row.memory:.1f}")
+        table.add_row(name, *map(str, shape), *drafted, *rates, *times, f"{row.idle:.0%}", f"{row.floor:.0%}", f"{row.memory:.1f}")
     return table

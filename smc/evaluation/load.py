@@ -1,0 +1,158 @@
+"""What an engine is asked for while its rounds are timed: always so many requests side by side."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from smc.demo import MAX_ANSWER
+from smc.demo.problems import generate
+from smc.engine.engine import Engine
+from smc.engine.memory import pool_for
+from smc.engine.methods import decoding_of
+from smc.engine.request import Output, Request, SamplingParams
+from smc.evaluation.round_time import PROBLEM_SEED
+from smc.models.tokenizer import Tokenizer
+from smc.runtime.config import EngineConfig
+from smc.runtime.messages import SIDES
+
+PROBLEMS = 128
+"""Least number of different ones."""
+LONG_PROMPT = 1024
+LEFT = 0.9
+"""Of requests that began together: with fewer, others take the place of all."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is asked for while rounds are timed: always so many requests at once."""
+
+    requests: int
+    prompts: Sequence[Sequence[int]]
+    """Token ids. As many as requests, or more: then one that ends makes room for the next."""
+    answer: int | None
+    """Tokens that end an answer; None: it goes on for as long as rounds are timed."""
+
+    @property
+    def context(self) -> int:
+        """Prompt tokens, the mean."""
+        return round(statistics.mean(map(len, self.prompts)))
+
+    def asked(self, params: SamplingParams, longest: int) -> list[Request]:
+        """One request a prompt; `longest`: tokens of an answer that is to go on."""
+        own = replace(params, max_tokens=longest, ignore_eos=True) if self.answer is None else replace(params, max_tokens=self.answer)
+        return [Request(str(i), tuple(prompt), replace(own, seed=i)) for i, prompt in enumerate(self.prompts)]
+
+
+def random_load(tokenizer: Tokenizer, requests: int, context: int) -> Load:
+    """Prompts of tokens that mean nothing, and answers that do not end."""
+    generator = torch.Generator().manual_seed(1)
+    return Load(requests, torch.randint(10, tokenizer.size, (requests, context), generator=generator).tolist(), None)
+
+
+def problem_load(tokenizer: Tokenizer, requests: int) -> Load:
+    """Problems, and answers that end where the model ends them."""
+    problems = generate(PROBLEM_SEED, PROBLEMS + 2 * requests, "test")
+    return Load(requests, [tokenizer.chat([{"role": "user", "content": problem.question}]) for problem in problems], MAX_ANSWER)
+
+
+class ClosedLoop:
+    """Keeps so many requests with an engine, in turn and from the start again, until told to stop."""
+
+    def __init__(self, engine: Engine, asked: Sequence[Request], requests: int) -> None:
+        self.engine, self._asked = engine, asked
+        self._open: set[str] = set()
+        self._next, self.wave = 0, 0
+        for _ in range(requests):
+            self._submit()
+
+    @property
+    def running(self) -> int:
+        return len(self._open)
+
+    @property
+    def steady(self) -> bool:
+        """Whether the last step is to be timed: here every one is, by itself."""
+        return self.engine.num_running == len(self._open)
+
+    def step(self) -> list[Output]:
+        self.wave += 1
+        outputs = self.engine.step()
+        for output in outputs:
+            if output.answer is not None and output.request_id in self._open:
+                self._open.remove(output.request_id)
+                self._submit()
+        return outputs
+
+    def stop(self) -> None:
+        for request_id in self._open:
+            self.engine.abort(request_id)
+        self.engine.step()
+
+    def _submit(self) -> None:
+        self._open.add(_submit(self.engine, self._asked, self._next))
+        self._next += 1
+
+
+class Waves:
+    """Requests that begin together. When one in ten has ended, the others are given up, and as many new ones begin: so what is timed are
+    rounds of all of them, without the prompts of any. Every wave is timed from its first round on."""
+
+    def __init__(self, engine: Engine, asked: Sequence[Request], requests: int) -> None:
+        self.engine, self._asked, self._requests = engine, asked, requests
+        self._open: set[str] = set()
+        self._next, self.wave, self.steady = 0, 0, False
+        self._since = 0
+        """Steps since all have begun."""
+
+    @property
+    def running(self) -> int:
+        return len(self._open)
+
+    def step(self) -> list[Output]:
+        if len(self._open) < LEFT * self._requests:
+            self._begin()
+        outputs, begun = self.engine.step(), self.engine.num_running == self._requests
+        # The step after that in which the last began asks for a first round, and waits for none.
+        self.steady = self._since > 1
+        self._since += self._since > 0 or begun
+        self._open -= {output.request_id for output in outputs if output.answer is not None}
+        return outputs
+
+    def stop(self) -> None:
+        for request_id in self._open:
+            self.engine.abort(request_id)
+        self.engine.step()
+
+    def _begin(self) -> None:
+        self.stop()
+        self._open, self._since = set(), 0
+        self.wave += 1
+        for _ in range(self._requests):
+            self._open.add(_submit(self.engine, self._asked, self._next))
+            self._next += 1
+
+
+def fitted(config: EngineConfig, asked: list[Request], requests: int) -> EngineConfig:
+    """With room for so many of these requests at once."""
+    needs = [decoding_of(request.params).most_pages(config, request.params, len(request.prompt)) for request in asked]
+    pages = requests * max(max(need.get(side, 0) for side in SIDES) for need in needs)
+    longest = max(len(request.prompt) for request in asked)
+    most = max(request.params.max_tokens or 0 for request in asked)
+    # All at once, so that they start together; long ones in pieces, so that what a layer makes of them stays small.
+    chunk = requests * longest if longest <= LONG_PROMPT else 512
+    rows = requests * asked[0].params.rows
+    context = longest + most
+    return replace(config, max_slots=rows, max_context=context, pages=pool_for(pages), prefill_chunk=chunk)
+
+
+def _submit(engine: Engine, asked: Sequence[Request], number: int) -> str:
+    """The request of that number, counted on from the first again, with another seed each time. Its id."""
+    turn, place = divmod(number, len(asked))
+    request = asked[place]
+    params = replace(request.params, seed=(request.params.seed or 0) + turn * len(asked))
+    engine.submit(replace(request, request_id=str(number), params=params))
+    return str(number)
