@@ -75,6 +75,15 @@ def longest_answer(
     return max(1, bisect_left(range(1, room + 1), True, key=is_too_long))
 
 
+def sized_for(config: EngineConfig, params: SamplingParams, requests: int) -> EngineConfig:
+    """With slots, and room for the laws of chains, for so many such requests at once, and no more."""
+    from smc.engine.methods import decoding_of
+
+    rows = requests * params.rows
+    chains = rows if decoding_of(params).chained else 0
+    return replace(config, max_slots=rows * params.slots_per_row, max_chains=chains)
+
+
 def check_fits(request: Request, config: EngineConfig, capacity: dict[str, int], context: int, vocab_size: int) -> None:
     """Refuse what this engine could never run, whatever else is going on. Raises ValueError."""
     from smc.engine.methods import decoding_of

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from smc.engine.admission import sized_for
 from smc.engine.engine import Engine
 from smc.engine.local import local_engine
 from smc.engine.methods import decoding_of
@@ -282,6 +283,18 @@ def test_what_there_is_never_room_for_is_refused(chains, says):
     with pytest.raises(ValueError, match=says):
         engine.submit(request(particles=4, max_tokens=3, **REJECTION))
     assert answers(engine, [request(particles=4, max_tokens=3, method="exact")])["r"].tokens
+
+
+def test_who_measures_has_room_for_all_at_once():
+    params = SamplingParams(seed=1, particles=20, max_tokens=12, ignore_eos=True, guidance_scale=2.0, **REJECTION)
+    sized = sized_for(replace(FORMS[1], max_slots=1, max_chains=1), params, 3)
+    assert sized.max_slots == 120 and sized.chains(4) == 60
+    engine = local_engine(tiny_pair(), sized)
+    for i in range(3):
+        engine.submit(replace(request(request_id=str(i)), params=params))
+    engine.step()
+    assert engine.num_running == 3
+    assert sized_for(sized, SamplingParams(particles=4), 2).max_chains == 0
 
 
 def test_room_for_laws_is_counted_before_pools_are_sized(monkeypatch):
