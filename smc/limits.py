@@ -17,6 +17,8 @@ MAX_STOP_IDS = 1024
 """Token ids of a request that end its answer."""
 MAX_BIASES = 1024
 """Tokens of a request whose logits are changed."""
+MAX_TOP_LOGPROBS = 20
+"""Likeliest tokens that are reported at a position of an answer."""
 MAX_STOP_BYTES = 1000
 """Of all stop strings of a request together, in UTF-8."""
 UNSET: Any = None

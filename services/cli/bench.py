@@ -298,10 +298,10 @@ def _cpu_machine(places: tuple[Path | None, Path | None], threads: int | None, o
 
 
 def _measure_speed(plan: SpeedPlan, machine: Machine, gpus: int, json: Path | None, trace: Path | None) -> None:
-    rows = measure_speed(plan, machine, gpus, trace)
+    # After every line, rather than after an hour.
+    rows = measure_speed(plan, machine, gpus, trace, lambda found: _write(json, found))
     out.print(speed_table(rows), SPEED_LEGEND.format(rounds=plan.rounds), sep="\n")
     out.print(*curve_tables(seen_of_speeds(rows)), CURVES_LEGEND, sep="\n")
-    _write(json, rows)
 
 
 def _measure_prompts(plan: SpeedPlan, machine: PromptMachine, gpus: int, json: Path | None) -> None:

@@ -41,6 +41,12 @@ LogProbs = Annotated[
     bool,
     options.option(options.OUTPUT, "Log-probability of every token, with --json.", "--logprobs", show_default=False, metavar=""),
 ]
+TopLogProbs = Annotated[
+    int,
+    options.option(
+        options.OUTPUT, "And of the K likeliest at its position, with --logprobs.", "--top-logprobs", show_default=False, metavar="K"
+    ),
+]
 
 
 def _reports_failures(command: Callable[..., int]) -> Callable[..., int]:
@@ -82,6 +88,7 @@ def generate(
     negative_prompt: options.NegativePrompt = None,
     raw: options.Raw = False,
     logprobs: LogProbs = False,
+    top_logprobs: TopLogProbs = 0,
     as_json: options.JsonFlag = False,
 ) -> int:
     """Answer a prompt; text appears as soon as it can no longer change."""
@@ -101,6 +108,7 @@ def generate(
             cache_salt=cache_salt,
             negative_prompt=negative_prompt if raw or negative_prompt is None else [Message("user", negative_prompt)],
             logprobs=logprobs,
+            top_logprobs=top_logprobs,
             **sampling,
         ) as stream,
     ):
@@ -178,6 +186,8 @@ def _follow(stream: Stream, as_json: bool) -> Completion:
         }
         if completion.logprobs is not None:
             answer["logprobs"] = completion.logprobs
+        if completion.top_logprobs is not None:
+            answer["top_logprobs"] = completion.top_logprobs
         print(json.dumps(finite(answer), ensure_ascii=False))
     else:
         print()

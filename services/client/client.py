@@ -40,12 +40,12 @@ Data = TypeVar("Data")
 class Stream:
     """An answer on its way. Iterate for its chunks; then `completion` is set. Leaving the `with` block early cancels the request."""
 
-    def __init__(self, call: Any, request_id: str, logprobs: bool, particles: bool) -> None:
-        self._call, self._logprobs, self._particles = call, logprobs, particles
+    def __init__(self, call: Any, request: pb.GenerateRequest) -> None:
+        self._call, self._request = call, request
         self._texts: list[str] = []
         self._tokens: list[int] = []
         self._started = time.monotonic()
-        self.request_id = request_id
+        self.request_id = request.request_id
         """For `Client.abort`."""
         self.completion: Completion | None = None
         """The whole answer, once every chunk has been read."""
@@ -81,7 +81,7 @@ class Stream:
         self._call.cancel()
 
     def _complete(self, finish: pb.Finish) -> Completion:
-        matched = finish.WhichOneof("matched")
+        matched, asked = finish.WhichOneof("matched"), self._request
         return Completion(
             request_id=self.request_id,
             text="".join(self._texts),
@@ -91,8 +91,9 @@ class Stream:
             seed=finish.seed,
             usage=_data(Usage, finish.usage),
             statistics=_data(Statistics, finish.statistics) if finish.HasField("statistics") else None,
-            logprobs=tuple(finish.logprobs) if self._logprobs else None,
-            particles=tuple(map(_particle, finish.particles)) if self._particles else None,
+            logprobs=tuple(finish.logprobs) if asked.logprobs else None,
+            top_logprobs=tuple(tuple(zip(tops.token_ids, tops.logprobs)) for tops in finish.top_logprobs) if asked.top_logprobs else None,
+            particles=tuple(map(_particle, finish.particles)) if asked.return_particles else None,
             seconds=time.monotonic() - self._started,
             times=_data(Times, finish.times),
         )
@@ -196,7 +197,7 @@ class Client:
         if negative_prompt is not None:
             _set_prompt(request.negative_prompt, negative_prompt)
         call = self._stub.Generate(request, timeout=timeout, metadata=self._metadata)
-        return Stream(call, request.request_id, request.logprobs, request.return_particles)
+        return Stream(call, request)
 
     def abort(self, request_id: str) -> bool:
         """End a request of this client's token; its call fails with CANCELLED. False: no such request is running."""

@@ -121,6 +121,8 @@ class Completion:
     """None for plain decoding."""
     logprobs: tuple[float, ...] | None
     """One per token under the target law, if asked for; NaN for one that was never weighed."""
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None
+    """Of every token the likeliest ones at its position and their log-probabilities, likeliest first, if asked for."""
     particles: tuple[Particle, ...] | None
     """What it was drawn from, if asked for; of a method without particles the answer itself."""
     seconds: float

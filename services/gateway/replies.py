@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +15,7 @@ from aiohttp import web
 from services.errors import SlowReader
 from services.gateway.answering import Answering
 from services.gateway.calls import Tally
-from services.openai.answers import DONE, Chunks, Heading, choice, error_event, response
+from services.openai.answers import DONE, Chunks, Heading, choice, error_event, response, written
 from services.openai.errors import BadRequest, Refusal
 from services.openai.requests import LONGEST, Asked
 from smc.engine.request import Answer, Output, Request, SamplingParams
@@ -56,7 +57,10 @@ class Reply:
 
     async def whole(self, document: Any, status: int = 200, headers: Mapping[str, str] = MappingProxyType({})) -> web.StreamResponse:
         """JSON, and nothing after it. Raises what `send` raises."""
-        data = json.dumps(document).encode()
+        return await self.send_whole(json.dumps(document).encode(), status, headers)
+
+    async def send_whole(self, data: bytes, status: int = 200, headers: Mapping[str, str] = MappingProxyType({})) -> web.StreamResponse:
+        """The same of a document that has been written."""
         async with self._in_time():
             await self._begin(status, {"content-type": "application/json; charset=utf-8", "content-length": str(len(data)), **headers})
             await self._begun.write(data)
@@ -126,19 +130,30 @@ async def answered(
     async with aclosing(answering.news(requests, tallies)) as news:
         async for index, output in news:
             if chunks is not None:
-                await reply.send(_events(chunks, index, output, requests[index].params, None if index in begun else echoes[index]))
+                said = partial(_events, chunks, index, output, requests[index].params, None if index in begun else echoes[index])
+                await reply.send(await _beside(said, [output.answer]))
                 begun.add(index)
             if output.answer is not None:
                 ended[index] = output.answer
     answers = [ended[index] for index in range(len(requests))]
     if chunks is None:
-        each = enumerate(zip(answers, requests, echoes))
-        choices = [choice(index, answer, request.params, asked.chat, tokenizer, echo) for index, (answer, request, echo) in each]
-        return await reply.whole(response(heading, choices, answers, len(asked.prompts)))
+        each = list(enumerate(zip(answers, requests, echoes)))
+
+        def write() -> bytes:
+            choices = [choice(index, answer, request.params, asked.chat, tokenizer, echo) for index, (answer, request, echo) in each]
+            return written(response(heading, choices, answers, len(asked.prompts))).encode()
+
+        return await reply.send_whole(await _beside(write, answers))
     if asked.include_usage:
         await reply.send(chunks.usage(answers, len(asked.prompts)))
     await reply.send(DONE)
     return await reply.end()
+
+
+async def _beside(write: Callable[[], bytes], answers: Iterable[Answer | None]) -> bytes:
+    """What is written of these. With the likeliest tokens it is a lot: not while others wait for this loop."""
+    is_long = any(answer is not None and answer.top_logprobs for answer in answers)
+    return await asyncio.to_thread(write) if is_long else write()
 
 
 def _events(chunks: Chunks, index: int, output: Output, params: SamplingParams, echo: str | None) -> bytes:

@@ -93,6 +93,7 @@ class _Given:
             return answer
         reason = FinishReason.TIME_BUDGET if answer.finish_reason is FinishReason.QUEUE_TIME else answer.finish_reason
         logprobs = None if answer.logprobs is None else (*answer.logprobs, *[math.nan] * missing)
+        tops = None if answer.top_logprobs is None else (*answer.top_logprobs, *[()] * missing)
         tokens, text = tuple(self._tokens), "".join(self._pieces)
         particles = None if answer.particles is None else (Particle(tokens, text, reason, 1.0),)
-        return replace(answer, tokens=tokens, text=text, finish_reason=reason, logprobs=logprobs, particles=particles)
+        return replace(answer, tokens=tokens, text=text, finish_reason=reason, logprobs=logprobs, top_logprobs=tops, particles=particles)

@@ -10,7 +10,7 @@ from services.pb import particles_pb2 as pb
 from smc.algorithm.expansion import Kind
 from smc.laws import LawSpec
 from smc.philox import Purpose
-from smc.runtime.messages import Draws, PromptBatch, PromptResult
+from smc.runtime.messages import Draws, PromptBatch, PromptResult, Tops
 from smc.runtime.outcome import Lineage, RoundResult
 from smc.runtime.plan import Companions, Join, Program, RoundPlan
 from smc.stops import StopMachine
@@ -94,6 +94,8 @@ def prompt_command(batch: PromptBatch) -> pb.PromptCommand:
     )
     if batch.draws is not None:
         command.draws.CopyFrom(_draws_message(batch.draws))
+    if batch.tops is not None:
+        command.tops.CopyFrom(_tops_message(batch.tops))
     return command
 
 
@@ -104,13 +106,15 @@ def to_prompt_batch(command: pb.PromptCommand) -> PromptBatch:
         counts_R=_array(command.counts, "<i4"),
         tokens_T=_array(command.tokens, "<i4").astype(np.int64),
         draws=_to_draws(command.draws) if command.HasField("draws") else None,
+        tops=_to_tops(command.tops) if command.HasField("tops") else None,
     )
 
 
 def prompt_outcome(result: PromptResult) -> pb.PromptOutcome:
     arrays = {"drawn": (result.drawn_RD, "<i4"), "drawn_logp": (result.drawn_logp_RD, "<f4")}
     arrays |= {"weights": (result.logw_RD, "<f8"), "log_z": (result.log_z_R, "<f4")}
-    return pb.PromptOutcome(**{name: _bytes(array, kind) for name, (array, kind) in arrays.items()})
+    arrays |= {"top": (result.top_YK, "<i4"), "top_logp": (result.top_logp_YK, "<f4")}
+    return pb.PromptOutcome(tops=result.top_YK.shape[1], **{name: _bytes(array, kind) for name, (array, kind) in arrays.items()})
 
 
 def to_prompt_result(outcome: pb.PromptOutcome) -> PromptResult:
@@ -118,17 +122,16 @@ def to_prompt_result(outcome: pb.PromptOutcome) -> PromptResult:
     rows = len(log_z_R)
     columns = ((outcome.drawn, "<i4"), (outcome.drawn_logp, "<f4"), (outcome.weights, "<f8"))
     drawn_RD, drawn_logp_RD, logw_RD = (_rows(*column, rows) for column in columns)
-    return PromptResult(drawn_RD, drawn_logp_RD, logw_RD, log_z_R)
+    shape = (-1, outcome.tops) if outcome.tops else (0, 0)
+    top_YK, top_logp_YK = _array(outcome.top, "<i4").reshape(shape), _array(outcome.top_logp, "<f4").reshape(shape)
+    return PromptResult(drawn_RD, drawn_logp_RD, logw_RD, log_z_R, top_YK, top_logp_YK)
 
 
 def join_command(group: Join) -> pb.JoinCommand:
     numbers: dict[str, Any] = {name: getattr(group, name) for name in ("base", "limit", "least", "stops")}
     command = pb.JoinCommand(page_rows=len(group.pages_XL), **numbers, **_fields(group, _JOIN))
     if group.machine is not None:
-        command.machine.token_ids.extend(group.machine.stop_ids)
-        command.machine.strings.extend(group.machine.strings)
-        command.machine.biased.extend(token for token, _ in group.machine.biases)
-        command.machine.bias.extend(bias for _, bias in group.machine.biases)
+        command.machine.CopyFrom(_machine_message(group.machine))
     return command
 
 
@@ -139,6 +142,11 @@ def to_join(command: pb.JoinCommand) -> Join:
     arrays |= {name: arrays[name].reshape(count, -1) for name, count in rows.items()}
     machine = _to_machine(command.machine) if command.HasField("machine") else None
     return Join(base=command.base, limit=command.limit, least=command.least, stops=command.stops, machine=machine, **arrays)
+
+
+def _machine_message(machine: StopMachine) -> pb.StopMachine:
+    biased, bias = zip(*machine.biases) if machine.biases else ((), ())
+    return pb.StopMachine(token_ids=machine.stop_ids, strings=machine.strings, biased=biased, bias=bias)
 
 
 def _to_machine(machine: pb.StopMachine) -> StopMachine:
@@ -238,6 +246,36 @@ def _to_draws(draws: pb.Draws) -> Draws:
         kind_R=kind_R,
         biased_2Y=_array(draws.biased, "<i4").reshape(2, -1),
         bias_Y=_array(draws.bias, "<f4"),
+        **guidance,
+    )
+
+
+def _tops_message(tops: Tops) -> pb.Tops:
+    guidance = {}
+    if tops.companion_R is not None and tops.scale_R is not None:
+        guidance = {"companion": _bytes(tops.companion_R, "<i4"), "scale": _bytes(tops.scale_R, "<f4")}
+    machines = {row: machine for row, machine in enumerate(tops.machines) if machine is not None}
+    return pb.Tops(
+        **guidance,
+        law=_law_message(tops.law),
+        count=tops.count,
+        asked=_bytes(tops.asked_R, "<i4"),
+        least=_bytes(tops.least_R, "<i4"),
+        biased=_bytes(np.array([*machines]), "<i4"),
+        machines=map(_machine_message, machines.values()),
+    )
+
+
+def _to_tops(tops: pb.Tops) -> Tops:
+    least_R = _array(tops.least, "<i4")
+    machines = dict(zip(_array(tops.biased, "<i4").tolist(), map(_to_machine, tops.machines)))
+    guidance = {"companion_R": _array(tops.companion, "<i4"), "scale_R": _array(tops.scale, "<f4")} if tops.companion else {}
+    return Tops(
+        law=_to_law(tops.law),
+        count=tops.count,
+        asked_R=_array(tops.asked, "<i4"),
+        least_R=least_R,
+        machines=tuple(machines.get(row) for row in range(len(least_R))),
         **guidance,
     )
 

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
 from services.openai.requests import Asked
@@ -117,8 +118,18 @@ def model(name: str, root: str, created: int, context: int, weights: str) -> dic
     return named | {"max_model_len": context, "weights": weights}
 
 
+def written(document: Any, depth: int = 5) -> str:
+    """JSON, put together from what is `depth` levels below, such as one token's log-probabilities: what is long is written in a thread, and
+    no other one runs while `json` is at a piece."""
+    if not depth or not isinstance(document, (dict, list)):
+        return json.dumps(document, allow_nan=False)
+    if isinstance(document, list):
+        return f"[{', '.join(written(item, depth - 1) for item in document)}]"
+    return f"{{{', '.join(f'{json.dumps(name)}: {written(value, depth - 1)}' for name, value in document.items())}}}"
+
+
 def _event(document: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(document, allow_nan=False)}\n\n".encode()
+    return f"data: {written(document)}\n\n".encode()
 
 
 def _ending(answer: Answer, params: SamplingParams, chat: bool, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -162,18 +173,36 @@ def _completion_logprobs(answer: Answer, tokenizer: Tokenizer) -> dict[str, Any]
     return {
         "tokens": [tokenizer.decode([token]) for token in answer.tokens],
         "token_logprobs": [_finite(value) for value in answer.logprobs],
-        "top_logprobs": None,
+        "top_logprobs": None if answer.top_logprobs is None else _completion_tops(answer, tokenizer),
         "text_offset": offsets,
     }
 
 
 def _chat_logprobs(answer: Answer, tokenizer: Tokenizer) -> dict[str, Any]:
     assert answer.logprobs is not None
-    content = [
-        {"token": tokenizer.decode([token]), "logprob": _finite(value), "bytes": list(tokenizer.bytes_of(token)), "top_logprobs": []}
-        for token, value in zip(answer.tokens, answer.logprobs)
-    ]
+    # The same tokens are likely again and again.
+    text = cache(lambda token: (tokenizer.decode([token]), list(tokenizer.bytes_of(token))))
+
+    def said(token: int, value: float) -> dict[str, Any]:
+        name, data = text(token)
+        return {"token": name, "logprob": _finite(value), "bytes": data}
+
+    tops = answer.top_logprobs or [()] * len(answer.tokens)
+    each = zip(answer.tokens, answer.logprobs, tops)
+    content = [said(token, value) | {"top_logprobs": [said(*top) for top in likeliest]} for token, value, likeliest in each]
     return {"content": content, "refusal": None}
+
+
+def _completion_tops(answer: Answer, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """By their text, likeliest first, the answer's own token among them in any case. Of tokens of the same text the likeliest counts."""
+    assert answer.logprobs is not None and answer.top_logprobs is not None
+    found = []
+    for token, value, tops in zip(answer.tokens, answer.logprobs, answer.top_logprobs):
+        named: dict[str, Any] = {}
+        for one, logprob in (*tops, (token, value)):
+            named.setdefault(tokenizer.decode([one]), _finite(logprob))
+        found.append(named)
+    return found
 
 
 def _finite(value: Any) -> Any:

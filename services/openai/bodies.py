@@ -138,7 +138,6 @@ class ChatBody(Body):
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     max_completion_tokens: Any = None
-    top_logprobs: _neutral(0, why="only the answer's own tokens have log-probabilities") = 0
     tool_choice: _neutral("auto", "none", why="the template offers the tools, and what the model writes is text") = None
     parallel_tool_calls: _neutral(True) = True
     modalities: _neutral(["text"]) = None

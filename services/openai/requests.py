@@ -17,6 +17,7 @@ from services.openai.document import is_text
 from services.openai.errors import BadRequest, named
 from services.prompt import Prompt, of_negative
 from smc.engine.request import SETTINGS, SamplingParams, check_guidance
+from smc.limits import MAX_TOP_LOGPROBS
 from smc.models.tokenizer import Tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -181,17 +182,21 @@ def _in_the_librarys_terms(settings: dict[str, Any], body: Body) -> dict[str, An
             raise BadRequest("max_tokens and max_completion_tokens are both given; they mean the same, leave one of them out", "max_tokens")
         settings["max_tokens"] = body.max_completion_tokens
     if "logprobs" in settings:
-        settings["logprobs"] = _logprobs(settings["logprobs"], isinstance(body, ChatBody))
+        settings |= _logprobs(settings, isinstance(body, ChatBody))
     return settings
 
 
-def _logprobs(value: Any, chat: bool) -> bool:
-    """A number asks for alternatives to each token. There are none, so only 0 of them can be asked for."""
+def _logprobs(settings: dict[str, Any], chat: bool) -> dict[str, Any]:
+    """A number, of a completion, asks for so many of the likeliest tokens besides."""
+    value = settings["logprobs"]
     if isinstance(value, bool):
-        return value
-    if not chat and value == 0 and isinstance(value, int):
-        return True
-    raise BadRequest(f"logprobs={value!r}; allowed: true, false, 0 (of the answer's own tokens; alternatives are not reported)", "logprobs")
+        return {}
+    if chat or not isinstance(value, int) or not 0 <= value <= MAX_TOP_LOGPROBS:
+        numbers = "" if chat else f", 0..{MAX_TOP_LOGPROBS}"
+        raise BadRequest(f"logprobs={value!r}; allowed: true, false{numbers}", "logprobs")
+    if value and settings.get("top_logprobs"):
+        raise BadRequest("logprobs is a number and top_logprobs is given; they mean the same, leave one of them out", "top_logprobs")
+    return {"logprobs": True} | ({"top_logprobs": value} if value else {})
 
 
 def _prompts(prompt: Any, vocabulary: int) -> Iterator[Prompt]:

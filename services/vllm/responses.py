@@ -62,8 +62,9 @@ def _complete(answer: Answer, index: int) -> pb.GenerateResponse:
 
 
 def _logprobs(tokens: Sequence[int], answer: Answer | None) -> pb.OutputLogProbs | None:
-    """Of the drawn tokens; each stands among the likeliest as the one that is known."""
+    """Of the drawn tokens, and the likeliest; where none of these are asked for, each drawn one stands there as the one that is known."""
     if answer is None or not answer.logprobs:
         return None
-    known = [pb.TopLogProbs(token_ids=[token], values=[logprob]) for token, logprob in zip(tokens, answer.logprobs)]
+    tops = answer.top_logprobs or [((token, logprob),) for token, logprob in zip(tokens, answer.logprobs)]
+    known = [pb.TopLogProbs(token_ids=[token for token, _ in top], values=[logprob for _, logprob in top]) for top in tops]
     return pb.OutputLogProbs(token_ids=tokens, token_logprobs=answer.logprobs, top_logprobs=known)

@@ -14,6 +14,7 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from services.openai.requests import derived_seed
 from services.wire.sampling import check_counts
 from smc.engine.request import SETTINGS, Method, SamplingParams
+from smc.limits import MAX_TOP_LOGPROBS
 
 MAX_ANSWERS = 128
 """n of one call."""
@@ -70,14 +71,15 @@ def _settings(message: pb.SamplingParams) -> dict[str, Any]:
             value = round(value, 7)  # 32 bits: 0.7 arrives as 0.699999988
         settings[name] = value if not known.is_repeated else dict(value) if known.message_type else tuple(value)
     if "logprobs" in settings:
-        settings["logprobs"] = _logprobs(settings["logprobs"])
+        settings |= _logprobs(settings["logprobs"])
     return settings
 
 
-def _logprobs(count: int) -> bool:
-    if count not in (0, 1):
-        raise ValueError(f"logprobs={count}; allowed: 0 or 1, of the drawn token itself: there are none of other tokens")
-    return True
+def _logprobs(count: int) -> dict[str, Any]:
+    """Of the drawn token itself, and of so many of the likeliest."""
+    if not 0 <= count <= MAX_TOP_LOGPROBS:
+        raise ValueError(f"logprobs={count}; allowed: 0..{MAX_TOP_LOGPROBS}")
+    return {"logprobs": True, "top_logprobs": count}
 
 
 def _check_absent(message: pb.SamplingParams) -> None:

@@ -14,7 +14,7 @@ from services.pb import coordinator_pb2, generation_pb2
 from services.pb.coordinator_pb2 import Submission
 from services.pb.generation_pb2 import GenerateRequest
 from services.wire.sampling import FINISH_REASONS, REPORTS, SAMPLING, name_of, sampling_message, sampling_settings
-from smc.engine.request import Answer, FinishReason, Output, Particle, SamplingParams, Statistics, Times
+from smc.engine.request import Alternatives, Answer, FinishReason, Output, Particle, SamplingParams, Statistics, Times
 
 SECONDS_UNKNOWN = math.nan
 
@@ -51,6 +51,7 @@ def to_finish(answer: Answer, *, statistics: bool = True) -> generation_pb2.Fini
         logprobs=answer.logprobs or (),
         times=generation_pb2.Times(**asdict(answer.times)),
         particles=map(_to_particle, answer.particles or ()),
+        top_logprobs=map(_to_tops, answer.top_logprobs or ()),
     )
     if isinstance(answer.matched, str):
         finish.matched_string = answer.matched
@@ -74,7 +75,7 @@ def from_finish(
 ) -> Answer:
     """The answer of these tokens and this text. `reason`: how it ended, where that is none of the API's finish reasons.
 
-    `seconds` is NaN: not known here. An answer of no tokens has `logprobs` and `particles` None, asked for or not.
+    `seconds` is NaN: not known here. An answer of no tokens has `logprobs`, `top_logprobs` and `particles` None, asked for or not.
     """
     matched = finish.WhichOneof("matched")
     return Answer(
@@ -92,6 +93,7 @@ def from_finish(
         cached_tokens=finish.usage.cached_tokens,
         times=Times(finish.times.queue, finish.times.prefill, finish.times.decode),
         particles=tuple(map(_from_particle, finish.particles)) or None,
+        top_logprobs=tuple(tuple(zip(tops.token_ids, tops.logprobs)) for tops in finish.top_logprobs) or None,
     )
 
 
@@ -99,6 +101,11 @@ def _to_particle(particle: Particle) -> generation_pb2.Particle:
     return generation_pb2.Particle(
         token_ids=particle.tokens, text=particle.text, reason=FINISH_REASONS[particle.finish_reason.value], weight=particle.weight
     )
+
+
+def _to_tops(tops: Alternatives) -> generation_pb2.TopLogprobs:
+    tokens, logprobs = zip(*tops) if tops else ((), ())
+    return generation_pb2.TopLogprobs(token_ids=tokens, logprobs=logprobs)
 
 
 def _from_particle(message: generation_pb2.Particle) -> Particle:

@@ -5,6 +5,8 @@ Looks at groups and slots, and changes neither.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
@@ -27,8 +29,8 @@ def draw_answer(group: Group, slots: Slots, reason: FinishReason | None) -> tupl
     return particle, _weighed(group, slots, reason, particle)
 
 
-def make_answer(group: Group, slots: Slots, reason: FinishReason | None, particle: int, tokens: tuple[int, ...], now: float) -> Answer:
-    """For what has been drawn; `now` by the clock that its submission was timed with."""
+def make_answer(group: Group, slots: Slots, reason: FinishReason | None, particle: int, tokens: tuple[int, ...]) -> Answer:
+    """For what has been drawn. How long it took is not known yet."""
     logp, matched, log_z = None, None, group.log_z
     if group.params.logprobs:
         logp = tuple(_record(group, slots, "logp_SL")[particle, : len(tokens)].tolist()) if tokens else ()
@@ -46,11 +48,10 @@ def make_answer(group: Group, slots: Slots, reason: FinishReason | None, particl
         seed=group.seed,
         prompt_tokens=group.prompt_size,
         statistics=group.tally.statistics(log_z, group.count),
-        seconds=now - group.submitted,
+        seconds=math.nan,
         logprobs=logp,
         error=group.error,
         cached_tokens=group.cached_tokens or 0,
-        times=group.times(now),
         particles=particles,
     )
 

@@ -32,8 +32,8 @@ from smc.engine.memory import Memory
 from smc.engine.methods import PROGRAMS, TARGET_ALONE, Decoding, decoding_of, program_of
 from smc.engine.policy import ParticlePolicy, ShrinkWhenShort, TreePolicy
 from smc.engine.queue import Deadlines, Queue
-from smc.engine.records import shrink_saved
-from smc.engine.request import FinishReason, Method, Output, Request
+from smc.engine.records import particle_of, shrink_saved
+from smc.engine.request import Answer, FinishReason, Method, Output, Request
 from smc.engine.rounds import Rounds
 from smc.engine.slots import Slots
 from smc.engine.starts import Starts
@@ -146,7 +146,8 @@ class Engine:
     def step(self) -> list[Output]:
         """Advance everything once. Returns what became final: at most one Output per request, in order of submission."""
         for group in self._deadlines.passed(self._clock()):
-            self._finish(group, FinishReason.TIME_BUDGET if group.has_begun else FinishReason.QUEUE_TIME)
+            if group.answer is None:
+                self._finish(group, FinishReason.TIME_BUDGET if group.has_begun else FinishReason.QUEUE_TIME)
         self.expectation.follow(self._admitted)
         self._admit()
         first = self._queue.first
@@ -166,6 +167,7 @@ class Engine:
             group.begun = self._clock() if group.begun is None else group.begun
             if not group.error and not self._complete(group):
                 self._cohorts[group.decoding.program].join(group)
+        self.starts.finish_rescoring()
         for group in list(self._admitted):
             self._report_alone(group)
         ready, self._ready = self._ready, []
@@ -213,7 +215,7 @@ class Engine:
         """The opposite: as soon as no round of it is under way, the draft runs what it lacks, and the request takes part in rounds of the
         pair again, with so many rows or all it may have. Where there are not enough slots or pages for that, or no draft, it stays as it
         is."""
-        if not self._has_draft or not self._fits_pair(group):
+        if not self._has_draft or group.answer is not None or not self._fits_pair(group):
             return
         rows = rows or group.most_rows
         if group.alone and group.phase is not Phase.QUEUED:
@@ -412,6 +414,8 @@ class Engine:
         """Stream what became common to all particles; finish what is complete or failed."""
         if group.error:
             self._finish(group, FinishReason.ERROR)
+        elif group.answer is not None and group.top_logprobs is not None:
+            self._answer(group, replace(group.answer, top_logprobs=group.top_logprobs))
         elif group.phase is Phase.RUNNING and self._complete(group):
             self._finish(group, None)
         elif group.phase is Phase.RUNNING and group.committed > group.streamed:
@@ -431,18 +435,36 @@ class Engine:
             self._finish(group, FinishReason.ERROR)
 
     def _finish(self, group: Group, reason: FinishReason | None) -> None:
-        """The final draw, the last Output, and everything the group held given back. `reason` None: it is complete."""
+        """The final draw, the last Output, and everything the group held given back. `reason` None: it is complete. An answer that is asked
+        for with what else could have stood there is rescored first."""
         particle, tokens = draw_answer(group, self.slots, reason)
         if reason is None:
             self.starts.prefixes.remember_answer(group, particle, tokens)
             self.expectation.learn_answer(len(tokens) / group.params.max_tokens)
         elif group.error:
             self.starts.prefixes.forget_prompt(group)
-        answer = make_answer(group, self.slots, reason, particle, tokens, self._clock())
-        self._ready.append((group.number, Output(group.id, tokens[group.streamed :], group.stream.finish(answer.text), answer)))
+        answer = make_answer(group, self.slots, reason, particle, tokens)
+        if tokens and group.params.top_logprobs and reason in (None, FinishReason.TIME_BUDGET):
+            record = particle_of(group, self.slots, particle, len(tokens))
+            self._withdraw(group)
+            group.rescore(answer, record)
+            self._queue.push(group)
+        else:
+            self._answer(group, answer)
+
+    def _answer(self, group: Group, answer: Answer) -> None:
+        now = self._clock()
+        answer = replace(answer, seconds=now - group.submitted, times=group.times(now))
+        self._ready.append((group.number, Output(group.id, answer.tokens[group.streamed :], group.stream.finish(answer.text), answer)))
         self._release(group)
 
     def _release(self, group: Group) -> None:
+        self._withdraw(group)
+        self._deadlines.remove(group)
+        del self._groups[group.id]
+
+    def _withdraw(self, group: Group) -> None:
+        """It neither waits nor runs, and holds nothing."""
         if group.phase is Phase.RUNNING:
             self._cohorts[group.decoding.program].leave(group)
         if group.phase is Phase.QUEUED:
@@ -450,5 +472,3 @@ class Engine:
         else:
             self.starts.give_up(group)
             self._admitted.remove(group)
-        self._deadlines.remove(group)
-        del self._groups[group.id]

@@ -10,8 +10,8 @@ from enum import Enum
 import numpy as np
 
 from smc.engine.acceptance import Acceptance
-from smc.engine.methods import TARGET_ALONE, Decoding, decoding_of
-from smc.engine.request import Method, Request, SamplingParams, Statistics, Times
+from smc.engine.methods import RESCORING, TARGET_ALONE, Decoding, decoding_of
+from smc.engine.request import Alternatives, Answer, Method, Request, SamplingParams, Statistics, Times
 from smc.engine.slots import Slots
 from smc.engine.text import StopRules, TextStream
 from smc.laws import LawSpec
@@ -89,6 +89,10 @@ class Group:
     lag: int = 0
     """Tokens between the committed prefix and the longest particle."""
     log_z: float = 0.0
+    answer: Answer | None = None
+    """Once it has been drawn, while it is rescored."""
+    top_logprobs: tuple[Alternatives, ...] | None = None
+    """What has come of that."""
     error: str | None = None
     stream: TextStream = field(init=False)
     tally: Tally = field(init=False)
@@ -125,6 +129,17 @@ class Group:
         self.decoding, self.turn, self.wish = decoding, None, None
         self.particles = np.arange(rows or decoding.rows(self.params))
         self.count = len(self.particles)
+
+    def rescore(self, answer: Answer, record: dict[str, np.ndarray]) -> None:
+        """What is left to do for it, which holds neither slots nor pages: `record`, of the drawn particle, shall run through the target."""
+        self.answer, self.saved = answer, record
+        self.decode_by(RESCORING)
+        self.phase = Phase.QUEUED
+
+    @property
+    def asks_beyond_prompt(self) -> bool:
+        """What comes after its prompt is asked of its first model, whatever is cached: to draw first tokens, or to rescore."""
+        return self.saved is None or self.answer is not None
 
     def first_biases(self) -> list[tuple[int, float]]:
         """What is added to the logits that its first token is drawn by, by token."""
@@ -174,7 +189,7 @@ class Group:
     def elastic(self) -> bool:
         """A policy says how many rows it has, and with what ahead. A guided request takes two positions for one, which costs are not known
         of: its tree stays."""
-        return decoding_of(self.params).elastic and not self.params.guided
+        return decoding_of(self.params).elastic and not self.params.guided and self.answer is None
 
     @property
     def negative_size(self) -> int:

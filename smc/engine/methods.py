@@ -230,6 +230,32 @@ class Alone(Decoding):
         return 0 if ended else length - 1
 
 
+class Rescoring(Decoding):
+    """The answer has been drawn, and runs through the target once more, for what else could have stood there: in no round, and no slot."""
+
+    program, sides, first = Program.TARGET, ("target",), "target"
+
+    def rows(self, params: SamplingParams) -> int:
+        return 0
+
+    def stride(self, config: EngineConfig) -> int:
+        return 0
+
+    def shape(self, config: EngineConfig) -> Shape:
+        return Shape()
+
+    def held_tokens(self, config: EngineConfig, side: str, *, length: int, block: int, ended: bool, rounds: int) -> int:
+        # Nothing comes after the last one.
+        return length - 1
+
+    def expected_pages(
+        self, config: EngineConfig, params: SamplingParams, prompt: int, rows: int, answer: int, own: int, negative: int = 0
+    ) -> dict[str, int]:
+        begins, answers = self._prompts(prompt, negative), self._sequences(params, answer)
+        return {side: begins[side] + answers[side] for side in self.sides}
+
+
+RESCORING = Rescoring()
 TARGET_ALONE = Alone("target")
 """Plain decoding, and exact decoding while nothing is drafted: their draws are the same."""
 DECODINGS: dict[tuple[Method, str | None], Decoding] = {

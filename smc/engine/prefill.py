@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from smc.engine.group import Group, Population
 from smc.engine.memory import Memory
 from smc.kv.pages import DUMMY_PAGE
 from smc.philox import STREAMS_PER_PARTICLE, Purpose
-from smc.runtime.messages import COMPANION, Draws, Pending, PromptBatch, PromptResult, Worker
+from smc.runtime.messages import COMPANION, Draws, Pending, PromptBatch, PromptResult, Tops, Worker
 
 
 @dataclass
@@ -54,6 +55,8 @@ class Start:
     """First tokens, asked for with the prompt's last chunk."""
     place: int = 0
     """Of the group among those that were asked for together."""
+    tops: list[tuple[Pending[PromptResult], slice]] = field(default_factory=list)
+    """Of an answer that is rescored: results in the order of its tokens, and where in each its own stand."""
 
     @property
     def asked(self) -> bool:
@@ -106,7 +109,11 @@ def prefill_step(starts: list[Start], worker: Worker, side: str, chunk: int) -> 
     asked: list[tuple[int, Pending[PromptResult]]] = []
     plain: list[tuple[Row, int]] = []
     drawing: list[Start] = []
+    rescoring: list[tuple[Start, int]] = []
     for start in starts:
+        if start.group.answer is not None:
+            chunk = max(0, chunk - _part_of_answer(start, start.on(side), chunk, plain, rescoring))
+            continue
         rows, draws = start.on(side), side == start.group.decoding.first and start.group.saved is None
         left = sum(row.left for row in rows)
         if draws and chunk and 0 < left <= max(chunk, len(rows)):
@@ -127,7 +134,14 @@ def prefill_step(starts: list[Start], worker: Worker, side: str, chunk: int) -> 
         asked.append((sum(count for _, count in last), pending))
         for place, start in enumerate(drawing):
             start.first, start.place = pending, place
-    for row, count in (*plain, *last):
+    parts = _answer_parts(rescoring)
+    if rescoring:
+        pending = worker.run_prompts(_batch(parts, tops=_tops(rescoring)))
+        asked.append((sum(count for _, count in parts), pending))
+        ends = accumulate(count for _, count in rescoring)
+        for (start, count), end in zip(rescoring, ends):
+            start.tops.append((pending, slice(end - count, end)))
+    for row, count in (*plain, *last, *parts):
         row.done += count
     for start in starts:
         start.begun |= any(row.done > row.known for row in start.on(side))
@@ -141,7 +155,38 @@ def _last_parts(starts: list[Start], side: str) -> list[tuple[Row, int]]:
     return [(row, row.left) for row in (*rows, *guiding)]
 
 
-def _batch(parts: list[tuple[Row, int]], draws: Draws | None = None) -> PromptBatch:
+def _part_of_answer(start: Start, rows: list[Row], chunk: int, plain: list[tuple[Row, int]], rescoring: list[tuple[Start, int]]) -> int:
+    """What is asked for next of an answer that is rescored: of what comes before it, in `plain`, or if all of that can be, in `rescoring`:
+    with as many of its tokens, of all rows alike, as there is room for. Returns how many tokens this is."""
+    if not rows or not chunk:
+        return 0
+    answer, before = len(start.group.answer.tokens), _before_answer(start, rows)
+    # Both rows of a guided request are asked about the same tokens at a time.
+    count = min([(max(chunk, len(rows)) - sum(before)) // len(rows), answer, *(row.left for row in rows)])
+    if count > 0:
+        rescoring.append((start, count))
+        return sum(before) + count * len(rows)
+    asked = 0
+    for row, left in zip(rows, before):
+        part = min(left, chunk - asked)
+        if part > 0:
+            plain.append((row, part))
+            asked += part
+    return asked
+
+
+def _answer_parts(rescoring: list[tuple[Start, int]]) -> list[tuple[Row, int]]:
+    """Rows that are asked about, then those that guide them, each with what comes before the answer."""
+    parts = [(start.rows[lane], start, count) for lane in ("target", COMPANION) for start, count in rescoring if lane in start.rows]
+    return [(rows[0], _before_answer(start, rows)[0] + count) for rows, start, count in parts]
+
+
+def _before_answer(start: Start, rows: list[Row]) -> list[int]:
+    """Tokens that are left to run in each row after which no token of the answer comes."""
+    return [max(0, row.left - len(start.group.answer.tokens)) for row in rows]
+
+
+def _batch(parts: list[tuple[Row, int]], draws: Draws | None = None, tops: Tops | None = None) -> PromptBatch:
     ends = [row.done + count for row, count in parts]
     return PromptBatch(
         pages_X=np.concatenate([row.pages_L[:end] for (row, _), end in zip(parts, ends)]),
@@ -149,6 +194,20 @@ def _batch(parts: list[tuple[Row, int]], draws: Draws | None = None) -> PromptBa
         counts_R=np.array([count for _, count in parts], dtype=np.int32),
         tokens_T=np.concatenate([row.tokens_L[row.done : end] for (row, _), end in zip(parts, ends)]).astype(np.int64),
         draws=draws,
+        tops=tops,
+    )
+
+
+def _tops(rescoring: list[tuple[Start, int]]) -> Tops:
+    groups, guided = [start.group for start, _ in rescoring], [count for start, count in rescoring if start.group.params.guided]
+    is_biased = [bool(g.params.logit_bias or g.params.min_tokens) for g in groups]
+    return Tops(
+        law=Population(groups).target_law,
+        count=max(g.params.top_logprobs for g in groups),
+        asked_R=np.array([*(count for _, count in rescoring), *guided], dtype=np.int32),
+        least_R=np.array([g.prompt_size + g.params.min_tokens for g in groups], dtype=np.int32),
+        machines=tuple(g.rules.machine if biased else None for g, biased in zip(groups, is_biased)),
+        **_guidance(groups),
     )
 
 

@@ -139,8 +139,8 @@ class Prefixes:
         self.memory.ledgers[side_of(lane)].release([row.pages_L[-1] for row in rows])
 
     def _most(self, group: Group, lane: str) -> int:
-        """The last token of a prompt is run, for what comes after it is to be drawn."""
-        return len(group.prompt_of(lane)) - (side_of(lane) == group.decoding.first and group.saved is None)
+        """The last token of a prompt is run where it is asked what comes after it."""
+        return len(group.prompt_of(lane)) - (side_of(lane) == group.decoding.first and group.asks_beyond_prompt)
 
     def remember_prompt(self, group: Group, rows: dict[str, list[Row]]) -> None:
         """Cache the prompts, for which the rows of every lane have been run."""

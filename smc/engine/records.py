@@ -27,6 +27,14 @@ def record_of(group: Group, slots: Slots) -> dict[str, np.ndarray]:
     return record
 
 
+def particle_of(group: Group, slots: Slots, particle: int, length: int) -> dict[str, np.ndarray]:
+    """Of one particle alone, in slots or saved, and of so many of its tokens."""
+    source = group.saved if group.saved else {name: getattr(slots, name)[group.slots] for name in SAVED}
+    record = {name: source[name][particle : particle + 1].copy() for name in SAVED}
+    record["length_S"][:], record["block_S"][:], record["ended_S"][:] = length, length - 1, True
+    return record
+
+
 def shrink_saved(group: Group, particles: int) -> None:
     """A saved population becomes smaller, by the unbiased choice of a round, made here."""
     arrays = group.saved

@@ -25,7 +25,7 @@ from smc.engine.settings import (
     setting,
     settings_of,
 )
-from smc.limits import DEFAULT_MAX_TOKENS, MAX_BIASES, MAX_PARTICLES, MAX_STOP_BYTES, MAX_STOP_IDS, SCHEME_NAMES
+from smc.limits import DEFAULT_MAX_TOKENS, MAX_BIASES, MAX_PARTICLES, MAX_STOP_BYTES, MAX_STOP_IDS, MAX_TOP_LOGPROBS, SCHEME_NAMES
 
 MAX_STOPS = 64
 MAX_BIAS = 100.0
@@ -232,6 +232,9 @@ class SamplingParams:
     truncation come afterwards. 1 = none. A guided request takes two slots a row, and twice the pages at the target. Not of `draft`."""
     logprobs: bool = setting(False, flag(), report=True)
     """Report the log-probability of every answer token under the target law (after temperature and truncation)."""
+    top_logprobs: int = setting(0, integer(lambda value: 0 <= value <= MAX_TOP_LOGPROBS, f"0..{MAX_TOP_LOGPROBS}"), report=True)
+    """Report so many of the likeliest tokens at every position of the answer, too, with their log-probabilities under the same law; with
+    `logprobs`. The answer is reported when it has run through the target once more, as a prompt does."""
     return_particles: bool = setting(False, flag(), report=True)
     """Report every particle's answer with its weight; where a method has no particles, its answer alone."""
 
@@ -299,6 +302,8 @@ class SamplingParams:
     def _check_together(self) -> None:
         if self.method is Method.DRAFT and self.logprobs:
             raise ValueError("logprobs=True has no effect with method='draft', where the target does not run; leave it out")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError(f"top_logprobs={self.top_logprobs} has no effect without logprobs; give logprobs=True, or leave it out")
         require("min_tokens", self.min_tokens, self.min_tokens <= self.max_tokens, f"0..{self.max_tokens}, the max_tokens")
         if self.method is Method.DRAFT and self.guided:
             scale = self.guidance_scale
@@ -319,6 +324,9 @@ class SamplingParams:
         if size > MAX_STOP_BYTES:
             raise ValueError(f"stop has strings of {size} bytes together; allowed: at most {MAX_STOP_BYTES}")
 
+
+Alternatives = tuple[tuple[int, float], ...]
+"""Tokens and their log-probabilities."""
 
 SETTINGS = settings_of(SamplingParams)
 """Of sampling fields, by name."""
@@ -400,6 +408,9 @@ class Answer:
     """From submission to this answer."""
     logprobs: tuple[float, ...] | None = None
     """Of every token under the target law, if asked for; NaN for one that was streamed and not weighed before time was up."""
+    top_logprobs: tuple[Alternatives, ...] | None = None
+    """Of every token, if asked for: the likeliest ones at its position under the target law, likeliest first, and their log-probabilities.
+    There are fewer than were asked for where the law leaves fewer, and none of an answer that was cancelled or failed."""
     error: str | None = None
     cached_tokens: int = 0
     """Prompt tokens that had been computed for another request."""

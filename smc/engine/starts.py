@@ -98,7 +98,7 @@ class Starts:
 
     def finish(self) -> list[Group]:
         """Groups whose last chunk has been asked for, now ready for rounds. Waits for their first tokens."""
-        ready = [start for start in self._starts if start.asked]
+        ready = [start for start in self._starts if start.asked and start.group.answer is None]
         for start in ready:
             if start.first is not None:
                 # What may be lost is waited for before anything is changed.
@@ -116,6 +116,19 @@ class Starts:
             start.group.saved = None
             start.group.phase = Phase.RUNNING
         return [start.group for start in ready]
+
+    def finish_rescoring(self) -> None:
+        """Groups whose answer has been asked for as a whole know what else could have stood there. Waits for it."""
+        for start in [start for start in self._starts if start.asked and start.group.answer is not None]:
+            group, found = start.group, []
+            for result, at in [(pending.result(), at) for pending, at in start.tops]:
+                token_YK, logp_YK = (top_YK[at, : group.params.top_logprobs] for top_YK in (result.top_YK, result.top_logp_YK))
+                if np.isnan(logp_YK).any():
+                    group.fail("target")
+                # What is outside of the law comes last.
+                count_Y = (logp_YK > -np.inf).sum(1)
+                found += [tuple(zip(*row[:2]))[: row[2]] for row in zip(token_YK.tolist(), logp_YK.tolist(), count_Y.tolist())]
+            group.top_logprobs = tuple(found)
 
     def forget(self, side: str) -> None:
         """A side knows nothing any more, and what it was asked for will not come."""

@@ -1,7 +1,7 @@
 """What passes between the scheduler and a worker besides rounds: prompts, as a flat batch of rows.
 
 A worker learns nothing of requests, particles or weights from these. All arrays are NumPy, so a link can ship their bytes.
-Axes: R rows, T tokens (row after row), X pages (row after row), D draws.
+Axes: R rows, T tokens (row after row), X pages (row after row), D draws; Y tokens that are asked about, K tops.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 if TYPE_CHECKING:
     from smc.laws import LawSpec
     from smc.philox import Purpose
+    from smc.stops import StopMachine
 
 SIDES = ("draft", "target")
 COMPANION = "companion"
@@ -68,6 +69,25 @@ class Draws:
 
 
 @dataclass(frozen=True)
+class Tops:
+    """The likeliest tokens after each of the last tokens of rows, under the law of what comes there. Axis R is of the first rows of the
+    batch, those that are asked about; those after them only guide."""
+
+    law: LawSpec
+    count: int
+    """K, or the whole vocabulary if that has fewer."""
+    asked_R: np.ndarray
+    """int32: of how many of its last tokens; of all rows of the batch. A row that guides another is asked about as many."""
+    least_R: np.ndarray
+    """int32 position up to which what comes does not end the answer."""
+    machines: tuple[StopMachine | None, ...]
+    """What is added to each row's logits, and ends its answer (`smc.runtime.biases`); None: nothing is added."""
+    companion_R: np.ndarray | None = None
+    """As of `Draws`."""
+    scale_R: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
 class PromptBatch:
     """R rows and the T tokens to run through the model for them."""
 
@@ -81,11 +101,13 @@ class PromptBatch:
     """int64 token ids, row after row."""
     draws: Draws | None = None
     """After the first rows; those after them only guide."""
+    tops: Tops | None = None
+    """In place of draws."""
 
 
 @dataclass(frozen=True)
 class PromptResult:
-    """Draws [R, 0] where none were asked for."""
+    """Draws [R, 0] where none were asked for, and no tops."""
 
     drawn_RD: np.ndarray
     """int32."""
@@ -95,6 +117,10 @@ class PromptResult:
     """float64 log-weight that a particle begins with; -inf where nothing was drawn."""
     log_z_R: np.ndarray
     """float32 log normaliser of p^alpha after the last token; NaN if the model's logits were."""
+    top_YK: np.ndarray
+    """int32: likeliest first, of every token that tops were asked of, row after row."""
+    top_logp_YK: np.ndarray
+    """float32 log-probabilities of these: -inf outside of a truncation, NaN if the model's logits were."""
 
 
 class SideLost(RuntimeError):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -128,6 +130,30 @@ class Stages:
         """What is kept may still be at work: wait for it."""
 
 
+class _NoGarbage:
+    """Nothing is collected meanwhile, by any thread: among garbage may be recordings of an engine that is gone, and to give one up ends
+    a recording that is being made."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._collects = threading.Lock(), 0, False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._collects = gc.isenabled()
+                gc.disable()
+            self._inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside and self._collects:
+                gc.enable()
+
+
+_NO_GARBAGE = _NoGarbage()
+
+
 class Graphs(Stages):
     """One stream of a GPU. A stage runs as it is the first time, which compiles its kernels, and is recorded the second time.
 
@@ -153,7 +179,7 @@ class Graphs(Stages):
             return stage()
         if name not in recorded.graphs:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"):
+            with _NO_GARBAGE, torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"):
                 outputs = stage()
             recorded.graphs[name] = (graph, outputs)
             # What a capture gives back, the next one uses: what stays is its outputs. Counted by their shapes, all ranks agree.

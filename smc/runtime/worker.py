@@ -23,6 +23,7 @@ from smc.runtime.messages import Draws, PromptBatch, PromptResult
 from smc.runtime.prompts import PromptPass, run_prompt
 from smc.runtime.sampling import DrawKeys, Sampling
 from smc.runtime.stages import Reading, Stages
+from smc.runtime.tops import last_tokens, likeliest
 from smc.stops import TokenBytes
 
 FIRST_STEP = 1 << 10
@@ -66,15 +67,18 @@ class ModelWorker:
         with self.stages.working():
             began = self.stages.event()
             last_R = np.cumsum(batch.counts_R) - 1
-            hidden_XE = self._forward(batch, last_R if batch.draws is not None else last_R[:0])
-            if batch.draws is None:
-                none_R0 = torch.zeros(len(batch.counts_R), 0)
-                result = PromptResult(none_R0.int(), none_R0, none_R0.double(), none_R0.sum(1))
+            none_R0 = torch.zeros(len(batch.counts_R), 0)
+            drawn = (none_R0.int(), none_R0, none_R0.double(), none_R0.sum(1))
+            tops = (torch.zeros(0, 0, dtype=torch.int32), torch.zeros(0, 0))
+            if batch.draws is not None:
+                logits_RV = self._guided(batch.draws, self.model.logits(self._forward(batch, last_R)))
+                drawn = self._draw(batch.draws, logits_RV, (batch.starts_R + batch.counts_R)[: len(batch.draws.seed_R)])
+            elif batch.tops is not None:
+                hidden_XE = self._forward(batch, last_tokens(batch.counts_R, batch.tops.asked_R))
+                tops = likeliest(self.model.logits, Sampling(self.vocab_size), batch.tops, hidden_XE, batch.starts_R + batch.counts_R)
             else:
-                rows = len(batch.draws.seed_R)
-                logits_RV = self._guided(batch.draws, self.model.logits(hidden_XE))
-                drawn = self._draw(batch.draws, logits_RV, (batch.starts_R + batch.counts_R)[:rows])
-                result = PromptResult(*(tensor.to("cpu", non_blocking=True) for tensor in drawn))
+                self._forward(batch, last_R[:0])
+            result = PromptResult(*(tensor.to("cpu", non_blocking=True) for tensor in (*drawn, *tops)))
             arrived = self.stages.event()
             return Reading(result, arrived, {"prompt": (began, arrived)})
 

@@ -59,10 +59,12 @@ def test_a_salt(requests):
     assert requests.build(line(completion("a", cache_salt="customer 7"))).cache_salt == "customer 7"
 
 
-def test_a_completion_may_ask_for_log_probabilities_of_no_alternatives(requests):
+def test_a_completion_may_ask_for_log_probabilities_of_others_by_their_number(requests):
+    params = requests.build(line(completion("a", logprobs=3))).params
+    assert params.logprobs and params.top_logprobs == 3
     assert requests.build(line(completion("a", logprobs=0))).params.logprobs
-    with pytest.raises(ValueError, match="logprobs=2; allowed: true, false, 0"):
-        requests.build(line(completion("a", logprobs=2)))
+    with pytest.raises(ValueError, match="logprobs=21; allowed: true, false, 0"):
+        requests.build(line(completion("a", logprobs=21)))
 
 
 @pytest.mark.parametrize(

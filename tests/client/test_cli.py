@@ -43,11 +43,12 @@ def test_the_same_as_in_process(client, smcserve):
 
 
 def test_json(client):
-    ran = client("generate", QUESTION, "-n", 4, "--seed", 3, "--json", "--logprobs", "--request-id", "mine")
+    ran = client("generate", QUESTION, "-n", 4, "--seed", 3, "--json", "--logprobs", "--top-logprobs", 2, "--request-id", "mine")
     answer = json.loads(ran.out)
     assert (ran.code, ran.err) == (0, "")
     assert (answer["request_id"], answer["finish_reason"], answer["matched"], answer["seed"]) == ("mine", "eos", 1, 3)
     assert answer["usage"]["answer_tokens"] == len(answer["tokens"]) == len(answer["logprobs"])
+    assert [len(tops) for tops in answer["top_logprobs"]] == [2] * len(answer["tokens"])
     assert answer["statistics"]["particles"] == 4 and answer["usage"]["cached_tokens"] <= answer["usage"]["prompt_tokens"]
     salted = [json.loads(client("generate", QUESTION, "--json", "--cache-salt", "mine", "--min-particles", 1).out) for _ in range(2)]
     assert [each["usage"]["cached_tokens"] > 0 for each in salted] == [False, True]

@@ -175,3 +175,6 @@ def assert_same(found: Answer, expected: Answer) -> None:
         assert found.statistics.rounds == expected.statistics.rounds
     assert found.statistics.resamples == expected.statistics.resamples
     assert found.logprobs == (None if expected.logprobs is None else pytest.approx(expected.logprobs, abs=1e-4))
+    tops, expected_tops = found.top_logprobs or (), expected.top_logprobs or ()
+    assert len(tops) == len(expected_tops)
+    assert all(dict(one) == pytest.approx(dict(other), abs=1e-4) for one, other in zip(tops, expected_tops))

@@ -64,6 +64,7 @@ def sampling(rng: random.Random) -> pb.SamplingParams:
 
 def request(rng: random.Random) -> bytes:
     message = pb.GenerateRequest(sampling=sampling(rng), logprobs=rng.random() < 0.2, return_particles=rng.random() < 0.2)
+    message.top_logprobs = rng.choice((0, 0, 0, 1, 20, 21, -1)) if message.logprobs or rng.random() < 0.1 else 0
     message.request_id = rng.choice(("", "", "same", *TEXTS))
     message.cache_salt = rng.choice(("", "", *TEXTS))
     form = rng.random()

@@ -125,6 +125,8 @@ WRONG = [
     (sampling(resampling=77), r"resampling=77; allowed: 1 \(systematic\)"),
     (sampling(method=pb.METHOD_TARGET, particles=4), "particles=4 has no effect with method='target'"),
     ({**sampling(method=pb.METHOD_DRAFT), "logprobs": True}, "logprobs=True has no effect with method='draft'"),
+    ({"top_logprobs": 21, "logprobs": True}, r"top_logprobs=21; allowed: 0\.\.20"),
+    ({"top_logprobs": 2}, "top_logprobs=2 has no effect without logprobs"),
 ]
 
 

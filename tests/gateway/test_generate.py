@@ -19,13 +19,17 @@ def chat_ids(pair, text: str) -> list[int]:
 
 
 def test_an_answer_is_the_engines_own(service, pair):
-    expected = local_answer(pair, chat_ids(pair, QUESTIONS[0]), particles=6, seed=11, logprobs=True)
+    asked = {"particles": 6, "seed": 11, "logprobs": True, "top_logprobs": 4}
+    expected = local_answer(pair, chat_ids(pair, QUESTIONS[0]), **asked)
     with service.client() as client:
-        found = client.generate([Message("user", QUESTIONS[0])], particles=6, seed=11, logprobs=True)
+        found = client.generate([Message("user", QUESTIONS[0])], **asked)
     assert (found.text, found.tokens, found.seed) == (expected.text, expected.tokens, 11)
     assert (found.finish_reason, found.matched) == (expected.finish_reason, expected.matched)
     assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (expected.prompt_tokens, len(expected.tokens))
     assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+    assert len(found.top_logprobs) == len(found.tokens)
+    for tops, theirs in zip(found.top_logprobs, expected.top_logprobs):
+        assert dict(tops) == pytest.approx(dict(theirs), abs=1e-3) and len(tops) == 4
     assert found.statistics.log_z == pytest.approx(expected.statistics.log_z, abs=1e-3)
     for name in ("particles", "rounds", "resamples", "draft_tokens", "target_tokens"):
         assert getattr(found.statistics, name) == getattr(expected.statistics, name), name

@@ -72,7 +72,8 @@ def settings_of(draw) -> dict:
 
 @given(settings_of(), st.booleans(), st.booleans())
 def test_settings_round_trip(settings, logprobs, particles):
-    reports = {"logprobs": logprobs and settings["method"] != "draft", "return_particles": particles}
+    logprobs = logprobs and settings["method"] != "draft"
+    reports = {"logprobs": logprobs, "top_logprobs": 7 * logprobs, "return_particles": particles}
     params = SamplingParams(**settings, **reports)
     for kind in CARRIERS:
         assert to_sampling(sent(kind(**from_sampling(params)))) == params
@@ -194,6 +195,7 @@ def outputs(draw) -> Output:
             statistics=draw(statistics),
             seconds=1.0,
             logprobs=tuple(draw(logprob) for _ in ids) if ids and draw(st.booleans()) else None,
+            top_logprobs=tuple(tuple((token, draw(logprob)) for token in ids[:at]) for at, _ in enumerate(ids)) or None,
             error=draw(text) if reason is FinishReason.ERROR else None,
             cached_tokens=draw(int32),
             particles=tuple(draw(st.lists(particles, min_size=1, max_size=3))) if draw(st.booleans()) else None,

@@ -18,13 +18,14 @@ from services.launch.errors import GangError
 from services.launch.measure import GangMachine, measure, placed
 from services.launch.processes import Processes, see_only
 from smc import demo
+from smc.engine.costs import Costs, Curve
 from smc.engine.local import ModelPair, local_engine
 from smc.engine.request import Method, Request, SamplingParams
 from smc.engine.timeline import LANES
 from smc.evaluation.load import problem_load, random_load
 from smc.evaluation.reports.speed import SpeedPlan
 from smc.evaluation.reports.speed import measure as timed
-from smc.evaluation.speed import Bench, Mode, median_length, unattended
+from smc.evaluation.speed import Bench, Mode, Speed, median_length, unattended
 from smc.runtime.config import EngineConfig
 from tests.engine.harness import answers
 
@@ -96,12 +97,15 @@ def test_speed_of_models_in_processes_of_their_own():
     with closing(GangMachine(CONFIG)) as machine:
         rows = [Bench(machine, told.append, {"top_p": 0.9}).run(mode, random_load(machine.tokenizer, 2, 16), 3) for mode in modes]
         rows.append(Bench(machine, told.append).run(modes[2], problem_load(machine.tokenizer, 2), 3))
+        slow_draft = Costs(Curve(((1, 1.0),)), Curve(((1, 1e-3),)), 0.0)
+        alone = Bench(machine, costs=lambda mode: slow_draft).run(modes[2], problem_load(machine.tokenizer, 2), 3)
         with pytest.raises(ValueError, match="top_p=2"):
             Bench(machine, None, {"top_p": 2}).run(modes[0], random_load(machine.tokenizer, 2, 16), 3)
     assert len(told) == 12 and all(turn.end > turn.begin for turn in told)
     assert [row.gpus for row in rows] == [2] * 4 and [row.decoding for row in rows] == ["target", "distinct", "exact", "exact"]
     # Of problems, the tokens of a tree are confirmed; of random ones hardly any.
-    assert rows[3].tokens > 2 and 20 < rows[3].context < 200
+    assert rows[3].tokens > 2 and 20 < rows[3].context < 200 and (rows[3].rows, rows[3].alone) == (4, 0)
+    assert alone.alone == 1 and alone.tokens <= 3 and alone.draft == 0
     assert [row.tokens for row in rows[:2]] == [4, 3] and 1 <= rows[2].tokens <= 4
     for row in rows:
         assert math.isclose(row.total, 2 * row.per_request)
@@ -154,12 +158,13 @@ def test_time_in_which_nobody_works_is_counted_once():
 def test_a_trace_of_timed_rounds(tmp_path, smcserve):
     """Whatever was done stands in the lane of who did it."""
     plan, path = SpeedPlan((1, 1), ("lookahead",), (2,), (3,), (2,), (16,), (1,), 3, {}, True), tmp_path / "trace.json"
+    kept: list[Speed] = []
     with closing(GangMachine(replace(CONFIG, link="grpc"))) as machine:
-        (row,) = timed(plan, machine, 2, path)
+        (row,) = timed(plan, machine, 2, path, kept.extend)
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
     done = {(LANES["draft"], "draft"), (LANES["target"], "target"), (LANES["target"], "choose"), (LANES["target"], "follow")}
     assert done <= {(event["tid"], event["name"]) for event in events}
-    assert row.mode == "lookahead" and len(events) > 12
+    assert row.mode == "lookahead" and len(events) > 12 and kept == [row]
     ran = smcserve("timeline", path, tmp_path / "picture.png")
     assert ran.code == 0 and (tmp_path / "picture.png").stat().st_size > 5000
     assert [line.split()[0] for line in ran.out.splitlines()] == ["draft", "coordinator", "target"]

@@ -69,14 +69,14 @@ def test_what_was_given_out_is_in_the_answer_even_if_time_is_up_before_it_has_co
                 if len(self.seeds) > 1:
                     break
                 yield output
-            early = replace(ANSWER, tokens=(), text="", logprobs=(), finish_reason=FinishReason.QUEUE_TIME)
+            early = replace(ANSWER, tokens=(), text="", logprobs=(), top_logprobs=(), finish_reason=FinishReason.QUEUE_TIME)
             yield Output("r", (), "", early)
 
     found = follow(OutOfTime([7]), method="exact", time_budget=5.0)
     given = sum((output.tokens for output in found), ())
     answer = found[-1].answer
     assert given == TOKENS[:7] == answer.tokens and answer.text == text_of(given) and len(answer.logprobs) == 7
-    assert answer.finish_reason is FinishReason.TIME_BUDGET
+    assert answer.finish_reason is FinishReason.TIME_BUDGET and answer.top_logprobs == ((),) * 7
 
 
 def test_populations_are_not_resumed():

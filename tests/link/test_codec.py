@@ -13,7 +13,7 @@ from services.pb import particles_pb2 as pb
 from smc.algorithm.expansion import Kind
 from smc.laws import LawSpec
 from smc.philox import Purpose
-from smc.runtime.messages import Draws, PromptBatch, PromptResult
+from smc.runtime.messages import Draws, PromptBatch, PromptResult, Tops
 from smc.runtime.outcome import Lineage, RoundResult
 from smc.runtime.plan import Companions, Join, Program, RoundPlan
 from smc.stops import StopMachine
@@ -58,12 +58,20 @@ def draws(rng: np.random.Generator, r: int, d: int) -> Draws:
     return Draws(law(rng, r), seeds, rng.integers(0, 1000, r), streams, Purpose.PROPOSAL, count, kind, biased, bias, *guidance)
 
 
+def tops(rng: np.random.Generator, r: int) -> Tops:
+    asked, least = rng.integers(1, 4, 2 * r, dtype=np.int32), rng.integers(0, 99, r, dtype=np.int32)
+    machines = [StopMachine.of([7], [b"ab"]), StopMachine.of([], [], ((1, -0.7), (2**17, 100.0))), None]
+    guidance = (rng.integers(0, 99, r, dtype=np.int32), rng.random(r, dtype=np.float32)) if rng.random() < 0.5 else ()
+    return Tops(law(rng, r), int(rng.integers(1, 20)), asked, least, tuple(machines[i] for i in rng.integers(0, 3, r)), *guidance)
+
+
 @examples
-@given(sizes(), st.booleans())
-def test_prompts(drawn, drawing):
+@given(sizes(), st.sampled_from(("nothing", "draws", "tops")))
+def test_prompts(drawn, asking):
     rng, r, d = drawn
     counts, starts, pages = rng.integers(1, 4, r, dtype=np.int32), *rng.integers(0, 2**31 - 1, (2, r), dtype=np.int32)
-    batch = PromptBatch(pages, starts, counts, rng.integers(0, 2**17, int(counts.sum())), draws(rng, r, d) if drawing else None)
+    asked = {"draws": {"draws": draws(rng, r, d)}, "tops": {"tops": tops(rng, r)}, "nothing": {}}[asking]
+    batch = PromptBatch(pages, starts, counts, rng.integers(0, 2**17, int(counts.sum())), **asked)
     assert equal(codec.to_prompt_batch(over_the_wire(codec.prompt_command(batch))), batch)
 
 
@@ -73,10 +81,14 @@ def test_prompt_result(drawn, drew):
     rng, r, d = drawn
     logp, log_z = (rng.standard_normal(shape).astype(np.float32) for shape in ((r, d), r))
     log_z[0] = np.nan
+    nothing = (np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32))
+    top_logp = rng.standard_normal((7, d)).astype(np.float32)
     result = (
-        PromptResult(rng.integers(0, 99, (r, d), dtype=np.int32), logp, rng.standard_normal((r, d)), log_z)
+        PromptResult(rng.integers(0, 99, (r, d), dtype=np.int32), logp, rng.standard_normal((r, d)), log_z, *nothing)
         if drew
-        else PromptResult(np.zeros((r, 0), np.int32), np.zeros((r, 0), np.float32), np.zeros((r, 0)), log_z)
+        else PromptResult(
+            *(np.zeros((r, 0), kind) for kind in (np.int32, np.float32, np.float64)), log_z, top_logp.astype(np.int32), top_logp
+        )
     )
     assert equal(codec.to_prompt_result(over_the_wire(codec.prompt_outcome(result))), result)
 

@@ -81,6 +81,36 @@ def test_exact_is_the_targets_answer(service, client):
     assert [each.logprob for each in exact.logprobs.content] == pytest.approx([each.logprob for each in target.logprobs.content], abs=1e-4)
 
 
+def test_the_likeliest_tokens(service, client, pair):
+    """As a whole and in a stream, of which openai-python's own reader makes one answer; over gRPC and in process the same."""
+    settings = {"seed": 5, "max_tokens": 120, "temperature": 0.8, "logprobs": True, "top_logprobs": 4}
+    expected = local_answer(pair, chat_ids(pair, QUESTIONS[1]), **settings)
+    choice = create(client, QUESTIONS[1], {}, **settings).choices[0]
+    with client.chat.completions.stream(model="demo", messages=user(QUESTIONS[1]), **settings) as stream:
+        streamed = stream.get_final_completion().choices[0]
+    assert streamed.message.content == choice.message.content == expected.text
+    for found in (choice, streamed):
+        assert [one.token for one in found.logprobs.content] == [pair.tokenizer.decode([token]) for token in expected.tokens]
+        for one, tops in zip(found.logprobs.content, expected.top_logprobs, strict=True):
+            assert [top.logprob for top in one.top_logprobs] == pytest.approx([logp for _, logp in tops], abs=1e-3)
+            assert [bytes(top.bytes) for top in one.top_logprobs[:2]] == [pair.tokenizer.bytes_of(token) for token, _ in tops[:2]]
+            near = [pytest.approx(top.logprob, abs=1e-4) for top in one.top_logprobs]
+            assert one.logprob in near or one.logprob < one.top_logprobs[-1].logprob
+
+
+def test_the_likeliest_tokens_of_a_completion(service, client, pair):
+    asked = {"model": "demo", "prompt": "12 + 30 =", "seed": 4, "max_tokens": 10}
+    found = client.completions.create(logprobs=3, **asked).choices[0].logprobs
+    expected = local_answer(pair, pair.tokenizer.encode("12 + 30 ="), seed=4, max_tokens=10, logprobs=True, top_logprobs=3)
+    for token, logprob, tops, theirs in zip(found.tokens, found.token_logprobs, found.top_logprobs, expected.top_logprobs, strict=True):
+        assert tops[token] == pytest.approx(logprob, abs=1e-4) and 1 <= len(tops) <= 4
+        assert max(tops.values()) == pytest.approx(theirs[0][1], abs=1e-4)
+    with pytest.raises(openai.BadRequestError, match="logprobs=21; allowed: true, false, 0"):
+        client.completions.create(logprobs=21, **asked)
+    with pytest.raises(openai.BadRequestError, match="they mean the same, leave one of them out"):
+        client.completions.create(logprobs=2, extra_body={"top_logprobs": 2}, **asked)
+
+
 def test_biases_and_answers_that_must_not_end(service, client, pair):
     """As OpenAI's clients ask for them; over gRPC and in process the same."""
     digit, eos = pair.tokenizer.encode("7")[-1], pair.tokenizer.eos_ids[0]

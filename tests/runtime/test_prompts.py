@@ -15,7 +15,7 @@ from smc.kv.pages import DUMMY_PAGE
 from smc.laws import LawSpec
 from smc.philox import Purpose
 from smc.runtime import kernel_prompts, prompts
-from smc.runtime.messages import Draws, PromptBatch, PromptResult
+from smc.runtime.messages import Draws, PromptBatch, PromptResult, Tops
 from smc.runtime.worker import ModelWorker
 from smc.stops import TokenBytes
 from tests.engine.pairs import letter_tokenizer
@@ -36,14 +36,13 @@ def worker(which: str, family: str = "llama") -> ModelWorker:
     return made
 
 
-def batch(parts: list[tuple[int, int, int]], draws: bool) -> PromptBatch:
+def batch(parts: list[tuple[int, int, int]], draws: bool, tops: Tops | None = None) -> PromptBatch:
     """Parts (sequence, positions held, new tokens) of sequences whose tokens and pages follow from their numbers."""
     starts_R, counts_R = (np.array(column, dtype=np.int32) for column in zip(*[(held, new) for _, held, new in parts]))
     pages = [1 + 40 * sequence + np.random.default_rng(sequence).permutation(40)[: held + new] for sequence, held, new in parts]
     tokens = [np.random.default_rng(9 + sequence).integers(0, VOCAB, 40)[held : held + new] for sequence, held, new in parts]
-    return PromptBatch(
-        np.concatenate(pages).astype(np.int32), starts_R, counts_R, np.concatenate(tokens), first_draws(len(parts)) if draws else None
-    )
+    drawn = first_draws(len(parts)) if draws else None
+    return PromptBatch(np.concatenate(pages).astype(np.int32), starts_R, counts_R, np.concatenate(tokens), drawn, tops)
 
 
 def first_draws(rows: int) -> Draws:
@@ -55,17 +54,19 @@ def first_draws(rows: int) -> Draws:
 
 def assert_close(one: PromptResult, other: PromptResult) -> None:
     assert np.array_equal(one.drawn_RD, other.drawn_RD)
-    for name in ("drawn_logp_RD", "logw_RD", "log_z_R"):
+    assert np.array_equal(one.top_YK, other.top_YK)
+    for name in ("drawn_logp_RD", "logw_RD", "log_z_R", "top_logp_YK"):
         np.testing.assert_allclose(getattr(one, name), getattr(other, name), atol=1e-4)
 
 
 @pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "qwen2", "qwen3"])
 def test_kernels_do_what_the_reference_does(family):
-    """Ragged rows, with and without a past; a chunk that nobody asks anything about, and one that ends prompts."""
+    """Ragged rows, with and without a past; chunks that nobody asks anything about, that tops are asked of, and that end prompts."""
     reference, kernels = worker("reference", family), worker("kernels", family)
+    tops = Tops(first_draws(2).law, 3, np.array([4, 30], np.int32), np.zeros(2, np.int32), (None, None))
     for one in (
         batch([(0, 0, 17), (1, 0, 1), (2, 0, 40)], False),
-        batch([(0, 17, 9), (1, 1, 30)], False),
+        batch([(0, 17, 9), (1, 1, 30)], False, tops),
         batch([(0, 26, 1), (1, 31, 9)], True),
     ):
         assert_close(kernels.run_prompts(one).result(), reference.run_prompts(one).result())

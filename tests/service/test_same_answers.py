@@ -23,12 +23,13 @@ pytestmark = pytest.mark.xdist_group("ray")
 
 NEGATIVE = "What is 2 + 2? Say nothing else."
 GUIDED = {"guidance_scale": 1.6, "negative_prompt": NEGATIVE}
+TOPS = {"logprobs": True, "top_logprobs": 5}
 KINDS = [
     {"particles": 8, "max_tokens": 60},
     {"method": "exact", "particles": 4, "max_tokens": 40, **GUIDED},
     {"particles": 4, "max_tokens": 90, "ess_threshold": 1.0},
-    {"particles": 3, "max_tokens": 40, "guidance_scale": 1.3},
-    {"method": "target", "max_tokens": 90},
+    {"particles": 3, "max_tokens": 40, "guidance_scale": 1.3, **TOPS, "min_tokens": 12},
+    {"method": "target", "max_tokens": 90, **TOPS},
     {"particles": 5, "max_tokens": 30, "resampling": "residual", "temperature": 0.8, "top_p": 0.9},
     {"particles": 3, "max_tokens": 90, "alpha": 1.2, "stop": ["####"]},
     {"method": "draft", "max_tokens": 50},
@@ -95,6 +96,10 @@ def all_are_the_engines_own(running: Running, client: Client, answers: list) -> 
         assert completion.text == answer.text, params
         assert tuple(completion.tokens) == answer.tokens
         assert completion.finish_reason == answer.finish_reason and completion.seed == answer.seed
+        assert len(completion.top_logprobs or ()) == len(answer.tokens) * ("top_logprobs" in params)
+        for found, expected in zip(completion.top_logprobs or (), answer.top_logprobs or ()):
+            assert [logp for _, logp in found] == pytest.approx([logp for _, logp in expected], abs=1e-3)
+            assert found[0][0] == expected[0][0] or found[0][1] == pytest.approx(found[1][1], abs=1e-3)
         if completion.statistics is not None:
             assert completion.statistics.rounds == answer.statistics.rounds
             assert completion.statistics.hits == answer.statistics.hits

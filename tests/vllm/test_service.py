@@ -101,14 +101,18 @@ def test_biases_and_answers_that_must_not_end(service, pair, prompt):
     assert expected[3:] == (eos,) and eos not in expected[:3]
 
 
-def test_log_probabilities(service, pair, prompt):
-    expected = local_answer(pair, prompt, method="target", logprobs=True, **STREAMED)
+@pytest.mark.parametrize("count", [0, 2])
+def test_log_probabilities(service, pair, prompt, count):
+    """Of the likeliest tokens; of none besides, the drawn one stands for them."""
+    expected = local_answer(pair, prompt, method="target", logprobs=True, top_logprobs=count, **STREAMED)
     with engine(service) as stub:
-        chunk, end = stub.Generate(asked(prompt, stream=True, logprobs=1, **STREAMED))
+        chunk, end = stub.Generate(asked(prompt, stream=True, logprobs=count, **STREAMED))
     for found in (chunk.chunk.output_logprobs, end.complete.output_logprobs):
         assert tuple(found.token_ids) == expected.tokens
         assert found.token_logprobs == pytest.approx(expected.logprobs, abs=1e-4)
-        assert [(top.token_ids[0], top.values[0]) for top in found.top_logprobs] == list(zip(found.token_ids, found.token_logprobs))
+        tops = expected.top_logprobs or [((token, logp),) for token, logp in zip(expected.tokens, expected.logprobs)]
+        for top, theirs in zip(found.top_logprobs, tops, strict=True):
+            assert dict(zip(top.token_ids, top.values)) == pytest.approx(dict(theirs), abs=1e-3)
 
 
 def test_several_answers_to_one_call(service, pair, prompt):
@@ -133,8 +137,8 @@ WRONG = [
     ({"logit_bias": {5: 101.0}}, "logit_bias contains 101.0 for token 5; allowed: -100 to 100"),
     ({"prompt_logprobs": 0}, "prompt_logprobs is given; this service does not have it"),
     ({"truncate_prompt_tokens": -1}, "truncate_prompt_tokens is given"),
-    ({"logprobs": 5}, "logprobs=5; allowed: 0 or 1"),
-    ({"logprobs": -1}, "logprobs=-1; allowed: 0 or 1"),
+    ({"logprobs": 21}, r"logprobs=21; allowed: 0\.\.20"),
+    ({"logprobs": -1}, r"logprobs=-1; allowed: 0\.\.20"),
     ({"n": 129}, "n=129; allowed: 1..128"),
     ({"json_schema": "{}"}, "json_schema is given; this service has no guided decoding"),
     ({"choice": pb.ChoiceConstraint(choices=["a"])}, "choice is given; this service has no guided decoding"),

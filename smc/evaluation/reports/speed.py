@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
@@ -104,8 +104,8 @@ class SpeedPlan:
                     yield Mode(name, method, config, n, one if name == "lockstep" else apart, **own)
 
 
-def measure(plan: SpeedPlan, machine: Machine, gpus: int, trace: Path | None) -> list[Speed]:
-    """With `trace`, all timed rounds are written there as a Chrome trace."""
+def measure(plan: SpeedPlan, machine: Machine, gpus: int, trace: Path | None, keep_rows: Callable[[Sequence[Speed]], None]) -> list[Speed]:
+    """With `trace`, all timed rounds are written there as a Chrome trace. `keep_rows` is told of those so far after each."""
     from smc.engine.timeline import Timeline
     from smc.engine.timing import THOROUGH
     from smc.evaluation.load import problem_load, random_load
@@ -134,6 +134,7 @@ def measure(plan: SpeedPlan, machine: Machine, gpus: int, trace: Path | None) ->
         for mode, requests, context in todo:
             load = problem_load(machine.tokenizer, requests) if context is None else random_load(machine.tokenizer, requests, context)
             rows.append(bench.run(mode, load, plan.rounds))
+            keep_rows(rows)
             progress.advance(task)
     if trace is not None:
         timeline.write(trace)

@@ -1,0 +1,36 @@
+"""CUDA graphs of an engine that is gone, and of one that is at work."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from smc import demo
+from smc.demo.problems import generate
+from smc.engine.local import ModelPair, local_engine
+from smc.engine.request import Request, SamplingParams
+from smc.runtime.config import EngineConfig
+from tests.engine.harness import answers
+
+
+@pytest.fixture
+def eager_collector():
+    before = gc.get_threshold()
+    gc.set_threshold(50, 1, 1)
+    yield
+    gc.set_threshold(*before)
+
+
+def test_garbage_of_another_engine_ends_no_recording(eager_collector):
+    """Its recordings are in cycles of references: given up when the collector comes by, which is not while a stream is recorded."""
+    pair = ModelPair.load(demo.TARGET, demo.DRAFT, dtype=torch.float32, device="cuda")
+    prompts = [pair.tokenizer.chat([{"role": "user", "content": p.question}]) for p in generate(7, 4, "test")]
+    asked = [Request(str(i), tuple(prompt), SamplingParams(seed=i, particles=4, max_tokens=60)) for i, prompt in enumerate(prompts)]
+    found = []
+    for _ in range(4):
+        engine = local_engine(pair, EngineConfig(block=5, branches=2))
+        found.append({name: answer.tokens for name, answer in answers(engine, asked).items()})
+        engine.itself = engine
+    assert gc.isenabled() and all(one == found[0] for one in found)
