@@ -17,7 +17,7 @@ GANG_FIELDS = (
     *("start_timeout", "link_timeout", "heartbeat", "max_failed_starts", "trace"),
 )
 ENGINE_FIELDS = (
-    *("form", "block", "branches", "cohorts", "max_slots", "max_context", "pages", "prefill_chunk", "prefill_share"),
+    *("form", "block", "branches", "cohorts", "max_slots", "max_chains", "max_context", "pages", "prefill_chunk", "prefill_share"),
     *("max_queue", "max_queue_pages", "drafting"),
 )
 
@@ -26,6 +26,15 @@ DraftTp = Annotated[int | None, option(MODELS, "Processes, and GPUs, that share 
 
 Cohorts = Annotated[int | None, option(ENGINE, "Sets of requests whose rounds alternate, 1..4. Default: 1, lockstep 2.", metavar="COUNT")]
 MaxSlots = Annotated[int | None, option(ENGINE, "Particles of all running requests together. Default: 64.", "--max-slots", metavar="COUNT")]
+MaxChains = Annotated[
+    int | None,
+    option(
+        ENGINE,
+        "Chains of all running requests with verification rejection; 0: none are let in. Default: as many as take 1 GiB at either model.",
+        "--max-chains",
+        metavar="COUNT",
+    ),
+]
 Pages = Annotated[
     int | None,
     option(ENGINE, "Token positions in the KV pool of each model. Default: what a GPU holds; on a CPU 512 a slot.", metavar="COUNT"),

@@ -66,6 +66,7 @@ def serve(
     branches: options.Branches = None,
     cohorts: gang.Cohorts = None,
     max_slots: gang.MaxSlots = None,
+    max_chains: gang.MaxChains = None,
     max_context: options.MaxContext = None,
     pages: gang.Pages = None,
     prefill_chunk: gang.PrefillChunk = None,

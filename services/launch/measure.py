@@ -12,6 +12,7 @@ from typing import Any
 from services.coordinator.remote import RemoteEngine
 from services.launch.config import GangConfig
 from services.launch.processes import Processes
+from smc.engine.admission import sized_for
 from smc.engine.engine import Engine
 from smc.engine.request import SamplingParams
 from smc.engine.timeline import RoundTimes
@@ -40,8 +41,7 @@ def measure(
     found, params = [], SamplingParams(**sampling)
     with Processes(config) as processes:
         for engine in engines:
-            sized = replace(engine, max_slots=max(concurrency) * params.rows)
-            with processes.engine(sized) as remote:
+            with processes.engine(sized_for(engine, params, max(concurrency))) as remote:
                 for count in concurrency:
                     times = _times(remote, count, sampling, rounds)
                     found.append(_row(replace(config, engine=engine), count, params, times))

@@ -30,21 +30,26 @@ _PLAN = {
     "threshold": ("threshold_G", "<f8"),
     "kind": ("kind_G", "<i4"),
     "chain": ("chain_C", "<i4"),
+    "chain_law": ("law_C", "<i4"),
     "scheme": ("scheme_G", "<i4"),
     "target_pages": ("target_pages_AQ", "<i4"),
     "begin_pages": ("begin_pages_AP", "<i4"),
     "branch_pages": ("branch_pages_XB", "<i4"),
 }
 """Field -> attribute, and its type on the way."""
-_WIDE = ("slot", "group", "particle", "round", "chain")
+_WIDE = ("slot", "group", "particle", "round", "chain", "chain_law")
 """int64 where they are used."""
 _COMPANIONS = {
-    "slot": ("slot_A", "<i4"),
-    "shift": ("shift_A", "<i4"),
     "scale": ("scale_A", "<f4"),
-    "size": ("size_G", "<i4"),
-    "shared": ("shared_G", "<i4"),
-    "pages": ("pages_AW", "<i4"),
+    "of": ("of_A", "<i4"),
+    "place": ("place_U", "<i4"),
+    "slot": ("slot_U", "<i4"),
+    "shift": ("shift_U", "<i4"),
+    "group": ("group_U", "<i4"),
+    "first": ("first_U", "<i4"),
+    "size": ("size_U", "<i4"),
+    "shared": ("shared_U", "<i4"),
+    "pages": ("pages_UW", "<i4"),
 }
 _JOIN = {
     "slots": ("slots_N", "<i4"),
@@ -179,15 +184,15 @@ def to_plan(command: pb.RoundCommand) -> RoundPlan:
         kinds=frozenset(map(Kind, command.kinds)),
         target_law=_to_law(command.target_law),
         draft_law=_to_law(command.draft_law),
-        companions=_to_companions(command.companions, places) if command.HasField("companions") else None,
+        companions=_to_companions(command.companions) if command.HasField("companions") else None,
         **arrays,
     )
 
 
-def _to_companions(message: pb.Companions, places: int) -> Companions[np.ndarray]:
+def _to_companions(message: pb.Companions) -> Companions[np.ndarray]:
     arrays = _attributes(message, _COMPANIONS)
-    arrays |= {name: arrays[name].astype(np.int64) for name in ("slot_A", "shift_A")}
-    return Companions(**arrays | {"pages_AW": _rows(message.pages, "<i4", places)})
+    arrays |= {name: arrays[name].astype(np.int64) for name in ("of_A", "place_U", "slot_U", "shift_U", "group_U")}
+    return Companions(**arrays | {"pages_UW": _rows(message.pages, "<i4", len(arrays["place_U"]))})
 
 
 def round_outcome(result: RoundResult | Lineage) -> pb.RoundOutcome:

@@ -63,8 +63,10 @@ class PeerChannel:
             except LinkError as error:
                 self._set_lost(error)
 
-    def receive(self, key: tuple, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        here = self._stages.keep(key, f"received {name}", lambda: torch.empty(shape, dtype=dtype, device=self._stages.device))
+    def receive(self, key: tuple, name: str, shape: tuple[int, ...], dtype: torch.dtype, into: Tensor | None = None) -> Tensor:
+        here = into
+        if here is None:
+            here = self._stages.keep(key, f"received {name}", lambda: torch.empty(shape, dtype=dtype, device=self._stages.device))
         if self._end is not None:
             self._receive(self._end, name, here)
         return self.share(here)

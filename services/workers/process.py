@@ -18,6 +18,7 @@ from smc.models.linear import DTYPES
 from smc.models.parallel import Shard
 from smc.models.source import Source
 from smc.runtime.config import EngineConfig
+from smc.runtime.messages import SIDES
 from smc.runtime.sides import DraftSide, TargetSide
 from smc.runtime.worker import ModelWorker
 from smc.stops import TokenBytes
@@ -119,7 +120,9 @@ def agree_on_pages(spec: RankSpec, model: Decoder) -> int:
     store, name, weight = spec.rendezvous.store(), spec.rendezvous.name(f"{spec.side}/pages"), model.embed.weight
     room = None
     if weight.device.type == "cuda":
-        room = pages_that_fit(KVPool.page_bytes(model.config, weight.dtype), weight.device) // (1 + spec.shares_gpu)
+        sides = SIDES if spec.shares_gpu else (spec.side,)
+        law_bytes = sum(spec.engine.law_bytes(side, spec.vocab_size) for side in sides)
+        room = pages_that_fit(KVPool.page_bytes(model.config, weight.dtype), weight.device, law_bytes) // len(sides)
         store.set(f"{name}/{spec.shard.rank}", str(room))
         room = min(int(store.get(f"{name}/{rank}")) for rank in range(spec.shard.degree))
     pages = spec.engine.pool_pages(spec.context, room)

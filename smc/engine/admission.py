@@ -75,6 +75,15 @@ def longest_answer(
     return max(1, bisect_left(range(1, room + 1), True, key=is_too_long))
 
 
+def sized_for(config: EngineConfig, params: SamplingParams, requests: int) -> EngineConfig:
+    """With slots, and room for the laws of chains, for so many such requests at once, and no more."""
+    from smc.engine.methods import decoding_of
+
+    rows = requests * params.rows
+    chains = rows if decoding_of(params).chained else 0
+    return replace(config, max_slots=rows * params.slots_per_row, max_chains=chains)
+
+
 def check_fits(request: Request, config: EngineConfig, capacity: dict[str, int], context: int, vocab_size: int) -> None:
     """Refuse what this engine could never run, whatever else is going on. Raises ValueError."""
     from smc.engine.methods import decoding_of
@@ -92,6 +101,13 @@ def check_fits(request: Request, config: EngineConfig, capacity: dict[str, int],
     if params.rows * params.slots_per_row > config.max_slots:
         each = ", and a guided one takes two for each" if params.guided else ""
         raise ValueError(f"particles={params.rows}; this engine has max_slots={config.max_slots}{each}")
+    if decoding_of(params).chained and params.rows > config.chains(vocab_size):
+        most = config.chains(vocab_size)
+        allowed = f"particles <= {most}, or verification='walk'" if most else "verification='walk'"
+        raise ValueError(
+            f"particles={params.rows} with verification='rejection'; this engine has room for the laws of {most} chains (max_chains); "
+            f"allowed: {allowed}"
+        )
     for side, pages in decoding_of(params).most_pages(config, params, size, negative=request.negative_size).items():
         if pages > capacity[side]:
             raise ValueError(

@@ -3,7 +3,7 @@
 A particle's companion is in a slot of its own, of which only the head and what is held at the target count. In a round every page that the
 particle is given at the target has one for the companion beside it, so the particle's lineage says what becomes of either.
 
-Axes: A places of a batch, G groups, W pages of a place, T pages.
+Axes: A places of a batch, G groups, H guided ones, U companions of a batch, W pages of a place, T pages.
 """
 
 from __future__ import annotations
@@ -23,26 +23,28 @@ Pages = dict[str, np.ndarray]
 def companions_of(
     population: Population, pages: list[Pages], places: int, shared_G: np.ndarray, slots: Slots, dummy: int
 ) -> Companions[np.ndarray] | None:
-    """Of the guided groups of a round, padded to `places`; None: there are none. `shared`: of the groups themselves; `dummy`: the slot of
-    places without a companion."""
+    """Of the guided groups of a round of so many places; None: there are none. `shared`: of the groups themselves; `dummy`: the slot of
+    padding."""
     groups, group_A = population.groups, population.group_A
     guided_G = np.array([g.params.guided for g in groups])
     if not guided_G.any():
         return None
-    shift_G = np.where(guided_G, [g.negative_size - g.prompt_size for g in groups], 0)
-    slot_A = slots.companion_S[population.slot_A].astype(np.int64)
-    is_guided_A = guided_G[group_A]
-    theirs_AW = np.concatenate([given[COMPANION] for given in pages if COMPANION in given]).reshape(is_guided_A.sum(), -1)
-    pages_AW = np.zeros((len(group_A), theirs_AW.shape[1]), dtype=np.int32)
-    pages_AW[is_guided_A] = theirs_AW
-    scale_G = np.array([g.params.guidance_scale for g in groups], dtype=np.float32)
+    is_guided_A, shift_G = guided_G[group_A], np.array([g.negative_size - g.prompt_size for g in groups])
+    place_U, size_H = np.flatnonzero(is_guided_A), population.size_G[guided_G]
+    count, scale_G = len(place_U), np.array([g.params.guidance_scale for g in groups], dtype=np.float32)
+    # Few sizes: a round pays for at most twice what is guided, and never for more than all of it.
+    most = min(1 << (count - 1).bit_length(), places)
     return Companions(
-        slot_A=padded(np.where(slot_A < 0, dummy, slot_A), places, dummy),
-        shift_A=padded(shift_G[group_A], places, 0),
         scale_A=padded(scale_G[group_A], places, 1.0),
-        size_G=padded(np.where(guided_G, population.size_G, 0).astype(np.int32), places, 0),
-        shared_G=padded((shared_G + shift_G).astype(np.int32), places, 0),
-        pages_AW=padded(pages_AW, places, 0),
+        of_A=padded(np.where(is_guided_A, np.cumsum(is_guided_A) - 1, 0), places, 0),
+        place_U=padded(place_U, most, 0),
+        slot_U=padded(slots.companion_S[population.slot_A[place_U]].astype(np.int64), most, dummy),
+        shift_U=padded(shift_G[group_A[place_U]], most, 0),
+        group_U=padded(np.repeat(np.arange(len(size_H)), size_H), most, most - 1),
+        first_U=padded((np.cumsum(size_H) - size_H).astype(np.int32), most, 0),
+        size_U=padded(size_H.astype(np.int32), most, 0),
+        shared_U=padded((shared_G + shift_G)[guided_G].astype(np.int32), most, 0),
+        pages_UW=padded(np.concatenate([given[COMPANION] for given in pages if COMPANION in given]).reshape(count, -1), most, 0),
     )
 
 

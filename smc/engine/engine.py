@@ -73,7 +73,7 @@ class Engine:
         self.workers, self.pair = workers, pair
         self.costs: Costs | None = None
         """What its devices take; None: not timed."""
-        self.slots = Slots(config.max_slots, context + config.block + 1)
+        self.slots = Slots(config.max_slots, context + config.block + 1, config.chains(tokenizer.size))
         self.memory = Memory(pages, prefix_cache=config.prefix_cache)
         self.expectation = Expectation(config, self.slots, self.memory)
         self.starts = Starts(self.expectation, workers, pair, TokenBytes.of(tokenizer))
@@ -303,6 +303,7 @@ class Engine:
         assert self.idle and not self._queue.pages and not self._admitted, "requests are still waiting or running"
         assert not any(self.memory.expected.values()), f"pages still expected: {self.memory.expected}"
         assert self.slots.num_free == self.config.max_slots, "slots still claimed"
+        assert self.slots.num_free_chains == self.slots.chains, "places for laws still claimed"
         assert not self.starts.stops.used, "stop machines still claimed"
         self.memory.check()
         assert not any(leaked := self.memory.leaked().values()), f"KV pages held although nothing runs: {leaked}"

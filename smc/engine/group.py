@@ -212,6 +212,11 @@ class Group:
         """Slots that its rows take, with those of companions."""
         return self.rows * self.params.slots_per_row
 
+    @property
+    def chains_needed(self) -> int:
+        """Rows whose laws are kept."""
+        return self.rows if self.decoding.chained else 0
+
 
 @dataclass
 class Tally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,7 +59,7 @@ def local_engine(pair: ModelPair, config: EngineConfig | None = None, **engine_o
     """An engine over `pair`; `engine_options` are passed on to Engine."""
     config = config or EngineConfig()
     context = config.context(pair.max_context)
-    pages = config.pool_pages(context, _room(pair))
+    pages = config.pool_pages(context, _room(pair, config))
     workers = {
         side: ModelWorker(
             side,
@@ -75,13 +76,17 @@ def local_engine(pair: ModelPair, config: EngineConfig | None = None, **engine_o
     return Engine(config, workers, pair.tokenizer, pair=rounds, pages=dict.fromkeys(SIDES, pages), context=context, **engine_options)
 
 
-def _room(pair: ModelPair) -> int | None:
+def _room(pair: ModelPair, config: EngineConfig) -> int | None:
     """Pages that both pools have memory for; None on a CPU."""
-    bytes_on: dict[torch.device, int] = {}
-    for model in (pair.draft, pair.target):
+    page_bytes: Counter[torch.device] = Counter()
+    law_bytes: Counter[torch.device] = Counter()
+    for side in SIDES:
+        model = getattr(pair, side)
         weight = model.embed.weight
-        bytes_on[weight.device] = bytes_on.get(weight.device, 0) + KVPool.page_bytes(model.config, weight.dtype)
-    return min((pages_that_fit(size, device) for device, size in bytes_on.items() if device.type == "cuda"), default=None)
+        page_bytes[weight.device] += KVPool.page_bytes(model.config, weight.dtype)
+        law_bytes[weight.device] += config.law_bytes(side, pair.tokenizer.size)
+    gpus = (device for device in page_bytes if device.type == "cuda")
+    return min((pages_that_fit(page_bytes[device], device, law_bytes[device]) for device in gpus), default=None)
 
 
 def parts_for(device: torch.device) -> Parts:

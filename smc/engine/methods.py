@@ -53,6 +53,11 @@ class Decoding(ABC):
     """Only what the target has drawn itself is part of the answer: what particles agree on may still be taken back."""
 
     @property
+    def chained(self) -> bool:
+        """Rows are chains, whose laws are kept."""
+        return self.kind is Kind.CHAINS
+
+    @property
     def competes(self) -> bool:
         """Rows are dealt out among all of a group, so that a place may be without one: it then repeats another, and has no weight."""
         return self.kind is not Kind.INDEPENDENT

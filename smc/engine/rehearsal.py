@@ -92,6 +92,7 @@ def empty_plan(
         threshold_G=np.zeros(places),
         kind_G=whole,
         chain_C=wide[:0],
+        law_C=wide[:0],
         scheme_G=whole,
         target_pages_AQ=np.zeros((places, shape.target), dtype=np.int32),
         begin_pages_AP=np.zeros((places, shape.begin), dtype=np.int32),

@@ -153,8 +153,10 @@ class Rounds:
         kind_G = np.array([g.decoding.kind for g in groups], dtype=np.int32)
         kinds = frozenset(g.decoding.kind for g in groups)
         chain_C = np.flatnonzero(kind_G[population.group_A] == Kind.CHAINS)
+        law_C = self.slots.law_S[population.slot_A[chain_C]].astype(np.int64)
         if len(chain_C):
-            chain_C = padded(chain_C, bucket(len(chain_C)), chain_C[0])
+            chains = min(bucket(len(chain_C)), self.slots.chains)
+            chain_C, law_C = (padded(values_C, chains, values_C[0]) for values_C in (chain_C, law_C))
         return RoundPlan(
             program=self.decoding.program,
             short=bool(columns <= SHORT),
@@ -176,6 +178,7 @@ class Rounds:
             threshold_G=padded(population.per_group([p.ess_threshold for p in params], np.float64), places, 0.0),
             kind_G=padded(kind_G, places, int(Kind.INDEPENDENT)),
             chain_C=chain_C,
+            law_C=law_C,
             scheme_G=padded(population.scheme_G, places, 0),
             target_pages_AQ=padded(own["target"] if shape.target else np.zeros((total, 0), np.int32), places, 0),
             begin_pages_AP=padded(begun[:, : shape.begin], places, 0),

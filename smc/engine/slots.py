@@ -19,9 +19,9 @@ from smc.runtime.messages import SIDES
 
 
 class Slots:
-    """`count` slots for answers of up to `width` tokens."""
+    """`count` slots for answers of up to `width` tokens, and places for the laws of so many `chains`."""
 
-    def __init__(self, count: int, width: int) -> None:
+    def __init__(self, count: int, width: int, chains: int = 0) -> None:
         self.tokens_SL = np.zeros((count, width), dtype=np.int32)
         self.logp_SL = np.full((count, width), np.nan, dtype=np.float32)
         """Log-probability of every token under the target law, NaN where not known yet; kept up only for requests that ask."""
@@ -40,18 +40,29 @@ class Slots:
         """Positions that a model has keys and values of, the prompt's included."""
         self.companion_S = np.full(count, -1, dtype=np.int32)
         """Slot of the particle's companion; -1: it has none."""
-        self._free = list(range(count - 1, -1, -1))
+        self.law_S = np.full(count, -1, dtype=np.int32)
+        """Where the draft keeps the laws of the particle, which is a chain; -1: it is none."""
+        self.chains = chains
+        self._free, self._free_laws = list(range(count - 1, -1, -1)), list(range(chains - 1, -1, -1))
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
-    def claim(self, count: int, guided: bool = False) -> np.ndarray:
-        """Slots for `count` particles of one request, int32; of a `guided` one with as many for companions. The caller has checked that
-        there are enough."""
+    @property
+    def num_free_chains(self) -> int:
+        """Places for laws."""
+        return len(self._free_laws)
+
+    def claim(self, count: int, guided: bool = False, *, chained: bool = False) -> np.ndarray:
+        """Slots for `count` particles of one request, int32; of a `guided` one with as many for companions, of a `chained` one with places
+        for laws. The caller has checked that there are enough."""
         slots = self._claim(count)
         if guided:
             self.companion_S[slots] = self._claim(count)
+        if chained:
+            assert count <= len(self._free_laws), "more chains than there are places for their laws"
+            self.law_S[slots] = [self._free_laws.pop() for _ in range(count)]
         return slots
 
     def _claim(self, count: int) -> np.ndarray:
@@ -63,9 +74,16 @@ class Slots:
         return slots
 
     def give_back(self, slots: np.ndarray) -> None:
+        self.leave_laws(slots)
         companions = self.companions(slots)
         self.companion_S[slots] = -1
         self._free.extend([*companions.tolist(), *slots.tolist()])
+
+    def leave_laws(self, slots_X: np.ndarray) -> None:
+        """The particles of these slots are chains no longer."""
+        law_X = self.law_S[slots_X]
+        self._free_laws.extend(law_X[law_X >= 0].tolist())
+        self.law_S[slots_X] = -1
 
     def companions(self, slots_X: np.ndarray) -> np.ndarray:
         """Slots of the companions that particles have: one for each of a guided request, none of another."""

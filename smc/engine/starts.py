@@ -56,7 +56,7 @@ class Starts:
         if group.saved is None:
             group.particles = np.arange(group.rows)
             group.count = len(group.particles)
-        group.slots = self.slots.claim(len(group.particles), group.params.guided)
+        group.slots = self.slots.claim(len(group.particles), group.params.guided, chained=group.decoding.chained)
         self._expectation.expect(group)
         group.phase = Phase.PREFILL
         self._starts.append(Start(group, rows))
@@ -67,7 +67,8 @@ class Starts:
         return group.slots_needed > self.slots.num_free and self._has_room(group)
 
     def _has_room(self, group: Group) -> bool:
-        return self.memory.admits(self._expectation.of(group)) and self.prefixes.has_room(group)
+        has_laws = group.chains_needed <= self.slots.num_free_chains
+        return has_laws and self.memory.admits(self._expectation.of(group)) and self.prefixes.has_room(group)
 
     def ask(self, beside: bool) -> None:
         """Ask for a chunk of what is to be run on each side. `beside`: groups are in rounds."""
@@ -163,6 +164,8 @@ class Starts:
         new = {side: pages for side, pages in expected.items() if side not in group.decoding.sides}
         if (rows - len(group.slots)) * group.params.slots_per_row > self.slots.num_free or not self.memory.admits(new):
             return False
+        if decoding.chained and rows > self.slots.num_free_chains:
+            return False
         carried = self.prefixes.carry(group, decoding, rows, record)
         if carried is None:
             return False
@@ -170,7 +173,7 @@ class Starts:
         group.saved = record
         group.decode_by(decoding, rows)
         group.needs = {lane: len(of_lane[0].tokens_L) for lane, of_lane in carried.items()}
-        group.slots = self.slots.claim(rows, group.params.guided)
+        group.slots = self.slots.claim(rows, group.params.guided, chained=decoding.chained)
         group.phase = Phase.PREFILL
         self._expectation.expect(group)
         self._starts.append(Start(group, carried))
@@ -183,6 +186,7 @@ class Starts:
         group.decode_by(alone)
         self.slots.give_back(group.slots[group.count :])
         group.slots = group.slots[: group.count]
+        self.slots.leave_laws(group.slots)
         self._expectation.expect(group)
 
     def _start_of(self, group: Group) -> Start | None:

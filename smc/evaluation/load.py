@@ -10,6 +10,7 @@ import torch
 
 from smc.demo import MAX_ANSWER
 from smc.demo.problems import generate
+from smc.engine.admission import sized_for
 from smc.engine.engine import Engine
 from smc.engine.memory import pool_for
 from smc.engine.methods import decoding_of
@@ -144,9 +145,9 @@ def fitted(config: EngineConfig, asked: list[Request], requests: int) -> EngineC
     most = max(request.params.max_tokens or 0 for request in asked)
     # All at once, so that they start together; long ones in pieces, so that what a layer makes of them stays small.
     chunk = requests * longest if longest <= LONG_PROMPT else 512
-    rows = requests * asked[0].params.rows
     context = longest + most
-    return replace(config, max_slots=rows, max_context=context, pages=pool_for(pages), prefill_chunk=chunk)
+    sized = sized_for(config, asked[0].params, requests)
+    return replace(sized, max_context=context, pages=pool_for(pages), prefill_chunk=chunk)
 
 
 def _submit(engine: Engine, asked: Sequence[Request], number: int) -> str:

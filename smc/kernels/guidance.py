@@ -1,7 +1,7 @@
 """What guidance adds to a round, a launch each: logits of rows and of their companions become guided ones, and companions' pages follow a
 choice. The references: `smc.runtime.sampling.Sampling.guide`, `smc.runtime.tables.reroot`.
 
-Axes: T tokens, V columns, A places, S slots, L positions, B pages of a tail.
+Axes: T tokens, X those of companions, V columns, A places, S slots, L positions, B pages of a tail.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from torch import Tensor
 from smc.kernels.tables import CHUNK, move
 
 
-def guide(own_TV: Tensor, companion_TV: Tensor, scale_T: Tensor, block: int = 4096) -> Tensor:
-    """l_u + s (l_c - l_u) [T, V], float32: l_c a row's own logits, l_u its companion's, both of one type and at any stride of rows. At
-    scale 1 the row's own, whatever its companion's are."""
+def guide(own_TV: Tensor, companion_XV: Tensor, of_T: Tensor, scale_T: Tensor, block: int = 4096) -> Tensor:
+    """l_u + s (l_c - l_u) [T, V], float32: l_c a row's own logits, l_u its companion's, the `of`-th, both of one type and at any stride of
+    rows. At scale 1 the row's own, and no companion's is read."""
     tokens, width = own_TV.shape
-    assert own_TV.shape == companion_TV.shape and own_TV.stride(1) == companion_TV.stride(1) == 1
+    assert width == companion_XV.shape[1] and own_TV.stride(1) == companion_XV.stride(1) == 1
     out_TV = torch.empty(tokens, width, dtype=torch.float32, device=own_TV.device)
     block = min(block, triton.next_power_of_2(width))
     # Tokens first: a grid's second axis ends at 65,535.
     _guide[(tokens, triton.cdiv(width, block))](
-        own_TV, own_TV.stride(0), companion_TV, companion_TV.stride(0), scale_T.contiguous(), out_TV, width, BLOCK=block,
+        own_TV, own_TV.stride(0), companion_XV, companion_XV.stride(0), of_T.contiguous(), scale_T.contiguous(), out_TV, width, BLOCK=block,
         # The reference rounds a product before it adds to it.
         enable_fp_fusion=False, num_warps=4,
     )  # fmt: skip
@@ -40,11 +40,11 @@ def reroot(table_SL: Tensor, slot_A: Tensor, source_A: Tensor, base_A: Tensor, e
 
 
 @triton.jit
-def _guide(own_TV, own_stride, companion_TV, companion_stride, scale_T, out_TV, width, BLOCK: tl.constexpr):
+def _guide(own_TV, own_stride, companion_XV, companion_stride, of_T, scale_T, out_TV, width, BLOCK: tl.constexpr):
     token, v = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    scale, inside = tl.load(scale_T + token), v < width
+    scale, inside, beside = tl.load(scale_T + token), v < width, tl.load(of_T + token).to(tl.int64)
     own_V = tl.load(own_TV + token * own_stride + v, mask=inside, other=0.0).to(tl.float32)
-    theirs_V = tl.load(companion_TV + token * companion_stride + v, mask=inside, other=0.0).to(tl.float32)
+    theirs_V = tl.load(companion_XV + beside * companion_stride + v, mask=v < tl.where(scale == 1, 0, width), other=0.0).to(tl.float32)
     guided_V = theirs_V + scale * (own_V - theirs_V)
     tl.store(out_TV + token * width + v, tl.where(scale == 1, own_V, guided_V), mask=inside)
 

@@ -24,20 +24,21 @@ NOTHING = tl.constexpr(-1)
 
 
 def write_law(
-    logits_RV: Tensor, vocab: int, temperature_R: Tensor, cut: Cut | None = None, block: int | None = None, warps: int = 8
-) -> Tensor:
-    """log softmax(logits / temperature) after `cut`, float32 [R, vocab]. Temperature 0 is greedy. A row with NaN gives NaN alone."""
-    rows, block = len(temperature_R), block or min(8192, triton.next_power_of_2(vocab))
+    logits_RV: Tensor, law_RV: Tensor, temperature_R: Tensor, cut: Cut | None = None, block: int | None = None, warps: int = 8
+) -> None:
+    """Write log softmax(logits / temperature) after `cut` to `law`, float32 [R, vocab] at any stride of rows. Temperature 0 is greedy. A
+    row with NaN gives NaN alone."""
+    rows, vocab = law_RV.shape
+    block = block or min(8192, triton.next_power_of_2(vocab))
     splits = triton.cdiv(vocab, block)
+    assert law_RV.dtype == torch.float32 and law_RV.stride(1) == 1
     require_rows(logits_RV, vocab)
     sums_2RS = logits_RV.new_empty((2, rows, splits), dtype=torch.float32)
     top_RS = logits_RV.new_empty((rows, splits), dtype=torch.int32)
-    law_RV = logits_RV.new_empty((rows, vocab), dtype=torch.float32)
     law = (logits_RV, logits_RV.stride(0), temperature_R, *cut_arguments(cut, temperature_R))
     options = {"CUT": cut is not None, "BLOCK": block, "num_warps": warps}
     sum_block[(splits, rows)](*law, vocab, *sums_2RS, top_RS, **options)
-    _write_law[(splits, rows)](*law, vocab, *sums_2RS, top_RS, law_RV, SPLITS=triton.next_power_of_2(splits), **options)
-    return law_RV
+    _write_law[(splits, rows)](*law, vocab, *sums_2RS, top_RS, law_RV, law_RV.stride(0), SPLITS=triton.next_power_of_2(splits), **options)
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def say(
 
 @triton.jit
 def _write_law(
-    logits, stride, temperature_R, key_R, last_R, drop_R, vocab, max_RS, sum_RS, top_RS, law_RV,
+    logits, stride, temperature_R, key_R, last_R, drop_R, vocab, max_RS, sum_RS, top_RS, law_RV, law_stride,
     SPLITS: tl.constexpr, CUT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, splits = tl.program_id(1), tl.num_programs(0)
@@ -96,7 +97,7 @@ def _write_law(
     lse = top + log_sum
     # lse - lse is 0, or NaN where the row has no law.
     logp = tl.where(greedy, tl.where(column == best, 0.0, -float("inf")), (logit - top) - log_sum) + (lse - lse)
-    tl.store(law_RV + row.to(tl.int64) * vocab + column, logp, mask=column < vocab)
+    tl.store(law_RV + row.to(tl.int64) * law_stride + column, logp, mask=column < vocab)
 
 
 @triton.jit

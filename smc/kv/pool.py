@@ -6,14 +6,14 @@ import torch
 
 from smc.models.config import ModelConfig
 
-RESERVED_BYTES = 6 << 30
+RESERVED_BYTES = 5 << 30
 """Of a GPU, for activations and recorded rounds."""
 
 
-def pages_that_fit(page_bytes: int, device: torch.device) -> int:
-    """Pages of so many bytes that a GPU has memory for, besides what is taken already."""
+def pages_that_fit(page_bytes: int, device: torch.device, law_bytes: int = 0) -> int:
+    """Pages of so many bytes that a GPU has memory for, besides what is taken already and what laws of chains are going to take."""
     free, _ = torch.cuda.mem_get_info(device)
-    return max(0, free - RESERVED_BYTES) // page_bytes
+    return max(0, free - RESERVED_BYTES - law_bytes) // page_bytes
 
 
 class KVPool:

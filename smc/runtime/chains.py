@@ -72,8 +72,6 @@ class Drawn:
     """int64 row of the step before."""
     token_X: Tensor
     logq_X: Tensor
-    law_YV: Tensor | None
-    """Log-law that the tokens were drawn from; None: they are guesses."""
 
 
 Verify = Callable[[RoundPlan, Asked, Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -21,8 +21,8 @@ class Channel(Protocol):
         """It must stay as it is until `settle`."""
         ...
 
-    def receive(self, key: tuple, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """What the other side sent by this name; in rounds of one key always the same tensor."""
+    def receive(self, key: tuple, name: str, shape: tuple[int, ...], dtype: torch.dtype, into: Tensor | None = None) -> Tensor:
+        """What the other side sent by this name: `into` this tensor, or by default one that is always the same in rounds of one key."""
         ...
 
     def share(self, tensor: Tensor) -> Tensor:
@@ -55,11 +55,11 @@ class LocalChannel:
         self._sent[name] = (tensor, self._stages.event())
         self._kept.append(tensor)
 
-    def receive(self, key: tuple, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def receive(self, key: tuple, name: str, shape: tuple[int, ...], dtype: torch.dtype, into: Tensor | None = None) -> Tensor:
         tensor, there = self._other._sent.pop(name)
         assert tensor.shape == shape and tensor.dtype == dtype, f"{name}: {tensor.shape} {tensor.dtype} was sent, {shape} {dtype} expected"
         self._stages.wait(there)
-        here = self._stages.copy_of(key, name, tensor)
+        here = self._stages.copy_of(key, name, tensor) if into is None else into.copy_(tensor, non_blocking=True)
         self._other._received = self._stages.event()
         return here
 

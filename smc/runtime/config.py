@@ -12,8 +12,11 @@ MOST_PAGES = 1 << 23
 """Of a pool: the scheduler keeps a few bytes for each."""
 MAX_STOPS = 64
 """Different sets of stop tokens and strings of requests that run side by side."""
+FLOAT_BYTES = 4
 MAX_PREFILL_SHARE = 100.0
 """By which prompts may lengthen rounds."""
+LAW_BYTES = 1 << 30
+"""Of a model's device, for laws of chains, if nobody says how many chains there may be."""
 GPU_PREFILL = {"prefill_chunk": 4096, "prefill_share": 0.5}
 """Settings where models are on GPUs, unless others are asked for: products as long as they are worth, and rounds half as long again."""
 
@@ -50,6 +53,9 @@ class EngineConfig:
     drafting: str = "costs"
     """What is drafted for exact decoding, whose answers do not depend on it. `costs`: as much as pays, down to nothing, where a service has
     timed its models; `always`: trees as large as requests ask for."""
+    max_chains: int | None = None
+    """Chains of all running requests together that are decoded by rejection (smc/runtime/chains.py): each takes memory for whole laws over
+    the vocabulary, which is set aside. 0: no such requests. Default: as many as take 1 GiB at either model; never more than slots."""
     defensive_share: float = 0.05
     """Share of the untruncated law in the proposal of a truncated request (smc/laws.py)."""
 
@@ -72,7 +78,7 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or not low <= value <= high:
                 raise ValueError(f"{name}={value!r}; allowed: {low}..{high}")
-        for name, low in (("max_context", 2), ("pages", 2), ("max_queue", 1), ("max_queue_pages", 1)):
+        for name, low in (("max_context", 2), ("pages", 2), ("max_queue", 1), ("max_queue_pages", 1), ("max_chains", 0)):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < low):
                 raise ValueError(f"{name}={value!r}; allowed: >= {low}")
@@ -92,6 +98,26 @@ class EngineConfig:
                 "allowed: a shorter max_context, or more GPUs to a model"
             )
         return min(room, 2 * self.max_slots * least, MOST_PAGES)
+
+    def chains(self, vocab: int) -> int:
+        """`max_chains`, or the default for a vocabulary of so many tokens."""
+        most = self.max_chains
+        if most is None:
+            most = LAW_BYTES // (FLOAT_BYTES * vocab * max(map(self.laws, ("draft", "target"))))
+        return min(most, self.max_slots)
+
+    def laws(self, side: str) -> int:
+        """Laws over the vocabulary that a chain takes on a side. At the target: those that its tokens were drawn from, and the target's own
+        after each token. At the draft: those of what is drafted; in look-ahead of F rows, and twice those of the chain in flight:
+        kept, and on their way."""
+        drawn = self.target_tokens - 1
+        if side == "target":
+            return drawn + self.target_tokens
+        return drawn * (self.branches + 2) if self.lookahead else drawn
+
+    def law_bytes(self, side: str, vocab: int) -> int:
+        """Memory for all of these."""
+        return self.chains(vocab) * self.laws(side) * vocab * FLOAT_BYTES
 
     def width(self, context: int) -> int:
         """Positions of a block table: a block may run past the longest answer, for the sake of a static shape."""

@@ -47,21 +47,19 @@ class Drafter:
     mixture: float
     """Share of the untruncated law in the proposal."""
     purpose: Purpose = Purpose.PROPOSAL
+    laws_YLV: Tensor | None = None
+    """Room for the log-laws that tokens of chains are drawn from: L = K, or where the first is a guess K - 1. None: it has none."""
 
-    def draft(self, plan: RoundPlan, law: LawSpec) -> tuple[Drafted, Tree, Tensor | None]:
-        """Run the pending tokens of every particle, then extend rows by K tokens. Last of all what the tokens of chains were drawn from,
-        log-laws [Y, L, V], L = K, or where the first is a guess K - 1; None: there are no chains."""
+    def draft(self, plan: RoundPlan, law: LawSpec) -> tuple[Drafted, Tree]:
+        """Run the pending tokens of every particle, then extend rows by K tokens. The laws of chains are written to the room for them."""
         begun = self.steps.begin(self.state, plan, law, self.shape)
         logits_SV = self.run(plan, begun.tokens_AP.flatten(), begun.rows, begun.last_A if begun.rows.queries > 1 else None)
         dealt = deal(plan, begun.tree.alive_X) if Kind.CHAINS in plan.kinds else None
-        tree, law_YV = self._extend(plan, begun.first, logits_SV, begun.tree, 0, dealt)
-        laws = [law_YV]
+        tree = self._extend(plan, begun.first, logits_SV, begun.tree, 0, dealt)
         for step in range(1, self.shape.block):
             logits_SV = self._run(plan, begun.later, tree)
-            tree, law_YV = self._extend(plan, begun.later, logits_SV, tree, step, dealt)
-            laws.append(law_YV)
-        laws = [law_YV for law_YV in laws if law_YV is not None]
-        return self.steps.pack(self.state, plan, tree), tree, torch.stack(laws, 1) if laws else None
+            tree = self._extend(plan, begun.later, logits_SV, tree, step, dealt)
+        return self.steps.pack(self.state, plan, tree), tree
 
     def follow(self, plan: RoundPlan, tree: Tree, choice: Choice) -> Lineage:
         """Let the chosen rows be the particles."""
@@ -89,11 +87,8 @@ class Drafter:
         )
         return self.run(plan, tree.last_X, rows)
 
-    def _extend(
-        self, plan: RoundPlan, offering: Offering, logits_SV: Tensor, tree: Tree, step: int, dealt: Deal | None
-    ) -> tuple[Tree, Tensor | None]:
-        """Every row continues one of those before it with a token: at the first step a particle, later a row. With the log-law that chains
-        have drawn from [Y, V], if they have."""
+    def _extend(self, plan: RoundPlan, offering: Offering, logits_SV: Tensor, tree: Tree, step: int, dealt: Deal | None) -> Tree:
+        """Every row continues one of those before it with a token: at the first step a particle, later a row."""
         if plan.biased:
             slot_S = plan.slot_A if tree.run_4X is None else tree.run_4X[0]
             logits_SV = self.add_biases(self.biases, self.state.lives, logits_SV.float(), slot_S, tree.next_X, plan.biased)
@@ -106,21 +101,22 @@ class Drafter:
         if dealt is not None:
             chains = self._drawn(plan, offering, logits_SV, tree, step, dealt)
         more = Continuation(offers, chosen, own, chains)
-        tree = self.adopt(tree, more, plan, self.state, step=step, branches=plan.branches)
-        return tree, None if chains is None else chains.law_YV
+        return self.adopt(tree, more, plan, self.state, step=step, branches=plan.branches)
 
     def _drawn(self, plan: RoundPlan, offering: Offering, logits_SV: Tensor, tree: Tree, step: int, dealt: Deal) -> Drawn:
         """Chains draw their next tokens, or guess."""
         begins, branches = step == 0, plan.branches
         at_Y = dealt.source_Y if begins else dealt.row_Y
-        logits_YV, law_YV = logits_SV[at_Y], None
+        logits_YV = logits_SV[at_Y]
         if begins and self.shape.guesses:
             token_Y = self.sampling.likeliest(logits_YV, branches).gather(1, dealt.guess_Y[:, None])[:, 0]
             logq_Y = torch.zeros_like(token_Y, dtype=torch.float32)
         else:
             seed_Y, rank_Y1 = offering.seed_S[at_Y], dealt.rank_Y[:, None]
             keys = DrawKeys(seed_Y, torch.zeros_like(seed_Y), rank_Y1, tree.next_X[at_Y], self.purpose)
-            token_Y, logq_Y, law_YV = self.sampling.propose_by(logits_YV, offering.law.take(at_Y), keys)
+            assert self.laws_YLV is not None
+            law_YV = self.laws_YLV[: len(at_Y), step - self.shape.guesses]
+            token_Y, logq_Y = self.sampling.propose_by(logits_YV, offering.law.take(at_Y), keys, law_YV)
         row_X = torch.arange(len(plan.slot_A) * branches, device=at_Y.device)
         none_X = torch.zeros_like(row_X)
         parent_X = row_X // branches if begins else row_X
@@ -128,7 +124,6 @@ class Drafter:
             parent_X=dealt.spread(at_Y, parent_X),
             token_X=dealt.spread(token_Y, none_X),
             logq_X=dealt.spread(logq_Y, none_X.float()),
-            law_YV=law_YV,
         )
 
     def _expanded(self, plan: RoundPlan, offering: Offering, logits_SV: Tensor, tree: Tree, step: int) -> tuple[Offers, Expansion]:

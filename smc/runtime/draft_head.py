@@ -48,14 +48,15 @@ class HeadSampling:
         """As `Sampling.propose`."""
         return self._spread(*self._columns.propose(logits_RM, law, mixture, keys), keys)
 
-    def propose_by(self, logits_RM: Tensor, law: LawSpec, keys: DrawKeys) -> tuple[Tensor, Tensor, Tensor]:
+    def propose_by(self, logits_RM: Tensor, law: LawSpec, keys: DrawKeys, law_RV: Tensor) -> tuple[Tensor, Tensor]:
         """As `Sampling.propose_by`."""
-        column_R, logq_R, logq_RM = self._columns.propose_by(logits_RM, law, keys)
+        logq_RM = torch.empty(len(logits_RM), len(self.ids_M), device=logits_RM.device)
+        column_R, logq_R = self._columns.propose_by(logits_RM, law, keys, logq_RM)
         token_R1, logq_R1 = self._spread(column_R[:, None], logq_R[:, None], keys)
         # A law that is NaN anywhere is NaN: nobody may take the rest of it for a law.
         each_R1 = torch.where(logq_RM.isnan().any(-1, keepdim=True), torch.nan, self.log_each)
-        law_RV = each_R1.repeat(1, len(self.ids_M) + len(self.others_U))
-        return token_R1[:, 0], logq_R1[:, 0], law_RV.index_copy(1, self.ids_M, logq_RM + self.log_inside)
+        law_RV.copy_(each_R1.expand_as(law_RV)).index_copy_(1, self.ids_M, logq_RM + self.log_inside)
+        return token_R1[:, 0], logq_R1[:, 0]
 
     def likeliest(self, logits_RM: Tensor, count: int) -> Tensor:
         """As `Sampling.likeliest`."""

@@ -45,12 +45,13 @@ class KernelSampling(Sampling):
         token_RD, logq_RD, _ = self._draw(logits_RV, law.temperature_R, keys, self._cut(logits_RV, law, mixture))
         return token_RD, logq_RD
 
-    def propose_by(self, logits_RV: Tensor, law: LawSpec, keys: DrawKeys) -> tuple[Tensor, Tensor, Tensor]:
+    def propose_by(self, logits_RV: Tensor, law: LawSpec, keys: DrawKeys, law_RV: Tensor) -> tuple[Tensor, Tensor]:
         token_R1, logq_R1, _ = self._draw(logits_RV, law.temperature_R, keys, self._cut(logits_RV, law))
-        return token_R1[:, 0], logq_R1[:, 0], self.law(logits_RV, law)
+        self.write_law(logits_RV, law, law_RV)
+        return token_R1[:, 0], logq_R1[:, 0]
 
-    def law(self, logits_RV: Tensor, law: LawSpec) -> Tensor:
-        return write_law(logits_RV, self.vocab, law.temperature_R, self._cut(logits_RV, law))
+    def write_law(self, logits_RV: Tensor, law: LawSpec, law_RV: Tensor) -> None:
+        write_law(logits_RV, law_RV, law.temperature_R, self._cut(logits_RV, law))
 
     def offer(self, logits_RV: Tensor, law: LawSpec, mixture: float, keys: DrawKeys, has_rest: bool = True) -> Offers:
         return self._offer(logits_RV, law.temperature_R, keys, self._cut(logits_RV, law, mixture), has_rest)
@@ -83,8 +84,8 @@ class KernelSampling(Sampling):
         log_z_R = torch.where(law.alpha_R == 1, 0.0, law.alpha_R * logp_RD[:, 0] - powered_RD[:, 0])
         return token_RD, logp_RD, log_z_R + lse_R * 0.0
 
-    def guide(self, own_TV: Tensor, companion_TV: Tensor, scale_T: Tensor) -> Tensor:
-        return guide(own_TV, companion_TV, scale_T)
+    def guide(self, own_TV: Tensor, companion_XV: Tensor, of_T: Tensor, scale_T: Tensor) -> Tensor:
+        return guide(own_TV, companion_XV, of_T, scale_T)
 
     def _cut(self, logits_RV: Tensor, law: LawSpec, share: float = 0.0) -> Cut | None:
         processors = {"top_k": law.top_k_R, "top_p": law.top_p_R, "min_p": law.min_p_R}

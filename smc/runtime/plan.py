@@ -76,20 +76,29 @@ class Join:
 
 @dataclass(frozen=True)
 class Companions(Generic[Array]):
-    """Of a round with guided requests: the sequences that their places have besides, after the negative prompts. See
-    `smc.runtime.guidance`."""
+    """Of a round with guided requests: the U sequences that guided places have besides, after the negative prompts, group after group. See
+    `smc.runtime.guidance`. U is padded, and so is the number of their groups, to as many: a padding one is of the dummy slot, of place 0
+    and of the last group, which has none then."""
 
-    slot_A: Array
-    """int64 slot of which the block table is the companion's; the dummy where a place has none."""
-    shift_A: Array
-    """int64 positions by which the companion's sequence is longer than the place's; below 0, shorter."""
     scale_A: Array
     """float32 scale of guidance; 1: none."""
-    size_G: Array
-    """int32 places that have companions: all of a group, or 0."""
-    shared_G: Array
+    of_A: Array
+    """int64 which of the U is the place's; 0 where a place has none."""
+    place_U: Array
+    """int64 the place that it is of."""
+    slot_U: Array
+    """int64 slot of which the block table is the companion's."""
+    shift_U: Array
+    """int64 positions by which its sequence is longer than the place's; below 0, shorter."""
+    group_U: Array
+    """int64 which of their groups it belongs to."""
+    first_U: Array
+    """int32 first companion of each group."""
+    size_U: Array
+    """int32 companions of each group."""
+    shared_U: Array
     """int32 leading positions at which the companions of a group have the same tokens."""
-    pages_AW: Array
+    pages_UW: Array
     """int32 pages for the tokens that the target runs in the round."""
 
 
@@ -136,6 +145,8 @@ class RoundPlan:
     """int32 `smc.algorithm.expansion.Kind`: how the group is continued."""
     chain_C: np.ndarray | Tensor
     """int64 places of groups whose rows are chains, group after group; padded by repeating the first."""
+    law_C: np.ndarray | Tensor
+    """int64 where the draft keeps the laws of each."""
     scheme_G: np.ndarray | Tensor
     """int32 index of `smc.algorithm.resampling.SCHEME_NAMES`."""
     target_pages_AQ: np.ndarray | Tensor
@@ -178,7 +189,7 @@ class RoundPlan:
             self.biased,
             tuple(sorted(self.kinds)),
             *(tuple(sorted(law.active)) for law in (self.target_law, self.draft_law)),
-            self.companions is not None,
+            len(self.companions.place_U) if self.companions else 0,
         )
 
     def arrays(self) -> dict[str, np.ndarray]:

@@ -39,16 +39,16 @@ class Sampling:
         token_RD = self._race(logq_RV, keys)
         return token_RD, logq_RV.gather(-1, token_RD)
 
-    def propose_by(self, logits_RV: Tensor, law: LawSpec, keys: DrawKeys) -> tuple[Tensor, Tensor, Tensor]:
-        """A token (of any integer type) from the proposal without a mixture [R], its log q [R], and the log-law that it was drawn from
-        [R, V]; keys for one draw a row."""
-        logq_RV = self.law(logits_RV, law)
-        token_R1 = self._race(logq_RV, keys)
-        return token_R1[:, 0], logq_RV.gather(-1, token_R1)[:, 0], logq_RV
+    def propose_by(self, logits_RV: Tensor, law: LawSpec, keys: DrawKeys, law_RV: Tensor) -> tuple[Tensor, Tensor]:
+        """A token (of any integer type) from the proposal without a mixture [R], and its log q [R]; keys for one draw a row. The log-law
+        that it was drawn from is written to `law` [R, V]."""
+        self.write_law(logits_RV, law, law_RV)
+        token_R1 = self._race(law_RV, keys)
+        return token_R1[:, 0], law_RV.gather(-1, token_R1)[:, 0]
 
-    def law(self, logits_RV: Tensor, law: LawSpec) -> Tensor:
-        """The whole log-law, float32 [R, V]."""
-        return Laws(law, logits_RV.device).target(self._logits(logits_RV))
+    def write_law(self, logits_RV: Tensor, law: LawSpec, law_RV: Tensor) -> None:
+        """Write the whole log-law to `law`, float32 [R, V]."""
+        law_RV.copy_(Laws(law, logits_RV.device).target(self._logits(logits_RV)))
 
     def likeliest(self, logits_RV: Tensor, count: int) -> Tensor:
         """So many tokens of every row, int64 [R, count]; repeated where there are fewer."""
@@ -86,10 +86,10 @@ class Sampling:
         nan_R = powered_RV.amax(-1) * 0.0
         return token_RD, logp_RV.gather(-1, token_RD), nan_R if log_z_R is None else log_z_R + nan_R
 
-    def guide(self, own_TV: Tensor, companion_TV: Tensor, scale_T: Tensor) -> Tensor:
-        """Guided logits [T, V], float32: l_u + s (l_c - l_u), l_c a row's own and l_u its companion's. At scale 1 the row's own, whatever
-        its companion's are."""
-        own_TV, companion_TV, scale_T1 = own_TV.float(), companion_TV.float(), scale_T[:, None]
+    def guide(self, own_TV: Tensor, companion_XV: Tensor, of_T: Tensor, scale_T: Tensor) -> Tensor:
+        """Guided logits [T, V], float32: l_u + s (l_c - l_u), l_c a row's own and l_u its companion's, the `of`-th. At scale 1 the row's
+        own, whatever its companion's are."""
+        own_TV, companion_TV, scale_T1 = own_TV.float(), companion_XV[of_T].float(), scale_T[:, None]
         return torch.where(scale_T1 == 1, own_TV, companion_TV + scale_T1 * (own_TV - companion_TV))
 
     def _offers(self, log_law_RV: Tensor, keys: DrawKeys, has_rest: bool = True) -> Offers:

@@ -120,7 +120,7 @@ class Side:
     def _run_alone(self, plan: RoundPlan) -> RoundResult:
         drafter, state, slot_A = self._alone, self.state, plan.slot_A
         law = plan.draft_law if self.worker.name == "draft" else plan.target_law
-        _, tree, _ = drafter.draft(plan, law)
+        _, tree = drafter.draft(plan, law)
         place_A = torch.arange(len(slot_A), device=slot_A.device)
         zero_A, alive_A = torch.zeros_like(slot_A), state.alive_S[slot_A]
         choice = Choice.of(
@@ -176,10 +176,12 @@ class DraftSide(Side):
             self.state.biases.append(biases)
         shape = Shape(config.block, by_round=True, guesses=config.lookahead)
         law = {"run": Pass(self._forward, logits), "sampling": sampling, "biases": biases, "mixture": config.defensive_share}
-        self._drafter = Drafter(**self._drafts, shape=shape, **law)
-        self._round: tuple[RoundPlan, Tree, Tensor | None, tuple] | None = None
-        self._laws_SLV: Tensor | None = None
-        """In look-ahead, what the tokens of chains in flight were drawn from; from the first round that has chains on."""
+        # Made once, for as many chains as there may be. Nothing is read of them that has not been written.
+        chains, length, ahead = config.chains(worker.vocab_size), config.target_tokens - 1, config.lookahead
+        rooms = (chains * config.branches, *((chains, chains) if ahead else (0, 0)))
+        laws_YLV, self._kept_MLV, self._sent_CLV = (torch.empty(rows, length, worker.vocab_size, device=worker.device) for rows in rooms)
+        self._drafter = Drafter(**self._drafts, shape=shape, laws_YLV=laws_YLV, **law)
+        self._round: tuple[RoundPlan, Tree, tuple] | None = None
 
     def round(self, plan: RoundPlan) -> Reading:
         """Queue the draft's part of a round. What comes back of a round of the pair is its `Lineage`."""
@@ -195,40 +197,41 @@ class DraftSide(Side):
         with stages.working():
             self._channel.settle()
             here = self._load(plan)
-            if len(plan.chain_C) and self.config.lookahead and self.config.block > 1:
-                laws_SLV = self._kept_laws()
-                self._channel.send("laws", stages.run(key, "laws", lambda: laws_SLV[here.slot_A[here.chain_C]]))
+            chains, ahead = len(plan.chain_C), self.config.lookahead
+            if chains and ahead and self.config.block > 1:
+                stages.run(key, "laws", lambda: self._pick_laws(self._kept_MLV, here.law_C))
+                self._channel.send("laws", self._sent_CLV[:chains])
             began = stages.event()
-            drafted, tree, laws_YLV = stages.run(key, "draft", lambda: drafter.draft(here, here.draft_law))
+            drafted, tree = stages.run(key, "draft", lambda: drafter.draft(here, here.draft_law))
             ended = stages.event()
-            if len(plan.chain_C) and not self.config.lookahead:
-                self._channel.send("laws", laws_YLV)
+            if chains and not ahead:
+                self._channel.send("laws", drafter.laws_YLV[:chains])
             self._channel.send("rows", drafted.all_WX)
-        self._round = (here, tree, laws_YLV, (began, ended))
+        self._round = (here, tree, (began, ended))
 
     @torch.inference_mode()
     def follow(self) -> Reading:
         """Queue the rest of it: the chosen rows become the particles."""
-        plan, tree, laws_YLV, span = self._round
+        plan, tree, span = self._round
         with self.stages.working():
             choice = Choice(self._channel.receive(plan.key, "choice", (9, len(plan.slot_A)), torch.int64))
-            lineage = self.stages.run(plan.key, "follow", lambda: self._follow(plan, tree, laws_YLV, choice))
+            lineage = self.stages.run(plan.key, "follow", lambda: self._follow(plan, tree, choice))
             return self.stages.read(plan.key, lineage, {"draft": span})
 
-    def _follow(self, plan: RoundPlan, tree: Tree, laws_YLV: Tensor | None, choice: Choice) -> Lineage:
-        if self.config.lookahead and laws_YLV is not None:
-            # The laws go with the rows.
+    def _follow(self, plan: RoundPlan, tree: Tree, choice: Choice) -> Lineage:
+        if self.config.lookahead and len(plan.chain_C):
+            # The laws go with the rows. What was sent has arrived: the choice was made by it.
             place_C, f = plan.chain_C, plan.branches
             chain_A = torch.zeros_like(plan.slot_A).index_copy(0, place_C, torch.arange(len(place_C), device=place_C.device))
             row_C = choice.row_A[place_C]
-            self._laws_SLV[plan.slot_A[place_C]] = laws_YLV[chain_A[row_C // f] * f + row_C % f]
+            self._pick_laws(self._drafter.laws_YLV, chain_A[row_C // f] * f + row_C % f)
+            self._kept_MLV.index_copy_(0, plan.law_C, self._sent_CLV[: len(place_C)])
         return self._drafter.follow(plan, tree, choice)
 
-    def _kept_laws(self) -> Tensor:
-        if self._laws_SLV is None:
-            shape = (self.config.max_slots + 1, self.config.block - 1, self.worker.vocab_size)
-            self._laws_SLV = torch.zeros(shape, device=self.worker.device)
-        return self._laws_SLV
+    def _pick_laws(self, laws_YLV: Tensor, index_C: Tensor) -> tuple[()]:
+        """Some laws, to where they are sent from. Nothing is kept of it by rounds' recordings."""
+        torch.index_select(laws_YLV, 0, index_C, out=self._sent_CLV[: len(index_C)])
+        return ()
 
 
 class TargetSide(Side):
@@ -240,7 +243,8 @@ class TargetSide(Side):
         sampling, state = self._sampling, self.state
         steps = Steps(parts.lay_out, parts.judge, parts.verify, parts.follow, partial(parts.add_biases, self._biases))
         deciders = Deciders(parts.weigh, parts.select, parts.expand, parts.keep_roots, parts.walk, parts.conclude)
-        self._scorer = Scorer(self._run, sampling, state, steps, block=config.block, lookahead=config.lookahead)
+        form = {"block": config.block, "lookahead": config.lookahead, "chains": config.chains(worker.vocab_size)}
+        self._scorer = Scorer(self._run, sampling, state, steps, **form)
         self._chooser = Chooser(sampling, state, deciders, lookahead=config.lookahead)
 
     @torch.inference_mode()
@@ -253,10 +257,10 @@ class TargetSide(Side):
             self._channel.settle()
             here = self._load(plan)
             lookahead = self.config.lookahead
-            laws = self._receive_laws(key, here) if len(plan.chain_C) else None
+            self._receive_laws(key, here)
             rows = drafted = None if lookahead else self._receive(key, here)
             began = stages.event()
-            scored = stages.run(key, "score", lambda: scorer.score(here, drafted, laws))
+            scored = stages.run(key, "score", lambda: scorer.score(here, drafted))
             ended = stages.event()
             rows = self._receive(key, here) if lookahead else rows
             heard = stages.event()
@@ -272,12 +276,11 @@ class TargetSide(Side):
     def _join(self, group: Join) -> None:
         self._scorer.join(group, self.state.join(group))
 
-    def _receive_laws(self, key: tuple, plan: RoundPlan) -> Tensor:
-        """Log-laws that chains were drawn from, of all their tokens but the first."""
-        shape = (len(plan.chain_C), self._scorer.queries - 1, self.worker.vocab_size)
-        if not shape[1]:
-            return torch.empty(shape, device=self.worker.device)
-        return self._channel.receive(key, "laws", shape, torch.float32)
+    def _receive_laws(self, key: tuple, plan: RoundPlan) -> None:
+        """What chains were drawn from, if there are any."""
+        here_CLV = self._scorer.drawn_CLV[: len(plan.chain_C)]
+        if here_CLV.numel():
+            self._channel.receive(key, "laws", tuple(here_CLV.shape), here_CLV.dtype, here_CLV)
 
     def _receive(self, key: tuple, plan: RoundPlan) -> Drafted:
         shape = (Drafted.width(self.config.block), len(plan.branch_pages_XB))

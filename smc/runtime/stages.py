@@ -23,7 +23,7 @@ Spans = dict[str, tuple[Event, Event]]
 Made = TypeVar("Made")
 MOST_KEYS = 512
 """Kinds of rounds whose recordings are kept."""
-MOST_BYTES = 4 << 30
+MOST_BYTES = 3 << 30
 """Of the device's memory, for recordings."""
 
 

@@ -81,20 +81,25 @@ class Scorer:
         *,
         block: int,
         lookahead: bool,
+        chains: int,
     ) -> None:
-        """`block`: K; in lockstep the seed is scored with it."""
+        """`block`: K; in lockstep the seed is scored with it. `chains`: at most, in a round."""
         self.run, self.sampling, self.state = run, sampling, state
         self._steps, self.lookahead = steps, lookahead
         self.queries = block if lookahead else block + 1
         self.logq_SQ = torch.zeros(len(state.end_S), self.queries, device=state.device)
         """log q of the pending tokens."""
+        # Nothing is read of these that has not been written.
+        laws, vocab = {"dtype": torch.float32, "device": state.device}, sampling.vocab
+        self.drawn_CLV = torch.empty(chains, self.queries - 1, vocab, **laws)
+        """Log-laws that all tokens of chains but the first were drawn from, in every round anew."""
+        self._law_TV = torch.empty(chains * self.queries, vocab, **laws)
 
     def join(self, group: Join, slots_N: Tensor) -> None:
         self.logq_SQ[slots_N, : group.logq_NQ.shape[1]] = to_device(group.logq_NQ, self.state.device)
 
-    def score(self, plan: RoundPlan, drafted: Drafted | None, laws_CLV: Tensor | None) -> Scored:
-        """Run blocks: in look-ahead those that are pending, in lockstep those that have just been `drafted`. `laws`: log-laws that the
-        tokens of chains were drawn from, if there are chains."""
+    def score(self, plan: RoundPlan, drafted: Drafted | None) -> Scored:
+        """Run blocks: in look-ahead those that are pending, in lockstep those that have just been `drafted`."""
         asked = self._steps.lay_out(self.state, self.logq_SQ, plan, drafted)
         logits_TV = self.run(plan, asked.blocks.tokens_AQ.flatten(), asked.rows, root_R=asked.blocks.origin_A)
         if plan.biased:
@@ -105,16 +110,17 @@ class Scorer:
             next_AV = logits_TV[asked.last_A]
         if Kind.BEST in plan.kinds:
             drawn = self.sampling.bonus(logits_TV, asked.law_T, asked.keys)
-        if laws_CLV is not None:
-            drawn = self._verified(plan, asked, logits_TV, laws_CLV, drawn)
+        if len(plan.chain_C):
+            drawn = self._verified(plan, asked, logits_TV, drawn)
         return self._steps.judge(asked, plan, labelled_T, drawn, next_AV)
 
-    def _verified(self, plan: RoundPlan, asked: Asked, logits_TV: Tensor, laws_CLV: Tensor, drawn: Drawn | None) -> Drawn:
+    def _verified(self, plan: RoundPlan, asked: Asked, logits_TV: Tensor, drawn: Drawn | None) -> Drawn:
         """What the target has drawn itself, and of chains what it keeps."""
         place_C, q = plan.chain_C, self.queries
         token_C = (place_C[:, None] * q + torch.arange(q, device=place_C.device)).flatten()
-        logp_TV = self.sampling.law(logits_TV[token_C], asked.law_T.take(token_C))
-        said = self._steps.verify(plan, asked, logp_TV.view(len(place_C), q, -1), laws_CLV)
+        logp_TV = self._law_TV[: len(token_C)]
+        self.sampling.write_law(logits_TV[token_C], asked.law_T.take(token_C), logp_TV)
+        said = self._steps.verify(plan, asked, logp_TV.view(len(place_C), q, -1), self.drawn_CLV[: len(place_C)])
         # Padding repeats the first chain.
         chain_C = torch.arange(len(place_C), device=place_C.device)
         said_CQ, logp_CQ = (values_CQ[torch.where(chain_C < chain_groups(plan)[1].sum(), chain_C, 0)] for values_CQ in said)

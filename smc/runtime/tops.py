@@ -52,10 +52,13 @@ def likeliest(
         logits_SV = logits(hidden_XE[first : first + len(row_S)])
         if companion_Y is not None and tops.scale_R is not None:
             theirs_SV = logits(hidden_XE[to_device(companion_Y[part], device)])
-            logits_SV = sampling.guide(logits_SV, theirs_SV, to_device(tops.scale_R, device)[row_S])
+            own_S = torch.arange(len(row_S), device=device)
+            logits_SV = sampling.guide(logits_SV, theirs_SV, own_S, to_device(tops.scale_R, device)[row_S])
         if tables is not None:
             logits_SV = add_biases(tables, lives, logits_SV, row_S, to_device(next_Y[part], device), width)
-        logp_SK, token_SK = sampling.law(logits_SV, tops.law.take(row_Y[part])).topk(min(tops.count, sampling.vocab), dim=-1)
+        law_SV = torch.empty(len(row_S), sampling.vocab, device=device)
+        sampling.write_law(logits_SV, tops.law.take(row_Y[part]), law_SV)
+        logp_SK, token_SK = law_SV.topk(min(tops.count, sampling.vocab), dim=-1)
         found.append((token_SK.int(), logp_SK))
     tokens, logps = zip(*found)
     return torch.cat(tokens), torch.cat(logps)

@@ -107,7 +107,7 @@ class ModelWorker:
         if draws.companion_R is None:
             return own_RV
         companion_R, scale_R = (to_device(values_R, self.device) for values_R in (draws.companion_R, draws.scale_R))
-        return Sampling(self.vocab_size).guide(own_RV, logits_XV[companion_R.long()], scale_R)
+        return Sampling(self.vocab_size).guide(own_RV, logits_XV, companion_R.long(), scale_R)
 
     def _draw(self, draws: Draws, logits_RV: Tensor, position_R: np.ndarray) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What a `PromptResult` has, on the device."""

@@ -66,6 +66,7 @@ EVERYTHING = {
         "loadBalancerSourceRanges": ["10.0.0.0/8"],
     },
     "engine": {
+        "maxChains": 0,
         "maxContext": 4194304,
         "pages": 1 << 22,
         "prefillChunk": 64,

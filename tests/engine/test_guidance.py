@@ -14,6 +14,7 @@ from smc.engine.engine import Engine
 from smc.engine.local import local_engine
 from smc.engine.request import Answer, Request, SamplingParams
 from smc.runtime.config import EngineConfig
+from smc.runtime.forward import StaticForward
 from smc.runtime.messages import SIDES
 from tests.engine.harness import FORMS, TokenLedger, answers, assert_empty, check_kv, config_id, request, running
 from tests.engine.lives import assert_same, guided, live, random_requests, small_engine, with_endless_memory
@@ -117,6 +118,29 @@ def test_a_scale_of_1_is_no_guidance_and_costs_no_companion(config):
         other = found[request_id]
         assert (other.tokens, other.logprobs, other.statistics) == (one.tokens, one.logprobs, one.statistics)
     assert plans and all(plan.companions is None for plan in plans)
+
+
+@pytest.mark.parametrize("config", ENDS, ids=config_id)
+def test_a_round_pays_for_what_is_guided(config, monkeypatch):
+    """Of 5 guided particles of two requests beside 12 others: rows for 5 more at the target, padded to 8, and of one request alone for its
+    own; never for more than the round has places."""
+    engine = local_engine(tiny_pair(), config)
+    asks, runs, found = engine.pair.round, StaticForward.__call__, []
+
+    def counting(self, tokens_T, rows):
+        if self is engine.pair.sides["target"]._forward:
+            found[-1][1].append(len(rows.slot_R) - len(found[-1][0].slot_A))
+        return runs(self, tokens_T, rows)
+
+    monkeypatch.setattr(StaticForward, "__call__", counting)
+    engine.pair.round = lambda plan: found.append((plan, [])) or asks(plan)
+    law = {"ignore_eos": True, "population": "independent"}
+    requests = [asked("0", particles=3, max_tokens=16, **law), asked("1", particles=2, max_tokens=40, **law)]
+    company = [request((2, 0), f"beside {i}", seed=i, max_tokens=28, particles=4, **law) for i in range(3)]
+    answers(engine, [company[0], requests[0], *company[1:], requests[1]])
+    assert all(len(set(more)) == 1 for _, more in found)
+    pairs = {(int((plan.slot_A < engine.config.max_slots).sum()), more[0]) for plan, more in found}
+    assert pairs == {(17, 8), (14, 2), (2, 2)}
 
 
 @pytest.mark.parametrize("config", [pytest.param(ENDS[0], marks=SLOW), ENDS[1]], ids=config_id)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import collections
 import copy
+import gc
 import random
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
+from smc.engine.admission import sized_for
+from smc.engine.engine import Engine
 from smc.engine.local import local_engine
 from smc.engine.methods import decoding_of
 from smc.engine.request import POPULATIONS, Request, SamplingParams
+from smc.kv.pool import pages_that_fit
 from smc.models.draft_vocab import DraftVocab
-from smc.runtime.config import EngineConfig
+from smc.runtime.config import LAW_BYTES, EngineConfig
 from smc.runtime.messages import SIDES
 from smc.runtime.sides import Parts
 from tests.engine.harness import Padding, TokenLedger, answers, assert_empty, check_kv, config_id, request
@@ -137,7 +142,7 @@ def test_slots_hold_the_tokens_of_their_particles(config, ahead, monkeypatch):
     """Through lives with stop strings, preemptions, cancelled neighbours and cached prompts; every page is free afterwards. Where laws are
     narrow, several chains are the same: each goes on from pages of its own."""
     rng = random.Random(5)
-    engine = small_engine(replace(config, max_slots=40, pages=400, prefill_chunk=24), monkeypatch, ahead=ahead)
+    engine = small_engine(replace(config, max_slots=40, max_chains=20, pages=400, prefill_chunk=24), monkeypatch, ahead=ahead)
     written, seen = {side: TokenLedger(engine, side) for side in SIDES}, []
     others = [{"particles": 4}, {**REJECTION, "temperature": 0.3}, {**REJECTION, "particles": 6, "stop": ("ab", "ca")}, REJECTION]
     asked = [
@@ -183,6 +188,129 @@ def test_chains_that_stay_equal_fit_where_they_are_let_in():
     engine = local_engine(pair, replace(config, pages=max(needs.values())))
     assert len(answers(engine, [asked])["r"].tokens) == 120
     assert_empty(engine)
+
+
+class Keeping(Padding):
+    """As on a GPU, where what a stage returns, and what has been received, is kept for every kind of round."""
+
+    def run(self, key, name, stage):
+        self._of(key).made[f"of {name}"] = outputs = stage()
+        return outputs
+
+    def copy_of(self, key, name, tensor):
+        return self.keep(key, name, lambda: torch.empty_like(tensor)).copy_(tensor)
+
+
+def storages(*, wide: int | None = None) -> dict[int, int]:
+    """Bytes of all memory that tensors have, by where it is; `wide`: of those with rows of so many columns in float32."""
+    gc.collect()
+    there = [one for one in gc.get_objects() if type(one) is torch.Tensor]
+    if wide is not None:
+        there = [one for one in there if one.dim() > 1 and one.shape[-1] == wide and one.dtype == torch.float32]
+    return {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in there}
+
+
+@pytest.mark.parametrize("config", FORMS, ids=config_id)
+def test_laws_take_what_has_been_set_aside(config, monkeypatch):
+    """Whatever slots there are, and however many kinds of rounds have been run."""
+    monkeypatch.setattr("smc.engine.local.parts_for", lambda _device: Parts(stages=Keeping))
+    pair, vocab = tiny_pair(7), 7
+    for slots in (24, 96):
+        engine = None
+        before = storages()
+        sized = replace(config, max_slots=slots, max_chains=12)
+        engine = local_engine(pair, sized)
+        asked = [request([i % 6], str(i), seed=i, particles=1 + i % 5, max_tokens=6 + i, ignore_eos=True, **REJECTION) for i in range(9)]
+        asked += [replace(one, request_id=f"cut {one.request_id}", params=replace(one.params, top_k=3)) for one in asked]
+        answers(engine, asked)
+        assert engine.pair.stages["draft"].recorded_keys > 6
+        laws = [nbytes for where, nbytes in storages(wide=vocab).items() if where not in before]
+        assert sum(laws) == sum(sized.law_bytes(side, vocab) for side in SIDES)
+
+
+def chains_of(engine: Engine) -> int:
+    return engine.slots.chains - engine.slots.num_free_chains
+
+
+@pytest.mark.parametrize("config", FORMS, ids=config_id)
+def test_chains_wait_for_room_and_answer_the_same(config):
+    """Beside each other never more than there are laws for; what the draft left alone rejoins as far as there are."""
+    asked = [request([i % 3], str(i), seed=i, particles=1 + i % 4, max_tokens=12, **REJECTION) for i in range(12)]
+    asked.insert(3, request([1], "trees", seed=1, particles=4, max_tokens=12, method="exact"))
+    expected, few = answers(local_engine(tiny_pair(), config), asked), replace(config, max_chains=5)
+    engine, found, most = local_engine(tiny_pair(), few), {}, []
+    for one in asked:
+        engine.submit(one)
+    while not engine.idle:
+        found |= {output.answer.request_id: output.answer for output in engine.step() if output.answer}
+        most.append(chains_of(engine))
+    assert_empty(engine)
+    assert 2 < max(most) <= 5
+    assert {name: one.tokens for name, one in found.items()} == {name: one.tokens for name, one in expected.items()}
+
+
+def test_where_the_draft_is_lost_no_laws_are_kept():
+    """Of what the target goes on with alone, as much as there is room for rejoins; the rest stays alone."""
+    engine = local_engine(tiny_pair(), replace(FORMS[1], max_chains=4))
+    engine.submit(request(request_id="first", seed=1, particles=3, max_tokens=30, ignore_eos=True, **REJECTION))
+    for _ in range(3):
+        engine.step()
+    assert chains_of(engine) == 3
+    engine.detach_draft()
+    for i in range(3):
+        engine.submit(request(request_id=str(i), seed=i, particles=2, max_tokens=30, ignore_eos=True, **REJECTION))
+    for _ in range(2):
+        engine.step()
+    assert chains_of(engine) == 0 and engine.num_running == 4
+    engine.attach_draft(engine.memory.capacity["draft"])
+    found, most = [], 0
+    while not engine.idle:
+        found += [output.answer for output in engine.step() if output.answer]
+        most = max(most, chains_of(engine))
+    assert most in (3, 4) and len(found) == 4 and all(len(one.tokens) == 30 for one in found)
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize(
+    ("chains", "says"),
+    [
+        (3, r"particles=4 with verification='rejection'; .* of 3 chains \(max_chains\); allowed: particles <= 3, or verification='walk'"),
+        (0, r"of 0 chains \(max_chains\); allowed: verification='walk'$"),
+    ],
+)
+def test_what_there_is_never_room_for_is_refused(chains, says):
+    engine = local_engine(tiny_pair(), replace(FORMS[1], max_chains=chains))
+    with pytest.raises(ValueError, match=says):
+        engine.submit(request(particles=4, max_tokens=3, **REJECTION))
+    assert answers(engine, [request(particles=4, max_tokens=3, method="exact")])["r"].tokens
+
+
+def test_who_measures_has_room_for_all_at_once():
+    params = SamplingParams(seed=1, particles=20, max_tokens=12, ignore_eos=True, guidance_scale=2.0, **REJECTION)
+    sized = sized_for(replace(FORMS[1], max_slots=1, max_chains=1), params, 3)
+    assert sized.max_slots == 120 and sized.chains(4) == 60
+    engine = local_engine(tiny_pair(), sized)
+    for i in range(3):
+        engine.submit(replace(request(request_id=str(i)), params=params))
+    engine.step()
+    assert engine.num_running == 3
+    assert sized_for(sized, SamplingParams(particles=4), 2).max_chains == 0
+
+
+def test_room_for_laws_is_counted_before_pools_are_sized(monkeypatch):
+    """A share of a GPU, whatever the vocabulary; the numbers of a pair of today."""
+    for form, block, vocab in (("lockstep", 1, 32_000), ("lockstep", 32, 152_000), ("lookahead", 1, 256_000), ("lookahead", 8, 152_000)):
+        config = EngineConfig(form=form, block=block, max_slots=65536)
+        used = max(config.law_bytes(side, vocab) for side in SIDES)
+        assert 0.95 * LAW_BYTES < used <= LAW_BYTES
+    config = EngineConfig()
+    assert config.chains(128_256) == 49 and replace(config, max_slots=24).chains(128_256) == 24
+    with pytest.raises(ValueError, match="max_chains=-1; allowed: >= 0"):
+        EngineConfig(max_chains=-1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (40 << 30, 80 << 30))
+    device, page = torch.device("cuda:0"), 1 << 17
+    without = pages_that_fit(page, device)
+    assert without - pages_that_fit(page, device, config.law_bytes("draft", 128_256)) == -(-config.law_bytes("draft", 128_256) // page)
 
 
 @pytest.mark.parametrize(

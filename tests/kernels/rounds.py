@@ -81,6 +81,7 @@ class Round:
         law = LawSpec(*(self.here(one_A), self.here(one_A * 0, torch.int64)), *(self.here(one_A * v) for v in (1, 0, 1)), frozenset())
         slot_A = np.concatenate((rng.permutation(self.slots)[: self.used], np.full(self.padding, self.slots)))
         kinds = rng.choice(sorted(self.kinds), len(self.sizes))
+        chain_C = np.flatnonzero(np.array([*kinds, Kind.INDEPENDENT])[np.minimum(group_A, len(kinds))] == Kind.CHAINS)
         return RoundPlan(
             program=Program.PAIR,
             short=True,
@@ -101,7 +102,8 @@ class Round:
             shared_G=padded([0] * len(self.sizes)),
             threshold_G=self.here(rng.choice([0.0, 0.5, 1.0], groups)),
             kind_G=padded(kinds, int(Kind.INDEPENDENT)),
-            chain_C=self.here(np.flatnonzero(np.array([*kinds, Kind.INDEPENDENT])[np.minimum(group_A, len(kinds))] == Kind.CHAINS)),
+            chain_C=self.here(chain_C),
+            law_C=self.here(chain_C),
             scheme_G=padded(rng.integers(0, 5, len(self.sizes))),
             target_pages_AQ=self.here(rng.integers(1, 999, (self.places, self.q)).astype(np.int32)),
             begin_pages_AP=self.here(np.zeros((self.places, 1), np.int32)),

@@ -57,7 +57,8 @@ def test_a_law_that_is_nan_somewhere_is_nan_everywhere():
     zero_R, one_R = torch.zeros(2, dtype=torch.int64), torch.ones(2)
     law = LawSpec(one_R, zero_R, one_R, one_R * 0, one_R, frozenset())
     logits_RM = torch.tensor([[0.0, 1.0], [0.0, math.nan]])
-    *_, law_RV = head.propose_by(logits_RM, law, DrawKeys(zero_R, zero_R, zero_R[:, None], zero_R, Purpose.PROPOSAL))
+    law_RV = torch.empty(2, 5)
+    head.propose_by(logits_RM, law, DrawKeys(zero_R, zero_R, zero_R[:, None], zero_R, Purpose.PROPOSAL), law_RV)
     assert law_RV[0].exp().sum().item() == pytest.approx(1.0) and law_RV[1].isnan().all()
 
 

@@ -15,18 +15,20 @@ from tests.kernels.conftest import DEVICE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (5, 4097), (2, 128_256)], ids=str)
 def test_guided_logits_are_those_of_the_torch_one(dtype, shape):
-    """Rows at a stride of their own; scales from none to large; where there is none, a companion may say anything."""
+    """Rows at a stride of their own; scales from none to large; companions of few of them, in any order. Where there is no scale, a
+    companion may say anything."""
     torch.manual_seed(shape[1])
     tokens, width = shape
-    own_TV, companion_TV = (torch.randn(2, tokens, width + 5) * 30).to(dtype)[..., :width]
-    scale_T = torch.tensor([1.0, 1.5, 1000.0, 7.5, 1.0])[:tokens]
-    own_TV[-1, 0], companion_TV[scale_T == 1] = -1e5, torch.nan
-    expected_TV = Sampling(width).guide(own_TV, companion_TV, scale_T)
-    found_TV = guidance.guide(own_TV.to(DEVICE), companion_TV.to(DEVICE), scale_T.to(DEVICE), block=1024)
+    own_TV, companion_XV = (torch.randn(2, tokens, width + 5) * 30).to(dtype)[..., :width]
+    scale_T, of_T = torch.tensor([1.0, 1.5, 1000.0, 7.5, 1.0])[:tokens], torch.tensor([0, 1, 2, 1, 0])[:tokens]
+    own_TV[-1, 0], companion_XV[0] = -1e5, torch.nan
+    expected_TV = Sampling(width).guide(own_TV, companion_XV, of_T, scale_T)
+    here = [values.to(DEVICE) for values in (companion_XV[:3], of_T, scale_T)]
+    found_TV = guidance.guide(own_TV.to(DEVICE), *here, block=1024)
     assert found_TV.dtype == torch.float32 and not found_TV.isnan().any()
     assert torch.equal(found_TV.cpu(), expected_TV)
     own_TV[-1, width // 2] = torch.nan
-    assert guidance.guide(own_TV.to(DEVICE), companion_TV.to(DEVICE), scale_T.to(DEVICE))[-1].isnan().sum() == 1
+    assert guidance.guide(own_TV.to(DEVICE), *here)[-1].isnan().sum() == 1
 
 
 def test_pages_follow_as_by_the_torch_one():

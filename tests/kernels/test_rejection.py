@@ -65,7 +65,8 @@ def test_what_is_said_is_the_reference(vocab, lookahead):
 
 @pytest.mark.parametrize("columns", [1, 4100])
 def test_whole_laws_are_those_of_the_reference(columns):
-    """Temperatures from greedy to wide, every truncation, a row of NaN, and columns beside the vocabulary."""
+    """Temperatures from greedy to wide, every truncation, a row of NaN, and columns beside the vocabulary. They are written where rows are
+    apart, and nothing beside them is."""
     rng = np.random.default_rng(columns)
     logits_RV = torch.from_numpy(rng.normal(size=(16, columns + 3)).astype(np.float32) * 4)
     logits_RV[5, 0] = torch.nan
@@ -79,7 +80,10 @@ def test_whole_laws_are_those_of_the_reference(columns):
     ).canonical()
     wanted_RV = Laws(law).target(logits_RV[:, :columns])
     here = LawSpec(*(torch.from_numpy(values).to(DEVICE) for values in list(vars(law).values())[:-1]), law.active)
-    found_RV = KernelSampling(columns).law(logits_RV.to(DEVICE), here).cpu()
+    room_RV = torch.full((16, columns + 2), 7.0, device=DEVICE)
+    KernelSampling(columns).write_law(logits_RV.to(DEVICE), here, room_RV[:, :columns])
+    found_RV = room_RV[:, :columns].cpu()
+    assert (room_RV[:, columns:] == 7).all()
     torch.testing.assert_close(found_RV, wanted_RV, atol=2e-6, rtol=1e-5, equal_nan=True)
-    plain_RV = write_law(logits_RV.to(DEVICE), columns, torch.ones(16, device=DEVICE)).cpu()
-    torch.testing.assert_close(plain_RV, logits_RV[:, :columns].log_softmax(-1), atol=2e-6, rtol=1e-5, equal_nan=True)
+    write_law(logits_RV.to(DEVICE), room_RV[:, :columns], torch.ones(16, device=DEVICE))
+    torch.testing.assert_close(room_RV[:, :columns].cpu(), logits_RV[:, :columns].log_softmax(-1), atol=2e-6, rtol=1e-5, equal_nan=True)

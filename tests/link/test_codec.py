@@ -132,8 +132,13 @@ def test_a_round(drawn, flag, program, f, b):
     def ints(*shape: int, dtype: type = np.int64) -> np.ndarray:
         return rng.integers(0, 2**31 - 1, shape).astype(dtype)
 
-    of_companions = {name: ints(a, dtype=np.int32) for name in ("size_G", "shared_G")}
-    companions = Companions(ints(a), ints(a) - 2**30, rng.random(a, dtype=np.float32), **of_companions, pages_AW=ints(a, q, dtype=np.int32))
+    companions = Companions(
+        scale_A=rng.random(a, dtype=np.float32),
+        of_A=ints(a),
+        **{name: ints(q) - 2**30 for name in ("place_U", "slot_U", "shift_U", "group_U")},
+        **{name: ints(q, dtype=np.int32) for name in ("first_U", "size_U", "shared_U")},
+        pages_UW=ints(q, b, dtype=np.int32),
+    )
     of_group = {name: ints(a, dtype=np.int32) for name in ("first_G", "size_G", "count_G", "draws_G", "shared_G", "kind_G", "scheme_G")}
     plan = RoundPlan(
         program=program,
@@ -151,6 +156,7 @@ def test_a_round(drawn, flag, program, f, b):
         alpha_A=rng.random(a),
         **of_group,
         chain_C=ints(q if flag else 0),
+        law_C=ints(q if flag else 0),
         threshold_G=rng.random(a),
         target_pages_AQ=ints(a, 0 if flag else q, dtype=np.int32),
         begin_pages_AP=ints(a, 1 + flag, dtype=np.int32),

@@ -17,7 +17,7 @@
   (list "device" $v.device) (list "dtype" $v.dtype) (list "target-dtype" $v.target.dtype)
   (list "draft-dtype" $v.draft.dtype) (list "form" $v.engine.form) (list "block" $v.engine.block)
   (list "branches" $v.engine.branches) (list "cohorts" $v.engine.cohorts)
-  (list "max-slots" $v.engine.maxSlots) (list "max-context" $v.engine.maxContext) (list "pages" $v.engine.pages)
+  (list "max-slots" $v.engine.maxSlots) (list "max-chains" $v.engine.maxChains) (list "max-context" $v.engine.maxContext) (list "pages" $v.engine.pages)
   (list "prefill-chunk" $v.engine.prefillChunk) (list "prefill-share" $v.engine.prefillShare) (list "threads" $v.engine.threads) (list "link" $v.link)
   (list "start-timeout" $v.timeouts.start) (list "link-timeout" $v.timeouts.link) (list "heartbeat" $v.timeouts.heartbeat)
 -}}
