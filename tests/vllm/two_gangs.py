@@ -56,7 +56,7 @@ class Gang:
         return [root, *root.children(recursive=True)]
 
     def kill_a_rank(self) -> None:
-        ranks = [process for process in self.processes() if any("RankActor" in part for part in process.cmdline())]
+        ranks = [process for process in self.processes() if any("smcserve: target rank" in part for part in process.cmdline())]
         ranks[0].send_signal(signal.SIGKILL)
 
     def kill(self) -> int:
