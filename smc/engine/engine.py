@@ -124,7 +124,7 @@ class Engine:
         params, decoding = request.params, self._decoding_now(request)
         sizes = {"prompt": len(request.prompt), "negative": request.negative_size}
         expected = self.expectation.pages(decoding, params, rows=decoding.rows(params), **sizes)
-        check_queue(expected, self.config, len(self._queue), self._queue.pages)
+        check_queue(expected, self.config, self._queue.waiting, self._queue.pages)
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         rules = StopRules(params, self.tokenizer)
         group = Group(request, seed, rules, self._clock() - request.waited, next(self._numbers), expected)
@@ -280,7 +280,7 @@ class Engine:
         stats, of_pair.stats = of_pair.stats, EngineStats()
         stats.spec_alone_rounds, alone.stats = alone.stats.spec_alone_rounds, EngineStats()
         memory = self.memory
-        stats.queued, stats.running = len(self._queue), len(self._admitted)
+        stats.queued, stats.running = self._queue.waiting, len(self._admitted)
         stats.slots_free = self.slots.num_free
         stats.pages_total = dict(memory.capacity)
         stats.pages_used = {side: memory.held(side) for side in memory.capacity}
@@ -300,7 +300,9 @@ class Engine:
 
     def check_books(self) -> None:
         """When idle, all but what is cached must be free again. Raises AssertionError otherwise."""
-        assert self.idle and not self._queue.pages and not self._admitted, "requests are still waiting or running"
+        assert self.idle and not self._queue.waiting and not self._queue.pages and not self._admitted, (
+            "requests are still waiting or running"
+        )
         assert not any(self.memory.expected.values()), f"pages still expected: {self.memory.expected}"
         assert self.slots.num_free == self.config.max_slots, "slots still claimed"
         assert self.slots.num_free_chains == self.slots.chains, "places for laws still claimed"

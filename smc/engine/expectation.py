@@ -55,6 +55,8 @@ class Expectation:
             length = int(group.saved["length_S"].max())
         else:
             length = int(self.slots.length_S[group.slots].max(initial=0))
+        if group.answer is not None:
+            return group.decoding.expected_pages(self.config, group.params, group.prompt_size, 0, length, 0, group.negative_size)
         return self.pages(group.decoding, group.params, group.prompt_size, group.rows, length, group.negative_size)
 
     def expect(self, group: Group) -> None:

@@ -134,6 +134,7 @@ class Group:
         """What is left to do for it, which holds neither slots nor pages: `record`, of the drawn particle, shall run through the target."""
         self.answer, self.saved = answer, record
         self.decode_by(RESCORING)
+        self.needs = None
         self.phase = Phase.QUEUED
 
     @property

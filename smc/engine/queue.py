@@ -13,8 +13,10 @@ class Queue:
 
     def __init__(self) -> None:
         self._groups: list[Group] = []
+        self.waiting = 0
+        """Those whose answers have not been drawn yet."""
         self.pages = 0
-        """That they were likely to need when they were submitted, in all pools together."""
+        """That these were likely to need when they were submitted, in all pools together."""
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -30,13 +32,18 @@ class Queue:
 
     def push(self, group: Group) -> None:
         insort(self._groups, group, key=_turn)
-        self.pages += sum(group.expected.values())
+        self._count(group, 1)
 
     def remove(self, group: Group) -> None:
         place = bisect_left(self._groups, _turn(group), key=_turn)
         assert self._groups[place] is group, "a request is not where it should wait"
         del self._groups[place]
-        self.pages -= sum(group.expected.values())
+        self._count(group, -1)
+
+    def _count(self, group: Group, sign: int) -> None:
+        if group.answer is None:
+            self.waiting += sign
+            self.pages += sign * sum(group.expected.values())
 
 
 class Deadlines:

@@ -221,3 +221,44 @@ def test_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         SamplingParams(**settings)
     assert SamplingParams(top_logprobs=0).top_logprobs == 0
+
+
+def test_time_that_is_up_while_one_waits_for_memory(monkeypatch):
+    """It has been asked what it would need to go on; what is left to do for it needs less."""
+    now, config = [0.0], EngineConfig(block=3, branches=2, pages=330, max_slots=16, max_context=128)
+    engine = small_engine(config, monkeypatch, ahead=False, clock=lambda: now[0])
+    law = {"max_tokens": 50, "ignore_eos": True, "ess_threshold": 0}
+    engine.submit(request(PROMPT, "old", seed=1, particles=5, **law))
+    engine.submit(request(PROMPT, "young", seed=2, particles=3, logprobs=True, top_logprobs=2, time_budget=5.0, **law))
+    found = {}
+    while not engine.idle:
+        group = engine._groups.get("young")
+        if group and group.saved is not None and group.needs:
+            now[0] = 6.0
+        found |= {output.request_id: output.answer for output in engine.step() if output.answer}
+    assert_empty(engine)
+    young = found["young"]
+    assert (young.finish_reason, found["old"].finish_reason) == (FinishReason.TIME_BUDGET, FinishReason.LENGTH)
+    assert young.statistics.preemptions and len(young.top_logprobs) == len(young.tokens) > 0
+
+
+def test_what_is_drawn_takes_no_place_in_the_queue():
+    engine = local_engine(tiny_pair(), EngineConfig(block=3, branches=2, max_queue=2))
+    for number in range(2):
+        engine.submit(replace(asked(3, ignore_eos=True, max_tokens=8), request_id=str(number)))
+    while engine.num_queued < 2:
+        engine.step()
+    for number in range(2):
+        engine.submit(request((0, 1), f"new {number}", max_tokens=4))
+    answers(engine, [])
+    assert_empty(engine)
+
+
+def test_no_more_is_expected_of_an_answer_than_it_has():
+    engine = local_engine(tiny_pair(), EngineConfig(block=3, branches=2, pages=1000, max_context=64))
+    one = request(PROMPT, "short", seed=3, max_tokens=60, method="target", logprobs=True, top_logprobs=2, stop_token_ids=(0, 1, 2))
+    rescored(engine, one)
+    group = engine._groups["short"]
+    assert len(group.answer.tokens) == 1 and engine.expectation.of(group)["target"] <= len(PROMPT) + 1
+    answers(engine, [])
+    assert_empty(engine)
