@@ -21,14 +21,14 @@ from tests.service.running import open_files, resident_bytes
 pytestmark = pytest.mark.xdist_group("ray")
 
 QUESTION = [Message("user", "Mia has 12 apples. She buys 30 more. How many now?")]
-WARM_UP, REQUESTS = 300, 1000
+WARM_UP, REQUESTS = 200, 500
 SMALL = {"particles": 2, "max_tokens": 8}
 MEBIBYTE = 1 << 20
 
 
 @pytest.mark.slow
-def test_a_thousand_requests_in_a_row(start):
-    """Memory may still settle by a few MiB a process: a leak of 10 KB a request would be seen."""
+def test_hundreds_of_requests_in_a_row(start):
+    """Memory may still settle by a few MiB a process: a leak of 12 KB a request would be seen. Longer: `loadtest --profile soak`."""
     service = start(engine=EngineConfig(block=5, branches=2, max_slots=16))
     with service as running, running.client() as client, ThreadPoolExecutor(4) as pool:
 
@@ -54,7 +54,7 @@ def test_a_thousand_requests_in_a_row(start):
         for name, (files, memory) in after.items():
             assert files <= before[name][0], f"{name} has {files - before[name][0]} more open files"
             grown = (memory - before[name][1]) / MEBIBYTE
-            assert grown < 8, f"{name} has grown by {grown:.1f} MiB in {REQUESTS} requests"
+            assert grown < 6, f"{name} has grown by {grown:.1f} MiB in {REQUESTS} requests"
 
 
 def test_sigterm_under_load(tmp_path):
