@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -118,6 +118,33 @@ class Recorded:
     """When the host did nothing else."""
     worked: dict[str, tuple[int, int]]
     """What the models did, by name; their passes have the names of their sides."""
+
+
+@dataclass
+class Watched:
+    """What was seen of timed rounds."""
+
+    spans: list[tuple[int, float]] = field(default_factory=list)
+    """Wave, and seconds from one round to the next."""
+    hosts: list[float] = field(default_factory=list)
+    """Seconds of planning and queueing."""
+    work: list[dict[str, tuple[int, int]]] = field(default_factory=list)
+    """Of the models: begin and end by name."""
+    delivered: int = 0
+    """Tokens, to all requests."""
+    took_part: int = 0
+    """Requests, over all rounds."""
+
+    @property
+    def round(self) -> float:
+        """Seconds: of every wave the mean, of these the median."""
+        waves = [[span for _, span in steps] for _, steps in groupby(self.spans, key=lambda step: step[0])]
+        return statistics.median(map(statistics.mean, waves))
+
+    @property
+    def tokens(self) -> float:
+        """Of a request in a round, the mean."""
+        return self.delivered / self.took_part
 
 
 class Machine(Protocol):
@@ -228,34 +255,13 @@ class Bench:
         return speed
 
     def _timed(self, mode: Mode, loop: ClosedLoop | Waves, params: SamplingParams, load: Load, rounds: int) -> Speed:
-        engine = loop.engine
-        sources = [engine.rounds_of(method) for method in dict.fromkeys((mode.method, Method.TARGET))]
-        engine.take_stats()
-        spans, hosts, work = [], [], []
-        delivered, took_part, last = 0, 0, time.monotonic_ns()
-        while len(spans) < rounds:
-            read = [source.last for source in sources]
-            for source in sources:
-                source.queued = 0.0
-            running, outputs, now = loop.running, loop.step(), time.monotonic_ns()
-            if loop.steady:
-                spans.append((loop.wave, 1e-9 * (now - last)))
-                hosts.append(sum(source.queued for source in sources))
-                delivered += sum(len(output.tokens) for output in outputs)
-                took_part += running
-                for source in (source for source, before in zip(sources, read) if source.last is not before):
-                    work.append(source.last.spans())
-                    if self._on_round is not None:
-                        self._on_round(Recorded(last, now, source.waited, work[-1]))
-            # Not a later time: the GPUs go on while this is being written down, and what is left out would make them look faster.
-            last = now
-        waves = [[span for _, span in steps] for _, steps in groupby(spans, key=lambda step: step[0])]
-        whole = statistics.median(map(statistics.mean, waves))
+        loop.engine.take_stats()
+        seen = self._watch(loop, mode.method, rounds)
+        whole, work, stats = seen.round, seen.work, loop.engine.take_stats()
         draft, target, choose = (median_length(work, name) for name in (*SIDES, "choose"))
         busy = draft + target if mode.config.form == "lockstep" or mode.method.plain else max(draft, target)
-        stats = engine.take_stats()
         spec, alone = stats.spec[mode.verification or "walk"], stats.spec_alone_rounds
-        tokens = delivered / took_part if mode.method is Method.EXACT else _stride(mode)
+        tokens = seen.tokens if mode.method is Method.EXACT else _stride(mode)
         return Speed(
             mode=mode.name,
             decoding=decoding_name(params),
@@ -276,11 +282,33 @@ class Bench:
             target=1e3 * target,
             choose=1e3 * choose,
             link=1e3 * unattended(work),
-            host=1e3 * statistics.median(hosts),
+            host=1e3 * statistics.median(seen.hosts),
             idle=max(0.0, 1 - busy / whole),
             floor=self._floor(mode) / whole,
             memory=self._machine.memory(mode) / 2**30,
         )
+
+    def _watch(self, loop: ClosedLoop | Waves, method: Method, rounds: int) -> Watched:
+        """So many rounds that are to be timed."""
+        sources, seen = [loop.engine.rounds_of(one) for one in dict.fromkeys((method, Method.TARGET))], Watched()
+        last = time.monotonic_ns()
+        while len(seen.spans) < rounds:
+            read = [source.last for source in sources]
+            for source in sources:
+                source.queued = 0.0
+            running, outputs, now = loop.running, loop.step(), time.monotonic_ns()
+            if loop.steady:
+                seen.spans.append((loop.wave, 1e-9 * (now - last)))
+                seen.hosts.append(sum(source.queued for source in sources))
+                seen.delivered += sum(len(output.tokens) for output in outputs)
+                seen.took_part += running
+                for source in (source for source, before in zip(sources, read) if source.last is not before):
+                    seen.work.append(source.last.spans())
+                    if self._on_round is not None:
+                        self._on_round(Recorded(last, now, source.waited, seen.work[-1]))
+            # Not a later time: the GPUs go on while this is being written down, and what is left out would make them look faster.
+            last = now
+        return seen
 
     def _floor(self, mode: Mode) -> float:
         """Seconds."""
