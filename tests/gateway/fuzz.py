@@ -198,13 +198,14 @@ def run(served: Served, requests: int, seed: int, warm_up: int) -> int:
     seconds, beside = time.monotonic() - begin, bystander.longest
     after = Look.at(served, tree)
     print(f"{requests} requests in {seconds:.0f} s: " + ", ".join(f"{count} {code}" for code, count in found.most_common()))
-    answers = f"{sum(bystander.answers.values())} answers, {len(bystander.answers)} of them different"
+    kinds = len(bystander.answers)
+    answers = f"{sum(bystander.answers.values())} answers, {'all alike' if kinds == 1 else f'of {kinds} kinds'}"
     print(f"the bystander's longest pause: {alone:.3f} s alone, {beside:.3f} s beside them; {answers}")
     for name, now in sorted(after.held.items()):
         then = before.held[name]
         memory = f"{then.resident / MIB:.1f} -> {now.resident / MIB:.1f} MiB"
         print(f"{name}: {memory}, {then.threads} -> {now.threads} threads, {then.files} -> {now.files} open files")
-    wrong = faults(found, before, after, alone, beside, len(bystander.answers))
+    wrong = faults(found, before, after, alone, beside, kinds)
     print("\n".join(wrong) or "nothing is wrong")
     return 1 if wrong else 0
 
