@@ -133,6 +133,8 @@ def bench(
     rounds = ROUNDS if rounds is None else rounds
     concurrency = concurrency or list(ttft.BESIDE if prompts else (1, 16))
     decoding = _decoding(method or "smc", population, verification)
+    if method != "exact" or verification == "rejection":
+        _refuse_idle({"drafting": drafting}, "without --method exact" if method != "exact" else "with --verification rejection")
     if device == "cuda":
         _check(concurrency, rounds, json, {} if link else gang_only, trace)
         degrees = (draft_tp or 1, target_tp or 1)

@@ -51,6 +51,7 @@ class EngineStats:
     """State after a step, and sums since the stats before."""
 
     queued: int = 0
+    """Requests that wait to be decoded."""
     running: int = 0
     """Requests that hold slots."""
     slots_free: int = 0

@@ -60,19 +60,47 @@ def problem_load(tokenizer: Tokenizer, requests: int) -> Load:
     return Load(requests, [tokenizer.chat([{"role": "user", "content": problem.question}]) for problem in problems], MAX_ANSWER)
 
 
-class ClosedLoop:
-    """Keeps so many requests with an engine, in turn and from the start again, until told to stop."""
+class Asked:
+    """Requests that an engine has, in turn and from the first again, until told to stop."""
 
     def __init__(self, engine: Engine, asked: Sequence[Request], requests: int) -> None:
-        self.engine, self._asked = engine, asked
+        self.engine, self._asked, self._requests = engine, asked, requests
         self._open: set[str] = set()
         self._next, self.wave = 0, 0
-        for _ in range(requests):
-            self._submit()
 
     @property
     def running(self) -> int:
         return len(self._open)
+
+    def stop(self) -> None:
+        for request_id in self._open:
+            self.engine.abort(request_id)
+        self.engine.step()
+        self._open.clear()
+
+    def _submit(self, count: int) -> None:
+        """So many more; each time that all have had their turn with other seeds."""
+        for number in range(self._next, self._next + count):
+            turn, place = divmod(number, len(self._asked))
+            request = self._asked[place]
+            params = replace(request.params, seed=(request.params.seed or 0) + turn * len(self._asked))
+            self.engine.submit(replace(request, request_id=str(number), params=params))
+            self._open.add(str(number))
+        self._next += count
+
+    def _ended(self, outputs: Sequence[Output]) -> int:
+        """How many of these requests ended with them."""
+        ended = self._open & {output.request_id for output in outputs if output.answer is not None}
+        self._open -= ended
+        return len(ended)
+
+
+class ClosedLoop(Asked):
+    """Keeps so many requests with an engine: one that ends makes room for the next."""
+
+    def __init__(self, engine: Engine, asked: Sequence[Request], requests: int) -> None:
+        super().__init__(engine, asked, requests)
+        self._submit(requests)
 
     @property
     def steady(self) -> bool:
@@ -82,59 +110,31 @@ class ClosedLoop:
     def step(self) -> list[Output]:
         self.wave += 1
         outputs = self.engine.step()
-        for output in outputs:
-            if output.answer is not None and output.request_id in self._open:
-                self._open.remove(output.request_id)
-                self._submit()
+        self._submit(self._ended(outputs))
         return outputs
 
-    def stop(self) -> None:
-        for request_id in self._open:
-            self.engine.abort(request_id)
-        self.engine.step()
 
-    def _submit(self) -> None:
-        self._open.add(_submit(self.engine, self._asked, self._next))
-        self._next += 1
-
-
-class Waves:
+class Waves(Asked):
     """Requests that begin together. When one in ten has ended, the others are given up, and as many new ones begin: so what is timed are
     rounds of all of them, without the prompts of any. Every wave is timed from its first round on."""
 
     def __init__(self, engine: Engine, asked: Sequence[Request], requests: int) -> None:
-        self.engine, self._asked, self._requests = engine, asked, requests
-        self._open: set[str] = set()
-        self._next, self.wave, self.steady = 0, 0, False
+        super().__init__(engine, asked, requests)
+        self.steady = False
         self._since = 0
         """Steps since all have begun."""
 
-    @property
-    def running(self) -> int:
-        return len(self._open)
-
     def step(self) -> list[Output]:
         if len(self._open) < LEFT * self._requests:
-            self._begin()
+            self.stop()
+            self._submit(self._requests)
+            self.wave, self._since = self.wave + 1, 0
         outputs, begun = self.engine.step(), self.engine.num_running == self._requests
         # The step after that in which the last began asks for a first round, and waits for none.
         self.steady = self._since > 1
         self._since += self._since > 0 or begun
-        self._open -= {output.request_id for output in outputs if output.answer is not None}
+        self._ended(outputs)
         return outputs
-
-    def stop(self) -> None:
-        for request_id in self._open:
-            self.engine.abort(request_id)
-        self.engine.step()
-
-    def _begin(self) -> None:
-        self.stop()
-        self._open, self._since = set(), 0
-        self.wave += 1
-        for _ in range(self._requests):
-            self._open.add(_submit(self.engine, self._asked, self._next))
-            self._next += 1
 
 
 def fitted(config: EngineConfig, asked: list[Request], requests: int) -> EngineConfig:
@@ -148,12 +148,3 @@ def fitted(config: EngineConfig, asked: list[Request], requests: int) -> EngineC
     context = longest + most
     sized = sized_for(config, asked[0].params, requests)
     return replace(sized, max_context=context, pages=pool_for(pages), prefill_chunk=chunk)
-
-
-def _submit(engine: Engine, asked: Sequence[Request], number: int) -> str:
-    """The request of that number, counted on from the first again, with another seed each time. Its id."""
-    turn, place = divmod(number, len(asked))
-    request = asked[place]
-    params = replace(request.params, seed=(request.params.seed or 0) + turn * len(asked))
-    engine.submit(replace(request, request_id=str(number), params=params))
-    return str(number)

@@ -103,6 +103,12 @@ def test_types_of_either_model(smcserve):
         (("--prompts", "--mode", "plain"), "has no effect with --prompts on a CPU"),
         (("--prompts", "--link", "grpc"), "--link grpc has no effect with --prompts on a CPU"),
         (("--device", "cuda", "--prompts", "--trace", "/tmp/x.json"), "--trace /tmp/x.json has no effect with --prompts"),
+        (("--device", "cuda", "--drafting", "costs"), "--drafting costs has no effect without --method exact"),
+        (
+            ("--device", "cuda", "--method", "exact", "--verification", "rejection", "--drafting", "costs"),
+            "--drafting costs has no effect with --verification rejection",
+        ),
+        (("--method", "exact", "--drafting", "costs"), "--drafting costs has no effect without --device cuda"),
         (("--device", "cuda", "--draft-tp", 2), "--draft-tp 2 has no effect without --link"),
         (("--device", "cuda", "--load", "random"), "--load random needs --target and --draft"),
     ],

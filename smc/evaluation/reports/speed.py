@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from smc.evaluation.reports.advise import MOST_ROWS
 from smc.terminal import err, progress_bar
 
 if TYPE_CHECKING:
@@ -26,8 +27,6 @@ MODES = ("plain", "lockstep", "lockstep-apart", "lookahead")
 """plain: the target alone; lockstep: both models on one GPU; lockstep-apart, lookahead: each on its own."""
 APART = ("plain", "lockstep-apart", "lookahead")
 """The default for models in processes of their own."""
-MOST_ROWS = 512
-"""Of a timed draft step."""
 LEGEND = (
     "medians of {rounds} rounds, milliseconds; rows: of a request, alone: share of its rounds with nothing drafted (--drafting costs); "
     "tok/round: by which an answer grows (exact: as many as were confirmed); "
