@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from services.coordinator.warm_up import first_request
 from services.link.base import LinkError
 from services.link.connect import Rendezvous, coordinator_end
 from services.link.remote import RemotePair, RemoteWorker, WorkerFailed
@@ -17,6 +16,7 @@ from smc.engine.engine import Engine
 from smc.engine.rehearsal import rehearsal
 from smc.engine.timeline import Timeline
 from smc.engine.timing import Effort, time_costs
+from smc.engine.warm_up import first_request, rare_requests, rehearse
 from smc.models.source import Source
 from smc.runtime.config import EngineConfig
 from smc.runtime.messages import SIDES, SideLost
@@ -41,7 +41,7 @@ class CoordinatorSpec:
     heartbeat: float
     """Seconds between two signs of life while nothing runs; workers that hear nothing for long give up."""
     rehearse: bool
-    """Run the usual kinds of rounds before serving, so that nobody waits for their kernels to be compiled."""
+    """Run all kinds of rounds before serving, so that nobody waits for their kernels to be compiled."""
     timing: Effort | None
     """How much is timed for the engine's costs before serving; None: nothing."""
     trace: Path | None
@@ -160,16 +160,11 @@ class RemoteEngine:
         self.timeline.forget()
 
     def _rehearse(self) -> None:
-        begin, last = time.monotonic(), None
-        plans = list(rehearsal(self._spec.engine, self._spec.context))
-        for plan in plans:
-            # One is asked for while the one before goes on.
-            pending, last = last, self._pair.round(plan)
-            if pending is not None:
-                pending.result()
-        if last is not None:
-            last.result()
-        logger.info("rehearsed %d rounds in %.1f s", len(plans), time.monotonic() - begin)
+        begin = time.monotonic()
+        config, context = self._spec.engine, self._spec.context
+        plans = list(rehearsal(config, context))
+        rehearse(self.engine, plans, rare_requests(config, context, self.engine.tokenizer.size))
+        logger.info("rehearsed %d rounds, and requests of rarer kinds, in %.1f s", len(plans), time.monotonic() - begin)
 
     def _time_costs(self, effort: Effort) -> None:
         begin = time.monotonic()

@@ -21,6 +21,7 @@ from smc.engine.costs import Costs
 from smc.engine.engine import Engine
 from smc.engine.rehearsal import KINDS, rehearsal
 from smc.engine.request import Method, SamplingParams
+from smc.engine.warm_up import rehearse
 from smc.evaluation.load import ClosedLoop, Load, Waves, fitted
 from smc.evaluation.round_time import decoding_name
 from smc.models.config import ModelConfig
@@ -338,8 +339,7 @@ def unattended(work: list[dict[str, tuple[int, int]]]) -> float:
 
 def _rehearse(engine: Engine) -> None:
     """As a service does: trees of all sizes come about where costs decide."""
-    for plan in rehearsal(engine.config, engine.context, [kind for kind in KINDS if Kind.DISTINCT not in kind[1]], [()]):
-        engine.pair.round(plan).result()
+    rehearse(engine, rehearsal(engine.config, engine.context, [kind for kind in KINDS if Kind.DISTINCT not in kind[1]], [()]))
 
 
 def _stride(mode: Mode) -> int:

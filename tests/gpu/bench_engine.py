@@ -20,6 +20,7 @@ from smc.engine.engine import Engine
 from smc.engine.rehearsal import rehearsal
 from smc.engine.request import Method, Request, SamplingParams
 from smc.engine.rounds import bucket
+from smc.engine.warm_up import rare_requests, rehearse
 from smc.kv.pool import KVPool, pages_that_fit
 from smc.models.presets import NoText, preset
 from smc.models.random_model import random_model
@@ -35,7 +36,7 @@ DTYPE = torch.bfloat16
 SIZES = (1, 1, 1, 2, 2, 4, 4, 8, 8, 16, 32)
 
 
-def make_engine(args: argparse.Namespace, config: EngineConfig, *, rehearse: bool = True) -> Engine:
+def make_engine(args: argparse.Namespace, config: EngineConfig, *, warm: bool = True) -> Engine:
     devices = {"draft": "cuda:0", "target": f"cuda:{torch.cuda.device_count() - 1}"}
     models = {side: random_model(preset(getattr(args, side)), dtype=DTYPE, device=devices[side]) for side in SIDES}
     vocab = models["target"].config.vocab_size
@@ -46,10 +47,9 @@ def make_engine(args: argparse.Namespace, config: EngineConfig, *, rehearse: boo
     pair = LocalPair(config, workers, gpu_parts())
     engine = Engine(config, workers, NoText(vocab), pair=pair, pages=dict.fromkeys(SIDES, pages), context=context)
     begin = time.monotonic()
-    plans = list(rehearsal(config, context)) if rehearse else []
-    for plan in plans:
-        pair.round(plan).result()
-    print(f"rehearsed {len(plans)} rounds in {time.monotonic() - begin:.1f} s; {recorded(engine)}", flush=True)
+    if warm:
+        rehearse(engine, rehearsal(config, context), rare_requests(config, context, vocab))
+    print(f"warm in {time.monotonic() - begin:.1f} s; {recorded(engine)}", flush=True)
     return engine
 
 
@@ -141,7 +141,7 @@ def capacity(args: argparse.Namespace) -> dict:
     n, tokens, prompt, f, k = 32, args.tokens, 256, 2, 5
     before = pages // (prompt + n * (tokens + f * k))
     config = EngineConfig(block=k, branches=f, max_slots=2048, max_context=prompt + tokens, pages=pages)
-    engine, most, steps = make_engine(args, config, rehearse=False), 0, 0
+    engine, most, steps = make_engine(args, config, warm=False), 0, 0
     params = SamplingParams(particles=n, max_tokens=tokens, ignore_eos=True, seed=1)
     for number in range(64):
         engine.submit(Request(str(number), tuple(range(number, number + prompt)), params))
@@ -165,7 +165,7 @@ def profile(args: argparse.Namespace) -> dict:
     from torch.profiler import profile as profiler
 
     config = EngineConfig(form=args.form, block=args.block, branches=4, max_slots=8, max_context=1024, pages=20_000)
-    engine = make_engine(args, config, rehearse=False)
+    engine = make_engine(args, config, warm=False)
     own = {"population": args.population} if args.method == "smc" else {}
     params = SamplingParams(method=args.method, particles=8, max_tokens=700, ignore_eos=True, seed=1, **own)
     engine.submit(Request("0", tuple(range(100, 356)), params))

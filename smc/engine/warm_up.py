@@ -1,0 +1,104 @@
+"""What an engine does before it serves anybody: a request through both models; and where kernels are compiled, rounds of nobody of all
+usual kinds, and a request of every rarer kind, so that none of its first users waits for seconds."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from smc.engine.engine import Engine
+from smc.engine.request import Request, SamplingParams
+from smc.runtime.biases import WIDTHS
+from smc.runtime.config import EngineConfig
+from smc.runtime.messages import Pending
+from smc.runtime.plan import SHORT, RoundPlan
+
+SALT = "warm-up"
+"""Nobody else's prompts share what these have computed."""
+ROWS = 8
+"""Of a request that stands for all of its kind."""
+ROUNDS = 4
+"""Of each, at least: the first compiles, the second is recorded, and one is always asked for ahead."""
+Kind = dict[str, Any]
+"""What a request asks for, besides the usual."""
+INDEPENDENT: Kind = {"population": "independent"}
+REJECTION: Kind = {"method": "exact", "verification": "rejection"}
+GUIDED: Kind = {"guidance_scale": 1.5}
+RARE: tuple[Kind, ...] = (
+    INDEPENDENT,
+    INDEPENDENT | {"top_p": 0.9},
+    INDEPENDENT | {"alpha": 2.0},
+    {"alpha": 2.0},
+    REJECTION,
+    REJECTION | {"top_p": 0.9},
+    {"method": "draft"},
+    {"method": "target", "logprobs": True, "top_logprobs": 5},
+    GUIDED,
+    GUIDED | INDEPENDENT,
+    GUIDED | REJECTION,
+    GUIDED | {"method": "exact"},
+    GUIDED | {"method": "target"},
+)
+"""Kinds of requests of which there are no rounds of nobody."""
+BIASED: tuple[Kind, ...] = ({}, {"method": "exact"}, {"method": "target"})
+TOGETHER: tuple[Kind, ...] = ({}, {"method": "exact"}, INDEPENDENT, REJECTION)
+"""Kinds that share rounds: without the last, and with it."""
+
+logger = logging.getLogger(__name__)
+
+
+def first_request(config: EngineConfig, context: int, vocab: int) -> Request:
+    """A short one."""
+    tokens = min(2 * config.block + 2, context - 4)
+    params = SamplingParams(seed=0, ignore_eos=True, particles=min(2, config.max_slots), max_tokens=tokens)
+    return Request("warm-up", tuple(i % vocab for i in range(4)), params)
+
+
+def rehearse(engine: Engine, plans: Iterable[RoundPlan], rare: Iterable[Sequence[Request]] = ()) -> None:
+    """Rounds of nobody, then requests, one list after another, of an idle engine. Raises RuntimeError if one of these fails."""
+    last: Pending | None = None
+    for plan in plans:
+        # One is asked for while the one before goes on.
+        pending, last = last, engine.pair.round(plan)
+        if pending is not None:
+            pending.result()
+    if last is not None:
+        last.result()
+    for requests in rare:
+        for request in requests:
+            try:
+                engine.submit(request)
+            except ValueError as error:
+                logger.info("not rehearsed, for this engine refuses it: %s: %s", request.request_id, error)
+        for output in engine.run(()):
+            if output.answer and output.answer.error:
+                raise RuntimeError(f"{output.request_id}: {output.answer.error}")
+
+
+def rare_requests(config: EngineConfig, context: int, vocab: int) -> Iterator[list[Request]]:
+    """Lists of requests to be run one after another: of every kind alone, and of several kinds in one round; behind a short prompt, and
+    where there can be some behind a long one."""
+    tokens = ROUNDS * (config.block + 1)
+    # Biases of one token more than a width fill the next.
+    counts = [count for count in (1, *(width + 1 for width in WIDTHS[:-1])) if count <= vocab]
+    biases: list[Kind] = [{"logit_bias": tuple((i, 0.5) for i in range(count))} for count in counts]
+    alone = [*RARE, *(kind | bias for bias in biases for kind in BIASED)]
+    for size in (4, SHORT + 1):
+        most = min(tokens, context - size)
+        if most < 1 or (size > SHORT and most < tokens):
+            continue
+        prompt = tuple(i % vocab for i in range(size))
+        for kinds in (*((kind,) for kind in alone), TOGETHER[:-1], TOGETHER):
+            yield [_request(kind, prompt, most, config, vocab) for kind in kinds]
+
+
+def _request(kind: Kind, prompt: tuple[int, ...], tokens: int, config: EngineConfig, vocab: int) -> Request:
+    params = SamplingParams(seed=0, ignore_eos=True, max_tokens=tokens, **kind)
+    if params.particles:
+        room = config.chains(vocab) if params.verification == "rejection" else config.max_slots
+        params = replace(params, particles=max(1, min(ROWS, room, config.max_slots // params.slots_per_row)))
+    what = {name: value for name, value in kind.items() if name != "logit_bias"}
+    name = f"warm-up {what} {len(params.logit_bias)} biases, {len(prompt)} tokens"
+    return Request(name, prompt, params, SALT, negative_prompt=prompt[:1] if params.guided else None)

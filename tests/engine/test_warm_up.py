@@ -1,0 +1,62 @@
+"""Requests of rarer kinds are of every kind there is, and leave nothing behind."""
+
+from __future__ import annotations
+
+import pytest
+
+from smc import demo
+from smc.algorithm.expansion import Kind
+from smc.engine.local import ModelPair, local_engine
+from smc.engine.rehearsal import TURNS
+from smc.engine.rounds import COMMON_KINDS
+from smc.engine.warm_up import rare_requests, rehearse
+from smc.runtime.biases import WIDTHS
+from smc.runtime.config import EngineConfig
+from smc.runtime.plan import Program, RoundPlan
+from tests.engine.harness import answers, assert_empty, request
+from tests.engine.pairs import tiny_pair
+
+FORMS = [EngineConfig(block=5, max_slots=32), EngineConfig(form="lockstep", block=8, max_slots=24)]
+
+
+def traits(plan: RoundPlan) -> tuple:
+    """What decides which kernels run, but for sizes."""
+    laws = (tuple(sorted(law.active)) for law in (plan.target_law, plan.draft_law))
+    return plan.program, tuple(sorted(plan.kinds)), plan.biased, plan.companions is not None, len(plan.chain_C) > 0, *laws
+
+
+def test_every_rarer_kind_has_its_rounds():
+    config = FORMS[0]
+    engine, asked = local_engine(ModelPair.load(demo.TARGET, demo.DRAFT), config), []
+    run, engine.pair.round = engine.pair.round, lambda plan: (asked.append(plan), run(plan))[1]
+    seen = [len(asked)]
+    for requests in rare_requests(config, engine.context, engine.tokenizer.size):
+        rehearse(engine, (), [requests])
+        keys = [plan.key for plan in asked[seen[-1] :]]
+        assert keys and all(keys.count(key) >= TURNS for key in keys[:1]), requests[0].request_id
+        seen.append(len(asked))
+    found = {traits(plan) for plan in asked}
+    assert {program for program, *_ in found} == set(Program)
+    assert {kinds for _, kinds, *_ in found} >= {*((kind,) for kind in Kind), tuple(sorted(COMMON_KINDS)), tuple(sorted(Kind))}
+    assert {(kinds, width) for _, kinds, width, *_ in found} >= {
+        ((kind,), width) for kind in (Kind.BEST, Kind.DISTINCT) for width in WIDTHS
+    }
+    assert {kinds for _, kinds, _, guided, *_ in found if guided} >= {(kind,) for kind in Kind}
+    assert_empty(engine)
+
+
+def test_what_an_engine_refuses_is_left_out():
+    config = EngineConfig(block=3, max_slots=1, max_chains=0)
+    engine = local_engine(tiny_pair(), config)
+    rehearse(engine, (), rare_requests(config, engine.context, engine.tokenizer.size))
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("config", FORMS, ids=["look-ahead", "lockstep"])
+def test_answers_are_what_they_would_have_been(config):
+    asked = [request([0, 1], str(i), particles=n, seed=i, max_tokens=20) for i, n in enumerate((3, 8))]
+    expected = answers(local_engine(tiny_pair(), config), asked)
+    engine = local_engine(tiny_pair(), config)
+    rehearse(engine, (), rare_requests(config, engine.context, engine.tokenizer.size))
+    found = answers(engine, asked)
+    assert {name: one.tokens for name, one in found.items()} == {name: one.tokens for name, one in expected.items()}

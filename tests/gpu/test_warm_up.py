@@ -1,0 +1,86 @@
+"""After what a service does before it serves, no kind of request compiles a kernel, and no step of the engine takes seconds."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+from triton import knobs
+
+from smc.engine.local import ModelPair, local_engine
+from smc.engine.rehearsal import rehearsal
+from smc.engine.request import Request, SamplingParams
+from smc.engine.warm_up import BIASED, RARE, rare_requests, rehearse
+from smc.models.presets import NoText, preset
+from smc.models.random_model import random_model
+from smc.runtime.config import EngineConfig
+
+CONTEXT = 1024
+FORMS = [
+    EngineConfig(block=5, max_slots=64, max_context=CONTEXT),
+    EngineConfig(form="lockstep", block=5, max_slots=64, max_context=CONTEXT),
+]
+COMMON = [
+    {},
+    {"method": "exact"},
+    {"method": "target"},
+    {"top_p": 0.9},
+    {"method": "exact", "top_k": 9},
+    {"temperature": 0.5, "min_p": 0.1},
+]
+ROUND = 1.0
+"""Seconds that a step may take which has a round of a new size to record."""
+
+
+def kinds(draw: random.Random) -> list[dict]:
+    biased = [kind | {"logit_bias": dict.fromkeys(range(draw.choice((1, 30, 300))), 1.0)} for kind in BIASED]
+    return [*COMMON, *RARE, *biased]
+
+
+def some_request(draw: random.Random, number: int, vocab: int) -> Request:
+    kind = dict(draw.choice(kinds(draw)))
+    size = draw.choice((5, 60, 700))
+    params = SamplingParams(seed=number, max_tokens=draw.randint(1, 60), **kind)
+    if params.particles:
+        most = 4 if params.verification == "rejection" else 16
+        params = SamplingParams(seed=number, max_tokens=params.max_tokens, particles=draw.randint(1, most), **kind)
+    return Request(str(number), tuple(draw.randrange(vocab) for _ in range(size)), params)
+
+
+@pytest.mark.parametrize("config", FORMS, ids=["look-ahead", "lockstep"])
+def test_no_user_waits_for_a_compiler(config):
+    shape, draw, compiled, asked = preset("llama-1b"), random.Random(5), [], []
+    target, draft = (random_model(shape, dtype=torch.bfloat16, device="cuda", seed=seed) for seed in (1, 2))
+    engine = local_engine(ModelPair(target, draft, NoText(shape.vocab_size), CONTEXT), config)
+    begin = time.monotonic()
+    rehearse(engine, rehearsal(config, engine.context))
+    usual = time.monotonic() - begin
+    rehearse(engine, (), rare_requests(config, engine.context, shape.vocab_size))
+    print(f"{config.form}: usual kinds {usual:.1f} s, rarer kinds {time.monotonic() - begin - usual:.1f} s")
+    before, knobs.runtime.jit_post_compile_hook = (
+        knobs.runtime.jit_post_compile_hook,
+        lambda *args, **named: compiled.append((named.get("repr") or args, [request.params for request in asked[-3:]])),
+    )
+    longest, number = (0.0, None), 0
+    try:
+        # One after another, then in company.
+        for most in (1, 1, 1, 1, 4):
+            for _ in range(40):
+                for _ in range(draw.randint(1, most)):
+                    asked.append(some_request(draw, number, shape.vocab_size))
+                    engine.submit(asked[-1])
+                    number += 1
+                while not engine.idle:
+                    begin = time.monotonic()
+                    outputs = engine.step()
+                    longest = max(longest, (time.monotonic() - begin, asked[-1].params), key=lambda pair: pair[0])
+                    assert not [output.answer.error for output in outputs if output.answer and output.answer.error]
+    finally:
+        knobs.runtime.jit_post_compile_hook = before
+    print(f"{config.form}: {number} requests, longest step {longest[0]:.3f} s: {longest[1]}")
+    for name, params in compiled:
+        print("compiled", str(name)[:300], params)
+    assert not compiled
+    assert longest[0] < ROUND, longest
