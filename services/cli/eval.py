@@ -47,6 +47,10 @@ def evaluate(
     concurrency: Annotated[int, options.option(options.ENGINE, "Requests in flight.", metavar="COUNT")] = 8,
     threads: Annotated[int, options.option(options.ENGINE, "CPU threads of torch.", metavar="COUNT")] = 1,
     json: Annotated[Path | None, options.option(options.OUTPUT, "Write results here after every setting.", metavar="FILE")] = None,
+    accuracy_from: Annotated[
+        list[Path] | None,
+        options.option(options.OUTPUT, "Record whose settings are not answered again, only timed; may be repeated.", metavar="FILE"),
+    ] = None,
     resume: options.Resume = False,
     markdown: Annotated[Path | None, options.option(options.OUTPUT, "Write the table as markdown.", metavar="FILE")] = None,
     picture: Annotated[Path | None, options.option(options.OUTPUT, "Draw quality against speed (png).", metavar="FILE")] = None,
@@ -60,8 +64,11 @@ def evaluate(
     if ess_threshold is not None and not any(setting.population == "independent" for setting in settings):
         raise ValueError(f"--ess-threshold {ess_threshold:g} has no effect without settings of independent particles; leave it out")
     own = (dtype, target_dtype, draft_dtype, draft_vocab, draft_vocab_text)
-    pairs, record = prepare(plan, settings, Pairs.of(load, target, draft, device, own), json, resume)
-    measure_all(pairs, plan, settings, record)
+    if accuracy_from and not speed_problems:
+        raise ValueError("--accuracy-from leaves nothing to be measured with --speed-problems 0; leave one of them out")
+    pairs = Pairs.of(load, target, draft, device, own)
+    record, known = prepare(plan, settings, pairs, json, resume, accuracy_from or ())
+    measure_all(pairs, plan, settings, record, known)
     report(plan, settings, record, markdown, picture)
 
 

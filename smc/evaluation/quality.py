@@ -95,8 +95,8 @@ class Row:
     accuracy: Accuracy
     tokens: float
     """Length of an answer."""
-    batch_tokens_per_second: float
-    """Answer tokens per second with many requests in flight."""
+    batch_tokens_per_second: float | None
+    """Answer tokens per second with many requests in flight; None where the answers are from another record."""
     rounds: float | None
     resamples: float | None
     mean_ess_share: float | None

@@ -6,7 +6,8 @@ import hashlib
 import json
 import os
 import platform
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,10 @@ from smc.statistics import Accuracy
 
 VERSION = 3
 """Of the file. Settings of version 1 had no population, and its answers were drawn otherwise; speeds of version 2 included prompts."""
+
+
+SAME_ANSWERS = ("problems", "seed", "temperature", "ess_threshold", "weights_sha256")
+"""Conditions that decide which problems are solved, up to noise in the logits; all others decide how fast."""
 
 
 class Record:
@@ -35,20 +40,7 @@ class Record:
             return Record(path, conditions, {})
         if not resume:
             raise ValueError(f"{path} exists already; use --resume to go on with it, or another file")
-        try:
-            found = json.loads(path.read_text())
-            outdated = "rows" in found and found.get("version") != VERSION
-            rows = {} if outdated else {row["name"]: _row(row) for row in found["rows"]}
-            before = found["conditions"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is not a record of smcserve eval ({type(error).__name__}: {error}); use another file") from error
-        if outdated:
-            raise ValueError(f"{path} cannot be resumed: it is of an earlier version of smcserve eval; use another file")
-        different = [key for key in conditions if before.get(key) != conditions[key]]
-        if different:
-            differences = "; ".join(f"{key} was {before.get(key)!r} and is now {conditions[key]!r}" for key in different)
-            raise ValueError(f"{path} cannot be resumed: {differences}")
-        return Record(path, conditions, rows)
+        return Record(path, conditions, _read(path, conditions, list(conditions), "resumed")[0])
 
     def add(self, row: Row) -> None:
         self.rows[row.setting.name] = row
@@ -67,6 +59,36 @@ class Record:
         part = self.path.with_name(self.path.name + ".part")
         part.write_text(json.dumps(content, indent=1) + "\n")
         os.replace(part, self.path)
+
+
+def solved_before(paths: Sequence[Path], conditions: dict[str, Any]) -> tuple[dict[str, Row], list[str]]:
+    """Rows of other records of the same pair, problems and terms, by the names of their settings, without speeds; and what those were
+    measured with, in words. Raises ValueError for a file that does not fit."""
+    rows: dict[str, Row] = {}
+    measured_with = set()
+    for path in paths:
+        found, theirs = _read(path, conditions, SAME_ANSWERS, "taken for --accuracy-from")
+        rows |= {name: replace(row, batch_tokens_per_second=None, tokens_per_second=None, first_token=None) for name, row in found.items()}
+        measured_with.add(f"{theirs['dtype']} on {theirs['device_name']}")
+    return rows, sorted(measured_with)
+
+
+def _read(path: Path, conditions: dict[str, Any], same: Sequence[str], use: str) -> tuple[dict[str, Row], dict[str, Any]]:
+    """Rows and conditions of a file. Raises ValueError if it is no record, or differs in what must be the `same` for this `use`."""
+    try:
+        found = json.loads(path.read_text())
+        outdated = "rows" in found and found.get("version") != VERSION
+        rows = {} if outdated else {row["name"]: _row(row) for row in found["rows"]}
+        before = found["conditions"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a record of smcserve eval ({type(error).__name__}: {error}); use another file") from error
+    if outdated:
+        raise ValueError(f"{path} cannot be {use}: it is of an earlier version of smcserve eval; use another file")
+    different = [key for key in same if before.get(key) != conditions[key]]
+    if different:
+        differences = "; ".join(f"{key} was {before.get(key)!r} and is now {conditions[key]!r}" for key in different)
+        raise ValueError(f"{path} cannot be {use}: {differences}")
+    return rows, before
 
 
 def machine(device: str) -> dict[str, Any]:

@@ -56,6 +56,22 @@ def test_resume_measures_only_what_is_missing(smcserve, tmp_path, monkeypatch):
     assert other.code == 2 and "seed was 0 and is now 9" in other.err
 
 
+def test_what_has_been_answered_before_is_only_timed(smcserve, tmp_path, monkeypatch):
+    solved, timed = tmp_path / "solved.json", tmp_path / "timed.json"
+    only = ("--only", "exact lockstep N=2", "--only", "target")
+    assert smcserve("eval", "--problems", 4, "--speed-problems", 0, *SIZES, *only, "--json", solved).code == 0
+    monkeypatch.delattr(quality, "measure")
+    run = ("eval", "--problems", 4, "--speed-problems", 1, *SIZES, *only, "--accuracy-from", solved)
+    ran = smcserve(*run, "--json", timed)
+    assert ran.code == 0 and "answers of the small pair, float32 on" in ran.out
+    for before, row in zip(json.loads(solved.read_text())["rows"], json.loads(timed.read_text())["rows"]):
+        assert row["tokens_per_second"] > 0 and row["batch_tokens_per_second"] is None
+        assert all(row[name] == before[name] for name in ("name", "correct", "count", "rounds", "mean_logp", "hit_share"))
+    other = smcserve(*run, "--seed", 1)
+    assert other.code == 2 and "cannot be taken for --accuracy-from: seed was 0 and is now 1" in other.err
+    assert "leaves nothing to be measured" in smcserve(*run, "--speed-problems", 0).err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

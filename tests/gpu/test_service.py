@@ -15,11 +15,10 @@ from services.launch import cluster
 from services.launch.config import GangConfig
 from smc import demo
 from smc.engine.local import ModelPair, local_engine
-from smc.engine.request import Request, SamplingParams
 from smc.runtime.config import EngineConfig
 from tests.engine.harness import answers
 from tests.service.running import Running
-from tests.service.test_same_answers import ASKED
+from tests.service.test_same_answers import ASKED, engine_request, with_chats
 
 ENGINE = EngineConfig(block=5, branches=4)
 
@@ -41,8 +40,7 @@ def running() -> Iterator[Running]:
 def expected() -> list[str]:
     """What the engine on a CPU answers."""
     pair = ModelPair.load(demo.TARGET, demo.DRAFT)
-    prompts = [tuple(pair.tokenizer.chat([{"role": "user", "content": question}])) for question, _ in ASKED]
-    asked = [Request(str(i), prompt, SamplingParams(**params)) for i, (prompt, (_, params)) in enumerate(zip(prompts, ASKED))]
+    asked = [engine_request(pair, i, question, dict(params)) for i, (question, params) in enumerate(ASKED)]
     found = answers(local_engine(pair, ENGINE), asked)
     return [found[str(i)].text for i in range(len(ASKED))]
 
@@ -55,14 +53,16 @@ def seconds(client: Client, law: dict) -> float:
 
 def same(running: Running, expected: list[str]) -> int:
     with running.client() as client, ThreadPoolExecutor(len(ASKED)) as pool:
-        found = pool.map(lambda asked: client.generate([Message("user", asked[0])], timeout=100, **asked[1]).text, ASKED)
+        found = pool.map(lambda asked: client.generate([Message("user", asked[0])], timeout=100, **with_chats(asked[1])).text, ASKED)
         return sum(text == one for text, one in zip(found, expected))
 
 
-@pytest.mark.parametrize(
-    "law", [{}, {"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 30, "min_p": 0.02}, {"method": "target", "top_p": 0.9}], ids=str
-)
-def test_nobody_waits_for_a_kernel_of_the_usual_kind(running, law):
+LAWS = [{}, {"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 30, "min_p": 0.02}, {"method": "target", "top_p": 0.9}]
+LAWS += [{"population": "independent"}, {"method": "exact", "verification": "rejection"}, {"alpha": 1.5}, {"logit_bias": {5: 1.0}}]
+
+
+@pytest.mark.parametrize("law", LAWS, ids=str)
+def test_nobody_waits_for_a_kernel(running, law):
     with running.client() as client:
         first, second = seconds(client, law), seconds(client, law)
     print(f"first answer {first:.2f} s, second {second:.2f} s")

@@ -19,8 +19,8 @@ from smc.runtime.config import EngineConfig
 
 CONTEXT = 1024
 FORMS = [
-    EngineConfig(block=5, max_slots=64, max_context=CONTEXT),
-    EngineConfig(form="lockstep", block=5, max_slots=64, max_context=CONTEXT),
+    EngineConfig(block=5, max_slots=16, max_context=CONTEXT),
+    EngineConfig(form="lockstep", block=5, max_slots=16, max_context=CONTEXT),
 ]
 COMMON = [
     {},
@@ -44,7 +44,7 @@ def some_request(draw: random.Random, number: int, vocab: int) -> Request:
     size = draw.choice((5, 60, 700))
     params = SamplingParams(seed=number, max_tokens=draw.randint(1, 60), **kind)
     if params.particles:
-        most = 4 if params.verification == "rejection" else 16
+        most = 4 if params.verification == "rejection" else 8
         params = SamplingParams(seed=number, max_tokens=params.max_tokens, particles=draw.randint(1, most), **kind)
     return Request(str(number), tuple(draw.randrange(vocab) for _ in range(size)), params)
 

@@ -58,6 +58,11 @@ def engine_request(pair: ModelPair, i: int, question: str, params: dict) -> Engi
     return EngineRequest(str(i), prompt, SamplingParams(**params), negative_prompt=negative)
 
 
+def with_chats(params: dict) -> dict:
+    """As the client takes them."""
+    return params | ({"negative_prompt": [Message("user", NEGATIVE)]} if "negative_prompt" in params else {})
+
+
 @contextmanager
 def served(start, link: str, draft_tp: int, target_tp: int, form: str) -> Iterator[Running]:
     engine = EngineConfig(cohorts=2, drafting="always", **FORMS[form])
@@ -77,8 +82,7 @@ def all_are_the_engines_own(running: Running, client: Client, answers: list) -> 
 
     def ask(i: int):
         question, params = ASKED[i]
-        chats = {"negative_prompt": [Message("user", NEGATIVE)]} if "negative_prompt" in params else {}
-        return client.generate([Message("user", question)], timeout=60, **params | chats)
+        return client.generate([Message("user", question)], timeout=60, **with_chats(params))
 
     def ask_over_http(i: int) -> str:
         question, params = ASKED[i]

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from smc.demo.problems import Problem, generate
 from smc.engine.request import SamplingParams
 from smc.evaluation.picture import draw
 from smc.evaluation.quality import Row, Setting, Terms, measure, measure_speed, problem_requests, seconds_of
-from smc.evaluation.record import Record, machine
+from smc.evaluation.record import Record, machine, solved_before
 from smc.evaluation.reports.quality_table import LEGEND, interval, quality_markdown, quality_table
 from smc.loading import DEMO, LoadedModels, loaded_models, use_threads
 from smc.models.source import name_dtypes
@@ -96,33 +96,39 @@ def _gpus() -> int:
     return min(2, torch.cuda.device_count())
 
 
-def prepare(plan: Plan, settings: Sequence[Setting], pairs: Pairs, path: Path | None, resume: bool) -> tuple[Pairs, Record]:
-    """Open the record, and find out now whether any setting would be refused later."""
+def prepare(
+    plan: Plan, settings: Sequence[Setting], pairs: Pairs, path: Path | None, resume: bool, solved: Sequence[Path] = ()
+) -> tuple[Record, dict[str, Row]]:
+    """Open the record, and find out now whether any setting would be refused later. `solved`: records of what has been answered before;
+    returned are their rows, too."""
     use_threads(plan.threads, DEMO)
     for setting in settings:
         problem_requests(pairs.models.tokenizer, setting, plan.make_problems(1), plan.terms)
         _ = setting.engine
-    record = Record.open(path, asdict(plan) | pairs.conditions(), resume)
+    conditions = asdict(plan) | pairs.conditions()
+    known, measured_with = solved_before(solved, conditions)
+    record = Record.open(path, conditions | ({"answers": measured_with} if known else {}), resume)
     record.write()
-    return pairs, record
+    return record, known
 
 
-def measure_all(pairs: Pairs, plan: Plan, settings: Sequence[Setting], record: Record) -> None:
-    """Measure what the record does not hold yet. One that was stopped says how to go on."""
+def measure_all(pairs: Pairs, plan: Plan, settings: Sequence[Setting], record: Record, known: Mapping[str, Row]) -> None:
+    """Measure what the record does not hold yet; of settings that are `known`, by name, speed alone. One that
+    was stopped says how to go on."""
     todo = [setting for setting in settings if setting.name not in record.rows]
     if len(todo) < len(settings):
         err.print(f"{len(settings) - len(todo)} of {len(settings)} settings are in {record.path} already", style="dim")
     columns = (TextColumn("{task.description}"), BarColumn(None), TaskProgressColumn(), TimeRemainingColumn())
     try:
         with Progress(*columns, console=err, expand=True, transient=True, speed_estimate_period=3600) as progress:
-            if todo:
+            if new := [setting for setting in todo if setting.name not in known]:
                 look = progress.add_task("how long it will take", total=None)
-                progress.console.print(f"about {_duration(forecast(pairs, plan, todo))} for all", style="dim")
+                progress.console.print(f"about {_duration(forecast(pairs, plan, new))} for all", style="dim")
                 progress.remove_task(look)
             # An answer's cost grows about as its particles, so that is what the bar over everything counts.
             whole = progress.add_task(f"all {len(todo)} settings", total=plan.problems * sum(setting.particles or 1 for setting in todo))
             for setting in todo:
-                row = _measure(pairs.placed(setting), plan, setting, progress, whole)
+                row = _measure(pairs.placed(setting), plan, setting, known.get(setting.name), progress, whole)
                 record.add(row)
                 progress.console.print(Text(f"{setting.name}: {_in_words(row)}", style="dim"))
     except KeyboardInterrupt:
@@ -148,14 +154,18 @@ def _duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 100 else f"{minutes / 60:.1f} hours"
 
 
-def _measure(pair: ModelPair, plan: Plan, setting: Setting, progress: Progress, whole) -> Row:
+def _measure(pair: ModelPair, plan: Plan, setting: Setting, row: Row | None, progress: Progress, whole: TaskID) -> Row:
+    """`row`: what is known of it, but for speed."""
     task = progress.add_task(setting.name, total=plan.problems)
 
     def advance(*_answer: object) -> None:
         progress.advance(task)
         progress.advance(whole, setting.particles or 1)
 
-    row = measure(pair, setting, plan.make_problems(plan.problems), plan.concurrency, plan.terms, advance)
+    if row is None:
+        row = measure(pair, setting, plan.make_problems(plan.problems), plan.concurrency, plan.terms, advance)
+    else:
+        progress.update(whole, advance=plan.problems * (setting.particles or 1))
     if plan.speed_problems:
         progress.update(task, description=f"{setting.name}, one at a time")
         speed, first = measure_speed(pair, setting, plan.make_problems(plan.speed_problems), plan.terms)
@@ -188,6 +198,7 @@ def _about(record: Record) -> str:
         + (f"draft vocabulary of {with_['draft_vocab']:,}; " if "draft_vocab" in with_ else "")
         + f"{with_['device_name']}{' x 2' if with_.get('gpus') == 2 else ''}, {with_['dtype']}, torch {with_['torch']}"
         + (f", {with_['threads']} thread" + "s" * (with_["threads"] > 1) if with_["device"] == "cpu" else "")
+        + (f"; answers of the small pair, {', '.join(with_['answers'])}" if "answers" in with_ else "")
     )
 
 
@@ -199,4 +210,6 @@ def _in_words(row: Row) -> str:
         parts += [f"{row.hit_share:.0%} hits"]
     if row.tokens_per_second is not None:
         parts += [f"{row.tokens_per_second:,.0f} tok/s"]
-    return ", ".join([*parts, f"{row.batch_tokens_per_second:,.0f} tok/s in the batch"])
+    if row.batch_tokens_per_second is not None:
+        parts += [f"{row.batch_tokens_per_second:,.0f} tok/s in the batch"]
+    return ", ".join(parts)

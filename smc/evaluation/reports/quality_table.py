@@ -72,7 +72,7 @@ def cells(row: Row, target: Row | None) -> list[str]:
         _number(row.resample_rate, ".0%"),
         _number(row.mean_ess_share, ".2f"),
         _number(row.first_token, ".1f"),
-        f"{row.batch_tokens_per_second:,.0f}",
+        _number(row.batch_tokens_per_second, ",.0f"),
     ]
 
 
