@@ -46,7 +46,8 @@ def some_request(draw: random.Random, number: int, vocab: int) -> Request:
     if params.particles:
         most = 4 if params.verification == "rejection" else 8
         params = SamplingParams(seed=number, max_tokens=params.max_tokens, particles=draw.randint(1, most), **kind)
-    return Request(str(number), tuple(draw.randrange(vocab) for _ in range(size)), params)
+    prompt, negative = (tuple(draw.randrange(vocab) for _ in range(length)) for length in (size, 9))
+    return Request(str(number), prompt, params, negative_prompt=negative if params.guided else None)
 
 
 @pytest.mark.parametrize("config", FORMS, ids=["look-ahead", "lockstep"])
