@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from smc.kernels.norm import launch_options
 
@@ -35,6 +36,7 @@ PREFETCH_BYTES = 16 << 20
 """Of a weight, asked for while the kernel before is still at work: what HBM brings in a few microseconds, well within the L2 cache."""
 
 
+COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
 LINE_BYTES = tl.constexpr(128)
 """Of the L2 cache, asked for at a time."""
 
@@ -154,13 +156,18 @@ def _launch(
     width, size = inputs // tiling.splits, weight.element_size()
     lines = 16 * LINE_BYTES // size
     ahead = min(width, max(lines, PREFETCH_BYTES // (grid[0] * grid[1] * tiling.block_n * size) // lines * lines))
-    flags |= {"HAS_SCALE": scale is not None, "HAS_BIAS": bias is not None}
-    scale, bias = (weight if one is None else one for one in (scale, bias))
-    _linear[grid](
-        x_TK, weight, scale, bias, out, tokens, outputs, inputs, x_TK.stride(0), STEPS=inputs // tiling.block_k // tiling.splits,
-        BLOCK_T=_token_block(tokens), BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k, STAGES=tiling.stages, AHEAD=ahead, **flags,
-        num_warps=tiling.warps, num_stages=tiling.stages, **launch_options(flags["PDL"]),
-    )  # fmt: skip
+    flags |= {"HAS_BIAS": bias is not None}
+    bias = weight if bias is None else bias
+    sizes = {"BLOCK_T": _token_block(tokens), "BLOCK_N": tiling.block_n, "BLOCK_K": tiling.block_k}
+    options = {"AHEAD": ahead, "num_warps": tiling.warps, "num_stages": tiling.stages, **launch_options(flags["PDL"])}
+    steps = {"STEPS": inputs // tiling.block_k // tiling.splits, "STAGES": tiling.stages}
+    if scale is None:
+        _linear[grid](x_TK, weight, bias, out, tokens, outputs, inputs, x_TK.stride(0), **steps, **sizes, **flags, **options)
+        return
+    parts = 2 if flags["GATED"] else 1
+    tiles = TensorDescriptor.from_tensor(weight.view(parts, -1, inputs), [parts, tiling.block_n // parts, tiling.block_k])
+    x_tiles = TensorDescriptor.from_tensor(x_TK, [sizes["BLOCK_T"], tiling.block_k])
+    _widened[grid](x_tiles, tiles, weight, scale, bias, out, tokens, outputs, inputs, **steps, **sizes, **flags, **options)
 
 
 @triton.jit
@@ -176,21 +183,26 @@ def _prefetch(weight, n, start, inputs, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _linear(
-    x, weight, scale, bias, out, tokens, outputs, inputs, stride_x, STEPS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
-    """One tile of outputs over one part of K. Gated: half a tile of gate rows and the same half of up rows, `outputs` apart."""
-    tile, split = tl.program_id(0), tl.program_id(1)
-    row, t, k = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)
+def _rows(tile, outputs, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
+    """Rows of the weight that a tile has. Gated: half a tile of gate rows and the same half of up rows, `outputs` apart. Past the end it is
+    the last one; what comes of that is not stored."""
+    row = tl.arange(0, BLOCK_N)
     HALF: tl.constexpr = BLOCK_N // 2
     if GATED:
-        # Rows past the end repeat the last one; their results are not stored.
-        n = tl.minimum(tile * HALF + row % HALF, outputs - 1) + tl.where(row < HALF, 0, outputs)
-    else:
-        n = tl.minimum(tile * BLOCK_N + row, outputs - 1)
-    start = split * (STEPS * BLOCK_K)
+        return tl.minimum(tile * HALF + row % HALF, outputs - 1) + tl.where(row < HALF, 0, outputs)
+    return tl.minimum(tile * BLOCK_N + row, outputs - 1)
+
+
+@triton.jit
+def _linear(
+    x, weight, bias, out, tokens, outputs, inputs, stride_x, STEPS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """One tile of outputs over one part of K, of a weight of x's type."""
+    tile, split = tl.program_id(0), tl.program_id(1)
+    t, k = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)
+    n, start = _rows(tile, outputs, BLOCK_N, GATED), split * (STEPS * BLOCK_K)
     if PDL:
         _prefetch(weight, n, start, inputs, AHEAD)
         # In this order: a kernel that has not begun to work keeps those after the next from taking its place.
@@ -202,20 +214,55 @@ def _linear(
     for _ in tl.range(0, STEPS, num_stages=STAGES):
         weight_NK = tl.load(weight_at, eviction_policy="evict_first")
         x_TK = tl.load(x_at, mask=(t < tokens)[:, None], other=0.0, eviction_policy="evict_last")
-        if HAS_SCALE:
-            weight_NK = weight_NK.to(tl.float16).to(tl.float32).to(x.dtype.element_ty)
         sum_NT = tl.dot(weight_NK, tl.trans(x_TK), sum_NT)
         weight_at += BLOCK_K
         x_at += BLOCK_K
-    if HAS_SCALE:
-        sum_NT *= tl.load(scale + n)[:, None]
+    _finish(sum_NT, bias, out, tokens, outputs, BLOCK_T, BLOCK_N, HAS_BIAS, GATED)
+
+
+@triton.jit
+def _widened(
+    x_tiles, tiles, weight, scale, bias, out, tokens, outputs, inputs, STEPS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """The same of an FP8 weight. `tiles` [1 or 2, N or I, K] and `x_tiles` are what the machine's copy engine fetches the weight and x by;
+    past their ends it finds zeros."""
+    tile, split = tl.program_id(0), tl.program_id(1)
+    n, start = _rows(tile, outputs, BLOCK_N, GATED), split * (STEPS * BLOCK_K)
+    ROWS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    if PDL:
+        _prefetch(weight, n, start, inputs, AHEAD)
+        gdc_wait()
+        gdc_launch_dependents()
+    sum_NT = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        weight_NK = tl.reshape(tiles.load([0, tile * ROWS, start + step * BLOCK_K]), (BLOCK_N, BLOCK_K))
+        x_TK = x_tiles.load([0, start + step * BLOCK_K])
+        weight_NK = weight_NK.to(tl.float16).to(tl.float32).to(x_TK.dtype)
+        sum_NT = tl.dot(weight_NK, tl.trans(x_TK), sum_NT)
+        if COMPILED:
+            # A use of the sums, so that the product ends here: else the next weights are widened into registers that it still reads.
+            sum_NT = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [sum_NT], dtype=tl.float32, is_pure=True, pack=1)
+    sum_NT *= tl.load(scale + n)[:, None]
+    _finish(sum_NT, bias, out, tokens, outputs, BLOCK_T, BLOCK_N, HAS_BIAS, GATED)
+
+
+@triton.jit
+def _finish(
+    sum_NT, bias, out, tokens, outputs,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Store the sums of a tile: with the bias, or gated."""
+    tile, split, t = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK_T)
+    HALF: tl.constexpr = BLOCK_N // 2
     if GATED:
         gate_NT, up_NT = tl.split(tl.permute(tl.reshape(sum_NT, (2, HALF, BLOCK_T)), (1, 2, 0)))
         out_NT = gate_NT * tl.sigmoid(gate_NT) * up_NT
         n = tile * HALF + tl.arange(0, HALF)
     else:
         out_NT = sum_NT
-        n = tile * BLOCK_N + row
+        n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         if HAS_BIAS:
             shift_N = tl.load(bias + n, mask=(n < outputs) & (split == 0), other=0.0).to(tl.float32)
             out_NT += shift_N[:, None]
