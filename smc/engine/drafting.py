@@ -21,8 +21,10 @@ from smc.runtime.config import EngineConfig
 FREE = 1.01
 """A round that rows ahead make longer by no more than this has them: for tokens in a hundred that fewer would miss."""
 MARGIN = 1.1
-"""Tokens a second that larger, smaller or new trees must promise, as a multiple of what is expected as things are. To stop drafting, more
-will do: what one cannot be is slower than plain decoding."""
+"""Tokens a second that larger, smaller or new trees must promise, as a multiple of what is expected as things are."""
+SURE = 1.05
+"""And that trees must keep promising, as a multiple of plain decoding's: what one cannot be is slower than that, and a forecast is right to
+some per cent."""
 
 
 class CostsDecide:
@@ -41,7 +43,7 @@ class CostsDecide:
             return 0
         if rows and all(rows):
             options = options[1:]
-        speeds = [forecast.speed([*others, tree], [*rows, more], beside) for more in options]
+        speeds = [forecast.speed([*others, tree], [*rows, more], beside) * (1 if more else SURE) for more in options]
         return options[int(np.argmax(speeds))]
 
     def change(self, trees: Sequence[Tree], waiting: Sequence[Tree], beside: Beside, costs: Costs | None) -> Sequence[int] | None:
@@ -56,7 +58,7 @@ class CostsDecide:
         if speed_of_best > MARGIN * max(speed, speed_alone):
             return best[: len(trees)]
         drafts = any(tree.rows for tree in trees)
-        return alone[: len(trees)] if drafts and speed_alone > speed else None
+        return alone[: len(trees)] if drafts and SURE * speed_alone > speed else None
 
     def branches(self, places: int, context: int, costs: Costs | None) -> int:
         return self._config.branches if costs is None else self._forecast(costs).branches(places, context)

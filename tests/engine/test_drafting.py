@@ -12,7 +12,7 @@ import pytest
 
 from smc.engine.acceptance import WIDTH_GAIN, Acceptance, tokens_a_round
 from smc.engine.costs import Cost, Costs, Curve
-from smc.engine.drafting import MARGIN, CostsDecide, Forecast
+from smc.engine.drafting import MARGIN, SURE, CostsDecide, Forecast
 from smc.engine.local import local_engine
 from smc.engine.policy import Beside, Tree
 from smc.engine.request import Request, SamplingParams
@@ -137,6 +137,17 @@ def test_a_crowd_that_comes_and_goes_settles():
         crowd = [replace(each, rows=count) for each, count in zip(crowd, rows or [each.rows for each in crowd])]
         assert not any(each.rows for each in crowd)
         crowd = [another(crowd) if rng.random() < 0.05 else each for each in crowd]
+
+
+@pytest.mark.parametrize(("promise", "goes_on", "begins"), [(SURE - 0.01, 0, 0), (SURE + 0.01, 1, 0), (MARGIN + 0.01, 1, 1)])
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.form)
+def test_trees_must_be_sure_to_be_faster_than_plain_decoding(config, promise, goes_on, begins):
+    """By some per cent, or they are given up; and they do not come back for a little more."""
+    once = Forecast(config, MADE).speed([tree(EASY, 1)], [1], NOBODY)
+    costs, policy = replace(MADE, alone=Cost(Curve(((1, promise / once),)))), CostsDecide(config)
+    for rows, wanted in ((1, goes_on), (0, begins)):
+        assert policy.change([tree(EASY, rows, most=1)], [], NOBODY, costs) == (None if rows == wanted else [wanted])
+    assert policy.begin(tree(EASY, most=1), [], NOBODY, costs) == goes_on
 
 
 def test_beside_rounds_of_the_target_alone_nothing_is_drafted():
