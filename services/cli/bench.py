@@ -51,7 +51,9 @@ def bench(
     ] = None,
     context: Annotated[
         list[int] | None,
-        options.option(options.MEASURE, "Prompt tokens; may be repeated (cuda, or with --prompts). Default: 256.", metavar="TOKENS"),
+        options.option(
+            options.MEASURE, "Prompt tokens; may be repeated (cuda, --prompts). Of --advise: of contexts. Default: 256.", metavar="TOKENS"
+        ),
     ] = None,
     prompts: Annotated[
         bool,
@@ -120,9 +122,12 @@ def bench(
     gang_only = {"draft_tp": draft_tp, "target_tp": target_tp, "threads": threads}
     if advise:
         how = {"method": method, "population": population, "verification": verification, "guidance_scale": guidance_scale}
-        idle = {"mode": mode, "context": context, "prompts": prompts or None, "rounds": rounds, "draft_tp": draft_tp, "trace": trace}
+        idle = {"mode": mode, "prompts": prompts or None, "rounds": rounds, "draft_tp": draft_tp, "trace": trace}
         _refuse_idle(idle | how | {"drafting": drafting}, "with --advise")
+        if context and len(context) > 1:
+            raise ValueError(f"--context {' '.join(map(str, context))}; allowed with --advise: one")
         wanted = {"loads": concurrency, "particles": particles, "branches": branches, "blocks": block, "acceptance": acceptance}
+        wanted |= {"context": context[0] if context else 256}
         law = {name: value for name, value in law.items() if value is not None}
         given = {"load": load, "target": target, "draft": draft, "device": device, "threads": threads, **own}
         _check(concurrency or (1,), 1, json, {} if link else {"target_tp": target_tp}, picture)

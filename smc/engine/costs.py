@@ -1,4 +1,5 @@
-"""What a draft step and a target pass cost, as curves through measured points. Knows nothing about how they were measured, nor of torch."""
+"""What a draft step and a target pass cost: curves through measured points, and what reading contexts adds. Knows nothing about how they
+were measured, nor of torch."""
 
 from __future__ import annotations
 
@@ -64,47 +65,72 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Costs:
-    """Of one pair on its devices. Seconds."""
+class Cost:
+    """Seconds of one step or pass of a model. Raises ValueError where reading takes no possible time."""
 
-    draft: Curve
-    """One step, by rows."""
-    target: Curve
-    """A pass, by positions."""
+    curve: Curve
+    """By size, of sequences that have no context."""
+    read: float = 0.0
+    """More for every token of context. Contexts of all requests count, each once, however many rows it has."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.read < math.inf:
+            raise ValueError(f"read={self.read!r}; allowed: finite, >= 0")
+
+    def at(self, size: int, context: float) -> float:
+        """`context`: tokens that all requests have together."""
+        return self.curve.at(size) + self.read * context
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of one pair on its devices."""
+
+    draft: Cost
+    """A step of the draft, by rows."""
+    target: Cost
+    """A pass of the target over what was drafted, by positions."""
+    alone: Cost
+    """A pass of the target where it decodes by itself, by sequences: as many contexts are read."""
     round_overhead: float
-    """Of a round, what is neither the draft's steps nor the target's pass: the choice, messages, and what the host does not hide."""
+    """Of a round, what is neither the draft's steps nor the target's pass: the choice, messages, what the host does not hide. Seconds."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.round_overhead < math.inf:
             raise ValueError(f"round_overhead={self.round_overhead!r}; allowed: finite, >= 0")
 
-    def draft_step(self, rows: int) -> float:
-        """Of the draft: every one of `rows` sequences gets a token."""
-        return self.draft.at(rows)
-
-    def target_pass(self, positions: int) -> float:
-        """Of the target over so many tokens, laws and draws included."""
-        return self.target.at(positions)
+    @property
+    def parts(self) -> dict[str, Cost]:
+        return {name: getattr(self, name) for name in PARTS}
 
     def to_json(self) -> str:
-        return json.dumps({"draft": self.draft.points, "target": self.target.points, "round_overhead": self.round_overhead})
+        parts = {name: {"points": part.curve.points, "read": part.read} for name, part in self.parts.items()}
+        return json.dumps(parts | {"round_overhead": self.round_overhead})
 
     @staticmethod
     def from_json(text: str) -> Costs:
         """Raises ValueError for anything but what `to_json` writes."""
         try:
             found = json.loads(text)
-            curves = {name: Curve(tuple((int(size), float(seconds)) for size, seconds in found[name])) for name in ("draft", "target")}
-            return Costs(**curves, round_overhead=float(found["round_overhead"]))
+            parts = {name: _cost(**found[name]) for name in PARTS}
+            return Costs(**parts, round_overhead=float(found["round_overhead"]))
         except (KeyError, TypeError) as error:
-            raise ValueError(f"no costs: {text[:80]!r}; allowed: an object of draft, target and round_overhead") from error
+            allowed = f"an object of {', '.join(PARTS)}, each with points and read, and round_overhead"
+            raise ValueError(f"no costs: {text[:80]!r}; allowed: {allowed}") from error
 
     def __str__(self) -> str:
-        return (
-            f"a draft step {_line(self.draft.points)} ms of rows, a target pass {_line(self.target.points)} ms of positions, "
-            f"{1e3 * self.round_overhead:.2f} ms a round besides"
-        )
+        return f"ms of {'; '.join(map(self._said, PARTS))}; {1e3 * self.round_overhead:.2f} ms a round besides"
+
+    def _said(self, name: str) -> str:
+        part = self.parts[name]
+        points = ", ".join(f"{size}: {1e3 * seconds:.2f}" for size, seconds in part.curve.points)
+        return f"{NAMES[name]} {points}, and {1e9 * part.read:.0f} ns a token of context"
 
 
-def _line(points: Sequence[Point]) -> str:
-    return ", ".join(f"{size}: {1e3 * seconds:.2f}" for size, seconds in points)
+NAMES = {"draft": "a draft step by rows", "target": "a target pass by positions", "alone": "the target alone by sequences"}
+"""What each part is, and by what its size is counted."""
+PARTS = tuple(NAMES)
+
+
+def _cost(points: Sequence[Point], read: float) -> Cost:
+    return Cost(Curve(tuple((int(size), float(seconds)) for size, seconds in points)), float(read))

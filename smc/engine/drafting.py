@@ -21,8 +21,10 @@ from smc.runtime.config import EngineConfig
 FREE = 1.01
 """A round that rows ahead make longer by no more than this has them: for tokens in a hundred that fewer would miss."""
 MARGIN = 1.1
-"""Tokens a second that larger, smaller or new trees must promise, as a multiple of what is expected as things are. To stop drafting, more
-will do: what one cannot be is slower than plain decoding."""
+"""Tokens a second that larger, smaller or new trees must promise, as a multiple of what is expected as things are."""
+SURE = 1.05
+"""And that trees must keep promising, as a multiple of plain decoding's: what one cannot be is slower than that, and a forecast is right to
+some per cent."""
 
 
 class CostsDecide:
@@ -35,12 +37,14 @@ class CostsDecide:
     def begin(self, tree: Tree, others: Sequence[Tree], beside: Beside, costs: Costs | None) -> int | None:
         if costs is None:
             return None
-        forecast, rows = self._forecast(costs), [other.rows for other in others]
+        forecast, rows, options = self._forecast(costs), [other.rows for other in others], [0, *_levels(tree.most)]
         # It does as all do that run: whether all should do otherwise is asked next.
-        options = [0, *_levels(tree.most)]
-        if all(rows) != (not any(rows)):
-            options = options[1:] if all(rows) else [0]
-        return options[int(np.argmax([forecast.speed([*others, tree], [*rows, more], beside) for more in options]))]
+        if rows and not any(rows):
+            return 0
+        if rows and all(rows):
+            options = options[1:]
+        speeds = [forecast.speed([*others, tree], [*rows, more], beside) * (1 if more else SURE) for more in options]
+        return options[int(np.argmax(speeds))]
 
     def change(self, trees: Sequence[Tree], waiting: Sequence[Tree], beside: Beside, costs: Costs | None) -> Sequence[int] | None:
         if costs is None:
@@ -53,10 +57,11 @@ class CostsDecide:
         speed_alone, speed_of_best = (forecast.speed(served, rows, beside) for rows in (alone, best))
         if speed_of_best > MARGIN * max(speed, speed_alone):
             return best[: len(trees)]
-        return alone[: len(trees)] if speed_alone > speed else None
+        drafts = any(tree.rows for tree in trees)
+        return alone[: len(trees)] if drafts and SURE * speed_alone > speed else None
 
-    def branches(self, places: int, costs: Costs | None) -> int:
-        return self._config.branches if costs is None else self._forecast(costs).branches(places)
+    def branches(self, places: int, context: int, costs: Costs | None) -> int:
+        return self._config.branches if costs is None else self._forecast(costs).branches(places, context)
 
     def _forecast(self, costs: Costs) -> Forecast:
         if self._known is None or self._known[0] is not costs:
@@ -68,19 +73,22 @@ class Forecast:
     """What rounds take, and bring."""
 
     def __init__(self, config: EngineConfig, costs: Costs) -> None:
-        self._config, self._overhead = config, costs.round_overhead
-        self._step, self._pass = cache(costs.draft_step), cache(costs.target_pass)
-        self._seconds, self.branches = cache(self._seconds_of), cache(self._branches_of)
+        self._config, self._costs = config, costs
+        # As many entries as a round can have rows.
+        self._places, self._models = cache(bucket), cache(self._models_of)
 
     def speed(self, trees: Sequence[Tree], rows: Sequence[int], beside: Beside) -> float:
         """Tokens a second of all requests, with trees of so many rows."""
-        config, rows_G = self._config, np.array(rows)
+        config, rows_G, context_G = self._config, np.array(rows), np.array([tree.context for tree in trees])
         drafted_G = rows_G > 0
         hazard_G = np.array([tree.hazard for tree in trees])[drafted_G]
         confirmed = tokens_a_round(hazard_G, rows_G[drafted_G][:, None], config.block, config.lookahead).sum()
         alone = int((~drafted_G).sum()) + beside.target
-        tokens = confirmed + alone * config.block + beside.pair * config.target_tokens
-        return float(tokens) / self.seconds(int(rows_G.sum()) + beside.pair_rows, alone, beside.pair > 0)
+        tokens = float(confirmed) + alone * config.block + beside.pair * config.target_tokens
+        by_itself = self._by_itself(alone, int(context_G[~drafted_G].sum()) + beside.target_context)
+        places = self._places(int(rows_G.sum()) + beside.pair_rows)
+        context = int(context_G[drafted_G].sum()) + beside.pair_context
+        return tokens / (self._seconds(places, context, by_itself, beside.pair > 0) if places else by_itself)
 
     def best(self, trees: Sequence[Tree], beside: Beside, slots: int) -> list[int]:
         """Rows of each, at least one, and as many as there are slots: more are given to whom they bring most, as long as all are the faster
@@ -98,34 +106,47 @@ class Forecast:
         rows_M = rows_M[: max(1, np.searchsorted(rows_M, slots, side="right"))]
         tokens_M = tokens_GL[:, 0].sum() + np.concatenate(([0.0], np.cumsum(gain_GL.flat[order_M])))[: len(rows_M)]
         tokens_M += beside.pair * config.target_tokens + beside.target * config.block
-        speed_M = tokens_M / np.array([self.seconds(rows, beside.target, beside.pair > 0) for rows in (rows_M + beside.pair_rows).tolist()])
+        speed_M = tokens_M / self._seconds_of_pair(rows_M + beside.pair_rows, trees, beside)
         taken_GL = np.zeros(added_GL.shape, dtype=bool)
         taken_GL.flat[order_M[: int(speed_M.argmax())]] = True
         return (rows_GL[:, 0] + (added_GL * taken_GL).sum(1)).tolist()
 
-    def seconds(self, rows: int, alone: int, mixed: bool) -> float:
-        """From a round to the next: of the pair, with so many rows, and of so many sequences that the target decodes alone. `mixed`: some
-        rows are of other methods."""
-        places = bucket(rows) if rows else 0
-        branches = self._config.branches if mixed else self.branches(places)
-        return self._seconds(places, bucket(alone) if alone else 0, branches)
+    def _seconds_of_pair(self, rows_M: np.ndarray, trees: Sequence[Tree], beside: Beside) -> np.ndarray:
+        """Of a round in which all trees are drafted for, by rows of the pair."""
+        by_itself = self._by_itself(beside.target, beside.target_context)
+        context, mixed = sum(tree.context for tree in trees) + beside.pair_context, beside.pair > 0
+        places_M = [self._places(rows) for rows in rows_M.tolist()]
+        seconds = {places: self._seconds(places, context, by_itself, mixed) for places in set(places_M)}
+        return np.array([seconds[places] for places in places_M])
 
-    def _branches_of(self, places: int) -> int:
+    def _by_itself(self, sequences: int, context: int) -> float:
+        """Of as many passes of the target over what it decodes alone as a block has tokens."""
+        return self._config.block * self._costs.alone.at(self._places(sequences), context) if sequences else 0.0
+
+    def branches(self, places: int, context: int) -> int:
         """As many as cost nothing, for the target takes as long: trees are seldom wrong for want of them. On the shipped pair, rounds with
         F=1 confirm 0 to 2% fewer tokens than with F=4 (temperatures 1 to 2, N from 1 to 8; `tests.engine.confirmed_tokens`)."""
         most = self._config.branches
-        return most if self._seconds(places, 0, most) <= FREE * self._seconds(places, 0, 1) else 1
+        wide, lean = (self._seconds_of(places, context, 0.0, branches) for branches in (most, 1))
+        return most if wide <= FREE * lean else 1
 
-    def _seconds_of(self, places: int, alone: int, branches: int) -> float:
-        config = self._config
-        by_itself = config.block * self._pass(alone) if alone else 0.0
-        if not places:
-            return by_itself
-        draft = self._step(places) + (config.block - 1) * self._step(places * branches)
-        target = self._pass(places * config.target_tokens)
+    def _seconds(self, places: int, context: int, by_itself: float, mixed: bool) -> float:
+        """From a round of the pair to the next. `mixed`: some rows are of other methods."""
+        return self._seconds_of(places, context, by_itself, self._config.branches if mixed else self.branches(places, context))
+
+    def _seconds_of(self, places: int, context: int, by_itself: float, branches: int) -> float:
+        config, costs = self._config, self._costs
+        draft, target = self._models(places, branches)
+        draft += config.block * costs.draft.read * context
+        target += costs.target.read * context + by_itself
         # What the target decodes alone fits beside the draft's steps in look-ahead only.
-        both = max(draft, target + by_itself) if config.lookahead else draft + target + by_itself
-        return both + self._overhead
+        return (max(draft, target) if config.lookahead else draft + target) + costs.round_overhead
+
+    def _models_of(self, places: int, branches: int) -> tuple[float, float]:
+        """Seconds of the draft and of the target in a round, but for contexts."""
+        config, draft, target = self._config, self._costs.draft.curve, self._costs.target.curve
+        steps = draft.at(places) + (config.block - 1) * draft.at(places * branches)
+        return steps, target.at(places * config.target_tokens)
 
 
 def _levels(most: int) -> list[int]:

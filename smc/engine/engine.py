@@ -96,7 +96,7 @@ class Engine:
 
     def _cohorts_of(self, program: Program, trees: TreePolicy) -> Cohorts:
         config, is_pair = self.config, program is Program.PAIR
-        branches = (lambda places: trees.branches(places, self.costs)) if is_pair else None
+        branches = (lambda places, context: trees.branches(places, context, self.costs)) if is_pair else None
         rounds = Rounds(config, self.slots, self.memory, self.pair, PROGRAMS[program], config.width(self.context), branches)
         return Cohorts(rounds, config.cohorts if is_pair else 1)
 

@@ -187,6 +187,11 @@ class Group:
         return len(self.request.prompt)
 
     @property
+    def context(self) -> int:
+        """Tokens that a model reads to go on with it."""
+        return len(self.request.prompt) + self.committed
+
+    @property
     def elastic(self) -> bool:
         """A policy says how many rows it has, and with what ahead. A guided request takes two positions for one, which costs are not known
         of: its tree stays."""

@@ -35,6 +35,8 @@ class Tree:
     """Rows that it may have."""
     hazard: float
     """How often the target's draw is not what one row drafted: `smc.engine.acceptance`."""
+    context: int
+    """Tokens of its prompt, and of its answer so far."""
     rows: int = 0
     """That it has; 0: the target decodes it alone."""
 
@@ -47,8 +49,12 @@ class Beside:
     """In rounds of the pair."""
     pair_rows: int = 0
     """Their particles."""
+    pair_context: int = 0
+    """Tokens of their contexts together."""
     target: int = 0
     """That the target decodes by itself."""
+    target_context: int = 0
+    """Of these."""
     slots: int = 0
     """That all of them hold."""
 
@@ -65,6 +71,7 @@ class TreePolicy(Protocol):
         slots, of which a tree has one for each row."""
         ...
 
-    def branches(self, places: int, costs: Costs | None) -> int:
-        """F of a round of so many places, all of exact decoding: at most the config's."""
+    def branches(self, places: int, context: int, costs: Costs | None) -> int:
+        """F of a round of so many places, all of exact decoding, whose requests have so many tokens of context together: at most the
+        config's."""
         ...

@@ -68,10 +68,10 @@ class Rounds:
         pair: Pair,
         decoding: Decoding,
         width: int,
-        branches: Callable[[int], int] | None = None,
+        branches: Callable[[int, int], int] | None = None,
     ) -> None:
-        """`width`: positions of the models' block tables. `branches`: F of a round of so many places whose groups all are decoded exactly,
-        by the walk, up to the config's, which others have."""
+        """`width`: positions of the models' block tables. `branches`: F of a round of so many places and tokens of context whose groups all
+        are decoded exactly, by the walk, up to the config's, which others have."""
         self.config, self.slots, self.memory, self.pair, self.decoding = config, slots, memory, pair, decoding
         self.stats = EngineStats()
         self.acceptance = Acceptance(MEMORY)
@@ -144,7 +144,8 @@ class Rounds:
         columns = int((longest_G + population.largest(length_A) + stride * (flying_G + 1)).max()) + self.config.block + 2
         own = {side: np.concatenate([given[side] for given in pages]).reshape(total, -1) for side in self.decoding.sides}
         begun = own.get("draft", own.get("target"))
-        branches = self._branches(places) if self._branches and all(g.elastic for g in groups) else shape.branches
+        decide = self._branches if all(g.elastic for g in groups) else None
+        branches = decide(places, int(shared_G.sum())) if decide else shape.branches
         # Pages of branches that there are not come back with those of branches that are not taken.
         branches_XB = begun[:, shape.begin : shape.begin + branches * shape.branch].reshape(total * branches, shape.branch)
         count_G = np.array([g.count for g in groups])

@@ -86,7 +86,7 @@ class Turns:
 
     def _trees(self, groups: Sequence[Group]) -> list[Tree]:
         prior = self._acceptance.hazard()
-        return [Tree(group.most_rows, group.acceptance.hazard(prior), rows_of(group)) for group in groups]
+        return [Tree(group.most_rows, group.acceptance.hazard(prior), group.context, rows_of(group)) for group in groups]
 
 
 def rows_of(group: Group) -> int:
@@ -103,5 +103,12 @@ def _elastic(groups: Sequence[Group]) -> list[Group]:
 def _beside(groups: Sequence[Group]) -> Beside:
     others = [group for group in groups if not group.elastic]
     of_pair = [group for group in others if group.decoding.program is Program.PAIR]
-    alone = sum(group.slots_needed for group in others if group.decoding is TARGET_ALONE)
-    return Beside(len(of_pair), sum(group.slots_needed for group in of_pair), alone, sum(group.slots_needed for group in others))
+    of_target = [group for group in others if group.decoding is TARGET_ALONE]
+    return Beside(
+        pair=len(of_pair),
+        pair_rows=sum(group.slots_needed for group in of_pair),
+        pair_context=sum(group.context for group in of_pair),
+        target=sum(group.slots_needed for group in of_target),
+        target_context=sum(group.slots_needed * group.context for group in of_target),
+        slots=sum(group.slots_needed for group in others),
+    )

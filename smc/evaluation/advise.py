@@ -82,21 +82,22 @@ class Arrangement:
     costs: Costs
     """Of one service's devices."""
 
-    def speed(self, requests: int, setting: Setting | None, acceptance: Acceptance, plain_block: int) -> Foretold:
-        """`setting`: None for plain decoding, which plans `plain_block` tokens at a time."""
+    def speed(self, requests: int, setting: Setting | None, acceptance: Acceptance, plain_block: int, context: int) -> Foretold:
+        """`setting`: None for plain decoding, which plans `plain_block` tokens at a time; `context`: tokens of each request."""
         costs, here = self.costs, math.ceil(requests / self.copies)
+        read = here * context
         if setting is None:
             tokens = 1.0
-            seconds = costs.target_pass(here) + costs.round_overhead / plain_block
+            seconds = costs.alone.at(here, read) + costs.round_overhead / plain_block
         else:
             n, f, k = setting.particles, setting.branches, setting.block
-            drafting, overhead = k * costs.draft_step(here * n * f), costs.round_overhead
+            drafting, overhead = k * costs.draft.at(here * n * f, read), costs.round_overhead
             if self.form == LOCKSTEP:
                 tokens = acceptance.lockstep_tokens(n, k)
-                seconds = drafting + costs.target_pass(here * n * (k + 1)) + overhead
+                seconds = drafting + costs.target.at(here * n * (k + 1), read) + overhead
             else:
                 tokens = acceptance.lookahead_tokens(n, f, k)
-                seconds = max(drafting, costs.target_pass(here * n * k)) + overhead
+                seconds = max(drafting, costs.target.at(here * n * k, read)) + overhead
         return Foretold(self, requests, setting, tokens, seconds)
 
     def settings(self, among: Settings) -> Iterator[Setting | None]:
@@ -155,19 +156,23 @@ def arrangements(gpus: int, curves: Mapping[int, Costs]) -> list[Arrangement]:
     return found
 
 
-def best_of(arrangement: Arrangement, requests: int, acceptance: Acceptance, among: Settings, plain_block: int) -> Foretold:
+def best_of(arrangement: Arrangement, requests: int, acceptance: Acceptance, among: Settings, plain_block: int, context: int) -> Foretold:
     """The setting of most tokens a second; of those within a thousandth of it the one of fewest rows and tokens."""
-    speeds = [arrangement.speed(requests, setting, acceptance, plain_block) for setting in arrangement.settings(among)]
+    speeds = [arrangement.speed(requests, setting, acceptance, plain_block, context) for setting in arrangement.settings(among)]
     most = max(speed.per_request for speed in speeds)
     return min((s for s in speeds if s.per_request >= 0.999 * most), key=_work)
 
 
-def advise(found: Sequence[Arrangement], loads: Iterable[int], acceptance: Acceptance, among: Settings, plain_block: int) -> list[Foretold]:
+def advise(
+    found: Sequence[Arrangement], loads: Iterable[int], acceptance: Acceptance, among: Settings, plain_block: int, context: int
+) -> list[Foretold]:
     """For every load the best setting of every arrangement, the fastest first."""
     return [
         speed
         for requests in loads
-        for speed in sorted((best_of(each, requests, acceptance, among, plain_block) for each in found), key=lambda s: -s.per_request)
+        for speed in sorted(
+            (best_of(each, requests, acceptance, among, plain_block, context) for each in found), key=lambda s: -s.per_request
+        )
     ]
 
 

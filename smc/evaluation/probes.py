@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from smc.engine.costs import Costs
 from smc.engine.memory import pool_for
 from smc.engine.request import Method, SamplingParams
 from smc.engine.stats import EngineStats
-from smc.engine.timing import PROMPT, Effort, time_costs
+from smc.engine.timing import Effort, room_for, time_costs
 from smc.evaluation.advise import Acceptance
 from smc.evaluation.batch import run_in_flight
 from smc.evaluation.load import fitted, problem_load
 from smc.evaluation.speed import Mode
 from smc.evaluation.ttft import PromptMachine
 from smc.runtime.config import EngineConfig
+from smc.runtime.messages import SIDES
 
 BLOCK = 5
 WIDE = 8
@@ -30,9 +32,13 @@ MOST_GAIN = 2.0
 def measure_costs(machine: PromptMachine, degrees: tuple[int, int], effort: Effort, rows: int) -> Costs:
     """With so many GPUs for draft and target (0: the target's own), of draft steps of up to so many rows. One model works at a time, so
     that they are not in each other's way where they share a GPU."""
-    context = PROMPT + 4 * BLOCK + 4
-    config = EngineConfig(form="lockstep", block=BLOCK, max_slots=rows, max_context=context, pages=pool_for(4 * context))
-    with machine.engine(_mode(config, degrees, WIDE), config) as engine:
+    mode = _mode(EngineConfig(form="lockstep", block=BLOCK), degrees, WIDE)
+    longest = min(machine.shape(mode, side).max_context for side in SIDES)
+    context = min(room_for(effort.context, BLOCK), longest)
+    # Everybody who is timed reads pages of its own; the request of which all of a round is timed needs some, too.
+    pages = pool_for(max(4, min(rows, effort.crowd)) * context)
+    config = replace(mode.config, max_slots=rows, max_context=context, pages=pages)
+    with machine.engine(mode, config) as engine:
         costs = time_costs(engine, effort)
     assert costs is not None, "the context has room for a prompt"
     return costs

@@ -35,11 +35,14 @@ def test_costs_of_what_ran(smcserve):
 def test_advice(smcserve, tmp_path):
     path, picture = tmp_path / "advice.json", tmp_path / "advice.png"
     options = ("-n", 1, "-n", 2, "-f", 1, "-k", 2, "-k", 4, "-c", 1, "-c", 2, "--json", path, "--picture", picture)
-    ran = smcserve("bench", "--advise", "--gpus", 3, "--acceptance", 0.9, *options)
+    ran = smcserve("bench", "--advise", "--gpus", 3, "--acceptance", 0.9, "--context", 300, *options)
     assert ran.code == 0 and "look-ahead 1 + 1" in ran.out and "3 x lockstep" in ran.out and picture.stat().st_size > 10_000
     found = json.loads(path.read_text())
     assert found["acceptance"] == {"one": 0.9, "gain": 0.6} and list(found["costs"]) == ["1"]
-    assert found["costs"]["1"]["draft"][0][0] == 1 and found["costs"]["1"]["draft"][-1][0] == 2 * 2
+    costs = found["costs"]["1"]
+    assert [costs[name]["points"][0][0] for name in ("draft", "target", "alone")] == [1, 6, 1]
+    assert costs["draft"]["points"][-1][0] == costs["alone"]["points"][-1][0] == 2 * 2
+    assert "ns more for every token of context" in " ".join(ran.out.split()) and "requests of 300 tokens each" in " ".join(ran.out.split())
     for requests in (1, 2):
         rows = [row for row in found["speeds"] if row["requests"] == requests]
         assert {row["arrangement"] for row in rows} == {"3 x plain", "3 x lockstep", "look-ahead 1 + 1"}
@@ -92,6 +95,8 @@ def test_types_of_either_model(smcserve):
         (("--advise", "--gpus", 0), "--gpus 0; allowed: >= 1"),
         (("--advise", "-n", 0), "particles=0; allowed: "),
         (("--advise", "-k", 33), "block=33; allowed: 1..32"),
+        (("--advise", "--context", 0), "--context 0; allowed: >= 1"),
+        (("--advise", "--context", 1, "--context", 2), "--context 1 2; allowed with --advise: one"),
         (("--advise", "--mode", "plain"), "--mode ['plain'] has no effect with --advise"),
         (("--advise", "--target-tp", 2), "--target-tp 2 has no effect without --link"),
         (("--advise", "--link", "grpc", "--target-tp", 3), "--target-tp 3; allowed with 2 GPUs: 1..2"),

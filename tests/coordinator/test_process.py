@@ -59,8 +59,7 @@ def test_costs_are_timed_before_anybody_is_served(caplog):
         engine = made._remote.engine
         (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("costs, timed in ")]
         assert line.endswith(str(engine.costs)) and engine.idle
-        (rows, _), *_ = engine.costs.draft.points
-        assert rows == 1 and engine.costs.target_pass(ENGINE.block) >= engine.costs.target_pass(1) > 0
+        assert [part.curve.points[0][0] for part in engine.costs.parts.values()] == [1, ENGINE.target_tokens, 1]
 
 
 def test_load_on_one_model_does_not_starve_the_other():

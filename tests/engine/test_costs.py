@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
 
-from smc.engine.costs import Costs, Curve
+import pytest
+import torch
+
+from smc.engine.costs import Cost, Costs, Curve
 from smc.engine.engine import Engine
 from smc.engine.local import local_engine
 from smc.engine.rehearsal import rehearsal
-from smc.engine.timing import BRIEF, Effort, live_plan, time_costs
+from smc.engine.timing import BRIEF, TREE, Effort, live_plan, time_costs
 from smc.runtime.config import EngineConfig
 from smc.runtime.forward import StaticForward
 from smc.runtime.pair import LocalPair
@@ -18,6 +21,8 @@ from tests.engine.harness import answers, request
 from tests.engine.pairs import tiny_pair
 
 FORMS = [EngineConfig(block=3, branches=2, max_slots=11), EngineConfig(form="lockstep", block=4, max_slots=9)]
+PASS, PAGE = 1_000_000, 2_000
+"""Nanoseconds."""
 by_form = pytest.mark.parametrize("config", FORMS, ids=["look-ahead", "lockstep"])
 
 
@@ -44,18 +49,33 @@ def test_what_is_no_curve(points):
 
 
 def test_costs_travel_as_json():
-    costs = Costs(Curve(((1, 0.001), (64, 0.004))), Curve(((1, 0.01),)), 0.0005)
+    costs = Costs(Cost(Curve(((1, 0.001), (64, 0.004))), 1e-8), Cost(Curve(((1, 0.01),))), Cost(Curve(((2, 0.02),)), 3e-8), 0.0005)
     assert Costs.from_json(costs.to_json()) == costs
-    assert (costs.draft_step(64), costs.target_pass(2), costs.round_overhead) == (0.004, 0.02, 0.0005)
-    for wrong in ("[]", "{}", '{"draft": 1, "target": [], "round_overhead": 0}', "x", '{"draft": [], "target": [], "round_overhead": 0}'):
+    assert (costs.draft.at(64, 100), costs.target.at(2, 100), costs.round_overhead) == (0.004 + 1e-6, 0.02, 0.0005)
+    part = '{"points": [[1, 0.1]], "read": 0}'
+    for wrong in ("[]", "{}", "x", f'{{"draft": {part}, "target": {part}, "round_overhead": 0}}', costs.to_json().replace("read", "reads")):
         with pytest.raises(ValueError):
             Costs.from_json(wrong)
     with pytest.raises(ValueError, match="round_overhead=-1"):
-        Costs(costs.draft, costs.target, -1)
+        replace(costs, round_overhead=-1)
+    for wrong in (-1e-9, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="read="):
+            Cost(Curve(((1, 1.0),)), wrong)
 
 
-def watched(config: EngineConfig) -> tuple[Engine, dict[str, list[int]]]:
-    """An engine, and the tokens of every pass of its models."""
+class Clock:
+    """Stands still between passes."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def monotonic_ns(self) -> int:
+        return self.now
+
+
+def watched(config: EngineConfig, clock: Clock | None = None) -> tuple[Engine, dict[str, list[tuple[int, int]]]]:
+    """An engine, and of every pass of its models its tokens, and the pages of context that it read. A `clock` goes on by `PASS` in each of
+    them, and by `PAGE` for every page."""
     engine, passes = local_engine(tiny_pair(), config), {"draft": [], "target": []}
 
     class Watched(StaticForward):
@@ -64,7 +84,14 @@ def watched(config: EngineConfig) -> tuple[Engine, dict[str, list[int]]]:
             self.name = worker.name
 
         def __call__(self, tokens_T, rows):
-            passes[self.name].append(int(rows.count_R.sum()))
+            live_R = rows.count_R > 0
+            reach_R = (rows.start_R if rows.tail_R is None else torch.minimum(rows.start_R, rows.tail_R))[live_R]
+            read_RL = rows.table_SL[rows.slot_R[live_R], : int(reach_R.min()) if len(reach_R) else 0]
+            pages = read_RL[read_RL > 0].unique()
+            assert not len(pages) or pages.max() <= engine.memory.capacity[self.name]
+            passes[self.name].append((int(rows.count_R.sum()), len(pages)))
+            if clock is not None:
+                clock.now += PASS + PAGE * len(pages)
             return super().__call__(tokens_T, rows)
 
     engine.pair = LocalPair(config, engine.workers, Parts(forward=Watched))
@@ -73,17 +100,37 @@ def watched(config: EngineConfig) -> tuple[Engine, dict[str, list[int]]]:
 
 @by_form
 def test_timed_rounds_are_full(config):
-    """On a CPU, too, where what is not there is not run: else sizes would be timed that nobody ran."""
+    """On a CPU, too, where what is not there is not run: else sizes would be timed that nobody ran. Every request reads its own pages."""
     engine, passes = watched(config)
-    costs = time_costs(engine, Effort(60.0, 8, 1, 0))
+    costs = time_costs(engine, Effort(60.0, 8, 1, 0, 4, 100))
     k, f, last = config.block, config.branches, config.max_slots
-    assert [size for size, _ in costs.draft.points] == sorted({1, f, 8 * f, last * f})
-    assert [size for size, _ in costs.target.points] == sorted({n * each for n in (1, 8, last) for each in (1, config.target_tokens)})
+    long, begun = engine.context - 3 * k - 4, k - 1 if config.lookahead else 0
+    short = long // 2
+    assert [size for size, _ in costs.draft.curve.points] == sorted({1, f, 8 * f, last * f})
+    assert [size for size, _ in costs.target.curve.points] == [n * config.target_tokens for n in (1, 8, last)]
+    assert [size for size, _ in costs.alone.curve.points] == [1, 8, last]
     assert costs.round_overhead > 0
     for count in (1, 8, last):
-        assert passes["target"].count(count * config.target_tokens) >= 1 and passes["target"].count(count) >= k
-        # The draft's first step runs the particles, the others F rows of each.
-        assert passes["draft"].count(count * f) >= k - 1
+        trees = -(-count // 8)
+        assert (count * config.target_tokens, trees * short) in passes["target"] and passes["target"].count((count, count * short)) >= k
+        # The draft's first step runs the particles, the others F rows of each; in look-ahead it has read most of the block in flight.
+        assert passes["draft"].count((count * f, trees * (short + begun))) >= k - 1
+    for context in (short, long):
+        assert (4 * config.target_tokens, 4 * context) in passes["target"] and passes["target"].count((4, 4 * context)) >= k
+        assert passes["draft"].count((4 * f, 4 * (context + begun))) >= k - 1
+
+
+@by_form
+def test_reading_is_timed_by_itself(config, monkeypatch):
+    """It is no part of what sizes take."""
+    clock = Clock()
+    monkeypatch.setattr("smc.runtime.stages.time", clock)
+    engine, _ = watched(config, clock)
+    costs = time_costs(engine, Effort(60.0, 8, 1, 0, 4, 100))
+    for part in costs.parts.values():
+        assert part.read == pytest.approx(1e-9 * PAGE)
+        # In look-ahead, the draft has read most of the block in flight as well.
+        assert all(PASS <= 1e9 * seconds <= 1.02 * PASS for _, seconds in part.curve.points)
 
 
 @by_form
@@ -107,8 +154,9 @@ def test_timed_rounds_are_of_kinds_that_have_been_rehearsed(config, program):
 
     rehearsed = {plan.key: plan for plan in rehearsal(config, 600)}
     for count in (1, 2, 8, config.max_slots):
-        plan = live_plan(program, config, count, 256)
-        assert layout(plan) == layout(rehearsed[plan.key])
+        for tree in (TREE, 1) if program is Program.PAIR else (1,):
+            plan = live_plan(program, config, count, 256, tree)
+            assert layout(plan) == layout(rehearsed[plan.key])
 
 
 def test_contexts_that_are_too_short_for_full_rows():

@@ -63,7 +63,7 @@ class AnyRows:
     def change(self, trees: Sequence[Tree], waiting: Sequence[Tree], beside: Beside, costs: Costs | None) -> list[int]:
         return [self.rng.choice((0, 1, tree.most // 2 or 1, tree.most)) if self.rng.random() < 0.4 else tree.rows for tree in trees]
 
-    def branches(self, places: int, costs: Costs | None) -> int:
+    def branches(self, places: int, context: int, costs: Costs | None) -> int:
         return self.rng.randint(1, self.most_branches)
 
 

@@ -8,14 +8,19 @@ import pytest
 
 from smc import demo
 from smc.engine.acceptance import WIDTH_GAIN
-from smc.engine.costs import Costs, Curve
+from smc.engine.costs import Cost, Costs, Curve
 from smc.engine.local import ModelPair
 from smc.engine.stats import EngineStats
 from smc.evaluation.advise import LOOKAHEAD, Acceptance, Arrangement, Setting, Settings, advise, arrangements, best_of
 from smc.evaluation.probes import measure_acceptance, missed_share
 from smc.evaluation.ttft import PairMachine
 
-COSTS = Costs(Curve(((1, 0.001), (32, 0.001), (512, 0.008))), Curve(((1, 0.004), (64, 0.005), (512, 0.040))), 0.0002)
+COSTS = Costs(
+    Cost(Curve(((1, 0.001), (32, 0.001), (512, 0.008))), 1e-8),
+    Cost(Curve(((1, 0.004), (64, 0.005), (512, 0.040))), 3e-8),
+    Cost(Curve(((1, 0.004), (64, 0.005), (512, 0.020))), 5e-8),
+    0.0002,
+)
 """As of an 8B and a 1B model on a GPU each."""
 
 
@@ -61,11 +66,11 @@ def test_time_of_a_round():
     setting, acceptance = Setting(8, 4, 5), Acceptance(0.9)
     assert (plain.name, lockstep.name, ahead.name) == ("2 x plain", "2 x lockstep", "look-ahead 1 + 1")
     # Two services share three requests: one of them has two.
-    assert plain.speed(3, None, acceptance, 16).seconds == pytest.approx(COSTS.target_pass(2) + 0.0002 / 16)
-    drafting, scoring = 5 * COSTS.draft_step(2 * 8), COSTS.target_pass(2 * 8 * 6)
-    assert lockstep.speed(3, Setting(8, 1, 5), acceptance, 16).seconds == pytest.approx(drafting + scoring + 0.0002)
-    drafting, scoring = 5 * COSTS.draft_step(3 * 32), COSTS.target_pass(3 * 40)
-    foretold = ahead.speed(3, setting, acceptance, 16)
+    assert plain.speed(3, None, acceptance, 16, 100).seconds == pytest.approx(COSTS.alone.at(2, 200) + 0.0002 / 16)
+    drafting, scoring = 5 * COSTS.draft.at(2 * 8, 200), COSTS.target.at(2 * 8 * 6, 200)
+    assert lockstep.speed(3, Setting(8, 1, 5), acceptance, 16, 100).seconds == pytest.approx(drafting + scoring + 0.0002)
+    drafting, scoring = 5 * COSTS.draft.at(3 * 32, 300), COSTS.target.at(3 * 40, 300)
+    foretold = ahead.speed(3, setting, acceptance, 16, 100)
     assert foretold.seconds == pytest.approx(max(drafting, scoring) + 0.0002)
     assert foretold.total == pytest.approx(3 * foretold.tokens / foretold.seconds)
 
@@ -86,18 +91,20 @@ def test_arrangements_fill_the_gpus():
 
 def test_the_best_setting_is_that_of_all():
     ahead, acceptance, among = Arrangement("a", LOOKAHEAD, 2, 1, COSTS), Acceptance(0.9), Settings((1, 4, 8), (1, 4), (2, 5, 9))
-    best = best_of(ahead, 1, acceptance, among, 16)
-    speeds = [ahead.speed(1, setting, acceptance, 16).per_request for setting in ahead.settings(among)]
+    best = best_of(ahead, 1, acceptance, among, 16, 256)
+    speeds = [ahead.speed(1, setting, acceptance, 16, 256).per_request for setting in ahead.settings(among)]
     assert len(speeds) == 18 and best.per_request >= 0.999 * max(speeds)
 
 
 def test_one_request_wants_two_gpus_and_a_crowd_plain_decoding():
-    """Where passes are bound by arithmetic, and drafts are rarely right, nothing beats plain decoding."""
+    """Where passes are bound by arithmetic, and drafts are rarely right, nothing beats plain decoding; unless that reads much."""
     found = arrangements(2, {1: COSTS})
-    alone, *_ = advise(found, [1], Acceptance(0.9), Settings(), 16)
+    alone, *_ = advise(found, [1], Acceptance(0.9), Settings(), 16, 256)
     assert alone.arrangement.form == LOOKAHEAD and alone.setting.particles > 1
-    crowd, *_ = advise(found, [512], Acceptance(0.3), Settings(), 16)
+    crowd, *_ = advise(found, [512], Acceptance(0.3), Settings(), 16, 256)
     assert crowd.arrangement.name == "2 x plain"
+    long, *_ = advise(found, [512], Acceptance(0.3), Settings(), 16, 16_384)
+    assert long.arrangement.form != "plain"
 
 
 def test_what_rounds_say_of_acceptance():

@@ -18,7 +18,7 @@ from services.launch.errors import GangError
 from services.launch.measure import GangMachine, measure, placed
 from services.launch.processes import Processes, see_only
 from smc import demo
-from smc.engine.costs import Costs, Curve
+from smc.engine.costs import Cost, Costs, Curve
 from smc.engine.local import ModelPair, local_engine
 from smc.engine.request import Method, Request, SamplingParams
 from smc.engine.timeline import LANES
@@ -97,8 +97,8 @@ def test_speed_of_models_in_processes_of_their_own():
     with closing(GangMachine(CONFIG)) as machine:
         rows = [Bench(machine, told.append, {"top_p": 0.9}).run(mode, random_load(machine.tokenizer, 2, 16), 3) for mode in modes]
         rows.append(Bench(machine, told.append).run(modes[2], problem_load(machine.tokenizer, 2), 3))
-        slow_draft = Costs(Curve(((1, 1.0),)), Curve(((1, 1e-3),)), 0.0)
-        alone = Bench(machine, costs=lambda mode: slow_draft).run(modes[2], problem_load(machine.tokenizer, 2), 3)
+        slow_draft, fast = Cost(Curve(((1, 1.0),))), Cost(Curve(((1, 1e-3),)))
+        alone = Bench(machine, costs=lambda mode: Costs(slow_draft, fast, fast, 0.0)).run(modes[2], problem_load(machine.tokenizer, 2), 3)
         with pytest.raises(ValueError, match="top_p=2"):
             Bench(machine, None, {"top_p": 2}).run(modes[0], random_load(machine.tokenizer, 2, 16), 3)
     assert len(told) == 12 and all(turn.end > turn.begin for turn in told)

@@ -24,9 +24,9 @@ LOADS = (1, 8, 64)
 MOST_ROWS = 512
 """Of a timed draft step."""
 LEGEND = (
-    "foretold for exact decoding{law}, of {how}; prompts and long contexts left out. tok a round: by which an answer grows; tok/s: of "
-    "one request, and of all. x plain: against the fastest plain decoding on the same number of GPUs, as services side by side or with the "
-    "target split."
+    "foretold for exact decoding{law}, of {how}; requests of {context:,} tokens each, prompts left out. tok a round: by which an answer "
+    "grows; tok/s: of one request, and of all. x plain: against the fastest plain decoding on the same number of GPUs, as services side by "
+    "side or with the target split."
 )
 COLUMNS = "GPUs N F K tok_a_round tok/s total x_plain"
 
@@ -40,6 +40,8 @@ class AdvisePlan:
     """GPUs of the target that are tried."""
     loads: Sequence[int]
     """Requests side by side."""
+    context: int
+    """Tokens of each."""
     particles: Sequence[int] | None
     branches: Sequence[int] | None
     blocks: Sequence[int] | None
@@ -57,6 +59,8 @@ class AdvisePlan:
         SamplingParams(method=Method.EXACT, **self.law)
         if self.acceptance is not None and not 0 < self.acceptance < 1:
             raise ValueError(f"--acceptance {self.acceptance:g}; allowed: between 0 and 1, both excluded")
+        if self.context < 1:
+            raise ValueError(f"--context {self.context}; allowed: >= 1")
         if self.gpus < 1:
             raise ValueError(f"--gpus {self.gpus}; allowed: >= 1")
         among = self.settings
@@ -102,7 +106,7 @@ def run(plan: AdvisePlan, machine: PromptMachine, compiles: bool) -> None:
         acceptance = measure_acceptance(machine, plan.split(plan.degrees[0]), plan.law)
 
     def speeds(loads: Sequence[int]) -> list[Foretold]:
-        return advise(arrangements(plan.gpus, curves), loads, acceptance, plan.settings, PLAIN_BLOCK)
+        return advise(arrangements(plan.gpus, curves), loads, acceptance, plan.settings, PLAIN_BLOCK, plan.context)
 
     report(plan, curves, acceptance, speeds)
 
@@ -119,7 +123,7 @@ def report(
     found = speeds(plan.loads)
     for table in costs_tables(curves):
         out.print(table)
-    out.print(advice_table(found), LEGEND.format(law=law, how=f"a pair {how}"), sep="\n")
+    out.print(advice_table(found), LEGEND.format(law=law, how=f"a pair {how}", context=plan.context), sep="\n")
     if plan.json is not None:
         plan.json.write_text(json_module.dumps(_record(curves, acceptance, found), indent=1) + "\n")
     if plan.picture is not None:
@@ -128,7 +132,8 @@ def report(
         most = max(plan.loads)
         doubling = [1 << power for power in range(most.bit_length()) if 1 << power <= most]
         title = (
-            f"exact decoding on {plan.gpus} GPUs{law}, foretold: a drafted row has the target's token with probability {acceptance.one:.3f}"
+            f"exact decoding on {plan.gpus} GPUs{law}, foretold for contexts of {plan.context:,} tokens: "
+            f"a drafted row has the target's token with probability {acceptance.one:.3f}"
         )
         draw(speeds(sorted({*doubling, *plan.loads})), plan.picture, title)
 

@@ -11,11 +11,16 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from smc.engine.costs import Costs, Curve, Point
+    from smc.engine.costs import Costs, Point
     from smc.evaluation.round_time import GangRound, RoundTime
     from smc.evaluation.speed import Speed
 
-CURVES_LEGEND = "what these rounds say of costs: milliseconds of a draft step, by rows, and of a target pass, by positions."
+CURVES_LEGEND = (
+    "what these rounds say of costs, with the contexts that they had: milliseconds of a draft step, by rows, of a target pass, by "
+    "positions, and of a pass of the target that decodes alone, by sequences."
+)
+COLUMNS = {"draft": ("rows", "draft step ms"), "target": ("positions", "target pass ms"), "alone": ("sequences", "alone ms")}
+"""Of the parts of `smc.engine.costs`."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +41,10 @@ class Seen:
     """A pass; of plain decoding K."""
 
     def samples(self) -> Iterable[tuple[str, Point]]:
-        """Of either model: size, and milliseconds of one step or pass."""
+        """Of parts of the costs: size, and milliseconds of one step or pass."""
         rows = self.requests * self.particles
         if self.form == "plain":
-            yield "target", (self.requests, self.target / self.block)
+            yield "alone", (self.requests, self.target / self.block)
             return
         yield "draft", (rows * self.branches, self.draft / self.block)
         yield "target", (rows * (self.block + (self.form == "lockstep")), self.target)
@@ -68,22 +73,27 @@ def curve_tables(seen: Sequence[Seen]) -> list[Table]:
     return [_seen_table([each for each in seen if each.on == on], on) for on in dict.fromkeys(each.on for each in seen)]
 
 
-def costs_tables(curves: Mapping[int, Costs]) -> list[Table]:
+def costs_tables(costs: Mapping[int, Costs]) -> list[Table]:
     """By the GPUs of the target."""
-    return [
-        curve_table(costs.draft, costs.target, f"target on {degree}", 1e3, f"{1e3 * costs.round_overhead:.2f} ms a round besides")
-        for degree, costs in curves.items()
-    ]
+    return [_costs_table(each, f"target on {degree}") for degree, each in costs.items()]
 
 
-def curve_table(draft: Curve | None, target: Curve | None, title: str, unit: float = 1.0, caption: str | None = None) -> Table:
-    """`unit`: by which seconds are multiplied."""
+def _costs_table(costs: Costs, title: str) -> Table:
+    reads = ", ".join(f"{1e9 * part.read:.0f} ({name})" for name, part in costs.parts.items())
+    caption = f"without contexts; {reads} ns more for every token of context, {1e3 * costs.round_overhead:.2f} ms a round besides"
+    points = {name: [(size, 1e3 * seconds) for size, seconds in part.curve.points] for name, part in costs.parts.items()}
+    return curve_table(points, title, caption)
+
+
+def curve_table(points: Mapping[str, Sequence[Point]], title: str, caption: str | None = None) -> Table:
+    """`points`: size and milliseconds, by parts of the costs; those without any are left out."""
     table = Table(box=SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0), title=title or None, caption=caption, title_justify="left")
-    for header in ("rows", "draft step ms", "positions", "target pass ms"):
-        table.add_column(header, justify="right", no_wrap=True)
-    points = ([] if curve is None else curve.points for curve in (draft, target))
-    for pair in zip_longest(*points):
-        cells = (("", "") if point is None else (f"{point[0]:,}", f"{unit * point[1]:.2f}") for point in pair)
+    found = {name: points[name] for name in COLUMNS if points.get(name)}
+    for name in found:
+        for header in COLUMNS[name]:
+            table.add_column(header, justify="right", no_wrap=True)
+    for row in zip_longest(*found.values()):
+        cells = (("", "") if point is None else (f"{point[0]:,}", f"{point[1]:.2f}") for point in row)
         table.add_row(*(cell for two in cells for cell in two))
     return table
 
@@ -91,9 +101,8 @@ def curve_table(draft: Curve | None, target: Curve | None, title: str, unit: flo
 def _seen_table(seen: Sequence[Seen], on: str) -> Table:
     from smc.engine.costs import Curve
 
-    samples = [sample for each in seen for sample in each.samples()]
-    curves: dict[str, Curve | None] = {}
-    for side in ("draft", "target"):
-        own = [point for name, point in samples if name == side]
-        curves[side] = Curve.through(own) if own else None
-    return curve_table(curves["draft"], curves["target"], f"target on {on}" if "GPU" in on else on)
+    samples: dict[str, list[Point]] = {}
+    for name, point in (sample for each in seen for sample in each.samples()):
+        samples.setdefault(name, []).append(point)
+    points = {name: Curve.through(own).points for name, own in samples.items()}
+    return curve_table(points, f"target on {on}" if "GPU" in on else on)
