@@ -2,7 +2,8 @@
 
 Weights are of x's type, or FP8 (e4m3) with a float32 scale for each output: these are widened to x's type in registers (by way of fp16 and
 fp32, which the machine does in pairs; its own fp16 to bf16 goes one by one), multiplied as such, and the sum is scaled. bf16 holds every
-e4m3 number, and every x that there is, where fp16 would end at 65,504.
+e4m3 number, and every x that there is, where fp16 would end at 65,504. The machine's copy engine (TMA) fetches their tiles: loads of
+threads would be of 8 bytes each.
 
 The weight tile is the long side of the tensor cores' product (M = outputs, N = tokens), so 8 tokens cost little more than the
 loads. Small matrices are cut along K as well (split-K) to occupy every multiprocessor; the fp32 partials [S, T, N] are summed in
@@ -58,18 +59,16 @@ class Tiling:
 
 def choose(tokens: int, outputs: int, inputs: int, gated: bool = False, fp8: bool = False) -> Tiling:
     """Tiling for [tokens, inputs] x [outputs, inputs]^T: the fewest splits that make enough equal programs."""
-    head = outputs >= 64 * 1024
-    # Of those tried on an H200. FP8 for 16 tokens: small tiles, and twice as many programs where there is much to read (8B shape, 12.9 to
-    # 11.5 us and, gated, 47.4 to 43.7); for up to 64: large ones with twice the warps where sums are long or outputs many (1B, down: 9.6 to
-    # 8.9; 8B, down: 29.5 to 26.8, gated: 53.8 to 51.8).
-    few, some = fp8 and tokens <= 16, fp8 and 16 < tokens <= 64
-    wide = head or (gated and outputs >= 24 * 1024) or (some and (gated or inputs >= 8192))
-    block_n = 128 if (wide and not few) or tokens > 64 else 64
-    # Beyond 64 tokens the sums alone fill half of four warps' registers, and widened weights come on top.
-    warps = 8 if tokens > 64 or (some and wide) else 4
-    programs = 2 * _PROGRAMS if few and inputs >= 4096 else _PROGRAMS
+    # Of those tried on an H200 (`python -m tests.gpu.bench_products`). FP8: a step of twice as many inputs, and more programs, since they
+    # wait more than they load (8B shape, down for 48 tokens: 64 tiles in 4 parts 22.6 us, 32 in 4 27.8).
+    wide = outputs >= 64 * 1024 or (gated and (outputs >= 24 * 1024 or (fp8 and 32 < tokens <= 64)))
+    # Beyond 128 tokens widened weights of more outputs do not fit the registers beside the sums.
+    block_n = 128 if (wide and tokens <= 64) or 64 < tokens <= (128 if fp8 else 256) else 64
+    warps = 8 if tokens > 64 else 4
+    programs = _PROGRAMS * (2 if tokens <= 16 else 1.5) if fp8 and tokens <= 64 else _PROGRAMS
     largest = 16384 if fp8 and tokens <= 64 else 8192
-    block_k = next(size for size in (128, 64, 32, 16) if inputs % size == 0 and size * block_n <= largest)
+    sizes = (256, 128, 64, 32, 16) if fp8 and gated and tokens <= 32 else (128, 64, 32, 16)
+    block_k = next(size for size in sizes if inputs % size == 0 and size * block_n <= largest)
     tiles, steps = triton.cdiv(outputs, block_n), inputs // block_k
     possible = [splits for splits in range(1, 17) if steps % splits == 0]
     splits = 1 if gated else next((splits for splits in possible if tiles * splits >= programs), possible[-1])
