@@ -101,6 +101,8 @@ class Scorer:
     def score(self, plan: RoundPlan, drafted: Drafted | None) -> Scored:
         """Run blocks: in look-ahead those that are pending, in lockstep those that have just been `drafted`."""
         asked = self._steps.lay_out(self.state, self.logq_SQ, plan, drafted)
+        if self.run.guides(plan):
+            self.run.begin(plan, plan.target_pages_AQ, 0)
         logits_TV = self.run(plan, asked.blocks.tokens_AQ.flatten(), asked.rows, root_R=asked.blocks.origin_A)
         if plan.biased:
             logits_TV = self._steps.add_biases(self.state.lives, logits_TV.float(), asked.rows.slot_R, asked.keys.position_R, plan.biased)
@@ -135,7 +137,10 @@ class Scorer:
 
     def follow(self, plan: RoundPlan, drafted: Drafted, choice: Choice) -> Tensor:
         """The chosen candidates become the particles. Returns how many tokens of each are pending [A]."""
-        self.run.follow(plan, choice.ancestor_A, choice.ancestor_A if self.lookahead else choice.row_A)
+        if self.run.guides(plan):
+            held_A = self.state.held(plan.slot_A[choice.ancestor_A])
+            block_A = choice.ancestor_A if self.lookahead else choice.row_A
+            self.run.follow(plan, choice.ancestor_A, held_A, plan.target_pages_AQ[block_A])
         next_ = self._steps.follow(self.state, self.logq_SQ, plan, drafted, choice, self.lookahead)
         self.state.advance(plan.slot_A, choice, next_.end_A, next_.tokens_AW, next_.pending_A, choice.text_A)
         return next_.pending_A
