@@ -53,9 +53,7 @@ class Drafter:
     def draft(self, plan: RoundPlan, law: LawSpec) -> tuple[Drafted, Tree]:
         """Run the pending tokens of every particle, then extend rows by K tokens. The laws of chains are written to the room for them."""
         begun = self.steps.begin(self.state, plan, law, self.shape)
-        if self.run.guides(plan):
-            given_AW = torch.cat((plan.begin_pages_AP, plan.branch_pages_XB.view(len(plan.slot_A), -1)), 1)
-            self.run.begin(plan, given_AW, begun.rows.queries)
+        self.run.begin(plan, plan.begin_pages_AP, plan.branch_pages_XB.unflatten(0, (len(plan.slot_A), -1)).flatten(1))
         logits_SV = self.run(plan, begun.tokens_AP.flatten(), begun.rows, begun.last_A if begun.rows.queries > 1 else None)
         dealt = deal(plan, begun.tree.alive_X) if Kind.CHAINS in plan.kinds else None
         tree = self._extend(plan, begun.first, logits_SV, begun.tree, 0, dealt)
@@ -66,9 +64,7 @@ class Drafter:
 
     def follow(self, plan: RoundPlan, tree: Tree, choice: Choice) -> Lineage:
         """Let the chosen rows be the particles."""
-        if self.run.guides(plan):
-            end_A = self.state.end_S[plan.slot_A[choice.ancestor_A]]
-            self.run.follow(plan, choice.ancestor_A, end_A, tree.tail_XB[choice.row_A])
+        self.run.follow(plan, choice.ancestor_A, tree.tail_XB, choice.row_A, pending=True)
         next_ = self.steps.resume(self.state, plan, tree, choice, self.shape.block)
         self.state.advance(plan.slot_A, choice, next_.end_A, next_.tokens_AW, next_.pending_A, next_.text_A)
         return next_.lineage

@@ -38,16 +38,15 @@ class Pass:
     beside_P: Tensor
     """int32: of every page of a guided place in this round, the companion's beside it."""
 
-    def guides(self, plan: RoundPlan) -> bool:
-        """Some of the places have companions here. Where none has, `begin` and `follow` are not for calling."""
-        return plan.companions_at(self.side) is not None
-
-    def begin(self, plan: RoundPlan, pages_AW: Tensor, pending: int) -> None:
-        """A round begins that gives its places these pages, of which the first `pending` are for tokens that are run from the tables."""
-        companions, state = self._companions(plan), self.state
+    def begin(self, plan: RoundPlan, pending_AP: Tensor, pages_AW: Tensor) -> None:
+        """A round begins that gives its places pages: for pending tokens, which are run from the tables, and for what is run after them."""
+        companions, state = plan.companions_at(self.side), self.state
+        if companions is None:
+            return
         place_U, slot_U1, theirs_UW = companions.place_U, companions.slot_U[:, None], companions.pages_UW
+        own_UW, pending = torch.cat((pending_AP[place_U], pages_AW[place_U]), 1), pending_AP.shape[1]
         # Padding stands beside the dummy page.
-        own_UW = torch.where(_exist(companions)[:, None], pages_AW[place_U], 0)
+        own_UW = torch.where(_exist(companions)[:, None], own_UW, 0)
         self.beside_P.index_copy_(0, own_UW.flatten().long(), theirs_UW.flatten())
         held_U1 = (state.held(plan.slot_A[place_U]) + companions.shift_U)[:, None]
         state.table_SL[slot_U1, held_U1 + torch.arange(pending, device=state.device)] = theirs_UW[:, :pending]
@@ -57,10 +56,10 @@ class Pass:
     ) -> Tensor:
         """Logits after all tokens [T, V], or after one of each row [R, V], the `asked`-th of the T. `root_R`: the place whose particle a
         row continues, if not its own."""
-        if not self.guides(plan):
+        companions, q = plan.companions_at(self.side), rows.queries
+        if companions is None:
             hidden_TE = self.forward(tokens_T, rows)
             return self.logits(hidden_TE if asked_R is None else hidden_TE[asked_R])
-        companions, q = self._companions(plan), rows.queries
         width = len(rows.slot_R) // len(plan.slot_A)
         row_Y = _rows(companions.place_U, width)
         theirs_YQ = tokens_T.view(-1, q)[row_Y]
@@ -73,20 +72,18 @@ class Pass:
         scale_T = companions.scale_A.repeat_interleave(width * each)
         return self.guide(logits_TV[:own], logits_TV[own:], _rows(companions.of_A, width * each), scale_T)
 
-    def follow(self, plan: RoundPlan, ancestor_A: Tensor, end_A: Tensor, tail_AB: Tensor) -> None:
-        """After the choice, before sequences have moved on: companions of places go on with those of places `ancestor` up to where these
-        have position `end`, then with what is beside the `tail`, pages of this round."""
-        companions, state = self._companions(plan), self.state
+    def follow(self, plan: RoundPlan, ancestor_A: Tensor, pages_XB: Tensor, row_A: Tensor, *, pending: bool) -> None:
+        """After the choice, before sequences have moved on: companions of places go on with those of places `ancestor`, then with what is
+        beside the pages of this round that row `row` has, after the `pending` tokens if these were given pages of their own."""
+        companions, state = plan.companions_at(self.side), self.state
+        if companions is None:
+            return
         place_U, slot_U = companions.place_U, companions.slot_U
-        source_U = self._slots_of(companions, ancestor_A[place_U], slot_U)
-        tail_UB = self.beside_P[tail_AB[place_U].long()]
-        end_U = end_A[place_U] + companions.shift_U
+        ancestor_U, tail_UB = ancestor_A[place_U], self.beside_P[pages_XB[row_A[place_U]].long()]
+        from_U = plan.slot_A[ancestor_U]
+        end_U = (state.end_S[from_U] if pending else state.held(from_U)) + companions.shift_U
+        source_U = _slots_of(companions, ancestor_U, slot_U)
         self.reroot(state.table_SL, slot_U, source_U, state.base_S[slot_U], end_U, tail_UB, plan.columns)
-
-    def _companions(self, plan: RoundPlan) -> Companions[Tensor]:
-        companions = plan.companions_at(self.side)
-        assert companions is not None, "nobody is guided in this round"
-        return companions
 
     def _with_companions(self, companions: Companions[Tensor], rows: Rows, row_Y: Tensor, root_R: Tensor | None) -> Rows:
         """The rows, and after them companions of those in `row`: the same tokens, each at its own position.
@@ -97,7 +94,7 @@ class Pass:
         shift_Y, exist_Y = (values_U.repeat_interleave(width) for values_U in (companions.shift_U, _exist(companions)))
         slot_Y = companions.slot_U.repeat_interleave(width)
         if root_R is not None:
-            slot_Y = self._slots_of(companions, root_R[row_Y], slot_Y)
+            slot_Y = _slots_of(companions, root_R[row_Y], slot_Y)
         tail_RB, tail_R = rows.tail_RB, rows.tail_R
         if tail_RB is not None and tail_R is not None:
             tail_RB = torch.cat((tail_RB, self.beside_P[tail_RB[row_Y].long()]))
@@ -115,10 +112,11 @@ class Pass:
             shared_G=torch.cat((rows.shared_G, companions.shared_U)),
         )
 
-    def _slots_of(self, companions: Companions[Tensor], place_Y: Tensor, own_Y: Tensor) -> Tensor:
-        """int64 [Y]: slots of the companions of places; where there is none but padding, its own."""
-        exist_Y = _exist(companions).repeat_interleave(len(own_Y) // len(companions.place_U))
-        return torch.where(exist_Y, companions.slot_U[companions.of_A[place_Y]], own_Y)
+
+def _slots_of(companions: Companions[Tensor], place_Y: Tensor, own_Y: Tensor) -> Tensor:
+    """int64 [Y]: slots of the companions of places; where there is none but padding, its own."""
+    exist_Y = _exist(companions).repeat_interleave(len(own_Y) // len(companions.place_U))
+    return torch.where(exist_Y, companions.slot_U[companions.of_A[place_Y]], own_Y)
 
 
 def _rows(place_U: Tensor, width: int) -> Tensor:
