@@ -1,7 +1,8 @@
-"""Whether guiding the draft, too, would bring anything, on the shipped pair: `python -m tests.engine.draft_guidance`.
+"""What guiding the draft, too, brings on the shipped pair: `python -m tests.engine.draft_guidance`.
 
-What docs/quality.md says of it is drawn from. At every position of the target's own guided answers, the target's guided law p is compared
-with the draft's law q, as it is and by the same formula after the same prompts. Takes a minute.
+What docs/quality.md says of it is drawn from, in two tables. The first is of laws: at every position of the target's own guided answers,
+its guided law p is compared with the draft's law q, as it is and by the same formula after the same prompts. The second is of whole
+requests: as they are, with `guide_draft`, and where there is one with a `draft_temperature` of T / s. Takes half an hour.
 
 Axes: T answer tokens, V vocabulary.
 """
@@ -9,87 +10,130 @@ Axes: T answer tokens, V vocabulary.
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from smc import demo
 from smc.demo import MAX_ANSWER
-from smc.demo.problems import generate, grade
+from smc.demo.problems import Problem, generate, grade
 from smc.engine.local import ModelPair, local_engine
-from smc.engine.request import Request, SamplingParams
+from smc.engine.request import Answer, Request, SamplingParams
 from smc.evaluation.quality import derived_seed
 from smc.models.decoder import Decoder
 from smc.runtime.config import EngineConfig
 from tests.models.dense import dense_logits
 
-PROBLEM_SEED, BLOCK, FEW = 5, 5, 8
+PROBLEM_SEED, FEW, BESIDE = 5, 8, 8
+CONFIG = EngineConfig(block=5, branches=4)
+AWAY = {
+    "start token": None,
+    "empty question": "",
+    "another question": "Tom has 12 apples. He buys 5 more. How many apples does Tom have now?",
+}
+"""What is led away from: the default, and chats."""
+HOW = {
+    "walk N=1": {"method": "exact", "particles": 1},
+    "walk N=8": {"method": "exact", "particles": 8},
+    "rejection N=1": {"method": "exact", "particles": 1, "verification": "rejection"},
+    "rejection N=4": {"method": "exact", "particles": 4, "verification": "rejection"},
+    "distinct N=8": {"particles": 8},
+}
 
 
 @dataclass(frozen=True)
-class Law:
-    """How a request is guided."""
+class Guidance:
+    """How requests are guided; `away`: one of `AWAY`."""
 
     scale: float
     temperature: float
+    away: str
+
+    def __str__(self) -> str:
+        return f"| {self.temperature:g} | {self.scale:g} | {self.away} |"
 
 
-def log_law(model: Decoder, law: Law, prompts: tuple[list[int], list[int]], answer: tuple[int, ...]) -> Tensor:
+def ask(pair: ModelPair, problems: list[Problem], guidance: Guidance, **how: object) -> list[Request]:
+    def tokens(text: str) -> tuple[int, ...]:
+        return tuple(pair.tokenizer.chat([{"role": "user", "content": text}]))
+
+    away, law = AWAY[guidance.away], {"temperature": guidance.temperature, "guidance_scale": guidance.scale}
+    return [
+        Request(
+            str(i),
+            tokens(problem.question),
+            SamplingParams(seed=derived_seed(1, i), max_tokens=MAX_ANSWER, **law, **how),
+            negative_prompt=None if away is None or guidance.scale == 1 else tokens(away),
+        )
+        for i, problem in enumerate(problems)
+    ]
+
+
+def answered(pair: ModelPair, asked: list[Request]) -> list[Answer]:
+    """In the order of the requests."""
+    rows = BESIDE * max(one.params.rows * one.params.slots_per_row for one in asked)
+    engine = local_engine(pair, replace(CONFIG, max_slots=rows, max_chains=rows))
+    found = {output.answer.request_id: output.answer for output in engine.run(asked) if output.answer}
+    return [found[one.request_id] for one in asked]
+
+
+def log_law(model: Decoder, scale: float, temperature: float, prompts: list[list[int]], answer: tuple[int, ...]) -> Tensor:
     """log p [T, V] of every answer token after both prompts, by the formula."""
     own_TV, theirs_TV = (dense_logits(model, torch.tensor([*prompt, *answer]))[len(prompt) - 1 : -1].double() for prompt in prompts)
-    return torch.log_softmax((theirs_TV + law.scale * (own_TV - theirs_TV)) / law.temperature, -1)
+    return torch.log_softmax((theirs_TV + scale * (own_TV - theirs_TV)) / temperature, -1)
 
 
-def compared(logp_TV: Tensor, logq_TV: Tensor, answer: tuple[int, ...]) -> Tensor:
-    """Of every token [4, T]: the overlap 1 - TV of the two laws, p of the draft's likeliest token and of its likeliest few, and the tokens
-    that a round would confirm of a chain of likeliest tokens, the target's own included."""
-    order_TV, p_TV = logq_TV.argsort(-1, descending=True), logp_TV.exp()
-    likely_TV = p_TV.gather(1, order_TV[:, :FEW])
-    right = (order_TV[:, 0] == torch.tensor(answer)).tolist()
-    runs = [next((n for n in range(BLOCK) if not all(right[t : t + n + 1]) or t + n >= len(right)), BLOCK) for t in range(len(right))]
-    overlap_T = torch.minimum(p_TV, logq_TV.exp()).sum(-1)
-    return torch.stack((overlap_T, likely_TV[:, 0], likely_TV.sum(-1), torch.tensor(runs, dtype=torch.float64) + 1))
+def compared(logp_TV: Tensor, logq_TV: Tensor) -> Tensor:
+    """Of every token [3, T]: the overlap 1 - TV of the two laws, and p of the draft's likeliest token and of its likeliest few."""
+    p_TV = logp_TV.exp()
+    likely_TV = p_TV.gather(1, logq_TV.topk(FEW, -1).indices)
+    return torch.stack((torch.minimum(p_TV, logq_TV.exp()).sum(-1), likely_TV[:, 0], likely_TV.sum(-1)))
 
 
 @torch.inference_mode()
-def measure(pair: ModelPair, problems: int, law: Law, negative: str | None) -> str:
-    """A row of the table. `negative`: a question to lead away from; None: the token that begins texts."""
-    asked, prompts = [], {}
-    away = None if negative is None else tuple(pair.tokenizer.chat([{"role": "user", "content": negative}]))
-    stories = generate(PROBLEM_SEED, problems, "test")
-    for i, problem in enumerate(stories):
-        prompt = tuple(pair.tokenizer.chat([{"role": "user", "content": problem.question}]))
-        params = {"method": "target", "max_tokens": MAX_ANSWER, "temperature": law.temperature, "guidance_scale": law.scale}
-        params = SamplingParams(seed=derived_seed(1, i), **params)
-        asked.append(Request(str(i), prompt, params, negative_prompt=away if params.guided else None))
-        prompts[str(i)] = (list(prompt), list(away or (pair.tokenizer.start_id,)))
-    engine = local_engine(pair, EngineConfig(max_slots=2 * problems))
-    answers = [output.answer for output in engine.run(asked) if output.answer]
-    solved = sum(grade(stories[int(answer.request_id)], answer.text) for answer in answers)
-    found: dict[float, list[Tensor]] = {1.0: [], law.scale: []}
-    for answer in answers:
-        logp_TV = log_law(pair.target, law, prompts[answer.request_id], answer.tokens)
-        for scale, parts in found.items():
-            logq_TV = log_law(pair.draft, Law(scale, law.temperature), prompts[answer.request_id], answer.tokens)
-            parts.append(compared(logp_TV, logq_TV, answer.tokens))
-    rows = [torch.cat(parts, 1).mean(1).tolist() for parts in found.values()]
-    cells = [f"{one:.3f} -> {other:.3f}" for one, other in zip(rows[0], rows[-1])]
-    name = "start token" if negative is None else repr(negative)
-    return f"| {law.temperature:g} | {law.scale:g} | {name} | {solved / problems:.0%} | {' | '.join(cells)} |"
+def laws(pair: ModelPair, problems: list[Problem], guidance: Guidance) -> str:
+    """A row of the first table: of the draft's law as it is, guided, and as it is at a lower temperature."""
+    asked, found = ask(pair, problems, guidance, method="target"), []
+    away = list(asked[0].negative_prompt or (pair.tokenizer.start_id,))
+    scale, temperature = guidance.scale, guidance.temperature
+    for one, answer in zip(asked, answered(pair, asked)):
+        prompts = [list(one.prompt), away]
+        logp_TV = log_law(pair.target, scale, temperature, prompts, answer.tokens)
+        drafts = ((1.0, temperature), (scale, temperature), (1.0, temperature / scale))
+        found.append(torch.stack([compared(logp_TV, log_law(pair.draft, *law, prompts, answer.tokens)) for law in drafts]))
+    means = torch.cat(found, -1).mean(-1).T.tolist()
+    return f"{guidance} {' | '.join(' / '.join(f'{value:.3f}' for value in values) for values in means)} |"
+
+
+def requests(pair: ModelPair, problems: list[Problem], guidance: Guidance, name: str) -> str:
+    """A cell of the second table: tokens a round of exact decoding, of SMC what is solved; by each of the drafts that there can be."""
+    cells = []
+    lower = {"draft_temperature": guidance.temperature / guidance.scale}
+    for draft in ({}, {"guide_draft": True}, *([] if "walk" in name else [lower])):
+        done = answered(pair, ask(pair, problems, guidance, **draft, **HOW[name]))
+        if "method" in HOW[name]:
+            rounds = sum(answer.statistics.rounds for answer in done)
+            cells.append(f"{sum(len(answer.tokens) - 1 for answer in done) / rounds:.2f}")
+        else:
+            cells.append(f"{sum(grade(problem, answer.text) for problem, answer in zip(problems, done)) / len(done):.0%}")
+    return " / ".join(cells)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--problems", type=int, default=64)
-    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--problems", type=int, default=24)
+    parser.add_argument("--temperature", type=float, action="append", help="may be repeated; default: 1, 1.5")
+    parser.add_argument("--away", choices=AWAY, action="append", help="may be repeated; default: all")
     given = parser.parse_args()
-    pair = ModelPair.load(demo.TARGET, demo.DRAFT)
-    print(f"| T | s | negative | solved | 1 - TV | p(likeliest) | p({FEW} likeliest) | tokens a round, N=1 K={BLOCK} |")
-    for scale in (1.0, 1.5, 3.0):
-        for negative in (None, "", "Tom has 12 apples. He buys 5 more. How many apples does Tom have now?"):
-            if scale > 1 or negative is None:
-                print(measure(pair, given.problems, Law(scale, given.temperature), negative), flush=True)
+    pair, problems = ModelPair.load(demo.TARGET, demo.DRAFT), generate(PROBLEM_SEED, given.problems, "test")
+    ways = [Guidance(s, t, away) for t in given.temperature or (1.0, 1.5) for s in (1.5, 3.0) for away in given.away or AWAY]
+    print(f"| T | s | away from | 1 - TV | likeliest | {FEW} likeliest |\n(as it is / guided / as it is, at T / s)")
+    for guidance in ways:
+        print(laws(pair, problems, guidance), flush=True)
+    print(f"| T | s | away from | {' | '.join(HOW)} |\n(as it is / guided / as it is, at T / s)")
+    for guidance in ways:
+        print(f"{guidance} {' | '.join(requests(pair, problems, guidance, name) for name in HOW)} |", flush=True)
 
 
 if __name__ == "__main__":
