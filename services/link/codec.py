@@ -154,7 +154,8 @@ def _to_machine(machine: pb.StopMachine) -> StopMachine:
 
 
 def round_command(plan: RoundPlan) -> pb.RoundCommand:
-    companions = {"companions": pb.Companions(**_fields(plan.companions, _COMPANIONS))} if plan.companions else {}
+    parts = {name: getattr(plan, name) for name in ("target_companions", "draft_companions")}
+    companions = {name: pb.Companions(**_fields(part, _COMPANIONS)) for name, part in parts.items() if part}
     return pb.RoundCommand(
         program=plan.program,
         short=plan.short,
@@ -184,7 +185,8 @@ def to_plan(command: pb.RoundCommand) -> RoundPlan:
         kinds=frozenset(map(Kind, command.kinds)),
         target_law=_to_law(command.target_law),
         draft_law=_to_law(command.draft_law),
-        companions=_to_companions(command.companions) if command.HasField("companions") else None,
+        target_companions=_to_companions(command.target_companions) if command.HasField("target_companions") else None,
+        draft_companions=_to_companions(command.draft_companions) if command.HasField("draft_companions") else None,
         **arrays,
     )
 

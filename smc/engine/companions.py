@@ -1,7 +1,7 @@
 """Companions of guided groups on the scheduler's side: what a round is told of them, and how their pages follow it.
 
-A particle's companion is in a slot of its own, of which only the head and what is held at the target count. In a round every page that the
-particle is given at the target has one for the companion beside it, so the particle's lineage says what becomes of either.
+A particle's companion is in a slot of its own, of which only heads and what is held count, at the sides that are guided. In a round every
+page that the particle is given there has one for the companion beside it, so the particle's lineage says what becomes of either.
 
 Axes: A places of a batch, G groups, H guided ones, U companions of a batch, W pages of a place, T pages.
 """
@@ -13,25 +13,26 @@ import numpy as np
 from smc.engine.group import Population
 from smc.engine.slots import Slots
 from smc.kv.pages import PageLedger
-from smc.runtime.messages import COMPANION
+from smc.runtime.messages import COMPANIONS
+from smc.runtime.outcome import Lineage
 from smc.runtime.plan import Companions
 
 Pages = dict[str, np.ndarray]
-"""Of a round, by lane: a side, or of a guided request its companion."""
+"""Of a round, by lane: a side, or of a guided request its companion there."""
 
 
 def companions_of(
-    population: Population, pages: list[Pages], places: int, shared_G: np.ndarray, slots: Slots, dummy: int
+    side: str, population: Population, pages: list[Pages], places: int, shared_G: np.ndarray, slots: Slots, dummy: int
 ) -> Companions[np.ndarray] | None:
-    """Of the guided groups of a round of so many places; None: there are none. `shared`: of the groups themselves; `dummy`: the slot of
-    padding."""
-    groups, group_A = population.groups, population.group_A
-    guided_G = np.array([g.params.guided for g in groups])
+    """Of the groups of a round of so many places that are guided at a side; None: there are none. `shared`: of the groups themselves;
+    `dummy`: the slot of padding."""
+    groups, group_A, lane = population.groups, population.group_A, COMPANIONS[side]
+    guided_G = np.array([lane in given for given in pages])
     if not guided_G.any():
         return None
     is_guided_A, shift_G = guided_G[group_A], np.array([g.negative_size - g.prompt_size for g in groups])
     place_U, size_H = np.flatnonzero(is_guided_A), population.size_G[guided_G]
-    count, scale_G = len(place_U), np.array([g.params.guidance_scale for g in groups], dtype=np.float32)
+    count, scale_G = len(place_U), np.where(guided_G, [g.params.guidance_scale for g in groups], 1.0).astype(np.float32)
     # Few sizes: a round pays for at most twice what is guided, and never for more than all of it.
     most = min(1 << (count - 1).bit_length(), places)
     return Companions(
@@ -44,29 +45,27 @@ def companions_of(
         first_U=padded((np.cumsum(size_H) - size_H).astype(np.int32), most, 0),
         size_U=padded(size_H.astype(np.int32), most, 0),
         shared_U=padded((shared_G + shift_G)[guided_G].astype(np.int32), most, 0),
-        pages_UW=padded(np.concatenate([given[COMPANION] for given in pages if COMPANION in given]).reshape(count, -1), most, 0),
+        pages_UW=padded(np.concatenate([given[lane] for given in pages if lane in given]).reshape(count, -1), most, 0),
     )
 
 
 def follow_companions(
-    slots: Slots, ledger: PageLedger, slot_A: np.ndarray, source_A: np.ndarray, path_AW: np.ndarray, pages: list[Pages]
+    side: str, slots: Slots, ledger: PageLedger, population: Population, source_A: np.ndarray, lineage: Lineage, pages: list[Pages]
 ) -> None:
-    """Companions of the particles in `slot` descend from those in `source`, by the pages beside the `path` [A, W] that these have been
-    continued by; 0 is none. `ledger`: the target's."""
-    head_S, held_S = slots.head_S["target"], slots.held_S["target"]
-    is_guided_A = slots.companion_S[slot_A] >= 0
-    to_A, of_A = (slots.companion_S[values_A[is_guided_A]] for values_A in (slot_A, source_A))
-    guided = [given for given in pages if COMPANION in given]
-    own_T, theirs_T = (np.concatenate([given[lane] for given in guided]) for lane in ("target", COMPANION))
-    order_T, path_AW = np.argsort(own_T), path_AW[is_guided_A]
+    """At a side, of whose pool the ledger is, companions of a population's particles descend from those of the particles in slots `source`,
+    by the pages beside those of the particles' own `lineage`."""
+    lane = COMPANIONS[side]
+    is_guided_A = np.array([lane in given for given in pages])[population.group_A]
+    if not is_guided_A.any():
+        return
+    guided = [given for given in pages if lane in given]
+    own_T, theirs_T = (np.concatenate([given[name] for given in guided]) for name in (side, lane))
+    path_AW, kept_A, dropped_A = (values_A[is_guided_A] for values_A in (lineage.path_AW, lineage.kept_A, lineage.dropped_A))
+    order_T = np.argsort(own_T)
+    # What is not kept may be any page.
     at_AW = np.searchsorted(own_T, path_AW, sorter=order_T).clip(max=len(own_T) - 1)
-    path_AW = np.where(path_AW > 0, theirs_T[order_T[at_AW]], 0)
-    kept_A = (path_AW > 0).sum(1)
-    before_A, after_A = head_S[to_A], ledger.grow(head_S[of_A], path_AW, kept_A)
-    ledger.hold(after_A)
-    ledger.release(before_A)
-    ledger.settle(theirs_T, path_AW)
-    held_S[to_A], head_S[to_A] = held_S[of_A] + kept_A, after_A
+    to_A, of_A = (slots.companion_S[slot_A[is_guided_A]] for slot_A in (population.slot_A, source_A))
+    slots.descend(side, ledger, to_A, of_A, Lineage(theirs_T[order_T[at_AW]], kept_A, dropped_A), theirs_T)
 
 
 def padded(values_A: np.ndarray, places: int, fill: float) -> np.ndarray:

@@ -43,7 +43,7 @@ from smc.engine.turns import Turns
 from smc.kv.pages import OutOfPages
 from smc.models.tokenizer import Tokenizer
 from smc.runtime.config import EngineConfig
-from smc.runtime.messages import COMPANION, Worker
+from smc.runtime.messages import COMPANIONS, Worker
 from smc.runtime.pair import Pair
 from smc.runtime.plan import Program
 from smc.stops import TokenBytes
@@ -342,12 +342,12 @@ class Engine:
             pages = self.memory.allocate(self._round_pages(group))
         except OutOfPages:
             return None
-        if group.params.guided:
-            pages["target"], pages[COMPANION] = np.split(pages["target"], 2)
+        for side in set(pages) & set(group.params.guided_sides):
+            pages[side], pages[COMPANIONS[side]] = np.split(pages[side], 2)
         return pages
 
     def _round_pages(self, group: Group) -> dict[str, int]:
-        return group.decoding.round_pages(self.config, len(group.slots), group.params.guided)
+        return group.decoding.round_pages(self.config, len(group.slots), group.params.guided_sides)
 
     def _shrink(self, group: Group) -> None:
         """In the round that is about to be asked for, as far as the policy wants it."""

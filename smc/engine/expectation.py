@@ -61,7 +61,7 @@ class Expectation:
 
     def expect(self, group: Group) -> None:
         """Of one that is admitted, or goes on."""
-        self.memory.expect(group.number, self.of(group), group.decoding.round_pages(self.config, group.rows, group.params.guided))
+        self.memory.expect(group.number, self.of(group), group.decoding.round_pages(self.config, group.rows, group.params.guided_sides))
 
     def learn_answer(self, share: float) -> None:
         """An answer is complete, and has this share of its longest."""
@@ -87,10 +87,9 @@ class Expectation:
             if not groups:
                 continue
             slots, prompts = [group.living(self.slots) for group in groups], [group.prompt_size for group in groups]
-            if side == "target" and any(group.params.guided for group in groups):
-                guided = [group for group in groups if group.params.guided]
-                slots += [self.slots.companions(group.living(self.slots)) for group in guided]
-                prompts += [group.negative_size for group in guided]
+            guided = [group for group in groups if side in group.params.guided_sides]
+            slots += [self.slots.companions(group.living(self.slots)) for group in guided]
+            prompts += [group.negative_size for group in guided]
             held_A = self.slots.held_S[side][np.concatenate(slots)]
             sizes_G = [len(slots_N) for slots_N in slots]
             # A slot without a particle holds not even a prompt.

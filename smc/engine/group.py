@@ -17,7 +17,7 @@ from smc.engine.text import StopRules, TextStream
 from smc.laws import LawSpec
 from smc.limits import SCHEME_NAMES
 from smc.runtime.biases import biased_tokens
-from smc.runtime.messages import COMPANION
+from smc.runtime.messages import COMPANIONS, guides
 
 MEMORY = 0.97
 """Of what a request's rounds have shown, by the next one."""
@@ -48,7 +48,7 @@ class Group:
     begun: float | None = None
     """And when its first token was there."""
     keys: dict[str, list[bytes]] = field(default_factory=dict)
-    """Of its prompts' blocks in the prefix caches, `prompt` and `companion`, once they have been asked for."""
+    """Of its prompts' blocks in the prefix caches, `prompt` and `negative`, once they have been asked for."""
     needs: dict[str, int] | None = None
     """Pages of what it is to start from, by lane, once they have been counted; while it waits."""
     phase: Phase = Phase.QUEUED
@@ -77,7 +77,7 @@ class Group:
     rounds: int = 0
     """That have been read."""
     in_flight: deque[dict[str, np.ndarray]] = field(default_factory=deque)
-    """Pages, by side, of every round that has been asked for and not read."""
+    """Pages, by lane, of every round that has been asked for and not read."""
     wanted: int | None = None
     """Particles that it shall have after its next round, where that is a change."""
     wish: int | None = None
@@ -205,10 +205,15 @@ class Group:
     @property
     def lanes(self) -> tuple[str, ...]:
         """What models run of it: `smc.runtime.messages.side_of`."""
-        return (*self.decoding.sides, COMPANION) if self.params.guided else self.decoding.sides
+        return self.lanes_by(self.decoding)
+
+    def lanes_by(self, decoding: Decoding) -> tuple[str, ...]:
+        """If it was decoded so."""
+        guided = (side for side in decoding.sides if side in self.params.guided_sides)
+        return (*decoding.sides, *(COMPANIONS[side] for side in guided))
 
     def prompt_of(self, lane: str) -> tuple[int, ...]:
-        if lane != COMPANION:
+        if not guides(lane):
             return self.request.prompt
         assert self.request.negative_prompt is not None, "nobody guides it"
         return self.request.negative_prompt

@@ -6,6 +6,7 @@ Whatever differs between methods on the scheduler's side is said here, once; not
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -88,12 +89,12 @@ class Decoding(ABC):
         """Answer tokens of a particle that have keys and values on a side after so many rounds: of `length`, the block in flight from
         index `block` on. What has ended needs none at the draft, or where one model decodes alone."""
 
-    def round_pages(self, config: EngineConfig, places: int, guided: bool = False) -> dict[str, int]:
-        """Pages that one round is given on each side: the first drafts, or decodes alone. If `guided`, as many again at the target."""
+    def round_pages(self, config: EngineConfig, places: int, guided: Collection[str] = ()) -> dict[str, int]:
+        """Pages that one round is given on each side: the first drafts, or decodes alone. On sides that are `guided`, as many again."""
         shape = self.shape(config)
         drafting, *scoring = self.sides
         pages = {drafting: places * (shape.begin + shape.branches * shape.branch)} | dict.fromkeys(scoring, places * shape.target)
-        return pages | {"target": 2 * pages["target"]} if guided else pages
+        return {side: count * (1 + (side in guided)) for side, count in pages.items()}
 
     def most_pages(
         self, config: EngineConfig, params: SamplingParams, prompt: int, rows: int | None = None, negative: int = 0
@@ -101,8 +102,8 @@ class Decoding(ABC):
         """Pages that so many particles of a request, by default as few as it allows, may hold at once if they share nothing of its past.
         `prompt`, `negative`: tokens of its prompts."""
         n, answer = rows or params.least_rows, params.max_tokens
-        few, all_rows = (self.round_pages(config, size, params.guided) for size in (n, self.rows(params)))
-        begins, answers = self._prompts(prompt, negative), self._sequences(params, n * answer)
+        few, all_rows = (self.round_pages(config, size, params.guided_sides) for size in (n, self.rows(params)))
+        begins, answers = self._prompts(params, prompt, negative), self._sequences(params, n * answer)
         most = {side: max(answers[side] + ROUNDS_IN_FLIGHT * few[side], ROUNDS_IN_FLIGHT * all_rows[side]) for side in self.sides}
         return {side: begins[side] + most[side] for side in self.sides}
 
@@ -110,20 +111,20 @@ class Decoding(ABC):
         self, config: EngineConfig, params: SamplingParams, prompt: int, rows: int, answer: int, own: int, negative: int = 0
     ) -> dict[str, int]:
         """Pages that `rows` particles are likely to hold: of an answer of so many tokens each but the first has `own` for itself."""
-        rounds, begins = self.round_pages(config, rows, params.guided), self._prompts(prompt, negative)
+        rounds, begins = self.round_pages(config, rows, params.guided_sides), self._prompts(params, prompt, negative)
         held = self._sequences(params, answer + own * (rows - 1))
         # Rows of exact decoding share all but what has not been confirmed.
         most = self.most_pages(config, params, prompt, None if self.confirms else rows, negative)
         likely = {side: begins[side] + held[side] + ROUNDS_IN_FLIGHT * rounds[side] for side in self.sides}
         return {side: min(pages, max(most[side], begins[side])) for side, pages in likely.items()}
 
-    def _prompts(self, prompt: int, negative: int) -> dict[str, int]:
+    def _prompts(self, params: SamplingParams, prompt: int, negative: int) -> dict[str, int]:
         """Tokens of prompts on each side."""
-        return {side: prompt + negative * (side == "target") for side in self.sides}
+        return {side: prompt + negative * (side in params.guided_sides) for side in self.sides}
 
     def _sequences(self, params: SamplingParams, tokens: int) -> dict[str, int]:
         """Pages of so many answer tokens on each side, with those of companions."""
-        return {side: tokens * (2 if params.guided and side == "target" else 1) for side in self.sides}
+        return {side: tokens * (1 + (side in params.guided_sides)) for side in self.sides}
 
     def log_z(self, logw_N: Tensor, count: int) -> float:
         """What a population's weights say of the target's total mass on answers."""
@@ -206,8 +207,8 @@ class Rejection(Exact):
         # In look-ahead, chains that are equal go on from pages of their own as long as all are right; what the last round that was read
         # has left of the others is not more than it was given.
         chains = self.rows(params)
-        rounds, copies = self.round_pages(config, chains, params.guided), chains if config.lookahead else 1
-        begins, answers = self._prompts(prompt, negative), self._sequences(params, copies * params.max_tokens)
+        rounds, copies = self.round_pages(config, chains, params.guided_sides), chains if config.lookahead else 1
+        begins, answers = self._prompts(params, prompt, negative), self._sequences(params, copies * params.max_tokens)
         return {side: begins[side] + answers[side] + (ROUNDS_IN_FLIGHT + 1) * rounds[side] for side in self.sides}
 
 
@@ -251,7 +252,7 @@ class Rescoring(Decoding):
     def expected_pages(
         self, config: EngineConfig, params: SamplingParams, prompt: int, rows: int, answer: int, own: int, negative: int = 0
     ) -> dict[str, int]:
-        begins, answers = self._prompts(prompt, negative), self._sequences(params, answer)
+        begins, answers = self._prompts(params, prompt, negative), self._sequences(params, answer)
         return {side: begins[side] + answers[side] for side in self.sides}
 
 

@@ -17,7 +17,7 @@ from smc.engine.group import Group, Population
 from smc.engine.memory import Memory
 from smc.kv.pages import DUMMY_PAGE
 from smc.philox import STREAMS_PER_PARTICLE, Purpose
-from smc.runtime.messages import COMPANION, Draws, Pending, PromptBatch, PromptResult, Tops, Worker
+from smc.runtime.messages import COMPANIONS, Draws, Pending, PromptBatch, PromptResult, Tops, Worker
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Start:
 
     group: Group
     rows: dict[str, list[Row]]
-    """By lane: a side, or of a guided request its companion."""
+    """By lane: a side, or of a guided request its companion there."""
     begun: bool = False
     """Some of it has been asked for."""
     waited: bool = False
@@ -65,7 +65,7 @@ class Start:
 
     def on(self, side: str) -> list[Row]:
         """What its model is to run."""
-        return [*self.rows.get(side, ()), *(self.rows.get(COMPANION, ()) if side == "target" else ())]
+        return [*self.rows.get(side, ()), *self.rows.get(COMPANIONS[side], ())]
 
 
 def count_pages(sequences: Sequence[np.ndarray]) -> int:
@@ -151,7 +151,7 @@ def prefill_step(starts: list[Start], worker: Worker, side: str, chunk: int) -> 
 def _last_parts(starts: list[Start], side: str) -> list[tuple[Row, int]]:
     """What is left of prompts after which tokens are drawn, then of those that guide them."""
     rows = [start.rows[side][0] for start in starts]
-    guiding = [start.rows[COMPANION][0] for start in starts if start.group.params.guided]
+    guiding = [start.rows[COMPANIONS[side]][0] for start in starts if start.group.params.guided]
     return [(row, row.left) for row in (*rows, *guiding)]
 
 
@@ -177,7 +177,9 @@ def _part_of_answer(start: Start, rows: list[Row], chunk: int, plain: list[tuple
 
 def _answer_parts(rescoring: list[tuple[Start, int]]) -> list[tuple[Row, int]]:
     """Rows that are asked about, then those that guide them, each with what comes before the answer."""
-    parts = [(start.rows[lane], start, count) for lane in ("target", COMPANION) for start, count in rescoring if lane in start.rows]
+    parts = [
+        (start.rows[lane], start, count) for lane in ("target", COMPANIONS["target"]) for start, count in rescoring if lane in start.rows
+    ]
     return [(rows[0], _before_answer(start, rows)[0] + count) for rows, start, count in parts]
 
 

@@ -15,7 +15,7 @@ from smc.engine.prefill import Row, Start, count_pages, plant
 from smc.engine.slots import Slots
 from smc.kv.pages import OutOfPages
 from smc.runtime.config import EngineConfig
-from smc.runtime.messages import COMPANION, side_of
+from smc.runtime.messages import guides, side_of
 
 
 class Prefixes:
@@ -40,9 +40,7 @@ class Prefixes:
         cached = {lane: memory.match(side_of(lane), self._keys(group, lane), self._most(group, lane)) for lane in lanes}
         wanted = {lane: group.needs[lane] - cached[lane][0] for lane in lanes}
         try:
-            loose = memory.allocate(_by_side(wanted), memory.spare(self._round_pages(group)))
-            if COMPANION in lanes:
-                loose["target"], loose[COMPANION] = np.split(loose["target"], [wanted["target"]])
+            loose = self._allocate(wanted, memory.spare(self._round_pages(group)))
             if group.saved is None:
                 group.cached_tokens = min(cached[side][0] for side in group.decoding.sides)
             sequences = {lane: self._sequences(group, lane) for lane in lanes}
@@ -70,41 +68,38 @@ class Prefixes:
                 memory.count_match(side, 0, count - rows[0].known)
             memory.ledgers[side].release([page])
         if group.saved is None:
-            group.cached_tokens = min(rows[0].known for lane, rows in start.rows.items() if lane != COMPANION)
+            group.cached_tokens = min(rows[0].known for lane, rows in start.rows.items() if not guides(lane))
 
     def carry(self, group: Group, decoding: Decoding, places: int, record: dict[str, np.ndarray]) -> dict[str, list[Row]] | None:
         """Rows of a running group's confirmed sequence, for another decoding: those of a side that had a part in it already are there as a
         whole. None if there are too few pages for the others. Those of sides that have no part in it any more are cached."""
-        memory, slot, confirmed = self.memory, int(group.living(self.slots)[0]), int(record["length_S"][0])
-        answer = record["tokens_SL"][0, :confirmed]
-        sequence = np.concatenate((np.array(group.request.prompt, dtype=np.int64), answer[:-1]))
-        keys = memory.keys(sequence, group.request.cache_salt)
-        new = [side for side in decoding.sides if side not in group.decoding.sides]
-        cached = {side: memory.match(side, keys, len(sequence)) for side in new}
+        memory, slot = self.memory, int(group.living(self.slots)[0])
+        answer, lanes = record["tokens_SL"][0, : int(record["length_S"][0]) - 1], group.lanes_by(decoding)
+        either = dict.fromkeys((*group.lanes, *lanes))
+        sequences = {lane: np.concatenate((np.array(group.prompt_of(lane), dtype=np.int64), answer)) for lane in either}
+        keys = {lane: memory.keys(sequence, group.request.cache_salt) for lane, sequence in sequences.items()}
+        new = [lane for lane in lanes if lane not in group.lanes]
+        cached = {lane: memory.match(side_of(lane), keys[lane], len(sequences[lane])) for lane in new}
         try:
-            round_pages = decoding.round_pages(self.config, places, group.params.guided)
-            spare = memory.spare({side: round_pages[side] for side in new})
-            loose = memory.allocate({side: len(sequence) - cached[side][0] for side in new}, spare)
+            round_pages = decoding.round_pages(self.config, places, group.params.guided_sides)
+            spare = memory.spare({side_of(lane): round_pages[side_of(lane)] for lane in new})
+            loose = self._allocate({lane: len(sequences[lane]) - cached[lane][0] for lane in new}, spare)
         except OutOfPages:
             return None
         else:
-            rows = {side: plant(memory, side, [sequence], cached[side], loose[side]) for side in new}
+            rows = {lane: plant(memory, side_of(lane), [sequences[lane]], cached[lane], loose[lane]) for lane in new}
         finally:
-            for side, (_, page) in cached.items():
-                memory.ledgers[side].release([page])
-        for side in group.decoding.sides:
-            pages = self._path(side, slot)[: len(sequence)]
-            if side in decoding.sides:
+            for lane, (_, page) in cached.items():
+                memory.ledgers[side_of(lane)].release([page])
+        for lane in group.lanes:
+            side, sequence = side_of(lane), sequences[lane]
+            pages = self._path(side, int(self.slots.companion_S[slot]) if guides(lane) else slot)[: len(sequence)]
+            if lane in lanes:
                 assert len(pages) == len(sequence), "a model lacks what has been confirmed"
                 memory.ledgers[side].hold(pages[-1:])
-                rows[side] = [Row(sequence, pages, len(pages))]
+                rows[lane] = [Row(sequence, pages, len(pages))]
             else:
-                self._remember(side, keys, pages)
-        if group.params.guided:
-            sequence = np.concatenate((np.array(group.prompt_of(COMPANION), dtype=np.int64), answer[:-1]))
-            pages = self._path("target", int(self.slots.companion_S[slot]))[: len(sequence)]
-            memory.ledgers["target"].hold(pages[-1:])
-            rows[COMPANION] = [Row(sequence, pages, len(pages))]
+                self._remember(side, keys[lane], pages)
         return rows
 
     def release(self, start: Start) -> None:
@@ -159,6 +154,15 @@ class Prefixes:
         for lane in group.lanes:
             self.memory.forget(self._keys(group, lane))
 
+    def _allocate(self, wanted: dict[str, int], spare: dict[str, int]) -> dict[str, np.ndarray]:
+        """Loose pages for lanes, as `Memory.allocate`."""
+        loose = self.memory.allocate(_by_side(wanted), spare)
+        found = {}
+        for lane, count in wanted.items():
+            side = side_of(lane)
+            found[lane], loose[side] = np.split(loose[side], [count])
+        return found
+
     def _path(self, side: str, slot: int) -> np.ndarray:
         """Pages of all positions of a particle whose keys and values a side has."""
         return self.memory.ledgers[side].path(int(self.slots.head_S[side][slot]), int(self.slots.held_S[side][slot]))
@@ -169,11 +173,11 @@ class Prefixes:
         self.memory.remember(side, keys, pages)
 
     def _round_pages(self, group: Group) -> dict[str, int]:
-        return group.decoding.round_pages(self.config, group.rows, group.params.guided)
+        return group.decoding.round_pages(self.config, group.rows, group.params.guided_sides)
 
     def _keys(self, group: Group, lane: str) -> list[bytes]:
         """Of its prompt's blocks."""
-        kind = COMPANION if lane == COMPANION else "prompt"
+        kind = "negative" if guides(lane) else "prompt"
         if kind not in group.keys:
             group.keys[kind] = self.memory.keys(group.prompt_of(lane), group.request.cache_salt)
         return group.keys[kind]

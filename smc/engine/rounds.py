@@ -28,8 +28,8 @@ from smc.engine.stats import EngineStats
 from smc.laws import LawSpec
 from smc.runtime.biases import width_of
 from smc.runtime.config import EngineConfig
-from smc.runtime.messages import COMPANION, Pending
-from smc.runtime.outcome import RoundResult
+from smc.runtime.messages import Pending
+from smc.runtime.outcome import Lineage, RoundResult
 from smc.runtime.pair import Outcome, Pair
 from smc.runtime.plan import SHORT, Program, RoundPlan
 
@@ -158,6 +158,7 @@ class Rounds:
         if len(chain_C):
             chains = min(bucket(len(chain_C)), self.slots.chains)
             chain_C, law_C = (padded(values_C, chains, values_C[0]) for values_C in (chain_C, law_C))
+        beside = (places, shared_G, slots, self.config.max_slots)
         return RoundPlan(
             program=self.decoding.program,
             short=bool(columns <= SHORT),
@@ -184,7 +185,8 @@ class Rounds:
             target_pages_AQ=padded(own["target"] if shape.target else np.zeros((total, 0), np.int32), places, 0),
             begin_pages_AP=padded(begun[:, : shape.begin], places, 0),
             branch_pages_XB=padded(branches_XB.astype(np.int32), places * branches, 0),
-            companions=companions_of(population, pages, places, shared_G, self.slots, self.config.max_slots),
+            target_companions=companions_of("target", population, pages, *beside),
+            draft_companions=companions_of("draft", population, pages, *beside),
             biased=self._biased(population),
         )
 
@@ -214,30 +216,23 @@ class Rounds:
             group.in_flight.popleft()
         self._count_work(population, flight.branches)
         confirmed_G = slots.block_S[population.slot_A[population.first_G]].copy()
-        self._follow_pages(outcome, slot_A, source_A, place_A, pages)
+        self._follow_pages(outcome, population, source_A, place_A, pages)
         self._write_tokens(population, result, slot_A, source_A, place_A)
         commit_tokens(slots, population)
         self._count(population, alive_G, result)
         self._count_confirmed(population, alive_G, result, slots.block_S[population.slot_A[population.first_G]] - confirmed_G)
         self._drop_slots(population, [flight.resized[g] for g in alive_G], result, place_A)
 
-    def _follow_pages(self, outcome: Outcome, slot_A: np.ndarray, source_A: np.ndarray, place_A: np.ndarray, pages: list[Pages]) -> None:
-        """Particles descend from their ancestors' pages; what nobody descends from is free."""
-        for side, lineage in outcome.lineage.items():
-            ledger, head_S, held_S = self.memory.ledgers[side], self.slots.head_S[side], self.slots.held_S[side]
-            path_AW, kept_A, dropped_A = lineage.path_AW[place_A], lineage.kept_A[place_A], lineage.dropped_A[place_A]
-            before_A = head_S[slot_A]
-            after_A = ledger.grow(ledger.ancestors(head_S[source_A], dropped_A), path_AW, kept_A)
-            ledger.hold(after_A)
-            ledger.release(before_A)
-            path_AW = np.where(np.arange(path_AW.shape[1]) < kept_A[:, None], path_AW, 0)
+    def _follow_pages(
+        self, outcome: Outcome, population: Population, source_A: np.ndarray, place_A: np.ndarray, pages: list[Pages]
+    ) -> None:
+        """Particles, and companions, descend from their ancestors' pages; what nobody descends from is free."""
+        for side, whole in outcome.lineage.items():
+            ledger = self.memory.ledgers[side]
+            lineage = Lineage(whole.path_AW[place_A], whole.kept_A[place_A], whole.dropped_A[place_A])
             given_T = np.concatenate([given[side] for given in pages])
-            ledger.settle(given_T, path_AW)
-            held_S[slot_A] = held_S[source_A] - dropped_A + kept_A
-            head_S[slot_A] = after_A
-            if side == "target" and any(COMPANION in given for given in pages):
-                assert not dropped_A.any(), "the target took back what it had run"
-                follow_companions(self.slots, ledger, slot_A, source_A, path_AW, pages)
+            self.slots.descend(side, ledger, population.slot_A, source_A, lineage, given_T)
+            follow_companions(side, self.slots, ledger, population, source_A, lineage, pages)
 
     def _write_tokens(
         self, population: Population, result: RoundResult, slot_A: np.ndarray, source_A: np.ndarray, place_A: np.ndarray
@@ -297,11 +292,9 @@ class Rounds:
             work = {"draft": drafting_A * branches * config.block, "target": target_A}
         else:
             work = {program.value: open_A * config.block}
-        if "target" in work:
-            work["target"] = work["target"] * np.array([g.params.slots_per_row for g in population.groups])[population.group_A]
         for side, tokens_A in work.items():
             for group, tokens in zip(population.groups, population.sums(tokens_A).tolist()):
-                group.tally.count_tokens(side, tokens)
+                group.tally.count_tokens(side, tokens * (1 + (side in group.params.guided_sides)))
 
     def _count(self, population: Population, alive_G: np.ndarray, result: RoundResult) -> None:
         for g, group in zip(alive_G.tolist(), population.groups):

@@ -5,7 +5,7 @@ content, never their ownership. Between rounds a particle has a block in flight,
   lockstep    the seed
   look-ahead  [d_1..d_K], drafted while the block before it was being scored
 
-A particle of a guided request has a second slot, its companion's, of which only the pages at the target count (smc/runtime/guidance.py).
+A particle of a guided request has a second slot, its companion's, of which only pages count (smc/runtime/guidance.py).
 
 Axes: S slots, X chosen slots, L answer positions.
 """
@@ -16,6 +16,7 @@ import numpy as np
 
 from smc.kv.pages import PageLedger
 from smc.runtime.messages import SIDES
+from smc.runtime.outcome import Lineage
 
 
 class Slots:
@@ -96,6 +97,19 @@ class Slots:
             for side, ledger in ledgers.items():
                 ledger.release(self.head_S[side][held_X])
                 self.head_S[side][held_X] = 0
+
+    def descend(
+        self, side: str, ledger: PageLedger, slot_X: np.ndarray, source_X: np.ndarray, lineage: Lineage, given_T: np.ndarray
+    ) -> None:
+        """At a side, what slots refer to goes on from what `source` did, all at once; of the `given` pages those not kept are free."""
+        head_S, held_S = self.head_S[side], self.held_S[side]
+        path_XW, kept_X, dropped_X = lineage.path_AW, lineage.kept_A, lineage.dropped_A
+        before_X, after_X = head_S[slot_X], ledger.grow(ledger.ancestors(head_S[source_X], dropped_X), path_XW, kept_X)
+        ledger.hold(after_X)
+        ledger.release(before_X)
+        ledger.settle(given_T, np.where(np.arange(path_XW.shape[1]) < kept_X[:, None], path_XW, 0))
+        held_S[slot_X] = held_S[source_X] - dropped_X + kept_X
+        head_S[slot_X] = after_X
 
     def vacate(self, slots_X: np.ndarray) -> None:
         """They hold no particle: nothing is to come there, and it has no weight."""

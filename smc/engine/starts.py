@@ -18,7 +18,7 @@ from smc.engine.prefixes import Prefixes
 from smc.engine.records import record_of
 from smc.engine.rounds import commit_tokens
 from smc.engine.stop_entries import StopEntries
-from smc.runtime.messages import COMPANION, SIDES, Worker, side_of
+from smc.runtime.messages import SIDES, Worker, guides, side_of
 from smc.runtime.pair import Pair
 from smc.runtime.plan import Join
 from smc.stops import DONE, START, TokenBytes
@@ -181,7 +181,7 @@ class Starts:
 
     def go_alone(self, group: Group, alone: Decoding) -> None:
         """A group on its way to rounds of the pair shall come to decode by one model: it needs no more of the other."""
-        start, left = self._start_of(group), [side for side in group.decoding.sides if side not in alone.sides]
+        start, left = self._start_of(group), [lane for lane in group.lanes if lane not in group.lanes_by(alone)]
         self.prefixes.drop(start, left)
         group.decode_by(alone)
         self.slots.give_back(group.slots[group.count :])
@@ -234,7 +234,7 @@ class Starts:
         group, slots = start.group, self.slots
         for lane, rows in start.rows.items():
             side = side_of(lane)
-            slots_N = slots.companions(group.slots) if lane == COMPANION else group.slots
+            slots_N = slots.companions(group.slots) if guides(lane) else group.slots
             ledger = self.memory.ledgers[side]
             last = [row.pages_L[-1] for row in rows]
             row_N = _row_of(len(rows), len(slots_N))
@@ -285,11 +285,11 @@ class Starts:
                 ),
             )
             self._known.add((side, group.stops))
-        if group.params.guided:
-            rows = [row.pages_L for row in start.rows[COMPANION]]
+        for lane in filter(guides, group.lanes):
+            rows = [row.pages_L for row in start.rows[lane]]
             row_N = _row_of(len(rows), len(slots_N))
             tables_XL = _rectangle([rows[row] for row in (row_N if len(rows) > 1 else row_N[:1])])
-            self.pair.join("target", _table(slots.companions(slots_N), group, tables_XL, group.negative_size))
+            self.pair.join(side_of(lane), _table(slots.companions(slots_N), group, tables_XL, group.negative_size))
 
     def grant(self, group: Group) -> None:
         """Let the next round bring the particles that the caller has asked for: if no other change is under way, and there are slots."""
@@ -313,12 +313,12 @@ class Starts:
         group.particles = np.concatenate((group.particles, group.particles.max() + 1 + np.arange(more)))
         group.slots = np.concatenate((group.slots, new))
         nothing_XL = np.zeros((1, 1), dtype=np.int32)
-        for side in group.decoding.sides:
-            for slots_N in (new, companions) if len(companions) and side == "target" else (new,):
-                self.slots.head_S[side][slots_N] = 0
-                self.slots.held_S[side][slots_N] = 0
-                # What they will hold they take over whole, the prompt's pages too.
-                self.pair.join(side, _table(slots_N, group, nothing_XL, 0))
+        for lane in group.lanes:
+            side, slots_N = side_of(lane), companions if guides(lane) else new
+            self.slots.head_S[side][slots_N] = 0
+            self.slots.held_S[side][slots_N] = 0
+            # What they will hold they take over whole, the prompt's pages too.
+            self.pair.join(side, _table(slots_N, group, nothing_XL, 0))
 
     def _text(self, group: Group, length_N: np.ndarray) -> np.ndarray:
         """States of the stop machine after so many of the particles' tokens."""

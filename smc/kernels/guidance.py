@@ -35,7 +35,7 @@ def reroot(table_SL: Tensor, slot_A: Tensor, source_A: Tensor, base_A: Tensor, e
     (places, width), tail_AB = tail_AB.shape, tail_AB.contiguous()
     _reroot[(places,)](
         table_SL, table_SL.stride(0), slot_A, source_A, base_A, end_A, tail_AB, width,
-        TAIL=triton.next_power_of_2(width), CHUNK=CHUNK, num_warps=4,
+        TAIL=triton.next_power_of_2(width) if width else 0, CHUNK=CHUNK, num_warps=4,
     )  # fmt: skip
 
 

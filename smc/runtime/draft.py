@@ -53,6 +53,7 @@ class Drafter:
     def draft(self, plan: RoundPlan, law: LawSpec) -> tuple[Drafted, Tree]:
         """Run the pending tokens of every particle, then extend rows by K tokens. The laws of chains are written to the room for them."""
         begun = self.steps.begin(self.state, plan, law, self.shape)
+        self.run.begin(plan, plan.begin_pages_AP, plan.branch_pages_XB.unflatten(0, (len(plan.slot_A), -1)).flatten(1))
         logits_SV = self.run(plan, begun.tokens_AP.flatten(), begun.rows, begun.last_A if begun.rows.queries > 1 else None)
         dealt = deal(plan, begun.tree.alive_X) if Kind.CHAINS in plan.kinds else None
         tree = self._extend(plan, begun.first, logits_SV, begun.tree, 0, dealt)
@@ -63,7 +64,7 @@ class Drafter:
 
     def follow(self, plan: RoundPlan, tree: Tree, choice: Choice) -> Lineage:
         """Let the chosen rows be the particles."""
-        self.run.follow(plan, choice.ancestor_A, choice.row_A)
+        self.run.follow(plan, choice.ancestor_A, tree.tail_XB, choice.row_A, pending=True)
         next_ = self.steps.resume(self.state, plan, tree, choice, self.shape.block)
         self.state.advance(plan.slot_A, choice, next_.end_A, next_.tokens_AW, next_.pending_A, next_.text_A)
         return next_.lineage
@@ -85,7 +86,7 @@ class Drafter:
             queries=1,
             short=plan.short,
         )
-        return self.run(plan, tree.last_X, rows)
+        return self.run(plan, tree.last_X, rows, root_R=tree.root_X)
 
     def _extend(self, plan: RoundPlan, offering: Offering, logits_SV: Tensor, tree: Tree, step: int, dealt: Deal | None) -> Tree:
         """Every row continues one of those before it with a token: at the first step a particle, later a row."""

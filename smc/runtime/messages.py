@@ -17,13 +17,19 @@ if TYPE_CHECKING:
     from smc.stops import StopMachine
 
 SIDES = ("draft", "target")
-COMPANION = "companion"
-"""Beside the sides: what the target runs of guided requests besides (`smc.runtime.guidance`), with pages of its pool."""
+COMPANIONS = {side: f"{side} companion" for side in SIDES}
+"""Beside the sides: what each runs of guided requests besides (`smc.runtime.guidance`), with pages of its pool."""
+_SIDE_OF = {lane: side for side, companion in COMPANIONS.items() for lane in (side, companion)}
 
 
 def side_of(lane: str) -> str:
-    """The side whose model runs a lane: a side's own, or the companions'."""
-    return "target" if lane == COMPANION else lane
+    """The side whose model runs a lane: a side's own, or its companions'."""
+    return _SIDE_OF[lane]
+
+
+def guides(lane: str) -> bool:
+    """It is one of companions."""
+    return lane not in SIDES
 
 
 Result = TypeVar("Result", covariant=True)

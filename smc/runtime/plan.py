@@ -23,6 +23,8 @@ SHORT = 640
 """Positions up to which rows are cheaper to attend one by one."""
 Array = TypeVar("Array", np.ndarray, Tensor)
 """What the host has, and what is where the model is."""
+PARTS = ("target_law", "draft_law", "target_companions", "draft_companions")
+"""Of a plan, those that hold arrays themselves."""
 IN_FLIGHT = 9
 """Rounds of one shape whose memory must not be used again yet: two for each of at most four cohorts, and the next."""
 
@@ -76,9 +78,9 @@ class Join:
 
 @dataclass(frozen=True)
 class Companions(Generic[Array]):
-    """Of a round with guided requests: the U sequences that guided places have besides, after the negative prompts, group after group. See
-    `smc.runtime.guidance`. U is padded, and so is the number of their groups, to as many: a padding one is of the dummy slot, of place 0
-    and of the last group, which has none then."""
+    """Of a round with guided requests, at one side: the U sequences that guided places have there besides, after the negative prompts,
+    group after group. See `smc.runtime.guidance`. U is padded, and so is the number of their groups, to as many: a padding one is of the
+    dummy slot, of place 0 and of the last group, which has none then."""
 
     scale_A: Array
     """float32 scale of guidance; 1: none."""
@@ -99,7 +101,7 @@ class Companions(Generic[Array]):
     shared_U: Array
     """int32 leading positions at which the companions of a group have the same tokens."""
     pages_UW: Array
-    """int32 pages for the tokens that the target runs in the round."""
+    """int32 pages beside those that its place is given for the round, pending tokens first."""
 
 
 @dataclass(frozen=True)
@@ -157,8 +159,10 @@ class RoundPlan:
     """int32 pages for the tokens of branches that are run within the round, branch after branch."""
     biased: int = 0
     """Tokens at most whose logits are changed for a row, of `smc.runtime.biases.WIDTHS`; 0: of no row."""
-    companions: Companions[Any] | None = None
+    target_companions: Companions[Any] | None = None
     """None: nobody is guided."""
+    draft_companions: Companions[Any] | None = None
+    """None: nobody's draft is."""
 
     @property
     def branches(self) -> int:
@@ -189,28 +193,31 @@ class RoundPlan:
             self.biased,
             tuple(sorted(self.kinds)),
             *(tuple(sorted(law.active)) for law in (self.target_law, self.draft_law)),
-            len(self.companions.place_U) if self.companions else 0,
+            *(len(there.place_U) if there else 0 for there in (self.target_companions, self.draft_companions)),
         )
+
+    def companions_at(self, side: str) -> Companions[Any] | None:
+        return self.draft_companions if side == "draft" else self.target_companions
 
     def arrays(self) -> dict[str, np.ndarray]:
         """All arrays, by name."""
         own = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
-        parts = {name: getattr(self, name) for name in ("target_law", "draft_law", "companions")}
+        parts = {name: getattr(self, name) for name in PARTS}
         within = {f"{part}.{name}": value for part, values in parts.items() if values for name, value in vars(values).items()}
         return own | {name: value for name, value in within.items() if isinstance(value, np.ndarray)}
 
     def with_arrays(self, tensors: dict[str, Tensor]) -> RoundPlan:
         """The same plan over tensors of the same names."""
-        parts: dict[str, dict[str, Tensor]] = {"target_law": {}, "draft_law": {}, "companions": {}}
+        parts: dict[str, dict[str, Tensor]] = {name: {} for name in PARTS}
         for name, tensor in tensors.items():
             if "." in name:
                 part, field = name.split(".")
                 parts[part][field] = tensor
-        laws = {side: LawSpec(**parts[side], active=getattr(self, side).active) for side in ("target_law", "draft_law")}
-        companions = Companions(**parts["companions"]) if self.companions else None
+        laws = {name: LawSpec(**parts[name], active=getattr(self, name).active) for name in ("target_law", "draft_law")}
+        companions = {name: Companions(**parts[name]) for name in ("target_companions", "draft_companions") if parts[name]}
         own = {name: tensor for name, tensor in tensors.items() if "." not in name}
         fixed = {"program": self.program, "short": self.short, "columns": self.columns, "kinds": self.kinds, "biased": self.biased}
-        return RoundPlan(**fixed, **laws, companions=companions, **own)
+        return RoundPlan(**fixed, **laws, **companions, **own)
 
     def places_of(self, kind: Kind) -> Tensor:
         """bool [A]: the place's group is continued so."""

@@ -7,7 +7,7 @@ a stage of a round is the replay of a CUDA graph.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -31,7 +31,7 @@ from smc.runtime.draft import Drafter
 from smc.runtime.draft_head import HeadSampling
 from smc.runtime.draft_steps import Shape
 from smc.runtime.forward import StaticForward
-from smc.runtime.guidance import GuidedPass, Pass
+from smc.runtime.guidance import Pass
 from smc.runtime.outcome import Choice, Drafted, Lineage, RoundResult
 from smc.runtime.plan import Join, PlanBuffer, Program, RoundPlan
 from smc.runtime.prompts import PromptPass, run_prompt
@@ -83,9 +83,9 @@ class Side:
         self._sampling = parts.sampling(worker.vocab_size)
         self._biases = BiasTables(config.max_stops, worker.vocab_size, worker.device)
         self.state.biases.append(self._biases)
-        self._run = Pass(self._forward, self._forward.logits)
-        if worker.name == "target":
-            self._run = GuidedPass(self._forward, self._forward.logits, self.state, self._sampling.guide, parts.reroot)
+        beside_P = torch.zeros(worker.pages + 1, dtype=torch.int32, device=worker.device)
+        guidance = (self.state, self._sampling.guide, parts.reroot, worker.name, beside_P)
+        self._run = Pass(self._forward, self._forward.logits, *guidance)
         self._drafts = {"state": self.state, "add_biases": parts.add_biases}
         self._drafts |= {"expand": parts.expand, "adopt": parts.adopt, "steps": parts.drafting}
         # Plain decoding of a target must not depend on rounds: exact decoding makes the same draws in others.
@@ -175,7 +175,7 @@ class DraftSide(Side):
             biases = BiasTables(config.max_stops, len(head.vocab.ids_M), worker.device, head.vocab.ids_M)
             self.state.biases.append(biases)
         shape = Shape(config.block, by_round=True, guesses=config.lookahead)
-        law = {"run": Pass(self._forward, logits), "sampling": sampling, "biases": biases, "mixture": config.defensive_share}
+        law = {"run": replace(self._run, logits=logits), "sampling": sampling, "biases": biases, "mixture": config.defensive_share}
         # Made once, for as many chains as there may be. Nothing is read of them that has not been written.
         chains, length, ahead = config.chains(worker.vocab_size), config.target_tokens - 1, config.lookahead
         rooms = (chains * config.branches, *((chains, chains) if ahead else (0, 0)))

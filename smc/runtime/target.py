@@ -101,6 +101,7 @@ class Scorer:
     def score(self, plan: RoundPlan, drafted: Drafted | None) -> Scored:
         """Run blocks: in look-ahead those that are pending, in lockstep those that have just been `drafted`."""
         asked = self._steps.lay_out(self.state, self.logq_SQ, plan, drafted)
+        self.run.begin(plan, plan.target_pages_AQ[:, :0], plan.target_pages_AQ)
         logits_TV = self.run(plan, asked.blocks.tokens_AQ.flatten(), asked.rows, root_R=asked.blocks.origin_A)
         if plan.biased:
             logits_TV = self._steps.add_biases(self.state.lives, logits_TV.float(), asked.rows.slot_R, asked.keys.position_R, plan.biased)
@@ -135,7 +136,8 @@ class Scorer:
 
     def follow(self, plan: RoundPlan, drafted: Drafted, choice: Choice) -> Tensor:
         """The chosen candidates become the particles. Returns how many tokens of each are pending [A]."""
-        self.run.follow(plan, choice.ancestor_A, choice.ancestor_A if self.lookahead else choice.row_A)
+        block_A = choice.ancestor_A if self.lookahead else choice.row_A
+        self.run.follow(plan, choice.ancestor_A, plan.target_pages_AQ, block_A, pending=False)
         next_ = self._steps.follow(self.state, self.logq_SQ, plan, drafted, choice, self.lookahead)
         self.state.advance(plan.slot_A, choice, next_.end_A, next_.tokens_AW, next_.pending_A, choice.text_A)
         return next_.pending_A

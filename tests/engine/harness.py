@@ -15,6 +15,7 @@ from smc.engine.local import ModelPair, local_engine
 from smc.engine.request import Answer, Output, Request, SamplingParams
 from smc.runtime.config import EngineConfig
 from smc.runtime.forward import Rows, StaticForward
+from smc.runtime.messages import guides, side_of
 from smc.runtime.plan import Program
 from smc.runtime.sides import Side
 from smc.runtime.stages import Stages
@@ -124,23 +125,24 @@ def check_kv(engine: Engine, written: dict[str, TokenLedger]) -> int:
                 tokens = [*group.request.prompt, *slots.tokens_SL[slot, : slots.length_S[slot]].tolist()]
                 assert written[side].tokens(ledger.path(slots.head_S[side][slot], held)) == tokens[:held]
                 seen += 1
-        seen += _check_companions(engine, group, written["target"])
+        for side in {side_of(lane) for lane in group.lanes if guides(lane)}:
+            seen += _check_companions(engine, group, side, written[side])
     return seen
 
 
-def _check_companions(engine: Engine, group: Group, written: TokenLedger) -> int:
-    """Those of a guided group hold its answers after its negative prompt, as far as the target has them."""
-    slots, ledger = engine.slots, engine.memory.ledgers["target"]
-    for slot in group.slots[: group.count].tolist() if group.params.guided else ():
+def _check_companions(engine: Engine, group: Group, side: str, written: TokenLedger) -> int:
+    """Those of a guided group hold its answers after its negative prompt, as far as the side has them."""
+    slots, ledger = engine.slots, engine.memory.ledgers[side]
+    for slot in group.slots[: group.count].tolist():
         companion = int(slots.companion_S[slot])
-        held = int(slots.held_S["target"][companion])
-        assert held - group.negative_size == slots.held_S["target"][slot] - group.prompt_size
+        held = int(slots.held_S[side][companion])
+        assert held - group.negative_size == slots.held_S[side][slot] - group.prompt_size
         tokens = [*group.request.negative_prompt, *slots.tokens_SL[slot, : held - group.negative_size].tolist()]
-        path = ledger.path(int(slots.head_S["target"][companion]), held)
+        path = ledger.path(int(slots.head_S[side][companion]), held)
         assert written.tokens(path) == tokens
         if not group.in_flight and not slots.ended_S[slot]:
-            assert engine.pair.sides["target"].state.table_SL[companion, :held].tolist() == path.tolist()
-    return group.count if group.params.guided else 0
+            assert engine.pair.sides[side].state.table_SL[companion, :held].tolist() == path.tolist()
+    return group.count
 
 
 class Listening:

@@ -16,7 +16,7 @@ from smc.engine.request import Answer, Method, Request, SamplingParams
 from smc.runtime.config import EngineConfig
 from smc.runtime.messages import SideLost
 from tests.engine.harness import answers, assert_empty, request, running
-from tests.engine.lives import assert_same, pair, random_requests, small_engine, with_endless_memory
+from tests.engine.lives import assert_same, guided, pair, random_requests, small_engine, with_endless_memory
 
 ALONE = (Method.EXACT, Method.TARGET)
 
@@ -56,11 +56,11 @@ class Breaking:
     ("form", "ahead"), [("lockstep", True), pytest.param("lookahead", False, marks=pytest.mark.slow), ("lookahead", True)]
 )
 def test_answers_of_the_targets_own_draws_do_not_depend_on_the_draft(form, ahead, monkeypatch):
-    """In a pool that is too small for all, with a prefix cache, while requests are preempted."""
+    """In a pool that is too small for all, with a prefix cache, while requests are preempted; most are guided, of many the draft, too."""
     rng = random.Random(3)
     branches = {} if form == "lockstep" else {"branches": 2}
-    config = EngineConfig(form=form, block=2, **branches, max_slots=60, pages=440, prefill_chunk=24, cohorts=2)
-    requests = [_more_exact(one, i) for i, one in enumerate(random_requests(60, rng))]
+    config = EngineConfig(form=form, block=2, **branches, max_slots=60, pages=800, prefill_chunk=24, cohorts=2)
+    requests = guided([_more_exact(one, i) for i, one in enumerate(random_requests(60, rng))], rng)
     engine = small_engine(config, monkeypatch, ahead=ahead)
     final, refused, ended, seen = {}, set(), set(), Counter()
     breaking, waiting = Breaking(engine), list(requests)
@@ -78,13 +78,13 @@ def test_answers_of_the_targets_own_draws_do_not_depend_on_the_draft(form, ahead
         ended |= set(dropped)
         if not breaking.there and not engine._has_draft and rng.random() < 0.2:
             breaking.there = True
-            engine.attach_draft(pages=rng.choice((430, 440)))
+            engine.attach_draft(pages=rng.choice((790, 800)))
             seen["back"] += 1
         elif breaking.there and rng.random() < 0.12:
             breaking.there = False
             seen["lost"] += 1
     if not engine._has_draft:
-        engine.attach_draft(pages=440)
+        engine.attach_draft(pages=800)
     assert_empty(engine)
     assert seen["back"] > 3 and min(len(refused), len(ended)) > 5, (seen, refused, ended)
     assert final.keys() | refused | ended == {one.request_id for one in requests}

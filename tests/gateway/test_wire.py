@@ -55,6 +55,8 @@ def settings_of(draw) -> dict:
         possible |= {"guidance_scale": st.floats(1.0, 1e3)}
     if method in ("smc", "exact"):
         possible |= {"particles": st.integers(1, 64)}
+        if draw(st.booleans()):
+            possible |= {"guidance_scale": st.just(1.5), "guide_draft": st.booleans()}
     if method == "exact" and draw(st.booleans()):
         return {"method": method, "verification": "rejection", "draft_temperature": draw(positive)}
     if method == "smc":

@@ -161,7 +161,8 @@ def test_a_round(drawn, flag, program, f, b):
         target_pages_AQ=ints(a, 0 if flag else q, dtype=np.int32),
         begin_pages_AP=ints(a, 1 + flag, dtype=np.int32),
         branch_pages_XB=ints(a * f, b, dtype=np.int32),
-        companions=companions if rng.random() < 0.5 else None,
+        target_companions=companions if rng.random() < 0.5 else None,
+        draft_companions=companions if rng.random() < 0.5 else None,
     )
     found = codec.to_plan(over_the_wire(codec.round_command(plan)))
     assert equal(found, plan) and found.key == plan.key

@@ -26,7 +26,7 @@ GUIDED = {"guidance_scale": 1.6, "negative_prompt": NEGATIVE}
 TOPS = {"logprobs": True, "top_logprobs": 5}
 KINDS = [
     {"particles": 8, "max_tokens": 60},
-    {"method": "exact", "particles": 4, "max_tokens": 40, **GUIDED},
+    {"method": "exact", "particles": 4, "max_tokens": 40, "guide_draft": True, **GUIDED},
     {"particles": 4, "max_tokens": 90, "ess_threshold": 1.0},
     {"particles": 3, "max_tokens": 40, "guidance_scale": 1.3, **TOPS, "min_tokens": 12},
     {"method": "target", "max_tokens": 90, **TOPS},
