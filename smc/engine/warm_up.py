@@ -40,6 +40,7 @@ RARE: tuple[Kind, ...] = (
     GUIDED | REJECTION,
     GUIDED | {"method": "exact"},
     GUIDED | {"method": "target"},
+    *(GUIDED | kind | {"guide_draft": True} for kind in ({}, INDEPENDENT, REJECTION, {"method": "exact"})),
 )
 """Kinds of requests of which there are no rounds of nobody."""
 BIASED: tuple[Kind, ...] = ({}, {"method": "exact"}, {"method": "target"})

@@ -53,7 +53,7 @@ class Drafter:
     def draft(self, plan: RoundPlan, law: LawSpec) -> tuple[Drafted, Tree]:
         """Run the pending tokens of every particle, then extend rows by K tokens. The laws of chains are written to the room for them."""
         begun = self.steps.begin(self.state, plan, law, self.shape)
-        self.run.begin(plan, plan.begin_pages_AP, plan.branch_pages_XB.unflatten(0, (len(plan.slot_A), -1)).flatten(1))
+        self.run.begin(plan, plan.begin_pages_AP, plan.branch_pages_XB.view(len(plan.slot_A), -1))
         logits_SV = self.run(plan, begun.tokens_AP.flatten(), begun.rows, begun.last_A if begun.rows.queries > 1 else None)
         dealt = deal(plan, begun.tree.alive_X) if Kind.CHAINS in plan.kinds else None
         tree = self._extend(plan, begun.first, logits_SV, begun.tree, 0, dealt)

@@ -12,6 +12,7 @@ from smc.engine.rounds import COMMON_KINDS
 from smc.engine.warm_up import rare_requests, rehearse
 from smc.runtime.biases import WIDTHS
 from smc.runtime.config import EngineConfig
+from smc.runtime.messages import SIDES
 from smc.runtime.plan import Program, RoundPlan
 from tests.engine.harness import answers, assert_empty, request
 from tests.engine.pairs import tiny_pair
@@ -21,8 +22,8 @@ FORMS = [EngineConfig(block=5, max_slots=32), EngineConfig(form="lockstep", bloc
 
 def traits(plan: RoundPlan) -> tuple:
     """What decides which kernels run, but for sizes."""
-    laws = (tuple(sorted(law.active)) for law in (plan.target_law, plan.draft_law))
-    return plan.program, tuple(sorted(plan.kinds)), plan.biased, plan.companions is not None, len(plan.chain_C) > 0, *laws
+    guided = tuple(plan.companions_at(side) is not None for side in SIDES)
+    return plan.program, tuple(sorted(plan.kinds)), plan.biased, guided
 
 
 def test_every_rarer_kind_has_its_rounds():
@@ -41,7 +42,8 @@ def test_every_rarer_kind_has_its_rounds():
     assert {(kinds, width) for _, kinds, width, *_ in found} >= {
         ((kind,), width) for kind in (Kind.BEST, Kind.DISTINCT) for width in WIDTHS
     }
-    assert {kinds for _, kinds, _, guided, *_ in found if guided} >= {(kind,) for kind in Kind}
+    guided = {(kinds, draft) for _, kinds, _, (draft, target) in found if target}
+    assert guided >= {((kind,), draft) for kind in Kind for draft in (False, True)}
     assert_empty(engine)
 
 
