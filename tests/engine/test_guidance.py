@@ -57,7 +57,7 @@ def test_every_method_weighs_by_the_formula(config):
         assert answer.logprobs == pytest.approx(expected, abs=2e-5)
 
 
-@pytest.mark.parametrize("config", ENDS, ids=config_id)
+@pytest.mark.parametrize("config", [pytest.param(ENDS[0], marks=SLOW), ENDS[1]], ids=config_id)
 def test_answers_follow_the_guided_law(config):
     """Enumerated. 1,200 answers of plain decoding, and of rejection, whose distance to it is sampling noise, 0.1; without guidance it is
     above 0.25. Of SMC E[Z-hat] = 1, at 4.5 standard errors in four cases (one false alarm in 30,000 choices of seeds), and many particles
