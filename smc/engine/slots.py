@@ -121,5 +121,5 @@ class Slots:
         width = int(self.length_S[src_X].max(initial=0))
         for array in (self.tokens_SL, self.logp_SL, self.logq_SL):
             array[dst_X, :width] = array[src_X, :width]
-        for array in (self.length_S, self.block_S, self.ended_S):
-            array[dst_X] = array[src_X]
+        for of_slots in (self.length_S, self.block_S, self.ended_S):
+            of_slots[dst_X] = of_slots[src_X]
