@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.parse
@@ -19,8 +18,6 @@ import yaml
 
 from tests.deploy.binaries import binary
 from tests.deploy.sources import PROMETHEUS
-
-BIN = Path(sys.executable).parent
 
 
 class Program:
