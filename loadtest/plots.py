@@ -84,8 +84,9 @@ def _in_flight(axes: Axes, run: Run) -> None:
     axes.step([at for at, _ in steps], [count for _, count in steps], where="post", color=BLACK, linewidth=0.9, label="in flight (client)")
     seen = [sample for sample in run.samples if sample.running is not None]
     times = [sample.at for sample in seen]
-    axes.plot(times, [sample.running for sample in seen], color=BLUE, label="running (server)")
-    axes.plot(times, [sample.queued for sample in seen], color=VERMILION, linestyle="--", label="waiting (server)")
+    running, queued = (np.array([getattr(sample, name) for sample in seen], dtype=float) for name in ("running", "queued"))
+    axes.plot(times, running, color=BLUE, label="running (server)")
+    axes.plot(times, queued, color=VERMILION, linestyle="--", label="waiting (server)")
     axes.set(xlabel="seconds since the start", ylabel="requests")
     axes.set_ylim(bottom=0)
 
@@ -123,7 +124,7 @@ def _ends(axes: Axes, run: Run) -> None:
         weights = [np.full(len(times), 1 / width) for times in ended.values()]
         axes.hist(
             list(ended.values()),
-            edges,
+            edges.tolist(),
             weights=weights,
             stacked=True,
             label=[f"{code} ({len(times)})" for code, times in ended.items()],

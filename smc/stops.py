@@ -141,10 +141,8 @@ class StopTables:
         self.data_B, self.offset_V = token_bytes.to(device)
         self.is_stop_EV = torch.zeros(entries, vocab, dtype=torch.bool, device=device)
         self.has_strings_E = torch.zeros(entries, dtype=torch.bool, device=device)
-        self.next_EXB: Tensor | None = None
+        self.next_EXB = self._new_next() if device.type != "cpu" else None
         """int16 [E, MAX_STATES, 256], made once: recorded CUDA graphs refer to it. On a CPU there is none before the first string."""
-        if device.type != "cpu":
-            self._make_next()
 
     def set(self, entry: int, machine: StopMachine) -> None:
         """Raises nothing for stop tokens beyond the vocabulary: they are never drawn."""
@@ -156,12 +154,12 @@ class StopTables:
         self.has_strings_E[entry].fill_(machine.next_XB is not None)
         if machine.next_XB is not None:
             if self.next_EXB is None:
-                self._make_next()
+                self.next_EXB = self._new_next()
             # What an earlier machine left in further states stays: none of this one leads there.
             self.next_EXB[entry, : len(machine.next_XB)] = to_device(machine.next_XB, self.device)
 
-    def _make_next(self) -> None:
-        self.next_EXB = torch.zeros(len(self.has_strings_E), MAX_STATES, 256, dtype=torch.int16, device=self.device)
+    def _new_next(self) -> Tensor:
+        return torch.zeros(len(self.has_strings_E), MAX_STATES, 256, dtype=torch.int16, device=self.device)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,9 @@ if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not N
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
+# torch asks for the name of every address that a store is reached at. Where nobody answers, a lost question costs five seconds otherwise.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 # A busy machine is no failure: time is bounded by each test's timeout.
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")

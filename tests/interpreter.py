@@ -10,11 +10,13 @@ import torch
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from triton import language as tl
+from triton.language import core
 from triton.runtime import interpreter
 
 _patch_lang_tensor, _create_dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
 _generic_reduce = interpreter.ReduceOps.generic_reduce
-_convert_float = interpreter._convert_float
+_convert_float, _get_np_dtype = interpreter._convert_float, interpreter._get_np_dtype
+_np_dtypes: dict[str, np.dtype] = {}
 
 
 def _patch_index(tensor, scope) -> None:
@@ -47,6 +49,19 @@ def _reduce(self, given):
     return [self.to_tensor(array.item(), tensor.dtype) for array, tensor in zip(arrays, given)]
 
 
+def _scan(self, given):
+    """Its own way takes one entry after another: here all at once with those before them, with those twice as far before, and so on."""
+    arrays, distance = [np.moveaxis(tensor.handle.data, self.axis, 0) for tensor in given], 1
+    while distance < len(arrays[0]):
+        before = [np.roll(array, distance, 0) for array in arrays]
+        pairs = [self.to_tensor(array, tensor.dtype) for part in (before, arrays) for array, tensor in zip(part, given)]
+        made = self.combine_fn.fn(*pairs)
+        made = made if isinstance(made, tuple) else (made,)
+        arrays = [np.concatenate((array[:distance], one.handle.data[distance:])) for one, array in zip(made, arrays)]
+        distance *= 2
+    return [self.to_tensor(np.moveaxis(array, 0, self.axis), tensor.dtype) for array, tensor in zip(arrays, given)]
+
+
 def _convert(data, from_type, to_type, rounding):
     """When it rounds to FP8, it loses what is carried beyond the mantissa."""
     if to_type != tl.float8e4nv:
@@ -54,6 +69,27 @@ def _convert(data, from_type, to_type, rounding):
     return torch.from_numpy(data.astype(np.float32)).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
 
+def _np_dtype(of: tl.dtype) -> np.dtype:
+    """It makes a table of all types for every value."""
+    name = of.scalar.name
+    if name not in _np_dtypes:
+        _np_dtypes[name] = _get_np_dtype(of)
+    return _np_dtypes[name]
+
+
+def _patch_once() -> None:
+    """It patches the language anew for every call of every function, which takes a quarter of the time; here nothing else is to be done
+    with it than to interpret."""
+    interpreter._patch_lang(_uses_the_language)
+    interpreter._patch_lang = lambda _fn: interpreter._LangPatchScope()
+
+
+def _uses_the_language() -> tuple:
+    """By the names that are looked for among a function's globals."""
+    return tl, core
+
+
 interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot = _patch_index, _dot
-interpreter.ReduceOps.generic_reduce = _reduce
-interpreter._convert_float = _convert
+interpreter.ReduceOps.generic_reduce, interpreter.ScanOps.generic_scan = _reduce, _scan
+interpreter._convert_float, interpreter._get_np_dtype = _convert, _np_dtype
+_patch_once()

@@ -33,7 +33,9 @@ def hidden_states(model: Decoder, rope_SD: Tensor, tokens_BS: Tensor) -> Tensor:
 def measure(model: Decoder, rope_SD: Tensor, tokenizer: Tokenizer, problems: list[Problem], seed: int) -> Accuracy:
     """Sample one answer to each problem at temperature 1 and grade it."""
     prompts = [tokenizer.encode(render(problem.question)).ids for problem in problems]
-    answers = sample_answers(model, rope_SD, prompts, tokenizer.token_to_id(EOS), seed)
+    eos = tokenizer.token_to_id(EOS)
+    assert eos is not None
+    answers = sample_answers(model, rope_SD, prompts, eos, seed)
     texts = (tokenizer.decode(answer) for answer in answers)
     return Accuracy(sum(grade(problem, text) for problem, text in zip(problems, texts)), len(problems))
 

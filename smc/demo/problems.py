@@ -193,6 +193,7 @@ def _compare(story: _Story, _left: int) -> None:
             story.say(phrases.FEWER_THAN, n=n)
             story.value = story.compute(story.value, "-", n)
         case "times":
+            assert factor is not None
             story.say(phrases.TWICE if factor == 2 else phrases.TIMES_AS, k=factor)
             story.value = story.compute(story.value, "*", factor)
         case "half":

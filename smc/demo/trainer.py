@@ -50,7 +50,10 @@ class Recipe:
 
     def progress(self, step: int, seconds: float) -> float:
         """Share of the run that is over."""
-        return step / self.steps if self.steps is not None else seconds / (60 * self.minutes)
+        if self.steps is not None:
+            return step / self.steps
+        assert self.minutes is not None
+        return seconds / (60 * self.minutes)
 
     def rate(self, step: int, progress: float) -> float:
         return self.peak_rate * min(1, (step + 1) / self.warmup) * 0.5 * (1 + math.cos(math.pi * progress))

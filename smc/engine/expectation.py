@@ -91,7 +91,7 @@ class Expectation:
             slots += [self.slots.companions(group.living(self.slots)) for group in guided]
             prompts += [group.negative_size for group in guided]
             held_A = self.slots.held_S[side][np.concatenate(slots)]
-            sizes_G = [len(slots_N) for slots_N in slots]
+            sizes_G = np.array([len(slots_N) for slots_N in slots], dtype=np.int64)
             # A slot without a particle holds not even a prompt.
             held_A = np.maximum(held_A - np.repeat(prompts, sizes_G), 0)
             path_G = np.maximum.reduceat(held_A, np.cumsum(sizes_G) - sizes_G)

@@ -81,7 +81,8 @@ def plant(memory: Memory, side: str, sequences: Sequence[np.ndarray], cached: tu
 
     `loose` are as many as `count_pages` says, less the cached ones. The last page of every sequence is held once, by whoever asked.
     """
-    ledger, rows = memory.ledgers[side], []
+    ledger = memory.ledgers[side]
+    rows: list[Row] = []
     for i, tokens_L in enumerate(sequences):
         shared = [common_length(tokens_L, other) for other in sequences[:i]]
         known, pages_L = cached[0], ledger.path(cached[1], cached[0])
@@ -160,7 +161,7 @@ def _part_of_answer(start: Start, rows: list[Row], chunk: int, plain: list[tuple
     with as many of its tokens, of all rows alike, as there is room for. Returns how many tokens this is."""
     if not rows or not chunk:
         return 0
-    answer, before = len(start.group.answer.tokens), _before_answer(start, rows)
+    answer, before = _answer_size(start), _before_answer(start, rows)
     # Both rows of a guided request are asked about the same tokens at a time.
     count = min([(max(chunk, len(rows)) - sum(before)) // len(rows), answer, *(row.left for row in rows)])
     if count > 0:
@@ -185,7 +186,12 @@ def _answer_parts(rescoring: list[tuple[Start, int]]) -> list[tuple[Row, int]]:
 
 def _before_answer(start: Start, rows: list[Row]) -> list[int]:
     """Tokens that are left to run in each row after which no token of the answer comes."""
-    return [max(0, row.left - len(start.group.answer.tokens)) for row in rows]
+    return [max(0, row.left - _answer_size(start)) for row in rows]
+
+
+def _answer_size(start: Start) -> int:
+    assert start.group.answer is not None
+    return len(start.group.answer.tokens)
 
 
 def _batch(parts: list[tuple[Row, int]], draws: Draws | None = None, tops: Tops | None = None) -> PromptBatch:

@@ -37,6 +37,7 @@ class Prefixes:
     def plant(self, group: Group) -> dict[str, list[Row]] | None:
         """Rows of all lanes, or None if there are too few pages."""
         memory, lanes = self.memory, group.lanes
+        assert group.needs is not None, "it has room"
         cached = {lane: memory.match(side_of(lane), self._keys(group, lane), self._most(group, lane)) for lane in lanes}
         wanted = {lane: group.needs[lane] - cached[lane][0] for lane in lanes}
         try:
@@ -57,6 +58,7 @@ class Prefixes:
     def plant_again(self, start: Start) -> None:
         """Where more is cached by now of what a start begins with, of which nothing has been asked for, that takes its own pages' place."""
         group, memory = start.group, self.memory
+        assert group.needs is not None
         for lane, rows in start.rows.items():
             side = side_of(lane)
             count, page = memory.match(side, self._keys(group, lane), self._most(group, lane))

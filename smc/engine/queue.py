@@ -67,6 +67,7 @@ class Deadlines:
 
     @staticmethod
     def _end(group: Group) -> tuple[float, int, Group]:
+        assert group.params.time_budget is not None
         # No two have the same number, so groups themselves are never compared.
         return group.submitted + group.params.time_budget, group.number, group
 

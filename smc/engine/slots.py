@@ -103,7 +103,7 @@ class Slots:
     ) -> None:
         """At a side, what slots refer to goes on from what `source` did, all at once; of the `given` pages those not kept are free."""
         head_S, held_S = self.head_S[side], self.held_S[side]
-        path_XW, kept_X, dropped_X = lineage.path_AW, lineage.kept_A, lineage.dropped_A
+        path_XW, kept_X, dropped_X = map(np.asarray, (lineage.path_AW, lineage.kept_A, lineage.dropped_A))
         before_X, after_X = head_S[slot_X], ledger.grow(ledger.ancestors(head_S[source_X], dropped_X), path_XW, kept_X)
         ledger.hold(after_X)
         ledger.release(before_X)
@@ -135,5 +135,5 @@ class Slots:
         width = int(self.length_S[src_X].max(initial=0))
         for array in (self.tokens_SL, self.logp_SL, self.logq_SL):
             array[dst_X, :width] = array[src_X, :width]
-        for array in (self.length_S, self.block_S, self.ended_S):
-            array[dst_X] = array[src_X]
+        for of_slots in (self.length_S, self.block_S, self.ended_S):
+            of_slots[dst_X] = of_slots[src_X]

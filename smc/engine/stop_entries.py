@@ -16,7 +16,7 @@ class StopEntries:
         """(entry, whether the machine has yet to be put there), or None while all are taken by others."""
         entry = next((e for e, there in self._machines.items() if there == machine), None)
         is_new = entry is None
-        if is_new:
+        if entry is None:
             entry = next((e for e, users in self._users.items() if not users), None)
             if entry is None:
                 return None

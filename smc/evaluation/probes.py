@@ -49,6 +49,7 @@ def measure_acceptance(machine: PromptMachine, degrees: tuple[int, int], law: Ma
     missed = {}
     for rows in (1, WIDE):
         load = problem_load(machine.tokenizer, problems)
+        assert load.answer is not None
         asked = load.asked(SamplingParams(method=Method.EXACT, particles=rows, **law), load.answer)[:problems]
         config = fitted(EngineConfig(form="lockstep", block=BLOCK), asked, BESIDE)
         with machine.engine(_mode(config, degrees, rows), config) as engine:

@@ -107,7 +107,9 @@ def _timed_step(engine: Engine) -> tuple[float, float, float]:
     begin = time.perf_counter()
     engine.step()
     whole = time.perf_counter() - begin
-    spans = engine.rounds_of(Method.SMC).last.spans()
+    read = engine.rounds_of(Method.SMC).last
+    assert read is not None
+    spans = read.spans()
     times = {name: 1e-9 * (end - begin) for name, (begin, end) in spans.items()}
     draft = times.pop("draft")
     # All else that is timed is the target's: its pass, the choice, and what follows from it.

@@ -93,7 +93,8 @@ def score(
     logp_X = logits_TV.new_empty(asked, dtype=torch.float32)
     extra = 0 if extra_XF is None else extra_XF.shape[1]
     extra_logp_XF = logits_TV.new_empty((asked, extra), dtype=torch.float32) if extra else logp_X
-    tokens = (label_X, extra_XF.contiguous() if extra else label_X, label_X if row_X is None else row_X.contiguous())
+    more = extra_XF.contiguous() if extra_XF is not None and extra else label_X
+    tokens = (label_X, more, label_X if row_X is None else row_X.contiguous())
     law = (logits_TV, logits_TV.stride(0), temperature_T, *cut_arguments(cut, temperature_T))
     sum_block[(splits, rows)](*law, vocab, *sums_2TS, top_TS, CUT=cut is not None, BLOCK=block, num_warps=warps)
     blocks = {"CUT": cut is not None, "BLOCK": triton.next_power_of_2(splits), "EXTRA_BLOCK": triton.next_power_of_2(extra) if extra else 0}

@@ -113,7 +113,7 @@ class _Search:
         self._over_rows(_end, *logits, *found, self._last_R, self._drop_R, **options)
         return Cut(self._key_R, self._last_R, self._drop_R)
 
-    def _over_blocks(self, kernel: triton.JITFunction, index: int, *arguments: Tensor, **options: bool) -> None:
+    def _over_blocks(self, kernel: triton.JITFunction, index: int, *arguments: Tensor, **options: object) -> None:
         state = (self._top_R, self._need_R, self._low_IR, self._found_IRSP)
         options |= {"PASS": index, "DIGIT": DIGIT, "BLOCK": self._block, "num_warps": self._warps}
         kernel[self._grid](*self._law, self._vocab, *state, *arguments, **options, **self._sizes)

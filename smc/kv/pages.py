@@ -58,8 +58,8 @@ class PageLedger:
         self._state[DUMMY_PAGE] = PLACED
         self._refs[DUMMY_PAGE] = ENDLESS
         # An element costs a quarter of the time through a memoryview that it costs through NumPy.
-        self._parent_of = memoryview(self._parent)
-        self._refs_of = memoryview(self._refs)
+        self._parent_of = self._parent.data
+        self._refs_of = self._refs.data
 
     @property
     def num_free(self) -> int:

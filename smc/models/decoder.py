@@ -76,7 +76,7 @@ def empty_decoder(config: ModelConfig, reduce: Reduce | None, dtype: torch.dtype
             if isinstance(module, Linear):
                 module.to_fp8()
     if tied:
-        model.lm_head.weight = None  # else each of the two names would get a matrix of its own
+        model.lm_head.register_parameter("weight", None)  # else each of the two names would get a matrix of its own
     # Not `to_empty`: of tensors on `meta`, torch imports a library of symbols for it, which takes as long as torch itself.
     model._apply(lambda weight: torch.empty(weight.shape, dtype=weight.dtype, device=device))
     if tied:
@@ -104,7 +104,7 @@ class Layer(nn.Module):
     def forward(self, hidden_TE: Tensor, rope_T2D: Tensor, attend: Attend) -> Tensor:
         qkv = self.qkv(self.attn_norm(hidden_TE)).unflatten(-1, (-1, self.head_dim))
         q_THD, k_TJD, v_TJD = qkv.split(self.heads, dim=-2)
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             q_THD, k_TJD = self.q_norm(q_THD), self.k_norm(k_TJD)
         out_THD = attend(self.index, rotate(q_THD, rope_T2D), rotate(k_TJD, rope_T2D), v_TJD)
         hidden_TE = hidden_TE + self._sum(self.o(out_THD.flatten(-2)))

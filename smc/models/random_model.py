@@ -6,7 +6,7 @@ import torch
 
 from smc.models.config import ModelConfig
 from smc.models.decoder import Decoder, empty_decoder
-from smc.models.linear import FP8
+from smc.models.linear import FP8, Linear
 from smc.models.parallel import WHOLE, Reduce, Shard, local_config
 
 SCALE = 0.02
@@ -31,7 +31,9 @@ def random_model(
             continue
         if weight.dtype == FP8:
             whole = torch.empty(weight.shape, dtype=torch.bfloat16, device=device)
-            model.get_submodule(name.removesuffix(".weight")).hold(whole.normal_(0.0, SCALE, generator=generator))
+            linear = model.get_submodule(name.removesuffix(".weight"))
+            assert isinstance(linear, Linear)
+            linear.hold(whole.normal_(0.0, SCALE, generator=generator))
         elif weight.dim() == 1 and name.endswith("weight"):
             weight.fill_(1.0)
         else:

@@ -23,6 +23,7 @@ from smc.runtime.config import EngineConfig
 from smc.runtime.sides import DraftSide
 from tests.coordinator.harness import HOST, coordinator
 
+SLOW = pytest.mark.slow
 LAW = {"seed": 5, "max_tokens": 60, "ignore_eos": True}
 NEEDS_DRAFT = [{"particles": 3}, {"particles": 4, "population": "independent"}, {"method": "draft"}]
 
@@ -39,7 +40,7 @@ async def outcome(client: CoordinatorClient, **params) -> str:
     return "answered"
 
 
-@pytest.mark.parametrize(("link", "form"), [("nccl", "lookahead"), ("grpc", "lockstep")])
+@pytest.mark.parametrize(("link", "form"), [pytest.param("nccl", "lookahead", marks=SLOW), ("grpc", "lockstep")])
 def test_one_draft_after_the_other(link, form, monkeypatch):
     engine = EngineConfig(block=4, drafting="always", **({"form": "lockstep", "cohorts": 2} if form == "lockstep" else {"branches": 2}))
     settings = {"link": link, "engine": engine, "start_timeout": 30.0, "link_timeout": 20.0}
@@ -91,7 +92,7 @@ def test_one_draft_after_the_other(link, form, monkeypatch):
         assert not thread.is_alive(), "a draft has not heard that it is to stop"
 
 
-@pytest.mark.parametrize("link", ["nccl", "grpc"])
+@pytest.mark.parametrize("link", [pytest.param("nccl", marks=SLOW), "grpc"])
 def test_answers_go_on_while_another_draft_is_slow(link, monkeypatch):
     """It has come, and says nothing for a while: nobody but it waits."""
     settings = {"link": link, "engine": EngineConfig(block=4, branches=2, drafting="always"), "start_timeout": 30.0, "link_timeout": 80.0}

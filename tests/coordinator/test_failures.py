@@ -11,7 +11,7 @@ import torch.distributed as dist
 from services.coordinator.remote import RemoteEngine
 from services.launch.config import GangConfig
 from services.launch.specs import coordinator_spec, rank_spec
-from services.link.base import LINKS, LinkError
+from services.link.base import LinkError
 from services.link.connect import Rendezvous
 from services.workers.answers import Answers
 from services.workers.process import run_rank
@@ -23,8 +23,17 @@ from smc.runtime.sides import DraftSide, TargetSide
 from tests.coordinator.harness import HOST, SECRET, SIDES
 
 
-@pytest.mark.parametrize("link", LINKS)
-@pytest.mark.parametrize(("side", "what"), [("draft", "draft"), ("draft", "follow"), ("target", "round")])
+@pytest.mark.parametrize(
+    ("link", "side", "what"),
+    [
+        ("nccl", "draft", "draft"),
+        ("grpc", "draft", "follow"),
+        ("nccl", "target", "round"),
+        pytest.param("grpc", "draft", "draft", marks=pytest.mark.slow),
+        pytest.param("nccl", "draft", "follow", marks=pytest.mark.slow),
+        pytest.param("grpc", "target", "round", marks=pytest.mark.slow),
+    ],
+)
 def test_the_error_is_that_of_the_worker_that_failed(monkeypatch, link, side, what):
     fails(monkeypatch, link, side, what)
 

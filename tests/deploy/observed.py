@@ -1,14 +1,12 @@
-"""A service as a user starts it, and a Prometheus that watches it with the configuration of deploy/prometheus."""
+"""A Prometheus that watches a service with the configuration of deploy/prometheus."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.parse
@@ -20,8 +18,6 @@ import yaml
 
 from tests.deploy.binaries import binary
 from tests.deploy.sources import PROMETHEUS
-
-BIN = Path(sys.executable).parent
 
 
 class Program:
@@ -52,25 +48,6 @@ class Program:
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-
-
-class Service(Program):
-    """`smcserve serve` of the demo pair, with a cluster of its own."""
-
-    def __init__(self, folder: Path, *options: object) -> None:
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "PYTEST_"))}
-        command = [BIN / "smcserve", "serve", "--port", 0, "--metrics-port", 0, "--drafting", "always", *options]
-        super().__init__("service", folder, command, inherited | {"COLUMNS": "400"})
-        try:
-            self.until(lambda: "serving on" in self.said, 120, "the service did not start")
-        except BaseException:
-            self.stop()
-            raise
-        self.address, self.metrics = re.search(r"serving on (\S+), metrics on http://(\S+)/metrics", self.said).groups()
-
-    def exposition(self) -> str:
-        with urllib.request.urlopen(f"http://{self.metrics}/metrics") as page:
-            return page.read().decode()
 
 
 class Prometheus(Program):

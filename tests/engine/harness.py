@@ -26,6 +26,8 @@ FORMS = [
     EngineConfig(form="lookahead", block=3, branches=1),
     EngineConfig(form="lookahead", block=3, branches=4),
 ]
+CASES = [FORMS[0], pytest.param(FORMS[1], marks=pytest.mark.slow), FORMS[2]]
+"""For tests of every form, of which one branch is the least."""
 AHEAD = [pytest.param(False, marks=pytest.mark.slow), True]
 """Whether rounds are asked for before the last one is known, as on GPUs. Not to do so is the easier half."""
 

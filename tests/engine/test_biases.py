@@ -77,8 +77,16 @@ def test_one_particle_is_weighed_by_both_laws_as_they_are(config, bias, min_toke
     assert reasons[FinishReason.EOS] and set(reasons) <= {FinishReason.EOS, FinishReason.LENGTH}
 
 
-@pytest.mark.parametrize("config", FORMS[::2], ids=config_id)
-@pytest.mark.parametrize("settings", [{}, {"resampling": "ssp"}], ids=["distinct", "independent"])
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [
+        (FORMS[0], {}),
+        (FORMS[2], {"resampling": "ssp"}),
+        pytest.param(FORMS[0], {"resampling": "ssp"}, marks=pytest.mark.slow),
+        pytest.param(FORMS[2], {}, marks=pytest.mark.slow),
+    ],
+    ids=["lockstep-distinct", "lookahead-independent", "lockstep-independent", "lookahead-distinct"],
+)
 def test_weighted_answers_have_the_law_that_was_asked_for(config, settings):
     """Z-hat and the particles' weights estimate the mass of every answer without bias; those beside them see nothing of it. The distance is
     noise: halved with four times the requests, and half of what is allowed; fixed seeds."""

@@ -11,12 +11,12 @@ from smc.engine.local import local_engine
 from smc.engine.request import FinishReason
 from smc.runtime.config import EngineConfig
 from smc.runtime.sides import Parts
-from tests.engine.harness import FORMS, Padding, answers, assert_empty, config_id, request, running, step_through
+from tests.engine.harness import CASES, Padding, answers, assert_empty, config_id, request, running, step_through
 from tests.engine.pairs import tiny_pair
 from tests.engine.test_kv_follows import mixed_requests
 
 
-@pytest.mark.parametrize("config", FORMS, ids=config_id)
+@pytest.mark.parametrize("config", CASES, ids=config_id)
 def test_answers_do_not_depend_on_cohorts(config):
     requests = mixed_requests(40, random.Random(3))
     together, apart, more = (answers(local_engine(tiny_pair(), replace(config, cohorts=n)), requests) for n in (1, 2, 3))
@@ -31,7 +31,7 @@ def ahead(monkeypatch) -> None:
     monkeypatch.setattr("smc.engine.local.parts_for", lambda _device: Parts(stages=Padding))
 
 
-@pytest.mark.parametrize("config", FORMS, ids=config_id)
+@pytest.mark.parametrize("config", CASES, ids=config_id)
 @pytest.mark.parametrize("cohorts", [1, 2])
 def test_answers_do_not_depend_on_what_is_asked_for_ahead(config, cohorts, monkeypatch):
     requests = mixed_requests(40, random.Random(4))
@@ -43,7 +43,7 @@ def test_answers_do_not_depend_on_what_is_asked_for_ahead(config, cohorts, monke
         assert one.statistics.rounds == found[request_id].statistics.rounds
 
 
-@pytest.mark.parametrize("config", FORMS, ids=config_id)
+@pytest.mark.parametrize("config", CASES, ids=config_id)
 def test_two_cohorts_are_in_flight_together(config, ahead):
     """Both cohorts' next rounds are asked for before either's last is read."""
     engine = local_engine(tiny_pair(), replace(config, cohorts=2))
@@ -56,7 +56,7 @@ def test_two_cohorts_are_in_flight_together(config, ahead):
     assert [(group.launched, group.rounds) for group in running(engine)] == [(2, 1), (2, 1)]
 
 
-@pytest.mark.parametrize("config", FORMS, ids=config_id)
+@pytest.mark.parametrize("config", CASES, ids=config_id)
 @pytest.mark.parametrize("steps", range(1, 7))
 def test_cancel_in_flight(config, steps, ahead):
     """A request that is cancelled while a round of it is on its way gives its slots to another at once; neither disturbs a third."""

@@ -17,6 +17,8 @@ from tests.engine.pairs import tiny_pair
 from tests.engine.test_exact import settings_of
 from tests.engine.test_exactness import CONFIGS, DISTINCT, EOS, INDEPENDENT, population
 
+RESAMPLED = {**INDEPENDENT, "ess_threshold": 0.5}
+
 
 def restricted() -> ModelPair:
     """The draft's head does not have token 1; of the target's mass about a quarter is there."""
@@ -24,8 +26,16 @@ def restricted() -> ModelPair:
     return replace(pair, draft_head=DraftVocab(np.array([0, 2, 3]), 4, 0.25).head(pair.draft))
 
 
-@pytest.mark.parametrize("law", [{**INDEPENDENT, "ess_threshold": 0.5}, DISTINCT], ids=["independent", "distinct"])
-@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[2]], ids=config_id)
+@pytest.mark.parametrize(
+    ("config", "law"),
+    [
+        (CONFIGS[0], DISTINCT),
+        (CONFIGS[2], RESAMPLED),
+        pytest.param(CONFIGS[0], RESAMPLED, marks=pytest.mark.slow),
+        pytest.param(CONFIGS[2], DISTINCT, marks=pytest.mark.slow),
+    ],
+    ids=["lockstep-distinct", "lookahead-independent", "lockstep-independent", "lookahead-distinct"],
+)
 def test_evidence_is_unbiased(config, law):
     """E[Z-hat] = 1. Four cases at 4.5 standard errors: one false alarm in about 37,000 choices of seeds. Without tokens that the head does
     not have, the mean would be the target's mass of all other answers, 0.48."""

@@ -13,7 +13,7 @@ from smc.algorithm.expansion import Kind, Offers, expand
 from smc.engine.local import local_engine
 from smc.engine.request import POPULATIONS, FinishReason, Method, SamplingParams
 from smc.runtime.config import EngineConfig
-from tests.engine.harness import FORMS, answers, config_id, request
+from tests.engine.harness import CASES, FORMS, answers, config_id, request
 from tests.engine.pairs import tiny_pair
 from tests.models.tiny import in_fp8
 
@@ -52,8 +52,16 @@ def test_answers_are_those_of_plain_decoding(config):
         assert other.logprobs == (one.logprobs and pytest.approx(one.logprobs, abs=1e-4))
 
 
-@pytest.mark.parametrize("both", [False, True], ids=["target", "both"])
-@pytest.mark.parametrize("config", [EngineConfig(form="lockstep", block=3), EngineConfig(block=4, branches=2)], ids=config_id)
+@pytest.mark.parametrize(
+    ("config", "both"),
+    [
+        (EngineConfig(form="lockstep", block=3), False),
+        (EngineConfig(block=4, branches=2), True),
+        pytest.param(EngineConfig(form="lockstep", block=3), True, marks=pytest.mark.slow),
+        pytest.param(EngineConfig(block=4, branches=2), False, marks=pytest.mark.slow),
+    ],
+    ids=["lockstep-target", "lookahead-both", "lockstep-both", "lookahead-target"],
+)
 def test_answers_of_a_target_in_fp8_are_its_own(config, both):
     """And not those of the target in float32."""
     rng, plain = random.Random(2), tiny_pair()
@@ -135,7 +143,7 @@ def test_schemes_and_thresholds_mean_independent_particles():
     assert SamplingParams().population == "distinct"
 
 
-@pytest.mark.parametrize("config", FORMS, ids=config_id)
+@pytest.mark.parametrize("config", CASES, ids=config_id)
 def test_a_draft_that_makes_nan_costs_only_speed(config):
     """Wherever one of its tokens has been, and for whole answers."""
     broken = copy.deepcopy(tiny_pair().draft)

@@ -45,7 +45,7 @@ DISTINCT = {"population": "distinct"}
 INDEPENDENT = {"population": "independent"}
 
 
-@pytest.mark.parametrize("law", [{"ess_threshold": 0.0}, {"ess_threshold": 1.0}, DISTINCT], ids=str)
+@pytest.mark.parametrize("law", [pytest.param({"ess_threshold": 0.0}, marks=pytest.mark.slow), {"ess_threshold": 1.0}, DISTINCT], ids=str)
 @pytest.mark.parametrize("config", SOME, ids=config_id)
 def test_evidence_is_unbiased(config, law):
     """E[Z-hat] = 1 at alpha = 1. Twelve cases at 4.5 standard errors: one false alarm in about 12,000 choices of seeds."""
@@ -69,7 +69,7 @@ def test_evidence_is_the_mass_of_the_powered_law(config, law):
     assert abs(mass - 1) > 20 * error, "the test cannot tell alpha from 1"
 
 
-@pytest.mark.parametrize("config", [pytest.param(CONFIGS[0], marks=pytest.mark.slow), CONFIGS[3]], ids=config_id)
+@pytest.mark.parametrize("config", [CONFIGS[0], pytest.param(CONFIGS[3], marks=pytest.mark.slow)], ids=config_id)
 def test_answers_approach_the_exact_law_as_particles_are_added(config):
     """Both forms approach the same law. The draft alone is 0.45 away; sampling 2,000 answers leaves about 0.12."""
     law = exact_law(tiny_pair().target, PROMPT, LENGTH, EOS)
@@ -80,7 +80,7 @@ def test_answers_approach_the_exact_law_as_particles_are_added(config):
 
 @pytest.mark.parametrize(
     ("config", "temperature", "particles"),
-    [pytest.param(CONFIGS[0], 0.7, 16, marks=pytest.mark.slow), (CONFIGS[3], 0.7, 4), (CONFIGS[0], 2.0, 16)],
+    [pytest.param(CONFIGS[0], 0.7, 16, marks=pytest.mark.slow), (CONFIGS[3], 0.7, 4), (CONFIGS[0], 2.0, 8)],
     ids=["lockstep, narrow", "look-ahead, narrow", "lockstep, wide"],
 )
 def test_distinct_particles_are_nearer_than_independent_ones(config, temperature, particles):
@@ -94,8 +94,8 @@ def test_distinct_particles_are_nearer_than_independent_ones(config, temperature
 def test_more_branches_come_nearer():
     """The same block length, N = 4, always resampling: F = 1 shares what was drafted ahead, F = 4 does not."""
     law = exact_law(tiny_pair().target, PROMPT, LENGTH, EOS)
-    lag, few, many = (distance(population(config, 2000, particles=4, ess_threshold=1.0), law) for config in CONFIGS[1:])
-    assert lag > few + 0.02 > many + 0.03
+    lag, many = (distance(population(config, 2000, particles=4, ess_threshold=1.0), law) for config in CONFIGS[1::2])
+    assert lag > many + 0.05
 
 
 @pytest.mark.parametrize("method,side", [("target", "target"), ("draft", "draft")])
@@ -133,7 +133,7 @@ def _truncated_law() -> dict:
     return law
 
 
-@pytest.mark.parametrize("config", SOME, ids=config_id)
+@pytest.mark.parametrize("config", [*(pytest.param(config, marks=pytest.mark.slow) for config in CONFIGS[:3]), CONFIGS[3]], ids=config_id)
 def test_a_draft_equal_to_the_target_never_resamples(config):
     found = population(config, 2000, equal_models(), particles=4, **INDEPENDENT)
     assert all(a.statistics.resamples == 0 for a in found)

@@ -60,7 +60,12 @@ def test_every_method_weighs_by_the_formula(config):
 
 @pytest.mark.parametrize(
     ("config", "guide_draft"),
-    [(ENDS[0], False), (ENDS[1], True), pytest.param(ENDS[0], True, marks=SLOW), pytest.param(ENDS[1], False, marks=SLOW)],
+    [
+        pytest.param(ENDS[0], False, marks=SLOW),
+        (ENDS[1], True),
+        pytest.param(ENDS[0], True, marks=SLOW),
+        pytest.param(ENDS[1], False, marks=SLOW),
+    ],
     ids=["lockstep", "ahead, draft guided", "lockstep, draft guided", "ahead"],
 )
 def test_answers_follow_the_guided_law(config, guide_draft):

@@ -13,7 +13,7 @@ from smc.runtime.config import EngineConfig
 from smc.runtime.messages import SIDES
 from tests.engine import pairs
 from tests.engine.harness import (
-    FORMS,
+    CASES,
     TokenLedger,
     assert_empty,
     check_kv,
@@ -50,7 +50,7 @@ def mixed_requests(count: int, rng: random.Random, vocab: int = 4) -> list[Reque
     ]
 
 
-@pytest.mark.parametrize("config", FORMS, ids=config_id)
+@pytest.mark.parametrize("config", CASES, ids=config_id)
 def test_slots_hold_the_tokens_of_their_particles(config):
     """After every step, every open particle's pages were written for exactly its tokens, prompt included."""
     engine = local_engine(pairs.tiny_pair(), config)
@@ -68,7 +68,7 @@ def test_slots_hold_the_tokens_of_their_particles(config):
     assert_empty(engine)
 
 
-@pytest.mark.parametrize("config", FORMS, ids=config_id)
+@pytest.mark.parametrize("config", CASES, ids=config_id)
 def test_next_token_law_equals_recomputation(config):
     """Feeding a particle's next token to its KV gives the law that a fresh run over all its tokens gives, after each round."""
     pair = pairs.tiny_pair()

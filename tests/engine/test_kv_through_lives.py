@@ -12,13 +12,13 @@ from tests.engine.harness import AHEAD, TokenLedger, assert_empty, check_kv, con
 from tests.engine.lives import live, random_requests, small_engine
 
 SMALL = {"max_slots": 60, "pages": 440, "prefill_chunk": 24}
-CONFIGS = [EngineConfig(form="lockstep", block=3, **SMALL), EngineConfig(block=3, branches=2, **SMALL)]
-SHORT = pytest.param(EngineConfig(block=1, **SMALL), marks=pytest.mark.slow)
+CONFIG = EngineConfig(block=3, branches=2, **SMALL)
+OTHERS = [EngineConfig(form="lockstep", block=3, **SMALL), EngineConfig(block=1, **SMALL)]
 EVENTS = ("cached", "preempted", "made smaller", "grown", "cancelled")
 
 
 @pytest.mark.parametrize("ahead", AHEAD)
-@pytest.mark.parametrize("config", [*CONFIGS, SHORT], ids=config_id)
+@pytest.mark.parametrize("config", [CONFIG, *(pytest.param(config, marks=pytest.mark.slow) for config in OTHERS)], ids=config_id)
 def test_slots_hold_the_tokens_of_their_particles(config, ahead, monkeypatch):
     """After every step: cache hits, starting over, shrinking, growing and cancelled neighbours, both methods of plain decoding too."""
     rng = random.Random(3)

@@ -11,14 +11,14 @@ import torch
 from smc.engine.local import ModelPair, local_engine
 from smc.engine.request import FinishReason, Request, SamplingParams
 from smc.runtime.config import EngineConfig
-from tests.engine.harness import FORMS, answer, answers, assert_empty, config_id, request, step_through, workers
+from tests.engine.harness import CASES, FORMS, answer, answers, assert_empty, config_id, request, step_through, workers
 from tests.engine.pairs import next_log_probs, tiny_pair
 
 LETTER = {"a": 0, "b": 1, "c": 2}
 EOS = 3
 
 
-@pytest.mark.parametrize("config", FORMS, ids=config_id)
+@pytest.mark.parametrize("config", CASES, ids=config_id)
 def test_a_streamed_prefix_is_never_taken_back(config):
     """What was streamed, joined, is the answer; and something is streamed before the end."""
     engine = local_engine(tiny_pair(), config)
@@ -37,7 +37,7 @@ def test_a_streamed_prefix_is_never_taken_back(config):
     assert {outputs[-1].answer.finish_reason for outputs in streamed.values()} == {FinishReason.STOP_STRING, FinishReason.LENGTH}
 
 
-@pytest.mark.parametrize("config", FORMS, ids=config_id)
+@pytest.mark.parametrize("config", CASES, ids=config_id)
 def test_an_answer_does_not_depend_on_company(config):
     """Alone, in a crowd, in another order, with prompts cut into chunks: the same seeds give the same answers."""
     requests = [
@@ -64,7 +64,7 @@ def test_seeds_reproduce_and_differ():
     assert answer(tiny_pair(), FORMS[2], seed=unseeded.seed, particles=4, max_tokens=20, ignore_eos=True).tokens == unseeded.tokens
 
 
-@pytest.mark.parametrize("config", FORMS, ids=config_id)
+@pytest.mark.parametrize("config", CASES, ids=config_id)
 def test_stop_strings_and_ids(config):
     """A stop string may span tokens and blocks; a stop id keeps its token and loses its text."""
     a = answer(tiny_pair(), config, particles=3, seed=3, max_tokens=40, ignore_eos=True, stop=("ca", "never in it"))
@@ -117,7 +117,7 @@ class Clock:
         return self.now
 
 
-@pytest.mark.parametrize("config", FORMS, ids=config_id)
+@pytest.mark.parametrize("config", CASES, ids=config_id)
 def test_time_budget_answers_with_what_exists(config):
     clock = Clock()
     engine = local_engine(tiny_pair(), config, clock=clock)
@@ -145,7 +145,7 @@ def test_time_budget_spent_in_the_queue():
     assert final.request_id == "second" and final.finish_reason is FinishReason.QUEUE_TIME and final.tokens == ()
 
 
-@pytest.mark.parametrize("config", FORMS, ids=config_id)
+@pytest.mark.parametrize("config", CASES, ids=config_id)
 @pytest.mark.parametrize("steps", range(6))
 def test_cancel_at_any_moment(config, steps):
     engine = local_engine(tiny_pair(), replace(config, prefill_chunk=4))
@@ -161,7 +161,7 @@ def test_cancel_at_any_moment(config, steps):
 
 
 @pytest.mark.parametrize("side", ["draft", "target"])
-@pytest.mark.parametrize("config", FORMS, ids=config_id)
+@pytest.mark.parametrize("config", CASES, ids=config_id)
 def test_nan_logits_end_one_request_with_an_error(config, side):
     """Weights that break one token's embedding: the request that meets it fails and names the model, the other is untouched."""
     pair = tiny_pair(5)

@@ -10,7 +10,7 @@ import torch
 from smc.engine.local import local_engine
 from smc.engine.request import SamplingParams
 from smc.runtime.config import EngineConfig
-from tests.engine.harness import FORMS, answer, answers, config_id, request
+from tests.engine.harness import CASES, FORMS, answer, answers, config_id, request
 from tests.engine.pairs import next_log_probs, tiny_pair
 
 PROMPT = (0, 1, 2)
@@ -26,7 +26,7 @@ def recomputed(tokens: tuple[int, ...], temperature: float = 1.0, top_k: int = 0
     return found
 
 
-@pytest.mark.parametrize("config", FORMS, ids=config_id)
+@pytest.mark.parametrize("config", CASES, ids=config_id)
 @pytest.mark.parametrize(
     "params",
     [

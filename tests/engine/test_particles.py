@@ -11,7 +11,7 @@ from smc.engine.local import local_engine
 from smc.engine.request import Answer, FinishReason, Request, SamplingParams
 from smc.models.decoder import Decoder
 from smc.runtime.config import EngineConfig
-from tests.engine.harness import FORMS, answer, answers, assert_empty, config_id, request
+from tests.engine.harness import CASES, FORMS, answer, answers, assert_empty, config_id, request
 from tests.engine.pairs import exact_law, next_log_probs, tiny_pair
 
 PROMPT = (0, 1, 2)
@@ -29,7 +29,7 @@ def votes(found: Answer) -> dict[tuple[int, ...], float]:
 
 
 @pytest.mark.parametrize("population", ["distinct", "independent"])
-@pytest.mark.parametrize("config", FORMS, ids=config_id)
+@pytest.mark.parametrize("config", CASES, ids=config_id)
 def test_the_answer_was_drawn_from_them(config, population):
     """Weights sum to 1; each particle ended for a reason of its own; nothing changes for those who do not ask."""
     for seed in range(4):

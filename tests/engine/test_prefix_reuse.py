@@ -15,7 +15,7 @@ from smc.engine.prefill import count_pages
 from smc.engine.request import POPULATIONS, Answer, FinishReason, Request
 from smc.kv import prefix_cache
 from smc.runtime.config import EngineConfig
-from tests.engine.harness import FORMS, assert_empty, config_id, request, running, step_through
+from tests.engine.harness import CASES, assert_empty, config_id, request, running, step_through
 from tests.engine.lives import assert_same, pair
 from tests.engine.pairs import tiny_pair
 
@@ -33,7 +33,7 @@ def one(engine: Engine, asked: Request) -> Answer:
     return step_through(engine, lambda _: None)[-1].answer
 
 
-@pytest.mark.parametrize("config", FORMS, ids=config_id)
+@pytest.mark.parametrize("config", CASES, ids=config_id)
 @pytest.mark.parametrize("law", LAWS, ids=str)
 @pytest.mark.parametrize("chunk", [7, 512])
 def test_the_same_answer_with_and_without(config, law, chunk):
@@ -52,7 +52,7 @@ def test_the_same_answer_with_and_without(config, law, chunk):
     assert_empty(cached)
 
 
-@pytest.mark.parametrize("config", FORMS, ids=config_id)
+@pytest.mark.parametrize("config", CASES, ids=config_id)
 def test_another_salt_shares_nothing(config):
     engine = local_engine(pair(), config)
     hits = [
@@ -64,7 +64,7 @@ def test_another_salt_shares_nothing(config):
     assert stats.prefix_hits == {"draft": 32, "target": 32}
 
 
-@pytest.mark.parametrize("config", FORMS, ids=config_id)
+@pytest.mark.parametrize("config", CASES, ids=config_id)
 @pytest.mark.parametrize("law", LAWS, ids=str)
 def test_a_conversation_goes_on_from_its_last_answer(config, law):
     """Prompt, answer and what is asked next: all whole blocks of prompt and answer are there, but for what has not been run yet."""
@@ -79,7 +79,7 @@ def test_a_conversation_goes_on_from_its_last_answer(config, law):
     assert_empty(engine)
 
 
-@pytest.mark.parametrize("config", FORMS, ids=config_id)
+@pytest.mark.parametrize("config", CASES, ids=config_id)
 def test_fifty_requests_hold_a_shared_prompt_once(config):
     """Pages of fifty running requests: the prompt's whole blocks once, what is behind them and the answers for each."""
     prompt, answer = PROMPT * 2, 9
@@ -99,7 +99,7 @@ def test_fifty_requests_hold_a_shared_prompt_once(config):
     assert_empty(engine)
 
 
-@pytest.mark.parametrize("config", FORMS, ids=config_id)
+@pytest.mark.parametrize("config", CASES, ids=config_id)
 def test_what_was_not_used_for_longest_makes_room(config):
     """Different prompts in a pool for two of them: all run, those not seen for long are computed again, the one in use is kept."""
     engine = local_engine(pair(), replace(config, pages=300))
@@ -123,7 +123,7 @@ def test_without_a_cache_nothing_is_kept():
     assert engine.take_stats().pages_cached == {}
 
 
-@pytest.mark.parametrize("config", FORMS, ids=config_id)
+@pytest.mark.parametrize("config", CASES, ids=config_id)
 @pytest.mark.parametrize("side", ["draft", "target"])
 @pytest.mark.parametrize("population", POPULATIONS)
 def test_what_a_model_has_made_nan_of_is_not_kept(config, population, side):

@@ -77,7 +77,7 @@ def assert_right(one: Request, answer) -> None:
         assert token not in dict(found) or dict(found)[token] == pytest.approx(logprob, abs=1e-5)
 
 
-@pytest.mark.parametrize("config", [FORMS[0], FORMS[2]], ids=config_id)
+@pytest.mark.parametrize("config", [pytest.param(FORMS[0], marks=pytest.mark.slow), FORMS[2]], ids=config_id)
 def test_every_method_reports_the_targets_law(config, monkeypatch):
     """In one engine at once, with a prefix cache, in chunks that cut prompts and answers; beside who does not ask, and is not disturbed."""
     monkeypatch.setattr(tops, "SLICE", 5)

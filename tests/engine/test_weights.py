@@ -52,7 +52,7 @@ def test_only_existing_drafted_tokens_count(form, block):
     assert reasons == {(FinishReason.EOS, True), (FinishReason.EOS, False), (FinishReason.LENGTH, True)}
 
 
-@pytest.mark.parametrize("block", [1, 2, 3, 5])
+@pytest.mark.parametrize("block", [1, *(pytest.param(block, marks=pytest.mark.slow) for block in (2, 3)), 5])
 @pytest.mark.parametrize("form", ["lockstep", "lookahead"])
 def test_nothing_counts_after_a_stop_string(form, block):
     """Strings that end at any token of a block, in whatever the first token was, across blocks, and one inside another."""

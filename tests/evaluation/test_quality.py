@@ -56,7 +56,7 @@ def test_target_beats_draft(pair):
     assert target.mean_logp < 0 and draft.mean_logp is None
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.5])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.5])
 def test_exact_decoding_is_the_target_in_fewer_rounds(pair, temperature):
     problems, terms = generate(24, 4, "test"), Terms(3, temperature)
     target = measure(pair, Setting.plain("target"), problems, 4, terms)

@@ -40,7 +40,7 @@ def pids(processes: Processes) -> list[int]:
 def test_one_engine_after_another_over_the_same_models():
     demo_pair = ModelPair.load(demo.TARGET, demo.DRAFT)
     asked = [Request(str(i), tuple(range(5, 12 + i)), SamplingParams(particles=4, seed=i, max_tokens=30)) for i in range(3)]
-    with Processes(replace(CONFIG, target_tp=2)) as processes:
+    with Processes(replace(CONFIG, link="grpc", draft_tp=2)) as processes:
         ranks = pids(processes)
         for engine in (EngineConfig(block=4, branches=2, max_slots=16), EngineConfig(form="lockstep", block=3, cohorts=2, max_slots=16)):
             expected = answers(local_engine(demo_pair, engine), asked)

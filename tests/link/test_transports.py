@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -39,8 +40,13 @@ def connected(link: str) -> Iterator[tuple[dict, dict[str, LeaderEnds]]]:
     try:
         yield ends, leaders
     finally:
-        for end in (*ends.values(), *leaders.values()):
-            end.close()
+        close(*ends.values(), *leaders.values())
+
+
+def close(*ends) -> None:
+    """All at a time, as processes do: an end waits for the other one."""
+    with ThreadPoolExecutor(len(ends)) as pool:
+        list(pool.map(lambda end: end.close(), ends))
 
 
 def connect(where: Rendezvous, sides: tuple[str, ...], meanwhile: Callable[[], None] = lambda: None) -> tuple[dict, dict[str, LeaderEnds]]:
@@ -122,8 +128,7 @@ def test_silence_ends_at_the_deadline(link):
 
 def test_the_other_side_closes(link):
     with connected(link) as (ends, leaders):
-        leaders["draft"].close()
-        del leaders["draft"]
+        close(leaders.pop("draft"), leaders["target"].peer)
         with pytest.raises(LinkError):
             ends["draft"].receive(5.0)
 
@@ -163,9 +168,7 @@ def test_a_target_outlives_one_draft_after_the_other(link):
         closing.join(10)
         draft = drafts["draft"]
         ends[f"draft of {epoch}"] = more["draft"]
-    channel.close()
-    for end in (*ends.values(), draft, target):
-        end.close()
+    close(channel, *ends.values(), draft, target)
 
 
 def test_strangers_are_not_let_in():

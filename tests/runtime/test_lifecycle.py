@@ -9,12 +9,12 @@ import pytest
 from smc.engine.local import local_engine
 from smc.engine.request import FinishReason
 from smc.runtime.sides import Parts
-from tests.engine.harness import FORMS, Padding, answers, assert_empty, config_id, request
+from tests.engine.harness import CASES, Padding, answers, assert_empty, config_id, request
 from tests.engine.pairs import tiny_pair
 from tests.runtime.test_same_answers import assert_same, mixed
 
 
-@pytest.mark.parametrize("config", FORMS, ids=config_id)
+@pytest.mark.parametrize("config", CASES, ids=config_id)
 def test_random_cancels_free_everything_and_disturb_nobody(config, monkeypatch):
     rng = random.Random(11)
     asked = list(mixed(60, random.Random(3)))
@@ -35,7 +35,7 @@ def test_random_cancels_free_everything_and_disturb_nobody(config, monkeypatch):
             assert_same(answer, expected[request_id])
 
 
-@pytest.mark.parametrize("config", FORMS, ids=config_id)
+@pytest.mark.parametrize("config", CASES, ids=config_id)
 def test_a_time_budget_ends_with_a_weighed_answer(config):
     now = [0.0]
     engine = local_engine(tiny_pair(), config, clock=lambda: now[0])

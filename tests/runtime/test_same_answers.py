@@ -10,15 +10,11 @@ import pytest
 from smc.engine.local import local_engine
 from smc.runtime.config import EngineConfig
 from smc.runtime.sides import Parts
-from tests.engine.harness import FORMS, Padding, answers, config_id, request
+from tests.engine.harness import CASES, Padding, answers, config_id, request
 from tests.engine.pairs import tiny_pair
 
-CONFIGS = [
-    *FORMS,
-    EngineConfig(form="lockstep", block=1),
-    EngineConfig(form="lookahead", block=1, branches=3),
-    EngineConfig(block=5, branches=2),
-]
+OTHERS = [EngineConfig(form="lockstep", block=1), EngineConfig(form="lookahead", block=1, branches=3), EngineConfig(block=5, branches=2)]
+CONFIGS = [*CASES, *(pytest.param(config, marks=pytest.mark.slow) for config in OTHERS)]
 
 
 def assert_same(one, other):

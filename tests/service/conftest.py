@@ -11,9 +11,11 @@ from services.launch import cluster
 from services.launch.config import GangConfig
 from smc import demo
 from smc.engine.local import ModelPair
+from smc.runtime.config import EngineConfig
 from tests.service.running import Running
 
 HEARTBEAT = 0.3
+LOOKAHEAD = {"block": 5, "branches": 2, "cohorts": 2, "drafting": "always"}
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +29,15 @@ def ray_cluster() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def demo_pair() -> ModelPair:
     return ModelPair.load(demo.TARGET, demo.DRAFT)
+
+
+@pytest.fixture(scope="session")
+def gang(start) -> Iterator[Running]:
+    """A service that tests of several files share: its actors take ten seconds of both cores to start. With two ranks at the target, so
+    that there is one that talks to nobody but its leader."""
+    gateway = GatewayConfig(port=0, http_port=0, metrics_port=0)
+    with start(gateway, engine=EngineConfig(**LOOKAHEAD), target_tp=2, link_timeout=4.0) as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,6 @@ import grpc
 import pytest
 
 from services.client import Message, ServiceError
-from smc.runtime.config import EngineConfig
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -23,7 +22,6 @@ NEEDS_DRAFT = [
     {"seed": 5, **LONG, "population": "distinct"},
     {"seed": 5, "method": "draft", "max_tokens": 400, "ignore_eos": True},
 ]
-ENGINE = EngineConfig(block=5, branches=2, max_slots=32, cohorts=2, drafting="always")
 
 
 def outcome(client, **params) -> str:
@@ -31,13 +29,6 @@ def outcome(client, **params) -> str:
         return client.generate(QUESTION, timeout=60, **params).finish_reason
     except ServiceError as error:
         return error.code.name
-
-
-@pytest.fixture(scope="module")
-def gang(start):
-    """With two ranks at the target, so that there is one that talks to nobody but its leader."""
-    with start(engine=ENGINE, target_tp=2, link_timeout=4.0) as running:
-        yield running
 
 
 @pytest.mark.parametrize(
@@ -76,7 +67,7 @@ def test_a_process_dies_under_load(gang, name, how):
     gang.until_empty()
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGSTOP])
 def test_the_draft_is_lost_under_load(gang, how):
     """The target goes on: answers of its own draws do not break off, and are those that they would have been; what needs the draft ends, is
     refused for a while, and is served again. No other process is started again."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from functools import cache
 from urllib.request import Request, urlopen
 
 import pytest
@@ -17,6 +17,7 @@ from smc.engine.local import ModelPair, local_engine
 from smc.engine.request import Request as EngineRequest
 from smc.engine.request import SamplingParams
 from smc.runtime.config import EngineConfig
+from tests.service.conftest import LOOKAHEAD
 from tests.service.running import Running
 
 pytestmark = pytest.mark.xdist_group("ray")
@@ -37,18 +38,20 @@ KINDS = [
     {"method": "exact", "particles": 4, "max_tokens": 60, "temperature": 1.5},
 ]
 ASKED = [(problem.question, {"seed": i, **KINDS[i % len(KINDS)]}) for i, problem in enumerate(generate(5, 16, "test"))]
-FORMS = {"lookahead": {"block": 5, "branches": 4}, "lockstep": {"form": "lockstep", "block": 5}}
+FORMS = {"lookahead": LOOKAHEAD, "lockstep": {"form": "lockstep", "block": 5, "cohorts": 2, "drafting": "always"}}
 
 
 @pytest.fixture(scope="module")
-def expected(demo_pair) -> dict[str, list]:
+def expected(demo_pair) -> Callable[[str], list]:
     """What an engine in this process answers, by form."""
-    answers = {}
-    for form, settings in FORMS.items():
-        engine = local_engine(demo_pair, EngineConfig(**settings))
+
+    @cache
+    def answers(form: str) -> list:
+        engine = local_engine(demo_pair, EngineConfig(**FORMS[form] | {"cohorts": 1}))
         requests = [engine_request(demo_pair, i, question, dict(params)) for i, (question, params) in enumerate(ASKED)]
         found = {output.answer.request_id: output.answer for output in engine.run(requests) if output.answer}
-        answers[form] = [found[str(i)] for i in range(len(ASKED))]
+        return [found[str(i)] for i in range(len(ASKED))]
+
     return answers
 
 
@@ -61,20 +64,6 @@ def engine_request(pair: ModelPair, i: int, question: str, params: dict) -> Engi
 def with_chats(params: dict) -> dict:
     """As the client takes them."""
     return params | ({"negative_prompt": [Message("user", NEGATIVE)]} if "negative_prompt" in params else {})
-
-
-@contextmanager
-def served(start, link: str, draft_tp: int, target_tp: int, form: str) -> Iterator[Running]:
-    engine = EngineConfig(cohorts=2, drafting="always", **FORMS[form])
-    with start(GatewayConfig(port=0, http_port=0), link=link, draft_tp=draft_tp, target_tp=target_tp, engine=engine) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def lookahead(start) -> Iterator[Running]:
-    """A service that tests share."""
-    with served(start, "nccl", 1, 1, "lookahead") as running:
-        yield running
 
 
 def all_are_the_engines_own(running: Running, client: Client, answers: list) -> None:
@@ -115,17 +104,17 @@ def all_are_the_engines_own(running: Running, client: Client, answers: list) -> 
     running.until_empty()
 
 
-def test_sixteen_clients_at_once(lookahead, expected):
-    with lookahead.client() as client:
-        all_are_the_engines_own(lookahead, client, expected["lookahead"])
+def test_sixteen_clients_at_once(gang, expected):
+    with gang.client() as client:
+        all_are_the_engines_own(gang, client, expected("lookahead"))
 
 
-def test_draft_and_target_work_at_the_same_time(lookahead):
+def test_draft_and_target_work_at_the_same_time(gang):
     """In look-ahead form a round's two batches are on the way together: what both models take adds up to more than the round."""
-    rounds, supervisor = [], lookahead.service.supervisor
+    rounds, supervisor = [], gang.service.supervisor
     before, supervisor._on_step = supervisor._on_step, lambda step: rounds.append(step.times) if step.times else None
     try:
-        with lookahead.client() as client:
+        with gang.client() as client:
             client.generate([Message("user", ASKED[0][0])], particles=8, seed=1, max_tokens=300, ignore_eos=True)
     finally:
         supervisor._on_step = before
@@ -133,14 +122,10 @@ def test_draft_and_target_work_at_the_same_time(lookahead):
     assert len(overlapped) > len(rounds) / 2
 
 
-@pytest.mark.parametrize(
-    ("link", "draft_tp", "target_tp", "form"),
-    [
-        pytest.param("nccl", 1, 2, "lookahead", marks=pytest.mark.slow),
-        ("grpc", 2, 2, "lookahead"),
-        pytest.param("nccl", 2, 2, "lockstep", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("link", "draft_tp", "target_tp", "form"), [("grpc", 2, 2, "lookahead"), ("nccl", 2, 2, "lockstep")])
 def test_over_every_link_at_every_degree(start, expected, link, draft_tp, target_tp, form):
-    with served(start, link, draft_tp, target_tp, form) as running, running.client() as client:
-        all_are_the_engines_own(running, client, expected[form])
+    gateway, engine = GatewayConfig(port=0, http_port=0), EngineConfig(**FORMS[form])
+    service = start(gateway, link=link, draft_tp=draft_tp, target_tp=target_tp, engine=engine)
+    with service as running, running.client() as client:
+        all_are_the_engines_own(running, client, expected(form))

@@ -36,6 +36,7 @@ def measure(plan: SpeedPlan, machine: PromptMachine, gpus: int) -> list[FirstTok
         task = progress.add_task("prompts", total=len(todo) * 2 * (1 + REPEATS))
         bench = FirstTokens(machine, plan.rounds, lambda: progress.advance(task), plan.law)
         for mode, beside, context in todo:
+            assert context is not None, "prompts have lengths"
             progress.update(task, description=f"{mode.name}, {context:,} tokens, {beside} beside")
             rows += bench.run(mode, context, beside)
     return rows

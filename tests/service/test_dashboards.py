@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 
 import pytest
 
 from services.client import Client, Message, ServiceError
 from tests.deploy import promql
-from tests.deploy.observed import Prometheus, Service
+from tests.deploy.observed import Prometheus
 from tests.deploy.sources import dashboards, filled, rules, targets
 
 pytestmark = pytest.mark.xdist_group("ray")
@@ -25,30 +26,28 @@ PATIENCE = 120.0
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory) -> Iterator[Service]:
-    running = Service(tmp_path_factory.mktemp("service"))
-    try:
-        yield running
-    finally:
-        running.stop()
-
-
-@pytest.fixture(scope="module")
-def known(service) -> tuple[promql.Exported, list[promql.Checked]]:
-    """What the service exports after a few calls, together with what the rules record of it."""
-    with Client(service.address) as client:
+def exposition(gang) -> str:
+    """What the service exports after a few calls."""
+    with gang.client() as client:
         ask(client, 0)
-    return promql.with_rules(promql.exported(service.exposition()), rules("rules.yml"))
+    with urllib.request.urlopen(f"http://127.0.0.1:{gang.ready.metrics_port}/metrics") as page:
+        return page.read().decode()
 
 
 @pytest.fixture(scope="module")
-def prometheus(service, tmp_path_factory) -> Iterator[Prometheus]:
+def known(exposition) -> tuple[promql.Exported, list[promql.Checked]]:
+    """This, together with what the rules record of it."""
+    return promql.with_rules(promql.exported(exposition), rules("rules.yml"))
+
+
+@pytest.fixture(scope="module")
+def prometheus(gang, tmp_path_factory) -> Iterator[Prometheus]:
     """Watching a service under a little load."""
-    running = Prometheus(tmp_path_factory.mktemp("prometheus"), service.metrics)
+    running = Prometheus(tmp_path_factory.mktemp("prometheus"), f"127.0.0.1:{gang.ready.metrics_port}")
     enough = threading.Event()
 
     def load() -> None:
-        with Client(service.address) as client:
+        with gang.client() as client:
             seed = 0
             while not enough.is_set():
                 ask(client, seed := seed + 1)
@@ -97,12 +96,12 @@ def test_variables_of_dashboards_ask_for_what_is_exported(known):
                 assert label in promql.SCRAPER
 
 
-def test_every_metric_is_of_use(service, known):
+def test_every_metric_is_of_use(exposition, known):
     exported, checked = known
     used = {name for found in checked for name in found.metrics}
     used |= {name for rule in rules("alerts.yml") for name in promql.check(rule["expr"], exported).metrics}
     used |= {name for _, target in targets() for name in promql.check(filled(target["expr"]), exported).metrics}
-    families = [line.split()[2] for line in service.exposition().splitlines() if line.startswith("# TYPE")]
+    families = [line.split()[2] for line in exposition.splitlines() if line.startswith("# TYPE")]
     unused = {family for family in families if not any(name in used for name in (family, *(f"{family}_{s}" for s in ("bucket", "sum"))))}
     assert unused == set(UNUSED)
     assert {rule["record"] for rule in rules("rules.yml")} <= used, "a rule records what nobody reads"
