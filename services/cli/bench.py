@@ -134,6 +134,11 @@ def bench(
         _advise({**wanted, "law": law, "json": json, "picture": picture}, given, gpus, target_tp, link)
         return
     _refuse_idle({"gpus": gpus, "acceptance": acceptance, "picture": picture}, "without --advise")
+    if load == "grown" and guidance_scale not in (None, 1):
+        raise ValueError(
+            f"--guidance-scale {guidance_scale:g} has laws that are not the small pair's with --load grown, whose further tokens come to "
+            "be drawn; allowed: --load random, or files"
+        )
     particles, block, branches = particles or [8], block or [8, 5], branches or [4]
     rounds = ROUNDS if rounds is None else rounds
     concurrency = concurrency or list(ttft.BESIDE if prompts else (1, 16))

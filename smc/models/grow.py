@@ -9,7 +9,8 @@ else decides the function (family, rotary settings, biases) is the small model's
   the eps of the others, both come in at such a size that this eps is the right one.
 - More inner features, heads or layers: what they add to the residual is zero.
 - More tokens: one feature of the residual is a constant c in every embedding, and only the last norm lets it through, to rows of the head
-  that make of it a logit far below all others. Its square comes out of eps, which becomes (eps d - c^2) / D.
+  that make of it a logit far below all others. Its square comes out of eps, which becomes (eps d - c^2) / D. How far depends on the size
+  of the residual, so under guidance, where two such logits are weighed against each other, these tokens may come to be drawn.
 
 Such a head cannot be tied to the embedding, so with more tokens the grown model is untied, whatever the shape is. A step reads as many
 bytes then as of a tied one (of the embedding it reads a row for each token), in memory is the embedding more.

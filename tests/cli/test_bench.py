@@ -87,6 +87,7 @@ def test_types_of_either_model(smcserve):
         (("--load", "random"), "has no effect without --device cuda"),
         (("--top-p", 0.9), "--top-p 0.9 has no effect without --device cuda"),
         (("--device", "cuda", "--top-p", 1.5), "top_p=1.5"),
+        (("--device", "cuda", "--load", "grown", "--guidance-scale", 2), "--guidance-scale 2 has laws that are not the small pair's"),
         (("--device", "cuda", "--mode", "lookahead", "--temperature", 0), "temperature=0"),
         (("-n", 4, "-n", 8), "allowed without --device cuda: one value"),
         (("--device", "cuda", "--mode", "fast"), "--mode 'fast'; allowed: plain"),

@@ -55,8 +55,6 @@ def settings_of(draw) -> dict:
         possible |= {"guidance_scale": st.floats(1.0, 1e3)}
     if method in ("smc", "exact"):
         possible |= {"particles": st.integers(1, 64)}
-        if draw(st.booleans()):
-            possible |= {"guidance_scale": st.just(1.5), "guide_draft": st.booleans()}
     if method == "exact" and draw(st.booleans()):
         return {"method": method, "verification": "rejection", "draft_temperature": draw(positive)}
     if method == "smc":
@@ -65,6 +63,8 @@ def settings_of(draw) -> dict:
         if population == "independent":
             possible |= {"ess_threshold": share, "resampling": st.sampled_from(SCHEME_NAMES)}
     chosen = {"method": method} | {name: draw(values) for name, values in possible.items() if draw(st.booleans())}
+    if method in ("smc", "exact") and chosen.get("guidance_scale", 1.0) > 1:
+        chosen["guide_draft"] = draw(st.booleans())
     if draw(st.booleans()):
         chosen["min_tokens"] = draw(st.integers(0, chosen.get("max_tokens", 256)))
     if method == "smc" and draw(st.booleans()):

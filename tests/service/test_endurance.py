@@ -57,6 +57,7 @@ def test_hundreds_of_requests_in_a_row(start):
             assert grown < 6, f"{name} has grown by {grown:.1f} MiB in {REQUESTS} requests"
 
 
+@pytest.mark.slow
 def test_sigterm_under_load(tmp_path):
     """The command itself: calls in flight finish, later ones get UNAVAILABLE, exit code 0, no process stays."""
     log = tmp_path / "log"
