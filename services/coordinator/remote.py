@@ -150,7 +150,7 @@ class RemoteEngine:
         if spec.rehearse:
             self._rehearse()
         self.engine.check_books()
-        self.engine.take_stats()
+        self.engine.forget()
         for worker in self.workers.values():
             worker.set_clock()
         if spec.timing:

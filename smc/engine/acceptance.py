@@ -33,6 +33,10 @@ class Acceptance:
         self.misses = self.memory * self.misses + missed
         self.exposure = self.memory * self.exposure + tried / rows**WIDTH_GAIN
 
+    def forget(self) -> None:
+        """As if nothing had been seen."""
+        self.misses = self.exposure = 0.0
+
     def hazard(self, prior: float = PRIOR_HAZARD) -> float:
         """Of one row; `prior`: what is expected where little has been seen."""
         return (self.misses + prior * PRIOR_WEIGHT) / (self.exposure + PRIOR_WEIGHT)

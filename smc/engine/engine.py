@@ -79,8 +79,8 @@ class Engine:
         self.starts = Starts(self.expectation, workers, pair, TokenBytes.of(tokenizer))
         self._policy, trees = policy or ShrinkWhenShort(), trees or CostsDecide(config)
         self._cohorts = {program: self._cohorts_of(program, trees) for program in PROGRAMS}
-        acceptance = self._cohorts[Program.PAIR].rounds.acceptance
-        self._turns = Turns(trees, acceptance, self.go_alone, self.rejoin)
+        self._acceptance = self._cohorts[Program.PAIR].rounds.acceptance
+        self._turns = Turns(trees, self._acceptance, self.go_alone, self.rejoin)
         self._clock = clock
         self._groups: dict[str, Group] = {}
         """All, by the ids of their requests."""
@@ -179,6 +179,11 @@ class Engine:
             self.submit(request)
         while not self.idle:
             yield from self.step()
+
+    def forget(self) -> None:
+        """What requests so far have shown of acceptance, and what has been counted: they were nobody's."""
+        self._acceptance.forget()
+        self.take_stats()
 
     def resize(self, request_id: str, particles: int) -> None:
         """Let a running SMC request have so many particles from its next round on. Raises ValueError outside of what it allows.

@@ -94,13 +94,15 @@ class Timer:
 
     def __init__(self, engine: Engine, effort: Effort) -> None:
         self._engine, self._effort = engine, effort
+        self._spent = 0.0
+        """Seconds of timed rounds of the curves."""
 
     def samples(self, context: int) -> dict[str, list[Sample]]:
         """Of every part of the costs, behind so many tokens: of all sizes that there is time for."""
         found: dict[str, list[Sample]] = {name: [] for name in PARTS}
-        spent, config = 0.0, self._engine.config
+        config = self._engine.config
         for count in _sizes(config.max_slots, self._effort.factor):
-            before = spent
+            before = self._spent
             for program in Program:
                 # The draft alone: what one row costs.
                 if program is Program.DRAFT and count > 1:
@@ -108,11 +110,11 @@ class Timer:
                 # One model alone takes many passes in a round.
                 tree, repeats = (TREE, self._effort.repeats) if program is Program.PAIR else (1, -(-self._effort.repeats // 2))
                 for side, seconds in self._time(program, repeats, count, context, tree).items():
-                    spent += sum(seconds)
+                    self._spent += sum(seconds)
                     name, size = _part(program, side, config, count)
                     step = statistics.median(seconds) / _steps(name, config)
                     found[name].append(Sample(size, step, -(-count // tree) * context))
-            if spent + LIKELY_GROWTH * (spent - before) > self._effort.seconds:
+            if self._spent + LIKELY_GROWTH * (self._spent - before) > self._effort.seconds:
                 break
         return found
 
@@ -121,6 +123,9 @@ class Timer:
         config = self._engine.config
         count = min(self._effort.crowd, config.max_slots)
         found: dict[str, list[float]] = {name: [] for name in PARTS}
+        if self._spent > self._effort.seconds:
+            # Models so slow are bound by other things.
+            return dict.fromkeys(PARTS, 0.0)
         for program, context in product((Program.PAIR, Program.TARGET), (short, long)):
             for side, seconds in self._time(program, self._effort.repeats, count, context, 1).items():
                 name, _ = _part(program, side, config, count)
@@ -249,7 +254,7 @@ def _overhead(engine: Engine, effort: Effort) -> float:
     engine.abort("timing")
     engine.step()
     engine.check_books()
-    engine.take_stats()
+    engine.forget()
     return statistics.median(found[1 + effort.untimed :] or found)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from smc.engine.admission import QueueFull
 from smc.engine.engine import Engine
 from smc.engine.request import Request, SamplingParams
 from smc.runtime.biases import WIDTHS
@@ -58,7 +59,8 @@ def first_request(config: EngineConfig, context: int, vocab: int) -> Request:
 
 
 def rehearse(engine: Engine, plans: Iterable[RoundPlan], rare: Iterable[Sequence[Request]] = ()) -> None:
-    """Rounds of nobody, then requests, one list after another, of an idle engine. Raises RuntimeError if one of these fails."""
+    """Rounds of nobody, then requests, one list after another, of an idle engine, which forgets them. What it refuses is left out; one that
+    fails is logged, since its kind alone may."""
     last: Pending | None = None
     for plan in plans:
         # One is asked for while the one before goes on.
@@ -71,11 +73,12 @@ def rehearse(engine: Engine, plans: Iterable[RoundPlan], rare: Iterable[Sequence
         for request in requests:
             try:
                 engine.submit(request)
-            except ValueError as error:
+            except (ValueError, QueueFull) as error:
                 logger.info("not rehearsed, for this engine refuses it: %s: %s", request.request_id, error)
         for output in engine.run(()):
             if output.answer and output.answer.error:
-                raise RuntimeError(f"{output.request_id}: {output.answer.error}")
+                logger.error("%s failed: %s", output.request_id, output.answer.error)
+    engine.forget()
 
 
 def rare_requests(config: EngineConfig, context: int, vocab: int) -> Iterator[list[Request]]:

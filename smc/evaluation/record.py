@@ -20,8 +20,8 @@ VERSION = 3
 """Of the file. Settings of version 1 had no population, and its answers were drawn otherwise; speeds of version 2 included prompts."""
 
 
-SAME_ANSWERS = ("problems", "seed", "temperature", "ess_threshold", "weights_sha256")
-"""Conditions that decide which problems are solved, up to noise in the logits; all others decide how fast."""
+SAME_ANSWERS = ("problems", "seed", "temperature", "ess_threshold", "weights_sha256", "draft_vocab")
+"""Conditions that decide which problems are solved, up to noise in the logits; so do weights in FP8. All others decide how fast."""
 
 
 class Record:
@@ -40,7 +40,7 @@ class Record:
             return Record(path, conditions, {})
         if not resume:
             raise ValueError(f"{path} exists already; use --resume to go on with it, or another file")
-        return Record(path, conditions, _read(path, conditions, list(conditions), "resumed")[0])
+        return Record(path, conditions, _read(path, conditions, None, "resumed")[0])
 
     def add(self, row: Row) -> None:
         self.rows[row.setting.name] = row
@@ -68,13 +68,19 @@ def solved_before(paths: Sequence[Path], conditions: dict[str, Any]) -> tuple[di
     measured_with = set()
     for path in paths:
         found, theirs = _read(path, conditions, SAME_ANSWERS, "taken for --accuracy-from")
+        if "fp8" in f"{theirs['dtype']} {conditions['dtype']}" and theirs["dtype"] != conditions["dtype"]:
+            raise ValueError(
+                f"{path} cannot be taken for --accuracy-from: dtype was {theirs['dtype']!r} and is now {conditions['dtype']!r}, "
+                "and FP8 solves other problems"
+            )
         rows |= {name: replace(row, batch_tokens_per_second=None, tokens_per_second=None, first_token=None) for name, row in found.items()}
         measured_with.add(f"{theirs['dtype']} on {theirs['device_name']}")
     return rows, sorted(measured_with)
 
 
-def _read(path: Path, conditions: dict[str, Any], same: Sequence[str], use: str) -> tuple[dict[str, Row], dict[str, Any]]:
-    """Rows and conditions of a file. Raises ValueError if it is no record, or differs in what must be the `same` for this `use`."""
+def _read(path: Path, conditions: dict[str, Any], same: Sequence[str] | None, use: str) -> tuple[dict[str, Row], dict[str, Any]]:
+    """Rows and conditions of a file. Raises ValueError if it is no record, or differs in what must be the `same` for this `use`; None: in
+    anything."""
     try:
         found = json.loads(path.read_text())
         outdated = "rows" in found and found.get("version") != VERSION
@@ -84,9 +90,10 @@ def _read(path: Path, conditions: dict[str, Any], same: Sequence[str], use: str)
         raise ValueError(f"{path} is not a record of smcserve eval ({type(error).__name__}: {error}); use another file") from error
     if outdated:
         raise ValueError(f"{path} cannot be {use}: it is of an earlier version of smcserve eval; use another file")
-    different = [key for key in same if before.get(key) != conditions[key]]
+    compared = dict.fromkeys((*conditions, *before)) if same is None else same
+    different = [key for key in compared if before.get(key) != conditions.get(key)]
     if different:
-        differences = "; ".join(f"{key} was {before.get(key)!r} and is now {conditions[key]!r}" for key in different)
+        differences = "; ".join(f"{key} was {before.get(key)!r} and is now {conditions.get(key)!r}" for key in different)
         raise ValueError(f"{path} cannot be {use}: {differences}")
     return rows, before
 

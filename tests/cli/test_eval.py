@@ -70,6 +70,11 @@ def test_what_has_been_answered_before_is_only_timed(smcserve, tmp_path, monkeyp
     other = smcserve(*run, "--seed", 1)
     assert other.code == 2 and "cannot be taken for --accuracy-from: seed was 0 and is now 1" in other.err
     assert "leaves nothing to be measured" in smcserve(*run, "--speed-problems", 0).err
+    again = smcserve(*run[:-2], "--json", timed, "--resume")
+    assert again.code == 2 and "cannot be resumed: answers was ['float32 on" in again.err
+    in_fp8 = solved.read_text().replace('"dtype": "float32"', '"dtype": "fp8"')
+    solved.write_text(in_fp8)
+    assert "dtype was 'fp8' and is now 'float32', and FP8 solves other problems" in smcserve(*run).err
 
 
 @pytest.mark.parametrize(

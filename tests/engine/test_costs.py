@@ -11,6 +11,7 @@ from smc.engine.costs import Cost, Costs, Curve
 from smc.engine.engine import Engine
 from smc.engine.local import local_engine
 from smc.engine.rehearsal import rehearsal
+from smc.engine.request import Method
 from smc.engine.timing import BRIEF, TREE, Effort, live_plan, time_costs
 from smc.runtime.config import EngineConfig
 from smc.runtime.forward import StaticForward
@@ -140,6 +141,7 @@ def test_timed_rounds_change_nothing(config):
     engine = local_engine(tiny_pair(), config)
     assert engine.costs is None and time_costs(engine, BRIEF)
     engine.check_books()
+    assert engine.rounds_of(Method.EXACT).acceptance.exposure == 0, "what was timed decides about users"
     found = answers(engine, asked)
     assert {name: one.tokens for name, one in found.items()} == {name: one.tokens for name, one in expected.items()}
 

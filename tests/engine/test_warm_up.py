@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from smc.algorithm.expansion import Kind
+from smc.engine.acceptance import Acceptance
 from smc.engine.local import ModelPair, local_engine
 from smc.engine.rehearsal import TURNS
-from smc.engine.rounds import COMMON_KINDS
+from smc.engine.request import Method
+from smc.engine.rounds import COMMON_KINDS, MEMORY
 from smc.engine.warm_up import rare_requests, rehearse
 from smc.models.presets import NoText
 from smc.runtime.biases import WIDTHS
@@ -49,8 +51,9 @@ def test_every_rarer_kind_has_its_rounds():
     assert_empty(engine)
 
 
-def test_what_an_engine_refuses_is_left_out():
-    config = EngineConfig(block=3, max_slots=1, max_chains=0)
+@pytest.mark.parametrize("limits", [{"max_slots": 1, "max_chains": 0}, {"max_slots": 8, "max_queue": 1}], ids=["no chains", "short queue"])
+def test_what_an_engine_refuses_is_left_out(limits):
+    config = EngineConfig(block=3, **limits)
     engine = local_engine(tiny_pair(), config)
     rehearse(engine, (), rare_requests(config, engine.context, engine.tokenizer.size))
     assert_empty(engine)
@@ -62,5 +65,6 @@ def test_answers_are_what_they_would_have_been(config):
     expected = answers(local_engine(tiny_pair(), config), asked)
     engine = local_engine(tiny_pair(), config)
     rehearse(engine, (), rare_requests(config, engine.context, engine.tokenizer.size))
+    assert engine.rounds_of(Method.EXACT).acceptance == Acceptance(MEMORY), "what nobody asked for decides about users"
     found = answers(engine, asked)
     assert {name: one.tokens for name, one in found.items()} == {name: one.tokens for name, one in expected.items()}
