@@ -33,9 +33,10 @@ class Acceptance:
         self.misses = self.memory * self.misses + missed
         self.exposure = self.memory * self.exposure + tried / rows**WIDTH_GAIN
 
-    def forget(self) -> None:
-        """As if nothing had been seen."""
-        self.misses = self.exposure = 0.0
+    def fade(self, share: float) -> None:
+        """So much is left of what was seen; of 0, nothing."""
+        self.misses *= share
+        self.exposure *= share
 
     def hazard(self, prior: float = PRIOR_HAZARD) -> float:
         """Of one row; `prior`: what is expected where little has been seen."""

@@ -182,7 +182,7 @@ class Engine:
 
     def forget(self) -> None:
         """What requests so far have shown of acceptance, and what has been counted: they were nobody's."""
-        self._acceptance.forget()
+        self._acceptance.fade(0.0)
         self.take_stats()
 
     def resize(self, request_id: str, particles: int) -> None:

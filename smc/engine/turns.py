@@ -18,6 +18,9 @@ EVERY = 8
 """Steps between two questions about the same requests."""
 REST = 16
 """Steps after a change, in which it shows, as long as half of the requests are still the same."""
+FADE = 0.993
+"""Of what is known of acceptance, left after each question while nothing is drafted, and so nothing learnt: a draft that was hopeless for
+others is tried again after thousands of steps."""
 
 
 class Turns:
@@ -58,6 +61,8 @@ class Turns:
             return
         self._asked_about, self._left = groups, EVERY
         trees = self._trees(groups)
+        if not any(tree.rows for tree in trees):
+            self._acceptance.fade(FADE)
         rows = self._policy.change(trees, self._trees(_elastic(waiting)), _beside(running), costs)
         for group, tree, wanted in zip(groups, trees, rows or ()):
             if wanted != tree.rows:

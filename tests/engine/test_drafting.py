@@ -15,7 +15,7 @@ from smc.engine.costs import Cost, Costs, Curve
 from smc.engine.drafting import MARGIN, SURE, CostsDecide, Forecast
 from smc.engine.local import local_engine
 from smc.engine.policy import Beside, Tree
-from smc.engine.request import Request, SamplingParams
+from smc.engine.request import Method, Request, SamplingParams
 from smc.runtime.config import EngineConfig
 from tests.engine.harness import answers, assert_empty, running
 from tests.engine.lives import pair
@@ -277,6 +277,21 @@ def test_an_engine_follows_its_costs(form):
     law = {"method": "target", "max_tokens": 40, "ignore_eos": True}
     plain = [replace(one, params=SamplingParams(seed=one.params.seed, **law)) for one in crowd]
     assert all(found[name].tokens == one.tokens for name, one in answers(engine, plain).items())
+
+
+def test_a_draft_that_was_hopeless_is_tried_again(monkeypatch):
+    """What is known of it fades where nothing is learnt: here in tens of questions. Otherwise nothing would be drafted ever again."""
+    monkeypatch.setattr("smc.engine.turns.FADE", 0.8)
+    engine = local_engine(pair(), EngineConfig(block=3, max_slots=64))
+    engine.costs = made()
+    acceptance, alone = engine.rounds_of(Method.EXACT).acceptance, []
+    acceptance.misses, acceptance.exposure = 900.0, 300.0
+    for seed in range(9):
+        engine.submit(Request("one", (0, 1, 2), SamplingParams(method="exact", seed=seed, max_tokens=50, ignore_eos=True)))
+        while not engine.idle:
+            engine.step()
+            alone += [group.alone for group in running(engine)]
+    assert alone[0] and sum(alone) > 50 and not all(alone)
 
 
 def test_an_engine_says_how_much_is_read():
