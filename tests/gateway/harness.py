@@ -27,7 +27,7 @@ from smc.engine.request import Answer, Output, Request, SamplingParams
 from smc.engine.stats import EngineStats
 from smc.runtime.config import EngineConfig
 
-PLAIN_CONFIG = EngineConfig(block=4, branches=2, max_slots=64)
+PLAIN_CONFIG = EngineConfig(block=4, branches=2, max_slots=64, pages=12_288)
 LONG = {"particles": 16, "max_tokens": 440, "ignore_eos": True, "seed": 1}
 """An answer that takes seconds: long enough to be interrupted in."""
 

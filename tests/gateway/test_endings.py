@@ -104,7 +104,7 @@ def test_abort_finds_a_request_that_is_still_being_encoded(pair, monkeypatch):
 
 def test_a_time_budget_runs_from_arrival_and_may_end_in_the_queue(service):
     before = service.metric("smc_requests_total", status="OK", finish_reason="queue_time")
-    with service.client() as client, client.stream("x", **{**LONG, "particles": 64}) as stream:
+    with service.client() as client, client.stream("x", **{**LONG, "particles": 64, "max_tokens": 120}) as stream:
         next(stream)
         late = client.generate("x", particles=8, max_tokens=20, time_budget=0.2)
         assert (late.finish_reason, late.text, late.tokens) == ("queue_time", "", ())
