@@ -54,7 +54,7 @@ class RemoteEngine:
     """Has met both workers' leaders and seen a round of both models."""
 
     def __init__(self, spec: CoordinatorSpec) -> None:
-        """Returns when every rank has run a round, on GPUs the usual kinds of rounds. Raises LinkError, ValueError or what a worker
+        """Returns when every rank has run a round, on GPUs rounds of every kind. Raises LinkError, ValueError or what a worker
         reports."""
         self._spec = spec
         self.timeline = Timeline(trace=spec.trace is not None)
@@ -142,7 +142,7 @@ class RemoteEngine:
         return error
 
     def _warm_up(self) -> None:
-        """Every rank runs a round of both models, then those of the usual kinds; clocks are compared, and costs timed."""
+        """Every rank runs a round of both models, then those of every kind; clocks are compared, and costs timed."""
         spec = self._spec
         for output in self.engine.run([first_request(spec.engine, spec.context, self.engine.tokenizer.size)]):
             if output.answer and output.answer.error:

@@ -56,7 +56,7 @@ class GangConfig:
     threads: int = 1
     """CPU threads of torch in each rank."""
     start_timeout: float = 600.0
-    """Seconds until every rank must have loaded its weights and run its first rounds: one, and on GPUs the usual kinds."""
+    """Seconds until every rank must have loaded its weights and run its first rounds: one, and on GPUs those of every kind."""
     link_timeout: float = 60.0
     """Seconds after which a silent process counts as dead. It must exceed the longest prefill chunk and the longest round."""
     heartbeat: float = 2.0

@@ -120,12 +120,12 @@ class Timer:
 
     def reading(self, short: int, long: int) -> dict[str, float]:
         """Seconds a token of context, of every part: of requests with a row each, as those of a crowd have."""
+        if self._spent > self._effort.seconds:
+            # No time is left for it.
+            return dict.fromkeys(PARTS, 0.0)
         config = self._engine.config
         count = min(self._effort.crowd, config.max_slots)
         found: dict[str, list[float]] = {name: [] for name in PARTS}
-        if self._spent > self._effort.seconds:
-            # Models so slow are bound by other things.
-            return dict.fromkeys(PARTS, 0.0)
         for program, context in product((Program.PAIR, Program.TARGET), (short, long)):
             for side, seconds in self._time(program, self._effort.repeats, count, context, 1).items():
                 name, _ = _part(program, side, config, count)
