@@ -30,6 +30,8 @@ COMMON = [
     {"method": "exact", "top_k": 9},
     {"temperature": 0.5, "min_p": 0.1},
 ]
+TIMES = 16
+"""That so many requests at once are sent, of each number of them."""
 ROUND = 1.0
 """Seconds that a step may take which has a round of a new size to record."""
 
@@ -68,7 +70,7 @@ def test_no_user_waits_for_a_compiler(config):
     try:
         # One after another, then in company.
         for most in (1, 1, 1, 1, 4):
-            for _ in range(40):
+            for _ in range(TIMES):
                 for _ in range(draw.randint(1, most)):
                     asked.append(some_request(draw, number, shape.vocab_size))
                     engine.submit(asked[-1])
