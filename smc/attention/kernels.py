@@ -26,6 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from smc.attention.tuning import Tuning
 from smc.kernels.rows import Groups, PieceShape, Prepared, Tables, page_at, prepare, row_tables
+from smc.kernels.variants import one_variant
 
 LOWEST = tl.constexpr(-1e30)  # Finite: a query that sees nothing yet would otherwise meet inf - inf.
 
@@ -42,7 +43,7 @@ def take_in(q_XD, k_PD, v_PD, visible_XP, m_X, l_X, acc_XD, SCALE: tl.constexpr)
     return new_X, l_X * fade_X + tl.sum(p_XP, 1), acc_XD
 
 
-@triton.jit
+@one_variant("q", "keys", "values", "table_SL", "part", "q_stride", "table_stride")
 def _prefix_kernel(
     q, keys, values, table_SL, piece_6W, pieces_1, part, lse, q_stride, table_stride, W, E,
     N: tl.constexpr, J: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_P: tl.constexpr,
@@ -76,7 +77,7 @@ def _prefix_kernel(
     tl.store(part + at_X[:, None] * D + d, acc_XD / l_X[:, None], mask=real_X[:, None])
 
 
-@triton.jit
+@one_variant("q", "keys", "values", "table_SL", "table_stride", "width", "part", "out", "q_stride")
 def _own_kernel(
     q, keys, values, table_SL, table_stride, width, slot_R, tail_RB, tail_stride, tail_width, tail_R, start_R, count_R, row_4R,
     part, lse, out, q_stride, rows, E,
@@ -119,7 +120,7 @@ def _own_kernel(
     tl.store(out + (token * (J * N) + head)[:, None] * D + d, out_YD, mask=(y < Q * N)[:, None])
 
 
-@triton.jit
+@one_variant("q", "keys", "values", "table_SL", "table_stride", "width", "out", "q_stride")
 def _direct_kernel(
     q, keys, values, table_SL, table_stride, width, slot_R, tail_RB, tail_stride, tail_width, tail_R, start_R, count_R, out, q_stride,
     Q: tl.constexpr, N: tl.constexpr, J: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, TAIL: tl.constexpr,

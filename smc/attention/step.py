@@ -19,6 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from smc.attention.kernels import take_in
 from smc.kernels.norm import launch_options, sum_parts
 from smc.kernels.rows import Tables, page_at, row_tables
+from smc.kernels.variants import one_variant
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def _rotated(
     return (x_YD * cos + y_YD * tl.where(d < D // 2, -sin, sin)).to(DTYPE)
 
 
-@triton.jit
+@one_variant("qkv", "keys", "values", "rope", "table_SL", "table_stride", "width", "out", "q_norm", "k_norm", "split_stride")
 def _step_kernel(
     qkv, keys, values, rope, table_SL, table_stride, width, slot_R, tail_RB, tail_stride, tail_width, tail_R, start_R, count_R, out,
     q_norm, k_norm, eps, split_stride,

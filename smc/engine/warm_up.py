@@ -11,6 +11,7 @@ from typing import Any
 from smc.engine.admission import QueueFull
 from smc.engine.engine import Engine
 from smc.engine.request import Request, SamplingParams
+from smc.limits import MAX_PARTICLES
 from smc.runtime.biases import WIDTHS
 from smc.runtime.config import EngineConfig
 from smc.runtime.messages import Pending
@@ -96,13 +97,23 @@ def rare_requests(config: EngineConfig, context: int, vocab: int) -> Iterator[li
         prompt = tuple(i % vocab for i in range(size))
         for kinds in (*((kind,) for kind in alone), TOGETHER[:-1], TOGETHER):
             yield [_request(kind, prompt, most, config, vocab) for kind in kinds]
+    yield _crowd(config, vocab)
+
+
+def _crowd(config: EngineConfig, vocab: int) -> list[Request]:
+    """As many rows as there can be: those of companions, and those of places, fill the next size each."""
+    guided, prompt = max(0, config.max_slots // 2 - 1), tuple(i % vocab for i in range(4))
+    sizes = [min(MAX_PARTICLES, guided - begin) for begin in range(0, guided, MAX_PARTICLES)]
+    kinds = [*(GUIDED | {"method": "exact", "guide_draft": True, "particles": size} for size in sizes), {"method": "exact", "particles": 2}]
+    requests = [_request(kind, prompt, config.block + 1, config, vocab) for kind in kinds if kind["particles"] <= config.max_slots]
+    return [replace(request, request_id=f"{request.request_id}, {i}") for i, request in enumerate(requests)]
 
 
 def _request(kind: Kind, prompt: tuple[int, ...], tokens: int, config: EngineConfig, vocab: int) -> Request:
     params = SamplingParams(seed=0, ignore_eos=True, max_tokens=tokens, **kind)
     if params.particles:
         room = config.chains(vocab) if params.verification == "rejection" else config.max_slots
-        params = replace(params, particles=max(1, min(ROWS, room, config.max_slots // params.slots_per_row)))
+        params = replace(params, particles=max(1, min(kind.get("particles", ROWS), room, config.max_slots // params.slots_per_row)))
     what = {name: value for name, value in kind.items() if name != "logit_bias"}
     name = f"warm-up {what} {len(params.logit_bias)} biases, {len(prompt)} tokens"
     return Request(name, prompt, params, SALT, negative_prompt=prompt[:1] if params.guided else None)

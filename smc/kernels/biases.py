@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from smc.kernels.variants import one_variant
+
 BLOCK = 128
 """Tokens of a program."""
 
@@ -35,7 +37,7 @@ def add(
     return logits_RV
 
 
-@triton.jit
+@one_variant("column_EB", "early_EB", "late_EB")
 def _add(
     logits, stride, slot_X, position_R, entry_S, least_S, column_EB, early_EB, late_EB, count_E, each, most, BLOCK: tl.constexpr
 ):  # fmt: skip

@@ -13,19 +13,20 @@ import triton.language as tl
 
 from smc.algorithm.expansion import Kind
 from smc.kernels.places import own_places
+from smc.kernels.variants import one_variant
 
 BEST, NONE = tl.constexpr(int(Kind.BEST)), tl.constexpr(-float("inf"))
 
 
-@triton.jit
+@one_variant()
 def lay_out(
     slot_A, group_A, particle_A, seed_A, first_G, size_G, kind_G, temperature_A, top_k_A, top_p_A, min_p_A, alpha_A,
     end_S, pending_S, pending_SQ, pending_stride, ended_S, alive_S, logw_S, logq_SQ, logq_stride, rows_WX,
     numbers_7A, flags_3A, logw_A, tokens_AQ, logq_AQ, rows_4A, law_4T, top_k_T, label_T, keys_3T, stride_a, stride_t, places, groups, rows,
-    K: tl.constexpr, Q: tl.constexpr, STREAMS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_G: tl.constexpr,
+    K: tl.constexpr, Q: tl.constexpr, STREAMS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr,
     LOOKAHEAD: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    place, exists, _, is_group = own_places(first_G, size_G, groups, places, BLOCK_N, BLOCK_G)
+    place, exists, _, is_group = own_places(first_G, size_G, groups, places, BLOCK_N)
     group = tl.load(group_A + place, mask=exists, other=0)
     own = tl.load(slot_A + place, mask=exists, other=0)
     origin, slot, lone = place, own, place < 0
@@ -112,7 +113,7 @@ def _of_tokens(
     tl.store(keys_3T + 2 * stride + at, held[:, None] * 0 + none, mask=inside)
 
 
-@triton.jit
+@one_variant()
 def judge(
     group_A, kind_G, run_A, labelled_T, drawn_T, drawn_logp_T, log_z_T, logp_AQ, drawn_AQ, nan_A, nan_AQ, places,
     Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr, LABELLED: tl.constexpr, DRAWN: tl.constexpr,

@@ -14,12 +14,13 @@ import triton.language as tl
 from smc.algorithm.expansion import Kind
 from smc.kernels.places import own_places
 from smc.kernels.stops import after, after_all
+from smc.kernels.variants import one_variant
 
 INDEPENDENT, BEST = tl.constexpr(int(Kind.INDEPENDENT)), tl.constexpr(int(Kind.BEST))
 NONE = tl.constexpr(-float("inf"))
 
 
-@triton.jit
+@one_variant()
 def conclude(
     slot_A, group_A, first_G, size_G, kind_G, pages_AQ, end_S, pending_S, limit_S, text_S, entry_S, least_S,
     is_stop_EV, vocab, has_strings_E, next_EXB, data_B, offset_V, spelled,
@@ -30,11 +31,11 @@ def conclude(
     choice_9A, flags_2A, grown_AQ, new_count_A, new_logq_AQ, new_logp_AQ, first_logp_A, group_2G, flags_3G, path_AQ, run_2A,
     places, groups, rows,
     F: tl.constexpr, K: tl.constexpr, Q: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_G: tl.constexpr, LOOKAHEAD: tl.constexpr, OWN: tl.constexpr, TREES: tl.constexpr, EXACT: tl.constexpr,
+    LOOKAHEAD: tl.constexpr, OWN: tl.constexpr, TREES: tl.constexpr, EXACT: tl.constexpr,
     SAID: tl.constexpr, OFFERED: tl.constexpr, STRINGS: tl.constexpr, DONE: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
     """`said_logp_X` where SAID; `offered_token_AC` and their log p where OFFERED."""
-    place, exists, group, is_group = own_places(first_G, size_G, groups, places, BLOCK_N, BLOCK_G)
+    place, exists, group, is_group = own_places(first_G, size_G, groups, places, BLOCK_N)
     kind = tl.load(kind_G + tl.load(group_A + place, mask=exists, other=0), mask=exists, other=0)
     row, ancestor, alive = tl.zeros_like(place), tl.zeros_like(place), tl.zeros_like(place) != 0
     bonus, logw, misses = tl.full((BLOCK_N,), -1, tl.int64), tl.full((BLOCK_N,), NONE, tl.float64), alive

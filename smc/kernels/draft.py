@@ -14,12 +14,13 @@ import triton.language as tl
 from smc.algorithm.expansion import Kind
 from smc.kernels.stops import after_all
 from smc.kernels.tables import move
+from smc.kernels.variants import one_variant
 
 INDEPENDENT, CHAINS = tl.constexpr(int(Kind.INDEPENDENT)), tl.constexpr(int(Kind.CHAINS))
 NONE = tl.constexpr(-float("inf"))
 
 
-@triton.jit
+@one_variant()
 def begin(
     slot_A, group_A, particle_A, seed_A, round_A, first_G, size_G, temperature_A, top_k_A, top_p_A, min_p_A, alpha_A, pages_AP,
     table_SL, table_stride, end_S, pending_S, pending_SQ, pending_stride, ended_S, alive_S, text_S, entry_S, least_S, logw_S,
@@ -96,7 +97,7 @@ def _begin_rows(
     tl.store(law_4X + 3 * stride + x, tl.load(alpha_A + place, mask=inside, other=0.0), mask=inside)
 
 
-@triton.jit
+@one_variant()
 def pack(
     slot_A, group_A, kind_G, ended_S, logw_S, root_X, tokens_XK, logq_XK, count_X, alive_X, ended_X, mass_X, rows_WX, rows,
     F: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, LOG_F: tl.constexpr, OWN: tl.constexpr,
@@ -124,7 +125,7 @@ def pack(
     tl.store(out + 3 * rows, share.to(tl.float32).to(tl.int32, bitcast=True), mask=inside)
 
 
-@triton.jit
+@one_variant()
 def resume(
     slot_A, choice_9A, begin_pages_AP, tokens_XK, tail_XB, before_X, table_SL, table_stride, base_S, end_S, pending_S, ended_S,
     numbers_3A, tokens_AW, path_AW, counts_2A, stride_a, places,

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from smc.algorithm.expansion import Offers
+from smc.kernels.variants import one_variant
 
 BLOCK = 128
 """Draws of a program."""
@@ -56,7 +57,7 @@ def _other(seed, rounds, stream, position, others_U, others, given, PURPOSE: tl.
     return coin.to(tl.uint32).to(tl.int64), tl.load(others_U + at, mask=given, other=0)
 
 
-@triton.jit
+@one_variant()
 def _spread(
     column_RD, logq_RD, seed_R, round_R, stream_RD, position_R, ids_M, others_U, others, token_RD, new_logq_RD, count,
     chance, log_inside, log_each, D: tl.constexpr, PURPOSE: tl.constexpr, BLOCK: tl.constexpr,
@@ -73,7 +74,7 @@ def _spread(
     tl.store(new_logq_RD + i, tl.where(coin < chance, logq * 0.0 + log_each, logq + log_inside), mask=inside)
 
 
-@triton.jit
+@one_variant()
 def _spread_rest(
     token_RC, logq_RC, share_RC, seed_R, round_R, stream_R, position_R, ids_M, others_U, others, to_token, to_logq, to_share, width,
     log_inside, log_share, log_each, PURPOSE: tl.constexpr, BLOCK: tl.constexpr, HAS_REST: tl.constexpr,

@@ -18,6 +18,7 @@ from torch import Tensor
 from smc.algorithm.expansion import EXPANSION_POSITION, Expansion, Kind, Offers
 from smc.kernels.places import own_places, programs
 from smc.kernels.selection import _uniform
+from smc.kernels.variants import one_variant
 from smc.limits import MAX_PARTICLES
 
 CHUNKS = (256, 512, 1024, 2048)
@@ -67,8 +68,7 @@ def keep_roots(
     row_A, count = torch.empty(total, dtype=torch.int64, device=root_R.device), len(rows[0])
     alive_A = torch.empty_like(row_A, dtype=torch.bool)
     given = (tensor.contiguous() for tensor in (root_R, parent_X, alive_X, *rows, *places))
-    blocks = {"BLOCK_N": MAX_PARTICLES, "BLOCK_G": triton.next_power_of_2(count)}
-    _keep_roots[(programs(total, count),)](*given, row_A, alive_A, count, total, **blocks, num_warps=8)
+    _keep_roots[(programs(total, count),)](*given, row_A, alive_A, count, total, BLOCK_N=MAX_PARTICLES, num_warps=8)
     return row_A, alive_A
 
 
@@ -242,7 +242,7 @@ def _clear(parent_X, offer_X, mass_X, alive_X, first, end, CHUNK: tl.constexpr):
     tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize=["position"])
+@one_variant()
 def _expand(
     share_RC, mass_R, there_R, ended_R, source_first_G, source_size_G, row_first_G, row_size_G, most_G, kind_G, seed_G, round_G, position,
     width, total, parent_X, offer_X, mass_X, alive_X, ess_G, collapsed_G, nan_G, offered_M, relative_M,
@@ -291,13 +291,13 @@ def _expand(
     tl.store(nan_G + group, (kind < BEST) & (nan > 0))
 
 
-@triton.jit
+@one_variant()
 def _keep_roots(
     root_R, parent_X, alive_X, row_first_G, row_size_G, place_first_G, place_size_G, row_A, alive_A, groups, places,
-    BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Twice through the group's rows, BLOCK_N at a time: how many continue each place, and where those beyond the first of a place go."""
-    place_N, exists_N, group, is_group = own_places(place_first_G, place_size_G, groups, places, BLOCK_N, BLOCK_G)
+    place_N, exists_N, group, is_group = own_places(place_first_G, place_size_G, groups, places, BLOCK_N)
     rows, size = tl.load(row_size_G + group).to(tl.int32), tl.load(place_size_G + group).to(tl.int32)
     row_first, first = tl.load(row_first_G + group).to(tl.int64), tl.load(place_first_G + group).to(tl.int64)
     n = tl.arange(0, BLOCK_N)

@@ -6,13 +6,13 @@ Axes: A places, S slots, L positions, X rows, Q tokens of a block, K tokens of a
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from smc.kernels.tables import move
+from smc.kernels.variants import one_variant
 
 
-@triton.jit
+@one_variant()
 def follow(
     slot_A, choice_9A, pages_AQ, rows_WX, table_SL, table_stride, base_S, end_S, pending_S, logq_SQ, logq_stride,
     new_end_A, tokens_AW, count_A, places, rows,
@@ -41,7 +41,7 @@ def follow(
     tl.store(count_A + place, count)
 
 
-@triton.jit
+@one_variant()
 def advance(
     slot_A, choice_9A, end_A, tokens_AW, stride_a, stride_w, pending_A, text_A,
     end_S, pending_SQ, pending_stride, pending_S, text_S, ended_S, alive_S, logw_S, dummy, places,

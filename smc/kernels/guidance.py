@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from smc.kernels.tables import CHUNK, move
+from smc.kernels.variants import one_variant
 
 
 def guide(own_TV: Tensor, companion_XV: Tensor, of_T: Tensor, scale_T: Tensor, block: int = 4096) -> Tensor:
@@ -39,7 +40,7 @@ def reroot(table_SL: Tensor, slot_A: Tensor, source_A: Tensor, base_A: Tensor, e
     )  # fmt: skip
 
 
-@triton.jit
+@one_variant("own_TV", "own_stride", "companion_XV", "companion_stride", "out_TV", "width")
 def _guide(own_TV, own_stride, companion_XV, companion_stride, of_T, scale_T, out_TV, width, BLOCK: tl.constexpr):
     token, v = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     scale, inside, beside = tl.load(scale_T + token), v < width, tl.load(of_T + token).to(tl.int64)
@@ -49,7 +50,7 @@ def _guide(own_TV, own_stride, companion_XV, companion_stride, of_T, scale_T, ou
     tl.store(out_TV + token * width + v, tl.where(scale == 1, own_V, guided_V), mask=inside)
 
 
-@triton.jit
+@one_variant()
 def _reroot(
     table_SL, table_stride, slot_A, source_A, base_A, end_A, tail_AB, width, TAIL: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from smc.kernels.variants import one_variant
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -77,7 +79,7 @@ def finite(top):
     return tl.where(top == -float("inf"), 0.0, top)
 
 
-@triton.jit
+@one_variant("logits", "stride", "vocab")
 def sum_block(
     logits, stride, temperature_R, key_R, last_R, drop_R, vocab, max_RS, sum_RS, top_RS, CUT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip

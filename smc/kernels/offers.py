@@ -31,6 +31,7 @@ from smc.kernels.law import (
     require_rows,
 )
 from smc.kernels.sampling import exponentials
+from smc.kernels.variants import one_variant
 
 PART = 64
 """Columns of the parts of which the first pass keeps the largest entry."""
@@ -95,7 +96,7 @@ def _steps(vocab: int) -> int:
     return next((i for i in range(MOST_STEPS) if vocab <= FEW * FAN**i), MOST_STEPS)
 
 
-@triton.jit
+@one_variant("logits", "stride", "vocab")
 def _survey(
     logits, stride, temperature_R, key_R, last_R, drop_R, vocab, max_RS, sum_RS, largest_RP, parts,
     PART: tl.constexpr, CUT: tl.constexpr, BLOCK: tl.constexpr,
@@ -150,7 +151,7 @@ def _part_of(packed_X):
     return (packed_X & 0x7FFFFFFF).to(tl.int32) ^ 0x7FFFFFFF
 
 
-@triton.jit
+@one_variant("logits", "stride", "vocab", "largest_RP", "list_RX", "best_RC")
 def _find(
     logits, stride, temperature_R, key_R, last_R, drop_R, vocab, max_RS, sum_RS, largest_RP, parts, list_RX, best_RC, longest,
     bound_key_R, bound_column_R, top_R, log_sum_R, token_RC, logq_RC, share_RC, splits, most, width,
@@ -190,7 +191,7 @@ def _find(
     tl.store(log_sum_R + row, log_sum)
 
 
-@triton.jit
+@one_variant("logits", "stride", "vocab")
 def _race_rest(
     logits, stride, temperature_R, key_R, last_R, drop_R, vocab, seed_R, round_R, stream_R, position_R,
     bound_key_R, bound_column_R, max_RS, sum_RS, won_RS, token_RS,
@@ -218,7 +219,7 @@ def _race_rest(
     tl.store(token_RS + out, split * BLOCK + at)
 
 
-@triton.jit
+@one_variant()
 def _finish_rest(
     logits, stride, temperature_R, key_R, last_R, drop_R, max_RS, sum_RS, won_RS, token_RS, top_R, log_sum_R,
     token_RC, logq_RC, share_RC, splits, most, SPLITS: tl.constexpr, CUT: tl.constexpr,

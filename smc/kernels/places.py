@@ -14,6 +14,9 @@ from torch import Tensor
 
 from smc.limits import MAX_PARTICLES
 
+GROUPS = tl.constexpr(64)
+"""That are looked at at a time."""
+
 
 def programs(places: int, groups: int) -> int:
     """How many there are, of MAX_PARTICLES places each."""
@@ -26,14 +29,20 @@ def columns(count: int, size: int, dtype: torch.dtype, device: torch.device) -> 
 
 
 @triton.jit
-def own_places(first_G, size_G, groups, places, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr):
+def own_places(first_G, size_G, groups, places, BLOCK_N: tl.constexpr):
     """This program's places int32 [N] and whether they exist; which group they are of, and whether they are of any."""
-    program, n, g = tl.program_id(0), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_G)
+    program, n = tl.program_id(0), tl.arange(0, BLOCK_N)
     is_group = program < groups
     group = tl.where(is_group, program, 0)
-    size_of_G = tl.load(size_G + g, mask=g < groups, other=0).to(tl.int32)
-    end_of_G = tl.load(first_G + g, mask=g < groups, other=0).to(tl.int32) + size_of_G
-    end = tl.max(tl.where(size_of_G > 0, end_of_G, 0), 0)
     first, size = tl.load(first_G + group).to(tl.int32), tl.load(size_G + group).to(tl.int32)
-    place_N = tl.where(is_group, first, end + (program - groups) * BLOCK_N) + n
+    if not is_group:
+        # Behind the last.
+        first = tl.zeros_like(first)
+        for begin in range(0, groups, GROUPS):
+            g = begin + tl.arange(0, GROUPS)
+            first_of_G = tl.load(first_G + g, mask=g < groups, other=0).to(tl.int32)
+            size_of_G = tl.load(size_G + g, mask=g < groups, other=0).to(tl.int32)
+            first = tl.maximum(first, tl.max(tl.where(size_of_G > 0, first_of_G + size_of_G, 0), 0))
+        first += (program - groups) * BLOCK_N
+    place_N = first + n
     return place_N, tl.where(is_group, n < size, place_N < places), group, is_group

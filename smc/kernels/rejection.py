@@ -18,6 +18,7 @@ from torch import Tensor
 
 from smc.kernels.law import Cut, best_column, combine, cut_arguments, cut_logit, inverse_temperature, load_block, require_rows, sum_block
 from smc.kernels.sampling import exponentials
+from smc.kernels.variants import one_variant
 from smc.limits import MAX_PARTICLES
 
 NOTHING = tl.constexpr(-1)
@@ -83,7 +84,7 @@ def say(
     return said_CQ, said_logp_CQ
 
 
-@triton.jit
+@one_variant("logits", "stride", "vocab", "law_RV", "law_stride")
 def _write_law(
     logits, stride, temperature_R, key_R, last_R, drop_R, vocab, max_RS, sum_RS, top_RS, law_RV, law_stride,
     SPLITS: tl.constexpr, CUT: tl.constexpr, BLOCK: tl.constexpr,
@@ -100,7 +101,7 @@ def _write_law(
     tl.store(law_RV + row.to(tl.int64) * law_stride + column, logp, mask=column < vocab)
 
 
-@triton.jit
+@one_variant("logp_CQV", "logq_CLV", "left_CV", "vocab")
 def _say(
     place_C, tokens_AQ, count_A, alive_A, rank_A, seed_A, position_AQ, logp_CQV, logq_CLV, first_G, size_G,
     left_CV, said_CQ, said_logp_CQ, vocab,

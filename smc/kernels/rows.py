@@ -18,9 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from smc.kernels.variants import one_variant
+
 FAR = tl.constexpr(2**30)  # Beyond every position and row.
 ROW_FIELDS, PIECE_FIELDS = 4, 6
 BLOCK_T = 128
+LANES = (64, 256, 1024)
+"""Of a program that looks at all rows: few sizes, since each is compiled."""
 
 
 class Tables(NamedTuple):
@@ -123,18 +127,19 @@ def prepare(
         row_4R = torch.empty(ROW_FIELDS, rows, dtype=torch.int32, device=device)
         piece_6W = torch.empty(PIECE_FIELDS, room, dtype=torch.int32, device=device)
         pieces_1 = torch.empty(1, dtype=torch.int32, device=device)
-    block_r, (*index, tail) = max(16, triton.next_power_of_2(rows)), tables.arguments()
+    # Only to cut prefixes, all rows are looked at by one program.
+    block_r = LANES[0] if shape is None else next((lanes for lanes in LANES if lanes >= rows), triton.next_power_of_2(rows))
+    *index, tail = tables.arguments()
     _prepare[(triton.cdiv(rows * queries, BLOCK_T) + (shape is not None),)](
         *index, start_R, count_R, skip_R, new_2T, *(groups or (None,) * 4), row_4R, piece_6W, pieces_1, rows, rows * queries,
-        room, longest, Q=queries, TAIL=tail, SKIPS=skip_R is not None, CUT=shape is not None,
-        BLOCK_T=BLOCK_T, BLOCK_R=block_r, **_sizes(shape), num_warps=min(16, max(4, block_r // 128)),
+        room, longest, queries, *_sizes(shape), TAIL=tail, SKIPS=skip_R is not None, CUT=shape is not None,
+        BLOCK_T=BLOCK_T, BLOCK_R=block_r, num_warps=min(16, max(4, block_r // 128)),
     )  # fmt: skip
     return Prepared(tables, start_R, count_R, *new_2T, row_4R, piece_6W, pieces_1)
 
 
-def _sizes(shape: PieceShape | None) -> dict[str, int]:
-    shape = shape or PieceShape(1, 1, 1, 1, 1, 0)
-    return {"N": shape.heads, "BLOCK_X": shape.block_x, "BLOCK_P": shape.block_p, "PIECES": shape.pieces, "MIN_TILES": shape.min_tiles}
+def _sizes(shape: PieceShape | None) -> tuple[int, int, int, int, int]:
+    return (0,) * 5 if shape is None else (shape.heads, shape.block_x, shape.block_p, shape.pieces, shape.min_tiles)
 
 
 @triton.jit
@@ -158,24 +163,24 @@ def page_at(p, exists, table, width, tail, tail_width, tail_start, TAIL: tl.cons
     return tl.load(at, mask=exists & found, other=0)
 
 
-@triton.jit
+@one_variant()
 def _prepare(
     table_SL, table_stride, width, slot_R, tail_RB, tail_stride, tail_width, tail_R, start_R, count_R, skip_R, new_2T,
     group_R, first_G, size_G, shared_G, row_4R, piece_6W, pieces_1, rows, tokens, W, longest,
-    Q: tl.constexpr, N: tl.constexpr, TAIL: tl.constexpr, SKIPS: tl.constexpr, CUT: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_P: tl.constexpr, PIECES: tl.constexpr, MIN_TILES: tl.constexpr,
+    queries, heads, block_x, block_p, most_pieces, min_tiles,
+    TAIL: tl.constexpr, SKIPS: tl.constexpr, CUT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     if CUT:
         if block == 0:
             _cut_prefixes(
                 longest, slot_R, tail_R, start_R, count_R, group_R, first_G, size_G, shared_G, row_4R, piece_6W, pieces_1, rows, W,
-                Q * N, TAIL, BLOCK_R, BLOCK_X, BLOCK_P, PIECES, MIN_TILES,
+                queries * heads, block_x, block_p, most_pieces, min_tiles, TAIL, BLOCK_R,
             )  # fmt: skip
         block -= 1
     token = block * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = (token >= 0) & (token < tokens)
-    r, query = tl.where(inside, token // Q, 0), token % Q
+    r, query = tl.where(inside, token // queries, 0), token % queries
     exists = inside & (query < tl.load(count_R + r))
     position = tl.where(exists, tl.load(start_R + r) + query, 0)
     stored = exists
@@ -190,10 +195,9 @@ def _prepare(
 @triton.jit
 def _cut_prefixes(
     longest, slot_R, tail_R, start_R, count_R, group_R, first_G, size_G, shared_G, row_4R, piece_6W, pieces_1, rows, W,
-    QN: tl.constexpr, TAIL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_P: tl.constexpr,
-    PIECES: tl.constexpr, MIN_TILES: tl.constexpr,
+    each, block_x, block_p, most_pieces, min_tiles, TAIL: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """One lane a row; a group's first live row speaks for it."""
+    """One lane a row of `each` queries; a group's first live row speaks for it."""
     r = tl.arange(0, BLOCK_R)
     inside = r < rows
     group, reach = tl.load(group_R + r, mask=inside, other=0), tl.load(start_R + r, mask=inside, other=0)
@@ -207,28 +211,28 @@ def _cut_prefixes(
     # A group's last row has seen them all; its first live row is known from there on. Padding may name any group, and says nothing.
     reach = tl.gather(reach, tl.maximum(tl.minimum(first + size, BLOCK_R) - 1, 0), 0)
     shared = tl.where(reach < FAR, tl.maximum(tl.minimum(tl.minimum(shared, reach), longest), 0), 0)
-    x = tl.where(lead < FAR, (first + size - lead) * QN, 0)
-    tiles, reads = tl.where(shared > 0, tl.cdiv(x, BLOCK_X), 0), tl.cdiv(shared, BLOCK_P)
+    x = tl.where(lead < FAR, (first + size - lead) * each, 0)
+    tiles, reads = tl.where(shared > 0, tl.cdiv(x, block_x), 0), tl.cdiv(shared, block_p)
     speaks = live & (r == lead)
     all_tiles = tl.sum(tl.where(speaks, tiles, 0), 0)
     # A multiple of the tiles where there are few, so that one group's tiles are all cut alike.
-    aim = tl.where(all_tiles < PIECES, PIECES // tl.maximum(all_tiles, 1) * all_tiles, PIECES)
-    chunk = tl.maximum(tl.cdiv(tl.sum(tl.where(speaks, tiles * reads, 0), 0), tl.maximum(aim, 1)), MIN_TILES)
+    aim = tl.where(all_tiles < most_pieces, most_pieces // tl.maximum(all_tiles, 1) * all_tiles, most_pieces)
+    chunk = tl.maximum(tl.cdiv(tl.sum(tl.where(speaks, tiles * reads, 0), 0), tl.maximum(aim, 1)), min_tiles)
     splits = tl.cdiv(reads, chunk)
     pieces = tl.where(speaks, tiles * splits, 0)
     entry = tl.cumsum(tl.where(speaks, x * splits, 0), 0) - x * splits
     tl.store(row_4R + r, shared, mask=inside)
-    tl.store(row_4R + rows + r, entry + (r - lead) * QN, mask=inside)
+    tl.store(row_4R + rows + r, entry + (r - lead) * each, mask=inside)
     tl.store(row_4R + 2 * rows + r, x, mask=inside)
     tl.store(row_4R + 3 * rows + r, tl.where(live, splits, 0), mask=inside)
     tl.store(pieces_1, tl.sum(pieces, 0))
-    begin, chunk = tl.cumsum(pieces, 0) - pieces, chunk * BLOCK_P
+    begin, chunk = tl.cumsum(pieces, 0) - pieces, chunk * block_p
     for k in tl.range(0, tl.max(pieces, 0)):
         # Tiles of one split side by side: they read the same keys.
-        split, done = k // tl.maximum(tiles, 1), k % tl.maximum(tiles, 1) * BLOCK_X
+        split, done = k // tl.maximum(tiles, 1), k % tl.maximum(tiles, 1) * block_x
         at, mine = piece_6W + begin + k, k < pieces
-        tl.store(at, lead * QN + done, mask=mine)
-        tl.store(at + W, tl.minimum(x - done, BLOCK_X), mask=mine)
+        tl.store(at, lead * each + done, mask=mine)
+        tl.store(at + W, tl.minimum(x - done, block_x), mask=mine)
         tl.store(at + 2 * W, slot, mask=mine)
         tl.store(at + 3 * W, split * chunk, mask=mine)
         tl.store(at + 4 * W, tl.minimum(split * chunk + chunk, shared), mask=mine)

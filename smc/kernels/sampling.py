@@ -27,6 +27,7 @@ from smc.kernels.law import (
     require_rows,
     sum_block,
 )
+from smc.kernels.variants import one_variant
 
 
 def draw(
@@ -135,7 +136,7 @@ def _log_of_rest(y):
     return tl.fma(shifted.to(tl.float32), 0.6931471805599453 * 2.0**-23, tl.fma(p, m * m, m))
 
 
-@triton.jit
+@one_variant("logits", "stride", "vocab")
 def _race(
     logits, stride, temperature_R, key_R, last_R, drop_R, vocab, seed_R, round_R, stream_RD, position_R, max_RS, sum_RS, key_RSD, token_RSD,
     PURPOSE: tl.constexpr, DRAWS: tl.constexpr, DRAW_BLOCK: tl.constexpr, BLOCK: tl.constexpr, CUT: tl.constexpr,
@@ -164,7 +165,7 @@ def _race(
         tl.store(token_RSD + out, split * BLOCK + at)
 
 
-@triton.jit
+@one_variant()
 def _finish_race(
     logits, stride, temperature_R, key_R, last_R, drop_R, max_RS, sum_RS, key_RSD, token_RSD, token_RD, logq_RD, lse_R, splits,
     DRAWS: tl.constexpr, BLOCK: tl.constexpr, CUT: tl.constexpr,
@@ -201,7 +202,7 @@ def _gather(logits, stride, temperature_R, key_R, last_R, drop_R, row, token, gi
     return tl.where(given, logp, 0.0)
 
 
-@triton.jit
+@one_variant()
 def _finish_sum(
     logits, stride, temperature_R, key_R, last_R, drop_R, max_RS, sum_RS, top_RS, label_X, extra_XF, row_X, logp_X, extra_logp_XF, splits,
     extra, BLOCK: tl.constexpr, EXTRA_BLOCK: tl.constexpr, CUT: tl.constexpr, ROWS: tl.constexpr,

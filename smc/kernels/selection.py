@@ -17,6 +17,7 @@ from torch import Tensor
 from smc.algorithm.bounds import Bounds
 from smc.algorithm.selection import BRANCH_POSITION, EQUAL, Selection
 from smc.kernels.places import columns, own_places, programs
+from smc.kernels.variants import one_variant
 from smc.limits import MAX_PARTICLES, SCHEME_NAMES
 from smc.philox import Purpose
 
@@ -47,7 +48,7 @@ def select(
         candidates_AF.contiguous(), alive_A.contiguous(), groups.first_G, groups.size_G, groups.count_G, groups.draws_G,
         threshold_G, scheme_G, seed_G, round_G,
         ancestor_A, branch_A, logw_A, held_A, log_z_G, ess_G, resampled_G, collapsed_G, *scratch_3M,
-        branches, count, places, BLOCK_N=MAX_PARTICLES, BLOCK_F=triton.next_power_of_2(branches), BLOCK_G=triton.next_power_of_2(count),
+        branches, count, places, BLOCK_N=MAX_PARTICLES, BLOCK_F=triton.next_power_of_2(branches),
         # The reference rounds a product before it subtracts from it.
         enable_fp_fusion=False, num_warps=warps,
     )  # fmt: skip
@@ -218,15 +219,15 @@ def _resample(
     return _place(chosen_P, size, draws, BLOCK_N, BLOCK_F)
 
 
-@triton.jit
+@one_variant()
 def _select(
     candidates_AF, alive_A, first_G, size_G, count_G, draws_G, threshold_G, scheme_G, seed_G, round_G,
     ancestor_A, branch_A, logw_A, held_A, log_z_G, ess_G, resampled_G, collapsed_G, expected_M, uniform_M, more_M,
-    branches, groups, places, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_G: tl.constexpr,
+    branches, groups, places, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0)
     if group >= groups:
-        place_N, exists_N, _, _ = own_places(first_G, size_G, groups, places, BLOCK_N, BLOCK_G)
+        place_N, exists_N, _, _ = own_places(first_G, size_G, groups, places, BLOCK_N)
         tl.store(ancestor_A + place_N, place_N.to(tl.int64), mask=exists_N)
         tl.store(branch_A + place_N, place_N.to(tl.int64) * 0, mask=exists_N)
         tl.store(logw_A + place_N, tl.full((BLOCK_N,), -float("inf"), tl.float64), mask=exists_N)

@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from smc.kernels.norm import launch_options, sum_parts
+from smc.kernels.variants import one_variant
 
 
 def store_kv(
@@ -45,7 +46,7 @@ def store_kv(
     )  # fmt: skip
 
 
-@triton.jit
+@one_variant("qkv", "q_out", "keys", "values", "rope", "q_norm", "k_norm", "split_stride")
 def _store_kernel(
     qkv, q_out, keys, values, rope, position_T, page_T, q_norm, k_norm, eps, split_stride,
     H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,

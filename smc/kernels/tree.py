@@ -16,6 +16,7 @@ from torch import Tensor
 
 from smc.algorithm.expansion import Expansion, Kind, Offers
 from smc.kernels.stops import after, table_arguments
+from smc.kernels.variants import one_variant
 from smc.stops import DONE, MAX_STATES, StopTables
 
 BLOCK = 4
@@ -85,7 +86,7 @@ def _of_trees(chosen: Expansion, offers: Offers) -> tuple[Tensor, ...]:
     return chosen.parent_X, chosen.offer_X, chosen.mass_X, chosen.nan_G, offers.token_RC, offers.logq_RC
 
 
-@triton.jit
+@one_variant()
 def _adopt(
     root_S, tokens_SK, logq_SK, tail_SB, count_S, alive_S, ended_S, before_S, text_S, tokens_stride, logq_stride, tail_stride,
     parent_X, offer_X, mass_X, nan_G, token_SC, logq_SC, token_SD, logq_SD,

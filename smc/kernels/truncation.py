@@ -29,6 +29,7 @@ from smc.kernels.law import (
     require_rows,
     sum_block,
 )
+from smc.kernels.variants import one_variant
 
 DIGIT = 4
 """Bits that a pass finds."""
@@ -131,7 +132,7 @@ def _raw(key, BITS: tl.constexpr):
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@one_variant()
 def _begin(
     logits, stride, temperature_R, vocab, top_k_R, top_p_R, min_p_R, max_RS, sum_RS, best_RS,
     top_R, total_R, need_R, floor_R, low_IR, splits,
@@ -190,7 +191,7 @@ def _interval(
     return low
 
 
-@triton.jit
+@one_variant("logits", "stride", "vocab")
 def _find(
     logits, stride, temperature_R, vocab, top_R, need_R, low_IR, found_IRSP,
     PASS: tl.constexpr, COUNTS: tl.constexpr, DIGIT: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr,
@@ -215,7 +216,7 @@ def _find(
         tl.store(out + v, tl.sum(tl.where(value >= v, weight, 0.0), 0))
 
 
-@triton.jit
+@one_variant("logits", "stride", "vocab")
 def _measure(
     logits, stride, temperature_R, vocab, top_R, need_R, low_IR, found_IRSP, key_R, measured_3RS,
     PASS: tl.constexpr, DIGIT: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr,
@@ -246,7 +247,7 @@ def _measured(temperature_R, top_R, key_R, measured_3RS, row, rows, splits, BITS
     return key, above, mass, equal_S, each
 
 
-@triton.jit
+@one_variant()
 def _turn(
     temperature_R, top_R, key_R, measured_3RS, splits, top_p_R, need_R, floor_R, bound_R, ties_R, low_IR,
     BITS: tl.constexpr, SPLITS: tl.constexpr,
@@ -261,7 +262,7 @@ def _turn(
     tl.store(low_IR + row, tl.maximum(key, tl.load(floor_R + row)))
 
 
-@triton.jit
+@one_variant("logits", "stride", "vocab")
 def _end(
     temperature_R, top_R, key_R, measured_3RS, splits,
     logits, stride, vocab, total_R, need_R, bound_R, ties_R, share, log_share, last_R, drop_R,

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from smc.kernels.places import columns, own_places, programs
+from smc.kernels.variants import one_variant
 from smc.limits import MAX_PARTICLES
 
 
@@ -22,18 +23,18 @@ def walk(tokens_AQ: Tensor, count_A: Tensor, drawn_AQ: Tensor, alive_A: Tensor, 
     best_A, right_A = columns(2, places, torch.int64, tokens_AQ.device)
     given = (tensor.contiguous() for tensor in (tokens_AQ, count_A, drawn_AQ, alive_A, *groups))
     count = len(groups[0])
-    blocks = {"BLOCK_N": MAX_PARTICLES, "BLOCK_Q": triton.next_power_of_2(tokens + 1), "BLOCK_G": triton.next_power_of_2(count)}
+    blocks = {"BLOCK_N": MAX_PARTICLES, "BLOCK_Q": triton.next_power_of_2(tokens + 1)}
     _walk[(programs(places, count),)](*given, best_A, right_A, tokens, count, places, **blocks, num_warps=4)
     return best_A, right_A
 
 
-@triton.jit
+@one_variant()
 def _walk(
     tokens_AQ, count_A, drawn_AQ, alive_A, first_G, size_G, best_A, right_A, tokens, groups, places,
-    BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     q = tl.arange(0, BLOCK_Q)
-    place_N, exists_N, _, is_group = own_places(first_G, size_G, groups, places, BLOCK_N, BLOCK_G)
+    place_N, exists_N, _, is_group = own_places(first_G, size_G, groups, places, BLOCK_N)
     count_N = tl.load(count_A + place_N, mask=exists_N, other=0)
     at_NQ = place_N[:, None] * tokens + q[None, :]
     # The first token is right; after it, each that exists and was drawn where the one before it stands.

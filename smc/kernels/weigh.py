@@ -12,12 +12,13 @@ import triton
 import triton.language as tl
 
 from smc.algorithm.expansion import Kind
+from smc.kernels.variants import one_variant
 
 INDEPENDENT, DISTINCT, BEST = (tl.constexpr(int(kind)) for kind in (Kind.INDEPENDENT, Kind.DISTINCT, Kind.BEST))
 NONE = tl.constexpr(-float("inf"))
 
 
-@triton.jit
+@one_variant()
 def weigh(
     slot_A, group_A, alpha_A, seed_A, round_A, first_G, size_G, kind_G, alive_S,
     origin_A, logq_AQ, count_A, alive_A, logw_A, open_A, logp_AQ, drawn_AQ, nan_A, nan_AQ, rows_WX,

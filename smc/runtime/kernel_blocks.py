@@ -42,7 +42,7 @@ def lay_out(state: SlotState, logq_SQ: Tensor, plan: RoundPlan, drafted: Drafted
         numbers_7A, flags_3A, logw_A, tokens_AQ, logq_AQ, rows_4A, law_4T, top_k_T, label_T, keys_3T, stride_a, law_4T.stride(0),
         places, groups, places,
         K=q - (drafted is not None), Q=q, STREAMS=STREAMS_PER_PARTICLE, BLOCK_N=MAX_PARTICLES, BLOCK_Q=triton.next_power_of_2(q),
-        BLOCK_G=triton.next_power_of_2(groups), LOOKAHEAD=drafted is None, EXACT=plan.has_exact, num_warps=4,
+        LOOKAHEAD=drafted is None, EXACT=plan.has_exact, num_warps=4,
     )  # fmt: skip
     origin_A, count_A, run_A, *next_3A, last_A = numbers_7A
     ended_A, alive_A, open_A = flags_3A

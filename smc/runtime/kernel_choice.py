@@ -77,7 +77,7 @@ def conclude(evidence: Evidence, candidates: Candidates, own: Selection | None, 
         *_contiguous(given),
         choice_9A, flags_2A, grown_AQ, count_A, logq_AQ, logp_AQ, first_logp_A, group_2G, flags_3G, path_AQ, run_2A, places, groups, rows,
         F=evidence.width, K=evidence.drafted.block, Q=q, C=candidates.offers.token_RC.shape[1], BLOCK_N=MAX_PARTICLES,
-        BLOCK_Q=triton.next_power_of_2(q), BLOCK_G=triton.next_power_of_2(groups), LOOKAHEAD=evidence.lookahead, OWN=own is not None,
+        BLOCK_Q=triton.next_power_of_2(q), LOOKAHEAD=evidence.lookahead, OWN=own is not None,
         TREES=trees is not None, EXACT=plan.has_exact, SAID=said.logp_X is not None,
         OFFERED=said.offered_logp_AC is not None, STRINGS=tables.next_EXB is not None, DONE=DONE, STATES=MAX_STATES, num_warps=4,
     )  # fmt: skip

@@ -11,45 +11,21 @@ from triton import knobs
 
 from smc.engine.local import ModelPair, local_engine
 from smc.engine.rehearsal import rehearsal
-from smc.engine.request import Request, SamplingParams
-from smc.engine.warm_up import BIASED, RARE, rare_requests, rehearse
+from smc.engine.warm_up import rare_requests, rehearse
 from smc.models.presets import NoText, preset
 from smc.models.random_model import random_model
 from smc.runtime.config import EngineConfig
+from tests.engine.assorted import some_request
 
 CONTEXT = 1024
 FORMS = [
     EngineConfig(block=5, max_slots=16, max_context=CONTEXT),
     EngineConfig(form="lockstep", block=5, max_slots=16, max_context=CONTEXT),
 ]
-COMMON = [
-    {},
-    {"method": "exact"},
-    {"method": "target"},
-    {"top_p": 0.9},
-    {"method": "exact", "top_k": 9},
-    {"temperature": 0.5, "min_p": 0.1},
-]
 TIMES = 16
 """That so many requests at once are sent, of each number of them."""
 ROUND = 1.0
 """Seconds that a step may take which has a round of a new size to record."""
-
-
-def kinds(draw: random.Random) -> list[dict]:
-    biased = [kind | {"logit_bias": dict.fromkeys(range(draw.choice((1, 30, 300))), 1.0)} for kind in BIASED]
-    return [*COMMON, *RARE, *biased]
-
-
-def some_request(draw: random.Random, number: int, vocab: int) -> Request:
-    kind = dict(draw.choice(kinds(draw)))
-    size = draw.choice((5, 60, 700))
-    params = SamplingParams(seed=number, max_tokens=draw.randint(1, 60), **kind)
-    if params.particles:
-        most = 4 if params.verification == "rejection" else 8
-        params = SamplingParams(seed=number, max_tokens=params.max_tokens, particles=draw.randint(1, most), **kind)
-    prompt, negative = (tuple(draw.randrange(vocab) for _ in range(length)) for length in (size, 9))
-    return Request(str(number), prompt, params, negative_prompt=negative if params.guided else None)
 
 
 @pytest.mark.parametrize("config", FORMS, ids=["look-ahead", "lockstep"])
@@ -84,6 +60,6 @@ def test_no_user_waits_for_a_compiler(config):
         knobs.runtime.jit_post_compile_hook = before
     print(f"{config.form}: {number} requests, longest step {longest[0]:.3f} s: {longest[1]}")
     for name, params in compiled:
-        print("compiled", str(name)[:300], params)
+        print("compiled", str(name), params)
     assert not compiled
     assert longest[0] < ROUND, longest

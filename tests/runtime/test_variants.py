@@ -1,0 +1,99 @@
+"""Whoever comes after what a service does before it serves brings no kernel that is still to be compiled, whatever he asks for.
+
+The rounds of such requests are those of an engine on a CPU; their launches are looked at where Triton's interpreter would begin them, and
+left out. What the compiler tells apart is what Triton itself says.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton._C.libtriton import native_specialize_impl
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime import interpreter
+
+from smc.engine.engine import Engine
+from smc.engine.local import ModelPair, local_engine
+from smc.engine.rehearsal import rehearsal
+from smc.engine.warm_up import rare_requests, rehearse
+from smc.models.presets import NoText
+from smc.runtime.config import EngineConfig
+from tests.engine.assorted import some_request
+from tests.models.tiny import random_decoder, tiny_config
+from tests.runtime.test_kernels import KERNELS
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled there: tests/gpu/test_warm_up.py")
+VOCAB, CONTEXT = 300, 1024
+FORMS = [EngineConfig(form=form, block=5, max_slots=16, max_context=CONTEXT) for form in ("lookahead", "lockstep")]
+Call = tuple[str, tuple]
+"""Of a pair: which method, and with what."""
+
+
+def pair() -> ModelPair:
+    shape = tiny_config(vocab_size=VOCAB, num_layers=1, head_dim=16, max_context=CONTEXT, tied_embeddings=False)
+    target, draft = (random_decoder(shape, seed) for seed in (1, 2))
+    return ModelPair(target, draft, NoText(VOCAB), CONTEXT)
+
+
+def noted(engine: Engine) -> list[Call]:
+    """What the engine will ask of its pair."""
+    calls: list[Call] = []
+    for name in ("join", "round"):
+        method = getattr(engine.pair, name)
+        setattr(engine.pair, name, lambda *args, name=name, method=method: (calls.append((name, args)), method(*args))[1])
+    return calls
+
+
+class Variants:
+    """Of all kernels that are launched."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.found: set[tuple] = set()
+        monkeypatch.setattr(interpreter.InterpretedFunction, "run", lambda kernel, *args, **named: self._add(kernel, args, named))
+        # Nothing is written, so nothing may be read that was never written.
+        monkeypatch.setattr(torch, "empty", torch.zeros)
+        monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
+        monkeypatch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
+
+    def _add(self, kernel: interpreter.InterpretedFunction, args: tuple, named: dict) -> None:
+        parameters, alike = inspect.signature(kernel.fn).parameters, kernel.kwargs["do_not_specialize"] or ()
+        options = tuple(sorted((name, value) for name, value in named.items() if name not in parameters and name not in ("grid", "warmup")))
+        given = dict(zip(parameters, args)) | {name: value for name, value in named.items() if name in parameters}
+        told = (self._told(name, value, parameters[name], name not in alike) for name, value in given.items())
+        self.found.add((f"{kernel.fn.__module__}.{kernel.fn.__name__}", *told, options))
+
+    def _told(self, name: str, value: object, parameter: inspect.Parameter, specialised: bool) -> tuple:
+        if "constexpr" in str(parameter.annotation):
+            return name, value
+        return name, native_specialize_impl(CUDABackend, value, False, specialised, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", FORMS, ids=[config.form for config in FORMS])
+def test_nobody_waits_for_a_compiler(config, monkeypatch):
+    draw, reference = random.Random(5), local_engine(pair(), config)
+    before = noted(reference)
+    rehearse(reference, (), rare_requests(config, reference.context, VOCAB))
+    before, after = [*before], noted(reference)
+    for number, together in enumerate([1] * 20 + [4] * 8):
+        requests = (some_request(draw, 4 * number + i, VOCAB) for i in range(together))
+        assert not [output.answer.error for output in reference.run(requests) if output.answer and output.answer.error]
+    monkeypatch.setattr("smc.engine.local.parts_for", lambda _device: replace(KERNELS))
+    kernels = local_engine(pair(), config).pair
+    variants = Variants(monkeypatch)
+    for plan in rehearsal(config, reference.context):
+        kernels.round(plan).result()
+    for name, args in before:
+        getattr(kernels, name)(*args)
+    known = set(variants.found)
+    for name, args in after:
+        getattr(kernels, name)(*args)
+    assert len(known) > 50
+    assert not variants.found - known
