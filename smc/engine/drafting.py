@@ -37,14 +37,16 @@ class CostsDecide:
     def begin(self, tree: Tree, others: Sequence[Tree], beside: Beside, costs: Costs | None) -> int | None:
         if costs is None:
             return None
-        forecast, rows, options = self._forecast(costs), [other.rows for other in others], [0, *_levels(tree.most)]
+        forecast, rows = self._forecast(costs), [other.rows for other in others]
         # It does as all do that run: whether all should do otherwise is asked next.
         if rows and not any(rows):
             return 0
+        # As many as would be its share if all began now.
+        most = forecast.best([*others, tree], beside, self._config.max_slots - beside.slots)[-1]
         if rows and all(rows):
-            options = options[1:]
-        speeds = [forecast.speed([*others, tree], [*rows, more], beside) * (1 if more else SURE) for more in options]
-        return options[int(np.argmax(speeds))]
+            return most
+        alone, drafted = (forecast.speed([*others, tree], [*rows, more], beside) for more in (0, most))
+        return most if drafted > SURE * alone else 0
 
     def change(self, trees: Sequence[Tree], waiting: Sequence[Tree], beside: Beside, costs: Costs | None) -> Sequence[int] | None:
         if costs is None:

@@ -183,10 +183,14 @@ class Starts:
         """A group on its way to rounds of the pair shall come to decode by one model: it needs no more of the other."""
         start, left = self._start_of(group), [lane for lane in group.lanes if lane not in group.lanes_by(alone)]
         self.prefixes.drop(start, left)
-        group.decode_by(alone)
+        self._begin_with(group, alone)
+        self.slots.leave_laws(group.slots)
+
+    def _begin_with(self, group: Group, decoding: Decoding, rows: int | None = None) -> None:
+        """A group on its way to its first rounds, or to come to decode by one model, needs no more slots than these."""
+        group.decode_by(decoding, rows)
         self.slots.give_back(group.slots[group.count :])
         group.slots = group.slots[: group.count]
-        self.slots.leave_laws(group.slots)
         self._expectation.expect(group)
 
     def _start_of(self, group: Group) -> Start | None:
@@ -292,7 +296,10 @@ class Starts:
             self.pair.join(side_of(lane), _table(slots.companions(slots_N), group, tables_XL, group.negative_size))
 
     def grant(self, group: Group) -> None:
-        """Let the next round bring the particles that the caller has asked for: if no other change is under way, and there are slots."""
+        """Let the next round bring the particles that the caller has asked for: if no other change is under way, and there are slots. Who
+        has had no round yet begins with fewer at once."""
+        if group.phase is Phase.PREFILL and group.saved is None and (group.wish or group.count) < group.count:
+            self._begin_with(group, group.decoding, group.wish)
         if group.phase is not Phase.RUNNING or group.wanted is not None:
             return
         if group.wish == group.count:

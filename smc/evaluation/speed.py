@@ -131,6 +131,8 @@ class Watched:
     """Seconds of planning and queueing."""
     work: list[dict[str, tuple[int, int]]] = field(default_factory=list)
     """Of the models: begin and end by name."""
+    runs: list[int] = field(default_factory=list)
+    """Numbers of these: rounds of one follow each other, between two of them lies what was not timed."""
     delivered: int = 0
     """Tokens, to all requests."""
     took_part: int = 0
@@ -141,6 +143,12 @@ class Watched:
         """Seconds: of every wave the mean, of these the median."""
         waves = [[span for _, span in steps] for _, steps in groupby(self.spans, key=lambda step: step[0])]
         return statistics.median(map(statistics.mean, waves))
+
+    @property
+    def link(self) -> float:
+        """Seconds a round in which nobody is at work."""
+        runs = [[worked for _, worked in rounds] for _, rounds in groupby(zip(self.runs, self.work), key=lambda round: round[0])]
+        return sum(map(unattended, runs)) / max(1, len(self.work) - len(runs))
 
     @property
     def tokens(self) -> float:
@@ -282,7 +290,7 @@ class Bench:
             draft=1e3 * draft,
             target=1e3 * target,
             choose=1e3 * choose,
-            link=1e3 * unattended(work),
+            link=1e3 * seen.link,
             host=1e3 * statistics.median(seen.hosts),
             idle=max(0.0, 1 - busy / whole),
             floor=self._floor(mode) / whole,
@@ -292,7 +300,7 @@ class Bench:
     def _watch(self, loop: ClosedLoop | Waves, method: Method, rounds: int) -> Watched:
         """So many rounds that are to be timed."""
         sources, seen = [loop.engine.rounds_of(one) for one in dict.fromkeys((method, Method.TARGET))], Watched()
-        last = time.monotonic_ns()
+        last, run = time.monotonic_ns(), 0
         while len(seen.spans) < rounds:
             read = [source.last for source in sources]
             for source in sources:
@@ -305,8 +313,10 @@ class Bench:
                 seen.took_part += running
                 for source in (source for source, before in zip(sources, read) if source.last is not before):
                     seen.work.append(source.last.spans())
+                    seen.runs.append(run)
                     if self._on_round is not None:
                         self._on_round(Recorded(last, now, source.waited, seen.work[-1]))
+            run += not loop.steady
             # Not a later time: the GPUs go on while this is being written down, and what is left out would make them look faster.
             last = now
         return seen
@@ -328,13 +338,13 @@ def median_length(work: list[dict[str, tuple[int, int]]], name: str) -> float:
 
 
 def unattended(work: list[dict[str, tuple[int, int]]]) -> float:
-    """Seconds a round in which nothing is at work, from when the first round begins to when the last does."""
+    """Seconds in which nothing is at work, from when the first round begins to when the last does."""
     first, last = (min(begin for begin, _ in worked.values()) for worked in (work[0], work[-1]))
     idle, reached = 0, first
     for begin, end in sorted(span for worked in work for span in worked.values()):
         idle += max(0, min(begin, last) - reached)
         reached = max(reached, min(end, last))
-    return 1e-9 * idle / max(1, len(work) - 1)
+    return 1e-9 * idle
 
 
 def _rehearse(engine: Engine) -> None:

@@ -362,3 +362,33 @@ def test_a_crowd_after_a_crowd_is_asked_about_at_once():
             engine.abort(group.id)
     engine.step()
     assert_empty(engine)
+
+
+@pytest.mark.parametrize("form", ["lockstep", "lookahead"])
+def test_a_crowd_that_comes_at_once_begins_with_small_trees(form):
+    """Each alone would have all rows. Its first round has as many as suit all, and nobody sits out one to come to have fewer."""
+    engine, asked = local_engine(pair(), EngineConfig(form=form, block=3, max_slots=256, prefill_chunk=16)), []
+    run = engine.pair.round
+    engine.pair.round = lambda plan: (asked.append(int(plan.size_G.sum())), run(plan))[1]
+    # More rows than one for each of them would take longer than they could bring.
+    engine.costs = made(draft=(1e-4, 0.0), target=(4e-3, 0.0), round_overhead=0.0)
+    count, most = 32, 256
+    steep = Cost(Curve(((1, 4e-3), (most, 4e-3), (2 * most, 1.0))))
+    engine.costs = replace(engine.costs, target=steep)
+    requests = [
+        Request(str(i), (0, 1, i % 3), SamplingParams(method="exact", particles=8, seed=i, max_tokens=20, ignore_eos=True))
+        for i in range(count)
+    ]
+    for one in requests:
+        engine.submit(one)
+    while len(running(engine)) < count:
+        engine.step()
+    before = [group.launched for group in running(engine)]
+    for _ in range(3):
+        engine.step()
+    assert [group.launched - begun for group, begun in zip(running(engine), before)] == [3] * count
+    assert asked and count <= max(asked) <= most // engine.config.target_tokens
+    found = {output.answer.request_id: output.answer for output in engine.run(()) if output.answer}
+    assert_empty(engine)
+    plain = [replace(one, params=SamplingParams(method="target", seed=one.params.seed, max_tokens=20, ignore_eos=True)) for one in requests]
+    assert {name: answer.tokens for name, answer in found.items()} == {name: one.tokens for name, one in answers(engine, plain).items()}

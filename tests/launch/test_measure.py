@@ -25,7 +25,7 @@ from smc.engine.timeline import LANES
 from smc.evaluation.load import problem_load, random_load
 from smc.evaluation.reports.speed import SpeedPlan
 from smc.evaluation.reports.speed import measure as timed
-from smc.evaluation.speed import Bench, Mode, Speed, median_length, unattended
+from smc.evaluation.speed import Bench, Mode, Speed, Watched, median_length, unattended
 from smc.runtime.config import EngineConfig
 from tests.engine.harness import answers
 
@@ -149,7 +149,9 @@ def test_a_gpu_that_was_not_given_is_refused(monkeypatch, given, shown):
 def test_time_in_which_nobody_works_is_counted_once():
     """Two rounds of 100: draft and target overlap, then 10 of nothing; what begins with the last round is not looked at."""
     rounds = [{"draft": (at, at + 60), "target": (at + 20, at + 80), "choose": (at + 85, at + 95)} for at in (1000, 1100, 1200)]
-    assert math.isclose(unattended(rounds), 1e-9 * (5 + 5))
+    assert math.isclose(unattended(rounds), 1e-9 * 2 * (5 + 5))
+    apart = Watched(work=[*rounds, *rounds], runs=[0] * len(rounds) + [1] * len(rounds))
+    assert math.isclose(apart.link, 1e-9 * (5 + 5))
     assert unattended(rounds[:1]) == 0.0
     assert math.isclose(median_length(rounds, "choose"), 1e-8) and median_length(rounds, "follow") == 0.0
 
