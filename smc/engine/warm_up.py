@@ -28,13 +28,17 @@ Kind = dict[str, Any]
 INDEPENDENT: Kind = {"population": "independent"}
 REJECTION: Kind = {"method": "exact", "verification": "rejection"}
 GUIDED: Kind = {"guidance_scale": 1.5}
+POWER: Kind = {"alpha": 2.0}
+NUCLEUS: Kind = {"top_p": 0.9}
 RARE: tuple[Kind, ...] = (
     INDEPENDENT,
-    INDEPENDENT | {"top_p": 0.9},
-    INDEPENDENT | {"alpha": 2.0},
-    {"alpha": 2.0},
+    INDEPENDENT | NUCLEUS,
+    INDEPENDENT | POWER,
+    INDEPENDENT | POWER | NUCLEUS,
+    POWER,
+    POWER | NUCLEUS,
     REJECTION,
-    REJECTION | {"top_p": 0.9},
+    REJECTION | NUCLEUS,
     {"method": "draft"},
     {"method": "target", "logprobs": True, "top_logprobs": 5},
     GUIDED,
@@ -46,8 +50,9 @@ RARE: tuple[Kind, ...] = (
 )
 """Kinds of requests of which there are no rounds of nobody."""
 BIASED: tuple[Kind, ...] = ({}, {"method": "exact"}, {"method": "target"})
-TOGETHER: tuple[Kind, ...] = ({}, {"method": "exact"}, INDEPENDENT, REJECTION)
-"""Kinds that share rounds: without the last, and with it."""
+COMMON: tuple[Kind, ...] = ({}, {"method": "exact"}, INDEPENDENT)
+TOGETHER: tuple[tuple[Kind, ...], ...] = tuple((*COMMON, *more) for more in ((), (REJECTION,), (POWER,), (POWER | NUCLEUS,)))
+"""Kinds that share rounds."""
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +100,7 @@ def rare_requests(config: EngineConfig, context: int, vocab: int) -> Iterator[li
         if most < 1 or (size > SHORT and most < tokens):
             continue
         prompt = tuple(i % vocab for i in range(size))
-        for kinds in (*((kind,) for kind in alone), TOGETHER[:-1], TOGETHER):
+        for kinds in (*((kind,) for kind in alone), *TOGETHER):
             yield [_request(kind, prompt, most, config, vocab) for kind in kinds]
     yield _crowd(config, vocab)
 

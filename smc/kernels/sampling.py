@@ -29,6 +29,9 @@ from smc.kernels.law import (
 )
 from smc.kernels.variants import one_variant
 
+EXTRA = 64
+"""Further tokens of a row that are scored by the same kernel, however few they are."""
+
 
 def draw(
     logits_RV: Tensor,
@@ -98,7 +101,8 @@ def score(
     tokens = (label_X, more, label_X if row_X is None else row_X.contiguous())
     law = (logits_TV, logits_TV.stride(0), temperature_T, *cut_arguments(cut, temperature_T))
     sum_block[(splits, rows)](*law, vocab, *sums_2TS, top_TS, CUT=cut is not None, BLOCK=block, num_warps=warps)
-    blocks = {"CUT": cut is not None, "BLOCK": triton.next_power_of_2(splits), "EXTRA_BLOCK": triton.next_power_of_2(extra) if extra else 0}
+    most = max(EXTRA, triton.next_power_of_2(extra)) if extra else 0
+    blocks = {"CUT": cut is not None, "BLOCK": triton.next_power_of_2(splits), "EXTRA_BLOCK": most}
     _finish_sum[(asked,)](
         *law, *sums_2TS, top_TS, *tokens, logp_X, extra_logp_XF, splits, extra, ROWS=row_X is not None, **blocks, num_warps=1
     )

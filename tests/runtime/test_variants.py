@@ -82,7 +82,7 @@ def test_nobody_waits_for_a_compiler(config, monkeypatch):
     before = noted(reference)
     rehearse(reference, (), rare_requests(config, reference.context, VOCAB))
     before, after = [*before], noted(reference)
-    for number, together in enumerate([1] * 20 + [4] * 8):
+    for number, together in enumerate([1] * 6 + [4] * 12):
         requests = (some_request(draw, 4 * number + i, VOCAB) for i in range(together))
         assert not [output.answer.error for output in reference.run(requests) if output.answer and output.answer.error]
     monkeypatch.setattr("smc.engine.local.parts_for", lambda _device: replace(KERNELS))
@@ -96,4 +96,8 @@ def test_nobody_waits_for_a_compiler(config, monkeypatch):
     for name, args in after:
         getattr(kernels, name)(*args)
     assert len(known) > 50
-    assert not variants.found - known
+    assert not [(name, _constants(told)) for name, *told, _ in variants.found - known]
+
+
+def _constants(told: list[tuple]) -> dict[str, object]:
+    return {name: value for name, value in told if not isinstance(value, tuple)}
