@@ -30,7 +30,10 @@ PROMPT, EOS, LENGTH = (0, 1, 2), 3, 4
 LIMIT = 4.5
 """Standard deviations that a chi-square may be from its mean: a false alarm in about 10,000 choices of seeds, over all tests here."""
 REJECTION = {"method": "exact", "verification": "rejection"}
-FORMS = [EngineConfig(form="lockstep", block=3, max_slots=2048, pages=40_000), EngineConfig(block=3, branches=2, max_slots=2048, pages=40_000)]
+FORMS = [
+    EngineConfig(form="lockstep", block=3, max_slots=2048, pages=40_000),
+    EngineConfig(block=3, branches=2, max_slots=2048, pages=40_000),
+]
 AHEAD = [pytest.param(FORMS[0], marks=pytest.mark.slow), FORMS[1]]
 LAWS = [
     pytest.param(EngineConfig(form="lockstep", block=1, max_slots=2048, pages=40_000), 1, {}, marks=pytest.mark.slow),
