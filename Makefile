@@ -27,8 +27,9 @@ demo: install    ## Answer three questions with the shipped model pair
 	$(BIN)/smcserve demo
 
 # Tests run real processes against limits of time, and two run at once. What fails is run once more, alone: what fails twice is a failure.
+# Bytecode of the checkout is written, too: most of these processes import half of it.
 define tests
-	$(BIN)/python -m pytest -m $(1) || \
+	export PYTHONDONTWRITEBYTECODE=; $(BIN)/python -m pytest -m $(1) || \
 		{ [ $$? -eq 1 ] && echo "Once more, one at a time:" && $(BIN)/python -m pytest -m $(1) -n 0 --last-failed --last-failed-no-failures none; }
 endef
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import numpy as np
@@ -11,12 +12,16 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from triton import language as tl
 from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 _patch_lang_tensor, _create_dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
 _generic_reduce = interpreter.ReduceOps.generic_reduce
 _convert_float, _get_np_dtype = interpreter._convert_float, interpreter._get_np_dtype
+_make_block_type, _broadcast = core.block_type.__init__, TritonSemantic.broadcast_impl_value
 _np_dtypes: dict[str, np.dtype] = {}
+_block_types: dict[tuple, dict] = {}
+_shapes: dict[tuple, tuple[core.tuple, tl.constexpr]] = {}
 
 
 def _patch_index(tensor, scope) -> None:
@@ -77,6 +82,30 @@ def _np_dtype(of: tl.dtype) -> np.dtype:
     return _np_dtypes[name]
 
 
+def _block_type(self, element_ty: tl.dtype, shape) -> None:
+    """It writes the name of every block's type, and types of the numbers in its shape."""
+    key = (element_ty.name, *(one.value if isinstance(one, tl.constexpr) else one for one in shape))
+    if key not in _block_types:
+        _make_block_type(self, element_ty, shape)
+        _block_types[key] = {name: value for name, value in vars(self).items() if name != "element_ty"}
+    self.element_ty = element_ty
+    vars(self).update(_block_types[key])
+
+
+def _tensor(self, handle, type: tl.dtype) -> None:
+    """It makes the shape of every value anew, number by number."""
+    sizes = (*type.shape,) if type.is_block() else ()
+    if sizes not in _shapes:
+        _shapes[sizes] = core.tuple([tl.constexpr(size) for size in sizes]), tl.constexpr(math.prod(sizes))
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.shape, self.numel = _shapes[sizes]
+
+
+def _to_one_shape(self, left, right) -> tuple:
+    """It makes a new shape to find that both have it already."""
+    return (left, right) if left.shape is right.shape else _broadcast(self, left, right)
+
+
 def _patch_once() -> None:
     """It patches the language anew for every call of every function, which takes a quarter of the time; here nothing else is to be done
     with it than to interpret."""
@@ -92,4 +121,8 @@ def _uses_the_language() -> tuple:
 interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot = _patch_index, _dot
 interpreter.ReduceOps.generic_reduce, interpreter.ScanOps.generic_scan = _reduce, _scan
 interpreter._convert_float, interpreter._get_np_dtype = _convert, _np_dtype
+core.block_type.__init__, core.tensor.__init__ = _block_type, _tensor
+TritonSemantic.broadcast_impl_value = _to_one_shape
+# It would work out whether sums of integers overflow, and say nothing of it unless it debugs.
+interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 _patch_once()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
+from torch import Tensor
 
 from smc.models.config import ModelConfig
 
@@ -16,14 +20,21 @@ def pages_that_fit(page_bytes: int, device: torch.device, law_bytes: int = 0) ->
     return max(0, free - RESERVED_BYTES - law_bytes) // page_bytes
 
 
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU it takes memory, and the time to clear it, only where something has been written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    bytes_B = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(bytes_B).view(dtype).view(shape)
+
+
 class KVPool:
     """Keys and values [layers][pages + 1, J, D] each; page 0 is the dummy page. J key/value heads of D dimensions."""
 
     def __init__(self, config: ModelConfig, capacity: int, dtype: torch.dtype, device: torch.device | str) -> None:
         shape = (config.num_layers, capacity + 1, config.num_kv_heads, config.head_dim)
         # Zeros, because a masked position still takes part in a product, and 0 * NaN is NaN.
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys, self.values = (_zeros(shape, dtype, torch.device(device)) for _ in range(2))
 
     @staticmethod
     def page_bytes(config: ModelConfig, dtype: torch.dtype) -> int:

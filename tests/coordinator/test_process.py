@@ -81,6 +81,7 @@ def test_load_on_one_model_does_not_starve_the_other():
         attached(made, spec, work)
 
 
+@pytest.mark.slow
 def test_ranks_without_a_leaders_word_for_longer_than_a_start_may_take():
     """They wait as long as their leader does: only the coordinator knows when it will speak again."""
 

@@ -17,7 +17,7 @@ from tests.engine.pairs import exact_law, next_log_probs, tiny_pair
 PROMPT = (0, 1, 2)
 LENGTH = 5
 EOS = 3
-LOCKSTEP = EngineConfig(form="lockstep", block=2, max_slots=2048)
+LOCKSTEP = EngineConfig(form="lockstep", block=2, max_slots=2048, pages=40_000)
 
 
 def votes(found: Answer) -> dict[tuple[int, ...], float]:

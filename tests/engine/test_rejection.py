@@ -30,18 +30,21 @@ PROMPT, EOS, LENGTH = (0, 1, 2), 3, 4
 LIMIT = 4.5
 """Standard deviations that a chi-square may be from its mean: a false alarm in about 10,000 choices of seeds, over all tests here."""
 REJECTION = {"method": "exact", "verification": "rejection"}
-FORMS = [EngineConfig(form="lockstep", block=3, max_slots=2048), EngineConfig(block=3, branches=2, max_slots=2048)]
+FORMS = [
+    EngineConfig(form="lockstep", block=3, max_slots=2048, pages=40_000),
+    EngineConfig(block=3, branches=2, max_slots=2048, pages=40_000),
+]
 AHEAD = [pytest.param(FORMS[0], marks=pytest.mark.slow), FORMS[1]]
 LAWS = [
-    pytest.param(EngineConfig(form="lockstep", block=1, max_slots=2048), 1, {}, marks=pytest.mark.slow),
-    (EngineConfig(form="lockstep", block=3, max_slots=2048), 4, {"top_k": 2, "temperature": 0.7}),
-    (EngineConfig(form="lockstep", block=4, max_slots=2048), 4, {"draft_temperature": 2.0}),
-    pytest.param(EngineConfig(block=1, branches=2, max_slots=2048), 4, {}, marks=pytest.mark.slow),
-    pytest.param(EngineConfig(block=2, branches=4, max_slots=2048), 1, {}, marks=pytest.mark.slow),
-    (EngineConfig(block=3, branches=2, max_slots=2048), 4, {}),
-    (EngineConfig(block=4, branches=3, max_slots=2048), 3, {"top_k": 2, "temperature": 0.7}),
+    pytest.param(EngineConfig(form="lockstep", block=1, max_slots=2048, pages=40_000), 1, {}, marks=pytest.mark.slow),
+    (EngineConfig(form="lockstep", block=3, max_slots=2048, pages=40_000), 4, {"top_k": 2, "temperature": 0.7}),
+    (EngineConfig(form="lockstep", block=4, max_slots=2048, pages=40_000), 4, {"draft_temperature": 2.0}),
+    pytest.param(EngineConfig(block=1, branches=2, max_slots=2048, pages=40_000), 4, {}, marks=pytest.mark.slow),
+    pytest.param(EngineConfig(block=2, branches=4, max_slots=2048, pages=40_000), 1, {}, marks=pytest.mark.slow),
+    (EngineConfig(block=3, branches=2, max_slots=2048, pages=40_000), 4, {}),
+    (EngineConfig(block=4, branches=3, max_slots=2048, pages=40_000), 3, {"top_k": 2, "temperature": 0.7}),
 ]
-COUNT = 1000
+COUNT = 600
 
 
 def truncated_law(temperature: float, top_k: int) -> dict:
@@ -85,7 +88,7 @@ def test_answers_have_the_targets_law(config, particles, more):
 def test_a_draft_with_a_head_of_its_own_changes_no_law():
     """Tokens without a row are drawn beside the others, and are part of the law that is tried."""
     head = DraftVocab(np.array([0, 2, 3]), 4, 0.25).head(tiny_pair().draft)
-    law, config = exact_law(tiny_pair().target, PROMPT, LENGTH, EOS), EngineConfig(form="lockstep", block=2, max_slots=2048)
+    law, config = exact_law(tiny_pair().target, PROMPT, LENGTH, EOS), EngineConfig(form="lockstep", block=2, max_slots=2048, pages=40_000)
     pair = replace(tiny_pair(), draft_head=head)
     asked = [Request(str(i), PROMPT, SamplingParams(seed=i, max_tokens=LENGTH, particles=2, **REJECTION)) for i in range(COUNT)]
     assert far_from(law, [one.tokens for one in answers(local_engine(pair, config), asked).values()]) < LIMIT

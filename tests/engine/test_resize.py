@@ -20,10 +20,10 @@ from tests.engine.pairs import exact_law, tiny_pair
 
 PROMPT, LENGTH, EOS = (0, 1, 2), 6, 3
 MANY, FEW = 6, 2
-COUNT = 1500
+COUNT = 900
 FORM = {
-    "lockstep": EngineConfig(form="lockstep", block=1, max_slots=1536),
-    "lookahead": EngineConfig(block=1, branches=2, max_slots=1536),
+    "lockstep": EngineConfig(form="lockstep", block=1, max_slots=1536, pages=40_000),
+    "lookahead": EngineConfig(block=1, branches=2, max_slots=1536, pages=40_000),
 }
 
 

@@ -32,7 +32,7 @@ def test_answers_cancelled_and_slow_ones(loadtest, pair, tmp_path):
     path = tmp_path / "run.json"
     with watched(pair) as (service, where):
         mix = ("--cancel-share", 0.3, "--cancel-after-tokens", 1, "--cancel-by", "leave,abort", "--slow-share", 0.3, "--slow-pause", 0.05)
-        load = ("--rate", 10, "--requests", 30, "--output-length", 60, "--ignore-eos", "--connections", 2)
+        load = ("--rate", 10, "--requests", 20, "--output-length", 60, "--ignore-eos", "--connections", 2)
         ran = loadtest(*where, *QUICK, *load, *mix, "--goodput", "ttft:60000", "--json", path)
         service.wait_until_free()
         assert (
@@ -41,7 +41,7 @@ def test_answers_cancelled_and_slow_ones(loadtest, pair, tmp_path):
     written = json.loads(path.read_text())
     ours = written["smcserve"]
     assert ran.code == 0 and "The objective was met" in ran.out
-    assert written["num_prompts"] == 30 == written["completed"] + ours["cancelled"]
+    assert written["num_prompts"] == 20 == written["completed"] + ours["cancelled"]
     assert ours["cancelled"] >= 3 and sum(request["slow_reader"] for request in ours["requests"]) >= 3
     assert ours["codes"] == {"OK": written["completed"], "CANCELLED": ours["cancelled"]}
     for request, tokens in zip(ours["requests"], written["output_lens"]):

@@ -28,8 +28,9 @@ MEBIBYTE = 1 << 20
 
 @pytest.mark.slow
 def test_hundreds_of_requests_in_a_row(start):
-    """Memory may still settle by a few MiB a process: a leak of 12 KB a request would be seen. Longer: `loadtest --profile soak`."""
-    service = start(engine=EngineConfig(block=5, branches=2, max_slots=16))
+    """Memory may still settle by a few MiB a process: a leak of 12 KB a request would be seen. Longer: `loadtest --profile soak`.
+    Pools are so small that the warm-up has used all of them."""
+    service = start(engine=EngineConfig(block=5, branches=2, max_slots=16, pages=1024))
     with service as running, running.client() as client, ThreadPoolExecutor(4) as pool:
 
         def ask(count: int) -> None:

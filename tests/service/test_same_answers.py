@@ -28,9 +28,9 @@ TOPS = {"logprobs": True, "top_logprobs": 5}
 KINDS = [
     {"particles": 8, "max_tokens": 60},
     {"method": "exact", "particles": 4, "max_tokens": 40, "guide_draft": True, **GUIDED},
-    {"particles": 4, "max_tokens": 90, "ess_threshold": 1.0},
+    {"particles": 4, "max_tokens": 60, "ess_threshold": 1.0},
     {"particles": 3, "max_tokens": 40, "guidance_scale": 1.3, **TOPS, "min_tokens": 12},
-    {"method": "target", "max_tokens": 90, **TOPS},
+    {"method": "target", "max_tokens": 50, **TOPS},
     {"particles": 5, "max_tokens": 30, "resampling": "residual", "temperature": 0.8, "top_p": 0.9},
     {"particles": 3, "max_tokens": 90, "alpha": 1.2, "stop": ["####"]},
     {"method": "draft", "max_tokens": 50},
@@ -115,7 +115,7 @@ def test_draft_and_target_work_at_the_same_time(gang):
     before, supervisor._on_step = supervisor._on_step, lambda step: rounds.append(step.times) if step.times else None
     try:
         with gang.client() as client:
-            client.generate([Message("user", ASKED[0][0])], particles=8, seed=1, max_tokens=300, ignore_eos=True)
+            client.generate([Message("user", ASKED[0][0])], particles=8, seed=1, max_tokens=150, ignore_eos=True)
     finally:
         supervisor._on_step = before
     overlapped = [r for r in rounds if r.draft + r.target > r.whole - r.coordinator]

@@ -1,0 +1,23 @@
+"""The memory of a pool on a CPU."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+import torch
+
+from smc.kv.pool import KVPool
+from tests.models.tiny import tiny_config
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_memory_is_taken_where_it_is_written(dtype):
+    config, capacity = tiny_config(num_layers=2), 2_000_000
+    before = psutil.Process().memory_info().rss
+    pool = KVPool(config, capacity, dtype, "cpu")
+    for memory in (pool.keys, pool.values):
+        assert memory.shape == (2, capacity + 1, config.num_kv_heads, config.head_dim) and memory.dtype is dtype
+        memory[:, 7:9] = 1.0
+        assert not memory[:, 1:7].any() and not memory[:, 9:20].any() and not memory[:, -1].any()
+    size = capacity * KVPool.page_bytes(config, dtype)
+    assert psutil.Process().memory_info().rss - before < size / 8 > 10 << 20
