@@ -41,7 +41,7 @@ Pages = Annotated[
 ]
 PrefillChunk = Annotated[
     int | None,
-    option(ENGINE, "Prompt tokens run between two rounds at most. Default: 512, on GPUs 4096.", "--prefill-chunk", metavar="TOKENS"),
+    option(ENGINE, "Prompt tokens run between two rounds at most. Default: 128, on GPUs 4096.", "--prefill-chunk", metavar="TOKENS"),
 ]
 PrefillShare = Annotated[
     float | None,
