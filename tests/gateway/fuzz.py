@@ -226,7 +226,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--warm-up", type=int, default=1000, help="requests before that, in which buffers find their size")
+    parser.add_argument("--warm-up", type=int, default=5000, help="requests before that, in which buffers find their size")
     given = parser.parse_args()
     with serve(SERVE) as started:
         sys.exit(run(started, given.requests, given.seed, given.warm_up))
