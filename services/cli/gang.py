@@ -41,7 +41,7 @@ Pages = Annotated[
 ]
 PrefillChunk = Annotated[
     int | None,
-    option(ENGINE, "Prompt tokens run between two rounds at most. Default: 512, on GPUs 4096.", "--prefill-chunk", metavar="TOKENS"),
+    option(ENGINE, "Prompt tokens run between two rounds at most. Default: 128, on GPUs 4096.", "--prefill-chunk", metavar="TOKENS"),
 ]
 PrefillShare = Annotated[
     float | None,
@@ -94,7 +94,8 @@ StartTimeout = Annotated[
     float | None, option(CLUSTER, "Until every process must be ready. Default: 600.", "--start-timeout", metavar="SECONDS")
 ]
 LinkTimeout = Annotated[
-    float | None, option(CLUSTER, "After which a silent process counts as dead. Default: 60.", "--link-timeout", metavar="SECONDS")
+    float | None,
+    option(CLUSTER, "After which a process that lives but does no work counts as dead. Default: 60.", "--link-timeout", metavar="SECONDS"),
 ]
 Heartbeat = Annotated[float | None, option(CLUSTER, "Between signs of life while nothing runs. Default: 2.", metavar="SECONDS")]
 MaxFailedStarts = Annotated[

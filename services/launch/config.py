@@ -58,7 +58,8 @@ class GangConfig:
     start_timeout: float = 600.0
     """Seconds until every rank must have loaded its weights and run its first rounds: one, and on GPUs those of every kind."""
     link_timeout: float = 60.0
-    """Seconds after which a silent process counts as dead. It must exceed the longest prefill chunk and the longest round."""
+    """Seconds after which a process that lives but does no work counts as dead; one that says nothing at all does sooner
+    (`services.launch.gang.PROBE_SECONDS`). It must exceed the longest prefill chunk and the longest round."""
     heartbeat: float = 2.0
     """Seconds between signs of life while nothing runs."""
     max_failed_starts: int = 5

@@ -28,6 +28,10 @@ from smc.runtime.messages import SIDES
 
 LOOK_SECONDS = 0.1
 """Between two looks at whether a draft has loaded its weights."""
+ASK_SECONDS = 1.0
+"""Between two questions to a process, at least."""
+PROBE_SECONDS = 5.0
+"""In which a process says that it is alive, beside whatever it is at."""
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +54,10 @@ class Gang:
         self._ended = False
         """`kill` has been called, maybe in the middle of the start."""
         self._lives: dict[ray.ObjectRef, str] = {}
+        self._asked: dict[str, ray.ObjectRef] = {}
+        """Signs of life that processes have been asked for."""
+        self._waited: dict[str, float] = {}
+        """Seconds that `check` has waited since then."""
         self._store: dist.TCPStore | None = None
         self._rendezvous: Rendezvous | None = None
         self.address = ""
@@ -66,17 +74,32 @@ class Gang:
             raise GangError(f"the gang did not start: {_first_line(_cause(error))}") from error
 
     def check(self, timeout: float) -> None:
-        """Wait up to `timeout` seconds for a process to end. Raises GangError, naming it, if one has."""
+        """Wait up to `timeout` seconds for a process to end. Raises GangError, naming it, if one has, or if one has been silent for
+        `PROBE_SECONDS` of such waits: in those this process had its turns, whatever the machine was at."""
         with self._guard:
             lives = {life: name for life, name in self._lives.items() if not (self._draft_starts and _is_draft(name))}
         self._wait_for(list(lives), lives, timeout)
+        with self._guard:
+            self._look_for_silence({name for name in lives.values() if name in self.actors}, timeout)
 
-    def probe(self, timeout: float) -> None:
-        """Raises GangError if a process other than the draft's has ended, or does not say within `timeout` seconds that it is alive."""
+    def _look_for_silence(self, names: set[str], waited: float) -> None:
+        """Ask these processes for signs of life, now and then."""
+        asked = list(self._asked.values())
+        answered = set(ray.wait(asked, num_returns=len(asked), timeout=0)[0]) if asked else set()
+        for name in names:
+            self._waited[name] = self._waited.get(name, 0.0) + waited
+            is_silent = name in self._asked and self._asked[name] not in answered
+            if is_silent and self._waited[name] > PROBE_SECONDS:
+                raise GangError(f"{name} does not answer", draft=_is_draft(name) and self._config.outlives_draft)
+            if not is_silent and self._waited[name] >= ASK_SECONDS:
+                self._asked[name], self._waited[name] = self.actors[name].pid.remote(), 0.0
+
+    def probe(self) -> None:
+        """Raises GangError if a process other than the draft's has ended, or does not say within `PROBE_SECONDS` that it is alive."""
         with self._guard:
             asked: dict[ray.ObjectRef, str] = {actor.pid.remote(): name for name, actor in self.actors.items() if not _is_draft(name)}
             lives = {life: name for life, name in self._lives.items() if not _is_draft(name)}
-        _, silent = ray.wait(list(asked), num_returns=len(asked), timeout=timeout)
+        _, silent = ray.wait(list(asked), num_returns=len(asked), timeout=PROBE_SECONDS)
         self._wait_for(list(lives), lives, 0)
         if silent:
             raise GangError(f"{asked[silent[0]]} does not answer")
@@ -145,6 +168,8 @@ class Gang:
         for name in names:
             process = self._processes.pop(name, None)
             ended = name not in lives or lives[name] in over
+            self._asked.pop(name, None)
+            self._waited.pop(name, None)
             actors.append((self.actors.pop(name), None if process is None or ended else cluster.local_pid(process)))
         self._lives = {life: name for life, name in self._lives.items() if name not in names}
         return actors, [self._groups.pop(side) for side in sides if side in self._groups]

@@ -32,8 +32,6 @@ CHECK_SECONDS = 0.5
 """A death is noticed at once; this is how long a wait for one lasts before it is begun again."""
 SILENCE_SECONDS = 5.0
 """Beyond the link's timeout: the coordinator, which sees more, may say first what is wrong."""
-PROBE_SECONDS = 5.0
-"""In which a process says that it is alive, beside whatever it is at."""
 BACKOFF_SECONDS = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Before the next attempt to start a gang, or a draft, by attempts that have failed in a row."""
 
@@ -181,7 +179,7 @@ class Supervisor:
         """The target goes on alone until another draft has come. Raises GangError if that or the coordinator is lost, too."""
         gang, client = self._gang, self._client
         assert gang is not None and client is not None
-        await asyncio.to_thread(gang.probe, PROBE_SECONDS)
+        await asyncio.to_thread(gang.probe)
         logger.error("%s; the target goes on alone", error)
         if error.fault:
             self._suspects.gang_failed(client.requests if self._in_flight is None else self._in_flight)

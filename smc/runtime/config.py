@@ -40,7 +40,7 @@ class EngineConfig:
     pages: int | None = None
     """Token positions in the KV pool of each model; default: on GPUs as many as there is memory for, up to the longest context in every
     slot and as much again for the prefix cache; on a CPU 512 a slot, and at least one request of the longest context."""
-    prefill_chunk: int = 512
+    prefill_chunk: int = 128
     """Prompt tokens run per step and model at most, so that a long prompt does not stop the others."""
     prefill_share: float | None = None
     """Most time that prompts take beside rounds, in the mean, as a share of what the rounds take; default: what `prefill_chunk` takes."""

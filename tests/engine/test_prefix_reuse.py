@@ -83,7 +83,7 @@ def test_a_conversation_goes_on_from_its_last_answer(config, law):
 def test_fifty_requests_hold_a_shared_prompt_once(config):
     """Pages of fifty running requests: the prompt's whole blocks once, what is behind them and the answers for each."""
     prompt, answer = PROMPT * 2, 9
-    engine = local_engine(pair(), replace(config, max_slots=102))
+    engine = local_engine(pair(), replace(config, max_slots=102, prefill_chunk=512))
     engine.submit(request(prompt, "first", particles=2, seed=0, max_tokens=answer, ignore_eos=True))
     while not running(engine):
         engine.step()

@@ -40,6 +40,20 @@ def test_running_requests_get_a_round_in_every_step(form, ahead, monkeypatch):
     assert_empty(engine)
 
 
+def test_a_long_prompt_is_run_in_short_pieces_unless_asked_otherwise():
+    """On a CPU, where a token of a prompt takes as long beside a hundred others as beside four hundred: what somebody else waits for."""
+    engine, sizes = local_engine(pair(512), EngineConfig(block=2)), []
+    engine.submit(request([1], "beside", method="target", seed=1, max_tokens=40, ignore_eos=True))
+    engine.step()
+    run = engine.workers["target"].run_prompts
+    engine.workers["target"].run_prompts = lambda batch: (sizes.append(len(batch.tokens_T)), run(batch))[1]
+    engine.submit(request([0, 1, 2, 2] * 120, "long", method="target", seed=2, max_tokens=4, ignore_eos=True))
+    while not engine.idle:
+        engine.step()
+    assert sizes == [128, 128, 128, 96]
+    assert_empty(engine)
+
+
 def test_a_short_prompt_behind_a_long_one_takes_its_turn():
     """Chunks are for the oldest first, and what a prompt leaves of one is for the next: no step runs more tokens than a chunk."""
     engine, most = local_engine(pair(), EngineConfig(block=2, prefill_chunk=10)), []

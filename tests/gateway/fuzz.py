@@ -4,15 +4,16 @@ starts, and says how they ended, what they left behind, and what somebody else n
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import random
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 
 import grpc
 
@@ -101,7 +102,8 @@ def ended(channel: grpc.Channel, rng: random.Random) -> str:
 
 @dataclass
 class Bystander:
-    """Somebody who has one answer after the other streamed to him."""
+    """Somebody who has one answer after the other streamed to him: in a process of his own, as he knows nothing of those who send the rest
+    and does not wait for their Python."""
 
     address: str
     longest: float = 0.0
@@ -110,27 +112,35 @@ class Bystander:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        self.longest, self._stop = 0.0, threading.Event()
-        with ThreadPoolExecutor(1) as pool:
-            watching = pool.submit(self._watch)
-            try:
-                yield
-            finally:
-                self._stop.set()
-                watching.result(120)
+        context = multiprocessing.get_context("spawn")
+        here, there = context.Pipe()
+        process = context.Process(target=_watch, args=(self.address, there), daemon=True)
+        process.start()
+        here.recv()
+        try:
+            yield
+        finally:
+            here.send("enough")
+            self.longest, answers = here.recv()
+            self.answers += answers
+            process.join()
 
-    def _watch(self) -> None:
-        with Client(self.address) as client:
-            while not self._stop.is_set():
-                tokens: list[int] = []
-                with client.stream("x", **BYSTANDER) as stream:
-                    last = None
-                    for chunk in stream:
-                        now = time.monotonic()
-                        self.longest = max(self.longest, now - (now if last is None else last))
-                        tokens += chunk.tokens
-                        last = now
-                self.answers[tuple(tokens)] += 1
+
+def _watch(address: str, pipe: Connection) -> None:
+    longest, answers = 0.0, Counter()
+    with Client(address) as client:
+        pipe.send("ready")
+        while not pipe.poll():
+            tokens: list[int] = []
+            with client.stream("x", **BYSTANDER) as stream:
+                last = None
+                for chunk in stream:
+                    now = time.monotonic()
+                    longest = max(longest, now - (now if last is None else last))
+                    tokens += chunk.tokens
+                    last = now
+            answers[tuple(tokens)] += 1
+    pipe.send((longest, answers))
 
 
 def fuzz(address: str, numbers: range, seed: int) -> Counter[str]:
@@ -191,12 +201,14 @@ def run(served: Served, requests: int, seed: int, warm_up: int) -> int:
     fuzz(served.address, range(-warm_up, 0), seed)
     before = Look.at(served, tree)
     with bystander.watching():
-        time.sleep(20.0)
-    alone, begin = bystander.longest, time.monotonic()
-    with bystander.watching():
+        begin = time.monotonic()
         found = fuzz(served.address, range(requests), seed)
-    seconds, beside = time.monotonic() - begin, bystander.longest
+        seconds = time.monotonic() - begin
+    beside = bystander.longest
     after = Look.at(served, tree)
+    with bystander.watching():
+        time.sleep(seconds)  # the longest of many pauses is longer than that of few, whatever makes them
+    alone = bystander.longest
     print(f"{requests} requests in {seconds:.0f} s: " + ", ".join(f"{count} {code}" for code, count in found.most_common()))
     kinds = len(bystander.answers)
     answers = f"{sum(bystander.answers.values())} answers, {'all alike' if kinds == 1 else f'of {kinds} kinds'}"
@@ -214,7 +226,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--warm-up", type=int, default=1000, help="requests before that, in which buffers find their size")
+    parser.add_argument("--warm-up", type=int, default=5000, help="requests before that, in which buffers find their size")
     given = parser.parse_args()
     with serve(SERVE) as started:
         sys.exit(run(started, given.requests, given.seed, given.warm_up))

@@ -44,7 +44,7 @@ class FakeGang:
         if self.epoch in self.deaths:
             raise self.deaths[self.epoch]
 
-    def probe(self, timeout: float) -> None:
+    def probe(self) -> None:
         if self.epoch in self.silent:
             raise GangError("target0 does not answer")
 
