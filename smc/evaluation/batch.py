@@ -15,11 +15,11 @@ from smc.runtime.config import EngineConfig
 
 
 def fitted_engine(pair: ModelPair, config: EngineConfig, requests: Sequence[Request], concurrency: int = 1) -> Engine:
-    """An engine with just the slots and pages that `concurrency` of these requests can need at once.
+    """An engine with just the slots and pages that `concurrency` of these requests need at once, to run without waiting for any.
 
     `max_slots` and `pages` of `config` are replaced. Raises ValueError if a request could not run however much there is.
     """
-    needs = [decoding_of(r.params).most_pages(config, r.params, len(r.prompt), negative=r.negative_size) for r in requests]
+    needs = [decoding_of(r.params).ample_pages(config, r.params, len(r.prompt), r.negative_size) for r in requests]
     most = {side: max(need.get(side, 0) for need in needs) for side in ("draft", "target")}
     slots = max(request.params.rows * request.params.slots_per_row for request in requests)
     context = min(config.max_context or pair.max_context, pair.max_context)

@@ -139,7 +139,7 @@ class Waves(Asked):
 
 def fitted(config: EngineConfig, asked: list[Request], requests: int) -> EngineConfig:
     """With room for so many of these requests at once."""
-    needs = [decoding_of(request.params).most_pages(config, request.params, len(request.prompt)) for request in asked]
+    needs = [decoding_of(request.params).ample_pages(config, request.params, len(request.prompt)) for request in asked]
     pages = requests * max(max(need.get(side, 0) for side in SIDES) for need in needs)
     longest = max(len(request.prompt) for request in asked)
     most = max(request.params.max_tokens or 0 for request in asked)

@@ -240,7 +240,7 @@ def _asking(mode: Mode) -> SamplingParams:
 def _fitted(mode: Mode, asked: list[Request], context: int) -> EngineConfig:
     """With room for those that are decoded and for two prompts, of which one may be cached; what was cached before makes room."""
     params = [(request.params, len(request.prompt)) for request in asked] + [(_asking(mode), context)] * 2
-    needs = [decoding_of(one).most_pages(mode.config, one, prompt) for one, prompt in params]
+    needs = [decoding_of(one).ample_pages(mode.config, one, prompt) for one, prompt in params]
     pages = pool_for(sum(max(need.get(side, 0) for side in SIDES) for need in needs))
     sizes = {"max_slots": sum(one.rows for one, _ in params), "max_context": max(prompt + one.max_tokens for one, prompt in params)}
     return replace(mode.config, **sizes, pages=pages, **GPU_PREFILL)

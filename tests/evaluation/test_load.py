@@ -1,0 +1,33 @@
+"""Pools of a measurement are as large as what is measured needs: nobody's round waits for pages."""
+
+from __future__ import annotations
+
+import pytest
+
+from smc.engine.local import local_engine
+from smc.engine.request import SamplingParams
+from smc.evaluation.load import Load, Waves, fitted
+from smc.runtime.config import EngineConfig
+from tests.engine.lives import pair
+
+
+@pytest.mark.parametrize("form", ["lockstep", "lookahead"])
+@pytest.mark.parametrize("law", [{"method": "exact", "particles": 8}, {"method": "smc", "particles": 8}, {"method": "target"}], ids=str)
+def test_no_round_waits_for_pages(form, law):
+    load = Load(2, [[0, 1, 2] * 10, [1, 2], [2] * 20, [1, 0]], 60)
+    config = EngineConfig(form=form, block=5, drafting="always")
+    asked = load.asked(SamplingParams(ignore_eos=True, **law), 60)
+    engine = local_engine(pair(), fitted(config, asked, load.requests))
+    for method in {"target", law["method"]}:
+        engine.rounds_of(SamplingParams(method=method).method).pipelined = True
+    loop, provide, left_out = Waves(engine, asked, load.requests), engine._provide, []
+
+    def provided(wanting):
+        given = provide(wanting)
+        left_out.append(len(wanting) - len(given))
+        return given
+
+    engine._provide = provided
+    while loop.wave < 3:
+        loop.step()
+    assert sum(left_out) == 0 and len(left_out) > 30
