@@ -108,7 +108,7 @@ class Decoding(ABC):
         return {side: begins[side] + most[side] for side in self.sides}
 
     def ample_pages(self, config: EngineConfig, params: SamplingParams, prompt: int, negative: int = 0) -> dict[str, int]:
-        """Pages with which no round of all its rows waits for any; with `most_pages` it gets along, one round after the other if need be."""
+        """Pages with which no round of all its rows waits for any; `most_pages` will do, with one round after the other if need be."""
         most = self.most_pages(config, params, prompt, negative=negative)
         few, all_rows = (self.round_pages(config, n, params.guided_sides) for n in (params.least_rows, self.rows(params)))
         return {side: pages + ROUNDS_IN_FLIGHT * (all_rows[side] - few[side]) for side, pages in most.items()}
