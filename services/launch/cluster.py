@@ -33,6 +33,10 @@ RESOURCE_SHARE = 0.001
 """What a rank asks of a custom resource that hosts have: so little that a host with one of it has enough for all its ranks."""
 
 
+SIGNS = "signs"
+"""Of life: calls of this group are answered whatever else an actor has been called for."""
+
+
 class RankActor:
     """The process of one rank."""
 
@@ -47,6 +51,7 @@ class RankActor:
         """Its host, as Ray calls it, and its id there."""
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
+    @ray.method(concurrency_group=SIGNS)
     def pid(self) -> int:
         return os.getpid()
 
@@ -76,6 +81,7 @@ class CoordinatorActor:
         """See `Coordinator`."""
         self._coordinator.attach_draft(epoch)
 
+    @ray.method(concurrency_group=SIGNS)
     def pid(self) -> int:
         return os.getpid()
 
@@ -141,9 +147,9 @@ def _bundle(gpus: bool, resource: str | None) -> dict[str, float]:
 
 def start_rank(group: PlacementGroup, side: str, rank: int, gpus: bool) -> ray.actor.ActorHandle:
     place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
-    # Two calls at a time: `run` never returns, and `pid` must be answered beside it.
+    # Two calls at a time: `run` never returns.
     options: dict[str, Any] = {"num_cpus": 1, "num_gpus": int(gpus), "max_restarts": 0, "max_concurrency": 2}
-    return ray.remote(_named(RankActor, f"{side} rank {rank}")).options(scheduling_strategy=place, **options).remote()
+    return _remote(RankActor, f"{side} rank {rank}").options(scheduling_strategy=place, **options).remote()
 
 
 def end(actor: ray.actor.ActorHandle, pid: int | None) -> None:
@@ -170,7 +176,7 @@ def start_coordinator() -> ray.actor.ActorHandle:
     """On the host of this process, where the gateway is."""
     here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 4}
-    return ray.remote(_named(CoordinatorActor, "coordinator")).options(scheduling_strategy=here, **options).remote()
+    return _remote(CoordinatorActor, "coordinator").options(scheduling_strategy=here, **options).remote()
 
 
 def release(group: PlacementGroup) -> None:
@@ -182,6 +188,7 @@ def _quiet() -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
 
 
-def _named(actor: type, name: str) -> Any:
-    """The class under a name that says what its process is: `ps`, Ray's tools and Ray's logs show it."""
-    return type(f"smcserve: {name}", (actor,), {})
+def _remote(actor: type, name: str) -> Any:
+    """The class for Ray, under a name that says what its process is: `ps`, Ray's tools and Ray's logs show it."""
+    remote: Any = ray.remote  # Its types do not know of groups.
+    return remote(concurrency_groups={SIGNS: 1})(type(f"smcserve: {name}", (actor,), {}))

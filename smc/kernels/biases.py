@@ -37,7 +37,7 @@ def add(
     return logits_RV
 
 
-@one_variant("column_EB", "early_EB", "late_EB")
+@one_variant("column_EB", "early_EB", "late_EB", "most")
 def _add(
     logits, stride, slot_X, position_R, entry_S, least_S, column_EB, early_EB, late_EB, count_E, each, most, BLOCK: tl.constexpr
 ):  # fmt: skip

@@ -96,7 +96,7 @@ def _steps(vocab: int) -> int:
     return next((i for i in range(MOST_STEPS) if vocab <= FEW * FAN**i), MOST_STEPS)
 
 
-@one_variant("logits", "stride", "vocab")
+@one_variant("logits", "stride", "vocab", "largest_RP", "parts")
 def _survey(
     logits, stride, temperature_R, key_R, last_R, drop_R, vocab, max_RS, sum_RS, largest_RP, parts,
     PART: tl.constexpr, CUT: tl.constexpr, BLOCK: tl.constexpr,
@@ -151,7 +151,7 @@ def _part_of(packed_X):
     return (packed_X & 0x7FFFFFFF).to(tl.int32) ^ 0x7FFFFFFF
 
 
-@one_variant("logits", "stride", "vocab", "largest_RP", "list_RX", "best_RC")
+@one_variant("logits", "stride", "vocab", "largest_RP", "parts", "list_RX", "longest", "best_RC")
 def _find(
     logits, stride, temperature_R, key_R, last_R, drop_R, vocab, max_RS, sum_RS, largest_RP, parts, list_RX, best_RC, longest,
     bound_key_R, bound_column_R, top_R, log_sum_R, token_RC, logq_RC, share_RC, splits, most, width,

@@ -191,7 +191,7 @@ def _interval(
     return low
 
 
-@one_variant("logits", "stride", "vocab")
+@one_variant("logits", "stride", "vocab", "found_IRSP")
 def _find(
     logits, stride, temperature_R, vocab, top_R, need_R, low_IR, found_IRSP,
     PASS: tl.constexpr, COUNTS: tl.constexpr, DIGIT: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr,
@@ -216,7 +216,7 @@ def _find(
         tl.store(out + v, tl.sum(tl.where(value >= v, weight, 0.0), 0))
 
 
-@one_variant("logits", "stride", "vocab")
+@one_variant("logits", "stride", "vocab", "found_IRSP", "measured_3RS")
 def _measure(
     logits, stride, temperature_R, vocab, top_R, need_R, low_IR, found_IRSP, key_R, measured_3RS,
     PASS: tl.constexpr, DIGIT: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr,
@@ -262,7 +262,7 @@ def _turn(
     tl.store(low_IR + row, tl.maximum(key, tl.load(floor_R + row)))
 
 
-@one_variant("logits", "stride", "vocab")
+@one_variant("logits", "stride", "vocab", "measured_3RS")
 def _end(
     temperature_R, top_R, key_R, measured_3RS, splits,
     logits, stride, vocab, total_R, need_R, bound_R, ties_R, share, log_share, last_R, drop_R,
