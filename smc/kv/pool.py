@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+import mmap
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,11 +21,11 @@ def pages_that_fit(page_bytes: int, device: torch.device, law_bytes: int = 0) ->
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On a CPU it takes memory, and the time to clear it, only where something has been written."""
+    """On a CPU memory is taken, and cleared, where something is written. An allocator may have some that it would clear as a whole."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    bytes_B = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(bytes_B).view(dtype).view(shape)
+    untouched = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(untouched, dtype=dtype).view(shape)
 
 
 class KVPool:

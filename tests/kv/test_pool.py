@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Iterator
+
 import psutil
 import pytest
 import torch
@@ -10,7 +13,21 @@ from smc.kv.pool import KVPool
 from tests.models.tiny import tiny_config
 
 
+@pytest.fixture
+def hole() -> Iterator[None]:
+    """The allocator has more than a pool at hand, none of it backed by memory."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    *small, last = (libc.malloc(100_000) for _ in range(8_000))
+    for address in small:
+        libc.free(address)
+    libc.malloc_trim(0)
+    yield
+    libc.free(last)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("hole")
 def test_memory_is_taken_where_it_is_written(dtype):
     config, capacity = tiny_config(num_layers=2), 2_000_000
     before = psutil.Process().memory_info().rss
