@@ -27,6 +27,7 @@ def draw(speeds: Sequence[Foretold], path: Path, title: str) -> None:
     axes.set_yscale("log")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.yaxis.set_minor_formatter(lambda value, _: f"{value:,.0f}" if f"{value:e}"[0] in "235" else "")
     axes.grid(alpha=0.25, which="both")
     drawn: list[str] = []
     for arrangement in dict.fromkeys(speed.arrangement for speed in speeds):
