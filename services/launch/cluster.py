@@ -31,8 +31,6 @@ SLOW_START = "timed out during startup"
 """In what Ray says of itself then."""
 RESOURCE_SHARE = 0.001
 """What a rank asks of a custom resource that hosts have: so little that a host with one of it has enough for all its ranks."""
-
-
 SIGNS = "signs"
 """Of life: calls of this group are answered whatever else an actor has been called for."""
 

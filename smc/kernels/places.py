@@ -24,7 +24,7 @@ def programs(places: int, groups: int) -> int:
 
 
 def columns(count: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Unwritten memory [count, size] whose rows all begin where a kernel's fastest variant can read them."""
+    """Unwritten memory [count, size] whose rows all begin at multiples of 16 entries."""
     return torch.empty(count, triton.cdiv(size, 16) * 16, dtype=dtype, device=device)[:, :size]
 
 
