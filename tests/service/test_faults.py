@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import time
@@ -9,9 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
+import ray
 
 from services.client import Message, ServiceError
-from services.launch.gang import PROBE_SECONDS
+from services.launch.errors import GangError
+from services.launch.gang import ASK_SECONDS, PROBE_SECONDS, Gang
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -105,6 +108,41 @@ def test_the_draft_is_lost_under_load(gang, alone, how):
         again = client.generate(QUESTION, method="exact", timeout=60, particles=4, **SHORT)
         assert again.tokens == alone[:40] and again.statistics.draft_tokens
     gang.until_empty()
+
+
+@pytest.mark.parametrize(("name", "is_draft"), [("coordinator", False), ("target1", False), ("draft0", True)])
+def test_who_has_not_answered_for_five_seconds_of_waits_is_silent(gang, name, is_draft):
+    """Processes of the service are asked beside its own supervisor, by waits that nobody has waited; one is stopped for a moment."""
+    gang.until(lambda: gang.supervisor.has_draft, 60, "the service did not come up")
+    beside = Gang(gang.supervisor._config, gang.supervisor.pair, gang.supervisor.epoch)
+    beside.actors = dict(gang.supervisor.gang.actors)
+    names, pid = set(beside.actors), gang.pids()[name]
+
+    def wait_for_answers(of: set[str]) -> None:
+        answered, _ = ray.wait([beside._asked[one] for one in of], num_returns=len(of), timeout=30)
+        assert len(answered) == len(of)
+
+    beside._look_for_silence(names, ASK_SECONDS / 2)
+    assert not beside._asked
+    beside._look_for_silence(names, ASK_SECONDS / 2)
+    first = dict(beside._asked)
+    assert first.keys() == names
+    wait_for_answers(names)
+    beside._look_for_silence(names, 2 * PROBE_SECONDS)
+    assert not set(first.values()) & set(beside._asked.values())
+    wait_for_answers(names)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        beside._look_for_silence(names, ASK_SECONDS)
+        wait_for_answers(names - {name})
+        beside._look_for_silence(names, PROBE_SECONDS)
+        with pytest.raises(GangError, match=f"^{name} does not answer$") as caught:
+            beside._look_for_silence(names, 0.1)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert caught.value.draft == is_draft
+    wait_for_answers(names)
+    beside._look_for_silence(names, PROBE_SECONDS)
 
 
 @pytest.mark.slow
