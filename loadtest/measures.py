@@ -154,6 +154,7 @@ def summarise(records: Sequence[Record], objective: Objective | None) -> Summary
 
 def is_good(record: Record, objective: Objective) -> bool:
     """Of a request that was answered, with tokens."""
+    assert record.ttft is not None, "an answer with tokens has a first one"
     return objective.met({"ttft": record.ttft, "tpot": record.tpot, "e2el": record.e2el})
 
 

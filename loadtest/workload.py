@@ -53,15 +53,21 @@ class Workload:
             for line in self._trace:
                 yield line.time, line
             return
-        settings, rng = self._settings, np.random.default_rng((self._settings.seed, ARRIVALS))
-        times = {
-            "poisson": lambda: arrivals.poisson(settings.rate, rng),
-            "gamma": lambda: arrivals.gamma(settings.rate, settings.burstiness, rng),
-            "constant": lambda: arrivals.constant(settings.rate),
-            "ramp": lambda: arrivals.ramp(settings.rate, settings.rate_end, settings.warm_up, settings.duration, rng),
-        }[settings.arrivals]()
-        for at in times:
+        for at in self._times():
             yield at, Asked()
+
+    def _times(self) -> Iterator[float]:
+        """Without a trace. What each kind of arrivals needs, `Settings` has asked for."""
+        settings, rng = self._settings, np.random.default_rng((self._settings.seed, ARRIVALS))
+        rate = settings.rate
+        assert rate is not None
+        if settings.arrivals == "gamma":
+            assert settings.burstiness is not None
+            return arrivals.gamma(rate, settings.burstiness, rng)
+        if settings.arrivals == "ramp":
+            assert settings.rate_end is not None and settings.duration is not None
+            return arrivals.ramp(rate, settings.rate_end, settings.warm_up, settings.duration, rng)
+        return arrivals.constant(rate) if settings.arrivals == "constant" else arrivals.poisson(rate, rng)
 
     def _request(self, index: int, at: float, asked: Asked) -> Planned:
         settings = self._settings
@@ -78,6 +84,8 @@ class Workload:
         cancelled = kind < settings.cancel_share
         abort = settings.cancel_by is not None and settings.cancel_by.draw(rng) == "abort"
         slow = not cancelled and kind < settings.cancel_share + settings.slow_share
+        pause = settings.slow_pause if slow else 0.0
+        assert pause is not None, "a share of slow readers comes with their pause"
         return Planned(
             index=index,
             at=at,
@@ -87,7 +95,7 @@ class Workload:
             cancel_after=settings.cancel_after if cancelled else None,
             cancel_after_tokens=settings.cancel_after_tokens if cancelled else None,
             abort=cancelled and abort,
-            pause=settings.slow_pause if slow else 0.0,
+            pause=pause,
         )
 
     def _prompt(self, index: int, asked: Asked, rng: np.random.Generator) -> tuple[Prompt, int | None]:
@@ -100,7 +108,10 @@ class Workload:
             max_tokens = asked.max_tokens
         if asked.prompt is not None:
             return asked.prompt, max_tokens
-        length = asked.prompt_tokens or self._settings.prompt_length.draw(rng)
+        length = asked.prompt_tokens
+        if not length:
+            assert self._settings.prompt_length is not None, "what is asked has a prompt otherwise"
+            length = self._settings.prompt_length.draw(rng)
         return rng.choice(self._token_ids, size=min(length, self._model.max_context - 1)).tolist(), max_tokens
 
     def _question(self, text: str) -> Prompt:

@@ -14,35 +14,39 @@ Axes: R rows, V vocabulary, D draws a row.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any, Generic
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from smc.arrays import to_device
+from smc.types import Array
 
 _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class LawSpec:
+class LawSpec(Generic[Array]):
     """How each of R rows turns logits into a law. Arrays [R]; a neutral value switches a processor off."""
 
-    temperature_R: np.ndarray
+    temperature_R: Array
     """float32, >= 0; 0 is greedy: all mass on the largest logit."""
-    top_k_R: np.ndarray
+    top_k_R: Array
     """int64; 0 = off."""
-    top_p_R: np.ndarray
+    top_p_R: Array
     """float32 in (0, 1]; 1 = off."""
-    min_p_R: np.ndarray
+    min_p_R: Array
     """float32 in [0, 1); 0 = off."""
-    alpha_R: np.ndarray
+    alpha_R: Array
     """float32 > 0; exponent of the law that draws are made from; 1 = the law itself. Proposals ignore it."""
     active: frozenset[str]
     """Processors that some row uses; the others are left out altogether."""
 
     @staticmethod
-    def of(temperature_R: np.ndarray, top_k_R: np.ndarray, top_p_R: np.ndarray, min_p_R: np.ndarray, alpha_R: np.ndarray) -> LawSpec:
+    def of(
+        temperature_R: np.ndarray, top_k_R: np.ndarray, top_p_R: np.ndarray, min_p_R: np.ndarray, alpha_R: np.ndarray
+    ) -> LawSpec[np.ndarray]:
         """Build from arrays, noting which processors are in use."""
         used = {
             "greedy": (temperature_R == 0).any(),
@@ -54,14 +58,14 @@ class LawSpec:
         }
         return LawSpec(temperature_R, top_k_R, top_p_R, min_p_R, alpha_R, frozenset(name for name, is_used in used.items() if is_used))
 
-    def canonical(self) -> LawSpec:
+    def canonical(self) -> LawSpec[Array]:
         """The same laws, with processors counted as in use that need not be: rounds of few kinds are worth more than few operations."""
         truncation = self.active & {"top_k", "top_p", "min_p"}
         if len(truncation) > 1:
             truncation = frozenset({"top_k", "top_p", "min_p"})
         return replace(self, active=truncation | (self.active & {"alpha"}) | {"temperature", "greedy"})
 
-    def take(self, rows: np.ndarray) -> LawSpec:
+    def take(self, rows: Array) -> LawSpec[Array]:
         """The specs of the given rows, in that order (repeats allowed)."""
         laws = (self.temperature_R[rows], self.top_k_R[rows], self.top_p_R[rows], self.min_p_R[rows], self.alpha_R[rows])
         return LawSpec(*laws, self.active)
@@ -70,7 +74,7 @@ class LawSpec:
 class Laws:
     """A LawSpec on a device, with the processors that no row uses left out."""
 
-    def __init__(self, spec: LawSpec, device: torch.device = _CPU) -> None:
+    def __init__(self, spec: LawSpec[Any], device: torch.device = _CPU) -> None:
         def column(name: str, values_R: np.ndarray) -> Tensor | None:
             return to_device(values_R, device)[:, None] if name in spec.active else None
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = [
-    ("smc.arrays", "smc.limits", "smc.philox", "smc.statistics", "smc.terminal"),
+    ("smc.arrays", "smc.limits", "smc.philox", "smc.statistics", "smc.terminal", "smc.types"),
     ("smc.laws",),
     ("smc.algorithm",),
     ("smc.models",),

@@ -110,14 +110,14 @@ def to_prompt_batch(command: pb.PromptCommand) -> PromptBatch:
     )
 
 
-def prompt_outcome(result: PromptResult) -> pb.PromptOutcome:
+def prompt_outcome(result: PromptResult[np.ndarray]) -> pb.PromptOutcome:
     arrays = {"drawn": (result.drawn_RD, "<i4"), "drawn_logp": (result.drawn_logp_RD, "<f4")}
     arrays |= {"weights": (result.logw_RD, "<f8"), "log_z": (result.log_z_R, "<f4")}
     arrays |= {"top": (result.top_YK, "<i4"), "top_logp": (result.top_logp_YK, "<f4")}
     return pb.PromptOutcome(tops=result.top_YK.shape[1], **{name: _bytes(array, kind) for name, (array, kind) in arrays.items()})
 
 
-def to_prompt_result(outcome: pb.PromptOutcome) -> PromptResult:
+def to_prompt_result(outcome: pb.PromptOutcome) -> PromptResult[np.ndarray]:
     log_z_R = _array(outcome.log_z, "<f4")
     rows = len(log_z_R)
     columns = ((outcome.drawn, "<i4"), (outcome.drawn_logp, "<f4"), (outcome.weights, "<f8"))
@@ -153,7 +153,7 @@ def _to_machine(machine: pb.StopMachine) -> StopMachine:
     return StopMachine.of(machine.token_ids, list(machine.strings), tuple(zip(machine.biased, machine.bias)))
 
 
-def round_command(plan: RoundPlan) -> pb.RoundCommand:
+def round_command(plan: RoundPlan[np.ndarray]) -> pb.RoundCommand:
     parts = {name: getattr(plan, name) for name in ("target_companions", "draft_companions")}
     companions = {name: pb.Companions(**_fields(part, _COMPANIONS)) for name, part in parts.items() if part}
     return pb.RoundCommand(
@@ -170,7 +170,7 @@ def round_command(plan: RoundPlan) -> pb.RoundCommand:
     )
 
 
-def to_plan(command: pb.RoundCommand) -> RoundPlan:
+def to_plan(command: pb.RoundCommand) -> RoundPlan[np.ndarray]:
     arrays = _attributes(command, _PLAN)
     arrays |= {_PLAN[name][0]: arrays[_PLAN[name][0]].astype(np.int64) for name in _WIDE}
     places = len(arrays["slot_A"])
@@ -197,20 +197,20 @@ def _to_companions(message: pb.Companions) -> Companions[np.ndarray]:
     return Companions(**arrays | {"pages_UW": _rows(message.pages, "<i4", len(arrays["place_U"]))})
 
 
-def round_outcome(result: RoundResult | Lineage) -> pb.RoundOutcome:
+def round_outcome(result: RoundResult[np.ndarray] | Lineage[np.ndarray]) -> pb.RoundOutcome:
     if isinstance(result, Lineage):
         return pb.RoundOutcome(**_fields(result, _LINEAGE))
     return pb.RoundOutcome(**_fields(result, _RESULT), **_fields(result.lineage, _LINEAGE))
 
 
-def to_result(outcome: pb.RoundOutcome) -> RoundResult:
+def to_result(outcome: pb.RoundOutcome) -> RoundResult[np.ndarray]:
     arrays = _attributes(outcome, _RESULT)
     places = len(arrays["ancestor_A"])
     arrays |= {name: array.reshape(places, -1) for name, array in arrays.items() if name.endswith("_AQ")}
     return RoundResult(**arrays, lineage=to_lineage(outcome))
 
 
-def to_lineage(outcome: pb.RoundOutcome) -> Lineage:
+def to_lineage(outcome: pb.RoundOutcome) -> Lineage[np.ndarray]:
     kept_A = _array(outcome.kept, "<i4")
     return Lineage(_rows(outcome.path, "<i4", len(kept_A)), kept_A, _array(outcome.dropped, "<i4"))
 
@@ -282,7 +282,7 @@ def _to_tops(tops: pb.Tops) -> Tops:
     )
 
 
-def _law_message(law: LawSpec) -> pb.Law:
+def _law_message(law: LawSpec[np.ndarray]) -> pb.Law:
     return pb.Law(
         temperature=_bytes(law.temperature_R, "<f4"),
         top_k=_bytes(law.top_k_R, "<i4"),
@@ -293,7 +293,7 @@ def _law_message(law: LawSpec) -> pb.Law:
     )
 
 
-def _to_law(law: pb.Law) -> LawSpec:
+def _to_law(law: pb.Law) -> LawSpec[np.ndarray]:
     top_k_R = _array(law.top_k, "<i4").astype(np.int64)
     temperature_R, top_p_R, min_p_R, alpha_R = (_array(data, "<f4") for data in (law.temperature, law.top_p, law.min_p, law.alpha))
     return LawSpec(temperature_R, top_k_R, top_p_R, min_p_R, alpha_R, active=frozenset(law.active))

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
+import numpy as np
+
 from services.link import codec
 from services.link.base import LAYOUT_VERSION, CoordinatorEnd, LinkError, check_envelope
 from services.pb import particles_pb2 as pb
@@ -87,15 +89,15 @@ class RemoteWorker:
         """Sequence of the response that is waited for now."""
         self._clock_offset_ns = 0
 
-    def run_prompts(self, batch: PromptBatch) -> RemotePending[PromptResult]:
+    def run_prompts(self, batch: PromptBatch) -> RemotePending[PromptResult[np.ndarray]]:
         return self._ask(lambda response: codec.to_prompt_result(response.prompt), prompt=codec.prompt_command(batch))
 
     def join(self, group: Join) -> None:
         self._send(join=codec.join_command(group))
 
-    def round(self, plan: RoundPlan) -> RemotePending[RoundResult | Lineage]:
+    def round(self, plan: RoundPlan[np.ndarray]) -> RemotePending[RoundResult[np.ndarray] | Lineage[np.ndarray]]:
         """The result is the target's, or that of a model alone; the draft's of a pair is its lineage."""
-        decode: Callable[[pb.RoundOutcome], RoundResult | Lineage]
+        decode: Callable[[pb.RoundOutcome], RoundResult[np.ndarray] | Lineage[np.ndarray]]
         decode = codec.to_lineage if plan.program is Program.PAIR and self.side == "draft" else codec.to_result
         return self._ask(lambda response: decode(response.round), round=codec.round_command(plan))
 
@@ -225,6 +227,6 @@ class RemotePair:
     def join(self, side: str, group: Join) -> None:
         self._workers[side].join(group)
 
-    def round(self, plan: RoundPlan) -> PairRound:
+    def round(self, plan: RoundPlan[np.ndarray]) -> PairRound:
         sides = self._workers if plan.program is Program.PAIR else (plan.program.value,)
         return PairRound({side: self._workers[side].round(plan) for side in sides})

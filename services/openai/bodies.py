@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 
-def _neutral(*values: Any, why: str = "there is no such setting here") -> Any:
+def _neutral(*values: Any, why: str = "there is no such setting here") -> AfterValidator:
     """A field that is accepted with one of these values, which change nothing."""
     written = ", ".join(json.dumps(value) for value in values)
 
@@ -22,7 +22,7 @@ def _neutral(*values: Any, why: str = "there is no such setting here") -> Any:
             raise PydanticCustomError("neutral", "{allowed}", {"allowed": f"{written}, as {why}; or leave it out"})
         return value
 
-    return Annotated[Any, AfterValidator(check)]
+    return AfterValidator(check)
 
 
 def _parts(content: Any) -> Any:
@@ -78,7 +78,7 @@ class Message(Strict):
     refusal: None = None
     audio: None = None
     function_call: None = None
-    annotations: _neutral(None, []) = None
+    annotations: Annotated[Any, _neutral(None, [])] = None
 
 
 class Function(Strict):
@@ -95,8 +95,8 @@ class Tool(Strict):
 
 class StreamOptions(Strict):
     include_usage: bool = False
-    include_obfuscation: _neutral(False) = False
-    continuous_usage_stats: _neutral(False) = False
+    include_obfuscation: Annotated[Any, _neutral(False)] = False
+    continuous_usage_stats: Annotated[Any, _neutral(False)] = False
 
 
 class Body(Strict):
@@ -121,16 +121,16 @@ class Body(Strict):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
-    best_of: _neutral(1) = 1
-    frequency_penalty: _neutral(0) = 0
-    presence_penalty: _neutral(0) = 0
-    repetition_penalty: _neutral(1) = 1
-    service_tier: _neutral("auto", "default") = None
-    store: _neutral(False) = False
-    response_format: _neutral({"type": "text"}) = None
-    skip_special_tokens: _neutral(True) = True
-    spaces_between_special_tokens: _neutral(True) = True
-    include_stop_str_in_output: _neutral(False) = False
+    best_of: Annotated[Any, _neutral(1)] = 1
+    frequency_penalty: Annotated[Any, _neutral(0)] = 0
+    presence_penalty: Annotated[Any, _neutral(0)] = 0
+    repetition_penalty: Annotated[Any, _neutral(1)] = 1
+    service_tier: Annotated[Any, _neutral("auto", "default")] = None
+    store: Annotated[Any, _neutral(False)] = False
+    response_format: Annotated[Any, _neutral({"type": "text"})] = None
+    skip_special_tokens: Annotated[Any, _neutral(True)] = True
+    spaces_between_special_tokens: Annotated[Any, _neutral(True)] = True
+    include_stop_str_in_output: Annotated[Any, _neutral(False)] = False
 
 
 class ChatBody(Body):
@@ -138,20 +138,20 @@ class ChatBody(Body):
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     max_completion_tokens: Any = None
-    tool_choice: _neutral("auto", "none", why="the template offers the tools, and what the model writes is text") = None
-    parallel_tool_calls: _neutral(True) = True
-    modalities: _neutral(["text"]) = None
-    functions: _neutral([]) = None
-    function_call: _neutral("auto", "none") = None
-    reasoning_effort: _neutral("none") = None
-    verbosity: _neutral("medium") = None
-    add_generation_prompt: _neutral(True) = True
-    continue_final_message: _neutral(False) = False
+    tool_choice: Annotated[Any, _neutral("auto", "none", why="the template offers the tools, and what the model writes is text")] = None
+    parallel_tool_calls: Annotated[Any, _neutral(True)] = True
+    modalities: Annotated[Any, _neutral(["text"])] = None
+    functions: Annotated[Any, _neutral([])] = None
+    function_call: Annotated[Any, _neutral("auto", "none")] = None
+    reasoning_effort: Annotated[Any, _neutral("none")] = None
+    verbosity: Annotated[Any, _neutral("medium")] = None
+    add_generation_prompt: Annotated[Any, _neutral(True)] = True
+    continue_final_message: Annotated[Any, _neutral(False)] = False
 
 
 class CompletionBody(Body):
     prompt: Any
     """One string or list of token ids, or a list of such."""
     echo: bool = False
-    suffix: _neutral("") = None
-    add_special_tokens: _neutral(True) = True
+    suffix: Annotated[Any, _neutral("")] = None
+    add_special_tokens: Annotated[Any, _neutral(True)] = True

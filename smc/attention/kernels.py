@@ -17,6 +17,7 @@ X = (row, query, head of N) and Y = (query, head of N) of a row, for one key/val
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
@@ -172,7 +173,7 @@ class SharedPrefixAttention:
         dtype: torch.dtype,
         device: torch.device | str,
         max_context: int,
-        **tuning: object,
+        **tuning: Any,
     ) -> None:
         """`heads` (H, J); `max_context` bounds the positions that a group attends together; `tuning` replaces fields of Tuning."""
         check_heads(heads, head_dim)
@@ -209,7 +210,7 @@ class SharedPrefixAttention:
         """
         assert q_THD.shape == (self.rows * self.queries, self.heads[0], self.head_dim) and q_THD.stride()[1:] == (self.head_dim, 1)
         assert keys.is_contiguous() and values.is_contiguous() and out_THD.is_contiguous() and keys.shape[1] == self.heads[1]
-        if prepared.row_4R is None:
+        if prepared.row_4R is None or prepared.piece_6W is None:
             self._run_short(q_THD, keys, values, prepared, out_THD)
             return out_THD
         tune, table, piece_6W = self.tuning, prepared.tables.table_SL, prepared.piece_6W

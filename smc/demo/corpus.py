@@ -62,8 +62,8 @@ class Corpus:
         return len(self.start_N)
 
     def to(self, device: str) -> Corpus:
-        moved = (tensor.to(device) for tensor in (self.flat_L, self.start_N, self.prompt_N, self.length_N))
-        return Corpus(*moved, widths=self.widths)
+        flat_L, start_N, prompt_N, length_N = (t.to(device) for t in (self.flat_L, self.start_N, self.prompt_N, self.length_N))
+        return Corpus(flat_L, start_N, prompt_N, length_N, self.widths)
 
     def sample(self, size: int, generator: torch.Generator) -> Iterator[Batch]:
         """One batch of `size` problems, as one part per group."""
@@ -92,11 +92,16 @@ def make(tokenizer: Tokenizer, count: int, workers: int) -> Corpus:
     # A row never feeds its last token, and multiples of 8 suit the matrix units.
     widths = tuple(-(-(int(length[order[high - 1]]) - 1) // 8) * 8 for high in bounds[1:])
     flat = np.concatenate((flat, np.zeros(max(widths) + 1, np.int16)))  # the last rows are cut past the last problem
-    return Corpus(torch.from_numpy(flat), *(torch.from_numpy(column[order]) for column in (start, prompt, length)), widths=widths)
+    start_N, prompt_N, length_N = (torch.from_numpy(column[order]) for column in (start, prompt, length))
+    return Corpus(torch.from_numpy(flat), start_N, prompt_N, length_N, widths)
 
 
 def _bounds(count: int) -> list[int]:
     return [group * count // GROUPS for group in range(GROUPS + 1)]
+
+
+_worker_tokenizer: Tokenizer
+"""Of a process that encodes."""
 
 
 def _start_worker(tokenizer_json: str) -> None:
@@ -107,6 +112,7 @@ def _start_worker(tokenizer_json: str) -> None:
 def _encode_chunk(seed: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Tokens of all problems of one chunk, and the prompt and total length of each."""
     answer_mark = _worker_tokenizer.token_to_id(ASSISTANT)
+    assert answer_mark is not None, "a token of its own"
     rows = [_worker_tokenizer.encode(render(p.question) + p.solution + EOS).ids for p in generate(seed, count, "train")]
     flat = np.array([token for row in rows for token in row], np.int16)
     return flat, np.array([row.index(answer_mark) + 1 for row in rows]), np.array([len(row) for row in rows])

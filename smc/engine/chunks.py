@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
+
 from smc.runtime.config import EngineConfig
 from smc.runtime.messages import SIDES, Pending, PromptResult
 
@@ -29,7 +31,7 @@ class Chunks:
         self._most, self._share = config.prefill_chunk, config.prefill_share
         # In look-ahead models work side by side, in lockstep one after the other.
         self._together = max if config.lookahead else sum
-        self._flights: dict[str, deque[tuple[int, Pending[PromptResult]]]] = {side: deque() for side in SIDES}
+        self._flights: dict[str, deque[tuple[int, Pending[PromptResult[np.ndarray]]]]] = {side: deque() for side in SIDES}
         self._cost = dict.fromkeys(SIDES, 0.0)
         """Seconds of a token in the chunk that was run last, of at least `LEAST` tokens."""
         self._earned = 0.0
@@ -62,7 +64,7 @@ class Chunks:
         """Chunks of this model that are on their way will not come."""
         self._flights[side].clear()
 
-    def ask(self, asked: Mapping[str, Sequence[tuple[int, Pending[PromptResult]]]], beside: bool) -> None:
+    def ask(self, asked: Mapping[str, Sequence[tuple[int, Pending[PromptResult[np.ndarray]]]]], beside: bool) -> None:
         """Chunks of either model that have been asked for: tokens, and what comes of them."""
         for side, chunks in asked.items():
             self._flights[side].extend(chunks)
@@ -72,13 +74,14 @@ class Chunks:
             self._earned = max(-LEAST * self._together(self._cost.values()), self._earned - took)
 
     def earn(self, rounds: Iterable[Spans]) -> None:
-        """Rounds that a step has read."""
+        """Rounds that a step has read; only where it is of interest what they take."""
+        assert self._share is not None
         took = [self._together(_length(spans, side) for side in SIDES) for spans in rounds]
         self._seen, earned = bool(took), self._share * sum(took)
         # What is not spent pays for one chunk, or the prompts of a busy moment would stop everybody else.
         self._earned = min(self._earned, LEAST * self._together(self._cost.values())) + earned
 
-    def _learn(self, side: str, tokens: int, pending: Pending[PromptResult]) -> None:
+    def _learn(self, side: str, tokens: int, pending: Pending[PromptResult[np.ndarray]]) -> None:
         pending.result()
         if self._share is not None:
             self._cost[side] = _length(pending.spans(), "prompt") / max(tokens, LEAST)

@@ -50,7 +50,13 @@ def companions_of(
 
 
 def follow_companions(
-    side: str, slots: Slots, ledger: PageLedger, population: Population, source_A: np.ndarray, lineage: Lineage, pages: list[Pages]
+    side: str,
+    slots: Slots,
+    ledger: PageLedger,
+    population: Population,
+    source_A: np.ndarray,
+    lineage: Lineage[np.ndarray],
+    pages: list[Pages],
 ) -> None:
     """At a side, of whose pool the ledger is, companions of a population's particles descend from those of the particles in slots `source`,
     by the pages beside those of the particles' own `lineage`."""

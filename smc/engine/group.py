@@ -310,12 +310,12 @@ class Population:
         return [g.params for g in self.groups]
 
     @property
-    def target_law(self) -> LawSpec:
+    def target_law(self) -> LawSpec[np.ndarray]:
         """Per group."""
         return self._law([p.temperature for p in self.params])
 
     @property
-    def draft_law(self) -> LawSpec:
+    def draft_law(self) -> LawSpec[np.ndarray]:
         """Per group: of the proposal; of a plainly decoding draft, its own."""
         return self._law([_draft_temperature(p) for p in self.params])
 
@@ -336,7 +336,7 @@ class Population:
     def sums(self, values_A: np.ndarray) -> np.ndarray:
         return np.add.reduceat(values_A, self.first_G)
 
-    def _law(self, temperature_G: list[float]) -> LawSpec:
+    def _law(self, temperature_G: list[float]) -> LawSpec[np.ndarray]:
         params = self.params
         law = LawSpec.of(
             temperature_R=np.array(temperature_G, dtype=np.float32),

@@ -51,11 +51,11 @@ class Start:
     """Some of it has been asked for."""
     waited: bool = False
     """For what an earlier one has in common with it; what there is of that now has not been looked at."""
-    first: Pending[PromptResult] | None = None
+    first: Pending[PromptResult[np.ndarray]] | None = None
     """First tokens, asked for with the prompt's last chunk."""
     place: int = 0
     """Of the group among those that were asked for together."""
-    tops: list[tuple[Pending[PromptResult], slice]] = field(default_factory=list)
+    tops: list[tuple[Pending[PromptResult[np.ndarray]], slice]] = field(default_factory=list)
     """Of an answer that is rescored: results in the order of its tokens, and where in each its own stand."""
 
     @property
@@ -105,9 +105,9 @@ def common_length(one_L: np.ndarray, other_L: np.ndarray) -> int:
     return int(different[0]) if len(different) else size
 
 
-def prefill_step(starts: list[Start], worker: Worker, side: str, chunk: int) -> list[tuple[int, Pending[PromptResult]]]:
+def prefill_step(starts: list[Start], worker: Worker, side: str, chunk: int) -> list[tuple[int, Pending[PromptResult[np.ndarray]]]]:
     """Ask for up to `chunk` tokens of one side, oldest request first. Returns what was asked for: tokens, and what comes of them."""
-    asked: list[tuple[int, Pending[PromptResult]]] = []
+    asked: list[tuple[int, Pending[PromptResult[np.ndarray]]]] = []
     plain: list[tuple[Row, int]] = []
     drawing: list[Start] = []
     rescoring: list[tuple[Start, int]] = []

@@ -38,6 +38,7 @@ def particle_of(group: Group, slots: Slots, particle: int, length: int) -> dict[
 def shrink_saved(group: Group, particles: int) -> None:
     """A saved population becomes smaller, by the unbiased choice of a round, made here."""
     arrays = group.saved
+    assert arrays is not None, "a group that is saved"
     if group.decoding.competes:
         _expand_saved(group, arrays, particles)
     else:
@@ -50,9 +51,9 @@ def _expand_saved(group: Group, arrays: dict[str, np.ndarray], particles: int) -
     whole = Offers.whole(torch.from_numpy(arrays["logw_S"]))
     n, one_G = len(arrays["logw_S"]), torch.ones(1, dtype=torch.int64)
     random = (torch.tensor([group.seed]), one_G * (SHRINK_ROUND + group.tally.preemptions), 0)
-    bounds = [(one_G * 0, one_G * size) for size in (n, particles)]
+    sources, rows = ((one_G * 0, one_G * size) for size in (n, particles))
     weights, there_N = torch.from_numpy(arrays["logw_S"]), torch.ones(n, dtype=torch.bool)
-    chosen = expand(whole, weights, there_N, *bounds, one_G * particles, one_G * int(group.decoding.kind), random, particles)
+    chosen = expand(whole, weights, there_N, sources, rows, one_G * particles, one_G * int(group.decoding.kind), random, particles)
     parent_X = chosen.parent_X[chosen.alive_X].numpy()
     for name, values in arrays.items():
         arrays[name] = values[parent_X]

@@ -36,7 +36,7 @@ def rehearsal(
     context: int,
     wanted: Sequence[tuple[Program, frozenset[Kind]]] = KINDS,
     truncated: Sequence[tuple[str, ...]] = PROCESSORS,
-) -> Iterator[RoundPlan]:
+) -> Iterator[RoundPlan[np.ndarray]]:
     """Plans to be asked for in this order: of all that usual settings ask for, or less."""
     sizes = sorted({bucket(places) for places in range(1, config.max_slots + 1)})
     shorts = [short for short, exists in ((True, True), (False, config.width(context) > SHORT)) if exists]
@@ -65,7 +65,7 @@ def empty_plan(
     short: bool,
     processors: tuple[str, ...] = (),
     kinds: frozenset[Kind] = frozenset({Kind.INDEPENDENT}),
-) -> RoundPlan:
+) -> RoundPlan[np.ndarray]:
     """A round whose places are all padding."""
     whole, wide = np.zeros(places, dtype=np.int32), np.zeros(places, dtype=np.int64)
     one = np.ones(places, dtype=np.float32)

@@ -130,7 +130,7 @@ class Rounds:
         """Tokens of the group's open particles."""
         return int(self.slots.length_S[group.slots].max())
 
-    def _plan(self, population: Population, pages: list[Pages]) -> RoundPlan:
+    def _plan(self, population: Population, pages: list[Pages]) -> RoundPlan[np.ndarray]:
         groups, slots, shape = population.groups, self.slots, self.shape
         total, places = len(population.slot_A), bucket(len(population.slot_A))
         stride = self.decoding.stride(self.config)
@@ -143,7 +143,7 @@ class Rounds:
         longest_G = np.maximum(prompt_G, [g.negative_size for g in groups])
         columns = int((longest_G + population.largest(length_A) + stride * (flying_G + 1)).max()) + self.config.block + 2
         own = {side: np.concatenate([given[side] for given in pages]).reshape(total, -1) for side in self.decoding.sides}
-        begun = own.get("draft", own.get("target"))
+        begun = own["draft"] if "draft" in own else own["target"]
         decide = self._branches if all(g.elastic for g in groups) else None
         branches = decide(places, int(shared_G.sum())) if decide else shape.branches
         # Pages of branches that there are not come back with those of branches that are not taken.
@@ -235,7 +235,7 @@ class Rounds:
             follow_companions(side, self.slots, ledger, population, source_A, lineage, pages)
 
     def _write_tokens(
-        self, population: Population, result: RoundResult, slot_A: np.ndarray, source_A: np.ndarray, place_A: np.ndarray
+        self, population: Population, result: RoundResult[np.ndarray], slot_A: np.ndarray, source_A: np.ndarray, place_A: np.ndarray
     ) -> None:
         slots, ahead = self.slots, self.decoding.ahead(self.config)
         moved_A = source_A != slot_A
@@ -264,7 +264,7 @@ class Rounds:
         column_AQ = np.minimum(first_A[:, None] + np.arange(values_AQ.shape[1]), array_SL.shape[1] - 1)
         array_SL[slot_A[:, None], column_AQ] = values_AQ
 
-    def _drop_slots(self, population: Population, resized: list[bool], result: RoundResult, place_A: np.ndarray) -> None:
+    def _drop_slots(self, population: Population, resized: list[bool], result: RoundResult[np.ndarray], place_A: np.ndarray) -> None:
         """Groups that now have another number of particles give up the slots without one."""
         for g, group in enumerate(population.groups):
             if not resized[g]:
@@ -296,7 +296,7 @@ class Rounds:
             for group, tokens in zip(population.groups, population.sums(tokens_A).tolist()):
                 group.tally.count_tokens(side, tokens * (1 + (side in group.params.guided_sides)))
 
-    def _count(self, population: Population, alive_G: np.ndarray, result: RoundResult) -> None:
+    def _count(self, population: Population, alive_G: np.ndarray, result: RoundResult[np.ndarray]) -> None:
         for g, group in zip(alive_G.tolist(), population.groups):
             group.rounds += 1
             group.tally.rounds += 1
@@ -317,7 +317,7 @@ class Rounds:
             share = None if group.decoding.competes else ess / len(group.slots)
             self.stats.count_round(share, group.lag, bool(result.resampled_G[g]), bool(result.collapsed_G[g]))
 
-    def _count_confirmed(self, population: Population, alive_G: np.ndarray, result: RoundResult, more_G: np.ndarray) -> None:
+    def _count_confirmed(self, population: Population, alive_G: np.ndarray, result: RoundResult[np.ndarray], more_G: np.ndarray) -> None:
         """Of exact decoding: how many tokens a round confirmed, and how many of these the draft had found."""
         ahead, block = self.decoding.ahead(self.config), self.config.block
         for g, group, more, places in zip(alive_G.tolist(), population.groups, more_G.tolist(), population.size_G.tolist()):
@@ -332,7 +332,9 @@ class Rounds:
                 for acceptance in (group.acceptance, self.acceptance):
                     acceptance.count(min(more, block), not hit if ahead else more <= block, places)
             # The token that the target says after them is its own, unless rows that begin with it had been drafted ahead.
-            self.stats.spec[group.params.verification].count(more if hit else max(more - 1, 0), block, places, ahead, hit)
+            verification = group.params.verification
+            assert verification is not None, "filled in where it is of effect"
+            self.stats.spec[verification].count(more if hit else max(more - 1, 0), block, places, ahead, hit)
 
 
 def commit_tokens(slots: Slots, population: Population) -> None:
@@ -367,6 +369,6 @@ def bucket(count: int) -> int:
     return -(-count // step) * step
 
 
-def _spread(law: LawSpec, group_A: np.ndarray, places: int) -> LawSpec:
+def _spread(law: LawSpec[np.ndarray], group_A: np.ndarray, places: int) -> LawSpec[np.ndarray]:
     """A law per group -> one per place."""
     return law.take(padded(group_A, places, 0))

@@ -99,7 +99,7 @@ class Slots:
                 self.head_S[side][held_X] = 0
 
     def descend(
-        self, side: str, ledger: PageLedger, slot_X: np.ndarray, source_X: np.ndarray, lineage: Lineage, given_T: np.ndarray
+        self, side: str, ledger: PageLedger, slot_X: np.ndarray, source_X: np.ndarray, lineage: Lineage[np.ndarray], given_T: np.ndarray
     ) -> None:
         """At a side, what slots refer to goes on from what `source` did, all at once; of the `given` pages those not kept are free."""
         head_S, held_S = self.head_S[side], self.held_S[side]

@@ -82,7 +82,8 @@ class Starts:
 
     def _unblocked(self) -> list[Start]:
         """All but those that wait for what an earlier one is about to run for both."""
-        found, alike = [], defaultdict(list)
+        found: list[Start] = []
+        alike: defaultdict[bytes, list[Start]] = defaultdict(list)
         for start in self._starts:
             beginning = self.prefixes.beginning(start)
             earlier = [] if beginning is None else alike[beginning]
@@ -182,6 +183,7 @@ class Starts:
     def go_alone(self, group: Group, alone: Decoding) -> None:
         """A group on its way to rounds of the pair shall come to decode by one model: it needs no more of the other."""
         start, left = self._start_of(group), [lane for lane in group.lanes if lane not in group.lanes_by(alone)]
+        assert start is not None, "a group on its way has a start"
         self.prefixes.drop(start, left)
         self._begin_with(group, alone)
         self.slots.leave_laws(group.slots)
@@ -210,6 +212,7 @@ class Starts:
 
     def _first_tokens(self, start: Start) -> None:
         """Every particle gets its first token."""
+        assert start.first is not None, "asked for with the last chunk"
         group, result = start.group, start.first.result()
         n, rules, slots = len(group.slots), group.rules, self.slots
         tokens_N, logp_N = result.drawn_RD[start.place, :n], result.drawn_logp_RD[start.place, :n]
@@ -227,10 +230,12 @@ class Starts:
         commit_tokens(slots, Population([group]))
 
     def _restore(self, group: Group) -> None:
-        slots, row_N = self.slots, _row_of(len(group.saved["length_S"]), len(group.slots))
-        for name, values in group.saved.items():
+        slots, saved = self.slots, group.saved
+        assert saved is not None, "what is restored has been saved"
+        row_N = _row_of(len(saved["length_S"]), len(group.slots))
+        for name, values in saved.items():
             getattr(slots, name)[group.slots] = values[row_N]
-        rest_X = group.slots[len(group.saved["length_S"]) :]
+        rest_X = group.slots[len(saved["length_S"]) :]
         slots.ended_S[rest_X], slots.logw_S[rest_X] = True, -np.inf
 
     def _set_heads(self, start: Start) -> None:
@@ -290,9 +295,9 @@ class Starts:
             )
             self._known.add((side, group.stops))
         for lane in filter(guides, group.lanes):
-            rows = [row.pages_L for row in start.rows[lane]]
-            row_N = _row_of(len(rows), len(slots_N))
-            tables_XL = _rectangle([rows[row] for row in (row_N if len(rows) > 1 else row_N[:1])])
+            pages = [row.pages_L for row in start.rows[lane]]
+            row_N = _row_of(len(pages), len(slots_N))
+            tables_XL = _rectangle([pages[row] for row in (row_N if len(pages) > 1 else row_N[:1])])
             self.pair.join(side_of(lane), _table(slots.companions(slots_N), group, tables_XL, group.negative_size))
 
     def grant(self, group: Group) -> None:

@@ -170,7 +170,7 @@ def _steps(part: str, config: EngineConfig) -> int:
     return 1 if part == "target" else config.block
 
 
-def live_plan(program: Program, config: EngineConfig, count: int, context: int, tree: int) -> RoundPlan:
+def live_plan(program: Program, config: EngineConfig, count: int, context: int, tree: int) -> RoundPlan[np.ndarray]:
     """A round of the first `count` slots: trees of so many rows or fewer; where one model decodes alone, single rows."""
     places, columns = bucket(count), room_for(context, config.block)
     kind = Kind.BEST if program is Program.PAIR else Kind.INDEPENDENT
@@ -243,12 +243,13 @@ def _overhead(engine: Engine, effort: Effort) -> float:
     most = min((turns + 1) * config.target_tokens, engine.context - 4)
     params = SamplingParams(method=Method.EXACT, particles=min(2, config.max_slots), seed=0, ignore_eos=True, max_tokens=most)
     engine.submit(Request("timing", tuple(i % engine.tokenizer.size for i in range(4)), params))
-    found, read = [], rounds.last
+    found: list[float] = []
+    read = rounds.last
     while not engine.idle and len(found) < turns:
         begin = time.perf_counter()
         engine.step()
         whole = time.perf_counter() - begin
-        if rounds.last is not read:
+        if rounds.last is not None and rounds.last is not read:
             read = rounds.last
             found.append(max(0.0, whole - _busy(read.spans())))
     engine.abort("timing")

@@ -42,8 +42,8 @@ def draw(rows: Sequence[Row], path: Path, title: str) -> None:
     axes.grid(alpha=0.25)
     for row in timed:
         _draw_point(axes, row, row in named)
-    axes.plot([row.tokens_per_second for row in best], [row.accuracy.share for row in best], color="0.6", linewidth=1, zorder=0)
-    axes.set_xlim(0, 1.6 * max((row.tokens_per_second for row in timed), default=1.0))
+    axes.plot([_speed(row) for row in best], [row.accuracy.share for row in best], color="0.6", linewidth=1, zorder=0)
+    axes.set_xlim(0, 1.6 * max((_speed(row) for row in timed), default=1.0))
     _draw_labels(axes, named)
     _draw_legend(axes, timed)
     figure.savefig(path, dpi=130)
@@ -52,10 +52,15 @@ def draw(rows: Sequence[Row], path: Path, title: str) -> None:
 def frontier(rows: Sequence[Row]) -> list[Row]:
     """Rows that none other beats in speed without losing accuracy, the slowest first."""
     best: list[Row] = []
-    for row in sorted(rows, key=lambda row: (-row.tokens_per_second, -row.accuracy.share)):
+    for row in sorted(rows, key=lambda row: (-_speed(row), -row.accuracy.share)):
         if not best or row.accuracy.share > best[-1].accuracy.share:
             best.append(row)
     return best[::-1]
+
+
+def _speed(row: Row) -> float:
+    assert row.tokens_per_second is not None, "rows without a speed are left out"
+    return row.tokens_per_second
 
 
 def _draw_point(axes, row: Row, is_named: bool) -> None:

@@ -195,12 +195,22 @@ class LocalMachine:
     @contextmanager
     def engine(self, mode: Mode, config: EngineConfig) -> Iterator[Engine]:
         context = config.max_context
+        assert context is not None, "measurements say how long requests are"
         pages = config.pool_pages(context)
-        vocab = {"vocab_size": self.tokenizer.size, "token_bytes": TokenBytes.of(self.tokenizer)}
-        sizes = {"width": config.width(context), "pages": pages, **vocab}
         devices = self._devices(mode)
         heads = {"draft": self._draft_head(devices["draft"]), "target": None}
-        workers = {side: ModelWorker(side, self._models(side, device), draft_head=heads[side], **sizes) for side, device in devices.items()}
+        workers = {
+            side: ModelWorker(
+                side,
+                self._models(side, device),
+                width=config.width(context),
+                pages=pages,
+                vocab_size=self.tokenizer.size,
+                token_bytes=TokenBytes.of(self.tokenizer),
+                draft_head=heads[side],
+            )
+            for side, device in devices.items()
+        }
         for device in devices.values():
             torch.cuda.reset_peak_memory_stats(device)
         pair = LocalPair(config, workers, gpu_parts(**self._options))
@@ -311,7 +321,9 @@ class Bench:
                 seen.hosts.append(sum(source.queued for source in sources))
                 seen.delivered += sum(len(output.tokens) for output in outputs)
                 seen.took_part += running
-                for source in (source for source, before in zip(sources, read) if source.last is not before):
+                for source, before in zip(sources, read):
+                    if source.last is None or source.last is before:
+                        continue
                     seen.work.append(source.last.spans())
                     seen.runs.append(run)
                     if self._on_round is not None:

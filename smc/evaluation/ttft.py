@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from smc.engine.engine import Engine
@@ -34,7 +35,7 @@ BESIDE_ROUNDS = 256
 """That such a request takes part in, about; then another takes its place."""
 REPEATS = 3
 
-Asked = dict[str, list[Pending[PromptResult]]]
+Asked = dict[str, list[Pending[PromptResult[np.ndarray]]]]
 """Prompts, by side."""
 
 
@@ -70,7 +71,7 @@ class FirstToken:
     @property
     def stretch(self) -> float | None:
         """How many times as long rounds are while the prompt runs."""
-        return None if self.round is None else self.round_beside / self.round
+        return None if self.round is None or self.round_beside is None else self.round_beside / self.round
 
 
 class PromptMachine(Protocol):
@@ -201,20 +202,22 @@ def _listening(engine: Engine) -> Iterator[Asked]:
             to.append(ask(batch))
             return to[-1]
 
-        worker.run_prompts = listen
+        # In place of the method, for this worker alone.
+        vars(worker)["run_prompts"] = listen
     yield asked
     for worker in engine.workers.values():
-        del worker.run_prompts
+        del vars(worker)["run_prompts"]
 
 
 def _first_token(mode: Mode, loop: ClosedLoop, pending: Asked, name: str, prompt: tuple[int, ...]) -> _Run:
     for asked in pending.values():
         asked.clear()
-    begin, steps, answer = time.monotonic(), [], None
+    begin, answer = time.monotonic(), None
+    steps: list[float] = []
     loop.engine.submit(Request(name, prompt, _asking(mode)))
     while answer is None:
-        took, outputs = _timed_step(loop)
-        steps.append(took)
+        step, outputs = _timed_step(loop)
+        steps.append(step)
         answer = next((output.answer for output in outputs if output.request_id == name), None)
     ttft, spans = time.monotonic() - begin, {}
     for side, asked in pending.items():
@@ -242,5 +245,5 @@ def _fitted(mode: Mode, asked: list[Request], context: int) -> EngineConfig:
     params = [(request.params, len(request.prompt)) for request in asked] + [(_asking(mode), context)] * 2
     needs = [decoding_of(one).ample_pages(mode.config, one, prompt) for one, prompt in params]
     pages = pool_for(sum(max(need.get(side, 0) for side in SIDES) for need in needs))
-    sizes = {"max_slots": sum(one.rows for one, _ in params), "max_context": max(prompt + one.max_tokens for one, prompt in params)}
-    return replace(mode.config, **sizes, pages=pages, **GPU_PREFILL)
+    longest = max(prompt + one.max_tokens for one, prompt in params)
+    return replace(mode.config, max_slots=sum(one.rows for one, _ in params), max_context=longest, pages=pages, **GPU_PREFILL)

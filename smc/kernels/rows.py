@@ -123,6 +123,7 @@ def prepare(
     row_4R = piece_6W = pieces_1 = None
     room = longest = 0
     if shape is not None:
+        assert groups is not None, "whose prefixes are cut"
         room, longest = shape.bound(len(groups.first_G), rows, queries), min(shape.longest, tables.table_SL.shape[1])
         row_4R = torch.empty(ROW_FIELDS, rows, dtype=torch.int32, device=device)
         piece_6W = torch.empty(PIECE_FIELDS, room, dtype=torch.int32, device=device)
@@ -135,7 +136,8 @@ def prepare(
         room, longest, queries, *_sizes(shape), TAIL=tail, SKIPS=skip_R is not None, CUT=shape is not None,
         BLOCK_T=BLOCK_T, BLOCK_R=block_r, num_warps=min(16, max(4, block_r // 128)),
     )  # fmt: skip
-    return Prepared(tables, start_R, count_R, *new_2T, row_4R, piece_6W, pieces_1)
+    position_T, page_T = new_2T
+    return Prepared(tables, start_R, count_R, position_T, page_T, row_4R, piece_6W, pieces_1)
 
 
 def _sizes(shape: PieceShape | None) -> tuple[int, int, int, int, int]:

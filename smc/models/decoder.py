@@ -12,7 +12,8 @@ Axes: T tokens, E hidden size, H query heads, J key/value heads, D head dimensio
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,8 @@ class Decoder(nn.Module):
         self.reduce = reduce
         # An explicit weight skips the random initialisation, which is slow to set up on the meta device.
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size, _weight=torch.empty(config.vocab_size, config.hidden_size))
-        self.layers = nn.ModuleList(Layer(config, i, reduce) for i in range(config.num_layers))
+        # What a list of modules holds, torch cannot say.
+        self.layers = cast("Sequence[Layer]", nn.ModuleList(Layer(config, i, reduce) for i in range(config.num_layers)))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_eps)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         if config.tied_embeddings:
@@ -110,6 +112,11 @@ class Layer(nn.Module):
         hidden_TE = hidden_TE + self._sum(self.o(out_THD.flatten(-2)))
         gate, up = self.gate_up(self.mlp_norm(hidden_TE)).chunk(2, dim=-1)
         return hidden_TE + self._sum(self.down(F.silu(gate) * up))
+
+    @property
+    def head_norms(self) -> tuple[Tensor | None, Tensor | None]:
+        """Weights of what queries and keys are normalised by, if they are."""
+        return (None, None) if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
 
     def _sum(self, part_TE: Tensor) -> Tensor:
         return part_TE if self.reduce is None else self.reduce(part_TE)

@@ -55,7 +55,7 @@ class Asked:
 
     blocks: Blocks
     rows: Rows
-    law_T: LawSpec
+    law_T: LawSpec[Tensor]
     label_T: Tensor
     """Integers: the token of the block after this one; -1: there is none."""
     keys: DrawKeys
@@ -81,13 +81,13 @@ class Scored:
     """bool: so were those that it drew from for itself."""
 
 
-LayOut = Callable[[SlotState, Tensor, RoundPlan, Drafted | None], Asked]
+LayOut = Callable[[SlotState, Tensor, RoundPlan[Tensor], Drafted | None], Asked]
 Drawn = tuple[Tensor, Tensor, Tensor]
 """Tokens [T, 1], their log p [T, 1], and log Z [T], as of `smc.runtime.sampling.Sampling.bonus`."""
-Judge = Callable[[Asked, RoundPlan, Tensor | None, Drawn | None, Tensor | None], Scored]
+Judge = Callable[[Asked, RoundPlan[Tensor], Tensor | None, Drawn | None, Tensor | None], Scored]
 
 
-def lay_out(state: SlotState, logq_SQ: Tensor, plan: RoundPlan, drafted: Drafted | None) -> Asked:
+def lay_out(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted: Drafted | None) -> Asked:
     """What the target runs: what is pending (look-ahead), or the seed and what has just been drafted. The last token of a block that has
     ended is scored, never run. `logq_SQ`: log q of the pending tokens."""
     known = _pending(state, logq_SQ, plan) if drafted is None else _drafted(state, logq_SQ, plan, drafted)
@@ -129,7 +129,7 @@ def lay_out(state: SlotState, logq_SQ: Tensor, plan: RoundPlan, drafted: Drafted
     )
 
 
-def _pending(state: SlotState, logq_SQ: Tensor, plan: RoundPlan) -> dict[str, Tensor]:
+def _pending(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor]) -> dict[str, Tensor]:
     """Look-ahead: blocks that were drafted in the round before."""
     slot_A = plan.slot_A
     return {
@@ -143,7 +143,7 @@ def _pending(state: SlotState, logq_SQ: Tensor, plan: RoundPlan) -> dict[str, Te
     }
 
 
-def _drafted(state: SlotState, logq_SQ: Tensor, plan: RoundPlan, drafted: Drafted) -> dict[str, Tensor]:
+def _drafted(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted: Drafted) -> dict[str, Tensor]:
     """Lockstep: the seed, and what has just been drafted for each place."""
     root_A = drafted.root_X.long()
     slot_A = plan.slot_A[root_A]
@@ -167,7 +167,7 @@ def _drafted(state: SlotState, logq_SQ: Tensor, plan: RoundPlan, drafted: Drafte
     }
 
 
-def judge(asked: Asked, plan: RoundPlan, labelled_T: Tensor | None, drawn: Drawn | None, next_AV: Tensor | None) -> Scored:
+def judge(asked: Asked, plan: RoundPlan[Tensor], labelled_T: Tensor | None, drawn: Drawn | None, next_AV: Tensor | None) -> Scored:
     """The verdict: `labelled_T`, log p of the labels, 0 where there is none, unless all groups are decoded exactly; `drawn`, what the
     target drew itself, if any group is."""
     blocks, shape = asked.blocks, asked.blocks.tokens_AQ.shape

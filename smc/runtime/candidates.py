@@ -40,7 +40,7 @@ class Said:
 class Evidence:
     """All that a choice is made from. Candidates are the rows ahead (look-ahead), or the blocks themselves."""
 
-    plan: RoundPlan
+    plan: RoundPlan[Tensor]
     state: SlotState
     scored: Scored
     drafted: Drafted
@@ -55,6 +55,12 @@ class Evidence:
     def width(self) -> int:
         """F: rows of a place."""
         return self.drafted.all_WX.shape[1] // len(self.plan.slot_A)
+
+    @property
+    def agreed(self) -> tuple[Tensor, Tensor]:
+        """`best` and `right`, of a round in which some are decoded exactly."""
+        assert self.best_A is not None and self.right_A is not None, "nobody is decoded exactly"
+        return self.best_A, self.right_A
 
     @property
     def open_X(self) -> Tensor:
@@ -98,23 +104,25 @@ class Candidates:
 Weigh = Callable[[Evidence], Candidates]
 
 
-def ask(sampling: Sampling, plan: RoundPlan, scored: Scored, drafted: Drafted, lookahead: bool) -> Said:
+def ask(sampling: Sampling, plan: RoundPlan[Tensor], scored: Scored, drafted: Drafted, lookahead: bool) -> Said:
     """Ask for what a choice depends on."""
     if plan.all_exact:
         # What the target drew itself decides.
         return Said()
+    next_AV = scored.next_AV
+    assert next_AV is not None, "kept unless all are decoded exactly"
     if lookahead:
-        return Said(sampling.score(scored.next_AV, plan.target_law, drafted.tokens_XK[:, :1], drafted.root_X)[:, 0])
+        return Said(sampling.score(next_AV, plan.target_law, drafted.tokens_XK[:, :1], drafted.root_X)[:, 0])
     said, blocks = Said(), scored.blocks
 
     def keys(stream_A: Tensor) -> DrawKeys:
         return DrawKeys(plan.seed_A, plan.round_A, stream_A[:, None], blocks.position_A, Purpose.TARGET)
 
     if Kind.INDEPENDENT in plan.kinds:
-        bonus_A1, logp_A1, log_z_A = sampling.bonus(scored.next_AV, plan.target_law, keys(blocks.stream_A))
+        bonus_A1, logp_A1, log_z_A = sampling.bonus(next_AV, plan.target_law, keys(blocks.stream_A))
         said = Said(logp_A1[:, 0], bonus_A1[:, 0], log_z_A)
     if plan.kinds - {Kind.INDEPENDENT}:
-        offers, offered_logp_AC, log_z_A = sampling.bonus_offer(scored.next_AV, plan.target_law, keys(blocks.rank_A))
+        offers, offered_logp_AC, log_z_A = sampling.bonus_offer(next_AV, plan.target_law, keys(blocks.rank_A))
         said = replace(said, log_z_A=log_z_A, offers=offers, offered_logp_AC=offered_logp_AC)
     return said
 
@@ -151,7 +159,8 @@ class Weigher:
         numbers = Numbers(own_size_G, plan.first_G * width, plan.size_G * width, plan.seed_G, plan.round_G)
         root_X = self.drafted.root_X.long() if lookahead else self.scored.blocks.origin_A
         alive_A = self.evidence.state.alive_S[plan.slot_A]
-        return Candidates(root_X, weight_X, there_X, offers, alive_A, *nan_2G, numbers)
+        target_nan_G, draft_nan_G = nan_2G
+        return Candidates(root_X, weight_X, there_X, offers, alive_A, target_nan_G, draft_nan_G, numbers)
 
     def _rows_ahead(self) -> tuple[Tensor, Tensor, Tensor]:
         """Look-ahead: the rows that were drafted while the blocks were scored. A row's weight is that of its block, the share that it has
@@ -179,7 +188,7 @@ class Weigher:
         """Of groups that are decoded exactly, only what follows the target's own draws is left: in lockstep the block that agrees
         longest; in look-ahead rows of it, if it agrees as a whole, that begin with what the target says next."""
         plan, scored, place_X = self.plan, self.scored, self.place_X
-        best_A, right_A = self.evidence.best_A, self.evidence.right_A
+        best_A, right_A = self.evidence.agreed
         is_exact_X = plan.is_exact_A[place_X]
         agrees_X = place_X == best_A[place_X]
         if self.evidence.lookahead:
@@ -201,7 +210,7 @@ class Weigher:
 
     def _whole_A(self) -> Tensor:
         """bool [A]: the block is right to its end. Of chains several may be, with the same tokens."""
-        blocks, best_A, right_A = self.scored.blocks, self.evidence.best_A, self.evidence.right_A
+        blocks, (best_A, right_A) = self.scored.blocks, self.evidence.agreed
         column_Q = torch.arange(blocks.tokens_AQ.shape[1], device=best_A.device)
         same_A = ((blocks.tokens_AQ == blocks.tokens_AQ[best_A]) | (column_Q >= right_A[:, None])).all(-1)
         return same_A & blocks.alive_A & (blocks.count_A == right_A)

@@ -43,7 +43,7 @@ class Deal:
         return others_X.index_copy(0, self.row_Y, values_Y.to(others_X.dtype))
 
 
-def deal(plan: RoundPlan, alive_A: Tensor) -> Deal:
+def deal(plan: RoundPlan[Tensor], alive_A: Tensor) -> Deal:
     """Rows of every group in the order of its particles, each of which gets as many. No choice depends on what has been drawn."""
     device, place_C, branches = plan.chain_C.device, plan.chain_C, plan.branches
     first_G, size_G = plan.first_G.long(), plan.size_G.long()
@@ -74,17 +74,17 @@ class Drawn:
     logq_X: Tensor
 
 
-Verify = Callable[[RoundPlan, Asked, Tensor, Tensor], tuple[Tensor, Tensor]]
+Verify = Callable[[RoundPlan[Tensor], Asked, Tensor, Tensor], tuple[Tensor, Tensor]]
 """See `verify`."""
 
 
-def chain_groups(plan: RoundPlan) -> tuple[Tensor, Tensor]:
+def chain_groups(plan: RoundPlan[Tensor]) -> tuple[Tensor, Tensor]:
     """First chain, of all C, and how many, of every group [G]."""
     size_G = torch.where(plan.kind_G == Kind.CHAINS, plan.size_G, 0).long()
     return size_G.cumsum(0) - size_G, size_G
 
 
-def verify(plan: RoundPlan, asked: Asked, logp_CQV: Tensor, logq_CLV: Tensor) -> tuple[Tensor, Tensor]:
+def verify(plan: RoundPlan[Tensor], asked: Asked, logp_CQV: Tensor, logq_CLV: Tensor) -> tuple[Tensor, Tensor]:
     """What the target says after every token of chains [C, Q], and its log-probability [C, Q], as `smc.algorithm.rejection.say`.
 
     `logp`: the target's log-law after every token; `logq`: what the next was drawn from, of all but the last. The reference.
@@ -104,5 +104,5 @@ def verify(plan: RoundPlan, asked: Asked, logp_CQV: Tensor, logq_CLV: Tensor) ->
 
 
 def _words(seed_C1: Tensor, stream_C1: Tensor, position_CQ: Tensor, purpose: Purpose) -> list[Tensor]:
-    keys = (seed_C1, torch.zeros_like(seed_C1), stream_C1, position_CQ)
-    return [to_device(word, seed_C1.device) for word in words(*(key.cpu().numpy() for key in keys), purpose)]
+    seed, rounds, stream, position = (key.cpu().numpy() for key in (seed_C1, torch.zeros_like(seed_C1), stream_C1, position_CQ))
+    return [to_device(word, seed_C1.device) for word in words(seed, rounds, stream, position, purpose)]

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from smc.runtime.stages import Stages
+from smc.runtime.stages import Event, Stages
 
 
 class Channel(Protocol):
@@ -40,10 +40,10 @@ class LocalChannel:
     def __init__(self, stages: Stages) -> None:
         self._stages = stages
         self._other = self
-        self._sent: dict[str, tuple[Tensor, object]] = {}
+        self._sent: dict[str, tuple[Tensor, Event]] = {}
         self._kept: list[Tensor] = []
         """What was sent, until the other side has its copy: memory that is let go is used again at once."""
-        self._received: object = None
+        self._received: Event | None = None
 
     @staticmethod
     def between(one: Stages, other: Stages) -> tuple[LocalChannel, LocalChannel]:

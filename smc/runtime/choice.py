@@ -39,7 +39,8 @@ class Regrown:
     """bool: whether any does."""
 
 
-Conclude = Callable[[Evidence, Candidates, Selection | None, Regrown | None], tuple[Choice, RoundResult]]
+Concluded = tuple[Choice, RoundResult[Tensor]]
+Conclude = Callable[[Evidence, Candidates, Selection | None, Regrown | None], Concluded]
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Chooser:
     def __init__(self, sampling: Sampling, state: SlotState, deciders: Deciders, *, lookahead: bool) -> None:
         self.sampling, self.state, self.decide, self.lookahead = sampling, state, deciders, lookahead
 
-    def choose(self, plan: RoundPlan, scored: Scored, drafted: Drafted) -> tuple[Choice, RoundResult]:
+    def choose(self, plan: RoundPlan[Tensor], scored: Scored, drafted: Drafted) -> Concluded:
         """`drafted`: what may follow the blocks (look-ahead), or the blocks themselves."""
         best_A = right_A = own = trees = None
         if plan.has_exact:
@@ -75,14 +76,14 @@ class Chooser:
             trees = self._regrown(plan, candidates, drafted.block)
         return self.decide.conclude(evidence, candidates, own, trees)
 
-    def _selected(self, plan: RoundPlan, candidates: Candidates) -> Selection:
+    def _selected(self, plan: RoundPlan[Tensor], candidates: Candidates) -> Selection:
         """Independent particles: `smc.algorithm.selection`."""
         numbers = candidates.numbers
         bounds = Bounds(plan.first_G, numbers.own_size_G, plan.count_G, plan.draws_G)
         random = (plan.threshold_G, plan.scheme_G, numbers.seed_G, numbers.round_G)
         return self.decide.select(candidates.weight_X.view(len(plan.slot_A), -1), candidates.alive_A, bounds, *random)
 
-    def _regrown(self, plan: RoundPlan, candidates: Candidates, step: int) -> Regrown:
+    def _regrown(self, plan: RoundPlan[Tensor], candidates: Candidates, step: int) -> Regrown:
         """Particles that are never the same, and exact decoding: `smc.algorithm.expansion`."""
         numbers, rows, places = candidates.numbers, (plan.first_G, plan.size_G), len(plan.slot_A)
         weights, sources = (candidates.weight_X, candidates.there_X), (numbers.source_first_G, numbers.source_size_G)
@@ -116,7 +117,7 @@ class Taken:
     collapsed_G: Tensor
 
 
-def conclude(evidence: Evidence, candidates: Candidates, own: Selection | None, trees: Regrown | None) -> tuple[Choice, RoundResult]:
+def conclude(evidence: Evidence, candidates: Candidates, own: Selection | None, trees: Regrown | None) -> Concluded:
     """What becomes of every place, and what the host learns of it. `own`: of independent particles; `trees`: of the others."""
     return Conclusion(evidence, candidates).of(own, trees)
 
@@ -130,7 +131,7 @@ class Conclusion:
         self.blocks = self.scored.blocks
         self.is_exact_A = self.plan.is_exact_A
 
-    def of(self, own: Selection | None, trees: Regrown | None) -> tuple[Choice, RoundResult]:
+    def of(self, own: Selection | None, trees: Regrown | None) -> Concluded:
         taken = self._take(own, trees)
         count_A = self.blocks.count_A[taken.block_A]
         kept_A = count_A
@@ -152,6 +153,7 @@ class Conclusion:
 
     def _take(self, own: Selection | None, trees: Regrown | None) -> Taken:
         if trees is None:
+            assert own is not None, "a round has groups of some kind"
             return self._of_own(own)
         theirs = self._of_trees(trees)
         if self.plan.has_exact:
@@ -166,6 +168,7 @@ class Conclusion:
     def _of_own(self, own: Selection) -> Taken:
         said, row_A = self.evidence.said, own.ancestor_A.long() * self.evidence.width + own.branch_A.long()
         open_A, none_A = self.evidence.open_X[row_A], torch.full_like(row_A, -1)
+        assert said.logp_X is not None, "asked for where there are independent rows"
         return Taken(
             row_A=row_A,
             ancestor_A=own.ancestor_A.long(),
@@ -211,7 +214,7 @@ class Conclusion:
         """Of groups that are decoded exactly: where nothing that was drafted goes on, the block that agrees longest does, and the token
         that the target says after it."""
         plan, blocks, is_exact_A = self.plan, self.blocks, self.is_exact_A
-        best_A, right_A = self.evidence.best_A, self.evidence.right_A
+        best_A, right_A = self.evidence.agreed
         any_A = plan.any_of_group(taken.alive_A[None], plan.group_A)[0][plan.group_A]
         misses_A = is_exact_A & ~any_A & (plan.size_G > 0)[plan.group_A]
         ancestor_A = torch.where(misses_A, blocks.origin_A[best_A], taken.ancestor_A)
@@ -249,7 +252,7 @@ class Conclusion:
             ended_A = over_A | (goes_on_A & drafted.ended_X[taken.row_A])
         return torch.where(taken.bonus_A >= 0, said.ends_A, ended_A), text_A, grown_A
 
-    def _result(self, taken: Taken, choice: Choice, kept_A: Tensor) -> RoundResult:
+    def _result(self, taken: Taken, choice: Choice, kept_A: Tensor) -> RoundResult[Tensor]:
         plan, blocks, candidates, has_bonus_A = self.plan, self.blocks, self.candidates, choice.bonus_A >= 0
         bonus_A1 = choice.bonus_A.clamp(min=0)[:, None]
         if self.lookahead:

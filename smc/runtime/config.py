@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 from smc.limits import UNSET
 
@@ -17,7 +18,16 @@ MAX_PREFILL_SHARE = 100.0
 """By which prompts may lengthen rounds."""
 LAW_BYTES = 1 << 30
 """Of a model's device, for laws of chains, if nobody says how many chains there may be."""
-GPU_PREFILL = {"prefill_chunk": 4096, "prefill_share": 0.5}
+
+
+class PrefillSettings(TypedDict):
+    """Fields of `EngineConfig`."""
+
+    prefill_chunk: int
+    prefill_share: float
+
+
+GPU_PREFILL: PrefillSettings = {"prefill_chunk": 4096, "prefill_share": 0.5}
 """Settings where models are on GPUs, unless others are asked for: products as long as they are worth, and rounds half as long again."""
 
 

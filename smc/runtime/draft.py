@@ -50,7 +50,7 @@ class Drafter:
     laws_YLV: Tensor | None = None
     """Room for the log-laws that tokens of chains are drawn from: L = K, or where the first is a guess K - 1. None: it has none."""
 
-    def draft(self, plan: RoundPlan, law: LawSpec) -> tuple[Drafted, Tree]:
+    def draft(self, plan: RoundPlan[Tensor], law: LawSpec[Tensor]) -> tuple[Drafted, Tree]:
         """Run the pending tokens of every particle, then extend rows by K tokens. The laws of chains are written to the room for them."""
         begun = self.steps.begin(self.state, plan, law, self.shape)
         self.run.begin(plan, plan.begin_pages_AP, plan.branch_pages_XB.view(len(plan.slot_A), -1))
@@ -62,15 +62,16 @@ class Drafter:
             tree = self._extend(plan, begun.later, logits_SV, tree, step, dealt)
         return self.steps.pack(self.state, plan, tree), tree
 
-    def follow(self, plan: RoundPlan, tree: Tree, choice: Choice) -> Lineage:
+    def follow(self, plan: RoundPlan[Tensor], tree: Tree, choice: Choice) -> Lineage[Tensor]:
         """Let the chosen rows be the particles."""
         self.run.follow(plan, choice.ancestor_A, tree.tail_XB, choice.row_A, pending=True)
         next_ = self.steps.resume(self.state, plan, tree, choice, self.shape.block)
         self.state.advance(plan.slot_A, choice, next_.end_A, next_.tokens_AW, next_.pending_A, next_.text_A)
         return next_.lineage
 
-    def _run(self, plan: RoundPlan, offering: Offering, tree: Tree) -> Tensor:
+    def _run(self, plan: RoundPlan[Tensor], offering: Offering, tree: Tree) -> Tensor:
         """Logits [X, V] after the rows' last tokens."""
+        assert tree.run_4X is not None, "rows, of which the last token alone is run"
         slot_X, begin_X, last_X, runs_X = tree.run_4X
         rows = Rows(
             table_SL=self.state.table_SL,
@@ -88,23 +89,23 @@ class Drafter:
         )
         return self.run(plan, tree.last_X, rows, root_R=tree.root_X)
 
-    def _extend(self, plan: RoundPlan, offering: Offering, logits_SV: Tensor, tree: Tree, step: int, dealt: Deal | None) -> Tree:
+    def _extend(self, plan: RoundPlan[Tensor], offering: Offering, logits_SV: Tensor, tree: Tree, step: int, dealt: Deal | None) -> Tree:
         """Every row continues one of those before it with a token: at the first step a particle, later a row."""
         if plan.biased:
             slot_S = plan.slot_A if tree.run_4X is None else tree.run_4X[0]
             logits_SV = self.add_biases(self.biases, self.state.lives, logits_SV.float(), slot_S, tree.next_X, plan.biased)
-        own = offers = chosen = chains = None
+        own = chosen = chains = None
         if Kind.INDEPENDENT in plan.kinds:
             keys = DrawKeys(offering.seed_S, offering.round_S, offering.stream_SD, tree.next_X, self.purpose)
             own = self.sampling.propose(logits_SV, offering.law, self.mixture, keys)
         if plan.kinds - {Kind.INDEPENDENT, Kind.CHAINS}:
-            offers, chosen = self._expanded(plan, offering, logits_SV, tree, step)
+            chosen = self._expanded(plan, offering, logits_SV, tree, step)
         if dealt is not None:
             chains = self._drawn(plan, offering, logits_SV, tree, step, dealt)
-        more = Continuation(offers, chosen, own, chains)
+        more = Continuation(chosen, own, chains)
         return self.adopt(tree, more, plan, self.state, step=step, branches=plan.branches)
 
-    def _drawn(self, plan: RoundPlan, offering: Offering, logits_SV: Tensor, tree: Tree, step: int, dealt: Deal) -> Drawn:
+    def _drawn(self, plan: RoundPlan[Tensor], offering: Offering, logits_SV: Tensor, tree: Tree, step: int, dealt: Deal) -> Drawn:
         """Chains draw their next tokens, or guess."""
         begins, branches = step == 0, plan.branches
         at_Y = dealt.source_Y if begins else dealt.row_Y
@@ -127,7 +128,7 @@ class Drafter:
             logq_X=dealt.spread(logq_Y, none_X.float()),
         )
 
-    def _expanded(self, plan: RoundPlan, offering: Offering, logits_SV: Tensor, tree: Tree, step: int) -> tuple[Offers, Expansion]:
+    def _expanded(self, plan: RoundPlan[Tensor], offering: Offering, logits_SV: Tensor, tree: Tree, step: int) -> tuple[Expansion, Offers]:
         """The rows of a group are chosen among all that they offer together. The best are those that are likely themselves, which nothing
         that stands for others is."""
         has_rest = Kind.DISTINCT in plan.kinds
@@ -136,4 +137,4 @@ class Drafter:
         rows, random = offering.rows, (offering.seed_G, offering.round_G, step)
         total = len(plan.branch_pages_XB)
         given = (offers, tree.mass_X, tree.alive_X, offering.sources, rows, rows[1], plan.kind_G, random, total)
-        return offers, self.expand(*given, ended_R=tree.ended_X, has_rest=has_rest)
+        return self.expand(*given, ended_R=tree.ended_X, has_rest=has_rest), offers

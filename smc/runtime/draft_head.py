@@ -27,7 +27,6 @@ from smc.algorithm.expansion import Offers
 from smc.arrays import to_device
 from smc.laws import LawSpec
 from smc.models.draft_vocab import DraftVocab
-from smc.philox import words
 from smc.runtime.sampling import DrawKeys, Sampling
 
 
@@ -44,11 +43,11 @@ class HeadSampling:
         share = self.chance / 2**32
         self.log_inside, self.log_share, self.log_each = math.log1p(-share), math.log(share), math.log(share / len(others_U))
 
-    def propose(self, logits_RM: Tensor, law: LawSpec, mixture: float, keys: DrawKeys) -> tuple[Tensor, Tensor]:
+    def propose(self, logits_RM: Tensor, law: LawSpec[Tensor], mixture: float, keys: DrawKeys) -> tuple[Tensor, Tensor]:
         """As `Sampling.propose`."""
         return self._spread(*self._columns.propose(logits_RM, law, mixture, keys), keys)
 
-    def propose_by(self, logits_RM: Tensor, law: LawSpec, keys: DrawKeys, law_RV: Tensor) -> tuple[Tensor, Tensor]:
+    def propose_by(self, logits_RM: Tensor, law: LawSpec[Tensor], keys: DrawKeys, law_RV: Tensor) -> tuple[Tensor, Tensor]:
         """As `Sampling.propose_by`."""
         logq_RM = torch.empty(len(logits_RM), len(self.ids_M), device=logits_RM.device)
         column_R, logq_R = self._columns.propose_by(logits_RM, law, keys, logq_RM)
@@ -62,7 +61,7 @@ class HeadSampling:
         """As `Sampling.likeliest`."""
         return self.ids_M[self._columns.likeliest(logits_RM, count)]
 
-    def offer(self, logits_RM: Tensor, law: LawSpec, mixture: float, keys: DrawKeys, has_rest: bool = True) -> Offers:
+    def offer(self, logits_RM: Tensor, law: LawSpec[Tensor], mixture: float, keys: DrawKeys, has_rest: bool = True) -> Offers:
         """As `Sampling.offer`."""
         return self._spread_rest(self._columns.offer(logits_RM, law, mixture, keys, has_rest), keys, has_rest)
 
@@ -91,7 +90,5 @@ class HeadSampling:
 
     def _others(self, keys: DrawKeys, device: torch.device) -> tuple[Tensor, Tensor]:
         """Whole numbers below 2^32, and tokens without a row, int64 [R, D] each."""
-        given = (keys.seed_R[:, None], keys.round_R[:, None], keys.stream_RD, keys.position_R[:, None])
-        _, _, coin, which = words(*(column.cpu().numpy() for column in given), keys.purpose)
-        coin_RD, which_RD = to_device(coin, device), to_device(which, device)
+        coin_RD, which_RD = (to_device(word, device) for word in keys.words()[2:])
         return coin_RD, self.others_U[(which_RD * len(self.others_U)) >> 32]

@@ -53,7 +53,7 @@ class Offering:
     round_S: Tensor
     seed_G: Tensor
     round_G: Tensor
-    law: LawSpec
+    law: LawSpec[Tensor]
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Begun:
 class Resumed:
     """How sequences go on, by place after the choice."""
 
-    lineage: Lineage
+    lineage: Lineage[Tensor]
     end_A: Tensor
     """int64 tokens of the sequence."""
     tokens_AW: Tensor
@@ -87,9 +87,9 @@ class Resumed:
     """int64 state of the stop machine before them."""
 
 
-Begin = Callable[[SlotState, RoundPlan, LawSpec, Shape], Begun]
-Pack = Callable[[SlotState, RoundPlan, Tree], Drafted]
-Resume = Callable[[SlotState, RoundPlan, Tree, Choice, int], Resumed]
+Begin = Callable[[SlotState, RoundPlan[Tensor], LawSpec[Tensor], Shape], Begun]
+Pack = Callable[[SlotState, RoundPlan[Tensor], Tree], Drafted]
+Resume = Callable[[SlotState, RoundPlan[Tensor], Tree, Choice, int], Resumed]
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Steps:
     resume: Resume
 
 
-def begin(state: SlotState, plan: RoundPlan, law: LawSpec, shape: Shape) -> Begun:
+def begin(state: SlotState, plan: RoundPlan[Tensor], law: LawSpec[Tensor], shape: Shape) -> Begun:
     """Pages of pending tokens are in the block tables from now on."""
     slot_A, pages_AP = plan.slot_A, plan.begin_pages_AP
     queries = pages_AP.shape[1]
@@ -147,7 +147,7 @@ def begin(state: SlotState, plan: RoundPlan, law: LawSpec, shape: Shape) -> Begu
     return Begun(tokens_AP, rows, place_A * queries + pending_A - 1, tree, *offerings)
 
 
-def _offering(plan: RoundPlan, law: LawSpec, shape: Shape, width: int) -> Offering:
+def _offering(plan: RoundPlan[Tensor], law: LawSpec[Tensor], shape: Shape, width: int) -> Offering:
     """Of `width` rows a place."""
     place_S, f = plan.place_of_rows(width), plan.branches
     group_S = plan.group_A[place_S]
@@ -168,7 +168,7 @@ def _offering(plan: RoundPlan, law: LawSpec, shape: Shape, width: int) -> Offeri
     )
 
 
-def pack(state: SlotState, plan: RoundPlan, tree: Tree) -> Drafted:
+def pack(state: SlotState, plan: RoundPlan[Tensor], tree: Tree) -> Drafted:
     """What the target is sent. The share of independent rows: F of each particle, or of one that has ended one alone."""
     slot_X, branches = plan.slot_A[tree.root_X], plan.branches
     share_X = tree.mass_X - state.logw_S[slot_X]
@@ -184,7 +184,7 @@ def pack(state: SlotState, plan: RoundPlan, tree: Tree) -> Drafted:
     return Drafted.of(tree.tokens_XK, tree.logq_XK, tree.root_X, tree.count_X, tree.ended_X, share_X)
 
 
-def resume(state: SlotState, plan: RoundPlan, tree: Tree, choice: Choice, block: int) -> Resumed:
+def resume(state: SlotState, plan: RoundPlan[Tensor], tree: Tree, choice: Choice, block: int) -> Resumed:
     """Pages follow the choice; what else becomes of the slots is returned: others read them yet."""
     slot_A, row_A = plan.slot_A, choice.row_A
     ancestor_A, taken_A, cut_A = choice.ancestor_A, choice.count_A, choice.cut_A
@@ -213,7 +213,7 @@ def resume(state: SlotState, plan: RoundPlan, tree: Tree, choice: Choice, block:
     )
 
 
-def _lineage(plan: RoundPlan, path_AW: Tensor, pending_A: Tensor, kept_A: Tensor, dropped_A: Tensor) -> Lineage:
+def _lineage(plan: RoundPlan[Tensor], path_AW: Tensor, pending_A: Tensor, kept_A: Tensor, dropped_A: Tensor) -> Lineage[Tensor]:
     """A particle's pending tokens, of which there may be fewer than places for them, then its row's."""
     queries = plan.begin_pages_AP.shape[1]
     if queries > 1:

@@ -65,8 +65,8 @@ class StaticForward:
         hidden_TE = tokens_T.new_zeros(len(tokens_T), self.model.config.hidden_size, dtype=self.model.embed.weight.dtype)
         if not len(live_R):
             return hidden_TE
-        batch, index_X = _without_padding(rows, live_R)
-        index_X, position_X = (to_device(array, tokens_T.device) for array in (index_X, batch.positions_T))
+        batch, tokens_X = _without_padding(rows, live_R)
+        index_X, position_X = (to_device(array, tokens_T.device) for array in (tokens_X, batch.positions_T))
         attend = self._attention.plan(self.pool, batch).attend
         hidden_TE[index_X] = self.model(tokens_T[index_X], self.rope.at(position_X), attend)
         return hidden_TE
@@ -100,7 +100,7 @@ def _tables(rows: Rows, live_X: np.ndarray, end: int) -> np.ndarray:
     known = min(end, rows.table_SL.shape[1])
     table_XL = np.full((len(live_X), end), DUMMY_PAGE, dtype=np.int32)
     table_XL[:, :known] = to_host(rows.table_SL[rows.slot_R[index_X], :known])
-    if rows.tail_RB is None:
+    if rows.tail_RB is None or rows.tail_R is None:
         return table_XL
     tail_XB, offset_XL = to_host(rows.tail_RB[index_X]), np.arange(end) - to_host(rows.tail_R[index_X])[:, None]
     own_XL = np.take_along_axis(tail_XB, offset_XL.clip(0, tail_XB.shape[1] - 1), axis=1)

@@ -38,7 +38,7 @@ class Pass:
     beside_P: Tensor
     """int32: of every page of a guided place in this round, the companion's beside it."""
 
-    def begin(self, plan: RoundPlan, pending_AP: Tensor, pages_AW: Tensor) -> None:
+    def begin(self, plan: RoundPlan[Tensor], pending_AP: Tensor, pages_AW: Tensor) -> None:
         """A round begins that gives its places pages: for pending tokens, which are run from the tables, and for what is run after them."""
         companions, state = plan.companions_at(self.side), self.state
         if companions is None:
@@ -52,7 +52,7 @@ class Pass:
         state.table_SL[slot_U1, held_U1 + torch.arange(pending, device=state.device)] = theirs_UW[:, :pending]
 
     def __call__(
-        self, plan: RoundPlan, tokens_T: Tensor, rows: Rows, asked_R: Tensor | None = None, root_R: Tensor | None = None
+        self, plan: RoundPlan[Tensor], tokens_T: Tensor, rows: Rows, asked_R: Tensor | None = None, root_R: Tensor | None = None
     ) -> Tensor:
         """Logits after all tokens [T, V], or after one of each row [R, V], the `asked`-th of the T. `root_R`: the place whose particle a
         row continues, if not its own."""
@@ -72,7 +72,7 @@ class Pass:
         scale_T = companions.scale_A.repeat_interleave(width * each)
         return self.guide(logits_TV[:own], logits_TV[own:], _rows(companions.of_A, width * each), scale_T)
 
-    def follow(self, plan: RoundPlan, ancestor_A: Tensor, pages_XB: Tensor, row_A: Tensor, *, pending: bool) -> None:
+    def follow(self, plan: RoundPlan[Tensor], ancestor_A: Tensor, pages_XB: Tensor, row_A: Tensor, *, pending: bool) -> None:
         """After the choice, before sequences have moved on: companions of places go on with those of places `ancestor`, then with what is
         beside the pages of this round that row `row` has, after the `pending` tokens if these were given pages of their own."""
         companions, state = plan.companions_at(self.side), self.state

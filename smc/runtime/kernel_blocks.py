@@ -18,15 +18,16 @@ from smc.runtime.outcome import Drafted
 from smc.runtime.plan import RoundPlan
 from smc.runtime.sampling import DrawKeys
 from smc.runtime.state import SlotState
+from smc.types import TensorOptions
 
 PLACES = 16
 """Places of a program that judges."""
 
 
-def lay_out(state: SlotState, logq_SQ: Tensor, plan: RoundPlan, drafted: Drafted | None) -> Asked:
+def lay_out(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted: Drafted | None) -> Asked:
     """As `smc.runtime.blocks.lay_out`."""
     places, groups, q, law, device = len(plan.slot_A), len(plan.first_G), logq_SQ.shape[1], plan.target_law, state.device
-    integers = {"dtype": torch.int64, "device": device}
+    integers: TensorOptions = {"dtype": torch.int64, "device": device}
     numbers_7A, keys_3T = columns(7, places, **integers), columns(3, places * q, **integers)
     flags_3A, rows_4A = columns(3, places, torch.bool, device), columns(4, places, torch.int32, device)
     # Columns of one size begin alike.
@@ -60,7 +61,7 @@ def lay_out(state: SlotState, logq_SQ: Tensor, plan: RoundPlan, drafted: Drafted
     )
 
 
-def judge(asked: Asked, plan: RoundPlan, labelled_T: Tensor | None, drawn: Drawn | None, next_AV: Tensor | None) -> Scored:
+def judge(asked: Asked, plan: RoundPlan[Tensor], labelled_T: Tensor | None, drawn: Drawn | None, next_AV: Tensor | None) -> Scored:
     """As `smc.runtime.blocks.judge`."""
     blocks, (places, q) = asked.blocks, asked.blocks.tokens_AQ.shape
     logp_AQ, drawn_AQ = torch.empty_like(blocks.logq_AQ), torch.empty_like(blocks.tokens_AQ)

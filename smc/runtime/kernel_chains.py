@@ -11,7 +11,7 @@ from smc.runtime.chains import chain_groups
 from smc.runtime.plan import RoundPlan
 
 
-def verify(plan: RoundPlan, asked: Asked, logp_CQV: Tensor, logq_CLV: Tensor) -> tuple[Tensor, Tensor]:
+def verify(plan: RoundPlan[Tensor], asked: Asked, logp_CQV: Tensor, logq_CLV: Tensor) -> tuple[Tensor, Tensor]:
     """As `smc.runtime.chains.verify`."""
     blocks = asked.blocks
     trials = Trials(

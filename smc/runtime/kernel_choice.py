@@ -15,9 +15,10 @@ from smc.kernels.places import columns, programs
 from smc.kernels.stops import table_arguments
 from smc.limits import MAX_PARTICLES
 from smc.runtime.candidates import Candidates, Evidence, Numbers
-from smc.runtime.choice import Regrown
+from smc.runtime.choice import Concluded, Regrown
 from smc.runtime.outcome import Choice, Lineage, RoundResult
 from smc.stops import DONE, MAX_STATES
+from smc.types import TensorOptions
 
 ROWS = 32
 """Rows of a program."""
@@ -29,7 +30,8 @@ def weigh(evidence: Evidence) -> Candidates:
     (places, q), groups, rows, device = blocks.tokens_AQ.shape, len(plan.first_G), drafted.all_WX.shape[1], plan.slot_A.device
     offers, asked = said.offers, said.logp_X if evidence.lookahead else said.log_z_A
     width = 1 if offers is None else offers.share_RC.shape[1]
-    integers, flags = {"dtype": torch.int64, "device": device}, {"dtype": torch.bool, "device": device}
+    integers: TensorOptions = {"dtype": torch.int64, "device": device}
+    flags: TensorOptions = {"dtype": torch.bool, "device": device}
     root_X, weight_X = torch.empty(rows, **integers), torch.empty(rows, dtype=torch.float64, device=device)
     there_X, alive_A, nan_2G = torch.empty(rows, **flags), torch.empty(places, **flags), columns(2, groups, **flags)
     share_XC = torch.empty(rows, width, dtype=torch.float32, device=device)
@@ -51,17 +53,20 @@ def weigh(evidence: Evidence) -> Candidates:
         enable_fp_fusion=False, num_warps=4,
     )  # fmt: skip
     whole = Offers(token_XC, share_XC if offers is None else offers.logq_RC, share_XC)
-    return Candidates(root_X, weight_X, there_X, whole, alive_A, *nan_2G, Numbers(*size_3G, *random_2G))
+    target_nan_G, draft_nan_G = nan_2G
+    return Candidates(root_X, weight_X, there_X, whole, alive_A, target_nan_G, draft_nan_G, Numbers(*size_3G, *random_2G))
 
 
-def conclude(evidence: Evidence, candidates: Candidates, own: Selection | None, trees: Regrown | None) -> tuple[Choice, RoundResult]:
+def conclude(evidence: Evidence, candidates: Candidates, own: Selection | None, trees: Regrown | None) -> Concluded:
     """As `smc.runtime.choice.conclude`; answers grow in the same launch."""
     plan, state, scored, blocks, said = evidence.plan, evidence.state, evidence.scored, evidence.scored.blocks, evidence.said
     (places, q), groups, rows, device = blocks.tokens_AQ.shape, len(plan.first_G), len(candidates.root_X), plan.slot_A.device
     tables, chosen = state.stops, None if trees is None else trees.chosen
-    integers, floats, flags = ({"dtype": dtype, "device": device} for dtype in (torch.int64, torch.float32, torch.bool))
+    integers: TensorOptions = {"dtype": torch.int64, "device": device}
+    floats: TensorOptions = {"dtype": torch.float32, "device": device}
+    flags: TensorOptions = {"dtype": torch.bool, "device": device}
     choice_9A, flags_2A, count_A = torch.empty(9, places, **integers), torch.empty(2, places, **flags), torch.empty(places, **integers)
-    grown_AQ, logq_AQ, logp_AQ = torch.empty(places, q, **integers), *torch.empty(2, places, q, **floats)
+    grown_AQ, (logq_AQ, logp_AQ) = torch.empty(places, q, **integers), torch.empty(2, places, q, **floats)
     first_logp_A, group_2G = torch.empty(places, **floats), torch.empty(2, groups, dtype=torch.float64, device=device)
     flags_3G, path_AQ = torch.empty(3, groups, **flags), torch.empty_like(plan.target_pages_AQ)
     run_2A = torch.empty(2, places, dtype=torch.int32, device=device)

@@ -7,6 +7,7 @@ import math
 
 import torch
 import triton
+from torch import Tensor
 
 from smc.algorithm.expansion import Kind
 from smc.kernels import draft as kernels
@@ -22,16 +23,18 @@ from smc.runtime.plan import RoundPlan
 from smc.runtime.state import SlotState
 from smc.runtime.tree import Tree
 from smc.stops import DONE, MAX_STATES
+from smc.types import TensorOptions
 
 ROWS = 16
 """Rows of a program."""
 
 
-def begin(state: SlotState, plan: RoundPlan, law: LawSpec, shape: Shape) -> Begun:
+def begin(state: SlotState, plan: RoundPlan[Tensor], law: LawSpec[Tensor], shape: Shape) -> Begun:
     """As `smc.runtime.draft_steps.begin`."""
     (places, queries), groups, device, tables = plan.begin_pages_AP.shape, len(plan.first_G), state.device, state.stops
     rows, block = places * plan.branches, shape.block
-    integers, floats = {"dtype": torch.int64, "device": device}, {"dtype": torch.float32, "device": device}
+    integers: TensorOptions = {"dtype": torch.int64, "device": device}
+    floats: TensorOptions = {"dtype": torch.float32, "device": device}
     numbers_6A, rows_4A, flags_2A = (
         columns(6, places, **integers),
         columns(4, places, torch.int32, device),
@@ -74,20 +77,20 @@ def begin(state: SlotState, plan: RoundPlan, law: LawSpec, shape: Shape) -> Begu
         next_X=end_A,
         run_4X=None,
     )
-    later = tuple(bounds_2G)
+    later, (seed_G, round_G) = (bounds_2G[0], bounds_2G[1]), keys_2G
     rounds_A = plan.round_A if shape.by_round else none_A
-    streams, by_group = stream_X.view(places, plan.branches), tuple(keys_2G)
+    streams = stream_X.view(places, plan.branches)
     return Begun(
         tokens_AP, run, last_A, tree,
-        Offering(group_R, (plan.first_G, plan.size_G), later, rank_A[:, None], streams, plan.seed_A, rounds_A, *by_group, law),
+        Offering(group_R, (plan.first_G, plan.size_G), later, rank_A[:, None], streams, plan.seed_A, rounds_A, seed_G, round_G, law),
         Offering(
-            group_X, later, later, rank_X[:, None], stream_X[:, None], seed_X, round_X, *by_group,
+            group_X, later, later, rank_X[:, None], stream_X[:, None], seed_X, round_X, seed_G, round_G,
             LawSpec(temperature_X, top_k_X, top_p_X, min_p_X, alpha_X, law.active),
         ),
     )  # fmt: skip
 
 
-def pack(state: SlotState, plan: RoundPlan, tree: Tree) -> Drafted:
+def pack(state: SlotState, plan: RoundPlan[Tensor], tree: Tree) -> Drafted:
     """As `smc.runtime.draft_steps.pack`."""
     rows, block = tree.tokens_XK.shape
     all_WX = torch.empty(Drafted.width(block), rows, dtype=torch.int32, device=state.device)
@@ -100,7 +103,7 @@ def pack(state: SlotState, plan: RoundPlan, tree: Tree) -> Drafted:
     return Drafted(all_WX)
 
 
-def resume(state: SlotState, plan: RoundPlan, tree: Tree, choice: Choice, block: int) -> Resumed:
+def resume(state: SlotState, plan: RoundPlan[Tensor], tree: Tree, choice: Choice, block: int) -> Resumed:
     """As `smc.runtime.draft_steps.resume`."""
     (places, queries), pages, device = plan.begin_pages_AP.shape, tree.tail_XB.shape[1], state.device
     width = min(2, state.pending_SQ.shape[1])

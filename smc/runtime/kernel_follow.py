@@ -15,7 +15,7 @@ from smc.runtime.state import SlotState
 from smc.runtime.target import Followed
 
 
-def follow(state: SlotState, logq_SQ: Tensor, plan: RoundPlan, drafted: Drafted, choice: Choice, lookahead: bool) -> Followed:
+def follow(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted: Drafted, choice: Choice, lookahead: bool) -> Followed:
     """As `smc.runtime.target.follow`; pages follow in the same launch."""
     (places, q), rows, width = plan.target_pages_AQ.shape, drafted.all_WX.shape[1], drafted.block if lookahead else 1
     end_A, pending_A = torch.empty(2, places, dtype=torch.int64, device=state.device)

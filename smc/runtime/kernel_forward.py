@@ -42,12 +42,12 @@ class KernelForward(StaticForward):
         super().__init__(worker.model, worker.pool, worker.rope)
         check_heads((worker.model.config.num_heads, worker.model.config.num_kv_heads), worker.model.config.head_dim)
         self._longest, self._own_products, self._pdl = worker.width, own_products, pdl
-        self._attention: dict[tuple[int, int, int], SharedPrefixAttention] = {}
+        self._attentions: dict[tuple[int, int, int], SharedPrefixAttention] = {}
 
     @property
     def workspace_bytes(self) -> int:
         """What attention of all shapes seen so far keeps for itself."""
-        return sum(attention.workspace_bytes for attention in self._attention.values())
+        return sum(attention.workspace_bytes for attention in self._attentions.values())
 
     def __call__(self, tokens_T: Tensor, rows: Rows) -> Tensor:
         config, model, pdl = self.model.config, self.model, self._pdl
@@ -72,7 +72,7 @@ class KernelForward(StaticForward):
         def attend(layer: Layer, qkv: Tensor, out_RHD: Tensor) -> None:
             keys, values = self.pool.keys[layer.index], self.pool.values[layer.index]
             where = (self.rope.table, tables, rows.start_R, rows.count_R)
-            step_attention(qkv, keys, values, *where, out_RHD, *_norms(layer), self.model.config.rms_eps, pdl=self._pdl)
+            step_attention(qkv, keys, values, *where, out_RHD, *layer.head_norms, self.model.config.rms_eps, pdl=self._pdl)
 
         return attend
 
@@ -86,7 +86,7 @@ class KernelForward(StaticForward):
 
         def attend(layer: Layer, qkv: Tensor, out_THD: Tensor) -> None:
             keys, values = self.pool.keys[layer.index], self.pool.values[layer.index]
-            store_kv(qkv, q_THD, keys, values, *where, heads, *_norms(layer), eps=config.rms_eps, pdl=self._pdl)
+            store_kv(qkv, q_THD, keys, values, *where, heads, *layer.head_norms, eps=config.rms_eps, pdl=self._pdl)
             attention.run(q_THD, keys, values, prepared, out_THD)
 
         return attend
@@ -131,17 +131,13 @@ class KernelForward(StaticForward):
 
     def _attention_for(self, rows: Rows) -> SharedPrefixAttention:
         config, shape = self.model.config, (len(rows.first_G), len(rows.start_R), rows.queries)
-        if shape not in self._attention:
+        if shape not in self._attentions:
             weight, heads = self.model.embed.weight, (config.num_heads, config.num_kv_heads)
-            self._attention[shape] = SharedPrefixAttention(
+            self._attentions[shape] = SharedPrefixAttention(
                 *shape, heads, config.head_dim, weight.dtype, weight.device, self._longest, overlap=self._pdl
             )
-        return self._attention[shape]
+        return self._attentions[shape]
 
 
 def _tables(rows: Rows) -> Tables:
     return Tables(rows.table_SL, rows.slot_R, rows.tail_RB, rows.tail_R)
-
-
-def _norms(layer: Layer) -> tuple[Tensor | None, Tensor | None]:
-    return (None, None) if layer.q_norm is None else (layer.q_norm.weight, layer.k_norm.weight)

@@ -27,7 +27,7 @@ def run_prompt(reader: Reader, tokens_T: Tensor, batch: ForwardBatch, asked_X: T
     for layer in model.layers:
         hidden_TE = add_norm(x_TE, parts_TE, layer.attn_norm.weight, config.rms_eps)
         store = (q_THD, reader.pool.keys[layer.index], reader.pool.values[layer.index], reader.rope.table, position_T, page_T)
-        store_kv(layer.qkv(hidden_TE), *store, (config.num_heads, config.num_kv_heads), *_norms(layer), eps=config.rms_eps)
+        store_kv(layer.qkv(hidden_TE), *store, (config.num_heads, config.num_kv_heads), *layer.head_norms, eps=config.rms_eps)
         if layer is model.layers[-1]:
             if not len(asked_X):
                 return x_TE[asked_X]
@@ -42,7 +42,3 @@ def run_prompt(reader: Reader, tokens_T: Tensor, batch: ForwardBatch, asked_X: T
 def _sum(layer: Layer, part_TE: Tensor) -> Tensor:
     """Of all ranks' shares."""
     return part_TE if layer.reduce is None else layer.reduce(part_TE)
-
-
-def _norms(layer: Layer) -> tuple[Tensor | None, Tensor | None]:
-    return (None, None) if layer.q_norm is None else (layer.q_norm.weight, layer.k_norm.weight)

@@ -41,22 +41,22 @@ from smc.runtime.tree import Continuation, Tree
 class KernelSampling(Sampling):
     """Laws by the kernels: no array of a law is ever written, but for chains."""
 
-    def propose(self, logits_RV: Tensor, law: LawSpec, mixture: float, keys: DrawKeys) -> tuple[Tensor, Tensor]:
+    def propose(self, logits_RV: Tensor, law: LawSpec[Tensor], mixture: float, keys: DrawKeys) -> tuple[Tensor, Tensor]:
         token_RD, logq_RD, _ = self._draw(logits_RV, law.temperature_R, keys, self._cut(logits_RV, law, mixture))
         return token_RD, logq_RD
 
-    def propose_by(self, logits_RV: Tensor, law: LawSpec, keys: DrawKeys, law_RV: Tensor) -> tuple[Tensor, Tensor]:
+    def propose_by(self, logits_RV: Tensor, law: LawSpec[Tensor], keys: DrawKeys, law_RV: Tensor) -> tuple[Tensor, Tensor]:
         token_R1, logq_R1, _ = self._draw(logits_RV, law.temperature_R, keys, self._cut(logits_RV, law))
         self.write_law(logits_RV, law, law_RV)
         return token_R1[:, 0], logq_R1[:, 0]
 
-    def write_law(self, logits_RV: Tensor, law: LawSpec, law_RV: Tensor) -> None:
+    def write_law(self, logits_RV: Tensor, law: LawSpec[Tensor], law_RV: Tensor) -> None:
         write_law(logits_RV, law_RV, law.temperature_R, self._cut(logits_RV, law))
 
-    def offer(self, logits_RV: Tensor, law: LawSpec, mixture: float, keys: DrawKeys, has_rest: bool = True) -> Offers:
+    def offer(self, logits_RV: Tensor, law: LawSpec[Tensor], mixture: float, keys: DrawKeys, has_rest: bool = True) -> Offers:
         return self._offer(logits_RV, law.temperature_R, keys, self._cut(logits_RV, law, mixture), has_rest)
 
-    def bonus_offer(self, logits_RV: Tensor, law: LawSpec, keys: DrawKeys) -> tuple[Offers, Tensor, Tensor]:
+    def bonus_offer(self, logits_RV: Tensor, law: LawSpec[Tensor], keys: DrawKeys) -> tuple[Offers, Tensor, Tensor]:
         cut = self._cut(logits_RV, law)
         if "alpha" not in law.active:
             offers = self._offer(logits_RV, law.temperature_R, keys, cut)
@@ -67,13 +67,13 @@ class KernelSampling(Sampling):
         log_z_R = torch.where(law.alpha_R == 1, 0.0, law.alpha_R * logp_RC[:, 0] - offers.logq_RC[:, 0])
         return offers, logp_RC, log_z_R + offers.logq_RC[:, 0] * 0.0
 
-    def score(self, logits_RV: Tensor, law: LawSpec, token_RD: Tensor, row_X: Tensor | None = None) -> Tensor:
+    def score(self, logits_RV: Tensor, law: LawSpec[Tensor], token_RD: Tensor, row_X: Tensor | None = None) -> Tensor:
         cut = self._cut(logits_RV, law)
         if token_RD.shape[1] == 1:
             return score(logits_RV, self.vocab, law.temperature_R, token_RD[:, 0].int(), cut=cut, row_X=row_X)[0][:, None]
         return self._score(logits_RV, law, token_RD, cut, row_X)
 
-    def bonus(self, logits_RV: Tensor, law: LawSpec, keys: DrawKeys) -> tuple[Tensor, Tensor, Tensor]:
+    def bonus(self, logits_RV: Tensor, law: LawSpec[Tensor], keys: DrawKeys) -> tuple[Tensor, Tensor, Tensor]:
         cut = self._cut(logits_RV, law)
         if "alpha" not in law.active:
             token_RD, logp_RD, lse_R = self._draw(logits_RV, law.temperature_R, keys, cut)
@@ -87,14 +87,18 @@ class KernelSampling(Sampling):
     def guide(self, own_TV: Tensor, companion_XV: Tensor, of_T: Tensor, scale_T: Tensor) -> Tensor:
         return guide(own_TV, companion_XV, of_T, scale_T)
 
-    def _cut(self, logits_RV: Tensor, law: LawSpec, share: float = 0.0) -> Cut | None:
+    def _cut(self, logits_RV: Tensor, law: LawSpec[Tensor], share: float = 0.0) -> Cut | None:
         processors = {"top_k": law.top_k_R, "top_p": law.top_p_R, "min_p": law.min_p_R}
-        used = [values_R if name in law.active else None for name, values_R in processors.items()]
-        return truncate(logits_RV, self.vocab, law.temperature_R, *used, share) if law.active & set(processors) else None
+        top_k_R, top_p_R, min_p_R = (values_R if name in law.active else None for name, values_R in processors.items())
+        if not law.active & set(processors):
+            return None
+        return truncate(logits_RV, self.vocab, law.temperature_R, top_k_R, top_p_R, min_p_R, share)
 
-    def _score(self, logits_RV: Tensor, law: LawSpec, token_XD: Tensor, cut: Cut | None, row_X: Tensor | None = None) -> Tensor:
+    def _score(self, logits_RV: Tensor, law: LawSpec[Tensor], token_XD: Tensor, cut: Cut | None, row_X: Tensor | None = None) -> Tensor:
         none_X = torch.full_like(token_XD[:, 0], -1)
-        return score(logits_RV, self.vocab, law.temperature_R, none_X, token_XD, cut, row_X=row_X)[1]
+        _, logp_XD = score(logits_RV, self.vocab, law.temperature_R, none_X, token_XD, cut, row_X=row_X)
+        assert logp_XD is not None, "asked for"
+        return logp_XD
 
     def _offer(self, logits_RV: Tensor, temperature_R: Tensor, keys: DrawKeys, cut: Cut | None, has_rest: bool = True) -> Offers:
         random = (keys.seed_R, keys.round_R, keys.stream_RD[:, 0], keys.position_R, int(keys.purpose))
@@ -118,13 +122,12 @@ class KernelHeadSampling(HeadSampling):
         return spread_rest(offers, random, self.ids_M, self.others_U, *logs, has_rest)
 
 
-def adopt(tree: Tree, more: Continuation, plan: RoundPlan, state: SlotState, *, step: int, branches: int) -> Tree:
+def adopt(tree: Tree, more: Continuation, plan: RoundPlan[Tensor], state: SlotState, *, step: int, branches: int) -> Tree:
     """As `smc.runtime.tree.adopt`; answers grow within the same launch."""
-    chosen = None if more.chosen is None else (more.chosen, more.offers)
     dealt = None if more.chains is None else (more.chains.parent_X, more.chains.token_X, more.chains.logq_X)
     places = (plan.group_A, plan.kind_G, plan.slot_A, plan.branch_pages_XB)
     lives = TreeLives(state.end_S, state.limit_S, state.least_S, state.entry_S, state.stops)
-    return Tree(**kernel_adopt(vars(tree), chosen, more.own, dealt, places, lives, step=step, branches=branches))
+    return Tree(**kernel_adopt(vars(tree), more.chosen, more.own, dealt, places, lives, step=step, branches=branches))
 
 
 def add_biases(tables: BiasTables, lives: Lives, logits_RV: Tensor, slot_X: Tensor, position_R: Tensor, width: int) -> Tensor:

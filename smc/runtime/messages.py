@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
 
+from smc.types import Array
+
 if TYPE_CHECKING:
     from smc.laws import LawSpec
     from smc.philox import Purpose
@@ -52,7 +54,7 @@ class Pending(Protocol, Generic[Result]):
 class Draws:
     """D tokens to be drawn after the last one of each row, from p^alpha normalised, and with which random numbers (smc/philox.py)."""
 
-    law: LawSpec
+    law: LawSpec[np.ndarray]
     seed_R: np.ndarray
     """int64."""
     round_R: np.ndarray
@@ -79,7 +81,7 @@ class Tops:
     """The likeliest tokens after each of the last tokens of rows, under the law of what comes there. Axis R is of the first rows of the
     batch, those that are asked about; those after them only guide."""
 
-    law: LawSpec
+    law: LawSpec[np.ndarray]
     count: int
     """K, or the whole vocabulary if that has fewer."""
     asked_R: np.ndarray
@@ -112,20 +114,20 @@ class PromptBatch:
 
 
 @dataclass(frozen=True)
-class PromptResult:
+class PromptResult(Generic[Array]):
     """Draws [R, 0] where none were asked for, and no tops."""
 
-    drawn_RD: np.ndarray
+    drawn_RD: Array
     """int32."""
-    drawn_logp_RD: np.ndarray
+    drawn_logp_RD: Array
     """float32 log-probability of each drawn token under p itself, whatever alpha."""
-    logw_RD: np.ndarray
+    logw_RD: Array
     """float64 log-weight that a particle begins with; -inf where nothing was drawn."""
-    log_z_R: np.ndarray
+    log_z_R: Array
     """float32 log normaliser of p^alpha after the last token; NaN if the model's logits were."""
-    top_YK: np.ndarray
+    top_YK: Array
     """int32: likeliest first, of every token that tops were asked of, row after row."""
-    top_logp_YK: np.ndarray
+    top_logp_YK: Array
     """float32 log-probabilities of these: -inf outside of a truncation, NaN if the model's logits were."""
 
 
@@ -143,4 +145,4 @@ class SideLost(RuntimeError):
 class Worker(Protocol):
     """One model with its KV memory. Calls are carried out in the order they are made."""
 
-    def run_prompts(self, batch: PromptBatch) -> Pending[PromptResult]: ...
+    def run_prompts(self, batch: PromptBatch) -> Pending[PromptResult[np.ndarray]]: ...

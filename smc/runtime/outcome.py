@@ -6,10 +6,12 @@ See the package's legend for axes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic
 
-import numpy as np
 import torch
 from torch import Tensor
+
+from smc.types import Array
 
 
 @dataclass(frozen=True)
@@ -138,48 +140,48 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Lineage:
+class Lineage(Generic[Array]):
     """Pages that particles have more or less than their ancestors had, by place after the choice. Tensors where the model is."""
 
-    path_AW: np.ndarray | Tensor
+    path_AW: Array
     """int32."""
-    kept_A: np.ndarray | Tensor
+    kept_A: Array
     """int32: how many of them hold keys and values of the particle's tokens."""
-    dropped_A: np.ndarray | Tensor
+    dropped_A: Array
     """int32: how many of the ancestor's last pages are given up."""
 
 
 @dataclass(frozen=True)
-class RoundResult:
+class RoundResult(Generic[Array]):
     """What the host learns of a round. By place, after the choice, unless said otherwise. Tensors where the model is."""
 
-    ancestor_A: np.ndarray | Tensor
+    ancestor_A: Array
     """Place."""
-    alive_A: np.ndarray | Tensor
+    alive_A: Array
     """bool: the place holds a particle. One that does not repeats another of its group, and has ended."""
-    cut_A: np.ndarray | Tensor
+    cut_A: Array
     """How many of the ancestor's last tokens were taken back."""
-    grown_AQ: np.ndarray | Tensor
+    grown_AQ: Array
     """Tokens that came after those."""
-    count_A: np.ndarray | Tensor
+    count_A: Array
     """How many of them exist."""
-    ended_A: np.ndarray | Tensor
-    logw_A: np.ndarray | Tensor
+    ended_A: Array
+    logw_A: Array
     """float64."""
-    logq_AQ: np.ndarray | Tensor
+    logq_AQ: Array
     """float32 log q of the tokens that came."""
-    logp_AQ: np.ndarray | Tensor
+    logp_AQ: Array
     """float32 log p of the tokens after the first of the block that was scored, as far as they stay; NaN beyond."""
-    first_logp_A: np.ndarray | Tensor
+    first_logp_A: Array
     """float32 log p of the token that follows the scored block; NaN where none does."""
-    log_z_G: np.ndarray | Tensor
-    ess_G: np.ndarray | Tensor
-    resampled_G: np.ndarray | Tensor
-    collapsed_G: np.ndarray | Tensor
-    draft_nan_G: np.ndarray | Tensor
+    log_z_G: Array
+    ess_G: Array
+    resampled_G: Array
+    collapsed_G: Array
+    draft_nan_G: Array
     """bool: the draft returned NaN among tokens that exist."""
-    target_nan_G: np.ndarray | Tensor
-    hit_G: np.ndarray | Tensor
+    target_nan_G: Array
+    hit_G: Array
     """bool: what was drafted ahead was right (exact decoding)."""
-    lineage: Lineage
+    lineage: Lineage[Array]
     """At the target, or the model that decodes alone."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from smc.runtime.channel import LocalChannel
 from smc.runtime.config import EngineConfig
 from smc.runtime.messages import Pending
@@ -19,8 +21,8 @@ from smc.runtime.worker import ModelWorker
 class Outcome:
     """What came of a round."""
 
-    result: RoundResult
-    lineage: dict[str, Lineage]
+    result: RoundResult[np.ndarray]
+    lineage: dict[str, Lineage[np.ndarray]]
     """By side."""
 
 
@@ -34,7 +36,7 @@ class Pair(Protocol):
         """Particles take part on this side from the next round on."""
         ...
 
-    def round(self, plan: RoundPlan) -> Pending[Outcome]:
+    def round(self, plan: RoundPlan[np.ndarray]) -> Pending[Outcome]:
         """Ask for a round."""
         ...
 
@@ -45,22 +47,21 @@ class LocalPair:
     def __init__(self, config: EngineConfig, workers: dict[str, ModelWorker], parts: Parts) -> None:
         self.stages = {side: parts.stages(worker.device) for side, worker in workers.items()}
         channels = LocalChannel.between(self.stages["draft"], self.stages["target"])
-        self.sides = {
-            "draft": DraftSide(config, workers["draft"], parts, self.stages["draft"], channels[0]),
-            "target": TargetSide(config, workers["target"], parts, self.stages["target"], channels[1]),
-        }
+        self._draft = DraftSide(config, workers["draft"], parts, self.stages["draft"], channels[0])
+        self._target = TargetSide(config, workers["target"], parts, self.stages["target"], channels[1])
+        self.sides: dict[str, DraftSide | TargetSide] = {"draft": self._draft, "target": self._target}
         self.pipelined = self.stages["target"].records
 
     def join(self, side: str, group: Join) -> None:
         self.sides[side].join(group)
 
-    def round(self, plan: RoundPlan) -> PairRound:
+    def round(self, plan: RoundPlan[np.ndarray]) -> PairRound:
         if plan.program is not Program.PAIR:
             side = plan.program.value
             return PairRound({side: self.sides[side].round(plan)})
-        self.sides["draft"].draft(plan)
-        target = self.sides["target"].round(plan)
-        return PairRound({"draft": self.sides["draft"].follow(), "target": target})
+        self._draft.draft(plan)
+        target = self._target.round(plan)
+        return PairRound({"draft": self._draft.follow(), "target": target})
 
 
 @dataclass(frozen=True)

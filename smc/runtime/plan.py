@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Generic, TypeVar
+from typing import Generic
 
 import numpy as np
 import torch
@@ -17,12 +17,11 @@ from smc.algorithm.bounds import Bounds
 from smc.algorithm.expansion import Kind
 from smc.laws import LawSpec
 from smc.stops import StopMachine
+from smc.types import Array
 
 ALIGNMENT = 16
 SHORT = 640
 """Positions up to which rows are cheaper to attend one by one."""
-Array = TypeVar("Array", np.ndarray, Tensor)
-"""What the host has, and what is where the model is."""
 PARTS = ("target_law", "draft_law", "target_companions", "draft_companions")
 """Of a plan, those that hold arrays themselves."""
 IN_FLIGHT = 9
@@ -105,7 +104,7 @@ class Companions(Generic[Array]):
 
 
 @dataclass(frozen=True)
-class RoundPlan:
+class RoundPlan(Generic[Array]):
     """One round of G groups on A places: everything about it that does not depend on what a model says. Arrays, or tensors where the
     model is. Both numbers are padded: a padding place is of the dummy slot and of a padding group, which has no places."""
 
@@ -116,52 +115,52 @@ class RoundPlan:
     """Positions that any row holds when the round ends, at most."""
     kinds: frozenset[Kind]
     """How groups may be continued; where more than one is, all three that are common."""
-    target_law: LawSpec
+    target_law: LawSpec[Array]
     """Per place."""
-    draft_law: LawSpec
-    slot_A: np.ndarray | Tensor
+    draft_law: LawSpec[Array]
+    slot_A: Array
     """int64."""
-    group_A: np.ndarray | Tensor
+    group_A: Array
     """int64."""
-    particle_A: np.ndarray | Tensor
+    particle_A: Array
     """int64 number of the particle in its group."""
-    seed_A: np.ndarray | Tensor
+    seed_A: Array
     """int64."""
-    round_A: np.ndarray | Tensor
+    round_A: Array
     """int64, from 1: part of the key of random numbers."""
-    alpha_A: np.ndarray | Tensor
+    alpha_A: Array
     """float64."""
-    first_G: np.ndarray | Tensor
+    first_G: Array
     """int32 first place."""
-    size_G: np.ndarray | Tensor
+    size_G: Array
     """int32 places."""
-    count_G: np.ndarray | Tensor
+    count_G: Array
     """int32 particles before the round's choice."""
-    draws_G: np.ndarray | Tensor
+    draws_G: Array
     """int32 particles after it."""
-    shared_G: np.ndarray | Tensor
+    shared_G: Array
     """int32 leading positions at which all particles of a group have the same tokens."""
-    threshold_G: np.ndarray | Tensor
+    threshold_G: Array
     """float64 share of N below which the effective sample size leads to resampling."""
-    kind_G: np.ndarray | Tensor
+    kind_G: Array
     """int32 `smc.algorithm.expansion.Kind`: how the group is continued."""
-    chain_C: np.ndarray | Tensor
+    chain_C: Array
     """int64 places of groups whose rows are chains, group after group; padded by repeating the first."""
-    law_C: np.ndarray | Tensor
+    law_C: Array
     """int64 where the draft keeps the laws of each."""
-    scheme_G: np.ndarray | Tensor
+    scheme_G: Array
     """int32 index of `smc.algorithm.resampling.SCHEME_NAMES`."""
-    target_pages_AQ: np.ndarray | Tensor
+    target_pages_AQ: Array
     """int32 pages for the tokens that the target runs."""
-    begin_pages_AP: np.ndarray | Tensor
+    begin_pages_AP: Array
     """int32 pages for a particle's pending tokens, at the draft or the model that decodes alone."""
-    branch_pages_XB: np.ndarray | Tensor
+    branch_pages_XB: Array
     """int32 pages for the tokens of branches that are run within the round, branch after branch."""
     biased: int = 0
     """Tokens at most whose logits are changed for a row, of `smc.runtime.biases.WIDTHS`; 0: of no row."""
-    target_companions: Companions[Any] | None = None
+    target_companions: Companions[Array] | None = None
     """None: nobody is guided."""
-    draft_companions: Companions[Any] | None = None
+    draft_companions: Companions[Array] | None = None
     """None: nobody's draft is."""
 
     @property
@@ -170,15 +169,15 @@ class RoundPlan:
         return len(self.branch_pages_XB) // len(self.slot_A)
 
     @property
-    def bounds(self) -> Bounds:
+    def bounds(self: RoundPlan[Tensor]) -> Bounds:
         return Bounds(self.first_G, self.size_G, self.count_G, self.draws_G)
 
     @property
-    def seed_G(self) -> Tensor:
+    def seed_G(self: RoundPlan[Tensor]) -> Tensor:
         return self._of_group(self.seed_A)
 
     @property
-    def round_G(self) -> Tensor:
+    def round_G(self: RoundPlan[Tensor]) -> Tensor:
         return self._of_group(self.round_A)
 
     @property
@@ -196,7 +195,7 @@ class RoundPlan:
             *(len(there.place_U) if there else 0 for there in (self.target_companions, self.draft_companions)),
         )
 
-    def companions_at(self, side: str) -> Companions[Any] | None:
+    def companions_at(self, side: str) -> Companions[Array] | None:
         return self.draft_companions if side == "draft" else self.target_companions
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -206,30 +205,38 @@ class RoundPlan:
         within = {f"{part}.{name}": value for part, values in parts.items() if values for name, value in vars(values).items()}
         return own | {name: value for name, value in within.items() if isinstance(value, np.ndarray)}
 
-    def with_arrays(self, tensors: dict[str, Tensor]) -> RoundPlan:
+    def with_arrays(self, tensors: dict[str, Tensor]) -> RoundPlan[Tensor]:
         """The same plan over tensors of the same names."""
         parts: dict[str, dict[str, Tensor]] = {name: {} for name in PARTS}
         for name, tensor in tensors.items():
             if "." in name:
                 part, field = name.split(".")
                 parts[part][field] = tensor
-        laws = {name: LawSpec(**parts[name], active=getattr(self, name).active) for name in ("target_law", "draft_law")}
-        companions = {name: Companions(**parts[name]) for name in ("target_companions", "draft_companions") if parts[name]}
-        own = {name: tensor for name, tensor in tensors.items() if "." not in name}
-        fixed = {"program": self.program, "short": self.short, "columns": self.columns, "kinds": self.kinds, "biased": self.biased}
-        return RoundPlan(**fixed, **laws, **companions, **own)
+        companions = {name: Companions(**values) for name, values in parts.items() if name.endswith("companions") and values}
+        return RoundPlan(
+            program=self.program,
+            short=self.short,
+            columns=self.columns,
+            kinds=self.kinds,
+            target_law=LawSpec(**parts["target_law"], active=self.target_law.active),
+            draft_law=LawSpec(**parts["draft_law"], active=self.draft_law.active),
+            biased=self.biased,
+            target_companions=companions.get("target_companions"),
+            draft_companions=companions.get("draft_companions"),
+            **{name: tensor for name, tensor in tensors.items() if "." not in name},
+        )
 
-    def places_of(self, kind: Kind) -> Tensor:
+    def places_of(self: RoundPlan[Tensor], kind: Kind) -> Tensor:
         """bool [A]: the place's group is continued so."""
         return (self.kind_G == kind)[self.group_A]
 
     @property
-    def is_exact_G(self) -> Tensor:
+    def is_exact_G(self: RoundPlan[Tensor]) -> Tensor:
         """bool: the group is decoded exactly."""
         return self.kind_G >= Kind.BEST
 
     @property
-    def is_exact_A(self) -> Tensor:
+    def is_exact_A(self: RoundPlan[Tensor]) -> Tensor:
         return self.is_exact_G[self.group_A]
 
     @property
@@ -242,23 +249,23 @@ class RoundPlan:
         """No group is decoded otherwise."""
         return min(self.kinds) >= Kind.BEST
 
-    def place_of_rows(self, width: int) -> Tensor:
+    def place_of_rows(self: RoundPlan[Tensor], width: int) -> Tensor:
         """int64 [X]: where every place has `width` rows, the place that each belongs to."""
         return torch.arange(len(self.slot_A), device=self.slot_A.device).repeat_interleave(width)
 
-    def any_of_group(self, mask_XR: Tensor, group_R: Tensor) -> Tensor:
+    def any_of_group(self: RoundPlan[Tensor], mask_XR: Tensor, group_R: Tensor) -> Tensor:
         """Whether a mask holds anywhere in a group, bool [X, G]; `group_R` names the group of every entry."""
         counts_XG = torch.zeros(len(mask_XR), len(self.first_G), device=mask_XR.device)
         return counts_XG.index_add(1, group_R, mask_XR.float()) > 0
 
-    def _of_group(self, values_A: Tensor) -> Tensor:
+    def _of_group(self: RoundPlan[Tensor], values_A: Tensor) -> Tensor:
         return values_A[self.first_G.long().clamp(max=len(values_A) - 1)]
 
 
 class PlanBuffer:
     """A plan's arrays in one piece of memory, so that one copy brings them to a device; for plans of one key."""
 
-    def __init__(self, plan: RoundPlan, device: torch.device) -> None:
+    def __init__(self, plan: RoundPlan[np.ndarray], device: torch.device) -> None:
         offset = 0
         self._places = {}
         arrays = plan.arrays()
@@ -273,7 +280,7 @@ class PlanBuffer:
         self._there = torch.zeros(offset, dtype=torch.uint8, device=device)
         self._tensors = {name: self._view(self._there, name, array) for name, array in arrays.items()}
 
-    def load(self, plan: RoundPlan) -> RoundPlan:
+    def load(self, plan: RoundPlan[np.ndarray]) -> RoundPlan[Tensor]:
         """Bring a plan of the key to the device: always the same tensors."""
         host = self._hosts[self._turn]
         self._turn = (self._turn + 1) % len(self._hosts)

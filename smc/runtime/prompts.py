@@ -20,8 +20,10 @@ class Reader(Protocol):
     model: Decoder
     pool: KVPool
     rope: RopeTable
-    attention: AttentionBackend
     device: torch.device
+
+    @property
+    def attention(self) -> AttentionBackend: ...
 
 
 PromptPass = Callable[[Reader, Tensor, ForwardBatch, Tensor], Tensor]

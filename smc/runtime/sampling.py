@@ -6,7 +6,9 @@ Axes: R rows, D draws a row, V columns of the logits, of which the first `vocab`
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +28,12 @@ class DrawKeys:
     position_R: Tensor
     purpose: Purpose
 
+    def words(self) -> np.ndarray:
+        """Four of 32 bits for every draw, int64 [4, R, D], on the host."""
+        columns = (self.seed_R[:, None], self.round_R[:, None], self.stream_RD, self.position_R[:, None])
+        seed, rounds, stream, position = (column.cpu().numpy() for column in columns)
+        return words(seed, rounds, stream, position, self.purpose)
+
 
 class Sampling:
     """Over a vocabulary of `vocab` tokens."""
@@ -33,20 +41,20 @@ class Sampling:
     def __init__(self, vocab: int) -> None:
         self.vocab = vocab
 
-    def propose(self, logits_RV: Tensor, law: LawSpec, mixture: float, keys: DrawKeys) -> tuple[Tensor, Tensor]:
+    def propose(self, logits_RV: Tensor, law: LawSpec[Any], mixture: float, keys: DrawKeys) -> tuple[Tensor, Tensor]:
         """Tokens (of any integer type) from the proposal and their log q, [R, D] each."""
         logq_RV = Laws(law, logits_RV.device).proposal(self._logits(logits_RV), mixture)
         token_RD = self._race(logq_RV, keys)
         return token_RD, logq_RV.gather(-1, token_RD)
 
-    def propose_by(self, logits_RV: Tensor, law: LawSpec, keys: DrawKeys, law_RV: Tensor) -> tuple[Tensor, Tensor]:
+    def propose_by(self, logits_RV: Tensor, law: LawSpec[Any], keys: DrawKeys, law_RV: Tensor) -> tuple[Tensor, Tensor]:
         """A token (of any integer type) from the proposal without a mixture [R], and its log q [R]; keys for one draw a row. The log-law
         that it was drawn from is written to `law` [R, V]."""
         self.write_law(logits_RV, law, law_RV)
         token_R1 = self._race(law_RV, keys)
         return token_R1[:, 0], law_RV.gather(-1, token_R1)[:, 0]
 
-    def write_law(self, logits_RV: Tensor, law: LawSpec, law_RV: Tensor) -> None:
+    def write_law(self, logits_RV: Tensor, law: LawSpec[Any], law_RV: Tensor) -> None:
         """Write the whole log-law to `law`, float32 [R, V]."""
         law_RV.copy_(Laws(law, logits_RV.device).target(self._logits(logits_RV)))
 
@@ -55,11 +63,11 @@ class Sampling:
         token_RC = self._logits(logits_RV).topk(min(count, self.vocab), dim=-1).indices
         return token_RC[:, torch.arange(count, device=token_RC.device) % token_RC.shape[1]]
 
-    def offer(self, logits_RV: Tensor, law: LawSpec, mixture: float, keys: DrawKeys, has_rest: bool = True) -> Offers:
+    def offer(self, logits_RV: Tensor, law: LawSpec[Any], mixture: float, keys: DrawKeys, has_rest: bool = True) -> Offers:
         """What rows offer from the proposal; keys for one draw a row, of the token that stands for the rest: last, if at all."""
         return self._offers(Laws(law, logits_RV.device).proposal(self._logits(logits_RV), mixture), keys, has_rest)
 
-    def bonus_offer(self, logits_RV: Tensor, law: LawSpec, keys: DrawKeys) -> tuple[Offers, Tensor, Tensor]:
+    def bonus_offer(self, logits_RV: Tensor, law: LawSpec[Any], keys: DrawKeys) -> tuple[Offers, Tensor, Tensor]:
         """What rows offer from the powered target law, log p [R, C] of the tokens, and log Z [R] of the power, as `bonus`."""
         laws = Laws(law, logits_RV.device)
         logp_RV = laws.target(self._logits(logits_RV))
@@ -68,14 +76,14 @@ class Sampling:
         nan_R = powered_RV.amax(-1) * 0.0
         return offers, logp_RV.gather(-1, offers.token_RC), nan_R if log_z_R is None else log_z_R + nan_R
 
-    def score(self, logits_RV: Tensor, law: LawSpec, token_RD: Tensor, row_X: Tensor | None = None) -> Tensor:
+    def score(self, logits_RV: Tensor, law: LawSpec[Any], token_RD: Tensor, row_X: Tensor | None = None) -> Tensor:
         """log p of tokens (of any integer type) under the target law, [R, D]; with `row_X` those of rows that repeat, [X, D]. A token of
         -1 (none) scores 0."""
         logp_RV = Laws(law, logits_RV.device).target(self._logits(logits_RV))
         logp_RD = (logp_RV if row_X is None else logp_RV[row_X]).gather(-1, token_RD.long().clamp(min=0))
         return torch.where(token_RD >= 0, logp_RD, 0.0)
 
-    def bonus(self, logits_RV: Tensor, law: LawSpec, keys: DrawKeys) -> tuple[Tensor, Tensor, Tensor]:
+    def bonus(self, logits_RV: Tensor, law: LawSpec[Any], keys: DrawKeys) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens [R, D] (of any integer type) from the powered target law, their log p [R, D], and log Z [R] of the power; NaN in the
         logits shows in log Z."""
         laws = Laws(law, logits_RV.device)
@@ -106,7 +114,5 @@ class Sampling:
         return logits_RV[:, : self.vocab].float()
 
     def _race(self, log_law_RV: Tensor, keys: DrawKeys) -> Tensor:
-        columns = (keys.seed_R[:, None], keys.round_R[:, None], keys.stream_RD, keys.position_R[:, None])
-        word0, word1, _, _ = words(*(column.cpu().numpy() for column in columns), keys.purpose)
-        noise = (to_device(word, log_law_RV.device) for word in (word0, word1))
-        return draw(log_law_RV, exponentials(*noise, self.vocab))
+        word0, word1 = (to_device(word, log_law_RV.device) for word in keys.words()[:2])
+        return draw(log_law_RV, exponentials(word0, word1, self.vocab))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -86,13 +87,20 @@ class Side:
         beside_P = torch.zeros(worker.pages + 1, dtype=torch.int32, device=worker.device)
         guidance = (self.state, self._sampling.guide, parts.reroot, worker.name, beside_P)
         self._run = Pass(self._forward, self._forward.logits, *guidance)
-        self._drafts = {"state": self.state, "add_biases": parts.add_biases}
-        self._drafts |= {"expand": parts.expand, "adopt": parts.adopt, "steps": parts.drafting}
-        # Plain decoding of a target must not depend on rounds: exact decoding makes the same draws in others.
-        shape = Shape(config.block, by_round=worker.name == "draft")
-        law = {"run": self._run, "sampling": self._sampling, "biases": self._biases}
-        law |= {"mixture": 0.0, "purpose": Purpose.TARGET}
-        self._alone = Drafter(**self._drafts, shape=shape, **law)
+        self._alone = Drafter(
+            run=self._run,
+            sampling=self._sampling,
+            state=self.state,
+            expand=parts.expand,
+            adopt=parts.adopt,
+            add_biases=parts.add_biases,
+            biases=self._biases,
+            steps=parts.drafting,
+            # Plain decoding of a target must not depend on rounds: exact decoding makes the same draws in others.
+            shape=Shape(config.block, by_round=worker.name == "draft"),
+            mixture=0.0,
+            purpose=Purpose.TARGET,
+        )
 
     def join(self, group: Join) -> None:
         """Particles take part from the next round on."""
@@ -102,12 +110,12 @@ class Side:
     def _join(self, group: Join) -> None:
         self.state.join(group)
 
-    def _load(self, plan: RoundPlan) -> RoundPlan:
+    def _load(self, plan: RoundPlan[np.ndarray]) -> RoundPlan[Tensor]:
         """The plan, on the device. Called at work."""
         return self.stages.keep(plan.key, "plan", lambda: PlanBuffer(plan, self.worker.device)).load(plan)
 
     @torch.inference_mode()
-    def _decode(self, plan: RoundPlan) -> Reading:
+    def _decode(self, plan: RoundPlan[np.ndarray]) -> Reading:
         """Queue a round of K tokens by this model alone."""
         stages = self.stages
         with stages.working():
@@ -117,7 +125,7 @@ class Side:
             ended = stages.event()
             return stages.read(plan.key, result, {self.worker.name: (began, ended)})
 
-    def _run_alone(self, plan: RoundPlan) -> RoundResult:
+    def _run_alone(self, plan: RoundPlan[Tensor]) -> RoundResult[Tensor]:
         drafter, state, slot_A = self._alone, self.state, plan.slot_A
         law = plan.draft_law if self.worker.name == "draft" else plan.target_law
         _, tree = drafter.draft(plan, law)
@@ -168,22 +176,32 @@ class DraftSide(Side):
     def __init__(self, config: EngineConfig, worker: ModelWorker, parts: Parts, stages: Stages, channel: Channel) -> None:
         super().__init__(config, worker, parts, stages, pending=config.begin_tokens)
         self._channel = channel
-        logits, sampling, biases, head = self._forward.logits, self._sampling, self._biases, worker.draft_head
+        run, biases, head = self._run, self._biases, worker.draft_head
+        sampling: Sampling | HeadSampling = self._sampling
         if head is not None:
-            logits = partial(logits, head=head.matrix)
+            run = replace(run, logits=partial(self._forward.logits, head=head.matrix))
             sampling = parts.head_sampling(parts.sampling(len(head.vocab.ids_M)), head.vocab, worker.device)
             biases = BiasTables(config.max_stops, len(head.vocab.ids_M), worker.device, head.vocab.ids_M)
             self.state.biases.append(biases)
-        shape = Shape(config.block, by_round=True, guesses=config.lookahead)
-        law = {"run": replace(self._run, logits=logits), "sampling": sampling, "biases": biases, "mixture": config.defensive_share}
         # Made once, for as many chains as there may be. Nothing is read of them that has not been written.
         chains, length, ahead = config.chains(worker.vocab_size), config.target_tokens - 1, config.lookahead
         rooms = (chains * config.branches, *((chains, chains) if ahead else (0, 0)))
-        laws_YLV, self._kept_MLV, self._sent_CLV = (torch.empty(rows, length, worker.vocab_size, device=worker.device) for rows in rooms)
-        self._drafter = Drafter(**self._drafts, shape=shape, laws_YLV=laws_YLV, **law)
-        self._round: tuple[RoundPlan, Tree, tuple] | None = None
+        self._laws_YLV, self._kept_MLV, self._sent_CLV = (
+            torch.empty(rows, length, worker.vocab_size, device=worker.device) for rows in rooms
+        )
+        self._drafter = replace(
+            self._alone,
+            run=run,
+            sampling=sampling,
+            biases=biases,
+            shape=Shape(config.block, by_round=True, guesses=config.lookahead),
+            mixture=config.defensive_share,
+            purpose=Purpose.PROPOSAL,
+            laws_YLV=self._laws_YLV,
+        )
+        self._round: tuple[RoundPlan[Tensor], Tree, tuple] | None = None
 
-    def round(self, plan: RoundPlan) -> Reading:
+    def round(self, plan: RoundPlan[np.ndarray]) -> Reading:
         """Queue the draft's part of a round. What comes back of a round of the pair is its `Lineage`."""
         if plan.program is Program.DRAFT:
             return self._decode(plan)
@@ -191,7 +209,7 @@ class DraftSide(Side):
         return self.follow()
 
     @torch.inference_mode()
-    def draft(self, plan: RoundPlan) -> None:
+    def draft(self, plan: RoundPlan[np.ndarray]) -> None:
         """Queue the draft's part of a round of the pair up to the choice."""
         stages, drafter, key = self.stages, self._drafter, plan.key
         with stages.working():
@@ -205,26 +223,27 @@ class DraftSide(Side):
             drafted, tree = stages.run(key, "draft", lambda: drafter.draft(here, here.draft_law))
             ended = stages.event()
             if chains and not ahead:
-                self._channel.send("laws", drafter.laws_YLV[:chains])
+                self._channel.send("laws", self._laws_YLV[:chains])
             self._channel.send("rows", drafted.all_WX)
         self._round = (here, tree, (began, ended))
 
     @torch.inference_mode()
     def follow(self) -> Reading:
         """Queue the rest of it: the chosen rows become the particles."""
+        assert self._round is not None, "what is followed has been drafted"
         plan, tree, span = self._round
         with self.stages.working():
             choice = Choice(self._channel.receive(plan.key, "choice", (9, len(plan.slot_A)), torch.int64))
             lineage = self.stages.run(plan.key, "follow", lambda: self._follow(plan, tree, choice))
             return self.stages.read(plan.key, lineage, {"draft": span})
 
-    def _follow(self, plan: RoundPlan, tree: Tree, choice: Choice) -> Lineage:
+    def _follow(self, plan: RoundPlan[Tensor], tree: Tree, choice: Choice) -> Lineage[Tensor]:
         if self.config.lookahead and len(plan.chain_C):
             # The laws go with the rows. What was sent has arrived: the choice was made by it.
             place_C, f = plan.chain_C, plan.branches
             chain_A = torch.zeros_like(plan.slot_A).index_copy(0, place_C, torch.arange(len(place_C), device=place_C.device))
             row_C = choice.row_A[place_C]
-            self._pick_laws(self._drafter.laws_YLV, chain_A[row_C // f] * f + row_C % f)
+            self._pick_laws(self._laws_YLV, chain_A[row_C // f] * f + row_C % f)
             self._kept_MLV.index_copy_(0, plan.law_C, self._sent_CLV[: len(place_C)])
         return self._drafter.follow(plan, tree, choice)
 
@@ -243,12 +262,12 @@ class TargetSide(Side):
         sampling, state = self._sampling, self.state
         steps = Steps(parts.lay_out, parts.judge, parts.verify, parts.follow, partial(parts.add_biases, self._biases))
         deciders = Deciders(parts.weigh, parts.select, parts.expand, parts.keep_roots, parts.walk, parts.conclude)
-        form = {"block": config.block, "lookahead": config.lookahead, "chains": config.chains(worker.vocab_size)}
-        self._scorer = Scorer(self._run, sampling, state, steps, **form)
+        chains = config.chains(worker.vocab_size)
+        self._scorer = Scorer(self._run, sampling, state, steps, block=config.block, lookahead=config.lookahead, chains=chains)
         self._chooser = Chooser(sampling, state, deciders, lookahead=config.lookahead)
 
     @torch.inference_mode()
-    def round(self, plan: RoundPlan) -> Reading:
+    def round(self, plan: RoundPlan[np.ndarray]) -> Reading:
         """Queue the target's part of a round: in look-ahead the pass comes first, in lockstep what it is over."""
         if plan.program is Program.TARGET:
             return self._decode(plan)
@@ -258,11 +277,11 @@ class TargetSide(Side):
             here = self._load(plan)
             lookahead = self.config.lookahead
             self._receive_laws(key, here)
-            rows = drafted = None if lookahead else self._receive(key, here)
+            drafted = None if lookahead else self._receive(key, here)
             began = stages.event()
             scored = stages.run(key, "score", lambda: scorer.score(here, drafted))
             ended = stages.event()
-            rows = self._receive(key, here) if lookahead else rows
+            rows = self._receive(key, here) if drafted is None else drafted
             heard = stages.event()
             choice, result = stages.run(key, "choose", lambda: self._chooser.choose(here, scored, rows))
             chosen = stages.event()
@@ -276,12 +295,12 @@ class TargetSide(Side):
     def _join(self, group: Join) -> None:
         self._scorer.join(group, self.state.join(group))
 
-    def _receive_laws(self, key: tuple, plan: RoundPlan) -> None:
+    def _receive_laws(self, key: tuple, plan: RoundPlan[Tensor]) -> None:
         """What chains were drawn from, if there are any."""
         here_CLV = self._scorer.drawn_CLV[: len(plan.chain_C)]
         if here_CLV.numel():
             self._channel.receive(key, "laws", tuple(here_CLV.shape), here_CLV.dtype, here_CLV)
 
-    def _receive(self, key: tuple, plan: RoundPlan) -> Drafted:
+    def _receive(self, key: tuple, plan: RoundPlan[Tensor]) -> Drafted:
         shape = (Drafted.width(self.config.block), len(plan.branch_pages_XB))
         return Drafted(self._channel.receive(key, "rows", shape, torch.int32))

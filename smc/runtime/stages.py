@@ -47,7 +47,10 @@ class Reading:
         return {name: (self._nanoseconds(begin), self._nanoseconds(end)) for name, (begin, end) in self._spans.items()}
 
     def _nanoseconds(self, event: Event) -> int:
-        return event if isinstance(event, int) else self._at - int(1e6 * event.elapsed_time(self._arrived))
+        if isinstance(event, int):
+            return event
+        assert not isinstance(self._arrived, int), "events of one device"
+        return self._at - int(1e6 * event.elapsed_time(self._arrived))
 
 
 @dataclass
@@ -193,7 +196,8 @@ class Graphs(Stages):
         event.record(self.stream)
         return event
 
-    def wait(self, event: torch.cuda.Event) -> None:
+    def wait(self, event: Event) -> None:
+        assert not isinstance(event, int), "a GPU waits for events of GPUs"
         self.stream.wait_event(event)
 
     def copy_of(self, key: tuple, name: str, tensor: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from smc.runtime.biases import BiasTables, Lives
 from smc.runtime.outcome import Choice
 from smc.runtime.plan import Join
 from smc.stops import START, StopTables
+from smc.types import TensorOptions
 
 
 class SlotState:
@@ -23,7 +25,7 @@ class SlotState:
     ) -> None:
         """`width`: positions of a block table; `pending`: tokens at most whose keys and values are not there between rounds; `advance`:
         what writes how sequences go on, the reference if not given."""
-        integers = {"dtype": torch.int64, "device": device}
+        integers: TensorOptions = {"dtype": torch.int64, "device": device}
         self.device, self.dummy, self.stops = device, slots, stops
         self._advance = advance or write_advance
         self.table_SL = torch.full((slots + 1, width), DUMMY_PAGE, dtype=torch.int32, device=device)
@@ -85,7 +87,7 @@ class SlotState:
         """Sequences end at `end`, with so many pending tokens of these; `text` is the state before them."""
         self._advance(self, slot_A, choice, end_A, tokens_AW, pending_A, text_A)
 
-    def _here(self, values: object) -> Tensor:
+    def _here(self, values: np.ndarray) -> Tensor:
         return to_device(values, self.device).long()
 
 

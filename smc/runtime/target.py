@@ -22,6 +22,7 @@ from smc.runtime.outcome import Choice, Drafted
 from smc.runtime.plan import Join, RoundPlan
 from smc.runtime.sampling import Sampling
 from smc.runtime.state import SlotState
+from smc.types import TensorOptions
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,10 @@ class Followed:
     """int64: how many of these exist."""
 
 
-Follow = Callable[[SlotState, Tensor, RoundPlan, Drafted, Choice, bool], Followed]
+Follow = Callable[[SlotState, Tensor, RoundPlan[Tensor], Drafted, Choice, bool], Followed]
 
 
-def follow(state: SlotState, logq_SQ: Tensor, plan: RoundPlan, drafted: Drafted, choice: Choice, lookahead: bool) -> Followed:
+def follow(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted: Drafted, choice: Choice, lookahead: bool) -> Followed:
     """Pages follow the choice, and so does log q of what is pending; what else becomes of the slots is returned: others read them yet."""
     slot_A, source_A = plan.slot_A, plan.slot_A[choice.ancestor_A]
     block_A = choice.ancestor_A if lookahead else choice.row_A
@@ -90,7 +91,8 @@ class Scorer:
         self.logq_SQ = torch.zeros(len(state.end_S), self.queries, device=state.device)
         """log q of the pending tokens."""
         # Nothing is read of these that has not been written.
-        laws, vocab = {"dtype": torch.float32, "device": state.device}, sampling.vocab
+        laws: TensorOptions = {"dtype": torch.float32, "device": state.device}
+        vocab = sampling.vocab
         self.drawn_CLV = torch.empty(chains, self.queries - 1, vocab, **laws)
         """Log-laws that all tokens of chains but the first were drawn from, in every round anew."""
         self._law_TV = torch.empty(chains * self.queries, vocab, **laws)
@@ -98,7 +100,7 @@ class Scorer:
     def join(self, group: Join, slots_N: Tensor) -> None:
         self.logq_SQ[slots_N, : group.logq_NQ.shape[1]] = to_device(group.logq_NQ, self.state.device)
 
-    def score(self, plan: RoundPlan, drafted: Drafted | None) -> Scored:
+    def score(self, plan: RoundPlan[Tensor], drafted: Drafted | None) -> Scored:
         """Run blocks: in look-ahead those that are pending, in lockstep those that have just been `drafted`."""
         asked = self._steps.lay_out(self.state, self.logq_SQ, plan, drafted)
         self.run.begin(plan, plan.target_pages_AQ[:, :0], plan.target_pages_AQ)
@@ -115,7 +117,7 @@ class Scorer:
             drawn = self._verified(plan, asked, logits_TV, drawn)
         return self._steps.judge(asked, plan, labelled_T, drawn, next_AV)
 
-    def _verified(self, plan: RoundPlan, asked: Asked, logits_TV: Tensor, drawn: Drawn | None) -> Drawn:
+    def _verified(self, plan: RoundPlan[Tensor], asked: Asked, logits_TV: Tensor, drawn: Drawn | None) -> Drawn:
         """What the target has drawn itself, and of chains what it keeps."""
         place_C, q = plan.chain_C, self.queries
         token_C = (place_C[:, None] * q + torch.arange(q, device=place_C.device)).flatten()
@@ -134,7 +136,7 @@ class Scorer:
             log_z_T.index_copy(0, token_C, logp_TV[:, 0].isnan().float().masked_fill(logp_TV[:, 0].isnan(), torch.nan)),
         )
 
-    def follow(self, plan: RoundPlan, drafted: Drafted, choice: Choice) -> Tensor:
+    def follow(self, plan: RoundPlan[Tensor], drafted: Drafted, choice: Choice) -> Tensor:
         """The chosen candidates become the particles. Returns how many tokens of each are pending [A]."""
         block_A = choice.ancestor_A if self.lookahead else choice.row_A
         self.run.follow(plan, choice.ancestor_A, plan.target_pages_AQ, block_A, pending=False)

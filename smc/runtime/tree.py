@@ -50,14 +50,14 @@ class Continuation:
     """How rows go on: those of trees as chosen among what all of a group offer, the others as each has drawn, chains from what they were
     dealt. None: there are none such."""
 
-    offers: Offers | None
-    chosen: Expansion | None
+    chosen: tuple[Expansion, Offers] | None
+    """And what it was chosen among."""
     own: tuple[Tensor, Tensor] | None
     """Tokens and their log q, [S, D] each: D rows continue each of the S there are."""
     chains: Drawn | None = None
 
 
-def adopt(tree: Tree, more: Continuation, plan: RoundPlan, state: SlotState, *, step: int, branches: int) -> Tree:
+def adopt(tree: Tree, more: Continuation, plan: RoundPlan[Tensor], state: SlotState, *, step: int, branches: int) -> Tree:
     """The rows with their next token: at the first step (0) `branches` for each place. The reference: `smc.kernels.tree.adopt` does the
     same in one launch."""
     parent_X, token_X, logq_X, mass_X = _continued(tree, more, plan, branches)
@@ -87,16 +87,16 @@ def adopt(tree: Tree, more: Continuation, plan: RoundPlan, state: SlotState, *, 
     )
 
 
-def _continued(tree: Tree, more: Continuation, plan: RoundPlan, branches: int) -> tuple[Tensor, ...]:
+def _continued(tree: Tree, more: Continuation, plan: RoundPlan[Tensor], branches: int) -> tuple[Tensor, ...]:
     """Row that every row continues [X], its token [X], its log q [X] and the row's log mass [X]."""
-    parts = []
+    parts: list[tuple[Tensor, tuple[Tensor, ...]]] = []
     if more.own is not None:
         token_SD, logq_SD = more.own
         parent_X = torch.arange(len(token_SD), device=token_SD.device).repeat_interleave(token_SD.shape[1])
         own = (parent_X, token_SD.flatten().long(), logq_SD.flatten(), torch.zeros_like(parent_X, dtype=torch.float64))
         parts.append((plan.kind_G >= 0, own))
     if more.chosen is not None:
-        parts.append((plan.kind_G != Kind.INDEPENDENT, _chosen(tree, more.offers, more.chosen, plan, branches)))
+        parts.append((plan.kind_G != Kind.INDEPENDENT, _chosen(tree, *more.chosen, plan, branches)))
     if more.chains is not None:
         drawn, none_X = more.chains, torch.zeros_like(more.chains.logq_X, dtype=torch.float64)
         parts.append((plan.kind_G == Kind.CHAINS, (drawn.parent_X, drawn.token_X, drawn.logq_X, none_X)))
@@ -107,7 +107,7 @@ def _continued(tree: Tree, more: Continuation, plan: RoundPlan, branches: int) -
     return found
 
 
-def _chosen(tree: Tree, offers: Offers, chosen: Expansion, plan: RoundPlan, branches: int) -> tuple[Tensor, ...]:
+def _chosen(tree: Tree, chosen: Expansion, offers: Offers, plan: RoundPlan[Tensor], branches: int) -> tuple[Tensor, ...]:
     token_X, logq_X = (values_SC[chosen.parent_X, chosen.offer_X] for values_SC in (offers.token_RC, offers.logq_RC))
     logq_X = torch.where(tree.ended_X[chosen.parent_X], 0.0, logq_X)
     # A draft that returns NaN must be seen, where what it says matters.

@@ -104,7 +104,7 @@ class ModelWorker:
     def _guided(self, draws: Draws, logits_XV: Tensor) -> Tensor:
         """Logits [R, V] of the rows that are drawn after, of those [X, V] of all."""
         own_RV = logits_XV[: len(draws.seed_R)]
-        if draws.companion_R is None:
+        if draws.companion_R is None or draws.scale_R is None:
             return own_RV
         companion_R, scale_R = (to_device(values_R, self.device) for values_R in (draws.companion_R, draws.scale_R))
         return Sampling(self.vocab_size).guide(own_RV, logits_XV, companion_R.long(), scale_R)
@@ -113,7 +113,8 @@ class ModelWorker:
         """What a `PromptResult` has, on the device."""
         numbers = (draws.seed_R, draws.round_R, draws.stream_RD, position_R.astype(np.int64))
         # On the host, where words are made from them: asking the device for them would wait for it.
-        keys = DrawKeys(*map(torch.from_numpy, numbers), draws.purpose)
+        seed_R, round_R, stream_RD, drawn_at_R = map(torch.from_numpy, numbers)
+        keys = DrawKeys(seed_R, round_R, stream_RD, drawn_at_R, draws.purpose)
         if len(draws.bias_Y):
             where_2Y = to_device(draws.biased_2Y, self.device).long()
             logits_RV = logits_RV.index_put(tuple(where_2Y), to_device(draws.bias_Y, self.device).to(logits_RV.dtype), accumulate=True)
