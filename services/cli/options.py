@@ -8,12 +8,13 @@ from enum import StrEnum
 from functools import wraps
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from smc.engine.request import SETTINGS, SamplingParams
 from smc.engine.settings import Scope
 from smc.terminal import option
 
+Record = TypeVar("Record")
 MODELS, SAMPLING, PARTICLES, ENGINE, MEASURE, OUTPUT = "Models", "Sampling", "Particles", "Engine", "What is measured", "Output"
 
 
@@ -62,6 +63,24 @@ def with_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
     call.__signature__ = signature.replace(parameters=parameters)
     call.__annotations__ = {one.name: one.annotation for one in parameters}
     return call
+
+
+def with_options(record: type[Record]) -> Callable[[Callable[[Record], None]], Callable[..., None]]:
+    """A command whose options are the fields of a dataclass; it is called with one."""
+    kinds = get_type_hints(record, include_extras=True)
+    parameters = [one.replace(annotation=kinds[one.name]) for one in inspect.signature(record).parameters.values()]
+
+    def of(command: Callable[[Record], None]) -> Callable[..., None]:
+        @wraps(command)
+        def wrapped(**asked: Any) -> None:
+            command(record(**asked))
+
+        call: Any = wrapped
+        call.__signature__ = inspect.Signature(parameters)
+        call.__annotations__ = {one.name: one.annotation for one in parameters}
+        return call
+
+    return of
 
 
 def given(asked: Mapping[str, Any]) -> dict[str, Any]:
