@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from smc.engine.request import Output, Request
+from smc.engine.outputs import Output
+from smc.engine.request import Request
 from smc.models.config import ModelConfig
 from smc.models.tokenizer import Tokenizer
 from smc.runtime.config import EngineConfig

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import prometheus_client as prom
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
-from smc.engine.request import VERIFICATIONS, Answer
+from smc.engine.outputs import Answer
+from smc.engine.sampling_params import VERIFICATIONS
 from smc.engine.stats import EngineStats, SpecStats
 
 Metric = TypeVar("Metric", Counter, Gauge, Histogram)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from smc.engine.request import Output
+from smc.engine.outputs import Output
 from smc.engine.stats import EngineStats
 from smc.engine.timeline import RoundTimes
 

@@ -11,7 +11,7 @@ from rich.text import Text
 from services.cli.generate import summary
 from smc.demo.problems import Problem, generate, grade
 from smc.engine.local import ModelPair
-from smc.engine.request import Answer
+from smc.engine.outputs import Answer
 from smc.evaluation.batch import fitted_engine
 from smc.evaluation.quality import Row, Setting, Terms, measure, problem_requests
 from smc.loading import DEMO, load_pair, use_threads

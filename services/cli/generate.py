@@ -12,7 +12,9 @@ import typer
 from rich.text import Text
 
 from services.cli import options
-from smc.engine.request import Answer, Request, SamplingParams, check_guidance
+from smc.engine.outputs import Answer
+from smc.engine.request import Request, check_guidance
+from smc.engine.sampling_params import SamplingParams
 from smc.limits import DEFAULT_MAX_TOKENS
 from smc.terminal import err, finite, print_error, print_warning
 

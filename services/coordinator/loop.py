@@ -20,7 +20,8 @@ from services.backend import RequestFailed, Unavailable
 from services.step import Step
 from smc.engine.admission import NoDraft, QueueFull
 from smc.engine.engine import Engine
-from smc.engine.request import Output, Request
+from smc.engine.outputs import Output
+from smc.engine.request import Request
 from smc.engine.timeline import RoundTimes, Timeline
 from smc.runtime.messages import SideLost
 

@@ -22,7 +22,9 @@ from services.gateway.interceptors import caller_of
 from services.gateway.prompts import Prompts
 from services.gateway.status import ServiceStatus
 from smc.engine.admission import check_waiting, longest_answer
-from smc.engine.request import Output, Request, SamplingParams
+from smc.engine.outputs import Output
+from smc.engine.request import Request
+from smc.engine.sampling_params import SamplingParams
 
 MAX_ID_SIZE = 256
 DEADLINE_SLACK = 0.05

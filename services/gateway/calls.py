@@ -16,7 +16,8 @@ from services.errors import Status
 from services.gateway.tracing import Trace, Tracing
 from services.metrics import REJECTIONS, Metrics
 from smc.engine.admission import DuplicateRequest
-from smc.engine.request import Answer, Request, Times
+from smc.engine.outputs import Answer, Times
+from smc.engine.request import Request
 
 logger = logging.getLogger("smcserve.requests")
 

@@ -15,7 +15,8 @@ from typing import Protocol
 
 from services.backend import RequestFailed
 from services.step import Step
-from smc.engine.request import Answer, Output, Request
+from smc.engine.outputs import Answer, Output
+from smc.engine.request import Request
 
 
 class Port(Protocol):

@@ -18,7 +18,9 @@ from services.gateway.calls import Tally
 from services.openai.answers import DONE, Chunks, Heading, choice, error_event, response, written
 from services.openai.errors import BadRequest, Refusal
 from services.openai.requests import LONGEST, Asked
-from smc.engine.request import Answer, Output, Request, SamplingParams
+from smc.engine.outputs import Answer, Output
+from smc.engine.request import Request
+from smc.engine.sampling_params import SamplingParams
 from smc.limits import DEFAULT_MAX_TOKENS
 
 MOST_ECHOED = 1 << 20

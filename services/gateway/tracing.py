@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from smc.engine.request import Times
+from smc.engine.outputs import Times
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

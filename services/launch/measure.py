@@ -14,7 +14,7 @@ from services.launch.config import GangConfig
 from services.launch.processes import Processes
 from smc.engine.admission import sized_for
 from smc.engine.engine import Engine
-from smc.engine.request import SamplingParams
+from smc.engine.sampling_params import SamplingParams
 from smc.engine.timeline import RoundTimes
 from smc.evaluation.round_time import WARM_UP, GangRound, decoding_name, steady_requests
 from smc.evaluation.speed import Mode, read_bytes

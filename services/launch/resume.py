@@ -14,7 +14,9 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from services.backend import Unavailable
-from smc.engine.request import Answer, FinishReason, Method, Output, Particle, Request
+from smc.engine.outputs import Answer, FinishReason, Output, Particle
+from smc.engine.request import Request
+from smc.engine.sampling_params import Method
 
 RESUMED = (Method.EXACT, Method.TARGET)
 MOST = 3

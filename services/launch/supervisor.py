@@ -23,7 +23,8 @@ from services.launch.gang import Gang
 from services.launch.resume import resuming
 from services.launch.suspects import Suspects
 from services.step import Step
-from smc.engine.request import Output, Request
+from smc.engine.outputs import Output
+from smc.engine.request import Request
 from smc.engine.stats import EngineStats
 
 logger = logging.getLogger(__name__)

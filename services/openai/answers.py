@@ -11,7 +11,8 @@ from functools import cache
 from typing import Any
 
 from services.openai.requests import Asked
-from smc.engine.request import Answer, FinishReason, Particle, SamplingParams
+from smc.engine.outputs import Answer, FinishReason, Particle
+from smc.engine.sampling_params import SamplingParams
 from smc.models.tokenizer import Tokenizer
 
 OPENAI_FINISH = {

@@ -16,7 +16,8 @@ from services.openai.bodies import Body, ChatBody, CompletionBody, Message, Tool
 from services.openai.document import is_text
 from services.openai.errors import BadRequest, named
 from services.prompt import Prompt, of_negative
-from smc.engine.request import SETTINGS, SamplingParams, check_guidance
+from smc.engine.request import check_guidance
+from smc.engine.sampling_params import SETTINGS, SamplingParams
 from smc.limits import MAX_TOP_LOGPROBS
 from smc.models.tokenizer import Tokenizer
 

@@ -13,7 +13,7 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 
 from services.openai.requests import derived_seed
 from services.wire.sampling import check_counts
-from smc.engine.request import SETTINGS, Method, SamplingParams
+from smc.engine.sampling_params import SETTINGS, Method, SamplingParams
 from smc.limits import MAX_TOP_LOGPROBS
 
 MAX_ANSWERS = 128

@@ -9,7 +9,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from services.pb import generation_pb2 as pb
-from smc.engine.request import SETTINGS
+from smc.engine.sampling_params import SETTINGS
 from smc.engine.settings import Biases, Choice, Items
 
 FINISH_REASONS = {

@@ -10,7 +10,7 @@ from services.pb import coordinator_pb2 as pb
 from services.step import Step
 from services.wire.generation import from_update, to_update
 from smc.engine.admission import QueueFull
-from smc.engine.request import VERIFICATIONS
+from smc.engine.sampling_params import VERIFICATIONS
 from smc.engine.stats import EngineStats, SpecStats
 from smc.engine.timeline import RoundTimes
 from smc.runtime.messages import SIDES

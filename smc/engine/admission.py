@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from smc.engine.request import Request, SamplingParams, check_guidance
+from smc.engine.request import Request, check_guidance
+from smc.engine.sampling_params import SamplingParams
 from smc.runtime.config import EngineConfig
 
 

@@ -12,7 +12,7 @@ import torch
 
 from smc.algorithm.selection import final_draw, final_weights
 from smc.engine.group import Group
-from smc.engine.request import Answer, FinishReason, Particle
+from smc.engine.outputs import Answer, FinishReason, Particle
 from smc.engine.slots import Slots
 from smc.philox import Purpose, uniforms
 

@@ -30,11 +30,13 @@ from smc.engine.expectation import Expectation
 from smc.engine.group import Group, Phase
 from smc.engine.memory import Memory
 from smc.engine.methods import PROGRAMS, TARGET_ALONE, Decoding, decoding_of, program_of
+from smc.engine.outputs import Answer, FinishReason, Output
 from smc.engine.policy import ParticlePolicy, ShrinkWhenShort, TreePolicy
 from smc.engine.queue import Deadlines, Queue
 from smc.engine.records import particle_of, shrink_saved
-from smc.engine.request import Answer, FinishReason, Method, Output, Request
+from smc.engine.request import Request
 from smc.engine.rounds import Rounds
+from smc.engine.sampling_params import Method
 from smc.engine.slots import Slots
 from smc.engine.starts import Starts
 from smc.engine.stats import EngineStats

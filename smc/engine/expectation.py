@@ -13,7 +13,7 @@ import numpy as np
 from smc.engine.group import Group, Phase
 from smc.engine.memory import Memory
 from smc.engine.methods import Decoding
-from smc.engine.request import SamplingParams
+from smc.engine.sampling_params import SamplingParams
 from smc.engine.slots import Slots
 from smc.runtime.config import EngineConfig
 

@@ -11,7 +11,9 @@ import numpy as np
 
 from smc.engine.acceptance import Acceptance
 from smc.engine.methods import RESCORING, TARGET_ALONE, Decoding, decoding_of
-from smc.engine.request import Alternatives, Answer, Method, Request, SamplingParams, Statistics, Times
+from smc.engine.outputs import Alternatives, Answer, Statistics, Times
+from smc.engine.request import Request
+from smc.engine.sampling_params import Method, SamplingParams
 from smc.engine.slots import Slots
 from smc.engine.text import StopRules, TextStream
 from smc.laws import LawSpec

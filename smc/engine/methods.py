@@ -14,7 +14,7 @@ from torch import Tensor
 
 from smc.algorithm.expansion import Kind
 from smc.algorithm.weights import log_mean_weight, normalise
-from smc.engine.request import Method, SamplingParams
+from smc.engine.sampling_params import Method, SamplingParams
 from smc.runtime.config import EngineConfig
 from smc.runtime.plan import Program
 

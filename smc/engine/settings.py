@@ -1,7 +1,7 @@
 """What all of the service knows of a sampling field, said once: beside the field, where it is defined.
 
 A field is made by `setting`; from it follow its check, its option of commands, its name in JSON bodies and its place in messages. Knows
-nothing about which fields there are (`smc.engine.request.SamplingParams`), nor about commands, bodies or messages.
+nothing about which fields there are (`smc.engine.sampling_params.SamplingParams`), nor about commands, bodies or messages.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from smc.engine.request import VERIFICATIONS
+from smc.engine.sampling_params import VERIFICATIONS
 
 MOST_SAMPLES = 4096
 """Rounds that are remembered one by one between two readings."""

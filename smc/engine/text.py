@@ -10,7 +10,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 
-from smc.engine.request import FinishReason, SamplingParams
+from smc.engine.outputs import FinishReason
+from smc.engine.sampling_params import SamplingParams
 from smc.limits import MAX_STOP_BYTES
 from smc.models.tokenizer import Tokenizer
 from smc.stops import DONE, START, StopMachine

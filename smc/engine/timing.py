@@ -19,8 +19,9 @@ from smc.engine.costs import PARTS, Cost, Costs, Curve
 from smc.engine.engine import Engine
 from smc.engine.methods import PROGRAMS
 from smc.engine.rehearsal import TURNS, empty_plan
-from smc.engine.request import Method, Request, SamplingParams
+from smc.engine.request import Request
 from smc.engine.rounds import bucket
+from smc.engine.sampling_params import Method, SamplingParams
 from smc.runtime.config import EngineConfig
 from smc.runtime.messages import SIDES
 from smc.runtime.plan import SHORT, Join, Program, RoundPlan

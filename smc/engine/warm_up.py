@@ -10,7 +10,8 @@ from typing import Any
 
 from smc.engine.admission import QueueFull
 from smc.engine.engine import Engine
-from smc.engine.request import Request, SamplingParams
+from smc.engine.request import Request
+from smc.engine.sampling_params import SamplingParams
 from smc.limits import MAX_PARTICLES
 from smc.runtime.biases import WIDTHS
 from smc.runtime.config import EngineConfig

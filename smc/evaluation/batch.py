@@ -10,7 +10,8 @@ from smc.engine.engine import Engine
 from smc.engine.local import ModelPair, local_engine
 from smc.engine.memory import pool_for
 from smc.engine.methods import decoding_of
-from smc.engine.request import Output, Request
+from smc.engine.outputs import Output
+from smc.engine.request import Request
 from smc.runtime.config import EngineConfig
 
 

@@ -14,7 +14,9 @@ from smc.engine.admission import sized_for
 from smc.engine.engine import Engine
 from smc.engine.memory import pool_for
 from smc.engine.methods import decoding_of
-from smc.engine.request import Output, Request, SamplingParams
+from smc.engine.outputs import Output
+from smc.engine.request import Request
+from smc.engine.sampling_params import SamplingParams
 from smc.evaluation.round_time import PROBLEM_SEED
 from smc.models.tokenizer import Tokenizer
 from smc.runtime.config import EngineConfig

@@ -9,7 +9,7 @@ from typing import Any
 
 from smc.engine.costs import Costs
 from smc.engine.memory import pool_for
-from smc.engine.request import Method, SamplingParams
+from smc.engine.sampling_params import Method, SamplingParams
 from smc.engine.stats import EngineStats
 from smc.engine.timing import Effort, room_for, time_costs
 from smc.evaluation.advise import Acceptance

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from smc.demo import MAX_ANSWER
 from smc.demo.problems import Problem, grade
-from smc.engine.request import POPULATIONS, Answer, Request, SamplingParams
+from smc.engine.outputs import Answer
+from smc.engine.request import Request
+from smc.engine.sampling_params import POPULATIONS, SamplingParams
 from smc.limits import UNSET
 from smc.runtime.config import EngineConfig
 from smc.statistics import Accuracy

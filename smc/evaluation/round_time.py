@@ -14,7 +14,8 @@ from typing import Any
 from smc.demo.problems import generate
 from smc.engine.engine import Engine
 from smc.engine.local import ModelPair
-from smc.engine.request import Method, Request, SamplingParams
+from smc.engine.request import Request
+from smc.engine.sampling_params import Method, SamplingParams
 from smc.evaluation.batch import fitted_engine
 from smc.models.tokenizer import Tokenizer
 from smc.runtime.config import EngineConfig

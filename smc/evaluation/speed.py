@@ -20,7 +20,7 @@ from smc.algorithm.expansion import Kind
 from smc.engine.costs import Costs
 from smc.engine.engine import Engine
 from smc.engine.rehearsal import KINDS, rehearsal
-from smc.engine.request import Method, SamplingParams
+from smc.engine.sampling_params import Method, SamplingParams
 from smc.engine.warm_up import rehearse
 from smc.evaluation.load import ClosedLoop, Load, Waves, fitted
 from smc.evaluation.round_time import decoding_name

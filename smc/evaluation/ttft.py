@@ -19,7 +19,9 @@ from smc.engine.engine import Engine
 from smc.engine.local import ModelPair, local_engine
 from smc.engine.memory import pool_for
 from smc.engine.methods import decoding_of
-from smc.engine.request import Answer, Method, Output, Request, SamplingParams
+from smc.engine.outputs import Answer, Output
+from smc.engine.request import Request
+from smc.engine.sampling_params import Method, SamplingParams
 from smc.evaluation.load import ClosedLoop, Load
 from smc.evaluation.speed import WARM_UP, Mode
 from smc.models.config import ModelConfig

@@ -14,7 +14,8 @@ from services.batch.output import OutputFile
 from services.batch.requests import Requests
 from services.batch.resume import Survey, rest, survey
 from services.batch.runner import Limit, Runner
-from smc.engine.request import Answer, FinishReason, Request, Statistics
+from smc.engine.outputs import Answer, FinishReason, Statistics
+from smc.engine.request import Request
 
 PRINT = "smc_0"
 

@@ -17,7 +17,9 @@ from services.link import connect
 from services.step import Step
 from services.workers import process
 from services.workers.process import run_rank
-from smc.engine.request import Answer, Request, SamplingParams
+from smc.engine.outputs import Answer
+from smc.engine.request import Request
+from smc.engine.sampling_params import SamplingParams
 from smc.models.parallel import Shard
 from smc.runtime.config import EngineConfig
 from smc.runtime.sides import DraftSide

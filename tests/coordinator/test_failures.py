@@ -15,7 +15,8 @@ from services.link.base import LinkError
 from services.link.connect import Rendezvous
 from services.workers.answers import Answers
 from services.workers.process import run_rank
-from smc.engine.request import Request, SamplingParams
+from smc.engine.request import Request
+from smc.engine.sampling_params import SamplingParams
 from smc.models.parallel import Shard
 from smc.runtime.config import EngineConfig
 from smc.runtime.messages import SideLost

@@ -13,7 +13,9 @@ from services.backend import RequestFailed
 from services.coordinator.process import EngineStuck
 from services.gateway.coordinator import CoordinatorClient
 from services.step import Step
-from smc.engine.request import FinishReason, Request, SamplingParams
+from smc.engine.outputs import FinishReason
+from smc.engine.request import Request
+from smc.engine.sampling_params import SamplingParams
 from smc.engine.text import StopRules, TextStream
 from smc.runtime.config import EngineConfig
 from tests.coordinator.harness import coordinator

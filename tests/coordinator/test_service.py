@@ -19,7 +19,9 @@ from services.gateway.coordinator import CoordinatorClient
 from services.link.streams import StreamCaller, StreamServer
 from services.step import Step
 from smc.engine.admission import QueueFull
-from smc.engine.request import Answer, FinishReason, Output, Request, SamplingParams, Statistics
+from smc.engine.outputs import Answer, FinishReason, Output, Statistics
+from smc.engine.request import Request
+from smc.engine.sampling_params import SamplingParams
 from smc.engine.stats import EngineStats
 
 STATS = EngineStats(pages_used={"draft": 0, "target": 0}, pages_total={"draft": 1, "target": 1})

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from smc.engine.request import Request, SamplingParams
+from smc.engine.request import Request
+from smc.engine.sampling_params import SamplingParams
 from smc.engine.warm_up import BIASED, RARE
 
 COMMON: tuple[dict[str, Any], ...] = (

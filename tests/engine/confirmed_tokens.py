@@ -13,7 +13,8 @@ from smc import demo
 from smc.demo import MAX_ANSWER
 from smc.demo.problems import generate
 from smc.engine.local import ModelPair, local_engine
-from smc.engine.request import Request, SamplingParams
+from smc.engine.request import Request
+from smc.engine.sampling_params import SamplingParams
 from smc.engine.stats import SpecStats
 from smc.evaluation.quality import derived_seed
 from smc.runtime.config import EngineConfig

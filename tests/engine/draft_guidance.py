@@ -19,7 +19,9 @@ from smc import demo
 from smc.demo import MAX_ANSWER
 from smc.demo.problems import Problem, generate, grade
 from smc.engine.local import ModelPair, local_engine
-from smc.engine.request import Answer, Request, SamplingParams
+from smc.engine.outputs import Answer
+from smc.engine.request import Request
+from smc.engine.sampling_params import SamplingParams
 from smc.evaluation.quality import derived_seed
 from smc.models.decoder import Decoder
 from smc.runtime.config import EngineConfig

@@ -14,7 +14,8 @@ from smc import demo
 from smc.demo import MAX_ANSWER
 from smc.demo.problems import generate, grade
 from smc.engine.local import ModelPair, local_engine
-from smc.engine.request import POPULATIONS, Request, SamplingParams
+from smc.engine.request import Request
+from smc.engine.sampling_params import POPULATIONS, SamplingParams
 from smc.evaluation.quality import derived_seed
 from smc.models.linear import DTYPES
 from smc.runtime.config import EngineConfig

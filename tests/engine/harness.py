@@ -12,7 +12,9 @@ import torch
 from smc.engine.engine import Engine
 from smc.engine.group import Group, Phase
 from smc.engine.local import ModelPair, local_engine
-from smc.engine.request import Answer, Output, Request, SamplingParams
+from smc.engine.outputs import Answer, Output
+from smc.engine.request import Request
+from smc.engine.sampling_params import SamplingParams
 from smc.runtime.config import EngineConfig
 from smc.runtime.forward import Rows, StaticForward
 from smc.runtime.messages import guides, side_of

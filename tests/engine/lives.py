@@ -13,7 +13,9 @@ import pytest
 from smc.engine.admission import QueueFull
 from smc.engine.engine import Engine
 from smc.engine.local import ModelPair, local_engine
-from smc.engine.request import Answer, FinishReason, Method, Output, Request, SamplingParams
+from smc.engine.outputs import Answer, FinishReason, Output
+from smc.engine.request import Request
+from smc.engine.sampling_params import Method, SamplingParams
 from smc.runtime.config import EngineConfig
 from smc.runtime.sides import Parts
 from tests.engine.harness import Padding, answers, running

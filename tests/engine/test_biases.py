@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from smc.engine.local import local_engine
-from smc.engine.request import FinishReason, SamplingParams
+from smc.engine.outputs import FinishReason
+from smc.engine.sampling_params import SamplingParams
 from smc.engine.text import StopRules, TextStream
 from smc.runtime.config import EngineConfig
 from smc.stops import DONE, START, TokenBytes

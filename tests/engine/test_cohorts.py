@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from smc.engine.local import local_engine
-from smc.engine.request import FinishReason
+from smc.engine.outputs import FinishReason
 from smc.runtime.config import EngineConfig
 from smc.runtime.sides import Parts
 from tests.engine.harness import CASES, Padding, answers, assert_empty, config_id, request, running, step_through

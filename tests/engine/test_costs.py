@@ -11,7 +11,7 @@ from smc.engine.costs import Cost, Costs, Curve
 from smc.engine.engine import Engine
 from smc.engine.local import local_engine
 from smc.engine.rehearsal import rehearsal
-from smc.engine.request import Method
+from smc.engine.sampling_params import Method
 from smc.engine.timing import BRIEF, TREE, Effort, live_plan, time_costs
 from smc.runtime.config import EngineConfig
 from smc.runtime.forward import StaticForward

@@ -12,7 +12,9 @@ import pytest
 from smc.engine.admission import NoDraft
 from smc.engine.engine import Engine
 from smc.engine.local import local_engine
-from smc.engine.request import Answer, Method, Request, SamplingParams
+from smc.engine.outputs import Answer
+from smc.engine.request import Request
+from smc.engine.sampling_params import Method, SamplingParams
 from smc.runtime.config import EngineConfig
 from smc.runtime.messages import SideLost
 from tests.engine.harness import answers, assert_empty, request, running

@@ -15,7 +15,8 @@ from smc.engine.costs import Cost, Costs, Curve
 from smc.engine.drafting import MARGIN, SURE, CostsDecide, Forecast
 from smc.engine.local import local_engine
 from smc.engine.policy import Beside, Tree
-from smc.engine.request import Method, Request, SamplingParams
+from smc.engine.request import Request
+from smc.engine.sampling_params import Method, SamplingParams
 from smc.runtime.config import EngineConfig
 from tests.engine.harness import answers, assert_empty, running
 from tests.engine.lives import pair

@@ -11,7 +11,8 @@ import torch
 
 from smc.algorithm.expansion import Kind, Offers, expand
 from smc.engine.local import local_engine
-from smc.engine.request import POPULATIONS, FinishReason, Method, SamplingParams
+from smc.engine.outputs import FinishReason
+from smc.engine.sampling_params import POPULATIONS, Method, SamplingParams
 from smc.runtime.config import EngineConfig
 from tests.engine.harness import CASES, FORMS, answers, config_id, request
 from tests.engine.pairs import tiny_pair

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from smc.engine.local import ModelPair, local_engine
-from smc.engine.request import Request, SamplingParams
+from smc.engine.request import Request
+from smc.engine.sampling_params import SamplingParams
 from smc.runtime.config import EngineConfig
 from tests.engine.harness import assert_empty, config_id
 from tests.engine.pairs import exact_law, next_log_probs, tiny_pair, total_variation

@@ -12,7 +12,9 @@ import torch
 
 from smc.engine.engine import Engine
 from smc.engine.local import local_engine
-from smc.engine.request import Answer, Request, SamplingParams
+from smc.engine.outputs import Answer
+from smc.engine.request import Request
+from smc.engine.sampling_params import SamplingParams
 from smc.runtime.config import EngineConfig
 from smc.runtime.forward import StaticForward
 from smc.runtime.messages import SIDES

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from smc.engine.local import ModelPair, local_engine
-from smc.engine.request import Answer, Request
+from smc.engine.outputs import Answer
+from smc.engine.request import Request
 from smc.models.draft_vocab import DraftVocab
 from smc.runtime.config import EngineConfig
 from tests.engine.harness import FORMS, answers, config_id, request

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from smc.engine.local import local_engine
-from smc.engine.request import Request, SamplingParams
+from smc.engine.request import Request
+from smc.engine.sampling_params import SamplingParams
 from smc.runtime.config import EngineConfig
 from smc.runtime.messages import SIDES
 from tests.engine import pairs

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from smc.engine.local import ModelPair, local_engine
-from smc.engine.request import FinishReason, Request, SamplingParams
+from smc.engine.outputs import FinishReason
+from smc.engine.request import Request
+from smc.engine.sampling_params import SamplingParams
 from smc.runtime.config import EngineConfig
 from tests.engine.harness import CASES, FORMS, answer, answers, assert_empty, config_id, request, step_through, workers
 from tests.engine.pairs import next_log_probs, tiny_pair

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from smc.engine.local import local_engine
-from smc.engine.request import SamplingParams
+from smc.engine.sampling_params import SamplingParams
 from smc.runtime.config import EngineConfig
 from tests.engine.harness import CASES, FORMS, answer, answers, config_id, request
 from tests.engine.pairs import next_log_probs, tiny_pair

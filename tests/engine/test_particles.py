@@ -8,7 +8,9 @@ import math
 import pytest
 
 from smc.engine.local import local_engine
-from smc.engine.request import Answer, FinishReason, Request, SamplingParams
+from smc.engine.outputs import Answer, FinishReason
+from smc.engine.request import Request
+from smc.engine.sampling_params import SamplingParams
 from smc.models.decoder import Decoder
 from smc.runtime.config import EngineConfig
 from tests.engine.harness import CASES, FORMS, answer, answers, assert_empty, config_id, request

@@ -10,7 +10,9 @@ import pytest
 
 from smc.engine.engine import Engine
 from smc.engine.group import Phase
-from smc.engine.request import FinishReason, Request, SamplingParams
+from smc.engine.outputs import FinishReason
+from smc.engine.request import Request
+from smc.engine.sampling_params import SamplingParams
 from smc.runtime.config import EngineConfig
 from smc.runtime.plan import Program
 from tests.engine.harness import AHEAD, CASES, FORMS, answers, assert_empty, config_id, request, running

@@ -11,8 +11,10 @@ import pytest
 from smc.engine import prefixes
 from smc.engine.engine import Engine
 from smc.engine.local import ModelPair, local_engine
+from smc.engine.outputs import Answer, FinishReason
 from smc.engine.prefill import count_pages
-from smc.engine.request import POPULATIONS, Answer, FinishReason, Request
+from smc.engine.request import Request
+from smc.engine.sampling_params import POPULATIONS
 from smc.kv import prefix_cache
 from smc.runtime.config import EngineConfig
 from tests.engine.harness import CASES, assert_empty, config_id, request, running, step_through

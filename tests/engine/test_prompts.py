@@ -7,7 +7,7 @@ import pytest
 from smc.engine.engine import Engine
 from smc.engine.group import Phase
 from smc.engine.local import local_engine
-from smc.engine.request import Answer
+from smc.engine.outputs import Answer
 from smc.runtime.config import EngineConfig
 from smc.runtime.sides import Parts
 from tests.engine.harness import Padding, answers, assert_empty, request

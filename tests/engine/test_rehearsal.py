@@ -7,7 +7,8 @@ import pytest
 from smc import demo
 from smc.engine.local import ModelPair, local_engine
 from smc.engine.rehearsal import TURNS, rehearsal
-from smc.engine.request import Request, SamplingParams
+from smc.engine.request import Request
+from smc.engine.sampling_params import SamplingParams
 from smc.runtime.config import EngineConfig
 from smc.runtime.plan import RoundPlan
 from tests.engine.harness import answers, request

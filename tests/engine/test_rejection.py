@@ -16,7 +16,8 @@ from smc.engine.admission import sized_for
 from smc.engine.engine import Engine
 from smc.engine.local import local_engine
 from smc.engine.methods import decoding_of
-from smc.engine.request import POPULATIONS, Request, SamplingParams
+from smc.engine.request import Request
+from smc.engine.sampling_params import POPULATIONS, SamplingParams
 from smc.kv.pool import pages_that_fit
 from smc.models.draft_vocab import DraftVocab
 from smc.runtime.config import LAW_BYTES, EngineConfig

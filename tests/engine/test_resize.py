@@ -10,8 +10,9 @@ import pytest
 from smc.engine.engine import Engine
 from smc.engine.group import Group, Phase
 from smc.engine.local import local_engine
+from smc.engine.outputs import Answer, FinishReason
 from smc.engine.records import shrink_saved
-from smc.engine.request import POPULATIONS, Answer, FinishReason
+from smc.engine.sampling_params import POPULATIONS
 from smc.runtime.config import EngineConfig
 from smc.runtime.sides import Parts
 from tests.engine.harness import AHEAD, CASES, FORMS, Padding, assert_empty, config_id, request, running

@@ -12,7 +12,9 @@ import torch
 from smc.engine.engine import Engine
 from smc.engine.local import local_engine
 from smc.engine.methods import RESCORING
-from smc.engine.request import Alternatives, FinishReason, Request, SamplingParams
+from smc.engine.outputs import Alternatives, FinishReason
+from smc.engine.request import Request
+from smc.engine.sampling_params import SamplingParams
 from smc.runtime import tops
 from smc.runtime.config import EngineConfig
 from tests.engine.harness import FORMS, answers, assert_empty, config_id, request

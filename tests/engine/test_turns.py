@@ -12,8 +12,10 @@ from smc.engine.costs import Costs
 from smc.engine.engine import Engine
 from smc.engine.group import Group, Phase
 from smc.engine.local import local_engine
+from smc.engine.outputs import Answer, FinishReason
 from smc.engine.policy import Beside, Tree
-from smc.engine.request import Answer, FinishReason, Method, Request, SamplingParams
+from smc.engine.request import Request
+from smc.engine.sampling_params import Method, SamplingParams
 from smc.runtime.config import EngineConfig
 from tests.engine.harness import TokenLedger, answers, assert_empty, check_kv, request, running
 from tests.engine.lives import live, pair, random_requests, small_engine, with_endless_memory

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from smc.engine.local import local_engine
-from smc.engine.request import FinishReason, Request, SamplingParams
+from smc.engine.outputs import FinishReason
+from smc.engine.request import Request
+from smc.engine.sampling_params import SamplingParams
 from smc.runtime.config import EngineConfig
 from smc.runtime.sides import Parts
 from smc.stops import START, StopMachine, StopTables, TokenBytes, grow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from smc.engine.local import local_engine
-from smc.engine.request import SamplingParams
+from smc.engine.sampling_params import SamplingParams
 from smc.evaluation.load import Load, Waves, fitted
 from smc.runtime.config import EngineConfig
 from tests.engine.lives import pair

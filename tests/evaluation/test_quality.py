@@ -8,7 +8,8 @@ from smc import demo
 from smc.demo.problems import generate
 from smc.engine.local import ModelPair
 from smc.engine.memory import pool_for
-from smc.engine.request import Request, SamplingParams
+from smc.engine.request import Request
+from smc.engine.sampling_params import SamplingParams
 from smc.evaluation.batch import fitted_engine, run_in_flight
 from smc.evaluation.quality import Setting, Terms, derived_seed, grid, measure, measure_speed
 from smc.runtime.config import EngineConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from smc.engine.request import Method
+from smc.engine.sampling_params import Method
 from smc.evaluation.speed import Mode
 from smc.evaluation.ttft import REPEATS, FirstTokens, PairMachine, operations
 from smc.models.places import count_parameters

@@ -23,7 +23,9 @@ from services.pb import generation_pb2_grpc
 from services.step import Step
 from smc import demo
 from smc.engine.local import ModelPair, local_engine
-from smc.engine.request import Answer, Output, Request, SamplingParams
+from smc.engine.outputs import Answer, Output
+from smc.engine.request import Request
+from smc.engine.sampling_params import SamplingParams
 from smc.engine.stats import EngineStats
 from smc.runtime.config import EngineConfig
 

@@ -18,7 +18,7 @@ from services.launch import supervisor as launch
 from services.launch.config import GangConfig
 from services.metrics import Metrics
 from services.step import Step
-from smc.engine.request import Answer, FinishReason, Statistics, Times
+from smc.engine.outputs import Answer, FinishReason, Statistics, Times
 from smc.engine.stats import EngineStats
 from tests.deploy.binaries import binary
 from tests.gateway.harness import LONG, serving, until

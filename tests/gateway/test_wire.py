@@ -18,7 +18,9 @@ from services.step import Step
 from services.wire.generation import from_finish, from_sampling, from_update, to_finish, to_sampling, to_update
 from services.wire.sampling import FINISH_REASONS, REPORTS, SAMPLING, sampling_message, sampling_settings
 from services.wire.steps import from_response, to_response
-from smc.engine.request import SETTINGS, Answer, FinishReason, Method, Output, Particle, Request, SamplingParams, Statistics
+from smc.engine.outputs import Answer, FinishReason, Output, Particle, Statistics
+from smc.engine.request import Request
+from smc.engine.sampling_params import SETTINGS, Method, SamplingParams
 from smc.engine.stats import EngineStats, SpecStats
 from smc.limits import SCHEME_NAMES
 

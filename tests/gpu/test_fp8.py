@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from smc import demo
 from smc.demo.problems import generate
 from smc.engine.local import ModelPair, local_engine
-from smc.engine.request import Method, Request, SamplingParams
+from smc.engine.request import Request
+from smc.engine.sampling_params import Method, SamplingParams
 from smc.kernels.linear import gate_up_silu, linear, reduce
 from smc.kernels.rounding import round_rows
 from smc.models import linear as models

@@ -17,7 +17,8 @@ from services.launch.processes import Processes
 from smc import demo
 from smc.demo.problems import generate
 from smc.engine.local import ModelPair, local_engine
-from smc.engine.request import Method, Request, SamplingParams
+from smc.engine.request import Request
+from smc.engine.sampling_params import Method, SamplingParams
 from smc.models.loader import save_model
 from smc.models.random_model import random_model
 from smc.runtime.config import EngineConfig

@@ -10,7 +10,8 @@ import torch
 from smc import demo
 from smc.demo.problems import generate
 from smc.engine.local import ModelPair, local_engine
-from smc.engine.request import Request, SamplingParams
+from smc.engine.request import Request
+from smc.engine.sampling_params import SamplingParams
 from smc.runtime.config import EngineConfig
 from tests.engine.harness import answers
 

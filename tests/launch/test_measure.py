@@ -20,7 +20,8 @@ from services.launch.processes import Processes, see_only
 from smc import demo
 from smc.engine.costs import Cost, Costs, Curve
 from smc.engine.local import ModelPair, local_engine
-from smc.engine.request import Method, Request, SamplingParams
+from smc.engine.request import Request
+from smc.engine.sampling_params import Method, SamplingParams
 from smc.engine.timeline import LANES
 from smc.evaluation.load import problem_load, random_load
 from smc.evaluation.reports.speed import SpeedPlan

@@ -9,7 +9,9 @@ import pytest
 
 from services.backend import Unavailable
 from services.launch.resume import MOST, resuming
-from smc.engine.request import Answer, FinishReason, Output, Request, SamplingParams, Statistics
+from smc.engine.outputs import Answer, FinishReason, Output, Statistics
+from smc.engine.request import Request
+from smc.engine.sampling_params import SamplingParams
 
 TOKENS = tuple(range(20))
 

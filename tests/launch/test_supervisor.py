@@ -15,7 +15,8 @@ from services.launch.config import GangConfig
 from services.launch.errors import GangError
 from services.launch.supervisor import Supervisor
 from services.step import Step
-from smc.engine.request import Request, SamplingParams
+from smc.engine.request import Request
+from smc.engine.sampling_params import SamplingParams
 from smc.engine.stats import EngineStats
 
 CONFIG = GangConfig(max_failed_starts=3)

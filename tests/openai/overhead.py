@@ -26,7 +26,7 @@ from services.pb import generation_pb2 as pb
 from services.pb import generation_pb2_grpc
 from smc import demo
 from smc.engine.local import ModelPair
-from smc.engine.request import Answer, FinishReason, Output, Statistics
+from smc.engine.outputs import Answer, FinishReason, Output, Statistics
 from tests.gateway.harness import serving
 from tests.openai.asking import QUESTIONS, user
 

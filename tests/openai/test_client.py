@@ -10,7 +10,8 @@ import pytest
 
 from services.client import Message
 from smc.engine.local import local_engine
-from smc.engine.request import Request, SamplingParams
+from smc.engine.request import Request
+from smc.engine.sampling_params import SamplingParams
 from smc.runtime.config import EngineConfig
 from tests.gateway.harness import PLAIN_CONFIG, local_answer, serving
 from tests.openai.asking import LONG, QUESTIONS, user

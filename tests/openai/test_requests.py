@@ -10,7 +10,7 @@ import pytest
 from services.openai.errors import BadRequest
 from services.openai.requests import Asked, understood
 from smc.engine.admission import longest_answer
-from smc.engine.request import Method, SamplingParams
+from smc.engine.sampling_params import Method, SamplingParams
 from smc.models.tokenizer import Tokenizer
 from smc.runtime.config import EngineConfig
 

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from smc.engine.local import ModelPair, local_engine
-from smc.engine.request import Answer
+from smc.engine.outputs import Answer
 from smc.models.draft_vocab import DraftVocab
 from smc.runtime.config import EngineConfig
 from smc.runtime.kernels import KernelForward, gpu_parts

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from smc.engine.local import local_engine
-from smc.engine.request import FinishReason
+from smc.engine.outputs import FinishReason
 from smc.runtime.sides import Parts
 from tests.engine.harness import CASES, Padding, answers, assert_empty, config_id, request
 from tests.engine.pairs import tiny_pair

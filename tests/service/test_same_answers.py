@@ -15,7 +15,7 @@ from services.gateway.config import GatewayConfig
 from smc.demo.problems import generate
 from smc.engine.local import ModelPair, local_engine
 from smc.engine.request import Request as EngineRequest
-from smc.engine.request import SamplingParams
+from smc.engine.sampling_params import SamplingParams
 from smc.runtime.config import EngineConfig
 from tests.service.conftest import LOOKAHEAD
 from tests.service.running import Running

@@ -53,7 +53,7 @@ class AdvisePlan:
     picture: Path | None
 
     def __post_init__(self) -> None:
-        from smc.engine.request import Method, SamplingParams
+        from smc.engine.sampling_params import Method, SamplingParams
         from smc.runtime.config import EngineConfig
 
         SamplingParams(method=Method.EXACT, **self.law)

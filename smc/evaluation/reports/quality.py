@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 from rich.text import Text
 
 from smc.demo.problems import Problem, generate
-from smc.engine.request import SamplingParams
+from smc.engine.sampling_params import SamplingParams
 from smc.evaluation.picture import draw
 from smc.evaluation.quality import Row, Setting, Terms, measure, measure_speed, problem_requests, seconds_of
 from smc.evaluation.record import Record, machine, solved_before

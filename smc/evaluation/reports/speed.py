@@ -62,7 +62,7 @@ class SpeedPlan:
     """Of `EngineConfig`; `costs`: they are timed first."""
 
     def __post_init__(self) -> None:
-        from smc.engine.request import SamplingParams
+        from smc.engine.sampling_params import SamplingParams
 
         for mode in self.modes:
             if mode not in MODES:
@@ -79,7 +79,7 @@ class SpeedPlan:
                 yield mode, requests, context
 
     def _modes(self, gpus: int) -> Iterator[Mode]:
-        from smc.engine.request import Method
+        from smc.engine.sampling_params import Method
         from smc.evaluation.speed import PLAIN_BLOCK, Mode
         from smc.runtime.config import EngineConfig
 
