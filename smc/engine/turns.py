@@ -1,5 +1,5 @@
 """When the policy of trees is asked, and about what: which requests of exact decoding shall have how many rows, or be decoded by the target
-alone. How a request changes over is the engine's."""
+alone. How a request changes over: `smc.engine.changes`."""
 
 from __future__ import annotations
 

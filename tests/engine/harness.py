@@ -179,4 +179,4 @@ class Padding(Stages):
 
 
 def running(engine: Engine) -> list[Group]:
-    return [group for group in engine._groups.values() if group.phase is Phase.RUNNING]
+    return [group for group in engine.registry.groups.values() if group.phase is Phase.RUNNING]

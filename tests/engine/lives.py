@@ -124,12 +124,12 @@ def live(
                 lives.events["queue full"] += 1
                 break
             waiting.pop(0)
-        if rng.random() < cancel and engine._groups:
-            engine.abort(rng.choice(list(engine._groups)))
+        if rng.random() < cancel and engine.registry.groups:
+            engine.abort(rng.choice(list(engine.registry.groups)))
         if rng.random() < resize:
             _resize(engine, rng, lives)
         if rng.random() < interrupt and (groups := running(engine)):
-            engine._preempt(rng.choice(groups))
+            engine.registry.preempt(rng.choice(groups))
             lives.events["interrupted"] += 1
         for output in engine.step():
             lives.streamed.setdefault(output.request_id, []).append(output)

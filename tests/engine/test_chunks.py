@@ -126,7 +126,7 @@ def test_a_prompt_is_not_forgotten_beside_rounds():
     while not engine.num_running:
         engine.step()
     engine.submit(request([0, 1, 2, 2] * 100, "long", particles=2, seed=2, max_tokens=4, ignore_eos=True))
-    long, rounds = engine._groups["long"], engine._groups["running"]
+    long, rounds = engine.registry.groups["long"], engine.registry.groups["running"]
     while long.phase is not Phase.RUNNING:
         before = rounds.launched
         engine.step()

@@ -73,18 +73,18 @@ def test_answers_of_the_targets_own_draws_do_not_depend_on_the_draft(form, ahead
             except NoDraft:
                 refused.add(one.request_id)
         if rng.random() < 0.05 and (groups := running(engine)):
-            engine._preempt(rng.choice(groups))
+            engine.registry.preempt(rng.choice(groups))
         outputs, dropped = breaking.step()
         final |= {output.request_id: output.answer for output in outputs if output.answer}
         ended |= set(dropped)
-        if not breaking.there and not engine._has_draft and rng.random() < 0.2:
+        if not breaking.there and not engine.changes.has_draft and rng.random() < 0.2:
             breaking.there = True
             engine.attach_draft(pages=rng.choice((790, 800)))
             seen["back"] += 1
         elif breaking.there and rng.random() < 0.12:
             breaking.there = False
             seen["lost"] += 1
-    if not engine._has_draft:
+    if not engine.changes.has_draft:
         engine.attach_draft(pages=800)
     assert_empty(engine)
     assert seen["back"] > 3 and min(len(refused), len(ended)) > 5, (seen, refused, ended)

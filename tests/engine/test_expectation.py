@@ -81,7 +81,7 @@ def test_grown_pages_are_those_of_running_particles(config, ahead, monkeypatch):
                     pages.update(ledger.path(int(engine.slots.head_S[side][slot]), held)[group.prompt_size :].tolist())
             assert ledger.num_grown == len(pages)
             seen.append(len(pages))
-        assert bool(engine._admitted) == any(engine.memory.expected.values())
+        assert bool(engine.registry.admitted) == any(engine.memory.expected.values())
 
     requests = random_requests(60, random.Random(3))
     lives = live(engine, requests, random.Random(4), submit=0.9, cancel=0.04, resize=0.3, interrupt=0.05, after_step=count)

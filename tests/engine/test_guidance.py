@@ -217,7 +217,7 @@ def test_exact_decoding_goes_alone_and_comes_back_with_its_companion(config, gui
     engine = local_engine(tiny_pair(), config)
     written = {side: TokenLedger(engine, side) for side in SIDES}
     engine.submit(asked(method="exact", particles=4, guide_draft=guide_draft, **law))
-    changes = {3: engine.go_alone, 7: engine.rejoin, 12: engine.go_alone}
+    changes = {3: engine.changes.go_alone, 7: engine.changes.rejoin, 12: engine.changes.go_alone}
     steps = 0
     while not engine.idle:
         outputs, steps = engine.step(), steps + 1

@@ -106,8 +106,8 @@ def test_books_balance_through_random_lives(seed):
     while waiting or not engine.idle:
         while waiting and rng.random() < 0.4:
             engine.submit(waiting.pop())
-        if engine._groups and rng.random() < 0.15:
-            cancelled += engine.abort(rng.choice(list(engine._groups)))
+        if engine.registry.groups and rng.random() < 0.15:
+            cancelled += engine.abort(rng.choice(list(engine.registry.groups)))
         finished += sum(output.answer is not None for output in engine.step())
         engine.memory.check()
     assert finished == 40 and cancelled > 0

@@ -71,7 +71,7 @@ def test_one_that_waits_to_go_on_answers_with_what_was_streamed(config, end, mon
     outputs, ended = [], set()
     while not engine.idle:
         outputs += engine.step()
-        waiting = [g for g in engine._groups.values() if g.phase is Phase.QUEUED and g.saved and g.streamed]
+        waiting = [g for g in engine.registry.groups.values() if g.phase is Phase.QUEUED and g.saved and g.streamed]
         if waiting and end == "cancelled":
             ended.add(waiting[0].id)
             assert engine.abort(waiting[0].id)
@@ -94,9 +94,9 @@ def test_what_was_given_up_is_not_taken_back_before_the_older_has_gone_on(monkey
         engine.submit(one)
     idle_steps = 0
     while not engine.idle:
-        before = [(g.rounds, g.phase) for g in engine._groups.values()]
+        before = [(g.rounds, g.phase) for g in engine.registry.groups.values()]
         ended = any(o.answer for o in engine.step())
-        idle_steps += not ended and before == [(g.rounds, g.phase) for g in engine._groups.values()]
+        idle_steps += not ended and before == [(g.rounds, g.phase) for g in engine.registry.groups.values()]
     assert idle_steps < 30, "only prompts' chunks may be run meanwhile"
 
 
@@ -157,12 +157,12 @@ def test_one_that_has_ended_is_answered_and_not_interrupted(monkeypatch):
     engine = starved_engine(replace(FORMS[0], prefix_cache=False), monkeypatch)
     engine.submit(request(request_id="older", method="target", max_tokens=100, ignore_eos=True, seed=1))
     engine.submit(request(request_id="ends", particles=3, max_tokens=30, ignore_eos=True, seed=2))
-    cohorts, ledger, taken = engine._cohorts[Program.PAIR], engine.memory.ledgers["target"], []
+    cohorts, ledger, taken = engine.registry.cohorts[Program.PAIR], engine.memory.ledgers["target"], []
     advance = cohorts.advance
 
     def advance_and_take_all(provide) -> None:
         advance(provide)
-        if not taken and any(group.id == "ends" and engine._complete(group) for group in running(engine)):
+        if not taken and any(group.id == "ends" and engine.registry.complete(group) for group in running(engine)):
             taken.append(ledger.allocate(ledger.num_free))
 
     cohorts.advance, found = advance_and_take_all, {}

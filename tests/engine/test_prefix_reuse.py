@@ -180,7 +180,7 @@ def test_who_waits_is_hashed_once(monkeypatch):
     assert waited > 3 and len(hashed) <= 2 * blocks + 15, "one answer has been cached meanwhile"
     while not running(engine) or running(engine)[0].rounds < 4:
         engine.step()
-    engine._preempt(running(engine)[0])
+    engine.registry.preempt(running(engine)[0])
     before, ledger = len(hashed), engine.memory.ledgers["draft"]
     taken = ledger.allocate(ledger.num_free)
     for _ in range(5):

@@ -25,10 +25,10 @@ def test_running_requests_get_a_round_in_every_step(form, ahead, monkeypatch):
         engine.submit(request([1], name, seed=1, max_tokens=100, ignore_eos=True, **law))
     for _ in range(4):
         engine.step()
-    groups = list(engine._groups.values())
+    groups = list(engine.registry.groups.values())
     assert all(group.phase is Phase.RUNNING for group in groups)
     engine.submit(request([0, 1, 2, 2] * 20, "long", particles=2, seed=2, max_tokens=4, ignore_eos=True))
-    long, steps = engine._groups["long"], 0
+    long, steps = engine.registry.groups["long"], 0
     while long.phase is not Phase.RUNNING:
         before = [group.launched for group in groups]
         engine.step()
@@ -67,7 +67,7 @@ def test_a_short_prompt_behind_a_long_one_takes_its_turn():
         engine.step()
         counts.append([sum(count for side, count in most if side == name) for name in engine.workers])
         most.clear()
-        began += [g.id for g in engine._groups.values() if g.phase is Phase.RUNNING and g.id not in began]
+        began += [g.id for g in engine.registry.groups.values() if g.phase is Phase.RUNNING and g.id not in began]
     assert began == ["0", "1", "2"]
     assert counts == [[10, 10], [10, 10], [10, 10], [7, 7]]
 

@@ -68,7 +68,7 @@ def test_who_waits_costs_a_step_nothing():
     engine = local_engine(tiny_pair(), EngineConfig(block=2, max_slots=4))
     engine.submit(request(request_id="runs", particles=4, seed=1, max_tokens=60, ignore_eos=True))
     engine.step()
-    for cohorts in engine._cohorts.values():
+    for cohorts in engine.registry.cohorts.values():
         cohorts.advance = lambda provide: None
 
     def fastest() -> float:

@@ -42,7 +42,7 @@ def up(engine: Engine, group: Group) -> None:
 
 def saved(engine: Engine, group: Group) -> None:
     if group.rounds == 1 and group.count == MANY:
-        engine._preempt(group)
+        engine.registry.preempt(group)
         shrink_saved(group, FEW)
 
 
@@ -133,7 +133,7 @@ def test_particles_that_are_wanted_are_none_yet(end, monkeypatch):
     weights = engine.slots.logw_S[group.slots].copy()
     engine.resize("r", 6)
     if end == "preempted":
-        engine._preempt(group)
+        engine.registry.preempt(group)
         assert group.saved["logw_S"].tolist() == weights.tolist() and len(group.particles) == group.count == 2
     before = group.log_z
     now[0] = 2.0
@@ -178,7 +178,7 @@ def test_a_wish_outlives_an_interruption(when):
     for wish in (3, 6):
         if when == "before":
             engine.resize("r", wish)
-        engine._preempt(group)
+        engine.registry.preempt(group)
         assert group.phase is Phase.QUEUED
         if when == "while it waits":
             engine.resize("r", wish)

@@ -124,23 +124,23 @@ def test_lives_with_tops(monkeypatch):
         for one in guided(random_requests(50, rng, longest=30, budgets=True), rng)
     ]
     engine = small_engine(config, monkeypatch, ahead=True, clock=lambda: float(next(ticks)))
-    preempt = engine._preempt
+    preempt = engine.registry.preempt
 
     def preempting(group) -> None:
         seen.add(("preempted", group.answer is not None))
         preempt(group)
 
     def disturb(engine: Engine) -> None:
-        rescored = [group for group in engine._groups.values() if group.answer is not None]
+        rescored = [group for group in engine.registry.groups.values() if group.answer is not None]
         for group in rescored:
             seen.add((group.phase, group.answer.finish_reason))
             if rng.random() < 0.1:
                 engine.abort(group.id)
                 seen.add("cancelled")
-            elif group in engine._admitted and rng.random() < 0.3:
-                engine._preempt(group)
+            elif group in engine.registry.admitted and rng.random() < 0.3:
+                engine.registry.preempt(group)
 
-    engine._preempt = preempting
+    engine.registry.preempt = preempting
     lives = live(engine, requests, rng, submit=0.9, cancel=0.02, after_step=disturb)
     assert_empty(engine)
     assert {("preempted", True), ("preempted", False), "cancelled"} <= seen
@@ -162,7 +162,7 @@ def test_time_that_is_up_ends_decoding_and_not_what_comes_after_it(preempted):
     for _ in range(2):  # the prompt, and a round
         engine.step()
     if preempted:
-        engine._preempt(engine._groups["0"])
+        engine.registry.preempt(engine.registry.groups["0"])
     now[0] = 2.0
     steps = [engine.step() for _ in range(5 if preempted else 3)]
     (output,) = [output for outputs in steps for output in outputs]
@@ -176,7 +176,7 @@ def test_time_that_is_up_ends_decoding_and_not_what_comes_after_it(preempted):
 def rescored(engine: Engine, one: Request) -> None:
     """Until the request waits for nothing else."""
     engine.submit(one)
-    while engine._groups[one.request_id].answer is None:
+    while engine.registry.groups[one.request_id].answer is None:
         engine.step()
 
 
@@ -187,7 +187,7 @@ def test_the_draft_may_be_lost_meanwhile_and_come_back():
         rescored(engine, one)
         assert engine.detach_draft() == []
         engine.attach_draft(engine.memory.capacity["draft"])
-        group = engine._groups[one.request_id]
+        group = engine.registry.groups[one.request_id]
         assert group.decoding is RESCORING and group.turn is None
         assert_right(one, next(output.answer for output in engine.run([]) if output.answer))
         assert_empty(engine)
@@ -234,7 +234,7 @@ def test_time_that_is_up_while_one_waits_for_memory(monkeypatch):
     engine.submit(request(PROMPT, "young", seed=2, particles=3, logprobs=True, top_logprobs=2, time_budget=5.0, **law))
     found = {}
     while not engine.idle:
-        group = engine._groups.get("young")
+        group = engine.registry.groups.get("young")
         if group and group.saved is not None and group.needs:
             now[0] = 6.0
         found |= {output.request_id: output.answer for output in engine.step() if output.answer}
@@ -260,7 +260,7 @@ def test_no_more_is_expected_of_an_answer_than_it_has():
     engine = local_engine(tiny_pair(), EngineConfig(block=3, branches=2, pages=1000, max_context=64))
     one = request(PROMPT, "short", seed=3, max_tokens=60, method="target", logprobs=True, top_logprobs=2, stop_token_ids=(0, 1, 2))
     rescored(engine, one)
-    group = engine._groups["short"]
+    group = engine.registry.groups["short"]
     assert len(group.answer.tokens) == 1 and engine.expectation.of(group)["target"] <= len(PROMPT) + 1
     answers(engine, [])
     assert_empty(engine)

@@ -80,7 +80,7 @@ class Turns:
     def __call__(self, engine: Engine) -> None:
         if self.written:
             self.seen["looked at"] += check_kv(engine, self.written)
-        for group in [group for group in engine._groups.values() if group.params.method is Method.EXACT]:
+        for group in [group for group in engine.registry.groups.values() if group.params.method is Method.EXACT]:
             if group.phase is Phase.RUNNING:
                 rows = 0 if group.alone else group.count
                 before = self._were.get(group, rows)
@@ -91,7 +91,7 @@ class Turns:
             chance = 0.06 if group.phase is not Phase.QUEUED else 0.01 if group.saved is None else 0.5
             if self.rng.random() < chance:
                 self.seen[f"{group.phase.value}{' again' * (group.saved is not None)}{' flying' * bool(group.in_flight)}"] += 1
-                engine.go_alone(group)
+                engine.changes.go_alone(group)
 
 
 @pytest.mark.parametrize(("form", "ahead"), [*OTHERS, ("lookahead", True)])
@@ -139,7 +139,7 @@ def test_the_target_runs_nothing_again_and_the_draft_what_it_lacks(form, cached)
         engine.step()
     (group,), prompts = running(engine), _prompts(engine)
     held = int(engine.slots.held_S["target"][group.slots[0]])
-    engine.go_alone(group)
+    engine.changes.go_alone(group)
     engine.step()
     assert group.alone and len(group.slots) == 1 and engine.slots.num_free == 63 and not prompts
     assert int(engine.slots.held_S["target"][group.slots[0]]) == held
@@ -147,7 +147,7 @@ def test_the_target_runs_nothing_again_and_the_draft_what_it_lacks(form, cached)
     assert draft.num_held == (held // 16 * 16 if cached else 0), "nothing of it but what is cached"
     while group.committed < 40:
         engine.step()
-    engine.rejoin(group)
+    engine.changes.rejoin(group)
     while group.alone or group.phase is not Phase.RUNNING:
         engine.step()
     lacks = 21 + group.committed - 1 - (held // 16 * 16 if cached else 0)
@@ -179,15 +179,15 @@ def test_one_that_finds_no_slots_stays_alone():
     while not running(engine) or not running(engine)[0].rounds:
         engine.step()
     (first,) = running(engine)
-    engine.go_alone(first)
+    engine.changes.go_alone(first)
     while len(running(engine)) < 2:
         engine.step()
-    engine.rejoin(first)
+    engine.changes.rejoin(first)
     for _ in range(5):
         engine.step()
     assert first.alone and first.phase is Phase.RUNNING and first.turn is None
     engine.abort("other")
-    engine.rejoin(first)
+    engine.changes.rejoin(first)
     while first.alone or first.phase is not Phase.RUNNING:
         engine.step()
     assert len(first.slots) == 8

@@ -20,14 +20,14 @@ def test_no_round_waits_for_pages(form, law):
     engine = local_engine(pair(), fitted(config, asked, load.requests))
     for method in {"target", law["method"]}:
         engine.rounds_of(SamplingParams(method=method).method).pipelined = True
-    loop, provide, left_out = Waves(engine, asked, load.requests), engine._provide, []
+    loop, provide, left_out = Waves(engine, asked, load.requests), engine.preemption.provide, []
 
     def provided(wanting):
         given = provide(wanting)
         left_out.append(len(wanting) - len(given))
         return given
 
-    engine._provide = provided
+    engine.preemption.provide = provided
     while loop.wave < 3:
         loop.step()
     assert sum(left_out) == 0 and len(left_out) > 30

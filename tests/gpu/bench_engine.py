@@ -86,7 +86,7 @@ def mixed(args: argparse.Namespace) -> dict:
 
     lengths, memory, work, source = [], [], [], engine.rounds_of(Method.SMC)
     while len(lengths) < args.rounds:
-        while len(engine._groups) < 64:
+        while len(engine.registry.groups) < 64:
             engine.submit(one())
             asked += 1
         begin, source.queued = time.monotonic(), 0.0
