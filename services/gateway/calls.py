@@ -14,7 +14,8 @@ from typing import Any
 from services.backend import RequestAborted, Unavailable
 from services.errors import Status
 from services.gateway.tracing import Trace, Tracing
-from services.metrics import REJECTIONS, Metrics
+from services.metrics.metrics import Metrics
+from services.metrics.requests import REJECTIONS
 from smc.engine.admission import DuplicateRequest
 from smc.engine.outputs import Answer, Times
 from smc.engine.request import Request

@@ -19,7 +19,7 @@ from services.gateway.calls import Tally
 from services.gateway.connections import Connections
 from services.gateway.limits import Places, Turns
 from services.gateway.replies import Reply, answered, requests_of
-from services.metrics import Metrics
+from services.metrics.metrics import Metrics
 from services.openai import answers
 from services.openai.document import parse
 from services.openai.errors import BadRequest, refusal

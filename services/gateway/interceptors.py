@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 
 from services.errors import Unauthenticated, status_of
-from services.metrics import Metrics
+from services.metrics.metrics import Metrics
 from services.security import bearer_token, caller_with, is_known
 
 OPEN = "/grpc.health.v1."

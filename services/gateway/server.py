@@ -25,7 +25,7 @@ from services.gateway.limits import Places, Turns
 from services.gateway.status import ServiceStatus
 from services.gateway.tracing import Tracing
 from services.gateway.watchdog import Watchdog
-from services.metrics import Metrics
+from services.metrics.metrics import Metrics
 from services.pb import generation_pb2, generation_pb2_grpc
 from services.security import server_credentials
 from services.vllm.service import VLLM, VllmService, add_to_server

@@ -14,7 +14,7 @@ from services.gateway.status import ServiceStatus
 from services.launch import cluster
 from services.launch.config import GangConfig
 from services.launch.supervisor import Supervisor
-from services.metrics import Metrics
+from services.metrics.metrics import Metrics
 from services.step import Step
 
 logger = logging.getLogger(__name__)

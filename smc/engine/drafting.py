@@ -14,8 +14,8 @@ import numpy as np
 
 from smc.engine.acceptance import tokens_a_round
 from smc.engine.costs import Costs
+from smc.engine.plans import bucket
 from smc.engine.policy import Beside, Tree
-from smc.engine.rounds import bucket
 from smc.runtime.config import EngineConfig
 
 FREE = 1.01

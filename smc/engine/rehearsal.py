@@ -10,7 +10,7 @@ import numpy as np
 
 from smc.algorithm.expansion import Kind
 from smc.engine.methods import PROGRAMS, Shape
-from smc.engine.rounds import bucket
+from smc.engine.plans import bucket
 from smc.laws import LawSpec
 from smc.runtime.config import EngineConfig
 from smc.runtime.plan import SHORT, Program, RoundPlan

@@ -1,4 +1,5 @@
-"""Rounds: how running groups advance. Their state is beside the models (smc/runtime); here they are planned, and recorded.
+"""Rounds: how running groups advance. Their state is beside the models (smc/runtime); here they are asked for (`smc.engine.plans`), and
+recorded.
 
 A round of a pair, in either form:
   1. the draft extends open particles by K tokens: the rest of this block (lockstep), or F rows a particle of the next (look-ahead)
@@ -17,28 +18,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from smc.algorithm.expansion import Kind
 from smc.engine.acceptance import Acceptance
-from smc.engine.companions import Pages, companions_of, follow_companions, padded
+from smc.engine.commit import commit_tokens
+from smc.engine.companions import Pages, follow_companions
 from smc.engine.group import Group, Population
 from smc.engine.memory import Memory
 from smc.engine.methods import Decoding
+from smc.engine.plans import Planner
 from smc.engine.slots import Slots
 from smc.engine.stats import EngineStats
-from smc.laws import LawSpec
-from smc.runtime.biases import width_of
 from smc.runtime.config import EngineConfig
 from smc.runtime.messages import Pending
 from smc.runtime.outcome import Lineage, RoundResult
 from smc.runtime.pair import Outcome, Pair
-from smc.runtime.plan import SHORT, Program, RoundPlan
+from smc.runtime.plan import Program
 
 MEMORY = 0.997
 """Of what the rounds of all requests have shown, by the next of any."""
-COMMON_KINDS = frozenset({Kind.INDEPENDENT, Kind.DISTINCT, Kind.BEST})
-"""Rounds of more than one kind are of all of these, so that there are few sorts of rounds."""
-WINDOW = 64
-"""Tokens that are compared at a time, however long it has been since particles agreed."""
 
 
 @dataclass
@@ -70,16 +66,13 @@ class Rounds:
         width: int,
         branches: Callable[[int, int], int] | None = None,
     ) -> None:
-        """`width`: positions of the models' block tables. `branches`: F of a round of so many places and tokens of context whose groups all
-        are decoded exactly, by the walk, up to the config's, which others have."""
+        """`width`, `branches`: see `Planner`."""
         self.config, self.slots, self.memory, self.pair, self.decoding = config, slots, memory, pair, decoding
+        self._planner = Planner(config, slots, decoding, width, branches)
         self.stats = EngineStats()
         self.acceptance = Acceptance(MEMORY)
         """Of exact decoding, by all requests."""
-        self.width = width
         self.pipelined = pair.pipelined
-        self.shape = decoding.shape(config)
-        self._branches = branches
         self.last: Pending[Outcome] | None = None
         """The round that was read last, for whoever times rounds."""
         self._read: list[Pending[Outcome]] = []
@@ -102,7 +95,7 @@ class Rounds:
         """Ask for a round of groups, each with the pages it was given for it."""
         begin = time.perf_counter()
         population, pages = Population([group for group, _ in given]), [pages for _, pages in given]
-        plan = self._plan(population, pages)
+        plan = self._planner.plan(population, pages)
         for group, granted in given:
             group.in_flight.append(granted)
         lives, resized = [group.lives for group, _ in given], [group.wanted is not None for group, _ in given]
@@ -129,79 +122,6 @@ class Rounds:
     def _length(self, group: Group) -> int:
         """Tokens of the group's open particles."""
         return int(self.slots.length_S[group.slots].max())
-
-    def _plan(self, population: Population, pages: list[Pages]) -> RoundPlan[np.ndarray]:
-        groups, slots, shape = population.groups, self.slots, self.shape
-        total, places = len(population.slot_A), bucket(len(population.slot_A))
-        stride = self.decoding.stride(self.config)
-        launched_G = np.array([g.launched for g in groups], dtype=np.int64)
-        prompt_G = np.array([g.prompt_size for g in groups], dtype=np.int64)
-        length_A = slots.length_S[population.slot_A]
-        flying_G = np.array([len(g.in_flight) for g in groups], dtype=np.int64)
-        # What the host knows of an earlier round stays true: all particles to come are copies of these.
-        shared_G = prompt_G + np.minimum([g.committed for g in groups], population.least(length_A) - 1)
-        longest_G = np.maximum(prompt_G, [g.negative_size for g in groups])
-        columns = int((longest_G + population.largest(length_A) + stride * (flying_G + 1)).max()) + self.config.block + 2
-        own = {side: np.concatenate([given[side] for given in pages]).reshape(total, -1) for side in self.decoding.sides}
-        begun = own["draft"] if "draft" in own else own["target"]
-        decide = self._branches if all(g.elastic for g in groups) else None
-        branches = decide(places, int(shared_G.sum())) if decide else shape.branches
-        # Pages of branches that there are not come back with those of branches that are not taken.
-        branches_XB = begun[:, shape.begin : shape.begin + branches * shape.branch].reshape(total * branches, shape.branch)
-        count_G = np.array([g.count for g in groups])
-        draws_G = np.array([g.count if g.wanted is None else g.wanted for g in groups])
-        params = population.params
-        kind_G = np.array([g.decoding.kind for g in groups], dtype=np.int32)
-        kinds = frozenset(g.decoding.kind for g in groups)
-        chain_C = np.flatnonzero(kind_G[population.group_A] == Kind.CHAINS)
-        law_C = self.slots.law_S[population.slot_A[chain_C]].astype(np.int64)
-        if len(chain_C):
-            chains = min(bucket(len(chain_C)), self.slots.chains)
-            chain_C, law_C = (padded(values_C, chains, values_C[0]) for values_C in (chain_C, law_C))
-        beside = (places, shared_G, slots, self.config.max_slots)
-        return RoundPlan(
-            program=self.decoding.program,
-            short=bool(columns <= SHORT),
-            columns=min(columns, self.width),
-            kinds=kinds if len(kinds) == 1 else COMMON_KINDS | kinds,
-            target_law=_spread(population.target_law, population.group_A, places),
-            draft_law=_spread(population.draft_law, population.group_A, places),
-            slot_A=padded(population.slot_A, places, self.config.max_slots),
-            group_A=padded(population.group_A, places, places - 1),
-            particle_A=padded(population.particle_A, places, 0),
-            seed_A=padded(population.seed_G[population.group_A], places, 0),
-            round_A=padded(launched_G[population.group_A] + 1, places, 1),
-            alpha_A=padded(population.per_group([p.alpha for p in params], np.float64, 1.0)[population.group_A], places, 1.0),
-            first_G=padded(population.first_G.astype(np.int32), places, 0),
-            size_G=padded(population.size_G.astype(np.int32), places, 0),
-            count_G=padded(count_G.astype(np.int32), places, 0),
-            draws_G=padded(draws_G.astype(np.int32), places, 0),
-            shared_G=padded(shared_G.astype(np.int32), places, 0),
-            threshold_G=padded(population.per_group([p.ess_threshold for p in params], np.float64), places, 0.0),
-            kind_G=padded(kind_G, places, int(Kind.INDEPENDENT)),
-            chain_C=chain_C,
-            law_C=law_C,
-            scheme_G=padded(population.scheme_G, places, 0),
-            target_pages_AQ=padded(own["target"] if shape.target else np.zeros((total, 0), np.int32), places, 0),
-            begin_pages_AP=padded(begun[:, : shape.begin], places, 0),
-            branch_pages_XB=padded(branches_XB.astype(np.int32), places * branches, 0),
-            target_companions=companions_of("target", population, pages, *beside),
-            draft_companions=companions_of("draft", population, pages, *beside),
-            biased=self._biased(population),
-        )
-
-    def _biased(self, population: Population) -> int:
-        """Width of what is added to logits; none once all answers are past where they must not end."""
-        if not any(group.params.logit_bias or group.params.min_tokens for group in population.groups):
-            return 0
-        # What comes after the first token of a block may be drawn, or weighed, yet.
-        next_G = population.least(self.slots.block_S[population.slot_A]) + 1
-        widths = [
-            width_of(group.rules.machine)
-            for group, next_ in zip(population.groups, next_G.tolist())
-            if group.params.logit_bias or next_ < group.params.min_tokens
-        ]
-        return max(widths, default=0)
 
     def _record(self, flight: Flight, outcome: Outcome, alive_G: np.ndarray) -> None:
         asked, result, slots = flight.population, outcome.result, self.slots
@@ -335,40 +255,3 @@ class Rounds:
             verification = group.params.verification
             assert verification is not None, "filled in where it is of effect"
             self.stats.spec[verification].count(more if hit else max(more - 1, 0), block, places, ahead, hit)
-
-
-def commit_tokens(slots: Slots, population: Population) -> None:
-    """Advance each group's committed prefix: the answer tokens on which all its particles agree, and which can no longer change, since
-    every future particle is a copy of one of these; of exact decoding, what the target has drawn itself."""
-    groups, slot_A = population.groups, population.slot_A
-    confirms_G = np.array([g.decoding.confirms for g in groups])
-    length_A = np.where(confirms_G[population.group_A], slots.block_S[slot_A] + 1, slots.length_S[slot_A])
-    committed_G = np.array([g.committed for g in groups])
-    common_G = population.least(length_A) - committed_G
-    width = min(int(common_G.max()), WINDOW)
-    while width > 0:
-        # Where a window reaches past the end of a row, it is also past what its group has in common.
-        index_AL = np.minimum(committed_G[population.group_A, None] + np.arange(width), slots.tokens_SL.shape[1] - 1)
-        tokens_AL = slots.tokens_SL[slot_A[:, None], index_AL]
-        agree_AL = tokens_AL == tokens_AL[population.first_G[population.group_A]]
-        agree_GL = np.logical_and.reduceat(agree_AL, population.first_G, axis=0) & (np.arange(width) < common_G[:, None])
-        more_G = np.logical_and.accumulate(agree_GL, axis=1).sum(1)
-        committed_G += more_G
-        # Groups that agreed on the whole window may agree on what follows; others have been settled.
-        common_G = np.where(more_G == width, common_G - width, 0)
-        width = min(int(common_G.max()), WINDOW)
-    lag_G = population.largest(slots.length_S[slot_A]) - committed_G
-    for group, committed, lag in zip(groups, committed_G.tolist(), lag_G.tolist()):
-        group.committed, group.lag = committed, lag
-        group.tally.lag_sum += lag
-
-
-def bucket(count: int) -> int:
-    """The next of few sizes, four for each doubling: never more than a quarter above."""
-    step = 1 << max(0, (count - 1).bit_length() - 3)
-    return -(-count // step) * step
-
-
-def _spread(law: LawSpec[np.ndarray], group_A: np.ndarray, places: int) -> LawSpec[np.ndarray]:
-    """A law per group -> one per place."""
-    return law.take(padded(group_A, places, 0))

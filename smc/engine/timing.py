@@ -18,9 +18,9 @@ from smc.algorithm.expansion import Kind
 from smc.engine.costs import PARTS, Cost, Costs, Curve
 from smc.engine.engine import Engine
 from smc.engine.methods import PROGRAMS
+from smc.engine.plans import bucket
 from smc.engine.rehearsal import TURNS, empty_plan
 from smc.engine.request import Request
-from smc.engine.rounds import bucket
 from smc.engine.sampling_params import Method, SamplingParams
 from smc.runtime.config import EngineConfig
 from smc.runtime.messages import SIDES

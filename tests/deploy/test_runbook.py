@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from services.metrics import Metrics
+from services.metrics.metrics import Metrics
 from tests.deploy import promql
 from tests.deploy.sources import BOARDS_BY_TITLE, ROOT, rules
 

@@ -7,8 +7,9 @@ import pytest
 from smc.algorithm.expansion import Kind
 from smc.engine.acceptance import Acceptance
 from smc.engine.local import ModelPair, local_engine
+from smc.engine.plans import COMMON_KINDS
 from smc.engine.rehearsal import TURNS
-from smc.engine.rounds import COMMON_KINDS, MEMORY
+from smc.engine.rounds import MEMORY
 from smc.engine.sampling_params import Method
 from smc.engine.warm_up import rare_requests, rehearse
 from smc.models.presets import NoText

@@ -18,7 +18,7 @@ from services.gateway.config import GatewayConfig
 from services.gateway.dispatch import Dispatcher
 from services.gateway.server import Gateway
 from services.gateway.status import ServiceStatus
-from services.metrics import Metrics
+from services.metrics.metrics import Metrics
 from services.pb import generation_pb2_grpc
 from services.step import Step
 from smc import demo

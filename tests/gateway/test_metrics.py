@@ -16,7 +16,7 @@ from loadtest.monitor import parse
 from services.client import Message, ServiceError
 from services.launch import supervisor as launch
 from services.launch.config import GangConfig
-from services.metrics import Metrics
+from services.metrics.metrics import Metrics
 from services.step import Step
 from smc.engine.outputs import Answer, FinishReason, Statistics, Times
 from smc.engine.stats import EngineStats

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from smc.engine.engine import Engine
+from smc.engine.plans import bucket
 from smc.engine.rehearsal import rehearsal
 from smc.engine.request import Request
-from smc.engine.rounds import bucket
 from smc.engine.sampling_params import Method, SamplingParams
 from smc.engine.warm_up import rare_requests, rehearse
 from smc.kv.pool import KVPool, pages_that_fit
