@@ -24,8 +24,8 @@ from smc.terminal import out, progress_bar
 if TYPE_CHECKING:
     from services.launch.config import GangConfig
     from smc.engine.local import ModelPair
+    from smc.evaluation.machine import Machine
     from smc.evaluation.round_time import GangRound
-    from smc.evaluation.speed import Machine
     from smc.evaluation.ttft import PairMachine, PromptMachine
     from smc.runtime.config import EngineConfig
 
@@ -178,7 +178,7 @@ def _machine(asked: BenchOptions, degrees: tuple[int, int]) -> Iterator[tuple[Ma
     """With how many GPUs there are (None on a CPU): in this process, or with `link` each rank in one of its own. `degrees`: of draft and
     target, where each has its own."""
     from services.launch.measure import GangMachine
-    from smc.evaluation.speed import LocalMachine
+    from smc.evaluation.machine import LocalMachine
     from smc.loading import LoadedModels
 
     link, config = asked.link, gang.gang_config(asked.named("load", *PLACES, "device", "threads", *OWN))

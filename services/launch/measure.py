@@ -16,8 +16,8 @@ from smc.engine.admission import sized_for
 from smc.engine.engine import Engine
 from smc.engine.sampling_params import SamplingParams
 from smc.engine.timeline import RoundTimes
+from smc.evaluation.machine import Mode, read_bytes
 from smc.evaluation.round_time import WARM_UP, GangRound, decoding_name, steady_requests
-from smc.evaluation.speed import Mode, read_bytes
 from smc.models.config import ModelConfig
 from smc.models.decoder import empty_decoder
 from smc.models.linear import DTYPES
@@ -84,7 +84,7 @@ def _row(config: GangConfig, requests: int, params: SamplingParams, times: list[
 
 
 class GangMachine:
-    """`smc.evaluation.speed.Machine` whose ranks are processes, each with a GPU that it shares with nobody at work."""
+    """`smc.evaluation.machine.Machine` whose ranks are processes, each with a GPU that it shares with nobody at work."""
 
     def __init__(self, config: GangConfig, gpus: int | None = None) -> None:
         """`gpus` there are; None on CPUs."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from smc.engine.group import Population
+from smc.engine.population import Population
 from smc.engine.slots import Slots
 
 WINDOW = 64

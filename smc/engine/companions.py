@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from smc.engine.group import Population
+from smc.engine.population import Population
 from smc.engine.slots import Slots
 from smc.kv.pages import PageLedger
 from smc.runtime.messages import COMPANIONS

@@ -7,8 +7,9 @@ from __future__ import annotations
 import numpy as np
 
 from smc.engine.commit import commit_tokens
-from smc.engine.group import Group, Population
+from smc.engine.group import Group
 from smc.engine.memory import Memory
+from smc.engine.population import Population
 from smc.engine.prefill import Row, Start
 from smc.engine.slots import Slots
 from smc.runtime.config import EngineConfig

@@ -11,8 +11,8 @@ import numpy as np
 
 from smc.algorithm.expansion import Kind
 from smc.engine.companions import Pages, companions_of, padded
-from smc.engine.group import Population
 from smc.engine.methods import Decoding
+from smc.engine.population import Population
 from smc.engine.slots import Slots
 from smc.laws import LawSpec
 from smc.runtime.biases import width_of

@@ -13,8 +13,9 @@ from itertools import accumulate
 
 import numpy as np
 
-from smc.engine.group import Group, Population
+from smc.engine.group import Group
 from smc.engine.memory import Memory
+from smc.engine.population import Population
 from smc.kv.pages import DUMMY_PAGE
 from smc.philox import STREAMS_PER_PARTICLE, Purpose
 from smc.runtime.messages import COMPANIONS, Draws, Pending, PromptBatch, PromptResult, Tops, Worker

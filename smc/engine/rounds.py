@@ -21,10 +21,11 @@ import numpy as np
 from smc.engine.acceptance import Acceptance
 from smc.engine.commit import commit_tokens
 from smc.engine.companions import Pages, follow_companions
-from smc.engine.group import Group, Population
+from smc.engine.group import Group
 from smc.engine.memory import Memory
 from smc.engine.methods import Decoding
 from smc.engine.plans import Planner
+from smc.engine.population import Population
 from smc.engine.slots import Slots
 from smc.engine.stats import EngineStats
 from smc.runtime.config import EngineConfig

@@ -15,7 +15,7 @@ from smc.engine.timing import Effort, room_for, time_costs
 from smc.evaluation.advise import Acceptance
 from smc.evaluation.batch import run_in_flight
 from smc.evaluation.load import fitted, problem_load
-from smc.evaluation.speed import Mode
+from smc.evaluation.machine import Mode
 from smc.evaluation.ttft import PromptMachine
 from smc.runtime.config import EngineConfig
 from smc.runtime.messages import SIDES

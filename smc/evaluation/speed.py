@@ -5,16 +5,12 @@ Weights may be random: SMC never rejects a token, so its speed does not depend o
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from smc.algorithm.expansion import Kind
 from smc.engine.costs import Costs
@@ -23,17 +19,9 @@ from smc.engine.rehearsal import KINDS, rehearsal
 from smc.engine.sampling_params import Method, SamplingParams
 from smc.engine.warm_up import rehearse
 from smc.evaluation.load import ClosedLoop, Load, Waves, fitted
+from smc.evaluation.machine import Machine, Mode
 from smc.evaluation.round_time import decoding_name
-from smc.models.config import ModelConfig
-from smc.models.decoder import Decoder
-from smc.models.draft_vocab import DraftHead
-from smc.models.tokenizer import Tokenizer
-from smc.runtime.config import EngineConfig
-from smc.runtime.kernels import gpu_parts
 from smc.runtime.messages import SIDES
-from smc.runtime.pair import LocalPair
-from smc.runtime.worker import ModelWorker
-from smc.stops import TokenBytes
 
 BANDWIDTH = 4.26e12
 """Bytes a second that an H200 reads and writes in a device copy."""
@@ -43,26 +31,6 @@ SETTLED = 60
 """The same where costs decide, and trees change for a while."""
 PLAIN_BLOCK = 16
 """Tokens that plain decoding queues at a time."""
-
-
-@dataclass(frozen=True)
-class Mode:
-    """One line of the table."""
-
-    name: str
-    method: Method
-    config: EngineConfig
-    particles: int
-    degrees: tuple[int, int]
-    """GPUs of draft and target; 0: the draft is on the target's."""
-    population: str | None = None
-    """Of SMC; None: the library's default."""
-    verification: str | None = None
-    """Of exact decoding, likewise."""
-
-    @property
-    def gpus(self) -> int:
-        return sum(self.degrees)
 
 
 @dataclass(frozen=True)
@@ -154,90 +122,6 @@ class Watched:
     def tokens(self) -> float:
         """Of a request in a round, the mean."""
         return self.delivered / self.took_part
-
-
-class Machine(Protocol):
-    """Where modes are run."""
-
-    tokenizer: Tokenizer
-
-    def engine(self, mode: Mode, config: EngineConfig) -> AbstractContextManager[Engine]:
-        """An engine of these settings; `config` says how many pages both pools have, and the longest context."""
-        ...
-
-    def weight_bytes(self, mode: Mode, side: str) -> int:
-        """That the fullest GPU of a model reads in a pass."""
-        ...
-
-    def shape(self, mode: Mode, side: str) -> ModelConfig:
-        """Of the whole model."""
-        ...
-
-    def memory(self, mode: Mode) -> int:
-        """Bytes that have been in use at most on the fullest GPU, of the engine that runs."""
-        ...
-
-
-class LocalMachine:
-    """GPUs of this process, one for each model, or one for both."""
-
-    def __init__(
-        self,
-        models: Callable[[str, str], Decoder],
-        tokenizer: Tokenizer,
-        draft_head: Callable[[str], DraftHead | None] = lambda device: None,
-        **options: bool,
-    ) -> None:
-        """`models` gives the model of a side on a device, where it already is, and `draft_head` what the draft proposes with there, if not
-        with all of its head; options are those of `KernelForward`."""
-        self._models, self.tokenizer, self._draft_head, self._options = models, tokenizer, draft_head, options
-
-    @contextmanager
-    def engine(self, mode: Mode, config: EngineConfig) -> Iterator[Engine]:
-        context = config.max_context
-        assert context is not None, "measurements say how long requests are"
-        pages = config.pool_pages(context)
-        devices = self._devices(mode)
-        heads = {"draft": self._draft_head(devices["draft"]), "target": None}
-        workers = {
-            side: ModelWorker(
-                side,
-                self._models(side, device),
-                width=config.width(context),
-                pages=pages,
-                vocab_size=self.tokenizer.size,
-                token_bytes=TokenBytes.of(self.tokenizer),
-                draft_head=heads[side],
-            )
-            for side, device in devices.items()
-        }
-        for device in devices.values():
-            torch.cuda.reset_peak_memory_stats(device)
-        pair = LocalPair(config, workers, gpu_parts(**self._options))
-        yield Engine(config, workers, self.tokenizer, pair=pair, pages=dict.fromkeys(SIDES, pages), context=context)
-        del pair, workers
-        gc.collect()
-        torch.cuda.empty_cache()
-
-    def weight_bytes(self, mode: Mode, side: str) -> int:
-        device = self._devices(mode)[side]
-        return read_bytes(self._models(side, device), self._draft_head(device) if side == "draft" else None)
-
-    def shape(self, mode: Mode, side: str) -> ModelConfig:
-        return self._models(side, self._devices(mode)[side]).config
-
-    def memory(self, mode: Mode) -> int:
-        return max(torch.cuda.max_memory_allocated(device) for device in self._devices(mode).values())
-
-    def _devices(self, mode: Mode) -> dict[str, str]:
-        return {"draft": "cuda:0", "target": "cuda:1" if mode.degrees[0] else "cuda:0"}
-
-
-def read_bytes(model: Decoder, draft_head: DraftHead | None = None) -> int:
-    """Of the weights that a pass reads: of the embedding few rows, and all of the head that it uses."""
-    head = model.lm_head if draft_head is None else draft_head.matrix
-    elsewhere = [weight for name, weight in model.named_parameters() if not name.startswith(("embed.", "lm_head."))]
-    return sum(weight.nbytes for weight in (*elsewhere, *head.parameters()))
 
 
 class Bench:

@@ -23,7 +23,8 @@ from smc.engine.outputs import Answer, Output
 from smc.engine.request import Request
 from smc.engine.sampling_params import Method, SamplingParams
 from smc.evaluation.load import ClosedLoop, Load
-from smc.evaluation.speed import WARM_UP, Mode
+from smc.evaluation.machine import Mode
+from smc.evaluation.speed import WARM_UP
 from smc.models.config import ModelConfig
 from smc.models.tokenizer import Tokenizer
 from smc.runtime.config import GPU_PREFILL, EngineConfig
@@ -77,7 +78,7 @@ class FirstToken:
 
 
 class PromptMachine(Protocol):
-    """Where prompts are run; more of it is `smc.evaluation.speed.Machine`."""
+    """Where prompts are run; more of it is `smc.evaluation.machine.Machine`."""
 
     tokenizer: Tokenizer
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smc.engine.commit import WINDOW, commit_tokens
-from smc.engine.group import Population
+from smc.engine.population import Population
 from smc.engine.slots import Slots
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=4)

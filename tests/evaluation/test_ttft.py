@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from smc.engine.sampling_params import Method
-from smc.evaluation.speed import Mode
+from smc.evaluation.machine import Mode
 from smc.evaluation.ttft import REPEATS, FirstTokens, PairMachine, operations
 from smc.models.places import count_parameters
 from smc.models.presets import preset

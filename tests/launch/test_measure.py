@@ -24,9 +24,10 @@ from smc.engine.request import Request
 from smc.engine.sampling_params import Method, SamplingParams
 from smc.engine.timeline import LANES
 from smc.evaluation.load import problem_load, random_load
+from smc.evaluation.machine import Mode
 from smc.evaluation.reports.speed import SpeedPlan
 from smc.evaluation.reports.speed import measure as timed
-from smc.evaluation.speed import Bench, Mode, Speed, Watched, median_length, unattended
+from smc.evaluation.speed import Bench, Speed, Watched, median_length, unattended
 from smc.runtime.config import EngineConfig
 from tests.engine.harness import answers
 

@@ -19,7 +19,8 @@ from smc.terminal import err, progress_bar
 if TYPE_CHECKING:
     from smc.engine.costs import Costs
     from smc.engine.engine import Engine
-    from smc.evaluation.speed import Machine, Mode, Speed
+    from smc.evaluation.machine import Machine, Mode
+    from smc.evaluation.speed import Speed
     from smc.models.config import ModelConfig
     from smc.runtime.config import EngineConfig
 
@@ -80,7 +81,8 @@ class SpeedPlan:
 
     def _modes(self, gpus: int) -> Iterator[Mode]:
         from smc.engine.sampling_params import Method
-        from smc.evaluation.speed import PLAIN_BLOCK, Mode
+        from smc.evaluation.machine import Mode
+        from smc.evaluation.speed import PLAIN_BLOCK
         from smc.runtime.config import EngineConfig
 
         one, apart = (0, 1), self.degrees
