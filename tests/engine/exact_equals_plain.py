@@ -50,12 +50,14 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=1000)
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="in any but float32 a row's company rounds it otherwise")
     parser.add_argument("--device", default="cpu", help="where both models are, such as cuda")
+    parser.add_argument("--form", choices=sorted({config.form for config in CONFIGS}), help="default: both")
     given = parser.parse_args()
     count, dtype = given.problems, DTYPES[given.dtype]
+    configs = [config for config in CONFIGS if given.form in (None, config.form)]
     pair, problems = ModelPair.load(demo.TARGET, demo.DRAFT, dtype=dtype, device=given.device), generate(11, count, "test")
     plain, found, different = {}, Counter(), 0
-    for number, config in enumerate(CONFIGS):
-        mine = range(number, count, len(CONFIGS))
+    for number, config in enumerate(configs):
+        mine = range(number, count, len(configs))
         engine = local_engine(pair, config)
         requests = [asked(pair, i, problems[i].question, "target") for i in mine]
         plain = {output.answer.request_id: output.answer for output in engine.run(requests) if output.answer}
