@@ -13,7 +13,6 @@ from smc.engine.engine import Engine
 from smc.engine.request import Request
 from smc.engine.sampling_params import SamplingParams
 from smc.limits import MAX_PARTICLES
-from smc.runtime.biases import WIDTHS
 from smc.runtime.config import EngineConfig
 from smc.runtime.messages import Pending
 from smc.runtime.plan import SHORT, RoundPlan
@@ -29,17 +28,11 @@ Kind = dict[str, Any]
 INDEPENDENT: Kind = {"population": "independent"}
 REJECTION: Kind = {"method": "exact", "verification": "rejection"}
 GUIDED: Kind = {"guidance_scale": 1.5}
-POWER: Kind = {"alpha": 2.0}
-NUCLEUS: Kind = {"top_p": 0.9}
+TRUNCATED: Kind = {"top_k": 40, "top_p": 0.9}
+BIASED: Kind = {"logit_bias": ((0, 0.5),)}
 RARE: tuple[Kind, ...] = (
     INDEPENDENT,
-    INDEPENDENT | NUCLEUS,
-    INDEPENDENT | POWER,
-    INDEPENDENT | POWER | NUCLEUS,
-    POWER,
-    POWER | NUCLEUS,
     REJECTION,
-    REJECTION | NUCLEUS,
     {"method": "draft"},
     {"method": "target", "logprobs": True, "top_logprobs": 5},
     GUIDED,
@@ -50,10 +43,14 @@ RARE: tuple[Kind, ...] = (
     *(GUIDED | kind | {"guide_draft": True} for kind in ({}, INDEPENDENT, REJECTION, {"method": "exact"})),
 )
 """Kinds of requests of which there are no rounds of nobody."""
-BIASED: tuple[Kind, ...] = ({}, {"method": "exact"}, {"method": "target"})
 COMMON: tuple[Kind, ...] = ({}, {"method": "exact"}, INDEPENDENT)
-TOGETHER: tuple[tuple[Kind, ...], ...] = tuple((*COMMON, *more) for more in ((), (REJECTION,), (POWER,), (POWER | NUCLEUS,)))
-"""Kinds that share rounds."""
+EVERY: tuple[Kind, ...] = ({"alpha": 2.0}, {"method": "exact"}, INDEPENDENT, REJECTION)
+TOGETHER: tuple[tuple[Kind, ...], ...] = (
+    COMMON,
+    *(tuple(kind | law for kind in EVERY) for law in ({}, TRUNCATED, BIASED, TRUNCATED | BIASED)),
+)
+"""Kinds that share rounds. Kernels over logits are compiled for laws that are truncated and for others, and for logits as models make them
+and for float32, which they are at both models where biases are added to them: rounds of every kind with each of these have them all."""
 
 logger = logging.getLogger(__name__)
 
@@ -89,37 +86,35 @@ def rehearse(engine: Engine, plans: Iterable[RoundPlan], rare: Iterable[Sequence
 
 
 def rare_requests(config: EngineConfig, context: int, vocab: int) -> Iterator[list[Request]]:
-    """Lists of requests to be run one after another: of every kind alone, and of several kinds in one round; behind a short prompt, and
-    where there can be some behind a long one."""
+    """Lists of requests to be run one after another: of every kind alone, of several kinds in one round, and of as many rows as there can
+    be. Behind a long prompt, where there can be some, few: most of what their rounds compile, rounds of nobody have compiled."""
     tokens = ROUNDS * (config.block + 1)
-    # Biases of one token more than a width fill the next.
-    counts = [count for count in (1, *(width + 1 for width in WIDTHS[:-1])) if count <= vocab]
-    biases: list[Kind] = [{"logit_bias": tuple((i, 0.5) for i in range(count))} for count in counts]
-    alone = [*RARE, *(kind | bias for bias in biases for kind in BIASED)]
-    for size in (4, SHORT + 1):
+    for size, lists in ((4, (*((kind,) for kind in RARE), *TOGETHER)), (SHORT + 1, (COMMON,))):
         most = min(tokens, context - size)
         if most < 1 or (size > SHORT and most < tokens):
             continue
         prompt = tuple(i % vocab for i in range(size))
-        for kinds in (*((kind,) for kind in alone), *TOGETHER):
-            yield [_request(kind, prompt, most, config, vocab) for kind in kinds]
-    yield _crowd(config, vocab)
+        for kinds in lists:
+            yield [_request(kind, prompt, most, config, vocab, len(kinds)) for kind in kinds]
+        yield _crowd(prompt, min(most, config.block + 1), config, vocab)
 
 
-def _crowd(config: EngineConfig, vocab: int) -> list[Request]:
+def _crowd(prompt: tuple[int, ...], tokens: int, config: EngineConfig, vocab: int) -> list[Request]:
     """As many rows as there can be: those of companions, and those of places, fill the next size each."""
-    guided, prompt = max(0, config.max_slots // 2 - 1), tuple(i % vocab for i in range(4))
+    guided = max(0, config.max_slots // 2 - 1)
     sizes = [min(MAX_PARTICLES, guided - begin) for begin in range(0, guided, MAX_PARTICLES)]
     kinds = [*(GUIDED | {"method": "exact", "guide_draft": True, "particles": size} for size in sizes), {"method": "exact", "particles": 2}]
-    requests = [_request(kind, prompt, config.block + 1, config, vocab) for kind in kinds if kind["particles"] <= config.max_slots]
+    requests = [_request(kind, prompt, tokens, config, vocab) for kind in kinds if kind["particles"] <= config.max_slots]
     return [replace(request, request_id=f"{request.request_id}, {i}") for i, request in enumerate(requests)]
 
 
-def _request(kind: Kind, prompt: tuple[int, ...], tokens: int, config: EngineConfig, vocab: int) -> Request:
+def _request(kind: Kind, prompt: tuple[int, ...], tokens: int, config: EngineConfig, vocab: int, together: int = 1) -> Request:
+    """`together`: requests that are to have room beside each other."""
     params = SamplingParams(seed=0, ignore_eos=True, max_tokens=tokens, **kind)
     if params.particles:
         room = config.chains(vocab) if params.verification == "rejection" else config.max_slots
-        params = replace(params, particles=max(1, min(kind.get("particles", ROWS), room, config.max_slots // params.slots_per_row)))
+        slots = config.max_slots // (params.slots_per_row * together)
+        params = replace(params, particles=max(1, min(kind.get("particles", ROWS), room, slots)))
     what = {name: value for name, value in kind.items() if name != "logit_bias"}
     name = f"warm-up {what} {len(params.logit_bias)} biases, {len(prompt)} tokens"
     return Request(name, prompt, params, SALT, negative_prompt=prompt[:1] if params.guided else None)

@@ -22,7 +22,7 @@ BEST, NONE = tl.constexpr(int(Kind.BEST)), tl.constexpr(-float("inf"))
 def lay_out(
     slot_A, group_A, particle_A, seed_A, first_G, size_G, kind_G, temperature_A, top_k_A, top_p_A, min_p_A, alpha_A,
     end_S, pending_S, pending_SQ, pending_stride, ended_S, alive_S, logw_S, logq_SQ, logq_stride, rows_WX,
-    numbers_7A, flags_3A, logw_A, tokens_AQ, logq_AQ, rows_4A, law_4T, top_k_T, label_T, keys_3T, stride_a, stride_t, places, groups, rows,
+    numbers_7A, flags_3A, logw_A, tokens_AQ, logq_AQ, rows_4A, law_4T, top_k_T, label_T, keys_3T, places, groups, rows,
     K: tl.constexpr, Q: tl.constexpr, STREAMS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr,
     LOOKAHEAD: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -53,20 +53,20 @@ def lay_out(
     run = tl.where(alive, count - ended.to(tl.int64), 0)
     tl.store(logw_A + place, tl.load(logw_S + slot, mask=exists, other=0.0) + share, mask=exists)
     tl.store(flags_3A + place, ended, mask=exists)
-    tl.store(flags_3A + stride_a + place, alive, mask=exists)
-    tl.store(flags_3A + 2 * stride_a + place, alive & (ended == 0), mask=exists)
+    tl.store(flags_3A + places + place, alive, mask=exists)
+    tl.store(flags_3A + 2 * places + place, alive & (ended == 0), mask=exists)
     out = numbers_7A + place
     tl.store(out, origin.to(tl.int64), mask=exists)
-    tl.store(out + stride_a, count, mask=exists)
-    tl.store(out + 2 * stride_a, run, mask=exists)
-    tl.store(out + 3 * stride_a, held + count, mask=exists)
-    tl.store(out + 4 * stride_a, tl.load(particle_A + place, mask=exists, other=0) * STREAMS, mask=exists)
-    tl.store(out + 5 * stride_a, (place - tl.load(first_G + group)).to(tl.int64), mask=exists)
-    tl.store(out + 6 * stride_a, place * Q + count - 1, mask=exists)
+    tl.store(out + places, count, mask=exists)
+    tl.store(out + 2 * places, run, mask=exists)
+    tl.store(out + 3 * places, held + count, mask=exists)
+    tl.store(out + 4 * places, tl.load(particle_A + place, mask=exists, other=0) * STREAMS, mask=exists)
+    tl.store(out + 5 * places, (place - tl.load(first_G + group)).to(tl.int64), mask=exists)
+    tl.store(out + 6 * places, place * Q + count - 1, mask=exists)
     tl.store(rows_4A + place, slot.to(tl.int32), mask=exists)
-    tl.store(rows_4A + stride_a + place, held.to(tl.int32), mask=exists)
-    tl.store(rows_4A + 2 * stride_a + place, run.to(tl.int32), mask=exists)
-    tl.store(rows_4A + 3 * stride_a + place, group.to(tl.int32), mask=exists)
+    tl.store(rows_4A + places + place, held.to(tl.int32), mask=exists)
+    tl.store(rows_4A + 2 * places + place, run.to(tl.int32), mask=exists)
+    tl.store(rows_4A + 3 * places + place, group.to(tl.int32), mask=exists)
     q = tl.arange(0, BLOCK_Q)[None, :]
     inside, at = exists[:, None] & (q < Q), place[:, None] * Q + q
     token, logq = _tokens(q, inside, place, slot, pending_SQ, pending_stride, logq_SQ, logq_stride, rows_WX, rows, K, LOOKAHEAD)
@@ -76,7 +76,7 @@ def lay_out(
     label, _ = _tokens(q + 1, is_labelled, place, slot, pending_SQ, pending_stride, logq_SQ, logq_stride, rows_WX, rows, K, LOOKAHEAD)
     tl.store(label_T + at, tl.where(is_labelled, label, -1).to(tl.int32), mask=inside)
     _of_tokens(
-        at, inside, q, place, exists, held, seed_A, temperature_A, top_k_A, top_p_A, min_p_A, alpha_A, law_4T, top_k_T, keys_3T, stride_t
+        at, inside, q, place, exists, held, seed_A, temperature_A, top_k_A, top_p_A, min_p_A, alpha_A, law_4T, top_k_T, keys_3T, places * Q
     )
 
 
@@ -99,18 +99,18 @@ def _tokens(
 
 @triton.jit
 def _of_tokens(
-    at, inside, q, place, exists, held, seed_A, temperature_A, top_k_A, top_p_A, min_p_A, alpha_A, law_4T, top_k_T, keys_3T, stride
+    at, inside, q, place, exists, held, seed_A, temperature_A, top_k_A, top_p_A, min_p_A, alpha_A, law_4T, top_k_T, keys_3T, tokens
 ):  # fmt: skip
     """The law and the random numbers of every token's draw."""
     none = q * 0
     tl.store(law_4T + at, tl.load(temperature_A + place, mask=exists, other=0.0)[:, None] + none, mask=inside)
-    tl.store(law_4T + stride + at, tl.load(top_p_A + place, mask=exists, other=0.0)[:, None] + none, mask=inside)
-    tl.store(law_4T + 2 * stride + at, tl.load(min_p_A + place, mask=exists, other=0.0)[:, None] + none, mask=inside)
-    tl.store(law_4T + 3 * stride + at, tl.load(alpha_A + place, mask=exists, other=0.0)[:, None] + none, mask=inside)
+    tl.store(law_4T + tokens + at, tl.load(top_p_A + place, mask=exists, other=0.0)[:, None] + none, mask=inside)
+    tl.store(law_4T + 2 * tokens + at, tl.load(min_p_A + place, mask=exists, other=0.0)[:, None] + none, mask=inside)
+    tl.store(law_4T + 3 * tokens + at, tl.load(alpha_A + place, mask=exists, other=0.0)[:, None] + none, mask=inside)
     tl.store(top_k_T + at, tl.load(top_k_A + place, mask=exists, other=0)[:, None] + none, mask=inside)
     tl.store(keys_3T + at, tl.load(seed_A + place, mask=exists, other=0)[:, None] + none, mask=inside)
-    tl.store(keys_3T + stride + at, held[:, None] + 1 + q, mask=inside)
-    tl.store(keys_3T + 2 * stride + at, held[:, None] * 0 + none, mask=inside)
+    tl.store(keys_3T + tokens + at, held[:, None] + 1 + q, mask=inside)
+    tl.store(keys_3T + 2 * tokens + at, held[:, None] * 0 + none, mask=inside)
 
 
 @one_variant()

@@ -26,7 +26,7 @@ def begin(
     table_SL, table_stride, end_S, pending_S, pending_SQ, pending_stride, ended_S, alive_S, text_S, entry_S, least_S, logw_S,
     is_stop_EV, vocab, has_strings_E, next_EXB, data_B, offset_V, spelled,
     numbers_6A, rows_4A, flags_2A, floats_A, mass_A, tokens_AP, numbers_5X, group_X, law_4X, bounds_2G, keys_2G,
-    stride_a, stride_x, stride_g, places, groups, rows,
+    places, groups, rows,
     F: tl.constexpr, P: tl.constexpr, STREAMS: tl.constexpr, BY_ROUND: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr,
     STRINGS: tl.constexpr, DONE: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
@@ -36,15 +36,15 @@ def begin(
     first = tl.load(first_G + group, mask=inside, other=0)
     _begin_rows(
         x, inside, place, group, first, particle_A, seed_A, round_A, temperature_A, top_k_A, top_p_A, min_p_A, alpha_A,
-        numbers_5X, group_X, law_4X, stride_x, F, STREAMS, BY_ROUND,
+        numbers_5X, group_X, law_4X, rows, F, STREAMS, BY_ROUND,
     )  # fmt: skip
     is_group = x < groups
     first_of = tl.load(first_G + x, mask=is_group, other=0)
     at = tl.minimum(first_of, places - 1)
     tl.store(bounds_2G + x, first_of * F, mask=is_group)
-    tl.store(bounds_2G + stride_g + x, tl.load(size_G + x, mask=is_group, other=0) * F, mask=is_group)
+    tl.store(bounds_2G + groups + x, tl.load(size_G + x, mask=is_group, other=0) * F, mask=is_group)
     tl.store(keys_2G + x, tl.load(seed_A + at, mask=is_group, other=0), mask=is_group)
-    tl.store(keys_2G + stride_g + x, tl.load(round_A + at, mask=is_group, other=0), mask=is_group)
+    tl.store(keys_2G + groups + x, tl.load(round_A + at, mask=is_group, other=0), mask=is_group)
     own = inside & (x % F == 0)
     slot = tl.load(slot_A + place, mask=own, other=0)
     end, pending = tl.load(end_S + slot, mask=own, other=1), tl.load(pending_S + slot, mask=own, other=1)
@@ -57,17 +57,17 @@ def begin(
     )  # fmt: skip
     zero, wide = place * 0, place.to(tl.int64)
     tl.store(numbers_6A + place, wide, mask=own)
-    tl.store(numbers_6A + stride_a + place, zero.to(tl.int64), mask=own)
-    tl.store(numbers_6A + 2 * stride_a + place, text.to(tl.int64), mask=own)
-    tl.store(numbers_6A + 3 * stride_a + place, end, mask=own)
-    tl.store(numbers_6A + 4 * stride_a + place, wide * P + pending - 1, mask=own)
-    tl.store(numbers_6A + 5 * stride_a + place, place - first, mask=own)
+    tl.store(numbers_6A + places + place, zero.to(tl.int64), mask=own)
+    tl.store(numbers_6A + 2 * places + place, text.to(tl.int64), mask=own)
+    tl.store(numbers_6A + 3 * places + place, end, mask=own)
+    tl.store(numbers_6A + 4 * places + place, wide * P + pending - 1, mask=own)
+    tl.store(numbers_6A + 5 * places + place, place - first, mask=own)
     tl.store(rows_4A + place, slot.to(tl.int32), mask=own)
-    tl.store(rows_4A + stride_a + place, held.to(tl.int32), mask=own)
-    tl.store(rows_4A + 2 * stride_a + place, tl.where(ended, 0, pending).to(tl.int32), mask=own)
-    tl.store(rows_4A + 3 * stride_a + place, group.to(tl.int32), mask=own)
+    tl.store(rows_4A + places + place, held.to(tl.int32), mask=own)
+    tl.store(rows_4A + 2 * places + place, tl.where(ended, 0, pending).to(tl.int32), mask=own)
+    tl.store(rows_4A + 3 * places + place, group.to(tl.int32), mask=own)
     tl.store(flags_2A + place, tl.load(alive_S + slot, mask=own, other=0) != 0, mask=own)
-    tl.store(flags_2A + stride_a + place, ended, mask=own)
+    tl.store(flags_2A + places + place, ended, mask=own)
     tl.store(floats_A + place, zero.to(tl.float32), mask=own)
     tl.store(mass_A + place, tl.load(logw_S + slot, mask=own, other=0.0), mask=own)
     p = tl.arange(0, BLOCK_P)[None, :]
@@ -80,21 +80,21 @@ def begin(
 @triton.jit
 def _begin_rows(
     x, inside, place, group, first, particle_A, seed_A, round_A, temperature_A, top_k_A, top_p_A, min_p_A, alpha_A,
-    numbers_5X, group_X, law_4X, stride, F: tl.constexpr, STREAMS: tl.constexpr, BY_ROUND: tl.constexpr,
+    numbers_5X, group_X, law_4X, rows, F: tl.constexpr, STREAMS: tl.constexpr, BY_ROUND: tl.constexpr,
 ):  # fmt: skip
     """What every row draws and offers by: its number, its random numbers and its law."""
     rounds = tl.load(round_A + place, mask=inside, other=0)
     stream = tl.load(particle_A + place, mask=inside, other=0) * STREAMS + x % F
     tl.store(numbers_5X + x, stream, mask=inside)
-    tl.store(numbers_5X + stride + x, (x - first * F).to(tl.int64), mask=inside)
-    tl.store(numbers_5X + 2 * stride + x, tl.load(seed_A + place, mask=inside, other=0), mask=inside)
-    tl.store(numbers_5X + 3 * stride + x, rounds if BY_ROUND else rounds * 0, mask=inside)
-    tl.store(numbers_5X + 4 * stride + x, tl.load(top_k_A + place, mask=inside, other=0), mask=inside)
+    tl.store(numbers_5X + rows + x, (x - first * F).to(tl.int64), mask=inside)
+    tl.store(numbers_5X + 2 * rows + x, tl.load(seed_A + place, mask=inside, other=0), mask=inside)
+    tl.store(numbers_5X + 3 * rows + x, rounds if BY_ROUND else rounds * 0, mask=inside)
+    tl.store(numbers_5X + 4 * rows + x, tl.load(top_k_A + place, mask=inside, other=0), mask=inside)
     tl.store(group_X + x, group.to(tl.int32), mask=inside)
     tl.store(law_4X + x, tl.load(temperature_A + place, mask=inside, other=0.0), mask=inside)
-    tl.store(law_4X + stride + x, tl.load(top_p_A + place, mask=inside, other=0.0), mask=inside)
-    tl.store(law_4X + 2 * stride + x, tl.load(min_p_A + place, mask=inside, other=0.0), mask=inside)
-    tl.store(law_4X + 3 * stride + x, tl.load(alpha_A + place, mask=inside, other=0.0), mask=inside)
+    tl.store(law_4X + rows + x, tl.load(top_p_A + place, mask=inside, other=0.0), mask=inside)
+    tl.store(law_4X + 2 * rows + x, tl.load(min_p_A + place, mask=inside, other=0.0), mask=inside)
+    tl.store(law_4X + 3 * rows + x, tl.load(alpha_A + place, mask=inside, other=0.0), mask=inside)
 
 
 @one_variant()
@@ -128,7 +128,7 @@ def pack(
 @one_variant()
 def resume(
     slot_A, choice_9A, begin_pages_AP, tokens_XK, tail_XB, before_X, table_SL, table_stride, base_S, end_S, pending_S, ended_S,
-    numbers_3A, tokens_AW, path_AW, counts_2A, stride_a, places,
+    numbers_3A, tokens_AW, path_AW, counts_2A, places,
     K: tl.constexpr, P: tl.constexpr, B: tl.constexpr, Q: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_W: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -148,10 +148,10 @@ def resume(
     run = taken - (whole | (ended & (has_bonus == 0) & (taken > 0))).to(tl.int64)
     left = tl.where(ended, 1, whole.to(tl.int64) + has_bonus.to(tl.int64))
     tl.store(numbers_3A + place, end - cut + taken + has_bonus.to(tl.int64))
-    tl.store(numbers_3A + stride_a + place, tl.maximum(left, 1))
-    tl.store(numbers_3A + 2 * stride_a + place, tl.where(whole, tl.load(before_X + row), tl.load(of + 7 * places)))
+    tl.store(numbers_3A + places + place, tl.maximum(left, 1))
+    tl.store(numbers_3A + 2 * places + place, tl.where(whole, tl.load(before_X + row), tl.load(of + 7 * places)))
     tl.store(counts_2A + place, tl.where(is_open, tl.maximum(pending - cut, 0) + run, 0).to(tl.int32))
-    tl.store(counts_2A + stride_a + place, tl.where(is_open, tl.maximum(cut - pending, 0), 0).to(tl.int32))
+    tl.store(counts_2A + places + place, tl.where(is_open, tl.maximum(cut - pending, 0), 0).to(tl.int32))
     q = tl.arange(0, BLOCK_Q)
     said = tl.maximum(bonus, 0)
     token = tl.where(whole & (q == 0), tl.load(tokens_XK + row * K + K - 1), said)

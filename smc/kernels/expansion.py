@@ -51,10 +51,10 @@ def expand(
     given = (offers.share_RC, mass_R, there_R, there_R if ended_R is None else ended_R, *sources, *rows, most_G, kind_G, *keys[:2])
     # One program more, for the rows that are of no group.
     _expand[(len(kind_G) + 1,)](
-        *(tensor.contiguous() for tensor in given), EXPANSION_POSITION + keys[2], width, total,
+        *(tensor.contiguous() for tensor in given), EXPANSION_POSITION + keys[2], width, width - 1 if has_rest else -1, total,
         parent_X, offer_X, mass_X, alive_X, ess_G, collapsed_G, nan_G, *scratch_2M,
         LEAST=least, CHUNK=chunk or next(size for size in CHUNKS if size >= count * width or size == CHUNKS[-1]),
-        ENDS=ended_R is not None, REST=width - 1 if has_rest else -1,
+        ENDS=ended_R is not None,
         # The reference rounds a product before it adds to it.
         enable_fp_fusion=False, num_warps=warps,
     )  # fmt: skip
@@ -86,8 +86,8 @@ def _parted(largest, upto, least, above, other_largest, other_upto, other_least,
 
 @triton.jit
 def _spread(
-    share_M, mass_R, there_R, ended_R, offered_M, count, width, is_best,
-    CHUNK: tl.constexpr, IS_COLLAPSED: tl.constexpr, ENDS: tl.constexpr, REST: tl.constexpr,
+    share_M, mass_R, there_R, ended_R, offered_M, count, width, rest, is_best,
+    CHUNK: tl.constexpr, IS_COLLAPSED: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
     """Write a group's log masses, or of one that has collapsed 0 for each offer that has a share. Returns how many have mass, how little
     and how much that is, and whether there is NaN among the shares."""
@@ -101,8 +101,7 @@ def _spread(
         if ENDS:
             has_ended_I = tl.load(ended_R + source_I, mask=there_I, other=0) != 0
             share_I = tl.where(has_ended_I, tl.where(m_I % width == 0, 0.0, -float("inf")), share_I)
-        if REST >= 0:
-            share_I = tl.where(is_best & (m_I % width == REST), -float("inf"), share_I)
+        share_I = tl.where(is_best & (m_I % width == rest), -float("inf"), share_I)
         nan += tl.sum((share_I != share_I).to(tl.int32), 0)
         if IS_COLLAPSED:
             offered_I = tl.where(share_I > -float("inf"), tl.zeros_like(share_I), -float("inf"))
@@ -245,8 +244,8 @@ def _clear(parent_X, offer_X, mass_X, alive_X, first, end, CHUNK: tl.constexpr):
 @one_variant()
 def _expand(
     share_RC, mass_R, there_R, ended_R, source_first_G, source_size_G, row_first_G, row_size_G, most_G, kind_G, seed_G, round_G, position,
-    width, total, parent_X, offer_X, mass_X, alive_X, ess_G, collapsed_G, nan_G, offered_M, relative_M,
-    CHUNK: tl.constexpr, LEAST: tl.constexpr, ENDS: tl.constexpr, REST: tl.constexpr,
+    width, rest, total, parent_X, offer_X, mass_X, alive_X, ess_G, collapsed_G, nan_G, offered_M, relative_M,
+    CHUNK: tl.constexpr, LEAST: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
     group, groups = tl.program_id(0), tl.num_programs(0) - 1
     if group == groups:
@@ -270,10 +269,10 @@ def _expand(
     count, at = sources * width, source_first * width
     share_M, mass_R, there_R, ended_R = share_RC + at, mass_R + source_first, there_R + source_first, ended_R + source_first
     offered_M, relative_M = offered_M + at, relative_M + at
-    valid, lowest, top, nan = _spread(share_M, mass_R, there_R, ended_R, offered_M, count, width, is_best, CHUNK, False, ENDS, REST)
+    valid, lowest, top, nan = _spread(share_M, mass_R, there_R, ended_R, offered_M, count, width, rest, is_best, CHUNK, False, ENDS)
     collapsed = (kind < BEST) & (valid == 0)
     if collapsed:
-        valid, lowest, top, nan = _spread(share_M, mass_R, there_R, ended_R, offered_M, count, width, is_best, CHUNK, True, ENDS, REST)
+        valid, lowest, top, nan = _spread(share_M, mass_R, there_R, ended_R, offered_M, count, width, rest, is_best, CHUNK, True, ENDS)
     total = _scale(offered_M, relative_M, count, top, CHUNK)
     bound, ties, factor = tl.full((), -float("inf"), tl.float64), 0, tl.zeros((), tl.float64)
     if valid > most:

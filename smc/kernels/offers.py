@@ -85,8 +85,8 @@ def offer(
         return Offers(*found)
     rest_2RS, won_RS, token_RS = floats(2, rows, splits), floats(rows, splits), ints(rows, splits)
     # Without fused multiply-adds the variates are those of `smc.philox.exponentials` to the last bit before the logarithm.
-    race = (*keys, *bound_2R, *rest_2RS, won_RS, token_RS)
-    _race_rest[(splits, rows)](*law, vocab, *race, PURPOSE=int(purpose), enable_fp_fusion=False, **blocks)
+    race = (*keys, int(purpose), *bound_2R, *rest_2RS, won_RS, token_RS)
+    _race_rest[(splits, rows)](*law, vocab, *race, enable_fp_fusion=False, **blocks)
     _finish_rest[(rows,)](*law, *rest_2RS, won_RS, token_RS, *norm_2R, *found, splits, most, **by_row, num_warps=1)
     return Offers(*found)
 
@@ -193,9 +193,9 @@ def _find(
 
 @one_variant("logits", "stride", "vocab")
 def _race_rest(
-    logits, stride, temperature_R, key_R, last_R, drop_R, vocab, seed_R, round_R, stream_R, position_R,
+    logits, stride, temperature_R, key_R, last_R, drop_R, vocab, seed_R, round_R, stream_R, position_R, purpose,
     bound_key_R, bound_column_R, max_RS, sum_RS, won_RS, token_RS,
-    PURPOSE: tl.constexpr, CUT: tl.constexpr, BLOCK: tl.constexpr,
+    CUT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One block of one row without the row's likeliest tokens: as `_race` of `smc.kernels.sampling` for one draw."""
     split, row, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
@@ -212,7 +212,7 @@ def _race_rest(
     tl.store(sum_RS + out, tl.sum(tl.exp(logit - safe), 0))
     stream_1 = tl.load(stream_R + row + tl.arange(0, 1)).to(tl.uint32)
     position, rounds = tl.load(position_R + row).to(tl.uint32), tl.load(round_R + row).to(tl.uint32)
-    w0_1, w1_1, _, _ = tl.philox(tl.load(seed_R + row), position, stream_1, rounds, PURPOSE)
+    w0_1, w1_1, _, _ = tl.philox(tl.load(seed_R + row), position, stream_1, rounds, purpose)
     won = exponentials(w0_1, w1_1, column) * tl.exp(safe - logit)
     best, at = tl.min(won, 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(won_RS + out, best)

@@ -7,10 +7,8 @@ Axes: A places, G groups, N places of a program.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from smc.limits import MAX_PARTICLES
 
@@ -21,11 +19,6 @@ GROUPS = tl.constexpr(64)
 def programs(places: int, groups: int) -> int:
     """How many there are, of MAX_PARTICLES places each."""
     return groups + triton.cdiv(places, MAX_PARTICLES)
-
-
-def columns(count: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Unwritten memory [count, size] whose rows all begin at multiples of 16 entries."""
-    return torch.empty(count, triton.cdiv(size, 16) * 16, dtype=dtype, device=device)[:, :size]
 
 
 @triton.jit

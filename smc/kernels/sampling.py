@@ -30,7 +30,7 @@ from smc.kernels.law import (
 from smc.kernels.variants import one_variant
 
 EXTRA = 64
-"""Further tokens of a row that are scored by the same kernel, however few they are."""
+"""Further tokens of a row that are scored by the same kernel, however few they are, or none."""
 
 
 def draw(
@@ -65,9 +65,9 @@ def draw(
     # Without fused multiply-adds the variates are those of `smc.philox.exponentials` to the last bit before the logarithm.
     options = {"num_warps": warps, "enable_fp_fusion": False}
     shape = {"DRAWS": draws, "DRAW_BLOCK": triton.next_power_of_2(draws), "BLOCK": block, "CUT": cut is not None}
-    _race[(splits, rows)](*law, vocab, *keys, *sums_2RS, key_RSD, token_RSD, PURPOSE=int(purpose), **shape, **options)
-    _finish_race[(rows,)](
-        *law, *sums_2RS, key_RSD, token_RSD, token_RD, logq_RD, lse_R, splits, draws,
+    _race[(splits, rows)](*law, vocab, *keys, int(purpose), *sums_2RS, key_RSD, token_RSD, **shape, **options)
+    _finish_race[(rows, draws)](
+        *law, *sums_2RS, key_RSD, token_RSD, token_RD, logq_RD, lse_R, splits,
         BLOCK=triton.next_power_of_2(splits), CUT=cut is not None, num_warps=1,
     )  # fmt: skip
     return token_RD, logq_RD, lse_R
@@ -101,7 +101,7 @@ def score(
     tokens = (label_X, more, label_X if row_X is None else row_X.contiguous())
     law = (logits_TV, logits_TV.stride(0), temperature_T, *cut_arguments(cut, temperature_T))
     sum_block[(splits, rows)](*law, vocab, *sums_2TS, top_TS, CUT=cut is not None, BLOCK=block, num_warps=warps)
-    most = max(EXTRA, triton.next_power_of_2(extra)) if extra else 0
+    most = max(EXTRA, triton.next_power_of_2(extra))
     blocks = {"CUT": cut is not None, "BLOCK": triton.next_power_of_2(splits), "EXTRA_BLOCK": most}
     _finish_sum[(asked,)](
         *law, *sums_2TS, top_TS, *tokens, logp_X, extra_logp_XF, splits, extra, ROWS=row_X is not None, **blocks, num_warps=1
@@ -142,8 +142,9 @@ def _log_of_rest(y):
 
 @one_variant("logits", "stride", "vocab")
 def _race(
-    logits, stride, temperature_R, key_R, last_R, drop_R, vocab, seed_R, round_R, stream_RD, position_R, max_RS, sum_RS, key_RSD, token_RSD,
-    PURPOSE: tl.constexpr, DRAWS: tl.constexpr, DRAW_BLOCK: tl.constexpr, BLOCK: tl.constexpr, CUT: tl.constexpr,
+    logits, stride, temperature_R, key_R, last_R, drop_R, vocab, seed_R, round_R, stream_RD, position_R, purpose,
+    max_RS, sum_RS, key_RSD, token_RSD,
+    DRAWS: tl.constexpr, DRAW_BLOCK: tl.constexpr, BLOCK: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """One block of one row: its maximum, its sum of exponentials from there, and the winner of every draw with the key it won by."""
     split, row, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
@@ -159,7 +160,7 @@ def _race(
     draw_D = tl.arange(0, DRAW_BLOCK)
     stream_D = tl.load(stream_RD + row * DRAWS + draw_D, mask=draw_D < DRAWS, other=0)
     # Philox once for all draws, a lane each.
-    w0_D, w1_D, _, _ = tl.philox(seed, position.to(tl.uint32), stream_D.to(tl.uint32), rounds.to(tl.uint32), PURPOSE)
+    w0_D, w1_D, _, _ = tl.philox(seed, position.to(tl.uint32), stream_D.to(tl.uint32), rounds.to(tl.uint32), purpose)
     for d in tl.static_range(DRAWS):
         w0, w1 = tl.sum(tl.where(draw_D == d, w0_D, 0), 0), tl.sum(tl.where(draw_D == d, w1_D, 0), 0)
         key = tl.where(greedy, -logit, exponentials(w0, w1, entry) * rarity)
@@ -172,27 +173,26 @@ def _race(
 @one_variant()
 def _finish_race(
     logits, stride, temperature_R, key_R, last_R, drop_R, max_RS, sum_RS, key_RSD, token_RSD, token_RD, logq_RD, lse_R, splits,
-    DRAWS: tl.constexpr, BLOCK: tl.constexpr, CUT: tl.constexpr,
+    BLOCK: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """One row: the blocks' winners race on one scale."""
-    row, split = tl.program_id(0), tl.arange(0, BLOCK)
+    """One draw of one row: the blocks' winners race on one scale."""
+    row, d, draws, split = tl.program_id(0), tl.program_id(1), tl.num_programs(1), tl.arange(0, BLOCK)
     inverse, greedy = inverse_temperature(temperature_R, row)
     max_S, top, total = combine(max_RS, sum_RS, row, splits, BLOCK)
     log_sum = tl.log(total)
     lse = top + log_sum
     tl.store(lse_R + row, lse)
-    for d in tl.static_range(DRAWS):
-        key_S = tl.load(key_RSD + (row * splits + split) * DRAWS + d, mask=split < splits, other=float("inf"))
-        key_S = tl.where(greedy, key_S, key_S * tl.exp(top - max_S))
-        _, at = tl.min(key_S, 0, return_indices=True, return_indices_tie_break_left=True)
-        # With NaN in the row any winner may come out, even one past the end.
-        token = tl.load(token_RSD + (row * splits + tl.minimum(at, splits - 1)) * DRAWS + d)
-        token = tl.where(lse == lse, token, 0)
-        raw = tl.load(logits + row.to(tl.int64) * stride + token)
-        logit = cut_logit(raw, token, row, inverse, key_R, last_R, drop_R, CUT)
-        tl.store(token_RD + row * DRAWS + d, token)
-        # lse - lse is 0, or NaN where the row has no law.
-        tl.store(logq_RD + row * DRAWS + d, tl.where(greedy, lse - lse, (logit - top) - log_sum))
+    key_S = tl.load(key_RSD + (row * splits + split) * draws + d, mask=split < splits, other=float("inf"))
+    key_S = tl.where(greedy, key_S, key_S * tl.exp(top - max_S))
+    _, at = tl.min(key_S, 0, return_indices=True, return_indices_tie_break_left=True)
+    # With NaN in the row any winner may come out, even one past the end.
+    token = tl.load(token_RSD + (row * splits + tl.minimum(at, splits - 1)) * draws + d)
+    token = tl.where(lse == lse, token, 0)
+    raw = tl.load(logits + row.to(tl.int64) * stride + token)
+    logit = cut_logit(raw, token, row, inverse, key_R, last_R, drop_R, CUT)
+    tl.store(token_RD + row * draws + d, token)
+    # lse - lse is 0, or NaN where the row has no law.
+    tl.store(logq_RD + row * draws + d, tl.where(greedy, lse - lse, (logit - top) - log_sum))
 
 
 @triton.jit
@@ -219,7 +219,7 @@ def _finish_sum(
     token = tl.load(label_X + x)
     logp = _gather(logits, stride, temperature_R, key_R, last_R, drop_R, row, token, token >= 0, best, top, log_sum, CUT)
     tl.store(logp_X + x, logp)
-    if EXTRA_BLOCK > 0:
+    if extra > 0:
         f = tl.arange(0, EXTRA_BLOCK)
         token_F = tl.load(extra_XF + x * extra + f, mask=f < extra, other=-1)
         given_F = (f < extra) & (token_F >= 0)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from smc.algorithm.bounds import Bounds
 from smc.algorithm.selection import BRANCH_POSITION, EQUAL, Selection
-from smc.kernels.places import columns, own_places, programs
+from smc.kernels.places import own_places, programs
 from smc.kernels.variants import one_variant
 from smc.limits import MAX_PARTICLES, SCHEME_NAMES
 from smc.philox import Purpose
@@ -39,7 +39,7 @@ def select(
 ) -> Selection:
     """As `smc.algorithm.selection.select`, for groups of up to MAX_PARTICLES places."""
     (places, branches), count = candidates_AF.shape, len(seed_G)
-    ancestor_A, branch_A = columns(2, places, torch.int64, candidates_AF.device)
+    ancestor_A, branch_A = torch.empty(2, places, dtype=torch.int64, device=candidates_AF.device)
     logw_A, held_A = torch.empty_like(ancestor_A, dtype=torch.float64), torch.empty_like(alive_A)
     log_z_G, ess_G = logw_A.new_empty((2, count))
     resampled_G, collapsed_G = held_A.new_empty((2, count))

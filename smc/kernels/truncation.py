@@ -3,7 +3,8 @@
 What is kept is a prefix of the descending order, equal entries by column, so a cut is the `order_key` of its last entry and that entry's
 column. The key is found digit by digit, from the top: a pass sums, block by block, the count (top-k) or the mass (top-p) of the entries
 at or above every value of the next digit, and the next pass begins at the largest value where that is enough. Sums are made in a fixed
-order: the same bits every time. Nothing reads the host, and how many passes there are follows from the type of the logits alone.
+order: the same bits every time. Nothing reads the host, and how many passes there are follows from the type of the logits alone. Which
+pass it is, and which processors there are, is asked when a kernel runs: every kernel is compiled once for each type of logits.
 
 Axes: R rows, V columns, S splits of the vocabulary, I passes (of where they begin, one more), P values of a digit.
 """
@@ -86,16 +87,18 @@ class _Search:
         unused, sums = self._law[2], (*self._measured_3RS[:2], torch.empty_like(self._measured_3RS[0], dtype=torch.int32))
         uncut, options = cut_arguments(None, unused), {"BLOCK": self._block, "num_warps": self._warps}
         sum_block[self._grid](*self._law, *uncut, self._vocab, *sums, CUT=False, **options)
-        processors = {"TOP_K": top_k_R, "TOP_P": top_p_R, "MIN_P": min_p_R}
-        values = (unused if values_R is None else values_R for values_R in processors.values())
-        used = {name: values_R is not None for name, values_R in processors.items()}
+        # Of the type that there would be.
+        none = (unused.new_empty(1, dtype=torch.int64), unused, unused)
+        processors = (top_k_R, top_p_R, min_p_R)
+        values = (other if values_R is None else values_R for values_R, other in zip(processors, none))
+        used = (int(values_R is not None) for values_R in processors)
         aims = (self._top_R, self._total_R, self._need_R, self._floor_R, self._low_IR)
-        _begin[self._grid[1:]](*self._law, self._vocab, *values, *sums, *aims, self._grid[0], **used, **self._sizes, num_warps=1)
+        _begin[self._grid[1:]](*self._law, self._vocab, *values, *used, *sums, *aims, self._grid[0], **self._sizes, num_warps=1)
 
     def find(self, *, counts: bool) -> None:
         """The largest key at and above which there is enough, of those that are allowed; and what is there."""
         for index in range(self._passes):
-            self._over_blocks(_find, index, COUNTS=counts)
+            self._over_blocks(_find, index, int(counts))
         self.measure(searched=True)
 
     def measure(self, *, searched: bool) -> None:
@@ -110,14 +113,13 @@ class _Search:
     def end(self, share: float, *, counts: bool, weighs: bool) -> Cut:
         logits = (*self._law[:2], self._vocab)
         found = (self._total_R, self._need_R, self._bound_R, self._ties_R, share, math.log(share) if share else -math.inf)
-        options = {"COUNTS": counts, "WEIGHS": weighs, "BLOCK": self._block}
-        self._over_rows(_end, *logits, *found, self._last_R, self._drop_R, **options)
+        self._over_rows(_end, *logits, *found, self._last_R, self._drop_R, int(counts), int(weighs), BLOCK=self._block)
         return Cut(self._key_R, self._last_R, self._drop_R)
 
-    def _over_blocks(self, kernel: triton.JITFunction, index: int, *arguments: Tensor, **options: object) -> None:
+    def _over_blocks(self, kernel: triton.JITFunction, index: int, *arguments: object) -> None:
         state = (self._top_R, self._need_R, self._low_IR, self._found_IRSP)
-        options |= {"PASS": index, "DIGIT": DIGIT, "BLOCK": self._block, "num_warps": self._warps}
-        kernel[self._grid](*self._law, self._vocab, *state, *arguments, **options, **self._sizes)
+        options = {"DIGIT": DIGIT, "BLOCK": self._block, "num_warps": self._warps}
+        kernel[self._grid](*self._law, self._vocab, *state, index, *arguments, **options, **self._sizes)
 
     def _over_rows(self, kernel: triton.JITFunction, *arguments: object, **options: object) -> None:
         state = (self._law[2], self._top_R, self._key_R, self._measured_3RS, self._grid[0])
@@ -134,9 +136,8 @@ def _raw(key, BITS: tl.constexpr):
 
 @one_variant()
 def _begin(
-    logits, stride, temperature_R, vocab, top_k_R, top_p_R, min_p_R, max_RS, sum_RS, best_RS,
-    top_R, total_R, need_R, floor_R, low_IR, splits,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr,
+    logits, stride, temperature_R, vocab, top_k_R, top_p_R, min_p_R, has_top_k, has_top_p, has_min_p, max_RS, sum_RS, best_RS,
+    top_R, total_R, need_R, floor_R, low_IR, splits, BITS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One row: what the first search is for, and from where. The last search stops at the floor that min-p sets."""
     row = tl.program_id(0)
@@ -144,7 +145,7 @@ def _begin(
     max_S, top, total = combine(max_RS, sum_RS, row, splits, SPLITS)
     lowest = tl.full((), -(1 << (BITS - 1)), tl.int32)
     floor = lowest
-    if MIN_P:
+    if has_min_p != 0:
         min_p = tl.load(min_p_R + row)
         key = order_key((top + tl.log(min_p)) / inverse)
         if BITS == 16:
@@ -155,18 +156,16 @@ def _begin(
         best = tl.load(logits + row.to(tl.int64) * stride + column)
         floor = tl.where(min_p > 0, tl.minimum(key, order_key(best)), floor)
     need = total
-    if TOP_K:
+    if has_top_k != 0:
         top_k = tl.load(top_k_R + row)
         need = tl.where(top_k > 0, tl.minimum(top_k, vocab), vocab).to(tl.float32)
-    elif TOP_P:
+    elif has_top_p != 0:
         need = _required(total, tl.load(top_p_R + row))
     tl.store(top_R + row, top)
     tl.store(total_R + row, total)
     tl.store(need_R + row, need)
     tl.store(floor_R + row, floor)
-    if TOP_K and TOP_P:
-        floor = lowest
-    tl.store(low_IR + row, floor)
+    tl.store(low_IR + row, tl.where((has_top_k != 0) & (has_top_p != 0), lowest, floor))
 
 
 @triton.jit
@@ -178,55 +177,57 @@ def _required(mass, top_p):
 
 @triton.jit
 def _interval(
-    low_IR, found_IRSP, need_R, row, rows, splits, PASS: tl.constexpr, DIGIT: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr
+    low_IR, found_IRSP, need_R, row, rows, splits, index, DIGIT: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr
 ):  # fmt: skip
     """The least key that a pass has still to tell from others: that of the pass before, after the digit which that one has found."""
-    low = tl.load(low_IR + PASS * rows + row)
-    if PASS > 0:
+    low = tl.load(low_IR + index * rows + row)
+    if index > 0:
         split, value = tl.arange(0, SPLITS)[:, None], tl.arange(0, 1 << DIGIT)[None, :]
-        at = (((PASS - 1) * rows + row) * splits + split) << DIGIT
+        at = (((index - 1) * rows + row) * splits + split) << DIGIT
         found_P = tl.sum(tl.load(found_IRSP + at + value, mask=(split < splits) & (value > 0), other=0.0), 0)
         is_enough_P = (found_P >= tl.load(need_R + row)) & (tl.arange(0, 1 << DIGIT) > 0)
-        low += tl.sum(is_enough_P.to(tl.int32), 0) << (BITS - DIGIT * PASS)
+        low += tl.sum(is_enough_P.to(tl.int32), 0) << (BITS - DIGIT * index)
     return low
 
 
 @one_variant("logits", "stride", "vocab", "found_IRSP")
 def _find(
-    logits, stride, temperature_R, vocab, top_R, need_R, low_IR, found_IRSP,
-    PASS: tl.constexpr, COUNTS: tl.constexpr, DIGIT: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr,
+    logits, stride, temperature_R, vocab, top_R, need_R, low_IR, found_IRSP, index, counts,
+    DIGIT: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One block of one row: count or mass at and above every value but 0 of this pass's digit."""
     split, row, splits, rows = tl.program_id(0), tl.program_id(1), tl.num_programs(0), tl.num_programs(1)
-    low = _interval(low_IR, found_IRSP, need_R, row, rows, splits, PASS, DIGIT, BITS, SPLITS)
-    if split == 0:
-        tl.store(low_IR + (PASS + 1) * rows + row, low)
+    # What is loaded before a branch is on its way meanwhile.
     raw, column = load_block(logits, stride, row, vocab, BLOCK)
+    inverse, _ = inverse_temperature(temperature_R, row)
+    top = tl.load(top_R + row)
+    low = _interval(low_IR, found_IRSP, need_R, row, rows, splits, index, DIGIT, BITS, SPLITS)
+    if split == 0:
+        tl.store(low_IR + (index + 1) * rows + row, low)
     key = order_key(raw)
-    if COUNTS:
+    if counts != 0:
         weight = (column < vocab).to(tl.float32)
     else:
-        inverse, _ = inverse_temperature(temperature_R, row)
-        weight = tl.exp(raw.to(tl.float32) * inverse - tl.load(top_R + row))
+        weight = tl.exp(raw.to(tl.float32) * inverse - top)
     weight = tl.where(key >= low, weight, 0.0)
     # Without signs, a difference of 32 bits has room.
-    value = (key.to(tl.uint32, bitcast=True) - low.to(tl.uint32, bitcast=True)) >> (BITS - DIGIT * (PASS + 1))
-    out = found_IRSP + (((PASS * rows + row) * splits + split) << DIGIT)
+    value = (key.to(tl.uint32, bitcast=True) - low.to(tl.uint32, bitcast=True)) >> (BITS - DIGIT * (index + 1))
+    out = found_IRSP + (((index * rows + row) * splits + split) << DIGIT)
     for v in tl.static_range(1, 1 << DIGIT):
         tl.store(out + v, tl.sum(tl.where(value >= v, weight, 0.0), 0))
 
 
 @one_variant("logits", "stride", "vocab", "found_IRSP", "measured_3RS")
 def _measure(
-    logits, stride, temperature_R, vocab, top_R, need_R, low_IR, found_IRSP, key_R, measured_3RS,
-    PASS: tl.constexpr, DIGIT: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr,
+    logits, stride, temperature_R, vocab, top_R, need_R, low_IR, found_IRSP, index, key_R, measured_3RS,
+    DIGIT: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One block of one row: count and mass above the key, and the count of what equals it."""
     split, row, splits, rows = tl.program_id(0), tl.program_id(1), tl.num_programs(0), tl.num_programs(1)
-    least = _interval(low_IR, found_IRSP, need_R, row, rows, splits, PASS, DIGIT, BITS, SPLITS)
+    raw, column = load_block(logits, stride, row, vocab, BLOCK)
+    least = _interval(low_IR, found_IRSP, need_R, row, rows, splits, index, DIGIT, BITS, SPLITS)
     if split == 0:
         tl.store(key_R + row, least)
-    raw, column = load_block(logits, stride, row, vocab, BLOCK)
     inverse, _ = inverse_temperature(temperature_R, row)
     key, mass = order_key(raw), tl.exp(raw.to(tl.float32) * inverse - tl.load(top_R + row))
     exists, out = column < vocab, measured_3RS + row * splits + split
@@ -265,20 +266,20 @@ def _turn(
 @one_variant("logits", "stride", "vocab", "measured_3RS")
 def _end(
     temperature_R, top_R, key_R, measured_3RS, splits,
-    logits, stride, vocab, total_R, need_R, bound_R, ties_R, share, log_share, last_R, drop_R,
-    COUNTS: tl.constexpr, WEIGHS: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr,
+    logits, stride, vocab, total_R, need_R, bound_R, ties_R, share, log_share, last_R, drop_R, counts, weighs,
+    BLOCK: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One row: how many of the entries that equal the key are kept, where the last of them stands, and what becomes of the rest."""
     row, rows = tl.program_id(0), tl.num_programs(0)
     key, above, mass, equal_S, each = _measured(temperature_R, top_R, key_R, measured_3RS, row, rows, splits, BITS, SPLITS)
     equal = tl.sum(equal_S, 0)
     ties = equal
-    if WEIGHS:
+    if weighs != 0:
         ties = tl.ceil((tl.load(need_R + row) - mass) / each)
         ties = tl.where(ties >= 1, ties, 1.0)
-        if COUNTS:
+        if counts != 0:
             ties = tl.where(key == tl.load(bound_R + row), tl.minimum(ties, tl.load(ties_R + row)), ties)
-    elif COUNTS:
+    elif counts != 0:
         ties = tl.load(need_R + row) - above
     ties = tl.minimum(ties, equal)
     tl.store(last_R + row, _column_of(logits + row.to(tl.int64) * stride, vocab, key, ties, equal_S, BLOCK, SPLITS))

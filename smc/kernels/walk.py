@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smc.kernels.places import columns, own_places, programs
+from smc.kernels.places import own_places, programs
 from smc.kernels.variants import one_variant
 from smc.limits import MAX_PARTICLES
 
@@ -20,7 +20,7 @@ from smc.limits import MAX_PARTICLES
 def walk(tokens_AQ: Tensor, count_A: Tensor, drawn_AQ: Tensor, alive_A: Tensor, groups: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """As `smc.algorithm.walk.walk`, for groups of up to MAX_PARTICLES places; integers of any type."""
     places, tokens = tokens_AQ.shape
-    best_A, right_A = columns(2, places, torch.int64, tokens_AQ.device)
+    best_A, right_A = torch.empty(2, places, dtype=torch.int64, device=tokens_AQ.device)
     given = (tensor.contiguous() for tensor in (tokens_AQ, count_A, drawn_AQ, alive_A, *groups))
     count = len(groups[0])
     blocks = {"BLOCK_N": MAX_PARTICLES, "BLOCK_Q": triton.next_power_of_2(tokens + 1)}

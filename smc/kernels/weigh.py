@@ -23,8 +23,7 @@ def weigh(
     slot_A, group_A, alpha_A, seed_A, round_A, first_G, size_G, kind_G, alive_S,
     origin_A, logq_AQ, count_A, alive_A, logw_A, open_A, logp_AQ, drawn_AQ, nan_A, nan_AQ, rows_WX,
     logp_X, log_z_A, share_AC, tokens_AQ, best_A, right_A,
-    root_X, weight_X, there_X, token_X1, share_XC, lives_A, nan_2G, size_3G, random_2G, stride_g,
-    places, groups, rows,
+    root_X, weight_X, there_X, token_X1, share_XC, lives_A, nan_2G, size_3G, random_2G, places, groups, rows,
     F: tl.constexpr, K: tl.constexpr, Q: tl.constexpr, C: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_C: tl.constexpr, LOOKAHEAD: tl.constexpr, EXACT: tl.constexpr, SAID: tl.constexpr, OFFERED: tl.constexpr,
 ):  # fmt: skip
@@ -81,7 +80,7 @@ def weigh(
     else:
         _group(
             program - blocks, seed_A, round_A, first_G, size_G, kind_G, logq_AQ, count_A, open_A, nan_A, nan_AQ, rows_WX, logp_X, log_z_A,
-            best_A, right_A, nan_2G, size_3G, random_2G, stride_g, places, groups, rows,
+            best_A, right_A, nan_2G, size_3G, random_2G, places, groups, rows,
             F, K, Q, BLOCK_X, BLOCK_Q, LOOKAHEAD, EXACT, SAID,
         )  # fmt: skip
 
@@ -123,17 +122,17 @@ def _agrees(
 @triton.jit
 def _group(
     group, seed_A, round_A, first_G, size_G, kind_G, logq_AQ, count_A, open_A, nan_A, nan_AQ, rows_WX, logp_X, log_z_A,
-    best_A, right_A, nan_2G, size_3G, random_2G, stride_g, places, groups, rows,
+    best_A, right_A, nan_2G, size_3G, random_2G, places, groups, rows,
     F: tl.constexpr, K: tl.constexpr, Q: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Q: tl.constexpr,
     LOOKAHEAD: tl.constexpr, EXACT: tl.constexpr, SAID: tl.constexpr,
 ):  # fmt: skip
     first, size, kind = tl.load(first_G + group).to(tl.int32), tl.load(size_G + group).to(tl.int32), tl.load(kind_G + group)
     lead = tl.minimum(first, places - 1)
     tl.store(size_3G + group, tl.where(kind == INDEPENDENT, size, 0))
-    tl.store(size_3G + stride_g + group, first * F)
-    tl.store(size_3G + 2 * stride_g + group, size * F)
+    tl.store(size_3G + groups + group, first * F)
+    tl.store(size_3G + 2 * groups + group, size * F)
     tl.store(random_2G + group, tl.load(seed_A + lead))
-    tl.store(random_2G + stride_g + group, tl.load(round_A + lead))
+    tl.store(random_2G + groups + group, tl.load(round_A + lead))
     target_nan, draft_nan = 0, 0
     q = tl.arange(0, BLOCK_Q)
     for begin in range(0, size, BLOCK_X):
@@ -171,4 +170,4 @@ def _group(
         target_nan = tl.where(is_best, tl.max(nan_Q, 0), target_nan)
         draft_nan = tl.where(is_best, 0, draft_nan)
     tl.store(nan_2G + group, target_nan != 0)
-    tl.store(nan_2G + stride_g + group, draft_nan != 0)
+    tl.store(nan_2G + groups + group, draft_nan != 0)

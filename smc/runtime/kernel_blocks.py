@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 
 from smc.kernels import blocks as kernels
-from smc.kernels.places import columns, programs
+from smc.kernels.places import programs
 from smc.laws import LawSpec
 from smc.limits import MAX_PARTICLES
 from smc.philox import STREAMS_PER_PARTICLE, Purpose
@@ -28,20 +28,19 @@ def lay_out(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted:
     """As `smc.runtime.blocks.lay_out`."""
     places, groups, q, law, device = len(plan.slot_A), len(plan.first_G), logq_SQ.shape[1], plan.target_law, state.device
     integers: TensorOptions = {"dtype": torch.int64, "device": device}
-    numbers_7A, keys_3T = columns(7, places, **integers), columns(3, places * q, **integers)
-    flags_3A, rows_4A = columns(3, places, torch.bool, device), columns(4, places, torch.int32, device)
-    # Columns of one size begin alike.
-    stride_a, law_4T = numbers_7A.stride(0), columns(4, places * q, torch.float32, device)
+    floats: TensorOptions = {"dtype": torch.float32, "device": device}
+    numbers_7A, keys_3T = torch.empty(7, places, **integers), torch.empty(3, places * q, **integers)
+    flags_3A = torch.empty(3, places, dtype=torch.bool, device=device)
+    rows_4A, law_4T = torch.empty(4, places, dtype=torch.int32, device=device), torch.empty(4, places * q, **floats)
     logw_A, tokens_AQ = torch.empty(places, dtype=torch.float64, device=device), torch.empty(places, q, **integers)
-    logq_AQ, top_k_T = torch.empty(places, q, dtype=torch.float32, device=device), torch.empty(places * q, **integers)
+    logq_AQ, top_k_T = torch.empty(places, q, **floats), torch.empty(places * q, **integers)
     label_T = torch.empty(places * q, dtype=torch.int32, device=device)
     kernels.lay_out[(programs(places, groups),)](
         plan.slot_A, plan.group_A, plan.particle_A, plan.seed_A, plan.first_G, plan.size_G, plan.kind_G,
         law.temperature_R, law.top_k_R, law.top_p_R, law.min_p_R, law.alpha_R,
         state.end_S, state.pending_S, state.pending_SQ, state.pending_SQ.stride(0), state.ended_S, state.alive_S, state.logw_S,
         logq_SQ, logq_SQ.stride(0), None if drafted is None else drafted.all_WX,
-        numbers_7A, flags_3A, logw_A, tokens_AQ, logq_AQ, rows_4A, law_4T, top_k_T, label_T, keys_3T, stride_a, law_4T.stride(0),
-        places, groups, places,
+        numbers_7A, flags_3A, logw_A, tokens_AQ, logq_AQ, rows_4A, law_4T, top_k_T, label_T, keys_3T, places, groups, places,
         K=q - (drafted is not None), Q=q, STREAMS=STREAMS_PER_PARTICLE, BLOCK_N=MAX_PARTICLES, BLOCK_Q=triton.next_power_of_2(q),
         LOOKAHEAD=drafted is None, EXACT=plan.has_exact, num_warps=4,
     )  # fmt: skip

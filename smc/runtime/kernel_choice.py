@@ -11,7 +11,7 @@ from smc.algorithm.expansion import Expansion, Offers
 from smc.algorithm.selection import Selection
 from smc.kernels import conclude as conclusion
 from smc.kernels import weigh as weighing
-from smc.kernels.places import columns, programs
+from smc.kernels.places import programs
 from smc.kernels.stops import table_arguments
 from smc.limits import MAX_PARTICLES
 from smc.runtime.candidates import Candidates, Evidence, Numbers
@@ -33,10 +33,10 @@ def weigh(evidence: Evidence) -> Candidates:
     integers: TensorOptions = {"dtype": torch.int64, "device": device}
     flags: TensorOptions = {"dtype": torch.bool, "device": device}
     root_X, weight_X = torch.empty(rows, **integers), torch.empty(rows, dtype=torch.float64, device=device)
-    there_X, alive_A, nan_2G = torch.empty(rows, **flags), torch.empty(places, **flags), columns(2, groups, **flags)
+    there_X, alive_A, nan_2G = torch.empty(rows, **flags), torch.empty(places, **flags), torch.empty(2, groups, **flags)
     share_XC = torch.empty(rows, width, dtype=torch.float32, device=device)
     token_XC = torch.empty(rows, 1, **integers) if offers is None else offers.token_RC
-    size_3G, random_2G = columns(3, groups, torch.int32, device), columns(2, groups, **integers)
+    size_3G, random_2G = torch.empty(3, groups, dtype=torch.int32, device=device), torch.empty(2, groups, **integers)
     given = (
         plan.slot_A, plan.group_A, plan.alpha_A, plan.seed_A, plan.round_A, plan.first_G, plan.size_G, plan.kind_G, evidence.state.alive_S,
         blocks.origin_A, blocks.logq_AQ, blocks.count_A, blocks.alive_A, blocks.logw_A, blocks.open_A, scored.logp_AQ, scored.drawn_AQ,
@@ -44,8 +44,7 @@ def weigh(evidence: Evidence) -> Candidates:
         blocks.tokens_AQ, evidence.best_A, evidence.right_A,
     )  # fmt: skip
     weighing.weigh[(triton.cdiv(rows, ROWS) + groups,)](
-        *_contiguous(given), root_X, weight_X, there_X, token_XC, share_XC, alive_A, nan_2G, size_3G, random_2G, size_3G.stride(0),
-        places, groups, rows,
+        *_contiguous(given), root_X, weight_X, there_X, token_XC, share_XC, alive_A, nan_2G, size_3G, random_2G, places, groups, rows,
         F=evidence.width, K=drafted.block, Q=q, C=width, BLOCK_X=ROWS, BLOCK_Q=triton.next_power_of_2(max(q, drafted.block)),
         BLOCK_C=triton.next_power_of_2(width), LOOKAHEAD=evidence.lookahead, EXACT=plan.has_exact, SAID=asked is not None,
         OFFERED=offers is not None,

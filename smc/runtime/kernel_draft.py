@@ -11,7 +11,6 @@ from torch import Tensor
 
 from smc.algorithm.expansion import Kind
 from smc.kernels import draft as kernels
-from smc.kernels.places import columns
 from smc.kernels.stops import table_arguments
 from smc.kernels.tables import CHUNK
 from smc.laws import LawSpec
@@ -35,24 +34,20 @@ def begin(state: SlotState, plan: RoundPlan[Tensor], law: LawSpec[Tensor], shape
     rows, block = places * plan.branches, shape.block
     integers: TensorOptions = {"dtype": torch.int64, "device": device}
     floats: TensorOptions = {"dtype": torch.float32, "device": device}
-    numbers_6A, rows_4A, flags_2A = (
-        columns(6, places, **integers),
-        columns(4, places, torch.int32, device),
-        columns(2, places, torch.bool, device),
-    )
+    whole: TensorOptions = {"dtype": torch.int32, "device": device}
+    numbers_6A, rows_4A = torch.empty(6, places, **integers), torch.empty(4, places, **whole)
+    flags_2A = torch.empty(2, places, dtype=torch.bool, device=device)
     zero_A, mass_A = torch.empty(places, **floats), torch.empty(places, dtype=torch.float64, device=device)
-    tokens_AP, numbers_5X = torch.empty(places, queries, **integers), columns(5, rows, **integers)
-    group_X, law_4X = torch.empty(rows, dtype=torch.int32, device=device), columns(4, rows, **floats)
-    bounds_2G, keys_2G = columns(2, groups, torch.int32, device), columns(2, groups, **integers)
-    # Columns of one size begin alike.
-    strides = (numbers_6A.stride(0), numbers_5X.stride(0), keys_2G.stride(0))
+    tokens_AP, numbers_5X = torch.empty(places, queries, **integers), torch.empty(5, rows, **integers)
+    group_X, law_4X = torch.empty(rows, **whole), torch.empty(4, rows, **floats)
+    bounds_2G, keys_2G = torch.empty(2, groups, **whole), torch.empty(2, groups, **integers)
     kernels.begin[(triton.cdiv(max(rows, groups), ROWS),)](
         plan.slot_A, plan.group_A, plan.particle_A, plan.seed_A, plan.round_A, plan.first_G, plan.size_G,
         law.temperature_R, law.top_k_R, law.top_p_R, law.min_p_R, law.alpha_R, plan.begin_pages_AP,
         state.table_SL, state.table_SL.stride(0), state.end_S, state.pending_S, state.pending_SQ, state.pending_SQ.stride(0),
         state.ended_S, state.alive_S, state.text_S, state.entry_S, state.least_S, state.logw_S, *table_arguments(tables),
         numbers_6A, rows_4A, flags_2A, zero_A, mass_A, tokens_AP, numbers_5X, group_X, law_4X, bounds_2G, keys_2G,
-        *strides, places, groups, rows,
+        places, groups, rows,
         F=plan.branches, P=queries, STREAMS=STREAMS_PER_PARTICLE, BY_ROUND=shape.by_round, BLOCK=ROWS,
         BLOCK_P=triton.next_power_of_2(queries), STRINGS=tables.next_EXB is not None, DONE=DONE, STATES=MAX_STATES, num_warps=1,
     )  # fmt: skip
@@ -107,13 +102,14 @@ def resume(state: SlotState, plan: RoundPlan[Tensor], tree: Tree, choice: Choice
     """As `smc.runtime.draft_steps.resume`."""
     (places, queries), pages, device = plan.begin_pages_AP.shape, tree.tail_XB.shape[1], state.device
     width = min(2, state.pending_SQ.shape[1])
-    numbers_3A, counts_2A = columns(3, places, torch.int64, device), columns(2, places, torch.int32, device)
-    tokens_AW = torch.empty(places, width, dtype=torch.int64, device=device)
-    path_AW = torch.empty(places, queries + pages, dtype=torch.int32, device=device)
+    integers: TensorOptions = {"dtype": torch.int64, "device": device}
+    whole: TensorOptions = {"dtype": torch.int32, "device": device}
+    numbers_3A, counts_2A = torch.empty(3, places, **integers), torch.empty(2, places, **whole)
+    tokens_AW, path_AW = torch.empty(places, width, **integers), torch.empty(places, queries + pages, **whole)
     kernels.resume[(places,)](
         plan.slot_A, choice.all_9A, plan.begin_pages_AP, tree.tokens_XK, tree.tail_XB, tree.before_X,
         state.table_SL, state.table_SL.stride(0), state.base_S, state.end_S, state.pending_S, state.ended_S,
-        numbers_3A, tokens_AW, path_AW, counts_2A, numbers_3A.stride(0), places,
+        numbers_3A, tokens_AW, path_AW, counts_2A, places,
         K=block, P=queries, B=pages, Q=width, BLOCK_Q=triton.next_power_of_2(width),
         BLOCK_B=triton.next_power_of_2(pages) if pages else 0, BLOCK_W=triton.next_power_of_2(queries + pages), CHUNK=CHUNK, num_warps=4,
     )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from smc.algorithm.expansion import Kind
@@ -13,7 +15,6 @@ from smc.engine.rounds import MEMORY
 from smc.engine.sampling_params import Method
 from smc.engine.warm_up import rare_requests, rehearse
 from smc.models.presets import NoText
-from smc.runtime.biases import WIDTHS
 from smc.runtime.config import EngineConfig
 from smc.runtime.messages import SIDES
 from smc.runtime.plan import Program, RoundPlan
@@ -44,9 +45,9 @@ def test_every_rarer_kind_has_its_rounds():
     found = {traits(plan) for plan in asked}
     assert {program for program, *_ in found} == set(Program)
     assert {kinds for _, kinds, *_ in found} >= {*((kind,) for kind in Kind), tuple(sorted(COMMON_KINDS)), tuple(sorted(Kind))}
-    assert {(kinds, width) for _, kinds, width, *_ in found} >= {
-        ((kind,), width) for kind in (Kind.BEST, Kind.DISTINCT) for width in WIDTHS
-    }
+    # Of every kind in one round, where kernels over logits differ.
+    every = [plan for plan in asked if plan.kinds == frozenset(Kind) and "alpha" in plan.target_law.active]
+    assert {("top_k" in plan.target_law.active, plan.biased > 0) for plan in every} == set(product((False, True), repeat=2))
     guided = {(kinds, draft) for _, kinds, _, (draft, target) in found if target}
     assert guided >= {((kind,), draft) for kind in Kind for draft in (False, True)}
     assert_empty(engine)

@@ -47,8 +47,10 @@ def test_no_user_waits_for_a_compiler(config):
         # One after another, then in company.
         for most in (1, 1, 1, 1, 4):
             for _ in range(TIMES):
-                for _ in range(draw.randint(1, most)):
-                    asked.append(some_request(draw, number, shape.vocab_size))
+                together = draw.randint(1, most)
+                for _ in range(together):
+                    # All that come together are served together, even if each has as many companions as rows.
+                    asked.append(some_request(draw, number, shape.vocab_size, config.max_slots // (2 * together)))
                     engine.submit(asked[-1])
                     number += 1
                 while not engine.idle:

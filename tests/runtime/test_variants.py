@@ -1,7 +1,8 @@
 """Whoever comes after what a service does before it serves brings no kernel that is still to be compiled, whatever he asks for.
 
 The rounds of such requests are those of an engine on a CPU; their launches are looked at where Triton's interpreter would begin them, and
-left out. What the compiler tells apart is what Triton itself says.
+left out. What the compiler tells apart is what Triton itself says: so models are of the type that they have on GPUs there, and logits are
+of another where something is added to them.
 """
 
 from __future__ import annotations
@@ -32,13 +33,15 @@ from tests.runtime.test_kernels import KERNELS
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled there: tests/gpu/test_warm_up.py")
 VOCAB, CONTEXT = 300, 1024
 FORMS = [EngineConfig(form=form, block=5, max_slots=16, max_context=CONTEXT) for form in ("lookahead", "lockstep")]
+TOGETHER = [1] * 8 + [2] * 4 + [4] * 12
+"""Requests that are sent at once."""
 Call = tuple[str, tuple]
 """Of a pair: which method, and with what."""
 
 
-def pair() -> ModelPair:
+def pair(dtype: torch.dtype) -> ModelPair:
     shape = tiny_config(vocab_size=VOCAB, num_layers=1, head_dim=16, max_context=CONTEXT, tied_embeddings=False)
-    target, draft = (random_decoder(shape, seed) for seed in (1, 2))
+    target, draft = (random_decoder(shape, seed).to(dtype) for seed in (1, 2))
     return ModelPair(target, draft, NoText(VOCAB), CONTEXT)
 
 
@@ -78,15 +81,17 @@ class Variants:
 @pytest.mark.slow
 @pytest.mark.parametrize("config", FORMS, ids=[config.form for config in FORMS])
 def test_nobody_waits_for_a_compiler(config, monkeypatch):
-    draw, reference = random.Random(5), local_engine(pair(), config)
+    draw, reference = random.Random(5), local_engine(pair(torch.float32), config)
     before = noted(reference)
     rehearse(reference, (), rare_requests(config, reference.context, VOCAB))
     before, after = [*before], noted(reference)
-    for number, together in enumerate([1] * 6 + [4] * 12):
-        requests = (some_request(draw, 4 * number + i, VOCAB) for i in range(together))
+    for number, together in enumerate(TOGETHER):
+        # All that come together are served together, even if each has as many companions as rows.
+        rows = config.max_slots // (2 * together)
+        requests = [some_request(draw, 4 * number + i, VOCAB, rows) for i in range(together)]
         assert not [output.answer.error for output in reference.run(requests) if output.answer and output.answer.error]
     monkeypatch.setattr("smc.engine.local.parts_for", lambda _device: replace(KERNELS))
-    kernels = local_engine(pair(), config).pair
+    kernels = local_engine(pair(torch.bfloat16), config).pair
     variants = Variants(monkeypatch)
     for plan in rehearsal(config, reference.context):
         kernels.round(plan).result()
