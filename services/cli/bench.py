@@ -66,7 +66,7 @@ def _advise(asked: BenchOptions) -> None:
         advising.run(plan, _cpu_machine(asked), compiles=False)
         return
     apart = (1, max((degree for degree in plan.degrees if degree < plan.gpus), default=1))
-    with _machine(asked, apart) as (machine, _):
+    with _machine(asked.link, _gang_config(asked), apart) as (machine, _):
         advising.run(plan, machine, compiles=on_gpu)
 
 
@@ -111,7 +111,7 @@ def _bench_gpus(asked: BenchOptions) -> None:
         asked.decoding,
         asked.drafting or "always",
     )
-    with _machine(asked, degrees) as (machine, gpus):
+    with _machine(asked.link, _gang_config(asked), degrees) as (machine, gpus):
         assert gpus is not None
         _measure_prompts(plan, machine, gpus, asked.json) if asked.prompts else _measure_speed(plan, machine, gpus, asked)
 
@@ -173,15 +173,19 @@ def _measure_gangs(
     return rows
 
 
+def _gang_config(asked: BenchOptions) -> GangConfig:
+    """What is wrong with it is told before torch is imported."""
+    return gang.gang_config(asked.named("load", *PLACES, "device", "threads", *OWN))
+
+
 @contextmanager
-def _machine(asked: BenchOptions, degrees: tuple[int, int]) -> Iterator[tuple[Machine, int | None]]:
+def _machine(link: Sequence[str] | None, config: GangConfig, degrees: tuple[int, int]) -> Iterator[tuple[Machine, int | None]]:
     """With how many GPUs there are (None on a CPU): in this process, or with `link` each rank in one of its own. `degrees`: of draft and
     target, where each has its own."""
     from services.launch.measure import GangMachine
     from smc.evaluation.machine import LocalMachine
     from smc.loading import LoadedModels
 
-    link, config = asked.link, gang.gang_config(asked.named("load", *PLACES, "device", "threads", *OWN))
     gpus = count_gpus() if config.device == "cuda" else None
     models = LoadedModels(config.sources, config.dtypes)
     here = LocalMachine(models.model, models.tokenizer, models.draft_head)

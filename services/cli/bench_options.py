@@ -154,7 +154,7 @@ class BenchOptions:
                 f"--guidance-scale {self.guidance_scale:g} has laws that are not the small pair's with --load grown, whose further tokens "
                 "come to be drawn; allowed: --load random, or files"
             )
-        if self.method not in (None, "smc", "exact"):
+        if self.decoding["method"] not in ("smc", "exact"):
             raise ValueError(f"--method {self.method}; allowed: smc, exact (plain decoding is a mode of its own)")
         SamplingParams(**self.decoding)
         if self.method != "exact":

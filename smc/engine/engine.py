@@ -10,7 +10,6 @@ live here, in other processes or on other machines is not its business.
 from __future__ import annotations
 
 import itertools
-import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -44,8 +43,6 @@ from smc.runtime.messages import Worker
 from smc.runtime.pair import Pair
 from smc.runtime.plan import Program
 from smc.stops import TokenBytes
-
-logger = logging.getLogger(__name__)
 
 
 class Engine:

@@ -1,6 +1,6 @@
 """Which arrangement of GPUs, and which N, F, K, decode how many requests fastest: exact decoding beside plain, foretold from cost curves.
 
-Arithmetic alone: what costs and acceptance are, and how they were come by, others say (`smc.engine.timing`, `smc.evaluation.acceptance`).
+Arithmetic alone: what costs and acceptance are, and how they were come by, others say (`smc.engine.timing`, `smc.evaluation.probes`).
 
 N rows of a tree, K tokens of a block, F rows ahead for each of N.
 """

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from services.cli import main
 
 COMMAND = [sys.executable, "-c", "from services.cli.main import main; main()"]
@@ -25,8 +27,10 @@ def test_options_are_grouped(smcserve):
     assert all(f"─ {panel} ─" in text for panel in ("Models", "Sampling", "Particles", "Engine", "Output"))
 
 
-def test_help_loads_no_model_library():
-    script = "import sys; from services.cli.main import run; run(['--help']); assert 'torch' not in sys.modules"
+@pytest.mark.parametrize(("words", "code"), [(["--help"], 0), (["bench", "--device", "cuda", "--load", "random"], 2)])
+def test_what_needs_no_model_loads_no_model_library(words, code):
+    """A refusal is told at once."""
+    script = f"import sys; from services.cli.main import run; assert run({words!r}) == {code}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
 
 
