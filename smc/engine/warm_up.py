@@ -10,6 +10,7 @@ from typing import Any
 
 from smc.engine.admission import QueueFull
 from smc.engine.engine import Engine
+from smc.engine.outputs import Output
 from smc.engine.request import Request
 from smc.engine.sampling_params import SamplingParams
 from smc.limits import MAX_PARTICLES
@@ -35,6 +36,7 @@ RARE: tuple[Kind, ...] = (
     REJECTION,
     {"method": "draft"},
     {"method": "target", "logprobs": True, "top_logprobs": 5},
+    {"method": "target"} | BIASED,
     GUIDED,
     GUIDED | INDEPENDENT,
     GUIDED | REJECTION,
@@ -43,6 +45,9 @@ RARE: tuple[Kind, ...] = (
     *(GUIDED | kind | {"guide_draft": True} for kind in ({}, INDEPENDENT, REJECTION, {"method": "exact"})),
 )
 """Kinds of requests of which there are no rounds of nobody."""
+LONG: tuple[Kind, ...] = ({"method": "draft"},)
+"""Kinds of these whose rounds behind a long prompt are like no others: a model alone has one token to begin with, where blocks begin with
+two in lockstep."""
 COMMON: tuple[Kind, ...] = ({}, {"method": "exact"}, INDEPENDENT)
 EVERY: tuple[Kind, ...] = ({"alpha": 2.0}, {"method": "exact"}, INDEPENDENT, REJECTION)
 TOGETHER: tuple[tuple[Kind, ...], ...] = (
@@ -74,22 +79,36 @@ def rehearse(engine: Engine, plans: Iterable[RoundPlan], rare: Iterable[Sequence
     if last is not None:
         last.result()
     for requests in rare:
+        outputs: list[Output] = []
         for request in requests:
             try:
-                engine.submit(request)
+                outputs += _submit(engine, request)
             except (ValueError, QueueFull) as error:
                 logger.info("not rehearsed, for this engine refuses it: %s: %s", request.request_id, error)
-        for output in engine.run(()):
+        for output in (*outputs, *engine.run(())):
             if output.answer and output.answer.error:
                 logger.error("%s failed: %s", output.request_id, output.answer.error)
     engine.forget()
+
+
+def _submit(engine: Engine, request: Request) -> list[Output]:
+    """What came of others until there was room in the queue."""
+    outputs: list[Output] = []
+    while True:
+        try:
+            engine.submit(request)
+            return outputs
+        except QueueFull:
+            if engine.idle:
+                raise
+            outputs += engine.step()
 
 
 def rare_requests(config: EngineConfig, context: int, vocab: int) -> Iterator[list[Request]]:
     """Lists of requests to be run one after another: of every kind alone, of several kinds in one round, and of as many rows as there can
     be. Behind a long prompt, where there can be some, few: most of what their rounds compile, rounds of nobody have compiled."""
     tokens = ROUNDS * (config.block + 1)
-    for size, lists in ((4, (*((kind,) for kind in RARE), *TOGETHER)), (SHORT + 1, (COMMON,))):
+    for size, lists in ((4, (*((kind,) for kind in RARE), *TOGETHER)), (SHORT + 1, (*((kind,) for kind in LONG), COMMON))):
         most = min(tokens, context - size)
         if most < 1 or (size > SHORT and most < tokens):
             continue

@@ -40,7 +40,7 @@ def reroot(table_SL: Tensor, slot_A: Tensor, source_A: Tensor, base_A: Tensor, e
     )  # fmt: skip
 
 
-@one_variant("own_TV", "own_stride", "companion_XV", "companion_stride", "out_TV", "width")
+@one_variant("own_TV", "own_stride", "out_TV", "width")
 def _guide(own_TV, own_stride, companion_XV, companion_stride, of_T, scale_T, out_TV, width, BLOCK: tl.constexpr):
     token, v = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     scale, inside, beside = tl.load(scale_T + token), v < width, tl.load(of_T + token).to(tl.int64)

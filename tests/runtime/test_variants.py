@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import inspect
 import random
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from smc.engine.rehearsal import rehearsal
 from smc.engine.warm_up import rare_requests, rehearse
 from smc.models.presets import NoText
 from smc.runtime.config import EngineConfig
+from smc.runtime.pair import LocalPair
 from tests.engine.assorted import some_request
 from tests.models.tiny import random_decoder, tiny_config
 from tests.runtime.test_kernels import KERNELS
@@ -55,22 +58,31 @@ def noted(engine: Engine) -> list[Call]:
 
 
 class Variants:
-    """Of all kernels that are launched."""
+    """Of all kernels that are launched, by the side that does: in a gang each has a process of its own, and compiles for itself."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, pair: LocalPair) -> None:
         self.found: set[tuple] = set()
+        self._side = ""
+        for name, side in pair.sides.items():
+            for method in ("join", "round", "draft", "follow"):
+                if hasattr(side, method):
+                    monkeypatch.setattr(side, method, partial(self._of_side, name, getattr(side, method)))
         monkeypatch.setattr(interpreter.InterpretedFunction, "run", lambda kernel, *args, **named: self._add(kernel, args, named))
         # Nothing is written, so nothing may be read that was never written.
         monkeypatch.setattr(torch, "empty", torch.zeros)
         monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
         monkeypatch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
 
+    def _of_side(self, name: str, method: Callable, *args: object) -> object:
+        self._side = name
+        return method(*args)
+
     def _add(self, kernel: interpreter.InterpretedFunction, args: tuple, named: dict) -> None:
         parameters, alike = inspect.signature(kernel.fn).parameters, kernel.kwargs["do_not_specialize"] or ()
         options = tuple(sorted((name, value) for name, value in named.items() if name not in parameters and name not in ("grid", "warmup")))
         given = dict(zip(parameters, args)) | {name: value for name, value in named.items() if name in parameters}
         told = (self._told(name, value, parameters[name], name not in alike) for name, value in given.items())
-        self.found.add((f"{kernel.fn.__module__}.{kernel.fn.__name__}", *told, options))
+        self.found.add((f"{self._side}: {kernel.fn.__module__}.{kernel.fn.__name__}", *told, options))
 
     def _told(self, name: str, value: object, parameter: inspect.Parameter, specialised: bool) -> tuple:
         if "constexpr" in str(parameter.annotation):
@@ -92,7 +104,7 @@ def test_nobody_waits_for_a_compiler(config, monkeypatch):
         assert not [output.answer.error for output in reference.run(requests) if output.answer and output.answer.error]
     monkeypatch.setattr("smc.engine.local.parts_for", lambda _device: replace(KERNELS))
     kernels = local_engine(pair(torch.bfloat16), config).pair
-    variants = Variants(monkeypatch)
+    variants = Variants(monkeypatch, kernels)
     for plan in rehearsal(config, reference.context):
         kernels.round(plan).result()
     for name, args in before:
