@@ -146,10 +146,11 @@ class FirstTokens:
             for _ in range(WARM_UP):
                 loop.step()
             for i, prompt in enumerate(prompts):
-                quiet += [_timed_step(loop)[0] for _ in range(self._quiet)] if beside else []
+                between = [_timed_step(loop)[0] for _ in range(self._quiet)] if beside else []
+                # The first compile, record, and find out what is fastest.
+                quiet += between if i else []
                 for name, found in runs.items():
                     run = _first_token(mode, loop, pending, f"{name} {i}", tuple(prompt))
-                    # The first compiles, and finds out what is fastest.
                     found += [run] if i else []
                     self._on_prompt()
             loop.stop()
