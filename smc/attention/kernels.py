@@ -26,6 +26,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from smc.attention.tuning import Tuning
+from smc.kernels.pdl import launch_options
 from smc.kernels.rows import Groups, PieceShape, Prepared, Tables, page_at, prepare, row_tables
 from smc.kernels.variants import one_variant
 
@@ -48,25 +49,22 @@ def take_in(q_XD, k_PD, v_PD, visible_XP, m_X, l_X, acc_XD, SCALE: tl.constexpr)
 def _prefix_kernel(
     q, keys, values, table_SL, piece_6W, pieces_1, part, lse, q_stride, table_stride, W, E,
     N: tl.constexpr, J: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_P: tl.constexpr,
-    STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """One piece of one key/value head. Pieces that there are none of come last, so that the others get a multiprocessor each."""
-    if OVERLAP:  # Also where there is no work: whoever waits for this kernel waits for the one before it.
-        gdc_wait()
-        gdc_launch_dependents()
     j, piece = tl.program_id(0), piece_6W + tl.program_id(1)
     x0, queries, slot = tl.load(piece), tl.load(piece + W), tl.load(piece + 2 * W)
     first, last, entry = tl.load(piece + 3 * W), tl.load(piece + 4 * W), tl.load(piece + 5 * W)
     if tl.program_id(1) >= tl.load(pieces_1):
         return
     i, d = tl.arange(0, BLOCK_X), tl.arange(0, D)
+    p = tl.arange(0, BLOCK_P)
+    pages = table_SL + slot.to(tl.int64) * table_stride + p
+    page = tl.load(pages + first, mask=first + p < last, other=0)
     real_X, token, head = i < queries, (x0 + i) // N, j * N + (x0 + i) % N
     q_XD = tl.load(q + token[:, None] * q_stride + head[:, None] * D + d, mask=real_X[:, None], other=0.0)
     m_X, l_X = tl.full([BLOCK_X], LOWEST, tl.float32), tl.zeros([BLOCK_X], tl.float32)
     acc_XD = tl.zeros([BLOCK_X, D], tl.float32)
-    p = tl.arange(0, BLOCK_P)
-    pages = table_SL + slot.to(tl.int64) * table_stride + p
-    page = tl.load(pages + first, mask=first + p < last, other=0)
     for p0 in tl.range(first, last, BLOCK_P, num_stages=STAGES):
         at_PD = (page.to(tl.int64) * J + j)[:, None] * D + d
         k_PD, v_PD = tl.load(keys + at_PD), tl.load(values + at_PD)
@@ -78,24 +76,40 @@ def _prefix_kernel(
     tl.store(part + at_X[:, None] * D + d, acc_XD / l_X[:, None], mask=real_X[:, None])
 
 
+@triton.jit
+def _splits(lse, part, at_SM, live_SM, D: tl.constexpr):
+    """Base-2 log-sum-exps [S, M] and outputs [S, M, D] of some splits."""
+    part_at = part + at_SM[:, :, None] * D + tl.arange(0, D)
+    return tl.load(lse + at_SM, mask=live_SM, other=-float("inf")), tl.load(part_at, mask=live_SM[:, :, None], other=0.0).to(tl.float32)
+
+
 @one_variant("q", "keys", "values", "table_SL", "table_stride", "width", "part", "out", "q_stride")
 def _own_kernel(
     q, keys, values, table_SL, table_stride, width, slot_R, tail_RB, tail_stride, tail_width, tail_R, start_R, count_R, row_4R,
     part, lse, out, q_stride, rows, E,
     Q: tl.constexpr, N: tl.constexpr, J: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, TAIL: tl.constexpr,
-    BLOCK_Y: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_S: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_Y queries of a row and key/value head, over the row's own positions, merged with the splits of its prefix."""
+    """BLOCK_M queries of a row and key/value head, over the row's own positions, merged with the splits of its prefix. With AHEAD the first
+    of these are on their way while the own positions are attended."""
+    # Tensor cores take 16 queries at least; those past BLOCK_M see nothing.
+    BLOCK_Y: tl.constexpr = max(16, BLOCK_M)
+    PARTS: tl.constexpr = BLOCK_Y // BLOCK_M
     j, r = tl.program_id(1), tl.program_id(2)
     start, count, shared = tl.load(start_R + r), tl.load(count_R + r), tl.load(row_4R + r)
     entry, step, splits = tl.load(row_4R + rows + r), tl.load(row_4R + 2 * rows + r), tl.load(row_4R + 3 * rows + r)
+    first, s, d = tl.program_id(0) * BLOCK_M, tl.arange(0, BLOCK_S), tl.arange(0, D)
+    m, y = first + tl.arange(0, BLOCK_M), first + tl.arange(0, BLOCK_Y)
+    real_M, real_Y = m // N < count, (y // N < count) & (y < first + BLOCK_M)
+    at_SM = j * E + entry + s[:, None] * step + m[None, :]
+    if AHEAD:
+        lse_SM, part_SMD = _splits(lse, part, at_SM, (s < splits)[:, None] & real_M[None, :], D)
     table, tail, tail_start = row_tables(r, table_SL, table_stride, slot_R, tail_RB, tail_stride, tail_R, TAIL)
-    y, d = tl.program_id(0) * BLOCK_Y + tl.arange(0, BLOCK_Y), tl.arange(0, D)
-    token, head = r * Q + y // N, j * N + y % N
-    real_Y = y // N < count
     limit_Y = tl.where(real_Y, start - shared + y // N, -1)
     own = tl.where(count > 0, start - shared + count, 0)
-    q_YD = tl.load(q + token[:, None] * q_stride + head[:, None] * D + d, mask=real_Y[:, None], other=0.0)
+    q_at = q + (r * Q + y // N)[:, None] * q_stride + (j * N + y % N)[:, None] * D + d
+    q_YD = tl.load(q_at, mask=real_Y[:, None], other=0.0)
     m_Y, l_Y = tl.full([BLOCK_Y], LOWEST, tl.float32), tl.zeros([BLOCK_Y], tl.float32)
     acc_YD = tl.zeros([BLOCK_Y, D], tl.float32)
     for o0 in tl.range(0, own, BLOCK_O, num_stages=STAGES):
@@ -104,37 +118,39 @@ def _own_kernel(
         at_OD = (page.to(tl.int64) * J + j)[:, None] * D + d
         visible_YO = o[None, :] <= limit_Y[:, None]
         m_Y, l_Y, acc_YD = take_in(q_YD, tl.load(keys + at_OD), tl.load(values + at_OD), visible_YO, m_Y, l_Y, acc_YD, SCALE)
-    if OVERLAP:  # Always, also where nothing is merged: whoever waits for this kernel waits for the one before it.
-        gdc_wait()
-        gdc_launch_dependents()
+    # Without those that see nothing, whose sums are zero.
+    m_M, l_M = tl.max(tl.reshape(m_Y, (PARTS, BLOCK_M)), 0), tl.sum(tl.reshape(l_Y, (PARTS, BLOCK_M)), 0)
+    acc_MD = tl.sum(tl.reshape(acc_YD, (PARTS, BLOCK_M, D)), 0)
     for s0 in tl.range(0, splits, BLOCK_S):
-        s = s0 + tl.arange(0, BLOCK_S)
-        at_SY = j * E + entry + s[:, None] * step + y[None, :]
-        live_SY = (s < splits)[:, None] & real_Y[None, :]
-        lse_SY = tl.load(lse + at_SY, mask=live_SY, other=-float("inf"))
-        part_SYD = tl.load(part + at_SY[:, :, None] * D + d, mask=live_SY[:, :, None], other=0.0).to(tl.float32)
-        new_Y = tl.maximum(m_Y, tl.max(lse_SY, 0))
-        fade_Y, w_SY = tl.exp2(m_Y - new_Y), tl.exp2(lse_SY - new_Y[None, :])
-        acc_YD = acc_YD * fade_Y[:, None] + tl.sum(part_SYD * w_SY[:, :, None], 0)
-        m_Y, l_Y = new_Y, l_Y * fade_Y + tl.sum(w_SY, 0)
-    out_YD = acc_YD / tl.where(real_Y, l_Y, 1.0)[:, None]
-    tl.store(out + (token * (J * N) + head)[:, None] * D + d, out_YD, mask=(y < Q * N)[:, None])
+        if not AHEAD:
+            lse_SM, part_SMD = _splits(lse, part, at_SM, (s0 + s < splits)[:, None] & real_M[None, :], D)
+        new_M = tl.maximum(m_M, tl.max(lse_SM, 0))
+        fade_M, w_SM = tl.exp2(m_M - new_M), tl.exp2(lse_SM - new_M[None, :])
+        acc_MD = acc_MD * fade_M[:, None] + tl.sum(part_SMD * w_SM[:, :, None], 0)
+        m_M, l_M = new_M, l_M * fade_M + tl.sum(w_SM, 0)
+        at_SM += BLOCK_S * step
+        if AHEAD:
+            lse_SM, part_SMD = _splits(lse, part, at_SM, (s0 + BLOCK_S + s < splits)[:, None] & real_M[None, :], D)
+    if PDL:
+        gdc_launch_dependents()
+    out_MD = acc_MD / tl.where(real_M, l_M, 1.0)[:, None]
+    at_M = (r * Q + m // N) * (J * N) + j * N + m % N
+    tl.store(out + at_M[:, None] * D + d, out_MD, mask=(m < Q * N)[:, None])
 
 
 @one_variant("q", "keys", "values", "table_SL", "table_stride", "width", "out", "q_stride")
 def _direct_kernel(
     q, keys, values, table_SL, table_stride, width, slot_R, tail_RB, tail_stride, tail_width, tail_R, start_R, count_R, out, q_stride,
     Q: tl.constexpr, N: tl.constexpr, J: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, TAIL: tl.constexpr,
-    BLOCK_Y: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_Y: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_Y queries of a row and key/value head, over all that the row holds, shared or not."""
     j, r = tl.program_id(1), tl.program_id(2)
     y, d, p = tl.program_id(0) * BLOCK_Y + tl.arange(0, BLOCK_Y), tl.arange(0, D), tl.arange(0, BLOCK_P)
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
     start, count = tl.load(start_R + r), tl.load(count_R + r)
     table, tail, tail_start = row_tables(r, table_SL, table_stride, slot_R, tail_RB, tail_stride, tail_R, TAIL)
+    if PDL:
+        gdc_wait()
     end = tl.where(count > 0, start + count, 0)
     token, head = r * Q + y // N, j * N + y % N
     real_Y = y // N < count
@@ -149,6 +165,8 @@ def _direct_kernel(
         next_p = p0 + BLOCK_P + p
         page = page_at(next_p, next_p < end, table, width, tail, tail_width, tail_start, TAIL)
         m_Y, l_Y, acc_YD = take_in(q_YD, k_PD, v_PD, (p0 + p)[None, :] <= limit_Y[:, None], m_Y, l_Y, acc_YD, SCALE)
+    if PDL:
+        gdc_launch_dependents()
     out_YD = acc_YD / tl.where(real_Y, l_Y, 1.0)[:, None]
     tl.store(out + (token * (J * N) + head)[:, None] * D + d, out_YD, mask=(y < Q * N)[:, None])
 
@@ -173,12 +191,15 @@ class SharedPrefixAttention:
         dtype: torch.dtype,
         device: torch.device | str,
         max_context: int,
+        pdl: bool = False,
         **tuning: Any,
     ) -> None:
-        """`heads` (H, J); `max_context` bounds the positions that a group attends together; `tuning` replaces fields of Tuning."""
+        """`heads` (H, J); `max_context` bounds the positions that a group attends together; `pdl`: `smc.kernels.pdl`; `tuning` replaces
+        fields of Tuning."""
         check_heads(heads, head_dim)
         h, j = heads
         self.groups, self.rows, self.queries, self.heads, self.head_dim = groups, rows, queries, heads, head_dim
+        self.pdl = pdl
         self.tuning = tune = replace(Tuning.choose(rows, queries, heads, head_dim, dtype, max_context), **tuning)
         self.pieces = PieceShape(h // j, tune.block_x, tune.block_p, tune.pieces, tune.min_tiles, max_context)
         entries = self.pieces.entries(rows, queries)
@@ -186,9 +207,8 @@ class SharedPrefixAttention:
         self.lse_JE = torch.empty(j, entries, dtype=torch.float32, device=device)
         assert self.part_JED.numel() < 2**31, "the kernels address the workspace in 32 bits"
         self._constants = {
-            "N": h // j, "J": j, "D": head_dim, "SCALE": head_dim**-0.5 * 1.4426950408889634, "OVERLAP": tune.overlap,
+            "N": h // j, "J": j, "D": head_dim, "SCALE": head_dim**-0.5 * 1.4426950408889634,
         }  # fmt: skip
-        self._launch = {"launch_pdl": True} if tune.overlap else {}
 
     @property
     def workspace_bytes(self) -> int:
@@ -218,24 +238,24 @@ class SharedPrefixAttention:
         _prefix_kernel[(self.heads[1], piece_6W.shape[1])](
             q_THD, keys, values, table, piece_6W, prepared.pieces_1, self.part_JED, self.lse_JE, q_THD.stride(0), table.stride(0),
             piece_6W.shape[1], entries, BLOCK_X=tune.block_x, BLOCK_P=tune.block_p, STAGES=tune.stages, num_warps=tune.warps,
-            **self._launch, **self._constants,
+            **self._constants,
         )  # fmt: skip
         *index, tail = prepared.tables.arguments()
-        _own_kernel[self._row_grid()](
+        _own_kernel[self._row_grid(tune.own_y)](
             q_THD, keys, values, *index, *bounds, prepared.row_4R, self.part_JED, self.lse_JE, out_THD, q_THD.stride(0), self.rows,
-            entries, Q=self.queries, TAIL=tail, BLOCK_Y=tune.block_y, BLOCK_O=tune.block_o, BLOCK_S=tune.block_s,
-            STAGES=tune.own_stages, num_warps=tune.own_warps, **self._launch, **self._constants,
+            entries, Q=self.queries, TAIL=tail, BLOCK_M=tune.own_y, BLOCK_O=tune.block_o, BLOCK_S=tune.block_s,
+            AHEAD=tune.ahead, STAGES=tune.own_stages, PDL=self.pdl, num_warps=tune.own_warps, **self._constants,
         )  # fmt: skip
         return out_THD
 
     def _run_short(self, q_THD: Tensor, keys: Tensor, values: Tensor, prepared: Prepared, out_THD: Tensor) -> None:
         tune, (*index, tail) = self.tuning, prepared.tables.arguments()
-        _direct_kernel[self._row_grid()](
+        _direct_kernel[self._row_grid(tune.block_y)](
             q_THD, keys, values, *index, prepared.start_R, prepared.count_R, out_THD, q_THD.stride(0), Q=self.queries, TAIL=tail,
             BLOCK_Y=tune.block_y, BLOCK_P=tune.direct_p, STAGES=tune.direct_stages, num_warps=tune.direct_warps,
-            **self._launch, **self._constants,
+            PDL=self.pdl, **launch_options(self.pdl), **self._constants,
         )  # fmt: skip
 
-    def _row_grid(self) -> tuple[int, int, int]:
-        (h, j), tune = self.heads, self.tuning
-        return triton.cdiv(self.queries * h // j, tune.block_y), j, self.rows
+    def _row_grid(self, block: int) -> tuple[int, int, int]:
+        h, j = self.heads
+        return triton.cdiv(self.queries * h // j, block), j, self.rows

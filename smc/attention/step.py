@@ -17,7 +17,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from smc.attention.kernels import take_in
-from smc.kernels.norm import launch_options, sum_parts
+from smc.kernels.norm import sum_parts
+from smc.kernels.pdl import launch_options
 from smc.kernels.rows import Tables, page_at, row_tables
 from smc.kernels.variants import one_variant
 
@@ -106,22 +107,21 @@ def _step_kernel(
     DTYPE: tl.constexpr = out.dtype.element_ty
     j, r = tl.program_id(0), tl.program_id(1)
     y, d, p = tl.arange(0, BLOCK_Y)[:, None], tl.arange(0, D)[None, :], tl.arange(0, BLOCK_P)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     exists = tl.load(count_R + r) > 0
     position = tl.where(exists, tl.load(start_R + r), 0)
     table, tail, tail_start = row_tables(r, table_SL, table_stride, slot_R, tail_RB, tail_stride, tail_R, TAIL)
     page = page_at(p, p < position, table, width, tail, tail_width, tail_start, TAIL)
     angle = rope + position.to(tl.int64) * D + d % (D // 2)
     cos, sin = tl.load(angle), tl.load(angle + D // 2)
+    here = page_at(position, exists, table, width, tail, tail_width, tail_start, TAIL)
+    if PDL:
+        gdc_wait()
     row, real = qkv + r.to(tl.int64) * ((H + 2 * J) * D), y < N
     q_YD = _rotated(row, j * N + y, d, split_stride, q_norm, eps, cos, sin, real, D, NORM, SPLITS, DTYPE)
     # The new key and value are those of one head, in a block of one.
     one = tl.zeros([1, 1], tl.int32)
     k_1D = _rotated(row, H + j + one, d, split_stride, k_norm, eps, cos, sin, one == 0, D, NORM, SPLITS, DTYPE)
     v_1D = sum_parts(row + (H + J + j) * D + d, split_stride, d < D, SPLITS).to(DTYPE)
-    here = page_at(position, exists, table, width, tail, tail_width, tail_start, TAIL)
     at = (here.to(tl.int64) * J + j) * D + d
     # The dummy page stays as it is: a masked position must not read a NaN.
     tl.store(keys + at, k_1D, mask=(d < D) & (here != 0))
@@ -135,5 +135,7 @@ def _step_kernel(
         next_p = p0 + BLOCK_P + p
         page = page_at(next_p, next_p < position, table, width, tail, tail_width, tail_start, TAIL)
         m_Y, l_Y, acc_YD = take_in(q_YD, k_PD, v_PD, (p0 + p < position)[None, :], m_Y, l_Y, acc_YD, SCALE)
+    if PDL:
+        gdc_launch_dependents()
     out_YD = tl.where(exists, acc_YD / l_Y[:, None], 0.0)
     tl.store(out + (r.to(tl.int64) * H + j * N + y) * D + d, out_YD.to(DTYPE), mask=real & (d < D))

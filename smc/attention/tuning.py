@@ -26,22 +26,24 @@ class Tuning:
     """Warps of a prefix program; 4 form one tensor-core group of 64 queries (Hopper's wgmma; below 64 queries it is mma)."""
     stages: int
     """Depth of the prefix kernel's load pipeline."""
-    block_y: int
-    """Queries of an own program: small, since it is latency and not reading that costs."""
+    own_y: int
+    """Queries of an own program: few, since it is latency and not reading that costs."""
     block_o: int
     """Own positions of a tile: mostly there is one, read in one go."""
     block_s: int
-    """Splits merged at once, by registers: at most 64 a thread."""
+    """Splits merged at once, by registers."""
+    ahead: bool
+    """Whether the first splits are fetched before a row's own positions are attended, where registers hold them meanwhile."""
     own_warps: int
     """Warps of an own program."""
     own_stages: int
     """Depth of the own kernel's load pipeline; 1 is none."""
+    block_y: int
+    """Queries of a direct program."""
     direct_p: int
-    """Positions of a tile of the direct kernel."""
+    """Positions of its tile."""
     direct_warps: int
     direct_stages: int
-    overlap: bool
-    """Programmatic dependent launch: either kernel starts before the one before it ends, and waits for that where it needs it."""
     partial: torch.dtype
     """Type of the splits' outputs in the workspace."""
 
@@ -50,26 +52,32 @@ class Tuning:
         """How many groups share the rows is known on the device alone."""
         (h, j), wide = heads, dtype.itemsize == 4
         x, y = rows * queries * h // j, queries * h // j
-        block_x = min(32 if wide else 128, max(16, triton.next_power_of_2(x)))
-        block_p = 32 if wide else 64
-        pieces = max(1, PROGRAMS // j)
+        # Narrow heads leave room for two programs of 64 queries on a multiprocessor, of which one computes while the other waits.
+        narrow = not wide and head_dim <= 64
+        block_x = min(32 if wide else 64 if narrow else 128, max(16, triton.next_power_of_2(x)))
+        block_p = 32 if wide else 128 if narrow else 64
+        pieces = max(1, PROGRAMS // j) * (2 if narrow and x > block_x else 1)
         splits = min(pieces, triton.cdiv(max_context, block_p))
         block_y = 16 if rows * j * triton.cdiv(y, 16) <= 2 * PROGRAMS else min(32, max(16, triton.next_power_of_2(y)))
+        own_y = min(4, triton.next_power_of_2(y))
+        ahead = rows * j * triton.cdiv(y, own_y) <= 4 * PROGRAMS
+        own_y = own_y if ahead else block_y
         return Tuning(
             block_x=block_x,
             block_p=block_p,
             pieces=pieces,
-            min_tiles=2 if x >= 128 else 1,
+            min_tiles=2 if x >= 128 and not narrow else 1,
             warps=8 if block_x >= 128 else 4,
-            stages=1 if wide else 4 if head_dim <= 64 else 3,
-            block_y=block_y,
+            stages=1 if wide else 3,
+            own_y=own_y,
             block_o=32 if wide else 64,
-            block_s=min(triton.next_power_of_2(splits), max(1, (8192 if block_y == 16 else 4096) // (block_y * head_dim))),
-            own_warps=2 if block_y == 16 else 4,
+            block_s=min(triton.next_power_of_2(splits), max(1, (4096 if ahead or block_y > 16 else 8192) // (own_y * head_dim))),
+            ahead=ahead,
+            own_warps=2 if own_y <= 16 else 4,
             own_stages=1,
+            block_y=block_y,
             direct_p=32 if wide else 64,
             direct_warps=2 if block_y == 16 else 4,
             direct_stages=1 if wide else 4 if head_dim <= 64 else 3,
-            overlap=False,
             partial=torch.float32,
         )

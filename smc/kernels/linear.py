@@ -8,8 +8,7 @@ threads would be of 8 bytes each.
 The weight tile is the long side of the tensor cores' product (M = outputs, N = tokens), so 8 tokens cost little more than the
 loads. Small matrices are cut along K as well (split-K) to occupy every multiprocessor; the fp32 partials [S, T, N] are summed in
 a fixed order by whoever reads them (`smc.kernels.norm`, or `reduce` here), without atomics: the same bits every time.
-Nothing reads the host, and grids follow from shapes alone. With `pdl` the launch may begin before its predecessor ends: it
-prefetches its weights into the L2 cache, then waits before the first read of x.
+Nothing reads the host, and grids follow from shapes alone. `pdl`: `smc.kernels.pdl`.
 
 Axes: T tokens, K inputs, N outputs, I inner features, S splits of K.
 """
@@ -25,7 +24,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from smc.kernels.norm import launch_options
+from smc.kernels.pdl import launch_options
 
 FP8 = torch.float8_e4m3fn
 
@@ -33,13 +32,7 @@ _PROGRAMS = 120
 """Fewest programs that occupy an H200's 132 multiprocessors well enough."""
 
 
-PREFETCH_BYTES = 16 << 20
-"""Of a weight, asked for while the kernel before is still at work: what HBM brings in a few microseconds, well within the L2 cache."""
-
-
 COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
-LINE_BYTES = tl.constexpr(128)
-"""Of the L2 cache, asked for at a time."""
 
 
 @dataclass(frozen=True)
@@ -152,13 +145,10 @@ def _launch(
 ) -> None:
     """`matrix`: weight, scale, bias."""
     (tokens, inputs), (weight, scale, bias) = x_TK.shape, matrix
-    width, size = inputs // tiling.splits, weight.element_size()
-    lines = 16 * LINE_BYTES // size
-    ahead = min(width, max(lines, PREFETCH_BYTES // (grid[0] * grid[1] * tiling.block_n * size) // lines * lines))
     flags |= {"HAS_BIAS": bias is not None}
     bias = weight if bias is None else bias
     sizes = {"BLOCK_T": _token_block(tokens), "BLOCK_N": tiling.block_n, "BLOCK_K": tiling.block_k}
-    options = {"AHEAD": ahead, "num_warps": tiling.warps, "num_stages": tiling.stages, **launch_options(flags["PDL"])}
+    options = {"num_warps": tiling.warps, "num_stages": tiling.stages, **launch_options(flags["PDL"])}
     steps = {"STEPS": inputs // tiling.block_k // tiling.splits, "STAGES": tiling.stages}
     if scale is None:
         _linear[grid](x_TK, weight, bias, out, tokens, outputs, inputs, x_TK.stride(0), **steps, **sizes, **flags, **options)
@@ -167,18 +157,6 @@ def _launch(
     tiles = TensorDescriptor.from_tensor(weight.view(parts, -1, inputs), [parts, tiling.block_n // parts, tiling.block_k])
     x_tiles = TensorDescriptor.from_tensor(x_TK, [sizes["BLOCK_T"], tiling.block_k])
     _widened[grid](x_tiles, tiles, weight, scale, bias, out, tokens, outputs, inputs, **steps, **sizes, **flags, **options)
-
-
-@triton.jit
-def _prefetch(weight, n, start, inputs, WIDTH: tl.constexpr):
-    """Ask for the beginning of a program's part of the weight, [BLOCK_N, WIDTH], sixteen lines of the cache at a time."""
-    LINE: tl.constexpr = LINE_BYTES * 8 // weight.dtype.element_ty.primitive_bitwidth
-    line = tl.arange(0, 16) * LINE
-    for k in range(0, WIDTH, 16 * LINE):
-        at = weight + n[:, None].to(tl.int64) * inputs + start + tl.minimum(k + line, WIDTH - 1)[None, :]
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
-        )  # fmt: skip
 
 
 @triton.jit
@@ -196,17 +174,14 @@ def _rows(tile, outputs, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
 def _linear(
     x, weight, bias, out, tokens, outputs, inputs, stride_x, STEPS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of outputs over one part of K, of a weight of x's type."""
     tile, split = tl.program_id(0), tl.program_id(1)
     t, k = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)
     n, start = _rows(tile, outputs, BLOCK_N, GATED), split * (STEPS * BLOCK_K)
     if PDL:
-        _prefetch(weight, n, start, inputs, AHEAD)
-        # In this order: a kernel that has not begun to work keeps those after the next from taking its place.
         gdc_wait()
-        gdc_launch_dependents()
     weight_at = weight + n[:, None].to(tl.int64) * inputs + (start + k)[None, :]
     x_at = x + t[:, None] * stride_x + (start + k)[None, :]
     sum_NT = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
@@ -216,6 +191,8 @@ def _linear(
         sum_NT = tl.dot(weight_NK, tl.trans(x_TK), sum_NT)
         weight_at += BLOCK_K
         x_at += BLOCK_K
+    if PDL:
+        gdc_launch_dependents()
     _finish(sum_NT, bias, out, tokens, outputs, BLOCK_T, BLOCK_N, HAS_BIAS, GATED)
 
 
@@ -223,7 +200,7 @@ def _linear(
 def _widened(
     x_tiles, tiles, weight, scale, bias, out, tokens, outputs, inputs, STEPS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The same of an FP8 weight. `tiles` [1 or 2, N or I, K] and `x_tiles` are what the machine's copy engine fetches the weight and x by;
     past their ends it finds zeros."""
@@ -231,9 +208,7 @@ def _widened(
     n, start = _rows(tile, outputs, BLOCK_N, GATED), split * (STEPS * BLOCK_K)
     ROWS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     if PDL:
-        _prefetch(weight, n, start, inputs, AHEAD)
         gdc_wait()
-        gdc_launch_dependents()
     sum_NT = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         weight_NK = tl.reshape(tiles.load([0, tile * ROWS, start + step * BLOCK_K]), (BLOCK_N, BLOCK_K))
@@ -244,6 +219,8 @@ def _widened(
             # A use of the sums, so that the product ends here: else the next weights are widened into registers that it still reads.
             sum_NT = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [sum_NT], dtype=tl.float32, is_pure=True, pack=1)
     sum_NT *= tl.load(scale + n)[:, None]
+    if PDL:
+        gdc_launch_dependents()
     _finish(sum_NT, bias, out, tokens, outputs, BLOCK_T, BLOCK_N, HAS_BIAS, GATED)
 
 

@@ -1,8 +1,7 @@
 """The element-wise steps between a layer's matrix products: residual add with RMSNorm, and the gated activation.
 
 Both take a product's result whole or as fp32 split-K partials, which are summed in their order: the same bits every time.
-Nothing reads the host, and grids follow from shapes alone. `pdl` marks a launch that may begin before its predecessor ends
-(programmatic dependent launch); it waits for it before its first read.
+Nothing reads the host, and grids follow from shapes alone. `pdl`: `smc.kernels.pdl`.
 
 Axes: T tokens, E features, I inner features, S splits.
 """
@@ -15,10 +14,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from smc.kernels.pdl import launch_options
 
-def add_norm(
-    x_TE: Tensor, parts: Tensor | None, weight_E: Tensor, eps: float, out_TE: Tensor | None = None, warps: int = 8, pdl: bool = False
-) -> Tensor:
+
+def add_norm(x_TE: Tensor, parts: Tensor | None, weight_E: Tensor, eps: float, out_TE: Tensor | None = None, pdl: bool = False) -> Tensor:
     """x += sum of parts, in place; returns RMSNorm(x) * weight [T, E] in the weight's type (fp32 arithmetic).
 
     `parts` is None, one tensor [T, E] or partials [S, T, E]. The norm is that of x as stored, rounded to its type.
@@ -28,8 +27,8 @@ def add_norm(
     _require(x_TE, out_TE, weight_E, *([] if parts is None else [parts]))
     block = triton.next_power_of_2(features)
     _add_norm[(tokens,)](
-        x_TE, x_TE if parts is None else parts, weight_E, out_TE, features, eps, SPLITS=splits, BLOCK=block, PDL=pdl, num_warps=warps,
-        **launch_options(pdl)
+        x_TE, x_TE if parts is None else parts, weight_E, out_TE, features, eps, SPLITS=splits, BLOCK=block, PDL=pdl,
+        num_warps=max(1, min(16, block // 128)), **launch_options(pdl)
     )  # fmt: skip
     return out_TE
 
@@ -46,11 +45,6 @@ def silu_mul(
     grid = (tokens, triton.cdiv(inner, block))
     _silu_mul[grid](gate_up, out_TI, inner, SPLITS=_splits(gate_up), BLOCK=block, PDL=pdl, num_warps=warps, **launch_options(pdl))
     return out_TI
-
-
-def launch_options(pdl: bool) -> dict[str, bool]:
-    """Launch keywords; without PDL none, so that the interpreter and older drivers see nothing new."""
-    return {"launch_pdl": True} if pdl else {}
 
 
 def _splits(parts: Tensor | None) -> int:
@@ -78,13 +72,15 @@ def _add_norm(
 ):  # fmt: skip
     feature = tl.arange(0, BLOCK)
     inside = feature < features
-    # Weights are nobody's output: they may be read before the wait.
     scale = tl.load(weight + feature, mask=inside, other=0.0).to(tl.float32)
+    at = tl.program_id(0).to(tl.int64) * features + feature
+    # With parts to add, x was there before whatever made them began.
+    if PDL and SPLITS == 0:
+        gdc_wait()
+    hidden = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    at = tl.program_id(0).to(tl.int64) * features + feature
-    hidden = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if SPLITS > 0:
         summed = (hidden + sum_parts(parts + at, tl.num_programs(0).to(tl.int64) * features, inside, SPLITS)).to(x.dtype.element_ty)
         tl.store(x + at, summed, mask=inside)

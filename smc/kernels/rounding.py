@@ -1,6 +1,6 @@
 """Activations in FP8 with a scale for each row, for the library's product of many rows: `smc.models.linear.round_rows` in one launch.
 
-Nothing reads the host. `pdl` marks a launch that may begin before its predecessor ends; it waits for it before its first read.
+Nothing reads the host. `pdl`: `smc.kernels.pdl`.
 
 Axes: T tokens, K inputs.
 """
@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from smc.kernels.norm import launch_options
+from smc.kernels.pdl import launch_options
 
 FP8 = torch.float8_e4m3fn
 LARGEST = tl.constexpr(448.0)

@@ -14,6 +14,7 @@ from smc.attention.kernels import SharedPrefixAttention, check_heads
 from smc.attention.step import step_attention
 from smc.kernels.linear import gate_up_silu, linear, reduce
 from smc.kernels.norm import add_norm, silu_mul
+from smc.kernels.pdl import supports_pdl
 from smc.kernels.rounding import round_rows
 from smc.kernels.rows import Groups, Tables
 from smc.kernels.store import store_kv
@@ -35,13 +36,12 @@ Attend = Callable[[Layer, Tensor, Tensor], None]
 
 class KernelForward(StaticForward):
     """A decoder of one worker. With `own_products` matrix products of few rows are ours too, but not in float32, which tensor cores
-    would round; with `pdl` kernels begin before those before them have ended (programmatic dependent launch). Raises ValueError for heads
-    that the kernels cannot do."""
+    would round. Raises ValueError for heads that the kernels cannot do."""
 
-    def __init__(self, worker: ModelWorker, *, own_products: bool = True, pdl: bool = False) -> None:
+    def __init__(self, worker: ModelWorker, *, own_products: bool = True) -> None:
         super().__init__(worker.model, worker.pool, worker.rope)
         check_heads((worker.model.config.num_heads, worker.model.config.num_kv_heads), worker.model.config.head_dim)
-        self._longest, self._own_products, self._pdl = worker.width, own_products, pdl
+        self._longest, self._own_products, self._pdl = worker.width, own_products, supports_pdl(worker.model.embed.weight.device)
         self._attentions: dict[tuple[int, int, int], SharedPrefixAttention] = {}
 
     @property
@@ -134,7 +134,7 @@ class KernelForward(StaticForward):
         if shape not in self._attentions:
             weight, heads = self.model.embed.weight, (config.num_heads, config.num_kv_heads)
             self._attentions[shape] = SharedPrefixAttention(
-                *shape, heads, config.head_dim, weight.dtype, weight.device, self._longest, overlap=self._pdl
+                *shape, heads, config.head_dim, weight.dtype, weight.device, self._longest, self._pdl
             )
         return self._attentions[shape]
 

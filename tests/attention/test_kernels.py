@@ -44,6 +44,12 @@ CASES = {
     "more_declared_than_held": Case([37, 20], [[(37, 1), (40, 1)], [(20, 1), (33, 0)]], 1, declared=[45, 90]),
     "many_tiles": Case([200], [[(200, 2), (230, 1)]], 2, (8, 2), tuning={"pieces": 4, "block_p": 16, "min_tiles": 2, "block_o": 16}),
     "few_splits_used": Case([40], [[(41, 1)]], 1, tuning={"pieces": 7, "block_p": 16, "min_tiles": 1, "block_s": 2}),
+    "splits_fetched_late": Case(
+        [70, 33], [[(70, 8), (71, 3)], [(33, 5)]], 8, (8, 2), tuning=SMALL | {"own_y": 16, "ahead": False, "block_s": 2}
+    ),
+    "splits_fetched_ahead": Case(
+        [70, 33], [[(70, 8), (71, 3)], [(33, 5)]], 8, (8, 2), tuning=SMALL | {"own_y": 2, "pieces": 7, "block_s": 2}
+    ),
     "several_query_tiles": Case([35], [[(35, 8), (36, 8), (40, 2)]], 8, (8, 2), tuning=SMALL | {"block_x": 16, "pieces": 7}),
     "long_beside_short": Case([300, 17, 5], [[(300, 1)] * 3, [(17, 1)] * 9, [(5, 1)]], 1, tuning=SMALL | {"block_x": 16, "pieces": 8}),
     "bf16_partials": Case([70], [[(70, 2), (71, 1)]], 2, dtype=BF16, tuning={"partial": BF16, "pieces": 2}),

@@ -35,13 +35,13 @@ SHAPES = {"draft": (64, 1), "target": (128, 8)}  # (D, Q)
 LONGEST, COLD_BYTES, MOST_BYTES, MOST_CALLS = 16384, 256 << 20, 8 << 30, 400
 SETTINGS = {
     "default": {},
-    "overlap": {"overlap": True},
     "bf16 partials": {"partial": torch.bfloat16},
     "x64 w4": {"block_x": 64, "warps": 4},
     "p128": {"block_p": 128, "stages": 2, "warps": 8},
     "4 tiles": {"min_tiles": 4},
     "pieces 8": {"pieces": 8},
-    "pieces 33": {"pieces": 33},
+    "pieces 32": {"pieces": 32},
+    "all of a row": {"own_y": 16, "ahead": False},
     "tails": {"tails": True},
     "short": {"short": True},
     "short tails": {"short": True, "tails": True},

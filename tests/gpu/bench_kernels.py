@@ -136,9 +136,8 @@ def bench_norm(features: int, rows: int) -> None:
         sum_TE = x_TE if parts is None else (x_TE.float() + (parts.sum(0) if splits else parts.float())).bfloat16()
         same(add_norm(x_TE.clone(), parts, weight_E, 1e-5), F.rms_norm(sum_TE.float(), (features,), weight_E.float(), 1e-5))
         traffic = x_TE.numel() * (4 if parts is None else 6) + (0 if parts is None else parts.numel() * parts.element_size())
-        for warps in (4, 8, 16):
-            us = microseconds(lambda x, p=parts, w=warps: add_norm(x, p, weight_E, 1e-5, warps=w), [x_TE.clone()])
-            note(f"add_norm {rows}x{features} parts {splits} warps {warps}", us, traffic)
+        us = microseconds(lambda x, p=parts: add_norm(x, p, weight_E, 1e-5), [x_TE.clone()])
+        note(f"add_norm {rows}x{features} parts {splits}", us, traffic)
     gate_up = random(rows, 8 * features)
     gate, up = gate_up.float().chunk(2, -1)
     same(silu_mul(gate_up), F.silu(gate) * up)

@@ -1,0 +1,29 @@
+"""Programmatic dependent launch: a kernel begins while the one before it ends.
+
+The kernels of a decoding step take a few microseconds each, and of these the launch is one. A kernel that is launched so waits
+(`gdc_wait`) until all before it have ended and can be seen. What it reads or writes before that nobody before it may still be writing or
+reading: tables of pages, weights of norms, the residual that an earlier norm left. The kernel before says (`gdc_launch_dependents`) from
+when on the next may come.
+
+A kernel that comes early takes its places then, and where a multiprocessor still holds much of the one before, it gets fewer programs.
+So products and attention say it last, when their sums are made, and the kernel that reads prefixes, with a program for each multiprocessor,
+is not launched so. Asking for weights in advance (prefetching) made every pass slower: `docs/performance.md`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+CAPABILITY = (9, 0)
+"""Of GPUs: the first that know it."""
+
+
+def supports_pdl(device: torch.device | str) -> bool:
+    """Whether kernels of a device can be launched so."""
+    device = torch.device(device)
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= CAPABILITY
+
+
+def launch_options(pdl: bool) -> dict[str, bool]:
+    """Launch keywords; without it none, so that the interpreter and older drivers see nothing new."""
+    return {"launch_pdl": True} if pdl else {}

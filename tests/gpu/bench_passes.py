@@ -1,0 +1,155 @@
+"""Time one pass of a model in a CUDA graph, as a step of a draft or a target's pass is one, and its kernels.
+
+    python -m tests.gpu.bench_passes [llama-1b:bfloat16:32x1:256 ...] [--no-pdl] [--kernels]
+
+A pass is a shape, a type, rows x tokens of a row, and the positions that all rows share; each row has some of its own. Random weights. All
+tokens' logits are made. With `--no-pdl` no kernel begins before the one before it has ended. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from smc.kv.pages import DUMMY_PAGE
+from smc.limits import DTYPE_NAMES
+from smc.models.linear import DTYPES
+from smc.models.presets import NoText, preset
+from smc.models.random_model import random_model
+from smc.runtime.forward import Rows
+from smc.runtime.kernel_forward import KernelForward
+from smc.runtime.worker import ModelWorker
+from smc.stops import TokenBytes
+
+PASSES = [
+    *(f"llama-1b:{dtype}:{rows}x1:256" for dtype in ("bfloat16", "fp8") for rows in (8, 32)),
+    *(f"llama-8b:{dtype}:{block}:256" for dtype in ("bfloat16", "fp8") for block in ("1x1", "1x5", "8x5")),
+    *(f"llama-1b:bfloat16:32x1:{context}" for context in (4096, 16384)),
+    *(f"llama-8b:bfloat16:8x5:{context}" for context in (4096, 16384)),
+]
+OWN, WIDTH, PAGES, SHORT = 24, 16_800, 17_500, 600
+"""Positions that each row has for itself, positions of a row at most, pages, and positions shared up to which rows are short."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    shape: str
+    dtype: str
+    rows: int
+    queries: int
+    context: int
+    layers: int | None = None
+
+    @staticmethod
+    def parse(text: str) -> Pass:
+        shape, dtype, block, context = text.split(":")
+        assert dtype in DTYPE_NAMES, f"{text!r}: allowed types: {', '.join(DTYPE_NAMES)}"
+        rows, queries = block.split("x")
+        return Pass(shape, dtype, int(rows), int(queries), int(context))
+
+    def build(self, pdl: bool) -> Callable[[], Tensor]:
+        """Something that runs it, for the logits of all tokens, over keys and values that are the same each time it is built."""
+        made, generator = worker(self.shape, self.dtype, self.layers), torch.Generator("cuda").manual_seed(1)
+        forward = KernelForward(made)
+        forward._pdl &= pdl
+        for store in (made.pool.keys, made.pool.values):
+            store.normal_(generator=generator)
+            store[:, DUMMY_PAGE] = 0.0
+        rows = self._tables(generator)
+        tokens_T = torch.randint(0, 1000, (self.rows * self.queries,), device="cuda", generator=generator)
+        torch.cuda.synchronize()
+        return lambda: forward.logits(forward(tokens_T, rows))
+
+    def _tables(self, generator: torch.Generator) -> Rows:
+        own = OWN + self.queries
+        order = 1 + torch.randperm(self.context + self.rows * own, device="cuda", dtype=torch.int32, generator=generator)
+        table_SL = torch.zeros(self.rows, WIDTH, dtype=torch.int32, device="cuda")
+        table_SL[:, : self.context] = order[: self.context]
+        table_SL[:, self.context : self.context + own] = order[self.context :].view(self.rows, own)
+        slot_R = torch.arange(self.rows, dtype=torch.int32, device="cuda")
+        bounds = (full(self.rows, self.context + OWN), full(self.rows, self.queries), full(self.rows, 0))
+        groups = (full(1, 0), full(1, self.rows), full(1, self.context))
+        return Rows(table_SL, slot_R, None, None, *bounds, *groups, queries=self.queries, short=self.context <= SHORT)
+
+
+def full(count: int, value: int) -> Tensor:
+    return torch.full((count,), value, dtype=torch.int32, device="cuda")
+
+
+@cache
+def worker(shape: str, dtype: str, layers: int | None) -> ModelWorker:
+    config = preset(shape)
+    config = config if layers is None else replace(config, num_layers=layers)
+    model = random_model(config, dtype=DTYPES[dtype], device="cuda")
+    vocab = config.vocab_size
+    return ModelWorker("bench", model, width=WIDTH, pages=PAGES, vocab_size=vocab, token_bytes=TokenBytes.of(NoText(vocab)))
+
+
+def record(call: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """A recording, and where its result is."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph, out
+
+
+def milliseconds(graph: torch.cuda.CUDAGraph, replays: int = 12) -> float:
+    times = []
+    for _ in range(6):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(replays):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / replays)
+    return statistics.median(times[1:])
+
+
+def kernels(graph: torch.cuda.CUDAGraph) -> dict[str, tuple[int, float]]:
+    """Of each kind of kernel: launches, and microseconds of all of them. Those that begin early count from then."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as run:
+        graph.replay()
+        torch.cuda.synchronize()
+    found: dict[str, tuple[int, float]] = {}
+    for event in run.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            launches, spent = found.get(event.name, (0, 0.0))
+            found[event.name] = (launches + 1, spent + event.time_range.elapsed_us())
+    return dict(sorted(found.items(), key=lambda item: -item[1][1]))
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("passes", nargs="*", default=PASSES)
+    parser.add_argument("--no-pdl", action="store_true")
+    parser.add_argument("--kernels", action="store_true")
+    given = parser.parse_args()
+    found = {}
+    for name in given.passes:
+        call = Pass.parse(name).build(pdl=not given.no_pdl)
+        graph, _ = record(call)
+        found[name] = round(milliseconds(graph), 3)
+        print(f"{name:36s} {found[name]:8.3f} ms", flush=True)
+        for kernel, (launches, spent) in kernels(graph).items() if given.kernels else ():
+            print(f"    {kernel[:60]:60s} {launches:5d} x {spent / launches:8.2f} us = {spent:8.1f}", flush=True)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
