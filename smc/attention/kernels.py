@@ -5,7 +5,7 @@ Attention takes two launches a layer. `_prefix_kernel` attends a tile of a group
 decoding: Dao et al. 2023; the cascade of Ye et al. 2024), leaving a normalised output and a base-2 log-sum-exp per query and split.
 `_own_kernel` attends each row's queries to its own positions and merges the splits into that. Which tiles and splits there are was found
 beforehand, once for all layers (`smc.kernels.rows`).
-Where contexts are short, `_direct_kernel` does it in one launch, row by row: reading the prefix from the L2 cache for every row then
+Where contexts are short, `smc.attention.step` does it in one launch, row by row: reading the prefix from the L2 cache for every row then
 costs less than a second launch and a merge. Shapes are static; all that changes between replays of a graph (groups, lengths, pages)
 is read on the device.
 
@@ -23,10 +23,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from smc.attention.tuning import Tuning
-from smc.kernels.pdl import launch_options
 from smc.kernels.rows import Groups, PieceShape, Prepared, Tables, page_at, prepare, row_tables
 from smc.kernels.variants import one_variant
 
@@ -138,39 +137,6 @@ def _own_kernel(
     tl.store(out + at_M[:, None] * D + d, out_MD, mask=(m < Q * N)[:, None])
 
 
-@one_variant("q", "keys", "values", "table_SL", "table_stride", "width", "out", "q_stride")
-def _direct_kernel(
-    q, keys, values, table_SL, table_stride, width, slot_R, tail_RB, tail_stride, tail_width, tail_R, start_R, count_R, out, q_stride,
-    Q: tl.constexpr, N: tl.constexpr, J: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, TAIL: tl.constexpr,
-    BLOCK_Y: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """BLOCK_Y queries of a row and key/value head, over all that the row holds, shared or not."""
-    j, r = tl.program_id(1), tl.program_id(2)
-    y, d, p = tl.program_id(0) * BLOCK_Y + tl.arange(0, BLOCK_Y), tl.arange(0, D), tl.arange(0, BLOCK_P)
-    start, count = tl.load(start_R + r), tl.load(count_R + r)
-    table, tail, tail_start = row_tables(r, table_SL, table_stride, slot_R, tail_RB, tail_stride, tail_R, TAIL)
-    if PDL:
-        gdc_wait()
-    end = tl.where(count > 0, start + count, 0)
-    token, head = r * Q + y // N, j * N + y % N
-    real_Y = y // N < count
-    limit_Y = tl.where(real_Y, start + y // N, -1)
-    q_YD = tl.load(q + token[:, None] * q_stride + head[:, None] * D + d, mask=real_Y[:, None], other=0.0)
-    m_Y, l_Y = tl.full([BLOCK_Y], LOWEST, tl.float32), tl.zeros([BLOCK_Y], tl.float32)
-    acc_YD = tl.zeros([BLOCK_Y, D], tl.float32)
-    page = page_at(p, p < end, table, width, tail, tail_width, tail_start, TAIL)
-    for p0 in tl.range(0, end, BLOCK_P, num_stages=STAGES):
-        at_PD = (page.to(tl.int64) * J + j)[:, None] * D + d
-        k_PD, v_PD = tl.load(keys + at_PD), tl.load(values + at_PD)
-        next_p = p0 + BLOCK_P + p
-        page = page_at(next_p, next_p < end, table, width, tail, tail_width, tail_start, TAIL)
-        m_Y, l_Y, acc_YD = take_in(q_YD, k_PD, v_PD, (p0 + p)[None, :] <= limit_Y[:, None], m_Y, l_Y, acc_YD, SCALE)
-    if PDL:
-        gdc_launch_dependents()
-    out_YD = acc_YD / tl.where(real_Y, l_Y, 1.0)[:, None]
-    tl.store(out + (token * (J * N) + head)[:, None] * D + d, out_YD, mask=(y < Q * N)[:, None])
-
-
 def check_heads(heads: tuple[int, int], head_dim: int) -> None:
     """Heads (H, J). Raises ValueError for what the kernels cannot do."""
     if heads[0] % heads[1] or head_dim & (head_dim - 1) or head_dim < 16:
@@ -214,25 +180,19 @@ class SharedPrefixAttention:
     def workspace_bytes(self) -> int:
         return self.part_JED.nbytes + self.lse_JE.nbytes
 
-    def prepare(
-        self, tables: Tables, groups: Groups, start_R: Tensor, count_R: Tensor, skip_R: Tensor | None = None, *, short: bool = False
-    ) -> Prepared:
-        """Everything that does not depend on the layer, in one launch; indices int32. Where rows are `short` each attends alone."""
+    def prepare(self, tables: Tables, groups: Groups, start_R: Tensor, count_R: Tensor) -> Prepared:
+        """Everything that does not depend on the layer, in one launch; indices int32."""
         assert len(start_R) == self.rows and len(groups.first_G) <= self.groups
-        return prepare(tables, start_R, count_R, skip_R, self.queries, *((None, None) if short else (groups, self.pieces)))
+        return prepare(tables, start_R, count_R, self.queries, groups, self.pieces)
 
     def run(self, q_THD: Tensor, keys: Tensor, values: Tensor, prepared: Prepared, out_THD: Tensor) -> Tensor:
-        """Attend, into `out_THD` [T, H, D] contiguous; zeros for padding. Launches two kernels, or one if rows are short, and allocates
-        nothing.
+        """Attend, into `out_THD` [T, H, D] contiguous; zeros for padding. Launches two kernels and allocates nothing.
 
         q_THD rotated, tokens at any stride; keys, values [P + 1, J, D] hold the new tokens already. Query i < count_R of a row is at
         position start_R + i and sees positions 0 .. start + i.
         """
         assert q_THD.shape == (self.rows * self.queries, self.heads[0], self.head_dim) and q_THD.stride()[1:] == (self.head_dim, 1)
         assert keys.is_contiguous() and values.is_contiguous() and out_THD.is_contiguous() and keys.shape[1] == self.heads[1]
-        if prepared.row_4R is None or prepared.piece_6W is None:
-            self._run_short(q_THD, keys, values, prepared, out_THD)
-            return out_THD
         tune, table, piece_6W = self.tuning, prepared.tables.table_SL, prepared.piece_6W
         entries, bounds = self.lse_JE.shape[1], (prepared.start_R, prepared.count_R)
         _prefix_kernel[(self.heads[1], piece_6W.shape[1])](
@@ -247,14 +207,6 @@ class SharedPrefixAttention:
             AHEAD=tune.ahead, STAGES=tune.own_stages, PDL=self.pdl, num_warps=tune.own_warps, **self._constants,
         )  # fmt: skip
         return out_THD
-
-    def _run_short(self, q_THD: Tensor, keys: Tensor, values: Tensor, prepared: Prepared, out_THD: Tensor) -> None:
-        tune, (*index, tail) = self.tuning, prepared.tables.arguments()
-        _direct_kernel[self._row_grid(tune.block_y)](
-            q_THD, keys, values, *index, prepared.start_R, prepared.count_R, out_THD, q_THD.stride(0), Q=self.queries, TAIL=tail,
-            BLOCK_Y=tune.block_y, BLOCK_P=tune.direct_p, STAGES=tune.direct_stages, num_warps=tune.direct_warps,
-            PDL=self.pdl, **launch_options(self.pdl), **self._constants,
-        )  # fmt: skip
 
     def _row_grid(self, block: int) -> tuple[int, int, int]:
         h, j = self.heads

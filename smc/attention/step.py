@@ -1,10 +1,10 @@
-"""A decoding step's attention in one launch: queries and keys rotated, the new key and value stored, and every row's one query attended.
+"""Attention over short contexts in one launch: queries and keys of new tokens rotated, their keys and values stored, every row attended.
 
 For contexts so short that reading the prefix from the L2 cache for every row costs less than another launch (see `smc.attention.kernels`);
-what `smc.kernels.store` and `SharedPrefixAttention` do in two launches or three.
+what `smc.kernels.store` and `SharedPrefixAttention` do in three launches.
 
-Axes: R rows of one token each, J key/value heads, H query heads, N = H // J, D head dimension, P pages, S parts of a split product,
-Y query heads of one key/value head.
+Axes: R rows, Q tokens of a row (padded), T = R * Q tokens row after row, J key/value heads, H query heads, N = H // J, D head dimension,
+P pages, S parts of a split product; Y = (query, head of N) of a row, for one key/value head; X any of them.
 """
 
 from __future__ import annotations
@@ -16,17 +16,21 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from smc.attention.kernels import take_in
+from smc.attention.kernels import LOWEST, take_in
 from smc.kernels.norm import sum_parts
 from smc.kernels.pdl import launch_options
 from smc.kernels.rows import Tables, page_at, row_tables
 from smc.kernels.variants import one_variant
+
+MULTIPROCESSORS = 132
 
 
 @dataclass(frozen=True)
 class Tiling:
     """Sizes that change speed only."""
 
+    block_y: int
+    """Queries of a program."""
     block_p: int
     """Positions read at a time."""
     warps: int
@@ -34,13 +38,19 @@ class Tiling:
     """Tiles whose loads are in flight or in use."""
 
     @staticmethod
-    def choose(programs: int, head_dim: int, item_size: int) -> Tiling:
-        """The best of those tried on an H200: with few programs each must hurry, with many they hide each other's waits."""
+    def choose(queries: int, y: int, programs: int, head_dim: int, item_size: int) -> Tiling:
+        """The best of those tried on an H200, for so many programs of one row and key/value head, which has `y` queries: few programs must
+        hurry, many hide each other's waits."""
+        few = programs <= 2 * MULTIPROCESSORS
         if item_size == 4:
-            return Tiling(32, 2, 1)
-        if head_dim > 64:
-            return Tiling(128 if head_dim <= 128 and programs <= 132 else 64, 4, 3)
-        return Tiling(64, 4, 4) if programs <= 2 * 132 else Tiling(32, 1, 4)
+            return Tiling(16, 32, 2, 1)
+        if queries == 1 and head_dim <= 64:
+            return Tiling(16, 64, 4, 4) if few else Tiling(16, 32, 1, 4)
+        if queries == 1:
+            return Tiling(16, 128 if head_dim <= 128 and programs <= MULTIPROCESSORS else 64, 4, 3)
+        if few or y <= 16:
+            return Tiling(16, 64, 8 if head_dim > 64 else 4, 3)
+        return Tiling(32, 64, 4, 3)
 
 
 def step_attention(
@@ -51,7 +61,7 @@ def step_attention(
     tables: Tables,
     start_R: Tensor,
     count_R: Tensor,
-    out_RHD: Tensor,
+    out_THD: Tensor,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
@@ -59,83 +69,96 @@ def step_attention(
     tiling: Tiling | None = None,
     pdl: bool = False,
 ) -> None:
-    """Attend, into `out_RHD` contiguous; zeros for rows without a token, which leave no trace.
+    """Attend, into `out_THD` contiguous; zeros for tokens that there are none of, which leave no trace.
 
-    qkv [R, (H + 2J) * D], or partial sums of it [S, R, (H + 2J) * D]; keys, values [P + 1, J, D]; rope [positions, D] float32 as of
-    `RopeTable`. Row r's token, if count_R is 1, is at position start_R and on the page that `tables` name, and so are the tokens before it.
-    Indices int32; q_norm, k_norm [D] or neither.
+    qkv [T, (H + 2J) * D], or partial sums of it [S, T, (H + 2J) * D]; keys, values [P + 1, J, D]; rope [positions, D] float32 as of
+    `RopeTable`. Row r's first count_R of Q tokens are at positions from start_R on, on pages that `tables` name, and so are the tokens
+    before them. Indices int32; q_norm, k_norm [D] or neither.
     """
-    (_, h, d), j = out_RHD.shape, keys.shape[1]
-    assert qkv.shape[-1] == (h + 2 * j) * d and qkv.is_contiguous() and rope.shape[1] == d and rope.is_contiguous()
-    assert keys.is_contiguous() and values.is_contiguous() and out_RHD.is_contiguous()
-    rows, (*index, tail) = qkv.shape[-2], tables.arguments()
-    tiling = tiling or Tiling.choose(j * rows, d, keys.element_size())
-    _step_kernel[(j, rows)](
-        qkv, keys, values, rope, *index, start_R, count_R, out_RHD, q_norm, k_norm, eps, qkv.shape[-1] * rows,
-        H=h, J=j, N=h // j, D=d, SCALE=d**-0.5 * 1.4426950408889634, TAIL=tail, NORM=q_norm is not None,
-        SPLITS=len(qkv) if qkv.dim() == 3 else 1, BLOCK_Y=max(16, triton.next_power_of_2(h // j)),
+    (tokens, h, d), j, rows = out_THD.shape, keys.shape[1], len(start_R)
+    queries, (*index, tail) = tokens // rows, tables.arguments()
+    assert qkv.shape[-2:] == (tokens, (h + 2 * j) * d) and qkv.is_contiguous() and rope.shape[1] == d and rope.is_contiguous()
+    assert keys.is_contiguous() and values.is_contiguous() and out_THD.is_contiguous() and tokens == rows * queries
+    y = queries * h // j
+    tiling = tiling or Tiling.choose(queries, y, j * rows, d, keys.element_size())
+    _step_kernel[(j, rows, triton.cdiv(y, tiling.block_y))](
+        qkv, keys, values, rope, *index, start_R, count_R, out_THD, q_norm, k_norm, eps, qkv.shape[-1] * tokens,
+        Q=queries, H=h, J=j, N=h // j, D=d, SCALE=d**-0.5 * 1.4426950408889634, TAIL=tail, NORM=q_norm is not None,
+        SPLITS=len(qkv) if qkv.dim() == 3 else 1, BLOCK_Y=tiling.block_y, BLOCK_Q=max(16, triton.next_power_of_2(queries)),
         BLOCK_P=tiling.block_p, STAGES=tiling.stages, PDL=pdl, num_warps=tiling.warps, **launch_options(pdl),
     )  # fmt: skip
 
 
 @triton.jit
 def _rotated(
-    row, head, d, split_stride, norm, eps, cos, sin, mask,
+    at_X, position_X, rope, d, split_stride, norm, eps, mask_X,
     D: tl.constexpr, NORM: tl.constexpr, SPLITS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Heads [Y, D] of a token, normalised and rotated; arithmetic in float32, rounded as a product that was never split would be, and once
-    more at the end."""
+    """Heads [X, D] that lie at `at_X`, of tokens at these positions, normalised and rotated. Arithmetic is in float32, rounded as a product
+    that was never split would be, and once more at the end."""
     # The other half of a head's dimensions: (x, y) -> (x cos - y sin, y cos + x sin).
-    other = (d + D // 2) % D
-    x_YD = sum_parts(row + head * D + d, split_stride, mask, SPLITS).to(DTYPE).to(tl.float32)
-    y_YD = sum_parts(row + head * D + other, split_stride, mask, SPLITS).to(DTYPE).to(tl.float32)
+    other, mask = (d + D // 2) % D, mask_X[:, None]
+    angle = rope + position_X.to(tl.int64)[:, None] * D + d % (D // 2)
+    cos, sin = tl.load(angle), tl.load(angle + D // 2)
+    x_XD = sum_parts(at_X[:, None] + d, split_stride, mask, SPLITS).to(DTYPE).to(tl.float32)
+    y_XD = sum_parts(at_X[:, None] + other, split_stride, mask, SPLITS).to(DTYPE).to(tl.float32)
     if NORM:
-        scale_Y = tl.rsqrt(tl.sum(x_YD * x_YD, 1) / D + eps)[:, None]
-        x_YD *= scale_Y * tl.load(norm + d).to(tl.float32)
-        y_YD *= scale_Y * tl.load(norm + other).to(tl.float32)
-    return (x_YD * cos + y_YD * tl.where(d < D // 2, -sin, sin)).to(DTYPE)
+        scale_X = tl.rsqrt(tl.sum(x_XD * x_XD, 1) / D + eps)[:, None]
+        x_XD *= scale_X * tl.load(norm + d).to(tl.float32)
+        y_XD *= scale_X * tl.load(norm + other).to(tl.float32)
+    return (x_XD * cos + y_XD * tl.where(d < D // 2, -sin, sin)).to(DTYPE)
 
 
 @one_variant("qkv", "keys", "values", "rope", "table_SL", "table_stride", "width", "out", "q_norm", "k_norm", "split_stride")
 def _step_kernel(
     qkv, keys, values, rope, table_SL, table_stride, width, slot_R, tail_RB, tail_stride, tail_width, tail_R, start_R, count_R, out,
     q_norm, k_norm, eps, split_stride,
-    H: tl.constexpr, J: tl.constexpr, N: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, TAIL: tl.constexpr, NORM: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_Y: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    Q: tl.constexpr, H: tl.constexpr, J: tl.constexpr, N: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, TAIL: tl.constexpr,
+    NORM: tl.constexpr, SPLITS: tl.constexpr, BLOCK_Y: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row and key/value head."""
+    """BLOCK_Y queries of a row and key/value head, over all that the row holds, shared or not."""
     DTYPE: tl.constexpr = out.dtype.element_ty
-    j, r = tl.program_id(0), tl.program_id(1)
-    y, d, p = tl.arange(0, BLOCK_Y)[:, None], tl.arange(0, D)[None, :], tl.arange(0, BLOCK_P)
-    exists = tl.load(count_R + r) > 0
-    position = tl.where(exists, tl.load(start_R + r), 0)
+    WIDTH: tl.constexpr = (H + 2 * J) * D
+    # One new key is compared number by number, several by tensor cores.
+    KEYS: tl.constexpr = 1 if Q == 1 else BLOCK_Q
+    j, r, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    y, i, p, d = tile * BLOCK_Y + tl.arange(0, BLOCK_Y), tl.arange(0, KEYS), tl.arange(0, BLOCK_P), tl.arange(0, D)[None, :]
+    start, count = tl.load(start_R + r), tl.load(count_R + r)
     table, tail, tail_start = row_tables(r, table_SL, table_stride, slot_R, tail_RB, tail_stride, tail_R, TAIL)
-    page = page_at(p, p < position, table, width, tail, tail_width, tail_start, TAIL)
-    angle = rope + position.to(tl.int64) * D + d % (D // 2)
-    cos, sin = tl.load(angle), tl.load(angle + D // 2)
-    here = page_at(position, exists, table, width, tail, tail_width, tail_start, TAIL)
+    held, query_Y = tl.where(count > 0, start, 0), y // N
+    real_Y, new_Q = query_Y < count, i < count
+    page = page_at(p, p < held, table, width, tail, tail_width, tail_start, TAIL)
+    here_Q = page_at(start + i, new_Q, table, width, tail, tail_width, tail_start, TAIL)
+    position_Y, position_Q = tl.where(real_Y, start + query_Y, 0), tl.where(new_Q, start + i, 0)
     if PDL:
         gdc_wait()
-    row, real = qkv + r.to(tl.int64) * ((H + 2 * J) * D), y < N
-    q_YD = _rotated(row, j * N + y, d, split_stride, q_norm, eps, cos, sin, real, D, NORM, SPLITS, DTYPE)
-    # The new key and value are those of one head, in a block of one.
-    one = tl.zeros([1, 1], tl.int32)
-    k_1D = _rotated(row, H + j + one, d, split_stride, k_norm, eps, cos, sin, one == 0, D, NORM, SPLITS, DTYPE)
-    v_1D = sum_parts(row + (H + J + j) * D + d, split_stride, d < D, SPLITS).to(DTYPE)
-    at = (here.to(tl.int64) * J + j) * D + d
+    row = qkv + r.to(tl.int64) * (Q * WIDTH)
+    at_Y, at_Q = row + query_Y * WIDTH + (j * N + y % N) * D, row + i * WIDTH + (H + j) * D
+    q_YD = _rotated(at_Y, position_Y, rope, d, split_stride, q_norm, eps, real_Y, D, NORM, SPLITS, DTYPE)
+    k_QD = _rotated(at_Q, position_Q, rope, d, split_stride, k_norm, eps, new_Q, D, NORM, SPLITS, DTYPE)
+    v_QD = sum_parts((at_Q + J * D)[:, None] + d, split_stride, new_Q[:, None], SPLITS).to(DTYPE)
     # The dummy page stays as it is: a masked position must not read a NaN.
-    tl.store(keys + at, k_1D, mask=(d < D) & (here != 0))
-    tl.store(values + at, v_1D, mask=(d < D) & (here != 0))
-    m_Y = tl.sum(q_YD.to(tl.float32) * k_1D.to(tl.float32), 1) * SCALE
-    l_Y = tl.full([BLOCK_Y], 1.0, tl.float32)
-    acc_YD = tl.zeros([BLOCK_Y, D], tl.float32) + v_1D.to(tl.float32)
-    for p0 in tl.range(0, position, BLOCK_P, num_stages=STAGES):
+    to_QD, stored = (here_Q.to(tl.int64) * J + j)[:, None] * D + d, (here_Q != 0)[:, None] & (tile == 0)
+    tl.store(keys + to_QD, k_QD, mask=stored)
+    tl.store(values + to_QD, v_QD, mask=stored)
+    if Q == 1:
+        m_Y = tl.sum(q_YD.to(tl.float32) * k_QD.to(tl.float32), 1) * SCALE
+        l_Y = tl.full([BLOCK_Y], 1.0, tl.float32)
+        acc_YD = tl.zeros([BLOCK_Y, D], tl.float32) + v_QD.to(tl.float32)
+    else:
+        m_Y, l_Y = tl.full([BLOCK_Y], LOWEST, tl.float32), tl.zeros([BLOCK_Y], tl.float32)
+        acc_YD, visible_YQ = tl.zeros([BLOCK_Y, D], tl.float32), (i[None, :] <= query_Y[:, None]) & real_Y[:, None]
+        m_Y, l_Y, acc_YD = take_in(q_YD, k_QD, v_QD, visible_YQ, m_Y, l_Y, acc_YD, SCALE)
+    for p0 in tl.range(0, held, BLOCK_P, num_stages=STAGES):
         at_PD = (page.to(tl.int64) * J + j)[:, None] * D + d
         k_PD, v_PD = tl.load(keys + at_PD), tl.load(values + at_PD)
+        # A tile ahead: the pipeline would otherwise spend its depth on this load before it may start the two that matter.
         next_p = p0 + BLOCK_P + p
-        page = page_at(next_p, next_p < position, table, width, tail, tail_width, tail_start, TAIL)
-        m_Y, l_Y, acc_YD = take_in(q_YD, k_PD, v_PD, (p0 + p < position)[None, :], m_Y, l_Y, acc_YD, SCALE)
+        page = page_at(next_p, next_p < held, table, width, tail, tail_width, tail_start, TAIL)
+        m_Y, l_Y, acc_YD = take_in(q_YD, k_PD, v_PD, (p0 + p < held)[None, :], m_Y, l_Y, acc_YD, SCALE)
     if PDL:
         gdc_launch_dependents()
-    out_YD = tl.where(exists, acc_YD / l_Y[:, None], 0.0)
-    tl.store(out + (r.to(tl.int64) * H + j * N + y) * D + d, out_YD.to(DTYPE), mask=real & (d < D))
+    out_YD = tl.where(real_Y[:, None], acc_YD / tl.where(real_Y, l_Y, 1.0)[:, None], 0.0)
+    out_Y = (r.to(tl.int64) * Q + query_Y) * H + j * N + y % N
+    tl.store(out + out_Y[:, None] * D + d, out_YD.to(DTYPE), mask=(y < Q * N)[:, None])

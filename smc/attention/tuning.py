@@ -38,12 +38,6 @@ class Tuning:
     """Warps of an own program."""
     own_stages: int
     """Depth of the own kernel's load pipeline; 1 is none."""
-    block_y: int
-    """Queries of a direct program."""
-    direct_p: int
-    """Positions of its tile."""
-    direct_warps: int
-    direct_stages: int
     partial: torch.dtype
     """Type of the splits' outputs in the workspace."""
 
@@ -58,10 +52,10 @@ class Tuning:
         block_p = 32 if wide else 128 if narrow else 64
         pieces = max(1, PROGRAMS // j) * (2 if narrow and x > block_x else 1)
         splits = min(pieces, triton.cdiv(max_context, block_p))
-        block_y = 16 if rows * j * triton.cdiv(y, 16) <= 2 * PROGRAMS else min(32, max(16, triton.next_power_of_2(y)))
         own_y = min(4, triton.next_power_of_2(y))
         ahead = rows * j * triton.cdiv(y, own_y) <= 4 * PROGRAMS
-        own_y = own_y if ahead else block_y
+        if not ahead:
+            own_y = 16 if rows * j * triton.cdiv(y, 16) <= 2 * PROGRAMS else min(32, max(16, triton.next_power_of_2(y)))
         return Tuning(
             block_x=block_x,
             block_p=block_p,
@@ -71,13 +65,9 @@ class Tuning:
             stages=1 if wide else 3,
             own_y=own_y,
             block_o=32 if wide else 64,
-            block_s=min(triton.next_power_of_2(splits), max(1, (4096 if ahead or block_y > 16 else 8192) // (own_y * head_dim))),
+            block_s=min(triton.next_power_of_2(splits), max(1, (8192 if own_y == 16 else 4096) // (own_y * head_dim))),
             ahead=ahead,
             own_warps=2 if own_y <= 16 else 4,
             own_stages=1,
-            block_y=block_y,
-            direct_p=32 if wide else 64,
-            direct_warps=2 if block_y == 16 else 4,
-            direct_stages=1 if wide else 4 if head_dim <= 64 else 3,
             partial=torch.float32,
         )

@@ -92,14 +92,13 @@ class Prepared:
     position_T: Tensor
     """0 where there is no token."""
     page_T: Tensor
-    """0, the dummy page, where there is no token, or one that is not to be stored."""
-    row_4R: Tensor | None = None
-    """Of every row: leading positions that its group attends together, first entry, entries from one split of them to the next, splits.
-    None: every row attends alone."""
-    piece_6W: Tensor | None = None
+    """0, the dummy page, where there is no token."""
+    row_4R: Tensor
+    """Of every row: leading positions that its group attends together, first entry, entries from one split of them to the next, splits."""
+    piece_6W: Tensor
     """Of every piece: first query among all T * N, queries, slot whose table names the prefix, first position, end, entry of the first
     query."""
-    pieces_1: Tensor | None = None
+    pieces_1: Tensor
     """How many pieces there are; what stands behind them is undefined."""
 
 
@@ -107,41 +106,32 @@ def prepare(
     tables: Tables,
     start_R: Tensor,
     count_R: Tensor,
-    skip_R: Tensor | None,
     queries: int,
-    groups: Groups | None = None,
-    shape: PieceShape | None = None,
+    groups: Groups,
+    shape: PieceShape,
 ) -> Prepared:
-    """Everything of a pass that does not depend on the layer; without `groups` and `shape` only where tokens go. Indices int32.
+    """Everything of a pass that does not depend on the layer. Indices int32.
 
-    `queries` is Q. Tokens of a row are at positions from `start`; those past its `count`, or among its first `skip`, go to the dummy page.
+    `queries` is Q. Tokens of a row are at positions from `start`; those past its `count` go to the dummy page.
     A group attends its first min(shared, start and tail of its live rows) positions together, by the table of its first live row.
     """
     rows, device = len(start_R), start_R.device
-    assert all(x.is_contiguous() for x in (start_R, count_R, *(groups or ())))
+    assert all(x.is_contiguous() for x in (start_R, count_R, *groups))
+    room, longest = shape.bound(len(groups.first_G), rows, queries), min(shape.longest, tables.table_SL.shape[1])
     new_2T = torch.empty(2, rows * queries, dtype=torch.int32, device=device)
-    row_4R = piece_6W = pieces_1 = None
-    room = longest = 0
-    if shape is not None:
-        assert groups is not None, "whose prefixes are cut"
-        room, longest = shape.bound(len(groups.first_G), rows, queries), min(shape.longest, tables.table_SL.shape[1])
-        row_4R = torch.empty(ROW_FIELDS, rows, dtype=torch.int32, device=device)
-        piece_6W = torch.empty(PIECE_FIELDS, room, dtype=torch.int32, device=device)
-        pieces_1 = torch.empty(1, dtype=torch.int32, device=device)
-    # Only to cut prefixes, all rows are looked at by one program.
-    block_r = LANES[0] if shape is None else next((lanes for lanes in LANES if lanes >= rows), triton.next_power_of_2(rows))
+    row_4R = torch.empty(ROW_FIELDS, rows, dtype=torch.int32, device=device)
+    piece_6W = torch.empty(PIECE_FIELDS, room, dtype=torch.int32, device=device)
+    pieces_1 = torch.empty(1, dtype=torch.int32, device=device)
+    # To cut prefixes, all rows are looked at by one program.
+    block_r = next((lanes for lanes in LANES if lanes >= rows), triton.next_power_of_2(rows))
     *index, tail = tables.arguments()
-    _prepare[(triton.cdiv(rows * queries, BLOCK_T) + (shape is not None),)](
-        *index, start_R, count_R, skip_R, new_2T, *(groups or (None,) * 4), row_4R, piece_6W, pieces_1, rows, rows * queries,
-        room, longest, queries, *_sizes(shape), TAIL=tail, SKIPS=skip_R is not None, CUT=shape is not None,
+    _prepare[(triton.cdiv(rows * queries, BLOCK_T) + 1,)](
+        *index, start_R, count_R, new_2T, *groups, row_4R, piece_6W, pieces_1, rows, rows * queries,
+        room, longest, queries, shape.heads, shape.block_x, shape.block_p, shape.pieces, shape.min_tiles, TAIL=tail,
         BLOCK_T=BLOCK_T, BLOCK_R=block_r, num_warps=min(16, max(4, block_r // 128)),
     )  # fmt: skip
     position_T, page_T = new_2T
     return Prepared(tables, start_R, count_R, position_T, page_T, row_4R, piece_6W, pieces_1)
-
-
-def _sizes(shape: PieceShape | None) -> tuple[int, int, int, int, int]:
-    return (0,) * 5 if shape is None else (shape.heads, shape.block_x, shape.block_p, shape.pieces, shape.min_tiles)
 
 
 @triton.jit
@@ -167,29 +157,23 @@ def page_at(p, exists, table, width, tail, tail_width, tail_start, TAIL: tl.cons
 
 @one_variant()
 def _prepare(
-    table_SL, table_stride, width, slot_R, tail_RB, tail_stride, tail_width, tail_R, start_R, count_R, skip_R, new_2T,
+    table_SL, table_stride, width, slot_R, tail_RB, tail_stride, tail_width, tail_R, start_R, count_R, new_2T,
     group_R, first_G, size_G, shared_G, row_4R, piece_6W, pieces_1, rows, tokens, W, longest,
     queries, heads, block_x, block_p, most_pieces, min_tiles,
-    TAIL: tl.constexpr, SKIPS: tl.constexpr, CUT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
+    TAIL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(0)
-    if CUT:
-        if block == 0:
-            _cut_prefixes(
-                longest, slot_R, tail_R, start_R, count_R, group_R, first_G, size_G, shared_G, row_4R, piece_6W, pieces_1, rows, W,
-                queries * heads, block_x, block_p, most_pieces, min_tiles, TAIL, BLOCK_R,
-            )  # fmt: skip
-        block -= 1
-    token = block * BLOCK_T + tl.arange(0, BLOCK_T)
+    if tl.program_id(0) == 0:
+        _cut_prefixes(
+            longest, slot_R, tail_R, start_R, count_R, group_R, first_G, size_G, shared_G, row_4R, piece_6W, pieces_1, rows, W,
+            queries * heads, block_x, block_p, most_pieces, min_tiles, TAIL, BLOCK_R,
+        )  # fmt: skip
+    token = (tl.program_id(0) - 1) * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = (token >= 0) & (token < tokens)
     r, query = tl.where(inside, token // queries, 0), token % queries
     exists = inside & (query < tl.load(count_R + r))
     position = tl.where(exists, tl.load(start_R + r) + query, 0)
-    stored = exists
-    if SKIPS:
-        stored = exists & (query >= tl.load(skip_R + r))
     table, tail, tail_start = row_tables(r, table_SL, table_stride, slot_R, tail_RB, tail_stride, tail_R, TAIL)
-    page = page_at(position, stored, table, width, tail, tail_width, tail_start, TAIL)
+    page = page_at(position, exists, table, width, tail, tail_width, tail_start, TAIL)
     tl.store(new_2T + token, position, mask=inside)
     tl.store(new_2T + tokens + token, page, mask=inside)
 

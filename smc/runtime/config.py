@@ -27,8 +27,8 @@ class PrefillSettings(TypedDict):
     prefill_share: float
 
 
-GPU_PREFILL: PrefillSettings = {"prefill_chunk": 4096, "prefill_share": 0.5}
-"""Settings where models are on GPUs, unless others are asked for: products as long as they are worth, and rounds half as long again."""
+GPU_PREFILL: PrefillSettings = {"prefill_chunk": 4096, "prefill_share": 0.4}
+"""Settings where models are on GPUs, unless others are asked for: products as long as they are worth, rounds at most half as long again."""
 
 
 @dataclass(frozen=True)

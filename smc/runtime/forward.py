@@ -48,8 +48,6 @@ class Rows:
     """Q."""
     short: bool
     """Rows hold few positions."""
-    skip_R: Tensor | None = None
-    """Leading tokens whose keys and values are there already."""
 
 
 class StaticForward:
@@ -84,8 +82,6 @@ def _without_padding(rows: Rows, live_X: np.ndarray) -> tuple[ForwardBatch, np.n
     offset_T = np.arange(len(row_T)) - np.repeat(np.cumsum(counts_X) - counts_X, counts_X)
     position_T = starts_X[row_T] + offset_T
     pages_T = table_XL[row_T, position_T]
-    if rows.skip_R is not None:
-        pages_T = np.where(offset_T < to_host(rows.skip_R)[live_X][row_T], DUMMY_PAGE, pages_T)
     group_X = to_host(rows.group_R)[live_X]
     first_S = np.flatnonzero(np.diff(group_X, prepend=-1))
     reach_X = starts_X if rows.tail_R is None else np.minimum(starts_X, to_host(rows.tail_R)[live_X])

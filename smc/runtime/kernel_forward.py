@@ -53,7 +53,7 @@ class KernelForward(StaticForward):
         config, model, pdl = self.model.config, self.model, self._pdl
         x_TE = model.embed(tokens_T)
         out_THD, parts = x_TE.new_empty(len(tokens_T), config.num_heads, config.head_dim), None
-        attend = self._in_one_launch(rows) if rows.short and rows.queries == 1 else self._stored_first(rows)
+        attend = self._in_one_launch(rows) if rows.short else self._stored_first(rows)
         for layer in model.layers:
             hidden_TE = add_norm(x_TE, parts, layer.attn_norm.weight, config.rms_eps, pdl=pdl)
             attend(layer, self._product(hidden_TE, layer.qkv), out_THD)
@@ -66,13 +66,12 @@ class KernelForward(StaticForward):
         return self._product(hidden_RE, head or self.model.lm_head, splits=1)
 
     def _in_one_launch(self, rows: Rows) -> Attend:
-        assert rows.skip_R is None
         tables = _tables(rows)
 
-        def attend(layer: Layer, qkv: Tensor, out_RHD: Tensor) -> None:
+        def attend(layer: Layer, qkv: Tensor, out_THD: Tensor) -> None:
             keys, values = self.pool.keys[layer.index], self.pool.values[layer.index]
             where = (self.rope.table, tables, rows.start_R, rows.count_R)
-            step_attention(qkv, keys, values, *where, out_RHD, *layer.head_norms, self.model.config.rms_eps, pdl=self._pdl)
+            step_attention(qkv, keys, values, *where, out_THD, *layer.head_norms, self.model.config.rms_eps, pdl=self._pdl)
 
         return attend
 
@@ -81,7 +80,7 @@ class KernelForward(StaticForward):
         heads = (config.num_heads, config.num_kv_heads)
         q_THD = self.model.embed.weight.new_empty(len(rows.start_R) * rows.queries, config.num_heads, config.head_dim)
         groups = Groups(rows.group_R, rows.first_G, rows.size_G, rows.shared_G)
-        prepared = attention.prepare(_tables(rows), groups, rows.start_R, rows.count_R, rows.skip_R, short=rows.short)
+        prepared = attention.prepare(_tables(rows), groups, rows.start_R, rows.count_R)
         where = (self.rope.table, prepared.position_T, prepared.page_T)
 
         def attend(layer: Layer, qkv: Tensor, out_THD: Tensor) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from smc.attention.kernels import SharedPrefixAttention
+from smc.attention.step import step_attention
 from smc.kernels.rows import Groups, Tables
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -140,13 +141,33 @@ class Built:
         return made
 
     def run(self, short: bool = False, attention: SharedPrefixAttention | None = None) -> Tensor:
-        case, attention = self.case, attention or self.attention()
+        return self._run_short() if short else self._run_long(attention or self.attention())
+
+    def _run_short(self) -> Tensor:
+        """What a pass over short rows does in one launch, of new keys and values that are nowhere yet, turned by no angle."""
+        d = self.case.dim
+        new = [x[self.page_T.long()].clone() for x in (self.keys, self.values)]
+        for x_TJD in new:
+            x_TJD[~self.exists_T] = torch.nan
+        qkv = torch.cat([x.flatten(1) for x in (self.q_THD, *new)], 1).to(DEVICE)
+        keys, values = (x.to(DEVICE, copy=True) for x in (self.keys, self.values))
+        for store in (keys, values):
+            store[self.page_T[self.exists_T].long()] = torch.nan
+        rope = torch.cat((torch.ones(1000, d // 2), torch.zeros(1000, d // 2)), 1).to(DEVICE)
+        out_THD = torch.full(self.q_THD.shape, torch.nan, dtype=self.case.dtype, device=DEVICE)
+        step_attention(qkv, keys, values, rope, self.tables(), self.start_R.to(DEVICE), self.count_R.to(DEVICE), out_THD)
+        for store, expected in ((keys, self.keys), (values, self.values)):
+            assert torch.equal(store.cpu().nan_to_num(7.0), expected.nan_to_num(7.0)), "new keys and values are stored, and nothing else"
+        return out_THD.cpu()
+
+    def _run_long(self, attention: SharedPrefixAttention) -> Tensor:
+        case = self.case
         # The real input is a strided view of the fused matrix, and stays one.
         qkv = torch.full((len(self.q_THD), (case.heads[0] + 2 * case.heads[1]) * case.dim), torch.nan, dtype=case.dtype, device=DEVICE)
         q_THD = qkv[:, : case.heads[0] * case.dim].unflatten(1, (case.heads[0], case.dim))
         q_THD.copy_(self.q_THD)
         out_THD = torch.full(q_THD.shape, torch.nan, dtype=case.dtype, device=DEVICE)
-        prepared = attention.prepare(self.tables(), self.groups(), self.start_R.to(DEVICE), self.count_R.to(DEVICE), short=short)
+        prepared = attention.prepare(self.tables(), self.groups(), self.start_R.to(DEVICE), self.count_R.to(DEVICE))
         return attention.run(q_THD, self.keys.to(DEVICE), self.values.to(DEVICE), prepared, out_THD).cpu()
 
 

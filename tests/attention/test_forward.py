@@ -100,23 +100,6 @@ def test_a_row_among_others_is_as_it_is_alone(kernels, name):
     assert not hidden_TE.isnan().any()
 
 
-@pytest.mark.parametrize("kernels", [False, True])
-def test_what_is_there_already_is_not_stored_again(kernels):
-    built = Built(CASES["blocks"])
-    rows = rows_of(built, short=False)
-    expected = run(forward(False, built), built, rows)
-    made = forward(kernels, built)
-    skipped_R = torch.where(rows.count_R > 1, 1, 0).int()
-    skipped_T = (torch.arange(4) < skipped_R.cpu()[:, None]).flatten() & built.exists_T
-    # Those keys and values were stored when the tokens were run before.
-    page_X = built.page_T[skipped_T].long()
-    for store, stored in zip((made.pool.keys, made.pool.values), expected[1:]):
-        store[:, page_X] = stored[:, page_X]
-    before = made.pool.keys[:, page_X].clone()
-    assert_same(run(made, built, replace(rows, skip_R=skipped_R)), expected)
-    assert torch.equal(made.pool.keys[:, page_X], before)
-
-
 def test_workspaces_are_counted_once_for_each_shape():
     built = Built(CASES["one_row"])
     made, rows = forward(True, built), rows_of(built, short=False)

@@ -37,7 +37,7 @@ def test_pieces_cover_each_query_and_position_once(groups, heads, pieces, min_ti
     held = [[(shared + 3 * i, new) for i, new in enumerate(members)] for shared, members in groups]
     built = Built(Case([shared for shared, _ in groups], held, 2, (2, 2), 16, tail=tail))
     shape = PieceShape(heads, 16, 8, pieces, min_tiles, longest)
-    prepared = prepare(built.tables(), built.start_R.to(DEVICE), built.count_R.to(DEVICE), None, 2, built.groups(), shape)
+    prepared = prepare(built.tables(), built.start_R.to(DEVICE), built.count_R.to(DEVICE), 2, built.groups(), shape)
     assert torch.equal(prepared.position_T.cpu(), built.position_T)
     assert torch.equal(prepared.page_T.cpu(), built.page_T)
     expected = {}
@@ -88,7 +88,7 @@ def splits(shared: list[int], sizes: list[int], pieces: int = 16, block_p: int =
     groups = Groups(int32(*np.repeat(np.arange(len(sizes)), sizes)), int32(*first), int32(*sizes), int32(*shared))
     starts = int32(*np.repeat(shared, sizes))
     shape = PieceShape(32, 64, block_p, pieces, min_tiles, 20000)
-    return prepare(tables, starts, int32(*[1] * rows), None, 1, groups, shape).row_4R[3, first].tolist()
+    return prepare(tables, starts, int32(*[1] * rows), 1, groups, shape).row_4R[3, first].tolist()
 
 
 @pytest.mark.parametrize(("shared", "rows", "expected"), [(16384, 2, 16), (16384, 6, 5), (16384, 20, 1), (64, 2, 1), (640, 2, 10)])
@@ -112,19 +112,10 @@ def test_ended_rows_and_small_splits():
     assert splits([640], [2], min_tiles=4) == [3]
 
 
-def test_tokens_that_are_there_already_are_not_stored_again():
-    built = Built(Case([9], [[(9, 3), (12, 1), (9, 0)]], 3, tail=1))
-    skip_R = torch.arange(built.rows, dtype=torch.int32) % 3
-    prepared = prepare(built.tables(), built.start_R.to(DEVICE), built.count_R.to(DEVICE), skip_R.to(DEVICE), 3)
-    skipped_T = (torch.arange(3) < skip_R[:, None]).flatten()
-    assert torch.equal(prepared.page_T.cpu(), torch.where(skipped_T, 0, built.page_T))
-    assert torch.equal(prepared.position_T.cpu(), built.position_T)
-    assert prepared.row_4R is None and prepared.piece_6W is None
-
-
 @pytest.mark.parametrize(("tail", "pages"), [(None, [5, 6, 0]), (2, [9, 8, 0]), (3, [5, 9, 8]), (4, [5, 6, 9]), (5, [5, 6, 0])])
 def test_no_page_is_read_beyond_a_table_or_a_tail(tail, pages):
     """Behind either lie pages of others."""
     table_SL, tail_RB = int32(3, 4, 5, 6, 77, 78)[None, :4], int32(9, 8, 77, 77)[None, :2]
     tails = (None, None) if tail is None else (tail_RB, int32(tail))
-    assert prepare(Tables(table_SL, int32(0), *tails), int32(2), int32(3), None, 3).page_T.tolist() == pages
+    groups, shape = Groups(int32(0), int32(0), int32(1), int32(0)), PieceShape(1, 16, 8, 1, 1, 100)
+    assert prepare(Tables(table_SL, int32(0), *tails), int32(2), int32(3), 3, groups, shape).page_T.tolist() == pages

@@ -43,13 +43,6 @@ SETTINGS = {
     "pieces 32": {"pieces": 32},
     "all of a row": {"own_y": 16, "ahead": False},
     "tails": {"tails": True},
-    "short": {"short": True},
-    "short tails": {"short": True, "tails": True},
-    "short p32": {"short": True, "direct_p": 32},
-    "short p128": {"short": True, "direct_p": 128, "direct_stages": 2},
-    "short warps 1": {"short": True, "direct_warps": 1},
-    "short warps 4": {"short": True, "direct_warps": 4},
-    "short y32": {"short": True, "block_y": 32},
 }
 SWEEP = {
     f"p{block_p} s{stages} w{warps} {pieces} x{block_x}": {
@@ -148,9 +141,8 @@ def attention_of(inputs: Inputs, setting: dict) -> SharedPrefixAttention:
 
 
 def kernels(inputs: Inputs, setting: dict) -> Call:
-    tuning = {name: value for name, value in setting.items() if name not in ("short", "tails")}
-    attention = attention_of(inputs, tuning)
-    prepared = attention.prepare(inputs.tables("tails" in setting), inputs.groups(), *inputs.bounds(), short="short" in setting)
+    attention = attention_of(inputs, {name: value for name, value in setting.items() if name != "tails"})
+    prepared = attention.prepare(inputs.tables("tails" in setting), inputs.groups(), *inputs.bounds())
     out_THD = torch.full(inputs.q_THD.shape, torch.nan, dtype=torch.bfloat16, device="cuda")
     return lambda layer: attention.run(inputs.q_THD, inputs.keys[layer], inputs.values[layer], prepared, out_THD)
 
@@ -215,8 +207,6 @@ def store(inputs: Inputs) -> Call:
 
 def step(inputs: Inputs) -> Call:
     """Storing and attending in one launch. After the others: it writes pages."""
-    if inputs.queries != 1:
-        raise ValueError("a step has one query a row")
     tables, bounds = inputs.tables(), inputs.bounds()
     rope = torch.randn(LONGEST + 64, inputs.q_THD.shape[-1], device="cuda")
     out_THD = torch.empty(inputs.q_THD.shape, dtype=torch.bfloat16, device="cuda")
