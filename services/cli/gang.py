@@ -47,7 +47,7 @@ PrefillShare = Annotated[
     float | None,
     option(
         ENGINE,
-        "Most time that prompts take beside rounds, as a share of the rounds'. Default: 0.5 on GPUs, on a CPU whatever they take.",
+        "Most time that prompts take beside rounds, as a share of the rounds'. Default: 0.4 on GPUs, on a CPU whatever they take.",
         "--prefill-share",
         metavar="SHARE",
     ),

@@ -64,7 +64,7 @@ class Tuning:
             warps=8 if block_x >= 128 else 4,
             stages=1 if wide else 3,
             own_y=own_y,
-            block_o=32 if wide else 64,
+            block_o=32 if wide or (ahead and not narrow) else 64,
             block_s=min(triton.next_power_of_2(splits), max(1, (8192 if own_y == 16 else 4096) // (own_y * head_dim))),
             ahead=ahead,
             own_warps=2 if own_y <= 16 else 4,
