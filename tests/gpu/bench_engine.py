@@ -64,7 +64,7 @@ def allocated() -> list[float]:
 
 
 def mixed(args: argparse.Namespace) -> dict:
-    """64 requests of 1 to 32 particles and all kinds of laws, lengths and ends at once; another comes when one has been answered."""
+    """So many requests at once, of 1 to 32 particles and all kinds of laws, lengths and ends; another comes when one has been answered."""
     config = EngineConfig(block=args.block, branches=2, max_slots=512, max_context=1024, pages=200_000)
     engine, rng = make_engine(args, config), random.Random(1)
     vocab, asked = engine.tokenizer.size, 0
@@ -86,7 +86,7 @@ def mixed(args: argparse.Namespace) -> dict:
 
     lengths, memory, work, source = [], [], [], engine.rounds_of(Method.SMC)
     while len(lengths) < args.rounds:
-        while len(engine.registry.groups) < 64:
+        while len(engine.registry.groups) < args.requests:
             engine.submit(one())
             asked += 1
         begin, source.queued = time.monotonic(), 0.0
@@ -102,7 +102,7 @@ def mixed(args: argparse.Namespace) -> dict:
     after = np.array(lengths[len(lengths) // 10 :])
     found = {
         "rounds": len(lengths),
-        "answered": asked - 64,
+        "answered": asked - args.requests,
         "particles": float(np.mean([used for _, used in pair_rounds])),
         "rows_a_particle_at_most": max(rows / used for rows, used in pair_rounds),
         "median_ms": float(np.median(after)),
@@ -199,6 +199,7 @@ def main() -> None:
     parser.add_argument("--draft", default="llama-1b")
     parser.add_argument("--block", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=2000)
+    parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--method", default="exact")
