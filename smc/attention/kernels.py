@@ -11,7 +11,8 @@ is read on the device.
 
 Axes: R rows, Q queries of a row (padded), T = R * Q tokens row after row, J key/value heads, H query heads, N = H // J, D head dimension,
 G groups, L positions of a table, S splits, W pieces (a tile and a split), E entries of the workspace (a query and a split);
-X = (row, query, head of N) and Y = (query, head of N) of a row, for one key/value head; P and O tiles of prefix and own positions.
+X = (row, query, head of N) and Y = (query, head of N) of a row, for one key/value head, Y padded for tensor cores, M not; P and O tiles of
+prefix and own positions.
 """
 
 from __future__ import annotations
@@ -139,8 +140,8 @@ def _own_kernel(
 
 def check_heads(heads: tuple[int, int], head_dim: int) -> None:
     """Heads (H, J). Raises ValueError for what the kernels cannot do."""
-    if heads[0] % heads[1] or head_dim & (head_dim - 1) or head_dim < 16:
-        raise ValueError(f"heads {heads} and dimension {head_dim}: want H a multiple of J, and a power of two from 16")
+    if heads[0] % heads[1] or head_dim & (head_dim - 1) or not 16 <= head_dim <= 256:
+        raise ValueError(f"heads {heads} and dimension {head_dim}: want H a multiple of J, and a power of two from 16 to 256")
 
 
 class SharedPrefixAttention:
@@ -160,8 +161,8 @@ class SharedPrefixAttention:
         pdl: bool = False,
         **tuning: Any,
     ) -> None:
-        """`heads` (H, J); `max_context` bounds the positions that a group attends together; `pdl`: `smc.kernels.pdl`; `tuning` replaces
-        fields of Tuning."""
+        """`heads` (H, J); `max_context` bounds the positions that a group attends together; with `pdl` whoever is launched next may begin
+        before the last kernel here has ended (`smc.kernels.pdl`); `tuning` replaces fields of Tuning."""
         check_heads(heads, head_dim)
         h, j = heads
         self.groups, self.rows, self.queries, self.heads, self.head_dim = groups, rows, queries, heads, head_dim

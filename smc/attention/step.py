@@ -4,7 +4,7 @@ For contexts so short that reading the prefix from the L2 cache for every row co
 what `smc.kernels.store` and `SharedPrefixAttention` do in three launches.
 
 Axes: R rows, Q tokens of a row (padded), T = R * Q tokens row after row, J key/value heads, H query heads, N = H // J, D head dimension,
-P pages, S parts of a split product; Y = (query, head of N) of a row, for one key/value head; X any of them.
+P positions of a tile, S parts of a split product; Y = (query, head of N) of a row, for one key/value head; X any heads of tokens.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from smc.attention.kernels import LOWEST, take_in
+from smc.attention.tuning import PROGRAMS, floor_rows
 from smc.kernels.norm import sum_parts
 from smc.kernels.pdl import launch_options
 from smc.kernels.rows import Tables, page_at, row_tables
 from smc.kernels.variants import one_variant
-
-MULTIPROCESSORS = 132
 
 
 @dataclass(frozen=True)
@@ -41,13 +40,13 @@ class Tiling:
     def choose(queries: int, y: int, programs: int, head_dim: int, item_size: int) -> Tiling:
         """The best of those tried on an H200, for so many programs of one row and key/value head, which has `y` queries: few programs must
         hurry, many hide each other's waits."""
-        few = programs <= 2 * MULTIPROCESSORS
+        few = programs <= 2 * PROGRAMS
         if item_size == 4:
             return Tiling(16, 32, 2, 1)
         if queries == 1 and head_dim <= 64:
             return Tiling(16, 64, 4, 4) if few else Tiling(16, 32, 1, 4)
         if queries == 1:
-            return Tiling(16, 128 if head_dim <= 128 and programs <= MULTIPROCESSORS else 64, 4, 3)
+            return Tiling(16, 128 if head_dim <= 128 and programs <= PROGRAMS else 64, 4, 3)
         if few or y <= 16:
             return Tiling(16, 64, 8 if head_dim > 64 else 4, 3)
         return Tiling(32, 64, 4, 3)
@@ -71,16 +70,16 @@ def step_attention(
 ) -> None:
     """Attend, into `out_THD` contiguous; zeros for tokens that there are none of, which leave no trace.
 
-    qkv [T, (H + 2J) * D], or partial sums of it [S, T, (H + 2J) * D]; keys, values [P + 1, J, D]; rope [positions, D] float32 as of
+    qkv [T, (H + 2J) * D], or partial sums of it [S, T, (H + 2J) * D]; keys, values [pages + 1, J, D]; rope [positions, D] float32 as of
     `RopeTable`. Row r's first count_R of Q tokens are at positions from start_R on, on pages that `tables` name, and so are the tokens
-    before them. Indices int32; q_norm, k_norm [D] or neither.
+    before them, none of which is another row's new one. Indices int32; q_norm, k_norm [D] or neither.
     """
     (tokens, h, d), j, rows = out_THD.shape, keys.shape[1], len(start_R)
     queries, (*index, tail) = tokens // rows, tables.arguments()
     assert qkv.shape[-2:] == (tokens, (h + 2 * j) * d) and qkv.is_contiguous() and rope.shape[1] == d and rope.is_contiguous()
     assert keys.is_contiguous() and values.is_contiguous() and out_THD.is_contiguous() and tokens == rows * queries
     y = queries * h // j
-    tiling = tiling or Tiling.choose(queries, y, j * rows, d, keys.element_size())
+    tiling = tiling or Tiling.choose(queries, y, j * floor_rows(rows), d, keys.element_size())
     _step_kernel[(j, rows, triton.cdiv(y, tiling.block_y))](
         qkv, keys, values, rope, *index, start_R, count_R, out_THD, q_norm, k_norm, eps, qkv.shape[-1] * tokens,
         Q=queries, H=h, J=j, N=h // j, D=d, SCALE=d**-0.5 * 1.4426950408889634, TAIL=tail, NORM=q_norm is not None,

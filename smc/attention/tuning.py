@@ -7,7 +7,14 @@ from dataclasses import dataclass
 import torch
 import triton
 
-PROGRAMS = 132  # One for each multiprocessor of an H100 or H200: with more, merging costs more than the reading gains.
+PROGRAMS = 132
+"""Multiprocessors of an H100 or H200."""
+
+
+def floor_rows(rows: int) -> int:
+    """Rows by which sizes are chosen: the power of two at or below. Rounds with companions have up to twice as many rows as places; so they
+    bring no size, and no kernel to compile, that rounds of places alone have not had."""
+    return 1 << (rows.bit_length() - 1)
 
 
 @dataclass(frozen=True)
@@ -15,11 +22,12 @@ class Tuning:
     """Sizes that change speed only. `choose` guesses them; a benchmark may know better."""
 
     block_x: int
-    """Queries of a prefix program: as many as there are, at most 128, so that keys are seldom loaded twice."""
+    """Queries of a prefix program: as many as there are, at most 128, or 64 of narrow heads, so that keys are seldom loaded twice."""
     block_p: int
     """Prefix positions of a tile."""
     pieces: int
-    """Pairs (tile of queries, split of the prefix) that a key/value head has work for: about one program per multiprocessor."""
+    """Pairs (tile of queries, split of the prefix) that a key/value head has work for: about one program for each multiprocessor, two where
+    tiles are of narrow heads. With more splits, merging costs more than the reading gains."""
     min_tiles: int
     """Tiles of a split at least: with many queries, merging one more split costs more than reading one more tile."""
     warps: int
@@ -27,7 +35,7 @@ class Tuning:
     stages: int
     """Depth of the prefix kernel's load pipeline."""
     own_y: int
-    """Queries of an own program: few, since it is latency and not reading that costs."""
+    """Queries of an own program: few where there are few rows, since it is latency and not reading that costs them."""
     block_o: int
     """Own positions of a tile: mostly there is one, read in one go."""
     block_s: int
@@ -44,7 +52,7 @@ class Tuning:
     @staticmethod
     def choose(rows: int, queries: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype, max_context: int) -> Tuning:
         """How many groups share the rows is known on the device alone."""
-        (h, j), wide = heads, dtype.itemsize == 4
+        (h, j), wide, rows = heads, dtype.itemsize == 4, floor_rows(rows)
         x, y = rows * queries * h // j, queries * h // j
         # Narrow heads leave room for two programs of 64 queries on a multiprocessor, of which one computes while the other waits.
         narrow = not wide and head_dim <= 64
@@ -62,7 +70,7 @@ class Tuning:
             pieces=pieces,
             min_tiles=2 if x >= 128 and not narrow else 1,
             warps=8 if block_x >= 128 else 4,
-            stages=1 if wide else 3,
+            stages=1 if wide else 3 if head_dim <= 128 else 2,
             own_y=own_y,
             block_o=32 if wide or (ahead and not narrow) else 64,
             block_s=min(triton.next_power_of_2(splits), max(1, (8192 if own_y == 16 else 4096) // (own_y * head_dim))),

@@ -28,7 +28,7 @@ class PrefillSettings(TypedDict):
 
 
 GPU_PREFILL: PrefillSettings = {"prefill_chunk": 4096, "prefill_share": 0.4}
-"""Settings where models are on GPUs, unless others are asked for: products as long as they are worth, rounds at most half as long again."""
+"""Settings where models are on GPUs, unless others are asked for: long products, and rounds less than half as long again."""
 
 
 @dataclass(frozen=True)

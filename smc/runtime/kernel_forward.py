@@ -36,12 +36,14 @@ Attend = Callable[[Layer, Tensor, Tensor], None]
 
 class KernelForward(StaticForward):
     """A decoder of one worker. With `own_products` matrix products of few rows are ours too, but not in float32, which tensor cores
-    would round. Raises ValueError for heads that the kernels cannot do."""
+    would round; without `pdl` no kernel begins before the one before has ended, which it does where the device can (`smc.kernels.pdl`).
+    Raises ValueError for heads that the kernels cannot do."""
 
-    def __init__(self, worker: ModelWorker, *, own_products: bool = True) -> None:
+    def __init__(self, worker: ModelWorker, *, own_products: bool = True, pdl: bool = True) -> None:
         super().__init__(worker.model, worker.pool, worker.rope)
         check_heads((worker.model.config.num_heads, worker.model.config.num_kv_heads), worker.model.config.head_dim)
-        self._longest, self._own_products, self._pdl = worker.width, own_products, supports_pdl(worker.model.embed.weight.device)
+        self._longest, self._own_products = worker.width, own_products
+        self._pdl = pdl and supports_pdl(worker.model.embed.weight.device)
         self._attentions: dict[tuple[int, int, int], SharedPrefixAttention] = {}
 
     @property

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from smc.attention.kernels import SharedPrefixAttention
-from smc.attention.step import step_attention
+from smc.attention.step import Tiling, step_attention
 from smc.kernels.rows import Groups, Tables
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -141,9 +141,9 @@ class Built:
         return made
 
     def run(self, short: bool = False, attention: SharedPrefixAttention | None = None) -> Tensor:
-        return self._run_short() if short else self._run_long(attention or self.attention())
+        return self.run_short() if short else self._run_long(attention or self.attention())
 
-    def _run_short(self) -> Tensor:
+    def run_short(self, tiling: Tiling | None = None) -> Tensor:
         """What a pass over short rows does in one launch, of new keys and values that are nowhere yet, turned by no angle."""
         d = self.case.dim
         new = [x[self.page_T.long()].clone() for x in (self.keys, self.values)]
@@ -155,7 +155,8 @@ class Built:
             store[self.page_T[self.exists_T].long()] = torch.nan
         rope = torch.cat((torch.ones(1000, d // 2), torch.zeros(1000, d // 2)), 1).to(DEVICE)
         out_THD = torch.full(self.q_THD.shape, torch.nan, dtype=self.case.dtype, device=DEVICE)
-        step_attention(qkv, keys, values, rope, self.tables(), self.start_R.to(DEVICE), self.count_R.to(DEVICE), out_THD)
+        bounds = (self.start_R.to(DEVICE), self.count_R.to(DEVICE))
+        step_attention(qkv, keys, values, rope, self.tables(), *bounds, out_THD, tiling=tiling)
         for store, expected in ((keys, self.keys), (values, self.values)):
             assert torch.equal(store.cpu().nan_to_num(7.0), expected.nan_to_num(7.0)), "new keys and values are stored, and nothing else"
         return out_THD.cpu()

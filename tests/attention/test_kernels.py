@@ -14,7 +14,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from smc.attention.kernels import SharedPrefixAttention
-from smc.attention.step import step_attention
+from smc.attention.step import Tiling, step_attention
+from smc.attention.tuning import Tuning, floor_rows
+from smc.engine.plans import bucket
 from smc.kernels.store import store_kv
 from tests.attention.packed import DEVICE, FOREIGN, PAGES, SMALL, TOLERANCE, Built, Case, error
 
@@ -62,6 +64,32 @@ CASES = {
 def test_attention_is_that_of_each_query_alone(name, short):
     built = Built(CASES[name])
     assert_right(built, built.run(short))
+
+
+@pytest.mark.parametrize("name", ["target", "target_fp32", "several_query_tiles", "tails_of_blocks", "groups"])
+@pytest.mark.parametrize("block_y", [16, 32])
+def test_short_rows_by_programs_of_few_and_of_many_queries(name, block_y):
+    built = Built(CASES[name])
+    assert_right(built, built.run_short(Tiling(block_y, 32, 4, 2)))
+
+
+@pytest.mark.parametrize("slots", [16, 32, 64, 128])
+@pytest.mark.parametrize(("heads", "dim"), [((32, 8), 128), ((16, 4), 128), ((32, 8), 64), ((16, 8), 128)])
+@pytest.mark.parametrize("queries", [1, 2, 5, 6, 9])
+def test_rounds_with_companions_bring_no_kernel_that_places_alone_have_not(slots, heads, dim, queries):
+    """Rounds of places are rehearsed in all their sizes."""
+
+    def sizes(rows: int) -> tuple[object, ...]:
+        y = queries * heads[0] // heads[1]
+        step = Tiling.choose(queries, y, heads[1] * floor_rows(rows), dim, 2)
+        return step, *vars(Tuning.choose(rows, queries, heads, dim, BF16, 16384)).values()
+
+    rehearsed = {sizes(bucket(places)) for places in range(1, slots + 1)}
+    for guided in range(1, slots // 2 + 1):
+        for others in range(slots - 2 * guided + 1):
+            places = bucket(guided + others)
+            companions = min(1 << (guided - 1).bit_length(), places)
+            assert sizes(places + companions) in rehearsed, (places, companions)
 
 
 def assert_right(built: Built, out_THD: Tensor) -> None:

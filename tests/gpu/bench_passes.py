@@ -54,22 +54,23 @@ class Pass:
         rows, queries = block.split("x")
         return Pass(shape, dtype, int(rows), int(queries), int(context))
 
+    @property
+    def worker(self) -> ModelWorker:
+        return worker(self.shape, self.dtype, self.layers)
+
     def build(self, pdl: bool) -> Callable[[], Tensor]:
-        """Something that runs it, for the logits of all tokens, over keys and values that are the same each time it is built."""
-        made, generator = worker(self.shape, self.dtype, self.layers), torch.Generator("cuda").manual_seed(1)
-        forward = KernelForward(made)
-        forward._pdl &= pdl
-        for store in (made.pool.keys, made.pool.values):
-            store.normal_(generator=generator)
-            store[:, DUMMY_PAGE] = 0.0
-        rows = self._tables(generator)
-        tokens_T = torch.randint(0, 1000, (self.rows * self.queries,), device="cuda", generator=generator)
+        """Something that runs it, for the logits of all tokens."""
+        forward, rows, tokens_T = KernelForward(self.worker, pdl=pdl), self.places(), self.tokens()
         torch.cuda.synchronize()
         return lambda: forward.logits(forward(tokens_T, rows))
 
-    def _tables(self, generator: torch.Generator) -> Rows:
+    def tokens(self) -> Tensor:
+        return torch.randint(0, 1000, (self.rows * self.queries,), device="cuda")
+
+    def places(self) -> Rows:
+        """Anywhere in the pool."""
         own = OWN + self.queries
-        order = 1 + torch.randperm(self.context + self.rows * own, device="cuda", dtype=torch.int32, generator=generator)
+        order = 1 + torch.randperm(PAGES, device="cuda")[: self.context + self.rows * own].int()
         table_SL = torch.zeros(self.rows, WIDTH, dtype=torch.int32, device="cuda")
         table_SL[:, : self.context] = order[: self.context]
         table_SL[:, self.context : self.context + own] = order[self.context :].view(self.rows, own)
@@ -89,7 +90,11 @@ def worker(shape: str, dtype: str, layers: int | None) -> ModelWorker:
     config = config if layers is None else replace(config, num_layers=layers)
     model = random_model(config, dtype=DTYPES[dtype], device="cuda")
     vocab = config.vocab_size
-    return ModelWorker("bench", model, width=WIDTH, pages=PAGES, vocab_size=vocab, token_bytes=TokenBytes.of(NoText(vocab)))
+    made = ModelWorker("bench", model, width=WIDTH, pages=PAGES, vocab_size=vocab, token_bytes=TokenBytes.of(NoText(vocab)))
+    for store in (made.pool.keys, made.pool.values):
+        store.normal_()
+        store[:, DUMMY_PAGE] = 0.0
+    return made
 
 
 def record(call: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
