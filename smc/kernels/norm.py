@@ -20,7 +20,8 @@ from smc.kernels.pdl import launch_options
 def add_norm(x_TE: Tensor, parts: Tensor | None, weight_E: Tensor, eps: float, out_TE: Tensor | None = None, pdl: bool = False) -> Tensor:
     """x += sum of parts, in place; returns RMSNorm(x) * weight [T, E] in the weight's type (fp32 arithmetic).
 
-    With `pdl` and parts, what was launched just before must not write x. `parts` is None, one tensor [T, E] or partials [S, T, E]. The norm is that of x as stored, rounded to its type.
+    `parts` is None, one tensor [T, E] or partials [S, T, E]. The norm is that of x as stored, rounded to its type. With `pdl` and parts,
+    what was launched just before must not write x.
     """
     (tokens, features), splits = x_TE.shape, _splits(parts)
     out_TE = torch.empty_like(x_TE, dtype=weight_E.dtype) if out_TE is None else out_TE
