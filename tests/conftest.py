@@ -17,6 +17,8 @@ from services.cli.main import run
 if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
     import tests.interpreter  # noqa: F401
 
+pytest_plugins = ["tests.ungrouped"]
+
 # Before Ray is imported: every cluster of the tests, and whoever talks to one from here, has the same token.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))

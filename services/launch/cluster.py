@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 LOCAL_CPUS = 64
 """What a cluster of our own says it has: its processes share this machine's cores anyway."""
 OBJECT_STORE_BYTES = 100_000_000
-SLOW_START = "timed out during startup"
-"""In what Ray says of itself then."""
+SLOW_STARTS = ("timed out during startup", "Timed out waiting for file")
+"""In what Ray says of itself when its processes have not been up in time."""
 RESOURCE_SHARE = 0.001
 """What a rank asks of a custom resource that hosts have: so little that a host with one of it has enough for all its ranks."""
 SIGNS = "signs"
@@ -107,7 +107,7 @@ def connect(address: str | None) -> bool:
         ray.init(**start)
     except Exception as error:
         # Ray gives itself half a minute, which a busy machine may not have had for it.
-        if SLOW_START not in str(error):
+        if not any(words in str(error) for words in SLOW_STARTS):
             raise
         logger.warning("Ray was not up in time; it is started once more")
         ray.shutdown()

@@ -1,0 +1,41 @@
+"""A cluster of this process's own, on a machine that has other things to do."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.launch import cluster
+
+SLOW = [
+    "The current node timed out during startup. This could happen because some of the Ray processes failed to startup.",
+    "Timed out waiting for file /tmp/ray/session_1/gcs_server_port_2",
+]
+
+
+@pytest.fixture
+def starts(monkeypatch) -> list[str]:
+    """What Ray says at each start; "" is one that goes well."""
+    said: list[str] = []
+
+    def init(**_: object) -> None:
+        if error := said.pop(0):
+            raise RuntimeError(error)
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(cluster.ray, "init", init)
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
+    return said
+
+
+@pytest.mark.parametrize("error", SLOW)
+def test_a_start_that_was_too_slow_is_tried_once_more(starts, error):
+    starts += [error, ""]
+    assert cluster.connect(None) and not starts
+
+
+@pytest.mark.parametrize(("errors", "left"), [((SLOW[1], SLOW[1], ""), 1), (("no such address", ""), 1)])
+def test_what_fails_twice_or_otherwise_is_said(starts, errors, left):
+    starts += errors
+    with pytest.raises(RuntimeError, match=errors[0]):
+        cluster.connect(None)
+    assert len(starts) == left
