@@ -6,17 +6,19 @@ which knows no groups in a process of its own, would find none of that name and 
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-GROUPS = ("ray",)
-"""Of `pytest.mark.xdist_group`."""
+GROUP = re.compile(r"@[^@\]]+$")
+"""At the end of a name; an @ in brackets is a parameter's own."""
 
 
 class Ungrouped:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        for group in GROUPS:
-            report.nodeid = report.nodeid.removesuffix(f"@{group}")
+        where, separator, name = report.nodeid.rpartition("::")
+        report.nodeid = where + separator + GROUP.sub("", name)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -173,9 +173,7 @@ class SharedPrefixAttention:
         self.part_JED = torch.empty(j, entries, head_dim, dtype=tune.partial, device=device)
         self.lse_JE = torch.empty(j, entries, dtype=torch.float32, device=device)
         assert self.part_JED.numel() < 2**31, "the kernels address the workspace in 32 bits"
-        self._constants = {
-            "N": h // j, "J": j, "D": head_dim, "SCALE": head_dim**-0.5 * 1.4426950408889634,
-        }  # fmt: skip
+        self._constants = {"N": h // j, "J": j, "D": head_dim, "SCALE": head_dim**-0.5 * 1.4426950408889634}
 
     @property
     def workspace_bytes(self) -> int:
@@ -202,13 +200,10 @@ class SharedPrefixAttention:
             **self._constants,
         )  # fmt: skip
         *index, tail = prepared.tables.arguments()
-        _own_kernel[self._row_grid(tune.own_y)](
+        h, j = self.heads
+        _own_kernel[(triton.cdiv(self.queries * h // j, tune.own_y), j, self.rows)](
             q_THD, keys, values, *index, *bounds, prepared.row_4R, self.part_JED, self.lse_JE, out_THD, q_THD.stride(0), self.rows,
             entries, Q=self.queries, TAIL=tail, BLOCK_M=tune.own_y, BLOCK_O=tune.block_o, BLOCK_S=tune.block_s,
             AHEAD=tune.ahead, STAGES=tune.own_stages, PDL=self.pdl, num_warps=tune.own_warps, **self._constants,
         )  # fmt: skip
         return out_THD
-
-    def _row_grid(self, block: int) -> tuple[int, int, int]:
-        h, j = self.heads
-        return triton.cdiv(self.queries * h // j, block), j, self.rows

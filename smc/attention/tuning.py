@@ -12,8 +12,8 @@ PROGRAMS = 132
 
 
 def floor_rows(rows: int) -> int:
-    """Rows by which sizes are chosen: the power of two at or below. Rounds with companions have up to twice as many rows as places; so they
-    bring no size, and no kernel to compile, that rounds of places alone have not had."""
+    """Rows by which sizes are chosen: the power of two at or below. Rounds with companions have more rows than places; where slots are a
+    power of two, they bring so no size, and no kernel to compile, that rounds of places alone have not had."""
     return 1 << (rows.bit_length() - 1)
 
 

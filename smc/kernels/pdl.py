@@ -1,13 +1,13 @@
 """Programmatic dependent launch: a kernel begins while the one before it ends.
 
 The kernels of a decoding step take a few microseconds each, and of these the launch is one. A kernel that is launched so waits
-(`gdc_wait`) until all before it have ended and can be seen. What it reads or writes before that nobody before it may still be writing or
-reading: tables of pages, weights of norms, the residual that an earlier norm left. The kernel before says (`gdc_launch_dependents`) from
+(`gdc_wait`) until all before it have ended and can be seen. What it reads earlier, nobody just before it may write: tables of pages,
+weights of norms, the residual that an earlier norm left. It writes nothing earlier. The kernel before says (`gdc_launch_dependents`) from
 when on the next may come.
 
-A kernel that comes early takes its places then, and where a multiprocessor still holds much of the one before, it gets fewer programs.
-So products and attention say it last, when their sums are made, and the kernel that reads prefixes, with a program for each multiprocessor,
-is not launched so. Asking for weights in advance (prefetching) made every pass slower: `docs/performance.md`.
+A kernel that comes early takes its places then, and likely gets fewer of them where a multiprocessor still holds much of the one before.
+Products and attention say it last, when their sums are made, and the kernel that reads prefixes, with a program for each multiprocessor,
+is not launched so: each was measured, and so was asking for weights in advance, which made passes slower (`docs/performance.md`).
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def test_short_rows_by_programs_of_few_and_of_many_queries(name, block_y):
 @pytest.mark.parametrize(("heads", "dim"), [((32, 8), 128), ((16, 4), 128), ((32, 8), 64), ((16, 8), 128)])
 @pytest.mark.parametrize("queries", [1, 2, 5, 6, 9])
 def test_rounds_with_companions_bring_no_kernel_that_places_alone_have_not(slots, heads, dim, queries):
-    """Rounds of places are rehearsed in all their sizes."""
+    """Rounds of places are rehearsed in all their sizes. Slots are powers of two; companions are padded as in `smc.engine.companions`."""
 
     def sizes(rows: int) -> tuple[object, ...]:
         y = queries * heads[0] // heads[1]

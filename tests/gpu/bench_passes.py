@@ -27,6 +27,7 @@ from smc.runtime.forward import Rows
 from smc.runtime.kernel_forward import KernelForward
 from smc.runtime.worker import ModelWorker
 from smc.stops import TokenBytes
+from tests.gpu.bench_attention import full
 
 PASSES = [
     *(f"llama-1b:{dtype}:{rows}x1:256" for dtype in ("bfloat16", "fp8") for rows in (8, 32)),
@@ -78,10 +79,6 @@ class Pass:
         bounds = (full(self.rows, self.context + OWN), full(self.rows, self.queries), full(self.rows, 0))
         groups = (full(1, 0), full(1, self.rows), full(1, self.context))
         return Rows(table_SL, slot_R, None, None, *bounds, *groups, queries=self.queries, short=self.context <= SHORT)
-
-
-def full(count: int, value: int) -> Tensor:
-    return torch.full((count,), value, dtype=torch.int32, device="cuda")
 
 
 @cache
