@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from smc.engine.chunks import LEAST
 from smc.engine.engine import Engine
 from smc.engine.local import ModelPair, local_engine
 from smc.engine.memory import pool_for
@@ -34,8 +35,9 @@ PEAK = 7.9e14
 """Operations a second that an H200 reaches in products of bfloat16."""
 BESIDE_TOKENS = 256
 """Of the prompts of requests that are decoded meanwhile, at most."""
-BESIDE_ROUNDS = 256
-"""That such a request takes part in, about; then another takes its place."""
+BESIDE_ROUNDS, ROUNDS_A_CHUNK = 128, 4
+"""That such a request takes part in, about, and more for the smallest chunks of a prompt: whoever is there when a prompt comes is to
+outlast it."""
 REPEATS = 3
 
 Asked = dict[str, list[Pending[PromptResult[np.ndarray]]]]
@@ -110,7 +112,7 @@ class _Run:
     ttft: float
     """Seconds, as all here."""
     steps: list[float]
-    """Of the host's loop meanwhile, each with a round."""
+    """Of the host's loop meanwhile, those with a round."""
     took: dict[str, float]
     """By side: a model at the prompt."""
     chunks: int
@@ -135,17 +137,18 @@ class FirstTokens:
         if context >= longest:
             raise ValueError(f"--context {context}; allowed: below {longest}, what both models were made for")
         load = Load(beside, self._prompts(beside, min(longest // 2, BESIDE_TOKENS), 1), None)
-        asked = load.asked(params, min(longest // 2, mode.config.block * BESIDE_ROUNDS))
+        rounds = BESIDE_ROUNDS + ROUNDS_A_CHUNK * context // LEAST
+        asked = load.asked(params, min(longest // 2, mode.config.block * rounds))
         prompts = self._prompts(REPEATS + 1, context, 2)
         runs: dict[str, list[_Run]] = {"new": [], "again": []}
         quiet: list[float] = []
         with self._machine.engine(mode, _fitted(mode, asked, context)) as engine, _listening(engine) as pending:
-            loop = ClosedLoop(engine, asked, beside)
-            while engine.num_running < beside:
-                loop.step()
-            for _ in range(WARM_UP):
-                loop.step()
             for i, prompt in enumerate(prompts):
+                loop = ClosedLoop(engine, asked, beside)
+                while engine.num_running < beside:
+                    loop.step()
+                for _ in range(WARM_UP):
+                    loop.step()
                 between = [_timed_step(loop)[0] for _ in range(self._quiet)] if beside else []
                 # The first compile, record, and find out what is fastest.
                 quiet += between if i else []
@@ -153,7 +156,7 @@ class FirstTokens:
                     run = _first_token(mode, loop, pending, f"{name} {i}", tuple(prompt))
                     found += [run] if i else []
                     self._on_prompt()
-            loop.stop()
+                loop.stop()
         return [self._row(mode, context, beside, quiet, found) for found in runs.values()]
 
     def _prompts(self, count: int, tokens: int, seed: int) -> list[list[int]]:
@@ -220,8 +223,9 @@ def _first_token(mode: Mode, loop: ClosedLoop, pending: Asked, name: str, prompt
     steps: list[float] = []
     loop.engine.submit(Request(name, prompt, _asking(mode)))
     while answer is None:
+        beside = loop.engine.num_running > 0
         step, outputs = _timed_step(loop)
-        steps.append(step)
+        steps += [step] if beside else []
         answer = next((output.answer for output in outputs if output.request_id == name), None)
     ttft, spans = time.monotonic() - begin, {}
     for side, asked in pending.items():

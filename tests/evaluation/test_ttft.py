@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from smc.engine.sampling_params import Method
+from smc.evaluation import ttft
 from smc.evaluation.machine import Mode
 from smc.evaluation.ttft import REPEATS, FirstTokens, PairMachine, operations
 from smc.models.places import count_parameters
@@ -48,6 +49,21 @@ def test_prompts_alone_and_beside_others_new_and_cached(mode):
     for row in beside:
         assert row.beside == 2 and row.longest >= row.round_beside > 0
         assert row.stretch == pytest.approx(row.round_beside / row.round)
+
+
+def test_whoever_is_decoded_beside_a_prompt_outlasts_it(monkeypatch):
+    """Though no request lasts for all prompts."""
+    monkeypatch.setattr(ttft, "BESIDE_ROUNDS", 24)
+    running: list[int] = []
+    timed = ttft._timed_step
+
+    def timed_step(loop):
+        running.append(loop.engine.num_running)
+        return timed(loop)
+
+    monkeypatch.setattr(ttft, "_timed_step", timed_step)
+    FirstTokens(PairMachine(pair(256)), 6).run(AHEAD, 100, 4)
+    assert len(running) > 30 and min(running) >= 4
 
 
 def test_a_context_that_the_models_were_not_made_for():
