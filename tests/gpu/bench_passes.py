@@ -62,7 +62,6 @@ class Pass:
     def build(self, pdl: bool) -> Callable[[], Tensor]:
         """Something that runs it, for the logits of all tokens."""
         forward, rows, tokens_T = KernelForward(self.worker, pdl=pdl), self.places(), self.tokens()
-        torch.cuda.synchronize()
         return lambda: forward.logits(forward(tokens_T, rows))
 
     def tokens(self) -> Tensor:
@@ -95,9 +94,10 @@ def worker(shape: str, dtype: str, layers: int | None) -> ModelWorker:
 
 
 def record(call: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """A recording, and where its result is."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
+    """A recording, and where its result is. What `call` holds must live as long: a recording runs in it."""
+    # What the call reads has been written by another stream than the one that it is first run on.
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
         for _ in range(2):
             call()
     torch.cuda.synchronize()

@@ -55,7 +55,9 @@ class Moving:
 @torch.inference_mode()
 def test_a_pass_is_the_same_bit_for_bit(shape, context, block, dtype):
     moving = Moving(Pass(shape, dtype, *block, context, layers=4))
-    (one_by_one, expected), (early, found) = (record(moving.call(pdl)) for pdl in (False, True))
+    # Recordings run in what these hold.
+    calls = [moving.call(pdl) for pdl in (False, True)]
+    (one_by_one, expected), (early, found) = map(record, calls)
     for _ in range(REPLAYS):
         moving.change()
         stored = []
