@@ -96,8 +96,12 @@ def mixed(args: argparse.Namespace) -> dict:
             work.append({**spans, "planned and queued": 1e3 * source.queued})
         lengths.append(1e3 * (time.monotonic() - begin))
         if len(lengths) % 200 == 0:
-            memory.append(allocated())
-            print(len(lengths), "rounds", memory[-1], f"{statistics.median(lengths[-200:]):.1f} ms", flush=True)
+            memory.append((sum(allocated()), round(sum(stage.recorded_bytes for stage in engine.pair.stages.values()) / 2**30, 3)))
+            held, recordings = memory[-1]
+            print(
+                f"{len(lengths)} rounds: {held:.3f} GiB, {recordings} of it recordings; {statistics.median(lengths[-200:]):.1f} ms",
+                flush=True,
+            )
     pair_rounds = [(rows, used) for program, rows, used in plans if program == "pair"]
     after = np.array(lengths[len(lengths) // 10 :])
     found = {
@@ -111,7 +115,7 @@ def mixed(args: argparse.Namespace) -> dict:
         "longest_ms": float(after.max()),
         "longer_than_3_medians": int((after > 3 * np.median(after)).sum()),
         "parts_ms": {name: statistics.median(w[name] for w in work) for name in work[-1]},
-        "memory_GiB": memory,
+        "memory_and_recordings_GiB": memory,
         "recorded": recorded(engine),
     }
     assert all(bucket(used) == rows for rows, used in pair_rounds)
