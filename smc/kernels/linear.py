@@ -1,9 +1,8 @@
 """y = x W^T for the few rows of a decoding step, at the speed at which weights stream from memory.
 
-Weights are of x's type, or FP8 (e4m3) with a float32 scale for each output: these are widened to x's type in registers (by way of fp16 and
-fp32, which the machine does in pairs; its own fp16 to bf16 goes one by one), multiplied as such, and the sum is scaled. bf16 holds every
-e4m3 number, and every x that there is, where fp16 would end at 65,504. The machine's copy engine (TMA) fetches their tiles: loads of
-threads would be of 8 bytes each.
+Weights are of x's type, or FP8 (e4m3) with a float32 scale for each output; then x is FP8 too, with one for each token
+(`smc.kernels.rounding`), and the sums are scaled. The machine's copy engine (TMA) puts tiles of both where tensor cores read them, so that
+no thread holds any.
 
 The weight tile is the long side of the tensor cores' product (M = outputs, N = tokens), so 8 tokens cost little more than the
 loads. Small matrices are cut along K as well (split-K) to occupy every multiprocessor; the fp32 partials [S, T, N] are summed in
@@ -25,14 +24,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from smc.kernels.pdl import launch_options
-
-FP8 = torch.float8_e4m3fn
+from smc.models.linear import Rounded
 
 _PROGRAMS = 120
 """Fewest programs that occupy an H200's 132 multiprocessors well enough."""
-
-
-COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
+_MULTIPROCESSORS = 132
+_ROOM, _MODEST_ROOM, _SHARED_ROOM = 220 * 1024, 128 * 1024, 110 * 1024
+"""Bytes for what is in flight: of a program that has a multiprocessor to itself, of one that leaves some to whoever comes next, of one of
+two."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Tiling:
     block_n: int
     """Outputs a program; 64 or more for Hopper's matrix instructions."""
     block_k: int
-    """Inputs a step; divides K."""
+    """Inputs a step; divides K. FP8: 32 or more."""
     splits: int
     """Parts of K."""
     warps: int
@@ -52,26 +51,41 @@ class Tiling:
 
 def choose(tokens: int, outputs: int, inputs: int, gated: bool = False, fp8: bool = False) -> Tiling:
     """Tiling for [tokens, inputs] x [outputs, inputs]^T: the fewest splits that make enough equal programs."""
-    # Of those tried on an H200 (`python -m tests.gpu.bench_products`). FP8: a step of twice as many inputs, and more programs, since they
-    # wait more than they load (8B shape, down for 48 tokens: 64 tiles in 4 parts 22.6 us, 32 in 4 27.8).
-    wide = outputs >= 64 * 1024 or (gated and (outputs >= 24 * 1024 or (fp8 and 32 < tokens <= 64)))
-    # Beyond 128 tokens widened weights of more outputs do not fit the registers beside the sums.
-    block_n = 128 if (wide and tokens <= 64) or 64 < tokens <= (128 if fp8 else 256) else 64
-    warps = 8 if tokens > 64 else 4
-    programs = _PROGRAMS * (2 if tokens <= 16 else 1.5) if fp8 and tokens <= 64 else _PROGRAMS
-    largest = 16384 if fp8 and tokens <= 64 else 8192
-    sizes = (256, 128, 64, 32, 16) if fp8 and gated and tokens <= 32 else (128, 64, 32, 16)
-    block_k = next(size for size in sizes if inputs % size == 0 and size * block_n <= largest)
-    tiles, steps = triton.cdiv(outputs, block_n), inputs // block_k
+    if fp8:
+        return _choose_fp8(_token_block(tokens), outputs, inputs, gated)
+    # Of those tried on an H200 (`python -m tests.gpu.bench_products`), as below.
+    wide = outputs >= 64 * 1024 or (gated and outputs >= 24 * 1024)
+    block_n = 128 if (wide and tokens <= 64) or 64 < tokens <= 256 else 64
+    block_k = next(size for size in (128, 64, 32, 16) if inputs % size == 0 and size * block_n <= 8192)
+    splits = 1 if gated else _splits(triton.cdiv(outputs, block_n), inputs // block_k, _PROGRAMS)
+    stage_bytes = 2 * block_k * (block_n + _token_block(tokens))
+    # Two programs share a multiprocessor.
+    return Tiling(block_n, block_k, splits, 8 if tokens > 64 else 4, stages=max(2, min(6, _SHARED_ROOM // stage_bytes)))
+
+
+def _choose_fp8(token_block: int, outputs: int, inputs: int, gated: bool) -> Tiling:
+    # The largest matrices have as many outputs as the machine needs programs. Of the others, programs of few tokens wait more than they
+    # load, and partial sums of few tokens are soon read.
+    wide, many = gated or outputs >= 64 * 1024, token_block > 64
+    block_n = 256 if wide and token_block == 128 else 128 if wide or many else 64
+    tiles = triton.cdiv(outputs, block_n)
+    largest = 128 if many or (wide and token_block > (32 if tiles <= _MULTIPROCESSORS else 16)) else 256
+    block_k = next(size for size in (256, 128, 64, 32) if inputs % size == 0 and size <= largest)
+    steps, enough = inputs // block_k, _PROGRAMS if many else 192 if token_block == 64 else 96
+    splits = 1 if wide else _splits(tiles, steps, enough)
+    alone = tiles * splits <= _MULTIPROCESSORS or block_n == 256
+    room = (_ROOM if many else _MODEST_ROOM) if alone else _SHARED_ROOM
+    stages = min(room // (block_k * (block_n + token_block)), max(2, steps // splits), 6)
+    return Tiling(block_n, block_k, splits, 8 if token_block * block_n > 16384 else 4, stages=max(2, stages))
+
+
+def _splits(tiles: int, steps: int, programs: int) -> int:
     possible = [splits for splits in range(1, 17) if steps % splits == 0]
-    splits = 1 if gated else next((splits for splits in possible if tiles * splits >= programs), possible[-1])
-    stage_bytes = block_k * (block_n * (1 if fp8 else 2) + 2 * _token_block(tokens))
-    # Two programs share a multiprocessor's 227 KiB.
-    return Tiling(block_n, block_k, splits, warps, stages=max(2, min(6, 110 * 1024 // stage_bytes)))
+    return next((splits for splits in possible if tiles * splits >= programs), possible[-1])
 
 
 def linear(
-    x_TK: Tensor,
+    x: Tensor | Rounded,
     weight_NK: Tensor,
     splits: int | None = None,
     bias_N: Tensor | None = None,
@@ -80,31 +94,43 @@ def linear(
     scale_N: Tensor | None = None,
     **tunables: int,
 ) -> Tensor:
-    """x W^T (+ bias): partials [S, T, N] in float32, or with one split the result [T, N] in `dtype` (default: that of x).
+    """x W^T (+ bias): partials [S, T, N] in float32, or with one split the result [T, N] in `dtype` (default: that of x [T, K], or
+    bfloat16).
 
-    `scale_N` comes with an FP8 weight. `splits` and `tunables` (fields of `Tiling`) override `choose`.
+    With an FP8 weight comes its scale, and x is `Rounded`. `splits` and `tunables` (fields of `Tiling`) override `choose`.
     """
+    x_TK = x.number_TK if isinstance(x, Rounded) else x
     tiling = _tiling(x_TK, weight_NK, splits, tunables, gated=False)
     tokens, outputs = len(x_TK), len(weight_NK)
     whole = tiling.splits == 1
-    out = x_TK.new_empty(
-        (tokens, outputs) if whole else (tiling.splits, tokens, outputs), dtype=(dtype or x_TK.dtype) if whole else torch.float32
-    )
-    grid = (triton.cdiv(outputs, tiling.block_n), tiling.splits)
-    _launch(grid, x_TK, (weight_NK, scale_N, bias_N), out, outputs, tiling, GATED=False, PDL=pdl)
+    shape = (tokens, outputs) if whole else (tiling.splits, tokens, outputs)
+    out = x_TK.new_empty(shape, dtype=(dtype or _type_of(x)) if whole else torch.float32)
+    _launch(x, (weight_NK, scale_N, bias_N), out, outputs, tiling, GATED=False, PDL=pdl)
     return out
 
 
-def gate_up_silu(x_TK: Tensor, weight: Tensor, pdl: bool = False, scale: Tensor | None = None, **tunables: int) -> Tensor:
-    """silu(x G^T) * (x U^T) [T, I] in x's type; `weight` [2I, K] holds G, then U, and `scale` [2I] comes with an FP8 one.
+def gate_up_silu(
+    x: Tensor | Rounded,
+    weight: Tensor,
+    pdl: bool = False,
+    scale: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    **tunables: int,
+) -> Tensor:
+    """silu(x G^T) * (x U^T) [T, I] in `dtype` as above; `weight` [2I, K] holds G, then U. With an FP8 one comes its `scale` [2I], and x is
+    `Rounded`.
 
     A program computes matching rows of both."""
+    x_TK = x.number_TK if isinstance(x, Rounded) else x
     tiling = _tiling(x_TK, weight, 1, tunables, gated=True)
     inner = weight.shape[0] // 2
-    out_TI = x_TK.new_empty((x_TK.shape[0], inner))
-    grid = (triton.cdiv(inner, tiling.block_n // 2), 1)
-    _launch(grid, x_TK, (weight, scale, None), out_TI, inner, tiling, GATED=True, PDL=pdl)
+    out_TI = x_TK.new_empty((len(x_TK), inner), dtype=dtype or _type_of(x))
+    _launch(x, (weight, scale, None), out_TI, inner, tiling, GATED=True, PDL=pdl)
     return out_TI
+
+
+def _type_of(x: Tensor | Rounded) -> torch.dtype:
+    return torch.bfloat16 if isinstance(x, Rounded) else x.dtype
 
 
 def reduce(
@@ -131,32 +157,37 @@ def _token_block(tokens: int) -> int:
 
 def _tiling(x_TK: Tensor, weight_NK: Tensor, splits: int | None, tunables: dict[str, int], gated: bool) -> Tiling:
     (tokens, inputs), outputs = x_TK.shape, weight_NK.shape[0]
-    fp8 = weight_NK.dtype == FP8
+    if weight_NK.shape[1] != inputs or not weight_NK.is_contiguous() or x_TK.stride(1) != 1 or weight_NK.dtype != x_TK.dtype:
+        raise ValueError(
+            f"needs x [T, K] and a contiguous weight [N, K] of one type; got {x_TK.shape=}, {x_TK.dtype=}, {weight_NK.shape=}, "
+            f"{weight_NK.stride()=}, {weight_NK.dtype=}"
+        )
+    fp8 = weight_NK.element_size() == 1
     tiling = replace(choose(tokens, outputs, inputs, gated, fp8), **tunables, **({} if splits is None else {"splits": splits}))
-    if weight_NK.shape[1] != inputs or not weight_NK.is_contiguous() or x_TK.stride(1) != 1:
-        raise ValueError(f"needs x [T, K] and a contiguous weight [N, K]; got {x_TK.shape=}, {weight_NK.shape=}, {weight_NK.stride()=}")
     if inputs % (tiling.block_k * tiling.splits) or (gated and tiling.splits != 1):
         raise ValueError(f"block_k * splits must divide K={inputs}, and a gated product has one split; got {tiling}")
     return tiling
 
 
 def _launch(
-    grid: tuple, x_TK: Tensor, matrix: tuple[Tensor, Tensor | None, Tensor | None], out: Tensor, outputs: int, tiling: Tiling, **flags: bool
+    x: Tensor | Rounded, matrix: tuple[Tensor, Tensor | None, Tensor | None], out: Tensor, outputs: int, tiling: Tiling, **flags: bool
 ) -> None:
     """`matrix`: weight, scale, bias."""
-    (tokens, inputs), (weight, scale, bias) = x_TK.shape, matrix
+    x_TK, (weight, scale, bias) = x.number_TK if isinstance(x, Rounded) else x, matrix
+    (tokens, inputs), rows = x_TK.shape, tiling.block_n // 2 if flags["GATED"] else tiling.block_n
     flags |= {"HAS_BIAS": bias is not None}
-    bias = weight if bias is None else bias
     sizes = {"BLOCK_T": _token_block(tokens), "BLOCK_N": tiling.block_n, "BLOCK_K": tiling.block_k}
     options = {"num_warps": tiling.warps, "num_stages": tiling.stages, **launch_options(flags["PDL"])}
     steps = {"STEPS": inputs // tiling.block_k // tiling.splits, "STAGES": tiling.stages}
-    if scale is None:
+    grid = (triton.cdiv(outputs, rows), tiling.splits)
+    if isinstance(x, Rounded):
+        tiles = TensorDescriptor.from_tensor(weight, [rows, tiling.block_k])
+        x_tiles = TensorDescriptor.from_tensor(x_TK, [sizes["BLOCK_T"], tiling.block_k])
+        bias = scale if bias is None else bias
+        _rounded[grid](x_tiles, tiles, x.scale_T1, scale, bias, out, tokens, outputs, **steps, **sizes, **flags, **options)
+    else:
+        bias = weight if bias is None else bias
         _linear[grid](x_TK, weight, bias, out, tokens, outputs, inputs, x_TK.stride(0), **steps, **sizes, **flags, **options)
-        return
-    parts = 2 if flags["GATED"] else 1
-    tiles = TensorDescriptor.from_tensor(weight.view(parts, -1, inputs), [parts, tiling.block_n // parts, tiling.block_k])
-    x_tiles = TensorDescriptor.from_tensor(x_TK, [sizes["BLOCK_T"], tiling.block_k])
-    _widened[grid](x_tiles, tiles, weight, scale, bias, out, tokens, outputs, inputs, **steps, **sizes, **flags, **options)
 
 
 @triton.jit
@@ -193,55 +224,54 @@ def _linear(
         x_at += BLOCK_K
     if PDL:
         gdc_launch_dependents()
-    _finish(sum_NT, bias, out, tokens, outputs, BLOCK_T, BLOCK_N, HAS_BIAS, GATED)
-
-
-@triton.jit
-def _widened(
-    x_tiles, tiles, weight, scale, bias, out, tokens, outputs, inputs, STEPS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """The same of an FP8 weight. `tiles` [1 or 2, N or I, K] and `x_tiles` are what the machine's copy engine fetches the weight and x by;
-    past their ends it finds zeros."""
-    tile, split = tl.program_id(0), tl.program_id(1)
-    n, start = _rows(tile, outputs, BLOCK_N, GATED), split * (STEPS * BLOCK_K)
-    ROWS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    if PDL:
-        gdc_wait()
-    sum_NT = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
-    for step in tl.range(0, STEPS, num_stages=STAGES):
-        weight_NK = tl.reshape(tiles.load([0, tile * ROWS, start + step * BLOCK_K]), (BLOCK_N, BLOCK_K))
-        x_TK = x_tiles.load([0, start + step * BLOCK_K])
-        weight_NK = weight_NK.to(tl.float16).to(tl.float32).to(x_TK.dtype)
-        sum_NT = tl.dot(weight_NK, tl.trans(x_TK), sum_NT)
-        if COMPILED:
-            # A use of the sums, so that the product ends here: else the next weights are widened into registers that it still reads.
-            sum_NT = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [sum_NT], dtype=tl.float32, is_pure=True, pack=1)
-    sum_NT *= tl.load(scale + n)[:, None]
-    if PDL:
-        gdc_launch_dependents()
-    _finish(sum_NT, bias, out, tokens, outputs, BLOCK_T, BLOCK_N, HAS_BIAS, GATED)
-
-
-@triton.jit
-def _finish(
-    sum_NT, bias, out, tokens, outputs,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
-):  # fmt: skip
-    """Store the sums of a tile: with the bias, or gated."""
-    tile, split, t = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK_T)
     HALF: tl.constexpr = BLOCK_N // 2
     if GATED:
         gate_NT, up_NT = tl.split(tl.permute(tl.reshape(sum_NT, (2, HALF, BLOCK_T)), (1, 2, 0)))
-        out_NT = gate_NT * tl.sigmoid(gate_NT) * up_NT
-        n = tile * HALF + tl.arange(0, HALF)
+        _store(gate_NT * tl.sigmoid(gate_NT) * up_NT, bias, out, tokens, outputs, HALF, BLOCK_T, False)
     else:
-        out_NT = sum_NT
-        n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        if HAS_BIAS:
-            shift_N = tl.load(bias + n, mask=(n < outputs) & (split == 0), other=0.0).to(tl.float32)
-            out_NT += shift_N[:, None]
+        _store(sum_NT, bias, out, tokens, outputs, BLOCK_N, BLOCK_T, HAS_BIAS)
+
+
+@triton.jit
+def _rounded(
+    x_tiles, tiles, x_scale, scale, bias, out, tokens, outputs, STEPS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The same of FP8. `x_tiles` and `tiles` are what the machine's copy engine fetches x and the weight by; past their ends it finds
+    zeros, and past those of the gate the first rows of up, of which nothing is stored."""
+    tile, split = tl.program_id(0), tl.program_id(1)
+    ROWS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    first, start = tile * ROWS, split * (STEPS * BLOCK_K)
+    n, t = tl.minimum(first + tl.arange(0, ROWS), outputs - 1), tl.arange(0, BLOCK_T)
+    scale_N1 = tl.load(scale + n)[:, None]
+    if PDL:
+        gdc_wait()
+    sum_NT, up_NT = tl.zeros((ROWS, BLOCK_T), tl.float32), tl.zeros((ROWS, BLOCK_T), tl.float32)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        at = start + step * BLOCK_K
+        x_KT = tl.trans(x_tiles.load([0, at]))
+        sum_NT = tl.dot(tiles.load([first, at]), x_KT, sum_NT)
+        if GATED:
+            up_NT = tl.dot(tiles.load([outputs + first, at]), x_KT, up_NT)
+    if PDL:
+        gdc_launch_dependents()
+    x_scale_1T = tl.load(x_scale + t, mask=t < tokens, other=0.0)[None, :]
+    sum_NT *= scale_N1 * x_scale_1T
+    if GATED:
+        up_NT *= tl.load(scale + outputs + n)[:, None] * x_scale_1T
+        _store(sum_NT * tl.sigmoid(sum_NT) * up_NT, bias, out, tokens, outputs, ROWS, BLOCK_T, False)
+    else:
+        _store(sum_NT, bias, out, tokens, outputs, ROWS, BLOCK_T, HAS_BIAS)
+
+
+@triton.jit
+def _store(out_NT, bias, out, tokens, outputs, ROWS: tl.constexpr, BLOCK_T: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """A tile of this program's outputs; the first split's with the bias."""
+    split, n, t = tl.program_id(1), tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_T)
+    if HAS_BIAS:
+        shift_N = tl.load(bias + n, mask=(n < outputs) & (split == 0), other=0.0).to(tl.float32)
+        out_NT += shift_N[:, None]
     out_at = out + (split * tokens + t)[:, None].to(tl.int64) * outputs + n[None, :]
     tl.store(out_at, tl.trans(out_NT).to(out.dtype.element_ty), mask=(t < tokens)[:, None] & (n < outputs)[None, :])
 

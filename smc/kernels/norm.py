@@ -15,23 +15,40 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from smc.kernels.pdl import launch_options
+from smc.kernels.rounding import room, store_rounded
+from smc.models.linear import Rounded
 
 
-def add_norm(x_TE: Tensor, parts: Tensor | None, weight_E: Tensor, eps: float, out_TE: Tensor | None = None, pdl: bool = False) -> Tensor:
+def add_norm(x_TE: Tensor, parts: Tensor | None, weight_E: Tensor, eps: float, pdl: bool = False) -> Tensor:
     """x += sum of parts, in place; returns RMSNorm(x) * weight [T, E] in the weight's type (fp32 arithmetic).
 
     `parts` is None, one tensor [T, E] or partials [S, T, E]. The norm is that of x as stored, rounded to its type. With `pdl` and parts,
     what was launched just before must not write x.
     """
+    out_TE = torch.empty_like(x_TE, dtype=weight_E.dtype)
+    # Where nothing is rounded there are no scales; whatever stands in their place is not touched.
+    _launch_add_norm(x_TE, parts, weight_E, eps, (out_TE, weight_E), pdl, ROUNDED=False)
+    return out_TE
+
+
+def add_norm_rounded(x_TE: Tensor, parts: Tensor | None, weight_E: Tensor, eps: float, pdl: bool = False) -> Rounded:
+    """The same in FP8, as `smc.kernels.rounding.round_rows` rounds what `add_norm` returns."""
+    out = room(x_TE)
+    _launch_add_norm(x_TE, parts, weight_E, eps, out, pdl, ROUNDED=True)
+    return out
+
+
+def _launch_add_norm(
+    x_TE: Tensor, parts: Tensor | None, weight_E: Tensor, eps: float, out: tuple[Tensor, Tensor], pdl: bool, ROUNDED: bool
+) -> None:
+    """`out`: numbers and scales."""
     (tokens, features), splits = x_TE.shape, _splits(parts)
-    out_TE = torch.empty_like(x_TE, dtype=weight_E.dtype) if out_TE is None else out_TE
-    _require(x_TE, out_TE, weight_E, *([] if parts is None else [parts]))
+    _require(x_TE, weight_E, *([] if parts is None else [parts]))
     block = triton.next_power_of_2(features)
     _add_norm[(tokens,)](
-        x_TE, x_TE if parts is None else parts, weight_E, out_TE, features, eps, SPLITS=splits, BLOCK=block, PDL=pdl,
+        x_TE, x_TE if parts is None else parts, weight_E, *out, features, eps, SPLITS=splits, ROUNDED=ROUNDED, BLOCK=block, PDL=pdl,
         num_warps=max(1, min(16, block // 128)), **launch_options(pdl)
     )  # fmt: skip
-    return out_TE
 
 
 def silu_mul(
@@ -69,7 +86,7 @@ def sum_parts(parts, stride, mask, SPLITS: tl.constexpr):
 
 @triton.jit
 def _add_norm(
-    x, parts, weight, out, features, eps, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    x, parts, weight, out, scales, features, eps, SPLITS: tl.constexpr, ROUNDED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     feature = tl.arange(0, BLOCK)
     inside = feature < features
@@ -87,7 +104,11 @@ def _add_norm(
         tl.store(x + at, summed, mask=inside)
         hidden = summed.to(tl.float32)
     inverse = 1.0 / tl.sqrt(tl.sum(hidden * hidden, 0) / features + eps)
-    tl.store(out + at, (hidden * inverse * scale).to(out.dtype.element_ty), mask=inside)
+    normed = (hidden * inverse * scale).to(weight.dtype.element_ty)
+    if ROUNDED:
+        store_rounded(normed.to(tl.float32), out + at, scales + tl.program_id(0), inside)
+    else:
+        tl.store(out + at, normed, mask=inside)
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """A matrix of weights and how it is multiplied: y = x W^T, with W as it is, or in FP8 (e4m3) with a float32 scale for each output.
 
-FP8: W[n, k] = scale[n] weight[n, k]. What is multiplied are the activations as they are and the FP8 numbers, sums are float32, and the
-scale comes last; so do the reference here and the kernels for few rows (`smc.kernels.linear`). A GPU's library, for many rows, takes
-activations in FP8 alone: each row is rounded, with a scale of its own, so that what else is multiplied beside it changes nothing.
+FP8: W[n, k] = scale[n] weight[n, k], and each row of activations is rounded likewise, with a scale of its own, so that what else is
+multiplied beside it changes nothing. FP8 numbers are multiplied, sums are float32, the scales come last: so do the reference here, a GPU's
+library and our kernels (`smc.kernels.linear`).
 
 Axes: T tokens, K inputs, N outputs.
 """
@@ -10,7 +10,7 @@ Axes: T tokens, K inputs, N outputs.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,15 @@ DIVISOR = 16
 """Of inputs and outputs, which the library's product asks for."""
 FP8_CAPABILITY = (8, 9)
 """Of GPUs: the first that know FP8."""
+
+
+class Rounded(NamedTuple):
+    """Activations in FP8."""
+
+    number_TK: Tensor
+    """e4m3."""
+    scale_T1: Tensor
+    """float32."""
 
 
 class Linear(nn.Linear):
@@ -52,21 +61,18 @@ class Linear(nn.Linear):
     def forward(self, x_TK: Tensor) -> Tensor:
         if self.scale is None:
             return super().forward(x_TK)
-        if self.rounds:
-            return self.rounded(*round_rows(x_TK))
-        out_TN = F.linear(x_TK.float(), self.weight.float()) * self.scale
-        return (out_TN if self.bias is None else out_TN + self.bias.float()).to(x_TK.dtype)
+        return self.of_rounded(round_rows(x_TK)).to(x_TK.dtype)
 
-    @property
-    def rounds(self) -> bool:
-        """Whether the library's product is one of rounded activations."""
-        divides = self.in_features % DIVISOR == 0 and self.out_features % DIVISOR == 0
-        return self.scale is not None and self.weight.is_cuda and divides
-
-    def rounded(self, x_TK: Tensor, scale_T1: Tensor, out_TN: Tensor | None = None) -> Tensor:
-        """The library's product of activations that `round_rows` or its kernel has rounded, in bfloat16; if it `rounds`."""
-        scales: dict[str, Any] = {"scale_a": scale_T1, "scale_b": self.scale[None]}
-        return torch._scaled_mm(x_TK, self.weight.t(), **scales, bias=self.bias, out_dtype=torch.bfloat16, out=out_TN)
+    def of_rounded(self, x: Rounded, out_TN: Tensor | None = None) -> Tensor:
+        """The product of activations in FP8, if the matrix is: by the library in bfloat16 where it can do it, else in float32."""
+        if self.weight.is_cuda and self.in_features % DIVISOR == 0 and self.out_features % DIVISOR == 0:
+            scales: dict[str, Any] = {"scale_a": x.scale_T1, "scale_b": self.scale[None], "bias": self.bias, "out_dtype": torch.bfloat16}
+            there = out_TN if out_TN is not None and out_TN.dtype == torch.bfloat16 else None
+            made_TN = torch._scaled_mm(x.number_TK, self.weight.t(), **scales, out=there)
+        else:
+            made_TN = F.linear(x.number_TK.float(), self.weight.float()) * x.scale_T1 * self.scale
+            made_TN = made_TN if self.bias is None else made_TN + self.bias.float()
+        return made_TN if out_TN is None or made_TN is out_TN else out_TN.copy_(made_TN)
 
 
 def quantise(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,10 +87,10 @@ def quantise(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
     return (weight_NK / torch.where(scale_N > 0, scale_N, 1.0)[:, None]).to(FP8), scale_N
 
 
-def round_rows(x_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """Activations in FP8, [T, K], and their scales [T, 1]: `quantise`."""
-    x8_TK, scale_T = quantise(x_TK)
-    return x8_TK, scale_T[:, None]
+def round_rows(x_TK: Tensor) -> Rounded:
+    """Each row with a scale of its own: `quantise`."""
+    number_TK, scale_T = quantise(x_TK)
+    return Rounded(number_TK, scale_T[:, None])
 
 
 def pieces(rows: int, columns: int = 1) -> Iterator[slice]:

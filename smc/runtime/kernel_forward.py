@@ -13,23 +13,24 @@ from torch import Tensor
 from smc.attention.kernels import SharedPrefixAttention, check_heads
 from smc.attention.step import step_attention
 from smc.kernels.linear import gate_up_silu, linear, reduce
-from smc.kernels.norm import add_norm, silu_mul
+from smc.kernels.norm import add_norm, add_norm_rounded, silu_mul
 from smc.kernels.pdl import supports_pdl
 from smc.kernels.rounding import round_rows
 from smc.kernels.rows import Groups, Tables
 from smc.kernels.store import store_kv
 from smc.models.decoder import Layer
-from smc.models.linear import Linear
+from smc.models.linear import Linear, Rounded
 from smc.runtime.forward import Rows, StaticForward
 from smc.runtime.worker import ModelWorker
 
 FEW_ROWS, FEW_WIDE_ROWS = 64, 32
 """Up to here our own products read weights at least as fast as the library's; the latter where rows are wide."""
-FEW_FP8_ROWS, FEW_WIDE_FP8_ROWS = 128, 64
-"""The same of FP8 weights."""
+FEW_FP8_ROWS, FP8_INPUTS = 128, 32
+"""The same of FP8, however wide; and what our products of it take inputs by."""
 WIDE = 8192
 """Features."""
 
+Activations = Tensor | Rounded
 Attend = Callable[[Layer, Tensor, Tensor], None]
 """(layer, product with its query, key and value weights, out [T, H, D])"""
 
@@ -43,6 +44,7 @@ class KernelForward(StaticForward):
         super().__init__(worker.model, worker.pool, worker.rope)
         check_heads((worker.model.config.num_heads, worker.model.config.num_kv_heads), worker.model.config.head_dim)
         self._longest, self._own_products = worker.width, own_products
+        self._dtype = worker.model.embed.weight.dtype
         self._pdl = pdl and supports_pdl(worker.model.embed.weight.device)
         self._attentions: dict[tuple[int, int, int], SharedPrefixAttention] = {}
 
@@ -57,11 +59,11 @@ class KernelForward(StaticForward):
         out_THD, parts = x_TE.new_empty(len(tokens_T), config.num_heads, config.head_dim), None
         attend = self._in_one_launch(rows) if rows.short else self._stored_first(rows)
         for layer in model.layers:
-            hidden_TE = add_norm(x_TE, parts, layer.attn_norm.weight, config.rms_eps, pdl=pdl)
-            attend(layer, self._product(hidden_TE, layer.qkv), out_THD)
+            hidden = self._normed(x_TE, parts, layer.attn_norm.weight, layer.qkv)
+            attend(layer, self._product(hidden, layer.qkv), out_THD)
             parts = self._sum(layer, out_THD.flatten(1), layer.o)
-            hidden_TE = add_norm(x_TE, parts, layer.mlp_norm.weight, config.rms_eps, pdl=pdl)
-            parts = self._sum(layer, self._gated(layer, hidden_TE), layer.down)
+            hidden = self._normed(x_TE, parts, layer.mlp_norm.weight, layer.gate_up)
+            parts = self._sum(layer, self._gated(layer, hidden), layer.down)
         return add_norm(x_TE, parts, model.norm.weight, config.rms_eps, pdl=pdl)
 
     def logits(self, hidden_RE: Tensor, head: Linear | None = None) -> Tensor:
@@ -92,43 +94,52 @@ class KernelForward(StaticForward):
 
         return attend
 
-    def _gated(self, layer: Layer, hidden_TE: Tensor) -> Tensor:
+    def _normed(self, x_TE: Tensor, parts: Tensor | None, weight_E: Tensor, matrix: Linear) -> Activations:
+        """What `matrix` multiplies."""
+        norm = add_norm if matrix.scale is None else add_norm_rounded
+        return norm(x_TE, parts, weight_E, self.model.config.rms_eps, pdl=self._pdl)
+
+    def _gated(self, layer: Layer, hidden: Activations) -> Tensor:
         matrix = layer.gate_up
-        if self._few(hidden_TE, matrix):
-            return gate_up_silu(hidden_TE, matrix.weight, pdl=self._pdl, scale=matrix.scale)
-        return silu_mul(self._by_library(hidden_TE, matrix))
+        if self._few(hidden, matrix):
+            return gate_up_silu(hidden, matrix.weight, pdl=self._pdl, scale=matrix.scale, dtype=self._dtype)
+        return silu_mul(self._by_library(hidden, matrix))
 
-    def _product(self, x_TK: Tensor, matrix: Linear, splits: int | None = None) -> Tensor:
-        """x W^T, perhaps as partial sums [S, T, N]."""
-        if self._few(x_TK, matrix):
-            return linear(x_TK, matrix.weight, splits, matrix.bias, pdl=self._pdl, scale_N=matrix.scale)
-        return self._by_library(x_TK, matrix)
+    def _product(self, x: Activations, matrix: Linear, splits: int | None = None) -> Tensor:
+        """x W^T, perhaps as partial sums [S, T, N]. What an FP8 matrix multiplies is rounded, if it has not been."""
+        if matrix.scale is not None and not isinstance(x, Rounded):
+            x = round_rows(x, pdl=self._pdl)
+        if self._few(x, matrix):
+            return linear(x, matrix.weight, splits, matrix.bias, self._dtype, pdl=self._pdl, scale_N=matrix.scale)
+        return self._by_library(x, matrix)
 
-    def _by_library(self, x_TK: Tensor, matrix: Linear, out_TN: Tensor | None = None) -> Tensor:
-        if matrix.rounds:
-            return matrix.rounded(*round_rows(x_TK, pdl=self._pdl), out_TN)
-        if out_TN is None:
-            return matrix(x_TK)
-        return torch.mm(x_TK, matrix.weight.t(), out=out_TN) if matrix.scale is None else out_TN.copy_(matrix(x_TK))
+    def _by_library(self, x: Activations, matrix: Linear, out_TN: Tensor | None = None) -> Tensor:
+        if isinstance(x, Rounded):
+            return matrix.of_rounded(x, out_TN).to(self._dtype)
+        return matrix(x) if out_TN is None else torch.mm(x, matrix.weight.t(), out=out_TN)
 
     def _sum(self, layer: Layer, x_TK: Tensor, matrix: Linear) -> Tensor:
         """`_product` of all ranks' shares."""
         if layer.reduce is None:
             return self._product(x_TK, matrix)
         room_TN = layer.reduce.room(len(x_TK), matrix.out_features, x_TK.dtype)
-        if matrix.scale is not None and self._few(x_TK, matrix):
-            reduce(self._product(x_TK, matrix).view(-1, *room_TN.shape), pdl=self._pdl, out_TN=room_TN)
-        else:
+        if matrix.scale is None:
             self._by_library(x_TK, matrix, room_TN)
+            return layer.reduce(room_TN)
+        rounded = round_rows(x_TK, pdl=self._pdl)
+        if self._few(rounded, matrix):
+            reduce(self._product(rounded, matrix).view(-1, *room_TN.shape), pdl=self._pdl, out_TN=room_TN)
+        else:
+            self._by_library(rounded, matrix, room_TN)
         return layer.reduce(room_TN)
 
-    def _few(self, x_TK: Tensor, matrix: Linear) -> bool:
-        wide = self.model.config.hidden_size >= WIDE
-        if matrix.scale is None:
-            few = FEW_WIDE_ROWS if wide else FEW_ROWS
-        else:
-            few = FEW_WIDE_FP8_ROWS if wide else FEW_FP8_ROWS
-        return self._own_products and len(x_TK) <= few and x_TK.dtype != torch.float32
+    def _few(self, x: Activations, matrix: Linear) -> bool:
+        if not self._own_products:
+            return False
+        if isinstance(x, Rounded):
+            return len(x.number_TK) <= FEW_FP8_ROWS and matrix.in_features % FP8_INPUTS == 0
+        few = FEW_WIDE_ROWS if self.model.config.hidden_size >= WIDE else FEW_ROWS
+        return len(x) <= few and x.dtype != torch.float32
 
     def _attention_for(self, rows: Rows) -> SharedPrefixAttention:
         config, shape = self.model.config, (len(rows.first_G), len(rows.start_R), rows.queries)

@@ -12,8 +12,10 @@ from torch import Tensor
 from smc.arrays import to_device
 from smc.attention.base import ForwardBatch
 from smc.kernels.norm import add_norm, silu_mul
+from smc.kernels.rounding import round_rows
 from smc.kernels.store import store_kv
 from smc.models.decoder import Layer
+from smc.models.linear import Linear
 from smc.runtime.prompts import Reader
 
 
@@ -27,18 +29,24 @@ def run_prompt(reader: Reader, tokens_T: Tensor, batch: ForwardBatch, asked_X: T
     for layer in model.layers:
         hidden_TE = add_norm(x_TE, parts_TE, layer.attn_norm.weight, config.rms_eps)
         store = (q_THD, reader.pool.keys[layer.index], reader.pool.values[layer.index], reader.rope.table, position_T, page_T)
-        store_kv(layer.qkv(hidden_TE), *store, (config.num_heads, config.num_kv_heads), *layer.head_norms, eps=config.rms_eps)
+        store_kv(_product(layer.qkv, hidden_TE), *store, (config.num_heads, config.num_kv_heads), *layer.head_norms, eps=config.rms_eps)
         if layer is model.layers[-1]:
             if not len(asked_X):
                 return x_TE[asked_X]
             x_TE, out_THD = x_TE[asked_X], planned.read(layer.index, q_THD)[asked_X]
         else:
             out_THD = planned.read(layer.index, q_THD)
-        hidden_TE = add_norm(x_TE, _sum(layer, layer.o(out_THD.flatten(1))), layer.mlp_norm.weight, config.rms_eps)
-        parts_TE = _sum(layer, layer.down(silu_mul(layer.gate_up(hidden_TE))))
+        hidden_TE = add_norm(x_TE, _sum(layer, layer.o, out_THD.flatten(1)), layer.mlp_norm.weight, config.rms_eps)
+        parts_TE = _sum(layer, layer.down, silu_mul(_product(layer.gate_up, hidden_TE)))
     return add_norm(x_TE, parts_TE, model.norm.weight, config.rms_eps)
 
 
-def _sum(layer: Layer, part_TE: Tensor) -> Tensor:
+def _product(matrix: Linear, x_TK: Tensor) -> Tensor:
+    """What `matrix` returns, with activations rounded in one launch if it is FP8."""
+    return matrix(x_TK) if matrix.scale is None else matrix.of_rounded(round_rows(x_TK)).to(x_TK.dtype)
+
+
+def _sum(layer: Layer, matrix: Linear, x_TK: Tensor) -> Tensor:
     """Of all ranks' shares."""
+    part_TE = _product(matrix, x_TK)
     return part_TE if layer.reduce is None else layer.reduce(part_TE)

@@ -24,6 +24,7 @@ from smc.models.presets import preset
 from smc.models.random_model import random_model
 from smc.runtime.config import EngineConfig
 from tests.engine.harness import answers
+from tests.kernels.test_linear import usual
 from tests.models.dense import dense_logits
 
 SHAPES = [(2048, 3072), (8192, 2048), (4096, 6144), (14336, 4096), (2048, 128256), (256, 512), (640, 256)]
@@ -54,25 +55,17 @@ def off(found: torch.Tensor, expected: torch.Tensor, made: Linear) -> float:
 @pytest.mark.parametrize("tokens", [1, 8, 33, 64, 65, 128, 200])
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
 def test_our_products(tokens, inputs, outputs):
-    made, x_TK = matrix(inputs, outputs), torch.randn(tokens, inputs, device="cuda").bfloat16()
-    expected_TN = x_TK.double() @ (made.weight.double() * made.scale[:, None].double()).T
+    made, x = matrix(inputs, outputs), round_rows(torch.randn(tokens, inputs, device="cuda").bfloat16())
+    expected_TN = (x.number_TK.double() * x.scale_T1.double()) @ (made.weight.double() * made.scale[:, None].double()).T
     for splits in (None, 1):
-        out = linear(x_TK, made.weight, splits, scale_N=made.scale)
-        assert off(reduce(out) if out.dim() == 3 else out, expected_TN, made) < 6e-3
-    act_TI = gate_up_silu(x_TK, made.weight, scale=made.scale)
+        out = linear(x, made.weight, splits, scale_N=made.scale)
+        # Tensor cores keep some 14 bits of a sum of FP8.
+        assert off(reduce(out) if out.dim() == 3 else out, expected_TN, made) < 2e-2
+    act_TI = gate_up_silu(x, made.weight, scale=made.scale)
     gate, up = expected_TN.chunk(2, 1)
-    torch.testing.assert_close(act_TI.double(), F.silu(gate) * up, rtol=3e-2, atol=1e-3 * float(expected_TN.abs().max()))
-
-
-def test_every_fp8_number_is_read_as_it_is():
-    number_K = torch.arange(256, dtype=torch.uint8, device="cuda").view(FP8)
-    number_K = torch.where(number_K.float().isnan(), 0.0, number_K.float()).to(FP8)
-    x_TK = torch.eye(256, device="cuda").bfloat16()
-    for begin in range(0, 256, 64):
-        found_TN = linear(
-            x_TK[begin : begin + 64], number_K.expand(64, -1).contiguous(), 1, dtype=torch.float32, scale_N=torch.ones(64, device="cuda")
-        )
-        assert torch.equal(found_TN, number_K[begin : begin + 64].float()[:, None].expand(-1, 64))
+    gate_off, up_off = (1.5e-2 * torch.maximum(expected_TN.abs(), usual(x, made.weight, made.scale).double())).chunk(2, 1)
+    bound_TI = 1.1 * gate_off * (up.abs() + up_off) + F.silu(gate).abs() * up_off + 1e-2 * (F.silu(gate) * up).abs()
+    assert ((act_TI.double() - F.silu(gate) * up).abs() <= bound_TI).all()
 
 
 @pytest.mark.parametrize("tokens", [1, 17, 160, 600])
@@ -80,21 +73,23 @@ def test_every_fp8_number_is_read_as_it_is():
 def test_products_of_the_library(tokens, inputs, outputs):
     """With a bias; exactly those of rounded activations, and near those of the activations themselves; a row is what it is alone."""
     made, x_TK = matrix(inputs, outputs, bias=True), torch.randn(tokens, inputs, device="cuda").bfloat16()
-    x8_TK, scale_T1 = round_rows(x_TK)
+    x = round_rows(x_TK)
     weight_NK, bias_N = made.weight.double() * made.scale[:, None].double(), made.bias.double()
-    found_TN = made.rounded(x8_TK, scale_T1)
-    assert made.rounds and off(found_TN, x8_TK.double() * scale_T1.double() @ weight_NK.T + bias_N, made) < 6e-3
+    found_TN = made.of_rounded(x)
+    assert found_TN.dtype == torch.bfloat16
+    assert off(found_TN, x.number_TK.double() * x.scale_T1.double() @ weight_NK.T + bias_N, made) < 6e-3
     assert errors(made(x_TK), x_TK.double() @ weight_NK.T + bias_N, made).mean() < 4e-2
     room_TN = torch.full_like(found_TN, torch.nan)
-    assert made.rounded(x8_TK, scale_T1, room_TN) is room_TN and torch.equal(room_TN, found_TN)
-    alone_TN = made.rounded(*round_rows(x_TK[:1]))
+    assert made.of_rounded(x, room_TN) is room_TN and torch.equal(room_TN, found_TN)
+    alone_TN = made.of_rounded(round_rows(x_TK[:1]))
     assert off(alone_TN, found_TN[:1].double(), made) < 6e-3
 
 
 def test_a_product_that_the_library_cannot_do():
     made, x_TK = matrix(100, 40), torch.randn(5, 100, device="cuda").bfloat16()
-    assert not made.rounds
-    assert off(made(x_TK), x_TK.double() @ (made.weight.double() * made.scale[:, None].double()).T, made) < 6e-3
+    x = round_rows(x_TK)
+    expected_TN = (x.number_TK.double() * x.scale_T1.double()) @ (made.weight.double() * made.scale[:, None].double()).T
+    assert off(made.of_rounded(x), expected_TN, made) < 6e-3
 
 
 @pytest.mark.parametrize("load", ["random", "grown", "files"])
@@ -120,7 +115,6 @@ def test_a_model_is_never_there_twice(load):
 
 @torch.inference_mode()
 def test_logits_are_those_of_the_cpu():
-    """Prompts' activations are rounded too; the CPU's are not."""
     ids_T = torch.randint(512, (200,), generator=torch.Generator().manual_seed(1))
     for directory in (demo.TARGET, demo.DRAFT):
         expected_TV = dense_logits(load_model(directory), ids_T)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from smc.kernels.norm import add_norm, silu_mul
+from smc.kernels.norm import add_norm, add_norm_rounded, silu_mul
+from smc.kernels.rounding import round_rows
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -30,6 +31,18 @@ def test_add_norm(device, features, kind, splits):
     torch.testing.assert_close(x_TE, sum_TE.to(kind))
     assert h_TE.dtype == BF16
     torch.testing.assert_close(h_TE, F.rms_norm(x_TE.float(), (features,), weight_E.float(), 1e-5).to(BF16))
+
+
+@pytest.mark.parametrize("features", [48, 2048])
+@pytest.mark.parametrize("splits", [None, 3])
+def test_in_fp8_it_is_what_would_be_rounded(device, features, splits):
+    x_TE, weight_E = torch.randn(5, features, device=device).to(BF16), torch.randn(features, device=device).to(BF16)
+    x_TE[2] = 0.0
+    parts = None if splits is None else torch.randn(splits, 5, features, device=device) * (torch.arange(5, device=device) != 2)[:, None]
+    other_TE = x_TE.clone()
+    expected, found = round_rows(add_norm(x_TE, parts, weight_E, 1e-5)), add_norm_rounded(other_TE, parts, weight_E, 1e-5)
+    assert torch.equal(other_TE, x_TE)
+    assert torch.equal(found.number_TK.float(), expected.number_TK.float()) and torch.equal(found.scale_T1, expected.scale_T1)
 
 
 @pytest.mark.parametrize("inner", [40, 1024, 1536])

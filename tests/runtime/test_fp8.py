@@ -31,11 +31,12 @@ def outputs(kernels: bool, family: str, reduce: object = None) -> tuple[Tensor, 
     built = Built(CASE)
     heads = dict(zip(("num_heads", "num_kv_heads"), CASE.heads))
     config = tiny_config(family, hidden_size=64, head_dim=16, intermediate_size=64, max_context=1024, tied_embeddings=True, **heads)
-    model = in_fp8(random_decoder(config)).to(DEVICE)
+    # Rounding to FP8 makes much of little, and the interpreter cuts bfloat16 off where it should round.
+    model = in_fp8(random_decoder(config), torch.float32).to(DEVICE)
     for layer in model.layers:
         layer.reduce = reduce
     worker = SimpleNamespace(
-        model=model, pool=KVPool(config, PAGES, torch.bfloat16, DEVICE), rope=RopeTable(config, WIDTH, DEVICE), width=WIDTH
+        model=model, pool=KVPool(config, PAGES, torch.float32, DEVICE), rope=RopeTable(config, WIDTH, DEVICE), width=WIDTH
     )
     made = KernelForward(worker) if kernels else StaticForward(model, worker.pool, worker.rope)
     rows = rows_of(built, short=False)
@@ -50,8 +51,8 @@ def outputs(kernels: bool, family: str, reduce: object = None) -> tuple[Tensor, 
 def test_kernels_do_what_the_reference_does(family, ranks, few, monkeypatch):
     monkeypatch.setattr(kernel_forward, "FEW_FP8_ROWS", few)
     expected = outputs(False, family)
-    found = outputs(True, family, OneOfOne() if ranks else None)
+    found = outputs(True, family, OneOfOne(DEVICE) if ranks else None)
     for one, other in zip(found, expected):
         assert one.isfinite().all()
-        # The interpreter cuts bfloat16 off where it should round.
-        assert (one.float() - other.float()).norm() < 6e-2 * other.float().norm()
+        # Where tensor cores sum, some numbers are rounded to the next one.
+        assert (one - other).norm() < (1e-5 if DEVICE == "cpu" else 0.2) * other.norm()

@@ -145,8 +145,8 @@ def test_populations_that_change_their_size_are_those_of_the_reference(config, m
 class OneOfOne:
     """`smc.models.parallel.Reduce` of a model that one rank holds, with a buffer of which nothing is left once the next part is made."""
 
-    def __init__(self) -> None:
-        self._buffer = torch.empty(10_000)
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._buffer = torch.empty(10_000, device=device)
         self.sums = 0
 
     def room(self, tokens: int, features: int, dtype: torch.dtype) -> torch.Tensor:
