@@ -141,13 +141,16 @@ def flooded(service) -> tuple[set[str], int, float]:
 
 
 def bear(service, codes: set[str], most: int) -> None:
-    """Three tries for the pause: all processes of the machine share two cores, and what they do to one try they do not do to each."""
+    """Three tries for the pause and the codes: all processes of the machine share two cores, and what they do to one try they do not do to
+    each. A prompt of which others hold up the sender for longer than `PATIENCE` is refused."""
+    seen = []
     for _ in range(3):
         ended, grown, pause = flooded(service)
-        assert ended == codes and grown < most
-        if pause < LIMIT:
+        assert ended <= {*codes, "RESOURCE_EXHAUSTED"} and grown < most
+        if ended == codes and pause < LIMIT:
             return
-    pytest.fail(f"the gateway stood still for {pause:.2f} s")
+        seen.append((ended, pause))
+    pytest.fail(f"how calls ended, and for how many seconds the gateway stood still: {seen}")
 
 
 def test_two_hundred_long_prompts_at_once(service):
