@@ -35,9 +35,11 @@ PEAK = 7.9e14
 """Operations a second that an H200 reaches in products of bfloat16."""
 BESIDE_TOKENS = 256
 """Of the prompts of requests that are decoded meanwhile, at most."""
-BESIDE_ROUNDS, ROUNDS_A_CHUNK = 128, 4
-"""That such a request takes part in, about, and more for the smallest chunks of a prompt: whoever is there when a prompt comes is to
-outlast it."""
+BESIDE_ROUNDS, ROUNDS_A_CHUNK = 64, 3
+"""That such a request takes part in, besides those before a prompt, and more for each of a prompt's smallest chunks: it is to outlast
+the prompt."""
+MOST_BESIDE = 1 << 19
+"""Positions of all particles of all such requests, at most: of the largest here, an 8B model's, 64 GiB. Beyond, they end sooner."""
 REPEATS = 3
 
 Asked = dict[str, list[Pending[PromptResult[np.ndarray]]]]
@@ -112,7 +114,7 @@ class _Run:
     ttft: float
     """Seconds, as all here."""
     steps: list[float]
-    """Of the host's loop meanwhile, those with a round."""
+    """Of the host's loop meanwhile, those with rounds of all."""
     took: dict[str, float]
     """By side: a model at the prompt."""
     chunks: int
@@ -137,18 +139,13 @@ class FirstTokens:
         if context >= longest:
             raise ValueError(f"--context {context}; allowed: below {longest}, what both models were made for")
         load = Load(beside, self._prompts(beside, min(longest // 2, BESIDE_TOKENS), 1), None)
-        rounds = BESIDE_ROUNDS + ROUNDS_A_CHUNK * context // LEAST
-        asked = load.asked(params, min(longest // 2, mode.config.block * rounds))
+        asked = load.asked(params, min(longest // 2, self._lifetime(mode, params, context, beside)))
         prompts = self._prompts(REPEATS + 1, context, 2)
         runs: dict[str, list[_Run]] = {"new": [], "again": []}
         quiet: list[float] = []
         with self._machine.engine(mode, _fitted(mode, asked, context)) as engine, _listening(engine) as pending:
             for i, prompt in enumerate(prompts):
-                loop = ClosedLoop(engine, asked, beside)
-                while engine.num_running < beside:
-                    loop.step()
-                for _ in range(WARM_UP):
-                    loop.step()
+                loop = _begun(engine, asked, beside)
                 between = [_timed_step(loop)[0] for _ in range(self._quiet)] if beside else []
                 # The first compile, record, and find out what is fastest.
                 quiet += between if i else []
@@ -158,6 +155,12 @@ class FirstTokens:
                     self._on_prompt()
                 loop.stop()
         return [self._row(mode, context, beside, quiet, found) for found in runs.values()]
+
+    def _lifetime(self, mode: Mode, params: SamplingParams, context: int, beside: int) -> int:
+        """Tokens of a request that is decoded meanwhile."""
+        stride = decoding_of(params).stride(mode.config)
+        rounds = WARM_UP + self._quiet + BESIDE_ROUNDS + ROUNDS_A_CHUNK * context // LEAST
+        return min(stride * rounds, MOST_BESIDE // max(1, beside * params.rows))
 
     def _prompts(self, count: int, tokens: int, seed: int) -> list[list[int]]:
         generator = torch.Generator().manual_seed(seed)
@@ -182,8 +185,8 @@ class FirstTokens:
             target_peak=self._peak(mode, "target", context, cached, took["target"]),
             chunks=statistics.median_low(run.chunks for run in runs),
             round=1e3 * statistics.mean(quiet) if beside else None,
-            round_beside=1e3 * statistics.mean(steps) if beside else None,
-            longest=1e3 * max(steps) if beside else None,
+            round_beside=1e3 * statistics.mean(steps) if steps else None,
+            longest=1e3 * max(steps) if steps else None,
         )
 
     def _peak(self, mode: Mode, side: str, context: int, cached: int, seconds: float) -> float:
@@ -216,6 +219,18 @@ def _listening(engine: Engine) -> Iterator[Asked]:
         del vars(worker)["run_prompts"]
 
 
+def _begun(engine: Engine, asked: list[Request], requests: int) -> ClosedLoop:
+    """All are decoded. Raises ValueError if some have ended before others have begun."""
+    loop = ClosedLoop(engine, asked, requests)
+    while engine.num_running < requests:
+        ended = any(output.answer is not None for output in loop.step())
+        if ended:
+            raise ValueError(f"--concurrency {requests}: some end before all have begun; allowed: fewer, or smaller ones")
+    for _ in range(WARM_UP):
+        loop.step()
+    return loop
+
+
 def _first_token(mode: Mode, loop: ClosedLoop, pending: Asked, name: str, prompt: tuple[int, ...]) -> _Run:
     for asked in pending.values():
         asked.clear()
@@ -223,9 +238,9 @@ def _first_token(mode: Mode, loop: ClosedLoop, pending: Asked, name: str, prompt
     steps: list[float] = []
     loop.engine.submit(Request(name, prompt, _asking(mode)))
     while answer is None:
-        beside = loop.engine.num_running > 0
+        decoded = 0 < loop.running <= loop.engine.num_running
         step, outputs = _timed_step(loop)
-        steps += [step] if beside else []
+        steps += [step] if decoded else []
         answer = next((output.answer for output in outputs if output.request_id == name), None)
     ttft, spans = time.monotonic() - begin, {}
     for side, asked in pending.items():

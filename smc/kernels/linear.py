@@ -26,6 +26,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from smc.kernels.pdl import launch_options
 from smc.models.linear import Rounded
 
+FP8_CAPABILITIES = (9, 10)
+"""Of GPUs, the first number."""
 _PROGRAMS = 120
 """Fewest programs that occupy an H200's 132 multiprocessors well enough."""
 _MULTIPROCESSORS = 132
@@ -39,7 +41,7 @@ class Tiling:
     """How a product is cut and pipelined."""
 
     block_n: int
-    """Outputs a program; 64 or more for Hopper's matrix instructions."""
+    """Outputs a program; 64 or more for Hopper's matrix instructions, 128 of a gated product in FP8."""
     block_k: int
     """Inputs a step; divides K. FP8: 32 or more."""
     splits: int
@@ -47,6 +49,11 @@ class Tiling:
     warps: int
     stages: int
     """Steps whose loads are in flight or in use."""
+
+
+def multiplies_fp8(device: torch.device) -> bool:
+    """Whether tilings of FP8 suit it: GPUs with as much shared memory as Hopper's, whose matrix instructions read it; the interpreter."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in FP8_CAPABILITIES
 
 
 def choose(tokens: int, outputs: int, inputs: int, gated: bool = False, fp8: bool = False) -> Tiling:
@@ -70,7 +77,7 @@ def _choose_fp8(token_block: int, outputs: int, inputs: int, gated: bool) -> Til
     block_n = 256 if wide and token_block == 128 else 128 if wide or many else 64
     tiles = triton.cdiv(outputs, block_n)
     largest = 128 if many or (wide and token_block > (32 if tiles <= _MULTIPROCESSORS else 16)) else 256
-    block_k = next(size for size in (256, 128, 64, 32) if inputs % size == 0 and size <= largest)
+    block_k = next((size for size in (256, 128, 64) if inputs % size == 0 and size <= largest), 32)
     steps, enough = inputs // block_k, _PROGRAMS if many else 192 if token_block == 64 else 96
     splits = 1 if wide else _splits(tiles, steps, enough)
     alone = tiles * splits <= _MULTIPROCESSORS or block_n == 256
@@ -99,7 +106,7 @@ def linear(
 
     With an FP8 weight comes its scale, and x is `Rounded`. `splits` and `tunables` (fields of `Tiling`) override `choose`.
     """
-    x_TK = x.number_TK if isinstance(x, Rounded) else x
+    x_TK = _numbers(x)
     tiling = _tiling(x_TK, weight_NK, splits, tunables, gated=False)
     tokens, outputs = len(x_TK), len(weight_NK)
     whole = tiling.splits == 1
@@ -121,12 +128,16 @@ def gate_up_silu(
     `Rounded`.
 
     A program computes matching rows of both."""
-    x_TK = x.number_TK if isinstance(x, Rounded) else x
+    x_TK = _numbers(x)
     tiling = _tiling(x_TK, weight, 1, tunables, gated=True)
     inner = weight.shape[0] // 2
     out_TI = x_TK.new_empty((len(x_TK), inner), dtype=dtype or _type_of(x))
     _launch(x, (weight, scale, None), out_TI, inner, tiling, GATED=True, PDL=pdl)
     return out_TI
+
+
+def _numbers(x: Tensor | Rounded) -> Tensor:
+    return x.number_TK if isinstance(x, Rounded) else x
 
 
 def _type_of(x: Tensor | Rounded) -> torch.dtype:
@@ -173,7 +184,7 @@ def _launch(
     x: Tensor | Rounded, matrix: tuple[Tensor, Tensor | None, Tensor | None], out: Tensor, outputs: int, tiling: Tiling, **flags: bool
 ) -> None:
     """`matrix`: weight, scale, bias."""
-    x_TK, (weight, scale, bias) = x.number_TK if isinstance(x, Rounded) else x, matrix
+    x_TK, (weight, scale, bias) = _numbers(x), matrix
     (tokens, inputs), rows = x_TK.shape, tiling.block_n // 2 if flags["GATED"] else tiling.block_n
     flags |= {"HAS_BIAS": bias is not None}
     sizes = {"BLOCK_T": _token_block(tokens), "BLOCK_N": tiling.block_n, "BLOCK_K": tiling.block_k}

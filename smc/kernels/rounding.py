@@ -14,9 +14,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from smc.kernels.pdl import launch_options
+from smc.models import linear
 from smc.models.linear import FP8, Rounded
 
-LARGEST = tl.constexpr(448.0)
+LARGEST = tl.constexpr(linear.LARGEST)
 """Of its numbers."""
 
 
@@ -49,9 +50,11 @@ def _round_rows(x, out, scale, inputs, stride_x, BLOCK: tl.constexpr, PDL: tl.co
 
 @triton.jit
 def store_rounded(x_K, at_K, scale_at, inside):
-    """A row, whose places outside are zeros, and its scale."""
-    size = tl.max(tl.abs(x_K), 0) / LARGEST
+    """A row, whose places outside are zeros, and its scale: NaN where a number is not finite, which neither the machine's maximum nor its
+    clamp would pass on."""
+    magnitude_K = tl.abs(x_K)
+    size = tl.max(tl.where(magnitude_K < float("inf"), magnitude_K, float("inf")), 0) / LARGEST
     # Not above the largest number: dividing by an approximate size may end a little beyond it.
     rounded_K = tl.clamp(x_K / tl.where(size > 0, size, 1.0), -LARGEST, LARGEST)
     tl.store(at_K, rounded_K.to(at_K.dtype.element_ty), mask=inside)
-    tl.store(scale_at, size)
+    tl.store(scale_at, tl.where(size < float("inf"), size, float("nan")))

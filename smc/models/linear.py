@@ -2,7 +2,7 @@
 
 FP8: W[n, k] = scale[n] weight[n, k], and each row of activations is rounded likewise, with a scale of its own, so that what else is
 multiplied beside it changes nothing. FP8 numbers are multiplied, sums are float32, the scales come last: so do the reference here, a GPU's
-library and our kernels (`smc.kernels.linear`).
+library and, but that tensor cores keep some 14 bits of their sums, our kernels (`smc.kernels.linear`).
 
 Axes: T tokens, K inputs, N outputs.
 """

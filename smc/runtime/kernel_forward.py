@@ -12,7 +12,7 @@ from torch import Tensor
 
 from smc.attention.kernels import SharedPrefixAttention, check_heads
 from smc.attention.step import step_attention
-from smc.kernels.linear import gate_up_silu, linear, reduce
+from smc.kernels.linear import gate_up_silu, linear, multiplies_fp8, reduce
 from smc.kernels.norm import add_norm, add_norm_rounded, silu_mul
 from smc.kernels.pdl import supports_pdl
 from smc.kernels.rounding import round_rows
@@ -36,15 +36,15 @@ Attend = Callable[[Layer, Tensor, Tensor], None]
 
 
 class KernelForward(StaticForward):
-    """A decoder of one worker. With `own_products` matrix products of few rows are ours too, but not in float32, which tensor cores
-    would round; without `pdl` no kernel begins before the one before has ended, which it does where the device can (`smc.kernels.pdl`).
-    Raises ValueError for heads that the kernels cannot do."""
+    """A decoder of one worker. With `own_products` matrix products of few rows are ours too, but not of weights in float32, which tensor
+    cores would round; without `pdl` no kernel begins before the one before has ended, which it does where the device can
+    (`smc.kernels.pdl`). Raises ValueError for heads that the kernels cannot do."""
 
     def __init__(self, worker: ModelWorker, *, own_products: bool = True, pdl: bool = True) -> None:
         super().__init__(worker.model, worker.pool, worker.rope)
         check_heads((worker.model.config.num_heads, worker.model.config.num_kv_heads), worker.model.config.head_dim)
         self._longest, self._own_products = worker.width, own_products
-        self._dtype = worker.model.embed.weight.dtype
+        self._dtype, self._own_fp8 = worker.model.embed.weight.dtype, own_products and multiplies_fp8(worker.model.embed.weight.device)
         self._pdl = pdl and supports_pdl(worker.model.embed.weight.device)
         self._attentions: dict[tuple[int, int, int], SharedPrefixAttention] = {}
 
@@ -134,12 +134,10 @@ class KernelForward(StaticForward):
         return layer.reduce(room_TN)
 
     def _few(self, x: Activations, matrix: Linear) -> bool:
-        if not self._own_products:
-            return False
         if isinstance(x, Rounded):
-            return len(x.number_TK) <= FEW_FP8_ROWS and matrix.in_features % FP8_INPUTS == 0
+            return self._own_fp8 and len(x.number_TK) <= FEW_FP8_ROWS and matrix.in_features % FP8_INPUTS == 0
         few = FEW_WIDE_ROWS if self.model.config.hidden_size >= WIDE else FEW_ROWS
-        return len(x) <= few and x.dtype != torch.float32
+        return self._own_products and len(x) <= few and x.dtype != torch.float32
 
     def _attention_for(self, rows: Rows) -> SharedPrefixAttention:
         config, shape = self.model.config, (len(rows.first_G), len(rows.start_R), rows.queries)

@@ -53,7 +53,7 @@ def test_prompts_alone_and_beside_others_new_and_cached(mode):
 
 def test_whoever_is_decoded_beside_a_prompt_outlasts_it(monkeypatch):
     """Though no request lasts for all prompts."""
-    monkeypatch.setattr(ttft, "BESIDE_ROUNDS", 24)
+    monkeypatch.setattr(ttft, "BESIDE_ROUNDS", 8)
     running: list[int] = []
     timed = ttft._timed_step
 

@@ -53,7 +53,7 @@ SHAPES = {
 ROWS = (8, 32, 64, 160, 512)
 MOST_OWN = 256
 """Rows; sums of more do not fit a program's registers."""
-BLOCKS = ((64, 128, 4), (64, 256, 4), (128, 128, 4), (128, 256, 4), (256, 128, 4), (256, 128, 8))
+BLOCKS = ((64, 128, 4), (64, 256, 4), (128, 128, 4), (128, 128, 8), (128, 256, 4), (256, 128, 4), (256, 128, 8))
 """(block_n, block_k, warps)"""
 SHARED_BYTES = 227 * 1024
 COLUMNS = ("floor fp8", "own fp8", "default", "library fp8", "its product", "fast sums", "floor bf16", "own bf16", "library bf16")
@@ -65,7 +65,7 @@ def tilings(rows: int, outputs: int, inputs: int, gated: bool, fp8: bool) -> Ite
     yield seen[0]
     padded = max(16, 1 << (rows - 1).bit_length())
     for block_n, block_k, warps in BLOCKS if fp8 else ():
-        # What a thread holds of the sums; more than this would spill.
+        # What a thread holds of the sums; with more than this there would be no room for anything else.
         if inputs % block_k or block_n * padded > 32 * warps * 160 or (gated and block_n == 64):
             continue
         tiles, steps = -(-outputs // block_n), inputs // block_k

@@ -138,5 +138,7 @@ def test_what_does_not_divide_is_refused(device):
     x_TK, weight_NK = operands(device, 2, 64, 96)
     with pytest.raises(ValueError, match="must divide K=96"):
         linear(x_TK, weight_NK, splits=5)
+    with pytest.raises(ValueError, match="must divide K=48"):
+        linear(round_rows(x_TK[:, :48]), quantise(weight_NK[:, :48])[0], scale_N=torch.ones(64, device=device))
     with pytest.raises(ValueError, match="weight"):
         linear(x_TK, weight_NK.T)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from smc.kernels.norm import add_norm_rounded
 from smc.kernels.rounding import round_rows
 from smc.models import linear
 
@@ -26,6 +27,19 @@ def test_rows_are_rounded_each_for_itself(device, inputs, kind):
     same = (found_TK.float() == expected_TK.float()).float().mean()
     assert same == 1 or (device.type == "cuda" and same > 0.999), "a quotient between two numbers may fall to either"
     assert torch.equal(round_rows(x_TK[2:3])[0].float(), found_TK[2:3].float())
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_not_hidden(device, value):
+    """By no way to FP8; other rows are what they are without it. Kernels say it by the scale: a GPU's maximum and clamp drop NaN."""
+    x_TK, weight_K = torch.randn(3, 256, device=device).bfloat16(), torch.ones(256, device=device).bfloat16()
+    clean_TK, x_TK[1, 77] = x_TK.clone(), value
+    ways = (round_rows, linear.round_rows, lambda given_TK: add_norm_rounded(given_TK.clone(), None, weight_K, 1e-5))
+    for way in ways:
+        made, clean = way(x_TK), way(clean_TK)
+        numbers_TK, expected_TK = (one.number_TK.float() * one.scale_T1 for one in (made, clean))
+        assert numbers_TK[1].sum().isnan() and torch.equal(numbers_TK[[0, 2]], expected_TK[[0, 2]])
+        assert way is linear.round_rows or made.scale_T1[1].isnan()
 
 
 def test_rows_may_lie_apart(device):
