@@ -39,7 +39,7 @@ BESIDE_ROUNDS, ROUNDS_A_CHUNK = 64, 3
 """That such a request takes part in, besides those before a prompt, and more for each of a prompt's smallest chunks: it is to outlast
 the prompt."""
 MOST_BESIDE = 1 << 19
-"""Positions of all particles of all such requests, at most: of the largest here, an 8B model's, 64 GiB. Beyond, they end sooner."""
+"""Positions of all particles of all such requests, at most: 64 GiB of an 8B model. With more they end sooner."""
 REPEATS = 3
 
 Asked = dict[str, list[Pending[PromptResult[np.ndarray]]]]
