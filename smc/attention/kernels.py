@@ -1,10 +1,10 @@
 """Triton kernels: attention of few rows over paged keys and values, a group's shared prefix read once for all its rows.
 Knows nothing about models or CUDA graphs, though all may be captured in one.
 
-Attention takes two launches a layer. `_prefix_kernel` attends a tile of a group's queries to one split of the group's prefix (flash
-decoding: Dao et al. 2023; the cascade of Ye et al. 2024), leaving a normalised output and a base-2 log-sum-exp per query and split.
-`_own_kernel` attends each row's queries to its own positions and merges the splits into that. Which tiles and splits there are was found
-beforehand, once for all layers (`smc.kernels.rows`).
+Attention takes two launches a layer, which are at work at once where kernels may begin early (`smc.kernels.pdl`). `_prefix_kernel` attends
+a tile of a group's queries to one split of the group's prefix (flash decoding: Dao et al. 2023; the cascade of Ye et al. 2024), leaving a
+normalised output and a base-2 log-sum-exp per query and split. `_own_kernel` attends each row's queries to its own positions and merges the
+splits into that. Which tiles and splits there are was found beforehand, once for all layers (`smc.kernels.rows`).
 Where contexts are short, `smc.attention.step` does it in one launch, row by row: reading the prefix from the L2 cache for every row then
 costs less than a second launch and a merge. Shapes are static; all that changes between replays of a graph (groups, lengths, pages)
 is read on the device.
@@ -24,9 +24,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from smc.attention.tuning import Tuning
+from smc.kernels.pdl import launch_options
 from smc.kernels.rows import Groups, PieceShape, Prepared, Tables, page_at, prepare, row_tables
 from smc.kernels.variants import one_variant
 
@@ -34,10 +35,12 @@ LOWEST = tl.constexpr(-1e30)  # Finite: a query that sees nothing yet would othe
 
 
 @triton.jit
-def take_in(q_XD, k_PD, v_PD, visible_XP, m_X, l_X, acc_XD, SCALE: tl.constexpr):
-    """One tile more in the online softmax, of which m is the largest base-2 logit, l the sum and acc the weighted values."""
+def take_in(q_XD, k_PD, v_PD, visible_XP, masked, m_X, l_X, acc_XD, SCALE: tl.constexpr):
+    """One tile more in the online softmax, of which m is the largest base-2 logit, l the sum and acc the weighted values. Unless `masked`,
+    all is visible."""
     s_XP = tl.dot(q_XD, tl.trans(k_PD), input_precision="ieee")
-    s_XP = tl.where(visible_XP, s_XP, -float("inf"))
+    if masked:
+        s_XP = tl.where(visible_XP, s_XP, -float("inf"))
     new_X = tl.maximum(m_X, tl.max(s_XP, 1) * SCALE)
     p_XP = tl.exp2(s_XP * SCALE - new_X[:, None])
     fade_X = tl.exp2(m_X - new_X)
@@ -49,19 +52,25 @@ def take_in(q_XD, k_PD, v_PD, visible_XP, m_X, l_X, acc_XD, SCALE: tl.constexpr)
 def _prefix_kernel(
     q, keys, values, table_SL, piece_6W, pieces_1, part, lse, q_stride, table_stride, W, E,
     N: tl.constexpr, J: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_P: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One piece of one key/value head. Pieces that there are none of come last, so that the others get a multiprocessor each."""
+    """One piece of one key/value head. Pieces that there are none of come last, so that the others get a multiprocessor each. With PDL,
+    `_own_kernel` may come when each program has seen that queries are there: it finds room beside these, or waits for it."""
     j, piece = tl.program_id(0), piece_6W + tl.program_id(1)
     x0, queries, slot = tl.load(piece), tl.load(piece + W), tl.load(piece + 2 * W)
     first, last, entry = tl.load(piece + 3 * W), tl.load(piece + 4 * W), tl.load(piece + 5 * W)
     if tl.program_id(1) >= tl.load(pieces_1):
+        if PDL:
+            gdc_wait()
         return
     i, d = tl.arange(0, BLOCK_X), tl.arange(0, D)
     p = tl.arange(0, BLOCK_P)
     pages = table_SL + slot.to(tl.int64) * table_stride + p
     page = tl.load(pages + first, mask=first + p < last, other=0)
     real_X, token, head = i < queries, (x0 + i) // N, j * N + (x0 + i) % N
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     q_XD = tl.load(q + token[:, None] * q_stride + head[:, None] * D + d, mask=real_X[:, None], other=0.0)
     m_X, l_X = tl.full([BLOCK_X], LOWEST, tl.float32), tl.zeros([BLOCK_X], tl.float32)
     acc_XD = tl.zeros([BLOCK_X, D], tl.float32)
@@ -70,17 +79,10 @@ def _prefix_kernel(
         k_PD, v_PD = tl.load(keys + at_PD), tl.load(values + at_PD)
         # A tile ahead: the pipeline would otherwise spend its depth on this load before it may start the two that matter.
         page = tl.load(pages + p0 + BLOCK_P, mask=p0 + BLOCK_P + p < last, other=0)
-        m_X, l_X, acc_XD = take_in(q_XD, k_PD, v_PD, (p0 + p < last)[None, :], m_X, l_X, acc_XD, SCALE)
+        m_X, l_X, acc_XD = take_in(q_XD, k_PD, v_PD, (p0 + p < last)[None, :], p0 + BLOCK_P > last, m_X, l_X, acc_XD, SCALE)
     at_X = j * E + entry + i
     tl.store(lse + at_X, m_X + tl.log2(l_X), mask=real_X)
     tl.store(part + at_X[:, None] * D + d, acc_XD / l_X[:, None], mask=real_X[:, None])
-
-
-@triton.jit
-def _splits(lse, part, at_SM, live_SM, D: tl.constexpr):
-    """Base-2 log-sum-exps [S, M] and outputs [S, M, D] of some splits."""
-    part_at = part + at_SM[:, :, None] * D + tl.arange(0, D)
-    return tl.load(lse + at_SM, mask=live_SM, other=-float("inf")), tl.load(part_at, mask=live_SM[:, :, None], other=0.0).to(tl.float32)
 
 
 @one_variant("q", "keys", "values", "table_SL", "table_stride", "width", "part", "out", "q_stride")
@@ -88,11 +90,10 @@ def _own_kernel(
     q, keys, values, table_SL, table_stride, width, slot_R, tail_RB, tail_stride, tail_width, tail_R, start_R, count_R, row_4R,
     part, lse, out, q_stride, rows, E,
     Q: tl.constexpr, N: tl.constexpr, J: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, TAIL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_S: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M queries of a row and key/value head, over the row's own positions, merged with the splits of its prefix. With AHEAD the first
-    of these are on their way while the own positions are attended."""
+    """BLOCK_M queries of a row and key/value head, over the row's own positions, merged with the splits of its prefix: these are waited
+    for last."""
     # Tensor cores take 16 queries at least; those past BLOCK_M see nothing.
     BLOCK_Y: tl.constexpr = max(16, BLOCK_M)
     PARTS: tl.constexpr = BLOCK_Y // BLOCK_M
@@ -103,8 +104,6 @@ def _own_kernel(
     m, y = first + tl.arange(0, BLOCK_M), first + tl.arange(0, BLOCK_Y)
     real_M, real_Y = m // N < count, (y // N < count) & (y < first + BLOCK_M)
     at_SM = j * E + entry + s[:, None] * step + m[None, :]
-    if AHEAD:
-        lse_SM, part_SMD = _splits(lse, part, at_SM, (s < splits)[:, None] & real_M[None, :], D)
     table, tail, tail_start = row_tables(r, table_SL, table_stride, slot_R, tail_RB, tail_stride, tail_R, TAIL)
     limit_Y = tl.where(real_Y, start - shared + y // N, -1)
     own = tl.where(count > 0, start - shared + count, 0)
@@ -117,20 +116,21 @@ def _own_kernel(
         page = page_at(shared + o, o < own, table, width, tail, tail_width, tail_start, TAIL)
         at_OD = (page.to(tl.int64) * J + j)[:, None] * D + d
         visible_YO = o[None, :] <= limit_Y[:, None]
-        m_Y, l_Y, acc_YD = take_in(q_YD, tl.load(keys + at_OD), tl.load(values + at_OD), visible_YO, m_Y, l_Y, acc_YD, SCALE)
+        m_Y, l_Y, acc_YD = take_in(q_YD, tl.load(keys + at_OD), tl.load(values + at_OD), visible_YO, True, m_Y, l_Y, acc_YD, SCALE)
     # Without those that see nothing, whose sums are zero.
     m_M, l_M = tl.max(tl.reshape(m_Y, (PARTS, BLOCK_M)), 0), tl.sum(tl.reshape(l_Y, (PARTS, BLOCK_M)), 0)
     acc_MD = tl.sum(tl.reshape(acc_YD, (PARTS, BLOCK_M, D)), 0)
+    if PDL:
+        gdc_wait()
     for s0 in tl.range(0, splits, BLOCK_S):
-        if not AHEAD:
-            lse_SM, part_SMD = _splits(lse, part, at_SM, (s0 + s < splits)[:, None] & real_M[None, :], D)
+        live_SM = (s0 + s < splits)[:, None] & real_M[None, :]
+        lse_SM = tl.load(lse + at_SM, mask=live_SM, other=-float("inf"))
+        part_SMD = tl.load(part + at_SM[:, :, None] * D + d, mask=live_SM[:, :, None], other=0.0).to(tl.float32)
         new_M = tl.maximum(m_M, tl.max(lse_SM, 0))
         fade_M, w_SM = tl.exp2(m_M - new_M), tl.exp2(lse_SM - new_M[None, :])
         acc_MD = acc_MD * fade_M[:, None] + tl.sum(part_SMD * w_SM[:, :, None], 0)
         m_M, l_M = new_M, l_M * fade_M + tl.sum(w_SM, 0)
         at_SM += BLOCK_S * step
-        if AHEAD:
-            lse_SM, part_SMD = _splits(lse, part, at_SM, (s0 + BLOCK_S + s < splits)[:, None] & real_M[None, :], D)
     if PDL:
         gdc_launch_dependents()
     out_MD = acc_MD / tl.where(real_M, l_M, 1.0)[:, None]
@@ -161,19 +161,19 @@ class SharedPrefixAttention:
         pdl: bool = False,
         **tuning: Any,
     ) -> None:
-        """`heads` (H, J); `max_context` bounds the positions that a group attends together; with `pdl` whoever is launched next may begin
-        before the last kernel here has ended (`smc.kernels.pdl`); `tuning` replaces fields of Tuning."""
+        """`heads` (H, J); `max_context` bounds the positions that a group attends together; with `pdl` kernels, and whoever is launched
+        next, begin before the one before has ended (`smc.kernels.pdl`); `tuning` replaces fields of Tuning."""
         check_heads(heads, head_dim)
         h, j = heads
         self.groups, self.rows, self.queries, self.heads, self.head_dim = groups, rows, queries, heads, head_dim
-        self.pdl = pdl
         self.tuning = tune = replace(Tuning.choose(rows, queries, heads, head_dim, dtype, max_context), **tuning)
         self.pieces = PieceShape(h // j, tune.block_x, tune.block_p, tune.pieces, tune.min_tiles, max_context)
         entries = self.pieces.entries(rows, queries)
         self.part_JED = torch.empty(j, entries, head_dim, dtype=tune.partial, device=device)
         self.lse_JE = torch.empty(j, entries, dtype=torch.float32, device=device)
         assert self.part_JED.numel() < 2**31, "the kernels address the workspace in 32 bits"
-        self._constants = {"N": h // j, "J": j, "D": head_dim, "SCALE": head_dim**-0.5 * 1.4426950408889634}
+        self._constants = {"N": h // j, "J": j, "D": head_dim, "SCALE": head_dim**-0.5 * 1.4426950408889634, "PDL": pdl}
+        self._constants |= launch_options(pdl)
 
     @property
     def workspace_bytes(self) -> int:
@@ -204,6 +204,6 @@ class SharedPrefixAttention:
         _own_kernel[(triton.cdiv(self.queries * h // j, tune.own_y), j, self.rows)](
             q_THD, keys, values, *index, *bounds, prepared.row_4R, self.part_JED, self.lse_JE, out_THD, q_THD.stride(0), self.rows,
             entries, Q=self.queries, TAIL=tail, BLOCK_M=tune.own_y, BLOCK_O=tune.block_o, BLOCK_S=tune.block_s,
-            AHEAD=tune.ahead, STAGES=tune.own_stages, PDL=self.pdl, num_warps=tune.own_warps, **self._constants,
+            STAGES=tune.own_stages, num_warps=tune.own_warps, **self._constants,
         )  # fmt: skip
         return out_THD

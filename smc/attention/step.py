@@ -148,14 +148,14 @@ def _step_kernel(
     else:
         m_Y, l_Y = tl.full([BLOCK_Y], LOWEST, tl.float32), tl.zeros([BLOCK_Y], tl.float32)
         acc_YD, visible_YQ = tl.zeros([BLOCK_Y, D], tl.float32), (i[None, :] <= query_Y[:, None]) & real_Y[:, None]
-        m_Y, l_Y, acc_YD = take_in(q_YD, k_QD, v_QD, visible_YQ, m_Y, l_Y, acc_YD, SCALE)
+        m_Y, l_Y, acc_YD = take_in(q_YD, k_QD, v_QD, visible_YQ, True, m_Y, l_Y, acc_YD, SCALE)
     for p0 in tl.range(0, held, BLOCK_P, num_stages=STAGES):
         at_PD = (page.to(tl.int64) * J + j)[:, None] * D + d
         k_PD, v_PD = tl.load(keys + at_PD), tl.load(values + at_PD)
         # A tile ahead: the pipeline would otherwise spend its depth on this load before it may start the two that matter.
         next_p = p0 + BLOCK_P + p
         page = page_at(next_p, next_p < held, table, width, tail, tail_width, tail_start, TAIL)
-        m_Y, l_Y, acc_YD = take_in(q_YD, k_PD, v_PD, (p0 + p < held)[None, :], m_Y, l_Y, acc_YD, SCALE)
+        m_Y, l_Y, acc_YD = take_in(q_YD, k_PD, v_PD, (p0 + p < held)[None, :], True, m_Y, l_Y, acc_YD, SCALE)
     if PDL:
         gdc_launch_dependents()
     out_YD = tl.where(real_Y[:, None], acc_YD / tl.where(real_Y, l_Y, 1.0)[:, None], 0.0)

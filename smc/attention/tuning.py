@@ -29,7 +29,7 @@ class Tuning:
     """Pairs (tile of queries, split of the prefix) that a key/value head has work for: about one program for each multiprocessor, two where
     tiles are of narrow heads. With more splits, merging costs more than the reading gains."""
     min_tiles: int
-    """Tiles of a split at least: with many queries, merging one more split costs more than reading one more tile."""
+    """Tiles of a split at least: merging one more split costs more than reading a few more tiles."""
     warps: int
     """Warps of a prefix program; 4 form one tensor-core group of 64 queries (Hopper's wgmma; below 64 queries it is mma)."""
     stages: int
@@ -40,10 +40,8 @@ class Tuning:
     """Own positions of a tile: mostly there is one, read in one go."""
     block_s: int
     """Splits merged at once, by registers."""
-    ahead: bool
-    """Whether the first splits are fetched before a row's own positions are attended, where registers hold them meanwhile."""
     own_warps: int
-    """Warps of an own program."""
+    """Warps of an own program: one, where registers suffice, finds room on a multiprocessor that is full of a prefix's programs."""
     own_stages: int
     """Depth of the own kernel's load pipeline; 1 is none."""
     partial: torch.dtype
@@ -60,22 +58,19 @@ class Tuning:
         block_p = 32 if wide else 128 if narrow else 64
         pieces = max(1, PROGRAMS // j) * (2 if narrow and x > block_x else 1)
         splits = min(pieces, triton.cdiv(max_context, block_p))
-        own_y = min(4, triton.next_power_of_2(y))
-        ahead = rows * j * triton.cdiv(y, own_y) <= 4 * PROGRAMS
-        if not ahead:
-            own_y = 16 if rows * j * triton.cdiv(y, 16) <= 2 * PROGRAMS else min(32, max(16, triton.next_power_of_2(y)))
+        most_y = 4 if rows * j * triton.cdiv(y, 4) <= 4 * PROGRAMS else 8
+        own_y, wide_heads = min(most_y, triton.next_power_of_2(y)), head_dim > 128
         return Tuning(
             block_x=block_x,
             block_p=block_p,
             pieces=pieces,
-            min_tiles=2 if x >= 128 and not narrow else 1,
+            min_tiles=3,
             warps=8 if block_x >= 128 else 4,
-            stages=1 if wide else 3 if head_dim <= 128 else 2,
+            stages=1 if wide else 2 if wide_heads else 3,
             own_y=own_y,
-            block_o=32 if wide or (ahead and not narrow) else 64,
-            block_s=min(triton.next_power_of_2(splits), max(1, (8192 if own_y == 16 else 4096) // (own_y * head_dim))),
-            ahead=ahead,
-            own_warps=2 if own_y <= 16 else 4,
+            block_o=32,
+            block_s=min(triton.next_power_of_2(splits), max(1, 4096 // (own_y * head_dim))),
+            own_warps=4 if wide or wide_heads else 1,
             own_stages=1,
             partial=torch.float32,
         )

@@ -6,8 +6,9 @@ weights of norms, the residual that an earlier norm left. It writes nothing earl
 when on the next may come.
 
 A kernel that comes early takes its places then, and likely gets fewer of them where a multiprocessor still holds much of the one before.
-Products and attention say it last, when their sums are made, and the kernel that reads prefixes, with a program for each multiprocessor,
-is not launched so: each was measured, and so was asking for weights in advance, which made passes slower (`docs/performance.md`).
+Products, and the last kernel of attention, say it last, when their sums are made; small kernels once they have waited, since those before
+them have left their places then. So the kernel that reads prefixes, with a program for each multiprocessor, finds them free. Each
+was measured, and so was asking for weights in advance, which made passes slower (`docs/performance.md`).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from smc.kernels.norm import sum_parts
 from smc.kernels.pdl import launch_options
@@ -59,6 +59,7 @@ def _store_kernel(
     is_q, is_k, is_v = n < H, (n >= H) & (n < H + J), (n >= H + J) & (n < H + 2 * J)
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()
     page, position = tl.load(page_T + t), tl.load(position_T + t)
     at = qkv + t.to(tl.int64) * ((H + 2 * J) * D) + n * D + d
     # Rounded as a product that was never split would be.

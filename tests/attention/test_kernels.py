@@ -46,10 +46,8 @@ CASES = {
     "more_declared_than_held": Case([37, 20], [[(37, 1), (40, 1)], [(20, 1), (33, 0)]], 1, declared=[45, 90]),
     "many_tiles": Case([200], [[(200, 2), (230, 1)]], 2, (8, 2), tuning={"pieces": 4, "block_p": 16, "min_tiles": 2, "block_o": 16}),
     "few_splits_used": Case([40], [[(41, 1)]], 1, tuning={"pieces": 7, "block_p": 16, "min_tiles": 1, "block_s": 2}),
-    "splits_fetched_late": Case(
-        [70, 33], [[(70, 8), (71, 3)], [(33, 5)]], 8, (8, 2), tuning=SMALL | {"own_y": 16, "ahead": False, "block_s": 2}
-    ),
-    "splits_fetched_ahead": Case(
+    "many_queries_merged": Case([70, 33], [[(70, 8), (71, 3)], [(33, 5)]], 8, (8, 2), tuning=SMALL | {"own_y": 16, "block_s": 2}),
+    "few_queries_merged": Case(
         [70, 33], [[(70, 8), (71, 3)], [(33, 5)]], 8, (8, 2), tuning=SMALL | {"own_y": 2, "pieces": 7, "block_s": 2}
     ),
     "several_query_tiles": Case([35], [[(35, 8), (36, 8), (40, 2)]], 8, (8, 2), tuning=SMALL | {"block_x": 16, "pieces": 7}),

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from smc.attention.kernels import SharedPrefixAttention
 from smc.attention.step import step_attention
+from smc.kernels.pdl import supports_pdl
 from smc.kernels.rows import Groups, Tables
 from smc.kernels.store import store_kv
 
@@ -41,7 +42,8 @@ SETTINGS = {
     "4 tiles": {"min_tiles": 4},
     "pieces 8": {"pieces": 8},
     "pieces 32": {"pieces": 32},
-    "all of a row": {"own_y": 16, "ahead": False},
+    "one after the other": {"pdl": False},
+    "own, 2 warps": {"own_warps": 2},
     "tails": {"tails": True},
 }
 SWEEP = {
@@ -137,6 +139,7 @@ Call = Callable[[int], Tensor]
 
 def attention_of(inputs: Inputs, setting: dict) -> SharedPrefixAttention:
     shape = (len(inputs.prefix_GL), inputs.rows, inputs.queries)
+    setting = {"pdl": supports_pdl("cuda")} | setting
     return SharedPrefixAttention(*shape, HEADS, inputs.q_THD.shape[-1], torch.bfloat16, "cuda", LONGEST, **setting)
 
 
