@@ -28,6 +28,8 @@ from smc.models.linear import Rounded
 
 FP8_CAPABILITIES = (9, 10)
 """Of GPUs, the first number."""
+MOST_TOKENS = 128
+"""Of a program, in FP8."""
 _PROGRAMS = 120
 """Fewest programs that occupy an H200's 132 multiprocessors well enough."""
 _MULTIPROCESSORS = 132
@@ -59,23 +61,24 @@ def multiplies_fp8(device: torch.device) -> bool:
 def choose(tokens: int, outputs: int, inputs: int, gated: bool = False, fp8: bool = False) -> Tiling:
     """Tiling for [tokens, inputs] x [outputs, inputs]^T: the fewest splits that make enough equal programs."""
     if fp8:
-        return _choose_fp8(_token_block(tokens), outputs, inputs, gated)
+        return _choose_fp8(tokens, outputs, inputs, gated)
     # Of those tried on an H200 (`python -m tests.gpu.bench_products`), as below.
     wide = outputs >= 64 * 1024 or (gated and outputs >= 24 * 1024)
     block_n = 128 if (wide and tokens <= 64) or 64 < tokens <= 256 else 64
     block_k = next(size for size in (128, 64, 32, 16) if inputs % size == 0 and size * block_n <= 8192)
     splits = 1 if gated else _splits(triton.cdiv(outputs, block_n), inputs // block_k, _PROGRAMS)
-    stage_bytes = 2 * block_k * (block_n + _token_block(tokens))
+    stage_bytes = 2 * block_k * (block_n + _token_block(tokens, fp8))
     # Two programs share a multiprocessor.
     return Tiling(block_n, block_k, splits, 8 if tokens > 64 else 4, stages=max(2, min(6, _SHARED_ROOM // stage_bytes)))
 
 
-def _choose_fp8(token_block: int, outputs: int, inputs: int, gated: bool) -> Tiling:
+def _choose_fp8(tokens: int, outputs: int, inputs: int, gated: bool) -> Tiling:
+    token_block = _token_block(tokens, fp8=True)
     # The largest matrices have as many outputs as the machine needs programs. Of the others, programs of few tokens wait more than they
     # load, and partial sums of few tokens are soon read.
     wide, many = gated or outputs >= 64 * 1024, token_block > 64
     block_n = 256 if wide and token_block == 128 else 128 if wide or many else 64
-    tiles = triton.cdiv(outputs, block_n)
+    tiles = triton.cdiv(outputs, block_n) * triton.cdiv(tokens, token_block)
     largest = 128 if many or (wide and token_block > (32 if tiles <= _MULTIPROCESSORS else 16)) else 256
     block_k = next((size for size in (256, 128, 64) if inputs % size == 0 and size <= largest), 32)
     steps, enough = inputs // block_k, _PROGRAMS if many else 192 if token_block == 64 else 96
@@ -162,8 +165,9 @@ def reduce(
     return out_TN
 
 
-def _token_block(tokens: int) -> int:
-    return max(16, triton.next_power_of_2(tokens))
+def _token_block(tokens: int, fp8: bool) -> int:
+    block = max(16, triton.next_power_of_2(tokens))
+    return min(MOST_TOKENS, block) if fp8 else block
 
 
 def _tiling(x_TK: Tensor, weight_NK: Tensor, splits: int | None, tunables: dict[str, int], gated: bool) -> Tiling:
@@ -187,10 +191,11 @@ def _launch(
     x_TK, (weight, scale, bias) = _numbers(x), matrix
     (tokens, inputs), rows = x_TK.shape, tiling.block_n // 2 if flags["GATED"] else tiling.block_n
     flags |= {"HAS_BIAS": bias is not None}
-    sizes = {"BLOCK_T": _token_block(tokens), "BLOCK_N": tiling.block_n, "BLOCK_K": tiling.block_k}
+    sizes = {"BLOCK_T": _token_block(tokens, isinstance(x, Rounded)), "BLOCK_N": tiling.block_n, "BLOCK_K": tiling.block_k}
     options = {"num_warps": tiling.warps, "num_stages": tiling.stages, **launch_options(flags["PDL"])}
     steps = {"STEPS": inputs // tiling.block_k // tiling.splits, "STAGES": tiling.stages}
-    grid = (triton.cdiv(outputs, rows), tiling.splits)
+    # Programs of the same weights begin one after another, so that one of them reads these from memory.
+    grid = (triton.cdiv(tokens, sizes["BLOCK_T"]), triton.cdiv(outputs, rows), tiling.splits)
     if isinstance(x, Rounded):
         tiles = TensorDescriptor.from_tensor(weight, [rows, tiling.block_k])
         x_tiles = TensorDescriptor.from_tensor(x_TK, [sizes["BLOCK_T"], tiling.block_k])
@@ -219,7 +224,7 @@ def _linear(
     HAS_BIAS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of outputs over one part of K, of a weight of x's type."""
-    tile, split = tl.program_id(0), tl.program_id(1)
+    tile, split = tl.program_id(1), tl.program_id(2)
     t, k = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)
     n, start = _rows(tile, outputs, BLOCK_N, GATED), split * (STEPS * BLOCK_K)
     if PDL:
@@ -251,17 +256,17 @@ def _rounded(
 ):  # fmt: skip
     """The same of FP8. `x_tiles` and `tiles` are what the machine's copy engine fetches x and the weight by; past their ends it finds
     zeros, and past those of the gate the first rows of up, of which nothing is stored."""
-    tile, split = tl.program_id(0), tl.program_id(1)
+    t0, tile, split = tl.program_id(0) * BLOCK_T, tl.program_id(1), tl.program_id(2)
     ROWS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     first, start = tile * ROWS, split * (STEPS * BLOCK_K)
-    n, t = tl.minimum(first + tl.arange(0, ROWS), outputs - 1), tl.arange(0, BLOCK_T)
+    n, t = tl.minimum(first + tl.arange(0, ROWS), outputs - 1), t0 + tl.arange(0, BLOCK_T)
     scale_N1 = tl.load(scale + n)[:, None]
     if PDL:
         gdc_wait()
     sum_NT, up_NT = tl.zeros((ROWS, BLOCK_T), tl.float32), tl.zeros((ROWS, BLOCK_T), tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         at = start + step * BLOCK_K
-        x_KT = tl.trans(x_tiles.load([0, at]))
+        x_KT = tl.trans(x_tiles.load([t0, at]))
         sum_NT = tl.dot(tiles.load([first, at]), x_KT, sum_NT)
         if GATED:
             up_NT = tl.dot(tiles.load([outputs + first, at]), x_KT, up_NT)
@@ -279,7 +284,8 @@ def _rounded(
 @triton.jit
 def _store(out_NT, bias, out, tokens, outputs, ROWS: tl.constexpr, BLOCK_T: tl.constexpr, HAS_BIAS: tl.constexpr):
     """A tile of this program's outputs; the first split's with the bias."""
-    split, n, t = tl.program_id(1), tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_T)
+    t, n = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    split = tl.program_id(2)
     if HAS_BIAS:
         shift_N = tl.load(bias + n, mask=(n < outputs) & (split == 0), other=0.0).to(tl.float32)
         out_NT += shift_N[:, None]

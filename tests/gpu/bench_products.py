@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from smc.kernels.linear import Tiling, choose, gate_up_silu, linear
+from smc.kernels.linear import MOST_TOKENS, Tiling, choose, gate_up_silu, linear
 from smc.kernels.norm import silu_mul
 from smc.kernels.rounding import round_rows
 from smc.models.linear import FP8, Rounded, quantise
@@ -52,7 +52,7 @@ SHAPES = {
 """Model, product: (inputs, outputs, how often a pass has it)."""
 ROWS = (8, 32, 64, 160, 512)
 MOST_OWN = 256
-"""Rows; sums of more do not fit a program's registers."""
+"""Rows in bf16; sums of more do not fit a program's registers."""
 BLOCKS = ((64, 128, 4), (64, 256, 4), (128, 128, 4), (128, 128, 8), (128, 256, 4), (256, 128, 4), (256, 128, 8))
 """(block_n, block_k, warps)"""
 SHARED_BYTES = 227 * 1024
@@ -63,12 +63,12 @@ def tilings(rows: int, outputs: int, inputs: int, gated: bool, fp8: bool) -> Ite
     """The chosen tiling, and for FP8 others, with as few splits as fill the machine; two programs share a multiprocessor if they can."""
     seen = [choose(rows, outputs, inputs, gated, fp8)]
     yield seen[0]
-    padded = max(16, 1 << (rows - 1).bit_length())
+    padded = min(MOST_TOKENS, max(16, 1 << (rows - 1).bit_length()))
     for block_n, block_k, warps in BLOCKS if fp8 else ():
         # What a thread holds of the sums; with more than this there would be no room for anything else.
         if inputs % block_k or block_n * padded > 32 * warps * 160 or (gated and block_n == 64):
             continue
-        tiles, steps = -(-outputs // block_n), inputs // block_k
+        tiles, steps = -(-outputs // block_n) * -(-rows // padded), inputs // block_k
         enough = [splits for splits in range(1, 17) if steps % splits == 0 and tiles * splits >= 120] or [1]
         stage_bytes = block_k * (block_n + padded)
         for splits in [1] if gated else enough[:2]:
@@ -134,7 +134,7 @@ def bench(inputs: int, outputs: int, rows: int, gated: bool) -> tuple[dict[str, 
         if gated:
             expected = F.silu(expected[:, : outputs // 2]) * expected[:, outputs // 2 :]
         found[f"floor {kind}"] = 1e6 * (bytes_each * inputs * outputs + 2 * rows * (inputs + outputs)) / BANDWIDTH
-        if rows <= MOST_OWN:
+        if rows <= MOST_OWN or kind == "fp8":
             sweeps[kind], default = own(activations[kind], gated, matrices[kind], expected)
             found[f"own {kind}"] = next(iter(sweeps[kind].values()))
             if kind == "fp8":

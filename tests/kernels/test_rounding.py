@@ -24,8 +24,8 @@ def test_rows_are_rounded_each_for_itself(device, inputs, kind):
     found_TK, scale_T1 = round_rows(x_TK)
     expected_TK, expected_T1 = linear.round_rows(x_TK)
     torch.testing.assert_close(scale_T1, expected_T1, rtol=1e-6, atol=0)
-    same = (found_TK.float() == expected_TK.float()).float().mean()
-    assert same == 1 or (device.type == "cuda" and same > 0.999), "a quotient between two numbers may fall to either"
+    off_TK, expected_off_TK = ((made_TK.float() * expected_T1 - x_TK.float()).abs() for made_TK in (found_TK, expected_TK))
+    assert (off_TK <= expected_off_TK * (1 + 1e-5)).all(), "a GPU's quotient in the middle of two numbers may fall to either"
     assert torch.equal(round_rows(x_TK[2:3])[0].float(), found_TK[2:3].float())
 
 
