@@ -17,7 +17,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from smc.attention.kernels import LOWEST, take_in
-from smc.attention.tuning import PROGRAMS, floor_rows
+from smc.attention.tuning import floor_rows
+from smc.kernels.hopper import MULTIPROCESSORS
 from smc.kernels.norm import sum_parts
 from smc.kernels.pdl import launch_options
 from smc.kernels.rows import Tables, page_at, row_tables
@@ -40,13 +41,13 @@ class Tiling:
     def choose(queries: int, y: int, programs: int, head_dim: int, item_size: int) -> Tiling:
         """The best of those tried on an H200, for so many programs of one row and key/value head, which has `y` queries: few programs must
         hurry, many hide each other's waits."""
-        few = programs <= 2 * PROGRAMS
+        few = programs <= 2 * MULTIPROCESSORS
         if item_size == 4:
             return Tiling(16, 32, 2, 1)
         if queries == 1 and head_dim <= 64:
             return Tiling(16, 64, 4, 4) if few else Tiling(16, 32, 1, 4)
         if queries == 1:
-            return Tiling(16, 128 if head_dim <= 128 and programs <= PROGRAMS else 64, 4, 3)
+            return Tiling(16, 128 if head_dim <= 128 and programs <= MULTIPROCESSORS else 64, 4, 3)
         if few or y <= 16:
             return Tiling(16, 64, 8 if head_dim > 64 else 4, 3)
         return Tiling(32, 64, 4, 3)

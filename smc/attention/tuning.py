@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-PROGRAMS = 132
-"""Multiprocessors of an H100 or H200."""
+from smc.kernels.hopper import MULTIPROCESSORS
 
 
 def floor_rows(rows: int) -> int:
@@ -56,9 +55,9 @@ class Tuning:
         narrow = not wide and head_dim <= 64
         block_x = min(32 if wide else 64 if narrow else 128, max(16, triton.next_power_of_2(x)))
         block_p = 32 if wide else 128 if narrow else 64
-        pieces = max(1, PROGRAMS // j) * (2 if narrow and x > block_x else 1)
+        pieces = max(1, MULTIPROCESSORS // j) * (2 if narrow and x > block_x else 1)
         splits = min(pieces, triton.cdiv(max_context, block_p))
-        most_y = 4 if rows * j * triton.cdiv(y, 4) <= 4 * PROGRAMS else 8
+        most_y = 4 if rows * j * triton.cdiv(y, 4) <= 4 * MULTIPROCESSORS else 8
         own_y, wide_heads = min(most_y, triton.next_power_of_2(y)), head_dim > 128
         return Tuning(
             block_x=block_x,

@@ -23,6 +23,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from smc.kernels.hopper import MULTIPROCESSORS
 from smc.kernels.pdl import launch_options
 from smc.models.linear import Rounded
 
@@ -31,8 +32,7 @@ FP8_CAPABILITIES = (9, 10)
 MOST_TOKENS = 128
 """Of a program, in FP8."""
 _PROGRAMS = 120
-"""Fewest programs that occupy an H200's 132 multiprocessors well enough."""
-_MULTIPROCESSORS = 132
+"""Fewest programs that occupy all multiprocessors well enough."""
 _ROOM, _MODEST_ROOM, _SHARED_ROOM = 220 * 1024, 128 * 1024, 110 * 1024
 """Bytes for what is in flight: of a program that has a multiprocessor to itself, of one that leaves some to whoever comes next, of one of
 two."""
@@ -79,11 +79,11 @@ def _choose_fp8(tokens: int, outputs: int, inputs: int, gated: bool) -> Tiling:
     wide, many = gated or outputs >= 64 * 1024, token_block > 64
     block_n = 256 if wide and token_block == 128 else 128 if wide or many else 64
     tiles = triton.cdiv(outputs, block_n) * triton.cdiv(tokens, token_block)
-    largest = 128 if many or (wide and token_block > (32 if tiles <= _MULTIPROCESSORS else 16)) else 256
+    largest = 128 if many or (wide and token_block > (32 if tiles <= MULTIPROCESSORS else 16)) else 256
     block_k = next((size for size in (256, 128, 64) if inputs % size == 0 and size <= largest), 32)
     steps, enough = inputs // block_k, _PROGRAMS if many else 192 if token_block == 64 else 96
     splits = 1 if wide else _splits(tiles, steps, enough)
-    alone = tiles * splits <= _MULTIPROCESSORS or block_n == 256
+    alone = tiles * splits <= MULTIPROCESSORS or block_n == 256
     room = (_ROOM if many else _MODEST_ROOM) if alone else _SHARED_ROOM
     stages = min(room // (block_k * (block_n + token_block)), max(2, steps // splits), 6)
     return Tiling(block_n, block_k, splits, 8 if token_block * block_n > 16384 else 4, stages=max(2, stages))

@@ -48,7 +48,6 @@ def outcome(client, **params) -> str:
     [
         ("target0", signal.SIGKILL),
         pytest.param("target1", signal.SIGSTOP, marks=pytest.mark.slow),
-        pytest.param("coordinator", signal.SIGKILL, marks=pytest.mark.slow),
         pytest.param("coordinator", signal.SIGSTOP, marks=pytest.mark.slow),
     ],
 )

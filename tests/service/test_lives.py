@@ -85,13 +85,13 @@ def test_stop_while_it_waits_for_room(ray_cluster):
 def test_many_lives(start):
     """Files and threads of this process, where gateway and supervisor are, after every restart.
 
-    Pools of threads fill up as they are first used, so the first two lives say what is held; what every life leaves
-    behind is then two more by the fourth.
+    Pools of threads fill up as they are first used, so the first two lives say what is held; what every life leaves behind is then one
+    more by the third.
     """
     others = ranks()
     with start(engine=EngineConfig(block=3, branches=2, max_slots=4)) as running:
         files, threads = [], []
-        for _ in range(4):
+        for _ in range(3):
             epoch = running.supervisor.epoch
             running.kill("coordinator")
             running.until(lambda last=epoch: running.supervisor.epoch == last + 1 and running.supervisor.serving, 60, "no restart")
