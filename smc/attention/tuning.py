@@ -11,8 +11,8 @@ from smc.kernels.hopper import MULTIPROCESSORS
 
 
 def floor_rows(rows: int) -> int:
-    """Rows by which sizes are chosen: the power of two at or below. Rounds with companions have more rows than places; where slots are a
-    power of two, they bring so no size, and no kernel to compile, that rounds of places alone have not had."""
+    """Rows by which sizes are chosen: the power of two at or below. Rounds with companions have more rows than places; so they bring one
+    size at most, and kernels to compile: that of the most rows, which is rehearsed (`smc.engine.warm_up`)."""
     return 1 << (rows.bit_length() - 1)
 
 

@@ -21,6 +21,12 @@ Pages = dict[str, np.ndarray]
 """Of a round, by lane: a side, or of a guided request its companion there."""
 
 
+def room(count: int, places: int) -> int:
+    """For so many companions in a round of so many places. Few sizes: a round pays for at most twice what is guided, and never for more
+    than all of it."""
+    return min(1 << (count - 1).bit_length(), places)
+
+
 def companions_of(
     side: str, population: Population, pages: list[Pages], places: int, shared_G: np.ndarray, slots: Slots, dummy: int
 ) -> Companions[np.ndarray] | None:
@@ -33,8 +39,7 @@ def companions_of(
     is_guided_A, shift_G = guided_G[group_A], np.array([g.negative_size - g.prompt_size for g in groups])
     place_U, size_H = np.flatnonzero(is_guided_A), population.size_G[guided_G]
     count, scale_G = len(place_U), np.where(guided_G, [g.params.guidance_scale for g in groups], 1.0).astype(np.float32)
-    # Few sizes: a round pays for at most twice what is guided, and never for more than all of it.
-    most = min(1 << (count - 1).bit_length(), places)
+    most = room(count, places)
     return Companions(
         scale_A=padded(scale_G[group_A], places, 1.0),
         of_A=padded(np.where(is_guided_A, np.cumsum(is_guided_A) - 1, 0), places, 0),

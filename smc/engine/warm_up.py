@@ -9,8 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from smc.engine.admission import QueueFull
+from smc.engine.companions import room
 from smc.engine.engine import Engine
 from smc.engine.outputs import Output
+from smc.engine.plans import bucket
 from smc.engine.request import Request
 from smc.engine.sampling_params import SamplingParams
 from smc.limits import MAX_PARTICLES
@@ -119,12 +121,24 @@ def rare_requests(config: EngineConfig, context: int, vocab: int) -> Iterator[li
 
 
 def _crowd(prompt: tuple[int, ...], tokens: int, config: EngineConfig, vocab: int) -> list[Request]:
-    """As many rows as there can be: those of companions, and those of places, fill the next size each."""
-    guided = max(0, config.max_slots // 2 - 1)
-    sizes = [min(MAX_PARTICLES, guided - begin) for begin in range(0, guided, MAX_PARTICLES)]
-    kinds = [*(GUIDED | {"method": "exact", "guide_draft": True, "particles": size} for size in sizes), {"method": "exact", "particles": 2}]
-    requests = [_request(kind, prompt, tokens, config, vocab) for kind in kinds if kind["particles"] <= config.max_slots]
+    """As many rows as there can be: so many guided ones, and others where slots are left, that places and companions together are most."""
+    counts = range(1, config.max_slots // 2 + 1)
+    guided = max(counts, key=lambda count: crowded(count, config.max_slots - 2 * count), default=0)
+    others, kind = config.max_slots - 2 * guided, {"method": "exact"}
+    kinds = [kind | GUIDED | {"guide_draft": True, "particles": size} for size in _parts(guided)]
+    kinds += [kind | {"particles": size} for size in _parts(others)]
+    requests = [_request(kind, prompt, tokens, config, vocab) for kind in kinds]
     return [replace(request, request_id=f"{request.request_id}, {i}") for i, request in enumerate(requests)]
+
+
+def crowded(guided: int, others: int) -> int:
+    """Rows of a round of so many guided particles and others, padded."""
+    places = bucket(guided + others)
+    return places + room(guided, places)
+
+
+def _parts(particles: int) -> list[int]:
+    return [min(MAX_PARTICLES, particles - begin) for begin in range(0, particles, MAX_PARTICLES)]
 
 
 def _request(kind: Kind, prompt: tuple[int, ...], tokens: int, config: EngineConfig, vocab: int, together: int = 1) -> Request:

@@ -2,7 +2,7 @@
 
 Weights are of x's type, or FP8 (e4m3) with a float32 scale for each output; then x is FP8 too, with one for each token
 (`smc.kernels.rounding`), and the sums are scaled. The machine's copy engine (TMA) puts tiles of both where tensor cores read them, so that
-no thread holds any.
+no thread holds any. More tokens than a program takes are cut as well, and their programs lie side by side.
 
 The weight tile is the long side of the tensor cores' product (M = outputs, N = tokens), so 8 tokens cost little more than the
 loads. Small matrices are cut along K as well (split-K) to occupy every multiprocessor; the fp32 partials [S, T, N] are summed in
@@ -25,6 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from smc.kernels.hopper import MULTIPROCESSORS
 from smc.kernels.pdl import launch_options
+from smc.kernels.variants import one_variant
 from smc.models.linear import Rounded
 
 FP8_CAPABILITIES = (9, 10)
@@ -217,7 +218,7 @@ def _rows(tile, outputs, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
     return tl.minimum(tile * BLOCK_N + row, outputs - 1)
 
 
-@triton.jit
+@one_variant("x", "weight", "bias", "out", "outputs", "inputs", "stride_x")
 def _linear(
     x, weight, bias, out, tokens, outputs, inputs, stride_x, STEPS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
@@ -248,7 +249,7 @@ def _linear(
         _store(sum_NT, bias, out, tokens, outputs, BLOCK_N, BLOCK_T, HAS_BIAS)
 
 
-@triton.jit
+@one_variant("x_tiles", "tiles", "x_scale", "scale", "bias", "out", "outputs")
 def _rounded(
     x_tiles, tiles, x_scale, scale, bias, out, tokens, outputs, STEPS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,

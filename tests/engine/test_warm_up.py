@@ -14,13 +14,14 @@ from smc.engine.plans import COMMON_KINDS
 from smc.engine.rehearsal import TURNS
 from smc.engine.rounds import MEMORY
 from smc.engine.sampling_params import Method
-from smc.engine.warm_up import rare_requests, rehearse
+from smc.engine.warm_up import crowded, rare_requests, rehearse
 from smc.models.presets import NoText
 from smc.runtime.config import EngineConfig
 from smc.runtime.messages import SIDES
 from smc.runtime.plan import Program, RoundPlan
 from tests.engine.harness import answers, assert_empty, request
 from tests.engine.pairs import tiny_pair
+from tests.kernels.sizes import SLOTS, possible
 from tests.models.tiny import random_decoder, tiny_config
 
 FORMS = [EngineConfig(block=5, max_slots=32), EngineConfig(form="lockstep", block=8, max_slots=24)]
@@ -63,6 +64,16 @@ def test_what_an_engine_refuses_is_left_out(limits, caplog):
         rehearse(engine, (), rare_requests(config, engine.context, engine.tokenizer.size))
     assert ("not rehearsed" in caplog.text) == ("max_chains" in limits) and "are waiting" not in caplog.text
     assert_empty(engine)
+
+
+@pytest.mark.parametrize("slots", [2, 3, *SLOTS, 150])
+def test_as_many_rows_as_there_can_be(slots):
+    config, rows = EngineConfig(max_slots=slots), []
+    for requests in rare_requests(config, 1024, 300):
+        of = {guided: sum(one.params.particles or 1 for one in requests if one.params.guided == guided) for guided in (True, False)}
+        if of[True] and 2 * of[True] + of[False] <= slots:
+            rows.append(crowded(of[True], of[False]))
+    assert max(rows) == max(possible(slots))
 
 
 @pytest.mark.parametrize("config", [FORMS[0], pytest.param(FORMS[1], marks=pytest.mark.slow)], ids=["look-ahead", "lockstep"])

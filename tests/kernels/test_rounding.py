@@ -17,6 +17,7 @@ from smc.models import linear
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
 def test_rows_are_rounded_each_for_itself(device, inputs, kind):
     """A row of zeros, a tiny one, a huge one, one with a single large number."""
+    torch.manual_seed(inputs)
     x_TK = torch.randn(5, inputs, device=device)
     x_TK *= torch.tensor([1.0, 0.0, 1e-20, 1e30, 1.0], device=device)[:, None]
     x_TK[4, -1] = 1e4
@@ -25,7 +26,9 @@ def test_rows_are_rounded_each_for_itself(device, inputs, kind):
     expected_TK, expected_T1 = linear.round_rows(x_TK)
     torch.testing.assert_close(scale_T1, expected_T1, rtol=1e-6, atol=0)
     off_TK, expected_off_TK = ((made_TK.float() * expected_T1 - x_TK.float()).abs() for made_TK in (found_TK, expected_TK))
-    assert (off_TK <= expected_off_TK * (1 + 1e-5)).all(), "a GPU's quotient in the middle of two numbers may fall to either"
+    assert torch.equal(found_TK.float(), expected_TK.float()) or (
+        device.type == "cuda" and (off_TK <= expected_off_TK * (1 + 1e-4)).all()
+    ), "a GPU's quotient in the middle of two numbers may fall to either"
     assert torch.equal(round_rows(x_TK[2:3])[0].float(), found_TK[2:3].float())
 
 
