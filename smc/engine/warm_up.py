@@ -108,7 +108,8 @@ def _submit(engine: Engine, request: Request) -> list[Output]:
 
 def rare_requests(config: EngineConfig, context: int, vocab: int) -> Iterator[list[Request]]:
     """Lists of requests to be run one after another: of every kind alone, of several kinds in one round, and of as many rows as there can
-    be. Behind a long prompt, where there can be some, few: most of what their rounds compile, rounds of nobody have compiled."""
+    be, at both models and at the target alone (in one round where there is one cohort, and pages for it). Behind a long prompt, where
+    there can be some, few: most of what their rounds compile, rounds of nobody have compiled."""
     tokens = ROUNDS * (config.block + 1)
     for size, lists in ((4, (*((kind,) for kind in RARE), *TOGETHER)), (SHORT + 1, (*((kind,) for kind in LONG), COMMON))):
         most = min(tokens, context - size)
@@ -117,16 +118,16 @@ def rare_requests(config: EngineConfig, context: int, vocab: int) -> Iterator[li
         prompt = tuple(i % vocab for i in range(size))
         for kinds in lists:
             yield [_request(kind, prompt, most, config, vocab, len(kinds)) for kind in kinds]
-        yield _crowd(prompt, min(most, config.block + 1), config, vocab)
+        for kind in ({"method": "exact"}, {"method": "target"}):
+            yield _crowd(kind, prompt, min(most, 2 * (config.block + 1)), config, vocab)
 
 
-def _crowd(prompt: tuple[int, ...], tokens: int, config: EngineConfig, vocab: int) -> list[Request]:
+def _crowd(kind: Kind, prompt: tuple[int, ...], tokens: int, config: EngineConfig, vocab: int) -> list[Request]:
     """As many rows as there can be: so many guided ones, and others where slots are left, that places and companions together are most."""
     counts = range(1, config.max_slots // 2 + 1)
     guided = max(counts, key=lambda count: crowded(count, config.max_slots - 2 * count), default=0)
-    others, kind = config.max_slots - 2 * guided, {"method": "exact"}
-    kinds = [kind | GUIDED | {"guide_draft": True, "particles": size} for size in _parts(guided)]
-    kinds += [kind | {"particles": size} for size in _parts(others)]
+    guidance = GUIDED if kind["method"] == "target" else GUIDED | {"guide_draft": True}
+    kinds = [*_parts(kind | guidance, guided), *_parts(kind, config.max_slots - 2 * guided)]
     requests = [_request(kind, prompt, tokens, config, vocab) for kind in kinds]
     return [replace(request, request_id=f"{request.request_id}, {i}") for i, request in enumerate(requests)]
 
@@ -137,8 +138,11 @@ def crowded(guided: int, others: int) -> int:
     return places + room(guided, places)
 
 
-def _parts(particles: int) -> list[int]:
-    return [min(MAX_PARTICLES, particles - begin) for begin in range(0, particles, MAX_PARTICLES)]
+def _parts(kind: Kind, rows: int) -> list[Kind]:
+    """Requests of a kind that have so many rows."""
+    if kind["method"] == "target":
+        return [kind] * rows
+    return [kind | {"particles": min(MAX_PARTICLES, rows - begin)} for begin in range(0, rows, MAX_PARTICLES)]
 
 
 def _request(kind: Kind, prompt: tuple[int, ...], tokens: int, config: EngineConfig, vocab: int, together: int = 1) -> Request:

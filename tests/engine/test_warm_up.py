@@ -14,23 +14,29 @@ from smc.engine.plans import COMMON_KINDS
 from smc.engine.rehearsal import TURNS
 from smc.engine.rounds import MEMORY
 from smc.engine.sampling_params import Method
-from smc.engine.warm_up import crowded, rare_requests, rehearse
+from smc.engine.warm_up import rare_requests, rehearse
 from smc.models.presets import NoText
 from smc.runtime.config import EngineConfig
 from smc.runtime.messages import SIDES
 from smc.runtime.plan import Program, RoundPlan
 from tests.engine.harness import answers, assert_empty, request
 from tests.engine.pairs import tiny_pair
-from tests.kernels.sizes import SLOTS, possible
+from tests.kernels.sizes import possible
 from tests.models.tiny import random_decoder, tiny_config
 
-FORMS = [EngineConfig(block=5, max_slots=32), EngineConfig(form="lockstep", block=8, max_slots=24)]
+FORMS = [EngineConfig(block=5, max_slots=28), EngineConfig(form="lockstep", block=8, max_slots=24)]
 
 
 def traits(plan: RoundPlan) -> tuple:
     """What decides which kernels run, but for sizes."""
     guided = tuple(plan.companions_at(side) is not None for side in SIDES)
     return plan.program, tuple(sorted(plan.kinds)), plan.biased, guided
+
+
+def rows_of(plan: RoundPlan) -> int:
+    """At the target, padded."""
+    companions = plan.companions_at("target")
+    return len(plan.slot_A) + (0 if companions is None else len(companions.place_U))
 
 
 def test_every_rarer_kind_has_its_rounds():
@@ -52,6 +58,9 @@ def test_every_rarer_kind_has_its_rounds():
     assert {("top_k" in plan.target_law.active, plan.biased > 0) for plan in every} == set(product((False, True), repeat=2))
     guided = {(kinds, draft) for _, kinds, _, (draft, target) in found if target}
     assert guided >= {((kind,), draft) for kind in Kind for draft in (False, True)}
+    # Of both models, and of the target alone, as many rows at once as there can be.
+    rows = {program: max(rows_of(plan) for plan in asked if plan.program is program) for program in (Program.PAIR, Program.TARGET)}
+    assert set(rows.values()) == {max(possible(config.max_slots))}
     assert_empty(engine)
 
 
@@ -64,16 +73,6 @@ def test_what_an_engine_refuses_is_left_out(limits, caplog):
         rehearse(engine, (), rare_requests(config, engine.context, engine.tokenizer.size))
     assert ("not rehearsed" in caplog.text) == ("max_chains" in limits) and "are waiting" not in caplog.text
     assert_empty(engine)
-
-
-@pytest.mark.parametrize("slots", [2, 3, *SLOTS, 150])
-def test_as_many_rows_as_there_can_be(slots):
-    config, rows = EngineConfig(max_slots=slots), []
-    for requests in rare_requests(config, 1024, 300):
-        of = {guided: sum(one.params.particles or 1 for one in requests if one.params.guided == guided) for guided in (True, False)}
-        if of[True] and 2 * of[True] + of[False] <= slots:
-            rows.append(crowded(of[True], of[False]))
-    assert max(rows) == max(possible(slots))
 
 
 @pytest.mark.parametrize("config", [FORMS[0], pytest.param(FORMS[1], marks=pytest.mark.slow)], ids=["look-ahead", "lockstep"])
