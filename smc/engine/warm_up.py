@@ -127,8 +127,8 @@ def _crowd(kind: Kind, prompt: tuple[int, ...], tokens: int, config: EngineConfi
     counts = range(1, config.max_slots // 2 + 1)
     guided = max(counts, key=lambda count: crowded(count, config.max_slots - 2 * count), default=0)
     guidance = GUIDED if kind["method"] == "target" else GUIDED | {"guide_draft": True}
-    kinds = [*_parts(kind | guidance, guided), *_parts(kind, config.max_slots - 2 * guided)]
-    requests = [_request(kind, prompt, tokens, config, vocab) for kind in kinds]
+    parts = [*_parts(kind | guidance, guided), *_parts(kind, config.max_slots - 2 * guided)]
+    requests = [_request(part, prompt, tokens, config, vocab) for part in parts]
     return [replace(request, request_id=f"{request.request_id}, {i}") for i, request in enumerate(requests)]
 
 
@@ -149,9 +149,9 @@ def _request(kind: Kind, prompt: tuple[int, ...], tokens: int, config: EngineCon
     """`together`: requests that are to have room beside each other."""
     params = SamplingParams(seed=0, ignore_eos=True, max_tokens=tokens, **kind)
     if params.particles:
-        room = config.chains(vocab) if params.verification == "rejection" else config.max_slots
+        most = config.chains(vocab) if params.verification == "rejection" else config.max_slots
         slots = config.max_slots // (params.slots_per_row * together)
-        params = replace(params, particles=max(1, min(kind.get("particles", ROWS), room, slots)))
+        params = replace(params, particles=max(1, min(kind.get("particles", ROWS), most, slots)))
     what = {name: value for name, value in kind.items() if name != "logit_bias"}
     name = f"warm-up {what} {len(params.logit_bias)} biases, {len(prompt)} tokens"
     return Request(name, prompt, params, SALT, negative_prompt=prompt[:1] if params.guided else None)

@@ -68,13 +68,13 @@ def choose(tokens: int, outputs: int, inputs: int, gated: bool = False, fp8: boo
     block_n = 128 if (wide and tokens <= 64) or 64 < tokens <= 256 else 64
     block_k = next(size for size in (128, 64, 32, 16) if inputs % size == 0 and size * block_n <= 8192)
     splits = 1 if gated else _splits(triton.cdiv(outputs, block_n), inputs // block_k, _PROGRAMS)
-    stage_bytes = 2 * block_k * (block_n + _token_block(tokens, fp8))
+    stage_bytes = 2 * block_k * (block_n + token_block_of(tokens, fp8))
     # Two programs share a multiprocessor.
     return Tiling(block_n, block_k, splits, 8 if tokens > 64 else 4, stages=max(2, min(6, _SHARED_ROOM // stage_bytes)))
 
 
 def _choose_fp8(tokens: int, outputs: int, inputs: int, gated: bool) -> Tiling:
-    token_block = _token_block(tokens, fp8=True)
+    token_block = token_block_of(tokens, fp8=True)
     # The largest matrices have as many outputs as the machine needs programs. Of the others, programs of few tokens wait more than they
     # load, and partial sums of few tokens are soon read.
     wide, many = gated or outputs >= 64 * 1024, token_block > 64
@@ -166,7 +166,8 @@ def reduce(
     return out_TN
 
 
-def _token_block(tokens: int, fp8: bool) -> int:
+def token_block_of(tokens: int, fp8: bool) -> int:
+    """Tokens of a program, padded."""
     block = max(16, triton.next_power_of_2(tokens))
     return min(MOST_TOKENS, block) if fp8 else block
 
@@ -192,7 +193,7 @@ def _launch(
     x_TK, (weight, scale, bias) = _numbers(x), matrix
     (tokens, inputs), rows = x_TK.shape, tiling.block_n // 2 if flags["GATED"] else tiling.block_n
     flags |= {"HAS_BIAS": bias is not None}
-    sizes = {"BLOCK_T": _token_block(tokens, isinstance(x, Rounded)), "BLOCK_N": tiling.block_n, "BLOCK_K": tiling.block_k}
+    sizes = {"BLOCK_T": token_block_of(tokens, isinstance(x, Rounded)), "BLOCK_N": tiling.block_n, "BLOCK_K": tiling.block_k}
     options = {"num_warps": tiling.warps, "num_stages": tiling.stages, **launch_options(flags["PDL"])}
     steps = {"STEPS": inputs // tiling.block_k // tiling.splits, "STAGES": tiling.stages}
     # Programs of the same weights begin one after another, so that one of them reads these from memory.

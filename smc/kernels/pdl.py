@@ -10,8 +10,8 @@ earlier.
 A kernel that comes early takes its places then, and likely gets fewer of them where a multiprocessor still holds much of the one before.
 Products, and the last kernel of attention, say it last, when their sums are made; norms, and what stores keys and values, once they have
 waited, since those before them have left their places then: so the kernel that reads prefixes, with a program for each multiprocessor,
-finds them free. It says it once it has waited, too: rows' own attention takes little room. Each
-was measured, and so was asking for weights in advance, which made passes slower (`docs/performance.md`).
+finds them free. It says it once it has waited, too: rows' own attention takes little room. Each was measured, and so was asking for
+weights in advance, which made passes slower (`docs/performance.md`).
 """
 
 from __future__ import annotations

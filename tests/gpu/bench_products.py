@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from smc.kernels.linear import MOST_TOKENS, Tiling, choose, gate_up_silu, linear
+from smc.kernels.linear import Tiling, choose, gate_up_silu, linear, token_block_of
 from smc.kernels.norm import silu_mul
 from smc.kernels.rounding import round_rows
 from smc.models.linear import FP8, Rounded, quantise
@@ -63,7 +63,7 @@ def tilings(rows: int, outputs: int, inputs: int, gated: bool, fp8: bool) -> Ite
     """The chosen tiling, and for FP8 others, with as few splits as fill the machine; two programs share a multiprocessor if they can."""
     seen = [choose(rows, outputs, inputs, gated, fp8)]
     yield seen[0]
-    padded = min(MOST_TOKENS, max(16, 1 << (rows - 1).bit_length()))
+    padded = token_block_of(rows, fp8)
     for block_n, block_k, warps in BLOCKS if fp8 else ():
         # What a thread holds of the sums; with more than this there would be no room for anything else.
         if inputs % block_k or block_n * padded > 32 * warps * 160 or (gated and block_n == 64):

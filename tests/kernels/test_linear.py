@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from smc.kernels.linear import MOST_TOKENS, choose, gate_up_silu, linear, reduce
+from smc.kernels.linear import choose, gate_up_silu, linear, reduce, token_block_of
 from smc.models.linear import FP8, Rounded, quantise, round_rows
 from smc.runtime.kernel_forward import FEW_FP8_ROWS, FEW_ROWS
 from tests.kernels.sizes import SLOTS, possible, rehearsed
@@ -132,8 +132,7 @@ def test_choice_divides_the_inputs_and_fits(tokens, outputs, inputs, fp8):
     for gated in (False, True):
         tiling = choose(tokens, outputs, inputs, gated, fp8)
         assert inputs % (tiling.block_k * tiling.splits) == 0 and not (gated and tiling.splits > 1)
-        token_block = min(MOST_TOKENS, max(16, tokens)) if fp8 else max(16, tokens)
-        assert tiling.stages * tiling.block_k * (tiling.block_n + token_block) * (1 if fp8 else 2) <= 227 * 1024
+        assert tiling.stages * tiling.block_k * (tiling.block_n + token_block_of(tokens, fp8)) * (1 if fp8 else 2) <= 227 * 1024
 
 
 @pytest.mark.parametrize("slots", SLOTS)
@@ -146,7 +145,7 @@ def test_rounds_with_companions_bring_no_product_that_has_not_been_rehearsed(slo
         shapes = [(3072, 2048), (2048, 8192), (8192, 2048), (6144, 4096), (4096, 14336), (14336, 4096), (8192, 28672), (128256, 4096)]
         most = FEW_FP8_ROWS if fp8 else FEW_ROWS
         each = [(rows * q, *shape, gated) for q in (1, tokens) if rows * q <= most for shape in shapes for gated in (False, True)]
-        return {(min(128, max(16, 1 << (t - 1).bit_length())), *one, choose(t, *one, fp8)) for t, *one in each}
+        return {(token_block_of(t, fp8), *one, choose(t, *one, fp8)) for t, *one in each}
 
     assert set().union(*map(tilings, possible(slots))) <= set().union(*map(tilings, rehearsed(slots)))
 

@@ -35,7 +35,7 @@ from tests.runtime.test_kernels import KERNELS
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled there: tests/gpu/test_warm_up.py")
 VOCAB, CONTEXT = 300, 1024
-FORMS = [EngineConfig(form=form, block=5, max_slots=slots, max_context=CONTEXT) for form, slots in (("lookahead", 16), ("lockstep", 28))]
+FORMS = [EngineConfig(form=form, block=5, max_slots=16, max_context=CONTEXT) for form in ("lookahead", "lockstep")]
 TOGETHER = [1] * 8 + [2] * 4 + [4] * 12
 """Requests that are sent at once."""
 Call = tuple[str, tuple]
