@@ -12,7 +12,7 @@ from smc.laws import LawSpec
 from smc.philox import Purpose
 from smc.runtime.messages import Draws, PromptBatch, PromptResult, Tops
 from smc.runtime.outcome import Lineage, RoundResult
-from smc.runtime.plan import Companions, Join, Program, RoundPlan
+from smc.runtime.plan import Companions, Contexts, Join, Program, RoundPlan
 from smc.stops import StopMachine
 
 _PLAN = {
@@ -158,7 +158,7 @@ def round_command(plan: RoundPlan[np.ndarray]) -> pb.RoundCommand:
     companions = {name: pb.Companions(**_fields(part, _COMPANIONS)) for name, part in parts.items() if part}
     return pb.RoundCommand(
         program=plan.program,
-        short=plan.short,
+        contexts=plan.contexts,
         columns=plan.columns,
         biased=plan.biased,
         kinds=sorted(map(int, plan.kinds)),
@@ -179,7 +179,7 @@ def to_plan(command: pb.RoundCommand) -> RoundPlan[np.ndarray]:
     arrays["branch_pages_XB"] = _rows(command.branch_pages, "<i4", places * command.branches)
     return RoundPlan(
         program=Program(command.program),
-        short=command.short,
+        contexts=Contexts(command.contexts),
         columns=command.columns,
         biased=command.biased,
         kinds=frozenset(map(Kind, command.kinds)),

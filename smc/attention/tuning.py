@@ -9,6 +9,9 @@ import triton
 
 from smc.kernels.hopper import MULTIPROCESSORS
 
+FEW = 8
+"""Queries of a group with narrow heads."""
+
 
 def floor_rows(rows: int) -> int:
     """Rows by which sizes are chosen: the power of two at or below. Rounds with companions have more rows than places; so they bring one
@@ -26,7 +29,7 @@ class Tuning:
     """Prefix positions of a tile."""
     pieces: int
     """Pairs (tile of queries, split of the prefix) that a key/value head has work for: about one program for each multiprocessor, two where
-    tiles are of narrow heads. With more splits, merging costs more than the reading gains."""
+    tiles are of narrow heads or of several groups. With more splits, merging costs more than the reading gains."""
     min_tiles: int
     """Tiles of a split at least: merging one more split costs more than reading a few more tiles."""
     warps: int
@@ -47,15 +50,21 @@ class Tuning:
     """Type of the splits' outputs in the workspace."""
 
     @staticmethod
-    def choose(rows: int, queries: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype, max_context: int) -> Tuning:
-        """How many groups share the rows is known on the device alone."""
+    def choose(
+        rows: int, together: int, queries: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype, max_context: int
+    ) -> Tuning:
+        """`together`: rows of a group at most; how many groups share the rows is known on the device alone."""
         (h, j), wide, rows = heads, dtype.itemsize == 4, floor_rows(rows)
-        x, y = rows * queries * h // j, queries * h // j
+        y = queries * h // j
         # Narrow heads leave room for two programs of 64 queries on a multiprocessor, of which one computes while the other waits.
         narrow = not wide and head_dim <= 64
+        # Of several groups with few queries each, nothing is loaded twice, and what counts is how much is on its way. Narrow heads of more
+        # than a few are no slower in tiles of many.
+        several = not wide and together < rows and (not narrow or together * y <= FEW)
+        x = together * y if several else rows * y
         block_x = min(32 if wide else 64 if narrow else 128, max(16, triton.next_power_of_2(x)))
-        block_p = 32 if wide else 128 if narrow else 64
-        pieces = max(1, MULTIPROCESSORS // j) * (2 if narrow and x > block_x else 1)
+        block_p = 32 if wide else 128 if narrow and not several else 64
+        pieces = max(1, MULTIPROCESSORS // j) * (2 if several or (narrow and x > block_x) else 1)
         splits = min(pieces, triton.cdiv(max_context, block_p))
         most_y = 4 if rows * j * triton.cdiv(y, 4) <= 4 * MULTIPROCESSORS else 8
         own_y, wide_heads = min(most_y, triton.next_power_of_2(y)), head_dim > 128
@@ -65,7 +74,7 @@ class Tuning:
             pieces=pieces,
             min_tiles=3,
             warps=8 if block_x >= 128 else 4,
-            stages=1 if wide else 2 if wide_heads else 3,
+            stages=1 if wide else 2 if wide_heads else 4 if several else 3,
             own_y=own_y,
             block_o=32,
             block_s=min(triton.next_power_of_2(splits), max(1, 4096 // (own_y * head_dim))),

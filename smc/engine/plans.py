@@ -17,7 +17,7 @@ from smc.engine.slots import Slots
 from smc.laws import LawSpec
 from smc.runtime.biases import width_of
 from smc.runtime.config import EngineConfig
-from smc.runtime.plan import SHORT, RoundPlan
+from smc.runtime.plan import Contexts, RoundPlan
 
 COMMON_KINDS = frozenset({Kind.INDEPENDENT, Kind.DISTINCT, Kind.BEST})
 """Rounds of more than one kind are of all of these, so that there are few sorts of rounds."""
@@ -71,7 +71,7 @@ class Planner:
         beside = (places, shared_G, slots, self.config.max_slots)
         return RoundPlan(
             program=self.decoding.program,
-            short=bool(columns <= SHORT),
+            contexts=Contexts.of(columns, int(population.size_G.max())),
             columns=min(columns, self.width),
             kinds=kinds if len(kinds) == 1 else COMMON_KINDS | kinds,
             target_law=_spread(population.target_law, population.group_A, places),

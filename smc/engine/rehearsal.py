@@ -13,7 +13,7 @@ from smc.engine.methods import PROGRAMS, Shape
 from smc.engine.plans import bucket
 from smc.laws import LawSpec
 from smc.runtime.config import EngineConfig
-from smc.runtime.plan import SHORT, Program, RoundPlan
+from smc.runtime.plan import Contexts, Program, RoundPlan
 
 TURNS = 2
 """Rounds of each kind: the first compiles its kernels, the second is recorded."""
@@ -39,14 +39,19 @@ def rehearsal(
 ) -> Iterator[RoundPlan[np.ndarray]]:
     """Plans to be asked for in this order: of all that usual settings ask for, or less."""
     sizes = sorted({bucket(places) for places in range(1, config.max_slots + 1)})
-    shorts = [short for short, exists in ((True, True), (False, config.width(context) > SHORT)) if exists]
-    for (program, kinds), short in product(wanted, shorts):
+    for (program, kinds), contexts in product(wanted, Contexts):
         few = {min(places, sizes[-1]) for places in TRUNCATED_PLACES[program]}
         for shape, places, processors in product(_shapes(config, program, kinds), sizes, truncated):
-            if processors and places not in few:
+            if (processors and places not in few) or contexts not in _contexts(config.width(context), program, kinds, places):
                 continue
-            plan = empty_plan(program, shape, places, config.max_slots, short=short, processors=processors, kinds=kinds)
+            plan = empty_plan(program, shape, places, config.max_slots, contexts, processors=processors, kinds=kinds)
             yield from [plan] * TURNS
+
+
+def _contexts(width: int, program: Program, kinds: frozenset[Kind], places: int) -> set[Contexts]:
+    """Those that rounds of so many places can have, where tables have room for so many positions."""
+    largest = {1} if places == 1 or program is not Program.PAIR else {1, places} if kinds == {Kind.BEST} else {places}
+    return {Contexts.of(columns, size) for columns in (0, width) for size in largest}
 
 
 def _shapes(config: EngineConfig, program: Program, kinds: frozenset[Kind]) -> list[Shape]:
@@ -61,8 +66,8 @@ def empty_plan(
     shape: Shape,
     places: int,
     slots: int,
+    contexts: Contexts,
     *,
-    short: bool,
     processors: tuple[str, ...] = (),
     kinds: frozenset[Kind] = frozenset({Kind.INDEPENDENT}),
 ) -> RoundPlan[np.ndarray]:
@@ -73,7 +78,7 @@ def empty_plan(
     law = replace(law.canonical(), active=law.canonical().active | set(processors))
     return RoundPlan(
         program=program,
-        short=short,
+        contexts=contexts,
         kinds=kinds,
         columns=1 + max(shape.target, shape.begin + shape.branch),
         target_law=law,

@@ -24,7 +24,7 @@ from smc.engine.request import Request
 from smc.engine.sampling_params import Method, SamplingParams
 from smc.runtime.config import EngineConfig
 from smc.runtime.messages import SIDES
-from smc.runtime.plan import SHORT, Join, Program, RoundPlan
+from smc.runtime.plan import Contexts, Join, Program, RoundPlan
 from smc.stops import START
 
 SHORT_CONTEXT = 64
@@ -176,7 +176,7 @@ def live_plan(program: Program, config: EngineConfig, count: int, context: int, 
     places, columns = bucket(count), room_for(context, config.block)
     kind = Kind.BEST if program is Program.PAIR else Kind.INDEPENDENT
     shape = PROGRAMS[program].shape(config)
-    plan = empty_plan(program, shape, places, config.max_slots, short=columns <= SHORT, kinds=frozenset({kind}))
+    plan = empty_plan(program, shape, places, config.max_slots, Contexts.of(columns, tree), kinds=frozenset({kind}))
     first_X = np.arange(0, count, tree, dtype=np.int32)
     sizes_X = np.minimum(tree, count - first_X)
     place_A = np.arange(places)

@@ -18,7 +18,7 @@ from smc.engine.sampling_params import SamplingParams
 from smc.limits import MAX_PARTICLES
 from smc.runtime.config import EngineConfig
 from smc.runtime.messages import Pending
-from smc.runtime.plan import SHORT, RoundPlan
+from smc.runtime.plan import SHORT, SHORT_SINGLE, RoundPlan
 
 SALT = "warm-up"
 """Nobody else's prompts share what these have computed."""
@@ -111,9 +111,12 @@ def rare_requests(config: EngineConfig, context: int, vocab: int) -> Iterator[li
     be, at both models and at the target alone (in one round where there is one cohort, and pages for it). Behind a long prompt, where
     there can be some, few: most of what their rounds compile, rounds of nobody have compiled."""
     tokens = ROUNDS * (config.block + 1)
-    for size, lists in ((4, (*((kind,) for kind in RARE), *TOGETHER)), (SHORT + 1, (*((kind,) for kind in LONG), COMMON))):
+    few, long = (*((kind,) for kind in RARE), *TOGETHER), (*((kind,) for kind in LONG), COMMON)
+    # Behind the longer prompt, where there is room for it, no round is short.
+    longest = [(size, long) for size in (SHORT + 1, SHORT_SINGLE + 1) if context - size >= tokens][-1:]
+    for size, lists in ((4, few), *longest):
         most = min(tokens, context - size)
-        if most < 1 or (size > SHORT and most < tokens):
+        if most < 1:
             continue
         prompt = tuple(i % vocab for i in range(size))
         for kinds in lists:

@@ -114,7 +114,7 @@ def lay_out(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted:
         size_G=plan.size_G,
         shared_G=plan.shared_G,
         queries=q,
-        short=plan.short,
+        contexts=plan.contexts,
     )
     column_Q, of_T = torch.arange(q, device=state.device), plan.place_of_rows(q)
     label_AQ = torch.where(column_Q < count_A[:, None] - 1, blocks.tokens_AQ.roll(-1, 1), -1)

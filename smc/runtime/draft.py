@@ -85,7 +85,7 @@ class Drafter:
             size_G=offering.rows[1],
             shared_G=plan.shared_G,
             queries=1,
-            short=plan.short,
+            contexts=plan.contexts,
         )
         return self.run(plan, tree.last_X, rows, root_R=tree.root_X)
 

@@ -126,7 +126,7 @@ def begin(state: SlotState, plan: RoundPlan[Tensor], law: LawSpec[Tensor], shape
         size_G=plan.size_G,
         shared_G=plan.shared_G,
         queries=queries,
-        short=plan.short,
+        contexts=plan.contexts,
     )
     tree = Tree(
         root_X=place_A,

@@ -14,6 +14,7 @@ from smc.kv.pages import DUMMY_PAGE
 from smc.kv.pool import KVPool
 from smc.models.decoder import Decoder, RopeTable
 from smc.models.linear import Linear
+from smc.runtime.plan import Contexts
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,7 @@ class Rows:
     """Upper bound of the leading positions that all live rows of a group have in common."""
     queries: int
     """Q."""
-    short: bool
-    """Rows hold few positions."""
+    contexts: Contexts
 
 
 class StaticForward:

@@ -52,7 +52,7 @@ def lay_out(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted:
     seed_T, position_T, zero_T = keys_3T
     return Asked(
         blocks=Blocks(origin_A, tokens_AQ, logq_AQ, count_A, ended_A, alive_A, logw_A, open_A, run_A, *next_3A),
-        rows=Rows(state.table_SL, slot_R, plan.target_pages_AQ, held_R, held_R, run_R, group_R, *groups_G, queries=q, short=plan.short),
+        rows=Rows(state.table_SL, slot_R, plan.target_pages_AQ, held_R, held_R, run_R, group_R, *groups_G, q, plan.contexts),
         law_T=LawSpec(temperature_T, top_k_T, top_p_T, min_p_T, alpha_T, law.active),
         label_T=label_T,
         keys=DrawKeys(seed_T, zero_T, zero_T[:, None], position_T, Purpose.TARGET),

@@ -56,7 +56,7 @@ def begin(state: SlotState, plan: RoundPlan[Tensor], law: LawSpec[Tensor], shape
     stream_X, rank_X, seed_X, round_X, top_k_X = numbers_5X
     temperature_X, top_p_X, min_p_X, alpha_X = law_4X
     bounds = (plan.first_G, plan.size_G, plan.shared_G)
-    run = Rows(state.table_SL, slot_R, None, None, held_R, run_R, group_R, *bounds, queries=queries, short=plan.short)
+    run = Rows(state.table_SL, slot_R, None, None, held_R, run_R, group_R, *bounds, queries, plan.contexts)
     tree = Tree(
         root_X=place_A,
         tokens_XK=none_A[:, None].expand(-1, block),

@@ -21,6 +21,7 @@ from smc.kernels.store import store_kv
 from smc.models.decoder import Layer
 from smc.models.linear import Linear, Rounded
 from smc.runtime.forward import Rows, StaticForward
+from smc.runtime.plan import Contexts
 from smc.runtime.worker import ModelWorker
 
 FEW_ROWS, FEW_WIDE_ROWS = 64, 32
@@ -46,7 +47,7 @@ class KernelForward(StaticForward):
         self._longest, self._own_products = worker.width, own_products
         self._dtype, self._own_fp8 = worker.model.embed.weight.dtype, own_products and multiplies_fp8(worker.model.embed.weight.device)
         self._pdl = pdl and supports_pdl(worker.model.embed.weight.device)
-        self._attentions: dict[tuple[int, int, int], SharedPrefixAttention] = {}
+        self._attentions: dict[tuple[int, int, int, int], SharedPrefixAttention] = {}
 
     @property
     def workspace_bytes(self) -> int:
@@ -57,7 +58,7 @@ class KernelForward(StaticForward):
         config, model, pdl = self.model.config, self.model, self._pdl
         x_TE = model.embed(tokens_T)
         out_THD, parts = x_TE.new_empty(len(tokens_T), config.num_heads, config.head_dim), None
-        attend = self._in_one_launch(rows) if rows.short else self._stored_first(rows)
+        attend = self._in_one_launch(rows) if rows.contexts is Contexts.SHORT else self._stored_first(rows)
         for layer in model.layers:
             hidden = self._normed(x_TE, parts, layer.attn_norm.weight, layer.qkv)
             attend(layer, self._product(hidden, layer.qkv), out_THD)
@@ -140,7 +141,10 @@ class KernelForward(StaticForward):
         return self._own_products and len(x) <= few and x.dtype != torch.float32
 
     def _attention_for(self, rows: Rows) -> SharedPrefixAttention:
-        config, shape = self.model.config, (len(rows.first_G), len(rows.start_R), rows.queries)
+        config, groups, count = self.model.config, len(rows.first_G), len(rows.start_R)
+        # Every place has equally many rows, and there is room for as many groups as places.
+        together = count // groups if rows.contexts is Contexts.SINGLE else count
+        shape = (groups, count, together, rows.queries)
         if shape not in self._attentions:
             weight, heads = self.model.embed.weight, (config.num_heads, config.num_kv_heads)
             self._attentions[shape] = SharedPrefixAttention(

@@ -20,8 +20,8 @@ from smc.stops import StopMachine
 from smc.types import Array
 
 ALIGNMENT = 16
-SHORT = 640
-"""Positions up to which rows are cheaper to attend one by one."""
+SHORT, SHORT_SINGLE = 384, 640
+"""Positions up to which rows read them cheaper each by itself; and if no group has more than one place."""
 PARTS = ("target_law", "draft_law", "target_companions", "draft_companions")
 """Of a plan, those that hold arrays themselves."""
 IN_FLIGHT = 9
@@ -37,6 +37,23 @@ class Program(StrEnum):
     """The target decodes alone."""
     DRAFT = "draft"
     """The draft decodes alone."""
+
+
+class Contexts(StrEnum):
+    """How a round's rows read the positions before their tokens. What comes of it is the same."""
+
+    SHORT = "short"
+    """No row holds more than so many positions when the round ends: each reads them by itself."""
+    SINGLE = "single"
+    """Longer, of groups of one place each, with whose rows few queries read a prefix."""
+    SHARED = "shared"
+    """Longer, of groups that may have many rows, for which a prefix is read once."""
+
+    @staticmethod
+    def of(columns: int, largest: int) -> Contexts:
+        """Where no row holds more than `columns` positions in the end, and no group has more than `largest` places."""
+        short, longer = (SHORT_SINGLE, Contexts.SINGLE) if largest <= 1 else (SHORT, Contexts.SHARED)
+        return Contexts.SHORT if columns <= short else longer
 
 
 @dataclass(frozen=True)
@@ -109,8 +126,7 @@ class RoundPlan(Generic[Array]):
     model is. Both numbers are padded: a padding place is of the dummy slot and of a padding group, which has no places."""
 
     program: Program
-    short: bool
-    """No row holds more than `SHORT` positions when the round ends."""
+    contexts: Contexts
     columns: int
     """Positions that any row holds when the round ends, at most."""
     kinds: frozenset[Kind]
@@ -185,7 +201,7 @@ class RoundPlan(Generic[Array]):
         """Rounds of the same key run the same operations on the same shapes."""
         return (
             self.program,
-            self.short,
+            self.contexts,
             len(self.slot_A),
             len(self.chain_C),
             self.branches,
@@ -215,7 +231,7 @@ class RoundPlan(Generic[Array]):
         companions = {name: Companions(**values) for name, values in parts.items() if name.endswith("companions") and values}
         return RoundPlan(
             program=self.program,
-            short=self.short,
+            contexts=self.contexts,
             columns=self.columns,
             kinds=self.kinds,
             target_law=LawSpec(**parts["target_law"], active=self.target_law.active),

@@ -62,6 +62,7 @@ class Built:
         width = case.queries + (case.tail or 0)
         self.tail_RB = torch.randint(PAGES - FOREIGN + 1, PAGES + 1, (self.rows, width + 1), generator=self.generator, **ints)
         self.tail_R = torch.full((self.rows,), 3, **ints)
+        self.together = max(map(len, case.held))
         self.pages: dict[int, Tensor] = {}
         """Of all positions of a row, new tokens included."""
         row = 0
@@ -134,7 +135,7 @@ class Built:
 
     def attention(self, **tuning: object) -> SharedPrefixAttention:
         """Its workspace full of NaN."""
-        case, shape = self.case, (len(self.first_G), self.rows, self.case.queries)
+        case, shape = self.case, (len(self.first_G), self.rows, self.together, self.case.queries)
         made = SharedPrefixAttention(*shape, case.heads, case.dim, case.dtype, DEVICE, 2000, **(case.tuning | tuning))
         made.part_JED.fill_(torch.nan)
         made.lse_JE.fill_(torch.nan)

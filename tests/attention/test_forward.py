@@ -19,6 +19,7 @@ from smc.kv.pool import KVPool
 from smc.models.decoder import RopeTable
 from smc.runtime.forward import Rows, StaticForward
 from smc.runtime.kernel_forward import KernelForward
+from smc.runtime.plan import SHORT_SINGLE, Contexts
 from tests.attention.packed import DEVICE, PAGES, Built, Case
 from tests.models.tiny import random_decoder, tiny_config
 
@@ -49,9 +50,9 @@ def forward(kernels: bool, built: Built, family: str = "llama") -> StaticForward
     return KernelForward(SimpleNamespace(model=model, pool=pool, rope=rope, width=WIDTH)) if kernels else StaticForward(model, pool, rope)
 
 
-def rows_of(built: Built, short: bool) -> Rows:
+def rows_of(built: Built, contexts: Contexts) -> Rows:
     tables, groups = built.tables(), built.groups()
-    return Rows(*tables, built.start_R.to(DEVICE), built.count_R.to(DEVICE), *groups, queries=built.case.queries, short=short)
+    return Rows(*tables, built.start_R.to(DEVICE), built.count_R.to(DEVICE), *groups, queries=built.case.queries, contexts=contexts)
 
 
 def run(made: StaticForward, built: Built, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
@@ -68,19 +69,19 @@ def assert_same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None
     assert not found[1][:, DUMMY_PAGE].any() and not found[2][:, DUMMY_PAGE].any()
 
 
-@pytest.mark.parametrize("short", [False, True])
+@pytest.mark.parametrize("contexts", Contexts)
 @pytest.mark.parametrize("name", CASES)
-def test_kernels_do_what_the_reference_does(name, short):
+def test_kernels_do_what_the_reference_does(name, contexts):
     built = Built(CASES[name])
-    rows = rows_of(built, short)
+    rows = rows_of(built, contexts)
     assert_same(run(forward(True, built), built, rows), run(forward(False, built), built, rows))
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-@pytest.mark.parametrize("held", [639, 640])
+@pytest.mark.parametrize("held", [SHORT_SINGLE - 1, SHORT_SINGLE])
 def test_families_and_lengths_about_the_bound_of_short_rows(family, held):
     built = Built(Case([held - 5], [[(held - 1, 1), (held - 5, 1)]], 1, FEW, tail=2, padding=0))
-    rows = rows_of(built, short=held < 640)
+    rows = rows_of(built, Contexts.SHORT if held < SHORT_SINGLE else Contexts.SINGLE)
     assert_same(run(forward(True, built, family), built, rows), run(forward(False, built, family), built, rows))
 
 
@@ -88,7 +89,7 @@ def test_families_and_lengths_about_the_bound_of_short_rows(family, held):
 @pytest.mark.parametrize("name", ["ragged", "blocks", "ended_first"])
 def test_a_row_among_others_is_as_it_is_alone(kernels, name):
     built = Built(CASES[name])
-    made, rows = forward(kernels, built), rows_of(built, short=False)
+    made, rows = forward(kernels, built), rows_of(built, Contexts.SHARED)
     hidden_TE, keys, values = run(made, built, rows)
     for r in built.pages:
         alone = forward(False, built)
@@ -102,7 +103,7 @@ def test_a_row_among_others_is_as_it_is_alone(kernels, name):
 
 def test_workspaces_are_counted_once_for_each_shape():
     built = Built(CASES["one_row"])
-    made, rows = forward(True, built), rows_of(built, short=False)
+    made, rows = forward(True, built), rows_of(built, Contexts.SHARED)
     assert made.workspace_bytes == 0
     run(made, built, rows)
     held = made.workspace_bytes

@@ -17,6 +17,7 @@ from smc.attention.kernels import SharedPrefixAttention
 from smc.attention.step import Tiling, step_attention
 from smc.attention.tuning import Tuning, floor_rows
 from smc.kernels.store import store_kv
+from smc.runtime.plan import SHORT, SHORT_SINGLE
 from tests.attention.packed import DEVICE, FOREIGN, PAGES, SMALL, TOLERANCE, Built, Case, error
 from tests.kernels.sizes import SLOTS, possible, rehearsed
 
@@ -53,6 +54,8 @@ CASES = {
     "several_query_tiles": Case([35], [[(35, 8), (36, 8), (40, 2)]], 8, (8, 2), tuning=SMALL | {"block_x": 16, "pieces": 7}),
     "long_beside_short": Case([300, 17, 5], [[(300, 1)] * 3, [(17, 1)] * 9, [(5, 1)]], 1, tuning=SMALL | {"block_x": 16, "pieces": 8}),
     "bf16_partials": Case([70], [[(70, 2), (71, 1)]], 2, dtype=BF16, tuning={"partial": BF16, "pieces": 2}),
+    "single_rows": Case([150, 33, 0, 70], [[(150, 1)], [(33, 1)], [(0, 1)], [(75, 1)]], 1, (8, 2), 128, BF16, tuning={}),
+    "single_rows_of_blocks": Case([150, 33], [[(153, 5)], [(33, 4)]], 5, (8, 2), dtype=BF16, tail=1, tuning={}),
     "default_tuning": Case([400], [[(400, 8), (403, 5)]], 8, (8, 2), dtype=BF16, tuning={}),
 }
 
@@ -78,7 +81,7 @@ def test_rounds_with_companions_bring_no_kernel_that_has_not_been_rehearsed(slot
     def sizes(rows: int) -> tuple[object, ...]:
         y = queries * heads[0] // heads[1]
         step = Tiling.choose(queries, y, heads[1] * floor_rows(rows), dim, 2)
-        return step, *vars(Tuning.choose(rows, queries, heads, dim, BF16, 16384)).values()
+        return step, *(Tuning.choose(rows, together, queries, heads, dim, BF16, 16384) for together in (rows, 1, 4))
 
     assert {sizes(rows) for rows in possible(slots)} <= {sizes(rows) for rows in rehearsed(slots)}
 
@@ -117,7 +120,7 @@ def test_prefixes_at_the_ends_of_tiles_and_splits(shared):
     assert_right(built, built.run())
 
 
-@pytest.mark.parametrize("held", [638, 639, 640, 641])
+@pytest.mark.parametrize("held", [SHORT, SHORT + 1, SHORT_SINGLE, SHORT_SINGLE + 1])
 @pytest.mark.parametrize("short", [False, True])
 @pytest.mark.parametrize("tail", [None, 1])
 def test_lengths_about_the_bound_between_short_and_long(held, short, tail):
@@ -154,7 +157,7 @@ def test_a_workspace_serves_changed_lengths_and_groups(first):
     rows = sum(len(members) for members in case.held)
     long = Case([90, 30], [[(95, 1)] * (rows - 1), [(30, 1)]] if rows > 1 else [[(95, 1)], []], 1, tuning=case.tuning)
     one, other = Built(case), Built(long)
-    attention = SharedPrefixAttention(9, max(one.rows, other.rows), 1, case.heads, case.dim, case.dtype, DEVICE, 2000, **case.tuning)
+    attention = SharedPrefixAttention(9, max(one.rows, other.rows), 9, 1, case.heads, case.dim, case.dtype, DEVICE, 2000, **case.tuning)
     for built in (other, one, other):
         widened = _with_rows(built, attention.rows)
         assert error(widened.run(attention=attention), widened.reference()) < TOLERANCE[case.dtype]
@@ -205,12 +208,12 @@ def test_one_launch_does_what_storing_and_attending_do(name, splits, norm):
 
 def test_a_workspace_refuses_heads_that_do_not_divide():
     with pytest.raises(ValueError, match="multiple of J"):
-        SharedPrefixAttention(1, 2, 1, (5, 2), 64, torch.float32, "cpu", 64)
+        SharedPrefixAttention(1, 2, 2, 1, (5, 2), 64, torch.float32, "cpu", 64)
 
 
 def test_a_workspace_grows_with_rows_and_not_with_groups_or_context():
     def size(groups: int, rows: int, context: int) -> int:
-        return SharedPrefixAttention(groups, rows, 8, (32, 8), 128, BF16, "meta", context).workspace_bytes
+        return SharedPrefixAttention(groups, rows, rows, 8, (32, 8), 128, BF16, "meta", context).workspace_bytes
 
     assert size(1, 64, 4096) == size(64, 64, 4096) == size(64, 64, 131072)
     assert size(64, 64, 4096) < 4 * size(64, 8, 4096)

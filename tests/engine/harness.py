@@ -18,7 +18,7 @@ from smc.engine.sampling_params import SamplingParams
 from smc.runtime.config import EngineConfig
 from smc.runtime.forward import Rows, StaticForward
 from smc.runtime.messages import guides, side_of
-from smc.runtime.plan import Program
+from smc.runtime.plan import Contexts, Program
 from smc.runtime.sides import Side
 from smc.runtime.stages import Stages
 from smc.runtime.worker import ModelWorker
@@ -167,7 +167,7 @@ def next_log_probs(side: Side, slot: int, held: int, token: int) -> torch.Tensor
     # A page that nobody uses: the first past what the table names.
     table_SL = side.state.table_SL[slot : slot + 1].clone()
     table_SL[0, held] = side.worker.pages
-    rows = Rows(table_SL, one * 0, None, None, one * held, one, one * 0, one * 0, one, one * 0, queries=1, short=False)
+    rows = Rows(table_SL, one * 0, None, None, one * held, one, one * 0, one * 0, one, one * 0, queries=1, contexts=Contexts.SHARED)
     hidden = forward(torch.tensor([token]), rows)
     return torch.log_softmax(forward.logits(hidden)[-1].double(), -1)
 

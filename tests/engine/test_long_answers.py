@@ -1,4 +1,4 @@
-"""Whole requests past every size at which something changes: 640 positions, blocks, buckets of places, pages that are used again."""
+"""Whole requests past every size at which something changes: positions read another way, blocks, buckets of places, pages used again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from smc.engine.local import local_engine
 from smc.engine.request import Request
 from smc.engine.sampling_params import SamplingParams
 from smc.runtime.config import EngineConfig
-from smc.runtime.plan import SHORT
+from smc.runtime.plan import SHORT, SHORT_SINGLE, Contexts
 from smc.runtime.sides import Parts
 from tests.engine.harness import Padding, answers
 from tests.engine.lives import assert_same
@@ -29,7 +29,7 @@ def past_short() -> list[Request]:
         {"method": "target"},
         {"particles": 9, "ess_threshold": 1.0, "alpha": 1.2},
     ]
-    for i, size in enumerate((SHORT - 45, SHORT - 20, SHORT - 12, SHORT - 1, SHORT + 5, 40)):
+    for i, size in enumerate((SHORT - 45, SHORT - 20, SHORT_SINGLE - 12, SHORT - 1, SHORT + 5, 40)):
         law = laws[i % len(laws)]
         prompt = tuple(rng.randrange(3) for _ in range(size))
         asked.append(Request(str(i), prompt, SamplingParams(seed=i, max_tokens=50, ignore_eos="stop_token_ids" not in law, **law)))
@@ -49,10 +49,10 @@ def test_past_short_rows(config, monkeypatch):
     monkeypatch.setattr("smc.engine.local.parts_for", lambda _device: Parts(stages=Padding))
     engine = local_engine(made, replace(config, cohorts=2, prefill_chunk=100, pages=1900, max_slots=24))
     shapes, run = set(), engine.pair.round
-    engine.pair.round = lambda plan: (shapes.add((plan.program, plan.short, len(plan.slot_A))), run(plan))[1]
+    engine.pair.round = lambda plan: (shapes.add((plan.program, plan.contexts, len(plan.slot_A))), run(plan))[1]
     for again in range(2):
         found = answers(engine, [replace(one, request_id=f"{again}-{one.request_id}") for one in asked])
         for one in asked:
             assert_same(found[f"{again}-{one.request_id}"], expected[one.request_id])
-    assert {short for _, short, _ in shapes} == {True, False}
+    assert {contexts for _, contexts, _ in shapes} == set(Contexts)
     assert len({places for _, _, places in shapes}) > 3, "few sizes of batches were seen"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from smc import demo
@@ -10,7 +12,7 @@ from smc.engine.rehearsal import TURNS, rehearsal
 from smc.engine.request import Request
 from smc.engine.sampling_params import SamplingParams
 from smc.runtime.config import EngineConfig
-from smc.runtime.plan import RoundPlan
+from smc.runtime.plan import SHORT, SHORT_SINGLE, Contexts, RoundPlan
 from tests.engine.harness import answers, request
 from tests.engine.pairs import tiny_pair
 
@@ -50,10 +52,22 @@ def test_usual_requests_meet_no_new_kind_of_round(pair, config):
     assert asked and all(layout(plan) == layout(by_key[plan.key]) for plan in asked)
 
 
+@pytest.mark.parametrize("config", FORMS, ids=["look-ahead", "lockstep"])
+def test_nor_do_they_behind_long_prompts(config):
+    engine, asked = local_engine(tiny_pair(max_context=SHORT_SINGLE + 60), config), []
+    run, engine.pair.round = engine.pair.round, lambda plan: (asked.append(plan), run(plan))[1]
+    kinds = [{"method": "exact", "particles": 1}, {"method": "exact", "particles": 4}, {"particles": 3}, {"method": "target"}]
+    for kind, count in product(kinds, (1, 3)):
+        list(engine.run([request([1, 2] * (SHORT_SINGLE // 2), str(i), max_tokens=12, seed=i, **kind) for i in range(count)]))
+    by_key = {plan.key: plan for plan in rehearsal(config, engine.context)}
+    assert asked and all(layout(plan) == layout(by_key[plan.key]) for plan in asked)
+    assert {plan.contexts for plan in asked} == {Contexts.SINGLE, Contexts.SHARED}
+
+
 def test_long_contexts_are_rehearsed_where_there_can_be_some():
     config = EngineConfig(block=5, max_slots=8)
-    assert {plan.short for plan in rehearsal(config, 600)} == {True}
-    assert {plan.short for plan in rehearsal(config, 700)} == {True, False}
+    expected = {SHORT - 50: {Contexts.SHORT}, SHORT + 50: {Contexts.SHORT, Contexts.SHARED}, SHORT_SINGLE + 50: set(Contexts)}
+    assert {context: {plan.contexts for plan in rehearsal(config, context)} for context in expected} == expected
 
 
 @pytest.mark.parametrize("config", FORMS, ids=["look-ahead", "lockstep"])

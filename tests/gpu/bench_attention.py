@@ -1,6 +1,6 @@
 """Time one layer's attention and store on a GPU at real sizes, beside the bytes that must be read and beside flashinfer.
 
-`python -m tests.gpu.bench_attention [--rows 8,32,64] [--contexts 256,...] [--groups 1,...] [--shapes draft,target] [--only SETTING]
+`python -m tests.gpu.bench_attention [--rows 8,32,64] [--contexts 256,...] [--groups 1,...] [--shapes draft,target,plain] [--only SETTING]
     [--sweep] [--no-flashinfer]`
 
 With several groups, rows are dealt out among them and each has a prefix of its own: as many groups as rows is plain decoding. `--sweep`
@@ -32,7 +32,7 @@ from smc.kernels.rows import Groups, Tables
 from smc.kernels.store import store_kv
 
 HEADS, OWN, BANDWIDTH = (32, 8), 24, 4.26e12  # OWN: positions of a row before its new tokens; bytes/s as measured on an H200.
-SHAPES = {"draft": (64, 1), "target": (128, 8)}  # (D, Q)
+SHAPES = {"draft": (64, 1), "target": (128, 8), "plain": (128, 1)}  # (D, Q)
 LONGEST, COLD_BYTES, MOST_BYTES, MOST_CALLS = 16384, 256 << 20, 8 << 30, 400
 SETTINGS = {
     "default": {},
@@ -138,7 +138,8 @@ Call = Callable[[int], Tensor]
 
 
 def attention_of(inputs: Inputs, setting: dict) -> SharedPrefixAttention:
-    shape = (len(inputs.prefix_GL), inputs.rows, inputs.queries)
+    groups = len(inputs.prefix_GL)
+    shape = (groups, inputs.rows, inputs.rows // groups, inputs.queries)
     setting = {"pdl": supports_pdl("cuda")} | setting
     return SharedPrefixAttention(*shape, HEADS, inputs.q_THD.shape[-1], torch.bfloat16, "cuda", LONGEST, **setting)
 
@@ -220,7 +221,7 @@ def microseconds(call: Call, calls: int) -> float:
     """Of one call, as the median over replays of a graph of them all."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        for layer in range(3):
+        for layer in range(min(3, calls)):
             call(layer)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -1,9 +1,10 @@
 """Time one pass of a model in a CUDA graph, as a step of a draft or a target's pass is one, and its kernels.
 
-    python -m tests.gpu.bench_passes [llama-1b:bfloat16:32x1:256 ...] [--no-pdl] [--kernels]
+    python -m tests.gpu.bench_passes [llama-1b:bfloat16:32x1:256 llama-8b:bfloat16:64x1:1024:64 ...] [--no-pdl] [--kernels]
 
-A pass is a shape, a type, rows x tokens of a row, and the positions that all rows share; each row has some of its own. Random weights. All
-tokens' logits are made. With `--no-pdl` no kernel begins before the one before it has ended. The last line is JSON.
+A pass is a shape, a type, rows x tokens of a row, the positions that rows of a group share, and groups, one if nothing is said; each row
+has some positions of its own. As in a service, there is room for as many groups as rows. Random weights. All tokens' logits are made.
+With `--no-pdl` no kernel begins before the one before it has ended. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from smc.models.presets import NoText, preset
 from smc.models.random_model import random_model
 from smc.runtime.forward import Rows
 from smc.runtime.kernel_forward import KernelForward
+from smc.runtime.plan import Contexts
 from smc.runtime.worker import ModelWorker
 from smc.stops import TokenBytes
 from tests.gpu.bench_attention import full
@@ -34,9 +36,10 @@ PASSES = [
     *(f"llama-8b:{dtype}:{block}:256" for dtype in ("bfloat16", "fp8") for block in ("1x1", "1x5", "8x5")),
     *(f"llama-1b:bfloat16:32x1:{context}" for context in (4096, 16384)),
     *(f"llama-8b:bfloat16:8x5:{context}" for context in (4096, 16384)),
+    *(f"llama-8b:bfloat16:64x1:{context}:64" for context in (1024, 4096)),
 ]
-OWN, WIDTH, PAGES, SHORT = 24, 16_800, 17_500, 600
-"""Positions that each row has for itself, positions of a row at most, pages, and positions shared up to which rows are short."""
+OWN, WIDTH, PAGES = 24, 16_800, 17_500
+"""Positions that each row has for itself, positions of a row at most, and pages, of which there are as often as many as it takes."""
 
 
 @dataclass(frozen=True)
@@ -46,18 +49,26 @@ class Pass:
     rows: int
     queries: int
     context: int
+    groups: int = 1
     layers: int | None = None
 
     @staticmethod
     def parse(text: str) -> Pass:
-        shape, dtype, block, context = text.split(":")
+        shape, dtype, block, *sizes = text.split(":")
         assert dtype in DTYPE_NAMES, f"{text!r}: allowed types: {', '.join(DTYPE_NAMES)}"
-        rows, queries = block.split("x")
-        return Pass(shape, dtype, int(rows), int(queries), int(context))
+        rows, queries = map(int, block.split("x"))
+        made = Pass(shape, dtype, rows, queries, *map(int, sizes))
+        assert rows % made.groups == 0, f"{text!r}: allowed groups: those that divide {rows}"
+        return made
+
+    @property
+    def pages(self) -> int:
+        """Of its rows."""
+        return self.groups * self.context + self.rows * (OWN + self.queries)
 
     @property
     def worker(self) -> ModelWorker:
-        return worker(self.shape, self.dtype, self.layers)
+        return worker(self.shape, self.dtype, self.layers, PAGES * -(-self.pages // PAGES))
 
     def build(self, pdl: bool) -> Callable[[], Tensor]:
         """Something that runs it, for the logits of all tokens."""
@@ -69,24 +80,27 @@ class Pass:
 
     def places(self) -> Rows:
         """Anywhere in the pool."""
-        own = OWN + self.queries
-        order = 1 + torch.randperm(PAGES, device="cuda")[: self.context + self.rows * own].int()
+        own, size = OWN + self.queries, self.rows // self.groups
+        shared, others = (1 + torch.randperm(len(self.worker.pool.keys[0]) - 1, device="cuda")[: self.pages].int()).split(
+            [self.groups * self.context, self.rows * own]
+        )
         table_SL = torch.zeros(self.rows, WIDTH, dtype=torch.int32, device="cuda")
-        table_SL[:, : self.context] = order[: self.context]
-        table_SL[:, self.context : self.context + own] = order[self.context :].view(self.rows, own)
+        table_SL[:, : self.context] = shared.view(self.groups, -1).repeat_interleave(size, 0)
+        table_SL[:, self.context : self.context + own] = others.view(self.rows, own)
         slot_R = torch.arange(self.rows, dtype=torch.int32, device="cuda")
-        bounds = (full(self.rows, self.context + OWN), full(self.rows, self.queries), full(self.rows, 0))
-        groups = (full(1, 0), full(1, self.rows), full(1, self.context))
-        return Rows(table_SL, slot_R, None, None, *bounds, *groups, queries=self.queries, short=self.context <= SHORT)
+        group_R, first_G, size_G, shared_G = slot_R // size, *(torch.zeros_like(slot_R) for _ in range(3))
+        first_G[: self.groups], size_G[: self.groups], shared_G[: self.groups] = slot_R[::size], size, self.context
+        bounds, contexts = (full(self.rows, self.context + OWN), full(self.rows, self.queries)), Contexts.of(self.context + own, size)
+        return Rows(table_SL, slot_R, None, None, *bounds, group_R, first_G, size_G, shared_G, self.queries, contexts)
 
 
 @cache
-def worker(shape: str, dtype: str, layers: int | None) -> ModelWorker:
+def worker(shape: str, dtype: str, layers: int | None, pages: int) -> ModelWorker:
     config = preset(shape)
     config = config if layers is None else replace(config, num_layers=layers)
     model = random_model(config, dtype=DTYPES[dtype], device="cuda")
     vocab = config.vocab_size
-    made = ModelWorker("bench", model, width=WIDTH, pages=PAGES, vocab_size=vocab, token_bytes=TokenBytes.of(NoText(vocab)))
+    made = ModelWorker("bench", model, width=WIDTH, pages=pages, vocab_size=vocab, token_bytes=TokenBytes.of(NoText(vocab)))
     for store in (made.pool.keys, made.pool.values):
         store.normal_()
         store[:, DUMMY_PAGE] = 0.0

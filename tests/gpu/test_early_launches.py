@@ -52,9 +52,19 @@ class Moving:
 @pytest.mark.parametrize("block", [(1, 1), (32, 1), (8, 5), (40, 6)], ids=str)
 @pytest.mark.parametrize("context", [256, 4096])
 @pytest.mark.parametrize("shape", ["llama-1b", "llama-8b", "qwen3-0.6b"])
-@torch.inference_mode()
 def test_a_pass_is_the_same_bit_for_bit(shape, context, block, dtype):
-    moving = Moving(Pass(shape, dtype, *block, context, layers=4))
+    assert_same(Pass(shape, dtype, *block, context, layers=4))
+
+
+@pytest.mark.parametrize("block", [(2, 5), (32, 1)], ids=str)
+@pytest.mark.parametrize("shape", ["llama-1b", "llama-8b"])
+def test_of_rows_that_share_nothing(shape, block):
+    assert_same(Pass(shape, "bfloat16", *block, 1024, groups=block[0], layers=4))
+
+
+@torch.inference_mode()
+def assert_same(one: Pass) -> None:
+    moving = Moving(one)
     # Recordings run in what these hold.
     calls = [moving.call(pdl) for pdl in (False, True)]
     (one_by_one, expected), (early, found) = map(record, calls)

@@ -52,7 +52,7 @@ def off(found: torch.Tensor, expected: torch.Tensor, made: Linear) -> float:
     return float(errors(found, expected, made).max())
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 33, 64, 65, 128, 200])
+@pytest.mark.parametrize("tokens", [1, 8, 33, 64, 65, 128, 200, 512])
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
 def test_our_products(tokens, inputs, outputs):
     made, x = matrix(inputs, outputs), round_rows(torch.randn(tokens, inputs, device="cuda").bfloat16())

@@ -18,7 +18,7 @@ from smc.laws import LawSpec
 from smc.runtime.blocks import Asked, Scored
 from smc.runtime.candidates import Evidence, Said
 from smc.runtime.outcome import Drafted
-from smc.runtime.plan import Program, RoundPlan
+from smc.runtime.plan import Contexts, Program, RoundPlan
 from smc.runtime.state import SlotState
 from smc.stops import StopMachine, StopTables, TokenBytes
 
@@ -84,7 +84,7 @@ class Round:
         chain_C = np.flatnonzero(np.array([*kinds, Kind.INDEPENDENT])[np.minimum(group_A, len(kinds))] == Kind.CHAINS)
         return RoundPlan(
             program=Program.PAIR,
-            short=True,
+            contexts=Contexts.SHORT,
             columns=WIDTH,
             kinds=self.kinds,
             target_law=law,

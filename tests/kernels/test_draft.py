@@ -69,7 +69,7 @@ def begun(made: DraftRound, steps: Steps, by_round: bool) -> tuple:
     """All that is read again: of the dummy slot no page is."""
     of: Begun = steps.begin(made.state, made.plan, made.law, Shape(made.k, by_round))
     rows = of.rows
-    assert rows.tail_RB is None and rows.tail_R is None and rows.short is made.plan.short
+    assert rows.tail_RB is None and rows.tail_R is None and rows.contexts is made.plan.contexts
     run = (rows.slot_R, rows.start_R, rows.count_R, rows.group_R, rows.first_G, rows.size_G, rows.shared_G, rows.queries)
     return of.tokens_AP, run, of.last_A, of.tree, of.first, of.later, made.state.table_SL[:-1]
 

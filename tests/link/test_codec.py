@@ -15,7 +15,7 @@ from smc.laws import LawSpec
 from smc.philox import Purpose
 from smc.runtime.messages import Draws, PromptBatch, PromptResult, Tops
 from smc.runtime.outcome import Lineage, RoundResult
-from smc.runtime.plan import Companions, Join, Program, RoundPlan
+from smc.runtime.plan import Companions, Contexts, Join, Program, RoundPlan
 from smc.stops import StopMachine
 
 examples = settings(max_examples=40, deadline=None)
@@ -125,8 +125,8 @@ def test_a_group_joins(drawn, shared, stopping):
 
 
 @examples
-@given(sizes(), st.booleans(), st.sampled_from(Program), st.integers(1, 3), st.integers(0, 3))
-def test_a_round(drawn, flag, program, f, b):
+@given(sizes(), st.booleans(), st.sampled_from(Program), st.sampled_from(Contexts), st.integers(1, 3), st.integers(0, 3))
+def test_a_round(drawn, flag, program, contexts, f, b):
     rng, a, q = drawn
 
     def ints(*shape: int, dtype: type = np.int64) -> np.ndarray:
@@ -142,7 +142,7 @@ def test_a_round(drawn, flag, program, f, b):
     of_group = {name: ints(a, dtype=np.int32) for name in ("first_G", "size_G", "count_G", "draws_G", "shared_G", "kind_G", "scheme_G")}
     plan = RoundPlan(
         program=program,
-        short=flag,
+        contexts=contexts,
         columns=77,
         biased=256 if flag else 0,
         kinds=frozenset({Kind.BEST, Kind.DISTINCT}) if flag else frozenset({Kind.INDEPENDENT}),

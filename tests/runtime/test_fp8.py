@@ -18,6 +18,7 @@ from smc.models.decoder import RopeTable
 from smc.runtime import kernel_forward
 from smc.runtime.forward import StaticForward
 from smc.runtime.kernel_forward import KernelForward
+from smc.runtime.plan import Contexts
 from tests.attention.packed import DEVICE, PAGES, Built, Case
 from tests.attention.test_forward import FEW, WIDTH, rows_of
 from tests.models.tiny import in_fp8, random_decoder, tiny_config
@@ -39,7 +40,7 @@ def outputs(kernels: bool, family: str, reduce: object = None) -> tuple[Tensor, 
         model=model, pool=KVPool(config, PAGES, torch.float32, DEVICE), rope=RopeTable(config, WIDTH, DEVICE), width=WIDTH
     )
     made = KernelForward(worker) if kernels else StaticForward(model, worker.pool, worker.rope)
-    rows = rows_of(built, short=False)
+    rows = rows_of(built, Contexts.SHARED)
     tokens_T = torch.randint(0, 300, (len(rows.start_R) * rows.queries,), generator=torch.Generator().manual_seed(6)).to(DEVICE)
     hidden_TE = made(tokens_T, rows)[built.exists_T.to(DEVICE)]
     return hidden_TE, made.logits(hidden_TE)
