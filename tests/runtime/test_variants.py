@@ -11,7 +11,7 @@ import inspect
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from triton.runtime import interpreter
 
 from smc.engine.engine import Engine
 from smc.engine.local import ModelPair, local_engine
-from smc.engine.rehearsal import rehearsal
+from smc.engine.rehearsal import TURNS, rehearsal
 from smc.engine.warm_up import rare_requests, rehearse
 from smc.models.presets import NoText
 from smc.runtime.config import EngineConfig
@@ -78,16 +78,22 @@ class Variants:
         return method(*args)
 
     def _add(self, kernel: interpreter.InterpretedFunction, args: tuple, named: dict) -> None:
-        parameters, alike = inspect.signature(kernel.fn).parameters, kernel.kwargs["do_not_specialize"] or ()
-        options = tuple(sorted((name, value) for name, value in named.items() if name not in parameters and name not in ("grid", "warmup")))
-        given = dict(zip(parameters, args)) | {name: value for name, value in named.items() if name in parameters}
-        told = (self._told(name, value, parameters[name], name not in alike) for name, value in given.items())
+        constants, alike = _constants_of(kernel.fn), kernel.kwargs["do_not_specialize"] or ()
+        options = tuple(sorted((name, value) for name, value in named.items() if name not in constants and name not in ("grid", "warmup")))
+        given = dict(zip(constants, args)) | {name: value for name, value in named.items() if name in constants}
+        told = (self._told(name, value, constants[name], name not in alike) for name, value in given.items())
         self.found.add((f"{self._side}: {kernel.fn.__module__}.{kernel.fn.__name__}", *told, options))
 
-    def _told(self, name: str, value: object, parameter: inspect.Parameter, specialised: bool) -> tuple:
-        if "constexpr" in str(parameter.annotation):
+    def _told(self, name: str, value: object, constant: bool, specialised: bool) -> tuple:
+        if constant:
             return name, value
         return name, native_specialize_impl(CUDABackend, value, False, specialised, True)
+
+
+@cache
+def _constants_of(kernel: Callable) -> dict[str, bool]:
+    """Of every parameter, whether it is one."""
+    return {name: "constexpr" in str(parameter.annotation) for name, parameter in inspect.signature(kernel).parameters.items()}
 
 
 @pytest.mark.slow
@@ -105,7 +111,7 @@ def test_nobody_waits_for_a_compiler(config, monkeypatch):
     monkeypatch.setattr("smc.engine.local.parts_for", lambda _device: replace(KERNELS))
     kernels = local_engine(pair(torch.bfloat16), config).pair
     variants = Variants(monkeypatch, kernels)
-    for plan in rehearsal(config, reference.context):
+    for plan in list(rehearsal(config, reference.context))[::TURNS]:
         kernels.round(plan).result()
     for name, args in before:
         getattr(kernels, name)(*args)
