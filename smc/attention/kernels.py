@@ -162,13 +162,13 @@ class SharedPrefixAttention:
         pdl: bool = False,
         **tuning: Any,
     ) -> None:
-        """`together`: rows that a group has at most, where it is known (more are attended as well, but slower); `heads` (H, J);
-        `max_context` bounds the positions that a group attends together; with `pdl` kernels, and whoever is launched next, begin before the
-        one before has ended (`smc.kernels.pdl`); `tuning` replaces fields of Tuning."""
+        """`together`: rows that a group has, at most or mostly, which matters for speed alone; `heads` (H, J); `max_context` bounds the
+        positions that a group attends together; with `pdl` kernels, and whoever is launched next, begin before the one before has ended
+        (`smc.kernels.pdl`); `tuning` replaces fields of Tuning."""
         check_heads(heads, head_dim)
         h, j = heads
         self.groups, self.rows, self.queries, self.heads, self.head_dim = groups, rows, queries, heads, head_dim
-        self.tuning = tune = replace(Tuning.choose(rows, together, queries, heads, head_dim, dtype, max_context), **tuning)
+        self.tuning = tune = replace(Tuning.choose(rows, together, queries, heads, head_dim, dtype), **tuning)
         self.pieces = PieceShape(h // j, tune.block_x, tune.block_p, tune.pieces, tune.min_tiles, max_context)
         entries = self.pieces.entries(rows, queries)
         self.part_JED = torch.empty(j, entries, head_dim, dtype=tune.partial, device=device)

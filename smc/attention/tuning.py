@@ -10,7 +10,7 @@ import triton
 from smc.kernels.hopper import MULTIPROCESSORS
 
 FEW = 8
-"""Queries of a group with narrow heads."""
+"""Queries of a group, up to which narrow heads have tiles of their own."""
 
 
 def floor_rows(rows: int) -> int:
@@ -24,7 +24,7 @@ class Tuning:
     """Sizes that change speed only. `choose` guesses them; a benchmark may know better."""
 
     block_x: int
-    """Queries of a prefix program: as many as there are, at most 128, or 64 of narrow heads, so that keys are seldom loaded twice."""
+    """Queries of a prefix program: as many as a group has, at most 128, or 64 of narrow heads, so that keys are seldom loaded twice."""
     block_p: int
     """Prefix positions of a tile."""
     pieces: int
@@ -50,10 +50,8 @@ class Tuning:
     """Type of the splits' outputs in the workspace."""
 
     @staticmethod
-    def choose(
-        rows: int, together: int, queries: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype, max_context: int
-    ) -> Tuning:
-        """`together`: rows of a group at most; how many groups share the rows is known on the device alone."""
+    def choose(rows: int, together: int, queries: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> Tuning:
+        """`together`: rows that a group has, at most or mostly; how many groups share the rows is known on the device alone."""
         (h, j), wide, rows = heads, dtype.itemsize == 4, floor_rows(rows)
         y = queries * h // j
         # Narrow heads leave room for two programs of 64 queries on a multiprocessor, of which one computes while the other waits.
@@ -65,7 +63,6 @@ class Tuning:
         block_x = min(32 if wide else 64 if narrow else 128, max(16, triton.next_power_of_2(x)))
         block_p = 32 if wide else 128 if narrow and not several else 64
         pieces = max(1, MULTIPROCESSORS // j) * (2 if several or (narrow and x > block_x) else 1)
-        splits = min(pieces, triton.cdiv(max_context, block_p))
         most_y = 4 if rows * j * triton.cdiv(y, 4) <= 4 * MULTIPROCESSORS else 8
         own_y, wide_heads = min(most_y, triton.next_power_of_2(y)), head_dim > 128
         return Tuning(
@@ -77,7 +74,7 @@ class Tuning:
             stages=1 if wide else 2 if wide_heads else 4 if several else 3,
             own_y=own_y,
             block_o=32,
-            block_s=min(triton.next_power_of_2(splits), max(1, 4096 // (own_y * head_dim))),
+            block_s=max(1, 4096 // (own_y * head_dim)),
             own_warps=4 if wide or wide_heads else 1,
             own_stages=1,
             partial=torch.float32,

@@ -52,6 +52,7 @@ class Planner:
         shared_G = prompt_G + np.minimum([g.committed for g in groups], population.least(length_A) - 1)
         longest_G = np.maximum(prompt_G, [g.negative_size for g in groups])
         columns = int((longest_G + population.largest(length_A) + stride * (flying_G + 1)).max()) + self.config.block + 2
+        columns = min(columns, self.width)
         own = {side: np.concatenate([given[side] for given in pages]).reshape(total, -1) for side in self.decoding.sides}
         begun = own["draft"] if "draft" in own else own["target"]
         decide = self._branches if all(g.elastic for g in groups) else None
@@ -71,8 +72,8 @@ class Planner:
         beside = (places, shared_G, slots, self.config.max_slots)
         return RoundPlan(
             program=self.decoding.program,
-            contexts=Contexts.of(columns, int(population.size_G.max())),
-            columns=min(columns, self.width),
+            contexts=Contexts.of(columns, total, len(groups)),
+            columns=columns,
             kinds=kinds if len(kinds) == 1 else COMMON_KINDS | kinds,
             target_law=_spread(population.target_law, population.group_A, places),
             draft_law=_spread(population.draft_law, population.group_A, places),

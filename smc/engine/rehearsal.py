@@ -50,8 +50,8 @@ def rehearsal(
 
 def _contexts(width: int, program: Program, kinds: frozenset[Kind], places: int) -> set[Contexts]:
     """Those that rounds of so many places can have, where tables have room for so many positions."""
-    largest = {1} if places == 1 or program is not Program.PAIR else {1, places} if kinds == {Kind.BEST} else {places}
-    return {Contexts.of(columns, size) for columns in (0, width) for size in largest}
+    groups = {places} if program is not Program.PAIR else {1, places} if kinds == {Kind.BEST} else {1}
+    return {Contexts.of(columns, places, count) for columns in (0, width) for count in groups}
 
 
 def _shapes(config: EngineConfig, program: Program, kinds: frozenset[Kind]) -> list[Shape]:

@@ -176,8 +176,9 @@ def live_plan(program: Program, config: EngineConfig, count: int, context: int, 
     places, columns = bucket(count), room_for(context, config.block)
     kind = Kind.BEST if program is Program.PAIR else Kind.INDEPENDENT
     shape = PROGRAMS[program].shape(config)
-    plan = empty_plan(program, shape, places, config.max_slots, Contexts.of(columns, tree), kinds=frozenset({kind}))
     first_X = np.arange(0, count, tree, dtype=np.int32)
+    contexts = Contexts.of(columns, count, len(first_X))
+    plan = empty_plan(program, shape, places, config.max_slots, contexts, kinds=frozenset({kind}))
     sizes_X = np.minimum(tree, count - first_X)
     place_A = np.arange(places)
 

@@ -47,9 +47,9 @@ RARE: tuple[Kind, ...] = (
     *(GUIDED | kind | {"guide_draft": True} for kind in ({}, INDEPENDENT, REJECTION, {"method": "exact"})),
 )
 """Kinds of requests of which there are no rounds of nobody."""
-LONG: tuple[Kind, ...] = ({"method": "draft"},)
-"""Kinds of these whose rounds behind a long prompt are like no others: a model alone has one token to begin with, where blocks begin with
-two in lockstep."""
+LONG: tuple[tuple[Kind, ...], ...] = (({"method": "draft"},), ({"method": "draft"},) * 2)
+"""Of these, those whose rounds behind a long prompt are like no others: a model alone has one token to begin with, where blocks begin with
+two in lockstep; and two of them are groups with a row each."""
 COMMON: tuple[Kind, ...] = ({}, {"method": "exact"}, INDEPENDENT)
 EVERY: tuple[Kind, ...] = ({"alpha": 2.0}, {"method": "exact"}, INDEPENDENT, REJECTION)
 TOGETHER: tuple[tuple[Kind, ...], ...] = (
@@ -111,7 +111,7 @@ def rare_requests(config: EngineConfig, context: int, vocab: int) -> Iterator[li
     be, at both models and at the target alone (in one round where there is one cohort, and pages for it). Behind a long prompt, where
     there can be some, few: most of what their rounds compile, rounds of nobody have compiled."""
     tokens = ROUNDS * (config.block + 1)
-    few, long = (*((kind,) for kind in RARE), *TOGETHER), (*((kind,) for kind in LONG), COMMON)
+    few, long = (*((kind,) for kind in RARE), *TOGETHER), (*LONG, COMMON)
     # Behind the longer prompt, where there is room for it, no round is short.
     longest = [(size, long) for size in (SHORT + 1, SHORT_SINGLE + 1) if context - size >= tokens][-1:]
     for size, lists in ((4, few), *longest):
@@ -120,7 +120,7 @@ def rare_requests(config: EngineConfig, context: int, vocab: int) -> Iterator[li
             continue
         prompt = tuple(i % vocab for i in range(size))
         for kinds in lists:
-            yield [_request(kind, prompt, most, config, vocab, len(kinds)) for kind in kinds]
+            yield _numbered(_request(kind, prompt, most, config, vocab, len(kinds)) for kind in kinds)
         for kind in ({"method": "exact"}, {"method": "target"}):
             yield _crowd(kind, prompt, min(most, 2 * (config.block + 1)), config, vocab)
 
@@ -131,7 +131,10 @@ def _crowd(kind: Kind, prompt: tuple[int, ...], tokens: int, config: EngineConfi
     guided = max(counts, key=lambda count: crowded(count, config.max_slots - 2 * count), default=0)
     guidance = GUIDED if kind["method"] == "target" else GUIDED | {"guide_draft": True}
     parts = [*_parts(kind | guidance, guided), *_parts(kind, config.max_slots - 2 * guided)]
-    requests = [_request(part, prompt, tokens, config, vocab) for part in parts]
+    return _numbered(_request(part, prompt, tokens, config, vocab) for part in parts)
+
+
+def _numbered(requests: Iterable[Request]) -> list[Request]:
     return [replace(request, request_id=f"{request.request_id}, {i}") for i, request in enumerate(requests)]
 
 

@@ -142,7 +142,7 @@ class KernelForward(StaticForward):
 
     def _attention_for(self, rows: Rows) -> SharedPrefixAttention:
         config, groups, count = self.model.config, len(rows.first_G), len(rows.start_R)
-        # Every place has equally many rows, and there is room for as many groups as places.
+        # Every place has equally many rows, and there is room for as many groups as places. Some group may have more than one place.
         together = count // groups if rows.contexts is Contexts.SINGLE else count
         shape = (groups, count, together, rows.queries)
         if shape not in self._attentions:

@@ -21,7 +21,7 @@ from smc.types import Array
 
 ALIGNMENT = 16
 SHORT, SHORT_SINGLE = 384, 640
-"""Positions up to which rows read them cheaper each by itself; and if no group has more than one place."""
+"""Positions up to which it is cheaper that each row reads them by itself, in general and where hardly anybody shares them."""
 PARTS = ("target_law", "draft_law", "target_companions", "draft_companions")
 """Of a plan, those that hold arrays themselves."""
 IN_FLIGHT = 9
@@ -43,16 +43,16 @@ class Contexts(StrEnum):
     """How a round's rows read the positions before their tokens. What comes of it is the same."""
 
     SHORT = "short"
-    """No row holds more than so many positions when the round ends: each reads them by itself."""
+    """Few positions, which each row reads by itself."""
     SINGLE = "single"
-    """Longer, of groups of one place each, with whose rows few queries read a prefix."""
+    """More, of groups with hardly more than one place each: few queries read the same."""
     SHARED = "shared"
-    """Longer, of groups that may have many rows, for which a prefix is read once."""
+    """More, of groups with several places, for which what they share is read once."""
 
     @staticmethod
-    def of(columns: int, largest: int) -> Contexts:
-        """Where no row holds more than `columns` positions in the end, and no group has more than `largest` places."""
-        short, longer = (SHORT_SINGLE, Contexts.SINGLE) if largest <= 1 else (SHORT, Contexts.SHARED)
+    def of(columns: int, places: int, groups: int) -> Contexts:
+        """Where no row holds more than `columns` positions when the round ends."""
+        short, longer = (SHORT_SINGLE, Contexts.SINGLE) if 2 * places < 3 * groups else (SHORT, Contexts.SHARED)
         return Contexts.SHORT if columns <= short else longer
 
 

@@ -69,12 +69,20 @@ def assert_same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None
     assert not found[1][:, DUMMY_PAGE].any() and not found[2][:, DUMMY_PAGE].any()
 
 
-@pytest.mark.parametrize("contexts", Contexts)
+@pytest.mark.parametrize("contexts", [Contexts.SHORT, Contexts.SHARED])
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_do_what_the_reference_does(name, contexts):
     built = Built(CASES[name])
     rows = rows_of(built, contexts)
     assert_same(run(forward(True, built), built, rows), run(forward(False, built), built, rows))
+
+
+def test_tiles_are_small_where_groups_have_a_row_each():
+    built = Built(Case([9] * 16, [[(9, 1)]] * 16, 1, FEW, padding=0))
+    made = forward(True, built)
+    made.model.bfloat16()
+    sizes = {contexts: made._attention_for(rows_of(built, contexts)).tuning.block_x for contexts in (Contexts.SINGLE, Contexts.SHARED)}
+    assert sizes == {Contexts.SINGLE: 16, Contexts.SHARED: 32}
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])

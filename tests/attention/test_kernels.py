@@ -54,8 +54,8 @@ CASES = {
     "several_query_tiles": Case([35], [[(35, 8), (36, 8), (40, 2)]], 8, (8, 2), tuning=SMALL | {"block_x": 16, "pieces": 7}),
     "long_beside_short": Case([300, 17, 5], [[(300, 1)] * 3, [(17, 1)] * 9, [(5, 1)]], 1, tuning=SMALL | {"block_x": 16, "pieces": 8}),
     "bf16_partials": Case([70], [[(70, 2), (71, 1)]], 2, dtype=BF16, tuning={"partial": BF16, "pieces": 2}),
-    "single_rows": Case([150, 33, 0, 70], [[(150, 1)], [(33, 1)], [(0, 1)], [(75, 1)]], 1, (8, 2), 128, BF16, tuning={}),
-    "single_rows_of_blocks": Case([150, 33], [[(153, 5)], [(33, 4)]], 5, (8, 2), dtype=BF16, tail=1, tuning={}),
+    "single_rows": Case([450, 33, 0, 70], [[(450, 1)], [(33, 1)], [(0, 1)], [(75, 1)]], 1, (8, 2), 128, BF16, tuning={}),
+    "single_rows_of_blocks": Case([450, 33], [[(453, 5)], [(33, 4)]], 5, (8, 2), 128, BF16, tail=1, tuning={}),
     "default_tuning": Case([400], [[(400, 8), (403, 5)]], 8, (8, 2), dtype=BF16, tuning={}),
 }
 
@@ -81,9 +81,18 @@ def test_rounds_with_companions_bring_no_kernel_that_has_not_been_rehearsed(slot
     def sizes(rows: int) -> tuple[object, ...]:
         y = queries * heads[0] // heads[1]
         step = Tiling.choose(queries, y, heads[1] * floor_rows(rows), dim, 2)
-        return step, *(Tuning.choose(rows, together, queries, heads, dim, BF16, 16384) for together in (rows, 1, 4))
+        return step, *(Tuning.choose(rows, together, queries, heads, dim, BF16) for together in (rows, 1, 4))
 
     assert {sizes(rows) for rows in possible(slots)} <= {sizes(rows) for rows in rehearsed(slots)}
+
+
+@pytest.mark.parametrize(
+    ("together", "queries", "dim", "sizes"),
+    [(64, 5, 128, (128, 3)), (1, 5, 128, (32, 4)), (1, 1, 128, (16, 4)), (1, 1, 64, (16, 4)), (4, 1, 64, (64, 3))],
+)
+def test_groups_of_few_queries_have_small_tiles_and_many_loads_on_their_way(together, queries, dim, sizes):
+    tuning = Tuning.choose(64, together, queries, (32, 8), dim, BF16)
+    assert (tuning.block_x, tuning.stages) == sizes
 
 
 def assert_right(built: Built, out_THD: Tensor) -> None:

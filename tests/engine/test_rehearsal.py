@@ -64,6 +64,17 @@ def test_nor_do_they_behind_long_prompts(config):
     assert {plan.contexts for plan in asked} == {Contexts.SINGLE, Contexts.SHARED}
 
 
+@pytest.mark.parametrize("context", [SHORT - 14, SHORT_SINGLE - 14])
+def test_nor_do_they_where_no_context_is_quite_long(context):
+    """A round may be given more positions than there can be."""
+    config = EngineConfig(block=8, max_slots=8)
+    engine, asked = local_engine(tiny_pair(max_context=context), config), []
+    run, engine.pair.round = engine.pair.round, lambda plan: (asked.append(plan), run(plan))[1]
+    for kind in ({"method": "exact", "particles": 4}, {"method": "exact", "particles": 1}):
+        list(engine.run([request([1, 2] * (context // 2 - 10), max_tokens=20, ignore_eos=True, **kind)]))
+    assert asked and {plan.key for plan in asked} <= {plan.key for plan in rehearsal(config, engine.context)}
+
+
 def test_long_contexts_are_rehearsed_where_there_can_be_some():
     config = EngineConfig(block=5, max_slots=8)
     expected = {SHORT - 50: {Contexts.SHORT}, SHORT + 50: {Contexts.SHORT, Contexts.SHARED}, SHORT_SINGLE + 50: set(Contexts)}

@@ -14,7 +14,7 @@ import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -90,11 +90,14 @@ class Pass:
         slot_R = torch.arange(self.rows, dtype=torch.int32, device="cuda")
         group_R, first_G, size_G, shared_G = slot_R // size, *(torch.zeros_like(slot_R) for _ in range(3))
         first_G[: self.groups], size_G[: self.groups], shared_G[: self.groups] = slot_R[::size], size, self.context
-        bounds, contexts = (full(self.rows, self.context + OWN), full(self.rows, self.queries)), Contexts.of(self.context + own, size)
+        bounds, contexts = (
+            (full(self.rows, self.context + OWN), full(self.rows, self.queries)),
+            Contexts.of(self.context + own, self.rows, self.groups),
+        )
         return Rows(table_SL, slot_R, None, None, *bounds, group_R, first_G, size_G, shared_G, self.queries, contexts)
 
 
-@cache
+@lru_cache(2)
 def worker(shape: str, dtype: str, layers: int | None, pages: int) -> ModelWorker:
     config = preset(shape)
     config = config if layers is None else replace(config, num_layers=layers)
