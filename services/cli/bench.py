@@ -217,7 +217,8 @@ def _measure_speed(plan: SpeedPlan, machine: Machine, gpus: int, asked: BenchOpt
     # After every line, rather than after an hour.
     rows = measure_speed(plan, machine, gpus, asked.trace, lambda found: _write(asked.json, found))
     out.print(speed_table(rows), SPEED_LEGEND.format(rounds=plan.rounds), sep="\n")
-    out.print(*curve_tables(seen_of_speeds(rows)), CURVES_LEGEND, sep="\n")
+    if tables := curve_tables(seen_of_speeds(rows, plan.drafting)):
+        out.print(*tables, CURVES_LEGEND, sep="\n")
 
 
 def _measure_prompts(plan: SpeedPlan, machine: PromptMachine, gpus: int, json: Path | None) -> None:

@@ -16,6 +16,7 @@ from smc.engine.drafting import MARGIN, SURE, CostsDecide, Forecast
 from smc.engine.local import local_engine
 from smc.engine.policy import Beside, Tree
 from smc.engine.request import Request
+from smc.engine.rounds import MEMORY
 from smc.engine.sampling_params import Method, SamplingParams
 from smc.runtime.config import EngineConfig
 from tests.engine.harness import answers, assert_empty, running
@@ -57,6 +58,13 @@ H200 = Costs(
 )
 """An 8B target and a 1B draft on a GPU each (docs/performance.md). A pass of 256 sequences by themselves took 7.7 ms behind 100 tokens
 each, 10.7 behind 256."""
+ONE_H200 = Costs(
+    through(8e-9, at_1=0.85, at_64=1.13, at_128=1.41, at_256=1.89, at_512=3.19),
+    through(37e-9, at_6=4.04, at_96=5.0, at_384=9.1, at_768=15.73, at_1536=29.95, at_3072=61.38),
+    through(28e-9, at_1=3.98, at_64=4.88, at_128=5.52, at_256=7.32),
+    0.03e-3,
+)
+"""The same pair on one."""
 
 
 def tree(hazard: float, rows: int = 0, context: int = SHORT, most: int = 8) -> Tree:
@@ -118,6 +126,16 @@ def test_a_crowd_is_decoded_alone_as_long_as_little_is_read(rows):
     assert not drafted(256, 30) and not drafted(256, 100)
     assert drafted(256, 256) and drafted(256, 2000)
     assert all(drafted(requests, context) for requests in (1, 16, 64) for context in (100, 2000))
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_a_crowd_that_comes_first_is_drafted_for_until_its_draft_is_known(rows):
+    """Nothing is learnt of a draft that is never asked. Taken to miss one token in ten, 128 requests were decoded alone for good, at 165
+    tokens a second each, by a pair that makes a third more."""
+    config, unknown = EngineConfig(form="lockstep", block=8, max_slots=256), Acceptance(MEMORY).hazard()
+    assert all(settled(config, [unknown] * 128, costs=ONE_H200, rows=rows))
+    assert all(settled(config, [EASY] * 128, costs=ONE_H200, rows=rows))
+    assert not any(settled(config, [3 * HARD] * 128, costs=ONE_H200, rows=rows))
 
 
 def test_a_crowd_that_comes_and_goes_settles():

@@ -50,7 +50,8 @@ class Seen:
         yield "target", (rows * (self.block + (self.form == "lockstep")), self.target)
 
 
-def seen_of_speeds(rows: Sequence[Speed]) -> list[Seen]:
+def seen_of_speeds(rows: Sequence[Speed], drafting: str) -> list[Seen]:
+    """`drafting` of `EngineConfig`: where costs decided, who had how many rows, and when, is not known of exact decoding."""
     forms = {"plain": "plain", "lookahead": "lookahead"}
     return [
         Seen(
@@ -59,6 +60,7 @@ def seen_of_speeds(rows: Sequence[Speed]) -> list[Seen]:
             **{name: getattr(row, name) for name in ("requests", "particles", "branches", "block", "draft", "target")},
         )
         for row in rows
+        if drafting == "always" or row.decoding != "exact"
     ]
 
 
