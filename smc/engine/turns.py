@@ -18,8 +18,8 @@ EVERY = 8
 """Steps between two questions about the same requests."""
 REST = 16
 """Steps after a change, in which it shows, as long as half of the requests are still the same."""
-FADE = 0.993
-"""Of what is known of acceptance, left after each question while nothing is drafted, and so nothing learnt: a draft that was hopeless for
+FADE = 0.999
+"""Of what is known of acceptance, left after each step in which nothing is drafted, and so nothing learnt: a draft that was hopeless for
 others is tried again after thousands of steps."""
 
 
@@ -39,6 +39,8 @@ class Turns:
         self._asked_about: list[Group] = []
         self._left = 0
         """Steps until the next question about these."""
+        self._since = 0
+        """Steps since the last one."""
 
     def begin(self, group: Group, running: Sequence[Group], share: int, costs: Costs | None) -> None:
         """For one that waits, if its rows are a matter of speed and it has not begun: what it shall start with. `share`: of the free slots,
@@ -56,13 +58,13 @@ class Turns:
 
     def follow(self, running: Sequence[Group], waiting: Sequence[Group], costs: Costs | None) -> None:
         """Once a step: ask about running requests, where it is time to, and let those change that shall. `waiting`: for slots alone."""
-        groups, self._left = _elastic(running), self._left - 1
+        groups, self._left, self._since = _elastic(running), self._left - 1, self._since + 1
         if not groups or self._left > self._patience(groups):
             return
-        self._asked_about, self._left = groups, EVERY
+        self._asked_about, self._left, since, self._since = groups, EVERY, self._since, 0
         trees = self._trees(groups)
         if not any(tree.rows for tree in trees):
-            self._acceptance.fade(FADE)
+            self._acceptance.fade(FADE**since)
         rows = self._policy.change(trees, self._trees(_elastic(waiting)), _beside(running), costs)
         for group, tree, wanted in zip(groups, trees, rows or ()):
             if wanted != tree.rows:

@@ -18,6 +18,7 @@ from smc.engine.policy import Beside, Tree
 from smc.engine.request import Request
 from smc.engine.rounds import MEMORY
 from smc.engine.sampling_params import Method, SamplingParams
+from smc.engine.turns import FADE
 from smc.runtime.config import EngineConfig
 from tests.engine.harness import answers, assert_empty, running
 from tests.engine.lives import pair
@@ -300,7 +301,7 @@ def test_an_engine_follows_its_costs(form):
 
 def test_a_draft_that_was_hopeless_is_tried_again(monkeypatch):
     """What is known of it fades where nothing is learnt: here in tens of questions. Otherwise nothing would be drafted ever again."""
-    monkeypatch.setattr("smc.engine.turns.FADE", 0.8)
+    monkeypatch.setattr("smc.engine.turns.FADE", 0.97)
     engine = local_engine(pair(), EngineConfig(block=3, max_slots=64))
     engine.costs = made()
     acceptance, alone = engine.rounds_of(Method.EXACT).acceptance, []
@@ -311,6 +312,28 @@ def test_a_draft_that_was_hopeless_is_tried_again(monkeypatch):
             engine.step()
             alone += [group.alone for group in running(engine)]
     assert alone[0] and sum(alone) > 50 and not all(alone)
+
+
+@pytest.mark.parametrize("tokens", [120, 9])
+def test_it_is_tried_again_after_as_many_steps_whoever_comes_and_goes(tokens):
+    """Where others come in every step, it is asked in every step."""
+
+    class Never(CostsDecide):
+        def begin(self, *_given):
+            return 0
+
+        def change(self, *_given):
+            return None
+
+    config = EngineConfig(block=3, max_slots=64)
+    engine = local_engine(pair(), config, trees=Never(config))
+    acceptance = engine.rounds_of(Method.EXACT).acceptance
+    acceptance.misses, acceptance.exposure = 900.0, 300.0
+    for step in range(80):
+        if step % 3 == 0 and len(running(engine)) < 3:
+            engine.submit(Request(f"{step}", (0, 1), SamplingParams(method="exact", max_tokens=tokens, ignore_eos=True)))
+        engine.step()
+    assert acceptance.exposure == pytest.approx(300 * FADE**80, rel=0.02)
 
 
 def test_an_engine_says_how_much_is_read():
