@@ -16,7 +16,7 @@ from smc.evaluation.reports import advise as advising
 from smc.evaluation.reports import ttft
 from smc.evaluation.reports.costs import CURVES_LEGEND, curve_tables, seen_of_rounds, seen_of_speeds
 from smc.evaluation.reports.rounds import GANG_LEGEND, LOCAL_LEGEND, gang_table, measure_rounds, round_table
-from smc.evaluation.reports.speed import APART, MODES, Machines, SpeedPlan, count_gpus, speed_table
+from smc.evaluation.reports.speed import APART, MODES, WIDE, Machines, SpeedPlan, count_gpus, speed_table
 from smc.evaluation.reports.speed import LEGEND as SPEED_LEGEND
 from smc.evaluation.reports.speed import measure as measure_speed
 from smc.terminal import out, progress_bar
@@ -98,6 +98,8 @@ def _bench_gpus(asked: BenchOptions) -> None:
     elif asked.load == "grown":
         refuse_idle(asked.named("context"), "with --load grown, whose prompts are problems")
         contexts = ()
+    if WIDE in (asked.mode or ()) and not asked.link:
+        raise ValueError(f"--mode {WIDE} shares the target among processes; give --link")
     degrees = (asked.draft_tp or 1, asked.target_tp or 1)
     plan = SpeedPlan(
         degrees,
@@ -108,7 +110,7 @@ def _bench_gpus(asked: BenchOptions) -> None:
         asked.timed_rounds,
         asked.law,
         not asked.no_prefix_cache,
-        asked.decoding,
+        asked.decodings,
         asked.drafting or "always",
     )
     with _machine(asked.link, _gang_config(asked), degrees) as (machine, gpus):
@@ -123,7 +125,7 @@ def _bench_prompts(asked: BenchOptions) -> None:
     asked.check({}, asked.json)
     contexts = asked.context or ttft.SHORT_CONTEXTS
     modes = ("plain", "lookahead")
-    plan = SpeedPlan((1, 1), modes, *asked.sizes, contexts, asked.loads, asked.timed_rounds, {}, decoding=asked.decoding)
+    plan = SpeedPlan((1, 1), modes, *asked.sizes, contexts, asked.loads, asked.timed_rounds, {}, decodings=[asked.decoding])
     _measure_prompts(plan, _cpu_machine(asked), 2, asked.json)
 
 

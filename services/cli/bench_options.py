@@ -9,11 +9,13 @@ from typing import Annotated, Any
 
 from services.cli import gang, options
 from smc.evaluation.reports import ttft
-from smc.evaluation.reports.speed import MODES
+from smc.evaluation.reports.speed import MODES, WIDE
 
 ROUNDS = 30
 LAW = ("temperature", "top_k", "top_p", "min_p", "guidance_scale")
 """Options that say what law tokens are drawn from."""
+OF_METHOD = {"smc": "population", "exact": "verification"}
+"""What each method, and no other, has to be told."""
 OWN = ("target_dtype", "draft_dtype", "draft_vocab", "draft_vocab_text")
 """Options that say how the models are held."""
 
@@ -38,7 +40,13 @@ class BenchOptions:
         ),
     ] = None
     mode: Annotated[
-        list[str] | None, options.option(options.MEASURE, f"Of {', '.join(MODES)}; may be repeated (cuda only).", "--mode", metavar="MODE")
+        list[str] | None,
+        options.option(
+            options.MEASURE,
+            f"Of {', '.join(MODES)} and, with --link, {WIDE} (plain on all GPUs of both models); may be repeated (cuda only).",
+            "--mode",
+            metavar="MODE",
+        ),
     ] = None
     context: Annotated[
         list[int] | None,
@@ -58,7 +66,8 @@ class BenchOptions:
     gpus: options.Gpus = None
     acceptance: options.AcceptanceOfOne = None
     method: Annotated[
-        str | None, options.option(options.SAMPLING, "Of all modes but plain decoding. Default: smc.", metavar="smc|exact")
+        list[str] | None,
+        options.option(options.SAMPLING, "Of modes of both models; may be repeated (cuda only). Default: smc.", metavar="smc|exact"),
     ] = None
     population: Annotated[str | None, options.sampling_option("population")] = None
     verification: Annotated[str | None, options.sampling_option("verification")] = None
@@ -115,10 +124,20 @@ class BenchOptions:
         return {name: value for name, value in self.named(*LAW).items() if value is not None}
 
     @property
+    def decodings(self) -> list[dict[str, Any]]:
+        """Of the modes of both models, what was given, for each method; of `SamplingParams`, by name. One method has to do with all of it,
+        of several each has its own."""
+        methods = self.method or ["smc"]
+        names = {method: OF_METHOD.values() if len(methods) == 1 else [OF_METHOD.get(method, "")] for method in methods}
+        given = self.named(*OF_METHOD.values())
+        return [{"method": method, **{name: given[name] for name in names[method] if given.get(name) is not None}} for method in methods]
+
+    @property
     def decoding(self) -> dict[str, Any]:
-        """Of the modes of both models, what was given; of `SamplingParams`, by name."""
-        given = {"method": self.method or "smc", **self.named("population", "verification")}
-        return {name: value for name, value in given.items() if value is not None}
+        """The only one of `decodings`. Raises ValueError if there are more."""
+        if len(self.decodings) > 1:
+            raise ValueError(f"--method {' '.join(each['method'] for each in self.decodings)}; allowed here: one")
+        return self.decodings[0]
 
     @property
     def sizes(self) -> tuple[list[int], list[int], list[int]]:
@@ -154,10 +173,11 @@ class BenchOptions:
                 f"--guidance-scale {self.guidance_scale:g} has laws that are not the small pair's with --load grown, whose further tokens "
                 "come to be drawn; allowed: --load random, or files"
             )
-        if self.decoding["method"] not in ("smc", "exact"):
-            raise ValueError(f"--method {self.method}; allowed: smc, exact (plain decoding is a mode of its own)")
-        SamplingParams(**self.decoding)
-        if self.method != "exact":
+        for decoding in self.decodings:
+            if decoding["method"] not in OF_METHOD:
+                raise ValueError(f"--method {decoding['method']}; allowed: {', '.join(OF_METHOD)} (plain decoding is a mode of its own)")
+            SamplingParams(**decoding)
+        if "exact" not in (self.method or ()):
             refuse_idle(self.named("drafting"), "without --method exact")
         elif self.verification == "rejection":
             refuse_idle(self.named("drafting"), "with --verification rejection")

@@ -6,6 +6,10 @@ import json
 
 import pytest
 
+from services.cli.bench_options import BenchOptions
+from smc.engine.sampling_params import Method
+from smc.evaluation.reports.speed import SpeedPlan
+
 
 def test_table_and_file(smcserve, tmp_path):
     path = tmp_path / "bench.json"
@@ -74,6 +78,17 @@ def test_types_of_either_model(smcserve):
     assert (ran.code, ran.out) == (2, "") and "--target-dtype fp6; allowed: float32, bfloat16, float16, fp8" in ran.err
 
 
+def test_each_method_in_every_mode_of_both_models():
+    """Plain decoding beside them comes once, on one GPU and on as many as both models have; each method is told what is its own."""
+    asked = BenchOptions(mode=["plain", "plain-tp", "lookahead"], method=["smc", "exact"], population="independent", link=["nccl"])
+    plan = SpeedPlan((1, 1), asked.mode, (4, 8), (5,), (2,), (), (1,), 3, {}, decodings=asked.decodings)
+    modes = [mode for mode, _, _ in plan.rows(2)]
+    assert [(mode.name, mode.degrees) for mode in modes[:2]] == [("plain", (0, 1)), ("plain-tp", (0, 2))]
+    decoded = [(mode.method, mode.particles, mode.population) for mode in modes[2:]]
+    assert decoded == [(Method.SMC, n, "independent") for n in (4, 8)] + [(Method.EXACT, n, None) for n in (4, 8)]
+    assert [mode.name for mode, _, _ in plan.rows(1)] == ["plain"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -91,6 +106,9 @@ def test_types_of_either_model(smcserve):
         (("--device", "cuda", "--mode", "lookahead", "--temperature", 0), "temperature=0"),
         (("-n", 4, "-n", 8), "allowed without --device cuda: one value"),
         (("--device", "cuda", "--mode", "fast"), "--mode 'fast'; allowed: plain"),
+        (("--device", "cuda", "--mode", "plain-tp"), "--mode plain-tp shares the target among processes; give --link"),
+        (("--method", "smc", "--method", "exact"), "--method smc exact; allowed here: one"),
+        (("--method", "smc", "--method", "target"), "--method target; allowed: smc, exact"),
         (("--device", "cuda", "--context", 0), "--context 0; allowed: >= 1"),
         (("--advise", "--acceptance", 1), "--acceptance 1; allowed: between 0 and 1"),
         (("--advise", "--gpus", 0), "--gpus 0; allowed: >= 1"),

@@ -125,6 +125,7 @@ def test_speed_of_models_in_processes_of_their_own():
         ((0, 1), (1, 1), 1, [0], [0]),  # which do not exist where there is one GPU
         ((1, 3), (1, 3), 4, [0], [1, 2, 3]),
         ((0, 4), (1, 3), 4, [0], [0, 1, 2, 3]),
+        ((0, 2), (1, 1), 2, [0], [0, 1]),
         ((2, 2), (2, 2), None, [0, 1], [2, 3]),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 MODES = ("plain", "lockstep", "lockstep-apart", "lookahead")
 """plain: the target alone; lockstep: both models on one GPU; lockstep-apart, lookahead: each on its own."""
+WIDE = "plain-tp"
+"""The target alone on all GPUs that the two models have together, where plain decoding has as few as hold it."""
 APART = ("plain", "lockstep-apart", "lookahead")
 """The default for models in processes of their own."""
 LEGEND = (
@@ -57,8 +59,8 @@ class SpeedPlan:
     """Of `SamplingParams`, by name."""
     prefix_cache: bool = True
     """Of `EngineConfig`."""
-    decoding: Mapping[str, Any] = field(default_factory=dict)
-    """Method, population and verification of the modes of both models; of `SamplingParams`, by name."""
+    decodings: Sequence[Mapping[str, Any]] = ({},)
+    """Method, population and verification of the modes of both models, of each in turn; of `SamplingParams`, by name."""
     drafting: str = "always"
     """Of `EngineConfig`; `costs`: they are timed first."""
 
@@ -66,9 +68,11 @@ class SpeedPlan:
         from smc.engine.sampling_params import SamplingParams
 
         for mode in self.modes:
-            if mode not in MODES:
-                raise ValueError(f"--mode {mode!r}; allowed: {', '.join(MODES)}")
-            SamplingParams(**({"method": "target"} if mode == "plain" else self.decoding), **self.law)
+            if mode not in (*MODES, WIDE):
+                raise ValueError(f"--mode {mode!r}; allowed: {', '.join((*MODES, WIDE))}")
+        of_pair = self.decodings if set(self.modes) - {"plain", WIDE} else ()
+        for decoding in ({"method": "target"}, *of_pair):
+            SamplingParams(**decoding, **self.law)
         for context in self.contexts:
             if context < 1:
                 raise ValueError(f"--context {context}; allowed: >= 1")
@@ -86,23 +90,30 @@ class SpeedPlan:
         from smc.runtime.config import EngineConfig
 
         one, apart = (0, 1), self.degrees
-        method = Method(self.decoding.get("method", "smc"))
-        own = {name: self.decoding.get(name) for name in ("population", "verification")}
         common: dict[str, Any] = {"prefix_cache": self.prefix_cache, "drafting": self.drafting}
         for name in self.modes:
             needed = 1 if name in ("plain", "lockstep") else sum(apart)
             if gpus < needed:
                 err.print(f"[yellow]{name} needs {needed} GPUs; there are {gpus}: left out[/yellow]")
-            elif name == "plain":
+            elif name in ("plain", WIDE):
                 # On as many GPUs as the others have, or on one if it fits there: whoever has them would use them all.
-                yield Mode(name, Method.TARGET, EngineConfig(block=PLAIN_BLOCK, **common), 1, (0, sum(apart)) if max(apart) > 1 else one)
+                wide = name == WIDE or max(apart) > 1
+                yield Mode(name, Method.TARGET, EngineConfig(block=PLAIN_BLOCK, **common), 1, (0, sum(apart)) if wide else one)
             elif name == "lookahead":
-                for n, f, k in product(self.particles, self.branches, self.blocks):
-                    yield Mode(name, method, EngineConfig(block=k, branches=f, **common), n, apart, **own)
+                for own, n, f, k in product(self._decodings(), self.particles, self.branches, self.blocks):
+                    yield Mode(name, config=EngineConfig(block=k, branches=f, **common), particles=n, degrees=apart, **own)
             else:
-                for n, k in product(self.particles, self.blocks):
+                for own, n, k in product(self._decodings(), self.particles, self.blocks):
                     config = EngineConfig(form="lockstep", block=k, **common)
-                    yield Mode(name, method, config, n, one if name == "lockstep" else apart, **own)
+                    yield Mode(name, config=config, particles=n, degrees=one if name == "lockstep" else apart, **own)
+
+    def _decodings(self) -> Iterator[dict[str, Any]]:
+        """What `Mode` has to be told of each."""
+        from smc.engine.sampling_params import Method
+
+        for decoding in self.decodings:
+            own = {name: decoding.get(name) for name in ("population", "verification")}
+            yield {"method": Method(decoding.get("method", "smc")), **own}
 
 
 def measure(plan: SpeedPlan, machine: Machine, gpus: int, trace: Path | None, keep_rows: Callable[[Sequence[Speed]], None]) -> list[Speed]:
