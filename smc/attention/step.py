@@ -24,6 +24,9 @@ from smc.kernels.pdl import launch_options
 from smc.kernels.rows import Tables, page_at, row_tables
 from smc.kernels.variants import one_variant
 
+LEAST_Y = 16
+"""Queries of a program at least: what tensor cores take."""
+
 
 @dataclass(frozen=True)
 class Tiling:
@@ -39,18 +42,18 @@ class Tiling:
 
     @staticmethod
     def choose(queries: int, y: int, programs: int, head_dim: int, item_size: int) -> Tiling:
-        """The best of those tried on an H200, for so many programs of one row and key/value head, which has `y` queries: few programs must
+        """The best of those tried on an H200, for so many pairs of a row and a key/value head, which has `y` queries: few programs must
         hurry, many hide each other's waits."""
-        few = programs <= 2 * MULTIPROCESSORS
+        few = programs * triton.cdiv(y, LEAST_Y) <= 2 * MULTIPROCESSORS
         if item_size == 4:
             return Tiling(16, 32, 2, 1)
         if queries == 1 and head_dim <= 64:
             return Tiling(16, 64, 4, 4) if few else Tiling(16, 32, 1, 4)
         if queries == 1:
             return Tiling(16, 128 if head_dim <= 128 and programs <= MULTIPROCESSORS else 64, 4, 3)
-        if few or y <= 16:
-            return Tiling(16, 64, 8 if head_dim > 64 else 4, 3)
-        return Tiling(32, 64, 4, 3)
+        if few or y <= LEAST_Y:
+            return Tiling(LEAST_Y, 64, 8 if head_dim > 64 else 4, 3)
+        return Tiling(32 if y <= 32 else 64, 64, 4, 3)
 
 
 def step_attention(

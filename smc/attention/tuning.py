@@ -9,6 +9,8 @@ import triton
 
 from smc.kernels.hopper import MULTIPROCESSORS
 
+PAIRED = 512
+"""Queries of a group and a key/value head, up to which wide heads are read by programs of 64."""
 FEW = 8
 """Queries of a group, up to which narrow heads have tiles of their own."""
 
@@ -24,12 +26,13 @@ class Tuning:
     """Sizes that change speed only. `choose` guesses them; a benchmark may know better."""
 
     block_x: int
-    """Queries of a prefix program: as many as a group has, at most 128, or 64 of narrow heads, so that keys are seldom loaded twice."""
+    """Queries of a prefix program: as many as a group has, at most 64, or 128 where there are so many that loading keys again would cost
+    more than two programs on a multiprocessor gain."""
     block_p: int
     """Prefix positions of a tile."""
     pieces: int
     """Pairs (tile of queries, split of the prefix) that a key/value head has work for: about one program for each multiprocessor, two where
-    tiles are of narrow heads or of several groups. With more splits, merging costs more than the reading gains."""
+    two find room on one. With more splits, merging costs more than the reading gains."""
     min_tiles: int
     """Tiles of a split at least: merging one more split costs more than reading a few more tiles."""
     warps: int
@@ -54,15 +57,16 @@ class Tuning:
         """`together`: rows that a group has, at most or mostly; how many groups share the rows is known on the device alone."""
         (h, j), wide, rows = heads, dtype.itemsize == 4, floor_rows(rows)
         y = queries * h // j
-        # Narrow heads leave room for two programs of 64 queries on a multiprocessor, of which one computes while the other waits.
         narrow = not wide and head_dim <= 64
         # Of several groups with few queries each, nothing is loaded twice, and what counts is how much is on its way. Narrow heads of more
         # than a few are no slower in tiles of many.
         several = not wide and together < rows and (not narrow or together * y <= FEW)
         x = together * y if several else rows * y
-        block_x = min(32 if wide else 64 if narrow else 128, max(16, triton.next_power_of_2(x)))
+        # Of two programs of 64 queries on a multiprocessor one computes while the other waits; one of a single row's has little to compute.
+        pairs = narrow or (not wide and head_dim <= 128 and x <= PAIRED)
+        block_x = min(32 if wide else 64 if pairs else 128, max(16, triton.next_power_of_2(x)))
         block_p = 32 if wide else 128 if narrow and not several else 64
-        pieces = max(1, MULTIPROCESSORS // j) * (2 if several or (narrow and x > block_x) else 1)
+        pieces = max(1, MULTIPROCESSORS // j) * (2 if several or (pairs and block_x > 16) else 1)
         most_y = 4 if rows * j * triton.cdiv(y, 4) <= 4 * MULTIPROCESSORS else 8
         own_y, wide_heads = min(most_y, triton.next_power_of_2(y)), head_dim > 128
         return Tuning(

@@ -14,7 +14,7 @@ Axes: T tokens, K inputs, N outputs, I inner features, S splits of K.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import triton
@@ -23,76 +23,18 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from smc.kernels.hopper import MULTIPROCESSORS
 from smc.kernels.pdl import launch_options
+from smc.kernels.tiling import Tiling, choose, token_blocks_of
 from smc.kernels.variants import one_variant
 from smc.models.linear import Rounded
 
 FP8_CAPABILITIES = (9, 10)
 """Of GPUs, the first number."""
-MOST_TOKENS = 128
-"""Of a program, in FP8."""
-_PROGRAMS = 120
-"""Fewest programs that occupy all multiprocessors well enough."""
-_ROOM, _MODEST_ROOM, _SHARED_ROOM = 220 * 1024, 128 * 1024, 110 * 1024
-"""Bytes for what is in flight: of a program that has a multiprocessor to itself, of one that leaves some to whoever comes next, of one of
-two."""
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """How a product is cut and pipelined."""
-
-    block_n: int
-    """Outputs a program; 64 or more for Hopper's matrix instructions, 128 of a gated product in FP8."""
-    block_k: int
-    """Inputs a step; divides K. FP8: 32 or more."""
-    splits: int
-    """Parts of K."""
-    warps: int
-    stages: int
-    """Steps whose loads are in flight or in use."""
 
 
 def multiplies_fp8(device: torch.device) -> bool:
     """Whether tilings of FP8 suit it: GPUs with as much shared memory as Hopper's, whose matrix instructions read it; the interpreter."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in FP8_CAPABILITIES
-
-
-def choose(tokens: int, outputs: int, inputs: int, gated: bool = False, fp8: bool = False) -> Tiling:
-    """Tiling for [tokens, inputs] x [outputs, inputs]^T: the fewest splits that make enough equal programs."""
-    if fp8:
-        return _choose_fp8(tokens, outputs, inputs, gated)
-    # Of those tried on an H200 (`python -m tests.gpu.bench_products`), as below.
-    wide = outputs >= 64 * 1024 or (gated and outputs >= 24 * 1024)
-    block_n = 128 if (wide and tokens <= 64) or 64 < tokens <= 256 else 64
-    block_k = next(size for size in (128, 64, 32, 16) if inputs % size == 0 and size * block_n <= 8192)
-    splits = 1 if gated else _splits(triton.cdiv(outputs, block_n), inputs // block_k, _PROGRAMS)
-    stage_bytes = 2 * block_k * (block_n + token_block_of(tokens, fp8))
-    # Two programs share a multiprocessor.
-    return Tiling(block_n, block_k, splits, 8 if tokens > 64 else 4, stages=max(2, min(6, _SHARED_ROOM // stage_bytes)))
-
-
-def _choose_fp8(tokens: int, outputs: int, inputs: int, gated: bool) -> Tiling:
-    token_block = token_block_of(tokens, fp8=True)
-    # The largest matrices have as many outputs as the machine needs programs. Of the others, programs of few tokens wait more than they
-    # load, and partial sums of few tokens are soon read.
-    wide, many = gated or outputs >= 64 * 1024, token_block > 64
-    block_n = 256 if wide and token_block == 128 else 128 if wide or many else 64
-    tiles = triton.cdiv(outputs, block_n) * triton.cdiv(tokens, token_block)
-    largest = 128 if many or (wide and token_block > (32 if tiles <= MULTIPROCESSORS else 16)) else 256
-    block_k = next((size for size in (256, 128, 64) if inputs % size == 0 and size <= largest), 32)
-    steps, enough = inputs // block_k, _PROGRAMS if many else 192 if token_block == 64 else 96
-    splits = 1 if wide else _splits(tiles, steps, enough)
-    alone = tiles * splits <= MULTIPROCESSORS or block_n == 256
-    room = (_ROOM if many else _MODEST_ROOM) if alone else _SHARED_ROOM
-    stages = min(room // (block_k * (block_n + token_block)), max(2, steps // splits), 6)
-    return Tiling(block_n, block_k, splits, 8 if token_block * block_n > 16384 else 4, stages=max(2, stages))
-
-
-def _splits(tiles: int, steps: int, programs: int) -> int:
-    possible = [splits for splits in range(1, 17) if steps % splits == 0]
-    return next((splits for splits in possible if tiles * splits >= programs), possible[-1])
 
 
 def linear(
@@ -166,12 +108,6 @@ def reduce(
     return out_TN
 
 
-def token_block_of(tokens: int, fp8: bool) -> int:
-    """Tokens of a program, padded."""
-    block = max(16, triton.next_power_of_2(tokens))
-    return min(MOST_TOKENS, block) if fp8 else block
-
-
 def _tiling(x_TK: Tensor, weight_NK: Tensor, splits: int | None, tunables: dict[str, int], gated: bool) -> Tiling:
     (tokens, inputs), outputs = x_TK.shape, weight_NK.shape[0]
     if weight_NK.shape[1] != inputs or not weight_NK.is_contiguous() or x_TK.stride(1) != 1 or weight_NK.dtype != x_TK.dtype:
@@ -193,16 +129,17 @@ def _launch(
     x_TK, (weight, scale, bias) = _numbers(x), matrix
     (tokens, inputs), rows = x_TK.shape, tiling.block_n // 2 if flags["GATED"] else tiling.block_n
     flags |= {"HAS_BIAS": bias is not None}
-    sizes = {"BLOCK_T": token_block_of(tokens, isinstance(x, Rounded)), "BLOCK_N": tiling.block_n, "BLOCK_K": tiling.block_k}
+    block_t, more_t = token_blocks_of(tokens, isinstance(x, Rounded))
+    sizes = {"BLOCK_T": block_t, "BLOCK_N": tiling.block_n, "BLOCK_K": tiling.block_k}
     options = {"num_warps": tiling.warps, "num_stages": tiling.stages, **launch_options(flags["PDL"])}
     steps = {"STEPS": inputs // tiling.block_k // tiling.splits, "STAGES": tiling.stages}
     # Programs of the same weights begin one after another, so that one of them reads these from memory.
-    grid = (triton.cdiv(tokens, sizes["BLOCK_T"]), triton.cdiv(outputs, rows), tiling.splits)
+    grid = (triton.cdiv(tokens, block_t + more_t), triton.cdiv(outputs, rows), tiling.splits)
     if isinstance(x, Rounded):
         tiles = TensorDescriptor.from_tensor(weight, [rows, tiling.block_k])
-        x_tiles = TensorDescriptor.from_tensor(x_TK, [sizes["BLOCK_T"], tiling.block_k])
-        bias = scale if bias is None else bias
-        _rounded[grid](x_tiles, tiles, x.scale_T1, scale, bias, out, tokens, outputs, **steps, **sizes, **flags, **options)
+        x_tiles, more_tiles = (TensorDescriptor.from_tensor(x_TK, [block or block_t, tiling.block_k]) for block in (block_t, more_t))
+        bias, sizes = scale if bias is None else bias, sizes | {"MORE_T": more_t}
+        _rounded[grid](x_tiles, more_tiles, tiles, x.scale_T1, scale, bias, out, tokens, outputs, **steps, **sizes, **flags, **options)
     else:
         bias = weight if bias is None else bias
         _linear[grid](x_TK, weight, bias, out, tokens, outputs, inputs, x_TK.stride(0), **steps, **sizes, **flags, **options)
@@ -245,48 +182,70 @@ def _linear(
     HALF: tl.constexpr = BLOCK_N // 2
     if GATED:
         gate_NT, up_NT = tl.split(tl.permute(tl.reshape(sum_NT, (2, HALF, BLOCK_T)), (1, 2, 0)))
-        _store(gate_NT * tl.sigmoid(gate_NT) * up_NT, bias, out, tokens, outputs, HALF, BLOCK_T, False)
+        _store(gate_NT * tl.sigmoid(gate_NT) * up_NT, bias, out, 0, tokens, outputs, HALF, BLOCK_T, False)
     else:
-        _store(sum_NT, bias, out, tokens, outputs, BLOCK_N, BLOCK_T, HAS_BIAS)
+        _store(sum_NT, bias, out, 0, tokens, outputs, BLOCK_N, BLOCK_T, HAS_BIAS)
 
 
-@one_variant("x_tiles", "tiles", "x_scale", "scale", "bias", "out", "outputs")
+@one_variant("x_tiles", "more_tiles", "tiles", "x_scale", "scale", "bias", "out", "outputs")
 def _rounded(
-    x_tiles, tiles, x_scale, scale, bias, out, tokens, outputs, STEPS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    x_tiles, more_tiles, tiles, x_scale, scale, bias, out, tokens, outputs, STEPS: tl.constexpr,
+    BLOCK_T: tl.constexpr, MORE_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The same of FP8. `x_tiles` and `tiles` are what the machine's copy engine fetches x and the weight by; past their ends it finds
-    zeros, and past those of the gate the first rows of up, of which nothing is stored."""
-    t0, tile, split = tl.program_id(0) * BLOCK_T, tl.program_id(1), tl.program_id(2)
+    """The same of FP8, of BLOCK_T tokens and MORE_T after them. `x_tiles`, `more_tiles` and `tiles` are what the machine's copy engine
+    fetches both of x and the weight by; past their ends it finds zeros, and past those of the gate the first rows of up, of which nothing
+    is stored."""
+    t0, tile, split = tl.program_id(0) * (BLOCK_T + MORE_T), tl.program_id(1), tl.program_id(2)
     ROWS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     first, start = tile * ROWS, split * (STEPS * BLOCK_K)
-    n, t = tl.minimum(first + tl.arange(0, ROWS), outputs - 1), t0 + tl.arange(0, BLOCK_T)
-    scale_N1 = tl.load(scale + n)[:, None]
+    n = tl.minimum(first + tl.arange(0, ROWS), outputs - 1)
+    scale_N, up_scale_N = tl.load(scale + n), tl.load(scale + outputs + n) if GATED else 0.0
     if PDL:
         gdc_wait()
     sum_NT, up_NT = tl.zeros((ROWS, BLOCK_T), tl.float32), tl.zeros((ROWS, BLOCK_T), tl.float32)
+    if MORE_T:
+        more_NT, more_up_NT = tl.zeros((ROWS, MORE_T), tl.float32), tl.zeros((ROWS, MORE_T), tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         at = start + step * BLOCK_K
-        x_KT = tl.trans(x_tiles.load([t0, at]))
-        sum_NT = tl.dot(tiles.load([first, at]), x_KT, sum_NT)
+        x_KT, weight_NK = tl.trans(x_tiles.load([t0, at])), tiles.load([first, at])
+        sum_NT = tl.dot(weight_NK, x_KT, sum_NT)
+        if MORE_T:
+            more_KT = tl.trans(more_tiles.load([t0 + BLOCK_T, at]))
+            more_NT = tl.dot(weight_NK, more_KT, more_NT)
         if GATED:
-            up_NT = tl.dot(tiles.load([outputs + first, at]), x_KT, up_NT)
+            up_NK = tiles.load([outputs + first, at])
+            up_NT = tl.dot(up_NK, x_KT, up_NT)
+            if MORE_T:
+                more_up_NT = tl.dot(up_NK, more_KT, more_up_NT)
     if PDL:
         gdc_launch_dependents()
-    x_scale_1T = tl.load(x_scale + t, mask=t < tokens, other=0.0)[None, :]
-    sum_NT *= scale_N1 * x_scale_1T
-    if GATED:
-        up_NT *= tl.load(scale + outputs + n)[:, None] * x_scale_1T
-        _store(sum_NT * tl.sigmoid(sum_NT) * up_NT, bias, out, tokens, outputs, ROWS, BLOCK_T, False)
-    else:
-        _store(sum_NT, bias, out, tokens, outputs, ROWS, BLOCK_T, HAS_BIAS)
+    _store_scaled(sum_NT, up_NT, scale_N, up_scale_N, x_scale, bias, out, t0, tokens, outputs, ROWS, BLOCK_T, HAS_BIAS, GATED)
+    if MORE_T:
+        t0 += BLOCK_T
+        _store_scaled(more_NT, more_up_NT, scale_N, up_scale_N, x_scale, bias, out, t0, tokens, outputs, ROWS, MORE_T, HAS_BIAS, GATED)
 
 
 @triton.jit
-def _store(out_NT, bias, out, tokens, outputs, ROWS: tl.constexpr, BLOCK_T: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """A tile of this program's outputs; the first split's with the bias."""
-    t, n = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+def _store_scaled(
+    sum_NT, up_NT, scale_N, up_scale_N, x_scale, bias, out, t0, tokens, outputs,
+    ROWS: tl.constexpr, BLOCK_T: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Sums of FP8 times the scales of both sides; gated, two of them as one."""
+    t = t0 + tl.arange(0, BLOCK_T)
+    x_scale_1T = tl.load(x_scale + t, mask=t < tokens, other=0.0)[None, :]
+    sum_NT *= scale_N[:, None] * x_scale_1T
+    if GATED:
+        up_NT *= up_scale_N[:, None] * x_scale_1T
+        _store(sum_NT * tl.sigmoid(sum_NT) * up_NT, bias, out, t0, tokens, outputs, ROWS, BLOCK_T, False)
+    else:
+        _store(sum_NT, bias, out, t0, tokens, outputs, ROWS, BLOCK_T, HAS_BIAS)
+
+
+@triton.jit
+def _store(out_NT, bias, out, t0, tokens, outputs, ROWS: tl.constexpr, BLOCK_T: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """A tile of this program's outputs, of tokens from t0 on; the first split's with the bias."""
+    t, n = t0 + tl.arange(0, BLOCK_T), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     split = tl.program_id(2)
     if HAS_BIAS:
         shift_N = tl.load(bias + n, mask=(n < outputs) & (split == 0), other=0.0).to(tl.float32)

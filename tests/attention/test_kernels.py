@@ -68,7 +68,7 @@ def test_attention_is_that_of_each_query_alone(name, short):
 
 
 @pytest.mark.parametrize("name", ["target", "target_fp32", "several_query_tiles", "tails_of_blocks", "groups"])
-@pytest.mark.parametrize("block_y", [16, 32])
+@pytest.mark.parametrize("block_y", [16, 32, 64])
 def test_short_rows_by_programs_of_few_and_of_many_queries(name, block_y):
     built = Built(CASES[name])
     assert_right(built, built.run_short(Tiling(block_y, 32, 4, 2)))
@@ -93,6 +93,30 @@ def test_rounds_with_companions_bring_no_kernel_that_has_not_been_rehearsed(slot
 def test_groups_of_few_queries_have_small_tiles_and_many_loads_on_their_way(together, queries, dim, sizes):
     tuning = Tuning.choose(64, together, queries, (32, 8), dim, BF16)
     assert (tuning.block_x, tuning.stages) == sizes
+
+
+@pytest.mark.parametrize(
+    ("rows", "queries", "heads", "dim", "sizes"),
+    [
+        (1, 1, (32, 8), 128, (16, 16, 4)),  # nothing to compute while another waits
+        (8, 5, (32, 8), 128, (64, 32, 4)),
+        (8, 12, (64, 8), 128, (128, 16, 8)),  # keys would be loaded twelve times
+        (8, 1, (32, 8), 64, (32, 32, 4)),
+        (32, 1, (32, 8), 64, (64, 32, 4)),
+        (8, 5, (32, 8), 256, (128, 16, 8)),  # no room for two
+    ],
+)
+def test_two_programs_share_a_multiprocessor_where_they_have_something_to_compute(rows, queries, heads, dim, sizes):
+    tuning = Tuning.choose(rows, rows, queries, heads, dim, BF16)
+    assert (tuning.block_x, tuning.pieces, tuning.warps) == sizes
+
+
+@pytest.mark.parametrize(
+    ("rows", "queries", "heads", "block_y"),
+    [(8, 5, (32, 8), 16), (32, 5, (32, 8), 32), (8, 12, (64, 8), 64), (1, 12, (64, 8), 16), (64, 1, (32, 8), 16)],
+)
+def test_short_rows_are_read_by_programs_of_as_many_queries_as_leave_room_for_all(rows, queries, heads, block_y):
+    assert Tiling.choose(queries, queries * heads[0] // heads[1], heads[1] * rows, 128, 2).block_y == block_y
 
 
 def assert_right(built: Built, out_THD: Tensor) -> None:

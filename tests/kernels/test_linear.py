@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from smc.kernels.linear import choose, gate_up_silu, linear, reduce, token_block_of
+from smc.kernels.linear import gate_up_silu, linear, reduce
+from smc.kernels.tiling import choose, token_block_of, token_blocks_of
 from smc.models.linear import FP8, Rounded, quantise, round_rows
 from smc.runtime.kernel_forward import FEW_FP8_ROWS, FEW_ROWS
 from tests.kernels.sizes import SLOTS, possible, rehearsed
@@ -81,7 +82,7 @@ def usual(x: Rounded, weight8_NK: torch.Tensor, scale_N: torch.Tensor) -> torch.
     return (row_T[:, None] * x.scale_T1) * (row_N * scale_N) / weight8_NK.shape[1] ** 0.5
 
 
-@pytest.mark.parametrize("tokens", [1, 33, 64, 65, 300])
+@pytest.mark.parametrize("tokens", [1, 33, 64, 65, 96, 300])
 @pytest.mark.parametrize(("outputs", "inputs", "splits"), [(64, 1024, 4), (200, 512, None), (200, 96, 3), (40, 32, 1), (130, 640, 1)])
 def test_fp8(device, tokens, outputs, inputs, splits):
     """Weights and tokens of very different sizes; a row of zeros of either; a bias."""
@@ -98,7 +99,7 @@ def test_fp8(device, tokens, outputs, inputs, splits):
     assert ((total_TN - expected_TN).abs() <= bound_TN).all()
 
 
-@pytest.mark.parametrize("tokens", [1, 64, 200])
+@pytest.mark.parametrize("tokens", [1, 40, 96, 200])
 @pytest.mark.parametrize("inner", [64, 72])
 def test_fp8_gate_up_silu(device, tokens, inner):
     """Every row of both halves has its own scale."""
@@ -124,15 +125,25 @@ def test_every_fp8_number_is_read_as_it_is(device, of_weights):
     assert torch.equal(found, expected if of_weights else expected.T)
 
 
-@pytest.mark.parametrize(("fp8", "tokens"), [(fp8, tokens) for fp8 in (False, True) for tokens in (8, 32, 64, 128, 256)] + [(True, 512)])
 @pytest.mark.parametrize(
-    "outputs, inputs", [(3072, 2048), (2048, 2048), (2048, 8192), (6144, 4096), (4096, 14336), (40, 96), (128256, 4096)]
+    ("fp8", "tokens"), [(fp8, tokens) for fp8 in (False, True) for tokens in (8, 32, 40, 64, 96, 128, 256)] + [(True, 512)]
+)
+@pytest.mark.parametrize(
+    "outputs, inputs", [(3072, 2048), (2048, 2048), (2048, 8192), (6144, 4096), (4096, 14336), (40, 96), (128256, 4096), (57344, 8192)]
 )
 def test_choice_divides_the_inputs_and_fits(tokens, outputs, inputs, fp8):
     for gated in (False, True):
         tiling = choose(tokens, outputs, inputs, gated, fp8)
         assert inputs % (tiling.block_k * tiling.splits) == 0 and not (gated and tiling.splits > 1)
         assert tiling.stages * tiling.block_k * (tiling.block_n + token_block_of(tokens, fp8)) * (1 if fp8 else 2) <= 227 * 1024
+
+
+@pytest.mark.parametrize(
+    ("blocks", "tokens"),
+    [((16, 0), (1, 16)), ((32, 0), (17, 32)), ((32, 16), (33, 48)), ((64, 0), (49, 64)), ((64, 32), (65, 96)), ((128, 0), (97, 300))],
+)
+def test_tokens_of_fp8_are_padded_to_a_power_of_two_or_to_three_quarters_of_one(blocks, tokens):
+    assert {token_blocks_of(each, fp8=True) for each in tokens} == {blocks}
 
 
 @pytest.mark.parametrize("slots", SLOTS)
