@@ -14,6 +14,20 @@ ALONE = Speed("lockstep", "exact", **SIZES, block=8, rows=8, alone=1.0, tokens=8
 DRAFTED = Speed("lockstep", "exact", **SIZES, block=8, rows=8, alone=0.0, tokens=8, draft=8.0, target=46.0, **TIMES)
 
 
+WIDE = Speed(
+    "plain-tp",
+    "target",
+    **SIZES | {"particles": 1, "gpus": 2, "target_gpus": 2},
+    block=16,
+    rows=1,
+    alone=0.0,
+    tokens=16,
+    draft=0.0,
+    target=183.4,
+    **TIMES,
+)
+
+
 def of(seen: list[Seen]) -> list[tuple]:
     return [sample for each in seen for sample in each.samples()]
 
@@ -26,4 +40,5 @@ def test_what_costs_decided_says_nothing_of_costs():
 
 
 def test_whole_trees_are_of_a_known_size():
+    assert of(seen_of_speeds([WIDE], "always")) == [("alone", (128, pytest.approx(183.4 / 16)))]
     assert of(seen_of_speeds([DRAFTED], "always")) == [("draft", (1024, 1.0)), ("target", (9216, 46.0))]

@@ -52,11 +52,10 @@ class Seen:
 
 def seen_of_speeds(rows: Sequence[Speed], drafting: str) -> list[Seen]:
     """`drafting` of `EngineConfig`: where costs decided, who had how many rows, and when, is not known of exact decoding."""
-    forms = {"plain": "plain", "lookahead": "lookahead"}
     return [
         Seen(
             on=f"{row.target_gpus} GPUs" if row.target_gpus > 1 else "a GPU",
-            form=forms.get(row.mode, "lockstep"),
+            form="plain" if row.decoding == "target" else "lookahead" if row.mode == "lookahead" else "lockstep",
             **{name: getattr(row, name) for name in ("requests", "particles", "branches", "block", "draft", "target")},
         )
         for row in rows
