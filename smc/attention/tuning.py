@@ -63,7 +63,7 @@ class Tuning:
         several = not wide and together < rows and (not narrow or together * y <= FEW)
         x = together * y if several else rows * y
         # Of two programs of 64 queries on a multiprocessor one computes while the other waits; one of a single row's has little to compute.
-        pairs = narrow or (not wide and head_dim <= 128 and x <= PAIRED)
+        pairs = narrow or (not wide and head_dim <= 128 and not several and x <= PAIRED)
         block_x = min(32 if wide else 64 if pairs else 128, max(16, triton.next_power_of_2(x)))
         block_p = 32 if wide else 128 if narrow and not several else 64
         pieces = max(1, MULTIPROCESSORS // j) * (2 if several or (pairs and block_x > 16) else 1)

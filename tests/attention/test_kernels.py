@@ -119,6 +119,17 @@ def test_short_rows_are_read_by_programs_of_as_many_queries_as_leave_room_for_al
     assert Tiling.choose(queries, queries * heads[0] // heads[1], heads[1] * rows, 128, 2).block_y == block_y
 
 
+@pytest.mark.parametrize(("rows", "queries", "heads"), [(16, 9, (32, 8)), (4, 33, (32, 8)), (128, 5, (8, 1))])
+def test_programs_of_the_widest_heads_are_of_few_queries(rows, queries, heads):
+    """By 64 they would need 240 KiB of shared memory or more, and there are 227."""
+    assert Tiling.choose(queries, queries * heads[0] // heads[1], heads[1] * rows, 256, 2).block_y <= 32
+
+
+def test_several_groups_of_many_queries_have_one_program_of_128_each():
+    """Four loads on their way of two programs of 64 would not find room on a multiprocessor."""
+    assert Tuning.choose(8, 1, 12, (64, 8), 128, BF16).block_x == 128
+
+
 def assert_right(built: Built, out_THD: Tensor) -> None:
     assert not out_THD[~built.exists_T].any(), "padding leaves a trace"
     assert error(out_THD, built.reference()) < TOLERANCE[built.case.dtype]
