@@ -125,12 +125,12 @@ class BenchOptions:
 
     @property
     def decodings(self) -> list[dict[str, Any]]:
-        """Of the modes of both models, what was given, for each method; of `SamplingParams`, by name. One method has to do with all of it,
-        of several each has its own."""
+        """Of the modes of both models, what was given, for each method; of `SamplingParams`, by name. Where there are several methods, each
+        is told what is its own."""
         methods = self.method or ["smc"]
-        names = {method: OF_METHOD.values() if len(methods) == 1 else [OF_METHOD.get(method, "")] for method in methods}
-        given = self.named(*OF_METHOD.values())
-        return [{"method": method, **{name: given[name] for name in names[method] if given.get(name) is not None}} for method in methods]
+        given = {name: value for name, value in self.named(*OF_METHOD.values()).items() if value is not None}
+        own = {method: given if len(methods) == 1 else {n: given[n] for n in given if n == OF_METHOD.get(method)} for method in methods}
+        return [{"method": method, **own[method]} for method in methods]
 
     @property
     def decoding(self) -> dict[str, Any]:

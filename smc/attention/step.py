@@ -41,16 +41,16 @@ class Tiling:
     """Tiles whose loads are in flight or in use."""
 
     @staticmethod
-    def choose(queries: int, y: int, programs: int, head_dim: int, item_size: int) -> Tiling:
+    def choose(queries: int, y: int, pairs: int, head_dim: int, item_size: int) -> Tiling:
         """The best of those tried on an H200, for so many pairs of a row and a key/value head, which has `y` queries: few programs must
         hurry, many hide each other's waits."""
-        few = programs * triton.cdiv(y, LEAST_Y) <= 2 * MULTIPROCESSORS
+        few = pairs * triton.cdiv(y, LEAST_Y) <= 2 * MULTIPROCESSORS
         if item_size == 4:
             return Tiling(16, 32, 2, 1)
         if queries == 1 and head_dim <= 64:
             return Tiling(16, 64, 4, 4) if few else Tiling(16, 32, 1, 4)
         if queries == 1:
-            return Tiling(16, 128 if head_dim <= 128 and programs <= MULTIPROCESSORS else 64, 4, 3)
+            return Tiling(16, 128 if head_dim <= 128 and pairs <= MULTIPROCESSORS else 64, 4, 3)
         if few or y <= LEAST_Y:
             return Tiling(LEAST_Y, 64, 8 if head_dim > 64 else 4, 3)
         # Of the widest heads 64 queries find no room in shared memory.

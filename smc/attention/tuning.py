@@ -32,7 +32,7 @@ class Tuning:
     """Prefix positions of a tile."""
     pieces: int
     """Pairs (tile of queries, split of the prefix) that a key/value head has work for: about one program for each multiprocessor, two where
-    two find room on one. With more splits, merging costs more than the reading gains."""
+    two find room on one, or groups are several. With more splits, merging costs more than the reading gains."""
     min_tiles: int
     """Tiles of a split at least: merging one more split costs more than reading a few more tiles."""
     warps: int

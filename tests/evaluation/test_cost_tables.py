@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from smc.evaluation.reports.costs import Seen, curve_tables, seen_of_speeds
@@ -12,20 +14,7 @@ SIZES = {"particles": 8, "branches": 1, "requests": 128, "context": 74, "gpus": 
 PLAIN = Speed("plain", "target", **SIZES | {"particles": 1}, block=16, rows=1, alone=0.0, tokens=16, draft=0.0, target=91.5, **TIMES)
 ALONE = Speed("lockstep", "exact", **SIZES, block=8, rows=8, alone=1.0, tokens=8, draft=0.0, target=46.0, **TIMES)
 DRAFTED = Speed("lockstep", "exact", **SIZES, block=8, rows=8, alone=0.0, tokens=8, draft=8.0, target=46.0, **TIMES)
-
-
-WIDE = Speed(
-    "plain-tp",
-    "target",
-    **SIZES | {"particles": 1, "gpus": 2, "target_gpus": 2},
-    block=16,
-    rows=1,
-    alone=0.0,
-    tokens=16,
-    draft=0.0,
-    target=183.4,
-    **TIMES,
-)
+WIDE = replace(PLAIN, mode="plain-tp", gpus=2, target_gpus=2, target=183.4)
 
 
 def of(seen: list[Seen]) -> list[tuple]:
