@@ -9,3 +9,8 @@ class GangError(RuntimeError):
         `draft`: the others can go on without it."""
         super().__init__(message)
         self.fault, self.draft = fault, draft
+
+
+class RemoteTraceback(Exception):
+    """A traceback of another process, as text: the cause of the error that names the process, so that it is shown with that, and the
+    error's message stays one line."""

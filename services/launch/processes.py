@@ -7,9 +7,10 @@ import multiprocessing.connection
 import os
 import secrets
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -19,8 +20,9 @@ import torch.distributed as dist
 
 from services.coordinator.remote import RemoteEngine
 from services.launch.config import GangConfig
-from services.launch.errors import GangError
+from services.launch.errors import GangError, RemoteTraceback
 from services.launch.specs import coordinator_spec, rank_spec
+from services.link.base import failure_text
 from services.link.connect import Rendezvous
 from services.workers.process import load_rank, run_rank
 from smc.models.parallel import Shard
@@ -92,8 +94,18 @@ class Processes:
                     said = pipe.recv()
                 except (EOFError, OSError):
                     raise GangError(f"{name} died") from None
-                if said != word:
-                    raise GangError(f"{name}: {said}")
+                if isinstance(said, _Failure):
+                    raise GangError(f"{name}: {said.text}") from RemoteTraceback(f"in the process of {name}\n{said.traceback}")
+                assert said == word, f"{name} said {said!r} where {word!r} comes next"
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """The last that a rank's process says, if it fails."""
+
+    text: str
+    traceback: str
+    """Of that process; frames themselves do not travel."""
 
 
 class _Rank:
@@ -128,7 +140,7 @@ def _serve(pipe: Connection, gpu: int | None) -> None:
             run_rank(spec, HOST, loaded)
             pipe.send("ended")
         except Exception as error:
-            pipe.send(f"{type(error).__name__}: {error}")
+            pipe.send(_Failure(failure_text(error), traceback.format_exc()))
             return
         gc.collect()
         if gpu is not None:

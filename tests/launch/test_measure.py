@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import time
+import traceback
 from contextlib import closing
 from dataclasses import replace
 
@@ -64,6 +65,16 @@ def test_a_rank_that_dies_is_named():
         while not remote.engine.idle:
             remote.engine.step()
     assert not any(map(psutil.pid_exists, ranks))
+
+
+def test_where_a_rank_failed_comes_with_its_name(monkeypatch):
+    """The message is its failure alone; the traceback is the cause, which whoever prints or logs the error shows with it."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    failed = pytest.raises(GangError, match=r"^(draft|target)0: ValueError: GPU number 1 is asked for.*$")
+    with Processes(CONFIG, {"draft": [1], "target": [1]}) as processes, failed as found, processes.engine(EngineConfig()):
+        pass
+    shown = "".join(traceback.format_exception(found.value))
+    assert "in see_only" in shown and "in see_only" not in str(found.value)
 
 
 @pytest.mark.slow
