@@ -16,8 +16,8 @@ from smc.evaluation.reports import advise as advising
 from smc.evaluation.reports import ttft
 from smc.evaluation.reports.costs import CURVES_LEGEND, curve_tables, seen_of_rounds, seen_of_speeds
 from smc.evaluation.reports.rounds import GANG_LEGEND, LOCAL_LEGEND, gang_table, measure_rounds, round_table
-from smc.evaluation.reports.speed import APART, MODES, WIDE, Machines, SpeedPlan, count_gpus, speed_table
 from smc.evaluation.reports.speed import LEGEND as SPEED_LEGEND
+from smc.evaluation.reports.speed import WIDE, Machines, SpeedPlan, count_gpus, speed_table
 from smc.evaluation.reports.speed import measure as measure_speed
 from smc.terminal import out, progress_bar
 
@@ -103,7 +103,7 @@ def _bench_gpus(asked: BenchOptions) -> None:
     degrees = (asked.draft_tp or 1, asked.target_tp or 1)
     plan = SpeedPlan(
         degrees,
-        asked.mode or (APART if asked.link else MODES),
+        asked.modes,
         *asked.sizes,
         contexts,
         asked.loads,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from services.cli import gang, options
 from smc.evaluation.reports import ttft
-from smc.evaluation.reports.speed import MODES, WIDE
+from smc.evaluation.reports.speed import APART, MODES, WIDE
 
 ROUNDS = 30
 LAW = ("temperature", "top_k", "top_p", "min_p", "guidance_scale")
@@ -124,10 +124,15 @@ class BenchOptions:
         return {name: value for name, value in self.named(*LAW).items() if value is not None}
 
     @property
+    def modes(self) -> Sequence[str]:
+        """Of GPUs, each once, in the order given."""
+        return tuple(dict.fromkeys(self.mode or (APART if self.link else MODES)))
+
+    @property
     def decodings(self) -> list[dict[str, Any]]:
-        """Of the modes of both models, what was given, for each method; of `SamplingParams`, by name. Where there are several methods, each
-        is told what is its own."""
-        methods = self.method or ["smc"]
+        """Of the modes of both models, what was given, once for each method; of `SamplingParams`, by name. Where there are several
+        methods, each is told what is its own."""
+        methods = list(dict.fromkeys(self.method or ["smc"]))
         given = {name: value for name, value in self.named(*OF_METHOD.values()).items() if value is not None}
         own = {method: given if len(methods) == 1 else {n: given[n] for n in given if n == OF_METHOD.get(method)} for method in methods}
         return [{"method": method, **own[method]} for method in methods]

@@ -89,6 +89,15 @@ def test_each_method_in_every_mode_of_both_models():
     assert [mode.name for mode, _, _ in plan.rows(1)] == ["plain"]
 
 
+def test_what_is_given_twice_is_measured_once():
+    """In the order given; the only method is told all that was given, and refuses what is another's."""
+    twice = BenchOptions(mode=["lookahead", "plain", "lookahead"], method=["exact", "exact"], verification="rejection", link=["nccl"])
+    assert twice.decodings == [{"method": "exact", "verification": "rejection"}]
+    assert list(twice.modes) == ["lookahead", "plain"]
+    given = {"method": ["smc", "exact", "smc"], "population": "independent"}
+    assert BenchOptions(**given).decodings == [{"method": "smc", "population": "independent"}, {"method": "exact"}]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -109,6 +118,7 @@ def test_each_method_in_every_mode_of_both_models():
         (("--device", "cuda", "--mode", "plain-tp"), "--mode plain-tp shares the target among processes; give --link"),
         (("--method", "smc", "--method", "exact"), "--method smc exact; allowed here: one"),
         (("--method", "smc", "--method", "target"), "--method target; allowed: smc, exact"),
+        (("--method", "smc", "--method", "smc", "--verification", "walk"), "verification='walk' has no effect with method='smc'"),
         (("--device", "cuda", "--context", 0), "--context 0; allowed: >= 1"),
         (("--advise", "--acceptance", 1), "--acceptance 1; allowed: between 0 and 1"),
         (("--advise", "--gpus", 0), "--gpus 0; allowed: >= 1"),
