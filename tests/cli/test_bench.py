@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -96,6 +97,21 @@ def test_what_is_given_twice_is_measured_once():
     assert list(twice.modes) == ["lookahead", "plain"]
     given = {"method": ["smc", "exact", "smc"], "population": "independent"}
     assert BenchOptions(**given).decodings == [{"method": "smc", "population": "independent"}, {"method": "exact"}]
+
+
+def test_plain_decoding_on_all_gpus_is_measured_once(capsys):
+    """Where either model has several GPUs, `plain` has them all."""
+    plan = SpeedPlan((1, 2), ("plain-tp", "plain", "lookahead"), (4,), (5,), (2,), (), (1, 2), 3, {})
+    assert [(mode.name, mode.degrees) for mode, requests, _ in plan.rows(3) if requests == 2] == [("plain", (0, 3)), ("lookahead", (1, 2))]
+    assert capsys.readouterr().err.splitlines() == ["plain-tp is plain here, on all 3 GPUs: measured once"]
+    assert [mode.degrees for mode, *_ in replace(plan, modes=("plain-tp",), concurrency=(1,)).rows(3)] == [(0, 3)]
+
+
+def test_more_gpus_than_there_are(capsys):
+    """Said once, however many loads there are, of plain decoding as well where that has the GPUs of both models."""
+    plan = SpeedPlan((1, 3), ("lockstep", "plain", "lookahead"), (4,), (5,), (2,), (), (1, 2), 3, {})
+    assert [mode.name for mode, *_ in plan.rows(2)] == ["lockstep"] * 2
+    assert capsys.readouterr().err.splitlines() == [f"{name} needs 4 GPUs; there are 2: left out" for name in ("plain", "lookahead")]
 
 
 @pytest.mark.parametrize(

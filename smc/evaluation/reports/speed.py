@@ -78,9 +78,10 @@ class SpeedPlan:
                 raise ValueError(f"--context {context}; allowed: >= 1")
 
     def rows(self, gpus: int) -> Iterator[tuple[Mode, int, int | None]]:
-        """(mode, requests, context), plain decoding first for every load."""
+        """(mode, requests, context): for every load the modes, in the order given."""
+        modes = list(self._modes(gpus))
         for context, requests in product(self.contexts or (None,), self.concurrency):
-            for mode in self._modes(gpus):
+            for mode in modes:
                 yield mode, requests, context
 
     def _modes(self, gpus: int) -> Iterator[Mode]:
@@ -89,23 +90,29 @@ class SpeedPlan:
         from smc.evaluation.speed import PLAIN_BLOCK
         from smc.runtime.config import EngineConfig
 
-        one, apart = (0, 1), self.degrees
         common: dict[str, Any] = {"prefix_cache": self.prefix_cache, "drafting": self.drafting}
         for name in self.modes:
-            needed = 1 if name in ("plain", "lockstep") else sum(apart)
+            degrees = self._degrees(name)
+            needed = sum(degrees)
             if gpus < needed:
                 err.print(f"[yellow]{name} needs {needed} GPUs; there are {gpus}: left out[/yellow]")
+            elif name == WIDE and "plain" in self.modes and degrees == self._degrees("plain"):
+                err.print(f"[yellow]{name} is plain here, on all {needed} GPUs: measured once[/yellow]")
             elif name in ("plain", WIDE):
-                # On as many GPUs as the others have, or on one if it fits there: whoever has them would use them all.
-                wide = name == WIDE or max(apart) > 1
-                yield Mode(name, Method.TARGET, EngineConfig(block=PLAIN_BLOCK, **common), 1, (0, sum(apart)) if wide else one)
+                yield Mode(name, Method.TARGET, EngineConfig(block=PLAIN_BLOCK, **common), 1, degrees)
             elif name == "lookahead":
                 for own, n, f, k in product(self._decodings(), self.particles, self.branches, self.blocks):
-                    yield Mode(name, config=EngineConfig(block=k, branches=f, **common), particles=n, degrees=apart, **own)
+                    yield Mode(name, config=EngineConfig(block=k, branches=f, **common), particles=n, degrees=degrees, **own)
             else:
                 for own, n, k in product(self._decodings(), self.particles, self.blocks):
-                    config = EngineConfig(form="lockstep", block=k, **common)
-                    yield Mode(name, config=config, particles=n, degrees=one if name == "lockstep" else apart, **own)
+                    yield Mode(name, config=EngineConfig(form="lockstep", block=k, **common), particles=n, degrees=degrees, **own)
+
+    def _degrees(self, name: str) -> tuple[int, int]:
+        """GPUs of draft and target in this mode; 0: the draft is on the target's."""
+        # Plain decoding is on as many GPUs as the others have, or on one if it fits there: whoever has them would use them all.
+        if name == WIDE or (name == "plain" and max(self.degrees) > 1):
+            return (0, sum(self.degrees))
+        return (0, 1) if name in ("plain", "lockstep") else self.degrees
 
     def _decodings(self) -> Iterator[dict[str, Any]]:
         """What `Mode` has to be told of each."""
