@@ -10,10 +10,12 @@ import time
 import traceback
 from contextlib import closing
 from dataclasses import replace
+from itertools import groupby
 
 import psutil
 import pytest
 
+from services.launch import measure as measuring
 from services.launch.config import GangConfig
 from services.launch.errors import GangError
 from services.launch.measure import GangMachine, measure, placed
@@ -26,7 +28,7 @@ from smc.engine.sampling_params import Method, SamplingParams
 from smc.engine.timeline import LANES
 from smc.evaluation.load import problem_load, random_load
 from smc.evaluation.machine import Mode
-from smc.evaluation.reports.speed import SpeedPlan
+from smc.evaluation.reports.speed import WIDE, SpeedPlan, in_turn
 from smc.evaluation.reports.speed import measure as timed
 from smc.evaluation.speed import Bench, Speed, Watched, median_length, unattended
 from smc.runtime.config import EngineConfig
@@ -168,6 +170,36 @@ def test_time_in_which_nobody_works_is_counted_once():
     assert math.isclose(apart.link, 1e-9 * (5 + 5))
     assert unattended(rounds[:1]) == 0.0
     assert math.isclose(median_length(rounds, "choose"), 1e-8) and median_length(rounds, "follow") == 0.0
+
+
+@pytest.mark.parametrize(("degrees", "gpus"), [((1, 1), 2), ((1, 1), 1), ((1, 3), 4), ((2, 2), 4), ((2, 1), 8)])
+def test_what_the_same_processes_run_is_run_in_a_row(degrees, gpus):
+    plan = SpeedPlan(degrees, ("plain", WIDE, "lockstep", "lookahead", "lockstep-apart"), (2, 4), (3,), (2,), (16, 24), (1, 2), 2, {})
+    rows = list(plan.rows(gpus))
+    turns = in_turn(rows)
+    assert [turn for _, turn in sorted(turns, key=lambda each: each[0])] == rows
+    places = [placed(mode.degrees, degrees, gpus) for _, (mode, _, _) in turns if mode.name != "lockstep"]
+    assert len(list(groupby(places))) == len({json.dumps(place) for place in places})
+
+
+@pytest.mark.slow
+def test_processes_are_started_no_more_often_than_targets_are_split(monkeypatch):
+    """Whatever stands between two modes of the same processes, and for however many loads; what is shown keeps the order asked for."""
+    started = []
+
+    class Counted(Processes):
+        def __init__(self, config: GangConfig, gpus: dict[str, list[int]] | None = None) -> None:
+            started.append((config.draft_tp, config.target_tp))
+            super().__init__(config, gpus)
+
+    monkeypatch.setattr(measuring, "Processes", Counted)
+    plan = SpeedPlan((1, 1), ("plain", "plain-tp", "lookahead"), (2,), (3,), (2,), (16, 24), (1,), 2, {})
+    kept = []
+    with closing(GangMachine(CONFIG)) as machine:
+        rows = timed(plan, machine, 2, None, lambda found: kept.append([(row.context, row.mode) for row in found]))
+    asked = [(context, mode) for context in (16, 24) for mode in plan.modes]
+    assert started == [(1, 1), (1, 2)] and [(row.context, row.mode) for row in rows] == kept[-1] == asked
+    assert [len(found) for found in kept] == [1, 2, 3, 4, 5, 6] and all(found == sorted(found, key=asked.index) for found in kept)
 
 
 @pytest.mark.slow

@@ -40,6 +40,9 @@ LEGEND = (
 )
 COLUMNS = "N K F GPUs context requests rows alone tok/round tok/s total x_plain round step draft target choose link host idle floor GiB"
 
+Turn = tuple["Mode", int, int | None]
+"""What one line of the table is of: mode, requests, context."""
+
 
 @dataclass(frozen=True)
 class SpeedPlan:
@@ -77,8 +80,8 @@ class SpeedPlan:
             if context < 1:
                 raise ValueError(f"--context {context}; allowed: >= 1")
 
-    def rows(self, gpus: int) -> Iterator[tuple[Mode, int, int | None]]:
-        """(mode, requests, context): for every load the modes, in the order given."""
+    def rows(self, gpus: int) -> Iterator[Turn]:
+        """For every load the modes, in the order given."""
         modes = list(self._modes(gpus))
         for context, requests in product(self.contexts or (None,), self.concurrency):
             for mode in modes:
@@ -123,8 +126,16 @@ class SpeedPlan:
             yield {"method": Method(decoding.get("method", "smc")), **own}
 
 
+def in_turn(rows: Sequence[Turn]) -> list[tuple[int, Turn]]:
+    """In the order in which they are run, each with its place in `rows`: those whose target has as many GPUs follow each other, whatever
+    their load. Processes hold a target as it is split among them, and a large one takes minutes to load."""
+    splits = list(dict.fromkeys(mode.degrees[1] for mode, _, _ in rows))
+    return sorted(enumerate(rows), key=lambda row: splits.index(row[1][0].degrees[1]))
+
+
 def measure(plan: SpeedPlan, machine: Machine, gpus: int, trace: Path | None, keep_rows: Callable[[Sequence[Speed]], None]) -> list[Speed]:
-    """With `trace`, all timed rounds are written there as a Chrome trace. `keep_rows` is told of those so far after each."""
+    """In the order of `plan.rows`, whatever is run first. With `trace`, all timed rounds are written there as a Chrome trace. `keep_rows`
+    is told of those so far after each."""
     from smc.engine.timeline import Timeline
     from smc.engine.timing import THOROUGH
     from smc.evaluation.load import problem_load, random_load
@@ -146,18 +157,23 @@ def measure(plan: SpeedPlan, machine: Machine, gpus: int, trace: Path | None, ke
         return found
 
     decide = (lambda mode: costs(mode.degrees)) if plan.drafting == "costs" else (lambda mode: None)
-    bench, rows = Bench(machine, keep if trace else None, plan.law, decide), []
-    todo = list(plan.rows(gpus))
+    bench = Bench(machine, keep if trace else None, plan.law, decide)
+    todo = in_turn(list(plan.rows(gpus)))
+    measured: dict[int, Speed] = {}
     with progress_bar() as progress:
         task = progress.add_task("modes", total=len(todo))
-        for mode, requests, context in todo:
+        for place, (mode, requests, context) in todo:
             load = problem_load(machine.tokenizer, requests) if context is None else random_load(machine.tokenizer, requests, context)
-            rows.append(bench.run(mode, load, plan.rounds))
-            keep_rows(rows)
+            measured[place] = bench.run(mode, load, plan.rounds)
+            keep_rows(_in_place(measured))
             progress.advance(task)
     if trace is not None:
         timeline.write(trace)
-    return rows
+    return _in_place(measured)
+
+
+def _in_place(measured: Mapping[int, Speed]) -> list[Speed]:
+    return [measured[place] for place in sorted(measured)]
 
 
 class Machines:

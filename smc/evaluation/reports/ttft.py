@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from smc.evaluation.reports.speed import SpeedPlan
+from smc.evaluation.reports.speed import SpeedPlan, in_turn
 from smc.terminal import progress_bar
 
 if TYPE_CHECKING:
@@ -31,15 +31,16 @@ def measure(plan: SpeedPlan, machine: PromptMachine, gpus: int) -> list[FirstTok
     """`plan.concurrency`: requests beside; every mode is measured alone first."""
     from smc.evaluation.ttft import REPEATS, FirstTokens
 
-    todo, rows = list(plan.rows(gpus)), []
+    todo = in_turn(list(plan.rows(gpus)))
+    found: dict[int, list[FirstToken]] = {}
     with progress_bar() as progress:
         task = progress.add_task("prompts", total=len(todo) * 2 * (1 + REPEATS))
         bench = FirstTokens(machine, plan.rounds, lambda: progress.advance(task), plan.law)
-        for mode, beside, context in todo:
+        for place, (mode, beside, context) in todo:
             assert context is not None, "prompts have lengths"
             progress.update(task, description=f"{mode.name}, {context:,} tokens, {beside} beside")
-            rows += bench.run(mode, context, beside)
-    return rows
+            found[place] = bench.run(mode, context, beside)
+    return [row for place in sorted(found) for row in found[place]]
 
 
 def first_token_table(rows: Sequence[FirstToken]) -> Table:
