@@ -6,8 +6,9 @@ a tile of a group's queries to one split of the group's prefix (flash decoding: 
 normalised output and a base-2 log-sum-exp per query and split. `_own_kernel` attends each row's queries to its own positions and merges the
 splits into that. Which tiles and splits there are was found beforehand, once for all layers (`smc.kernels.rows`).
 Where contexts are short, `smc.attention.step` does it in one launch, row by row: reading the prefix from the L2 cache for every row then
-costs less than a second launch and a merge. Shapes are static; all that changes between replays of a graph (groups, lengths, pages)
-is read on the device.
+costs less than a second launch and a merge. On Hopper GPUs most tiles of 64 queries have a prefix kernel of their own
+(`smc.attention.specialized`). Shapes are static; all that changes between replays of a graph (groups, lengths, pages) is read on the
+device.
 
 Axes: R rows, Q queries of a row (padded), T = R * Q tokens row after row, J key/value heads, H query heads, N = H // J, D head dimension,
 G groups, L positions of a table, S splits, W pieces (a tile and a split), E entries of the workspace (a query and a split);
@@ -32,6 +33,10 @@ from smc.kernels.rows import Groups, PieceShape, Prepared, Tables, page_at, prep
 from smc.kernels.variants import one_variant
 
 LOWEST = tl.constexpr(-1e30)  # Finite: a query that sees nothing yet would otherwise meet inf - inf.
+SPECIALIZED_CAPABILITY = (9, 0)
+"""Of GPUs: those with the tensor cores that it is written for; later ones have others."""
+SPECIALIZED_TRITONS = ("3.6", "3.7")
+"""Versions whose Gluon it is written in: that changes from one to the next. With others the kernel here does it."""
 
 
 @triton.jit
@@ -144,6 +149,25 @@ def check_heads(heads: tuple[int, int], head_dim: int) -> None:
         raise ValueError(f"heads {heads} and dimension {head_dim}: want H a multiple of J, and a power of two from 16 to 256")
 
 
+def supports_specialized(device: torch.device | str) -> bool:
+    """Whether the kernel of `smc.attention.specialized` runs on a device."""
+    device = torch.device(device)
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != SPECIALIZED_CAPABILITY:
+        return False
+    return ".".join(triton.__version__.split(".")[:2]) in SPECIALIZED_TRITONS
+
+
+def _prefix_launch(tune: Tuning, device: torch.device | str) -> tuple[Any, dict[str, Any]]:
+    """The kernel that reads prefixes on a device, and its own keywords."""
+    sizes = {"BLOCK_P": tune.block_p, "STAGES": tune.stages}
+    if not (tune.specialized and supports_specialized(device)):
+        return _prefix_kernel, sizes | {"BLOCK_X": tune.block_x, "num_warps": tune.warps}
+    from smc.attention.specialized import QUERIES, REGISTERS, WARPS, prefix_kernel
+
+    assert tune.block_x <= QUERIES, f"tiles of {tune.block_x} queries; allowed: at most {QUERIES}, or specialized=False"
+    return prefix_kernel, sizes | {"num_warps": WARPS, "maxnreg": REGISTERS}
+
+
 class SharedPrefixAttention:
     """Causal attention of R rows of Q queries each, in at most G groups, for one static shape. Holds the splits' workspace, which layers
     share one after another; two passes that may run at once need one each."""
@@ -176,6 +200,7 @@ class SharedPrefixAttention:
         assert self.part_JED.numel() < 2**31, "the kernels address the workspace in 32 bits"
         self._constants = {"N": h // j, "J": j, "D": head_dim, "SCALE": head_dim**-0.5 * 1.4426950408889634, "PDL": pdl}
         self._constants |= launch_options(pdl)
+        self._prefix, self._prefix_keywords = _prefix_launch(tune, device)
 
     @property
     def workspace_bytes(self) -> int:
@@ -196,10 +221,9 @@ class SharedPrefixAttention:
         assert keys.is_contiguous() and values.is_contiguous() and out_THD.is_contiguous() and keys.shape[1] == self.heads[1]
         tune, table, piece_6W = self.tuning, prepared.tables.table_SL, prepared.piece_6W
         entries, bounds = self.lse_JE.shape[1], (prepared.start_R, prepared.count_R)
-        _prefix_kernel[(self.heads[1], piece_6W.shape[1])](
+        self._prefix[(self.heads[1], piece_6W.shape[1])](
             q_THD, keys, values, table, piece_6W, prepared.pieces_1, self.part_JED, self.lse_JE, q_THD.stride(0), table.stride(0),
-            piece_6W.shape[1], entries, BLOCK_X=tune.block_x, BLOCK_P=tune.block_p, STAGES=tune.stages, num_warps=tune.warps,
-            **self._constants,
+            piece_6W.shape[1], entries, **self._prefix_keywords, **self._constants,
         )  # fmt: skip
         *index, tail = prepared.tables.arguments()
         h, j = self.heads

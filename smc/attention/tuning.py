@@ -13,6 +13,9 @@ PAIRED = 512
 """Queries of a group and a key/value head, up to which wide heads are read by programs of 64."""
 FEW = 8
 """Queries of a group, up to which narrow heads have tiles of their own."""
+SPECIALIZED = 256
+"""Queries of a group and a key/value head, up to which wide heads are read by warps of two kinds: with more tiles keys come from the L2
+cache as fast as either kernel takes them, and warps of one kind were faster."""
 
 
 def floor_rows(rows: int) -> int:
@@ -35,6 +38,8 @@ class Tuning:
     two find room on one, or groups are several. With more splits, merging costs more than the reading gains."""
     min_tiles: int
     """Tiles of a split at least: merging one more split costs more than reading a few more tiles."""
+    specialized: bool
+    """Whether warps of two kinds read prefixes (`smc.attention.specialized`), on GPUs that can."""
     warps: int
     """Warps of a prefix program; 4 form one tensor-core group of 64 queries (Hopper's wgmma; below 64 queries it is mma)."""
     stages: int
@@ -74,6 +79,7 @@ class Tuning:
             block_p=block_p,
             pieces=pieces,
             min_tiles=3,
+            specialized=pairs and not several and block_x == 64 and (narrow or x <= SPECIALIZED),
             warps=8 if block_x >= 128 else 4,
             stages=1 if wide else 2 if wide_heads else 4 if several else 3,
             own_y=own_y,

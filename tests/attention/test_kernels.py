@@ -112,6 +112,27 @@ def test_two_programs_share_a_multiprocessor_where_they_have_something_to_comput
 
 
 @pytest.mark.parametrize(
+    ("rows", "together", "queries", "heads", "dim", "specialized"),
+    [
+        (32, 32, 1, (32, 8), 64, True),
+        (64, 64, 4, (32, 8), 64, True),
+        (8, 8, 5, (32, 8), 128, True),
+        (8, 8, 8, (32, 8), 128, True),
+        (8, 8, 1, (32, 8), 64, False),  # tiles of 32
+        (16, 16, 5, (32, 8), 128, False),  # five tiles
+        (32, 8, 5, (32, 8), 128, False),  # several groups
+        (8, 8, 12, (64, 8), 128, False),  # tiles of 128
+        (8, 8, 5, (32, 8), 256, False),
+    ],
+)
+def test_tiles_of_64_are_read_by_warps_of_two_kinds_where_these_are_faster(rows, together, queries, heads, dim, specialized):
+    tuning = Tuning.choose(rows, together, queries, heads, dim, BF16)
+    assert tuning.specialized == specialized
+    assert not specialized or tuning.block_x == 64
+    assert not Tuning.choose(rows, together, queries, heads, dim, torch.float32).specialized
+
+
+@pytest.mark.parametrize(
     ("rows", "queries", "heads", "block_y"),
     [(8, 5, (32, 8), 16), (32, 5, (32, 8), 32), (8, 12, (64, 8), 64), (1, 12, (64, 8), 16), (64, 1, (32, 8), 16)],
 )

@@ -36,9 +36,10 @@ SHAPES = {"draft": (64, 1), "target": (128, 8), "plain": (128, 1)}  # (D, Q)
 LONGEST, COLD_BYTES, MOST_BYTES, MOST_CALLS = 16384, 256 << 20, 8 << 30, 400
 SETTINGS = {
     "default": {},
+    "by warps of one kind": {"specialized": False},
     "bf16 partials": {"partial": torch.bfloat16},
-    "x64 w4": {"block_x": 64, "warps": 4},
-    "p128": {"block_p": 128, "stages": 2, "warps": 8},
+    "x64 w4": {"block_x": 64, "warps": 4, "specialized": False},
+    "p128": {"block_p": 128, "stages": 2, "warps": 8, "specialized": False},
     "4 tiles": {"min_tiles": 4},
     "pieces 8": {"pieces": 8},
     "pieces 32": {"pieces": 32},
@@ -49,6 +50,7 @@ SETTINGS = {
 SWEEP = {
     f"p{block_p} s{stages} w{warps} {pieces} x{block_x}": {
         "block_p": block_p, "stages": stages, "warps": warps, "pieces": pieces, "block_x": block_x, "min_tiles": 1,
+        "specialized": False,
     }
     for block_p, stages, warps, pieces, block_x in product((32, 64, 128), (2, 3, 4, 6), (4, 8), (8, 16, 33, 49, 66), (64, 128))
 }  # fmt: skip

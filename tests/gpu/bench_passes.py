@@ -1,9 +1,10 @@
 """Time one pass of a model in a CUDA graph, as a step of a draft or a target's pass is one, and its kernels.
 
-    python -m tests.gpu.bench_passes [llama-1b:bfloat16:32x1:256 llama-8b:bfloat16:64x1:1024:64 ...] [--no-pdl] [--kernels]
+    python -m tests.gpu.bench_passes [llama-1b:bfloat16:32x1:256:1:8 llama-8b:bfloat16:64x1:1024:64 ...] [--no-pdl] [--kernels]
 
-A pass is a shape, a type, rows x tokens of a row, the positions that rows of a group share, and groups, one if nothing is said; each row
-has some positions of its own. As in a service, there is room for as many groups as rows. Random weights. All tokens' logits are made.
+A pass is a shape, a type, rows x tokens of a row, the positions that rows of a group share, groups, one if nothing is said, and the groups
+that there is room for: in a service as many as places, of which a row each is meant if nothing is said. Each row has some positions of its
+own. Random weights. All tokens' logits are made.
 With `--no-pdl` no kernel begins before the one before it has ended. The last line is JSON.
 """
 
@@ -32,9 +33,9 @@ from smc.stops import TokenBytes
 from tests.gpu.bench_attention import full
 
 PASSES = [
-    *(f"llama-1b:{dtype}:{rows}x1:256" for dtype in ("bfloat16", "fp8") for rows in (8, 32)),
+    *(f"llama-1b:{dtype}:{rows}x1:256:1:8" for dtype in ("bfloat16", "fp8") for rows in (8, 32)),
     *(f"llama-8b:{dtype}:{block}:256" for dtype in ("bfloat16", "fp8") for block in ("1x1", "1x5", "8x5")),
-    *(f"llama-1b:bfloat16:32x1:{context}" for context in (4096, 16384)),
+    *(f"llama-1b:bfloat16:32x1:{context}:1:8" for context in (4096, 16384)),
     *(f"llama-8b:bfloat16:8x5:{context}" for context in (4096, 16384)),
     *(f"llama-8b:bfloat16:64x1:{context}:64" for context in (1024, 4096)),
 ]
@@ -50,6 +51,7 @@ class Pass:
     queries: int
     context: int
     groups: int = 1
+    room: int | None = None
     layers: int | None = None
 
     @staticmethod
@@ -59,6 +61,7 @@ class Pass:
         rows, queries = map(int, block.split("x"))
         made = Pass(shape, dtype, rows, queries, *map(int, sizes))
         assert rows % made.groups == 0, f"{text!r}: allowed groups: those that divide {rows}"
+        assert made.groups <= (made.room or rows) <= rows, f"{text!r}: allowed room: {made.groups} to {rows}"
         return made
 
     @property
@@ -88,7 +91,7 @@ class Pass:
         table_SL[:, : self.context] = shared.view(self.groups, -1).repeat_interleave(size, 0)
         table_SL[:, self.context : self.context + own] = others.view(self.rows, own)
         slot_R = torch.arange(self.rows, dtype=torch.int32, device="cuda")
-        group_R, first_G, size_G, shared_G = slot_R // size, *(torch.zeros_like(slot_R) for _ in range(3))
+        group_R, first_G, size_G, shared_G = slot_R // size, *(torch.zeros_like(slot_R[: self.room]) for _ in range(3))
         first_G[: self.groups], size_G[: self.groups], shared_G[: self.groups] = slot_R[::size], size, self.context
         bounds, contexts = (
             (full(self.rows, self.context + OWN), full(self.rows, self.queries)),

@@ -1,0 +1,149 @@
+"""Attention to long prefixes on Hopper GPUs, by warps of two kinds: some copy, others multiply and weigh.
+
+Does for a tile of 64 queries what `_prefix_kernel` of `smc.attention.kernels` does for any. Four warps copy keys and values to a ring in
+shared memory, as far ahead as it has room; four others take them from there, and are kept from their work by no address and no load (Shah
+et al. 2024, FlashAttention-3). So a prefix is on its way before the queries are there. It is written in Gluon, since Triton leaves to no
+author which warp does what; without Hopper's tensor cores, or in Triton's interpreter, it cannot run.
+
+Axes: as in `smc.attention.kernels`; S stages of the ring.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+QUERIES = 64
+"""Of a program: what four warps give the tensor cores at once."""
+WARPS = 4
+"""Of either kind."""
+REGISTERS, COPIER_REGISTERS = 96, 40
+"""Of a thread in the mean, and of those that copy, which leave the others theirs. Two programs and one of rows' own attention find room
+on a multiprocessor."""
+
+_QUERIES = gl.constexpr(QUERIES)
+_WARPS = gl.constexpr(WARPS)
+_COPIER_REGISTERS = gl.constexpr(COPIER_REGISTERS)
+_LOWEST = gl.constexpr(-1e30)  # Finite: a query that sees nothing yet would otherwise meet inf - inf.
+_LANES = gl.constexpr(16)
+"""Columns of a tile that sums and maxima are first made of: several chains, since one would be as long as all of a thread's numbers."""
+
+
+@gluon.jit
+def _copy(work, J: gl.constexpr, D: gl.constexpr, BLOCK_P: gl.constexpr, STAGES: gl.constexpr):
+    """Keys and values to the ring. They are older than the kernel before, so nothing is waited for but room. Tensor cores may read what
+    these copies wrote once their barrier has completed, without a fence between the two, as in Triton's own pipelines."""
+    keys, values, pages, first, last, j, k_SPD, v_SPD, k_full, v_full, empty = work
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [_WARPS, 1], [1, 0])
+    p = gl.arange(0, BLOCK_P, gl.SliceLayout(1, WIDE))
+    d = gl.arange(0, D, gl.SliceLayout(0, WIDE))
+    page = gl.load(pages + first + p, mask=first + p < last, other=0)
+    stage, phase = 0, 1
+    for p0 in range(first, last, BLOCK_P):
+        at_PD = gl.expand_dims((page.to(gl.int64) * J + j) * D, 1) + gl.expand_dims(d, 0)
+        page = gl.load(pages + p0 + BLOCK_P + p, mask=p0 + BLOCK_P + p < last, other=0)
+        mbarrier.wait(empty.index(stage), phase)
+        async_copy.async_copy_global_to_shared(k_SPD.index(stage), keys + at_PD)
+        async_copy.mbarrier_arrive(k_full.index(stage), increment_count=False)
+        async_copy.async_copy_global_to_shared(v_SPD.index(stage), values + at_PD)
+        async_copy.mbarrier_arrive(v_full.index(stage), increment_count=False)
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+
+
+@gluon.jit
+def _attend(
+    work, N: gl.constexpr, D: gl.constexpr, SCALE: gl.constexpr, BLOCK_P: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr
+):  # fmt: skip
+    """The online softmax of `take_in` (`smc.attention.kernels`) over what comes through the ring."""
+    q, part, lse, x0, queries, first, last, entry, j, q_stride, q_XD, k_SPD, v_SPD, k_full, v_full, empty = work
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [_WARPS, 1], [1, 0])
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, BLOCK_P, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, D, 16])
+    OF_SCORES: gl.constexpr = gl.SliceLayout(1, SCORES)
+    OF_SUMS: gl.constexpr = gl.SliceLayout(1, SUMS)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    i = gl.arange(0, _QUERIES, gl.SliceLayout(1, WIDE))
+    d = gl.arange(0, D, gl.SliceLayout(0, WIDE))
+    at_X = (x0 + i) // N * q_stride + (j * N + (x0 + i) % N) * D
+    q_XD.store(gl.load(q + gl.expand_dims(at_X, 1) + gl.expand_dims(d, 0), mask=gl.expand_dims(i < queries, 1), other=0.0))
+    fence_async_shared()
+    m_X = gl.full([_QUERIES], _LOWEST, gl.float32, OF_SCORES)
+    l_X = gl.full([_QUERIES], 0.0, gl.float32, OF_SCORES)
+    acc_XD = gl.full([_QUERIES, D], 0.0, gl.float32, SUMS)
+    none_XP = gl.full([_QUERIES, BLOCK_P], 0.0, gl.float32, SCORES)
+    p = gl.arange(0, BLOCK_P, gl.SliceLayout(0, SCORES))
+    stage, phase = 0, 0
+    for p0 in range(first, last, BLOCK_P):
+        mbarrier.wait(k_full.index(stage), phase)
+        s_XP = warpgroup_mma(q_XD, k_SPD.index(stage).permute((1, 0)), none_XP, use_acc=False, is_async=True)
+        s_XP = warpgroup_mma_wait(0, deps=(s_XP,))
+        if p0 + BLOCK_P > last:
+            s_XP = gl.where(gl.expand_dims(p0 + p < last, 0), s_XP, -float("inf"))
+        most_X = gl.max(gl.max(gl.reshape(s_XP, [_QUERIES, BLOCK_P // _LANES, _LANES]), 1), 1)
+        new_X = gl.maximum(m_X, gl.convert_layout(most_X, OF_SCORES, assert_trivial=True) * SCALE)
+        p_XP = gl.exp2(s_XP * SCALE - gl.expand_dims(new_X, 1))
+        sum_X = gl.sum(gl.sum(gl.reshape(p_XP, [_QUERIES, BLOCK_P // _LANES, _LANES]), 1), 1)
+        fade_X = gl.exp2(m_X - new_X)
+        l_X = l_X * fade_X + gl.convert_layout(sum_X, OF_SCORES, assert_trivial=True)
+        m_X = new_X
+        acc_XD = acc_XD * gl.expand_dims(gl.convert_layout(fade_X, OF_SUMS), 1)
+        weight_XP = gl.convert_layout(p_XP.to(q.dtype.element_ty), gl.DotOperandLayout(0, SUMS, 2))
+        mbarrier.wait(v_full.index(stage), phase)
+        acc_XD = warpgroup_mma(weight_XP, v_SPD.index(stage), acc_XD, is_async=True)
+        acc_XD = warpgroup_mma_wait(0, deps=(acc_XD,))
+        mbarrier.arrive(empty.index(stage), count=1)
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+    y = gl.arange(0, _QUERIES, OF_SCORES)
+    x = gl.arange(0, _QUERIES, OF_SUMS)
+    gl.store(lse + entry + y, m_X + gl.log2(l_X), mask=y < queries)
+    out_XD = acc_XD / gl.expand_dims(gl.convert_layout(l_X, OF_SUMS), 1)
+    to_XD = gl.expand_dims((entry + x) * D, 1) + gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, SUMS)), 0)
+    gl.store(part + to_XD, out_XD, mask=gl.expand_dims(x < queries, 1))
+
+
+@gluon.jit(do_not_specialize=["piece_6W", "pieces_1", "lse", "W", "E"])
+def prefix_kernel(
+    q, keys, values, table_SL, piece_6W, pieces_1, part, lse, q_stride, table_stride, W, E,
+    N: gl.constexpr, J: gl.constexpr, D: gl.constexpr, SCALE: gl.constexpr, BLOCK_P: gl.constexpr, STAGES: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """One piece of one key/value head."""
+    DTYPE: gl.constexpr = q.dtype.element_ty
+    KV: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_P, D], DTYPE)
+    QUERY: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_QUERIES, D], DTYPE)
+    j, w = gl.program_id(0), gl.program_id(1)
+    exists, piece = w < gl.load(pieces_1), piece_6W + w
+    # Of a piece that there is none of numbers are undefined: it has no query and no position.
+    x0, slot = gl.load(piece), gl.where(exists, gl.load(piece + 2 * W), 0)
+    queries = gl.where(exists, gl.load(piece + W), 0)
+    first, last = gl.where(exists, gl.load(piece + 3 * W), 0), gl.where(exists, gl.load(piece + 4 * W), 0)
+    entry = j * E + gl.load(piece + 5 * W)
+    pages = table_SL + slot.to(gl.int64) * table_stride
+    k_SPD = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_P, D], KV)
+    v_SPD = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_P, D], KV)
+    q_XD = gl.allocate_shared_memory(DTYPE, [_QUERIES, D], QUERY)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        # Every thread that copies says when its own copies are there.
+        mbarrier.init(k_full.index(stage), count=32 * _WARPS)
+        mbarrier.init(v_full.index(stage), count=32 * _WARPS)
+        mbarrier.init(empty.index(stage), count=1)
+    attend = (q, part, lse, x0, queries, first, last, entry, j, q_stride, q_XD, k_SPD, v_SPD, k_full, v_full, empty)
+    copy = (keys, values, pages, first, last, j, k_SPD, v_SPD, k_full, v_full, empty)
+    # Constants stay constants only within the call.
+    gl.warp_specialize(
+        [(_attend, (attend, N, D, SCALE, BLOCK_P, STAGES, PDL)), (_copy, (copy, J, D, BLOCK_P, STAGES))], [_WARPS], [_COPIER_REGISTERS]
+    )
