@@ -154,7 +154,7 @@ def supports_specialized(device: torch.device | str) -> bool:
     device = torch.device(device)
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != SPECIALIZED_CAPABILITY:
         return False
-    return ".".join(triton.__version__.split(".")[:2]) in SPECIALIZED_TRITONS
+    return ".".join(triton.__version__.split(".")[:2]) in SPECIALIZED_TRITONS and not triton.knobs.runtime.interpret
 
 
 def _prefix_launch(tune: Tuning, device: torch.device | str) -> tuple[Any, dict[str, Any]]:
@@ -200,7 +200,7 @@ class SharedPrefixAttention:
         assert self.part_JED.numel() < 2**31, "the kernels address the workspace in 32 bits"
         self._constants = {"N": h // j, "J": j, "D": head_dim, "SCALE": head_dim**-0.5 * 1.4426950408889634, "PDL": pdl}
         self._constants |= launch_options(pdl)
-        self._prefix, self._prefix_keywords = _prefix_launch(tune, device)
+        self.prefix_kernel, self._prefix_keywords = _prefix_launch(tune, device)
 
     @property
     def workspace_bytes(self) -> int:
@@ -221,7 +221,7 @@ class SharedPrefixAttention:
         assert keys.is_contiguous() and values.is_contiguous() and out_THD.is_contiguous() and keys.shape[1] == self.heads[1]
         tune, table, piece_6W = self.tuning, prepared.tables.table_SL, prepared.piece_6W
         entries, bounds = self.lse_JE.shape[1], (prepared.start_R, prepared.count_R)
-        self._prefix[(self.heads[1], piece_6W.shape[1])](
+        self.prefix_kernel[(self.heads[1], piece_6W.shape[1])](
             q_THD, keys, values, table, piece_6W, prepared.pieces_1, self.part_JED, self.lse_JE, q_THD.stride(0), table.stride(0),
             piece_6W.shape[1], entries, **self._prefix_keywords, **self._constants,
         )  # fmt: skip

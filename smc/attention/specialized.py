@@ -21,8 +21,8 @@ QUERIES = 64
 WARPS = 4
 """Of either kind."""
 REGISTERS, COPIER_REGISTERS = 96, 40
-"""Of a thread in the mean, and of those that copy, which leave the others theirs. Two programs and one of rows' own attention find room
-on a multiprocessor."""
+"""Of a thread in the mean, and of those that copy, which leave the others theirs: two programs find room on a multiprocessor, and where
+heads are narrow one of rows' own attention beside them."""
 
 _QUERIES = gl.constexpr(QUERIES)
 _WARPS = gl.constexpr(WARPS)

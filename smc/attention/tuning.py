@@ -39,7 +39,7 @@ class Tuning:
     min_tiles: int
     """Tiles of a split at least: merging one more split costs more than reading a few more tiles."""
     specialized: bool
-    """Whether warps of two kinds read prefixes (`smc.attention.specialized`), on GPUs that can."""
+    """Whether warps of two kinds read prefixes (`smc.attention.specialized`), on GPUs that can: 64 queries by four and four warps."""
     warps: int
     """Warps of a prefix program; 4 form one tensor-core group of 64 queries (Hopper's wgmma; below 64 queries it is mma)."""
     stages: int
@@ -79,7 +79,7 @@ class Tuning:
             block_p=block_p,
             pieces=pieces,
             min_tiles=3,
-            specialized=pairs and not several and block_x == 64 and (narrow or x <= SPECIALIZED),
+            specialized=pairs and not several and block_x == 64 and head_dim >= 64 and (narrow or x <= SPECIALIZED),
             warps=8 if block_x >= 128 else 4,
             stages=1 if wide else 2 if wide_heads else 4 if several else 3,
             own_y=own_y,

@@ -123,6 +123,7 @@ def test_two_programs_share_a_multiprocessor_where_they_have_something_to_comput
         (32, 8, 5, (32, 8), 128, False),  # several groups
         (8, 8, 12, (64, 8), 128, False),  # tiles of 128
         (8, 8, 5, (32, 8), 256, False),
+        (32, 32, 1, (32, 8), 32, False),
     ],
 )
 def test_tiles_of_64_are_read_by_warps_of_two_kinds_where_these_are_faster(rows, together, queries, heads, dim, specialized):

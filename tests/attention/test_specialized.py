@@ -1,5 +1,5 @@
-"""The prefix kernel of Hopper GPUs where there is none: it compiles, and leaves room. What it computes only a GPU can say
-(`tests/gpu/test_specialized.py`)."""
+"""The prefix kernel of Hopper GPUs where there is none: it compiles, leaves room, and no other device has it. What it computes only such a
+GPU can say (`tests/gpu/test_specialized.py`)."""
 
 from __future__ import annotations
 
@@ -7,32 +7,57 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
 import triton
 
-from smc.attention.kernels import SPECIALIZED_TRITONS, supports_specialized
+from smc.attention.kernels import SPECIALIZED_TRITONS, SharedPrefixAttention, _prefix_kernel, supports_specialized
 
+ROOT = Path(__file__).parents[2]
 SHARED, RESERVED, REGISTERS = 228 * 1024, 1024, 64 * 1024
 """Of a multiprocessor: bytes of shared memory, those that each program takes besides, registers."""
-OWN_REGISTERS = 256 * 32
-"""Of a program of rows' own attention."""
+OWN_SHARED, OWN_REGISTERS = 8 * 1024, 256 * 32
+"""Of a program of rows' own attention, of narrow heads; of any."""
 
 
 @pytest.mark.skipif(".".join(triton.__version__.split(".")[:2]) not in SPECIALIZED_TRITONS, reason="written for other versions of Triton")
-def test_two_programs_share_a_multiprocessor_and_leave_rows_own_attention_registers():
+def test_two_programs_share_a_multiprocessor_where_heads_are_narrow_with_rows_own_attention():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.attention.compile_specialized", "32x1x64", "8x5x128"]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    ran = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert ran.returncode == 0, ran.stderr[-2000:]
-    for made in json.loads(ran.stdout.splitlines()[-1]):
-        assert made["specialized"]
-        assert 2 * (made["shared"] + RESERVED) <= SHARED
-        assert 2 * made["registers"] + OWN_REGISTERS <= REGISTERS
+    narrow, wide = json.loads(ran.stdout.splitlines()[-1])
+    assert narrow["specialized"] and wide["specialized"]
+    assert 2 * (narrow["shared"] + RESERVED) + OWN_SHARED + RESERVED <= SHARED
+    assert 2 * (wide["shared"] + RESERVED) <= SHARED
+    assert 2 * max(narrow["registers"], wide["registers"]) + OWN_REGISTERS <= REGISTERS
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "supported"),
+    [
+        ((9, 0), "3.6.0", True),
+        ((9, 0), "3.7.1", True),
+        ((8, 9), "3.6.0", False),
+        ((10, 0), "3.6.0", False),
+        ((12, 0), "3.7.1", False),
+        ((9, 0), "3.5.1", False),
+        ((9, 0), "3.8.0", False),
+    ],
+)
+@pytest.mark.parametrize("interpreted", [False, True])
+def test_which_gpus_have_it(monkeypatch, capability, version, supported, interpreted):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(triton, "__version__", version)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", interpreted)
+    assert supports_specialized("cuda:1") == (supported and not interpreted)
 
 
 def test_elsewhere_the_kernel_of_any_gpu_reads_prefixes():
-    assert not supports_specialized("cpu")
+    attention = SharedPrefixAttention(1, 32, 32, 1, (32, 8), 64, torch.bfloat16, "cpu", 4096)
+    assert attention.tuning.specialized and attention.prefix_kernel is _prefix_kernel

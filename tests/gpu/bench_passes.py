@@ -95,7 +95,7 @@ class Pass:
         first_G[: self.groups], size_G[: self.groups], shared_G[: self.groups] = slot_R[::size], size, self.context
         bounds, contexts = (
             (full(self.rows, self.context + OWN), full(self.rows, self.queries)),
-            Contexts.of(self.context + own, self.rows, self.groups),
+            Contexts.of(self.context + own, self.room or self.rows, self.groups),
         )
         return Rows(table_SL, slot_R, None, None, *bounds, group_R, first_G, size_G, shared_G, self.queries, contexts)
 

@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from smc.attention.kernels import SharedPrefixAttention, supports_specialized
+from smc.attention.kernels import SharedPrefixAttention, _prefix_kernel, supports_specialized
 from tests.attention.packed import TOLERANCE, Built, Case, error
 
 BF16 = torch.bfloat16
-WARPS = {64: {"block_p": 128, "stages": 3}, 128: {"block_p": 64, "stages": 3}}
+TILES = {64: {"block_p": 128, "stages": 3}, 128: {"block_p": 64, "stages": 3}}
 RING = 384
 """Positions that a program reads ahead, of heads of 64."""
 CASES = {
@@ -26,6 +26,7 @@ CASES = {
     "ended_first": Case([400, 33], [[(400, 0), (401, 0), (400, 1), (410, 1)], [(33, 0), (34, 2)]], 2, (8, 2), tail=1),
     "tails": Case([390], [[(390, 5), (396, 1), (393, 0), (395, 3)]], 5, (32, 8), tail=2),
     "nothing_shared": Case([0, 0], [[(0, 2), (3, 1)], [(40, 2)]], 2, (8, 2)),
+    "seven_heads_a_key": Case([450], [[(450, 3), (453, 2)]], 3, (28, 4)),
     "more_declared_than_held": Case([37, 200], [[(37, 1), (40, 1)], [(200, 1), (233, 0)]], 1, (8, 2), declared=[450, 900]),
 }
 
@@ -36,26 +37,33 @@ def on_hopper():
         pytest.skip("its kernel is written for other GPUs, or for another Triton")
 
 
-def specialized(case: Case, **tuning: object) -> Case:
-    """With pieces as the kernel has them."""
-    tuning = {"block_x": 64, "specialized": True, "pieces": 7, "min_tiles": 1, **WARPS[case.dim]} | tuning
-    return replace(case, dtype=BF16, tuning=tuning)
+def specialized(case: Case, dtype: torch.dtype = BF16, **tuning: object) -> Case:
+    """With tiles as the kernel has them."""
+    tuning = {"block_x": 64, "specialized": True, "pieces": 7, "min_tiles": 1, **TILES[case.dim]} | tuning
+    return replace(case, dtype=dtype, tuning=tuning)
 
 
 def assert_right(case: Case, scale: float = 1.0) -> None:
     built = Built(case)
     built.q_THD *= scale
-    out_THD = built.run()
+    attention, portable = built.attention(), built.attention(specialized=False)
+    assert attention.prefix_kernel is not _prefix_kernel and portable.prefix_kernel is _prefix_kernel
+    out_THD = built.run(attention=attention)
     assert not out_THD[~built.exists_T].any(), "padding leaves a trace"
     assert error(out_THD, built.reference()) < TOLERANCE[BF16]
-    portable_THD = built.run(attention=built.attention(specialized=False))
-    assert error(out_THD, portable_THD.double()) < TOLERANCE[BF16]
+    assert error(out_THD, built.run(attention=portable).double()) < TOLERANCE[BF16]
 
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("name", CASES)
 def test_attention_is_that_of_each_query_alone(name, dim):
     assert_right(specialized(replace(CASES[name], dim=dim)))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("dtype", "partial"), [(torch.float16, torch.float32), (BF16, BF16)])
+def test_other_types(dtype, partial, dim):
+    assert_right(specialized(replace(CASES["blocks"], dim=dim), dtype, partial=partial))
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -87,4 +95,4 @@ def test_one_key_of_all_is_seen():
 @pytest.mark.parametrize(("heads", "dim", "rows", "queries"), [((32, 8), 64, 32, 1), ((32, 8), 128, 8, 5), ((16, 8), 128, 16, 4)])
 def test_real_shapes_take_it(heads, dim, rows, queries):
     made = SharedPrefixAttention(1, rows, rows, queries, heads, dim, BF16, "cuda", 4096)
-    assert made.tuning.specialized and made.tuning.block_x == 64
+    assert made.prefix_kernel is not _prefix_kernel and made.tuning.block_x == 64

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MODES = ("plain", "lockstep", "lockstep-apart", "lookahead")
 """plain: the target alone; lockstep: both models on one GPU; lockstep-apart, lookahead: each on its own."""
 WIDE = "plain-tp"
-"""The target alone on all GPUs that the two models have together; so has `plain`, unless either model has one."""
+"""The target alone on all GPUs that the two models have together; so has `plain`, unless each has one."""
 APART = ("plain", "lockstep-apart", "lookahead")
 """The default for models in processes of their own."""
 LEGEND = (
