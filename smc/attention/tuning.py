@@ -14,8 +14,7 @@ PAIRED = 512
 FEW = 8
 """Queries of a group, up to which narrow heads have tiles of their own."""
 SPECIALIZED = 256
-"""Queries of a group and a key/value head, up to which wide heads are read by warps of two kinds: with more tiles keys come from the L2
-cache as fast as either kernel takes them, and warps of one kind were faster."""
+"""Queries of a group and a key/value head, up to which wide heads are read by warps of two kinds; of more, warps of one were faster."""
 
 
 def floor_rows(rows: int) -> int:
