@@ -29,7 +29,7 @@ _WARPS = gl.constexpr(WARPS)
 _COPIER_REGISTERS = gl.constexpr(COPIER_REGISTERS)
 _LOWEST = gl.constexpr(-1e30)  # Finite: a query that sees nothing yet would otherwise meet inf - inf.
 _LANES = gl.constexpr(16)
-"""Columns of a tile that sums and maxima are first made of: several chains, since one would be as long as all of a thread's numbers."""
+"""Columns that maxima and sums of a tile are first made for: else they are one chain as long as all that a thread has of a row."""
 
 
 @gluon.jit
@@ -54,6 +54,20 @@ def _copy(work, J: gl.constexpr, D: gl.constexpr, BLOCK_P: gl.constexpr, STAGES:
         if stage == STAGES:
             stage = 0
             phase ^= 1
+
+
+@gluon.jit
+def _weigh(s_XP, m_X, l_X, SCALE: gl.constexpr):
+    """A tile more in the online softmax: its weights, the largest base-2 logit and the sum with it, what earlier sums are worth by now."""
+    X: gl.constexpr = s_XP.shape[0]
+    LENGTH: gl.constexpr = s_XP.shape[1] // _LANES
+    OF_SCORES: gl.constexpr = m_X.type.layout
+    most_X = gl.max(gl.max(gl.reshape(s_XP, [X, LENGTH, _LANES]), 1), 1)
+    new_X = gl.maximum(m_X, gl.convert_layout(most_X, OF_SCORES, assert_trivial=True) * SCALE)
+    p_XP = gl.exp2(s_XP * SCALE - gl.expand_dims(new_X, 1))
+    sum_X = gl.sum(gl.sum(gl.reshape(p_XP, [X, LENGTH, _LANES]), 1), 1)
+    fade_X = gl.exp2(m_X - new_X)
+    return p_XP, new_X, l_X * fade_X + gl.convert_layout(sum_X, OF_SCORES, assert_trivial=True), fade_X
 
 
 @gluon.jit
@@ -87,13 +101,7 @@ def _attend(
         s_XP = warpgroup_mma_wait(0, deps=(s_XP,))
         if p0 + BLOCK_P > last:
             s_XP = gl.where(gl.expand_dims(p0 + p < last, 0), s_XP, -float("inf"))
-        most_X = gl.max(gl.max(gl.reshape(s_XP, [_QUERIES, BLOCK_P // _LANES, _LANES]), 1), 1)
-        new_X = gl.maximum(m_X, gl.convert_layout(most_X, OF_SCORES, assert_trivial=True) * SCALE)
-        p_XP = gl.exp2(s_XP * SCALE - gl.expand_dims(new_X, 1))
-        sum_X = gl.sum(gl.sum(gl.reshape(p_XP, [_QUERIES, BLOCK_P // _LANES, _LANES]), 1), 1)
-        fade_X = gl.exp2(m_X - new_X)
-        l_X = l_X * fade_X + gl.convert_layout(sum_X, OF_SCORES, assert_trivial=True)
-        m_X = new_X
+        p_XP, m_X, l_X, fade_X = _weigh(s_XP, m_X, l_X, SCALE)
         acc_XD = acc_XD * gl.expand_dims(gl.convert_layout(fade_X, OF_SUMS), 1)
         weight_XP = gl.convert_layout(p_XP.to(q.dtype.element_ty), gl.DotOperandLayout(0, SUMS, 2))
         mbarrier.wait(v_full.index(stage), phase)
