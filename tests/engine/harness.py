@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
-import pytest
 import torch
 
 from smc.engine.engine import Engine
@@ -28,10 +27,8 @@ FORMS = [
     EngineConfig(form="lookahead", block=3, branches=1),
     EngineConfig(form="lookahead", block=3, branches=4),
 ]
-CASES = [FORMS[0], pytest.param(FORMS[1], marks=pytest.mark.slow), FORMS[2]]
-"""For tests of every form, of which one branch is the least."""
-AHEAD = [pytest.param(False, marks=pytest.mark.slow), True]
-"""Whether rounds are asked for before the last one is known, as on GPUs. Not to do so is the easier half."""
+CASES = [FORMS[0], FORMS[2]]
+"""For tests of both forms."""
 
 
 def config_id(config: EngineConfig) -> str:

@@ -10,7 +10,7 @@ from smc.engine.engine import Engine
 from smc.engine.expectation import COUNT_EVERY, OWN_TOKENS
 from smc.engine.local import local_engine
 from smc.runtime.config import EngineConfig
-from tests.engine.harness import AHEAD, assert_empty, request, running
+from tests.engine.harness import assert_empty, request, running
 from tests.engine.lives import assert_same, live, pair, random_requests, small_engine, with_endless_memory
 from tests.engine.pairs import tiny_pair
 
@@ -65,8 +65,9 @@ def test_particles_that_share_nearly_all(config):
     assert max(at_once[len(at_once) // 2 :]) >= 8
 
 
-@pytest.mark.parametrize("ahead", AHEAD)
-@pytest.mark.parametrize("config", LONG, ids=lambda c: c.form)
+@pytest.mark.parametrize(
+    ("config", "ahead"), [(FORMS[0], True), pytest.param(FORMS[1], False, marks=pytest.mark.slow)], ids=["lockstep", "lookahead"]
+)
 def test_grown_pages_are_those_of_running_particles(config, ahead, monkeypatch):
     """The sum that is learnt from is what a walk over all particles finds, whatever has become of requests; the books are their sums."""
     small = EngineConfig(**{**vars(config), "max_slots": 60, "pages": 440, "prefill_chunk": 24})

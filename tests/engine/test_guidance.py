@@ -32,7 +32,7 @@ EVERY = [
 ]
 DRAFTED = [{"guide_draft": True} | how for how in EVERY[1:]]
 ENDS = [FORMS[0], FORMS[2]]
-SHORT = [FORMS[1], EngineConfig(form="lockstep", block=1), EngineConfig(block=1, branches=3)]
+SHORT = EngineConfig(block=1, branches=3)
 SLOW = pytest.mark.slow
 
 
@@ -65,14 +65,12 @@ def test_every_method_weighs_by_the_formula(config):
     [
         pytest.param(ENDS[0], False, marks=SLOW),
         (ENDS[1], True),
-        pytest.param(ENDS[0], True, marks=SLOW),
-        pytest.param(ENDS[1], False, marks=SLOW),
     ],
-    ids=["lockstep", "ahead, draft guided", "lockstep, draft guided", "ahead"],
+    ids=["lockstep", "ahead, draft guided"],
 )
 def test_answers_follow_the_guided_law(config, guide_draft):
-    """Whether the draft is guided or not. Enumerated. 800 answers of plain decoding, and of rejection, whose distance to it is sampling
-    noise, 0.12; without guidance it is above 0.25. Of SMC E[Z-hat] = 1, at 4.5 standard errors in eight cases (one false alarm in 15,000
+    """Whether the draft is guided or not. Enumerated. 400 answers of plain decoding, and of rejection, whose distance to it is sampling
+    noise, 0.16; without guidance it is above 0.25. Of SMC E[Z-hat] = 1, at 4.5 standard errors in four cases (one false alarm in 30,000
     choices of seeds), and many particles are as near."""
     law = law_of(lambda prefix: log_law(prefix, 1.0, 4).tolist(), 4, EOS)
     plain = exact_law(tiny_pair().target, PROMPT, 4, EOS)
@@ -86,17 +84,17 @@ def test_answers_follow_the_guided_law(config, guide_draft):
     def distance(found: list[Answer]) -> float:
         return total_variation(law, collections.Counter(answer.tokens for answer in found), len(found))
 
-    assert distance(population(800, method="target")) < 0.15
-    assert distance(population(800, method="exact", verification="rejection", particles=2)) < 0.15
+    assert distance(population(400, method="target")) < 0.2
+    assert distance(population(400, method="exact", verification="rejection", particles=2)) < 0.2
     for how in ({"population": "distinct"}, {"population": "independent", "ess_threshold": 1.0}):
         z = [math.exp(answer.statistics.log_z) for answer in population(400, particles=4, **how)]
         mean = sum(z) / len(z)
         error = (sum((x - mean) ** 2 for x in z) / len(z) ** 2) ** 0.5
         assert abs(mean - 1) < 4.5 * error and error < 0.15
-    assert distance(population(400, particles=16, population="distinct")) < 0.2
+    assert distance(population(300, particles=16, population="distinct")) < 0.22
 
 
-@pytest.mark.parametrize("config", [*ENDS, *(pytest.param(config, marks=SLOW) for config in SHORT)], ids=config_id)
+@pytest.mark.parametrize("config", [*ENDS, pytest.param(SHORT, marks=SLOW)], ids=config_id)
 def test_exact_decoding_is_plain_decoding_seed_by_seed(config):
     """Of truncated laws, too, with trees of several sizes, their draft guided or not, whatever runs beside them; and it is not what it is
     without guidance."""

@@ -14,7 +14,7 @@ from smc.runtime.config import EngineConfig
 from smc.runtime.messages import SIDES
 from tests.engine import pairs
 from tests.engine.harness import (
-    CASES,
+    FORMS,
     TokenLedger,
     assert_empty,
     check_kv,
@@ -25,6 +25,8 @@ from tests.engine.harness import (
     step_through,
 )
 
+CASES = [FORMS[0], pytest.param(FORMS[1], marks=pytest.mark.slow), FORMS[2]]
+"""Where there is one branch, nothing is chosen between before the re-rooting."""
 MIXED = [
     {"particles": 6, "ess_threshold": 1.0},
     {"particles": 3, "ess_threshold": 0.5, "resampling": "multinomial"},

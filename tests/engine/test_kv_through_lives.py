@@ -8,17 +8,20 @@ import pytest
 
 from smc.runtime.config import EngineConfig
 from smc.runtime.messages import SIDES
-from tests.engine.harness import AHEAD, TokenLedger, assert_empty, check_kv, config_id
+from tests.engine.harness import TokenLedger, assert_empty, check_kv, config_id
 from tests.engine.lives import live, random_requests, small_engine
 
 SMALL = {"max_slots": 60, "pages": 440, "prefill_chunk": 24}
 CONFIG = EngineConfig(block=3, branches=2, **SMALL)
-OTHERS = [EngineConfig(form="lockstep", block=3, **SMALL), EngineConfig(block=1, **SMALL)]
+OTHERS = [(CONFIG, False), (EngineConfig(form="lockstep", block=3, **SMALL), True), (EngineConfig(block=1, **SMALL), True)]
 EVENTS = ("cached", "preempted", "made smaller", "grown", "cancelled")
 
 
-@pytest.mark.parametrize("ahead", AHEAD)
-@pytest.mark.parametrize("config", [CONFIG, *(pytest.param(config, marks=pytest.mark.slow) for config in OTHERS)], ids=config_id)
+@pytest.mark.parametrize(
+    ("config", "ahead"),
+    [(CONFIG, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)],
+    ids=lambda value: config_id(value) if isinstance(value, EngineConfig) else str(value),
+)
 def test_slots_hold_the_tokens_of_their_particles(config, ahead, monkeypatch):
     """After every step: cache hits, starting over, shrinking, growing and cancelled neighbours, both methods of plain decoding too."""
     rng = random.Random(3)

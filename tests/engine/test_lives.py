@@ -26,9 +26,8 @@ EVENTS = (
 @pytest.mark.parametrize(
     ("config", "ahead", "count"),
     [
-        pytest.param(CONFIGS[0], False, 150, marks=pytest.mark.slow),
-        pytest.param(CONFIGS[1], False, 150, marks=pytest.mark.slow),
-        pytest.param(CONFIGS[2], True, 150, marks=pytest.mark.slow),
+        pytest.param(CONFIGS[1], False, 100, marks=pytest.mark.slow),
+        pytest.param(CONFIGS[2], True, 100, marks=pytest.mark.slow),
         (CONFIGS[3], True, 90),
     ],
 )

@@ -15,7 +15,7 @@ from smc.engine.request import Request
 from smc.engine.sampling_params import SamplingParams
 from smc.runtime.config import EngineConfig
 from smc.runtime.plan import Program
-from tests.engine.harness import AHEAD, CASES, FORMS, answers, assert_empty, config_id, request, running
+from tests.engine.harness import CASES, FORMS, answers, assert_empty, config_id, request, running
 from tests.engine.lives import assert_same, live, small_engine, with_endless_memory
 
 PAGES = 300
@@ -41,7 +41,7 @@ def starved_engine(config: EngineConfig, monkeypatch, *, ahead: bool = False, pa
     return small_engine(replace(config, pages=pages, prefill_chunk=16), monkeypatch, ahead=ahead, **options)
 
 
-@pytest.mark.parametrize("ahead", AHEAD)
+@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("config", CASES, ids=config_id)
 def test_the_answer_is_that_of_endless_memory(config, ahead, monkeypatch):
     """Tokens, logprobs, log Z, reason, and what was streamed. Memory is short, and in every third step somebody is interrupted anyway."""
@@ -59,7 +59,7 @@ def test_the_answer_is_that_of_endless_memory(config, ahead, monkeypatch):
         assert "".join(o.text for o in outputs) == expected[r.request_id].text
 
 
-@pytest.mark.parametrize("config", [*(pytest.param(config, marks=pytest.mark.slow) for config in FORMS[:2]), FORMS[2]], ids=config_id)
+@pytest.mark.parametrize("config", [pytest.param(FORMS[0], marks=pytest.mark.slow), FORMS[2]], ids=config_id)
 @pytest.mark.parametrize("end", ["cancelled", "time_budget"])
 def test_one_that_waits_to_go_on_answers_with_what_was_streamed(config, end, monkeypatch):
     """Cancelled, or out of time: at least what its user has seen already."""
