@@ -1,7 +1,4 @@
-"""The command on a real cluster: the engine's own answers, whatever is killed or stopped on the way, and nothing left behind.
-
-One run after the other goes on with the same file, each disturbed in another way.
-"""
+"""The command on a real cluster: the engine's own answers, whatever is killed or stopped on the way, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -86,22 +83,35 @@ def whole_lines(path: Path) -> bytes:
 
 
 def test_disturbed_runs_make_the_file_of_an_undisturbed_one(cluster: Cluster, asked, expected, tmp_path):
-    """The first run is killed, the second loses a rank; between them they do every line once."""
-    source, output = write_lines(tmp_path / "in.jsonl", asked), tmp_path / "out.jsonl"
+    """The first run is a job that `ray job stop` stops, the second is killed, the third loses a rank; between them they do every line
+    once."""
+    source, output, jobs = write_lines(tmp_path / "in.jsonl", asked), tmp_path / "out.jsonl", JobSubmissionClient(cluster.dashboard)
+    command = ("smcserve", "batch", source.name, output, *OPTIONS)
+    submitted = cluster.submit("--working-dir", ".", "--no-wait", "--submission-id", "first", "--", *command, directory=tmp_path)
+    assert submitted.returncode == 0, submitted.stderr + submitted.stdout
+    cluster.until(lambda: lines_in(output) >= 3, 60, "no progress")
+    assert jobs.stop_job("first")  # what `ray job stop` does
+    cluster.until_empty()
+    cluster.until(lambda: jobs.get_job_status("first").is_terminal(), 10, "the job did not stop")
+    assert jobs.get_job_status("first") == "STOPPED"
+    by_the_job = whole_lines(output)
+    assert 3 <= by_the_job.count(b"\n") < len(asked)
 
-    def begin(lines: int) -> subprocess.Popen:
+    def begin() -> subprocess.Popen:
+        done = lines_in(output)
         process = cluster.start_batch(source, output, *OPTIONS)
-        cluster.until(lambda: lines_in(output) >= lines or process.poll() is not None, 60, "no progress")
+        cluster.until(lambda: lines_in(output) > done or process.poll() is not None, 60, "no progress")
         assert process.poll() is None, process.communicate()
         return process
 
-    killed = begin(3)
+    killed = begin()
     killed.kill()
     killed.communicate()
     beginning = whole_lines(output)
+    assert beginning.startswith(by_the_job), "what was there has been done again"
     cluster.until_empty()
 
-    broken = begin(lines_in(output) + 3)
+    broken = begin()
     victim = next(pid for pid, name in cluster.ranks().items() if " rank " in name)
     os.kill(victim, signal.SIGKILL)
     code, said = finish(broken)
@@ -110,34 +120,6 @@ def test_disturbed_runs_make_the_file_of_an_undisturbed_one(cluster: Cluster, as
 
     assert [essence(record) for record in read_records(output)] == expected
     assert output.read_bytes().startswith(beginning), "what was there has been done again"
-
-
-def test_two_jobs(cluster: Cluster, asked, expected, tmp_path):
-    """`ray job submit`, stopped by `ray job stop`, and submitted again."""
-    good = [document for document in asked if document["custom_id"].startswith("q")]
-    folder, output = tmp_path / "folder", tmp_path / "out.jsonl"
-    folder.mkdir()
-    write_lines(folder / "in.jsonl", good)
-    submit, jobs = ("--working-dir", "."), JobSubmissionClient(cluster.dashboard)
-    command = ("--", "smcserve", "batch", "in.jsonl", output, *OPTIONS)
-
-    first = cluster.submit(*submit, "--no-wait", "--submission-id", "first", *command, directory=folder)
-    assert first.returncode == 0, first.stderr + first.stdout
-    cluster.until(lambda: lines_in(output) >= 3, 60, "no progress")
-    assert jobs.stop_job("first")  # what `ray job stop` does
-    cluster.until_empty()
-    cluster.until(lambda: jobs.get_job_status("first").is_terminal(), 10, "the job did not stop")
-    assert jobs.get_job_status("first") == "STOPPED"
-    beginning = whole_lines(output)
-    done = beginning.count(b"\n")
-    assert 3 <= done < len(good)
-
-    second = cluster.submit(*submit, *command, directory=folder)
-    said = second.stdout + second.stderr
-    assert second.returncode == 0 and f"{len(good)} of {len(good)} lines done, {done} by earlier runs, 0 failed" in said, said
-    assert output.read_bytes().startswith(beginning)
-    assert [essence(record) for record in read_records(output)] == [each for each in expected if each[0].startswith("q")]
-    cluster.until_empty()
 
 
 def test_a_cluster_without_room(cluster: Cluster, asked, tmp_path):

@@ -20,7 +20,7 @@ from smc.runtime.messages import SideLost
 from tests.engine.harness import answers, assert_empty, request, running
 from tests.engine.lives import assert_same, guided, pair, random_requests, small_engine, with_endless_memory
 
-OTHERS = [pytest.param(form, ahead, marks=pytest.mark.slow) for form, ahead in (("lockstep", True), ("lookahead", False))]
+CASES = [("lookahead", True), pytest.param("lockstep", True, marks=pytest.mark.slow)]
 ALONE = (Method.EXACT, Method.TARGET)
 
 
@@ -55,7 +55,7 @@ class Breaking:
             return [], self.engine.detach_draft()
 
 
-@pytest.mark.parametrize(("form", "ahead"), [*OTHERS, ("lookahead", True)])
+@pytest.mark.parametrize(("form", "ahead"), CASES)
 def test_answers_of_the_targets_own_draws_do_not_depend_on_the_draft(form, ahead, monkeypatch):
     """In a pool that is too small for all, with a prefix cache, while requests are preempted; most are guided, of many the draft, too."""
     rng = random.Random(3)

@@ -20,7 +20,7 @@ from smc.runtime.config import EngineConfig
 from tests.engine.harness import TokenLedger, answers, assert_empty, check_kv, request, running
 from tests.engine.lives import live, pair, random_requests, small_engine, with_endless_memory
 
-OTHERS = [pytest.param(form, ahead, marks=pytest.mark.slow) for form, ahead in (("lockstep", True), ("lookahead", False))]
+CASES = [("lookahead", True), pytest.param("lockstep", False, marks=pytest.mark.slow)]
 LAWS = [
     {"logprobs": True, "stop": ("ab", "ca")},
     {"temperature": 1.5, "particles": 3},
@@ -94,7 +94,7 @@ class Turns:
                 engine.changes.go_alone(group)
 
 
-@pytest.mark.parametrize(("form", "ahead"), [*OTHERS, ("lookahead", True)])
+@pytest.mark.parametrize(("form", "ahead"), CASES)
 def test_answers_do_not_depend_on_who_decodes(form, ahead, monkeypatch):
     """In a pool that is too small for all, beside all other methods, with a prefix cache, cancels, and time that runs out."""
     rng, clock = random.Random(2 * ahead), iter(range(1 << 30))

@@ -1,0 +1,56 @@
+"""Over the other links and at the other degrees, with every rank in a thread: what an engine in this process answers."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from services.gateway.coordinator import CoordinatorClient
+from smc import demo
+from smc.engine.local import ModelPair, local_engine
+from smc.engine.outputs import Answer
+from smc.engine.request import Request
+from smc.engine.sampling_params import SamplingParams
+from smc.runtime.config import EngineConfig
+from tests.coordinator.harness import coordinator
+
+KINDS = [
+    {"particles": 6, "max_tokens": 30},
+    {"method": "exact", "particles": 4, "max_tokens": 30, "guidance_scale": 1.6, "guide_draft": True},
+    {"particles": 4, "max_tokens": 30, "ess_threshold": 1.0, "resampling": "residual"},
+    {"method": "exact", "verification": "rejection", "particles": 3, "max_tokens": 30, "temperature": 1.5},
+    {"method": "target", "max_tokens": 30, "logprobs": True, "top_logprobs": 3},
+    {"method": "draft", "max_tokens": 30},
+    {"particles": 3, "max_tokens": 40, "alpha": 1.2, "top_p": 0.9},
+]
+ASKED = [Request(str(i), tuple(range(5, 12 + i)), SamplingParams(seed=i, **params)) for i, params in enumerate(KINDS)]
+FORMS = {"lookahead": {"block": 4, "branches": 2, "cohorts": 2}, "lockstep": {"form": "lockstep", "block": 4}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("link", "draft_tp", "target_tp", "form"), [("grpc", 2, 1, "lookahead"), ("nccl", 2, 2, "lockstep")])
+def test_over_every_link_at_every_degree(link, draft_tp, target_tp, form):
+    config = EngineConfig(**FORMS[form], drafting="always")
+    engine = local_engine(ModelPair.load(demo.TARGET, demo.DRAFT), config)
+    expected = {output.request_id: output.answer for output in engine.run(ASKED) if output.answer}
+    with coordinator(config, link=link, draft_tp=draft_tp, target_tp=target_tp) as (made, spec):
+        found = asyncio.run(_answers(made.address, spec.rendezvous.secret))
+    for one in found:
+        same = expected[one.request_id]
+        assert (one.tokens, one.text, one.finish_reason) == (same.tokens, same.text, same.finish_reason)
+        assert one.statistics.rounds == same.statistics.rounds
+        assert one.statistics.log_z == pytest.approx(same.statistics.log_z, abs=1e-3)
+
+
+async def _answers(address: str, secret: str) -> list[Answer]:
+    """To all at once."""
+    client = CoordinatorClient(address, secret, lambda step: None, lambda: None)
+
+    async def ask(request: Request) -> Answer:
+        return [output async for output in client.generate(request)][-1].answer
+
+    try:
+        return await asyncio.gather(*map(ask, ASKED))
+    finally:
+        await client.close()
