@@ -19,6 +19,7 @@ _patch_lang_tensor, _create_dot = interpreter._patch_lang_tensor, interpreter.In
 _generic_reduce = interpreter.ReduceOps.generic_reduce
 _convert_float, _get_np_dtype = interpreter._convert_float, interpreter._get_np_dtype
 _make_block_type, _broadcast = core.block_type.__init__, TritonSemantic.broadcast_impl_value
+_check, _equal_types = TritonSemantic.binary_op_type_checking_impl, core.dtype.__eq__
 _np_dtypes: dict[str, np.dtype] = {}
 _block_types: dict[tuple, dict] = {}
 _shapes: dict[tuple, tuple[core.tuple, tl.constexpr]] = {}
@@ -106,6 +107,19 @@ def _to_one_shape(self, left, right) -> tuple:
     return (left, right) if left.shape is right.shape else _broadcast(self, left, right)
 
 
+def _checked(self, left, right, allow_left_pointer=False, allow_right_pointer=False, arithmetic=True, div_or_mod=False) -> tuple:
+    """It works out which type two values of one type are computed in."""
+    alike = type(left) is core.tensor and type(right) is core.tensor and left.dtype is right.dtype
+    if alike and not div_or_mod and not left.dtype.is_ptr():
+        return self.broadcast_impl_value(left, right)
+    return _check(self, left, right, allow_left_pointer, allow_right_pointer, arithmetic, div_or_mod)
+
+
+def _same_type(self, other) -> bool:
+    """Most types that it compares are the very same."""
+    return self is other or _equal_types(self, other)
+
+
 def _patch_once() -> None:
     """It patches the language anew for every call of every function, which takes a quarter of the time; here nothing else is to be done
     with it than to interpret."""
@@ -123,6 +137,8 @@ interpreter.ReduceOps.generic_reduce, interpreter.ScanOps.generic_scan = _reduce
 interpreter._convert_float, interpreter._get_np_dtype = _convert, _np_dtype
 core.block_type.__init__, core.tensor.__init__ = _block_type, _tensor
 TritonSemantic.broadcast_impl_value = _to_one_shape
+TritonSemantic.binary_op_type_checking_impl = _checked
+core.dtype.__eq__ = _same_type
 # It would work out whether sums of integers overflow, and say nothing of it unless it debugs.
 interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 _patch_once()
