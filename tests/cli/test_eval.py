@@ -15,7 +15,7 @@ from smc.evaluation.reports import quality
 from smc.evaluation.reports.quality_table import quality_table
 from smc.statistics import Accuracy
 
-TINY = ("eval", "--problems", 2, "--speed-problems", 1, "--only", "alone", "--only", "exact N=2", "--only", "distinct lockstep N=2 K=4")
+TINY = ("eval", "--problems", 1, "--speed-problems", 1, "--only", "alone", "--only", "exact N=2", "--only", "distinct lockstep N=2 K=4")
 SIZES = ("-n", 2, "-k", 4, "-f", 1)
 NAMES = ["target alone", "draft alone", "exact look-ahead N=2 K=4 F=1", "exact lockstep N=2 K=4", "distinct lockstep N=2 K=4"]
 
@@ -30,12 +30,12 @@ def test_files_and_table(smcserve, tmp_path):
     assert [row["population"] for row in record["rows"]] == [None, None, None, None, "distinct"]
     assert record["rows"][2]["hit_share"] > 0.2 and record["rows"][2]["correct"] == record["rows"][0]["correct"]
     assert (
-        record["conditions"]["problems"] == 2
+        record["conditions"]["problems"] == 1
         and record["conditions"]["temperature"] == 1
         and len(record["conditions"]["weights_sha256"]["target"]) == 64
     )
     for row in record["rows"]:
-        assert row["count"] == 2 and row["interval_95"][0] <= row["accuracy"] <= row["interval_95"][1]
+        assert row["count"] == 1 and row["interval_95"][0] <= row["accuracy"] <= row["interval_95"][1]
         assert row["tokens_per_second"] > 0 and row["batch_tokens_per_second"] > 0
     lines = [line for line in outputs[1].read_text().splitlines() if line.startswith("|")]
     assert len(lines) == 2 + 5 and len({line.count("|") for line in lines}) == 1
@@ -46,7 +46,7 @@ def test_resume_measures_only_what_is_missing(smcserve, tmp_path, monkeypatch):
     measured = []
     original = quality.measure
     monkeypatch.setattr(quality, "measure", lambda pair, setting, *rest: measured.append(setting.name) or original(pair, setting, *rest))
-    run = ("eval", "--problems", 3, "--speed-problems", 0, "--json", tmp_path / "q.json", "--resume")
+    run = ("eval", "--problems", 2, "--speed-problems", 0, "--json", tmp_path / "q.json", "--resume")
     assert smcserve(*run, "--only", "draft").code == 0
     again = smcserve(*run, "--only", "draft", "--only", "target")
     assert "1 of 2 settings are in" in again.err
@@ -59,9 +59,9 @@ def test_resume_measures_only_what_is_missing(smcserve, tmp_path, monkeypatch):
 def test_what_has_been_answered_before_is_only_timed(smcserve, tmp_path, monkeypatch):
     solved, timed = tmp_path / "solved.json", tmp_path / "timed.json"
     only = ("--only", "exact lockstep N=2", "--only", "target")
-    assert smcserve("eval", "--problems", 2, "--speed-problems", 0, *SIZES, *only, "--json", solved).code == 0
+    assert smcserve("eval", "--problems", 1, "--speed-problems", 0, *SIZES, *only, "--json", solved).code == 0
     monkeypatch.delattr(quality, "measure")
-    run = ("eval", "--problems", 2, "--speed-problems", 1, *SIZES, *only, "--accuracy-from", solved)
+    run = ("eval", "--problems", 1, "--speed-problems", 1, *SIZES, *only, "--accuracy-from", solved)
     ran = smcserve(*run, "--json", timed)
     assert ran.code == 0 and "answers of the small pair, float32 on" in ran.out
     for before, row in zip(json.loads(solved.read_text())["rows"], json.loads(timed.read_text())["rows"]):
@@ -131,7 +131,7 @@ def test_a_file_in_the_way_is_not_overwritten(smcserve, tmp_path):
 
 @pytest.mark.slow
 def test_demo(smcserve):
-    ran = smcserve("demo", "--problems", 4)
+    ran = smcserve("demo", "--problems", 1)
     assert ran.code == 0
     assert "Question 3 of 3" in ran.out and ("✓ right" in ran.out or "✗ wrong" in ran.out)
     assert all(

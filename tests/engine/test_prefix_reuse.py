@@ -36,8 +36,7 @@ def one(engine: Engine, asked: Request) -> Answer:
 
 
 @pytest.mark.parametrize("config", CASES, ids=config_id)
-@pytest.mark.parametrize("law", LAWS, ids=str)
-@pytest.mark.parametrize("chunk", [7, 512])
+@pytest.mark.parametrize(("law", "chunk"), [*((law, 7) for law in LAWS), (LAWS[0], 512)], ids=str)
 def test_the_same_answer_with_and_without(config, law, chunk):
     """A prompt again, one that goes on after it, and one that is its beginning; whole or in chunks."""
     asked = [PROMPT, PROMPT, (*PROMPT, 2, 0, 1), PROMPT[:33], PROMPT[:32]]

@@ -67,10 +67,11 @@ def test_exact_decoding_is_the_targets_own_answer(service, pair):
 
 def test_the_three_forms_of_a_prompt(service, pair):
     ids = chat_ids(pair, QUESTIONS[1])
-    expected = local_answer(pair, ids, seed=5)
+    asked = {"seed": 5, "max_tokens": 40}
+    expected = local_answer(pair, ids, **asked)
     with service.client() as client:
-        assert client.generate([Message("user", QUESTIONS[1])], seed=5).tokens == expected.tokens
-        assert client.generate(ids, seed=5).tokens == expected.tokens
+        assert client.generate([Message("user", QUESTIONS[1])], **asked).tokens == expected.tokens
+        assert client.generate(ids, **asked).tokens == expected.tokens
         text = "Mia has 12 apples."
         assert (
             client.generate(text, seed=5, max_tokens=20).tokens
@@ -87,7 +88,7 @@ def test_a_long_text_is_the_same_text(service, pair):
 
 def test_company_changes_nothing(service, pair):
     """Eight callers at once, all different, each on its own connection."""
-    settings = [{"particles": 2 + i, "seed": i, "max_tokens": 20 + 5 * i} for i in range(7)] + [{"method": "target", "seed": 7}]
+    settings = [{"particles": 2 + i, "seed": i, "max_tokens": 20 + 2 * i} for i in range(7)] + [{"method": "target", "seed": 7}]
 
     def call(question: str, sampling: dict) -> tuple[int, ...]:
         with service.client() as client:
@@ -100,9 +101,10 @@ def test_company_changes_nothing(service, pair):
 
 
 def test_one_connection_carries_many_calls(service, pair):
-    expected = [local_answer(pair, chat_ids(pair, q), particles=4, seed=3).text for q in QUESTIONS[:4]]
+    asked = {"particles": 4, "seed": 3, "max_tokens": 40}
+    expected = [local_answer(pair, chat_ids(pair, q), **asked).text for q in QUESTIONS[:4]]
     with service.client() as client, ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(lambda q: client.generate([Message("user", q)], particles=4, seed=3).text, QUESTIONS[:4]))
+        found = list(threads.map(lambda q: client.generate([Message("user", q)], **asked).text, QUESTIONS[:4]))
     assert found == expected
 
 

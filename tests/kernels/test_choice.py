@@ -18,7 +18,7 @@ from tests.kernels.rounds import Round, assert_equal
 ALL = frozenset(Kind)
 KINDS = [pytest.param(frozenset({kind}), marks=pytest.mark.slow) for kind in Kind] + [ALL]
 CPU = torch.device("cpu")
-SEEDS = range(12)
+SEEDS = range(8)
 
 
 def evidence_of(seed: int, kinds: frozenset[Kind], lookahead: bool, device: torch.device, **options: int) -> Evidence:

@@ -67,7 +67,7 @@ def test_laws_equal_the_slow_version(dtype, processor, data):
 def test_laws_of_hundreds_of_entries_equal_the_torch_laws(dtype, share):
     """Rows that use some processors beside rows that use others, or none."""
     random = torch.Generator().manual_seed(11)
-    logits_RV = (torch.randn(len(MIXED), 500, generator=random) * 3).to(dtype).to(DEVICE)
+    logits_RV = (torch.randn(len(MIXED), 300, generator=random) * 3).to(dtype).to(DEVICE)
     spec = law_spec(*MIXED)
     expected_RV = laws.Laws(spec).proposal(logits_RV.cpu().float(), share)
     assert_same_law(law_after(logits_RV, spec.temperature_R, cut_of(logits_RV, spec, share, block=128), block=256), expected_RV)
@@ -129,15 +129,15 @@ def test_neighbouring_numbers_around_the_bound_of_min_p(dtype, top):
 
 def test_draws_equal_those_from_the_torch_laws():
     random, draws = torch.Generator().manual_seed(13), 3
-    logits_RV, spec = torch.randn(len(MIXED), 300, generator=random).to(DEVICE) * 3, law_spec(*MIXED)
+    logits_RV, spec = torch.randn(len(MIXED), 150, generator=random).to(DEVICE) * 3, law_spec(*MIXED)
     rng = np.random.default_rng(5)
     keys = rng.integers(0, 2**31, len(MIXED)), np.full(len(MIXED), 3), rng.integers(0, 2**31, (len(MIXED), draws)), np.full(len(MIXED), 9)
     temperature_R, *on_device = (to_device(array, DEVICE) for array in (spec.temperature_R, *keys))
     cut = cut_of(logits_RV, spec, 0.3, block=64)
-    token_RD, logq_RD, _ = sampling.draw(logits_RV, 300, temperature_R, *on_device, Purpose.PROPOSAL, cut, block=64)
+    token_RD, logq_RD, _ = sampling.draw(logits_RV, 150, temperature_R, *on_device, Purpose.PROPOSAL, cut, block=64)
     word0, word1, _, _ = words(*(array.reshape(len(MIXED), -1) for array in keys), Purpose.PROPOSAL)
     expected_RV = laws.Laws(spec).proposal(logits_RV.cpu(), 0.3)
-    expected_RD = laws.draw(expected_RV, exponentials(torch.from_numpy(word0), torch.from_numpy(word1), 300))
+    expected_RD = laws.draw(expected_RV, exponentials(torch.from_numpy(word0), torch.from_numpy(word1), 150))
     assert torch.equal(token_RD.cpu().long(), expected_RD)
     torch.testing.assert_close(logq_RD.cpu(), expected_RV.gather(1, expected_RD), atol=1e-5, rtol=0)
 

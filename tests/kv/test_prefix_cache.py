@@ -137,7 +137,7 @@ def continues(longer, key) -> bool:
 
 
 TestCache = Cache.TestCase
-TestCache.settings = settings(max_examples=200, stateful_step_count=25, deadline=None)
+TestCache.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
 
 
 def test_block_is_checked():

@@ -17,12 +17,12 @@ from tests.gateway.harness import PLAIN_CONFIG, local_answer, serving
 from tests.openai.asking import LONG, QUESTIONS, user
 
 KINDS = [
-    {"particles": 8, "max_tokens": 40},
-    {"particles": 4, "max_tokens": 50, "ess_threshold": 1.0},
+    {"particles": 8, "max_tokens": 24},
+    {"particles": 4, "max_tokens": 24, "ess_threshold": 1.0},
     {"method": "target", "max_tokens": 50},
-    {"particles": 3, "max_tokens": 50, "alpha": 1.2, "stop": ["####"]},
-    {"method": "exact", "particles": 4, "max_tokens": 40, "temperature": 1.5, "top_p": 0.9},
-    {"method": "draft", "max_tokens": 30},
+    {"particles": 3, "max_tokens": 30, "alpha": 1.2, "stop": ["####"]},
+    {"method": "exact", "particles": 4, "max_tokens": 24, "temperature": 1.5, "top_p": 0.9},
+    {"method": "draft", "max_tokens": 20},
 ]
 ASKED = [(question, {"seed": index, **KINDS[index % len(KINDS)]}) for index, question in enumerate(QUESTIONS)]
 

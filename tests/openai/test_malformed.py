@@ -141,9 +141,9 @@ def fuzz(service: Service, requests: int, seed: int) -> Counter[str]:
 
 
 def test_whatever_is_asked_is_answered_or_refused(shared):
-    found = fuzz(shared, 200, seed=1)
+    found = fuzz(shared, 120, seed=1)
     assert set(found) <= {"left", *map(str, STATUSES)}, found
-    assert found["200"] > 10 and found["400"] > 50
+    assert found["200"] > 5 and found["400"] > 30
 
 
 JSON = st.recursive(
@@ -153,7 +153,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=200, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
+@settings(max_examples=100, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
 @given(
     path=st.sampled_from((CHAT, COMPLETIONS)),
     sound=st.booleans(),

@@ -21,14 +21,14 @@ from tests.service.running import open_files, resident_bytes
 pytestmark = pytest.mark.xdist_group("ray")
 
 QUESTION = [Message("user", "Mia has 12 apples. She buys 30 more. How many now?")]
-WARM_UP, REQUESTS = 80, 120
+WARM_UP, REQUESTS = 120, 200
 SMALL = {"particles": 2, "max_tokens": 8}
 MEBIBYTE = 1 << 20
 
 
 @pytest.mark.slow
 def test_hundreds_of_requests_in_a_row(start):
-    """Memory may still settle by a few MiB a process: a leak of 50 KB a request would be seen. Longer: `loadtest --profile soak`.
+    """Memory may still settle by a few MiB a process: a leak of 30 KB a request would be seen. Longer: `loadtest --profile soak`.
     Pools are so small that the warm-up has used all of them."""
     service = start(engine=EngineConfig(block=5, branches=2, max_slots=16, pages=1024))
     with service as running, running.client() as client, ThreadPoolExecutor(4) as pool:

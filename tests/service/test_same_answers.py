@@ -26,16 +26,16 @@ NEGATIVE = "What is 2 + 2? Say nothing else."
 GUIDED = {"guidance_scale": 1.6, "negative_prompt": NEGATIVE}
 TOPS = {"logprobs": True, "top_logprobs": 5}
 KINDS = [
-    {"particles": 8, "max_tokens": 60},
-    {"method": "exact", "particles": 4, "max_tokens": 40, "guide_draft": True, **GUIDED},
-    {"particles": 4, "max_tokens": 60, "ess_threshold": 1.0},
-    {"particles": 3, "max_tokens": 40, "guidance_scale": 1.3, **TOPS, "min_tokens": 12},
-    {"method": "target", "max_tokens": 50, **TOPS},
+    {"particles": 8, "max_tokens": 30},
+    {"method": "exact", "particles": 4, "max_tokens": 24, "guide_draft": True, **GUIDED},
+    {"particles": 4, "max_tokens": 30, "ess_threshold": 1.0},
+    {"particles": 3, "max_tokens": 24, "guidance_scale": 1.3, **TOPS, "min_tokens": 12},
+    {"method": "target", "max_tokens": 30, **TOPS},
     {"particles": 5, "max_tokens": 30, "resampling": "residual", "temperature": 0.8, "top_p": 0.9},
-    {"particles": 3, "max_tokens": 90, "alpha": 1.2, "stop": ["####"]},
-    {"method": "draft", "max_tokens": 50},
+    {"particles": 3, "max_tokens": 50, "alpha": 1.2, "stop": ["####"]},
+    {"method": "draft", "max_tokens": 30},
     {"particles": 8, "max_tokens": 25, "ignore_eos": True, "resampling": "ssp"},
-    {"method": "exact", "particles": 4, "max_tokens": 60, "temperature": 1.5},
+    {"method": "exact", "particles": 4, "max_tokens": 30, "temperature": 1.5},
 ]
 ASKED = [(problem.question, {"seed": i, **KINDS[i % len(KINDS)]}) for i, problem in enumerate(generate(5, 16, "test"))]
 FORMS = {"lookahead": LOOKAHEAD, "lockstep": {"form": "lockstep", "block": 5, "cohorts": 2, "drafting": "always"}}
