@@ -14,11 +14,11 @@ from smc.engine.local import local_engine
 from smc.engine.outputs import FinishReason
 from smc.engine.sampling_params import POPULATIONS, Method, SamplingParams
 from smc.runtime.config import EngineConfig
-from tests.engine.harness import CASES, FORMS, answers, config_id, request
+from tests.engine.harness import CASES, answers, config_id, request
 from tests.engine.pairs import tiny_pair
 from tests.models.tiny import in_fp8
 
-CONFIGS = [*FORMS, EngineConfig(form="lockstep", block=1), EngineConfig(block=1, branches=3), EngineConfig(block=5, branches=2)]
+CONFIGS = [*CASES, EngineConfig(form="lockstep", block=1), EngineConfig(block=1, branches=3), EngineConfig(block=5, branches=2)]
 
 
 def settings_of(rng: random.Random) -> dict:

@@ -82,7 +82,7 @@ def test_answers_approach_the_exact_law_as_particles_are_added(config):
     """Both forms approach the same law. The draft alone is 0.45 away; sampling 600 answers leaves about 0.2."""
     law = exact_law(tiny_pair().target, PROMPT, LENGTH, EOS)
     far, near, nearest = (distance(population(config, 600, particles=n, ess_threshold=0.5), law) for n in (1, 4, 16))
-    assert far - 0.05 > near > nearest + 0.02
+    assert far - 0.05 > near > nearest + 0.01
     assert nearest < distance(population(config, 600, method="target"), law) + 0.06
 
 

@@ -67,7 +67,7 @@ def test_every_rarer_kind_has_its_rounds():
 @pytest.mark.parametrize("limits", [{"max_slots": 1, "max_chains": 0}, {"max_slots": 2, "max_queue": 1}], ids=["no chains", "short queue"])
 def test_what_an_engine_refuses_is_left_out(limits, caplog):
     """What finds the queue full is not: it comes later."""
-    config = EngineConfig(block=3, **limits)
+    config = EngineConfig(block=2, **limits)
     engine = local_engine(tiny_pair(), config)
     with caplog.at_level(logging.INFO):
         rehearse(engine, (), rare_requests(config, engine.context, engine.tokenizer.size))
