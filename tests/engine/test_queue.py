@@ -64,7 +64,8 @@ def test_limits_are_checked(field):
 
 
 def test_who_waits_costs_a_step_nothing():
-    """But for its rounds, a step with 10,000 waiting requests takes as long as one with none, and 50 microseconds at most."""
+    """But for its rounds, a step with 10,000 waiting requests takes as long as one with none: to look at each once takes 400
+    microseconds, and a busy machine adds tens."""
     engine = local_engine(tiny_pair(), EngineConfig(block=2, max_slots=4))
     engine.submit(request(request_id="runs", particles=4, seed=1, max_tokens=60, ignore_eos=True))
     engine.step()
@@ -82,7 +83,7 @@ def test_who_waits_costs_a_step_nothing():
     alone = fastest()
     for number in range(10_000):
         engine.submit(request(request_id=str(number), particles=4, seed=1, max_tokens=5, time_budget=1e6))
-    assert fastest() - alone < 50e-6
+    assert fastest() - alone < 200e-6
     assert engine.num_queued == 10_000 and engine.num_running == 1
 
 
