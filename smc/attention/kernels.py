@@ -149,12 +149,17 @@ def check_heads(heads: tuple[int, int], head_dim: int) -> None:
         raise ValueError(f"heads {heads} and dimension {head_dim}: want H a multiple of J, and a power of two from 16 to 256")
 
 
+def compiles_specialized() -> bool:
+    """Whether the kernel of `smc.attention.specialized` is written for this version of Triton."""
+    return ".".join(triton.__version__.split(".")[:2]) in SPECIALIZED_TRITONS
+
+
 def supports_specialized(device: torch.device | str) -> bool:
-    """Whether the kernel of `smc.attention.specialized` runs on a device."""
+    """Whether that kernel runs on a device."""
     device = torch.device(device)
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != SPECIALIZED_CAPABILITY:
         return False
-    return ".".join(triton.__version__.split(".")[:2]) in SPECIALIZED_TRITONS and not triton.knobs.runtime.interpret
+    return compiles_specialized() and not triton.knobs.runtime.interpret
 
 
 def _prefix_launch(tune: Tuning, device: torch.device | str) -> tuple[Any, dict[str, Any]]:

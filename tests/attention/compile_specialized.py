@@ -1,4 +1,4 @@
-"""Compile the prefix kernel of Hopper GPUs, which takes none, for rows x queries x dimension of a head; the last line is JSON of what each
+"""Compile the prefix kernel of Hopper GPUs, with none at hand, for rows x queries x dimension of a head; the last line is JSON of what each
 needs. Triton's interpreter cannot do it: `python -m tests.attention.compile_specialized 32x1x64 8x5x128`."""
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 import triton
 
-from smc.attention.kernels import SPECIALIZED_TRITONS, SharedPrefixAttention, _prefix_kernel, supports_specialized
+from smc.attention.kernels import SharedPrefixAttention, _prefix_kernel, compiles_specialized, supports_specialized
 
 ROOT = Path(__file__).parents[2]
 SHARED, RESERVED, REGISTERS = 228 * 1024, 1024, 64 * 1024
@@ -25,7 +25,7 @@ OWN_SHARED, OWN_REGISTERS = 8 * 1024, 256 * 32
 """Of a program of rows' own attention, of narrow heads; of any."""
 
 
-@pytest.mark.skipif(".".join(triton.__version__.split(".")[:2]) not in SPECIALIZED_TRITONS, reason="written for other versions of Triton")
+@pytest.mark.skipif(not compiles_specialized(), reason="written for other versions of Triton")
 def test_two_programs_share_a_multiprocessor_where_heads_are_narrow_with_rows_own_attention():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.attention.compile_specialized", "32x1x64", "8x5x128"]
