@@ -10,7 +10,7 @@ from typing import Any, Self
 from loadtest.arrivals import KINDS
 from loadtest.laws import Lengths, Mix
 from loadtest.objective import Objective
-from smc.engine.sampling_params import Method
+from smc.api.sampling_params import Method
 
 WITH_PARTICLES = {"smc", "exact"}
 """Methods that have a number of particles."""

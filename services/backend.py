@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from smc.engine.outputs import Output
-from smc.engine.request import Request
-from smc.models.config import ModelConfig
-from smc.models.tokenizer import Tokenizer
-from smc.runtime.config import EngineConfig
+from smc.api.engine_config import EngineConfig
+from smc.api.outputs import Output
+from smc.api.request import Request
+from smc.model.config import ModelConfig
+from smc.model.tokenizer import Tokenizer
 
 MAX_SALT_SIZE = 256
 """Characters."""
@@ -45,7 +45,7 @@ class Model:
     parameters: int
     tensor_parallel: int
     weights: str = ""
-    """Tells them from others: `smc.models.fingerprint`."""
+    """Tells them from others: `smc.model.fingerprint`."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import grpc
 
 from services.backend import RequestAborted, RequestFailed, Unavailable, Unimplemented
 from services.wire import RETRY_TRAILER
-from smc.engine.admission import DuplicateRequest, QueueFull
+from smc.scheduler.admission import DuplicateRequest, QueueFull
 
 
 class Unauthenticated(RuntimeError):

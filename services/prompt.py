@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from smc.models.tokenizer import Tokenizer
+from smc.model.tokenizer import Tokenizer
 
 MESSAGE_SIZE = 16
 """Characters that a message of a chat costs besides its content: roughly what templates put around it."""

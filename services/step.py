@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from smc.engine.outputs import Output
-from smc.engine.stats import EngineStats
-from smc.engine.timeline import RoundTimes
+from smc.api.outputs import Output
+from smc.scheduler.stats import EngineStats
+from smc.scheduler.timeline import RoundTimes
 
 
 @dataclass(frozen=True)

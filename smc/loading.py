@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smc import demo
-from smc.limits import DTYPE_NAMES
+from smc.api.limits import DTYPE_NAMES
 
 if TYPE_CHECKING:
-    from smc.engine.local import ModelPair
-    from smc.models.decoder import Decoder
-    from smc.models.draft_vocab import DraftHead
-    from smc.models.source import SourcePair
+    from smc.local_engine import ModelPair
+    from smc.model.decoder import Decoder
+    from smc.model.draft_vocab import DraftHead
+    from smc.model.source import SourcePair
 
 DEVICES = ("cpu", "cuda")
 DEMO = (demo.TARGET, demo.DRAFT)
@@ -56,7 +56,7 @@ def loaded_models(
     for option, value in (("dtype", dtype), ("target-dtype", target_dtype), ("draft-dtype", draft_dtype)):
         if value not in (None, *DTYPE_NAMES):
             raise ValueError(f"--{option} {value}; allowed: {', '.join(DTYPE_NAMES)}")
-    from smc.models.source import SourcePair
+    from smc.model.source import SourcePair
 
     sources = SourcePair.of(load, *places, small=DEMO).with_draft_vocab(draft_vocab, draft_vocab_text)
     if device == "cuda":
@@ -71,7 +71,7 @@ class LoadedModels:
     """Both models of a pair, each loaded once on every device that it is wanted on."""
 
     def __init__(self, sources: SourcePair, dtypes: dict[str, str]) -> None:
-        """`dtypes`: of `smc.models.linear.DTYPES`, by side."""
+        """`dtypes`: of `smc.model.linear.DTYPES`, by side."""
         self.sources, self.dtypes = sources, dtypes
         self.tokenizer = sources.target.tokenizer()
         self._loaded: dict[tuple[str, str], Decoder] = {}
@@ -79,7 +79,7 @@ class LoadedModels:
 
     def model(self, side: str, device: str) -> Decoder:
         if (side, device) not in self._loaded:
-            from smc.models.linear import DTYPES
+            from smc.model.linear import DTYPES
 
             self._loaded[side, device] = self.sources.of_side(side).load(dtype=DTYPES[self.dtypes[side]], device=device)
         return self._loaded[side, device]
@@ -92,7 +92,7 @@ class LoadedModels:
         return self._heads.get(device)
 
     def pair(self, draft_device: str, target_device: str) -> ModelPair:
-        from smc.engine.local import ModelPair
+        from smc.local_engine import ModelPair
 
         target, draft = self.model("target", target_device), self.model("draft", draft_device)
         return ModelPair(target, draft, self.tokenizer, self.sources.max_context, self.draft_head(draft_device))
@@ -110,6 +110,6 @@ def use_threads(count: int | None, places: tuple[Path, Path]) -> None:
 
 def dtypes_of(device: str, dtype: str | None, target_dtype: str | None, draft_dtype: str | None) -> dict[str, str]:
     """Of either side's model."""
-    from smc.models.source import pair_dtypes
+    from smc.model.source import pair_dtypes
 
     return pair_dtypes(dtype or ("float32" if device == "cpu" else "bfloat16"), target_dtype, draft_dtype)

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from smc.api.limits import MAX_STOP_BYTES
 from smc.arrays import to_device
-from smc.limits import MAX_STOP_BYTES
-from smc.models.tokenizer import Tokenizer
+from smc.model.tokenizer import Tokenizer
 
 START, DONE = 0, 1
 MAX_STATES = 1024

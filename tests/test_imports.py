@@ -9,14 +9,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = [
-    ("smc.arrays", "smc.limits", "smc.philox", "smc.statistics", "smc.terminal", "smc.types"),
+    ("smc.arrays", "smc.philox", "smc.statistics", "smc.terminal", "smc.types"),
+    ("smc.api",),
     ("smc.laws",),
     ("smc.algorithm",),
-    ("smc.models",),
-    ("smc.kv", "smc.stops"),
+    ("smc.model",),
+    ("smc.memory", "smc.stops"),
     ("smc.attention", "smc.kernels"),
-    ("smc.runtime",),
-    ("smc.engine",),
+    ("smc.executor",),
+    ("smc.scheduler",),
+    ("smc.calibration",),
+    ("smc.local_engine",),
     ("smc.demo",),
     ("smc.loading",),
     ("smc.evaluation",),

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smc.limits import MAX_STOP_BYTES
+from smc.api.limits import MAX_STOP_BYTES
 from smc.stops import DONE, MAX_STATES, START, Growth, StopMachine, StopTables, TokenBytes, grow
 
 CPU = torch.device("cpu")

@@ -7,8 +7,8 @@ import logging
 from contextlib import aclosing
 
 from services.backend import Backend, Unavailable
-from smc.engine.outputs import Answer
-from smc.engine.request import Request
+from smc.api.outputs import Answer
+from smc.api.request import Request
 
 ATTEMPTS = 3
 """How often a request is sent to a service that is lost while it decodes it."""

@@ -6,8 +6,8 @@ from services.backend import ServingPair
 from services.batch.lines import CHAT, Line
 from services.openai.errors import BadRequest
 from services.openai.requests import Asked, derived_seed, understood
-from smc.engine.request import Request
-from smc.limits import DEFAULT_MAX_TOKENS
+from smc.api.limits import DEFAULT_MAX_TOKENS
+from smc.api.request import Request
 
 
 class Requests:

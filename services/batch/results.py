@@ -11,9 +11,9 @@ from services.backend import ServingPair
 from services.batch.lines import CHAT, Line
 from services.errors import status_of
 from services.openai.answers import Heading, choice, response
-from smc.engine.outputs import Answer
-from smc.engine.request import Request
-from smc.engine.sampling_params import SamplingParams
+from smc.api.outputs import Answer
+from smc.api.request import Request
+from smc.api.sampling_params import SamplingParams
 
 ENGINE_FIELDS = ("form", "block", "branches", "defensive_share")
 """Settings of the engine that answers depend on."""

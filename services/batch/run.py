@@ -17,7 +17,7 @@ from services.batch.results import fingerprint
 from services.batch.resume import rest, survey
 from services.batch.runner import Limit, Runner
 from services.launch.config import GangConfig
-from smc.models.source import name_dtypes
+from smc.model.source import name_dtypes
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 

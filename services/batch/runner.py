@@ -17,8 +17,8 @@ from services.batch.decoder import ServiceLost
 from services.batch.lines import Line
 from services.batch.requests import Requests
 from services.batch.results import answered, refused
-from smc.engine.outputs import Answer
-from smc.engine.request import Request
+from smc.api.outputs import Answer
+from smc.api.request import Request
 
 WINDOW = 1024
 """Lines read and not yet written. One slow line lets so many later ones finish before the rest has to wait for it."""

@@ -23,11 +23,11 @@ from smc.terminal import out, progress_bar
 
 if TYPE_CHECKING:
     from services.launch.config import GangConfig
-    from smc.engine.local import ModelPair
+    from smc.api.engine_config import EngineConfig
     from smc.evaluation.machine import Machine
     from smc.evaluation.round_time import GangRound
     from smc.evaluation.ttft import PairMachine, PromptMachine
-    from smc.runtime.config import EngineConfig
+    from smc.local_engine import ModelPair
 
 PLACES = ("target", "draft")
 
@@ -156,7 +156,7 @@ def _write(json: Path | None, rows: Sequence[Any]) -> None:
 
 
 def _configs(blocks: Sequence[int], branches: Sequence[int]) -> list[EngineConfig]:
-    from smc.runtime.config import EngineConfig
+    from smc.api.engine_config import EngineConfig
 
     lockstep = [EngineConfig(form="lockstep", block=block) for block in blocks]
     return lockstep + [EngineConfig(block=block, branches=count) for block in blocks for count in branches]

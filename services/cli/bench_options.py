@@ -171,7 +171,7 @@ class BenchOptions:
 
     def check_decoding(self) -> None:
         """Raises ValueError for what cannot be decoded so, or has no effect with it."""
-        from smc.engine.sampling_params import SamplingParams
+        from smc.api.sampling_params import SamplingParams
 
         if self.load == "grown" and self.guidance_scale not in (None, 1):
             raise ValueError(

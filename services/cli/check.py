@@ -15,13 +15,13 @@ from services.cli import options
 from smc.terminal import out
 
 if TYPE_CHECKING:
-    from smc.models.check import ModelReport, PairReport
+    from smc.model.check import ModelReport, PairReport
 
 
 def check(target: options.Target = None, draft: options.Draft = None, as_json: options.JsonFlag = False) -> int:
     """Say whether two model directories fit together; no weight is loaded."""
     from smc.loading import pair_places
-    from smc.models.check import check_pair
+    from smc.model.check import check_pair
 
     places = pair_places(target, draft)
     report = check_pair(*places)

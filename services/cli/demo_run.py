@@ -9,12 +9,12 @@ from rich.table import Table
 from rich.text import Text
 
 from services.cli.generate import summary
+from smc.api.outputs import Answer
 from smc.demo.problems import Problem, generate, grade
-from smc.engine.local import ModelPair
-from smc.engine.outputs import Answer
 from smc.evaluation.batch import fitted_engine
 from smc.evaluation.quality import Row, Setting, Terms, measure, problem_requests
 from smc.loading import DEMO, load_pair, use_threads
+from smc.local_engine import ModelPair
 from smc.terminal import err, out
 
 QUESTIONS = 3

@@ -111,8 +111,8 @@ def gang_config(given: dict[str, Any]) -> GangConfig:
     Only what was given is passed on: the service knows its own defaults. Raises ValueError for what cannot be.
     """
     from services.launch.config import GangConfig
+    from smc.api.engine_config import GPU_PREFILL, EngineConfig
     from smc.loading import pair_places
-    from smc.runtime.config import GPU_PREFILL, EngineConfig
 
     given = {name: value for name, value in given.items() if value is not None}
     if given.get("load") in ("random", "grown") and not (given.get("target") and given.get("draft")):

@@ -12,16 +12,16 @@ import typer
 from rich.text import Text
 
 from services.cli import options
-from smc.engine.outputs import Answer
-from smc.engine.request import Request, check_guidance
-from smc.engine.sampling_params import SamplingParams
-from smc.limits import DEFAULT_MAX_TOKENS
+from smc.api.limits import DEFAULT_MAX_TOKENS
+from smc.api.outputs import Answer
+from smc.api.request import Request, check_guidance
+from smc.api.sampling_params import SamplingParams
 from smc.terminal import err, finite, print_error, print_warning
 
 if TYPE_CHECKING:
     from services.client import Completion
-    from smc.engine.local import ModelPair
-    from smc.runtime.config import EngineConfig
+    from smc.api.engine_config import EngineConfig
+    from smc.local_engine import ModelPair
 
 ENGINE_FIELDS = ("form", "block", "branches", "max_context")
 PAIR_FIELDS = ("form", "branches", "draft_vocab", "draft_vocab_text")
@@ -85,7 +85,7 @@ def _refuse_idle(given: dict[str, Any]) -> None:
 
 def _settings(pair: ModelPair, text: str, raw: bool, given: dict[str, Any], sampling: Mapping[str, Any]) -> tuple[Request, EngineConfig]:
     """Only what was given is passed on: the library knows its own defaults, and refuses settings without effect."""
-    from smc.runtime.config import EngineConfig
+    from smc.api.engine_config import EngineConfig
 
     if not raw and not pair.tokenizer.has_chat_template:
         raise ValueError("the target model has no chat template; use --raw to give it the prompt as plain text")

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
-from smc.engine.sampling_params import SETTINGS, SamplingParams
-from smc.engine.settings import Scope
+from smc.api.sampling_params import SETTINGS, SamplingParams
+from smc.api.settings import Scope
 from smc.terminal import option
 
 Record = TypeVar("Record")

@@ -186,7 +186,7 @@ class Client:
         `timeout`: seconds, a hard limit: the call fails with DEADLINE_EXCEEDED (`time_budget` is the soft one). `request_id`: unique
         among running requests; default: a random one. `cache_salt`: prompts share what has been computed for them only with prompts of
         the same salt. `negative_prompt`: what a guided answer is led away from, with `guidance_scale`. `settings`: of
-        `smc.engine.sampling_params.SamplingParams`, where each is described, such as `temperature=0.7`; what is left out, or None, has the
+        `smc.api.sampling_params.SamplingParams`, where each is described, such as `temperature=0.7`; what is left out, or None, has the
         server's default, and what the method would ignore is refused.
         """
         reports = {name: settings.pop(name) for name in REPORTS if name in settings}

@@ -18,12 +18,12 @@ from typing import Any, Generic, TypeVar
 
 from services.backend import RequestFailed, Unavailable
 from services.step import Step
-from smc.engine.admission import NoDraft, QueueFull
-from smc.engine.engine import Engine
-from smc.engine.outputs import Output
-from smc.engine.request import Request
-from smc.engine.timeline import RoundTimes, Timeline
-from smc.runtime.messages import SideLost
+from smc.api.outputs import Output
+from smc.api.request import Request
+from smc.executor.messages import SideLost
+from smc.scheduler.admission import NoDraft, QueueFull
+from smc.scheduler.engine import Engine
+from smc.scheduler.timeline import RoundTimes, Timeline
 
 logger = logging.getLogger(__name__)
 

@@ -12,14 +12,14 @@ import torch.distributed as dist
 from services.link.base import LinkError
 from services.link.connect import Rendezvous, coordinator_end
 from services.link.remote import RemotePair, RemoteWorker, WorkerFailed
-from smc.engine.engine import Engine
-from smc.engine.rehearsal import rehearsal
-from smc.engine.timeline import Timeline
-from smc.engine.timing import Effort, time_costs
-from smc.engine.warm_up import first_request, rare_requests, rehearse
-from smc.models.source import Source
-from smc.runtime.config import EngineConfig
-from smc.runtime.messages import SIDES, SideLost
+from smc.api.engine_config import EngineConfig
+from smc.calibration.costs import Effort, time_costs
+from smc.calibration.rehearsal import rehearsal
+from smc.calibration.warm_up import first_request, rare_requests, rehearse
+from smc.executor.messages import SIDES, SideLost
+from smc.model.source import Source
+from smc.scheduler.engine import Engine
+from smc.scheduler.timeline import Timeline
 
 REPORT_SECONDS = 1.0
 """For a worker's failure report, when a link has broken."""

@@ -17,8 +17,8 @@ from services.pb import coordinator_pb2_grpc as pb_grpc
 from services.step import Step
 from services.wire.generation import to_sampling
 from services.wire.steps import to_response
-from smc.engine.request import Request
-from smc.engine.stats import EngineStats
+from smc.api.request import Request
+from smc.scheduler.stats import EngineStats
 
 MAX_BEHIND = 10_000
 """Steps that may wait for the gateway: minutes of them. A gateway that far behind has stopped."""

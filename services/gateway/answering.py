@@ -21,10 +21,10 @@ from services.gateway.config import GatewayConfig
 from services.gateway.interceptors import caller_of
 from services.gateway.prompts import Prompts
 from services.gateway.status import ServiceStatus
-from smc.engine.admission import check_waiting, longest_answer
-from smc.engine.outputs import Output
-from smc.engine.request import Request
-from smc.engine.sampling_params import SamplingParams
+from smc.api.outputs import Output
+from smc.api.request import Request
+from smc.api.sampling_params import SamplingParams
+from smc.scheduler.admission import check_waiting, longest_answer
 
 MAX_ID_SIZE = 256
 DEADLINE_SLACK = 0.05

@@ -16,9 +16,9 @@ from services.errors import Status
 from services.gateway.tracing import Trace, Tracing
 from services.metrics.metrics import Metrics
 from services.metrics.requests import REJECTIONS
-from smc.engine.admission import DuplicateRequest
-from smc.engine.outputs import Answer, Times
-from smc.engine.request import Request
+from smc.api.outputs import Answer, Times
+from smc.api.request import Request
+from smc.scheduler.admission import DuplicateRequest
 
 logger = logging.getLogger("smcserve.requests")
 

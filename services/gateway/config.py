@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.security import check_tls, is_loopback, read_tokens
-from smc.engine.sampling_params import Method
+from smc.api.sampling_params import Method
 
 DEFAULT_PORT = 50051
 MESSAGE_BYTES, TOKEN_BYTES, MOST_BYTES = 64 << 10, 16, 4 << 20

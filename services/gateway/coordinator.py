@@ -16,8 +16,8 @@ from services.pb import coordinator_pb2_grpc as pb_grpc
 from services.step import Step
 from services.wire.generation import from_sampling
 from services.wire.steps import from_response
-from smc.engine.outputs import Output
-from smc.engine.request import Request
+from smc.api.outputs import Output
+from smc.api.request import Request
 
 logger = logging.getLogger(__name__)
 

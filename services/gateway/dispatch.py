@@ -15,8 +15,8 @@ from typing import Protocol
 
 from services.backend import RequestFailed
 from services.step import Step
-from smc.engine.outputs import Answer, Output
-from smc.engine.request import Request
+from smc.api.outputs import Answer, Output
+from smc.api.request import Request
 
 
 class Port(Protocol):

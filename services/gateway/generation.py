@@ -14,9 +14,9 @@ from services.gateway.interceptors import caller_of
 from services.pb import generation_pb2 as pb
 from services.pb import generation_pb2_grpc as pb_grpc
 from services.wire.generation import to_finish, to_sampling
-from smc.engine.outputs import Output
-from smc.engine.request import Request, check_guidance
-from smc.limits import DEFAULT_MAX_TOKENS
+from smc.api.limits import DEFAULT_MAX_TOKENS
+from smc.api.outputs import Output
+from smc.api.request import Request, check_guidance
 
 METHOD = "smc.v1.GenerationService/Generate"
 

@@ -25,7 +25,7 @@ from services.openai.document import parse
 from services.openai.errors import BadRequest, refusal
 from services.openai.requests import CHAT, COMPLETIONS, Asked, understood
 from services.security import bearer_token, caller_with, is_known, server_context
-from smc.engine.admission import check_waiting
+from smc.scheduler.admission import check_waiting
 
 HEALTH, METRICS, MODELS = "/health", "/metrics", "/v1/models"
 

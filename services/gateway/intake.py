@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 from services.errors import SlowSender, Status, status_of
 from services.gateway.limits import Places, Turns
 from services.metrics.metrics import Metrics
-from smc.engine.admission import QueueFull
+from smc.scheduler.admission import QueueFull
 
 logger = logging.getLogger(__name__)
 

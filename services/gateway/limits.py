@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from services.errors import SlowSender
 from services.gateway.memory import Trimmer
-from smc.engine.admission import QueueFull
+from smc.scheduler.admission import QueueFull
 
 LARGE = 64 << 10
 """Bytes from which on a request is large: to read it takes long enough for others to wait for. Of a request that has not been let in

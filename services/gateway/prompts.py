@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from services.pb import generation_pb2 as pb
 from services.prompt import Prompt, of_negative
-from smc.engine.admission import QueueFull, check_prompt
-from smc.models.tokenizer import Tokenizer
+from smc.model.tokenizer import Tokenizer
+from smc.scheduler.admission import QueueFull, check_prompt
 
 ROLES = ("system", "user", "assistant")
 LONG_TEXT = 4096

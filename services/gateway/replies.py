@@ -18,10 +18,10 @@ from services.gateway.calls import Tally
 from services.openai.answers import DONE, Chunks, Heading, choice, error_event, response, written
 from services.openai.errors import BadRequest, Refusal
 from services.openai.requests import LONGEST, Asked
-from smc.engine.outputs import Answer, Output
-from smc.engine.request import Request
-from smc.engine.sampling_params import SamplingParams
-from smc.limits import DEFAULT_MAX_TOKENS
+from smc.api.limits import DEFAULT_MAX_TOKENS
+from smc.api.outputs import Answer, Output
+from smc.api.request import Request
+from smc.api.sampling_params import SamplingParams
 
 MOST_ECHOED = 1 << 20
 """Characters."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from smc.engine.stats import EngineStats
+from smc.scheduler.stats import EngineStats
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from smc.engine.outputs import Times
+from smc.api.outputs import Times
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

@@ -9,11 +9,11 @@ from pathlib import Path
 from services.backend import Model, ServingPair
 from services.link.base import LINKS, is_renewable
 from smc import demo
-from smc.limits import DTYPE_NAMES, UNSET
-from smc.models.parallel import Shard, local_config
-from smc.models.source import LOADS, SourcePair, pair_dtypes
-from smc.runtime.config import EngineConfig
-from smc.runtime.messages import SIDES
+from smc.api.engine_config import EngineConfig
+from smc.api.limits import DTYPE_NAMES, UNSET
+from smc.executor.messages import SIDES
+from smc.model.parallel import Shard, local_config
+from smc.model.source import LOADS, SourcePair, pair_dtypes
 
 DEVICES = {"cpu": "float32", "cuda": "bfloat16"}
 """Device -> the type that models have there unless another is asked for."""
@@ -44,12 +44,12 @@ class GangConfig:
     device: str = "cpu"
     """`cpu`, or `cuda`: one GPU for each rank."""
     dtype: str = UNSET
-    """Of both models, of `smc.limits.DTYPE_NAMES`. Default: float32 on a CPU, bfloat16 on a GPU."""
+    """Of both models, of `smc.api.limits.DTYPE_NAMES`. Default: float32 on a CPU, bfloat16 on a GPU."""
     target_dtype: str | None = None
     """Of the target, if it has one of its own."""
     draft_dtype: str | None = None
     draft_vocab: int | None = None
-    """Tokens that the draft proposes by likelihood (`smc.models.draft_vocab`). Default: all."""
+    """Tokens that the draft proposes by likelihood (`smc.model.draft_vocab`). Default: all."""
     draft_vocab_text: Path | None = None
     """A text in UTF-8 whose most frequent tokens these are; read where the service is started."""
     engine: EngineConfig = field(default_factory=EngineConfig)

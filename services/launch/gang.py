@@ -23,8 +23,8 @@ from services.launch.errors import GangError
 from services.launch.specs import coordinator_spec, rank_spec
 from services.link.base import LinkError
 from services.link.connect import Rendezvous
-from smc.models.parallel import Shard
-from smc.runtime.messages import SIDES
+from smc.executor.messages import SIDES
+from smc.model.parallel import Shard
 
 LOOK_SECONDS = 0.1
 """Between two looks at whether a draft has loaded its weights."""

@@ -12,18 +12,18 @@ from typing import Any
 from services.coordinator.remote import RemoteEngine
 from services.launch.config import GangConfig
 from services.launch.processes import Processes
-from smc.engine.admission import sized_for
-from smc.engine.engine import Engine
-from smc.engine.sampling_params import SamplingParams
-from smc.engine.timeline import RoundTimes
+from smc.api.engine_config import EngineConfig
+from smc.api.sampling_params import SamplingParams
 from smc.evaluation.machine import Mode, read_bytes
 from smc.evaluation.round_time import WARM_UP, GangRound, decoding_name, steady_requests
-from smc.models.config import ModelConfig
-from smc.models.decoder import empty_decoder
-from smc.models.linear import DTYPES
-from smc.models.parallel import Shard, local_config
-from smc.runtime.config import EngineConfig
-from smc.runtime.messages import SIDES
+from smc.executor.messages import SIDES
+from smc.model.config import ModelConfig
+from smc.model.decoder import empty_decoder
+from smc.model.linear import DTYPES
+from smc.model.parallel import Shard, local_config
+from smc.scheduler.admission import sized_for
+from smc.scheduler.engine import Engine
+from smc.scheduler.timeline import RoundTimes
 
 
 def measure(

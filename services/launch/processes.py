@@ -25,9 +25,9 @@ from services.launch.specs import coordinator_spec, rank_spec
 from services.link.base import failure_text
 from services.link.connect import Rendezvous
 from services.workers.process import load_rank, run_rank
-from smc.models.parallel import Shard
-from smc.runtime.config import EngineConfig
-from smc.runtime.messages import SIDES
+from smc.api.engine_config import EngineConfig
+from smc.executor.messages import SIDES
+from smc.model.parallel import Shard
 
 HOST = "127.0.0.1"
 END_SECONDS = 20.0

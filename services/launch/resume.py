@@ -14,9 +14,9 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from services.backend import Unavailable
-from smc.engine.outputs import Answer, FinishReason, Output, Particle
-from smc.engine.request import Request
-from smc.engine.sampling_params import Method
+from smc.api.outputs import Answer, FinishReason, Output, Particle
+from smc.api.request import Request
+from smc.api.sampling_params import Method
 
 RESUMED = (Method.EXACT, Method.TARGET)
 MOST = 3

@@ -7,8 +7,8 @@ from services.coordinator.remote import CoordinatorSpec
 from services.launch.config import GangConfig
 from services.link.connect import Rendezvous
 from services.workers.process import RankSpec
-from smc.engine.timing import BRIEF, THOROUGH
-from smc.models.parallel import Shard
+from smc.calibration.costs import BRIEF, THOROUGH
+from smc.model.parallel import Shard
 
 
 def rank_spec(

@@ -23,9 +23,9 @@ from services.launch.gang import Gang
 from services.launch.resume import resuming
 from services.launch.suspects import Suspects
 from services.step import Step
-from smc.engine.outputs import Output
-from smc.engine.request import Request
-from smc.engine.stats import EngineStats
+from smc.api.outputs import Output
+from smc.api.request import Request
+from smc.scheduler.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from services.backend import RequestFailed
-from smc.engine.request import Request
+from smc.api.request import Request
 
 REMEMBERED = 1000
 """Requests; the oldest are forgotten first."""

@@ -16,11 +16,11 @@ import numpy as np
 from services.link import codec
 from services.link.base import LAYOUT_VERSION, CoordinatorEnd, LinkError, check_envelope
 from services.pb import particles_pb2 as pb
-from smc.engine.timeline import Timeline
-from smc.runtime.messages import PromptBatch, PromptResult, SideLost
-from smc.runtime.outcome import Lineage, RoundResult
-from smc.runtime.pair import PairRound
-from smc.runtime.plan import Join, Program, RoundPlan
+from smc.executor.executor import PairRound
+from smc.executor.messages import PromptBatch, PromptResult, SideLost
+from smc.executor.outcome import Lineage, RoundResult
+from smc.executor.plan import Join, Program, RoundPlan
+from smc.scheduler.timeline import Timeline
 
 CLOCK_PINGS = 5
 SILENT = frozenset({"join", "stop"})
@@ -69,7 +69,7 @@ class RemotePending(Generic[Result]):
 
 
 class RemoteWorker:
-    """`smc.runtime.messages.Worker` over a link. `side` is `draft` or `target`; `timeout` bounds every wait, in seconds."""
+    """`smc.executor.messages.Worker` over a link. `side` is `draft` or `target`; `timeout` bounds every wait, in seconds."""
 
     def __init__(
         self, side: str, end: CoordinatorEnd, epoch: int, timeout: float, timeline: Timeline, *, may_be_lost: bool = False
@@ -217,7 +217,7 @@ class RemoteWorker:
 
 
 class RemotePair:
-    """`smc.runtime.pair.Pair` over two links; its sides talk to each other without us."""
+    """`smc.executor.executor.Pair` over two links; its sides talk to each other without us."""
 
     pipelined = True
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from services.metrics.families import GROUPS, Families
-from smc.engine.sampling_params import VERIFICATIONS
-from smc.engine.stats import EngineStats, SpecStats
+from smc.api.sampling_params import VERIFICATIONS
+from smc.scheduler.stats import EngineStats, SpecStats
 
 PARTS = ("draft", "target", "link", "coordinator")
 ROUND_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)

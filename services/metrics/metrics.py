@@ -13,7 +13,7 @@ from prometheus_client import ProcessCollector
 from services.metrics.engine import EngineMetrics
 from services.metrics.families import GROUPS, Page
 from services.metrics.requests import RequestMetrics
-from smc.engine.sampling_params import VERIFICATIONS
+from smc.api.sampling_params import VERIFICATIONS
 
 
 class Metrics(RequestMetrics, EngineMetrics):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.metrics.families import GROUPS, Families
-from smc.engine.outputs import Answer
+from smc.api.outputs import Answer
 
 FINISH_REASONS = ("eos", "stop_token", "stop_string", "length", "time_budget", "queue_time")
 REJECTIONS = {

@@ -11,9 +11,9 @@ from functools import cache
 from typing import Any
 
 from services.openai.requests import Asked
-from smc.engine.outputs import Answer, FinishReason, Particle
-from smc.engine.sampling_params import SamplingParams
-from smc.models.tokenizer import Tokenizer
+from smc.api.outputs import Answer, FinishReason, Particle
+from smc.api.sampling_params import SamplingParams
+from smc.model.tokenizer import Tokenizer
 
 OPENAI_FINISH = {
     FinishReason.EOS: "stop",

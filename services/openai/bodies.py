@@ -100,7 +100,7 @@ class StreamOptions(Strict):
 
 
 class Body(Strict):
-    """What chats and completions have in common, but for the settings of `smc.engine.sampling_params`, which have the same names.
+    """What chats and completions have in common, but for the settings of `smc.api.sampling_params`, which have the same names.
     `null` is taken out before: it means that a field is not given."""
 
     model: str | None = None

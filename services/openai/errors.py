@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.errors import status_of
-from smc.engine.admission import DuplicateRequest
+from smc.scheduler.admission import DuplicateRequest
 
 HTTP = {
     "invalid": (400, "invalid_request_error"),

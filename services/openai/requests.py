@@ -16,10 +16,10 @@ from services.openai.bodies import Body, ChatBody, CompletionBody, Message, Tool
 from services.openai.document import is_text
 from services.openai.errors import BadRequest, named
 from services.prompt import Prompt, of_negative
-from smc.engine.request import check_guidance
-from smc.engine.sampling_params import SETTINGS, SamplingParams
-from smc.limits import MAX_TOP_LOGPROBS
-from smc.models.tokenizer import Tokenizer
+from smc.api.limits import MAX_TOP_LOGPROBS
+from smc.api.request import check_guidance
+from smc.api.sampling_params import SETTINGS, SamplingParams
+from smc.model.tokenizer import Tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MAX_ANSWERS = 128

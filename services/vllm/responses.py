@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
-from smc.engine.outputs import Answer, FinishReason, Output
-from smc.engine.request import Request
+from smc.api.outputs import Answer, FinishReason, Output
+from smc.api.request import Request
 
 FINISHES = {
     FinishReason.EOS: "stop",

@@ -13,8 +13,8 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 
 from services.openai.requests import derived_seed
 from services.wire.sampling import check_counts
-from smc.engine.sampling_params import SETTINGS, Method, SamplingParams
-from smc.limits import MAX_TOP_LOGPROBS
+from smc.api.limits import MAX_TOP_LOGPROBS
+from smc.api.sampling_params import SETTINGS, Method, SamplingParams
 
 MAX_ANSWERS = 128
 """n of one call."""

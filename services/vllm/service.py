@@ -23,8 +23,8 @@ from services.prompt import Prompt
 from services.vllm.responses import chunks, whole
 from services.vllm.sampling import check_request, to_params
 from services.vllm.tokenizer import tokenizer_chunks
-from smc.engine.request import Request
-from smc.engine.sampling_params import Method, SamplingParams
+from smc.api.request import Request
+from smc.api.sampling_params import Method, SamplingParams
 
 VLLM = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}

@@ -14,8 +14,8 @@ from services.pb import coordinator_pb2, generation_pb2
 from services.pb.coordinator_pb2 import Submission
 from services.pb.generation_pb2 import GenerateRequest
 from services.wire.sampling import FINISH_REASONS, REPORTS, SAMPLING, name_of, sampling_message, sampling_settings
-from smc.engine.outputs import Alternatives, Answer, FinishReason, Output, Particle, Statistics, Times
-from smc.engine.sampling_params import SamplingParams
+from smc.api.outputs import Alternatives, Answer, FinishReason, Output, Particle, Statistics, Times
+from smc.api.sampling_params import SamplingParams
 
 SECONDS_UNKNOWN = math.nan
 

@@ -9,8 +9,8 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from services.pb import generation_pb2 as pb
-from smc.engine.sampling_params import SETTINGS
-from smc.engine.settings import Biases, Choice, Items
+from smc.api.sampling_params import SETTINGS
+from smc.api.settings import Biases, Choice, Items
 
 FINISH_REASONS = {
     "eos": pb.FINISH_REASON_EOS,

@@ -9,11 +9,11 @@ from services.backend import RequestFailed, Unavailable
 from services.pb import coordinator_pb2 as pb
 from services.step import Step
 from services.wire.generation import from_update, to_update
-from smc.engine.admission import QueueFull
-from smc.engine.sampling_params import VERIFICATIONS
-from smc.engine.stats import EngineStats, SpecStats
-from smc.engine.timeline import RoundTimes
-from smc.runtime.messages import SIDES
+from smc.api.sampling_params import VERIFICATIONS
+from smc.executor.messages import SIDES
+from smc.scheduler.admission import QueueFull
+from smc.scheduler.stats import EngineStats, SpecStats
+from smc.scheduler.timeline import RoundTimes
 
 _GROUP_FIELDS = {
     **{name: f"pages_{name}" for name in ("total", "used", "cached", "leaked")},

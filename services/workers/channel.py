@@ -13,13 +13,13 @@ from torch import Tensor
 
 from services.link.base import LinkError, PeerEnd
 from services.workers.parallel import TensorParallel
-from smc.runtime.stages import Stages
+from smc.executor.graph_runner import Stages
 
 logger = logging.getLogger(__name__)
 
 
 class PeerChannel:
-    """`smc.runtime.channel.Channel`. `end` is the leader's, None at other ranks; `group` None: there are no others."""
+    """`smc.executor.channel.Channel`. `end` is the leader's, None at other ranks; `group` None: there are no others."""
 
     def __init__(
         self, end: PeerEnd | None, group: TensorParallel | None, stages: Stages, timeout: float, *, outlives_peer: bool = False

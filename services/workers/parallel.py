@@ -18,7 +18,7 @@ _FROM_LEADER.rootTensor = 0
 
 
 class TensorParallel:
-    """Rank `rank` of `degree` of one model, a `smc.models.parallel.Reduce`. On GPUs activations are summed in symmetric memory if they
+    """Rank `rank` of `degree` of one model, a `smc.model.parallel.Reduce`. On GPUs activations are summed in symmetric memory if they
     are few, else over NCCL; commands always go over gloo."""
 
     def __init__(self, store: dist.TCPStore, name: str, rank: int, degree: int, device: torch.device, timeout: float) -> None:
@@ -28,12 +28,12 @@ class TensorParallel:
         self._few = None if on_cpu else SymmetricSum.between(store, f"{name}/few", rank, degree)
 
     def room(self, tokens: int, features: int, dtype: torch.dtype) -> Tensor:
-        """See `smc.models.parallel.Reduce`."""
+        """See `smc.model.parallel.Reduce`."""
         here = None if self._few is None else self._few.room(tokens, features, dtype)
         return torch.empty(tokens, features, dtype=dtype, device=self._device) if here is None else here
 
     def __call__(self, part: Tensor) -> Tensor:
-        """See `smc.models.parallel.Reduce`."""
+        """See `smc.model.parallel.Reduce`."""
         few, (tokens, features) = self._few, part.shape
         here = None if few is None else few.room(tokens, features, part.dtype)
         if few is not None and here is not None:

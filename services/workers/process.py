@@ -10,17 +10,17 @@ from services.link.connect import Rendezvous, leader_ends, peer_end
 from services.workers.channel import PeerChannel
 from services.workers.parallel import TensorParallel
 from services.workers.rank import Rank, follow, lead
-from smc.engine.local import parts_for
-from smc.kv.pool import KVPool, pages_that_fit
-from smc.models.decoder import Decoder
-from smc.models.draft_vocab import DraftHead, DraftVocab
-from smc.models.linear import DTYPES
-from smc.models.parallel import Shard
-from smc.models.source import Source
-from smc.runtime.config import EngineConfig
-from smc.runtime.messages import SIDES
-from smc.runtime.sides import DraftSide, TargetSide
-from smc.runtime.worker import ModelWorker
+from smc.api.engine_config import EngineConfig
+from smc.executor.messages import SIDES
+from smc.executor.model_runner import DraftSide, TargetSide
+from smc.executor.worker import ModelWorker
+from smc.local_engine import parts_for
+from smc.memory.kv_pool import KVPool, pages_that_fit
+from smc.model.decoder import Decoder
+from smc.model.draft_vocab import DraftHead, DraftVocab
+from smc.model.linear import DTYPES
+from smc.model.parallel import Shard
+from smc.model.source import Source
 from smc.stops import TokenBytes
 
 

@@ -16,8 +16,8 @@ from services.link import codec
 from services.link.base import LAYOUT_VERSION, LeaderEnd, check_envelope, failure_text
 from services.pb import particles_pb2 as pb
 from services.workers.answers import Answers
-from smc.runtime.sides import DraftSide, TargetSide
-from smc.runtime.worker import ModelWorker
+from smc.executor.model_runner import DraftSide, TargetSide
+from smc.executor.worker import ModelWorker
 
 Respond = Callable[[], pb.WorkResponse]
 """Waits for what a response tells of."""

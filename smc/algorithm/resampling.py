@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from smc.algorithm.weights import valid
-from smc.limits import SCHEME_NAMES
+from smc.api.limits import SCHEME_NAMES
 
 Scheme = Callable[[Tensor, Tensor, int, Tensor], Tensor]
 """(weights_GM, draws_G, most, uniforms_GU) -> counts_GM. At most `most` draws. SSP needs M uniforms, systematic one, others `most`."""

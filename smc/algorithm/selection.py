@@ -1,6 +1,6 @@
 """One round of SMC-SD after scoring, of independent particles: resample if the population degenerated, pick branches.
 
-Lockstep and look-ahead are the same function. What differs is the candidates (`smc.runtime.candidates` weighs them): lockstep offers one
+Lockstep and look-ahead are the same function. What differs is the candidates (`smc.executor.candidates` weighs them): lockstep offers one
 per particle, ended by the bonus token; look-ahead offers F, one for each branch of the next block that was drafted while the target
 scored this one.
 
@@ -18,8 +18,8 @@ from torch import Tensor
 from smc.algorithm.bounds import Bounds
 from smc.algorithm.resampling import offspring, place
 from smc.algorithm.weights import effective_sample_size, log_mean_weight, normalise
+from smc.api.limits import SCHEME_NAMES
 from smc.arrays import to_device, to_host
-from smc.limits import SCHEME_NAMES
 from smc.philox import Purpose, uniforms
 
 EQUAL = 1e-6

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from smc.arrays import to_device
-from smc.kv.pool import KVPool
+from smc.memory.kv_pool import KVPool
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Pass(ABC):
         return NewEntries(self.batch, self.pool.keys.device)
 
     def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor) -> Tensor:
-        """Store the new tokens' keys and values, then `read`: what a decoder asks of each layer (`smc.models.decoder.Attend`)."""
+        """Store the new tokens' keys and values, then `read`: what a decoder asks of each layer (`smc.model.decoder.Attend`)."""
         self.new.store(self.pool.keys[layer], self.pool.values[layer], k_TJD, v_TJD)
         return self.read(layer, q_THD)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from smc.arrays import to_device
 from smc.attention.base import AttentionBackend, ForwardBatch, Pass
-from smc.kv.pool import KVPool
+from smc.memory.kv_pool import KVPool
 
 if TYPE_CHECKING:
     from flashinfer import BatchPrefillWithPagedKVCacheWrapper

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from smc.arrays import to_device
 from smc.attention.base import AttentionBackend, ForwardBatch, Pass
-from smc.kv.pool import KVPool
+from smc.memory.kv_pool import KVPool
 
 
 class FusedAttention(AttentionBackend):

@@ -9,7 +9,7 @@ import torch
 from smc.attention.base import AttentionBackend, ForwardBatch, Pass
 from smc.attention.flashinfer import FlashInferAttention, obstacle
 from smc.attention.fused import FusedAttention
-from smc.kv.pool import KVPool
+from smc.memory.kv_pool import KVPool
 
 logger = logging.getLogger(__name__)
 

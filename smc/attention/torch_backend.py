@@ -17,8 +17,8 @@ from torch import Tensor
 
 from smc.arrays import to_device
 from smc.attention.base import AttentionBackend, ForwardBatch, Pass
-from smc.kv.pages import DUMMY_PAGE
-from smc.kv.pool import KVPool
+from smc.memory.kv_pool import KVPool
+from smc.memory.pages import DUMMY_PAGE
 
 ToDevice = Callable[[np.ndarray], Tensor]
 

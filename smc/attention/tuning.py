@@ -19,7 +19,7 @@ SPECIALIZED = 256
 
 def floor_rows(rows: int) -> int:
     """Rows by which sizes are chosen: the power of two at or below. Rounds with companions have more rows than places; so they bring one
-    size at most, and kernels to compile: that of the most rows, which is rehearsed (`smc.engine.warm_up`)."""
+    size at most, and kernels to compile: that of the most rows, which is rehearsed (`smc.calibration.warm_up`)."""
     return 1 << (rows.bit_length() - 1)
 
 

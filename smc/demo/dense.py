@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from smc.demo import MAX_ANSWER
 from smc.demo.problems import Problem, grade
 from smc.demo.tokenizer import EOS, render
-from smc.models.decoder import Decoder
+from smc.model.decoder import Decoder
 from smc.statistics import Accuracy
 
 

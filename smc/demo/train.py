@@ -23,9 +23,9 @@ from smc.demo import WEIGHTS, corpus, dense
 from smc.demo import tokenizer as demo_tokenizer
 from smc.demo.problems import Problem, generate
 from smc.demo.trainer import Recipe, Trainer, Watch
-from smc.models.config import ModelConfig
-from smc.models.decoder import Decoder, RopeTable
-from smc.models.loader import save_model
+from smc.model.config import ModelConfig
+from smc.model.decoder import Decoder, RopeTable
+from smc.model.loader import save_model
 
 TARGET_SEED, DRAFT_SEED = 1, 2
 SNAPSHOT_SEED, FINAL_SEED = 3, 4

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 from smc.demo import dense
 from smc.demo.corpus import GROUPS, IGNORED, Corpus
-from smc.models.config import ModelConfig
-from smc.models.decoder import Decoder, RopeTable
+from smc.model.config import ModelConfig
+from smc.model.decoder import Decoder, RopeTable
 
 
 @dataclass(frozen=True)

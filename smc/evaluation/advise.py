@@ -1,6 +1,6 @@
 """Which arrangement of GPUs, and which N, F, K, decode how many requests fastest: exact decoding beside plain, foretold from cost curves.
 
-Arithmetic alone: what costs and acceptance are, and how they were come by, others say (`smc.engine.timing`, `smc.evaluation.probes`).
+Arithmetic alone: what costs and acceptance are, and how they were come by, others say (`smc.calibration.costs`, `smc.evaluation.probes`).
 
 N rows of a tree, K tokens of a block, F rows ahead for each of N.
 """
@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from smc.engine.acceptance import WIDTH_GAIN
-from smc.engine.costs import Costs
+from smc.scheduler.acceptance import WIDTH_GAIN
+from smc.scheduler.latency_model import Costs
 
 OFFERS = 32
 """Tokens that a root offers: a tree's first level is no wider."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from smc.engine.admission import check_fits
-from smc.engine.engine import Engine
-from smc.engine.local import ModelPair, local_engine
-from smc.engine.memory import pool_for
-from smc.engine.methods import decoding_of
-from smc.engine.outputs import Output
-from smc.engine.request import Request
-from smc.runtime.config import EngineConfig
+from smc.api.engine_config import EngineConfig
+from smc.api.outputs import Output
+from smc.api.request import Request
+from smc.local_engine import ModelPair, local_engine
+from smc.memory.kv_cache import pool_for
+from smc.scheduler.admission import check_fits
+from smc.scheduler.engine import Engine
+from smc.scheduler.methods import decoding_of
 
 
 def fitted_engine(pair: ModelPair, config: EngineConfig, requests: Sequence[Request], concurrency: int = 1) -> Engine:

@@ -8,19 +8,19 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from smc.api.engine_config import EngineConfig
+from smc.api.outputs import Output
+from smc.api.request import Request
+from smc.api.sampling_params import SamplingParams
 from smc.demo import MAX_ANSWER
 from smc.demo.problems import generate
-from smc.engine.admission import sized_for
-from smc.engine.engine import Engine
-from smc.engine.memory import pool_for
-from smc.engine.methods import decoding_of
-from smc.engine.outputs import Output
-from smc.engine.request import Request
-from smc.engine.sampling_params import SamplingParams
 from smc.evaluation.round_time import PROBLEM_SEED
-from smc.models.tokenizer import Tokenizer
-from smc.runtime.config import EngineConfig
-from smc.runtime.messages import SIDES
+from smc.executor.messages import SIDES
+from smc.memory.kv_cache import pool_for
+from smc.model.tokenizer import Tokenizer
+from smc.scheduler.admission import sized_for
+from smc.scheduler.engine import Engine
+from smc.scheduler.methods import decoding_of
 
 PROBLEMS = 128
 """Least number of different ones."""

@@ -13,17 +13,17 @@ from typing import Protocol
 
 import torch
 
-from smc.engine.engine import Engine
-from smc.engine.sampling_params import Method
-from smc.models.config import ModelConfig
-from smc.models.decoder import Decoder
-from smc.models.draft_vocab import DraftHead
-from smc.models.tokenizer import Tokenizer
-from smc.runtime.config import EngineConfig
-from smc.runtime.kernels import gpu_parts
-from smc.runtime.messages import SIDES
-from smc.runtime.pair import LocalPair
-from smc.runtime.worker import ModelWorker
+from smc.api.engine_config import EngineConfig
+from smc.api.sampling_params import Method
+from smc.executor.executor import LocalPair
+from smc.executor.kernels import gpu_parts
+from smc.executor.messages import SIDES
+from smc.executor.worker import ModelWorker
+from smc.model.config import ModelConfig
+from smc.model.decoder import Decoder
+from smc.model.draft_vocab import DraftHead
+from smc.model.tokenizer import Tokenizer
+from smc.scheduler.engine import Engine
 from smc.stops import TokenBytes
 
 

@@ -7,18 +7,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from smc.engine.costs import Costs
-from smc.engine.memory import pool_for
-from smc.engine.sampling_params import Method, SamplingParams
-from smc.engine.stats import EngineStats
-from smc.engine.timing import Effort, room_for, time_costs
+from smc.api.engine_config import EngineConfig
+from smc.api.sampling_params import Method, SamplingParams
+from smc.calibration.costs import Effort, room_for, time_costs
 from smc.evaluation.advise import Acceptance
 from smc.evaluation.batch import run_in_flight
 from smc.evaluation.load import fitted, problem_load
 from smc.evaluation.machine import Mode
 from smc.evaluation.ttft import PromptMachine
-from smc.runtime.config import EngineConfig
-from smc.runtime.messages import SIDES
+from smc.executor.messages import SIDES
+from smc.memory.kv_cache import pool_for
+from smc.scheduler.latency_model import Costs
+from smc.scheduler.stats import EngineStats
 
 BLOCK = 5
 WIDE = 8

@@ -11,18 +11,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from smc.api.engine_config import EngineConfig
+from smc.api.limits import UNSET
+from smc.api.outputs import Answer
+from smc.api.request import Request
+from smc.api.sampling_params import POPULATIONS, SamplingParams
 from smc.demo import MAX_ANSWER
 from smc.demo.problems import Problem, grade
-from smc.engine.outputs import Answer
-from smc.engine.request import Request
-from smc.engine.sampling_params import POPULATIONS, SamplingParams
-from smc.limits import UNSET
-from smc.runtime.config import EngineConfig
 from smc.statistics import Accuracy
 
 if TYPE_CHECKING:
-    from smc.engine.local import ModelPair
-    from smc.models.tokenizer import Tokenizer
+    from smc.local_engine import ModelPair
+    from smc.model.tokenizer import Tokenizer
 
 EXACT_PARTICLES, EXACT_BLOCKS = (1, 4, 8, 16), (4, 5, 8)
 WIDE, WIDE_BRANCHES, EXACT_BRANCHES = 16, 2, 4

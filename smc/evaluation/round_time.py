@@ -1,6 +1,6 @@
 """Where the time of a round goes on a CPU: the draft's part, the target's, and the host's own work around them.
 
-The host's part is what an accelerator would wait for, if it were not done while the models run (smc/engine/cohorts.py).
+The host's part is what an accelerator would wait for, if it were not done while the models run (smc/scheduler/cohorts.py).
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from smc.api.engine_config import EngineConfig
+from smc.api.request import Request
+from smc.api.sampling_params import Method, SamplingParams
 from smc.demo.problems import generate
-from smc.engine.engine import Engine
-from smc.engine.local import ModelPair
-from smc.engine.request import Request
-from smc.engine.sampling_params import Method, SamplingParams
 from smc.evaluation.batch import fitted_engine
-from smc.models.tokenizer import Tokenizer
-from smc.runtime.config import EngineConfig
+from smc.local_engine import ModelPair
+from smc.model.tokenizer import Tokenizer
+from smc.scheduler.engine import Engine
 
 PROBLEM_SEED = 20_261_121
 WARM_UP = 3
@@ -48,7 +48,7 @@ class RoundTime:
 
 @dataclass(frozen=True)
 class GangRound:
-    """Medians over rounds, in milliseconds; see `smc.engine.timeline.RoundTimes` for the parts."""
+    """Medians over rounds, in milliseconds; see `smc.scheduler.timeline.RoundTimes` for the parts."""
 
     link: str
     decoding: str

@@ -13,15 +13,15 @@ from itertools import groupby
 from typing import Any
 
 from smc.algorithm.expansion import Kind
-from smc.engine.costs import Costs
-from smc.engine.engine import Engine
-from smc.engine.rehearsal import KINDS, rehearsal
-from smc.engine.sampling_params import Method, SamplingParams
-from smc.engine.warm_up import rehearse
+from smc.api.sampling_params import Method, SamplingParams
+from smc.calibration.rehearsal import KINDS, rehearsal
+from smc.calibration.warm_up import rehearse
 from smc.evaluation.load import ClosedLoop, Load, Waves, fitted
 from smc.evaluation.machine import Machine, Mode
 from smc.evaluation.round_time import decoding_name
-from smc.runtime.messages import SIDES
+from smc.executor.messages import SIDES
+from smc.scheduler.engine import Engine
+from smc.scheduler.latency_model import Costs
 
 BANDWIDTH = 4.26e12
 """Bytes a second that an H200 reads and writes in a device copy."""

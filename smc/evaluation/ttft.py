@@ -15,21 +15,21 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from smc.engine.chunks import LEAST
-from smc.engine.engine import Engine
-from smc.engine.local import ModelPair, local_engine
-from smc.engine.memory import pool_for
-from smc.engine.methods import decoding_of
-from smc.engine.outputs import Answer, Output
-from smc.engine.request import Request
-from smc.engine.sampling_params import Method, SamplingParams
+from smc.api.engine_config import GPU_PREFILL, EngineConfig
+from smc.api.outputs import Answer, Output
+from smc.api.request import Request
+from smc.api.sampling_params import Method, SamplingParams
 from smc.evaluation.load import ClosedLoop, Load
 from smc.evaluation.machine import Mode
 from smc.evaluation.speed import WARM_UP
-from smc.models.config import ModelConfig
-from smc.models.tokenizer import Tokenizer
-from smc.runtime.config import GPU_PREFILL, EngineConfig
-from smc.runtime.messages import SIDES, Pending, PromptResult
+from smc.executor.messages import SIDES, Pending, PromptResult
+from smc.local_engine import ModelPair, local_engine
+from smc.memory.kv_cache import pool_for
+from smc.model.config import ModelConfig
+from smc.model.tokenizer import Tokenizer
+from smc.scheduler.chunks import LEAST
+from smc.scheduler.engine import Engine
+from smc.scheduler.methods import decoding_of
 
 PEAK = 7.9e14
 """Operations a second that an H200 reaches in products of bfloat16."""

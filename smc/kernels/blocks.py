@@ -1,4 +1,4 @@
-"""What the target runs in a round in one launch, and its verdict in another: `smc.runtime.blocks`.
+"""What the target runs in a round in one launch, and its verdict in another: `smc.executor.verify`.
 
 What is run is laid out by a program for each group, and some for places of none. Nothing reads the host, and grids follow from
 shapes alone: they can be captured in a CUDA graph.

@@ -1,4 +1,4 @@
-"""What becomes of every place after a round, and what the host learns of it, in one launch: `smc.runtime.choice.conclude`.
+"""What becomes of every place after a round, and what the host learns of it, in one launch: `smc.executor.select.conclude`.
 
 A program has the places of one group, or places of none. Nothing reads the host, and the grid follows from shapes alone: it can be
 captured in a CUDA graph.

@@ -16,10 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from smc.algorithm.expansion import EXPANSION_POSITION, Expansion, Kind, Offers
+from smc.api.limits import MAX_PARTICLES
 from smc.kernels.places import own_places, programs
 from smc.kernels.selection import _uniform
 from smc.kernels.variants import one_variant
-from smc.limits import MAX_PARTICLES
 
 CHUNKS = (256, 512, 1024, 2048)
 """Offers that a program looks at at a time: all, if there are no more than the last."""

@@ -26,7 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from smc.kernels.pdl import launch_options
 from smc.kernels.tiling import Tiling, choose, token_blocks_of
 from smc.kernels.variants import one_variant
-from smc.models.linear import Rounded
+from smc.model.linear import Rounded
 
 FP8_CAPABILITIES = (9, 10)
 """Of GPUs, the first number."""

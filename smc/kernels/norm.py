@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from smc.kernels.pdl import launch_options
 from smc.kernels.rounding import room, store_rounded
-from smc.models.linear import Rounded
+from smc.model.linear import Rounded
 
 
 def add_norm(x_TE: Tensor, parts: Tensor | None, weight_E: Tensor, eps: float, pdl: bool = False) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from smc.limits import MAX_PARTICLES
+from smc.api.limits import MAX_PARTICLES
 
 GROUPS = tl.constexpr(64)
 """That are looked at at a time."""

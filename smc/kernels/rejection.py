@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from smc.api.limits import MAX_PARTICLES
 from smc.kernels.law import Cut, best_column, combine, cut_arguments, cut_logit, inverse_temperature, load_block, require_rows, sum_block
 from smc.kernels.sampling import exponentials
 from smc.kernels.variants import one_variant
-from smc.limits import MAX_PARTICLES
 
 NOTHING = tl.constexpr(-1)
 

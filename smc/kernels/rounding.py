@@ -1,4 +1,4 @@
-"""Activations in FP8 with a scale for each row: `smc.models.linear.round_rows` in one launch.
+"""Activations in FP8 with a scale for each row: `smc.model.linear.round_rows` in one launch.
 
 Nothing reads the host. `pdl`: `smc.kernels.pdl`.
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from smc.kernels.pdl import launch_options
-from smc.models import linear
-from smc.models.linear import FP8, Rounded
+from smc.model import linear
+from smc.model.linear import FP8, Rounded
 
 LARGEST = tl.constexpr(linear.LARGEST)
 """Of its numbers."""

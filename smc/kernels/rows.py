@@ -46,7 +46,7 @@ class Tables(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """Which rows stand together, as of `smc.runtime.forward.Rows`."""
+    """Which rows stand together, as of `smc.executor.forward.Rows`."""
 
     group_R: Tensor
     first_G: Tensor

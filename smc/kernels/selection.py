@@ -16,9 +16,9 @@ from torch import Tensor
 
 from smc.algorithm.bounds import Bounds
 from smc.algorithm.selection import BRANCH_POSITION, EQUAL, Selection
+from smc.api.limits import MAX_PARTICLES, SCHEME_NAMES
 from smc.kernels.places import own_places, programs
 from smc.kernels.variants import one_variant
-from smc.limits import MAX_PARTICLES, SCHEME_NAMES
 from smc.philox import Purpose
 
 SYSTEMATIC, STRATIFIED, RESIDUAL, _, SSP = (tl.constexpr(index) for index in range(len(SCHEME_NAMES)))

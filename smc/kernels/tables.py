@@ -1,4 +1,4 @@
-"""Block tables follow a choice, within kernels: `smc.runtime.tables.reroot`. Work grows with what particles hold, not with the table."""
+"""Block tables follow a choice, within kernels: `smc.executor.tables.reroot`. Work grows with what particles hold, not with the table."""
 
 from __future__ import annotations
 

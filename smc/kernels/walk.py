@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from smc.api.limits import MAX_PARTICLES
 from smc.kernels.places import own_places, programs
 from smc.kernels.variants import one_variant
-from smc.limits import MAX_PARTICLES
 
 
 def walk(tokens_AQ: Tensor, count_A: Tensor, drawn_AQ: Tensor, alive_A: Tensor, groups: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

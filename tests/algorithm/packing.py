@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from smc.algorithm.bounds import Bounds
-from smc.limits import SCHEME_NAMES
+from smc.api.limits import SCHEME_NAMES
 
 
 @dataclass(frozen=True)

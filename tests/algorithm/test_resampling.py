@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from smc.algorithm.resampling import SCHEMES, offspring, place
-from smc.limits import SCHEME_NAMES
+from smc.api.limits import SCHEME_NAMES
 
 LARGEST = 1 - 2.0**-53
 MOST = 12

@@ -19,7 +19,7 @@ from smc.algorithm import selection
 from smc.algorithm.resampling import SCHEMES, offspring, place
 from smc.algorithm.selection import BRANCH_POSITION, Selection, own_branch, select
 from smc.algorithm.weights import normalise
-from smc.limits import SCHEME_NAMES
+from smc.api.limits import SCHEME_NAMES
 from smc.philox import Purpose, uniforms
 from tests.algorithm.packing import Population, pack, random_candidates
 

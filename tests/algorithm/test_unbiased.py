@@ -17,7 +17,7 @@ from torch import Tensor
 from smc.algorithm.bounds import Bounds
 from smc.algorithm.selection import select
 from smc.algorithm.weights import block_log_weight, log_mean_weight, normalise
-from smc.limits import SCHEME_NAMES
+from smc.api.limits import SCHEME_NAMES
 from tests.algorithm.packing import lockstep_candidates, lookahead_candidates
 
 EOS, VOCABULARY, LENGTH, BLOCK = 3, 4, 6, 2

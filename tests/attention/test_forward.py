@@ -14,14 +14,14 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from smc.kv.pages import DUMMY_PAGE
-from smc.kv.pool import KVPool
-from smc.models.decoder import RopeTable
-from smc.runtime.forward import Rows, StaticForward
-from smc.runtime.kernel_forward import KernelForward
-from smc.runtime.plan import SHORT_SINGLE, Contexts
+from smc.executor.forward import Rows, StaticForward
+from smc.executor.kernel_forward import KernelForward
+from smc.executor.plan import SHORT_SINGLE, Contexts
+from smc.memory.kv_pool import KVPool
+from smc.memory.pages import DUMMY_PAGE
+from smc.model.decoder import RopeTable
 from tests.attention.packed import DEVICE, PAGES, Built, Case
-from tests.models.tiny import random_decoder, tiny_config
+from tests.model.tiny import random_decoder, tiny_config
 
 WIDTH = 700
 FEW = (2, 1)

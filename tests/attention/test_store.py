@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from smc.kernels.store import store_kv
-from smc.models.decoder import rotate
+from smc.model.decoder import rotate
 from tests.attention.packed import DEVICE
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from smc.attention.base import AttentionBackend, ForwardBatch
 from smc.attention.fused import FusedAttention
 from smc.attention.torch_backend import TorchAttention
-from smc.kv.pages import DUMMY_PAGE
-from smc.kv.pool import KVPool
-from tests.models.tiny import tiny_config
+from smc.memory.kv_pool import KVPool
+from smc.memory.pages import DUMMY_PAGE
+from tests.model.tiny import tiny_config
 
 WIDTH, CAPACITY, DIM, LAYERS = 16, 300, 8, 2
 # A segment is (positions shared, [(positions held besides, new tokens) of each row]).

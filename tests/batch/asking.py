@@ -14,8 +14,8 @@ from services.batch.output import OutputFile
 from services.batch.requests import Requests
 from services.batch.resume import Survey, rest, survey
 from services.batch.runner import Limit, Runner
-from smc.engine.outputs import Answer, FinishReason, Statistics
-from smc.engine.request import Request
+from smc.api.outputs import Answer, FinishReason, Statistics
+from smc.api.request import Request
 
 PRINT = "smc_0"
 

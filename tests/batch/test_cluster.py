@@ -14,9 +14,9 @@ from ray.util.state import list_placement_groups
 
 from services.batch.requests import Requests
 from smc import demo
+from smc.api.engine_config import EngineConfig
 from smc.demo.problems import generate
-from smc.engine.local import ModelPair, local_engine
-from smc.runtime.config import EngineConfig
+from smc.local_engine import ModelPair, local_engine
 from tests.batch.asking import chat, line, read_records, write_lines
 from tests.batch.running import Cluster
 

@@ -8,7 +8,7 @@ import pytest
 
 from services.batch.results import fingerprint
 from services.launch.config import GangConfig
-from smc.runtime.config import EngineConfig
+from smc.api.engine_config import EngineConfig
 from tests.batch.asking import answer_file, chat, write_lines
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from services.backend import Unavailable
 from services.batch.decoder import ATTEMPTS, Decoder, ServiceLost, Serving
-from smc.engine.outputs import Output
-from smc.engine.request import Request
+from smc.api.outputs import Output
+from smc.api.request import Request
 from tests.batch.asking import answer_of
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.batch.requests import Requests
-from smc.engine.sampling_params import Method
+from smc.api.sampling_params import Method
 from tests.batch.asking import chat, completion, line
 
 

@@ -12,8 +12,8 @@ from services.backend import RequestFailed, Unavailable
 from services.batch.requests import Requests
 from services.batch.results import answered, fingerprint, refused
 from services.launch.config import GangConfig
-from smc.engine.outputs import FinishReason
-from smc.runtime.config import EngineConfig
+from smc.api.engine_config import EngineConfig
+from smc.api.outputs import FinishReason
 from tests.batch.asking import answer_of, chat, completion, line
 
 

@@ -12,7 +12,7 @@ from services.batch import runner as module
 from services.batch.decoder import ServiceLost
 from services.batch.requests import Requests
 from services.batch.runner import Limit, Runner
-from smc.engine.admission import QueueFull
+from smc.scheduler.admission import QueueFull
 from tests.batch.asking import PRINT, answer_of, chat, decode_at_once, line
 
 

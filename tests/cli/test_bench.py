@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from services.cli.bench_options import BenchOptions
-from smc.engine import timing
-from smc.engine.sampling_params import Method
+from smc.api.sampling_params import Method
+from smc.calibration import costs as timing
 from smc.evaluation.reports.speed import SpeedPlan
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from tests.models.tiny import save_byte_level, save_tiny
+from tests.model.tiny import save_byte_level, save_tiny
 
 
 def test_demo_pair_is_ok(smcserve):

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from smc.demo.problems import generate, grade
-from tests.models.tiny import save_byte_level, save_tiny
+from tests.model.tiny import save_byte_level, save_tiny
 
 PROBLEM = generate(1, 1, "test")[0]
 TARGET = ("generate", PROBLEM.question, "--method", "target")

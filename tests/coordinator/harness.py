@@ -16,8 +16,8 @@ from services.launch.config import GangConfig
 from services.launch.specs import coordinator_spec, rank_spec
 from services.link.connect import Rendezvous
 from services.workers.process import RankSpec, run_rank
-from smc.models.parallel import Shard
-from smc.runtime.config import EngineConfig
+from smc.api.engine_config import EngineConfig
+from smc.model.parallel import Shard
 
 HOST, SECRET = "127.0.0.1", "secret"
 SIDES = ("draft", "target")

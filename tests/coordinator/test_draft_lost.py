@@ -17,12 +17,12 @@ from services.link import connect
 from services.step import Step
 from services.workers import process
 from services.workers.process import run_rank
-from smc.engine.outputs import Answer
-from smc.engine.request import Request
-from smc.engine.sampling_params import SamplingParams
-from smc.models.parallel import Shard
-from smc.runtime.config import EngineConfig
-from smc.runtime.sides import DraftSide
+from smc.api.engine_config import EngineConfig
+from smc.api.outputs import Answer
+from smc.api.request import Request
+from smc.api.sampling_params import SamplingParams
+from smc.executor.model_runner import DraftSide
+from smc.model.parallel import Shard
 from tests.coordinator.harness import HOST, coordinator
 
 SLOW = pytest.mark.slow

@@ -15,12 +15,12 @@ from services.link.base import LinkError
 from services.link.connect import Rendezvous
 from services.workers.answers import Answers
 from services.workers.process import run_rank
-from smc.engine.request import Request
-from smc.engine.sampling_params import SamplingParams
-from smc.models.parallel import Shard
-from smc.runtime.config import EngineConfig
-from smc.runtime.messages import SideLost
-from smc.runtime.sides import DraftSide, TargetSide
+from smc.api.engine_config import EngineConfig
+from smc.api.request import Request
+from smc.api.sampling_params import SamplingParams
+from smc.executor.messages import SideLost
+from smc.executor.model_runner import DraftSide, TargetSide
+from smc.model.parallel import Shard
 from tests.coordinator.harness import HOST, SECRET, SIDES
 
 

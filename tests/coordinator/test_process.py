@@ -13,11 +13,11 @@ from services.backend import RequestFailed
 from services.coordinator.process import EngineStuck
 from services.gateway.coordinator import CoordinatorClient
 from services.step import Step
-from smc.engine.outputs import FinishReason
-from smc.engine.request import Request
-from smc.engine.sampling_params import SamplingParams
-from smc.engine.text import StopRules, TextStream
-from smc.runtime.config import EngineConfig
+from smc.api.engine_config import EngineConfig
+from smc.api.outputs import FinishReason
+from smc.api.request import Request
+from smc.api.sampling_params import SamplingParams
+from smc.scheduler.detokenizer import StopRules, TextStream
 from tests.coordinator.harness import coordinator
 
 ENGINE = EngineConfig(block=4, branches=2, max_slots=200, cohorts=2)

@@ -8,11 +8,11 @@ import pytest
 
 from services.gateway.coordinator import CoordinatorClient
 from smc import demo
-from smc.engine.local import ModelPair, local_engine
-from smc.engine.outputs import Answer
-from smc.engine.request import Request
-from smc.engine.sampling_params import SamplingParams
-from smc.runtime.config import EngineConfig
+from smc.api.engine_config import EngineConfig
+from smc.api.outputs import Answer
+from smc.api.request import Request
+from smc.api.sampling_params import SamplingParams
+from smc.local_engine import ModelPair, local_engine
 from tests.coordinator.harness import coordinator
 
 KINDS = [

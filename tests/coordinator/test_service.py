@@ -18,11 +18,11 @@ from services.coordinator.service import CoordinatorServer
 from services.gateway.coordinator import CoordinatorClient
 from services.link.streams import StreamCaller, StreamServer
 from services.step import Step
-from smc.engine.admission import QueueFull
-from smc.engine.outputs import Answer, FinishReason, Output, Statistics
-from smc.engine.request import Request
-from smc.engine.sampling_params import SamplingParams
-from smc.engine.stats import EngineStats
+from smc.api.outputs import Answer, FinishReason, Output, Statistics
+from smc.api.request import Request
+from smc.api.sampling_params import SamplingParams
+from smc.scheduler.admission import QueueFull
+from smc.scheduler.stats import EngineStats
 
 STATS = EngineStats(pages_used={"draft": 0, "target": 0}, pages_total={"draft": 1, "target": 1})
 

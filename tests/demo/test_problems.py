@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from smc.demo import problems, tokenizer
 from smc.demo.problems import Problem, generate, grade, split_of
-from smc.models.tokenizer import Tokenizer as ServedTokenizer
+from smc.model.tokenizer import Tokenizer as ServedTokenizer
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 STEP = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")

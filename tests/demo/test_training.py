@@ -10,7 +10,7 @@ import torch
 from smc.demo import corpus, dense, tokenizer, trainer
 from smc.demo.problems import generate
 from smc.demo.train import TARGET_CONFIG
-from smc.models.decoder import RopeTable
+from smc.model.decoder import RopeTable
 
 TINY = replace(TARGET_CONFIG, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=16)
 RECIPE = trainer.Recipe(TINY, seed=1, batch=6, steps=3, minutes=None, peak_rate=1e-2, warmup=1)

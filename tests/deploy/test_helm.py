@@ -17,7 +17,7 @@ from services.cli.gang import gang_config
 from services.cli.main import app
 from services.gateway.config import GatewayConfig
 from services.metrics.metrics import Metrics
-from smc.engine.stats import EngineStats
+from smc.scheduler.stats import EngineStats
 from tests.deploy.binaries import binary
 from tests.deploy.chart import CHART, KUBERNETES, PROFILES, check, containers, of_kind, pod_specs, render, this_chart, values
 

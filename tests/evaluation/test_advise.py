@@ -7,13 +7,13 @@ import random
 import pytest
 
 from smc import demo
-from smc.engine.acceptance import WIDTH_GAIN
-from smc.engine.costs import Cost, Costs, Curve
-from smc.engine.local import ModelPair
-from smc.engine.stats import EngineStats
 from smc.evaluation.advise import LOOKAHEAD, Acceptance, Arrangement, Setting, Settings, advise, arrangements, best_of
 from smc.evaluation.probes import measure_acceptance, missed_share
 from smc.evaluation.ttft import PairMachine
+from smc.local_engine import ModelPair
+from smc.scheduler.acceptance import WIDTH_GAIN
+from smc.scheduler.latency_model import Cost, Costs, Curve
+from smc.scheduler.stats import EngineStats
 
 COSTS = Costs(
     Cost(Curve(((1, 0.001), (32, 0.001), (512, 0.008))), 1e-8),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from smc.engine.local import local_engine
-from smc.engine.sampling_params import SamplingParams
+from smc.api.engine_config import EngineConfig
+from smc.api.sampling_params import SamplingParams
 from smc.evaluation.load import Load, Waves, fitted
-from smc.runtime.config import EngineConfig
-from tests.engine.lives import pair
+from smc.local_engine import local_engine
+from tests.scheduler.lives import pair
 
 
 @pytest.mark.parametrize("form", ["lockstep", "lookahead"])

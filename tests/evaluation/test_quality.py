@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from smc import demo
+from smc.api.engine_config import EngineConfig
+from smc.api.request import Request
+from smc.api.sampling_params import SamplingParams
 from smc.demo.problems import generate
-from smc.engine.local import ModelPair
-from smc.engine.memory import pool_for
-from smc.engine.request import Request
-from smc.engine.sampling_params import SamplingParams
 from smc.evaluation.batch import fitted_engine, run_in_flight
 from smc.evaluation.quality import Setting, Terms, derived_seed, grid, measure, measure_speed
-from smc.runtime.config import EngineConfig
+from smc.local_engine import ModelPair
+from smc.memory.kv_cache import pool_for
 from smc.statistics import Accuracy
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from smc.engine.sampling_params import Method
+from smc.api.engine_config import EngineConfig
+from smc.api.sampling_params import Method
 from smc.evaluation import ttft
 from smc.evaluation.machine import Mode
 from smc.evaluation.ttft import REPEATS, FirstTokens, PairMachine, operations
-from smc.models.places import count_parameters
-from smc.models.presets import preset
-from smc.runtime.config import EngineConfig
-from tests.engine.lives import pair
-from tests.models.tiny import tiny_config
+from smc.model.presets import preset
+from smc.model.weight_map import count_parameters
+from tests.model.tiny import tiny_config
+from tests.scheduler.lives import pair
 
 AHEAD = Mode("lookahead", Method.SMC, EngineConfig(block=2, branches=2), 2, (1, 1))
 PLAIN = Mode("plain", Method.TARGET, EngineConfig(block=4), 1, (0, 1))

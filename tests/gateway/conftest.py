@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from smc import demo
-from smc.engine.local import ModelPair
+from smc.local_engine import ModelPair
 from tests.gateway.certificates import Certificates, make_certificates
 from tests.gateway.harness import serving
 

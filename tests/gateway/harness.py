@@ -22,12 +22,12 @@ from services.metrics.metrics import Metrics
 from services.pb import generation_pb2_grpc
 from services.step import Step
 from smc import demo
-from smc.engine.local import ModelPair, local_engine
-from smc.engine.outputs import Answer, Output
-from smc.engine.request import Request
-from smc.engine.sampling_params import SamplingParams
-from smc.engine.stats import EngineStats
-from smc.runtime.config import EngineConfig
+from smc.api.engine_config import EngineConfig
+from smc.api.outputs import Answer, Output
+from smc.api.request import Request
+from smc.api.sampling_params import SamplingParams
+from smc.local_engine import ModelPair, local_engine
+from smc.scheduler.stats import EngineStats
 
 PLAIN_CONFIG = EngineConfig(block=4, branches=2, max_slots=64, pages=12_288)
 LONG = {"particles": 16, "max_tokens": 440, "ignore_eos": True, "seed": 1}

@@ -19,8 +19,8 @@ from services.gateway.limits import ARRIVING, LARGE, PATIENCE
 from services.gateway.memory import _malloc_trim
 from services.gateway.prompts import Prompts
 from services.pb import generation_pb2 as pb
-from smc.engine.admission import QueueFull
-from smc.runtime.config import EngineConfig
+from smc.api.engine_config import EngineConfig
+from smc.scheduler.admission import QueueFull
 from tests.gateway.harness import LONG, serving, until
 from tests.gateway.pauses import LIMIT, Pauses, pauses_of
 

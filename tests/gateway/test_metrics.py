@@ -18,8 +18,8 @@ from services.launch import supervisor as launch
 from services.launch.config import GangConfig
 from services.metrics.metrics import Metrics
 from services.step import Step
-from smc.engine.outputs import Answer, FinishReason, Statistics, Times
-from smc.engine.stats import EngineStats
+from smc.api.outputs import Answer, FinishReason, Statistics, Times
+from smc.scheduler.stats import EngineStats
 from tests.deploy.binaries import binary
 from tests.gateway.harness import LONG, serving, until
 

@@ -10,7 +10,7 @@ import pytest
 from services.gateway.prompts import Prompts
 from services.pb import generation_pb2 as pb
 from services.prompt import Prompt
-from smc.models.presets import NoText
+from smc.model.presets import NoText
 
 
 class Listening:

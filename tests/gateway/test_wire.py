@@ -18,11 +18,11 @@ from services.step import Step
 from services.wire.generation import from_finish, from_sampling, from_update, to_finish, to_sampling, to_update
 from services.wire.sampling import FINISH_REASONS, REPORTS, SAMPLING, sampling_message, sampling_settings
 from services.wire.steps import from_response, to_response
-from smc.engine.outputs import Answer, FinishReason, Output, Particle, Statistics
-from smc.engine.request import Request
-from smc.engine.sampling_params import SETTINGS, Method, SamplingParams
-from smc.engine.stats import EngineStats, SpecStats
-from smc.limits import SCHEME_NAMES
+from smc.api.limits import SCHEME_NAMES
+from smc.api.outputs import Answer, FinishReason, Output, Particle, Statistics
+from smc.api.request import Request
+from smc.api.sampling_params import SETTINGS, Method, SamplingParams
+from smc.scheduler.stats import EngineStats, SpecStats
 
 CARRIERS = (pb.GenerateRequest, coordinator_pb2.Submission)
 """Messages with sampling settings and reports."""

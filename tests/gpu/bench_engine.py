@@ -16,21 +16,21 @@ import time
 import numpy as np
 import torch
 
-from smc.engine.engine import Engine
-from smc.engine.plans import bucket
-from smc.engine.rehearsal import rehearsal
-from smc.engine.request import Request
-from smc.engine.sampling_params import Method, SamplingParams
-from smc.engine.warm_up import rare_requests, rehearse
-from smc.kv.pool import KVPool, pages_that_fit
-from smc.models.presets import NoText, preset
-from smc.models.random_model import random_model
-from smc.runtime.config import EngineConfig
-from smc.runtime.kernels import gpu_parts
-from smc.runtime.messages import SIDES
-from smc.runtime.pair import LocalPair, PairRound
-from smc.runtime.plan import RoundPlan
-from smc.runtime.worker import ModelWorker
+from smc.api.engine_config import EngineConfig
+from smc.api.request import Request
+from smc.api.sampling_params import Method, SamplingParams
+from smc.calibration.rehearsal import rehearsal
+from smc.calibration.warm_up import rare_requests, rehearse
+from smc.executor.executor import LocalPair, PairRound
+from smc.executor.kernels import gpu_parts
+from smc.executor.messages import SIDES
+from smc.executor.plan import RoundPlan
+from smc.executor.worker import ModelWorker
+from smc.memory.kv_pool import KVPool, pages_that_fit
+from smc.model.presets import NoText, preset
+from smc.model.random_model import random_model
+from smc.scheduler.engine import Engine
+from smc.scheduler.round_plan import bucket
 from smc.stops import TokenBytes
 
 DTYPE = torch.bfloat16

@@ -20,15 +20,15 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from smc.kv.pages import DUMMY_PAGE
-from smc.limits import DTYPE_NAMES
-from smc.models.linear import DTYPES
-from smc.models.presets import NoText, preset
-from smc.models.random_model import random_model
-from smc.runtime.forward import Rows
-from smc.runtime.kernel_forward import KernelForward
-from smc.runtime.plan import Contexts
-from smc.runtime.worker import ModelWorker
+from smc.api.limits import DTYPE_NAMES
+from smc.executor.forward import Rows
+from smc.executor.kernel_forward import KernelForward
+from smc.executor.plan import Contexts
+from smc.executor.worker import ModelWorker
+from smc.memory.pages import DUMMY_PAGE
+from smc.model.linear import DTYPES
+from smc.model.presets import NoText, preset
+from smc.model.random_model import random_model
 from smc.stops import TokenBytes
 from tests.gpu.bench_attention import full
 

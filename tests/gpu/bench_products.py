@@ -24,7 +24,7 @@ from smc.kernels.linear import gate_up_silu, linear
 from smc.kernels.norm import silu_mul
 from smc.kernels.rounding import round_rows
 from smc.kernels.tiling import Tiling, choose, token_block_of
-from smc.models.linear import FP8, Rounded, quantise
+from smc.model.linear import FP8, Rounded, quantise
 from tests.gpu.bench_kernels import BANDWIDTH, copies, microseconds, random, same
 
 SHAPES = {

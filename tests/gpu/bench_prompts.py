@@ -26,12 +26,12 @@ from smc.attention.base import ForwardBatch
 from smc.attention.flashinfer import FlashInferAttention, kernels_of, obstacle
 from smc.attention.fused import FusedAttention
 from smc.evaluation.ttft import PEAK, operations
-from smc.kv.pool import KVPool
-from smc.models.presets import NoText, preset
-from smc.models.random_model import random_model
-from smc.runtime import kernel_prompts, prompts
-from smc.runtime.messages import PromptBatch
-from smc.runtime.worker import ModelWorker
+from smc.executor import kernel_prompts, prompts
+from smc.executor.messages import PromptBatch
+from smc.executor.worker import ModelWorker
+from smc.memory.kv_pool import KVPool
+from smc.model.presets import NoText, preset
+from smc.model.random_model import random_model
 from smc.stops import TokenBytes
 
 DEVICE, DTYPE = torch.device("cuda:0"), torch.bfloat16

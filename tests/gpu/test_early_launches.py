@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from smc.runtime.forward import Rows
-from smc.runtime.kernel_forward import KernelForward
+from smc.executor.forward import Rows
+from smc.executor.kernel_forward import KernelForward
 from tests.gpu.bench_passes import Pass, record
 
 REPLAYS = 20

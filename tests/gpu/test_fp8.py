@@ -10,22 +10,22 @@ import torch
 from torch.nn import functional as F
 
 from smc import demo
+from smc.api.engine_config import EngineConfig
+from smc.api.request import Request
+from smc.api.sampling_params import Method, SamplingParams
 from smc.demo.problems import generate
-from smc.engine.local import ModelPair, local_engine
-from smc.engine.request import Request
-from smc.engine.sampling_params import Method, SamplingParams
 from smc.kernels.linear import gate_up_silu, linear, reduce
 from smc.kernels.rounding import round_rows
-from smc.models import linear as models
-from smc.models.grow import grown_model
-from smc.models.linear import FP8, Linear, quantise
-from smc.models.loader import load_model
-from smc.models.presets import preset
-from smc.models.random_model import random_model
-from smc.runtime.config import EngineConfig
-from tests.engine.harness import answers
+from smc.local_engine import ModelPair, local_engine
+from smc.model import linear as models
+from smc.model.linear import FP8, Linear, quantise
+from smc.model.loader import load_model
+from smc.model.padded import grown_model
+from smc.model.presets import preset
+from smc.model.random_model import random_model
 from tests.kernels.test_linear import usual
-from tests.models.dense import dense_logits
+from tests.model.dense import dense_logits
+from tests.scheduler.harness import answers
 
 SHAPES = [(2048, 3072), (8192, 2048), (4096, 6144), (14336, 4096), (2048, 128256), (256, 512), (640, 256)]
 """(inputs, outputs)"""

@@ -15,14 +15,14 @@ from services.launch.config import GangConfig
 from services.launch.errors import GangError
 from services.launch.processes import Processes
 from smc import demo
+from smc.api.engine_config import EngineConfig
+from smc.api.request import Request
+from smc.api.sampling_params import Method, SamplingParams
 from smc.demo.problems import generate
-from smc.engine.local import ModelPair, local_engine
-from smc.engine.request import Request
-from smc.engine.sampling_params import Method, SamplingParams
-from smc.models.loader import save_model
-from smc.models.random_model import random_model
-from smc.runtime.config import EngineConfig
-from tests.engine.harness import answers
+from smc.local_engine import ModelPair, local_engine
+from smc.model.loader import save_model
+from smc.model.random_model import random_model
+from tests.scheduler.harness import answers
 
 FORMS = {"look-ahead": EngineConfig(block=5, branches=4), "lockstep": EngineConfig(form="lockstep", block=8, cohorts=2)}
 GANGS = [("demo", "nccl", 1, 1), ("demo", "grpc", 1, 1), ("demo", "nccl", 1, 2), ("demo", "nccl", 2, 2), ("demo", "grpc", 2, 2)]

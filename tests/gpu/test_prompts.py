@@ -16,14 +16,14 @@ from smc.attention.base import ForwardBatch, Pass
 from smc.attention.flashinfer import MOST_TOKENS, FlashInferAttention, kernels_of, obstacle
 from smc.attention.fused import FusedAttention
 from smc.attention.torch_backend import TorchAttention
-from smc.kv.pages import DUMMY_PAGE
-from smc.kv.pool import KVPool
-from smc.runtime import kernel_prompts, prompts
-from smc.runtime.messages import PromptBatch
-from smc.runtime.worker import ModelWorker
+from smc.executor import kernel_prompts, prompts
+from smc.executor.messages import PromptBatch
+from smc.executor.worker import ModelWorker
+from smc.memory.kv_pool import KVPool
+from smc.memory.pages import DUMMY_PAGE
 from smc.stops import TokenBytes
-from tests.engine.pairs import letter_tokenizer
-from tests.models.tiny import random_decoder, tiny_config
+from tests.model.tiny import random_decoder, tiny_config
+from tests.scheduler.pairs import letter_tokenizer
 
 DEVICE, DTYPE, LAYERS = torch.device("cuda:0"), torch.bfloat16, 2
 TOLERANCE = 1e-2  # Of ||out - reference|| / ||reference||, in bfloat16.

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from smc import demo
+from smc.api.engine_config import EngineConfig
+from smc.api.request import Request
+from smc.api.sampling_params import SamplingParams
 from smc.demo.problems import generate
-from smc.engine.local import ModelPair, local_engine
-from smc.engine.request import Request
-from smc.engine.sampling_params import SamplingParams
-from smc.runtime.config import EngineConfig
-from tests.engine.harness import answers
+from smc.local_engine import ModelPair, local_engine
+from tests.scheduler.harness import answers
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from services.client import Client, Message
 from services.launch import cluster
 from services.launch.config import GangConfig
 from smc import demo
-from smc.engine.local import ModelPair, local_engine
-from smc.runtime.config import EngineConfig
-from tests.engine.harness import answers
+from smc.api.engine_config import EngineConfig
+from smc.local_engine import ModelPair, local_engine
+from tests.scheduler.harness import answers
 from tests.service.running import Running
 from tests.service.test_same_answers import ASKED, engine_request, with_chats
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from triton import knobs
 
-from smc.engine.local import ModelPair, local_engine
-from smc.engine.rehearsal import rehearsal
-from smc.engine.warm_up import rare_requests, rehearse
-from smc.models.presets import NoText, preset
-from smc.models.random_model import random_model
-from smc.runtime.config import EngineConfig
-from tests.engine.assorted import some_request
+from smc.api.engine_config import EngineConfig
+from smc.calibration.rehearsal import rehearsal
+from smc.calibration.warm_up import rare_requests, rehearse
+from smc.local_engine import ModelPair, local_engine
+from smc.model.presets import NoText, preset
+from smc.model.random_model import random_model
+from tests.scheduler.assorted import some_request
 
 CONTEXT = 1024
 FORMS = [

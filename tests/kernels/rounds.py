@@ -1,7 +1,7 @@
 """Rounds of any kinds, with everything in them that a round may meet: dead and ended places, NaN, no weight, padding. The same for a seed,
 on whatever device.
 
-Axes: see smc/runtime/__init__.py; V vocabulary, C offers of a place.
+Axes: see smc/executor/__init__.py; V vocabulary, C offers of a place.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from smc.algorithm.expansion import Kind, Offers
+from smc.executor.candidates import Evidence, Said
+from smc.executor.outcome import Drafted
+from smc.executor.plan import Contexts, Program, RoundPlan
+from smc.executor.state import SlotState
+from smc.executor.verify import Asked, Scored
 from smc.laws import LawSpec
-from smc.runtime.blocks import Asked, Scored
-from smc.runtime.candidates import Evidence, Said
-from smc.runtime.outcome import Drafted
-from smc.runtime.plan import Contexts, Program, RoundPlan
-from smc.runtime.state import SlotState
 from smc.stops import StopMachine, StopTables, TokenBytes
 
 VOCAB, WIDTH = 12, 64
@@ -183,7 +183,7 @@ class Round:
         )
 
     def said(self, drafted: Drafted) -> Said:
-        """As `smc.runtime.candidates.ask` would have it."""
+        """As `smc.executor.candidates.ask` would have it."""
         rng, rows, c = self.rng, drafted.all_WX.shape[1], 4
         if self.plan.all_exact:
             return Said()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import cache
 
-from smc.engine.plans import bucket
-from smc.engine.warm_up import crowded
+from smc.calibration.warm_up import crowded
+from smc.scheduler.round_plan import bucket
 
 SLOTS = [12, 16, 28, 32, 44, 64, 128]
 

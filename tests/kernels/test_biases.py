@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from smc.api.limits import MAX_BIASES, MAX_STOP_IDS
+from smc.executor.biases import WIDTHS, BiasTables, add_biases, width_of
 from smc.kernels.biases import add
-from smc.limits import MAX_BIASES, MAX_STOP_IDS
-from smc.runtime.biases import WIDTHS, BiasTables, add_biases, width_of
 from smc.stops import StopMachine
 
 VOCAB = 5000

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from smc.algorithm.expansion import Kind
-from smc.runtime import blocks, kernel_blocks
-from smc.runtime.blocks import Asked
+from smc.executor import kernel_blocks
+from smc.executor import verify as blocks
+from smc.executor.verify import Asked
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import NO_MASS, VOCAB, Round, assert_equal
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from smc.algorithm.expansion import Kind
+from smc.executor import draft_steps, kernel_draft
+from smc.executor.draft_steps import Begun, Shape, Steps
+from smc.executor.tree import Tree
 from smc.laws import LawSpec
-from smc.runtime import draft_steps, kernel_draft
-from smc.runtime.draft_steps import Begun, Shape, Steps
-from smc.runtime.tree import Tree
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import NO_MASS, VOCAB, WIDTH, Round, assert_equal
 from tests.kernels.test_follow import choice_of

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from smc.algorithm.expansion import Offers
+from smc.executor.draft_head import HeadSampling
+from smc.executor.kernels import KernelHeadSampling
+from smc.executor.sampling import DrawKeys, Sampling
 from smc.laws import LawSpec
-from smc.models.draft_vocab import DraftVocab
+from smc.model.draft_vocab import DraftVocab
 from smc.philox import Purpose
-from smc.runtime.draft_head import HeadSampling
-from smc.runtime.kernels import KernelHeadSampling
-from smc.runtime.sampling import DrawKeys, Sampling
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import assert_equal
 
@@ -66,7 +66,7 @@ def test_a_law_that_is_nan_somewhere_is_nan_everywhere():
 def test_tokens_come_from_the_law_that_is_claimed(truncated, monkeypatch):
     """Every token's log q adds up to 1, and 6,000 draws of each kind are within 4.5 standard errors of it: 11 tokens, 2 kinds, 2 cases, so
     a false alarm in about 3,000 choices of seeds."""
-    monkeypatch.setattr("smc.runtime.sampling.OFFERS", 3)
+    monkeypatch.setattr("smc.executor.sampling.OFFERS", 3)
     vocab, rows = 10, 6000
     ids_M = np.array([0, 3, 4, 7, 9, 10])
     sampling = HeadSampling(Sampling(6), DraftVocab(ids_M, vocab + 1, 0.2), CPU)

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from smc.algorithm import expansion as reference
 from smc.algorithm.expansion import OFFERS, Expansion, Kind, Offers
 from smc.algorithm.walk import walk as reference_walk
+from smc.api.limits import MAX_PARTICLES
 from smc.kernels import expansion
 from smc.kernels.walk import walk
-from smc.limits import MAX_PARTICLES
 from tests.kernels.conftest import DEVICE
 
 ON_GPU = DEVICE.type == "cuda"

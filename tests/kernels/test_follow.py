@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from smc.algorithm.expansion import Kind
-from smc.runtime import kernel_follow, target
-from smc.runtime.outcome import Choice
-from smc.runtime.state import SlotState, write_advance
+from smc.executor import kernel_follow, target
+from smc.executor.outcome import Choice
+from smc.executor.state import SlotState, write_advance
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import VOCAB, WIDTH, Round, assert_equal
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from smc.executor import tables
+from smc.executor.sampling import Sampling
 from smc.kernels import guidance
-from smc.runtime import tables
-from smc.runtime.sampling import Sampling
 from tests.kernels.conftest import DEVICE
 
 

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from smc.algorithm.expansion import OFFERS, Offers
 from smc.arrays import to_device
+from smc.executor.kernels import KernelSampling
+from smc.executor.sampling import DrawKeys, Sampling
 from smc.kernels.offers import offer
 from smc.kernels.truncation import truncate
 from smc.laws import Laws, LawSpec
 from smc.philox import Purpose, exponentials, words
-from smc.runtime.kernels import KernelSampling
-from smc.runtime.sampling import DrawKeys, Sampling
 from tests.kernels.conftest import DEVICE
 from tests.kernels.cuts import arguments
 from tests.kernels.test_extremes import DTYPES, largest, logit_rows, truncating

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from smc.algorithm.expansion import Kind
+from smc.executor import chains, kernel_chains
+from smc.executor.kernels import KernelSampling
+from smc.executor.verify import lay_out
 from smc.kernels.rejection import write_law
 from smc.laws import Laws, LawSpec
-from smc.runtime import chains, kernel_chains
-from smc.runtime.blocks import lay_out
-from smc.runtime.kernels import KernelSampling
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import VOCAB, Round, assert_equal
 

@@ -10,7 +10,7 @@ import torch
 
 from smc.kernels.norm import add_norm_rounded
 from smc.kernels.rounding import round_rows
-from smc.models import linear
+from smc.model import linear
 
 
 @pytest.mark.parametrize("inputs", [1, 48, 1000, 4096, 14336])

@@ -13,8 +13,8 @@ import triton.language as tl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from smc.api.limits import MAX_STOP_BYTES
 from smc.kernels.stops import after_all, table_arguments
-from smc.limits import MAX_STOP_BYTES
 from smc.stops import DONE, MAX_STATES, START, Growth, StopMachine, StopTables, TokenBytes
 from smc.stops import grow as reference
 from tests.test_stops import LONG, Letters

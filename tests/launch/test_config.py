@@ -7,8 +7,8 @@ import pytest
 from services.launch.config import GangConfig
 from services.launch.specs import coordinator_spec
 from services.link.connect import Rendezvous
-from smc.engine.timing import BRIEF, THOROUGH, Effort
-from smc.runtime.config import EngineConfig
+from smc.api.engine_config import EngineConfig
+from smc.calibration.costs import BRIEF, THOROUGH, Effort
 
 
 @pytest.mark.parametrize("field", ["start_timeout", "link_timeout", "heartbeat"])

@@ -21,18 +21,18 @@ from services.launch.errors import GangError
 from services.launch.measure import GangMachine, measure, placed
 from services.launch.processes import Processes, see_only
 from smc import demo
-from smc.engine.costs import Cost, Costs, Curve
-from smc.engine.local import ModelPair, local_engine
-from smc.engine.request import Request
-from smc.engine.sampling_params import Method, SamplingParams
-from smc.engine.timeline import LANES
+from smc.api.engine_config import EngineConfig
+from smc.api.request import Request
+from smc.api.sampling_params import Method, SamplingParams
 from smc.evaluation.load import problem_load, random_load
 from smc.evaluation.machine import Mode
 from smc.evaluation.reports.speed import WIDE, SpeedPlan, in_turn
 from smc.evaluation.reports.speed import measure as timed
 from smc.evaluation.speed import Bench, Speed, Watched, median_length, unattended
-from smc.runtime.config import EngineConfig
-from tests.engine.harness import answers
+from smc.local_engine import ModelPair, local_engine
+from smc.scheduler.latency_model import Cost, Costs, Curve
+from smc.scheduler.timeline import LANES
+from tests.scheduler.harness import answers
 
 pytestmark = pytest.mark.xdist_group("ray")
 CONFIG = GangConfig(start_timeout=60.0, link_timeout=20.0)

@@ -9,9 +9,9 @@ import pytest
 
 from services.backend import Unavailable
 from services.launch.resume import MOST, resuming
-from smc.engine.outputs import Answer, FinishReason, Output, Statistics
-from smc.engine.request import Request
-from smc.engine.sampling_params import SamplingParams
+from smc.api.outputs import Answer, FinishReason, Output, Statistics
+from smc.api.request import Request
+from smc.api.sampling_params import SamplingParams
 
 TOKENS = tuple(range(20))
 

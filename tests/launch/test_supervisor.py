@@ -15,9 +15,9 @@ from services.launch.config import GangConfig
 from services.launch.errors import GangError
 from services.launch.supervisor import Supervisor
 from services.step import Step
-from smc.engine.request import Request
-from smc.engine.sampling_params import SamplingParams
-from smc.engine.stats import EngineStats
+from smc.api.request import Request
+from smc.api.sampling_params import SamplingParams
+from smc.scheduler.stats import EngineStats
 
 CONFIG = GangConfig(max_failed_starts=3)
 PAIR = CONFIG.serving_pair()

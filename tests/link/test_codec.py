@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from services.link import codec
 from services.pb import particles_pb2 as pb
 from smc.algorithm.expansion import Kind
+from smc.executor.messages import Draws, PromptBatch, PromptResult, Tops
+from smc.executor.outcome import Lineage, RoundResult
+from smc.executor.plan import Companions, Contexts, Join, Program, RoundPlan
 from smc.laws import LawSpec
 from smc.philox import Purpose
-from smc.runtime.messages import Draws, PromptBatch, PromptResult, Tops
-from smc.runtime.outcome import Lineage, RoundResult
-from smc.runtime.plan import Companions, Contexts, Join, Program, RoundPlan
 from smc.stops import StopMachine
 
 examples = settings(max_examples=40, deadline=None)

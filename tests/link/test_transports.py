@@ -21,7 +21,7 @@ from services.link.peer import MessagePeer
 from services.link.streams import StreamCaller, StreamServer, is_proven
 from services.pb import particles_pb2 as pb
 from services.workers.channel import PeerChannel
-from smc.runtime.stages import Stages
+from smc.executor.graph_runner import Stages
 
 CPU = torch.device("cpu")
 EPOCH = 3

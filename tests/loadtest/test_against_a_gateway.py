@@ -13,7 +13,7 @@ import pytest
 
 from loadtest.monitor import parse
 from loadtest.processes import ProcessTree
-from smc.runtime.config import EngineConfig
+from smc.api.engine_config import EngineConfig
 from tests.gateway.harness import Service, serving
 
 QUICK = ("--particles", 2, "--output-length", 8, "--settle", 0, "--interval", 0.1)

@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from smc import demo
-from smc.engine.local import ModelPair
+from smc.local_engine import ModelPair
 from tests.gateway.harness import Service, serving
 
 

@@ -25,8 +25,8 @@ from services.openai.requests import CHAT
 from services.pb import generation_pb2 as pb
 from services.pb import generation_pb2_grpc
 from smc import demo
-from smc.engine.local import ModelPair
-from smc.engine.outputs import Answer, FinishReason, Output, Statistics
+from smc.api.outputs import Answer, FinishReason, Output, Statistics
+from smc.local_engine import ModelPair
 from tests.gateway.harness import serving
 from tests.openai.asking import QUESTIONS, user
 

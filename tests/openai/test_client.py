@@ -9,10 +9,10 @@ import openai
 import pytest
 
 from services.client import Message
-from smc.engine.local import local_engine
-from smc.engine.request import Request
-from smc.engine.sampling_params import SamplingParams
-from smc.runtime.config import EngineConfig
+from smc.api.engine_config import EngineConfig
+from smc.api.request import Request
+from smc.api.sampling_params import SamplingParams
+from smc.local_engine import local_engine
 from tests.gateway.harness import PLAIN_CONFIG, local_answer, serving
 from tests.openai.asking import LONG, QUESTIONS, user
 

@@ -15,7 +15,7 @@ import pytest
 from services.openai.errors import HTTP
 from services.openai.requests import CHAT
 from services.pb import generation_pb2 as pb
-from smc.runtime.config import EngineConfig
+from smc.api.engine_config import EngineConfig
 from tests.gateway.harness import serving, until
 from tests.openai import test_bodies, test_endings
 from tests.openai.asking import LONG, Said, ask, chat, connect, is_error, post, user

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from services.openai.errors import BadRequest
 from services.openai.requests import CHAT, COMPLETIONS, NAMES, understood
 from smc import demo
-from smc.engine.local import ModelPair
-from smc.runtime.config import EngineConfig
+from smc.api.engine_config import EngineConfig
+from smc.local_engine import ModelPair
 from tests.gateway.fuzz import DOUBLES, INTEGERS, TEXTS
 from tests.gateway.harness import Service, serving
 

@@ -9,10 +9,10 @@ import pytest
 
 from services.openai.errors import BadRequest
 from services.openai.requests import Asked, understood
-from smc.engine.admission import longest_answer
-from smc.engine.sampling_params import Method, SamplingParams
-from smc.models.tokenizer import Tokenizer
-from smc.runtime.config import EngineConfig
+from smc.api.engine_config import EngineConfig
+from smc.api.sampling_params import Method, SamplingParams
+from smc.model.tokenizer import Tokenizer
+from smc.scheduler.admission import longest_answer
 
 TEMPLATE = (
     "{% for tool in tools or [] %}[{{ tool.function.name }} {{ tool.function.parameters | tojson }}]{% endfor %}"

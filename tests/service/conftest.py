@@ -10,8 +10,8 @@ from services.gateway.config import GatewayConfig
 from services.launch import cluster
 from services.launch.config import GangConfig
 from smc import demo
-from smc.engine.local import ModelPair
-from smc.runtime.config import EngineConfig
+from smc.api.engine_config import EngineConfig
+from smc.local_engine import ModelPair
 from tests.service.running import Running
 
 HEARTBEAT = 0.3

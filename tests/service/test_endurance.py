@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from services.client import Client, Message, ServiceError
-from smc.runtime.config import EngineConfig
+from smc.api.engine_config import EngineConfig
 from tests.service.running import open_files, resident_bytes
 
 pytestmark = pytest.mark.xdist_group("ray")

@@ -13,7 +13,7 @@ import ray
 from services.launch.config import GangConfig
 from services.launch.errors import GangError
 from services.launch.gang import Gang
-from smc.runtime.config import EngineConfig
+from smc.api.engine_config import EngineConfig
 from tests.service.running import open_files
 
 pytestmark = pytest.mark.xdist_group("ray")

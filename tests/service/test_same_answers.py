@@ -12,11 +12,11 @@ import pytest
 
 from services.client import Client, Message
 from services.gateway.config import GatewayConfig
+from smc.api.engine_config import EngineConfig
+from smc.api.request import Request as EngineRequest
+from smc.api.sampling_params import SamplingParams
 from smc.demo.problems import generate
-from smc.engine.local import ModelPair, local_engine
-from smc.engine.request import Request as EngineRequest
-from smc.engine.sampling_params import SamplingParams
-from smc.runtime.config import EngineConfig
+from smc.local_engine import ModelPair, local_engine
 from tests.service.conftest import LOOKAHEAD
 from tests.service.running import Running
 

@@ -23,7 +23,7 @@ from services.client import Client
 from services.wire import RETRY_TRAILER
 from smc import demo
 from smc.demo.problems import generate
-from smc.models.tokenizer import Tokenizer
+from smc.model.tokenizer import Tokenizer
 from tests.gateway.harness import Service, local_answer, serving, until
 
 QUESTION = generate(1, 1, "test")[0].question

@@ -16,9 +16,9 @@ from smc.evaluation.reports.costs import costs_tables
 from smc.terminal import err, out
 
 if TYPE_CHECKING:
-    from smc.engine.costs import Costs
     from smc.evaluation.advise import Acceptance, Foretold, Settings
     from smc.evaluation.ttft import PromptMachine
+    from smc.scheduler.latency_model import Costs
 
 LOADS = (1, 8, 64)
 MOST_ROWS = 512
@@ -53,8 +53,8 @@ class AdvisePlan:
     picture: Path | None
 
     def __post_init__(self) -> None:
-        from smc.engine.sampling_params import Method, SamplingParams
-        from smc.runtime.config import EngineConfig
+        from smc.api.engine_config import EngineConfig
+        from smc.api.sampling_params import Method, SamplingParams
 
         SamplingParams(method=Method.EXACT, **self.law)
         if self.acceptance is not None and not 0 < self.acceptance < 1:
@@ -90,7 +90,7 @@ class AdvisePlan:
 
 def run(plan: AdvisePlan, machine: PromptMachine, compiles: bool) -> None:
     """Measure, then print what follows. `compiles`: rounds of a kind are compiled and recorded there before they can be timed."""
-    from smc.engine.timing import STEADY, THOROUGH
+    from smc.calibration.costs import STEADY, THOROUGH
     from smc.evaluation.advise import Acceptance, advise, arrangements
     from smc.evaluation.probes import measure_acceptance, measure_costs
     from smc.evaluation.speed import PLAIN_BLOCK

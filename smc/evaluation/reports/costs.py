@@ -11,16 +11,16 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from smc.engine.costs import Costs, Point
     from smc.evaluation.round_time import GangRound, RoundTime
     from smc.evaluation.speed import Speed
+    from smc.scheduler.latency_model import Costs, Point
 
 CURVES_LEGEND = (
     "what these rounds say of costs, with the contexts that they had: milliseconds of a draft step, by rows, of a target pass, by "
     "positions, and of a pass of the target that decodes alone, by sequences."
 )
 COLUMNS = {"draft": ("rows", "draft step ms"), "target": ("positions", "target pass ms"), "alone": ("sequences", "alone ms")}
-"""Of the parts of `smc.engine.costs`."""
+"""Of the parts of `smc.scheduler.latency_model`."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def curve_table(points: Mapping[str, Sequence[Point]], title: str, caption: str 
 
 
 def _seen_table(seen: Sequence[Seen], on: str) -> Table:
-    from smc.engine.costs import Curve
+    from smc.scheduler.latency_model import Curve
 
     samples: dict[str, list[Point]] = {}
     for name, point in (sample for each in seen for sample in each.samples()):

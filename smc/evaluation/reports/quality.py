@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from smc.api.sampling_params import SamplingParams
 from smc.demo.problems import Problem, generate
-from smc.engine.sampling_params import SamplingParams
 from smc.evaluation.picture import draw
 from smc.evaluation.quality import Row, Setting, Terms, measure, measure_speed, problem_requests, seconds_of
 from smc.evaluation.record import Record, machine, solved_before
 from smc.evaluation.reports.quality_table import LEGEND, interval, quality_markdown, quality_table
+from smc.executor.messages import SIDES
 from smc.loading import DEMO, LoadedModels, loaded_models, use_threads
-from smc.models.source import name_dtypes
-from smc.runtime.messages import SIDES
+from smc.model.source import name_dtypes
 from smc.terminal import err, out, print_warning
 
 if TYPE_CHECKING:
-    from smc.engine.local import ModelPair
+    from smc.local_engine import ModelPair
 
 
 @dataclass(frozen=True)

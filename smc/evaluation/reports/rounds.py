@@ -11,9 +11,9 @@ from rich.table import Table
 from smc.terminal import progress_bar
 
 if TYPE_CHECKING:
-    from smc.engine.local import ModelPair
+    from smc.api.engine_config import EngineConfig
     from smc.evaluation.round_time import GangRound, RoundTime
-    from smc.runtime.config import EngineConfig
+    from smc.local_engine import ModelPair
 
 LOCAL_LEGEND = (
     "N={particles}, medians of {rounds} rounds, milliseconds, both models in one process. tokens: by which an answer grew in a round; "

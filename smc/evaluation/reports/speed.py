@@ -17,12 +17,12 @@ from smc.evaluation.reports.advise import MOST_ROWS
 from smc.terminal import err, progress_bar
 
 if TYPE_CHECKING:
-    from smc.engine.costs import Costs
-    from smc.engine.engine import Engine
+    from smc.api.engine_config import EngineConfig
     from smc.evaluation.machine import Machine, Mode
     from smc.evaluation.speed import Speed
-    from smc.models.config import ModelConfig
-    from smc.runtime.config import EngineConfig
+    from smc.model.config import ModelConfig
+    from smc.scheduler.engine import Engine
+    from smc.scheduler.latency_model import Costs
 
 MODES = ("plain", "lockstep", "lockstep-apart", "lookahead")
 """plain: the target alone; lockstep: both models on one GPU; lockstep-apart, lookahead: each on its own."""
@@ -68,7 +68,7 @@ class SpeedPlan:
     """Of `EngineConfig`; `costs`: they are timed first."""
 
     def __post_init__(self) -> None:
-        from smc.engine.sampling_params import SamplingParams
+        from smc.api.sampling_params import SamplingParams
 
         for mode in self.modes:
             if mode not in (*MODES, WIDE):
@@ -88,10 +88,10 @@ class SpeedPlan:
                 yield mode, requests, context
 
     def _modes(self, gpus: int) -> Iterator[Mode]:
-        from smc.engine.sampling_params import Method
+        from smc.api.engine_config import EngineConfig
+        from smc.api.sampling_params import Method
         from smc.evaluation.machine import Mode
         from smc.evaluation.speed import PLAIN_BLOCK
-        from smc.runtime.config import EngineConfig
 
         common: dict[str, Any] = {"prefix_cache": self.prefix_cache, "drafting": self.drafting}
         for name in self.modes:
@@ -119,7 +119,7 @@ class SpeedPlan:
 
     def _decodings(self) -> Iterator[dict[str, Any]]:
         """What `Mode` has to be told of each."""
-        from smc.engine.sampling_params import Method
+        from smc.api.sampling_params import Method
 
         for decoding in self.decodings:
             own = {name: decoding.get(name) for name in ("population", "verification")}
@@ -136,11 +136,11 @@ def in_turn(rows: Sequence[Turn]) -> list[tuple[int, Turn]]:
 def measure(plan: SpeedPlan, machine: Machine, gpus: int, trace: Path | None, keep_rows: Callable[[Sequence[Speed]], None]) -> list[Speed]:
     """In the order of `plan.rows`, whatever is run first. With `trace`, all timed rounds are written there as a Chrome trace. `keep_rows`
     is told of those so far after each."""
-    from smc.engine.timeline import Timeline
-    from smc.engine.timing import THOROUGH
+    from smc.calibration.costs import THOROUGH
     from smc.evaluation.load import problem_load, random_load
     from smc.evaluation.probes import measure_costs
     from smc.evaluation.speed import Bench, Recorded
+    from smc.scheduler.timeline import Timeline
 
     timeline = Timeline(trace=True)
 

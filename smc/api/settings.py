@@ -1,0 +1,178 @@
+"""What all of the service knows of a sampling field, said once: beside the field, where it is defined.
+
+A field is made by `setting`; from it follow its check, its option of commands, its name in JSON bodies and its place in messages. Knows
+nothing about which fields there are (`smc.api.sampling_params.SamplingParams`), nor about commands, bodies or messages.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Any
+
+Check = Callable[[str, Any], Any]
+"""Of a field's name and value: the value as it is kept. Raises ValueError naming the field, the value and what is allowed."""
+
+
+class Scope(StrEnum):
+    """The requests that a setting has an effect on; given to others it is refused."""
+
+    ALL = "all"
+    BOTH = "both"
+    """Methods of both models: SMC and exact decoding."""
+    EXACT = "exact"
+    SMC = "smc"
+    PROPOSAL = "proposal"
+    """What is drawn from the draft's law: SMC, and exact decoding by rejection."""
+    INDEPENDENT = "independent"
+    """SMC with independent particles."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A field as an option of commands; its type is that of the field."""
+
+    help: str
+    metavar: str = ""
+    names: tuple[str, ...] = ()
+    """Default: the field's name."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A field but for its name, its type and its default."""
+
+    check: Check | None
+    """None: with other fields only, by the class."""
+    scope: Scope
+    fill: Callable[[Any], Any] | None
+    """What the field is, if not given, for requests that it has an effect on: a function of the others."""
+    option: Option | None
+    """None: no command has it."""
+    optional: bool
+    """None: not given."""
+    report: bool
+    """Of what is reported: in the API's messages it stands beside the sampling settings."""
+
+
+def setting(
+    default: Any,
+    check: Check | None,
+    *,
+    scope: Scope = Scope.ALL,
+    fill: Callable[[Any], Any] | None = None,
+    option: Option | None = None,
+    report: bool = False,
+) -> Any:
+    """A field of a dataclass. See `Setting`."""
+    known = Setting(check, scope, fill, option, default is None, report)
+    return field(default=default, metadata={"setting": known})
+
+
+def settings_of(kind: type) -> Mapping[str, Setting]:
+    """By name, in the order of the fields."""
+    return MappingProxyType({one.name: one.metadata["setting"] for one in fields(kind)})
+
+
+def require(name: str, value: object, ok: bool, allowed: str) -> None:
+    if not ok:
+        raise ValueError(f"{name}={value!r}; allowed: {allowed}")
+
+
+def number(holds: Callable[[Any], bool], allowed: str) -> Check:
+    """A finite number for which `holds`."""
+    return _checked(lambda value: is_number(value) and holds(value), allowed)
+
+
+def integer(holds: Callable[[Any], bool], allowed: str) -> Check:
+    return _checked(lambda value: isinstance(value, int) and not isinstance(value, bool) and holds(value), allowed)
+
+
+def flag() -> Check:
+    return _checked(lambda value: isinstance(value, bool), "true, false")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A check: one of these names. Where messages have an enum, its values have the same names."""
+
+    names: tuple[str, ...]
+
+    def __call__(self, name: str, value: Any) -> Any:
+        require(name, value, value in self.names, ", ".join(self.names))
+        return value
+
+
+@dataclass(frozen=True)
+class Items:
+    """A check: a list of at most so many, each of a kind. It is kept as a tuple."""
+
+    holds: Callable[[Any], bool]
+    allowed: str
+    most: int
+    unit: str
+
+    def check_count(self, name: str, count: int) -> None:
+        """Of what has not been made a list of: a message may hold millions."""
+        if count > self.most:
+            raise ValueError(f"{name} has {count} {self.unit}; allowed: at most {self.most}")
+
+    def __call__(self, name: str, value: Any) -> Any:
+        if not isinstance(value, (list, tuple)):
+            raise ValueError(f"{name}={value!r}; allowed: a list of {self.allowed}")
+        self.check_count(name, len(value))
+        for item in value:
+            if not self.holds(item):
+                raise ValueError(f"{name} contains {item!r}; allowed: {self.allowed}")
+        return tuple(value)
+
+
+@dataclass(frozen=True)
+class Biases:
+    """A check: numbers by token id, as a mapping, whose keys may be JSON's strings, or as pairs. They are kept as pairs, ascending; 0 is
+    left out."""
+
+    most: int
+    largest: float
+
+    def check_count(self, name: str, count: int) -> None:
+        if count > self.most:
+            raise ValueError(f"{name} has {count} tokens; allowed: at most {self.most}")
+
+    def __call__(self, name: str, value: Any) -> Any:
+        if not isinstance(value, (Mapping, list, tuple)):
+            raise ValueError(f"{name}={value!r}; allowed: an object of numbers by token id")
+        self.check_count(name, len(value))
+        found: dict[int, float] = {}
+        for item in value.items() if isinstance(value, Mapping) else value:
+            token: Any
+            bias: Any
+            token, bias = item if isinstance(item, (list, tuple)) and len(item) == 2 else (item, None)
+            if isinstance(token, str) and token.isascii() and token.isdecimal() and len(token) <= 10:
+                token = int(token)
+            if not is_token(token) or token in found:
+                raise ValueError(f"{name} contains token {token!r}; allowed: token ids >= 0, each once")
+            if not is_number(bias) or abs(bias) > self.largest:
+                raise ValueError(f"{name} contains {bias!r} for token {token}; allowed: -{self.largest:g} to {self.largest:g}")
+            found[token] = float(bias)
+        return tuple((token, bias) for token, bias in sorted(found.items()) if bias)
+
+
+def is_number(value: object) -> bool:
+    """Finite, and not larger than a float can be, as an integer from JSON may be."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def is_token(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _checked(holds: Callable[[Any], bool], allowed: str) -> Check:
+    def check(name: str, value: Any) -> Any:
+        require(name, value, holds(value), allowed)
+        return value
+
+    return check

@@ -1,0 +1,267 @@
+"""Times what a draft step and a target pass cost on the devices of an engine, before anybody is served: `smc.scheduler.latency_model`.
+
+Rounds of full rows that belong to nobody. Every request reads pages of its own, all over the pool and whatever is in them: one page for all
+would take other times. All write to the dummy page, so nothing is changed. Sizes are timed behind short contexts, one of them behind long
+ones, too: what is added is the cost of reading. A request of the engine's own says what a round takes besides.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+
+from smc.algorithm.expansion import Kind
+from smc.api.engine_config import EngineConfig
+from smc.api.request import Request
+from smc.api.sampling_params import Method, SamplingParams
+from smc.calibration.rehearsal import TURNS, empty_plan
+from smc.executor.messages import SIDES
+from smc.executor.plan import Contexts, Join, Program, RoundPlan
+from smc.scheduler.engine import Engine
+from smc.scheduler.latency_model import PARTS, Cost, Costs, Curve
+from smc.scheduler.methods import PROGRAMS
+from smc.scheduler.round_plan import bucket
+from smc.stops import START
+
+SHORT_CONTEXT = 64
+"""Tokens before a timed row, but where the cost of reading is timed; fewer where there is no room for so many."""
+TREE = 8
+"""Rows of a timed tree, at most."""
+LIKELY_GROWTH = 2
+"""By which the next size takes longer than the last."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is timed. The smallest sizes are, whatever they take."""
+
+    seconds: float
+    """Of timed rounds: no larger size is begun that is likely to exceed them."""
+    factor: int
+    """Between sizes."""
+    repeats: int
+    """Timed rounds of a size: their median counts."""
+    untimed: int
+    """Rounds of a size before those."""
+    crowd: int
+    """Requests that the cost of reading is timed with, if there are slots for so many: of few, hardly anything is read."""
+    context: int
+    """Tokens that each of them reads, if there is room for so many."""
+
+
+BRIEF = Effort(0.4, 8, 2, 0, 4, 256)
+"""Where nothing is compiled, and a start must not take longer for it."""
+STEADY = Effort(10.0, 2, 5, 1, 32, 1024)
+"""The same, where there is time."""
+THOROUGH = Effort(20.0, 2, 5, TURNS, 64, 1024)
+"""Where rounds are recorded."""
+
+
+def room_for(context: int, block: int) -> int:
+    """Of a sequence that is timed behind so many tokens."""
+    return context + 3 * block + 4
+
+
+def time_costs(engine: Engine, effort: Effort) -> Costs | None:
+    """Of an idle engine. None if its contexts are too short for a round of full rows."""
+    assert engine.idle, "requests are running"
+    long = min(effort.context, engine.context - room_for(0, engine.config.block))
+    if long < 2:
+        return None
+    timer, short = Timer(engine, effort), min(SHORT_CONTEXT, long // 2)
+    samples, read = timer.samples(short), timer.reading(short, long)
+    return Costs(**{name: _cost(samples[name], read[name]) for name in PARTS}, round_overhead=_overhead(engine, effort))
+
+
+@dataclass(frozen=True)
+class Sample:
+    size: int
+    seconds: float
+    context: int
+    """Tokens that were read."""
+
+
+def _cost(samples: list[Sample], read: float) -> Cost:
+    """No more than half of what a sample took is taken for reading, however long contexts were slowed down by something else."""
+    return Cost(Curve.through((each.size, max(each.seconds - read * each.context, each.seconds / 2)) for each in samples), read)
+
+
+class Timer:
+    """Times rounds of an idle engine."""
+
+    def __init__(self, engine: Engine, effort: Effort) -> None:
+        self._engine, self._effort = engine, effort
+        self._spent = 0.0
+        """Seconds of timed rounds of the curves."""
+
+    def samples(self, context: int) -> dict[str, list[Sample]]:
+        """Of every part of the costs, behind so many tokens: of all sizes that there is time for."""
+        found: dict[str, list[Sample]] = {name: [] for name in PARTS}
+        config = self._engine.config
+        for count in _sizes(config.max_slots, self._effort.factor):
+            before = self._spent
+            for program in Program:
+                # The draft alone: what one row costs.
+                if program is Program.DRAFT and count > 1:
+                    continue
+                # One model alone takes many passes in a round.
+                tree, repeats = (TREE, self._effort.repeats) if program is Program.PAIR else (1, -(-self._effort.repeats // 2))
+                for side, seconds in self._time(program, repeats, count, context, tree).items():
+                    self._spent += sum(seconds)
+                    name, size = _part(program, side, config, count)
+                    step = statistics.median(seconds) / _steps(name, config)
+                    found[name].append(Sample(size, step, -(-count // tree) * context))
+            if self._spent + LIKELY_GROWTH * (self._spent - before) > self._effort.seconds:
+                break
+        return found
+
+    def reading(self, short: int, long: int) -> dict[str, float]:
+        """Seconds a token of context, of every part: of requests with a row each, as those of a crowd have."""
+        if self._spent > self._effort.seconds:
+            # No time is left for it.
+            return dict.fromkeys(PARTS, 0.0)
+        config = self._engine.config
+        count = min(self._effort.crowd, config.max_slots)
+        found: dict[str, list[float]] = {name: [] for name in PARTS}
+        for program, context in product((Program.PAIR, Program.TARGET), (short, long)):
+            for side, seconds in self._time(program, self._effort.repeats, count, context, 1).items():
+                name, _ = _part(program, side, config, count)
+                # Their difference counts, so what disturbs one of them shall not.
+                found[name].append(min(seconds) / _steps(name, config))
+        return {name: max(0.0, after - before) / (count * (long - short)) for name, (before, after) in found.items()}
+
+    def _time(self, program: Program, repeats: int, count: int, context: int, tree: int) -> dict[str, list[float]]:
+        """Seconds of the passes of each side that works, round by round."""
+        engine, untimed = self._engine, self._effort.untimed
+        found: dict[str, list[float]] = {side: [] for side in PROGRAMS[program].sides}
+        plan = live_plan(program, engine.config, count, context, tree)
+        for turn in range(untimed + repeats):
+            for side, group in joins(program, engine, count, context, tree).items():
+                engine.pair.join(side, group)
+            pending = engine.pair.round(plan)
+            pending.result()
+            for side, (begin, end) in pending.spans().items():
+                if side in found and turn >= untimed:
+                    found[side].append(1e-9 * (end - begin))
+        return found
+
+
+def _sizes(most: int, factor: int) -> list[int]:
+    sizes = [1]
+    while sizes[-1] * factor < most:
+        sizes.append(sizes[-1] * factor)
+    return sizes if most == 1 else [*sizes, most]
+
+
+def _part(program: Program, side: str, config: EngineConfig, count: int) -> tuple[str, int]:
+    """Of the costs, and its size in a round of `count` places."""
+    if program is Program.TARGET:
+        return "alone", count
+    if side == "target":
+        return side, count * config.target_tokens
+    return side, count * (config.branches if program is Program.PAIR else 1)
+
+
+def _steps(part: str, config: EngineConfig) -> int:
+    """Steps or passes that are timed together in a round."""
+    return 1 if part == "target" else config.block
+
+
+def live_plan(program: Program, config: EngineConfig, count: int, context: int, tree: int) -> RoundPlan[np.ndarray]:
+    """A round of the first `count` slots: trees of so many rows or fewer; where one model decodes alone, single rows."""
+    places, columns = bucket(count), room_for(context, config.block)
+    kind = Kind.BEST if program is Program.PAIR else Kind.INDEPENDENT
+    shape = PROGRAMS[program].shape(config)
+    first_X = np.arange(0, count, tree, dtype=np.int32)
+    contexts = Contexts.of(columns, count, len(first_X))
+    plan = empty_plan(program, shape, places, config.max_slots, contexts, kinds=frozenset({kind}))
+    sizes_X = np.minimum(tree, count - first_X)
+    place_A = np.arange(places)
+
+    def of_groups(values_X: np.ndarray | int) -> np.ndarray:
+        values_G = np.zeros(places, dtype=np.int32)
+        values_G[: len(first_X)] = values_X
+        return values_G
+
+    return replace(
+        plan,
+        columns=columns,
+        slot_A=np.where(place_A < count, place_A, config.max_slots),
+        group_A=np.where(place_A < count, place_A // tree, places - 1),
+        particle_A=place_A % tree,
+        seed_A=place_A // tree,
+        first_G=of_groups(first_X),
+        size_G=of_groups(sizes_X),
+        count_G=of_groups(sizes_X),
+        draws_G=of_groups(sizes_X),
+        shared_G=of_groups(context),
+        kind_G=of_groups(int(kind)),
+    )
+
+
+def joins(program: Program, engine: Engine, count: int, context: int, tree: int) -> dict[str, Join]:
+    """What the first `count` slots hold when such a round begins: in look-ahead a whole block to score."""
+    config, decoding = engine.config, PROGRAMS[program]
+    block = config.block if program is Program.PAIR and config.lookahead else 1
+    pending = {"draft": 1, "target": block}
+    tokens_NQ = np.arange(count * block, dtype=np.int32).reshape(count, block) % 2
+    request_N1 = np.arange(count)[:, None] // tree
+    return {
+        side: Join(
+            slots_N=np.arange(count, dtype=np.int32),
+            pages_XL=_pages(request_N1, context + block - pending[side], engine.memory.capacity[side]),
+            base=context,
+            limit=engine.context,
+            least=0,
+            end_N=np.full(count, context + block, dtype=np.int32),
+            pending_NQ=tokens_NQ[:, -pending[side] :],
+            pending_N=np.full(count, pending[side], dtype=np.int32),
+            logq_NQ=np.zeros((count, pending[side]), dtype=np.float32),
+            ended_N=np.zeros(count, dtype=bool),
+            alive_N=np.ones(count, dtype=bool),
+            text_N=np.full(count, START, dtype=np.int32),
+            logw_N=np.zeros(count),
+            stops=0,
+            machine=None,
+        )
+        for side in decoding.sides
+    }
+
+
+def _pages(request_N1: np.ndarray, length: int, capacity: int) -> np.ndarray:
+    """Those that a row's request reads [N, length]: others than the request before it, as long as there are any."""
+    return (1 + (request_N1 * length + np.arange(length)) % capacity).astype(np.int32)
+
+
+def _overhead(engine: Engine, effort: Effort) -> float:
+    """Seconds of a round in which neither model is at its pass, the median over rounds of a request."""
+    config, rounds = engine.config, engine.rounds_of(Method.EXACT)
+    # The first is alone on its way, so that what goes on beside it is not seen.
+    turns = 1 + effort.untimed + effort.repeats
+    most = min((turns + 1) * config.target_tokens, engine.context - 4)
+    params = SamplingParams(method=Method.EXACT, particles=min(2, config.max_slots), seed=0, ignore_eos=True, max_tokens=most)
+    engine.submit(Request("timing", tuple(i % engine.tokenizer.size for i in range(4)), params))
+    found: list[float] = []
+    read = rounds.last
+    while not engine.idle and len(found) < turns:
+        begin = time.perf_counter()
+        engine.step()
+        whole = time.perf_counter() - begin
+        if rounds.last is not None and rounds.last is not read:
+            read = rounds.last
+            found.append(max(0.0, whole - _busy(read.spans())))
+    engine.abort("timing")
+    engine.step()
+    engine.check_books()
+    engine.forget()
+    return statistics.median(found[1 + effort.untimed :] or found)
+
+
+def _busy(spans: dict[str, tuple[int, int]]) -> float:
+    """Seconds in which a model was at its pass, or both were."""
+    (begin, end), (other, last) = sorted(spans[side] for side in SIDES)
+    return 1e-9 * (end - begin + max(0, last - max(end, other)))

@@ -1,0 +1,163 @@
+"""What an engine does before it serves anybody: a request through both models; and where kernels are compiled, rounds of nobody of all
+usual kinds, and a request of every rarer kind, so that none of its first users waits for seconds."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from smc.api.engine_config import EngineConfig
+from smc.api.limits import MAX_PARTICLES
+from smc.api.outputs import Output
+from smc.api.request import Request
+from smc.api.sampling_params import SamplingParams
+from smc.executor.messages import Pending
+from smc.executor.plan import SHORT, SHORT_SINGLE, RoundPlan
+from smc.scheduler.admission import QueueFull
+from smc.scheduler.companions import room
+from smc.scheduler.engine import Engine
+from smc.scheduler.round_plan import bucket
+
+SALT = "warm-up"
+"""Nobody else's prompts share what these have computed."""
+ROWS = 8
+"""Of a request that stands for all of its kind."""
+ROUNDS = 4
+"""Of each, at least: the first compiles, the second is recorded, and one is always asked for ahead."""
+Kind = dict[str, Any]
+"""What a request asks for, besides the usual."""
+INDEPENDENT: Kind = {"population": "independent"}
+REJECTION: Kind = {"method": "exact", "verification": "rejection"}
+GUIDED: Kind = {"guidance_scale": 1.5}
+TRUNCATED: Kind = {"top_k": 40, "top_p": 0.9}
+BIASED: Kind = {"logit_bias": ((0, 0.5),)}
+RARE: tuple[Kind, ...] = (
+    INDEPENDENT,
+    REJECTION,
+    {"method": "draft"},
+    {"method": "target", "logprobs": True, "top_logprobs": 5},
+    {"method": "target"} | BIASED,
+    GUIDED,
+    GUIDED | INDEPENDENT,
+    GUIDED | REJECTION,
+    GUIDED | {"method": "exact"},
+    GUIDED | {"method": "target"},
+    *(GUIDED | kind | {"guide_draft": True} for kind in ({}, INDEPENDENT, REJECTION, {"method": "exact"})),
+)
+"""Kinds of requests of which there are no rounds of nobody."""
+LONG: tuple[tuple[Kind, ...], ...] = (({"method": "draft"},), ({"method": "draft"},) * 2)
+"""Of these, those whose rounds behind a long prompt are like no others: a model alone has one token to begin with, where blocks begin with
+two in lockstep; and two of them are groups with a row each."""
+COMMON: tuple[Kind, ...] = ({}, {"method": "exact"}, INDEPENDENT)
+EVERY: tuple[Kind, ...] = ({"alpha": 2.0}, {"method": "exact"}, INDEPENDENT, REJECTION)
+TOGETHER: tuple[tuple[Kind, ...], ...] = (
+    COMMON,
+    *(tuple(kind | law for kind in EVERY) for law in ({}, TRUNCATED, BIASED, TRUNCATED | BIASED)),
+)
+"""Kinds that share rounds. Kernels over logits are compiled for laws that are truncated and for others, and for logits as models make them
+and for float32, which they are at both models where biases are added to them: rounds of every kind with each of these have them all."""
+
+logger = logging.getLogger(__name__)
+
+
+def first_request(config: EngineConfig, context: int, vocab: int) -> Request:
+    """A short one."""
+    tokens = min(2 * config.block + 2, context - 4)
+    params = SamplingParams(seed=0, ignore_eos=True, particles=min(2, config.max_slots), max_tokens=tokens)
+    return Request("warm-up", tuple(i % vocab for i in range(4)), params)
+
+
+def rehearse(engine: Engine, plans: Iterable[RoundPlan], rare: Iterable[Sequence[Request]] = ()) -> None:
+    """Rounds of nobody, then requests, one list after another, of an idle engine, which forgets them. What it refuses is left out; one that
+    fails is logged, since its kind alone may."""
+    last: Pending | None = None
+    for plan in plans:
+        # One is asked for while the one before goes on.
+        pending, last = last, engine.pair.round(plan)
+        if pending is not None:
+            pending.result()
+    if last is not None:
+        last.result()
+    for requests in rare:
+        outputs: list[Output] = []
+        for request in requests:
+            try:
+                outputs += _submit(engine, request)
+            except (ValueError, QueueFull) as error:
+                logger.info("not rehearsed, for this engine refuses it: %s: %s", request.request_id, error)
+        for output in (*outputs, *engine.run(())):
+            if output.answer and output.answer.error:
+                logger.error("%s failed: %s", output.request_id, output.answer.error)
+    engine.forget()
+
+
+def _submit(engine: Engine, request: Request) -> list[Output]:
+    """What came of others until there was room in the queue."""
+    outputs: list[Output] = []
+    while True:
+        try:
+            engine.submit(request)
+            return outputs
+        except QueueFull:
+            if engine.idle:
+                raise
+            outputs += engine.step()
+
+
+def rare_requests(config: EngineConfig, context: int, vocab: int) -> Iterator[list[Request]]:
+    """Lists of requests to be run one after another: of every kind alone, of several kinds in one round, and of as many rows as there can
+    be, at both models and at the target alone (in one round where there is one cohort, and pages for it). Behind a long prompt, where
+    there can be some, few: most of what their rounds compile, rounds of nobody have compiled."""
+    tokens = ROUNDS * (config.block + 1)
+    few, long = (*((kind,) for kind in RARE), *TOGETHER), (*LONG, COMMON)
+    # Behind the longer prompt, where there is room for it, no round is short.
+    longest = [(size, long) for size in (SHORT + 1, SHORT_SINGLE + 1) if context - size >= tokens][-1:]
+    for size, lists in ((4, few), *longest):
+        most = min(tokens, context - size)
+        if most < 1:
+            continue
+        prompt = tuple(i % vocab for i in range(size))
+        for kinds in lists:
+            yield _numbered(_request(kind, prompt, most, config, vocab, len(kinds)) for kind in kinds)
+        for kind in ({"method": "exact"}, {"method": "target"}):
+            yield _crowd(kind, prompt, min(most, 2 * (config.block + 1)), config, vocab)
+
+
+def _crowd(kind: Kind, prompt: tuple[int, ...], tokens: int, config: EngineConfig, vocab: int) -> list[Request]:
+    """As many rows as there can be: so many guided ones, and others where slots are left, that places and companions together are most."""
+    counts = range(1, config.max_slots // 2 + 1)
+    guided = max(counts, key=lambda count: crowded(count, config.max_slots - 2 * count), default=0)
+    guidance = GUIDED if kind["method"] == "target" else GUIDED | {"guide_draft": True}
+    parts = [*_parts(kind | guidance, guided), *_parts(kind, config.max_slots - 2 * guided)]
+    return _numbered(_request(part, prompt, tokens, config, vocab) for part in parts)
+
+
+def _numbered(requests: Iterable[Request]) -> list[Request]:
+    return [replace(request, request_id=f"{request.request_id}, {i}") for i, request in enumerate(requests)]
+
+
+def crowded(guided: int, others: int) -> int:
+    """Rows of a round of so many guided particles and others, padded."""
+    places = bucket(guided + others)
+    return places + room(guided, places)
+
+
+def _parts(kind: Kind, rows: int) -> list[Kind]:
+    """Requests of a kind that have so many rows."""
+    if kind["method"] == "target":
+        return [kind] * rows
+    return [kind | {"particles": min(MAX_PARTICLES, rows - begin)} for begin in range(0, rows, MAX_PARTICLES)]
+
+
+def _request(kind: Kind, prompt: tuple[int, ...], tokens: int, config: EngineConfig, vocab: int, together: int = 1) -> Request:
+    """`together`: requests that are to have room beside each other."""
+    params = SamplingParams(seed=0, ignore_eos=True, max_tokens=tokens, **kind)
+    if params.particles:
+        most = config.chains(vocab) if params.verification == "rejection" else config.max_slots
+        slots = config.max_slots // (params.slots_per_row * together)
+        params = replace(params, particles=max(1, min(kind.get("particles", ROWS), most, slots)))
+    what = {name: value for name, value in kind.items() if name != "logit_bias"}
+    name = f"warm-up {what} {len(params.logit_bias)} biases, {len(prompt)} tokens"
+    return Request(name, prompt, params, SALT, negative_prompt=prompt[:1] if params.guided else None)

@@ -1,0 +1,104 @@
+"""Runs packed rows of tokens through a decoder. The reference, in plain torch, leaves padding out; see the package's legend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from smc.arrays import to_device, to_host
+from smc.attention.base import ForwardBatch
+from smc.attention.torch_backend import TorchAttention
+from smc.executor.plan import Contexts
+from smc.memory.kv_pool import KVPool
+from smc.memory.pages import DUMMY_PAGE
+from smc.model.decoder import Decoder, RopeTable
+from smc.model.linear import Linear
+
+
+@dataclass(frozen=True)
+class Rows:
+    """R rows of Q tokens each; the rows of a group stand together. A row of count 0 is padding or has ended, and leaves no trace.
+
+    The page of a row's position p is tail_RB[r, p - tail_R[r]] from tail_R[r] on, and table_SL[slot_R[r], p] before it. Tensors are int32,
+    on the model's device.
+    """
+
+    table_SL: Tensor
+    """Block tables of slots."""
+    slot_R: Tensor
+    """Which of them a row reads."""
+    tail_RB: Tensor | None
+    """Pages that a row has for itself; None: all are in the table."""
+    tail_R: Tensor | None
+    """Position of the first of these."""
+    start_R: Tensor
+    """Position of a row's first token."""
+    count_R: Tensor
+    """Tokens that exist, 0..Q."""
+    group_R: Tensor
+    """Group of every row; that of padding may be any."""
+    first_G: Tensor
+    """First row of each group."""
+    size_G: Tensor
+    """Rows of each group, ended ones among them; 0 where there is no group."""
+    shared_G: Tensor
+    """Upper bound of the leading positions that all live rows of a group have in common."""
+    queries: int
+    """Q."""
+    contexts: Contexts
+
+
+class StaticForward:
+    """A decoder with its pool and rotary table."""
+
+    def __init__(self, model: Decoder, pool: KVPool, rope: RopeTable) -> None:
+        self.model, self.pool, self.rope = model, pool, rope
+        self._attention = TorchAttention()
+
+    def __call__(self, tokens_T: Tensor, rows: Rows) -> Tensor:
+        """Hidden states [T, E], zero where there is no token; keys and values are stored."""
+        live_R = np.flatnonzero(to_host(rows.count_R))
+        hidden_TE = tokens_T.new_zeros(len(tokens_T), self.model.config.hidden_size, dtype=self.model.embed.weight.dtype)
+        if not len(live_R):
+            return hidden_TE
+        batch, tokens_X = _without_padding(rows, live_R)
+        index_X, position_X = (to_device(array, tokens_T.device) for array in (tokens_X, batch.positions_T))
+        attend = self._attention.plan(self.pool, batch).attend
+        hidden_TE[index_X] = self.model(tokens_T[index_X], self.rope.at(position_X), attend)
+        return hidden_TE
+
+    def logits(self, hidden_RE: Tensor, head: Linear | None = None) -> Tensor:
+        """[R, V], in whatever type; the columns past the vocabulary are padding. With a `head`, of its rows."""
+        return self.model.logits(hidden_RE) if head is None else head(hidden_RE).float()
+
+
+def _without_padding(rows: Rows, live_X: np.ndarray) -> tuple[ForwardBatch, np.ndarray]:
+    """The rows that have tokens, and where those tokens are among all."""
+    counts_X, starts_X = to_host(rows.count_R)[live_X], to_host(rows.start_R)[live_X]
+    table_XL = _tables(rows, live_X, int((starts_X + counts_X).max()))
+    row_T = np.repeat(np.arange(len(live_X)), counts_X)
+    offset_T = np.arange(len(row_T)) - np.repeat(np.cumsum(counts_X) - counts_X, counts_X)
+    position_T = starts_X[row_T] + offset_T
+    pages_T = table_XL[row_T, position_T]
+    group_X = to_host(rows.group_R)[live_X]
+    first_S = np.flatnonzero(np.diff(group_X, prepend=-1))
+    reach_X = starts_X if rows.tail_R is None else np.minimum(starts_X, to_host(rows.tail_R)[live_X])
+    shared_S = np.minimum(to_host(rows.shared_G)[group_X[first_S]], np.minimum.reduceat(reach_X, first_S))
+    batch = ForwardBatch(table_XL, starts_X, counts_X, pages_T, position_T, np.append(first_S, len(live_X)), np.maximum(shared_S, 0))
+    return batch, live_X[row_T] * rows.queries + offset_T
+
+
+def _tables(rows: Rows, live_X: np.ndarray, end: int) -> np.ndarray:
+    """Pages [X, end] of the leading positions of some rows."""
+    index_X = to_device(live_X, rows.slot_R.device)
+    known = min(end, rows.table_SL.shape[1])
+    table_XL = np.full((len(live_X), end), DUMMY_PAGE, dtype=np.int32)
+    table_XL[:, :known] = to_host(rows.table_SL[rows.slot_R[index_X], :known])
+    if rows.tail_RB is None or rows.tail_R is None:
+        return table_XL
+    tail_XB, offset_XL = to_host(rows.tail_RB[index_X]), np.arange(end) - to_host(rows.tail_R[index_X])[:, None]
+    own_XL = np.take_along_axis(tail_XB, offset_XL.clip(0, tail_XB.shape[1] - 1), axis=1)
+    own_XL[offset_XL >= tail_XB.shape[1]] = DUMMY_PAGE
+    return np.where(offset_XL < 0, table_XL, own_XL)

@@ -1,0 +1,232 @@
+"""Stages of a round on one device: run as they are, or recorded as CUDA graphs and replayed. Knows nothing about what they do."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from smc.executor.plan import IN_FLIGHT
+
+Event = int | torch.cuda.Event
+"""A point in a device's work: of a CPU, nanoseconds of the monotonic clock."""
+Spans = dict[str, tuple[Event, Event]]
+Made = TypeVar("Made")
+MOST_KEYS = 512
+"""Kinds of rounds whose recordings are kept."""
+MOST_BYTES = 3 << 30
+"""Of the device's memory, for recordings."""
+
+
+class Reading:
+    """A dataclass of tensors on its way to the host, as NumPy arrays there."""
+
+    def __init__(self, result: Any, arrived: Event, spans: Spans) -> None:
+        self._result, self._arrived, self._at = result, arrived, 0
+        self._spans = spans
+
+    def result(self) -> Any:
+        """Waits for it."""
+        if not isinstance(self._arrived, int):
+            self._arrived.synchronize()
+            self._at = time.monotonic_ns()
+        return _map(self._result, lambda tensor: tensor.numpy())
+
+    def spans(self) -> dict[str, tuple[int, int]]:
+        """What was done, and when it began and ended, nanoseconds of the monotonic clock; the pass of a model has the name of its side.
+        After `result`: as near as that has waited for it."""
+        return {name: (self._nanoseconds(begin), self._nanoseconds(end)) for name, (begin, end) in self._spans.items()}
+
+    def _nanoseconds(self, event: Event) -> int:
+        if isinstance(event, int):
+            return event
+        assert not isinstance(self._arrived, int), "events of one device"
+        return self._at - int(1e6 * event.elapsed_time(self._arrived))
+
+
+@dataclass
+class _Kept:
+    """All that is kept for rounds of one key."""
+
+    made: dict[str, Any] = field(default_factory=dict)
+    seen: set[str] = field(default_factory=set)
+    graphs: dict[str, tuple[torch.cuda.CUDAGraph, Any]] = field(default_factory=dict)
+    turn: int = 0
+    nbytes: int = 0
+
+
+class Stages:
+    """Runs every stage as it is, at once. What rounds of one key have in common is kept for the keys used last."""
+
+    records = False
+    """Stages are recorded, once for each key."""
+
+    def __init__(self, device: torch.device, most_keys: int = MOST_KEYS, most_bytes: int = MOST_BYTES) -> None:
+        self.device = device
+        self._keys: OrderedDict[tuple, _Kept] = OrderedDict()
+        self._most = (most_keys, most_bytes)
+        self.evicted = 0
+        """Keys for which what was kept has been given up."""
+
+    @property
+    def recorded_keys(self) -> int:
+        """Kinds of rounds that are kept."""
+        return len(self._keys)
+
+    @property
+    def recorded_bytes(self) -> int:
+        """Of the device's memory, for recordings."""
+        return sum(kept.nbytes for kept in self._keys.values())
+
+    def working(self) -> AbstractContextManager:
+        """Around everything that this device is asked to do."""
+        return contextlib.nullcontext()
+
+    def run(self, key: tuple, name: str, stage: Callable[[], Any]) -> Any:
+        """Stage `name` of rounds of this key: always the same operations on the same tensors, but for what is in them."""
+        return stage()
+
+    def keep(self, key: tuple, name: str, make: Callable[[], Made]) -> Made:
+        """What rounds of one key have in common, made once for as long as the key is kept."""
+        made = self._of(key).made
+        if name not in made:
+            made[name] = make()
+        return made[name]
+
+    def event(self) -> Event:
+        """A point in this device's work that another may wait for."""
+        return time.monotonic_ns()
+
+    def wait(self, event: Event) -> None:
+        """Do nothing further before that point has been reached."""
+
+    def copy_of(self, key: tuple, name: str, tensor: Tensor) -> Tensor:
+        """A tensor of the other side, here; in rounds of one key always the same."""
+        return tensor
+
+    def read(self, key: tuple, result: Any, spans: Spans) -> Reading:
+        """Bring a dataclass of tensors to the host."""
+        return Reading(result, self.event(), spans)
+
+    def _of(self, key: tuple) -> _Kept:
+        if key in self._keys:
+            self._keys.move_to_end(key)
+            return self._keys[key]
+        most_keys, most_bytes = self._most
+        while len(self._keys) >= most_keys or (self._keys and self.recorded_bytes > most_bytes):
+            self._finish_work()
+            self._keys.popitem(last=False)
+            self.evicted += 1
+        self._keys[key] = _Kept()
+        return self._keys[key]
+
+    def _finish_work(self) -> None:
+        """What is kept may still be at work: wait for it."""
+
+
+class _NoGarbage:
+    """Nothing is collected meanwhile, by any thread: among garbage may be recordings of an engine that is gone, and to give one up ends
+    a recording that is being made."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._collects = threading.Lock(), 0, False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._collects = gc.isenabled()
+                gc.disable()
+            self._inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside and self._collects:
+                gc.enable()
+
+
+_NO_GARBAGE = _NoGarbage()
+
+
+class Graphs(Stages):
+    """One stream of a GPU. A stage runs as it is the first time, which compiles its kernels, and is recorded the second time.
+
+    What is kept is counted, and given up where it is more than `most_keys` kinds or `most_bytes`: those not used for longest first.
+    """
+
+    records = True
+
+    def __init__(self, device: torch.device, most_keys: int = MOST_KEYS, most_bytes: int = MOST_BYTES) -> None:
+        super().__init__(device, most_keys, most_bytes)
+        self.stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @contextlib.contextmanager
+    def working(self):
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            yield
+
+    def run(self, key: tuple, name: str, stage: Callable[[], Any]) -> Any:
+        recorded = self._of(key)
+        if name not in recorded.seen:
+            recorded.seen.add(name)
+            return stage()
+        if name not in recorded.graphs:
+            graph = torch.cuda.CUDAGraph()
+            with _NO_GARBAGE, torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"):
+                outputs = stage()
+            recorded.graphs[name] = (graph, outputs)
+            # What a capture gives back, the next one uses: what stays is its outputs. Counted by their shapes, all ranks agree.
+            recorded.nbytes += _nbytes(outputs)
+        graph, outputs = recorded.graphs[name]
+        graph.replay()
+        return outputs
+
+    def event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self.stream)
+        return event
+
+    def wait(self, event: Event) -> None:
+        assert not isinstance(event, int), "a GPU waits for events of GPUs"
+        self.stream.wait_event(event)
+
+    def copy_of(self, key: tuple, name: str, tensor: Tensor) -> Tensor:
+        here = self.keep(key, f"copy of {name}", lambda: torch.empty_like(tensor, device=self.device))
+        return here.copy_(tensor, non_blocking=True)
+
+    def read(self, key: tuple, result: Any, spans: Spans) -> Reading:
+        recorded = self._of(key)
+        pinned = lambda: _map(result, lambda t: torch.empty(t.shape, dtype=t.dtype, pin_memory=True))  # noqa: E731
+        hosts = self.keep(key, "hosts", lambda: [pinned() for _ in range(IN_FLIGHT)])
+        host = hosts[recorded.turn % IN_FLIGHT]
+        recorded.turn += 1
+        _map(host, lambda there, here: there.copy_(here, non_blocking=True), result)
+        return Reading(host, self.event(), spans)
+
+    def _finish_work(self) -> None:
+        self.stream.synchronize()
+
+
+def _map(values: Any, function: Callable[..., Any], *others: Any) -> Any:
+    """The same dataclass with every tensor replaced, those of other dataclasses of its kind beside it."""
+    columns = {f.name: [getattr(one, f.name) for one in (values, *others)] for f in fields(values)}
+    return type(values)(**{n: _map(c[0], function, *c[1:]) if is_dataclass(c[0]) else function(*c) for n, c in columns.items()})
+
+
+def _nbytes(values: Any) -> int:
+    """Of all tensors in tuples and dataclasses."""
+    if isinstance(values, Tensor):
+        return values.nbytes
+    if isinstance(values, tuple):
+        return sum(map(_nbytes, values))
+    return sum(_nbytes(getattr(values, f.name)) for f in fields(values)) if is_dataclass(values) else 0

@@ -1,0 +1,26 @@
+"""What the target says of chains, as a kernel: same interface as the reference in `smc.executor.chains`. Axes: the package's legend."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from smc.executor.chains import chain_groups
+from smc.executor.plan import RoundPlan
+from smc.executor.verify import Asked
+from smc.kernels.rejection import Trials, say
+from smc.philox import Purpose
+
+
+def verify(plan: RoundPlan[Tensor], asked: Asked, logp_CQV: Tensor, logq_CLV: Tensor) -> tuple[Tensor, Tensor]:
+    """As `smc.executor.chains.verify`."""
+    blocks = asked.blocks
+    trials = Trials(
+        place_C=plan.chain_C,
+        tokens_AQ=blocks.tokens_AQ,
+        count_A=blocks.count_A,
+        alive_A=blocks.alive_A,
+        rank_A=blocks.rank_A,
+        seed_A=plan.seed_A,
+        position_AQ=asked.keys.position_R.view(blocks.tokens_AQ.shape),
+    )
+    return say(trials, logp_CQV, logq_CLV, chain_groups(plan), (Purpose.TRIAL, Purpose.REMAINDER))

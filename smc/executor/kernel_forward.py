@@ -1,0 +1,157 @@
+"""The forward pass of few packed rows as fused kernels on a GPU. Same interface as the reference, `smc.executor.forward.StaticForward`.
+
+Matrix products of few rows are bound by reading weights; what is done here is to leave little else. See the package's legend for axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from smc.attention.kernels import SharedPrefixAttention, check_heads
+from smc.attention.step import step_attention
+from smc.executor.forward import Rows, StaticForward
+from smc.executor.plan import Contexts
+from smc.executor.worker import ModelWorker
+from smc.kernels.linear import gate_up_silu, linear, multiplies_fp8, reduce
+from smc.kernels.norm import add_norm, add_norm_rounded, silu_mul
+from smc.kernels.pdl import supports_pdl
+from smc.kernels.rounding import round_rows
+from smc.kernels.rows import Groups, Tables
+from smc.kernels.store import store_kv
+from smc.model.decoder import Layer
+from smc.model.linear import Linear, Rounded
+
+FEW_ROWS, FEW_WIDE_ROWS = 64, 32
+"""Up to here our own products read weights at least as fast as the library's; the latter where rows are wide."""
+FEW_FP8_ROWS, FP8_INPUTS = 512, 32
+"""The same of FP8 (timed for the 1B and 8B shapes); and what our products of it take inputs by."""
+WIDE = 8192
+"""Features."""
+
+Activations = Tensor | Rounded
+Attend = Callable[[Layer, Tensor, Tensor], None]
+"""(layer, product with its query, key and value weights, out [T, H, D])"""
+
+
+class KernelForward(StaticForward):
+    """A decoder of one worker. With `own_products` matrix products of few rows are ours too, but not of weights in float32, which tensor
+    cores would round; without `pdl` no kernel begins before the one before has ended, which it does where the device can
+    (`smc.kernels.pdl`). Raises ValueError for heads that the kernels cannot do."""
+
+    def __init__(self, worker: ModelWorker, *, own_products: bool = True, pdl: bool = True) -> None:
+        super().__init__(worker.model, worker.pool, worker.rope)
+        check_heads((worker.model.config.num_heads, worker.model.config.num_kv_heads), worker.model.config.head_dim)
+        self._longest, self._own_products = worker.width, own_products
+        self._dtype, self._own_fp8 = worker.model.embed.weight.dtype, own_products and multiplies_fp8(worker.model.embed.weight.device)
+        self._pdl = pdl and supports_pdl(worker.model.embed.weight.device)
+        self._attentions: dict[tuple[int, int, int, int], SharedPrefixAttention] = {}
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What attention of all shapes seen so far keeps for itself."""
+        return sum(attention.workspace_bytes for attention in self._attentions.values())
+
+    def __call__(self, tokens_T: Tensor, rows: Rows) -> Tensor:
+        config, model, pdl = self.model.config, self.model, self._pdl
+        x_TE = model.embed(tokens_T)
+        out_THD, parts = x_TE.new_empty(len(tokens_T), config.num_heads, config.head_dim), None
+        attend = self._in_one_launch(rows) if rows.contexts is Contexts.SHORT else self._stored_first(rows)
+        for layer in model.layers:
+            hidden = self._normed(x_TE, parts, layer.attn_norm.weight, layer.qkv)
+            attend(layer, self._product(hidden, layer.qkv), out_THD)
+            parts = self._sum(layer, out_THD.flatten(1), layer.o)
+            hidden = self._normed(x_TE, parts, layer.mlp_norm.weight, layer.gate_up)
+            parts = self._sum(layer, self._gated(layer, hidden), layer.down)
+        return add_norm(x_TE, parts, model.norm.weight, config.rms_eps, pdl=pdl)
+
+    def logits(self, hidden_RE: Tensor, head: Linear | None = None) -> Tensor:
+        return self._product(hidden_RE, head or self.model.lm_head, splits=1)
+
+    def _in_one_launch(self, rows: Rows) -> Attend:
+        tables = _tables(rows)
+
+        def attend(layer: Layer, qkv: Tensor, out_THD: Tensor) -> None:
+            keys, values = self.pool.keys[layer.index], self.pool.values[layer.index]
+            where = (self.rope.table, tables, rows.start_R, rows.count_R)
+            step_attention(qkv, keys, values, *where, out_THD, *layer.head_norms, self.model.config.rms_eps, pdl=self._pdl)
+
+        return attend
+
+    def _stored_first(self, rows: Rows) -> Attend:
+        config, attention = self.model.config, self._attention_for(rows)
+        heads = (config.num_heads, config.num_kv_heads)
+        q_THD = self.model.embed.weight.new_empty(len(rows.start_R) * rows.queries, config.num_heads, config.head_dim)
+        groups = Groups(rows.group_R, rows.first_G, rows.size_G, rows.shared_G)
+        prepared = attention.prepare(_tables(rows), groups, rows.start_R, rows.count_R)
+        where = (self.rope.table, prepared.position_T, prepared.page_T)
+
+        def attend(layer: Layer, qkv: Tensor, out_THD: Tensor) -> None:
+            keys, values = self.pool.keys[layer.index], self.pool.values[layer.index]
+            store_kv(qkv, q_THD, keys, values, *where, heads, *layer.head_norms, eps=config.rms_eps, pdl=self._pdl)
+            attention.run(q_THD, keys, values, prepared, out_THD)
+
+        return attend
+
+    def _normed(self, x_TE: Tensor, parts: Tensor | None, weight_E: Tensor, matrix: Linear) -> Activations:
+        """What `matrix` multiplies."""
+        norm = add_norm if matrix.scale is None else add_norm_rounded
+        return norm(x_TE, parts, weight_E, self.model.config.rms_eps, pdl=self._pdl)
+
+    def _gated(self, layer: Layer, hidden: Activations) -> Tensor:
+        matrix = layer.gate_up
+        if self._few(hidden, matrix):
+            return gate_up_silu(hidden, matrix.weight, pdl=self._pdl, scale=matrix.scale, dtype=self._dtype)
+        return silu_mul(self._by_library(hidden, matrix))
+
+    def _product(self, x: Activations, matrix: Linear, splits: int | None = None) -> Tensor:
+        """x W^T, perhaps as partial sums [S, T, N]. What an FP8 matrix multiplies is rounded, if it has not been."""
+        if matrix.scale is not None and not isinstance(x, Rounded):
+            x = round_rows(x, pdl=self._pdl)
+        if self._few(x, matrix):
+            return linear(x, matrix.weight, splits, matrix.bias, self._dtype, pdl=self._pdl, scale_N=matrix.scale)
+        return self._by_library(x, matrix)
+
+    def _by_library(self, x: Activations, matrix: Linear, out_TN: Tensor | None = None) -> Tensor:
+        if isinstance(x, Rounded):
+            return matrix.of_rounded(x, out_TN).to(self._dtype)
+        return matrix(x) if out_TN is None else torch.mm(x, matrix.weight.t(), out=out_TN)
+
+    def _sum(self, layer: Layer, x_TK: Tensor, matrix: Linear) -> Tensor:
+        """`_product` of all ranks' shares."""
+        if layer.reduce is None:
+            return self._product(x_TK, matrix)
+        room_TN = layer.reduce.room(len(x_TK), matrix.out_features, x_TK.dtype)
+        if matrix.scale is None:
+            self._by_library(x_TK, matrix, room_TN)
+            return layer.reduce(room_TN)
+        rounded = round_rows(x_TK, pdl=self._pdl)
+        if self._few(rounded, matrix):
+            reduce(self._product(rounded, matrix).view(-1, *room_TN.shape), pdl=self._pdl, out_TN=room_TN)
+        else:
+            self._by_library(rounded, matrix, room_TN)
+        return layer.reduce(room_TN)
+
+    def _few(self, x: Activations, matrix: Linear) -> bool:
+        if isinstance(x, Rounded):
+            return self._own_fp8 and len(x.number_TK) <= FEW_FP8_ROWS and matrix.in_features % FP8_INPUTS == 0
+        few = FEW_WIDE_ROWS if self.model.config.hidden_size >= WIDE else FEW_ROWS
+        return self._own_products and len(x) <= few and x.dtype != torch.float32
+
+    def _attention_for(self, rows: Rows) -> SharedPrefixAttention:
+        config, groups, count = self.model.config, len(rows.first_G), len(rows.start_R)
+        # Every place has equally many rows, and there is room for as many groups as places. Some group may have more than one place.
+        together = count // groups if rows.contexts is Contexts.SINGLE else count
+        shape = (groups, count, together, rows.queries)
+        if shape not in self._attentions:
+            weight, heads = self.model.embed.weight, (config.num_heads, config.num_kv_heads)
+            self._attentions[shape] = SharedPrefixAttention(
+                *shape, heads, config.head_dim, weight.dtype, weight.device, self._longest, self._pdl
+            )
+        return self._attentions[shape]
+
+
+def _tables(rows: Rows) -> Tables:
+    return Tables(rows.table_SL, rows.slot_R, rows.tail_RB, rows.tail_R)

@@ -1,0 +1,306 @@
+"""The two sides of a round, each over the memory of one worker, in one process or in two: what is run when, and what is sent.
+
+On GPUs nothing here waits: a round is queued on the side's stream, and the host waits for its result alone. From its second time on,
+a stage of a round is the replay of a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from smc import stops
+from smc.algorithm.expansion import Expansion, expand, keep_roots
+from smc.algorithm.selection import Selection, select
+from smc.algorithm.walk import walk
+from smc.api.engine_config import EngineConfig
+from smc.executor import draft_steps, tables
+from smc.executor.biases import AddBiases, BiasTables, add_biases
+from smc.executor.candidates import Weigh, weigh
+from smc.executor.chains import Verify, verify
+from smc.executor.channel import Channel
+from smc.executor.draft import Drafter
+from smc.executor.draft_head import HeadSampling
+from smc.executor.draft_steps import Shape
+from smc.executor.forward import StaticForward
+from smc.executor.graph_runner import Reading, Stages
+from smc.executor.guidance import Pass
+from smc.executor.outcome import Choice, Drafted, Lineage, RoundResult
+from smc.executor.plan import Join, PlanBuffer, Program, RoundPlan
+from smc.executor.prompts import PromptPass, run_prompt
+from smc.executor.sampling import Sampling
+from smc.executor.select import Chooser, Conclude, Deciders, conclude
+from smc.executor.state import Advance, SlotState, write_advance
+from smc.executor.target import Follow, Scorer, Steps, follow
+from smc.executor.tree import Tree, adopt
+from smc.executor.verify import Judge, LayOut, judge, lay_out
+from smc.executor.worker import ModelWorker
+from smc.model.draft_vocab import DraftVocab
+from smc.philox import Purpose
+
+
+@dataclass(frozen=True)
+class Parts:
+    """How a model is run and tokens are drawn: the reference, or kernels."""
+
+    forward: Callable[[ModelWorker], StaticForward] = lambda worker: StaticForward(worker.model, worker.pool, worker.rope)
+    sampling: Callable[[int], Sampling] = Sampling
+    head_sampling: Callable[[Sampling, DraftVocab, torch.device], HeadSampling] = HeadSampling
+    stages: Callable[[torch.device], Stages] = Stages
+    select: Callable[..., Selection] = select
+    expand: Callable[..., Expansion] = expand
+    adopt: Callable[..., Tree] = adopt
+    keep_roots: Callable[..., tuple[Tensor, Tensor]] = keep_roots
+    walk: Callable[..., tuple[Tensor, Tensor]] = walk
+    weigh: Weigh = weigh
+    conclude: Conclude = conclude
+    lay_out: LayOut = lay_out
+    judge: Judge = judge
+    verify: Verify = verify
+    follow: Follow = follow
+    advance: Advance = write_advance
+    drafting: draft_steps.Steps = draft_steps.REFERENCE
+    run_prompt: PromptPass = run_prompt
+    add_biases: AddBiases = add_biases
+    reroot: tables.Reroot = tables.reroot
+
+
+class Side:
+    """One model's part in rounds: the state of all slots, and decoding alone."""
+
+    def __init__(self, config: EngineConfig, worker: ModelWorker, parts: Parts, stages: Stages, pending: int) -> None:
+        """`pending`: tokens at most that are to be run when a round begins."""
+        self.config, self.worker, self.stages = config, worker, stages
+        # Prompts are run where rounds are: what is written is there for what is asked for later.
+        worker.stages, worker.expand, worker.run_prompt = stages, parts.expand, parts.run_prompt
+        stop_tables = stops.StopTables(config.max_stops, worker.vocab_size, worker.token_bytes, worker.device)
+        self.state = SlotState(config.max_slots, worker.width, pending, stop_tables, worker.device, parts.advance)
+        self._forward = parts.forward(worker)
+        self._sampling = parts.sampling(worker.vocab_size)
+        self._biases = BiasTables(config.max_stops, worker.vocab_size, worker.device)
+        self.state.biases.append(self._biases)
+        beside_P = torch.zeros(worker.pages + 1, dtype=torch.int32, device=worker.device)
+        guidance = (self.state, self._sampling.guide, parts.reroot, worker.name, beside_P)
+        self._run = Pass(self._forward, self._forward.logits, *guidance)
+        self._alone = Drafter(
+            run=self._run,
+            sampling=self._sampling,
+            state=self.state,
+            expand=parts.expand,
+            adopt=parts.adopt,
+            add_biases=parts.add_biases,
+            biases=self._biases,
+            steps=parts.drafting,
+            # Plain decoding of a target must not depend on rounds: exact decoding makes the same draws in others.
+            shape=Shape(config.block, by_round=worker.name == "draft"),
+            mixture=0.0,
+            purpose=Purpose.TARGET,
+        )
+
+    def join(self, group: Join) -> None:
+        """Particles take part from the next round on."""
+        with self.stages.working():
+            self._join(group)
+
+    def _join(self, group: Join) -> None:
+        self.state.join(group)
+
+    def _load(self, plan: RoundPlan[np.ndarray]) -> RoundPlan[Tensor]:
+        """The plan, on the device. Called at work."""
+        return self.stages.keep(plan.key, "plan", lambda: PlanBuffer(plan, self.worker.device)).load(plan)
+
+    @torch.inference_mode()
+    def _decode(self, plan: RoundPlan[np.ndarray]) -> Reading:
+        """Queue a round of K tokens by this model alone."""
+        stages = self.stages
+        with stages.working():
+            here = self._load(plan)
+            began = stages.event()
+            result = stages.run(plan.key, "alone", lambda: self._run_alone(here))
+            ended = stages.event()
+            return stages.read(plan.key, result, {self.worker.name: (began, ended)})
+
+    def _run_alone(self, plan: RoundPlan[Tensor]) -> RoundResult[Tensor]:
+        drafter, state, slot_A = self._alone, self.state, plan.slot_A
+        law = plan.draft_law if self.worker.name == "draft" else plan.target_law
+        _, tree = drafter.draft(plan, law)
+        place_A = torch.arange(len(slot_A), device=slot_A.device)
+        zero_A, alive_A = torch.zeros_like(slot_A), state.alive_S[slot_A]
+        choice = Choice.of(
+            ancestor_A=place_A,
+            row_A=place_A,
+            count_A=tree.count_X,
+            cut_A=zero_A,
+            bonus_A=zero_A - 1,
+            alive_A=alive_A,
+            ended_A=tree.ended_X,
+            text_A=tree.text_X,
+            mass_A=zero_A.double(),
+        )
+        lineage = drafter.follow(plan, tree, choice)
+        logq_AK = tree.logq_XK
+        exists_AK = torch.arange(drafter.shape.block, device=slot_A.device) < tree.count_X[:, None]
+        nan_G = plan.any_of_group((torch.isnan(logq_AK) & exists_AK).any(-1)[None], plan.group_A)[0]
+        zero_G = torch.zeros_like(plan.threshold_G)
+        never_G = zero_G > 0
+        return RoundResult(
+            ancestor_A=place_A,
+            alive_A=alive_A,
+            cut_A=zero_A,
+            grown_AQ=tree.tokens_XK,
+            count_A=tree.count_X,
+            ended_A=tree.ended_X,
+            logw_A=zero_A.double(),
+            logq_AQ=logq_AK,
+            logp_AQ=torch.cat((logq_AK, logq_AK[:, :1]), 1),
+            first_logp_A=torch.full_like(logq_AK[:, 0], torch.nan),
+            log_z_G=zero_G,
+            ess_G=zero_G + 1,
+            resampled_G=never_G,
+            collapsed_G=never_G,
+            draft_nan_G=nan_G if self.worker.name == "draft" else never_G,
+            target_nan_G=nan_G if self.worker.name == "target" else never_G,
+            hit_G=never_G,
+            lineage=lineage,
+        )
+
+
+class DraftSide(Side):
+    """Drafts rows, then follows what the target chose."""
+
+    def __init__(self, config: EngineConfig, worker: ModelWorker, parts: Parts, stages: Stages, channel: Channel) -> None:
+        super().__init__(config, worker, parts, stages, pending=config.begin_tokens)
+        self._channel = channel
+        run, biases, head = self._run, self._biases, worker.draft_head
+        sampling: Sampling | HeadSampling = self._sampling
+        if head is not None:
+            run = replace(run, logits=partial(self._forward.logits, head=head.matrix))
+            sampling = parts.head_sampling(parts.sampling(len(head.vocab.ids_M)), head.vocab, worker.device)
+            biases = BiasTables(config.max_stops, len(head.vocab.ids_M), worker.device, head.vocab.ids_M)
+            self.state.biases.append(biases)
+        # Made once, for as many chains as there may be. Nothing is read of them that has not been written.
+        chains, length, ahead = config.chains(worker.vocab_size), config.target_tokens - 1, config.lookahead
+        rooms = (chains * config.branches, *((chains, chains) if ahead else (0, 0)))
+        self._laws_YLV, self._kept_MLV, self._sent_CLV = (
+            torch.empty(rows, length, worker.vocab_size, device=worker.device) for rows in rooms
+        )
+        self._drafter = replace(
+            self._alone,
+            run=run,
+            sampling=sampling,
+            biases=biases,
+            shape=Shape(config.block, by_round=True, guesses=config.lookahead),
+            mixture=config.defensive_share,
+            purpose=Purpose.PROPOSAL,
+            laws_YLV=self._laws_YLV,
+        )
+        self._round: tuple[RoundPlan[Tensor], Tree, tuple] | None = None
+
+    def round(self, plan: RoundPlan[np.ndarray]) -> Reading:
+        """Queue the draft's part of a round. What comes back of a round of the pair is its `Lineage`."""
+        if plan.program is Program.DRAFT:
+            return self._decode(plan)
+        self.draft(plan)
+        return self.follow()
+
+    @torch.inference_mode()
+    def draft(self, plan: RoundPlan[np.ndarray]) -> None:
+        """Queue the draft's part of a round of the pair up to the choice."""
+        stages, drafter, key = self.stages, self._drafter, plan.key
+        with stages.working():
+            self._channel.settle()
+            here = self._load(plan)
+            chains, ahead = len(plan.chain_C), self.config.lookahead
+            if chains and ahead and self.config.block > 1:
+                stages.run(key, "laws", lambda: self._pick_laws(self._kept_MLV, here.law_C))
+                self._channel.send("laws", self._sent_CLV[:chains])
+            began = stages.event()
+            drafted, tree = stages.run(key, "draft", lambda: drafter.draft(here, here.draft_law))
+            ended = stages.event()
+            if chains and not ahead:
+                self._channel.send("laws", self._laws_YLV[:chains])
+            self._channel.send("rows", drafted.all_WX)
+        self._round = (here, tree, (began, ended))
+
+    @torch.inference_mode()
+    def follow(self) -> Reading:
+        """Queue the rest of it: the chosen rows become the particles."""
+        assert self._round is not None, "what is followed has been drafted"
+        plan, tree, span = self._round
+        with self.stages.working():
+            choice = Choice(self._channel.receive(plan.key, "choice", (9, len(plan.slot_A)), torch.int64))
+            lineage = self.stages.run(plan.key, "follow", lambda: self._follow(plan, tree, choice))
+            return self.stages.read(plan.key, lineage, {"draft": span})
+
+    def _follow(self, plan: RoundPlan[Tensor], tree: Tree, choice: Choice) -> Lineage[Tensor]:
+        if self.config.lookahead and len(plan.chain_C):
+            # The laws go with the rows. What was sent has arrived: the choice was made by it.
+            place_C, f = plan.chain_C, plan.branches
+            chain_A = torch.zeros_like(plan.slot_A).index_copy(0, place_C, torch.arange(len(place_C), device=place_C.device))
+            row_C = choice.row_A[place_C]
+            self._pick_laws(self._laws_YLV, chain_A[row_C // f] * f + row_C % f)
+            self._kept_MLV.index_copy_(0, plan.law_C, self._sent_CLV[: len(place_C)])
+        return self._drafter.follow(plan, tree, choice)
+
+    def _pick_laws(self, laws_YLV: Tensor, index_C: Tensor) -> tuple[()]:
+        """Some laws, to where they are sent from. Nothing is kept of it by rounds' recordings."""
+        torch.index_select(laws_YLV, 0, index_C, out=self._sent_CLV[: len(index_C)])
+        return ()
+
+
+class TargetSide(Side):
+    """Scores blocks and chooses."""
+
+    def __init__(self, config: EngineConfig, worker: ModelWorker, parts: Parts, stages: Stages, channel: Channel) -> None:
+        super().__init__(config, worker, parts, stages, pending=config.target_tokens)
+        self._channel = channel
+        sampling, state = self._sampling, self.state
+        steps = Steps(parts.lay_out, parts.judge, parts.verify, parts.follow, partial(parts.add_biases, self._biases))
+        deciders = Deciders(parts.weigh, parts.select, parts.expand, parts.keep_roots, parts.walk, parts.conclude)
+        chains = config.chains(worker.vocab_size)
+        self._scorer = Scorer(self._run, sampling, state, steps, block=config.block, lookahead=config.lookahead, chains=chains)
+        self._chooser = Chooser(sampling, state, deciders, lookahead=config.lookahead)
+
+    @torch.inference_mode()
+    def round(self, plan: RoundPlan[np.ndarray]) -> Reading:
+        """Queue the target's part of a round: in look-ahead the pass comes first, in lockstep what it is over."""
+        if plan.program is Program.TARGET:
+            return self._decode(plan)
+        stages, scorer, key = self.stages, self._scorer, plan.key
+        with stages.working():
+            self._channel.settle()
+            here = self._load(plan)
+            lookahead = self.config.lookahead
+            self._receive_laws(key, here)
+            drafted = None if lookahead else self._receive(key, here)
+            began = stages.event()
+            scored = stages.run(key, "score", lambda: scorer.score(here, drafted))
+            ended = stages.event()
+            rows = self._receive(key, here) if drafted is None else drafted
+            heard = stages.event()
+            choice, result = stages.run(key, "choose", lambda: self._chooser.choose(here, scored, rows))
+            chosen = stages.event()
+            self._channel.share(choice.all_9A)
+            self._channel.send("choice", choice.all_9A)
+            told = stages.event()
+            stages.run(key, "follow", lambda: scorer.follow(here, rows, choice))
+            spans = {"target": (began, ended), "choose": (heard, chosen), "follow": (told, stages.event())}
+            return stages.read(key, result, spans)
+
+    def _join(self, group: Join) -> None:
+        self._scorer.join(group, self.state.join(group))
+
+    def _receive_laws(self, key: tuple, plan: RoundPlan[Tensor]) -> None:
+        """What chains were drawn from, if there are any."""
+        here_CLV = self._scorer.drawn_CLV[: len(plan.chain_C)]
+        if here_CLV.numel():
+            self._channel.receive(key, "laws", tuple(here_CLV.shape), here_CLV.dtype, here_CLV)
+
+    def _receive(self, key: tuple, plan: RoundPlan[Tensor]) -> Drafted:
+        shape = (Drafted.width(self.config.block), len(plan.branch_pages_XB))
+        return Drafted(self._channel.receive(key, "rows", shape, torch.int32))

@@ -1,0 +1,183 @@
+"""What the target runs in a round, and its verdict: the references, in plain torch; `smc.executor.kernel_blocks` has what GPUs use.
+
+A block is a particle's last tokens, whose first is already counted in its weight, or known to be the target's own draw. In look-ahead it
+was drafted in the round before, and its place is the particle's; in lockstep it has just been drafted, and continues the particle of its
+root. See the package's legend for axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from smc.executor.forward import Rows
+from smc.executor.outcome import Drafted
+from smc.executor.plan import RoundPlan
+from smc.executor.sampling import DrawKeys
+from smc.executor.state import SlotState
+from smc.laws import LawSpec
+from smc.philox import STREAMS_PER_PARTICLE, Purpose
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """What the target scores, by place."""
+
+    origin_A: Tensor
+    """int64 place whose particle the block continues; in look-ahead its own."""
+    tokens_AQ: Tensor
+    logq_AQ: Tensor
+    count_A: Tensor
+    """Tokens that exist; at least 1."""
+    ended_A: Tensor
+    """bool: the last of them ends the answer."""
+    alive_A: Tensor
+    logw_A: Tensor
+    """float64 log-weight before what the target says of it."""
+    open_A: Tensor
+    """bool: the particle goes on after its block."""
+    run_A: Tensor
+    """Tokens of the block that the model runs: of one that has ended all but the last."""
+    position_A: Tensor
+    """int64 of the token after the block, counted from the beginning of the sequence."""
+    stream_A: Tensor
+    """int64: which random numbers an independent particle's bonus is drawn by."""
+    rank_A: Tensor
+    """int64 number of the place in its group."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is run of blocks, and asked of the logits."""
+
+    blocks: Blocks
+    rows: Rows
+    law_T: LawSpec[Tensor]
+    label_T: Tensor
+    """Integers: the token of the block after this one; -1: there is none."""
+    keys: DrawKeys
+    """Of the target's own draws after each token: those of plain decoding, which know the answer's position, and no round."""
+    last_A: Tensor
+    """int64: which of all T tokens is the block's last."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The target's verdict on blocks, by place."""
+
+    blocks: Blocks
+    logp_AQ: Tensor
+    """log p of the tokens after the block's first; 0 where there is none. Where the target draws for itself: of what it drew."""
+    drawn_AQ: Tensor
+    """int64: what the target says after each token (exact decoding): its own draw, or what it keeps."""
+    next_AV: Tensor | None
+    """Logits after the block; None: nobody asks for them."""
+    nan_A: Tensor
+    """bool: the target's logits were NaN."""
+    nan_AQ: Tensor
+    """bool: so were those that it drew from for itself."""
+
+
+LayOut = Callable[[SlotState, Tensor, RoundPlan[Tensor], Drafted | None], Asked]
+Drawn = tuple[Tensor, Tensor, Tensor]
+"""Tokens [T, 1], their log p [T, 1], and log Z [T], as of `smc.executor.sampling.Sampling.bonus`."""
+Judge = Callable[[Asked, RoundPlan[Tensor], Tensor | None, Drawn | None, Tensor | None], Scored]
+
+
+def lay_out(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted: Drafted | None) -> Asked:
+    """What the target runs: what is pending (look-ahead), or the seed and what has just been drafted. The last token of a block that has
+    ended is scored, never run. `logq_SQ`: log q of the pending tokens."""
+    known = _pending(state, logq_SQ, plan) if drafted is None else _drafted(state, logq_SQ, plan, drafted)
+    alive_A, ended_A, count_A, (_, q) = known["alive_A"], known["ended_A"], known["count_A"], known["tokens_AQ"].shape
+    slot_A = plan.slot_A[known["origin_A"]]
+    held_A, place_A = state.held(slot_A), plan.place_of_rows(1)
+    blocks = Blocks(
+        **known,
+        open_A=alive_A & ~ended_A,
+        run_A=torch.where(alive_A, count_A - ended_A.long(), 0),
+        position_A=held_A + count_A,
+        stream_A=plan.particle_A * STREAMS_PER_PARTICLE,
+        rank_A=place_A - plan.first_G[plan.group_A],
+    )
+    rows = Rows(
+        table_SL=state.table_SL,
+        slot_R=slot_A.int(),
+        tail_RB=plan.target_pages_AQ,
+        tail_R=held_A.int(),
+        start_R=held_A.int(),
+        count_R=blocks.run_A.int(),
+        group_R=plan.group_A.int(),
+        first_G=plan.first_G,
+        size_G=plan.size_G,
+        shared_G=plan.shared_G,
+        queries=q,
+        contexts=plan.contexts,
+    )
+    column_Q, of_T = torch.arange(q, device=state.device), plan.place_of_rows(q)
+    label_AQ = torch.where(column_Q < count_A[:, None] - 1, blocks.tokens_AQ.roll(-1, 1), -1)
+    zero_T, position_T = torch.zeros_like(of_T), (held_A[:, None] + 1 + column_Q).flatten()
+    return Asked(
+        blocks=blocks,
+        rows=rows,
+        law_T=plan.target_law.take(of_T),
+        label_T=label_AQ.flatten(),
+        keys=DrawKeys(plan.seed_A[of_T], zero_T, zero_T[:, None], position_T, Purpose.TARGET),
+        last_A=place_A * q + count_A - 1,
+    )
+
+
+def _pending(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor]) -> dict[str, Tensor]:
+    """Look-ahead: blocks that were drafted in the round before."""
+    slot_A = plan.slot_A
+    return {
+        "origin_A": torch.arange(len(slot_A), device=state.device),
+        "tokens_AQ": state.pending_SQ[slot_A],
+        "logq_AQ": logq_SQ[slot_A],
+        "count_A": state.pending_S[slot_A],
+        "ended_A": state.ended_S[slot_A],
+        "alive_A": state.alive_S[slot_A],
+        "logw_A": state.logw_S[slot_A],
+    }
+
+
+def _drafted(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted: Drafted) -> dict[str, Tensor]:
+    """Lockstep: the seed, and what has just been drafted for each place."""
+    root_A = drafted.root_X.long()
+    slot_A = plan.slot_A[root_A]
+    alive_A = state.alive_S[slot_A] & (drafted.share_X > -torch.inf)
+    count_A, ended_A = 1 + drafted.count_X, drafted.ended_X
+    if plan.has_exact:
+        # A draft that proposes nothing, such as one that returns NaN, leaves the seed alone.
+        nothing_G = plan.is_exact_G & ~plan.any_of_group(alive_A[None], plan.group_A)[0]
+        lone_A = nothing_G[plan.group_A] & state.alive_S[plan.slot_A]
+        root_A, slot_A = torch.where(lone_A, plan.place_of_rows(1), root_A), torch.where(lone_A, plan.slot_A, slot_A)
+        count_A, ended_A = torch.where(lone_A, 1, count_A), torch.where(lone_A, state.ended_S[plan.slot_A], ended_A)
+        alive_A = alive_A | lone_A
+    return {
+        "origin_A": root_A,
+        "tokens_AQ": torch.cat((state.pending_SQ[slot_A, :1], drafted.tokens_XK.long()), 1),
+        "logq_AQ": torch.cat((logq_SQ[slot_A, :1], drafted.logq_XK), 1),
+        "count_A": count_A,
+        "ended_A": ended_A,
+        "alive_A": alive_A,
+        "logw_A": state.logw_S[slot_A] + drafted.share_X,
+    }
+
+
+def judge(asked: Asked, plan: RoundPlan[Tensor], labelled_T: Tensor | None, drawn: Drawn | None, next_AV: Tensor | None) -> Scored:
+    """The verdict: `labelled_T`, log p of the labels, 0 where there is none, unless all groups are decoded exactly; `drawn`, what the
+    target drew itself, if any group is."""
+    blocks, shape = asked.blocks, asked.blocks.tokens_AQ.shape
+    column_Q = torch.arange(shape[1], device=blocks.count_A.device)
+    is_run_AQ = column_Q < blocks.run_A[:, None]
+    logp_AQ = torch.zeros_like(blocks.logq_AQ) if labelled_T is None else labelled_T.view(shape)
+    nan_A, nan_AQ, drawn_AQ = torch.isnan(logp_AQ).any(-1), torch.zeros_like(is_run_AQ), torch.zeros_like(blocks.tokens_AQ)
+    if drawn is not None:
+        is_exact_A1 = plan.is_exact_A[:, None]
+        drawn_AQ, drawn_logp_AQ, log_z_AQ = (values.view(shape) for values in drawn)
+        logp_AQ = torch.where(is_exact_A1, torch.where(is_run_AQ, drawn_logp_AQ, 0.0), logp_AQ)
+        nan_AQ = torch.isnan(log_z_AQ) & is_run_AQ
+    return Scored(blocks, logp_AQ, drawn_AQ.long(), next_AV, nan_A, nan_AQ)

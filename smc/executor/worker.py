@@ -1,0 +1,148 @@
+"""Runs prompts through one model: weights and the memory of keys and values live here. Does not know what a particle is.
+
+Axes: R rows, T tokens, V vocabulary, E hidden size, D draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from smc.algorithm.expansion import Expansion, Kind, expand
+from smc.arrays import to_device
+from smc.attention.base import ForwardBatch
+from smc.attention.prompts import PromptAttention
+from smc.executor.graph_runner import Reading, Stages
+from smc.executor.messages import Draws, PromptBatch, PromptResult
+from smc.executor.prompts import PromptPass, run_prompt
+from smc.executor.sampling import DrawKeys, Sampling
+from smc.executor.tops import last_tokens, likeliest
+from smc.memory.kv_pool import KVPool
+from smc.memory.pages import DUMMY_PAGE
+from smc.model.decoder import Decoder, RopeTable
+from smc.model.draft_vocab import DraftHead
+from smc.stops import TokenBytes
+
+FIRST_STEP = 1 << 10
+"""Random numbers of first tokens are not those of any step of a round."""
+
+
+class ModelWorker:
+    """A decoder, its pool of `pages` token positions, for sequences of up to `width` positions."""
+
+    def __init__(
+        self,
+        name: str,
+        model: Decoder,
+        *,
+        width: int,
+        pages: int,
+        vocab_size: int,
+        token_bytes: TokenBytes,
+        draft_head: DraftHead | None = None,
+    ) -> None:
+        """`token_bytes`: of the vocabulary's tokens, in which stop strings are looked for; `draft_head`: what a draft proposes with, if not
+        with all of its head."""
+        weight = model.embed.weight
+        self.name, self.model, self.device = name, model, weight.device
+        self.width, self.pages = width, pages
+        self.vocab_size, self.token_bytes, self.draft_head = vocab_size, token_bytes, draft_head
+        self.pool = KVPool(model.config, pages, weight.dtype, self.device)
+        self.rope = RopeTable(model.config, width, self.device)
+        config = model.config
+        self.attention = PromptAttention((config.num_heads, config.num_kv_heads), config.head_dim, weight.dtype, self.device)
+        self.stages = Stages(self.device)
+        """In order with which the device is asked to run prompts."""
+        self.expand: Callable[..., Expansion] = expand
+        """How first tokens are drawn without replacement: the reference, or a kernel."""
+        self.run_prompt: PromptPass = run_prompt
+        """How prompts run through the model: the reference, or kernels."""
+
+    @torch.inference_mode()
+    def run_prompts(self, batch: PromptBatch) -> Reading:
+        """Queue prompts. Raises ValueError for positions, pages or tokens that cannot be, before anything is written."""
+        with self.stages.working():
+            began = self.stages.event()
+            last_R = np.cumsum(batch.counts_R) - 1
+            none_R0 = torch.zeros(len(batch.counts_R), 0)
+            drawn = (none_R0.int(), none_R0, none_R0.double(), none_R0.sum(1))
+            tops = (torch.zeros(0, 0, dtype=torch.int32), torch.zeros(0, 0))
+            if batch.draws is not None:
+                logits_RV = self._guided(batch.draws, self.model.logits(self._forward(batch, last_R)))
+                drawn = self._draw(batch.draws, logits_RV, (batch.starts_R + batch.counts_R)[: len(batch.draws.seed_R)])
+            elif batch.tops is not None:
+                hidden_XE = self._forward(batch, last_tokens(batch.counts_R, batch.tops.asked_R))
+                tops = likeliest(self.model.logits, Sampling(self.vocab_size), batch.tops, hidden_XE, batch.starts_R + batch.counts_R)
+            else:
+                self._forward(batch, last_R[:0])
+            result = PromptResult(*(tensor.to("cpu", non_blocking=True) for tensor in (*drawn, *tops)))
+            arrived = self.stages.event()
+            return Reading(result, arrived, {"prompt": (began, arrived)})
+
+    def _forward(self, batch: PromptBatch, asked_X: np.ndarray) -> Tensor:
+        """Hidden states [X, E] of the tokens that are asked about; keys and values of all are stored."""
+        ends_R = batch.starts_R + batch.counts_R
+        if ends_R.max() > self.width or len(batch.pages_X) != ends_R.sum():
+            raise ValueError(f"{self.name}: {len(batch.pages_X)} pages for rows of {ends_R} positions; a row holds {self.width}")
+        if batch.pages_X.min() <= DUMMY_PAGE or batch.pages_X.max() > self.pages:
+            raise ValueError(f"{self.name}: pages {batch.pages_X.min()}..{batch.pages_X.max()}; allowed 1..{self.pages}")
+        if batch.tokens_T.min() < 0 or batch.tokens_T.max() >= self.vocab_size:
+            raise ValueError(f"{self.name}: token ids {batch.tokens_T.min()}..{batch.tokens_T.max()}; allowed 0..{self.vocab_size - 1}")
+        rows, total = len(ends_R), len(batch.tokens_T)
+        row_T = np.repeat(np.arange(rows), batch.counts_R)
+        offset_T = np.arange(total) - np.repeat(np.cumsum(batch.counts_R) - batch.counts_R, batch.counts_R)
+        position_T = batch.starts_R[row_T] + offset_T
+        table_RL = np.zeros((rows, int(ends_R.max())), dtype=np.int32)
+        table_RL[np.arange(table_RL.shape[1]) < ends_R[:, None]] = batch.pages_X
+        nothing_shared = (np.arange(rows + 1), np.zeros(rows, dtype=np.int64))
+        forward = ForwardBatch(table_RL, batch.starts_R, batch.counts_R, table_RL[row_T, position_T], position_T, *nothing_shared)
+        return self.run_prompt(self, to_device(batch.tokens_T, self.device), forward, to_device(asked_X, self.device))
+
+    def _guided(self, draws: Draws, logits_XV: Tensor) -> Tensor:
+        """Logits [R, V] of the rows that are drawn after, of those [X, V] of all."""
+        own_RV = logits_XV[: len(draws.seed_R)]
+        if draws.companion_R is None or draws.scale_R is None:
+            return own_RV
+        companion_R, scale_R = (to_device(values_R, self.device) for values_R in (draws.companion_R, draws.scale_R))
+        return Sampling(self.vocab_size).guide(own_RV, logits_XV, companion_R.long(), scale_R)
+
+    def _draw(self, draws: Draws, logits_RV: Tensor, position_R: np.ndarray) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What a `PromptResult` has, on the device."""
+        numbers = (draws.seed_R, draws.round_R, draws.stream_RD, position_R.astype(np.int64))
+        # On the host, where words are made from them: asking the device for them would wait for it.
+        seed_R, round_R, stream_RD, drawn_at_R = map(torch.from_numpy, numbers)
+        keys = DrawKeys(seed_R, round_R, stream_RD, drawn_at_R, draws.purpose)
+        if len(draws.bias_Y):
+            where_2Y = to_device(draws.biased_2Y, self.device).long()
+            logits_RV = logits_RV.index_put(tuple(where_2Y), to_device(draws.bias_Y, self.device).to(logits_RV.dtype), accumulate=True)
+        token_RD, logp_RD, log_z_R = Sampling(self.vocab_size).bonus(logits_RV, draws.law, keys)
+        first_D = torch.arange(token_RD.shape[1], device=token_RD.device) == 0
+        kind_R = to_device(draws.kind_R, self.device)
+        # A group that is decoded exactly begins with one draw of the target's.
+        none_RD = (kind_R >= Kind.BEST)[:, None] & ~first_D
+        logw_RD = log_z_R.double()[:, None].expand(token_RD.shape).masked_fill(none_RD, -torch.inf)
+        if (draws.kind_R == Kind.DISTINCT).any():
+            theirs = self._draw_distinct(draws, logits_RV, position_R, token_RD.shape[1])
+            is_distinct_R1 = (kind_R == Kind.DISTINCT)[:, None]
+            token_RD, logp_RD, logw_RD = (torch.where(is_distinct_R1, *pair) for pair in zip(theirs, (token_RD, logp_RD, logw_RD)))
+        return token_RD.int(), logp_RD, logw_RD, log_z_R
+
+    def _draw_distinct(self, draws: Draws, logits_RV: Tensor, position_R: np.ndarray, most: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Draws without replacement: tokens [R, D], their log p [R, D] and log-weights [R, D]."""
+        seed_R, round_R = torch.from_numpy(draws.seed_R), torch.from_numpy(draws.round_R)
+        keys = DrawKeys(
+            seed_R, round_R, torch.from_numpy(draws.stream_RD[:, :1]), torch.from_numpy(position_R.astype(np.int64)), draws.purpose
+        )
+        offers, offered_logp_RC, log_z_R = Sampling(self.vocab_size).bonus_offer(logits_RV, draws.law, keys)
+        rows = torch.arange(len(logits_RV), device=self.device)
+        one_R, there_R = torch.ones_like(rows), rows >= 0
+        kind_R, count_R = to_device(draws.kind_R, self.device), to_device(draws.count_R, self.device)
+        random = (to_device(draws.seed_R, self.device), to_device(draws.round_R, self.device), FIRST_STEP)
+        bounds = ((rows, one_R), (rows * most, one_R * most))
+        chosen = self.expand(offers, log_z_R.double(), there_R, *bounds, count_R, kind_R, random, len(rows) * most)
+        token_X = offers.token_RC[chosen.parent_X, chosen.offer_X]
+        logp_X = offered_logp_RC[chosen.parent_X, chosen.offer_X]
+        return token_X.view(-1, most), logp_X.view(-1, most), chosen.mass_X.view(-1, most)

@@ -1,0 +1,98 @@
+"""An engine whose workers live in this process. Loads a model pair once; engines of different settings can share it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from smc.api.engine_config import EngineConfig
+from smc.executor.executor import LocalPair
+from smc.executor.messages import SIDES
+from smc.executor.model_runner import Parts
+from smc.executor.worker import ModelWorker
+from smc.memory.kv_pool import KVPool, pages_that_fit
+from smc.model.check import require_pair
+from smc.model.decoder import Decoder
+from smc.model.draft_vocab import DraftHead
+from smc.model.loader import load_model
+from smc.model.tokenizer import Tokenizer
+from smc.scheduler.engine import Engine
+from smc.stops import TokenBytes
+
+
+@dataclass(frozen=True)
+class ModelPair:
+    """Weights of a draft and a target that share one vocabulary."""
+
+    target: Decoder
+    draft: Decoder
+    tokenizer: Tokenizer
+    max_context: int
+    """The shorter of both contexts, in tokens."""
+    draft_head: DraftHead | None = None
+    """What the draft proposes with, if not with all of its head."""
+
+    @staticmethod
+    def load(
+        target_dir: str | Path,
+        draft_dir: str | Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        draft_dtype: torch.dtype | None = None,
+        device: str = "cpu",
+    ) -> ModelPair:
+        """`draft_dtype`: of the draft, if it has one of its own. Raises ValueError, before reading weights, if the two directories cannot
+        serve as a pair."""
+        report = require_pair(target_dir, draft_dir)
+        return ModelPair(
+            target=load_model(target_dir, dtype=dtype, device=device),
+            draft=load_model(draft_dir, dtype=draft_dtype or dtype, device=device),
+            tokenizer=Tokenizer.load(target_dir),
+            max_context=report.max_context,
+        )
+
+
+def local_engine(pair: ModelPair, config: EngineConfig | None = None, **engine_options) -> Engine:
+    """An engine over `pair`; `engine_options` are passed on to Engine."""
+    config = config or EngineConfig()
+    context = config.context(pair.max_context)
+    pages = config.pool_pages(context, _room(pair, config))
+    workers = {
+        side: ModelWorker(
+            side,
+            getattr(pair, side),
+            width=config.width(context),
+            pages=pages,
+            vocab_size=pair.tokenizer.size,
+            token_bytes=TokenBytes.of(pair.tokenizer),
+            draft_head=pair.draft_head if side == "draft" else None,
+        )
+        for side in SIDES
+    }
+    rounds = LocalPair(config, workers, parts_for(workers["target"].device))
+    return Engine(config, workers, pair.tokenizer, pair=rounds, pages=dict.fromkeys(SIDES, pages), context=context, **engine_options)
+
+
+def _room(pair: ModelPair, config: EngineConfig) -> int | None:
+    """Pages that both pools have memory for; None on a CPU."""
+    page_bytes: Counter[torch.device] = Counter()
+    law_bytes: Counter[torch.device] = Counter()
+    for side in SIDES:
+        model = getattr(pair, side)
+        weight = model.embed.weight
+        page_bytes[weight.device] += KVPool.page_bytes(model.config, weight.dtype)
+        law_bytes[weight.device] += config.law_bytes(side, pair.tokenizer.size)
+    gpus = (device for device in page_bytes if device.type == "cuda")
+    return min((pages_that_fit(page_bytes[device], device, law_bytes[device]) for device in gpus), default=None)
+
+
+def parts_for(device: torch.device) -> Parts:
+    """What rounds are made of on a device: kernels, or the reference on a CPU."""
+    if device.type == "cpu":
+        return Parts()
+    from smc.executor.kernels import gpu_parts  # needs triton
+
+    return gpu_parts()

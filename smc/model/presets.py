@@ -1,0 +1,84 @@
+"""Published shapes, by name, and what stands in for their text: speed does not depend on it, so no checkpoint is needed to measure it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from smc.model.config import Llama3RopeScaling, ModelConfig
+from smc.model.tokenizer import Tokenizer
+
+
+def _llama(hidden: int, layers: int, heads: int, head_dim: int, inner: int, tied: bool, factor: float) -> ModelConfig:
+    scaling = Llama3RopeScaling(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192)
+    return ModelConfig(
+        "llama", 128_256, hidden, layers, heads, 8, head_dim, inner, 131_072, 1e-5, 500_000.0, scaling, tied, qkv_bias=False, qk_norm=False
+    )
+
+
+def _qwen3(hidden: int, layers: int, heads: int, inner: int, tied: bool) -> ModelConfig:
+    return ModelConfig(
+        "qwen3", 151_936, hidden, layers, heads, 8, 128, inner, 40_960, 1e-6, 1_000_000.0, None, tied, qkv_bias=False, qk_norm=True
+    )
+
+
+PRESETS = {
+    "llama-1b": _llama(2048, 16, 32, 64, 8192, tied=True, factor=32.0),
+    "llama-3b": _llama(3072, 28, 24, 128, 8192, tied=True, factor=32.0),
+    "llama-8b": _llama(4096, 32, 32, 128, 14_336, tied=False, factor=8.0),
+    "llama-70b": _llama(8192, 80, 64, 128, 28_672, tied=False, factor=8.0),
+    "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, tied=True),
+    "qwen3-8b": _qwen3(4096, 36, 32, 12_288, tied=False),
+    "qwen3-32b": _qwen3(5120, 64, 64, 25_600, tied=False),
+}
+"""Llama 3.1 and 3.2, Qwen 3: as in their published `config.json`."""
+
+
+def preset(name: str) -> ModelConfig:
+    """Raises ValueError with the names there are."""
+    if name not in PRESETS:
+        raise ValueError(f"{name!r} is no known shape; allowed: {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+class NoText(Tokenizer):
+    """Stands in for a tokenizer where text has no meaning: every id is silent, and none ends an answer."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self.eos_ids = ()
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def special_ids(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def has_chat_template(self) -> bool:
+        return False
+
+    def bytes_of(self, token_id: int) -> bytes:
+        return b""
+
+    def encode(self, text: str, add_special: bool = True, limit: int | None = None) -> list[int]:
+        raise ValueError("prompt: a model of random weights has no text; allowed: token_ids")
+
+    def chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        limit: int | None = None,
+        tools: Sequence[dict[str, Any]] = (),
+        settings: Mapping[str, Any] = MappingProxyType({}),
+    ) -> list[int]:
+        raise ValueError("prompt: a model of random weights has no chat template; allowed: token_ids")
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return ""
+
+    def fingerprint(self) -> str:
+        """Of its vocabulary."""
+        return f"no text, {self.size} ids"

@@ -1,0 +1,109 @@
+"""Tensors of a Hugging Face directory: which safetensors files hold them, and any part of any of them. Knows nothing about models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError, safe_open
+
+from smc.model.config import read_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+STORED_DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
+"""Supported storage types and their bytes per element."""
+STORED_FP8 = "F8_E4M3"
+"""The one of a byte, which comes with scales."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """What a safetensors header says about one tensor."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Files:
+    """Parts of tensors, each file opened when first asked for and kept open until the end."""
+
+    def __init__(self, tensors: dict[str, StoredTensor]) -> None:
+        self.tensors = tensors
+        self._opened: dict[Path, safe_open] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def part(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        """As it is stored, on the CPU."""
+        file = self.tensors[name].file
+        if file not in self._opened:
+            self._opened[file] = self._stack.enter_context(open_file(file, "pt"))
+        try:
+            return self._opened[file].get_slice(name)[part]
+        except SafetensorError as error:
+            raise ValueError(f"{file}: {name} cannot be read: {error}") from error
+
+
+def read_headers(directory: str | Path) -> dict[str, StoredTensor]:
+    """Every tensor of every safetensors file of the model, from the headers alone."""
+    tensors = {}
+    for file in _weight_files(Path(directory)):
+        with open_file(file, "numpy") as opened:  # no number is read, and torch need not be there
+            for name in opened.keys():  # noqa: SIM118  (not a dict)
+                header = opened.get_slice(name)
+                tensors[name] = StoredTensor(file, tuple(header.get_shape()), header.get_dtype())
+    return tensors
+
+
+def stored_bytes(tensors: dict[str, StoredTensor]) -> int:
+    return sum(math.prod(tensor.shape) * (STORED_DTYPES | {STORED_FP8: 1})[tensor.dtype] for tensor in tensors.values())
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    if (directory / SINGLE_FILE).is_file():
+        return [directory / SINGLE_FILE]
+    index = directory / INDEX_FILE
+    if not index.is_file():
+        raise ValueError(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}; {_what_is_there(directory)}")
+    shard_of = read_json(index).get("weight_map")
+    if not isinstance(shard_of, dict) or not shard_of:
+        raise ValueError(f"{index} has no weight_map")
+    files = [directory / name for name in sorted(set(shard_of.values()))]
+    if absent := [file.name for file in files if not file.is_file()]:
+        raise ValueError(f"{directory}: {len(absent)} of {len(files)} shards named by {INDEX_FILE} are missing: {first(absent)}")
+    return files
+
+
+def _what_is_there(directory: Path) -> str:
+    found = sorted(path.name for pattern in ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf") for path in directory.glob(pattern))
+    if not found:
+        return "no weights were found"
+    return f"found {first(found)}; only safetensors files of these names are supported, .bin and other formats are not"
+
+
+@contextmanager
+def open_file(file: Path, framework: str) -> Iterator[safe_open]:
+    try:
+        with safe_open(file, framework=framework) as opened:
+            yield opened
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} is not a readable safetensors file: {error}") from error
+
+
+def first(items: Sequence[str], count: int = 5, separator: str = ", ") -> str:
+    more = f"{separator}and {len(items) - count} more" if len(items) > count else ""
+    return separator.join(items[:count]) + more

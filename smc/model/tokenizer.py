@@ -1,0 +1,256 @@
+"""Text to token ids and back, from the files of a Hugging Face directory. Knows nothing about models or requests.
+
+Every id stands for a fixed string of bytes, so decoding is concatenation, and a stream can be cut at any token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+import jinja2
+import tokenizers
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from smc.model.config import read_json
+from smc.model.token_sizes import most_bytes_of_a_token
+
+_SUPPORTED_DECODERS = "ByteLevel (Llama 3, Qwen), or Replace '▁' by ' ' with ByteFallback, Fuse and Strip (sentencepiece)"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Tokenizer:
+    """A vocabulary with its end-of-text ids and chat template. Made by `Tokenizer.load`."""
+
+    def __init__(
+        self, tokenizer: tokenizers.Tokenizer, eos_ids: tuple[int, ...], special: dict[str, str], chat_template: str | None
+    ) -> None:
+        """`special` maps `bos_token` and `eos_token` to their text, as chat templates see them."""
+        self._tokenizer = tokenizer
+        self._bytes = _bytes_of_every_id(tokenizer)
+        self._most_bytes = most_bytes_of_a_token(tokenizer, self._bytes)
+        self._special = special
+        self._chat_template = chat_template
+        self.eos_ids = eos_ids
+        """Ids that end a text, ascending; empty when the model names none."""
+        if beyond := [eos for eos in eos_ids if not 0 <= eos < self.size]:
+            raise ValueError(f"end-of-text ids {beyond} are out of range; allowed: 0 to {self.size - 1}")
+
+    @staticmethod
+    def load(directory: str | Path) -> Tokenizer:
+        """Read `directory`. Raises ValueError with the file at fault."""
+        directory = Path(directory)
+        tokenizer = _read_tokenizer(directory / "tokenizer.json")
+        settings = _read_optional(directory / "tokenizer_config.json")
+        special = {name: _content(settings[name]) for name in ("bos_token", "eos_token") if settings.get(name)}
+        eos_ids = _read_eos(directory, tokenizer, special.get("eos_token"))
+        try:
+            return Tokenizer(tokenizer, eos_ids, special, _read_chat_template(directory, settings))
+        except ValueError as error:
+            raise ValueError(f"{directory}: {error}") from error
+
+    @property
+    def size(self) -> int:
+        """Number of ids, added tokens included: every valid id is below it."""
+        return len(self._bytes)
+
+    @property
+    def special_ids(self) -> tuple[int, ...]:
+        """Ids of tokens that are no text, ascending."""
+        return tuple(sorted(i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special))
+
+    @property
+    def start_id(self) -> int | None:
+        """The token that begins texts; where there is none, one that ends them; None: there is neither."""
+        start = self._tokenizer.token_to_id(self._special["bos_token"]) if "bos_token" in self._special else None
+        return next(iter(self.eos_ids), None) if start is None else start
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat_template is not None
+
+    def encode(self, text: str, add_special: bool = True, limit: int | None = None) -> list[int]:
+        """Token ids of `text`, with the tokens that the model wants around it (such as `bos`) if `add_special`.
+
+        Raises ValueError for what is no Unicode text or makes more than `limit` tokens, where it can before it encodes anything. Other
+        threads go on meanwhile.
+        """
+        least = len(text) // self._most_bytes if self._most_bytes else 0
+        if limit is not None and least > limit:
+            raise ValueError(f"the prompt has {len(text)} characters, at least {least} tokens; allowed: at most {limit} tokens")
+        try:
+            # Unlike `encode`, it lets go of the interpreter.
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special)
+        except TypeError as error:  # a lone surrogate has no UTF-8 form
+            raise ValueError(f"cannot encode {text!r}: {error}; text that is valid Unicode is needed") from error
+        if limit is not None and len(encoding) > limit:
+            raise ValueError(f"the prompt has {len(encoding)} tokens; allowed: at most {limit}")
+        return encoding.ids
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes that a token stands for; nothing for a special token. Raises ValueError if there is no such id."""
+        if not 0 <= token_id < len(self._bytes):
+            raise ValueError(f"token id {token_id} is out of range; allowed: 0 to {len(self._bytes) - 1}")
+        return self._bytes[token_id]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of a whole sequence; bytes that are not UTF-8 become U+FFFD."""
+        return b"".join(map(self.bytes_of, ids)).decode("utf-8", errors="replace")
+
+    def chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        limit: int | None = None,
+        tools: Sequence[dict[str, Any]] = (),
+        settings: Mapping[str, Any] = MappingProxyType({}),
+    ) -> list[int]:
+        """Token ids of a conversation up to where the assistant speaks next. `settings`: what else the template reads, by name.
+
+        Raises ValueError if it cannot be rendered, makes more than `limit` tokens, or for a setting that is not the caller's to set.
+        """
+        if self._chat_template is None:
+            raise ValueError("the model has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json)")
+        # `tools` and `documents` are defined but None, as in transformers, against which templates are written.
+        fixed = {"messages": messages, "tools": list(tools) or None, "add_generation_prompt": True} | self._special
+        if taken := sorted(fixed.keys() & settings.keys()):
+            raise ValueError(f"chat_template_kwargs holds {taken[0]}, which the template is given anyway; leave it out")
+        try:
+            text = self._compiled_template.render({"documents": None, **settings, **fixed})
+        except Exception as error:  # a template is foreign code fed with foreign messages: it can raise anything
+            raise ValueError(f"the chat template cannot render these messages: {error}") from error
+        return self.encode(text, add_special=False, limit=limit)
+
+    def fingerprint(self) -> str:
+        """Hash of the id -> token mapping, added tokens included: equal exactly for interchangeable vocabularies."""
+        pairs = sorted((token_id, token) for token, token_id in self._tokenizer.get_vocab(with_added_tokens=True).items())
+        return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
+
+    @cached_property
+    def _compiled_template(self) -> jinja2.Template:
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+        environment.filters["tojson"] = _to_json
+        environment.globals |= {"raise_exception": _raise_exception, "strftime_now": lambda form: datetime.now().strftime(form)}
+        assert self._chat_template is not None
+        return environment.from_string(self._chat_template)
+
+
+def _bytes_of_every_id(tokenizer: tokenizers.Tokenizer) -> list[bytes]:
+    """An id that no token has (a hole in the numbering) stands for nothing, like a special token."""
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    to_bytes = _token_to_bytes(tokenizer)
+    table = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    added = tokenizer.get_added_tokens_decoder()
+    for token, token_id in vocabulary.items():
+        if token_id not in added:
+            table[token_id] = to_bytes(token)
+        elif not added[token_id].special:
+            table[token_id] = added[token_id].content.encode()  # matched verbatim in text, so never byte-mapped
+    return table
+
+
+def _token_to_bytes(tokenizer: tokenizers.Tokenizer) -> Callable[[str], bytes]:
+    """The function token string -> bytes that the decoder in `tokenizer.json` stands for."""
+    decoder = json.loads(tokenizer.to_str())["decoder"] or {"type": "none"}
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return _byte_level
+    spaces = [step for step in steps if step["type"] == "Replace"]
+    # Strip and Fuse act on a whole text. The leading space that Strip removes is part of the token: it is kept here,
+    # because what is decoded continues a prompt.
+    if len(spaces) != 1 or not set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
+        raise ValueError(f"tokenizer decoder {' + '.join(kinds)} is not supported; supported: {_SUPPORTED_DECODERS}")
+    if (spaces[0]["pattern"], spaces[0]["content"]) != ({"String": "▁"}, " "):
+        raise ValueError(f"tokenizer decoder {spaces[0]} is not supported; supported: {_SUPPORTED_DECODERS}")
+    return _sentencepiece_with_bytes if "ByteFallback" in kinds else _sentencepiece
+
+
+def _gpt2_byte_map() -> dict[str, int]:
+    """GPT-2 writes a byte as the printable character of that code, or else as the next one from U+0100 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _gpt2_byte_map()
+
+
+def _byte_level(token: str) -> bytes:
+    try:
+        return bytes(_BYTE_OF_CHARACTER[character] for character in token)
+    except KeyError:
+        return token.encode()  # not made of mapped bytes: stands for itself, as in the tokenizers library
+
+
+def _sentencepiece(token: str) -> bytes:
+    return token.replace("▁", " ").encode()
+
+
+def _sentencepiece_with_bytes(token: str) -> bytes:
+    match = _BYTE_TOKEN.fullmatch(token)
+    return bytes([int(match[1], 16)]) if match else _sentencepiece(token)
+
+
+def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
+    if not path.is_file():
+        raise ValueError(f"{path} is missing; a tokenizer of the `tokenizers` library is needed (tokenizer.model is not supported)")
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for every malformed file
+        raise ValueError(f"{path} is not a readable tokenizer: {error}") from error
+    # Files are published with the training run's truncation and padding switched on; a prompt must come through whole.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _read_optional(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}
+
+
+def _read_eos(directory: Path, tokenizer: tokenizers.Tokenizer, eos_token: str | None) -> tuple[int, ...]:
+    """The generation config knows best: instruct models end turns there with ids that the other files do not name."""
+    for name in ("generation_config.json", "config.json"):
+        found = _read_optional(directory / name).get("eos_token_id")
+        if found is None:
+            continue
+        ids = found if isinstance(found, list) else [found]
+        if not all(type(token_id) is int for token_id in ids):
+            raise ValueError(f"{directory / name}: eos_token_id={found!r}; an integer or a list of integers is needed")
+        return tuple(sorted(set(ids)))
+    if eos_token is None:
+        return ()
+    token_id = tokenizer.token_to_id(eos_token)
+    if token_id is None:
+        raise ValueError(f"{directory}: eos_token {eos_token!r} of tokenizer_config.json is not in the vocabulary")
+    return (token_id,)
+
+
+def _read_chat_template(directory: Path, settings: dict[str, Any]) -> str | None:
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        return next((entry["template"] for entry in template if entry["name"] == "default"), None)
+    return template
+
+
+def _content(token: str | dict[str, Any]) -> str:
+    return token["content"] if isinstance(token, dict) else token
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    """Unlike jinja2's own filter, leaves <, > and non-ASCII text as they are."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,137 @@
+"""Where an answer's text ends, and which of it can be shown. Works on tokens' bytes; knows nothing about particles.
+
+Stop strings are matched on bytes, so a match may begin and end anywhere inside tokens, and never in the prompt.
+"""
+
+from __future__ import annotations
+
+import codecs
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate
+
+from smc.api.limits import MAX_STOP_BYTES
+from smc.api.outputs import FinishReason
+from smc.api.sampling_params import SamplingParams
+from smc.model.tokenizer import Tokenizer
+from smc.stops import DONE, START, StopMachine
+
+
+class StopRules:
+    """What ends the answer of one request."""
+
+    def __init__(self, params: SamplingParams, tokenizer: Tokenizer) -> None:
+        """Raises ValueError for stops that cannot be."""
+        beyond = [t for t in params.stop_token_ids if t >= tokenizer.size]
+        if beyond:
+            raise ValueError(f"stop_token_ids contains {beyond[0]}; allowed: 0..{tokenizer.size - 1}")
+        self.tokenizer = tokenizer
+        self.eos_ids = frozenset(() if params.ignore_eos else tokenizer.eos_ids)
+        self.token_ids = frozenset(params.stop_token_ids)
+        self.strings = [(text, text.encode()) for text in params.stop]
+        self.min_tokens = params.min_tokens
+        stop_ids = self.eos_ids | self.token_ids
+        self.machine = StopMachine.of(stop_ids, [pattern for _, pattern in self.strings], params.logit_bias)
+        """Says as an answer grows whether that was its end."""
+        if beyond := [token for token, _ in params.logit_bias if token >= tokenizer.size]:
+            raise ValueError(f"logit_bias contains token {beyond[0]}; allowed: 0..{tokenizer.size - 1}")
+        if params.min_tokens and len(stop_ids) >= tokenizer.size:
+            raise ValueError(f"min_tokens={params.min_tokens} where every token ends the answer; allowed: 0")
+
+    def why(self, tokens: Sequence[int], cap: int) -> tuple[FinishReason, int | str | None]:
+        """Why an ended answer ended, and what matched. A stop that falls on the last allowed token counts as the stop."""
+        last = tokens[-1]
+        if last in self.eos_ids:
+            return FinishReason.EOS, last
+        if last in self.token_ids:
+            return FinishReason.STOP_TOKEN, last
+        data, begin = b"".join(map(self.tokenizer.bytes_of, tokens)), self._begin(tokens)
+        found = [(at, len(pattern), text) for text, pattern in self.strings if (at := data.find(pattern, begin)) >= 0]
+        if found:
+            return FinishReason.STOP_STRING, min(found)[2]
+        assert len(tokens) >= cap, "an answer ended for no reason"
+        return FinishReason.LENGTH, None
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """The whole text: without terminal tokens, and up to the first stop string."""
+        data = self.visible_bytes(tokens)
+        return data[: self._first_stop(data, self._begin(tokens))].decode("utf-8", errors="replace")
+
+    def visible_bytes(self, tokens: Sequence[int]) -> bytes:
+        return b"".join(self.tokenizer.bytes_of(t) for t in tokens if t not in self.eos_ids and t not in self.token_ids)
+
+    def final_size(self, data: bytes) -> int:
+        """How many leading bytes are neither in a stop string nor possibly in one that is not complete yet."""
+        end = self._first_stop(data)
+        if end < len(data):
+            return end
+        sizes = (n for _, p in self.strings for n in range(min(len(p) - 1, len(data)), 0, -1) if data.endswith(p[:n]))
+        return len(data) - max(sizes, default=0)
+
+    def state(self, tokens: Sequence[int]) -> int:
+        """Of the stop machine, after tokens that did not end the answer."""
+        if self.machine.next_XB is None:
+            return START
+        data = b"".join(map(self.tokenizer.bytes_of, tokens))[self._begin(tokens) :]
+        state = START
+        # What lies further back than all strings together are long makes no difference to an answer that goes on.
+        for byte in data[-MAX_STOP_BYTES:]:
+            state = int(self.machine.next_XB[state, byte])
+        return state
+
+    def _begin(self, tokens: Sequence[int]) -> int:
+        """Bytes at the beginning in which no stop string that counts begins: one that is complete with a token that cannot end the answer
+        has no effect, and what counts begins after that token."""
+        early = tokens[: self.min_tokens] if self.strings else ()
+        ends = list(accumulate(len(self.visible_bytes((token,))) for token in early))
+        data, begin = self.visible_bytes(early), 0
+        found = {pattern: data.find(pattern) for _, pattern in self.strings}
+        while complete := [at + len(pattern) for pattern, at in found.items() if at >= 0]:
+            begin = ends[bisect_left(ends, min(complete))]
+            found = {pattern: data.find(pattern, begin) if 0 <= at < begin else at for pattern, at in found.items()}
+        return begin
+
+    def _first_stop(self, data: bytes, begin: int = 0) -> int:
+        return min((at for _, pattern in self.strings if (at := data.find(pattern, begin)) >= 0), default=len(data))
+
+
+class TextStream:
+    """Text of a growing committed prefix, never taken back: what could still turn out to be a stop string is kept."""
+
+    def __init__(self, rules: StopRules) -> None:
+        self._rules = rules
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._kept = b""
+        self._sent = 0
+        self._left = rules.min_tokens if rules.strings else 0
+        """Tokens to come that cannot end the answer."""
+        self._state = START
+        """Of the stop machine, after those that have come."""
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """Text that these further tokens make final; a character whose bytes are incomplete is kept too."""
+        begin = self._read_early(tokens[: self._left])
+        self._kept += self._rules.visible_bytes(tokens[self._left :])
+        self._left = max(self._left - len(tokens), 0)
+        size = begin + self._rules.final_size(self._kept[begin:])
+        text = self._utf8.decode(self._kept[:size])
+        self._kept = self._kept[size:]
+        self._sent += len(text)
+        return text
+
+    def _read_early(self, tokens: Sequence[int]) -> int:
+        """Keep the bytes of tokens that cannot end the answer. Returns how many of those that are kept are before what counts."""
+        begin, next_XB = 0, self._rules.machine.next_XB
+        for token in tokens:
+            data = self._rules.visible_bytes((token,))
+            self._kept += data
+            for byte in data:
+                assert next_XB is not None, "nothing is early where there is no string"
+                self._state = int(next_XB[self._state, byte])
+            if self._state == DONE:
+                self._state, begin = START, len(self._kept)
+        return begin
+
+    def finish(self, text: str) -> str:
+        """What is left to send of the answer's whole text."""
+        return text[self._sent :]

@@ -1,0 +1,234 @@
+"""How a group comes to run and to stop running: memory and slots claimed, prompts asked for, particles handed to the models
+(`smc.scheduler.handoff`), and all given back. A group that is taken up again comes the same way, with the record of its particles
+in place of a prompt's first tokens.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import numpy as np
+
+from smc.executor.executor import Pair
+from smc.executor.messages import SIDES, Worker, side_of
+from smc.scheduler.checkpoint import record_of
+from smc.scheduler.chunks import Chunks
+from smc.scheduler.handoff import Joins
+from smc.scheduler.methods import Decoding
+from smc.scheduler.page_forecast import Expectation
+from smc.scheduler.prefill_batches import Start, prefill_step
+from smc.scheduler.prefix_reuse import Prefixes
+from smc.scheduler.sequence_group import Group, Phase
+from smc.scheduler.stop_entries import StopEntries
+from smc.stops import TokenBytes
+
+
+class Starts:
+    """Groups between the queue and their rounds."""
+
+    def __init__(self, expectation: Expectation, workers: Mapping[str, Worker], pair: Pair, token_bytes: TokenBytes) -> None:
+        self.config, self.slots, self.memory = expectation.config, expectation.slots, expectation.memory
+        self.workers = workers
+        self.prefixes = Prefixes(self.config, self.slots, self.memory)
+        self.stops = StopEntries(self.config.max_stops - 1)
+        self.chunks = Chunks(self.config)
+        self._expectation = expectation
+        self._joins = Joins(self.config, self.slots, self.memory, pair, token_bytes)
+        self._starts: list[Start] = []
+
+    def admit(self, group: Group) -> bool:
+        """Give a group slots, and pages for what it starts from; False if there are not enough of either."""
+        if group.slots_needed > self.slots.num_free or not self._has_room(group):
+            return False
+        claimed = self.stops.claim(group.rules.machine)
+        if claimed is None:
+            return False
+        group.stops, is_new = claimed
+        if is_new:
+            self._joins.forget_stops(group.stops)
+        rows = self.prefixes.plant(group)
+        if rows is None:
+            self.stops.give_back(group.stops)
+            return False
+        if group.saved is None:
+            group.particles = np.arange(group.rows)
+            group.count = len(group.particles)
+        group.slots = self.slots.claim(len(group.particles), group.params.guided, chained=group.decoding.chained)
+        self._expectation.expect(group)
+        group.phase = Phase.PREFILL
+        self._starts.append(Start(group, rows))
+        return True
+
+    def lacks_slots(self, group: Group) -> bool:
+        """Nothing else keeps it from being admitted."""
+        return group.slots_needed > self.slots.num_free and self._has_room(group)
+
+    def _has_room(self, group: Group) -> bool:
+        has_laws = group.chains_needed <= self.slots.num_free_chains
+        return has_laws and self.memory.admits(self._expectation.of(group)) and self.prefixes.has_room(group)
+
+    def ask(self, beside: bool) -> None:
+        """Ask for a chunk of what is to be run on each side. `beside`: groups are in rounds."""
+        starts = self._unblocked()
+        if not starts:
+            # The last prompt's first tokens have been read, so that hardly anything is left to wait for.
+            self.chunks.settle()
+        else:
+            chunk = self.chunks.most(beside)
+            self.chunks.ask({side: prefill_step(starts, self.workers[side], side, chunk) for side in SIDES}, beside)
+
+    def _unblocked(self) -> list[Start]:
+        """All but those that wait for what an earlier one is about to run for both."""
+        found: list[Start] = []
+        alike: defaultdict[bytes, list[Start]] = defaultdict(list)
+        for start in self._starts:
+            beginning = self.prefixes.beginning(start)
+            earlier = [] if beginning is None else alike[beginning]
+            waits = self.prefixes.awaits(start, earlier)
+            earlier.append(start)
+            if waits:
+                continue
+            if start.waited:
+                self.prefixes.plant_again(start)
+                start.waited = False
+            found.append(start)
+        return found
+
+    def finish(self) -> list[Group]:
+        """Groups whose last chunk has been asked for, now ready for rounds. Waits for their first tokens."""
+        ready = [start for start in self._starts if start.asked and start.group.answer is None]
+        for start in ready:
+            if start.first is not None:
+                # What may be lost is waited for before anything is changed.
+                start.first.result()
+        for start in ready:
+            self._starts.remove(start)
+            if start.group.saved is None:
+                self._joins.first_tokens(start)
+            else:
+                self._joins.restore(start.group)
+            if not start.group.error:
+                self.prefixes.remember_prompt(start.group, start.rows)
+            self._joins.set_heads(start)
+            self._joins.join(start)
+            start.group.saved = None
+            start.group.phase = Phase.RUNNING
+        return [start.group for start in ready]
+
+    def finish_rescoring(self) -> None:
+        """Groups whose answer has been asked for as a whole know what else could have stood there. Waits for it."""
+        for start in [start for start in self._starts if start.asked and start.group.answer is not None]:
+            group, found = start.group, []
+            for result, at in [(pending.result(), at) for pending, at in start.tops]:
+                token_YK, logp_YK = (top_YK[at, : group.params.top_logprobs] for top_YK in (result.top_YK, result.top_logp_YK))
+                if np.isnan(logp_YK).any():
+                    group.fail("target")
+                # What is outside of the law comes last.
+                count_Y = (logp_YK > -np.inf).sum(1)
+                found += [tuple(zip(*row[:2]))[: row[2]] for row in zip(token_YK.tolist(), logp_YK.tolist(), count_Y.tolist())]
+            group.top_logprobs = tuple(found)
+
+    def forget(self, side: str) -> None:
+        """A side knows nothing any more, and what it was asked for will not come."""
+        self.chunks.forget(side)
+        self._joins.forget_side(side)
+
+    def preempt(self, group: Group) -> None:
+        """Save the record of a group's particles, and give up its slots and pages; it waits to be taken up again."""
+        # Slots that were to have a particle after the next round have none yet.
+        group.particles = group.particles[: group.count]
+        group.saved = record_of(group, self.slots)
+        self.give_up(group)
+        group.phase = Phase.QUEUED
+        if group.turn is not None:
+            group.decode_by(*group.turned)
+
+    def give_up(self, group: Group) -> None:
+        """What a group that has been admitted holds is free; what was asked for it concerns it no more."""
+        start = self._start_of(group)
+        self._leave_slots(group)
+        if start is not None:
+            self._starts.remove(start)
+            self.prefixes.release(start)
+        self.stops.give_back(group.stops)
+        self.memory.no_longer_expect(group.number)
+        group.needs = None
+
+    def change(self, group: Group, decoding: Decoding, rows: int) -> bool:
+        """Let a running group of exact decoding go on by another decoding, from what has been confirmed: what a model has of that and still
+        needs stays where it is, the rest is run as if the group was taken up again. False if there are not enough slots, or pages."""
+        record = record_of(group, self.slots)
+        expected = self._expectation.pages(decoding, group.params, group.prompt_size, rows, int(record["length_S"][0]), group.negative_size)
+        new = {side: pages for side, pages in expected.items() if side not in group.decoding.sides}
+        if (rows - len(group.slots)) * group.params.slots_per_row > self.slots.num_free or not self.memory.admits(new):
+            return False
+        if decoding.chained and rows > self.slots.num_free_chains:
+            return False
+        carried = self.prefixes.carry(group, decoding, rows, record)
+        if carried is None:
+            return False
+        self._leave_slots(group)
+        group.saved = record
+        group.decode_by(decoding, rows)
+        group.needs = {lane: len(of_lane[0].tokens_L) for lane, of_lane in carried.items()}
+        group.slots = self.slots.claim(rows, group.params.guided, chained=decoding.chained)
+        group.phase = Phase.PREFILL
+        self._expectation.expect(group)
+        self._starts.append(Start(group, carried))
+        return True
+
+    def go_alone(self, group: Group, alone: Decoding) -> None:
+        """A group on its way to rounds of the pair shall come to decode by one model: it needs no more of the other."""
+        start, left = self._start_of(group), [lane for lane in group.lanes if lane not in group.lanes_by(alone)]
+        assert start is not None, "a group on its way has a start"
+        self.prefixes.drop(start, left)
+        self._begin_with(group, alone)
+        self.slots.leave_laws(group.slots)
+
+    def _begin_with(self, group: Group, decoding: Decoding, rows: int | None = None) -> None:
+        """A group on its way to its first rounds, or to come to decode by one model, needs no more slots than these."""
+        group.decode_by(decoding, rows)
+        self.slots.give_back(group.slots[group.count :])
+        group.slots = group.slots[: group.count]
+        self._expectation.expect(group)
+
+    def _start_of(self, group: Group) -> Start | None:
+        return next((start for start in self._starts if start.group is group), None)
+
+    def _leave_slots(self, group: Group) -> None:
+        """A group refers to no pages and has no slots; what was asked for it concerns it no more."""
+        self.slots.let_go(group.slots, self.memory.ledgers)
+        for given in group.in_flight:
+            for lane, pages in given.items():
+                self.memory.ledgers[side_of(lane)].free(pages)
+        group.in_flight.clear()
+        self.slots.give_back(group.slots)
+        group.slots = group.slots[:0]
+        group.wanted = None
+        group.lives += 1
+
+    def grant(self, group: Group) -> None:
+        """Let the next round bring the particles that the caller has asked for: if no other change is under way, and there are slots. Who
+        has had no round yet begins with fewer at once."""
+        if group.phase is Phase.PREFILL and group.saved is None and (group.wish or group.count) < group.count:
+            self._begin_with(group, group.decoding, group.wish)
+        if group.phase is not Phase.RUNNING or group.wanted is not None:
+            return
+        if group.wish == group.count:
+            group.wish = None
+        elif group.wish is not None and (group.wish - len(group.slots)) * group.params.slots_per_row <= self.slots.num_free:
+            self.resize(group, group.wish)
+
+    def resize(self, group: Group, particles: int) -> None:
+        """The group shall have so many particles after its next round, by an unbiased choice; slots for more are claimed now."""
+        group.wanted = particles
+        more = particles - len(group.slots)
+        if more <= 0:
+            return
+        new = self.slots.claim(more, group.params.guided)
+        self.slots.copy(new, np.repeat(group.slots[:1], more))
+        self.slots.vacate(new)
+        group.particles = np.concatenate((group.particles, group.particles.max() + 1 + np.arange(more)))
+        group.slots = np.concatenate((group.slots, new))
+        self._joins.join_empty(group, new)

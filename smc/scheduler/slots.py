@@ -1,0 +1,139 @@
+"""Persistent slots: the record of every particle, as arrays indexed by slot. What decodes it is beside the models (smc/executor).
+
+A group claims its slots when it is admitted and holds them until it is finalised, or has fewer particles; resampling overwrites their
+content, never their ownership. Between rounds a particle has a block in flight, whose first token is already counted in its weight:
+  lockstep    the seed
+  look-ahead  [d_1..d_K], drafted while the block before it was being scored
+
+A particle of a guided request has a second slot, its companion's, of which only pages count (smc/executor/guidance.py).
+
+Axes: S slots, X chosen slots, L answer positions.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from smc.executor.messages import SIDES
+from smc.executor.outcome import Lineage
+from smc.memory.pages import PageLedger
+
+
+class Slots:
+    """`count` slots for answers of up to `width` tokens, and places for the laws of so many `chains`."""
+
+    def __init__(self, count: int, width: int, chains: int = 0) -> None:
+        self.tokens_SL = np.zeros((count, width), dtype=np.int32)
+        self.logp_SL = np.full((count, width), np.nan, dtype=np.float32)
+        """Log-probability of every token under the target law, NaN where not known yet; kept up only for requests that ask."""
+        self.logq_SL = np.zeros((count, width), dtype=np.float32)
+        """Log-probability under the proposal; of the block in flight, to take a group up again."""
+        self.length_S = np.zeros(count, dtype=np.int32)
+        """Tokens of the answer so far, block in flight included."""
+        self.block_S = np.zeros(count, dtype=np.int32)
+        """Index of the block's first token."""
+        self.logw_S = np.zeros(count, dtype=np.float64)
+        self.ended_S = np.zeros(count, dtype=bool)
+        """The last token is terminal: EOS, a stop, or the length cap."""
+        self.head_S = {side: np.zeros(count, dtype=np.int32) for side in SIDES}
+        """Page of the last position whose keys and values a model has; it refers to that page and so to all before it."""
+        self.held_S = {side: np.zeros(count, dtype=np.int32) for side in SIDES}
+        """Positions that a model has keys and values of, the prompt's included."""
+        self.companion_S = np.full(count, -1, dtype=np.int32)
+        """Slot of the particle's companion; -1: it has none."""
+        self.law_S = np.full(count, -1, dtype=np.int32)
+        """Where the draft keeps the laws of the particle, which is a chain; -1: it is none."""
+        self.chains = chains
+        self._free, self._free_laws = list(range(count - 1, -1, -1)), list(range(chains - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_free_chains(self) -> int:
+        """Places for laws."""
+        return len(self._free_laws)
+
+    def claim(self, count: int, guided: bool = False, *, chained: bool = False) -> np.ndarray:
+        """Slots for `count` particles of one request, int32; of a `guided` one with as many for companions, of a `chained` one with places
+        for laws. The caller has checked that there are enough."""
+        slots = self._claim(count)
+        if guided:
+            self.companion_S[slots] = self._claim(count)
+        if chained:
+            assert count <= len(self._free_laws), "more chains than there are places for their laws"
+            self.law_S[slots] = [self._free_laws.pop() for _ in range(count)]
+        return slots
+
+    def _claim(self, count: int) -> np.ndarray:
+        assert count <= len(self._free), "more slots claimed than free"
+        slots = np.array([self._free.pop() for _ in range(count)], dtype=np.int32)
+        for array in (self.length_S, self.block_S, self.logw_S, self.ended_S):
+            array[slots] = 0
+        self.logp_SL[slots] = np.nan
+        return slots
+
+    def give_back(self, slots: np.ndarray) -> None:
+        self.leave_laws(slots)
+        companions = self.companions(slots)
+        self.companion_S[slots] = -1
+        self._free.extend([*companions.tolist(), *slots.tolist()])
+
+    def leave_laws(self, slots_X: np.ndarray) -> None:
+        """The particles of these slots are chains no longer."""
+        law_X = self.law_S[slots_X]
+        self._free_laws.extend(law_X[law_X >= 0].tolist())
+        self.law_S[slots_X] = -1
+
+    def companions(self, slots_X: np.ndarray) -> np.ndarray:
+        """Slots of the companions that particles have: one for each of a guided request, none of another."""
+        companion_X = self.companion_S[slots_X]
+        return companion_X[companion_X >= 0]
+
+    def let_go(self, slots_X: np.ndarray, ledgers: dict[str, PageLedger]) -> None:
+        """The particles of these slots no longer refer to pages."""
+        for held_X in (slots_X, self.companions(slots_X)):
+            for side, ledger in ledgers.items():
+                ledger.release(self.head_S[side][held_X])
+                self.head_S[side][held_X] = 0
+
+    def descend(
+        self, side: str, ledger: PageLedger, slot_X: np.ndarray, source_X: np.ndarray, lineage: Lineage[np.ndarray], given_T: np.ndarray
+    ) -> None:
+        """At a side, what slots refer to goes on from what `source` did, all at once; of the `given` pages those not kept are free."""
+        head_S, held_S = self.head_S[side], self.held_S[side]
+        path_XW, kept_X, dropped_X = map(np.asarray, (lineage.path_AW, lineage.kept_A, lineage.dropped_A))
+        before_X, after_X = head_S[slot_X], ledger.grow(ledger.ancestors(head_S[source_X], dropped_X), path_XW, kept_X)
+        ledger.hold(after_X)
+        ledger.release(before_X)
+        ledger.settle(given_T, np.where(np.arange(path_XW.shape[1]) < kept_X[:, None], path_XW, 0))
+        held_S[slot_X] = held_S[source_X] - dropped_X + kept_X
+        head_S[slot_X] = after_X
+
+    def vacate(self, slots_X: np.ndarray) -> None:
+        """They hold no particle: nothing is to come there, and it has no weight."""
+        self.ended_S[slots_X] = True
+        self.block_S[slots_X] = self.length_S[slots_X] - 1
+        self.logw_S[slots_X] = -np.inf
+
+    def alive(self, slots_X: np.ndarray) -> np.ndarray:
+        """Whether slots of a group whose rows compete hold one [X]."""
+        return self.logw_S[slots_X] > -np.inf
+
+    def unscored(self, slots_X: np.ndarray) -> np.ndarray:
+        """Tokens of the block in flight that the target has not scored yet, [X]."""
+        return self.length_S[slots_X] - 1 - self.block_S[slots_X]
+
+    def begin(self, slots_X: np.ndarray, tokens_X: np.ndarray, logp_X: np.ndarray, ended_X: np.ndarray) -> None:
+        """First tokens, and whether they were the last."""
+        self.tokens_SL[slots_X, 0], self.logp_SL[slots_X, 0] = tokens_X, logp_X
+        self.length_S[slots_X], self.ended_S[slots_X] = 1, ended_X
+
+    def copy(self, dst_X: np.ndarray, src_X: np.ndarray) -> None:
+        """Each dst takes over the particle of src, all at once. Ownership stays; weights and pages are set elsewhere."""
+        width = int(self.length_S[src_X].max(initial=0))
+        for array in (self.tokens_SL, self.logp_SL, self.logq_SL):
+            array[dst_X, :width] = array[src_X, :width]
+        for of_slots in (self.length_S, self.block_S, self.ended_S):
+            of_slots[dst_X] = of_slots[src_X]

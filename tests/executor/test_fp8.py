@@ -1,0 +1,59 @@
+"""Models in FP8 through the fused kernels, in Triton's interpreter where there is no GPU: the reference's hidden states and logits.
+
+Axes: T tokens, E hidden size.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from smc.executor import kernel_forward
+from smc.executor.forward import StaticForward
+from smc.executor.kernel_forward import KernelForward
+from smc.executor.plan import Contexts
+from smc.memory.kv_pool import KVPool
+from smc.model.decoder import RopeTable
+from tests.attention.packed import DEVICE, PAGES, Built, Case
+from tests.attention.test_forward import FEW, WIDTH, rows_of
+from tests.executor.test_kernels import OneOfOne
+from tests.model.tiny import in_fp8, random_decoder, tiny_config
+
+CASE = Case([33, 17], [[(33, 4), (37, 2)], [(17, 1)]], 4, FEW, tail=1, padding=0)
+
+
+def outputs(kernels: bool, family: str, reduce: object = None) -> tuple[Tensor, Tensor]:
+    """Hidden states of tokens that exist, and logits."""
+    built = Built(CASE)
+    heads = dict(zip(("num_heads", "num_kv_heads"), CASE.heads))
+    config = tiny_config(family, hidden_size=64, head_dim=16, intermediate_size=64, max_context=1024, tied_embeddings=True, **heads)
+    # Rounding to FP8 makes much of little, and the interpreter cuts bfloat16 off where it should round.
+    model = in_fp8(random_decoder(config), torch.float32).to(DEVICE)
+    for layer in model.layers:
+        layer.reduce = reduce
+    worker = SimpleNamespace(
+        model=model, pool=KVPool(config, PAGES, torch.float32, DEVICE), rope=RopeTable(config, WIDTH, DEVICE), width=WIDTH
+    )
+    made = KernelForward(worker) if kernels else StaticForward(model, worker.pool, worker.rope)
+    rows = rows_of(built, Contexts.SHARED)
+    tokens_T = torch.randint(0, 300, (len(rows.start_R) * rows.queries,), generator=torch.Generator().manual_seed(6)).to(DEVICE)
+    hidden_TE = made(tokens_T, rows)[built.exists_T.to(DEVICE)]
+    return hidden_TE, made.logits(hidden_TE)
+
+
+@pytest.mark.parametrize("few", [0, 64], ids=["the library's products", "our own"])
+@pytest.mark.parametrize("ranks", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_kernels_do_what_the_reference_does(family, ranks, few, monkeypatch):
+    monkeypatch.setattr(kernel_forward, "FEW_FP8_ROWS", few)
+    expected = outputs(False, family)
+    found = outputs(True, family, OneOfOne(DEVICE) if ranks else None)
+    for one, other in zip(found, expected):
+        assert one.isfinite().all()
+        # Where tensor cores sum, some numbers are rounded to the next one.
+        assert (one - other).norm() < (1e-5 if DEVICE == "cpu" else 0.2) * other.norm()

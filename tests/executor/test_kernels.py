@@ -1,0 +1,171 @@
+"""Whole requests through the fused kernels, in Triton's interpreter where there is no GPU: same answers as by the reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from smc.api.engine_config import EngineConfig
+from smc.api.outputs import Answer
+from smc.executor.kernels import KernelForward, gpu_parts
+from smc.executor.model_runner import Parts
+from smc.executor.worker import ModelWorker
+from smc.local_engine import ModelPair, local_engine
+from smc.model.draft_vocab import DraftVocab
+from smc.stops import TokenBytes
+from tests.executor.test_same_answers import assert_same
+from tests.model.tiny import random_decoder, tiny_config
+from tests.scheduler.harness import Padding, answers, assert_empty, request, running
+from tests.scheduler.pairs import letter_tokenizer, peaked
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu compares them on the GPU itself")
+
+
+def pair(family: str) -> ModelPair:
+    shape = {"vocab_size": 8, "hidden_size": 64, "head_dim": 16, "intermediate_size": 64, "max_context": 64}
+    draft, target = (
+        peaked(random_decoder(tiny_config(family, num_layers=layers, **shape), seed), 0.4) for layers, seed in ((1, 1), (2, 2))
+    )
+    return ModelPair(target, draft, letter_tokenizer(8), 64)
+
+
+KERNELS = replace(gpu_parts(), stages=Padding)
+LOCKSTEP, LOOKAHEAD = EngineConfig(form="lockstep", block=2), EngineConfig(block=2, branches=2)
+
+
+ASKED = [
+    request([1, 2, 3], "0", particles=3, seed=1, max_tokens=5, logprobs=True, population="independent"),
+    request([4], "1", particles=2, seed=2, max_tokens=5, ignore_eos=True, ess_threshold=1.0, stop=("ab",), min_tokens=3),
+    request([5, 6], "2", method="target", seed=3, max_tokens=4),
+    request([1, 2, 3], "3", particles=3, seed=4, max_tokens=5, logprobs=True, min_tokens=3, logit_bias={2: 1.5, 7: -2}),
+    request([7], "4", method="exact", particles=3, seed=5, max_tokens=5, logprobs=True),
+    request([3, 4], "5", method="exact", verification="rejection", particles=3, seed=6, max_tokens=5, logprobs=True, top_p=0.95),
+]
+"""Of every kind."""
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "which"),
+    [
+        pytest.param("llama", LOOKAHEAD, slice(1, 6), marks=pytest.mark.slow),
+        ("qwen2", LOOKAHEAD, slice(2)),
+        ("qwen2", LOOKAHEAD, slice(4, 5)),
+        pytest.param("qwen3", LOCKSTEP, slice(3, 5), marks=pytest.mark.slow),
+        ("llama", LOCKSTEP, slice(5, 6)),
+    ],
+    ids=["ahead", "independent", "exact ahead", "distinct and exact in lockstep", "rejection in lockstep"],
+)
+def test_answers_are_those_of_the_reference(family, config, which, monkeypatch):
+    """Of requests of all kinds in one round, and of one kind alone; the others here are distinct."""
+    expected = answers(local_engine(pair(family), config), ASKED[which])
+    monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: KERNELS)
+    found = answers(local_engine(pair(family), config), ASKED[which])
+    for request_id, one in expected.items():
+        assert_same(one, found[request_id])
+
+
+@pytest.mark.parametrize("config", [pytest.param(LOOKAHEAD, marks=pytest.mark.slow), LOCKSTEP], ids=lambda config: config.form)
+def test_guided_answers_are_those_of_the_reference(config, monkeypatch):
+    """Of two methods in rounds of one kind each, beside who is not guided; rows are a model's own and companions', padded: at the target of
+    all that are guided, at the draft of a tree."""
+    law = {"max_tokens": 3, "logprobs": True, "guidance_scale": 2.0}
+    asked = [
+        replace(request([1, 2, 3], "0", method="exact", particles=3, seed=1, guide_draft=True, **law), negative_prompt=(4, 5, 6, 7, 1)),
+        replace(request([1, 2], "1", particles=2, seed=2, **law), negative_prompt=(3,)),
+        replace(request([5], "2", method="target", seed=3, **law), negative_prompt=(3, 2)),
+        request([1, 2, 3], "3", particles=2, seed=4, max_tokens=4, logprobs=True),
+    ]
+    expected = answers(local_engine(pair("llama"), config), asked)
+    monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: KERNELS)
+    found = answers(local_engine(pair("llama"), config), asked)
+    for request_id, one in expected.items():
+        assert_same(one, found[request_id])
+
+
+def test_truncated_and_powered_laws_are_those_of_the_reference(monkeypatch):
+    """With so few tokens offered one by one that others come from the rest of a law."""
+    for module in ("smc.executor.sampling", "smc.kernels.offers"):
+        monkeypatch.setattr(f"{module}.OFFERS", 4)
+    laws = [{"top_k": 3, "alpha": 1.5}, {"alpha": 0.5}, {"top_p": 0.7, "min_p": 0.2, "temperature": 0.8}]
+    asked = [request([1, 2, 3], str(i), particles=2, seed=i, max_tokens=4, logprobs=True, **law) for i, law in enumerate(laws)]
+    expected = answers(local_engine(pair("llama"), LOCKSTEP), asked)
+    monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: KERNELS)
+    found = answers(local_engine(pair("llama"), LOCKSTEP), asked)
+    for request_id, one in expected.items():
+        assert_same(one, found[request_id])
+
+
+def test_a_draft_of_few_tokens_proposes_as_by_the_reference(monkeypatch):
+    made = pair("llama")
+    made = replace(made, draft_head=DraftVocab(np.array([0, 1, 4, 5, 7]), 8, 0.2).head(made.draft))
+    law = {"particles": 2, "max_tokens": 3, "ignore_eos": True, "logprobs": True}
+    asked = [request([1, 2, 3], population, seed=1, population=population, **law) for population in ("independent", "distinct")]
+    expected = answers(local_engine(made, LOOKAHEAD), asked)
+    monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: KERNELS)
+    found = answers(local_engine(made, LOOKAHEAD), asked)
+    for request_id, one in expected.items():
+        assert_same(one, found[request_id])
+
+
+@pytest.mark.parametrize("config", [pytest.param(LOOKAHEAD, marks=pytest.mark.slow), LOCKSTEP], ids=lambda config: config.form)
+def test_populations_that_change_their_size_are_those_of_the_reference(config, monkeypatch):
+    """Slots without a particle, for a round or for good."""
+
+    def resized() -> Answer:
+        engine, sizes = local_engine(pair("llama"), config), [4, 2]
+        engine.submit(request([1, 2, 3], particles=4, min_particles=2, seed=1, max_tokens=8, ignore_eos=True, ess_threshold=0.3))
+        while not engine.idle:
+            outputs = engine.step()
+            for group in running(engine):
+                if sizes and group.wanted is None and group.count != sizes[-1]:
+                    engine.resize("r", sizes.pop())
+        assert_empty(engine)
+        assert not sizes
+        return outputs[-1].answer
+
+    monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: Parts(stages=Padding))
+    expected = resized()
+    monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: KERNELS)
+    assert_same(expected, resized())
+    assert expected.statistics.particles_left == 4
+
+
+class OneOfOne:
+    """`smc.model.parallel.Reduce` of a model that one rank holds, with a buffer of which nothing is left once the next part is made."""
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._buffer = torch.empty(10_000, device=device)
+        self.sums = 0
+
+    def room(self, tokens: int, features: int, dtype: torch.dtype) -> torch.Tensor:
+        self._buffer.fill_(torch.nan)
+        return self._buffer[: tokens * features].to(dtype).view(tokens, features)
+
+    def __call__(self, part_TE: torch.Tensor) -> torch.Tensor:
+        self.sums += 1
+        return part_TE
+
+
+def test_ranks_sum_what_their_products_leave_where_others_read_it(monkeypatch):
+    """With one rank the sum is its part: same answers, if each is used before the next is asked for."""
+    asked = [request([1, 2, 3], "0", particles=2, seed=1, max_tokens=3)]
+    made = pair("llama")
+    monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: KERNELS)
+    expected = answers(local_engine(made, LOOKAHEAD), asked)
+    for model in (made.draft, made.target):
+        for layer in model.layers:
+            layer.reduce = reduce = OneOfOne()
+    found = answers(local_engine(made, LOOKAHEAD), asked)
+    assert_same(expected["0"], found["0"])
+    assert reduce.sums > 2
+
+
+def test_heads_that_the_kernels_cannot_do_are_refused_at_once():
+    model = random_decoder(tiny_config("llama", head_dim=24), 1)
+    with pytest.raises(ValueError, match="dimension 24: want"):
+        KernelForward(ModelWorker("target", model, width=8, pages=8, vocab_size=8, token_bytes=TokenBytes.of(letter_tokenizer(8))))

@@ -1,0 +1,98 @@
+"""How many launches a round of the draft takes beside its model: each is a few microseconds of a recorded round, whatever it does.
+
+What a GPU would launch is counted as it is called in Triton's interpreter: our kernels, and torch's operations but for views and unwritten
+memory.
+"""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("triton")
+
+from triton.runtime import interpreter
+
+from smc.api.engine_config import EngineConfig
+from smc.executor.draft import Drafter
+from smc.executor.kernels import KernelForward
+from smc.local_engine import local_engine
+from tests.executor.test_kernels import KERNELS, pair
+from tests.scheduler.harness import answers, request
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled there, not interpreted")
+FREE = {"empty", "new_empty", "empty_like", "view", "_unsafe_view", "flatten", "slice", "select", "expand", "t", "alias", "detach"}
+FREE |= {"unsqueeze", "squeeze", "split", "unbind", "as_strided", "transpose", "permute", "lift_fresh"}
+
+
+class Launches(TorchDispatchMode):
+    """By name, while switched on and no kernel is at work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on, self.within, self.count = False, 0, collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if self.on and not self.within and name not in FREE:
+            self.count[name] += 1
+        return func(*args, **(kwargs or {}))
+
+    def beside(self, call, name: str | None = None):
+        """The same function, all that it does counted as `name`, or not at all."""
+
+        def counted(own, *args, **kwargs):
+            if name and self.on and not self.within:
+                self.count[own.fn.__name__ if name == "kernel" else name] += 1
+            self.within += 1
+            try:
+                return call(own, *args, **kwargs)
+            finally:
+                self.within -= 1
+
+        return counted
+
+    def during(self, call):
+        """The same function, counted."""
+
+        def counted(*args, **kwargs):
+            self.on = True
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.on = False
+
+        return counted
+
+
+@pytest.fixture
+def launches(monkeypatch) -> Launches:
+    found = Launches()
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", found.beside(interpreter.GridExecutor.__call__, "kernel"))
+    for name in ("__call__", "logits"):
+        monkeypatch.setattr(KernelForward, name, found.beside(getattr(KernelForward, name)))
+    for name in ("draft", "follow"):
+        monkeypatch.setattr(Drafter, name, found.during(getattr(Drafter, name)))
+    monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: KERNELS)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("config", "law", "a_step"),
+    [
+        (EngineConfig(block=2, branches=2), {"population": "distinct"}, ["_survey", "_find", "_race_rest", "_finish_rest", "_expand"]),
+        (EngineConfig(form="lockstep", block=2), {"population": "independent"}, ["_race", "_finish_race"]),
+    ],
+    ids=["distinct ahead", "independent in lockstep"],
+)
+def test_a_round_takes_few_launches_beside_the_model(launches, config, law, a_step):
+    with launches:
+        found = answers(local_engine(pair("llama"), config), [request([1, 2, 3], particles=2, max_tokens=2, ignore_eos=True, **law)])
+    rounds = launches.count["begin"]
+    assert rounds >= found["r"].statistics.rounds > 0
+    each = ["begin", "pack", "resume", "advance", *([] if config.lookahead else ["index"])]
+    steps = [*a_step, "_adopt"]
+    assert launches.count == dict.fromkeys(each, rounds) | dict.fromkeys(steps, rounds * config.block)

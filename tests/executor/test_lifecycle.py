@@ -1,0 +1,48 @@
+"""Requests that end in the middle: nothing is left behind, and no other request notices."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from smc.api.outputs import FinishReason
+from smc.executor.model_runner import Parts
+from smc.local_engine import local_engine
+from tests.executor.test_same_answers import assert_same, mixed
+from tests.scheduler.harness import CASES, Padding, answers, assert_empty, config_id, request
+from tests.scheduler.pairs import tiny_pair
+
+
+@pytest.mark.parametrize("config", CASES, ids=config_id)
+def test_random_cancels_free_everything_and_disturb_nobody(config, monkeypatch):
+    rng = random.Random(11)
+    asked = list(mixed(40, random.Random(3)))
+    expected = answers(local_engine(tiny_pair(), config), asked)
+    monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: Parts(stages=Padding))
+    engine, waiting, done = local_engine(tiny_pair(), config), list(asked), {}
+    while waiting or not engine.idle:
+        if waiting and rng.random() < 0.8:
+            engine.submit(waiting.pop(0))
+        if (active := [r.request_id for r in asked if r not in waiting and r.request_id not in done]) and rng.random() < 0.4:
+            engine.abort(rng.choice(active))
+        done |= {output.answer.request_id: output.answer for output in engine.step() if output.answer}
+    assert_empty(engine)
+    reasons = [answer.finish_reason for answer in done.values()]
+    assert len(done) == len(asked) and 5 < reasons.count(FinishReason.CANCELLED) < 35
+    for request_id, answer in done.items():
+        if answer.finish_reason is not FinishReason.CANCELLED:
+            assert_same(answer, expected[request_id])
+
+
+@pytest.mark.parametrize("config", CASES, ids=config_id)
+def test_a_time_budget_ends_with_a_weighed_answer(config):
+    now = [0.0]
+    engine = local_engine(tiny_pair(), config, clock=lambda: now[0])
+    engine.submit(request(particles=4, seed=1, max_tokens=60, ignore_eos=True, time_budget=5.0))
+    done = []
+    while not engine.idle:
+        now[0] += 1.0
+        done += [output.answer for output in engine.step() if output.answer]
+    assert_empty(engine)
+    assert done[0].finish_reason is FinishReason.TIME_BUDGET and 0 < len(done[0].tokens) < 60

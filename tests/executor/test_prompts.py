@@ -1,0 +1,85 @@
+"""Prompts through a worker: by the kernels as by the reference, in whatever chunks.
+
+Axes: R rows, T tokens, E hidden size.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from smc.executor import kernel_prompts, prompts
+from smc.executor.messages import Draws, PromptBatch, PromptResult, Tops
+from smc.executor.worker import ModelWorker
+from smc.laws import LawSpec
+from smc.memory.pages import DUMMY_PAGE
+from smc.philox import Purpose
+from smc.stops import TokenBytes
+from tests.model.tiny import random_decoder, tiny_config
+from tests.scheduler.pairs import letter_tokenizer
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu compares them on the GPU itself")
+
+PASSES = {"reference": prompts.run_prompt, "kernels": kernel_prompts.run_prompt}
+WIDTH, PAGES, VOCAB = 64, 200, 8
+
+NO_BIASES = (np.zeros((2, 0), np.int32), np.zeros(0, np.float32))
+
+
+def worker(which: str, family: str = "llama") -> ModelWorker:
+    model = random_decoder(tiny_config(family, vocab_size=VOCAB, head_dim=16))
+    made = ModelWorker("target", model, width=WIDTH, pages=PAGES, vocab_size=VOCAB, token_bytes=TokenBytes.of(letter_tokenizer(VOCAB)))
+    made.run_prompt = PASSES[which]
+    return made
+
+
+def batch(parts: list[tuple[int, int, int]], draws: bool, tops: Tops | None = None) -> PromptBatch:
+    """Parts (sequence, positions held, new tokens) of sequences whose tokens and pages follow from their numbers."""
+    starts_R, counts_R = (np.array(column, dtype=np.int32) for column in zip(*[(held, new) for _, held, new in parts]))
+    pages = [1 + 40 * sequence + np.random.default_rng(sequence).permutation(40)[: held + new] for sequence, held, new in parts]
+    tokens = [np.random.default_rng(9 + sequence).integers(0, VOCAB, 40)[held : held + new] for sequence, held, new in parts]
+    drawn = first_draws(len(parts)) if draws else None
+    return PromptBatch(np.concatenate(pages).astype(np.int32), starts_R, counts_R, np.concatenate(tokens), drawn, tops)
+
+
+def first_draws(rows: int) -> Draws:
+    one, wide = np.ones(rows, dtype=np.float32), np.zeros(rows, dtype=np.int64)
+    streams_RD = np.arange(3)[None].repeat(rows, 0)
+    law = LawSpec.of(one, wide, one, one * 0, one)
+    return Draws(law, wide + 5, wide, streams_RD, Purpose.TARGET, np.full(rows, 3, np.int32), np.zeros(rows, np.int32), *NO_BIASES)
+
+
+def assert_close(one: PromptResult, other: PromptResult) -> None:
+    assert np.array_equal(one.drawn_RD, other.drawn_RD)
+    assert np.array_equal(one.top_YK, other.top_YK)
+    for name in ("drawn_logp_RD", "logw_RD", "log_z_R", "top_logp_YK"):
+        np.testing.assert_allclose(getattr(one, name), getattr(other, name), atol=1e-4)
+
+
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "qwen2", "qwen3"])
+def test_kernels_do_what_the_reference_does(family):
+    """Ragged rows, with and without a past; chunks that nobody asks anything about, that tops are asked of, and that end prompts."""
+    reference, kernels = worker("reference", family), worker("kernels", family)
+    tops = Tops(first_draws(2).law, 3, np.array([4, 30], np.int32), np.zeros(2, np.int32), (None, None))
+    for one in (
+        batch([(0, 0, 17), (1, 0, 1), (2, 0, 40)], False),
+        batch([(0, 17, 9), (1, 1, 30)], False, tops),
+        batch([(0, 26, 1), (1, 31, 9)], True),
+    ):
+        assert_close(kernels.run_prompts(one).result(), reference.run_prompts(one).result())
+    for found, expected in ((kernels.pool.keys, reference.pool.keys), (kernels.pool.values, reference.pool.values)):
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        assert not found[:, DUMMY_PAGE].any()
+
+
+@pytest.mark.parametrize("which", PASSES)
+def test_chunks_make_no_difference(which):
+    whole, chunked = worker(which), worker(which)
+    expected = whole.run_prompts(batch([(0, 0, 40)], True)).result()
+    for held, new in ((0, 3), (3, 1), (4, 30)):
+        chunked.run_prompts(batch([(0, held, new)], False))
+    assert_close(chunked.run_prompts(batch([(0, 34, 6)], True)).result(), expected)
+    torch.testing.assert_close(chunked.pool.keys, whole.pool.keys, atol=1e-5, rtol=1e-4)

@@ -1,0 +1,132 @@
+"""Whoever comes after what a service does before it serves brings no kernel that is still to be compiled, whatever he asks for.
+
+The rounds of such requests are those of an engine on a CPU; their launches are looked at where Triton's interpreter would begin them, and
+left out. What the compiler tells apart is what Triton itself says: so models are of the type that they have on GPUs there, and logits are
+of another where something is added to them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton._C.libtriton import native_specialize_impl
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime import interpreter
+
+from smc.api.engine_config import EngineConfig
+from smc.calibration.rehearsal import TURNS, rehearsal
+from smc.calibration.warm_up import rare_requests, rehearse
+from smc.executor.executor import LocalPair
+from smc.local_engine import ModelPair, local_engine
+from smc.model.presets import NoText
+from smc.scheduler.engine import Engine
+from tests.executor.test_kernels import KERNELS
+from tests.model.tiny import random_decoder, tiny_config
+from tests.scheduler.assorted import some_request
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled there: tests/gpu/test_warm_up.py")
+VOCAB, CONTEXT = 300, 1024
+FORMS = [EngineConfig(form=form, block=3, max_slots=16, max_context=CONTEXT) for form in ("lookahead", "lockstep")]
+TOGETHER = [1] * 6 + [2] * 3 + [4] * 6
+"""Requests that are sent at once."""
+Call = tuple[str, tuple]
+"""Of a pair: which method, and with what."""
+
+
+def pair(dtype: torch.dtype) -> ModelPair:
+    shape = tiny_config(vocab_size=VOCAB, num_layers=1, head_dim=16, max_context=CONTEXT, tied_embeddings=False)
+    target, draft = (random_decoder(shape, seed).to(dtype) for seed in (1, 2))
+    return ModelPair(target, draft, NoText(VOCAB), CONTEXT)
+
+
+def noted(engine: Engine) -> list[Call]:
+    """What the engine will ask of its pair."""
+    calls: list[Call] = []
+    for name in ("join", "round"):
+        method = getattr(engine.pair, name)
+        setattr(engine.pair, name, lambda *args, name=name, method=method: (calls.append((name, args)), method(*args))[1])
+    return calls
+
+
+def firsts(calls: list[Call]) -> list[Call]:
+    """Of the rounds of each kind the first, for which all that it needs is compiled."""
+    of_kind = {args[0].key: number for number, (name, args) in reversed([*enumerate(calls)]) if name == "round"}
+    return [call for number, call in enumerate(calls) if call[0] != "round" or of_kind[call[1][0].key] == number]
+
+
+class Variants:
+    """Of all kernels that are launched, by the side that does: in a gang each has a process of its own, and compiles for itself."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, pair: LocalPair) -> None:
+        self.found: set[tuple] = set()
+        self._side = ""
+        for name, side in pair.sides.items():
+            for method in ("join", "round", "draft", "follow"):
+                if hasattr(side, method):
+                    monkeypatch.setattr(side, method, partial(self._of_side, name, getattr(side, method)))
+        monkeypatch.setattr(interpreter.InterpretedFunction, "run", lambda kernel, *args, **named: self._add(kernel, args, named))
+        # Nothing is written, so nothing may be read that was never written.
+        monkeypatch.setattr(torch, "empty", torch.zeros)
+        monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
+        monkeypatch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
+
+    def _of_side(self, name: str, method: Callable, *args: object) -> object:
+        self._side = name
+        return method(*args)
+
+    def _add(self, kernel: interpreter.InterpretedFunction, args: tuple, named: dict) -> None:
+        constants, alike = _constants_of(kernel.fn), kernel.kwargs["do_not_specialize"] or ()
+        options = tuple(sorted((name, value) for name, value in named.items() if name not in constants and name not in ("grid", "warmup")))
+        given = dict(zip(constants, args)) | {name: value for name, value in named.items() if name in constants}
+        told = (self._told(name, value, constants[name], name not in alike) for name, value in given.items())
+        self.found.add((f"{self._side}: {kernel.fn.__module__}.{kernel.fn.__name__}", *told, options))
+
+    def _told(self, name: str, value: object, constant: bool, specialised: bool) -> tuple:
+        if constant:
+            return name, value
+        return name, native_specialize_impl(CUDABackend, value, False, specialised, True)
+
+
+@cache
+def _constants_of(kernel: Callable) -> dict[str, bool]:
+    """Of every parameter, whether it is one."""
+    return {name: "constexpr" in str(parameter.annotation) for name, parameter in inspect.signature(kernel).parameters.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", FORMS, ids=[config.form for config in FORMS])
+def test_nobody_waits_for_a_compiler(config, monkeypatch):
+    draw, reference = random.Random(5), local_engine(pair(torch.float32), config)
+    before = noted(reference)
+    rehearse(reference, (), rare_requests(config, reference.context, VOCAB))
+    before, after = [*before], noted(reference)
+    for number, together in enumerate(TOGETHER):
+        # All that come together are served together, even if each has as many companions as rows.
+        rows = config.max_slots // (2 * together)
+        requests = [some_request(draw, 4 * number + i, VOCAB, rows) for i in range(together)]
+        assert not [output.answer.error for output in reference.run(requests) if output.answer and output.answer.error]
+    monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: replace(KERNELS))
+    kernels = local_engine(pair(torch.bfloat16), config).pair
+    variants = Variants(monkeypatch, kernels)
+    for plan in list(rehearsal(config, reference.context))[::TURNS]:
+        kernels.round(plan).result()
+    for name, args in firsts(before):
+        getattr(kernels, name)(*args)
+    known = set(variants.found)
+    for name, args in after:
+        getattr(kernels, name)(*args)
+    assert len(known) > 50
+    assert not [(name, _constants(told)) for name, *told, _ in variants.found - known]
+
+
+def _constants(told: list[tuple]) -> dict[str, object]:
+    return {name: value for name, value in told if not isinstance(value, tuple)}

@@ -1,0 +1,287 @@
+"""Laws of the prefix cache: it follows a model that compares texts, what is held stays, and books balance."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from smc.memory.pages import PageLedger
+from smc.memory.prefix_cache import PrefixCache, common_blocks
+
+CAPACITY, BLOCK = 60, 2
+
+texts = st.lists(st.integers(0, 1), max_size=9)
+salts = st.sampled_from(["", "a"])
+
+
+def written(ledger: PageLedger, count: int, parent: int = 0) -> np.ndarray:
+    """Pages of a new sequence below `parent`, whose last one is held once."""
+    pages_T = ledger.allocate(count)
+    ledger.chain(parent, pages_T)
+    ledger.hold(pages_T[-1:])
+    return pages_T
+
+
+def cached(cache: PrefixCache, text: list[int], salt: str = "") -> np.ndarray:
+    """Run a text that nobody has run before, keep it in the cache, and end the request. Returns its pages."""
+    pages_T = written(cache.ledger, len(text))
+    cache.insert(text, pages_T, salt)
+    cache.ledger.release(pages_T[-1:])
+    return pages_T
+
+
+class Cache(RuleBasedStateMachine):
+    """Requests come, use what is cached, write the rest, and end. The model keeps texts in a list, least recently used first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = PageLedger(CAPACITY)
+        self.cache = PrefixCache(self.ledger, BLOCK)
+        self.order: list[tuple[str, tuple[int, ...]]] = []
+        self.paths: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+        """Pages of the positions of a cached text."""
+        self.requests: list[list[int]] = []
+        """Pages of running requests."""
+        self.asked = self.found = 0
+
+    def beginnings(self, text, salt):
+        return [(salt, tuple(text[:end])) for end in range(BLOCK, len(text) + 1, BLOCK)]
+
+    def touch(self, keys):
+        for key in reversed(keys):
+            if key in self.order:
+                self.order.remove(key)
+            self.order.append(key)
+
+    def held(self) -> set[int]:
+        return {page for pages in [*self.requests, *self.paths.values()] for page in pages}
+
+    @rule(text=texts, salt=salts, most=st.none() | st.integers(-1, 9))
+    def match(self, text, salt, most):
+        limit = len(text) if most is None else most
+        known = [key for key in self.beginnings(text, salt) if key in self.paths and len(key[1]) <= limit]
+        length, page = self.cache.match(text, salt, most)
+        assert length == len(known) * BLOCK
+        assert page == (self.paths[known[-1]][-1] if known else 0)
+        self.touch(known)
+        self.asked += len(text)
+        self.found += length
+
+    @rule(text=texts.filter(bool), salt=salts, use=st.booleans())
+    def run(self, text, salt, use):
+        """A request that does not look first computes again what is known, as two do that come at once."""
+        length, page = self.cache.match(text, salt, None if use else 0)
+        self.touch(self.beginnings(text[:length], salt))
+        self.asked += len(text)
+        self.found += length
+        if len(text) - length > self.ledger.num_free:
+            return
+        before = self.paths[(salt, tuple(text[:length]))] if length else []
+        self.ledger.hold([page])
+        if length < len(text):
+            pages = before + written(self.ledger, len(text) - length, page).tolist()
+            self.ledger.release([page])
+        else:
+            pages = list(before)
+        assert self.ledger.path(pages[-1], len(text)).tolist() == pages
+        self.cache.insert(np.array(text), pages, salt)
+        self.requests.append(pages)
+        for key in self.beginnings(text, salt):
+            self.paths.setdefault(key, pages[: len(key[1])])
+        self.touch(self.beginnings(text, salt))
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def end(self, data):
+        pages = self.requests.pop(data.draw(st.integers(0, len(self.requests) - 1)))
+        self.ledger.release(pages[-1:])
+
+    @rule(count=st.integers(0, 12))
+    def evict(self, count):
+        free = self.ledger.num_free
+        freed = self.cache.evict(count)
+        while self.order and CAPACITY - len(self.held()) < free + count:
+            missing = free + count - (CAPACITY - len(self.held()))
+            for key in self.order[: -(-missing // BLOCK)]:
+                self.order.remove(key)
+                del self.paths[key]
+        assert freed == self.ledger.num_free - free
+        assert freed >= count or not self.cache.entries
+
+    @rule()
+    def clear(self):
+        self.cache.clear()
+        self.order = []
+        self.paths = {}
+
+    @invariant()
+    def follows_the_model(self):
+        self.ledger.check()
+        assert self.cache.entries == len(self.order) == len(self.paths)
+        assert self.cache.pages == len(self.order) * BLOCK
+        assert list(self.cache._pages.values()) == [self.paths[key][-1] for key in self.order]
+        assert self.ledger.num_held == len(self.held())
+        assert (self.cache.queried_tokens, self.cache.hit_tokens) == (self.asked, self.found)
+        assert all(
+            self.order.index(key) > self.order.index(longer) for key in self.order for longer in self.order if continues(longer, key)
+        )
+
+
+def continues(longer, key) -> bool:
+    return longer != key and longer[0] == key[0] and longer[1][: len(key[1])] == key[1]
+
+
+TestCache = Cache.TestCase
+TestCache.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
+
+
+def test_block_is_checked():
+    with pytest.raises(ValueError, match="at least 1 token"):
+        PrefixCache(PageLedger(4), 0)
+
+
+def test_a_page_for_every_token():
+    with pytest.raises(AssertionError):
+        PrefixCache(PageLedger(4), 2).insert([1, 2, 3], [1, 2])
+
+
+def test_whole_blocks_only():
+    cache = PrefixCache(PageLedger(100))
+    pages_T = cached(cache, list(range(40)))
+    assert cache.entries == 2
+    assert cache.ledger.num_held == 32
+    assert cache.match(list(range(40))) == (32, pages_T[31])
+    assert cache.match(list(range(31))) == (16, pages_T[15])
+    assert cache.match(list(range(40)), most=31) == (16, pages_T[15])
+    assert cache.match(list(range(15))) == (0, 0)
+    assert cache.match(list(range(40)), most=0) == (0, 0)
+    assert cache.match(list(range(40)), most=-1) == (0, 0)
+
+
+def test_equal_text_after_other_beginnings_differs():
+    cache = PrefixCache(PageLedger(100), 4)
+    cached(cache, [1] * 4 + [2] * 4)
+    assert cache.match([2] * 4) == (0, 0)
+    assert cache.match([3] * 4 + [2] * 4) == (0, 0)
+
+
+def test_salts_share_nothing():
+    cache = PrefixCache(PageLedger(100), 4)
+    ours_T = cached(cache, [1] * 8, "ours")
+    theirs_T = cached(cache, [1] * 8, "theirs")
+    assert cache.match([1] * 8) == (0, 0)
+    assert cache.match([1] * 8, "ours") == (8, ours_T[-1])
+    assert cache.match([1] * 8, "theirs") == (8, theirs_T[-1])
+    assert cache.ledger.num_held == 16
+
+
+def test_lists_and_arrays_are_the_same_text():
+    cache = PrefixCache(PageLedger(100), 4)
+    cached(cache, list(range(8)))
+    for dtype in (np.int32, np.int64, np.uint16):
+        assert cache.match(np.arange(8, dtype=dtype))[0] == 8
+
+
+def test_least_recently_used_goes_first_and_deepest_of_it():
+    cache = PrefixCache(PageLedger(100), 4)
+    first, second = [1] * 12, [2] * 12
+    cached(cache, first)
+    cached(cache, second)
+    cache.match(first[:8])
+    # Oldest: the end of `first`, which was not asked for; then `second` from its end; then the rest of `first`.
+    for expected in ((8, 12), (8, 8), (8, 4), (8, 0), (4, 0), (0, 0)):
+        assert cache.evict(1) == 4
+        found = [len(text) for text in (first, second)]
+        for i, text in enumerate((first, second)):
+            known = [end for end in (4, 8, 12) if key_of(cache, text[:end]) in cache._pages]
+            found[i] = max(known, default=0)
+        assert tuple(found) == expected
+    assert cache.evict(1) == 0
+
+
+def key_of(cache: PrefixCache, text: list[int]) -> bytes:
+    """The key of a text's last block; unlike `match` this does not mark it as used."""
+    return list(cache._keys(text, len(text), ""))[-1]
+
+
+def test_eviction_frees_nothing_that_somebody_holds():
+    ledger = PageLedger(100)
+    cache = PrefixCache(ledger, 4)
+    pages_T = written(ledger, 12)
+    cache.insert([1] * 12, pages_T)
+    assert cache.evict(1) == 0
+    assert cache.entries == 0
+    assert ledger.path(pages_T[-1], 12).tolist() == pages_T.tolist()
+    ledger.check()
+    ledger.release(pages_T[-1:])
+    assert ledger.num_free == 100
+
+
+def test_computed_twice_at_once():
+    """Of two requests that compute one beginning, the second goes on from its own pages; both lineages live as long as they are needed."""
+    ledger = PageLedger(100)
+    cache = PrefixCache(ledger, 4)
+    first_T = written(ledger, 4)
+    second_T = written(ledger, 8)
+    cache.insert([1] * 4, first_T)
+    cache.insert([1] * 8, second_T)
+    ledger.release([first_T[-1], second_T[-1]])
+    assert cache.match([1] * 4) == (4, first_T[-1])
+    length, page = cache.match([1] * 8)
+    assert (length, page) == (8, second_T[-1])
+    assert ledger.path(page, length).tolist() == second_T.tolist()
+    assert ledger.num_held == 12
+    assert cache.evict(1) == 8
+    assert cache.match([1] * 8) == (4, first_T[-1])
+    cache.clear()
+    ledger.check()
+    assert ledger.num_free == 100
+
+
+def test_a_long_prompt_is_matched_in_time():
+    cache = PrefixCache(PageLedger(100_000))
+    text_T = np.random.default_rng(0).integers(0, 128_000, 100_000)
+    pages_T = cached(cache, text_T)
+    start = time.perf_counter()
+    assert cache.match(text_T) == (100_000, pages_T[-1])
+    assert time.perf_counter() - start < 0.050
+    assert cache.evict(500) == 512
+    assert cache.match(text_T)[0] == 100_000 - 512
+    cache.clear()
+    cache.ledger.check()
+    assert cache.ledger.num_free == 100_000
+
+
+def test_what_is_forgotten_is_not_found():
+    """Nor what continues it, until it is kept again; who holds pages keeps them, and another text of the same beginning is not touched."""
+    cache = PrefixCache(PageLedger(100), 4)
+    held_T = written(cache.ledger, 8)
+    cache.insert([1] * 8, held_T)
+    cached(cache, [2] * 8)
+    cache.forget(cache.keys([1] * 4))
+    assert cache.find(cache.keys([1] * 8)) == (0, 0) and cache.entries == 3
+    cache.keep(cache.keys([1] * 4), held_T[:4])
+    assert cache.find(cache.keys([1] * 8)) == (8, held_T[-1])
+    cache.forget([*cache.keys([1] * 8), *cache.keys([3] * 4)])
+    assert cache.match([1] * 8) == (0, 0) and cache.match([2] * 8)[0] == 8
+    assert cache.ledger.path(held_T[-1], 8).tolist() == held_T.tolist()
+    cache.ledger.release(held_T[-1:])
+    cache.clear()
+    cache.ledger.check()
+    assert cache.ledger.num_free == 100
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    one=st.lists(st.integers(0, 1), max_size=9), other=st.lists(st.integers(0, 1), max_size=9), salts=st.sampled_from([("", ""), ("", "x")])
+)
+def test_common_blocks_are_counted_by_their_keys(one, other, salts):
+    cache = PrefixCache(PageLedger(10), 1)
+    expected = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+    found = common_blocks(*(cache.keys(tokens, salt) for tokens, salt in zip((one, other), salts)))
+    assert found == (expected if salts[0] == salts[1] else 0)

@@ -1,0 +1,81 @@
+"""Directories whose weights are FP8 already, made from ones that are not: in the ways in which they are published."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from smc.model.linear import FP8, LARGEST, quantise
+
+ACTIVATIONS = {"dynamic": True, "num_bits": 8, "strategy": "token", "symmetric": True, "type": "float"}
+WEIGHTS = {"dynamic": False, "group_size": None, "num_bits": 8, "strategy": "channel", "symmetric": True, "type": "float"}
+COMPRESSED_TENSORS = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "quantization_status": "compressed",
+    "kv_cache_scheme": None,
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {"targets": ["Linear"], "input_activations": ACTIVATIONS, "output_activations": None, "weights": WEIGHTS},
+    },
+}
+BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+KINDS = ("channel", "tensor", "static", "blocks")
+
+
+def by_blocks(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """A scale for every 128 x 128 numbers, the last of them smaller."""
+    rows, columns = (-(-size // 128) for size in weight_NK.shape)
+    padded = torch.zeros(rows * 128, columns * 128)
+    padded[: len(weight_NK), : weight_NK.shape[1]] = weight_NK
+    scale = padded.view(rows, 128, columns, 128).abs().amax((1, 3)) / LARGEST
+    whole = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: len(weight_NK), : weight_NK.shape[1]]
+    return (weight_NK / whole).to(FP8), scale
+
+
+def config_of(kind: str, **changes) -> dict:
+    """A `quantization_config`; changes are those of the weights' group."""
+    if kind == "blocks":
+        return BLOCKS
+    group = COMPRESSED_TENSORS["config_groups"]["group_0"]
+    weights = group["weights"] | {"strategy": "channel" if kind == "channel" else "tensor"}
+    inputs = {"input_activations": ACTIVATIONS | {"dynamic": False, "strategy": "tensor"}} if kind == "static" else {}
+    return COMPRESSED_TENSORS | {"config_groups": {"group_0": group | inputs | {"weights": weights} | changes}}
+
+
+def compress(directory: Path, kind: str, scale_dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Rewrite a directory of ours in FP8, all projections of its layers; returns what its weights are now, by published names."""
+    file = directory / "model.safetensors"
+    stored, values = {}, {}
+    for name, weight in load_file(file).items():
+        stored[name] = values[name] = weight
+        if "_proj.weight" not in name:
+            continue
+        if kind == "blocks":
+            stored[name], scale = by_blocks(weight)
+            scale = scale.to(scale_dtype)
+            whole = scale.float().repeat_interleave(128, 0).repeat_interleave(128, 1)[: len(weight), : weight.shape[1]]
+            stored[f"{name}_scale_inv"] = scale
+        else:
+            scale = (weight.abs().amax(1, keepdim=True) if kind == "channel" else weight.abs().max()[None]) / LARGEST
+            # Not below the exact one, or the largest would be beyond the last number.
+            scale = whole = (scale * (1 + 2**-7)).to(scale_dtype).float()
+            stored[name] = (weight / scale).to(FP8)
+            stored[f"{name}_scale"] = scale.to(scale_dtype)
+        values[name] = stored[name].float() * whole
+        if kind == "static":
+            stored[name.replace("weight", "input_scale")] = torch.ones(1)
+    save_file(stored, file, metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": config_of(kind)}))
+    return values
+
+
+def as_rows(values: Tensor) -> Tensor:
+    """What is left of a matrix that is rounded by rows."""
+    weight8_NK, scale_N = quantise(values)
+    return weight8_NK.float() * scale_N[:, None]

@@ -1,0 +1,189 @@
+"""Ranks that hold a model together compute what one that holds it all does, and their shards are the model, each index once."""
+
+from __future__ import annotations
+
+import math
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch import distributed as dist
+from torch import multiprocessing as mp
+
+from smc.model.decoder import Decoder, RopeTable
+from smc.model.loader import load_model, save_model
+from smc.model.parallel import Shard, Split, local_config
+from smc.model.weight_map import weight_places
+from tests.model.dense import attend
+from tests.model.tiny import random_decoder, save_tiny, tiny_config
+
+SHAPES = {
+    "three heads": {"num_heads": 6, "num_kv_heads": 3, "intermediate_size": 47, "tied_embeddings": True},
+    "one of three ranks holds padding only": {"num_heads": 8, "num_kv_heads": 4, "intermediate_size": 48},
+    "five heads": {"num_heads": 15, "num_kv_heads": 5, "intermediate_size": 49, "tied_embeddings": True},
+    "eight heads": {"num_heads": 8, "num_kv_heads": 8, "intermediate_size": 50},
+    "a rank without inner features": {"num_heads": 4, "num_kv_heads": 4, "intermediate_size": 1},
+}
+CASES = {f"{family}, {shape}": {"family": family, **SHAPES[shape]} for family in ("llama", "qwen2", "qwen3") for shape in SHAPES}
+each_case = pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
+RANKS = 3
+PATIENCE = timedelta(seconds=60)
+
+
+def outputs(model: Decoder) -> tuple[Tensor, Tensor]:
+    """Hidden states [T, E] and logits [T, V] of one sequence."""
+    tokens_T = torch.randint(300, (40,), generator=torch.Generator().manual_seed(2))
+    hidden_TE = model(tokens_T, RopeTable(model.config, len(tokens_T)).at(torch.arange(len(tokens_T))), attend)
+    return hidden_TE, model.logits(hidden_TE)
+
+
+def run_rank(rank: int, directory: Path) -> None:
+    """Every case at every degree, over a group of that many processes; what this rank computes goes to a file."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS, timeout=PATIENCE)
+    groups = {degree: dist.new_group(range(degree), timeout=PATIENCE) for degree in range(1, RANKS + 1)}
+    results = {}
+    for degree, group in groups.items():
+        for case in CASES if rank < degree else ():
+
+            def reduce(part_TE: Tensor, group=group) -> Tensor:
+                dist.all_reduce(part_TE, group=group)
+                return part_TE
+
+            results[case, degree] = outputs(load_model(directory / case, shard=Shard(rank, degree), reduce=reduce))
+    torch.save(results, directory / f"rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+def run_ranks(directory: Path) -> list[dict[tuple[str, int], tuple[Tensor, Tensor]]]:
+    """One process a rank; fails if any of them does, or if they take too long."""
+    context = mp.spawn(run_rank, (directory,), nprocs=RANKS, join=False, daemon=True)
+    deadline = time.monotonic() + 2 * PATIENCE.total_seconds()
+    try:
+        while not context.join(timeout=1):
+            assert time.monotonic() < deadline, "the ranks did not end"
+    finally:
+        for process in context.processes:
+            process.kill()
+    return [torch.load(directory / f"rank{rank}.pt") for rank in range(RANKS)]
+
+
+def test_ranks_compute_what_one_does(tmp_path):
+    """One test for all cases, because the processes take longer to start than to run."""
+    for case, changes in CASES.items():
+        save_tiny(tmp_path / case, **changes)
+    ranks = run_ranks(tmp_path)
+    for case in CASES:
+        _, logits_TV = outputs(load_model(tmp_path / case))
+        assert logits_TV.std() > 0.1, "logits too flat to tell models apart"
+        for degree in range(1, RANKS + 1):
+            (first_TE, found_TV), *others = (results[case, degree] for results in ranks[:degree])
+            torch.testing.assert_close(found_TV, logits_TV, atol=1e-4, rtol=0, msg=lambda text: f"{case}, degree {degree}: {text}")  # noqa: B023
+            for hidden_TE, _ in others:
+                assert torch.equal(hidden_TE, first_TE), f"{case}, degree {degree}: ranks differ"
+
+
+def test_a_whole_model_is_one_shard(tmp_path):
+    """No padding, and a sum over one rank changes no bit."""
+    config = tiny_config("qwen2")
+    save_model(random_decoder(config), tmp_path)
+    assert local_config(config, Shard()) == config
+    alone = load_model(tmp_path, shard=Shard(0, 1), reduce=lambda part_TE: part_TE)
+    assert all(torch.equal(found, expected) for found, expected in zip(outputs(alone), outputs(load_model(tmp_path))))
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3])
+@each_case
+def test_shards_are_the_model(changes, degree, tmp_path):
+    """Each index of a split axis is held by one rank, every other one by all; what a rank holds beyond that is zero."""
+    published = load_file(save_tiny(tmp_path, **changes) / "model.safetensors")
+    config = tiny_config(**changes)
+    copies = {name: torch.zeros_like(weight) for name, weight in published.items()}
+    for rank in range(degree):
+        model = load_model(tmp_path, shard=Shard(rank, degree), reduce=Tensor.clone)
+        assert model.config == local_config(config, Shard(rank, degree))
+        parameters = dict(model.named_parameters())
+        for name, place in weight_places(config, Shard(rank, degree)).items():
+            view = place.view(parameters)
+            assert torch.equal(view, published[name][place.part]), name
+            copies[name][place.part] += 1
+            view.zero_()
+        assert not any(weight.any() for weight in parameters.values()), "padding is not zero"
+    split = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    for name, count in copies.items():
+        assert (count == (1 if any(part in name for part in split) else degree)).all(), name
+
+
+def test_axes_are_divided_in_whole_heads():
+    for kv_heads in range(1, 10):
+        config = tiny_config(num_heads=3 * kv_heads, num_kv_heads=kv_heads, intermediate_size=7)
+        for degree in range(1, kv_heads + 1):
+            splits = [Split.of(config, Shard(rank, degree)) for rank in range(degree)]
+            for axis, unit in (("query", 3 * config.head_dim), ("key", config.head_dim), ("inner", 1)):
+                ranks = [getattr(split, axis) for split in splits]
+                size, room = ranks[0].size, ranks[0].room
+                assert [index for rank in ranks for index in rank.held] == list(range(size))
+                assert all((rank.size, rank.room) == (size, room) and len(rank.held) <= room for rank in ranks)
+                assert room == math.ceil(size / unit / degree) * unit
+                assert all(index % unit == 0 for rank in ranks for index in (rank.held.start, rank.held.stop))
+
+
+def test_a_rank_reads_its_own_part_only(tmp_path):
+    file = save_tiny(tmp_path) / "model.safetensors"
+    tensors = load_file(file)
+    for name in ("up_proj", "down_proj"):
+        weight = tensors[f"model.layers.1.mlp.{name}.weight"]
+        (weight if name == "up_proj" else weight.T)[24:] = torch.nan
+    save_file(tensors, file)
+    load_model(tmp_path, shard=Shard(0, 2), reduce=Tensor.clone)
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.\w+_proj\.weight holds NaN or inf"):
+        load_model(tmp_path, shard=Shard(1, 2), reduce=Tensor.clone)
+
+
+def test_headers_are_checked_against_the_whole_model(tmp_path):
+    """A directory of the shard's own shape is not a shard: it is the wrong directory."""
+    save_tiny(tmp_path, intermediate_size=24)
+    (tmp_path / "config.json").unlink()
+    save_tiny(tmp_path / "whole")
+    (tmp_path / "whole" / "config.json").rename(tmp_path / "config.json")
+    with pytest.raises(ValueError, match=r"gate_proj\.weight has shape \[24, 32\], expected \[48, 32\]"):
+        load_model(tmp_path, shard=Shard(1, 2), reduce=Tensor.clone)
+
+
+@pytest.mark.parametrize(
+    ("rank", "degree", "message"),
+    [
+        (0, 0, "degree=0 is not a positive integer"),
+        (0, 1.0, r"degree=1\.0 is not a positive integer"),
+        (3, 3, "rank=3 is out of range; allowed for degree=3: 0 to 2"),
+        (-1, 2, "rank=-1 is out of range; allowed for degree=2: 0 to 1"),
+    ],
+)
+def test_bad_shards(rank, degree, message):
+    with pytest.raises(ValueError, match=message):
+        Shard(rank, degree)
+
+
+def test_more_ranks_than_heads(tmp_path):
+    save_tiny(tmp_path)
+    message = "degree=3 is more than the model's 2 key/value heads; allowed: 1 to 2"
+    with pytest.raises(ValueError, match=message):
+        local_config(tiny_config(), Shard(0, 3))
+    with pytest.raises(ValueError, match=message):
+        load_model(tmp_path, shard=Shard(0, 3), reduce=Tensor.clone)
+
+
+def test_a_shard_needs_a_sum(tmp_path):
+    save_tiny(tmp_path)
+    with pytest.raises(ValueError, match="degree=2 without reduce"):
+        load_model(tmp_path, shard=Shard(0, 2))
+
+
+def test_a_shard_is_not_saved(tmp_path):
+    save_tiny(tmp_path)
+    with pytest.raises(ValueError, match="only a whole model can be saved"):
+        save_model(load_model(tmp_path, shard=Shard(0, 2), reduce=Tensor.clone), tmp_path / "copy")

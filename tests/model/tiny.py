@@ -1,0 +1,118 @@
+"""Tiny model directories for tests: random weights of every family, and tokenizers trained on a few lines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import tokenizers
+import torch
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from smc.model.config import Llama3RopeScaling, ModelConfig
+from smc.model.decoder import Decoder, empty_decoder
+from smc.model.linear import FP8, Linear
+from smc.model.loader import save_model
+
+CORPUS = ["the quick brown fox jumps over the lazy dog", "der schnelle Fuchs, über den Hund", "日本語のテキスト", "smile 😀 and 👩‍🚀 fly"]
+LLAMA3_SCALING = Llama3RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=32)
+
+
+def tiny_config(family: str = "llama", **changes) -> ModelConfig:
+    fields = {
+        "family": family,
+        "vocab_size": 300,
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16 if family == "qwen3" else 8,
+        "intermediate_size": 48,
+        "max_context": 256,
+        "rms_eps": 1e-5,
+        "rope_theta": 10_000.0,
+        "rope_scaling": LLAMA3_SCALING if family == "llama" else None,
+        "tied_embeddings": False,
+        "qkv_bias": family == "qwen2",
+        "qk_norm": family == "qwen3",
+    }
+    return ModelConfig(**(fields | changes))
+
+
+def random_decoder(config: ModelConfig, seed: int = 0) -> Decoder:
+    """Every weight is random, norms and biases too: a default of one or zero would hide a weight that is not used."""
+    generator = torch.Generator().manual_seed(seed)
+    model = Decoder(config).requires_grad_(False).eval()
+    for name, weight in model.named_parameters():
+        weight.normal_(1.0 if "norm" in name else 0.0, 0.2, generator=generator)
+    return model
+
+
+def in_fp8(model: Decoder, activations: torch.dtype = torch.bfloat16) -> Decoder:
+    """The same weights, rounded. With activations of float32 a row's result does not depend on its company, as far as a test can see."""
+    made = empty_decoder(model.config, model.reduce, FP8, model.embed.weight.device)
+    for module in made.modules():
+        if not isinstance(module, Linear) and not list(module.children()):
+            module.to(activations)
+    for name, weight in model.named_parameters():
+        here = made.get_parameter(name)
+        if here.dtype == FP8:
+            made.get_submodule(name.removesuffix(".weight")).hold(weight)
+        else:
+            here.copy_(weight)
+    made.copy_head()
+    return made
+
+
+def save_tiny(directory: Path, seed: int = 0, **changes) -> Path:
+    save_model(random_decoder(tiny_config(**changes), seed), directory)
+    return directory
+
+
+def save_byte_level(directory: Path, words: tuple[str, ...] = (), **settings) -> Path:
+    """A byte-level BPE with the specials of a chat model; `settings` go to tokenizer_config.json."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=280, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_special_tokens(["<|bos|>", "<|eos|>"])
+    tokenizer.add_tokens(["<tool call>", *words])
+    return save_tokenizer(
+        tokenizer, directory, **({"bos_token": "<|bos|>", "eos_token": {"__type": "AddedToken", "content": "<|eos|>"}} | settings)
+    )
+
+
+def save_sentencepiece(directory: Path, strip: bool = False) -> Path:
+    """A BPE with byte fallback in the manner of Llama 2."""
+    tokens = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        *"abcdefghijklmnopqrstuvwxyz",
+        "▁t",
+        "he",
+        "▁the",
+        "ü",
+    ]
+    merges = [("▁", "t"), ("h", "e"), ("▁t", "he")]
+    model = models.BPE({token: i for i, token in enumerate(tokens)}, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if strip else steps)
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return save_tokenizer(tokenizer, directory, bos_token="<s>", eos_token="</s>")
+
+
+def save_tokenizer(tokenizer: tokenizers.Tokenizer, directory: Path, **settings) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    write_json(directory / "tokenizer_config.json", settings)
+    return directory
+
+
+def write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value), encoding="utf-8")

@@ -1,0 +1,61 @@
+"""Requests of all kinds, at random: any way of decoding, by any law."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from smc.api.request import Request
+from smc.api.sampling_params import SamplingParams
+
+Settings = dict[str, Any]
+
+WAYS: tuple[Settings, ...] = (
+    {},
+    {"population": "independent"},
+    {"method": "exact"},
+    {"method": "exact", "verification": "rejection"},
+    {"method": "target"},
+    {"method": "draft"},
+)
+TRUNCATED: tuple[Settings, ...] = (
+    {},
+    {},
+    {"top_p": 0.9},
+    {"top_k": 9},
+    {"temperature": 0.5, "min_p": 0.1},
+    {"top_k": 40, "top_p": 0.9},
+)
+BIASES = (1, 30, 300)
+"""Tokens that have one."""
+CHAINS = 4
+"""At most."""
+
+
+def some_request(draw: random.Random, number: int, vocab: int, rows: int = 8) -> Request:
+    """Of at most so many rows, and 60 tokens."""
+    way, tokens = draw.choice(WAYS), draw.randint(1, 60)
+    given = way | draw.choice(TRUNCATED) | _more(draw, way.get("method", "smc"), tokens) | {"seed": number, "max_tokens": tokens}
+    params = SamplingParams(**given)
+    if params.particles:
+        most = min(CHAINS, rows) if params.verification == "rejection" else rows
+        params = SamplingParams(**given, particles=draw.randint(1, most))
+    prompt, negative = (tuple(draw.randrange(vocab) for _ in range(length)) for length in (draw.choice((5, 60, 700)), 9))
+    return Request(str(number), prompt, params, negative_prompt=negative if params.guided else None)
+
+
+def _more(draw: random.Random, method: str, tokens: int) -> Settings:
+    """What may be asked for of any law, and is seldom."""
+    given: Settings = {}
+    if method == "smc" and draw.random() < 0.3:
+        given["alpha"] = 2.0
+    if method != "draft" and draw.random() < 0.3:
+        given["guidance_scale"] = 1.5
+        given["guide_draft"] = method != "target" and draw.random() < 0.5
+    if draw.random() < 0.25:
+        given["logit_bias"] = dict.fromkeys(range(draw.choice(BIASES)), 1.0)
+    if draw.random() < 0.15:
+        given["min_tokens"] = draw.randint(1, tokens)
+    if method != "draft" and draw.random() < 0.15:
+        given |= {"logprobs": True, "top_logprobs": draw.randint(0, 5)}
+    return given

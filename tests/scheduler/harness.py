@@ -1,0 +1,179 @@
+"""Runs requests through a real engine and looks inside it between steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import torch
+
+from smc.api.engine_config import EngineConfig
+from smc.api.outputs import Answer, Output
+from smc.api.request import Request
+from smc.api.sampling_params import SamplingParams
+from smc.executor.forward import Rows, StaticForward
+from smc.executor.graph_runner import Stages
+from smc.executor.messages import guides, side_of
+from smc.executor.model_runner import Side
+from smc.executor.plan import Contexts, Program
+from smc.executor.worker import ModelWorker
+from smc.local_engine import ModelPair, local_engine
+from smc.scheduler.engine import Engine
+from smc.scheduler.sequence_group import Group, Phase
+
+FORMS = [
+    EngineConfig(form="lockstep", block=3),
+    EngineConfig(form="lookahead", block=3, branches=1),
+    EngineConfig(form="lookahead", block=3, branches=4),
+]
+CASES = [FORMS[0], FORMS[2]]
+"""For tests of both forms."""
+
+
+def config_id(config: EngineConfig) -> str:
+    return f"{config.form}-K{config.block}-F{config.branches}"
+
+
+def request(prompt: Sequence[int] = (0, 1, 2), request_id: str = "r", **params) -> Request:
+    return Request(request_id, tuple(prompt), SamplingParams(**params))
+
+
+def answers(engine: Engine, requests: Iterable[Request]) -> dict[str, Answer]:
+    """Every request's answer; afterwards the engine must be empty."""
+    done = {output.answer.request_id: output.answer for output in engine.run(requests) if output.answer}
+    assert_empty(engine)
+    return done
+
+
+def answer(pair: ModelPair, config: EngineConfig, **params) -> Answer:
+    return answers(local_engine(pair, config), [request(**params)])["r"]
+
+
+def workers(engine: Engine) -> dict[str, ModelWorker]:
+    return engine.workers
+
+
+def assert_empty(engine: Engine) -> None:
+    """Nothing reserved, nothing claimed, every page free, every reference accounted for."""
+    engine.check_books()
+    for cache in engine.memory.caches.values():
+        cache.clear()
+    for ledger in engine.memory.ledgers.values():
+        ledger.check()
+        assert ledger.num_free == ledger.capacity
+
+
+def step_through(engine: Engine, check: Callable[[Engine], None]) -> list[Output]:
+    outputs = []
+    while not engine.idle:
+        outputs += engine.step()
+        check(engine)
+    return outputs
+
+
+class TokenLedger:
+    """Knows which token each KV page was written for: listens to what a side runs through its model, and where it stores it."""
+
+    def __init__(self, engine: Engine, side: str) -> None:
+        worker = engine.workers[side]
+        self.token_of_page = np.full(worker.pages + 1, -1, dtype=np.int64)
+        model = worker.model
+
+        def listening(tokens_T: torch.Tensor, rope_T2D: torch.Tensor, attend) -> torch.Tensor:
+            new = attend.__self__.new
+            stored_X = tokens_T if new.index_X is None else tokens_T[new.index_X]
+            self.token_of_page[new.pages_X.numpy()] = stored_X.numpy()
+            return model(tokens_T, rope_T2D, attend)
+
+        worker.model = Listening(model, listening)
+        engine.pair.sides[side]._forward.model = worker.model
+
+    def tokens(self, pages: Sequence[int]) -> list[int]:
+        return self.token_of_page[pages].tolist()
+
+
+def open_particles(engine: Engine, group: Group, side: str) -> list[tuple[int, list[int]]]:
+    """(slot, tokens whose keys and values it must hold) for every open particle of a group."""
+    slots, of_pair = engine.slots, group.decoding.program is Program.PAIR
+    found = []
+    for slot in group.slots[~slots.ended_S[group.slots]].tolist():
+        if side == "target" and of_pair:
+            kept = slots.block_S[slot]  # the block in flight has not been run
+        else:
+            # The last token has not been run, in lockstep nor the one before it; but that is known where it was the target's own.
+            both = engine.config.form == "lockstep" and group.rounds > 0 and side == "draft" and group.decoding.program is Program.PAIR
+            pending = slots.length_S[slot] + group.prompt_size - slots.held_S[side][slot]
+            kept = slots.length_S[slot] - (pending if both and group.decoding.confirms and pending in (1, 2) else 2 if both else 1)
+        found.append((slot, [*group.request.prompt, *slots.tokens_SL[slot, :kept].tolist()]))
+    return found
+
+
+def check_kv(engine: Engine, written: dict[str, TokenLedger]) -> int:
+    """Every particle's pages were written for exactly its tokens, prompt included; books balance. Returns how many were looked at."""
+    slots, seen = engine.slots, 0
+    engine.memory.check()
+    for group in running(engine):
+        for side in group.decoding.sides:
+            ledger, table_SL = engine.memory.ledgers[side], engine.pair.sides[side].state.table_SL
+            assert (slots.head_S[side][group.slots[group.count :]] == 0).all(), "a slot without a particle holds pages"
+            for slot, tokens in open_particles(engine, group, side):
+                assert slots.held_S[side][slot] == len(tokens)
+                if not group.in_flight:  # else the model may be a round ahead of the record
+                    assert table_SL[slot, : len(tokens)].tolist() == ledger.path(slots.head_S[side][slot], len(tokens)).tolist()
+            for slot in group.slots[: group.count].tolist():
+                held = int(slots.held_S[side][slot])
+                tokens = [*group.request.prompt, *slots.tokens_SL[slot, : slots.length_S[slot]].tolist()]
+                assert written[side].tokens(ledger.path(slots.head_S[side][slot], held)) == tokens[:held]
+                seen += 1
+        for side in {side_of(lane) for lane in group.lanes if guides(lane)}:
+            seen += _check_companions(engine, group, side, written[side])
+    return seen
+
+
+def _check_companions(engine: Engine, group: Group, side: str, written: TokenLedger) -> int:
+    """Those of a guided group hold its answers after its negative prompt, as far as the side has them."""
+    slots, ledger = engine.slots, engine.memory.ledgers[side]
+    for slot in group.slots[: group.count].tolist():
+        companion = int(slots.companion_S[slot])
+        held = int(slots.held_S[side][companion])
+        assert held - group.negative_size == slots.held_S[side][slot] - group.prompt_size
+        tokens = [*group.request.negative_prompt, *slots.tokens_SL[slot, : held - group.negative_size].tolist()]
+        path = ledger.path(int(slots.head_S[side][companion]), held)
+        assert written.tokens(path) == tokens
+        if not group.in_flight and not slots.ended_S[slot]:
+            assert engine.pair.sides[side].state.table_SL[companion, :held].tolist() == path.tolist()
+    return group.count
+
+
+class Listening:
+    """A model whose calls go through a listener first."""
+
+    def __init__(self, model, call: Callable) -> None:
+        self.logits, self.config, self.embed, self._call = model.logits, model.config, model.embed, call
+
+    def __call__(self, *arguments):
+        return self._call(*arguments)
+
+
+@torch.inference_mode()
+def next_log_probs(side: Side, slot: int, held: int, token: int) -> torch.Tensor:
+    """log p [V] after feeding `token` to the first `held` positions of a slot, from its paged KV, which is left as it was."""
+    forward = StaticForward(side._forward.model, copy.deepcopy(side.worker.pool), side.worker.rope)
+    one = torch.ones(1, dtype=torch.int32)
+    # A page that nobody uses: the first past what the table names.
+    table_SL = side.state.table_SL[slot : slot + 1].clone()
+    table_SL[0, held] = side.worker.pages
+    rows = Rows(table_SL, one * 0, None, None, one * held, one, one * 0, one * 0, one, one * 0, queries=1, contexts=Contexts.SHARED)
+    hidden = forward(torch.tensor([token]), rows)
+    return torch.log_softmax(forward.logits(hidden)[-1].double(), -1)
+
+
+class Padding(Stages):
+    """As on a GPU, where rounds are padded to few shapes and a round is asked for before the last is read; but run as they are."""
+
+    records = True
+
+
+def running(engine: Engine) -> list[Group]:
+    return [group for group in engine.registry.groups.values() if group.phase is Phase.RUNNING]

@@ -1,0 +1,183 @@
+"""Requests living through whatever an engine can do to them: waiting, starting over, shrinking, growing, being cancelled, running out of
+time. The engine's pool should be too small for all of them."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from smc.api.engine_config import EngineConfig
+from smc.api.outputs import Answer, FinishReason, Output
+from smc.api.request import Request
+from smc.api.sampling_params import Method, SamplingParams
+from smc.executor.model_runner import Parts
+from smc.local_engine import ModelPair, local_engine
+from smc.scheduler.admission import QueueFull
+from smc.scheduler.engine import Engine
+from tests.scheduler.harness import Padding, answers, running
+from tests.scheduler.pairs import tiny_pair
+
+SALTS = ("", "", "", "somebody else's")
+LAWS = [
+    {"particles": 6, "ess_threshold": 1.0},
+    {"particles": 3, "resampling": "multinomial", "stop": ("ab", "cca"), "logprobs": True},
+    {"particles": 8, "ess_threshold": 0.9, "resampling": "residual", "alpha": 1.3, "min_particles": 2},
+    {"particles": 1, "logprobs": True},
+    {"method": "target", "logprobs": True, "stop": ("ab", "cb")},
+    {"method": "draft", "temperature": 0.7},
+    {"particles": 5, "ess_threshold": 0.9, "resampling": "ssp", "top_p": 0.9, "logprobs": True},
+    {"particles": 4, "ess_threshold": 0.0, "min_particles": 3},
+    {"particles": 6, "min_particles": 2, "logprobs": True},
+    {"method": "exact", "particles": 6, "logprobs": True, "stop": ("ab", "ca")},
+    {"particles": 5, "top_p": 0.9, "min_particles": 1, "stop": ("a", "cc")},
+]
+
+
+@dataclass
+class Lives:
+    """What became of requests."""
+
+    final: dict[str, Answer] = field(default_factory=dict)
+    streamed: dict[str, list[Output]] = field(default_factory=dict)
+    events: Counter = field(default_factory=Counter)
+    resized: set[str] = field(default_factory=set)
+    """Requests that were asked to have another number of particles."""
+
+    def untouched(self, name: str) -> bool:
+        """Whether nothing was to change the answer."""
+        found = self.final[name]
+        ended = found.finish_reason in (FinishReason.CANCELLED, FinishReason.TIME_BUDGET, FinishReason.QUEUE_TIME)
+        return not ended and name not in self.resized and found.statistics.particles_left == found.statistics.particles
+
+
+def pair(max_context: int = 128) -> ModelPair:
+    return tiny_pair(max_context=max_context)
+
+
+def random_requests(count: int, rng: random.Random, longest: int = 40, budgets: bool = False) -> list[Request]:
+    """Prompts of which many begin alike: some repeat another, some go on after it."""
+    prompts: list[tuple[int, ...]] = []
+    found = []
+    for i in range(count):
+        known = rng.choice(prompts) if prompts and rng.random() < 0.7 else ()
+        prompt = (known + tuple(rng.randrange(3) for _ in range(rng.choice((0, 0, 5, 20)) if known else rng.randint(1, 40))))[:60]
+        prompts = [*prompts[-8:], prompt]
+        law = LAWS[i % len(LAWS)]
+        params = SamplingParams(seed=i, max_tokens=rng.randint(1, longest), ignore_eos=rng.random() < 0.6, **law)
+        if i % 3 == 0:  # particles that share nothing, to the end
+            params = SamplingParams(seed=i, particles=5, ess_threshold=0, max_tokens=longest + 20, ignore_eos=True)
+        if budgets and rng.random() < 0.1:
+            params = replace(params, time_budget=float(rng.randint(2, 60)))
+        found.append(Request(str(i), prompt, params, rng.choice(SALTS)))
+    return found
+
+
+def guided(requests: Sequence[Request], rng: random.Random) -> list[Request]:
+    """The same with guidance for most that can have it: by a few negative prompts, or by the default; of the draft for half of them."""
+    negatives = [tuple(rng.randrange(3) for _ in range(size)) for size in (3, 20, 45)] + [None]
+    found = []
+    for one in requests:
+        if one.params.method is not Method.DRAFT and rng.random() < 0.7:
+            params = replace(one.params, guidance_scale=rng.choice((1.3, 3.0)))
+            params = replace(params, guide_draft=not params.method.plain and rng.random() < 0.5)
+            one = replace(one, params=params, negative_prompt=rng.choice(negatives))
+        found.append(one)
+    return found
+
+
+def small_engine(config: EngineConfig, monkeypatch: pytest.MonkeyPatch, *, ahead: bool, follows: bool = False, **options) -> Engine:
+    """One that is too confident about how short answers are, and how much of them is shared. `ahead`: rounds are asked for before the last
+    is read; `follows`: it corrects what it expects of running requests."""
+    with monkeypatch.context() as patch:
+        if ahead:
+            patch.setattr("smc.local_engine.parts_for", lambda _device: Parts(stages=Padding))
+        engine = local_engine(pair(), config, **options)
+    engine.expectation.learn_answer = lambda _share: None
+    if not follows:
+        engine.expectation.follow = lambda _groups: None
+    engine.expectation.answer_share = 0.1
+    return engine
+
+
+def live(
+    engine: Engine,
+    requests: Sequence[Request],
+    rng: random.Random,
+    *,
+    submit: float = 0.5,
+    cancel: float = 0.0,
+    resize: float = 0.0,
+    interrupt: float = 0.0,
+    after_step: Callable[[Engine], None] = lambda _: None,
+) -> Lives:
+    """Submits all in order; in every step each of the things that may happen does so with its probability."""
+    lives, waiting = Lives(), list(requests)
+    while waiting or not engine.idle:
+        while waiting and (rng.random() < submit or engine.idle):
+            try:
+                engine.submit(waiting[0])
+            except QueueFull:
+                lives.events["queue full"] += 1
+                break
+            waiting.pop(0)
+        if rng.random() < cancel and engine.registry.groups:
+            engine.abort(rng.choice(list(engine.registry.groups)))
+        if rng.random() < resize:
+            _resize(engine, rng, lives)
+        if rng.random() < interrupt and (groups := running(engine)):
+            engine.registry.preempt(rng.choice(groups))
+            lives.events["interrupted"] += 1
+        for output in engine.step():
+            lives.streamed.setdefault(output.request_id, []).append(output)
+            if output.answer:
+                lives.final[output.request_id] = output.answer
+                lives.events[output.answer.finish_reason.value] += 1
+                lives.events["cached"] += output.answer.cached_tokens > 0
+                lives.events["taken up again"] += output.answer.statistics.preemptions
+        stats = engine.take_stats()
+        lives.events["preempted"] += stats.preemptions
+        lives.events["shrunk"] += stats.shrinks
+        lives.events["pipelined"] += any(group.in_flight for group in running(engine))
+        after_step(engine)
+    assert sorted(lives.final) == sorted(request.request_id for request in requests)
+    return lives
+
+
+def _resize(engine: Engine, rng: random.Random, lives: Lives) -> None:
+    groups = [group for group in running(engine) if group.params.method is Method.SMC and group.wanted is None]
+    if not groups:
+        return
+    group = rng.choice(groups)
+    wanted = rng.randint(group.params.least_rows, group.params.rows)
+    if wanted != group.count and (wanted - len(group.slots)) * group.params.slots_per_row <= engine.slots.num_free:
+        engine.resize(group.id, wanted)
+        lives.resized.add(group.id)
+        lives.events["grown" if wanted > group.count else "made smaller"] += 1
+
+
+def with_endless_memory(config: EngineConfig, requests: Sequence[Request]) -> dict[str, Answer]:
+    """Answers where nothing is short, nothing shared, and no time runs out."""
+    plenty = replace(config, pages=200_000, max_slots=512, prefix_cache=False, prefill_chunk=512, max_queue=None, cohorts=1)
+    asked = [replace(request, params=replace(request.params, time_budget=None)) for request in requests]
+    return answers(local_engine(pair(), plenty), asked)
+
+
+def assert_same(found: Answer, expected: Answer) -> None:
+    assert (found.tokens, found.finish_reason, found.matched, found.text) == (
+        expected.tokens,
+        expected.finish_reason,
+        expected.matched,
+        expected.text,
+    )
+    assert found.statistics.log_z == pytest.approx(expected.statistics.log_z, abs=1e-4)
+    if not expected.statistics.accepted_per_round:  # of exact decoding, one that is taken up again has no tree yet
+        assert found.statistics.rounds == expected.statistics.rounds
+    assert found.statistics.resamples == expected.statistics.resamples
+    assert found.logprobs == (None if expected.logprobs is None else pytest.approx(expected.logprobs, abs=1e-4))
+    tops, expected_tops = found.top_logprobs or (), expected.top_logprobs or ()
+    assert len(tops) == len(expected_tops)
+    assert all(dict(one) == pytest.approx(dict(other), abs=1e-4) for one, other in zip(tops, expected_tops))

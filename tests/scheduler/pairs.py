@@ -1,0 +1,75 @@
+"""Model pairs small enough to enumerate: every possible answer with its exact probability under the target."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import tokenizers
+import torch
+from tokenizers import decoders, models
+
+from smc.local_engine import ModelPair
+from smc.model.decoder import Decoder
+from smc.model.tokenizer import Tokenizer
+from tests.model.dense import dense_logits
+from tests.model.tiny import random_decoder, tiny_config
+
+LETTERS = "abcdefgh"
+
+
+def letter_tokenizer(size: int) -> Tokenizer:
+    """`size` ids: letters, and the last one ends the text."""
+    vocabulary = {letter: i for i, letter in enumerate(LETTERS[: size - 1])}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([tokenizers.AddedToken("<eos>", special=True)])
+    return Tokenizer(tokenizer, (size - 1,), {"eos_token": "<eos>"}, None)
+
+
+def peaked(model: Decoder, scale: float) -> Decoder:
+    """Sharper laws: random tiny models are close to uniform, and would not tell a right weight from a wrong one."""
+    model.lm_head.weight.mul_(scale)
+    return model
+
+
+@cache
+def tiny_pair(vocab: int = 4, *, scale: float = 0.4, draft_seed: int = 1, target_seed: int = 2, max_context: int = 64) -> ModelPair:
+    def model(seed: int, layers: int) -> Decoder:
+        config = tiny_config(vocab_size=vocab, num_layers=layers, max_context=max_context, tied_embeddings=False)
+        return peaked(random_decoder(config, seed), scale)
+
+    return ModelPair(model(target_seed, 2), model(draft_seed, 1), letter_tokenizer(vocab), max_context)
+
+
+@torch.inference_mode()
+def next_log_probs(model: Decoder, tokens: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
+    """log p [V] of what follows `tokens`, recomputed from scratch."""
+    return torch.log_softmax(dense_logits(model, torch.tensor(list(tokens)))[-1].double() / temperature, -1)
+
+
+def exact_law(model: Decoder, prompt: Sequence[int], max_tokens: int, eos: int, temperature: float = 1.0, alpha: float = 1.0) -> dict:
+    """Mass prod p^alpha of every answer; EOS absorbs, max_tokens truncates. Sums to 1 at alpha = 1."""
+    return law_of(lambda prefix: next_log_probs(model, (*prompt, *prefix), temperature).tolist(), max_tokens, eos, alpha)
+
+
+def law_of(log_probs: Callable[[tuple[int, ...]], list[float]], max_tokens: int, eos: int, alpha: float = 1.0) -> dict:
+    """The same where `log_probs` says what may follow an answer."""
+    law: dict[tuple[int, ...], float] = {}
+
+    def visit(prefix: tuple[int, ...], log_mass: float) -> None:
+        if len(prefix) == max_tokens or (prefix and prefix[-1] == eos):
+            law[prefix] = math.exp(log_mass)
+            return
+        for token, log_p in enumerate(log_probs(prefix)):
+            visit((*prefix, token), log_mass + alpha * log_p)
+
+    visit((), 0.0)
+    return law
+
+
+def total_variation(law: dict, counts: dict, total: int) -> float:
+    keys = set(itertools.chain(law, counts))
+    return sum(abs(law.get(k, 0.0) - counts.get(k, 0) / total) for k in keys) / 2

@@ -1,0 +1,43 @@
+"""How many requests run at once: by what they hold, not by what they might."""
+
+from __future__ import annotations
+
+import pytest
+
+from smc.api.engine_config import EngineConfig
+from smc.local_engine import local_engine
+from tests.scheduler.harness import answers, assert_empty, request, running
+from tests.scheduler.lives import assert_same
+from tests.scheduler.pairs import tiny_pair
+
+PROMPT, PARTICLES, ANSWER = (0, 1, 2, 1) * 5, 32, 256
+ADMITTED_BEFORE = 1
+"""Where all that a request can ever need was set aside for it."""
+
+
+@pytest.mark.parametrize(
+    "config",
+    [EngineConfig(form="lockstep", block=8), pytest.param(EngineConfig(block=8, branches=2), marks=pytest.mark.slow)],
+    ids=lambda c: c.form,
+)
+def test_four_times_as_many_as_if_all_were_set_aside(config):
+    """Particles descend from few after some rounds, and hold their common past once."""
+    most = len(PROMPT) + PARTICLES * (ANSWER + config.branches * config.block)
+    made = tiny_pair(max_context=280)
+    asked = [
+        request(PROMPT, str(i), particles=PARTICLES, seed=i, max_tokens=ANSWER, ignore_eos=True, ess_threshold=0.9)
+        for i in range(4 * ADMITTED_BEFORE)
+    ]
+    small = EngineConfig(**{**vars(config), "max_slots": 4 * ADMITTED_BEFORE * PARTICLES, "pages": ADMITTED_BEFORE * most + most - 1})
+    engine, at_once, found = local_engine(made, small), 0, {}
+    for one in asked:
+        engine.submit(one)
+    while not engine.idle:
+        found |= {output.request_id: output.answer for output in engine.step() if output.answer}
+        at_once = max(at_once, len(running(engine)))
+    assert_empty(engine)
+    assert at_once >= 4 * ADMITTED_BEFORE
+    expected = answers(local_engine(made, EngineConfig(**{**vars(config), "max_slots": 32, "prefix_cache": False})), asked)
+    for name, answer in found.items():
+        assert_same(answer, expected[name])
+    assert sum(answer.statistics.preemptions for answer in found.values()) == 0

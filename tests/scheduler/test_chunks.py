@@ -1,0 +1,142 @@
+"""How many prompt tokens are asked for beside rounds: in the mean prompts take no more than their share, and none waits for ever."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from smc.api.engine_config import EngineConfig
+from smc.executor.messages import SIDES
+from smc.local_engine import local_engine
+from smc.scheduler.chunks import IN_FLIGHT, LEAST, Chunks
+from smc.scheduler.sequence_group import Phase
+from tests.scheduler.harness import answers, assert_empty, request
+from tests.scheduler.lives import assert_same, pair
+
+AHEAD, LOCKSTEP = EngineConfig(prefill_chunk=4096, prefill_share=0.5), EngineConfig(form="lockstep", prefill_chunk=4096, prefill_share=0.5)
+ROUND = {"draft": 0.005, "target": 0.004}
+"""Seconds."""
+
+
+@dataclass
+class Ran:
+    """A chunk that takes so many seconds."""
+
+    seconds: float
+
+    def result(self) -> None:
+        return None
+
+    def spans(self) -> dict[str, tuple[int, int]]:
+        return {"prompt": (10, 10 + round(1e9 * self.seconds))}
+
+
+class Simulation:
+    """Steps of an engine whose models take `floor` seconds for a chunk of up to 200 tokens, and as much more for more."""
+
+    def __init__(self, config: EngineConfig, floors: dict[str, float]) -> None:
+        self.config, self.floors, self.chunks = config, floors, Chunks(config)
+        self.asked: list[int] = []
+        self.took = dict.fromkeys(SIDES, 0.0)
+
+    def step(self, left: int = 1 << 30, round_seconds: dict[str, float] | None = ROUND) -> int:
+        """Tokens that were asked for; `round_seconds` None: nobody is in rounds."""
+        tokens = min(left, self.chunks.most(round_seconds is not None))
+        seconds = {side: floor * max(tokens, 200) / 200 for side, floor in self.floors.items()}
+        self.chunks.ask({side: [(tokens, Ran(seconds[side]))] if tokens else [] for side in SIDES}, round_seconds is not None)
+        for side in SIDES:
+            self.took[side] += seconds[side] if tokens else 0.0
+        self.chunks.earn([] if round_seconds is None else [{side: (0, round(1e9 * round_seconds[side])) for side in SIDES}])
+        self.asked.append(tokens)
+        return tokens
+
+
+@pytest.mark.parametrize("config", [AHEAD, LOCKSTEP], ids=lambda config: config.form)
+@pytest.mark.parametrize(
+    "floors", [{"draft": 0.001, "target": 0.0047}, {"draft": 0.0001, "target": 0.0003}, {"draft": 0.05, "target": 0.1}], ids=str
+)
+def test_prompts_take_their_share_of_the_time(config, floors):
+    """Whatever a chunk costs beside the length of a round: in the mean 1.5 times as long, and little less."""
+    simulation, steps = Simulation(config, floors), 3000
+    for _ in range(steps):
+        simulation.step()
+    together = max if config.lookahead else sum
+    rounds, prompts = steps * together(ROUND.values()), together(simulation.took.values())
+    # The first chunks are asked for before anybody knows what they take.
+    assert prompts <= 0.5 * rounds + 4 * together(floors.values()) * LEAST / 200
+    assert prompts >= 0.45 * rounds
+    assert all(tokens == 0 or tokens >= LEAST for tokens in simulation.asked)
+
+
+def test_without_rounds_a_chunk_is_as_large_as_it_may_be():
+    simulation = Simulation(AHEAD, {"draft": 0.001, "target": 0.0047})
+    assert [simulation.step(round_seconds=None) for _ in range(5)] == [4096] * 5
+
+
+def test_a_prompt_after_quiet_rounds_starts_at_once():
+    """And what quiet rounds might have earned does not pay for more than one chunk."""
+    simulation = Simulation(AHEAD, {"draft": 0.001, "target": 0.0047})
+    for _ in range(50):
+        simulation.step()
+    for _ in range(100):
+        simulation.step(left=0)
+    assert simulation.step(left=60) == 60
+    assert [simulation.step(left=60) for _ in range(3)] == [0, 60, 0]
+
+
+def test_rounds_that_bring_nothing_keep_no_prompt_from_going_on():
+    """Groups may wait in rounds for pages that a starting one holds."""
+    simulation = Simulation(AHEAD, {"draft": 0.05, "target": 0.1})
+    for _ in range(20):
+        simulation.step()
+    simulation.chunks.earn([])
+    assert simulation.chunks.most(beside=True) == LEAST
+
+
+@pytest.mark.parametrize("share", [None, 0.5])
+def test_no_more_than_two_chunks_are_on_their_way(share):
+    read = []
+
+    class Slow(Ran):
+        def result(self) -> None:
+            read.append(self)
+
+    chunks = Chunks(replace(AHEAD, prefill_share=share))
+    for i in range(10):
+        chunks.most(beside=False)
+        assert len(read) == 2 * max(0, i + 1 - IN_FLIGHT)
+        chunks.ask({side: [(1, Slow(0.1))] for side in SIDES}, beside=False)
+
+
+@pytest.mark.parametrize("form", ["lockstep", "lookahead"])
+def test_answers_do_not_depend_on_the_share(form):
+    asked = [request([i % 3, 1, 2] * (5 + 100 * (i % 2)), str(i), particles=2, seed=i, max_tokens=30, ignore_eos=True) for i in range(4)]
+    config = EngineConfig(form=form, block=2, prefill_chunk=100)
+    expected = answers(local_engine(pair(512), config), asked)
+    found = answers(local_engine(pair(512), replace(config, prefill_share=0.01)), asked)
+    for name, answer in expected.items():
+        assert_same(found[name], answer)
+
+
+def test_a_prompt_is_not_forgotten_beside_rounds():
+    """However small its share, with whatever these models take: it starts before the others end."""
+    engine = local_engine(pair(512), EngineConfig(block=2, prefill_chunk=300, prefill_share=0.2, max_slots=8))
+    engine.submit(request([1], "running", particles=2, seed=1, max_tokens=400, ignore_eos=True))
+    while not engine.num_running:
+        engine.step()
+    engine.submit(request([0, 1, 2, 2] * 100, "long", particles=2, seed=2, max_tokens=4, ignore_eos=True))
+    long, rounds = engine.registry.groups["long"], engine.registry.groups["running"]
+    while long.phase is not Phase.RUNNING:
+        before = rounds.launched
+        engine.step()
+        assert rounds.launched == before + 1
+    while not engine.idle:
+        engine.step()
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("share", [0, -1.0, 101.0])
+def test_shares_that_cannot_be(share):
+    with pytest.raises(ValueError, match="prefill_share="):
+        EngineConfig(prefill_share=share)

@@ -1,0 +1,60 @@
+"""The committed prefix: what all particles of a group agree on, from the first token on.
+
+Axes: S slots, L answer positions.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smc.scheduler.commit import WINDOW, commit_tokens
+from smc.scheduler.population import Population
+from smc.scheduler.slots import Slots
+
+SEQUENCES = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=4)
+
+
+def committed(groups: list[list[list[int]]], junk: int, confirms: bool = False) -> list[int]:
+    """What is found for groups of particles with these tokens; whatever follows them in a slot is `junk`."""
+    sequences = [row for rows in groups for row in rows]
+    slots = Slots(len(sequences), max(map(len, sequences)) + 1)
+    slots.tokens_SL[:] = junk
+    members = []
+    for rows in groups:
+        claimed = slots.claim(len(rows))
+        for slot, row in zip(claimed, rows):
+            slots.tokens_SL[slot, : len(row)] = row
+            slots.length_S[slot] = len(row)
+        tally = SimpleNamespace(lag_sum=0)
+        slots.block_S[claimed] = 0
+        decoding = SimpleNamespace(confirms=confirms)
+        members.append(
+            SimpleNamespace(slots=claimed, particles=np.arange(len(rows)), seed=0, committed=0, lag=0, tally=tally, decoding=decoding)
+        )
+    commit_tokens(slots, Population(members))
+    assert [m.lag for m in members] == [max(map(len, rows)) - m.committed for m, rows in zip(members, groups)]
+    return [member.committed for member in members]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(SEQUENCES, min_size=1, max_size=3), st.integers(2, 9), st.sampled_from([1, WINDOW // 2, WINDOW]))
+def test_it_is_the_longest_common_prefix(groups, junk, repeated):
+    """Groups of different sizes and lengths side by side, also past every window of comparison."""
+    groups = [[[token for token in row for _ in range(repeated)] for row in rows] for rows in groups]
+    for rows, found in zip(groups, committed(groups, junk)):
+        assert found == max(n for n in range(min(map(len, rows)) + 1) if all(row[:n] == rows[0][:n] for row in rows))
+
+
+@pytest.mark.parametrize("length", [WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW])
+def test_at_the_edge_of_a_window(length):
+    assert committed([[[1] * length + [0], [1] * length + [2]], [[0], [1]]], junk=1) == [length, 0]
+
+
+def test_what_is_agreed_on_but_not_confirmed_may_still_be_taken_back():
+    """The first token of the block in flight is the target's own; the rest is the draft's."""
+    assert committed([[[1, 2, 3], [1, 2, 3]]], junk=0, confirms=True) == [1]

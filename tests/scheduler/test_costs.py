@@ -1,0 +1,166 @@
+"""Costs: curves through measured points, and rounds that are timed for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from smc.api.engine_config import EngineConfig
+from smc.api.sampling_params import Method
+from smc.calibration.costs import BRIEF, TREE, Effort, live_plan, time_costs
+from smc.calibration.rehearsal import rehearsal
+from smc.executor.executor import LocalPair
+from smc.executor.forward import StaticForward
+from smc.executor.model_runner import Parts
+from smc.executor.plan import Program
+from smc.local_engine import local_engine
+from smc.scheduler.engine import Engine
+from smc.scheduler.latency_model import Cost, Costs, Curve
+from tests.scheduler.harness import answers, request
+from tests.scheduler.pairs import tiny_pair
+
+FORMS = [EngineConfig(block=3, branches=2, max_slots=11), EngineConfig(form="lockstep", block=4, max_slots=9)]
+PASS, PAGE = 1_000_000, 2_000
+"""Nanoseconds."""
+by_form = pytest.mark.parametrize("config", FORMS, ids=["look-ahead", "lockstep"])
+
+
+def test_between_points_and_beyond_them():
+    curve = Curve(((4, 1.0), (8, 1.0), (16, 3.0)))
+    assert [curve.at(size) for size in (1, 4, 6, 8, 12, 16)] == [1, 1, 1, 1, 2, 3]
+    assert curve.at(32) == 3 + 16 * 0.25
+    # At least in proportion: one point, or a flat end, says nothing of what is beyond.
+    assert Curve(((4, 1.0),)).at(12) == 3 and Curve(((2, 1.0), (4, 1.0))).at(8) == 2
+
+
+def test_samples_make_a_curve_that_never_falls():
+    samples = [(8, 2.0), (1, 1.0), (4, 4.0), (8, 2.2), (8, 9.0), (16, 7.0)]
+    # Of size 8 the median is 2.2, less than size 4 took: the mean of both.
+    assert Curve.through(samples).points == ((1, 1.0), (4, 3.1), (8, 3.1), (16, 7.0))
+    falling = Curve.through([(1, 3.0), (2, 2.0), (3, 1.0)])
+    assert falling.points == ((1, 2.0), (2, 2.0), (3, 2.0))
+
+
+@pytest.mark.parametrize("points", [(), ((0, 1.0),), ((2, 1.0), (2, 2.0)), ((1, 2.0), (2, 1.0)), ((1, 0.0),), ((1, float("nan")),)])
+def test_what_is_no_curve(points):
+    with pytest.raises(ValueError, match="allowed: "):
+        Curve(points)
+
+
+def test_costs_travel_as_json():
+    costs = Costs(Cost(Curve(((1, 0.001), (64, 0.004))), 1e-8), Cost(Curve(((1, 0.01),))), Cost(Curve(((2, 0.02),)), 3e-8), 0.0005)
+    assert Costs.from_json(costs.to_json()) == costs
+    assert (costs.draft.at(64, 100), costs.target.at(2, 100), costs.round_overhead) == (0.004 + 1e-6, 0.02, 0.0005)
+    part = '{"points": [[1, 0.1]], "read": 0}'
+    for wrong in ("[]", "{}", "x", f'{{"draft": {part}, "target": {part}, "round_overhead": 0}}', costs.to_json().replace("read", "reads")):
+        with pytest.raises(ValueError):
+            Costs.from_json(wrong)
+    with pytest.raises(ValueError, match="round_overhead=-1"):
+        replace(costs, round_overhead=-1)
+    for wrong in (-1e-9, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="read="):
+            Cost(Curve(((1, 1.0),)), wrong)
+
+
+class Clock:
+    """Stands still between passes."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def monotonic_ns(self) -> int:
+        return self.now
+
+
+def watched(config: EngineConfig, clock: Clock | None = None) -> tuple[Engine, dict[str, list[tuple[int, int]]]]:
+    """An engine, and of every pass of its models its tokens, and the pages of context that it read. A `clock` goes on by `PASS` in each of
+    them, and by `PAGE` for every page."""
+    engine, passes = local_engine(tiny_pair(), config), {"draft": [], "target": []}
+
+    class Watched(StaticForward):
+        def __init__(self, worker):
+            super().__init__(worker.model, worker.pool, worker.rope)
+            self.name = worker.name
+
+        def __call__(self, tokens_T, rows):
+            live_R = rows.count_R > 0
+            reach_R = (rows.start_R if rows.tail_R is None else torch.minimum(rows.start_R, rows.tail_R))[live_R]
+            read_RL = rows.table_SL[rows.slot_R[live_R], : int(reach_R.min()) if len(reach_R) else 0]
+            pages = read_RL[read_RL > 0].unique()
+            assert not len(pages) or pages.max() <= engine.memory.capacity[self.name]
+            passes[self.name].append((int(rows.count_R.sum()), len(pages)))
+            if clock is not None:
+                clock.now += PASS + PAGE * len(pages)
+            return super().__call__(tokens_T, rows)
+
+    engine.pair = LocalPair(config, engine.workers, Parts(forward=Watched))
+    return engine, passes
+
+
+@by_form
+def test_timed_rounds_are_full(config):
+    """On a CPU, too, where what is not there is not run: else sizes would be timed that nobody ran. Every request reads its own pages."""
+    engine, passes = watched(config)
+    costs = time_costs(engine, Effort(60.0, 8, 1, 0, 4, 100))
+    k, f, last = config.block, config.branches, config.max_slots
+    long, begun = engine.context - 3 * k - 4, k - 1 if config.lookahead else 0
+    short = long // 2
+    assert [size for size, _ in costs.draft.curve.points] == sorted({1, f, 8 * f, last * f})
+    assert [size for size, _ in costs.target.curve.points] == [n * config.target_tokens for n in (1, 8, last)]
+    assert [size for size, _ in costs.alone.curve.points] == [1, 8, last]
+    assert costs.round_overhead > 0
+    for count in (1, 8, last):
+        trees = -(-count // 8)
+        assert (count * config.target_tokens, trees * short) in passes["target"] and passes["target"].count((count, count * short)) >= k
+        # The draft's first step runs the particles, the others F rows of each; in look-ahead it has read most of the block in flight.
+        assert passes["draft"].count((count * f, trees * (short + begun))) >= k - 1
+    for context in (short, long):
+        assert (4 * config.target_tokens, 4 * context) in passes["target"] and passes["target"].count((4, 4 * context)) >= k
+        assert passes["draft"].count((4 * f, 4 * (context + begun))) >= k - 1
+
+
+@by_form
+def test_reading_is_timed_by_itself(config, monkeypatch):
+    """It is no part of what sizes take."""
+    clock = Clock()
+    monkeypatch.setattr("smc.executor.graph_runner.time", clock)
+    engine, _ = watched(config, clock)
+    costs = time_costs(engine, Effort(60.0, 8, 1, 0, 4, 100))
+    for part in costs.parts.values():
+        assert part.read == pytest.approx(1e-9 * PAGE)
+        # In look-ahead, the draft has read most of the block in flight as well.
+        assert all(PASS <= 1e9 * seconds <= 1.02 * PASS for _, seconds in part.curve.points)
+
+
+@by_form
+def test_timed_rounds_change_nothing(config):
+    asked = [request([1, 2], str(i), particles=n, seed=i, max_tokens=20) for i, n in enumerate((3, 5))]
+    expected = answers(local_engine(tiny_pair(), config), asked)
+    engine = local_engine(tiny_pair(), config)
+    assert engine.costs is None and time_costs(engine, BRIEF)
+    engine.check_books()
+    assert engine.rounds_of(Method.EXACT).acceptance.exposure == 0, "what was timed decides about users"
+    found = answers(engine, asked)
+    assert {name: one.tokens for name, one in found.items()} == {name: one.tokens for name, one in expected.items()}
+
+
+@by_form
+@pytest.mark.parametrize("program", [Program.PAIR, Program.TARGET])
+def test_timed_rounds_are_of_kinds_that_have_been_rehearsed(config, program):
+    """Down to the type of every array: recordings are of memory that plans of one key share."""
+
+    def layout(plan):
+        return [(name, array.dtype, array.shape) for name, array in plan.arrays().items()]
+
+    rehearsed = {plan.key: plan for plan in rehearsal(config, 600)}
+    for count in (1, 2, 8, config.max_slots):
+        for tree in (TREE, 1) if program is Program.PAIR else (1,):
+            plan = live_plan(program, config, count, 256, tree)
+            assert layout(plan) == layout(rehearsed[plan.key])
+
+
+def test_contexts_that_are_too_short_for_full_rows():
+    engine = local_engine(tiny_pair(), EngineConfig(block=8, max_slots=4, max_context=24))
+    assert time_costs(engine, BRIEF) is None

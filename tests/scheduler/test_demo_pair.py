@@ -1,0 +1,26 @@
+"""The shipped pair where laws are sharp."""
+
+from __future__ import annotations
+
+import pytest
+
+from smc import demo
+from smc.api.engine_config import EngineConfig
+from smc.api.request import Request
+from smc.api.sampling_params import SamplingParams
+from smc.demo.problems import generate
+from smc.local_engine import ModelPair, local_engine
+from tests.scheduler.harness import answers
+
+
+@pytest.mark.parametrize("config", [EngineConfig(form="lockstep", block=8), EngineConfig(block=5, branches=4)], ids=lambda c: c.form)
+def test_nearly_greedy(config):
+    """At temperature 0.05 every answer ends for a reason."""
+    pair = ModelPair.load(demo.TARGET, demo.DRAFT)
+    asked = [
+        Request(
+            str(i), tuple(pair.tokenizer.encode(problem.question)), SamplingParams(particles=8, temperature=0.05, seed=i, max_tokens=60)
+        )
+        for i, problem in enumerate(generate(31, 6, "test"))
+    ]
+    assert not [answer.error for answer in answers(local_engine(pair, config), asked).values() if answer.error]

@@ -1,0 +1,64 @@
+"""A draft that proposes from a few tokens: SMC stays unbiased for all answers of the target, and exact decoding gives the target's own."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from smc.api.engine_config import EngineConfig
+from smc.local_engine import ModelPair, local_engine
+from smc.model.draft_vocab import DraftVocab
+from tests.scheduler.harness import answers, config_id, request
+from tests.scheduler.pairs import tiny_pair
+from tests.scheduler.test_exact import settings_of
+from tests.scheduler.test_exactness import CONFIGS, DISTINCT, EOS, INDEPENDENT, population
+
+RESAMPLED = {**INDEPENDENT, "ess_threshold": 0.5}
+
+
+def restricted() -> ModelPair:
+    """The draft's head does not have token 1; of the target's mass about a quarter is there."""
+    pair = tiny_pair()
+    return replace(pair, draft_head=DraftVocab(np.array([0, 2, 3]), 4, 0.25).head(pair.draft))
+
+
+@pytest.mark.parametrize(
+    ("config", "law"),
+    [
+        (CONFIGS[0], DISTINCT),
+        (CONFIGS[2], RESAMPLED),
+        pytest.param(CONFIGS[0], RESAMPLED, marks=pytest.mark.slow),
+        pytest.param(CONFIGS[2], DISTINCT, marks=pytest.mark.slow),
+    ],
+    ids=["lockstep-distinct", "lookahead-independent", "lockstep-independent", "lookahead-distinct"],
+)
+def test_evidence_is_unbiased(config, law):
+    """E[Z-hat] = 1. Four cases at 4.5 standard errors: one false alarm in about 37,000 choices of seeds. Without tokens that the head does
+    not have, the mean would be the target's mass of all other answers, 0.48."""
+    found = population(config, 500, restricted(), particles=4, **law)
+    z = [math.exp(a.statistics.log_z) for a in found]
+    mean = sum(z) / len(z)
+    error = (sum((x - mean) ** 2 for x in z) / len(z) ** 2) ** 0.5
+    assert abs(mean - 1) < 4.5 * error
+    assert error < 0.05, "the test has no power"
+    drafted = {token for a in found for token in a.tokens[1:]}
+    assert drafted == {0, 1, 2, EOS}
+
+
+@pytest.mark.parametrize("config", [EngineConfig(form="lockstep", block=3), EngineConfig(block=3, branches=4)], ids=config_id)
+def test_exact_answers_are_those_of_plain_decoding(config):
+    """Beside SMC, and where the target draws what is never proposed; plain decoding of the draft is that of its whole head."""
+    rng = random.Random(7)
+    asked = [([rng.randrange(4) for _ in range(rng.randint(1, 8))], str(i), settings_of(rng)) for i in range(14)]
+    plain = answers(local_engine(tiny_pair(), config), [request(p, i, method="target", **law) for p, i, law in asked])
+    beside = [request([1, 2], f"beside {i}", seed=i, max_tokens=20, method=method) for i, method in enumerate(("smc", "draft"))]
+    exact = [request(p, i, method="exact", particles=rng.choice([1, 2, 4, 8]), **law) for p, i, law in asked]
+    found = answers(local_engine(restricted(), config), exact + beside)
+    for request_id, one in plain.items():
+        assert (found[request_id].tokens, found[request_id].finish_reason) == (one.tokens, one.finish_reason)
+    assert any(1 in one.tokens for one in plain.values())
+    assert found["beside 1"].tokens == answers(local_engine(tiny_pair(), config), beside[1:])["beside 1"].tokens

@@ -1,0 +1,436 @@
+"""Costs decide what is drafted: on made-up curves, as a pure function, and in an engine."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from smc.api.engine_config import EngineConfig
+from smc.api.request import Request
+from smc.api.sampling_params import Method, SamplingParams
+from smc.local_engine import local_engine
+from smc.scheduler.acceptance import WIDTH_GAIN, Acceptance, tokens_a_round
+from smc.scheduler.decode import MEMORY
+from smc.scheduler.latency_model import Cost, Costs, Curve
+from smc.scheduler.policy import Beside, Tree
+from smc.scheduler.tree_controller import FADE
+from smc.scheduler.tree_policy import MARGIN, SURE, CostsDecide, Forecast
+from tests.scheduler.harness import answers, assert_empty, running
+from tests.scheduler.lives import pair
+
+EASY, HARD, HOPELESS = 0.021, 0.07, 8.0
+"""Hazards: the shipped pair at temperatures 1 and 2; a draft that is never right."""
+CONFIGS = [EngineConfig(block=8, max_slots=4096), EngineConfig(form="lockstep", block=8, max_slots=4096)]
+
+
+FLAT, FAR = 64, 1 << 14
+
+
+def rising(floor: float, slope: float, read: float = 0.0) -> Cost:
+    """Up to 64 rows or positions what reading weights takes, and more for every one beyond."""
+    return Cost(Curve(((FLAT, floor), (FAR, floor + slope * (FAR - FLAT)))), read)
+
+
+def made(
+    draft: tuple[float, float] = (0.9e-3, 4e-6), target: tuple[float, float] = (4.2e-3, 35e-6), round_overhead: float = 0.6e-3
+) -> Costs:
+    """By default about an 8B target and a 1B draft on a large GPU each. What is read costs nothing."""
+    return Costs(rising(*draft), rising(*target), rising(*target), round_overhead)
+
+
+MADE, NOBODY, SHORT = made(), Beside(), 100
+
+
+def through(read: float, **milliseconds: float) -> Cost:
+    """`at_64=5.0`: of size 64."""
+    return Cost(Curve(tuple((int(size.removeprefix("at_")), 1e-3 * each) for size, each in milliseconds.items())), read)
+
+
+H200 = Costs(
+    through(8e-9, at_1=0.85, at_32=0.95, at_128=1.3, at_512=2.8, at_2048=9.7),
+    through(27e-9, at_5=4.5, at_40=4.7, at_160=5.8, at_400=9.5, at_1600=35.0),
+    through(75e-9, at_1=4.2, at_64=5.0, at_128=5.2, at_256=5.8),
+    0.6e-3,
+)
+"""An 8B target and a 1B draft on a GPU each (docs/performance.md). A pass of 256 sequences by themselves took 7.7 ms behind 100 tokens
+each, 10.7 behind 256."""
+ONE_H200 = Costs(
+    through(8e-9, at_1=0.85, at_64=1.13, at_128=1.41, at_256=1.89, at_512=3.19),
+    through(37e-9, at_6=4.04, at_96=5.0, at_384=9.1, at_768=15.73, at_1536=29.95, at_3072=61.38),
+    through(28e-9, at_1=3.98, at_64=4.88, at_128=5.52, at_256=7.32),
+    0.03e-3,
+)
+"""The same pair on one."""
+
+
+def tree(hazard: float, rows: int = 0, context: int = SHORT, most: int = 8) -> Tree:
+    return Tree(most, hazard, context, rows)
+
+
+def settled(
+    config: EngineConfig,
+    hazards: list[float],
+    beside: Beside = NOBODY,
+    costs: Costs = MADE,
+    rows: int = 8,
+    context: int = SHORT,
+) -> list[int]:
+    """Rows after which nothing changes any more, from `rows` each."""
+    policy, now = CostsDecide(config), [rows] * len(hazards)
+    for _ in range(3):
+        changed = policy.change([tree(hazard, count, context) for hazard, count in zip(hazards, now)], [], beside, costs)
+        if changed is None:
+            return now
+        now = list(changed)
+    raise AssertionError("it does not settle")
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.form)
+def test_one_request_has_the_whole_tree_and_a_crowd_none(config):
+    found = [settled(config, [EASY] * count) for count in (1, 2, 4, 8, 16, 64, 256)]
+    totals = [sum(rows) / len(rows) for rows in found]
+    assert totals[0] == 8 and totals[-1] == 0 and totals == sorted(totals, reverse=True)
+    assert any(0 < rows < 8 for rows in totals)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.form)
+def test_what_is_hard_to_guess_is_given_up_earlier(config):
+    def last(hazard: float) -> int:
+        return max((count for count in (1, 2, 4, 8, 16, 32, 64, 128) if any(settled(config, [hazard] * count))), default=0)
+
+    assert last(EASY) > last(HARD) > last(HOPELESS) == 0
+
+
+def test_rows_go_to_those_who_make_most_of_them():
+    rows = settled(CONFIGS[0], [EASY] * 2 + [4 * HARD] * 2)
+    assert 0 < max(rows[:2]) < min(rows[2:])
+
+
+def test_a_draft_that_costs_more_than_it_brings_is_not_asked():
+    slow = made(draft=(9e-3, 0.0))
+    assert settled(CONFIGS[0], [EASY], costs=slow) == [0] and settled(CONFIGS[0], [EASY], costs=slow, rows=0) == [0]
+
+
+@pytest.mark.parametrize("rows", [0, 1, 8])
+def test_a_crowd_is_decoded_alone_as_long_as_little_is_read(rows):
+    """Every pass of the target alone reads all contexts, for one token each. Taken for 256 tokens long, as they once were, contexts of 100
+    had 256 requests drafted for, at 0.86 of the speed of plain decoding."""
+
+    def drafted(requests: int, context: int) -> bool:
+        return any(settled(EngineConfig(block=5, max_slots=2048), [HARD] * requests, costs=H200, rows=rows, context=context))
+
+    assert not drafted(256, 30) and not drafted(256, 100)
+    assert drafted(256, 256) and drafted(256, 2000)
+    assert all(drafted(requests, context) for requests in (1, 16, 64) for context in (100, 2000))
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_a_crowd_that_comes_first_is_drafted_for_until_its_draft_is_known(rows):
+    """Nothing is learnt of a draft that is never asked. Taken to miss one token in ten, 128 requests were decoded alone for good, at 165
+    tokens a second each, by a pair that makes a third more."""
+    config, unknown = EngineConfig(form="lockstep", block=8, max_slots=256), Acceptance(MEMORY).hazard()
+    assert all(settled(config, [unknown] * 128, costs=ONE_H200, rows=rows))
+    assert all(settled(config, [EASY] * 128, costs=ONE_H200, rows=rows))
+    assert not any(settled(config, [3 * HARD] * 128, costs=ONE_H200, rows=rows))
+
+
+def test_a_crowd_that_comes_and_goes_settles():
+    """Of 256 requests one in twenty is another after every eight steps, contexts are of all lengths, and estimates waver."""
+    rng, policy = random.Random(5), CostsDecide(EngineConfig(block=5, max_slots=2048))
+
+    def another(others: list[Tree]) -> Tree:
+        new = tree(HARD * rng.uniform(0.8, 1.4), context=rng.randint(10, 190))
+        return replace(new, rows=policy.begin(new, others, NOBODY, H200))
+
+    crowd = []
+    for _ in range(256):
+        crowd.append(another(crowd))
+    assert crowd[0].rows > 1
+    for question in range(12):
+        rows = policy.change(crowd, [], NOBODY, H200)
+        assert question == 0 or rows is None
+        crowd = [replace(each, rows=count) for each, count in zip(crowd, rows or [each.rows for each in crowd])]
+        assert not any(each.rows for each in crowd)
+        crowd = [another(crowd) if rng.random() < 0.05 else each for each in crowd]
+
+
+@pytest.mark.parametrize(("promise", "goes_on", "begins"), [(SURE - 0.01, 0, 0), (SURE + 0.01, 1, 0), (MARGIN + 0.01, 1, 1)])
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.form)
+def test_trees_must_be_sure_to_be_faster_than_plain_decoding(config, promise, goes_on, begins):
+    """By some per cent, or they are given up; and they do not come back for a little more."""
+    once = Forecast(config, MADE).speed([tree(EASY, 1)], [1], NOBODY)
+    costs, policy = replace(MADE, alone=Cost(Curve(((1, promise / once),)))), CostsDecide(config)
+    for rows, wanted in ((1, goes_on), (0, begins)):
+        assert policy.change([tree(EASY, rows, most=1)], [], NOBODY, costs) == (None if rows == wanted else [wanted])
+    assert policy.begin(tree(EASY, most=1), [], NOBODY, costs) == goes_on
+
+
+def test_beside_rounds_of_the_target_alone_nothing_is_drafted():
+    """They take their time anyway: one more row in them costs nothing, and brings as many tokens."""
+    assert settled(CONFIGS[0], [EASY] * 2) == [8, 8]
+    assert settled(CONFIGS[0], [EASY] * 2, Beside(target=4)) == [0, 0]
+    assert settled(CONFIGS[0], [EASY] * 2, Beside(pair=2, pair_rows=16)) != [0, 0]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.form)
+def test_no_choice_is_slower_than_plain_decoding_and_none_is_flapping(config):
+    """By its own forecast, over random requests; and however estimates waver by a few per cent, it settles."""
+    rng = random.Random(0)
+    forecast = Forecast(config, MADE)
+    for _ in range(30):
+        hazards = [rng.choice((EASY, HARD, HOPELESS)) * rng.uniform(0.5, 2) for _ in range(rng.choice((1, 3, 10, 50, 200)))]
+        beside = Beside(pair=(extra := rng.choice((0, 0, 3))), pair_rows=8 * extra, target=rng.choice((0, 0, 2)))
+        rows, trees = settled(config, hazards, beside), [tree(hazard) for hazard in hazards]
+        speed = forecast.speed(trees, rows, beside)
+        assert speed >= forecast.speed(trees, [0] * len(trees), beside)
+        assert MARGIN * max(speed, 1e-9) >= forecast.speed(trees, [rng.randint(1, 8) for _ in trees], beside)
+        policy, changes = CostsDecide(config), 0
+        for _ in range(20):
+            wavering = [tree(hazard * rng.uniform(0.97, 1.03), count) for hazard, count in zip(hazards, rows)]
+            if (changed := policy.change(wavering, [], beside, MADE)) is not None:
+                rows, changes = list(changed), changes + 1
+        assert changes <= 1
+
+
+def test_rows_ahead_are_drafted_where_they_cost_nothing():
+    """A draft that is waited for drafts no more than it must; one that waits for the target may."""
+    config = EngineConfig(block=5, branches=4, max_slots=256)
+    policy, drafts_long = CostsDecide(config), made(draft=(0.9e-3, 20e-6))
+    assert [policy.branches(places, 0, MADE) for places in (1, 8, 64)] == [4, 4, 4]
+    assert [policy.branches(places, 0, drafts_long) for places in (1, 8, 32, 64)] == [4, 4, 1, 1]
+    assert policy.branches(64, 0, None) == 4
+    # What both models read: the draft in every step.
+    draft_reads, target_reads = (replace(MADE, **{name: replace(MADE.parts[name], read=1e-8)}) for name in ("draft", "target"))
+    assert [policy.branches(64, context, draft_reads) for context in (0, 1000, 1 << 20)] == [4, 4, 1]
+    assert [policy.branches(64, context, replace(drafts_long, target=target_reads.target)) for context in (0, 1 << 22)] == [1, 4]
+    crowd = [tree(EASY, 1)] * 32
+    lean, mixed = (Forecast(config, drafts_long).speed(crowd, [1] * 32, beside) for beside in (NOBODY, Beside(pair=1, pair_rows=1)))
+    assert lean > 1.1 * mixed
+
+
+def test_one_that_arrives_begins_as_suits_those_that_run():
+    policy = CostsDecide(CONFIGS[0])
+    assert policy.begin(tree(EASY), [], NOBODY, MADE) == 8
+    assert policy.begin(tree(EASY), [tree(EASY, 0)] * 128, NOBODY, MADE) == 0
+    assert policy.begin(tree(EASY), [tree(EASY, 2)] * 16, NOBODY, MADE) > 0
+    assert policy.begin(tree(EASY), [], NOBODY, None) is None and policy.change([tree(EASY, 0)], [], NOBODY, None) is None
+
+
+def test_those_that_wait_for_slots_alone_get_them():
+    """Of 16 slots, two requests may have all as long as nobody waits."""
+    policy, trees, waiting = CostsDecide(EngineConfig(block=8, max_slots=16)), [tree(EASY, 8)] * 2, [tree(EASY)] * 14
+    assert policy.change(trees, [], NOBODY, MADE) is None
+    assert policy.change(trees, waiting[:2], NOBODY, MADE) == [4, 4]
+    assert policy.change(trees, waiting, NOBODY, MADE) == [1, 1]
+    assert policy.change(trees, waiting, Beside(target=4, slots=4), MADE) == [0, 0]
+
+
+def test_a_crowd_runs_at_once_where_each_could_have_all_slots():
+    """Eight slots and twelve requests of eight rows: eight run side by side. Without costs they would run one after another."""
+    engine = local_engine(pair(), EngineConfig(block=3, max_slots=8))
+    engine.costs = made(round_overhead=0.0, target=(4e-3, 5e-4))
+    for i in range(12):
+        engine.submit(Request(str(i), (0, 1, 2), SamplingParams(method="exact", seed=i, max_tokens=30, ignore_eos=True)))
+    beside, found = [], {}
+    while not engine.idle:
+        found |= {output.answer.request_id: output.answer for output in engine.step() if output.answer}
+        beside.append(len(running(engine)))
+    assert_empty(engine)
+    assert max(beside) == 8 and len(beside) < 200
+    plain = [Request(name, (0, 1, 2), SamplingParams(method="target", seed=int(name), max_tokens=30, ignore_eos=True)) for name in found]
+    assert all(found[name].tokens == one.tokens for name, one in answers(engine, plain).items())
+
+
+@pytest.mark.parametrize("lookahead", [True, False])
+def test_tokens_a_round_are_those_of_the_chain_of_hits_and_misses(lookahead):
+    """Against a simulation of 10,000 rounds, which hang together: within ten standard errors of as many that do not."""
+    rng, block = np.random.default_rng(1), 5
+    for hazard, rows in ((0.3, 1), (0.3, 4), (2.0, 8), (0.01, 8)):
+        found = []
+        whole = True
+        for _ in range(10_000):
+            tries = block if whole or not lookahead else 1
+            right = rng.random(tries) > hazard / rows**WIDTH_GAIN
+            first = tries if right.all() else int(right.argmin())
+            found.append(min(first + 1, tries) if lookahead else first + 1)
+            whole = bool(right.all())
+        (mean,) = tokens_a_round(np.array([hazard]), np.array([[rows]]), block, lookahead)[0]
+        assert mean == pytest.approx(np.mean(found), abs=5 * np.std(found) / 50 + 1e-3)
+
+
+def test_a_hazard_is_found_whatever_the_rows_were():
+    """Of 0.2: by rounds of trees of 1 to 8 rows. It begins at what is known of others."""
+    rng = random.Random(2)
+    acceptance = Acceptance(0.999)
+    assert acceptance.hazard(0.7) == 0.7
+    for _ in range(4000):
+        rows = rng.choice((1, 2, 8))
+        first = next((i for i in range(6) if rng.random() < 0.2 / rows**WIDTH_GAIN), 6)
+        acceptance.count(min(first + 1, 6), first < 6, rows)
+    assert acceptance.hazard() == pytest.approx(0.2, rel=0.1)
+
+
+@pytest.mark.parametrize("form", ["lockstep", "lookahead"])
+def test_an_engine_follows_its_costs(form):
+    """One request has a tree. Among many the target decodes alone, and when these are gone the draft is back; answers stay the same."""
+    config = EngineConfig(form=form, block=3, max_slots=256)
+    engine = local_engine(pair(), config)
+    # The tiny pair is often wrong: drafting is worth it where it is nearly free.
+    engine.costs = made(round_overhead=0.0, draft=(1e-5, 0.0), target=(4e-3, 5e-4))
+    law = {"method": "exact", "ignore_eos": True}
+    crowd = [Request(str(i), (0, 1, i % 3), SamplingParams(seed=i, max_tokens=40, **law)) for i in range(30)]
+    engine.submit(Request("long", (0, 1, 2), SamplingParams(seed=99, max_tokens=120, **law)))
+    found, alone, step = {}, [], 0
+    while not engine.idle:
+        step += 1
+        for one in crowd if step == 12 else ():
+            engine.submit(one)
+        found |= {output.answer.request_id: output.answer for output in engine.step() if output.answer}
+        alone += [group.alone for group in running(engine) if group.id == "long"]
+    assert_empty(engine)
+    assert not alone[0] and any(alone) and not alone[-1] and sum(one != other for one, other in pairwise(alone)) == 2
+    law = {"method": "target", "max_tokens": 40, "ignore_eos": True}
+    plain = [replace(one, params=SamplingParams(seed=one.params.seed, **law)) for one in crowd]
+    assert all(found[name].tokens == one.tokens for name, one in answers(engine, plain).items())
+
+
+def test_a_draft_that_was_hopeless_is_tried_again(monkeypatch):
+    """What is known of it fades where nothing is learnt: here in tens of questions. Otherwise nothing would be drafted ever again."""
+    monkeypatch.setattr("smc.scheduler.tree_controller.FADE", 0.97)
+    engine = local_engine(pair(), EngineConfig(block=3, max_slots=64))
+    engine.costs = made()
+    acceptance, alone = engine.rounds_of(Method.EXACT).acceptance, []
+    acceptance.misses, acceptance.exposure = 900.0, 300.0
+    for seed in range(9):
+        engine.submit(Request("one", (0, 1, 2), SamplingParams(method="exact", seed=seed, max_tokens=50, ignore_eos=True)))
+        while not engine.idle:
+            engine.step()
+            alone += [group.alone for group in running(engine)]
+    assert alone[0] and sum(alone) > 50 and not all(alone)
+
+
+@pytest.mark.parametrize("tokens", [120, 9])
+def test_it_is_tried_again_after_as_many_steps_whoever_comes_and_goes(tokens):
+    """Where others come in every step, it is asked in every step."""
+
+    class Never(CostsDecide):
+        def begin(self, *_given):
+            return 0
+
+        def change(self, *_given):
+            return None
+
+    config = EngineConfig(block=3, max_slots=64)
+    engine = local_engine(pair(), config, trees=Never(config))
+    acceptance = engine.rounds_of(Method.EXACT).acceptance
+    acceptance.misses, acceptance.exposure = 900.0, 300.0
+    for step in range(80):
+        if step % 3 == 0 and len(running(engine)) < 3:
+            engine.submit(Request(f"{step}", (0, 1), SamplingParams(method="exact", max_tokens=tokens, ignore_eos=True)))
+        engine.step()
+    assert acceptance.exposure == pytest.approx(300 * FADE**80, rel=0.02)
+
+
+def test_an_engine_says_how_much_is_read():
+    """Of requests that a policy is asked about, and of others."""
+
+    class Listens(CostsDecide):
+        def change(self, trees, waiting, beside, costs):
+            asked.append((trees, beside))
+
+    asked = []
+    config = EngineConfig(block=3, max_slots=64)
+    engine = local_engine(pair(), config, trees=Listens(config))
+    for size, method in enumerate(("exact", "smc", "target", "exact"), start=3):
+        engine.submit(Request(f"{size}", (0, 1) * size, SamplingParams(method=method, seed=size, max_tokens=50, ignore_eos=True)))
+    seen = 0
+    for _ in range(20):
+        before = [group.context for group in running(engine)]
+        engine.step()
+        if asked and len(before) == 4:
+            (trees, beside), (one, smc, plain, other) = asked[0], before
+            assert [each.context for each in trees] == [one, other]
+            assert (beside.pair, beside.pair_context, beside.target, beside.target_context) == (1, smc, 1, plain)
+            seen = one - 2 * 3
+        asked.clear()
+    assert seen > 5
+
+
+def test_an_engine_drafts_where_much_is_read():
+    """By itself the target reads a context for every token of a block, and once for what a round of the pair brings."""
+    engine = local_engine(pair(), EngineConfig(block=3, max_slots=64))
+    free, target = Cost(Curve(((1, 1e-6), (512, 1e-6)))), Curve(((1, 4e-3), (512, 4e-3)))
+    engine.costs = Costs(free, Cost(target), Cost(Curve(((1, 1e-3), (512, 1e-3))), 4e-5), 0.0)
+    for size, alone in ((1, True), (33, False)):
+        engine.submit(Request("one", (0, 1, 2) * size, SamplingParams(method="exact", seed=9, max_tokens=10, ignore_eos=True)))
+        while not running(engine):
+            engine.step()
+        assert running(engine)[0].alone is alone
+        engine.abort("one")
+
+
+def test_of_a_crowd_that_comes_and_goes_the_draft_hears_nothing(monkeypatch):
+    """All begin at once, and one that ends makes room for the next. Nobody's prompt is run for what is not going to be drafted."""
+    engine, asked = local_engine(pair(), EngineConfig(block=3, max_slots=256, prefix_cache=False)), []
+    monkeypatch.setattr(engine.workers["draft"], "run_prompts", asked.append)
+    engine.costs, rng, seeds = made(round_overhead=0.0, draft=(1e-5, 0.0), target=(4e-3, 5e-4)), random.Random(3), itertools.count()
+    ended = count = 30
+    for _ in range(25):
+        for seed in itertools.islice(seeds, ended):
+            prompt, params = rng.choices(range(3), k=rng.randint(1, 30)), {"max_tokens": rng.randint(5, 40), "ignore_eos": True}
+            engine.submit(Request(str(seed), tuple(prompt), SamplingParams(method="exact", seed=seed, **params)))
+        ended = sum(output.answer is not None for output in engine.step())
+        assert all(group.alone for group in running(engine))
+    assert next(seeds) > 2 * count and not asked
+
+
+def test_a_crowd_after_a_crowd_is_asked_about_at_once():
+    """What was changed for others, who are gone, is nothing to wait for."""
+    engine = local_engine(pair(), EngineConfig(block=3, max_slots=256))
+    engine.costs = made(round_overhead=0.0, draft=(1e-5, 0.0), target=(4e-3, 5e-4))
+    for wave in range(3):
+        for i in range(30):
+            params = SamplingParams(method="exact", ignore_eos=True, seed=i, max_tokens=100)
+            engine.submit(Request(f"{wave} {i}", (0, 1, i % 3), params))
+        for _ in range(5):
+            engine.step()
+        assert len(running(engine)) == 30 and all(group.alone for group in running(engine)), wave
+        for group in running(engine):
+            engine.abort(group.id)
+    engine.step()
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("form", ["lockstep", "lookahead"])
+def test_a_crowd_that_comes_at_once_begins_with_small_trees(form):
+    """Each alone would have all rows. Its first round has as many as suit all, and nobody sits out one to come to have fewer."""
+    engine, asked = local_engine(pair(), EngineConfig(form=form, block=3, max_slots=256, prefill_chunk=16)), []
+    run = engine.pair.round
+    engine.pair.round = lambda plan: (asked.append(int(plan.size_G.sum())), run(plan))[1]
+    # More rows than one for each of them would take longer than they could bring.
+    engine.costs = made(draft=(1e-4, 0.0), target=(4e-3, 0.0), round_overhead=0.0)
+    count, most = 32, 256
+    steep = Cost(Curve(((1, 4e-3), (most, 4e-3), (2 * most, 1.0))))
+    engine.costs = replace(engine.costs, target=steep)
+    requests = [
+        Request(str(i), (0, 1, i % 3), SamplingParams(method="exact", particles=8, seed=i, max_tokens=20, ignore_eos=True))
+        for i in range(count)
+    ]
+    for one in requests:
+        engine.submit(one)
+    while len(running(engine)) < count:
+        engine.step()
+    before = [group.launched for group in running(engine)]
+    for _ in range(3):
+        engine.step()
+    assert [group.launched - begun for group, begun in zip(running(engine), before)] == [3] * count
+    assert asked and count <= max(asked) <= most // engine.config.target_tokens
+    found = {output.answer.request_id: output.answer for output in engine.run(()) if output.answer}
+    assert_empty(engine)
+    plain = [replace(one, params=SamplingParams(method="target", seed=one.params.seed, max_tokens=20, ignore_eos=True)) for one in requests]
+    assert {name: answer.tokens for name, answer in found.items()} == {name: one.tokens for name, one in answers(engine, plain).items()}

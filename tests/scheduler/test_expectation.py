@@ -1,0 +1,119 @@
+"""What requests are expected to hold: learnt from what running ones do hold, and kept in books that balance."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from smc.api.engine_config import EngineConfig
+from smc.local_engine import local_engine
+from smc.scheduler.engine import Engine
+from smc.scheduler.page_forecast import COUNT_EVERY, OWN_TOKENS
+from tests.scheduler.harness import assert_empty, request, running
+from tests.scheduler.lives import assert_same, live, pair, random_requests, small_engine, with_endless_memory
+from tests.scheduler.pairs import tiny_pair
+
+PROMPT, PARTICLES, ANSWER, COUNT = (0, 1, 2, 1) * 5, 6, 160, 24
+WHOLE = len(PROMPT) + PARTICLES * ANSWER
+"""Pages of a complete answer whose particles share nothing."""
+FORMS = [EngineConfig(form="lockstep", block=4), EngineConfig(block=4, branches=2)]
+LONG = [FORMS[0], pytest.param(FORMS[1], marks=pytest.mark.slow)]
+
+
+def engine_for(config: EngineConfig, pages: int) -> Engine:
+    small = EngineConfig(**{**vars(config), "max_slots": COUNT * PARTICLES, "pages": pages, "prefill_chunk": 100})
+    return local_engine(tiny_pair(max_context=len(PROMPT) + ANSWER), small)
+
+
+def asked(ess_threshold: float) -> list:
+    law = {"particles": PARTICLES, "max_tokens": ANSWER, "ignore_eos": True, "ess_threshold": ess_threshold}
+    return [request(PROMPT, str(i), seed=i, **law) for i in range(COUNT)]
+
+
+@pytest.mark.parametrize("config", LONG, ids=lambda c: c.form)
+def test_particles_that_share_nothing(config):
+    """A queue of requests, each of which is to hold a fifth of the pool: too many start, but once that is seen as many as there is room
+    for to their ends, and nobody has to give way any more."""
+    engine, preempted, at_once = engine_for(config, round(5.4 * WHOLE)), [], []
+    for one in asked(ess_threshold=0.0):
+        engine.submit(one)
+    while not engine.idle:
+        engine.step()
+        preempted.append(engine.take_stats().preemptions)
+        at_once.append(len(running(engine)))
+    assert_empty(engine)
+    assert engine.expectation.own_share > 0.95
+    half = len(at_once) // 2
+    assert max(at_once[:half]) * WHOLE > engine.memory.capacity["draft"] >= max(at_once[half:]) * WHOLE
+    assert max(at_once[half:]) >= 4, "room is left unused"
+    assert sum(preempted[half:]) <= 1 <= sum(preempted), (sum(preempted[:half]), sum(preempted[half:]))
+
+
+@pytest.mark.parametrize("config", LONG, ids=lambda c: c.form)
+def test_particles_that_share_nearly_all(config):
+    """Nothing is learnt that would keep requests waiting: as many run at once as before, and nobody gives way."""
+    engine, preempted, at_once = engine_for(config, round(5.4 * WHOLE)), 0, []
+    for one in asked(ess_threshold=1.0):
+        engine.submit(one)
+    while not engine.idle:
+        engine.step()
+        preempted += engine.take_stats().preemptions
+        at_once.append(len(running(engine)))
+    assert_empty(engine)
+    assert engine.expectation.own_share < 0.1 and preempted == 0
+    assert max(at_once[len(at_once) // 2 :]) >= 8
+
+
+@pytest.mark.parametrize(
+    ("config", "ahead"), [(FORMS[0], True), pytest.param(FORMS[1], False, marks=pytest.mark.slow)], ids=["lockstep", "lookahead"]
+)
+def test_grown_pages_are_those_of_running_particles(config, ahead, monkeypatch):
+    """The sum that is learnt from is what a walk over all particles finds, whatever has become of requests; the books are their sums."""
+    small = EngineConfig(**{**vars(config), "max_slots": 60, "pages": 440, "prefill_chunk": 24})
+    engine, seen = small_engine(small, monkeypatch, ahead=ahead, follows=True), []
+
+    def count(engine: Engine) -> None:
+        for side, ledger in engine.memory.ledgers.items():
+            pages = set()
+            for group in running(engine):
+                for slot in group.slots[: group.count] if side in group.decoding.sides else ():
+                    held = int(engine.slots.held_S[side][slot])
+                    pages.update(ledger.path(int(engine.slots.head_S[side][slot]), held)[group.prompt_size :].tolist())
+            assert ledger.num_grown == len(pages)
+            seen.append(len(pages))
+        assert bool(engine.registry.admitted) == any(engine.memory.expected.values())
+
+    requests = random_requests(60, random.Random(3))
+    lives = live(engine, requests, random.Random(4), submit=0.9, cancel=0.04, resize=0.3, interrupt=0.05, after_step=count)
+    assert max(seen) > 100 and lives.resized and all(lives.events[event] for event in ("preempted", "cached", "cancelled"))
+    assert_empty(engine)
+    assert not any(engine.memory.next_round.values()) and not any(ledger.num_grown for ledger in engine.memory.ledgers.values())
+
+
+def test_what_is_expected_follows_what_is_held():
+    """A request is first expected to share all but the end; as it runs on without sharing, its own books are corrected, and given back."""
+    engine = engine_for(FORMS[0], 4 * WHOLE)
+    engine.submit(asked(ess_threshold=0.0)[0])
+    before = engine.memory.expected["draft"]
+    assert len(PROMPT) + ANSWER + (PARTICLES - 1) * OWN_TOKENS <= before < WHOLE
+    for _ in range(2 * COUNT_EVERY):
+        engine.step()
+    # It may not hold more than all of it and two rounds.
+    assert before < WHOLE <= engine.memory.expected["draft"]
+    engine.abort("0")
+    engine.step()
+    assert_empty(engine)
+
+
+def test_an_answer_does_not_depend_on_what_has_been_learnt():
+    """The same requests, first and last of an engine's life."""
+    config = EngineConfig(form="lockstep", block=4, max_slots=60, pages=900)
+    engine = local_engine(pair(), config)
+    law = {"particles": 4, "max_tokens": 100, "ignore_eos": True, "ess_threshold": 0.0}
+    requests = [request((0, 1, 2), str(i), seed=i % 3, **law) for i in range(9)]
+    found = {output.request_id: output.answer for output in engine.run(requests) if output.answer}
+    assert engine.expectation.own_share > 0.9
+    expected = with_endless_memory(config, requests[:3])
+    for name, answer in found.items():
+        assert_same(answer, expected[str(int(name) % 3)])

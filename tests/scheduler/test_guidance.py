@@ -1,0 +1,257 @@
+"""Guidance: the law of every method is that of l_u + s (l_c - l_u), and companions go wherever their particles do."""
+
+from __future__ import annotations
+
+import collections
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from smc.api.engine_config import EngineConfig
+from smc.api.outputs import Answer
+from smc.api.request import Request
+from smc.api.sampling_params import SamplingParams
+from smc.executor.forward import StaticForward
+from smc.executor.messages import SIDES
+from smc.local_engine import local_engine
+from smc.scheduler.engine import Engine
+from tests.scheduler.harness import FORMS, TokenLedger, answers, assert_empty, check_kv, config_id, request, running
+from tests.scheduler.lives import assert_same, guided, live, random_requests, small_engine, with_endless_memory
+from tests.scheduler.pairs import exact_law, law_of, next_log_probs, tiny_pair, total_variation
+
+PROMPT, NEGATIVE, SCALE, EOS = (0, 1, 2), (2, 1, 1, 0, 2), 2.5, 3
+EVERY = [
+    {"method": "target"},
+    {"method": "exact", "particles": 3},
+    {"method": "exact", "particles": 2, "verification": "rejection"},
+    {"particles": 3, "population": "distinct"},
+    {"particles": 3, "population": "independent"},
+]
+DRAFTED = [{"guide_draft": True} | how for how in EVERY[1:]]
+ENDS = [FORMS[0], FORMS[2]]
+SHORT = EngineConfig(block=1, branches=3)
+SLOW = pytest.mark.slow
+
+
+def asked(request_id: str = "r", negative: tuple[int, ...] | None = NEGATIVE, prompt: tuple[int, ...] = PROMPT, **params) -> Request:
+    return replace(request(prompt, request_id, **({"guidance_scale": SCALE} | params)), negative_prompt=negative)
+
+
+def log_law(answer: tuple[int, ...], temperature: float, top_k: int, negative: tuple[int, ...] = NEGATIVE) -> torch.Tensor:
+    """log p [V] after an answer, by the formula in float64, from passes over whole texts."""
+    own, theirs = (next_log_probs(tiny_pair().target, (*prompt, *answer)) for prompt in (PROMPT, negative))
+    law = torch.log_softmax((theirs + SCALE * (own - theirs)) / temperature, -1)
+    return torch.log_softmax(law.where(law >= law.topk(top_k).values[-1], -torch.inf), -1)
+
+
+@pytest.mark.parametrize("config", ENDS, ids=config_id)
+def test_every_method_weighs_by_the_formula(config):
+    """Temperature and truncation come after it. Beside each other, in rounds of all kinds, and beside who is not guided."""
+    law = {"temperature": 0.8, "top_k": 3, "max_tokens": 12, "ignore_eos": True, "logprobs": True}
+    requests = [asked(f"{i} {seed}", seed=seed, **law, **how) for i, how in enumerate(EVERY + DRAFTED) for seed in range(3)]
+    company = [request((2, 0), f"beside {i}", seed=i, max_tokens=12, **how) for i, how in enumerate(EVERY)]
+    found = answers(local_engine(tiny_pair(), config), [*requests, *company])
+    for one in requests:
+        answer = found[one.request_id]
+        expected = [log_law(answer.tokens[:t], 0.8, 3)[token].item() for t, token in enumerate(answer.tokens)]
+        assert answer.logprobs == pytest.approx(expected, abs=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("config", "guide_draft"),
+    [
+        pytest.param(ENDS[0], False, marks=SLOW),
+        (ENDS[1], True),
+    ],
+    ids=["lockstep", "ahead, draft guided"],
+)
+def test_answers_follow_the_guided_law(config, guide_draft):
+    """Whether the draft is guided or not. Enumerated. 400 answers of plain decoding, and of rejection, whose distance to it is sampling
+    noise, 0.16; without guidance it is above 0.25. Of SMC E[Z-hat] = 1, at 4.5 standard errors in four cases (one false alarm in 30,000
+    choices of seeds), and many particles are as near."""
+    law = law_of(lambda prefix: log_law(prefix, 1.0, 4).tolist(), 4, EOS)
+    plain = exact_law(tiny_pair().target, PROMPT, 4, EOS)
+    assert sum(abs(law[answer] - plain[answer]) for answer in law) / 2 > 0.25
+
+    def population(count: int, **params) -> list[Answer]:
+        params |= {} if "method" in params and params["method"] == "target" else {"guide_draft": guide_draft}
+        engine = local_engine(tiny_pair(), replace(config, max_slots=1024, pages=40_000))
+        return list(answers(engine, [asked(str(seed), seed=seed, max_tokens=4, **params) for seed in range(count)]).values())
+
+    def distance(found: list[Answer]) -> float:
+        return total_variation(law, collections.Counter(answer.tokens for answer in found), len(found))
+
+    assert distance(population(400, method="target")) < 0.2
+    assert distance(population(400, method="exact", verification="rejection", particles=2)) < 0.2
+    for how in ({"population": "distinct"}, {"population": "independent", "ess_threshold": 1.0}):
+        z = [math.exp(answer.statistics.log_z) for answer in population(400, particles=4, **how)]
+        mean = sum(z) / len(z)
+        error = (sum((x - mean) ** 2 for x in z) / len(z) ** 2) ** 0.5
+        assert abs(mean - 1) < 4.5 * error and error < 0.15
+    assert distance(population(300, particles=16, population="distinct")) < 0.22
+
+
+@pytest.mark.parametrize("config", [*ENDS, pytest.param(SHORT, marks=SLOW)], ids=config_id)
+def test_exact_decoding_is_plain_decoding_seed_by_seed(config):
+    """Of truncated laws, too, with trees of several sizes, their draft guided or not, whatever runs beside them; and it is not what it is
+    without guidance."""
+    rng = random.Random(config.block)
+    more = ({}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.2}, {"stop": ("ab", "cca")})
+    laws = [{"seed": i, "max_tokens": rng.randint(1, 25), "guidance_scale": rng.choice((1.5, 4.0))} | rng.choice(more) for i in range(16)]
+    laws = [law | {"temperature": rng.choice((0.0, 0.7, 1.0, 1.5))} for law in laws]
+    begins = [(tuple(rng.randrange(4) for _ in range(rng.randint(1, 8))), rng.choice((None, NEGATIVE, (0,) * 12))) for _ in laws]
+    particles = rng.choice((1, 4, 7))
+    plain, exact = (
+        [asked(str(i), negative, prompt, **how(i), **law) for i, (law, (prompt, negative)) in enumerate(zip(laws, begins))]
+        for how in (lambda _: {"method": "target"}, lambda i: {"method": "exact", "particles": particles, "guide_draft": i % 3 > 0})
+    )
+    company = [request((1, 2), f"beside {i}", seed=i, max_tokens=9, **how) for i, how in enumerate(EVERY)]
+    expected, found = answers(local_engine(tiny_pair(), config), plain), answers(local_engine(tiny_pair(), config), exact + company)
+    unguided = [replace(one, params=replace(one.params, guidance_scale=1), negative_prompt=None) for one in plain]
+    others = answers(local_engine(tiny_pair(), config), unguided)
+    for request_id, one in expected.items():
+        other = found[request_id]
+        assert (other.tokens, other.text, other.finish_reason) == (one.tokens, one.text, one.finish_reason)
+    assert any(others[request_id].tokens != one.tokens for request_id, one in expected.items())
+
+
+@pytest.mark.parametrize("config", ENDS, ids=config_id)
+def test_a_scale_of_1_is_no_guidance_and_costs_no_companion(config):
+    requests = [request(request_id=str(i), seed=i, max_tokens=15, logprobs=True, **how) for i, how in enumerate(EVERY)]
+    without, plans = local_engine(tiny_pair(), config), []
+    expected = answers(without, requests)
+    engine = local_engine(tiny_pair(), config)
+    asks = engine.pair.round
+    engine.pair.round = lambda plan: plans.append(plan) or asks(plan)
+    found = answers(engine, [replace(one, params=replace(one.params, guidance_scale=1.0)) for one in requests])
+    for request_id, one in expected.items():
+        other = found[request_id]
+        assert (other.tokens, other.logprobs, other.statistics) == (one.tokens, one.logprobs, one.statistics)
+    assert plans and all(plan.companions_at(side) is None for plan in plans for side in SIDES)
+
+
+@pytest.mark.parametrize("config", ENDS, ids=config_id)
+def test_a_round_pays_for_what_is_guided(config, monkeypatch):
+    """Of 5 guided particles of two requests beside 12 others: rows for 5 more at the target, padded to 8, and of one request alone for its
+    own; never for more than the round has places. At the draft F for each of the 2 whose request asks for it."""
+    engine = local_engine(tiny_pair(), config)
+    asks, runs, found = engine.pair.round, StaticForward.__call__, []
+
+    def counting(self, tokens_T, rows):
+        plan, more = found[-1]
+        side = next(side for side in SIDES if self is engine.pair.sides[side]._forward)
+        # Pending tokens are run from the tables, of a row a place; what is drafted is not.
+        width = plan.branches if side == "draft" and rows.tail_RB is not None else 1
+        more[side].append((len(rows.slot_R) - width * len(plan.slot_A)) / width)
+        return runs(self, tokens_T, rows)
+
+    monkeypatch.setattr(StaticForward, "__call__", counting)
+    engine.pair.round = lambda plan: found.append((plan, {side: [] for side in SIDES})) or asks(plan)
+    law = {"ignore_eos": True, "population": "independent"}
+    requests = [asked("0", particles=3, max_tokens=16, **law), asked("1", particles=2, max_tokens=40, guide_draft=True, **law)]
+    company = [request((2, 0), f"beside {i}", seed=i, max_tokens=28, particles=4, **law) for i in range(3)]
+    answers(engine, [company[0], requests[0], *company[1:], requests[1]])
+    assert all(len(set(more[side])) == 1 for _, more in found for side in SIDES)
+    counts = {(int((plan.slot_A < engine.config.max_slots).sum()), *(more[side][0] for side in SIDES)) for plan, more in found}
+    assert counts == {(17, 2, 8), (14, 2, 2), (2, 2, 2)}
+
+
+@pytest.mark.parametrize("config", [pytest.param(ENDS[0], marks=SLOW), ENDS[1]], ids=config_id)
+def test_answers_do_not_depend_on_company_or_chunks(config):
+    """Alone, in prompts' passes of one token each, after a cached negative prompt: the same. A pair's last tokens are run in one pass."""
+    requests = [asked(str(i), (1, 0) * 20, seed=i, max_tokens=12, logprobs=True, **how) for i, how in enumerate(EVERY + DRAFTED)]
+    together = answers(local_engine(tiny_pair(), config), requests)
+    engine = local_engine(tiny_pair(), config)
+    alone = {one.request_id: answers_of_one(engine, one) for one in requests}
+    drawn, chunked = [], local_engine(tiny_pair(), replace(config, prefill_chunk=1))
+    runs = chunked.workers["target"].run_prompts
+    chunked.workers["target"].run_prompts = lambda batch: drawn.append(batch) or runs(batch)
+    for request_id, one in together.items():
+        assert_same(alone[request_id], one)
+    for request_id, one in answers(chunked, requests).items():
+        assert_same(one, together[request_id])
+    assert all((len(batch.starts_R) == 2 * len(batch.draws.seed_R)) for batch in drawn if batch.draws is not None)
+    assert sum(batch.draws is None for batch in drawn) > 30
+
+
+def answers_of_one(engine: Engine, one: Request) -> Answer:
+    """In an engine whose prefix cache stays: only the first has to run the negative prompt, and the first that guides its draft there."""
+    done = next(output.answer for output in engine.run([one]) if output.answer)
+    hits = {side: cache.take_counts()[1] for side, cache in engine.memory.caches.items()}
+    assert hits == {"target": 32 * (one.request_id != "0"), "draft": 32 * (int(one.request_id) > len(EVERY))}
+    return done
+
+
+@pytest.mark.parametrize(("config", "ahead"), [pytest.param(ENDS[0], False, marks=SLOW), (ENDS[1], True)], ids=["lockstep", "ahead"])
+def test_companions_live_as_their_particles_do(config, ahead, monkeypatch):
+    """In pools too small for all: preempted, resized, cancelled, out of time; keys and values are right after every step, all pages are
+    free afterwards, and who has been left alone answers as with endless memory."""
+    rng, clock = random.Random(5), iter(range(1 << 30))
+    small = replace(config, max_slots=60, pages=800, prefill_chunk=24)
+    requests = guided(random_requests(45, rng, longest=30, budgets=True), rng)
+    engine = small_engine(small, monkeypatch, ahead=ahead, clock=lambda: float(next(clock)))
+    written, seen = {side: TokenLedger(engine, side) for side in SIDES}, []
+    chances = {"submit": 0.9, "cancel": 0.04, "resize": 0.8}
+    lives = live(engine, requests, rng, **chances, after_step=lambda engine: seen.append(check_kv(engine, written)))
+    assert_empty(engine)
+    assert (engine.slots.companion_S < 0).all() and sum(seen) > 500
+    missing = [event for event in ("cached", "preempted", "made smaller", "grown", "cancelled") if not lives.events[event]]
+    assert not missing, f"never happened: {missing}, of {lives.events}"
+    untouched = [one for one in requests if lives.untouched(one.request_id)]
+    assert sum(one.params.guided for one in untouched) > 8
+    expected = with_endless_memory(small, untouched)
+    for one in untouched:
+        assert_same(lives.final[one.request_id], expected[one.request_id])
+
+
+@pytest.mark.parametrize("guide_draft", [False, True])
+@pytest.mark.parametrize("config", ENDS, ids=config_id)
+def test_exact_decoding_goes_alone_and_comes_back_with_its_companion(config, guide_draft):
+    law = {"seed": 4, "max_tokens": 40, "ignore_eos": True}
+    expected = answers(local_engine(tiny_pair(), config), [asked(method="target", **law)])["r"]
+    engine = local_engine(tiny_pair(), config)
+    written = {side: TokenLedger(engine, side) for side in SIDES}
+    engine.submit(asked(method="exact", particles=4, guide_draft=guide_draft, **law))
+    changes = {3: engine.changes.go_alone, 7: engine.changes.rejoin, 12: engine.changes.go_alone}
+    steps = 0
+    while not engine.idle:
+        outputs, steps = engine.step(), steps + 1
+        for group in running(engine):
+            changes.get(steps, lambda _: None)(group)
+        check_kv(engine, written)
+    assert outputs[-1].answer.tokens == expected.tokens and outputs[-1].answer.statistics.alone_rounds > 0
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"guidance_scale": 0.9}, r"guidance_scale=0.9; allowed: 1 to 1000 \(1 = none\)"),
+        ({"guidance_scale": math.inf}, "guidance_scale=inf; allowed: 1 to 1000"),
+        ({"guidance_scale": math.nan}, "guidance_scale=nan; allowed: 1 to 1000"),
+        ({"guidance_scale": True}, "guidance_scale=True; allowed: 1 to 1000"),
+        ({"method": "draft"}, "guidance_scale=2.5 has no effect with method='draft'"),
+        ({"guidance_scale": 1}, "negative_prompt has no effect with guidance_scale=1"),
+        ({"guidance_scale": 1, "negative": None, "guide_draft": True}, "guide_draft=True has no effect with guidance_scale=1; give a"),
+        ({"method": "target", "guide_draft": True}, "guide_draft=True has no effect with method='target', where nothing is drafted"),
+        ({"guide_draft": 1}, "guide_draft=1; allowed: true, false"),
+        ({"negative": ()}, "negative_prompt is empty"),
+        ({"negative": (0,) * 40}, "negative_prompt has 40 tokens, and max_tokens=30 after them exceeds the context of 64"),
+        ({"negative": (0, 9)}, r"negative_prompt contains token id 9; allowed: 0\.\.3"),
+        ({"particles": 40}, "particles=40; this engine has max_slots=64, and a guided one takes two for each"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused_by_name(given, says):
+    with pytest.raises(ValueError, match=says):
+        local_engine(tiny_pair(), FORMS[2]).submit(asked(**({"max_tokens": 30} | given)))
+
+
+def test_the_longest_answer_leaves_room_for_the_negative_prompt():
+    from smc.scheduler.admission import longest_answer
+
+    params = SamplingParams(guidance_scale=2)
+    assert longest_answer(params, FORMS[2], {}, 64, 10, negative=40) == 24

@@ -1,0 +1,42 @@
+"""KV is what the particles' own tokens would give, whatever a request has been through."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from smc.api.engine_config import EngineConfig
+from smc.executor.messages import SIDES
+from tests.scheduler.harness import TokenLedger, assert_empty, check_kv, config_id
+from tests.scheduler.lives import live, random_requests, small_engine
+
+SMALL = {"max_slots": 60, "pages": 440, "prefill_chunk": 24}
+CONFIG = EngineConfig(block=3, branches=2, **SMALL)
+OTHERS = [(CONFIG, False), (EngineConfig(form="lockstep", block=3, **SMALL), True), (EngineConfig(block=1, **SMALL), True)]
+EVENTS = ("cached", "preempted", "made smaller", "grown", "cancelled")
+
+
+@pytest.mark.parametrize(
+    ("config", "ahead"),
+    [(CONFIG, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)],
+    ids=lambda value: config_id(value) if isinstance(value, EngineConfig) else str(value),
+)
+def test_slots_hold_the_tokens_of_their_particles(config, ahead, monkeypatch):
+    """After every step: cache hits, starting over, shrinking, growing and cancelled neighbours, both methods of plain decoding too."""
+    rng = random.Random(3)
+    engine = small_engine(config, monkeypatch, ahead=ahead)
+    written, seen = {side: TokenLedger(engine, side) for side in SIDES}, []
+    lives = live(
+        engine,
+        random_requests(60, rng),
+        rng,
+        submit=0.9,
+        cancel=0.04,
+        resize=0.7,
+        after_step=lambda engine: seen.append(check_kv(engine, written)),
+    )
+    assert_empty(engine)
+    assert sum(seen) > 1000
+    assert not [event for event in EVENTS if not lives.events[event]], lives.events
+    assert bool(lives.events["pipelined"]) == ahead

@@ -1,0 +1,54 @@
+"""Hundreds of random lives in pools too small for all: nothing is lost, nothing leaks, and nobody's answer depends on it."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from smc.api.engine_config import EngineConfig
+from tests.scheduler.harness import assert_empty
+from tests.scheduler.lives import assert_same, live, random_requests, small_engine, with_endless_memory
+
+CONFIGS = [
+    EngineConfig(form="lockstep", block=3, max_slots=60, pages=440, prefill_chunk=24, max_queue=6),
+    EngineConfig(form="lookahead", block=3, branches=2, max_slots=60, pages=440, prefill_chunk=24, max_queue=6),
+    EngineConfig(form="lockstep", block=2, cohorts=2, max_slots=60, pages=440, prefill_chunk=24, max_queue=6),
+    EngineConfig(form="lookahead", block=2, branches=4, cohorts=2, max_slots=60, pages=440, prefill_chunk=24, max_queue=6),
+]
+EVENTS = (
+    *("queue full", "cached", "preempted", "taken up again", "shrunk", "made smaller", "grown"),
+    *("cancelled", "time_budget", "queue_time", "eos", "length", "stop_string"),
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "ahead", "count"),
+    [
+        pytest.param(CONFIGS[1], False, 100, marks=pytest.mark.slow),
+        pytest.param(CONFIGS[2], True, 100, marks=pytest.mark.slow),
+        (CONFIGS[3], True, 90),
+    ],
+)
+def test_random_lives(config, ahead, count, monkeypatch):
+    """Everything that can happen to a request happens; the rest of them answer as with endless memory."""
+    compared, events = check_lives(config, ahead, monkeypatch, count)
+    missing = [event for event in EVENTS if not events[event]]
+    assert not missing, f"never happened: {missing}, of {events}"
+    assert compared > 0.4 * count
+
+
+def check_lives(config: EngineConfig, ahead: bool, monkeypatch: pytest.MonkeyPatch, count: int) -> tuple[int, Counter]:
+    """How many answers were compared, and what happened."""
+    rng, clock = random.Random(config.block + 10 * ahead), iter(range(1 << 30))
+    requests = random_requests(count, rng, budgets=True)
+    engine = small_engine(config, monkeypatch, ahead=ahead, clock=lambda: float(next(clock)))
+    lives = live(engine, requests, rng, submit=0.9, cancel=0.04, resize=0.5, after_step=lambda engine: engine.memory.check())
+    assert_empty(engine)
+    assert not any(engine.memory.leaked().values()) and not engine.starts.stops.used
+    untouched = [request for request in requests if lives.untouched(request.request_id)]
+    expected = with_endless_memory(config, untouched)
+    for request in untouched:
+        assert_same(lives.final[request.request_id], expected[request.request_id])
+    return len(untouched), lives.events

@@ -1,0 +1,74 @@
+"""The log-probabilities reported with an answer are those of its tokens under the target law, recomputed from the tokens alone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from smc.api.engine_config import EngineConfig
+from smc.api.sampling_params import SamplingParams
+from smc.local_engine import local_engine
+from tests.scheduler.harness import CASES, FORMS, answer, answers, config_id, request
+from tests.scheduler.pairs import next_log_probs, tiny_pair
+
+PROMPT = (0, 1, 2)
+
+
+def recomputed(tokens: tuple[int, ...], temperature: float = 1.0, top_k: int = 0) -> list[float]:
+    found = []
+    for i, token in enumerate(tokens):
+        log_p = next_log_probs(tiny_pair().target, (*PROMPT, *tokens[:i]), temperature)
+        if top_k:
+            log_p = torch.where(log_p >= log_p.topk(top_k).values[-1], log_p, -torch.inf).log_softmax(-1)
+        found.append(log_p[token].item())
+    return found
+
+
+@pytest.mark.parametrize("config", CASES, ids=config_id)
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"particles": 6, "ess_threshold": 1.0},
+        {"particles": 4, "temperature": 0.7, "top_k": 2, "ess_threshold": 0.9},
+        {"particles": 3, "alpha": 1.5},
+        {"particles": 1},
+        {"method": "target", "temperature": 0.7},
+    ],
+    ids=str,
+)
+def test_equal_to_recomputation(config, params):
+    for seed in range(3):
+        a = answer(tiny_pair(), config, seed=seed, max_tokens=15, ignore_eos=seed > 0, logprobs=True, **params)
+        expected = recomputed(a.tokens, params.get("temperature", 1.0), params.get("top_k", 0))
+        assert a.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_what_is_not_weighed_yet_is_nan():
+    """A look-ahead answer that its time budget cuts off may have been streamed further than the target has come."""
+    now = [0.0]
+    engine = local_engine(tiny_pair(), EngineConfig(block=8, branches=2), clock=lambda: now[0])
+    engine.submit(request(particles=1, seed=1, max_tokens=40, ignore_eos=True, logprobs=True, time_budget=1.0))
+    for _ in range(2):  # the prompt, and a round
+        engine.step()
+    now[0] = 2.0
+    a = engine.step()[-1].answer
+    assert len(a.tokens) == len(a.logprobs) > 2
+    assert a.logprobs[:2] == pytest.approx(recomputed(a.tokens[:2]), abs=1e-4)
+    assert all(math.isnan(logprob) for logprob in a.logprobs[2:])
+
+
+def test_only_for_those_who_ask():
+    """Slots are used again: what an earlier request left there is not reported."""
+    engine = local_engine(tiny_pair(), FORMS[2])
+    asked = request(request_id="asked", particles=4, seed=1, max_tokens=9, ignore_eos=True, logprobs=True)
+    quiet = request(request_id="quiet", particles=4, seed=1, max_tokens=9, ignore_eos=True)
+    first = answers(engine, [asked, quiet])
+    assert first["quiet"].logprobs is None and first["asked"].tokens == first["quiet"].tokens
+    assert answers(engine, [asked])["asked"].logprobs == pytest.approx(first["asked"].logprobs, abs=1e-5)
+
+
+def test_the_draft_alone_has_none():
+    with pytest.raises(ValueError, match="logprobs=True has no effect with method='draft'"):
+        SamplingParams(method="draft", logprobs=True)

@@ -1,0 +1,58 @@
+"""Whole requests past every size at which something changes: positions read another way, blocks, buckets of places, pages used again."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from smc.api.engine_config import EngineConfig
+from smc.api.request import Request
+from smc.api.sampling_params import SamplingParams
+from smc.executor.model_runner import Parts
+from smc.executor.plan import SHORT, SHORT_SINGLE, Contexts
+from smc.local_engine import local_engine
+from tests.scheduler.harness import Padding, answers
+from tests.scheduler.lives import assert_same
+from tests.scheduler.pairs import tiny_pair
+
+CONTEXT = 700
+
+
+def past_short() -> list[Request]:
+    """They begin on either side of the border, and some particles end long before others, or before it."""
+    rng, asked = random.Random(1), []
+    laws = [
+        {"particles": 5, "ess_threshold": 0.3, "stop": ("ababab", "cccc"), "logprobs": True},
+        {"particles": 3, "ess_threshold": 0.0, "stop_token_ids": (3,)},
+        {"method": "target"},
+        {"particles": 9, "ess_threshold": 1.0, "alpha": 1.2},
+    ]
+    for i, size in enumerate((SHORT - 45, SHORT - 20, SHORT_SINGLE - 12, SHORT - 1, SHORT + 5, 40)):
+        law = laws[i % len(laws)]
+        prompt = tuple(rng.randrange(3) for _ in range(size))
+        asked.append(Request(str(i), prompt, SamplingParams(seed=i, max_tokens=50, ignore_eos="stop_token_ids" not in law, **law)))
+    return asked
+
+
+FORMS = [pytest.param(EngineConfig(form="lockstep", block=4), marks=pytest.mark.slow), EngineConfig(block=4, branches=3)]
+
+
+@pytest.mark.parametrize("config", FORMS, ids=lambda c: c.form)
+def test_past_short_rows(config, monkeypatch):
+    """Together, in chunks, ahead, in cohorts and in pages that were used before: as each alone."""
+    made, asked = tiny_pair(max_context=CONTEXT), past_short()
+    expected = {one.request_id: answers(local_engine(made, config), [one])[one.request_id] for one in asked}
+    lengths = {len(one.prompt) + len(expected[one.request_id].tokens) > SHORT for one in asked}
+    assert lengths == {True, False}
+    monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: Parts(stages=Padding))
+    engine = local_engine(made, replace(config, cohorts=2, prefill_chunk=100, pages=1900, max_slots=24))
+    shapes, run = set(), engine.pair.round
+    engine.pair.round = lambda plan: (shapes.add((plan.program, plan.contexts, len(plan.slot_A))), run(plan))[1]
+    for again in range(2):
+        found = answers(engine, [replace(one, request_id=f"{again}-{one.request_id}") for one in asked])
+        for one in asked:
+            assert_same(found[f"{again}-{one.request_id}"], expected[one.request_id])
+    assert {contexts for _, contexts, _ in shapes} == set(Contexts)
+    assert len({places for _, _, places in shapes}) > 3, "few sizes of batches were seen"

@@ -1,0 +1,123 @@
+"""All particles of an answer: what it was drawn from, with weights that are right, against exact enumeration."""
+
+from __future__ import annotations
+
+import collections
+import math
+
+import pytest
+
+from smc.api.engine_config import EngineConfig
+from smc.api.outputs import Answer, FinishReason
+from smc.api.request import Request
+from smc.api.sampling_params import SamplingParams
+from smc.local_engine import local_engine
+from smc.model.decoder import Decoder
+from tests.scheduler.harness import CASES, FORMS, answer, answers, assert_empty, config_id, request
+from tests.scheduler.pairs import exact_law, next_log_probs, tiny_pair
+
+PROMPT = (0, 1, 2)
+LENGTH = 5
+EOS = 3
+LOCKSTEP = EngineConfig(form="lockstep", block=2, max_slots=2048, pages=40_000)
+
+
+def votes(found: Answer) -> dict[tuple[int, ...], float]:
+    """Weight of every different answer."""
+    weights = collections.defaultdict(float)
+    for particle in found.particles:
+        weights[particle.tokens] += particle.weight
+    return weights
+
+
+@pytest.mark.parametrize("population", ["distinct", "independent"])
+@pytest.mark.parametrize("config", CASES, ids=config_id)
+def test_the_answer_was_drawn_from_them(config, population):
+    """Weights sum to 1; each particle ended for a reason of its own; nothing changes for those who do not ask."""
+    for seed in range(4):
+        settings = {"seed": seed, "particles": 6, "max_tokens": 12, "population": population, "stop": ("abc",), "temperature": 2.0}
+        found = answer(tiny_pair(), config, return_particles=True, **settings)
+        assert sum(particle.weight for particle in found.particles) == pytest.approx(1)
+        (drawn, *_) = (particle for particle in found.particles if particle.tokens == found.tokens)
+        assert (drawn.text, drawn.finish_reason) == (found.text, found.finish_reason) and votes(found)[found.tokens] > 0
+        for particle in found.particles:
+            full = len(particle.tokens) == 12
+            assert (particle.tokens[-1] == EOS, full) != (False, False) or particle.finish_reason is FinishReason.STOP_STRING
+            assert (particle.finish_reason is FinishReason.EOS) == (particle.tokens[-1] == EOS)
+        quiet = answer(tiny_pair(), config, **settings)
+        assert quiet.particles is None and quiet.tokens == found.tokens
+        if population == "independent":
+            assert len(found.particles) == 6
+        else:
+            assert all(particle.weight > 0 for particle in found.particles) and len(votes(found)) == len(found.particles)
+
+
+def test_weights_are_those_of_the_two_laws():
+    """Without resampling, recomputed: of five tokens the target draws the first and, after two of the draft's, the fourth."""
+    pair = tiny_pair()
+
+    def log_p(model: Decoder, tokens: tuple[int, ...], index: int) -> float:
+        return next_log_probs(model, (*PROMPT, *tokens[:index]))[tokens[index]].item()
+
+    def log_weight(tokens: tuple[int, ...]) -> float:
+        drafted = [index for index in (1, 2, 4) if index < len(tokens)]
+        return sum(log_p(pair.target, tokens, index) - log_p(pair.draft, tokens, index) for index in drafted)
+
+    for seed in range(5):
+        params = {"seed": seed, "particles": 6, "max_tokens": LENGTH, "ess_threshold": 0.0}
+        found = answer(pair, LOCKSTEP, return_particles=True, **params)
+        expected = [math.exp(log_weight(particle.tokens)) for particle in found.particles]
+        assert [particle.weight for particle in found.particles] == pytest.approx([weight / sum(expected) for weight in expected], abs=1e-4)
+        assert found.statistics.log_z == pytest.approx(math.log(sum(expected) / 6), abs=1e-4)
+        assert min(expected) < 0.8 * max(expected), "weights are all the same"
+
+
+@pytest.mark.parametrize("law", [{"population": "distinct"}, {"ess_threshold": 0.7}], ids=str)
+def test_votes_are_properly_weighted(law):
+    """E[Z-hat * vote] is the target's own probability, of every answer that has one worth a test. About 40 comparisons at 5 standard
+    errors in all: one false alarm in about 40,000 choices of seeds."""
+    engine = local_engine(tiny_pair(), LOCKSTEP)
+    settings = {"particles": 4, "max_tokens": LENGTH, "return_particles": True, **law}
+    asked = (Request(str(seed), PROMPT, SamplingParams(seed=seed, **settings)) for seed in range(600))
+    found = [output.answer for output in engine.run(asked) if output.answer]
+    assert_empty(engine)
+    exact = exact_law(tiny_pair().target, PROMPT, LENGTH, EOS)
+    likely = {tokens: p for tokens, p in exact.items() if p > 0.015}
+    assert len(likely) > 5
+    for tokens, p in likely.items():
+        values = [math.exp(a.statistics.log_z) * votes(a)[tokens] for a in found]
+        mean = sum(values) / len(values)
+        error = (sum((x - mean) ** 2 for x in values) / len(values) ** 2) ** 0.5
+        assert abs(mean - p) < 5 * error, tokens
+    # A vote says more than a draw: over requests it varies less around the same law.
+    drawn = collections.Counter(a.tokens for a in found)
+    voted = collections.Counter()
+    for a in found:
+        voted.update(votes(a))
+    near, far = (sum(abs(counts[tokens] / len(found) - p) for tokens, p in exact.items()) for counts in (voted, drawn))
+    assert near < far
+
+
+@pytest.mark.parametrize("method", ["exact", "target", "draft"])
+def test_a_method_without_particles_has_its_answer(method):
+    found = answer(tiny_pair(), FORMS[2], method=method, seed=1, max_tokens=9, return_particles=True)
+    (only,) = found.particles
+    assert (only.tokens, only.text, only.finish_reason, only.weight) == (found.tokens, found.text, found.finish_reason, 1.0)
+
+
+@pytest.mark.parametrize("settings", [{"population": "distinct"}, {"population": "independent"}, {"method": "exact"}], ids=str)
+def test_out_of_time(settings):
+    """As far as they have been weighed; nothing where nothing was decoded."""
+    now = [0.0]
+    engine = local_engine(tiny_pair(), EngineConfig(block=8, branches=2), clock=lambda: now[0])
+    asked = request(particles=4, seed=1, max_tokens=40, ignore_eos=True, return_particles=True, time_budget=1.0, **settings)
+    engine.submit(asked)
+    for _ in range(3):
+        engine.step()
+    now[0] = 2.0
+    found = engine.step()[-1].answer
+    assert found.finish_reason is FinishReason.TIME_BUDGET
+    assert sum(particle.weight for particle in found.particles) == pytest.approx(1)
+    assert found.tokens in votes(found) and {particle.finish_reason for particle in found.particles} == {FinishReason.TIME_BUDGET}
+    late = answers(engine, [Request("late", PROMPT, asked.params, waited=3.0)])["late"]
+    assert (late.tokens, late.particles) == ((), ())

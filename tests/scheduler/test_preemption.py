@@ -1,0 +1,177 @@
+"""Requests that give up their memory to older ones: they go on later as if nothing had been, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+
+from smc.api.engine_config import EngineConfig
+from smc.api.outputs import FinishReason
+from smc.api.request import Request
+from smc.api.sampling_params import SamplingParams
+from smc.executor.plan import Program
+from smc.scheduler.engine import Engine
+from smc.scheduler.sequence_group import Phase
+from tests.scheduler.harness import CASES, FORMS, answers, assert_empty, config_id, request, running
+from tests.scheduler.lives import assert_same, live, small_engine, with_endless_memory
+
+PAGES = 300
+FREE = {"ess_threshold": 0.0, "ignore_eos": True, "logprobs": True, "max_tokens": 60}
+LAWS = [
+    {"particles": 2},
+    {"particles": 3, "stop": ("abcab", "ccac"), "ess_threshold": 0.4},
+    {"particles": 2, "alpha": 1.4},
+    {"particles": 3, "top_p": 0.8, "temperature": 1.3, "ess_threshold": 0.6},
+    {"particles": 1, "draft_temperature": 1.2},
+]
+
+
+def hungry(count: int, **more) -> list[Request]:
+    rng = random.Random(5)
+    return [
+        Request(str(i), tuple(rng.randrange(3) for _ in range(12 + i)), SamplingParams(seed=i, **(FREE | LAWS[i % 5] | more)))
+        for i in range(count)
+    ]
+
+
+def starved_engine(config: EngineConfig, monkeypatch, *, ahead: bool = False, pages: int = PAGES, **options) -> Engine:
+    return small_engine(replace(config, pages=pages, prefill_chunk=16), monkeypatch, ahead=ahead, **options)
+
+
+@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("config", CASES, ids=config_id)
+def test_the_answer_is_that_of_endless_memory(config, ahead, monkeypatch):
+    """Tokens, logprobs, log Z, reason, and what was streamed. Memory is short, and in every third step somebody is interrupted anyway."""
+    requests = hungry(10)
+    engine = starved_engine(config, monkeypatch, ahead=ahead)
+    lives = live(engine, requests, random.Random(0), submit=1.0, interrupt=0.3)
+    assert_empty(engine)
+    times = sorted(lives.final[r.request_id].statistics.preemptions for r in requests)
+    assert sum(times) >= lives.events["interrupted"] > 10 and times[-3] >= 3, times
+    expected = with_endless_memory(config, requests)
+    for r in requests:
+        outputs = lives.streamed[r.request_id]
+        assert_same(lives.final[r.request_id], expected[r.request_id])
+        assert tuple(itertools.chain(*(o.tokens for o in outputs))) == expected[r.request_id].tokens
+        assert "".join(o.text for o in outputs) == expected[r.request_id].text
+
+
+@pytest.mark.parametrize("config", [pytest.param(FORMS[0], marks=pytest.mark.slow), FORMS[2]], ids=config_id)
+@pytest.mark.parametrize("end", ["cancelled", "time_budget"])
+def test_one_that_waits_to_go_on_answers_with_what_was_streamed(config, end, monkeypatch):
+    """Cancelled, or out of time: at least what its user has seen already."""
+    now = [0.0]
+    engine = starved_engine(config, monkeypatch, clock=lambda: now[0])
+    budget = 1.0 if end == "time_budget" else None
+    for one in hungry(12, particles=3, ess_threshold=0.3, stop=(), time_budget=budget):
+        engine.submit(one)
+    outputs, ended = [], set()
+    while not engine.idle:
+        outputs += engine.step()
+        waiting = [g for g in engine.registry.groups.values() if g.phase is Phase.QUEUED and g.saved and g.streamed]
+        if waiting and end == "cancelled":
+            ended.add(waiting[0].id)
+            assert engine.abort(waiting[0].id)
+        elif waiting:
+            ended.update(g.id for g in waiting)
+            now[0] = 2.0
+    assert_empty(engine)
+    assert ended
+    for name in ended:
+        mine = [o for o in outputs if o.request_id == name]
+        assert mine[-1].answer.finish_reason == FinishReason(end)
+        streamed = tuple(itertools.chain(*(o.tokens for o in mine)))
+        assert streamed == mine[-1].answer.tokens and len(streamed) == len(mine[-1].answer.logprobs) > 0
+
+
+def test_what_was_given_up_is_not_taken_back_before_the_older_has_gone_on(monkeypatch):
+    """Of requests that need more than there is, the oldest is never interrupted, and steps do not go by without anybody going on."""
+    engine = starved_engine(FORMS[0], monkeypatch)
+    for one in hungry(3, particles=4, ess_threshold=0.0, stop=()):
+        engine.submit(one)
+    idle_steps = 0
+    while not engine.idle:
+        before = [(g.rounds, g.phase) for g in engine.registry.groups.values()]
+        ended = any(o.answer for o in engine.step())
+        idle_steps += not ended and before == [(g.rounds, g.phase) for g in engine.registry.groups.values()]
+    assert idle_steps < 30, "only prompts' chunks may be run meanwhile"
+
+
+def test_memory_of_one_side_is_not_freed_by_who_has_none_there(monkeypatch):
+    """Requests of both models are short of the draft's pages; one of the target alone, the youngest of all, goes on undisturbed."""
+    engine = starved_engine(EngineConfig(block=3, branches=8), monkeypatch, pages=400)
+    for one in hungry(2, particles=4, stop=(), ess_threshold=0.0):
+        engine.submit(one)
+    engine.submit(request(request_id="target", method="target", max_tokens=50, ignore_eos=True, seed=1))
+    found = {}
+    for _ in range(200):
+        found |= {o.request_id: o.answer for o in engine.step() if o.answer}
+    assert sorted(found) == ["0", "1", "target"]
+    assert found["target"].statistics.preemptions == 0 < found["1"].statistics.preemptions
+    assert_empty(engine)
+
+
+def test_one_that_is_not_alone_waits_for_the_older(monkeypatch):
+    """The only request of both models finds no pages, since an older one of the target alone has them: it is neither shrunk nor refused."""
+    engine = starved_engine(FORMS[0], monkeypatch, pages=270)
+    engine.submit(request([0, 1, 2] * 20, "older", method="target", max_tokens=64, ignore_eos=True, seed=1))
+    engine.submit(request([0, 2] * 16, "younger", particles=3, max_tokens=70, ess_threshold=0.0, ignore_eos=True, seed=2))
+    found, left_out = {}, 0
+    for _ in range(300):
+        before = {g.id: g.rounds for g in running(engine)}
+        found |= {o.request_id: o.answer for o in engine.step() if o.answer}
+        left_out += any(g.id == "younger" and g.rounds == before.get(g.id) for g in running(engine))
+    assert {name: a.finish_reason for name, a in found.items()} == dict.fromkeys(("older", "younger"), FinishReason.LENGTH)
+    assert left_out > 0 and found["younger"].statistics.particles_left == 3
+    assert_empty(engine)
+
+
+def test_requests_of_one_moment_are_in_order(monkeypatch):
+    """With a clock that stands still the oldest is still the one that came first."""
+    engine = starved_engine(FORMS[1], monkeypatch, clock=lambda: 0.0)
+    found = answers(engine, requests := hungry(6))
+    assert found["0"].statistics.preemptions == 0
+    assert sum(a.statistics.preemptions for a in found.values()) > 0
+    for name, expected in with_endless_memory(FORMS[1], requests).items():
+        assert_same(found[name], expected)
+
+
+def test_a_prompt_that_only_the_cache_is_in_the_way_of_starts(monkeypatch):
+    """Requests that began alike at the same time leave more pages in the cache than it has entries for."""
+    engine = starved_engine(FORMS[0], monkeypatch, pages=180)
+    same = [0, 1, 2] * 11
+    answers_of = engine.run(request(same, str(i), particles=1, seed=i, max_tokens=18, ignore_eos=True) for i in range(3))
+    assert len([o for o in answers_of if o.answer]) == 3
+    engine.submit(request([2, 1] * 60, "long", particles=1, seed=9, max_tokens=5))
+    for _ in range(30):
+        engine.step()
+    assert engine.idle
+    assert_empty(engine)
+
+
+def test_one_that_has_ended_is_answered_and_not_interrupted(monkeypatch):
+    """In the step in which a request ends, an older one of the target alone finds no pages: those of the one that has ended are free."""
+    engine = starved_engine(replace(FORMS[0], prefix_cache=False), monkeypatch)
+    engine.submit(request(request_id="older", method="target", max_tokens=100, ignore_eos=True, seed=1))
+    engine.submit(request(request_id="ends", particles=3, max_tokens=30, ignore_eos=True, seed=2))
+    cohorts, ledger, taken = engine.registry.cohorts[Program.PAIR], engine.memory.ledgers["target"], []
+    advance = cohorts.advance
+
+    def advance_and_take_all(provide) -> None:
+        advance(provide)
+        if not taken and any(group.id == "ends" and engine.registry.complete(group) for group in running(engine)):
+            taken.append(ledger.allocate(ledger.num_free))
+
+    cohorts.advance, found = advance_and_take_all, {}
+    while not taken:
+        before = {group.id: group.rounds for group in running(engine)}
+        found |= {o.request_id: o.answer for o in engine.step() if o.answer}
+    assert found["ends"].statistics.preemptions == 0 and found["ends"].finish_reason is FinishReason.LENGTH
+    (older,) = running(engine)
+    assert older.rounds == before["older"] + 1, "it took part in the round for which it had found no pages"
+    ledger.free(taken[0])
+    assert engine.abort("older") and engine.step()
+    assert_empty(engine)

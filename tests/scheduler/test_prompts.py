@@ -1,0 +1,142 @@
+"""Long prompts beside running requests: nobody waits for them."""
+
+from __future__ import annotations
+
+import pytest
+
+from smc.api.engine_config import EngineConfig
+from smc.api.outputs import Answer
+from smc.executor.model_runner import Parts
+from smc.local_engine import local_engine
+from smc.scheduler.engine import Engine
+from smc.scheduler.sequence_group import Phase
+from tests.scheduler.harness import Padding, answers, assert_empty, request
+from tests.scheduler.lives import assert_same, pair
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("form", ["lockstep", "lookahead"])
+def test_running_requests_get_a_round_in_every_step(form, ahead, monkeypatch):
+    """A prompt of 80 tokens, 4 a step: whoever runs is given a round in each of the twenty steps that it takes, in any method."""
+    if ahead:
+        monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: Parts(stages=Padding))
+    engine = local_engine(pair(), EngineConfig(form=form, block=2, prefill_chunk=4))
+    for name, law in {"smc": {"particles": 3}, "target": {"method": "target"}, "draft": {"method": "draft"}}.items():
+        engine.submit(request([1], name, seed=1, max_tokens=100, ignore_eos=True, **law))
+    for _ in range(4):
+        engine.step()
+    groups = list(engine.registry.groups.values())
+    assert all(group.phase is Phase.RUNNING for group in groups)
+    engine.submit(request([0, 1, 2, 2] * 20, "long", particles=2, seed=2, max_tokens=4, ignore_eos=True))
+    long, steps = engine.registry.groups["long"], 0
+    while long.phase is not Phase.RUNNING:
+        before = [group.launched for group in groups]
+        engine.step()
+        assert [group.launched for group in groups] == [rounds + 1 for rounds in before]
+        steps += 1
+    assert steps == 20
+    while not engine.idle:
+        engine.step()
+    assert_empty(engine)
+
+
+def test_a_long_prompt_is_run_in_short_pieces_unless_asked_otherwise():
+    """On a CPU, where a token of a prompt takes as long beside a hundred others as beside four hundred: what somebody else waits for."""
+    engine, sizes = local_engine(pair(512), EngineConfig(block=2)), []
+    engine.submit(request([1], "beside", method="target", seed=1, max_tokens=40, ignore_eos=True))
+    engine.step()
+    run = engine.workers["target"].run_prompts
+    engine.workers["target"].run_prompts = lambda batch: (sizes.append(len(batch.tokens_T)), run(batch))[1]
+    engine.submit(request([0, 1, 2, 2] * 120, "long", method="target", seed=2, max_tokens=4, ignore_eos=True))
+    while not engine.idle:
+        engine.step()
+    assert sizes == [128, 128, 128, 96]
+    assert_empty(engine)
+
+
+def test_a_short_prompt_behind_a_long_one_takes_its_turn():
+    """Chunks are for the oldest first, and what a prompt leaves of one is for the next: no step runs more tokens than a chunk."""
+    engine, most = local_engine(pair(), EngineConfig(block=2, prefill_chunk=10)), []
+    for side, worker in engine.workers.items():
+        run = worker.run_prompts
+        worker.run_prompts = lambda batch, run=run, side=side: (most.append((side, len(batch.tokens_T))), run(batch))[1]
+    for i, size in enumerate((25, 3, 9)):
+        engine.submit(request([i % 3] * size, str(i), particles=2, seed=i, max_tokens=4, ignore_eos=True))
+    began, counts = [], []
+    while len(began) < 3:
+        engine.step()
+        counts.append([sum(count for side, count in most if side == name) for name in engine.workers])
+        most.clear()
+        began += [g.id for g in engine.registry.groups.values() if g.phase is Phase.RUNNING and g.id not in began]
+    assert began == ["0", "1", "2"]
+    assert counts == [[10, 10], [10, 10], [10, 10], [7, 7]]
+
+
+SYSTEM, ASKED = (0, 1, 2, 2, 1, 0, 0, 2) * 8, (2, 1, 0) * 5
+LAWS = [{"particles": 2}, {"method": "target"}, {"method": "draft"}, {"method": "exact", "particles": 3}]
+
+
+def counting(engine: Engine) -> dict[str, int]:
+    """Tokens of prompts that each model runs from now on."""
+    run = dict.fromkeys(engine.workers, 0)
+    for side, worker in engine.workers.items():
+
+        def listening(batch, ask=worker.run_prompts, side=side):
+            run[side] += len(batch.tokens_T)
+            return ask(batch)
+
+        worker.run_prompts = listening
+    return run
+
+
+def together(prompts: list[tuple[int, ...]], chunk: int, laws: list[dict], **config) -> tuple[list[Answer], dict[str, int]]:
+    """Answers to requests that arrive at one moment, and the prompt tokens that each model ran for them."""
+    engine = local_engine(pair(), EngineConfig(block=2, prefill_chunk=chunk, **config))
+    run = counting(engine)
+    asked = [request(prompt, str(i), seed=i, max_tokens=6, ignore_eos=True, **law) for i, (prompt, law) in enumerate(zip(prompts, laws))]
+    found = answers(engine, asked)
+    return [found[one.request_id] for one in asked], run
+
+
+@pytest.mark.parametrize("chunk", [5, 16, 512])
+def test_equal_prompts_of_one_moment_are_computed_once(chunk):
+    """The second waits for the first's pages; of its own it runs what follows the last whole block. Its answer is as it is alone."""
+    prompt = (*SYSTEM, 1, 1, 2)
+    found, run = together([prompt] * 3, chunk, [{"particles": 2}] * 3)
+    assert run == dict.fromkeys(run, len(prompt) + 2 * 3)
+    assert [answer.cached_tokens for answer in found] == [0, 64, 64]
+    alone, twice = together([prompt] * 3, chunk, [{"particles": 2}] * 3, prefix_cache=False)
+    assert twice == dict.fromkeys(run, 3 * len(prompt))
+    for one, other in zip(found, alone):
+        assert_same(one, other)
+
+
+@pytest.mark.parametrize("chunk", [7, 512])
+def test_what_prompts_begin_with_in_common_is_computed_once(chunk):
+    """As soon as it has been asked for: nobody waits for the rest of an earlier prompt. Methods share what is run on the same side."""
+    prompts = [(*SYSTEM, *ASKED), SYSTEM, (*SYSTEM, *reversed(ASKED)), (*SYSTEM, *ASKED[:9]), (1, 2), (*SYSTEM, *ASKED)]
+    laws = [LAWS[i % len(LAWS)] for i in range(len(prompts))]
+    found, run = together(prompts, chunk, laws)
+    alone, _ = together(prompts, chunk, laws, prefix_cache=False)
+    for one, other in zip(found, alone):
+        assert_same(one, other)
+    # On the target's side: the first, and of others what is their own, at least the last token.
+    assert run["target"] == 79 + (64 - 48) + (73 - 64) + 2 + (79 - 64)
+    assert run["draft"] == 79 + (79 - 64) + (73 - 64) + 2
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_whoever_waits_goes_on_alone_when_the_first_is_gone(after):
+    engine = local_engine(pair(), EngineConfig(block=2, prefill_chunk=10))
+    run, prompt = counting(engine), (*SYSTEM, 1)
+    for name in "ab":
+        engine.submit(request(prompt, name, particles=2, seed=1, max_tokens=4, ignore_eos=True))
+    for _ in range(after):
+        engine.step()
+    assert engine.abort("a")
+    found = {}
+    while not engine.idle:
+        found |= {output.answer.request_id: output.answer for output in engine.step() if output.answer}
+    assert len(found["b"].tokens) == 4 and found["b"].cached_tokens == 0
+    assert run == dict.fromkeys(run, 10 * after + len(prompt))
+    assert_empty(engine)

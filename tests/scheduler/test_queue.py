@@ -1,0 +1,129 @@
+"""The bounded queue: a refusal takes nothing, and what can start at once does not count as waiting."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from smc.api.engine_config import EngineConfig
+from smc.local_engine import local_engine
+from smc.scheduler.admission import DuplicateRequest, QueueFull
+from smc.scheduler.detokenizer import StopRules
+from smc.scheduler.methods import decoding_of
+from smc.scheduler.queue import Queue
+from smc.scheduler.sequence_group import Group
+from tests.scheduler.harness import answers, assert_empty, request, step_through
+from tests.scheduler.pairs import tiny_pair
+
+
+def four(name: str):
+    return request(request_id=name, particles=4, seed=1, max_tokens=5)
+
+
+def test_requests():
+    engine = local_engine(tiny_pair(), EngineConfig(block=2, max_slots=4, max_queue=2))
+    for name in "abc":  # one starts, two wait
+        engine.submit(four(name))
+    before = (engine.num_queued, engine.slots.num_free, dict(engine.memory.expected))
+    with pytest.raises(QueueFull, match="2 requests are waiting; allowed: 2"):
+        engine.submit(four("d"))
+    assert before == (engine.num_queued, engine.slots.num_free, engine.memory.expected) == (2, 0, engine.memory.expected)
+    assert engine.abort("b")
+    engine.submit(four("d"))
+    done = [o.answer.request_id for o in step_through(engine, lambda _: None) if o.answer and o.answer.tokens]
+    assert done == ["a", "c", "d"]
+    assert_empty(engine)
+
+
+def test_pages():
+    """A request larger than the limit may still wait, if it waits alone: otherwise it could never be served."""
+    config = EngineConfig(block=2, max_slots=4)
+    asked = four("a")
+    need = sum(decoding_of(asked.params).expected_pages(config, asked.params, len(asked.prompt), rows=4, answer=5, own=5).values())
+    engine = local_engine(tiny_pair(), EngineConfig(block=2, max_slots=4, max_queue_pages=2 * need - 1))
+    engine.submit(four("a"))
+    engine.submit(four("b"))
+    with pytest.raises(QueueFull, match=f"waiting requests would need {2 * need} KV pages; allowed: {2 * need - 1}"):
+        engine.submit(four("c"))
+    assert len([o for o in step_through(engine, lambda _: None) if o.answer]) == 2
+    assert set(answers(local_engine(tiny_pair(), EngineConfig(block=2, max_slots=4, max_queue_pages=1)), map(four, "ab"))) == {"a", "b"}
+
+
+def test_an_id_in_use():
+    engine = local_engine(tiny_pair(), EngineConfig(block=2))
+    engine.submit(four("a"))
+    with pytest.raises(DuplicateRequest, match="'a' is already in use"):
+        engine.submit(four("a"))
+
+
+@pytest.mark.parametrize("field", ["max_queue", "max_queue_pages", "cohorts"])
+def test_limits_are_checked(field):
+    with pytest.raises(ValueError, match=f"{field}=0; allowed"):
+        EngineConfig(**{field: 0})
+
+
+def test_who_waits_costs_a_step_nothing():
+    """But for its rounds, a step with 10,000 waiting requests takes as long as one with none: to look at each once takes 400
+    microseconds, and a busy machine adds tens."""
+    engine = local_engine(tiny_pair(), EngineConfig(block=2, max_slots=4))
+    engine.submit(request(request_id="runs", particles=4, seed=1, max_tokens=60, ignore_eos=True))
+    engine.step()
+    for cohorts in engine.registry.cohorts.values():
+        cohorts.advance = lambda provide: None
+
+    def fastest() -> float:
+        times = []
+        for _ in range(50):
+            begin = time.perf_counter()
+            engine.step()
+            times.append(time.perf_counter() - begin)
+        return min(times)
+
+    alone = fastest()
+    for number in range(10_000):
+        engine.submit(request(request_id=str(number), particles=4, seed=1, max_tokens=5, time_budget=1e6))
+    assert fastest() - alone < 200e-6
+    assert engine.num_queued == 10_000 and engine.num_running == 1
+
+
+def test_the_order_of_turns():
+    """Who was preempted first, then in order of submission; where somebody leaves the queue, the others keep their places."""
+    queue = Queue()
+    rules = StopRules(four("x").params, tiny_pair().tokenizer)
+    groups = [Group(four(str(n)), seed=1, rules=rules, submitted=0.0, number=n, expected={"draft": n}) for n in range(6)]
+    for n in (3, 0, 5, 1, 4, 2):
+        groups[n].saved = {} if n in (2, 4) else None
+        queue.push(groups[n])
+    assert len(queue) == 6 and queue.pages == 15
+    queue.remove(groups[1])
+    turns = []
+    while queue.first is not None:
+        turns.append(queue.first.number)
+        queue.remove(queue.first)
+    assert turns == [2, 4, 0, 3, 5] and queue.pages == 0 == len(queue)
+
+
+def test_deadlines_are_those_of_budgets():
+    """Requests of different budgets, and of none, end when their own is used up; one that is answered before is no longer looked for."""
+    now = [0.0]
+    engine = local_engine(tiny_pair(), EngineConfig(block=2, max_slots=4), clock=lambda: now[0])
+    budgets = {"a": None, "b": 9.0, "c": 4.0, "d": 4.0, "e": None, "f": 2.0}
+    for name, budget in budgets.items():
+        engine.submit(request(request_id=name, particles=4, seed=1, max_tokens=60, ignore_eos=True, time_budget=budget))
+    assert engine.abort("f")
+    ended = {}
+    for now[0] in (1.0, 3.9, 4.0, 8.0, 9.0):
+        answers = [output.answer for output in engine.step() if output.answer]
+        ended[now[0]] = [(answer.request_id, answer.finish_reason.value) for answer in answers]
+    assert ended == {
+        1.0: [("f", "cancelled")],
+        3.9: [],
+        4.0: [("c", "queue_time"), ("d", "queue_time")],
+        8.0: [],
+        9.0: [("b", "queue_time")],
+    }
+    for name in "ae":
+        engine.abort(name)
+    engine.step()
+    assert_empty(engine)

@@ -1,0 +1,92 @@
+"""Rounds of nobody are of the kinds that requests of usual settings ask for, down to the type of every array, and change nothing."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from smc import demo
+from smc.api.engine_config import EngineConfig
+from smc.api.request import Request
+from smc.api.sampling_params import SamplingParams
+from smc.calibration.rehearsal import TURNS, rehearsal
+from smc.executor.plan import SHORT, SHORT_SINGLE, Contexts, RoundPlan
+from smc.local_engine import ModelPair, local_engine
+from tests.scheduler.harness import answers, request
+from tests.scheduler.pairs import tiny_pair
+
+FORMS = [EngineConfig(block=5, max_slots=32), EngineConfig(form="lockstep", block=8, max_slots=24)]
+
+
+@pytest.fixture(scope="module")
+def pair() -> ModelPair:
+    return ModelPair.load(demo.TARGET, demo.DRAFT)
+
+
+def layout(plan: RoundPlan) -> list[tuple]:
+    """What a buffer for plans of one key depends on."""
+    return [(name, array.dtype, array.shape) for name, array in plan.arrays().items()]
+
+
+@pytest.mark.parametrize("config", FORMS, ids=["look-ahead", "lockstep"])
+def test_usual_requests_meet_no_new_kind_of_round(pair, config):
+    engine, asked = local_engine(pair, config), []
+    run, engine.pair.round = engine.pair.round, lambda plan: (asked.append(plan), run(plan))[1]
+    for sizes in ((8,), (3,), (1, 5, 2, 9), (16, 4)):
+        requests = [Request(str(i), tuple(range(9 + i)), SamplingParams(particles=n, max_tokens=14, seed=i)) for i, n in enumerate(sizes)]
+        plain = Request("plain", (1, 2, 3), SamplingParams(method="target", temperature=0, max_tokens=14))
+        list(engine.run([*requests, plain]))
+    for law in (
+        {"temperature": 0.7},
+        {"top_p": 0.9},
+        {"min_p": 0.1},
+        {"top_k": 3},
+        {"top_p": 0.5, "min_p": 0.1},
+        {"top_k": 9, "top_p": 0.5},
+    ):
+        list(engine.run([Request("law", (4, 5, 6), SamplingParams(max_tokens=12, **law))]))
+    rehearsed = list(rehearsal(config, engine.context))
+    by_key = {plan.key: plan for plan in rehearsed}
+    assert len(rehearsed) == TURNS * len(by_key)
+    assert asked and all(layout(plan) == layout(by_key[plan.key]) for plan in asked)
+
+
+@pytest.mark.parametrize("config", FORMS, ids=["look-ahead", "lockstep"])
+def test_nor_do_they_behind_long_prompts(config):
+    engine, asked = local_engine(tiny_pair(max_context=SHORT_SINGLE + 60), config), []
+    run, engine.pair.round = engine.pair.round, lambda plan: (asked.append(plan), run(plan))[1]
+    kinds = [{"method": "exact", "particles": 1}, {"method": "exact", "particles": 4}, {"particles": 3}, {"method": "target"}]
+    for kind, count in product(kinds, (1, 3)):
+        list(engine.run([request([1, 2] * (SHORT_SINGLE // 2), str(i), max_tokens=12, seed=i, **kind) for i in range(count)]))
+    by_key = {plan.key: plan for plan in rehearsal(config, engine.context)}
+    assert asked and all(layout(plan) == layout(by_key[plan.key]) for plan in asked)
+    assert {plan.contexts for plan in asked} == {Contexts.SINGLE, Contexts.SHARED}
+
+
+@pytest.mark.parametrize("context", [SHORT - 14, SHORT_SINGLE - 14])
+def test_nor_do_they_where_no_context_is_quite_long(context):
+    """A round may be given more positions than there can be."""
+    config = EngineConfig(block=8, max_slots=8)
+    engine, asked = local_engine(tiny_pair(max_context=context), config), []
+    run, engine.pair.round = engine.pair.round, lambda plan: (asked.append(plan), run(plan))[1]
+    for kind in ({"method": "exact", "particles": 4}, {"method": "exact", "particles": 1}):
+        list(engine.run([request([1, 2] * (context // 2 - 10), max_tokens=20, ignore_eos=True, **kind)]))
+    assert asked and {plan.key for plan in asked} <= {plan.key for plan in rehearsal(config, engine.context)}
+
+
+def test_long_contexts_are_rehearsed_where_there_can_be_some():
+    config = EngineConfig(block=5, max_slots=8)
+    expected = {SHORT - 50: {Contexts.SHORT}, SHORT + 50: {Contexts.SHORT, Contexts.SHARED}, SHORT_SINGLE + 50: set(Contexts)}
+    assert {context: {plan.contexts for plan in rehearsal(config, context)} for context in expected} == expected
+
+
+@pytest.mark.parametrize("config", FORMS, ids=["look-ahead", "lockstep"])
+def test_rounds_of_nobody_change_nothing(config):
+    asked = [request([1, 2], str(i), particles=n, seed=i, max_tokens=20) for i, n in enumerate((3, 8))]
+    expected = answers(local_engine(tiny_pair(), config), asked)
+    engine = local_engine(tiny_pair(), config)
+    for plan in list(rehearsal(config, engine.context))[:: TURNS * 3]:
+        engine.pair.round(plan).result()
+    found = answers(engine, asked)
+    assert {name: one.tokens for name, one in found.items()} == {name: one.tokens for name, one in expected.items()}

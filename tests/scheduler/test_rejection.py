@@ -1,0 +1,330 @@
+"""Exact decoding by rejection: the target's law comes out, whatever is drafted, asked beside it, or happens to it on the way."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import gc
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from smc.api.engine_config import LAW_BYTES, EngineConfig
+from smc.api.request import Request
+from smc.api.sampling_params import POPULATIONS, SamplingParams
+from smc.executor.messages import SIDES
+from smc.executor.model_runner import Parts
+from smc.local_engine import local_engine
+from smc.memory.kv_pool import pages_that_fit
+from smc.model.draft_vocab import DraftVocab
+from smc.scheduler.admission import sized_for
+from smc.scheduler.engine import Engine
+from smc.scheduler.methods import decoding_of
+from tests.scheduler.harness import Padding, TokenLedger, answers, assert_empty, check_kv, config_id, request
+from tests.scheduler.lives import live, small_engine
+from tests.scheduler.pairs import exact_law, next_log_probs, tiny_pair
+
+PROMPT, EOS, LENGTH = (0, 1, 2), 3, 4
+LIMIT = 4.5
+"""Standard deviations that a chi-square may be from its mean: a false alarm in about 10,000 choices of seeds, over all tests here."""
+REJECTION = {"method": "exact", "verification": "rejection"}
+FORMS = [
+    EngineConfig(form="lockstep", block=3, max_slots=2048, pages=40_000),
+    EngineConfig(block=3, branches=2, max_slots=2048, pages=40_000),
+]
+AHEAD = [pytest.param(FORMS[0], marks=pytest.mark.slow), FORMS[1]]
+LAWS = [
+    (EngineConfig(form="lockstep", block=3, max_slots=2048, pages=40_000), 4, {"top_k": 2, "temperature": 0.7}),
+    (EngineConfig(form="lockstep", block=4, max_slots=2048, pages=40_000), 4, {"draft_temperature": 2.0}),
+    pytest.param(EngineConfig(block=1, branches=2, max_slots=2048, pages=40_000), 1, {}, marks=pytest.mark.slow),
+    (EngineConfig(block=3, branches=2, max_slots=2048, pages=40_000), 4, {}),
+    (EngineConfig(block=4, branches=3, max_slots=2048, pages=40_000), 3, {"top_k": 2, "temperature": 0.7}),
+]
+COUNT = 400
+
+
+def truncated_law(temperature: float, top_k: int) -> dict:
+    """Mass of every answer under the target's law."""
+    law = {}
+
+    def visit(prefix: tuple[int, ...], mass: float) -> None:
+        if len(prefix) == LENGTH or (prefix and prefix[-1] == EOS):
+            law[prefix] = mass
+            return
+        top = next_log_probs(tiny_pair().target, (*PROMPT, *prefix), temperature).topk(top_k)
+        for token, p in zip(top.indices.tolist(), top.values.softmax(-1).tolist()):
+            visit((*prefix, token), mass * p)
+
+    visit((), 1.0)
+    return law
+
+
+def far_from(law: dict, found: list[tuple[int, ...]]) -> float:
+    """How many standard deviations the chi-square of the answers is from its mean; both exactly, however rare an answer is."""
+    counts, n, k = collections.Counter(found), len(found), len(law)
+    assert not [answer for answer in counts if not law.get(answer)], "an answer that the target's law does not have"
+    chi = sum((counts[answer] - n * p) ** 2 / (n * p) for answer, p in law.items())
+    variance = 2 * (k - 1) + (sum(1 / p for p in law.values()) - k * k - 2 * k + 2) / n
+    return abs(chi - (k - 1)) / variance**0.5
+
+
+@pytest.mark.parametrize(
+    ("config", "particles", "more"), LAWS, ids=lambda value: config_id(value) if isinstance(value, EngineConfig) else str(value)
+)
+def test_answers_have_the_targets_law(config, particles, more):
+    """Answers end inside blocks, by EOS and by their length."""
+    law = truncated_law(more["temperature"], more["top_k"]) if "top_k" in more else exact_law(tiny_pair().target, PROMPT, LENGTH, EOS)
+    asked = [
+        Request(str(i), PROMPT, SamplingParams(seed=i, max_tokens=LENGTH, particles=particles, **REJECTION, **more)) for i in range(COUNT)
+    ]
+    found = answers(local_engine(tiny_pair(), config), asked)
+    assert far_from(law, [one.tokens for one in found.values()]) < LIMIT
+
+
+def test_a_draft_with_a_head_of_its_own_changes_no_law():
+    """Tokens without a row are drawn beside the others, and are part of the law that is tried."""
+    head = DraftVocab(np.array([0, 2, 3]), 4, 0.25).head(tiny_pair().draft)
+    law, config = exact_law(tiny_pair().target, PROMPT, LENGTH, EOS), EngineConfig(form="lockstep", block=2, max_slots=2048, pages=40_000)
+    pair = replace(tiny_pair(), draft_head=head)
+    asked = [Request(str(i), PROMPT, SamplingParams(seed=i, max_tokens=LENGTH, particles=2, **REJECTION)) for i in range(COUNT)]
+    assert far_from(law, [one.tokens for one in answers(local_engine(pair, config), asked).values()]) < LIMIT
+
+
+@pytest.mark.parametrize("config", FORMS, ids=config_id)
+def test_a_draft_that_is_the_target_is_always_kept(config):
+    equal = replace(tiny_pair(), draft=tiny_pair().target)
+    engine = local_engine(equal, config)
+    answers(engine, [request(request_id=str(i), seed=i, particles=2, max_tokens=25, ignore_eos=True, **REJECTION) for i in range(8)])
+    stats = engine.take_stats().spec["rejection"]
+    kept = stats.accepted_by_position[: config.block]
+    # But for the last round of an answer. In look-ahead the token after a block is guessed: one of the two likeliest of four.
+    assert kept[-1] >= stats.rounds - 8 if not config.lookahead else stats.hits > stats.misses
+
+
+@pytest.mark.parametrize("config", AHEAD, ids=config_id)
+def test_laws_with_nothing_in_common_still_answer(config):
+    """With all mass on one token, another one for each model wherever they differ, and at temperature 0: the target's likeliest."""
+    law = {"max_tokens": 30, "ignore_eos": True}
+    plain = answers(local_engine(tiny_pair(), config), [request(method="target", temperature=0.0, **law)])["r"]
+    for more in ({"top_k": 1}, {"temperature": 0.0}):
+        found = answers(local_engine(tiny_pair(), config), [request(particles=3, seed=4, **law, **more, **REJECTION)])["r"]
+        assert found.tokens == plain.tokens
+
+
+@pytest.mark.parametrize("config", AHEAD, ids=config_id)
+def test_answers_do_not_depend_on_company(config, monkeypatch):
+    """Alone, and beside requests of every other kind where rounds are padded and asked for before the last is read."""
+    asked = [request([i % 3, 1], str(i), seed=i, particles=1 + i % 4, max_tokens=8 + i, logprobs=True, **REJECTION) for i in range(6)]
+    alone = {}
+    for one in asked:
+        alone |= answers(local_engine(tiny_pair(), config), [one])
+    others = [{"population": kind} for kind in POPULATIONS] + [{"method": "exact"}, {"method": "target", "particles": None}]
+    beside = [request([2], f"beside {i}", seed=i, max_tokens=20, **{"particles": 3, **others[i % 4]}) for i in range(8)]
+    monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: Parts(stages=Padding))
+    found = answers(local_engine(tiny_pair(), config), [one for pair in zip(beside, asked) for one in pair])
+    for request_id, one in alone.items():
+        assert found[request_id].tokens == one.tokens
+        assert found[request_id].logprobs == pytest.approx(one.logprobs, abs=1e-4)
+
+
+def test_logprobs_are_of_the_targets_law():
+    found = answers(
+        local_engine(tiny_pair(), FORMS[0]), [request(PROMPT, seed=3, max_tokens=9, ignore_eos=True, logprobs=True, **REJECTION)]
+    )
+    tokens = found["r"].tokens
+    wanted = [next_log_probs(tiny_pair().target, (*PROMPT, *tokens[:i]))[token].item() for i, token in enumerate(tokens)]
+    assert found["r"].logprobs == pytest.approx(wanted, abs=1e-4)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
+@pytest.mark.parametrize("config", FORMS, ids=config_id)
+def test_slots_hold_the_tokens_of_their_particles(config, ahead, monkeypatch):
+    """Through lives with stop strings, preemptions, cancelled neighbours and cached prompts; every page is free afterwards. Where laws are
+    narrow, several chains are the same: each goes on from pages of its own."""
+    rng = random.Random(5)
+    engine = small_engine(replace(config, max_slots=40, max_chains=20, pages=400, prefill_chunk=24), monkeypatch, ahead=ahead)
+    written, seen = {side: TokenLedger(engine, side) for side in SIDES}, []
+    others = [{"particles": 4}, {**REJECTION, "temperature": 0.3}, {**REJECTION, "particles": 6, "stop": ("ab", "ca")}, REJECTION]
+    asked = [
+        Request(str(i), tuple(rng.randrange(3) for _ in range(rng.randint(1, 30))), SamplingParams(seed=i, max_tokens=25, **others[i % 4]))
+        for i in range(24)
+    ]
+    lives = live(engine, asked, rng, cancel=0.1, interrupt=0.15, after_step=lambda engine: seen.append(check_kv(engine, written)))
+    assert_empty(engine)
+    assert sum(seen) > 300 and lives.events["interrupted"] and lives.events["cancelled"]
+
+
+def test_a_draft_that_is_lost_leaves_the_target_alone():
+    engine = local_engine(tiny_pair(), FORMS[1])
+    engine.submit(request(seed=1, particles=3, max_tokens=30, ignore_eos=True, **REJECTION))
+    for _ in range(4):
+        engine.step()
+    assert engine.detach_draft() == []
+    for _ in range(2):
+        engine.step()
+    engine.attach_draft(engine.memory.capacity["draft"])
+    final = [output.answer for output in engine.run([]) if output.answer]
+    assert len(final[0].tokens) == 30 and final[0].statistics.alone_rounds
+    assert_empty(engine)
+
+
+def test_where_a_draft_makes_nan_the_target_decides():
+    draft = copy.deepcopy(tiny_pair().draft)
+    draft.embed.weight[1] = float("nan")
+    for config in FORMS:
+        found = answers(
+            local_engine(replace(tiny_pair(), draft=draft), config), [request(seed=2, max_tokens=20, ignore_eos=True, **REJECTION)]
+        )["r"]
+        assert found.error is None and len(found.tokens) == 20
+
+
+def test_chains_that_stay_equal_fit_where_they_are_let_in():
+    """Each goes on from pages of its own, as long as all are right: of an answer there may be as many copies as chains."""
+    pair = tiny_pair(max_context=512)
+    pair = replace(pair, draft=pair.target)
+    asked = request(seed=1, particles=6, max_tokens=120, ignore_eos=True, **REJECTION | {"temperature": 0.02})
+    config = EngineConfig(block=3, branches=2, max_slots=16)
+    needs = decoding_of(asked.params).most_pages(config, asked.params, len(asked.prompt))
+    engine = local_engine(pair, replace(config, pages=max(needs.values())))
+    assert len(answers(engine, [asked])["r"].tokens) == 120
+    assert_empty(engine)
+
+
+class Keeping(Padding):
+    """As on a GPU, where what a stage returns, and what has been received, is kept for every kind of round."""
+
+    def run(self, key, name, stage):
+        self._of(key).made[f"of {name}"] = outputs = stage()
+        return outputs
+
+    def copy_of(self, key, name, tensor):
+        return self.keep(key, name, lambda: torch.empty_like(tensor)).copy_(tensor)
+
+
+def storages(*, wide: int | None = None) -> dict[int, int]:
+    """Bytes of all memory that tensors have, by where it is; `wide`: of those with rows of so many columns in float32."""
+    gc.collect()
+    there = [one for one in gc.get_objects() if type(one) is torch.Tensor]
+    if wide is not None:
+        there = [one for one in there if one.dim() > 1 and one.shape[-1] == wide and one.dtype == torch.float32]
+    return {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in there}
+
+
+@pytest.mark.parametrize("config", FORMS[1:], ids=config_id)
+def test_laws_take_what_has_been_set_aside(config, monkeypatch):
+    """Whatever slots there are, and however many kinds of rounds have been run."""
+    monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: Parts(stages=Keeping))
+    pair, vocab = tiny_pair(7), 7
+    for slots in (24, 96):
+        engine = None
+        before = storages()
+        sized = replace(config, max_slots=slots, max_chains=12)
+        engine = local_engine(pair, sized)
+        asked = [request([i % 6], str(i), seed=i, particles=1 + i % 5, max_tokens=6 + i, ignore_eos=True, **REJECTION) for i in range(9)]
+        asked += [replace(one, request_id=f"cut {one.request_id}", params=replace(one.params, top_k=3)) for one in asked]
+        answers(engine, asked)
+        assert engine.pair.stages["draft"].recorded_keys > 6
+        laws = [nbytes for where, nbytes in storages(wide=vocab).items() if where not in before]
+        assert sum(laws) == sum(sized.law_bytes(side, vocab) for side in SIDES)
+
+
+def chains_of(engine: Engine) -> int:
+    return engine.slots.chains - engine.slots.num_free_chains
+
+
+@pytest.mark.parametrize("config", FORMS, ids=config_id)
+def test_chains_wait_for_room_and_answer_the_same(config):
+    """Beside each other never more than there are laws for; what the draft left alone rejoins as far as there are."""
+    asked = [request([i % 3], str(i), seed=i, particles=1 + i % 4, max_tokens=12, **REJECTION) for i in range(12)]
+    asked.insert(3, request([1], "trees", seed=1, particles=4, max_tokens=12, method="exact"))
+    expected, few = answers(local_engine(tiny_pair(), config), asked), replace(config, max_chains=5)
+    engine, found, most = local_engine(tiny_pair(), few), {}, []
+    for one in asked:
+        engine.submit(one)
+    while not engine.idle:
+        found |= {output.answer.request_id: output.answer for output in engine.step() if output.answer}
+        most.append(chains_of(engine))
+    assert_empty(engine)
+    assert 2 < max(most) <= 5
+    assert {name: one.tokens for name, one in found.items()} == {name: one.tokens for name, one in expected.items()}
+
+
+def test_where_the_draft_is_lost_no_laws_are_kept():
+    """Of what the target goes on with alone, as much as there is room for rejoins; the rest stays alone."""
+    engine = local_engine(tiny_pair(), replace(FORMS[1], max_chains=4))
+    engine.submit(request(request_id="first", seed=1, particles=3, max_tokens=30, ignore_eos=True, **REJECTION))
+    for _ in range(3):
+        engine.step()
+    assert chains_of(engine) == 3
+    engine.detach_draft()
+    for i in range(3):
+        engine.submit(request(request_id=str(i), seed=i, particles=2, max_tokens=30, ignore_eos=True, **REJECTION))
+    for _ in range(2):
+        engine.step()
+    assert chains_of(engine) == 0 and engine.num_running == 4
+    engine.attach_draft(engine.memory.capacity["draft"])
+    found, most = [], 0
+    while not engine.idle:
+        found += [output.answer for output in engine.step() if output.answer]
+        most = max(most, chains_of(engine))
+    assert most in (3, 4) and len(found) == 4 and all(len(one.tokens) == 30 for one in found)
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize(
+    ("chains", "says"),
+    [
+        (3, r"particles=4 with verification='rejection'; .* of 3 chains \(max_chains\); allowed: particles <= 3, or verification='walk'"),
+        (0, r"of 0 chains \(max_chains\); allowed: verification='walk'$"),
+    ],
+)
+def test_what_there_is_never_room_for_is_refused(chains, says):
+    engine = local_engine(tiny_pair(), replace(FORMS[1], max_chains=chains))
+    with pytest.raises(ValueError, match=says):
+        engine.submit(request(particles=4, max_tokens=3, **REJECTION))
+    assert answers(engine, [request(particles=4, max_tokens=3, method="exact")])["r"].tokens
+
+
+def test_who_measures_has_room_for_all_at_once():
+    params = SamplingParams(seed=1, particles=20, max_tokens=12, ignore_eos=True, guidance_scale=2.0, **REJECTION)
+    sized = sized_for(replace(FORMS[1], max_slots=1, max_chains=1), params, 3)
+    assert sized.max_slots == 120 and sized.chains(4) == 60
+    engine = local_engine(tiny_pair(), sized)
+    for i in range(3):
+        engine.submit(replace(request(request_id=str(i)), params=params))
+    engine.step()
+    assert engine.num_running == 3
+    assert sized_for(sized, SamplingParams(particles=4), 2).max_chains == 0
+
+
+def test_room_for_laws_is_counted_before_pools_are_sized(monkeypatch):
+    """A share of a GPU, whatever the vocabulary; the numbers of a pair of today."""
+    for form, block, vocab in (("lockstep", 1, 32_000), ("lockstep", 32, 152_000), ("lookahead", 1, 256_000), ("lookahead", 8, 152_000)):
+        config = EngineConfig(form=form, block=block, max_slots=65536)
+        used = max(config.law_bytes(side, vocab) for side in SIDES)
+        assert 0.95 * LAW_BYTES < used <= LAW_BYTES
+    config = EngineConfig()
+    assert config.chains(128_256) == 49 and replace(config, max_slots=24).chains(128_256) == 24
+    with pytest.raises(ValueError, match="max_chains=-1; allowed: >= 0"):
+        EngineConfig(max_chains=-1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (40 << 30, 80 << 30))
+    device, page = torch.device("cuda:0"), 1 << 17
+    without = pages_that_fit(page, device)
+    assert without - pages_that_fit(page, device, config.law_bytes("draft", 128_256)) == -(-config.law_bytes("draft", 128_256) // page)
+
+
+@pytest.mark.parametrize(
+    ("law", "says"),
+    [
+        ({"verification": "rejection"}, "verification='rejection' has no effect with method='smc'"),
+        ({"method": "target", "verification": "walk"}, "verification='walk' has no effect with method='target'"),
+        ({"method": "exact", "verification": "luck"}, "verification='luck'; allowed: walk, rejection"),
+        ({"method": "exact", "draft_temperature": 2.0}, "draft_temperature=2.0 has no effect with verification='walk'"),
+    ],
+)
+def test_what_has_no_effect_is_refused(law, says):
+    with pytest.raises(ValueError, match=says):
+        SamplingParams(**law)

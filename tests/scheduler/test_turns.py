@@ -1,0 +1,197 @@
+"""Exact decoding that goes on with the target alone, and by the pair again, at any time: nobody can see it but in the speed."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+from smc.api.engine_config import EngineConfig
+from smc.api.outputs import Answer, FinishReason
+from smc.api.request import Request
+from smc.api.sampling_params import Method, SamplingParams
+from smc.local_engine import local_engine
+from smc.scheduler.engine import Engine
+from smc.scheduler.latency_model import Costs
+from smc.scheduler.policy import Beside, Tree
+from smc.scheduler.sequence_group import Group, Phase
+from tests.scheduler.harness import TokenLedger, answers, assert_empty, check_kv, request, running
+from tests.scheduler.lives import live, pair, random_requests, small_engine, with_endless_memory
+
+CASES = [("lookahead", True), pytest.param("lockstep", False, marks=pytest.mark.slow)]
+LAWS = [
+    {"logprobs": True, "stop": ("ab", "ca")},
+    {"temperature": 1.5, "particles": 3},
+    {"temperature": 0.0, "logprobs": True},
+    {"top_p": 0.8, "particles": 1, "stop": ("bb",)},
+]
+
+
+def exact_of(requests: list[Request]) -> list[Request]:
+    """Three of four, with the prompts and ends that they have."""
+    found = []
+    for i, one in enumerate(requests):
+        budget, law = one.params.time_budget, LAWS[i // 4 % 4]
+        settings = {"seed": i, "max_tokens": one.params.max_tokens, "ignore_eos": one.params.ignore_eos, "time_budget": budget}
+        params = SamplingParams(method="exact", **settings, **law) if i % 4 else one.params
+        found.append(Request(one.request_id, one.prompt, params, one.cache_salt))
+    return found
+
+
+def plain_of(requests: list[Request]) -> list[Request]:
+    """The same, decoded by the target alone."""
+    changed = []
+    for one in requests:
+        law = {
+            name: value
+            for name, value in vars(one.params).items()
+            if name not in ("method", "particles", "population", "verification", "time_budget")
+        }
+        given = {name: value for name, value in law.items() if value is not None}
+        changed.append(Request(one.request_id, one.prompt, SamplingParams(method="target", **given)))
+    return changed
+
+
+class AnyRows:
+    """A policy that knows nothing."""
+
+    def __init__(self, rng: random.Random, most_branches: int) -> None:
+        self.rng, self.most_branches = rng, most_branches
+
+    def begin(self, tree: Tree, others: Sequence[Tree], beside: Beside, costs: Costs | None) -> int:
+        return self.rng.choice((0, self.rng.randint(1, tree.most)))
+
+    def change(self, trees: Sequence[Tree], waiting: Sequence[Tree], beside: Beside, costs: Costs | None) -> list[int]:
+        return [self.rng.choice((0, 1, tree.most // 2 or 1, tree.most)) if self.rng.random() < 0.4 else tree.rows for tree in trees]
+
+    def branches(self, places: int, context: int, costs: Costs | None) -> int:
+        return self.rng.randint(1, self.most_branches)
+
+
+class Turns:
+    """Watches requests of exact decoding; now and then one goes alone at once, whatever is under way."""
+
+    def __init__(self, rng: random.Random, written: dict[str, TokenLedger]) -> None:
+        self.rng, self.written, self.seen = rng, written, Counter()
+        self._were: dict[Group, int] = {}
+
+    def __call__(self, engine: Engine) -> None:
+        if self.written:
+            self.seen["looked at"] += check_kv(engine, self.written)
+        for group in [group for group in engine.registry.groups.values() if group.params.method is Method.EXACT]:
+            if group.phase is Phase.RUNNING:
+                rows = 0 if group.alone else group.count
+                before = self._were.get(group, rows)
+                self.seen["back"] += bool(rows and not before)
+                self.seen["alone"] += bool(before and not rows)
+                self.seen["resized"] += bool(rows and before and rows != before)
+                self._were[group] = rows
+            chance = 0.06 if group.phase is not Phase.QUEUED else 0.01 if group.saved is None else 0.5
+            if self.rng.random() < chance:
+                self.seen[f"{group.phase.value}{' again' * (group.saved is not None)}{' flying' * bool(group.in_flight)}"] += 1
+                engine.changes.go_alone(group)
+
+
+@pytest.mark.parametrize(("form", "ahead"), CASES)
+def test_answers_do_not_depend_on_who_decodes(form, ahead, monkeypatch):
+    """In a pool that is too small for all, beside all other methods, with a prefix cache, cancels, and time that runs out."""
+    rng, clock = random.Random(2 * ahead), iter(range(1 << 30))
+    shape = {"branches": 2} if form == "lookahead" else {"cohorts": 1 + ahead}
+    config = EngineConfig(form=form, block=3, **shape, max_slots=60, pages=440, prefill_chunk=24)
+    requests = exact_of(random_requests(48, rng, budgets=True))
+    monkeypatch.setattr("smc.scheduler.tree_controller.EVERY", 1)
+    monkeypatch.setattr("smc.scheduler.tree_controller.REST", 0)
+    engine = small_engine(config, monkeypatch, ahead=ahead, clock=lambda: float(next(clock)), trees=AnyRows(rng, config.branches))
+    turns = Turns(rng, {} if ahead else {side: TokenLedger(engine, side) for side in ("draft", "target")})
+    lives = live(engine, requests, rng, submit=0.9, cancel=0.04, interrupt=0.05, after_step=turns)
+    assert_empty(engine)
+    assert not any(engine.memory.leaked().values()) and not engine.starts.stops.used
+    assert min(turns.seen[name] for name in ("alone", "back", "resized")) > 5, turns.seen
+    phases = {"queued", "queued again", "prefill", "prefill again", "running flying" if ahead else "running"}
+    assert phases <= set(turns.seen) and lives.events["preempted"] > 5 and lives.events["cached"], (turns.seen, lives.events)
+    cut = (FinishReason.CANCELLED, FinishReason.TIME_BUDGET, FinishReason.QUEUE_TIME)
+    exact = [one for one in requests if one.params.method is Method.EXACT]
+    assert sum(lives.final[one.request_id].finish_reason not in cut for one in exact) > 20
+    expected = with_endless_memory(config, plain_of(exact))
+    for one in exact:
+        _assert_same(lives.final[one.request_id], expected[one.request_id], cut)
+
+
+def _assert_same(found: Answer, expected: Answer, cut: tuple[FinishReason, ...]) -> None:
+    if found.finish_reason in cut:
+        assert found.tokens == expected.tokens[: len(found.tokens)]
+    else:
+        assert (found.tokens, found.text, found.matched) == (expected.tokens, expected.text, expected.matched)
+        assert found.finish_reason == expected.finish_reason
+    if found.logprobs is not None:
+        assert found.logprobs == pytest.approx(expected.logprobs[: len(found.tokens)], abs=1e-4)
+
+
+@pytest.mark.parametrize(("form", "cached"), [("lockstep", False), ("lookahead", True)])
+def test_the_target_runs_nothing_again_and_the_draft_what_it_lacks(form, cached):
+    """What the draft has computed is cached; without a cache it runs all that has been confirmed."""
+    engine = local_engine(pair(), EngineConfig(form=form, block=4, prefix_cache=cached))
+    asked = request([0, 1, 2] * 7, method="exact", particles=4, seed=1, max_tokens=60, ignore_eos=True)
+    engine.submit(asked)
+    while not running(engine) or running(engine)[0].committed < 20:
+        engine.step()
+    (group,), prompts = running(engine), _prompts(engine)
+    held = int(engine.slots.held_S["target"][group.slots[0]])
+    engine.changes.go_alone(group)
+    engine.step()
+    assert group.alone and len(group.slots) == 1 and engine.slots.num_free == 63 and not prompts
+    assert int(engine.slots.held_S["target"][group.slots[0]]) == held
+    draft = engine.memory.ledgers["draft"]
+    assert draft.num_held == (held // 16 * 16 if cached else 0), "nothing of it but what is cached"
+    while group.committed < 40:
+        engine.step()
+    engine.changes.rejoin(group)
+    while group.alone or group.phase is not Phase.RUNNING:
+        engine.step()
+    lacks = 21 + group.committed - 1 - (held // 16 * 16 if cached else 0)
+    assert prompts == [("draft", lacks)] and len(group.slots) == 4
+    (answer,) = [output.answer for output in engine.run([]) if output.answer]
+    plain = answers(engine, [Request("r", asked.prompt, SamplingParams(method="target", seed=1, max_tokens=60, ignore_eos=True))])
+    assert answer.tokens == plain["r"].tokens
+
+
+def _prompts(engine: Engine) -> list[tuple[str, int]]:
+    """Every prompt that a model is asked for from now on: side, and tokens."""
+    asked = []
+    for side, worker in engine.workers.items():
+
+        def listening(batch, side=side, run=worker.run_prompts):
+            asked.append((side, len(batch.tokens_T)))
+            return run(batch)
+
+        worker.run_prompts = listening
+    return asked
+
+
+def test_one_that_finds_no_slots_stays_alone():
+    """The other has taken those that it gave back."""
+    engine = local_engine(pair(), EngineConfig(block=3, max_slots=8))
+    law = {"method": "exact", "seed": 1, "max_tokens": 60, "ignore_eos": True}
+    engine.submit(request(particles=8, **law))
+    engine.submit(request(request_id="other", particles=6, **law))
+    while not running(engine) or not running(engine)[0].rounds:
+        engine.step()
+    (first,) = running(engine)
+    engine.changes.go_alone(first)
+    while len(running(engine)) < 2:
+        engine.step()
+    engine.changes.rejoin(first)
+    for _ in range(5):
+        engine.step()
+    assert first.alone and first.phase is Phase.RUNNING and first.turn is None
+    engine.abort("other")
+    engine.changes.rejoin(first)
+    while first.alone or first.phase is not Phase.RUNNING:
+        engine.step()
+    assert len(first.slots) == 8
+    found = {output.answer.request_id: output.answer for output in engine.run([]) if output.answer}
+    assert_empty(engine)
+    plain = answers(engine, [Request("r", (0, 1, 2), SamplingParams(method="target", seed=1, max_tokens=60, ignore_eos=True))])
+    assert found["r"].tokens == plain["r"].tokens

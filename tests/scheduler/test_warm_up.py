@@ -1,0 +1,86 @@
+"""Requests of rarer kinds are of every kind there is, and leave nothing behind."""
+
+from __future__ import annotations
+
+import logging
+from itertools import product
+
+import pytest
+
+from smc.algorithm.expansion import Kind
+from smc.api.engine_config import EngineConfig
+from smc.api.sampling_params import Method
+from smc.calibration.rehearsal import TURNS
+from smc.calibration.warm_up import rare_requests, rehearse
+from smc.executor.messages import SIDES
+from smc.executor.plan import Program, RoundPlan
+from smc.local_engine import ModelPair, local_engine
+from smc.model.presets import NoText
+from smc.scheduler.acceptance import Acceptance
+from smc.scheduler.decode import MEMORY
+from smc.scheduler.round_plan import COMMON_KINDS
+from tests.kernels.sizes import possible
+from tests.model.tiny import random_decoder, tiny_config
+from tests.scheduler.harness import answers, assert_empty, request
+from tests.scheduler.pairs import tiny_pair
+
+CONFIG = EngineConfig(block=3, max_slots=16)
+
+
+def traits(plan: RoundPlan) -> tuple:
+    """What decides which kernels run, but for sizes."""
+    guided = tuple(plan.companions_at(side) is not None for side in SIDES)
+    return plan.program, tuple(sorted(plan.kinds)), plan.biased, guided
+
+
+def rows_of(plan: RoundPlan) -> int:
+    """At the target, padded."""
+    companions = plan.companions_at("target")
+    return len(plan.slot_A) + (0 if companions is None else len(companions.place_U))
+
+
+def test_every_rarer_kind_has_its_rounds():
+    config, shape = CONFIG, tiny_config(vocab_size=300, num_layers=1, max_context=128, tied_embeddings=False)
+    target, draft = (random_decoder(shape, seed) for seed in (1, 2))
+    engine, asked = local_engine(ModelPair(target, draft, NoText(300), shape.max_context), config), []
+    run, engine.pair.round = engine.pair.round, lambda plan: (asked.append(plan), run(plan))[1]
+    seen = [len(asked)]
+    for requests in rare_requests(config, engine.context, engine.tokenizer.size):
+        rehearse(engine, (), [requests])
+        keys = [plan.key for plan in asked[seen[-1] :]]
+        assert keys and all(keys.count(key) >= TURNS for key in keys[:1]), requests[0].request_id
+        seen.append(len(asked))
+    found = {traits(plan) for plan in asked}
+    assert {program for program, *_ in found} == set(Program)
+    assert {kinds for _, kinds, *_ in found} >= {*((kind,) for kind in Kind), tuple(sorted(COMMON_KINDS)), tuple(sorted(Kind))}
+    # Of every kind in one round, where kernels over logits differ.
+    every = [plan for plan in asked if plan.kinds == frozenset(Kind) and "alpha" in plan.target_law.active]
+    assert {("top_k" in plan.target_law.active, plan.biased > 0) for plan in every} == set(product((False, True), repeat=2))
+    guided = {(kinds, draft) for _, kinds, _, (draft, target) in found if target}
+    assert guided >= {((kind,), draft) for kind in Kind for draft in (False, True)}
+    # Of both models, and of the target alone, as many rows at once as there can be.
+    rows = {program: max(rows_of(plan) for plan in asked if plan.program is program) for program in (Program.PAIR, Program.TARGET)}
+    assert set(rows.values()) == {max(possible(config.max_slots))}
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("limits", [{"max_slots": 1, "max_chains": 0}, {"max_slots": 2, "max_queue": 1}], ids=["no chains", "short queue"])
+def test_what_an_engine_refuses_is_left_out(limits, caplog):
+    """What finds the queue full is not: it comes later."""
+    config = EngineConfig(block=2, **limits)
+    engine = local_engine(tiny_pair(), config)
+    with caplog.at_level(logging.INFO):
+        rehearse(engine, (), rare_requests(config, engine.context, engine.tokenizer.size))
+    assert ("not rehearsed" in caplog.text) == ("max_chains" in limits) and "are waiting" not in caplog.text
+    assert_empty(engine)
+
+
+def test_answers_are_what_they_would_have_been():
+    config = EngineConfig(form="lockstep", block=4, max_slots=12)
+    asked = [request([0, 1], str(i), particles=n, seed=i, max_tokens=20) for i, n in enumerate((3, 8))]
+    expected = answers(local_engine(tiny_pair(), config), asked)
+    engine = local_engine(tiny_pair(), config)
+    rehearse(engine, (), rare_requests(config, engine.context, engine.tokenizer.size))
+    assert engine.rounds_of(Method.EXACT).acceptance == Acceptance(MEMORY), "what nobody asked for decides about users"
+    found = answers(engine, asked)
+    assert {name: one.tokens for name, one in found.items()} == {name: one.tokens for name, one in expected.items()}
