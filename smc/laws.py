@@ -1,11 +1,11 @@
 """From logits to the law a token is drawn from, and the draw. Knows nothing about models, requests or particles.
 
-Whatever is added to logits has been added before (`smc.executor.biases`).
+Whatever is added to logits has been added before (`smc.executor.state`).
 Two laws share the same processors, in this order: temperature, top-k, top-p, min-p, renormalise.
   target law    p = processed softmax, zero outside the truncation (design: truncation belongs to the target law)
   proposal law  q = (1 - share) * processed + share * softmax(logits / temperature): a defensive mixture (Hesterberg 1995),
                 so that q covers every token the target may allow and weights p/q stay bounded.
-A draft whose head has rows for some tokens alone has such a proposal over these, and others beside it: `smc.executor.draft_head`.
+A draft whose head has rows for some tokens alone has such a proposal over these, and others beside it: `smc.executor.sampling`.
 Every log-probability that leaves this module is of exactly the law the token was or would be drawn from.
 
 Axes: R rows, V vocabulary, D draws a row.

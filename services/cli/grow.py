@@ -18,8 +18,8 @@ def grow(
     dtype: Annotated[str, options.option(options.MODELS, "float32, bfloat16 or float16.", metavar="TYPE")] = "bfloat16",
 ) -> None:
     """Write a small model in a large shape, the rest zeros: the small one's answers at the large one's cost."""
-    from smc.model.grown_files import STORED, save_grown
     from smc.model.linear import DTYPES
+    from smc.model.padded import STORED, save_grown
     from smc.model.presets import preset
     from smc.model.weight_map import count_parameters
 

@@ -14,8 +14,7 @@ from services.link.connect import Rendezvous, coordinator_end
 from services.link.remote import RemotePair, RemoteWorker, WorkerFailed
 from smc.api.engine_config import EngineConfig
 from smc.calibration.costs import Effort, time_costs
-from smc.calibration.rehearsal import rehearsal
-from smc.calibration.warm_up import first_request, rare_requests, rehearse
+from smc.calibration.warm_up import first_request, rare_requests, rehearsal, rehearse
 from smc.executor.messages import SIDES, SideLost
 from smc.model.source import Source
 from smc.scheduler.engine import Engine

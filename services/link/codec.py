@@ -8,8 +8,7 @@ import numpy as np
 
 from services.pb import particles_pb2 as pb
 from smc.algorithm.expansion import Kind
-from smc.executor.messages import Draws, PromptBatch, PromptResult, Tops
-from smc.executor.outcome import Lineage, RoundResult
+from smc.executor.messages import Draws, Lineage, PromptBatch, PromptResult, RoundResult, Tops
 from smc.executor.plan import Companions, Contexts, Join, Program, RoundPlan
 from smc.laws import LawSpec
 from smc.philox import Purpose

@@ -17,8 +17,7 @@ from services.link import codec
 from services.link.base import LAYOUT_VERSION, CoordinatorEnd, LinkError, check_envelope
 from services.pb import particles_pb2 as pb
 from smc.executor.executor import PairRound
-from smc.executor.messages import PromptBatch, PromptResult, SideLost
-from smc.executor.outcome import Lineage, RoundResult
+from smc.executor.messages import Lineage, PromptBatch, PromptResult, RoundResult, SideLost
 from smc.executor.plan import Join, Program, RoundPlan
 from smc.scheduler.timeline import Timeline
 

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class PeerChannel:
-    """`smc.executor.channel.Channel`. `end` is the leader's, None at other ranks; `group` None: there are no others."""
+    """`smc.executor.model_runner.Channel`. `end` is the leader's, None at other ranks; `group` None: there are no others."""
 
     def __init__(
         self, end: PeerEnd | None, group: TensorParallel | None, stages: Stages, timeout: float, *, outlives_peer: bool = False

@@ -1,6 +1,6 @@
 """One round of SMC-SD after scoring, of independent particles: resample if the population degenerated, pick branches.
 
-Lockstep and look-ahead are the same function. What differs is the candidates (`smc.executor.candidates` weighs them): lockstep offers one
+Lockstep and look-ahead are the same function. What differs is the candidates (`smc.executor.select` weighs them): lockstep offers one
 per particle, ended by the bonus token; look-ahead offers F, one for each branch of the next block that was drafted while the target
 scored this one.
 

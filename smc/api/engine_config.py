@@ -64,7 +64,7 @@ class EngineConfig:
     """What is drafted for exact decoding, whose answers do not depend on it. `costs`: as much as pays, down to nothing, where a service has
     timed its models; `always`: trees as large as requests ask for."""
     max_chains: int | None = None
-    """Chains of all running requests together that are decoded by rejection (smc/executor/chains.py): each takes memory for whole laws over
+    """Chains of all running requests together that are decoded by rejection (smc/executor/verify.py): each takes memory for whole laws over
     the vocabulary, which is set aside. 0: no such requests. Default: as many as take 1 GiB at either model; never more than slots."""
     defensive_share: float = 0.05
     """Share of the untruncated law in the proposal of a truncated request (smc/laws.py)."""

@@ -18,7 +18,7 @@ from smc.algorithm.expansion import Kind
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import Method, SamplingParams
-from smc.calibration.rehearsal import TURNS, empty_plan
+from smc.calibration.warm_up import TURNS, empty_plan
 from smc.executor.messages import SIDES
 from smc.executor.plan import Contexts, Join, Program, RoundPlan
 from smc.scheduler.engine import Engine

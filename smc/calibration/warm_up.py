@@ -1,24 +1,122 @@
-"""What an engine does before it serves anybody: a request through both models; and where kernels are compiled, rounds of nobody of all
-usual kinds, and a request of every rarer kind, so that none of its first users waits for seconds."""
+"""Rounds of nobody, so that every kind that requests of usual settings ask for is compiled and recorded before anybody waits for it.
+
+What an engine does before it serves anybody: a request through both models; and where kernels are compiled, rounds of nobody of all
+usual kinds, and a request of every rarer kind, so that none of its first users waits for seconds.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
+import numpy as np
+
+from smc.algorithm.expansion import Kind
 from smc.api.engine_config import EngineConfig
 from smc.api.limits import MAX_PARTICLES
 from smc.api.outputs import Output
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
 from smc.executor.messages import Pending
-from smc.executor.plan import SHORT, SHORT_SINGLE, RoundPlan
+from smc.executor.plan import SHORT, SHORT_SINGLE, Contexts, Program, RoundPlan
+from smc.laws import LawSpec
 from smc.scheduler.admission import QueueFull
-from smc.scheduler.companions import room
 from smc.scheduler.engine import Engine
-from smc.scheduler.round_plan import bucket
+from smc.scheduler.methods import PROGRAMS, Shape
+from smc.scheduler.round_plan import bucket, room
+
+TURNS = 2
+"""Rounds of each kind: the first compiles its kernels, the second is recorded."""
+PROCESSORS: tuple[tuple[str, ...], ...] = ((), ("top_k",), ("top_p",), ("min_p",), ("min_p", "top_k", "top_p"))
+"""Of truncated laws: `LawSpec.canonical` knows no others."""
+TRUNCATED_PLACES = {Program.PAIR: (8,), Program.TARGET: (1, 8)}
+"""Of rounds with truncated laws, which are rehearsed in few sizes: their kernels are then there, and recording others costs a round."""
+
+
+KINDS = (
+    (Program.PAIR, frozenset({Kind.BEST})),
+    (Program.PAIR, frozenset({Kind.DISTINCT})),
+    (Program.TARGET, frozenset({Kind.INDEPENDENT})),
+)
+"""Programs and kinds that are rehearsed: those of default settings."""
+
+
+def rehearsal(
+    config: EngineConfig,
+    context: int,
+    wanted: Sequence[tuple[Program, frozenset[Kind]]] = KINDS,
+    truncated: Sequence[tuple[str, ...]] = PROCESSORS,
+) -> Iterator[RoundPlan[np.ndarray]]:
+    """Plans to be asked for in this order: of all that usual settings ask for, or less."""
+    sizes = sorted({bucket(places) for places in range(1, config.max_slots + 1)})
+    for (program, kinds), contexts in product(wanted, Contexts):
+        few = {min(places, sizes[-1]) for places in TRUNCATED_PLACES[program]}
+        for shape, places, processors in product(_shapes(config, program, kinds), sizes, truncated):
+            if (processors and places not in few) or contexts not in _contexts(config.width(context), program, kinds, places):
+                continue
+            plan = empty_plan(program, shape, places, config.max_slots, contexts, processors=processors, kinds=kinds)
+            yield from [plan] * TURNS
+
+
+def _contexts(width: int, program: Program, kinds: frozenset[Kind], places: int) -> set[Contexts]:
+    """Those that rounds of so many places can have, where tables have room for so many positions."""
+    groups = {places} if program is not Program.PAIR else {1, places} if kinds == {Kind.BEST} else {1}
+    return {Contexts.of(columns, places, count) for columns in (0, width) for count in groups}
+
+
+def _shapes(config: EngineConfig, program: Program, kinds: frozenset[Kind]) -> list[Shape]:
+    """That of the config; and where costs decide about trees, with one row ahead for each of theirs, too."""
+    shape = PROGRAMS[program].shape(config)
+    lean = kinds == {Kind.BEST} and shape.branches > 1 and config.drafting == "costs"
+    return [shape, replace(shape, branches=1)] if lean else [shape]
+
+
+def empty_plan(
+    program: Program,
+    shape: Shape,
+    places: int,
+    slots: int,
+    contexts: Contexts,
+    *,
+    processors: tuple[str, ...] = (),
+    kinds: frozenset[Kind] = frozenset({Kind.INDEPENDENT}),
+) -> RoundPlan[np.ndarray]:
+    """A round whose places are all padding."""
+    whole, wide = np.zeros(places, dtype=np.int32), np.zeros(places, dtype=np.int64)
+    one = np.ones(places, dtype=np.float32)
+    law = LawSpec.of(one, wide, one, one * 0, one)
+    law = replace(law.canonical(), active=law.canonical().active | set(processors))
+    return RoundPlan(
+        program=program,
+        contexts=contexts,
+        kinds=kinds,
+        columns=1 + max(shape.target, shape.begin + shape.branch),
+        target_law=law,
+        draft_law=law,
+        slot_A=wide + slots,
+        group_A=wide + places - 1,
+        particle_A=wide,
+        seed_A=wide,
+        round_A=wide + 1,
+        alpha_A=np.ones(places),
+        first_G=whole,
+        size_G=whole,
+        count_G=whole,
+        draws_G=whole,
+        shared_G=whole,
+        threshold_G=np.zeros(places),
+        kind_G=whole,
+        chain_C=wide[:0],
+        law_C=wide[:0],
+        scheme_G=whole,
+        target_pages_AQ=np.zeros((places, shape.target), dtype=np.int32),
+        begin_pages_AP=np.zeros((places, shape.begin), dtype=np.int32),
+        branch_pages_XB=np.zeros((places * shape.branches, shape.branch), dtype=np.int32),
+    )
+
 
 SALT = "warm-up"
 """Nobody else's prompts share what these have computed."""
@@ -26,14 +124,14 @@ ROWS = 8
 """Of a request that stands for all of its kind."""
 ROUNDS = 4
 """Of each, at least: the first compiles, the second is recorded, and one is always asked for ahead."""
-Kind = dict[str, Any]
+RequestKind = dict[str, Any]
 """What a request asks for, besides the usual."""
-INDEPENDENT: Kind = {"population": "independent"}
-REJECTION: Kind = {"method": "exact", "verification": "rejection"}
-GUIDED: Kind = {"guidance_scale": 1.5}
-TRUNCATED: Kind = {"top_k": 40, "top_p": 0.9}
-BIASED: Kind = {"logit_bias": ((0, 0.5),)}
-RARE: tuple[Kind, ...] = (
+INDEPENDENT: RequestKind = {"population": "independent"}
+REJECTION: RequestKind = {"method": "exact", "verification": "rejection"}
+GUIDED: RequestKind = {"guidance_scale": 1.5}
+TRUNCATED: RequestKind = {"top_k": 40, "top_p": 0.9}
+BIASED: RequestKind = {"logit_bias": ((0, 0.5),)}
+RARE: tuple[RequestKind, ...] = (
     INDEPENDENT,
     REJECTION,
     {"method": "draft"},
@@ -47,12 +145,12 @@ RARE: tuple[Kind, ...] = (
     *(GUIDED | kind | {"guide_draft": True} for kind in ({}, INDEPENDENT, REJECTION, {"method": "exact"})),
 )
 """Kinds of requests of which there are no rounds of nobody."""
-LONG: tuple[tuple[Kind, ...], ...] = (({"method": "draft"},), ({"method": "draft"},) * 2)
+LONG: tuple[tuple[RequestKind, ...], ...] = (({"method": "draft"},), ({"method": "draft"},) * 2)
 """Of these, those whose rounds behind a long prompt are like no others: a model alone has one token to begin with, where blocks begin with
 two in lockstep; and two of them are groups with a row each."""
-COMMON: tuple[Kind, ...] = ({}, {"method": "exact"}, INDEPENDENT)
-EVERY: tuple[Kind, ...] = ({"alpha": 2.0}, {"method": "exact"}, INDEPENDENT, REJECTION)
-TOGETHER: tuple[tuple[Kind, ...], ...] = (
+COMMON: tuple[RequestKind, ...] = ({}, {"method": "exact"}, INDEPENDENT)
+EVERY: tuple[RequestKind, ...] = ({"alpha": 2.0}, {"method": "exact"}, INDEPENDENT, REJECTION)
+TOGETHER: tuple[tuple[RequestKind, ...], ...] = (
     COMMON,
     *(tuple(kind | law for kind in EVERY) for law in ({}, TRUNCATED, BIASED, TRUNCATED | BIASED)),
 )
@@ -125,7 +223,7 @@ def rare_requests(config: EngineConfig, context: int, vocab: int) -> Iterator[li
             yield _crowd(kind, prompt, min(most, 2 * (config.block + 1)), config, vocab)
 
 
-def _crowd(kind: Kind, prompt: tuple[int, ...], tokens: int, config: EngineConfig, vocab: int) -> list[Request]:
+def _crowd(kind: RequestKind, prompt: tuple[int, ...], tokens: int, config: EngineConfig, vocab: int) -> list[Request]:
     """As many rows as there can be: so many guided ones, and others where slots are left, that places and companions together are most."""
     counts = range(1, config.max_slots // 2 + 1)
     guided = max(counts, key=lambda count: crowded(count, config.max_slots - 2 * count), default=0)
@@ -144,14 +242,14 @@ def crowded(guided: int, others: int) -> int:
     return places + room(guided, places)
 
 
-def _parts(kind: Kind, rows: int) -> list[Kind]:
+def _parts(kind: RequestKind, rows: int) -> list[RequestKind]:
     """Requests of a kind that have so many rows."""
     if kind["method"] == "target":
         return [kind] * rows
     return [kind | {"particles": min(MAX_PARTICLES, rows - begin)} for begin in range(0, rows, MAX_PARTICLES)]
 
 
-def _request(kind: Kind, prompt: tuple[int, ...], tokens: int, config: EngineConfig, vocab: int, together: int = 1) -> Request:
+def _request(kind: RequestKind, prompt: tuple[int, ...], tokens: int, config: EngineConfig, vocab: int, together: int = 1) -> Request:
     """`together`: requests that are to have room beside each other."""
     params = SamplingParams(seed=0, ignore_eos=True, max_tokens=tokens, **kind)
     if params.particles:

@@ -1,6 +1,6 @@
 """Where the time of a round goes on a CPU: the draft's part, the target's, and the host's own work around them.
 
-The host's part is what an accelerator would wait for, if it were not done while the models run (smc/scheduler/cohorts.py).
+The host's part is what an accelerator would wait for, if it were not done while the models run (smc/scheduler/decode.py).
 """
 
 from __future__ import annotations

@@ -14,8 +14,7 @@ from typing import Any
 
 from smc.algorithm.expansion import Kind
 from smc.api.sampling_params import Method, SamplingParams
-from smc.calibration.rehearsal import KINDS, rehearsal
-from smc.calibration.warm_up import rehearse
+from smc.calibration.warm_up import KINDS, rehearsal, rehearse
 from smc.evaluation.load import ClosedLoop, Load, Waves, fitted
 from smc.evaluation.machine import Machine, Mode
 from smc.evaluation.round_time import decoding_name

@@ -27,9 +27,9 @@ from smc.local_engine import ModelPair, local_engine
 from smc.memory.kv_cache import pool_for
 from smc.model.config import ModelConfig
 from smc.model.tokenizer import Tokenizer
-from smc.scheduler.chunks import LEAST
 from smc.scheduler.engine import Engine
 from smc.scheduler.methods import decoding_of
+from smc.scheduler.prefill import LEAST
 
 PEAK = 7.9e14
 """Operations a second that an H200 reaches in products of bfloat16."""

@@ -1,4 +1,9 @@
-"""What a model drafts in a round: rows of K tokens for every group; then the chosen ones become the particles.
+"""Rows in the making: each takes the place that a row of the step before continues with a token. See the package's legend for axes.
+
+What a round does at the model that drafts, beside running it: before the first pass, for what is sent, and after the choice. The
+reference, in plain torch; `smc.executor.kernel_draft` has what GPUs use. See the package's legend for axes; S rows that offer tokens.
+
+What a model drafts in a round: rows of K tokens for every group; then the chosen ones become the particles.
 
 Rows grow step by step: each of a round's X = F A rows takes the place that a row of the step before continues with one more token. An
 independent row continues itself; those of other groups (`smc.algorithm.expansion`) are re-parented, which permutes the names of pages and
@@ -7,6 +12,7 @@ moves no key: every row has a page of its own for each step, which the plan name
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,19 +20,321 @@ import torch
 from torch import Tensor
 
 from smc.algorithm.expansion import Expansion, Kind, Offers
-from smc.executor.biases import AddBiases, BiasTables
-from smc.executor.chains import Deal, Drawn, deal
-from smc.executor.draft_head import HeadSampling
-from smc.executor.draft_steps import Offering, Shape, Steps
 from smc.executor.forward import Rows
 from smc.executor.guidance import Pass
-from smc.executor.outcome import Choice, Drafted, Lineage
+from smc.executor.messages import Choice, Drafted, Lineage
 from smc.executor.plan import RoundPlan
-from smc.executor.sampling import DrawKeys, Sampling
-from smc.executor.state import SlotState
-from smc.executor.tree import Continuation, Tree
+from smc.executor.sampling import DrawKeys, HeadSampling, Sampling
+from smc.executor.state import AddBiases, BiasTables, SlotState, remap_block_table
+from smc.executor.verify import ChainAssignment, ChainDraws, assign_chains
 from smc.laws import LawSpec
-from smc.philox import Purpose
+from smc.philox import STREAMS_PER_PARTICLE, Purpose
+from smc.stops import grow
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Rows in the making, or the particles that they continue."""
+
+    root_X: Tensor
+    """int64 place whose particle a row continues."""
+    tokens_XK: Tensor
+    """int64; of these the first steps' exist."""
+    logq_XK: Tensor
+    tail_XB: Tensor
+    """int32 pages of the tokens, all but the last."""
+    count_X: Tensor
+    """int64 tokens that exist."""
+    alive_X: Tensor
+    ended_X: Tensor
+    """The sequence has ended; it takes no further token."""
+    before_X: Tensor
+    """int64 state of the stop machine before the last token."""
+    text_X: Tensor
+    """int64 state after it."""
+    mass_X: Tensor
+    """float64 log mass."""
+    last_X: Tensor
+    """int64 last token."""
+    next_X: Tensor
+    """int64 position of the token that comes next."""
+    run_4X: Tensor | None
+    """int32, for the pass over the last tokens: slot, position of the first of the row's own tokens, of the last one, and whether it is
+    run. None: particles, of which more may be pending."""
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """How rows go on: those of trees as chosen among what all of a group offer, the others as each has drawn, chains from what they were
+    dealt. None: there are none such."""
+
+    chosen: tuple[Expansion, Offers] | None
+    """And what it was chosen among."""
+    own: tuple[Tensor, Tensor] | None
+    """Tokens and their log q, [S, D] each: D rows continue each of the S there are."""
+    chains: ChainDraws | None = None
+
+
+def adopt(tree: Tree, more: Continuation, plan: RoundPlan[Tensor], state: SlotState, *, step: int, branches: int) -> Tree:
+    """The rows with their next token: at the first step (0) `branches` for each place. The reference: `smc.kernels.tree.adopt` does the
+    same in one launch."""
+    parent_X, token_X, logq_X, mass_X = _continued(tree, more, plan, branches)
+    root_X, ended_X, text_X, count_X = (values_S[parent_X] for values_S in (tree.root_X, tree.ended_X, tree.text_X, tree.count_X))
+    slot_X = plan.slot_A[root_X]
+    end_X = state.end_S[slot_X]
+    room_X = state.limit_S[slot_X] - end_X - count_X
+    growth = grow(state.stops, state.entry_S[slot_X], text_X, token_X[:, None], room_X, state.least_S[slot_X] - end_X - count_X)
+    is_now_K = torch.arange(tree.tokens_XK.shape[1], device=state.device) == step
+    is_known_B = torch.arange(tree.tail_XB.shape[1], device=state.device) < step
+    alive_X, has_ended_X = tree.alive_X[parent_X] & (mass_X > -torch.inf), ended_X | growth.ends_A
+    return Tree(
+        root_X=root_X,
+        tokens_XK=torch.where(is_now_K, token_X[:, None], tree.tokens_XK[parent_X]),
+        logq_XK=torch.where(is_now_K, logq_X[:, None], tree.logq_XK[parent_X]),
+        # Pages of the tokens so far go with them; those of later ones are this row's own.
+        tail_XB=torch.where(is_known_B, tree.tail_XB[parent_X], plan.branch_pages_XB),
+        count_X=count_X + (~ended_X).long(),
+        alive_X=alive_X,
+        ended_X=has_ended_X,
+        before_X=torch.where(ended_X, tree.before_X[parent_X], text_X),
+        text_X=torch.where(ended_X, text_X, growth.text_A),
+        mass_X=mass_X,
+        last_X=token_X,
+        next_X=end_X + (step + 1),
+        run_4X=torch.stack((slot_X, end_X, end_X + step, alive_X & ~has_ended_X)).int(),
+    )
+
+
+def _continued(tree: Tree, more: Continuation, plan: RoundPlan[Tensor], branches: int) -> tuple[Tensor, ...]:
+    """Row that every row continues [X], its token [X], its log q [X] and the row's log mass [X]."""
+    parts: list[tuple[Tensor, tuple[Tensor, ...]]] = []
+    if more.own is not None:
+        token_SD, logq_SD = more.own
+        parent_X = torch.arange(len(token_SD), device=token_SD.device).repeat_interleave(token_SD.shape[1])
+        own = (parent_X, token_SD.flatten().long(), logq_SD.flatten(), torch.zeros_like(parent_X, dtype=torch.float64))
+        parts.append((plan.kind_G >= 0, own))
+    if more.chosen is not None:
+        parts.append((plan.kind_G != Kind.INDEPENDENT, _chosen(tree, *more.chosen, plan, branches)))
+    if more.chains is not None:
+        drawn, none_X = more.chains, torch.zeros_like(more.chains.logq_X, dtype=torch.float64)
+        parts.append((plan.kind_G == Kind.CHAINS, (drawn.parent_X, drawn.token_X, drawn.logq_X, none_X)))
+    _, found = parts[0]
+    for is_theirs_G, theirs in parts[1:]:
+        is_theirs_X = is_theirs_G[plan.group_A].repeat_interleave(branches)
+        found = tuple(torch.where(is_theirs_X, theirs_X, found_X) for theirs_X, found_X in zip(theirs, found))
+    return found
+
+
+def _chosen(tree: Tree, chosen: Expansion, offers: Offers, plan: RoundPlan[Tensor], branches: int) -> tuple[Tensor, ...]:
+    token_X, logq_X = (values_SC[chosen.parent_X, chosen.offer_X] for values_SC in (offers.token_RC, offers.logq_RC))
+    logq_X = torch.where(tree.ended_X[chosen.parent_X], 0.0, logq_X)
+    # A draft that returns NaN must be seen, where what it says matters.
+    is_nan_X = chosen.nan_G[plan.group_A].repeat_interleave(branches)
+    return chosen.parent_X, token_X, torch.where(is_nan_X, torch.nan, logq_X), chosen.mass_X
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a drafter makes of every place."""
+
+    block: int
+    """K."""
+    by_round: bool
+    """Random numbers are keyed by the round, too; else by the position alone."""
+    guesses: bool = False
+    """Chains begin with a guess (look-ahead)."""
+
+
+@dataclass(frozen=True)
+class Offering:
+    """What stays the same of rows that offer tokens, however they are re-parented: one a place at the first step, later F."""
+
+    group_S: Tensor
+    """int32."""
+    sources: tuple[Tensor, Tensor]
+    """First row and how many, int32 [G] each."""
+    rows: tuple[Tensor, Tensor]
+    """The same of those that continue them."""
+    rank_S1: Tensor
+    """int64 number of the row in its group."""
+    stream_SD: Tensor
+    """int64, of independent rows: the numbers of those that continue each."""
+    seed_S: Tensor
+    round_S: Tensor
+    seed_G: Tensor
+    round_G: Tensor
+    law: LawSpec[Tensor]
+
+
+@dataclass(frozen=True)
+class Begun:
+    """The particles, whose pending tokens are to be run."""
+
+    tokens_AP: Tensor
+    rows: Rows
+    last_A: Tensor
+    """int64: which of the A P tokens is the last of each."""
+    tree: Tree
+    """The particles as rows."""
+    first: Offering
+    """Of the particles."""
+    later: Offering
+    """Of the rows that continue them."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """How sequences go on, by place after the choice."""
+
+    lineage: Lineage[Tensor]
+    end_A: Tensor
+    """int64 tokens of the sequence."""
+    tokens_AW: Tensor
+    """int64: the last of them; as many as may be pending."""
+    pending_A: Tensor
+    """int64: how many of those have not been run."""
+    text_A: Tensor
+    """int64 state of the stop machine before them."""
+
+
+Begin = Callable[[SlotState, RoundPlan[Tensor], LawSpec[Tensor], Shape], Begun]
+Pack = Callable[[SlotState, RoundPlan[Tensor], Tree], Drafted]
+Resume = Callable[[SlotState, RoundPlan[Tensor], Tree, Choice, int], Resumed]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The references, or kernels."""
+
+    begin: Begin
+    pack: Pack
+    resume: Resume
+
+
+def begin(state: SlotState, plan: RoundPlan[Tensor], law: LawSpec[Tensor], shape: Shape) -> Begun:
+    """Pages of pending tokens are in the block tables from now on."""
+    slot_A, pages_AP = plan.slot_A, plan.begin_pages_AP
+    queries = pages_AP.shape[1]
+    pending_A, ended_A = state.pending_S[slot_A], state.ended_S[slot_A]
+    held_A = state.held(slot_A)
+    # Past what will be held, whatever is written is written over later.
+    state.table_SL[slot_A[:, None], held_A[:, None] + torch.arange(queries, device=state.device)] = pages_AP
+    tokens_AP = state.pending_SQ[slot_A, :queries]
+    place_A = torch.arange(len(slot_A), device=state.device)
+    zero_A = torch.zeros_like(place_A)
+    # What is pending has been found not to end the answer.
+    text_A = grow(state.stops, state.entry_S[slot_A], state.text_S[slot_A], tokens_AP, pending_A, state.least_S[slot_A] - held_A).text_A
+    rows = Rows(
+        table_SL=state.table_SL,
+        slot_R=slot_A.int(),
+        tail_RB=None,
+        tail_R=None,
+        start_R=held_A.int(),
+        count_R=torch.where(ended_A, 0, pending_A).int(),
+        group_R=plan.group_A.int(),
+        first_G=plan.first_G,
+        size_G=plan.size_G,
+        shared_G=plan.shared_G,
+        queries=queries,
+        contexts=plan.contexts,
+    )
+    tree = Tree(
+        root_X=place_A,
+        tokens_XK=zero_A[:, None].expand(-1, shape.block),
+        logq_XK=zero_A[:, None].expand(-1, shape.block).float(),
+        tail_XB=plan.branch_pages_XB[:: plan.branches],
+        count_X=zero_A,
+        alive_X=state.alive_S[slot_A],
+        ended_X=ended_A,
+        before_X=text_A,
+        text_X=text_A,
+        mass_X=state.logw_S[slot_A],
+        last_X=zero_A,
+        next_X=state.end_S[slot_A],
+        run_4X=None,
+    )
+    offerings = (_offering(plan, law, shape, width) for width in (1, plan.branches))
+    return Begun(tokens_AP, rows, place_A * queries + pending_A - 1, tree, *offerings)
+
+
+def _offering(plan: RoundPlan[Tensor], law: LawSpec[Tensor], shape: Shape, width: int) -> Offering:
+    """Of `width` rows a place."""
+    place_S, f = plan.place_of_rows(width), plan.branches
+    group_S = plan.group_A[place_S]
+    rank_S = torch.arange(len(place_S), device=place_S.device) - plan.first_G[group_S] * width
+    stream_AF = plan.particle_A[:, None] * STREAMS_PER_PARTICLE + torch.arange(f, device=place_S.device)
+    round_S = plan.round_A[place_S]
+    return Offering(
+        group_S=group_S.int(),
+        sources=(plan.first_G * width, plan.size_G * width),
+        rows=(plan.first_G * f, plan.size_G * f),
+        rank_S1=rank_S[:, None],
+        stream_SD=stream_AF.view(len(place_S), -1),
+        seed_S=plan.seed_A[place_S],
+        round_S=round_S if shape.by_round else torch.zeros_like(round_S),
+        seed_G=plan.seed_G,
+        round_G=plan.round_G,
+        law=law.take(place_S),
+    )
+
+
+def pack(state: SlotState, plan: RoundPlan[Tensor], tree: Tree) -> Drafted:
+    """What the target is sent. The share of independent rows: F of each particle, or of one that has ended one alone."""
+    slot_X, branches = plan.slot_A[tree.root_X], plan.branches
+    share_X = tree.mass_X - state.logw_S[slot_X]
+    if Kind.CHAINS in plan.kinds:
+        # All are the same until the target has spoken, but for those that continue nothing.
+        of_chains_X = torch.where(tree.alive_X, 0.0, -torch.inf)
+        share_X = torch.where(plan.places_of(Kind.CHAINS).repeat_interleave(branches), of_chains_X, share_X)
+    if Kind.INDEPENDENT in plan.kinds:
+        branch_X = torch.arange(len(slot_X), device=slot_X.device) % branches
+        alone_X = torch.where(branch_X == 0, 0.0, -torch.inf).double()
+        own_X = torch.where(state.ended_S[slot_X], alone_X, -math.log(branches))
+        share_X = torch.where(plan.places_of(Kind.INDEPENDENT).repeat_interleave(branches), own_X, share_X)
+    return Drafted.of(tree.tokens_XK, tree.logq_XK, tree.root_X, tree.count_X, tree.ended_X, share_X)
+
+
+def resume(state: SlotState, plan: RoundPlan[Tensor], tree: Tree, choice: Choice, block: int) -> Resumed:
+    """Pages follow the choice; what else becomes of the slots is returned: others read them yet."""
+    slot_A, row_A = plan.slot_A, choice.row_A
+    ancestor_A, taken_A, cut_A = choice.ancestor_A, choice.count_A, choice.cut_A
+    source_A = slot_A[ancestor_A]
+    end_A, pending_A = state.end_S[source_A], state.pending_S[source_A]
+    # One that had ended goes on where its end is taken back.
+    open_A = ~state.ended_S[source_A] | (cut_A > 0)
+    has_bonus_A = choice.bonus_A >= 0
+    tail_AB = tree.tail_XB[row_A]
+    path_AW = torch.cat((plan.begin_pages_AP[ancestor_A], tail_AB), 1)
+    remap_block_table(state.table_SL, slot_A, source_A, state.base_S[slot_A], end_A, tail_AB, plan.columns)
+    # The last token of a whole row has not been run, and one that ends an answer never is.
+    whole_A = taken_A == block
+    run_A = taken_A - (whole_A | (choice.ended_A & ~has_bonus_A & (taken_A > 0))).long()
+    bonus_A = choice.bonus_A.clamp(min=0)
+    tokens_A2 = torch.stack((torch.where(whole_A, tree.tokens_XK[row_A, -1], bonus_A), bonus_A), 1)
+    left_A = torch.where(choice.ended_A, 1, whole_A.long() + has_bonus_A.long())
+    kept_A = torch.where(open_A, (pending_A - cut_A).clamp(min=0) + run_A, 0)
+    dropped_A = torch.where(open_A, (cut_A - pending_A).clamp(min=0), 0)
+    return Resumed(
+        lineage=_lineage(plan, path_AW, pending_A, kept_A, dropped_A),
+        end_A=end_A - cut_A + taken_A + has_bonus_A.long(),
+        tokens_AW=tokens_A2[:, : state.pending_SQ.shape[1]],
+        pending_A=left_A.clamp(min=1),
+        text_A=torch.where(whole_A, tree.before_X[row_A], choice.text_A),
+    )
+
+
+def _lineage(plan: RoundPlan[Tensor], path_AW: Tensor, pending_A: Tensor, kept_A: Tensor, dropped_A: Tensor) -> Lineage[Tensor]:
+    """A particle's pending tokens, of which there may be fewer than places for them, then its row's."""
+    queries = plan.begin_pages_AP.shape[1]
+    if queries > 1:
+        column_W = torch.arange(path_AW.shape[1], device=path_AW.device)
+        skipped_A1 = (queries - pending_A)[:, None]
+        shifted_AW = torch.where(column_W < pending_A[:, None], column_W, column_W + skipped_A1)
+        path_AW = path_AW.gather(1, shifted_AW.clamp(max=path_AW.shape[1] - 1))
+    return Lineage(path_AW, kept_A.int(), dropped_A.int())
+
+
+REFERENCE = Steps(begin, pack, resume)
 
 
 @dataclass(frozen=True)
@@ -55,7 +363,7 @@ class Drafter:
         begun = self.steps.begin(self.state, plan, law, self.shape)
         self.run.begin(plan, plan.begin_pages_AP, plan.branch_pages_XB.view(len(plan.slot_A), -1))
         logits_SV = self.run(plan, begun.tokens_AP.flatten(), begun.rows, begun.last_A if begun.rows.queries > 1 else None)
-        dealt = deal(plan, begun.tree.alive_X) if Kind.CHAINS in plan.kinds else None
+        dealt = assign_chains(plan, begun.tree.alive_X) if Kind.CHAINS in plan.kinds else None
         tree = self._extend(plan, begun.first, logits_SV, begun.tree, 0, dealt)
         for step in range(1, self.shape.block):
             logits_SV = self._run(plan, begun.later, tree)
@@ -89,7 +397,9 @@ class Drafter:
         )
         return self.run(plan, tree.last_X, rows, root_R=tree.root_X)
 
-    def _extend(self, plan: RoundPlan[Tensor], offering: Offering, logits_SV: Tensor, tree: Tree, step: int, dealt: Deal | None) -> Tree:
+    def _extend(
+        self, plan: RoundPlan[Tensor], offering: Offering, logits_SV: Tensor, tree: Tree, step: int, dealt: ChainAssignment | None
+    ) -> Tree:
         """Every row continues one of those before it with a token: at the first step a particle, later a row."""
         if plan.biased:
             slot_S = plan.slot_A if tree.run_4X is None else tree.run_4X[0]
@@ -105,7 +415,9 @@ class Drafter:
         more = Continuation(chosen, own, chains)
         return self.adopt(tree, more, plan, self.state, step=step, branches=plan.branches)
 
-    def _drawn(self, plan: RoundPlan[Tensor], offering: Offering, logits_SV: Tensor, tree: Tree, step: int, dealt: Deal) -> Drawn:
+    def _drawn(
+        self, plan: RoundPlan[Tensor], offering: Offering, logits_SV: Tensor, tree: Tree, step: int, dealt: ChainAssignment
+    ) -> ChainDraws:
         """Chains draw their next tokens, or guess."""
         begins, branches = step == 0, plan.branches
         at_Y = dealt.source_Y if begins else dealt.row_Y
@@ -122,7 +434,7 @@ class Drafter:
         row_X = torch.arange(len(plan.slot_A) * branches, device=at_Y.device)
         none_X = torch.zeros_like(row_X)
         parent_X = row_X // branches if begins else row_X
-        return Drawn(
+        return ChainDraws(
             parent_X=dealt.spread(at_Y, parent_X),
             token_X=dealt.spread(token_Y, none_X),
             logq_X=dealt.spread(logq_Y, none_X.float()),

@@ -8,11 +8,9 @@ from typing import Protocol
 import numpy as np
 
 from smc.api.engine_config import EngineConfig
-from smc.executor.channel import LocalChannel
 from smc.executor.graph_runner import Reading
-from smc.executor.messages import Pending
-from smc.executor.model_runner import DraftSide, Parts, TargetSide
-from smc.executor.outcome import Lineage, RoundResult
+from smc.executor.messages import Lineage, Pending, RoundResult
+from smc.executor.model_runner import DraftSide, LocalChannel, Parts, TargetSide
 from smc.executor.plan import Join, Program, RoundPlan
 from smc.executor.worker import ModelWorker
 

@@ -16,10 +16,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from smc.executor import tables
 from smc.executor.forward import Rows, StaticForward
 from smc.executor.plan import Companions, RoundPlan
-from smc.executor.state import SlotState
+from smc.executor.state import RemapBlockTable, SlotState
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Pass:
     state: SlotState
     guide: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     """See `smc.executor.sampling.Sampling.guide`."""
-    reroot: tables.Reroot
+    reroot: RemapBlockTable
     side: str
     beside_P: Tensor
     """int32: of every page of a guided place in this round, the companion's beside it."""

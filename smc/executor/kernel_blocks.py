@@ -9,11 +9,11 @@ from torch import Tensor
 
 from smc.api.limits import MAX_PARTICLES
 from smc.executor.forward import Rows
-from smc.executor.outcome import Drafted
+from smc.executor.messages import Drafted
 from smc.executor.plan import RoundPlan
 from smc.executor.sampling import DrawKeys
 from smc.executor.state import SlotState
-from smc.executor.verify import Asked, Blocks, Drawn, Scored
+from smc.executor.verify import Asked, Blocks, Scored, TargetDraws
 from smc.kernels import blocks as kernels
 from smc.kernels.places import programs
 from smc.laws import LawSpec
@@ -60,7 +60,7 @@ def lay_out(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted:
     )
 
 
-def judge(asked: Asked, plan: RoundPlan[Tensor], labelled_T: Tensor | None, drawn: Drawn | None, next_AV: Tensor | None) -> Scored:
+def judge(asked: Asked, plan: RoundPlan[Tensor], labelled_T: Tensor | None, drawn: TargetDraws | None, next_AV: Tensor | None) -> Scored:
     """As `smc.executor.verify.judge`."""
     blocks, (places, q) = asked.blocks, asked.blocks.tokens_AQ.shape
     logp_AQ, drawn_AQ = torch.empty_like(blocks.logq_AQ), torch.empty_like(blocks.tokens_AQ)

@@ -1,18 +1,17 @@
-"""What the target says of chains, as a kernel: same interface as the reference in `smc.executor.chains`. Axes: the package's legend."""
+"""What the target says of chains, as a kernel: same interface as the reference in `smc.executor.verify`. Axes: the package's legend."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from smc.executor.chains import chain_groups
 from smc.executor.plan import RoundPlan
-from smc.executor.verify import Asked
+from smc.executor.verify import Asked, chain_groups
 from smc.kernels.rejection import Trials, say
 from smc.philox import Purpose
 
 
 def verify(plan: RoundPlan[Tensor], asked: Asked, logp_CQV: Tensor, logq_CLV: Tensor) -> tuple[Tensor, Tensor]:
-    """As `smc.executor.chains.verify`."""
+    """As `smc.executor.verify.verify`."""
     blocks = asked.blocks
     trials = Trials(
         place_C=plan.chain_C,

@@ -1,4 +1,4 @@
-"""The choice after a round as kernels: same interfaces as the references in `smc.executor.candidates` and `smc.executor.select`. See the
+"""The choice after a round as kernels: same interfaces as the references in `smc.executor.select` and `smc.executor.select`. See the
 package's legend for axes."""
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from torch import Tensor
 from smc.algorithm.expansion import Expansion, Offers
 from smc.algorithm.selection import Selection
 from smc.api.limits import MAX_PARTICLES
-from smc.executor.candidates import Candidates, Evidence, Numbers
-from smc.executor.outcome import Choice, Lineage, RoundResult
-from smc.executor.select import Concluded, Regrown
+from smc.executor.messages import Choice, Lineage, RoundResult
+from smc.executor.select import Candidates, Concluded, Evidence, Numbers, Regrown
 from smc.kernels import conclude as conclusion
 from smc.kernels import weigh as weighing
 from smc.kernels.places import programs
@@ -25,7 +24,7 @@ ROWS = 32
 
 
 def weigh(evidence: Evidence) -> Candidates:
-    """As `smc.executor.candidates.weigh`."""
+    """As `smc.executor.select.weigh`."""
     plan, scored, blocks, said, drafted = evidence.plan, evidence.scored, evidence.scored.blocks, evidence.said, evidence.drafted
     (places, q), groups, rows, device = blocks.tokens_AQ.shape, len(plan.first_G), drafted.all_WX.shape[1], plan.slot_A.device
     offers, asked = said.offers, said.logp_X if evidence.lookahead else said.log_z_A

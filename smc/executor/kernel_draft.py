@@ -1,5 +1,5 @@
 """What a round does at the model that drafts beside running it, as kernels: same interfaces as the references in
-`smc.executor.draft_steps`. See the package's legend for axes."""
+`smc.executor.draft`. See the package's legend for axes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import triton
 from torch import Tensor
 
 from smc.algorithm.expansion import Kind
-from smc.executor.draft_steps import Begun, Offering, Resumed, Shape, Steps
+from smc.executor.draft import Begun, Offering, Resumed, Shape, Steps, Tree
 from smc.executor.forward import Rows
-from smc.executor.outcome import Choice, Drafted, Lineage
+from smc.executor.messages import Choice, Drafted, Lineage
 from smc.executor.plan import RoundPlan
 from smc.executor.state import SlotState
-from smc.executor.tree import Tree
 from smc.kernels import draft as kernels
 from smc.kernels.stops import table_arguments
 from smc.kernels.tables import CHUNK
@@ -29,7 +28,7 @@ ROWS = 16
 
 
 def begin(state: SlotState, plan: RoundPlan[Tensor], law: LawSpec[Tensor], shape: Shape) -> Begun:
-    """As `smc.executor.draft_steps.begin`."""
+    """As `smc.executor.draft.begin`."""
     (places, queries), groups, device, tables = plan.begin_pages_AP.shape, len(plan.first_G), state.device, state.stops
     rows, block = places * plan.branches, shape.block
     integers: TensorOptions = {"dtype": torch.int64, "device": device}
@@ -86,7 +85,7 @@ def begin(state: SlotState, plan: RoundPlan[Tensor], law: LawSpec[Tensor], shape
 
 
 def pack(state: SlotState, plan: RoundPlan[Tensor], tree: Tree) -> Drafted:
-    """As `smc.executor.draft_steps.pack`."""
+    """As `smc.executor.draft.pack`."""
     rows, block = tree.tokens_XK.shape
     all_WX = torch.empty(Drafted.width(block), rows, dtype=torch.int32, device=state.device)
     kernels.pack[(triton.cdiv(rows, ROWS),)](
@@ -99,7 +98,7 @@ def pack(state: SlotState, plan: RoundPlan[Tensor], tree: Tree) -> Drafted:
 
 
 def resume(state: SlotState, plan: RoundPlan[Tensor], tree: Tree, choice: Choice, block: int) -> Resumed:
-    """As `smc.executor.draft_steps.resume`."""
+    """As `smc.executor.draft.resume`."""
     (places, queries), pages, device = plan.begin_pages_AP.shape, tree.tail_XB.shape[1], state.device
     width = min(2, state.pending_SQ.shape[1])
     integers: TensorOptions = {"dtype": torch.int64, "device": device}

@@ -1,4 +1,4 @@
-"""Slots follow a choice, as kernels: same interfaces as the references in `smc.executor.target` and `smc.executor.state`. See the package's
+"""Slots follow a choice, as kernels: same interfaces as the references in `smc.executor.verify` and `smc.executor.state`. See the package's
 legend for axes; W tokens that are pending from now on."""
 
 from __future__ import annotations
@@ -7,16 +7,16 @@ import torch
 import triton
 from torch import Tensor
 
-from smc.executor.outcome import Choice, Drafted
+from smc.executor.messages import Choice, Drafted
 from smc.executor.plan import RoundPlan
 from smc.executor.state import SlotState
-from smc.executor.target import Followed
+from smc.executor.verify import Followed
 from smc.kernels import follow as following
 from smc.kernels.tables import CHUNK
 
 
 def follow(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted: Drafted, choice: Choice, lookahead: bool) -> Followed:
-    """As `smc.executor.target.follow`; pages follow in the same launch."""
+    """As `smc.executor.verify.follow`; pages follow in the same launch."""
     (places, q), rows, width = plan.target_pages_AQ.shape, drafted.all_WX.shape[1], drafted.block if lookahead else 1
     end_A, pending_A = torch.empty(2, places, dtype=torch.int64, device=state.device)
     tokens_AW = torch.empty(places, width, dtype=torch.int64, device=state.device)

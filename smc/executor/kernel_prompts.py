@@ -11,7 +11,7 @@ from torch import Tensor
 
 from smc.arrays import to_device
 from smc.attention.base import ForwardBatch
-from smc.executor.prompts import Reader
+from smc.executor.worker import Reader
 from smc.kernels.norm import add_norm, silu_mul
 from smc.kernels.rounding import round_rows
 from smc.kernels.store import store_kv
@@ -21,7 +21,7 @@ from smc.model.linear import Linear
 
 @torch.inference_mode()
 def run_prompt(reader: Reader, tokens_T: Tensor, batch: ForwardBatch, asked_X: Tensor) -> Tensor:
-    """See `smc.executor.prompts.PromptPass`."""
+    """See `smc.executor.worker.PromptPass`."""
     model, config, planned = reader.model, reader.model.config, reader.attention.plan(reader.pool, batch)
     position_T, page_T = (to_device(array_T.astype(np.int32), reader.device) for array_T in (batch.positions_T, batch.pages_T))
     x_TE, parts_TE = model.embed(tokens_T), None

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from smc.algorithm.expansion import Offers
 from smc.executor import kernel_draft
-from smc.executor.biases import BiasTables, Lives
-from smc.executor.draft_head import HeadSampling
+from smc.executor.draft import Continuation, Tree
 from smc.executor.graph_runner import Graphs
 from smc.executor.kernel_blocks import judge, lay_out
 from smc.executor.kernel_chains import verify
@@ -19,9 +18,8 @@ from smc.executor.kernel_forward import KernelForward
 from smc.executor.kernel_prompts import run_prompt
 from smc.executor.model_runner import Parts
 from smc.executor.plan import RoundPlan
-from smc.executor.sampling import DrawKeys, Sampling
-from smc.executor.state import SlotState
-from smc.executor.tree import Continuation, Tree
+from smc.executor.sampling import DrawKeys, HeadSampling, Sampling
+from smc.executor.state import BiasTables, Lives, SlotState
 from smc.kernels import biases
 from smc.kernels.draft_head import spread, spread_rest
 from smc.kernels.expansion import expand, keep_roots
@@ -123,7 +121,7 @@ class KernelHeadSampling(HeadSampling):
 
 
 def adopt(tree: Tree, more: Continuation, plan: RoundPlan[Tensor], state: SlotState, *, step: int, branches: int) -> Tree:
-    """As `smc.executor.tree.adopt`; answers grow within the same launch."""
+    """As `smc.executor.draft.adopt`; answers grow within the same launch."""
     dealt = None if more.chains is None else (more.chains.parent_X, more.chains.token_X, more.chains.logq_X)
     places = (plan.group_A, plan.kind_G, plan.slot_A, plan.branch_pages_XB)
     lives = TreeLives(state.end_S, state.limit_S, state.least_S, state.entry_S, state.stops)
@@ -131,7 +129,7 @@ def adopt(tree: Tree, more: Continuation, plan: RoundPlan[Tensor], state: SlotSt
 
 
 def add_biases(tables: BiasTables, lives: Lives, logits_RV: Tensor, slot_X: Tensor, position_R: Tensor, width: int) -> Tensor:
-    """As `smc.executor.biases.add_biases`, in place."""
+    """As `smc.executor.state.add_biases`, in place."""
     added = (tables.column_EB, tables.early_EB, tables.late_EB, tables.count_E)
     return biases.add(logits_RV, added, lives, slot_X.contiguous(), position_R.contiguous(), width)
 

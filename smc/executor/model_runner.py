@@ -1,4 +1,9 @@
-"""The two sides of a round, each over the memory of one worker, in one process or in two: what is run when, and what is sent.
+"""What the two sides of a pair send each other within a round, and how. Knows nothing about what the tensors mean.
+
+draft -> target   rows     what has been drafted
+target -> draft   choice   which of it goes on, and how
+
+The two sides of a round, each over the memory of one worker, in one process or in two: what is run when, and what is sent.
 
 On GPUs nothing here waits: a round is queued on the side's stream, and the host waits for its result alone. From its second time on,
 a stage of a round is the replay of a CUDA graph.
@@ -9,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,29 +25,78 @@ from smc.algorithm.expansion import Expansion, expand, keep_roots
 from smc.algorithm.selection import Selection, select
 from smc.algorithm.walk import walk
 from smc.api.engine_config import EngineConfig
-from smc.executor import draft_steps, tables
-from smc.executor.biases import AddBiases, BiasTables, add_biases
-from smc.executor.candidates import Weigh, weigh
-from smc.executor.chains import Verify, verify
-from smc.executor.channel import Channel
-from smc.executor.draft import Drafter
-from smc.executor.draft_head import HeadSampling
-from smc.executor.draft_steps import Shape
+from smc.executor.draft import REFERENCE, Drafter, Shape, Tree, adopt
+from smc.executor.draft import Steps as DraftSteps
 from smc.executor.forward import StaticForward
-from smc.executor.graph_runner import Reading, Stages
+from smc.executor.graph_runner import Event, Reading, Stages
 from smc.executor.guidance import Pass
-from smc.executor.outcome import Choice, Drafted, Lineage, RoundResult
+from smc.executor.messages import Choice, Drafted, Lineage, RoundResult
 from smc.executor.plan import Join, PlanBuffer, Program, RoundPlan
-from smc.executor.prompts import PromptPass, run_prompt
-from smc.executor.sampling import Sampling
-from smc.executor.select import Chooser, Conclude, Deciders, conclude
-from smc.executor.state import Advance, SlotState, write_advance
-from smc.executor.target import Follow, Scorer, Steps, follow
-from smc.executor.tree import Tree, adopt
-from smc.executor.verify import Judge, LayOut, judge, lay_out
-from smc.executor.worker import ModelWorker
+from smc.executor.sampling import HeadSampling, Sampling
+from smc.executor.select import Chooser, Conclude, Deciders, Weigh, conclude, weigh
+from smc.executor.state import AddBiases, Advance, BiasTables, RemapBlockTable, SlotState, add_biases, remap_block_table, write_advance
+from smc.executor.verify import Follow, Judge, LayOut, Scorer, Steps, Verify, follow, judge, lay_out, verify
+from smc.executor.worker import ModelWorker, PromptPass, run_prompt
 from smc.model.draft_vocab import DraftVocab
 from smc.philox import Purpose
+
+
+class Channel(Protocol):
+    """One side's end. Tensors are on this side's device; every call is made in its `Stages.working()`, and none waits for a GPU."""
+
+    def send(self, name: str, tensor: Tensor) -> None:
+        """It must stay as it is until `settle`."""
+        ...
+
+    def receive(self, key: tuple, name: str, shape: tuple[int, ...], dtype: torch.dtype, into: Tensor | None = None) -> Tensor:
+        """What the other side sent by this name: `into` this tensor, or by default one that is always the same in rounds of one key."""
+        ...
+
+    def share(self, tensor: Tensor) -> Tensor:
+        """The leader's values, in place, on every rank that holds a part of this side's model."""
+        ...
+
+    def settle(self) -> None:
+        """Work that is asked for after this may overwrite what was sent."""
+        ...
+
+
+class LocalChannel:
+    """One end of a channel inside a process, between two devices or two streams of one."""
+
+    def __init__(self, stages: Stages) -> None:
+        self._stages = stages
+        self._other = self
+        self._sent: dict[str, tuple[Tensor, Event]] = {}
+        self._kept: list[Tensor] = []
+        """What was sent, until the other side has its copy: memory that is let go is used again at once."""
+        self._received: Event | None = None
+
+    @staticmethod
+    def between(one: Stages, other: Stages) -> tuple[LocalChannel, LocalChannel]:
+        ends = LocalChannel(one), LocalChannel(other)
+        ends[0]._other, ends[1]._other = ends[1], ends[0]
+        return ends
+
+    def send(self, name: str, tensor: Tensor) -> None:
+        self._sent[name] = (tensor, self._stages.event())
+        self._kept.append(tensor)
+
+    def receive(self, key: tuple, name: str, shape: tuple[int, ...], dtype: torch.dtype, into: Tensor | None = None) -> Tensor:
+        tensor, there = self._other._sent.pop(name)
+        assert tensor.shape == shape and tensor.dtype == dtype, f"{name}: {tensor.shape} {tensor.dtype} was sent, {shape} {dtype} expected"
+        self._stages.wait(there)
+        here = self._stages.copy_of(key, name, tensor) if into is None else into.copy_(tensor, non_blocking=True)
+        self._other._received = self._stages.event()
+        return here
+
+    def share(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def settle(self) -> None:
+        if self._received is not None:
+            self._stages.wait(self._received)
+        self._kept.clear()
 
 
 @dataclass(frozen=True)
@@ -64,10 +119,10 @@ class Parts:
     verify: Verify = verify
     follow: Follow = follow
     advance: Advance = write_advance
-    drafting: draft_steps.Steps = draft_steps.REFERENCE
+    drafting: DraftSteps = REFERENCE
     run_prompt: PromptPass = run_prompt
     add_biases: AddBiases = add_biases
-    reroot: tables.Reroot = tables.reroot
+    reroot: RemapBlockTable = remap_block_table
 
 
 class Side:

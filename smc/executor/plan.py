@@ -173,7 +173,7 @@ class RoundPlan(Generic[Array]):
     branch_pages_XB: Array
     """int32 pages for the tokens of branches that are run within the round, branch after branch."""
     biased: int = 0
-    """Tokens at most whose logits are changed for a row, of `smc.executor.biases.WIDTHS`; 0: of no row."""
+    """Tokens at most whose logits are changed for a row, of `smc.executor.state.WIDTHS`; 0: of no row."""
     target_companions: Companions[Array] | None = None
     """None: nobody is guided."""
     draft_companions: Companions[Array] | None = None

@@ -1,4 +1,8 @@
-"""What goes on after a round: candidates are weighed and chosen from, or compared with what the target drew itself.
+"""What a round's choice is among, and its weights: the reference, in plain torch; `smc.executor.kernel_choice` has what GPUs use.
+
+See the package's legend for axes; C offers of a row.
+
+What goes on after a round: candidates are weighed and chosen from, or compared with what the target drew itself.
 
 In look-ahead candidates are the rows that the draft made while the target scored the blocks before them; in lockstep they are the blocks
 themselves, each with a token of the target's own after it. `conclude` is the reference, in plain torch; `smc.executor.kernel_choice` has
@@ -8,21 +12,236 @@ what GPUs use. See the package's legend for axes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from smc.algorithm.bounds import Bounds
-from smc.algorithm.expansion import Expansion, Kind
+from smc.algorithm.expansion import Expansion, Kind, Offers
 from smc.algorithm.selection import Selection
-from smc.executor.candidates import Candidates, Evidence, Weigh, ask
-from smc.executor.outcome import Choice, Drafted, Lineage, RoundResult
+from smc.algorithm.weights import block_log_weight
+from smc.executor.messages import Choice, Drafted, Lineage, RoundResult
 from smc.executor.plan import RoundPlan
-from smc.executor.sampling import Sampling
+from smc.executor.sampling import DrawKeys, Sampling
 from smc.executor.state import SlotState
 from smc.executor.verify import Scored
+from smc.philox import Purpose
 from smc.stops import grow
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the target says of the token after every block; None: it has not been asked."""
+
+    logp_X: Tensor | None = None
+    """float32 log p of the first token of each row ahead (look-ahead), or of the token that it draws itself (lockstep)."""
+    bonus_A: Tensor | None = None
+    """Integers: the tokens that it draws for independent rows."""
+    log_z_A: Tensor | None = None
+    """float32 log Z of the law that it draws or offers from; NaN where its logits are."""
+    offers: Offers | None = None
+    """What it offers after each block, of which rows that are never the same are made."""
+    offered_logp_AC: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that a choice is made from. Candidates are the rows ahead (look-ahead), or the blocks themselves."""
+
+    plan: RoundPlan[Tensor]
+    state: SlotState
+    scored: Scored
+    drafted: Drafted
+    said: Said
+    best_A: Tensor | None
+    """int64, of groups that are decoded exactly: the block that agrees longest with the target's draws. None: there are none."""
+    right_A: Tensor | None
+    """int64: and how many of its tokens do."""
+    lookahead: bool
+
+    @property
+    def width(self) -> int:
+        """F: rows of a place."""
+        return self.drafted.all_WX.shape[1] // len(self.plan.slot_A)
+
+    @property
+    def agreed(self) -> tuple[Tensor, Tensor]:
+        """`best` and `right`, of a round in which some are decoded exactly."""
+        assert self.best_A is not None and self.right_A is not None, "nobody is decoded exactly"
+        return self.best_A, self.right_A
+
+    @property
+    def open_X(self) -> Tensor:
+        """bool: the block that a row stands for, or continues, has not ended."""
+        return self.scored.blocks.open_A[self.drafted.root_X] if self.lookahead else self.scored.blocks.open_A
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What deciders are told of the groups; integers."""
+
+    own_size_G: Tensor
+    """Places of groups of independent particles, 0 of others."""
+    source_first_G: Tensor
+    """First candidate."""
+    source_size_G: Tensor
+    """Candidates."""
+    seed_G: Tensor
+    round_G: Tensor
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """X rows: those of the batch's places (lockstep), or F for each of them (look-ahead)."""
+
+    root_X: Tensor
+    """int64 place whose particle a row continues."""
+    weight_X: Tensor
+    """float64 log-weight, -inf where that is NaN; of exact decoding, the draft's log-likelihood."""
+    there_X: Tensor
+    """bool: the row may be chosen."""
+    offers: Offers
+    """Of the token after the block, where it is chosen, too; or the row itself."""
+    alive_A: Tensor
+    """bool: the place held a particle before the round."""
+    target_nan_G: Tensor
+    draft_nan_G: Tensor
+    numbers: Numbers
+
+
+Weigh = Callable[[Evidence], Candidates]
+
+
+def ask(sampling: Sampling, plan: RoundPlan[Tensor], scored: Scored, drafted: Drafted, lookahead: bool) -> Said:
+    """Ask for what a choice depends on."""
+    if plan.all_exact:
+        # What the target drew itself decides.
+        return Said()
+    next_AV = scored.next_AV
+    assert next_AV is not None, "kept unless all are decoded exactly"
+    if lookahead:
+        return Said(sampling.score(next_AV, plan.target_law, drafted.tokens_XK[:, :1], drafted.root_X)[:, 0])
+    said, blocks = Said(), scored.blocks
+
+    def keys(stream_A: Tensor) -> DrawKeys:
+        return DrawKeys(plan.seed_A, plan.round_A, stream_A[:, None], blocks.position_A, Purpose.TARGET)
+
+    if Kind.INDEPENDENT in plan.kinds:
+        bonus_A1, logp_A1, log_z_A = sampling.bonus(next_AV, plan.target_law, keys(blocks.stream_A))
+        said = Said(logp_A1[:, 0], bonus_A1[:, 0], log_z_A)
+    if plan.kinds - {Kind.INDEPENDENT}:
+        offers, offered_logp_AC, log_z_A = sampling.bonus_offer(next_AV, plan.target_law, keys(blocks.rank_A))
+        said = replace(said, log_z_A=log_z_A, offers=offers, offered_logp_AC=offered_logp_AC)
+    return said
+
+
+def weigh(evidence: Evidence) -> Candidates:
+    """Candidates and their weights."""
+    return Weigher(evidence).candidates()
+
+
+class Weigher:
+    """Weighs the candidates of one round."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        self.evidence, self.plan, self.scored, self.drafted = evidence, evidence.plan, evidence.scored, evidence.drafted
+        self.place_X = self.plan.place_of_rows(evidence.width)
+        """Place that every row belongs to: its group is that of its root."""
+        self.group_X = self.plan.group_A[self.place_X]
+
+    def candidates(self) -> Candidates:
+        plan, lookahead = self.plan, self.evidence.lookahead
+        weight_X, there_X, nan_2X = self._rows_ahead() if lookahead else self._blocks_with_bonus()
+        nan_2G = self._of_group(nan_2X)
+        nan_2G[1] |= self._of_group(self._nan_of_blocks()[None])[0]
+        if plan.has_exact:
+            weight_X, there_X, nan_2G = self._that_agree(weight_X, there_X, nan_2G)
+        weight_X = weight_X.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        offers = self.evidence.said.offers
+        if offers is None:
+            offers = Offers.whole(weight_X)
+        else:
+            offers = offers.unless(~self.scored.blocks.open_A | plan.is_exact_A)
+        width = self.evidence.width
+        own_size_G = torch.where(plan.kind_G == Kind.INDEPENDENT, plan.size_G, 0)
+        numbers = Numbers(own_size_G, plan.first_G * width, plan.size_G * width, plan.seed_G, plan.round_G)
+        root_X = self.drafted.root_X.long() if lookahead else self.scored.blocks.origin_A
+        alive_A = self.evidence.state.alive_S[plan.slot_A]
+        target_nan_G, draft_nan_G = nan_2G
+        return Candidates(root_X, weight_X, there_X, offers, alive_A, target_nan_G, draft_nan_G, numbers)
+
+    def _rows_ahead(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Look-ahead: the rows that were drafted while the blocks were scored. A row's weight is that of its block, the share that it has
+        of its root, and what the target says of its first token. Weights [X], rows that are there [X], NaN of target and draft [2, X]."""
+        scored, drafted, root_X, open_X = self.scored, self.drafted, self.drafted.root_X, self.evidence.open_X
+        logq_X = drafted.logq_XK[:, 0]
+        logp_X = torch.zeros_like(logq_X) if self.evidence.said.logp_X is None else self.evidence.said.logp_X
+        next_X = torch.where(open_X, self.plan.alpha_A[root_X] * logp_X - logq_X, 0.0)
+        target_nan_X = (open_X & torch.isnan(logp_X)) | scored.nan_A[self.place_X]
+        return (
+            self._weight_of_blocks()[root_X] + next_X + drafted.share_X,
+            scored.blocks.alive_A[root_X] & (drafted.share_X > -torch.inf),
+            torch.stack((target_nan_X, open_X & torch.isnan(logq_X))),
+        )
+
+    def _blocks_with_bonus(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Lockstep: the blocks themselves, and what the target says after them."""
+        scored, weight_A = self.scored, self._weight_of_blocks()
+        log_z_A = self.evidence.said.log_z_A
+        log_z_A = torch.zeros_like(weight_A) if log_z_A is None else torch.where(scored.blocks.open_A, log_z_A, 0.0)
+        nan_A = scored.nan_A | torch.isnan(log_z_A)
+        return weight_A + log_z_A, scored.blocks.alive_A, torch.stack((nan_A, torch.zeros_like(nan_A)))
+
+    def _that_agree(self, weight_X: Tensor, there_X: Tensor, nan_2G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of groups that are decoded exactly, only what follows the target's own draws is left: in lockstep the block that agrees
+        longest; in look-ahead rows of it, if it agrees as a whole, that begin with what the target says next."""
+        plan, scored, place_X = self.plan, self.scored, self.place_X
+        best_A, right_A = self.evidence.agreed
+        is_exact_X = plan.is_exact_A[place_X]
+        agrees_X = place_X == best_A[place_X]
+        if self.evidence.lookahead:
+            root_X = self.drafted.root_X
+            next_A = scored.drawn_AQ[best_A, right_A - 1]
+            says_X = self.drafted.tokens_XK[:, 0] == next_A[place_X]
+            agrees_X = self._whole_A()[root_X] & says_X & scored.blocks.open_A[root_X]
+        # What the draft says is of no consequence here, be it NaN; nor what the target would say after tokens that are wrong.
+        column_Q = torch.arange(scored.nan_AQ.shape[1], device=place_X.device)
+        nan_A = (scored.nan_AQ[best_A] & (column_Q < right_A[:, None])).any(-1)
+        is_exact_G = plan.is_exact_G
+        target_nan_G = torch.where(is_exact_G, plan.any_of_group(nan_A[None], plan.group_A)[0], nan_2G[0])
+        likelihood_X = self.drafted.share_X.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+        return (
+            torch.where(is_exact_X, likelihood_X, weight_X),
+            there_X & (agrees_X | ~is_exact_X),
+            torch.stack((target_nan_G, nan_2G[1] & ~is_exact_G)),
+        )
+
+    def _whole_A(self) -> Tensor:
+        """bool [A]: the block is right to its end. Of chains several may be, with the same tokens."""
+        blocks, (best_A, right_A) = self.scored.blocks, self.evidence.agreed
+        column_Q = torch.arange(blocks.tokens_AQ.shape[1], device=best_A.device)
+        same_A = ((blocks.tokens_AQ == blocks.tokens_AQ[best_A]) | (column_Q >= right_A[:, None])).all(-1)
+        return same_A & blocks.alive_A & (blocks.count_A == right_A)
+
+    def _weight_of_blocks(self) -> Tensor:
+        blocks = self.scored.blocks
+        return blocks.logw_A + block_log_weight(self.scored.logp_AQ[:, :-1], blocks.logq_AQ[:, 1:], blocks.count_A - 1, self.plan.alpha_A)
+
+    def _nan_of_blocks(self) -> Tensor:
+        """bool [X]: there is a NaN of the draft in the block of the row's place."""
+        blocks = self.scored.blocks
+        exists_AQ = torch.arange(blocks.logq_AQ.shape[1], device=self.place_X.device) < blocks.count_A[:, None]
+        nan_X = (torch.isnan(blocks.logq_AQ) & exists_AQ).any(-1)[self.place_X]
+        if Kind.DISTINCT in self.plan.kinds:
+            # Rows of NaN have given way to others, on which the draft has left a mark.
+            nan_X = nan_X | (torch.isnan(self.drafted.logq_XK).any(-1) & self.plan.places_of(Kind.DISTINCT)[self.place_X])
+        return nan_X
+
+    def _of_group(self, mask_NX: Tensor) -> Tensor:
+        """Whether masks hold anywhere in a group, bool [N, G]."""
+        return self.plan.any_of_group(mask_NX, self.group_X)
+
 
 LEAST_SHARE = 0.1
 """Distinct particles of less than this share of the mean weight lose their place more often than not: an answer waits for all of them."""

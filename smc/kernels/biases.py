@@ -1,4 +1,4 @@
-"""What is added to logits before they become a law, in one launch: `smc.executor.biases.add_biases`.
+"""What is added to logits before they become a law, in one launch: `smc.executor.state.add_biases`.
 
 A program has some of the tokens of one row. Nothing reads the host, and the grid follows from shapes alone: it can be captured in a CUDA
 graph.

@@ -1,4 +1,4 @@
-"""What a round does at the model that drafts beside running it, in three launches: `smc.executor.draft_steps`.
+"""What a round does at the model that drafts beside running it, in three launches: `smc.executor.draft`.
 
 The first two have a program for every few rows, of which the first row of a place does what there is to do for the place; the last has a
 program a place. Nothing reads the host, and grids follow from shapes alone: they can be captured in a CUDA graph.

@@ -1,4 +1,4 @@
-"""Columns of a draft's head become tokens, in one launch: `smc.executor.draft_head`.
+"""Columns of a draft's head become tokens, in one launch: `smc.executor.sampling`.
 
 Nothing reads the host, and grids follow from shapes alone: both functions can be captured in a CUDA graph.
 

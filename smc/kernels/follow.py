@@ -1,4 +1,4 @@
-"""Slots follow a choice: pages and what the next block is in one launch, `smc.executor.target.follow`, and what else is kept of sequences
+"""Slots follow a choice: pages and what the next block is in one launch, `smc.executor.verify.follow`, and what else is kept of sequences
 in another, `smc.executor.state.write_advance`. A program a place. The first reads what slots were, the second only writes.
 
 Axes: A places, S slots, L positions, X rows, Q tokens of a block, K tokens of a row, W tokens that are pending from now on.

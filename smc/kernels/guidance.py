@@ -1,5 +1,5 @@
 """What guidance adds to a round, a launch each: logits of rows and of their companions become guided ones, and companions' pages follow a
-choice. The references: `smc.executor.sampling.Sampling.guide`, `smc.executor.tables.reroot`.
+choice. The references: `smc.executor.sampling.Sampling.guide`, `smc.executor.state.remap_block_table`.
 
 Axes: T tokens, X those of companions, V columns, A places, S slots, L positions, B pages of a tail.
 """
@@ -32,7 +32,7 @@ def guide(own_TV: Tensor, companion_XV: Tensor, of_T: Tensor, scale_T: Tensor, b
 
 
 def reroot(table_SL: Tensor, slot_A: Tensor, source_A: Tensor, base_A: Tensor, end_A: Tensor, tail_AB: Tensor, columns: int) -> None:
-    """As `smc.executor.tables.reroot`; work goes with what is held, not with `columns`."""
+    """As `smc.executor.state.remap_block_table`; work goes with what is held, not with `columns`."""
     (places, width), tail_AB = tail_AB.shape, tail_AB.contiguous()
     _reroot[(places,)](
         table_SL, table_SL.stride(0), slot_A, source_A, base_A, end_A, tail_AB, width,

@@ -1,4 +1,7 @@
-"""Block tables follow a choice, within kernels: `smc.executor.tables.reroot`. Work grows with what particles hold, not with the table."""
+"""Block tables follow a choice, within kernels: `smc.executor.state.remap_block_table`.
+
+Work grows with what particles hold, not with the table.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of a tree take their next token, on the device: `smc.executor.tree.adopt` in one launch, a program for every few rows.
+"""Rows of a tree take their next token, on the device: `smc.executor.draft.adopt` in one launch, a program for every few rows.
 
 Nothing reads the host, and the grid follows from shapes alone: it can be captured in a CUDA graph.
 
@@ -46,7 +46,7 @@ def adopt(
     step: int,
     branches: int,
 ) -> dict[str, Tensor]:
-    """Fields of `smc.executor.tree.Tree` by name, as `before` has them. `chains`: row of the step before [X], token [X] and its log q [X].
+    """Fields of `smc.executor.draft.Tree` by name, as `before` has them. `chains`: row of the step before [X], token [X] and its log q [X].
     `plan`: group [A], kind [G], slot [A], pages of rows [X, B]."""
     group_A, kind_G, slot_A, pages_XB = plan
     rows, device = len(slot_A) * branches, slot_A.device

@@ -1,4 +1,4 @@
-"""What a round's choice is among, and its weights, in one launch: `smc.executor.candidates.weigh`.
+"""What a round's choice is among, and its weights, in one launch: `smc.executor.select.weigh`.
 
 The first programs have some rows each, those after them a group each: what its deciders are told of it, and whether there is NaN in it.
 Weights are float64, as there. Nothing reads the host, and the grid follows from shapes alone: it can be captured in a CUDA graph.

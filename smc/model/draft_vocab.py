@@ -2,7 +2,7 @@
 
 A draft reads all of its head at every step, and few of its tokens are ever proposed. Answers do not depend on which tokens these are but
 through what is proposed: exact decoding gives the target's own, and SMC weighs every token by the law it was drawn from
-(`smc.executor.draft_head`). Knows nothing about sampling.
+(`smc.executor.sampling`). Knows nothing about sampling.
 """
 
 from __future__ import annotations

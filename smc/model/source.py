@@ -92,7 +92,7 @@ class Source:
             return NoText(self.config.vocab_size)
         if self.kind == "files":
             return Tokenizer.load(self.place)
-        from smc.model.grown_files import grown_tokenizer
+        from smc.model.padded import grown_tokenizer
 
         return grown_tokenizer(self._small, self.config)
 

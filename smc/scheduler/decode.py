@@ -1,4 +1,6 @@
-"""Rounds: how running groups advance. Their state is beside the models (smc/executor); here they are asked for
+"""What of answers can no longer change. Axes: A particles, G groups, L tokens.
+
+Rounds: how running groups advance. Their state is beside the models (smc/executor); here they are asked for
 (`smc.scheduler.round_plan`), and recorded.
 
 A round of a pair, in either form:
@@ -8,6 +10,11 @@ A round of a pair, in either form:
 Plain decoding is a round of the first kind by one model, whose every token is kept.
 
 Axes: A places of a batch, G groups, Q tokens of a block, W pages of a place.
+
+Cohorts: running requests in sets whose rounds alternate, so that one set is drafted or scored while another is chosen from.
+
+Where a round goes on while its result is waited for, a cohort's next round is asked for before the last is read: the models never
+wait for the scheduler. Answers do not depend on any of it: a request's random numbers know its own rounds only.
 """
 
 from __future__ import annotations
@@ -20,19 +27,45 @@ import numpy as np
 
 from smc.api.engine_config import EngineConfig
 from smc.executor.executor import Outcome, Pair
-from smc.executor.messages import Pending
-from smc.executor.outcome import Lineage, RoundResult
+from smc.executor.messages import Lineage, Pending, RoundResult
 from smc.executor.plan import Program
 from smc.memory.kv_cache import Memory
 from smc.scheduler.acceptance import Acceptance
-from smc.scheduler.commit import commit_tokens
-from smc.scheduler.companions import Pages, follow_companions
 from smc.scheduler.methods import Decoding
-from smc.scheduler.population import Population
-from smc.scheduler.round_plan import Planner
+from smc.scheduler.round_plan import Pages, Planner, Population, follow_companions
 from smc.scheduler.sequence_group import Group
 from smc.scheduler.slots import Slots
 from smc.scheduler.stats import EngineStats
+
+WINDOW = 64
+"""Tokens that are compared at a time, however long it has been since particles agreed."""
+
+
+def commit_tokens(slots: Slots, population: Population) -> None:
+    """Advance each group's committed prefix: the answer tokens on which all its particles agree, and which can no longer change, since
+    every future particle is a copy of one of these; of exact decoding, what the target has drawn itself."""
+    groups, slot_A = population.groups, population.slot_A
+    confirms_G = np.array([g.decoding.confirms for g in groups])
+    length_A = np.where(confirms_G[population.group_A], slots.block_S[slot_A] + 1, slots.length_S[slot_A])
+    committed_G = np.array([g.committed for g in groups])
+    common_G = population.least(length_A) - committed_G
+    width = min(int(common_G.max()), WINDOW)
+    while width > 0:
+        # Where a window reaches past the end of a row, it is also past what its group has in common.
+        index_AL = np.minimum(committed_G[population.group_A, None] + np.arange(width), slots.tokens_SL.shape[1] - 1)
+        tokens_AL = slots.tokens_SL[slot_A[:, None], index_AL]
+        agree_AL = tokens_AL == tokens_AL[population.first_G[population.group_A]]
+        agree_GL = np.logical_and.reduceat(agree_AL, population.first_G, axis=0) & (np.arange(width) < common_G[:, None])
+        more_G = np.logical_and.accumulate(agree_GL, axis=1).sum(1)
+        committed_G += more_G
+        # Groups that agreed on the whole window may agree on what follows; others have been settled.
+        common_G = np.where(more_G == width, common_G - width, 0)
+        width = min(int(common_G.max()), WINDOW)
+    lag_G = population.largest(slots.length_S[slot_A]) - committed_G
+    for group, committed, lag in zip(groups, committed_G.tolist(), lag_G.tolist()):
+        group.committed, group.lag = committed, lag
+        group.tally.lag_sum += lag
+
 
 MEMORY = 0.997
 """Of what the rounds of all requests have shown, by the next of any."""
@@ -256,3 +289,43 @@ class Rounds:
             verification = group.params.verification
             assert verification is not None, "filled in where it is of effect"
             self.stats.spec[verification].count(more if hit else max(more - 1, 0), block, places, ahead, hit)
+
+
+Provide = Callable[[list[Group]], list[tuple[Group, Pages]]]
+"""Gives groups pages for a round; returns those for which there were enough."""
+
+
+class Cohorts:
+    """`count` cohorts of the groups of one program, as even as new requests can make them."""
+
+    def __init__(self, rounds: Rounds, count: int) -> None:
+        self.rounds = rounds
+        self._members: list[list[Group]] = [[] for _ in range(count)]
+        self._flights: list[Flight | None] = [None] * count
+
+    def join(self, group: Group) -> None:
+        """The group takes part from its cohort's next round on."""
+        smallest = min(self._members, key=lambda members: sum(len(g.slots) for g in members))
+        smallest.append(group)
+
+    def leave(self, group: Group) -> None:
+        """A round of the group that has been asked for goes on without anybody reading what came of it."""
+        for members in self._members:
+            if group in members:
+                members.remove(group)
+
+    def abandon(self) -> None:
+        """Rounds that have been asked for will not come."""
+        self._flights = [None] * len(self._flights)
+
+    def advance(self, provide: Provide) -> None:
+        """Ask for every cohort's next round, and read what came of its last: the one before, or where nothing goes on meanwhile, this."""
+        asked = [self._ask(members, provide) for members in self._members]
+        if self.rounds.pipelined:
+            asked, self._flights = self._flights, asked
+        for flight in filter(None, asked):
+            self.rounds.read(flight)
+
+    def _ask(self, members: list[Group], provide: Provide) -> Flight | None:
+        given = provide([group for group in members if self.rounds.wants(group)])
+        return self.rounds.ask(given) if given else None

@@ -25,23 +25,20 @@ from smc.executor.plan import Program
 from smc.memory.kv_cache import Memory
 from smc.model.tokenizer import Tokenizer
 from smc.scheduler.admission import DuplicateRequest, NoDraft, check_fits, check_queue
-from smc.scheduler.changes import Changes
-from smc.scheduler.cohorts import Cohorts
-from smc.scheduler.decode import Rounds
+from smc.scheduler.decode import Cohorts, Rounds
 from smc.scheduler.detokenizer import StopRules
 from smc.scheduler.latency_model import Costs
 from smc.scheduler.methods import PROGRAMS, TARGET_ALONE, Decoding, decoding_of, program_of
 from smc.scheduler.page_forecast import Expectation
-from smc.scheduler.policy import ParticlePolicy, ShrinkWhenShort, TreePolicy
 from smc.scheduler.preemption import Preemption
 from smc.scheduler.prefill import Starts
-from smc.scheduler.registry import Registry
+from smc.scheduler.queue import Registry
 from smc.scheduler.results import Reports
 from smc.scheduler.sequence_group import Group, Phase
 from smc.scheduler.slots import Slots
 from smc.scheduler.stats import EngineStats
-from smc.scheduler.tree_controller import Turns
-from smc.scheduler.tree_policy import CostsDecide
+from smc.scheduler.tree_controller import Changes, Turns
+from smc.scheduler.tree_policy import CostsDecide, ParticlePolicy, ShrinkWhenShort, TreePolicy
 from smc.stops import TokenBytes
 
 

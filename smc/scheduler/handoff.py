@@ -11,9 +11,9 @@ from smc.executor.executor import Pair
 from smc.executor.messages import SIDES, guides, side_of
 from smc.executor.plan import Join
 from smc.memory.kv_cache import Memory
-from smc.scheduler.commit import commit_tokens
-from smc.scheduler.population import Population
+from smc.scheduler.decode import commit_tokens
 from smc.scheduler.prefill_batches import Row, Start
+from smc.scheduler.round_plan import Population
 from smc.scheduler.sequence_group import Group
 from smc.scheduler.slots import Slots
 from smc.stops import DONE, START, TokenBytes

@@ -9,12 +9,12 @@ import numpy as np
 from smc.executor.messages import COMPANIONS
 from smc.memory.pages import OutOfPages
 from smc.scheduler.checkpoint import shrink_saved
-from smc.scheduler.companions import Pages
-from smc.scheduler.policy import ParticlePolicy
 from smc.scheduler.prefill import Starts
-from smc.scheduler.registry import Registry
+from smc.scheduler.queue import Registry
 from smc.scheduler.results import Reports
+from smc.scheduler.round_plan import Pages
 from smc.scheduler.sequence_group import Group
+from smc.scheduler.tree_policy import ParticlePolicy
 
 
 class Preemption:

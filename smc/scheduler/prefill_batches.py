@@ -17,7 +17,7 @@ from smc.executor.messages import COMPANIONS, Draws, Pending, PromptBatch, Promp
 from smc.memory.kv_cache import Memory
 from smc.memory.pages import DUMMY_PAGE
 from smc.philox import STREAMS_PER_PARTICLE, Purpose
-from smc.scheduler.population import Population
+from smc.scheduler.round_plan import Population
 from smc.scheduler.sequence_group import Group
 
 

@@ -1,23 +1,179 @@
-"""The plan of a round: all of it that does not depend on what a model says, of groups as they are known to be when it is asked for.
+"""The particles of several groups side by side, and what each group asks of its laws, as arrays.
+
+Axes: A slots of all groups, G groups.
+
+Companions of guided groups on the scheduler's side: what a round is told of them, and how their pages follow it.
+
+A particle's companion is in a slot of its own, of which only heads and what is held count, at the sides that are guided. In a round every
+page that the particle is given there has one for the companion beside it, so the particle's lineage says what becomes of either.
+
+Axes: A places of a batch, G groups, H guided ones, U companions of a batch, W pages of a place, T pages.
+
+The plan of a round: all of it that does not depend on what a model says, of groups as they are known to be when it is asked for.
 
 Axes: A places of a batch, G groups, C chains, Q tokens of a block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from smc.algorithm.expansion import Kind
 from smc.api.engine_config import EngineConfig
-from smc.executor.biases import width_of
-from smc.executor.plan import Contexts, RoundPlan
+from smc.api.limits import SCHEME_NAMES
+from smc.api.sampling_params import Method, SamplingParams
+from smc.executor.messages import COMPANIONS, Lineage
+from smc.executor.plan import Companions, Contexts, RoundPlan
+from smc.executor.state import width_of
 from smc.laws import LawSpec
-from smc.scheduler.companions import Pages, companions_of, padded
+from smc.memory.pages import PageLedger
 from smc.scheduler.methods import Decoding
-from smc.scheduler.population import Population
+from smc.scheduler.sequence_group import Group
 from smc.scheduler.slots import Slots
+
+
+class Population:
+    """The slots of several groups, one group after another: A slots in all."""
+
+    def __init__(self, groups: Sequence[Group], members: Sequence[tuple[np.ndarray, np.ndarray]] | None = None) -> None:
+        """`members`: slots and particles of every group, where they are not what the groups have now."""
+        self.groups = list(groups)
+        self._members = members or [(g.slots, g.particles) for g in self.groups]
+        slots, particles = zip(*self._members)
+        self.size_G = np.array([len(slots_N) for slots_N in slots], dtype=np.int64)
+        self.slot_A = np.concatenate(slots).astype(np.int64)
+        self.particle_A = np.concatenate(particles)
+        self.group_A = np.repeat(np.arange(len(self.groups)), self.size_G)
+        self.first_G = np.cumsum(self.size_G) - self.size_G
+        """Index of each group's first slot."""
+        self.seed_G = np.array([g.seed for g in self.groups], dtype=np.int64)
+
+    def take(self, index_G: np.ndarray) -> Population:
+        """Some of the groups, with the slots that they have here."""
+        return Population([self.groups[g] for g in index_G], [self._members[g] for g in index_G])
+
+    @property
+    def params(self) -> list[SamplingParams]:
+        return [g.params for g in self.groups]
+
+    @property
+    def target_law(self) -> LawSpec[np.ndarray]:
+        """Per group."""
+        return self._law([p.temperature for p in self.params])
+
+    @property
+    def draft_law(self) -> LawSpec[np.ndarray]:
+        """Per group: of the proposal; of a plainly decoding draft, its own."""
+        return self._law([_draft_temperature(p) for p in self.params])
+
+    @property
+    def scheme_G(self) -> np.ndarray:
+        return np.array([SCHEME_NAMES.index(p.resampling) if p.resampling else 0 for p in self.params], dtype=np.int32)
+
+    def per_group(self, values: Sequence[float | int | None], dtype: type, default: float = 0.0) -> np.ndarray:
+        return np.array([default if value is None else value for value in values], dtype=dtype)
+
+    def least(self, values_A: np.ndarray) -> np.ndarray:
+        """The smallest value of every group."""
+        return np.minimum.reduceat(values_A, self.first_G)
+
+    def largest(self, values_A: np.ndarray) -> np.ndarray:
+        return np.maximum.reduceat(values_A, self.first_G)
+
+    def sums(self, values_A: np.ndarray) -> np.ndarray:
+        return np.add.reduceat(values_A, self.first_G)
+
+    def _law(self, temperature_G: list[float]) -> LawSpec[np.ndarray]:
+        params = self.params
+        law = LawSpec.of(
+            temperature_R=np.array(temperature_G, dtype=np.float32),
+            top_k_R=np.array([p.top_k for p in params], dtype=np.int64),
+            top_p_R=np.array([p.top_p for p in params], dtype=np.float32),
+            min_p_R=np.array([p.min_p for p in params], dtype=np.float32),
+            alpha_R=self.per_group([p.alpha for p in params], np.float32, 1.0),
+        )
+        return law.canonical()
+
+
+def _draft_temperature(params: SamplingParams) -> float:
+    if params.draft_temperature is not None:
+        return params.draft_temperature
+    # Greedy exact decoding drafts at 1: of a law with all mass on one token there would be no second row.
+    return 1.0 if params.method is Method.EXACT and params.temperature == 0 else params.temperature
+
+
+Pages = dict[str, np.ndarray]
+"""Of a round, by lane: a side, or of a guided request its companion there."""
+
+
+def room(count: int, places: int) -> int:
+    """For so many companions in a round of so many places. Few sizes: a round pays for at most twice what is guided, and never for more
+    than all of it."""
+    return min(1 << (count - 1).bit_length(), places)
+
+
+def companions_of(
+    side: str, population: Population, pages: list[Pages], places: int, shared_G: np.ndarray, slots: Slots, dummy: int
+) -> Companions[np.ndarray] | None:
+    """Of the groups of a round of so many places that are guided at a side; None: there are none. `shared`: of the groups themselves;
+    `dummy`: the slot of padding."""
+    groups, group_A, lane = population.groups, population.group_A, COMPANIONS[side]
+    guided_G = np.array([lane in given for given in pages])
+    if not guided_G.any():
+        return None
+    is_guided_A, shift_G = guided_G[group_A], np.array([g.negative_size - g.prompt_size for g in groups])
+    place_U, size_H = np.flatnonzero(is_guided_A), population.size_G[guided_G]
+    count, scale_G = len(place_U), np.where(guided_G, [g.params.guidance_scale for g in groups], 1.0).astype(np.float32)
+    most = room(count, places)
+    return Companions(
+        scale_A=padded(scale_G[group_A], places, 1.0),
+        of_A=padded(np.where(is_guided_A, np.cumsum(is_guided_A) - 1, 0), places, 0),
+        place_U=padded(place_U, most, 0),
+        slot_U=padded(slots.companion_S[population.slot_A[place_U]].astype(np.int64), most, dummy),
+        shift_U=padded(shift_G[group_A[place_U]], most, 0),
+        group_U=padded(np.repeat(np.arange(len(size_H)), size_H), most, most - 1),
+        first_U=padded((np.cumsum(size_H) - size_H).astype(np.int32), most, 0),
+        size_U=padded(size_H.astype(np.int32), most, 0),
+        shared_U=padded((shared_G + shift_G)[guided_G].astype(np.int32), most, 0),
+        pages_UW=padded(np.concatenate([given[lane] for given in pages if lane in given]).reshape(count, -1), most, 0),
+    )
+
+
+def follow_companions(
+    side: str,
+    slots: Slots,
+    ledger: PageLedger,
+    population: Population,
+    source_A: np.ndarray,
+    lineage: Lineage[np.ndarray],
+    pages: list[Pages],
+) -> None:
+    """At a side, of whose pool the ledger is, companions of a population's particles descend from those of the particles in slots `source`,
+    by the pages beside those of the particles' own `lineage`."""
+    lane = COMPANIONS[side]
+    is_guided_A = np.array([lane in given for given in pages])[population.group_A]
+    if not is_guided_A.any():
+        return
+    guided = [given for given in pages if lane in given]
+    own_T, theirs_T = (np.concatenate([given[name] for given in guided]) for name in (side, lane))
+    path_AW, kept_A, dropped_A = (values_A[is_guided_A] for values_A in (lineage.path_AW, lineage.kept_A, lineage.dropped_A))
+    order_T = np.argsort(own_T)
+    # What is not kept may be any page.
+    at_AW = np.searchsorted(own_T, path_AW, sorter=order_T).clip(max=len(own_T) - 1)
+    to_A, of_A = (slots.companion_S[slot_A[is_guided_A]] for slot_A in (population.slot_A, source_A))
+    slots.descend(side, ledger, to_A, of_A, Lineage(theirs_T[order_T[at_AW]], kept_A, dropped_A), theirs_T)
+
+
+def padded(values_A: np.ndarray, places: int, fill: float) -> np.ndarray:
+    """`places` rows, `fill` in those past the values'."""
+    if len(values_A) == places:
+        return values_A
+    padded = np.full((places, *values_A.shape[1:]), fill, dtype=values_A.dtype)
+    padded[: len(values_A)] = values_A
+    return padded
+
 
 COMMON_KINDS = frozenset({Kind.INDEPENDENT, Kind.DISTINCT, Kind.BEST})
 """Rounds of more than one kind are of all of these, so that there are few sorts of rounds."""

@@ -11,8 +11,8 @@ import numpy as np
 from smc.api.outputs import Alternatives, Answer, Statistics, Times
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
-from smc.executor.biases import biased_tokens
 from smc.executor.messages import COMPANIONS, guides
+from smc.executor.state import biased_tokens
 from smc.scheduler.acceptance import Acceptance
 from smc.scheduler.detokenizer import StopRules, TextStream
 from smc.scheduler.methods import RESCORING, TARGET_ALONE, Decoding, decoding_of

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from smc.executor.messages import SIDES
-from smc.executor.outcome import Lineage
+from smc.executor.messages import SIDES, Lineage
 from smc.memory.pages import PageLedger
 
 

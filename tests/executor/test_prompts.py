@@ -11,7 +11,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from smc.executor import kernel_prompts, prompts
+from smc.executor import kernel_prompts
+from smc.executor import worker as prompts
 from smc.executor.messages import Draws, PromptBatch, PromptResult, Tops
 from smc.executor.worker import ModelWorker
 from smc.laws import LawSpec

@@ -23,8 +23,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import interpreter
 
 from smc.api.engine_config import EngineConfig
-from smc.calibration.rehearsal import TURNS, rehearsal
-from smc.calibration.warm_up import rare_requests, rehearse
+from smc.calibration.warm_up import TURNS, rare_requests, rehearsal, rehearse
 from smc.executor.executor import LocalPair
 from smc.local_engine import ModelPair, local_engine
 from smc.model.presets import NoText

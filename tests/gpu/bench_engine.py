@@ -19,8 +19,7 @@ import torch
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import Method, SamplingParams
-from smc.calibration.rehearsal import rehearsal
-from smc.calibration.warm_up import rare_requests, rehearse
+from smc.calibration.warm_up import rare_requests, rehearsal, rehearse
 from smc.executor.executor import LocalPair, PairRound
 from smc.executor.kernels import gpu_parts
 from smc.executor.messages import SIDES

@@ -26,7 +26,8 @@ from smc.attention.base import ForwardBatch
 from smc.attention.flashinfer import FlashInferAttention, kernels_of, obstacle
 from smc.attention.fused import FusedAttention
 from smc.evaluation.ttft import PEAK, operations
-from smc.executor import kernel_prompts, prompts
+from smc.executor import kernel_prompts
+from smc.executor import worker as prompts
 from smc.executor.messages import PromptBatch
 from smc.executor.worker import ModelWorker
 from smc.memory.kv_pool import KVPool

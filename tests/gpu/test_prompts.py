@@ -16,7 +16,8 @@ from smc.attention.base import ForwardBatch, Pass
 from smc.attention.flashinfer import MOST_TOKENS, FlashInferAttention, kernels_of, obstacle
 from smc.attention.fused import FusedAttention
 from smc.attention.torch_backend import TorchAttention
-from smc.executor import kernel_prompts, prompts
+from smc.executor import kernel_prompts
+from smc.executor import worker as prompts
 from smc.executor.messages import PromptBatch
 from smc.executor.worker import ModelWorker
 from smc.memory.kv_pool import KVPool

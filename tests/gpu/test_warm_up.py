@@ -10,8 +10,7 @@ import torch
 from triton import knobs
 
 from smc.api.engine_config import EngineConfig
-from smc.calibration.rehearsal import rehearsal
-from smc.calibration.warm_up import rare_requests, rehearse
+from smc.calibration.warm_up import rare_requests, rehearsal, rehearse
 from smc.local_engine import ModelPair, local_engine
 from smc.model.presets import NoText, preset
 from smc.model.random_model import random_model

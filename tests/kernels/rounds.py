@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from smc.algorithm.expansion import Kind, Offers
-from smc.executor.candidates import Evidence, Said
-from smc.executor.outcome import Drafted
+from smc.executor.messages import Drafted
 from smc.executor.plan import Contexts, Program, RoundPlan
+from smc.executor.select import Evidence, Said
 from smc.executor.state import SlotState
 from smc.executor.verify import Asked, Scored
 from smc.laws import LawSpec
@@ -183,7 +183,7 @@ class Round:
         )
 
     def said(self, drafted: Drafted) -> Said:
-        """As `smc.executor.candidates.ask` would have it."""
+        """As `smc.executor.select.ask` would have it."""
         rng, rows, c = self.rng, drafted.all_WX.shape[1], 4
         if self.plan.all_exact:
             return Said()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from smc.api.limits import MAX_BIASES, MAX_STOP_IDS
-from smc.executor.biases import WIDTHS, BiasTables, add_biases, width_of
+from smc.executor.state import WIDTHS, BiasTables, add_biases, width_of
 from smc.kernels.biases import add
 from smc.stops import StopMachine
 

@@ -8,10 +8,10 @@ import torch
 from smc.algorithm.expansion import Kind, expand, keep_roots
 from smc.algorithm.selection import select
 from smc.algorithm.walk import walk
-from smc.executor import candidates, kernel_choice
+from smc.executor import kernel_choice
+from smc.executor import select as candidates
 from smc.executor import select as choice
-from smc.executor.candidates import Evidence
-from smc.executor.select import Chooser, Deciders
+from smc.executor.select import Chooser, Deciders, Evidence
 from smc.executor.verify import lay_out
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import Round, assert_equal

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from smc.algorithm.expansion import Kind
-from smc.executor import draft_steps, kernel_draft
-from smc.executor.draft_steps import Begun, Shape, Steps
-from smc.executor.tree import Tree
+from smc.executor import draft as draft_steps
+from smc.executor import kernel_draft
+from smc.executor.draft import Begun, Shape, Steps, Tree
 from smc.laws import LawSpec
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import NO_MASS, VOCAB, WIDTH, Round, assert_equal

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from smc.algorithm.expansion import Offers
-from smc.executor.draft_head import HeadSampling
 from smc.executor.kernels import KernelHeadSampling
-from smc.executor.sampling import DrawKeys, Sampling
+from smc.executor.sampling import DrawKeys, HeadSampling, Sampling
 from smc.laws import LawSpec
 from smc.model.draft_vocab import DraftVocab
 from smc.philox import Purpose

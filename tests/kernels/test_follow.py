@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from smc.algorithm.expansion import Kind
-from smc.executor import kernel_follow, target
-from smc.executor.outcome import Choice
+from smc.executor import kernel_follow
+from smc.executor import verify as target
+from smc.executor.messages import Choice
 from smc.executor.state import SlotState, write_advance
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import VOCAB, WIDTH, Round, assert_equal

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from smc.executor import tables
 from smc.executor.sampling import Sampling
+from smc.executor.state import remap_block_table
 from smc.kernels import guidance
 from tests.kernels.conftest import DEVICE
 
@@ -42,7 +42,7 @@ def test_pages_follow_as_by_the_torch_one():
         # What comes before the base is the same already.
         table_SL[3, :3] = table_SL[2, :3]
         found_SL = table_SL.to(DEVICE)
-        tables.reroot(table_SL, slot_A, source_A, base_A, end_A, tail_AB, 1500 + width)
+        remap_block_table(table_SL, slot_A, source_A, base_A, end_A, tail_AB, 1500 + width)
         guidance.reroot(found_SL, *(values.to(DEVICE) for values in (slot_A, source_A, base_A, end_A, tail_AB)), 1500 + width)
         for slot, end in zip(slot_A.tolist(), end_A.tolist()):
             assert torch.equal(found_SL[slot, : end + width].cpu(), table_SL[slot, : end + width])

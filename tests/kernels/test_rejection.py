@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from smc.algorithm.expansion import Kind
-from smc.executor import chains, kernel_chains
+from smc.executor import kernel_chains
+from smc.executor import verify as chains
 from smc.executor.kernels import KernelSampling
 from smc.executor.verify import lay_out
 from smc.kernels.rejection import write_law

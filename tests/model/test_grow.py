@@ -15,13 +15,12 @@ from torch import Tensor
 from services.cli.gang import gang_config
 from smc import demo
 from smc.demo.problems import generate
-from smc.model import grown_files
+from smc.model import padded as grown_files
 from smc.model.check import require_pair
 from smc.model.config import ModelConfig
 from smc.model.decoder import Decoder
-from smc.model.grown_files import save_grown
 from smc.model.loader import load_model, save_model
-from smc.model.padded import Growth, grown_config, grown_model
+from smc.model.padded import Growth, grown_config, grown_model, save_grown
 from smc.model.parallel import Shard
 from smc.model.presets import PRESETS, preset
 from smc.model.safetensors_files import read_headers

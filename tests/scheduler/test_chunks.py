@@ -9,7 +9,7 @@ import pytest
 from smc.api.engine_config import EngineConfig
 from smc.executor.messages import SIDES
 from smc.local_engine import local_engine
-from smc.scheduler.chunks import IN_FLIGHT, LEAST, Chunks
+from smc.scheduler.prefill import IN_FLIGHT, LEAST, Chunks
 from smc.scheduler.sequence_group import Phase
 from tests.scheduler.harness import answers, assert_empty, request
 from tests.scheduler.lives import assert_same, pair

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smc.scheduler.commit import WINDOW, commit_tokens
-from smc.scheduler.population import Population
+from smc.scheduler.decode import WINDOW, commit_tokens
+from smc.scheduler.round_plan import Population
 from smc.scheduler.slots import Slots
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=4)

@@ -10,7 +10,7 @@ import torch
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import Method
 from smc.calibration.costs import BRIEF, TREE, Effort, live_plan, time_costs
-from smc.calibration.rehearsal import rehearsal
+from smc.calibration.warm_up import rehearsal
 from smc.executor.executor import LocalPair
 from smc.executor.forward import StaticForward
 from smc.executor.model_runner import Parts

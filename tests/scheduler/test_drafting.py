@@ -17,9 +17,8 @@ from smc.local_engine import local_engine
 from smc.scheduler.acceptance import WIDTH_GAIN, Acceptance, tokens_a_round
 from smc.scheduler.decode import MEMORY
 from smc.scheduler.latency_model import Cost, Costs, Curve
-from smc.scheduler.policy import Beside, Tree
 from smc.scheduler.tree_controller import FADE
-from smc.scheduler.tree_policy import MARGIN, SURE, CostsDecide, Forecast
+from smc.scheduler.tree_policy import MARGIN, SURE, Beside, CostsDecide, Forecast, Tree
 from tests.scheduler.harness import answers, assert_empty, running
 from tests.scheduler.lives import pair
 

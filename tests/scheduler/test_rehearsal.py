@@ -10,7 +10,7 @@ from smc import demo
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
-from smc.calibration.rehearsal import TURNS, rehearsal
+from smc.calibration.warm_up import TURNS, rehearsal
 from smc.executor.plan import SHORT, SHORT_SINGLE, Contexts, RoundPlan
 from smc.local_engine import ModelPair, local_engine
 from tests.scheduler.harness import answers, request

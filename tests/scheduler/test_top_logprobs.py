@@ -13,7 +13,7 @@ from smc.api.engine_config import EngineConfig
 from smc.api.outputs import Alternatives, FinishReason
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
-from smc.executor import tops
+from smc.executor import worker as tops
 from smc.local_engine import local_engine
 from smc.scheduler.engine import Engine
 from smc.scheduler.methods import RESCORING

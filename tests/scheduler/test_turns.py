@@ -15,8 +15,8 @@ from smc.api.sampling_params import Method, SamplingParams
 from smc.local_engine import local_engine
 from smc.scheduler.engine import Engine
 from smc.scheduler.latency_model import Costs
-from smc.scheduler.policy import Beside, Tree
 from smc.scheduler.sequence_group import Group, Phase
+from smc.scheduler.tree_policy import Beside, Tree
 from tests.scheduler.harness import TokenLedger, answers, assert_empty, check_kv, request, running
 from tests.scheduler.lives import live, pair, random_requests, small_engine, with_endless_memory
 

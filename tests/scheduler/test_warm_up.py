@@ -10,8 +10,7 @@ import pytest
 from smc.algorithm.expansion import Kind
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import Method
-from smc.calibration.rehearsal import TURNS
-from smc.calibration.warm_up import rare_requests, rehearse
+from smc.calibration.warm_up import TURNS, rare_requests, rehearse
 from smc.executor.messages import SIDES
 from smc.executor.plan import Program, RoundPlan
 from smc.local_engine import ModelPair, local_engine
