@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from smc.api.engine_config import EngineConfig
-from smc.executor.executor import LocalPair
+from smc.executor.executor import LocalRoundExecutor
 from smc.executor.messages import SIDES
 from smc.executor.model_runner import Parts
 from smc.executor.worker import ModelWorker
@@ -72,7 +72,7 @@ def local_engine(pair: ModelPair, config: EngineConfig | None = None, **engine_o
         )
         for side in SIDES
     }
-    rounds = LocalPair(config, workers, parts_for(workers["target"].device))
+    rounds = LocalRoundExecutor(config, workers, parts_for(workers["target"].device))
     return Engine(config, workers, pair.tokenizer, pair=rounds, pages=dict.fromkeys(SIDES, pages), context=context, **engine_options)
 
 

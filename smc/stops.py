@@ -163,7 +163,7 @@ class StopTables:
 
 
 @dataclass(frozen=True)
-class Growth:
+class StopProgress:
     """What became of tokens that were appended to answers."""
 
     count_A: Tensor
@@ -174,7 +174,9 @@ class Growth:
     """int64 state of the machine after them; `DONE` after a stop token too."""
 
 
-def grow(tables: StopTables, entry_A: Tensor, text_A: Tensor, tokens_AK: Tensor, room_A: Tensor, early_A: Tensor | None = None) -> Growth:
+def grow(
+    tables: StopTables, entry_A: Tensor, text_A: Tensor, tokens_AK: Tensor, room_A: Tensor, early_A: Tensor | None = None
+) -> StopProgress:
     """Tokens appended to answers in state `text` that have room for `room` more, of which the first `early` end none (None: no such); all
     integers. An id that no token has has no bytes and ends nothing, and an answer in `DONE` ends with any token. The reference:
     `smc.kernels.stops.after_all` does the same within kernels."""
@@ -188,7 +190,7 @@ def grow(tables: StopTables, entry_A: Tensor, text_A: Tensor, tokens_AK: Tensor,
     index_K = torch.arange(1, k + 1, device=text_A.device)
     first_A = torch.where(text_AK[:, 1:] == DONE, index_K, k + 1).amin(-1)
     count_A = torch.minimum(first_A, room_A).clamp(0, k)
-    return Growth(count_A, (first_A <= count_A) | (count_A >= room_A), text_AK.gather(1, count_A[:, None])[:, 0])
+    return StopProgress(count_A, (first_A <= count_A) | (count_A >= room_A), text_AK.gather(1, count_A[:, None])[:, 0])
 
 
 def _after(tables: StopTables, entry_A: Tensor, text_A: Tensor, token_A: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
-"""Types that annotations share. Imports no torch, which messages do without."""
+"""Types that several packages share. Imports no torch."""
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 import numpy as np
@@ -12,6 +13,13 @@ if TYPE_CHECKING:
 
 Array = TypeVar("Array", np.ndarray, "Tensor")
 """What the host has, and what is where the model is."""
+
+
+class ModelRole(StrEnum):
+    """Which of the two models. Compares equal to its name, so it can be a key of what is sent as text."""
+
+    DRAFT = "draft"
+    TARGET = "target"
 
 
 class TensorOptions(TypedDict):

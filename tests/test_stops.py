@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smc.api.limits import MAX_STOP_BYTES
-from smc.stops import DONE, MAX_STATES, START, Growth, StopMachine, StopTables, TokenBytes, grow
+from smc.stops import DONE, MAX_STATES, START, StopMachine, StopProgress, StopTables, TokenBytes, grow
 
 CPU = torch.device("cpu")
 LONG = 128
@@ -168,7 +168,7 @@ def expected(answers: list[bytes], tokens: list[bytes], machines: list[StopMachi
     return grown
 
 
-def counted(growth: Growth) -> list[tuple[int, bool]]:
+def counted(growth: StopProgress) -> list[tuple[int, bool]]:
     return list(zip(growth.count_A.tolist(), growth.ends_A.tolist()))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from services.pb import particles_pb2 as pb
 from smc.algorithm.expansion import Kind
 from smc.executor.messages import Draws, Lineage, PromptBatch, PromptResult, RoundResult, Tops
-from smc.executor.plan import Companions, Contexts, Join, Program, RoundPlan
+from smc.executor.plan import Contexts, Program, RoundPlan, SequenceHandoff, UnconditionalRows
 from smc.laws import LawSpec
 from smc.philox import Purpose
 from smc.stops import StopMachine
@@ -126,7 +126,7 @@ def to_prompt_result(outcome: pb.PromptOutcome) -> PromptResult[np.ndarray]:
     return PromptResult(drawn_RD, drawn_logp_RD, logw_RD, log_z_R, top_YK, top_logp_YK)
 
 
-def join_command(group: Join) -> pb.JoinCommand:
+def join_command(group: SequenceHandoff) -> pb.JoinCommand:
     numbers: dict[str, Any] = {name: getattr(group, name) for name in ("base", "limit", "least", "stops")}
     command = pb.JoinCommand(page_rows=len(group.pages_XL), **numbers, **_fields(group, _JOIN))
     if group.machine is not None:
@@ -134,13 +134,13 @@ def join_command(group: Join) -> pb.JoinCommand:
     return command
 
 
-def to_join(command: pb.JoinCommand) -> Join:
+def to_join(command: pb.JoinCommand) -> SequenceHandoff:
     arrays = _attributes(command, _JOIN)
     particles = len(arrays["slots_N"])
     rows = {"pages_XL": command.page_rows, "pending_NQ": particles, "logq_NQ": particles}
     arrays |= {name: arrays[name].reshape(count, -1) for name, count in rows.items()}
     machine = _to_machine(command.machine) if command.HasField("machine") else None
-    return Join(base=command.base, limit=command.limit, least=command.least, stops=command.stops, machine=machine, **arrays)
+    return SequenceHandoff(base=command.base, limit=command.limit, least=command.least, stops=command.stops, machine=machine, **arrays)
 
 
 def _machine_message(machine: StopMachine) -> pb.StopMachine:
@@ -190,10 +190,10 @@ def to_plan(command: pb.RoundCommand) -> RoundPlan[np.ndarray]:
     )
 
 
-def _to_companions(message: pb.Companions) -> Companions[np.ndarray]:
+def _to_companions(message: pb.Companions) -> UnconditionalRows[np.ndarray]:
     arrays = _attributes(message, _COMPANIONS)
     arrays |= {name: arrays[name].astype(np.int64) for name in ("of_A", "place_U", "slot_U", "shift_U", "group_U")}
-    return Companions(**arrays | {"pages_UW": _rows(message.pages, "<i4", len(arrays["place_U"]))})
+    return UnconditionalRows(**arrays | {"pages_UW": _rows(message.pages, "<i4", len(arrays["place_U"]))})
 
 
 def round_outcome(result: RoundResult[np.ndarray] | Lineage[np.ndarray]) -> pb.RoundOutcome:

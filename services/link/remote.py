@@ -16,9 +16,9 @@ import numpy as np
 from services.link import codec
 from services.link.base import LAYOUT_VERSION, CoordinatorEnd, LinkError, check_envelope
 from services.pb import particles_pb2 as pb
-from smc.executor.executor import PairRound
+from smc.executor.executor import LocalRound
 from smc.executor.messages import Lineage, PromptBatch, PromptResult, RoundResult, SideLost
-from smc.executor.plan import Join, Program, RoundPlan
+from smc.executor.plan import Program, RoundPlan, SequenceHandoff
 from smc.scheduler.timeline import Timeline
 
 CLOCK_PINGS = 5
@@ -91,7 +91,7 @@ class RemoteWorker:
     def run_prompts(self, batch: PromptBatch) -> RemotePending[PromptResult[np.ndarray]]:
         return self._ask(lambda response: codec.to_prompt_result(response.prompt), prompt=codec.prompt_command(batch))
 
-    def join(self, group: Join) -> None:
+    def join(self, group: SequenceHandoff) -> None:
         self._send(join=codec.join_command(group))
 
     def round(self, plan: RoundPlan[np.ndarray]) -> RemotePending[RoundResult[np.ndarray] | Lineage[np.ndarray]]:
@@ -216,16 +216,16 @@ class RemoteWorker:
 
 
 class RemotePair:
-    """`smc.executor.executor.Pair` over two links; its sides talk to each other without us."""
+    """`smc.executor.executor.RoundExecutor` over two links; its sides talk to each other without us."""
 
     pipelined = True
 
     def __init__(self, workers: dict[str, RemoteWorker]) -> None:
         self._workers = workers
 
-    def join(self, side: str, group: Join) -> None:
+    def join(self, side: str, group: SequenceHandoff) -> None:
         self._workers[side].join(group)
 
-    def round(self, plan: RoundPlan[np.ndarray]) -> PairRound:
+    def round(self, plan: RoundPlan[np.ndarray]) -> LocalRound:
         sides = self._workers if plan.program is Program.PAIR else (plan.program.value,)
-        return PairRound({side: self._workers[side].round(plan) for side in sides})
+        return LocalRound({side: self._workers[side].round(plan) for side in sides})

@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 
 from services.pb import generation_pb2 as pb
 from smc.api.sampling_params import SETTINGS
-from smc.api.settings import Biases, Choice, Items
+from smc.api.settings import Biases, Items, OneOf
 
 FINISH_REASONS = {
     "eos": pb.FINISH_REASON_EOS,
@@ -29,7 +29,7 @@ _FIELDS = pb.SamplingParams.DESCRIPTOR.fields_by_name
 _ENUMS = {
     name: {choice: _FIELDS[name].enum_type.values_by_name[f"{name}_{choice}".upper()].number for choice in known.check.names}
     for name, known in SETTINGS.items()
-    if isinstance(known.check, Choice)
+    if isinstance(known.check, OneOf)
 }
 _KINDS = {
     FieldDescriptor.TYPE_DOUBLE: "a number",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from services.link.base import LinkError, PeerEnd
 from services.workers.parallel import TensorParallel
-from smc.executor.graph_runner import Stages
+from smc.executor.graph_runner import StageRunner
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ class PeerChannel:
     """`smc.executor.model_runner.Channel`. `end` is the leader's, None at other ranks; `group` None: there are no others."""
 
     def __init__(
-        self, end: PeerEnd | None, group: TensorParallel | None, stages: Stages, timeout: float, *, outlives_peer: bool = False
+        self, end: PeerEnd | None, group: TensorParallel | None, stages: StageRunner, timeout: float, *, outlives_peer: bool = False
     ) -> None:
         """`timeout`: seconds to wait for the other side where the host has to. `outlives_peer`: when the other side is lost, what it was to
         send is zeros, until `reconnect`: rounds that are under way end on every rank, and nobody reads what comes of them."""

@@ -12,7 +12,7 @@ from services.workers.parallel import TensorParallel
 from services.workers.rank import Rank, follow, lead
 from smc.api.engine_config import EngineConfig
 from smc.executor.messages import SIDES
-from smc.executor.model_runner import DraftSide, TargetSide
+from smc.executor.model_runner import DraftRunner, TargetRunner
 from smc.executor.worker import ModelWorker
 from smc.local_engine import parts_for
 from smc.memory.kv_pool import KVPool, pages_that_fit
@@ -97,7 +97,7 @@ def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
         assert ends is not None
         return channel.reconnect(epoch, lambda: peer_end(there, store, spec.side, between, ends.server))
 
-    side = DraftSide if spec.side == "draft" else TargetSide
+    side = DraftRunner if spec.side == "draft" else TargetRunner
     work = side(spec.engine, worker, parts, stages, channel)
     rank = Rank(worker, work, spec.rendezvous.epoch, spec.timeout, reconnect if leads else None)
     try:

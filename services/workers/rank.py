@@ -16,7 +16,7 @@ from services.link import codec
 from services.link.base import LAYOUT_VERSION, LeaderEnd, check_envelope, failure_text
 from services.pb import particles_pb2 as pb
 from services.workers.answers import Answers
-from smc.executor.model_runner import DraftSide, TargetSide
+from smc.executor.model_runner import DraftRunner, TargetRunner
 from smc.executor.worker import ModelWorker
 
 Respond = Callable[[], pb.WorkResponse]
@@ -30,7 +30,7 @@ class Rank:
     """Carries out commands on a worker."""
 
     def __init__(
-        self, worker: ModelWorker, side: DraftSide | TargetSide, epoch: int, timeout: float, reconnect: Reconnect | None = None
+        self, worker: ModelWorker, side: DraftRunner | TargetRunner, epoch: int, timeout: float, reconnect: Reconnect | None = None
     ) -> None:
         """`reconnect`: of a leader."""
         self.worker, self.side, self.epoch, self.timeout = worker, side, epoch, timeout

@@ -12,8 +12,8 @@ from typing import Any
 from smc.api.limits import DEFAULT_MAX_TOKENS, MAX_BIASES, MAX_PARTICLES, MAX_STOP_BYTES, MAX_STOP_IDS, MAX_TOP_LOGPROBS, SCHEME_NAMES
 from smc.api.settings import (
     Biases,
-    Choice,
     Items,
+    OneOf,
     Option,
     Scope,
     Setting,
@@ -68,7 +68,7 @@ class SamplingParams:
 
     method: Method = setting(
         None,
-        Choice(tuple(method.value for method in Method)),
+        OneOf(tuple(method.value for method in Method)),
         option=Option(
             "smc: near the target's law, every round at full speed; exact: the target's own answer; target, draft: one model alone. "
             "Default: smc, at temperature 0 exact.",
@@ -153,7 +153,7 @@ class SamplingParams:
     """N, 1..64: of SMC particles; of exact decoding rows of the tree, or chains, which decide its speed. Default 8."""
     verification: str | None = setting(
         None,
-        Choice(VERIFICATIONS),
+        OneOf(VERIFICATIONS),
         scope=Scope.EXACT,
         fill=lambda params: "walk",
         option=Option(
@@ -169,7 +169,7 @@ class SamplingParams:
     """Particles that must be left where memory is short, 1..N. SMC only; default N: never fewer."""
     population: str | None = setting(
         None,
-        Choice(POPULATIONS),
+        OneOf(POPULATIONS),
         scope=Scope.SMC,
         fill=lambda params: "independent" if params.resamples else "distinct",
         option=Option(
@@ -188,7 +188,7 @@ class SamplingParams:
     """Resample when ESS < threshold * N, 0..1; 0 = never. Independent particles only; default 0.5."""
     resampling: str | None = setting(
         None,
-        Choice(SCHEME_NAMES),
+        OneOf(SCHEME_NAMES),
         scope=Scope.INDEPENDENT,
         fill=lambda params: "systematic",
         option=Option("systematic, stratified, residual, multinomial or ssp. Independent only. Default: systematic.", "SCHEME"),

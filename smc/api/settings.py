@@ -96,7 +96,7 @@ def flag() -> Check:
 
 
 @dataclass(frozen=True)
-class Choice:
+class OneOf:
     """A check: one of these names. Where messages have an enum, its values have the same names."""
 
     names: tuple[str, ...]

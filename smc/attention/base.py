@@ -49,7 +49,7 @@ class NewEntries:
         keys[self.pages_X], values[self.pages_X] = k_TJD, v_TJD
 
 
-class Pass(ABC):
+class AttentionPass(ABC):
     """One forward pass, planned: all that does not depend on the layer has been done."""
 
     def __init__(self, pool: KVPool, batch: ForwardBatch) -> None:
@@ -73,5 +73,5 @@ class AttentionBackend(ABC):
     """Computes causal attention of new tokens over paged keys and values."""
 
     @abstractmethod
-    def plan(self, pool: KVPool, batch: ForwardBatch) -> Pass:
+    def plan(self, pool: KVPool, batch: ForwardBatch) -> AttentionPass:
         """Once per pass; what it returns is used once per layer."""

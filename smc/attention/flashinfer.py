@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from smc.arrays import to_device
-from smc.attention.base import AttentionBackend, ForwardBatch, Pass
+from smc.attention.base import AttentionBackend, AttentionPass, ForwardBatch
 from smc.memory.kv_pool import KVPool
 
 if TYPE_CHECKING:
@@ -97,10 +97,10 @@ class FlashInferAttention(AttentionBackend):
         few = len(batch.pages_T) < FEW_QUERIES * len(batch.starts_R)
         return "fa2" if few or "fa3" not in self._planners else "fa3"
 
-    def plan(self, pool: KVPool, batch: ForwardBatch) -> Pass:
+    def plan(self, pool: KVPool, batch: ForwardBatch) -> AttentionPass:
         return self.plan_with(self.kernel(batch), pool, batch)
 
-    def plan_with(self, kernel: str, pool: KVPool, batch: ForwardBatch) -> Pass:
+    def plan_with(self, kernel: str, pool: KVPool, batch: ForwardBatch) -> AttentionPass:
         """`plan`, by this kernel."""
         assert self.takes(batch) and pool.keys.dtype == self.dtype and pool.keys.shape[2:] == (self.heads[1], self.head_dim)
         planner, ends_R = next(self._turns[kernel]), batch.starts_R + batch.counts_R
@@ -120,10 +120,10 @@ class FlashInferAttention(AttentionBackend):
             kv_data_type=self.dtype,
         )
         planner.copied.record()
-        return _Pass(pool, batch, planner.wrapper)
+        return _FlashInferPass(pool, batch, planner.wrapper)
 
 
-class _Pass(Pass):
+class _FlashInferPass(AttentionPass):
     def __init__(self, pool: KVPool, batch: ForwardBatch, wrapper: BatchPrefillWithPagedKVCacheWrapper) -> None:
         super().__init__(pool, batch)
         self.wrapper = wrapper

@@ -10,18 +10,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from smc.arrays import to_device
-from smc.attention.base import AttentionBackend, ForwardBatch, Pass
+from smc.attention.base import AttentionBackend, AttentionPass, ForwardBatch
 from smc.memory.kv_pool import KVPool
 
 
 class FusedAttention(AttentionBackend):
     """For rows of many new tokens. That segments share a prefix is of no account to it."""
 
-    def plan(self, pool: KVPool, batch: ForwardBatch) -> Pass:
-        return _Pass(pool, batch)
+    def plan(self, pool: KVPool, batch: ForwardBatch) -> AttentionPass:
+        return _FusedPass(pool, batch)
 
 
-class _Pass(Pass):
+class _FusedPass(AttentionPass):
     def __init__(self, pool: KVPool, batch: ForwardBatch) -> None:
         super().__init__(pool, batch)
         ends_R = batch.starts_R + batch.counts_R

@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from smc.attention.base import AttentionBackend, ForwardBatch, Pass
+from smc.attention.base import AttentionBackend, AttentionPass, ForwardBatch
 from smc.attention.flashinfer import FlashInferAttention, obstacle
 from smc.attention.fused import FusedAttention
 from smc.memory.kv_pool import KVPool
@@ -33,6 +33,6 @@ class PromptAttention(AttentionBackend):
         """Of the device's memory."""
         return 0 if self.flashinfer is None else self.flashinfer.workspace_bytes
 
-    def plan(self, pool: KVPool, batch: ForwardBatch) -> Pass:
+    def plan(self, pool: KVPool, batch: ForwardBatch) -> AttentionPass:
         chosen = self._torch if self.flashinfer is None or not self.flashinfer.takes(batch) else self.flashinfer
         return chosen.plan(pool, batch)

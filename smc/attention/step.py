@@ -29,7 +29,7 @@ LEAST_Y = 16
 
 
 @dataclass(frozen=True)
-class Tiling:
+class StepTiling:
     """Sizes that change speed only."""
 
     block_y: int
@@ -41,20 +41,20 @@ class Tiling:
     """Tiles whose loads are in flight or in use."""
 
     @staticmethod
-    def choose(queries: int, y: int, pairs: int, head_dim: int, item_size: int) -> Tiling:
+    def choose(queries: int, y: int, pairs: int, head_dim: int, item_size: int) -> StepTiling:
         """The best of those tried on an H200, for so many pairs of a row and a key/value head, which has `y` queries: few programs must
         hurry, many hide each other's waits."""
         few = pairs * triton.cdiv(y, LEAST_Y) <= 2 * MULTIPROCESSORS
         if item_size == 4:
-            return Tiling(16, 32, 2, 1)
+            return StepTiling(16, 32, 2, 1)
         if queries == 1 and head_dim <= 64:
-            return Tiling(16, 64, 4, 4) if few else Tiling(16, 32, 1, 4)
+            return StepTiling(16, 64, 4, 4) if few else StepTiling(16, 32, 1, 4)
         if queries == 1:
-            return Tiling(16, 128 if head_dim <= 128 and pairs <= MULTIPROCESSORS else 64, 4, 3)
+            return StepTiling(16, 128 if head_dim <= 128 and pairs <= MULTIPROCESSORS else 64, 4, 3)
         if few or y <= LEAST_Y:
-            return Tiling(LEAST_Y, 64, 8 if head_dim > 64 else 4, 3)
+            return StepTiling(LEAST_Y, 64, 8 if head_dim > 64 else 4, 3)
         # Of the widest heads 64 queries find no room in shared memory.
-        return Tiling(32 if y <= 32 or head_dim > 128 else 64, 64, 4, 3)
+        return StepTiling(32 if y <= 32 or head_dim > 128 else 64, 64, 4, 3)
 
 
 def step_attention(
@@ -70,7 +70,7 @@ def step_attention(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
     *,
-    tiling: Tiling | None = None,
+    tiling: StepTiling | None = None,
     pdl: bool = False,
 ) -> None:
     """Attend, into `out_THD` contiguous; zeros for tokens that there are none of, which leave no trace.
@@ -84,7 +84,7 @@ def step_attention(
     assert qkv.shape[-2:] == (tokens, (h + 2 * j) * d) and qkv.is_contiguous() and rope.shape[1] == d and rope.is_contiguous()
     assert keys.is_contiguous() and values.is_contiguous() and out_THD.is_contiguous() and tokens == rows * queries
     y = queries * h // j
-    tiling = tiling or Tiling.choose(queries, y, j * floor_rows(rows), d, keys.element_size())
+    tiling = tiling or StepTiling.choose(queries, y, j * floor_rows(rows), d, keys.element_size())
     _step_kernel[(j, rows, triton.cdiv(y, tiling.block_y))](
         qkv, keys, values, rope, *index, start_R, count_R, out_THD, q_norm, k_norm, eps, qkv.shape[-1] * tokens,
         Q=queries, H=h, J=j, N=h // j, D=d, SCALE=d**-0.5 * 1.4426950408889634, TAIL=tail, NORM=q_norm is not None,

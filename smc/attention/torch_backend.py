@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from smc.arrays import to_device
-from smc.attention.base import AttentionBackend, ForwardBatch, Pass
+from smc.attention.base import AttentionBackend, AttentionPass, ForwardBatch
 from smc.memory.kv_pool import KVPool
 from smc.memory.pages import DUMMY_PAGE
 
@@ -24,7 +24,7 @@ ToDevice = Callable[[np.ndarray], Tensor]
 
 
 class TorchAttention(AttentionBackend):
-    def plan(self, pool: KVPool, batch: ForwardBatch) -> Pass:
+    def plan(self, pool: KVPool, batch: ForwardBatch) -> AttentionPass:
         to_device = _mover(pool)
         shared_R = np.repeat(batch.shared_S, np.diff(batch.bounds_S))
         own = int((batch.starts_R + batch.counts_R - shared_R).max())
@@ -34,7 +34,7 @@ class TorchAttention(AttentionBackend):
         hidden_RQO = to_device(np.arange(own) > last_RQ[..., None]) if (last_RQ < own - 1).any() else None
         slot_T = to_device(_padded_slots(batch.counts_R, q)) if (batch.counts_R != q).any() else None
         prefix = _Prefix.of(batch, to_device)
-        return _Pass(pool, batch, own_RO, hidden_RQO, (len(batch.starts_R), q), slot_T, prefix)
+        return _TorchPass(pool, batch, own_RO, hidden_RQO, (len(batch.starts_R), q), slot_T, prefix)
 
 
 class _Prefix:
@@ -78,7 +78,7 @@ class _Prefix:
         return x_RJXY if self.member_R is None else x_RJXY[self.member_R]
 
 
-class _Pass(Pass):
+class _TorchPass(AttentionPass):
     """What every query sees."""
 
     def __init__(

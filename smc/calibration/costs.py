@@ -20,9 +20,9 @@ from smc.api.request import Request
 from smc.api.sampling_params import Method, SamplingParams
 from smc.calibration.warm_up import TURNS, empty_plan
 from smc.executor.messages import SIDES
-from smc.executor.plan import Contexts, Join, Program, RoundPlan
+from smc.executor.plan import Contexts, Program, RoundPlan, SequenceHandoff
 from smc.scheduler.engine import Engine
-from smc.scheduler.latency_model import PARTS, Cost, Costs, Curve
+from smc.scheduler.latency_model import PARTS, LatencyCurve, LatencyModel, ModelLatency
 from smc.scheduler.methods import PROGRAMS
 from smc.scheduler.round_plan import bucket
 from smc.stops import START
@@ -66,7 +66,7 @@ def room_for(context: int, block: int) -> int:
     return context + 3 * block + 4
 
 
-def time_costs(engine: Engine, effort: Effort) -> Costs | None:
+def time_costs(engine: Engine, effort: Effort) -> LatencyModel | None:
     """Of an idle engine. None if its contexts are too short for a round of full rows."""
     assert engine.idle, "requests are running"
     long = min(effort.context, engine.context - room_for(0, engine.config.block))
@@ -74,20 +74,22 @@ def time_costs(engine: Engine, effort: Effort) -> Costs | None:
         return None
     timer, short = Timer(engine, effort), min(SHORT_CONTEXT, long // 2)
     samples, read = timer.samples(short), timer.reading(short, long)
-    return Costs(**{name: _cost(samples[name], read[name]) for name in PARTS}, round_overhead=_overhead(engine, effort))
+    return LatencyModel(**{name: _cost(samples[name], read[name]) for name in PARTS}, round_overhead=_overhead(engine, effort))
 
 
 @dataclass(frozen=True)
-class Sample:
+class CostSample:
     size: int
     seconds: float
     context: int
     """Tokens that were read."""
 
 
-def _cost(samples: list[Sample], read: float) -> Cost:
+def _cost(samples: list[CostSample], read: float) -> ModelLatency:
     """No more than half of what a sample took is taken for reading, however long contexts were slowed down by something else."""
-    return Cost(Curve.through((each.size, max(each.seconds - read * each.context, each.seconds / 2)) for each in samples), read)
+    return ModelLatency(
+        LatencyCurve.through((each.size, max(each.seconds - read * each.context, each.seconds / 2)) for each in samples), read
+    )
 
 
 class Timer:
@@ -98,9 +100,9 @@ class Timer:
         self._spent = 0.0
         """Seconds of timed rounds of the curves."""
 
-    def samples(self, context: int) -> dict[str, list[Sample]]:
+    def samples(self, context: int) -> dict[str, list[CostSample]]:
         """Of every part of the costs, behind so many tokens: of all sizes that there is time for."""
-        found: dict[str, list[Sample]] = {name: [] for name in PARTS}
+        found: dict[str, list[CostSample]] = {name: [] for name in PARTS}
         config = self._engine.config
         for count in _sizes(config.max_slots, self._effort.factor):
             before = self._spent
@@ -114,7 +116,7 @@ class Timer:
                     self._spent += sum(seconds)
                     name, size = _part(program, side, config, count)
                     step = statistics.median(seconds) / _steps(name, config)
-                    found[name].append(Sample(size, step, -(-count // tree) * context))
+                    found[name].append(CostSample(size, step, -(-count // tree) * context))
             if self._spent + LIKELY_GROWTH * (self._spent - before) > self._effort.seconds:
                 break
         return found
@@ -203,7 +205,7 @@ def live_plan(program: Program, config: EngineConfig, count: int, context: int, 
     )
 
 
-def joins(program: Program, engine: Engine, count: int, context: int, tree: int) -> dict[str, Join]:
+def joins(program: Program, engine: Engine, count: int, context: int, tree: int) -> dict[str, SequenceHandoff]:
     """What the first `count` slots hold when such a round begins: in look-ahead a whole block to score."""
     config, decoding = engine.config, PROGRAMS[program]
     block = config.block if program is Program.PAIR and config.lookahead else 1
@@ -211,7 +213,7 @@ def joins(program: Program, engine: Engine, count: int, context: int, tree: int)
     tokens_NQ = np.arange(count * block, dtype=np.int32).reshape(count, block) % 2
     request_N1 = np.arange(count)[:, None] // tree
     return {
-        side: Join(
+        side: SequenceHandoff(
             slots_N=np.arange(count, dtype=np.int32),
             pages_XL=_pages(request_N1, context + block - pending[side], engine.memory.capacity[side]),
             base=context,

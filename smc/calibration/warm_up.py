@@ -25,7 +25,7 @@ from smc.executor.plan import SHORT, SHORT_SINGLE, Contexts, Program, RoundPlan
 from smc.laws import LawSpec
 from smc.scheduler.admission import QueueFull
 from smc.scheduler.engine import Engine
-from smc.scheduler.methods import PROGRAMS, Shape
+from smc.scheduler.methods import PROGRAMS, PagesPerRow
 from smc.scheduler.round_plan import bucket, room
 
 TURNS = 2
@@ -67,7 +67,7 @@ def _contexts(width: int, program: Program, kinds: frozenset[Kind], places: int)
     return {Contexts.of(columns, places, count) for columns in (0, width) for count in groups}
 
 
-def _shapes(config: EngineConfig, program: Program, kinds: frozenset[Kind]) -> list[Shape]:
+def _shapes(config: EngineConfig, program: Program, kinds: frozenset[Kind]) -> list[PagesPerRow]:
     """That of the config; and where costs decide about trees, with one row ahead for each of theirs, too."""
     shape = PROGRAMS[program].shape(config)
     lean = kinds == {Kind.BEST} and shape.branches > 1 and config.drafting == "costs"
@@ -76,7 +76,7 @@ def _shapes(config: EngineConfig, program: Program, kinds: frozenset[Kind]) -> l
 
 def empty_plan(
     program: Program,
-    shape: Shape,
+    shape: PagesPerRow,
     places: int,
     slots: int,
     contexts: Contexts,

@@ -38,7 +38,7 @@ def learn_tokenizer() -> Tokenizer:
 
 
 @dataclass(frozen=True)
-class Batch:
+class TrainingBatch:
     tokens_BS: Tensor
     """What follows the end of a problem in its row is arbitrary; no label depends on it."""
     labels_BS: Tensor
@@ -65,18 +65,18 @@ class Corpus:
         flat_L, start_N, prompt_N, length_N = (t.to(device) for t in (self.flat_L, self.start_N, self.prompt_N, self.length_N))
         return Corpus(flat_L, start_N, prompt_N, length_N, self.widths)
 
-    def sample(self, size: int, generator: torch.Generator) -> Iterator[Batch]:
+    def sample(self, size: int, generator: torch.Generator) -> Iterator[TrainingBatch]:
         """One batch of `size` problems, as one part per group."""
         bounds = _bounds(len(self))
         for width, low, high in zip(self.widths, bounds, bounds[1:]):
             yield self._cut(torch.randint(low, high, (size // GROUPS,), generator=generator, device=self.flat_L.device), width)
 
-    def _cut(self, chosen_B: Tensor, width: int) -> Batch:
+    def _cut(self, chosen_B: Tensor, width: int) -> TrainingBatch:
         place_S = torch.arange(width, device=self.flat_L.device)
         at_BS = self.start_N[chosen_B, None] + place_S
         answers_BS = (place_S >= self.prompt_N[chosen_B, None] - 1) & (place_S < self.length_N[chosen_B, None] - 1)
         labels_BS = torch.where(answers_BS, self.flat_L[at_BS + 1].long(), IGNORED)
-        return Batch(self.flat_L[at_BS].long(), labels_BS)
+        return TrainingBatch(self.flat_L[at_BS].long(), labels_BS)
 
 
 def make(tokenizer: Tokenizer, count: int, workers: int) -> Corpus:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from smc.scheduler.acceptance import WIDTH_GAIN
-from smc.scheduler.latency_model import Costs
+from smc.scheduler.latency_model import LatencyModel
 
 OFFERS = 32
 """Tokens that a root offers: a tree's first level is no wider."""
@@ -79,7 +79,7 @@ class Arrangement:
     gpus: int
     """Of one service."""
     copies: int
-    costs: Costs
+    costs: LatencyModel
     """Of one service's devices."""
 
     def speed(self, requests: int, setting: Setting | None, acceptance: Acceptance, plain_block: int, context: int) -> Foretold:
@@ -139,7 +139,7 @@ class Settings:
     blocks: Sequence[int] = BLOCKS
 
 
-def arrangements(gpus: int, curves: Mapping[int, Costs]) -> list[Arrangement]:
+def arrangements(gpus: int, curves: Mapping[int, LatencyModel]) -> list[Arrangement]:
     """All that fit on so many GPUs, each as often as it does; `curves` by the GPUs of the target."""
     found = []
     for degree, costs in curves.items():

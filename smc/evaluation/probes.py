@@ -17,7 +17,7 @@ from smc.evaluation.machine import Mode
 from smc.evaluation.ttft import PromptMachine
 from smc.executor.messages import SIDES
 from smc.memory.kv_cache import pool_for
-from smc.scheduler.latency_model import Costs
+from smc.scheduler.latency_model import LatencyModel
 from smc.scheduler.stats import EngineStats
 
 BLOCK = 5
@@ -29,7 +29,7 @@ BESIDE = 4
 MOST_GAIN = 2.0
 
 
-def measure_costs(machine: PromptMachine, degrees: tuple[int, int], effort: Effort, rows: int) -> Costs:
+def measure_costs(machine: PromptMachine, degrees: tuple[int, int], effort: Effort, rows: int) -> LatencyModel:
     """With so many GPUs for draft and target (0: the target's own), of draft steps of up to so many rows. One model works at a time, so
     that they are not in each other's way where they share a GPU."""
     mode = _mode(EngineConfig(form="lockstep", block=BLOCK), degrees, WIDE)

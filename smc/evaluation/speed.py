@@ -20,7 +20,7 @@ from smc.evaluation.machine import Machine, Mode
 from smc.evaluation.round_time import decoding_name
 from smc.executor.messages import SIDES
 from smc.scheduler.engine import Engine
-from smc.scheduler.latency_model import Costs
+from smc.scheduler.latency_model import LatencyModel
 
 BANDWIDTH = 4.26e12
 """Bytes a second that an H200 reads and writes in a device copy."""
@@ -131,7 +131,7 @@ class Bench:
         machine: Machine,
         on_round: Callable[[Recorded], None] | None = None,
         law: Mapping[str, Any] | None = None,
-        costs: Callable[[Mode], Costs | None] = lambda mode: None,
+        costs: Callable[[Mode], LatencyModel | None] = lambda mode: None,
     ) -> None:
         """`law`: settings of `SamplingParams`, by name; `costs`: what decides about the trees of a mode, if not they themselves."""
         self._machine, self._on_round, self._law, self._costs = machine, on_round, law or {}, costs

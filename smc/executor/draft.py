@@ -21,8 +21,8 @@ from torch import Tensor
 
 from smc.algorithm.expansion import Expansion, Kind, Offers
 from smc.executor.forward import Rows
-from smc.executor.guidance import Pass
-from smc.executor.messages import Choice, Drafted, Lineage
+from smc.executor.guidance import GuidedPass
+from smc.executor.messages import DraftedRows, Lineage, RoundChoice
 from smc.executor.plan import RoundPlan
 from smc.executor.sampling import DrawKeys, HeadSampling, Sampling
 from smc.executor.state import AddBiases, BiasTables, SlotState, remap_block_table
@@ -33,7 +33,7 @@ from smc.stops import grow
 
 
 @dataclass(frozen=True)
-class Tree:
+class TokenTree:
     """Rows in the making, or the particles that they continue."""
 
     root_X: Tensor
@@ -75,7 +75,7 @@ class Continuation:
     chains: ChainDraws | None = None
 
 
-def adopt(tree: Tree, more: Continuation, plan: RoundPlan[Tensor], state: SlotState, *, step: int, branches: int) -> Tree:
+def adopt(tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor], state: SlotState, *, step: int, branches: int) -> TokenTree:
     """The rows with their next token: at the first step (0) `branches` for each place. The reference: `smc.kernels.tree.adopt` does the
     same in one launch."""
     parent_X, token_X, logq_X, mass_X = _continued(tree, more, plan, branches)
@@ -87,7 +87,7 @@ def adopt(tree: Tree, more: Continuation, plan: RoundPlan[Tensor], state: SlotSt
     is_now_K = torch.arange(tree.tokens_XK.shape[1], device=state.device) == step
     is_known_B = torch.arange(tree.tail_XB.shape[1], device=state.device) < step
     alive_X, has_ended_X = tree.alive_X[parent_X] & (mass_X > -torch.inf), ended_X | growth.ends_A
-    return Tree(
+    return TokenTree(
         root_X=root_X,
         tokens_XK=torch.where(is_now_K, token_X[:, None], tree.tokens_XK[parent_X]),
         logq_XK=torch.where(is_now_K, logq_X[:, None], tree.logq_XK[parent_X]),
@@ -105,7 +105,7 @@ def adopt(tree: Tree, more: Continuation, plan: RoundPlan[Tensor], state: SlotSt
     )
 
 
-def _continued(tree: Tree, more: Continuation, plan: RoundPlan[Tensor], branches: int) -> tuple[Tensor, ...]:
+def _continued(tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor], branches: int) -> tuple[Tensor, ...]:
     """Row that every row continues [X], its token [X], its log q [X] and the row's log mass [X]."""
     parts: list[tuple[Tensor, tuple[Tensor, ...]]] = []
     if more.own is not None:
@@ -125,7 +125,7 @@ def _continued(tree: Tree, more: Continuation, plan: RoundPlan[Tensor], branches
     return found
 
 
-def _chosen(tree: Tree, chosen: Expansion, offers: Offers, plan: RoundPlan[Tensor], branches: int) -> tuple[Tensor, ...]:
+def _chosen(tree: TokenTree, chosen: Expansion, offers: Offers, plan: RoundPlan[Tensor], branches: int) -> tuple[Tensor, ...]:
     token_X, logq_X = (values_SC[chosen.parent_X, chosen.offer_X] for values_SC in (offers.token_RC, offers.logq_RC))
     logq_X = torch.where(tree.ended_X[chosen.parent_X], 0.0, logq_X)
     # A draft that returns NaN must be seen, where what it says matters.
@@ -134,7 +134,7 @@ def _chosen(tree: Tree, chosen: Expansion, offers: Offers, plan: RoundPlan[Tenso
 
 
 @dataclass(frozen=True)
-class Shape:
+class DraftShape:
     """What a drafter makes of every place."""
 
     block: int
@@ -146,7 +146,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Offering:
+class CandidateLayout:
     """What stays the same of rows that offer tokens, however they are re-parented: one a place at the first step, later F."""
 
     group_S: Tensor
@@ -167,23 +167,23 @@ class Offering:
 
 
 @dataclass(frozen=True)
-class Begun:
+class DraftInputs:
     """The particles, whose pending tokens are to be run."""
 
     tokens_AP: Tensor
     rows: Rows
     last_A: Tensor
     """int64: which of the A P tokens is the last of each."""
-    tree: Tree
+    tree: TokenTree
     """The particles as rows."""
-    first: Offering
+    first: CandidateLayout
     """Of the particles."""
-    later: Offering
+    later: CandidateLayout
     """Of the rows that continue them."""
 
 
 @dataclass(frozen=True)
-class Resumed:
+class ResumedSequences:
     """How sequences go on, by place after the choice."""
 
     lineage: Lineage[Tensor]
@@ -197,13 +197,13 @@ class Resumed:
     """int64 state of the stop machine before them."""
 
 
-Begin = Callable[[SlotState, RoundPlan[Tensor], LawSpec[Tensor], Shape], Begun]
-Pack = Callable[[SlotState, RoundPlan[Tensor], Tree], Drafted]
-Resume = Callable[[SlotState, RoundPlan[Tensor], Tree, Choice, int], Resumed]
+Begin = Callable[[SlotState, RoundPlan[Tensor], LawSpec[Tensor], DraftShape], DraftInputs]
+Pack = Callable[[SlotState, RoundPlan[Tensor], TokenTree], DraftedRows]
+Resume = Callable[[SlotState, RoundPlan[Tensor], TokenTree, RoundChoice, int], ResumedSequences]
 
 
 @dataclass(frozen=True)
-class Steps:
+class DraftOps:
     """The references, or kernels."""
 
     begin: Begin
@@ -211,7 +211,7 @@ class Steps:
     resume: Resume
 
 
-def begin(state: SlotState, plan: RoundPlan[Tensor], law: LawSpec[Tensor], shape: Shape) -> Begun:
+def begin(state: SlotState, plan: RoundPlan[Tensor], law: LawSpec[Tensor], shape: DraftShape) -> DraftInputs:
     """Pages of pending tokens are in the block tables from now on."""
     slot_A, pages_AP = plan.slot_A, plan.begin_pages_AP
     queries = pages_AP.shape[1]
@@ -238,7 +238,7 @@ def begin(state: SlotState, plan: RoundPlan[Tensor], law: LawSpec[Tensor], shape
         queries=queries,
         contexts=plan.contexts,
     )
-    tree = Tree(
+    tree = TokenTree(
         root_X=place_A,
         tokens_XK=zero_A[:, None].expand(-1, shape.block),
         logq_XK=zero_A[:, None].expand(-1, shape.block).float(),
@@ -254,17 +254,17 @@ def begin(state: SlotState, plan: RoundPlan[Tensor], law: LawSpec[Tensor], shape
         run_4X=None,
     )
     offerings = (_offering(plan, law, shape, width) for width in (1, plan.branches))
-    return Begun(tokens_AP, rows, place_A * queries + pending_A - 1, tree, *offerings)
+    return DraftInputs(tokens_AP, rows, place_A * queries + pending_A - 1, tree, *offerings)
 
 
-def _offering(plan: RoundPlan[Tensor], law: LawSpec[Tensor], shape: Shape, width: int) -> Offering:
+def _offering(plan: RoundPlan[Tensor], law: LawSpec[Tensor], shape: DraftShape, width: int) -> CandidateLayout:
     """Of `width` rows a place."""
     place_S, f = plan.place_of_rows(width), plan.branches
     group_S = plan.group_A[place_S]
     rank_S = torch.arange(len(place_S), device=place_S.device) - plan.first_G[group_S] * width
     stream_AF = plan.particle_A[:, None] * STREAMS_PER_PARTICLE + torch.arange(f, device=place_S.device)
     round_S = plan.round_A[place_S]
-    return Offering(
+    return CandidateLayout(
         group_S=group_S.int(),
         sources=(plan.first_G * width, plan.size_G * width),
         rows=(plan.first_G * f, plan.size_G * f),
@@ -278,7 +278,7 @@ def _offering(plan: RoundPlan[Tensor], law: LawSpec[Tensor], shape: Shape, width
     )
 
 
-def pack(state: SlotState, plan: RoundPlan[Tensor], tree: Tree) -> Drafted:
+def pack(state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree) -> DraftedRows:
     """What the target is sent. The share of independent rows: F of each particle, or of one that has ended one alone."""
     slot_X, branches = plan.slot_A[tree.root_X], plan.branches
     share_X = tree.mass_X - state.logw_S[slot_X]
@@ -291,10 +291,10 @@ def pack(state: SlotState, plan: RoundPlan[Tensor], tree: Tree) -> Drafted:
         alone_X = torch.where(branch_X == 0, 0.0, -torch.inf).double()
         own_X = torch.where(state.ended_S[slot_X], alone_X, -math.log(branches))
         share_X = torch.where(plan.places_of(Kind.INDEPENDENT).repeat_interleave(branches), own_X, share_X)
-    return Drafted.of(tree.tokens_XK, tree.logq_XK, tree.root_X, tree.count_X, tree.ended_X, share_X)
+    return DraftedRows.of(tree.tokens_XK, tree.logq_XK, tree.root_X, tree.count_X, tree.ended_X, share_X)
 
 
-def resume(state: SlotState, plan: RoundPlan[Tensor], tree: Tree, choice: Choice, block: int) -> Resumed:
+def resume(state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree, choice: RoundChoice, block: int) -> ResumedSequences:
     """Pages follow the choice; what else becomes of the slots is returned: others read them yet."""
     slot_A, row_A = plan.slot_A, choice.row_A
     ancestor_A, taken_A, cut_A = choice.ancestor_A, choice.count_A, choice.cut_A
@@ -314,7 +314,7 @@ def resume(state: SlotState, plan: RoundPlan[Tensor], tree: Tree, choice: Choice
     left_A = torch.where(choice.ended_A, 1, whole_A.long() + has_bonus_A.long())
     kept_A = torch.where(open_A, (pending_A - cut_A).clamp(min=0) + run_A, 0)
     dropped_A = torch.where(open_A, (cut_A - pending_A).clamp(min=0), 0)
-    return Resumed(
+    return ResumedSequences(
         lineage=_lineage(plan, path_AW, pending_A, kept_A, dropped_A),
         end_A=end_A - cut_A + taken_A + has_bonus_A.long(),
         tokens_AW=tokens_A2[:, : state.pending_SQ.shape[1]],
@@ -334,31 +334,31 @@ def _lineage(plan: RoundPlan[Tensor], path_AW: Tensor, pending_A: Tensor, kept_A
     return Lineage(path_AW, kept_A.int(), dropped_A.int())
 
 
-REFERENCE = Steps(begin, pack, resume)
+REFERENCE = DraftOps(begin, pack, resume)
 
 
 @dataclass(frozen=True)
 class Drafter:
     """A model that drafts. Without a target it keeps all it drafts, with one row a particle: plain decoding."""
 
-    run: Pass
+    run: GuidedPass
     sampling: Sampling | HeadSampling
     """Over its logits."""
     state: SlotState
     expand: Callable[..., Expansion]
-    adopt: Callable[..., Tree]
+    adopt: Callable[..., TokenTree]
     add_biases: AddBiases
     biases: BiasTables
     """Of these logits."""
-    steps: Steps
-    shape: Shape
+    steps: DraftOps
+    shape: DraftShape
     mixture: float
     """Share of the untruncated law in the proposal."""
     purpose: Purpose = Purpose.PROPOSAL
     laws_YLV: Tensor | None = None
     """Room for the log-laws that tokens of chains are drawn from: L = K, or where the first is a guess K - 1. None: it has none."""
 
-    def draft(self, plan: RoundPlan[Tensor], law: LawSpec[Tensor]) -> tuple[Drafted, Tree]:
+    def draft(self, plan: RoundPlan[Tensor], law: LawSpec[Tensor]) -> tuple[DraftedRows, TokenTree]:
         """Run the pending tokens of every particle, then extend rows by K tokens. The laws of chains are written to the room for them."""
         begun = self.steps.begin(self.state, plan, law, self.shape)
         self.run.begin(plan, plan.begin_pages_AP, plan.branch_pages_XB.view(len(plan.slot_A), -1))
@@ -370,14 +370,14 @@ class Drafter:
             tree = self._extend(plan, begun.later, logits_SV, tree, step, dealt)
         return self.steps.pack(self.state, plan, tree), tree
 
-    def follow(self, plan: RoundPlan[Tensor], tree: Tree, choice: Choice) -> Lineage[Tensor]:
+    def follow(self, plan: RoundPlan[Tensor], tree: TokenTree, choice: RoundChoice) -> Lineage[Tensor]:
         """Let the chosen rows be the particles."""
         self.run.follow(plan, choice.ancestor_A, tree.tail_XB, choice.row_A, pending=True)
         next_ = self.steps.resume(self.state, plan, tree, choice, self.shape.block)
         self.state.advance(plan.slot_A, choice, next_.end_A, next_.tokens_AW, next_.pending_A, next_.text_A)
         return next_.lineage
 
-    def _run(self, plan: RoundPlan[Tensor], offering: Offering, tree: Tree) -> Tensor:
+    def _run(self, plan: RoundPlan[Tensor], offering: CandidateLayout, tree: TokenTree) -> Tensor:
         """Logits [X, V] after the rows' last tokens."""
         assert tree.run_4X is not None, "rows, of which the last token alone is run"
         slot_X, begin_X, last_X, runs_X = tree.run_4X
@@ -398,8 +398,14 @@ class Drafter:
         return self.run(plan, tree.last_X, rows, root_R=tree.root_X)
 
     def _extend(
-        self, plan: RoundPlan[Tensor], offering: Offering, logits_SV: Tensor, tree: Tree, step: int, dealt: ChainAssignment | None
-    ) -> Tree:
+        self,
+        plan: RoundPlan[Tensor],
+        offering: CandidateLayout,
+        logits_SV: Tensor,
+        tree: TokenTree,
+        step: int,
+        dealt: ChainAssignment | None,
+    ) -> TokenTree:
         """Every row continues one of those before it with a token: at the first step a particle, later a row."""
         if plan.biased:
             slot_S = plan.slot_A if tree.run_4X is None else tree.run_4X[0]
@@ -416,7 +422,7 @@ class Drafter:
         return self.adopt(tree, more, plan, self.state, step=step, branches=plan.branches)
 
     def _drawn(
-        self, plan: RoundPlan[Tensor], offering: Offering, logits_SV: Tensor, tree: Tree, step: int, dealt: ChainAssignment
+        self, plan: RoundPlan[Tensor], offering: CandidateLayout, logits_SV: Tensor, tree: TokenTree, step: int, dealt: ChainAssignment
     ) -> ChainDraws:
         """Chains draw their next tokens, or guess."""
         begins, branches = step == 0, plan.branches
@@ -440,7 +446,9 @@ class Drafter:
             logq_X=dealt.spread(logq_Y, none_X.float()),
         )
 
-    def _expanded(self, plan: RoundPlan[Tensor], offering: Offering, logits_SV: Tensor, tree: Tree, step: int) -> tuple[Expansion, Offers]:
+    def _expanded(
+        self, plan: RoundPlan[Tensor], offering: CandidateLayout, logits_SV: Tensor, tree: TokenTree, step: int
+    ) -> tuple[Expansion, Offers]:
         """The rows of a group are chosen among all that they offer together. The best are those that are likely themselves, which nothing
         that stands for others is."""
         has_rest = Kind.DISTINCT in plan.kinds

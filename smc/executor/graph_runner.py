@@ -27,7 +27,7 @@ MOST_BYTES = 3 << 30
 """Of the device's memory, for recordings."""
 
 
-class Reading:
+class AsyncResult:
     """A dataclass of tensors on its way to the host, as NumPy arrays there."""
 
     def __init__(self, result: Any, arrived: Event, spans: Spans) -> None:
@@ -64,7 +64,7 @@ class _Kept:
     nbytes: int = 0
 
 
-class Stages:
+class StageRunner:
     """Runs every stage as it is, at once. What rounds of one key have in common is kept for the keys used last."""
 
     records = False
@@ -113,9 +113,9 @@ class Stages:
         """A tensor of the other side, here; in rounds of one key always the same."""
         return tensor
 
-    def read(self, key: tuple, result: Any, spans: Spans) -> Reading:
+    def read(self, key: tuple, result: Any, spans: Spans) -> AsyncResult:
         """Bring a dataclass of tensors to the host."""
-        return Reading(result, self.event(), spans)
+        return AsyncResult(result, self.event(), spans)
 
     def _of(self, key: tuple) -> _Kept:
         if key in self._keys:
@@ -157,7 +157,7 @@ class _NoGarbage:
 _NO_GARBAGE = _NoGarbage()
 
 
-class Graphs(Stages):
+class GraphRunner(StageRunner):
     """One stream of a GPU. A stage runs as it is the first time, which compiles its kernels, and is recorded the second time.
 
     What is kept is counted, and given up where it is more than `most_keys` kinds or `most_bytes`: those not used for longest first.
@@ -204,14 +204,14 @@ class Graphs(Stages):
         here = self.keep(key, f"copy of {name}", lambda: torch.empty_like(tensor, device=self.device))
         return here.copy_(tensor, non_blocking=True)
 
-    def read(self, key: tuple, result: Any, spans: Spans) -> Reading:
+    def read(self, key: tuple, result: Any, spans: Spans) -> AsyncResult:
         recorded = self._of(key)
         pinned = lambda: _map(result, lambda t: torch.empty(t.shape, dtype=t.dtype, pin_memory=True))  # noqa: E731
         hosts = self.keep(key, "hosts", lambda: [pinned() for _ in range(IN_FLIGHT)])
         host = hosts[recorded.turn % IN_FLIGHT]
         recorded.turn += 1
         _map(host, lambda there, here: there.copy_(here, non_blocking=True), result)
-        return Reading(host, self.event(), spans)
+        return AsyncResult(host, self.event(), spans)
 
     def _finish_work(self) -> None:
         self.stream.synchronize()

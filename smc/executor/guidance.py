@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from smc.executor.forward import Rows, StaticForward
-from smc.executor.plan import Companions, RoundPlan
+from smc.executor.plan import RoundPlan, UnconditionalRows
 from smc.executor.state import RemapBlockTable, SlotState
 
 
 @dataclass(frozen=True)
-class Pass:
+class GuidedPass:
     """A model's logits for the tokens of rows, guided where the plan says so: then companions of their rows run with them. Every place has
     equally many rows."""
 
@@ -84,7 +84,7 @@ class Pass:
         source_U = _slots_of(companions, ancestor_U, slot_U)
         self.reroot(state.table_SL, slot_U, source_U, state.base_S[slot_U], end_U, tail_UB, plan.columns)
 
-    def _with_companions(self, companions: Companions[Tensor], rows: Rows, row_Y: Tensor, root_R: Tensor | None) -> Rows:
+    def _with_companions(self, companions: UnconditionalRows[Tensor], rows: Rows, row_Y: Tensor, root_R: Tensor | None) -> Rows:
         """The rows, and after them companions of those in `row`: the same tokens, each at its own position.
 
         What a companion holds is in the table of its own slot; of pages that a row has for itself, it has those beside them.
@@ -112,7 +112,7 @@ class Pass:
         )
 
 
-def _slots_of(companions: Companions[Tensor], place_Y: Tensor, own_Y: Tensor) -> Tensor:
+def _slots_of(companions: UnconditionalRows[Tensor], place_Y: Tensor, own_Y: Tensor) -> Tensor:
     """int64 [Y]: slots of the companions of places; where there is none but padding, its own."""
     exist_Y = _exist(companions).repeat_interleave(len(own_Y) // len(companions.place_U))
     return torch.where(exist_Y, companions.slot_U[companions.of_A[place_Y]], own_Y)
@@ -123,6 +123,6 @@ def _rows(place_U: Tensor, width: int) -> Tensor:
     return (place_U[:, None] * width + torch.arange(width, device=place_U.device)).flatten()
 
 
-def _exist(companions: Companions[Tensor]) -> Tensor:
+def _exist(companions: UnconditionalRows[Tensor]) -> Tensor:
     """bool [U]: all but padding."""
     return companions.size_U[companions.group_U] > 0

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from smc.api.limits import MAX_PARTICLES
 from smc.executor.forward import Rows
-from smc.executor.messages import Drafted
+from smc.executor.messages import DraftedRows
 from smc.executor.plan import RoundPlan
 from smc.executor.sampling import DrawKeys
 from smc.executor.state import SlotState
-from smc.executor.verify import Asked, Blocks, Scored, TargetDraws
+from smc.executor.verify import Blocks, TargetDraws, VerifyInputs, VerifyOutputs
 from smc.kernels import blocks as kernels
-from smc.kernels.places import programs
+from smc.kernels.program_ids import programs
 from smc.laws import LawSpec
 from smc.philox import STREAMS_PER_PARTICLE, Purpose
 from smc.types import TensorOptions
@@ -24,7 +24,7 @@ PLACES = 16
 """Places of a program that judges."""
 
 
-def lay_out(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted: Drafted | None) -> Asked:
+def lay_out(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted: DraftedRows | None) -> VerifyInputs:
     """As `smc.executor.verify.lay_out`."""
     places, groups, q, law, device = len(plan.slot_A), len(plan.first_G), logq_SQ.shape[1], plan.target_law, state.device
     integers: TensorOptions = {"dtype": torch.int64, "device": device}
@@ -50,7 +50,7 @@ def lay_out(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted:
     groups_G = (plan.first_G, plan.size_G, plan.shared_G)
     temperature_T, top_p_T, min_p_T, alpha_T = law_4T
     seed_T, position_T, zero_T = keys_3T
-    return Asked(
+    return VerifyInputs(
         blocks=Blocks(origin_A, tokens_AQ, logq_AQ, count_A, ended_A, alive_A, logw_A, open_A, run_A, *next_3A),
         rows=Rows(state.table_SL, slot_R, plan.target_pages_AQ, held_R, held_R, run_R, group_R, *groups_G, q, plan.contexts),
         law_T=LawSpec(temperature_T, top_k_T, top_p_T, min_p_T, alpha_T, law.active),
@@ -60,7 +60,9 @@ def lay_out(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted:
     )
 
 
-def judge(asked: Asked, plan: RoundPlan[Tensor], labelled_T: Tensor | None, drawn: TargetDraws | None, next_AV: Tensor | None) -> Scored:
+def judge(
+    asked: VerifyInputs, plan: RoundPlan[Tensor], labelled_T: Tensor | None, drawn: TargetDraws | None, next_AV: Tensor | None
+) -> VerifyOutputs:
     """As `smc.executor.verify.judge`."""
     blocks, (places, q) = asked.blocks, asked.blocks.tokens_AQ.shape
     logp_AQ, drawn_AQ = torch.empty_like(blocks.logq_AQ), torch.empty_like(blocks.tokens_AQ)
@@ -71,4 +73,4 @@ def judge(asked: Asked, plan: RoundPlan[Tensor], labelled_T: Tensor | None, draw
         logp_AQ, drawn_AQ, nan_A, nan_AQ, places, Q=q, BLOCK_N=PLACES, BLOCK_Q=triton.next_power_of_2(q),
         LABELLED=labelled_T is not None, DRAWN=drawn is not None, num_warps=1,
     )  # fmt: skip
-    return Scored(blocks, logp_AQ, drawn_AQ, next_AV, nan_A, nan_AQ)
+    return VerifyOutputs(blocks, logp_AQ, drawn_AQ, next_AV, nan_A, nan_AQ)

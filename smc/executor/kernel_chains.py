@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from smc.executor.plan import RoundPlan
-from smc.executor.verify import Asked, chain_groups
+from smc.executor.verify import VerifyInputs, chain_groups
 from smc.kernels.rejection import Trials, say
 from smc.philox import Purpose
 
 
-def verify(plan: RoundPlan[Tensor], asked: Asked, logp_CQV: Tensor, logq_CLV: Tensor) -> tuple[Tensor, Tensor]:
+def verify(plan: RoundPlan[Tensor], asked: VerifyInputs, logp_CQV: Tensor, logq_CLV: Tensor) -> tuple[Tensor, Tensor]:
     """As `smc.executor.verify.verify`."""
     blocks = asked.blocks
     trials = Trials(

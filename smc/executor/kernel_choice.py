@@ -10,11 +10,11 @@ from torch import Tensor
 from smc.algorithm.expansion import Expansion, Offers
 from smc.algorithm.selection import Selection
 from smc.api.limits import MAX_PARTICLES
-from smc.executor.messages import Choice, Lineage, RoundResult
-from smc.executor.select import Candidates, Concluded, Evidence, Numbers, Regrown
+from smc.executor.messages import Lineage, RoundChoice, RoundResult
+from smc.executor.select import Candidates, Concluded, GroupSizes, ScoreInputs, SelectedTrees
 from smc.kernels import conclude as conclusion
 from smc.kernels import weigh as weighing
-from smc.kernels.places import programs
+from smc.kernels.program_ids import programs
 from smc.kernels.stops import table_arguments
 from smc.stops import DONE, MAX_STATES
 from smc.types import TensorOptions
@@ -23,7 +23,7 @@ ROWS = 32
 """Rows of a program."""
 
 
-def weigh(evidence: Evidence) -> Candidates:
+def weigh(evidence: ScoreInputs) -> Candidates:
     """As `smc.executor.select.weigh`."""
     plan, scored, blocks, said, drafted = evidence.plan, evidence.scored, evidence.scored.blocks, evidence.said, evidence.drafted
     (places, q), groups, rows, device = blocks.tokens_AQ.shape, len(plan.first_G), drafted.all_WX.shape[1], plan.slot_A.device
@@ -52,10 +52,10 @@ def weigh(evidence: Evidence) -> Candidates:
     )  # fmt: skip
     whole = Offers(token_XC, share_XC if offers is None else offers.logq_RC, share_XC)
     target_nan_G, draft_nan_G = nan_2G
-    return Candidates(root_X, weight_X, there_X, whole, alive_A, target_nan_G, draft_nan_G, Numbers(*size_3G, *random_2G))
+    return Candidates(root_X, weight_X, there_X, whole, alive_A, target_nan_G, draft_nan_G, GroupSizes(*size_3G, *random_2G))
 
 
-def conclude(evidence: Evidence, candidates: Candidates, own: Selection | None, trees: Regrown | None) -> Concluded:
+def conclude(evidence: ScoreInputs, candidates: Candidates, own: Selection | None, trees: SelectedTrees | None) -> Concluded:
     """As `smc.executor.select.conclude`; answers grow in the same launch."""
     plan, state, scored, blocks, said = evidence.plan, evidence.state, evidence.scored, evidence.scored.blocks, evidence.said
     (places, q), groups, rows, device = blocks.tokens_AQ.shape, len(plan.first_G), len(candidates.root_X), plan.slot_A.device
@@ -84,7 +84,7 @@ def conclude(evidence: Evidence, candidates: Candidates, own: Selection | None, 
         TREES=trees is not None, EXACT=plan.has_exact, SAID=said.logp_X is not None,
         OFFERED=said.offered_logp_AC is not None, STRINGS=tables.next_EXB is not None, DONE=DONE, STATES=MAX_STATES, num_warps=4,
     )  # fmt: skip
-    choice = Choice(choice_9A)
+    choice = RoundChoice(choice_9A)
     return choice, RoundResult(
         ancestor_A=choice.ancestor_A,
         alive_A=flags_2A[0],

@@ -10,9 +10,9 @@ import triton
 from torch import Tensor
 
 from smc.algorithm.expansion import Kind
-from smc.executor.draft import Begun, Offering, Resumed, Shape, Steps, Tree
+from smc.executor.draft import CandidateLayout, DraftInputs, DraftOps, DraftShape, ResumedSequences, TokenTree
 from smc.executor.forward import Rows
-from smc.executor.messages import Choice, Drafted, Lineage
+from smc.executor.messages import DraftedRows, Lineage, RoundChoice
 from smc.executor.plan import RoundPlan
 from smc.executor.state import SlotState
 from smc.kernels import draft as kernels
@@ -27,7 +27,7 @@ ROWS = 16
 """Rows of a program."""
 
 
-def begin(state: SlotState, plan: RoundPlan[Tensor], law: LawSpec[Tensor], shape: Shape) -> Begun:
+def begin(state: SlotState, plan: RoundPlan[Tensor], law: LawSpec[Tensor], shape: DraftShape) -> DraftInputs:
     """As `smc.executor.draft.begin`."""
     (places, queries), groups, device, tables = plan.begin_pages_AP.shape, len(plan.first_G), state.device, state.stops
     rows, block = places * plan.branches, shape.block
@@ -56,7 +56,7 @@ def begin(state: SlotState, plan: RoundPlan[Tensor], law: LawSpec[Tensor], shape
     temperature_X, top_p_X, min_p_X, alpha_X = law_4X
     bounds = (plan.first_G, plan.size_G, plan.shared_G)
     run = Rows(state.table_SL, slot_R, None, None, held_R, run_R, group_R, *bounds, queries, plan.contexts)
-    tree = Tree(
+    tree = TokenTree(
         root_X=place_A,
         tokens_XK=none_A[:, None].expand(-1, block),
         logq_XK=zero_A[:, None].expand(-1, block),
@@ -74,30 +74,30 @@ def begin(state: SlotState, plan: RoundPlan[Tensor], law: LawSpec[Tensor], shape
     later, (seed_G, round_G) = (bounds_2G[0], bounds_2G[1]), keys_2G
     rounds_A = plan.round_A if shape.by_round else none_A
     streams = stream_X.view(places, plan.branches)
-    return Begun(
+    return DraftInputs(
         tokens_AP, run, last_A, tree,
-        Offering(group_R, (plan.first_G, plan.size_G), later, rank_A[:, None], streams, plan.seed_A, rounds_A, seed_G, round_G, law),
-        Offering(
+        CandidateLayout(group_R, (plan.first_G, plan.size_G), later, rank_A[:, None], streams, plan.seed_A, rounds_A, seed_G, round_G, law),
+        CandidateLayout(
             group_X, later, later, rank_X[:, None], stream_X[:, None], seed_X, round_X, seed_G, round_G,
             LawSpec(temperature_X, top_k_X, top_p_X, min_p_X, alpha_X, law.active),
         ),
     )  # fmt: skip
 
 
-def pack(state: SlotState, plan: RoundPlan[Tensor], tree: Tree) -> Drafted:
+def pack(state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree) -> DraftedRows:
     """As `smc.executor.draft.pack`."""
     rows, block = tree.tokens_XK.shape
-    all_WX = torch.empty(Drafted.width(block), rows, dtype=torch.int32, device=state.device)
+    all_WX = torch.empty(DraftedRows.width(block), rows, dtype=torch.int32, device=state.device)
     kernels.pack[(triton.cdiv(rows, ROWS),)](
         plan.slot_A, plan.group_A, plan.kind_G, state.ended_S, state.logw_S,
         tree.root_X, tree.tokens_XK, tree.logq_XK, tree.count_X, tree.alive_X, tree.ended_X, tree.mass_X, all_WX, rows,
         F=plan.branches, K=block, BLOCK=ROWS, BLOCK_K=triton.next_power_of_2(block), LOG_F=math.log(plan.branches),
         OWN=Kind.INDEPENDENT in plan.kinds, num_warps=1,
     )  # fmt: skip
-    return Drafted(all_WX)
+    return DraftedRows(all_WX)
 
 
-def resume(state: SlotState, plan: RoundPlan[Tensor], tree: Tree, choice: Choice, block: int) -> Resumed:
+def resume(state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree, choice: RoundChoice, block: int) -> ResumedSequences:
     """As `smc.executor.draft.resume`."""
     (places, queries), pages, device = plan.begin_pages_AP.shape, tree.tail_XB.shape[1], state.device
     width = min(2, state.pending_SQ.shape[1])
@@ -113,7 +113,7 @@ def resume(state: SlotState, plan: RoundPlan[Tensor], tree: Tree, choice: Choice
         BLOCK_B=triton.next_power_of_2(pages) if pages else 0, BLOCK_W=triton.next_power_of_2(queries + pages), CHUNK=CHUNK, num_warps=4,
     )  # fmt: skip
     end_A, pending_A, text_A = numbers_3A
-    return Resumed(Lineage(path_AW, *counts_2A), end_A, tokens_AW, pending_A, text_A)
+    return ResumedSequences(Lineage(path_AW, *counts_2A), end_A, tokens_AW, pending_A, text_A)
 
 
-STEPS = Steps(begin, pack, resume)
+STEPS = DraftOps(begin, pack, resume)

@@ -7,7 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
-from smc.executor.messages import Choice, Drafted
+from smc.executor.messages import DraftedRows, RoundChoice
 from smc.executor.plan import RoundPlan
 from smc.executor.state import SlotState
 from smc.executor.verify import Followed
@@ -15,7 +15,9 @@ from smc.kernels import follow as following
 from smc.kernels.tables import CHUNK
 
 
-def follow(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted: Drafted, choice: Choice, lookahead: bool) -> Followed:
+def follow(
+    state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted: DraftedRows, choice: RoundChoice, lookahead: bool
+) -> Followed:
     """As `smc.executor.verify.follow`; pages follow in the same launch."""
     (places, q), rows, width = plan.target_pages_AQ.shape, drafted.all_WX.shape[1], drafted.block if lookahead else 1
     end_A, pending_A = torch.empty(2, places, dtype=torch.int64, device=state.device)
@@ -28,7 +30,9 @@ def follow(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted: 
     return Followed(end_A, tokens_AW, pending_A)
 
 
-def advance(state: SlotState, slot_A: Tensor, choice: Choice, end_A: Tensor, tokens_AW: Tensor, pending_A: Tensor, text_A: Tensor) -> None:
+def advance(
+    state: SlotState, slot_A: Tensor, choice: RoundChoice, end_A: Tensor, tokens_AW: Tensor, pending_A: Tensor, text_A: Tensor
+) -> None:
     """As `smc.executor.state.write_advance`."""
     places, width = tokens_AW.shape
     following.advance[(places,)](

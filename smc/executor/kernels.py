@@ -8,8 +8,8 @@ from torch import Tensor
 
 from smc.algorithm.expansion import Offers
 from smc.executor import kernel_draft
-from smc.executor.draft import Continuation, Tree
-from smc.executor.graph_runner import Graphs
+from smc.executor.draft import Continuation, TokenTree
+from smc.executor.graph_runner import GraphRunner
 from smc.executor.kernel_blocks import judge, lay_out
 from smc.executor.kernel_chains import verify
 from smc.executor.kernel_choice import conclude, weigh
@@ -21,15 +21,15 @@ from smc.executor.plan import RoundPlan
 from smc.executor.sampling import DrawKeys, HeadSampling, Sampling
 from smc.executor.state import BiasTables, Lives, SlotState
 from smc.kernels import biases
+from smc.kernels.candidate_tokens import offer
 from smc.kernels.draft_head import spread, spread_rest
 from smc.kernels.expansion import expand, keep_roots
 from smc.kernels.guidance import guide, reroot
 from smc.kernels.law import Cut
-from smc.kernels.offers import offer
 from smc.kernels.rejection import write_law
 from smc.kernels.sampling import draw, score
 from smc.kernels.selection import select
-from smc.kernels.tree import Lives as TreeLives
+from smc.kernels.tree import SequenceLimits as TreeLives
 from smc.kernels.tree import adopt as kernel_adopt
 from smc.kernels.truncation import truncate
 from smc.kernels.walk import walk
@@ -120,12 +120,12 @@ class KernelHeadSampling(HeadSampling):
         return spread_rest(offers, random, self.ids_M, self.others_U, *logs, has_rest)
 
 
-def adopt(tree: Tree, more: Continuation, plan: RoundPlan[Tensor], state: SlotState, *, step: int, branches: int) -> Tree:
+def adopt(tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor], state: SlotState, *, step: int, branches: int) -> TokenTree:
     """As `smc.executor.draft.adopt`; answers grow within the same launch."""
     dealt = None if more.chains is None else (more.chains.parent_X, more.chains.token_X, more.chains.logq_X)
     places = (plan.group_A, plan.kind_G, plan.slot_A, plan.branch_pages_XB)
     lives = TreeLives(state.end_S, state.limit_S, state.least_S, state.entry_S, state.stops)
-    return Tree(**kernel_adopt(vars(tree), more.chosen, more.own, dealt, places, lives, step=step, branches=branches))
+    return TokenTree(**kernel_adopt(vars(tree), more.chosen, more.own, dealt, places, lives, step=step, branches=branches))
 
 
 def add_biases(tables: BiasTables, lives: Lives, logits_RV: Tensor, slot_X: Tensor, position_R: Tensor, width: int) -> Tensor:
@@ -140,7 +140,7 @@ def gpu_parts(**options: bool) -> Parts:
         forward=lambda worker: KernelForward(worker, **options),
         sampling=KernelSampling,
         head_sampling=KernelHeadSampling,
-        stages=Graphs,
+        stages=GraphRunner,
         select=select,
         expand=expand,
         adopt=adopt,

@@ -17,14 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smc.types import Array
+from smc.types import Array, ModelRole
 
 if TYPE_CHECKING:
     from smc.laws import LawSpec
     from smc.philox import Purpose
     from smc.stops import StopMachine
 
-SIDES = ("draft", "target")
+SIDES: tuple[str, ...] = tuple(ModelRole)
 COMPANIONS = {side: f"{side} companion" for side in SIDES}
 """Beside the sides: what each runs of guided requests besides (`smc.executor.guidance`), with pages of its pool."""
 _SIDE_OF = {lane: side for side, companion in COMPANIONS.items() for lane in (side, companion)}
@@ -155,7 +155,7 @@ class Worker(Protocol):
 
 
 @dataclass(frozen=True)
-class Drafted:
+class DraftedRows:
     """What the draft sends the target: rows of K tokens, F for every place, each group's in the order of the places they come from."""
 
     all_WX: Tensor
@@ -167,10 +167,10 @@ class Drafted:
         return 2 * block + 4
 
     @staticmethod
-    def of(tokens_XK: Tensor, logq_XK: Tensor, root_X: Tensor, count_X: Tensor, ended_X: Tensor, share_X: Tensor) -> Drafted:
+    def of(tokens_XK: Tensor, logq_XK: Tensor, root_X: Tensor, count_X: Tensor, ended_X: Tensor, share_X: Tensor) -> DraftedRows:
         share_1X = share_X.float().view(torch.int32)[None]
         numbers_3X = torch.stack((root_X.int(), count_X.int(), ended_X.int()))
-        return Drafted(torch.cat((tokens_XK.t().int(), logq_XK.t().contiguous().view(torch.int32), numbers_3X, share_1X)))
+        return DraftedRows(torch.cat((tokens_XK.t().int(), logq_XK.t().contiguous().view(torch.int32), numbers_3X, share_1X)))
 
     @property
     def block(self) -> int:
@@ -209,7 +209,7 @@ class Drafted:
 
 
 @dataclass(frozen=True)
-class Choice:
+class RoundChoice:
     """What the target sends the draft: how each place goes on. By place after the choice."""
 
     all_9A: Tensor
@@ -226,10 +226,10 @@ class Choice:
         ended_A: Tensor,
         text_A: Tensor,
         mass_A: Tensor,
-    ) -> Choice:
+    ) -> RoundChoice:
         """`bonus`: a token, or -1 where none is appended."""
         mass_A = mass_A.double().view(torch.int64)
-        return Choice(
+        return RoundChoice(
             torch.stack((ancestor_A, row_A, count_A, cut_A, bonus_A.long(), alive_A.long(), ended_A.long(), text_A.long(), mass_A))
         )
 

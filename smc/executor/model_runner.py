@@ -25,17 +25,17 @@ from smc.algorithm.expansion import Expansion, expand, keep_roots
 from smc.algorithm.selection import Selection, select
 from smc.algorithm.walk import walk
 from smc.api.engine_config import EngineConfig
-from smc.executor.draft import REFERENCE, Drafter, Shape, Tree, adopt
-from smc.executor.draft import Steps as DraftSteps
+from smc.executor.draft import REFERENCE, Drafter, DraftShape, TokenTree, adopt
+from smc.executor.draft import DraftOps as DraftSteps
 from smc.executor.forward import StaticForward
-from smc.executor.graph_runner import Event, Reading, Stages
-from smc.executor.guidance import Pass
-from smc.executor.messages import Choice, Drafted, Lineage, RoundResult
-from smc.executor.plan import Join, PlanBuffer, Program, RoundPlan
+from smc.executor.graph_runner import AsyncResult, Event, StageRunner
+from smc.executor.guidance import GuidedPass
+from smc.executor.messages import DraftedRows, Lineage, RoundChoice, RoundResult
+from smc.executor.plan import PlanBuffer, Program, RoundPlan, SequenceHandoff
 from smc.executor.sampling import HeadSampling, Sampling
-from smc.executor.select import Chooser, Conclude, Deciders, Weigh, conclude, weigh
+from smc.executor.select import Conclude, SelectOps, Selector, Weigh, conclude, weigh
 from smc.executor.state import AddBiases, Advance, BiasTables, RemapBlockTable, SlotState, add_biases, remap_block_table, write_advance
-from smc.executor.verify import Follow, Judge, LayOut, Scorer, Steps, Verify, follow, judge, lay_out, verify
+from smc.executor.verify import Follow, Judge, LayOut, Scorer, Verify, VerifyOps, follow, judge, lay_out, verify
 from smc.executor.worker import ModelWorker, PromptPass, run_prompt
 from smc.model.draft_vocab import DraftVocab
 from smc.philox import Purpose
@@ -64,7 +64,7 @@ class Channel(Protocol):
 class LocalChannel:
     """One end of a channel inside a process, between two devices or two streams of one."""
 
-    def __init__(self, stages: Stages) -> None:
+    def __init__(self, stages: StageRunner) -> None:
         self._stages = stages
         self._other = self
         self._sent: dict[str, tuple[Tensor, Event]] = {}
@@ -73,7 +73,7 @@ class LocalChannel:
         self._received: Event | None = None
 
     @staticmethod
-    def between(one: Stages, other: Stages) -> tuple[LocalChannel, LocalChannel]:
+    def between(one: StageRunner, other: StageRunner) -> tuple[LocalChannel, LocalChannel]:
         ends = LocalChannel(one), LocalChannel(other)
         ends[0]._other, ends[1]._other = ends[1], ends[0]
         return ends
@@ -106,10 +106,10 @@ class Parts:
     forward: Callable[[ModelWorker], StaticForward] = lambda worker: StaticForward(worker.model, worker.pool, worker.rope)
     sampling: Callable[[int], Sampling] = Sampling
     head_sampling: Callable[[Sampling, DraftVocab, torch.device], HeadSampling] = HeadSampling
-    stages: Callable[[torch.device], Stages] = Stages
+    stages: Callable[[torch.device], StageRunner] = StageRunner
     select: Callable[..., Selection] = select
     expand: Callable[..., Expansion] = expand
-    adopt: Callable[..., Tree] = adopt
+    adopt: Callable[..., TokenTree] = adopt
     keep_roots: Callable[..., tuple[Tensor, Tensor]] = keep_roots
     walk: Callable[..., tuple[Tensor, Tensor]] = walk
     weigh: Weigh = weigh
@@ -125,10 +125,10 @@ class Parts:
     reroot: RemapBlockTable = remap_block_table
 
 
-class Side:
+class ModelRunner:
     """One model's part in rounds: the state of all slots, and decoding alone."""
 
-    def __init__(self, config: EngineConfig, worker: ModelWorker, parts: Parts, stages: Stages, pending: int) -> None:
+    def __init__(self, config: EngineConfig, worker: ModelWorker, parts: Parts, stages: StageRunner, pending: int) -> None:
         """`pending`: tokens at most that are to be run when a round begins."""
         self.config, self.worker, self.stages = config, worker, stages
         # Prompts are run where rounds are: what is written is there for what is asked for later.
@@ -141,7 +141,7 @@ class Side:
         self.state.biases.append(self._biases)
         beside_P = torch.zeros(worker.pages + 1, dtype=torch.int32, device=worker.device)
         guidance = (self.state, self._sampling.guide, parts.reroot, worker.name, beside_P)
-        self._run = Pass(self._forward, self._forward.logits, *guidance)
+        self._run = GuidedPass(self._forward, self._forward.logits, *guidance)
         self._alone = Drafter(
             run=self._run,
             sampling=self._sampling,
@@ -152,17 +152,17 @@ class Side:
             biases=self._biases,
             steps=parts.drafting,
             # Plain decoding of a target must not depend on rounds: exact decoding makes the same draws in others.
-            shape=Shape(config.block, by_round=worker.name == "draft"),
+            shape=DraftShape(config.block, by_round=worker.name == "draft"),
             mixture=0.0,
             purpose=Purpose.TARGET,
         )
 
-    def join(self, group: Join) -> None:
+    def join(self, group: SequenceHandoff) -> None:
         """Particles take part from the next round on."""
         with self.stages.working():
             self._join(group)
 
-    def _join(self, group: Join) -> None:
+    def _join(self, group: SequenceHandoff) -> None:
         self.state.join(group)
 
     def _load(self, plan: RoundPlan[np.ndarray]) -> RoundPlan[Tensor]:
@@ -170,7 +170,7 @@ class Side:
         return self.stages.keep(plan.key, "plan", lambda: PlanBuffer(plan, self.worker.device)).load(plan)
 
     @torch.inference_mode()
-    def _decode(self, plan: RoundPlan[np.ndarray]) -> Reading:
+    def _decode(self, plan: RoundPlan[np.ndarray]) -> AsyncResult:
         """Queue a round of K tokens by this model alone."""
         stages = self.stages
         with stages.working():
@@ -186,7 +186,7 @@ class Side:
         _, tree = drafter.draft(plan, law)
         place_A = torch.arange(len(slot_A), device=slot_A.device)
         zero_A, alive_A = torch.zeros_like(slot_A), state.alive_S[slot_A]
-        choice = Choice.of(
+        choice = RoundChoice.of(
             ancestor_A=place_A,
             row_A=place_A,
             count_A=tree.count_X,
@@ -225,10 +225,10 @@ class Side:
         )
 
 
-class DraftSide(Side):
+class DraftRunner(ModelRunner):
     """Drafts rows, then follows what the target chose."""
 
-    def __init__(self, config: EngineConfig, worker: ModelWorker, parts: Parts, stages: Stages, channel: Channel) -> None:
+    def __init__(self, config: EngineConfig, worker: ModelWorker, parts: Parts, stages: StageRunner, channel: Channel) -> None:
         super().__init__(config, worker, parts, stages, pending=config.begin_tokens)
         self._channel = channel
         run, biases, head = self._run, self._biases, worker.draft_head
@@ -249,14 +249,14 @@ class DraftSide(Side):
             run=run,
             sampling=sampling,
             biases=biases,
-            shape=Shape(config.block, by_round=True, guesses=config.lookahead),
+            shape=DraftShape(config.block, by_round=True, guesses=config.lookahead),
             mixture=config.defensive_share,
             purpose=Purpose.PROPOSAL,
             laws_YLV=self._laws_YLV,
         )
-        self._round: tuple[RoundPlan[Tensor], Tree, tuple] | None = None
+        self._round: tuple[RoundPlan[Tensor], TokenTree, tuple] | None = None
 
-    def round(self, plan: RoundPlan[np.ndarray]) -> Reading:
+    def round(self, plan: RoundPlan[np.ndarray]) -> AsyncResult:
         """Queue the draft's part of a round. What comes back of a round of the pair is its `Lineage`."""
         if plan.program is Program.DRAFT:
             return self._decode(plan)
@@ -283,16 +283,16 @@ class DraftSide(Side):
         self._round = (here, tree, (began, ended))
 
     @torch.inference_mode()
-    def follow(self) -> Reading:
+    def follow(self) -> AsyncResult:
         """Queue the rest of it: the chosen rows become the particles."""
         assert self._round is not None, "what is followed has been drafted"
         plan, tree, span = self._round
         with self.stages.working():
-            choice = Choice(self._channel.receive(plan.key, "choice", (9, len(plan.slot_A)), torch.int64))
+            choice = RoundChoice(self._channel.receive(plan.key, "choice", (9, len(plan.slot_A)), torch.int64))
             lineage = self.stages.run(plan.key, "follow", lambda: self._follow(plan, tree, choice))
             return self.stages.read(plan.key, lineage, {"draft": span})
 
-    def _follow(self, plan: RoundPlan[Tensor], tree: Tree, choice: Choice) -> Lineage[Tensor]:
+    def _follow(self, plan: RoundPlan[Tensor], tree: TokenTree, choice: RoundChoice) -> Lineage[Tensor]:
         if self.config.lookahead and len(plan.chain_C):
             # The laws go with the rows. What was sent has arrived: the choice was made by it.
             place_C, f = plan.chain_C, plan.branches
@@ -308,21 +308,21 @@ class DraftSide(Side):
         return ()
 
 
-class TargetSide(Side):
+class TargetRunner(ModelRunner):
     """Scores blocks and chooses."""
 
-    def __init__(self, config: EngineConfig, worker: ModelWorker, parts: Parts, stages: Stages, channel: Channel) -> None:
+    def __init__(self, config: EngineConfig, worker: ModelWorker, parts: Parts, stages: StageRunner, channel: Channel) -> None:
         super().__init__(config, worker, parts, stages, pending=config.target_tokens)
         self._channel = channel
         sampling, state = self._sampling, self.state
-        steps = Steps(parts.lay_out, parts.judge, parts.verify, parts.follow, partial(parts.add_biases, self._biases))
-        deciders = Deciders(parts.weigh, parts.select, parts.expand, parts.keep_roots, parts.walk, parts.conclude)
+        steps = VerifyOps(parts.lay_out, parts.judge, parts.verify, parts.follow, partial(parts.add_biases, self._biases))
+        deciders = SelectOps(parts.weigh, parts.select, parts.expand, parts.keep_roots, parts.walk, parts.conclude)
         chains = config.chains(worker.vocab_size)
         self._scorer = Scorer(self._run, sampling, state, steps, block=config.block, lookahead=config.lookahead, chains=chains)
-        self._chooser = Chooser(sampling, state, deciders, lookahead=config.lookahead)
+        self._chooser = Selector(sampling, state, deciders, lookahead=config.lookahead)
 
     @torch.inference_mode()
-    def round(self, plan: RoundPlan[np.ndarray]) -> Reading:
+    def round(self, plan: RoundPlan[np.ndarray]) -> AsyncResult:
         """Queue the target's part of a round: in look-ahead the pass comes first, in lockstep what it is over."""
         if plan.program is Program.TARGET:
             return self._decode(plan)
@@ -347,7 +347,7 @@ class TargetSide(Side):
             spans = {"target": (began, ended), "choose": (heard, chosen), "follow": (told, stages.event())}
             return stages.read(key, result, spans)
 
-    def _join(self, group: Join) -> None:
+    def _join(self, group: SequenceHandoff) -> None:
         self._scorer.join(group, self.state.join(group))
 
     def _receive_laws(self, key: tuple, plan: RoundPlan[Tensor]) -> None:
@@ -356,6 +356,6 @@ class TargetSide(Side):
         if here_CLV.numel():
             self._channel.receive(key, "laws", tuple(here_CLV.shape), here_CLV.dtype, here_CLV)
 
-    def _receive(self, key: tuple, plan: RoundPlan[Tensor]) -> Drafted:
-        shape = (Drafted.width(self.config.block), len(plan.branch_pages_XB))
-        return Drafted(self._channel.receive(key, "rows", shape, torch.int32))
+    def _receive(self, key: tuple, plan: RoundPlan[Tensor]) -> DraftedRows:
+        shape = (DraftedRows.width(self.config.block), len(plan.branch_pages_XB))
+        return DraftedRows(self._channel.receive(key, "rows", shape, torch.int32))

@@ -57,7 +57,7 @@ class Contexts(StrEnum):
 
 
 @dataclass(frozen=True)
-class Join:
+class SequenceHandoff:
     """Particles that take part on one side from the next round on: a request that starts, or one that is taken up again."""
 
     slots_N: np.ndarray
@@ -93,7 +93,7 @@ class Join:
 
 
 @dataclass(frozen=True)
-class Companions(Generic[Array]):
+class UnconditionalRows(Generic[Array]):
     """Of a round with guided requests, at one side: the U sequences that guided places have there besides, after the negative prompts,
     group after group. See `smc.executor.guidance`. U is padded, and so is the number of their groups, to as many: a padding one is of the
     dummy slot, of place 0 and of the last group, which has none then."""
@@ -174,9 +174,9 @@ class RoundPlan(Generic[Array]):
     """int32 pages for the tokens of branches that are run within the round, branch after branch."""
     biased: int = 0
     """Tokens at most whose logits are changed for a row, of `smc.executor.state.WIDTHS`; 0: of no row."""
-    target_companions: Companions[Array] | None = None
+    target_companions: UnconditionalRows[Array] | None = None
     """None: nobody is guided."""
-    draft_companions: Companions[Array] | None = None
+    draft_companions: UnconditionalRows[Array] | None = None
     """None: nobody's draft is."""
 
     @property
@@ -211,7 +211,7 @@ class RoundPlan(Generic[Array]):
             *(len(there.place_U) if there else 0 for there in (self.target_companions, self.draft_companions)),
         )
 
-    def companions_at(self, side: str) -> Companions[Array] | None:
+    def companions_at(self, side: str) -> UnconditionalRows[Array] | None:
         return self.draft_companions if side == "draft" else self.target_companions
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -228,7 +228,7 @@ class RoundPlan(Generic[Array]):
             if "." in name:
                 part, field = name.split(".")
                 parts[part][field] = tensor
-        companions = {name: Companions(**values) for name, values in parts.items() if name.endswith("companions") and values}
+        companions = {name: UnconditionalRows(**values) for name, values in parts.items() if name.endswith("companions") and values}
         return RoundPlan(
             program=self.program,
             contexts=self.contexts,

@@ -21,17 +21,17 @@ from smc.algorithm.bounds import Bounds
 from smc.algorithm.expansion import Expansion, Kind, Offers
 from smc.algorithm.selection import Selection
 from smc.algorithm.weights import block_log_weight
-from smc.executor.messages import Choice, Drafted, Lineage, RoundResult
+from smc.executor.messages import DraftedRows, Lineage, RoundChoice, RoundResult
 from smc.executor.plan import RoundPlan
 from smc.executor.sampling import DrawKeys, Sampling
 from smc.executor.state import SlotState
-from smc.executor.verify import Scored
+from smc.executor.verify import VerifyOutputs
 from smc.philox import Purpose
 from smc.stops import grow
 
 
 @dataclass(frozen=True)
-class Said:
+class TargetOutputs:
     """What the target says of the token after every block; None: it has not been asked."""
 
     logp_X: Tensor | None = None
@@ -46,14 +46,14 @@ class Said:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class ScoreInputs:
     """All that a choice is made from. Candidates are the rows ahead (look-ahead), or the blocks themselves."""
 
     plan: RoundPlan[Tensor]
     state: SlotState
-    scored: Scored
-    drafted: Drafted
-    said: Said
+    scored: VerifyOutputs
+    drafted: DraftedRows
+    said: TargetOutputs
     best_A: Tensor | None
     """int64, of groups that are decoded exactly: the block that agrees longest with the target's draws. None: there are none."""
     right_A: Tensor | None
@@ -78,7 +78,7 @@ class Evidence:
 
 
 @dataclass(frozen=True)
-class Numbers:
+class GroupSizes:
     """What deciders are told of the groups; integers."""
 
     own_size_G: Tensor
@@ -107,36 +107,36 @@ class Candidates:
     """bool: the place held a particle before the round."""
     target_nan_G: Tensor
     draft_nan_G: Tensor
-    numbers: Numbers
+    numbers: GroupSizes
 
 
-Weigh = Callable[[Evidence], Candidates]
+Weigh = Callable[[ScoreInputs], Candidates]
 
 
-def ask(sampling: Sampling, plan: RoundPlan[Tensor], scored: Scored, drafted: Drafted, lookahead: bool) -> Said:
+def ask(sampling: Sampling, plan: RoundPlan[Tensor], scored: VerifyOutputs, drafted: DraftedRows, lookahead: bool) -> TargetOutputs:
     """Ask for what a choice depends on."""
     if plan.all_exact:
         # What the target drew itself decides.
-        return Said()
+        return TargetOutputs()
     next_AV = scored.next_AV
     assert next_AV is not None, "kept unless all are decoded exactly"
     if lookahead:
-        return Said(sampling.score(next_AV, plan.target_law, drafted.tokens_XK[:, :1], drafted.root_X)[:, 0])
-    said, blocks = Said(), scored.blocks
+        return TargetOutputs(sampling.score(next_AV, plan.target_law, drafted.tokens_XK[:, :1], drafted.root_X)[:, 0])
+    said, blocks = TargetOutputs(), scored.blocks
 
     def keys(stream_A: Tensor) -> DrawKeys:
         return DrawKeys(plan.seed_A, plan.round_A, stream_A[:, None], blocks.position_A, Purpose.TARGET)
 
     if Kind.INDEPENDENT in plan.kinds:
         bonus_A1, logp_A1, log_z_A = sampling.bonus(next_AV, plan.target_law, keys(blocks.stream_A))
-        said = Said(logp_A1[:, 0], bonus_A1[:, 0], log_z_A)
+        said = TargetOutputs(logp_A1[:, 0], bonus_A1[:, 0], log_z_A)
     if plan.kinds - {Kind.INDEPENDENT}:
         offers, offered_logp_AC, log_z_A = sampling.bonus_offer(next_AV, plan.target_law, keys(blocks.rank_A))
         said = replace(said, log_z_A=log_z_A, offers=offers, offered_logp_AC=offered_logp_AC)
     return said
 
 
-def weigh(evidence: Evidence) -> Candidates:
+def weigh(evidence: ScoreInputs) -> Candidates:
     """Candidates and their weights."""
     return Weigher(evidence).candidates()
 
@@ -144,7 +144,7 @@ def weigh(evidence: Evidence) -> Candidates:
 class Weigher:
     """Weighs the candidates of one round."""
 
-    def __init__(self, evidence: Evidence) -> None:
+    def __init__(self, evidence: ScoreInputs) -> None:
         self.evidence, self.plan, self.scored, self.drafted = evidence, evidence.plan, evidence.scored, evidence.drafted
         self.place_X = self.plan.place_of_rows(evidence.width)
         """Place that every row belongs to: its group is that of its root."""
@@ -165,7 +165,7 @@ class Weigher:
             offers = offers.unless(~self.scored.blocks.open_A | plan.is_exact_A)
         width = self.evidence.width
         own_size_G = torch.where(plan.kind_G == Kind.INDEPENDENT, plan.size_G, 0)
-        numbers = Numbers(own_size_G, plan.first_G * width, plan.size_G * width, plan.seed_G, plan.round_G)
+        numbers = GroupSizes(own_size_G, plan.first_G * width, plan.size_G * width, plan.seed_G, plan.round_G)
         root_X = self.drafted.root_X.long() if lookahead else self.scored.blocks.origin_A
         alive_A = self.evidence.state.alive_S[plan.slot_A]
         target_nan_G, draft_nan_G = nan_2G
@@ -248,7 +248,7 @@ LEAST_SHARE = 0.1
 
 
 @dataclass(frozen=True)
-class Regrown:
+class SelectedTrees:
     """How groups whose rows are never the same, and those that are decoded exactly, go on."""
 
     chosen: Expansion
@@ -258,12 +258,12 @@ class Regrown:
     """bool: whether any does."""
 
 
-Concluded = tuple[Choice, RoundResult[Tensor]]
-Conclude = Callable[[Evidence, Candidates, Selection | None, Regrown | None], Concluded]
+Concluded = tuple[RoundChoice, RoundResult[Tensor]]
+Conclude = Callable[[ScoreInputs, Candidates, Selection | None, SelectedTrees | None], Concluded]
 
 
 @dataclass(frozen=True)
-class Deciders:
+class SelectOps:
     """What decides for groups: the references, or kernels."""
 
     weigh: Weigh
@@ -274,20 +274,20 @@ class Deciders:
     conclude: Conclude
 
 
-class Chooser:
+class Selector:
     """Chooses, round after round."""
 
-    def __init__(self, sampling: Sampling, state: SlotState, deciders: Deciders, *, lookahead: bool) -> None:
+    def __init__(self, sampling: Sampling, state: SlotState, deciders: SelectOps, *, lookahead: bool) -> None:
         self.sampling, self.state, self.decide, self.lookahead = sampling, state, deciders, lookahead
 
-    def choose(self, plan: RoundPlan[Tensor], scored: Scored, drafted: Drafted) -> Concluded:
+    def choose(self, plan: RoundPlan[Tensor], scored: VerifyOutputs, drafted: DraftedRows) -> Concluded:
         """`drafted`: what may follow the blocks (look-ahead), or the blocks themselves."""
         best_A = right_A = own = trees = None
         if plan.has_exact:
             blocks, groups = scored.blocks, (plan.first_G, plan.size_G)
             best_A, right_A = self.decide.walk(blocks.tokens_AQ, blocks.count_A, scored.drawn_AQ, blocks.alive_A, groups)
         said = ask(self.sampling, plan, scored, drafted, self.lookahead)
-        evidence = Evidence(plan, self.state, scored, drafted, said, best_A, right_A, self.lookahead)
+        evidence = ScoreInputs(plan, self.state, scored, drafted, said, best_A, right_A, self.lookahead)
         candidates = self.decide.weigh(evidence)
         if Kind.INDEPENDENT in plan.kinds:
             own = self._selected(plan, candidates)
@@ -302,18 +302,18 @@ class Chooser:
         random = (plan.threshold_G, plan.scheme_G, numbers.seed_G, numbers.round_G)
         return self.decide.select(candidates.weight_X.view(len(plan.slot_A), -1), candidates.alive_A, bounds, *random)
 
-    def _regrown(self, plan: RoundPlan[Tensor], candidates: Candidates, step: int) -> Regrown:
+    def _regrown(self, plan: RoundPlan[Tensor], candidates: Candidates, step: int) -> SelectedTrees:
         """Particles that are never the same, and exact decoding: `smc.algorithm.expansion`."""
         numbers, rows, places = candidates.numbers, (plan.first_G, plan.size_G), len(plan.slot_A)
         weights, sources = (candidates.weight_X, candidates.there_X), (numbers.source_first_G, numbers.source_size_G)
         random = (numbers.seed_G, numbers.round_G, step)
         chosen = self.decide.expand(candidates.offers, *weights, sources, rows, plan.draws_G, plan.kind_G, random, places, LEAST_SHARE)
         kept = self.decide.keep_roots(candidates.root_X, chosen.parent_X, chosen.alive_X, rows, rows, places)
-        return Regrown(chosen, *kept)
+        return SelectedTrees(chosen, *kept)
 
 
 @dataclass(frozen=True)
-class Taken:
+class SelectedRows:
     """What goes on at each place."""
 
     row_A: Tensor
@@ -336,7 +336,7 @@ class Taken:
     collapsed_G: Tensor
 
 
-def conclude(evidence: Evidence, candidates: Candidates, own: Selection | None, trees: Regrown | None) -> Concluded:
+def conclude(evidence: ScoreInputs, candidates: Candidates, own: Selection | None, trees: SelectedTrees | None) -> Concluded:
     """What becomes of every place, and what the host learns of it. `own`: of independent particles; `trees`: of the others."""
     return Conclusion(evidence, candidates).of(own, trees)
 
@@ -344,20 +344,20 @@ def conclude(evidence: Evidence, candidates: Candidates, own: Selection | None, 
 class Conclusion:
     """What has been decided for groups, for all of their places."""
 
-    def __init__(self, evidence: Evidence, candidates: Candidates) -> None:
+    def __init__(self, evidence: ScoreInputs, candidates: Candidates) -> None:
         self.evidence, self.candidates, self.plan = evidence, candidates, evidence.plan
         self.scored, self.drafted, self.lookahead = evidence.scored, evidence.drafted, evidence.lookahead
         self.blocks = self.scored.blocks
         self.is_exact_A = self.plan.is_exact_A
 
-    def of(self, own: Selection | None, trees: Regrown | None) -> Concluded:
+    def of(self, own: Selection | None, trees: SelectedTrees | None) -> Concluded:
         taken = self._take(own, trees)
         count_A = self.blocks.count_A[taken.block_A]
         kept_A = count_A
         if self.evidence.right_A is not None:
             kept_A = torch.where(self.is_exact_A, torch.minimum(self.evidence.right_A, count_A), count_A)
         ended_A, text_A, grown_A = self._grown(taken, kept_A)
-        choice = Choice.of(
+        choice = RoundChoice.of(
             ancestor_A=taken.ancestor_A,
             row_A=taken.row_A,
             count_A=grown_A,
@@ -370,7 +370,7 @@ class Conclusion:
         )
         return choice, self._result(taken, choice, kept_A)
 
-    def _take(self, own: Selection | None, trees: Regrown | None) -> Taken:
+    def _take(self, own: Selection | None, trees: SelectedTrees | None) -> SelectedRows:
         if trees is None:
             assert own is not None, "a round has groups of some kind"
             return self._of_own(own)
@@ -382,13 +382,15 @@ class Conclusion:
         is_tree_G = self.plan.kind_G != Kind.INDEPENDENT
         is_tree_A = is_tree_G[self.plan.group_A]
         pairs = ((name, getattr(theirs, name), mine) for name, mine in vars(self._of_own(own)).items())
-        return Taken(**{name: torch.where(is_tree_G if name.endswith("_G") else is_tree_A, other, mine) for name, other, mine in pairs})
+        return SelectedRows(
+            **{name: torch.where(is_tree_G if name.endswith("_G") else is_tree_A, other, mine) for name, other, mine in pairs}
+        )
 
-    def _of_own(self, own: Selection) -> Taken:
+    def _of_own(self, own: Selection) -> SelectedRows:
         said, row_A = self.evidence.said, own.ancestor_A.long() * self.evidence.width + own.branch_A.long()
         open_A, none_A = self.evidence.open_X[row_A], torch.full_like(row_A, -1)
         assert said.logp_X is not None, "asked for where there are independent rows"
-        return Taken(
+        return SelectedRows(
             row_A=row_A,
             ancestor_A=own.ancestor_A.long(),
             block_A=own.ancestor_A.long(),
@@ -403,7 +405,7 @@ class Conclusion:
             collapsed_G=own.collapsed_G,
         )
 
-    def _of_trees(self, trees: Regrown) -> Taken:
+    def _of_trees(self, trees: SelectedTrees) -> SelectedRows:
         said, chosen, offers = self.evidence.said, trees.chosen, self.candidates.offers
         row_A, offer_A = chosen.parent_X[trees.pick_A], chosen.offer_X[trees.pick_A]
         ancestor_A, open_A = self.candidates.root_X[row_A], self.evidence.open_X[row_A]
@@ -414,7 +416,7 @@ class Conclusion:
         elif self.lookahead and said.logp_X is not None:
             logp_A = torch.where(open_A, said.logp_X[row_A], logp_A)
         zero_G = torch.zeros_like(chosen.ess_G)
-        return Taken(
+        return SelectedRows(
             row_A=row_A,
             ancestor_A=ancestor_A,
             block_A=ancestor_A if self.lookahead else row_A,
@@ -429,7 +431,7 @@ class Conclusion:
             collapsed_G=chosen.collapsed_G,
         )
 
-    def _confirmed(self, taken: Taken) -> Taken:
+    def _confirmed(self, taken: SelectedRows) -> SelectedRows:
         """Of groups that are decoded exactly: where nothing that was drafted goes on, the block that agrees longest does, and the token
         that the target says after it."""
         plan, blocks, is_exact_A = self.plan, self.blocks, self.is_exact_A
@@ -452,9 +454,9 @@ class Conclusion:
             "logw_A": torch.where(misses_A, torch.where(place_A == ancestor_A, 0.0, -torch.inf), taken.logw_A),
             "misses_A": misses_A,
         }
-        return Taken(**(vars(taken) | changed))
+        return SelectedRows(**(vars(taken) | changed))
 
-    def _grown(self, taken: Taken, kept_A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _grown(self, taken: SelectedRows, kept_A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Whether what goes on has ended [A], the stop machine's state after what is kept of the blocks [A], and how many drafted tokens
         each place takes [A]."""
         state, blocks, drafted = self.evidence.state, self.blocks, self.drafted
@@ -471,7 +473,7 @@ class Conclusion:
             ended_A = over_A | (goes_on_A & drafted.ended_X[taken.row_A])
         return torch.where(taken.bonus_A >= 0, said.ends_A, ended_A), text_A, grown_A
 
-    def _result(self, taken: Taken, choice: Choice, kept_A: Tensor) -> RoundResult[Tensor]:
+    def _result(self, taken: SelectedRows, choice: RoundChoice, kept_A: Tensor) -> RoundResult[Tensor]:
         plan, blocks, candidates, has_bonus_A = self.plan, self.blocks, self.candidates, choice.bonus_A >= 0
         bonus_A1 = choice.bonus_A.clamp(min=0)[:, None]
         if self.lookahead:

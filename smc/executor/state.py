@@ -19,8 +19,8 @@ from torch import Tensor
 
 from smc.api.limits import MAX_BIASES, MAX_STOP_IDS
 from smc.arrays import to_device
-from smc.executor.messages import Choice
-from smc.executor.plan import Join
+from smc.executor.messages import RoundChoice
+from smc.executor.plan import SequenceHandoff
 from smc.memory.pages import DUMMY_PAGE
 from smc.stops import START, StopMachine, StopTables
 from smc.types import TensorOptions
@@ -138,7 +138,7 @@ class SlotState:
         """The group's entry of the stop tables, and of those of biases."""
         self.biases: list[BiasTables] = []
 
-    def join(self, group: Join) -> Tensor:
+    def join(self, group: SequenceHandoff) -> Tensor:
         """Take over particles. Returns their slots as an index."""
         slots_N = self._here(group.slots_N)
         self.table_SL[slots_N, : group.pages_XL.shape[1]] = to_device(group.pages_XL, self.device)
@@ -168,7 +168,7 @@ class SlotState:
         """Positions [A] whose keys and values are there."""
         return self.end_S[slot_A] - self.pending_S[slot_A]
 
-    def advance(self, slot_A: Tensor, choice: Choice, end_A: Tensor, tokens_AW: Tensor, pending_A: Tensor, text_A: Tensor) -> None:
+    def advance(self, slot_A: Tensor, choice: RoundChoice, end_A: Tensor, tokens_AW: Tensor, pending_A: Tensor, text_A: Tensor) -> None:
         """Sequences end at `end`, with so many pending tokens of these; `text` is the state before them."""
         self._advance(self, slot_A, choice, end_A, tokens_AW, pending_A, text_A)
 
@@ -176,11 +176,11 @@ class SlotState:
         return to_device(values, self.device).long()
 
 
-Advance = Callable[[SlotState, Tensor, Choice, Tensor, Tensor, Tensor, Tensor], None]
+Advance = Callable[[SlotState, Tensor, RoundChoice, Tensor, Tensor, Tensor, Tensor], None]
 
 
 def write_advance(
-    state: SlotState, slot_A: Tensor, choice: Choice, end_A: Tensor, tokens_AW: Tensor, pending_A: Tensor, text_A: Tensor
+    state: SlotState, slot_A: Tensor, choice: RoundChoice, end_A: Tensor, tokens_AW: Tensor, pending_A: Tensor, text_A: Tensor
 ) -> None:
     """`SlotState.advance`: the reference, in plain torch; `smc.executor.kernel_follow` has what GPUs use."""
     state.end_S[slot_A] = end_A

@@ -31,9 +31,9 @@ from smc.algorithm.expansion import Kind
 from smc.algorithm.rejection import Chains, say
 from smc.arrays import to_device
 from smc.executor.forward import Rows
-from smc.executor.guidance import Pass
-from smc.executor.messages import Choice, Drafted
-from smc.executor.plan import Join, RoundPlan
+from smc.executor.guidance import GuidedPass
+from smc.executor.messages import DraftedRows, RoundChoice
+from smc.executor.plan import RoundPlan, SequenceHandoff
 from smc.executor.sampling import DrawKeys, Sampling
 from smc.executor.state import Lives, SlotState, remap_block_table
 from smc.laws import LawSpec
@@ -69,7 +69,7 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Asked:
+class VerifyInputs:
     """What is run of blocks, and asked of the logits."""
 
     blocks: Blocks
@@ -84,7 +84,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Scored:
+class VerifyOutputs:
     """The target's verdict on blocks, by place."""
 
     blocks: Blocks
@@ -100,13 +100,13 @@ class Scored:
     """bool: so were those that it drew from for itself."""
 
 
-LayOut = Callable[[SlotState, Tensor, RoundPlan[Tensor], Drafted | None], Asked]
+LayOut = Callable[[SlotState, Tensor, RoundPlan[Tensor], DraftedRows | None], VerifyInputs]
 TargetDraws = tuple[Tensor, Tensor, Tensor]
 """Tokens [T, 1], their log p [T, 1], and log Z [T], as of `smc.executor.sampling.Sampling.bonus`."""
-Judge = Callable[[Asked, RoundPlan[Tensor], Tensor | None, TargetDraws | None, Tensor | None], Scored]
+Judge = Callable[[VerifyInputs, RoundPlan[Tensor], Tensor | None, TargetDraws | None, Tensor | None], VerifyOutputs]
 
 
-def lay_out(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted: Drafted | None) -> Asked:
+def lay_out(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted: DraftedRows | None) -> VerifyInputs:
     """What the target runs: what is pending (look-ahead), or the seed and what has just been drafted. The last token of a block that has
     ended is scored, never run. `logq_SQ`: log q of the pending tokens."""
     known = _pending(state, logq_SQ, plan) if drafted is None else _drafted(state, logq_SQ, plan, drafted)
@@ -138,7 +138,7 @@ def lay_out(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted:
     column_Q, of_T = torch.arange(q, device=state.device), plan.place_of_rows(q)
     label_AQ = torch.where(column_Q < count_A[:, None] - 1, blocks.tokens_AQ.roll(-1, 1), -1)
     zero_T, position_T = torch.zeros_like(of_T), (held_A[:, None] + 1 + column_Q).flatten()
-    return Asked(
+    return VerifyInputs(
         blocks=blocks,
         rows=rows,
         law_T=plan.target_law.take(of_T),
@@ -162,7 +162,7 @@ def _pending(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor]) -> dict
     }
 
 
-def _drafted(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted: Drafted) -> dict[str, Tensor]:
+def _drafted(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted: DraftedRows) -> dict[str, Tensor]:
     """Lockstep: the seed, and what has just been drafted for each place."""
     root_A = drafted.root_X.long()
     slot_A = plan.slot_A[root_A]
@@ -186,7 +186,9 @@ def _drafted(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted
     }
 
 
-def judge(asked: Asked, plan: RoundPlan[Tensor], labelled_T: Tensor | None, drawn: TargetDraws | None, next_AV: Tensor | None) -> Scored:
+def judge(
+    asked: VerifyInputs, plan: RoundPlan[Tensor], labelled_T: Tensor | None, drawn: TargetDraws | None, next_AV: Tensor | None
+) -> VerifyOutputs:
     """The verdict: `labelled_T`, log p of the labels, 0 where there is none, unless all groups are decoded exactly; `drawn`, what the
     target drew itself, if any group is."""
     blocks, shape = asked.blocks, asked.blocks.tokens_AQ.shape
@@ -199,7 +201,7 @@ def judge(asked: Asked, plan: RoundPlan[Tensor], labelled_T: Tensor | None, draw
         drawn_AQ, drawn_logp_AQ, log_z_AQ = (values.view(shape) for values in drawn)
         logp_AQ = torch.where(is_exact_A1, torch.where(is_run_AQ, drawn_logp_AQ, 0.0), logp_AQ)
         nan_AQ = torch.isnan(log_z_AQ) & is_run_AQ
-    return Scored(blocks, logp_AQ, drawn_AQ.long(), next_AV, nan_A, nan_AQ)
+    return VerifyOutputs(blocks, logp_AQ, drawn_AQ.long(), next_AV, nan_A, nan_AQ)
 
 
 @dataclass(frozen=True)
@@ -251,7 +253,7 @@ class ChainDraws:
     logq_X: Tensor
 
 
-Verify = Callable[[RoundPlan[Tensor], Asked, Tensor, Tensor], tuple[Tensor, Tensor]]
+Verify = Callable[[RoundPlan[Tensor], VerifyInputs, Tensor, Tensor], tuple[Tensor, Tensor]]
 """See `verify`."""
 
 
@@ -261,7 +263,7 @@ def chain_groups(plan: RoundPlan[Tensor]) -> tuple[Tensor, Tensor]:
     return size_G.cumsum(0) - size_G, size_G
 
 
-def verify(plan: RoundPlan[Tensor], asked: Asked, logp_CQV: Tensor, logq_CLV: Tensor) -> tuple[Tensor, Tensor]:
+def verify(plan: RoundPlan[Tensor], asked: VerifyInputs, logp_CQV: Tensor, logq_CLV: Tensor) -> tuple[Tensor, Tensor]:
     """What the target says after every token of chains [C, Q], and its log-probability [C, Q], as `smc.algorithm.rejection.say`.
 
     `logp`: the target's log-law after every token; `logq`: what the next was drawn from, of all but the last. The reference.
@@ -297,10 +299,12 @@ class Followed:
     """int64: how many of these exist."""
 
 
-Follow = Callable[[SlotState, Tensor, RoundPlan[Tensor], Drafted, Choice, bool], Followed]
+Follow = Callable[[SlotState, Tensor, RoundPlan[Tensor], DraftedRows, RoundChoice, bool], Followed]
 
 
-def follow(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted: Drafted, choice: Choice, lookahead: bool) -> Followed:
+def follow(
+    state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted: DraftedRows, choice: RoundChoice, lookahead: bool
+) -> Followed:
     """Pages follow the choice, and so does log q of what is pending; what else becomes of the slots is returned: others read them yet."""
     slot_A, source_A = plan.slot_A, plan.slot_A[choice.ancestor_A]
     block_A = choice.ancestor_A if lookahead else choice.row_A
@@ -321,7 +325,7 @@ def follow(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted: 
 
 
 @dataclass(frozen=True)
-class Steps:
+class VerifyOps:
     """What is done beside the model: the references, or kernels."""
 
     lay_out: LayOut
@@ -337,10 +341,10 @@ class Scorer:
 
     def __init__(
         self,
-        run: Pass,
+        run: GuidedPass,
         sampling: Sampling,
         state: SlotState,
-        steps: Steps,
+        steps: VerifyOps,
         *,
         block: int,
         lookahead: bool,
@@ -359,10 +363,10 @@ class Scorer:
         """Log-laws that all tokens of chains but the first were drawn from, in every round anew."""
         self._law_TV = torch.empty(chains * self.queries, vocab, **laws)
 
-    def join(self, group: Join, slots_N: Tensor) -> None:
+    def join(self, group: SequenceHandoff, slots_N: Tensor) -> None:
         self.logq_SQ[slots_N, : group.logq_NQ.shape[1]] = to_device(group.logq_NQ, self.state.device)
 
-    def score(self, plan: RoundPlan[Tensor], drafted: Drafted | None) -> Scored:
+    def score(self, plan: RoundPlan[Tensor], drafted: DraftedRows | None) -> VerifyOutputs:
         """Run blocks: in look-ahead those that are pending, in lockstep those that have just been `drafted`."""
         asked = self._steps.lay_out(self.state, self.logq_SQ, plan, drafted)
         self.run.begin(plan, plan.target_pages_AQ[:, :0], plan.target_pages_AQ)
@@ -379,7 +383,7 @@ class Scorer:
             drawn = self._verified(plan, asked, logits_TV, drawn)
         return self._steps.judge(asked, plan, labelled_T, drawn, next_AV)
 
-    def _verified(self, plan: RoundPlan[Tensor], asked: Asked, logits_TV: Tensor, drawn: TargetDraws | None) -> TargetDraws:
+    def _verified(self, plan: RoundPlan[Tensor], asked: VerifyInputs, logits_TV: Tensor, drawn: TargetDraws | None) -> TargetDraws:
         """What the target has drawn itself, and of chains what it keeps."""
         place_C, q = plan.chain_C, self.queries
         token_C = (place_C[:, None] * q + torch.arange(q, device=place_C.device)).flatten()
@@ -398,7 +402,7 @@ class Scorer:
             log_z_T.index_copy(0, token_C, logp_TV[:, 0].isnan().float().masked_fill(logp_TV[:, 0].isnan(), torch.nan)),
         )
 
-    def follow(self, plan: RoundPlan[Tensor], drafted: Drafted, choice: Choice) -> Tensor:
+    def follow(self, plan: RoundPlan[Tensor], drafted: DraftedRows, choice: RoundChoice) -> Tensor:
         """The chosen candidates become the particles. Returns how many tokens of each are pending [A]."""
         block_A = choice.ancestor_A if self.lookahead else choice.row_A
         self.run.follow(plan, choice.ancestor_A, plan.target_pages_AQ, block_A, pending=False)

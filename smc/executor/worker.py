@@ -24,7 +24,7 @@ from smc.algorithm.expansion import Expansion, Kind, expand
 from smc.arrays import to_device
 from smc.attention.base import AttentionBackend, ForwardBatch
 from smc.attention.prompts import PromptAttention
-from smc.executor.graph_runner import Reading, Stages
+from smc.executor.graph_runner import AsyncResult, StageRunner
 from smc.executor.messages import Draws, PromptBatch, PromptResult, Tops
 from smc.executor.sampling import DrawKeys, Sampling
 from smc.executor.state import BiasTables, add_biases, width_of
@@ -151,7 +151,7 @@ class ModelWorker:
         self.rope = RopeTable(model.config, width, self.device)
         config = model.config
         self.attention = PromptAttention((config.num_heads, config.num_kv_heads), config.head_dim, weight.dtype, self.device)
-        self.stages = Stages(self.device)
+        self.stages = StageRunner(self.device)
         """In order with which the device is asked to run prompts."""
         self.expand: Callable[..., Expansion] = expand
         """How first tokens are drawn without replacement: the reference, or a kernel."""
@@ -159,7 +159,7 @@ class ModelWorker:
         """How prompts run through the model: the reference, or kernels."""
 
     @torch.inference_mode()
-    def run_prompts(self, batch: PromptBatch) -> Reading:
+    def run_prompts(self, batch: PromptBatch) -> AsyncResult:
         """Queue prompts. Raises ValueError for positions, pages or tokens that cannot be, before anything is written."""
         with self.stages.working():
             began = self.stages.event()
@@ -177,7 +177,7 @@ class ModelWorker:
                 self._forward(batch, last_R[:0])
             result = PromptResult(*(tensor.to("cpu", non_blocking=True) for tensor in (*drawn, *tops)))
             arrived = self.stages.event()
-            return Reading(result, arrived, {"prompt": (began, arrived)})
+            return AsyncResult(result, arrived, {"prompt": (began, arrived)})
 
     def _forward(self, batch: PromptBatch, asked_X: np.ndarray) -> Tensor:
         """Hidden states [X, E] of the tokens that are asked about; keys and values of all are stored."""

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from smc.algorithm.expansion import Kind
-from smc.kernels.places import own_places
+from smc.kernels.program_ids import own_places
 from smc.kernels.stops import after, after_all
 from smc.kernels.variants import one_variant
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from smc.algorithm.expansion import EXPANSION_POSITION, Expansion, Kind, Offers
 from smc.api.limits import MAX_PARTICLES
-from smc.kernels.places import own_places, programs
+from smc.kernels.program_ids import own_places, programs
 from smc.kernels.selection import _uniform
 from smc.kernels.variants import one_variant
 

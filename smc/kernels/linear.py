@@ -24,7 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from smc.kernels.pdl import launch_options
-from smc.kernels.tiling import Tiling, choose, token_blocks_of
+from smc.kernels.tiling import ProductTiling, choose, token_blocks_of
 from smc.kernels.variants import one_variant
 from smc.model.linear import Rounded
 
@@ -108,7 +108,7 @@ def reduce(
     return out_TN
 
 
-def _tiling(x_TK: Tensor, weight_NK: Tensor, splits: int | None, tunables: dict[str, int], gated: bool) -> Tiling:
+def _tiling(x_TK: Tensor, weight_NK: Tensor, splits: int | None, tunables: dict[str, int], gated: bool) -> ProductTiling:
     (tokens, inputs), outputs = x_TK.shape, weight_NK.shape[0]
     if weight_NK.shape[1] != inputs or not weight_NK.is_contiguous() or x_TK.stride(1) != 1 or weight_NK.dtype != x_TK.dtype:
         raise ValueError(
@@ -123,7 +123,12 @@ def _tiling(x_TK: Tensor, weight_NK: Tensor, splits: int | None, tunables: dict[
 
 
 def _launch(
-    x: Tensor | Rounded, matrix: tuple[Tensor, Tensor | None, Tensor | None], out: Tensor, outputs: int, tiling: Tiling, **flags: bool
+    x: Tensor | Rounded,
+    matrix: tuple[Tensor, Tensor | None, Tensor | None],
+    out: Tensor,
+    outputs: int,
+    tiling: ProductTiling,
+    **flags: bool,
 ) -> None:
     """`matrix`: weight, scale, bias."""
     x_TK, (weight, scale, bias) = _numbers(x), matrix

@@ -17,7 +17,7 @@ from torch import Tensor
 from smc.algorithm.bounds import Bounds
 from smc.algorithm.selection import BRANCH_POSITION, EQUAL, Selection
 from smc.api.limits import MAX_PARTICLES, SCHEME_NAMES
-from smc.kernels.places import own_places, programs
+from smc.kernels.program_ids import own_places, programs
 from smc.kernels.variants import one_variant
 from smc.philox import Purpose
 

@@ -18,7 +18,7 @@ two."""
 
 
 @dataclass(frozen=True)
-class Tiling:
+class ProductTiling:
     """How a product is cut and pipelined."""
 
     block_n: int
@@ -32,7 +32,7 @@ class Tiling:
     """Steps whose loads are in flight or in use."""
 
 
-def choose(tokens: int, outputs: int, inputs: int, gated: bool = False, fp8: bool = False) -> Tiling:
+def choose(tokens: int, outputs: int, inputs: int, gated: bool = False, fp8: bool = False) -> ProductTiling:
     """Tiling for [tokens, inputs] x [outputs, inputs]^T: the fewest splits that make enough equal programs."""
     if fp8:
         return _choose_fp8(tokens, outputs, inputs, gated)
@@ -43,10 +43,10 @@ def choose(tokens: int, outputs: int, inputs: int, gated: bool = False, fp8: boo
     splits = 1 if gated else _splits(triton.cdiv(outputs, block_n), inputs // block_k, _PROGRAMS)
     stage_bytes = 2 * block_k * (block_n + token_block_of(tokens, fp8))
     # Two programs share a multiprocessor.
-    return Tiling(block_n, block_k, splits, 8 if tokens > 64 else 4, stages=max(2, min(6, _SHARED_ROOM // stage_bytes)))
+    return ProductTiling(block_n, block_k, splits, 8 if tokens > 64 else 4, stages=max(2, min(6, _SHARED_ROOM // stage_bytes)))
 
 
-def _choose_fp8(tokens: int, outputs: int, inputs: int, gated: bool) -> Tiling:
+def _choose_fp8(tokens: int, outputs: int, inputs: int, gated: bool) -> ProductTiling:
     token_block = token_block_of(tokens, fp8=True)
     # The largest matrices have as many outputs as the machine needs programs. Of the others, programs of few tokens wait more than they
     # load, and partial sums of few tokens are soon read; of 96, programs of few outputs are better if no partial sums are needed then.
@@ -67,7 +67,7 @@ def _choose_fp8(tokens: int, outputs: int, inputs: int, gated: bool) -> Tiling:
     alone = tiles * splits <= MULTIPROCESSORS or block_n == 256
     room = (_ROOM if many else _MODEST_ROOM) if alone else _SHARED_ROOM
     stages = min(room // (block_k * (block_n + token_block)), max(2, steps // splits), 6)
-    return Tiling(block_n, block_k, splits, 8 if token_block * block_n > 16384 else 4, stages=max(2, stages))
+    return ProductTiling(block_n, block_k, splits, 8 if token_block * block_n > 16384 else 4, stages=max(2, stages))
 
 
 def _splits(tiles: int, steps: int, programs: int) -> int:

@@ -25,7 +25,7 @@ INDEPENDENT, CHAINS = tl.constexpr(int(Kind.INDEPENDENT)), tl.constexpr(int(Kind
 
 
 @dataclass(frozen=True)
-class Lives:
+class SequenceLimits:
     """What of slots decides how far their rows may go; int64 by slot."""
 
     end_S: Tensor
@@ -41,13 +41,13 @@ def adopt(
     own: tuple[Tensor, Tensor] | None,
     chains: tuple[Tensor, Tensor, Tensor] | None,
     plan: tuple[Tensor, Tensor, Tensor, Tensor],
-    lives: Lives,
+    lives: SequenceLimits,
     *,
     step: int,
     branches: int,
 ) -> dict[str, Tensor]:
-    """Fields of `smc.executor.draft.Tree` by name, as `before` has them. `chains`: row of the step before [X], token [X] and its log q [X].
-    `plan`: group [A], kind [G], slot [A], pages of rows [X, B]."""
+    """Fields of `smc.executor.draft.TokenTree` by name, as `before` has them. `chains`: row of the step before [X], token [X] and
+    its log q [X]. `plan`: group [A], kind [G], slot [A], pages of rows [X, B]."""
     group_A, kind_G, slot_A, pages_XB = plan
     rows, device = len(slot_A) * branches, slot_A.device
     tokens, tables = before["tokens_XK"].shape[1], lives.stops

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from smc.api.limits import MAX_PARTICLES
-from smc.kernels.places import own_places, programs
+from smc.kernels.program_ids import own_places, programs
 from smc.kernels.variants import one_variant
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from smc.memory.pages import DUMMY_PAGE, OutOfPages, PageLedger
+from smc.memory.pages import DUMMY_PAGE, OutOfPages, PageAllocator
 from smc.memory.prefix_cache import PrefixCache, common_blocks
 
 WATERMARK = 0.05
@@ -22,12 +22,12 @@ def pool_for(pages: int) -> int:
     return math.ceil(pages / (1 - WATERMARK))
 
 
-class Memory:
+class KVCacheManager:
     """A ledger and a prefix cache for each side."""
 
     def __init__(self, capacity: dict[str, int], *, prefix_cache: bool) -> None:
         self.capacity = dict(capacity)
-        self.ledgers = {side: PageLedger(pages) for side, pages in capacity.items()}
+        self.ledgers = {side: PageAllocator(pages) for side, pages in capacity.items()}
         self.caches = {side: PrefixCache(ledger) for side, ledger in self.ledgers.items()} if prefix_cache else {}
         self.expected = dict.fromkeys(capacity, 0)
         """Pages that requests which have been admitted are likely to hold."""
@@ -43,7 +43,7 @@ class Memory:
         ledger = self.ledgers[side]
         assert ledger.num_free == self.capacity[side], f"pages of the {side} model are held although it is lost"
         self.capacity[side] = pages
-        self.ledgers[side] = PageLedger(pages)
+        self.ledgers[side] = PageAllocator(pages)
         if side in self.caches:
             self.caches[side] = PrefixCache(self.ledgers[side])
 

@@ -34,7 +34,7 @@ class OutOfPages(RuntimeError):
     """More pages were asked for than are free. Nothing was allocated."""
 
 
-class PageLedger:
+class PageAllocator:
     """Pages 1..capacity of one pool: which are free, what each descends from, and how many refer to it.
 
     A round: `new = grow(...)`, `hold(new)`, `release(old heads)`, `settle(allocated, used)`. Misuse is a broken invariant and asserts.

@@ -13,7 +13,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from smc.memory.pages import DUMMY_PAGE, PageLedger, Pages
+from smc.memory.pages import DUMMY_PAGE, PageAllocator, Pages
 
 KEY_BYTES = 16
 
@@ -30,7 +30,7 @@ def common_blocks(one: Sequence[bytes], other: Sequence[bytes]) -> int:
 class PrefixCache:
     """Cached blocks of one pool. The key of a block covers all tokens before it and a salt: what differs in either shares nothing."""
 
-    def __init__(self, ledger: PageLedger, block: int = 16) -> None:
+    def __init__(self, ledger: PageAllocator, block: int = 16) -> None:
         if block < 1:
             raise ValueError(f"a block of the prefix cache needs at least 1 token, got {block}")
         self.ledger = ledger

@@ -88,7 +88,7 @@ class Seats:
         return Seats(self.small_X[is_held_X], self.large_X[is_held_X] - axis.held.start)
 
 
-class Growth:
+class PaddedShape:
     """The weights of a small model on their way into a large shape. Raises ValueError if the shape cannot hold them."""
 
     def __init__(self, small: Decoder, shape: ModelConfig) -> None:
@@ -131,7 +131,7 @@ def grown_model(
     reduce: Reduce | None = None,
 ) -> Decoder:
     """`small` in that shape (or one rank's share of it), made where it will live. Raises ValueError if the shape cannot hold it."""
-    growth = Growth(small, shape)
+    growth = PaddedShape(small, shape)
     model = empty_decoder(local_config(growth.config, shard), reduce, dtype, device)
     parameters = dict(model.named_parameters())
     for weight in parameters.values():
@@ -146,7 +146,7 @@ def grown_model(
     return model
 
 
-def _fill_fp8(growth: Growth, name: str, place: Place, parameters: Mapping[str, Tensor]) -> None:
+def _fill_fp8(growth: PaddedShape, name: str, place: Place, parameters: Mapping[str, Tensor]) -> None:
     """By whole rows, a piece at a time: see `smc.model.loader`."""
     (rows, columns), device = place.axes, parameters[place.parameter].device
     for piece in pieces(len(rows.held), columns.size):
@@ -284,7 +284,7 @@ def save_grown(
     model = load_model(small)
     if model.config.vocab_size < tokenizer.size:
         raise ValueError(f"{small}: vocab_size={model.config.vocab_size} is below the tokenizer's {tokenizer.size} ids")
-    growth = Growth(model, shape)
+    growth = PaddedShape(model, shape)
     directory.mkdir(parents=True, exist_ok=True)
     _save_weights(growth, directory, dtype, on_bytes or (lambda done, whole: None))
     save_tokenizer(small, growth.config, directory)
@@ -322,7 +322,7 @@ def grown_tokenizer(small: Path, config: ModelConfig) -> Tokenizer:
         return Tokenizer.load(directory)
 
 
-def _save_weights(growth: Growth, directory: Path, dtype: torch.dtype, on_bytes: Callable[[int, int], None]) -> None:
+def _save_weights(growth: PaddedShape, directory: Path, dtype: torch.dtype, on_bytes: Callable[[int, int], None]) -> None:
     places = weight_places(growth.config)
     sizes = {name: math.prod(place.shape) * dtype.itemsize for name, place in places.items()}
     groups, whole, done = list(_groups(sizes)), sum(sizes.values()), 0

@@ -9,7 +9,7 @@ from smc.algorithm.bounds import Bounds
 from smc.algorithm.expansion import Offers, expand
 from smc.algorithm.selection import select
 from smc.api.limits import SCHEME_NAMES
-from smc.scheduler.sequence_group import Group
+from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.slots import Slots
 
 SAVED = ("tokens_SL", "logp_SL", "logq_SL", "length_S", "block_S", "logw_S", "ended_S")
@@ -18,7 +18,7 @@ SHRINK_ROUND = 1 << 30
 """Random numbers of choices between rounds are numbered from here: no round's are used twice."""
 
 
-def record_of(group: Group, slots: Slots) -> dict[str, np.ndarray]:
+def record_of(group: SequenceGroup, slots: Slots) -> dict[str, np.ndarray]:
     """Of the particles that a running group has; of exact decoding, of what has been confirmed."""
     slots_N = group.living(slots)
     record = {name: getattr(slots, name)[slots_N].copy() for name in SAVED}
@@ -27,7 +27,7 @@ def record_of(group: Group, slots: Slots) -> dict[str, np.ndarray]:
     return record
 
 
-def particle_of(group: Group, slots: Slots, particle: int, length: int) -> dict[str, np.ndarray]:
+def particle_of(group: SequenceGroup, slots: Slots, particle: int, length: int) -> dict[str, np.ndarray]:
     """Of one particle alone, in slots or saved, and of so many of its tokens."""
     source = group.saved if group.saved else {name: getattr(slots, name)[group.slots] for name in SAVED}
     record = {name: source[name][particle : particle + 1].copy() for name in SAVED}
@@ -35,7 +35,7 @@ def particle_of(group: Group, slots: Slots, particle: int, length: int) -> dict[
     return record
 
 
-def shrink_saved(group: Group, particles: int) -> None:
+def shrink_saved(group: SequenceGroup, particles: int) -> None:
     """A saved population becomes smaller, by the unbiased choice of a round, made here."""
     arrays = group.saved
     assert arrays is not None, "a group that is saved"
@@ -47,7 +47,7 @@ def shrink_saved(group: Group, particles: int) -> None:
     group.needs = None
 
 
-def _expand_saved(group: Group, arrays: dict[str, np.ndarray], particles: int) -> None:
+def _expand_saved(group: SequenceGroup, arrays: dict[str, np.ndarray], particles: int) -> None:
     whole = Offers.whole(torch.from_numpy(arrays["logw_S"]))
     n, one_G = len(arrays["logw_S"]), torch.ones(1, dtype=torch.int64)
     random = (torch.tensor([group.seed]), one_G * (SHRINK_ROUND + group.tally.preemptions), 0)
@@ -61,7 +61,7 @@ def _expand_saved(group: Group, arrays: dict[str, np.ndarray], particles: int) -
     group.particles = group.particles[:particles]
 
 
-def _select_saved(group: Group, arrays: dict[str, np.ndarray], particles: int) -> None:
+def _select_saved(group: SequenceGroup, arrays: dict[str, np.ndarray], particles: int) -> None:
     n = len(arrays["logw_S"])
     bounds = Bounds(*(torch.tensor([value], dtype=torch.int32) for value in (0, n, n, particles)))
     chosen = select(

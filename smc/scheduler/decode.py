@@ -26,14 +26,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from smc.api.engine_config import EngineConfig
-from smc.executor.executor import Outcome, Pair
+from smc.executor.executor import RoundExecutor, RoundOutcome
 from smc.executor.messages import Lineage, Pending, RoundResult
 from smc.executor.plan import Program
-from smc.memory.kv_cache import Memory
+from smc.memory.kv_cache import KVCacheManager
 from smc.scheduler.acceptance import Acceptance
 from smc.scheduler.methods import Decoding
-from smc.scheduler.round_plan import Pages, Planner, Population, follow_companions
-from smc.scheduler.sequence_group import Group
+from smc.scheduler.round_plan import Population, RoundPages, RoundPlanner, remap_unconditional_rows
+from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.slots import Slots
 from smc.scheduler.stats import EngineStats
 
@@ -72,7 +72,7 @@ MEMORY = 0.997
 
 
 @dataclass
-class Flight:
+class InFlightStep:
     """A round that has been asked for."""
 
     population: Population
@@ -80,42 +80,42 @@ class Flight:
     """Of its groups, when it was asked for."""
     resized: list[bool]
     """Whether a group is to have another number of particles after it."""
-    pages: list[Pages]
+    pages: list[RoundPages]
     """That each group was given for it."""
     branches: int
     """F."""
-    pending: Pending[Outcome]
+    pending: Pending[RoundOutcome]
 
 
-class Rounds:
+class RoundScheduler:
     """Advances the groups of one kind by asking a `Pair` for rounds; one may be asked for before the last has been read."""
 
     def __init__(
         self,
         config: EngineConfig,
         slots: Slots,
-        memory: Memory,
-        pair: Pair,
+        memory: KVCacheManager,
+        pair: RoundExecutor,
         decoding: Decoding,
         width: int,
         branches: Callable[[int, int], int] | None = None,
     ) -> None:
         """`width`, `branches`: see `Planner`."""
         self.config, self.slots, self.memory, self.pair, self.decoding = config, slots, memory, pair, decoding
-        self._planner = Planner(config, slots, decoding, width, branches)
+        self._planner = RoundPlanner(config, slots, decoding, width, branches)
         self.stats = EngineStats()
         self.acceptance = Acceptance(MEMORY)
         """Of exact decoding, by all requests."""
         self.pipelined = pair.pipelined
-        self.last: Pending[Outcome] | None = None
+        self.last: Pending[RoundOutcome] | None = None
         """The round that was read last, for whoever times rounds."""
-        self._read: list[Pending[Outcome]] = []
+        self._read: list[Pending[RoundOutcome]] = []
         self.queued = 0.0
         """Seconds spent planning and queueing rounds."""
         self.waited = (0, 0)
         """When the last wait for a round began and ended, nanoseconds of the monotonic clock."""
 
-    def wants(self, group: Group) -> bool:
+    def wants(self, group: SequenceGroup) -> bool:
         """Whether another round can bring anything, as far as is known before the last one has been read."""
         flying = len(group.in_flight)
         if group.turn is not None or (flying and group.wanted is not None):
@@ -125,7 +125,7 @@ class Rounds:
         known = group.decoding.known_tokens(self.config, length=self._length(group), block=block, rounds=flying)
         return group.launched == 0 or known < group.params.max_tokens
 
-    def ask(self, given: list[tuple[Group, Pages]]) -> Flight:
+    def ask(self, given: list[tuple[SequenceGroup, RoundPages]]) -> InFlightStep:
         """Ask for a round of groups, each with the pages it was given for it."""
         begin = time.perf_counter()
         population, pages = Population([group for group, _ in given]), [pages for _, pages in given]
@@ -133,11 +133,11 @@ class Rounds:
         for group, granted in given:
             group.in_flight.append(granted)
         lives, resized = [group.lives for group, _ in given], [group.wanted is not None for group, _ in given]
-        flight = Flight(population, lives, resized, pages, plan.branches, self.pair.round(plan))
+        flight = InFlightStep(population, lives, resized, pages, plan.branches, self.pair.round(plan))
         self.queued += time.perf_counter() - begin
         return flight
 
-    def read(self, flight: Flight) -> None:
+    def read(self, flight: InFlightStep) -> None:
         """Wait for a round, and bring the slots up to what the models hold. A group that has ended meanwhile has given up its own."""
         begin = time.monotonic_ns()
         outcome = flight.pending.result()
@@ -148,16 +148,16 @@ class Rounds:
         self.last = flight.pending
         self._read.append(flight.pending)
 
-    def take_read(self) -> list[Pending[Outcome]]:
+    def take_read(self) -> list[Pending[RoundOutcome]]:
         """Rounds that have been read since the last call."""
         read, self._read = self._read, []
         return read
 
-    def _length(self, group: Group) -> int:
+    def _length(self, group: SequenceGroup) -> int:
         """Tokens of the group's open particles."""
         return int(self.slots.length_S[group.slots].max())
 
-    def _record(self, flight: Flight, outcome: Outcome, alive_G: np.ndarray) -> None:
+    def _record(self, flight: InFlightStep, outcome: RoundOutcome, alive_G: np.ndarray) -> None:
         asked, result, slots = flight.population, outcome.result, self.slots
         population = asked
         place_A = np.arange(len(asked.slot_A))
@@ -178,7 +178,7 @@ class Rounds:
         self._drop_slots(population, [flight.resized[g] for g in alive_G], result, place_A)
 
     def _follow_pages(
-        self, outcome: Outcome, population: Population, source_A: np.ndarray, place_A: np.ndarray, pages: list[Pages]
+        self, outcome: RoundOutcome, population: Population, source_A: np.ndarray, place_A: np.ndarray, pages: list[RoundPages]
     ) -> None:
         """Particles, and companions, descend from their ancestors' pages; what nobody descends from is free."""
         for side, whole in outcome.lineage.items():
@@ -186,7 +186,7 @@ class Rounds:
             lineage = Lineage(whole.path_AW[place_A], whole.kept_A[place_A], whole.dropped_A[place_A])
             given_T = np.concatenate([given[side] for given in pages])
             self.slots.descend(side, ledger, population.slot_A, source_A, lineage, given_T)
-            follow_companions(side, self.slots, ledger, population, source_A, lineage, pages)
+            remap_unconditional_rows(side, self.slots, ledger, population, source_A, lineage, pages)
 
     def _write_tokens(
         self, population: Population, result: RoundResult[np.ndarray], slot_A: np.ndarray, source_A: np.ndarray, place_A: np.ndarray
@@ -291,24 +291,24 @@ class Rounds:
             self.stats.spec[verification].count(more if hit else max(more - 1, 0), block, places, ahead, hit)
 
 
-Provide = Callable[[list[Group]], list[tuple[Group, Pages]]]
+Provide = Callable[[list[SequenceGroup]], list[tuple[SequenceGroup, RoundPages]]]
 """Gives groups pages for a round; returns those for which there were enough."""
 
 
-class Cohorts:
+class MicroBatches:
     """`count` cohorts of the groups of one program, as even as new requests can make them."""
 
-    def __init__(self, rounds: Rounds, count: int) -> None:
+    def __init__(self, rounds: RoundScheduler, count: int) -> None:
         self.rounds = rounds
-        self._members: list[list[Group]] = [[] for _ in range(count)]
-        self._flights: list[Flight | None] = [None] * count
+        self._members: list[list[SequenceGroup]] = [[] for _ in range(count)]
+        self._flights: list[InFlightStep | None] = [None] * count
 
-    def join(self, group: Group) -> None:
+    def join(self, group: SequenceGroup) -> None:
         """The group takes part from its cohort's next round on."""
         smallest = min(self._members, key=lambda members: sum(len(g.slots) for g in members))
         smallest.append(group)
 
-    def leave(self, group: Group) -> None:
+    def leave(self, group: SequenceGroup) -> None:
         """A round of the group that has been asked for goes on without anybody reading what came of it."""
         for members in self._members:
             if group in members:
@@ -326,6 +326,6 @@ class Cohorts:
         for flight in filter(None, asked):
             self.rounds.read(flight)
 
-    def _ask(self, members: list[Group], provide: Provide) -> Flight | None:
+    def _ask(self, members: list[SequenceGroup], provide: Provide) -> InFlightStep | None:
         given = provide([group for group in members if self.rounds.wants(group)])
         return self.rounds.ask(given) if given else None

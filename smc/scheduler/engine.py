@@ -19,26 +19,26 @@ from smc.api.engine_config import EngineConfig
 from smc.api.outputs import FinishReason, Output
 from smc.api.request import Request
 from smc.api.sampling_params import Method
-from smc.executor.executor import Pair
+from smc.executor.executor import RoundExecutor
 from smc.executor.messages import Worker
 from smc.executor.plan import Program
-from smc.memory.kv_cache import Memory
+from smc.memory.kv_cache import KVCacheManager
 from smc.model.tokenizer import Tokenizer
 from smc.scheduler.admission import DuplicateRequest, NoDraft, check_fits, check_queue
-from smc.scheduler.decode import Cohorts, Rounds
+from smc.scheduler.decode import MicroBatches, RoundScheduler
 from smc.scheduler.detokenizer import StopRules
-from smc.scheduler.latency_model import Costs
+from smc.scheduler.latency_model import LatencyModel
 from smc.scheduler.methods import PROGRAMS, TARGET_ALONE, Decoding, decoding_of, program_of
-from smc.scheduler.page_forecast import Expectation
+from smc.scheduler.page_forecast import PageForecast
 from smc.scheduler.preemption import Preemption
-from smc.scheduler.prefill import Starts
-from smc.scheduler.queue import Registry
-from smc.scheduler.results import Reports
-from smc.scheduler.sequence_group import Group, Phase
+from smc.scheduler.prefill import PrefillManager
+from smc.scheduler.queue import RequestRegistry
+from smc.scheduler.results import ResultReporter
+from smc.scheduler.sequence_group import Phase, SequenceGroup
 from smc.scheduler.slots import Slots
 from smc.scheduler.stats import EngineStats
-from smc.scheduler.tree_controller import Changes, Turns
-from smc.scheduler.tree_policy import CostsDecide, ParticlePolicy, ShrinkWhenShort, TreePolicy
+from smc.scheduler.tree_controller import DraftFallback, TreeController
+from smc.scheduler.tree_policy import CostBasedTreePolicy, ParticlePolicy, ShrinkWhenShort, TreePolicy
 from smc.stops import TokenBytes
 
 
@@ -51,7 +51,7 @@ class Engine:
         workers: Mapping[str, Worker],
         tokenizer: Tokenizer,
         *,
-        pair: Pair,
+        pair: RoundExecutor,
         pages: dict[str, int],
         context: int,
         clock: Callable[[], float] = time.monotonic,
@@ -62,28 +62,28 @@ class Engine:
         decide how many particles requests of SMC have, and rows those of exact decoding."""
         self.config, self.tokenizer, self.context = config, tokenizer, context
         self.workers, self.pair = workers, pair
-        self.costs: Costs | None = None
+        self.costs: LatencyModel | None = None
         """What its devices take; None: not timed."""
         self.slots = Slots(config.max_slots, context + config.block + 1, config.chains(tokenizer.size))
-        self.memory = Memory(pages, prefix_cache=config.prefix_cache)
-        self.expectation = Expectation(config, self.slots, self.memory)
-        self.starts = Starts(self.expectation, workers, pair, TokenBytes.of(tokenizer))
-        trees = trees or CostsDecide(config)
+        self.memory = KVCacheManager(pages, prefix_cache=config.prefix_cache)
+        self.expectation = PageForecast(config, self.slots, self.memory)
+        self.starts = PrefillManager(self.expectation, workers, pair, TokenBytes.of(tokenizer))
+        trees = trees or CostBasedTreePolicy(config)
         cohorts = {program: self._cohorts_of(program, trees) for program in PROGRAMS}
-        self.registry = Registry(self.slots, self.starts, cohorts)
-        self.changes = Changes(self.registry, self.starts)
-        self.reports = Reports(self.registry, self.expectation, self.starts.prefixes, clock)
+        self.registry = RequestRegistry(self.slots, self.starts, cohorts)
+        self.changes = DraftFallback(self.registry, self.starts)
+        self.reports = ResultReporter(self.registry, self.expectation, self.starts.prefixes, clock)
         self.preemption = Preemption(self.registry, self.starts, self.reports, policy or ShrinkWhenShort())
         self._acceptance = cohorts[Program.PAIR].rounds.acceptance
-        self._turns = Turns(trees, self._acceptance, self.changes.go_alone, self.changes.rejoin)
+        self._turns = TreeController(trees, self._acceptance, self.changes.go_alone, self.changes.rejoin)
         self._clock = clock
         self._numbers = itertools.count()
 
-    def _cohorts_of(self, program: Program, trees: TreePolicy) -> Cohorts:
+    def _cohorts_of(self, program: Program, trees: TreePolicy) -> MicroBatches:
         config, is_pair = self.config, program is Program.PAIR
         branches = (lambda places, context: trees.branches(places, context, self.costs)) if is_pair else None
-        rounds = Rounds(config, self.slots, self.memory, self.pair, PROGRAMS[program], config.width(self.context), branches)
-        return Cohorts(rounds, config.cohorts if is_pair else 1)
+        rounds = RoundScheduler(config, self.slots, self.memory, self.pair, PROGRAMS[program], config.width(self.context), branches)
+        return MicroBatches(rounds, config.cohorts if is_pair else 1)
 
     @property
     def idle(self) -> bool:
@@ -112,7 +112,7 @@ class Engine:
         check_queue(expected, self.config, self.registry.queue.waiting, self.registry.queue.pages)
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         rules = StopRules(params, self.tokenizer)
-        group = Group(request, seed, rules, self._clock() - request.waited, next(self._numbers), expected)
+        group = SequenceGroup(request, seed, rules, self._clock() - request.waited, next(self._numbers), expected)
         if decoding is not group.decoding:
             group.decode_by(decoding)
         self.registry.add(group)
@@ -247,7 +247,7 @@ class Engine:
             stats.pages_leaked = memory.leaked()
         return stats
 
-    def rounds_of(self, method: Method) -> Rounds:
+    def rounds_of(self, method: Method) -> RoundScheduler:
         """What advances the groups of a method, for whoever times rounds."""
         return self.registry.cohorts[program_of(method)].rounds
 

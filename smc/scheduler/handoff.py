@@ -7,22 +7,22 @@ from __future__ import annotations
 import numpy as np
 
 from smc.api.engine_config import EngineConfig
-from smc.executor.executor import Pair
+from smc.executor.executor import RoundExecutor
 from smc.executor.messages import SIDES, guides, side_of
-from smc.executor.plan import Join
-from smc.memory.kv_cache import Memory
+from smc.executor.plan import SequenceHandoff
+from smc.memory.kv_cache import KVCacheManager
 from smc.scheduler.decode import commit_tokens
-from smc.scheduler.prefill_batches import Row, Start
+from smc.scheduler.prefill_batches import PrefillRequest, PromptRow
 from smc.scheduler.round_plan import Population
-from smc.scheduler.sequence_group import Group
+from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.slots import Slots
 from smc.stops import DONE, START, TokenBytes
 
 
-class Joins:
+class Handoff:
     """Fills slots, and hands particles to a `Pair`."""
 
-    def __init__(self, config: EngineConfig, slots: Slots, memory: Memory, pair: Pair, token_bytes: TokenBytes) -> None:
+    def __init__(self, config: EngineConfig, slots: Slots, memory: KVCacheManager, pair: RoundExecutor, token_bytes: TokenBytes) -> None:
         self._config, self._slots, self._memory, self._pair = config, slots, memory, pair
         self._token_bytes = token_bytes
         self._known: set[tuple[str, int]] = set()
@@ -36,7 +36,7 @@ class Joins:
         """Another machine comes to stand there."""
         self._known -= {(side, entry) for side in SIDES}
 
-    def first_tokens(self, start: Start) -> None:
+    def first_tokens(self, start: PrefillRequest) -> None:
         """Every particle gets its first token."""
         assert start.first is not None, "asked for with the last chunk"
         group, result = start.group, start.first.result()
@@ -55,7 +55,7 @@ class Joins:
         slots.logw_S[group.slots] = logw_N
         commit_tokens(slots, Population([group]))
 
-    def restore(self, group: Group) -> None:
+    def restore(self, group: SequenceGroup) -> None:
         """Its particles are as they were saved."""
         slots, saved = self._slots, group.saved
         assert saved is not None, "what is restored has been saved"
@@ -65,7 +65,7 @@ class Joins:
         rest_X = group.slots[len(saved["length_S"]) :]
         slots.ended_S[rest_X], slots.logw_S[rest_X] = True, -np.inf
 
-    def set_heads(self, start: Start) -> None:
+    def set_heads(self, start: PrefillRequest) -> None:
         """Every particle refers to the last page of its sequence, and so does its companion."""
         group, slots = start.group, self._slots
         for lane, rows in start.rows.items():
@@ -82,7 +82,7 @@ class Joins:
             slots.head_S[side][slots_N] = heads_N
             slots.held_S[side][slots_N] = np.array([len(row.tokens_L) for row in rows])[row_N]
 
-    def join(self, start: Start) -> None:
+    def join(self, start: PrefillRequest) -> None:
         """Hand the particles to the models that decode them."""
         group = start.group
         for side in group.decoding.sides:
@@ -92,7 +92,7 @@ class Joins:
             slots_N = self._slots.companions(group.slots)
             self._pair.join(side_of(lane), _table(slots_N, group, _pages(start.rows[lane], len(slots_N)), group.negative_size))
 
-    def _particles(self, group: Group, side: str, rows: list[Row]) -> Join:
+    def _particles(self, group: SequenceGroup, side: str, rows: list[PromptRow]) -> SequenceHandoff:
         slots, slots_N, prompt = self._slots, group.slots, group.prompt_size
         end_N, ended_N = prompt + slots.length_S[slots_N], slots.ended_S[slots_N]
         pending_N = end_N - slots.held_S[side][slots_N]
@@ -102,7 +102,7 @@ class Joins:
         first_N = slots.length_S[slots_N] - pending_N
         column_NQ = np.minimum(first_N[:, None] + np.arange(self._config.block + 2), slots.tokens_SL.shape[1] - 1)
         column_NQ = column_NQ[:, : int(pending_N.max())]
-        return Join(
+        return SequenceHandoff(
             slots_N=slots_N,
             pages_XL=_pages(rows, len(slots_N)),
             base=prompt,
@@ -120,7 +120,7 @@ class Joins:
             machine=None if (side, group.stops) in self._known else group.rules.machine,
         )
 
-    def join_empty(self, group: Group, slots_N: np.ndarray) -> None:
+    def join_empty(self, group: SequenceGroup, slots_N: np.ndarray) -> None:
         """Slots of a group that hold no particle before its next round's choice."""
         nothing_XL, companions = np.zeros((1, 1), dtype=np.int32), self._slots.companions(slots_N)
         for lane in group.lanes:
@@ -130,7 +130,7 @@ class Joins:
             # What they will hold they take over whole, the prompt's pages too.
             self._pair.join(side, _table(there_N, group, nothing_XL, 0))
 
-    def _text(self, group: Group, length_N: np.ndarray) -> np.ndarray:
+    def _text(self, group: SequenceGroup, length_N: np.ndarray) -> np.ndarray:
         """States of the stop machine after so many of the particles' tokens."""
         tokens_SL, rules = self._slots.tokens_SL, group.rules
         return np.array([rules.state(tokens_SL[slot, :length].tolist()) for slot, length in zip(group.slots.tolist(), length_N.tolist())])
@@ -142,10 +142,10 @@ def _row_of(rows: int, places: int) -> np.ndarray:
     return np.where(place_N < rows, place_N, 0)
 
 
-def _table(slots_N: np.ndarray, group: Group, pages_XL: np.ndarray, base: int) -> Join:
+def _table(slots_N: np.ndarray, group: SequenceGroup, pages_XL: np.ndarray, base: int) -> SequenceHandoff:
     """Slots of a group without particles yet, or of companions, of which only the block tables count."""
     n = len(slots_N)
-    return Join(
+    return SequenceHandoff(
         slots_N=slots_N,
         pages_XL=pages_XL,
         base=base,
@@ -164,7 +164,7 @@ def _table(slots_N: np.ndarray, group: Group, pages_XL: np.ndarray, base: int) -
     )
 
 
-def _pages(rows: list[Row], places: int) -> np.ndarray:
+def _pages(rows: list[PromptRow], places: int) -> np.ndarray:
     """int32 [N, L] pages of every place's positions, side by side; what is missing is page 0. [1, L] where all have the same."""
     row_N = _row_of(len(rows), places)
     pages = [rows[row].pages_L for row in (row_N if len(rows) > 1 else row_N[:1])]

@@ -15,7 +15,7 @@ Point = tuple[int, float]
 
 
 @dataclass(frozen=True)
-class Curve:
+class LatencyCurve:
     """Seconds by size: never falling, linear between points. Raises ValueError for points that are no such thing."""
 
     points: tuple[Point, ...]
@@ -29,7 +29,7 @@ class Curve:
             raise ValueError(f"seconds={seconds}; allowed: finite, above 0, and never less for a larger size")
 
     @staticmethod
-    def through(samples: Iterable[Point]) -> Curve:
+    def through(samples: Iterable[Point]) -> LatencyCurve:
         """Near samples in any order, several of a size: their medians, and where a larger size took less time, the mean of both, since more
         work is not done sooner."""
         found: dict[int, list[float]] = {}
@@ -42,7 +42,7 @@ class Curve:
                 (low, before), (high, after) = levels[-2:]
                 mean = (low * len(before) + high * len(after)) / (len(before) + len(after))
                 levels[-2:] = [(mean, before + after)]
-        return Curve(tuple((size, seconds) for seconds, sizes in levels for size in sizes))
+        return LatencyCurve(tuple((size, seconds) for seconds, sizes in levels for size in sizes))
 
     def at(self, size: float) -> float:
         """Seconds. Below the first point those of it: reading weights takes what it takes. Beyond the last, as steep as the last piece and
@@ -65,10 +65,10 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Cost:
+class ModelLatency:
     """Seconds of one step or pass of a model. Raises ValueError where reading takes no possible time."""
 
-    curve: Curve
+    curve: LatencyCurve
     """By size, of sequences that have no context."""
     read: float = 0.0
     """More for every token of context. Contexts of all requests count, each once, however many rows it has."""
@@ -83,14 +83,14 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Costs:
+class LatencyModel:
     """Of one pair on its devices."""
 
-    draft: Cost
+    draft: ModelLatency
     """A step of the draft, by rows."""
-    target: Cost
+    target: ModelLatency
     """A pass of the target over what was drafted, by positions."""
-    alone: Cost
+    alone: ModelLatency
     """A pass of the target where it decodes by itself, by sequences: as many contexts are read."""
     round_overhead: float
     """Of a round, what is neither the draft's steps nor the target's pass: the choice, messages, what the host does not hide. Seconds."""
@@ -100,7 +100,7 @@ class Costs:
             raise ValueError(f"round_overhead={self.round_overhead!r}; allowed: finite, >= 0")
 
     @property
-    def parts(self) -> dict[str, Cost]:
+    def parts(self) -> dict[str, ModelLatency]:
         return {name: getattr(self, name) for name in PARTS}
 
     def to_json(self) -> str:
@@ -108,12 +108,12 @@ class Costs:
         return json.dumps(parts | {"round_overhead": self.round_overhead})
 
     @staticmethod
-    def from_json(text: str) -> Costs:
+    def from_json(text: str) -> LatencyModel:
         """Raises ValueError for anything but what `to_json` writes."""
         try:
             found = json.loads(text)
             parts = {name: _cost(**found[name]) for name in PARTS}
-            return Costs(**parts, round_overhead=float(found["round_overhead"]))
+            return LatencyModel(**parts, round_overhead=float(found["round_overhead"]))
         except (KeyError, TypeError) as error:
             allowed = f"an object of {', '.join(PARTS)}, each with points and read, and round_overhead"
             raise ValueError(f"no costs: {text[:80]!r}; allowed: {allowed}") from error
@@ -132,5 +132,5 @@ NAMES = {"draft": "a draft step by rows", "target": "a target pass by positions"
 PARTS = tuple(NAMES)
 
 
-def _cost(points: Sequence[Point], read: float) -> Cost:
-    return Cost(Curve(tuple((int(size), float(seconds)) for size, seconds in points)), float(read))
+def _cost(points: Sequence[Point], read: float) -> ModelLatency:
+    return ModelLatency(LatencyCurve(tuple((int(size), float(seconds)) for size, seconds in points)), float(read))

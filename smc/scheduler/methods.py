@@ -23,7 +23,7 @@ ROUNDS_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True)
-class Shape:
+class PagesPerRow:
     """Pages of one place of a round."""
 
     target: int = 0
@@ -81,7 +81,7 @@ class Decoding(ABC):
         return False
 
     @abstractmethod
-    def shape(self, config: EngineConfig) -> Shape:
+    def shape(self, config: EngineConfig) -> PagesPerRow:
         """Pages of a place in a round."""
 
     @abstractmethod
@@ -137,7 +137,7 @@ class Decoding(ABC):
         return 0.0
 
 
-class OfPair(Decoding):
+class DraftTargetDecoding(Decoding):
     """The draft proposes, the target has the last word."""
 
     program = Program.PAIR
@@ -150,8 +150,8 @@ class OfPair(Decoding):
     def ahead(self, config: EngineConfig) -> bool:
         return config.lookahead
 
-    def shape(self, config: EngineConfig) -> Shape:
-        return Shape(config.target_tokens, config.begin_tokens, config.branches, config.block - 1)
+    def shape(self, config: EngineConfig) -> PagesPerRow:
+        return PagesPerRow(config.target_tokens, config.begin_tokens, config.branches, config.block - 1)
 
     def held_tokens(self, config: EngineConfig, side: str, *, length: int, block: int, ended: bool, rounds: int) -> int:
         if side == "target":
@@ -161,7 +161,7 @@ class OfPair(Decoding):
         return 0 if ended else length - pending
 
 
-class Independent(OfPair):
+class Independent(DraftTargetDecoding):
     """Particles draw for themselves and are resampled: `smc.algorithm.selection`."""
 
     records_population = True
@@ -185,7 +185,7 @@ class Distinct(Independent):
         return normalise(logw_N[None])[1].item()
 
 
-class Exact(OfPair):
+class Exact(DraftTargetDecoding):
     """The target draws its own tokens; what was drafted decides how many at a time: `smc.algorithm.walk`."""
 
     kind = Kind.BEST
@@ -218,7 +218,7 @@ class Rejection(Exact):
         return {side: begins[side] + answers[side] + (ROUNDS_IN_FLIGHT + 1) * rounds[side] for side in self.sides}
 
 
-class Alone(Decoding):
+class SingleModelDecoding(Decoding):
     """One model decodes by itself, token after token."""
 
     def __init__(self, side: str) -> None:
@@ -230,8 +230,8 @@ class Alone(Decoding):
     def stride(self, config: EngineConfig) -> int:
         return config.block
 
-    def shape(self, config: EngineConfig) -> Shape:
-        return Shape(begin=1, branches=1, branch=config.block - 1)
+    def shape(self, config: EngineConfig) -> PagesPerRow:
+        return PagesPerRow(begin=1, branches=1, branch=config.block - 1)
 
     def held_tokens(self, config: EngineConfig, side: str, *, length: int, block: int, ended: bool, rounds: int) -> int:
         return 0 if ended else length - 1
@@ -248,8 +248,8 @@ class Rescoring(Decoding):
     def stride(self, config: EngineConfig) -> int:
         return 0
 
-    def shape(self, config: EngineConfig) -> Shape:
-        return Shape()
+    def shape(self, config: EngineConfig) -> PagesPerRow:
+        return PagesPerRow()
 
     def held_tokens(self, config: EngineConfig, side: str, *, length: int, block: int, ended: bool, rounds: int) -> int:
         # Nothing comes after the last one.
@@ -263,7 +263,7 @@ class Rescoring(Decoding):
 
 
 RESCORING = Rescoring()
-TARGET_ALONE = Alone("target")
+TARGET_ALONE = SingleModelDecoding("target")
 """Plain decoding, and exact decoding while nothing is drafted: their draws are the same."""
 DECODINGS: dict[tuple[Method, str | None], Decoding] = {
     (Method.SMC, "independent"): Independent(),
@@ -271,7 +271,7 @@ DECODINGS: dict[tuple[Method, str | None], Decoding] = {
     (Method.EXACT, "walk"): Exact(),
     (Method.EXACT, "rejection"): Rejection(),
     (Method.TARGET, None): TARGET_ALONE,
-    (Method.DRAFT, None): Alone("draft"),
+    (Method.DRAFT, None): SingleModelDecoding("draft"),
 }
 """By method and population, or verification."""
 PROGRAMS: dict[Program, Decoding] = {decoding.program: decoding for decoding in DECODINGS.values()}

@@ -12,9 +12,9 @@ import numpy as np
 
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import SamplingParams
-from smc.memory.kv_cache import Memory
+from smc.memory.kv_cache import KVCacheManager
 from smc.scheduler.methods import Decoding
-from smc.scheduler.sequence_group import Group, Phase
+from smc.scheduler.sequence_group import Phase, SequenceGroup
 from smc.scheduler.slots import Slots
 
 LEARNING = 0.1
@@ -25,10 +25,10 @@ COUNT_EVERY = 16
 """Steps between two counts of what is held."""
 
 
-class Expectation:
+class PageForecast:
     """What is expected of requests that come, and of those that have been admitted: in `Memory`, whose books it keeps up."""
 
-    def __init__(self, config: EngineConfig, slots: Slots, memory: Memory) -> None:
+    def __init__(self, config: EngineConfig, slots: Slots, memory: KVCacheManager) -> None:
         self.config, self.slots, self.memory = config, slots, memory
         self.answer_share = 1.0
         """Share of the longest answer that answers have, on average."""
@@ -49,7 +49,7 @@ class Expectation:
         own = min(answer, OWN_TOKENS) + round(self.own_share * max(0, answer - OWN_TOKENS))
         return decoding.expected_pages(self.config, params, prompt, rows, answer, own, negative)
 
-    def of(self, group: Group) -> dict[str, int]:
+    def of(self, group: SequenceGroup) -> dict[str, int]:
         """For a group that waits, or runs."""
         if group.saved is not None:
             length = int(group.saved["length_S"].max())
@@ -59,7 +59,7 @@ class Expectation:
             return group.decoding.expected_pages(self.config, group.params, group.prompt_size, 0, length, 0, group.negative_size)
         return self.pages(group.decoding, group.params, group.prompt_size, group.rows, length, group.negative_size)
 
-    def expect(self, group: Group) -> None:
+    def expect(self, group: SequenceGroup) -> None:
         """Of one that is admitted, or goes on."""
         self.memory.expect(group.number, self.of(group), group.decoding.round_pages(self.config, group.rows, group.params.guided_sides))
 
@@ -67,7 +67,7 @@ class Expectation:
         """An answer is complete, and has this share of its longest."""
         self.answer_share += LEARNING * (share - self.answer_share)
 
-    def follow(self, admitted: Sequence[Group]) -> None:
+    def follow(self, admitted: Sequence[SequenceGroup]) -> None:
         """Once a step. Now and then, count what is held, and correct what is expected of those that have been admitted."""
         self._steps += 1
         if self._steps % COUNT_EVERY:
@@ -76,7 +76,7 @@ class Expectation:
         for group in admitted:
             self.expect(group)
 
-    def count(self, running: Sequence[Group]) -> None:
+    def count(self, running: Sequence[SequenceGroup]) -> None:
         """Learn from what the particles of running groups hold: on each side all pages grown, less one path a group, less `OWN_TOKENS`.
 
         Of exact decoding, only the path counts: its rows share all but what has not been confirmed.

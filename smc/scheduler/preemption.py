@@ -9,18 +9,18 @@ import numpy as np
 from smc.executor.messages import COMPANIONS
 from smc.memory.pages import OutOfPages
 from smc.scheduler.checkpoint import shrink_saved
-from smc.scheduler.prefill import Starts
-from smc.scheduler.queue import Registry
-from smc.scheduler.results import Reports
-from smc.scheduler.round_plan import Pages
-from smc.scheduler.sequence_group import Group
+from smc.scheduler.prefill import PrefillManager
+from smc.scheduler.queue import RequestRegistry
+from smc.scheduler.results import ResultReporter
+from smc.scheduler.round_plan import RoundPages
+from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.tree_policy import ParticlePolicy
 
 
 class Preemption:
     """`policy` decides how many particles requests of SMC are left where memory is short."""
 
-    def __init__(self, registry: Registry, starts: Starts, reports: Reports, policy: ParticlePolicy) -> None:
+    def __init__(self, registry: RequestRegistry, starts: PrefillManager, reports: ResultReporter, policy: ParticlePolicy) -> None:
         self._registry, self._starts, self._reports, self._policy = registry, starts, reports, policy
         self._config, self._memory = starts.config, starts.memory
         self._shrinks = 0
@@ -30,7 +30,7 @@ class Preemption:
         count, self._shrinks = self._shrinks, 0
         return count
 
-    def provide(self, wanting: list[Group]) -> list[tuple[Group, Pages]]:
+    def provide(self, wanting: list[SequenceGroup]) -> list[tuple[SequenceGroup, RoundPages]]:
         """Pages for a round of each group, oldest first. Who gets none is left out; if nobody could go on then, somebody gives way."""
         wanting = sorted(wanting, key=attrgetter("number"))
         given = self._give(wanting)
@@ -43,11 +43,11 @@ class Preemption:
                 self._shrink(group)
         return given
 
-    def _give(self, wanting: list[Group]) -> list[tuple[Group, Pages]]:
+    def _give(self, wanting: list[SequenceGroup]) -> list[tuple[SequenceGroup, RoundPages]]:
         given = [(group, self._pages_of_round(group)) for group in wanting]
         return [(group, pages) for group, pages in given if pages is not None]
 
-    def _pages_of_round(self, group: Group) -> Pages | None:
+    def _pages_of_round(self, group: SequenceGroup) -> RoundPages | None:
         try:
             pages = self._memory.allocate(self._round_pages(group))
         except OutOfPages:
@@ -56,10 +56,10 @@ class Preemption:
             pages[side], pages[COMPANIONS[side]] = np.split(pages[side], 2)
         return pages
 
-    def _round_pages(self, group: Group) -> dict[str, int]:
+    def _round_pages(self, group: SequenceGroup) -> dict[str, int]:
         return group.decoding.round_pages(self._config, len(group.slots), group.params.guided_sides)
 
-    def _shrink(self, group: Group) -> None:
+    def _shrink(self, group: SequenceGroup) -> None:
         """In the round that is about to be asked for, as far as the policy wants it."""
         if group.decoding.records_population and group.wanted is None:
             wanted = self._policy.wanted(group, short=True)
@@ -67,7 +67,7 @@ class Preemption:
                 self._starts.resize(group, wanted)
                 self._shrinks += 1
 
-    def _make_room(self, first: Group) -> bool:
+    def _make_room(self, first: SequenceGroup) -> bool:
         """Nothing is on its way that would free pages, and not even the first group has enough: the youngest of those that hold pages
         where they are short gives up its own. False: something is, or there are older ones, which are not ready for a round yet."""
         admitted = self._registry.admitted

@@ -19,15 +19,15 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from smc.api.engine_config import EngineConfig
-from smc.executor.executor import Pair
+from smc.executor.executor import RoundExecutor
 from smc.executor.messages import SIDES, Pending, PromptResult, Worker, side_of
 from smc.scheduler.checkpoint import record_of
-from smc.scheduler.handoff import Joins
+from smc.scheduler.handoff import Handoff
 from smc.scheduler.methods import Decoding
-from smc.scheduler.page_forecast import Expectation
-from smc.scheduler.prefill_batches import Start, prefill_step
-from smc.scheduler.prefix_reuse import Prefixes
-from smc.scheduler.sequence_group import Group, Phase
+from smc.scheduler.page_forecast import PageForecast
+from smc.scheduler.prefill_batches import PrefillRequest, prefill_step
+from smc.scheduler.prefix_reuse import PrefixReuse
+from smc.scheduler.sequence_group import Phase, SequenceGroup
 from smc.stops import StopMachine, TokenBytes
 
 LEAST = 256
@@ -39,7 +39,7 @@ Spans = Mapping[str, tuple[int, int]]
 """What was done, and when it began and ended, nanoseconds; the passes of models have the names of their sides."""
 
 
-class Chunks:
+class PrefillBudget:
     """Of both models. With `prefill_share` None a step may ask for `prefill_chunk` tokens whatever runs beside them."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -136,20 +136,20 @@ class StopEntries:
         return sum(self._users.values())
 
 
-class Starts:
+class PrefillManager:
     """Groups between the queue and their rounds."""
 
-    def __init__(self, expectation: Expectation, workers: Mapping[str, Worker], pair: Pair, token_bytes: TokenBytes) -> None:
+    def __init__(self, expectation: PageForecast, workers: Mapping[str, Worker], pair: RoundExecutor, token_bytes: TokenBytes) -> None:
         self.config, self.slots, self.memory = expectation.config, expectation.slots, expectation.memory
         self.workers = workers
-        self.prefixes = Prefixes(self.config, self.slots, self.memory)
+        self.prefixes = PrefixReuse(self.config, self.slots, self.memory)
         self.stops = StopEntries(self.config.max_stops - 1)
-        self.chunks = Chunks(self.config)
+        self.chunks = PrefillBudget(self.config)
         self._expectation = expectation
-        self._joins = Joins(self.config, self.slots, self.memory, pair, token_bytes)
-        self._starts: list[Start] = []
+        self._joins = Handoff(self.config, self.slots, self.memory, pair, token_bytes)
+        self._starts: list[PrefillRequest] = []
 
-    def admit(self, group: Group) -> bool:
+    def admit(self, group: SequenceGroup) -> bool:
         """Give a group slots, and pages for what it starts from; False if there are not enough of either."""
         if group.slots_needed > self.slots.num_free or not self._has_room(group):
             return False
@@ -169,14 +169,14 @@ class Starts:
         group.slots = self.slots.claim(len(group.particles), group.params.guided, chained=group.decoding.chained)
         self._expectation.expect(group)
         group.phase = Phase.PREFILL
-        self._starts.append(Start(group, rows))
+        self._starts.append(PrefillRequest(group, rows))
         return True
 
-    def lacks_slots(self, group: Group) -> bool:
+    def lacks_slots(self, group: SequenceGroup) -> bool:
         """Nothing else keeps it from being admitted."""
         return group.slots_needed > self.slots.num_free and self._has_room(group)
 
-    def _has_room(self, group: Group) -> bool:
+    def _has_room(self, group: SequenceGroup) -> bool:
         has_laws = group.chains_needed <= self.slots.num_free_chains
         return has_laws and self.memory.admits(self._expectation.of(group)) and self.prefixes.has_room(group)
 
@@ -190,10 +190,10 @@ class Starts:
             chunk = self.chunks.most(beside)
             self.chunks.ask({side: prefill_step(starts, self.workers[side], side, chunk) for side in SIDES}, beside)
 
-    def _unblocked(self) -> list[Start]:
+    def _unblocked(self) -> list[PrefillRequest]:
         """All but those that wait for what an earlier one is about to run for both."""
-        found: list[Start] = []
-        alike: defaultdict[bytes, list[Start]] = defaultdict(list)
+        found: list[PrefillRequest] = []
+        alike: defaultdict[bytes, list[PrefillRequest]] = defaultdict(list)
         for start in self._starts:
             beginning = self.prefixes.beginning(start)
             earlier = [] if beginning is None else alike[beginning]
@@ -207,7 +207,7 @@ class Starts:
             found.append(start)
         return found
 
-    def finish(self) -> list[Group]:
+    def finish(self) -> list[SequenceGroup]:
         """Groups whose last chunk has been asked for, now ready for rounds. Waits for their first tokens."""
         ready = [start for start in self._starts if start.asked and start.group.answer is None]
         for start in ready:
@@ -246,7 +246,7 @@ class Starts:
         self.chunks.forget(side)
         self._joins.forget_side(side)
 
-    def preempt(self, group: Group) -> None:
+    def preempt(self, group: SequenceGroup) -> None:
         """Save the record of a group's particles, and give up its slots and pages; it waits to be taken up again."""
         # Slots that were to have a particle after the next round have none yet.
         group.particles = group.particles[: group.count]
@@ -256,7 +256,7 @@ class Starts:
         if group.turn is not None:
             group.decode_by(*group.turned)
 
-    def give_up(self, group: Group) -> None:
+    def give_up(self, group: SequenceGroup) -> None:
         """What a group that has been admitted holds is free; what was asked for it concerns it no more."""
         start = self._start_of(group)
         self._leave_slots(group)
@@ -267,7 +267,7 @@ class Starts:
         self.memory.no_longer_expect(group.number)
         group.needs = None
 
-    def change(self, group: Group, decoding: Decoding, rows: int) -> bool:
+    def change(self, group: SequenceGroup, decoding: Decoding, rows: int) -> bool:
         """Let a running group of exact decoding go on by another decoding, from what has been confirmed: what a model has of that and still
         needs stays where it is, the rest is run as if the group was taken up again. False if there are not enough slots, or pages."""
         record = record_of(group, self.slots)
@@ -287,10 +287,10 @@ class Starts:
         group.slots = self.slots.claim(rows, group.params.guided, chained=decoding.chained)
         group.phase = Phase.PREFILL
         self._expectation.expect(group)
-        self._starts.append(Start(group, carried))
+        self._starts.append(PrefillRequest(group, carried))
         return True
 
-    def go_alone(self, group: Group, alone: Decoding) -> None:
+    def go_alone(self, group: SequenceGroup, alone: Decoding) -> None:
         """A group on its way to rounds of the pair shall come to decode by one model: it needs no more of the other."""
         start, left = self._start_of(group), [lane for lane in group.lanes if lane not in group.lanes_by(alone)]
         assert start is not None, "a group on its way has a start"
@@ -298,17 +298,17 @@ class Starts:
         self._begin_with(group, alone)
         self.slots.leave_laws(group.slots)
 
-    def _begin_with(self, group: Group, decoding: Decoding, rows: int | None = None) -> None:
+    def _begin_with(self, group: SequenceGroup, decoding: Decoding, rows: int | None = None) -> None:
         """A group on its way to its first rounds, or to come to decode by one model, needs no more slots than these."""
         group.decode_by(decoding, rows)
         self.slots.give_back(group.slots[group.count :])
         group.slots = group.slots[: group.count]
         self._expectation.expect(group)
 
-    def _start_of(self, group: Group) -> Start | None:
+    def _start_of(self, group: SequenceGroup) -> PrefillRequest | None:
         return next((start for start in self._starts if start.group is group), None)
 
-    def _leave_slots(self, group: Group) -> None:
+    def _leave_slots(self, group: SequenceGroup) -> None:
         """A group refers to no pages and has no slots; what was asked for it concerns it no more."""
         self.slots.let_go(group.slots, self.memory.ledgers)
         for given in group.in_flight:
@@ -320,7 +320,7 @@ class Starts:
         group.wanted = None
         group.lives += 1
 
-    def grant(self, group: Group) -> None:
+    def grant(self, group: SequenceGroup) -> None:
         """Let the next round bring the particles that the caller has asked for: if no other change is under way, and there are slots. Who
         has had no round yet begins with fewer at once."""
         if group.phase is Phase.PREFILL and group.saved is None and (group.wish or group.count) < group.count:
@@ -332,7 +332,7 @@ class Starts:
         elif group.wish is not None and (group.wish - len(group.slots)) * group.params.slots_per_row <= self.slots.num_free:
             self.resize(group, group.wish)
 
-    def resize(self, group: Group, particles: int) -> None:
+    def resize(self, group: SequenceGroup, particles: int) -> None:
         """The group shall have so many particles after its next round, by an unbiased choice; slots for more are claimed now."""
         group.wanted = particles
         more = particles - len(group.slots)

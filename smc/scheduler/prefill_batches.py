@@ -14,15 +14,15 @@ from itertools import accumulate
 import numpy as np
 
 from smc.executor.messages import COMPANIONS, Draws, Pending, PromptBatch, PromptResult, Tops, Worker
-from smc.memory.kv_cache import Memory
+from smc.memory.kv_cache import KVCacheManager
 from smc.memory.pages import DUMMY_PAGE
 from smc.philox import STREAMS_PER_PARTICLE, Purpose
 from smc.scheduler.round_plan import Population
-from smc.scheduler.sequence_group import Group
+from smc.scheduler.sequence_group import SequenceGroup
 
 
 @dataclass
-class Row:
+class PromptRow:
     """A sequence that is to have keys and values on one side."""
 
     tokens_L: np.ndarray
@@ -42,11 +42,11 @@ class Row:
 
 
 @dataclass(eq=False)
-class Start:
+class PrefillRequest:
     """A group on its way to its first round."""
 
-    group: Group
-    rows: dict[str, list[Row]]
+    group: SequenceGroup
+    rows: dict[str, list[PromptRow]]
     """By lane: a side, or of a guided request its companion there."""
     begun: bool = False
     """Some of it has been asked for."""
@@ -64,7 +64,7 @@ class Start:
         """All has been asked for."""
         return not any(row.left for rows in self.rows.values() for row in rows)
 
-    def on(self, side: str) -> list[Row]:
+    def on(self, side: str) -> list[PromptRow]:
         """What its model is to run."""
         return [*self.rows.get(side, ()), *self.rows.get(COMPANIONS[side], ())]
 
@@ -77,13 +77,15 @@ def count_pages(sequences: Sequence[np.ndarray]) -> int:
     return total
 
 
-def plant(memory: Memory, side: str, sequences: Sequence[np.ndarray], cached: tuple[int, int], loose: np.ndarray) -> list[Row]:
+def allocate_from_cache(
+    memory: KVCacheManager, side: str, sequences: Sequence[np.ndarray], cached: tuple[int, int], loose: np.ndarray
+) -> list[PromptRow]:
     """Pages for sequences that all begin with the `cached` (positions, page); what they have in common they share.
 
     `loose` are as many as `count_pages` says, less the cached ones. The last page of every sequence is held once, by whoever asked.
     """
     ledger = memory.ledgers[side]
-    rows: list[Row] = []
+    rows: list[PromptRow] = []
     for i, tokens_L in enumerate(sequences):
         shared = [common_length(tokens_L, other) for other in sequences[:i]]
         known, pages_L = cached[0], ledger.path(cached[1], cached[0])
@@ -94,7 +96,7 @@ def plant(memory: Memory, side: str, sequences: Sequence[np.ndarray], cached: tu
         ledger.chain(int(pages_L[-1]) if known else DUMMY_PAGE, own_L)
         pages_L = np.concatenate((pages_L, own_L)).astype(np.int32)
         ledger.hold(pages_L[-1:])
-        rows.append(Row(tokens_L, pages_L, known))
+        rows.append(PromptRow(tokens_L, pages_L, known))
     assert not len(loose), "more pages were set aside than sequences need"
     return rows
 
@@ -106,12 +108,14 @@ def common_length(one_L: np.ndarray, other_L: np.ndarray) -> int:
     return int(different[0]) if len(different) else size
 
 
-def prefill_step(starts: list[Start], worker: Worker, side: str, chunk: int) -> list[tuple[int, Pending[PromptResult[np.ndarray]]]]:
+def prefill_step(
+    starts: list[PrefillRequest], worker: Worker, side: str, chunk: int
+) -> list[tuple[int, Pending[PromptResult[np.ndarray]]]]:
     """Ask for up to `chunk` tokens of one side, oldest request first. Returns what was asked for: tokens, and what comes of them."""
     asked: list[tuple[int, Pending[PromptResult[np.ndarray]]]] = []
-    plain: list[tuple[Row, int]] = []
-    drawing: list[Start] = []
-    rescoring: list[tuple[Start, int]] = []
+    plain: list[tuple[PromptRow, int]] = []
+    drawing: list[PrefillRequest] = []
+    rescoring: list[tuple[PrefillRequest, int]] = []
     for start in starts:
         if start.group.answer is not None:
             chunk = max(0, chunk - _part_of_answer(start, start.on(side), chunk, plain, rescoring))
@@ -150,14 +154,20 @@ def prefill_step(starts: list[Start], worker: Worker, side: str, chunk: int) -> 
     return asked
 
 
-def _last_parts(starts: list[Start], side: str) -> list[tuple[Row, int]]:
+def _last_parts(starts: list[PrefillRequest], side: str) -> list[tuple[PromptRow, int]]:
     """What is left of prompts after which tokens are drawn, then of those that guide them."""
     rows = [start.rows[side][0] for start in starts]
     guiding = [start.rows[COMPANIONS[side]][0] for start in starts if start.group.params.guided]
     return [(row, row.left) for row in (*rows, *guiding)]
 
 
-def _part_of_answer(start: Start, rows: list[Row], chunk: int, plain: list[tuple[Row, int]], rescoring: list[tuple[Start, int]]) -> int:
+def _part_of_answer(
+    start: PrefillRequest,
+    rows: list[PromptRow],
+    chunk: int,
+    plain: list[tuple[PromptRow, int]],
+    rescoring: list[tuple[PrefillRequest, int]],
+) -> int:
     """What is asked for next of an answer that is rescored: of what comes before it, in `plain`, or if all of that can be, in `rescoring`:
     with as many of its tokens, of all rows alike, as there is room for. Returns how many tokens this is."""
     if not rows or not chunk:
@@ -177,7 +187,7 @@ def _part_of_answer(start: Start, rows: list[Row], chunk: int, plain: list[tuple
     return asked
 
 
-def _answer_parts(rescoring: list[tuple[Start, int]]) -> list[tuple[Row, int]]:
+def _answer_parts(rescoring: list[tuple[PrefillRequest, int]]) -> list[tuple[PromptRow, int]]:
     """Rows that are asked about, then those that guide them, each with what comes before the answer."""
     parts = [
         (start.rows[lane], start, count) for lane in ("target", COMPANIONS["target"]) for start, count in rescoring if lane in start.rows
@@ -185,17 +195,17 @@ def _answer_parts(rescoring: list[tuple[Start, int]]) -> list[tuple[Row, int]]:
     return [(rows[0], _before_answer(start, rows)[0] + count) for rows, start, count in parts]
 
 
-def _before_answer(start: Start, rows: list[Row]) -> list[int]:
+def _before_answer(start: PrefillRequest, rows: list[PromptRow]) -> list[int]:
     """Tokens that are left to run in each row after which no token of the answer comes."""
     return [max(0, row.left - _answer_size(start)) for row in rows]
 
 
-def _answer_size(start: Start) -> int:
+def _answer_size(start: PrefillRequest) -> int:
     assert start.group.answer is not None
     return len(start.group.answer.tokens)
 
 
-def _batch(parts: list[tuple[Row, int]], draws: Draws | None = None, tops: Tops | None = None) -> PromptBatch:
+def _batch(parts: list[tuple[PromptRow, int]], draws: Draws | None = None, tops: Tops | None = None) -> PromptBatch:
     ends = [row.done + count for row, count in parts]
     return PromptBatch(
         pages_X=np.concatenate([row.pages_L[:end] for (row, _), end in zip(parts, ends)]),
@@ -207,7 +217,7 @@ def _batch(parts: list[tuple[Row, int]], draws: Draws | None = None, tops: Tops 
     )
 
 
-def _tops(rescoring: list[tuple[Start, int]]) -> Tops:
+def _tops(rescoring: list[tuple[PrefillRequest, int]]) -> Tops:
     groups, guided = [start.group for start, _ in rescoring], [count for start, count in rescoring if start.group.params.guided]
     is_biased = [bool(g.params.logit_bias or g.params.min_tokens) for g in groups]
     return Tops(
@@ -220,7 +230,7 @@ def _tops(rescoring: list[tuple[Start, int]]) -> Tops:
     )
 
 
-def _first_draws(groups: list[Group]) -> Draws:
+def _first_draws(groups: list[SequenceGroup]) -> Draws:
     population = Population(groups)
     biases = [(row, token, bias) for row, group in enumerate(groups) for token, bias in group.first_biases()]
     side = groups[0].decoding.first
@@ -238,7 +248,7 @@ def _first_draws(groups: list[Group]) -> Draws:
     )
 
 
-def _guidance(groups: list[Group]) -> dict[str, np.ndarray]:
+def _guidance(groups: list[SequenceGroup]) -> dict[str, np.ndarray]:
     """Which rows guide others: they come after all of those."""
     guided = np.array([g.params.guided for g in groups])
     if not guided.any():

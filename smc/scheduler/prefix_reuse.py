@@ -10,21 +10,21 @@ import numpy as np
 
 from smc.api.engine_config import EngineConfig
 from smc.executor.messages import guides, side_of
-from smc.memory.kv_cache import Memory
+from smc.memory.kv_cache import KVCacheManager
 from smc.memory.pages import OutOfPages
 from smc.scheduler.methods import Decoding
-from smc.scheduler.prefill_batches import Row, Start, count_pages, plant
-from smc.scheduler.sequence_group import Group
+from smc.scheduler.prefill_batches import PrefillRequest, PromptRow, allocate_from_cache, count_pages
+from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.slots import Slots
 
 
-class Prefixes:
+class PrefixReuse:
     """Sequences of tokens that groups have before their rounds, and at their end."""
 
-    def __init__(self, config: EngineConfig, slots: Slots, memory: Memory) -> None:
+    def __init__(self, config: EngineConfig, slots: Slots, memory: KVCacheManager) -> None:
         self.config, self.slots, self.memory = config, slots, memory
 
-    def has_room(self, group: Group) -> bool:
+    def has_room(self, group: SequenceGroup) -> bool:
         """Whether it could start if all that is cached made room, or was its own; what is cached of it is not looked up for that."""
         memory = self.memory
         if group.needs is None:
@@ -34,7 +34,7 @@ class Prefixes:
         spare = memory.spare(self._round_pages(group))
         return all(count + spare[side] <= memory.room(side) for side, count in _by_side(group.needs).items())
 
-    def plant(self, group: Group) -> dict[str, list[Row]] | None:
+    def plant(self, group: SequenceGroup) -> dict[str, list[PromptRow]] | None:
         """Rows of all lanes, or None if there are too few pages."""
         memory, lanes = self.memory, group.lanes
         assert group.needs is not None, "it has room"
@@ -47,7 +47,9 @@ class Prefixes:
             sequences = {lane: self._sequences(group, lane) for lane in lanes}
             for lane, of_lane in sequences.items():
                 memory.count_match(side_of(lane), len(of_lane[0]), cached[lane][0])
-            return {lane: plant(memory, side_of(lane), of_lane, cached[lane], loose[lane]) for lane, of_lane in sequences.items()}
+            return {
+                lane: allocate_from_cache(memory, side_of(lane), of_lane, cached[lane], loose[lane]) for lane, of_lane in sequences.items()
+            }
         except OutOfPages:
             return None
         finally:
@@ -55,7 +57,7 @@ class Prefixes:
             for lane, (_, page) in cached.items():
                 memory.ledgers[side_of(lane)].release([page])
 
-    def plant_again(self, start: Start) -> None:
+    def plant_again(self, start: PrefillRequest) -> None:
         """Where more is cached by now of what a start begins with, of which nothing has been asked for, that takes its own pages' place."""
         group, memory = start.group, self.memory
         assert group.needs is not None
@@ -66,13 +68,15 @@ class Prefixes:
                 self._release(lane, rows)
                 # Nobody shares what has not been run: more than these have just become free.
                 loose = memory.allocate({side: group.needs[lane] - count})
-                start.rows[lane] = plant(memory, side, self._sequences(group, lane), (count, page), loose[side])
+                start.rows[lane] = allocate_from_cache(memory, side, self._sequences(group, lane), (count, page), loose[side])
                 memory.count_match(side, 0, count - rows[0].known)
             memory.ledgers[side].release([page])
         if group.saved is None:
             group.cached_tokens = min(rows[0].known for lane, rows in start.rows.items() if not guides(lane))
 
-    def carry(self, group: Group, decoding: Decoding, places: int, record: dict[str, np.ndarray]) -> dict[str, list[Row]] | None:
+    def carry(
+        self, group: SequenceGroup, decoding: Decoding, places: int, record: dict[str, np.ndarray]
+    ) -> dict[str, list[PromptRow]] | None:
         """Rows of a running group's confirmed sequence, for another decoding: those of a side that had a part in it already are there as a
         whole. None if there are too few pages for the others. Those of sides that have no part in it any more are cached."""
         memory, slot = self.memory, int(group.living(self.slots)[0])
@@ -89,7 +93,7 @@ class Prefixes:
         except OutOfPages:
             return None
         else:
-            rows = {lane: plant(memory, side_of(lane), [sequences[lane]], cached[lane], loose[lane]) for lane in new}
+            rows = {lane: allocate_from_cache(memory, side_of(lane), [sequences[lane]], cached[lane], loose[lane]) for lane in new}
         finally:
             for lane, (_, page) in cached.items():
                 memory.ledgers[side_of(lane)].release([page])
@@ -99,26 +103,26 @@ class Prefixes:
             if lane in lanes:
                 assert len(pages) == len(sequence), "a model lacks what has been confirmed"
                 memory.ledgers[side].hold(pages[-1:])
-                rows[lane] = [Row(sequence, pages, len(pages))]
+                rows[lane] = [PromptRow(sequence, pages, len(pages))]
             else:
                 self._remember(side, keys[lane], pages)
         return rows
 
-    def release(self, start: Start) -> None:
+    def release(self, start: PrefillRequest) -> None:
         """A start holds no pages any longer."""
         self.drop(start, list(start.rows))
 
-    def drop(self, start: Start, lanes: Sequence[str]) -> None:
+    def drop(self, start: PrefillRequest, lanes: Sequence[str]) -> None:
         """Nor in these lanes, which it is not to run in."""
         for lane in lanes:
             self._release(lane, start.rows.pop(lane))
 
-    def beginning(self, start: Start) -> bytes | None:
+    def beginning(self, start: PrefillRequest) -> bytes | None:
         """Starts of another beginning have no block in common; None: it has none at all."""
         keys = self._keys(start.group, "target")
         return keys[0] if keys else None
 
-    def awaits(self, start: Start, earlier: list[Start]) -> bool:
+    def awaits(self, start: PrefillRequest, earlier: list[PrefillRequest]) -> bool:
         """Whether one of those before it is about to run what this one begins with, too. What has been asked for is cached."""
         group = start.group
         for other in [] if start.begun else earlier:
@@ -132,26 +136,26 @@ class Prefixes:
                     self.memory.remember(side, keys, row.pages_L[:common])
         return False
 
-    def _release(self, lane: str, rows: list[Row]) -> None:
+    def _release(self, lane: str, rows: list[PromptRow]) -> None:
         self.memory.ledgers[side_of(lane)].release([row.pages_L[-1] for row in rows])
 
-    def _most(self, group: Group, lane: str) -> int:
+    def _most(self, group: SequenceGroup, lane: str) -> int:
         """The last token of a prompt is run where it is asked what comes after it."""
         return len(group.prompt_of(lane)) - (side_of(lane) == group.decoding.first and group.asks_beyond_prompt)
 
-    def remember_prompt(self, group: Group, rows: dict[str, list[Row]]) -> None:
+    def remember_prompt(self, group: SequenceGroup, rows: dict[str, list[PromptRow]]) -> None:
         """Cache the prompts, for which the rows of every lane have been run."""
         for lane, of_lane in rows.items():
             self.memory.remember(side_of(lane), self._keys(group, lane), of_lane[0].pages_L[: len(group.prompt_of(lane))])
 
-    def remember_answer(self, group: Group, particle: int, tokens: tuple[int, ...]) -> None:
+    def remember_answer(self, group: SequenceGroup, particle: int, tokens: tuple[int, ...]) -> None:
         """Cache what the models have computed of a group's answer."""
         keys = self.memory.keys((*group.request.prompt, *tokens), group.request.cache_salt)
         slot, size = int(group.slots[particle]), group.prompt_size + len(tokens)
         for side in group.decoding.sides:
             self._remember(side, keys, self._path(side, slot)[:size])
 
-    def forget_prompt(self, group: Group) -> None:
+    def forget_prompt(self, group: SequenceGroup) -> None:
         """A model has made NaN of it: nobody shall go on from there."""
         for lane in group.lanes:
             self.memory.forget(self._keys(group, lane))
@@ -174,17 +178,17 @@ class Prefixes:
         self.memory.ledgers[side].count_grown(pages, False)
         self.memory.remember(side, keys, pages)
 
-    def _round_pages(self, group: Group) -> dict[str, int]:
+    def _round_pages(self, group: SequenceGroup) -> dict[str, int]:
         return group.decoding.round_pages(self.config, group.rows, group.params.guided_sides)
 
-    def _keys(self, group: Group, lane: str) -> list[bytes]:
+    def _keys(self, group: SequenceGroup, lane: str) -> list[bytes]:
         """Of its prompt's blocks."""
         kind = "negative" if guides(lane) else "prompt"
         if kind not in group.keys:
             group.keys[kind] = self.memory.keys(group.prompt_of(lane), group.request.cache_salt)
         return group.keys[kind]
 
-    def _sequences(self, group: Group, lane: str) -> list[np.ndarray]:
+    def _sequences(self, group: SequenceGroup, lane: str) -> list[np.ndarray]:
         """What is to have keys and values in a lane: its prompt, and of a group that is taken up again all but pending tokens."""
         prompt, side = np.array(group.prompt_of(lane), dtype=np.int64), side_of(lane)
         if group.saved is None:

@@ -10,17 +10,17 @@ from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
 from smc.executor.plan import Program
-from smc.scheduler.decode import Cohorts
-from smc.scheduler.prefill import Starts
-from smc.scheduler.sequence_group import Group, Phase
+from smc.scheduler.decode import MicroBatches
+from smc.scheduler.prefill import PrefillManager
+from smc.scheduler.sequence_group import Phase, SequenceGroup
 from smc.scheduler.slots import Slots
 
 
-class Queue:
+class RequestQueue:
     """Groups that wait, the next one first: those that have been preempted, then the others, each in order of submission."""
 
     def __init__(self) -> None:
-        self._groups: list[Group] = []
+        self._groups: list[SequenceGroup] = []
         self.waiting = 0
         """Those whose answers have not been drawn yet."""
         self.pages = 0
@@ -30,25 +30,25 @@ class Queue:
         return len(self._groups)
 
     @property
-    def groups(self) -> Sequence[Group]:
+    def groups(self) -> Sequence[SequenceGroup]:
         """The next one first."""
         return self._groups
 
     @property
-    def first(self) -> Group | None:
+    def first(self) -> SequenceGroup | None:
         return self._groups[0] if self._groups else None
 
-    def push(self, group: Group) -> None:
+    def push(self, group: SequenceGroup) -> None:
         insort(self._groups, group, key=_turn)
         self._count(group, 1)
 
-    def remove(self, group: Group) -> None:
+    def remove(self, group: SequenceGroup) -> None:
         place = bisect_left(self._groups, _turn(group), key=_turn)
         assert self._groups[place] is group, "a request is not where it should wait"
         del self._groups[place]
         self._count(group, -1)
 
-    def _count(self, group: Group, sign: int) -> None:
+    def _count(self, group: SequenceGroup, sign: int) -> None:
         if group.answer is None:
             self.waiting += sign
             self.pages += sign * sum(group.expected.values())
@@ -58,43 +58,43 @@ class Deadlines:
     """When the time of requests is up: of those that have a budget."""
 
     def __init__(self) -> None:
-        self._ends: list[tuple[float, int, Group]] = []
+        self._ends: list[tuple[float, int, SequenceGroup]] = []
 
-    def add(self, group: Group) -> None:
+    def add(self, group: SequenceGroup) -> None:
         if group.params.time_budget is not None:
             insort(self._ends, self._end(group))
 
-    def remove(self, group: Group) -> None:
+    def remove(self, group: SequenceGroup) -> None:
         if group.params.time_budget is not None:
             del self._ends[bisect_left(self._ends, self._end(group))]
 
-    def passed(self, now: float) -> list[Group]:
+    def passed(self, now: float) -> list[SequenceGroup]:
         """Those whose time is up, in order of submission."""
         count = bisect_right(self._ends, now, key=lambda end: end[0])
         return [group for _, _, group in sorted(self._ends[:count], key=lambda end: end[1])]
 
     @staticmethod
-    def _end(group: Group) -> tuple[float, int, Group]:
+    def _end(group: SequenceGroup) -> tuple[float, int, SequenceGroup]:
         assert group.params.time_budget is not None
         # No two have the same number, so groups themselves are never compared.
         return group.submitted + group.params.time_budget, group.number, group
 
 
-def _turn(group: Group) -> tuple[bool, int]:
+def _turn(group: SequenceGroup) -> tuple[bool, int]:
     return group.saved is None, group.number
 
 
-class Registry:
+class RequestRegistry:
     """Requests come by `add`, and are gone by `release`."""
 
-    def __init__(self, slots: Slots, starts: Starts, cohorts: Mapping[Program, Cohorts]) -> None:
+    def __init__(self, slots: Slots, starts: PrefillManager, cohorts: Mapping[Program, MicroBatches]) -> None:
         self.cohorts = cohorts
         """In whose rounds groups take part, by how they are decoded."""
-        self.groups: dict[str, Group] = {}
+        self.groups: dict[str, SequenceGroup] = {}
         """All, by the ids of their requests."""
-        self.queue = Queue()
+        self.queue = RequestQueue()
         """Those that wait."""
-        self.admitted: list[Group] = []
+        self.admitted: list[SequenceGroup] = []
         """The others, which hold slots and pages, oldest first."""
         self.deadlines = Deadlines()
         self._slots, self._starts = slots, starts
@@ -105,16 +105,16 @@ class Registry:
         """Requests past their prefill."""
         return sum(group.phase is Phase.RUNNING for group in self.admitted)
 
-    def complete(self, group: Group) -> bool:
+    def complete(self, group: SequenceGroup) -> bool:
         """All particles of a running group have ended, and all their tokens are weighed."""
         return bool(self._slots.ended_S[group.slots].all()) and not self._slots.unscored(group.slots).any()
 
-    def add(self, group: Group) -> None:
+    def add(self, group: SequenceGroup) -> None:
         self.groups[group.id] = group
         self.deadlines.add(group)
         self.queue.push(group)
 
-    def admit(self, group: Group) -> bool:
+    def admit(self, group: SequenceGroup) -> bool:
         """One that waits gets slots and pages; False if there are not enough."""
         if not self._starts.admit(group):
             return False
@@ -122,7 +122,7 @@ class Registry:
         insort(self.admitted, group, key=attrgetter("number"))
         return True
 
-    def preempt(self, group: Group) -> None:
+    def preempt(self, group: SequenceGroup) -> None:
         """It gives up its slots and pages, and waits to be taken up again."""
         if group.phase is Phase.RUNNING:
             self.cohorts[group.decoding.program].leave(group)
@@ -140,7 +140,7 @@ class Registry:
         count, self._preemptions = self._preemptions, 0
         return count
 
-    def withdraw(self, group: Group) -> None:
+    def withdraw(self, group: SequenceGroup) -> None:
         """It neither waits nor runs, and holds nothing."""
         if group.phase is Phase.RUNNING:
             self.cohorts[group.decoding.program].leave(group)
@@ -150,7 +150,7 @@ class Registry:
             self._starts.give_up(group)
             self.admitted.remove(group)
 
-    def release(self, group: Group) -> None:
+    def release(self, group: SequenceGroup) -> None:
         """Nobody knows it any more."""
         self.withdraw(group)
         self.deadlines.remove(group)

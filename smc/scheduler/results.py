@@ -20,14 +20,14 @@ from smc.algorithm.selection import final_draw, final_weights
 from smc.api.outputs import Answer, FinishReason, Output, Particle
 from smc.philox import Purpose, uniforms
 from smc.scheduler.checkpoint import particle_of
-from smc.scheduler.page_forecast import Expectation
-from smc.scheduler.prefix_reuse import Prefixes
-from smc.scheduler.queue import Registry
-from smc.scheduler.sequence_group import Group, Phase
+from smc.scheduler.page_forecast import PageForecast
+from smc.scheduler.prefix_reuse import PrefixReuse
+from smc.scheduler.queue import RequestRegistry
+from smc.scheduler.sequence_group import Phase, SequenceGroup
 from smc.scheduler.slots import Slots
 
 
-def draw_answer(group: Group, slots: Slots, reason: FinishReason | None) -> tuple[int, tuple[int, ...]]:
+def draw_answer(group: SequenceGroup, slots: Slots, reason: FinishReason | None) -> tuple[int, tuple[int, ...]]:
     """The drawn particle and its tokens. If `reason` ends it early: those that have been weighed, and whatever has been streamed."""
     if not group.has_particles:
         return 0, ()
@@ -39,7 +39,7 @@ def draw_answer(group: Group, slots: Slots, reason: FinishReason | None) -> tupl
     return particle, _weighed(group, slots, reason, particle)
 
 
-def make_answer(group: Group, slots: Slots, reason: FinishReason | None, particle: int, tokens: tuple[int, ...]) -> Answer:
+def make_answer(group: SequenceGroup, slots: Slots, reason: FinishReason | None, particle: int, tokens: tuple[int, ...]) -> Answer:
     """For what has been drawn. How long it took is not known yet."""
     logp, matched, log_z = None, None, group.log_z
     if group.params.logprobs:
@@ -66,7 +66,7 @@ def make_answer(group: Group, slots: Slots, reason: FinishReason | None, particl
     )
 
 
-def _particles(group: Group, slots: Slots, reason: FinishReason | None, drawn: tuple[int, ...]) -> tuple[Particle, ...]:
+def _particles(group: SequenceGroup, slots: Slots, reason: FinishReason | None, drawn: tuple[int, ...]) -> tuple[Particle, ...]:
     """What the answer `drawn` was drawn from; the answer itself where its method has no population."""
     if not drawn or reason in (FinishReason.ERROR, FinishReason.CANCELLED):
         return ()
@@ -78,13 +78,13 @@ def _particles(group: Group, slots: Slots, reason: FinishReason | None, drawn: t
     return tuple(_particle(group, _weighed(group, slots, reason, n), reason, weight_N[n]) for n in held)
 
 
-def _particle(group: Group, tokens: tuple[int, ...], reason: FinishReason | None, weight: float) -> Particle:
+def _particle(group: SequenceGroup, tokens: tuple[int, ...], reason: FinishReason | None, weight: float) -> Particle:
     if reason is None:
         reason, _ = group.rules.why(tokens, group.params.max_tokens)
     return Particle(tokens, group.rules.text(tokens), reason, weight)
 
 
-def _weighed(group: Group, slots: Slots, reason: FinishReason | None, particle: int) -> tuple[int, ...]:
+def _weighed(group: SequenceGroup, slots: Slots, reason: FinishReason | None, particle: int) -> tuple[int, ...]:
     """A particle's tokens. If `reason` ends it early: those that have been weighed, and whatever has been streamed."""
     tokens = _tokens(group, slots, particle)
     if reason is None:
@@ -92,12 +92,12 @@ def _weighed(group: Group, slots: Slots, reason: FinishReason | None, particle: 
     return tokens[: max(int(_record(group, slots, "block_S")[particle]) + 1, group.streamed)]
 
 
-def _tokens(group: Group, slots: Slots, particle: int) -> tuple[int, ...]:
+def _tokens(group: SequenceGroup, slots: Slots, particle: int) -> tuple[int, ...]:
     length = _record(group, slots, "length_S")[particle]
     return tuple(_record(group, slots, "tokens_SL")[particle, :length].tolist())
 
 
-def _record(group: Group, slots: Slots, name: str) -> np.ndarray:
+def _record(group: SequenceGroup, slots: Slots, name: str) -> np.ndarray:
     """Rows of an array of `Slots` that are the group's particles, wherever they are kept."""
     return group.saved[name] if group.saved else getattr(slots, name)[group.slots]
 
@@ -105,10 +105,10 @@ def _record(group: Group, slots: Slots, name: str) -> np.ndarray:
 logger = logging.getLogger(__name__)
 
 
-class Reports:
+class ResultReporter:
     """Outputs, until they are taken."""
 
-    def __init__(self, registry: Registry, expectation: Expectation, prefixes: Prefixes, clock: Callable[[], float]) -> None:
+    def __init__(self, registry: RequestRegistry, expectation: PageForecast, prefixes: PrefixReuse, clock: Callable[[], float]) -> None:
         self._registry, self._expectation, self._prefixes, self._clock = registry, expectation, prefixes, clock
         self._slots = expectation.slots
         self._ready: list[tuple[int, Output]] = []
@@ -142,7 +142,7 @@ class Reports:
             self._report(group)
         return bool(ended)
 
-    def finish(self, group: Group, reason: FinishReason | None) -> None:
+    def finish(self, group: SequenceGroup, reason: FinishReason | None) -> None:
         """The final draw, the last Output, and everything the group held given back. `reason` None: it is complete. An answer that is asked
         for with what else could have stood there is rescored first."""
         particle, tokens = draw_answer(group, self._slots, reason)
@@ -160,7 +160,7 @@ class Reports:
         else:
             self._answer(group, answer)
 
-    def _report(self, group: Group) -> None:
+    def _report(self, group: SequenceGroup) -> None:
         """Stream what became common to all particles; finish what is complete or failed."""
         if group.error:
             self.finish(group, FinishReason.ERROR)
@@ -173,7 +173,7 @@ class Reports:
             group.streamed = group.committed
             self._ready.append((group.number, Output(group.id, new, group.stream.push(new))))
 
-    def _answer(self, group: Group, answer: Answer) -> None:
+    def _answer(self, group: SequenceGroup, answer: Answer) -> None:
         now = self._clock()
         answer = replace(answer, seconds=now - group.submitted, times=group.times(now))
         self._ready.append((group.number, Output(group.id, answer.tokens[group.streamed :], group.stream.finish(answer.text), answer)))

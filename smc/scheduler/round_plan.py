@@ -25,19 +25,19 @@ from smc.api.engine_config import EngineConfig
 from smc.api.limits import SCHEME_NAMES
 from smc.api.sampling_params import Method, SamplingParams
 from smc.executor.messages import COMPANIONS, Lineage
-from smc.executor.plan import Companions, Contexts, RoundPlan
+from smc.executor.plan import Contexts, RoundPlan, UnconditionalRows
 from smc.executor.state import width_of
 from smc.laws import LawSpec
-from smc.memory.pages import PageLedger
+from smc.memory.pages import PageAllocator
 from smc.scheduler.methods import Decoding
-from smc.scheduler.sequence_group import Group
+from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.slots import Slots
 
 
 class Population:
     """The slots of several groups, one group after another: A slots in all."""
 
-    def __init__(self, groups: Sequence[Group], members: Sequence[tuple[np.ndarray, np.ndarray]] | None = None) -> None:
+    def __init__(self, groups: Sequence[SequenceGroup], members: Sequence[tuple[np.ndarray, np.ndarray]] | None = None) -> None:
         """`members`: slots and particles of every group, where they are not what the groups have now."""
         self.groups = list(groups)
         self._members = members or [(g.slots, g.particles) for g in self.groups]
@@ -104,7 +104,7 @@ def _draft_temperature(params: SamplingParams) -> float:
     return 1.0 if params.method is Method.EXACT and params.temperature == 0 else params.temperature
 
 
-Pages = dict[str, np.ndarray]
+RoundPages = dict[str, np.ndarray]
 """Of a round, by lane: a side, or of a guided request its companion there."""
 
 
@@ -114,9 +114,9 @@ def room(count: int, places: int) -> int:
     return min(1 << (count - 1).bit_length(), places)
 
 
-def companions_of(
-    side: str, population: Population, pages: list[Pages], places: int, shared_G: np.ndarray, slots: Slots, dummy: int
-) -> Companions[np.ndarray] | None:
+def plan_unconditional_rows(
+    side: str, population: Population, pages: list[RoundPages], places: int, shared_G: np.ndarray, slots: Slots, dummy: int
+) -> UnconditionalRows[np.ndarray] | None:
     """Of the groups of a round of so many places that are guided at a side; None: there are none. `shared`: of the groups themselves;
     `dummy`: the slot of padding."""
     groups, group_A, lane = population.groups, population.group_A, COMPANIONS[side]
@@ -127,7 +127,7 @@ def companions_of(
     place_U, size_H = np.flatnonzero(is_guided_A), population.size_G[guided_G]
     count, scale_G = len(place_U), np.where(guided_G, [g.params.guidance_scale for g in groups], 1.0).astype(np.float32)
     most = room(count, places)
-    return Companions(
+    return UnconditionalRows(
         scale_A=padded(scale_G[group_A], places, 1.0),
         of_A=padded(np.where(is_guided_A, np.cumsum(is_guided_A) - 1, 0), places, 0),
         place_U=padded(place_U, most, 0),
@@ -141,14 +141,14 @@ def companions_of(
     )
 
 
-def follow_companions(
+def remap_unconditional_rows(
     side: str,
     slots: Slots,
-    ledger: PageLedger,
+    ledger: PageAllocator,
     population: Population,
     source_A: np.ndarray,
     lineage: Lineage[np.ndarray],
-    pages: list[Pages],
+    pages: list[RoundPages],
 ) -> None:
     """At a side, of whose pool the ledger is, companions of a population's particles descend from those of the particles in slots `source`,
     by the pages beside those of the particles' own `lineage`."""
@@ -179,7 +179,7 @@ COMMON_KINDS = frozenset({Kind.INDEPENDENT, Kind.DISTINCT, Kind.BEST})
 """Rounds of more than one kind are of all of these, so that there are few sorts of rounds."""
 
 
-class Planner:
+class RoundPlanner:
     """Plans rounds of groups that are decoded alike. Changes nothing."""
 
     def __init__(
@@ -196,7 +196,7 @@ class Planner:
         self.shape, self.width = decoding.shape(config), width
         self._branches = branches
 
-    def plan(self, population: Population, pages: list[Pages]) -> RoundPlan[np.ndarray]:
+    def plan(self, population: Population, pages: list[RoundPages]) -> RoundPlan[np.ndarray]:
         groups, slots, shape = population.groups, self.slots, self.shape
         total, places = len(population.slot_A), bucket(len(population.slot_A))
         stride = self.decoding.stride(self.config)
@@ -252,8 +252,8 @@ class Planner:
             target_pages_AQ=padded(own["target"] if shape.target else np.zeros((total, 0), np.int32), places, 0),
             begin_pages_AP=padded(begun[:, : shape.begin], places, 0),
             branch_pages_XB=padded(branches_XB.astype(np.int32), places * branches, 0),
-            target_companions=companions_of("target", population, pages, *beside),
-            draft_companions=companions_of("draft", population, pages, *beside),
+            target_companions=plan_unconditional_rows("target", population, pages, *beside),
+            draft_companions=plan_unconditional_rows("draft", population, pages, *beside),
             biased=self._biased(population),
         )
 

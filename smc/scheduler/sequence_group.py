@@ -30,7 +30,7 @@ class Phase(Enum):
 
 
 @dataclass(eq=False)
-class Group:
+class SequenceGroup:
     """Mutable state of one request. Particles are in `Slots`; this holds what they have in common."""
 
     request: Request
@@ -94,12 +94,12 @@ class Group:
     """What has come of that."""
     error: str | None = None
     stream: TextStream = field(init=False)
-    tally: Tally = field(init=False)
+    tally: RequestCounters = field(init=False)
 
     def __post_init__(self) -> None:
         self.decoding, self.most_rows = decoding_of(self.params), self.params.rows
         self.stream = TextStream(self.rules)
-        self.tally = Tally(self.request.params.rows)
+        self.tally = RequestCounters(self.request.params.rows)
 
     def fail(self, side: str) -> None:
         """Its request ends with an error that names the model."""
@@ -229,7 +229,7 @@ class Group:
 
 
 @dataclass
-class Tally:
+class RequestCounters:
     """Running sums behind Statistics."""
 
     particles: int

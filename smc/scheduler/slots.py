@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from smc.executor.messages import SIDES, Lineage
-from smc.memory.pages import PageLedger
+from smc.memory.pages import PageAllocator
 
 
 class Slots:
@@ -90,7 +90,7 @@ class Slots:
         companion_X = self.companion_S[slots_X]
         return companion_X[companion_X >= 0]
 
-    def let_go(self, slots_X: np.ndarray, ledgers: dict[str, PageLedger]) -> None:
+    def let_go(self, slots_X: np.ndarray, ledgers: dict[str, PageAllocator]) -> None:
         """The particles of these slots no longer refer to pages."""
         for held_X in (slots_X, self.companions(slots_X)):
             for side, ledger in ledgers.items():
@@ -98,7 +98,7 @@ class Slots:
                 self.head_S[side][held_X] = 0
 
     def descend(
-        self, side: str, ledger: PageLedger, slot_X: np.ndarray, source_X: np.ndarray, lineage: Lineage[np.ndarray], given_T: np.ndarray
+        self, side: str, ledger: PageAllocator, slot_X: np.ndarray, source_X: np.ndarray, lineage: Lineage[np.ndarray], given_T: np.ndarray
     ) -> None:
         """At a side, what slots refer to goes on from what `source` did, all at once; of the `given` pages those not kept are free."""
         head_S, held_S = self.head_S[side], self.held_S[side]

@@ -19,13 +19,13 @@ import numpy as np
 
 from smc.api.engine_config import EngineConfig
 from smc.scheduler.acceptance import tokens_a_round
-from smc.scheduler.latency_model import Costs
+from smc.scheduler.latency_model import LatencyModel
 from smc.scheduler.round_plan import bucket
-from smc.scheduler.sequence_group import Group
+from smc.scheduler.sequence_group import SequenceGroup
 
 
 class ParticlePolicy(Protocol):
-    def wanted(self, group: Group, *, short: bool) -> int:
+    def wanted(self, group: SequenceGroup, *, short: bool) -> int:
         """Particles that the group should have after its next round, between its `min_particles` and `particles`; `short`: there are too
         few pages for the rounds of all."""
         ...
@@ -34,14 +34,14 @@ class ParticlePolicy(Protocol):
 class ShrinkWhenShort:
     """Halves a population when memory is short, down to what its request allows."""
 
-    def wanted(self, group: Group, *, short: bool) -> int:
+    def wanted(self, group: SequenceGroup, *, short: bool) -> int:
         if not short:
             return group.count
         return max(group.params.least_rows, group.count // 2)
 
 
 @dataclass(frozen=True)
-class Tree:
+class TreeRequest:
     """What is known of a request of exact decoding."""
 
     most: int
@@ -55,7 +55,7 @@ class Tree:
 
 
 @dataclass(frozen=True)
-class Beside:
+class OtherLoad:
     """Other requests, which the models run whatever is decided."""
 
     pair: int = 0
@@ -75,16 +75,18 @@ class Beside:
 class TreePolicy(Protocol):
     """Answers do not depend on what it decides."""
 
-    def begin(self, tree: Tree, others: Sequence[Tree], beside: Beside, costs: Costs | None) -> int | None:
+    def begin(self, tree: TreeRequest, others: Sequence[TreeRequest], beside: OtherLoad, costs: LatencyModel | None) -> int | None:
         """Rows, up to its `most`, that one which is about to start shall have; 0: the target decodes it alone. None: it stays as it is."""
         ...
 
-    def change(self, trees: Sequence[Tree], waiting: Sequence[Tree], beside: Beside, costs: Costs | None) -> Sequence[int] | None:
+    def change(
+        self, trees: Sequence[TreeRequest], waiting: Sequence[TreeRequest], beside: OtherLoad, costs: LatencyModel | None
+    ) -> Sequence[int] | None:
         """Rows that each of the running ones shall have from now on. None: all stay as they are. `waiting`: those that wait for nothing but
         slots, of which a tree has one for each row."""
         ...
 
-    def branches(self, places: int, context: int, costs: Costs | None) -> int:
+    def branches(self, places: int, context: int, costs: LatencyModel | None) -> int:
         """F of a round of so many places, all of exact decoding, whose requests have so many tokens of context together: at most the
         config's."""
         ...
@@ -99,14 +101,14 @@ SURE = 1.05
 some per cent."""
 
 
-class CostsDecide:
+class CostBasedTreePolicy:
     """As many tokens a second as possible, of all requests together. Where no costs are known, all stay as they are."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._known: tuple[Costs, Forecast] | None = None
+        self._known: tuple[LatencyModel, Forecast] | None = None
 
-    def begin(self, tree: Tree, others: Sequence[Tree], beside: Beside, costs: Costs | None) -> int | None:
+    def begin(self, tree: TreeRequest, others: Sequence[TreeRequest], beside: OtherLoad, costs: LatencyModel | None) -> int | None:
         if costs is None:
             return None
         forecast, rows = self._forecast(costs), [other.rows for other in others]
@@ -120,7 +122,9 @@ class CostsDecide:
         alone, drafted = (forecast.speed([*others, tree], [*rows, more], beside) for more in (0, most))
         return most if drafted > SURE * alone else 0
 
-    def change(self, trees: Sequence[Tree], waiting: Sequence[Tree], beside: Beside, costs: Costs | None) -> Sequence[int] | None:
+    def change(
+        self, trees: Sequence[TreeRequest], waiting: Sequence[TreeRequest], beside: OtherLoad, costs: LatencyModel | None
+    ) -> Sequence[int] | None:
         if costs is None:
             return None
         forecast, slots = self._forecast(costs), self._config.max_slots - beside.slots
@@ -134,10 +138,10 @@ class CostsDecide:
         drafts = any(tree.rows for tree in trees)
         return alone[: len(trees)] if drafts and SURE * speed_alone > speed else None
 
-    def branches(self, places: int, context: int, costs: Costs | None) -> int:
+    def branches(self, places: int, context: int, costs: LatencyModel | None) -> int:
         return self._config.branches if costs is None else self._forecast(costs).branches(places, context)
 
-    def _forecast(self, costs: Costs) -> Forecast:
+    def _forecast(self, costs: LatencyModel) -> Forecast:
         if self._known is None or self._known[0] is not costs:
             self._known = costs, Forecast(self._config, costs)
         return self._known[1]
@@ -146,12 +150,12 @@ class CostsDecide:
 class Forecast:
     """What rounds take, and bring."""
 
-    def __init__(self, config: EngineConfig, costs: Costs) -> None:
+    def __init__(self, config: EngineConfig, costs: LatencyModel) -> None:
         self._config, self._costs = config, costs
         # As many entries as a round can have rows.
         self._places, self._models = cache(bucket), cache(self._models_of)
 
-    def speed(self, trees: Sequence[Tree], rows: Sequence[int], beside: Beside) -> float:
+    def speed(self, trees: Sequence[TreeRequest], rows: Sequence[int], beside: OtherLoad) -> float:
         """Tokens a second of all requests, with trees of so many rows."""
         config, rows_G, context_G = self._config, np.array(rows), np.array([tree.context for tree in trees])
         drafted_G = rows_G > 0
@@ -164,7 +168,7 @@ class Forecast:
         context = int(context_G[drafted_G].sum()) + beside.pair_context
         return tokens / (self._seconds(places, context, by_itself, beside.pair > 0) if places else by_itself)
 
-    def best(self, trees: Sequence[Tree], beside: Beside, slots: int) -> list[int]:
+    def best(self, trees: Sequence[TreeRequest], beside: OtherLoad, slots: int) -> list[int]:
         """Rows of each, at least one, and as many as there are slots: more are given to whom they bring most, as long as all are the faster
         for it."""
         config, level_L = self._config, np.array(_levels(max(tree.most for tree in trees)))
@@ -185,7 +189,7 @@ class Forecast:
         taken_GL.flat[order_M[: int(speed_M.argmax())]] = True
         return (rows_GL[:, 0] + (added_GL * taken_GL).sum(1)).tolist()
 
-    def _seconds_of_pair(self, rows_M: np.ndarray, trees: Sequence[Tree], beside: Beside) -> np.ndarray:
+    def _seconds_of_pair(self, rows_M: np.ndarray, trees: Sequence[TreeRequest], beside: OtherLoad) -> np.ndarray:
         """Of a round in which all trees are drafted for, by rows of the pair."""
         by_itself = self._by_itself(beside.target, beside.target_context)
         context, mixed = sum(tree.context for tree in trees) + beside.pair_context, beside.pair > 0

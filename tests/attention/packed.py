@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from smc.attention.kernels import SharedPrefixAttention
-from smc.attention.step import Tiling, step_attention
+from smc.attention.step import StepTiling, step_attention
 from smc.kernels.rows import Groups, Tables
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -144,7 +144,7 @@ class Built:
     def run(self, short: bool = False, attention: SharedPrefixAttention | None = None) -> Tensor:
         return self.run_short() if short else self._run_long(attention or self.attention())
 
-    def run_short(self, tiling: Tiling | None = None) -> Tensor:
+    def run_short(self, tiling: StepTiling | None = None) -> Tensor:
         """What a pass over short rows does in one launch, of new keys and values that are nowhere yet, turned by no angle."""
         d = self.case.dim
         new = [x[self.page_T.long()].clone() for x in (self.keys, self.values)]

@@ -14,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from smc.attention.kernels import SharedPrefixAttention
-from smc.attention.step import Tiling, step_attention
+from smc.attention.step import StepTiling, step_attention
 from smc.attention.tuning import Tuning, floor_rows
 from smc.executor.plan import SHORT, SHORT_SINGLE
 from smc.kernels.store import store_kv
@@ -71,7 +71,7 @@ def test_attention_is_that_of_each_query_alone(name, short):
 @pytest.mark.parametrize("block_y", [16, 32, 64])
 def test_short_rows_by_programs_of_few_and_of_many_queries(name, block_y):
     built = Built(CASES[name])
-    assert_right(built, built.run_short(Tiling(block_y, 32, 4, 2)))
+    assert_right(built, built.run_short(StepTiling(block_y, 32, 4, 2)))
 
 
 @pytest.mark.parametrize("slots", SLOTS)
@@ -80,7 +80,7 @@ def test_short_rows_by_programs_of_few_and_of_many_queries(name, block_y):
 def test_rounds_with_companions_bring_no_kernel_that_has_not_been_rehearsed(slots, heads, dim, queries):
     def sizes(rows: int) -> tuple[object, ...]:
         y = queries * heads[0] // heads[1]
-        step = Tiling.choose(queries, y, heads[1] * floor_rows(rows), dim, 2)
+        step = StepTiling.choose(queries, y, heads[1] * floor_rows(rows), dim, 2)
         return step, *(Tuning.choose(rows, together, queries, heads, dim, BF16) for together in (rows, 1, 4))
 
     assert {sizes(rows) for rows in possible(slots)} <= {sizes(rows) for rows in rehearsed(slots)}
@@ -138,13 +138,13 @@ def test_tiles_of_64_are_read_by_warps_of_two_kinds_where_these_are_faster(rows,
     [(8, 5, (32, 8), 16), (32, 5, (32, 8), 32), (8, 12, (64, 8), 64), (1, 12, (64, 8), 16), (64, 1, (32, 8), 16)],
 )
 def test_short_rows_are_read_by_programs_of_as_many_queries_as_leave_room_for_all(rows, queries, heads, block_y):
-    assert Tiling.choose(queries, queries * heads[0] // heads[1], heads[1] * rows, 128, 2).block_y == block_y
+    assert StepTiling.choose(queries, queries * heads[0] // heads[1], heads[1] * rows, 128, 2).block_y == block_y
 
 
 @pytest.mark.parametrize(("rows", "queries", "heads"), [(16, 9, (32, 8)), (4, 33, (32, 8)), (128, 5, (8, 1))])
 def test_programs_of_the_widest_heads_are_of_few_queries(rows, queries, heads):
     """By 64 they would need 240 KiB of shared memory or more, and there are 227."""
-    assert Tiling.choose(queries, queries * heads[0] // heads[1], heads[1] * rows, 256, 2).block_y <= 32
+    assert StepTiling.choose(queries, queries * heads[0] // heads[1], heads[1] * rows, 256, 2).block_y <= 32
 
 
 def test_several_groups_of_many_queries_have_one_program_of_128_each():

@@ -21,7 +21,7 @@ from smc.api.engine_config import EngineConfig
 from smc.api.outputs import Answer
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
-from smc.executor.model_runner import DraftSide
+from smc.executor.model_runner import DraftRunner
 from smc.model.parallel import Shard
 from tests.coordinator.harness import HOST, coordinator
 
@@ -46,14 +46,14 @@ async def outcome(client: CoordinatorClient, **params) -> str:
 def test_one_draft_after_the_other(link, form, monkeypatch):
     engine = EngineConfig(block=4, drafting="always", **({"form": "lockstep", "cohorts": 2} if form == "lockstep" else {"branches": 2}))
     settings = {"link": link, "engine": engine, "start_timeout": 30.0, "link_timeout": 20.0}
-    broken, fails = DraftSide.draft, threading.Event()
+    broken, fails = DraftRunner.draft, threading.Event()
 
-    def draft(side: DraftSide, plan) -> None:
+    def draft(side: DraftRunner, plan) -> None:
         if fails.is_set():
             raise ValueError("out of luck")
         broken(side, plan)
 
-    monkeypatch.setattr(DraftSide, "draft", draft)
+    monkeypatch.setattr(DraftRunner, "draft", draft)
 
     async def work(client: CoordinatorClient, steps: list[Step]) -> None:
         plain = (await ask(client, method="target")).tokens
@@ -99,9 +99,9 @@ def test_answers_go_on_while_another_draft_is_slow(link, monkeypatch):
     """It has come, and says nothing for a while: nobody but it waits."""
     settings = {"link": link, "engine": EngineConfig(block=4, branches=2, drafting="always"), "start_timeout": 30.0, "link_timeout": 80.0}
     fails, come, silence = threading.Event(), threading.Event(), threading.Event()
-    broken, met = DraftSide.draft, process.peer_end
+    broken, met = DraftRunner.draft, process.peer_end
 
-    def draft(side: DraftSide, plan) -> None:
+    def draft(side: DraftRunner, plan) -> None:
         if fails.is_set():
             raise ValueError("out of luck")
         broken(side, plan)
@@ -112,7 +112,7 @@ def test_answers_go_on_while_another_draft_is_slow(link, monkeypatch):
             silence.wait()
         return met(where, store, side, *rest)
 
-    monkeypatch.setattr(DraftSide, "draft", draft)
+    monkeypatch.setattr(DraftRunner, "draft", draft)
     monkeypatch.setattr(connect, "peer_end", peer_end)
 
     async def work(client: CoordinatorClient, steps: list[Step]) -> None:

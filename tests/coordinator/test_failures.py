@@ -19,7 +19,7 @@ from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
 from smc.executor.messages import SideLost
-from smc.executor.model_runner import DraftSide, TargetSide
+from smc.executor.model_runner import DraftRunner, TargetRunner
 from smc.model.parallel import Shard
 from tests.coordinator.harness import HOST, SECRET, SIDES
 
@@ -66,7 +66,7 @@ def fails(monkeypatch, link: str, side: str, what: str) -> None:
     def broken(self, *_: object) -> None:
         raise ValueError("out of luck")
 
-    monkeypatch.setattr({"draft": DraftSide, "target": TargetSide}[side], what, broken)
+    monkeypatch.setattr({"draft": DraftRunner, "target": TargetRunner}[side], what, broken)
     with pytest.raises((LinkError, SideLost)) as failed:
         list(remote.engine.run([Request("one", (1, 2, 3), SamplingParams(particles=2, max_tokens=20, seed=1, ignore_eos=True))]))
     assert str(remote.cause(failed.value)) == f"the {side} model's worker failed: ValueError: out of luck"

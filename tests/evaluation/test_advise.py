@@ -12,13 +12,13 @@ from smc.evaluation.probes import measure_acceptance, missed_share
 from smc.evaluation.ttft import PairMachine
 from smc.local_engine import ModelPair
 from smc.scheduler.acceptance import WIDTH_GAIN
-from smc.scheduler.latency_model import Cost, Costs, Curve
+from smc.scheduler.latency_model import LatencyCurve, LatencyModel, ModelLatency
 from smc.scheduler.stats import EngineStats
 
-COSTS = Costs(
-    Cost(Curve(((1, 0.001), (32, 0.001), (512, 0.008))), 1e-8),
-    Cost(Curve(((1, 0.004), (64, 0.005), (512, 0.040))), 3e-8),
-    Cost(Curve(((1, 0.004), (64, 0.005), (512, 0.020))), 5e-8),
+COSTS = LatencyModel(
+    ModelLatency(LatencyCurve(((1, 0.001), (32, 0.001), (512, 0.008))), 1e-8),
+    ModelLatency(LatencyCurve(((1, 0.004), (64, 0.005), (512, 0.040))), 3e-8),
+    ModelLatency(LatencyCurve(((1, 0.004), (64, 0.005), (512, 0.020))), 5e-8),
     0.0002,
 )
 """As of an 8B and a 1B model on a GPU each."""

@@ -24,7 +24,7 @@ from triton.runtime import interpreter
 
 from smc.api.engine_config import EngineConfig
 from smc.calibration.warm_up import TURNS, rare_requests, rehearsal, rehearse
-from smc.executor.executor import LocalPair
+from smc.executor.executor import LocalRoundExecutor
 from smc.local_engine import ModelPair, local_engine
 from smc.model.presets import NoText
 from smc.scheduler.engine import Engine
@@ -65,7 +65,7 @@ def firsts(calls: list[Call]) -> list[Call]:
 class Variants:
     """Of all kernels that are launched, by the side that does: in a gang each has a process of its own, and compiles for itself."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, pair: LocalPair) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, pair: LocalRoundExecutor) -> None:
         self.found: set[tuple] = set()
         self._side = ""
         for name, side in pair.sides.items():

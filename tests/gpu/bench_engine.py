@@ -20,7 +20,7 @@ from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import Method, SamplingParams
 from smc.calibration.warm_up import rare_requests, rehearsal, rehearse
-from smc.executor.executor import LocalPair, PairRound
+from smc.executor.executor import LocalRound, LocalRoundExecutor
 from smc.executor.kernels import gpu_parts
 from smc.executor.messages import SIDES
 from smc.executor.plan import RoundPlan
@@ -44,7 +44,7 @@ def make_engine(args: argparse.Namespace, config: EngineConfig, *, warm: bool = 
     sizes = {"width": config.width(context), "vocab_size": vocab, "token_bytes": TokenBytes.of(NoText(vocab))}
     pages = config.pool_pages(context, config.pages)
     workers = {side: ModelWorker(side, model, pages=pages, **sizes) for side, model in models.items()}
-    pair = LocalPair(config, workers, gpu_parts())
+    pair = LocalRoundExecutor(config, workers, gpu_parts())
     engine = Engine(config, workers, NoText(vocab), pair=pair, pages=dict.fromkeys(SIDES, pages), context=context)
     begin = time.monotonic()
     if warm:
@@ -69,7 +69,7 @@ def mixed(args: argparse.Namespace) -> dict:
     vocab, asked = engine.tokenizer.size, 0
     plans, ask = [], engine.pair.round
 
-    def told(plan: RoundPlan) -> PairRound:
+    def told(plan: RoundPlan) -> LocalRound:
         plans.append((plan.program, len(plan.slot_A), int((plan.slot_A < config.max_slots).sum())))
         return ask(plan)
 

@@ -24,10 +24,10 @@ from smc.algorithm.bounds import Bounds
 from smc.algorithm.expansion import Kind
 from smc.algorithm.expansion import expand as torch_expand
 from smc.algorithm.selection import select as torch_select
+from smc.kernels.candidate_tokens import offer
 from smc.kernels.expansion import expand
 from smc.kernels.linear import reduce
 from smc.kernels.norm import add_norm, silu_mul
-from smc.kernels.offers import offer
 from smc.kernels.sampling import draw, score
 from smc.kernels.selection import select
 from smc.kernels.truncation import truncate

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from smc.kernels.linear import gate_up_silu, linear
 from smc.kernels.norm import silu_mul
 from smc.kernels.rounding import round_rows
-from smc.kernels.tiling import Tiling, choose, token_block_of
+from smc.kernels.tiling import ProductTiling, choose, token_block_of
 from smc.model.linear import FP8, Rounded, quantise
 from tests.gpu.bench_kernels import BANDWIDTH, copies, microseconds, random, same
 
@@ -60,7 +60,7 @@ SHARED_BYTES = 227 * 1024
 COLUMNS = ("floor fp8", "own fp8", "default", "library fp8", "its product", "fast sums", "floor bf16", "own bf16", "library bf16")
 
 
-def tilings(rows: int, outputs: int, inputs: int, gated: bool, fp8: bool) -> Iterator[Tiling]:
+def tilings(rows: int, outputs: int, inputs: int, gated: bool, fp8: bool) -> Iterator[ProductTiling]:
     """The chosen tiling, and for FP8 others, with as few splits as fill the machine; two programs share a multiprocessor if they can."""
     seen = [choose(rows, outputs, inputs, gated, fp8)]
     yield seen[0]
@@ -75,7 +75,7 @@ def tilings(rows: int, outputs: int, inputs: int, gated: bool, fp8: bool) -> Ite
         for splits in [1] if gated else enough[:2]:
             for programs in (2, 1):
                 stages = min(6, SHARED_BYTES // programs // stage_bytes, max(2, steps // splits))
-                tiling = Tiling(block_n, block_k, splits, warps, stages)
+                tiling = ProductTiling(block_n, block_k, splits, warps, stages)
                 if tiling not in seen and stages >= 2:
                     seen.append(tiling)
                     yield tiling

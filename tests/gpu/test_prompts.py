@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from smc.attention.base import ForwardBatch, Pass
+from smc.attention.base import AttentionPass, ForwardBatch
 from smc.attention.flashinfer import MOST_TOKENS, FlashInferAttention, kernels_of, obstacle
 from smc.attention.fused import FusedAttention
 from smc.attention.torch_backend import TorchAttention
@@ -87,7 +87,7 @@ class Case:
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator, device=DEVICE).to(DTYPE)
 
-    def attend(self, planned: Pass, layer: int = 1) -> Tensor:
+    def attend(self, planned: AttentionPass, layer: int = 1) -> Tensor:
         return planned.attend(layer, self.q_THD, self.k_TJD, self.v_TJD)
 
     def reference(self) -> Tensor:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from smc.algorithm.expansion import Kind, Offers
-from smc.executor.messages import Drafted
+from smc.executor.messages import DraftedRows
 from smc.executor.plan import Contexts, Program, RoundPlan
-from smc.executor.select import Evidence, Said
+from smc.executor.select import ScoreInputs, TargetOutputs
 from smc.executor.state import SlotState
-from smc.executor.verify import Asked, Scored
+from smc.executor.verify import VerifyInputs, VerifyOutputs
 from smc.laws import LawSpec
 from smc.stops import StopMachine, StopTables, TokenBytes
 
@@ -150,7 +150,7 @@ class Round:
         state.text_S[state.entry_S != 2] = 0
         return state
 
-    def drafted(self) -> Drafted:
+    def drafted(self) -> DraftedRows:
         """What rows follow, or are: each group's in the order of the places they come from."""
         rng, x = self.rng, self.places * self.f
         root_X = np.repeat(np.arange(self.places), self.f)
@@ -163,9 +163,9 @@ class Round:
         share_X = self.floats(x)
         share_X[self.used * self.f :] = NO_MASS
         given = (tokens_XK, logq_XK, root_X, count_X, ended_X, share_X)
-        return Drafted.of(*(self.here(values) for values in given))
+        return DraftedRows.of(*(self.here(values) for values in given))
 
-    def scored(self, asked: Asked) -> Scored:
+    def scored(self, asked: VerifyInputs) -> VerifyOutputs:
         """The target agrees with most of what was drafted."""
         rng, a, q = self.rng, self.places, self.q
         blocks = asked.blocks
@@ -173,7 +173,7 @@ class Round:
         labelled_AQ = column_Q < blocks.count_A[:, None] - 1
         next_AQ = blocks.tokens_AQ.roll(-1, 1)
         logp_AQ = torch.where(labelled_AQ | self.here(rng.random((a, 1)) < 0.5), self.here(self.floats(a, q)), 0.0)
-        return Scored(
+        return VerifyOutputs(
             blocks=blocks,
             logp_AQ=logp_AQ,
             drawn_AQ=torch.where(self.here(rng.random((a, q)) < 0.8), next_AQ, self.here(rng.integers(0, VOCAB, (a, q)))),
@@ -182,24 +182,24 @@ class Round:
             nan_AQ=self.here(rng.random((a, q)) < self.nan),
         )
 
-    def said(self, drafted: Drafted) -> Said:
+    def said(self, drafted: DraftedRows) -> TargetOutputs:
         """As `smc.executor.select.ask` would have it."""
         rng, rows, c = self.rng, drafted.all_WX.shape[1], 4
         if self.plan.all_exact:
-            return Said()
+            return TargetOutputs()
         logp_X, log_z_A = self.here(self.floats(rows)), self.here(self.floats(rows))
         if self.lookahead:
-            return Said(logp_X)
+            return TargetOutputs(logp_X)
         own = (logp_X, self.here(rng.integers(0, VOCAB, rows)), log_z_A) if Kind.INDEPENDENT in self.kinds else (None, None, log_z_A)
         if self.kinds == {Kind.INDEPENDENT}:
-            return Said(*own)
+            return TargetOutputs(*own)
         offered_AC = self.here(self.floats(rows, c))
         offers = Offers(self.here(rng.integers(0, VOCAB, (rows, c))), offered_AC, self.here(self.floats(rows, c)))
-        return Said(*own, offers, offered_AC)
+        return TargetOutputs(*own, offers, offered_AC)
 
-    def evidence(self, asked: Asked, drafted: Drafted, walk: object) -> Evidence:
+    def evidence(self, asked: VerifyInputs, drafted: DraftedRows, walk: object) -> ScoreInputs:
         scored, blocks, walked = self.scored(asked), asked.blocks, (None, None)
         if self.plan.has_exact:
             groups = (self.plan.first_G, self.plan.size_G)
             walked = walk(blocks.tokens_AQ, blocks.count_A, scored.drawn_AQ, blocks.alive_A, groups)
-        return Evidence(self.plan, self.state, scored, drafted, self.said(drafted), *walked, self.lookahead)
+        return ScoreInputs(self.plan, self.state, scored, drafted, self.said(drafted), *walked, self.lookahead)

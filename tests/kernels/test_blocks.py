@@ -8,7 +8,7 @@ import torch
 from smc.algorithm.expansion import Kind
 from smc.executor import kernel_blocks
 from smc.executor import verify as blocks
-from smc.executor.verify import Asked
+from smc.executor.verify import VerifyInputs
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import NO_MASS, VOCAB, Round, assert_equal
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 by_kind = pytest.mark.parametrize("kinds", KINDS, ids=lambda kinds: "+".join(kind.name.lower() for kind in sorted(kinds)))
 
 
-def of(asked: Asked) -> tuple:
+def of(asked: VerifyInputs) -> tuple:
     """Everything of it; types of whole numbers are the kernels' own where it does not matter."""
     rows, keys = asked.rows, asked.keys
     laid = (rows.slot_R, rows.tail_RB, rows.tail_R, rows.start_R, rows.count_R, rows.group_R, rows.queries)

@@ -11,7 +11,7 @@ from smc.algorithm.walk import walk
 from smc.executor import kernel_choice
 from smc.executor import select as candidates
 from smc.executor import select as choice
-from smc.executor.select import Chooser, Deciders, Evidence
+from smc.executor.select import ScoreInputs, SelectOps, Selector
 from smc.executor.verify import lay_out
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import Round, assert_equal
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 SEEDS = range(8)
 
 
-def evidence_of(seed: int, kinds: frozenset[Kind], lookahead: bool, device: torch.device, **options: int) -> Evidence:
+def evidence_of(seed: int, kinds: frozenset[Kind], lookahead: bool, device: torch.device, **options: int) -> ScoreInputs:
     made = Round(seed, kinds, lookahead, device, **options)
     logq_SQ, drafted = made.here(made.floats(made.slots + 1, made.q)), made.drafted()
     asked = lay_out(made.state, logq_SQ, made.plan, None if lookahead else drafted)
@@ -40,8 +40,8 @@ def assert_same(seed: int, kinds: frozenset[Kind], lookahead: bool, **options: i
     used_G = evidence.plan.size_G > 0
     for name in ("target_nan_G", "draft_nan_G"):
         assert torch.equal(getattr(found, name).cpu()[used_G], getattr(wanted, name)[used_G]), name
-    decide = Deciders(candidates.weigh, select, expand, keep_roots, walk, choice.conclude)
-    chooser, plan = Chooser(None, evidence.state, decide, lookahead=lookahead), evidence.plan
+    decide = SelectOps(candidates.weigh, select, expand, keep_roots, walk, choice.conclude)
+    chooser, plan = Selector(None, evidence.state, decide, lookahead=lookahead), evidence.plan
     own = chooser._selected(plan, wanted) if Kind.INDEPENDENT in kinds else None
     trees = chooser._regrown(plan, wanted, evidence.drafted.block) if kinds - {Kind.INDEPENDENT} else None
     expected = choice.conclude(evidence, wanted, own, trees)

@@ -11,7 +11,7 @@ import torch
 from smc.algorithm.expansion import Kind
 from smc.executor import draft as draft_steps
 from smc.executor import kernel_draft
-from smc.executor.draft import Begun, Shape, Steps, Tree
+from smc.executor.draft import DraftInputs, DraftOps, DraftShape, TokenTree
 from smc.laws import LawSpec
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import NO_MASS, VOCAB, WIDTH, Round, assert_equal
@@ -44,14 +44,14 @@ class DraftRound(Round):
         )
         self.plan = replace(self.plan, begin_pages_AP=begin_AP, branch_pages_XB=branch_XB, draft_law=self.law)
 
-    def tree(self) -> Tree:
+    def tree(self) -> TokenTree:
         """Rows of K tokens."""
         rng, drafted, rows = self.rng, self.drafted(), self.places * self.f
         mass_X = rng.normal(size=rows) * 5
         mass_X[rng.random(rows) < self.dead] = NO_MASS
         mass_X[rng.random(rows) < self.nan] = np.nan
         longs = {name: self.here(rng.integers(0, 9, rows)) for name in ("before_X", "text_X", "last_X", "next_X")}
-        return Tree(
+        return TokenTree(
             root_X=drafted.root_X.long(),
             tokens_XK=drafted.tokens_XK.long().contiguous(),
             logq_XK=drafted.logq_XK.contiguous(),
@@ -65,9 +65,9 @@ class DraftRound(Round):
         )
 
 
-def begun(made: DraftRound, steps: Steps, by_round: bool) -> tuple:
+def begun(made: DraftRound, steps: DraftOps, by_round: bool) -> tuple:
     """All that is read again: of the dummy slot no page is."""
-    of: Begun = steps.begin(made.state, made.plan, made.law, Shape(made.k, by_round))
+    of: DraftInputs = steps.begin(made.state, made.plan, made.law, DraftShape(made.k, by_round))
     rows = of.rows
     assert rows.tail_RB is None and rows.tail_R is None and rows.contexts is made.plan.contexts
     run = (rows.slot_R, rows.start_R, rows.count_R, rows.group_R, rows.first_G, rows.size_G, rows.shared_G, rows.queries)

@@ -9,13 +9,13 @@ import torch
 from smc.algorithm.expansion import Kind
 from smc.executor import kernel_follow
 from smc.executor import verify as target
-from smc.executor.messages import Choice
+from smc.executor.messages import RoundChoice
 from smc.executor.state import SlotState, write_advance
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import VOCAB, WIDTH, Round, assert_equal
 
 
-def choice_of(made: Round) -> Choice:
+def choice_of(made: Round) -> RoundChoice:
     """Survivors keep their place, and every other place continues one of them."""
     rng, a = made.rng, made.places
     ancestor_A = np.arange(a)
@@ -36,7 +36,7 @@ def choice_of(made: Round) -> Choice:
         "text_A": rng.integers(0, 4, a),
         "mass_A": rng.normal(size=a),
     }
-    return Choice.of(**{name: made.here(value) for name, value in given.items()})
+    return RoundChoice.of(**{name: made.here(value) for name, value in given.items()})
 
 
 def contents(state: SlotState) -> tuple[torch.Tensor, ...]:

@@ -15,7 +15,7 @@ from smc.algorithm.expansion import OFFERS, Offers
 from smc.arrays import to_device
 from smc.executor.kernels import KernelSampling
 from smc.executor.sampling import DrawKeys, Sampling
-from smc.kernels.offers import offer
+from smc.kernels.candidate_tokens import offer
 from smc.kernels.truncation import truncate
 from smc.laws import Laws, LawSpec
 from smc.philox import Purpose, exponentials, words

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from smc.api.limits import MAX_STOP_BYTES
 from smc.kernels.stops import after_all, table_arguments
-from smc.stops import DONE, MAX_STATES, START, Growth, StopMachine, StopTables, TokenBytes
+from smc.stops import DONE, MAX_STATES, START, StopMachine, StopProgress, StopTables, TokenBytes
 from smc.stops import grow as reference
 from tests.test_stops import LONG, Letters
 
@@ -43,7 +43,7 @@ def grow(
     tokens_AK: torch.Tensor,
     room_A: torch.Tensor,
     early_A: torch.Tensor | None = None,
-) -> Growth:
+) -> StopProgress:
     places, k = tokens_AK.shape
     count_A, after_A = torch.empty(2, places, dtype=torch.int64, device=tokens_AK.device)
     ends_A = torch.empty(places, dtype=torch.bool, device=tokens_AK.device)
@@ -53,7 +53,7 @@ def grow(
             torch.zeros_like(room_A) if early_A is None else early_A.contiguous(), count_A, ends_A, after_A, places,
             *table_arguments(tables), K=k, STRINGS=tables.next_EXB is not None, DONE=DONE, STATES=MAX_STATES, BLOCK=BLOCK, num_warps=1,
         )  # fmt: skip
-    return Growth(count_A, ends_A, after_A)
+    return StopProgress(count_A, ends_A, after_A)
 
 
 @triton.jit

@@ -30,7 +30,7 @@ from smc.evaluation.reports.speed import WIDE, SpeedPlan, in_turn
 from smc.evaluation.reports.speed import measure as timed
 from smc.evaluation.speed import Bench, Speed, Watched, median_length, unattended
 from smc.local_engine import ModelPair, local_engine
-from smc.scheduler.latency_model import Cost, Costs, Curve
+from smc.scheduler.latency_model import LatencyCurve, LatencyModel, ModelLatency
 from smc.scheduler.timeline import LANES
 from tests.scheduler.harness import answers
 
@@ -112,8 +112,10 @@ def test_speed_of_models_in_processes_of_their_own():
     with closing(GangMachine(CONFIG)) as machine:
         rows = [Bench(machine, told.append, {"top_p": 0.9}).run(mode, random_load(machine.tokenizer, 2, 16), 3) for mode in modes]
         rows.append(Bench(machine, told.append).run(modes[2], problem_load(machine.tokenizer, 2), 3))
-        slow_draft, fast = Cost(Curve(((1, 1.0),))), Cost(Curve(((1, 1e-3),)))
-        alone = Bench(machine, costs=lambda mode: Costs(slow_draft, fast, fast, 0.0)).run(modes[2], problem_load(machine.tokenizer, 2), 3)
+        slow_draft, fast = ModelLatency(LatencyCurve(((1, 1.0),))), ModelLatency(LatencyCurve(((1, 1e-3),)))
+        alone = Bench(machine, costs=lambda mode: LatencyModel(slow_draft, fast, fast, 0.0)).run(
+            modes[2], problem_load(machine.tokenizer, 2), 3
+        )
         with pytest.raises(ValueError, match="top_p=2"):
             Bench(machine, None, {"top_p": 2}).run(modes[0], random_load(machine.tokenizer, 2, 16), 3)
     assert len(told) == 12 and all(turn.end > turn.begin for turn in told)

@@ -12,7 +12,7 @@ from services.link import codec
 from services.pb import particles_pb2 as pb
 from smc.algorithm.expansion import Kind
 from smc.executor.messages import Draws, Lineage, PromptBatch, PromptResult, RoundResult, Tops
-from smc.executor.plan import Companions, Contexts, Join, Program, RoundPlan
+from smc.executor.plan import Contexts, Program, RoundPlan, SequenceHandoff, UnconditionalRows
 from smc.laws import LawSpec
 from smc.philox import Purpose
 from smc.stops import StopMachine
@@ -100,7 +100,7 @@ def test_a_group_joins(drawn, shared, stopping):
     def ints(*shape: int) -> np.ndarray:
         return rng.integers(0, 2**31 - 1, shape, dtype=np.int32)
 
-    join = Join(
+    join = SequenceHandoff(
         slots_N=ints(n),
         pages_XL=ints(1 if shared else n, 7),
         base=5,
@@ -131,7 +131,7 @@ def test_a_round(drawn, flag, program, contexts, f, b):
     def ints(*shape: int, dtype: type = np.int64) -> np.ndarray:
         return rng.integers(0, 2**31 - 1, shape).astype(dtype)
 
-    companions = Companions(
+    companions = UnconditionalRows(
         scale_A=rng.random(a, dtype=np.float32),
         of_A=ints(a),
         **{name: ints(q) - 2**30 for name in ("place_U", "slot_U", "shift_U", "group_U")},

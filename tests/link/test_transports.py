@@ -21,7 +21,7 @@ from services.link.peer import MessagePeer
 from services.link.streams import StreamCaller, StreamServer, is_proven
 from services.pb import particles_pb2 as pb
 from services.workers.channel import PeerChannel
-from smc.executor.graph_runner import Stages
+from smc.executor.graph_runner import StageRunner
 
 CPU = torch.device("cpu")
 EPOCH = 3
@@ -145,10 +145,10 @@ def test_a_target_outlives_one_draft_after_the_other(link):
     where = Rendezvous("127.0.0.1", store.port, EPOCH, "secret", link, 20.0)
     ends, leaders = connect(where, ("draft", "target"))
     target, draft = leaders["target"], leaders.pop("draft")
-    channel = PeerChannel(target.peer, None, Stages(CPU), 5.0, outlives_peer=True)
+    channel = PeerChannel(target.peer, None, StageRunner(CPU), 5.0, outlives_peer=True)
     ask = lambda: channel.receive((), "rows", (2, 3), torch.int32).tolist()  # noqa: E731
     for epoch in (EPOCH + 1, EPOCH + 2):
-        there = PeerChannel(draft.peer, None, Stages(CPU), 5.0)
+        there = PeerChannel(draft.peer, None, StageRunner(CPU), 5.0)
         for number in (7, 8):
             there.send("rows", torch.full((2, 3), number, dtype=torch.int32))
             channel.send("choice", torch.ones(4))

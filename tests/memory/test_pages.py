@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from smc.memory.pages import DUMMY_PAGE, WIDE, OutOfPages, PageLedger
+from smc.memory.pages import DUMMY_PAGE, WIDE, OutOfPages, PageAllocator
 
 CAPACITY = 40
 
@@ -20,12 +20,12 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values, dtype=np.int32)
 
 
-def state(ledger: PageLedger) -> tuple:
+def state(ledger: PageAllocator) -> tuple:
     arrays = (ledger._free[: ledger.num_free], ledger._state, ledger._parent, ledger._heads, ledger._refs)
     return tuple(array.tolist() for array in arrays)
 
 
-def chained(ledger: PageLedger, length: int, parent: int = DUMMY_PAGE) -> np.ndarray:
+def chained(ledger: PageAllocator, length: int, parent: int = DUMMY_PAGE) -> np.ndarray:
     """A chain of new pages below `parent` whose last page is held once."""
     pages_T = ledger.allocate(length)
     ledger.chain(parent, pages_T)
@@ -62,7 +62,7 @@ class Ledger(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = PageLedger(CAPACITY)
+        self.ledger = PageAllocator(CAPACITY)
         self.model = Model()
 
     @initialize(length=st.integers(1, 6), heads=st.integers(1, 4))
@@ -183,11 +183,11 @@ TestLedger.settings = settings(max_examples=100, stateful_step_count=25, deadlin
 
 def test_capacity_is_checked():
     with pytest.raises(ValueError, match="at least 1 page"):
-        PageLedger(0)
+        PageAllocator(0)
 
 
 def test_shared_branches_are_one_child():
-    ledger = PageLedger(20)
+    ledger = PageAllocator(20)
     prompt_T = chained(ledger, 4)
     head = int(prompt_T[-1])
     a, b, c, d, unused = ledger.allocate(5).tolist()
@@ -208,7 +208,7 @@ def test_shared_branches_are_one_child():
 
 
 def test_a_row_without_new_pages_keeps_its_head():
-    ledger = PageLedger(3)
+    ledger = PageAllocator(3)
     head_N = chained(ledger, 2)[-1:]
     new_N = ledger.grow(head_N, np.zeros((1, 0), dtype=np.int32), ints(0))
     ledger.hold(new_N)
@@ -256,7 +256,7 @@ def misuses():
 
 @pytest.mark.parametrize("what", misuses())
 def test_misuse_is_caught(what):
-    ledger = PageLedger(12)
+    ledger = PageAllocator(12)
     held_T = chained(ledger, 4)
     loose_T = ledger.allocate(3)
     with pytest.raises(AssertionError):
@@ -274,7 +274,7 @@ def test_check_finds_broken_books():
         ledger._state[ledger._free[0]] = 1
 
     for breakage in (leak, count, both):
-        ledger = PageLedger(12)
+        ledger = PageAllocator(12)
         chained(ledger, 4)
         ledger.check()
         breakage(ledger)
@@ -285,7 +285,7 @@ def test_check_finds_broken_books():
 def test_many_particles_share_a_past():
     """64 particles end one after another, in any order; the past goes with the last of them."""
     rng = np.random.default_rng(0)
-    ledger = PageLedger(4096)
+    ledger = PageAllocator(4096)
     prompt_T = chained(ledger, 1000)
     heads_N = np.repeat(prompt_T[-1], 64)
     ledger.hold(heads_N)
@@ -302,7 +302,7 @@ def test_many_particles_share_a_past():
 @pytest.mark.parametrize("chains", [1, WIDE - 1, WIDE, WIDE + 1, 2 * WIDE])
 def test_a_cascade_takes_all_and_no_more(chains):
     """Chains of many lengths below a shared page that is held, below one that is not, and below none."""
-    ledger = PageLedger(200_000)
+    ledger = PageAllocator(200_000)
     kept = chained(ledger, 50)
     doomed = chained(ledger, 30, int(kept[20]))
     tips = [int(chained(ledger, 1 + n % 7 * 20, int(below))[-1]) for n, below in enumerate(np.resize([kept[40], doomed[10], 0], chains))]
@@ -316,7 +316,7 @@ def test_a_cascade_takes_all_and_no_more(chains):
 
 
 def test_a_long_chain_goes_at_once():
-    ledger = PageLedger(4096)
+    ledger = PageAllocator(4096)
     rng = np.random.default_rng(0)
     ledger.free(rng.permutation(ledger.allocate(4096)))
     fastest = np.inf
@@ -329,7 +329,7 @@ def test_a_long_chain_goes_at_once():
     assert fastest < 0.020
 
 
-def one_round(ledger: PageLedger, heads_N: np.ndarray, paths_NW: np.ndarray) -> np.ndarray:
+def one_round(ledger: PageAllocator, heads_N: np.ndarray, paths_NW: np.ndarray) -> np.ndarray:
     new_N = ledger.grow(heads_N, paths_NW, np.full(len(heads_N), paths_NW.shape[1]))
     ledger.hold(new_N)
     ledger.release(heads_N)
@@ -340,7 +340,7 @@ def one_round(ledger: PageLedger, heads_N: np.ndarray, paths_NW: np.ndarray) -> 
 def test_rounds_of_a_population_conserve_pages():
     """Ancestors are drawn at random round after round: what is held is what the heads descend from, counted anew."""
     rng = np.random.default_rng(1)
-    ledger = PageLedger(20_000)
+    ledger = PageAllocator(20_000)
     requests, particles, width = 24, 8, 5
     prompts = [chained(ledger, 10 + 3 * r)[-1] for r in range(requests)]
     heads_N = np.repeat(prompts, particles)
@@ -368,7 +368,7 @@ def test_rounds_of_a_population_conserve_pages():
 
 def test_grown_pages_are_counted():
     """Those of rows, not those of chains, as long as they live; any page of the forest can be counted in or out."""
-    ledger = PageLedger(40)
+    ledger = PageAllocator(40)
     prompt_T = chained(ledger, 5)
     pages_T = ledger.allocate(6)
     ends = ledger.grow(prompt_T[[-1, -1]], pages_T.reshape(2, 3), np.array([3, 2]))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from smc.memory.pages import PageLedger
+from smc.memory.pages import PageAllocator
 from smc.memory.prefix_cache import PrefixCache, common_blocks
 
 CAPACITY, BLOCK = 60, 2
@@ -19,7 +19,7 @@ texts = st.lists(st.integers(0, 1), max_size=9)
 salts = st.sampled_from(["", "a"])
 
 
-def written(ledger: PageLedger, count: int, parent: int = 0) -> np.ndarray:
+def written(ledger: PageAllocator, count: int, parent: int = 0) -> np.ndarray:
     """Pages of a new sequence below `parent`, whose last one is held once."""
     pages_T = ledger.allocate(count)
     ledger.chain(parent, pages_T)
@@ -40,7 +40,7 @@ class Cache(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = PageLedger(CAPACITY)
+        self.ledger = PageAllocator(CAPACITY)
         self.cache = PrefixCache(self.ledger, BLOCK)
         self.order: list[tuple[str, tuple[int, ...]]] = []
         self.paths: dict[tuple[str, tuple[int, ...]], list[int]] = {}
@@ -142,16 +142,16 @@ TestCache.settings = settings(max_examples=100, stateful_step_count=25, deadline
 
 def test_block_is_checked():
     with pytest.raises(ValueError, match="at least 1 token"):
-        PrefixCache(PageLedger(4), 0)
+        PrefixCache(PageAllocator(4), 0)
 
 
 def test_a_page_for_every_token():
     with pytest.raises(AssertionError):
-        PrefixCache(PageLedger(4), 2).insert([1, 2, 3], [1, 2])
+        PrefixCache(PageAllocator(4), 2).insert([1, 2, 3], [1, 2])
 
 
 def test_whole_blocks_only():
-    cache = PrefixCache(PageLedger(100))
+    cache = PrefixCache(PageAllocator(100))
     pages_T = cached(cache, list(range(40)))
     assert cache.entries == 2
     assert cache.ledger.num_held == 32
@@ -164,14 +164,14 @@ def test_whole_blocks_only():
 
 
 def test_equal_text_after_other_beginnings_differs():
-    cache = PrefixCache(PageLedger(100), 4)
+    cache = PrefixCache(PageAllocator(100), 4)
     cached(cache, [1] * 4 + [2] * 4)
     assert cache.match([2] * 4) == (0, 0)
     assert cache.match([3] * 4 + [2] * 4) == (0, 0)
 
 
 def test_salts_share_nothing():
-    cache = PrefixCache(PageLedger(100), 4)
+    cache = PrefixCache(PageAllocator(100), 4)
     ours_T = cached(cache, [1] * 8, "ours")
     theirs_T = cached(cache, [1] * 8, "theirs")
     assert cache.match([1] * 8) == (0, 0)
@@ -181,14 +181,14 @@ def test_salts_share_nothing():
 
 
 def test_lists_and_arrays_are_the_same_text():
-    cache = PrefixCache(PageLedger(100), 4)
+    cache = PrefixCache(PageAllocator(100), 4)
     cached(cache, list(range(8)))
     for dtype in (np.int32, np.int64, np.uint16):
         assert cache.match(np.arange(8, dtype=dtype))[0] == 8
 
 
 def test_least_recently_used_goes_first_and_deepest_of_it():
-    cache = PrefixCache(PageLedger(100), 4)
+    cache = PrefixCache(PageAllocator(100), 4)
     first, second = [1] * 12, [2] * 12
     cached(cache, first)
     cached(cache, second)
@@ -210,7 +210,7 @@ def key_of(cache: PrefixCache, text: list[int]) -> bytes:
 
 
 def test_eviction_frees_nothing_that_somebody_holds():
-    ledger = PageLedger(100)
+    ledger = PageAllocator(100)
     cache = PrefixCache(ledger, 4)
     pages_T = written(ledger, 12)
     cache.insert([1] * 12, pages_T)
@@ -224,7 +224,7 @@ def test_eviction_frees_nothing_that_somebody_holds():
 
 def test_computed_twice_at_once():
     """Of two requests that compute one beginning, the second goes on from its own pages; both lineages live as long as they are needed."""
-    ledger = PageLedger(100)
+    ledger = PageAllocator(100)
     cache = PrefixCache(ledger, 4)
     first_T = written(ledger, 4)
     second_T = written(ledger, 8)
@@ -244,7 +244,7 @@ def test_computed_twice_at_once():
 
 
 def test_a_long_prompt_is_matched_in_time():
-    cache = PrefixCache(PageLedger(100_000))
+    cache = PrefixCache(PageAllocator(100_000))
     text_T = np.random.default_rng(0).integers(0, 128_000, 100_000)
     pages_T = cached(cache, text_T)
     start = time.perf_counter()
@@ -259,7 +259,7 @@ def test_a_long_prompt_is_matched_in_time():
 
 def test_what_is_forgotten_is_not_found():
     """Nor what continues it, until it is kept again; who holds pages keeps them, and another text of the same beginning is not touched."""
-    cache = PrefixCache(PageLedger(100), 4)
+    cache = PrefixCache(PageAllocator(100), 4)
     held_T = written(cache.ledger, 8)
     cache.insert([1] * 8, held_T)
     cached(cache, [2] * 8)
@@ -281,7 +281,7 @@ def test_what_is_forgotten_is_not_found():
     one=st.lists(st.integers(0, 1), max_size=9), other=st.lists(st.integers(0, 1), max_size=9), salts=st.sampled_from([("", ""), ("", "x")])
 )
 def test_common_blocks_are_counted_by_their_keys(one, other, salts):
-    cache = PrefixCache(PageLedger(10), 1)
+    cache = PrefixCache(PageAllocator(10), 1)
     expected = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
     found = common_blocks(*(cache.keys(tokens, salt) for tokens, salt in zip((one, other), salts)))
     assert found == (expected if salts[0] == salts[1] else 0)

@@ -20,7 +20,7 @@ from smc.model.check import require_pair
 from smc.model.config import ModelConfig
 from smc.model.decoder import Decoder
 from smc.model.loader import load_model, save_model
-from smc.model.padded import Growth, grown_config, grown_model, save_grown
+from smc.model.padded import PaddedShape, grown_config, grown_model, save_grown
 from smc.model.parallel import Shard
 from smc.model.presets import PRESETS, preset
 from smc.model.safetensors_files import read_headers
@@ -232,7 +232,7 @@ def test_published_shapes_hold_the_shipped_pair():
 def test_shapes_that_are_too_small(changes, message):
     small = random_decoder(tiny_config())
     with pytest.raises(ValueError, match=f"the shape cannot hold the model: .*{message}"):
-        Growth(small, shape_of(small.config, **changes))
+        PaddedShape(small, shape_of(small.config, **changes))
 
 
 def test_a_model_without_eps():

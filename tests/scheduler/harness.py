@@ -13,14 +13,14 @@ from smc.api.outputs import Answer, Output
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
 from smc.executor.forward import Rows, StaticForward
-from smc.executor.graph_runner import Stages
+from smc.executor.graph_runner import StageRunner
 from smc.executor.messages import guides, side_of
-from smc.executor.model_runner import Side
+from smc.executor.model_runner import ModelRunner
 from smc.executor.plan import Contexts, Program
 from smc.executor.worker import ModelWorker
 from smc.local_engine import ModelPair, local_engine
 from smc.scheduler.engine import Engine
-from smc.scheduler.sequence_group import Group, Phase
+from smc.scheduler.sequence_group import Phase, SequenceGroup
 
 FORMS = [
     EngineConfig(form="lockstep", block=3),
@@ -93,7 +93,7 @@ class TokenLedger:
         return self.token_of_page[pages].tolist()
 
 
-def open_particles(engine: Engine, group: Group, side: str) -> list[tuple[int, list[int]]]:
+def open_particles(engine: Engine, group: SequenceGroup, side: str) -> list[tuple[int, list[int]]]:
     """(slot, tokens whose keys and values it must hold) for every open particle of a group."""
     slots, of_pair = engine.slots, group.decoding.program is Program.PAIR
     found = []
@@ -131,7 +131,7 @@ def check_kv(engine: Engine, written: dict[str, TokenLedger]) -> int:
     return seen
 
 
-def _check_companions(engine: Engine, group: Group, side: str, written: TokenLedger) -> int:
+def _check_companions(engine: Engine, group: SequenceGroup, side: str, written: TokenLedger) -> int:
     """Those of a guided group hold its answers after its negative prompt, as far as the side has them."""
     slots, ledger = engine.slots, engine.memory.ledgers[side]
     for slot in group.slots[: group.count].tolist():
@@ -157,7 +157,7 @@ class Listening:
 
 
 @torch.inference_mode()
-def next_log_probs(side: Side, slot: int, held: int, token: int) -> torch.Tensor:
+def next_log_probs(side: ModelRunner, slot: int, held: int, token: int) -> torch.Tensor:
     """log p [V] after feeding `token` to the first `held` positions of a slot, from its paged KV, which is left as it was."""
     forward = StaticForward(side._forward.model, copy.deepcopy(side.worker.pool), side.worker.rope)
     one = torch.ones(1, dtype=torch.int32)
@@ -169,11 +169,11 @@ def next_log_probs(side: Side, slot: int, held: int, token: int) -> torch.Tensor
     return torch.log_softmax(forward.logits(hidden)[-1].double(), -1)
 
 
-class Padding(Stages):
+class Padding(StageRunner):
     """As on a GPU, where rounds are padded to few shapes and a round is asked for before the last is read; but run as they are."""
 
     records = True
 
 
-def running(engine: Engine) -> list[Group]:
+def running(engine: Engine) -> list[SequenceGroup]:
     return [group for group in engine.registry.groups.values() if group.phase is Phase.RUNNING]

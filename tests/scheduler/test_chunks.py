@@ -9,7 +9,7 @@ import pytest
 from smc.api.engine_config import EngineConfig
 from smc.executor.messages import SIDES
 from smc.local_engine import local_engine
-from smc.scheduler.prefill import IN_FLIGHT, LEAST, Chunks
+from smc.scheduler.prefill import IN_FLIGHT, LEAST, PrefillBudget
 from smc.scheduler.sequence_group import Phase
 from tests.scheduler.harness import answers, assert_empty, request
 from tests.scheduler.lives import assert_same, pair
@@ -36,7 +36,7 @@ class Simulation:
     """Steps of an engine whose models take `floor` seconds for a chunk of up to 200 tokens, and as much more for more."""
 
     def __init__(self, config: EngineConfig, floors: dict[str, float]) -> None:
-        self.config, self.floors, self.chunks = config, floors, Chunks(config)
+        self.config, self.floors, self.chunks = config, floors, PrefillBudget(config)
         self.asked: list[int] = []
         self.took = dict.fromkeys(SIDES, 0.0)
 
@@ -102,7 +102,7 @@ def test_no_more_than_two_chunks_are_on_their_way(share):
         def result(self) -> None:
             read.append(self)
 
-    chunks = Chunks(replace(AHEAD, prefill_share=share))
+    chunks = PrefillBudget(replace(AHEAD, prefill_share=share))
     for i in range(10):
         chunks.most(beside=False)
         assert len(read) == 2 * max(0, i + 1 - IN_FLIGHT)

@@ -11,13 +11,13 @@ from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import Method
 from smc.calibration.costs import BRIEF, TREE, Effort, live_plan, time_costs
 from smc.calibration.warm_up import rehearsal
-from smc.executor.executor import LocalPair
+from smc.executor.executor import LocalRoundExecutor
 from smc.executor.forward import StaticForward
 from smc.executor.model_runner import Parts
 from smc.executor.plan import Program
 from smc.local_engine import local_engine
 from smc.scheduler.engine import Engine
-from smc.scheduler.latency_model import Cost, Costs, Curve
+from smc.scheduler.latency_model import LatencyCurve, LatencyModel, ModelLatency
 from tests.scheduler.harness import answers, request
 from tests.scheduler.pairs import tiny_pair
 
@@ -28,40 +28,45 @@ by_form = pytest.mark.parametrize("config", FORMS, ids=["look-ahead", "lockstep"
 
 
 def test_between_points_and_beyond_them():
-    curve = Curve(((4, 1.0), (8, 1.0), (16, 3.0)))
+    curve = LatencyCurve(((4, 1.0), (8, 1.0), (16, 3.0)))
     assert [curve.at(size) for size in (1, 4, 6, 8, 12, 16)] == [1, 1, 1, 1, 2, 3]
     assert curve.at(32) == 3 + 16 * 0.25
     # At least in proportion: one point, or a flat end, says nothing of what is beyond.
-    assert Curve(((4, 1.0),)).at(12) == 3 and Curve(((2, 1.0), (4, 1.0))).at(8) == 2
+    assert LatencyCurve(((4, 1.0),)).at(12) == 3 and LatencyCurve(((2, 1.0), (4, 1.0))).at(8) == 2
 
 
 def test_samples_make_a_curve_that_never_falls():
     samples = [(8, 2.0), (1, 1.0), (4, 4.0), (8, 2.2), (8, 9.0), (16, 7.0)]
     # Of size 8 the median is 2.2, less than size 4 took: the mean of both.
-    assert Curve.through(samples).points == ((1, 1.0), (4, 3.1), (8, 3.1), (16, 7.0))
-    falling = Curve.through([(1, 3.0), (2, 2.0), (3, 1.0)])
+    assert LatencyCurve.through(samples).points == ((1, 1.0), (4, 3.1), (8, 3.1), (16, 7.0))
+    falling = LatencyCurve.through([(1, 3.0), (2, 2.0), (3, 1.0)])
     assert falling.points == ((1, 2.0), (2, 2.0), (3, 2.0))
 
 
 @pytest.mark.parametrize("points", [(), ((0, 1.0),), ((2, 1.0), (2, 2.0)), ((1, 2.0), (2, 1.0)), ((1, 0.0),), ((1, float("nan")),)])
 def test_what_is_no_curve(points):
     with pytest.raises(ValueError, match="allowed: "):
-        Curve(points)
+        LatencyCurve(points)
 
 
 def test_costs_travel_as_json():
-    costs = Costs(Cost(Curve(((1, 0.001), (64, 0.004))), 1e-8), Cost(Curve(((1, 0.01),))), Cost(Curve(((2, 0.02),)), 3e-8), 0.0005)
-    assert Costs.from_json(costs.to_json()) == costs
+    costs = LatencyModel(
+        ModelLatency(LatencyCurve(((1, 0.001), (64, 0.004))), 1e-8),
+        ModelLatency(LatencyCurve(((1, 0.01),))),
+        ModelLatency(LatencyCurve(((2, 0.02),)), 3e-8),
+        0.0005,
+    )
+    assert LatencyModel.from_json(costs.to_json()) == costs
     assert (costs.draft.at(64, 100), costs.target.at(2, 100), costs.round_overhead) == (0.004 + 1e-6, 0.02, 0.0005)
     part = '{"points": [[1, 0.1]], "read": 0}'
     for wrong in ("[]", "{}", "x", f'{{"draft": {part}, "target": {part}, "round_overhead": 0}}', costs.to_json().replace("read", "reads")):
         with pytest.raises(ValueError):
-            Costs.from_json(wrong)
+            LatencyModel.from_json(wrong)
     with pytest.raises(ValueError, match="round_overhead=-1"):
         replace(costs, round_overhead=-1)
     for wrong in (-1e-9, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="read="):
-            Cost(Curve(((1, 1.0),)), wrong)
+            ModelLatency(LatencyCurve(((1, 1.0),)), wrong)
 
 
 class Clock:
@@ -95,7 +100,7 @@ def watched(config: EngineConfig, clock: Clock | None = None) -> tuple[Engine, d
                 clock.now += PASS + PAGE * len(pages)
             return super().__call__(tokens_T, rows)
 
-    engine.pair = LocalPair(config, engine.workers, Parts(forward=Watched))
+    engine.pair = LocalRoundExecutor(config, engine.workers, Parts(forward=Watched))
     return engine, passes
 
 

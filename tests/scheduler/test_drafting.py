@@ -16,9 +16,9 @@ from smc.api.sampling_params import Method, SamplingParams
 from smc.local_engine import local_engine
 from smc.scheduler.acceptance import WIDTH_GAIN, Acceptance, tokens_a_round
 from smc.scheduler.decode import MEMORY
-from smc.scheduler.latency_model import Cost, Costs, Curve
+from smc.scheduler.latency_model import LatencyCurve, LatencyModel, ModelLatency
 from smc.scheduler.tree_controller import FADE
-from smc.scheduler.tree_policy import MARGIN, SURE, Beside, CostsDecide, Forecast, Tree
+from smc.scheduler.tree_policy import MARGIN, SURE, CostBasedTreePolicy, Forecast, OtherLoad, TreeRequest
 from tests.scheduler.harness import answers, assert_empty, running
 from tests.scheduler.lives import pair
 
@@ -30,27 +30,27 @@ CONFIGS = [EngineConfig(block=8, max_slots=4096), EngineConfig(form="lockstep", 
 FLAT, FAR = 64, 1 << 14
 
 
-def rising(floor: float, slope: float, read: float = 0.0) -> Cost:
+def rising(floor: float, slope: float, read: float = 0.0) -> ModelLatency:
     """Up to 64 rows or positions what reading weights takes, and more for every one beyond."""
-    return Cost(Curve(((FLAT, floor), (FAR, floor + slope * (FAR - FLAT)))), read)
+    return ModelLatency(LatencyCurve(((FLAT, floor), (FAR, floor + slope * (FAR - FLAT)))), read)
 
 
 def made(
     draft: tuple[float, float] = (0.9e-3, 4e-6), target: tuple[float, float] = (4.2e-3, 35e-6), round_overhead: float = 0.6e-3
-) -> Costs:
+) -> LatencyModel:
     """By default about an 8B target and a 1B draft on a large GPU each. What is read costs nothing."""
-    return Costs(rising(*draft), rising(*target), rising(*target), round_overhead)
+    return LatencyModel(rising(*draft), rising(*target), rising(*target), round_overhead)
 
 
-MADE, NOBODY, SHORT = made(), Beside(), 100
+MADE, NOBODY, SHORT = made(), OtherLoad(), 100
 
 
-def through(read: float, **milliseconds: float) -> Cost:
+def through(read: float, **milliseconds: float) -> ModelLatency:
     """`at_64=5.0`: of size 64."""
-    return Cost(Curve(tuple((int(size.removeprefix("at_")), 1e-3 * each) for size, each in milliseconds.items())), read)
+    return ModelLatency(LatencyCurve(tuple((int(size.removeprefix("at_")), 1e-3 * each) for size, each in milliseconds.items())), read)
 
 
-H200 = Costs(
+H200 = LatencyModel(
     through(8e-9, at_1=0.85, at_32=0.95, at_128=1.3, at_512=2.8, at_2048=9.7),
     through(27e-9, at_5=4.5, at_40=4.7, at_160=5.8, at_400=9.5, at_1600=35.0),
     through(75e-9, at_1=4.2, at_64=5.0, at_128=5.2, at_256=5.8),
@@ -58,7 +58,7 @@ H200 = Costs(
 )
 """An 8B target and a 1B draft on a GPU each (docs/performance.md). A pass of 256 sequences by themselves took 7.7 ms behind 100 tokens
 each, 10.7 behind 256."""
-ONE_H200 = Costs(
+ONE_H200 = LatencyModel(
     through(8e-9, at_1=0.85, at_64=1.13, at_128=1.41, at_256=1.89, at_512=3.19),
     through(37e-9, at_6=4.04, at_96=5.0, at_384=9.1, at_768=15.73, at_1536=29.95, at_3072=61.38),
     through(28e-9, at_1=3.98, at_64=4.88, at_128=5.52, at_256=7.32),
@@ -67,20 +67,20 @@ ONE_H200 = Costs(
 """The same pair on one."""
 
 
-def tree(hazard: float, rows: int = 0, context: int = SHORT, most: int = 8) -> Tree:
-    return Tree(most, hazard, context, rows)
+def tree(hazard: float, rows: int = 0, context: int = SHORT, most: int = 8) -> TreeRequest:
+    return TreeRequest(most, hazard, context, rows)
 
 
 def settled(
     config: EngineConfig,
     hazards: list[float],
-    beside: Beside = NOBODY,
-    costs: Costs = MADE,
+    beside: OtherLoad = NOBODY,
+    costs: LatencyModel = MADE,
     rows: int = 8,
     context: int = SHORT,
 ) -> list[int]:
     """Rows after which nothing changes any more, from `rows` each."""
-    policy, now = CostsDecide(config), [rows] * len(hazards)
+    policy, now = CostBasedTreePolicy(config), [rows] * len(hazards)
     for _ in range(3):
         changed = policy.change([tree(hazard, count, context) for hazard, count in zip(hazards, now)], [], beside, costs)
         if changed is None:
@@ -140,9 +140,9 @@ def test_a_crowd_that_comes_first_is_drafted_for_until_its_draft_is_known(rows):
 
 def test_a_crowd_that_comes_and_goes_settles():
     """Of 256 requests one in twenty is another after every eight steps, contexts are of all lengths, and estimates waver."""
-    rng, policy = random.Random(5), CostsDecide(EngineConfig(block=5, max_slots=2048))
+    rng, policy = random.Random(5), CostBasedTreePolicy(EngineConfig(block=5, max_slots=2048))
 
-    def another(others: list[Tree]) -> Tree:
+    def another(others: list[TreeRequest]) -> TreeRequest:
         new = tree(HARD * rng.uniform(0.8, 1.4), context=rng.randint(10, 190))
         return replace(new, rows=policy.begin(new, others, NOBODY, H200))
 
@@ -163,7 +163,7 @@ def test_a_crowd_that_comes_and_goes_settles():
 def test_trees_must_be_sure_to_be_faster_than_plain_decoding(config, promise, goes_on, begins):
     """By some per cent, or they are given up; and they do not come back for a little more."""
     once = Forecast(config, MADE).speed([tree(EASY, 1)], [1], NOBODY)
-    costs, policy = replace(MADE, alone=Cost(Curve(((1, promise / once),)))), CostsDecide(config)
+    costs, policy = replace(MADE, alone=ModelLatency(LatencyCurve(((1, promise / once),)))), CostBasedTreePolicy(config)
     for rows, wanted in ((1, goes_on), (0, begins)):
         assert policy.change([tree(EASY, rows, most=1)], [], NOBODY, costs) == (None if rows == wanted else [wanted])
     assert policy.begin(tree(EASY, most=1), [], NOBODY, costs) == goes_on
@@ -172,8 +172,8 @@ def test_trees_must_be_sure_to_be_faster_than_plain_decoding(config, promise, go
 def test_beside_rounds_of_the_target_alone_nothing_is_drafted():
     """They take their time anyway: one more row in them costs nothing, and brings as many tokens."""
     assert settled(CONFIGS[0], [EASY] * 2) == [8, 8]
-    assert settled(CONFIGS[0], [EASY] * 2, Beside(target=4)) == [0, 0]
-    assert settled(CONFIGS[0], [EASY] * 2, Beside(pair=2, pair_rows=16)) != [0, 0]
+    assert settled(CONFIGS[0], [EASY] * 2, OtherLoad(target=4)) == [0, 0]
+    assert settled(CONFIGS[0], [EASY] * 2, OtherLoad(pair=2, pair_rows=16)) != [0, 0]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.form)
@@ -183,12 +183,12 @@ def test_no_choice_is_slower_than_plain_decoding_and_none_is_flapping(config):
     forecast = Forecast(config, MADE)
     for _ in range(30):
         hazards = [rng.choice((EASY, HARD, HOPELESS)) * rng.uniform(0.5, 2) for _ in range(rng.choice((1, 3, 10, 50, 200)))]
-        beside = Beside(pair=(extra := rng.choice((0, 0, 3))), pair_rows=8 * extra, target=rng.choice((0, 0, 2)))
+        beside = OtherLoad(pair=(extra := rng.choice((0, 0, 3))), pair_rows=8 * extra, target=rng.choice((0, 0, 2)))
         rows, trees = settled(config, hazards, beside), [tree(hazard) for hazard in hazards]
         speed = forecast.speed(trees, rows, beside)
         assert speed >= forecast.speed(trees, [0] * len(trees), beside)
         assert MARGIN * max(speed, 1e-9) >= forecast.speed(trees, [rng.randint(1, 8) for _ in trees], beside)
-        policy, changes = CostsDecide(config), 0
+        policy, changes = CostBasedTreePolicy(config), 0
         for _ in range(20):
             wavering = [tree(hazard * rng.uniform(0.97, 1.03), count) for hazard, count in zip(hazards, rows)]
             if (changed := policy.change(wavering, [], beside, MADE)) is not None:
@@ -199,7 +199,7 @@ def test_no_choice_is_slower_than_plain_decoding_and_none_is_flapping(config):
 def test_rows_ahead_are_drafted_where_they_cost_nothing():
     """A draft that is waited for drafts no more than it must; one that waits for the target may."""
     config = EngineConfig(block=5, branches=4, max_slots=256)
-    policy, drafts_long = CostsDecide(config), made(draft=(0.9e-3, 20e-6))
+    policy, drafts_long = CostBasedTreePolicy(config), made(draft=(0.9e-3, 20e-6))
     assert [policy.branches(places, 0, MADE) for places in (1, 8, 64)] == [4, 4, 4]
     assert [policy.branches(places, 0, drafts_long) for places in (1, 8, 32, 64)] == [4, 4, 1, 1]
     assert policy.branches(64, 0, None) == 4
@@ -208,12 +208,12 @@ def test_rows_ahead_are_drafted_where_they_cost_nothing():
     assert [policy.branches(64, context, draft_reads) for context in (0, 1000, 1 << 20)] == [4, 4, 1]
     assert [policy.branches(64, context, replace(drafts_long, target=target_reads.target)) for context in (0, 1 << 22)] == [1, 4]
     crowd = [tree(EASY, 1)] * 32
-    lean, mixed = (Forecast(config, drafts_long).speed(crowd, [1] * 32, beside) for beside in (NOBODY, Beside(pair=1, pair_rows=1)))
+    lean, mixed = (Forecast(config, drafts_long).speed(crowd, [1] * 32, beside) for beside in (NOBODY, OtherLoad(pair=1, pair_rows=1)))
     assert lean > 1.1 * mixed
 
 
 def test_one_that_arrives_begins_as_suits_those_that_run():
-    policy = CostsDecide(CONFIGS[0])
+    policy = CostBasedTreePolicy(CONFIGS[0])
     assert policy.begin(tree(EASY), [], NOBODY, MADE) == 8
     assert policy.begin(tree(EASY), [tree(EASY, 0)] * 128, NOBODY, MADE) == 0
     assert policy.begin(tree(EASY), [tree(EASY, 2)] * 16, NOBODY, MADE) > 0
@@ -222,11 +222,11 @@ def test_one_that_arrives_begins_as_suits_those_that_run():
 
 def test_those_that_wait_for_slots_alone_get_them():
     """Of 16 slots, two requests may have all as long as nobody waits."""
-    policy, trees, waiting = CostsDecide(EngineConfig(block=8, max_slots=16)), [tree(EASY, 8)] * 2, [tree(EASY)] * 14
+    policy, trees, waiting = CostBasedTreePolicy(EngineConfig(block=8, max_slots=16)), [tree(EASY, 8)] * 2, [tree(EASY)] * 14
     assert policy.change(trees, [], NOBODY, MADE) is None
     assert policy.change(trees, waiting[:2], NOBODY, MADE) == [4, 4]
     assert policy.change(trees, waiting, NOBODY, MADE) == [1, 1]
-    assert policy.change(trees, waiting, Beside(target=4, slots=4), MADE) == [0, 0]
+    assert policy.change(trees, waiting, OtherLoad(target=4, slots=4), MADE) == [0, 0]
 
 
 def test_a_crowd_runs_at_once_where_each_could_have_all_slots():
@@ -317,7 +317,7 @@ def test_a_draft_that_was_hopeless_is_tried_again(monkeypatch):
 def test_it_is_tried_again_after_as_many_steps_whoever_comes_and_goes(tokens):
     """Where others come in every step, it is asked in every step."""
 
-    class Never(CostsDecide):
+    class Never(CostBasedTreePolicy):
         def begin(self, *_given):
             return 0
 
@@ -338,7 +338,7 @@ def test_it_is_tried_again_after_as_many_steps_whoever_comes_and_goes(tokens):
 def test_an_engine_says_how_much_is_read():
     """Of requests that a policy is asked about, and of others."""
 
-    class Listens(CostsDecide):
+    class Listens(CostBasedTreePolicy):
         def change(self, trees, waiting, beside, costs):
             asked.append((trees, beside))
 
@@ -363,8 +363,8 @@ def test_an_engine_says_how_much_is_read():
 def test_an_engine_drafts_where_much_is_read():
     """By itself the target reads a context for every token of a block, and once for what a round of the pair brings."""
     engine = local_engine(pair(), EngineConfig(block=3, max_slots=64))
-    free, target = Cost(Curve(((1, 1e-6), (512, 1e-6)))), Curve(((1, 4e-3), (512, 4e-3)))
-    engine.costs = Costs(free, Cost(target), Cost(Curve(((1, 1e-3), (512, 1e-3))), 4e-5), 0.0)
+    free, target = ModelLatency(LatencyCurve(((1, 1e-6), (512, 1e-6)))), LatencyCurve(((1, 4e-3), (512, 4e-3)))
+    engine.costs = LatencyModel(free, ModelLatency(target), ModelLatency(LatencyCurve(((1, 1e-3), (512, 1e-3))), 4e-5), 0.0)
     for size, alone in ((1, True), (33, False)):
         engine.submit(Request("one", (0, 1, 2) * size, SamplingParams(method="exact", seed=9, max_tokens=10, ignore_eos=True)))
         while not running(engine):
@@ -414,7 +414,7 @@ def test_a_crowd_that_comes_at_once_begins_with_small_trees(form):
     # More rows than one for each of them would take longer than they could bring.
     engine.costs = made(draft=(1e-4, 0.0), target=(4e-3, 0.0), round_overhead=0.0)
     count, most = 32, 256
-    steep = Cost(Curve(((1, 4e-3), (most, 4e-3), (2 * most, 1.0))))
+    steep = ModelLatency(LatencyCurve(((1, 4e-3), (most, 4e-3), (2 * most, 1.0))))
     engine.costs = replace(engine.costs, target=steep)
     requests = [
         Request(str(i), (0, 1, i % 3), SamplingParams(method="exact", particles=8, seed=i, max_tokens=20, ignore_eos=True))

@@ -11,8 +11,8 @@ from smc.local_engine import local_engine
 from smc.scheduler.admission import DuplicateRequest, QueueFull
 from smc.scheduler.detokenizer import StopRules
 from smc.scheduler.methods import decoding_of
-from smc.scheduler.queue import Queue
-from smc.scheduler.sequence_group import Group
+from smc.scheduler.queue import RequestQueue
+from smc.scheduler.sequence_group import SequenceGroup
 from tests.scheduler.harness import answers, assert_empty, request, step_through
 from tests.scheduler.pairs import tiny_pair
 
@@ -89,9 +89,9 @@ def test_who_waits_costs_a_step_nothing():
 
 def test_the_order_of_turns():
     """Who was preempted first, then in order of submission; where somebody leaves the queue, the others keep their places."""
-    queue = Queue()
+    queue = RequestQueue()
     rules = StopRules(four("x").params, tiny_pair().tokenizer)
-    groups = [Group(four(str(n)), seed=1, rules=rules, submitted=0.0, number=n, expected={"draft": n}) for n in range(6)]
+    groups = [SequenceGroup(four(str(n)), seed=1, rules=rules, submitted=0.0, number=n, expected={"draft": n}) for n in range(6)]
     for n in (3, 0, 5, 1, 4, 2):
         groups[n].saved = {} if n in (2, 4) else None
         queue.push(groups[n])

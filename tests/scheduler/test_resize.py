@@ -14,7 +14,7 @@ from smc.executor.model_runner import Parts
 from smc.local_engine import local_engine
 from smc.scheduler.checkpoint import shrink_saved
 from smc.scheduler.engine import Engine
-from smc.scheduler.sequence_group import Group, Phase
+from smc.scheduler.sequence_group import Phase, SequenceGroup
 from tests.scheduler.harness import CASES, FORMS, Padding, assert_empty, config_id, request, running
 from tests.scheduler.lives import pair
 from tests.scheduler.pairs import exact_law, tiny_pair
@@ -28,25 +28,25 @@ FORM = {
 }
 
 
-def down(engine: Engine, group: Group) -> None:
+def down(engine: Engine, group: SequenceGroup) -> None:
     if group.rounds == 1 and group.count == MANY:
         engine.resize(group.id, FEW)
 
 
-def up(engine: Engine, group: Group) -> None:
+def up(engine: Engine, group: SequenceGroup) -> None:
     if group.rounds == 0 and group.count == MANY:
         engine.resize(group.id, FEW)
     if group.rounds and group.count == FEW and group.wanted is None:
         engine.resize(group.id, MANY - 1)
 
 
-def saved(engine: Engine, group: Group) -> None:
+def saved(engine: Engine, group: SequenceGroup) -> None:
     if group.rounds == 1 and group.count == MANY:
         engine.registry.preempt(group)
         shrink_saved(group, FEW)
 
 
-def resized(form: str, change: Callable[[Engine, Group], None], ahead: bool, monkeypatch) -> list[Answer]:
+def resized(form: str, change: Callable[[Engine, SequenceGroup], None], ahead: bool, monkeypatch) -> list[Answer]:
     if ahead:
         monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: Parts(stages=Padding))
     engine, found = local_engine(tiny_pair(), FORM[form]), []

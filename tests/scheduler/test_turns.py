@@ -14,9 +14,9 @@ from smc.api.request import Request
 from smc.api.sampling_params import Method, SamplingParams
 from smc.local_engine import local_engine
 from smc.scheduler.engine import Engine
-from smc.scheduler.latency_model import Costs
-from smc.scheduler.sequence_group import Group, Phase
-from smc.scheduler.tree_policy import Beside, Tree
+from smc.scheduler.latency_model import LatencyModel
+from smc.scheduler.sequence_group import Phase, SequenceGroup
+from smc.scheduler.tree_policy import OtherLoad, TreeRequest
 from tests.scheduler.harness import TokenLedger, answers, assert_empty, check_kv, request, running
 from tests.scheduler.lives import live, pair, random_requests, small_engine, with_endless_memory
 
@@ -60,13 +60,15 @@ class AnyRows:
     def __init__(self, rng: random.Random, most_branches: int) -> None:
         self.rng, self.most_branches = rng, most_branches
 
-    def begin(self, tree: Tree, others: Sequence[Tree], beside: Beside, costs: Costs | None) -> int:
+    def begin(self, tree: TreeRequest, others: Sequence[TreeRequest], beside: OtherLoad, costs: LatencyModel | None) -> int:
         return self.rng.choice((0, self.rng.randint(1, tree.most)))
 
-    def change(self, trees: Sequence[Tree], waiting: Sequence[Tree], beside: Beside, costs: Costs | None) -> list[int]:
+    def change(
+        self, trees: Sequence[TreeRequest], waiting: Sequence[TreeRequest], beside: OtherLoad, costs: LatencyModel | None
+    ) -> list[int]:
         return [self.rng.choice((0, 1, tree.most // 2 or 1, tree.most)) if self.rng.random() < 0.4 else tree.rows for tree in trees]
 
-    def branches(self, places: int, context: int, costs: Costs | None) -> int:
+    def branches(self, places: int, context: int, costs: LatencyModel | None) -> int:
         return self.rng.randint(1, self.most_branches)
 
 
@@ -75,7 +77,7 @@ class Turns:
 
     def __init__(self, rng: random.Random, written: dict[str, TokenLedger]) -> None:
         self.rng, self.written, self.seen = rng, written, Counter()
-        self._were: dict[Group, int] = {}
+        self._were: dict[SequenceGroup, int] = {}
 
     def __call__(self, engine: Engine) -> None:
         if self.written:

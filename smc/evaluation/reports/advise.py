@@ -18,7 +18,7 @@ from smc.terminal import err, out
 if TYPE_CHECKING:
     from smc.evaluation.advise import Acceptance, Foretold, Settings
     from smc.evaluation.ttft import PromptMachine
-    from smc.scheduler.latency_model import Costs
+    from smc.scheduler.latency_model import LatencyModel
 
 LOADS = (1, 8, 64)
 MOST_ROWS = 512
@@ -112,7 +112,7 @@ def run(plan: AdvisePlan, machine: PromptMachine, compiles: bool) -> None:
 
 
 def report(
-    plan: AdvisePlan, curves: Mapping[int, Costs], acceptance: Acceptance, speeds: Callable[[Sequence[int]], list[Foretold]]
+    plan: AdvisePlan, curves: Mapping[int, LatencyModel], acceptance: Acceptance, speeds: Callable[[Sequence[int]], list[Foretold]]
 ) -> None:
     """Tables; the same numbers, and a picture, where they are wanted. `speeds`: of some loads."""
     how = (
@@ -167,7 +167,7 @@ def plain_of(speeds: Sequence[Foretold], requests: int) -> float:
     return max(speed.per_request for speed in speeds if speed.requests == requests and speed.setting is None)
 
 
-def _record(curves: Mapping[int, Costs], acceptance: Acceptance, speeds: Sequence[Foretold]) -> dict[str, object]:
+def _record(curves: Mapping[int, LatencyModel], acceptance: Acceptance, speeds: Sequence[Foretold]) -> dict[str, object]:
     rows = [
         {
             "requests": speed.requests,

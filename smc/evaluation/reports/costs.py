@@ -13,7 +13,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from smc.evaluation.round_time import GangRound, RoundTime
     from smc.evaluation.speed import Speed
-    from smc.scheduler.latency_model import Costs, Point
+    from smc.scheduler.latency_model import LatencyModel, Point
 
 CURVES_LEGEND = (
     "what these rounds say of costs, with the contexts that they had: milliseconds of a draft step, by rows, of a target pass, by "
@@ -74,12 +74,12 @@ def curve_tables(seen: Sequence[Seen]) -> list[Table]:
     return [_seen_table([each for each in seen if each.on == on], on) for on in dict.fromkeys(each.on for each in seen)]
 
 
-def costs_tables(costs: Mapping[int, Costs]) -> list[Table]:
+def costs_tables(costs: Mapping[int, LatencyModel]) -> list[Table]:
     """By the GPUs of the target."""
     return [_costs_table(each, f"target on {degree}") for degree, each in costs.items()]
 
 
-def _costs_table(costs: Costs, title: str) -> Table:
+def _costs_table(costs: LatencyModel, title: str) -> Table:
     reads = ", ".join(f"{1e9 * part.read:.0f} ({name})" for name, part in costs.parts.items())
     caption = f"without contexts; {reads} ns more for every token of context, {1e3 * costs.round_overhead:.2f} ms a round besides"
     points = {name: [(size, 1e3 * seconds) for size, seconds in part.curve.points] for name, part in costs.parts.items()}
@@ -100,10 +100,10 @@ def curve_table(points: Mapping[str, Sequence[Point]], title: str, caption: str 
 
 
 def _seen_table(seen: Sequence[Seen], on: str) -> Table:
-    from smc.scheduler.latency_model import Curve
+    from smc.scheduler.latency_model import LatencyCurve
 
     samples: dict[str, list[Point]] = {}
     for name, point in (sample for each in seen for sample in each.samples()):
         samples.setdefault(name, []).append(point)
-    points = {name: Curve.through(own).points for name, own in samples.items()}
+    points = {name: LatencyCurve.through(own).points for name, own in samples.items()}
     return curve_table(points, f"target on {on}" if "GPU" in on else on)

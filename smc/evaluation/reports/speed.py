@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from smc.evaluation.speed import Speed
     from smc.model.config import ModelConfig
     from smc.scheduler.engine import Engine
-    from smc.scheduler.latency_model import Costs
+    from smc.scheduler.latency_model import LatencyModel
 
 MODES = ("plain", "lockstep", "lockstep-apart", "lookahead")
 """plain: the target alone; lockstep: both models on one GPU; lockstep-apart, lookahead: each on its own."""
@@ -151,7 +151,7 @@ def measure(plan: SpeedPlan, machine: Machine, gpus: int, trace: Path | None, ke
         timeline.end_step(turn.begin, turn.end)
 
     @cache
-    def costs(degrees: tuple[int, int]) -> Costs:
+    def costs(degrees: tuple[int, int]) -> LatencyModel:
         found = measure_costs(machine, degrees, THOROUGH, min(MOST_ROWS, max(plan.concurrency) * max(plan.particles)))
         err.print(f"costs: {found}", style="dim")
         return found
