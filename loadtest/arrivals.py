@@ -1,4 +1,5 @@
-"""When requests come, as endless sequences of seconds since the start. Knows nothing about what is asked, or whether anybody answers."""
+"""When requests come, as endless sequences of seconds since the start. Knows nothing about what is asked, or whether
+anybody answers."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def constant(rate: float) -> Iterator[float]:
 
 
 def ramp(rate: float, rate_end: float, level: float, climb: float, rng: np.random.Generator) -> Iterator[float]:
-    """Poisson at `rate` for `level` seconds; then its rate moves in a straight line to `rate_end` within `climb` seconds, and stays.
+    """Poisson at `rate` for `level` seconds; then its rate moves in a straight line to `rate_end` within `climb`
+    seconds, and stays.
 
     By inversion: the expected number of arrivals until each one is a sum of unit exponentials.
     """

@@ -1,4 +1,5 @@
-"""The highest rate that meets the objective: doubling until it does not, then halving the gap. Knows nothing about how a rate is tried."""
+"""The highest rate that meets the objective: doubling until it does not, then halving the gap. Knows nothing about how
+a rate is tried."""
 
 from __future__ import annotations
 
@@ -58,8 +59,8 @@ class Capacity:
 
 
 async def search(probe: Callable[[float], Awaitable[Probe]], start: float, precision: float) -> Capacity:
-    """Try rates from `start` until the lowest that misses is at most `1 + precision` times the highest that meets. A probe that was late is
-    made once more, and the second decides. A probe that raises Unhealthy ends the search."""
+    """Try rates from `start` until the lowest that misses is at most `1 + precision` times the highest that meets. A
+    probe that was late is made once more, and the second decides. A probe that raises Unhealthy ends the search."""
     made: list[Probe] = []
     failure = ""
     try:
@@ -69,7 +70,9 @@ async def search(probe: Callable[[float], Awaitable[Probe]], start: float, preci
     return Capacity(*_bracket(made), tuple(made), failure)
 
 
-async def _narrow(probe: Callable[[float], Awaitable[Probe]], start: float, precision: float, made: list[Probe]) -> None:
+async def _narrow(
+    probe: Callable[[float], Awaitable[Probe]], start: float, precision: float, made: list[Probe]
+) -> None:
     """Appends to `made`."""
 
     async def bracket_with(rate: float) -> tuple[float | None, float | None]:
@@ -91,4 +94,6 @@ async def _narrow(probe: Callable[[float], Awaitable[Probe]], start: float, prec
 def _bracket(made: list[Probe]) -> tuple[float | None, float | None]:
     """The highest rate that met the objective and the lowest that missed it, each by its last probe."""
     met = {probe.rate: probe.met for probe in made}
-    return max((rate for rate in met if met[rate]), default=None), min((rate for rate in met if not met[rate]), default=None)
+    return max((rate for rate in met if met[rate]), default=None), min(
+        (rate for rate in met if not met[rate]), default=None
+    )

@@ -1,8 +1,7 @@
 """`python -m loadtest`: its options, and what becomes of a run on the way out.
 
-Exit codes: 0 all is well, 1 the objective was missed or something failed, 2 a mistake in what was asked, 3 there is no service,
-130 interrupted.
-"""
+Exit codes: 0 all is well, 1 the objective was missed or something failed, 2 a mistake in what was asked, 3 there is no
+service, 130 interrupted."""
 
 from __future__ import annotations
 
@@ -55,7 +54,9 @@ def load(
     ctx: typer.Context,
     serve_arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- ARGUMENTS]", help="After --: further ones of smcserve serve, with --serve.", show_default=False),
+        typer.Argument(
+            metavar="[-- ARGUMENTS]", help="After --: further ones of smcserve serve, with --serve.", show_default=False
+        ),
     ] = None,
     profile: Annotated[Words, option(WHEN, f"{', '.join(profiles.shipped())}, or a TOML file.", metavar="NAME")] = None,
     arrivals: Annotated[Words, option(WHEN, f"{', '.join(KINDS)}. Default: poisson.", metavar="KIND")] = None,
@@ -63,19 +64,27 @@ def load(
     rate_end: Annotated[Number, _number(WHEN, "Of a ramp, at its end.")] = None,
     burstiness: Annotated[Number, _number(WHEN, "Of gamma arrivals; 1 = poisson, less = burstier.")] = None,
     trace: Annotated[Path | None, option(WHEN, "Arrivals from a file, JSONL or CSV.", metavar="FILE")] = None,
-    duration: Annotated[Number, option(WHEN, "For how long requests are sent.", "--duration", "-d", metavar="SECONDS")] = None,
+    duration: Annotated[
+        Number, option(WHEN, "For how long requests are sent.", "--duration", "-d", metavar="SECONDS")
+    ] = None,
     requests: Annotated[Count, option(WHEN, "How many are sent at most.", metavar="COUNT")] = None,
     warm_up: Annotated[Number, option(WHEN, "Before that; these requests are not counted.", metavar="SECONDS")] = None,
     overload: Annotated[Number, _number(WHEN, "The rate as a multiple of --capacity.")] = None,
     prompts: Annotated[Path | None, option(WHAT, "JSONL file. Default: the demo problems.", metavar="FILE")] = None,
     prompt_length: Annotated[Words, option(WHAT, f"Random prompts of this length: {FORMS}.", metavar="LAW")] = None,
     output_length: Annotated[Words, option(WHAT, f"Longest answer: {FORMS}. Default: 128.", metavar="LAW")] = None,
-    ignore_eos: Annotated[bool | None, option(WHAT, "Go on to the longest answer.", "--ignore-eos/--no-ignore-eos")] = None,
-    method: Annotated[Words, option(WHAT, "smc, exact, target, draft, or a mix: smc:0.9,target:0.1. Default: smc.", metavar="MIX")] = None,
+    ignore_eos: Annotated[
+        bool | None, option(WHAT, "Go on to the longest answer.", "--ignore-eos/--no-ignore-eos")
+    ] = None,
+    method: Annotated[
+        Words, option(WHAT, "smc, exact, target, draft, or a mix: smc:0.9,target:0.1. Default: smc.", metavar="MIX")
+    ] = None,
     particles: Annotated[
         Words, option(WHAT, "N, or a mix: 4:0.5,8:0.5. Default: the server's.", "--particles", "-n", metavar="MIX")
     ] = None,
-    seed: Annotated[Count, option(WHAT, "Same seed, same requests at the same times. Default: 0.", metavar="SEED")] = None,
+    seed: Annotated[
+        Count, option(WHAT, "Same seed, same requests at the same times. Default: 0.", metavar="SEED")
+    ] = None,
     cancel_share: Annotated[Number, option(WHAT, "Share of requests that are cancelled.", metavar="SHARE")] = None,
     cancel_after: Annotated[Number, option(WHAT, "After this long.", metavar="SECONDS")] = None,
     cancel_after_tokens: Annotated[Count, option(WHAT, "After this many tokens.", metavar="COUNT")] = None,
@@ -84,25 +93,43 @@ def load(
     slow_pause: Annotated[Number, option(WHAT, "Its pause between two messages.", metavar="SECONDS")] = None,
     deadline: Annotated[Number, option(WHAT, "Of every request. Default: 60.", metavar="SECONDS")] = None,
     goodput: Annotated[
-        Words, option(JUDGED, "Objective in milliseconds: ttft:500 tpot:50 e2el:5000, or some of these.", metavar="NAME:MS ..")
+        Words,
+        option(
+            JUDGED, "Objective in milliseconds: ttft:500 tpot:50 e2el:5000, or some of these.", metavar="NAME:MS .."
+        ),
     ] = None,
-    attainment: Annotated[Number, option(JUDGED, "Share of requests that must meet it. Default: 0.95.", metavar="SHARE")] = None,
+    attainment: Annotated[
+        Number, option(JUDGED, "Share of requests that must meet it. Default: 0.95.", metavar="SHARE")
+    ] = None,
     capacity: Annotated[Number, _number(JUDGED, "Judge overload against this many requests a second.")] = None,
     flat: Annotated[
-        bool | None, option(JUDGED, "Check that memory, threads and open files of every process do not grow.", "--flat/--no-flat")
+        bool | None,
+        option(JUDGED, "Check that memory, threads and open files of every process do not grow.", "--flat/--no-flat"),
     ] = None,
     find_capacity: Annotated[
         bool, option(JUDGED, "Search the highest rate that meets the objective, from --rate.", "--find-capacity")
     ] = False,
     precision: Annotated[Number, option(JUDGED, f"Of that search. Default: {PRECISION:g}.", metavar="SHARE")] = None,
-    settle: Annotated[Number, option(JUDGED, "Rest before the service is checked for leftovers. Default: 5.", metavar="SECONDS")] = None,
-    address: Annotated[Words, option(SERVICE, f"Default: {DEFAULT_ADDRESS}.", "--address", "-a", metavar="HOST:PORT")] = None,
-    wait: Annotated[Number, option(SERVICE, "At most, for a service that is starting. Default: 0.", metavar="SECONDS")] = None,
+    settle: Annotated[
+        Number, option(JUDGED, "Rest before the service is checked for leftovers. Default: 5.", metavar="SECONDS")
+    ] = None,
+    address: Annotated[
+        Words, option(SERVICE, f"Default: {DEFAULT_ADDRESS}.", "--address", "-a", metavar="HOST:PORT")
+    ] = None,
+    wait: Annotated[
+        Number, option(SERVICE, "At most, for a service that is starting. Default: 0.", metavar="SECONDS")
+    ] = None,
     serve: Annotated[bool, option(SERVICE, "Start smcserve serve, and stop it afterwards.", "--serve")] = False,
     metrics: Annotated[Words, option(SERVICE, "The service's /metrics, read beside.", metavar="URL")] = None,
-    watch_pid: Annotated[Count, option(SERVICE, "Of smcserve serve on this machine: watch what its processes hold.", metavar="PID")] = None,
-    interval: Annotated[Number, option(SERVICE, "Between two looks at the server. Default: 1.", metavar="SECONDS")] = None,
-    connections: Annotated[Count, option(SERVICE, "To share the requests between. Default: 1.", metavar="COUNT")] = None,
+    watch_pid: Annotated[
+        Count, option(SERVICE, "Of smcserve serve on this machine: watch what its processes hold.", metavar="PID")
+    ] = None,
+    interval: Annotated[
+        Number, option(SERVICE, "Between two looks at the server. Default: 1.", metavar="SECONDS")
+    ] = None,
+    connections: Annotated[
+        Count, option(SERVICE, "To share the requests between. Default: 1.", metavar="COUNT")
+    ] = None,
     token_file: TokenFile = None,
     tls: Tls = False,
     tls_ca: TlsCa = None,
@@ -114,7 +141,9 @@ def load(
     """Load a running service over gRPC, open loop, and say how it bore that."""
     given = {name: value for name, value in ctx.params.items() if value is not None}
     profile = profile or (SEARCH_PROFILE if find_capacity else None)
-    settings = Settings.of(profiles.load(profile) if profile else {}, {name: given[name] for name in SETTINGS if name in given})
+    settings = Settings.of(
+        profiles.load(profile) if profile else {}, {name: given[name] for name in SETTINGS if name in given}
+    )
     _check(ctx.params, settings)
     job = Job(settings, PRECISION if precision is None else precision, find_capacity, json, html)
     token = read_tokens(token_file, "--token-file")[0] if token_file else None
@@ -224,7 +253,9 @@ def joined(arguments: Sequence[str]) -> list[str]:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code."""
-    usage_error: Any = typer.BadParameter.__base__  # click's class of wrong options, under whichever name typer carries it
+    usage_error: Any = (
+        typer.BadParameter.__base__
+    )  # click's class of wrong options, under whichever name typer carries it
     try:
         return app(joined(arguments), prog_name="python -m loadtest", standalone_mode=False) or 0
     except usage_error as error:

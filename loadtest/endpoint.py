@@ -1,4 +1,5 @@
-"""Where the service is and how to get in; the connections of a run, and one call over them. Knows nothing about when calls are made."""
+"""Where the service is and how to get in; the connections of a run, and one call over them. Knows nothing about when
+calls are made."""
 
 from __future__ import annotations
 
@@ -43,10 +44,18 @@ class Endpoint:
 
     def client(self) -> Client:
         """Raises ValueError for what does not go together."""
-        return Client(self.address, token=self.token, tls=self.tls, tls_ca=self.tls_ca, tls_cert=self.tls_cert, tls_key=self.tls_key)
+        return Client(
+            self.address,
+            token=self.token,
+            tls=self.tls,
+            tls_ca=self.tls_ca,
+            tls_cert=self.tls_cert,
+            tls_key=self.tls_key,
+        )
 
     def wait(self, seconds: float) -> None:
-        """Until the service is SERVING, or fails in a way that waiting does not change. Raises Unreachable if that takes longer."""
+        """Until the service is SERVING, or fails in a way that waiting does not change. Raises Unreachable if that
+        takes longer."""
         end = time.monotonic() + seconds
         while True:
             with self.client() as client:  # a new one each time: gRPC tries one address less and less often
@@ -69,10 +78,14 @@ class Endpoint:
                 server, models = client.server_info(), client.model_info()
             except ServiceError as error:
                 if error.code is grpc.StatusCode.UNAUTHENTICATED:
-                    raise ValueError(f"{self.address} does not let us in: {error.message}; give --token-file") from error
+                    raise ValueError(
+                        f"{self.address} does not let us in: {error.message}; give --token-file"
+                    ) from error
                 raise Unreachable(f"no service at {self.address}: {error}") from error
         if not server.serving:
-            raise Unreachable(f"the service at {self.address} is not serving: it is starting or shutting down; try again later")
+            raise Unreachable(
+                f"the service at {self.address} is not serving: it is starting or shutting down; try again later"
+            )
         return server, models
 
     def channel(self) -> grpc.aio.Channel:
@@ -112,7 +125,9 @@ class Connections:
                 for channel in self._channels:
                     await channel.channel_ready()
         except TimeoutError as error:
-            raise Unreachable(f"the service did not accept {len(self._channels)} connections within {timeout:g} s") from error
+            raise Unreachable(
+                f"the service did not accept {len(self._channels)} connections within {timeout:g} s"
+            ) from error
 
     async def server_info(self, timeout: float) -> pb.GetServerInfoResponse:
         """Raises grpc.RpcError."""
@@ -147,7 +162,9 @@ class Connections:
 
     def _abort(self, stub: pb_grpc.GenerationServiceStub, request_id: str) -> None:
         """The stream says how it went; nobody waits for this answer."""
-        task = asyncio.ensure_future(stub.Abort(pb.AbortRequest(request_id=request_id), timeout=ABORT_TIMEOUT, metadata=self._metadata))
+        task = asyncio.ensure_future(
+            stub.Abort(pb.AbortRequest(request_id=request_id), timeout=ABORT_TIMEOUT, metadata=self._metadata)
+        )
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
 
@@ -175,7 +192,11 @@ def _finish(record: Record, finish: pb.Finish) -> None:
     record.prompt_tokens = finish.usage.prompt_tokens
     if finish.HasField("statistics"):
         statistics = finish.statistics
-        record.particles, record.rounds, record.resamples = statistics.particles, statistics.rounds, statistics.resamples
+        record.particles, record.rounds, record.resamples = (
+            statistics.particles,
+            statistics.rounds,
+            statistics.resamples,
+        )
         record.collapses, record.mean_ess = statistics.collapses, statistics.mean_ess
 
 

@@ -1,4 +1,5 @@
-"""Files that say what to ask, and when: prompts (JSONL), traces (JSONL or CSV). A field that is unknown is refused, not ignored."""
+"""Files that say what to ask, and when: prompts (JSONL), traces (JSONL or CSV). A field that is unknown is refused, not
+ignored."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def read_prompts(path: Path) -> list[Asked]:
 def read_trace(path: Path) -> list[Asked]:
     """One request a line, JSONL or, by the file's name, CSV with a header; in the order of their times."""
     lines = _csv_lines(path) if path.suffix == ".csv" else _json_lines(path)
-    asked = [_asked(values, where, ("time", "prompt", "messages", "prompt_tokens", "max_tokens")) for where, values in lines]
+    asked = [
+        _asked(values, where, ("time", "prompt", "messages", "prompt_tokens", "max_tokens")) for where, values in lines
+    ]
     return sorted(_not_empty(asked, path), key=lambda line: line.time)
 
 
@@ -61,8 +64,12 @@ def _prompt(values: dict[str, Any], where: str) -> Prompt | None:
         try:
             return [Message(role=str(message["role"]), content=str(message["content"])) for message in messages]
         except (TypeError, KeyError):
-            raise ValueError(f"{where}: messages={messages!r}; allowed: a list of objects with role and content") from None
-    is_ids = isinstance(prompt, list) and prompt and all(isinstance(token, int) and 0 <= token < 2**31 for token in prompt)
+            raise ValueError(
+                f"{where}: messages={messages!r}; allowed: a list of objects with role and content"
+            ) from None
+    is_ids = (
+        isinstance(prompt, list) and prompt and all(isinstance(token, int) and 0 <= token < 2**31 for token in prompt)
+    )
     if prompt is not None and not isinstance(prompt, str) and not is_ids:
         raise ValueError(f"{where}: prompt={prompt!r}; allowed: text, or a list of token ids")
     return prompt

@@ -1,4 +1,5 @@
-"""Whether a run was good: the objective, errors, what was left behind, behaviour under overload. Pure functions of what was measured."""
+"""Whether a run was good: the objective, errors, what was left behind, behaviour under overload. Pure functions of what
+was measured."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ OVERWHELMED = ("RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "CANCELLED")
 OVERLOAD_SHARE = 0.8
 """Of the capacity, which goodput must reach under overload."""
 QUEUE_GROWTH = 1.25
-"""Between the second and the last third of the time in which requests are sent; a queue that has a bound is at it by then."""
+"""Between the second and the last third of the time in which requests are sent; a queue that has a bound is at it by
+then."""
 QUEUE_SLACK = 2.0
 """Requests; a queue that is nearly empty may grow by that."""
 MEMORY_GROWTH, MEMORY_SLACK = 0.02, 8 << 20
@@ -93,9 +95,13 @@ def overload(summary: Summary, settings: Settings, during: Sequence[Sample]) -> 
     share = f"{rate / capacity:.0%} of the capacity of {capacity:g}; at least {OVERLOAD_SHARE:.0%} must be"
     unanswered = {code: n for code, n in summary.codes.items() if code not in ("OK", "CANCELLED", *REFUSALS)}
     refused = counts({code: summary.codes.get(code, 0) for code in REFUSALS})
-    answered = f"{summary.completed} answered; refused: {refused}" + (f"; neither: {counts(unanswered)}" if unanswered else "")
+    answered = f"{summary.completed} answered; refused: {refused}" + (
+        f"; neither: {counts(unanswered)}" if unanswered else ""
+    )
     return [
-        Check("goodput under overload", rate >= OVERLOAD_SHARE * capacity, f"{rate:.2f} requests/s of those sent, {share}"),
+        Check(
+            "goodput under overload", rate >= OVERLOAD_SHARE * capacity, f"{rate:.2f} requests/s of those sent, {share}"
+        ),
         _queue(sending),
         Check("answered or refused", not unanswered, answered),
         *_memory(sending),
@@ -116,12 +122,18 @@ def left_behind(after: Sample) -> list[Check]:
 def _queue(during: Sequence[Sample]) -> Check:
     queued = [sample.queued for sample in during if sample.queued is not None]
     if len(queued) < ENOUGH_SAMPLES:
-        return Check("queue bounded", None, f"{len(queued)} looks at the queue while requests were sent are too few; let it run longer")
+        return Check(
+            "queue bounded",
+            None,
+            f"{len(queued)} looks at the queue while requests were sent are too few; let it run longer",
+        )
     third = len(queued) // 3
     middle, last = float(np.mean(queued[third:-third])), float(np.mean(queued[-third:]))
     bounded = last <= max(QUEUE_GROWTH * middle, middle + QUEUE_SLACK)
     return Check(
-        "queue bounded", bounded, f"at most {max(queued)} waited; {middle:.1f} on average in the second third, {last:.1f} in the last"
+        "queue bounded",
+        bounded,
+        f"at most {max(queued)} waited; {middle:.1f} on average in the second third, {last:.1f} in the last",
     )
 
 
@@ -140,7 +152,11 @@ def flat(during: Sequence[Sample], memory: bool) -> list[Check]:
     if len(seen) < ENOUGH_SAMPLES:
         return [
             *checks,
-            Check("threads and files flat", None, f"{len(seen)} looks at the processes are too few; give --serve or --watch-pid"),
+            Check(
+                "threads and files flat",
+                None,
+                f"{len(seen)} looks at the processes are too few; give --serve or --watch-pid",
+            ),
         ]
     third = len(seen) // 3
     for name in sorted(seen[-1].held.keys() - {RAY}):

@@ -1,4 +1,5 @@
-"""Settings that stand for a law: how long something is (`Lengths`), which of several things it is (`Mix`). Each is read from one word."""
+"""Settings that stand for a law: how long something is (`Lengths`), which of several things it is (`Mix`). Each is read
+from one word."""
 
 from __future__ import annotations
 
@@ -36,7 +37,11 @@ class Lengths:
             ok = ok and math.isfinite(lengths.first + lengths.second)
         except (ValueError, TypeError):
             ok = False
-        if not ok or lengths.kind not in ("fixed", "uniform", "normal", "lognormal") or (colon and separator not in rest):
+        if (
+            not ok
+            or lengths.kind not in ("fixed", "uniform", "normal", "lognormal")
+            or (colon and separator not in rest)
+        ):
             raise ValueError(f"{option} {word!r}; allowed: {FORMS}, of counts from 1")
         return lengths
 
@@ -72,7 +77,9 @@ class Mix:
             except ValueError:
                 value = math.nan
             if not name or not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{option} {word!r}; allowed: VALUE or VALUE:WEIGHT,VALUE:WEIGHT,.. with weights above 0")
+                raise ValueError(
+                    f"{option} {word!r}; allowed: VALUE or VALUE:WEIGHT,VALUE:WEIGHT,.. with weights above 0"
+                )
             shares.append((name, value))
         total = sum(weight for _, weight in shares)
         return cls(tuple((name, weight / total) for name, weight in shares))

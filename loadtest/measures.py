@@ -1,4 +1,5 @@
-"""From records to figures: latencies, throughput, goodput, and how requests ended. Pure: no clock, no service, no printing."""
+"""From records to figures: latencies, throughput, goodput, and how requests ended. Pure: no clock, no service, no
+printing."""
 
 from __future__ import annotations
 
@@ -33,7 +34,11 @@ class Spread:
             return cls(0, 0.0, 0.0, 0.0, dict.fromkeys(PERCENTILES, 0.0))
         quantiles = np.percentile(values, PERCENTILES)
         return cls(
-            len(values), float(values.mean()), float(np.median(values)), float(values.std()), dict(zip(PERCENTILES, quantiles.tolist()))
+            len(values),
+            float(values.mean()),
+            float(np.median(values)),
+            float(values.std()),
+            dict(zip(PERCENTILES, quantiles.tolist())),
         )
 
 

@@ -74,7 +74,9 @@ def scrape(url: str) -> dict[str, float]:
     with opener.open(url, timeout=TIMEOUT) as response:
         metrics = parse(response.read().decode())
     if not metrics:
-        raise ValueError(f"{url} has no metric that begins with {' or '.join(PREFIXES)}; give the service's own /metrics")
+        raise ValueError(
+            f"{url} has no metric that begins with {' or '.join(PREFIXES)}; give the service's own /metrics"
+        )
     return metrics
 
 

@@ -1,4 +1,5 @@
-"""A run as JSON: under the names of vLLM's `bench serve`, so that results compare; what vLLM has no name for is under `smcserve`."""
+"""A run as JSON: under the names of vLLM's `bench serve`, so that results compare; what vLLM has no name for is under
+`smcserve`."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from loadtest.runs import Run, Site
 
 def of_run(run: Run) -> dict[str, Any]:
     """Figures and arrays are of the requests that count, in the order in which they were sent."""
-    records = sorted((record for record in run.outcome.records if record.planned.counted), key=lambda record: record.planned.index)
+    records = sorted(
+        (record for record in run.outcome.records if record.planned.counted), key=lambda record: record.planned.index
+    )
     return _figures(run) | _arrays(records) | {"smcserve": _ours(run, records)}
 
 
@@ -41,7 +44,12 @@ def machine() -> dict[str, Any]:
 
 def described(site: Site) -> dict[str, Any]:
     """What was loaded."""
-    return {"address": site.endpoint.address, "metrics": site.metrics, "server": asdict(site.server), "models": asdict(site.model)}
+    return {
+        "address": site.endpoint.address,
+        "metrics": site.metrics,
+        "server": asdict(site.server),
+        "models": asdict(site.model),
+    }
 
 
 def _figures(run: Run) -> dict[str, Any]:
@@ -52,7 +60,11 @@ def _figures(run: Run) -> dict[str, Any]:
         "model_id": run.site.model.target.name,
         "num_prompts": summary.sent,
         "request_rate": settings.rate,
-        "burstiness": settings.burstiness if settings.arrivals == "gamma" else 1.0 if settings.arrivals == "poisson" else None,
+        "burstiness": settings.burstiness
+        if settings.arrivals == "gamma"
+        else 1.0
+        if settings.arrivals == "poisson"
+        else None,
         "max_concurrency": None,
         "duration": summary.duration,
         "completed": summary.completed,
@@ -105,7 +117,18 @@ def _ours(run: Run, records: list[Record]) -> dict[str, Any]:
 
 
 def _counts(summary: Summary) -> dict[str, Any]:
-    names = ("cancelled", "ordinary", "good", "attainment", "codes", "finish_reasons", "rounds", "resamples", "collapses", "ess_share")
+    names = (
+        "cancelled",
+        "ordinary",
+        "good",
+        "attainment",
+        "codes",
+        "finish_reasons",
+        "rounds",
+        "resamples",
+        "collapses",
+        "ess_share",
+    )
     return {"good_requests" if name == "good" else name: getattr(summary, name) for name in names}
 
 

@@ -26,7 +26,9 @@ class Objective:
             except ValueError:
                 limit = -1.0
             if name not in MEASURES or name in limits or not 0 < limit < float("inf"):
-                raise ValueError(f"--goodput {word!r}; allowed: NAME:MILLISECONDS, each of {', '.join(MEASURES)} at most once, above 0")
+                raise ValueError(
+                    f"--goodput {word!r}; allowed: NAME:MILLISECONDS, each of {', '.join(MEASURES)} at most once, above 0"
+                )
             limits[name] = limit
         if not limits:
             raise ValueError("--goodput is empty; allowed: NAME:MILLISECONDS, such as ttft:500 e2el:5000")

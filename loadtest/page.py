@@ -1,4 +1,5 @@
-"""The report as one HTML file that needs nothing but itself: headline figures first, then pictures, then everything else."""
+"""The report as one HTML file that needs nothing but itself: headline figures first, then pictures, then everything
+else."""
 
 from __future__ import annotations
 
@@ -37,12 +38,18 @@ CLASSES = {True: "pass", False: "fail", None: "unknown"}
 
 
 def of_run(run: Run) -> str:
-    return _page(f"Load test of {run.site.model.target.name}", [_about(run), _verdict(show.headline(run), run.good), *_body(run)])
+    return _page(
+        f"Load test of {run.site.model.target.name}", [_about(run), _verdict(show.headline(run), run.good), *_body(run)]
+    )
 
 
 def of_capacity(found: Capacity, run: Run | None, objective: str, share: float) -> str:
     sentence = show.capacity_sentence(found, objective)
-    parts = [_verdict(sentence, found.good), *_warnings(show.capacity_warnings(found)), _pictures(plots.of_capacity(found, share))]
+    parts = [
+        _verdict(sentence, found.good),
+        *_warnings(show.capacity_warnings(found)),
+        _pictures(plots.of_capacity(found, share)),
+    ]
     rows = [
         (
             f"{p.rate:.3f}",
@@ -57,7 +64,17 @@ def of_capacity(found: Capacity, run: Run | None, objective: str, share: float) 
         )
         for p in found.probes
     ]
-    headers = ("requests/s", "objective", "share", "goodput", "p99 TTFT ms", "p99 E2E ms", "requests", "codes", "generator")
+    headers = (
+        "requests/s",
+        "objective",
+        "share",
+        "goodput",
+        "p99 TTFT ms",
+        "p99 E2E ms",
+        "requests",
+        "codes",
+        "generator",
+    )
     parts += ["<h2>Every rate that was tried</h2>", _table(rows, headers, "numbers")]
     if run is not None:
         parts += [f"<h1>The run at {found.low:.3g} requests/s</h1>", _about(run), *_body(run)]
@@ -66,7 +83,11 @@ def of_capacity(found: Capacity, run: Run | None, objective: str, share: float) 
 
 def _body(run: Run) -> list[str]:
     checks = [
-        (check.name, f'<span class="{CLASSES[check.passed]}">{show.VERDICTS[check.passed][0]}</span>', escape(check.text))
+        (
+            check.name,
+            f'<span class="{CLASSES[check.passed]}">{show.VERDICTS[check.passed][0]}</span>',
+            escape(check.text),
+        )
         for check in run.checks
     ]
     return [
@@ -93,9 +114,7 @@ def _body(run: Run) -> list[str]:
 def _about(run: Run) -> str:
     settings, when = run.settings, time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started))
     rate = "" if settings.rate is None else f", {settings.rate:.3g} requests/s"
-    return (
-        f'<p class="about">{when}; {escape(run.site.endpoint.address)}; {settings.arrivals} arrivals{rate}; {run.outcome.seconds:.0f} s</p>'
-    )
+    return f'<p class="about">{when}; {escape(run.site.endpoint.address)}; {settings.arrivals} arrivals{rate}; {run.outcome.seconds:.0f} s</p>'
 
 
 def _cards(run: Run) -> str:
@@ -113,11 +132,19 @@ def _cards(run: Run) -> str:
             (f"{summary.goodput:.2f}", "good requests a second"),
             (f"{summary.attainment or 0:.1%}", "of requests met the objective"),
         ]
-    return '<div class="cards">' + "".join(f'<div class="card"><b>{value}</b><span>{name}</span></div>' for value, name in cards) + "</div>"
+    return (
+        '<div class="cards">'
+        + "".join(f'<div class="card"><b>{value}</b><span>{name}</span></div>' for value, name in cards)
+        + "</div>"
+    )
 
 
 def _latencies(summary: Summary) -> str:
-    names = {"time to first token": summary.ttft, "time per output token": summary.tpot, "between messages": summary.itl}
+    names = {
+        "time to first token": summary.ttft,
+        "time per output token": summary.tpot,
+        "between messages": summary.itl,
+    }
     rows = [
         (name, *(f"{value:.1f}" for value in (spread.mean, spread.std, *spread.percentiles.values())), spread.count)
         for name, spread in (names | {"end to end": summary.e2el, "generator late by": summary.lateness}).items()
@@ -154,7 +181,9 @@ def _plain(value: object) -> str:
 def _table(rows: Iterable[tuple], headers: tuple[str, ...] = (), style: str = "", raw: bool = False) -> str:
     """`raw`: cells are HTML already."""
     head = "".join(f"<th>{header}</th>" for header in headers)
-    body = "".join("<tr>" + "".join(f"<td>{cell if raw else escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{cell if raw else escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows
+    )
     return f'<table class="{style}">{f"<tr>{head}</tr>" if head else ""}{body}</table>'
 
 

@@ -20,7 +20,15 @@ from loadtest.runs import Run
 
 What = TypeVar("What")
 
-BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"
+BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+    "#56b4e9",
+    "#000000",
+)
 COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK)
 """Told apart by people who see colours differently (Okabe and Ito)."""
 SIZE = (7.2, 3.1)
@@ -62,7 +70,9 @@ def _cdf(axes: Axes, run: Run) -> None:
         if values:
             axes.ecdf(1e3 * np.array(values), color=colour, label=label)
         if name in limits:
-            axes.axvline(limits[name], color=colour, linestyle=":", linewidth=1.2, label=f"objective: {limits[name]:g} ms")
+            axes.axvline(
+                limits[name], color=colour, linestyle=":", linewidth=1.2, label=f"objective: {limits[name]:g} ms"
+            )
     axes.set(xscale="log", xlabel="milliseconds", ylabel="share of answered requests")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
@@ -81,10 +91,19 @@ def _ttft_over_time(axes: Axes, run: Run) -> None:
 
 def _in_flight(axes: Axes, run: Run) -> None:
     steps = in_flight(run.outcome.records)
-    axes.step([at for at, _ in steps], [count for _, count in steps], where="post", color=BLACK, linewidth=0.9, label="in flight (client)")
+    axes.step(
+        [at for at, _ in steps],
+        [count for _, count in steps],
+        where="post",
+        color=BLACK,
+        linewidth=0.9,
+        label="in flight (client)",
+    )
     seen = [sample for sample in run.samples if sample.running is not None]
     times = [sample.at for sample in seen]
-    running, queued = (np.array([getattr(sample, name) for sample in seen], dtype=float) for name in ("running", "queued"))
+    running, queued = (
+        np.array([getattr(sample, name) for sample in seen], dtype=float) for name in ("running", "queued")
+    )
     axes.plot(times, running, color=BLUE, label="running (server)")
     axes.plot(times, queued, color=VERMILION, linestyle="--", label="waiting (server)")
     axes.set(xlabel="seconds since the start", ylabel="requests")
@@ -96,7 +115,13 @@ def _throughput(axes: Axes, run: Run) -> None:
     width = edges[1] - edges[0]
     times = [at for record in records for at in record.message_times]
     tokens = [count for record in records for count in record.message_tokens]
-    axes.stairs(np.histogram(times, edges, weights=tokens)[0] / width, edges, color=GREEN, linewidth=1.4, label="tokens/s (left)")
+    axes.stairs(
+        np.histogram(times, edges, weights=tokens)[0] / width,
+        edges,
+        color=GREEN,
+        linewidth=1.4,
+        label="tokens/s (left)",
+    )
     axes.set(xlabel="seconds since the start", ylabel="output tokens/s")
     right = axes.twinx()
     right.spines[["top"]].set_visible(False)
@@ -142,7 +167,15 @@ def _pages(axes: Axes, run: Run) -> None:
         )
         times = [sample.at for sample in seen]
         axes.plot(times, used - cached, color=colour, linestyle=style, label=group)
-        axes.plot(times, used, color=colour, linestyle=style, linewidth=0.6, alpha=0.6, label=f"{group}, with the prefix cache")
+        axes.plot(
+            times,
+            used,
+            color=colour,
+            linestyle=style,
+            linewidth=0.6,
+            alpha=0.6,
+            label=f"{group}, with the prefix cache",
+        )
     axes.set(xlabel="seconds since the start", ylabel="pages")
     axes.set_ylim(bottom=0)
 
@@ -171,14 +204,18 @@ def _probes(axes: Axes, found: Capacity, share: float) -> None:
     axes.plot([probe.rate for probe in probes], [probe.attainment for probe in probes], color="0.6", linewidth=1)
     for met, colour, marker, label in ((True, BLUE, "o", "met"), (False, VERMILION, "X", "missed")):
         chosen = [probe for probe in probes if probe.met is met]
-        axes.plot([p.rate for p in chosen], [p.attainment for p in chosen], marker, color=colour, markersize=8, label=label)
+        axes.plot(
+            [p.rate for p in chosen], [p.attainment for p in chosen], marker, color=colour, markersize=8, label=label
+        )
     axes.axhline(share, color="0.35", linestyle=":", label=f"{share:.0%} must meet it")
     axes.set(xlabel="requests/s", ylabel="share that met the objective", xlim=(0, None), ylim=(-0.03, 1.05))
     axes.yaxis.set_major_formatter(lambda part, _: f"{part:.0%}")
 
 
 def _timed(run: Run) -> list[Record]:
-    return [record for record in run.outcome.records if record.planned.counted and record.answered and record.message_times]
+    return [
+        record for record in run.outcome.records if record.planned.counted and record.answered and record.message_times
+    ]
 
 
 def _edges(run: Run) -> np.ndarray:
@@ -188,8 +225,11 @@ def _edges(run: Run) -> np.ndarray:
 
 
 def _svg(draw: Callable[[Axes, What], None], what: What) -> str:
-    """Text stays text, in the page's own fonts; without prologue and metadata, whose addresses a page has no use for."""
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": draw.__name__, "font.family": "sans-serif", "font.size": 9}):
+    """Text stays text, in the page's own fonts; without prologue and metadata, whose addresses a page has no use
+    for."""
+    with matplotlib.rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": draw.__name__, "font.family": "sans-serif", "font.size": 9}
+    ):
         figure = Figure(figsize=SIZE, layout="constrained")
         axes = figure.add_subplot()
         axes.grid(alpha=0.25)

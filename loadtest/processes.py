@@ -58,7 +58,10 @@ class ProcessTree:
     def pids(self) -> dict[str, set[int]]:
         """Of all but those of Ray, by the same names."""
         self._search()
-        return {name: {p.pid for p, other in self._names.items() if other == name} for name in set(self._names.values()) - {RAY}}
+        return {
+            name: {p.pid for p, other in self._names.items() if other == name}
+            for name in set(self._names.values()) - {RAY}
+        }
 
     def _search(self) -> None:
         self._searched = time.monotonic()

@@ -17,7 +17,8 @@ def shipped() -> dict[str, dict[str, Any]]:
 
 
 def load(name: str) -> dict[str, Any]:
-    """Settings of the profile `name`, or of the file of that name. Raises ValueError for what is neither, or no setting."""
+    """Settings of the profile `name`, or of the file of that name. Raises ValueError for what is neither, or no
+    setting."""
     profiles = shipped()
     if name in profiles:
         profile = profiles[name]

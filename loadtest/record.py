@@ -1,4 +1,5 @@
-"""One request twice: as it was planned (`Planned`), and as it went (`Record`). Times are seconds since the start of the run."""
+"""One request twice: as it was planned (`Planned`), and as it went (`Record`). Times are seconds since the start of the
+run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The open loop: every request is sent at its time, whatever has become of the others. Knows nothing about what is measured on them."""
+"""The open loop: every request is sent at its time, whatever has become of the others. Knows nothing about what is
+measured on them."""
 
 from __future__ import annotations
 

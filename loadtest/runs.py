@@ -1,4 +1,5 @@
-"""One run against a service, from the first connection to the look at what is left behind; and a series of them in search of capacity."""
+"""One run against a service, from the first connection to the look at what is left behind; and a series of them in
+search of capacity."""
 
 from __future__ import annotations
 
@@ -96,7 +97,8 @@ async def run_once(site: Site, settings: Settings, watch: Watch) -> Run:
 
 
 async def rest(monitor: Monitor, clock: Callable[[], float], settle: float) -> Sample:
-    """Wait until the service is quiet, then leave it alone for `settle` seconds, so that it checks its own books; then look."""
+    """Wait until the service is quiet, then leave it alone for `settle` seconds, so that it checks its own books; then
+    look."""
     end = clock() + QUIET_TIMEOUT
     while True:
         sample = await monitor.look(clock())
@@ -111,7 +113,8 @@ async def rest(monitor: Monitor, clock: Callable[[], float], settle: float) -> S
 async def find_capacity(
     site: Site, settings: Settings, precision: float, watch: Watch, tell: Callable[[Probe], None]
 ) -> tuple[Capacity, Run | None]:
-    """Also the run at the rate that was found. Each probe starts from a service at rest; one that cannot come to rest ends the search."""
+    """Also the run at the rate that was found. Each probe starts from a service at rest; one that cannot come to rest
+    ends the search."""
     runs: list[Run] = []
 
     async def probe(rate: float) -> Probe:

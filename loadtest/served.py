@@ -19,7 +19,16 @@ from loadtest.endpoint import Unreachable
 START_TIMEOUT, STOP_TIMEOUT = 600.0, 60.0
 WORDS = 2000
 """Characters of its log that are shown if it does not start."""
-COMMAND = (sys.executable, "-c", "from services.cli.main import main; main()", "serve", "--port", "0", "--metrics-port", "0")
+COMMAND = (
+    sys.executable,
+    "-c",
+    "from services.cli.main import main; main()",
+    "serve",
+    "--port",
+    "0",
+    "--metrics-port",
+    "0",
+)
 READY = re.compile(r"serving on \S+:(\d+), metrics on http://\S+:(\d+)/metrics")
 
 

@@ -30,7 +30,8 @@ COMPANIONS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """Raises ValueError naming the option, what was given and what is allowed. Times are seconds, rates requests a second."""
+    """Raises ValueError naming the option, what was given and what is allowed. Times are seconds, rates requests a
+    second."""
 
     arrivals: str = "poisson"
     """Of KINDS."""
@@ -121,7 +122,9 @@ class Settings:
         if overload is None:
             return
         if rate is not None and capacity is not None and not math.isclose(rate, overload * capacity):
-            raise ValueError(f"--rate {rate:g} is not --overload {overload:g} times --capacity {capacity:g}; leave one of them out")
+            raise ValueError(
+                f"--rate {rate:g} is not --overload {overload:g} times --capacity {capacity:g}; leave one of them out"
+            )
         if capacity is not None:
             object.__setattr__(self, "rate", overload * capacity)
         elif rate is not None:
@@ -154,11 +157,18 @@ class Settings:
                 raise ValueError(f"{option_of(name)} {value}; allowed: {low:g} to {high:g}")
 
     def _check_mixes(self) -> None:
-        for option, mix, allowed in (("--method", self.method, tuple(Method)), ("--cancel-by", self.cancel_by, CANCEL_BY)):
+        for option, mix, allowed in (
+            ("--method", self.method, tuple(Method)),
+            ("--cancel-by", self.cancel_by, CANCEL_BY),
+        ):
             unknown = [name for name in (mix.names if mix else ()) if name not in allowed]
             if unknown:
                 raise ValueError(f"{option} {unknown[0]!r}; allowed: {', '.join(allowed)}")
-        wrong = [name for name in (self.particles.names if self.particles else ()) if not name.isdecimal() or not 1 <= int(name) <= 64]
+        wrong = [
+            name
+            for name in (self.particles.names if self.particles else ())
+            if not name.isdecimal() or not 1 <= int(name) <= 64
+        ]
         if wrong:
             raise ValueError(f"--particles {wrong[0]!r}; allowed: 1..64")
 
@@ -181,15 +191,21 @@ class Settings:
             if need == f"--arrivals {self.arrivals}" and getattr(self, name) is None:
                 raise ValueError(f"{need} needs {option_of(name)}")
         if self.arrivals == "trace" and self.rate is not None:
-            raise ValueError("--rate has no effect with --arrivals trace, whose file says when requests come; leave it out")
+            raise ValueError(
+                "--rate has no effect with --arrivals trace, whose file says when requests come; leave it out"
+            )
         if self.prompts is not None and self.prompt_length is not None:
             raise ValueError("--prompts and --prompt-length both say what the prompts are; leave one of them out")
         if self.cancel_share and (self.cancel_after is None) == (self.cancel_after_tokens is None):
-            raise ValueError(f"--cancel-share {self.cancel_share:g} needs one of --cancel-after and --cancel-after-tokens")
+            raise ValueError(
+                f"--cancel-share {self.cancel_share:g} needs one of --cancel-after and --cancel-after-tokens"
+            )
         if self.slow_share and self.slow_pause is None:
             raise ValueError(f"--slow-share {self.slow_share:g} needs --slow-pause")
         if self.cancel_share + self.slow_share > 1:
-            raise ValueError(f"--cancel-share and --slow-share are {self.cancel_share + self.slow_share:g} together; allowed: at most 1")
+            raise ValueError(
+                f"--cancel-share and --slow-share are {self.cancel_share + self.slow_share:g} together; allowed: at most 1"
+            )
 
 
 def option_of(name: str) -> str:

@@ -28,7 +28,12 @@ VERDICTS = {True: ("pass", "green"), False: ("FAIL", "bold red"), None: ("not me
 def watch(runner: Runner, seconds: float | None) -> Iterator[None]:
     """A bar on a terminal, otherwise a line now and then."""
     bar = Progress(
-        TextColumn("{task.description}"), BarColumn(), console=err, transient=True, disable=not err.is_terminal, auto_refresh=False
+        TextColumn("{task.description}"),
+        BarColumn(),
+        console=err,
+        transient=True,
+        disable=not err.is_terminal,
+        auto_refresh=False,
     )
     with bar:
         task = bar.add_task("", total=seconds)
@@ -73,7 +78,9 @@ def headline(run: Run) -> str:
         return f"Overload was borne: at {summary.offered:.3g} requests/s, {times}, {summary.good_of_sent:.2f} a second were good.{rest}"
     if run.settings.goodput is None:
         return "The run completed; there was no objective to meet (--goodput gives one)."
-    return f"The objective was met: {run.settings.goodput.sentence}, by {run.summary.attainment or 0:.1%} of the requests."
+    return (
+        f"The objective was met: {run.settings.goodput.sentence}, by {run.summary.attainment or 0:.1%} of the requests."
+    )
 
 
 def warn(run: Run) -> None:
@@ -94,7 +101,9 @@ def warnings(run: Run) -> list[str]:
     if gaps:
         texts.append(f"{len(gaps)} of {len(run.samples)} looks at the server failed, the last with {gaps[-1].error}")
     if summary.collapses:
-        texts.append(f"{summary.collapses} rounds lost all their weights (collapses); those answers are not to be trusted")
+        texts.append(
+            f"{summary.collapses} rounds lost all their weights (collapses); those answers are not to be trusted"
+        )
     return texts
 
 
@@ -127,7 +136,9 @@ def capacity_warnings(found: Capacity) -> list[str]:
     if not found.late:
         return []
     rates = ", ".join(f"{rate:.3g}" for rate in sorted(found.late))
-    return [f"the generator was late whenever {rates} requests/s were tried: the load was not quite that. Run it on a machine of its own"]
+    return [
+        f"the generator was late whenever {rates} requests/s were tried: the load was not quite that. Run it on a machine of its own"
+    ]
 
 
 def capacity_sentence(found: Capacity, objective: str) -> str:
@@ -184,10 +195,16 @@ def figures(run: Run) -> list[tuple[str, str]]:
     ]
     if summary.goodput is not None:
         figures.append(
-            ("goodput", f"{summary.goodput:.2f} requests/s that met {run.settings.goodput} ({summary.attainment or 0:.1%} of those sent)")
+            (
+                "goodput",
+                f"{summary.goodput:.2f} requests/s that met {run.settings.goodput} ({summary.attainment or 0:.1%} of those sent)",
+            )
         )
     return figures + [
         ("at the same time", f"{summary.peak_concurrent} requests at most"),
-        ("SMC", f"{summary.rounds:.1f} rounds and {summary.resamples:.1f} resamples an answer, mean ESS {summary.ess_share:.0%} of N"),
+        (
+            "SMC",
+            f"{summary.rounds:.1f} rounds and {summary.resamples:.1f} resamples an answer, mean ESS {summary.ess_share:.0%} of N",
+        ),
         ("generator", f"{run.outcome.cpu_seconds / max(run.outcome.seconds, 1e-9):.1%} of a core"),
     ]

@@ -1,4 +1,5 @@
-"""The plan of a run: every request, in the order of its time, drawn from the run's seed. Knows nothing about how requests are sent.
+"""The plan of a run: every request, in the order of its time, drawn from the run's seed. Knows nothing about how
+requests are sent.
 
 What a request asks depends on the seed and its number alone, so that two runs at different rates ask the same.
 """
@@ -32,7 +33,9 @@ class Workload:
         if settings.prompts:
             self._asked = files.read_prompts(settings.prompts)
         elif settings.prompt_length is None:
-            self._asked = [Asked(self._question(p.question)) for p in problems.generate(settings.seed, DEMO_PROBLEMS, "test")]
+            self._asked = [
+                Asked(self._question(p.question)) for p in problems.generate(settings.seed, DEMO_PROBLEMS, "test")
+            ]
         else:
             self._asked = [Asked()]
 

@@ -1,4 +1,5 @@
-"""Generates `services/pb` from the .proto files; `make proto` and the packaging step run it. Generated code is never edited."""
+"""Generates `services/pb` from the .proto files; `make proto` and the packaging step run it. Generated code is never
+edited."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ PACKAGES = ("smc/v1", "smc/internal/v1")
 
 
 def build(out: Path = OUT) -> list[Path]:
-    """Write `<name>_pb2.py`, its types (`.pyi`) and, where there is a service, `<name>_pb2_grpc.py`. Returns what was written.
+    """Write `<name>_pb2.py`, its types (`.pyi`) and, where there is a service, `<name>_pb2_grpc.py`. Returns what was
+    written.
 
     protoc would place them in packages of the library; their imports are rewritten to `services.pb`.
     """

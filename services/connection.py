@@ -12,8 +12,16 @@ SERVICE = "Service"
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 Address = Annotated[str, option(SERVICE, "Where the service listens.", "--address", "-a", metavar="HOST:PORT")]
-TokenFile = Annotated[Path | None, option(SERVICE, "File whose first line is the bearer token to send.", "--token-file", metavar="FILE")]
-Tls = Annotated[bool, option(SERVICE, "Encrypt; trust this machine's authorities.", "--tls", show_default=False, metavar="")]
-TlsCa = Annotated[Path | None, option(SERVICE, "Encrypt; trust the authorities in this file.", "--tls-ca", metavar="FILE")]
-TlsCert = Annotated[Path | None, option(SERVICE, "Certificate to show, for mutual TLS; with --tls-key.", "--tls-cert", metavar="FILE")]
+TokenFile = Annotated[
+    Path | None, option(SERVICE, "File whose first line is the bearer token to send.", "--token-file", metavar="FILE")
+]
+Tls = Annotated[
+    bool, option(SERVICE, "Encrypt; trust this machine's authorities.", "--tls", show_default=False, metavar="")
+]
+TlsCa = Annotated[
+    Path | None, option(SERVICE, "Encrypt; trust the authorities in this file.", "--tls-ca", metavar="FILE")
+]
+TlsCert = Annotated[
+    Path | None, option(SERVICE, "Certificate to show, for mutual TLS; with --tls-key.", "--tls-cert", metavar="FILE")
+]
 TlsKey = Annotated[Path | None, option(SERVICE, "Private key of --tls-cert.", "--tls-key", metavar="FILE")]

@@ -1,4 +1,5 @@
-"""A prompt in one of its three forms, and how it becomes token ids. Knows nothing about messages, bodies or who asks."""
+"""A prompt in one of its three forms, and how it becomes token ids. Knows nothing about messages, bodies or who
+asks."""
 
 from __future__ import annotations
 

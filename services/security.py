@@ -43,7 +43,8 @@ def bearer_token(authorization: str) -> str:
 
 
 def caller_with(token: str) -> str:
-    """Who calls: the same for all calls with one token, and different for any two tokens; a hash, so that nothing shows the token."""
+    """Who calls: the same for all calls with one token, and different for any two tokens; a hash, so that nothing shows
+    the token."""
     return hashlib.sha256(token.encode()).hexdigest() if token else ""
 
 
@@ -62,7 +63,8 @@ def is_loopback(host: str) -> bool:
 
 
 def check_tls(cert: Path, key: Path, client_ca: Path | None) -> None:
-    """Raises ValueError if the key is not the certificate's, or a file is not PEM: gRPC would only say so to every client."""
+    """Raises ValueError if the key is not the certificate's, or a file is not PEM: gRPC would only say so to every
+    client."""
     for name, path in (("tls_cert", cert), ("tls_key", key), ("tls_client_ca", client_ca)):
         if path is not None:
             _read(name, path)
@@ -77,18 +79,23 @@ def check_tls(cert: Path, key: Path, client_ca: Path | None) -> None:
         try:
             context.load_verify_locations(client_ca)
         except ssl.SSLError as error:
-            raise ValueError(f"tls_client_ca={str(client_ca)!r}: {error}; give a PEM file of the authorities that sign clients") from error
+            raise ValueError(
+                f"tls_client_ca={str(client_ca)!r}: {error}; give a PEM file of the authorities that sign clients"
+            ) from error
 
 
 def server_credentials(cert: Path, key: Path, client_ca: Path | None) -> grpc.ServerCredentials:
-    """TLS; with `client_ca`, only for clients whose certificate it has signed. Files that change hold from the next connection on."""
+    """TLS; with `client_ca`, only for clients whose certificate it has signed. Files that change hold from the next
+    connection on."""
 
     def configuration() -> grpc.ServerCertificateConfiguration:
         authority = _read("tls_client_ca", client_ca) if client_ca else None
         return grpc.ssl_server_certificate_configuration([(_read("tls_key", key), _read("tls_cert", cert))], authority)
 
     files = _Files(cert, key, client_ca, configuration)
-    return grpc.dynamic_ssl_server_credentials(configuration(), files.changed, require_client_authentication=client_ca is not None)
+    return grpc.dynamic_ssl_server_credentials(
+        configuration(), files.changed, require_client_authentication=client_ca is not None
+    )
 
 
 def server_context(cert: Path, key: Path, client_ca: Path | None) -> ssl.SSLContext:
@@ -117,7 +124,9 @@ def server_context(cert: Path, key: Path, client_ca: Path | None) -> ssl.SSLCont
 class _Files(Generic[Configuration]):
     """Certificate, key and authorities as they are now. Certificates end, and whoever renews them only writes files."""
 
-    def __init__(self, cert: Path, key: Path, client_ca: Path | None, configuration: Callable[[], Configuration]) -> None:
+    def __init__(
+        self, cert: Path, key: Path, client_ca: Path | None, configuration: Callable[[], Configuration]
+    ) -> None:
         """`configuration` reads them."""
         self._cert, self._key, self._client_ca, self._configuration = cert, key, client_ca, configuration
         self._seen = self._stamps()

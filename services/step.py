@@ -1,4 +1,5 @@
-"""What one turn of the engine brought, as the coordinator tells it to the gateway. Knows nothing about how it travels."""
+"""What one turn of the engine brought, as the coordinator tells it to the gateway. Knows nothing about how it
+travels."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ class Step:
 
     outputs: list[Output] = field(default_factory=list)
     refusals: dict[str, Exception] = field(default_factory=dict)
-    """Why a submission was not taken (ValueError, QueueFull, RequestFailed, Unavailable) or goes no further (Unavailable), by id."""
+    """Why a submission was not taken (ValueError, QueueFull, RequestFailed, Unavailable) or goes no further
+    (Unavailable), by id."""
     stats: EngineStats = field(default_factory=EngineStats)
     times: RoundTimes | None = None
     """Where the time of the turn's rounds went; None where that is not known or no model worked."""

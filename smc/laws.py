@@ -3,10 +3,12 @@
 Whatever is added to logits has been added before (`smc.executor.state`).
 Two laws share the same processors, in this order: temperature, top-k, top-p, min-p, renormalise.
   target law    p = processed softmax, zero outside the truncation (design: truncation belongs to the target law)
-  proposal law  q = (1 - share) * processed + share * softmax(logits / temperature): a defensive mixture (Hesterberg 1995),
-                so that q covers every token the target may allow and weights p/q stay bounded.
-A draft whose head has rows for some tokens alone has such a proposal over these, and others beside it: `smc.executor.sampling`.
-Every log-probability that leaves this module is of exactly the law the token was or would be drawn from.
+  proposal law  q = (1 - share) * processed + share * softmax(logits / temperature): a defensive mixture (Hesterberg
+  1995),
+                so that q covers every token the target may allow and weights p/q stay bounded. A draft whose head has
+                rows for some tokens alone has such a proposal over these, and others beside it:
+                `smc.executor.sampling`. Every log-probability that leaves this module is of exactly the law the token
+                was or would be drawn from.
 
 Axes: R rows, V vocabulary, D draws a row.
 """
@@ -56,10 +58,18 @@ class LawSpec(Generic[Array]):
             "min_p": min_p_R.any(),
             "alpha": (alpha_R != 1).any(),
         }
-        return LawSpec(temperature_R, top_k_R, top_p_R, min_p_R, alpha_R, frozenset(name for name, is_used in used.items() if is_used))
+        return LawSpec(
+            temperature_R,
+            top_k_R,
+            top_p_R,
+            min_p_R,
+            alpha_R,
+            frozenset(name for name, is_used in used.items() if is_used),
+        )
 
     def canonical(self) -> LawSpec[Array]:
-        """The same laws, with processors counted as in use that need not be: rounds of few kinds are worth more than few operations."""
+        """The same laws, with processors counted as in use that need not be: rounds of few kinds are worth more than
+        few operations."""
         truncation = self.active & {"top_k", "top_p", "min_p"}
         if len(truncation) > 1:
             truncation = frozenset({"top_k", "top_p", "min_p"})
@@ -67,7 +77,13 @@ class LawSpec(Generic[Array]):
 
     def take(self, rows: Array) -> LawSpec[Array]:
         """The specs of the given rows, in that order (repeats allowed)."""
-        laws = (self.temperature_R[rows], self.top_k_R[rows], self.top_p_R[rows], self.min_p_R[rows], self.alpha_R[rows])
+        laws = (
+            self.temperature_R[rows],
+            self.top_k_R[rows],
+            self.top_p_R[rows],
+            self.min_p_R[rows],
+            self.alpha_R[rows],
+        )
         return LawSpec(*laws, self.active)
 
 
@@ -137,5 +153,6 @@ class Laws:
 
 
 def draw(log_law_RV: Tensor, exponential_RDV: Tensor) -> Tensor:
-    """One token per variate row, [R, D]: the entry that wins the exponential race E_v / law_v (Gumbel-max in other words)."""
+    """One token per variate row, [R, D]: the entry that wins the exponential race E_v / law_v (Gumbel-max in other
+    words)."""
     return (exponential_RDV / log_law_RV.exp().unsqueeze(-2)).argmin(dim=-1)

@@ -28,8 +28,13 @@ def pair_places(target: Path | None, draft: Path | None) -> tuple[Path, Path]:
 
 
 def require_directories(places: tuple[Path, Path]) -> None:
-    """Raises ValueError for directories that hold no model; whether what they hold can be used is found out by loading it."""
-    missing = [f"{role}: {place / CONFIG} is missing" for role, place in zip(("target", "draft"), places) if not (place / CONFIG).is_file()]
+    """Raises ValueError for directories that hold no model; whether what they hold can be used is found out by loading
+    it."""
+    missing = [
+        f"{role}: {place / CONFIG} is missing"
+        for role, place in zip(("target", "draft"), places)
+        if not (place / CONFIG).is_file()
+    ]
     if missing:
         raise ValueError("\n".join(f"{each}; a Hugging Face model directory is needed" for each in missing))
 
@@ -50,7 +55,8 @@ def loaded_models(
     draft_vocab: int | None = None,
     draft_vocab_text: Path | None = None,
 ) -> LoadedModels:
-    """`load` as in `GangConfig`. Raises ValueError for a device that is not there, and for whatever stands in the way of the pair."""
+    """`load` as in `GangConfig`. Raises ValueError for a device that is not there, and for whatever stands in the way
+    of the pair."""
     if device not in DEVICES:
         raise ValueError(f"--device {device}; allowed: {', '.join(DEVICES)}")
     for option, value in (("dtype", dtype), ("target-dtype", target_dtype), ("draft-dtype", draft_dtype)):
@@ -99,7 +105,8 @@ class LoadedModels:
 
 
 def use_threads(count: int | None, places: tuple[Path, Path]) -> None:
-    """Set torch's threads: those given; for the demo models 1, which gain nothing from more; else torch's own choice."""
+    """Set torch's threads: those given; for the demo models 1, which gain nothing from more; else torch's own
+    choice."""
     if count is not None and count < 1:
         raise ValueError(f"--threads {count}; allowed: >= 1")
     if count or places == DEMO:

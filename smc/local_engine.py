@@ -44,8 +44,8 @@ class ModelPair:
         draft_dtype: torch.dtype | None = None,
         device: str = "cpu",
     ) -> ModelPair:
-        """`draft_dtype`: of the draft, if it has one of its own. Raises ValueError, before reading weights, if the two directories cannot
-        serve as a pair."""
+        """`draft_dtype`: of the draft, if it has one of its own. Raises ValueError, before reading weights, if the two
+        directories cannot serve as a pair."""
         report = require_pair(target_dir, draft_dir)
         return ModelPair(
             target=load_model(target_dir, dtype=dtype, device=device),
@@ -73,7 +73,15 @@ def local_engine(pair: ModelPair, config: EngineConfig | None = None, **engine_o
         for side in SIDES
     }
     rounds = LocalRoundExecutor(config, workers, parts_for(workers["target"].device))
-    return Engine(config, workers, pair.tokenizer, pair=rounds, pages=dict.fromkeys(SIDES, pages), context=context, **engine_options)
+    return Engine(
+        config,
+        workers,
+        pair.tokenizer,
+        pair=rounds,
+        pages=dict.fromkeys(SIDES, pages),
+        context=context,
+        **engine_options,
+    )
 
 
 def _room(pair: ModelPair, config: EngineConfig) -> int | None:

@@ -1,11 +1,12 @@
-"""What ends an answer: stop tokens, and stop strings as a machine over bytes that is in `DONE` once one of them is complete.
+"""What ends an answer: stop tokens, and stop strings as a machine over bytes that is in `DONE` once one of them is
+complete.
 
-The machine is that of Aho and Corasick (Communications of the ACM 18, 1975). It reads the bytes of tokens, which are kept once for a
-vocabulary, so what a request costs does not depend on the vocabulary. Knows nothing about slots, rounds or requests.
+The machine is that of Aho and Corasick (Communications of the ACM 18, 1975). It reads the bytes of tokens, which are
+kept once for a vocabulary, so what a request costs does not depend on the vocabulary. Knows nothing about slots, rounds
+or requests.
 
-Axes: X states, B bytes (256 values, or all bytes of a vocabulary), V vocabulary, E entries of the tables (what different requests end
-at), P particles, A places, K tokens.
-"""
+Axes: X states, B bytes (256 values, or all bytes of a vocabulary), V vocabulary, E entries of the tables (what
+different requests end at), P particles, A places, K tokens."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class TokenBytes:
 
 @dataclass(frozen=True)
 class StopMachine:
-    """What ends the answers of a request. Equal for equal stop tokens and strings, in whatever order they were given."""
+    """What ends the answers of a request. Equal for equal stop tokens and strings, in whatever order they were
+    given."""
 
     stop_ids: tuple[int, ...]
     """Ascending."""
@@ -62,21 +64,27 @@ class StopMachine:
     """What is added to logits, by token, ascending: as what ends an answer, it is kept beside the models."""
 
     @staticmethod
-    def of(stop_ids: Iterable[int], strings: Sequence[bytes], biases: tuple[tuple[int, float], ...] = ()) -> StopMachine:
+    def of(
+        stop_ids: Iterable[int], strings: Sequence[bytes], biases: tuple[tuple[int, float], ...] = ()
+    ) -> StopMachine:
         """`strings` are not empty. Raises ValueError if they are longer than `MAX_STOP_BYTES` together."""
         if (size := sum(map(len, strings))) > MAX_STOP_BYTES:
             raise ValueError(f"stop has strings of {size} bytes together; allowed: at most {MAX_STOP_BYTES}")
         different = tuple(sorted(set(strings)))
-        return StopMachine(tuple(sorted(set(stop_ids))), different, _byte_machine(different) if different else None, biases)
+        return StopMachine(
+            tuple(sorted(set(stop_ids))), different, _byte_machine(different) if different else None, biases
+        )
 
     @property
     def key(self) -> tuple[tuple[int, ...], tuple[bytes, ...], tuple[tuple[int, float], ...]]:
         """What it was made of: `StopMachine.of(*key)` is equal to it."""
         return self.stop_ids, self.strings, self.biases
 
-    def after(self, state_P: np.ndarray, tokens_P: np.ndarray, token_bytes: TokenBytes, *, early: bool = False) -> np.ndarray:
-        """int64 states after one token each. A stop token leads to `DONE`; an id that no token has leads nowhere. `early`: the token cannot
-        end the answer; what is complete with it is not looked for again."""
+    def after(
+        self, state_P: np.ndarray, tokens_P: np.ndarray, token_bytes: TokenBytes, *, early: bool = False
+    ) -> np.ndarray:
+        """int64 states after one token each. A stop token leads to `DONE`; an id that no token has leads nowhere.
+        `early`: the token cannot end the answer; what is complete with it is not looked for again."""
         state_P = self._after(state_P, tokens_P, token_bytes)
         return np.where(state_P == DONE, START, state_P) if early else state_P
 
@@ -117,7 +125,8 @@ def _byte_machine(strings: Sequence[bytes]) -> np.ndarray:
 
 
 def _trie(strings: Sequence[bytes]) -> list[dict[int, int]]:
-    """Children by byte of each state; every string ends in `DONE`. They are in order, so one that another begins with comes first."""
+    """Children by byte of each state; every string ends in `DONE`. They are in order, so one that another begins with
+    comes first."""
     children: list[dict[int, int]] = [{}, {}]
     for string in strings:
         state = START
@@ -142,7 +151,8 @@ class StopTables:
         self.is_stop_EV = torch.zeros(entries, vocab, dtype=torch.bool, device=device)
         self.has_strings_E = torch.zeros(entries, dtype=torch.bool, device=device)
         self.next_EXB = self._new_next() if device.type != "cpu" else None
-        """int16 [E, MAX_STATES, 256], made once: recorded CUDA graphs refer to it. On a CPU there is none before the first string."""
+        """int16 [E, MAX_STATES, 256], made once: recorded CUDA graphs refer to it. On a CPU there is none before the
+        first string."""
 
     def set(self, entry: int, machine: StopMachine) -> None:
         """Raises nothing for stop tokens beyond the vocabulary: they are never drawn."""
@@ -175,17 +185,24 @@ class StopProgress:
 
 
 def grow(
-    tables: StopTables, entry_A: Tensor, text_A: Tensor, tokens_AK: Tensor, room_A: Tensor, early_A: Tensor | None = None
+    tables: StopTables,
+    entry_A: Tensor,
+    text_A: Tensor,
+    tokens_AK: Tensor,
+    room_A: Tensor,
+    early_A: Tensor | None = None,
 ) -> StopProgress:
-    """Tokens appended to answers in state `text` that have room for `room` more, of which the first `early` end none (None: no such); all
-    integers. An id that no token has has no bytes and ends nothing, and an answer in `DONE` ends with any token. The reference:
-    `smc.kernels.stops.after_all` does the same within kernels."""
+    """Tokens appended to answers in state `text` that have room for `room` more, of which the first `early` end none
+    (None: no such); all integers. An id that no token has has no bytes and ends nothing, and an answer in `DONE` ends
+    with any token. The reference: `smc.kernels.stops.after_all` does the same within kernels."""
     k = tokens_AK.shape[1]
     entry_A = entry_A.long()
     states = [text_A.long()]
     for index, token_A in enumerate(tokens_AK.long().unbind(1)):
         after_A = _after(tables, entry_A, states[-1], token_A)
-        states.append(after_A if early_A is None else torch.where((after_A == DONE) & (index < early_A), START, after_A))
+        states.append(
+            after_A if early_A is None else torch.where((after_A == DONE) & (index < early_A), START, after_A)
+        )
     text_AK = torch.stack(states, 1)
     index_K = torch.arange(1, k + 1, device=text_A.device)
     first_A = torch.where(text_AK[:, 1:] == DONE, index_K, k + 1).amin(-1)

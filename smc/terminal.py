@@ -1,4 +1,5 @@
-"""What people see of commands: the two consoles, the few forms in which numbers and errors are printed, and options in panels."""
+"""What people see of commands: the two consoles, the few forms in which numbers and errors are printed, and options in
+panels."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def finite(value: object) -> object:
 
 def progress_bar() -> Progress:
     """A bar that goes when the work is done; nothing where nobody watches."""
-    return Progress(TextColumn("{task.description}"), BarColumn(), console=err, transient=True, disable=not err.is_terminal)
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), console=err, transient=True, disable=not err.is_terminal
+    )
 
 
 def check_drawing() -> None:

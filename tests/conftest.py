@@ -23,7 +23,8 @@ pytest_plugins = ["tests.ungrouped"]
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
-# torch asks for the name of every address that a store is reached at. Where nobody answers, a lost question costs five seconds otherwise.
+# torch asks for the name of every address that a store is reached at. Where nobody answers, a lost question costs five
+# seconds otherwise.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 # A busy machine is no failure: time is bounded by each test's timeout.

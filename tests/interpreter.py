@@ -1,4 +1,5 @@
-"""Triton's interpreter, for where there is no GPU. Imported before any kernel is: the setting is read when one is defined."""
+"""Triton's interpreter, for where there is no GPU. Imported before any kernel is: the setting is read when one is
+defined."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ _shapes: dict[tuple, tuple[core.tuple, tl.constexpr]] = {}
 
 
 def _patch_index(tensor, scope) -> None:
-    """Triton 3.6's interpreter holds a scalar as an array of one element, which numpy 2.4 no longer takes for a loop's bound."""
+    """Triton 3.6's interpreter holds a scalar as an array of one element, which numpy 2.4 no longer takes for a loop's
+    bound."""
     _patch_lang_tensor(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
@@ -38,7 +40,8 @@ def _dot(self, a, b, *rest):
 
 
 def _reduce(self, given):
-    """Its own way takes one entry after another, each through the combining function: here all of one half with all of the other."""
+    """Its own way takes one entry after another, each through the combining function: here all of one half with all of
+    the other."""
     arrays = [tensor.handle.data for tensor in given]
     if self.axis != 0 or self.keep_dims or arrays[0].ndim != 1:
         return _generic_reduce(self, given)
@@ -56,7 +59,8 @@ def _reduce(self, given):
 
 
 def _scan(self, given):
-    """Its own way takes one entry after another: here all at once with those before them, with those twice as far before, and so on."""
+    """Its own way takes one entry after another: here all at once with those before them, with those twice as far
+    before, and so on."""
     arrays, distance = [np.moveaxis(tensor.handle.data, self.axis, 0) for tensor in given], 1
     while distance < len(arrays[0]):
         before = [np.roll(array, distance, 0) for array in arrays]
@@ -107,7 +111,9 @@ def _to_one_shape(self, left, right) -> tuple:
     return (left, right) if left.shape is right.shape else _broadcast(self, left, right)
 
 
-def _checked(self, left, right, allow_left_pointer=False, allow_right_pointer=False, arithmetic=True, div_or_mod=False) -> tuple:
+def _checked(
+    self, left, right, allow_left_pointer=False, allow_right_pointer=False, arithmetic=True, div_or_mod=False
+) -> tuple:
     """It works out which type two values of one type are computed in."""
     alike = type(left) is core.tensor and type(right) is core.tensor and left.dtype is right.dtype
     if alike and not div_or_mod and not left.dtype.is_ptr():
@@ -121,8 +127,8 @@ def _same_type(self, other) -> bool:
 
 
 def _patch_once() -> None:
-    """It patches the language anew for every call of every function, which takes a quarter of the time; here nothing else is to be done
-    with it than to interpret."""
+    """It patches the language anew for every call of every function, which takes a quarter of the time; here nothing
+    else is to be done with it than to interpret."""
     interpreter._patch_lang(_uses_the_language)
     interpreter._patch_lang = lambda _fn: interpreter._LangPatchScope()
 

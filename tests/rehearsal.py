@@ -35,5 +35,7 @@ class Rehearsal:
 
     def verdict(self) -> int:
         """Exit code."""
-        self.say("everything was as it should be" if not self.failed else f"NOT as it should be: {'; '.join(self.failed)}")
+        self.say(
+            "everything was as it should be" if not self.failed else f"NOT as it should be: {'; '.join(self.failed)}"
+        )
         return bool(self.failed)

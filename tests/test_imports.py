@@ -1,4 +1,5 @@
-"""Imports run one way, in the library by layers, in the service by a table. Modules of a root count as packages of their own."""
+"""Imports run one way, in the library by layers, in the service by a table. Modules of a root count as packages of
+their own."""
 
 from __future__ import annotations
 
@@ -135,4 +136,6 @@ def test_the_load_generator_is_a_client():
 def test_no_two_modules_of_a_package_import_each_other():
     """No circle of any length, within a package or across packages; CycleError names one."""
     modules = {name_of(path): path for root in ("smc", "services", "loadtest") for path in sources(root)}
-    TopologicalSorter({name: {module for module in imports(path) if module in modules} for name, path in modules.items()}).prepare()
+    TopologicalSorter(
+        {name: {module for module in imports(path) if module in modules} for name, path in modules.items()}
+    ).prepare()

@@ -74,7 +74,8 @@ def softmax(logits: list[float], temperature: float) -> list[float]:
 
 
 def truncate(law: list[float], spec: Spec) -> list[float]:
-    """Top-k, then top-p of what is left, then min-p; ties go to the smaller index. Rejects examples on the edge of a cut."""
+    """Top-k, then top-p of what is left, then min-p; ties go to the smaller index. Rejects examples on the edge of a
+    cut."""
     order = sorted(range(len(law)), key=lambda v: -law[v])
     kept = order[: spec.top_k] if spec.top_k else order
     if spec.top_p < 1:
@@ -180,7 +181,8 @@ def test_truncated_proposal_is_the_defensive_mixture(batch, share):
     truncated_RV = torch.stack([reference(row, s).exp() for row, s in zip(logits, specs)])
     proposal_RV = laws(*specs).proposal(torch.tensor(logits), share)
     assert_same_law(proposal_RV, ((1 - share) * truncated_RV + share * full_RV).log())
-    # Whatever rule the target truncates by, a tempered proposal covers it, and the ratio of the two is bounded by 1 / share.
+    # Whatever rule the target truncates by, a tempered proposal covers it, and the ratio of the two is bounded by 1 /
+    # share.
     assert ((full_RV > 0) <= (proposal_RV > -torch.inf)).all()
     assert (full_RV.log() - proposal_RV)[full_RV > 0].max() <= -math.log(share) + TOLERANCE
 
@@ -189,7 +191,9 @@ def test_truncated_proposal_is_the_defensive_mixture(batch, share):
 @pytest.mark.parametrize("spec", [Spec(), Spec(0.7, top_k=3), Spec(0.0), Spec(min_p=0.1)])
 def test_of_the_smallest_share_the_likeliest_token_is_left(spec, top_p):
     """The first of them, where several are."""
-    found_RV = laws(*[replace(spec, top_p=top_p)] * 2).target(torch.tensor([[1.0, 3.0, -2.0, 3.0], [0.0, -math.inf, -math.inf, -math.inf]]))
+    found_RV = laws(*[replace(spec, top_p=top_p)] * 2).target(
+        torch.tensor([[1.0, 3.0, -2.0, 3.0], [0.0, -math.inf, -math.inf, -math.inf]])
+    )
     assert found_RV.exp().tolist() == [[0, 1, 0, 0], [1, 0, 0, 0]]
 
 

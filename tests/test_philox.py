@@ -34,7 +34,9 @@ def parse(hexadecimal: str) -> list[int]:
 
 
 def philox(counter: list[int], key: list[int]) -> list[int]:
-    return philox4x32(np.array(counter, dtype=np.uint64)[:, None], np.array(key, dtype=np.uint64)[:, None])[:, 0].tolist()
+    return philox4x32(np.array(counter, dtype=np.uint64)[:, None], np.array(key, dtype=np.uint64)[:, None])[
+        :, 0
+    ].tolist()
 
 
 def slow_philox(counter: list[int], key: list[int]) -> list[int]:
@@ -60,7 +62,8 @@ def variates(rows: int, size: int, seed: int = 7, purpose: Purpose = Purpose.PRO
 
 
 def goodness_of_fit(counts: np.ndarray, law: np.ndarray) -> float:
-    """Chi-square statistic as a standard normal deviate (Wilson and Hilferty 1931); cells that expect under 10 are pooled."""
+    """Chi-square statistic as a standard normal deviate (Wilson and Hilferty 1931); cells that expect under 10 are
+    pooled."""
     expected = law * counts.sum()
     small = expected < 10
     observed = np.append(counts[~small], counts[small].sum())
@@ -93,7 +96,11 @@ def test_a_key_fills_counter_and_key_of_philox(seed, rounds, stream, position, p
 
 
 @examples
-@given(st.lists(st.tuples(seeds, word, word, word), min_size=1, max_size=8, unique=True), st.sampled_from(Purpose), st.randoms())
+@given(
+    st.lists(st.tuples(seeds, word, word, word), min_size=1, max_size=8, unique=True),
+    st.sampled_from(Purpose),
+    st.randoms(),
+)
 def test_a_key_gives_its_bits_in_any_batch_and_order(keys, purpose, random):
     together = words(*np.array(keys, dtype=np.int64).T, purpose).T.tolist()
     assert together == [bits(*key, purpose) for key in keys]
@@ -121,7 +128,8 @@ def test_every_bit_of_every_key_part_matters(seed, rounds, stream, position, pur
         flipped -= 2**64
     elif flipped < -(2**63):
         flipped += 2**64
-    # Philox is a bijection of the counter, so another counter must give other bits; another key does but for 1 in 2**128.
+    # Philox is a bijection of the counter, so another counter must give other bits; another key does but for 1 in
+    # 2**128.
     assert bits(**(key | {part: flipped})) != bits(**key)
 
 
@@ -131,7 +139,11 @@ def test_purposes_never_share_a_number():
 
 
 @examples
-@given(st.lists(st.tuples(seeds, word), min_size=1, max_size=6), st.lists(word, min_size=1, max_size=9), st.sampled_from(Purpose))
+@given(
+    st.lists(st.tuples(seeds, word), min_size=1, max_size=6),
+    st.lists(word, min_size=1, max_size=9),
+    st.sampled_from(Purpose),
+)
 def test_a_uniform_depends_on_its_own_seed_round_and_position_only(keys, positions, purpose):
     seed_X, round_X = np.array(keys, dtype=np.int64).T
     together = uniforms(seed_X, round_X, np.array(positions), purpose)
@@ -141,7 +153,11 @@ def test_a_uniform_depends_on_its_own_seed_round_and_position_only(keys, positio
             assert uniforms(np.array([seed]), np.array([rounds]), np.array([position]), purpose) == [[number]]
             assert (
                 number
-                == (bits(seed, rounds, 0, position, purpose)[0] * 2**21 + (bits(seed, rounds, 0, position, purpose)[1] >> 11)) / 2**53
+                == (
+                    bits(seed, rounds, 0, position, purpose)[0] * 2**21
+                    + (bits(seed, rounds, 0, position, purpose)[1] >> 11)
+                )
+                / 2**53
             )
 
 
@@ -179,7 +195,8 @@ def test_each_row_of_exponentials_has_mean_one():
 
 
 def test_small_exponentials_keep_their_relative_precision():
-    """Of 4194 numbers under 1e-3, a grid of 2**-31 makes about 4 share a value; one of 2**-24, as 1 - u has, about 480."""
+    """Of 4194 numbers under 1e-3, a grid of 2**-31 makes about 4 share a value; one of 2**-24, as 1 - u has, about
+    480."""
     drawn = variates(64, 2**16).ravel()
     small = drawn[drawn < 1e-3]
     assert len(small.unique()) > 0.99 * len(small)
@@ -211,7 +228,8 @@ def test_an_entry_depends_on_its_index_and_key_only():
 
 @pytest.mark.parametrize("part", KEY_PARTS)
 def test_neighbouring_keys_and_entries_are_uncorrelated(part):
-    """Ranks at lags -3..3 over 2**18 entries, both rows; 13 correlations within 5 / sqrt(n): false alarm 8e-6 a part."""
+    """Ranks at lags -3..3 over 2**18 entries, both rows; 13 correlations within 5 / sqrt(n): false alarm 8e-6 a
+    part."""
     n = 2**18
     key = {"seed": 11, "rounds": 4, "stream": 128, "position": 30, "purpose": 1}
     pair = torch.tensor([bits(**key), bits(**(key | {part: key[part] + 1}))])
@@ -256,11 +274,14 @@ def test_races_are_won_as_often_as_the_law_says(name):
 
 
 def test_races_over_a_large_vocabulary():
-    """A likely entry against 2**15 unlikely ones, in 17 cells over 1024 draws: chi-square deviate under 4.75, false alarm 1e-6."""
+    """A likely entry against 2**15 unlikely ones, in 17 cells over 1024 draws: chi-square deviate under 4.75, false
+    alarm 1e-6."""
     rows, size = 1024, 2**15
     law_V = torch.full((size + 1,), 0.75 / size)
     law_V[size // 3] = 0.25
-    winners = torch.cat([draw(law_V.log()[None], variates(128, size + 1, seed=s)[None])[0] for s in range(rows // 128)]).numpy()
+    winners = torch.cat(
+        [draw(law_V.log()[None], variates(128, size + 1, seed=s)[None])[0] for s in range(rows // 128)]
+    ).numpy()
     likely = winners == size // 3
     counts = np.append(np.bincount(winners[~likely] * 16 // (size + 1), minlength=16), likely.sum())
     assert goodness_of_fit(counts, np.array([0.75 / 16] * 16 + [0.25])) < 4.75

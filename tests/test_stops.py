@@ -46,7 +46,9 @@ def over_bytes(machine: StopMachine, text: bytes) -> list[int]:
 
 def assert_found_in(stops: list[bytes], text: bytes) -> None:
     states = over_bytes(StopMachine.of((), stops), text)
-    assert [state == DONE for state in states] == [any(stop in text[:end] for stop in stops) for end in range(1, len(text) + 1)]
+    assert [state == DONE for state in states] == [
+        any(stop in text[:end] for stop in stops) for end in range(1, len(text) + 1)
+    ]
 
 
 @settings(max_examples=300)
@@ -66,7 +68,11 @@ def test_many_strings(seed):
 
 def test_one_string_as_long_as_can_be():
     """Every beginning of it is a state, and from each the machine falls back on the longest that it ends with."""
-    for string in (b"a" * MAX_STOP_BYTES, b"ab" * (MAX_STOP_BYTES // 2), np.random.default_rng(0).bytes(MAX_STOP_BYTES)):
+    for string in (
+        b"a" * MAX_STOP_BYTES,
+        b"ab" * (MAX_STOP_BYTES // 2),
+        np.random.default_rng(0).bytes(MAX_STOP_BYTES),
+    ):
         machine = StopMachine.of((), [string])
         assert len(machine.next_XB) == MAX_STOP_BYTES + 1 <= MAX_STATES
         for text in (string, string[:-1] + string, string[: MAX_STOP_BYTES // 2] + string + b"c"):
@@ -98,7 +104,8 @@ def test_characters_cut_by_tokens(stops, answer):
 
 
 def test_particles_are_followed_alike():
-    """A stop token leads to DONE, with or without strings; no token leads out of it; ids that no token has lead nowhere."""
+    """A stop token leads to DONE, with or without strings; no token leads out of it; ids that no token has lead
+    nowhere."""
     token_bytes = TokenBytes.of(Letters([b"a", b"", b"xab" + b"y" * LONG, b"b"]))
     tokens_P, state_P = np.array([0, 1, 2, 3, 9, -1, 0]), np.array([START] * 6 + [DONE])
     machine = StopMachine.of([3, 1, 3], [b"ab"])
@@ -113,7 +120,9 @@ def test_equal_content_is_equal():
     assert one == same == StopMachine.of(*one.key)
     assert hash(one) == hash(same) and one.key == same.key
     assert np.array_equal(one.next_XB, same.next_XB)
-    assert len({one, StopMachine.of([1], [b"a", b"b"]), StopMachine.of([1, 2], [b"a"]), StopMachine.of([1, 2], [])}) == 4
+    assert (
+        len({one, StopMachine.of([1], [b"a", b"b"]), StopMachine.of([1, 2], [b"a"]), StopMachine.of([1, 2], [])}) == 4
+    )
     assert StopMachine.of([], []).next_XB is None
 
 
@@ -123,15 +132,17 @@ def test_what_is_too_long_is_refused(count):
     size = MAX_STOP_BYTES // count
     stops = [random.bytes(size) for _ in range(count - 1)] + [random.bytes(MAX_STOP_BYTES - size * (count - 1))]
     assert len(StopMachine.of((), stops).next_XB) <= MAX_STATES
-    with pytest.raises(ValueError, match=rf"stop has strings of {MAX_STOP_BYTES + 1} bytes together; allowed: at most {MAX_STOP_BYTES}"):
+    with pytest.raises(
+        ValueError, match=rf"stop has strings of {MAX_STOP_BYTES + 1} bytes together; allowed: at most {MAX_STOP_BYTES}"
+    ):
         StopMachine.of((), [*stops[:-1], stops[-1] + b"x"])
 
 
 @pytest.mark.parametrize(("count", "size"), [(64, 15), (1, MAX_STOP_BYTES)])
 def test_time_does_not_depend_on_the_vocabulary(count, size):
-    """A machine over the tokens of a vocabulary, as it was once made for each request, took time and memory by the vocabulary: 2.4 s and
-    0.4 GB for a string of 120 bytes over 128k tokens, while other requests waited. Now a vocabulary is only read, once for all requests.
-    """
+    """A machine over the tokens of a vocabulary, as it was once made for each request, took time and memory by the
+    vocabulary: 2.4 s and 0.4 GB for a string of 120 bytes over 128k tokens, while other requests waited. Now a
+    vocabulary is only read, once for all requests."""
     random = np.random.default_rng(0)
     letters = Letters([random.bytes(random.integers(1, 12)) for _ in range(128 * 1024)])
     begin = time.process_time()
@@ -153,7 +164,9 @@ def test_bytes_of_a_vocabulary():
     assert [bytes(data_B[begin:end].tolist()) for begin, end in pairwise(offset_V)] == tokens
 
 
-def expected(answers: list[bytes], tokens: list[bytes], machines: list[StopMachine], entry_A, tokens_AK, room_A) -> list[tuple[int, bool]]:
+def expected(
+    answers: list[bytes], tokens: list[bytes], machines: list[StopMachine], entry_A, tokens_AK, room_A
+) -> list[tuple[int, bool]]:
     """(count, ends) of every place by a search of its whole text, which is added to `answers`."""
     grown = []
     for a, (entry, room) in enumerate(zip(entry_A.tolist(), room_A.tolist())):
@@ -161,7 +174,11 @@ def expected(answers: list[bytes], tokens: list[bytes], machines: list[StopMachi
         for token in tokens_AK[a].tolist()[:room]:
             count += 1
             answers[a] += tokens[token]
-            ends = token in machines[entry].stop_ids or any(string in answers[a] for string in machines[entry].strings) or count == room
+            ends = (
+                token in machines[entry].stop_ids
+                or any(string in answers[a] for string in machines[entry].strings)
+                or count == room
+            )
             if ends:
                 break
         grown.append((count, ends))
@@ -175,10 +192,13 @@ def counted(growth: StopProgress) -> list[tuple[int, bool]]:
 @settings(max_examples=100)
 @given(st.lists(strings | st.just([]), min_size=2, max_size=4), texts, st.integers(1, 9), st.integers(0, 2**32))
 def test_growth(stops, tokens, k, seed):
-    """Answers of different requests grow for some rounds, as a search of their texts has it and as the host follows them."""
+    """Answers of different requests grow for some rounds, as a search of their texts has it and as the host follows
+    them."""
     random = np.random.default_rng(seed)
     token_bytes, places = TokenBytes.of(Letters(tokens)), 2 * len(stops)
-    machines = [StopMachine.of([], [])] + [StopMachine.of(random.integers(0, len(tokens), i % 2).tolist(), s) for i, s in enumerate(stops)]
+    machines = [StopMachine.of([], [])] + [
+        StopMachine.of(random.integers(0, len(tokens), i % 2).tolist(), s) for i, s in enumerate(stops)
+    ]
     tables = StopTables(len(machines), len(tokens), token_bytes, CPU)
     for entry, machine in enumerate(machines[1:], start=1):
         tables.set(entry, machine)

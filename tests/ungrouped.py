@@ -1,8 +1,7 @@
 """Names of tests without the groups that xdist runs them in.
 
-xdist adds "@ray" to the name of a test of the group "ray". That is what pytest would remember of one that has failed, and `--last-failed`,
-which knows no groups in a process of its own, would find none of that name and run all tests.
-"""
+xdist adds "@ray" to the name of a test of the group "ray". That is what pytest would remember of one that has failed,
+and `--last-failed`, which knows no groups in a process of its own, would find none of that name and run all tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Builds the one part of Triton that needs a C compiler, which the final image lacks: its binding to CUDA's driver. Into $TRITON_CACHE_DIR.
+"""Builds the one part of Triton that needs a C compiler, which the final image lacks: its binding to CUDA's driver.
+Into $TRITON_CACHE_DIR.
 
 Triton would build the same file on its first use, and finds this one in its place.
 """
@@ -29,9 +30,13 @@ def main() -> None:
         path = Path(folder, f"{NAME}.c")
         path.write_text(source)
         built = _build(NAME, str(path), folder, [str(home / "lib"), folder], [str(home / "include")], [DRIVER], [])
-        os.environ["PATH"] = ""  # the key holds what the program `file` says of Python, and the final image has no `file`
+        os.environ["PATH"] = (
+            ""  # the key holds what the program `file` says of Python, and the final image has no `file`
+        )
         key = hashlib.sha256((source + platform_key()).encode()).hexdigest()
-        put = get_cache_manager(key).put(Path(built).read_bytes(), f"{NAME}{sysconfig.get_config_var('EXT_SUFFIX')}", binary=True)
+        put = get_cache_manager(key).put(
+            Path(built).read_bytes(), f"{NAME}{sysconfig.get_config_var('EXT_SUFFIX')}", binary=True
+        )
     print(f"built {put}")
 
 

@@ -1,6 +1,8 @@
-"""Writes the locks that images are built from: every package, with the versions of constraints.txt and the hashes of its files.
+"""Writes the locks that images are built from: every package, with the versions of constraints.txt and the hashes of
+its files.
 
-A package that a lock has already keeps its version unless constraints.txt says otherwise. To renew all: delete the locks first.
+A package that a lock has already keeps its version unless constraints.txt says otherwise. To renew all: delete the
+locks first.
 
 python deploy/docker/lock.py
 """
@@ -22,10 +24,13 @@ OLDEST_PYTHON = PROJECT["project"]["requires-python"].removeprefix(">=")
 
 
 def inputs() -> dict[str, list[str]]:
-    """What each lock must hold, beside what that needs. PyTorch for CPUs is not on PyPI: the lock has what it needs, and not itself."""
+    """What each lock must hold, beside what that needs. PyTorch for CPUs is not on PyPI: the lock has what it needs,
+    and not itself."""
     serving = PROJECT["project"]["dependencies"]
     torch = [
-        need for need in importlib.metadata.requires("torch") or () if not re.match(r"nvidia|cuda|triton", need) and "extra ==" not in need
+        need
+        for need in importlib.metadata.requires("torch") or ()
+        if not re.match(r"nvidia|cuda|triton", need) and "extra ==" not in need
     ]
     return {
         "build": PROJECT["build-system"]["requires"],
@@ -36,7 +41,18 @@ def inputs() -> dict[str, list[str]]:
 
 
 def write(name: str, needs: list[str]) -> None:
-    command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--generate-hashes", "--universal", "--no-header", "--no-annotate"]
+    command = [
+        sys.executable,
+        "-m",
+        "uv",
+        "pip",
+        "compile",
+        "--quiet",
+        "--generate-hashes",
+        "--universal",
+        "--no-header",
+        "--no-annotate",
+    ]
     command += [
         "--only-binary",
         ":all:",

@@ -1,4 +1,5 @@
-"""The dashboards, as code: `python deploy/grafana/build.py` writes deploy/grafana/dashboards/*.json. What is shown, and why, is here."""
+"""The dashboards, as code: `python deploy/grafana/build.py` writes deploy/grafana/dashboards/*.json. What is shown, and
+why, is here."""
 
 from __future__ import annotations
 
@@ -14,30 +15,52 @@ from queries import gain, mean, pick, quantile, quantiles, rate, ratio, ratio_or
 FOLDER = Path(__file__).parent / "dashboards"
 ANSWER = rate("smc_generation_tokens_total")
 ROUNDS, DRAFTS = rate("smc_committed_lag_tokens_count"), rate("smc_spec_decode_num_drafts_total")
-"""Of SMC and of exact decoding, counted once for each request that took part: what happens to a population is seen per such round."""
+"""Of SMC and of exact decoding, counted once for each request that took part: what happens to a population is seen per
+such round."""
 TOKENS_PER_SECOND = "suffix: tok/s"
 FULL = {"yellow": 0.8, "red": 0.95}
 PAGES, CACHED = (total(f"smc_kv_pages_{what}", "group") for what in ("used", "cached"))
 IN_USE = ratio(f"({PAGES} - {CACHED})", total("smc_kv_pages_capacity", "group"))
-"""What only the prefix cache holds makes room whenever it is needed. Where memory is short it holds nothing, and this is exact."""
+"""What only the prefix cache holds makes room whenever it is needed. Where memory is short it holds nothing, and this
+is exact."""
 
 
 def traffic() -> Dashboard:
-    first, whole, between = "smc_time_to_first_token_seconds", "smc_e2e_request_latency_seconds", "smc_inter_token_latency_seconds"
+    first, whole, between = (
+        "smc_time_to_first_token_seconds",
+        "smc_e2e_request_latency_seconds",
+        "smc_inter_token_latency_seconds",
+    )
     calls, failed = rate("smc_requests_total"), rate("smc_requests_total", where='status=~"UNAVAILABLE|INTERNAL"')
     burn, pace = pick("namespace_job_slo:smc_error_budget_burn:rate1h"), {"yellow": 1, "orange": 6, "red": 14.4}
     rows = {
         "Now": [
             number("Calls", "Generate calls that ended, whatever their status.", "reqps", calls),
             number("Answer tokens", "Tokens sent to callers.", TOKENS_PER_SECOND, ANSWER),
-            number("First token, p99", "99 of 100 answers begin sooner.", "s", quantile(first, 0.99), {"yellow": 1, "red": 2.5}),
-            number("Whole answer, p99", "99 of 100 are complete sooner.", "s", quantile(whole, 0.99), {"yellow": 30, "red": 60}),
+            number(
+                "First token, p99",
+                "99 of 100 answers begin sooner.",
+                "s",
+                quantile(first, 0.99),
+                {"yellow": 1, "red": 2.5},
+            ),
+            number(
+                "Whole answer, p99",
+                "99 of 100 are complete sooner.",
+                "s",
+                quantile(whole, 0.99),
+                {"yellow": 30, "red": 60},
+            ),
             number("Failed", "UNAVAILABLE or INTERNAL.", "percentunit", ratio_or_zero(failed, calls), {"red": 0.001}),
             number("Budget burn, 1 h", "Of the worst objective; 1 is just within it.", "none", f"max({burn})", pace),
         ],
         "Traffic": [
             graph(
-                "Calls by status", "Generate calls that ended.", "reqps", {"{{status}}": rate("smc_requests_total", "status")}, stacked=True
+                "Calls by status",
+                "Generate calls that ended.",
+                "reqps",
+                {"{{status}}": rate("smc_requests_total", "status")},
+                stacked=True,
             ),
             graph(
                 *("Answers by finish reason", "Why answers ended. Much `length`: max_tokens is too small.", "reqps"),
@@ -51,11 +74,17 @@ def traffic() -> Dashboard:
         ],
         "Latency": [
             graph(
-                *("Time to first token", "From a call's arrival to its first tokens. Objective: 99% within 2.5 s.", "s"),
+                *(
+                    "Time to first token",
+                    "From a call's arrival to its first tokens. Objective: 99% within 2.5 s.",
+                    "s",
+                ),
                 quantiles(first, 0.5, 0.95, 0.99),
                 limits={"red": 2.5},
             ),
-            graph("Between tokens", "Tokens that come together share the wait.", "s", quantiles(between, 0.5, 0.95, 0.99)),
+            graph(
+                "Between tokens", "Tokens that come together share the wait.", "s", quantiles(between, 0.5, 0.95, 0.99)
+            ),
             graph(
                 *("Whole answer", "From a call's arrival to the end of its answer. Objective: 99% within 60 s.", "s"),
                 quantiles(whole, 0.5, 0.95, 0.99),
@@ -120,39 +149,71 @@ def particles() -> Dashboard:
     share, lag, alike = "smc_ess_share_ratio", "smc_committed_lag_tokens", {"yellow": 0.1, "green": 0.3}
     resampled, collapsed = (ratio(rate(f"smc_{what}_total"), ROUNDS) for what in ("resamples", "collapses"))
     alone, tree_rows = (rate(f"smc_spec_decode_num_{what}_total") for what in ("alone_rounds", "rows"))
-    low, kept = f"max({pick('namespace_job:smc_ess_share_low:ratio_rate30m')})", ratio(ANSWER, f"({ROUNDS} + {DRAFTS} + {alone})")
+    low, kept = (
+        f"max({pick('namespace_job:smc_ess_share_low:ratio_rate30m')})",
+        ratio(ANSWER, f"({ROUNDS} + {DRAFTS} + {alone})"),
+    )
     drafted, accepted = (rate(f"smc_spec_decode_num_{what}_tokens_total") for what in ("draft", "accepted"))
     hits, misses = (rate(f"smc_spec_decode_num_{what}_total") for what in ("hits", "misses"))
     by_position = rate("smc_spec_decode_num_accepted_tokens_per_pos_total", "position")
     rows = {
         "Now": [
             number("ESS share, median", "Of independent particles.", "percentunit", quantile(share, 0.5), alike),
-            number("Degenerate, 30 min", "Rounds whose ESS share is at most 0.2.", "percentunit", low, {"yellow": 0.3, "red": 0.5}),
+            number(
+                "Degenerate, 30 min",
+                "Rounds whose ESS share is at most 0.2.",
+                "percentunit",
+                low,
+                {"yellow": 0.3, "red": 0.5},
+            ),
             number("Resampled", "Share of rounds.", "percentunit", resampled),
-            number("Collapsed", "Share of rounds with all weights zero.", "percentunit", collapsed, {"yellow": 1e-6, "red": 0.01}),
+            number(
+                "Collapsed",
+                "Share of rounds with all weights zero.",
+                "percentunit",
+                collapsed,
+                {"yellow": 1e-6, "red": 0.01},
+            ),
             number("Tokens a round", "Answer tokens of one request.", "none", kept),
             number("Lag, median", "Tokens that are not final yet.", "suffix: tok", quantile(lag, 0.5)),
         ],
         "Weights": [
             graph(
-                *("ESS share", "Effective sample size over N, of independent particles: low where the models disagree.", "percentunit"),
+                *(
+                    "ESS share",
+                    "Effective sample size over N, of independent particles: low where the models disagree.",
+                    "percentunit",
+                ),
                 quantiles(share, 0.1, 0.5, 0.9),
             ),
             buckets("ESS share, distribution", "Rounds, by ESS share.", "percentunit", share),
             graph(
-                *("Degenerate rounds", "Share of rounds whose ESS share is at most 0.2, over 30 minutes.", "percentunit"),
+                *(
+                    "Degenerate rounds",
+                    "Share of rounds whose ESS share is at most 0.2, over 30 minutes.",
+                    "percentunit",
+                ),
                 {"of rounds": low},
                 limits={"red": 0.5},
             ),
         ],
         "Population": [
-            graph("Resampled rounds", "Share of rounds after which particles were copied.", "percentunit", {"of rounds": resampled}),
+            graph(
+                "Resampled rounds",
+                "Share of rounds after which particles were copied.",
+                "percentunit",
+                {"of rounds": resampled},
+            ),
             graph(
                 *("Collapses", "Rounds a minute after which all weights were zero. Any is worth a look.", "cpm"),
                 {"collapses": f"60 * {rate('smc_collapses_total')}"},
             ),
             graph(
-                *("Committed lag", "Tokens between what is final and the longest particle: what streaming waits for.", "suffix: tok"),
+                *(
+                    "Committed lag",
+                    "Tokens between what is final and the longest particle: what streaming waits for.",
+                    "suffix: tok",
+                ),
                 quantiles(lag, 0.5, 0.9, 0.99),
             ),
         ],
@@ -161,32 +222,54 @@ def particles() -> Dashboard:
                 *("Tokens run for one of the answer", "By each model, over all particles and branches.", "none"),
                 {"{{group}}": ratio(rate("smc_model_tokens_total", "group"), ANSWER, per="group")},
             ),
-            graph("Answer tokens a round", "Of one request. Block + 1: every token was kept.", "none", {"tokens": kept}),
-            buckets("Committed lag, distribution", "Rounds, by the tokens that were not final after them.", "none", lag),
+            graph(
+                "Answer tokens a round", "Of one request. Block + 1: every token was kept.", "none", {"tokens": kept}
+            ),
+            buckets(
+                "Committed lag, distribution", "Rounds, by the tokens that were not final after them.", "none", lag
+            ),
         ],
         "Exact decoding": [
             graph(
-                *("Accepted by position", "Share of rounds whose drafted token at this position, from 0, the target drew as well."),
+                *(
+                    "Accepted by position",
+                    "Share of rounds whose drafted token at this position, from 0, the target drew as well.",
+                ),
                 *("percentunit", {"{{position}}": ratio(by_position, DRAFTS, per="position")}),
             ),
             graph(
-                *("Tokens confirmed a round", "Of one request. What was not drafted ahead ends with a token of the target's own.", "none"),
+                *(
+                    "Tokens confirmed a round",
+                    "Of one request. What was not drafted ahead ends with a token of the target's own.",
+                    "none",
+                ),
                 {"accepted": ratio(accepted, DRAFTS), "confirmed": ratio(f"({accepted} + {DRAFTS} - {hits})", DRAFTS)},
             ),
             graph(
-                *("Acceptance and hits", "Drafted tokens that the target drew as well; rounds whose next block, drafted ahead, was right."),
+                *(
+                    "Acceptance and hits",
+                    "Drafted tokens that the target drew as well; rounds whose next block, drafted ahead, was right.",
+                ),
                 *("percentunit", {"accepted": ratio(accepted, drafted), "hits": ratio(hits, f"({hits} + {misses})")}),
             ),
         ],
         "What costs decide": [
             graph("Rows", "Of a request's tree, on average: costs decide.", "none", {"rows": ratio(tree_rows, DRAFTS)}),
             graph(
-                *("Without a draft", "Share of rounds in which the target decoded alone: nothing drafted would have been faster."),
+                *(
+                    "Without a draft",
+                    "Share of rounds in which the target decoded alone: nothing drafted would have been faster.",
+                ),
                 *("percentunit", {"alone": ratio(alone, f"({alone} + {DRAFTS})")}),
             ),
         ],
     }
-    return board("smc-particles", "Particles", "How well populations of particles and exact decoding do, and what they cost.", rows)
+    return board(
+        "smc-particles",
+        "Particles",
+        "How well populations of particles and exact decoding do, and what they cost.",
+        rows,
+    )
 
 
 def groups() -> Dashboard:
@@ -196,12 +279,20 @@ def groups() -> Dashboard:
     by_weights = f"on (namespace, job, instance, pod) group_left (weights) {build}"
     age = f"time() - {pick('process_start_time_seconds')} and on (instance) {pick('smc_serving')}"
     hour = f"round({gain('smc_worker_restarts_total', '1h')})"
-    minutes = {name: f"round({gain(f'smc_{one}_restarts_total', '5m')})" for name, one in (("all", "worker"), ("draft alone", "draft"))}
+    minutes = {
+        name: f"round({gain(f'smc_{one}_restarts_total', '5m')})"
+        for name, one in (("all", "worker"), ("draft alone", "draft"))
+    }
     rows = {
         "Now": [
             number("Serving", "Instances that let requests in.", "none", total("smc_serving"), {"green": 1}),
             number("Ready now", "Instances whose group is ready.", "none", ready, {"green": 1}, "{{group}}"),
-            number("Latest epoch", "Starts of the workers, or of a draft alone, so far.", "none", f"max({pick('smc_epoch')})"),
+            number(
+                "Latest epoch",
+                "Starts of the workers, or of a draft alone, so far.",
+                "none",
+                f"max({pick('smc_epoch')})",
+            ),
             number("Restarts, 1 h", "After a loss.", "none", hour, {"yellow": 1, "red": 3}),
             number("Up", "The youngest instance.", "s", f"min({age})"),
             name(
@@ -213,7 +304,11 @@ def groups() -> Dashboard:
         ],
         "Models at work": [
             graph(
-                *("Busy", "Share of all time that each group works: both near 100% is the aim of look-ahead.", "percentunit"),
+                *(
+                    "Busy",
+                    "Share of all time that each group works: both near 100% is the aim of look-ahead.",
+                    "percentunit",
+                ),
                 {"{{part}}": f"avg by (part) (rate({pick(f'{part}_sum', both)}[$__rate_interval]))"},
             ),
             graph(
@@ -226,7 +321,12 @@ def groups() -> Dashboard:
             ),
         ],
         "Rounds": [
-            graph("Parts of a round", "Mean time; draft and target overlap in look-ahead form.", "s", {"{{part}}": mean(part, "part")}),
+            graph(
+                "Parts of a round",
+                "Mean time; draft and target overlap in look-ahead form.",
+                "s",
+                {"{{part}}": mean(part, "part")},
+            ),
             graph("Round", "From the first command to the last decision.", "s", quantiles(whole, 0.5, 0.95, 0.99)),
             buckets("Round, distribution", "Rounds, by their duration.", "s", whole),
         ],
@@ -243,13 +343,19 @@ def groups() -> Dashboard:
         ],
         "Life": [
             graph("Ready", "Instances whose group is ready.", "none", {"{{group}}": ready}),
-            graph("Epoch", "Which life of its workers each instance is in.", "none", {"{{instance}}": pick("smc_epoch")}),
+            graph(
+                "Epoch", "Which life of its workers each instance is in.", "none", {"{{instance}}": pick("smc_epoch")}
+            ),
             graph(
                 *("Restarts", "Times that workers were started again after a loss, in five minutes.", "none"),
                 minutes,
             ),
             graph(
-                *("Since the last round", "Grows while nothing runs; while requests run, a sign that something is stuck.", "s"),
+                *(
+                    "Since the last round",
+                    "Grows while nothing runs; while requests run, a sign that something is stuck.",
+                    "s",
+                ),
                 {"{{instance}}": pick("smc_last_round_age_seconds")},
             ),
         ],
@@ -261,7 +367,9 @@ def groups() -> Dashboard:
         ),
         graph(
             *("Answers, by weights", "Calls that ended with an answer.", "reqps"),
-            {"{{weights}}": f"""sum by (weights) (rate({pick("smc_requests_total", 'status="OK"')}[$__rate_interval]) * {by_weights})"""},
+            {
+                "{{weights}}": f"""sum by (weights) (rate({pick("smc_requests_total", 'status="OK"')}[$__rate_interval]) * {by_weights})"""
+            },
         ),
     ]
     return board("smc-groups", "Groups", "Draft and target: who works, who waits, who is ill.", rows)
@@ -278,19 +386,46 @@ def capacity() -> Dashboard:
         "Now": [
             number("Running", "Requests that hold slots.", "none", running),
             number("Waiting", "Requests that wait for slots and pages.", "none", waiting, {"yellow": 1}),
-            number("Refused, 5 min", "Share of calls: the queue was full.", "percentunit", refused, {"yellow": 1e-6, "red": 0.05}),
+            number(
+                "Refused, 5 min",
+                "Share of calls: the queue was full.",
+                "percentunit",
+                refused,
+                {"yellow": 1e-6, "red": 0.05},
+            ),
             number("Slots in all", "Particles that can run at once.", "none", slots),
             number("Answer tokens", "Tokens sent to callers.", TOKENS_PER_SECOND, ANSWER),
             number("Tokens a slot", "Of answers, per slot in use.", TOKENS_PER_SECOND, ratio(ANSWER, used)),
         ],
         "Saturation": [
             dial("Slots in use", "Slots that running requests hold.", held, FULL),
-            dial("KV pages in use", "Pages of each pool that requests hold, without the prefix cache's.", IN_USE, FULL, "{{group}}"),
-            dial("Headroom", "What is left of whatever is scarcest.", f"1 - max({IN_USE} or {held})", {"yellow": 0.05, "green": 0.2}),
+            dial(
+                "KV pages in use",
+                "Pages of each pool that requests hold, without the prefix cache's.",
+                IN_USE,
+                FULL,
+                "{{group}}",
+            ),
+            dial(
+                "Headroom",
+                "What is left of whatever is scarcest.",
+                f"1 - max({IN_USE} or {held})",
+                {"yellow": 0.05, "green": 0.2},
+            ),
         ],
         "Load": [
-            graph("Requests", "Those that hold slots, and those that wait.", "none", {"running": running, "waiting": waiting}),
-            graph("Slots", "Particles of running requests, and how many there can be.", "none", {"used": used, "capacity": slots}),
+            graph(
+                "Requests",
+                "Those that hold slots, and those that wait.",
+                "none",
+                {"running": running, "waiting": waiting},
+            ),
+            graph(
+                "Slots",
+                "Particles of running requests, and how many there can be.",
+                "none",
+                {"used": used, "capacity": slots},
+            ),
             graph(
                 *("Refused", "Calls that found the queue full.", "reqps"),
                 {"queue full": rate("smc_requests_rejected_total", where=full)},
@@ -306,16 +441,28 @@ def capacity() -> Dashboard:
         ],
         "Prefix cache, and what happens where memory is short": [
             graph(
-                *("Prefix cache hits", "Share of prompt tokens that had been computed for an earlier request.", "percentunit"),
+                *(
+                    "Prefix cache hits",
+                    "Share of prompt tokens that had been computed for an earlier request.",
+                    "percentunit",
+                ),
                 {"{{group}}": ratio(hits, queries)},
             ),
             graph(
-                *("Preemptions", "Requests a minute that gave up their memory to others; what they held is computed again.", "cpm"),
+                *(
+                    "Preemptions",
+                    "Requests a minute that gave up their memory to others; what they held is computed again.",
+                    "cpm",
+                ),
                 {"preemptions": f"60 * {rate('smc_preemptions_total')}"},
                 limits={"red": 1},
             ),
             graph(
-                *("Populations shrunk", "Populations a minute that were made smaller, as far as their requests allow it.", "cpm"),
+                *(
+                    "Populations shrunk",
+                    "Populations a minute that were made smaller, as far as their requests allow it.",
+                    "cpm",
+                ),
                 {"shrinks": f"60 * {rate('smc_population_shrinks_total')}"},
             ),
         ],
@@ -330,7 +477,9 @@ def capacity() -> Dashboard:
             ),
             graph(
                 *("CPU", "Cores in use.", "none"),
-                {"{{instance}}": f"rate({pick('process_cpu_seconds_total')}[$__rate_interval]) and on (instance) {ours}"},
+                {
+                    "{{instance}}": f"rate({pick('process_cpu_seconds_total')}[$__rate_interval]) and on (instance) {ours}"
+                },
             ),
             graph(
                 *("Open files", "Share of the limit; connections are among them.", "percentunit"),
@@ -338,7 +487,9 @@ def capacity() -> Dashboard:
             ),
         ],
     }
-    return board("smc-capacity", "Capacity", "How full the service is, what fills it, and how much more it can take.", rows)
+    return board(
+        "smc-capacity", "Capacity", "How full the service is, what fills it, and how much more it can take.", rows
+    )
 
 
 def _pages(where: str) -> dict[str, str]:

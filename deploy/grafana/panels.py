@@ -44,14 +44,22 @@ def graph(
     title: str, about: str, unit: str, series: Mapping[str, str], *, stacked: bool = False, limits: Limits | None = None
 ) -> timeseries.Panel:
     """`series`: legend -> expression. `limits` are drawn as lines."""
-    panel = _common(timeseries.Panel(), title, about, series).unit(unit).min(0).height(GRAPH).fill_opacity(40 if stacked else 8)
+    panel = (
+        _common(timeseries.Panel(), title, about, series)
+        .unit(unit)
+        .min(0)
+        .height(GRAPH)
+        .fill_opacity(40 if stacked else 8)
+    )
     panel.legend(
         common.VizLegendOptions()
         .show_legend(True)
         .display_mode(common_model.LegendDisplayMode.LIST)
         .placement(common_model.LegendPlacement.BOTTOM)
     )
-    panel.tooltip(common.VizTooltipOptions().mode(common_model.TooltipDisplayMode.MULTI).sort(common_model.SortOrder.DESCENDING))
+    panel.tooltip(
+        common.VizTooltipOptions().mode(common_model.TooltipDisplayMode.MULTI).sort(common_model.SortOrder.DESCENDING)
+    )
     if stacked:
         panel.stacking(common.StackingConfig().mode(common_model.StackingMode.NORMAL))
     if limits:
@@ -82,7 +90,9 @@ def board(uid: str, title: str, about: str, rows: Mapping[str, Sequence[Panel]])
         .keep_time(True)
     )
     built.with_variable(dashboard.DatasourceVariable("datasource").label("Prometheus").type("prometheus"))
-    built.with_variable(_label("namespace", "smc_serving")).with_variable(_label("job", 'smc_serving{namespace=~"$namespace"}'))
+    built.with_variable(_label("namespace", "smc_serving")).with_variable(
+        _label("job", 'smc_serving{namespace=~"$namespace"}')
+    )
     ids = itertools.count(1)
     for row, panels in rows.items():
         built.with_row(dashboard.Row(row).id(next(ids)))

@@ -1,7 +1,8 @@
-"""Draws the dashboards as pictures, from a Prometheus that runs: `python deploy/grafana/render.py --prometheus URL --out docs/dashboards/`.
+"""Draws the dashboards as pictures, from a Prometheus that runs: `python deploy/grafana/render.py --prometheus URL
+--out docs/dashboards/`.
 
-Reads only what Grafana reads, the JSON files: positions, titles, units, legends, thresholds, queries. Knows nothing about the metrics.
-"""
+Reads only what Grafana reads, the JSON files: positions, titles, units, legends, thresholds, queries. Knows nothing
+about the metrics."""
 
 from __future__ import annotations
 
@@ -93,7 +94,9 @@ class Frame:
     def write(self, text: str, x: float, y: float, **style) -> None:
         """At inches from the top left corner."""
         width, height = self._size
-        self._page.text((self._left + x) / width, 1 - (self._top + y) / height, text, **({"color": INK, "va": "center"} | style))
+        self._page.text(
+            (self._left + x) / width, 1 - (self._top + y) / height, text, **({"color": INK, "va": "center"} | style)
+        )
 
     def corner(self, left: float, bottom: float) -> tuple[float, float]:
         """Where that is on the page, inches from the bottom left corner."""
@@ -112,7 +115,9 @@ class Frame:
 def page(dashboard: dict, source: Prometheus) -> tuple[Figure, list[str]]:
     """The picture, and the titles of panels that nothing came for."""
     head = 2
-    panels = [panel | {"gridPos": panel["gridPos"] | {"y": panel["gridPos"]["y"] + head}} for panel in dashboard["panels"]]
+    panels = [
+        panel | {"gridPos": panel["gridPos"] | {"y": panel["gridPos"]["y"] + head}} for panel in dashboard["panels"]
+    ]
     height = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in panels)
     figure = plt.figure(figsize=(WIDTH, UNIT * height + 0.1), dpi=DPI, facecolor=PAGE)
     top = Frame(figure, {"gridPos": {"x": 0, "y": 0, "w": 24, "h": head}})
@@ -151,12 +156,21 @@ def _graph(frame: Frame, panel: dict, series: Sequence[Series], source: Promethe
             axes.axhline(step["value"], color=NAMED[step["color"]], ls="--", lw=1)
     # As in Grafana, a limit far above the data stays out of sight.
     axes.set_ylim(0, top if top > 0 and any(np.nanmax(np.nan_to_num(one.values)) > 0 for one in series) else 1)
-    round_numbers = MultipleLocator(2 ** round(math.log2(top / 4))) if unit == "bytes" else MaxNLocator(5, steps=[1, 2, 2.5, 5, 10])
+    round_numbers = (
+        MultipleLocator(2 ** round(math.log2(top / 4))) if unit == "bytes" else MaxNLocator(5, steps=[1, 2, 2.5, 5, 10])
+    )
     axes.yaxis.set_major_locator(round_numbers)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: written(round(value, 9), unit)))
     _time_axis(axes, source)
     axes.grid(axis="y", color="#e6e9ed", lw=0.7)
-    style = {"fontsize": 6.8, "frameon": False, "handlelength": 1.2, "handletextpad": 0.5, "columnspacing": 1.0, "borderpad": 0}
+    style = {
+        "fontsize": 6.8,
+        "frameon": False,
+        "handlelength": 1.2,
+        "handletextpad": 0.5,
+        "columnspacing": 1.0,
+        "borderpad": 0,
+    }
     corner = {"bbox_to_anchor": frame.corner(0.15, 0.1), "bbox_transform": axes.figure.transFigure}
     axes.legend(loc="lower left", ncols=min(len(series), 4), **corner, **style)
 
@@ -174,7 +188,9 @@ def _heatmap(frame: Frame, panel: dict, series: Sequence[Series], source: Promet
     shown = np.ma.masked_less_equal(counts[low:high], 0)
     edges = np.append(every, every[-1] + (every[-1] - every[-2]))
     axes.pcolormesh(_dates(edges), np.arange(high - low + 1), shown, cmap="Blues", vmin=-0.15 * shown.max())
-    labels = [written(float(one.labels["le"]), unit) if one.labels["le"] != "+Inf" else "more" for one in series[low:high]]
+    labels = [
+        written(float(one.labels["le"]), unit) if one.labels["le"] != "+Inf" else "more" for one in series[low:high]
+    ]
     skip = math.ceil(len(labels) / 9)
     axes.set_yticks(np.arange(1, high - low + 1)[::skip], labels[::skip])
     _time_axis(axes, source)
@@ -209,11 +225,15 @@ def _dial(frame: Frame, panel: dict, series: Sequence[Series], source: Prometheu
         start, sweep = 210, 240
         ends = [*(step["value"] for step in steps[1:]), 1.0]
         for step, begin, end in zip(steps, [0.0, *ends], ends):
-            axes.add_patch(Wedge((0, 0), 1.1, start - sweep * end, start - sweep * begin, width=0.05, fc=NAMED[step["color"]]))
+            axes.add_patch(
+                Wedge((0, 0), 1.1, start - sweep * end, start - sweep * begin, width=0.05, fc=NAMED[step["color"]])
+            )
         axes.add_patch(Wedge((0, 0), 1.02, start - sweep, start, width=0.28, fc="#e6e9ed"))
         color = _color(panel, one.last)
         axes.add_patch(Wedge((0, 0), 1.02, start - sweep * min(max(one.last, 0), 1), start, width=0.28, fc=color))
-        axes.text(0, 0.02, written(one.last, unit), ha="center", va="center", fontsize=17, fontweight="bold", color=color)
+        axes.text(
+            0, 0.02, written(one.last, unit), ha="center", va="center", fontsize=17, fontweight="bold", color=color
+        )
         axes.text(0, -0.42, one.legend, ha="center", va="center", fontsize=9.5, color=INK)
 
 
@@ -252,8 +272,12 @@ def main() -> int:
     parser.add_argument("--prometheus", required=True, metavar="URL", help="such as http://localhost:9090")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the pictures go")
     parser.add_argument("--minutes", type=float, default=15, help="how much time they show; default 15")
-    parser.add_argument("--scrape-interval", type=float, default=15, metavar="SECONDS", help="of the Prometheus; default 15")
-    parser.add_argument("--end", type=float, default=time.time(), metavar="SECONDS", help="since the epoch; default: now")
+    parser.add_argument(
+        "--scrape-interval", type=float, default=15, metavar="SECONDS", help="of the Prometheus; default 15"
+    )
+    parser.add_argument(
+        "--end", type=float, default=time.time(), metavar="SECONDS", help="since the epoch; default: now"
+    )
     given = parser.parse_args()
     source = Prometheus(given.prometheus, given.minutes, given.scrape_interval, given.end)
     missing = 0

@@ -28,7 +28,9 @@ class BatchConfig:
             raise ValueError(f"cannot write {self.output}: its directory does not exist")
         if self.output.exists():
             if not self.output.is_file():
-                raise ValueError(f"cannot write {self.output}: it is not a regular file, and answers could not be gone on with")
+                raise ValueError(
+                    f"cannot write {self.output}: it is not a regular file, and answers could not be gone on with"
+                )
             if self.output.samefile(self.input):
                 raise ValueError(f"{self.output} is the input; give another output file")
         if self.concurrency is not None and self.concurrency < 1:

@@ -64,7 +64,9 @@ class Decoder:
             try:
                 return await self._once(request)
             except Unavailable as error:
-                raise Unavailable(f"the service was lost {ATTEMPTS} times while it decoded this line; at last: {error}") from error
+                raise Unavailable(
+                    f"the service was lost {ATTEMPTS} times while it decoded this line; at last: {error}"
+                ) from error
 
     async def _once(self, request: Request) -> Answer:
         await self._serving.wait()

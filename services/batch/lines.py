@@ -1,4 +1,5 @@
-"""Lines of the input: what a request line must look like around its body. Knows nothing about models, settings or answers."""
+"""Lines of the input: what a request line must look like around its body. Knows nothing about models, settings or
+answers."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def parse_line(number: int, raw: bytes) -> Line:
     except ValueError as error:
         return Line(number, digest, mistake=str(error))
     if not isinstance(document, dict):
-        return Line(number, digest, mistake=f"this is {kind_of(document)}; allowed: a JSON object with {', '.join(FIELDS)}")
+        return Line(
+            number, digest, mistake=f"this is {kind_of(document)}; allowed: a JSON object with {', '.join(FIELDS)}"
+        )
     custom_id = document.get("custom_id")
     if not isinstance(custom_id, str) or not custom_id:
         return Line(number, digest, mistake=f"custom_id={custom_id!r}; allowed: a string that names this line")

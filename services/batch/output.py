@@ -1,4 +1,5 @@
-"""The output file: what a stopped run left in it, and lines added to it whole. Knows nothing about what the lines say."""
+"""The output file: what a stopped run left in it, and lines added to it whole. Knows nothing about what the lines
+say."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ class OutputFile:
     def __enter__(self) -> OutputFile:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._file.close()
 
     def _lock(self) -> None:
@@ -68,7 +71,9 @@ class OutputFile:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno == errno.EWOULDBLOCK:
-                raise ValueError(f"{self.path} is being written by another run; wait for it, or give another output file") from error
+                raise ValueError(
+                    f"{self.path} is being written by another run; wait for it, or give another output file"
+                ) from error
             # Any other error: a file system without locks, which is no reason not to work there.
 
 

@@ -81,7 +81,13 @@ class Display:
             self._shown = time.monotonic()
             yield
             return
-        columns = (TextColumn("lines"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+        columns = (
+            TextColumn("lines"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+        )
         with Progress(*columns, console=self._console, transient=True) as self._bar:
             self._task = self._bar.add_task("", total=tally.before.total, completed=tally.done)
             yield

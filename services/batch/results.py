@@ -1,4 +1,5 @@
-"""Lines of the output: an answer, or why there is none, as OpenAI's batch files have them. Knows nothing about files."""
+"""Lines of the output: an answer, or why there is none, as OpenAI's batch files have them. Knows nothing about
+files."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ ENGINE_FIELDS = ("form", "block", "branches", "defensive_share")
 
 
 def fingerprint(pair: ServingPair, dtypes: str) -> str:
-    """What answers depend on besides the request: two runs of the same fingerprint give the same answers to the same seeds."""
+    """What answers depend on besides the request: two runs of the same fingerprint give the same answers to the same
+    seeds."""
     settings = {name: getattr(pair.engine, name) for name in ENGINE_FIELDS}
     models = [(model.name, model.parameters) for model in (pair.target, pair.draft)]
     # What a line leaves out has the library's defaults.
@@ -32,11 +34,15 @@ def record_id(line: Line) -> str:
     return f"batch_req_{line.digest}"
 
 
-def answered(line: Line, request: Request, answer: Answer, pair: ServingPair, fingerprint: str, created: int) -> dict[str, Any]:
+def answered(
+    line: Line, request: Request, answer: Answer, pair: ServingPair, fingerprint: str, created: int
+) -> dict[str, Any]:
     """`created`: seconds since the epoch."""
     chat = line.url == CHAT
     heading = Heading(line.digest, created, pair.target.name, chat, fingerprint)
-    body = response(heading, [choice(0, answer, request.params, chat, pair.tokenizer, _echo(line, request, pair))], [answer])
+    body = response(
+        heading, [choice(0, answer, request.params, chat, pair.tokenizer, _echo(line, request, pair))], [answer]
+    )
     said = {"status_code": 200, "request_id": f"req_{line.digest}", "body": body}
     return {"id": record_id(line), "custom_id": line.custom_id, "response": said, "error": None}
 

@@ -1,4 +1,5 @@
-"""Before a run: how many lines there are, how many are done, and whether what is done belongs to this input and these models."""
+"""Before a run: how many lines there are, how many are done, and whether what is done belongs to this input and these
+models."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ class Survey:
 def survey(path: Path, output: OutputFile, requests: Requests, fingerprint: str) -> Survey:
     """Read the whole input and the whole output, one line of each at a time.
 
-    Raises ValueError if two lines have the same custom_id, or if the output is not the beginning of this input's answers.
-    """
+    Raises ValueError if two lines have the same custom_id, or if the output is not the beginning of this input's
+    answers."""
     records, ids = output.records(), _CustomIds()
     total = done = failed = 0
     for number, raw in read_lines(path):
@@ -47,7 +48,9 @@ def survey(path: Path, output: OutputFile, requests: Requests, fingerprint: str)
     if next(records, None) is not None:
         raise ValueError(f"{output.path} has more lines than {path} has requests; {REMEDY}")
     if twice := ids.twice():
-        raise ValueError(f"{path}: lines {twice[0]} and {twice[1]} have the same custom_id; every line needs one of its own")
+        raise ValueError(
+            f"{path}: lines {twice[0]} and {twice[1]} have the same custom_id; every line needs one of its own"
+        )
     return Survey(total, done, failed)
 
 
@@ -60,7 +63,9 @@ def rest(path: Path, done: int) -> Iterator[Line]:
 
 def _check(line: Line, record: dict[str, Any], name: str, requests: Requests, fingerprint: str) -> None:
     if record["custom_id"] != line.custom_id:
-        raise ValueError(f"{name} is of custom_id={record['custom_id']!r}, but line {line.number} has {line.custom_id!r}; {REMEDY}")
+        raise ValueError(
+            f"{name} is of custom_id={record['custom_id']!r}, but line {line.number} has {line.custom_id!r}; {REMEDY}"
+        )
     if record["id"] != record_id(line):
         raise ValueError(f"{name} does not belong to line {line.number} as it is now; {REMEDY}")
     if record["error"] is not None:
@@ -71,7 +76,9 @@ def _check(line: Line, record: dict[str, Any], name: str, requests: Requests, fi
     except (TypeError, KeyError, IndexError) as error:
         raise ValueError(f"{name} was not written by this command; {REMEDY}") from error
     if written != fingerprint:
-        raise ValueError(f"{name} was made with other models, another --dtype or other settings of the engine; {REMEDY}")
+        raise ValueError(
+            f"{name} was made with other models, another --dtype or other settings of the engine; {REMEDY}"
+        )
     if seed != requests.seed_of(line):
         raise ValueError(f"{name} was made with another seed ({seed}) than line {line.number} has now; {REMEDY}")
 

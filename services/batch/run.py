@@ -1,4 +1,5 @@
-"""One run from its settings to its end: what is left to do, the gang that does it, and how it ends, whatever ends it."""
+"""One run from its settings to its end: what is left to do, the gang that does it, and how it ends, whatever ends
+it."""
 
 from __future__ import annotations
 
@@ -41,11 +42,11 @@ class Batch:
         self._requests = Requests(self._pair, config.seed)
 
     def run(self) -> Tally:
-        """Answer what has no answer yet. However this ends, no process is left, and the output is a beginning of the answers.
+        """Answer what has no answer yet. However this ends, no process is left, and the output is a beginning of the
+        answers.
 
-        Raises ValueError for what the user got wrong; ConnectionError, GangError or ServiceLost for what the cluster did;
-        Stopped on a signal.
-        """
+        Raises ValueError for what the user got wrong; ConnectionError, GangError or ServiceLost for what the cluster
+        did; Stopped on a signal."""
         with OutputFile(self._config.output, self._config.overwrite) as output:
             tally = Tally(survey(self._config.input, output, self._requests, self._fingerprint))
             if tally.done < tally.before.total:
@@ -58,7 +59,9 @@ class Batch:
             tally.count(record)
             self._display.update(tally)
 
-        self._display.say(f"{tally.before.total - tally.done:,} of {tally.before.total:,} lines to do; starting the models")
+        self._display.say(
+            f"{tally.before.total - tally.done:,} of {tally.before.total:,} lines to do; starting the models"
+        )
         async with _connected(self._ray_address):
             from services.launch.supervisor import Supervisor
 

@@ -17,14 +17,24 @@ JOB_DIRECTORIES = "working_dir_files"
 
 def batch(
     ctx: typer.Context,
-    input: Annotated[Path, typer.Argument(help="Requests, JSON lines in the shape of OpenAI's batches.", metavar="IN.jsonl")],
-    output: Annotated[Path, typer.Argument(help="Answers, in the order of the input; gone on with if it exists.", metavar="OUT.jsonl")],
+    input: Annotated[
+        Path, typer.Argument(help="Requests, JSON lines in the shape of OpenAI's batches.", metavar="IN.jsonl")
+    ],
+    output: Annotated[
+        Path, typer.Argument(help="Answers, in the order of the input; gone on with if it exists.", metavar="OUT.jsonl")
+    ],
     overwrite: Annotated[
-        bool, options.option(BATCH, "Start anew, whatever OUT.jsonl holds.", "--overwrite", show_default=False, metavar="")
+        bool,
+        options.option(BATCH, "Start anew, whatever OUT.jsonl holds.", "--overwrite", show_default=False, metavar=""),
     ] = False,
-    seed: Annotated[int, options.option(BATCH, "Of lines without a seed of their own, with their custom_id.", metavar="SEED")] = 0,
+    seed: Annotated[
+        int, options.option(BATCH, "Of lines without a seed of their own, with their custom_id.", metavar="SEED")
+    ] = 0,
     concurrency: Annotated[
-        int | None, options.option(BATCH, "Requests in flight. Default: as many as fill the slots.", "--concurrency", "-c", metavar="COUNT")
+        int | None,
+        options.option(
+            BATCH, "Requests in flight. Default: as many as fill the slots.", "--concurrency", "-c", metavar="COUNT"
+        ),
     ] = None,
     target: options.Target = None,
     draft: options.Draft = None,
@@ -59,7 +69,8 @@ def batch(
     max_failed_starts: gang.MaxFailedStarts = None,
     trace: gang.Trace = None,
 ) -> int:
-    """Answer a file of requests; the same command goes on where it was stopped. Exit code 1: some lines have no answer."""
+    """Answer a file of requests; the same command goes on where it was stopped. Exit code 1: some lines have no
+    answer."""
     import logging
 
     from services.batch.config import BatchConfig
@@ -71,7 +82,9 @@ def batch(
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     config = BatchConfig(input, output, overwrite, seed, concurrency)
     if JOB_DIRECTORIES in output.resolve().parts:
-        print_warning(f"{output.resolve()} is in this job's own copy of its working directory, which Ray deletes; give an absolute path")
+        print_warning(
+            f"{output.resolve()} is in this job's own copy of its working directory, which Ray deletes; give an absolute path"
+        )
     try:
         tally = Batch(config, gang.gang_config(ctx.params), ray_address, Display(err)).run()
     except Stopped as error:

@@ -1,4 +1,5 @@
-"""`smcserve bench`: how fast a pair decodes on GPUs; on a CPU, where the time of a round goes; on either, how soon answers begin."""
+"""`smcserve bench`: how fast a pair decodes on GPUs; on a CPU, where the time of a round goes; on either, how soon
+answers begin."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def bench(asked: BenchOptions) -> None:
 def _advise(asked: BenchOptions) -> None:
     """Costs, and what they say of how to split GPUs."""
     idle = asked.named("mode") | {"prompts": asked.prompts or None}
-    idle |= asked.named("rounds", "draft_tp", "trace", "method", "population", "verification", "guidance_scale", "drafting")
+    idle |= asked.named(
+        "rounds", "draft_tp", "trace", "method", "population", "verification", "guidance_scale", "drafting"
+    )
     refuse_idle(idle, "with --advise")
     if asked.context and len(asked.context) > 1:
         raise ValueError(f"--context {' '.join(map(str, asked.context))}; allowed with --advise: one")
@@ -76,7 +79,9 @@ def _advise_plan(asked: BenchOptions, there: int | None) -> advising.AdvisePlan:
     most = 1 if not asked.link else gpus if there is None else min(gpus, there)
     return advising.AdvisePlan(
         gpus=gpus,
-        degrees=[asked.target_tp] if asked.target_tp else [1 << power for power in range(most.bit_length()) if 1 << power <= most],
+        degrees=[asked.target_tp]
+        if asked.target_tp
+        else [1 << power for power in range(most.bit_length()) if 1 << power <= most],
         loads=asked.concurrency or advising.LOADS,
         context=asked.context[0] if asked.context else 256,
         particles=asked.particles,
@@ -115,7 +120,9 @@ def _bench_gpus(asked: BenchOptions) -> None:
     )
     with _machine(asked.link, _gang_config(asked), degrees) as (machine, gpus):
         assert gpus is not None
-        _measure_prompts(plan, machine, gpus, asked.json) if asked.prompts else _measure_speed(plan, machine, gpus, asked)
+        _measure_prompts(plan, machine, gpus, asked.json) if asked.prompts else _measure_speed(
+            plan, machine, gpus, asked
+        )
 
 
 def _bench_prompts(asked: BenchOptions) -> None:
@@ -125,7 +132,9 @@ def _bench_prompts(asked: BenchOptions) -> None:
     asked.check({}, asked.json)
     contexts = asked.context or ttft.SHORT_CONTEXTS
     modes = ("plain", "lookahead")
-    plan = SpeedPlan((1, 1), modes, *asked.sizes, contexts, asked.loads, asked.timed_rounds, {}, decodings=[asked.decoding])
+    plan = SpeedPlan(
+        (1, 1), modes, *asked.sizes, contexts, asked.loads, asked.timed_rounds, {}, decodings=[asked.decoding]
+    )
     _measure_prompts(plan, _cpu_machine(asked), 2, asked.json)
 
 
@@ -134,14 +143,18 @@ def _bench_rounds(asked: BenchOptions) -> None:
     refuse_idle(asked.named("load", "mode", "context", "trace", "drafting", *LAW), "without --device cuda")
     (particles, *more), blocks, branches = asked.sizes
     if more:
-        raise ValueError(f"--particles {' '.join(map(str, (particles, *more)))}; allowed without --device cuda: one value")
+        raise ValueError(
+            f"--particles {' '.join(map(str, (particles, *more)))}; allowed without --device cuda: one value"
+        )
     asked.check(asked.named("draft_tp", "target_tp"), asked.json)
     configs = [replace(config, prefix_cache=not asked.no_prefix_cache) for config in _configs(blocks, branches)]
     sampling, rounds = {"particles": particles, **asked.decoding}, asked.timed_rounds
     rows: list[Any]
     if asked.link:
         config = gang.gang_config(asked.named(*PLACES, "draft_tp", "target_tp", "threads", *OWN))
-        rows = _measure_gangs([replace(config, link=name) for name in asked.link], configs, asked.loads, sampling, rounds)
+        rows = _measure_gangs(
+            [replace(config, link=name) for name in asked.link], configs, asked.loads, sampling, rounds
+        )
         out.print(gang_table(rows), GANG_LEGEND.format(particles=particles), sep="\n")
     else:
         rows = measure_rounds(_cpu_pair(asked), configs, asked.loads, sampling, rounds)
@@ -163,7 +176,11 @@ def _configs(blocks: Sequence[int], branches: Sequence[int]) -> list[EngineConfi
 
 
 def _measure_gangs(
-    gangs: Sequence[GangConfig], configs: Sequence[EngineConfig], concurrency: Sequence[int], sampling: dict[str, Any], rounds: int
+    gangs: Sequence[GangConfig],
+    configs: Sequence[EngineConfig],
+    concurrency: Sequence[int],
+    sampling: dict[str, Any],
+    rounds: int,
 ) -> list[GangRound]:
     from services.launch.measure import measure
 
@@ -181,9 +198,11 @@ def _gang_config(asked: BenchOptions) -> GangConfig:
 
 
 @contextmanager
-def _machine(link: Sequence[str] | None, config: GangConfig, degrees: tuple[int, int]) -> Iterator[tuple[Machine, int | None]]:
-    """With how many GPUs there are (None on a CPU): in this process, or with `link` each rank in one of its own. `degrees`: of draft and
-    target, where each has its own."""
+def _machine(
+    link: Sequence[str] | None, config: GangConfig, degrees: tuple[int, int]
+) -> Iterator[tuple[Machine, int | None]]:
+    """With how many GPUs there are (None on a CPU): in this process, or with `link` each rank in one of its own.
+    `degrees`: of draft and target, where each has its own."""
     from services.launch.measure import GangMachine
     from smc.evaluation.machine import LocalMachine
     from smc.loading import LoadedModels

@@ -51,7 +51,9 @@ class BenchOptions:
     context: Annotated[
         list[int] | None,
         options.option(
-            options.MEASURE, "Prompt tokens; may be repeated (cuda, --prompts). Of --advise: of contexts. Default: 256.", metavar="TOKENS"
+            options.MEASURE,
+            "Prompt tokens; may be repeated (cuda, --prompts). Of --advise: of contexts. Default: 256.",
+            metavar="TOKENS",
         ),
     ] = None
     prompts: Annotated[
@@ -67,7 +69,9 @@ class BenchOptions:
     acceptance: options.AcceptanceOfOne = None
     method: Annotated[
         list[str] | None,
-        options.option(options.SAMPLING, "Of modes of both models; may be repeated (cuda only). Default: smc.", metavar="smc|exact"),
+        options.option(
+            options.SAMPLING, "Of modes of both models; may be repeated (cuda only). Default: smc.", metavar="smc|exact"
+        ),
     ] = None
     population: Annotated[str | None, options.sampling_option("population")] = None
     verification: Annotated[str | None, options.sampling_option("verification")] = None
@@ -90,11 +94,16 @@ class BenchOptions:
         ),
     ] = None
     rounds: Annotated[
-        int | None, options.option(options.MEASURE, f"Rounds timed for each line of the table. Default: {ROUNDS}.", metavar="COUNT")
+        int | None,
+        options.option(
+            options.MEASURE, f"Rounds timed for each line of the table. Default: {ROUNDS}.", metavar="COUNT"
+        ),
     ] = None
     link: Annotated[
         list[str] | None,
-        options.option(gang.CLUSTER, "Each model in its own process, over this link; may be repeated.", metavar="nccl|grpc"),
+        options.option(
+            gang.CLUSTER, "Each model in its own process, over this link; may be repeated.", metavar="nccl|grpc"
+        ),
     ] = None
     draft_tp: gang.DraftTp = None
     target_tp: gang.TargetTp = None
@@ -111,9 +120,12 @@ class BenchOptions:
     threads: options.Threads = None
     json: Annotated[Path | None, options.option(options.OUTPUT, "Write the numbers here.", metavar="FILE")] = None
     trace: Annotated[
-        Path | None, options.option(options.OUTPUT, "Write a Chrome trace of all timed rounds here (cuda only).", metavar="FILE")
+        Path | None,
+        options.option(options.OUTPUT, "Write a Chrome trace of all timed rounds here (cuda only).", metavar="FILE"),
     ] = None
-    picture: Annotated[Path | None, options.option(options.OUTPUT, "Draw what --advise foretells (png).", metavar="FILE")] = None
+    picture: Annotated[
+        Path | None, options.option(options.OUTPUT, "Draw what --advise foretells (png).", metavar="FILE")
+    ] = None
 
     def named(self, *names: str) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}
@@ -130,11 +142,14 @@ class BenchOptions:
 
     @property
     def decodings(self) -> list[dict[str, Any]]:
-        """Of the modes of both models, what was given, once for each method; of `SamplingParams`, by name. Where there are several
-        methods, each is told what is its own."""
+        """Of the modes of both models, what was given, once for each method; of `SamplingParams`, by name. Where there
+        are several methods, each is told what is its own."""
         methods = list(dict.fromkeys(self.method or ["smc"]))
         given = {name: value for name, value in self.named(*OF_METHOD.values()).items() if value is not None}
-        own = {method: given if len(methods) == 1 else {n: given[n] for n in given if n == OF_METHOD.get(method)} for method in methods}
+        own = {
+            method: given if len(methods) == 1 else {n: given[n] for n in given if n == OF_METHOD.get(method)}
+            for method in methods
+        }
         return [{"method": method, **own[method]} for method in methods]
 
     @property
@@ -159,7 +174,8 @@ class BenchOptions:
         return ROUNDS if self.rounds is None else self.rounds
 
     def check(self, idle: Mapping[str, Any], *paths: Path | None) -> None:
-        """Counts, and files that are to be written. `idle`: settings that would have no effect without --link. Raises ValueError."""
+        """Counts, and files that are to be written. `idle`: settings that would have no effect without --link. Raises
+        ValueError."""
         for name, values in (("concurrency", self.loads), ("rounds", [self.timed_rounds])):
             if min(values) < 1:
                 raise ValueError(f"--{name} {min(values)}; allowed: >= 1")
@@ -180,7 +196,9 @@ class BenchOptions:
             )
         for decoding in self.decodings:
             if decoding["method"] not in OF_METHOD:
-                raise ValueError(f"--method {decoding['method']}; allowed: {', '.join(OF_METHOD)} (plain decoding is a mode of its own)")
+                raise ValueError(
+                    f"--method {decoding['method']}; allowed: {', '.join(OF_METHOD)} (plain decoding is a mode of its own)"
+                )
             SamplingParams(**decoding)
         if "exact" not in (self.method or ()):
             refuse_idle(self.named("drafting"), "without --method exact")

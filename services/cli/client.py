@@ -28,23 +28,38 @@ MISTAKES = ("INVALID_ARGUMENT", "ALREADY_EXISTS", "UNAUTHENTICATED")
 client = typer.Typer(help="Talk to a running service.")
 
 Timeout = Annotated[
-    float | None, options.option(SERVICE, "Give up after this long; --time-budget is the soft limit.", "--timeout", metavar="SECONDS")
+    float | None,
+    options.option(
+        SERVICE, "Give up after this long; --time-budget is the soft limit.", "--timeout", metavar="SECONDS"
+    ),
 ]
-RequestId = Annotated[str | None, options.option(SERVICE, "Name of the request. Default: a random one.", "--request-id", metavar="ID")]
+RequestId = Annotated[
+    str | None, options.option(SERVICE, "Name of the request. Default: a random one.", "--request-id", metavar="ID")
+]
 CacheSalt = Annotated[
     str,
     options.option(
-        SERVICE, "Share what was computed for prompts only within this salt.", "--cache-salt", metavar="TEXT", show_default=False
+        SERVICE,
+        "Share what was computed for prompts only within this salt.",
+        "--cache-salt",
+        metavar="TEXT",
+        show_default=False,
     ),
 ]
 LogProbs = Annotated[
     bool,
-    options.option(options.OUTPUT, "Log-probability of every token, with --json.", "--logprobs", show_default=False, metavar=""),
+    options.option(
+        options.OUTPUT, "Log-probability of every token, with --json.", "--logprobs", show_default=False, metavar=""
+    ),
 ]
 TopLogProbs = Annotated[
     int,
     options.option(
-        options.OUTPUT, "And of the K likeliest at its position, with --logprobs.", "--top-logprobs", show_default=False, metavar="K"
+        options.OUTPUT,
+        "And of the K likeliest at its position, with --logprobs.",
+        "--top-logprobs",
+        show_default=False,
+        metavar="K",
     ),
 ]
 
@@ -74,7 +89,9 @@ def _reports_failures(command: Callable[..., int]) -> Callable[..., int]:
 @_reports_failures
 def generate(
     ctx: typer.Context,
-    prompt: Annotated[str | None, typer.Argument(help="The prompt; '-' or nothing: standard input.", show_default=False)] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt; '-' or nothing: standard input.", show_default=False)
+    ] = None,
     address: Address = DEFAULT_ADDRESS,
     token_file: TokenFile = None,
     tls: Tls = False,
@@ -159,7 +176,9 @@ def info(
         return 0
     for role in ("draft", "target"):
         model = models.pop(role)
-        models = {role: f"{model['name']} ({model['family']}, {model['parameters']:,} parameters, TP {model['tensor_parallel']})"} | models
+        models = {
+            role: f"{model['name']} ({model['family']}, {model['parameters']:,} parameters, TP {model['tensor_parallel']})"
+        } | models
     out.print(_table((name.replace("_", " "), value) for name, value in {**models, **server}.items()))
     return 0
 

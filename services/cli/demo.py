@@ -10,7 +10,9 @@ from services.cli import options
 
 
 def demo(
-    problems: Annotated[int, options.option(options.MEASURE, "Problems behind the table; 0 = no table.", metavar="COUNT")] = 20,
+    problems: Annotated[
+        int, options.option(options.MEASURE, "Problems behind the table; 0 = no table.", metavar="COUNT")
+    ] = 20,
     seed: Annotated[int, options.option(options.MEASURE, "Of the problems and of the answers.", metavar="SEED")] = 1,
 ) -> None:
     """Answer three questions with the shipped model pair, and compare ways of decoding."""

@@ -22,7 +22,11 @@ CONCURRENCY = 8
 TARGET, DRAFT = Setting.plain("target"), Setting.plain("draft")
 EXACT = Setting.lockstep("exact", particles=4, block=5)
 SMC = Setting.lockstep("distinct", particles=8, block=5)
-MORE = (Setting.lookahead("exact", 8, 5, 4), Setting.lookahead("distinct", 8, 5, 4), Setting.lockstep("distinct", 32, 5))
+MORE = (
+    Setting.lookahead("exact", 8, 5, 4),
+    Setting.lookahead("distinct", 8, 5, 4),
+    Setting.lockstep("distinct", 32, 5),
+)
 LESSON = """\
 Every answer is drawn at temperature 1. The draft alone is fast and mostly wrong. Exact decoding gives the target's own answers in few \
 of its passes. SMC comes near them; it needs as few passes however far apart the two models are, and is right more often the more \
@@ -64,7 +68,9 @@ def _ask(pair: ModelPair, problem: Problem, seed: int) -> None:
         table.add_column(name, justify="left" if name in ("", "result") else "right")
     for setting, answer in answers:
         passes = _passes(setting, len(answer.tokens), answer.statistics.rounds)
-        table.add_row(setting.name, _result(problem, answer), str(len(answer.tokens)), f"{passes:.0f}", f"{answer.seconds:.2f} s")
+        table.add_row(
+            setting.name, _result(problem, answer), str(len(answer.tokens)), f"{passes:.0f}", f"{answer.seconds:.2f} s"
+        )
     out.print(table)
     out.print()
 
@@ -109,7 +115,9 @@ def _compare(pair: ModelPair, problems: list[Problem], seed: int) -> list[Row]:
         rows = []
         for setting in settings:
             progress.update(task, description=setting.name)
-            rows.append(measure(pair, setting, problems, CONCURRENCY, Terms(seed), on_answer=lambda *_: progress.advance(task)))
+            rows.append(
+                measure(pair, setting, problems, CONCURRENCY, Terms(seed), on_answer=lambda *_: progress.advance(task))
+            )
     return rows
 
 
@@ -120,5 +128,7 @@ def _table(rows: list[Row]) -> Table:
     for row in rows:
         passes = _passes(row.setting, row.tokens, row.rounds)
         solved = f"{row.accuracy.correct} of {row.accuracy.count}"
-        table.add_row(row.setting.name, solved, f"{row.batch_tokens_per_second:,.0f}", f"{row.tokens:.1f}", f"{passes:.1f}")
+        table.add_row(
+            row.setting.name, solved, f"{row.batch_tokens_per_second:,.0f}", f"{row.tokens:.1f}", f"{passes:.1f}"
+        )
     return table

@@ -20,40 +20,60 @@ def evaluate(
     ctx: typer.Context,
     load: Annotated[
         str,
-        options.option(options.MODELS, "files: the demo pair; grown: the same inside larger shapes.", metavar="files|grown"),
+        options.option(
+            options.MODELS, "files: the demo pair; grown: the same inside larger shapes.", metavar="files|grown"
+        ),
     ] = "files",
-    target: Annotated[str | None, options.option(options.MODELS, "Shape of the grown target, such as llama-8b.", metavar="SHAPE")] = None,
-    draft: Annotated[str | None, options.option(options.MODELS, "Shape of the grown draft, such as llama-1b.", metavar="SHAPE")] = None,
+    target: Annotated[
+        str | None, options.option(options.MODELS, "Shape of the grown target, such as llama-8b.", metavar="SHAPE")
+    ] = None,
+    draft: Annotated[
+        str | None, options.option(options.MODELS, "Shape of the grown draft, such as llama-1b.", metavar="SHAPE")
+    ] = None,
     device: options.Device = "cpu",
     dtype: options.Dtype = None,
     target_dtype: options.TargetDtype = None,
     draft_dtype: options.DraftDtype = None,
     draft_vocab: options.DraftVocab = None,
     draft_vocab_text: options.DraftVocabText = None,
-    problems: Annotated[int, options.option(options.MEASURE, "Held-out problems a setting answers.", metavar="COUNT")] = 1000,
+    problems: Annotated[
+        int, options.option(options.MEASURE, "Held-out problems a setting answers.", metavar="COUNT")
+    ] = 1000,
     seed: Annotated[int, options.option(options.MEASURE, "Of the problems and of the answers.", metavar="SEED")] = 0,
     speed_problems: Annotated[
         int, options.option(options.MEASURE, "Problems timed one request at a time; 0 = none.", metavar="COUNT")
     ] = 20,
     only: Annotated[
         list[str] | None,
-        options.option(options.MEASURE, "Settings with all these words, such as 'exact N=8'; may be repeated.", metavar="TEXT"),
+        options.option(
+            options.MEASURE, "Settings with all these words, such as 'exact N=8'; may be repeated.", metavar="TEXT"
+        ),
     ] = None,
     particles: options.GridParticles = None,
     block: options.GridBlocks = None,
     branches: options.GridBranches = None,
-    temperature: Annotated[float, options.option(options.SAMPLING, "Of the target law; 0 = greedy, without SMC.", metavar="T")] = 1.0,
+    temperature: Annotated[
+        float, options.option(options.SAMPLING, "Of the target law; 0 = greedy, without SMC.", metavar="T")
+    ] = 1.0,
     ess_threshold: Annotated[float | None, options.sampling_option("ess_threshold")] = None,
     concurrency: Annotated[int, options.option(options.ENGINE, "Requests in flight.", metavar="COUNT")] = 8,
     threads: Annotated[int, options.option(options.ENGINE, "CPU threads of torch.", metavar="COUNT")] = 1,
-    json: Annotated[Path | None, options.option(options.OUTPUT, "Write results here after every setting.", metavar="FILE")] = None,
+    json: Annotated[
+        Path | None, options.option(options.OUTPUT, "Write results here after every setting.", metavar="FILE")
+    ] = None,
     accuracy_from: Annotated[
         list[Path] | None,
-        options.option(options.OUTPUT, "Record whose settings are not answered again, only timed; may be repeated.", metavar="FILE"),
+        options.option(
+            options.OUTPUT, "Record whose settings are not answered again, only timed; may be repeated.", metavar="FILE"
+        ),
     ] = None,
     resume: options.Resume = False,
-    markdown: Annotated[Path | None, options.option(options.OUTPUT, "Write the table as markdown.", metavar="FILE")] = None,
-    picture: Annotated[Path | None, options.option(options.OUTPUT, "Draw quality against speed (png).", metavar="FILE")] = None,
+    markdown: Annotated[
+        Path | None, options.option(options.OUTPUT, "Write the table as markdown.", metavar="FILE")
+    ] = None,
+    picture: Annotated[
+        Path | None, options.option(options.OUTPUT, "Draw quality against speed (png).", metavar="FILE")
+    ] = None,
 ) -> None:
     """Measure quality and speed of every way of decoding, on problems made for it."""
     from smc.evaluation.reports.quality import Pairs, Plan, measure_all, prepare, report
@@ -62,7 +82,9 @@ def evaluate(
     _check_outputs(plan, json, markdown, picture)
     settings = _settings(grid_of(particles, block, branches, temperature), only)
     if ess_threshold is not None and not any(setting.population == "independent" for setting in settings):
-        raise ValueError(f"--ess-threshold {ess_threshold:g} has no effect without settings of independent particles; leave it out")
+        raise ValueError(
+            f"--ess-threshold {ess_threshold:g} has no effect without settings of independent particles; leave it out"
+        )
     own = (dtype, target_dtype, draft_dtype, draft_vocab, draft_vocab_text)
     if accuracy_from and not speed_problems:
         raise ValueError("--accuracy-from leaves nothing to be measured with --speed-problems 0; leave one of them out")
@@ -76,7 +98,9 @@ def _check_outputs(plan: Plan, *paths: Path | None) -> None:
     """Now rather than after an hour."""
     for path in paths:
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise ValueError(f"cannot write {path}: {'it is a directory' if path.is_dir() else 'its directory does not exist'}")
+            raise ValueError(
+                f"cannot write {path}: {'it is a directory' if path.is_dir() else 'its directory does not exist'}"
+            )
     if paths[-1] is not None:
         check_drawing()
     if paths[-1] is not None and not plan.speed_problems:
@@ -98,7 +122,9 @@ def _settings(settings: list[Setting], only: Sequence[str] | None) -> list[Setti
     wanted = [text.lower().replace("lookahead", "look-ahead").split() for text in only]
     chosen = [setting for setting in settings if any(_fits(setting.name, words) for words in wanted)]
     if not chosen:
-        raise ValueError(f"--only {' --only '.join(map(repr, only))} leaves no setting; there are: {', '.join(s.name for s in settings)}")
+        raise ValueError(
+            f"--only {' --only '.join(map(repr, only))} leaves no setting; there are: {', '.join(s.name for s in settings)}"
+        )
     return chosen
 
 

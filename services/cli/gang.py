@@ -1,4 +1,5 @@
-"""The options of commands that start the gang, each defined once, and the `GangConfig` they stand for. Imports nothing heavy."""
+"""The options of commands that start the gang, each defined once, and the `GangConfig` they stand for. Imports nothing
+heavy."""
 
 from __future__ import annotations
 
@@ -17,15 +18,37 @@ GANG_FIELDS = (
     *("start_timeout", "link_timeout", "heartbeat", "max_failed_starts", "trace"),
 )
 ENGINE_FIELDS = (
-    *("form", "block", "branches", "cohorts", "max_slots", "max_chains", "max_context", "pages", "prefill_chunk", "prefill_share"),
+    *(
+        "form",
+        "block",
+        "branches",
+        "cohorts",
+        "max_slots",
+        "max_chains",
+        "max_context",
+        "pages",
+        "prefill_chunk",
+        "prefill_share",
+    ),
     *("max_queue", "max_queue_pages", "drafting"),
 )
 
-TargetTp = Annotated[int | None, option(MODELS, "Processes, and GPUs, that share the target. Default: 1.", "--target-tp", metavar="COUNT")]
-DraftTp = Annotated[int | None, option(MODELS, "Processes, and GPUs, that share the draft. Default: 1.", "--draft-tp", metavar="COUNT")]
+TargetTp = Annotated[
+    int | None,
+    option(MODELS, "Processes, and GPUs, that share the target. Default: 1.", "--target-tp", metavar="COUNT"),
+]
+DraftTp = Annotated[
+    int | None, option(MODELS, "Processes, and GPUs, that share the draft. Default: 1.", "--draft-tp", metavar="COUNT")
+]
 
-Cohorts = Annotated[int | None, option(ENGINE, "Sets of requests whose rounds alternate, 1..4. Default: 1, lockstep 2.", metavar="COUNT")]
-MaxSlots = Annotated[int | None, option(ENGINE, "Particles of all running requests together. Default: 64.", "--max-slots", metavar="COUNT")]
+Cohorts = Annotated[
+    int | None,
+    option(ENGINE, "Sets of requests whose rounds alternate, 1..4. Default: 1, lockstep 2.", metavar="COUNT"),
+]
+MaxSlots = Annotated[
+    int | None,
+    option(ENGINE, "Particles of all running requests together. Default: 64.", "--max-slots", metavar="COUNT"),
+]
 MaxChains = Annotated[
     int | None,
     option(
@@ -37,11 +60,20 @@ MaxChains = Annotated[
 ]
 Pages = Annotated[
     int | None,
-    option(ENGINE, "Token positions in the KV pool of each model. Default: what a GPU holds; on a CPU 512 a slot.", metavar="COUNT"),
+    option(
+        ENGINE,
+        "Token positions in the KV pool of each model. Default: what a GPU holds; on a CPU 512 a slot.",
+        metavar="COUNT",
+    ),
 ]
 PrefillChunk = Annotated[
     int | None,
-    option(ENGINE, "Prompt tokens run between two rounds at most. Default: 128, on GPUs 4096.", "--prefill-chunk", metavar="TOKENS"),
+    option(
+        ENGINE,
+        "Prompt tokens run between two rounds at most. Default: 128, on GPUs 4096.",
+        "--prefill-chunk",
+        metavar="TOKENS",
+    ),
 ]
 PrefillShare = Annotated[
     float | None,
@@ -63,7 +95,9 @@ Drafting = Annotated[
 ]
 MaxQueuePages = Annotated[
     int | None,
-    option(ENGINE, "KV pages that waiting requests may ask for. Default: any number.", "--max-queue-pages", metavar="COUNT"),
+    option(
+        ENGINE, "KV pages that waiting requests may ask for. Default: any number.", "--max-queue-pages", metavar="COUNT"
+    ),
 ]
 Threads = Annotated[int | None, option(ENGINE, "CPU threads of torch in each process. Default: 1.", metavar="COUNT")]
 
@@ -78,29 +112,53 @@ RayAddress = Annotated[
 ]
 TargetResource = Annotated[
     str | None,
-    option(CLUSTER, "Ray resource of the hosts that may hold the target. Default: any host.", "--target-resource", metavar="NAME"),
+    option(
+        CLUSTER,
+        "Ray resource of the hosts that may hold the target. Default: any host.",
+        "--target-resource",
+        metavar="NAME",
+    ),
 ]
 DraftResource = Annotated[
     str | None,
-    option(CLUSTER, "Ray resource of the hosts that may hold the draft. Default: any host.", "--draft-resource", metavar="NAME"),
+    option(
+        CLUSTER,
+        "Ray resource of the hosts that may hold the draft. Default: any host.",
+        "--draft-resource",
+        metavar="NAME",
+    ),
 ]
 Link = Annotated[
     str | None,
     option(
-        CLUSTER, "nccl: torch.distributed, with gloo on CPUs; grpc: for hosts that it does not connect. Default: nccl.", metavar="nccl|grpc"
+        CLUSTER,
+        "nccl: torch.distributed, with gloo on CPUs; grpc: for hosts that it does not connect. Default: nccl.",
+        metavar="nccl|grpc",
     ),
 ]
 StartTimeout = Annotated[
-    float | None, option(CLUSTER, "Until every process must be ready. Default: 600.", "--start-timeout", metavar="SECONDS")
+    float | None,
+    option(CLUSTER, "Until every process must be ready. Default: 600.", "--start-timeout", metavar="SECONDS"),
 ]
 LinkTimeout = Annotated[
     float | None,
-    option(CLUSTER, "After which a process that lives but does no work counts as dead. Default: 60.", "--link-timeout", metavar="SECONDS"),
+    option(
+        CLUSTER,
+        "After which a process that lives but does no work counts as dead. Default: 60.",
+        "--link-timeout",
+        metavar="SECONDS",
+    ),
 ]
-Heartbeat = Annotated[float | None, option(CLUSTER, "Between signs of life while nothing runs. Default: 2.", metavar="SECONDS")]
+Heartbeat = Annotated[
+    float | None, option(CLUSTER, "Between signs of life while nothing runs. Default: 2.", metavar="SECONDS")
+]
 MaxFailedStarts = Annotated[
     int | None,
-    option(CLUSTER, "Failed attempts in a row to start the processes again before the service ends. Default: 5.", metavar="COUNT"),
+    option(
+        CLUSTER,
+        "Failed attempts in a row to start the processes again before the service ends. Default: 5.",
+        metavar="COUNT",
+    ),
 ]
 Trace = Annotated[Path | None, option(CLUSTER, "Write a Chrome trace of all rounds at the end.", metavar="FILE")]
 
@@ -124,4 +182,6 @@ def gang_config(given: dict[str, Any]) -> GangConfig:
     if given.get("device") == "cuda":
         settings |= GPU_PREFILL
     engine = EngineConfig(**settings | {name: given[name] for name in ENGINE_FIELDS if name in given})
-    return GangConfig(target=target, draft=draft, engine=engine, **{name: given[name] for name in GANG_FIELDS if name in given})
+    return GangConfig(
+        target=target, draft=draft, engine=engine, **{name: given[name] for name in GANG_FIELDS if name in given}
+    )

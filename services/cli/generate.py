@@ -32,7 +32,9 @@ PLAIN = ("target", "draft")
 @options.with_sampling
 def generate(
     ctx: typer.Context,
-    prompt: Annotated[str | None, typer.Argument(help="The prompt; '-' or nothing: standard input.", show_default=False)] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt; '-' or nothing: standard input.", show_default=False)
+    ] = None,
     target: options.Target = None,
     draft: options.Draft = None,
     device: options.Device = "cpu",
@@ -60,7 +62,9 @@ def generate(
     given = options.given(ctx.params)
     _refuse_idle(given)
     require_directories(places)
-    check_guidance(SamplingParams(**sampling), negative_prompt is not None)  # before torch is imported, which takes seconds
+    check_guidance(
+        SamplingParams(**sampling), negative_prompt is not None
+    )  # before torch is imported, which takes seconds
     models = loaded_models("files", places, device, dtype, target_dtype, draft_dtype, draft_vocab, draft_vocab_text)
     use_threads(threads, places)
     pair = models.pair(device, device)
@@ -83,13 +87,17 @@ def _refuse_idle(given: dict[str, Any]) -> None:
             raise ValueError(f"{name}={given[name]!r} has no effect with method={given['method']!r}; leave it out")
 
 
-def _settings(pair: ModelPair, text: str, raw: bool, given: dict[str, Any], sampling: Mapping[str, Any]) -> tuple[Request, EngineConfig]:
+def _settings(
+    pair: ModelPair, text: str, raw: bool, given: dict[str, Any], sampling: Mapping[str, Any]
+) -> tuple[Request, EngineConfig]:
     """Only what was given is passed on: the library knows its own defaults, and refuses settings without effect."""
     from smc.api.engine_config import EngineConfig
 
     if not raw and not pair.tokenizer.has_chat_template:
         raise ValueError("the target model has no chat template; use --raw to give it the prompt as plain text")
-    config = EngineConfig(**{name: given[name] for name in ENGINE_FIELDS if name in given}, prefix_cache="no_prefix_cache" not in given)
+    config = EngineConfig(
+        **{name: given[name] for name in ENGINE_FIELDS if name in given}, prefix_cache="no_prefix_cache" not in given
+    )
     prompt, away = tuple(_encoded(pair, text, raw)), given.get("negative_prompt")
     negative = None if away is None else tuple(_encoded(pair, away, raw))
     room = (config.max_context or pair.max_context) - max(len(prompt), len(negative or ()))
@@ -125,7 +133,10 @@ def _answer(pair: ModelPair, request: Request, config: EngineConfig, as_json: bo
 def summary(answer: Answer | Completion) -> str:
     """One line about an answer."""
     stats = answer.statistics
-    parts = [f"{len(answer.tokens)} tokens in {answer.seconds:.2f} s", f"{len(answer.tokens) / answer.seconds:.0f} tok/s"]
+    parts = [
+        f"{len(answer.tokens)} tokens in {answer.seconds:.2f} s",
+        f"{len(answer.tokens) / answer.seconds:.0f} tok/s",
+    ]
     if stats is not None:
         parts += [f"{stats.rounds} rounds"]
     if stats is not None and stats.accepted_per_round > 0:
@@ -133,7 +144,10 @@ def summary(answer: Answer | Completion) -> str:
         parts += [f"{stats.hits} hits of {stats.hits + stats.misses}"] if stats.hits + stats.misses else []
     if stats is not None and stats.mean_ess > 0:
         parts += [f"{stats.resamples} resamples"] if stats.resamples else []
-        parts += [f"mean ESS {stats.mean_ess / stats.particles:.0%} of N={stats.particles}", f"log Z {stats.log_z:+.2f}"]
+        parts += [
+            f"mean ESS {stats.mean_ess / stats.particles:.0%} of N={stats.particles}",
+            f"log Z {stats.log_z:+.2f}",
+        ]
     if stats is not None and stats.particles_left < stats.particles:
         parts += [f"{stats.particles_left} particles left"]
     if stats is not None and stats.preemptions:
@@ -144,7 +158,9 @@ def summary(answer: Answer | Completion) -> str:
 
 def warn_of_collapses(answer: Answer | Completion) -> None:
     if answer.statistics is not None and answer.statistics.collapses:
-        print_warning(f"every weight was zero after {answer.statistics.collapses} rounds; this answer is not to be trusted")
+        print_warning(
+            f"every weight was zero after {answer.statistics.collapses} rounds; this answer is not to be trusted"
+        )
 
 
 def answer_dict(answer: Answer | Completion, prompt_tokens: int, cached_tokens: int) -> dict[str, Any]:

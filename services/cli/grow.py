@@ -38,4 +38,8 @@ def grow(
         )
     weights = count_parameters(config)
     size = weights * allowed[dtype].itemsize / 2**30
-    err.print(f"{directory}: {model} in the shape {shape}, {weights / 1e9:.2f} B weights, {size:.1f} GiB", soft_wrap=True, markup=False)
+    err.print(
+        f"{directory}: {model} in the shape {shape}, {weights / 1e9:.2f} B weights, {size:.1f} GiB",
+        soft_wrap=True,
+        markup=False,
+    )

@@ -61,7 +61,9 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit()
 
 
-Version = Annotated[bool, typer.Option("--version", help="Print the version.", metavar="", callback=_print_version, is_eager=True)]
+Version = Annotated[
+    bool, typer.Option("--version", help="Print the version.", metavar="", callback=_print_version, is_eager=True)
+]
 
 
 @app.callback()
@@ -71,7 +73,9 @@ def options(version: Version = False) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code."""
-    usage_error: Any = typer.BadParameter.__base__  # click's class of wrong options, under whichever name typer carries it
+    usage_error: Any = (
+        typer.BadParameter.__base__
+    )  # click's class of wrong options, under whichever name typer carries it
     try:
         return app(list(arguments) or ["--help"], prog_name="smcserve", standalone_mode=False) or 0
     except usage_error as error:

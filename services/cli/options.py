@@ -15,7 +15,14 @@ from smc.api.settings import Scope
 from smc.terminal import option
 
 Record = TypeVar("Record")
-MODELS, SAMPLING, PARTICLES, ENGINE, MEASURE, OUTPUT = "Models", "Sampling", "Particles", "Engine", "What is measured", "Output"
+MODELS, SAMPLING, PARTICLES, ENGINE, MEASURE, OUTPUT = (
+    "Models",
+    "Sampling",
+    "Particles",
+    "Engine",
+    "What is measured",
+    "Output",
+)
 
 
 def sampling_option(name: str) -> Any:
@@ -24,7 +31,9 @@ def sampling_option(name: str) -> Any:
     assert known.option is not None, "only of SAMPLING_NAMES"
     panel = SAMPLING if known.scope is Scope.ALL else PARTICLES
     names = known.option.names or (f"--{name.replace('_', '-')}",)
-    return option(panel, known.option.help, *names, metavar=known.option.metavar, show_default=bool(known.option.metavar))
+    return option(
+        panel, known.option.help, *names, metavar=known.option.metavar, show_default=bool(known.option.metavar)
+    )
 
 
 def _sampling_parameter(name: str, kind: Any) -> inspect.Parameter:
@@ -48,11 +57,14 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 def with_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
-    """A command whose parameter `sampling` stands for an option of every such field; it is called with those that are given, by name."""
+    """A command whose parameter `sampling` stands for an option of every such field; it is called with those that are
+    given, by name."""
     signature, kinds = inspect.signature(command, eval_str=True), get_type_hints(SamplingParams)
     parameters: list[inspect.Parameter] = []
     for one in signature.parameters.values():
-        parameters += [_sampling_parameter(name, kinds[name]) for name in SAMPLING_NAMES] if one.name == "sampling" else [one]
+        parameters += (
+            [_sampling_parameter(name, kinds[name]) for name in SAMPLING_NAMES] if one.name == "sampling" else [one]
+        )
 
     @wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -89,7 +101,8 @@ def given(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 Target = Annotated[
-    Path | None, option(MODELS, "Directory of the target model; with --draft. Default: the demo pair.", "--target", metavar="DIR")
+    Path | None,
+    option(MODELS, "Directory of the target model; with --draft. Default: the demo pair.", "--target", metavar="DIR"),
 ]
 Draft = Annotated[Path | None, option(MODELS, "Directory of the draft model; with --target.", "--draft", metavar="DIR")]
 Device = Annotated[str, option(MODELS, "Where both models run.", metavar="cpu|cuda")]
@@ -99,28 +112,48 @@ Dtype = Annotated[
 ]
 TargetDtype = Annotated[
     str | None,
-    option(MODELS, "Of the target alone. fp8: its matrices, with a scale for each output; all else is bfloat16.", metavar="TYPE"),
+    option(
+        MODELS,
+        "Of the target alone. fp8: its matrices, with a scale for each output; all else is bfloat16.",
+        metavar="TYPE",
+    ),
 ]
 DraftDtype = Annotated[str | None, option(MODELS, "Of the draft alone.", metavar="TYPE")]
 DraftVocab = Annotated[
     int | None,
-    option(MODELS, "Propose from the likeliest N tokens alone, by --draft-vocab-text. Default: all.", "--draft-vocab", metavar="N"),
+    option(
+        MODELS,
+        "Propose from the likeliest N tokens alone, by --draft-vocab-text. Default: all.",
+        "--draft-vocab",
+        metavar="N",
+    ),
 ]
 DraftVocabText = Annotated[
     Path | None,
     option(
-        MODELS, "A text in UTF-8, like those to be written: its most frequent tokens are proposed.", "--draft-vocab-text", metavar="FILE"
+        MODELS,
+        "A text in UTF-8, like those to be written: its most frequent tokens are proposed.",
+        "--draft-vocab-text",
+        metavar="FILE",
     ),
 ]
 
 NegativePrompt = Annotated[
     str | None,
-    option(SAMPLING, "What to lead away from, with --guidance-scale. Default: the token that begins texts.", metavar="TEXT"),
+    option(
+        SAMPLING, "What to lead away from, with --guidance-scale. Default: the token that begins texts.", metavar="TEXT"
+    ),
 ]
-Raw = Annotated[bool, option(SAMPLING, "The prompt as plain text, without the chat template.", "--raw", show_default=False, metavar="")]
+Raw = Annotated[
+    bool,
+    option(SAMPLING, "The prompt as plain text, without the chat template.", "--raw", show_default=False, metavar=""),
+]
 
 Threads = Annotated[
-    int | None, option(ENGINE, "CPU threads of torch. Default: 1 for the demo pair, else torch's own.", "--threads", metavar="COUNT")
+    int | None,
+    option(
+        ENGINE, "CPU threads of torch. Default: 1 for the demo pair, else torch's own.", "--threads", metavar="COUNT"
+    ),
 ]
 Form = Annotated[
     str | None,
@@ -128,14 +161,24 @@ Form = Annotated[
 ]
 Block = Annotated[int | None, option(ENGINE, "K, tokens drafted per round. Default: 8.", "--block", "-k", metavar="K")]
 Branches = Annotated[
-    int | None, option(ENGINE, "F, next blocks drafted per particle; lookahead only. Default: 4.", "--branches", "-f", metavar="F")
+    int | None,
+    option(ENGINE, "F, next blocks drafted per particle; lookahead only. Default: 4.", "--branches", "-f", metavar="F"),
 ]
 MaxContext = Annotated[
-    int | None, option(ENGINE, "Longest prompt plus answer. Default: what the models were made for.", "--max-context", metavar="TOKENS")
+    int | None,
+    option(
+        ENGINE, "Longest prompt plus answer. Default: what the models were made for.", "--max-context", metavar="TOKENS"
+    ),
 ]
 NoPrefixCache = Annotated[
     bool,
-    option(ENGINE, "Compute every prompt anew, even where another began alike.", "--no-prefix-cache", show_default=False, metavar=""),
+    option(
+        ENGINE,
+        "Compute every prompt anew, even where another began alike.",
+        "--no-prefix-cache",
+        show_default=False,
+        metavar="",
+    ),
 ]
 
 JsonFlag = Annotated[bool, option(OUTPUT, "Print one JSON object instead.", "--json", show_default=False, metavar="")]
@@ -143,15 +186,22 @@ JsonFlag = Annotated[bool, option(OUTPUT, "Print one JSON object instead.", "--j
 ParticlesList = Annotated[
     list[int] | None,
     option(
-        PARTICLES, "N; may be repeated on cuda, and with --advise. Default: 8, with --advise 1 to 32.", "--particles", "-n", metavar="N"
+        PARTICLES,
+        "N; may be repeated on cuda, and with --advise. Default: 8, with --advise 1 to 32.",
+        "--particles",
+        "-n",
+        metavar="N",
     ),
 ]
 BlockList = Annotated[
-    list[int] | None, option(ENGINE, "K; may be repeated. Default: 8 and 5, with --advise 1 to 16.", "--block", "-k", metavar="K")
+    list[int] | None,
+    option(ENGINE, "K; may be repeated. Default: 8 and 5, with --advise 1 to 16.", "--block", "-k", metavar="K"),
 ]
 BranchesList = Annotated[
     list[int] | None,
-    option(ENGINE, "F of look-ahead; may be repeated. Default: 4, with --advise 1 to 8.", "--branches", "-f", metavar="F"),
+    option(
+        ENGINE, "F of look-ahead; may be repeated. Default: 4, with --advise 1 to 8.", "--branches", "-f", metavar="F"
+    ),
 ]
 Advise = Annotated[
     bool,
@@ -163,7 +213,10 @@ Advise = Annotated[
         metavar="",
     ),
 ]
-Gpus = Annotated[int | None, option(MEASURE, "To be split (--advise). Default: all there are, on a CPU 2.", "--gpus", metavar="COUNT")]
+Gpus = Annotated[
+    int | None,
+    option(MEASURE, "To be split (--advise). Default: all there are, on a CPU 2.", "--gpus", metavar="COUNT"),
+]
 AcceptanceOfOne = Annotated[
     float | None,
     option(
@@ -176,14 +229,28 @@ AcceptanceOfOne = Annotated[
 
 GridParticles = Annotated[
     list[int] | None,
-    option(PARTICLES, "N; may be repeated. Default: of exact 1 4 8 16, of SMC 4 8 16 32.", "--particles", "-n", metavar="N"),
+    option(
+        PARTICLES, "N; may be repeated. Default: of exact 1 4 8 16, of SMC 4 8 16 32.", "--particles", "-n", metavar="N"
+    ),
 ]
 GridBlocks = Annotated[
     list[int] | None,
-    option(ENGINE, "K; may be repeated. Default: of exact 4 5 8, of SMC 5, in lockstep 8 as well.", "--block", "-k", metavar="K"),
+    option(
+        ENGINE,
+        "K; may be repeated. Default: of exact 4 5 8, of SMC 5, in lockstep 8 as well.",
+        "--block",
+        "-k",
+        metavar="K",
+    ),
 ]
 GridBranches = Annotated[
     list[int] | None,
-    option(ENGINE, "F of look-ahead; may be repeated. Default: of exact 4, from N=16 on 2; of SMC 1 2 4.", "--branches", "-f", metavar="F"),
+    option(
+        ENGINE,
+        "F of look-ahead; may be repeated. Default: of exact 4, from N=16 on 2; of SMC 1 2 4.",
+        "--branches",
+        "-f",
+        metavar="F",
+    ),
 ]
 Resume = Annotated[bool, option(OUTPUT, "Go on with the file of --json.", "--resume", show_default=False, metavar="")]

@@ -35,10 +35,13 @@ def serve(
     draft_dtype: options.DraftDtype = None,
     draft_vocab: options.DraftVocab = None,
     draft_vocab_text: options.DraftVocabText = None,
-    host: Annotated[str | None, options.option(LISTEN, "Address. Default: 127.0.0.1; 0.0.0.0 = every network.", metavar="HOST")] = None,
+    host: Annotated[
+        str | None, options.option(LISTEN, "Address. Default: 127.0.0.1; 0.0.0.0 = every network.", metavar="HOST")
+    ] = None,
     port: Annotated[int | None, options.option(LISTEN, "Default: 50051; 0 = any free one.", metavar="PORT")] = None,
     http_port: Annotated[
-        int | None, options.option(LISTEN, "For OpenAI's API; 0 = any free one. Default: none.", "--http-port", metavar="PORT")
+        int | None,
+        options.option(LISTEN, "For OpenAI's API; 0 = any free one. Default: none.", "--http-port", metavar="PORT"),
     ] = None,
     served_model_names: Annotated[
         list[str] | None,
@@ -59,7 +62,8 @@ def serve(
         ),
     ] = None,
     metrics_port: Annotated[
-        int | None, options.option(LISTEN, "For Prometheus; 0 = any free one. Default: none.", "--metrics-port", metavar="PORT")
+        int | None,
+        options.option(LISTEN, "For Prometheus; 0 = any free one. Default: none.", "--metrics-port", metavar="PORT"),
     ] = None,
     form: options.Form = None,
     block: options.Block = None,
@@ -73,7 +77,9 @@ def serve(
     prefill_share: gang.PrefillShare = None,
     drafting: gang.Drafting = None,
     no_prefix_cache: options.NoPrefixCache = False,
-    max_queue: Annotated[int, options.option(options.ENGINE, "Requests that may wait.", "--max-queue", metavar="COUNT")] = 256,
+    max_queue: Annotated[
+        int, options.option(options.ENGINE, "Requests that may wait.", "--max-queue", metavar="COUNT")
+    ] = 256,
     max_queue_pages: gang.MaxQueuePages = None,
     threads: gang.Threads = None,
     ray_address: gang.RayAddress = None,
@@ -85,7 +91,9 @@ def serve(
     heartbeat: gang.Heartbeat = None,
     max_failed_starts: gang.MaxFailedStarts = None,
     trace: gang.Trace = None,
-    tls_cert: Annotated[Path | None, options.option(SECURITY, "Certificate chain, PEM; with --tls-key.", metavar="FILE")] = None,
+    tls_cert: Annotated[
+        Path | None, options.option(SECURITY, "Certificate chain, PEM; with --tls-key.", metavar="FILE")
+    ] = None,
     tls_key: Annotated[Path | None, options.option(SECURITY, "Private key of --tls-cert, PEM.", metavar="FILE")] = None,
     tls_client_ca: Annotated[
         Path | None, options.option(SECURITY, "Only clients with a certificate of these authorities.", metavar="FILE")
@@ -101,29 +109,36 @@ def serve(
         int | None, options.option(SECURITY, "Calls at a time on one connection. Default: 1024.", metavar="COUNT")
     ] = None,
     max_calls: Annotated[
-        int | None, options.option(SECURITY, "Generate calls at a time, over all connections. Default: 1024.", metavar="COUNT")
+        int | None,
+        options.option(SECURITY, "Generate calls at a time, over all connections. Default: 1024.", metavar="COUNT"),
     ] = None,
     keepalive_time: Annotated[
-        float | None, options.option(SECURITY, "Silence after which a client is pinged. Default: 60.", metavar="SECONDS")
+        float | None,
+        options.option(SECURITY, "Silence after which a client is pinged. Default: 60.", metavar="SECONDS"),
     ] = None,
     keepalive_timeout: Annotated[
-        float | None, options.option(SECURITY, "To answer a ping before its calls are cancelled. Default: 20.", metavar="SECONDS")
+        float | None,
+        options.option(SECURITY, "To answer a ping before its calls are cancelled. Default: 20.", metavar="SECONDS"),
     ] = None,
     min_ping_interval: Annotated[
-        float | None, options.option(SECURITY, "Clients that ping more often are disconnected. Default: 10.", metavar="SECONDS")
+        float | None,
+        options.option(SECURITY, "Clients that ping more often are disconnected. Default: 10.", metavar="SECONDS"),
     ] = None,
     max_connection_age: Annotated[
-        float | None, options.option(SECURITY, "After which a client has to connect anew. Default: 900.", metavar="SECONDS")
+        float | None,
+        options.option(SECURITY, "After which a client has to connect anew. Default: 900.", metavar="SECONDS"),
     ] = None,
     max_connection_age_grace: Annotated[
-        float | None, options.option(SECURITY, "For calls in flight on a connection that old. Default: 3600.", metavar="SECONDS")
+        float | None,
+        options.option(SECURITY, "For calls in flight on a connection that old. Default: 3600.", metavar="SECONDS"),
     ] = None,
     write_timeout: Annotated[
         float | None,
         options.option(SECURITY, "For a client to send its request, and to read. Default: 30.", metavar="SECONDS"),
     ] = None,
     drain_timeout: Annotated[
-        float | None, options.option(SECURITY, "For calls in flight once it is told to stop. Default: 30.", metavar="SECONDS")
+        float | None,
+        options.option(SECURITY, "For calls in flight once it is told to stop. Default: 30.", metavar="SECONDS"),
     ] = None,
 ) -> int:
     """Serve a model pair over gRPC, and with --http-port over OpenAI's API; stop with Ctrl-C or SIGTERM."""

@@ -12,9 +12,13 @@ from smc.terminal import check_drawing, out
 
 
 def timeline(
-    trace: Annotated[Path, typer.Argument(help="A trace, of `smcserve serve --trace` or `bench --trace`.", show_default=False)],
+    trace: Annotated[
+        Path, typer.Argument(help="A trace, of `smcserve serve --trace` or `bench --trace`.", show_default=False)
+    ],
     picture: Annotated[Path, typer.Argument(help="Where to draw it (png).", show_default=False)],
-    begin: Annotated[float, options.option(options.OUTPUT, "Milliseconds from the first round to start at.", metavar="MS")] = 0.0,
+    begin: Annotated[
+        float, options.option(options.OUTPUT, "Milliseconds from the first round to start at.", metavar="MS")
+    ] = 0.0,
     length: Annotated[float, options.option(options.OUTPUT, "Milliseconds to show.", metavar="MS")] = 150.0,
 ) -> None:
     """Draw who worked when: draft, target and coordinator on one clock."""
@@ -25,10 +29,14 @@ def timeline(
     check_drawing()
     events = read(trace)
     start = min(event["ts"] for event in events) / 1e3 + begin
-    shown = [event for event in events if start < (event["ts"] + event["dur"]) / 1e3 and event["ts"] / 1e3 < start + length]
+    shown = [
+        event for event in events if start < (event["ts"] + event["dur"]) / 1e3 and event["ts"] / 1e3 < start + length
+    ]
     if not shown:
         last = max(event["ts"] for event in events) / 1e3
-        raise ValueError(f"--begin {begin:g}: nothing was recorded there; the trace ends {last - start + begin:.0f} ms after its start")
+        raise ValueError(
+            f"--begin {begin:g}: nothing was recorded there; the trace ends {last - start + begin:.0f} ms after its start"
+        )
     draw(shown, start, length, picture)
     for lane in LANES:
         busy = sum(within(event, start, length) for event in shown if event["lane"] == lane)

@@ -38,7 +38,8 @@ Data = TypeVar("Data")
 
 
 class Stream:
-    """An answer on its way. Iterate for its chunks; then `completion` is set. Leaving the `with` block early cancels the request."""
+    """An answer on its way. Iterate for its chunks; then `completion` is set. Leaving the `with` block early cancels
+    the request."""
 
     def __init__(self, call: Any, request: pb.GenerateRequest) -> None:
         self._call, self._request = call, request
@@ -92,7 +93,9 @@ class Stream:
             usage=_data(Usage, finish.usage),
             statistics=_data(Statistics, finish.statistics) if finish.HasField("statistics") else None,
             logprobs=tuple(finish.logprobs) if asked.logprobs else None,
-            top_logprobs=tuple(tuple(zip(tops.token_ids, tops.logprobs)) for tops in finish.top_logprobs) if asked.top_logprobs else None,
+            top_logprobs=tuple(tuple(zip(tops.token_ids, tops.logprobs)) for tops in finish.top_logprobs)
+            if asked.top_logprobs
+            else None,
             particles=tuple(map(_particle, finish.particles)) if asked.return_particles else None,
             seconds=time.monotonic() - self._started,
             times=_data(Times, finish.times),
@@ -100,10 +103,11 @@ class Stream:
 
 
 class Client:
-    """One connection, made when it is first needed and again when it breaks; threads may share it. Close it, or use `with`.
+    """One connection, made when it is first needed and again when it breaks; threads may share it. Close it, or use
+    `with`.
 
-    Every call raises ServiceError when the service refuses or fails it, and ValueError or TypeError for what cannot be sent.
-    """
+    Every call raises ServiceError when the service refuses or fails it, and ValueError or TypeError for what cannot be
+    sent."""
 
     def __init__(
         self,
@@ -115,10 +119,9 @@ class Client:
         tls_cert: str | Path | None = None,
         tls_key: str | Path | None = None,
     ) -> None:
-        """`target`: `host:port`. `tls`: encrypt, and trust the authorities of this machine; `tls_ca`: trust those in this PEM file
-        instead. `tls_cert` and `tls_key`: what this client shows of itself (mutual TLS). `token`: bearer token; never sent in plain
-        text to another machine.
-        """
+        """`target`: `host:port`. `tls`: encrypt, and trust the authorities of this machine; `tls_ca`: trust those in
+        this PEM file instead. `tls_cert` and `tls_key`: what this client shows of itself (mutual TLS). `token`: bearer
+        token; never sent in plain text to another machine."""
         if (tls_cert is None) != (tls_key is None):
             given, missing = ("tls_cert", "tls_key") if tls_key is None else ("tls_key", "tls_cert")
             raise ValueError(f"{given} is given without {missing}; give both, or neither")
@@ -135,7 +138,9 @@ class Client:
             ("grpc.enable_http_proxy", int(not _stays_here(target))),
         ]
         if secure:
-            credentials = grpc.ssl_channel_credentials(*(None if p is None else Path(p).read_bytes() for p in (tls_ca, tls_key, tls_cert)))
+            credentials = grpc.ssl_channel_credentials(
+                *(None if p is None else Path(p).read_bytes() for p in (tls_ca, tls_key, tls_cert))
+            )
             self._channel = grpc.secure_channel(target, credentials, options)
         else:
             self._channel = grpc.insecure_channel(target, options)
@@ -164,7 +169,12 @@ class Client:
         **settings: Any,
     ) -> Completion:
         """The whole answer at once. Arguments: see `stream`."""
-        asked: dict[str, Any] = {"timeout": timeout, "request_id": request_id, "cache_salt": cache_salt, "negative_prompt": negative_prompt}
+        asked: dict[str, Any] = {
+            "timeout": timeout,
+            "request_id": request_id,
+            "cache_salt": cache_salt,
+            "negative_prompt": negative_prompt,
+        }
         with self.stream(prompt, **asked, **settings) as stream:
             for _ in stream:
                 pass
@@ -183,15 +193,18 @@ class Client:
     ) -> Stream:
         """An answer as it becomes final.
 
-        `timeout`: seconds, a hard limit: the call fails with DEADLINE_EXCEEDED (`time_budget` is the soft one). `request_id`: unique
-        among running requests; default: a random one. `cache_salt`: prompts share what has been computed for them only with prompts of
-        the same salt. `negative_prompt`: what a guided answer is led away from, with `guidance_scale`. `settings`: of
-        `smc.api.sampling_params.SamplingParams`, where each is described, such as `temperature=0.7`; what is left out, or None, has the
-        server's default, and what the method would ignore is refused.
-        """
+        `timeout`: seconds, a hard limit: the call fails with DEADLINE_EXCEEDED (`time_budget` is the soft one).
+        `request_id`: unique among running requests; default: a random one. `cache_salt`: prompts share what has been
+        computed for them only with prompts of the same salt. `negative_prompt`: what a guided answer is led away from,
+        with `guidance_scale`. `settings`: of `smc.api.sampling_params.SamplingParams`, where each is described, such as
+        `temperature=0.7`; what is left out, or None, has the server's default, and what the method would ignore is
+        refused."""
         reports = {name: settings.pop(name) for name in REPORTS if name in settings}
         request = pb.GenerateRequest(
-            request_id=request_id or uuid.uuid4().hex, cache_salt=cache_salt, sampling=sampling_message(settings), **reports
+            request_id=request_id or uuid.uuid4().hex,
+            cache_salt=cache_salt,
+            sampling=sampling_message(settings),
+            **reports,
         )
         _set_prompt(request, prompt)
         if negative_prompt is not None:
@@ -212,7 +225,8 @@ class Client:
         return _data(ServerInfo, self._ask(self._stub.GetServerInfo, pb.GetServerInfoRequest()))
 
     def health(self, service: str = "") -> str:
-        """`SERVING` or `NOT_SERVING`: of the whole service, of `smc.draft` or `smc.target`, or of `smc.gateway` alone."""
+        """`SERVING` or `NOT_SERVING`: of the whole service, of `smc.draft` or `smc.target`, or of `smc.gateway`
+        alone."""
         answer = self._ask(self._health.Check, health_pb2.HealthCheckRequest(service=service))
         return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
 
@@ -232,7 +246,9 @@ def _set_prompt(request: pb.GenerateRequest | pb.NegativePrompt, prompt: Prompt)
         if not isinstance(item, kind) or (isinstance(item, int) and not 0 <= item < 2**31):
             raise ValueError(f"prompt contains {item!r}; allowed: a string, a list of token ids, or a list of Message")
     if kind is Message:
-        request.chat.messages.extend(pb.ChatMessage(role=m.role, content=m.content) for m in prompt if isinstance(m, Message))
+        request.chat.messages.extend(
+            pb.ChatMessage(role=m.role, content=m.content) for m in prompt if isinstance(m, Message)
+        )
     else:
         request.token_ids.SetInParent()  # an empty list is a prompt too, and the service says what is wrong with it
         request.token_ids.ids.extend(item for item in prompt if isinstance(item, int))

@@ -1,4 +1,5 @@
-"""What users of the client meet: what they ask, what they get, how it fails. Knows nothing about protobuf or connections."""
+"""What users of the client meet: what they ask, what they get, how it fails. Knows nothing about protobuf or
+connections."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class Message:
 
 @dataclass(frozen=True)
 class Chunk:
-    """New text and tokens of an answer; they can no longer change. A chunk's text may be empty while a character is incomplete."""
+    """New text and tokens of an answer; they can no longer change. A chunk's text may be empty while a character is
+    incomplete."""
 
     text: str
     tokens: tuple[int, ...]
@@ -69,13 +71,15 @@ class Statistics:
     committed_lag: float
     """Tokens between what is final and the longest particle, averaged over rounds."""
     accepted_per_round: float
-    """Of exact decoding: answer tokens that a round confirmed, on average. The first token comes with the prompt, in no round."""
+    """Of exact decoding: answer tokens that a round confirmed, on average. The first token comes with the prompt, in no
+    round."""
     hits: int
     """Of exact decoding ahead: rounds after which what had been drafted went on as the target did."""
     misses: int
     """The other rounds: the draft began anew from the target's token."""
     alone_rounds: int
-    """Of exact decoding: rounds in which nothing was drafted, because plain decoding was faster; they count in none of the three before."""
+    """Of exact decoding: rounds in which nothing was drafted, because plain decoding was faster; they count in none of
+    the three before."""
     mean_rows: float
     """Of exact decoding: rows of the tree, averaged over the other rounds."""
 

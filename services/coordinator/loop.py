@@ -58,8 +58,8 @@ class EngineLoop:
         idle_period: float | None = None,
         on_draft_lost: Callable[[str], list[str]] | None = None,
     ) -> None:
-        """`when_idle` is called every `idle_period` seconds while there is nothing to do, `on_draft_lost` when the draft is lost, with the
-        reason; it returns the ids of requests that end then. What either raises ends the loop.
+        """`when_idle` is called every `idle_period` seconds while there is nothing to do, `on_draft_lost` when the
+        draft is lost, with the reason; it returns the ids of requests that end then. What either raises ends the loop.
 
         Statistics are delivered in idle periods, too.
         """
@@ -77,7 +77,8 @@ class EngineLoop:
 
     @property
     def silence(self) -> float:
-        """Seconds since the engine's thread last began or ended a turn. It does so in each step, and in each idle period."""
+        """Seconds since the engine's thread last began or ended a turn. It does so in each step, and in each idle
+        period."""
         return time.monotonic() - self._turned
 
     def stack(self) -> str:
@@ -118,7 +119,8 @@ class EngineLoop:
             self.ended.set()
 
     def _turn(self) -> bool:
-        """Take what has come in, then advance the engine once. An idle engine waits for something to come. False: stop."""
+        """Take what has come in, then advance the engine once. An idle engine waits for something to come. False:
+        stop."""
         engine = self._engine
         wait = engine.idle
         while wait or not self._inbox.empty():
@@ -145,7 +147,8 @@ class EngineLoop:
         self._outliving_draft(lambda: self._deliver(step))
 
     def _outliving_draft(self, work: Callable[[], Any]) -> Any:
-        """What it returns, or None if the draft was lost meanwhile: requests that need it have ended, the others go on."""
+        """What it returns, or None if the draft was lost meanwhile: requests that need it have ended, the others go
+        on."""
         try:
             return work()
         except SideLost as lost:
@@ -179,4 +182,6 @@ class EngineLoop:
         except Exception as error:  # of this request alone, as long as the engine can let go of it
             logger.exception("request %s could not be taken in", item.request_id)
             self._engine.abort(item.request_id)
-            refusals[item.request_id] = RequestFailed(f"the request could not be taken in ({type(error).__name__}: {error})")
+            refusals[item.request_id] = RequestFailed(
+                f"the request could not be taken in ({type(error).__name__}: {error})"
+            )

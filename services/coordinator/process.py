@@ -52,7 +52,8 @@ class Coordinator:
         self.address = self._server.address
 
     def wait(self) -> None:
-        """Until the engine has stopped. Raises what stopped it, if it was not `stop`; EngineStuck if it is at one step for too long."""
+        """Until the engine has stopped. Raises what stopped it, if it was not `stop`; EngineStuck if it is at one step
+        for too long."""
         limit = self._spec.timeout + self._spec.heartbeat + SLACK_SECONDS
         while not self._loop.ended.wait(WATCH_SECONDS):
             if self._loop.silence > limit:

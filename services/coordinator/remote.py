@@ -53,8 +53,8 @@ class RemoteEngine:
     """Has met both workers' leaders and seen a round of both models."""
 
     def __init__(self, spec: CoordinatorSpec) -> None:
-        """Returns when every rank has run a round, on GPUs rounds of every kind. Raises LinkError, ValueError or what a worker
-        reports."""
+        """Returns when every rank has run a round, on GPUs rounds of every kind. Raises LinkError, ValueError or what a
+        worker reports."""
         self._spec = spec
         self.timeline = Timeline(trace=spec.trace is not None)
         self._store = store = spec.rendezvous.store()
@@ -64,7 +64,9 @@ class RemoteEngine:
         self.lost_draft = 0
         """Epoch of the draft that was lost last."""
         self._pair = RemotePair(self.workers)
-        self.engine = Engine(spec.engine, self.workers, spec.target.tokenizer(), pair=self._pair, pages=pages, context=spec.context)
+        self.engine = Engine(
+            spec.engine, self.workers, spec.target.tokenizer(), pair=self._pair, pages=pages, context=spec.context
+        )
         try:
             self._warm_up()
         except (LinkError, SideLost) as error:
@@ -91,16 +93,21 @@ class RemoteEngine:
         return self.engine.detach_draft()
 
     def connect_draft(self, epoch: int) -> RemoteWorker:
-        """Another draft, which has loaded its weights, of this epoch. Not in the engine's thread: it waits. Raises RuntimeError if it does
-        not come."""
+        """Another draft, which has loaded its weights, of this epoch. Not in the engine's thread: it waits. Raises
+        RuntimeError if it does not come."""
         if self.lost_draft != self.workers["draft"].epoch:
-            raise RuntimeError(f"the draft of epoch {self.workers['draft'].epoch} is there; it has to be lost before another one comes")
+            raise RuntimeError(
+                f"the draft of epoch {self.workers['draft'].epoch} is there; it has to be lost before another one comes"
+            )
         self.workers["draft"].close()
-        rendezvous = self._rendezvous["draft"] = replace(self._spec.rendezvous, epoch=epoch, start_timeout=self._spec.timeout)
+        rendezvous = self._rendezvous["draft"] = replace(
+            self._spec.rendezvous, epoch=epoch, start_timeout=self._spec.timeout
+        )
         return self._worker("draft", rendezvous, rendezvous.store(), Timeline())
 
     def target_meets(self, draft: RemoteWorker) -> bool:
-        """Whether the target has a link to it, which the first question makes it open. Raises LinkError if it has none in time."""
+        """Whether the target has a link to it, which the first question makes it open. Raises LinkError if it has none
+        in time."""
         return self.workers["target"].reconnect(draft.epoch, self._spec.timeout)
 
     def pages_of_draft(self) -> int:
@@ -122,8 +129,8 @@ class RemoteEngine:
         return int(store.get(self._rendezvous[side].name(f"{side}/pages")))
 
     def cause(self, error: Exception) -> Exception:
-        """What the engine stopped for. A worker that fails breaks its links and the other's, so the first error may be neither's own: then
-        it is what a worker has written down, soon."""
+        """What the engine stopped for. A worker that fails breaks its links and the other's, so the first error may be
+        neither's own: then it is what a worker has written down, soon."""
         if isinstance(error, SideLost) and isinstance(error.__cause__, Exception):
             error = error.__cause__
         if not isinstance(error, LinkError) or error.began_here:

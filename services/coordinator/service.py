@@ -53,7 +53,9 @@ class CoordinatorServer(pb_grpc.CoordinatorServiceServicer):
             self._outbox = None
             outbox.put(None)
 
-    def Attach(self, request_iterator: Iterator[pb.AttachRequest], context: grpc.ServicerContext) -> Iterator[pb.AttachResponse]:
+    def Attach(
+        self, request_iterator: Iterator[pb.AttachRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.AttachResponse]:
         if not is_proven(context.invocation_metadata(), self._secret, self.address):
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "this coordinator belongs to another gang")
         if not self._turn.acquire(blocking=False):

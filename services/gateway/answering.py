@@ -1,4 +1,5 @@
-"""What all APIs have in common around an answer: who is let in, what is counted, and news for callers that may leave at any time.
+"""What all APIs have in common around an answer: who is let in, what is counted, and news for callers that may leave at
+any time.
 
 Knows nothing about their messages.
 """
@@ -31,13 +32,15 @@ DEADLINE_SLACK = 0.05
 """A caller cancels at its own deadline, which can reach us a moment before ours."""
 
 Ask = Callable[[str], Awaitable[Sequence[Request]]]
-"""The requests of a call, given its id: as many as it wants answers. Raises ValueError naming the field, the value and what is allowed."""
+"""The requests of a call, given its id: as many as it wants answers. Raises ValueError naming the field, the value and
+what is allowed."""
 Say = Callable[[Request, int, Output], Iterable[Any]]
 """Messages to the caller for news of one of its requests, given its index."""
 
 
 class Answering:
-    """One asyncio loop, as many calls as come. What goes wrong is raised; `services.gateway.intake.Intake` tells the caller."""
+    """One asyncio loop, as many calls as come. What goes wrong is raised; `services.gateway.intake.Intake` tells the
+    caller."""
 
     def __init__(
         self,
@@ -55,7 +58,8 @@ class Answering:
         self.prompts.close()
 
     async def serve(self, method: str, request_id: str, context: grpc.aio.ServicerContext, ask: Ask, say: Say) -> None:
-        """One call, from its arrival to its last message. `method`: what traces call it. An empty `request_id`: it is given one."""
+        """One call, from its arrival to its last message. `method`: what traces call it. An empty `request_id`: it is
+        given one."""
         tallies = [self.calls.arrives(method, context.invocation_metadata())]
         try:
             if len(request_id) > MAX_ID_SIZE:
@@ -88,15 +92,20 @@ class Answering:
             async with asyncio.timeout(timeout):
                 await context.write(message)
         except TimeoutError as error:
-            raise SlowReader(f"the caller did not read for {timeout:g} s while an answer was sent; the request was aborted") from error
+            raise SlowReader(
+                f"the caller did not read for {timeout:g} s while an answer was sent; the request was aborted"
+            ) from error
 
     def longest(self, params: SamplingParams, prompt: int, negative: int = 0) -> int:
-        """Most tokens that such a request could be answered with here, after a prompt of so many, and a negative one."""
+        """Most tokens that such a request could be answered with here, after a prompt of so many, and a negative
+        one."""
         return longest_answer(params, self.pair.engine, self.status().pages, self.pair.context, prompt, negative)
 
-    async def news(self, requests: Sequence[Request], tallies: Sequence[Tally]) -> AsyncGenerator[tuple[int, Output], None]:
-        """Of all requests of a call until their last answers, each with its request's index; an answer counts once it has been taken.
-        However this ends, the backend's iterators are closed, which aborts what still runs."""
+    async def news(
+        self, requests: Sequence[Request], tallies: Sequence[Tally]
+    ) -> AsyncGenerator[tuple[int, Output], None]:
+        """Of all requests of a call until their last answers, each with its request's index; an answer counts once it
+        has been taken. However this ends, the backend's iterators are closed, which aborts what still runs."""
         for tally, request in zip(tallies, requests):
             tally.asks(request)
         waited = tallies[0].seconds

@@ -55,8 +55,8 @@ class Calls:
 
     @asynccontextmanager
     async def enter(self, key: Key) -> AsyncIterator[None]:
-        """Around one call. Raises Unavailable if nobody is let in, DuplicateRequest for a key in use; Interrupted when the call has to end,
-        RequestAborted when it is aborted."""
+        """Around one call. Raises Unavailable if nobody is let in, DuplicateRequest for a key in use; Interrupted when
+        the call has to end, RequestAborted when it is aborted."""
         if self.closed is not None:
             raise Unavailable(self.closed)
         if key in self._calls:
@@ -116,8 +116,8 @@ def _end(call: _Call) -> None:
 
 
 class Tally:
-    """What one answer tells the metrics, from its call's arrival to its end, and then its trace and the log: a line of JSON, with nobody's
-    text."""
+    """What one answer tells the metrics, from its call's arrival to its end, and then its trace and the log: a line of
+    JSON, with nobody's text."""
 
     def __init__(self, metrics: Metrics, trace: Trace | None = None, arrived: float | None = None) -> None:
         """`arrived`: of the monotonic clock; None: now."""
@@ -139,7 +139,11 @@ class Tally:
 
     def asks(self, request: Request) -> None:
         """Its settings and its prompt have been taken in."""
-        self._said |= {"method": request.params.method.value, "rows": request.params.rows, "prompt_tokens": len(request.prompt)}
+        self._said |= {
+            "method": request.params.method.value,
+            "rows": request.params.rows,
+            "prompt_tokens": len(request.prompt),
+        }
 
     @property
     def seconds(self) -> float:
@@ -162,12 +166,16 @@ class Tally:
         ran, finish_reason = answer.statistics, answer.finish_reason.value
         self._metrics.request_answered(answer, self.seconds)
         times = {f"{part}_seconds": round(seconds, 6) for part, seconds in vars(answer.times).items()}
-        said: dict[str, Any] = {"finish_reason": finish_reason, "cached_tokens": answer.cached_tokens, "rounds": ran.rounds}
+        said: dict[str, Any] = {
+            "finish_reason": finish_reason,
+            "cached_tokens": answer.cached_tokens,
+            "rounds": ran.rounds,
+        }
         self._end("OK", answer.times, **said, **times)
 
     def failed(self, status: Status, error: Exception) -> None:
-        """It ended with this status, because of this error, if it had not ended. Without a single token it was a rejection, if it can be
-        one."""
+        """It ended with this status, because of this error, if it had not ended. Without a single token it was a
+        rejection, if it can be one."""
         if self._ended:
             return
         self._metrics.request_failed(status.code.name)

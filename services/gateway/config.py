@@ -11,7 +11,8 @@ from smc.api.sampling_params import Method
 
 DEFAULT_PORT = 50051
 MESSAGE_BYTES, TOKEN_BYTES, MOST_BYTES = 64 << 10, 16, 4 << 20
-"""Of the largest request: for everything but the prompt, for each token of the context (few texts have more than 6), and in all."""
+"""Of the largest request: for everything but the prompt, for each token of the context (few texts have more than 6),
+and in all."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class GatewayConfig:
     metrics_port: int | None = None
     """Where Prometheus finds the metrics, in plain text and without a token; 0 = any free one, None = nowhere."""
     tls_cert: Path | None = None
-    """Certificate chain of the server, PEM; with `tls_key`. Both, and `tls_client_ca`, are read again when they change."""
+    """Certificate chain of the server, PEM; with `tls_key`. Both, and `tls_client_ca`, are read again when they
+    change."""
     tls_key: Path | None = None
     """Private key of `tls_cert`, PEM, not encrypted."""
     tls_client_ca: Path | None = None
@@ -37,7 +39,8 @@ class GatewayConfig:
     max_message_bytes: int | None = None
     """Largest request; None: what has room for a prompt that fills the context (`message_bytes`)."""
     max_concurrent_streams: int = 1024
-    """Calls at the same time on one connection; further ones wait in the client, and some are refused with UNAVAILABLE."""
+    """Calls at the same time on one connection; further ones wait in the client, and some are refused with
+    UNAVAILABLE."""
     max_calls: int = 1024
     """Generate calls at the same time, over all connections; further ones are refused with RESOURCE_EXHAUSTED."""
     keepalive_time: float = 60.0
@@ -47,15 +50,18 @@ class GatewayConfig:
     min_ping_interval: float = 10.0
     """Clients that ping more often than this are disconnected."""
     max_connection_age: float = 900.0
-    """A connection older than this, give or take a tenth, gets no further calls: its client makes a new one, maybe to a newer replica."""
+    """A connection older than this, give or take a tenth, gets no further calls: its client makes a new one, maybe to a
+    newer replica."""
     max_connection_age_grace: float = 3600.0
     """How long calls in flight may go on on such a connection; then they end with UNAVAILABLE."""
     write_timeout: float = 30.0
-    """How long a request may be on its way, and a response wait for a client that does not read; then the call is ended."""
+    """How long a request may be on its way, and a response wait for a client that does not read; then the call is
+    ended."""
     drain_timeout: float = 30.0
     """How long calls in flight may go on once the service is told to stop."""
     served_model_names: tuple[str, ...] = ()
-    """What OpenAI's and vLLM's clients call the target; the first is what answers and metrics say. Empty: the name of its directory."""
+    """What OpenAI's and vLLM's clients call the target; the first is what answers and metrics say. Empty: the name of
+    its directory."""
     default_method: str | None = None
     """Of requests that name none; None: `smc`, and at temperature 0 `exact`."""
 

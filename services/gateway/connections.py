@@ -1,5 +1,5 @@
-"""Connections of an HTTP server: those that ask for nothing are closed, old ones get no further calls, and what the other side does not
-read of one that is closed is forgotten after a while. Knows nothing about calls."""
+"""Connections of an HTTP server: those that ask for nothing are closed, old ones get no further calls, and what the
+other side does not read of one that is closed is forgotten after a while. Knows nothing about calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ class Connections:
     """Use it in one asyncio loop."""
 
     def __init__(self, server: web.Server, silence: float, age: float) -> None:
-        """`silence`: seconds in which a new connection has to bring its first request whole; `age`: after which a connection is old."""
+        """`silence`: seconds in which a new connection has to bring its first request whole; `age`: after which a
+        connection is old."""
         self._server, self._silence, self._age = server, silence, age
         self._loop = asyncio.get_running_loop()
         self._since: dict[web.RequestHandler, float] = {}
@@ -44,7 +45,9 @@ class Connections:
         for connection in there - self._heard:
             if now - self._since[connection] > self._silence:
                 connection.force_close()
-        self._transports = {connection: transport for connection, transport in self._transports.items() if connection in there}
+        self._transports = {
+            connection: transport for connection, transport in self._transports.items() if connection in there
+        }
         closing = [connection for connection, transport in self._transports.items() if transport.is_closing()]
         self._closing = {connection: self._closing.get(connection, now) for connection in closing}
         for connection, since in self._closing.items():

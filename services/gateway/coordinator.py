@@ -64,7 +64,9 @@ class CoordinatorClient:
         """Requests that were in flight when it was lost."""
         self._channel = grpc.aio.insecure_channel(address, OPTIONS)
         stub = pb_grpc.CoordinatorServiceStub(self._channel)
-        self._call = stub.Attach(self._outbox.requests(), metadata=((PROOF_KEY, proof(secret, address)),), wait_for_ready=True)
+        self._call = stub.Attach(
+            self._outbox.requests(), metadata=((PROOF_KEY, proof(secret, address)),), wait_for_ready=True
+        )
         self._reader = asyncio.create_task(self._read())
 
     async def attached(self, timeout: float) -> None:

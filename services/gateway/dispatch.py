@@ -118,8 +118,15 @@ class _Call:
         return replace(output, request_id=self.request.request_id, answer=self._complete(output.answer))
 
     def _complete(self, answer: Answer | None) -> Answer | None:
-        """News from another process says nothing twice, and its clock is not ours: see `services.wire.generation.from_update`."""
+        """News from another process says nothing twice, and its clock is not ours: see
+        `services.wire.generation.from_update`."""
         if answer is None:
             return None
         seconds = time.monotonic() - self._submitted if math.isnan(answer.seconds) else answer.seconds
-        return replace(answer, request_id=self.request.request_id, tokens=tuple(self._tokens), text="".join(self._texts), seconds=seconds)
+        return replace(
+            answer,
+            request_id=self.request.request_id,
+            tokens=tuple(self._tokens),
+            text="".join(self._texts),
+            seconds=seconds,
+        )

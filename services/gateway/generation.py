@@ -40,7 +40,9 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         key = (caller_of(context.invocation_metadata()), message.request_id)
         return pb.AbortResponse(aborted=self._answering.calls.abort(key))
 
-    async def GetModelInfo(self, message: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext) -> pb.GetModelInfoResponse:
+    async def GetModelInfo(
+        self, message: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetModelInfoResponse:
         pair = self._pair
         return pb.GetModelInfoResponse(
             target=_model(pair.target),
@@ -51,7 +53,9 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             has_chat_template=pair.tokenizer.has_chat_template,
         )
 
-    async def GetServerInfo(self, message: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext) -> pb.GetServerInfoResponse:
+    async def GetServerInfo(
+        self, message: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetServerInfoResponse:
         engine, status, config = self._pair.engine, self._answering.status(), self._answering.config
         return pb.GetServerInfoResponse(
             version=importlib.metadata.version("smcserve"),

@@ -1,8 +1,8 @@
 """`grpc.health.v1`: whether the service and each group can be used. Knows nothing about why not.
 
-The servicer of grpcio-health-checking holds a lock while it writes to a watcher, and setting a status needs that lock: one
-watcher that does not read would keep the service from ever saying NOT_SERVING. This one writes without holding anything.
-"""
+The servicer of grpcio-health-checking holds a lock while it writes to a watcher, and setting a status needs that lock:
+one watcher that does not read would keep the service from ever saying NOT_SERVING. This one writes without holding
+anything."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class Health(pb_grpc.HealthServicer):
         self._changed = asyncio.Event()
 
     async def delivered(self, timeout: float) -> None:
-        """Wait until all who watch have been sent what was set last, as far as they read it: at most `timeout` seconds."""
+        """Wait until all who watch have been sent what was set last, as far as they read it: at most `timeout`
+        seconds."""
         waits = [asyncio.create_task(delivered.wait()) for delivered in self._delivered.values()]
         if waits:
             _, behind = await asyncio.wait(waits, timeout=timeout)
@@ -45,7 +46,9 @@ class Health(pb_grpc.HealthServicer):
     async def Check(self, request: pb.HealthCheckRequest, context: grpc.aio.ServicerContext) -> pb.HealthCheckResponse:
         if request.service not in self._statuses:
             allowed = ", ".join(map(repr, self._statuses))
-            await context.abort(grpc.StatusCode.NOT_FOUND, shortened(f"service={request.service!r}; allowed: {allowed}"))
+            await context.abort(
+                grpc.StatusCode.NOT_FOUND, shortened(f"service={request.service!r}; allowed: {allowed}")
+            )
         return pb.HealthCheckResponse(status=self._statuses[request.service])
 
     async def List(self, request: pb.HealthListRequest, context: grpc.aio.ServicerContext) -> pb.HealthListResponse:

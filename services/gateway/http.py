@@ -1,4 +1,5 @@
-"""OpenAI's API over HTTP, beside gRPC: routes, tokens, how a body is read, how a call ends. Knows nothing about what bodies mean."""
+"""OpenAI's API over HTTP, beside gRPC: routes, tokens, how a body is read, how a call ends. Knows nothing about what
+bodies mean."""
 
 from __future__ import annotations
 
@@ -45,7 +46,12 @@ class HttpEdge:
         turns: Turns,
         metrics: Metrics,
     ) -> None:
-        self._config, self._answering, self._calls, self._metrics = answering.config, answering, answering.calls, metrics
+        self._config, self._answering, self._calls, self._metrics = (
+            answering.config,
+            answering,
+            answering.calls,
+            metrics,
+        )
         self._places, self._turns = places, turns
         config, pair = answering.config, answering.pair
         self._tokens = config.tokens()
@@ -89,7 +95,9 @@ class HttpEdge:
             await self._site.start()
         except OSError as error:
             await self._runner.cleanup()
-            raise OSError(f"cannot listen on {host}:{config.http_port}: {error.strerror}; give another http_port, or 0 for any") from error
+            raise OSError(
+                f"cannot listen on {host}:{config.http_port}: {error.strerror}; give another http_port, or 0 for any"
+            ) from error
         assert self._runner.server is not None
         self._connections = Connections(self._runner.server, config.write_timeout, config.max_connection_age)
         port = self._runner.addresses[0][1]
@@ -122,7 +130,9 @@ class HttpEdge:
                 raise Unauthenticated("a valid token is needed; send the header `authorization: Bearer TOKEN`")
             response = await handler(request)
         except web.HTTPException as error:
-            response = _refused(BadRequest(f"{request.method} {request.path}: {error.reason.lower()}", None, error.status, "not_found"))
+            response = _refused(
+                BadRequest(f"{request.method} {request.path}: {error.reason.lower()}", None, error.status, "not_found")
+            )
             response.headers.extend({name: value for name, value in error.headers.items() if name == "Allow"})
         except asyncio.CancelledError:
             raise
@@ -166,7 +176,9 @@ class HttpEdge:
     async def _show_model(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
         if name not in self._names:
-            raise BadRequest(f"model={name!r}; allowed: {', '.join(map(repr, self._names))}", "model", 404, "model_not_found")
+            raise BadRequest(
+                f"model={name!r}; allowed: {', '.join(map(repr, self._names))}", "model", 404, "model_not_found"
+            )
         pair = self._answering.pair
         return web.json_response(answers.model(name, self._names[0], self._began, pair.context, pair.target.weights))
 
@@ -220,7 +232,9 @@ class HttpEdge:
             raise BadRequest(str(error)) from error
         return understood(document, chat, self._names, self._answering.pair.tokenizer.size, self._config.method)
 
-    async def _within(self, asked: Asked, request: web.Request, tallies: list[Tally], reply: Reply) -> web.StreamResponse:
+    async def _within(
+        self, asked: Asked, request: web.Request, tallies: list[Tally], reply: Reply
+    ) -> web.StreamResponse:
         """Raises DeadlineExceeded where the caller's time is over."""
         request_id = asked.request_id or uuid.uuid4().hex
         reply.headers["x-request-id"] = request_id
@@ -232,7 +246,9 @@ class HttpEdge:
         except TimeoutError as error:
             if not deadline.expired():
                 raise
-            raise DeadlineExceeded(f"timeout={asked.timeout:g} s is over; nothing of the call is left behind") from error
+            raise DeadlineExceeded(
+                f"timeout={asked.timeout:g} s is over; nothing of the call is left behind"
+            ) from error
 
     async def _decode(self, asked: Asked, request_id: str, tallies: list[Tally], reply: Reply) -> web.StreamResponse:
         check_waiting(self._answering.pair.engine, self._answering.status().queued)

@@ -1,8 +1,8 @@
-"""How requests come in over gRPC: so many calls at a time, and none that cannot be read; and how calls end of which a method says that
-something was wrong. Knows nothing of what they ask for.
+"""How requests come in over gRPC: so many calls at a time, and none that cannot be read; and how calls end of which a
+method says that something was wrong. Knows nothing of what they ask for.
 
-Every method is served as one of streams, which is the same on the wire: then messages are received here, and not before the call is known.
-"""
+Every method is served as one of streams, which is the same on the wire: then messages are received here, and not before
+the call is known."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class Intake(grpc.aio.ServerInterceptor):
 
         async def serve(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
             status = await self._ending(handler, context, is_limited)
-            # Only now: gRPC keeps what `abort` raises, and with it every frame that it was raised in, with its requests.
+            # Only now: gRPC keeps what `abort` raises, and with it every frame that it was raised in, with its
+            # requests.
             if status is not None:
                 await context.abort(status.code, status.message, status.trailers)
 
@@ -85,7 +86,9 @@ class Intake(grpc.aio.ServerInterceptor):
             yield
 
     async def _serve(self, handler: Any, context: grpc.aio.ServicerContext) -> None:
-        behavior = next(filter(None, (handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream)))
+        behavior = next(
+            filter(None, (handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream))
+        )
         parse = handler.request_deserializer or bytes
         request = self._each(context, parse) if handler.request_streaming else await self._one(context, parse)
         answer = behavior(request, context)
@@ -110,7 +113,8 @@ class Intake(grpc.aio.ServerInterceptor):
         """None: there are no more."""
         try:
             async with self._turns.let_in():
-                # Not from the iterator that gRPC brings: it keeps the last message for as long as the call is remembered.
+                # Not from the iterator that gRPC brings: it keeps the last message for as long as the call is
+                # remembered.
                 data = await self._turns.arrived(context.read())
                 return None if data is grpc.aio.EOF else await self._read(data, parse)
         except (QueueFull, SlowSender) as error:
@@ -120,4 +124,6 @@ class Intake(grpc.aio.ServerInterceptor):
         try:
             return await self._turns.read(data, parse)
         except DecodeError as error:
-            raise Refused(ValueError(f"the request of {len(data)} bytes is no message of this method; see its .proto file")) from error
+            raise Refused(
+                ValueError(f"the request of {len(data)} bytes is no message of this method; see its .proto file")
+            ) from error

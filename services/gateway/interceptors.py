@@ -21,7 +21,8 @@ def caller_of(metadata: Iterable[tuple[str, str | bytes]]) -> str:
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Lets calls with a known token through, and health checks; every other one is UNAUTHENTICATED, whatever it asks for."""
+    """Lets calls with a known token through, and health checks; every other one is UNAUTHENTICATED, whatever it asks
+    for."""
 
     def __init__(self, tokens: Sequence[str], metrics: Metrics) -> None:
         self._tokens, self._metrics = tokens, metrics

@@ -1,5 +1,5 @@
-"""How much comes in at a time, over every port: so many calls, so many bytes on their way, one large request read after the other.
-Knows nothing of what they ask."""
+"""How much comes in at a time, over every port: so many calls, so many bytes on their way, one large request read after
+the other. Knows nothing of what they ask."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from services.gateway.memory import Trimmer
 from smc.scheduler.admission import QueueFull
 
 LARGE = 64 << 10
-"""Bytes from which on a request is large: to read it takes long enough for others to wait for. Of a request that has not been let in
-yet, its sender may have sent so much (HTTP/2's window)."""
+"""Bytes from which on a request is large: to read it takes long enough for others to wait for. Of a request that has
+not been let in yet, its sender may have sent so much (HTTP/2's window)."""
 ARRIVING = 32 << 20
 """Bytes of requests that have been let in and are not read yet."""
 PATIENCE = 0.5
@@ -47,9 +47,9 @@ class Places:
 class Turns:
     """Lets requests in and reads them, large ones one after the other. Use it in one asyncio loop.
 
-    As many are let in as have room if each is as large as allowed, so what they take does not depend on how many are sent. Who came last
-    goes first: then a crowd of callers who send nothing keeps nobody waiting for longer than `PATIENCE`, health checks among them.
-    """
+    As many are let in as have room if each is as large as allowed, so what they take does not depend on how many are
+    sent. Who came last goes first: then a crowd of callers who send nothing keeps nobody waiting for longer than
+    `PATIENCE`, health checks among them."""
 
     def __init__(self, size: int, timeout: float) -> None:
         """`size`: bytes of the largest request; `timeout`: seconds in which one must be let in, and arrive."""
@@ -119,7 +119,9 @@ class Turns:
             else:
                 self._leave()
             if isinstance(error, TimeoutError):
-                raise QueueFull(f"{self._room} requests are on their way, as many as have room. Try again later") from error
+                raise QueueFull(
+                    f"{self._room} requests are on their way, as many as have room. Try again later"
+                ) from error
             raise
 
     def _leave(self) -> None:

@@ -1,4 +1,5 @@
-"""Memory that was freed and that the C library keeps for later: after large requests it is given back to the machine."""
+"""Memory that was freed and that the C library keeps for later: after large requests it is given back to the
+machine."""
 
 from __future__ import annotations
 

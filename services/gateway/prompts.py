@@ -13,7 +13,8 @@ from smc.scheduler.admission import QueueFull, check_prompt
 
 ROLES = ("system", "user", "assistant")
 LONG_TEXT = 4096
-"""Characters from which on a text is encoded in a thread: a millisecond or two of a core, for which other callers would wait."""
+"""Characters from which on a text is encoded in a thread: a millisecond or two of a core, for which other callers would
+wait."""
 THREADS = 2
 WAITING = 16 << 20
 """Characters of all texts together that are being encoded or wait for it; beyond, prompts are refused."""
@@ -32,7 +33,8 @@ class Prompts:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def encode(self, message: pb.GenerateRequest | pb.NegativePrompt) -> tuple[int, ...]:
-        """Token ids of the prompt in `message`. Raises ValueError naming the field, the value and what is allowed, and QueueFull."""
+        """Token ids of the prompt in `message`. Raises ValueError naming the field, the value and what is allowed, and
+        QueueFull."""
         form = message.WhichOneof("prompt")
         if form is None:
             raise ValueError("prompt is missing; allowed: one of text, token_ids, chat")
@@ -79,9 +81,13 @@ class Prompts:
     async def _encode_long(self, prompt: Prompt) -> Sequence[int]:
         size = prompt.size
         if self._waiting and self._waiting + size > WAITING:
-            raise QueueFull(f"prompts of {self._waiting} characters wait to be encoded; allowed: {WAITING}. Try again later")
+            raise QueueFull(
+                f"prompts of {self._waiting} characters wait to be encoded; allowed: {WAITING}. Try again later"
+            )
         self._waiting += size
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, prompt.encode, self._tokenizer, self._limit)
+            return await asyncio.get_running_loop().run_in_executor(
+                self._threads, prompt.encode, self._tokenizer, self._limit
+            )
         finally:
             self._waiting -= size

@@ -1,4 +1,5 @@
-"""One call for answers over HTTP: from what is asked to the last byte. Knows nothing about routes, tokens or how a body is read."""
+"""One call for answers over HTTP: from what is asked to the last byte. Knows nothing about routes, tokens or how a body
+is read."""
 
 from __future__ import annotations
 
@@ -28,10 +29,12 @@ MOST_ECHOED = 1 << 20
 
 
 class Reply:
-    """What goes back to a caller: an answer, or events as they come. Nothing is sent before the first of them is known."""
+    """What goes back to a caller: an answer, or events as they come. Nothing is sent before the first of them is
+    known."""
 
     def __init__(self, request: web.Request, timeout: float, is_last: Callable[[], bool]) -> None:
-        """`timeout`: seconds that the caller may let a write wait. `is_last`: its connection is to end with this reply."""
+        """`timeout`: seconds that the caller may let a write wait. `is_last`: its connection is to end with this
+        reply."""
         self._request, self._timeout, self._is_last = request, timeout, is_last
         self.headers: dict[str, str] = {}
         self.stream: web.StreamResponse | None = None
@@ -48,7 +51,9 @@ class Reply:
             return
         async with self._in_time():
             if self.stream is None:
-                await self._begin(200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"})
+                await self._begin(
+                    200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+                )
             await self._begun.write(data)
 
     async def end(self) -> web.StreamResponse:
@@ -57,14 +62,20 @@ class Reply:
             await self._begun.write_eof()
         return self._begun
 
-    async def whole(self, document: Any, status: int = 200, headers: Mapping[str, str] = MappingProxyType({})) -> web.StreamResponse:
+    async def whole(
+        self, document: Any, status: int = 200, headers: Mapping[str, str] = MappingProxyType({})
+    ) -> web.StreamResponse:
         """JSON, and nothing after it. Raises what `send` raises."""
         return await self.send_whole(json.dumps(document).encode(), status, headers)
 
-    async def send_whole(self, data: bytes, status: int = 200, headers: Mapping[str, str] = MappingProxyType({})) -> web.StreamResponse:
+    async def send_whole(
+        self, data: bytes, status: int = 200, headers: Mapping[str, str] = MappingProxyType({})
+    ) -> web.StreamResponse:
         """The same of a document that has been written."""
         async with self._in_time():
-            await self._begin(status, {"content-type": "application/json; charset=utf-8", "content-length": str(len(data)), **headers})
+            await self._begin(
+                status, {"content-type": "application/json; charset=utf-8", "content-length": str(len(data)), **headers}
+            )
             await self._begun.write(data)
             await self._begun.write_eof()
         return self._begun
@@ -121,18 +132,23 @@ async def requests_of(asked: Asked, request_id: str, answering: Answering) -> li
 async def answered(
     asked: Asked, requests: list[Request], heading: Heading, answering: Answering, tallies: list[Tally], reply: Reply
 ) -> web.StreamResponse:
-    """Decode all of them and reply. However this ends, the backend's iterators are closed, which aborts what still runs."""
+    """Decode all of them and reply. However this ends, the backend's iterators are closed, which aborts what still
+    runs."""
     tokenizer = answering.pair.tokenizer
     echoes = [text for prompt in asked.prompts for text in [prompt.written(tokenizer) if asked.echo else ""] * asked.n]
     if (size := sum(map(len, echoes))) > MOST_ECHOED:
-        raise BadRequest(f"echo=true asks for {size} characters of prompts; allowed: at most {MOST_ECHOED} in all answers", "echo")
+        raise BadRequest(
+            f"echo=true asks for {size} characters of prompts; allowed: at most {MOST_ECHOED} in all answers", "echo"
+        )
     chunks = Chunks(heading, asked, tokenizer) if asked.stream else None
     begun: set[int] = set()
     ended: dict[int, Answer] = {}
     async with aclosing(answering.news(requests, tallies)) as news:
         async for index, output in news:
             if chunks is not None:
-                said = partial(_events, chunks, index, output, requests[index].params, None if index in begun else echoes[index])
+                said = partial(
+                    _events, chunks, index, output, requests[index].params, None if index in begun else echoes[index]
+                )
                 await reply.send(await _beside(said, [output.answer]))
                 begun.add(index)
             if output.answer is not None:
@@ -142,7 +158,10 @@ async def answered(
         each = list(enumerate(zip(answers, requests, echoes)))
 
         def write() -> bytes:
-            choices = [choice(index, answer, request.params, asked.chat, tokenizer, echo) for index, (answer, request, echo) in each]
+            choices = [
+                choice(index, answer, request.params, asked.chat, tokenizer, echo)
+                for index, (answer, request, echo) in each
+            ]
             return written(response(heading, choices, answers, len(asked.prompts))).encode()
 
         return await reply.send_whole(await _beside(write, answers))

@@ -1,4 +1,5 @@
-"""The gateway: gRPC with the API, health and reflection, OpenAI's API beside it, from their start to their drain. Knows no workers."""
+"""The gateway: gRPC with the API, health and reflection, OpenAI's API beside it, from their start to their drain. Knows
+no workers."""
 
 from __future__ import annotations
 
@@ -50,7 +51,12 @@ class Gateway:
     """Use it in one asyncio loop: `start`, then `set_health` as often as it changes, at the end `drain` or `stop`."""
 
     def __init__(
-        self, config: GatewayConfig, pair: ServingPair, backend: Backend, metrics: Metrics, status: Callable[[], ServiceStatus]
+        self,
+        config: GatewayConfig,
+        pair: ServingPair,
+        backend: Backend,
+        metrics: Metrics,
+        status: Callable[[], ServiceStatus],
     ) -> None:
         self._config, self._pair, self._metrics = config, pair, metrics
         self._tracing = Tracing.from_environment()
@@ -71,7 +77,9 @@ class Gateway:
         engine = pair.engine
         version = importlib.metadata.version("smcserve")
         weights = {"draft": pair.draft.weights, "target": pair.target.weights}
-        metrics.set_build_info(version, config.name_of(pair.target.name), engine.form, pair.link, engine.max_slots, engine.block, weights)
+        metrics.set_build_info(
+            version, config.name_of(pair.target.name), engine.form, pair.link, engine.max_slots, engine.block, weights
+        )
 
     async def start(self) -> int:
         """Listen. Returns the bound port. Everything answers at once; Generate only once `set_health` says so.
@@ -79,7 +87,10 @@ class Gateway:
         Raises OSError if a port cannot be had.
         """
         config, tokens = self._config, self._config.tokens()
-        places, self._turns = Places(config.max_calls), Turns(config.message_bytes(self._pair.context), config.write_timeout)
+        places, self._turns = (
+            Places(config.max_calls),
+            Turns(config.message_bytes(self._pair.context), config.write_timeout),
+        )
         intake = Intake({f"/{api}/Generate" for api in (API, VLLM)}, places, self._turns, self._metrics)
         interceptors = [*([TokenInterceptor(tokens, self._metrics)] if tokens else []), intake]
         self._server = grpc.aio.server(interceptors=interceptors, options=_options(config, self._pair.context))
@@ -103,8 +114,8 @@ class Gateway:
         return self.port
 
     def set_health(self, draft: bool, target: bool) -> None:
-        """Which groups are ready. Generate is served while the target is: without a draft it decodes alone what it can. Once draining,
-        nothing is ready any more."""
+        """Which groups are ready. Generate is served while the target is: without a draft it decodes alone what it can.
+        Once draining, nothing is ready any more."""
         if self._ending:
             return
         serving = target
@@ -112,7 +123,8 @@ class Gateway:
         self._set_health(draft, target, serving)
 
     async def drain(self, timeout: float | None = None) -> None:
-        """Let nobody in any more, let calls in flight finish for `timeout` seconds (default: the configured), end the rest, stop.
+        """Let nobody in any more, let calls in flight finish for `timeout` seconds (default: the configured), end the
+        rest, stop.
 
         Every client is told to go elsewhere with its next call (GOAWAY), and no connection is taken any more.
         """
@@ -169,7 +181,9 @@ class Gateway:
                 return server.add_secure_port(address, server_credentials(*config.tls))
             return server.add_insecure_port(address)
         except RuntimeError as error:
-            raise OSError(f"cannot listen on {address}: it is in use, or no address of this machine; give another host or port") from error
+            raise OSError(
+                f"cannot listen on {address}: it is in use, or no address of this machine; give another host or port"
+            ) from error
 
     def _close_metrics(self) -> None:
         if self._stop_metrics is not None:
@@ -184,8 +198,8 @@ def _options(config: GatewayConfig, context: int) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", config.message_bytes(context)),
         ("grpc.max_send_message_length", -1),
-        # A stream's window grows with what a connection carries, to megabytes: two hundred calls that nobody has let in yet held 250 MB.
-        # Without the probe it is 64 KiB, and as large as the message once that is asked for.
+        # A stream's window grows with what a connection carries, to megabytes: two hundred calls that nobody has let in
+        # yet held 250 MB. Without the probe it is 64 KiB, and as large as the message once that is asked for.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.max_concurrent_streams", config.max_concurrent_streams),
         ("grpc.keepalive_time_ms", milliseconds(config.keepalive_time)),

@@ -18,7 +18,8 @@ class ServiceStatus:
     """Requests that hold slots."""
     queued: int
     tokens_held: int = 0
-    """Positions that requests hold in the fuller of the two KV pools; what the prefix cache keeps can be let go, and does not count."""
+    """Positions that requests hold in the fuller of the two KV pools; what the prefix cache keeps can be let go, and
+    does not count."""
     tokens_room: int = 0
     """Positions of that pool; 0 before the first step."""
     pages: Mapping[str, int] = field(default_factory=dict)

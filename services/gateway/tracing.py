@@ -1,7 +1,8 @@
-"""Spans of calls for OpenTelemetry: made where the environment names a collector (`OTEL_EXPORTER_OTLP_ENDPOINT`), and nothing otherwise.
+"""Spans of calls for OpenTelemetry: made where the environment names a collector (`OTEL_EXPORTER_OTLP_ENDPOINT`), and
+nothing otherwise.
 
-A call's span continues the trace that its caller names (W3C `traceparent`); below it are where its time went. No text goes along.
-"""
+A call's span continues the trace that its caller names (W3C `traceparent`); below it are where its time went. No text
+goes along."""
 
 from __future__ import annotations
 
@@ -75,7 +76,9 @@ class Tracing:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         named = "OTEL_SERVICE_NAME" in os.environ
-        self._provider = TracerProvider(resource=Resource.create({} if named else {"service.name": "smcserve"}), shutdown_on_exit=False)
+        self._provider = TracerProvider(
+            resource=Resource.create({} if named else {"service.name": "smcserve"}), shutdown_on_exit=False
+        )
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
         self._tracer = self._provider.get_tracer("smcserve", importlib.metadata.version("smcserve"))
         self._propagator = TraceContextTextMapPropagator()

@@ -1,4 +1,5 @@
-"""Sees when an asyncio loop stands still: says what holds it, and for how long it did. Knows nothing about what the loop is for."""
+"""Sees when an asyncio loop stands still: says what holds it, and for how long it did. Knows nothing about what the
+loop is for."""
 
 from __future__ import annotations
 

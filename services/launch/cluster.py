@@ -30,7 +30,8 @@ OBJECT_STORE_BYTES = 100_000_000
 SLOW_STARTS = ("timed out during startup", "Timed out waiting for file")
 """In what Ray says of itself when its processes have not been up in time."""
 RESOURCE_SHARE = 0.001
-"""What a rank asks of a custom resource that hosts have: so little that a host with one of it has enough for all its ranks."""
+"""What a rank asks of a custom resource that hosts have: so little that a host with one of it has enough for all its
+ranks."""
 SIGNS = "signs"
 """Of life: calls of this group are answered whatever else an actor has been called for."""
 
@@ -85,7 +86,8 @@ class CoordinatorActor:
 
 
 def import_meanwhile(module: str) -> None:
-    """Import it in a thread of its own, before `connect`: that takes seconds, in which this process waits for others."""
+    """Import it in a thread of its own, before `connect`: that takes seconds, in which this process waits for
+    others."""
     threading.Thread(target=importlib.import_module, args=(module,), daemon=True).start()
 
 
@@ -98,10 +100,14 @@ def connect(address: str | None) -> bool:
     if address:
         ray.init(address=address, logging_level=logging.WARNING)
         return False
-    # Ray asks for a token wherever RAY_AUTH_MODE does not say otherwise; this one is known to this process and its children alone, and
-    # keeps other users of this machine from running code as this one.
+    # Ray asks for a token wherever RAY_AUTH_MODE does not say otherwise; this one is known to this process and its
+    # children alone, and keeps other users of this machine from running code as this one.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    options: dict[str, Any] = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES, "logging_level": logging.ERROR}
+    options: dict[str, Any] = {
+        "include_dashboard": False,
+        "object_store_memory": OBJECT_STORE_BYTES,
+        "logging_level": logging.ERROR,
+    }
     start: dict[str, Any] = {"address": "local", "num_cpus": LOCAL_CPUS, "_node_ip_address": "127.0.0.1", **options}
     try:
         ray.init(**start)
@@ -121,7 +127,8 @@ def disconnect() -> None:
 
 
 def reserve(ranks: int, gpus: bool, resource: str | None) -> PlacementGroup:
-    """Room for the ranks of one model, all on one host, which has the resource `resource` if one is given; it may not be there yet."""
+    """Room for the ranks of one model, all on one host, which has the resource `resource` if one is given; it may not
+    be there yet."""
     return placement_group([_bundle(gpus, resource)] * ranks, strategy="STRICT_PACK")
 
 
@@ -151,8 +158,8 @@ def start_rank(group: PlacementGroup, side: str, rank: int, gpus: bool) -> ray.a
 
 
 def end(actor: ray.actor.ActorHandle, pid: int | None) -> None:
-    """End an actor's process now. `pid`: of one on this host that may be alive (`local_pid`). Ray lets a process end by itself for five
-    seconds first, which one that has been stopped never does."""
+    """End an actor's process now. `pid`: of one on this host that may be alive (`local_pid`). Ray lets a process end by
+    itself for five seconds first, which one that has been stopped never does."""
     with contextlib.suppress(Exception):
         ray.kill(actor)
     if pid is not None:
@@ -172,7 +179,9 @@ def local_pid(process: ray.ObjectRef) -> int | None:
 
 def start_coordinator() -> ray.actor.ActorHandle:
     """On the host of this process, where the gateway is."""
-    here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+        ray.get_runtime_context().get_node_id(), soft=False
+    )
     options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 4}
     return _remote(CoordinatorActor, "coordinator").options(scheduling_strategy=here, **options).remote()
 

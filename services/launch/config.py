@@ -28,7 +28,8 @@ class GangConfig:
     """The processes that decode. Raises ValueError naming the field, the value and what is allowed."""
 
     target: Path = demo.TARGET
-    """Directory of the target model, which must exist on every host, under the same path; or unless `load` is files a published shape."""
+    """Directory of the target model, which must exist on every host, under the same path; or unless `load` is files a
+    published shape."""
     draft: Path = demo.DRAFT
     load: str = "files"
     """`files`; `random`: weights that mean nothing, for speed alone; `grown`: the demo pair inside published shapes."""
@@ -40,7 +41,8 @@ class GangConfig:
     draft_resource: str | None = None
     """The same for the draft's ranks."""
     link: str = "nccl"
-    """`nccl`: torch.distributed (NCCL between GPUs, gloo elsewhere); `grpc`: streams, for hosts that gloo does not reach."""
+    """`nccl`: torch.distributed (NCCL between GPUs, gloo elsewhere); `grpc`: streams, for hosts that gloo does not
+    reach."""
     device: str = "cpu"
     """`cpu`, or `cuda`: one GPU for each rank."""
     dtype: str = UNSET
@@ -56,14 +58,16 @@ class GangConfig:
     threads: int = 1
     """CPU threads of torch in each rank."""
     start_timeout: float = 600.0
-    """Seconds until every rank must have loaded its weights and run its first rounds: one, and on GPUs those of every kind."""
+    """Seconds until every rank must have loaded its weights and run its first rounds: one, and on GPUs those of every
+    kind."""
     link_timeout: float = 60.0
-    """Seconds after which a process that lives but does no work counts as dead; one that says nothing at all does sooner
-    (`services.launch.gang.PROBE_SECONDS`). It must exceed the longest prefill chunk and the longest round."""
+    """Seconds after which a process that lives but does no work counts as dead; one that says nothing at all does
+    sooner (`services.launch.gang.PROBE_SECONDS`). It must exceed the longest prefill chunk and the longest round."""
     heartbeat: float = 2.0
     """Seconds between signs of life while nothing runs."""
     max_failed_starts: int = 5
-    """Starts in a row that may fail, after the first one; then the service ends, and with it what watches it learns of it."""
+    """Starts in a row that may fail, after the first one; then the service ends, and with it what watches it learns of
+    it."""
     trace: Path | None = None
     """Where the coordinator writes a Chrome trace of all rounds when it stops."""
 
@@ -80,7 +84,9 @@ class GangConfig:
         for name in ("target_resource", "draft_resource"):
             value = getattr(self, name)
             if value is not None and (not value.strip() or value in RAY_RESOURCES):
-                raise ValueError(f"{name}={value!r}; allowed: a name of `ray start --resources`, none of {', '.join(RAY_RESOURCES)}")
+                raise ValueError(
+                    f"{name}={value!r}; allowed: a name of `ray start --resources`, none of {', '.join(RAY_RESOURCES)}"
+                )
         if not isinstance(self.max_failed_starts, int) or self.max_failed_starts < 1:
             raise ValueError(f"max_failed_starts={self.max_failed_starts!r}; allowed: >= 1")
         if self.heartbeat >= self.link_timeout:

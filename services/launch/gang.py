@@ -37,7 +37,8 @@ logger = logging.getLogger(__name__)
 
 
 class Gang:
-    """Not restarted: after a failure a new one is made, with the next epoch. Only the draft's ranks may be, beside the others."""
+    """Not restarted: after a failure a new one is made, with the next epoch. Only the draft's ranks may be, beside the
+    others."""
 
     def __init__(self, config: GangConfig, pair: ServingPair, epoch: int) -> None:
         self._config, self._pair, self.epoch = config, pair, epoch
@@ -74,8 +75,9 @@ class Gang:
             raise GangError(f"the gang did not start: {_first_line(_cause(error))}") from error
 
     def check(self, timeout: float) -> None:
-        """Wait up to `timeout` seconds for a process to end. Raises GangError, naming it, if one has, or if one has been silent for
-        `PROBE_SECONDS` of such waits: in those this process had its turns, whatever the machine was at."""
+        """Wait up to `timeout` seconds for a process to end. Raises GangError, naming it, if one has, or if one has
+        been silent for `PROBE_SECONDS` of such waits: in those this process had its turns, whatever the machine was
+        at."""
         with self._guard:
             lives = {life: name for life, name in self._lives.items() if not (self._draft_starts and _is_draft(name))}
         self._wait_for(list(lives), lives, timeout)
@@ -95,9 +97,12 @@ class Gang:
                 self._asked[name], self._waited[name] = self.actors[name].pid.remote(), 0.0
 
     def probe(self) -> None:
-        """Raises GangError if a process other than the draft's has ended, or does not say within `PROBE_SECONDS` that it is alive."""
+        """Raises GangError if a process other than the draft's has ended, or does not say within `PROBE_SECONDS` that
+        it is alive."""
         with self._guard:
-            asked: dict[ray.ObjectRef, str] = {actor.pid.remote(): name for name, actor in self.actors.items() if not _is_draft(name)}
+            asked: dict[ray.ObjectRef, str] = {
+                actor.pid.remote(): name for name, actor in self.actors.items() if not _is_draft(name)
+            }
             lives = {life: name for life, name in self._lives.items() if not _is_draft(name)}
         _, silent = ray.wait(list(asked), num_returns=len(asked), timeout=PROBE_SECONDS)
         self._wait_for(list(lives), lives, 0)
@@ -117,7 +122,9 @@ class Gang:
         try:
             ray.get(told, timeout=3 * self._config.link_timeout)
         except ray.exceptions.RayError as error:
-            raise GangError(f"the coordinator does not go on without the draft: {_first_line(_cause(error))}") from error
+            raise GangError(
+                f"the coordinator does not go on without the draft: {_first_line(_cause(error))}"
+            ) from error
 
     def start_draft(self, epoch: int) -> None:
         """Another draft, in place of the one that has ended. Returns when requests can use it. Raises GangError."""
@@ -160,8 +167,11 @@ class Gang:
             ended = self._take(list(self.actors), list(self._groups))
         _end(*ended)
 
-    def _take(self, names: Iterable[str], sides: Iterable[str]) -> tuple[list[tuple[ray.actor.ActorHandle, int | None]], list]:
-        """Forget processes and places, so as to end them. Processes come with their ids, where those may be needed for that."""
+    def _take(
+        self, names: Iterable[str], sides: Iterable[str]
+    ) -> tuple[list[tuple[ray.actor.ActorHandle, int | None]], list]:
+        """Forget processes and places, so as to end them. Processes come with their ids, where those may be needed for
+        that."""
         names, lives = set(names), {name: life for life, name in self._lives.items()}
         over = set(ray.wait(list(lives.values()), num_returns=len(lives), timeout=0)[0]) if lives else set()
         actors = []
@@ -186,7 +196,9 @@ class Gang:
         config, host = self._config, ray.util.get_node_ip_address()
         limit = timedelta(seconds=config.start_timeout)
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
-        self._rendezvous = Rendezvous(host, self._store.port, self.epoch, self.secret, config.link, config.start_timeout)
+        self._rendezvous = Rendezvous(
+            host, self._store.port, self.epoch, self.secret, config.link, config.start_timeout
+        )
         for side in SIDES:
             self._start_side(side, self._rendezvous)
         with self._adding():
@@ -211,7 +223,9 @@ class Gang:
                 name = f"{side}{rank}"
                 self.actors[name] = actor = cluster.start_rank(group, side, rank, gpus)
                 self._processes[name] = actor.process.remote()
-                self._lives[actor.run.remote(rank_spec(config, self._pair, rendezvous, side, Shard(rank, degree)))] = name
+                self._lives[actor.run.remote(rank_spec(config, self._pair, rendezvous, side, Shard(rank, degree)))] = (
+                    name
+                )
 
     def _wait_for(self, some: list[ray.ObjectRef], lives: dict[ray.ObjectRef, str], timeout: float | None) -> bool:
         """Wait until one of some has ended; False: none has. Raises GangError for one of `lives`."""

@@ -1,4 +1,5 @@
-"""Rounds of a whole gang, each rank in a process of its own: what working in separate processes costs, and how fast GPUs are then."""
+"""Rounds of a whole gang, each rank in a process of its own: what working in separate processes costs, and how fast
+GPUs are then."""
 
 from __future__ import annotations
 
@@ -66,7 +67,9 @@ def _times(remote: RemoteEngine, requests: int, sampling: Mapping[str, Any], rou
 
 def _row(config: GangConfig, requests: int, params: SamplingParams, times: list[RoundTimes]) -> GangRound:
     engine = config.engine
-    medians = {name: 1e3 * statistics.median(getattr(t, name) for t in times) for name in RoundTimes.__dataclass_fields__}
+    medians = {
+        name: 1e3 * statistics.median(getattr(t, name) for t in times) for name in RoundTimes.__dataclass_fields__
+    }
     medians["link_time"] = medians.pop("link")
     return GangRound(
         link=config.link,
@@ -84,7 +87,8 @@ def _row(config: GangConfig, requests: int, params: SamplingParams, times: list[
 
 
 class GangMachine:
-    """`smc.evaluation.machine.Machine` whose ranks are processes, each with a GPU that it shares with nobody at work."""
+    """`smc.evaluation.machine.Machine` whose ranks are processes, each with a GPU that it shares with nobody at
+    work."""
 
     def __init__(self, config: GangConfig, gpus: int | None = None) -> None:
         """`gpus` there are; None on CPUs."""
@@ -106,7 +110,10 @@ class GangMachine:
     def weight_bytes(self, mode: Mode, side: str) -> int:
         whole, degree = self._config.sources.of_side(side).config, max(1, mode.degrees[SIDES.index(side)])
         dtype = DTYPES[self._config.dtypes[side]]
-        model, vocab = empty_decoder(local_config(whole, Shard(0, degree)), None, dtype, "meta"), self._config.sources.draft_vocab
+        model, vocab = (
+            empty_decoder(local_config(whole, Shard(0, degree)), None, dtype, "meta"),
+            self._config.sources.draft_vocab,
+        )
         return read_bytes(model, vocab.head(model) if vocab and side == "draft" else None)
 
     def shape(self, mode: Mode, side: str) -> ModelConfig:
@@ -130,8 +137,8 @@ class GangMachine:
 def placed(degrees: tuple[int, int], apart: tuple[int, int], gpus: int | None) -> dict[str, list[int]]:
     """Which GPU each rank of draft and target is on, of `gpus` (None: as many as you like).
 
-    A draft that is not asked for (degree 0) is there all the same, idle: where it is when the models are `apart`, if the target is the same
-    then and there are GPUs enough, so that processes can serve both; else on the target's first.
+    A draft that is not asked for (degree 0) is there all the same, idle: where it is when the models are `apart`, if
+    the target is the same then and there are GPUs enough, so that processes can serve both; else on the target's first.
     """
     draft, target = degrees
     if not draft and target == apart[1] and (gpus is None or sum(apart) <= gpus):

@@ -38,8 +38,8 @@ class Processes:
     """Every rank of a gang in a process of its own. Ends them when it is closed."""
 
     def __init__(self, config: GangConfig, gpus: dict[str, list[int]] | None = None, *, rehearse: bool = False) -> None:
-        """`gpus`: which of the GPUs that this process sees each rank of a side sees; two ranks may see the same one. `rehearse`: every
-        engine, as a service does before it serves."""
+        """`gpus`: which of the GPUs that this process sees each rank of a side sees; two ranks may see the same one.
+        `rehearse`: every engine, as a service does before it serves."""
         self._config, self._epoch, self._rehearse = config, 0, rehearse
         self._shares_gpu = gpus is not None and bool({*gpus["draft"]} & {*gpus["target"]})
         limit = timedelta(seconds=config.start_timeout)
@@ -62,13 +62,20 @@ class Processes:
 
     @contextmanager
     def engine(self, engine: EngineConfig) -> Iterator[RemoteEngine]:
-        """An engine of these settings over the models. Raises GangError if it fails; then nothing more can be done here."""
+        """An engine of these settings over the models. Raises GangError if it fails; then nothing more can be done
+        here."""
         self._epoch += 1
         config = replace(self._config, engine=engine)
         pair = config.serving_pair()
-        rendezvous = Rendezvous(HOST, self._store.port, self._epoch, secrets.token_hex(16), config.link, config.start_timeout)
+        rendezvous = Rendezvous(
+            HOST, self._store.port, self._epoch, secrets.token_hex(16), config.link, config.start_timeout
+        )
         for (side, number), rank in self._ranks.items():
-            rank.pipe.send(rank_spec(config, pair, rendezvous, side, Shard(number, config.degree(side)), shares_gpu=self._shares_gpu))
+            rank.pipe.send(
+                rank_spec(
+                    config, pair, rendezvous, side, Shard(number, config.degree(side)), shares_gpu=self._shares_gpu
+                )
+            )
         self._hear("loaded", config.start_timeout)
         try:
             remote = RemoteEngine(coordinator_spec(config, pair, rendezvous, rehearse=self._rehearse))
@@ -82,7 +89,8 @@ class Processes:
         self._hear("ended", END_SECONDS)
 
     def _hear(self, word: str, timeout: float) -> None:
-        """Wait until every rank has said it. Raises GangError, naming a rank, if one has failed or died, or says nothing."""
+        """Wait until every rank has said it. Raises GangError, naming a rank, if one has failed or died, or says
+        nothing."""
         silent, deadline = {rank.pipe: rank.name for rank in self._ranks.values()}, time.monotonic() + timeout
         while silent:
             ready: list[Any] = multiprocessing.connection.wait(list(silent), max(0.0, deadline - time.monotonic()))
@@ -95,7 +103,9 @@ class Processes:
                 except (EOFError, OSError):
                     raise GangError(f"{name} died") from None
                 if isinstance(said, _Failure):
-                    raise GangError(f"{name}: {said.text}") from RemoteTraceback(f"in the process of {name}\n{said.traceback}")
+                    raise GangError(f"{name}: {said.text}") from RemoteTraceback(
+                        f"in the process of {name}\n{said.traceback}"
+                    )
                 assert said == word, f"{name} said {said!r} where {word!r} comes next"
 
 
@@ -148,7 +158,8 @@ def _serve(pipe: Connection, gpu: int | None) -> None:
 
 
 def see_only(gpu: int) -> None:
-    """One of the GPUs that this process was given. Raises ValueError if it was not given so many. Before anything asks for a GPU."""
+    """One of the GPUs that this process was given. Raises ValueError if it was not given so many. Before anything asks
+    for a GPU."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [str(gpu)] if given is None else [name for name in given.split(",") if name]
     index = 0 if given is None else gpu

@@ -1,7 +1,8 @@
-"""Answers that go on where they were when the gang is lost: asked for again with the same seed, and given out from where they broke off.
+"""Answers that go on where they were when the gang is lost: asked for again with the same seed, and given out from
+where they broke off.
 
-Only of methods whose answer is the target's own draws: whatever else is decoded beside it, the same seed draws the same tokens.
-"""
+Only of methods whose answer is the target's own draws: whatever else is decoded beside it, the same seed draws the same
+tokens."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ Ask = Callable[[Request], AsyncGenerator[Output, None]]
 
 
 async def resuming(request: Request, ask: Ask, is_back: Callable[[], Awaitable[None]]) -> AsyncGenerator[Output, None]:
-    """News of a request until its answer, over losses of the gang. `is_back` waits until `ask` works again, and raises Unavailable if it
-    never does. Raises what `ask` raises; Unavailable for the loss of what cannot be resumed."""
+    """News of a request until its answer, over losses of the gang. `is_back` waits until `ask` works again, and raises
+    Unavailable if it never does. Raises what `ask` raises; Unavailable for the loss of what cannot be resumed."""
     if request.params.method not in RESUMED:
         async with aclosing(ask(request)) as news:
             async for output in news:
@@ -74,7 +75,8 @@ class _Given:
         """Tokens and characters that have come again."""
 
     def more(self, output: Output) -> Output | None:
-        """What of these news has not been given out; None for nothing. Raises _Differs if they are those of another answer."""
+        """What of these news has not been given out; None for nothing. Raises _Differs if they are those of another
+        answer."""
         known = self._tokens[self._come : self._come + len(output.tokens)]
         known_text = self._text[self._text_come : self._text_come + len(output.text)]
         if list(output.tokens[: len(known)]) != known or output.text[: len(known_text)] != known_text:
@@ -98,4 +100,12 @@ class _Given:
         tops = None if answer.top_logprobs is None else (*answer.top_logprobs, *[()] * missing)
         tokens, text = tuple(self._tokens), "".join(self._pieces)
         particles = None if answer.particles is None else (Particle(tokens, text, reason, 1.0),)
-        return replace(answer, tokens=tokens, text=text, finish_reason=reason, logprobs=logprobs, top_logprobs=tops, particles=particles)
+        return replace(
+            answer,
+            tokens=tokens,
+            text=text,
+            finish_reason=reason,
+            logprobs=logprobs,
+            top_logprobs=tops,
+            particles=particles,
+        )

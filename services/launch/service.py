@@ -76,8 +76,8 @@ class Service:
 
 
 async def serve(gang: GangConfig, gateway: GatewayConfig, announce: Callable[[Ready], None]) -> None:
-    """Run until SIGTERM or SIGINT, on the cluster that Ray is connected to; leave it at the end. A second signal ends what is still in
-    flight at once."""
+    """Run until SIGTERM or SIGINT, on the cluster that Ray is connected to; leave it at the end. A second signal ends
+    what is still in flight at once."""
     stopping = _signals()  # Ray has installed handlers of its own
     try:
         service = Service(gang, gateway)

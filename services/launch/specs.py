@@ -38,7 +38,9 @@ def rank_spec(
     )
 
 
-def coordinator_spec(config: GangConfig, pair: ServingPair, rendezvous: Rendezvous, *, rehearse: bool = True) -> CoordinatorSpec:
+def coordinator_spec(
+    config: GangConfig, pair: ServingPair, rendezvous: Rendezvous, *, rehearse: bool = True
+) -> CoordinatorSpec:
     """`rehearse`: do what a service does before it serves; no rounds are rehearsed where nothing is compiled."""
     compiles, times = config.device == "cuda", rehearse and pair.engine.drafting == "costs"
     return CoordinatorSpec(

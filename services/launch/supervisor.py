@@ -1,12 +1,12 @@
 """Keeps a gang alive and is the backend in front of it: what to do when a process dies is decided here, and only here.
 
-A lost draft costs speed: its processes are ended, and start again beside the target, which meanwhile decodes alone what it can. Requests
-that need the draft end with UNAVAILABLE, in flight and new ones.
+A lost draft costs speed: its processes are ended, and start again beside the target, which meanwhile decodes alone what
+it can. Requests that need the draft end with UNAVAILABLE, in flight and new ones.
 
-Any other dead process means a dead gang, and so does a dead draft whose link to the target cannot be made again: every process is ended,
-and a new gang starts. Until it has warmed up, requests are refused with UNAVAILABLE. Those in flight end with UNAVAILABLE if they are of
-SMC; the others wait for it and go on. Every start, of a gang or of a draft, has the next epoch.
-"""
+Any other dead process means a dead gang, and so does a dead draft whose link to the target cannot be made again: every
+process is ended, and a new gang starts. Until it has warmed up, requests are refused with UNAVAILABLE. Those in flight
+end with UNAVAILABLE if they are of SMC; the others wait for it and go on. Every start, of a gang or of a draft, has the
+next epoch."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Supervisor:
         on_health: Callable[[bool, bool], None] = lambda draft, target: None,
         on_step: Callable[[Step], None] = lambda step: None,
     ) -> None:
-        """`on_health` is told whether there is a draft, and a target, whenever that changes: with a target, the service decodes. `on_step`
-        is told of every engine step."""
+        """`on_health` is told whether there is a draft, and a target, whenever that changes: with a target, the service
+        decodes. `on_step` is told of every engine step."""
         self._config, self.pair = config, pair
         self._on_health, self._on_step = on_health, on_step
         self._gang: Gang | None = None
@@ -177,7 +177,8 @@ class Supervisor:
                     raise GangError(f"{failed} starts in a row have failed, the last one because: {error}") from error
 
     async def _detach_draft(self, error: GangError) -> None:
-        """The target goes on alone until another draft has come. Raises GangError if that or the coordinator is lost, too."""
+        """The target goes on alone until another draft has come. Raises GangError if that or the coordinator is lost,
+        too."""
         gang, client = self._gang, self._client
         assert gang is not None and client is not None
         await asyncio.to_thread(gang.probe)
@@ -209,7 +210,9 @@ class Supervisor:
                 logger.info("the draft is back: epoch %d", epoch)
                 self._on_health(True, True)
                 return
-        logger.error("%d starts of the draft in a row have failed; the target stays alone", self._config.max_failed_starts)
+        logger.error(
+            "%d starts of the draft in a row have failed; the target stays alone", self._config.max_failed_starts
+        )
 
     async def _end_gang(self, error: Exception) -> None:
         if not isinstance(error, GangError):
@@ -238,7 +241,9 @@ class Supervisor:
         """Nothing is held any more; its last numbers would otherwise stand until the next gang's first step."""
         if total := self.stats.pages_total:  # else no step has come
             nothing = dict.fromkeys(total, 0)
-            room = EngineStats(slots_free=self.pair.engine.max_slots, pages_used=nothing, pages_total=total, pages_leaked=nothing)
+            room = EngineStats(
+                slots_free=self.pair.engine.max_slots, pages_used=nothing, pages_total=total, pages_leaked=nothing
+            )
             self._step(Step(stats=room))
         self._draft_epoch, self._in_flight = 0, None
         self._on_health(False, False)

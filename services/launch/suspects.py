@@ -1,4 +1,5 @@
-"""Requests that a gang may have failed over: what it failed over while it decoded nothing else is not decoded again for a while.
+"""Requests that a gang may have failed over: what it failed over while it decoded nothing else is not decoded again for
+a while.
 
 What had company convicts nobody: answers that are resumed come back together, and would be convicted together.
 """
@@ -40,7 +41,9 @@ class Suspects:
         """Raises RequestFailed for a request that is not decoded again."""
         failed = self._failed.get(_key(request)) if self._failed else None
         if failed is not None and time.monotonic() - failed < FORGOTTEN:
-            raise RequestFailed("the service failed over this very request a short while ago, and does not try it again yet; report it")
+            raise RequestFailed(
+                "the service failed over this very request a short while ago, and does not try it again yet; report it"
+            )
 
 
 def _key(request: Request) -> bytes:

@@ -1,7 +1,7 @@
 """The link's interface: what the coordinator, a worker's leader and the pair of leaders need of a transport.
 
-Messages are those of proto/smc/internal/v1/particles.proto, whichever transport carries them. Every wait has a deadline.
-"""
+Messages are those of proto/smc/internal/v1/particles.proto, whichever transport carries them. Every wait has a
+deadline."""
 
 from __future__ import annotations
 
@@ -62,15 +62,16 @@ class PeerEnd(Protocol):
     """Either leader's end of the link between them. What one sends, the other receives in the same order."""
 
     renewable: bool
-    """When the other side is lost, whoever waits for it is told, and nothing that the device has been asked for waits for ever: another
-    end can take this one's place."""
+    """When the other side is lost, whoever waits for it is told, and nothing that the device has been asked for waits
+    for ever: another end can take this one's place."""
 
     def send(self, name: str, sequence: int, tensor: Tensor) -> None:
         """Send it; does not wait for the other side."""
         ...
 
     def receive(self, name: str, sequence: int, here: Tensor, timeout: float) -> None:
-        """Fill a tensor with what was sent by this name and number. Raises LinkError past `timeout` seconds, or if another comes."""
+        """Fill a tensor with what was sent by this name and number. Raises LinkError past `timeout` seconds, or if
+        another comes."""
         ...
 
     def settle(self) -> None:

@@ -1,4 +1,5 @@
-"""What the engine asks of workers, and their results, as protobuf messages, and back. Layout: proto/smc/internal/v1/particles.proto."""
+"""What the engine asks of workers, and their results, as protobuf messages, and back. Layout:
+proto/smc/internal/v1/particles.proto."""
 
 from __future__ import annotations
 
@@ -113,7 +114,9 @@ def prompt_outcome(result: PromptResult[np.ndarray]) -> pb.PromptOutcome:
     arrays = {"drawn": (result.drawn_RD, "<i4"), "drawn_logp": (result.drawn_logp_RD, "<f4")}
     arrays |= {"weights": (result.logw_RD, "<f8"), "log_z": (result.log_z_R, "<f4")}
     arrays |= {"top": (result.top_YK, "<i4"), "top_logp": (result.top_logp_YK, "<f4")}
-    return pb.PromptOutcome(tops=result.top_YK.shape[1], **{name: _bytes(array, kind) for name, (array, kind) in arrays.items()})
+    return pb.PromptOutcome(
+        tops=result.top_YK.shape[1], **{name: _bytes(array, kind) for name, (array, kind) in arrays.items()}
+    )
 
 
 def to_prompt_result(outcome: pb.PromptOutcome) -> PromptResult[np.ndarray]:
@@ -140,7 +143,9 @@ def to_join(command: pb.JoinCommand) -> SequenceHandoff:
     rows = {"pages_XL": command.page_rows, "pending_NQ": particles, "logq_NQ": particles}
     arrays |= {name: arrays[name].reshape(count, -1) for name, count in rows.items()}
     machine = _to_machine(command.machine) if command.HasField("machine") else None
-    return SequenceHandoff(base=command.base, limit=command.limit, least=command.least, stops=command.stops, machine=machine, **arrays)
+    return SequenceHandoff(
+        base=command.base, limit=command.limit, least=command.least, stops=command.stops, machine=machine, **arrays
+    )
 
 
 def _machine_message(machine: StopMachine) -> pb.StopMachine:
@@ -236,7 +241,11 @@ def _to_draws(draws: pb.Draws) -> Draws:
     seed_R = _array(draws.seed, "<i8")
     round_R, stream_X = (_array(data, "<i4").astype(np.int64) for data in (draws.round, draws.stream))
     count_R, kind_R = (_array(data, "<i4") for data in (draws.count, draws.kind))
-    guidance = {"companion_R": _array(draws.companion, "<i4"), "scale_R": _array(draws.scale, "<f4")} if draws.companion else {}
+    guidance = (
+        {"companion_R": _array(draws.companion, "<i4"), "scale_R": _array(draws.scale, "<f4")}
+        if draws.companion
+        else {}
+    )
     return Draws(
         law=_to_law(draws.law),
         seed_R=seed_R,
@@ -270,7 +279,9 @@ def _tops_message(tops: Tops) -> pb.Tops:
 def _to_tops(tops: pb.Tops) -> Tops:
     least_R = _array(tops.least, "<i4")
     machines = dict(zip(_array(tops.biased, "<i4").tolist(), map(_to_machine, tops.machines)))
-    guidance = {"companion_R": _array(tops.companion, "<i4"), "scale_R": _array(tops.scale, "<f4")} if tops.companion else {}
+    guidance = (
+        {"companion_R": _array(tops.companion, "<i4"), "scale_R": _array(tops.scale, "<f4")} if tops.companion else {}
+    )
     return Tops(
         law=_to_law(tops.law),
         count=tops.count,
@@ -294,7 +305,9 @@ def _law_message(law: LawSpec[np.ndarray]) -> pb.Law:
 
 def _to_law(law: pb.Law) -> LawSpec[np.ndarray]:
     top_k_R = _array(law.top_k, "<i4").astype(np.int64)
-    temperature_R, top_p_R, min_p_R, alpha_R = (_array(data, "<f4") for data in (law.temperature, law.top_p, law.min_p, law.alpha))
+    temperature_R, top_p_R, min_p_R, alpha_R = (
+        _array(data, "<f4") for data in (law.temperature, law.top_p, law.min_p, law.alpha)
+    )
     return LawSpec(temperature_R, top_k_R, top_p_R, min_p_R, alpha_R, active=frozenset(law.active))
 
 

@@ -41,8 +41,8 @@ class Rendezvous:
         return f"{self.epoch}/{what}"
 
     def report_failure(self, store: dist.TCPStore, side: str, error: Exception) -> None:
-        """Write down why a rank of `side` ends, before it closes its links: those break for everybody, and what is under way on them may
-        be lost. A link that broke is no reason of its own."""
+        """Write down why a rank of `side` ends, before it closes its links: those break for everybody, and what is
+        under way on them may be lost. A link that broke is no reason of its own."""
         if not isinstance(error, LinkError):
             with suppress(RuntimeError):  # the store has gone with the rest of the gang
                 store.set(self.name(f"{side}/failure"), failure_text(error))
@@ -75,19 +75,26 @@ class LeaderEnds:
             self.server.close()
 
 
-def leader_ends(rendezvous: Rendezvous, store: dist.TCPStore, side: str, host: str, between: torch.device) -> LeaderEnds:
-    """The ends that the leader of `side` needs. `between`: device of what the leaders tell each other; on a GPU it goes over NCCL."""
+def leader_ends(
+    rendezvous: Rendezvous, store: dist.TCPStore, side: str, host: str, between: torch.device
+) -> LeaderEnds:
+    """The ends that the leader of `side` needs. `between`: device of what the leaders tell each other; on a GPU it goes
+    over NCCL."""
     if rendezvous.link == "grpc":
         server = StreamServer(host, rendezvous.secret)
         _publish(rendezvous, store, side, server.address)
         return LeaderEnds(server.coordinator, peer_end(rendezvous, store, side, between, server), server)
-    end = DistributedEnd(make_group(store, rendezvous.name(f"{side}/link"), 1, 2, rendezvous.start_timeout), 1, pb.WorkRequest)
+    end = DistributedEnd(
+        make_group(store, rendezvous.name(f"{side}/link"), 1, 2, rendezvous.start_timeout), 1, pb.WorkRequest
+    )
     return LeaderEnds(end, peer_end(rendezvous, store, side, between))
 
 
-def peer_end(rendezvous: Rendezvous, store: dist.TCPStore, side: str, between: torch.device, server: StreamServer | None = None) -> PeerEnd:
-    """The end of the link to the other leader, once that has come. `server`: of this leader, with streams; its end for an earlier peer is
-    closed."""
+def peer_end(
+    rendezvous: Rendezvous, store: dist.TCPStore, side: str, between: torch.device, server: StreamServer | None = None
+) -> PeerEnd:
+    """The end of the link to the other leader, once that has come. `server`: of this leader, with streams; its end for
+    an earlier peer is closed."""
     if server is not None and side == "target":
         end = server.renew_peer()
         _publish(rendezvous, store, PEER, server.address)
@@ -117,5 +124,7 @@ def _address(rendezvous: Rendezvous, store: dist.TCPStore, who: str) -> str:
     name = rendezvous.name(f"{who}/address")
     address, _, signature = store.get(name).decode().partition(" ")
     if not hmac.compare_digest(signature, proof(rendezvous.secret, f"{name} {address}")):
-        raise LinkError(f"the address of {who}, {address!r}, was not written by this gang; look for who else uses its store")
+        raise LinkError(
+            f"the address of {who}, {address!r}, was not written by this gang; look for who else uses its store"
+        )
     return address

@@ -1,8 +1,8 @@
 """Process groups of torch.distributed, and the link over gloo.
 
-Every pair of ends is a process group of two, made over a `TCPStore` that outlives them: when one end dies, only its groups do,
-and the next epoch makes new ones. A message is one frame of fixed size; what does not fit follows in a second send.
-"""
+Every pair of ends is a process group of two, made over a `TCPStore` that outlives them: when one end dies, only its
+groups do, and the next epoch makes new ones. A message is one frame of fixed size; what does not fit follows in a
+second send."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ _KEPT = 64
 def make_group(
     store: dist.TCPStore, name: str, rank: int, size: int, timeout: float, device: torch.device | str = "cpu"
 ) -> dist.ProcessGroup:
-    """A process group of its own: gloo on a CPU, NCCL on a GPU. `timeout` in seconds, for joining and for every collective.
+    """A process group of its own: gloo on a CPU, NCCL on a GPU. `timeout` in seconds, for joining and for every
+    collective.
 
     torch's types say neither how these groups are made nor that they are ProcessGroups.
     """
@@ -59,9 +60,8 @@ def _address_towards(host: str) -> str:
 class DistributedEnd(Generic[Received]):
     """Either end of a link; `receives` is the message type that arrives here.
 
-    A receive is always posted: gloo sends nothing before it knows of one, and to ask then would be a round trip that waits for a
-    thread of a busy process.
-    """
+    A receive is always posted: gloo sends nothing before it knows of one, and to ask then would be a round trip that
+    waits for a thread of a busy process."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int, receives: type[Received]) -> None:
         self._other, self._receives = 1 - rank, receives
@@ -93,7 +93,8 @@ class DistributedEnd(Generic[Received]):
         return self._receives.FromString(data.numpy().tobytes())
 
     def close(self) -> None:
-        """After what was sent has been received, or `CLOSE_SECONDS`: the last message of a worker may be why it failed."""
+        """After what was sent has been received, or `CLOSE_SECONDS`: the last message of a worker may be why it
+        failed."""
         deadline = time.monotonic() + CLOSE_SECONDS
         with suppress(RuntimeError):
             while self._sends and (left := deadline - time.monotonic()) > 0:

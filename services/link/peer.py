@@ -39,14 +39,16 @@ class MessagePeer:
 
 
 class DevicePeer:
-    """On GPUs: tensors go from device to device in the order of the current stream, and the host waits for none. There is nothing to
-    check but what the communicators, which are of one epoch, make sure of."""
+    """On GPUs: tensors go from device to device in the order of the current stream, and the host waits for none. There
+    is nothing to check but what the communicators, which are of one epoch, make sure of."""
 
     renewable = False
-    """A kernel of NCCL that waits for a rank that has died stays on the stream, and all that is asked for later behind it."""
+    """A kernel of NCCL that waits for a rank that has died stays on the stream, and all that is asked for later behind
+    it."""
 
     def __init__(self, there: dist.ProcessGroup, back: dist.ProcessGroup, rank: int) -> None:
-        """`there` carries what is sent, `back` what is received: within one, messages would have to be sent and received in one order."""
+        """`there` carries what is sent, `back` what is received: within one, messages would have to be sent and
+        received in one order."""
         self._there: dist.ProcessGroup | None = there
         self._back: dist.ProcessGroup | None = back
         self._other = 1 - rank

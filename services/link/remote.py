@@ -1,7 +1,7 @@
 """Workers somewhere else, as the engine sees them: the same calls, over a link. Also where rounds are timed.
 
-Results are read when the engine asks for them; what the worker says about when it began and ended goes into a `Timeline`.
-"""
+Results are read when the engine asks for them; what the worker says about when it began and ended goes into a
+`Timeline`."""
 
 from __future__ import annotations
 
@@ -63,18 +63,27 @@ class RemotePending(Generic[Result]):
         return self._value
 
     def spans(self) -> dict[str, tuple[int, int]]:
-        """What the worker did for it, and when, nanoseconds of our clock; its model's pass has the name of its side. After `result`."""
+        """What the worker did for it, and when, nanoseconds of our clock; its model's pass has the name of its side.
+        After `result`."""
         return self._spans
 
 
 class RemoteWorker:
-    """`smc.executor.messages.Worker` over a link. `side` is `draft` or `target`; `timeout` bounds every wait, in seconds."""
+    """`smc.executor.messages.Worker` over a link. `side` is `draft` or `target`; `timeout` bounds every wait, in
+    seconds."""
 
     def __init__(
-        self, side: str, end: CoordinatorEnd, epoch: int, timeout: float, timeline: Timeline, *, may_be_lost: bool = False
+        self,
+        side: str,
+        end: CoordinatorEnd,
+        epoch: int,
+        timeout: float,
+        timeline: Timeline,
+        *,
+        may_be_lost: bool = False,
     ) -> None:
-        """`may_be_lost`: the other side goes on without it. What breaks its link is then raised as SideLost by those who wait for it, and
-        by nobody else."""
+        """`may_be_lost`: the other side goes on without it. What breaks its link is then raised as SideLost by those
+        who wait for it, and by nobody else."""
         self.side, self.epoch, self.timeout = side, epoch, timeout
         self._end, self._timeline, self._may_be_lost = end, timeline, may_be_lost
         self._lost: LinkError | None = None
@@ -117,8 +126,8 @@ class RemoteWorker:
         self._send(stop=pb.StopCommand())
 
     def reconnect(self, epoch: int, seconds: float) -> bool:
-        """Let it open a link to the other side's leader of this epoch, within so many seconds; asked again, whether that stands. Raises
-        LinkError if that leader does not come."""
+        """Let it open a link to the other side's leader of this epoch, within so many seconds; asked again, whether
+        that stands. Raises LinkError if that leader does not come."""
         outcome = self.response(self._send(reconnect=pb.ReconnectCommand(epoch=epoch, seconds=seconds))).reconnect
         if outcome.error:
             raise LinkError(f"the {self.side} has no link to the other side: {outcome.error}")
@@ -155,7 +164,8 @@ class RemoteWorker:
         self._clock_offset_ns = best[1]
 
     def response(self, sequence: int) -> pb.WorkResponse:
-        """Wait for one command's response; others that arrive meanwhile are kept for as long as somebody may read them."""
+        """Wait for one command's response; others that arrive meanwhile are kept for as long as somebody may read
+        them."""
         try:
             if self._lost is None:
                 return self._response(sequence)

@@ -1,8 +1,8 @@
 """The link over gRPC streams, for hosts that torch.distributed does not reach. Same messages, same deadlines.
 
-Each leader runs a `WorkerService`; the coordinator calls `Work` on both, the draft's leader calls `Exchange` on the target's.
-Calls carry a proof of the gang's secret: nobody else can give orders to a worker, and nobody who listens at a forged address learns it.
-"""
+Each leader runs a `WorkerService`; the coordinator calls `Work` on both, the draft's leader calls `Exchange` on the
+target's. Calls carry a proof of the gang's secret: nobody else can give orders to a worker, and nobody who listens at a
+forged address learns it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ PROOF_KEY = "smc-gang-proof"
 
 
 def proof(secret: str, what: str) -> str:
-    """That whoever says `what` knows the gang's secret. It shows nothing of it, and is worth nothing for anything else that is said."""
+    """That whoever says `what` knows the gang's secret. It shows nothing of it, and is worth nothing for anything else
+    that is said."""
     return hmac.new(secret.encode(), what.encode(), "sha256").hexdigest()
 
 
@@ -46,7 +47,8 @@ def is_proven(metadata: Iterable[tuple[str, str | bytes]], secret: str, address:
 
 
 class Inbox:
-    """Messages that a thread of gRPC's puts in and ours takes out, with a deadline. An exception put in is raised here."""
+    """Messages that a thread of gRPC's puts in and ours takes out, with a deadline. An exception put in is raised
+    here."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
@@ -88,7 +90,9 @@ class StreamCaller(StreamEnd):
         super().__init__()
         self._channel = grpc.insecure_channel(address, OPTIONS)
         stream = getattr(pb_grpc.WorkerServiceStub(self._channel), method)
-        self._call = stream(iter(self.outbox.get, None), metadata=((PROOF_KEY, proof(secret, address)),), wait_for_ready=True)
+        self._call = stream(
+            iter(self.outbox.get, None), metadata=((PROOF_KEY, proof(secret, address)),), wait_for_ready=True
+        )
         self._ended = threading.Event()
         if not self._call.add_callback(self._ended.set):
             self._ended.set()
@@ -100,14 +104,16 @@ class StreamCaller(StreamEnd):
         super().send(message)
 
     def close(self) -> None:
-        """After the other side has read everything and closed its end too, or `CLOSE_SECONDS`: what is under way would be lost."""
+        """After the other side has read everything and closed its end too, or `CLOSE_SECONDS`: what is under way would
+        be lost."""
         super().close()
         self._ended.wait(CLOSE_SECONDS)
         self._channel.close()
 
 
 class StreamServer(pb_grpc.WorkerServiceServicer):
-    """A leader's server: its ends of the link to the coordinator and, at the target, of the link between the leaders."""
+    """A leader's server: its ends of the link to the coordinator and, at the target, of the link between the
+    leaders."""
 
     def __init__(self, host: str, secret: str) -> None:
         self._secret = secret
@@ -118,10 +124,14 @@ class StreamServer(pb_grpc.WorkerServiceServicer):
         self.address = f"{host}:{self._server.add_insecure_port(f'{host}:0')}"
         self._server.start()
 
-    def Work(self, request_iterator: Iterator[pb.WorkRequest], context: grpc.ServicerContext) -> Iterator[pb.WorkResponse]:
+    def Work(
+        self, request_iterator: Iterator[pb.WorkRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.WorkResponse]:
         yield from self._join(self.coordinator, request_iterator, context, "the coordinator")
 
-    def Exchange(self, request_iterator: Iterator[pb.ExchangeRequest], context: grpc.ServicerContext) -> Iterator[pb.ExchangeResponse]:
+    def Exchange(
+        self, request_iterator: Iterator[pb.ExchangeRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.ExchangeResponse]:
         yield from self._join(self.peer, request_iterator, context, "the draft")
 
     def renew_peer(self) -> StreamEnd:

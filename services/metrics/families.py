@@ -1,4 +1,5 @@
-"""Families of metrics: how they are made, and how they are shown to who scrapes them. Knows nothing about which there are."""
+"""Families of metrics: how they are made, and how they are shown to who scrapes them. Knows nothing about which there
+are."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ class Page(CollectorRegistry):
     def collect(self) -> Iterator[prom.Metric]:
         for metric in self._registry.collect():
             if self.model is not None and metric.name.startswith(PREFIX):
-                metric.samples = [sample._replace(labels={**sample.labels, "model_name": self.model}) for sample in metric.samples]
+                metric.samples = [
+                    sample._replace(labels={**sample.labels, "model_name": self.model}) for sample in metric.samples
+                ]
             yield metric
 
 
@@ -61,7 +64,8 @@ class Families:
 
 
 def _with_series(metric: Metric, labels: dict[str, Iterable[str]]) -> Metric:
-    """`metric`, with the series of its label's values made. Labels whose values only make sense together come without any."""
+    """`metric`, with the series of its label's values made. Labels whose values only make sense together come without
+    any."""
     if len(labels) == 1:
         for value in next(iter(labels.values())):
             metric.labels(value)

@@ -1,4 +1,5 @@
-"""Every metric of the service: its name, its help, its labels, and the one method that moves it. Knows nothing about who calls.
+"""Every metric of the service: its name, its help, its labels, and the one method that moves it. Knows nothing about
+who calls.
 
 Labels come from fixed sets, and every series exists from the start, so that a rate of zero is a zero and not a hole.
 """
@@ -17,7 +18,8 @@ from smc.api.sampling_params import VERIFICATIONS
 
 
 class Metrics(RequestMetrics, EngineMetrics):
-    """Those of requests and of the engine, and beside them whether the service is there. Methods may be called from any thread."""
+    """Those of requests and of the engine, and beside them whether the service is there. Methods may be called from any
+    thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +40,9 @@ class Metrics(RequestMetrics, EngineMetrics):
         try:
             server, thread = prom.start_http_server(port, addr=host, registry=self._page)
         except OSError as error:
-            raise OSError(f"cannot serve metrics on {host}:{port}: {error.strerror}; give another metrics port, or 0 for any") from error
+            raise OSError(
+                f"cannot serve metrics on {host}:{port}: {error.strerror}; give another metrics port, or 0 for any"
+            ) from error
 
         def stop() -> None:
             server.shutdown()
@@ -67,9 +71,11 @@ class Metrics(RequestMetrics, EngineMetrics):
         """The draft was started again beside the target."""
         self._draft_restarts.inc()
 
-    def set_build_info(self, version: str, model: str, form: str, link: str, max_slots: int, block: int, weights: dict[str, str]) -> None:
-        """What runs here; once, at the start. Nothing holds a slot yet. `model`: the name under which it is served; `weights`: each
-        group's fingerprint."""
+    def set_build_info(
+        self, version: str, model: str, form: str, link: str, max_slots: int, block: int, weights: dict[str, str]
+    ) -> None:
+        """What runs here; once, at the start. Nothing holds a slot yet. `model`: the name under which it is served;
+        `weights`: each group's fingerprint."""
         self._page.model = model
         for verification in VERIFICATIONS:
             for position in range(block):
@@ -82,11 +88,18 @@ class Metrics(RequestMetrics, EngineMetrics):
 
     def _make_service_metrics(self) -> None:
         self._serving = self._gauge("smc_serving", "1 while requests are let in.")
-        self._group_healthy = self._gauge("smc_group_healthy", "1 while every rank of the group is ready.", group=GROUPS)
+        self._group_healthy = self._gauge(
+            "smc_group_healthy", "1 while every rank of the group is ready.", group=GROUPS
+        )
         self._paused = self._counter(
-            "smc_gateway_paused_seconds_total", "Time in which the gateway answered nobody, of pauses longer than 0.25 s."
+            "smc_gateway_paused_seconds_total",
+            "Time in which the gateway answered nobody, of pauses longer than 0.25 s.",
         )
         self._epoch = self._gauge("smc_epoch", "Starts of the workers, or of the draft alone, so far.")
-        self._restarts = self._counter("smc_worker_restarts_total", "Times that all workers were started again after a loss.")
-        self._draft_restarts = self._counter("smc_draft_restarts_total", "Times that the draft alone was started again after a loss.")
+        self._restarts = self._counter(
+            "smc_worker_restarts_total", "Times that all workers were started again after a loss."
+        )
+        self._draft_restarts = self._counter(
+            "smc_draft_restarts_total", "Times that the draft alone was started again after a loss."
+        )
         self._build = prom.Info("smc_build", "What runs here.", registry=self.registry)

@@ -33,7 +33,29 @@ INTER_TOKEN_BUCKETS = (
 )
 E2E_BUCKETS = (
     *(0.01, 0.025, 0.05, 0.1, 0.2),
-    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+    *(
+        0.3,
+        0.5,
+        0.8,
+        1.0,
+        1.5,
+        2.0,
+        2.5,
+        5.0,
+        10.0,
+        15.0,
+        20.0,
+        30.0,
+        40.0,
+        50.0,
+        60.0,
+        120.0,
+        240.0,
+        480.0,
+        960.0,
+        1920.0,
+        7680.0,
+    ),
 )
 TOKEN_BUCKETS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
@@ -50,7 +72,8 @@ class RequestMetrics(Families):
         self._generation_tokens.inc(count)
 
     def tokens_followed(self, count: int, seconds: float) -> None:
-        """`count` tokens came together, `seconds` after those before them: each counts as an equal share of the wait."""
+        """`count` tokens came together, `seconds` after those before them: each counts as an equal share of the
+        wait."""
         for _ in range(count):
             self._inter_token.observe(seconds / count)
 
@@ -81,7 +104,10 @@ class RequestMetrics(Families):
 
     def _make_request_metrics(self) -> None:
         self._requests = self._counter(
-            "smc_requests_total", "Generate calls that ended, by status code and, of answers, finish reason.", status=(), finish_reason=()
+            "smc_requests_total",
+            "Generate calls that ended, by status code and, of answers, finish reason.",
+            status=(),
+            finish_reason=(),
         )
         for reason in FINISH_REASONS:
             self._requests.labels("OK", reason)
@@ -92,30 +118,46 @@ class RequestMetrics(Families):
         )
         for cause, code in REJECTIONS.items():
             self._rejections.labels(code, cause)
-        self._cancellations = self._counter("smc_requests_cancelled_total", "Requests ended early, by whom or what.", by=CANCELLATIONS)
+        self._cancellations = self._counter(
+            "smc_requests_cancelled_total", "Requests ended early, by whom or what.", by=CANCELLATIONS
+        )
         self._prompt_tokens = self._counter(
             "smc_prompt_tokens_total", "Tokens of prompts whose answers have begun, cached ones among them."
         )
         self._generation_tokens = self._counter("smc_generation_tokens_total", "Tokens of answers that were sent.")
         self._model_tokens = self._counter(
-            "smc_model_tokens_total", "Tokens that each model ran for answers, over all particles and branches.", group=GROUPS
+            "smc_model_tokens_total",
+            "Tokens that each model ran for answers, over all particles and branches.",
+            group=GROUPS,
         )
         self._first_token = self._histogram(
-            "smc_time_to_first_token_seconds", "From a request's arrival to the first tokens of its answer.", TTFT_BUCKETS
+            "smc_time_to_first_token_seconds",
+            "From a request's arrival to the first tokens of its answer.",
+            TTFT_BUCKETS,
         )
         self._inter_token = self._histogram(
-            "smc_inter_token_latency_seconds", "Between tokens of an answer; tokens that come together share the wait.", INTER_TOKEN_BUCKETS
+            "smc_inter_token_latency_seconds",
+            "Between tokens of an answer; tokens that come together share the wait.",
+            INTER_TOKEN_BUCKETS,
         )
         self._duration = self._histogram(
             "smc_e2e_request_latency_seconds", "From a request's arrival to the end of its answer.", E2E_BUCKETS
         )
-        self._prompt_size = self._histogram("smc_request_prompt_tokens", "Tokens of the prompt of an answered request.", TOKEN_BUCKETS)
+        self._prompt_size = self._histogram(
+            "smc_request_prompt_tokens", "Tokens of the prompt of an answered request.", TOKEN_BUCKETS
+        )
         self._cached_size = self._histogram(
-            "smc_request_cached_tokens", "Of those, tokens that had been computed for an earlier request.", TOKEN_BUCKETS
+            "smc_request_cached_tokens",
+            "Of those, tokens that had been computed for an earlier request.",
+            TOKEN_BUCKETS,
         )
         self._answer_size = self._histogram("smc_request_generation_tokens", "Tokens of an answer.", TOKEN_BUCKETS)
         self._queue_time = self._histogram(
             "smc_request_queue_time_seconds", "From an answered request's arrival until it was taken up.", E2E_BUCKETS
         )
-        self._prefill_time = self._histogram("smc_request_prefill_time_seconds", "From there until its first token.", E2E_BUCKETS)
-        self._decode_time = self._histogram("smc_request_decode_time_seconds", "From there to the end of its answer.", E2E_BUCKETS)
+        self._prefill_time = self._histogram(
+            "smc_request_prefill_time_seconds", "From there until its first token.", E2E_BUCKETS
+        )
+        self._decode_time = self._histogram(
+            "smc_request_decode_time_seconds", "From there to the end of its answer.", E2E_BUCKETS
+        )

@@ -1,1 +1,2 @@
-"""OpenAI's terms and the library's nouns: bodies to requests, answers to responses and events, errors. Knows no servers, no files."""
+"""OpenAI's terms and the library's nouns: bodies to requests, answers to responses and events, errors. Knows no
+servers, no files."""

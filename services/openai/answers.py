@@ -1,4 +1,5 @@
-"""From answers of the library to responses and chunks in OpenAI's terms. Knows nothing about how they are sent or written."""
+"""From answers of the library to responses and chunks in OpenAI's terms. Knows nothing about how they are sent or
+written."""
 
 from __future__ import annotations
 
@@ -39,16 +40,25 @@ class Heading:
 
     def fields(self, chunk: bool = False) -> dict[str, Any]:
         kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion"
-        said = {"id": f"{'chatcmpl' if self.chat else 'cmpl'}-{self.id}", "object": kind, "created": self.created, "model": self.model}
+        said = {
+            "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{self.id}",
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+        }
         return said | ({"system_fingerprint": self.fingerprint} if self.fingerprint else {})
 
 
-def response(heading: Heading, choices: Sequence[dict[str, Any]], answers: Sequence[Answer], prompts: int = 1) -> dict[str, Any]:
+def response(
+    heading: Heading, choices: Sequence[dict[str, Any]], answers: Sequence[Answer], prompts: int = 1
+) -> dict[str, Any]:
     """`prompts`: the answers are to so many, to each as many."""
     return heading.fields() | {"choices": list(choices), "usage": usage(answers, prompts)}
 
 
-def choice(index: int, answer: Answer, params: SamplingParams, chat: bool, tokenizer: Tokenizer, echo: str = "") -> dict[str, Any]:
+def choice(
+    index: int, answer: Answer, params: SamplingParams, chat: bool, tokenizer: Tokenizer, echo: str = ""
+) -> dict[str, Any]:
     """One answer. `echo`: text that stands before it."""
     said = {"message": {"role": "assistant", "content": answer.text}} if chat else {"text": echo + answer.text}
     return {"index": index, **said} | _ending(answer, params, chat, tokenizer)
@@ -59,7 +69,9 @@ def usage(answers: Sequence[Answer], prompts: int) -> dict[str, Any]:
     each = len(answers) // prompts
     asked = sum(answer.prompt_tokens for answer in answers[::each])
     # One of the answers computes what the others find: it has found what was there before.
-    cached = sum(min(answer.cached_tokens for answer in answers[start : start + each]) for start in range(0, len(answers), each))
+    cached = sum(
+        min(answer.cached_tokens for answer in answers[start : start + each]) for start in range(0, len(answers), each)
+    )
     written = sum(len(answer.tokens) for answer in answers)
     return {
         "prompt_tokens": asked,
@@ -120,8 +132,8 @@ def model(name: str, root: str, created: int, context: int, weights: str) -> dic
 
 
 def written(document: Any, depth: int = 5) -> str:
-    """JSON, put together from what is `depth` levels below, such as one token's log-probabilities: what is long is written in a thread, and
-    no other one runs while `json` is at a piece."""
+    """JSON, put together from what is `depth` levels below, such as one token's log-probabilities: what is long is
+    written in a thread, and no other one runs while `json` is at a piece."""
     if not depth or not isinstance(document, (dict, list)):
         return json.dumps(document, allow_nan=False)
     if isinstance(document, list):
@@ -190,12 +202,15 @@ def _chat_logprobs(answer: Answer, tokenizer: Tokenizer) -> dict[str, Any]:
 
     tops = answer.top_logprobs or [()] * len(answer.tokens)
     each = zip(answer.tokens, answer.logprobs, tops)
-    content = [said(token, value) | {"top_logprobs": [said(*top) for top in likeliest]} for token, value, likeliest in each]
+    content = [
+        said(token, value) | {"top_logprobs": [said(*top) for top in likeliest]} for token, value, likeliest in each
+    ]
     return {"content": content, "refusal": None}
 
 
 def _completion_tops(answer: Answer, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """By their text, likeliest first, the answer's own token among them in any case. Of tokens of the same text the likeliest counts."""
+    """By their text, likeliest first, the answer's own token among them in any case. Of tokens of the same text the
+    likeliest counts."""
     assert answer.logprobs is not None and answer.top_logprobs is not None
     found = []
     for token, value, tops in zip(answer.tokens, answer.logprobs, answer.top_logprobs):

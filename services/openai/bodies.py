@@ -100,8 +100,8 @@ class StreamOptions(Strict):
 
 
 class Body(Strict):
-    """What chats and completions have in common, but for the settings of `smc.api.sampling_params`, which have the same names.
-    `null` is taken out before: it means that a field is not given."""
+    """What chats and completions have in common, but for the settings of `smc.api.sampling_params`, which have the same
+    names. `null` is taken out before: it means that a field is not given."""
 
     model: str | None = None
     n: Annotated[int, Field(ge=1)] = 1
@@ -138,7 +138,9 @@ class ChatBody(Body):
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     max_completion_tokens: Any = None
-    tool_choice: Annotated[Any, _neutral("auto", "none", why="the template offers the tools, and what the model writes is text")] = None
+    tool_choice: Annotated[
+        Any, _neutral("auto", "none", why="the template offers the tools, and what the model writes is text")
+    ] = None
     parallel_tool_calls: Annotated[Any, _neutral(True)] = True
     modalities: Annotated[Any, _neutral(["text"])] = None
     functions: Annotated[Any, _neutral([])] = None

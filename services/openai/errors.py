@@ -1,4 +1,5 @@
-"""Errors as OpenAI's clients know them: HTTP status, body, whether to try again. docs/errors.md explains the same table to users."""
+"""Errors as OpenAI's clients know them: HTTP status, body, whether to try again. docs/errors.md explains the same table
+to users."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def refusal(error: Exception) -> Refusal:
     http_status, kind = HTTP[status.cause]
     param, code = getattr(error, "param", None), getattr(error, "code", None)
     body = {"error": {"message": status.message, "type": kind, "param": param, "code": code or status.cause}}
-    # OpenAI's clients try again after most errors, unless they are told; with a hint it makes sense, without one it does not.
+    # OpenAI's clients try again after most errors, unless they are told; with a hint it makes sense, without one it
+    # does not.
     headers = {"x-should-retry": str(status.retry_after is not None).lower()}
     if status.retry_after is not None:
         headers["retry-after"] = str(math.ceil(status.retry_after))
@@ -59,9 +61,12 @@ def refusal(error: Exception) -> Refusal:
 
 
 def named(error: ValueError, names: frozenset[str], prompt: str) -> ValueError:
-    """`error` with the field that its message begins with, if it is one of `names`; `prompt`: the field that holds the prompt."""
+    """`error` with the field that its message begins with, if it is one of `names`; `prompt`: the field that holds the
+    prompt."""
     if isinstance(error, (BadRequest, DuplicateRequest)):
         return error
     message = str(error)
     first = _FIRST_WORD.match(message)
-    return BadRequest(message, first[0] if first and first[0] in names else prompt if _OF_PROMPTS.match(message) else None)
+    return BadRequest(
+        message, first[0] if first and first[0] in names else prompt if _OF_PROMPTS.match(message) else None
+    )

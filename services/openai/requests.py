@@ -67,7 +67,8 @@ class Asked:
         return named(error, NAMES[self.chat], "messages" if self.chat else "prompt")
 
     def params(self, longest: int, seed: int | None) -> SamplingParams:
-        """Of one answer, of `longest` tokens at most if nothing is said. Raises ValueError naming field, value and what is allowed."""
+        """Of one answer, of `longest` tokens at most if nothing is said. Raises ValueError naming field, value and what
+        is allowed."""
         return SamplingParams(**{"max_tokens": longest} | self.settings | {"seed": seed})
 
     def negative_tokens(self, tokenizer: Tokenizer, limit: int) -> tuple[int, ...] | None:
@@ -103,10 +104,14 @@ def understood(document: Any, chat: bool, models: tuple[str, ...], vocabulary: i
         raise BadRequest("the body is nested too deeply to be read") from error
 
 
-def _understood(body: AnyBody, settings: dict[str, Any], models: tuple[str, ...], vocabulary: int, method: str | None) -> Asked:
+def _understood(
+    body: AnyBody, settings: dict[str, Any], models: tuple[str, ...], vocabulary: int, method: str | None
+) -> Asked:
     chat = isinstance(body, ChatBody)
     if body.model is not None and body.model not in models:
-        raise BadRequest(f"model={body.model!r}; allowed: {', '.join(map(repr, models))}", "model", 404, "model_not_found")
+        raise BadRequest(
+            f"model={body.model!r}; allowed: {', '.join(map(repr, models))}", "model", 404, "model_not_found"
+        )
     try:
         check_cache_salt(body.cache_salt)
         settings = _in_the_librarys_terms(settings, body)
@@ -119,9 +124,15 @@ def _understood(body: AnyBody, settings: dict[str, Any], models: tuple[str, ...]
     if body.stream_options is not None and not body.stream:
         raise BadRequest("stream_options has no effect without stream=true; leave it out", "stream_options")
     # One more than there can be is enough to be refused for.
-    prompts = (_chat(body),) if isinstance(body, ChatBody) else tuple(islice(_prompts(body.prompt, vocabulary), MAX_ANSWERS + 1))
+    prompts = (
+        (_chat(body),)
+        if isinstance(body, ChatBody)
+        else tuple(islice(_prompts(body.prompt, vocabulary), MAX_ANSWERS + 1))
+    )
     if body.n * len(prompts) > MAX_ANSWERS:
-        raise BadRequest(f"n={body.n} for {len(prompts)} prompts; allowed: at most {MAX_ANSWERS} answers a request", "n")
+        raise BadRequest(
+            f"n={body.n} for {len(prompts)} prompts; allowed: at most {MAX_ANSWERS} answers a request", "n"
+        )
     echo = isinstance(body, CompletionBody) and body.echo
     if echo and settings.get("logprobs"):
         raise BadRequest("echo=true; allowed: false with logprobs, which are of the answer alone", "echo")
@@ -147,7 +158,9 @@ def _given(document: Any) -> dict[str, Any]:
     given = {name: value for name, value in document.items() if value is not None}
     for name, value in given.items():
         if not is_text(name) or not is_text(value):
-            raise BadRequest(f"{name!r} holds half of a surrogate pair; allowed: valid Unicode text", name if is_text(name) else None)
+            raise BadRequest(
+                f"{name!r} holds half of a surrogate pair; allowed: valid Unicode text", name if is_text(name) else None
+            )
     return given
 
 
@@ -180,7 +193,10 @@ def _in_the_librarys_terms(settings: dict[str, Any], body: Body) -> dict[str, An
         settings["stop"] = (stop,)
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
         if "max_tokens" in settings:
-            raise BadRequest("max_tokens and max_completion_tokens are both given; they mean the same, leave one of them out", "max_tokens")
+            raise BadRequest(
+                "max_tokens and max_completion_tokens are both given; they mean the same, leave one of them out",
+                "max_tokens",
+            )
         settings["max_tokens"] = body.max_completion_tokens
     if "logprobs" in settings:
         settings |= _logprobs(settings, isinstance(body, ChatBody))
@@ -196,7 +212,9 @@ def _logprobs(settings: dict[str, Any], chat: bool) -> dict[str, Any]:
         numbers = "" if chat else f", 0..{MAX_TOP_LOGPROBS}"
         raise BadRequest(f"logprobs={value!r}; allowed: true, false{numbers}", "logprobs")
     if value and settings.get("top_logprobs"):
-        raise BadRequest("logprobs is a number and top_logprobs is given; they mean the same, leave one of them out", "top_logprobs")
+        raise BadRequest(
+            "logprobs is a number and top_logprobs is given; they mean the same, leave one of them out", "top_logprobs"
+        )
     return {"logprobs": True} | ({"top_logprobs": value} if value else {})
 
 
@@ -208,7 +226,9 @@ def _prompts(prompt: Any, vocabulary: int) -> Iterator[Prompt]:
             yield Prompt(text=each)
             continue
         if not isinstance(each, list) or not all(type(token) is int for token in each):
-            raise BadRequest("prompt holds other things; allowed: one string or list of token ids, or a list of such", "prompt")
+            raise BadRequest(
+                "prompt holds other things; allowed: one string or list of token ids, or a list of such", "prompt"
+            )
         yield _of_tokens(each, vocabulary, "prompt")
 
 
@@ -226,12 +246,16 @@ def _negative(prompt: Any, vocabulary: int) -> Prompt:
     if isinstance(prompt, list) and all(type(item) is int for item in prompt):
         return _of_tokens(prompt, vocabulary, name)
     if not isinstance(prompt, list) or not all(isinstance(item, dict) for item in prompt):
-        raise BadRequest(f"{name} holds other things; allowed: a string, a list of token ids, or a list of messages", name)
+        raise BadRequest(
+            f"{name} holds other things; allowed: a string, a list of token ids, or a list of messages", name
+        )
     try:
         messages = [Message.model_validate(item) for item in prompt]
     except ValidationError as error:
         place = error.errors(include_url=False)[0]["loc"]
-        raise BadRequest(f"{name} holds a message that is none, for its {place[0]!r}; allowed: messages as of a chat", name) from error
+        raise BadRequest(
+            f"{name} holds a message that is none, for its {place[0]!r}; allowed: messages as of a chat", name
+        ) from error
     return Prompt(messages=tuple(_message(index, message) for index, message in enumerate(messages)))
 
 
@@ -252,16 +276,24 @@ def _tool(tool: Tool) -> dict[str, Any]:
 def _message(index: int, message: Message) -> dict[str, Any]:
     """As chat templates read it."""
     if message.content is None and not message.tool_calls:
-        raise BadRequest(f"messages[{index}].content is missing; allowed: a string, or a list of parts with text", "messages")
+        raise BadRequest(
+            f"messages[{index}].content is missing; allowed: a string, or a list of parts with text", "messages"
+        )
     if message.tool_calls and message.role != "assistant":
         raise BadRequest(f"messages[{index}].tool_calls; allowed: with role 'assistant'", "messages")
     # `developer` is what later models call `system`; templates know the older word.
-    read: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": _text(message)}
+    read: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": _text(message),
+    }
     for name in ("name", "tool_call_id", "reasoning_content"):
         if (value := getattr(message, name)) is not None:
             read[name] = value
     if message.tool_calls:
-        read["tool_calls"] = [_tool_call(f"messages[{index}].tool_calls[{number}]", call) for number, call in enumerate(message.tool_calls)]
+        read["tool_calls"] = [
+            _tool_call(f"messages[{index}].tool_calls[{number}]", call)
+            for number, call in enumerate(message.tool_calls)
+        ]
     return read
 
 
@@ -274,7 +306,9 @@ def _tool_call(name: str, call: ToolCall) -> dict[str, Any]:
     try:
         arguments = json.loads(call.function.arguments or "{}")
     except (ValueError, RecursionError) as error:
-        raise BadRequest(f"{name}.function.arguments is no JSON; allowed: an object, as JSON in a string", "messages") from error
+        raise BadRequest(
+            f"{name}.function.arguments is no JSON; allowed: an object, as JSON in a string", "messages"
+        ) from error
     if not isinstance(arguments, dict):
         raise BadRequest(f"{name}.function.arguments is no object; allowed: an object, as JSON in a string", "messages")
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}

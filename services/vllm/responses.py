@@ -19,8 +19,8 @@ FINISHES = {
 
 
 def chunks(request: Request, index: int, output: Output) -> Iterator[pb.GenerateResponse]:
-    """Of a stream: new tokens, and after the last ones how the answer ended. Log-probabilities are known with the answer, so an answer
-    with them comes in one piece."""
+    """Of a stream: new tokens, and after the last ones how the answer ended. Log-probabilities are known with the
+    answer, so an answer with them comes in one piece."""
     answer = output.answer
     tokens = output.tokens
     if request.params.logprobs:
@@ -63,9 +63,12 @@ def _complete(answer: Answer, index: int) -> pb.GenerateResponse:
 
 
 def _logprobs(tokens: Sequence[int], answer: Answer | None) -> pb.OutputLogProbs | None:
-    """Of the drawn tokens, and the likeliest; where none of these are asked for, each drawn one stands there as the one that is known."""
+    """Of the drawn tokens, and the likeliest; where none of these are asked for, each drawn one stands there as the one
+    that is known."""
     if answer is None or not answer.logprobs:
         return None
     tops = answer.top_logprobs or [((token, logprob),) for token, logprob in zip(tokens, answer.logprobs)]
-    known = [pb.TopLogProbs(token_ids=[token for token, _ in top], values=[logprob for _, logprob in top]) for top in tops]
+    known = [
+        pb.TopLogProbs(token_ids=[token for token, _ in top], values=[logprob for _, logprob in top]) for top in tops
+    ]
     return pb.OutputLogProbs(token_ids=tokens, token_logprobs=answer.logprobs, top_logprobs=known)

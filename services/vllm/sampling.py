@@ -1,4 +1,5 @@
-"""Requests of vLLM's engine protocol in our terms. What this service does not have is refused by name, unless it asks for nothing.
+"""Requests of vLLM's engine protocol in our terms. What this service does not have is refused by name, unless it asks
+for nothing.
 
 The protocol has few optional fields: a number that is 0 was left out.
 """
@@ -41,7 +42,8 @@ def check_request(message: pb.GenerateRequest) -> None:
 
 
 def to_params(message: pb.SamplingParams, method: str, room: int) -> list[SamplingParams]:
-    """Settings of every answer that is asked for. `method` where the temperature is above 0; `room`: tokens that the context leaves.
+    """Settings of every answer that is asked for. `method` where the temperature is above 0; `room`: tokens that the
+    context leaves.
 
     Raises ValueError naming the field, the value and what is allowed.
     """

@@ -1,4 +1,5 @@
-"""`vllm.grpc.engine.VllmEngine`: vLLM's engine protocol over the same backend, with the same limits and checks as `smc.v1`.
+"""`vllm.grpc.engine.VllmEngine`: vLLM's engine protocol over the same backend, with the same limits and checks as
+`smc.v1`.
 
 Knows nothing about who routes calls here.
 """
@@ -29,7 +30,8 @@ from smc.api.sampling_params import Method, SamplingParams
 VLLM = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 DEFAULT_METHOD = Method.EXACT
-"""The protocol does not know of methods, and its callers expect the target's own answers, unless the service is told otherwise."""
+"""The protocol does not know of methods, and its callers expect the target's own answers, unless the service is told
+otherwise."""
 
 add_to_server = pb_grpc.add_VllmEngineServicer_to_server
 
@@ -51,7 +53,9 @@ class VllmService(pb_grpc.VllmEngineServicer):
             return await self._requests(request_id, message)
 
         self._received = time.time()
-        await self._answering.serve(f"{VLLM}/Generate", message.request_id, context, ask, chunks if message.stream else whole)
+        await self._answering.serve(
+            f"{VLLM}/Generate", message.request_id, context, ask, chunks if message.stream else whole
+        )
 
     async def Abort(self, message: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
         """Ids belong to the token that they came with; those of no running request are passed over."""
@@ -60,11 +64,15 @@ class VllmService(pb_grpc.VllmEngineServicer):
             self._answering.calls.abort((caller, request_id))
         return pb.AbortResponse()
 
-    async def HealthCheck(self, message: pb.HealthCheckRequest, context: grpc.aio.ServicerContext) -> pb.HealthCheckResponse:
+    async def HealthCheck(
+        self, message: pb.HealthCheckRequest, context: grpc.aio.ServicerContext
+    ) -> pb.HealthCheckResponse:
         closed = self._answering.calls.closed
         return pb.HealthCheckResponse(healthy=closed is None, message=closed or "serving")
 
-    async def GetModelInfo(self, message: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext) -> pb.GetModelInfoResponse:
+    async def GetModelInfo(
+        self, message: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetModelInfoResponse:
         pair = self._pair
         target, files = pair.target, str(pair.files or "")
         return pb.GetModelInfoResponse(
@@ -80,7 +88,9 @@ class VllmService(pb_grpc.VllmEngineServicer):
             eos_token_ids=pair.tokenizer.eos_ids,
         )
 
-    async def GetServerInfo(self, message: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext) -> pb.GetServerInfoResponse:
+    async def GetServerInfo(
+        self, message: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetServerInfoResponse:
         status = self._answering.status()
         return pb.GetServerInfoResponse(
             active_requests=status.running + status.queued,
@@ -103,7 +113,9 @@ class VllmService(pb_grpc.VllmEngineServicer):
             max_running_requests=self._most_running,
         )
         version = importlib.metadata.version("smcserve")
-        return pb.GetLoadsResponse(timestamp=datetime.now(UTC).isoformat(), version=version, dp_rank_count=1, loads=[load])
+        return pb.GetLoadsResponse(
+            timestamp=datetime.now(UTC).isoformat(), version=version, dp_rank_count=1, loads=[load]
+        )
 
     async def GetTokenizer(self, message: common_pb2.GetTokenizerRequest, context: grpc.aio.ServicerContext) -> None:
         if (files := self._pair.files) is None:
@@ -114,14 +126,20 @@ class VllmService(pb_grpc.VllmEngineServicer):
         for chunk in archive:
             await self._answering.write(context, chunk)
 
-    async def SubscribeKvEvents(self, message: common_pb2.SubscribeKvEventsRequest, context: grpc.aio.ServicerContext) -> None:
-        raise Unimplemented("SubscribeKvEvents: this service does not report what its prefix cache holds; route by prefixes instead")
+    async def SubscribeKvEvents(
+        self, message: common_pb2.SubscribeKvEventsRequest, context: grpc.aio.ServicerContext
+    ) -> None:
+        raise Unimplemented(
+            "SubscribeKvEvents: this service does not report what its prefix cache holds; route by prefixes instead"
+        )
 
     async def Embed(self, message: pb.EmbedRequest, context: grpc.aio.ServicerContext) -> None:
         raise Unimplemented("Embed: this service has no embeddings; it answers Generate")
 
     async def FlushCache(self, message: common_pb2.FlushCacheRequest, context: grpc.aio.ServicerContext) -> None:
-        raise Unimplemented("FlushCache: the prefix cache gives way by itself; start the service with --no-prefix-cache to have none")
+        raise Unimplemented(
+            "FlushCache: the prefix cache gives way by itself; start the service with --no-prefix-cache to have none"
+        )
 
     async def StartProfile(self, message: common_pb2.StartProfileRequest, context: grpc.aio.ServicerContext) -> None:
         raise Unimplemented("StartProfile: start the service with --trace FILE for a trace of all rounds")

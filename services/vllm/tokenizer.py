@@ -11,7 +11,13 @@ from pathlib import Path
 from smg_grpc_proto.generated import common_pb2 as pb
 
 FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json"),
+    *(
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "chat_template.jinja",
+        "chat_template.json",
+    ),
     *("config.json", "generation_config.json"),
 )
 CHUNK = 64 << 10
@@ -19,7 +25,8 @@ CHUNK = 64 << 10
 
 
 def tokenizer_chunks(directory: Path) -> Iterator[pb.GetTokenizerChunk]:
-    """A zip archive of what there is of `FILES`, the same at every call; its SHA-256 comes with the last chunk. Raises OSError."""
+    """A zip archive of what there is of `FILES`, the same at every call; its SHA-256 comes with the last chunk. Raises
+    OSError."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         for name in FILES:
@@ -28,4 +35,6 @@ def tokenizer_chunks(directory: Path) -> Iterator[pb.GetTokenizerChunk]:
     data = buffer.getvalue()
     for begin in range(0, len(data), CHUNK):
         last = begin + CHUNK >= len(data)
-        yield pb.GetTokenizerChunk(data=data[begin : begin + CHUNK], sha256=hashlib.sha256(data).hexdigest() if last else "")
+        yield pb.GetTokenizerChunk(
+            data=data[begin : begin + CHUNK], sha256=hashlib.sha256(data).hexdigest() if last else ""
+        )

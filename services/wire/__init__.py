@@ -1,4 +1,5 @@
-"""What crosses process borders as protobuf, and how it becomes the library's nouns and back. Knows nothing about servers or channels."""
+"""What crosses process borders as protobuf, and how it becomes the library's nouns and back. Knows nothing about
+servers or channels."""
 
 RETRY_TRAILER = "grpc-retry-pushback-ms"
 """gRPC's own trailer: clients with a retry policy wait this long before they try again."""

@@ -1,8 +1,8 @@
 """Requests and answers between protobuf and the library. Knows nothing about who sends or receives them.
 
-Nothing is sent twice: an update carries what is new, so the answer in the last one holds only that update's tokens and text until
-whoever follows the request joins them (`services.gateway.dispatch`). `Answer.seconds` is not sent: clocks differ.
-"""
+Nothing is sent twice: an update carries what is new, so the answer in the last one holds only that update's tokens and
+text until whoever follows the request joins them (`services.gateway.dispatch`). `Answer.seconds` is not sent: clocks
+differ."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _STATISTICS_FIELDS = tuple(field.name for field in fields(Statistics))
 
 
 def to_sampling(message: GenerateRequest | Submission, **defaults: Any) -> SamplingParams:
-    """The library's settings, from a message with sampling settings and reports. What is absent has the value in `defaults`, or else the
-    library's own default.
+    """The library's settings, from a message with sampling settings and reports. What is absent has the value in
+    `defaults`, or else the library's own default.
 
     Raises ValueError naming the field, the value and what is allowed.
     """
@@ -33,7 +33,8 @@ def to_sampling(message: GenerateRequest | Submission, **defaults: Any) -> Sampl
 
 
 def from_sampling(params: SamplingParams) -> dict[str, Any]:
-    """Fields of a message that has sampling settings and reports. Every setting is in it, so that it means the same to whoever reads it.
+    """Fields of a message that has sampling settings and reports. Every setting is in it, so that it means the same to
+    whoever reads it.
 
     Raises ValueError for an integer that the message cannot hold.
     """
@@ -42,7 +43,8 @@ def from_sampling(params: SamplingParams) -> dict[str, Any]:
 
 
 def to_finish(answer: Answer, *, statistics: bool = True) -> generation_pb2.Finish:
-    """The end of an answer. The API has no `statistics` of plain decoding; between our own processes they always go along."""
+    """The end of an answer. The API has no `statistics` of plain decoding; between our own processes they always go
+    along."""
     finish = generation_pb2.Finish(
         reason=FINISH_REASONS.get(answer.finish_reason.value, generation_pb2.FINISH_REASON_UNSPECIFIED),
         usage=generation_pb2.Usage(
@@ -76,8 +78,8 @@ def from_finish(
 ) -> Answer:
     """The answer of these tokens and this text. `reason`: how it ended, where that is none of the API's finish reasons.
 
-    `seconds` is NaN: not known here. An answer of no tokens has `logprobs`, `top_logprobs` and `particles` None, asked for or not.
-    """
+    `seconds` is NaN: not known here. An answer of no tokens has `logprobs`, `top_logprobs` and `particles` None, asked
+    for or not."""
     matched = finish.WhichOneof("matched")
     return Answer(
         request_id=request_id,
@@ -100,7 +102,10 @@ def from_finish(
 
 def _to_particle(particle: Particle) -> generation_pb2.Particle:
     return generation_pb2.Particle(
-        token_ids=particle.tokens, text=particle.text, reason=FINISH_REASONS[particle.finish_reason.value], weight=particle.weight
+        token_ids=particle.tokens,
+        text=particle.text,
+        reason=FINISH_REASONS[particle.finish_reason.value],
+        weight=particle.weight,
     )
 
 

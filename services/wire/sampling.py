@@ -1,4 +1,5 @@
-"""Sampling settings and enums of the API by the names that people use. Imports no model code: clients load it in no time."""
+"""Sampling settings and enums of the API by the names that people use. Imports no model code: clients load it in no
+time."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ REPORTS = tuple(name for name, known in SETTINGS.items() if known.report)
 SAMPLING = tuple(name for name in SETTINGS if name not in REPORTS)
 _FIELDS = pb.SamplingParams.DESCRIPTOR.fields_by_name
 _ENUMS = {
-    name: {choice: _FIELDS[name].enum_type.values_by_name[f"{name}_{choice}".upper()].number for choice in known.check.names}
+    name: {
+        choice: _FIELDS[name].enum_type.values_by_name[f"{name}_{choice}".upper()].number
+        for choice in known.check.names
+    }
     for name, known in SETTINGS.items()
     if isinstance(known.check, OneOf)
 }
@@ -43,9 +47,8 @@ _KINDS = {
 def sampling_message(settings: Mapping[str, Any]) -> pb.SamplingParams:
     """A message of the settings that are given; those that are None are left to the server's defaults.
 
-    Raises TypeError for a name that is no setting, ValueError for what the message cannot hold; whether a value makes sense
-    is for the server to say.
-    """
+    Raises TypeError for a name that is no setting, ValueError for what the message cannot hold; whether a value makes
+    sense is for the server to say."""
     message = pb.SamplingParams()
     for name, value in settings.items():
         if name not in SAMPLING:
@@ -56,8 +59,8 @@ def sampling_message(settings: Mapping[str, Any]) -> pb.SamplingParams:
 
 
 def sampling_settings(message: pb.SamplingParams) -> dict[str, Any]:
-    """The settings that a message holds, by name; absent ones are left out. Raises ValueError for an enum number that is unknown, and for
-    more items than are allowed."""
+    """The settings that a message holds, by name; absent ones are left out. Raises ValueError for an enum number that
+    is unknown, and for more items than are allowed."""
     check_counts(message)
     settings: dict[str, Any] = {}
     for name in SAMPLING:
@@ -75,7 +78,8 @@ def sampling_settings(message: pb.SamplingParams) -> dict[str, Any]:
 
 
 def check_counts(message: Message) -> None:
-    """Of fields that have the name of a setting, before anything is made of them: a message may hold millions. Raises ValueError."""
+    """Of fields that have the name of a setting, before anything is made of them: a message may hold millions. Raises
+    ValueError."""
     for name in message.DESCRIPTOR.fields_by_name:
         if name in SETTINGS and isinstance(check := SETTINGS[name].check, (Items, Biases)):
             check.check_count(name, len(getattr(message, name)))
@@ -113,5 +117,9 @@ def _set(message: pb.SamplingParams, name: str, value: Any) -> None:
             getattr(message, name).update(dict(value))
         else:
             getattr(message, name).extend(value)
-    except (TypeError, ValueError, OverflowError) as error:  # protobuf's own words name neither the field nor what it holds
+    except (
+        TypeError,
+        ValueError,
+        OverflowError,
+    ) as error:  # protobuf's own words name neither the field nor what it holds
         raise ValueError(f"{name}={value!r}; allowed: {kind}") from error

@@ -1,4 +1,5 @@
-"""The engine loop's steps as messages of the coordinator's stream, and back: proto/smc/internal/v1/coordinator.proto."""
+"""The engine loop's steps as messages of the coordinator's stream, and back:
+proto/smc/internal/v1/coordinator.proto."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ _KINDS = {
 
 
 def to_response(step: Step) -> pb.AttachResponse:
-    refusals = [pb.Refusal(request_id=name, kind=_kind(error), message=str(error)) for name, error in step.refusals.items()]
+    refusals = [
+        pb.Refusal(request_id=name, kind=_kind(error), message=str(error)) for name, error in step.refusals.items()
+    ]
     return pb.AttachResponse(updates=map(to_update, step.outputs), refusals=refusals, snapshot=_to_snapshot(step))
 
 

@@ -16,7 +16,8 @@ logger = logging.getLogger(__name__)
 
 
 class Answers:
-    """`waits`: what responses tell of may take a while; a thread waits for it, so that the next command can be carried out."""
+    """`waits`: what responses tell of may take a while; a thread waits for it, so that the next command can be carried
+    out."""
 
     def __init__(self, end: LeaderEnd, epoch: int, *, waits: bool) -> None:
         self._end, self._epoch = end, epoch
@@ -54,6 +55,7 @@ class Answers:
                 return
 
     def _send(self, response: pb.WorkResponse) -> None:
-        """A failure is reported by another thread than what was put before it, and an end takes one message at a time."""
+        """A failure is reported by another thread than what was put before it, and an end takes one message at a
+        time."""
         with self._turn:
             self._end.send(response)

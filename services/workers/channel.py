@@ -19,13 +19,21 @@ logger = logging.getLogger(__name__)
 
 
 class PeerChannel:
-    """`smc.executor.model_runner.Channel`. `end` is the leader's, None at other ranks; `group` None: there are no others."""
+    """`smc.executor.model_runner.Channel`. `end` is the leader's, None at other ranks; `group` None: there are no
+    others."""
 
     def __init__(
-        self, end: PeerEnd | None, group: TensorParallel | None, stages: StageRunner, timeout: float, *, outlives_peer: bool = False
+        self,
+        end: PeerEnd | None,
+        group: TensorParallel | None,
+        stages: StageRunner,
+        timeout: float,
+        *,
+        outlives_peer: bool = False,
     ) -> None:
-        """`timeout`: seconds to wait for the other side where the host has to. `outlives_peer`: when the other side is lost, what it was to
-        send is zeros, until `reconnect`: rounds that are under way end on every rank, and nobody reads what comes of them."""
+        """`timeout`: seconds to wait for the other side where the host has to. `outlives_peer`: when the other side is
+        lost, what it was to send is zeros, until `reconnect`: rounds that are under way end on every rank, and nobody
+        reads what comes of them."""
         self._end, self._group, self._stages, self._timeout = end, group, stages, timeout
         self._outlives_peer = outlives_peer
         self._lost = False
@@ -34,8 +42,9 @@ class PeerChannel:
         self._received: Counter[str] = Counter()
 
     def reconnect(self, epoch: int, make: Callable[[], PeerEnd]) -> bool:
-        """Another leader, of this epoch, comes to the other side: `make`, which waits for it, is begun in a thread. Asked again, whether
-        that has been done; from then on the end is the new one. Raises RuntimeError if it does not come; then it is lost, too."""
+        """Another leader, of this epoch, comes to the other side: `make`, which waits for it, is begun in a thread.
+        Asked again, whether that has been done; from then on the end is the new one. Raises RuntimeError if it does not
+        come; then it is lost, too."""
         assert self._end is not None
         if self._coming is None or self._coming[0] != epoch:
             self._lost = True
@@ -63,10 +72,14 @@ class PeerChannel:
             except LinkError as error:
                 self._set_lost(error)
 
-    def receive(self, key: tuple, name: str, shape: tuple[int, ...], dtype: torch.dtype, into: Tensor | None = None) -> Tensor:
+    def receive(
+        self, key: tuple, name: str, shape: tuple[int, ...], dtype: torch.dtype, into: Tensor | None = None
+    ) -> Tensor:
         here = into
         if here is None:
-            here = self._stages.keep(key, f"received {name}", lambda: torch.empty(shape, dtype=dtype, device=self._stages.device))
+            here = self._stages.keep(
+                key, f"received {name}", lambda: torch.empty(shape, dtype=dtype, device=self._stages.device)
+            )
         if self._end is not None:
             self._receive(self._end, name, here)
         return self.share(here)

@@ -1,4 +1,5 @@
-"""The ranks of one tensor-parallel group among themselves: sums of activations, and commands from the leader to the others."""
+"""The ranks of one tensor-parallel group among themselves: sums of activations, and commands from the leader to the
+others."""
 
 from __future__ import annotations
 
@@ -18,10 +19,12 @@ _FROM_LEADER.rootTensor = 0
 
 
 class TensorParallel:
-    """Rank `rank` of `degree` of one model, a `smc.model.parallel.Reduce`. On GPUs activations are summed in symmetric memory if they
-    are few, else over NCCL; commands always go over gloo."""
+    """Rank `rank` of `degree` of one model, a `smc.model.parallel.Reduce`. On GPUs activations are summed in symmetric
+    memory if they are few, else over NCCL; commands always go over gloo."""
 
-    def __init__(self, store: dist.TCPStore, name: str, rank: int, degree: int, device: torch.device, timeout: float) -> None:
+    def __init__(
+        self, store: dist.TCPStore, name: str, rank: int, degree: int, device: torch.device, timeout: float
+    ) -> None:
         self._commands = make_group(store, f"{name}/commands", rank, degree, timeout)
         self._device, on_cpu = device, device.type == "cpu"
         self._sums = make_group(store, f"{name}/sums", rank, degree, timeout, "cpu" if on_cpu else device)

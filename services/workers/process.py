@@ -41,7 +41,8 @@ class RankSpec:
     device: str
     """`cpu` or `cuda`: the one GPU that this process sees."""
     between: str
-    """Device over which the leaders tell each other: `cuda` (NCCL) if each has a GPU that the other has not, else `cpu`."""
+    """Device over which the leaders tell each other: `cuda` (NCCL) if each has a GPU that the other has not, else
+    `cpu`."""
     width: int
     context: int
     """Tokens of the longest sequence."""
@@ -82,7 +83,9 @@ def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
     model, group = loaded.model, loaded.group
     device, leads = torch.device(spec.device), spec.shard.rank == 0
     sizes = {"width": spec.width, "pages": agree_on_pages(spec, model), "vocab_size": spec.vocab_size}
-    worker = ModelWorker(spec.side, model, token_bytes=TokenBytes.of(spec.vocabulary.tokenizer()), draft_head=loaded.draft_head, **sizes)
+    worker = ModelWorker(
+        spec.side, model, token_bytes=TokenBytes.of(spec.vocabulary.tokenizer()), draft_head=loaded.draft_head, **sizes
+    )
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     store = spec.rendezvous.store()

@@ -1,8 +1,7 @@
 """What one rank of a model does with the commands of the coordinator. Knows nothing about requests, particles or Ray.
 
-The leader (rank 0) gets commands over the link and hands their bytes to the other ranks of its tensor-parallel group; every
-rank carries out all of them, so what they hold stays equal. Only the leader answers.
-"""
+The leader (rank 0) gets commands over the link and hands their bytes to the other ranks of its tensor-parallel group;
+every rank carries out all of them, so what they hold stays equal. Only the leader answers."""
 
 from __future__ import annotations
 
@@ -22,29 +21,41 @@ from smc.executor.worker import ModelWorker
 Respond = Callable[[], pb.WorkResponse]
 """Waits for what a response tells of."""
 Reconnect = Callable[[int, float], bool]
-"""Open the link to the other side's leader of this epoch, within so many seconds, beside all else; whether it stands. Raises RuntimeError
-if it does not come."""
+"""Open the link to the other side's leader of this epoch, within so many seconds, beside all else; whether it stands.
+Raises RuntimeError if it does not come."""
 
 
 class Rank:
     """Carries out commands on a worker."""
 
     def __init__(
-        self, worker: ModelWorker, side: DraftRunner | TargetRunner, epoch: int, timeout: float, reconnect: Reconnect | None = None
+        self,
+        worker: ModelWorker,
+        side: DraftRunner | TargetRunner,
+        epoch: int,
+        timeout: float,
+        reconnect: Reconnect | None = None,
     ) -> None:
         """`reconnect`: of a leader."""
         self.worker, self.side, self.epoch, self.timeout = worker, side, epoch, timeout
         self._reconnect_to = reconnect
 
     def carry_out(self, request: pb.WorkRequest, answers: Answers | None = None) -> None:
-        """Do it, and give `answers` the response, for those commands that have one. Raises LinkError for a message of another life."""
+        """Do it, and give `answers` the response, for those commands that have one. Raises LinkError for a message of
+        another life."""
         check_envelope(request, self.epoch)
         kind = request.WhichOneof("command")
         if kind == "join":
             self.side.join(codec.to_join(request.join))
             return
         begin = time.monotonic_ns()
-        carry_out = {"round": self._round, "prompt": self._prompt, "status": self._status, "ping": self._ping, "reconnect": self._reconnect}
+        carry_out = {
+            "round": self._round,
+            "prompt": self._prompt,
+            "status": self._status,
+            "ping": self._ping,
+            "reconnect": self._reconnect,
+        }
         respond = carry_out[kind](request, begin)
         if answers is not None:
             answers.put(request.sequence, respond)
@@ -76,7 +87,9 @@ class Rank:
     def _status(self, request: pb.WorkRequest, begin: int) -> Respond:
         device, stages = self.worker.device, self.side.stages
         device_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-        outcome = pb.StatusOutcome(device_bytes=device_bytes, recorded_rounds=stages.recorded_keys, recorded_bytes=stages.recorded_bytes)
+        outcome = pb.StatusOutcome(
+            device_bytes=device_bytes, recorded_rounds=stages.recorded_keys, recorded_bytes=stages.recorded_bytes
+        )
         return lambda: self._response(request, begin, time.monotonic_ns(), status=outcome)
 
     def _reconnect(self, request: pb.WorkRequest, begin: int) -> Respond:
@@ -95,7 +108,8 @@ class Rank:
 
 
 def lead(rank: Rank, end: LeaderEnd, spread: Callable[[bytes], None] | None) -> None:
-    """Serve the coordinator until it says stop. `spread` hands a command to the other ranks. Raises what went wrong, after telling it."""
+    """Serve the coordinator until it says stop. `spread` hands a command to the other ranks. Raises what went wrong,
+    after telling it."""
     answers = Answers(end, rank.epoch, waits=rank.worker.device.type == "cuda")
     try:
         while True:

@@ -1,8 +1,8 @@
-"""Sums of few values over GPUs that read each other's memory: one kernel of torch's symmetric memory, where NCCL needs several hops.
+"""Sums of few values over GPUs that read each other's memory: one kernel of torch's symmetric memory, where NCCL needs
+several hops.
 
-NVLink multicast stays off: these kernels do without it, and a program that dies while it holds multicast memory can take a
-host's GPUs out of service.
-"""
+NVLink multicast stays off: these kernels do without it, and a program that dies while it holds multicast memory can
+take a host's GPUs out of service."""
 
 from __future__ import annotations
 
@@ -32,12 +32,15 @@ class SymmetricSum:
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         from torch.distributed import _symmetric_memory as symmetric
 
-        self._buffer = symmetric.empty(ROOM, dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device()))
+        self._buffer = symmetric.empty(
+            ROOM, dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device())
+        )
 
     @staticmethod
     def between(store: dist.Store, name: str, rank: int, degree: int) -> SymmetricSum | None:
-        """None, on every rank alike, where not all of them are in one place with GPUs that reach each other. A collective, at every step of
-        which the ranks tell each other how it went: one that gave up alone would leave the others waiting."""
+        """None, on every rank alike, where not all of them are in one place with GPUs that reach each other. A
+        collective, at every step of which the ranks tell each other how it went: one that gave up alone would leave the
+        others waiting."""
         if len(set(_exchange(store, f"{name}/place", rank, degree, _place()))) > 1:
             return None
         made: list[SymmetricSum] = []
@@ -46,7 +49,10 @@ class SymmetricSum:
             errors = list(filter(None, _exchange(store, f"{name}/{step}", rank, degree, _error_of(act))))
             if errors:
                 if rank == 0:
-                    print(f"smcserve: sums over GPUs go over NCCL; symmetric memory is not to be had: {errors[0]}", file=sys.stderr)
+                    print(
+                        f"smcserve: sums over GPUs go over NCCL; symmetric memory is not to be had: {errors[0]}",
+                        file=sys.stderr,
+                    )
                 return None
         return made[0]
 
@@ -69,10 +75,11 @@ class SymmetricSum:
         return self._buffer[:size].view(dtype).view(tokens, features)
 
     def __call__(self, here: Tensor) -> Tensor:
-        """The sum of the parts in everybody's `room`, the same bits on every rank. It lasts until another part is put there.
+        """The sum of the parts in everybody's `room`, the same bits on every rank. It lasts until another part is put
+        there.
 
-        Nothing bounds the wait for a rank that has died: the GPU waits until its process is ended, which is the gang's to do.
-        """
+        Nothing bounds the wait for a rank that has died: the GPU waits until its process is ended, which is the gang's
+        to do."""
         if here.numel() * here.element_size() <= ONE_SHOT:
             return torch.ops.symm_mem.one_shot_all_reduce(here, "sum", self._name)
         return torch.ops.symm_mem.two_shot_all_reduce_(here, "sum", self._name)

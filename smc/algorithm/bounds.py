@@ -15,7 +15,8 @@ from smc.algorithm.weights import valid
 
 @dataclass(frozen=True)
 class Bounds:
-    """The groups of a packed batch, one after another: int32 tensors [G] on the batch's device. Places of no group are padding."""
+    """The groups of a packed batch, one after another: int32 tensors [G] on the batch's device. Places of no group are
+    padding."""
 
     first_G: Tensor
     """Index of the group's first place."""
@@ -29,10 +30,13 @@ class Bounds:
     def used(self) -> tuple[Tensor, Bounds]:
         """Index of the groups that have places [H], and their bounds. Reads the host."""
         index_H = (self.size_G > 0).nonzero()[:, 0]
-        return index_H, Bounds(self.first_G[index_H], self.size_G[index_H], self.count_G[index_H], self.draws_G[index_H])
+        return index_H, Bounds(
+            self.first_G[index_H], self.size_G[index_H], self.count_G[index_H], self.draws_G[index_H]
+        )
 
     def grid(self) -> tuple[Tensor, Tensor]:
-        """Index of every group's places and whether they exist (the others have index 0), [G, N]. N is the largest size, at least 1.
+        """Index of every group's places and whether they exist (the others have index 0), [G, N]. N is the largest
+        size, at least 1.
 
         Reads the host.
         """

@@ -1,10 +1,12 @@
-"""Which continuations of a population's rows go on, where rows are never the same: the likeliest, or a draw without replacement.
+"""Which continuations of a population's rows go on, where rows are never the same: the likeliest, or a draw without
+replacement.
 
-Every row offers tokens, each with a mass: what it stands for. `best` takes the offers of most mass (exact decoding, whose masses are
-log-likelihoods of the draft). `distinct` draws R of them so that offer j is among them with probability pi_j = min(1, c m_j), by one
-systematic draw over the offers in the order of their rows, and an offer that is taken has mass m_j / pi_j from then on, so that
-every function's weighted sum keeps its expectation (Fearnhead and Clifford, "On-line inference for hidden Markov models via particle
-filters", 2003). Knows nothing about models, requests or pages.
+Every row offers tokens, each with a mass: what it stands for. `best` takes the offers of most mass (exact decoding,
+whose masses are log-likelihoods of the draft). `distinct` draws R of them so that offer j is among them with
+probability pi_j = min(1, c m_j), by one systematic draw over the offers in the order of their rows, and an offer that
+is taken has mass m_j / pi_j from then on, so that every function's weighted sum keeps its expectation (Fearnhead and
+Clifford, "On-line inference for hidden Markov models via particle filters", 2003). Knows nothing about models, requests
+or pages.
 
 Axes: R source rows, C offers of a row, X rows that go on; H groups, M offers of a group, N places of a group.
 """
@@ -30,7 +32,8 @@ EXPANSION_POSITION = 2 << 20
 
 
 class Kind(IntEnum):
-    """How a group's rows are continued. Data of a round, one for each group. From `BEST` on they are decoded exactly."""
+    """How a group's rows are continued. Data of a round, one for each group. From `BEST` on they are decoded
+    exactly."""
 
     INDEPENDENT = 0
     """Each row draws its own token; the population is resampled: `smc.algorithm.selection`."""
@@ -49,7 +52,8 @@ class Offers:
     logq_RC: Tensor
     """float32 log-probability of the token under the law that it comes from."""
     share_RC: Tensor
-    """float32 log of the share of the row's mass that the offer stands for: -inf where there is none, and for all of it 0."""
+    """float32 log of the share of the row's mass that the offer stands for: -inf where there is none, and for all of it
+    0."""
 
     @staticmethod
     def whole(like_R: Tensor) -> Offers:
@@ -62,13 +66,15 @@ class Offers:
         first_C = torch.arange(self.token_RC.shape[1], device=ended_R.device) == 0
         alone_RC = torch.where(first_C, 0.0, -torch.inf)
         ended_R1 = ended_R[:, None]
-        return Offers(self.token_RC, self.logq_RC.masked_fill(ended_R1, 0.0), torch.where(ended_R1, alone_RC, self.share_RC))
+        return Offers(
+            self.token_RC, self.logq_RC.masked_fill(ended_R1, 0.0), torch.where(ended_R1, alone_RC, self.share_RC)
+        )
 
 
 @dataclass(frozen=True)
 class Expansion:
-    """The rows that go on, X, group after group, each group's in the order of the rows they come from. A row that is not alive repeats the
-    first of its group."""
+    """The rows that go on, X, group after group, each group's in the order of the rows they come from. A row that is
+    not alive repeats the first of its group."""
 
     parent_X: Tensor
     """int64 index of the source row; 0 in padding."""
@@ -99,13 +105,14 @@ def expand(
     ended_R: Tensor | None = None,
     has_rest: bool = False,
 ) -> Expansion:
-    """Continue groups by their masses: those that are decoded exactly as `BEST`; of `INDEPENDENT` ones, rows go on as if nothing did.
+    """Continue groups by their masses: those that are decoded exactly as `BEST`; of `INDEPENDENT` ones, rows go on as
+    if nothing did.
 
-    `mass_R`: float64 log mass of the source rows; `there_R`: whether there is one. `sources`, `rows`: first and size [G] of every group's
-    source rows, and of the places for those that go on, `total` in all; a padding group has size 0. `most_G`: how many may go on.
-    `keys`: seed [G], round [G] and the number of this step. Source rows that have `ended` offer themselves: all they have, as their first
-    offer. `has_rest`: the last offer of a row stands for the rest of its law, which is not among the best. Reads the host.
-    """
+    `mass_R`: float64 log mass of the source rows; `there_R`: whether there is one. `sources`, `rows`: first and size
+    [G] of every group's source rows, and of the places for those that go on, `total` in all; a padding group has size
+    0. `most_G`: how many may go on. `keys`: seed [G], round [G] and the number of this step. Source rows that have
+    `ended` offer themselves: all they have, as their first offer. `has_rest`: the last offer of a row stands for the
+    rest of its law, which is not among the best. Reads the host."""
     offers = offers if ended_R is None else offers.unless(ended_R)
     is_rest_C = torch.arange(offers.share_RC.shape[1], device=mass_R.device) >= offers.share_RC.shape[1] - has_rest
     used_H = ((sources[1] > 0) & (kind_G != Kind.INDEPENDENT)).nonzero()[:, 0]
@@ -124,12 +131,18 @@ def expand(
     share_HSC = share_HSC.masked_fill(is_best_H[:, None, None] & is_rest_C, -torch.inf)
     nan_G = torch.zeros_like(collapsed_G)
     nan_G[used_H] = ~is_best_H & torch.isnan(share_HSC).flatten(1).any(-1)
-    offered_HM = (mass_R[source_HS][..., None] + share_HSC).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).flatten(1)
+    offered_HM = (
+        (mass_R[source_HS][..., None] + share_HSC)
+        .nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        .flatten(1)
+    )
     collapsed_H = ~is_best_H & (offered_HM == -torch.inf).all(-1)
     share_HM = share_HSC.nan_to_num(nan=-torch.inf, neginf=-torch.inf).flatten(1)
     offered_HM = torch.where(collapsed_H[:, None] & (share_HM > -torch.inf), 0.0, offered_HM)
     position = np.array([EXPANSION_POSITION + keys[2]])
-    uniform_H1 = to_device(uniforms(to_host(keys[0][used_H]), to_host(keys[1][used_H]), position, Purpose.SELECTION), device)
+    uniform_H1 = to_device(
+        uniforms(to_host(keys[0][used_H]), to_host(keys[1][used_H]), position, Purpose.SELECTION), device
+    )
     log_pi_HM = inclusion(offered_HM, most_G[used_H], is_best_H, least)
     taken_HM = _take(log_pi_HM, most_G[used_H], uniform_H1)
     place_HX, is_place_HX = grid(*(bound[used_H] for bound in rows))
@@ -150,16 +163,17 @@ def expand(
 
 
 def inclusion(mass_HM: Tensor, most_H: Tensor, best_H: Tensor, least: float = 0.0) -> Tensor:
-    """log pi [H, M] of offers with these log masses: min(1, c m), sum pi = `most`, or 1 for all if there are no more than that.
+    """log pi [H, M] of offers with these log masses: min(1, c m), sum pi = `most`, or 1 for all if there are no more
+    than that.
 
-    Offers of less than `least` times the mean share of `most` are taken less often than there is room for: min(1, m / that).
-    Where `best`: 1 for the `most` of most mass, the first of equals, and 0 for others.
-    """
+    Offers of less than `least` times the mean share of `most` are taken less often than there is room for: min(1, m /
+    that). Where `best`: 1 for the `most` of most mass, the first of equals, and 0 for others."""
     sorted_HM, order_HM = mass_HM.sort(dim=-1, descending=True, stable=True)
     rank_M = torch.arange(mass_HM.shape[1], device=mass_HM.device)
     heaviest_HM = (rank_M < most_H[:, None]) & (sorted_HM > -torch.inf)
     best_HM = torch.where(heaviest_HM, 0.0, -torch.inf).double()
-    # c is found from the heavy end: k offers are sure as soon as the next one's share of what is left is below 1 / (R - k).
+    # c is found from the heavy end: k offers are sure as soon as the next one's share of what is left is below 1 / (R -
+    # k).
     relative_HM = (sorted_HM - sorted_HM[:, :1]).nan_to_num(nan=-torch.inf).exp()
     tail_HM = relative_HM.flip(-1).cumsum(-1).flip(-1)
     left_HM = (most_H[:, None] - rank_M).clamp(min=0).double()
@@ -177,7 +191,8 @@ def inclusion(mass_HM: Tensor, most_H: Tensor, best_H: Tensor, least: float = 0.
 
 
 def _take(log_pi_HM: Tensor, most_H: Tensor, uniform_H1: Tensor) -> Tensor:
-    """Which offers go on [H, M]: those in whose part of the line from 0 to the sum of pi there is one of the points u, u + 1, ..."""
+    """Which offers go on [H, M]: those in whose part of the line from 0 to the sum of pi there is one of the points u,
+    u + 1, ..."""
     reach_HM = log_pi_HM.exp().cumsum(-1) - uniform_H1
     passed_HM = torch.cat((torch.floor(-uniform_H1), torch.floor(reach_HM)), 1)
     taken_HM = (passed_HM.diff(dim=1) > 0) | (log_pi_HM == 0)
@@ -186,15 +201,20 @@ def _take(log_pi_HM: Tensor, most_H: Tensor, uniform_H1: Tensor) -> Tensor:
 
 
 def keep_roots(
-    root_R: Tensor, parent_X: Tensor, alive_X: Tensor, rows: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor], total: int
+    root_R: Tensor,
+    parent_X: Tensor,
+    alive_X: Tensor,
+    rows: tuple[Tensor, Tensor],
+    places: tuple[Tensor, Tensor],
+    total: int,
 ) -> tuple[Tensor, Tensor]:
-    """Row that goes on at every place [A], such that no place that is read has to be written; and whether there is one [A].
+    """Row that goes on at every place [A], such that no place that is read has to be written; and whether there is one
+    [A].
 
-    `root_R`: the place whose past a source row continues; `parent_X`: the source of each row. A place that any row continues takes the
-    first of these; further rows take, in order, the places that none continues. There are no more rows alive than places. A place without
-    a row repeats its group's first place that has one, or where there is none at all the group's first row. `total` places. Reads the
-    host.
-    """
+    `root_R`: the place whose past a source row continues; `parent_X`: the source of each row. A place that any row
+    continues takes the first of these; further rows take, in order, the places that none continues. There are no more
+    rows alive than places. A place without a row repeats its group's first place that has one, or where there is none
+    at all the group's first row. `total` places. Reads the host."""
     used_H = ((rows[1] > 0) & (places[1] > 0)).nonzero()[:, 0]
     row_A = torch.zeros(total, dtype=torch.int64, device=parent_X.device)
     alive_A = row_A > 0

@@ -1,17 +1,16 @@
 """Exact decoding by rejection: what the target says after tokens that were drawn from the draft's law.
 
-A drafted token x is kept with probability min(1, p(x) / q(x)); one that is not leaves the law max(0, p - q), normalised, to whatever is
-tried next, and to the draw that ends the walk where nothing is kept (Leviathan et al., "Fast Inference from Transformers via Speculative
-Decoding", ICML 2023; Chen et al., "Accelerating Large Language Model Decoding with Speculative Sampling", 2023). Several chains from one
-root are tried one after the other, each against what the one before has left (Miao et al., "SpecInfer", ASPLOS 2024). What comes out is
-drawn from p, whatever q is.
+A drafted token x is kept with probability min(1, p(x) / q(x)); one that is not leaves the law max(0, p - q),
+normalised, to whatever is tried next, and to the draw that ends the walk where nothing is kept (Leviathan et al., "Fast
+Inference from Transformers via Speculative Decoding", ICML 2023; Chen et al., "Accelerating Large Language Model
+Decoding with Speculative Sampling", 2023). Several chains from one root are tried one after the other, each against
+what the one before has left (Miao et al., "SpecInfer", ASPLOS 2024). What comes out is drawn from p, whatever q is.
 
-It stands where `smc.algorithm.walk` is given the target's own draws: the blocks that agree with what is said here are walked in the same
-way. Knows nothing about models or requests.
+It stands where `smc.algorithm.walk` is given the target's own draws: the blocks that agree with what is said here are
+walked in the same way. Knows nothing about models or requests.
 
-Axes: A places of a packed batch, Q tokens of a block, L those but the last, V vocabulary, G groups, H those that have places, N places of
-a group.
-"""
+Axes: A places of a packed batch, Q tokens of a block, L those but the last, V vocabulary, G groups, H those that have
+places, N places of a group."""
 
 from __future__ import annotations
 
@@ -28,7 +27,8 @@ NOTHING = -1
 
 @dataclass(frozen=True)
 class Chains:
-    """Blocks of which each group's begin with the same token, and were drawn from the draft's law independently of each other."""
+    """Blocks of which each group's begin with the same token, and were drawn from the draft's law independently of each
+    other."""
 
     tokens_AQ: Tensor
     """int64; the first is known to be right."""
@@ -43,12 +43,12 @@ class Chains:
 
 
 def say(chains: Chains, groups: tuple[Tensor, Tensor], uniform_AQ: Tensor, noise_HQV: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens that the target says after each token on its path [A, Q], `NOTHING` elsewhere; and their log-probability [A, Q].
+    """Tokens that the target says after each token on its path [A, Q], `NOTHING` elsewhere; and their log-probability
+    [A, Q].
 
-    `groups`: first and size [G]. `uniform_AQ`: in [0, 1), for the trial of the next token. `noise_HQV`: Gumbel variates of the groups that
-    have places, in their order; where a chain is on the path up to token j, the draw after it is argmax(log r + noise), r what is left of
-    p. Reads the host.
-    """
+    `groups`: first and size [G]. `uniform_AQ`: in [0, 1), for the trial of the next token. `noise_HQV`: Gumbel variates
+    of the groups that have places, in their order; where a chain is on the path up to token j, the draw after it is
+    argmax(log r + noise), r what is left of p. Reads the host."""
     said_AQ = torch.full_like(chains.tokens_AQ, NOTHING)
     logp_AQ = torch.full(said_AQ.shape, torch.nan, dtype=torch.float32, device=said_AQ.device)
     used_H = (groups[1] > 0).nonzero()[:, 0]
@@ -67,7 +67,9 @@ def say(chains: Chains, groups: tuple[Tensor, Tensor], uniform_AQ: Tensor, noise
     return said_AQ, logp_AQ
 
 
-def _next(chains: Chains, place_HN: Tensor, on_path_HN: Tensor, j: int, uniform_A: Tensor, noise_HV: Tensor) -> tuple[Tensor, Tensor]:
+def _next(
+    chains: Chains, place_HN: Tensor, on_path_HN: Tensor, j: int, uniform_A: Tensor, noise_HV: Tensor
+) -> tuple[Tensor, Tensor]:
     """What each group says after token j of the chains that are on the path [H], and its log-probability [H]."""
     first_H1 = on_path_HN.long().argmax(-1, keepdim=True)
     lead_H = place_HN.gather(1, first_H1)[:, 0]

@@ -16,7 +16,8 @@ from smc.algorithm.weights import valid
 from smc.api.limits import SCHEME_NAMES
 
 Scheme = Callable[[Tensor, Tensor, int, Tensor], Tensor]
-"""(weights_GM, draws_G, most, uniforms_GU) -> counts_GM. At most `most` draws. SSP needs M uniforms, systematic one, others `most`."""
+"""(weights_GM, draws_G, most, uniforms_GU) -> counts_GM. At most `most` draws. SSP needs M uniforms, systematic one,
+others `most`."""
 
 
 def systematic(weights_GM: Tensor, draws_G: Tensor, most: int, uniforms_GU: Tensor) -> Tensor:
@@ -47,7 +48,8 @@ def residual(weights_GM: Tensor, draws_G: Tensor, most: int, uniforms_GU: Tensor
 
 
 def ssp(weights_GM: Tensor, draws_G: Tensor, _most: int, uniforms_GU: Tensor) -> Tensor:
-    """Srinivasan sampling process: fractional parts meet in pairs and one of each pair becomes whole. Sequential by nature."""
+    """Srinivasan sampling process: fractional parts meet in pairs and one of each pair becomes whole. Sequential by
+    nature."""
     expected = (weights_GM * draws_G[:, None]).tolist()
     uniforms = uniforms_GU.tolist()
     counts = [_ssp_one(row, int(n), u) for row, n, u in zip(expected, draws_G.tolist(), uniforms)]
@@ -63,8 +65,8 @@ def _ssp_one(expected_M: list[float], draws: int, uniforms_U: list[float]) -> li
         if total < 1:  # one of the two takes all; the other is settled with what it has
             new_is_open, open_part = u * total < part, total
         else:  # one of the two becomes whole; the other keeps the remainder
-            # Which side of u stands for which is chosen so that at a total of 1 both branches come out alike: equal weights
-            # add up to 1 often, and rounding must not decide.
+            # Which side of u stands for which is chosen so that at a total of 1 both branches come out alike: equal
+            # weights add up to 1 often, and rounding must not decide.
             new_is_open, open_part = u * (2 - total) >= 1 - open_part, total - 1
             counts[open_index if new_is_open else m] += 1
         if new_is_open:
@@ -85,7 +87,8 @@ assert tuple(SCHEMES) == SCHEME_NAMES
 
 
 def offspring(scheme_G: Tensor, weights_GM: Tensor, draws_G: Tensor, most: int, uniforms_GU: Tensor) -> Tensor:
-    """Offspring counts [G, M] where each group has its own scheme, an index into `SCHEME_NAMES`. Rows of weights must sum to one."""
+    """Offspring counts [G, M] where each group has its own scheme, an index into `SCHEME_NAMES`. Rows of weights must
+    sum to one."""
     named = [SCHEME_NAMES[scheme] for scheme in scheme_G.tolist()]
     if len(set(named)) == 1:
         return SCHEMES[named[0]](weights_GM, draws_G, most, uniforms_GU)
@@ -99,9 +102,8 @@ def offspring(scheme_G: Tensor, weights_GM: Tensor, draws_G: Tensor, most: int, 
 def place(counts_GNF: Tensor, size_G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Give every chosen candidate a slot: (ancestor [G, N], branch [G, N], whether the slot has got one [G, N]).
 
-    A particle of which any candidate was chosen keeps its own slot with the first of them; further copies fill, in order,
-    the slots of particles that were not. Padding and slots that get nothing point to themselves, branch 0.
-    """
+    A particle of which any candidate was chosen keeps its own slot with the first of them; further copies fill, in
+    order, the slots of particles that were not. Padding and slots that get nothing point to themselves, branch 0."""
     groups, n, branches = counts_GNF.shape
     own_GN = torch.arange(n, device=counts_GNF.device).expand(groups, n)
     free_GN = (counts_GNF.sum(-1) == 0) & valid(size_G, n)
@@ -114,7 +116,8 @@ def place(counts_GNF: Tensor, size_G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     first_GN = drawn_GN.clone()
     first_GN[:, 1:] &= family_GN[:, 1:] != family_GN[:, :-1]
     further_GN = drawn_GN & ~first_GN
-    # Both lists run in order, and there are free slots for all further copies; what is not meant goes to an extra column.
+    # Both lists run in order, and there are free slots for all further copies; what is not meant goes to an extra
+    # column.
     free_rank_GN = free_GN.cumsum(-1) - 1
     slot_of_rank = _scatter(torch.where(free_GN, free_rank_GN, n), own_GN, n)
     rank_GN = (further_GN.cumsum(-1) - 1).clamp(min=0)

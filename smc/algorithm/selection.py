@@ -1,8 +1,8 @@
 """One round of SMC-SD after scoring, of independent particles: resample if the population degenerated, pick branches.
 
-Lockstep and look-ahead are the same function. What differs is the candidates (`smc.executor.select` weighs them): lockstep offers one
-per particle, ended by the bonus token; look-ahead offers F, one for each branch of the next block that was drafted while the target
-scored this one.
+Lockstep and look-ahead are the same function. What differs is the candidates (`smc.executor.select` weighs them):
+lockstep offers one per particle, ended by the bonus token; look-ahead offers F, one for each branch of the next block
+that was drafted while the target scored this one.
 
 Axes beside the package's: A places of a packed batch, H groups that have any, X their places.
 """
@@ -23,10 +23,11 @@ from smc.arrays import to_device, to_host
 from smc.philox import Purpose, uniforms
 
 EQUAL = 1e-6
-"""Relative distance from its threshold up to which an ESS counts as not below it: at a threshold of 1, rounding in the weights of
-identical particles must not decide whether they are resampled."""
+"""Relative distance from its threshold up to which an ESS counts as not below it: at a threshold of 1, rounding in the
+weights of identical particles must not decide whether they are resampled."""
 BRANCH_POSITION = 1 << 20
-"""Uniforms that pick branches are numbered from here, those that resample from 0: neither depends on how many there are."""
+"""Uniforms that pick branches are numbered from here, those that resample from 0: neither depends on how many there
+are."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class Selection:
     """What becomes of each place, and what the round did to the population. Padding groups: zeros."""
 
     ancestor_A: Tensor
-    """int64: the place whose past this one continues; its own index if it survived in place, holds nothing, or is padding."""
+    """int64: the place whose past this one continues; its own index if it survived in place, holds nothing, or is
+    padding."""
     branch_A: Tensor
     """int64: which of the ancestor's candidates it continues with."""
     logw_A: Tensor
@@ -51,16 +53,21 @@ class Selection:
 
 
 def select(
-    candidates_AF: Tensor, alive_A: Tensor, groups: Bounds, threshold_G: Tensor, scheme_G: Tensor, seed_G: Tensor, round_G: Tensor
+    candidates_AF: Tensor,
+    alive_A: Tensor,
+    groups: Bounds,
+    threshold_G: Tensor,
+    scheme_G: Tensor,
+    seed_G: Tensor,
+    round_G: Tensor,
 ) -> Selection:
     """Choose every place's candidate. E[weight of candidate] is preserved, so Z-hat stays unbiased for any F >= 1.
 
-    A group whose family ESS is below threshold * count, or that is to have another number of particles, draws `draws` of its
-    candidates by its scheme (an index into `SCHEME_NAMES`) and sets weights to 0; any other keeps one branch of each particle,
-    drawn by its share, and lets the particle carry the whole family's weight. Uniforms are those of (seed, round), int64.
-    What a place without a particle (`alive` false) offers counts for nothing. A group without weight keeps its first `draws`
-    particles. Reads the host.
-    """
+    A group whose family ESS is below threshold * count, or that is to have another number of particles, draws `draws`
+    of its candidates by its scheme (an index into `SCHEME_NAMES`) and sets weights to 0; any other keeps one branch of
+    each particle, drawn by its share, and lets the particle carry the whole family's weight. Uniforms are those of
+    (seed, round), int64. What a place without a particle (`alive` false) offers counts for nothing. A group without
+    weight keeps its first `draws` particles. Reads the host."""
     used_H, own = groups.used()
     place_HN, exists_HN = own.grid()
     alive_HN = exists_HN & alive_A[place_HN]
@@ -85,7 +92,10 @@ def select(
         return padding_A.index_put((place_X,), values_HN.flatten()[cell_X])
 
     own_A = torch.arange(len(alive_A), device=alive_A.device)
-    by_group = (values_H.new_zeros(len(seed_G)).index_put((used_H,), values_H) for values_H in (log_z_H, ess_H, resampled_H, collapsed_H))
+    by_group = (
+        values_H.new_zeros(len(seed_G)).index_put((used_H,), values_H)
+        for values_H in (log_z_H, ess_H, resampled_H, collapsed_H)
+    )
     return Selection(
         packed(own.first_G[:, None] + ancestor_HN, own_A),
         packed(branch_HN, torch.zeros_like(own_A)),
@@ -127,7 +137,8 @@ def _deal(
 
 
 def own_branch(candidates_GNF: Tensor, uniforms_GN: Tensor) -> Tensor:
-    """One branch per particle [G, N], drawn by its share of the family's weight; branch 0 where all weights are zero."""
+    """One branch per particle [G, N], drawn by its share of the family's weight; branch 0 where all weights are
+    zero."""
     if candidates_GNF.shape[-1] == 1:
         return torch.zeros_like(uniforms_GN, dtype=torch.int64)
     # Where all weights are zero the shares are NaN, no comparison holds, and branch 0 it is.
@@ -137,7 +148,8 @@ def own_branch(candidates_GNF: Tensor, uniforms_GN: Tensor) -> Tensor:
 
 
 def final_weights(logw_N: Tensor) -> Tensor:
-    """softmax(log w) [N], float64: with which probability each particle is the answer. Equal if all weights are zero."""
+    """softmax(log w) [N], float64: with which probability each particle is the answer. Equal if all weights are
+    zero."""
     weights_N, log_sum = normalise(logw_N[None])
     if log_sum.item() == -torch.inf:
         weights_N = torch.full_like(weights_N, 1 / weights_N.shape[-1])
@@ -147,5 +159,6 @@ def final_weights(logw_N: Tensor) -> Tensor:
 def final_draw(logw_N: Tensor, uniform: float) -> int:
     """The answer's particle: one draw by weight, not the likeliest."""
     cumulative_N = final_weights(logw_N).cumsum(-1)
-    # The last sum, not another one that rounds differently: no point may lie past the last particle that has any weight.
+    # The last sum, not another one that rounds differently: no point may lie past the last particle that has any
+    # weight.
     return int((cumulative_N <= uniform * cumulative_N[-1]).sum())

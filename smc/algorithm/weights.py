@@ -1,4 +1,5 @@
-"""Importance weights of particle populations: update, normalise, effective sample size, evidence. See the package's legend for axes."""
+"""Importance weights of particle populations: update, normalise, effective sample size, evidence. See the package's
+legend for axes."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def valid(size_G: Tensor, n: int) -> Tensor:
 
 
 def normalise(logw_GN: Tensor) -> tuple[Tensor, Tensor]:
-    """Normalised weights [G, N] and log of their sum [G], in float64. A group whose weights are all zero gives zeros and -inf."""
+    """Normalised weights [G, N] and log of their sum [G], in float64. A group whose weights are all zero gives zeros
+    and -inf."""
     logw_GN = logw_GN.double()
     return logw_GN.softmax(-1).nan_to_num(0.0), logw_GN.logsumexp(-1)
 
@@ -33,5 +35,6 @@ def effective_sample_size(weights_GN: Tensor) -> Tensor:
 
 
 def log_mean_weight(log_sum_G: Tensor, size_G: Tensor) -> Tensor:
-    """logsumexp(log w) - log N, [G]: what a resampling adds to the running log Z-hat, and the last population at the end."""
+    """logsumexp(log w) - log N, [G]: what a resampling adds to the running log Z-hat, and the last population at the
+    end."""
     return log_sum_G - size_G.double().log()

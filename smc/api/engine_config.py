@@ -28,7 +28,8 @@ class PrefillSettings(TypedDict):
 
 
 GPU_PREFILL: PrefillSettings = {"prefill_chunk": 4096, "prefill_share": 0.4}
-"""Settings where models are on GPUs, unless others are asked for: long products, and rounds less than half as long again."""
+"""Settings where models are on GPUs, unless others are asked for: long products, and rounds less than half as long
+again."""
 
 
 @dataclass(frozen=True)
@@ -36,24 +37,28 @@ class EngineConfig:
     """Raises ValueError naming the field, the value and what is allowed."""
 
     form: str = "lookahead"
-    """`lockstep`: draft, then score. `lookahead`: draft every outcome of the next block while the target scores this one."""
+    """`lockstep`: draft, then score. `lookahead`: draft every outcome of the next block while the target scores this
+    one."""
     block: int = 8
     """K, 1..32: tokens the draft draws per round."""
     branches: int = UNSET
     """F, 1..32: branches of the next block per particle. Look-ahead only; default 4."""
     cohorts: int = 1
-    """Sets of requests whose rounds alternate, 1..4. More than one pays in lockstep, where models run in processes of their own."""
+    """Sets of requests whose rounds alternate, 1..4. More than one pays in lockstep, where models run in processes of
+    their own."""
     max_slots: int = 64
     """Particles of all running requests together."""
     max_context: int | None = None
     """Longest prompt plus answer, in tokens; default: what the models were made for."""
     pages: int | None = None
-    """Token positions in the KV pool of each model; default: on GPUs as many as there is memory for, up to the longest context in every
-    slot and as much again for the prefix cache; on a CPU 512 a slot, and at least one request of the longest context."""
+    """Token positions in the KV pool of each model; default: on GPUs as many as there is memory for, up to the longest
+    context in every slot and as much again for the prefix cache; on a CPU 512 a slot, and at least one request of the
+    longest context."""
     prefill_chunk: int = 128
     """Prompt tokens run per step and model at most, so that a long prompt does not stop the others."""
     prefill_share: float | None = None
-    """Most time that prompts take beside rounds, in the mean, as a share of what the rounds take; default: what `prefill_chunk` takes."""
+    """Most time that prompts take beside rounds, in the mean, as a share of what the rounds take; default: what
+    `prefill_chunk` takes."""
     max_queue: int | None = None
     """Requests that may wait for slots and pages; default: any number."""
     max_queue_pages: int | None = None
@@ -61,11 +66,12 @@ class EngineConfig:
     prefix_cache: bool = True
     """Keep what has been computed for prompts and answers, for prompts that begin alike."""
     drafting: str = "costs"
-    """What is drafted for exact decoding, whose answers do not depend on it. `costs`: as much as pays, down to nothing, where a service has
-    timed its models; `always`: trees as large as requests ask for."""
+    """What is drafted for exact decoding, whose answers do not depend on it. `costs`: as much as pays, down to nothing,
+    where a service has timed its models; `always`: trees as large as requests ask for."""
     max_chains: int | None = None
-    """Chains of all running requests together that are decoded by rejection (smc/executor/verify.py): each takes memory for whole laws over
-    the vocabulary, which is set aside. 0: no such requests. Default: as many as take 1 GiB at either model; never more than slots."""
+    """Chains of all running requests together that are decoded by rejection (smc/executor/verify.py): each takes memory
+    for whole laws over the vocabulary, which is set aside. 0: no such requests. Default: as many as take 1 GiB at
+    either model; never more than slots."""
     defensive_share: float = 0.05
     """Share of the untruncated law in the proposal of a truncated request (smc/laws.py)."""
 
@@ -88,7 +94,13 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or not low <= value <= high:
                 raise ValueError(f"{name}={value!r}; allowed: {low}..{high}")
-        for name, low in (("max_context", 2), ("pages", 2), ("max_queue", 1), ("max_queue_pages", 1), ("max_chains", 0)):
+        for name, low in (
+            ("max_context", 2),
+            ("pages", 2),
+            ("max_queue", 1),
+            ("max_queue_pages", 1),
+            ("max_chains", 0),
+        ):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < low):
                 raise ValueError(f"{name}={value!r}; allowed: >= {low}")
@@ -98,7 +110,8 @@ class EngineConfig:
             raise ValueError(f"defensive_share={self.defensive_share!r}; allowed: between 0 and 1, both excluded")
 
     def pool_pages(self, context: int, room: int | None = None) -> int:
-        """`pages`, or the default for this context; `room`: pages that a GPU has memory for. Raises ValueError if that is too little."""
+        """`pages`, or the default for this context; `room`: pages that a GPU has memory for. Raises ValueError if that
+        is too little."""
         least = context + 2 * (self.begin_tokens + self.branches * self.block)
         if self.pages or room is None:
             return self.pages or max(512 * self.max_slots, least)
@@ -117,9 +130,9 @@ class EngineConfig:
         return min(most, self.max_slots)
 
     def laws(self, side: str) -> int:
-        """Laws over the vocabulary that a chain takes on a side. At the target: those that its tokens were drawn from, and the target's own
-        after each token. At the draft: those of what is drafted; in look-ahead of F rows, and twice those of the chain in flight:
-        kept, and on their way."""
+        """Laws over the vocabulary that a chain takes on a side. At the target: those that its tokens were drawn from,
+        and the target's own after each token. At the draft: those of what is drafted; in look-ahead of F rows, and
+        twice those of the chain in flight: kept, and on their way."""
         drawn = self.target_tokens - 1
         if side == "target":
             return drawn + self.target_tokens

@@ -1,5 +1,5 @@
-"""What a request may ask for, as constants that its checks, the algorithms and their kernels share. Imports nothing, so that a request can
-be refused before anything heavy is loaded."""
+"""What a request may ask for, as constants that its checks, the algorithms and their kernels share. Imports nothing, so
+that a request can be refused before anything heavy is loaded."""
 
 from __future__ import annotations
 

@@ -32,14 +32,16 @@ class Statistics:
     collapses: int = 0
     """Rounds after which every weight was zero and all were set equal. Above 0 the answer is not to be trusted."""
     particles_left: int = 0
-    """Particles at the end: fewer than `particles` where memory was short and the request allowed it, or costs had it so (`exact`)."""
+    """Particles at the end: fewer than `particles` where memory was short and the request allowed it, or costs had it
+    so (`exact`)."""
     preemptions: int = 0
     """How often the request gave up its memory to others and was taken up again."""
     mean_ess: float = 0.0
     """Effective sample size before resampling, averaged over rounds; between 1 and N."""
     min_ess: float = 0.0
     log_z: float = 0.0
-    """log Z-hat, of the estimate of the target's total mass on answers: its exponential has expectation 1 at alpha = 1."""
+    """log Z-hat, of the estimate of the target's total mass on answers: its exponential has expectation 1 at alpha =
+    1."""
     draft_tokens: int = 0
     """Tokens drawn by the draft, over all particles and branches."""
     target_tokens: int = 0
@@ -47,13 +49,15 @@ class Statistics:
     committed_lag: float = 0.0
     """Tokens between the committed prefix and the longest particle, averaged over rounds."""
     accepted_per_round: float = 0.0
-    """Of exact decoding: answer tokens that a round confirmed, on average. The first token comes with the prompt, in no round."""
+    """Of exact decoding: answer tokens that a round confirmed, on average. The first token comes with the prompt, in no
+    round."""
     hits: int = 0
     """Of exact decoding ahead: rounds after which what had been drafted went on as the target did."""
     misses: int = 0
     """The other rounds: the draft began anew from the target's token."""
     alone_rounds: int = 0
-    """Of exact decoding: rounds in which nothing was drafted, and the target decoded alone. They count in none of the three before."""
+    """Of exact decoding: rounds in which nothing was drafted, and the target decoded alone. They count in none of the
+    three before."""
     mean_rows: float = 0.0
     """Of exact decoding: rows of its tree, averaged over the other rounds."""
 
@@ -97,17 +101,19 @@ class Answer:
     seconds: float
     """From submission to this answer."""
     logprobs: tuple[float, ...] | None = None
-    """Of every token under the target law, if asked for; NaN for one that was streamed and not weighed before time was up."""
+    """Of every token under the target law, if asked for; NaN for one that was streamed and not weighed before time was
+    up."""
     top_logprobs: tuple[Alternatives, ...] | None = None
-    """Of every token, if asked for: the likeliest ones at its position under the target law, likeliest first, and their log-probabilities.
-    There are fewer than were asked for where the law leaves fewer, and none of an answer that was cancelled or failed."""
+    """Of every token, if asked for: the likeliest ones at its position under the target law, likeliest first, and their
+    log-probabilities. There are fewer than were asked for where the law leaves fewer, and none of an answer that was
+    cancelled or failed."""
     error: str | None = None
     cached_tokens: int = 0
     """Prompt tokens that had been computed for another request."""
     times: Times = field(default=Times(), compare=False)
     particles: tuple[Particle, ...] | None = None
-    """If asked for; the answer was drawn among them by weight. Two may be the same, of independent particles; where nothing was decoded
-    there are none."""
+    """If asked for; the answer was drawn among them by weight. Two may be the same, of independent particles; where
+    nothing was decoded there are none."""
 
 
 @dataclass(frozen=True)

@@ -28,4 +28,6 @@ class Request:
 def check_guidance(params: SamplingParams, has_negative: bool) -> None:
     """Refuse a negative prompt that has no effect. Raises ValueError."""
     if has_negative and not params.guided:
-        raise ValueError("negative_prompt has no effect with guidance_scale=1; give a guidance_scale above 1, or leave it out")
+        raise ValueError(
+            "negative_prompt has no effect with guidance_scale=1; give a guidance_scale above 1, or leave it out"
+        )

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from smc.api.limits import DEFAULT_MAX_TOKENS, MAX_BIASES, MAX_PARTICLES, MAX_STOP_BYTES, MAX_STOP_IDS, MAX_TOP_LOGPROBS, SCHEME_NAMES
+from smc.api.limits import (
+    DEFAULT_MAX_TOKENS,
+    MAX_BIASES,
+    MAX_PARTICLES,
+    MAX_STOP_BYTES,
+    MAX_STOP_IDS,
+    MAX_TOP_LOGPROBS,
+    SCHEME_NAMES,
+)
 from smc.api.settings import (
     Biases,
     Items,
@@ -93,8 +101,8 @@ class SamplingParams:
         number(lambda value: value == 0 or is_scale(value), f"{SCALES}; or 0 = greedy"),
         option=Option("Of the target law. Default: 1; 0 = greedy, not with --method smc.", "T"),
     )
-    """Of the target law, and of the draft's unless `draft_temperature` is given. > 0 for SMC; 0 = greedy otherwise, where exact decoding
-    drafts at 1."""
+    """Of the target law, and of the draft's unless `draft_temperature` is given. > 0 for SMC; 0 = greedy otherwise,
+    where exact decoding drafts at 1."""
     top_k: int = setting(
         0,
         integer(lambda value: 0 <= value < 2**31, ">= 0 (0 = off), < 2**31"),
@@ -130,13 +138,15 @@ class SamplingParams:
     min_tokens: int = setting(
         0,
         integer(lambda value: value >= 0, ">= 0"),
-        option=Option("So many tokens do not end the answer: stop tokens have no probability, stop strings no effect.", "TOKENS"),
+        option=Option(
+            "So many tokens do not end the answer: stop tokens have no probability, stop strings no effect.", "TOKENS"
+        ),
     )
-    """The first so many tokens of the answer do not end it, at most `max_tokens`: stop tokens and EOS have probability 0 under both laws,
-    and stop strings that are complete by then have no effect."""
+    """The first so many tokens of the answer do not end it, at most `max_tokens`: stop tokens and EOS have probability
+    0 under both laws, and stop strings that are complete by then have no effect."""
     logit_bias: tuple[tuple[int, float], ...] = setting((), Biases(MAX_BIASES, MAX_BIAS))
-    """Added to both models' logits of these tokens, by id, before all else: temperature and truncation are of what comes of it. Given as a
-    mapping, or as pairs; kept in the order of the ids, without those of 0."""
+    """Added to both models' logits of these tokens, by id, before all else: temperature and truncation are of what
+    comes of it. Given as a mapping, or as pairs; kept in the order of the ids, without those of 0."""
     time_budget: float | None = setting(
         None,
         number(lambda value: value > 0, "> 0 seconds"),
@@ -148,7 +158,11 @@ class SamplingParams:
         integer(lambda value: 1 <= value <= MAX_PARTICLES, f"1..{MAX_PARTICLES}"),
         scope=Scope.BOTH,
         fill=lambda params: 8,
-        option=Option("N, answers grown side by side; of exact, rows of the tree or chains. Default: 8.", "N", ("--particles", "-n")),
+        option=Option(
+            "N, answers grown side by side; of exact, rows of the tree or chains. Default: 8.",
+            "N",
+            ("--particles", "-n"),
+        ),
     )
     """N, 1..64: of SMC particles; of exact decoding rows of the tree, or chains, which decide its speed. Default 8."""
     verification: str | None = setting(
@@ -161,8 +175,9 @@ class SamplingParams:
             "walk|rejection",
         ),
     )
-    """`walk`: the target draws, and drafted tokens that are its draws are confirmed; `rejection`: tokens are drawn from the draft's law,
-    and kept or replaced so that what comes out is drawn from the target's. Method `exact` only; default `walk`."""
+    """`walk`: the target draws, and drafted tokens that are its draws are confirmed; `rejection`: tokens are drawn from
+    the draft's law, and kept or replaced so that what comes out is drawn from the target's. Method `exact` only;
+    default `walk`."""
     min_particles: int | None = setting(
         None, None, scope=Scope.SMC, option=Option("Particles to keep where KV memory is short. Default: all.", "N")
     )
@@ -173,17 +188,20 @@ class SamplingParams:
         scope=Scope.SMC,
         fill=lambda params: "independent" if params.resamples else "distinct",
         option=Option(
-            "distinct: drawn without replacement; independent: each for itself, and resampled. Default: distinct.", "distinct|independent"
+            "distinct: drawn without replacement; independent: each for itself, and resampled. Default: distinct.",
+            "distinct|independent",
         ),
     )
-    """`distinct`: particles are drawn without replacement; `independent`: each draws for itself, and they are resampled. SMC only;
-    default `distinct`, or `independent` where `ess_threshold` or `resampling` is given."""
+    """`distinct`: particles are drawn without replacement; `independent`: each draws for itself, and they are
+    resampled. SMC only; default `distinct`, or `independent` where `ess_threshold` or `resampling` is given."""
     ess_threshold: float | None = setting(
         None,
         number(lambda value: 0 <= value <= 1, "0..1 (0 = never resample)"),
         scope=Scope.INDEPENDENT,
         fill=lambda params: 0.5,
-        option=Option("Resample below this share of N effective samples; 0 = never. Independent only. Default: 0.5.", "SHARE"),
+        option=Option(
+            "Resample below this share of N effective samples; 0 = never. Independent only. Default: 0.5.", "SHARE"
+        ),
     )
     """Resample when ESS < threshold * N, 0..1; 0 = never. Independent particles only; default 0.5."""
     resampling: str | None = setting(
@@ -191,7 +209,9 @@ class SamplingParams:
         OneOf(SCHEME_NAMES),
         scope=Scope.INDEPENDENT,
         fill=lambda params: "systematic",
-        option=Option("systematic, stratified, residual, multinomial or ssp. Independent only. Default: systematic.", "SCHEME"),
+        option=Option(
+            "systematic, stratified, residual, multinomial or ssp. Independent only. Default: systematic.", "SCHEME"
+        ),
     )
     """Scheme. Independent particles only; default `systematic`."""
     alpha: float | None = setting(
@@ -209,31 +229,39 @@ class SamplingParams:
         fill=lambda params: params.temperature or 1.0,
         option=Option("Of the proposal. Default: --temperature.", "T"),
     )
-    """Of the proposal, and corrected for. SMC, and exact decoding by rejection; default: `temperature`, and 1 where that is 0."""
+    """Of the proposal, and corrected for. SMC, and exact decoding by rejection; default: `temperature`, and 1 where
+    that is 0."""
     guidance_scale: float = setting(
         1.0,
         number(lambda value: 1 <= value <= MAX_GUIDANCE, f"1 to {MAX_GUIDANCE:g} (1 = none)"),
         option=Option("How much further from --negative-prompt, towards the prompt. Default: 1 = not at all.", "S"),
     )
-    """s of the target law of l_u + s (l_c - l_u): l_c are the logits after the prompt, l_u those after the negative prompt; temperature and
-    truncation come afterwards. 1 = none. A guided request takes two slots a row, and twice the pages at the target. Not of `draft`."""
+    """s of the target law of l_u + s (l_c - l_u): l_c are the logits after the prompt, l_u those after the negative
+    prompt; temperature and truncation come afterwards. 1 = none. A guided request takes two slots a row, and twice the
+    pages at the target. Not of `draft`."""
     guide_draft: bool = setting(
         False,
         flag(),
         option=Option("Guide what is drafted, too: it costs the draft twice the rows. Not of --method target."),
     )
-    """The draft's law is guided by the same formula, with twice its rows and pages. With a `guidance_scale` above 1; not of `target`."""
+    """The draft's law is guided by the same formula, with twice its rows and pages. With a `guidance_scale` above 1;
+    not of `target`."""
     logprobs: bool = setting(False, flag(), report=True)
     """Report the log-probability of every answer token under the target law (after temperature and truncation)."""
-    top_logprobs: int = setting(0, integer(lambda value: 0 <= value <= MAX_TOP_LOGPROBS, f"0..{MAX_TOP_LOGPROBS}"), report=True)
-    """Report so many of the likeliest tokens at every position of the answer, too, with their log-probabilities under the same law; with
-    `logprobs`. The answer is reported when it has run through the target once more, as a prompt does."""
+    top_logprobs: int = setting(
+        0, integer(lambda value: 0 <= value <= MAX_TOP_LOGPROBS, f"0..{MAX_TOP_LOGPROBS}"), report=True
+    )
+    """Report so many of the likeliest tokens at every position of the answer, too, with their log-probabilities under
+    the same law; with `logprobs`. The answer is reported when it has run through the target once more, as a prompt
+    does."""
     return_particles: bool = setting(False, flag(), report=True)
     """Report every particle's answer with its weight; where a method has no particles, its answer alone."""
 
     def __post_init__(self) -> None:
         if self.method is None:
-            object.__setattr__(self, "method", Method.EXACT if is_number(self.temperature) and self.temperature == 0 else Method.SMC)
+            object.__setattr__(
+                self, "method", Method.EXACT if is_number(self.temperature) and self.temperature == 0 else Method.SMC
+            )
         for name, known in SETTINGS.items():
             object.__setattr__(self, name, self._settled(name, known))
         object.__setattr__(self, "method", Method(self.method))
@@ -262,7 +290,8 @@ class SamplingParams:
 
     @property
     def least_rows(self) -> int:
-        """As few as the request allows: of exact decoding one will do, unless its draws depend on how many there are."""
+        """As few as the request allows: of exact decoding one will do, unless its draws depend on how many there
+        are."""
         if self.method is Method.EXACT:
             return self.rows if self.verification == "rejection" else 1
         return self.min_particles or self.rows
@@ -273,7 +302,8 @@ class SamplingParams:
         return self.ess_threshold is not None or self.resampling is not None
 
     def _settled(self, name: str, known: Setting) -> Any:
-        """A field as it is kept: what the method needs and was not given is filled in, what was given and has no effect is refused."""
+        """A field as it is kept: what the method needs and was not given is filled in, what was given and has no effect
+        is refused."""
         value = getattr(self, name)
         idle = self._idle(known.scope)
         if value is None and known.optional:
@@ -283,7 +313,8 @@ class SamplingParams:
         return known.check(name, value) if known.check else value
 
     def _idle(self, scope: Scope) -> str | None:
-        """What a setting of this scope would have no effect with. Fields stand in the order in which this can be said."""
+        """What a setting of this scope would have no effect with. Fields stand in the order in which this can be
+        said."""
         method = f"method={str(self.method)!r}"
         if scope is Scope.ALL:
             return None
@@ -299,22 +330,41 @@ class SamplingParams:
 
     def _check_together(self) -> None:
         if self.method is Method.DRAFT and self.logprobs:
-            raise ValueError("logprobs=True has no effect with method='draft', where the target does not run; leave it out")
+            raise ValueError(
+                "logprobs=True has no effect with method='draft', where the target does not run; leave it out"
+            )
         if self.top_logprobs and not self.logprobs:
-            raise ValueError(f"top_logprobs={self.top_logprobs} has no effect without logprobs; give logprobs=True, or leave it out")
-        require("min_tokens", self.min_tokens, self.min_tokens <= self.max_tokens, f"0..{self.max_tokens}, the max_tokens")
+            raise ValueError(
+                f"top_logprobs={self.top_logprobs} has no effect without logprobs; give logprobs=True, or leave it out"
+            )
+        require(
+            "min_tokens", self.min_tokens, self.min_tokens <= self.max_tokens, f"0..{self.max_tokens}, the max_tokens"
+        )
         if self.method is Method.DRAFT and self.guided:
             scale = self.guidance_scale
-            raise ValueError(f"guidance_scale={scale!r} has no effect with method='draft', where the target does not run; leave it out")
+            raise ValueError(
+                f"guidance_scale={scale!r} has no effect with method='draft', where the target does not run; leave it out"
+            )
         if self.guide_draft and not self.guided:
-            raise ValueError("guide_draft=True has no effect with guidance_scale=1; give a guidance_scale above 1, or leave it out")
+            raise ValueError(
+                "guide_draft=True has no effect with guidance_scale=1; give a guidance_scale above 1, or leave it out"
+            )
         if self.guide_draft and self.method.plain:
-            raise ValueError(f"guide_draft=True has no effect with method={self.method.value!r}, where nothing is drafted; leave it out")
+            raise ValueError(
+                f"guide_draft=True has no effect with method={self.method.value!r}, where nothing is drafted; leave it out"
+            )
         if self.method is not Method.SMC:
             return
-        require("temperature", self.temperature, self.temperature > 0, "> 0 with method='smc'; for greedy decoding, method='exact'")
+        require(
+            "temperature",
+            self.temperature,
+            self.temperature > 0,
+            "> 0 with method='smc'; for greedy decoding, method='exact'",
+        )
         if self.min_particles is not None:
-            integer(lambda value: 1 <= value <= self.particles, f"1..{self.particles}, the particles")("min_particles", self.min_particles)
+            integer(lambda value: 1 <= value <= self.particles, f"1..{self.particles}, the particles")(
+                "min_particles", self.min_particles
+            )
 
     def _check_stop_bytes(self) -> None:
         # Characters are cheaper to count than bytes, and there are no more of them.
@@ -322,7 +372,9 @@ class SamplingParams:
             try:
                 size = sum(len(text.encode()) for text in self.stop)
             except UnicodeEncodeError as error:  # a lone surrogate
-                raise ValueError(f"stop contains {error.object!r}, which has no UTF-8 form; allowed: valid Unicode") from error
+                raise ValueError(
+                    f"stop contains {error.object!r}, which has no UTF-8 form; allowed: valid Unicode"
+                ) from error
         if size > MAX_STOP_BYTES:
             raise ValueError(f"stop has strings of {size} bytes together; allowed: at most {MAX_STOP_BYTES}")
 

@@ -1,8 +1,8 @@
 """What all of the service knows of a sampling field, said once: beside the field, where it is defined.
 
-A field is made by `setting`; from it follow its check, its option of commands, its name in JSON bodies and its place in messages. Knows
-nothing about which fields there are (`smc.api.sampling_params.SamplingParams`), nor about commands, bodies or messages.
-"""
+A field is made by `setting`; from it follow its check, its option of commands, its name in JSON bodies and its place in
+messages. Knows nothing about which fields there are (`smc.api.sampling_params.SamplingParams`), nor about commands,
+bodies or messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 Check = Callable[[str, Any], Any]
-"""Of a field's name and value: the value as it is kept. Raises ValueError naming the field, the value and what is allowed."""
+"""Of a field's name and value: the value as it is kept. Raises ValueError naming the field, the value and what is
+allowed."""
 
 
 class Scope(StrEnum):
@@ -132,8 +133,8 @@ class Items:
 
 @dataclass(frozen=True)
 class Biases:
-    """A check: numbers by token id, as a mapping, whose keys may be JSON's strings, or as pairs. They are kept as pairs, ascending; 0 is
-    left out."""
+    """A check: numbers by token id, as a mapping, whose keys may be JSON's strings, or as pairs. They are kept as
+    pairs, ascending; 0 is left out."""
 
     most: int
     largest: float
@@ -156,7 +157,9 @@ class Biases:
             if not is_token(token) or token in found:
                 raise ValueError(f"{name} contains token {token!r}; allowed: token ids >= 0, each once")
             if not is_number(bias) or abs(bias) > self.largest:
-                raise ValueError(f"{name} contains {bias!r} for token {token}; allowed: -{self.largest:g} to {self.largest:g}")
+                raise ValueError(
+                    f"{name} contains {bias!r} for token {token}; allowed: -{self.largest:g} to {self.largest:g}"
+                )
             found[token] = float(bias)
         return tuple((token, bias) for token, bias in sorted(found.items()) if bias)
 

@@ -1,4 +1,5 @@
-"""What the model runner asks of an attention backend, and what it tells it. Knows nothing about how attention is computed."""
+"""What the model runner asks of an attention backend, and what it tells it. Knows nothing about how attention is
+computed."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from smc.memory.kv_pool import KVPool
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """One forward pass over R rows: T new tokens, row after row. Consecutive rows form S segments that share a prefix."""
+    """One forward pass over R rows: T new tokens, row after row. Consecutive rows form S segments that share a
+    prefix."""
 
     table_RL: np.ndarray
     """Page of every position of each row; past its last new token, whatever there is."""
@@ -35,7 +37,8 @@ class ForwardBatch:
 
 
 class NewEntries:
-    """Keys and values that a pass brings, and where they go. The dummy page stays zero: whoever reads it masks it, and 0 * NaN is NaN."""
+    """Keys and values that a pass brings, and where they go. The dummy page stays zero: whoever reads it masks it, and
+    0 * NaN is NaN."""
 
     def __init__(self, batch: ForwardBatch, device: torch.device) -> None:
         stored_T = None if batch.pages_T.all() else np.flatnonzero(batch.pages_T)
@@ -60,13 +63,15 @@ class AttentionPass(ABC):
         return NewEntries(self.batch, self.pool.keys.device)
 
     def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor) -> Tensor:
-        """Store the new tokens' keys and values, then `read`: what a decoder asks of each layer (`smc.model.decoder.Attend`)."""
+        """Store the new tokens' keys and values, then `read`: what a decoder asks of each layer
+        (`smc.model.decoder.Attend`)."""
         self.new.store(self.pool.keys[layer], self.pool.values[layer], k_TJD, v_TJD)
         return self.read(layer, q_THD)
 
     @abstractmethod
     def read(self, layer: int, q_THD: Tensor) -> Tensor:
-        """Causal attention [T, H, D] over the pages of every row, on which the new tokens' keys and values are by now."""
+        """Causal attention [T, H, D] over the pages of every row, on which the new tokens' keys and values are by
+        now."""
 
 
 class AttentionBackend(ABC):

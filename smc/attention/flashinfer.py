@@ -3,9 +3,9 @@
 A pool has one position a page, which these kernels know as pages of size 1. What is called is that of flashinfer 0.6.12
 (`BatchPrefillWithPagedKVCacheWrapper`; Ye et al. 2025): a plan on the host, once per pass, then a run per layer.
 
-Two of its kernels are used: `fa3` for Hopper, a tile of queries of one head at a time over all that they see, and `fa2`, which takes the
-query heads of a key/value head together and splits long contexts between multiprocessors, so that a few queries occupy a GPU.
-"""
+Two of its kernels are used: `fa3` for Hopper, a tile of queries of one head at a time over all that they see, and
+`fa2`, which takes the query heads of a key/value head together and splits long contexts between multiprocessors, so
+that a few queries occupy a GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ DTYPES = (torch.bfloat16, torch.float16)
 FEW_QUERIES = 256
 """Of a row, in the mean: below this fa2 is faster (tests/gpu/bench_prompts.py)."""
 MOST_TOKENS, MOST_ROWS, MOST_HEADS = 1 << 16, 1 << 10, 128
-"""Of a pass: what the plan of any batch within these takes fits into the wrapper's 8 MiB of integers (28 bytes a head and tile)."""
+"""Of a pass: what the plan of any batch within these takes fits into the wrapper's 8 MiB of integers (28 bytes a head
+and tile)."""
 PLANS = 3
 """In flight: a plan is copied from pinned memory, which the next but two may write again."""
 TILE = 128
@@ -38,7 +39,8 @@ TILE = 128
 
 
 def obstacle(heads: tuple[int, int], head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why `FlashInferAttention` cannot be used, or None. Loads its kernels, so that none is found missing in the middle of a pass."""
+    """Why `FlashInferAttention` cannot be used, or None. Loads its kernels, so that none is found missing in the middle
+    of a pass."""
     if head_dim not in HEAD_DIMS or dtype not in DTYPES:
         return f"head dimension {head_dim} in {dtype}: flashinfer is used for {', '.join(map(str, HEAD_DIMS))} in bfloat16 and float16"
     if heads[0] % heads[1] or heads[0] > MOST_HEADS:
@@ -50,7 +52,9 @@ def obstacle(heads: tuple[int, int], head_dim: int, dtype: torch.dtype, device: 
 
         for kernel in kernels_of(device):
             # Of q, k and v, out, index; dimensions; no encoding of positions, no window, no cap, no sums in float16.
-            get_batch_prefill_module(kernel, dtype, dtype, dtype, torch.int32, head_dim, head_dim, 0, False, False, False)
+            get_batch_prefill_module(
+                kernel, dtype, dtype, dtype, torch.int32, head_dim, head_dim, 0, False, False, False
+            )
     except Exception as error:  # It imports, compiles and loads what others wrote, in whatever way that fails.
         return f"flashinfer cannot be loaded: {type(error).__name__}: {error}"
     return None
@@ -70,7 +74,8 @@ class _Planner:
 
 
 class FlashInferAttention(AttentionBackend):
-    """For one shape of heads on one GPU, where `obstacle` finds none. Its passes are to be run one after another, on one stream."""
+    """For one shape of heads on one GPU, where `obstacle` finds none. Its passes are to be run one after another, on
+    one stream."""
 
     def __init__(self, heads: tuple[int, int], head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
@@ -78,7 +83,9 @@ class FlashInferAttention(AttentionBackend):
         self.heads, self.head_dim, self.dtype = heads, head_dim, dtype
         self._splits = torch.empty(_split_bytes(heads, head_dim, device), dtype=torch.uint8, device=device)
         self._planners = {
-            kernel: [_Planner(BatchPrefillWithPagedKVCacheWrapper(self._splits, "NHD", backend=kernel)) for _ in range(PLANS)]
+            kernel: [
+                _Planner(BatchPrefillWithPagedKVCacheWrapper(self._splits, "NHD", backend=kernel)) for _ in range(PLANS)
+            ]
             for kernel in kernels_of(device)
         }
         self._turns = {kernel: cycle(planners) for kernel, planners in self._planners.items()}
@@ -102,7 +109,11 @@ class FlashInferAttention(AttentionBackend):
 
     def plan_with(self, kernel: str, pool: KVPool, batch: ForwardBatch) -> AttentionPass:
         """`plan`, by this kernel."""
-        assert self.takes(batch) and pool.keys.dtype == self.dtype and pool.keys.shape[2:] == (self.heads[1], self.head_dim)
+        assert (
+            self.takes(batch)
+            and pool.keys.dtype == self.dtype
+            and pool.keys.shape[2:] == (self.heads[1], self.head_dim)
+        )
         planner, ends_R = next(self._turns[kernel]), batch.starts_R + batch.counts_R
         held_RL = np.arange(batch.table_RL.shape[1]) < ends_R[:, None]
         planner.copied.synchronize()
@@ -140,6 +151,7 @@ def _bounds(counts_R: np.ndarray) -> Tensor:
 
 
 def _split_bytes(heads: tuple[int, int], head_dim: int, device: torch.device) -> int:
-    """What fa2 leaves of splits in float32: it splits no further than into two programs for each multiprocessor and key/value head."""
+    """What fa2 leaves of splits in float32: it splits no further than into two programs for each multiprocessor and
+    key/value head."""
     programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count // heads[1]
     return 4 * heads[0] * programs * TILE * (head_dim + 1) + 64

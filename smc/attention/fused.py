@@ -1,4 +1,5 @@
-"""Attention of long prompts by torch's fused kernels, row by row: nothing is shared between prompts, and none is padded."""
+"""Attention of long prompts by torch's fused kernels, row by row: nothing is shared between prompts, and none is
+padded."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ class _FusedPass(AttentionPass):
 
     def read(self, layer: int, q_THD: Tensor) -> Tensor:
         keys, values = self.pool.keys[layer], self.pool.values[layer]
-        return torch.cat([_row(q_THD[a:b], keys[pages_L], values[pages_L]) for (a, b), pages_L in zip(self.bounds, self.tables)])
+        return torch.cat(
+            [_row(q_THD[a:b], keys[pages_L], values[pages_L]) for (a, b), pages_L in zip(self.bounds, self.tables)]
+        )
 
 
 def _row(q_QHD: Tensor, k_LJD: Tensor, v_LJD: Tensor) -> Tensor:
@@ -42,7 +45,9 @@ def _row(q_QHD: Tensor, k_LJD: Tensor, v_LJD: Tensor) -> Tensor:
     elif len(q_QHD) == len(k_LJD):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     else:
-        out = F.scaled_dot_product_attention(q, k, v, _last_queries(len(q_QHD), len(k_LJD), q.device), enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(
+            q, k, v, _last_queries(len(q_QHD), len(k_LJD), q.device), enable_gqa=grouped
+        )
     return out[0].transpose(0, 1)
 
 

@@ -1,20 +1,20 @@
 """Triton kernels: attention of few rows over paged keys and values, a group's shared prefix read once for all its rows.
 Knows nothing about models or CUDA graphs, though all may be captured in one.
 
-Attention takes two launches a layer, which are at work at once where kernels may begin early (`smc.kernels.pdl`). `_prefix_kernel` attends
-a tile of a group's queries to one split of the group's prefix (flash decoding: Dao et al. 2023; the cascade of Ye et al. 2024), leaving a
-normalised output and a base-2 log-sum-exp per query and split. `_own_kernel` attends each row's queries to its own positions and merges the
-splits into that. Which tiles and splits there are was found beforehand, once for all layers (`smc.kernels.rows`).
-Where contexts are short, `smc.attention.step` does it in one launch, row by row: reading the prefix from the L2 cache for every row then
-costs less than a second launch and a merge. On Hopper GPUs most tiles of 64 queries have a prefix kernel of their own
-(`smc.attention.specialized`). Shapes are static; all that changes between replays of a graph (groups, lengths, pages) is read on the
-device.
+Attention takes two launches a layer, which are at work at once where kernels may begin early (`smc.kernels.pdl`).
+`_prefix_kernel` attends a tile of a group's queries to one split of the group's prefix (flash decoding: Dao et al.
+2023; the cascade of Ye et al. 2024), leaving a normalised output and a base-2 log-sum-exp per query and split.
+`_own_kernel` attends each row's queries to its own positions and merges the splits into that. Which tiles and splits
+there are was found beforehand, once for all layers (`smc.kernels.rows`). Where contexts are short, `smc.attention.step`
+does it in one launch, row by row: reading the prefix from the L2 cache for every row then costs less than a second
+launch and a merge. On Hopper GPUs most tiles of 64 queries have a prefix kernel of their own
+(`smc.attention.specialized`). Shapes are static; all that changes between replays of a graph (groups, lengths, pages)
+is read on the device.
 
-Axes: R rows, Q queries of a row (padded), T = R * Q tokens row after row, J key/value heads, H query heads, N = H // J, D head dimension,
-G groups, L positions of a table, S splits, W pieces (a tile and a split), E entries of the workspace (a query and a split);
-X = (row, query, head of N) and Y = (query, head of N) of a row, for one key/value head, Y padded for tensor cores, M not; P and O tiles of
-prefix and own positions.
-"""
+Axes: R rows, Q queries of a row (padded), T = R * Q tokens row after row, J key/value heads, H query heads, N = H // J,
+D head dimension, G groups, L positions of a table, S splits, W pieces (a tile and a split), E entries of the workspace
+(a query and a split); X = (row, query, head of N) and Y = (query, head of N) of a row, for one key/value head, Y padded
+for tensor cores, M not; P and O tiles of prefix and own positions."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ SPECIALIZED_TRITONS = ("3.6", "3.7")
 
 @triton.jit
 def take_in(q_XD, k_PD, v_PD, visible_XP, masked, m_X, l_X, acc_XD, SCALE: tl.constexpr):
-    """One tile more in the online softmax, of which m is the largest base-2 logit, l the sum and acc the weighted values. Unless `masked`,
-    all is visible."""
+    """One tile more in the online softmax, of which m is the largest base-2 logit, l the sum and acc the weighted
+    values. Unless `masked`, all is visible."""
     s_XP = tl.dot(q_XD, tl.trans(k_PD), input_precision="ieee")
     if masked:
         s_XP = tl.where(visible_XP, s_XP, -float("inf"))
@@ -59,8 +59,9 @@ def _prefix_kernel(
     N: tl.constexpr, J: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_P: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One piece of one key/value head. Pieces that there are none of come last, so that the others get a multiprocessor each. With PDL,
-    `_own_kernel` may come when each program has seen that queries are there: it finds room beside these, or waits for it."""
+    """One piece of one key/value head. Pieces that there are none of come last, so that the others get a multiprocessor
+    each. With PDL, `_own_kernel` may come when each program has seen that queries are there: it finds room beside
+    these, or waits for it."""
     j, piece = tl.program_id(0), piece_6W + tl.program_id(1)
     x0, queries, slot = tl.load(piece), tl.load(piece + W), tl.load(piece + 2 * W)
     first, last, entry = tl.load(piece + 3 * W), tl.load(piece + 4 * W), tl.load(piece + 5 * W)
@@ -82,9 +83,12 @@ def _prefix_kernel(
     for p0 in tl.range(first, last, BLOCK_P, num_stages=STAGES):
         at_PD = (page.to(tl.int64) * J + j)[:, None] * D + d
         k_PD, v_PD = tl.load(keys + at_PD), tl.load(values + at_PD)
-        # A tile ahead: the pipeline would otherwise spend its depth on this load before it may start the two that matter.
+        # A tile ahead: the pipeline would otherwise spend its depth on this load before it may start the two that
+        # matter.
         page = tl.load(pages + p0 + BLOCK_P, mask=p0 + BLOCK_P + p < last, other=0)
-        m_X, l_X, acc_XD = take_in(q_XD, k_PD, v_PD, (p0 + p < last)[None, :], p0 + BLOCK_P > last, m_X, l_X, acc_XD, SCALE)
+        m_X, l_X, acc_XD = take_in(
+            q_XD, k_PD, v_PD, (p0 + p < last)[None, :], p0 + BLOCK_P > last, m_X, l_X, acc_XD, SCALE
+        )
     at_X = j * E + entry + i
     tl.store(lse + at_X, m_X + tl.log2(l_X), mask=real_X)
     tl.store(part + at_X[:, None] * D + d, acc_XD / l_X[:, None], mask=real_X[:, None])
@@ -97,8 +101,8 @@ def _own_kernel(
     Q: tl.constexpr, N: tl.constexpr, J: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, TAIL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M queries of a row and key/value head, over the row's own positions, merged with the splits of its prefix: these are waited
-    for last."""
+    """BLOCK_M queries of a row and key/value head, over the row's own positions, merged with the splits of its prefix:
+    these are waited for last."""
     # Tensor cores take 16 queries at least; those past BLOCK_M see nothing.
     BLOCK_Y: tl.constexpr = max(16, BLOCK_M)
     PARTS: tl.constexpr = BLOCK_Y // BLOCK_M
@@ -121,7 +125,9 @@ def _own_kernel(
         page = page_at(shared + o, o < own, table, width, tail, tail_width, tail_start, TAIL)
         at_OD = (page.to(tl.int64) * J + j)[:, None] * D + d
         visible_YO = o[None, :] <= limit_Y[:, None]
-        m_Y, l_Y, acc_YD = take_in(q_YD, tl.load(keys + at_OD), tl.load(values + at_OD), visible_YO, True, m_Y, l_Y, acc_YD, SCALE)
+        m_Y, l_Y, acc_YD = take_in(
+            q_YD, tl.load(keys + at_OD), tl.load(values + at_OD), visible_YO, True, m_Y, l_Y, acc_YD, SCALE
+        )
     # Without those that see nothing, whose sums are zero.
     m_M, l_M = tl.max(tl.reshape(m_Y, (PARTS, BLOCK_M)), 0), tl.sum(tl.reshape(l_Y, (PARTS, BLOCK_M)), 0)
     acc_MD = tl.sum(tl.reshape(acc_YD, (PARTS, BLOCK_M, D)), 0)
@@ -146,7 +152,9 @@ def _own_kernel(
 def check_heads(heads: tuple[int, int], head_dim: int) -> None:
     """Heads (H, J). Raises ValueError for what the kernels cannot do."""
     if heads[0] % heads[1] or head_dim & (head_dim - 1) or not 16 <= head_dim <= 256:
-        raise ValueError(f"heads {heads} and dimension {head_dim}: want H a multiple of J, and a power of two from 16 to 256")
+        raise ValueError(
+            f"heads {heads} and dimension {head_dim}: want H a multiple of J, and a power of two from 16 to 256"
+        )
 
 
 def compiles_specialized() -> bool:
@@ -174,8 +182,8 @@ def _prefix_launch(tune: Tuning, device: torch.device | str) -> tuple[Any, dict[
 
 
 class SharedPrefixAttention:
-    """Causal attention of R rows of Q queries each, in at most G groups, for one static shape. Holds the splits' workspace, which layers
-    share one after another; two passes that may run at once need one each."""
+    """Causal attention of R rows of Q queries each, in at most G groups, for one static shape. Holds the splits'
+    workspace, which layers share one after another; two passes that may run at once need one each."""
 
     def __init__(
         self,
@@ -191,9 +199,9 @@ class SharedPrefixAttention:
         pdl: bool = False,
         **tuning: Any,
     ) -> None:
-        """`together`: rows that a group has, at most or mostly, which matters for speed alone; `heads` (H, J); `max_context` bounds the
-        positions that a group attends together; with `pdl` kernels, and whoever is launched next, begin before the one before has ended
-        (`smc.kernels.pdl`); `tuning` replaces fields of Tuning."""
+        """`together`: rows that a group has, at most or mostly, which matters for speed alone; `heads` (H, J);
+        `max_context` bounds the positions that a group attends together; with `pdl` kernels, and whoever is launched
+        next, begin before the one before has ended (`smc.kernels.pdl`); `tuning` replaces fields of Tuning."""
         check_heads(heads, head_dim)
         h, j = heads
         self.groups, self.rows, self.queries, self.heads, self.head_dim = groups, rows, queries, heads, head_dim
@@ -219,11 +227,18 @@ class SharedPrefixAttention:
     def run(self, q_THD: Tensor, keys: Tensor, values: Tensor, prepared: Prepared, out_THD: Tensor) -> Tensor:
         """Attend, into `out_THD` [T, H, D] contiguous; zeros for padding. Launches two kernels and allocates nothing.
 
-        q_THD rotated, tokens at any stride; keys, values [P + 1, J, D] hold the new tokens already. Query i < count_R of a row is at
-        position start_R + i and sees positions 0 .. start + i.
-        """
-        assert q_THD.shape == (self.rows * self.queries, self.heads[0], self.head_dim) and q_THD.stride()[1:] == (self.head_dim, 1)
-        assert keys.is_contiguous() and values.is_contiguous() and out_THD.is_contiguous() and keys.shape[1] == self.heads[1]
+        q_THD rotated, tokens at any stride; keys, values [P + 1, J, D] hold the new tokens already. Query i < count_R
+        of a row is at position start_R + i and sees positions 0 .. start + i."""
+        assert q_THD.shape == (self.rows * self.queries, self.heads[0], self.head_dim) and q_THD.stride()[1:] == (
+            self.head_dim,
+            1,
+        )
+        assert (
+            keys.is_contiguous()
+            and values.is_contiguous()
+            and out_THD.is_contiguous()
+            and keys.shape[1] == self.heads[1]
+        )
         tune, table, piece_6W = self.tuning, prepared.tables.table_SL, prepared.piece_6W
         entries, bounds = self.lse_JE.shape[1], (prepared.start_R, prepared.count_R)
         self.prefix_kernel[(self.heads[1], piece_6W.shape[1])](

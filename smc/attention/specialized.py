@@ -1,9 +1,10 @@
 """Attention to long prefixes on Hopper GPUs, by warps of two kinds: some copy, others multiply and weigh.
 
-Does for a tile of 64 queries what `_prefix_kernel` of `smc.attention.kernels` does for any. Four warps copy keys and values to a ring in
-shared memory, as far ahead as it has room; four others take them from there, and are kept from their work by no address and no load (Shah
-et al. 2024, FlashAttention-3). So a prefix is on its way before the queries are there. It is written in Gluon, since Triton leaves to no
-author which warp does what; without Hopper's tensor cores, or in Triton's interpreter, it cannot run.
+Does for a tile of 64 queries what `_prefix_kernel` of `smc.attention.kernels` does for any. Four warps copy keys and
+values to a ring in shared memory, as far ahead as it has room; four others take them from there, and are kept from
+their work by no address and no load (Shah et al. 2024, FlashAttention-3). So a prefix is on its way before the queries
+are there. It is written in Gluon, since Triton leaves to no author which warp does what; without Hopper's tensor cores,
+or in Triton's interpreter, it cannot run.
 
 Axes: as in `smc.attention.kernels`; S stages of the ring.
 """
@@ -13,7 +14,12 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 QUERIES = 64
@@ -21,21 +27,23 @@ QUERIES = 64
 WARPS = 4
 """Of either kind."""
 REGISTERS, COPIER_REGISTERS = 96, 40
-"""Of a thread in the mean, and of those that copy, which leave the others theirs: two programs find room on a multiprocessor, and where
-heads are narrow one of rows' own attention beside them."""
+"""Of a thread in the mean, and of those that copy, which leave the others theirs: two programs find room on a
+multiprocessor, and where heads are narrow one of rows' own attention beside them."""
 
 _QUERIES = gl.constexpr(QUERIES)
 _WARPS = gl.constexpr(WARPS)
 _COPIER_REGISTERS = gl.constexpr(COPIER_REGISTERS)
 _LOWEST = gl.constexpr(-1e30)  # Finite: a query that sees nothing yet would otherwise meet inf - inf.
 _LANES = gl.constexpr(16)
-"""Columns that maxima and sums of a tile are first made for: else they are one chain as long as all that a thread has of a row."""
+"""Columns that maxima and sums of a tile are first made for: else they are one chain as long as all that a thread has
+of a row."""
 
 
 @gluon.jit
 def _copy(work, J: gl.constexpr, D: gl.constexpr, BLOCK_P: gl.constexpr, STAGES: gl.constexpr):
-    """Keys and values to the ring. They are older than the kernel before, so nothing is waited for but room. Tensor cores may read what
-    these copies wrote once their barrier has completed, without a fence between the two, as in Triton's own pipelines."""
+    """Keys and values to the ring. They are older than the kernel before, so nothing is waited for but room. Tensor
+    cores may read what these copies wrote once their barrier has completed, without a fence between the two, as in
+    Triton's own pipelines."""
     keys, values, pages, first, last, j, k_SPD, v_SPD, k_full, v_full, empty = work
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [_WARPS, 1], [1, 0])
     p = gl.arange(0, BLOCK_P, gl.SliceLayout(1, WIDE))
@@ -58,7 +66,8 @@ def _copy(work, J: gl.constexpr, D: gl.constexpr, BLOCK_P: gl.constexpr, STAGES:
 
 @gluon.jit
 def _weigh(s_XP, m_X, l_X, SCALE: gl.constexpr):
-    """A tile more in the online softmax: its weights, the largest base-2 logit and the sum with it, what earlier sums are worth by now."""
+    """A tile more in the online softmax: its weights, the largest base-2 logit and the sum with it, what earlier sums
+    are worth by now."""
     X: gl.constexpr = s_XP.shape[0]
     LENGTH: gl.constexpr = s_XP.shape[1] // _LANES
     OF_SCORES: gl.constexpr = m_X.type.layout
@@ -87,7 +96,9 @@ def _attend(
     i = gl.arange(0, _QUERIES, gl.SliceLayout(1, WIDE))
     d = gl.arange(0, D, gl.SliceLayout(0, WIDE))
     at_X = (x0 + i) // N * q_stride + (j * N + (x0 + i) % N) * D
-    q_XD.store(gl.load(q + gl.expand_dims(at_X, 1) + gl.expand_dims(d, 0), mask=gl.expand_dims(i < queries, 1), other=0.0))
+    q_XD.store(
+        gl.load(q + gl.expand_dims(at_X, 1) + gl.expand_dims(d, 0), mask=gl.expand_dims(i < queries, 1), other=0.0)
+    )
     fence_async_shared()
     m_X = gl.full([_QUERIES], _LOWEST, gl.float32, OF_SCORES)
     l_X = gl.full([_QUERIES], 0.0, gl.float32, OF_SCORES)
@@ -153,5 +164,7 @@ def prefix_kernel(
     copy = (keys, values, pages, first, last, j, k_SPD, v_SPD, k_full, v_full, empty)
     # Constants stay constants only within the call.
     gl.warp_specialize(
-        [(_attend, (attend, N, D, SCALE, BLOCK_P, STAGES, PDL)), (_copy, (copy, J, D, BLOCK_P, STAGES))], [_WARPS], [_COPIER_REGISTERS]
+        [(_attend, (attend, N, D, SCALE, BLOCK_P, STAGES, PDL)), (_copy, (copy, J, D, BLOCK_P, STAGES))],
+        [_WARPS],
+        [_COPIER_REGISTERS],
     )

@@ -1,11 +1,12 @@
-"""Attention over short contexts in one launch: queries and keys of new tokens rotated, their keys and values stored, every row attended.
+"""Attention over short contexts in one launch: queries and keys of new tokens rotated, their keys and values stored,
+every row attended.
 
-For contexts so short that reading the prefix from the L2 cache for every row costs less than another launch (see `smc.attention.kernels`);
-what `smc.kernels.store` and `SharedPrefixAttention` do in three launches.
+For contexts so short that reading the prefix from the L2 cache for every row costs less than another launch (see
+`smc.attention.kernels`); what `smc.kernels.store` and `SharedPrefixAttention` do in three launches.
 
-Axes: R rows, Q tokens of a row (padded), T = R * Q tokens row after row, J key/value heads, H query heads, N = H // J, D head dimension,
-P positions of a tile, S parts of a split product; Y = (query, head of N) of a row, for one key/value head; X any heads of tokens.
-"""
+Axes: R rows, Q tokens of a row (padded), T = R * Q tokens row after row, J key/value heads, H query heads, N = H // J,
+D head dimension, P positions of a tile, S parts of a split product; Y = (query, head of N) of a row, for one key/value
+head; X any heads of tokens."""
 
 from __future__ import annotations
 
@@ -42,8 +43,8 @@ class StepTiling:
 
     @staticmethod
     def choose(queries: int, y: int, pairs: int, head_dim: int, item_size: int) -> StepTiling:
-        """The best of those tried on an H200, for so many pairs of a row and a key/value head, which has `y` queries: few programs must
-        hurry, many hide each other's waits."""
+        """The best of those tried on an H200, for so many pairs of a row and a key/value head, which has `y` queries:
+        few programs must hurry, many hide each other's waits."""
         few = pairs * triton.cdiv(y, LEAST_Y) <= 2 * MULTIPROCESSORS
         if item_size == 4:
             return StepTiling(16, 32, 2, 1)
@@ -75,13 +76,18 @@ def step_attention(
 ) -> None:
     """Attend, into `out_THD` contiguous; zeros for tokens that there are none of, which leave no trace.
 
-    qkv [T, (H + 2J) * D], or partial sums of it [S, T, (H + 2J) * D]; keys, values [pages + 1, J, D]; rope [positions, D] float32 as of
-    `RopeTable`. Row r's first count_R of Q tokens are at positions from start_R on, on pages that `tables` name, and so are the tokens
-    before them, none of which is another row's new one. Indices int32; q_norm, k_norm [D] or neither.
-    """
+    qkv [T, (H + 2J) * D], or partial sums of it [S, T, (H + 2J) * D]; keys, values [pages + 1, J, D]; rope [positions,
+    D] float32 as of `RopeTable`. Row r's first count_R of Q tokens are at positions from start_R on, on pages that
+    `tables` name, and so are the tokens before them, none of which is another row's new one. Indices int32; q_norm,
+    k_norm [D] or neither."""
     (tokens, h, d), j, rows = out_THD.shape, keys.shape[1], len(start_R)
     queries, (*index, tail) = tokens // rows, tables.arguments()
-    assert qkv.shape[-2:] == (tokens, (h + 2 * j) * d) and qkv.is_contiguous() and rope.shape[1] == d and rope.is_contiguous()
+    assert (
+        qkv.shape[-2:] == (tokens, (h + 2 * j) * d)
+        and qkv.is_contiguous()
+        and rope.shape[1] == d
+        and rope.is_contiguous()
+    )
     assert keys.is_contiguous() and values.is_contiguous() and out_THD.is_contiguous() and tokens == rows * queries
     y = queries * h // j
     tiling = tiling or StepTiling.choose(queries, y, j * floor_rows(rows), d, keys.element_size())
@@ -98,8 +104,8 @@ def _rotated(
     at_X, position_X, rope, d, split_stride, norm, eps, mask_X,
     D: tl.constexpr, NORM: tl.constexpr, SPLITS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Heads [X, D] that lie at `at_X`, of tokens at these positions, normalised and rotated. Arithmetic is in float32, rounded as a product
-    that was never split would be, and once more at the end."""
+    """Heads [X, D] that lie at `at_X`, of tokens at these positions, normalised and rotated. Arithmetic is in float32,
+    rounded as a product that was never split would be, and once more at the end."""
     # The other half of a head's dimensions: (x, y) -> (x cos - y sin, y cos + x sin).
     other, mask = (d + D // 2) % D, mask_X[:, None]
     angle = rope + position_X.to(tl.int64)[:, None] * D + d % (D // 2)
@@ -113,7 +119,9 @@ def _rotated(
     return (x_XD * cos + y_XD * tl.where(d < D // 2, -sin, sin)).to(DTYPE)
 
 
-@one_variant("qkv", "keys", "values", "rope", "table_SL", "table_stride", "width", "out", "q_norm", "k_norm", "split_stride")
+@one_variant(
+    "qkv", "keys", "values", "rope", "table_SL", "table_stride", "width", "out", "q_norm", "k_norm", "split_stride"
+)
 def _step_kernel(
     qkv, keys, values, rope, table_SL, table_stride, width, slot_R, tail_RB, tail_stride, tail_width, tail_R, start_R, count_R, out,
     q_norm, k_norm, eps, split_stride,
@@ -127,7 +135,12 @@ def _step_kernel(
     # One new key is compared number by number, several by tensor cores.
     KEYS: tl.constexpr = 1 if Q == 1 else BLOCK_Q
     j, r, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    y, i, p, d = tile * BLOCK_Y + tl.arange(0, BLOCK_Y), tl.arange(0, KEYS), tl.arange(0, BLOCK_P), tl.arange(0, D)[None, :]
+    y, i, p, d = (
+        tile * BLOCK_Y + tl.arange(0, BLOCK_Y),
+        tl.arange(0, KEYS),
+        tl.arange(0, BLOCK_P),
+        tl.arange(0, D)[None, :],
+    )
     start, count = tl.load(start_R + r), tl.load(count_R + r)
     table, tail, tail_start = row_tables(r, table_SL, table_stride, slot_R, tail_RB, tail_stride, tail_R, TAIL)
     held, query_Y = tl.where(count > 0, start, 0), y // N
@@ -157,7 +170,8 @@ def _step_kernel(
     for p0 in tl.range(0, held, BLOCK_P, num_stages=STAGES):
         at_PD = (page.to(tl.int64) * J + j)[:, None] * D + d
         k_PD, v_PD = tl.load(keys + at_PD), tl.load(values + at_PD)
-        # A tile ahead: the pipeline would otherwise spend its depth on this load before it may start the two that matter.
+        # A tile ahead: the pipeline would otherwise spend its depth on this load before it may start the two that
+        # matter.
         next_p = p0 + BLOCK_P + p
         page = page_at(next_p, next_p < held, table, width, tail, tail_width, tail_start, TAIL)
         m_Y, l_Y, acc_YD = take_in(q_YD, k_PD, v_PD, (p0 + p < held)[None, :], True, m_Y, l_Y, acc_YD, SCALE)

@@ -1,11 +1,11 @@
 """The reference backend, in plain torch: other backends are tested against it.
 
-A segment's shared prefix is gathered and multiplied once for all its rows; what a row has for itself is gathered per row.
-Scores of both parts meet in one softmax.
+A segment's shared prefix is gathered and multiplied once for all its rows; what a row has for itself is gathered per
+row. Scores of both parts meet in one softmax.
 
-Axes: R rows, Q new tokens of a row (padded to the longest), T = all new tokens, J key/value heads, H query heads, D head
-dimension, S segments, M rows of a segment (padded), P prefix positions, O own positions, X queries of one key/value head.
-"""
+Axes: R rows, Q new tokens of a row (padded to the longest), T = all new tokens, J key/value heads, H query heads, D
+head dimension, S segments, M rows of a segment (padded), P prefix positions, O own positions, X queries of one
+key/value head."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ class TorchAttention(AttentionBackend):
 class _Prefix:
     """What the rows of each segment share: read once per segment."""
 
-    def __init__(self, pages_SP: Tensor, outside_SP: Tensor | None, shape_SM: tuple[int, int], member_R: Tensor | None) -> None:
+    def __init__(
+        self, pages_SP: Tensor, outside_SP: Tensor | None, shape_SM: tuple[int, int], member_R: Tensor | None
+    ) -> None:
         self.pages_SP, self.outside_SP, self.shape_SM, self.member_R = pages_SP, outside_SP, shape_SM, member_R
 
     @staticmethod
@@ -53,7 +55,9 @@ class _Prefix:
         sizes_S = np.diff(batch.bounds_S)
         m = int(sizes_S.max())
         member_R = to_device(_padded_slots(sizes_S, m)) if (sizes_S != m).any() else None
-        return _Prefix(to_device(pages_SP), to_device(outside_SP) if outside_SP.any() else None, (len(sizes_S), m), member_R)
+        return _Prefix(
+            to_device(pages_SP), to_device(outside_SP) if outside_SP.any() else None, (len(sizes_S), m), member_R
+        )
 
     def scores(self, q_RJXD: Tensor, keys: Tensor) -> Tensor:
         scores_SJZP = self._by_segment(q_RJXD) @ keys[self.pages_SP].permute(0, 2, 3, 1)
@@ -65,7 +69,8 @@ class _Prefix:
         return self._by_row(self._by_segment(weights_RJXP) @ values[self.pages_SP].transpose(1, 2))
 
     def _by_segment(self, x_RJXY: Tensor) -> Tensor:
-        """[S, J, M * X, Y]: the rows of a segment side by side, so that one product reads its prefix for all of them."""
+        """[S, J, M * X, Y]: the rows of a segment side by side, so that one product reads its prefix for all of
+        them."""
         _, j, x, y = x_RJXY.shape
         if self.member_R is not None:
             padded = x_RJXY.new_zeros(self.shape_SM[0] * self.shape_SM[1], j, x, y)
@@ -129,8 +134,8 @@ class _TorchPass(AttentionPass):
 
 
 def _own_pages(batch: ForwardBatch, shared_R: np.ndarray, own: int) -> np.ndarray:
-    """Pages [R, O] of each row's positions after its shared prefix; past its end the dummy page, to be hidden: what another page holds
-    there may be NaN, which no mask undoes."""
+    """Pages [R, O] of each row's positions after its shared prefix; past its end the dummy page, to be hidden: what
+    another page holds there may be NaN, which no mask undoes."""
     column_RO = shared_R[:, None] + np.arange(own)
     beyond_RO = column_RO >= (batch.starts_R + batch.counts_R)[:, None]
     pages_RO = np.take_along_axis(batch.table_RL, np.minimum(column_RO, batch.table_RL.shape[1] - 1), axis=1)

@@ -1,4 +1,5 @@
-"""Sizes of the attention kernels' tiles and launches. Knows nothing but shapes; see `smc.attention.kernels` for what they mean."""
+"""Sizes of the attention kernels' tiles and launches. Knows nothing but shapes; see `smc.attention.kernels` for what
+they mean."""
 
 from __future__ import annotations
 
@@ -14,12 +15,14 @@ PAIRED = 512
 FEW = 8
 """Queries of a group, up to which narrow heads have tiles of their own."""
 SPECIALIZED = 256
-"""Queries of a group and a key/value head, up to which wide heads are read by warps of two kinds; of more, warps of one were faster."""
+"""Queries of a group and a key/value head, up to which wide heads are read by warps of two kinds; of more, warps of one
+were faster."""
 
 
 def floor_rows(rows: int) -> int:
-    """Rows by which sizes are chosen: the power of two at or below. Rounds with companions have more rows than places; so they bring one
-    size at most, and kernels to compile: that of the most rows, which is rehearsed (`smc.calibration.warm_up`)."""
+    """Rows by which sizes are chosen: the power of two at or below. Rounds with companions have more rows than places;
+    so they bring one size at most, and kernels to compile: that of the most rows, which is rehearsed
+    (`smc.calibration.warm_up`)."""
     return 1 << (rows.bit_length() - 1)
 
 
@@ -28,19 +31,22 @@ class Tuning:
     """Sizes that change speed only. `choose` guesses them; a benchmark may know better."""
 
     block_x: int
-    """Queries of a prefix program: as many as a group has, at most 64, or 128 where there are so many that loading keys again would cost
-    more than two programs on a multiprocessor gain."""
+    """Queries of a prefix program: as many as a group has, at most 64, or 128 where there are so many that loading keys
+    again would cost more than two programs on a multiprocessor gain."""
     block_p: int
     """Prefix positions of a tile."""
     pieces: int
-    """Pairs (tile of queries, split of the prefix) that a key/value head has work for: about one program for each multiprocessor, two where
-    two find room on one, or groups are several. With more splits, merging costs more than the reading gains."""
+    """Pairs (tile of queries, split of the prefix) that a key/value head has work for: about one program for each
+    multiprocessor, two where two find room on one, or groups are several. With more splits, merging costs more than the
+    reading gains."""
     min_tiles: int
     """Tiles of a split at least: merging one more split costs more than reading a few more tiles."""
     specialized: bool
-    """Whether warps of two kinds read prefixes (`smc.attention.specialized`), on GPUs that can: 64 queries by four and four warps."""
+    """Whether warps of two kinds read prefixes (`smc.attention.specialized`), on GPUs that can: 64 queries by four and
+    four warps."""
     warps: int
-    """Warps of a prefix program; 4 form one tensor-core group of 64 queries (Hopper's wgmma; below 64 queries it is mma)."""
+    """Warps of a prefix program; 4 form one tensor-core group of 64 queries (Hopper's wgmma; below 64 queries it is
+    mma)."""
     stages: int
     """Depth of the prefix kernel's load pipeline."""
     own_y: int
@@ -50,23 +56,28 @@ class Tuning:
     block_s: int
     """Splits merged at once, by registers."""
     own_warps: int
-    """Warps of an own program: one, where registers suffice, finds room on a multiprocessor that is full of a prefix's programs."""
+    """Warps of an own program: one, where registers suffice, finds room on a multiprocessor that is full of a prefix's
+    programs."""
     own_stages: int
     """Depth of the own kernel's load pipeline; 1 is none."""
     partial: torch.dtype
     """Type of the splits' outputs in the workspace."""
 
     @staticmethod
-    def choose(rows: int, together: int, queries: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> Tuning:
-        """`together`: rows that a group has, at most or mostly; how many groups share the rows is known on the device alone."""
+    def choose(
+        rows: int, together: int, queries: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype
+    ) -> Tuning:
+        """`together`: rows that a group has, at most or mostly; how many groups share the rows is known on the device
+        alone."""
         (h, j), wide, rows = heads, dtype.itemsize == 4, floor_rows(rows)
         y = queries * h // j
         narrow = not wide and head_dim <= 64
-        # Of several groups with few queries each, nothing is loaded twice, and what counts is how much is on its way. Narrow heads of more
-        # than a few are no slower in tiles of many.
+        # Of several groups with few queries each, nothing is loaded twice, and what counts is how much is on its way.
+        # Narrow heads of more than a few are no slower in tiles of many.
         several = not wide and together < rows and (not narrow or together * y <= FEW)
         x = together * y if several else rows * y
-        # Of two programs of 64 queries on a multiprocessor one computes while the other waits; one of a single row's has little to compute.
+        # Of two programs of 64 queries on a multiprocessor one computes while the other waits; one of a single row's
+        # has little to compute.
         pairs = narrow or (not wide and head_dim <= 128 and not several and x <= PAIRED)
         block_x = min(32 if wide else 64 if pairs else 128, max(16, triton.next_power_of_2(x)))
         block_p = 32 if wide else 128 if narrow and not several else 64

@@ -1,1 +1,2 @@
-"""What an engine does before it serves: costs are timed, kernels are compiled, CUDA graphs of the usual sizes are captured."""
+"""What an engine does before it serves: costs are timed, kernels are compiled, CUDA graphs of the usual sizes are
+captured."""

@@ -1,9 +1,10 @@
-"""Times what a draft step and a target pass cost on the devices of an engine, before anybody is served: `smc.scheduler.latency_model`.
+"""Times what a draft step and a target pass cost on the devices of an engine, before anybody is served:
+`smc.scheduler.latency_model`.
 
-Rounds of full rows that belong to nobody. Every request reads pages of its own, all over the pool and whatever is in them: one page for all
-would take other times. All write to the dummy page, so nothing is changed. Sizes are timed behind short contexts, one of them behind long
-ones, too: what is added is the cost of reading. A request of the engine's own says what a round takes besides.
-"""
+Rounds of full rows that belong to nobody. Every request reads pages of its own, all over the pool and whatever is in
+them: one page for all would take other times. All write to the dummy page, so nothing is changed. Sizes are timed
+behind short contexts, one of them behind long ones, too: what is added is the cost of reading. A request of the
+engine's own says what a round takes besides."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ class Effort:
     untimed: int
     """Rounds of a size before those."""
     crowd: int
-    """Requests that the cost of reading is timed with, if there are slots for so many: of few, hardly anything is read."""
+    """Requests that the cost of reading is timed with, if there are slots for so many: of few, hardly anything is
+    read."""
     context: int
     """Tokens that each of them reads, if there is room for so many."""
 
@@ -74,7 +76,9 @@ def time_costs(engine: Engine, effort: Effort) -> LatencyModel | None:
         return None
     timer, short = Timer(engine, effort), min(SHORT_CONTEXT, long // 2)
     samples, read = timer.samples(short), timer.reading(short, long)
-    return LatencyModel(**{name: _cost(samples[name], read[name]) for name in PARTS}, round_overhead=_overhead(engine, effort))
+    return LatencyModel(
+        **{name: _cost(samples[name], read[name]) for name in PARTS}, round_overhead=_overhead(engine, effort)
+    )
 
 
 @dataclass(frozen=True)
@@ -86,9 +90,13 @@ class CostSample:
 
 
 def _cost(samples: list[CostSample], read: float) -> ModelLatency:
-    """No more than half of what a sample took is taken for reading, however long contexts were slowed down by something else."""
+    """No more than half of what a sample took is taken for reading, however long contexts were slowed down by something
+    else."""
     return ModelLatency(
-        LatencyCurve.through((each.size, max(each.seconds - read * each.context, each.seconds / 2)) for each in samples), read
+        LatencyCurve.through(
+            (each.size, max(each.seconds - read * each.context, each.seconds / 2)) for each in samples
+        ),
+        read,
     )
 
 
@@ -111,7 +119,9 @@ class Timer:
                 if program is Program.DRAFT and count > 1:
                     continue
                 # One model alone takes many passes in a round.
-                tree, repeats = (TREE, self._effort.repeats) if program is Program.PAIR else (1, -(-self._effort.repeats // 2))
+                tree, repeats = (
+                    (TREE, self._effort.repeats) if program is Program.PAIR else (1, -(-self._effort.repeats // 2))
+                )
                 for side, seconds in self._time(program, repeats, count, context, tree).items():
                     self._spent += sum(seconds)
                     name, size = _part(program, side, config, count)
@@ -174,7 +184,8 @@ def _steps(part: str, config: EngineConfig) -> int:
 
 
 def live_plan(program: Program, config: EngineConfig, count: int, context: int, tree: int) -> RoundPlan[np.ndarray]:
-    """A round of the first `count` slots: trees of so many rows or fewer; where one model decodes alone, single rows."""
+    """A round of the first `count` slots: trees of so many rows or fewer; where one model decodes alone, single
+    rows."""
     places, columns = bucket(count), room_for(context, config.block)
     kind = Kind.BEST if program is Program.PAIR else Kind.INDEPENDENT
     shape = PROGRAMS[program].shape(config)
@@ -245,7 +256,9 @@ def _overhead(engine: Engine, effort: Effort) -> float:
     # The first is alone on its way, so that what goes on beside it is not seen.
     turns = 1 + effort.untimed + effort.repeats
     most = min((turns + 1) * config.target_tokens, engine.context - 4)
-    params = SamplingParams(method=Method.EXACT, particles=min(2, config.max_slots), seed=0, ignore_eos=True, max_tokens=most)
+    params = SamplingParams(
+        method=Method.EXACT, particles=min(2, config.max_slots), seed=0, ignore_eos=True, max_tokens=most
+    )
     engine.submit(Request("timing", tuple(i % engine.tokenizer.size for i in range(4)), params))
     found: list[float] = []
     read = rounds.last

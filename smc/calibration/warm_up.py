@@ -1,8 +1,8 @@
-"""Rounds of nobody, so that every kind that requests of usual settings ask for is compiled and recorded before anybody waits for it.
+"""Rounds of nobody, so that every kind that requests of usual settings ask for is compiled and recorded before anybody
+waits for it.
 
-What an engine does before it serves anybody: a request through both models; and where kernels are compiled, rounds of nobody of all
-usual kinds, and a request of every rarer kind, so that none of its first users waits for seconds.
-"""
+What an engine does before it serves anybody: a request through both models; and where kernels are compiled, rounds of
+nobody of all usual kinds, and a request of every rarer kind, so that none of its first users waits for seconds."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ TURNS = 2
 PROCESSORS: tuple[tuple[str, ...], ...] = ((), ("top_k",), ("top_p",), ("min_p",), ("min_p", "top_k", "top_p"))
 """Of truncated laws: `LawSpec.canonical` knows no others."""
 TRUNCATED_PLACES = {Program.PAIR: (8,), Program.TARGET: (1, 8)}
-"""Of rounds with truncated laws, which are rehearsed in few sizes: their kernels are then there, and recording others costs a round."""
+"""Of rounds with truncated laws, which are rehearsed in few sizes: their kernels are then there, and recording others
+costs a round."""
 
 
 KINDS = (
@@ -55,7 +56,9 @@ def rehearsal(
     for (program, kinds), contexts in product(wanted, Contexts):
         few = {min(places, sizes[-1]) for places in TRUNCATED_PLACES[program]}
         for shape, places, processors in product(_shapes(config, program, kinds), sizes, truncated):
-            if (processors and places not in few) or contexts not in _contexts(config.width(context), program, kinds, places):
+            if (processors and places not in few) or contexts not in _contexts(
+                config.width(context), program, kinds, places
+            ):
                 continue
             plan = empty_plan(program, shape, places, config.max_slots, contexts, processors=processors, kinds=kinds)
             yield from [plan] * TURNS
@@ -146,16 +149,17 @@ RARE: tuple[RequestKind, ...] = (
 )
 """Kinds of requests of which there are no rounds of nobody."""
 LONG: tuple[tuple[RequestKind, ...], ...] = (({"method": "draft"},), ({"method": "draft"},) * 2)
-"""Of these, those whose rounds behind a long prompt are like no others: a model alone has one token to begin with, where blocks begin with
-two in lockstep; and two of them are groups with a row each."""
+"""Of these, those whose rounds behind a long prompt are like no others: a model alone has one token to begin with,
+where blocks begin with two in lockstep; and two of them are groups with a row each."""
 COMMON: tuple[RequestKind, ...] = ({}, {"method": "exact"}, INDEPENDENT)
 EVERY: tuple[RequestKind, ...] = ({"alpha": 2.0}, {"method": "exact"}, INDEPENDENT, REJECTION)
 TOGETHER: tuple[tuple[RequestKind, ...], ...] = (
     COMMON,
     *(tuple(kind | law for kind in EVERY) for law in ({}, TRUNCATED, BIASED, TRUNCATED | BIASED)),
 )
-"""Kinds that share rounds. Kernels over logits are compiled for laws that are truncated and for others, and for logits as models make them
-and for float32, which they are at both models where biases are added to them: rounds of every kind with each of these have them all."""
+"""Kinds that share rounds. Kernels over logits are compiled for laws that are truncated and for others, and for logits
+as models make them and for float32, which they are at both models where biases are added to them: rounds of every kind
+with each of these have them all."""
 
 logger = logging.getLogger(__name__)
 
@@ -168,8 +172,8 @@ def first_request(config: EngineConfig, context: int, vocab: int) -> Request:
 
 
 def rehearse(engine: Engine, plans: Iterable[RoundPlan], rare: Iterable[Sequence[Request]] = ()) -> None:
-    """Rounds of nobody, then requests, one list after another, of an idle engine, which forgets them. What it refuses is left out; one that
-    fails is logged, since its kind alone may."""
+    """Rounds of nobody, then requests, one list after another, of an idle engine, which forgets them. What it refuses
+    is left out; one that fails is logged, since its kind alone may."""
     last: Pending | None = None
     for plan in plans:
         # One is asked for while the one before goes on.
@@ -205,9 +209,10 @@ def _submit(engine: Engine, request: Request) -> list[Output]:
 
 
 def rare_requests(config: EngineConfig, context: int, vocab: int) -> Iterator[list[Request]]:
-    """Lists of requests to be run one after another: of every kind alone, of several kinds in one round, and of as many rows as there can
-    be, at both models and at the target alone (in one round where there is one cohort, and pages for it). Behind a long prompt, where
-    there can be some, few: most of what their rounds compile, rounds of nobody have compiled."""
+    """Lists of requests to be run one after another: of every kind alone, of several kinds in one round, and of as many
+    rows as there can be, at both models and at the target alone (in one round where there is one cohort, and pages for
+    it). Behind a long prompt, where there can be some, few: most of what their rounds compile, rounds of nobody have
+    compiled."""
     tokens = ROUNDS * (config.block + 1)
     few, long = (*((kind,) for kind in RARE), *TOGETHER), (*LONG, COMMON)
     # Behind the longer prompt, where there is room for it, no round is short.
@@ -224,7 +229,8 @@ def rare_requests(config: EngineConfig, context: int, vocab: int) -> Iterator[li
 
 
 def _crowd(kind: RequestKind, prompt: tuple[int, ...], tokens: int, config: EngineConfig, vocab: int) -> list[Request]:
-    """As many rows as there can be: so many guided ones, and others where slots are left, that places and companions together are most."""
+    """As many rows as there can be: so many guided ones, and others where slots are left, that places and companions
+    together are most."""
     counts = range(1, config.max_slots // 2 + 1)
     guided = max(counts, key=lambda count: crowded(count, config.max_slots - 2 * count), default=0)
     guidance = GUIDED if kind["method"] == "target" else GUIDED | {"guide_draft": True}
@@ -249,7 +255,9 @@ def _parts(kind: RequestKind, rows: int) -> list[RequestKind]:
     return [kind | {"particles": min(MAX_PARTICLES, rows - begin)} for begin in range(0, rows, MAX_PARTICLES)]
 
 
-def _request(kind: RequestKind, prompt: tuple[int, ...], tokens: int, config: EngineConfig, vocab: int, together: int = 1) -> Request:
+def _request(
+    kind: RequestKind, prompt: tuple[int, ...], tokens: int, config: EngineConfig, vocab: int, together: int = 1
+) -> Request:
     """`together`: requests that are to have room beside each other."""
     params = SamplingParams(seed=0, ignore_eos=True, max_tokens=tokens, **kind)
     if params.particles:

@@ -62,14 +62,18 @@ class Corpus:
         return len(self.start_N)
 
     def to(self, device: str) -> Corpus:
-        flat_L, start_N, prompt_N, length_N = (t.to(device) for t in (self.flat_L, self.start_N, self.prompt_N, self.length_N))
+        flat_L, start_N, prompt_N, length_N = (
+            t.to(device) for t in (self.flat_L, self.start_N, self.prompt_N, self.length_N)
+        )
         return Corpus(flat_L, start_N, prompt_N, length_N, self.widths)
 
     def sample(self, size: int, generator: torch.Generator) -> Iterator[TrainingBatch]:
         """One batch of `size` problems, as one part per group."""
         bounds = _bounds(len(self))
         for width, low, high in zip(self.widths, bounds, bounds[1:]):
-            yield self._cut(torch.randint(low, high, (size // GROUPS,), generator=generator, device=self.flat_L.device), width)
+            yield self._cut(
+                torch.randint(low, high, (size // GROUPS,), generator=generator, device=self.flat_L.device), width
+            )
 
     def _cut(self, chosen_B: Tensor, width: int) -> TrainingBatch:
         place_S = torch.arange(width, device=self.flat_L.device)

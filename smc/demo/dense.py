@@ -2,8 +2,8 @@
 
 Knows nothing about speculative decoding: its accuracies are those of one model alone.
 
-Axes: B rows, S token positions, T = B * S, E hidden size, H query heads, J key/value heads, D head dimension, V vocabulary.
-"""
+Axes: B rows, S token positions, T = B * S, E hidden size, H query heads, J key/value heads, D head dimension, V
+vocabulary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The English of the demo problems: names, things and the ways to say each turn of a story. Knows nothing about numbers.
+"""The English of the demo problems: names, things and the ways to say each turn of a story. Knows nothing about
+numbers.
 
 A phrasing is filled with `str.format`: `name`, `p` (she), `q` (her, as in "gives her"), `s` (her, as in "her box"),
 `thing`, `extra` (somebody else), `mate` (the person compared with) and the amounts `n` and `k`.
@@ -77,7 +78,11 @@ LOSS_BOXES = (
     "Then {p} loses {k} packs of {n}.",
 )
 DOUBLE = ("A week later {p} has twice as many.", "Then {p} doubles {s} {thing}.", "{extra} then doubles what {p} has.")
-TIMES = ("A week later {p} has {k} times as many.", "By spring {p} has {k} times as many {thing}.", "Soon {p} has {k} times that number.")
+TIMES = (
+    "A week later {p} has {k} times as many.",
+    "By spring {p} has {k} times as many {thing}.",
+    "Soon {p} has {k} times that number.",
+)
 HALVE = ("{p} gives half of them to {extra}.", "Then {p} loses half of {s} {thing}.", "{p} sells half of the {thing}.")
 SPLIT = (
     "{p} sorts them into {k} equal piles and keeps one pile.",

@@ -41,7 +41,8 @@ class Problem:
 
 
 def generate(seed: int, count: int, split: Split) -> list[Problem]:
-    """`count` problems of one split, the same for the same arguments. No question is in both splits, whatever the seeds."""
+    """`count` problems of one split, the same for the same arguments. No question is in both splits, whatever the
+    seeds."""
     if split not in ("train", "test"):
         raise ValueError(f"split={split!r} is unknown; known: 'train', 'test'")
     rng = random.Random(f"{split}-{seed}")

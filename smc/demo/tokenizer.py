@@ -44,7 +44,9 @@ def build(texts: Iterable[str]) -> Tokenizer:
     )
     tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() != VOCAB_SIZE:
-        raise ValueError(f"the texts give {tokenizer.get_vocab_size()} tokens, {VOCAB_SIZE} are needed; give more varied texts")
+        raise ValueError(
+            f"the texts give {tokenizer.get_vocab_size()} tokens, {VOCAB_SIZE} are needed; give more varied texts"
+        )
     return tokenizer
 
 

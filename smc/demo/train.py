@@ -86,7 +86,9 @@ def stop_at(goal: float, every: int, examiner: Examiner) -> Watch:
     return watch
 
 
-def train_and_write(name: str, trainer: Trainer, watch: Watch | None, examiner: Examiner, out: Path, settings: dict[str, object]) -> None:
+def train_and_write(
+    name: str, trainer: Trainer, watch: Watch | None, examiner: Examiner, out: Path, settings: dict[str, object]
+) -> None:
     """Train one model, measure it, write it to `out/name` and its record to `out/training.json`."""
     model = trainer.model
     size = sum(weight.numel() for weight in model.parameters())
@@ -102,7 +104,11 @@ def train_and_write(name: str, trainer: Trainer, watch: Watch | None, examiner: 
         "weights": size,
         "steps_done": steps,
         "seconds": round(seconds, 1),
-        "accuracy": {"share": round(accuracy.share, 4), "interval_95": [round(x, 4) for x in accuracy.interval], **asdict(accuracy)},
+        "accuracy": {
+            "share": round(accuracy.share, 4),
+            "interval_95": [round(x, 4) for x in accuracy.interval],
+            **asdict(accuracy),
+        },
         "recipe": {key: value for key, value in asdict(trainer.recipe).items() if key != "config"},
         "corpus_problems": len(trainer.data),
         "device": trainer.device,
@@ -123,17 +129,25 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=WEIGHTS, help="directory to write to (default: %(default)s)")
     parser.add_argument("--model", choices=("target", "draft", "both"), default="both")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--problems", type=int, default=1_000_000, help="training problems to generate (default: %(default)s)")
+    parser.add_argument(
+        "--problems", type=int, default=1_000_000, help="training problems to generate (default: %(default)s)"
+    )
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that generate them")
     parser.add_argument("--batch", type=int, default=768, help=f"problems a step, a multiple of {corpus.GROUPS}")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", type=int, default=8_000, help="target steps (default: %(default)s)")
     length.add_argument("--minutes", type=float, help="train the target for this long instead of --steps")
     parser.add_argument("--draft-steps", type=int, default=6_000, help="draft steps at most (default: %(default)s)")
-    parser.add_argument("--draft-goal", type=float, default=0.22, help="accuracy the draft stops at (default: %(default)s)")
-    parser.add_argument("--draft-every", type=int, default=50, help="steps between two draft snapshots (default: %(default)s)")
+    parser.add_argument(
+        "--draft-goal", type=float, default=0.22, help="accuracy the draft stops at (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--draft-every", type=int, default=50, help="steps between two draft snapshots (default: %(default)s)"
+    )
     parser.add_argument("--eval-problems", type=int, default=2_000, help="test problems (default: %(default)s)")
-    parser.add_argument("--compile", action="store_true", help="compile the target's loss: a minute to start, then faster steps")
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the target's loss: a minute to start, then faster steps"
+    )
     return parser.parse_args(arguments)
 
 
@@ -160,7 +174,9 @@ def main() -> None:
     if options.model != "draft":
         steps = options.steps if options.minutes is None else None
         recipe = Recipe(TARGET_CONFIG, TARGET_SEED, options.batch, steps=steps, minutes=options.minutes)
-        train_and_write("target", Trainer(recipe, data, options.device, options.compile), None, examiner, options.out, {})
+        train_and_write(
+            "target", Trainer(recipe, data, options.device, options.compile), None, examiner, options.out, {}
+        )
     print(f"done in {time.monotonic() - began:.0f} s", flush=True)
 
 

@@ -133,4 +133,7 @@ class Trainer:
 
 def _say_progress(step: int, loss: float, progress: float, seconds: float) -> None:
     eta = seconds / progress - seconds if progress else float("nan")
-    print(f"step {step:6d}  loss {loss:.4f}  {step / seconds:6.2f} steps/s  {progress:4.0%} done, {eta:.0f} s left", flush=True)
+    print(
+        f"step {step:6d}  loss {loss:.4f}  {step / seconds:6.2f} steps/s  {progress:4.0%} done, {eta:.0f} s left",
+        flush=True,
+    )

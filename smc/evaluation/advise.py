@@ -1,6 +1,8 @@
-"""Which arrangement of GPUs, and which N, F, K, decode how many requests fastest: exact decoding beside plain, foretold from cost curves.
+"""Which arrangement of GPUs, and which N, F, K, decode how many requests fastest: exact decoding beside plain, foretold
+from cost curves.
 
-Arithmetic alone: what costs and acceptance are, and how they were come by, others say (`smc.calibration.costs`, `smc.evaluation.probes`).
+Arithmetic alone: what costs and acceptance are, and how they were come by, others say (`smc.calibration.costs`,
+`smc.evaluation.probes`).
 
 N rows of a tree, K tokens of a block, F rows ahead for each of N.
 """
@@ -25,7 +27,8 @@ PLAIN, LOCKSTEP, LOOKAHEAD = "plain", "lockstep", "look-ahead"
 
 @dataclass(frozen=True)
 class Acceptance:
-    """How often the target draws what has been drafted. Raises ValueError naming the field, the value and what is allowed."""
+    """How often the target draws what has been drafted. Raises ValueError naming the field, the value and what is
+    allowed."""
 
     one: float
     """Probability that the target's next token is the one that a single drafted row has."""
@@ -49,11 +52,11 @@ class Acceptance:
     def lookahead_tokens(self, particles: int, branches: int, block: int) -> float:
         """Tokens a round, expected in the long run.
 
-        Rounds are of two kinds. One verifies a tree whose first token is known to be right: every token that follows is there with the
-        probability of its rows, and so is the target's word after the block, among the rows ahead. The first that is not ends the round,
-        and the next is of the other kind, which has a single token to verify, and draws a tree ahead from one root, as wide as its offers.
-        Rows ahead are dealt out over all by likelihood; those that follow the winning row are as many as its share of them.
-        """
+        Rounds are of two kinds. One verifies a tree whose first token is known to be right: every token that follows is
+        there with the probability of its rows, and so is the target's word after the block, among the rows ahead. The
+        first that is not ends the round, and the next is of the other kind, which has a single token to verify, and
+        draws a tree ahead from one root, as wide as its offers. Rows ahead are dealt out over all by likelihood; those
+        that follow the winning row are as many as its share of them."""
         share = self.one**block
         found = self.of_rows(min(particles, particles * branches * share))
         hit, again = found**block, self.of_rows(min(particles * branches, OFFERS))
@@ -82,8 +85,11 @@ class Arrangement:
     costs: LatencyModel
     """Of one service's devices."""
 
-    def speed(self, requests: int, setting: Setting | None, acceptance: Acceptance, plain_block: int, context: int) -> Foretold:
-        """`setting`: None for plain decoding, which plans `plain_block` tokens at a time; `context`: tokens of each request."""
+    def speed(
+        self, requests: int, setting: Setting | None, acceptance: Acceptance, plain_block: int, context: int
+    ) -> Foretold:
+        """`setting`: None for plain decoding, which plans `plain_block` tokens at a time; `context`: tokens of each
+        request."""
         costs, here = self.costs, math.ceil(requests / self.copies)
         read = here * context
         if setting is None:
@@ -156,22 +162,33 @@ def arrangements(gpus: int, curves: Mapping[int, LatencyModel]) -> list[Arrangem
     return found
 
 
-def best_of(arrangement: Arrangement, requests: int, acceptance: Acceptance, among: Settings, plain_block: int, context: int) -> Foretold:
+def best_of(
+    arrangement: Arrangement, requests: int, acceptance: Acceptance, among: Settings, plain_block: int, context: int
+) -> Foretold:
     """The setting of most tokens a second; of those within a thousandth of it the one of fewest rows and tokens."""
-    speeds = [arrangement.speed(requests, setting, acceptance, plain_block, context) for setting in arrangement.settings(among)]
+    speeds = [
+        arrangement.speed(requests, setting, acceptance, plain_block, context)
+        for setting in arrangement.settings(among)
+    ]
     most = max(speed.per_request for speed in speeds)
     return min((s for s in speeds if s.per_request >= 0.999 * most), key=_work)
 
 
 def advise(
-    found: Sequence[Arrangement], loads: Iterable[int], acceptance: Acceptance, among: Settings, plain_block: int, context: int
+    found: Sequence[Arrangement],
+    loads: Iterable[int],
+    acceptance: Acceptance,
+    among: Settings,
+    plain_block: int,
+    context: int,
 ) -> list[Foretold]:
     """For every load the best setting of every arrangement, the fastest first."""
     return [
         speed
         for requests in loads
         for speed in sorted(
-            (best_of(each, requests, acceptance, among, plain_block, context) for each in found), key=lambda s: -s.per_request
+            (best_of(each, requests, acceptance, among, plain_block, context) for each in found),
+            key=lambda s: -s.per_request,
         )
     ]
 

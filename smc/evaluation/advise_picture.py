@@ -1,5 +1,5 @@
-"""What `smc.evaluation.advise` foretells, as a picture: tokens a second of all requests against how many there are, arrangement by
-arrangement, each at its best setting."""
+"""What `smc.evaluation.advise` foretells, as a picture: tokens a second of all requests against how many there are,
+arrangement by arrangement, each at its best setting."""
 
 from __future__ import annotations
 
@@ -35,6 +35,14 @@ def draw(speeds: Sequence[Foretold], path: Path, title: str) -> None:
         style = LINES[drawn.count(arrangement.form) % len(LINES)]
         drawn.append(arrangement.form)
         points = ([speed.requests for speed in own], [speed.total for speed in own])
-        axes.plot(*points, style, color=COLOURS[arrangement.form], linewidth=1.5, marker="o", markersize=3, label=arrangement.name)
+        axes.plot(
+            *points,
+            style,
+            color=COLOURS[arrangement.form],
+            linewidth=1.5,
+            marker="o",
+            markersize=3,
+            label=arrangement.name,
+        )
     axes.legend(fontsize=8, frameon=False)
     figure.savefig(path, dpi=130)

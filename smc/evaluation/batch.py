@@ -16,10 +16,11 @@ from smc.scheduler.methods import decoding_of
 
 
 def fitted_engine(pair: ModelPair, config: EngineConfig, requests: Sequence[Request], concurrency: int = 1) -> Engine:
-    """An engine with just the slots and pages that `concurrency` of these requests need at once, to run without waiting for any.
+    """An engine with just the slots and pages that `concurrency` of these requests need at once, to run without waiting
+    for any.
 
-    `max_slots` and `pages` of `config` are replaced. Raises ValueError if a request could not run however much there is.
-    """
+    `max_slots` and `pages` of `config` are replaced. Raises ValueError if a request could not run however much there
+    is."""
     needs = [decoding_of(r.params).ample_pages(config, r.params, len(r.prompt), r.negative_size) for r in requests]
     most = {side: max(need.get(side, 0) for need in needs) for side in ("draft", "target")}
     slots = max(request.params.rows * request.params.slots_per_row for request in requests)
@@ -32,7 +33,8 @@ def fitted_engine(pair: ModelPair, config: EngineConfig, requests: Sequence[Requ
 
 
 def run_in_flight(engine: Engine, requests: Iterable[Request], concurrency: int) -> Iterator[Output]:
-    """Submit a request whenever fewer than `concurrency` are running; yield news as it comes, until all are answered."""
+    """Submit a request whenever fewer than `concurrency` are running; yield news as it comes, until all are
+    answered."""
     waiting, running = iter(requests), 0
     while True:
         while running < concurrency and (request := next(waiting, None)) is not None:

@@ -46,7 +46,11 @@ class Load:
 
     def asked(self, params: SamplingParams, longest: int) -> list[Request]:
         """One request a prompt; `longest`: tokens of an answer that is to go on."""
-        own = replace(params, max_tokens=longest, ignore_eos=True) if self.answer is None else replace(params, max_tokens=self.answer)
+        own = (
+            replace(params, max_tokens=longest, ignore_eos=True)
+            if self.answer is None
+            else replace(params, max_tokens=self.answer)
+        )
         return [Request(str(i), tuple(prompt), replace(own, seed=i)) for i, prompt in enumerate(self.prompts)]
 
 
@@ -59,7 +63,9 @@ def random_load(tokenizer: Tokenizer, requests: int, context: int) -> Load:
 def problem_load(tokenizer: Tokenizer, requests: int) -> Load:
     """Problems, and answers that end where the model ends them."""
     problems = generate(PROBLEM_SEED, PROBLEMS + 2 * requests, "test")
-    return Load(requests, [tokenizer.chat([{"role": "user", "content": problem.question}]) for problem in problems], MAX_ANSWER)
+    return Load(
+        requests, [tokenizer.chat([{"role": "user", "content": problem.question}]) for problem in problems], MAX_ANSWER
+    )
 
 
 class Asked:
@@ -117,8 +123,8 @@ class ClosedLoop(Asked):
 
 
 class Waves(Asked):
-    """Requests that begin together. When one in ten has ended, the others are given up, and as many new ones begin: so what is timed are
-    rounds of all of them, without the prompts of any. Every wave is timed from its first round on."""
+    """Requests that begin together. When one in ten has ended, the others are given up, and as many new ones begin: so
+    what is timed are rounds of all of them, without the prompts of any. Every wave is timed from its first round on."""
 
     def __init__(self, engine: Engine, asked: Sequence[Request], requests: int) -> None:
         super().__init__(engine, asked, requests)

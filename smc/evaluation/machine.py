@@ -79,8 +79,8 @@ class LocalMachine:
         draft_head: Callable[[str], DraftHead | None] = lambda device: None,
         **options: bool,
     ) -> None:
-        """`models` gives the model of a side on a device, where it already is, and `draft_head` what the draft proposes with there, if not
-        with all of its head; options are those of `KernelForward`."""
+        """`models` gives the model of a side on a device, where it already is, and `draft_head` what the draft proposes
+        with there, if not with all of its head; options are those of `KernelForward`."""
         self._models, self.tokenizer, self._draft_head, self._options = models, tokenizer, draft_head, options
 
     @contextmanager

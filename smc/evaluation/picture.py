@@ -1,5 +1,5 @@
-"""Quality against speed as a picture: the settings that no other beats in both, and the best of every kind and form that has none of
-these, each with its name beside it; where there are many, all others faint."""
+"""Quality against speed as a picture: the settings that no other beats in both, and the best of every kind and form
+that has none of these, each with its name beside it; where there are many, all others faint."""
 
 from __future__ import annotations
 
@@ -82,13 +82,16 @@ def _draw_point(axes, row: Row, is_named: bool) -> None:
     if is_named:
         # Of shares of 0 and 1 the bound is the share itself, up to rounding.
         spread = [[max(0.0, share - low)], [max(0.0, high - share)]]
-        axes.errorbar(row.tokens_per_second, share, spread, fmt=marker, color=colour, markersize=7, elinewidth=0.8, capsize=2)
+        axes.errorbar(
+            row.tokens_per_second, share, spread, fmt=marker, color=colour, markersize=7, elinewidth=0.8, capsize=2
+        )
     else:
         axes.plot(row.tokens_per_second, share, marker=marker, color=colour, markersize=5, alpha=0.35, linestyle="")
 
 
 def _draw_labels(axes, rows: Sequence[Row], left: Sequence[Row]) -> None:
-    """To the right of their points or, of some, to the left; where two would lie on each other, the lower one gives way downwards."""
+    """To the right of their points or, of some, to the left; where two would lie on each other, the lower one gives way
+    downwards."""
     bottom, top = axes.get_ylim()
     least, reached = STEP * (top - bottom), top
     for row in sorted(rows, key=lambda row: -row.accuracy.share):
@@ -111,6 +114,8 @@ def _draw_legend(axes, rows: Sequence[Row]) -> None:
     kinds = [kind for kind in COLOURS if any(row.setting.kind == kind for row in rows)]
     forms = [form for form in MARKERS if any(row.setting.form == form for row in rows)]
     handles = [axes.plot([], [], color=COLOURS[kind], linewidth=3, label=kind)[0] for kind in kinds]
-    handles += [axes.plot([], [], color="0.3", linestyle="", marker=MARKERS[form], label=FORMS[form])[0] for form in forms]
+    handles += [
+        axes.plot([], [], color="0.3", linestyle="", marker=MARKERS[form], label=FORMS[form])[0] for form in forms
+    ]
     if handles:
         axes.figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8, frameon=False)

@@ -1,4 +1,5 @@
-"""Short runs for `smc.evaluation.advise`: what a draft step and a target pass cost on a machine, and how often drafts are accepted."""
+"""Short runs for `smc.evaluation.advise`: what a draft step and a target pass cost on a machine, and how often drafts
+are accepted."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ MOST_GAIN = 2.0
 
 
 def measure_costs(machine: PromptMachine, degrees: tuple[int, int], effort: Effort, rows: int) -> LatencyModel:
-    """With so many GPUs for draft and target (0: the target's own), of draft steps of up to so many rows. One model works at a time, so
-    that they are not in each other's way where they share a GPU."""
+    """With so many GPUs for draft and target (0: the target's own), of draft steps of up to so many rows. One model
+    works at a time, so that they are not in each other's way where they share a GPU."""
     mode = _mode(EngineConfig(form="lockstep", block=BLOCK), degrees, WIDE)
     longest = min(machine.shape(mode, side).max_context for side in SIDES)
     context = min(room_for(effort.context, BLOCK), longest)
@@ -44,7 +45,9 @@ def measure_costs(machine: PromptMachine, degrees: tuple[int, int], effort: Effo
     return costs
 
 
-def measure_acceptance(machine: PromptMachine, degrees: tuple[int, int], law: Mapping[str, Any], problems: int = PROBLEMS) -> Acceptance:
+def measure_acceptance(
+    machine: PromptMachine, degrees: tuple[int, int], law: Mapping[str, Any], problems: int = PROBLEMS
+) -> Acceptance:
     """From exact answers to problems, with one row and with `WIDE`. `law`: settings of `SamplingParams`, by name."""
     missed = {}
     for rows in (1, WIDE):
@@ -61,7 +64,8 @@ def measure_acceptance(machine: PromptMachine, degrees: tuple[int, int], law: Ma
 
 
 def missed_share(stats: EngineStats, answers: int) -> float:
-    """Of the tokens that rounds in lockstep compared, those that the target drew otherwise. Never 0 or 1, however few there were.
+    """Of the tokens that rounds in lockstep compared, those that the target drew otherwise. Never 0 or 1, however few
+    there were.
 
     A round compares tokens up to the first that is wrong; the last round of an answer, up to its end.
     """

@@ -76,7 +76,9 @@ class Setting:
         if not self.form:
             return EngineConfig()
         assert self.block is not None
-        return EngineConfig(form=self.form, block=self.block, branches=UNSET if self.branches is None else self.branches)
+        return EngineConfig(
+            form=self.form, block=self.block, branches=UNSET if self.branches is None else self.branches
+        )
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,8 @@ class Row:
     collapses: int
     """Rounds, over all answers, after which every weight was zero."""
     hit_share: float | None = None
-    """Rounds after which what had been drafted ahead went on as the target did, as a share of all; exact decoding ahead only."""
+    """Rounds after which what had been drafted ahead went on as the target did, as a share of all; exact decoding ahead
+    only."""
     mean_logp: float | None = None
     """Of an answer's token under the target's law. Not of the draft alone, where the target does not run."""
     tokens_per_second: float | None = None
@@ -128,7 +131,8 @@ class Row:
 def grid(
     particles: Sequence[int] | None = None, blocks: Sequence[int] | None = None, branches: Sequence[int] | None = None
 ) -> list[Setting]:
-    """Both models alone, then exact decoding, by rejection too, and SMC of both populations in both forms. None stands for usual values."""
+    """Both models alone, then exact decoding, by rejection too, and SMC of both populations in both forms. None stands
+    for usual values."""
     settings = [Setting.plain("target"), Setting.plain("draft")]
     exact = [(block, n) for block in _each(blocks, EXACT_BLOCKS) for n in _each(particles, EXACT_PARTICLES)]
     for block, n in exact:
@@ -197,7 +201,9 @@ def measure_speed(pair: ModelPair, setting: Setting, problems: Sequence[Problem]
 def seconds_of(pair: ModelPair, setting: Setting, problems: Sequence[Problem], terms: Terms) -> float:
     """How long it takes to answer these, all in flight."""
     began = time.perf_counter()
-    for _ in _answers(pair, setting, problems, problem_requests(pair.tokenizer, setting, problems, terms), len(problems)):
+    for _ in _answers(
+        pair, setting, problems, problem_requests(pair.tokenizer, setting, problems, terms), len(problems)
+    ):
         pass
     return time.perf_counter() - began
 
@@ -205,8 +211,13 @@ def seconds_of(pair: ModelPair, setting: Setting, problems: Sequence[Problem], t
 def problem_requests(
     tokenizer: Tokenizer, setting: Setting, problems: Sequence[Problem], terms: Terms, logprobs: bool = False
 ) -> list[Request]:
-    """One request a problem, named by its index, with a seed that depends on nothing but the terms' seed and that index."""
-    own: dict[str, Any] = {"particles": setting.particles, "population": setting.population, "verification": setting.verification}
+    """One request a problem, named by its index, with a seed that depends on nothing but the terms' seed and that
+    index."""
+    own: dict[str, Any] = {
+        "particles": setting.particles,
+        "population": setting.population,
+        "verification": setting.verification,
+    }
     if setting.population == "independent":
         own["ess_threshold"] = terms.ess_threshold
     own |= {"method": setting.method, "temperature": terms.temperature, "max_tokens": MAX_ANSWER, "logprobs": logprobs}

@@ -17,11 +17,13 @@ from smc.loading import DEMO
 from smc.statistics import Accuracy
 
 VERSION = 3
-"""Of the file. Settings of version 1 had no population, and its answers were drawn otherwise; speeds of version 2 included prompts."""
+"""Of the file. Settings of version 1 had no population, and its answers were drawn otherwise; speeds of version 2
+included prompts."""
 
 
 SAME_ANSWERS = ("problems", "seed", "temperature", "ess_threshold", "weights_sha256", "draft_vocab")
-"""Conditions that decide which problems are solved, up to noise in the logits; so do weights in FP8. All others decide how fast."""
+"""Conditions that decide which problems are solved, up to noise in the logits; so do weights in FP8. All others decide
+how fast."""
 
 
 class Record:
@@ -33,7 +35,8 @@ class Record:
 
     @staticmethod
     def open(path: Path | None, conditions: dict[str, Any], resume: bool) -> Record:
-        """A new record, or with `resume` the one in the file. Raises ValueError if the file is in the way or does not fit."""
+        """A new record, or with `resume` the one in the file. Raises ValueError if the file is in the way or does not
+        fit."""
         if path is None or not path.exists():
             if resume and path is None:
                 raise ValueError("--resume has no effect without --json FILE; leave it out")
@@ -62,8 +65,8 @@ class Record:
 
 
 def solved_before(paths: Sequence[Path], conditions: dict[str, Any]) -> tuple[dict[str, Row], list[str]]:
-    """Rows of other records of the same pair, problems and terms, by the names of their settings, without speeds; and what those were
-    measured with, in words. Raises ValueError for a file that does not fit."""
+    """Rows of other records of the same pair, problems and terms, by the names of their settings, without speeds; and
+    what those were measured with, in words. Raises ValueError for a file that does not fit."""
     rows: dict[str, Row] = {}
     measured_with = set()
     for path in paths:
@@ -73,27 +76,36 @@ def solved_before(paths: Sequence[Path], conditions: dict[str, Any]) -> tuple[di
                 f"{path} cannot be taken for --accuracy-from: dtype was {theirs['dtype']!r} and is now {conditions['dtype']!r}, "
                 "and FP8 solves other problems"
             )
-        rows |= {name: replace(row, batch_tokens_per_second=None, tokens_per_second=None, first_token=None) for name, row in found.items()}
+        rows |= {
+            name: replace(row, batch_tokens_per_second=None, tokens_per_second=None, first_token=None)
+            for name, row in found.items()
+        }
         measured_with.add(f"{theirs['dtype']} on {theirs['device_name']}")
     return rows, sorted(measured_with)
 
 
-def _read(path: Path, conditions: dict[str, Any], same: Sequence[str] | None, use: str) -> tuple[dict[str, Row], dict[str, Any]]:
-    """Rows and conditions of a file. Raises ValueError if it is no record, or differs in what must be the `same` for this `use`; None: in
-    anything."""
+def _read(
+    path: Path, conditions: dict[str, Any], same: Sequence[str] | None, use: str
+) -> tuple[dict[str, Row], dict[str, Any]]:
+    """Rows and conditions of a file. Raises ValueError if it is no record, or differs in what must be the `same` for
+    this `use`; None: in anything."""
     try:
         found = json.loads(path.read_text())
         outdated = "rows" in found and found.get("version") != VERSION
         rows = {} if outdated else {row["name"]: _row(row) for row in found["rows"]}
         before = found["conditions"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a record of smcserve eval ({type(error).__name__}: {error}); use another file") from error
+        raise ValueError(
+            f"{path} is not a record of smcserve eval ({type(error).__name__}: {error}); use another file"
+        ) from error
     if outdated:
         raise ValueError(f"{path} cannot be {use}: it is of an earlier version of smcserve eval; use another file")
     compared = dict.fromkeys((*conditions, *before)) if same is None else same
     different = [key for key in compared if before.get(key) != conditions.get(key)]
     if different:
-        differences = "; ".join(f"{key} was {before.get(key)!r} and is now {conditions.get(key)!r}" for key in different)
+        differences = "; ".join(
+            f"{key} was {before.get(key)!r} and is now {conditions.get(key)!r}" for key in different
+        )
         raise ValueError(f"{path} cannot be {use}: {differences}")
     return rows, before
 
@@ -103,7 +115,9 @@ def machine(device: str) -> dict[str, Any]:
     import torch
 
     return {
-        "weights_sha256": {place.name: hashlib.sha256((place / "model.safetensors").read_bytes()).hexdigest() for place in DEMO},
+        "weights_sha256": {
+            place.name: hashlib.sha256((place / "model.safetensors").read_bytes()).hexdigest() for place in DEMO
+        },
         "torch": torch.__version__,
         "device": device,
         "device_name": torch.cuda.get_device_name() if device == "cuda" else _cpu_name(),

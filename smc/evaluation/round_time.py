@@ -1,7 +1,7 @@
 """Where the time of a round goes on a CPU: the draft's part, the target's, and the host's own work around them.
 
-The host's part is what an accelerator would wait for, if it were not done while the models run (smc/scheduler/decode.py).
-"""
+The host's part is what an accelerator would wait for, if it were not done while the models run
+(smc/scheduler/decode.py)."""
 
 from __future__ import annotations
 
@@ -70,7 +70,9 @@ class GangRound:
     target_stall: float
 
 
-def measure(pair: ModelPair, config: EngineConfig, requests: int, sampling: Mapping[str, Any], rounds: int) -> RoundTime:
+def measure(
+    pair: ModelPair, config: EngineConfig, requests: int, sampling: Mapping[str, Any], rounds: int
+) -> RoundTime:
     """Rounds of `requests` problems that run side by side and are kept from ending. Sizes `config` to hold them.
 
     `sampling`: settings of `SamplingParams`, by name.
@@ -95,9 +97,13 @@ def decoding_name(params: SamplingParams) -> str:
     return params.population or (params.verification if params.verification == "rejection" else params.method.value)
 
 
-def steady_requests(tokenizer: Tokenizer, config: EngineConfig, requests: int, sampling: Mapping[str, Any], rounds: int) -> list[Request]:
+def steady_requests(
+    tokenizer: Tokenizer, config: EngineConfig, requests: int, sampling: Mapping[str, Any], rounds: int
+) -> list[Request]:
     """Problems that stay in flight for `rounds` rounds and a warm-up: nothing ends them but their length."""
-    prompts = [tokenizer.chat([{"role": "user", "content": p.question}]) for p in generate(PROBLEM_SEED, requests, "test")]
+    prompts = [
+        tokenizer.chat([{"role": "user", "content": p.question}]) for p in generate(PROBLEM_SEED, requests, "test")
+    ]
     longest = (rounds + WARM_UP + 1) * (config.block + 1)  # the first round runs in the step that prefills
     params = SamplingParams(**sampling, seed=0, ignore_eos=True, max_tokens=longest)
     return [Request(str(i), tuple(prompt), params) for i, prompt in enumerate(prompts)]

@@ -1,7 +1,7 @@
 """How fast a model pair decodes on GPUs, mode by mode: plain decoding by the target beside every form of SMC.
 
-Weights may be random: SMC never rejects a token, so its speed does not depend on what they are. That of exact decoding does.
-"""
+Weights may be random: SMC never rejects a token, so its speed does not depend on what they are. That of exact decoding
+does."""
 
 from __future__ import annotations
 
@@ -114,7 +114,10 @@ class Watched:
     @property
     def link(self) -> float:
         """Seconds a round in which nobody is at work."""
-        runs = [[worked for _, worked in rounds] for _, rounds in groupby(zip(self.runs, self.work), key=lambda round: round[0])]
+        runs = [
+            [worked for _, worked in rounds]
+            for _, rounds in groupby(zip(self.runs, self.work), key=lambda round: round[0])
+        ]
         return sum(map(unattended, runs)) / max(1, len(self.work) - len(runs))
 
     @property
@@ -133,12 +136,17 @@ class Bench:
         law: Mapping[str, Any] | None = None,
         costs: Callable[[Mode], LatencyModel | None] = lambda mode: None,
     ) -> None:
-        """`law`: settings of `SamplingParams`, by name; `costs`: what decides about the trees of a mode, if not they themselves."""
+        """`law`: settings of `SamplingParams`, by name; `costs`: what decides about the trees of a mode, if not they
+        themselves."""
         self._machine, self._on_round, self._law, self._costs = machine, on_round, law or {}, costs
 
     def run(self, mode: Mode, load: Load, rounds: int) -> Speed:
         """Time `rounds` rounds of a load."""
-        rows: dict[str, Any] = {"particles": mode.particles, "population": mode.population, "verification": mode.verification}
+        rows: dict[str, Any] = {
+            "particles": mode.particles,
+            "population": mode.population,
+            "verification": mode.verification,
+        }
         params = SamplingParams(method=mode.method, **({} if mode.method.plain else rows), **self._law)
         costs = self._costs(mode) if mode.method is Method.EXACT else None
         untimed = WARM_UP if costs is None else SETTLED
@@ -212,7 +220,8 @@ class Bench:
                     if self._on_round is not None:
                         self._on_round(Recorded(last, now, source.waited, seen.work[-1]))
             run += not loop.steady
-            # Not a later time: the GPUs go on while this is being written down, and what is left out would make them look faster.
+            # Not a later time: the GPUs go on while this is being written down, and what is left out would make them
+            # look faster.
             last = now
         return seen
 
@@ -244,7 +253,9 @@ def unattended(work: list[dict[str, tuple[int, int]]]) -> float:
 
 def _rehearse(engine: Engine) -> None:
     """As a service does: trees of all sizes come about where costs decide."""
-    rehearse(engine, rehearsal(engine.config, engine.context, [kind for kind in KINDS if Kind.DISTINCT not in kind[1]], [()]))
+    rehearse(
+        engine, rehearsal(engine.config, engine.context, [kind for kind in KINDS if Kind.DISTINCT not in kind[1]], [()])
+    )
 
 
 def _stride(mode: Mode) -> int:

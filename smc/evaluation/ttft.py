@@ -1,4 +1,5 @@
-"""Time to the first token, by the length of a prompt: alone and beside requests that are decoded, computed and found in the prefix cache.
+"""Time to the first token, by the length of a prompt: alone and beside requests that are decoded, computed and found in
+the prefix cache.
 
 Knows an engine and what its workers say of the prompts that they run; nothing about processes or terminals.
 """
@@ -36,8 +37,8 @@ PEAK = 7.9e14
 BESIDE_TOKENS = 256
 """Of the prompts of requests that are decoded meanwhile, at most."""
 BESIDE_ROUNDS, ROUNDS_A_CHUNK = 64, 3
-"""That such a request takes part in, besides those before a prompt, and more for each of a prompt's smallest chunks: it is to outlast
-the prompt."""
+"""That such a request takes part in, besides those before a prompt, and more for each of a prompt's smallest chunks: it
+is to outlast the prompt."""
 MOST_BESIDE = 1 << 19
 """Positions of all particles of all such requests, at most: 64 GiB of an 8B model. With more they end sooner."""
 REPEATS = 3
@@ -48,7 +49,8 @@ Asked = dict[str, list[Pending[PromptResult[np.ndarray]]]]
 
 @dataclass(frozen=True)
 class FirstToken:
-    """Medians over prompts; milliseconds unless said otherwise. Shares are those of the time that a model's GPUs were at the prompt."""
+    """Medians over prompts; milliseconds unless said otherwise. Shares are those of the time that a model's GPUs were
+    at the prompt."""
 
     mode: str
     gpus: int
@@ -125,14 +127,19 @@ class FirstTokens:
     """Measures on a machine, for requests of one law; `on_prompt` is told whenever a prompt has been run."""
 
     def __init__(
-        self, machine: PromptMachine, quiet: int, on_prompt: Callable[[], None] = lambda: None, law: Mapping[str, Any] | None = None
+        self,
+        machine: PromptMachine,
+        quiet: int,
+        on_prompt: Callable[[], None] = lambda: None,
+        law: Mapping[str, Any] | None = None,
     ) -> None:
-        """`quiet`: rounds before each prompt, which those beside it are compared with; `law`: settings of `SamplingParams` for whoever is
-        decoded meanwhile, by name."""
+        """`quiet`: rounds before each prompt, which those beside it are compared with; `law`: settings of
+        `SamplingParams` for whoever is decoded meanwhile, by name."""
         self._machine, self._quiet, self._on_prompt, self._law = machine, quiet, on_prompt, law or {}
 
     def run(self, mode: Mode, context: int, beside: int) -> list[FirstToken]:
-        """Of prompts that are new, and of the same again. Raises ValueError for a context that the models were not made for."""
+        """Of prompts that are new, and of the same again. Raises ValueError for a context that the models were not made
+        for."""
         rows: dict[str, Any] = {} if mode.method.plain else {"particles": mode.particles, "population": mode.population}
         params = SamplingParams(method=mode.method, **rows, **self._law)
         longest = min(self._machine.shape(mode, side).max_context for side in SIDES)
@@ -191,7 +198,11 @@ class FirstTokens:
 
     def _peak(self, mode: Mode, side: str, context: int, cached: int, seconds: float) -> float:
         gpus = max(1, mode.degrees[SIDES.index(side)])
-        return operations(self._machine.shape(mode, side), context - cached, cached) / (seconds * gpus * PEAK) if seconds else 0.0
+        return (
+            operations(self._machine.shape(mode, side), context - cached, cached) / (seconds * gpus * PEAK)
+            if seconds
+            else 0.0
+        )
 
 
 def operations(config: ModelConfig, tokens: int, past: int) -> float:
@@ -199,7 +210,9 @@ def operations(config: ModelConfig, tokens: int, past: int) -> float:
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     layer = config.hidden_size * (2 * queries + 2 * keys + 3 * config.intermediate_size)
     seen = tokens * past + tokens * (tokens + 1) / 2
-    return 2.0 * config.vocab_size * config.hidden_size + config.num_layers * (2.0 * layer * tokens + 4.0 * queries * seen)
+    return 2.0 * config.vocab_size * config.hidden_size + config.num_layers * (
+        2.0 * layer * tokens + 4.0 * queries * seen
+    )
 
 
 @contextmanager
@@ -225,7 +238,9 @@ def _begun(engine: Engine, asked: list[Request], requests: int) -> ClosedLoop:
     while engine.num_running < requests:
         ended = any(output.answer is not None for output in loop.step())
         if ended:
-            raise ValueError(f"--concurrency {requests}: some end before all have begun; allowed: fewer, or smaller ones")
+            raise ValueError(
+                f"--concurrency {requests}: some end before all have begun; allowed: fewer, or smaller ones"
+            )
     for _ in range(WARM_UP):
         loop.step()
     return loop
@@ -264,9 +279,12 @@ def _asking(mode: Mode) -> SamplingParams:
 
 
 def _fitted(mode: Mode, asked: list[Request], context: int) -> EngineConfig:
-    """With room for those that are decoded and for two prompts, of which one may be cached; what was cached before makes room."""
+    """With room for those that are decoded and for two prompts, of which one may be cached; what was cached before
+    makes room."""
     params = [(request.params, len(request.prompt)) for request in asked] + [(_asking(mode), context)] * 2
     needs = [decoding_of(one).ample_pages(mode.config, one, prompt) for one, prompt in params]
     pages = pool_for(sum(max(need.get(side, 0) for side in SIDES) for need in needs))
     longest = max(prompt + one.max_tokens for one, prompt in params)
-    return replace(mode.config, max_slots=sum(one.rows for one, _ in params), max_context=longest, pages=pages, **GPU_PREFILL)
+    return replace(
+        mode.config, max_slots=sum(one.rows for one, _ in params), max_context=longest, pages=pages, **GPU_PREFILL
+    )

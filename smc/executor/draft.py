@@ -1,14 +1,16 @@
-"""Rows in the making: each takes the place that a row of the step before continues with a token. See the package's legend for axes.
+"""Rows in the making: each takes the place that a row of the step before continues with a token. See the package's
+legend for axes.
 
-What a round does at the model that drafts, beside running it: before the first pass, for what is sent, and after the choice. The
-reference, in plain torch; `smc.executor.kernel_draft` has what GPUs use. See the package's legend for axes; S rows that offer tokens.
+What a round does at the model that drafts, beside running it: before the first pass, for what is sent, and after the
+choice. The reference, in plain torch; `smc.executor.kernel_draft` has what GPUs use. See the package's legend for axes;
+S rows that offer tokens.
 
 What a model drafts in a round: rows of K tokens for every group; then the chosen ones become the particles.
 
-Rows grow step by step: each of a round's X = F A rows takes the place that a row of the step before continues with one more token. An
-independent row continues itself; those of other groups (`smc.algorithm.expansion`) are re-parented, which permutes the names of pages and
-moves no key: every row has a page of its own for each step, which the plan names. See the package's legend for axes.
-"""
+Rows grow step by step: each of a round's X = F A rows takes the place that a row of the step before continues with one
+more token. An independent row continues itself; those of other groups (`smc.algorithm.expansion`) are re-parented,
+which permutes the names of pages and moves no key: every row has a page of its own for each step, which the plan names.
+See the package's legend for axes."""
 
 from __future__ import annotations
 
@@ -59,14 +61,14 @@ class TokenTree:
     next_X: Tensor
     """int64 position of the token that comes next."""
     run_4X: Tensor | None
-    """int32, for the pass over the last tokens: slot, position of the first of the row's own tokens, of the last one, and whether it is
-    run. None: particles, of which more may be pending."""
+    """int32, for the pass over the last tokens: slot, position of the first of the row's own tokens, of the last one,
+    and whether it is run. None: particles, of which more may be pending."""
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """How rows go on: those of trees as chosen among what all of a group offer, the others as each has drawn, chains from what they were
-    dealt. None: there are none such."""
+    """How rows go on: those of trees as chosen among what all of a group offer, the others as each has drawn, chains
+    from what they were dealt. None: there are none such."""
 
     chosen: tuple[Expansion, Offers] | None
     """And what it was chosen among."""
@@ -75,15 +77,21 @@ class Continuation:
     chains: ChainDraws | None = None
 
 
-def adopt(tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor], state: SlotState, *, step: int, branches: int) -> TokenTree:
-    """The rows with their next token: at the first step (0) `branches` for each place. The reference: `smc.kernels.tree.adopt` does the
-    same in one launch."""
+def adopt(
+    tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor], state: SlotState, *, step: int, branches: int
+) -> TokenTree:
+    """The rows with their next token: at the first step (0) `branches` for each place. The reference:
+    `smc.kernels.tree.adopt` does the same in one launch."""
     parent_X, token_X, logq_X, mass_X = _continued(tree, more, plan, branches)
-    root_X, ended_X, text_X, count_X = (values_S[parent_X] for values_S in (tree.root_X, tree.ended_X, tree.text_X, tree.count_X))
+    root_X, ended_X, text_X, count_X = (
+        values_S[parent_X] for values_S in (tree.root_X, tree.ended_X, tree.text_X, tree.count_X)
+    )
     slot_X = plan.slot_A[root_X]
     end_X = state.end_S[slot_X]
     room_X = state.limit_S[slot_X] - end_X - count_X
-    growth = grow(state.stops, state.entry_S[slot_X], text_X, token_X[:, None], room_X, state.least_S[slot_X] - end_X - count_X)
+    growth = grow(
+        state.stops, state.entry_S[slot_X], text_X, token_X[:, None], room_X, state.least_S[slot_X] - end_X - count_X
+    )
     is_now_K = torch.arange(tree.tokens_XK.shape[1], device=state.device) == step
     is_known_B = torch.arange(tree.tail_XB.shape[1], device=state.device) < step
     alive_X, has_ended_X = tree.alive_X[parent_X] & (mass_X > -torch.inf), ended_X | growth.ends_A
@@ -125,7 +133,9 @@ def _continued(tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor], bra
     return found
 
 
-def _chosen(tree: TokenTree, chosen: Expansion, offers: Offers, plan: RoundPlan[Tensor], branches: int) -> tuple[Tensor, ...]:
+def _chosen(
+    tree: TokenTree, chosen: Expansion, offers: Offers, plan: RoundPlan[Tensor], branches: int
+) -> tuple[Tensor, ...]:
     token_X, logq_X = (values_SC[chosen.parent_X, chosen.offer_X] for values_SC in (offers.token_RC, offers.logq_RC))
     logq_X = torch.where(tree.ended_X[chosen.parent_X], 0.0, logq_X)
     # A draft that returns NaN must be seen, where what it says matters.
@@ -147,7 +157,8 @@ class DraftShape:
 
 @dataclass(frozen=True)
 class CandidateLayout:
-    """What stays the same of rows that offer tokens, however they are re-parented: one a place at the first step, later F."""
+    """What stays the same of rows that offer tokens, however they are re-parented: one a place at the first step, later
+    F."""
 
     group_S: Tensor
     """int32."""
@@ -223,7 +234,9 @@ def begin(state: SlotState, plan: RoundPlan[Tensor], law: LawSpec[Tensor], shape
     place_A = torch.arange(len(slot_A), device=state.device)
     zero_A = torch.zeros_like(place_A)
     # What is pending has been found not to end the answer.
-    text_A = grow(state.stops, state.entry_S[slot_A], state.text_S[slot_A], tokens_AP, pending_A, state.least_S[slot_A] - held_A).text_A
+    text_A = grow(
+        state.stops, state.entry_S[slot_A], state.text_S[slot_A], tokens_AP, pending_A, state.least_S[slot_A] - held_A
+    ).text_A
     rows = Rows(
         table_SL=state.table_SL,
         slot_R=slot_A.int(),
@@ -279,7 +292,8 @@ def _offering(plan: RoundPlan[Tensor], law: LawSpec[Tensor], shape: DraftShape, 
 
 
 def pack(state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree) -> DraftedRows:
-    """What the target is sent. The share of independent rows: F of each particle, or of one that has ended one alone."""
+    """What the target is sent. The share of independent rows: F of each particle, or of one that has ended one
+    alone."""
     slot_X, branches = plan.slot_A[tree.root_X], plan.branches
     share_X = tree.mass_X - state.logw_S[slot_X]
     if Kind.CHAINS in plan.kinds:
@@ -294,7 +308,9 @@ def pack(state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree) -> DraftedR
     return DraftedRows.of(tree.tokens_XK, tree.logq_XK, tree.root_X, tree.count_X, tree.ended_X, share_X)
 
 
-def resume(state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree, choice: RoundChoice, block: int) -> ResumedSequences:
+def resume(
+    state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree, choice: RoundChoice, block: int
+) -> ResumedSequences:
     """Pages follow the choice; what else becomes of the slots is returned: others read them yet."""
     slot_A, row_A = plan.slot_A, choice.row_A
     ancestor_A, taken_A, cut_A = choice.ancestor_A, choice.count_A, choice.cut_A
@@ -323,7 +339,9 @@ def resume(state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree, choice: R
     )
 
 
-def _lineage(plan: RoundPlan[Tensor], path_AW: Tensor, pending_A: Tensor, kept_A: Tensor, dropped_A: Tensor) -> Lineage[Tensor]:
+def _lineage(
+    plan: RoundPlan[Tensor], path_AW: Tensor, pending_A: Tensor, kept_A: Tensor, dropped_A: Tensor
+) -> Lineage[Tensor]:
     """A particle's pending tokens, of which there may be fewer than places for them, then its row's."""
     queries = plan.begin_pages_AP.shape[1]
     if queries > 1:
@@ -356,13 +374,17 @@ class Drafter:
     """Share of the untruncated law in the proposal."""
     purpose: Purpose = Purpose.PROPOSAL
     laws_YLV: Tensor | None = None
-    """Room for the log-laws that tokens of chains are drawn from: L = K, or where the first is a guess K - 1. None: it has none."""
+    """Room for the log-laws that tokens of chains are drawn from: L = K, or where the first is a guess K - 1. None: it
+    has none."""
 
     def draft(self, plan: RoundPlan[Tensor], law: LawSpec[Tensor]) -> tuple[DraftedRows, TokenTree]:
-        """Run the pending tokens of every particle, then extend rows by K tokens. The laws of chains are written to the room for them."""
+        """Run the pending tokens of every particle, then extend rows by K tokens. The laws of chains are written to the
+        room for them."""
         begun = self.steps.begin(self.state, plan, law, self.shape)
         self.run.begin(plan, plan.begin_pages_AP, plan.branch_pages_XB.view(len(plan.slot_A), -1))
-        logits_SV = self.run(plan, begun.tokens_AP.flatten(), begun.rows, begun.last_A if begun.rows.queries > 1 else None)
+        logits_SV = self.run(
+            plan, begun.tokens_AP.flatten(), begun.rows, begun.last_A if begun.rows.queries > 1 else None
+        )
         dealt = assign_chains(plan, begun.tree.alive_X) if Kind.CHAINS in plan.kinds else None
         tree = self._extend(plan, begun.first, logits_SV, begun.tree, 0, dealt)
         for step in range(1, self.shape.block):
@@ -409,7 +431,9 @@ class Drafter:
         """Every row continues one of those before it with a token: at the first step a particle, later a row."""
         if plan.biased:
             slot_S = plan.slot_A if tree.run_4X is None else tree.run_4X[0]
-            logits_SV = self.add_biases(self.biases, self.state.lives, logits_SV.float(), slot_S, tree.next_X, plan.biased)
+            logits_SV = self.add_biases(
+                self.biases, self.state.lives, logits_SV.float(), slot_S, tree.next_X, plan.biased
+            )
         own = chosen = chains = None
         if Kind.INDEPENDENT in plan.kinds:
             keys = DrawKeys(offering.seed_S, offering.round_S, offering.stream_SD, tree.next_X, self.purpose)
@@ -422,7 +446,13 @@ class Drafter:
         return self.adopt(tree, more, plan, self.state, step=step, branches=plan.branches)
 
     def _drawn(
-        self, plan: RoundPlan[Tensor], offering: CandidateLayout, logits_SV: Tensor, tree: TokenTree, step: int, dealt: ChainAssignment
+        self,
+        plan: RoundPlan[Tensor],
+        offering: CandidateLayout,
+        logits_SV: Tensor,
+        tree: TokenTree,
+        step: int,
+        dealt: ChainAssignment,
     ) -> ChainDraws:
         """Chains draw their next tokens, or guess."""
         begins, branches = step == 0, plan.branches
@@ -449,8 +479,8 @@ class Drafter:
     def _expanded(
         self, plan: RoundPlan[Tensor], offering: CandidateLayout, logits_SV: Tensor, tree: TokenTree, step: int
     ) -> tuple[Expansion, Offers]:
-        """The rows of a group are chosen among all that they offer together. The best are those that are likely themselves, which nothing
-        that stands for others is."""
+        """The rows of a group are chosen among all that they offer together. The best are those that are likely
+        themselves, which nothing that stands for others is."""
         has_rest = Kind.DISTINCT in plan.kinds
         keys = DrawKeys(offering.seed_S, offering.round_S, offering.rank_S1, tree.next_X, self.purpose)
         offers = self.sampling.offer(logits_SV, offering.law, self.mixture, keys, has_rest)

@@ -1,4 +1,5 @@
-"""Runs packed rows of tokens through a decoder. The reference, in plain torch, leaves padding out; see the package's legend."""
+"""Runs packed rows of tokens through a decoder. The reference, in plain torch, leaves padding out; see the package's
+legend."""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ from smc.model.linear import Linear
 
 @dataclass(frozen=True)
 class Rows:
-    """R rows of Q tokens each; the rows of a group stand together. A row of count 0 is padding or has ended, and leaves no trace.
+    """R rows of Q tokens each; the rows of a group stand together. A row of count 0 is padding or has ended, and leaves
+    no trace.
 
-    The page of a row's position p is tail_RB[r, p - tail_R[r]] from tail_R[r] on, and table_SL[slot_R[r], p] before it. Tensors are int32,
-    on the model's device.
-    """
+    The page of a row's position p is tail_RB[r, p - tail_R[r]] from tail_R[r] on, and table_SL[slot_R[r], p] before it.
+    Tensors are int32, on the model's device."""
 
     table_SL: Tensor
     """Block tables of slots."""
@@ -60,7 +61,9 @@ class StaticForward:
     def __call__(self, tokens_T: Tensor, rows: Rows) -> Tensor:
         """Hidden states [T, E], zero where there is no token; keys and values are stored."""
         live_R = np.flatnonzero(to_host(rows.count_R))
-        hidden_TE = tokens_T.new_zeros(len(tokens_T), self.model.config.hidden_size, dtype=self.model.embed.weight.dtype)
+        hidden_TE = tokens_T.new_zeros(
+            len(tokens_T), self.model.config.hidden_size, dtype=self.model.embed.weight.dtype
+        )
         if not len(live_R):
             return hidden_TE
         batch, tokens_X = _without_padding(rows, live_R)
@@ -86,7 +89,9 @@ def _without_padding(rows: Rows, live_X: np.ndarray) -> tuple[ForwardBatch, np.n
     first_S = np.flatnonzero(np.diff(group_X, prepend=-1))
     reach_X = starts_X if rows.tail_R is None else np.minimum(starts_X, to_host(rows.tail_R)[live_X])
     shared_S = np.minimum(to_host(rows.shared_G)[group_X[first_S]], np.minimum.reduceat(reach_X, first_S))
-    batch = ForwardBatch(table_XL, starts_X, counts_X, pages_T, position_T, np.append(first_S, len(live_X)), np.maximum(shared_S, 0))
+    batch = ForwardBatch(
+        table_XL, starts_X, counts_X, pages_T, position_T, np.append(first_S, len(live_X)), np.maximum(shared_S, 0)
+    )
     return batch, live_X[row_T] * rows.queries + offset_T
 
 

@@ -1,4 +1,5 @@
-"""Stages of a round on one device: run as they are, or recorded as CUDA graphs and replayed. Knows nothing about what they do."""
+"""Stages of a round on one device: run as they are, or recorded as CUDA graphs and replayed. Knows nothing about what
+they do."""
 
 from __future__ import annotations
 
@@ -42,8 +43,8 @@ class AsyncResult:
         return _map(self._result, lambda tensor: tensor.numpy())
 
     def spans(self) -> dict[str, tuple[int, int]]:
-        """What was done, and when it began and ended, nanoseconds of the monotonic clock; the pass of a model has the name of its side.
-        After `result`: as near as that has waited for it."""
+        """What was done, and when it began and ended, nanoseconds of the monotonic clock; the pass of a model has the
+        name of its side. After `result`: as near as that has waited for it."""
         return {name: (self._nanoseconds(begin), self._nanoseconds(end)) for name, (begin, end) in self._spans.items()}
 
     def _nanoseconds(self, event: Event) -> int:
@@ -92,7 +93,8 @@ class StageRunner:
         return contextlib.nullcontext()
 
     def run(self, key: tuple, name: str, stage: Callable[[], Any]) -> Any:
-        """Stage `name` of rounds of this key: always the same operations on the same tensors, but for what is in them."""
+        """Stage `name` of rounds of this key: always the same operations on the same tensors, but for what is in
+        them."""
         return stage()
 
     def keep(self, key: tuple, name: str, make: Callable[[], Made]) -> Made:
@@ -134,8 +136,8 @@ class StageRunner:
 
 
 class _NoGarbage:
-    """Nothing is collected meanwhile, by any thread: among garbage may be recordings of an engine that is gone, and to give one up ends
-    a recording that is being made."""
+    """Nothing is collected meanwhile, by any thread: among garbage may be recordings of an engine that is gone, and to
+    give one up ends a recording that is being made."""
 
     def __init__(self) -> None:
         self._lock, self._inside, self._collects = threading.Lock(), 0, False
@@ -158,10 +160,11 @@ _NO_GARBAGE = _NoGarbage()
 
 
 class GraphRunner(StageRunner):
-    """One stream of a GPU. A stage runs as it is the first time, which compiles its kernels, and is recorded the second time.
+    """One stream of a GPU. A stage runs as it is the first time, which compiles its kernels, and is recorded the second
+    time.
 
-    What is kept is counted, and given up where it is more than `most_keys` kinds or `most_bytes`: those not used for longest first.
-    """
+    What is kept is counted, and given up where it is more than `most_keys` kinds or `most_bytes`: those not used for
+    longest first."""
 
     records = True
 
@@ -182,10 +185,14 @@ class GraphRunner(StageRunner):
             return stage()
         if name not in recorded.graphs:
             graph = torch.cuda.CUDAGraph()
-            with _NO_GARBAGE, torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"):
+            with (
+                _NO_GARBAGE,
+                torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"),
+            ):
                 outputs = stage()
             recorded.graphs[name] = (graph, outputs)
-            # What a capture gives back, the next one uses: what stays is its outputs. Counted by their shapes, all ranks agree.
+            # What a capture gives back, the next one uses: what stays is its outputs. Counted by their shapes, all
+            # ranks agree.
             recorded.nbytes += _nbytes(outputs)
         graph, outputs = recorded.graphs[name]
         graph.replay()
@@ -220,7 +227,9 @@ class GraphRunner(StageRunner):
 def _map(values: Any, function: Callable[..., Any], *others: Any) -> Any:
     """The same dataclass with every tensor replaced, those of other dataclasses of its kind beside it."""
     columns = {f.name: [getattr(one, f.name) for one in (values, *others)] for f in fields(values)}
-    return type(values)(**{n: _map(c[0], function, *c[1:]) if is_dataclass(c[0]) else function(*c) for n, c in columns.items()})
+    return type(values)(
+        **{n: _map(c[0], function, *c[1:]) if is_dataclass(c[0]) else function(*c) for n, c in columns.items()}
+    )
 
 
 def _nbytes(values: Any) -> int:

@@ -1,12 +1,12 @@
-"""Guidance: beside a sequence runs its companion, the same answer after the negative prompt, and the law is that of l_u + s (l_c - l_u),
-l_c the logits after the prompt and l_u those after the negative one.
+"""Guidance: beside a sequence runs its companion, the same answer after the negative prompt, and the law is that of l_u
++ s (l_c - l_u), l_c the logits after the prompt and l_u those after the negative one.
 
-Logits, not log-probabilities: the two differ by a constant of the row, which the softmax after it takes away, so nothing is normalised
-twice. Temperature and truncation come afterwards. Companions are further rows of the same pass: at the target of every guided request, at
-the draft of those that ask for it (`guide_draft`). A round names a page beside each one that it gives a guided place, so wherever names of
-pages go, through trees that are re-parented and after the choice, companions follow. See the package's legend for axes; U companions of
-places, Y companions of their rows.
-"""
+Logits, not log-probabilities: the two differ by a constant of the row, which the softmax after it takes away, so
+nothing is normalised twice. Temperature and truncation come afterwards. Companions are further rows of the same pass:
+at the target of every guided request, at the draft of those that ask for it (`guide_draft`). A round names a page
+beside each one that it gives a guided place, so wherever names of pages go, through trees that are re-parented and
+after the choice, companions follow. See the package's legend for axes; U companions of places, Y companions of their
+rows."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from smc.executor.state import RemapBlockTable, SlotState
 
 @dataclass(frozen=True)
 class GuidedPass:
-    """A model's logits for the tokens of rows, guided where the plan says so: then companions of their rows run with them. Every place has
-    equally many rows."""
+    """A model's logits for the tokens of rows, guided where the plan says so: then companions of their rows run with
+    them. Every place has equally many rows."""
 
     forward: StaticForward
     logits: Callable[[Tensor], Tensor]
@@ -38,7 +38,8 @@ class GuidedPass:
     """int32: of every page of a guided place in this round, the companion's beside it."""
 
     def begin(self, plan: RoundPlan[Tensor], pending_AP: Tensor, pages_AW: Tensor) -> None:
-        """A round begins that gives its places pages: for pending tokens, which are run from the tables, and for what is run after them."""
+        """A round begins that gives its places pages: for pending tokens, which are run from the tables, and for what
+        is run after them."""
         companions, state = plan.companions_at(self.side), self.state
         if companions is None:
             return
@@ -51,10 +52,15 @@ class GuidedPass:
         state.table_SL[slot_U1, held_U1 + torch.arange(pending, device=state.device)] = theirs_UW[:, :pending]
 
     def __call__(
-        self, plan: RoundPlan[Tensor], tokens_T: Tensor, rows: Rows, asked_R: Tensor | None = None, root_R: Tensor | None = None
+        self,
+        plan: RoundPlan[Tensor],
+        tokens_T: Tensor,
+        rows: Rows,
+        asked_R: Tensor | None = None,
+        root_R: Tensor | None = None,
     ) -> Tensor:
-        """Logits after all tokens [T, V], or after one of each row [R, V], the `asked`-th of the T. `root_R`: the place whose particle a
-        row continues, if not its own."""
+        """Logits after all tokens [T, V], or after one of each row [R, V], the `asked`-th of the T. `root_R`: the place
+        whose particle a row continues, if not its own."""
         companions, q = plan.companions_at(self.side), rows.queries
         if companions is None:
             hidden_TE = self.forward(tokens_T, rows)
@@ -62,7 +68,9 @@ class GuidedPass:
         width = len(rows.slot_R) // len(plan.slot_A)
         row_Y = _rows(companions.place_U, width)
         theirs_YQ = tokens_T.view(-1, q)[row_Y]
-        hidden_TE = self.forward(torch.cat((tokens_T, theirs_YQ.flatten())), self._with_companions(companions, rows, row_Y, root_R))
+        hidden_TE = self.forward(
+            torch.cat((tokens_T, theirs_YQ.flatten())), self._with_companions(companions, rows, row_Y, root_R)
+        )
         own, each = len(tokens_T), q
         if asked_R is not None:
             beside_Y = own + torch.arange(len(row_Y), device=row_Y.device) * q + asked_R[row_Y] % q
@@ -71,9 +79,12 @@ class GuidedPass:
         scale_T = companions.scale_A.repeat_interleave(width * each)
         return self.guide(logits_TV[:own], logits_TV[own:], _rows(companions.of_A, width * each), scale_T)
 
-    def follow(self, plan: RoundPlan[Tensor], ancestor_A: Tensor, pages_XB: Tensor, row_A: Tensor, *, pending: bool) -> None:
-        """After the choice, before sequences have moved on: companions of places go on with those of places `ancestor`, then with what is
-        beside the pages of this round that row `row` has, after the `pending` tokens if these were given pages of their own."""
+    def follow(
+        self, plan: RoundPlan[Tensor], ancestor_A: Tensor, pages_XB: Tensor, row_A: Tensor, *, pending: bool
+    ) -> None:
+        """After the choice, before sequences have moved on: companions of places go on with those of places `ancestor`,
+        then with what is beside the pages of this round that row `row` has, after the `pending` tokens if these were
+        given pages of their own."""
         companions, state = plan.companions_at(self.side), self.state
         if companions is None:
             return
@@ -84,11 +95,13 @@ class GuidedPass:
         source_U = _slots_of(companions, ancestor_U, slot_U)
         self.reroot(state.table_SL, slot_U, source_U, state.base_S[slot_U], end_U, tail_UB, plan.columns)
 
-    def _with_companions(self, companions: UnconditionalRows[Tensor], rows: Rows, row_Y: Tensor, root_R: Tensor | None) -> Rows:
+    def _with_companions(
+        self, companions: UnconditionalRows[Tensor], rows: Rows, row_Y: Tensor, root_R: Tensor | None
+    ) -> Rows:
         """The rows, and after them companions of those in `row`: the same tokens, each at its own position.
 
-        What a companion holds is in the table of its own slot; of pages that a row has for itself, it has those beside them.
-        """
+        What a companion holds is in the table of its own slot; of pages that a row has for itself, it has those beside
+        them."""
         width = len(row_Y) // len(companions.place_U)
         shift_Y, exist_Y = (values_U.repeat_interleave(width) for values_U in (companions.shift_U, _exist(companions)))
         slot_Y = companions.slot_U.repeat_interleave(width)

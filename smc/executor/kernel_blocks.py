@@ -1,5 +1,5 @@
-"""What the target runs, and its verdict, as kernels: same interfaces as the references in `smc.executor.verify`. See the package's legend
-for axes."""
+"""What the target runs, and its verdict, as kernels: same interfaces as the references in `smc.executor.verify`. See
+the package's legend for axes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,13 @@ PLACES = 16
 
 def lay_out(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted: DraftedRows | None) -> VerifyInputs:
     """As `smc.executor.verify.lay_out`."""
-    places, groups, q, law, device = len(plan.slot_A), len(plan.first_G), logq_SQ.shape[1], plan.target_law, state.device
+    places, groups, q, law, device = (
+        len(plan.slot_A),
+        len(plan.first_G),
+        logq_SQ.shape[1],
+        plan.target_law,
+        state.device,
+    )
     integers: TensorOptions = {"dtype": torch.int64, "device": device}
     floats: TensorOptions = {"dtype": torch.float32, "device": device}
     numbers_7A, keys_3T = torch.empty(7, places, **integers), torch.empty(3, places * q, **integers)
@@ -52,7 +58,9 @@ def lay_out(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted:
     seed_T, position_T, zero_T = keys_3T
     return VerifyInputs(
         blocks=Blocks(origin_A, tokens_AQ, logq_AQ, count_A, ended_A, alive_A, logw_A, open_A, run_A, *next_3A),
-        rows=Rows(state.table_SL, slot_R, plan.target_pages_AQ, held_R, held_R, run_R, group_R, *groups_G, q, plan.contexts),
+        rows=Rows(
+            state.table_SL, slot_R, plan.target_pages_AQ, held_R, held_R, run_R, group_R, *groups_G, q, plan.contexts
+        ),
         law_T=LawSpec(temperature_T, top_k_T, top_p_T, min_p_T, alpha_T, law.active),
         label_T=label_T,
         keys=DrawKeys(seed_T, zero_T, zero_T[:, None], position_T, Purpose.TARGET),
@@ -61,7 +69,11 @@ def lay_out(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted:
 
 
 def judge(
-    asked: VerifyInputs, plan: RoundPlan[Tensor], labelled_T: Tensor | None, drawn: TargetDraws | None, next_AV: Tensor | None
+    asked: VerifyInputs,
+    plan: RoundPlan[Tensor],
+    labelled_T: Tensor | None,
+    drawn: TargetDraws | None,
+    next_AV: Tensor | None,
 ) -> VerifyOutputs:
     """As `smc.executor.verify.judge`."""
     blocks, (places, q) = asked.blocks, asked.blocks.tokens_AQ.shape

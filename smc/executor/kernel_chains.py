@@ -1,4 +1,5 @@
-"""What the target says of chains, as a kernel: same interface as the reference in `smc.executor.verify`. Axes: the package's legend."""
+"""What the target says of chains, as a kernel: same interface as the reference in `smc.executor.verify`. Axes: the
+package's legend."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The choice after a round as kernels: same interfaces as the references in `smc.executor.select` and `smc.executor.select`. See the
-package's legend for axes."""
+"""The choice after a round as kernels: same interfaces as the references in `smc.executor.select` and
+`smc.executor.select`. See the package's legend for axes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,19 @@ ROWS = 32
 
 def weigh(evidence: ScoreInputs) -> Candidates:
     """As `smc.executor.select.weigh`."""
-    plan, scored, blocks, said, drafted = evidence.plan, evidence.scored, evidence.scored.blocks, evidence.said, evidence.drafted
-    (places, q), groups, rows, device = blocks.tokens_AQ.shape, len(plan.first_G), drafted.all_WX.shape[1], plan.slot_A.device
+    plan, scored, blocks, said, drafted = (
+        evidence.plan,
+        evidence.scored,
+        evidence.scored.blocks,
+        evidence.said,
+        evidence.drafted,
+    )
+    (places, q), groups, rows, device = (
+        blocks.tokens_AQ.shape,
+        len(plan.first_G),
+        drafted.all_WX.shape[1],
+        plan.slot_A.device,
+    )
     offers, asked = said.offers, said.logp_X if evidence.lookahead else said.log_z_A
     width = 1 if offers is None else offers.share_RC.shape[1]
     integers: TensorOptions = {"dtype": torch.int64, "device": device}
@@ -52,18 +63,37 @@ def weigh(evidence: ScoreInputs) -> Candidates:
     )  # fmt: skip
     whole = Offers(token_XC, share_XC if offers is None else offers.logq_RC, share_XC)
     target_nan_G, draft_nan_G = nan_2G
-    return Candidates(root_X, weight_X, there_X, whole, alive_A, target_nan_G, draft_nan_G, GroupSizes(*size_3G, *random_2G))
+    return Candidates(
+        root_X, weight_X, there_X, whole, alive_A, target_nan_G, draft_nan_G, GroupSizes(*size_3G, *random_2G)
+    )
 
 
-def conclude(evidence: ScoreInputs, candidates: Candidates, own: Selection | None, trees: SelectedTrees | None) -> Concluded:
+def conclude(
+    evidence: ScoreInputs, candidates: Candidates, own: Selection | None, trees: SelectedTrees | None
+) -> Concluded:
     """As `smc.executor.select.conclude`; answers grow in the same launch."""
-    plan, state, scored, blocks, said = evidence.plan, evidence.state, evidence.scored, evidence.scored.blocks, evidence.said
-    (places, q), groups, rows, device = blocks.tokens_AQ.shape, len(plan.first_G), len(candidates.root_X), plan.slot_A.device
+    plan, state, scored, blocks, said = (
+        evidence.plan,
+        evidence.state,
+        evidence.scored,
+        evidence.scored.blocks,
+        evidence.said,
+    )
+    (places, q), groups, rows, device = (
+        blocks.tokens_AQ.shape,
+        len(plan.first_G),
+        len(candidates.root_X),
+        plan.slot_A.device,
+    )
     tables, chosen = state.stops, None if trees is None else trees.chosen
     integers: TensorOptions = {"dtype": torch.int64, "device": device}
     floats: TensorOptions = {"dtype": torch.float32, "device": device}
     flags: TensorOptions = {"dtype": torch.bool, "device": device}
-    choice_9A, flags_2A, count_A = torch.empty(9, places, **integers), torch.empty(2, places, **flags), torch.empty(places, **integers)
+    choice_9A, flags_2A, count_A = (
+        torch.empty(9, places, **integers),
+        torch.empty(2, places, **flags),
+        torch.empty(places, **integers),
+    )
     grown_AQ, (logq_AQ, logp_AQ) = torch.empty(places, q, **integers), torch.empty(2, places, q, **floats)
     first_logp_A, group_2G = torch.empty(places, **floats), torch.empty(2, groups, dtype=torch.float64, device=device)
     flags_3G, path_AQ = torch.empty(3, groups, **flags), torch.empty_like(plan.target_pages_AQ)

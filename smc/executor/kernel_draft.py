@@ -97,7 +97,9 @@ def pack(state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree) -> DraftedR
     return DraftedRows(all_WX)
 
 
-def resume(state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree, choice: RoundChoice, block: int) -> ResumedSequences:
+def resume(
+    state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree, choice: RoundChoice, block: int
+) -> ResumedSequences:
     """As `smc.executor.draft.resume`."""
     (places, queries), pages, device = plan.begin_pages_AP.shape, tree.tail_XB.shape[1], state.device
     width = min(2, state.pending_SQ.shape[1])

@@ -1,5 +1,5 @@
-"""Slots follow a choice, as kernels: same interfaces as the references in `smc.executor.verify` and `smc.executor.state`. See the package's
-legend for axes; W tokens that are pending from now on."""
+"""Slots follow a choice, as kernels: same interfaces as the references in `smc.executor.verify` and
+`smc.executor.state`. See the package's legend for axes; W tokens that are pending from now on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ from smc.kernels.tables import CHUNK
 
 
 def follow(
-    state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted: DraftedRows, choice: RoundChoice, lookahead: bool
+    state: SlotState,
+    logq_SQ: Tensor,
+    plan: RoundPlan[Tensor],
+    drafted: DraftedRows,
+    choice: RoundChoice,
+    lookahead: bool,
 ) -> Followed:
     """As `smc.executor.verify.follow`; pages follow in the same launch."""
     (places, q), rows, width = plan.target_pages_AQ.shape, drafted.all_WX.shape[1], drafted.block if lookahead else 1
@@ -31,7 +36,13 @@ def follow(
 
 
 def advance(
-    state: SlotState, slot_A: Tensor, choice: RoundChoice, end_A: Tensor, tokens_AW: Tensor, pending_A: Tensor, text_A: Tensor
+    state: SlotState,
+    slot_A: Tensor,
+    choice: RoundChoice,
+    end_A: Tensor,
+    tokens_AW: Tensor,
+    pending_A: Tensor,
+    text_A: Tensor,
 ) -> None:
     """As `smc.executor.state.write_advance`."""
     places, width = tokens_AW.shape

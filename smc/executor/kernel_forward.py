@@ -1,7 +1,8 @@
-"""The forward pass of few packed rows as fused kernels on a GPU. Same interface as the reference, `smc.executor.forward.StaticForward`.
+"""The forward pass of few packed rows as fused kernels on a GPU. Same interface as the reference,
+`smc.executor.forward.StaticForward`.
 
-Matrix products of few rows are bound by reading weights; what is done here is to leave little else. See the package's legend for axes.
-"""
+Matrix products of few rows are bound by reading weights; what is done here is to leave little else. See the package's
+legend for axes."""
 
 from __future__ import annotations
 
@@ -37,15 +38,18 @@ Attend = Callable[[Layer, Tensor, Tensor], None]
 
 
 class KernelForward(StaticForward):
-    """A decoder of one worker. With `own_products` matrix products of few rows are ours too, but not of weights in float32, which tensor
-    cores would round; without `pdl` no kernel begins before the one before has ended, which it does where the device can
-    (`smc.kernels.pdl`). Raises ValueError for heads that the kernels cannot do."""
+    """A decoder of one worker. With `own_products` matrix products of few rows are ours too, but not of weights in
+    float32, which tensor cores would round; without `pdl` no kernel begins before the one before has ended, which it
+    does where the device can (`smc.kernels.pdl`). Raises ValueError for heads that the kernels cannot do."""
 
     def __init__(self, worker: ModelWorker, *, own_products: bool = True, pdl: bool = True) -> None:
         super().__init__(worker.model, worker.pool, worker.rope)
         check_heads((worker.model.config.num_heads, worker.model.config.num_kv_heads), worker.model.config.head_dim)
         self._longest, self._own_products = worker.width, own_products
-        self._dtype, self._own_fp8 = worker.model.embed.weight.dtype, own_products and multiplies_fp8(worker.model.embed.weight.device)
+        self._dtype, self._own_fp8 = (
+            worker.model.embed.weight.dtype,
+            own_products and multiplies_fp8(worker.model.embed.weight.device),
+        )
         self._pdl = pdl and supports_pdl(worker.model.embed.weight.device)
         self._attentions: dict[tuple[int, int, int, int], SharedPrefixAttention] = {}
 
@@ -76,7 +80,9 @@ class KernelForward(StaticForward):
         def attend(layer: Layer, qkv: Tensor, out_THD: Tensor) -> None:
             keys, values = self.pool.keys[layer.index], self.pool.values[layer.index]
             where = (self.rope.table, tables, rows.start_R, rows.count_R)
-            step_attention(qkv, keys, values, *where, out_THD, *layer.head_norms, self.model.config.rms_eps, pdl=self._pdl)
+            step_attention(
+                qkv, keys, values, *where, out_THD, *layer.head_norms, self.model.config.rms_eps, pdl=self._pdl
+            )
 
         return attend
 
@@ -142,7 +148,8 @@ class KernelForward(StaticForward):
 
     def _attention_for(self, rows: Rows) -> SharedPrefixAttention:
         config, groups, count = self.model.config, len(rows.first_G), len(rows.start_R)
-        # Every place has equally many rows, and there is room for as many groups as places. Some group may have more than one place.
+        # Every place has equally many rows, and there is room for as many groups as places. Some group may have more
+        # than one place.
         together = count // groups if rows.contexts is Contexts.SINGLE else count
         shape = (groups, count, together, rows.queries)
         if shape not in self._attentions:

@@ -1,7 +1,8 @@
-"""A prompt's pass through a model on a GPU: matrix products and attention by libraries, and one launch for what is between two of them.
+"""A prompt's pass through a model on a GPU: matrix products and attention by libraries, and one launch for what is
+between two of them.
 
-Of the last layer only what is asked about is computed once its keys and values are stored. See the package's legend for axes.
-"""
+Of the last layer only what is asked about is computed once its keys and values are stored. See the package's legend for
+axes."""
 
 from __future__ import annotations
 
@@ -23,13 +24,28 @@ from smc.model.linear import Linear
 def run_prompt(reader: Reader, tokens_T: Tensor, batch: ForwardBatch, asked_X: Tensor) -> Tensor:
     """See `smc.executor.worker.PromptPass`."""
     model, config, planned = reader.model, reader.model.config, reader.attention.plan(reader.pool, batch)
-    position_T, page_T = (to_device(array_T.astype(np.int32), reader.device) for array_T in (batch.positions_T, batch.pages_T))
+    position_T, page_T = (
+        to_device(array_T.astype(np.int32), reader.device) for array_T in (batch.positions_T, batch.pages_T)
+    )
     x_TE, parts_TE = model.embed(tokens_T), None
     q_THD = x_TE.new_empty(len(tokens_T), config.num_heads, config.head_dim)
     for layer in model.layers:
         hidden_TE = add_norm(x_TE, parts_TE, layer.attn_norm.weight, config.rms_eps)
-        store = (q_THD, reader.pool.keys[layer.index], reader.pool.values[layer.index], reader.rope.table, position_T, page_T)
-        store_kv(_product(layer.qkv, hidden_TE), *store, (config.num_heads, config.num_kv_heads), *layer.head_norms, eps=config.rms_eps)
+        store = (
+            q_THD,
+            reader.pool.keys[layer.index],
+            reader.pool.values[layer.index],
+            reader.rope.table,
+            position_T,
+            page_T,
+        )
+        store_kv(
+            _product(layer.qkv, hidden_TE),
+            *store,
+            (config.num_heads, config.num_kv_heads),
+            *layer.head_norms,
+            eps=config.rms_eps,
+        )
         if layer is model.layers[-1]:
             if not len(asked_X):
                 return x_TE[asked_X]

@@ -1,5 +1,5 @@
-"""The parts of rounds that run as fused kernels on a GPU: forward pass, draws, choice. Same interfaces as the references. See the
-package's legend for axes."""
+"""The parts of rounds that run as fused kernels on a GPU: forward pass, draws, choice. Same interfaces as the
+references. See the package's legend for axes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ class KernelSampling(Sampling):
         token_RD, logq_RD, _ = self._draw(logits_RV, law.temperature_R, keys, self._cut(logits_RV, law, mixture))
         return token_RD, logq_RD
 
-    def propose_by(self, logits_RV: Tensor, law: LawSpec[Tensor], keys: DrawKeys, law_RV: Tensor) -> tuple[Tensor, Tensor]:
+    def propose_by(
+        self, logits_RV: Tensor, law: LawSpec[Tensor], keys: DrawKeys, law_RV: Tensor
+    ) -> tuple[Tensor, Tensor]:
         token_R1, logq_R1, _ = self._draw(logits_RV, law.temperature_R, keys, self._cut(logits_RV, law))
         self.write_law(logits_RV, law, law_RV)
         return token_R1[:, 0], logq_R1[:, 0]
@@ -51,7 +53,9 @@ class KernelSampling(Sampling):
     def write_law(self, logits_RV: Tensor, law: LawSpec[Tensor], law_RV: Tensor) -> None:
         write_law(logits_RV, law_RV, law.temperature_R, self._cut(logits_RV, law))
 
-    def offer(self, logits_RV: Tensor, law: LawSpec[Tensor], mixture: float, keys: DrawKeys, has_rest: bool = True) -> Offers:
+    def offer(
+        self, logits_RV: Tensor, law: LawSpec[Tensor], mixture: float, keys: DrawKeys, has_rest: bool = True
+    ) -> Offers:
         return self._offer(logits_RV, law.temperature_R, keys, self._cut(logits_RV, law, mixture), has_rest)
 
     def bonus_offer(self, logits_RV: Tensor, law: LawSpec[Tensor], keys: DrawKeys) -> tuple[Offers, Tensor, Tensor]:
@@ -68,7 +72,9 @@ class KernelSampling(Sampling):
     def score(self, logits_RV: Tensor, law: LawSpec[Tensor], token_RD: Tensor, row_X: Tensor | None = None) -> Tensor:
         cut = self._cut(logits_RV, law)
         if token_RD.shape[1] == 1:
-            return score(logits_RV, self.vocab, law.temperature_R, token_RD[:, 0].int(), cut=cut, row_X=row_X)[0][:, None]
+            return score(logits_RV, self.vocab, law.temperature_R, token_RD[:, 0].int(), cut=cut, row_X=row_X)[0][
+                :, None
+            ]
         return self._score(logits_RV, law, token_RD, cut, row_X)
 
     def bonus(self, logits_RV: Tensor, law: LawSpec[Tensor], keys: DrawKeys) -> tuple[Tensor, Tensor, Tensor]:
@@ -92,17 +98,23 @@ class KernelSampling(Sampling):
             return None
         return truncate(logits_RV, self.vocab, law.temperature_R, top_k_R, top_p_R, min_p_R, share)
 
-    def _score(self, logits_RV: Tensor, law: LawSpec[Tensor], token_XD: Tensor, cut: Cut | None, row_X: Tensor | None = None) -> Tensor:
+    def _score(
+        self, logits_RV: Tensor, law: LawSpec[Tensor], token_XD: Tensor, cut: Cut | None, row_X: Tensor | None = None
+    ) -> Tensor:
         none_X = torch.full_like(token_XD[:, 0], -1)
         _, logp_XD = score(logits_RV, self.vocab, law.temperature_R, none_X, token_XD, cut, row_X=row_X)
         assert logp_XD is not None, "asked for"
         return logp_XD
 
-    def _offer(self, logits_RV: Tensor, temperature_R: Tensor, keys: DrawKeys, cut: Cut | None, has_rest: bool = True) -> Offers:
+    def _offer(
+        self, logits_RV: Tensor, temperature_R: Tensor, keys: DrawKeys, cut: Cut | None, has_rest: bool = True
+    ) -> Offers:
         random = (keys.seed_R, keys.round_R, keys.stream_RD[:, 0], keys.position_R, int(keys.purpose))
         return offer(logits_RV, self.vocab, temperature_R, *random, cut, has_rest)
 
-    def _draw(self, logits_RV: Tensor, temperature_R: Tensor, keys: DrawKeys, cut: Cut | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _draw(
+        self, logits_RV: Tensor, temperature_R: Tensor, keys: DrawKeys, cut: Cut | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         random = (keys.seed_R, keys.round_R, keys.stream_RD, keys.position_R, int(keys.purpose))
         return draw(logits_RV, self.vocab, temperature_R, *random, cut)
 
@@ -112,7 +124,9 @@ class KernelHeadSampling(HeadSampling):
 
     def _spread(self, column_RD: Tensor, logq_RD: Tensor, keys: DrawKeys) -> tuple[Tensor, Tensor]:
         random = (keys.seed_R, keys.round_R, keys.stream_RD, keys.position_R, keys.purpose)
-        return spread(column_RD, logq_RD, random, self.ids_M, self.others_U, self.chance, self.log_inside, self.log_each)
+        return spread(
+            column_RD, logq_RD, random, self.ids_M, self.others_U, self.chance, self.log_inside, self.log_each
+        )
 
     def _spread_rest(self, offers: Offers, keys: DrawKeys, has_rest: bool) -> Offers:
         random = (keys.seed_R, keys.round_R, keys.stream_RD, keys.position_R, keys.purpose)
@@ -120,15 +134,21 @@ class KernelHeadSampling(HeadSampling):
         return spread_rest(offers, random, self.ids_M, self.others_U, *logs, has_rest)
 
 
-def adopt(tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor], state: SlotState, *, step: int, branches: int) -> TokenTree:
+def adopt(
+    tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor], state: SlotState, *, step: int, branches: int
+) -> TokenTree:
     """As `smc.executor.draft.adopt`; answers grow within the same launch."""
     dealt = None if more.chains is None else (more.chains.parent_X, more.chains.token_X, more.chains.logq_X)
     places = (plan.group_A, plan.kind_G, plan.slot_A, plan.branch_pages_XB)
     lives = TreeLives(state.end_S, state.limit_S, state.least_S, state.entry_S, state.stops)
-    return TokenTree(**kernel_adopt(vars(tree), more.chosen, more.own, dealt, places, lives, step=step, branches=branches))
+    return TokenTree(
+        **kernel_adopt(vars(tree), more.chosen, more.own, dealt, places, lives, step=step, branches=branches)
+    )
 
 
-def add_biases(tables: BiasTables, lives: Lives, logits_RV: Tensor, slot_X: Tensor, position_R: Tensor, width: int) -> Tensor:
+def add_biases(
+    tables: BiasTables, lives: Lives, logits_RV: Tensor, slot_X: Tensor, position_R: Tensor, width: int
+) -> Tensor:
     """As `smc.executor.state.add_biases`, in place."""
     added = (tables.column_EB, tables.early_EB, tables.late_EB, tables.count_E)
     return biases.add(logits_RV, added, lives, slot_X.contiguous(), position_R.contiguous(), width)

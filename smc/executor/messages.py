@@ -1,7 +1,7 @@
 """What passes between the scheduler and a worker besides rounds: prompts, as a flat batch of rows.
 
-A worker learns nothing of requests, particles or weights from these. All arrays are NumPy, so a link can ship their bytes.
-Axes: R rows, T tokens (row after row), X pages (row after row), D draws; Y tokens that are asked about, K tops.
+A worker learns nothing of requests, particles or weights from these. All arrays are NumPy, so a link can ship their
+bytes. Axes: R rows, T tokens (row after row), X pages (row after row), D draws; Y tokens that are asked about, K tops.
 
 What the two models tell each other in a round, and the host of it. NumPy on the host's side, tensors on the models'.
 
@@ -51,14 +51,15 @@ class Pending(Protocol, Generic[Result]):
         ...
 
     def spans(self) -> dict[str, tuple[int, int]]:
-        """What was done for it, and when it began and ended, nanoseconds of the monotonic clock: the pass of a model in a round has the
-        name of its side, that of prompts is `prompt`. After `result`."""
+        """What was done for it, and when it began and ended, nanoseconds of the monotonic clock: the pass of a model in
+        a round has the name of its side, that of prompts is `prompt`. After `result`."""
         ...
 
 
 @dataclass(frozen=True)
 class Draws:
-    """D tokens to be drawn after the last one of each row, from p^alpha normalised, and with which random numbers (smc/philox.py)."""
+    """D tokens to be drawn after the last one of each row, from p^alpha normalised, and with which random numbers
+    (smc/philox.py)."""
 
     law: LawSpec[np.ndarray]
     seed_R: np.ndarray
@@ -77,21 +78,23 @@ class Draws:
     bias_Y: np.ndarray
     """float32: what is added to these."""
     companion_R: np.ndarray | None = None
-    """int32 which row of the batch guides this one (`smc.executor.guidance`); itself: none does. None: nobody is guided."""
+    """int32 which row of the batch guides this one (`smc.executor.guidance`); itself: none does. None: nobody is
+    guided."""
     scale_R: np.ndarray | None = None
     """float32 scale of guidance; 1: none."""
 
 
 @dataclass(frozen=True)
 class Tops:
-    """The likeliest tokens after each of the last tokens of rows, under the law of what comes there. Axis R is of the first rows of the
-    batch, those that are asked about; those after them only guide."""
+    """The likeliest tokens after each of the last tokens of rows, under the law of what comes there. Axis R is of the
+    first rows of the batch, those that are asked about; those after them only guide."""
 
     law: LawSpec[np.ndarray]
     count: int
     """K, or the whole vocabulary if that has fewer."""
     asked_R: np.ndarray
-    """int32: of how many of its last tokens; of all rows of the batch. A row that guides another is asked about as many."""
+    """int32: of how many of its last tokens; of all rows of the batch. A row that guides another is asked about as
+    many."""
     least_R: np.ndarray
     """int32 position up to which what comes does not end the answer."""
     machines: tuple[StopMachine | None, ...]
@@ -156,10 +159,12 @@ class Worker(Protocol):
 
 @dataclass(frozen=True)
 class DraftedRows:
-    """What the draft sends the target: rows of K tokens, F for every place, each group's in the order of the places they come from."""
+    """What the draft sends the target: rows of K tokens, F for every place, each group's in the order of the places
+    they come from."""
 
     all_WX: Tensor
-    """int32, in one piece, as it travels: tokens, the bits of their log q, root, count, whether ended, the bits of the share."""
+    """int32, in one piece, as it travels: tokens, the bits of their log q, root, count, whether ended, the bits of the
+    share."""
 
     @staticmethod
     def width(block: int) -> int:
@@ -167,10 +172,14 @@ class DraftedRows:
         return 2 * block + 4
 
     @staticmethod
-    def of(tokens_XK: Tensor, logq_XK: Tensor, root_X: Tensor, count_X: Tensor, ended_X: Tensor, share_X: Tensor) -> DraftedRows:
+    def of(
+        tokens_XK: Tensor, logq_XK: Tensor, root_X: Tensor, count_X: Tensor, ended_X: Tensor, share_X: Tensor
+    ) -> DraftedRows:
         share_1X = share_X.float().view(torch.int32)[None]
         numbers_3X = torch.stack((root_X.int(), count_X.int(), ended_X.int()))
-        return DraftedRows(torch.cat((tokens_XK.t().int(), logq_XK.t().contiguous().view(torch.int32), numbers_3X, share_1X)))
+        return DraftedRows(
+            torch.cat((tokens_XK.t().int(), logq_XK.t().contiguous().view(torch.int32), numbers_3X, share_1X))
+        )
 
     @property
     def block(self) -> int:
@@ -204,7 +213,8 @@ class DraftedRows:
 
     @property
     def share_X(self) -> Tensor:
-        """float64 log of the row's mass over its root's, without what its tokens' log q are weighed with; -inf where there is no row."""
+        """float64 log of the row's mass over its root's, without what its tokens' log q are weighed with; -inf where
+        there is no row."""
         return self.all_WX[-1].view(torch.float32).double()
 
 
@@ -230,7 +240,19 @@ class RoundChoice:
         """`bonus`: a token, or -1 where none is appended."""
         mass_A = mass_A.double().view(torch.int64)
         return RoundChoice(
-            torch.stack((ancestor_A, row_A, count_A, cut_A, bonus_A.long(), alive_A.long(), ended_A.long(), text_A.long(), mass_A))
+            torch.stack(
+                (
+                    ancestor_A,
+                    row_A,
+                    count_A,
+                    cut_A,
+                    bonus_A.long(),
+                    alive_A.long(),
+                    ended_A.long(),
+                    text_A.long(),
+                    mass_A,
+                )
+            )
         )
 
     @property
@@ -281,7 +303,8 @@ class RoundChoice:
 
 @dataclass(frozen=True)
 class Lineage(Generic[Array]):
-    """Pages that particles have more or less than their ancestors had, by place after the choice. Tensors where the model is."""
+    """Pages that particles have more or less than their ancestors had, by place after the choice. Tensors where the
+    model is."""
 
     path_AW: Array
     """int32."""
@@ -293,7 +316,8 @@ class Lineage(Generic[Array]):
 
 @dataclass(frozen=True)
 class RoundResult(Generic[Array]):
-    """What the host learns of a round. By place, after the choice, unless said otherwise. Tensors where the model is."""
+    """What the host learns of a round. By place, after the choice, unless said otherwise. Tensors where the model
+    is."""
 
     ancestor_A: Array
     """Place."""

@@ -3,11 +3,11 @@
 draft -> target   rows     what has been drafted
 target -> draft   choice   which of it goes on, and how
 
-The two sides of a round, each over the memory of one worker, in one process or in two: what is run when, and what is sent.
+The two sides of a round, each over the memory of one worker, in one process or in two: what is run when, and what is
+sent.
 
-On GPUs nothing here waits: a round is queued on the side's stream, and the host waits for its result alone. From its second time on,
-a stage of a round is the replay of a CUDA graph.
-"""
+On GPUs nothing here waits: a round is queued on the side's stream, and the host waits for its result alone. From its
+second time on, a stage of a round is the replay of a CUDA graph."""
 
 from __future__ import annotations
 
@@ -34,7 +34,16 @@ from smc.executor.messages import DraftedRows, Lineage, RoundChoice, RoundResult
 from smc.executor.plan import PlanBuffer, Program, RoundPlan, SequenceHandoff
 from smc.executor.sampling import HeadSampling, Sampling
 from smc.executor.select import Conclude, SelectOps, Selector, Weigh, conclude, weigh
-from smc.executor.state import AddBiases, Advance, BiasTables, RemapBlockTable, SlotState, add_biases, remap_block_table, write_advance
+from smc.executor.state import (
+    AddBiases,
+    Advance,
+    BiasTables,
+    RemapBlockTable,
+    SlotState,
+    add_biases,
+    remap_block_table,
+    write_advance,
+)
 from smc.executor.verify import Follow, Judge, LayOut, Scorer, Verify, VerifyOps, follow, judge, lay_out, verify
 from smc.executor.worker import ModelWorker, PromptPass, run_prompt
 from smc.model.draft_vocab import DraftVocab
@@ -42,14 +51,18 @@ from smc.philox import Purpose
 
 
 class Channel(Protocol):
-    """One side's end. Tensors are on this side's device; every call is made in its `Stages.working()`, and none waits for a GPU."""
+    """One side's end. Tensors are on this side's device; every call is made in its `Stages.working()`, and none waits
+    for a GPU."""
 
     def send(self, name: str, tensor: Tensor) -> None:
         """It must stay as it is until `settle`."""
         ...
 
-    def receive(self, key: tuple, name: str, shape: tuple[int, ...], dtype: torch.dtype, into: Tensor | None = None) -> Tensor:
-        """What the other side sent by this name: `into` this tensor, or by default one that is always the same in rounds of one key."""
+    def receive(
+        self, key: tuple, name: str, shape: tuple[int, ...], dtype: torch.dtype, into: Tensor | None = None
+    ) -> Tensor:
+        """What the other side sent by this name: `into` this tensor, or by default one that is always the same in
+        rounds of one key."""
         ...
 
     def share(self, tensor: Tensor) -> Tensor:
@@ -82,9 +95,13 @@ class LocalChannel:
         self._sent[name] = (tensor, self._stages.event())
         self._kept.append(tensor)
 
-    def receive(self, key: tuple, name: str, shape: tuple[int, ...], dtype: torch.dtype, into: Tensor | None = None) -> Tensor:
+    def receive(
+        self, key: tuple, name: str, shape: tuple[int, ...], dtype: torch.dtype, into: Tensor | None = None
+    ) -> Tensor:
         tensor, there = self._other._sent.pop(name)
-        assert tensor.shape == shape and tensor.dtype == dtype, f"{name}: {tensor.shape} {tensor.dtype} was sent, {shape} {dtype} expected"
+        assert tensor.shape == shape and tensor.dtype == dtype, (
+            f"{name}: {tensor.shape} {tensor.dtype} was sent, {shape} {dtype} expected"
+        )
         self._stages.wait(there)
         here = self._stages.copy_of(key, name, tensor) if into is None else into.copy_(tensor, non_blocking=True)
         self._other._received = self._stages.event()
@@ -103,7 +120,9 @@ class LocalChannel:
 class Parts:
     """How a model is run and tokens are drawn: the reference, or kernels."""
 
-    forward: Callable[[ModelWorker], StaticForward] = lambda worker: StaticForward(worker.model, worker.pool, worker.rope)
+    forward: Callable[[ModelWorker], StaticForward] = lambda worker: StaticForward(
+        worker.model, worker.pool, worker.rope
+    )
     sampling: Callable[[int], Sampling] = Sampling
     head_sampling: Callable[[Sampling, DraftVocab, torch.device], HeadSampling] = HeadSampling
     stages: Callable[[torch.device], StageRunner] = StageRunner
@@ -128,7 +147,9 @@ class Parts:
 class ModelRunner:
     """One model's part in rounds: the state of all slots, and decoding alone."""
 
-    def __init__(self, config: EngineConfig, worker: ModelWorker, parts: Parts, stages: StageRunner, pending: int) -> None:
+    def __init__(
+        self, config: EngineConfig, worker: ModelWorker, parts: Parts, stages: StageRunner, pending: int
+    ) -> None:
         """`pending`: tokens at most that are to be run when a round begins."""
         self.config, self.worker, self.stages = config, worker, stages
         # Prompts are run where rounds are: what is written is there for what is asked for later.
@@ -228,7 +249,9 @@ class ModelRunner:
 class DraftRunner(ModelRunner):
     """Drafts rows, then follows what the target chose."""
 
-    def __init__(self, config: EngineConfig, worker: ModelWorker, parts: Parts, stages: StageRunner, channel: Channel) -> None:
+    def __init__(
+        self, config: EngineConfig, worker: ModelWorker, parts: Parts, stages: StageRunner, channel: Channel
+    ) -> None:
         super().__init__(config, worker, parts, stages, pending=config.begin_tokens)
         self._channel = channel
         run, biases, head = self._run, self._biases, worker.draft_head
@@ -296,7 +319,9 @@ class DraftRunner(ModelRunner):
         if self.config.lookahead and len(plan.chain_C):
             # The laws go with the rows. What was sent has arrived: the choice was made by it.
             place_C, f = plan.chain_C, plan.branches
-            chain_A = torch.zeros_like(plan.slot_A).index_copy(0, place_C, torch.arange(len(place_C), device=place_C.device))
+            chain_A = torch.zeros_like(plan.slot_A).index_copy(
+                0, place_C, torch.arange(len(place_C), device=place_C.device)
+            )
             row_C = choice.row_A[place_C]
             self._pick_laws(self._laws_YLV, chain_A[row_C // f] * f + row_C % f)
             self._kept_MLV.index_copy_(0, plan.law_C, self._sent_CLV[: len(place_C)])
@@ -311,14 +336,20 @@ class DraftRunner(ModelRunner):
 class TargetRunner(ModelRunner):
     """Scores blocks and chooses."""
 
-    def __init__(self, config: EngineConfig, worker: ModelWorker, parts: Parts, stages: StageRunner, channel: Channel) -> None:
+    def __init__(
+        self, config: EngineConfig, worker: ModelWorker, parts: Parts, stages: StageRunner, channel: Channel
+    ) -> None:
         super().__init__(config, worker, parts, stages, pending=config.target_tokens)
         self._channel = channel
         sampling, state = self._sampling, self.state
-        steps = VerifyOps(parts.lay_out, parts.judge, parts.verify, parts.follow, partial(parts.add_biases, self._biases))
+        steps = VerifyOps(
+            parts.lay_out, parts.judge, parts.verify, parts.follow, partial(parts.add_biases, self._biases)
+        )
         deciders = SelectOps(parts.weigh, parts.select, parts.expand, parts.keep_roots, parts.walk, parts.conclude)
         chains = config.chains(worker.vocab_size)
-        self._scorer = Scorer(self._run, sampling, state, steps, block=config.block, lookahead=config.lookahead, chains=chains)
+        self._scorer = Scorer(
+            self._run, sampling, state, steps, block=config.block, lookahead=config.lookahead, chains=chains
+        )
         self._chooser = Selector(sampling, state, deciders, lookahead=config.lookahead)
 
     @torch.inference_mode()

@@ -21,7 +21,8 @@ from smc.types import Array
 
 ALIGNMENT = 16
 SHORT, SHORT_SINGLE = 384, 640
-"""Positions up to which it is cheaper that each row reads them by itself, in general and where hardly anybody shares them."""
+"""Positions up to which it is cheaper that each row reads them by itself, in general and where hardly anybody shares
+them."""
 PARTS = ("target_law", "draft_law", "target_companions", "draft_companions")
 """Of a plan, those that hold arrays themselves."""
 IN_FLIGHT = 9
@@ -58,7 +59,8 @@ class Contexts(StrEnum):
 
 @dataclass(frozen=True)
 class SequenceHandoff:
-    """Particles that take part on one side from the next round on: a request that starts, or one that is taken up again."""
+    """Particles that take part on one side from the next round on: a request that starts, or one that is taken up
+    again."""
 
     slots_N: np.ndarray
     """int32."""
@@ -94,9 +96,9 @@ class SequenceHandoff:
 
 @dataclass(frozen=True)
 class UnconditionalRows(Generic[Array]):
-    """Of a round with guided requests, at one side: the U sequences that guided places have there besides, after the negative prompts,
-    group after group. See `smc.executor.guidance`. U is padded, and so is the number of their groups, to as many: a padding one is of the
-    dummy slot, of place 0 and of the last group, which has none then."""
+    """Of a round with guided requests, at one side: the U sequences that guided places have there besides, after the
+    negative prompts, group after group. See `smc.executor.guidance`. U is padded, and so is the number of their groups,
+    to as many: a padding one is of the dummy slot, of place 0 and of the last group, which has none then."""
 
     scale_A: Array
     """float32 scale of guidance; 1: none."""
@@ -122,8 +124,9 @@ class UnconditionalRows(Generic[Array]):
 
 @dataclass(frozen=True)
 class RoundPlan(Generic[Array]):
-    """One round of G groups on A places: everything about it that does not depend on what a model says. Arrays, or tensors where the
-    model is. Both numbers are padded: a padding place is of the dummy slot and of a padding group, which has no places."""
+    """One round of G groups on A places: everything about it that does not depend on what a model says. Arrays, or
+    tensors where the model is. Both numbers are padded: a padding place is of the dummy slot and of a padding group,
+    which has no places."""
 
     program: Program
     contexts: Contexts
@@ -218,7 +221,9 @@ class RoundPlan(Generic[Array]):
         """All arrays, by name."""
         own = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
         parts = {name: getattr(self, name) for name in PARTS}
-        within = {f"{part}.{name}": value for part, values in parts.items() if values for name, value in vars(values).items()}
+        within = {
+            f"{part}.{name}": value for part, values in parts.items() if values for name, value in vars(values).items()
+        }
         return own | {name: value for name, value in within.items() if isinstance(value, np.ndarray)}
 
     def with_arrays(self, tensors: dict[str, Tensor]) -> RoundPlan[Tensor]:
@@ -228,7 +233,11 @@ class RoundPlan(Generic[Array]):
             if "." in name:
                 part, field = name.split(".")
                 parts[part][field] = tensor
-        companions = {name: UnconditionalRows(**values) for name, values in parts.items() if name.endswith("companions") and values}
+        companions = {
+            name: UnconditionalRows(**values)
+            for name, values in parts.items()
+            if name.endswith("companions") and values
+        }
         return RoundPlan(
             program=self.program,
             contexts=self.contexts,
@@ -291,7 +300,9 @@ class PlanBuffer:
         self.nbytes = offset
         # In turn: the next plan is written while those before it are still on their way.
         pinned = device.type == "cuda"
-        self._hosts = [torch.zeros(offset, dtype=torch.uint8, pin_memory=pinned) for _ in range(IN_FLIGHT if pinned else 1)]
+        self._hosts = [
+            torch.zeros(offset, dtype=torch.uint8, pin_memory=pinned) for _ in range(IN_FLIGHT if pinned else 1)
+        ]
         self._turn = 0
         self._there = torch.zeros(offset, dtype=torch.uint8, device=device)
         self._tensors = {name: self._view(self._there, name, array) for name, array in arrays.items()}

@@ -7,14 +7,14 @@ Proposals of a draft whose head has rows for M tokens of V: the single place whe
     q = (1 - share) * q_M  on the M tokens of the head, q_M being the proposal of `smc.laws` over these alone,
     q = share / (V - M)    on every other token.
 
-So q covers every token that the target may draw, and each token's log q is of exactly this law: what is drawn, and how weights count it,
-stay properly weighted. An independent row draws from q. A row that offers does so with its likeliest columns one by one; the token that
-stands for the rest is drawn from all the rest of q, which the tokens without a row are part of. Of exact decoding the tree is of what is
-likely itself, so it has tokens of the head alone.
+So q covers every token that the target may draw, and each token's log q is of exactly this law: what is drawn, and how
+weights count it, stay properly weighted. An independent row draws from q. A row that offers does so with its likeliest
+columns one by one; the token that stands for the rest is drawn from all the rest of q, which the tokens without a row
+are part of. Of exact decoding the tree is of what is likely itself, so it has tokens of the head alone.
 
-Besides the variates of the law itself, drawn with two of a key's four words, there is one uniform for which part of q a token comes from
-and one for which of the tokens without a row it is: the other two words. `HeadSampling` is the reference, in plain torch;
-`smc.executor.kernels` has what GPUs use.
+Besides the variates of the law itself, drawn with two of a key's four words, there is one uniform for which part of q a
+token comes from and one for which of the tokens without a row it is: the other two words. `HeadSampling` is the
+reference, in plain torch; `smc.executor.kernels` has what GPUs use.
 
 Axes: R rows, D draws a row, C offers, M columns, U tokens without a row.
 """
@@ -66,8 +66,8 @@ class Sampling:
         return token_RD, logq_RV.gather(-1, token_RD)
 
     def propose_by(self, logits_RV: Tensor, law: LawSpec[Any], keys: DrawKeys, law_RV: Tensor) -> tuple[Tensor, Tensor]:
-        """A token (of any integer type) from the proposal without a mixture [R], and its log q [R]; keys for one draw a row. The log-law
-        that it was drawn from is written to `law` [R, V]."""
+        """A token (of any integer type) from the proposal without a mixture [R], and its log q [R]; keys for one draw a
+        row. The log-law that it was drawn from is written to `law` [R, V]."""
         self.write_law(logits_RV, law, law_RV)
         token_R1 = self._race(law_RV, keys)
         return token_R1[:, 0], law_RV.gather(-1, token_R1)[:, 0]
@@ -81,12 +81,16 @@ class Sampling:
         token_RC = self._logits(logits_RV).topk(min(count, self.vocab), dim=-1).indices
         return token_RC[:, torch.arange(count, device=token_RC.device) % token_RC.shape[1]]
 
-    def offer(self, logits_RV: Tensor, law: LawSpec[Any], mixture: float, keys: DrawKeys, has_rest: bool = True) -> Offers:
-        """What rows offer from the proposal; keys for one draw a row, of the token that stands for the rest: last, if at all."""
+    def offer(
+        self, logits_RV: Tensor, law: LawSpec[Any], mixture: float, keys: DrawKeys, has_rest: bool = True
+    ) -> Offers:
+        """What rows offer from the proposal; keys for one draw a row, of the token that stands for the rest: last, if
+        at all."""
         return self._offers(Laws(law, logits_RV.device).proposal(self._logits(logits_RV), mixture), keys, has_rest)
 
     def bonus_offer(self, logits_RV: Tensor, law: LawSpec[Any], keys: DrawKeys) -> tuple[Offers, Tensor, Tensor]:
-        """What rows offer from the powered target law, log p [R, C] of the tokens, and log Z [R] of the power, as `bonus`."""
+        """What rows offer from the powered target law, log p [R, C] of the tokens, and log Z [R] of the power, as
+        `bonus`."""
         laws = Laws(law, logits_RV.device)
         logp_RV = laws.target(self._logits(logits_RV))
         powered_RV, log_z_R = laws.powered(logp_RV)
@@ -95,15 +99,15 @@ class Sampling:
         return offers, logp_RV.gather(-1, offers.token_RC), nan_R if log_z_R is None else log_z_R + nan_R
 
     def score(self, logits_RV: Tensor, law: LawSpec[Any], token_RD: Tensor, row_X: Tensor | None = None) -> Tensor:
-        """log p of tokens (of any integer type) under the target law, [R, D]; with `row_X` those of rows that repeat, [X, D]. A token of
-        -1 (none) scores 0."""
+        """log p of tokens (of any integer type) under the target law, [R, D]; with `row_X` those of rows that repeat,
+        [X, D]. A token of -1 (none) scores 0."""
         logp_RV = Laws(law, logits_RV.device).target(self._logits(logits_RV))
         logp_RD = (logp_RV if row_X is None else logp_RV[row_X]).gather(-1, token_RD.long().clamp(min=0))
         return torch.where(token_RD >= 0, logp_RD, 0.0)
 
     def bonus(self, logits_RV: Tensor, law: LawSpec[Any], keys: DrawKeys) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens [R, D] (of any integer type) from the powered target law, their log p [R, D], and log Z [R] of the power; NaN in the
-        logits shows in log Z."""
+        """Tokens [R, D] (of any integer type) from the powered target law, their log p [R, D], and log Z [R] of the
+        power; NaN in the logits shows in log Z."""
         laws = Laws(law, logits_RV.device)
         logp_RV = laws.target(self._logits(logits_RV))
         powered_RV, log_z_R = laws.powered(logp_RV)
@@ -113,8 +117,8 @@ class Sampling:
         return token_RD, logp_RV.gather(-1, token_RD), nan_R if log_z_R is None else log_z_R + nan_R
 
     def guide(self, own_TV: Tensor, companion_XV: Tensor, of_T: Tensor, scale_T: Tensor) -> Tensor:
-        """Guided logits [T, V], float32: l_u + s (l_c - l_u), l_c a row's own and l_u its companion's, the `of`-th. At scale 1 the row's
-        own, whatever its companion's are."""
+        """Guided logits [T, V], float32: l_u + s (l_c - l_u), l_c a row's own and l_u its companion's, the `of`-th. At
+        scale 1 the row's own, whatever its companion's are."""
         own_TV, companion_TV, scale_T1 = own_TV.float(), companion_XV[of_T].float(), scale_T[:, None]
         return torch.where(scale_T1 == 1, own_TV, companion_TV + scale_T1 * (own_TV - companion_TV))
 
@@ -126,7 +130,9 @@ class Sampling:
         rest_R1 = rest_RV.logsumexp(-1, keepdim=True)
         token_R1 = self._race(torch.where(rest_R1 > -torch.inf, rest_RV - rest_R1, rest_RV), keys)
         own_R1 = log_law_RV.gather(-1, token_R1)
-        return Offers(torch.cat((token_RC, token_R1), 1), torch.cat((logq_RC, own_R1), 1), torch.cat((logq_RC, rest_R1), 1))
+        return Offers(
+            torch.cat((token_RC, token_R1), 1), torch.cat((logq_RC, own_R1), 1), torch.cat((logq_RC, rest_R1), 1)
+        )
 
     def _logits(self, logits_RV: Tensor) -> Tensor:
         return logits_RV[:, : self.vocab].float()
@@ -147,13 +153,19 @@ class HeadSampling:
         self.chance = round(vocab.share * 2**32)
         """Of 2^32: the share, in whole numbers so that the law is exactly what is drawn from."""
         share = self.chance / 2**32
-        self.log_inside, self.log_share, self.log_each = math.log1p(-share), math.log(share), math.log(share / len(others_U))
+        self.log_inside, self.log_share, self.log_each = (
+            math.log1p(-share),
+            math.log(share),
+            math.log(share / len(others_U)),
+        )
 
     def propose(self, logits_RM: Tensor, law: LawSpec[Tensor], mixture: float, keys: DrawKeys) -> tuple[Tensor, Tensor]:
         """As `Sampling.propose`."""
         return self._spread(*self._columns.propose(logits_RM, law, mixture, keys), keys)
 
-    def propose_by(self, logits_RM: Tensor, law: LawSpec[Tensor], keys: DrawKeys, law_RV: Tensor) -> tuple[Tensor, Tensor]:
+    def propose_by(
+        self, logits_RM: Tensor, law: LawSpec[Tensor], keys: DrawKeys, law_RV: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """As `Sampling.propose_by`."""
         logq_RM = torch.empty(len(logits_RM), len(self.ids_M), device=logits_RM.device)
         column_R, logq_R = self._columns.propose_by(logits_RM, law, keys, logq_RM)
@@ -167,7 +179,9 @@ class HeadSampling:
         """As `Sampling.likeliest`."""
         return self.ids_M[self._columns.likeliest(logits_RM, count)]
 
-    def offer(self, logits_RM: Tensor, law: LawSpec[Tensor], mixture: float, keys: DrawKeys, has_rest: bool = True) -> Offers:
+    def offer(
+        self, logits_RM: Tensor, law: LawSpec[Tensor], mixture: float, keys: DrawKeys, has_rest: bool = True
+    ) -> Offers:
         """As `Sampling.offer`."""
         return self._spread_rest(self._columns.offer(logits_RM, law, mixture, keys, has_rest), keys, has_rest)
 
@@ -179,7 +193,11 @@ class HeadSampling:
         return torch.where(is_other_RD, other_RD, self.ids_M[column_RD.long()]), logq_RD
 
     def _spread_rest(self, offers: Offers, keys: DrawKeys, has_rest: bool) -> Offers:
-        token_RC, logq_RC, share_RC = self.ids_M[offers.token_RC], offers.logq_RC + self.log_inside, offers.share_RC + self.log_inside
+        token_RC, logq_RC, share_RC = (
+            self.ids_M[offers.token_RC],
+            offers.logq_RC + self.log_inside,
+            offers.share_RC + self.log_inside,
+        )
         if not has_rest:
             return Offers(token_RC, logq_RC, share_RC)
         coin_R1, other_R1 = self._others(keys, token_RC.device)

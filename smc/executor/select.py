@@ -1,13 +1,13 @@
-"""What a round's choice is among, and its weights: the reference, in plain torch; `smc.executor.kernel_choice` has what GPUs use.
+"""What a round's choice is among, and its weights: the reference, in plain torch; `smc.executor.kernel_choice` has what
+GPUs use.
 
 See the package's legend for axes; C offers of a row.
 
 What goes on after a round: candidates are weighed and chosen from, or compared with what the target drew itself.
 
-In look-ahead candidates are the rows that the draft made while the target scored the blocks before them; in lockstep they are the blocks
-themselves, each with a token of the target's own after it. `conclude` is the reference, in plain torch; `smc.executor.kernel_choice` has
-what GPUs use. See the package's legend for axes.
-"""
+In look-ahead candidates are the rows that the draft made while the target scored the blocks before them; in lockstep
+they are the blocks themselves, each with a token of the target's own after it. `conclude` is the reference, in plain
+torch; `smc.executor.kernel_choice` has what GPUs use. See the package's legend for axes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class TargetOutputs:
     """What the target says of the token after every block; None: it has not been asked."""
 
     logp_X: Tensor | None = None
-    """float32 log p of the first token of each row ahead (look-ahead), or of the token that it draws itself (lockstep)."""
+    """float32 log p of the first token of each row ahead (look-ahead), or of the token that it draws itself
+    (lockstep)."""
     bonus_A: Tensor | None = None
     """Integers: the tokens that it draws for independent rows."""
     log_z_A: Tensor | None = None
@@ -55,7 +56,8 @@ class ScoreInputs:
     drafted: DraftedRows
     said: TargetOutputs
     best_A: Tensor | None
-    """int64, of groups that are decoded exactly: the block that agrees longest with the target's draws. None: there are none."""
+    """int64, of groups that are decoded exactly: the block that agrees longest with the target's draws. None: there are
+    none."""
     right_A: Tensor | None
     """int64: and how many of its tokens do."""
     lookahead: bool
@@ -113,7 +115,9 @@ class Candidates:
 Weigh = Callable[[ScoreInputs], Candidates]
 
 
-def ask(sampling: Sampling, plan: RoundPlan[Tensor], scored: VerifyOutputs, drafted: DraftedRows, lookahead: bool) -> TargetOutputs:
+def ask(
+    sampling: Sampling, plan: RoundPlan[Tensor], scored: VerifyOutputs, drafted: DraftedRows, lookahead: bool
+) -> TargetOutputs:
     """Ask for what a choice depends on."""
     if plan.all_exact:
         # What the target drew itself decides.
@@ -172,8 +176,9 @@ class Weigher:
         return Candidates(root_X, weight_X, there_X, offers, alive_A, target_nan_G, draft_nan_G, numbers)
 
     def _rows_ahead(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Look-ahead: the rows that were drafted while the blocks were scored. A row's weight is that of its block, the share that it has
-        of its root, and what the target says of its first token. Weights [X], rows that are there [X], NaN of target and draft [2, X]."""
+        """Look-ahead: the rows that were drafted while the blocks were scored. A row's weight is that of its block, the
+        share that it has of its root, and what the target says of its first token. Weights [X], rows that are there
+        [X], NaN of target and draft [2, X]."""
         scored, drafted, root_X, open_X = self.scored, self.drafted, self.drafted.root_X, self.evidence.open_X
         logq_X = drafted.logq_XK[:, 0]
         logp_X = torch.zeros_like(logq_X) if self.evidence.said.logp_X is None else self.evidence.said.logp_X
@@ -194,8 +199,9 @@ class Weigher:
         return weight_A + log_z_A, scored.blocks.alive_A, torch.stack((nan_A, torch.zeros_like(nan_A)))
 
     def _that_agree(self, weight_X: Tensor, there_X: Tensor, nan_2G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of groups that are decoded exactly, only what follows the target's own draws is left: in lockstep the block that agrees
-        longest; in look-ahead rows of it, if it agrees as a whole, that begin with what the target says next."""
+        """Of groups that are decoded exactly, only what follows the target's own draws is left: in lockstep the block
+        that agrees longest; in look-ahead rows of it, if it agrees as a whole, that begin with what the target says
+        next."""
         plan, scored, place_X = self.plan, self.scored, self.place_X
         best_A, right_A = self.evidence.agreed
         is_exact_X = plan.is_exact_A[place_X]
@@ -205,7 +211,8 @@ class Weigher:
             next_A = scored.drawn_AQ[best_A, right_A - 1]
             says_X = self.drafted.tokens_XK[:, 0] == next_A[place_X]
             agrees_X = self._whole_A()[root_X] & says_X & scored.blocks.open_A[root_X]
-        # What the draft says is of no consequence here, be it NaN; nor what the target would say after tokens that are wrong.
+        # What the draft says is of no consequence here, be it NaN; nor what the target would say after tokens that are
+        # wrong.
         column_Q = torch.arange(scored.nan_AQ.shape[1], device=place_X.device)
         nan_A = (scored.nan_AQ[best_A] & (column_Q < right_A[:, None])).any(-1)
         is_exact_G = plan.is_exact_G
@@ -226,7 +233,9 @@ class Weigher:
 
     def _weight_of_blocks(self) -> Tensor:
         blocks = self.scored.blocks
-        return blocks.logw_A + block_log_weight(self.scored.logp_AQ[:, :-1], blocks.logq_AQ[:, 1:], blocks.count_A - 1, self.plan.alpha_A)
+        return blocks.logw_A + block_log_weight(
+            self.scored.logp_AQ[:, :-1], blocks.logq_AQ[:, 1:], blocks.count_A - 1, self.plan.alpha_A
+        )
 
     def _nan_of_blocks(self) -> Tensor:
         """bool [X]: there is a NaN of the draft in the block of the row's place."""
@@ -235,7 +244,9 @@ class Weigher:
         nan_X = (torch.isnan(blocks.logq_AQ) & exists_AQ).any(-1)[self.place_X]
         if Kind.DISTINCT in self.plan.kinds:
             # Rows of NaN have given way to others, on which the draft has left a mark.
-            nan_X = nan_X | (torch.isnan(self.drafted.logq_XK).any(-1) & self.plan.places_of(Kind.DISTINCT)[self.place_X])
+            nan_X = nan_X | (
+                torch.isnan(self.drafted.logq_XK).any(-1) & self.plan.places_of(Kind.DISTINCT)[self.place_X]
+            )
         return nan_X
 
     def _of_group(self, mask_NX: Tensor) -> Tensor:
@@ -244,7 +255,8 @@ class Weigher:
 
 
 LEAST_SHARE = 0.1
-"""Distinct particles of less than this share of the mean weight lose their place more often than not: an answer waits for all of them."""
+"""Distinct particles of less than this share of the mean weight lose their place more often than not: an answer waits
+for all of them."""
 
 
 @dataclass(frozen=True)
@@ -285,7 +297,9 @@ class Selector:
         best_A = right_A = own = trees = None
         if plan.has_exact:
             blocks, groups = scored.blocks, (plan.first_G, plan.size_G)
-            best_A, right_A = self.decide.walk(blocks.tokens_AQ, blocks.count_A, scored.drawn_AQ, blocks.alive_A, groups)
+            best_A, right_A = self.decide.walk(
+                blocks.tokens_AQ, blocks.count_A, scored.drawn_AQ, blocks.alive_A, groups
+            )
         said = ask(self.sampling, plan, scored, drafted, self.lookahead)
         evidence = ScoreInputs(plan, self.state, scored, drafted, said, best_A, right_A, self.lookahead)
         candidates = self.decide.weigh(evidence)
@@ -307,7 +321,9 @@ class Selector:
         numbers, rows, places = candidates.numbers, (plan.first_G, plan.size_G), len(plan.slot_A)
         weights, sources = (candidates.weight_X, candidates.there_X), (numbers.source_first_G, numbers.source_size_G)
         random = (numbers.seed_G, numbers.round_G, step)
-        chosen = self.decide.expand(candidates.offers, *weights, sources, rows, plan.draws_G, plan.kind_G, random, places, LEAST_SHARE)
+        chosen = self.decide.expand(
+            candidates.offers, *weights, sources, rows, plan.draws_G, plan.kind_G, random, places, LEAST_SHARE
+        )
         kept = self.decide.keep_roots(candidates.root_X, chosen.parent_X, chosen.alive_X, rows, rows, places)
         return SelectedTrees(chosen, *kept)
 
@@ -336,8 +352,11 @@ class SelectedRows:
     collapsed_G: Tensor
 
 
-def conclude(evidence: ScoreInputs, candidates: Candidates, own: Selection | None, trees: SelectedTrees | None) -> Concluded:
-    """What becomes of every place, and what the host learns of it. `own`: of independent particles; `trees`: of the others."""
+def conclude(
+    evidence: ScoreInputs, candidates: Candidates, own: Selection | None, trees: SelectedTrees | None
+) -> Concluded:
+    """What becomes of every place, and what the host learns of it. `own`: of independent particles; `trees`: of the
+    others."""
     return Conclusion(evidence, candidates).of(own, trees)
 
 
@@ -383,7 +402,10 @@ class Conclusion:
         is_tree_A = is_tree_G[self.plan.group_A]
         pairs = ((name, getattr(theirs, name), mine) for name, mine in vars(self._of_own(own)).items())
         return SelectedRows(
-            **{name: torch.where(is_tree_G if name.endswith("_G") else is_tree_A, other, mine) for name, other, mine in pairs}
+            **{
+                name: torch.where(is_tree_G if name.endswith("_G") else is_tree_A, other, mine)
+                for name, other, mine in pairs
+            }
         )
 
     def _of_own(self, own: Selection) -> SelectedRows:
@@ -432,8 +454,8 @@ class Conclusion:
         )
 
     def _confirmed(self, taken: SelectedRows) -> SelectedRows:
-        """Of groups that are decoded exactly: where nothing that was drafted goes on, the block that agrees longest does, and the token
-        that the target says after it."""
+        """Of groups that are decoded exactly: where nothing that was drafted goes on, the block that agrees longest
+        does, and the token that the target says after it."""
         plan, blocks, is_exact_A = self.plan, self.blocks, self.is_exact_A
         best_A, right_A = self.evidence.agreed
         any_A = plan.any_of_group(taken.alive_A[None], plan.group_A)[0][plan.group_A]
@@ -442,7 +464,9 @@ class Conclusion:
         place_A = torch.arange(len(best_A), device=best_A.device)
         is_over_A = blocks.ended_A[best_A] & (right_A == blocks.count_A[best_A])
         says_A = is_exact_A & ~is_over_A & (misses_A if self.lookahead else is_exact_A)
-        next_A, next_logp_A = (values_AQ[best_A, right_A - 1] for values_AQ in (self.scored.drawn_AQ, self.scored.logp_AQ))
+        next_A, next_logp_A = (
+            values_AQ[best_A, right_A - 1] for values_AQ in (self.scored.drawn_AQ, self.scored.logp_AQ)
+        )
         changed = {
             "row_A": taken.row_A if self.lookahead else torch.where(misses_A, best_A, taken.row_A),
             "ancestor_A": ancestor_A,
@@ -457,12 +481,14 @@ class Conclusion:
         return SelectedRows(**(vars(taken) | changed))
 
     def _grown(self, taken: SelectedRows, kept_A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Whether what goes on has ended [A], the stop machine's state after what is kept of the blocks [A], and how many drafted tokens
-        each place takes [A]."""
+        """Whether what goes on has ended [A], the stop machine's state after what is kept of the blocks [A], and how
+        many drafted tokens each place takes [A]."""
         state, blocks, drafted = self.evidence.state, self.blocks, self.drafted
         slot_A = self.plan.slot_A[taken.ancestor_A]
         entry_A, early_A = state.entry_S[slot_A], state.least_S[slot_A] - state.held(slot_A)
-        text_A = grow(state.stops, entry_A, state.text_S[slot_A], blocks.tokens_AQ[taken.block_A], kept_A, early_A).text_A
+        text_A = grow(
+            state.stops, entry_A, state.text_S[slot_A], blocks.tokens_AQ[taken.block_A], kept_A, early_A
+        ).text_A
         room_A = state.limit_S[slot_A] - state.held(slot_A) - kept_A
         said = grow(state.stops, entry_A, text_A, taken.bonus_A[:, None], room_A, early_A - kept_A)
         over_A = blocks.ended_A[taken.block_A] & (kept_A == blocks.count_A[taken.block_A])

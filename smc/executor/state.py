@@ -1,13 +1,14 @@
 """How block tables follow a choice. The reference, in plain torch; `smc.kernels.tables` has what GPUs use.
 
-What is added to logits before they become a law: the biases of requests, and -inf for what would end an answer too early. The reference,
-in plain torch; `smc.kernels.biases` has what GPUs use.
+What is added to logits before they become a law: the biases of requests, and -inf for what would end an answer too
+early. The reference, in plain torch; `smc.kernels.biases` has what GPUs use.
 
-Both models' logits are changed alike, so proposals stay close to the target's law, and every log-probability is of the law after it. It is
-done in no round but those of requests that ask for it. Axes: E entries of the tables, B tokens of an entry, R rows, V columns, S slots.
+Both models' logits are changed alike, so proposals stay close to the target's law, and every log-probability is of the
+law after it. It is done in no round but those of requests that ask for it. Axes: E entries of the tables, B tokens of
+an entry, R rows, V columns, S slots.
 
-What each side keeps per slot between rounds. The last slot is a dummy that padding points to. See the package's legend for axes.
-"""
+What each side keeps per slot between rounds. The last slot is a dummy that padding points to. See the package's legend
+for axes."""
 
 from __future__ import annotations
 
@@ -30,9 +31,16 @@ RemapBlockTable = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int]
 
 
 def remap_block_table(
-    table_SL: Tensor, slot_A: Tensor, source_A: Tensor, base_A: Tensor, end_A: Tensor, tail_AB: Tensor | None, columns: int
+    table_SL: Tensor,
+    slot_A: Tensor,
+    source_A: Tensor,
+    base_A: Tensor,
+    end_A: Tensor,
+    tail_AB: Tensor | None,
+    columns: int,
 ) -> None:
-    """Positions from `base` up to `end` of the slots become those of `source`; `tail` are the pages of those from `end` on.
+    """Positions from `base` up to `end` of the slots become those of `source`; `tail` are the pages of those from `end`
+    on.
 
     A source keeps its own: no slot that is read is written. `columns` bounds what any row holds, tail included.
     """
@@ -63,7 +71,8 @@ class BiasTables:
     """What is added on one device, by entry of the stop tables."""
 
     def __init__(self, entries: int, columns: int, device: torch.device, ids_M: np.ndarray | None = None) -> None:
-        """`columns`: of the logits; `ids_M`: the token of each, ascending, where they are not all tokens in their order."""
+        """`columns`: of the logits; `ids_M`: the token of each, ascending, where they are not all tokens in their
+        order."""
         self.device, self._columns, self._ids_M = device, columns, ids_M
         self.column_EB = torch.zeros(entries, WIDTHS[-1], dtype=torch.int32, device=device)
         self.early_EB, self.late_EB = torch.zeros(2, entries, WIDTHS[-1], device=device)
@@ -83,7 +92,11 @@ class BiasTables:
         self.count_E[entry].fill_(count)
         # Past them a row adds 0, to whichever column.
         early_B, late_B = np.ascontiguousarray(values_B2.T)
-        for table_EB, values_B in ((self.column_EB, column_B[is_there_B]), (self.early_EB, early_B), (self.late_EB, late_B)):
+        for table_EB, values_B in (
+            (self.column_EB, column_B[is_there_B]),
+            (self.early_EB, early_B),
+            (self.late_EB, late_B),
+        ):
             table_EB[entry].fill_(0)
             table_EB[entry, :count] = to_device(values_B, self.device).to(table_EB.dtype)
 
@@ -93,8 +106,11 @@ Lives = tuple[Tensor, Tensor]
 AddBiases = Callable[[BiasTables, Lives, Tensor, Tensor, Tensor, int], Tensor]
 
 
-def add_biases(tables: BiasTables, lives: Lives, logits_RV: Tensor, slot_X: Tensor, position_R: Tensor, width: int) -> Tensor:
-    """Logits of rows, as many for each of X slots, whose next token is at `position` of the sequence. They may be changed in place."""
+def add_biases(
+    tables: BiasTables, lives: Lives, logits_RV: Tensor, slot_X: Tensor, position_R: Tensor, width: int
+) -> Tensor:
+    """Logits of rows, as many for each of X slots, whose next token is at `position` of the sequence. They may be
+    changed in place."""
     entry_S, least_S = lives
     slot_R = slot_X.long().repeat_interleave(len(logits_RV) // len(slot_X))
     entry_R, is_early_R1 = entry_S[slot_R], (position_R < least_S[slot_R])[:, None]
@@ -103,13 +119,20 @@ def add_biases(tables: BiasTables, lives: Lives, logits_RV: Tensor, slot_X: Tens
 
 
 class SlotState:
-    """Sequences of `slots` particles, as one model knows them: keys and values of all positions but the last `pending` are there."""
+    """Sequences of `slots` particles, as one model knows them: keys and values of all positions but the last `pending`
+    are there."""
 
     def __init__(
-        self, slots: int, width: int, pending: int, stops: StopTables, device: torch.device, advance: Advance | None = None
+        self,
+        slots: int,
+        width: int,
+        pending: int,
+        stops: StopTables,
+        device: torch.device,
+        advance: Advance | None = None,
     ) -> None:
-        """`width`: positions of a block table; `pending`: tokens at most whose keys and values are not there between rounds; `advance`:
-        what writes how sequences go on, the reference if not given."""
+        """`width`: positions of a block table; `pending`: tokens at most whose keys and values are not there between
+        rounds; `advance`: what writes how sequences go on, the reference if not given."""
         integers: TensorOptions = {"dtype": torch.int64, "device": device}
         self.device, self.dummy, self.stops = device, slots, stops
         self._advance = advance or write_advance
@@ -168,7 +191,9 @@ class SlotState:
         """Positions [A] whose keys and values are there."""
         return self.end_S[slot_A] - self.pending_S[slot_A]
 
-    def advance(self, slot_A: Tensor, choice: RoundChoice, end_A: Tensor, tokens_AW: Tensor, pending_A: Tensor, text_A: Tensor) -> None:
+    def advance(
+        self, slot_A: Tensor, choice: RoundChoice, end_A: Tensor, tokens_AW: Tensor, pending_A: Tensor, text_A: Tensor
+    ) -> None:
         """Sequences end at `end`, with so many pending tokens of these; `text` is the state before them."""
         self._advance(self, slot_A, choice, end_A, tokens_AW, pending_A, text_A)
 
@@ -180,7 +205,13 @@ Advance = Callable[[SlotState, Tensor, RoundChoice, Tensor, Tensor, Tensor, Tens
 
 
 def write_advance(
-    state: SlotState, slot_A: Tensor, choice: RoundChoice, end_A: Tensor, tokens_AW: Tensor, pending_A: Tensor, text_A: Tensor
+    state: SlotState,
+    slot_A: Tensor,
+    choice: RoundChoice,
+    end_A: Tensor,
+    tokens_AW: Tensor,
+    pending_A: Tensor,
+    text_A: Tensor,
 ) -> None:
     """`SlotState.advance`: the reference, in plain torch; `smc.executor.kernel_follow` has what GPUs use."""
     state.end_S[slot_A] = end_A

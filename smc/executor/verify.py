@@ -1,23 +1,26 @@
-"""What the target runs in a round, and its verdict: the references, in plain torch; `smc.executor.kernel_blocks` has what GPUs use.
+"""What the target runs in a round, and its verdict: the references, in plain torch; `smc.executor.kernel_blocks` has
+what GPUs use.
 
-A block is a particle's last tokens, whose first is already counted in its weight, or known to be the target's own draw. In look-ahead it
-was drafted in the round before, and its place is the particle's; in lockstep it has just been drafted, and continues the particle of its
-root. See the package's legend for axes.
+A block is a particle's last tokens, whose first is already counted in its weight, or known to be the target's own draw.
+In look-ahead it was drafted in the round before, and its place is the particle's; in lockstep it has just been drafted,
+and continues the particle of its root. See the package's legend for axes.
 
 Chains: rows that draw their own tokens from one root, for decoding by rejection (`smc.algorithm.rejection`).
 
-At the draft, every row of a group continues one of its particles at the first step, and itself from then on. In lockstep all its tokens
-are drawn. In look-ahead its first is a guess of what the target is going to say after the particle's block, one of the likeliest; the
-others are drawn, so that those that follow the right guess are as good as drawn after the target has spoken. At the target, what the
-chains propose is tried against its law. Random numbers are keyed by seed, position and chain, and by no round: what has been drawn for a
-position by chains that are off the path when it is reached has decided nothing.
+At the draft, every row of a group continues one of its particles at the first step, and itself from then on. In
+lockstep all its tokens are drawn. In look-ahead its first is a guess of what the target is going to say after the
+particle's block, one of the likeliest; the others are drawn, so that those that follow the right guess are as good as
+drawn after the target has spoken. At the target, what the chains propose is tried against its law. Random numbers are
+keyed by seed, position and chain, and by no round: what has been drawn for a position by chains that are off the path
+when it is reached has decided nothing.
 
 See the package's legend for axes; C places of groups of chains, Y = C F rows of theirs, V vocabulary.
 
-The target's part of a round up to the choice, and after it: score blocks, then let the chosen candidates be the particles.
+The target's part of a round up to the choice, and after it: score blocks, then let the chosen candidates be the
+particles.
 
-What blocks are: `smc.executor.verify`. What is chosen, and how: `smc.executor.select`. See the package's legend for axes.
-"""
+What blocks are: `smc.executor.verify`. What is chosen, and how: `smc.executor.select`. See the package's legend for
+axes."""
 
 from __future__ import annotations
 
@@ -78,7 +81,8 @@ class VerifyInputs:
     label_T: Tensor
     """Integers: the token of the block after this one; -1: there is none."""
     keys: DrawKeys
-    """Of the target's own draws after each token: those of plain decoding, which know the answer's position, and no round."""
+    """Of the target's own draws after each token: those of plain decoding, which know the answer's position, and no
+    round."""
     last_A: Tensor
     """int64: which of all T tokens is the block's last."""
 
@@ -89,7 +93,8 @@ class VerifyOutputs:
 
     blocks: Blocks
     logp_AQ: Tensor
-    """log p of the tokens after the block's first; 0 where there is none. Where the target draws for itself: of what it drew."""
+    """log p of the tokens after the block's first; 0 where there is none. Where the target draws for itself: of what it
+    drew."""
     drawn_AQ: Tensor
     """int64: what the target says after each token (exact decoding): its own draw, or what it keeps."""
     next_AV: Tensor | None
@@ -107,8 +112,8 @@ Judge = Callable[[VerifyInputs, RoundPlan[Tensor], Tensor | None, TargetDraws | 
 
 
 def lay_out(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted: DraftedRows | None) -> VerifyInputs:
-    """What the target runs: what is pending (look-ahead), or the seed and what has just been drafted. The last token of a block that has
-    ended is scored, never run. `logq_SQ`: log q of the pending tokens."""
+    """What the target runs: what is pending (look-ahead), or the seed and what has just been drafted. The last token of
+    a block that has ended is scored, never run. `logq_SQ`: log q of the pending tokens."""
     known = _pending(state, logq_SQ, plan) if drafted is None else _drafted(state, logq_SQ, plan, drafted)
     alive_A, ended_A, count_A, (_, q) = known["alive_A"], known["ended_A"], known["count_A"], known["tokens_AQ"].shape
     slot_A = plan.slot_A[known["origin_A"]]
@@ -187,15 +192,23 @@ def _drafted(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted
 
 
 def judge(
-    asked: VerifyInputs, plan: RoundPlan[Tensor], labelled_T: Tensor | None, drawn: TargetDraws | None, next_AV: Tensor | None
+    asked: VerifyInputs,
+    plan: RoundPlan[Tensor],
+    labelled_T: Tensor | None,
+    drawn: TargetDraws | None,
+    next_AV: Tensor | None,
 ) -> VerifyOutputs:
-    """The verdict: `labelled_T`, log p of the labels, 0 where there is none, unless all groups are decoded exactly; `drawn`, what the
-    target drew itself, if any group is."""
+    """The verdict: `labelled_T`, log p of the labels, 0 where there is none, unless all groups are decoded exactly;
+    `drawn`, what the target drew itself, if any group is."""
     blocks, shape = asked.blocks, asked.blocks.tokens_AQ.shape
     column_Q = torch.arange(shape[1], device=blocks.count_A.device)
     is_run_AQ = column_Q < blocks.run_A[:, None]
     logp_AQ = torch.zeros_like(blocks.logq_AQ) if labelled_T is None else labelled_T.view(shape)
-    nan_A, nan_AQ, drawn_AQ = torch.isnan(logp_AQ).any(-1), torch.zeros_like(is_run_AQ), torch.zeros_like(blocks.tokens_AQ)
+    nan_A, nan_AQ, drawn_AQ = (
+        torch.isnan(logp_AQ).any(-1),
+        torch.zeros_like(is_run_AQ),
+        torch.zeros_like(blocks.tokens_AQ),
+    )
     if drawn is not None:
         is_exact_A1 = plan.is_exact_A[:, None]
         drawn_AQ, drawn_logp_AQ, log_z_AQ = (values.view(shape) for values in drawn)
@@ -223,7 +236,8 @@ class ChainAssignment:
 
 
 def assign_chains(plan: RoundPlan[Tensor], alive_A: Tensor) -> ChainAssignment:
-    """Rows of every group in the order of its particles, each of which gets as many. No choice depends on what has been drawn."""
+    """Rows of every group in the order of its particles, each of which gets as many. No choice depends on what has been
+    drawn."""
     device, place_C, branches = plan.chain_C.device, plan.chain_C, plan.branches
     first_G, size_G = plan.first_G.long(), plan.size_G.long()
     row_Y = (place_C[:, None] * branches + torch.arange(branches, device=device)).flatten()
@@ -264,10 +278,11 @@ def chain_groups(plan: RoundPlan[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def verify(plan: RoundPlan[Tensor], asked: VerifyInputs, logp_CQV: Tensor, logq_CLV: Tensor) -> tuple[Tensor, Tensor]:
-    """What the target says after every token of chains [C, Q], and its log-probability [C, Q], as `smc.algorithm.rejection.say`.
+    """What the target says after every token of chains [C, Q], and its log-probability [C, Q], as
+    `smc.algorithm.rejection.say`.
 
-    `logp`: the target's log-law after every token; `logq`: what the next was drawn from, of all but the last. The reference.
-    """
+    `logp`: the target's log-law after every token; `logq`: what the next was drawn from, of all but the last. The
+    reference."""
     blocks, place_C, vocab = asked.blocks, plan.chain_C, logp_CQV.shape[-1]
     first_G, size_G = chain_groups(plan)
     q = blocks.tokens_AQ.shape[1]
@@ -283,7 +298,9 @@ def verify(plan: RoundPlan[Tensor], asked: VerifyInputs, logp_CQV: Tensor, logq_
 
 
 def _words(seed_C1: Tensor, stream_C1: Tensor, position_CQ: Tensor, purpose: Purpose) -> list[Tensor]:
-    seed, rounds, stream, position = (key.cpu().numpy() for key in (seed_C1, torch.zeros_like(seed_C1), stream_C1, position_CQ))
+    seed, rounds, stream, position = (
+        key.cpu().numpy() for key in (seed_C1, torch.zeros_like(seed_C1), stream_C1, position_CQ)
+    )
     return [to_device(word, seed_C1.device) for word in words(seed, rounds, stream, position, purpose)]
 
 
@@ -303,14 +320,26 @@ Follow = Callable[[SlotState, Tensor, RoundPlan[Tensor], DraftedRows, RoundChoic
 
 
 def follow(
-    state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted: DraftedRows, choice: RoundChoice, lookahead: bool
+    state: SlotState,
+    logq_SQ: Tensor,
+    plan: RoundPlan[Tensor],
+    drafted: DraftedRows,
+    choice: RoundChoice,
+    lookahead: bool,
 ) -> Followed:
-    """Pages follow the choice, and so does log q of what is pending; what else becomes of the slots is returned: others read them yet."""
+    """Pages follow the choice, and so does log q of what is pending; what else becomes of the slots is returned: others
+    read them yet."""
     slot_A, source_A = plan.slot_A, plan.slot_A[choice.ancestor_A]
     block_A = choice.ancestor_A if lookahead else choice.row_A
     has_bonus_A = choice.bonus_A >= 0
     remap_block_table(
-        state.table_SL, slot_A, source_A, state.base_S[slot_A], state.held(source_A), plan.target_pages_AQ[block_A], plan.columns
+        state.table_SL,
+        slot_A,
+        source_A,
+        state.base_S[slot_A],
+        state.held(source_A),
+        plan.target_pages_AQ[block_A],
+        plan.columns,
     )
     end_A = state.end_S[source_A] - choice.cut_A + choice.count_A + has_bonus_A.long()
     bonus_A1 = choice.bonus_A.clamp(min=0)[:, None]
@@ -372,7 +401,9 @@ class Scorer:
         self.run.begin(plan, plan.target_pages_AQ[:, :0], plan.target_pages_AQ)
         logits_TV = self.run(plan, asked.blocks.tokens_AQ.flatten(), asked.rows, root_R=asked.blocks.origin_A)
         if plan.biased:
-            logits_TV = self._steps.add_biases(self.state.lives, logits_TV.float(), asked.rows.slot_R, asked.keys.position_R, plan.biased)
+            logits_TV = self._steps.add_biases(
+                self.state.lives, logits_TV.float(), asked.rows.slot_R, asked.keys.position_R, plan.biased
+            )
         labelled_T = drawn = next_AV = None
         if not plan.all_exact:
             labelled_T = self.sampling.score(logits_TV, asked.law_T, asked.label_T[:, None])[:, 0]
@@ -383,7 +414,9 @@ class Scorer:
             drawn = self._verified(plan, asked, logits_TV, drawn)
         return self._steps.judge(asked, plan, labelled_T, drawn, next_AV)
 
-    def _verified(self, plan: RoundPlan[Tensor], asked: VerifyInputs, logits_TV: Tensor, drawn: TargetDraws | None) -> TargetDraws:
+    def _verified(
+        self, plan: RoundPlan[Tensor], asked: VerifyInputs, logits_TV: Tensor, drawn: TargetDraws | None
+    ) -> TargetDraws:
         """What the target has drawn itself, and of chains what it keeps."""
         place_C, q = plan.chain_C, self.queries
         token_C = (place_C[:, None] * q + torch.arange(q, device=place_C.device)).flatten()
@@ -392,7 +425,9 @@ class Scorer:
         said = self._steps.verify(plan, asked, logp_TV.view(len(place_C), q, -1), self.drawn_CLV[: len(place_C)])
         # Padding repeats the first chain.
         chain_C = torch.arange(len(place_C), device=place_C.device)
-        said_CQ, logp_CQ = (values_CQ[torch.where(chain_C < chain_groups(plan)[1].sum(), chain_C, 0)] for values_CQ in said)
+        said_CQ, logp_CQ = (
+            values_CQ[torch.where(chain_C < chain_groups(plan)[1].sum(), chain_C, 0)] for values_CQ in said
+        )
         none_T = torch.zeros_like(logits_TV[:, 0], dtype=torch.float32)
         token_T1, logp_T1, log_z_T = drawn or (none_T[:, None].long(), none_T[:, None], none_T)
         return (

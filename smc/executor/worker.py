@@ -1,10 +1,11 @@
-"""A prompt's pass through a model: the reference, as the decoder has it; `smc.executor.kernel_prompts` has what GPUs use.
+"""A prompt's pass through a model: the reference, as the decoder has it; `smc.executor.kernel_prompts` has what GPUs
+use.
 
-The likeliest tokens at positions of a sequence, under the law of what comes there, which is that of rounds. Plain torch on every device:
-they are asked for once an answer.
+The likeliest tokens at positions of a sequence, under the law of what comes there, which is that of rounds. Plain torch
+on every device: they are asked for once an answer.
 
-Axes: R rows, Y tokens that are asked about (row after row), X those and, after them, their companions', S a slice of Y, E hidden size,
-V vocabulary, K tops.
+Axes: R rows, Y tokens that are asked about (row after row), X those and, after them, their companions', S a slice of Y,
+E hidden size, V vocabulary, K tops.
 
 Runs prompts through one model: weights and the memory of keys and values live here. Does not know what a particle is.
 
@@ -48,8 +49,8 @@ class Reader(Protocol):
 
 
 PromptPass = Callable[[Reader, Tensor, ForwardBatch, Tensor], Tensor]
-"""(what it runs through, tokens [T], rows, index [X] of the tokens that are asked about) -> their hidden states [X, E]. Keys and values
-of all tokens are stored."""
+"""(what it runs through, tokens [T], rows, index [X] of the tokens that are asked about) -> their hidden states [X, E].
+Keys and values of all tokens are stored."""
 
 
 def run_prompt(reader: Reader, tokens_T: Tensor, batch: ForwardBatch, asked_X: Tensor) -> Tensor:
@@ -105,7 +106,8 @@ def likeliest(
 
 
 def _companions(tops: Tops, row_Y: np.ndarray, offset_Y: np.ndarray) -> np.ndarray | None:
-    """Index [Y] of the token beside each, in the row that guides its row; itself where none does. None: nobody is guided."""
+    """Index [Y] of the token beside each, in the row that guides its row; itself where none does. None: nobody is
+    guided."""
     if tops.companion_R is None:
         return None
     begin_R = np.cumsum(tops.asked_R) - tops.asked_R
@@ -141,8 +143,8 @@ class ModelWorker:
         token_bytes: TokenBytes,
         draft_head: DraftHead | None = None,
     ) -> None:
-        """`token_bytes`: of the vocabulary's tokens, in which stop strings are looked for; `draft_head`: what a draft proposes with, if not
-        with all of its head."""
+        """`token_bytes`: of the vocabulary's tokens, in which stop strings are looked for; `draft_head`: what a draft
+        proposes with, if not with all of its head."""
         weight = model.embed.weight
         self.name, self.model, self.device = name, model, weight.device
         self.width, self.pages = width, pages
@@ -150,7 +152,9 @@ class ModelWorker:
         self.pool = KVPool(model.config, pages, weight.dtype, self.device)
         self.rope = RopeTable(model.config, width, self.device)
         config = model.config
-        self.attention = PromptAttention((config.num_heads, config.num_kv_heads), config.head_dim, weight.dtype, self.device)
+        self.attention = PromptAttention(
+            (config.num_heads, config.num_kv_heads), config.head_dim, weight.dtype, self.device
+        )
         self.stages = StageRunner(self.device)
         """In order with which the device is asked to run prompts."""
         self.expand: Callable[..., Expansion] = expand
@@ -160,7 +164,8 @@ class ModelWorker:
 
     @torch.inference_mode()
     def run_prompts(self, batch: PromptBatch) -> AsyncResult:
-        """Queue prompts. Raises ValueError for positions, pages or tokens that cannot be, before anything is written."""
+        """Queue prompts. Raises ValueError for positions, pages or tokens that cannot be, before anything is
+        written."""
         with self.stages.working():
             began = self.stages.event()
             last_R = np.cumsum(batch.counts_R) - 1
@@ -172,7 +177,9 @@ class ModelWorker:
                 drawn = self._draw(batch.draws, logits_RV, (batch.starts_R + batch.counts_R)[: len(batch.draws.seed_R)])
             elif batch.tops is not None:
                 hidden_XE = self._forward(batch, last_tokens(batch.counts_R, batch.tops.asked_R))
-                tops = likeliest(self.model.logits, Sampling(self.vocab_size), batch.tops, hidden_XE, batch.starts_R + batch.counts_R)
+                tops = likeliest(
+                    self.model.logits, Sampling(self.vocab_size), batch.tops, hidden_XE, batch.starts_R + batch.counts_R
+                )
             else:
                 self._forward(batch, last_R[:0])
             result = PromptResult(*(tensor.to("cpu", non_blocking=True) for tensor in (*drawn, *tops)))
@@ -183,11 +190,17 @@ class ModelWorker:
         """Hidden states [X, E] of the tokens that are asked about; keys and values of all are stored."""
         ends_R = batch.starts_R + batch.counts_R
         if ends_R.max() > self.width or len(batch.pages_X) != ends_R.sum():
-            raise ValueError(f"{self.name}: {len(batch.pages_X)} pages for rows of {ends_R} positions; a row holds {self.width}")
+            raise ValueError(
+                f"{self.name}: {len(batch.pages_X)} pages for rows of {ends_R} positions; a row holds {self.width}"
+            )
         if batch.pages_X.min() <= DUMMY_PAGE or batch.pages_X.max() > self.pages:
-            raise ValueError(f"{self.name}: pages {batch.pages_X.min()}..{batch.pages_X.max()}; allowed 1..{self.pages}")
+            raise ValueError(
+                f"{self.name}: pages {batch.pages_X.min()}..{batch.pages_X.max()}; allowed 1..{self.pages}"
+            )
         if batch.tokens_T.min() < 0 or batch.tokens_T.max() >= self.vocab_size:
-            raise ValueError(f"{self.name}: token ids {batch.tokens_T.min()}..{batch.tokens_T.max()}; allowed 0..{self.vocab_size - 1}")
+            raise ValueError(
+                f"{self.name}: token ids {batch.tokens_T.min()}..{batch.tokens_T.max()}; allowed 0..{self.vocab_size - 1}"
+            )
         rows, total = len(ends_R), len(batch.tokens_T)
         row_T = np.repeat(np.arange(rows), batch.counts_R)
         offset_T = np.arange(total) - np.repeat(np.cumsum(batch.counts_R) - batch.counts_R, batch.counts_R)
@@ -195,7 +208,9 @@ class ModelWorker:
         table_RL = np.zeros((rows, int(ends_R.max())), dtype=np.int32)
         table_RL[np.arange(table_RL.shape[1]) < ends_R[:, None]] = batch.pages_X
         nothing_shared = (np.arange(rows + 1), np.zeros(rows, dtype=np.int64))
-        forward = ForwardBatch(table_RL, batch.starts_R, batch.counts_R, table_RL[row_T, position_T], position_T, *nothing_shared)
+        forward = ForwardBatch(
+            table_RL, batch.starts_R, batch.counts_R, table_RL[row_T, position_T], position_T, *nothing_shared
+        )
         return self.run_prompt(self, to_device(batch.tokens_T, self.device), forward, to_device(asked_X, self.device))
 
     def _guided(self, draws: Draws, logits_XV: Tensor) -> Tensor:
@@ -214,7 +229,9 @@ class ModelWorker:
         keys = DrawKeys(seed_R, round_R, stream_RD, drawn_at_R, draws.purpose)
         if len(draws.bias_Y):
             where_2Y = to_device(draws.biased_2Y, self.device).long()
-            logits_RV = logits_RV.index_put(tuple(where_2Y), to_device(draws.bias_Y, self.device).to(logits_RV.dtype), accumulate=True)
+            logits_RV = logits_RV.index_put(
+                tuple(where_2Y), to_device(draws.bias_Y, self.device).to(logits_RV.dtype), accumulate=True
+            )
         token_RD, logp_RD, log_z_R = Sampling(self.vocab_size).bonus(logits_RV, draws.law, keys)
         first_D = torch.arange(token_RD.shape[1], device=token_RD.device) == 0
         kind_R = to_device(draws.kind_R, self.device)
@@ -224,14 +241,22 @@ class ModelWorker:
         if (draws.kind_R == Kind.DISTINCT).any():
             theirs = self._draw_distinct(draws, logits_RV, position_R, token_RD.shape[1])
             is_distinct_R1 = (kind_R == Kind.DISTINCT)[:, None]
-            token_RD, logp_RD, logw_RD = (torch.where(is_distinct_R1, *pair) for pair in zip(theirs, (token_RD, logp_RD, logw_RD)))
+            token_RD, logp_RD, logw_RD = (
+                torch.where(is_distinct_R1, *pair) for pair in zip(theirs, (token_RD, logp_RD, logw_RD))
+            )
         return token_RD.int(), logp_RD, logw_RD, log_z_R
 
-    def _draw_distinct(self, draws: Draws, logits_RV: Tensor, position_R: np.ndarray, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _draw_distinct(
+        self, draws: Draws, logits_RV: Tensor, position_R: np.ndarray, most: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Draws without replacement: tokens [R, D], their log p [R, D] and log-weights [R, D]."""
         seed_R, round_R = torch.from_numpy(draws.seed_R), torch.from_numpy(draws.round_R)
         keys = DrawKeys(
-            seed_R, round_R, torch.from_numpy(draws.stream_RD[:, :1]), torch.from_numpy(position_R.astype(np.int64)), draws.purpose
+            seed_R,
+            round_R,
+            torch.from_numpy(draws.stream_RD[:, :1]),
+            torch.from_numpy(position_R.astype(np.int64)),
+            draws.purpose,
         )
         offers, offered_logp_RC, log_z_R = Sampling(self.vocab_size).bonus_offer(logits_RV, draws.law, keys)
         rows = torch.arange(len(logits_RV), device=self.device)

@@ -1,7 +1,7 @@
 """What is added to logits before they become a law, in one launch: `smc.executor.state.add_biases`.
 
-A program has some of the tokens of one row. Nothing reads the host, and the grid follows from shapes alone: it can be captured in a CUDA
-graph.
+A program has some of the tokens of one row. Nothing reads the host, and the grid follows from shapes alone: it can be
+captured in a CUDA graph.
 
 Axes: E entries of the tables, B tokens of an entry, R rows, V columns, S slots, X slots that rows are of.
 """
@@ -26,8 +26,8 @@ def add(
     position_R: Tensor,
     width: int,
 ) -> Tensor:
-    """In place. `tables`: columns, what is added early and late, and counts; `lives`: of all slots, entries, and how many tokens are
-    early."""
+    """In place. `tables`: columns, what is added early and late, and counts; `lives`: of all slots, entries, and how
+    many tokens are early."""
     column_EB, early_EB, late_EB, count_E = tables
     rows = len(logits_RV)
     _add[(triton.cdiv(width, BLOCK), rows)](

@@ -1,7 +1,7 @@
 """What the target runs in a round in one launch, and its verdict in another: `smc.executor.verify`.
 
-What is run is laid out by a program for each group, and some for places of none. Nothing reads the host, and grids follow from
-shapes alone: they can be captured in a CUDA graph.
+What is run is laid out by a program for each group, and some for places of none. Nothing reads the host, and grids
+follow from shapes alone: they can be captured in a CUDA graph.
 
 Axes: A places, G groups, S slots, X rows, Q tokens of a block, T = A * Q, K tokens of a row, N places of a program.
 """
@@ -38,14 +38,23 @@ def lay_out(
     else:
         origin = tl.load(rows_WX + 2 * K * rows + place, mask=exists, other=0)
         slot = tl.load(slot_A + origin, mask=exists, other=0)
-        share = tl.load(rows_WX + (2 * K + 3) * rows + place, mask=exists, other=0).to(tl.float32, bitcast=True).to(tl.float64)
+        share = (
+            tl.load(rows_WX + (2 * K + 3) * rows + place, mask=exists, other=0)
+            .to(tl.float32, bitcast=True)
+            .to(tl.float64)
+        )
         alive = (tl.load(alive_S + slot, mask=exists, other=0) != 0) & (share > NONE)
         count = 1 + tl.load(rows_WX + (2 * K + 1) * rows + place, mask=exists, other=0).to(tl.int64)
         ended = tl.load(rows_WX + (2 * K + 2) * rows + place, mask=exists, other=1) > 0
         if EXACT:
             # A draft that proposes nothing, such as one that returns NaN, leaves the seed alone.
             nothing = is_group & (tl.max((exists & alive).to(tl.int32), 0) == 0)
-            lone = exists & nothing & (tl.load(kind_G + group) >= BEST) & (tl.load(alive_S + own, mask=exists, other=0) != 0)
+            lone = (
+                exists
+                & nothing
+                & (tl.load(kind_G + group) >= BEST)
+                & (tl.load(alive_S + own, mask=exists, other=0) != 0)
+            )
             origin, slot, count = tl.where(lone, place, origin), tl.where(lone, own, slot), tl.where(lone, 1, count)
             ended = tl.where(lone, tl.load(ended_S + own, mask=exists, other=1) != 0, ended)
             alive = alive | lone
@@ -69,22 +78,53 @@ def lay_out(
     tl.store(rows_4A + 3 * places + place, group.to(tl.int32), mask=exists)
     q = tl.arange(0, BLOCK_Q)[None, :]
     inside, at = exists[:, None] & (q < Q), place[:, None] * Q + q
-    token, logq = _tokens(q, inside, place, slot, pending_SQ, pending_stride, logq_SQ, logq_stride, rows_WX, rows, K, LOOKAHEAD)
+    token, logq = _tokens(
+        q, inside, place, slot, pending_SQ, pending_stride, logq_SQ, logq_stride, rows_WX, rows, K, LOOKAHEAD
+    )
     tl.store(tokens_AQ + at, token, mask=inside)
     tl.store(logq_AQ + at, logq, mask=inside)
     is_labelled = inside & (q < count[:, None] - 1)
-    label, _ = _tokens(q + 1, is_labelled, place, slot, pending_SQ, pending_stride, logq_SQ, logq_stride, rows_WX, rows, K, LOOKAHEAD)
+    label, _ = _tokens(
+        q + 1, is_labelled, place, slot, pending_SQ, pending_stride, logq_SQ, logq_stride, rows_WX, rows, K, LOOKAHEAD
+    )
     tl.store(label_T + at, tl.where(is_labelled, label, -1).to(tl.int32), mask=inside)
     _of_tokens(
-        at, inside, q, place, exists, held, seed_A, temperature_A, top_k_A, top_p_A, min_p_A, alpha_A, law_4T, top_k_T, keys_3T, places * Q
+        at,
+        inside,
+        q,
+        place,
+        exists,
+        held,
+        seed_A,
+        temperature_A,
+        top_k_A,
+        top_p_A,
+        min_p_A,
+        alpha_A,
+        law_4T,
+        top_k_T,
+        keys_3T,
+        places * Q,
     )
 
 
 @triton.jit
 def _tokens(
-    q, inside, place, slot, pending_SQ, pending_stride, logq_SQ, logq_stride, rows_WX, rows, K: tl.constexpr, LOOKAHEAD: tl.constexpr
+    q,
+    inside,
+    place,
+    slot,
+    pending_SQ,
+    pending_stride,
+    logq_SQ,
+    logq_stride,
+    rows_WX,
+    rows,
+    K: tl.constexpr,
+    LOOKAHEAD: tl.constexpr,
 ):
-    """Tokens of blocks and their log q: those that are pending, in lockstep the first of them and then what has been drafted."""
+    """Tokens of blocks and their log q: those that are pending, in lockstep the first of them and then what has been
+    drafted."""
     if LOOKAHEAD:
         token = tl.load(pending_SQ + slot[:, None] * pending_stride + q, mask=inside, other=0)
         logq = tl.load(logq_SQ + slot[:, None] * logq_stride + q, mask=inside, other=0.0)

@@ -1,13 +1,15 @@
-"""What rows of logits offer: the likeliest tokens of every row one by one, and a token drawn from the rest of its law, which stands for it.
+"""What rows of logits offer: the likeliest tokens of every row one by one, and a token drawn from the rest of its law,
+which stands for it.
 
-Nothing is sorted. The C largest entries of a row lie in the C parts of it whose largest entries are largest, so a search goes down from
-long parts to parts of a few columns and at last to columns: each time there are few, and their ranks are found by comparing all with all.
-The draw from the rest is the exponential race of `smc.kernels.sampling`, without the entries that have been found.
-Four launches: two passes over the logits, each with a program for every block of a row, and after each a program for every row. Nothing
-reads the host, and grids follow from shapes alone: it can be captured in a CUDA graph.
+Nothing is sorted. The C largest entries of a row lie in the C parts of it whose largest entries are largest, so a
+search goes down from long parts to parts of a few columns and at last to columns: each time there are few, and their
+ranks are found by comparing all with all. The draw from the rest is the exponential race of `smc.kernels.sampling`,
+without the entries that have been found. Four launches: two passes over the logits, each with a program for every block
+of a row, and after each a program for every row. Nothing reads the host, and grids follow from shapes alone: it can be
+captured in a CUDA graph.
 
-Axes: R rows, V columns, S splits of the vocabulary, C likeliest tokens, X parts of a row at one step of the search, P parts of a split.
-"""
+Axes: R rows, V columns, S splits of the vocabulary, C likeliest tokens, X parts of a row at one step of the search, P
+parts of a split."""
 
 from __future__ import annotations
 
@@ -55,13 +57,19 @@ def offer(
     block: int | None = None,
     warps: int = 4,
 ) -> Offers:
-    """What rows offer from softmax(logits / temperature) after `cut`: their min(OFFERS, vocab) likeliest tokens, the likeliest first and of
-    equal logits the first, then with `has_rest` the token drawn from the rest with the random numbers of `smc.kernels.sampling.draw`.
+    """What rows offer from softmax(logits / temperature) after `cut`: their min(OFFERS, vocab) likeliest tokens, the
+    likeliest first and of equal logits the first, then with `has_rest` the token drawn from the rest with the random
+    numbers of `smc.kernels.sampling.draw`.
 
     Only the first `vocab` columns count; the row stride is free. Temperature 0 is greedy. A row with NaN gives NaN.
     """
     require_rows(logits_RV, vocab)
-    rows, block, most, steps = len(temperature_R), block or min(4096, triton.next_power_of_2(vocab)), min(OFFERS, vocab), _steps(vocab)
+    rows, block, most, steps = (
+        len(temperature_R),
+        block or min(4096, triton.next_power_of_2(vocab)),
+        min(OFFERS, vocab),
+        _steps(vocab),
+    )
     splits, length = triton.cdiv(vocab, block), FAN**steps
     assert block >= PART or length < PART
     floats, ints = (partial(logits_RV.new_empty, dtype=dtype) for dtype in (torch.float32, torch.int32))
@@ -75,7 +83,12 @@ def offer(
     by_row["SPLITS"] = triton.next_power_of_2(splits)
     parts = (largest_RP, largest_RP.shape[1])
     _survey[(splits, rows)](*law, vocab, *sums_2RS, *parts, PART=PART if length >= PART else 0, **blocks)
-    search = {"STEPS": steps, "COUNT": triton.next_power_of_2(max(OFFERS, triton.cdiv(vocab, length))), "MOST": OFFERS, "FAN": FAN}
+    search = {
+        "STEPS": steps,
+        "COUNT": triton.next_power_of_2(max(OFFERS, triton.cdiv(vocab, length))),
+        "MOST": OFFERS,
+        "FAN": FAN,
+    }
     lists = (longs((rows, max(search["COUNT"], OFFERS * FAN))), longs((rows, OFFERS)))
     _find[(rows,)](
         *law, vocab, *sums_2RS, *parts, *lists, lists[0].shape[1], *bound_2R, *norm_2R, *found, splits, most, width,
@@ -84,7 +97,8 @@ def offer(
     if not has_rest:
         return Offers(*found)
     rest_2RS, won_RS, token_RS = floats(2, rows, splits), floats(rows, splits), ints(rows, splits)
-    # Without fused multiply-adds the variates are those of `smc.philox.exponentials` to the last bit before the logarithm.
+    # Without fused multiply-adds the variates are those of `smc.philox.exponentials` to the last bit before the
+    # logarithm.
     race = (*keys, int(purpose), *bound_2R, *rest_2RS, won_RS, token_RS)
     _race_rest[(splits, rows)](*law, vocab, *race, enable_fp_fusion=False, **blocks)
     _finish_rest[(rows,)](*law, *rest_2RS, won_RS, token_RS, *norm_2R, *found, splits, most, **by_row, num_warps=1)
@@ -101,7 +115,8 @@ def _survey(
     logits, stride, temperature_R, key_R, last_R, drop_R, vocab, max_RS, sum_RS, largest_RP, parts,
     PART: tl.constexpr, CUT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One block of one row: its maximum, its sum of exponentials from there, and the `order_key` of each part's largest entry."""
+    """One block of one row: its maximum, its sum of exponentials from there, and the `order_key` of each part's largest
+    entry."""
     split, row, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     inverse, _ = inverse_temperature(temperature_R, row)
     raw, column = load_block(logits, stride, row, vocab, BLOCK)
@@ -133,9 +148,11 @@ def _largest(logits_V, vocab, largest_P, parts, part_X, PART: tl.constexpr, LENG
 
 @triton.jit
 def _keep_first(key_X, part_X, list_X, best_C, SIZE: tl.constexpr, MOST: tl.constexpr):
-    """Write the parts of the MOST largest keys, packed with these keys, in descending order; of equal keys the first part comes first."""
+    """Write the parts of the MOST largest keys, packed with these keys, in descending order; of equal keys the first
+    part comes first."""
     packed_X = (key_X.to(tl.int64) << 32) | (part_X ^ 0x7FFFFFFF).to(tl.int64)
-    # Every thread reads all of the list: what others have is then in its own registers, and nothing is added up across threads.
+    # Every thread reads all of the list: what others have is then in its own registers, and nothing is added up across
+    # threads.
     tl.store(list_X + tl.arange(0, SIZE), packed_X)
     tl.debug_barrier()
     larger_X = tl.zeros((SIZE,), tl.int32)

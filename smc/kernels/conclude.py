@@ -1,10 +1,11 @@
-"""What becomes of every place after a round, and what the host learns of it, in one launch: `smc.executor.select.conclude`.
+"""What becomes of every place after a round, and what the host learns of it, in one launch:
+`smc.executor.select.conclude`.
 
-A program has the places of one group, or places of none. Nothing reads the host, and the grid follows from shapes alone: it can be
-captured in a CUDA graph.
+A program has the places of one group, or places of none. Nothing reads the host, and the grid follows from shapes
+alone: it can be captured in a CUDA graph.
 
-Axes: A places, G groups, X rows (F of each place), Q tokens of a block, K tokens of a row, C offers of a place, N places of a program.
-"""
+Axes: A places, G groups, X rows (F of each place), Q tokens of a block, K tokens of a row, C offers of a place, N
+places of a program."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ def conclude(
         row = ancestor * F + tl.load(own_branch_A + place, mask=mine, other=0).to(tl.int32)
         alive = tl.load(own_alive_A + place, mask=mine, other=0) != 0
         logw = tl.load(own_logw_A + place, mask=mine, other=NONE)
-        is_open = tl.load(open_A + (tl.load(root_X + row, mask=mine, other=0) if LOOKAHEAD else row), mask=mine, other=0) != 0
+        is_open = (
+            tl.load(open_A + (tl.load(root_X + row, mask=mine, other=0) if LOOKAHEAD else row), mask=mine, other=0) != 0
+        )
         logp = tl.load(said_logp_X + row, mask=mine & is_open, other=float("nan"))
         if not LOOKAHEAD:
             bonus = tl.load(said_bonus_A + row, mask=mine & is_open, other=-1).to(tl.int64)
@@ -60,14 +63,20 @@ def conclude(
         tree_block = tree_ancestor if LOOKAHEAD else tree_row
         row, block = tl.where(theirs, tree_row, row), tl.where(theirs, tree_block, block)
         ancestor, alive = tl.where(theirs, tree_ancestor, ancestor), tl.where(theirs, tree_alive, alive)
-        bonus, logp, logw = tl.where(theirs, tree_bonus, bonus), tl.where(theirs, tree_logp, logp), tl.where(theirs, tree_logw, logw)
+        bonus, logp, logw = (
+            tl.where(theirs, tree_bonus, bonus),
+            tl.where(theirs, tree_logp, logp),
+            tl.where(theirs, tree_logw, logw),
+        )
     right = tl.full((BLOCK_N,), 2**30, tl.int32)
     if EXACT:
         exact, anyone = exists & (kind >= BEST), tl.max((exists & alive).to(tl.int32), 0) > 0
         best = tl.load(best_A + place, mask=exact, other=0).to(tl.int32)
         right = tl.load(right_A + place, mask=exact, other=2**30).to(tl.int32)
         misses = exact & is_group & (anyone == 0)
-        ended = (tl.load(ended_A + best, mask=exact, other=0) != 0) & (right == tl.load(count_A + best, mask=exact, other=0))
+        ended = (tl.load(ended_A + best, mask=exact, other=0) != 0) & (
+            right == tl.load(count_A + best, mask=exact, other=0)
+        )
         ancestor = tl.where(misses, tl.load(origin_A + best, mask=misses, other=0).to(tl.int32), ancestor)
         says = (misses if LOOKAHEAD else exact) & (ended == 0)
         said = tl.load(drawn_AQ + best * Q + right - 1, mask=says, other=-1).to(tl.int64)
@@ -138,7 +147,8 @@ def _of_trees(
     exists, place, parent_X, offer_X, mass_X, pick_A, picked_A, root_X, open_A, said_logp_X, offered_token_AC, offered_logp_AC,
     C: tl.constexpr, LOOKAHEAD: tl.constexpr, OFFERED: tl.constexpr, SAID: tl.constexpr,
 ):  # fmt: skip
-    """Rows that are never the same: row, ancestor, whether alive, log-weight, the token that is offered after the block, and its log p."""
+    """Rows that are never the same: row, ancestor, whether alive, log-weight, the token that is offered after the
+    block, and its log p."""
     pick = tl.load(pick_A + place, mask=exists, other=0)
     alive = tl.load(picked_A + place, mask=exists, other=0) != 0
     row = tl.load(parent_X + pick, mask=exists, other=0).to(tl.int32)

@@ -1,10 +1,11 @@
 """What a round does at the model that drafts beside running it, in three launches: `smc.executor.draft`.
 
-The first two have a program for every few rows, of which the first row of a place does what there is to do for the place; the last has a
-program a place. Nothing reads the host, and grids follow from shapes alone: they can be captured in a CUDA graph.
+The first two have a program for every few rows, of which the first row of a place does what there is to do for the
+place; the last has a program a place. Nothing reads the host, and grids follow from shapes alone: they can be captured
+in a CUDA graph.
 
-Axes: A places, G groups, S slots, X rows (F of each place), P pending tokens, K tokens of a row, B pages of a row, W pages of a path.
-"""
+Axes: A places, G groups, S slots, X rows (F of each place), P pending tokens, K tokens of a row, B pages of a row, W
+pages of a path."""
 
 from __future__ import annotations
 
@@ -72,9 +73,15 @@ def begin(
     tl.store(mass_A + place, tl.load(logw_S + slot, mask=own, other=0.0), mask=own)
     p = tl.arange(0, BLOCK_P)[None, :]
     theirs, to = own[:, None] & (p < P), place[:, None] * P + p
-    tl.store(tokens_AP + to, tl.load(pending_SQ + slot[:, None] * pending_stride + p, mask=theirs, other=0), mask=theirs)
+    tl.store(
+        tokens_AP + to, tl.load(pending_SQ + slot[:, None] * pending_stride + p, mask=theirs, other=0), mask=theirs
+    )
     # Past what will be held, whatever is written is written over later.
-    tl.store(table_SL + slot[:, None] * table_stride + held[:, None] + p, tl.load(pages_AP + to, mask=theirs, other=0), mask=theirs)
+    tl.store(
+        table_SL + slot[:, None] * table_stride + held[:, None] + p,
+        tl.load(pages_AP + to, mask=theirs, other=0),
+        mask=theirs,
+    )
 
 
 @triton.jit
@@ -117,7 +124,9 @@ def pack(
         share = tl.where(kind == INDEPENDENT, own, share)
     given, of, to = (k < K) & inside[None, :], x[None, :] * K + k, k * rows + x[None, :]
     tl.store(rows_WX + to, tl.load(tokens_XK + of, mask=given, other=0).to(tl.int32), mask=given)
-    tl.store(rows_WX + K * rows + to, tl.load(logq_XK + of, mask=given, other=0.0).to(tl.int32, bitcast=True), mask=given)
+    tl.store(
+        rows_WX + K * rows + to, tl.load(logq_XK + of, mask=given, other=0.0).to(tl.int32, bitcast=True), mask=given
+    )
     out = rows_WX + 2 * K * rows + x
     tl.store(out, root.to(tl.int32), mask=inside)
     tl.store(out + rows, tl.load(count_X + x, mask=inside, other=0).to(tl.int32), mask=inside)

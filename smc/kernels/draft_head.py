@@ -23,10 +23,21 @@ Keys = tuple[Tensor, Tensor, Tensor, Tensor, int]
 
 
 def spread(
-    column_RD: Tensor, logq_RD: Tensor, keys: Keys, ids_M: Tensor, others_U: Tensor, chance: int, log_inside: float, log_each: float
+    column_RD: Tensor,
+    logq_RD: Tensor,
+    keys: Keys,
+    ids_M: Tensor,
+    others_U: Tensor,
+    chance: int,
+    log_inside: float,
+    log_each: float,
 ) -> tuple[Tensor, Tensor]:
     """Tokens int64 and log q of draws: another token with `chance` of 2^32."""
-    token_RD, new_logq_RD, draws = torch.empty_like(column_RD, dtype=torch.int64), torch.empty_like(logq_RD), column_RD.shape[1]
+    token_RD, new_logq_RD, draws = (
+        torch.empty_like(column_RD, dtype=torch.int64),
+        torch.empty_like(logq_RD),
+        column_RD.shape[1],
+    )
     *numbers, purpose = keys
     _spread[(triton.cdiv(token_RD.numel(), BLOCK),)](
         column_RD, logq_RD, *(number.contiguous() for number in numbers), ids_M, others_U, len(others_U), token_RD, new_logq_RD,
@@ -36,7 +47,14 @@ def spread(
 
 
 def spread_rest(
-    offers: Offers, keys: Keys, ids_M: Tensor, others_U: Tensor, log_inside: float, log_share: float, log_each: float, has_rest: bool
+    offers: Offers,
+    keys: Keys,
+    ids_M: Tensor,
+    others_U: Tensor,
+    log_inside: float,
+    log_share: float,
+    log_each: float,
+    has_rest: bool,
 ) -> Offers:
     """Offers over all tokens: with `has_rest` the last stands for those without a row, too."""
     (rows, width), (*numbers, purpose) = offers.token_RC.shape, keys

@@ -1,12 +1,13 @@
 """Which continuations of a population's rows go on, on the device: `smc.algorithm.expansion`, one program a group.
 
-Masses are float64, as there. Nothing is sorted: the mass from which on offers are sure, or are taken, is searched for by halving what lies
-between two of them, and each probe is a pass over the group's offers. The line on which the systematic draw puts its points is measured
-in whole numbers of 2**-52, so that sums do not depend on their order and no point falls on an offer without mass.
-Nothing reads the host, and grids follow from shapes alone: all can be captured in a CUDA graph.
+Masses are float64, as there. Nothing is sorted: the mass from which on offers are sure, or are taken, is searched for
+by halving what lies between two of them, and each probe is a pass over the group's offers. The line on which the
+systematic draw puts its points is measured in whole numbers of 2**-52, so that sums do not depend on their order and no
+point falls on an offer without mass. Nothing reads the host, and grids follow from shapes alone: all can be captured in
+a CUDA graph.
 
-Axes: R source rows, C offers of a row, X rows that go on, A places, G groups; of one group M offers, N places; I offers or rows at a time.
-"""
+Axes: R source rows, C offers of a row, X rows that go on, A places, G groups; of one group M offers, N places; I offers
+or rows at a time."""
 
 from __future__ import annotations
 
@@ -42,13 +43,24 @@ def expand(
     chunk: int | None = None,
     warps: int = 8,
 ) -> Expansion:
-    """As `smc.algorithm.expansion.expand`. Where nothing goes on in a group, its rows repeat the first offer of its first source."""
+    """As `smc.algorithm.expansion.expand`. Where nothing goes on in a group, its rows repeat the first offer of its
+    first source."""
     count, width = offers.share_RC.shape
     parent_X, offer_X = mass_R.new_empty((2, total), dtype=torch.int64)
     mass_X, ess_G = (mass_R.new_empty(size, dtype=torch.float64) for size in (total, len(kind_G)))
     alive_X, collapsed_G, nan_G = (there_R.new_empty(size) for size in (total, len(kind_G), len(kind_G)))
     scratch_2M = mass_X.new_empty((2, count * width))
-    given = (offers.share_RC, mass_R, there_R, there_R if ended_R is None else ended_R, *sources, *rows, most_G, kind_G, *keys[:2])
+    given = (
+        offers.share_RC,
+        mass_R,
+        there_R,
+        there_R if ended_R is None else ended_R,
+        *sources,
+        *rows,
+        most_G,
+        kind_G,
+        *keys[:2],
+    )
     # One program more, for the rows that are of no group.
     _expand[(len(kind_G) + 1,)](
         *(tensor.contiguous() for tensor in given), EXPANSION_POSITION + keys[2], width, width - 1 if has_rest else -1, total,
@@ -62,7 +74,12 @@ def expand(
 
 
 def keep_roots(
-    root_R: Tensor, parent_X: Tensor, alive_X: Tensor, rows: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor], total: int
+    root_R: Tensor,
+    parent_X: Tensor,
+    alive_X: Tensor,
+    rows: tuple[Tensor, Tensor],
+    places: tuple[Tensor, Tensor],
+    total: int,
 ) -> tuple[Tensor, Tensor]:
     """As `smc.algorithm.expansion.keep_roots`, for groups of up to MAX_PARTICLES places."""
     row_A, count = torch.empty(total, dtype=torch.int64, device=root_R.device), len(rows[0])
@@ -89,8 +106,8 @@ def _spread(
     share_M, mass_R, there_R, ended_R, offered_M, count, width, rest, is_best,
     CHUNK: tl.constexpr, IS_COLLAPSED: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
-    """Write a group's log masses, or of one that has collapsed 0 for each offer that has a share. Returns how many have mass, how little
-    and how much that is, and whether there is NaN among the shares."""
+    """Write a group's log masses, or of one that has collapsed 0 for each offer that has a share. Returns how many have
+    mass, how little and how much that is, and whether there is NaN among the shares."""
     valid, lowest, top = 0, tl.full((), float("inf"), tl.float64), tl.full((), -float("inf"), tl.float64)
     nan = 0
     for begin in range(0, count, CHUNK):
@@ -110,7 +127,9 @@ def _spread(
             offered_I = tl.where(offered_I == offered_I, offered_I, -float("inf"))
         tl.store(offered_M + m_I, offered_I, mask=inside_I)
         has_mass_I = offered_I > -float("inf")
-        here = tl.reduce((has_mass_I.to(tl.int32), tl.where(has_mass_I, offered_I, float("inf")), offered_I), 0, _joined)
+        here = tl.reduce(
+            (has_mass_I.to(tl.int32), tl.where(has_mass_I, offered_I, float("inf")), offered_I), 0, _joined
+        )
         valid, lowest, top = _joined(valid, lowest, top, here[0], here[1], here[2])
     tl.debug_barrier()
     return valid, lowest, top, nan
@@ -149,12 +168,11 @@ def _part(offered_M, relative_M, count, probe, CHUNK: tl.constexpr):
 
 @triton.jit
 def _bound(offered_M, relative_M, count, lowest, top, most, is_best, CHUNK: tl.constexpr):
-    """What decides for more offers than may go on: a log mass above which all are sure, how many of those that equal it are, and the
-    factor by which the others' share of the largest mass becomes their chance.
+    """What decides for more offers than may go on: a log mass above which all are sure, how many of those that equal it
+    are, and the factor by which the others' share of the largest mass becomes their chance.
 
-    Where `is_best`, that is the mass that comes `most`-th. Else it is the largest that c, chosen so that chances sum to `most`, does not
-    make sure: m (most - k) <= the sum of all but the k masses above m.
-    """
+    Where `is_best`, that is the mass that comes `most`-th. Else it is the largest that c, chosen so that chances sum to
+    `most`, does not make sure: m (most - k) <= the sum of all but the k masses above m."""
     high, over = tl.full((), float("inf"), tl.float64), 0
     low, under, tail = tl.full((), -float("inf"), tl.float64), 0, tl.full((), 1, tl.float64)
     following = lowest
@@ -267,24 +285,40 @@ def _expand(
         tl.store(nan_G + group, False)
         return
     count, at = sources * width, source_first * width
-    share_M, mass_R, there_R, ended_R = share_RC + at, mass_R + source_first, there_R + source_first, ended_R + source_first
+    share_M, mass_R, there_R, ended_R = (
+        share_RC + at,
+        mass_R + source_first,
+        there_R + source_first,
+        ended_R + source_first,
+    )
     offered_M, relative_M = offered_M + at, relative_M + at
-    valid, lowest, top, nan = _spread(share_M, mass_R, there_R, ended_R, offered_M, count, width, rest, is_best, CHUNK, False, ENDS)
+    valid, lowest, top, nan = _spread(
+        share_M, mass_R, there_R, ended_R, offered_M, count, width, rest, is_best, CHUNK, False, ENDS
+    )
     collapsed = (kind < BEST) & (valid == 0)
     if collapsed:
-        valid, lowest, top, nan = _spread(share_M, mass_R, there_R, ended_R, offered_M, count, width, rest, is_best, CHUNK, True, ENDS)
+        valid, lowest, top, nan = _spread(
+            share_M, mass_R, there_R, ended_R, offered_M, count, width, rest, is_best, CHUNK, True, ENDS
+        )
     total = _scale(offered_M, relative_M, count, top, CHUNK)
     bound, ties, factor = tl.full((), -float("inf"), tl.float64), 0, tl.zeros((), tl.float64)
     if valid > most:
         bound, ties, factor = _bound(offered_M, relative_M, count, lowest, top, most, is_best, CHUNK)
     uniform = tl.sum(_uniform(tl.load(seed_G + group), position + tl.arange(0, 1), tl.load(round_G + group)), 0)
-    parent_N, offer_N, mass_N, alive_N = parent_X + row_first, offer_X + row_first, mass_X + row_first, alive_X + row_first
+    parent_N, offer_N, mass_N, alive_N = (
+        parent_X + row_first,
+        offer_X + row_first,
+        mass_X + row_first,
+        alive_X + row_first,
+    )
     went, first = _draw(
         offered_M, relative_M, count, total, bound, ties, factor, most, size, is_best, uniform, source_first, width,
         parent_N, offer_N, mass_N, alive_N, CHUNK, LEAST,
     )  # fmt: skip
     first = tl.where(went > 0, first, 0)
-    ess = _finish(parent_N, offer_N, mass_N, went, size, source_first + first // width, (first % width).to(tl.int64), CHUNK)
+    ess = _finish(
+        parent_N, offer_N, mass_N, went, size, source_first + first // width, (first % width).to(tl.int64), CHUNK
+    )
     tl.store(ess_G + group, ess)
     tl.store(collapsed_G + group, collapsed)
     tl.store(nan_G + group, (kind < BEST) & (nan > 0))
@@ -295,7 +329,8 @@ def _keep_roots(
     root_R, parent_X, alive_X, row_first_G, row_size_G, place_first_G, place_size_G, row_A, alive_A, groups, places,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Twice through the group's rows, BLOCK_N at a time: how many continue each place, and where those beyond the first of a place go."""
+    """Twice through the group's rows, BLOCK_N at a time: how many continue each place, and where those beyond the first
+    of a place go."""
     place_N, exists_N, group, is_group = own_places(place_first_G, place_size_G, groups, places, BLOCK_N)
     rows, size = tl.load(row_size_G + group).to(tl.int32), tl.load(place_size_G + group).to(tl.int32)
     row_first, first = tl.load(row_first_G + group).to(tl.int64), tl.load(place_first_G + group).to(tl.int64)

@@ -1,8 +1,9 @@
-"""Slots follow a choice: pages and what the next block is in one launch, `smc.executor.verify.follow`, and what else is kept of sequences
-in another, `smc.executor.state.write_advance`. A program a place. The first reads what slots were, the second only writes.
+"""Slots follow a choice: pages and what the next block is in one launch, `smc.executor.verify.follow`, and what else is
+kept of sequences in another, `smc.executor.state.write_advance`. A program a place. The first reads what slots were,
+the second only writes.
 
-Axes: A places, S slots, L positions, X rows, Q tokens of a block, K tokens of a row, W tokens that are pending from now on.
-"""
+Axes: A places, S slots, L positions, X rows, Q tokens of a block, K tokens of a row, W tokens that are pending from now
+on."""
 
 from __future__ import annotations
 
@@ -25,7 +26,18 @@ def follow(
     slot, source = tl.load(slot_A + place), tl.load(slot_A + ancestor)
     end, pending = tl.load(end_S + source), tl.load(pending_S + source)
     block = ancestor if LOOKAHEAD else row
-    move(table_SL, table_stride, slot, source, tl.load(base_S + slot), end - pending, pages_AQ + block * Q, Q, BLOCK_Q, CHUNK)
+    move(
+        table_SL,
+        table_stride,
+        slot,
+        source,
+        tl.load(base_S + slot),
+        end - pending,
+        pages_AQ + block * Q,
+        Q,
+        BLOCK_Q,
+        CHUNK,
+    )
     has_bonus = bonus >= 0
     tl.store(new_end_A + place, end - cut + count + has_bonus.to(tl.int64))
     q = tl.arange(0, BLOCK_Q)

@@ -1,4 +1,5 @@
-"""What kernels over a law's logits share: rows over their temperature, their sums block by block, and what a truncation keeps of them.
+"""What kernels over a law's logits share: rows over their temperature, their sums block by block, and what a truncation
+keeps of them.
 
 Axes: R rows, V columns, S splits of the vocabulary.
 """
@@ -16,7 +17,8 @@ from smc.kernels.variants import one_variant
 
 @dataclass(frozen=True)
 class Cut:
-    """What a truncated law keeps of each row: entries whose `order_key` is above `key`, and those that equal it up to column `last`."""
+    """What a truncated law keeps of each row: entries whose `order_key` is above `key`, and those that equal it up to
+    column `last`."""
 
     key_R: Tensor
     """int32."""
@@ -34,7 +36,9 @@ def cut_arguments(cut: Cut | None, unused: Tensor) -> tuple[Tensor, Tensor, Tens
 def require_rows(logits_RV: Tensor, vocab: int) -> None:
     """Raises ValueError for logits that no kernel here can read."""
     if logits_RV.stride(1) != 1 or not 0 < vocab <= logits_RV.shape[1]:
-        raise ValueError(f"needs rows of contiguous logits and 0 < vocab <= columns; {logits_RV.stride()=}, {logits_RV.shape=}, {vocab=}")
+        raise ValueError(
+            f"needs rows of contiguous logits and 0 < vocab <= columns; {logits_RV.stride()=}, {logits_RV.shape=}, {vocab=}"
+        )
 
 
 @triton.jit

@@ -1,13 +1,14 @@
 """y = x W^T for the few rows of a decoding step, at the speed at which weights stream from memory.
 
 Weights are of x's type, or FP8 (e4m3) with a float32 scale for each output; then x is FP8 too, with one for each token
-(`smc.kernels.rounding`), and the sums are scaled. The machine's copy engine (TMA) puts tiles of both where tensor cores read them, so that
-no thread holds any. More tokens than a program takes are cut as well, and their programs lie side by side.
+(`smc.kernels.rounding`), and the sums are scaled. The machine's copy engine (TMA) puts tiles of both where tensor cores
+read them, so that no thread holds any. More tokens than a program takes are cut as well, and their programs lie side by
+side.
 
-The weight tile is the long side of the tensor cores' product (M = outputs, N = tokens), so 8 tokens cost little more than the
-loads. Small matrices are cut along K as well (split-K) to occupy every multiprocessor; the fp32 partials [S, T, N] are summed in
-a fixed order by whoever reads them (`smc.kernels.norm`, or `reduce` here), without atomics: the same bits every time.
-Nothing reads the host, and grids follow from shapes alone. `pdl`: `smc.kernels.pdl`.
+The weight tile is the long side of the tensor cores' product (M = outputs, N = tokens), so 8 tokens cost little more
+than the loads. Small matrices are cut along K as well (split-K) to occupy every multiprocessor; the fp32 partials [S,
+T, N] are summed in a fixed order by whoever reads them (`smc.kernels.norm`, or `reduce` here), without atomics: the
+same bits every time. Nothing reads the host, and grids follow from shapes alone. `pdl`: `smc.kernels.pdl`.
 
 Axes: T tokens, K inputs, N outputs, I inner features, S splits of K.
 """
@@ -33,7 +34,8 @@ FP8_CAPABILITIES = (9, 10)
 
 
 def multiplies_fp8(device: torch.device) -> bool:
-    """Whether tilings of FP8 suit it: GPUs with as much shared memory as Hopper's, whose matrix instructions read it; the interpreter."""
+    """Whether tilings of FP8 suit it: GPUs with as much shared memory as Hopper's, whose matrix instructions read it;
+    the interpreter."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in FP8_CAPABILITIES
 
 
@@ -47,11 +49,11 @@ def linear(
     scale_N: Tensor | None = None,
     **tunables: int,
 ) -> Tensor:
-    """x W^T (+ bias): partials [S, T, N] in float32, or with one split the result [T, N] in `dtype` (default: that of x [T, K], or
-    bfloat16).
+    """x W^T (+ bias): partials [S, T, N] in float32, or with one split the result [T, N] in `dtype` (default: that of x
+    [T, K], or bfloat16).
 
-    With an FP8 weight comes its scale, and x is `Rounded`. `splits` and `tunables` (fields of `Tiling`) override `choose`.
-    """
+    With an FP8 weight comes its scale, and x is `Rounded`. `splits` and `tunables` (fields of `Tiling`) override
+    `choose`."""
     x_TK = _numbers(x)
     tiling = _tiling(x_TK, weight_NK, splits, tunables, gated=False)
     tokens, outputs = len(x_TK), len(weight_NK)
@@ -70,8 +72,8 @@ def gate_up_silu(
     dtype: torch.dtype | None = None,
     **tunables: int,
 ) -> Tensor:
-    """silu(x G^T) * (x U^T) [T, I] in `dtype` as above; `weight` [2I, K] holds G, then U. With an FP8 one comes its `scale` [2I], and x is
-    `Rounded`.
+    """silu(x G^T) * (x U^T) [T, I] in `dtype` as above; `weight` [2I, K] holds G, then U. With an FP8 one comes its
+    `scale` [2I], and x is `Rounded`.
 
     A program computes matching rows of both."""
     x_TK = _numbers(x)
@@ -108,15 +110,24 @@ def reduce(
     return out_TN
 
 
-def _tiling(x_TK: Tensor, weight_NK: Tensor, splits: int | None, tunables: dict[str, int], gated: bool) -> ProductTiling:
+def _tiling(
+    x_TK: Tensor, weight_NK: Tensor, splits: int | None, tunables: dict[str, int], gated: bool
+) -> ProductTiling:
     (tokens, inputs), outputs = x_TK.shape, weight_NK.shape[0]
-    if weight_NK.shape[1] != inputs or not weight_NK.is_contiguous() or x_TK.stride(1) != 1 or weight_NK.dtype != x_TK.dtype:
+    if (
+        weight_NK.shape[1] != inputs
+        or not weight_NK.is_contiguous()
+        or x_TK.stride(1) != 1
+        or weight_NK.dtype != x_TK.dtype
+    ):
         raise ValueError(
             f"needs x [T, K] and a contiguous weight [N, K] of one type; got {x_TK.shape=}, {x_TK.dtype=}, {weight_NK.shape=}, "
             f"{weight_NK.stride()=}, {weight_NK.dtype=}"
         )
     fp8 = weight_NK.element_size() == 1
-    tiling = replace(choose(tokens, outputs, inputs, gated, fp8), **tunables, **({} if splits is None else {"splits": splits}))
+    tiling = replace(
+        choose(tokens, outputs, inputs, gated, fp8), **tunables, **({} if splits is None else {"splits": splits})
+    )
     if inputs % (tiling.block_k * tiling.splits) or (gated and tiling.splits != 1):
         raise ValueError(f"block_k * splits must divide K={inputs}, and a gated product has one split; got {tiling}")
     return tiling
@@ -142,18 +153,36 @@ def _launch(
     grid = (triton.cdiv(tokens, block_t + more_t), triton.cdiv(outputs, rows), tiling.splits)
     if isinstance(x, Rounded):
         tiles = TensorDescriptor.from_tensor(weight, [rows, tiling.block_k])
-        x_tiles, more_tiles = (TensorDescriptor.from_tensor(x_TK, [block or block_t, tiling.block_k]) for block in (block_t, more_t))
+        x_tiles, more_tiles = (
+            TensorDescriptor.from_tensor(x_TK, [block or block_t, tiling.block_k]) for block in (block_t, more_t)
+        )
         bias, sizes = scale if bias is None else bias, sizes | {"MORE_T": more_t}
-        _rounded[grid](x_tiles, more_tiles, tiles, x.scale_T1, scale, bias, out, tokens, outputs, **steps, **sizes, **flags, **options)
+        _rounded[grid](
+            x_tiles,
+            more_tiles,
+            tiles,
+            x.scale_T1,
+            scale,
+            bias,
+            out,
+            tokens,
+            outputs,
+            **steps,
+            **sizes,
+            **flags,
+            **options,
+        )
     else:
         bias = weight if bias is None else bias
-        _linear[grid](x_TK, weight, bias, out, tokens, outputs, inputs, x_TK.stride(0), **steps, **sizes, **flags, **options)
+        _linear[grid](
+            x_TK, weight, bias, out, tokens, outputs, inputs, x_TK.stride(0), **steps, **sizes, **flags, **options
+        )
 
 
 @triton.jit
 def _rows(tile, outputs, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
-    """Rows of the weight that a tile has. Gated: half a tile of gate rows and the same half of up rows, `outputs` apart. Past the end it is
-    the last one; what comes of that is not stored."""
+    """Rows of the weight that a tile has. Gated: half a tile of gate rows and the same half of up rows, `outputs`
+    apart. Past the end it is the last one; what comes of that is not stored."""
     row = tl.arange(0, BLOCK_N)
     HALF: tl.constexpr = BLOCK_N // 2
     if GATED:
@@ -198,9 +227,9 @@ def _rounded(
     BLOCK_T: tl.constexpr, MORE_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The same of FP8, of BLOCK_T tokens and MORE_T after them. `x_tiles`, `more_tiles` and `tiles` are what the machine's copy engine
-    fetches both of x and the weight by; past their ends it finds zeros, and past those of the gate the first rows of up, of which nothing
-    is stored."""
+    """The same of FP8, of BLOCK_T tokens and MORE_T after them. `x_tiles`, `more_tiles` and `tiles` are what the
+    machine's copy engine fetches both of x and the weight by; past their ends it finds zeros, and past those of the
+    gate the first rows of up, of which nothing is stored."""
     t0, tile, split = tl.program_id(0) * (BLOCK_T + MORE_T), tl.program_id(1), tl.program_id(2)
     ROWS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     first, start = tile * ROWS, split * (STEPS * BLOCK_K)
@@ -225,10 +254,27 @@ def _rounded(
                 more_up_NT = tl.dot(up_NK, more_KT, more_up_NT)
     if PDL:
         gdc_launch_dependents()
-    _store_scaled(sum_NT, up_NT, scale_N, up_scale_N, x_scale, bias, out, t0, tokens, outputs, ROWS, BLOCK_T, HAS_BIAS, GATED)
+    _store_scaled(
+        sum_NT, up_NT, scale_N, up_scale_N, x_scale, bias, out, t0, tokens, outputs, ROWS, BLOCK_T, HAS_BIAS, GATED
+    )
     if MORE_T:
         t0 += BLOCK_T
-        _store_scaled(more_NT, more_up_NT, scale_N, up_scale_N, x_scale, bias, out, t0, tokens, outputs, ROWS, MORE_T, HAS_BIAS, GATED)
+        _store_scaled(
+            more_NT,
+            more_up_NT,
+            scale_N,
+            up_scale_N,
+            x_scale,
+            bias,
+            out,
+            t0,
+            tokens,
+            outputs,
+            ROWS,
+            MORE_T,
+            HAS_BIAS,
+            GATED,
+        )
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """The element-wise steps between a layer's matrix products: residual add with RMSNorm, and the gated activation.
 
-Both take a product's result whole or as fp32 split-K partials, which are summed in their order: the same bits every time.
-Nothing reads the host, and grids follow from shapes alone. `pdl`: `smc.kernels.pdl`.
+Both take a product's result whole or as fp32 split-K partials, which are summed in their order: the same bits every
+time. Nothing reads the host, and grids follow from shapes alone. `pdl`: `smc.kernels.pdl`.
 
 Axes: T tokens, E features, I inner features, S splits.
 """
@@ -22,9 +22,8 @@ from smc.model.linear import Rounded
 def add_norm(x_TE: Tensor, parts: Tensor | None, weight_E: Tensor, eps: float, pdl: bool = False) -> Tensor:
     """x += sum of parts, in place; returns RMSNorm(x) * weight [T, E] in the weight's type (fp32 arithmetic).
 
-    `parts` is None, one tensor [T, E] or partials [S, T, E]. The norm is that of x as stored, rounded to its type. With `pdl` and parts,
-    what was launched just before must not write x.
-    """
+    `parts` is None, one tensor [T, E] or partials [S, T, E]. The norm is that of x as stored, rounded to its type. With
+    `pdl` and parts, what was launched just before must not write x."""
     out_TE = torch.empty_like(x_TE, dtype=weight_E.dtype)
     # Where nothing is rounded there are no scales; whatever stands in their place is not touched.
     _launch_add_norm(x_TE, parts, weight_E, eps, (out_TE, weight_E), pdl, ROUNDED=False)
@@ -39,7 +38,13 @@ def add_norm_rounded(x_TE: Tensor, parts: Tensor | None, weight_E: Tensor, eps: 
 
 
 def _launch_add_norm(
-    x_TE: Tensor, parts: Tensor | None, weight_E: Tensor, eps: float, out: tuple[Tensor, Tensor], pdl: bool, ROUNDED: bool
+    x_TE: Tensor,
+    parts: Tensor | None,
+    weight_E: Tensor,
+    eps: float,
+    out: tuple[Tensor, Tensor],
+    pdl: bool,
+    ROUNDED: bool,
 ) -> None:
     """`out`: numbers and scales."""
     (tokens, features), splits = x_TE.shape, _splits(parts)
@@ -52,16 +57,24 @@ def _launch_add_norm(
 
 
 def silu_mul(
-    gate_up: Tensor, dtype: torch.dtype | None = None, out_TI: Tensor | None = None, block: int = 1024, warps: int = 4, pdl: bool = False
+    gate_up: Tensor,
+    dtype: torch.dtype | None = None,
+    out_TI: Tensor | None = None,
+    block: int = 1024,
+    warps: int = 4,
+    pdl: bool = False,
 ) -> Tensor:
-    """silu(gate) * up [T, I]; `gate_up` is [T, 2I] or partials [S, T, 2I], gate first. Type: `dtype`, or that of `gate_up`."""
+    """silu(gate) * up [T, I]; `gate_up` is [T, 2I] or partials [S, T, 2I], gate first. Type: `dtype`, or that of
+    `gate_up`."""
     tokens, inner = gate_up.shape[-2], gate_up.shape[-1] // 2
     out_TI = gate_up.new_empty((tokens, inner), dtype=dtype) if out_TI is None else out_TI
     _require(gate_up, out_TI)
     block = min(block, triton.next_power_of_2(inner))
     # Tokens first: a grid's second axis ends at 65,535.
     grid = (tokens, triton.cdiv(inner, block))
-    _silu_mul[grid](gate_up, out_TI, inner, SPLITS=_splits(gate_up), BLOCK=block, PDL=pdl, num_warps=warps, **launch_options(pdl))
+    _silu_mul[grid](
+        gate_up, out_TI, inner, SPLITS=_splits(gate_up), BLOCK=block, PDL=pdl, num_warps=warps, **launch_options(pdl)
+    )
     return out_TI
 
 
@@ -100,7 +113,9 @@ def _add_norm(
         gdc_wait()
         gdc_launch_dependents()
     if SPLITS > 0:
-        summed = (hidden + sum_parts(parts + at, tl.num_programs(0).to(tl.int64) * features, inside, SPLITS)).to(x.dtype.element_ty)
+        summed = (hidden + sum_parts(parts + at, tl.num_programs(0).to(tl.int64) * features, inside, SPLITS)).to(
+            x.dtype.element_ty
+        )
         tl.store(x + at, summed, mask=inside)
         hidden = summed.to(tl.float32)
     inverse = 1.0 / tl.sqrt(tl.sum(hidden * hidden, 0) / features + eps)

@@ -1,4 +1,5 @@
-"""Which places of a packed batch a program is for: each group has one, and those of no group have programs after the groups'.
+"""Which places of a packed batch a program is for: each group has one, and those of no group have programs after the
+groups'.
 
 Groups stand one after another from the first place on, so that what is behind the last of them is padding.
 

@@ -1,11 +1,13 @@
-"""Decoding by rejection on the device: whole laws of rows, and `smc.algorithm.rejection.say` over them, one program a group.
+"""Decoding by rejection on the device: whole laws of rows, and `smc.algorithm.rejection.say` over them, one program a
+group.
 
-A group's path is followed token after token. A trial reads two numbers of two laws; only a token that is not kept costs passes over the
-vocabulary, which leave what remains of the target's law in memory of the group's own, and so does the draw from it. Nothing reads the
-host, and grids follow from shapes alone: both functions can be captured in a CUDA graph.
+A group's path is followed token after token. A trial reads two numbers of two laws; only a token that is not kept costs
+passes over the vocabulary, which leave what remains of the target's law in memory of the group's own, and so does the
+draw from it. Nothing reads the host, and grids follow from shapes alone: both functions can be captured in a CUDA
+graph.
 
-Axes: R rows, V columns, A places, C places of groups of chains, Q tokens of a block, L those but the last, G groups, N places of a group.
-"""
+Axes: R rows, V columns, A places, C places of groups of chains, Q tokens of a block, L those but the last, G groups, N
+places of a group."""
 
 from __future__ import annotations
 
@@ -17,7 +19,17 @@ import triton.language as tl
 from torch import Tensor
 
 from smc.api.limits import MAX_PARTICLES
-from smc.kernels.law import Cut, best_column, combine, cut_arguments, cut_logit, inverse_temperature, load_block, require_rows, sum_block
+from smc.kernels.law import (
+    Cut,
+    best_column,
+    combine,
+    cut_arguments,
+    cut_logit,
+    inverse_temperature,
+    load_block,
+    require_rows,
+    sum_block,
+)
 from smc.kernels.sampling import exponentials
 from smc.kernels.variants import one_variant
 
@@ -25,10 +37,15 @@ NOTHING = tl.constexpr(-1)
 
 
 def write_law(
-    logits_RV: Tensor, law_RV: Tensor, temperature_R: Tensor, cut: Cut | None = None, block: int | None = None, warps: int = 8
+    logits_RV: Tensor,
+    law_RV: Tensor,
+    temperature_R: Tensor,
+    cut: Cut | None = None,
+    block: int | None = None,
+    warps: int = 8,
 ) -> None:
-    """Write log softmax(logits / temperature) after `cut` to `law`, float32 [R, vocab] at any stride of rows. Temperature 0 is greedy. A
-    row with NaN gives NaN alone."""
+    """Write log softmax(logits / temperature) after `cut` to `law`, float32 [R, vocab] at any stride of rows.
+    Temperature 0 is greedy. A row with NaN gives NaN alone."""
     rows, vocab = law_RV.shape
     block = block or min(8192, triton.next_power_of_2(vocab))
     splits = triton.cdiv(vocab, block)
@@ -39,7 +56,9 @@ def write_law(
     law = (logits_RV, logits_RV.stride(0), temperature_R, *cut_arguments(cut, temperature_R))
     options = {"CUT": cut is not None, "BLOCK": block, "num_warps": warps}
     sum_block[(splits, rows)](*law, vocab, *sums_2RS, top_RS, **options)
-    _write_law[(splits, rows)](*law, vocab, *sums_2RS, top_RS, law_RV, law_RV.stride(0), SPLITS=triton.next_power_of_2(splits), **options)
+    _write_law[(splits, rows)](
+        *law, vocab, *sums_2RS, top_RS, law_RV, law_RV.stride(0), SPLITS=triton.next_power_of_2(splits), **options
+    )
 
 
 @dataclass(frozen=True)
@@ -66,8 +85,9 @@ def say(
     block: int | None = None,
     warps: int = 8,
 ) -> tuple[Tensor, Tensor]:
-    """As `smc.algorithm.rejection.say`, by random numbers of `smc.philox` made here: of round 0, for trials of the chain's own stream and
-    for draws of stream 0, by the two purposes. `groups`: first chain, of all C, and how many [G], up to MAX_PARTICLES."""
+    """As `smc.algorithm.rejection.say`, by random numbers of `smc.philox` made here: of round 0, for trials of the
+    chain's own stream and for draws of stream 0, by the two purposes. `groups`: first chain, of all C, and how many
+    [G], up to MAX_PARTICLES."""
     (chains, q, vocab), device = logp_CQV.shape, logp_CQV.device
     said_CQ = torch.full((chains, q), -1, dtype=torch.int64, device=device)
     said_logp_CQ = torch.full((chains, q), torch.nan, dtype=torch.float32, device=device)
@@ -78,7 +98,8 @@ def say(
     _say[(len(groups[0]),)](
         *(value.contiguous() for value in given), left_CV, said_CQ, said_logp_CQ, vocab,
         TRIAL=int(purposes[0]), REMAINDER=int(purposes[1]), Q=q, BLOCK_N=MAX_PARTICLES, BLOCK=block, num_warps=warps,
-        # Without fused multiply-adds the variates are those of `smc.philox.exponentials` to the last bit before the logarithm.
+        # Without fused multiply-adds the variates are those of `smc.philox.exponentials` to the last bit before the
+        # logarithm.
         enable_fp_fusion=False,
     )  # fmt: skip
     return said_CQ, said_logp_CQ
@@ -176,7 +197,8 @@ def _left(logp_V, left_V, is_left, column, vocab):
 
 @triton.jit
 def _leave(logp_V, law_V, left_V, is_left, vocab, BLOCK: tl.constexpr):
-    """max(0, left - law), normalised, unless rounding leaves nothing of it. Whether there is something in `left` now."""
+    """max(0, left - law), normalised, unless rounding leaves nothing of it. Whether there is something in `left`
+    now."""
     total = tl.full((), 0.0, tl.float64)
     for begin in range(0, vocab, BLOCK):
         column = begin + tl.arange(0, BLOCK)

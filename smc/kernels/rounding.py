@@ -28,7 +28,9 @@ def round_rows(x_TK: Tensor, pdl: bool = False) -> Rounded:
         raise ValueError(f"needs rows whose numbers stand side by side, got strides {x_TK.stride()}")
     out, block = room(x_TK), triton.next_power_of_2(inputs)
     warps = max(1, min(16, block // 256))
-    _round_rows[(tokens,)](x_TK, *out, inputs, x_TK.stride(0), BLOCK=block, PDL=pdl, num_warps=warps, **launch_options(pdl))
+    _round_rows[(tokens,)](
+        x_TK, *out, inputs, x_TK.stride(0), BLOCK=block, PDL=pdl, num_warps=warps, **launch_options(pdl)
+    )
     return out
 
 
@@ -50,8 +52,8 @@ def _round_rows(x, out, scale, inputs, stride_x, BLOCK: tl.constexpr, PDL: tl.co
 
 @triton.jit
 def store_rounded(x_K, at_K, scale_at, inside):
-    """A row, whose places outside are zeros, and its scale: NaN where a number is not finite, which neither the machine's maximum nor its
-    clamp would pass on."""
+    """A row, whose places outside are zeros, and its scale: NaN where a number is not finite, which neither the
+    machine's maximum nor its clamp would pass on."""
     magnitude_K = tl.abs(x_K)
     size = tl.max(tl.where(magnitude_K < float("inf"), magnitude_K, float("inf")), 0) / LARGEST
     # Not above the largest number: dividing by an approximate size may end a little beyond it.

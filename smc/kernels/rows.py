@@ -1,12 +1,11 @@
-"""What a forward pass over packed rows needs beforehand, in one launch: where new tokens go, and how the prefixes that groups share are
-cut into pieces of equal work. Knows nothing about keys, values or attention.
+"""What a forward pass over packed rows needs beforehand, in one launch: where new tokens go, and how the prefixes that
+groups share are cut into pieces of equal work. Knows nothing about keys, values or attention.
 
-A piece is a tile of a group's queries and a split of its prefix. Their number follows from what is there, the room for them from shapes
-alone: nothing is read by the host.
+A piece is a tile of a group's queries and a split of its prefix. Their number follows from what is there, the room for
+them from shapes alone: nothing is read by the host.
 
-Axes: R rows, Q tokens of a row, T = R * Q, S slots, L positions of a table, B positions of a tail, G groups, N query heads of a key/value
-head, X = (row, query, head of N), W pieces, E entries (a query and a split).
-"""
+Axes: R rows, Q tokens of a row, T = R * Q, S slots, L positions of a table, B positions of a tail, G groups, N query
+heads of a key/value head, X = (row, query, head of N), W pieces, E entries (a query and a split)."""
 
 from __future__ import annotations
 
@@ -28,8 +27,8 @@ LANES = (64, 256, 1024)
 
 
 class Tables(NamedTuple):
-    """Page of every position of R rows: position p of row r is tail_RB[r, p - tail_R[r]] from tail_R[r] on, table_SL[slot_R[r], p]
-    before it, and no page beyond either's width."""
+    """Page of every position of R rows: position p of row r is tail_RB[r, p - tail_R[r]] from tail_R[r] on,
+    table_SL[slot_R[r], p] before it, and no page beyond either's width."""
 
     table_SL: Tensor
     slot_R: Tensor
@@ -37,7 +36,8 @@ class Tables(NamedTuple):
     tail_R: Tensor | None = None
 
     def arguments(self) -> tuple[object, ...]:
-        """Of a kernel: table, its stride and width, slots, tails, their stride and width, where they begin, whether there are any."""
+        """Of a kernel: table, its stride and width, slots, tails, their stride and width, where they begin, whether
+        there are any."""
         table, tail = self.table_SL, self.tail_RB
         assert table.stride(1) == 1 and (tail is None or tail.stride(1) == 1), "pages of a row lie side by side"
         assert (tail is None) == (self.tail_R is None) and self.slot_R.is_contiguous()
@@ -72,7 +72,8 @@ class PieceShape:
     """Positions that are attended together at most."""
 
     def bound(self, groups: int, rows: int, queries: int) -> int:
-        """Pieces that there can be: each of T * N queries is in one tile, and each group's last tile may be half empty."""
+        """Pieces that there can be: each of T * N queries is in one tile, and each group's last tile may be half
+        empty."""
         groups = min(groups, rows)
         return self.pieces + (rows * queries * self.heads - groups) // self.block_x + groups
 
@@ -94,10 +95,11 @@ class Prepared:
     page_T: Tensor
     """0, the dummy page, where there is no token."""
     row_4R: Tensor
-    """Of every row: leading positions that its group attends together, first entry, entries from one split of them to the next, splits."""
+    """Of every row: leading positions that its group attends together, first entry, entries from one split of them to
+    the next, splits."""
     piece_6W: Tensor
-    """Of every piece: first query among all T * N, queries, slot whose table names the prefix, first position, end, entry of the first
-    query."""
+    """Of every piece: first query among all T * N, queries, slot whose table names the prefix, first position, end,
+    entry of the first query."""
     pieces_1: Tensor
     """How many pieces there are; what stands behind them is undefined."""
 
@@ -112,9 +114,9 @@ def prepare(
 ) -> Prepared:
     """Everything of a pass that does not depend on the layer. Indices int32.
 
-    `queries` is Q. Tokens of a row are at positions from `start`; those past its `count` go to the dummy page.
-    A group attends its first min(shared, start and tail of its live rows) positions together, by the table of its first live row.
-    """
+    `queries` is Q. Tokens of a row are at positions from `start`; those past its `count` go to the dummy page. A group
+    attends its first min(shared, start and tail of its live rows) positions together, by the table of its first live
+    row."""
     rows, device = len(start_R), start_R.device
     assert all(x.is_contiguous() for x in (start_R, count_R, *groups))
     room, longest = shape.bound(len(groups.first_G), rows, queries), min(shape.longest, tables.table_SL.shape[1])
@@ -194,7 +196,8 @@ def _cut_prefixes(
     live = count > 0
     reach, lead = tl.where(live, reach, FAR), tl.where(live, r, FAR)
     _, reach, lead = tl.associative_scan(((r == first).to(tl.int32), reach, lead), 0, _lowest)
-    # A group's last row has seen them all; its first live row is known from there on. Padding may name any group, and says nothing.
+    # A group's last row has seen them all; its first live row is known from there on. Padding may name any group, and
+    # says nothing.
     reach = tl.gather(reach, tl.maximum(tl.minimum(first + size, BLOCK_R) - 1, 0), 0)
     shared = tl.where(reach < FAR, tl.maximum(tl.minimum(tl.minimum(shared, reach), longest), 0), 0)
     x = tl.where(lead < FAR, (first + size - lead) * each, 0)

@@ -1,12 +1,12 @@
 """Draws from softmax(logits / temperature), and log-probabilities of given tokens, in one pass over the vocabulary.
 
-`draw` makes the variates of `smc.philox` on the device, bit for bit, and runs the exponential race of `smc.laws.draw` beside the
-softmax's running sums: logits are read once, and no [R, V] array is written. Where a law is truncated, `smc.kernels.truncation` finds
-its cut first.
-Nothing reads the host, and grids follow from shapes alone: both functions can be captured in a CUDA graph.
+`draw` makes the variates of `smc.philox` on the device, bit for bit, and runs the exponential race of `smc.laws.draw`
+beside the softmax's running sums: logits are read once, and no [R, V] array is written. Where a law is truncated,
+`smc.kernels.truncation` finds its cut first. Nothing reads the host, and grids follow from shapes alone: both functions
+can be captured in a CUDA graph.
 
-Axes: R rows, V columns, D draws a row, S splits of the vocabulary, T scored rows, X rows asked for, F extra tokens a row.
-"""
+Axes: R rows, V columns, D draws a row, S splits of the vocabulary, T scored rows, X rows asked for, F extra tokens a
+row."""
 
 from __future__ import annotations
 
@@ -48,11 +48,10 @@ def draw(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens [R, D] int32, their log-probability [R, D] and the rows' logsumexp(logits / temperature) [R], float32.
 
-    Draw d of a row is keyed by (seed, round, stream[d], position, purpose), integers as in `smc.philox.words`. Only the first
-    `vocab` columns count; the row stride is free. Temperature 0 is greedy (log-probability 0, logsumexp at temperature 1).
-    All are of the law after `cut`, and so is the logsumexp: without its dropped entries, or with them lowered.
-    A row with NaN gives NaN, and token 0.
-    """
+    Draw d of a row is keyed by (seed, round, stream[d], position, purpose), integers as in `smc.philox.words`. Only the
+    first `vocab` columns count; the row stride is free. Temperature 0 is greedy (log-probability 0, logsumexp at
+    temperature 1). All are of the law after `cut`, and so is the logsumexp: without its dropped entries, or with them
+    lowered. A row with NaN gives NaN, and token 0."""
     (rows, draws), block = stream_RD.shape, block or min(4096, triton.next_power_of_2(vocab))
     splits = triton.cdiv(vocab, block)
     require_rows(logits_RV, vocab)
@@ -60,9 +59,14 @@ def draw(
     sums_2RS = logits_RV.new_empty((2, rows, splits), dtype=torch.float32)
     key_RSD = logits_RV.new_empty((rows, splits, draws), dtype=torch.float32)
     token_RSD = logits_RV.new_empty((rows, splits, draws), dtype=torch.int32)
-    token_RD, logq_RD, lse_R = torch.empty_like(token_RSD[:, 0]), torch.empty_like(key_RSD[:, 0]), torch.empty_like(sums_2RS[0, :, 0])
+    token_RD, logq_RD, lse_R = (
+        torch.empty_like(token_RSD[:, 0]),
+        torch.empty_like(key_RSD[:, 0]),
+        torch.empty_like(sums_2RS[0, :, 0]),
+    )
     law = (logits_RV, logits_RV.stride(0), temperature_R, *cut_arguments(cut, temperature_R))
-    # Without fused multiply-adds the variates are those of `smc.philox.exponentials` to the last bit before the logarithm.
+    # Without fused multiply-adds the variates are those of `smc.philox.exponentials` to the last bit before the
+    # logarithm.
     options = {"num_warps": warps, "enable_fp_fusion": False}
     shape = {"DRAWS": draws, "DRAW_BLOCK": triton.next_power_of_2(draws), "BLOCK": block, "CUT": cut is not None}
     _race[(splits, rows)](*law, vocab, *keys, int(purpose), *sums_2RS, key_RSD, token_RSD, **shape, **options)
@@ -84,11 +88,11 @@ def score(
     warps: int = 8,
     row_X: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of one label a row [X], and of F further tokens [X, F], under softmax(logits / temperature), after `cut`;
-    float32. `row_X` says of which row of the logits each is; otherwise there is one for every row.
+    """Log-probability of one label a row [X], and of F further tokens [X, F], under softmax(logits / temperature),
+    after `cut`; float32. `row_X` says of which row of the logits each is; otherwise there is one for every row.
 
-    A token of -1 (none) scores 0. Temperature 0 is greedy: 0 for the largest logit, -inf for any other. A row with NaN gives NaN.
-    """
+    A token of -1 (none) scores 0. Temperature 0 is greedy: 0 for the largest logit, -inf for any other. A row with NaN
+    gives NaN."""
     rows, asked, block = len(temperature_T), len(label_X), block or min(8192, triton.next_power_of_2(vocab))
     splits = triton.cdiv(vocab, block)
     require_rows(logits_TV, vocab)
@@ -104,7 +108,17 @@ def score(
     most = max(EXTRA, triton.next_power_of_2(extra))
     blocks = {"CUT": cut is not None, "BLOCK": triton.next_power_of_2(splits), "EXTRA_BLOCK": most}
     _finish_sum[(asked,)](
-        *law, *sums_2TS, top_TS, *tokens, logp_X, extra_logp_XF, splits, extra, ROWS=row_X is not None, **blocks, num_warps=1
+        *law,
+        *sums_2TS,
+        top_TS,
+        *tokens,
+        logp_X,
+        extra_logp_XF,
+        splits,
+        extra,
+        ROWS=row_X is not None,
+        **blocks,
+        num_warps=1,
     )
     return logp_X, extra_logp_XF if extra else None
 
@@ -146,7 +160,8 @@ def _race(
     max_RS, sum_RS, key_RSD, token_RSD,
     DRAWS: tl.constexpr, DRAW_BLOCK: tl.constexpr, BLOCK: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """One block of one row: its maximum, its sum of exponentials from there, and the winner of every draw with the key it won by."""
+    """One block of one row: its maximum, its sum of exponentials from there, and the winner of every draw with the key
+    it won by."""
     split, row, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     inverse, greedy = inverse_temperature(temperature_R, row)
     raw, entry = load_block(logits, stride, row, vocab, BLOCK)
@@ -196,7 +211,9 @@ def _finish_race(
 
 
 @triton.jit
-def _gather(logits, stride, temperature_R, key_R, last_R, drop_R, row, token, given, best, top, log_sum, CUT: tl.constexpr):
+def _gather(
+    logits, stride, temperature_R, key_R, last_R, drop_R, row, token, given, best, top, log_sum, CUT: tl.constexpr
+):
     """Log-probabilities of tokens of one row; 0 where none is given."""
     inverse, greedy = inverse_temperature(temperature_R, row)
     raw = tl.load(logits + row.to(tl.int64) * stride + token, mask=given, other=0.0)
@@ -211,17 +228,22 @@ def _finish_sum(
     logits, stride, temperature_R, key_R, last_R, drop_R, max_RS, sum_RS, top_RS, label_X, extra_XF, row_X, logp_X, extra_logp_XF, splits,
     extra, BLOCK: tl.constexpr, EXTRA_BLOCK: tl.constexpr, CUT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One row that is asked for: the log-normaliser from its blocks, and the label's and extra tokens' log-probabilities."""
+    """One row that is asked for: the log-normaliser from its blocks, and the label's and extra tokens'
+    log-probabilities."""
     x = tl.program_id(0)
     row = tl.load(row_X + x).to(tl.int32) if ROWS else x
     max_S, top, total = combine(max_RS, sum_RS, row, splits, BLOCK)
     best, log_sum = best_column(max_S, top_RS, row, splits), tl.log(total)
     token = tl.load(label_X + x)
-    logp = _gather(logits, stride, temperature_R, key_R, last_R, drop_R, row, token, token >= 0, best, top, log_sum, CUT)
+    logp = _gather(
+        logits, stride, temperature_R, key_R, last_R, drop_R, row, token, token >= 0, best, top, log_sum, CUT
+    )
     tl.store(logp_X + x, logp)
     if extra > 0:
         f = tl.arange(0, EXTRA_BLOCK)
         token_F = tl.load(extra_XF + x * extra + f, mask=f < extra, other=-1)
         given_F = (f < extra) & (token_F >= 0)
-        logp_F = _gather(logits, stride, temperature_R, key_R, last_R, drop_R, row, token_F, given_F, best, top, log_sum, CUT)
+        logp_F = _gather(
+            logits, stride, temperature_R, key_R, last_R, drop_R, row, token_F, given_F, best, top, log_sum, CUT
+        )
         tl.store(extra_logp_XF + x * extra + f, logp_F, mask=f < extra)

@@ -1,8 +1,8 @@
 """A round's choice of candidates on the device: `smc.algorithm.selection.select`, one program a group.
 
-Everything is float64, as there, and equal to it up to rounding. The chosen candidates of a group are sorted, so slots are dealt by
-binary searches in that list. A candidate without weight is never chosen. Schemes are data: one launch does them all.
-Nothing reads the host, and the grid follows from shapes alone. It can be captured in a CUDA graph.
+Everything is float64, as there, and equal to it up to rounding. The chosen candidates of a group are sorted, so slots
+are dealt by binary searches in that list. A candidate without weight is never chosen. Schemes are data: one launch does
+them all. Nothing reads the host, and the grid follows from shapes alone. It can be captured in a CUDA graph.
 
 Axes: A places of a batch, G groups, N particles, F branches a particle, M = N * F candidates, P draws of a group.
 """
@@ -62,7 +62,8 @@ def _larger(a, b):
 
 @triton.jit
 def _cumulative(weight, axis: tl.constexpr):
-    """Cumulative sum that never falls and stands still exactly where the weight is zero, however the parallel scan rounds."""
+    """Cumulative sum that never falls and stands still exactly where the weight is zero, however the parallel scan
+    rounds."""
     return tl.associative_scan(tl.where(weight > 0, tl.cumsum(weight, axis), 0.0), axis, _larger)
 
 
@@ -96,7 +97,8 @@ def _uniform(seed, position_X, rounds):
 
 @triton.jit
 def _shares(log_NF, highest):
-    """Weights over their sum, in terms of logarithms of which `highest` is the largest; zeros where all are or where there is NaN."""
+    """Weights over their sum, in terms of logarithms of which `highest` is the largest; zeros where all are or where
+    there is NaN."""
     power_NF = tl.exp(log_NF - tl.where(highest == -float("inf"), 0.0, highest))
     share_NF = power_NF / tl.sum(power_NF)
     return tl.where(share_NF == share_NF, share_NF, 0.0)
@@ -104,9 +106,10 @@ def _shares(log_NF, highest):
 
 @triton.jit
 def _weigh(candidates_NF):
-    """Of each particle its largest candidate and its family's log-weight; of all the log of their sum, and the sum of their squared
-    shares: 0 where there is no weight, or NaN."""
-    # What is subtracted must be the largest of what is there: 0 in its place would round all weights far below it to zero.
+    """Of each particle its largest candidate and its family's log-weight; of all the log of their sum, and the sum of
+    their squared shares: 0 where there is no weight, or NaN."""
+    # What is subtracted must be the largest of what is there: 0 in its place would round all weights far below it to
+    # zero.
     highest_N = tl.max(candidates_NF, 1)
     base_N = tl.where(highest_N == -float("inf"), 0.0, highest_N)
     family_N = base_N + tl.log(tl.sum(tl.exp(candidates_NF - base_N[:, None]), 1))
@@ -149,7 +152,8 @@ def _srinivasan(expected_NF, uniform_NF, at_NF, inside_NF, draws, begin, end, ex
 
 @triton.jit
 def _draw(weight_NF, sure_NF, is_rest, scheme, draws, last, seed, rounds, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The chosen candidates, ascending: `sure` copies of each, and for other draws those under the scheme's points; then BLOCK_M.
+    """The chosen candidates, ascending: `sure` copies of each, and for other draws those under the scheme's points;
+    then BLOCK_M.
 
     Where `is_rest`, points fall on what the sure copies leave of the expectation.
     """
@@ -173,7 +177,8 @@ def _draw(weight_NF, sure_NF, is_rest, scheme, draws, last, seed, rounds, BLOCK_
 
 @triton.jit
 def _place(chosen_P, size, draws, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr):
-    """`smc.algorithm.resampling.place` from the sorted list of chosen candidates: the one that each slot continues with, if any."""
+    """`smc.algorithm.resampling.place` from the sorted list of chosen candidates: the one that each slot continues
+    with, if any."""
     slot_N = tl.arange(0, BLOCK_N)
     family_P = chosen_P // BLOCK_F
     before_P = tl.gather(family_P, tl.maximum(slot_N - 1, 0), 0)
@@ -213,9 +218,13 @@ def _resample(
     if scheme == SSP:
         uniform_NF = _uniform(seed, at_NF - begin, rounds)
         end = begin + size * branches
-        sure_NF += _srinivasan(expected_NF, uniform_NF, at_NF, inside_NF, draws, begin, end, expected_M, uniform_M, more_M)
+        sure_NF += _srinivasan(
+            expected_NF, uniform_NF, at_NF, inside_NF, draws, begin, end, expected_M, uniform_M, more_M
+        )
     last = (size - 1) * BLOCK_F + branches - 1
-    chosen_P = _draw(weight_NF, sure_NF, scheme == RESIDUAL, scheme, draws, last, seed, rounds, BLOCK_N, BLOCK_N * BLOCK_F)
+    chosen_P = _draw(
+        weight_NF, sure_NF, scheme == RESIDUAL, scheme, draws, last, seed, rounds, BLOCK_N, BLOCK_N * BLOCK_F
+    )
     return _place(chosen_P, size, draws, BLOCK_N, BLOCK_F)
 
 

@@ -22,8 +22,8 @@ def after_all(
     state, tokens_A, stride, entry, exists, room, early, is_stop_EV, vocab, has_strings_E, next_EXB, data_B, offset_V, spelled,
     K: tl.constexpr, STRINGS: tl.constexpr, DONE: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
-    """States int32 after those of K tokens that there is `room` for, up to the one that ends the answer; and how many those are. The first
-    `early` end none. `tokens_A` points to the first of each, `stride` apart."""
+    """States int32 after those of K tokens that there is `room` for, up to the one that ends the answer; and how many
+    those are. The first `early` end none. `tokens_A` points to the first of each, `stride` apart."""
     going, count = exists & (room > 0), tl.zeros_like(state)
     for k in range(K):
         token = tl.load(tokens_A + k * stride, mask=going, other=-1).to(tl.int64)
@@ -41,8 +41,8 @@ def after(
     state, token, entry, going, early, is_stop_EV, vocab, has_strings_E, next_EXB, data_B, offset_V, spelled,
     STRINGS: tl.constexpr, DONE: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
-    """States int32 of machines after one token each, where they are `going`; tokens and entries int64. One that is `early` does not end the
-    answer: what is complete with it is not looked for again. `spelled` is how many tokens have
+    """States int32 of machines after one token each, where they are `going`; tokens and entries int64. One that is
+    `early` does not end the answer: what is complete with it is not looked for again. `spelled` is how many tokens have
     bytes listed, which may be more or fewer than a model can draw (`vocab`)."""
     drawable = going & (token >= 0) & (token < vocab)
     is_stop = tl.load(is_stop_EV + entry * vocab + token, mask=drawable, other=0) != 0

@@ -29,12 +29,12 @@ def store_kv(
     eps: float = 0.0,
     pdl: bool = False,
 ) -> None:
-    """Normalise and rotate queries into `q_out` [T, H, D]; write keys (likewise) and values to their pages, but never to page 0.
+    """Normalise and rotate queries into `q_out` [T, H, D]; write keys (likewise) and values to their pages, but never
+    to page 0.
 
-    qkv [T, (H + 2J) * D], or partial sums of it [S, T, (H + 2J) * D]; keys, values [P + 1, J, D]; rope [positions, D] float32 as of
-    `RopeTable`; position_T, page_T int32, where padding has page 0 and any position of the table; heads (H, J); q_norm, k_norm [D] or
-    neither. All arithmetic is float32, rounded once.
-    """
+    qkv [T, (H + 2J) * D], or partial sums of it [S, T, (H + 2J) * D]; keys, values [P + 1, J, D]; rope [positions, D]
+    float32 as of `RopeTable`; position_T, page_T int32, where padding has page 0 and any position of the table; heads
+    (H, J); q_norm, k_norm [D] or neither. All arithmetic is float32, rounded once."""
     (h, j), d = heads, keys.shape[-1]
     assert qkv.shape[-1] == (h + 2 * j) * d and qkv.is_contiguous() and rope.shape[1] == d and rope.is_contiguous()
     assert keys.is_contiguous() and values.is_contiguous() and q_out.is_contiguous() and keys.shape[1] == j

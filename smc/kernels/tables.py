@@ -14,7 +14,8 @@ CHUNK = 1024
 
 @triton.jit
 def move(table, stride, slot, source, base, end, tail_B, width, TAIL: tl.constexpr, CHUNK: tl.constexpr):
-    """Positions from `base` up to `end` of one slot become those of `source`, those after them the `width` pages of the tail."""
+    """Positions from `base` up to `end` of one slot become those of `source`, those after them the `width` pages of the
+    tail."""
     to, of = table + slot * stride, table + source * stride
     if slot != source:
         column = tl.arange(0, CHUNK)

@@ -13,8 +13,8 @@ MOST_TOKENS = 128
 _PROGRAMS = 120
 """Fewest programs that occupy all multiprocessors well enough."""
 _ROOM, _MODEST_ROOM, _SHARED_ROOM = 216 * 1024, 128 * 1024, 110 * 1024
-"""Bytes for what is in flight: of a program that has a multiprocessor to itself, of one that leaves some to whoever comes next, of one of
-two."""
+"""Bytes for what is in flight: of a program that has a multiprocessor to itself, of one that leaves some to whoever
+comes next, of one of two."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,16 @@ def choose(tokens: int, outputs: int, inputs: int, gated: bool = False, fp8: boo
     splits = 1 if gated else _splits(triton.cdiv(outputs, block_n), inputs // block_k, _PROGRAMS)
     stage_bytes = 2 * block_k * (block_n + token_block_of(tokens, fp8))
     # Two programs share a multiprocessor.
-    return ProductTiling(block_n, block_k, splits, 8 if tokens > 64 else 4, stages=max(2, min(6, _SHARED_ROOM // stage_bytes)))
+    return ProductTiling(
+        block_n, block_k, splits, 8 if tokens > 64 else 4, stages=max(2, min(6, _SHARED_ROOM // stage_bytes))
+    )
 
 
 def _choose_fp8(tokens: int, outputs: int, inputs: int, gated: bool) -> ProductTiling:
     token_block = token_block_of(tokens, fp8=True)
-    # The largest matrices have as many outputs as the machine needs programs. Of the others, programs of few tokens wait more than they
-    # load, and partial sums of few tokens are soon read; of 96, programs of few outputs are better if no partial sums are needed then.
+    # The largest matrices have as many outputs as the machine needs programs. Of the others, programs of few tokens
+    # wait more than they load, and partial sums of few tokens are soon read; of 96, programs of few outputs are better
+    # if no partial sums are needed then.
     wide, many, most = gated or outputs >= 64 * 1024, token_block > 64, token_block == MOST_TOKENS
     if wide:
         block_n = 256 if most or (many and triton.cdiv(outputs, 256) >= _PROGRAMS) else 128
@@ -76,12 +79,16 @@ def _splits(tiles: int, steps: int, programs: int) -> int:
 
 
 def token_blocks_of(tokens: int, fp8: bool) -> tuple[int, int]:
-    """Tokens of a program, padded: powers of two that are multiplied one after the other, of which the second may be 0. In FP8 half of the
-    power of two that holds all, and a quarter of it, where these do."""
+    """Tokens of a program, padded: powers of two that are multiplied one after the other, of which the second may be 0.
+    In FP8 half of the power of two that holds all, and a quarter of it, where these do."""
     block = max(16, triton.next_power_of_2(tokens))
     if not fp8:
         return block, 0
-    return (block // 2, block // 4) if 64 <= block <= MOST_TOKENS and 4 * tokens <= 3 * block else (min(MOST_TOKENS, block), 0)
+    return (
+        (block // 2, block // 4)
+        if 64 <= block <= MOST_TOKENS and 4 * tokens <= 3 * block
+        else (min(MOST_TOKENS, block), 0)
+    )
 
 
 def token_block_of(tokens: int, fp8: bool) -> int:

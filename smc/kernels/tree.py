@@ -1,9 +1,10 @@
-"""Rows of a tree take their next token, on the device: `smc.executor.draft.adopt` in one launch, a program for every few rows.
+"""Rows of a tree take their next token, on the device: `smc.executor.draft.adopt` in one launch, a program for every
+few rows.
 
 Nothing reads the host, and the grid follows from shapes alone: it can be captured in a CUDA graph.
 
-Axes: S rows before, X rows after, A places, G groups, K tokens of a row, B pages of a row, C offers of a row, D draws of a row.
-"""
+Axes: S rows before, X rows after, A places, G groups, K tokens of a row, B pages of a row, C offers of a row, D draws
+of a row."""
 
 from __future__ import annotations
 
@@ -46,8 +47,8 @@ def adopt(
     step: int,
     branches: int,
 ) -> dict[str, Tensor]:
-    """Fields of `smc.executor.draft.TokenTree` by name, as `before` has them. `chains`: row of the step before [X], token [X] and
-    its log q [X]. `plan`: group [A], kind [G], slot [A], pages of rows [X, B]."""
+    """Fields of `smc.executor.draft.TokenTree` by name, as `before` has them. `chains`: row of the step before [X],
+    token [X] and its log q [X]. `plan`: group [A], kind [G], slot [A], pages of rows [X, B]."""
     group_A, kind_G, slot_A, pages_XB = plan
     rows, device = len(slot_A) * branches, slot_A.device
     tokens, tables = before["tokens_XK"].shape[1], lives.stops
@@ -102,7 +103,10 @@ def _adopt(
     group = tl.load(group_A + x // BRANCHES, mask=inside, other=0)
     if DRAWS > 0:
         parent, mass = (x // DRAWS).to(tl.int64), tl.zeros((BLOCK,), tl.float64)
-        token, logq = tl.load(token_SD + x, mask=inside, other=0).to(tl.int64), tl.load(logq_SD + x, mask=inside, other=0.0)
+        token, logq = (
+            tl.load(token_SD + x, mask=inside, other=0).to(tl.int64),
+            tl.load(logq_SD + x, mask=inside, other=0.0),
+        )
         is_tree = inside & (tl.load(kind_G + group, mask=inside, other=0) != INDEPENDENT)
     else:
         parent, mass = tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.float64)

@@ -1,10 +1,11 @@
 """Where truncated laws end: the cut of top-k, top-p and min-p, in that order as in `smc.laws`, found without sorting.
 
-What is kept is a prefix of the descending order, equal entries by column, so a cut is the `order_key` of its last entry and that entry's
-column. The key is found digit by digit, from the top: a pass sums, block by block, the count (top-k) or the mass (top-p) of the entries
-at or above every value of the next digit, and the next pass begins at the largest value where that is enough. Sums are made in a fixed
-order: the same bits every time. Nothing reads the host, and how many passes there are follows from the type of the logits alone. Which
-pass it is, and which processors there are, is asked when a kernel runs: every kernel is compiled once for each type of logits.
+What is kept is a prefix of the descending order, equal entries by column, so a cut is the `order_key` of its last entry
+and that entry's column. The key is found digit by digit, from the top: a pass sums, block by block, the count (top-k)
+or the mass (top-p) of the entries at or above every value of the next digit, and the next pass begins at the largest
+value where that is enough. Sums are made in a fixed order: the same bits every time. Nothing reads the host, and how
+many passes there are follows from the type of the logits alone. Which pass it is, and which processors there are, is
+asked when a kernel runs: every kernel is compiled once for each type of logits.
 
 Axes: R rows, V columns, S splits of the vocabulary, I passes (of where they begin, one more), P values of a digit.
 """
@@ -47,11 +48,12 @@ def truncate(
     block: int | None = None,
     warps: int = 4,
 ) -> Cut:
-    """The cut of softmax(logits / temperature) by the given processors; None, or a row's neutral value, is one that is not used.
+    """The cut of softmax(logits / temperature) by the given processors; None, or a row's neutral value, is one that is
+    not used.
 
-    With `share` in (0, 1) what is dropped stays possible: the law after the cut is then the mixture of the untruncated law, with that
-    share, and the truncated one. Only the first `vocab` columns count; the row stride is free. A row with NaN has NaN after it too.
-    """
+    With `share` in (0, 1) what is dropped stays possible: the law after the cut is then the mixture of the untruncated
+    law, with that share, and the truncated one. Only the first `vocab` columns count; the row stride is free. A row
+    with NaN has NaN after it too."""
     require_rows(logits_RV, vocab)
     search = _Search(logits_RV, vocab, temperature_R, block or min(4096, triton.next_power_of_2(vocab)), warps)
     search.begin(top_k_R, top_p_R, min_p_R)
@@ -70,7 +72,11 @@ class _Search:
     """The buffers of one search, for all rows at once, and its steps in the order in which they are taken."""
 
     def __init__(self, logits_RV: Tensor, vocab: int, temperature_R: Tensor, block: int, warps: int) -> None:
-        rows, splits, bits = len(temperature_R), triton.cdiv(vocab, block), 16 if logits_RV.dtype == torch.bfloat16 else 32
+        rows, splits, bits = (
+            len(temperature_R),
+            triton.cdiv(vocab, block),
+            16 if logits_RV.dtype == torch.bfloat16 else 32,
+        )
         self._law, self._vocab, self._grid = (logits_RV, logits_RV.stride(0), temperature_R), vocab, (splits, rows)
         self._block, self._warps, self._passes = block, warps, bits // DIGIT
         self._sizes = {"BITS": bits, "SPLITS": triton.next_power_of_2(splits)}
@@ -84,7 +90,10 @@ class _Search:
     def begin(self, top_k_R: Tensor | None, top_p_R: Tensor | None, min_p_R: Tensor | None) -> None:
         """Every row's maximum and mass, and what is searched for first."""
         # What is measured later has room for the blocks' sums now.
-        unused, sums = self._law[2], (*self._measured_3RS[:2], torch.empty_like(self._measured_3RS[0], dtype=torch.int32))
+        unused, sums = (
+            self._law[2],
+            (*self._measured_3RS[:2], torch.empty_like(self._measured_3RS[0], dtype=torch.int32)),
+        )
         uncut, options = cut_arguments(None, unused), {"BLOCK": self._block, "num_warps": self._warps}
         sum_block[self._grid](*self._law, *uncut, self._vocab, *sums, CUT=False, **options)
         # Of the type that there would be.
@@ -93,7 +102,9 @@ class _Search:
         values = (other if values_R is None else values_R for values_R, other in zip(processors, none))
         used = (int(values_R is not None) for values_R in processors)
         aims = (self._top_R, self._total_R, self._need_R, self._floor_R, self._low_IR)
-        _begin[self._grid[1:]](*self._law, self._vocab, *values, *used, *sums, *aims, self._grid[0], **self._sizes, num_warps=1)
+        _begin[self._grid[1:]](
+            *self._law, self._vocab, *values, *used, *sums, *aims, self._grid[0], **self._sizes, num_warps=1
+        )
 
     def find(self, *, counts: bool) -> None:
         """The largest key at and above which there is enough, of those that are allowed; and what is there."""
@@ -102,7 +113,8 @@ class _Search:
         self.measure(searched=True)
 
     def measure(self, *, searched: bool) -> None:
-        """What lies above the key that was found (the lowest allowed, where nothing was searched), and what equals it."""
+        """What lies above the key that was found (the lowest allowed, where nothing was searched), and what equals
+        it."""
         self._over_blocks(_measure, self._passes if searched else 0, self._key_R, self._measured_3RS)
 
     def turn(self, top_p_R: Tensor) -> None:
@@ -112,7 +124,14 @@ class _Search:
 
     def end(self, share: float, *, counts: bool, weighs: bool) -> Cut:
         logits = (*self._law[:2], self._vocab)
-        found = (self._total_R, self._need_R, self._bound_R, self._ties_R, share, math.log(share) if share else -math.inf)
+        found = (
+            self._total_R,
+            self._need_R,
+            self._bound_R,
+            self._ties_R,
+            share,
+            math.log(share) if share else -math.inf,
+        )
         self._over_rows(_end, *logits, *found, self._last_R, self._drop_R, int(counts), int(weighs), BLOCK=self._block)
         return Cut(self._key_R, self._last_R, self._drop_R)
 
@@ -179,7 +198,8 @@ def _required(mass, top_p):
 def _interval(
     low_IR, found_IRSP, need_R, row, rows, splits, index, DIGIT: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr
 ):  # fmt: skip
-    """The least key that a pass has still to tell from others: that of the pass before, after the digit which that one has found."""
+    """The least key that a pass has still to tell from others: that of the pass before, after the digit which that one
+    has found."""
     low = tl.load(low_IR + index * rows + row)
     if index > 0:
         split, value = tl.arange(0, SPLITS)[:, None], tl.arange(0, 1 << DIGIT)[None, :]
@@ -238,10 +258,14 @@ def _measure(
 
 @triton.jit
 def _measured(temperature_R, top_R, key_R, measured_3RS, row, rows, splits, BITS: tl.constexpr, SPLITS: tl.constexpr):
-    """Of one row: its key, count and mass above that, how many in every block equal it, and the mass of one of those."""
+    """Of one row: its key, count and mass above that, how many in every block equal it, and the mass of one of
+    those."""
     split, key = tl.arange(0, SPLITS), tl.load(key_R + row)
     at, inside = measured_3RS + row * splits + split, split < splits
-    above, mass = tl.sum(tl.load(at, mask=inside, other=0.0), 0), tl.sum(tl.load(at + rows * splits, mask=inside, other=0.0), 0)
+    above, mass = (
+        tl.sum(tl.load(at, mask=inside, other=0.0), 0),
+        tl.sum(tl.load(at + rows * splits, mask=inside, other=0.0), 0),
+    )
     equal_S = tl.load(at + 2 * rows * splits, mask=inside, other=0.0)
     inverse, _ = inverse_temperature(temperature_R, row)
     each = tl.where(tl.sum(equal_S, 0) > 0, tl.exp(_raw(key, BITS) * inverse - tl.load(top_R + row)), 0.0)
@@ -269,9 +293,12 @@ def _end(
     logits, stride, vocab, total_R, need_R, bound_R, ties_R, share, log_share, last_R, drop_R, counts, weighs,
     BLOCK: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One row: how many of the entries that equal the key are kept, where the last of them stands, and what becomes of the rest."""
+    """One row: how many of the entries that equal the key are kept, where the last of them stands, and what becomes of
+    the rest."""
     row, rows = tl.program_id(0), tl.num_programs(0)
-    key, above, mass, equal_S, each = _measured(temperature_R, top_R, key_R, measured_3RS, row, rows, splits, BITS, SPLITS)
+    key, above, mass, equal_S, each = _measured(
+        temperature_R, top_R, key_R, measured_3RS, row, rows, splits, BITS, SPLITS
+    )
     equal = tl.sum(equal_S, 0)
     ties = equal
     if weighs != 0:

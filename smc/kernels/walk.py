@@ -1,4 +1,5 @@
-"""How far blocks of a tree agree with the target's own draws, on the device: `smc.algorithm.walk` in one launch, one program a group.
+"""How far blocks of a tree agree with the target's own draws, on the device: `smc.algorithm.walk` in one launch, one
+program a group.
 
 Nothing reads the host, and the grid follows from shapes alone: it can be captured in a CUDA graph.
 
@@ -17,7 +18,9 @@ from smc.kernels.program_ids import own_places, programs
 from smc.kernels.variants import one_variant
 
 
-def walk(tokens_AQ: Tensor, count_A: Tensor, drawn_AQ: Tensor, alive_A: Tensor, groups: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def walk(
+    tokens_AQ: Tensor, count_A: Tensor, drawn_AQ: Tensor, alive_A: Tensor, groups: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
     """As `smc.algorithm.walk.walk`, for groups of up to MAX_PARTICLES places; integers of any type."""
     places, tokens = tokens_AQ.shape
     best_A, right_A = torch.empty(2, places, dtype=torch.int64, device=tokens_AQ.device)

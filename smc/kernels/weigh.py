@@ -1,10 +1,11 @@
 """What a round's choice is among, and its weights, in one launch: `smc.executor.select.weigh`.
 
-The first programs have some rows each, those after them a group each: what its deciders are told of it, and whether there is NaN in it.
-Weights are float64, as there. Nothing reads the host, and the grid follows from shapes alone: it can be captured in a CUDA graph.
+The first programs have some rows each, those after them a group each: what its deciders are told of it, and whether
+there is NaN in it. Weights are float64, as there. Nothing reads the host, and the grid follows from shapes alone: it
+can be captured in a CUDA graph.
 
-Axes: A places, G groups, X rows (F of each place), Q tokens of a block, K tokens of a row, C offers of a place, W numbers of a row.
-"""
+Axes: A places, G groups, X rows (F of each place), Q tokens of a block, K tokens of a row, C offers of a place, W
+numbers of a row."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def weigh(
     F: tl.constexpr, K: tl.constexpr, Q: tl.constexpr, C: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_C: tl.constexpr, LOOKAHEAD: tl.constexpr, EXACT: tl.constexpr, SAID: tl.constexpr, OFFERED: tl.constexpr,
 ):  # fmt: skip
-    """`logp_X` where SAID in look-ahead, `log_z_A` where SAID in lockstep; `share_AC` where OFFERED, else rows offer themselves."""
+    """`logp_X` where SAID in look-ahead, `log_z_A` where SAID in lockstep; `share_AC` where OFFERED, else rows offer
+    themselves."""
     program, blocks = tl.program_id(0), tl.cdiv(rows, BLOCK_X)
     if program < blocks:
         x = program * BLOCK_X + tl.arange(0, BLOCK_X)
@@ -42,7 +44,9 @@ def weigh(
         else:
             root = tl.load(origin_A + x, mask=inside, other=0).to(tl.int32)
             block = x
-        share = tl.load(rows_WX + (2 * K + 3) * rows + x, mask=inside, other=0).to(tl.float32, bitcast=True).to(tl.float64)
+        share = (
+            tl.load(rows_WX + (2 * K + 3) * rows + x, mask=inside, other=0).to(tl.float32, bitcast=True).to(tl.float64)
+        )
         is_open = tl.load(open_A + block, mask=inside, other=0) != 0
         there = tl.load(alive_A + block, mask=inside, other=0) != 0
         alpha = tl.load(alpha_A + block, mask=inside, other=1.0)
@@ -60,7 +64,20 @@ def weigh(
             weight += tl.where(is_open, tl.load(log_z_A + x, mask=inside, other=0.0).to(tl.float64), 0.0)
         if EXACT:
             agrees = _agrees(
-                best_A, right_A, count_A, alive_A, tokens_AQ, drawn_AQ, place, root, token, is_open, inside, Q, BLOCK_Q, LOOKAHEAD
+                best_A,
+                right_A,
+                count_A,
+                alive_A,
+                tokens_AQ,
+                drawn_AQ,
+                place,
+                root,
+                token,
+                is_open,
+                inside,
+                Q,
+                BLOCK_Q,
+                LOOKAHEAD,
             )
             there = there & (agrees | (kind < BEST))
             weight = tl.where(kind >= BEST, tl.where(share == share, share, 0.0), weight)
@@ -70,7 +87,9 @@ def weigh(
         c = tl.arange(0, BLOCK_C)
         if OFFERED:
             # A row that takes no token offers itself.
-            offered = tl.load(share_AC + x[:, None] * C + c[None, :], mask=inside[:, None] & (c < C)[None, :], other=NONE)
+            offered = tl.load(
+                share_AC + x[:, None] * C + c[None, :], mask=inside[:, None] & (c < C)[None, :], other=NONE
+            )
             takes = is_open & (kind < BEST)
             offered = tl.where(takes[:, None], offered, tl.where(c == 0, 0.0, NONE)[None, :])
             tl.store(share_XC + x[:, None] * C + c[None, :], offered, mask=inside[:, None] & (c < C)[None, :])
@@ -102,12 +121,14 @@ def _agrees(
     best_A, right_A, count_A, alive_A, tokens_AQ, drawn_AQ, place, root, token, is_open, inside,
     Q: tl.constexpr, BLOCK_Q: tl.constexpr, LOOKAHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Of groups that are decoded exactly: whether rows follow what the target says, behind a block that is right to its end. Of chains
-    several may be, with the same tokens."""
+    """Of groups that are decoded exactly: whether rows follow what the target says, behind a block that is right to its
+    end. Of chains several may be, with the same tokens."""
     best = tl.load(best_A + place, mask=inside, other=0).to(tl.int32)
     if LOOKAHEAD:
         right = tl.load(right_A + place, mask=inside, other=1).to(tl.int32)
-        is_whole = (right == tl.load(count_A + root, mask=inside, other=0)) & (tl.load(alive_A + root, mask=inside, other=0) != 0)
+        is_whole = (right == tl.load(count_A + root, mask=inside, other=0)) & (
+            tl.load(alive_A + root, mask=inside, other=0) != 0
+        )
         q = tl.arange(0, BLOCK_Q)[None, :]
         compares = inside[:, None] & (q < right[:, None])
         of_root = tl.load(tokens_AQ + root[:, None] * Q + q, mask=compares, other=0)
@@ -126,7 +147,11 @@ def _group(
     F: tl.constexpr, K: tl.constexpr, Q: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Q: tl.constexpr,
     LOOKAHEAD: tl.constexpr, EXACT: tl.constexpr, SAID: tl.constexpr,
 ):  # fmt: skip
-    first, size, kind = tl.load(first_G + group).to(tl.int32), tl.load(size_G + group).to(tl.int32), tl.load(kind_G + group)
+    first, size, kind = (
+        tl.load(first_G + group).to(tl.int32),
+        tl.load(size_G + group).to(tl.int32),
+        tl.load(kind_G + group),
+    )
     lead = tl.minimum(first, places - 1)
     tl.store(size_3G + group, tl.where(kind == INDEPENDENT, size, 0))
     tl.store(size_3G + groups + group, first * F)
@@ -160,10 +185,13 @@ def _group(
                 target_nan = tl.maximum(target_nan, tl.max((logp != logp).to(tl.int32), 0))
         # Rows of NaN have given way to others, on which the draft has left a mark.
         is_token = (kind == DISTINCT) & inside[None, :] & (q < K)[:, None]
-        logq_QX = tl.load(rows_WX + (K + q[:, None]) * rows + x[None, :], mask=is_token, other=0).to(tl.float32, bitcast=True)
+        logq_QX = tl.load(rows_WX + (K + q[:, None]) * rows + x[None, :], mask=is_token, other=0).to(
+            tl.float32, bitcast=True
+        )
         draft_nan = tl.maximum(draft_nan, tl.max(tl.max((logq_QX != logq_QX).to(tl.int32), 0), 0))
     if EXACT:
-        # What the draft says is of no consequence here, be it NaN; nor what the target would say after tokens that are wrong.
+        # What the draft says is of no consequence here, be it NaN; nor what the target would say after tokens that are
+        # wrong.
         is_best = (kind >= BEST) & (size > 0)
         best, right = tl.load(best_A + lead).to(tl.int32), tl.load(right_A + lead)
         nan_Q = tl.load(nan_AQ + best * Q + q, mask=is_best & (q < right) & (q < Q), other=0).to(tl.int32)

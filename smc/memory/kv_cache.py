@@ -1,4 +1,5 @@
-"""Pages of both models' pools: the only place where page numbers are decided. Workers are told them with what they are asked to do.
+"""Pages of both models' pools: the only place where page numbers are decided. Workers are told them with what they are
+asked to do.
 
 A page that is let go may be given to whoever asks next: what is asked of a worker later is done later.
 """
@@ -37,7 +38,8 @@ class KVCacheManager:
         """What each of them has in these two."""
 
     def renew(self, side: str, pages: int) -> None:
-        """The pool of a side is another one, of so many pages, in which nothing is. Nobody refers to pages of the old one."""
+        """The pool of a side is another one, of so many pages, in which nothing is. Nobody refers to pages of the old
+        one."""
         if side in self.caches:
             self.caches[side].clear()
         ledger = self.ledgers[side]
@@ -50,11 +52,13 @@ class KVCacheManager:
     def admits(self, pages: dict[str, int]) -> bool:
         """Whether what is expected leaves the watermark free; a request alone is always admitted."""
         return all(
-            not self.expected[side] or self.expected[side] + count <= (1 - WATERMARK) * self.capacity[side] for side, count in pages.items()
+            not self.expected[side] or self.expected[side] + count <= (1 - WATERMARK) * self.capacity[side]
+            for side, count in pages.items()
         )
 
     def expect(self, request: int, pages: dict[str, int], round_pages: dict[str, int]) -> None:
-        """An admitted request is likely to hold so much, and a round of it takes so much: instead of what was said of it before."""
+        """An admitted request is likely to hold so much, and a round of it takes so much: instead of what was said of
+        it before."""
         self.no_longer_expect(request)
         self._shares[request] = pages, round_pages
         self._add(pages, round_pages, 1)
@@ -69,15 +73,19 @@ class KVCacheManager:
             self.next_round[side] += sign * round_pages[side]
 
     def spare(self, round_pages: dict[str, int]) -> dict[str, int]:
-        """Pages that a request must leave free when it starts, lest somebody has to give up its own at once: none if it is alone."""
+        """Pages that a request must leave free when it starts, lest somebody has to give up its own at once: none if it
+        is alone."""
         least = {side: round(WATERMARK * self.capacity[side]) for side in round_pages}
-        return {side: max(self.next_round[side] + count, least[side]) if self.expected[side] else 0 for side, count in round_pages.items()}
+        return {
+            side: max(self.next_round[side] + count, least[side]) if self.expected[side] else 0
+            for side, count in round_pages.items()
+        }
 
     def allocate(self, pages: dict[str, int], spare: dict[str, int] | None = None) -> dict[str, np.ndarray]:
         """Loose pages of both pools or of none; cached ones that nobody holds make room. Raises OutOfPages.
 
-        `spare`: pages of each pool that must be left free, for one who can wait: nothing cached goes if that would not do.
-        """
+        `spare`: pages of each pool that must be left free, for one who can wait: nothing cached goes if that would not
+        do."""
         wanted = pages if spare is None else {side: count + spare[side] for side, count in pages.items()}
         hopeless = [] if spare is None else [side for side, count in wanted.items() if count > self.room(side)]
         for side in hopeless or self.short(wanted):
@@ -112,8 +120,8 @@ class KVCacheManager:
         return next((cache.keys(tokens, salt) for cache in self.caches.values()), [])
 
     def match(self, side: str, keys: list[bytes], most: int) -> tuple[int, int]:
-        """See `PrefixCache.find`: in at most so many tokens. The page is held from now on, and `count_match` is told if anything comes
-        of it."""
+        """See `PrefixCache.find`: in at most so many tokens. The page is held from now on, and `count_match` is told if
+        anything comes of it."""
         if side not in self.caches:
             return 0, DUMMY_PAGE
         cache = self.caches[side]

@@ -15,13 +15,15 @@ RESERVED_BYTES = 5 << 30
 
 
 def pages_that_fit(page_bytes: int, device: torch.device, law_bytes: int = 0) -> int:
-    """Pages of so many bytes that a GPU has memory for, besides what is taken already and what laws of chains are going to take."""
+    """Pages of so many bytes that a GPU has memory for, besides what is taken already and what laws of chains are going
+    to take."""
     free, _ = torch.cuda.mem_get_info(device)
     return max(0, free - RESERVED_BYTES - law_bytes) // page_bytes
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On a CPU memory is taken, and cleared, where something is written. An allocator may have some that it would clear as a whole."""
+    """On a CPU memory is taken, and cleared, where something is written. An allocator may have some that it would clear
+    as a whole."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     untouched = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

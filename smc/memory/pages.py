@@ -1,8 +1,8 @@
 """Pages of one KV pool: which are free, what each descends from, and how many refer to it. Page 0 is the dummy page.
 
-A page holds one position. Pages form a forest: the parent of a page is the page of the position before it in the sequence it was
-written for; page 0 stands for 'no parent'. A page lives while a head refers to it or a page below it lives. Knows page numbers only,
-nothing about keys, values, requests or particles.
+A page holds one position. Pages form a forest: the parent of a page is the page of the position before it in the
+sequence it was written for; page 0 stands for 'no parent'. A page lives while a head refers to it or a page below it
+lives. Knows page numbers only, nothing about keys, values, requests or particles.
 
 Axes: N rows, W positions of a block, T pages.
 """
@@ -16,7 +16,8 @@ import numpy as np
 DUMMY_PAGE = 0
 
 FREE, LOOSE, PLACED, GROWN = 0, 1, 2, 3
-"""What a page is: nobody's; its allocator's, not in the forest yet; in the forest; and there one that `num_grown` counts."""
+"""What a page is: nobody's; its allocator's, not in the forest yet; in the forest; and there one that `num_grown`
+counts."""
 
 ONE = np.int32(1)
 """`np.add.at` is forty times slower with Python's 1, which it has to cast."""
@@ -37,8 +38,8 @@ class OutOfPages(RuntimeError):
 class PageAllocator:
     """Pages 1..capacity of one pool: which are free, what each descends from, and how many refer to it.
 
-    A round: `new = grow(...)`, `hold(new)`, `release(old heads)`, `settle(allocated, used)`. Misuse is a broken invariant and asserts.
-    """
+    A round: `new = grow(...)`, `hold(new)`, `release(old heads)`, `settle(allocated, used)`. Misuse is a broken
+    invariant and asserts."""
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
@@ -86,7 +87,8 @@ class PageAllocator:
         return int(self._heads.sum())
 
     def allocate(self, count: int) -> np.ndarray:
-        """`count` loose pages [T], int32: the caller's, without parent or reference. Raises OutOfPages before anything changes."""
+        """`count` loose pages [T], int32: the caller's, without parent or reference. Raises OutOfPages before anything
+        changes."""
         assert count >= 0, "a negative number of KV pages was asked for"
         if count > self._num_free:
             raise OutOfPages(f"{count} KV pages wanted, {self._num_free} of {self.capacity} free")
@@ -103,7 +105,8 @@ class PageAllocator:
         self._give_back(pages_T)
 
     def settle(self, allocated_T: Pages, used: Pages) -> None:
-        """Give back those of `allocated_T` (loose pages, except for the used ones) that are not in `used` (any shape; 0 is ignored)."""
+        """Give back those of `allocated_T` (loose pages, except for the used ones) that are not in `used` (any shape; 0
+        is ignored)."""
         allocated_T = np.asarray(allocated_T, dtype=np.intp)
         self._turn[allocated_T] = 0
         self._turn[np.asarray(used, dtype=np.intp)] = 1
@@ -124,11 +127,11 @@ class PageAllocator:
         self._add(self._refs, np.array([parent]))
 
     def grow(self, heads_N: Pages, paths_NW: np.ndarray, counts_N: np.ndarray) -> np.ndarray:
-        """Row n continues `heads_N[n]` by the loose pages `paths_NW[n, :counts_N[n]]`. Returns every row's last page [N], int32.
+        """Row n continues `heads_N[n]` by the loose pages `paths_NW[n, :counts_N[n]]`. Returns every row's last page
+        [N], int32.
 
-        A page may stand in several rows (branches of a tree), then with the same page before it; it is one child of that page.
-        The last page of a row without new pages is its head. The returned pages are not held yet.
-        """
+        A page may stand in several rows (branches of a tree), then with the same page before it; it is one child of
+        that page. The last page of a row without new pages is its head. The returned pages are not held yet."""
         counts_N = np.asarray(counts_N, dtype=np.intp)
         lineage_NW = np.concatenate([np.asarray(heads_N, dtype=np.intp)[:, None], paths_NW], axis=1)
         inside_NW = np.arange(lineage_NW.shape[1] - 1) < counts_N[:, None]
@@ -159,7 +162,8 @@ class PageAllocator:
         self._add(self._refs, pages_N)
 
     def release(self, pages_N: Pages) -> None:
-        """One reference less to each page. Repeats count; page 0 is ignored. Pages with nothing left are freed, and so on upwards."""
+        """One reference less to each page. Repeats count; page 0 is ignored. Pages with nothing left are freed, and so
+        on upwards."""
         pages_N = np.asarray(pages_N, dtype=np.intp)
         np.subtract.at(self._heads, pages_N, ONE)
         self._heads[DUMMY_PAGE] = 0
@@ -172,7 +176,8 @@ class PageAllocator:
         self._give_back(gone_T)
 
     def path(self, page: int, length: int) -> np.ndarray:
-        """The last `length` pages [length], int32, of the sequence that ends with `page`, in the order of their positions."""
+        """The last `length` pages [length], int32, of the sequence that ends with `page`, in the order of their
+        positions."""
         assert self._state[page] >= PLACED, "the path of a KV page was asked for that is not in the forest"
         parent_of = self._parent_of
         pages = []
@@ -196,7 +201,8 @@ class PageAllocator:
         return found_N
 
     def check(self) -> None:
-        """The books balance: free + held = all, no page is both, references are children and holds, and what is placed is needed."""
+        """The books balance: free + held = all, no page is both, references are children and holds, and what is placed
+        is needed."""
         free_T = self._free[: self._num_free]
         assert (self._state[free_T] == FREE).all(), "a KV page is free and held"
         assert np.bincount(free_T, minlength=1).max() <= 1, "a KV page is free twice"
@@ -204,12 +210,15 @@ class PageAllocator:
         placed_T = 1 + np.flatnonzero(self._state[1:] >= PLACED)
         assert (self._state[self._parent[placed_T]] >= PLACED).all(), "a KV page descends from one that is not held"
         children = np.bincount(self._parent[placed_T], minlength=self.capacity + 1)
-        assert (self._refs[1:] == (children + self._heads)[1:]).all(), "the references of a KV page differ from its children and heads"
+        assert (self._refs[1:] == (children + self._heads)[1:]).all(), (
+            "the references of a KV page differ from its children and heads"
+        )
         assert (self._heads >= 0).all(), "a KV page has fewer than no heads"
         assert (self._refs[placed_T] > 0).all(), "a KV page is held and nothing refers to it"
 
     def _once(self, pages_T: np.ndarray) -> np.ndarray:
-        """Whether an entry [T] is the one that stands for its page among its repeats. Costs the entries, not their sorting."""
+        """Whether an entry [T] is the one that stands for its page among its repeats. Costs the entries, not their
+        sorting."""
         turn_T = np.arange(len(pages_T))
         self._turn[pages_T] = turn_T
         return self._turn[pages_T] == turn_T
@@ -228,7 +237,8 @@ class PageAllocator:
         return dying_T[self._once(dying_T)]
 
     def _cascade(self, dying_T: np.ndarray) -> np.ndarray:
-        """The pages that go with these, which have no reference left: level by level while they are many, then chain by chain."""
+        """The pages that go with these, which have no reference left: level by level while they are many, then chain by
+        chain."""
         levels = []
         while len(dying_T) >= WIDE:
             levels.append(dying_T)

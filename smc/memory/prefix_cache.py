@@ -1,8 +1,8 @@
-"""What has been computed for the beginnings of prompts and answers, kept for the next that begin alike: blocks of tokens to pages.
+"""What has been computed for the beginnings of prompts and answers, kept for the next that begin alike: blocks of
+tokens to pages.
 
-Knows tokens and page numbers, nothing about requests or particles. Every entry holds one reference on the last page of its block;
-lineage keeps the pages before it.
-"""
+Knows tokens and page numbers, nothing about requests or particles. Every entry holds one reference on the last page of
+its block; lineage keeps the pages before it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,18 @@ Tokens = np.ndarray | Sequence[int]
 
 
 def common_blocks(one: Sequence[bytes], other: Sequence[bytes]) -> int:
-    """Leading blocks that two sequences have in common, by their keys: as each covers all before it, a search by halves finds the last."""
+    """Leading blocks that two sequences have in common, by their keys: as each covers all before it, a search by halves
+    finds the last."""
     if not one or not other or one[0] != other[0]:
         return 0
-    return bisect_left(range(1, min(len(one), len(other)) + 1), True, key=lambda count: one[count - 1] != other[count - 1])
+    return bisect_left(
+        range(1, min(len(one), len(other)) + 1), True, key=lambda count: one[count - 1] != other[count - 1]
+    )
 
 
 class PrefixCache:
-    """Cached blocks of one pool. The key of a block covers all tokens before it and a salt: what differs in either shares nothing."""
+    """Cached blocks of one pool. The key of a block covers all tokens before it and a salt: what differs in either
+    shares nothing."""
 
     def __init__(self, ledger: PageAllocator, block: int = 16) -> None:
         if block < 1:
@@ -82,10 +86,11 @@ class PrefixCache:
         self.hit_tokens += hit
 
     def insert(self, tokens: Tokens, head_pages: Pages, salt: str = "") -> None:
-        """Keep every whole block of `tokens`. `head_pages` [len(tokens)]: the pages of their positions, in lineage order.
+        """Keep every whole block of `tokens`. `head_pages` [len(tokens)]: the pages of their positions, in lineage
+        order.
 
-        A block that is known keeps its page. Blocks after it may then descend from other pages than that one: lineage keeps those.
-        """
+        A block that is known keeps its page. Blocks after it may then descend from other pages than that one: lineage
+        keeps those."""
         assert len(head_pages) == len(tokens), "a sequence was cached that has not one page a token"
         self.keep(self.keys(tokens, salt), head_pages)
 
@@ -101,11 +106,13 @@ class PrefixCache:
         self.ledger.hold(new_pages)
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """Let go of these blocks, as far as they are here. Those that continue them are not found before they are kept again."""
+        """Let go of these blocks, as far as they are here. Those that continue them are not found before they are kept
+        again."""
         self.ledger.release([self._pages.pop(key) for key in keys if key in self._pages])
 
     def evict(self, count: int) -> int:
-        """Let go of the least recently used blocks until `count` more pages are free or none is left. Returns how many became free."""
+        """Let go of the least recently used blocks until `count` more pages are free or none is left. Returns how many
+        became free."""
         before = self.ledger.num_free
         while self._pages and self.ledger.num_free < before + count:
             missing = before + count - self.ledger.num_free
@@ -122,7 +129,8 @@ class PrefixCache:
         self._let_go(len(self._pages))
 
     def _let_go(self, count: int) -> None:
-        """Drop the `count` least recently used blocks; together, because a release of many costs little more than one of one."""
+        """Drop the `count` least recently used blocks; together, because a release of many costs little more than one
+        of one."""
         count = min(count, len(self._pages))
         self.ledger.release([self._pages.popitem(last=False)[1] for _ in range(count)])
 

@@ -1,4 +1,5 @@
-"""Whether two model directories can serve as target and draft. Reads configs, tokenizers and headers; no weight is loaded."""
+"""Whether two model directories can serve as target and draft. Reads configs, tokenizers and headers; no weight is
+loaded."""
 
 from __future__ import annotations
 
@@ -77,7 +78,9 @@ def _check_alone(role: str, directory: str | Path, problems: list[str]) -> tuple
     except ValueError as error:
         problems.append(f"{role}: {error}")
     if report and tokenizer and report.config.vocab_size < tokenizer.size:
-        problems.append(f"{role}: {directory}: vocab_size={report.config.vocab_size} is below the tokenizer's {tokenizer.size} ids")
+        problems.append(
+            f"{role}: {directory}: vocab_size={report.config.vocab_size} is below the tokenizer's {tokenizer.size} ids"
+        )
     return report, tokenizer
 
 
@@ -86,7 +89,10 @@ def _report(directory: str | Path) -> ModelReport:
     stored = check_weights(directory, config)
     compression = compression_of(directory)
     if compression is not None and compression.static_inputs:
-        logger.warning("%s: its scales of activations are not used; activations stay bfloat16, or get a scale for each row", directory)
+        logger.warning(
+            "%s: its scales of activations are not used; activations stay bfloat16, or get a scale for each row",
+            directory,
+        )
     return ModelReport(config, count_parameters(config), stored_bytes(stored))
 
 
@@ -97,5 +103,7 @@ def _compare(target: Tokenizer, draft: Tokenizer) -> list[str]:
             f"target and draft have different vocabularies ({target.size} and {draft.size} ids); every id must mean the same token in both"
         )
     if target.eos_ids != draft.eos_ids:
-        problems.append(f"target ends texts at ids {list(target.eos_ids)}, draft at {list(draft.eos_ids)}; they must be the same")
+        problems.append(
+            f"target ends texts at ids {list(target.eos_ids)}, draft at {list(draft.eos_ids)}; they must be the same"
+        )
     return problems

@@ -21,7 +21,8 @@ SUPPORTED_ARCHITECTURES = {
 
 @dataclass(frozen=True)
 class Llama3RopeScaling:
-    """Frequency rescaling of Llama 3.1 and later: long wavelengths are stretched, short ones kept, the rest interpolated."""
+    """Frequency rescaling of Llama 3.1 and later: long wavelengths are stretched, short ones kept, the rest
+    interpolated."""
 
     factor: float
     low_freq_factor: float
@@ -60,7 +61,9 @@ class ModelConfig:
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{_SIZES[field]}={value!r} is not a positive integer")
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_attention_heads={self.num_heads} is not a multiple of num_key_value_heads={self.num_kv_heads}")
+            raise ValueError(
+                f"num_attention_heads={self.num_heads} is not a multiple of num_key_value_heads={self.num_kv_heads}"
+            )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd; rotary embedding needs an even one")
 

@@ -3,8 +3,8 @@
 Attention is a callable handed to `forward`: it stores the new keys and values wherever it likes and returns what the
 queries read. The same module therefore serves (paged KV) and trains (dense causal attention).
 
-The sum over ranks is handed in as well, for a model that several hold together (`smc.model.parallel`): each runs a decoder
-of its own share of heads and inner features over the same tokens, and all get the same hidden states.
+The sum over ranks is handed in as well, for a model that several hold together (`smc.model.parallel`): each runs a
+decoder of its own share of heads and inner features over the same tokens, and all get the same hidden states.
 
 Axes: T tokens, E hidden size, H query heads, J key/value heads, D head dimension, V vocabulary, X chosen tokens.
 """
@@ -30,15 +30,17 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 class Decoder(nn.Module):
     """Decoder-only transformer. Query, key and value share one matrix, and so do gate and up: fewer, larger products.
 
-    `config` is the shape of what this rank holds. `reduce` is for a rank of several; None means that this one holds it all.
-    """
+    `config` is the shape of what this rank holds. `reduce` is for a rank of several; None means that this one holds it
+    all."""
 
     def __init__(self, config: ModelConfig, reduce: Reduce | None = None) -> None:
         super().__init__()
         self.config = config
         self.reduce = reduce
         # An explicit weight skips the random initialisation, which is slow to set up on the meta device.
-        self.embed = nn.Embedding(config.vocab_size, config.hidden_size, _weight=torch.empty(config.vocab_size, config.hidden_size))
+        self.embed = nn.Embedding(
+            config.vocab_size, config.hidden_size, _weight=torch.empty(config.vocab_size, config.hidden_size)
+        )
         # What a list of modules holds, torch cannot say.
         self.layers = cast("Sequence[Layer]", nn.ModuleList(Layer(config, i, reduce) for i in range(config.num_layers)))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_eps)
@@ -63,12 +65,13 @@ class Decoder(nn.Module):
             self.lm_head.hold(self.embed.weight)
 
 
-def empty_decoder(config: ModelConfig, reduce: Reduce | None, dtype: torch.dtype, device: torch.device | str) -> Decoder:
+def empty_decoder(
+    config: ModelConfig, reduce: Reduce | None, dtype: torch.dtype, device: torch.device | str
+) -> Decoder:
     """A frozen decoder in eval mode, without values; types are those of `smc.model.linear.DTYPES`.
 
-    In FP8 a tied head has a copy of its own, of half the embedding's bytes: a step reads all of the head, and of the embedding few rows.
-    Raises ValueError if the device does not know the type.
-    """
+    In FP8 a tied head has a copy of its own, of half the embedding's bytes: a step reads all of the head, and of the
+    embedding few rows. Raises ValueError if the device does not know the type."""
     tied = config.tied_embeddings and dtype != FP8
     with torch.device("meta"):
         model = Decoder(config, reduce).to(torch.bfloat16 if dtype == FP8 else dtype)
@@ -79,7 +82,8 @@ def empty_decoder(config: ModelConfig, reduce: Reduce | None, dtype: torch.dtype
                 module.to_fp8()
     if tied:
         model.lm_head.register_parameter("weight", None)  # else each of the two names would get a matrix of its own
-    # Not `to_empty`: of tensors on `meta`, torch imports a library of symbols for it, which takes as long as torch itself.
+    # Not `to_empty`: of tensors on `meta`, torch imports a library of symbols for it, which takes as long as torch
+    # itself.
     model._apply(lambda weight: torch.empty(weight.shape, dtype=weight.dtype, device=device))
     if tied:
         model.lm_head.weight = model.embed.weight

@@ -1,9 +1,9 @@
-"""A draft's head over the likeliest tokens only: which tokens these are, by a text, and the rows of the head that they have.
+"""A draft's head over the likeliest tokens only: which tokens these are, by a text, and the rows of the head that they
+have.
 
-A draft reads all of its head at every step, and few of its tokens are ever proposed. Answers do not depend on which tokens these are but
-through what is proposed: exact decoding gives the target's own, and SMC weighs every token by the law it was drawn from
-(`smc.executor.sampling`). Knows nothing about sampling.
-"""
+A draft reads all of its head at every step, and few of its tokens are ever proposed. Answers do not depend on which
+tokens these are but through what is proposed: exact decoding gives the target's own, and SMC weighs every token by the
+law it was drawn from (`smc.executor.sampling`). Knows nothing about sampling."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ class DraftVocab:
 
     @staticmethod
     def of(size: int, text: Path | None, tokenizer: Tokenizer) -> DraftVocab:
-        """The `size` most frequent tokens of a text; of equally frequent ones, such as those that it does not have, the first. Special
-        tokens and those that end texts are always among them. Random weights have no text: theirs are the first tokens.
+        """The `size` most frequent tokens of a text; of equally frequent ones, such as those that it does not have, the
+        first. Special tokens and those that end texts are always among them. Random weights have no text: theirs are
+        the first tokens.
 
         Raises ValueError for a size that cannot be, a text that cannot be read, and one that is missing or of no use.
         """
@@ -53,10 +54,14 @@ class DraftVocab:
             )
         if isinstance(tokenizer, NoText):
             if text is not None:
-                raise ValueError(f"draft_vocab_text={str(text)!r} has no effect on random weights, which have no text; leave it out")
+                raise ValueError(
+                    f"draft_vocab_text={str(text)!r} has no effect on random weights, which have no text; leave it out"
+                )
             return DraftVocab(np.arange(size), tokenizer.size, LEAST_SHARE)
         if text is None:
-            raise ValueError(f"draft_vocab={size} needs draft_vocab_text, a text whose most frequent tokens the draft proposes")
+            raise ValueError(
+                f"draft_vocab={size} needs draft_vocab_text, a text whose most frequent tokens the draft proposes"
+            )
         count_V = _count(text, tokenizer)
         rank_V = count_V.copy()
         rank_V[always] = count_V.sum() + 1
@@ -65,7 +70,8 @@ class DraftVocab:
         return DraftVocab(ids_M, tokenizer.size, float(np.clip(share, LEAST_SHARE, MOST_SHARE)))
 
     def head(self, model: Decoder) -> DraftHead:
-        """The rows of a draft's head. Every rank of a draft holds all of it. Raises ValueError if it has not a row for each token."""
+        """The rows of a draft's head. Every rank of a draft holds all of it. Raises ValueError if it has not a row for
+        each token."""
         import torch
 
         from smc.model.linear import FP8, Linear

@@ -1,4 +1,5 @@
-"""Tells one set of weights from another without reading all of them: what replicas compare, and what says that an upgrade has arrived."""
+"""Tells one set of weights from another without reading all of them: what replicas compare, and what says that an
+upgrade has arrived."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ SAMPLES, SAMPLE_BYTES = 64, 16 << 10
 
 
 def fingerprint(directory: Path) -> str:
-    """16 hexadecimal digits, of the names and sizes of its config and weight files, of how they begin, and of samples of what they hold.
+    """16 hexadecimal digits, of the names and sizes of its config and weight files, of how they begin, and of samples
+    of what they hold.
 
     Weights that differ in a few values between two samples have the same. Raises OSError for files that cannot be read.
     """

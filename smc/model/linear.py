@@ -1,8 +1,10 @@
-"""A matrix of weights and how it is multiplied: y = x W^T, with W as it is, or in FP8 (e4m3) with a float32 scale for each output.
+"""A matrix of weights and how it is multiplied: y = x W^T, with W as it is, or in FP8 (e4m3) with a float32 scale for
+each output.
 
-FP8: W[n, k] = scale[n] weight[n, k], and each row of activations is rounded likewise, with a scale of its own, so that what else is
-multiplied beside it changes nothing. FP8 numbers are multiplied, sums are float32, the scales come last: so do the reference here, a GPU's
-library and, but that tensor cores keep some 14 bits of their sums, our kernels (`smc.kernels.linear`).
+FP8: W[n, k] = scale[n] weight[n, k], and each row of activations is rounded likewise, with a scale of its own, so that
+what else is multiplied beside it changes nothing. FP8 numbers are multiplied, sums are float32, the scales come last:
+so do the reference here, a GPU's library and, but that tensor cores keep some 14 bits of their sums, our kernels
+(`smc.kernels.linear`).
 
 Axes: T tokens, K inputs, N outputs.
 """
@@ -22,7 +24,8 @@ FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
 """448; what is larger would be NaN."""
 DTYPES = dict(zip(DTYPE_NAMES, (torch.float32, torch.bfloat16, torch.float16, FP8), strict=True))
-"""The types that models can have. FP8: of the matrices, the head included; the embedding, norms, biases and activations are bfloat16."""
+"""The types that models can have. FP8: of the matrices, the head included; the embedding, norms, biases and activations
+are bfloat16."""
 PIECE = 1 << 24
 """Weights that are worked on at a time, so that what is made of them on the way stays small."""
 DIVISOR = 16
@@ -41,7 +44,8 @@ class Rounded(NamedTuple):
 
 
 class Linear(nn.Linear):
-    """`weight` [N, K] of any type; `scale` [N] float32 if and only if that is FP8; perhaps `bias` [N], of the activations' type."""
+    """`weight` [N, K] of any type; `scale` [N] float32 if and only if that is FP8; perhaps `bias` [N], of the
+    activations' type."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__(inputs, outputs, bias)
@@ -64,9 +68,15 @@ class Linear(nn.Linear):
         return self.of_rounded(round_rows(x_TK)).to(x_TK.dtype)
 
     def of_rounded(self, x: Rounded, out_TN: Tensor | None = None) -> Tensor:
-        """The product of activations in FP8, if the matrix is: by the library in bfloat16 where it can do it, else in float32."""
+        """The product of activations in FP8, if the matrix is: by the library in bfloat16 where it can do it, else in
+        float32."""
         if self.weight.is_cuda and self.in_features % DIVISOR == 0 and self.out_features % DIVISOR == 0:
-            scales: dict[str, Any] = {"scale_a": x.scale_T1, "scale_b": self.scale[None], "bias": self.bias, "out_dtype": torch.bfloat16}
+            scales: dict[str, Any] = {
+                "scale_a": x.scale_T1,
+                "scale_b": self.scale[None],
+                "bias": self.bias,
+                "out_dtype": torch.bfloat16,
+            }
             there = out_TN if out_TN is not None and out_TN.dtype == torch.bfloat16 else None
             made_TN = torch._scaled_mm(x.number_TK, self.weight.t(), **scales, out=there)
         else:
@@ -76,7 +86,8 @@ class Linear(nn.Linear):
 
 
 def quantise(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """FP8 numbers [N, K] and float32 scales [N], of which the largest number of each row is `LARGEST`; a row of zeros has the scale 0.
+    """FP8 numbers [N, K] and float32 scales [N], of which the largest number of each row is `LARGEST`; a row of zeros
+    has the scale 0.
 
     The error is at most a sixteenth of a weight, or of the scale times 2^-10.
     """
@@ -105,4 +116,6 @@ def require_fp8(device: torch.device | str) -> None:
     device = torch.device(device)
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         found, least = (".".join(map(str, one)) for one in (torch.cuda.get_device_capability(device), FP8_CAPABILITY))
-        raise ValueError(f"dtype=fp8: {torch.cuda.get_device_name(device)} has compute capability {found}; allowed: {least} and later")
+        raise ValueError(
+            f"dtype=fp8: {torch.cuda.get_device_name(device)} has compute capability {found}; allowed: {least} and later"
+        )

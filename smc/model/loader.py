@@ -1,8 +1,9 @@
-"""Weights between a Hugging Face directory and a `Decoder`, in both directions. Knows nothing about tokenizers or serving.
+"""Weights between a Hugging Face directory and a `Decoder`, in both directions. Knows nothing about tokenizers or
+serving.
 
-Loading streams a piece of a tensor at a time, so memory never holds the model twice; a rank of several reads its own part of each. Of
-what it is to hold in FP8 it reads whole rows, so that scales do not depend on how many ranks there are.
-"""
+Loading streams a piece of a tensor at a time, so memory never holds the model twice; a rank of several reads its own
+part of each. Of what it is to hold in FP8 it reads whole rows, so that scales do not depend on how many ranks there
+are."""
 
 from __future__ import annotations
 
@@ -35,9 +36,8 @@ def load_model(
 ) -> Decoder:
     """Read a Hugging Face directory, or one rank's shard of it, into a frozen `Decoder` in eval mode.
 
-    Raises ValueError for anything missing, unknown, misshapen, corrupt or not finite, naming the file or the weight. A value
-    that is not finite stops only the ranks that hold it.
-    """
+    Raises ValueError for anything missing, unknown, misshapen, corrupt or not finite, naming the file or the weight. A
+    value that is not finite stops only the ranks that hold it."""
     if shard.degree > 1 and reduce is None:
         raise ValueError(f"degree={shard.degree} without reduce; ranks that hold a model together need a sum over them")
     config = ModelConfig.from_hf(directory)
@@ -72,7 +72,8 @@ class Published:
         return self.compression.values(stored, self._scale(name), *part)
 
     def rows(self, name: str, rows: slice) -> tuple[Tensor, Tensor]:
-        """Whole rows in FP8, [N, K], and their scales [N]. Those stored so stay as they are; blocks are rounded anew."""
+        """Whole rows in FP8, [N, K], and their scales [N]. Those stored so stay as they are; blocks are rounded
+        anew."""
         tensor = self.files.tensors[name]
         part = (rows, slice(0, tensor.shape[1]))
         if tensor.dtype == STORED_FP8 and self.compression is not None and not self.compression.blocks:
@@ -100,7 +101,8 @@ def _load(published: Published, name: str, place: Place, parameters: Mapping[str
 
 
 def save_model(model: Decoder, directory: str | Path, *, dtype: torch.dtype | None = None) -> None:
-    """Write `config.json` and `model.safetensors` with the published names, stored in `dtype` (default: as they are)."""
+    """Write `config.json` and `model.safetensors` with the published names, stored in `dtype` (default: as they
+    are)."""
     if model.reduce is not None:
         raise ValueError("this decoder is one rank's shard (it has a reduce); only a whole model can be saved")
     if model.lm_head.scale is not None:
@@ -110,7 +112,9 @@ def save_model(model: Decoder, directory: str | Path, *, dtype: torch.dtype | No
     dtype = dtype or model.embed.weight.dtype
     parameters = dict(model.named_parameters())
     # Copies, because safetensors refuses tensors that share storage, as slices of a fused matrix do.
-    tensors = {name: place.view(parameters).to("cpu", dtype, copy=True) for name, place in weight_places(model.config).items()}
+    tensors = {
+        name: place.view(parameters).to("cpu", dtype, copy=True) for name, place in weight_places(model.config).items()
+    }
     save_file(tensors, directory / SINGLE_FILE, metadata={"format": "pt"})
     config = model.config.to_hf() | {"dtype": str(dtype).removeprefix("torch.")}
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

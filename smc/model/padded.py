@@ -1,24 +1,31 @@
 """A small model in the shape of a large one: the same function inside matrices of the large size, the rest zeros.
 
-Every token is the small model's, and every byte costs what the large shape's costs. Sizes and the longest context are the shape's; what
-else decides the function (family, rotary settings, biases) is the small model's. How it stays the same:
+Every token is the small model's, and every byte costs what the large shape's costs. Sizes and the longest context are
+the shape's; what else decides the function (family, rotary settings, biases) is the small model's. How it stays the
+same:
 
 - Width d -> D: norms divide by the mean over D, so their weights are times sqrt(d / D) and their eps is times d / D.
-- Heads: a small head lies in a large head of the right group. Head size h -> H: rotary pair i of h has the frequency of pair i H / h of
-  H, so features move there; queries are times sqrt(H / h), for the softmax's 1 / sqrt(H). Where queries and keys have norms, which share
+- Heads: a small head lies in a large head of the right group. Head size h -> H: rotary pair i of h has the frequency of
+  pair i H / h of
+  H, so features move there; queries are times sqrt(H / h), for the softmax's 1 / sqrt(H). Where queries and keys have
+  norms, which share
   the eps of the others, both come in at such a size that this eps is the right one.
 - More inner features, heads or layers: what they add to the residual is zero.
-- More tokens: one feature of the residual is a constant c in every embedding, and only the last norm lets it through, to rows of the head
-  that make of it a logit far below all others. Its square comes out of eps, which becomes (eps d - c^2) / D. How far depends on the size
-  of the residual, so under guidance, where two such logits are weighed against each other, these tokens may come to be drawn.
+- More tokens: one feature of the residual is a constant c in every embedding, and only the last norm lets it through,
+  to rows of the head
+  that make of it a logit far below all others. Its square comes out of eps, which becomes (eps d - c^2) / D. How far
+  depends on the size
+  of the residual, so under guidance, where two such logits are weighed against each other, these tokens may come to be
+  drawn.
 
-Such a head cannot be tied to the embedding, so with more tokens the grown model is untied, whatever the shape is. A step reads as many
-bytes then as of a tied one (of the embedding it reads a row for each token), in memory is the embedding more.
+Such a head cannot be tied to the embedding, so with more tokens the grown model is untied, whatever the shape is. A
+step reads as many bytes then as of a tied one (of the embedding it reads a row for each token), in memory is the
+embedding more.
 
 Knows nothing about files; see `smc.model.padded`. Axes: X indices of any axis.
 
-A grown model (`smc.model.padded`) as a Hugging Face directory that any server can load. Never holds more than one of its tensors.
-"""
+A grown model (`smc.model.padded`) as a Hugging Face directory that any server can load. Never holds more than one of
+its tensors."""
 
 from __future__ import annotations
 
@@ -47,7 +54,8 @@ from smc.model.weight_map import Place, weight_places
 RAISED = 2.0**4
 """The constant feature behind the last norm, were the root of the residual's mean square 1."""
 LOWERED = -(2.0**12)
-"""What the head's other rows make of it: their logits are below -256 up to a residual of 256, and below -64 up to one of 1,024."""
+"""What the head's other rows make of it: their logits are below -256 up to a residual of 256, and below -64 up to one
+of 1,024."""
 
 _AXES = {
     "embed_tokens.weight": ("vocab", "hidden"),
@@ -102,7 +110,8 @@ class PaddedShape:
             self._weights["lm_head.weight"] = self._weights["model.embed_tokens.weight"]
 
     def fill(self, name: str, out: Tensor, axes: Sequence[Axis]) -> None:
-        """Write what is not zero of a published tensor into `out`, all zero so far, which holds that part of its `axes`."""
+        """Write what is not zero of a published tensor into `out`, all zero so far, which holds that part of its
+        `axes`."""
         kind = re.sub(r"^model\.(layers\.\d+\.)?", "", name)
         if name in self._weights:  # else a layer that the small model does not have
             seats = [self._seats[letter].held(axis) for letter, axis in zip(_AXES[kind], axes)]
@@ -130,7 +139,8 @@ def grown_model(
     shard: Shard = WHOLE,
     reduce: Reduce | None = None,
 ) -> Decoder:
-    """`small` in that shape (or one rank's share of it), made where it will live. Raises ValueError if the shape cannot hold it."""
+    """`small` in that shape (or one rank's share of it), made where it will live. Raises ValueError if the shape cannot
+    hold it."""
     growth = PaddedShape(small, shape)
     model = empty_decoder(local_config(growth.config, shard), reduce, dtype, device)
     parameters = dict(model.named_parameters())
@@ -159,7 +169,9 @@ def _fill_fp8(growth: PaddedShape, name: str, place: Place, parameters: Mapping[
 def grown_config(small: ModelConfig, shape: ModelConfig) -> ModelConfig:
     """What a small model is in that shape. Raises ValueError, naming everything that the shape has too little of."""
     if problems := _problems(small, shape):
-        raise ValueError(f"the shape cannot hold the model: {'; '.join(problems)}. Take a larger shape or a smaller model")
+        raise ValueError(
+            f"the shape cannot hold the model: {'; '.join(problems)}. Take a larger shape or a smaller model"
+        )
     return replace(
         small,
         vocab_size=shape.vocab_size,
@@ -176,7 +188,8 @@ def grown_config(small: ModelConfig, shape: ModelConfig) -> ModelConfig:
 
 
 def constant(small: ModelConfig, shape: ModelConfig) -> float:
-    """The constant feature: a power of two, which every type holds exactly, of half of eps d at most. 0 if there are no other tokens."""
+    """The constant feature: a power of two, which every type holds exactly, of half of eps d at most. 0 if there are no
+    other tokens."""
     if shape.vocab_size == small.vocab_size:
         return 0.0
     return 2.0 ** math.floor(math.log2(small.rms_eps * small.hidden_size / 2) / 2)
@@ -212,7 +225,8 @@ def _group(config: ModelConfig) -> int:
 
 
 def _copies(small: ModelConfig, large: ModelConfig) -> int:
-    """Key/value heads of the large shape that hold the same small one, because each has room for some of its query heads only."""
+    """Key/value heads of the large shape that hold the same small one, because each has room for some of its query
+    heads only."""
     return -(-_group(small) // _group(large))
 
 
@@ -245,7 +259,8 @@ def _scales(small: ModelConfig, large: ModelConfig) -> dict[str, float]:
     norm, heads = math.sqrt(small.hidden_size / large.hidden_size), math.sqrt(large.head_dim / small.head_dim)
     scales = dict.fromkeys(("input_layernorm.weight", "post_attention_layernorm.weight", "norm.weight"), norm)
     if small.qk_norm:
-        # These norms undo the size of what comes in, but for eps. The query's weight takes both sqrt(h / H) and the softmax's sqrt(H / h).
+        # These norms undo the size of what comes in, but for eps. The query's weight takes both sqrt(h / H) and the
+        # softmax's sqrt(H / h).
         query = key = heads * math.sqrt(large.rms_eps / small.rms_eps)
         scales["self_attn.k_norm.weight"] = 1 / heads
     else:
@@ -257,7 +272,9 @@ def _scales(small: ModelConfig, large: ModelConfig) -> dict[str, float]:
 
 def _cross(indices: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Selects the rectangle of these indices, one tensor an axis."""
-    return tuple(index.view([-1 if place == axis else 1 for place in range(len(indices))]) for axis, index in enumerate(indices))
+    return tuple(
+        index.view([-1 if place == axis else 1 for place in range(len(indices))]) for axis, index in enumerate(indices)
+    )
 
 
 FILE_BYTES = 4 << 30
@@ -265,13 +282,25 @@ FILE_BYTES = 4 << 30
 PIECE_BYTES = 1 << 20
 """Of a file; pieces of zeros are left out of it as holes, which take no room on most disks and read as zeros."""
 STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-COPIED = ("generation_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
+COPIED = (
+    "generation_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+)
 """Of a tokenizer's files, those that stay as they are."""
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def save_grown(
-    small: str | Path, shape: ModelConfig, directory: str | Path, *, dtype: torch.dtype, on_bytes: Callable[[int, int], None] | None = None
+    small: str | Path,
+    shape: ModelConfig,
+    directory: str | Path,
+    *,
+    dtype: torch.dtype,
+    on_bytes: Callable[[int, int], None] | None = None,
 ) -> ModelConfig:
     """Write the model of `small` in that shape, with its tokenizer. `on_bytes` is told how many of how many are done.
 
@@ -297,9 +326,9 @@ def save_grown(
 def save_tokenizer(small: Path, config: ModelConfig, directory: Path) -> None:
     """The tokenizer of `small` for the grown `config`.
 
-    Ids that the small model does not have get names that no text is encoded to, so that laws are over the whole vocabulary, as they
-    would be for a model of this shape. Not so if the small model itself has ids without a token, or if its tokens are not of a BPE.
-    """
+    Ids that the small model does not have get names that no text is encoded to, so that laws are over the whole
+    vocabulary, as they would be for a model of this shape. Not so if the small model itself has ids without a token, or
+    if its tokens are not of a BPE."""
     for name in COPIED:
         if (small / name).is_file():
             shutil.copy(small / name, directory / name)
@@ -322,11 +351,17 @@ def grown_tokenizer(small: Path, config: ModelConfig) -> Tokenizer:
         return Tokenizer.load(directory)
 
 
-def _save_weights(growth: PaddedShape, directory: Path, dtype: torch.dtype, on_bytes: Callable[[int, int], None]) -> None:
+def _save_weights(
+    growth: PaddedShape, directory: Path, dtype: torch.dtype, on_bytes: Callable[[int, int], None]
+) -> None:
     places = weight_places(growth.config)
     sizes = {name: math.prod(place.shape) * dtype.itemsize for name, place in places.items()}
     groups, whole, done = list(_groups(sizes)), sum(sizes.values()), 0
-    files = [SINGLE_FILE] if len(groups) == 1 else [f"model-{i:05}-of-{len(groups):05}.safetensors" for i in range(1, len(groups) + 1)]
+    files = (
+        [SINGLE_FILE]
+        if len(groups) == 1
+        else [f"model-{i:05}-of-{len(groups):05}.safetensors" for i in range(1, len(groups) + 1)]
+    )
     for file, names in zip(files, groups):
         with (directory / file).open("wb") as opened:
             opened.write(_header({name: places[name] for name in names}, sizes, dtype))

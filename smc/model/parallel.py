@@ -1,9 +1,9 @@
 """Which part of a model each of several ranks holds, when heads and inner features are split between them.
 
-Query, key, value, gate and up are split by rows, o and down by columns, so that a layer needs two sums over the ranks: after
-o and after down. All else is held by every rank. Every rank has room for the same number of key/value heads, which come
-with their query heads, and of inner features; what the last ranks have left over is padding. Padding weights are zero and so
-is what they add: values are zero whatever attention makes of zero scores, and silu(0) * 0 is zero.
+Query, key, value, gate and up are split by rows, o and down by columns, so that a layer needs two sums over the ranks:
+after o and after down. All else is held by every rank. Every rank has room for the same number of key/value heads,
+which come with their query heads, and of inner features; what the last ranks have left over is padding. Padding weights
+are zero and so is what they add: values are zero whatever attention makes of zero scores, and silu(0) * 0 is zero.
 
 Knows nothing about files, parameters or how ranks talk to each other.
 """
@@ -48,7 +48,9 @@ class Shard:
         if not isinstance(self.degree, int) or self.degree < 1:
             raise ValueError(f"degree={self.degree!r} is not a positive integer")
         if not isinstance(self.rank, int) or not 0 <= self.rank < self.degree:
-            raise ValueError(f"rank={self.rank!r} is out of range; allowed for degree={self.degree}: 0 to {self.degree - 1}")
+            raise ValueError(
+                f"rank={self.rank!r} is out of range; allowed for degree={self.degree}: 0 to {self.degree - 1}"
+            )
 
 
 WHOLE = Shard()
@@ -87,7 +89,9 @@ class Split:
         """`config` is the whole model's. Raises ValueError if there are more ranks than key/value heads."""
         heads = config.num_kv_heads
         if shard.degree > heads:
-            raise ValueError(f"degree={shard.degree} is more than the model's {heads} key/value heads; allowed: 1 to {heads}")
+            raise ValueError(
+                f"degree={shard.degree} is more than the model's {heads} key/value heads; allowed: 1 to {heads}"
+            )
         queries = config.num_heads // heads
         width = 1 if config.intermediate_size % INNER_BLOCK else INNER_BLOCK
         return Split(
@@ -98,7 +102,8 @@ class Split:
 
 
 def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
-    """The shape of what one rank holds, padding included; the same for every rank. Raises ValueError if it cannot be split."""
+    """The shape of what one rank holds, padding included; the same for every rank. Raises ValueError if it cannot be
+    split."""
     split = Split.of(config, shard)
     return replace(
         config,

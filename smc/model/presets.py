@@ -1,4 +1,5 @@
-"""Published shapes, by name, and what stands in for their text: speed does not depend on it, so no checkpoint is needed to measure it."""
+"""Published shapes, by name, and what stands in for their text: speed does not depend on it, so no checkpoint is needed
+to measure it."""
 
 from __future__ import annotations
 
@@ -13,13 +14,41 @@ from smc.model.tokenizer import Tokenizer
 def _llama(hidden: int, layers: int, heads: int, head_dim: int, inner: int, tied: bool, factor: float) -> ModelConfig:
     scaling = Llama3RopeScaling(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192)
     return ModelConfig(
-        "llama", 128_256, hidden, layers, heads, 8, head_dim, inner, 131_072, 1e-5, 500_000.0, scaling, tied, qkv_bias=False, qk_norm=False
+        "llama",
+        128_256,
+        hidden,
+        layers,
+        heads,
+        8,
+        head_dim,
+        inner,
+        131_072,
+        1e-5,
+        500_000.0,
+        scaling,
+        tied,
+        qkv_bias=False,
+        qk_norm=False,
     )
 
 
 def _qwen3(hidden: int, layers: int, heads: int, inner: int, tied: bool) -> ModelConfig:
     return ModelConfig(
-        "qwen3", 151_936, hidden, layers, heads, 8, 128, inner, 40_960, 1e-6, 1_000_000.0, None, tied, qkv_bias=False, qk_norm=True
+        "qwen3",
+        151_936,
+        hidden,
+        layers,
+        heads,
+        8,
+        128,
+        inner,
+        40_960,
+        1e-6,
+        1_000_000.0,
+        None,
+        tied,
+        qkv_bias=False,
+        qk_norm=True,
     )
 
 

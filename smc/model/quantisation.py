@@ -1,7 +1,9 @@
-"""Directories whose weights are FP8 already: which kinds there are, and what their numbers mean. Knows nothing about files or our models.
+"""Directories whose weights are FP8 already: which kinds there are, and what their numbers mean. Knows nothing about
+files or our models.
 
-A published matrix W is stored as e4m3 numbers with scales: W = scale * number. Activations are our own affair (`smc.model.linear`), so
-what a directory says about dynamic ones changes nothing; scales of static ones are passed over, and the user is told.
+A published matrix W is stored as e4m3 numbers with scales: W = scale * number. Activations are our own affair
+(`smc.model.linear`), so what a directory says about dynamic ones changes nothing; scales of static ones are passed
+over, and the user is told.
 
 Axes: N outputs, K inputs, B blocks.
 """
@@ -16,7 +18,9 @@ if TYPE_CHECKING:
 
 BLOCK = 128
 """Rows and columns that share a scale."""
-SUPPORTED = "compressed-tensors with FP8 weights, symmetric, a scale per channel or per tensor; fp8 with blocks of 128 x 128"
+SUPPORTED = (
+    "compressed-tensors with FP8 weights, symmetric, a scale per channel or per tensor; fp8 with blocks of 128 x 128"
+)
 FORMATS = ("float-quantized", "naive-quantized")
 
 
@@ -70,17 +74,23 @@ class Compression:
 
         if not self.blocks:
             return weight_NK.float() * self.scale_of_rows(scale, rows)[:, None]
-        block_N, block_K = (torch.arange(part.start, part.stop, device=scale.device) // BLOCK for part in (rows, columns))
+        block_N, block_K = (
+            torch.arange(part.start, part.stop, device=scale.device) // BLOCK for part in (rows, columns)
+        )
         return weight_NK.float() * scale.float()[block_N[:, None], block_K]
 
 
 def _compressed_tensors(raw: dict[str, Any]) -> Compression:
     if raw.get("format") not in FORMATS:
-        raise ValueError(f"compressed-tensors of format {raw.get('format')!r} are not supported; supported: {SUPPORTED}")
+        raise ValueError(
+            f"compressed-tensors of format {raw.get('format')!r} are not supported; supported: {SUPPORTED}"
+        )
     _require("compressed-tensors", {"kv_cache_scheme": None}, {"kv_cache_scheme": None} | raw)
     for field in ("sparsity_config", "transform_config"):
         if raw.get(field) and raw[field].get("format") != "dense":
-            raise ValueError(f"compressed-tensors with {field}={raw[field]!r} are not supported; supported: {SUPPORTED}")
+            raise ValueError(
+                f"compressed-tensors with {field}={raw[field]!r} are not supported; supported: {SUPPORTED}"
+            )
     groups = raw.get("config_groups") or {}
     if not groups:
         raise ValueError(f"compressed-tensors without config_groups are not supported; supported: {SUPPORTED}")
@@ -90,7 +100,9 @@ def _compressed_tensors(raw: dict[str, Any]) -> Compression:
         weights = group.get("weights") or {}
         _require(f"{where}, weights", {"type": "float", "num_bits": 8, "symmetric": True}, weights)
         if weights.get("strategy") not in ("channel", "tensor"):
-            raise ValueError(f"{where}, weights: strategy={weights.get('strategy')!r} is not supported; supported: channel, tensor")
+            raise ValueError(
+                f"{where}, weights: strategy={weights.get('strategy')!r} is not supported; supported: channel, tensor"
+            )
         if group.get("input_activations"):
             inputs.append(group["input_activations"])
             _require(f"{where}, input_activations", {"type": "float", "num_bits": 8}, inputs[-1])

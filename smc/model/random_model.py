@@ -22,8 +22,8 @@ def random_model(
     shard: Shard = WHOLE,
     reduce: Reduce | None = None,
 ) -> Decoder:
-    """A decoder (or one rank's share of it) with normal weights and norms of one, made where it will live. In FP8 its weights are those of
-    the one in bfloat16, rounded."""
+    """A decoder (or one rank's share of it) with normal weights and norms of one, made where it will live. In FP8 its
+    weights are those of the one in bfloat16, rounded."""
     model = empty_decoder(local_config(config, shard), reduce, dtype, device)
     generator = torch.Generator(device).manual_seed(seed * 1000 + shard.rank)
     for name, weight in model.named_parameters():

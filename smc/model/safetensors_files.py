@@ -1,4 +1,5 @@
-"""Tensors of a Hugging Face directory: which safetensors files hold them, and any part of any of them. Knows nothing about models."""
+"""Tensors of a Hugging Face directory: which safetensors files hold them, and any part of any of them. Knows nothing
+about models."""
 
 from __future__ import annotations
 
@@ -84,12 +85,18 @@ def _weight_files(directory: Path) -> list[Path]:
         raise ValueError(f"{index} has no weight_map")
     files = [directory / name for name in sorted(set(shard_of.values()))]
     if absent := [file.name for file in files if not file.is_file()]:
-        raise ValueError(f"{directory}: {len(absent)} of {len(files)} shards named by {INDEX_FILE} are missing: {first(absent)}")
+        raise ValueError(
+            f"{directory}: {len(absent)} of {len(files)} shards named by {INDEX_FILE} are missing: {first(absent)}"
+        )
     return files
 
 
 def _what_is_there(directory: Path) -> str:
-    found = sorted(path.name for pattern in ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf") for path in directory.glob(pattern))
+    found = sorted(
+        path.name
+        for pattern in ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+        for path in directory.glob(pattern)
+    )
     if not found:
         return "no weights were found"
     return f"found {first(found)}; only safetensors files of these names are supported, .bin and other formats are not"

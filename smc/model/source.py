@@ -1,4 +1,5 @@
-"""Where a model comes from: files of a directory, random weights of a published shape, or a small model grown into such a shape.
+"""Where a model comes from: files of a directory, random weights of a published shape, or a small model grown into such
+a shape.
 
 Says what it is before it is loaded, and imports torch only then.
 """
@@ -61,7 +62,9 @@ class Source:
     def name(self) -> str:
         return self.place.name
 
-    def load(self, *, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE, reduce: Reduce | None = None) -> Decoder:
+    def load(
+        self, *, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE, reduce: Reduce | None = None
+    ) -> Decoder:
         """The model, or one rank's share of it, on a device."""
         from smc.model.loader import load_model
 
@@ -82,7 +85,8 @@ class Source:
         return {"files": self.place, "grown": self.small}.get(self.kind)
 
     def fingerprint(self) -> str:
-        """`smc.model.fingerprint` of its weights; of random ones that they are, of grown ones that of the small model."""
+        """`smc.model.fingerprint` of its weights; of random ones that they are, of grown ones that of the small
+        model."""
         if self.kind == "random":
             return self.kind
         return fingerprint(self._small if self.kind == "grown" else self.place)
@@ -109,7 +113,8 @@ class SourcePair:
     """What the draft proposes, if not every token by its own likelihood."""
 
     def with_draft_vocab(self, size: int | None, text: Path | None) -> SourcePair:
-        """`DraftVocab.of`, with the pair's tokenizer; None: as it is. Raises ValueError for a text without a size, too."""
+        """`DraftVocab.of`, with the pair's tokenizer; None: as it is. Raises ValueError for a text without a size,
+        too."""
         if size is None:
             if text is not None:
                 raise ValueError(f"draft_vocab_text={str(text)!r} has no effect without draft_vocab; leave it out")
@@ -118,7 +123,8 @@ class SourcePair:
 
     @staticmethod
     def of(load: str, target: Path, draft: Path, small: tuple[Path, Path] | None = None) -> SourcePair:
-        """Raises ValueError if they cannot serve as a pair; nothing is loaded. `small`: for grown, directories of target and draft."""
+        """Raises ValueError if they cannot serve as a pair; nothing is loaded. `small`: for grown, directories of
+        target and draft."""
         if load not in LOADS:
             raise ValueError(f"load={load!r}; allowed: {', '.join(LOADS)}")
         if load == "files":
@@ -131,13 +137,18 @@ class SourcePair:
             )
         shapes = [preset(str(name)) for name in (target, draft)]
         if shapes[0].vocab_size != shapes[1].vocab_size:
-            raise ValueError(f"vocabularies of {shapes[0].vocab_size} and {shapes[1].vocab_size} tokens; a pair shares one")
+            raise ValueError(
+                f"vocabularies of {shapes[0].vocab_size} and {shapes[1].vocab_size} tokens; a pair shares one"
+            )
         places: tuple[Path | None, Path | None] = (None, None)
         if load == "grown":
             assert small is not None, "what is to be grown?"
             places, report = small, require_pair(*small)
             assert report.target is not None and report.draft is not None, "no problem was found"
-            shapes = [_grown(name, one.config, shape) for name, one, shape in zip((target, draft), (report.target, report.draft), shapes)]
+            shapes = [
+                _grown(name, one.config, shape)
+                for name, one, shape in zip((target, draft), (report.target, report.draft), shapes)
+            ]
         its_target, its_draft = (
             Source(load, Path(name), config, count_parameters(config), place)
             for name, config, place in zip((target, draft), shapes, places)

@@ -1,4 +1,5 @@
-"""How much text one token can stand for, read off a tokenizer's parts: a text that is far too long need not be encoded to know it.
+"""How much text one token can stand for, read off a tokenizer's parts: a text that is far too long need not be encoded
+to know it.
 
 Text to token ids and back, from the files of a Hugging Face directory. Knows nothing about models or requests.
 
@@ -28,8 +29,8 @@ _NFC = 4
 
 
 def most_bytes_of_a_token(tokenizer: tokenizers.Tokenizer, bytes_of: Sequence[bytes]) -> int | None:
-    """Bytes of UTF-8 that one token takes out of a text, at most. None where a token may take any number: where parts of a text are
-    dropped, or unknown ones put together. `bytes_of`: what each id stands for in text."""
+    """Bytes of UTF-8 that one token takes out of a text, at most. None where a token may take any number: where parts
+    of a text are dropped, or unknown ones put together. `bytes_of`: what each id stands for in text."""
     parts = json.loads(tokenizer.to_str())
     added = tokenizer.get_added_tokens_decoder().values()
     if any(token.lstrip or token.rstrip for token in added) or not _keeps_all(parts, tokenizer):
@@ -43,9 +44,15 @@ def _keeps_all(parts: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> bool:
     normalizers, splitters = _steps(parts["normalizer"], "normalizers"), _steps(parts["pre_tokenizer"], "pretokenizers")
     if not {step["type"] for step in normalizers} <= {"NFC", "Prepend", "Replace"} or parts["model"]["type"] != "BPE":
         return False
-    if any(step["type"] == "Replace" and (step["pattern"], step["content"]) != ({"String": " "}, "\u2581") for step in normalizers):
+    if any(
+        step["type"] == "Replace" and (step["pattern"], step["content"]) != ({"String": " "}, "\u2581")
+        for step in normalizers
+    ):
         return False
-    if any(step["type"] not in ("ByteLevel", "Metaspace", "Split", "Digits") or step.get("behavior") == "Removed" for step in splitters):
+    if any(
+        step["type"] not in ("ByteLevel", "Metaspace", "Split", "Digits") or step.get("behavior") == "Removed"
+        for step in splitters
+    ):
         return False
     # Characters that are in no token are written byte by byte: all of them must be there, or some would vanish.
     if any(step["type"] == "ByteLevel" for step in splitters):
@@ -61,7 +68,9 @@ def _steps(part: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
     return part[name] if part["type"] == "Sequence" else [part]
 
 
-_SUPPORTED_DECODERS = "ByteLevel (Llama 3, Qwen), or Replace '▁' by ' ' with ByteFallback, Fuse and Strip (sentencepiece)"
+_SUPPORTED_DECODERS = (
+    "ByteLevel (Llama 3, Qwen), or Replace '▁' by ' ' with ByteFallback, Fuse and Strip (sentencepiece)"
+)
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -69,7 +78,11 @@ class Tokenizer:
     """A vocabulary with its end-of-text ids and chat template. Made by `Tokenizer.load`."""
 
     def __init__(
-        self, tokenizer: tokenizers.Tokenizer, eos_ids: tuple[int, ...], special: dict[str, str], chat_template: str | None
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        eos_ids: tuple[int, ...],
+        special: dict[str, str],
+        chat_template: str | None,
     ) -> None:
         """`special` maps `bos_token` and `eos_token` to their text, as chat templates see them."""
         self._tokenizer = tokenizer
@@ -118,12 +131,13 @@ class Tokenizer:
     def encode(self, text: str, add_special: bool = True, limit: int | None = None) -> list[int]:
         """Token ids of `text`, with the tokens that the model wants around it (such as `bos`) if `add_special`.
 
-        Raises ValueError for what is no Unicode text or makes more than `limit` tokens, where it can before it encodes anything. Other
-        threads go on meanwhile.
-        """
+        Raises ValueError for what is no Unicode text or makes more than `limit` tokens, where it can before it encodes
+        anything. Other threads go on meanwhile."""
         least = len(text) // self._most_bytes if self._most_bytes else 0
         if limit is not None and least > limit:
-            raise ValueError(f"the prompt has {len(text)} characters, at least {least} tokens; allowed: at most {limit} tokens")
+            raise ValueError(
+                f"the prompt has {len(text)} characters, at least {least} tokens; allowed: at most {limit} tokens"
+            )
         try:
             # Unlike `encode`, it lets go of the interpreter.
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special)
@@ -150,12 +164,15 @@ class Tokenizer:
         tools: Sequence[dict[str, Any]] = (),
         settings: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[int]:
-        """Token ids of a conversation up to where the assistant speaks next. `settings`: what else the template reads, by name.
+        """Token ids of a conversation up to where the assistant speaks next. `settings`: what else the template reads,
+        by name.
 
-        Raises ValueError if it cannot be rendered, makes more than `limit` tokens, or for a setting that is not the caller's to set.
-        """
+        Raises ValueError if it cannot be rendered, makes more than `limit` tokens, or for a setting that is not the
+        caller's to set."""
         if self._chat_template is None:
-            raise ValueError("the model has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json)")
+            raise ValueError(
+                "the model has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json)"
+            )
         # `tools` and `documents` are defined but None, as in transformers, against which templates are written.
         fixed = {"messages": messages, "tools": list(tools) or None, "add_generation_prompt": True} | self._special
         if taken := sorted(fixed.keys() & settings.keys()):
@@ -168,14 +185,21 @@ class Tokenizer:
 
     def fingerprint(self) -> str:
         """Hash of the id -> token mapping, added tokens included: equal exactly for interchangeable vocabularies."""
-        pairs = sorted((token_id, token) for token, token_id in self._tokenizer.get_vocab(with_added_tokens=True).items())
+        pairs = sorted(
+            (token_id, token) for token, token_id in self._tokenizer.get_vocab(with_added_tokens=True).items()
+        )
         return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
 
     @cached_property
     def _compiled_template(self) -> jinja2.Template:
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
         environment.filters["tojson"] = _to_json
-        environment.globals |= {"raise_exception": _raise_exception, "strftime_now": lambda form: datetime.now().strftime(form)}
+        environment.globals |= {
+            "raise_exception": _raise_exception,
+            "strftime_now": lambda form: datetime.now().strftime(form),
+        }
         assert self._chat_template is not None
         return environment.from_string(self._chat_template)
 
@@ -239,7 +263,9 @@ def _sentencepiece_with_bytes(token: str) -> bytes:
 
 def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     if not path.is_file():
-        raise ValueError(f"{path} is missing; a tokenizer of the `tokenizers` library is needed (tokenizer.model is not supported)")
+        raise ValueError(
+            f"{path} is missing; a tokenizer of the `tokenizers` library is needed (tokenizer.model is not supported)"
+        )
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception for every malformed file

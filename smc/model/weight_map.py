@@ -1,4 +1,5 @@
-"""Where every published tensor lives in our fused parameters: one map, which loading, saving, growing and the check of headers go through.
+"""Where every published tensor lives in our fused parameters: one map, which loading, saving, growing and the check of
+headers go through.
 
 Knows nothing about values, and imports no torch: whether a directory can be served is said before that is loaded.
 """
@@ -50,7 +51,8 @@ class Place:
 
 
 def weight_places(config: ModelConfig, shard: Shard = WHOLE) -> dict[str, Place]:
-    """Published name -> place, for every weight of the whole model `config`. A tied `lm_head.weight` is not among them."""
+    """Published name -> place, for every weight of the whole model `config`. A tied `lm_head.weight` is not among
+    them."""
     vocab, hidden, split = Axis.whole(config.vocab_size), Axis.whole(config.hidden_size), Split.of(config, shard)
     places = {"model.embed_tokens.weight": Place("embed.weight", 0, (vocab, hidden))}
     for layer in range(config.num_layers):
@@ -82,21 +84,28 @@ def _layer_places(config: ModelConfig, split: Split, theirs: str, ours: str) -> 
             places[f"{theirs}self_attn.{letter}_proj.bias"] = Place(f"{ours}qkv.bias", start, (rows,))
     if config.qk_norm:
         for letter in "qk":
-            places[f"{theirs}self_attn.{letter}_norm.weight"] = Place(f"{ours}{letter}_norm.weight", 0, (Axis.whole(config.head_dim),))
+            places[f"{theirs}self_attn.{letter}_norm.weight"] = Place(
+                f"{ours}{letter}_norm.weight", 0, (Axis.whole(config.head_dim),)
+            )
     return places
 
 
 def check_weights(directory: str | Path, config: ModelConfig) -> dict[str, StoredTensor]:
     """Compare the safetensors headers with what the model needs; reads no weights.
 
-    Returns exactly the tensors to load, scales of FP8 weights among them. Raises ValueError listing what is missing, unknown, misshapen
-    or badly typed.
-    """
+    Returns exactly the tensors to load, scales of FP8 weights among them. Raises ValueError listing what is missing,
+    unknown, misshapen or badly typed."""
     places, compression = weight_places(config), compression_of(directory)
-    stored = {name: tensor for name, tensor in read_headers(directory).items() if not _ignored(name, config, compression)}
+    stored = {
+        name: tensor for name, tensor in read_headers(directory).items() if not _ignored(name, config, compression)
+    }
     shapes: dict[str, tuple[tuple[int, ...], ...]] = {name: (place.shape,) for name, place in places.items()}
     if compression is not None:
-        compressed = [name for name in places if name in stored and stored[name].dtype == STORED_FP8 and len(places[name].shape) == 2]
+        compressed = [
+            name
+            for name in places
+            if name in stored and stored[name].dtype == STORED_FP8 and len(places[name].shape) == 2
+        ]
         shapes |= {compression.scale_name(name): compression.scale_shapes(*places[name].shape) for name in compressed}
     problems = []
     if missing := [name for name in shapes if name not in stored]:
@@ -106,7 +115,9 @@ def check_weights(directory: str | Path, config: ModelConfig) -> dict[str, Store
     for name in (name for name in shapes if name in stored):
         found, allowed = stored[name], shapes[name]
         if found.shape not in allowed:
-            problems.append(f"{name} has shape {list(found.shape)}, expected {' or '.join(str(list(shape)) for shape in allowed)}")
+            problems.append(
+                f"{name} has shape {list(found.shape)}, expected {' or '.join(str(list(shape)) for shape in allowed)}"
+            )
         types = [*STORED_DTYPES, *([STORED_FP8] if compression and name in compressed else [])]
         if found.dtype not in types:
             problems.append(f"{name} is stored as {found.dtype}; supported: {', '.join(types)}")
@@ -116,6 +127,7 @@ def check_weights(directory: str | Path, config: ModelConfig) -> dict[str, Store
 
 
 def _ignored(name: str, config: ModelConfig, compression: Compression | None) -> bool:
-    """Derived from the config (old Llama files store it), the second name of a tied matrix, or scales that are not used."""
+    """Derived from the config (old Llama files store it), the second name of a tied matrix, or scales that are not
+    used."""
     tied = config.tied_embeddings and name.startswith("lm_head.")
     return name.endswith("rotary_emb.inv_freq") or tied or (compression is not None and compression.passes_over(name))

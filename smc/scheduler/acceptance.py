@@ -1,4 +1,5 @@
-"""How often drafted tokens are the target's own draws: what has been seen of a request, and what is to be expected of other trees.
+"""How often drafted tokens are the target's own draws: what has been seen of a request, and what is to be expected of
+other trees.
 
 Of a tree of N rows, a token is missing with probability about hazard / N^gain. Knows nothing about costs.
 """
@@ -10,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 WIDTH_GAIN = 0.6
-"""Eight rows miss 3.5 times less often than one. On the shipped pair it is 3.7 times at temperature 1, 3.0 at 1.5 and 1.5 at 2
-(`python -m tests.scheduler.confirmed_tokens --problems 24`)."""
+"""Eight rows miss 3.5 times less often than one. On the shipped pair it is 3.7 times at temperature 1, 3.0 at 1.5 and
+1.5 at 2 (`python -m tests.scheduler.confirmed_tokens --problems 24`)."""
 PRIOR_HAZARD = 0.03
 """Before anything has been seen, as if the draft were a good one: nothing is learnt of one that is never asked."""
 PRIOR_WEIGHT = 4.0
@@ -29,7 +30,8 @@ class Acceptance:
     """Tokens that were tried, each divided by how much less often the rows that it was tried with miss."""
 
     def count(self, tried: int, missed: bool, rows: int) -> None:
-        """A round whose tree had so many rows: tokens that the target was compared at, of which only the last can have been missing."""
+        """A round whose tree had so many rows: tokens that the target was compared at, of which only the last can have
+        been missing."""
         self.misses = self.memory * self.misses + missed
         self.exposure = self.memory * self.exposure + tried / rows**WIDTH_GAIN
 
@@ -49,7 +51,8 @@ def tokens_a_round(hazard_G: np.ndarray, rows_GL: np.ndarray, block: int, lookah
     reached_GL = sum(right_GL**k for k in range(block))
     if not lookahead:
         return reached_GL + right_GL**block
-    # A miss leaves one token to start from: rounds of one token follow until the target's next is among what is drafted.
+    # A miss leaves one token to start from: rounds of one token follow until the target's next is among what is
+    # drafted.
     whole_GL = right_GL**block
     restarts_GL = (1 - whole_GL) / np.maximum(right_GL, 1e-9)
     return (reached_GL + restarts_GL) / (1 + restarts_GL)

@@ -32,11 +32,14 @@ def check_waiting(config: EngineConfig, waiting: int) -> None:
 
 
 def check_queue(pages: dict[str, int], config: EngineConfig, waiting: int, waiting_pages: int) -> None:
-    """Refuse what there is no room to wait in for, given the pages it and those waiting are likely to need. Raises QueueFull."""
+    """Refuse what there is no room to wait in for, given the pages it and those waiting are likely to need. Raises
+    QueueFull."""
     check_waiting(config, waiting)
     wanted = waiting_pages + sum(pages.values())
     if waiting and config.max_queue_pages is not None and wanted > config.max_queue_pages:
-        raise QueueFull(f"waiting requests would need {wanted} KV pages; allowed: {config.max_queue_pages}. Try again later")
+        raise QueueFull(
+            f"waiting requests would need {wanted} KV pages; allowed: {config.max_queue_pages}. Try again later"
+        )
 
 
 def check_prompt(size: int, context: int) -> None:
@@ -59,10 +62,15 @@ def check_negative(size: int, max_tokens: int, context: int) -> None:
 
 
 def longest_answer(
-    params: SamplingParams, config: EngineConfig, capacity: Mapping[str, int], context: int, size: int, negative: int = 0
+    params: SamplingParams,
+    config: EngineConfig,
+    capacity: Mapping[str, int],
+    context: int,
+    size: int,
+    negative: int = 0,
 ) -> int:
-    """Most tokens that such a request could be answered with after a prompt of `size`, and a negative one, at least 1, if nothing else
-    ran."""
+    """Most tokens that such a request could be answered with after a prompt of `size`, and a negative one, at least 1,
+    if nothing else ran."""
     from smc.scheduler.methods import decoding_of
 
     # Guided without a negative prompt, it has one of a token.

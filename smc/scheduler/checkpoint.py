@@ -1,4 +1,5 @@
-"""The record of a group's particles while they hold no slots: what it goes on from when it is taken up again, or decoded in another way."""
+"""The record of a group's particles while they hold no slots: what it goes on from when it is taken up again, or
+decoded in another way."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def _expand_saved(group: SequenceGroup, arrays: dict[str, np.ndarray], particles
     random = (torch.tensor([group.seed]), one_G * (SHRINK_ROUND + group.tally.preemptions), 0)
     sources, rows = ((one_G * 0, one_G * size) for size in (n, particles))
     weights, there_N = torch.from_numpy(arrays["logw_S"]), torch.ones(n, dtype=torch.bool)
-    chosen = expand(whole, weights, there_N, sources, rows, one_G * particles, one_G * int(group.decoding.kind), random, particles)
+    chosen = expand(
+        whole, weights, there_N, sources, rows, one_G * particles, one_G * int(group.decoding.kind), random, particles
+    )
     parent_X = chosen.parent_X[chosen.alive_X].numpy()
     for name, values in arrays.items():
         arrays[name] = values[parent_X]

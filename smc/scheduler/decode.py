@@ -4,18 +4,20 @@ Rounds: how running groups advance. Their state is beside the models (smc/execut
 (`smc.scheduler.round_plan`), and recorded.
 
 A round of a pair, in either form:
-  1. the draft extends open particles by K tokens: the rest of this block (lockstep), or F rows a particle of the next (look-ahead)
+  1. the draft extends open particles by K tokens: the rest of this block (lockstep), or F rows a particle of the next
+  (look-ahead)
   2. the target scores the block in flight, and the law after it gives the bonus token, or weighs the rows' first tokens
   3. candidates are weighed and chosen from, or compared with what the target drew itself; both sides follow
 Plain decoding is a round of the first kind by one model, whose every token is kept.
 
 Axes: A places of a batch, G groups, Q tokens of a block, W pages of a place.
 
-Cohorts: running requests in sets whose rounds alternate, so that one set is drafted or scored while another is chosen from.
+Cohorts: running requests in sets whose rounds alternate, so that one set is drafted or scored while another is chosen
+from.
 
-Where a round goes on while its result is waited for, a cohort's next round is asked for before the last is read: the models never
-wait for the scheduler. Answers do not depend on any of it: a request's random numbers know its own rounds only.
-"""
+Where a round goes on while its result is waited for, a cohort's next round is asked for before the last is read: the
+models never wait for the scheduler. Answers do not depend on any of it: a request's random numbers know its own rounds
+only."""
 
 from __future__ import annotations
 
@@ -42,8 +44,9 @@ WINDOW = 64
 
 
 def commit_tokens(slots: Slots, population: Population) -> None:
-    """Advance each group's committed prefix: the answer tokens on which all its particles agree, and which can no longer change, since
-    every future particle is a copy of one of these; of exact decoding, what the target has drawn itself."""
+    """Advance each group's committed prefix: the answer tokens on which all its particles agree, and which can no
+    longer change, since every future particle is a copy of one of these; of exact decoding, what the target has drawn
+    itself."""
     groups, slot_A = population.groups, population.slot_A
     confirms_G = np.array([g.decoding.confirms for g in groups])
     length_A = np.where(confirms_G[population.group_A], slots.block_S[slot_A] + 1, slots.length_S[slot_A])
@@ -55,7 +58,9 @@ def commit_tokens(slots: Slots, population: Population) -> None:
         index_AL = np.minimum(committed_G[population.group_A, None] + np.arange(width), slots.tokens_SL.shape[1] - 1)
         tokens_AL = slots.tokens_SL[slot_A[:, None], index_AL]
         agree_AL = tokens_AL == tokens_AL[population.first_G[population.group_A]]
-        agree_GL = np.logical_and.reduceat(agree_AL, population.first_G, axis=0) & (np.arange(width) < common_G[:, None])
+        agree_GL = np.logical_and.reduceat(agree_AL, population.first_G, axis=0) & (
+            np.arange(width) < common_G[:, None]
+        )
         more_G = np.logical_and.accumulate(agree_GL, axis=1).sum(1)
         committed_G += more_G
         # Groups that agreed on the whole window may agree on what follows; others have been settled.
@@ -88,7 +93,8 @@ class InFlightStep:
 
 
 class RoundScheduler:
-    """Advances the groups of one kind by asking a `Pair` for rounds; one may be asked for before the last has been read."""
+    """Advances the groups of one kind by asking a `Pair` for rounds; one may be asked for before the last has been
+    read."""
 
     def __init__(
         self,
@@ -138,11 +144,14 @@ class RoundScheduler:
         return flight
 
     def read(self, flight: InFlightStep) -> None:
-        """Wait for a round, and bring the slots up to what the models hold. A group that has ended meanwhile has given up its own."""
+        """Wait for a round, and bring the slots up to what the models hold. A group that has ended meanwhile has given
+        up its own."""
         begin = time.monotonic_ns()
         outcome = flight.pending.result()
         self.waited = (begin, time.monotonic_ns())
-        alive = [g for g, (group, life) in enumerate(zip(flight.population.groups, flight.lives)) if group.lives == life]
+        alive = [
+            g for g, (group, life) in enumerate(zip(flight.population.groups, flight.lives)) if group.lives == life
+        ]
         if alive:
             self._record(flight, outcome, np.array(alive))
         self.last = flight.pending
@@ -174,11 +183,18 @@ class RoundScheduler:
         self._write_tokens(population, result, slot_A, source_A, place_A)
         commit_tokens(slots, population)
         self._count(population, alive_G, result)
-        self._count_confirmed(population, alive_G, result, slots.block_S[population.slot_A[population.first_G]] - confirmed_G)
+        self._count_confirmed(
+            population, alive_G, result, slots.block_S[population.slot_A[population.first_G]] - confirmed_G
+        )
         self._drop_slots(population, [flight.resized[g] for g in alive_G], result, place_A)
 
     def _follow_pages(
-        self, outcome: RoundOutcome, population: Population, source_A: np.ndarray, place_A: np.ndarray, pages: list[RoundPages]
+        self,
+        outcome: RoundOutcome,
+        population: Population,
+        source_A: np.ndarray,
+        place_A: np.ndarray,
+        pages: list[RoundPages],
     ) -> None:
         """Particles, and companions, descend from their ancestors' pages; what nobody descends from is free."""
         for side, whole in outcome.lineage.items():
@@ -189,7 +205,12 @@ class RoundScheduler:
             remap_unconditional_rows(side, self.slots, ledger, population, source_A, lineage, pages)
 
     def _write_tokens(
-        self, population: Population, result: RoundResult[np.ndarray], slot_A: np.ndarray, source_A: np.ndarray, place_A: np.ndarray
+        self,
+        population: Population,
+        result: RoundResult[np.ndarray],
+        slot_A: np.ndarray,
+        source_A: np.ndarray,
+        place_A: np.ndarray,
     ) -> None:
         slots, ahead = self.slots, self.decoding.ahead(self.config)
         moved_A = source_A != slot_A
@@ -218,7 +239,9 @@ class RoundScheduler:
         column_AQ = np.minimum(first_A[:, None] + np.arange(values_AQ.shape[1]), array_SL.shape[1] - 1)
         array_SL[slot_A[:, None], column_AQ] = values_AQ
 
-    def _drop_slots(self, population: Population, resized: list[bool], result: RoundResult[np.ndarray], place_A: np.ndarray) -> None:
+    def _drop_slots(
+        self, population: Population, resized: list[bool], result: RoundResult[np.ndarray], place_A: np.ndarray
+    ) -> None:
         """Groups that now have another number of particles give up the slots without one."""
         for g, group in enumerate(population.groups):
             if not resized[g]:
@@ -238,7 +261,9 @@ class RoundScheduler:
         slot_A, config, program = population.slot_A, self.config, self.decoding.program
         open_A = ~self.slots.ended_S[slot_A]
         if program is Program.PAIR:
-            target_A = self.slots.unscored(slot_A) + open_A if config.lookahead else open_A * self.decoding.stride(config)
+            target_A = (
+                self.slots.unscored(slot_A) + open_A if config.lookahead else open_A * self.decoding.stride(config)
+            )
             # Rows that are dealt out among all of a group are as many as it has places for.
             competes_G = np.array([g.decoding.competes for g in population.groups])
             any_A = np.logical_or.reduceat(open_A, population.first_G)[population.group_A]
@@ -271,10 +296,14 @@ class RoundScheduler:
             share = None if group.decoding.competes else ess / len(group.slots)
             self.stats.count_round(share, group.lag, bool(result.resampled_G[g]), bool(result.collapsed_G[g]))
 
-    def _count_confirmed(self, population: Population, alive_G: np.ndarray, result: RoundResult[np.ndarray], more_G: np.ndarray) -> None:
+    def _count_confirmed(
+        self, population: Population, alive_G: np.ndarray, result: RoundResult[np.ndarray], more_G: np.ndarray
+    ) -> None:
         """Of exact decoding: how many tokens a round confirmed, and how many of these the draft had found."""
         ahead, block = self.decoding.ahead(self.config), self.config.block
-        for g, group, more, places in zip(alive_G.tolist(), population.groups, more_G.tolist(), population.size_G.tolist()):
+        for g, group, more, places in zip(
+            alive_G.tolist(), population.groups, more_G.tolist(), population.size_G.tolist()
+        ):
             if not group.decoding.confirms or group.error:
                 continue
             hit = ahead and bool(result.hit_G[g])
@@ -285,7 +314,8 @@ class RoundScheduler:
             if group.elastic and not self.slots.ended_S[group.slots].all():
                 for acceptance in (group.acceptance, self.acceptance):
                     acceptance.count(min(more, block), not hit if ahead else more <= block, places)
-            # The token that the target says after them is its own, unless rows that begin with it had been drafted ahead.
+            # The token that the target says after them is its own, unless rows that begin with it had been drafted
+            # ahead.
             verification = group.params.verification
             assert verification is not None, "filled in where it is of effect"
             self.stats.spec[verification].count(more if hit else max(more - 1, 0), block, places, ahead, hit)
@@ -319,7 +349,8 @@ class MicroBatches:
         self._flights = [None] * len(self._flights)
 
     def advance(self, provide: Provide) -> None:
-        """Ask for every cohort's next round, and read what came of its last: the one before, or where nothing goes on meanwhile, this."""
+        """Ask for every cohort's next round, and read what came of its last: the one before, or where nothing goes on
+        meanwhile, this."""
         asked = [self._ask(members, provide) for members in self._members]
         if self.rounds.pipelined:
             asked, self._flights = self._flights, asked

@@ -39,7 +39,8 @@ class StopRules:
             raise ValueError(f"min_tokens={params.min_tokens} where every token ends the answer; allowed: 0")
 
     def why(self, tokens: Sequence[int], cap: int) -> tuple[FinishReason, int | str | None]:
-        """Why an ended answer ended, and what matched. A stop that falls on the last allowed token counts as the stop."""
+        """Why an ended answer ended, and what matched. A stop that falls on the last allowed token counts as the
+        stop."""
         last = tokens[-1]
         if last in self.eos_ids:
             return FinishReason.EOS, last
@@ -80,8 +81,8 @@ class StopRules:
         return state
 
     def _begin(self, tokens: Sequence[int]) -> int:
-        """Bytes at the beginning in which no stop string that counts begins: one that is complete with a token that cannot end the answer
-        has no effect, and what counts begins after that token."""
+        """Bytes at the beginning in which no stop string that counts begins: one that is complete with a token that
+        cannot end the answer has no effect, and what counts begins after that token."""
         early = tokens[: self.min_tokens] if self.strings else ()
         ends = list(accumulate(len(self.visible_bytes((token,))) for token in early))
         data, begin = self.visible_bytes(early), 0
@@ -120,7 +121,8 @@ class TextStream:
         return text
 
     def _read_early(self, tokens: Sequence[int]) -> int:
-        """Keep the bytes of tokens that cannot end the answer. Returns how many of those that are kept are before what counts."""
+        """Keep the bytes of tokens that cannot end the answer. Returns how many of those that are kept are before what
+        counts."""
         begin, next_XB = 0, self._rules.machine.next_XB
         for token in tokens:
             data = self._rules.visible_bytes((token,))

@@ -1,11 +1,11 @@
 """The scheduler: continuous batching of requests, from submission to the final draw. It alone says who is decoded when.
 
-    submit -> queue -> admit (slots and pages) -> prompt (once per model, in chunks) -> first tokens -> rounds -> final draw
+    submit -> queue -> admit (slots and pages) -> prompt (once per model, in chunks) -> first tokens -> rounds -> final
+    draw
 
-One `step` advances everything once: a chunk of prompts is asked for, a round of all running groups is asked for, and what came of
-earlier ones is read. What it talks to are two workers, which run prompts, and the pair that runs rounds (smc/executor); whether they
-live here, in other processes or on other machines is not its business.
-"""
+One `step` advances everything once: a chunk of prompts is asked for, a round of all running groups is asked for, and
+what came of earlier ones is read. What it talks to are two workers, which run prompts, and the pair that runs rounds
+(smc/executor); whether they live here, in other processes or on other machines is not its business."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class Engine:
         policy: ParticlePolicy | None = None,
         trees: TreePolicy | None = None,
     ) -> None:
-        """`workers` are keyed `draft` and `target`; `pages` are the capacities of their pools; `clock` gives seconds; `policy` and `trees`
-        decide how many particles requests of SMC have, and rows those of exact decoding."""
+        """`workers` are keyed `draft` and `target`; `pages` are the capacities of their pools; `clock` gives seconds;
+        `policy` and `trees` decide how many particles requests of SMC have, and rows those of exact decoding."""
         self.config, self.tokenizer, self.context = config, tokenizer, context
         self.workers, self.pair = workers, pair
         self.costs: LatencyModel | None = None
@@ -82,7 +82,9 @@ class Engine:
     def _cohorts_of(self, program: Program, trees: TreePolicy) -> MicroBatches:
         config, is_pair = self.config, program is Program.PAIR
         branches = (lambda places, context: trees.branches(places, context, self.costs)) if is_pair else None
-        rounds = RoundScheduler(config, self.slots, self.memory, self.pair, PROGRAMS[program], config.width(self.context), branches)
+        rounds = RoundScheduler(
+            config, self.slots, self.memory, self.pair, PROGRAMS[program], config.width(self.context), branches
+        )
         return MicroBatches(rounds, config.cohorts if is_pair else 1)
 
     @property
@@ -100,10 +102,12 @@ class Engine:
         return self.registry.num_running
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises ValueError for what this engine could never run or an id in use, QueueFull or NoDraft if it must come
-        later."""
+        """Queue a request. Raises ValueError for what this engine could never run or an id in use, QueueFull or NoDraft
+        if it must come later."""
         if request.request_id in self.registry.groups:
-            raise DuplicateRequest(f"request_id={request.request_id!r} is already in use; it must be unique among running requests")
+            raise DuplicateRequest(
+                f"request_id={request.request_id!r} is already in use; it must be unique among running requests"
+            )
         request = self._with_negative_prompt(request)
         check_fits(request, self.config, self.memory.capacity, self.context, self.tokenizer.size)
         params, decoding = request.params, self._decoding_now(request)
@@ -119,7 +123,8 @@ class Engine:
         self._admit()
 
     def abort(self, request_id: str) -> bool:
-        """End a request, in whatever phase: its slots and pages are free when this returns. False if it is not known."""
+        """End a request, in whatever phase: its slots and pages are free when this returns. False if it is not
+        known."""
         group = self.registry.groups.get(request_id)
         if group is None:
             return False
@@ -127,7 +132,8 @@ class Engine:
         return True
 
     def step(self) -> list[Output]:
-        """Advance everything once. Returns what became final: at most one Output per request, in order of submission."""
+        """Advance everything once. Returns what became final: at most one Output per request, in order of
+        submission."""
         admitted, queue = self.registry.admitted, self.registry.queue
         for group in self.registry.deadlines.passed(self._clock()):
             if group.answer is None:
@@ -167,26 +173,29 @@ class Engine:
         self.take_stats()
 
     def resize(self, request_id: str, particles: int) -> None:
-        """Let a running SMC request have so many particles from its next round on. Raises ValueError outside of what it allows.
+        """Let a running SMC request have so many particles from its next round on. Raises ValueError outside of what it
+        allows.
 
-        The latest call holds. While another change is under way it waits for that; for a request that has been preempted, until it goes
-        on; and for slots, if others have taken them by then. Only a request that has too few pages for more particles, although no other
-        could give way, stays as it is.
-        """
+        The latest call holds. While another change is under way it waits for that; for a request that has been
+        preempted, until it goes on; and for slots, if others have taken them by then. Only a request that has too few
+        pages for more particles, although no other could give way, stays as it is."""
         group = self.registry.groups.get(request_id)
         if group is None or not group.has_particles or not group.decoding.records_population:
             raise ValueError(f"request_id={request_id!r} names no running request of method='smc'")
         if not group.params.least_rows <= particles <= group.params.rows:
             raise ValueError(f"particles={particles}; allowed: {group.params.least_rows}..{group.params.rows}")
-        if group.phase is Phase.RUNNING and (particles - len(group.slots)) * group.params.slots_per_row > self.slots.num_free:
+        if (
+            group.phase is Phase.RUNNING
+            and (particles - len(group.slots)) * group.params.slots_per_row > self.slots.num_free
+        ):
             raise ValueError(f"particles={particles}; {self.slots.num_free} slots are free")
         group.wish = particles
         self.starts.grant(group)
 
     def detach_draft(self) -> list[str]:
-        """The draft is gone, with its keys and values and the rounds in which it took part. Exact decoding goes on by the target alone;
-        other requests that need the draft are dropped without an answer: returns their ids. For when `step` has raised SideLost, or
-        somebody knows before."""
+        """The draft is gone, with its keys and values and the rounds in which it took part. Exact decoding goes on by
+        the target alone; other requests that need the draft are dropped without an answer: returns their ids. For when
+        `step` has raised SideLost, or somebody knows before."""
         self.changes.has_draft = False
         self.reports.report_ended()
         for program in (Program.PAIR, Program.DRAFT):
@@ -203,8 +212,8 @@ class Engine:
         return dropped
 
     def attach_draft(self, pages: int) -> None:
-        """Another draft is there, which holds nothing yet, with so many pages. Requests that went on by the target alone rejoin: where
-        costs decide, when they say so."""
+        """Another draft is there, which holds nothing yet, with so many pages. Requests that went on by the target
+        alone rejoin: where costs decide, when they say so."""
         self.memory.renew("draft", pages)
         self.changes.has_draft = True
         for group in self.registry.groups.values():
@@ -216,7 +225,9 @@ class Engine:
         if not request.params.guided or request.negative_prompt is not None:
             return request
         if self.tokenizer.start_id is None:
-            raise ValueError("guidance_scale is given without negative_prompt, and the model has no token that begins texts; give both")
+            raise ValueError(
+                "guidance_scale is given without negative_prompt, and the model has no token that begins texts; give both"
+            )
         return replace(request, negative_prompt=(self.tokenizer.start_id,))
 
     def _decoding_now(self, request: Request) -> Decoding:
@@ -226,7 +237,9 @@ class Engine:
             return decoding
         if request.params.method is Method.EXACT:
             return TARGET_ALONE
-        raise NoDraft(f"method={request.params.method.value!r} needs the draft, whose workers were lost and start again; try again later")
+        raise NoDraft(
+            f"method={request.params.method.value!r} needs the draft, whose workers were lost and start again; try again later"
+        )
 
     def take_stats(self) -> EngineStats:
         """The state now, and what happened since the last call."""
@@ -253,9 +266,12 @@ class Engine:
 
     def check_books(self) -> None:
         """When idle, all but what is cached must be free again. Raises AssertionError otherwise."""
-        assert self.idle and not self.registry.queue.waiting and not self.registry.queue.pages and not self.registry.admitted, (
-            "requests are still waiting or running"
-        )
+        assert (
+            self.idle
+            and not self.registry.queue.waiting
+            and not self.registry.queue.pages
+            and not self.registry.admitted
+        ), "requests are still waiting or running"
         assert not any(self.memory.expected.values()), f"pages still expected: {self.memory.expected}"
         assert self.slots.num_free == self.config.max_slots, "slots still claimed"
         assert self.slots.num_free_chains == self.slots.chains, "places for laws still claimed"
@@ -264,9 +280,12 @@ class Engine:
         assert not any(leaked := self.memory.leaked().values()), f"KV pages held although nothing runs: {leaked}"
 
     def _admit(self) -> None:
-        """Strictly in order: a large request at the head is not overtaken until it fits. One that was preempted comes first."""
+        """Strictly in order: a large request at the head is not overtaken until it fits. One that was preempted comes
+        first."""
         while (group := self.registry.queue.first) is not None:
-            self._turns.begin(group, self.registry.admitted, self.slots.num_free // len(self.registry.queue), self.costs)
+            self._turns.begin(
+                group, self.registry.admitted, self.slots.num_free // len(self.registry.queue), self.costs
+            )
             if not self.registry.admit(group):
                 break
             group.taken_up = self._clock() if group.taken_up is None else group.taken_up

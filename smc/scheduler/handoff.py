@@ -1,6 +1,5 @@
-"""How particles come to be, and to the models that decode them: what the slots of a group hold when it begins, or goes on, and what each
-side is told of them.
-"""
+"""How particles come to be, and to the models that decode them: what the slots of a group hold when it begins, or goes
+on, and what each side is told of them."""
 
 from __future__ import annotations
 
@@ -22,7 +21,9 @@ from smc.stops import DONE, START, TokenBytes
 class Handoff:
     """Fills slots, and hands particles to a `Pair`."""
 
-    def __init__(self, config: EngineConfig, slots: Slots, memory: KVCacheManager, pair: RoundExecutor, token_bytes: TokenBytes) -> None:
+    def __init__(
+        self, config: EngineConfig, slots: Slots, memory: KVCacheManager, pair: RoundExecutor, token_bytes: TokenBytes
+    ) -> None:
         self._config, self._slots, self._memory, self._pair = config, slots, memory, pair
         self._token_bytes = token_bytes
         self._known: set[tuple[str, int]] = set()
@@ -51,7 +52,9 @@ class Handoff:
             like_N = np.where(logw_N > -np.inf, np.arange(n), 0)
             tokens_N, logp_N = tokens_N[like_N], logp_N[like_N]
         text_N = rules.machine.after(np.full(n, START), tokens_N, self._token_bytes, early=group.params.min_tokens > 0)
-        slots.begin(group.slots, tokens_N, logp_N, (text_N == DONE) | (group.params.max_tokens == 1) | (logw_N == -np.inf))
+        slots.begin(
+            group.slots, tokens_N, logp_N, (text_N == DONE) | (group.params.max_tokens == 1) | (logw_N == -np.inf)
+        )
         slots.logw_S[group.slots] = logw_N
         commit_tokens(slots, Population([group]))
 
@@ -90,7 +93,9 @@ class Handoff:
             self._known.add((side, group.stops))
         for lane in filter(guides, group.lanes):
             slots_N = self._slots.companions(group.slots)
-            self._pair.join(side_of(lane), _table(slots_N, group, _pages(start.rows[lane], len(slots_N)), group.negative_size))
+            self._pair.join(
+                side_of(lane), _table(slots_N, group, _pages(start.rows[lane], len(slots_N)), group.negative_size)
+            )
 
     def _particles(self, group: SequenceGroup, side: str, rows: list[PromptRow]) -> SequenceHandoff:
         slots, slots_N, prompt = self._slots, group.slots, group.prompt_size
@@ -133,7 +138,12 @@ class Handoff:
     def _text(self, group: SequenceGroup, length_N: np.ndarray) -> np.ndarray:
         """States of the stop machine after so many of the particles' tokens."""
         tokens_SL, rules = self._slots.tokens_SL, group.rules
-        return np.array([rules.state(tokens_SL[slot, :length].tolist()) for slot, length in zip(group.slots.tolist(), length_N.tolist())])
+        return np.array(
+            [
+                rules.state(tokens_SL[slot, :length].tolist())
+                for slot, length in zip(group.slots.tolist(), length_N.tolist())
+            ]
+        )
 
 
 def _row_of(rows: int, places: int) -> np.ndarray:
@@ -165,7 +175,8 @@ def _table(slots_N: np.ndarray, group: SequenceGroup, pages_XL: np.ndarray, base
 
 
 def _pages(rows: list[PromptRow], places: int) -> np.ndarray:
-    """int32 [N, L] pages of every place's positions, side by side; what is missing is page 0. [1, L] where all have the same."""
+    """int32 [N, L] pages of every place's positions, side by side; what is missing is page 0. [1, L] where all have the
+    same."""
     row_N = _row_of(len(rows), places)
     pages = [rows[row].pages_L for row in (row_N if len(rows) > 1 else row_N[:1])]
     out_XL = np.zeros((len(pages), max(map(len, pages))), dtype=np.int32)

@@ -1,5 +1,5 @@
-"""What a draft step and a target pass cost: curves through measured points, and what reading contexts adds. Knows nothing about how they
-were measured, nor of torch."""
+"""What a draft step and a target pass cost: curves through measured points, and what reading contexts adds. Knows
+nothing about how they were measured, nor of torch."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class LatencyCurve:
 
     @staticmethod
     def through(samples: Iterable[Point]) -> LatencyCurve:
-        """Near samples in any order, several of a size: their medians, and where a larger size took less time, the mean of both, since more
-        work is not done sooner."""
+        """Near samples in any order, several of a size: their medians, and where a larger size took less time, the mean
+        of both, since more work is not done sooner."""
         found: dict[int, list[float]] = {}
         for size, seconds in samples:
             found.setdefault(size, []).append(seconds)
@@ -45,8 +45,8 @@ class LatencyCurve:
         return LatencyCurve(tuple((size, seconds) for seconds, sizes in levels for size in sizes))
 
     def at(self, size: float) -> float:
-        """Seconds. Below the first point those of it: reading weights takes what it takes. Beyond the last, as steep as the last piece and
-        at least in proportion, so that nobody is drawn to sizes that were never seen."""
+        """Seconds. Below the first point those of it: reading weights takes what it takes. Beyond the last, as steep as
+        the last piece and at least in proportion, so that nobody is drawn to sizes that were never seen."""
         sizes = [each for each, _ in self.points]
         (first, least), (last, most) = self.points[0], self.points[-1]
         if size <= first:
@@ -93,7 +93,8 @@ class LatencyModel:
     alone: ModelLatency
     """A pass of the target where it decodes by itself, by sequences: as many contexts are read."""
     round_overhead: float
-    """Of a round, what is neither the draft's steps nor the target's pass: the choice, messages, what the host does not hide. Seconds."""
+    """Of a round, what is neither the draft's steps nor the target's pass: the choice, messages, what the host does not
+    hide. Seconds."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.round_overhead < math.inf:
@@ -127,7 +128,11 @@ class LatencyModel:
         return f"{NAMES[name]} {points}, and {1e9 * part.read:.0f} ns a token of context"
 
 
-NAMES = {"draft": "a draft step by rows", "target": "a target pass by positions", "alone": "the target alone by sequences"}
+NAMES = {
+    "draft": "a draft step by rows",
+    "target": "a target pass by positions",
+    "alone": "the target alone by sequences",
+}
 """What each part is, and by what its size is counted."""
 PARTS = tuple(NAMES)
 

@@ -1,7 +1,7 @@
 """Methods of decoding: what each asks of the models in a round, what it may hold, and how its answer grows.
 
-Whatever differs between methods on the scheduler's side is said here, once; nothing else in the engine asks which method a request has.
-"""
+Whatever differs between methods on the scheduler's side is said here, once; nothing else in the engine asks which
+method a request has."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ class Decoding(ABC):
 
     @property
     def competes(self) -> bool:
-        """Rows are dealt out among all of a group, so that a place may be without one: it then repeats another, and has no weight."""
+        """Rows are dealt out among all of a group, so that a place may be without one: it then repeats another, and has
+        no weight."""
         return self.kind is not Kind.INDEPENDENT
 
     def rows(self, params: SamplingParams) -> int:
@@ -72,8 +73,8 @@ class Decoding(ABC):
         """Tokens by which an open answer grows in a round, at most."""
 
     def known_tokens(self, config: EngineConfig, *, length: int, block: int, rounds: int) -> int:
-        """Tokens of an open answer that will have been weighed after so many rounds that are under way: of `length` now, the block in
-        flight from index `block` on."""
+        """Tokens of an open answer that will have been weighed after so many rounds that are under way: of `length`
+        now, the block in flight from index `block` on."""
         return length + self.stride(config) * rounds
 
     def ahead(self, config: EngineConfig) -> bool:
@@ -86,37 +87,56 @@ class Decoding(ABC):
 
     @abstractmethod
     def held_tokens(self, config: EngineConfig, side: str, *, length: int, block: int, ended: bool, rounds: int) -> int:
-        """Answer tokens of a particle that have keys and values on a side after so many rounds: of `length`, the block in flight from
-        index `block` on. What has ended needs none at the draft, or where one model decodes alone."""
+        """Answer tokens of a particle that have keys and values on a side after so many rounds: of `length`, the block
+        in flight from index `block` on. What has ended needs none at the draft, or where one model decodes alone."""
 
     def round_pages(self, config: EngineConfig, places: int, guided: Collection[str] = ()) -> dict[str, int]:
-        """Pages that one round is given on each side: the first drafts, or decodes alone. On sides that are `guided`, as many again."""
+        """Pages that one round is given on each side: the first drafts, or decodes alone. On sides that are `guided`,
+        as many again."""
         shape = self.shape(config)
         drafting, *scoring = self.sides
-        pages = {drafting: places * (shape.begin + shape.branches * shape.branch)} | dict.fromkeys(scoring, places * shape.target)
+        pages = {drafting: places * (shape.begin + shape.branches * shape.branch)} | dict.fromkeys(
+            scoring, places * shape.target
+        )
         return {side: count * (1 + (side in guided)) for side, count in pages.items()}
 
     def most_pages(
         self, config: EngineConfig, params: SamplingParams, prompt: int, rows: int | None = None, negative: int = 0
     ) -> dict[str, int]:
-        """Pages that so many particles of a request, by default as few as it allows, may hold at once if they share nothing of its past.
-        `prompt`, `negative`: tokens of its prompts."""
+        """Pages that so many particles of a request, by default as few as it allows, may hold at once if they share
+        nothing of its past. `prompt`, `negative`: tokens of its prompts."""
         n, answer = rows or params.least_rows, params.max_tokens
         few, all_rows = (self.round_pages(config, size, params.guided_sides) for size in (n, self.rows(params)))
         begins, answers = self._prompts(params, prompt, negative), self._sequences(params, n * answer)
-        most = {side: max(answers[side] + ROUNDS_IN_FLIGHT * few[side], ROUNDS_IN_FLIGHT * all_rows[side]) for side in self.sides}
+        most = {
+            side: max(answers[side] + ROUNDS_IN_FLIGHT * few[side], ROUNDS_IN_FLIGHT * all_rows[side])
+            for side in self.sides
+        }
         return {side: begins[side] + most[side] for side in self.sides}
 
-    def ample_pages(self, config: EngineConfig, params: SamplingParams, prompt: int, negative: int = 0) -> dict[str, int]:
-        """Pages with which no round of all its rows waits for any; `most_pages` will do, with one round after the other if need be."""
+    def ample_pages(
+        self, config: EngineConfig, params: SamplingParams, prompt: int, negative: int = 0
+    ) -> dict[str, int]:
+        """Pages with which no round of all its rows waits for any; `most_pages` will do, with one round after the other
+        if need be."""
         most = self.most_pages(config, params, prompt, negative=negative)
-        few, all_rows = (self.round_pages(config, n, params.guided_sides) for n in (params.least_rows, self.rows(params)))
+        few, all_rows = (
+            self.round_pages(config, n, params.guided_sides) for n in (params.least_rows, self.rows(params))
+        )
         return {side: pages + ROUNDS_IN_FLIGHT * (all_rows[side] - few[side]) for side, pages in most.items()}
 
     def expected_pages(
-        self, config: EngineConfig, params: SamplingParams, prompt: int, rows: int, answer: int, own: int, negative: int = 0
+        self,
+        config: EngineConfig,
+        params: SamplingParams,
+        prompt: int,
+        rows: int,
+        answer: int,
+        own: int,
+        negative: int = 0,
     ) -> dict[str, int]:
-        """Pages that `rows` particles are likely to hold: of an answer of so many tokens each but the first has `own` for itself."""
+        """Pages that `rows` particles are likely to hold: of an answer of so many tokens each but the first has `own`
+        for itself."""
         rounds, begins = self.round_pages(config, rows, params.guided_sides), self._prompts(params, prompt, negative)
         held = self._sequences(params, answer + own * (rows - 1))
         # Rows of exact decoding share all but what has not been confirmed.
@@ -201,8 +221,8 @@ class Exact(DraftTargetDecoding):
 
 
 class Rejection(Exact):
-    """The draft's draws are kept or replaced, so that the target's law comes out: `smc.algorithm.rejection`. Its answers depend on how many
-    chains there are, so there are always as many as were asked for."""
+    """The draft's draws are kept or replaced, so that the target's law comes out: `smc.algorithm.rejection`. Its
+    answers depend on how many chains there are, so there are always as many as were asked for."""
 
     kind = Kind.CHAINS
     elastic = False
@@ -210,8 +230,8 @@ class Rejection(Exact):
     def most_pages(
         self, config: EngineConfig, params: SamplingParams, prompt: int, rows: int | None = None, negative: int = 0
     ) -> dict[str, int]:
-        # In look-ahead, chains that are equal go on from pages of their own as long as all are right; what the last round that was read
-        # has left of the others is not more than it was given.
+        # In look-ahead, chains that are equal go on from pages of their own as long as all are right; what the last
+        # round that was read has left of the others is not more than it was given.
         chains = self.rows(params)
         rounds, copies = self.round_pages(config, chains, params.guided_sides), chains if config.lookahead else 1
         begins, answers = self._prompts(params, prompt, negative), self._sequences(params, copies * params.max_tokens)
@@ -238,7 +258,8 @@ class SingleModelDecoding(Decoding):
 
 
 class Rescoring(Decoding):
-    """The answer has been drawn, and runs through the target once more, for what else could have stood there: in no round, and no slot."""
+    """The answer has been drawn, and runs through the target once more, for what else could have stood there: in no
+    round, and no slot."""
 
     program, sides, first = Program.TARGET, ("target",), "target"
 
@@ -256,7 +277,14 @@ class Rescoring(Decoding):
         return length - 1
 
     def expected_pages(
-        self, config: EngineConfig, params: SamplingParams, prompt: int, rows: int, answer: int, own: int, negative: int = 0
+        self,
+        config: EngineConfig,
+        params: SamplingParams,
+        prompt: int,
+        rows: int,
+        answer: int,
+        own: int,
+        negative: int = 0,
     ) -> dict[str, int]:
         begins, answers = self._prompts(params, prompt, negative), self._sequences(params, answer)
         return {side: begins[side] + answers[side] for side in self.sides}

@@ -1,8 +1,8 @@
-"""How much memory a request is likely to hold: learnt from how long answers get, and from how much of them particles hold in common.
+"""How much memory a request is likely to hold: learnt from how long answers get, and from how much of them particles
+hold in common.
 
-Both are averages over all requests of an engine. Of what groups hold, only sums are known without walking through their pages, and sums
-are what admission needs: a pool does not ask who fills it.
-"""
+Both are averages over all requests of an engine. Of what groups hold, only sums are known without walking through their
+pages, and sums are what admission needs: a pool does not ask who fills it."""
 
 from __future__ import annotations
 
@@ -18,27 +18,32 @@ from smc.scheduler.sequence_group import Phase, SequenceGroup
 from smc.scheduler.slots import Slots
 
 LEARNING = 0.1
-"""Weight of the newest answer in the average of how long answers get, and of the newest count in that of what particles share."""
+"""Weight of the newest answer in the average of how long answers get, and of the newest count in that of what particles
+share."""
 OWN_TOKENS = 64
-"""Tokens at the end of its past that a particle shares with no other, as a rule. Whether it shares those before is learnt."""
+"""Tokens at the end of its past that a particle shares with no other, as a rule. Whether it shares those before is
+learnt."""
 COUNT_EVERY = 16
 """Steps between two counts of what is held."""
 
 
 class PageForecast:
-    """What is expected of requests that come, and of those that have been admitted: in `Memory`, whose books it keeps up."""
+    """What is expected of requests that come, and of those that have been admitted: in `Memory`, whose books it keeps
+    up."""
 
     def __init__(self, config: EngineConfig, slots: Slots, memory: KVCacheManager) -> None:
         self.config, self.slots, self.memory = config, slots, memory
         self.answer_share = 1.0
         """Share of the longest answer that answers have, on average."""
         self._old = self._own = 0.0
-        """Tokens further back than `OWN_TOKENS` of all particles but one a group; and how many of them they hold for themselves."""
+        """Tokens further back than `OWN_TOKENS` of all particles but one a group; and how many of them they hold for
+        themselves."""
         self._steps = 0
 
     @property
     def own_share(self) -> float:
-        """Share of its past further back than `OWN_TOKENS` that a particle shares with no other: 0 as long as nothing is known."""
+        """Share of its past further back than `OWN_TOKENS` that a particle shares with no other: 0 as long as nothing
+        is known."""
         return self._own / self._old if self._old else 0.0
 
     def pages(
@@ -56,19 +61,24 @@ class PageForecast:
         else:
             length = int(self.slots.length_S[group.slots].max(initial=0))
         if group.answer is not None:
-            return group.decoding.expected_pages(self.config, group.params, group.prompt_size, 0, length, 0, group.negative_size)
+            return group.decoding.expected_pages(
+                self.config, group.params, group.prompt_size, 0, length, 0, group.negative_size
+            )
         return self.pages(group.decoding, group.params, group.prompt_size, group.rows, length, group.negative_size)
 
     def expect(self, group: SequenceGroup) -> None:
         """Of one that is admitted, or goes on."""
-        self.memory.expect(group.number, self.of(group), group.decoding.round_pages(self.config, group.rows, group.params.guided_sides))
+        self.memory.expect(
+            group.number, self.of(group), group.decoding.round_pages(self.config, group.rows, group.params.guided_sides)
+        )
 
     def learn_answer(self, share: float) -> None:
         """An answer is complete, and has this share of its longest."""
         self.answer_share += LEARNING * (share - self.answer_share)
 
     def follow(self, admitted: Sequence[SequenceGroup]) -> None:
-        """Once a step. Now and then, count what is held, and correct what is expected of those that have been admitted."""
+        """Once a step. Now and then, count what is held, and correct what is expected of those that have been
+        admitted."""
         self._steps += 1
         if self._steps % COUNT_EVERY:
             return
@@ -77,7 +87,8 @@ class PageForecast:
             self.expect(group)
 
     def count(self, running: Sequence[SequenceGroup]) -> None:
-        """Learn from what the particles of running groups hold: on each side all pages grown, less one path a group, less `OWN_TOKENS`.
+        """Learn from what the particles of running groups hold: on each side all pages grown, less one path a group,
+        less `OWN_TOKENS`.
 
         Of exact decoding, only the path counts: its rows share all but what has not been confirmed.
         """

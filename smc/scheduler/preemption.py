@@ -1,4 +1,5 @@
-"""Pages for rounds, and who gives way where there are too few: first particles that may go, then the youngest request."""
+"""Pages for rounds, and who gives way where there are too few: first particles that may go, then the youngest
+request."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from smc.scheduler.tree_policy import ParticlePolicy
 class Preemption:
     """`policy` decides how many particles requests of SMC are left where memory is short."""
 
-    def __init__(self, registry: RequestRegistry, starts: PrefillManager, reports: ResultReporter, policy: ParticlePolicy) -> None:
+    def __init__(
+        self, registry: RequestRegistry, starts: PrefillManager, reports: ResultReporter, policy: ParticlePolicy
+    ) -> None:
         self._registry, self._starts, self._reports, self._policy = registry, starts, reports, policy
         self._config, self._memory = starts.config, starts.memory
         self._shrinks = 0
@@ -31,10 +34,13 @@ class Preemption:
         return count
 
     def provide(self, wanting: list[SequenceGroup]) -> list[tuple[SequenceGroup, RoundPages]]:
-        """Pages for a round of each group, oldest first. Who gets none is left out; if nobody could go on then, somebody gives way."""
+        """Pages for a round of each group, oldest first. Who gets none is left out; if nobody could go on then,
+        somebody gives way."""
         wanting = sorted(wanting, key=attrgetter("number"))
         given = self._give(wanting)
-        while len(given) < len(wanting) and (self._reports.report_ended() or (not given and self._make_room(wanting[0]))):
+        while len(given) < len(wanting) and (
+            self._reports.report_ended() or (not given and self._make_room(wanting[0]))
+        ):
             wanting = [group for group in wanting if group in self._registry.admitted]
             left_out = [group for group in wanting if group not in [g for g, _ in given]]
             given += self._give(left_out)
@@ -68,8 +74,9 @@ class Preemption:
                 self._shrinks += 1
 
     def _make_room(self, first: SequenceGroup) -> bool:
-        """Nothing is on its way that would free pages, and not even the first group has enough: the youngest of those that hold pages
-        where they are short gives up its own. False: something is, or there are older ones, which are not ready for a round yet."""
+        """Nothing is on its way that would free pages, and not even the first group has enough: the youngest of those
+        that hold pages where they are short gives up its own. False: something is, or there are older ones, which are
+        not ready for a round yet."""
         admitted = self._registry.admitted
         if any(group.in_flight for group in admitted):
             return False

@@ -1,15 +1,15 @@
-"""How many tokens of prompts a step may ask for: by what chunks and rounds have been seen to take. Knows nothing about requests.
+"""How many tokens of prompts a step may ask for: by what chunks and rounds have been seen to take. Knows nothing about
+requests.
 
-Prompts beside rounds take turns with them on the models. Rounds earn them time, `prefill_share` of what the rounds take themselves; a
-chunk is asked for when what it is going to take has been earned. So a round is, in the mean, at most 1 + `prefill_share` times as long
-as it would be alone, whatever chunks cost.
+Prompts beside rounds take turns with them on the models. Rounds earn them time, `prefill_share` of what the rounds take
+themselves; a chunk is asked for when what it is going to take has been earned. So a round is, in the mean, at most 1 +
+`prefill_share` times as long as it would be alone, whatever chunks cost.
 
 Which entry of the workers' stop tables a request's stop machine has: requests that end alike share one.
 
-How a group comes to run and to stop running: memory and slots claimed, prompts asked for, particles handed to the models
-(`smc.scheduler.handoff`), and all given back. A group that is taken up again comes the same way, with the record of its particles
-in place of a prompt's first tokens.
-"""
+How a group comes to run and to stop running: memory and slots claimed, prompts asked for, particles handed to the
+models (`smc.scheduler.handoff`), and all given back. A group that is taken up again comes the same way, with the record
+of its particles in place of a prompt's first tokens."""
 
 from __future__ import annotations
 
@@ -31,9 +31,11 @@ from smc.scheduler.sequence_group import Phase, SequenceGroup
 from smc.stops import StopMachine, TokenBytes
 
 LEAST = 256
-"""Tokens of a chunk beside rounds, where prompts have as many left: a pass of fewer takes hardly less time, for it reads all weights."""
+"""Tokens of a chunk beside rounds, where prompts have as many left: a pass of fewer takes hardly less time, for it
+reads all weights."""
 IN_FLIGHT = 2
-"""Chunks of a model that are asked for before the one before them has been run. More would be in the way of whoever comes next."""
+"""Chunks of a model that are asked for before the one before them has been run. More would be in the way of whoever
+comes next."""
 
 Spans = Mapping[str, tuple[int, int]]
 """What was done, and when it began and ended, nanoseconds; the passes of models have the names of their sides."""
@@ -46,7 +48,9 @@ class PrefillBudget:
         self._most, self._share = config.prefill_chunk, config.prefill_share
         # In look-ahead models work side by side, in lockstep one after the other.
         self._together = max if config.lookahead else sum
-        self._flights: dict[str, deque[tuple[int, Pending[PromptResult[np.ndarray]]]]] = {side: deque() for side in SIDES}
+        self._flights: dict[str, deque[tuple[int, Pending[PromptResult[np.ndarray]]]]] = {
+            side: deque() for side in SIDES
+        }
         self._cost = dict.fromkeys(SIDES, 0.0)
         """Seconds of a token in the chunk that was run last, of at least `LEAST` tokens."""
         self._earned = 0.0
@@ -60,7 +64,8 @@ class PrefillBudget:
         return self._share is not None
 
     def most(self, beside: bool) -> int:
-        """Tokens of each model that may be asked for now; `beside`: groups are in rounds. Waits while too many chunks are on their way."""
+        """Tokens of each model that may be asked for now; `beside`: groups are in rounds. Waits while too many chunks
+        are on their way."""
         self.settle(IN_FLIGHT - 1)
         if self._share is None or not beside:
             return self._most
@@ -84,7 +89,9 @@ class PrefillBudget:
         for side, chunks in asked.items():
             self._flights[side].extend(chunks)
         if beside:
-            took = self._together(sum(max(tokens, LEAST) for tokens, _ in asked[side]) * self._cost[side] for side in SIDES)
+            took = self._together(
+                sum(max(tokens, LEAST) for tokens, _ in asked[side]) * self._cost[side] for side in SIDES
+            )
             # What was asked for beyond what had been earned is owed, but for more than a chunk.
             self._earned = max(-LEAST * self._together(self._cost.values()), self._earned - took)
 
@@ -139,7 +146,9 @@ class StopEntries:
 class PrefillManager:
     """Groups between the queue and their rounds."""
 
-    def __init__(self, expectation: PageForecast, workers: Mapping[str, Worker], pair: RoundExecutor, token_bytes: TokenBytes) -> None:
+    def __init__(
+        self, expectation: PageForecast, workers: Mapping[str, Worker], pair: RoundExecutor, token_bytes: TokenBytes
+    ) -> None:
         self.config, self.slots, self.memory = expectation.config, expectation.slots, expectation.memory
         self.workers = workers
         self.prefixes = PrefixReuse(self.config, self.slots, self.memory)
@@ -233,12 +242,16 @@ class PrefillManager:
         for start in [start for start in self._starts if start.asked and start.group.answer is not None]:
             group, found = start.group, []
             for result, at in [(pending.result(), at) for pending, at in start.tops]:
-                token_YK, logp_YK = (top_YK[at, : group.params.top_logprobs] for top_YK in (result.top_YK, result.top_logp_YK))
+                token_YK, logp_YK = (
+                    top_YK[at, : group.params.top_logprobs] for top_YK in (result.top_YK, result.top_logp_YK)
+                )
                 if np.isnan(logp_YK).any():
                     group.fail("target")
                 # What is outside of the law comes last.
                 count_Y = (logp_YK > -np.inf).sum(1)
-                found += [tuple(zip(*row[:2]))[: row[2]] for row in zip(token_YK.tolist(), logp_YK.tolist(), count_Y.tolist())]
+                found += [
+                    tuple(zip(*row[:2]))[: row[2]] for row in zip(token_YK.tolist(), logp_YK.tolist(), count_Y.tolist())
+                ]
             group.top_logprobs = tuple(found)
 
     def forget(self, side: str) -> None:
@@ -268,10 +281,13 @@ class PrefillManager:
         group.needs = None
 
     def change(self, group: SequenceGroup, decoding: Decoding, rows: int) -> bool:
-        """Let a running group of exact decoding go on by another decoding, from what has been confirmed: what a model has of that and still
-        needs stays where it is, the rest is run as if the group was taken up again. False if there are not enough slots, or pages."""
+        """Let a running group of exact decoding go on by another decoding, from what has been confirmed: what a model
+        has of that and still needs stays where it is, the rest is run as if the group was taken up again. False if
+        there are not enough slots, or pages."""
         record = record_of(group, self.slots)
-        expected = self._expectation.pages(decoding, group.params, group.prompt_size, rows, int(record["length_S"][0]), group.negative_size)
+        expected = self._expectation.pages(
+            decoding, group.params, group.prompt_size, rows, int(record["length_S"][0]), group.negative_size
+        )
         new = {side: pages for side, pages in expected.items() if side not in group.decoding.sides}
         if (rows - len(group.slots)) * group.params.slots_per_row > self.slots.num_free or not self.memory.admits(new):
             return False
@@ -321,19 +337,23 @@ class PrefillManager:
         group.lives += 1
 
     def grant(self, group: SequenceGroup) -> None:
-        """Let the next round bring the particles that the caller has asked for: if no other change is under way, and there are slots. Who
-        has had no round yet begins with fewer at once."""
+        """Let the next round bring the particles that the caller has asked for: if no other change is under way, and
+        there are slots. Who has had no round yet begins with fewer at once."""
         if group.phase is Phase.PREFILL and group.saved is None and (group.wish or group.count) < group.count:
             self._begin_with(group, group.decoding, group.wish)
         if group.phase is not Phase.RUNNING or group.wanted is not None:
             return
         if group.wish == group.count:
             group.wish = None
-        elif group.wish is not None and (group.wish - len(group.slots)) * group.params.slots_per_row <= self.slots.num_free:
+        elif (
+            group.wish is not None
+            and (group.wish - len(group.slots)) * group.params.slots_per_row <= self.slots.num_free
+        ):
             self.resize(group, group.wish)
 
     def resize(self, group: SequenceGroup, particles: int) -> None:
-        """The group shall have so many particles after its next round, by an unbiased choice; slots for more are claimed now."""
+        """The group shall have so many particles after its next round, by an unbiased choice; slots for more are
+        claimed now."""
         group.wanted = particles
         more = particles - len(group.slots)
         if more <= 0:

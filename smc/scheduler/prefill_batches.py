@@ -1,9 +1,10 @@
-"""Runs what groups start from through the models, a chunk at a time: prompts, and the answers of groups that are taken up again.
+"""Runs what groups start from through the models, a chunk at a time: prompts, and the answers of groups that are taken
+up again.
 
-Sequences of a group share the pages of what they have in common. A prompt is run once per model; when its last chunk has been asked
-for, so have the first tokens of all particles, drawn from the target independently (design section 2). Nothing here waits: a chunk is
-asked for beside the rounds of other groups, and what it draws is read when those have been asked for, too.
-"""
+Sequences of a group share the pages of what they have in common. A prompt is run once per model; when its last chunk
+has been asked for, so have the first tokens of all particles, drawn from the target independently (design section 2).
+Nothing here waits: a chunk is asked for beside the rounds of other groups, and what it draws is read when those have
+been asked for, too."""
 
 from __future__ import annotations
 
@@ -82,8 +83,8 @@ def allocate_from_cache(
 ) -> list[PromptRow]:
     """Pages for sequences that all begin with the `cached` (positions, page); what they have in common they share.
 
-    `loose` are as many as `count_pages` says, less the cached ones. The last page of every sequence is held once, by whoever asked.
-    """
+    `loose` are as many as `count_pages` says, less the cached ones. The last page of every sequence is held once, by
+    whoever asked."""
     ledger = memory.ledgers[side]
     rows: list[PromptRow] = []
     for i, tokens_L in enumerate(sequences):
@@ -111,7 +112,8 @@ def common_length(one_L: np.ndarray, other_L: np.ndarray) -> int:
 def prefill_step(
     starts: list[PrefillRequest], worker: Worker, side: str, chunk: int
 ) -> list[tuple[int, Pending[PromptResult[np.ndarray]]]]:
-    """Ask for up to `chunk` tokens of one side, oldest request first. Returns what was asked for: tokens, and what comes of them."""
+    """Ask for up to `chunk` tokens of one side, oldest request first. Returns what was asked for: tokens, and what
+    comes of them."""
     asked: list[tuple[int, Pending[PromptResult[np.ndarray]]]] = []
     plain: list[tuple[PromptRow, int]] = []
     drawing: list[PrefillRequest] = []
@@ -168,8 +170,9 @@ def _part_of_answer(
     plain: list[tuple[PromptRow, int]],
     rescoring: list[tuple[PrefillRequest, int]],
 ) -> int:
-    """What is asked for next of an answer that is rescored: of what comes before it, in `plain`, or if all of that can be, in `rescoring`:
-    with as many of its tokens, of all rows alike, as there is room for. Returns how many tokens this is."""
+    """What is asked for next of an answer that is rescored: of what comes before it, in `plain`, or if all of that can
+    be, in `rescoring`: with as many of its tokens, of all rows alike, as there is room for. Returns how many tokens
+    this is."""
     if not rows or not chunk:
         return 0
     answer, before = _answer_size(start), _before_answer(start, rows)
@@ -190,7 +193,10 @@ def _part_of_answer(
 def _answer_parts(rescoring: list[tuple[PrefillRequest, int]]) -> list[tuple[PromptRow, int]]:
     """Rows that are asked about, then those that guide them, each with what comes before the answer."""
     parts = [
-        (start.rows[lane], start, count) for lane in ("target", COMPANIONS["target"]) for start, count in rescoring if lane in start.rows
+        (start.rows[lane], start, count)
+        for lane in ("target", COMPANIONS["target"])
+        for start, count in rescoring
+        if lane in start.rows
     ]
     return [(rows[0], _before_answer(start, rows)[0] + count) for rows, start, count in parts]
 
@@ -218,7 +224,10 @@ def _batch(parts: list[tuple[PromptRow, int]], draws: Draws | None = None, tops:
 
 
 def _tops(rescoring: list[tuple[PrefillRequest, int]]) -> Tops:
-    groups, guided = [start.group for start, _ in rescoring], [count for start, count in rescoring if start.group.params.guided]
+    groups, guided = (
+        [start.group for start, _ in rescoring],
+        [count for start, count in rescoring if start.group.params.guided],
+    )
     is_biased = [bool(g.params.logit_bias or g.params.min_tokens) for g in groups]
     return Tops(
         law=Population(groups).target_law,
@@ -255,4 +264,7 @@ def _guidance(groups: list[SequenceGroup]) -> dict[str, np.ndarray]:
         return {}
     row_R = np.arange(len(groups))
     companion_R = np.where(guided, len(groups) + np.cumsum(guided) - 1, row_R)
-    return {"companion_R": companion_R.astype(np.int32), "scale_R": np.array([g.params.guidance_scale for g in groups], dtype=np.float32)}
+    return {
+        "companion_R": companion_R.astype(np.int32),
+        "scale_R": np.array([g.params.guidance_scale for g in groups], dtype=np.float32),
+    }

@@ -1,6 +1,5 @@
-"""What groups start from, and what of it the prefix caches have: pages for prompts, and for the answers of groups that are taken up again;
-and what is cached of them for those that come later.
-"""
+"""What groups start from, and what of it the prefix caches have: pages for prompts, and for the answers of groups that
+are taken up again; and what is cached of them for those that come later."""
 
 from __future__ import annotations
 
@@ -25,7 +24,8 @@ class PrefixReuse:
         self.config, self.slots, self.memory = config, slots, memory
 
     def has_room(self, group: SequenceGroup) -> bool:
-        """Whether it could start if all that is cached made room, or was its own; what is cached of it is not looked up for that."""
+        """Whether it could start if all that is cached made room, or was its own; what is cached of it is not looked up
+        for that."""
         memory = self.memory
         if group.needs is None:
             group.needs = {lane: len(group.prompt_of(lane)) for lane in group.lanes}
@@ -48,7 +48,8 @@ class PrefixReuse:
             for lane, of_lane in sequences.items():
                 memory.count_match(side_of(lane), len(of_lane[0]), cached[lane][0])
             return {
-                lane: allocate_from_cache(memory, side_of(lane), of_lane, cached[lane], loose[lane]) for lane, of_lane in sequences.items()
+                lane: allocate_from_cache(memory, side_of(lane), of_lane, cached[lane], loose[lane])
+                for lane, of_lane in sequences.items()
             }
         except OutOfPages:
             return None
@@ -58,7 +59,8 @@ class PrefixReuse:
                 memory.ledgers[side_of(lane)].release([page])
 
     def plant_again(self, start: PrefillRequest) -> None:
-        """Where more is cached by now of what a start begins with, of which nothing has been asked for, that takes its own pages' place."""
+        """Where more is cached by now of what a start begins with, of which nothing has been asked for, that takes its
+        own pages' place."""
         group, memory = start.group, self.memory
         assert group.needs is not None
         for lane, rows in start.rows.items():
@@ -68,7 +70,9 @@ class PrefixReuse:
                 self._release(lane, rows)
                 # Nobody shares what has not been run: more than these have just become free.
                 loose = memory.allocate({side: group.needs[lane] - count})
-                start.rows[lane] = allocate_from_cache(memory, side, self._sequences(group, lane), (count, page), loose[side])
+                start.rows[lane] = allocate_from_cache(
+                    memory, side, self._sequences(group, lane), (count, page), loose[side]
+                )
                 memory.count_match(side, 0, count - rows[0].known)
             memory.ledgers[side].release([page])
         if group.saved is None:
@@ -77,8 +81,9 @@ class PrefixReuse:
     def carry(
         self, group: SequenceGroup, decoding: Decoding, places: int, record: dict[str, np.ndarray]
     ) -> dict[str, list[PromptRow]] | None:
-        """Rows of a running group's confirmed sequence, for another decoding: those of a side that had a part in it already are there as a
-        whole. None if there are too few pages for the others. Those of sides that have no part in it any more are cached."""
+        """Rows of a running group's confirmed sequence, for another decoding: those of a side that had a part in it
+        already are there as a whole. None if there are too few pages for the others. Those of sides that have no part
+        in it any more are cached."""
         memory, slot = self.memory, int(group.living(self.slots)[0])
         answer, lanes = record["tokens_SL"][0, : int(record["length_S"][0]) - 1], group.lanes_by(decoding)
         either = dict.fromkeys((*group.lanes, *lanes))
@@ -93,7 +98,10 @@ class PrefixReuse:
         except OutOfPages:
             return None
         else:
-            rows = {lane: allocate_from_cache(memory, side_of(lane), [sequences[lane]], cached[lane], loose[lane]) for lane in new}
+            rows = {
+                lane: allocate_from_cache(memory, side_of(lane), [sequences[lane]], cached[lane], loose[lane])
+                for lane in new
+            }
         finally:
             for lane, (_, page) in cached.items():
                 memory.ledgers[side_of(lane)].release([page])
@@ -123,7 +131,8 @@ class PrefixReuse:
         return keys[0] if keys else None
 
     def awaits(self, start: PrefillRequest, earlier: list[PrefillRequest]) -> bool:
-        """Whether one of those before it is about to run what this one begins with, too. What has been asked for is cached."""
+        """Whether one of those before it is about to run what this one begins with, too. What has been asked for is
+        cached."""
         group = start.group
         for other in [] if start.begun else earlier:
             for lane in set(start.rows) & set(other.rows):
@@ -146,7 +155,9 @@ class PrefixReuse:
     def remember_prompt(self, group: SequenceGroup, rows: dict[str, list[PromptRow]]) -> None:
         """Cache the prompts, for which the rows of every lane have been run."""
         for lane, of_lane in rows.items():
-            self.memory.remember(side_of(lane), self._keys(group, lane), of_lane[0].pages_L[: len(group.prompt_of(lane))])
+            self.memory.remember(
+                side_of(lane), self._keys(group, lane), of_lane[0].pages_L[: len(group.prompt_of(lane))]
+            )
 
     def remember_answer(self, group: SequenceGroup, particle: int, tokens: tuple[int, ...]) -> None:
         """Cache what the models have computed of a group's answer."""
@@ -189,13 +200,18 @@ class PrefixReuse:
         return group.keys[kind]
 
     def _sequences(self, group: SequenceGroup, lane: str) -> list[np.ndarray]:
-        """What is to have keys and values in a lane: its prompt, and of a group that is taken up again all but pending tokens."""
+        """What is to have keys and values in a lane: its prompt, and of a group that is taken up again all but pending
+        tokens."""
         prompt, side = np.array(group.prompt_of(lane), dtype=np.int64), side_of(lane)
         if group.saved is None:
             return [prompt]
         held, sequences = group.decoding.held_tokens, []
-        for tokens_L, length, block, ended in zip(*(group.saved[name] for name in ("tokens_SL", "length_S", "block_S", "ended_S"))):
-            count = held(self.config, side, length=int(length), block=int(block), ended=bool(ended), rounds=group.rounds)
+        for tokens_L, length, block, ended in zip(
+            *(group.saved[name] for name in ("tokens_SL", "length_S", "block_S", "ended_S"))
+        ):
+            count = held(
+                self.config, side, length=int(length), block=int(block), ended=bool(ended), rounds=group.rounds
+            )
             sequences.append(np.concatenate((prompt, tokens_L[:count])))
         return sequences
 

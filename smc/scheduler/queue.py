@@ -1,4 +1,5 @@
-"""Who waits, and who runs out of time: requests in the orders that a step needs, kept up as they come and go, so that none is searched.
+"""Who waits, and who runs out of time: requests in the orders that a step needs, kept up as they come and go, so that
+none is searched.
 
 Which requests there are, and where each of them stands: it waits, or holds slots and pages, or takes part in rounds.
 """
@@ -17,7 +18,8 @@ from smc.scheduler.slots import Slots
 
 
 class RequestQueue:
-    """Groups that wait, the next one first: those that have been preempted, then the others, each in order of submission."""
+    """Groups that wait, the next one first: those that have been preempted, then the others, each in order of
+    submission."""
 
     def __init__(self) -> None:
         self._groups: list[SequenceGroup] = []

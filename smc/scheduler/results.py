@@ -28,7 +28,8 @@ from smc.scheduler.slots import Slots
 
 
 def draw_answer(group: SequenceGroup, slots: Slots, reason: FinishReason | None) -> tuple[int, tuple[int, ...]]:
-    """The drawn particle and its tokens. If `reason` ends it early: those that have been weighed, and whatever has been streamed."""
+    """The drawn particle and its tokens. If `reason` ends it early: those that have been weighed, and whatever has been
+    streamed."""
     if not group.has_particles:
         return 0, ()
     if reason in (FinishReason.ERROR, FinishReason.CANCELLED):
@@ -39,7 +40,9 @@ def draw_answer(group: SequenceGroup, slots: Slots, reason: FinishReason | None)
     return particle, _weighed(group, slots, reason, particle)
 
 
-def make_answer(group: SequenceGroup, slots: Slots, reason: FinishReason | None, particle: int, tokens: tuple[int, ...]) -> Answer:
+def make_answer(
+    group: SequenceGroup, slots: Slots, reason: FinishReason | None, particle: int, tokens: tuple[int, ...]
+) -> Answer:
     """For what has been drawn. How long it took is not known yet."""
     logp, matched, log_z = None, None, group.log_z
     if group.params.logprobs:
@@ -66,7 +69,9 @@ def make_answer(group: SequenceGroup, slots: Slots, reason: FinishReason | None,
     )
 
 
-def _particles(group: SequenceGroup, slots: Slots, reason: FinishReason | None, drawn: tuple[int, ...]) -> tuple[Particle, ...]:
+def _particles(
+    group: SequenceGroup, slots: Slots, reason: FinishReason | None, drawn: tuple[int, ...]
+) -> tuple[Particle, ...]:
     """What the answer `drawn` was drawn from; the answer itself where its method has no population."""
     if not drawn or reason in (FinishReason.ERROR, FinishReason.CANCELLED):
         return ()
@@ -108,7 +113,9 @@ logger = logging.getLogger(__name__)
 class ResultReporter:
     """Outputs, until they are taken."""
 
-    def __init__(self, registry: RequestRegistry, expectation: PageForecast, prefixes: PrefixReuse, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, registry: RequestRegistry, expectation: PageForecast, prefixes: PrefixReuse, clock: Callable[[], float]
+    ) -> None:
         self._registry, self._expectation, self._prefixes, self._clock = registry, expectation, prefixes, clock
         self._slots = expectation.slots
         self._ready: list[tuple[int, Output]] = []
@@ -143,8 +150,8 @@ class ResultReporter:
         return bool(ended)
 
     def finish(self, group: SequenceGroup, reason: FinishReason | None) -> None:
-        """The final draw, the last Output, and everything the group held given back. `reason` None: it is complete. An answer that is asked
-        for with what else could have stood there is rescored first."""
+        """The final draw, the last Output, and everything the group held given back. `reason` None: it is complete. An
+        answer that is asked for with what else could have stood there is rescored first."""
         particle, tokens = draw_answer(group, self._slots, reason)
         if reason is None:
             self._prefixes.remember_answer(group, particle, tokens)
@@ -176,5 +183,7 @@ class ResultReporter:
     def _answer(self, group: SequenceGroup, answer: Answer) -> None:
         now = self._clock()
         answer = replace(answer, seconds=now - group.submitted, times=group.times(now))
-        self._ready.append((group.number, Output(group.id, answer.tokens[group.streamed :], group.stream.finish(answer.text), answer)))
+        self._ready.append(
+            (group.number, Output(group.id, answer.tokens[group.streamed :], group.stream.finish(answer.text), answer))
+        )
         self._registry.release(group)

@@ -4,12 +4,14 @@ Axes: A slots of all groups, G groups.
 
 Companions of guided groups on the scheduler's side: what a round is told of them, and how their pages follow it.
 
-A particle's companion is in a slot of its own, of which only heads and what is held count, at the sides that are guided. In a round every
-page that the particle is given there has one for the companion beside it, so the particle's lineage says what becomes of either.
+A particle's companion is in a slot of its own, of which only heads and what is held count, at the sides that are
+guided. In a round every page that the particle is given there has one for the companion beside it, so the particle's
+lineage says what becomes of either.
 
 Axes: A places of a batch, G groups, H guided ones, U companions of a batch, W pages of a place, T pages.
 
-The plan of a round: all of it that does not depend on what a model says, of groups as they are known to be when it is asked for.
+The plan of a round: all of it that does not depend on what a model says, of groups as they are known to be when it is
+asked for.
 
 Axes: A places of a batch, G groups, C chains, Q tokens of a block.
 """
@@ -37,7 +39,9 @@ from smc.scheduler.slots import Slots
 class Population:
     """The slots of several groups, one group after another: A slots in all."""
 
-    def __init__(self, groups: Sequence[SequenceGroup], members: Sequence[tuple[np.ndarray, np.ndarray]] | None = None) -> None:
+    def __init__(
+        self, groups: Sequence[SequenceGroup], members: Sequence[tuple[np.ndarray, np.ndarray]] | None = None
+    ) -> None:
         """`members`: slots and particles of every group, where they are not what the groups have now."""
         self.groups = list(groups)
         self._members = members or [(g.slots, g.particles) for g in self.groups]
@@ -109,16 +113,22 @@ RoundPages = dict[str, np.ndarray]
 
 
 def room(count: int, places: int) -> int:
-    """For so many companions in a round of so many places. Few sizes: a round pays for at most twice what is guided, and never for more
-    than all of it."""
+    """For so many companions in a round of so many places. Few sizes: a round pays for at most twice what is guided,
+    and never for more than all of it."""
     return min(1 << (count - 1).bit_length(), places)
 
 
 def plan_unconditional_rows(
-    side: str, population: Population, pages: list[RoundPages], places: int, shared_G: np.ndarray, slots: Slots, dummy: int
+    side: str,
+    population: Population,
+    pages: list[RoundPages],
+    places: int,
+    shared_G: np.ndarray,
+    slots: Slots,
+    dummy: int,
 ) -> UnconditionalRows[np.ndarray] | None:
-    """Of the groups of a round of so many places that are guided at a side; None: there are none. `shared`: of the groups themselves;
-    `dummy`: the slot of padding."""
+    """Of the groups of a round of so many places that are guided at a side; None: there are none. `shared`: of the
+    groups themselves; `dummy`: the slot of padding."""
     groups, group_A, lane = population.groups, population.group_A, COMPANIONS[side]
     guided_G = np.array([lane in given for given in pages])
     if not guided_G.any():
@@ -150,15 +160,17 @@ def remap_unconditional_rows(
     lineage: Lineage[np.ndarray],
     pages: list[RoundPages],
 ) -> None:
-    """At a side, of whose pool the ledger is, companions of a population's particles descend from those of the particles in slots `source`,
-    by the pages beside those of the particles' own `lineage`."""
+    """At a side, of whose pool the ledger is, companions of a population's particles descend from those of the
+    particles in slots `source`, by the pages beside those of the particles' own `lineage`."""
     lane = COMPANIONS[side]
     is_guided_A = np.array([lane in given for given in pages])[population.group_A]
     if not is_guided_A.any():
         return
     guided = [given for given in pages if lane in given]
     own_T, theirs_T = (np.concatenate([given[name] for given in guided]) for name in (side, lane))
-    path_AW, kept_A, dropped_A = (values_A[is_guided_A] for values_A in (lineage.path_AW, lineage.kept_A, lineage.dropped_A))
+    path_AW, kept_A, dropped_A = (
+        values_A[is_guided_A] for values_A in (lineage.path_AW, lineage.kept_A, lineage.dropped_A)
+    )
     order_T = np.argsort(own_T)
     # What is not kept may be any page.
     at_AW = np.searchsorted(own_T, path_AW, sorter=order_T).clip(max=len(own_T) - 1)
@@ -190,8 +202,8 @@ class RoundPlanner:
         width: int,
         branches: Callable[[int, int], int] | None = None,
     ) -> None:
-        """`width`: positions of the models' block tables. `branches`: F of a round of so many places and tokens of context whose groups all
-        are decoded exactly, by the walk, up to the config's, which others have."""
+        """`width`: positions of the models' block tables. `branches`: F of a round of so many places and tokens of
+        context whose groups all are decoded exactly, by the walk, up to the config's, which others have."""
         self.config, self.slots, self.decoding = config, slots, decoding
         self.shape, self.width = decoding.shape(config), width
         self._branches = branches
@@ -207,14 +219,20 @@ class RoundPlanner:
         # What the host knows of an earlier round stays true: all particles to come are copies of these.
         shared_G = prompt_G + np.minimum([g.committed for g in groups], population.least(length_A) - 1)
         longest_G = np.maximum(prompt_G, [g.negative_size for g in groups])
-        columns = int((longest_G + population.largest(length_A) + stride * (flying_G + 1)).max()) + self.config.block + 2
+        columns = (
+            int((longest_G + population.largest(length_A) + stride * (flying_G + 1)).max()) + self.config.block + 2
+        )
         columns = min(columns, self.width)
-        own = {side: np.concatenate([given[side] for given in pages]).reshape(total, -1) for side in self.decoding.sides}
+        own = {
+            side: np.concatenate([given[side] for given in pages]).reshape(total, -1) for side in self.decoding.sides
+        }
         begun = own["draft"] if "draft" in own else own["target"]
         decide = self._branches if all(g.elastic for g in groups) else None
         branches = decide(places, int(shared_G.sum())) if decide else shape.branches
         # Pages of branches that there are not come back with those of branches that are not taken.
-        branches_XB = begun[:, shape.begin : shape.begin + branches * shape.branch].reshape(total * branches, shape.branch)
+        branches_XB = begun[:, shape.begin : shape.begin + branches * shape.branch].reshape(
+            total * branches, shape.branch
+        )
         count_G = np.array([g.count for g in groups])
         draws_G = np.array([g.count if g.wanted is None else g.wanted for g in groups])
         params = population.params
@@ -238,7 +256,9 @@ class RoundPlanner:
             particle_A=padded(population.particle_A, places, 0),
             seed_A=padded(population.seed_G[population.group_A], places, 0),
             round_A=padded(launched_G[population.group_A] + 1, places, 1),
-            alpha_A=padded(population.per_group([p.alpha for p in params], np.float64, 1.0)[population.group_A], places, 1.0),
+            alpha_A=padded(
+                population.per_group([p.alpha for p in params], np.float64, 1.0)[population.group_A], places, 1.0
+            ),
             first_G=padded(population.first_G.astype(np.int32), places, 0),
             size_G=padded(population.size_G.astype(np.int32), places, 0),
             count_G=padded(count_G.astype(np.int32), places, 0),

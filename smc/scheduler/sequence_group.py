@@ -54,8 +54,8 @@ class SequenceGroup:
     decoding: Decoding = field(init=False)
     """How it is decoded: of exact decoding by the pair, or by the target alone. It may change between two rounds."""
     turn: int | None = None
-    """Of exact decoding, if it shall be decoded in another way as soon as no round of it is under way: by the pair with a tree of so many
-    rows, or by the target alone: 0."""
+    """Of exact decoding, if it shall be decoded in another way as soon as no round of it is under way: by the pair with
+    a tree of so many rows, or by the target alone: 0."""
     most_rows: int = field(init=False)
     """That it may have: fewer than were asked for where there was too little memory for more."""
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(MEMORY))
@@ -130,7 +130,8 @@ class SequenceGroup:
         self.count = len(self.particles)
 
     def rescore(self, answer: Answer, record: dict[str, np.ndarray]) -> None:
-        """What is left to do for it, which holds neither slots nor pages: `record`, of the drawn particle, shall run through the target."""
+        """What is left to do for it, which holds neither slots nor pages: `record`, of the drawn particle, shall run
+        through the target."""
         self.answer, self.saved = answer, record
         self.decode_by(RESCORING)
         self.needs = None
@@ -138,7 +139,8 @@ class SequenceGroup:
 
     @property
     def asks_beyond_prompt(self) -> bool:
-        """What comes after its prompt is asked of its first model, whatever is cached: to draw first tokens, or to rescore."""
+        """What comes after its prompt is asked of its first model, whatever is cached: to draw first tokens, or to
+        rescore."""
         return self.saved is None or self.answer is not None
 
     def first_biases(self) -> list[tuple[int, float]]:
@@ -169,7 +171,8 @@ class SequenceGroup:
         return len(self.particles) if len(self.particles) else self.decoding.rows(self.params)
 
     def living(self, slots: Slots) -> np.ndarray:
-        """Its slots that stand for something of their own; of exact decoding one, since its rows differ in nothing that is confirmed."""
+        """Its slots that stand for something of their own; of exact decoding one, since its rows differ in nothing that
+        is confirmed."""
         slots_N = self.slots[: self.count]
         if not self.decoding.competes:
             return slots_N
@@ -192,8 +195,8 @@ class SequenceGroup:
 
     @property
     def elastic(self) -> bool:
-        """A policy says how many rows it has, and with what ahead. A guided request takes two positions for one, which costs are not known
-        of: its tree stays."""
+        """A policy says how many rows it has, and with what ahead. A guided request takes two positions for one, which
+        costs are not known of: its tree stays."""
         return decoding_of(self.params).elastic and not self.params.guided and self.answer is None
 
     @property

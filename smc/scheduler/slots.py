@@ -1,7 +1,9 @@
-"""Persistent slots: the record of every particle, as arrays indexed by slot. What decodes it is beside the models (smc/executor).
+"""Persistent slots: the record of every particle, as arrays indexed by slot. What decodes it is beside the models
+(smc/executor).
 
-A group claims its slots when it is admitted and holds them until it is finalised, or has fewer particles; resampling overwrites their
-content, never their ownership. Between rounds a particle has a block in flight, whose first token is already counted in its weight:
+A group claims its slots when it is admitted and holds them until it is finalised, or has fewer particles; resampling
+overwrites their content, never their ownership. Between rounds a particle has a block in flight, whose first token is
+already counted in its weight:
   lockstep    the seed
   look-ahead  [d_1..d_K], drafted while the block before it was being scored
 
@@ -24,7 +26,8 @@ class Slots:
     def __init__(self, count: int, width: int, chains: int = 0) -> None:
         self.tokens_SL = np.zeros((count, width), dtype=np.int32)
         self.logp_SL = np.full((count, width), np.nan, dtype=np.float32)
-        """Log-probability of every token under the target law, NaN where not known yet; kept up only for requests that ask."""
+        """Log-probability of every token under the target law, NaN where not known yet; kept up only for requests that
+        ask."""
         self.logq_SL = np.zeros((count, width), dtype=np.float32)
         """Log-probability under the proposal; of the block in flight, to take a group up again."""
         self.length_S = np.zeros(count, dtype=np.int32)
@@ -35,7 +38,8 @@ class Slots:
         self.ended_S = np.zeros(count, dtype=bool)
         """The last token is terminal: EOS, a stop, or the length cap."""
         self.head_S = {side: np.zeros(count, dtype=np.int32) for side in SIDES}
-        """Page of the last position whose keys and values a model has; it refers to that page and so to all before it."""
+        """Page of the last position whose keys and values a model has; it refers to that page and so to all before
+        it."""
         self.held_S = {side: np.zeros(count, dtype=np.int32) for side in SIDES}
         """Positions that a model has keys and values of, the prompt's included."""
         self.companion_S = np.full(count, -1, dtype=np.int32)
@@ -55,8 +59,8 @@ class Slots:
         return len(self._free_laws)
 
     def claim(self, count: int, guided: bool = False, *, chained: bool = False) -> np.ndarray:
-        """Slots for `count` particles of one request, int32; of a `guided` one with as many for companions, of a `chained` one with places
-        for laws. The caller has checked that there are enough."""
+        """Slots for `count` particles of one request, int32; of a `guided` one with as many for companions, of a
+        `chained` one with places for laws. The caller has checked that there are enough."""
         slots = self._claim(count)
         if guided:
             self.companion_S[slots] = self._claim(count)
@@ -98,9 +102,16 @@ class Slots:
                 self.head_S[side][held_X] = 0
 
     def descend(
-        self, side: str, ledger: PageAllocator, slot_X: np.ndarray, source_X: np.ndarray, lineage: Lineage[np.ndarray], given_T: np.ndarray
+        self,
+        side: str,
+        ledger: PageAllocator,
+        slot_X: np.ndarray,
+        source_X: np.ndarray,
+        lineage: Lineage[np.ndarray],
+        given_T: np.ndarray,
     ) -> None:
-        """At a side, what slots refer to goes on from what `source` did, all at once; of the `given` pages those not kept are free."""
+        """At a side, what slots refer to goes on from what `source` did, all at once; of the `given` pages those not
+        kept are free."""
         head_S, held_S = self.head_S[side], self.held_S[side]
         path_XW, kept_X, dropped_X = map(np.asarray, (lineage.path_AW, lineage.kept_A, lineage.dropped_A))
         before_X, after_X = head_S[slot_X], ledger.grow(ledger.ancestors(head_S[source_X], dropped_X), path_XW, kept_X)
@@ -130,7 +141,8 @@ class Slots:
         self.length_S[slots_X], self.ended_S[slots_X] = 1, ended_X
 
     def copy(self, dst_X: np.ndarray, src_X: np.ndarray) -> None:
-        """Each dst takes over the particle of src, all at once. Ownership stays; weights and pages are set elsewhere."""
+        """Each dst takes over the particle of src, all at once. Ownership stays; weights and pages are set
+        elsewhere."""
         width = int(self.length_S[src_X].max(initial=0))
         for array in (self.tokens_SL, self.logp_SL, self.logq_SL):
             array[dst_X, :width] = array[src_X, :width]

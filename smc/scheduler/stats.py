@@ -30,7 +30,8 @@ class SpecStats:
 
     @property
     def tokens_a_round(self) -> float | None:
-        """Confirmed by a pass of the target, on average: a round ends with the target's own draw, unless that had been drafted ahead."""
+        """Confirmed by a pass of the target, on average: a round ends with the target's own draw, unless that had been
+        drafted ahead."""
         return (self.accepted_tokens - self.hits) / self.rounds + 1 if self.rounds else None
 
     def count(self, accepted: int, block: int, rows: int, ahead: bool, hit: bool) -> None:
@@ -83,7 +84,8 @@ class EngineStats:
     """Rounds of requests of exact decoding in which nothing was drafted."""
 
     def count_round(self, ess_share: float | None, lag: int, resampled: bool, collapsed: bool) -> None:
-        """A round of SMC. `ess_share`: None of distinct particles, whose weights are as unequal as the law that they are drawn from."""
+        """A round of SMC. `ess_share`: None of distinct particles, whose weights are as unequal as the law that they
+        are drawn from."""
         if ess_share is not None:
             self.ess_shares.append(ess_share)
         self.committed_lags.append(lag)

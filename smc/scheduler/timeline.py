@@ -79,7 +79,10 @@ class Timeline:
     def write(self, path: Path) -> None:
         """The spans as a Chrome trace (chrome://tracing, Perfetto). Needs `trace=True`."""
         assert self._trace is not None
-        events = [{"ph": "M", "pid": 0, "tid": lane, "name": "thread_name", "args": {"name": name}} for name, lane in LANES.items()]
+        events = [
+            {"ph": "M", "pid": 0, "tid": lane, "name": "thread_name", "args": {"name": name}}
+            for name, lane in LANES.items()
+        ]
         for span in self._trace:
             times = {"ts": span.begin / 1e3, "dur": (span.end - span.begin) / 1e3}
             events.append({"ph": "X", "pid": 0, "tid": LANES[span.lane], "name": span.name, **times})

@@ -1,8 +1,8 @@
-"""How a request of exact decoding changes over: to the target alone, and back to rounds of the pair. When it shall is said by others.
+"""How a request of exact decoding changes over: to the target alone, and back to rounds of the pair. When it shall is
+said by others.
 
-When the policy of trees is asked, and about what: which requests of exact decoding shall have how many rows, or be decoded by the target
-alone. How a request changes over: `smc.scheduler.tree_controller`.
-"""
+When the policy of trees is asked, and about what: which requests of exact decoding shall have how many rows, or be
+decoded by the target alone. How a request changes over: `smc.scheduler.tree_controller`."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class DraftFallback:
         """There is one to come back to."""
 
     def go_alone(self, group: SequenceGroup) -> None:
-        """From now on the target decodes it by itself, whatever phase it is in. Nothing more is asked of the draft for it; rounds of both
-        models that are under way are not waited for, and count for nothing."""
+        """From now on the target decodes it by itself, whatever phase it is in. Nothing more is asked of the draft for
+        it; rounds of both models that are under way are not waited for, and count for nothing."""
         group.turn = None
         if group.alone or group.error:
             return
@@ -43,9 +43,9 @@ class DraftFallback:
             group.needs = None
 
     def rejoin(self, group: SequenceGroup, rows: int | None = None) -> None:
-        """The opposite: as soon as no round of it is under way, the draft runs what it lacks, and the request takes part in rounds of the
-        pair again, with so many rows or all it may have. Where there are not enough slots or pages for that, or no draft, it stays as it
-        is."""
+        """The opposite: as soon as no round of it is under way, the draft runs what it lacks, and the request takes
+        part in rounds of the pair again, with so many rows or all it may have. Where there are not enough slots or
+        pages for that, or no draft, it stays as it is."""
         if not self.has_draft or group.answer is not None or not self._fits_pair(group):
             return
         rows = rows or group.most_rows
@@ -65,7 +65,9 @@ class DraftFallback:
     def _fits_pair(self, group: SequenceGroup) -> bool:
         """Another draft may have fewer pages than the one that a request was let in with."""
         config, capacity = self._starts.config, self._starts.memory.capacity
-        needs = decoding_of(group.params).most_pages(config, group.params, group.prompt_size, negative=group.negative_size)
+        needs = decoding_of(group.params).most_pages(
+            config, group.params, group.prompt_size, negative=group.negative_size
+        )
         return all(pages <= capacity[side] for side, pages in needs.items())
 
     def _change(self, group: SequenceGroup, decoding: Decoding, rows: int) -> None:
@@ -79,8 +81,8 @@ EVERY = 8
 REST = 16
 """Steps after a change, in which it shows, as long as half of the requests are still the same."""
 FADE = 0.999
-"""Of what is known of acceptance, left after each step in which nothing is drafted, and so nothing learnt: a draft that was hopeless for
-others is tried again after thousands of steps."""
+"""Of what is known of acceptance, left after each step in which nothing is drafted, and so nothing learnt: a draft that
+was hopeless for others is tried again after thousands of steps."""
 
 
 class TreeController:
@@ -102,9 +104,11 @@ class TreeController:
         self._since = 0
         """Steps since the last one."""
 
-    def begin(self, group: SequenceGroup, running: Sequence[SequenceGroup], share: int, costs: LatencyModel | None) -> None:
-        """For one that waits, if its rows are a matter of speed and it has not begun: what it shall start with. `share`: of the free slots,
-        if all that wait get as many."""
+    def begin(
+        self, group: SequenceGroup, running: Sequence[SequenceGroup], share: int, costs: LatencyModel | None
+    ) -> None:
+        """For one that waits, if its rows are a matter of speed and it has not begun: what it shall start with.
+        `share`: of the free slots, if all that wait get as many."""
         if not group.elastic or group.has_begun:
             return
         tree, *others = self._trees([group, *_elastic(running)])
@@ -116,8 +120,11 @@ class TreeController:
         elif rows:
             group.decode_by(group.decoding, rows)
 
-    def follow(self, running: Sequence[SequenceGroup], waiting: Sequence[SequenceGroup], costs: LatencyModel | None) -> None:
-        """Once a step: ask about running requests, where it is time to, and let those change that shall. `waiting`: for slots alone."""
+    def follow(
+        self, running: Sequence[SequenceGroup], waiting: Sequence[SequenceGroup], costs: LatencyModel | None
+    ) -> None:
+        """Once a step: ask about running requests, where it is time to, and let those change that shall. `waiting`: for
+        slots alone."""
         groups, self._left, self._since = _elastic(running), self._left - 1, self._since + 1
         if not groups or self._left > self._patience(groups):
             return
@@ -153,7 +160,10 @@ class TreeController:
 
     def _trees(self, groups: Sequence[SequenceGroup]) -> list[TreeRequest]:
         prior = self._acceptance.hazard()
-        return [TreeRequest(group.most_rows, group.acceptance.hazard(prior), group.context, rows_of(group)) for group in groups]
+        return [
+            TreeRequest(group.most_rows, group.acceptance.hazard(prior), group.context, rows_of(group))
+            for group in groups
+        ]
 
 
 def rows_of(group: SequenceGroup) -> int:

@@ -1,7 +1,8 @@
-"""How many rows a running group should have, given what there is. The default shrinks populations of SMC only where memory is short; trees
-of exact decoding are as costs have it (`smc.scheduler.tree_policy`).
+"""How many rows a running group should have, given what there is. The default shrinks populations of SMC only where
+memory is short; trees of exact decoding are as costs have it (`smc.scheduler.tree_policy`).
 
-What is drafted for requests of exact decoding, by what it costs and by how often it was right: trees of few rows or many, or nothing.
+What is drafted for requests of exact decoding, by what it costs and by how often it was right: trees of few rows or
+many, or nothing.
 
 A pure function of what it is given. Knows nothing about groups, rounds or answers.
 
@@ -26,8 +27,8 @@ from smc.scheduler.sequence_group import SequenceGroup
 
 class ParticlePolicy(Protocol):
     def wanted(self, group: SequenceGroup, *, short: bool) -> int:
-        """Particles that the group should have after its next round, between its `min_particles` and `particles`; `short`: there are too
-        few pages for the rounds of all."""
+        """Particles that the group should have after its next round, between its `min_particles` and `particles`;
+        `short`: there are too few pages for the rounds of all."""
         ...
 
 
@@ -75,20 +76,27 @@ class OtherLoad:
 class TreePolicy(Protocol):
     """Answers do not depend on what it decides."""
 
-    def begin(self, tree: TreeRequest, others: Sequence[TreeRequest], beside: OtherLoad, costs: LatencyModel | None) -> int | None:
-        """Rows, up to its `most`, that one which is about to start shall have; 0: the target decodes it alone. None: it stays as it is."""
+    def begin(
+        self, tree: TreeRequest, others: Sequence[TreeRequest], beside: OtherLoad, costs: LatencyModel | None
+    ) -> int | None:
+        """Rows, up to its `most`, that one which is about to start shall have; 0: the target decodes it alone. None: it
+        stays as it is."""
         ...
 
     def change(
-        self, trees: Sequence[TreeRequest], waiting: Sequence[TreeRequest], beside: OtherLoad, costs: LatencyModel | None
+        self,
+        trees: Sequence[TreeRequest],
+        waiting: Sequence[TreeRequest],
+        beside: OtherLoad,
+        costs: LatencyModel | None,
     ) -> Sequence[int] | None:
-        """Rows that each of the running ones shall have from now on. None: all stay as they are. `waiting`: those that wait for nothing but
-        slots, of which a tree has one for each row."""
+        """Rows that each of the running ones shall have from now on. None: all stay as they are. `waiting`: those that
+        wait for nothing but slots, of which a tree has one for each row."""
         ...
 
     def branches(self, places: int, context: int, costs: LatencyModel | None) -> int:
-        """F of a round of so many places, all of exact decoding, whose requests have so many tokens of context together: at most the
-        config's."""
+        """F of a round of so many places, all of exact decoding, whose requests have so many tokens of context
+        together: at most the config's."""
         ...
 
 
@@ -97,8 +105,8 @@ FREE = 1.01
 MARGIN = 1.1
 """Tokens a second that larger, smaller or new trees must promise, as a multiple of what is expected as things are."""
 SURE = 1.05
-"""And that trees must keep promising, as a multiple of plain decoding's: what one cannot be is slower than that, and a forecast is right to
-some per cent."""
+"""And that trees must keep promising, as a multiple of plain decoding's: what one cannot be is slower than that, and a
+forecast is right to some per cent."""
 
 
 class CostBasedTreePolicy:
@@ -108,7 +116,9 @@ class CostBasedTreePolicy:
         self._config = config
         self._known: tuple[LatencyModel, Forecast] | None = None
 
-    def begin(self, tree: TreeRequest, others: Sequence[TreeRequest], beside: OtherLoad, costs: LatencyModel | None) -> int | None:
+    def begin(
+        self, tree: TreeRequest, others: Sequence[TreeRequest], beside: OtherLoad, costs: LatencyModel | None
+    ) -> int | None:
         if costs is None:
             return None
         forecast, rows = self._forecast(costs), [other.rows for other in others]
@@ -123,7 +133,11 @@ class CostBasedTreePolicy:
         return most if drafted > SURE * alone else 0
 
     def change(
-        self, trees: Sequence[TreeRequest], waiting: Sequence[TreeRequest], beside: OtherLoad, costs: LatencyModel | None
+        self,
+        trees: Sequence[TreeRequest],
+        waiting: Sequence[TreeRequest],
+        beside: OtherLoad,
+        costs: LatencyModel | None,
     ) -> Sequence[int] | None:
         if costs is None:
             return None
@@ -169,8 +183,8 @@ class Forecast:
         return tokens / (self._seconds(places, context, by_itself, beside.pair > 0) if places else by_itself)
 
     def best(self, trees: Sequence[TreeRequest], beside: OtherLoad, slots: int) -> list[int]:
-        """Rows of each, at least one, and as many as there are slots: more are given to whom they bring most, as long as all are the faster
-        for it."""
+        """Rows of each, at least one, and as many as there are slots: more are given to whom they bring most, as long
+        as all are the faster for it."""
         config, level_L = self._config, np.array(_levels(max(tree.most for tree in trees)))
         most_G1 = np.array([[tree.most] for tree in trees])
         rows_GL = np.minimum(level_L, most_G1)
@@ -202,15 +216,18 @@ class Forecast:
         return self._config.block * self._costs.alone.at(self._places(sequences), context) if sequences else 0.0
 
     def branches(self, places: int, context: int) -> int:
-        """As many as cost nothing, for the target takes as long: trees are seldom wrong for want of them. On the shipped pair, rounds with
-        F=1 confirm 0 to 2% fewer tokens than with F=4 (temperatures 1 to 2, N from 1 to 8; `tests.scheduler.confirmed_tokens`)."""
+        """As many as cost nothing, for the target takes as long: trees are seldom wrong for want of them. On the
+        shipped pair, rounds with F=1 confirm 0 to 2% fewer tokens than with F=4 (temperatures 1 to 2, N from 1 to 8;
+        `tests.scheduler.confirmed_tokens`)."""
         most = self._config.branches
         wide, lean = (self._seconds_of(places, context, 0.0, branches) for branches in (most, 1))
         return most if wide <= FREE * lean else 1
 
     def _seconds(self, places: int, context: int, by_itself: float, mixed: bool) -> float:
         """From a round of the pair to the next. `mixed`: some rows are of other methods."""
-        return self._seconds_of(places, context, by_itself, self._config.branches if mixed else self.branches(places, context))
+        return self._seconds_of(
+            places, context, by_itself, self._config.branches if mixed else self.branches(places, context)
+        )
 
     def _seconds_of(self, places: int, context: int, by_itself: float, branches: int) -> float:
         config, costs = self._config, self._costs

@@ -40,11 +40,16 @@ class Population:
         return self.size - len(self.dead)
 
 
-def pack(populations: list[Population], padding: int = 0, padding_groups: int = 0, junk: float = math.nan) -> dict[str, object]:
-    """The arguments of `select`. `padding` places and `padding_groups` groups come last; `junk` is offered where nobody lives."""
+def pack(
+    populations: list[Population], padding: int = 0, padding_groups: int = 0, junk: float = math.nan
+) -> dict[str, object]:
+    """The arguments of `select`. `padding` places and `padding_groups` groups come last; `junk` is offered where nobody
+    lives."""
     branches = populations[0].candidates_NF.shape[1]
     sizes = [p.size for p in populations]
-    candidates_AF = torch.cat([*(p.candidates_NF for p in populations), torch.full((padding, branches), junk, dtype=torch.float64)]).clone()
+    candidates_AF = torch.cat(
+        [*(p.candidates_NF for p in populations), torch.full((padding, branches), junk, dtype=torch.float64)]
+    ).clone()
     alive_A = torch.cat([*(p.alive_N for p in populations), torch.zeros(padding, dtype=torch.bool)])
     firsts = list(itertools.accumulate(sizes[:-1], initial=0))
     candidates_AF[~alive_A] = junk
@@ -77,9 +82,8 @@ def random_candidates(n: int, branches: int, seed: int, spread: float = 1.5) -> 
 def lockstep_candidates(logw_A: Tensor, block_A: Tensor, bonus_log_z_A: Tensor) -> Tensor:
     """Candidate log-weights [A, 1] of a lockstep round (design section 2, steps 3 and 4).
 
-    `block_A` is the block's increment (`weights.block_log_weight`); `bonus_log_z_A` the log normaliser of the law the bonus
-    was drawn from: 0 at alpha = 1, and 0 for a particle that ended inside the block.
-    """
+    `block_A` is the block's increment (`weights.block_log_weight`); `bonus_log_z_A` the log normaliser of the law the
+    bonus was drawn from: 0 at alpha = 1, and 0 for a particle that ended inside the block."""
     return (logw_A + block_A + bonus_log_z_A)[..., None]
 
 

@@ -23,7 +23,8 @@ log_weight = st.floats(-8, 8) | st.just(-math.inf)
 @examples
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.integers(0, 5))
 def test_own_branch_is_drawn_by_its_share(shares, scale):
-    """A grid of uniforms is exact to 1 / grid; shares need not sum to one; a zero share is never drawn unless all are zero."""
+    """A grid of uniforms is exact to 1 / grid; shares need not sum to one; a zero share is never drawn unless all are
+    zero."""
     grid = 512
     uniforms_GN = ((torch.arange(grid, dtype=torch.float64) + 0.5) / grid)[None]
     share_F = torch.tensor(shares, dtype=torch.float64)
@@ -35,7 +36,9 @@ def test_own_branch_is_drawn_by_its_share(shares, scale):
     assert ((frequency_F - share_F / share_F.sum()).abs() <= 1 / grid + 1e-9).all()
     assert (frequency_F[share_F == 0] == 0).all()
     for edge in (0.0, LARGEST):
-        assert shares[own_branch(share_F.log().expand(1, 1, -1), torch.tensor([[edge]], dtype=torch.float64)).item()] > 0
+        assert (
+            shares[own_branch(share_F.log().expand(1, 1, -1), torch.tensor([[edge]], dtype=torch.float64)).item()] > 0
+        )
 
 
 @examples
@@ -45,7 +48,9 @@ def test_the_answer_is_one_draw_from_the_softmax_of_the_weights(logw):
     grid = 200
     logw_N = torch.tensor(logw, dtype=torch.float64)
     drawn = torch.tensor([final_draw(logw_N, (j + 0.5) / grid) for j in range(grid)])
-    law_N = logw_N.softmax(-1) if max(logw) > -math.inf else torch.full((len(logw),), 1 / len(logw), dtype=torch.float64)
+    law_N = (
+        logw_N.softmax(-1) if max(logw) > -math.inf else torch.full((len(logw),), 1 / len(logw), dtype=torch.float64)
+    )
     assert ((drawn.bincount(minlength=len(logw)) / grid - law_N).abs() <= 1 / grid + 1e-6).all()
 
 

@@ -58,7 +58,9 @@ def test_inclusion_probabilities(masses, most):
 
 def test_the_best():
     """The first of equals; padding and rows that are not there count for nothing."""
-    found = expanded([[0.0, -1.0], [0.0, -9.0], [0.0, 0.0]], [-1.0, -2.0, 5.0], [3], 3, BEST, there_R=[True, True, False])
+    found = expanded(
+        [[0.0, -1.0], [0.0, -9.0], [0.0, 0.0]], [-1.0, -2.0, 5.0], [3], 3, BEST, there_R=[True, True, False]
+    )
     assert list(zip(found.parent_X.tolist(), found.offer_X.tolist())) == [(0, 0), (0, 1), (1, 0)]
     assert found.mass_X.tolist() == pytest.approx([-1.0, -2.0, -2.0])
 
@@ -80,7 +82,9 @@ def test_no_two_are_the_same_and_they_stand_in_order(groups, most, seed, least):
     first = 0
     for g, masses in enumerate(groups):
         mine = slice(g * most, (g + 1) * most)
-        alone = expanded(rows[: len(masses)], masses, [len(masses)], most, DISTINCT, seeds=seeds[g : g + 1], least=least)
+        alone = expanded(
+            rows[: len(masses)], masses, [len(masses)], most, DISTINCT, seeds=seeds[g : g + 1], least=least
+        )
         chosen = [(parent - first, offer) for parent, offer in _chosen(together, mine)]
         assert chosen == sorted(set(chosen)) and 0 < len(chosen) <= most
         assert chosen == _chosen(alone, slice(None))

@@ -1,7 +1,7 @@
 """Decoding by rejection: whatever the draft's law is, what comes out is drawn from the target's.
 
-Target and draft are tables: a law after every sequence. Axes as in `smc.algorithm.rejection`; S sequences, T tokens of an output.
-"""
+Target and draft are tables: a law after every sequence. Axes as in `smc.algorithm.rejection`; S sequences, T tokens of
+an output."""
 
 from __future__ import annotations
 
@@ -79,10 +79,13 @@ def finished(p: dict, taken_GT: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def far_from(p: dict, taken_GT: Tensor) -> float:
-    """How many standard deviations the chi-square of the outputs' counts is above its mean, against the exact law of the target."""
+    """How many standard deviations the chi-square of the outputs' counts is above its mean, against the exact law of
+    the target."""
     length = taken_GT.shape[1]
     sequences = list(itertools.product(range(V), repeat=length))
-    expected_S = torch.tensor([sum(p[s[:j]][s[j]].item() for j in range(length)) for s in sequences], dtype=torch.float64).exp()
+    expected_S = torch.tensor(
+        [sum(p[s[:j]][s[j]].item() for j in range(length)) for s in sequences], dtype=torch.float64
+    ).exp()
     index_G = (taken_GT * torch.tensor([V ** (length - 1 - j) for j in range(length)])).sum(-1)
     count_S = torch.bincount(index_G, minlength=len(sequences)).double()
     assert not count_S[expected_S == 0].any()
@@ -92,7 +95,9 @@ def far_from(p: dict, taken_GT: Tensor) -> float:
     return float((((count_S - expected_S) ** 2 / expected_S).sum() - free) / (2 * free) ** 0.5) if free else 0.0
 
 
-@pytest.mark.parametrize(("n", "k", "allowed"), [(1, 1, V), (1, 3, V), (4, 1, V), (4, 2, V), (4, 3, V), (2, 4, V), (1, 1, 2), (4, 3, 2)])
+@pytest.mark.parametrize(
+    ("n", "k", "allowed"), [(1, 1, V), (1, 3, V), (4, 1, V), (4, 2, V), (4, 3, V), (2, 4, V), (1, 1, 2), (4, 3, 2)]
+)
 def test_the_output_has_the_targets_law(n, k, allowed):
     p, q = table(1, k, allowed=allowed), table(2, k, flatness=0.7)
     groups = GROUPS if k == 1 else 10_000
@@ -101,16 +106,21 @@ def test_the_output_has_the_targets_law(n, k, allowed):
 
 
 def test_a_token_is_kept_as_often_as_the_laws_overlap():
-    """Exactly: the mean of min(1, p / q) under q is 1 - TV(p, q); and a trial keeps a token for just the uniforms below that."""
+    """Exactly: the mean of min(1, p / q) under q is 1 - TV(p, q); and a trial keeps a token for just the uniforms below
+    that."""
     p, q = table(1, 1)[()], table(2, 1, flatness=0.7)[()]
     steps = 20_000
     kept = 0.0
     for token in range(V):
         tokens_AQ = torch.tensor([[0, token]]).expand(steps, 2)
         one_AQV = [law.expand(steps, 2, V) for law in (p, q)]
-        chains = Chains(tokens_AQ, torch.full((steps,), 2), torch.ones(steps, dtype=torch.bool), one_AQV[0], one_AQV[1][:, :-1])
+        chains = Chains(
+            tokens_AQ, torch.full((steps,), 2), torch.ones(steps, dtype=torch.bool), one_AQV[0], one_AQV[1][:, :-1]
+        )
         uniform_AQ = ((torch.arange(steps) + 0.5) / steps)[:, None].expand(steps, 2).double()
-        said_AQ, _ = say(chains, (torch.arange(steps), torch.ones(steps, dtype=torch.int64)), uniform_AQ, torch.zeros(steps, 2, V))
+        said_AQ, _ = say(
+            chains, (torch.arange(steps), torch.ones(steps, dtype=torch.int64)), uniform_AQ, torch.zeros(steps, 2, V)
+        )
         share = (said_AQ[:, 0] == token).double().mean().item()
         assert share == pytest.approx(min(1.0, (p[token] - q[token]).exp().item()), abs=1 / steps)
         kept += q[token].exp().item() * min(1.0, (p[token] - q[token]).exp().item())
@@ -143,7 +153,9 @@ def test_chains_that_ended_and_places_without_one():
     count_A, alive_A = torch.tensor([1, 2, 3, 1]), torch.tensor([True, True, False, True])
     law_AQV = packed(p, tokens_AQ)
     groups = (torch.tensor([0, 1, 4]), torch.tensor([1, 2, 0]))
-    said_AQ, logp_AQ = say(Chains(tokens_AQ, count_A, alive_A, law_AQV, law_AQV[:, :-1]), groups, torch.zeros(4, 3), torch.zeros(2, 3, V))
+    said_AQ, logp_AQ = say(
+        Chains(tokens_AQ, count_A, alive_A, law_AQV, law_AQV[:, :-1]), groups, torch.zeros(4, 3), torch.zeros(2, 3, V)
+    )
     likeliest = int(p[()].argmax())
     assert said_AQ.tolist()[0] == [likeliest, NOTHING, NOTHING]
     assert said_AQ[1, :2].tolist() == [1, int(p[(1,)].argmax())] and said_AQ[1, 2] == NOTHING

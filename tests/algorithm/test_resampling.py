@@ -56,7 +56,9 @@ def test_counts_sum_to_the_draws_and_zero_weight_is_never_chosen(scheme, weights
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("edge", [0.0, LARGEST])
-@pytest.mark.parametrize("row", [[0, 0, 1, 1, 1, 0, 0], [1, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 1], [0, 3, 7, 10, 13, 17, 0]])
+@pytest.mark.parametrize(
+    "row", [[0, 0, 1, 1, 1, 0, 0], [1, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 1], [0, 3, 7, 10, 13, 17, 0]]
+)
 def test_zero_weight_is_never_chosen_at_the_ends_of_the_unit_interval(scheme, edge, row):
     for draws in range(1, MOST + 1):
         counts = resample(scheme, row, draws, [edge] * MOST)
@@ -64,11 +66,14 @@ def test_zero_weight_is_never_chosen_at_the_ends_of_the_unit_interval(scheme, ed
         assert all(count == 0 for count, weight in zip(counts, row) if weight == 0)
 
 
-@pytest.mark.parametrize(("scheme", "below", "above"), [("systematic", 0, 0), ("ssp", 0, 0), ("stratified", 1, 1), ("residual", 0, MOST)])
+@pytest.mark.parametrize(
+    ("scheme", "below", "above"), [("systematic", 0, 0), ("ssp", 0, 0), ("stratified", 1, 1), ("residual", 0, MOST)]
+)
 @examples
 @given(weights=weights, draws=draws, uniforms=uniforms)
 def test_counts_stay_near_their_expectation(scheme, below, above, weights, draws, uniforms):
-    """Systematic and SSP give floor or ceil of n w; stratified at most one less or more; residual never less than the floor."""
+    """Systematic and SSP give floor or ceil of n w; stratified at most one less or more; residual never less than the
+    floor."""
     for count, weight in zip(resample(scheme, weights, draws, uniforms), weights):
         expected = draws * weight / sum(weights)
         assert math.floor(expected - 1e-9) - below <= count <= math.ceil(expected + 1e-9) + above
@@ -78,11 +83,16 @@ def test_counts_stay_near_their_expectation(scheme, below, above, weights, draws
 @examples
 @given(weights=weights, draws=draws)
 def test_expected_offspring_is_n_times_the_weight(scheme, weights, draws):
-    """Exact: each draw depends on one uniform, and a grid of midpoints integrates an indicator of an interval to 1 / grid."""
+    """Exact: each draw depends on one uniform, and a grid of midpoints integrates an indicator of an interval to 1 /
+    grid."""
     grid = 1024
     uniforms_GU = ((torch.arange(grid, dtype=torch.float64) + 0.5) / grid)[:, None].expand(-1, MOST)
     counts_GM = offspring(
-        indices(scheme).expand(grid), normalised(weights).expand(grid, -1), torch.full((grid,), draws), draws, uniforms_GU
+        indices(scheme).expand(grid),
+        normalised(weights).expand(grid, -1),
+        torch.full((grid,), draws),
+        draws,
+        uniforms_GU,
     )
     error_M = counts_GM.double().mean(0) - normalised(weights)[0] * draws
     assert error_M.abs().max() <= draws / grid + 1e-9
@@ -100,12 +110,17 @@ SSP_CASES = [
 
 @pytest.mark.parametrize(("weights", "draws"), SSP_CASES)
 def test_expected_offspring_of_ssp_is_n_times_the_weight(weights, draws):
-    """8192 fixed draws; a count has variance f (1 - f), f its fractional part. Within 4.5 standard errors: false alarm 2e-4 in all."""
+    """8192 fixed draws; a count has variance f (1 - f), f its fractional part. Within 4.5 standard errors: false alarm
+    2e-4 in all."""
     rows = 8192
     generator = torch.Generator().manual_seed(1)
     uniforms_GU = torch.rand(rows, MOST, dtype=torch.float64, generator=generator)
     counts_GM = offspring(
-        indices("ssp").expand(rows), normalised(weights).expand(rows, -1), torch.full((rows,), draws), draws, uniforms_GU
+        indices("ssp").expand(rows),
+        normalised(weights).expand(rows, -1),
+        torch.full((rows,), draws),
+        draws,
+        uniforms_GU,
     ).double()
     expected_M = normalised(weights)[0] * draws
     part_M = expected_M - expected_M.floor()
@@ -113,12 +128,15 @@ def test_expected_offspring_of_ssp_is_n_times_the_weight(weights, draws):
 
 
 def test_schemes_differ_in_variance_as_the_theory_says():
-    """Of 20000 fixed draws: multinomial has n w (1 - w), the others less (Douc et al. 2005). The gaps are over 20 standard errors."""
+    """Of 20000 fixed draws: multinomial has n w (1 - w), the others less (Douc et al. 2005). The gaps are over 20
+    standard errors."""
     row, draws, rows = [5, 4, 3, 2, 1, 1, 1, 1], 6, 20_000
     generator = torch.Generator().manual_seed(2)
     uniforms_GU = torch.rand(rows, MOST, dtype=torch.float64, generator=generator)
     variance = {
-        name: offspring(indices(name).expand(rows), normalised(row).expand(rows, -1), torch.full((rows,), draws), draws, uniforms_GU)
+        name: offspring(
+            indices(name).expand(rows), normalised(row).expand(rows, -1), torch.full((rows,), draws), draws, uniforms_GU
+        )
         .double()
         .var(0)
         .sum()
@@ -144,7 +162,9 @@ def test_groups_in_one_call_equal_each_group_alone(groups):
         weights_GM[g, : len(weights)] = normalised(weights)[0]
     draws_G = torch.tensor([draws for _, draws, _, _ in groups])
     uniforms_GU = torch.tensor([uniforms for *_, uniforms, _ in groups], dtype=torch.float64)
-    together = offspring(indices(*(scheme for *_, scheme in groups)), weights_GM, draws_G, int(draws_G.max()), uniforms_GU).tolist()
+    together = offspring(
+        indices(*(scheme for *_, scheme in groups)), weights_GM, draws_G, int(draws_G.max()), uniforms_GU
+    ).tolist()
     for counts, (weights, draws, uniforms, scheme) in zip(together, groups):
         assert counts == resample(scheme, weights, draws, uniforms) + [0] * (width - len(weights))
 
@@ -156,7 +176,11 @@ def chosen_counts(draw) -> tuple[list[list[list[int]]], list[int]]:
     sizes = draw(st.lists(st.integers(1, n), min_size=1, max_size=4))
     counts = []
     for size in sizes:
-        picks = Counter(draw(st.lists(st.integers(0, size * branches - 1), min_size=draw(st.sampled_from([0, size])), max_size=size)))
+        picks = Counter(
+            draw(
+                st.lists(st.integers(0, size * branches - 1), min_size=draw(st.sampled_from([0, size])), max_size=size)
+            )
+        )
         counts.append([[picks[i * branches + f] if i < size else 0 for f in range(branches)] for i in range(n)])
     return counts, sizes
 

@@ -43,21 +43,25 @@ CASES = [("own branch", "same"), *((scheme, change) for scheme in SCHEMES for ch
 @pytest.mark.parametrize("branches", [1, 2, 4])
 @pytest.mark.parametrize(("path", "change"), CASES)
 def test_expected_weight_of_every_candidate_is_preserved(path, change, branches, monkeypatch):
-    """The law that keeps Z-hat and every estimate unbiased: for groups that are resampled, to as many particles, fewer or more, and
-    for those that keep their own branch.
+    """The law that keeps Z-hat and every estimate unbiased: for groups that are resampled, to as many particles, fewer
+    or more, and for those that keep their own branch.
 
     Repeated over a grid of uniforms, which is exact to total / grid where each choice depends on one uniform. SSP needs
     independent ones: fixed random uniforms within 4.5 standard errors, false alarm 7e-6 a candidate, 9e-4 in all.
     """
     repeats = 2048 if path == "ssp" else 512
     if path != "ssp":
-        monkeypatch.setattr(selection, "uniforms", lambda seed_X, _, at_P, __: ((seed_X[:, None] + 0.5) / repeats).repeat(len(at_P), 1))
+        monkeypatch.setattr(
+            selection, "uniforms", lambda seed_X, _, at_P, __: ((seed_X[:, None] + 0.5) / repeats).repeat(len(at_P), 1)
+        )
     threshold, scheme = (0.0, "systematic") if path == "own branch" else (2.0, path)
     groups = [
         Population(random_candidates(size, branches, 10 * size + branches), threshold, scheme, draws=draws, dead=dead)
         for size, draws, dead in SIZES[change]
     ]
-    chosen = select(**pack([replace(group, seed=r) for group in groups for r in range(repeats)], padding=2, padding_groups=1))
+    chosen = select(
+        **pack([replace(group, seed=r) for group in groups for r in range(repeats)], padding=2, padding_groups=1)
+    )
     assert chosen.resampled_G[:-1].all() == (path != "own branch")
     begin = 0
     for g, group in enumerate(groups):
@@ -66,12 +70,15 @@ def test_expected_weight_of_every_candidate_is_preserved(path, change, branches,
         exact_M = group.candidates_NF.exp().masked_fill(~group.alive_N[:, None], 0.0).flatten()
         total = exact_M.sum()
         part_M = exact_M / total * group.draws % 1
-        tolerance_M = total / group.draws * 4.5 * (part_M * (1 - part_M) / repeats).sqrt() if path == "ssp" else total / repeats
+        tolerance_M = (
+            total / group.draws * 4.5 * (part_M * (1 - part_M) / repeats).sqrt() if path == "ssp" else total / repeats
+        )
         assert ((mean_M * group.count - exact_M).abs() <= tolerance_M + 1e-9).all()
 
 
 def mean_on_candidates(chosen: Selection, begin: int, groups: slice, population: Population) -> Tensor:
-    """Z-hat's increment times the mean over particles of the weight on each candidate [size * F], averaged over repeats of a population.
+    """Z-hat's increment times the mean over particles of the weight on each candidate [size * F], averaged over repeats
+    of a population.
 
     `begin` is the first place of the repeats.
     """
@@ -88,7 +95,11 @@ def mean_on_candidates(chosen: Selection, begin: int, groups: slice, population:
 
 
 @examples
-@given(st.lists(st.lists(log_weight, min_size=2, max_size=2), min_size=1, max_size=6).filter(lambda rows: max(map(max, rows)) > -math.inf))
+@given(
+    st.lists(st.lists(log_weight, min_size=2, max_size=2), min_size=1, max_size=6).filter(
+        lambda rows: max(map(max, rows)) > -math.inf
+    )
+)
 def test_effective_sample_size_is_that_of_the_families(rows):
     family = [sum(math.exp(x) for x in row) for row in rows]
     ess = sum(family) ** 2 / sum(x * x for x in family)
@@ -129,7 +140,8 @@ def test_threshold_zero_never_resamples_and_one_always_does_when_uneven(scheme):
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("draws", [1, 3, 6])
 def test_another_number_of_particles_is_drawn_whatever_the_ess(scheme, draws):
-    """Four even particles in six places, threshold 0. Those left without a particle keep themselves, and have no weight."""
+    """Four even particles in six places, threshold 0. Those left without a particle keep themselves, and have no
+    weight."""
     chosen = select_one(torch.zeros(6, 2, dtype=torch.float64), 0.0, scheme, draws=draws, dead=(1, 4))
     alive_A, own_A = chosen.alive_A, torch.arange(6)
     assert chosen.resampled_G.all() and alive_A.sum() == draws
@@ -161,7 +173,13 @@ def test_zero_weight_is_never_chosen(branches):
 
 
 @examples
-@given(st.integers(1, 6), st.sampled_from([1, 3]), st.integers(-(2**63), 2**63 - 1), st.integers(1, 2**31), st.sampled_from(SCHEME_NAMES))
+@given(
+    st.integers(1, 6),
+    st.sampled_from([1, 3]),
+    st.integers(-(2**63), 2**63 - 1),
+    st.integers(1, 2**31),
+    st.sampled_from(SCHEME_NAMES),
+)
 def test_uniforms_are_those_of_the_seed_and_round(n, branches, seed, rounds, scheme):
     """Whatever stands beside the group: positions from 0 draw candidates, those from BRANCH_POSITION pick branches."""
     candidates_NF = random_candidates(n, branches, seed % 1000)
@@ -171,7 +189,9 @@ def test_uniforms_are_those_of_the_seed_and_round(n, branches, seed, rounds, sch
     positions = np.concatenate((np.arange(n * branches), BRANCH_POSITION + np.arange(n)))
     drawn_GU = torch.from_numpy(uniforms(np.array([seed]), np.array([rounds]), positions, Purpose.SELECTION))
     weights_GM, _ = normalise(candidates_NF.view(1, -1))
-    counts_GM = offspring(torch.tensor([SCHEME_NAMES.index(scheme)]), weights_GM, torch.tensor([n]), n, drawn_GU[:, : n * branches])
+    counts_GM = offspring(
+        torch.tensor([SCHEME_NAMES.index(scheme)]), weights_GM, torch.tensor([n]), n, drawn_GU[:, : n * branches]
+    )
     ancestor_GN, branch_GN, _ = place(counts_GM.view(1, n, branches), torch.tensor([n]))
     assert torch.equal(chosen.ancestor_A[7 : 7 + n], 7 + ancestor_GN[0])
     assert torch.equal(chosen.branch_A[7 : 7 + n], branch_GN[0])
@@ -183,7 +203,10 @@ def populations(draw, branches: int) -> Population:
     size = draw(st.integers(1, 5))
     dead = tuple(n for n in range(1, size) if draw(st.integers(0, 3)) == 0)
     return Population(
-        draw(st.just(random_candidates(size, branches, draw(st.integers(0, 1000)))) | st.just(torch.full((size, branches), -torch.inf))),
+        draw(
+            st.just(random_candidates(size, branches, draw(st.integers(0, 1000))))
+            | st.just(torch.full((size, branches), -torch.inf))
+        ),
         threshold=draw(st.sampled_from([0.0, 0.5, 1.0])),
         scheme=draw(st.sampled_from(sorted(SCHEMES))),
         seed=draw(st.integers(-9, 9)),
@@ -195,7 +218,8 @@ def populations(draw, branches: int) -> Population:
 @examples
 @given(st.data(), st.sampled_from([1, 3]), st.integers(0, 3), st.integers(0, 3))
 def test_groups_in_one_call_equal_each_group_alone(data, branches, padding, padding_groups):
-    """Different sizes, thresholds, schemes, numbers of draws and collapses: no group sees another, and padding stays padding."""
+    """Different sizes, thresholds, schemes, numbers of draws and collapses: no group sees another, and padding stays
+    padding."""
     groups = data.draw(st.lists(populations(branches), min_size=1, max_size=5))
     together = select(**pack(groups, padding, padding_groups))
     begin = 0

@@ -1,8 +1,8 @@
 """The whole sampler on a table instead of models: Z-hat is unbiased, and answers approach the target law as N grows.
 
-Target and draft are random Markov chains over three letters and EOS, and thousands of groups run at once. Everything that is
-not a table look-up is `smc.algorithm`. Axes: G groups, N particles, F branches, K block, L answer positions, S states, V tokens.
-"""
+Target and draft are random Markov chains over three letters and EOS, and thousands of groups run at once. Everything
+that is not a table look-up is `smc.algorithm`. Axes: G groups, N particles, F branches, K block, L answer positions, S
+states, V tokens."""
 
 from __future__ import annotations
 
@@ -222,7 +222,9 @@ def squared_distance(n: int, branches: int | None, alpha: float) -> float:
         particles = Sampler(HALVES[n] // n, n, branches, 0.5, alpha, seed).run()
         weights_GN, _ = normalise(particles.logw_GN)
         numbers_GN = answer_numbers(particles.tokens_GNL, particles.length_GN)
-        law = numbers_GN.flatten().bincount(weights_GN.flatten(), minlength=(VOCABULARY + 1) ** LENGTH) / len(weights_GN)
+        law = numbers_GN.flatten().bincount(weights_GN.flatten(), minlength=(VOCABULARY + 1) ** LENGTH) / len(
+            weights_GN
+        )
         assert law[cells_A].sum().item() == pytest.approx(1)
         halves.append(law[cells_A] - exact_A)
     return (halves[0] * halves[1]).sum().item()
@@ -230,7 +232,9 @@ def squared_distance(n: int, branches: int | None, alpha: float) -> float:
 
 @pytest.mark.parametrize("alpha", [pytest.param(1.0, marks=pytest.mark.slow), 0.7])
 @pytest.mark.parametrize(
-    "branches", [None, *(pytest.param(f, marks=pytest.mark.slow) for f in (1, 2)), 4], ids=["lockstep", "F=1", "F=2", "F=4"]
+    "branches",
+    [None, *(pytest.param(f, marks=pytest.mark.slow) for f in (1, 2)), 4],
+    ids=["lockstep", "F=1", "F=2", "F=4"],
 )
 def test_answers_approach_the_target_law_as_particles_are_added(branches, alpha):
     """The bias falls as 1 / N, so its square falls towards 16-fold each time N grows 4-fold; a third is asked for.

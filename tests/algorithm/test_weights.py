@@ -27,13 +27,17 @@ def test_block_weight_is_the_sum_over_existing_tokens_whatever_follows(rows, pai
     logp = [[pairs[4 * r + k][0] if k < n else junk for k in range(4)] for r, n in enumerate(counts)]
     logq = [[pairs[4 * r + k][1] if k < n else junk for k in range(4)] for r, n in enumerate(counts)]
     expected = [sum(a * p - q for p, q in zip(lp[:n], lq[:n])) for n, a, lp, lq in zip(counts, alphas, logp, logq)]
-    actual_X = block_log_weight(torch.tensor(logp), torch.tensor(logq), torch.tensor(counts), torch.tensor(alphas, dtype=torch.float64))
+    actual_X = block_log_weight(
+        torch.tensor(logp), torch.tensor(logq), torch.tensor(counts), torch.tensor(alphas, dtype=torch.float64)
+    )
     assert actual_X.dtype == torch.float64
     torch.testing.assert_close(actual_X, torch.tensor(expected, dtype=torch.float64), atol=1e-12, rtol=1e-12)
 
 
 def test_a_token_the_target_forbids_takes_all_weight():
-    actual = block_log_weight(torch.tensor([[-1.0, -torch.inf]]), torch.tensor([[-1.0, -2.0]]), torch.tensor([2]), torch.ones(1))
+    actual = block_log_weight(
+        torch.tensor([[-1.0, -torch.inf]]), torch.tensor([[-1.0, -2.0]]), torch.tensor([2]), torch.ones(1)
+    )
     assert actual.item() == -math.inf
 
 
@@ -50,7 +54,9 @@ def test_normalised_weights_sum_to_one_and_ignore_scale_and_padding(logw, shift,
             assert log_sum.item() == -math.inf
         return
     exact = [math.exp(x) for x in logw]
-    torch.testing.assert_close(weights_GN[0], torch.tensor(exact, dtype=torch.float64) / sum(exact), atol=1e-13, rtol=1e-10)
+    torch.testing.assert_close(
+        weights_GN[0], torch.tensor(exact, dtype=torch.float64) / sum(exact), atol=1e-13, rtol=1e-10
+    )
     torch.testing.assert_close(shifted_GN[:, : len(logw)], weights_GN, atol=1e-10, rtol=1e-10)
     assert (shifted_GN[:, len(logw) :] == 0).all()
     assert shifted_sum_G.item() == pytest.approx(math.log(sum(exact)) + shift, abs=1e-9)

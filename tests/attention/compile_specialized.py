@@ -1,5 +1,6 @@
-"""Compile the prefix kernel of Hopper GPUs, with none at hand, for rows x queries x dimension of a head; the last line is JSON of what each
-needs. Triton's interpreter cannot do it: `python -m tests.attention.compile_specialized 32x1x64 8x5x128`."""
+"""Compile the prefix kernel of Hopper GPUs, with none at hand, for rows x queries x dimension of a head; the last line
+is JSON of what each needs. Triton's interpreter cannot do it: `python -m tests.attention.compile_specialized 32x1x64
+8x5x128`."""
 
 from __future__ import annotations
 
@@ -22,11 +23,23 @@ ALIGNED = ("q", "keys", "values", "part", "table_SL", "q_stride", "table_stride"
 
 def compile_for(rows: int, queries: int, dim: int) -> dict:
     tuning = Tuning.choose(rows, rows, queries, (32, 8), dim, torch.bfloat16)
-    constants = {"N": 4, "J": 8, "D": dim, "SCALE": dim**-0.5, "BLOCK_P": tuning.block_p, "STAGES": tuning.stages, "PDL": True}
+    constants = {
+        "N": 4,
+        "J": 8,
+        "D": dim,
+        "SCALE": dim**-0.5,
+        "BLOCK_P": tuning.block_p,
+        "STAGES": tuning.stages,
+        "PDL": True,
+    }
     names = prefix_kernel.arg_names
-    signature = {n: "constexpr" if n in constants else POINTERS.get(n, "i32" if n in NUMBERS else "*i32") for n in names}
+    signature = {
+        n: "constexpr" if n in constants else POINTERS.get(n, "i32" if n in NUMBERS else "*i32") for n in names
+    }
     values = {(names.index(n),): value for n, value in constants.items()}
-    source = GluonASTSource(prefix_kernel, signature, values, {(names.index(n),): [["tt.divisibility", 16]] for n in ALIGNED})
+    source = GluonASTSource(
+        prefix_kernel, signature, values, {(names.index(n),): [["tt.divisibility", 16]] for n in ALIGNED}
+    )
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": WARPS, "maxnreg": REGISTERS})
     threads = int(re.findall(r"\.reqntid (\d+)", made.asm["ptx"])[0])
     return {"specialized": tuning.specialized, "shared": made.metadata.shared, "registers": threads * REGISTERS}

@@ -1,8 +1,8 @@
-"""Packed rows with random keys and values, and float64 attention of one query at a time over the pages that each row's lookup names.
+"""Packed rows with random keys and values, and float64 attention of one query at a time over the pages that each row's
+lookup names.
 
-Axes: G groups, R rows, Q queries of a row, T = R * Q tokens, J key/value heads, H query heads, D head dimension, S slots, L positions of a
-table, B positions of a tail, X positions that one query sees.
-"""
+Axes: G groups, R rows, Q queries of a row, T = R * Q tokens, J key/value heads, H query heads, D head dimension, S
+slots, L positions of a table, B positions of a tail, X positions that one query sees."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ from smc.attention.step import StepTiling, step_attention
 from smc.kernels.rows import Groups, Tables
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1e-2}  # Of ||out - reference|| / ||reference||; the interpreter truncates.
+TOLERANCE = {
+    torch.float32: 3e-6,
+    torch.bfloat16: 1e-2,
+}  # Of ||out - reference|| / ||reference||; the interpreter truncates.
 PAGES, FOREIGN = 2500, 10  # The last pages are somebody else's and hold NaN.
 SMALL = {"pieces": 3, "block_p": 16, "min_tiles": 1}
 
 
 @dataclass(frozen=True)
 class Case:
-    """Rows of every group as (positions held, new tokens); the first `shared` positions of a group's live rows are the same pages."""
+    """Rows of every group as (positions held, new tokens); the first `shared` positions of a group's live rows are the
+    same pages."""
 
     shared: list[int]
     held: list[list[tuple[int, int]]]
@@ -54,13 +58,21 @@ class Built:
         longest = max((held + new for members in case.held for held, new in members), default=1)
         slots, ints = self.rows + 3, {"dtype": torch.int32}
         # What is in a table past a row's end, or in that of a row that has ended, is somebody else's.
-        self.table_SL = torch.randint(PAGES - FOREIGN + 1, PAGES + 1, (slots, longest + 5), generator=self.generator, **ints)
+        self.table_SL = torch.randint(
+            PAGES - FOREIGN + 1, PAGES + 1, (slots, longest + 5), generator=self.generator, **ints
+        )
         self.slot_R = torch.randperm(slots, generator=self.generator)[: self.rows].int()
         self.start_R, self.count_R = torch.full((self.rows,), 7, **ints), torch.zeros(self.rows, **ints)
-        self.group_R, self.first_G, self.size_G = torch.zeros(self.rows, **ints), torch.zeros(groups, **ints), torch.zeros(groups, **ints)
+        self.group_R, self.first_G, self.size_G = (
+            torch.zeros(self.rows, **ints),
+            torch.zeros(groups, **ints),
+            torch.zeros(groups, **ints),
+        )
         self.shared_G = torch.tensor([*(case.declared or case.shared), *[99] * case.padding], **ints)
         width = case.queries + (case.tail or 0)
-        self.tail_RB = torch.randint(PAGES - FOREIGN + 1, PAGES + 1, (self.rows, width + 1), generator=self.generator, **ints)
+        self.tail_RB = torch.randint(
+            PAGES - FOREIGN + 1, PAGES + 1, (self.rows, width + 1), generator=self.generator, **ints
+        )
         self.tail_R = torch.full((self.rows,), 3, **ints)
         self.together = max(map(len, case.held))
         self.pages: dict[int, Tensor] = {}
@@ -70,7 +82,9 @@ class Built:
             row += case.padding
             self._add_group(g, row)
             row += len(case.held[g])
-        self.keys, self.values = (torch.randn(PAGES + 1, j, case.dim, generator=self.generator).to(case.dtype) for _ in "kv")
+        self.keys, self.values = (
+            torch.randn(PAGES + 1, j, case.dim, generator=self.generator).to(case.dtype) for _ in "kv"
+        )
         for store in (self.keys, self.values):
             store[0] = 1e4  # Past the end, page 0 is read and masked: it need only be finite.
             store[PAGES - FOREIGN + 1 :] = torch.nan
@@ -94,7 +108,9 @@ class Built:
             tail = held + new if case.tail is None else max(held - case.tail, 0)
             self.tail_R[r] = tail
             self.table_SL[self.slot_R[r], :tail] = pages[:tail]
-            self.tail_RB[r, : held + new - tail] = pages[tail:] = self._take(held + new - tail) if case.tail else pages[tail:]
+            self.tail_RB[r, : held + new - tail] = pages[tail:] = (
+                self._take(held + new - tail) if case.tail else pages[tail:]
+            )
 
     @property
     def exists_T(self) -> Tensor:
@@ -128,8 +144,12 @@ class Built:
         for r, pages in self.pages.items():
             for i in range(int(self.count_R[r])):
                 pages_X = pages[: int(self.start_R[r]) + i + 1]
-                k_HXD, v_HXD = (x[pages_X].double().transpose(0, 1).repeat_interleave(h // j, 0) for x in (self.keys, self.values))
-                weights_HX = torch.softmax((k_HXD @ self.q_THD[r * q + i].double()[..., None]).squeeze(-1) * self.case.dim**-0.5, -1)
+                k_HXD, v_HXD = (
+                    x[pages_X].double().transpose(0, 1).repeat_interleave(h // j, 0) for x in (self.keys, self.values)
+                )
+                weights_HX = torch.softmax(
+                    (k_HXD @ self.q_THD[r * q + i].double()[..., None]).squeeze(-1) * self.case.dim**-0.5, -1
+                )
                 out_THD[r * q + i] = (weights_HX[:, None] @ v_HXD).squeeze(1)
         return out_THD
 
@@ -145,7 +165,8 @@ class Built:
         return self.run_short() if short else self._run_long(attention or self.attention())
 
     def run_short(self, tiling: StepTiling | None = None) -> Tensor:
-        """What a pass over short rows does in one launch, of new keys and values that are nowhere yet, turned by no angle."""
+        """What a pass over short rows does in one launch, of new keys and values that are nowhere yet, turned by no
+        angle."""
         d = self.case.dim
         new = [x[self.page_T.long()].clone() for x in (self.keys, self.values)]
         for x_TJD in new:
@@ -159,13 +180,20 @@ class Built:
         bounds = (self.start_R.to(DEVICE), self.count_R.to(DEVICE))
         step_attention(qkv, keys, values, rope, self.tables(), *bounds, out_THD, tiling=tiling)
         for store, expected in ((keys, self.keys), (values, self.values)):
-            assert torch.equal(store.cpu().nan_to_num(7.0), expected.nan_to_num(7.0)), "new keys and values are stored, and nothing else"
+            assert torch.equal(store.cpu().nan_to_num(7.0), expected.nan_to_num(7.0)), (
+                "new keys and values are stored, and nothing else"
+            )
         return out_THD.cpu()
 
     def _run_long(self, attention: SharedPrefixAttention) -> Tensor:
         case = self.case
         # The real input is a strided view of the fused matrix, and stays one.
-        qkv = torch.full((len(self.q_THD), (case.heads[0] + 2 * case.heads[1]) * case.dim), torch.nan, dtype=case.dtype, device=DEVICE)
+        qkv = torch.full(
+            (len(self.q_THD), (case.heads[0] + 2 * case.heads[1]) * case.dim),
+            torch.nan,
+            dtype=case.dtype,
+            device=DEVICE,
+        )
         q_THD = qkv[:, : case.heads[0] * case.dim].unflatten(1, (case.heads[0], case.dim))
         q_THD.copy_(self.q_THD)
         out_THD = torch.full(q_THD.shape, torch.nan, dtype=case.dtype, device=DEVICE)

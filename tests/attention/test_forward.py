@@ -47,17 +47,30 @@ def forward(kernels: bool, built: Built, family: str = "llama") -> StaticForward
         store[:] = torch.randn(store.shape, generator=generator).to(DEVICE)
         store[:, built.keys.isnan().any(-1).any(-1).to(DEVICE)] = torch.nan
         store[:, DUMMY_PAGE] = 0.0
-    return KernelForward(SimpleNamespace(model=model, pool=pool, rope=rope, width=WIDTH)) if kernels else StaticForward(model, pool, rope)
+    return (
+        KernelForward(SimpleNamespace(model=model, pool=pool, rope=rope, width=WIDTH))
+        if kernels
+        else StaticForward(model, pool, rope)
+    )
 
 
 def rows_of(built: Built, contexts: Contexts) -> Rows:
     tables, groups = built.tables(), built.groups()
-    return Rows(*tables, built.start_R.to(DEVICE), built.count_R.to(DEVICE), *groups, queries=built.case.queries, contexts=contexts)
+    return Rows(
+        *tables,
+        built.start_R.to(DEVICE),
+        built.count_R.to(DEVICE),
+        *groups,
+        queries=built.case.queries,
+        contexts=contexts,
+    )
 
 
 def run(made: StaticForward, built: Built, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden states of tokens that exist, keys, values."""
-    tokens_T = torch.randint(0, 300, (len(rows.start_R) * rows.queries,), generator=torch.Generator().manual_seed(6)).to(DEVICE)
+    tokens_T = torch.randint(
+        0, 300, (len(rows.start_R) * rows.queries,), generator=torch.Generator().manual_seed(6)
+    ).to(DEVICE)
     hidden_TE = made(tokens_T, rows)
     assert hidden_TE.shape == (len(tokens_T), 32)
     return hidden_TE[built.exists_T.to(DEVICE)], made.pool.keys, made.pool.values
@@ -81,7 +94,10 @@ def test_tiles_are_small_where_groups_have_a_row_each():
     built = Built(Case([9] * 16, [[(9, 1)]] * 16, 1, FEW, padding=0))
     made = forward(True, built)
     made.model.bfloat16()
-    sizes = {contexts: made._attention_for(rows_of(built, contexts)).tuning.block_x for contexts in (Contexts.SINGLE, Contexts.SHARED)}
+    sizes = {
+        contexts: made._attention_for(rows_of(built, contexts)).tuning.block_x
+        for contexts in (Contexts.SINGLE, Contexts.SHARED)
+    }
     assert sizes == {Contexts.SINGLE: 16, Contexts.SHARED: 32}
 
 

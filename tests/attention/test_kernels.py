@@ -45,16 +45,26 @@ CASES = {
     "tails_within_what_is_shared": Case([30], [[(30, 1), (31, 2)]], 2, tail=9),
     "tails_are_all": Case([4], [[(4, 1), (6, 1)]], 1, tail=6),
     "more_declared_than_held": Case([37, 20], [[(37, 1), (40, 1)], [(20, 1), (33, 0)]], 1, declared=[45, 90]),
-    "many_tiles": Case([200], [[(200, 2), (230, 1)]], 2, (8, 2), tuning={"pieces": 4, "block_p": 16, "min_tiles": 2, "block_o": 16}),
+    "many_tiles": Case(
+        [200], [[(200, 2), (230, 1)]], 2, (8, 2), tuning={"pieces": 4, "block_p": 16, "min_tiles": 2, "block_o": 16}
+    ),
     "few_splits_used": Case([40], [[(41, 1)]], 1, tuning={"pieces": 7, "block_p": 16, "min_tiles": 1, "block_s": 2}),
-    "many_queries_merged": Case([70, 33], [[(70, 8), (71, 3)], [(33, 5)]], 8, (8, 2), tuning=SMALL | {"own_y": 16, "block_s": 2}),
+    "many_queries_merged": Case(
+        [70, 33], [[(70, 8), (71, 3)], [(33, 5)]], 8, (8, 2), tuning=SMALL | {"own_y": 16, "block_s": 2}
+    ),
     "few_queries_merged": Case(
         [70, 33], [[(70, 8), (71, 3)], [(33, 5)]], 8, (8, 2), tuning=SMALL | {"own_y": 2, "pieces": 7, "block_s": 2}
     ),
-    "several_query_tiles": Case([35], [[(35, 8), (36, 8), (40, 2)]], 8, (8, 2), tuning=SMALL | {"block_x": 16, "pieces": 7}),
-    "long_beside_short": Case([300, 17, 5], [[(300, 1)] * 3, [(17, 1)] * 9, [(5, 1)]], 1, tuning=SMALL | {"block_x": 16, "pieces": 8}),
+    "several_query_tiles": Case(
+        [35], [[(35, 8), (36, 8), (40, 2)]], 8, (8, 2), tuning=SMALL | {"block_x": 16, "pieces": 7}
+    ),
+    "long_beside_short": Case(
+        [300, 17, 5], [[(300, 1)] * 3, [(17, 1)] * 9, [(5, 1)]], 1, tuning=SMALL | {"block_x": 16, "pieces": 8}
+    ),
     "bf16_partials": Case([70], [[(70, 2), (71, 1)]], 2, dtype=BF16, tuning={"partial": BF16, "pieces": 2}),
-    "single_rows": Case([450, 33, 0, 70], [[(450, 1)], [(33, 1)], [(0, 1)], [(75, 1)]], 1, (8, 2), 128, BF16, tuning={}),
+    "single_rows": Case(
+        [450, 33, 0, 70], [[(450, 1)], [(33, 1)], [(0, 1)], [(75, 1)]], 1, (8, 2), 128, BF16, tuning={}
+    ),
     "single_rows_of_blocks": Case([450, 33], [[(453, 5)], [(33, 4)]], 5, (8, 2), 128, BF16, tail=1, tuning={}),
     "default_tuning": Case([400], [[(400, 8), (403, 5)]], 8, (8, 2), dtype=BF16, tuning={}),
 }
@@ -126,7 +136,9 @@ def test_two_programs_share_a_multiprocessor_where_they_have_something_to_comput
         (32, 32, 1, (32, 8), 32, False),
     ],
 )
-def test_tiles_of_64_are_read_by_warps_of_two_kinds_where_these_are_faster(rows, together, queries, heads, dim, specialized):
+def test_tiles_of_64_are_read_by_warps_of_two_kinds_where_these_are_faster(
+    rows, together, queries, heads, dim, specialized
+):
     tuning = Tuning.choose(rows, together, queries, heads, dim, BF16)
     assert tuning.specialized == specialized
     assert not specialized or tuning.block_x == 64
@@ -157,7 +169,9 @@ def assert_right(built: Built, out_THD: Tensor) -> None:
     assert error(out_THD, built.reference()) < TOLERANCE[built.case.dtype]
 
 
-group = st.tuples(st.integers(0, 70), st.lists(st.tuples(st.integers(0, 40), st.integers(0, 3)), min_size=1, max_size=5))
+group = st.tuples(
+    st.integers(0, 70), st.lists(st.tuples(st.integers(0, 40), st.integers(0, 3)), min_size=1, max_size=5)
+)
 
 
 @settings(max_examples=25, deadline=None)
@@ -175,14 +189,18 @@ def test_ragged_groups_tails_and_padding(groups, tail, short, extra, padding, pi
     # One live row holds its group's prefix and no more, so that more may be declared shared.
     held = [[(shared, members[-1][1]), *members] for shared, members in zip(shared, held)]
     declared = [shared + extra * (members[0][1] > 0) for shared, members in zip(shared, held)]
-    case = Case(shared, held, 3, (2, 1), 16, tail=tail, declared=declared, padding=padding, tuning=SMALL | {"pieces": pieces})
+    case = Case(
+        shared, held, 3, (2, 1), 16, tail=tail, declared=declared, padding=padding, tuning=SMALL | {"pieces": pieces}
+    )
     built = Built(case)
     assert_right(built, built.run(short))
 
 
 @pytest.mark.parametrize("shared", [15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65])
 def test_prefixes_at_the_ends_of_tiles_and_splits(shared):
-    built = Built(Case([shared, 16], [[(shared, 1), (shared + 15, 1), (shared + 16, 1)], [(16, 1), (33, 1)]], 1, (2, 1), 16))
+    built = Built(
+        Case([shared, 16], [[(shared, 1), (shared + 15, 1), (shared + 16, 1)], [(16, 1), (33, 1)]], 1, (2, 1), 16)
+    )
     assert_right(built, built.run())
 
 
@@ -223,7 +241,9 @@ def test_a_workspace_serves_changed_lengths_and_groups(first):
     rows = sum(len(members) for members in case.held)
     long = Case([90, 30], [[(95, 1)] * (rows - 1), [(30, 1)]] if rows > 1 else [[(95, 1)], []], 1, tuning=case.tuning)
     one, other = Built(case), Built(long)
-    attention = SharedPrefixAttention(9, max(one.rows, other.rows), 9, 1, case.heads, case.dim, case.dtype, DEVICE, 2000, **case.tuning)
+    attention = SharedPrefixAttention(
+        9, max(one.rows, other.rows), 9, 1, case.heads, case.dim, case.dtype, DEVICE, 2000, **case.tuning
+    )
     for built in (other, one, other):
         widened = _with_rows(built, attention.rows)
         assert error(widened.run(attention=attention), widened.reference()) < TOLERANCE[case.dtype]
@@ -240,7 +260,12 @@ def _with_rows(built: Built, rows: int) -> Built:
 
 @pytest.mark.parametrize(("splits", "norm"), [(1, False), (2, True)])
 @pytest.mark.parametrize(
-    "name", [name for name in CASES if name.startswith(("decode", "step", "tails")) or name in ("no_prefix", "empty_group", "target")]
+    "name",
+    [
+        name
+        for name in CASES
+        if name.startswith(("decode", "step", "tails")) or name in ("no_prefix", "empty_group", "target")
+    ],
 )
 def test_one_launch_does_what_storing_and_attending_do(name, splits, norm):
     built, case = Built(CASES[name]), CASES[name]

@@ -67,11 +67,15 @@ def assert_cover(built: Built, shape: PieceShape, prepared: Prepared, expected: 
     for lead, (size, shared) in expected.items():
         wanted[lead * width : (lead + size) * width, :shared] = 1
         for r in range(lead, lead + size):
-            assert_row_finds_its_entries(prepared.row_4R[:, r].tolist(), r * width, bool(built.count_R[r]), shared, entry_of)
+            assert_row_finds_its_entries(
+                prepared.row_4R[:, r].tolist(), r * width, bool(built.count_R[r]), shared, entry_of
+            )
     assert np.array_equal(seen, wanted)
 
 
-def assert_row_finds_its_entries(row: list[int], x: int, live: bool, shared: int, entry_of: dict[tuple[int, int], int]) -> None:
+def assert_row_finds_its_entries(
+    row: list[int], x: int, live: bool, shared: int, entry_of: dict[tuple[int, int], int]
+) -> None:
     found_shared, entry, step, splits = row
     begins = sorted(begin for query, begin in entry_of if query == x)
     assert splits == len(begins) * live
@@ -91,7 +95,9 @@ def splits(shared: list[int], sizes: list[int], pieces: int = 16, block_p: int =
     return prepare(tables, starts, int32(*[1] * rows), 1, groups, shape).row_4R[3, first].tolist()
 
 
-@pytest.mark.parametrize(("shared", "rows", "expected"), [(16384, 2, 16), (16384, 6, 5), (16384, 20, 1), (64, 2, 1), (640, 2, 10)])
+@pytest.mark.parametrize(
+    ("shared", "rows", "expected"), [(16384, 2, 16), (16384, 6, 5), (16384, 20, 1), (64, 2, 1), (640, 2, 10)]
+)
 def test_one_group_is_cut_into_a_piece_for_every_program(shared, rows, expected):
     assert splits([shared], [rows]) == [expected]
 
@@ -112,7 +118,9 @@ def test_ended_rows_and_small_splits():
     assert splits([640], [2], min_tiles=4) == [3]
 
 
-@pytest.mark.parametrize(("tail", "pages"), [(None, [5, 6, 0]), (2, [9, 8, 0]), (3, [5, 9, 8]), (4, [5, 6, 9]), (5, [5, 6, 0])])
+@pytest.mark.parametrize(
+    ("tail", "pages"), [(None, [5, 6, 0]), (2, [9, 8, 0]), (3, [5, 9, 8]), (4, [5, 6, 9]), (5, [5, 6, 0])]
+)
 def test_no_page_is_read_beyond_a_table_or_a_tail(tail, pages):
     """Behind either lie pages of others."""
     table_SL, tail_RB = int32(3, 4, 5, 6, 77, 78)[None, :4], int32(9, 8, 77, 77)[None, :2]

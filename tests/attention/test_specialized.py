@@ -1,5 +1,5 @@
-"""The prefix kernel of Hopper GPUs where there is none: it compiles, leaves room, and no other device has it. What it computes only such a
-GPU can say (`tests/gpu/test_specialized.py`)."""
+"""The prefix kernel of Hopper GPUs where there is none: it compiles, leaves room, and no other device has it. What it
+computes only such a GPU can say (`tests/gpu/test_specialized.py`)."""
 
 from __future__ import annotations
 

@@ -24,12 +24,17 @@ def test_store_normalises_rotates_and_writes(dtype, heads, dim, norm, splits):
     qkv = torch.randn(tokens, (h + 2 * j) * dim, generator=generator).to(dtype)
     qkv[-1] = torch.nan  # A padding token's input can be anything.
     rope = torch.randn(30, dim, generator=generator)
-    position_T, page_T = torch.tensor([3, 29, 0, 7, 0], dtype=torch.int32), torch.tensor([4, 1, 9, 0, 0], dtype=torch.int32)
+    position_T, page_T = (
+        torch.tensor([3, 29, 0, 7, 0], dtype=torch.int32),
+        torch.tensor([4, 1, 9, 0, 0], dtype=torch.int32),
+    )
     keys, values = (torch.randn(11, j, dim, generator=generator).to(dtype) for _ in "kv")
     norms = [torch.randn(dim, generator=generator).to(dtype) for _ in "qk"] if norm else [None, None]
     q_out = torch.full((tokens, h, dim), torch.nan, dtype=dtype)
     parts = qkv if splits == 1 else torch.stack((qkv.float() - 1, torch.ones_like(qkv, dtype=torch.float32)))
-    on_device = [x if x is None else x.to(DEVICE).clone() for x in (parts, q_out, keys, values, rope, position_T, page_T, *norms)]
+    on_device = [
+        x if x is None else x.to(DEVICE).clone() for x in (parts, q_out, keys, values, rope, position_T, page_T, *norms)
+    ]
     store_kv(*on_device[:7], heads, *on_device[7:], eps=1e-6)
     out, new_keys, new_values = (x.cpu() for x in on_device[1:4])
 

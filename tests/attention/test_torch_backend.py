@@ -1,7 +1,7 @@
 """Laws of the attention backends in torch, against float64 attention of one query at a time over that row's own table.
 
-Axes: R rows, T new tokens, L layers, J key/value heads, H query heads, D head dimension, S segments, P pages, X positions.
-"""
+Axes: R rows, T new tokens, L layers, J key/value heads, H query heads, D head dimension, S segments, P pages, X
+positions."""
 
 from __future__ import annotations
 
@@ -24,14 +24,20 @@ from tests.model.tiny import tiny_config
 WIDTH, CAPACITY, DIM, LAYERS = 16, 300, 8, 2
 # A segment is (positions shared, [(positions held besides, new tokens) of each row]).
 Segment = tuple[int, list[tuple[int, int]]]
-segment = st.tuples(st.integers(0, 6), st.lists(st.tuples(st.integers(0, 4), st.integers(1, 6)), min_size=1, max_size=4))
-decode_segment = st.tuples(st.integers(0, 6), st.lists(st.tuples(st.integers(0, 4), st.just(1)), min_size=1, max_size=4))
+segment = st.tuples(
+    st.integers(0, 6), st.lists(st.tuples(st.integers(0, 4), st.integers(1, 6)), min_size=1, max_size=4)
+)
+decode_segment = st.tuples(
+    st.integers(0, 6), st.lists(st.tuples(st.integers(0, 4), st.just(1)), min_size=1, max_size=4)
+)
 
 
 class Case:
     """Tables, pool and batch of the given segments, with random keys and values on every page."""
 
-    def __init__(self, segments: list[Segment], kv_heads: int, group: int, dummy: float = 1e4, dtype=torch.float32) -> None:
+    def __init__(
+        self, segments: list[Segment], kv_heads: int, group: int, dummy: float = 1e4, dtype=torch.float32
+    ) -> None:
         self.generator = torch.Generator().manual_seed(0)
         self.config = tiny_config(num_layers=LAYERS, num_heads=kv_heads * group, num_kv_heads=kv_heads, head_dim=DIM)
         self.pool = KVPool(self.config, CAPACITY, dtype, "cpu")
@@ -48,7 +54,9 @@ class Case:
         self.unheld = np.setdiff1d(self.table_RL, self.table_RL[np.arange(WIDTH) < (starts_R + counts_R)[:, None]])
         pages_T = self.table_RL[row_T, positions_T]
         self.row_T = row_T
-        self.batch = ForwardBatch(self.table_RL, starts_R, counts_R, pages_T, positions_T, np.cumsum([0, *sizes_S]), shared_S)
+        self.batch = ForwardBatch(
+            self.table_RL, starts_R, counts_R, pages_T, positions_T, np.cumsum([0, *sizes_S]), shared_S
+        )
         tokens = len(pages_T)
         self.q_THD = self._random(tokens, kv_heads * group).to(dtype)
         self.k_TJD, self.v_TJD = self._random(tokens, kv_heads).to(dtype), self._random(tokens, kv_heads).to(dtype)
@@ -57,7 +65,8 @@ class Case:
         return torch.randn(*shape, DIM, generator=self.generator)
 
     def _tables(self, shared_R: np.ndarray, bounds_S: np.ndarray) -> np.ndarray:
-        """Pages in any order; the rows of a segment have those of its first in what they share. Past a row's end there are pages too."""
+        """Pages in any order; the rows of a segment have those of its first in what they share. Past a row's end there
+        are pages too."""
         pages = 1 + np.random.default_rng(0).permutation(CAPACITY)[: len(shared_R) * WIDTH]
         table_RL = pages.reshape(-1, WIDTH).astype(np.int32)
         for begin, end in pairwise(bounds_S):
@@ -68,7 +77,8 @@ class Case:
         return backend().plan(self.pool, self.batch).attend(layer, self.q_THD, self.k_TJD, self.v_TJD)
 
     def slow(self, layer: int = 1) -> Tensor:
-        """One query and one head at a time, over the pages that the row's own table names. To be called after the new ones are stored."""
+        """One query and one head at a time, over the pages that the row's own table names. To be called after the new
+        ones are stored."""
         keys, values = self.pool.keys[layer].double(), self.pool.values[layer].double()
         group = self.config.num_heads // self.config.num_kv_heads
         out_THD = torch.zeros(self.q_THD.shape, dtype=torch.float64)

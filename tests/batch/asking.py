@@ -48,7 +48,17 @@ def answer_of(request: Request) -> Answer:
     tokens = tuple(request.prompt[:3])
     statistics = Statistics(request.params.rows, rounds=2)
     text = f"{request.params.seed} of {len(request.prompt)}"
-    return Answer(request.request_id, tokens, text, FinishReason.EOS, None, request.params.seed, len(request.prompt), statistics, 0.5)
+    return Answer(
+        request.request_id,
+        tokens,
+        text,
+        FinishReason.EOS,
+        None,
+        request.params.seed,
+        len(request.prompt),
+        statistics,
+        0.5,
+    )
 
 
 async def decode_at_once(request: Request) -> Answer:

@@ -17,7 +17,8 @@ def pair() -> ServingPair:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory) -> Iterator[Cluster]:
-    """One cluster with a dashboard for the tests of a file, started as a user starts one, and gone before others start theirs."""
+    """One cluster with a dashboard for the tests of a file, started as a user starts one, and gone before others start
+    theirs."""
     cluster = Cluster(tmp_path_factory.mktemp("cluster"))
     try:
         cluster.start()

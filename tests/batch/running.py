@@ -41,11 +41,18 @@ class Cluster:
         self._head: subprocess.Popen | None = None
 
     def start(self) -> None:
-        settings = {"node-ip-address": "127.0.0.1", "temp-dir": self._directory, "num-cpus": 16, "object-store-memory": 100_000_000}
+        settings = {
+            "node-ip-address": "127.0.0.1",
+            "temp-dir": self._directory,
+            "num-cpus": 16,
+            "object-store-memory": 100_000_000,
+        }
         options = [f"--{name}={value}" for name, value in (settings | self._ports).items()]
         with self._log.open("wb") as log:
             command = [BIN / "ray", "start", "--head", "--block", "--include-dashboard=true", *options]
-            self._head = subprocess.Popen(command, env=self.env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+            self._head = subprocess.Popen(
+                command, env=self.env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
         self.until(lambda: "Ray runtime started" in self._log.read_text(), 60, "the cluster did not start")
 
     def stop(self) -> None:
@@ -84,7 +91,11 @@ class Cluster:
         """No actor is alive or to be, and no placement group holds anything."""
 
         def left() -> list:
-            actors = [actor for actor in list_actors(self.dashboard) if actor.state != "DEAD" and actor.class_name != "JobSupervisor"]
+            actors = [
+                actor
+                for actor in list_actors(self.dashboard)
+                if actor.state != "DEAD" and actor.class_name != "JobSupervisor"
+            ]
             return actors + [group for group in list_placement_groups(self.dashboard) if group.state != "REMOVED"]
 
         self.until(lambda: not left(), 10, f"something is left: {left()}")

@@ -1,4 +1,5 @@
-"""The command on a real cluster: the engine's own answers, whatever is killed or stopped on the way, and nothing left behind."""
+"""The command on a real cluster: the engine's own answers, whatever is killed or stopped on the way, and nothing left
+behind."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ OPTIONS = ("-k", 5, "-f", 2, "--max-slots", 16, "--seed", 3)
 @pytest.fixture(scope="module")
 def asked() -> list[dict]:
     """20 lines, two of which have no answer."""
-    lines = [chat(f"q{i}", problem.question, **KINDS[i % len(KINDS)]) for i, problem in enumerate(generate(5, 20, "test"))]
+    lines = [
+        chat(f"q{i}", problem.question, **KINDS[i % len(KINDS)]) for i, problem in enumerate(generate(5, 20, "test"))
+    ]
     lines[5] = chat("wrong", n=2)
     lines[9] = chat("too long", max_tokens=100_000)
     return lines
@@ -65,7 +68,13 @@ def essence(record: dict) -> tuple:
         return record["custom_id"], record["error"]["code"]
     body = record["response"]["body"]
     text, count = body["choices"][0]["message"]["content"], body["usage"]["completion_tokens"]
-    return record["custom_id"], text, count, body["choices"][0]["smc"]["finish_reason"], body["choices"][0]["smc"]["seed"]
+    return (
+        record["custom_id"],
+        text,
+        count,
+        body["choices"][0]["smc"]["finish_reason"],
+        body["choices"][0]["smc"]["seed"],
+    )
 
 
 def finish(process: subprocess.Popen) -> tuple[int, str]:
@@ -83,11 +92,17 @@ def whole_lines(path: Path) -> bytes:
 
 
 def test_disturbed_runs_make_the_file_of_an_undisturbed_one(cluster: Cluster, asked, expected, tmp_path):
-    """The first run is a job that `ray job stop` stops, the second is killed, the third loses a rank; between them they do every line
-    once."""
-    source, output, jobs = write_lines(tmp_path / "in.jsonl", asked), tmp_path / "out.jsonl", JobSubmissionClient(cluster.dashboard)
+    """The first run is a job that `ray job stop` stops, the second is killed, the third loses a rank; between them they
+    do every line once."""
+    source, output, jobs = (
+        write_lines(tmp_path / "in.jsonl", asked),
+        tmp_path / "out.jsonl",
+        JobSubmissionClient(cluster.dashboard),
+    )
     command = ("smcserve", "batch", source.name, output, *OPTIONS)
-    submitted = cluster.submit("--working-dir", ".", "--no-wait", "--submission-id", "first", "--", *command, directory=tmp_path)
+    submitted = cluster.submit(
+        "--working-dir", ".", "--no-wait", "--submission-id", "first", "--", *command, directory=tmp_path
+    )
     assert submitted.returncode == 0, submitted.stderr + submitted.stdout
     cluster.until(lambda: lines_in(output) >= 3, 60, "no progress")
     assert jobs.stop_job("first")  # what `ray job stop` does
@@ -115,7 +130,9 @@ def test_disturbed_runs_make_the_file_of_an_undisturbed_one(cluster: Cluster, as
     victim = next(pid for pid, name in cluster.ranks().items() if " rank " in name)
     os.kill(victim, signal.SIGKILL)
     code, said = finish(broken)
-    assert code == 1 and "20 of 20 lines done" in said and "by earlier runs, 2 failed" in said and "attempt 1 of 3" in said
+    assert (
+        code == 1 and "20 of 20 lines done" in said and "by earlier runs, 2 failed" in said and "attempt 1 of 3" in said
+    )
     cluster.until_empty()
 
     assert [essence(record) for record in read_records(output)] == expected
@@ -128,7 +145,9 @@ def test_a_cluster_without_room(cluster: Cluster, asked, tmp_path):
     patient = cluster.start_batch(source, tmp_path / "patient.jsonl", *no_room, 600)
     code, said = finish(cluster.start_batch(source, tmp_path / "out.jsonl", *no_room, 1))
     assert code == 1 and "no host of the cluster has room for 1 x {'CPU': 1, 'GPU': 1}" in said
-    cluster.until(lambda: list_placement_groups(cluster.dashboard, filters=[("state", "=", "PENDING")]), 30, "nobody waits")
+    cluster.until(
+        lambda: list_placement_groups(cluster.dashboard, filters=[("state", "=", "PENDING")]), 30, "nobody waits"
+    )
     patient.terminate()
     begin = time.monotonic()
     code, said = finish(patient)

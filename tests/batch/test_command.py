@@ -1,4 +1,5 @@
-"""The command where it needs no cluster: mistakes, found before anything starts, and files on which nothing is left to do."""
+"""The command where it needs no cluster: mistakes, found before anything starts, and files on which nothing is left to
+do."""
 
 from __future__ import annotations
 

@@ -8,7 +8,10 @@ import pytest
 
 from services.batch.output import OutputFile
 
-RECORDS = [{"id": f"batch_req_{i}", "custom_id": name, "response": None, "error": {"code": "x"}} for i, name in enumerate(["a", "ü", None])]
+RECORDS = [
+    {"id": f"batch_req_{i}", "custom_id": name, "response": None, "error": {"code": "x"}}
+    for i, name in enumerate(["a", "ü", None])
+]
 
 
 @pytest.fixture
@@ -56,7 +59,16 @@ def test_a_whole_line_without_its_end_is_cut_too(written):
 
 @pytest.mark.parametrize(
     "text",
-    ["my notes\n", "my notes", '{"id": "other"}\n', '{"id": "other"}', "{}\n{}\n", "[1]\n", "\n", json.dumps(RECORDS[0]) + "\nmy notes"],
+    [
+        "my notes\n",
+        "my notes",
+        '{"id": "other"}\n',
+        '{"id": "other"}',
+        "{}\n{}\n",
+        "[1]\n",
+        "\n",
+        json.dumps(RECORDS[0]) + "\nmy notes",
+    ],
 )
 def test_a_foreign_file_is_refused_and_left_alone(tmp_path, text):
     path = tmp_path / "notes.txt"

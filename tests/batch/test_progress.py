@@ -28,5 +28,7 @@ def test_a_line_every_few_seconds_and_a_summary(monkeypatch):
     said = console.file.getvalue().splitlines()
     assert len(said) == 2
     assert said[0] == "240 of 1,000 lines, 1 failed, 2,000 tokens, 400 tok/s, about 1 min 35 s left"
-    assert tally.summary() == "301 of 1,000 lines done, 200 by earlier runs, 2 failed, 5,000 tokens, 396 tok/s in 12.6 s"
+    assert (
+        tally.summary() == "301 of 1,000 lines done, 200 by earlier runs, 2 failed, 5,000 tokens, 396 tok/s in 12.6 s"
+    )
     assert tally.all_failed == 2

@@ -19,7 +19,13 @@ def test_defaults(pair, requests):
     assert request.request_id == "5"
     assert request.prompt == tuple(pair.tokenizer.chat([{"role": "user", "content": "1 + 1?"}]))
     params = request.params
-    assert (params.method, params.particles, params.temperature, params.max_tokens, params.logprobs) == (Method.SMC, 8, 1.0, 256, False)
+    assert (params.method, params.particles, params.temperature, params.max_tokens, params.logprobs) == (
+        Method.SMC,
+        8,
+        1.0,
+        256,
+        False,
+    )
 
 
 def test_prompts(pair, requests):
@@ -35,8 +41,14 @@ def test_prompts(pair, requests):
         ({"stop": "."}, {"stop": (".",)}),
         ({"stop": [".", "#"]}, {"stop": (".", "#")}),
         ({"stop_token_ids": [4], "ignore_eos": True}, {"stop_token_ids": (4,), "ignore_eos": True}),
-        ({"temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1}, {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1}),
-        ({"particles": 3, "alpha": 2, "ess_threshold": 1, "resampling": "ssp"}, {"particles": 3, "alpha": 2, "resampling": "ssp"}),
+        (
+            {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1},
+            {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1},
+        ),
+        (
+            {"particles": 3, "alpha": 2, "ess_threshold": 1, "resampling": "ssp"},
+            {"particles": 3, "alpha": 2, "resampling": "ssp"},
+        ),
         ({"particles": 6, "min_particles": 2}, {"particles": 6, "min_particles": 2}),
         ({"method": "target", "temperature": 0}, {"method": Method.TARGET, "particles": None, "temperature": 0}),
         ({"method": "exact", "particles": 4}, {"method": Method.EXACT, "particles": 4, "population": None}),
@@ -45,7 +57,10 @@ def test_prompts(pair, requests):
         ({"logprobs": True}, {"logprobs": True}),
         ({"seed": -5}, {"seed": -5}),
         ({"time_budget": 2.5}, {"time_budget": 2.5}),
-        ({"min_tokens": 3, "logit_bias": {"7": -1, "2": 0.5, "3": 0}}, {"min_tokens": 3, "logit_bias": ((2, 0.5), (7, -1.0))}),
+        (
+            {"min_tokens": 3, "logit_bias": {"7": -1, "2": 0.5, "3": 0}},
+            {"min_tokens": 3, "logit_bias": ((2, 0.5), (7, -1.0))},
+        ),
         ({"model": "target", "n": 1, "stream": False, "stop": None, "logit_bias": None}, {"stop": ()}),
     ],
 )
@@ -55,7 +70,9 @@ def test_settings(requests, body, expected):
 
 
 def test_a_salt(requests):
-    assert requests.build(line(chat("a"))).cache_salt == requests.build(line(chat("a", cache_salt=None))).cache_salt == ""
+    assert (
+        requests.build(line(chat("a"))).cache_salt == requests.build(line(chat("a", cache_salt=None))).cache_salt == ""
+    )
     assert requests.build(line(completion("a", cache_salt="customer 7"))).cache_salt == "customer 7"
 
 
@@ -79,7 +96,10 @@ def test_a_completion_may_ask_for_log_probabilities_of_others_by_their_number(re
         ({"stream": True}, "stream=True; allowed: False"),
         ({"max_tokens": 0}, "max_tokens=0; allowed: >= 1"),
         ({"max_tokens": 5, "max_completion_tokens": 5}, "max_tokens and max_completion_tokens are both given"),
-        ({"method": "smc", "temperature": 0}, "temperature=0; allowed: > 0 with method='smc'; for greedy decoding, method='exact'"),
+        (
+            {"method": "smc", "temperature": 0},
+            "temperature=0; allowed: > 0 with method='smc'; for greedy decoding, method='exact'",
+        ),
         ({"method": "exact", "population": "distinct"}, "population='distinct' has no effect with method='exact'"),
         ({"population": ["distinct"]}, r"population=\['distinct'\]; allowed: distinct, independent"),
         ({"min_particles": 9}, "min_particles=9; allowed: 1..8, the particles"),
@@ -104,8 +124,14 @@ def test_a_completion_may_ask_for_log_probabilities_of_others_by_their_number(re
         ({"messages": []}, r"messages=\[\]; allowed: .*at least 1 item"),
         ({"messages": ["Hi"]}, r"messages\[0\]='Hi'; allowed: an object"),
         ({"messages": [{"role": "user"}]}, r"messages\[0\].content is missing; allowed: a string, or a list of parts"),
-        ({"messages": [{"role": "robot", "content": ""}]}, r"messages\[0\].role='robot'; allowed: 'system'.* or 'tool'"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, r"messages\[0\].content\[0\].text is missing"),
+        (
+            {"messages": [{"role": "robot", "content": ""}]},
+            r"messages\[0\].role='robot'; allowed: 'system'.* or 'tool'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            r"messages\[0\].content\[0\].text is missing",
+        ),
     ],
 )
 def test_a_chat_is_refused_by_name(requests, body, message):
@@ -148,7 +174,9 @@ def test_seeds_come_from_the_name_of_the_line_and_the_seed_of_the_run(pair, requ
     assert requests.build(line(chat("line 3"))).params.seed == seeds[3]
     assert Requests(pair, 1).seed_of(line(chat("line 3"))) != seeds[3]
     assert requests.seed_of(line(chat("line 3", seed=0))) == 0
-    assert requests.seed_of(line(chat("line 0"))) == 801005201466570759, "answers of earlier releases would no longer reproduce"
+    assert requests.seed_of(line(chat("line 0"))) == 801005201466570759, (
+        "answers of earlier releases would no longer reproduce"
+    )
 
 
 def test_negative_prompts(pair, requests):

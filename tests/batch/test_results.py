@@ -30,19 +30,31 @@ def test_a_chat(pair):
     body = record["response"]["body"]
     assert (record["custom_id"], record["error"], record["response"]["status_code"]) == ("mine", None, 200)
     assert record["id"].startswith("batch_req_") and body["id"].startswith("chatcmpl-")
-    assert (body["object"], body["created"], body["model"], body["system_fingerprint"]) == ("chat.completion", 1234, "target", "smc_1")
+    assert (body["object"], body["created"], body["model"], body["system_fingerprint"]) == (
+        "chat.completion",
+        1234,
+        "target",
+        "smc_1",
+    )
     choice = {"index": 0, "message": {"role": "assistant", "content": "2"}, "logprobs": None, "finish_reason": "stop"}
     assert body["choices"] == [choice | {"smc": body["choices"][0]["smc"]}]
     usage = body["usage"]
     assert usage["completion_tokens"] == 2 and usage["total_tokens"] == usage["prompt_tokens"] + 2
     assert usage["prompt_tokens_details"] == {"cached_tokens": 16}
     assert {"particles_left", "preemptions"} <= set(body["choices"][0]["smc"]["statistics"])
-    assert body["choices"][0]["smc"]["statistics"]["particles"] == 8 and body["choices"][0]["smc"]["finish_reason"] == "eos"
+    assert (
+        body["choices"][0]["smc"]["statistics"]["particles"] == 8
+        and body["choices"][0]["smc"]["finish_reason"] == "eos"
+    )
 
 
 def test_a_completion(pair):
     body = record_of(pair, completion("mine", method="target"), text="2")["response"]["body"]
-    assert (body["object"], body["choices"][0]["text"], body["choices"][0]["smc"]["statistics"]) == ("text_completion", "2", None)
+    assert (body["object"], body["choices"][0]["text"], body["choices"][0]["smc"]["statistics"]) == (
+        "text_completion",
+        "2",
+        None,
+    )
     exact = record_of(pair, completion("mine", method="exact"))["response"]["body"]["choices"][0]["smc"]
     assert exact["method"] == "exact" and {"accepted_per_round", "hits", "misses"} <= set(exact["statistics"])
 
@@ -68,9 +80,13 @@ def test_log_probabilities(pair):
     body = record_of(pair, completion("a", logprobs=True), **values)["response"]["body"]
     found = body["choices"][0]["logprobs"]
     assert "".join(found["tokens"]) == "12 apples" and found["token_logprobs"] == [-0.5] * (len(tokens) - 1) + [None]
-    assert [("12 apples")[offset : offset + len(token)] for offset, token in zip(found["text_offset"], found["tokens"])] == found["tokens"]
+    assert [
+        ("12 apples")[offset : offset + len(token)] for offset, token in zip(found["text_offset"], found["tokens"])
+    ] == found["tokens"]
     assert body["choices"][0]["smc"]["token_ids"] == list(tokens)
-    content = record_of(pair, chat("a", logprobs=True), **values)["response"]["body"]["choices"][0]["logprobs"]["content"]
+    content = record_of(pair, chat("a", logprobs=True), **values)["response"]["body"]["choices"][0]["logprobs"][
+        "content"
+    ]
     assert b"".join(bytes(each["bytes"]) for each in content) == b"12 apples" and content[0]["logprob"] == -0.5
 
 

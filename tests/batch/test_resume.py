@@ -1,4 +1,5 @@
-"""Whatever beginning of an output is there, the next run makes the same file of it, and decodes no line that is in it."""
+"""Whatever beginning of an output is there, the next run makes the same file of it, and decodes no line that is in
+it."""
 
 from __future__ import annotations
 
@@ -35,7 +36,12 @@ def test_any_beginning_becomes_the_same_file(pair, source, tmp_path):
     whole = (tmp_path / "whole.jsonl").read_bytes()
     lines = whole.splitlines(keepends=True)
     ends = [sum(map(len, lines[:i])) for i in range(len(lines) + 1)]
-    cuts = {*ends, *(end - 1 for end in ends[1:]), *(end + 1 for end in ends[:-1]), *random.Random(0).sample(range(len(whole)), 40)}
+    cuts = {
+        *ends,
+        *(end - 1 for end in ends[1:]),
+        *(end + 1 for end in ends[:-1]),
+        *random.Random(0).sample(range(len(whole)), 40),
+    }
     for cut in sorted(cuts):
         output, calls = tmp_path / "out.jsonl", []
         output.write_bytes(whole[:cut])
@@ -59,7 +65,9 @@ def test_lines_may_be_added_at_the_end(pair, source, tmp_path):
     with source.open("a") as file:
         file.write(write_lines(tmp_path / "more", [chat("new")]).read_text())
     assert answer_file(pair, source, tmp_path / "out.jsonl").done == 13
-    assert (tmp_path / "out.jsonl").read_bytes().startswith(before) and b'"new"' in (tmp_path / "out.jsonl").read_bytes()
+    assert (tmp_path / "out.jsonl").read_bytes().startswith(before) and b'"new"' in (
+        tmp_path / "out.jsonl"
+    ).read_bytes()
 
 
 def edited(text: str, old: str, new: str) -> str:
@@ -77,7 +85,11 @@ def edited(text: str, old: str, new: str) -> str:
         (lambda text: text.split("\n", 1)[1], {}, "answer 1 is of custom_id='q0', but line 1 has 'q1'"),
         (lambda text: text.rsplit("\n", 2)[0], {}, "has more lines than"),
         (lambda text: text, {"seed": 1}, "answer 1 was made with another seed"),
-        (lambda text: text, {"fingerprint": "smc_2"}, "answer 1 was made with other models, another --dtype or other settings"),
+        (
+            lambda text: text,
+            {"fingerprint": "smc_2"},
+            "answer 1 was made with other models, another --dtype or other settings",
+        ),
     ],
 )
 def test_answers_to_something_else_are_refused_and_left_alone(pair, source, tmp_path, change, settings, message):

@@ -93,7 +93,13 @@ def test_a_record_is_written_as_soon_as_all_before_it_are(pair):
 
 
 def test_lines_that_fail_are_records_in_their_place(pair):
-    errors = {2: ValueError("too long"), 4: RequestFailed("NaN"), 5: Unavailable("gone"), 6: QueueFull("full"), 7: RuntimeError("ours")}
+    errors = {
+        2: ValueError("too long"),
+        4: RequestFailed("NaN"),
+        5: Unavailable("gone"),
+        6: QueueFull("full"),
+        7: RuntimeError("ours"),
+    }
 
     async def decode(request):
         await asyncio.sleep(0)

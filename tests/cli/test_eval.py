@@ -15,9 +15,27 @@ from smc.evaluation.reports import quality
 from smc.evaluation.reports.quality_table import quality_table
 from smc.statistics import Accuracy
 
-TINY = ("eval", "--problems", 1, "--speed-problems", 1, "--only", "alone", "--only", "exact N=2", "--only", "distinct lockstep N=2 K=4")
+TINY = (
+    "eval",
+    "--problems",
+    1,
+    "--speed-problems",
+    1,
+    "--only",
+    "alone",
+    "--only",
+    "exact N=2",
+    "--only",
+    "distinct lockstep N=2 K=4",
+)
 SIZES = ("-n", 2, "-k", 4, "-f", 1)
-NAMES = ["target alone", "draft alone", "exact look-ahead N=2 K=4 F=1", "exact lockstep N=2 K=4", "distinct lockstep N=2 K=4"]
+NAMES = [
+    "target alone",
+    "draft alone",
+    "exact look-ahead N=2 K=4 F=1",
+    "exact lockstep N=2 K=4",
+    "distinct lockstep N=2 K=4",
+]
 
 
 def test_files_and_table(smcserve, tmp_path):
@@ -45,7 +63,9 @@ def test_files_and_table(smcserve, tmp_path):
 def test_resume_measures_only_what_is_missing(smcserve, tmp_path, monkeypatch):
     measured = []
     original = quality.measure
-    monkeypatch.setattr(quality, "measure", lambda pair, setting, *rest: measured.append(setting.name) or original(pair, setting, *rest))
+    monkeypatch.setattr(
+        quality, "measure", lambda pair, setting, *rest: measured.append(setting.name) or original(pair, setting, *rest)
+    )
     run = ("eval", "--problems", 2, "--speed-problems", 0, "--json", tmp_path / "q.json", "--resume")
     assert smcserve(*run, "--only", "draft").code == 0
     again = smcserve(*run, "--only", "draft", "--only", "target")
@@ -66,7 +86,9 @@ def test_what_has_been_answered_before_is_only_timed(smcserve, tmp_path, monkeyp
     assert ran.code == 0 and "answers of the small pair, float32 on" in ran.out
     for before, row in zip(json.loads(solved.read_text())["rows"], json.loads(timed.read_text())["rows"]):
         assert row["tokens_per_second"] > 0 and row["batch_tokens_per_second"] is None
-        assert all(row[name] == before[name] for name in ("name", "correct", "count", "rounds", "mean_logp", "hit_share"))
+        assert all(
+            row[name] == before[name] for name in ("name", "correct", "count", "rounds", "mean_logp", "hit_share")
+        )
     other = smcserve(*run, "--seed", 1)
     assert other.code == 2 and "cannot be taken for --accuracy-from: seed was 0 and is now 1" in other.err
     assert "leaves nothing to be measured" in smcserve(*run, "--speed-problems", 0).err
@@ -88,7 +110,10 @@ def test_what_has_been_answered_before_is_only_timed(smcserve, tmp_path, monkeyp
         (("--speed-problems", 0, "--picture", "x.png"), "--speed-problems 0"),
         (("--markdown", "/nowhere/x.md"), "its directory does not exist"),
         (("--ess-threshold", 2), "ess_threshold=2.0; allowed"),
-        (("--ess-threshold", 1, "--only", "exact"), "--ess-threshold 1 has no effect without settings of independent particles"),
+        (
+            ("--ess-threshold", 1, "--only", "exact"),
+            "--ess-threshold 1 has no effect without settings of independent particles",
+        ),
         (("--temperature", 0, "--only", "distinct"), "--only 'distinct' leaves no setting; there are: target alone"),
         (("--temperature", -1), "temperature=-1.0; allowed"),
         (("--only", "alone N=1"), "--only 'alone N=1' leaves no setting"),
@@ -108,9 +133,21 @@ def test_a_picture_is_refused_at_once_where_none_can_be_drawn(smcserve, monkeypa
 
 
 def test_the_table_fits_a_terminal():
-    settings = [Setting.plain("target"), *(Setting.lockstep(kind, 32, 8) for kind in ("exact", "distinct", "independent"))]
-    measured = {"rounds": 9.5, "resamples": 2.0, "mean_ess_share": 0.5, "collapses": 0, "hit_share": 1.0, "mean_logp": -0.25}
-    rows = [Row(setting, Accuracy(999, 999), 61.5, 12345.0, **measured, tokens_per_second=1234.0) for setting in settings]
+    settings = [
+        Setting.plain("target"),
+        *(Setting.lockstep(kind, 32, 8) for kind in ("exact", "distinct", "independent")),
+    ]
+    measured = {
+        "rounds": 9.5,
+        "resamples": 2.0,
+        "mean_ess_share": 0.5,
+        "collapses": 0,
+        "hit_share": 1.0,
+        "mean_logp": -0.25,
+    }
+    rows = [
+        Row(setting, Accuracy(999, 999), 61.5, 12345.0, **measured, tokens_per_second=1234.0) for setting in settings
+    ]
     console = Console(width=200)
     assert Measurement.get(console, console.options, quality_table(rows)).maximum <= 80
 
@@ -118,7 +155,10 @@ def test_the_table_fits_a_terminal():
 def test_a_record_of_an_earlier_version_is_refused(smcserve, tmp_path):
     path = tmp_path / "q.json"
     path.write_text('{"conditions": {}, "rows": [{"name": "lockstep N=8 K=8", "method": "smc"}]}')
-    assert "cannot be resumed: it is of an earlier version of smcserve eval" in smcserve(*TINY, "--json", path, "--resume").err
+    assert (
+        "cannot be resumed: it is of an earlier version of smcserve eval"
+        in smcserve(*TINY, "--json", path, "--resume").err
+    )
 
 
 def test_a_file_in_the_way_is_not_overwritten(smcserve, tmp_path):
@@ -136,6 +176,12 @@ def test_demo(smcserve):
     assert "Question 3 of 3" in ran.out and ("✓ right" in ran.out or "✗ wrong" in ran.out)
     assert all(
         name in ran.out
-        for name in ("target alone", "draft alone", "exact lockstep N=4 K=5", "distinct look-ahead N=8 K=5 F=4", "smcserve eval")
+        for name in (
+            "target alone",
+            "draft alone",
+            "exact lockstep N=4 K=5",
+            "distinct look-ahead N=8 K=5 F=4",
+            "smcserve eval",
+        )
     )
     assert "target's passes" in ran.out and "tokens confirmed a round" in ran.out

@@ -31,7 +31,9 @@ MISTAKES = [
 def ran(module: str, *commands: str) -> list[list]:
     """In one process, one after the other: each one's exit code, and whether the module was imported by then."""
     given = json.dumps([module, *map(str.split, commands)])
-    said = subprocess.run([sys.executable, "-c", SCRIPT], input=given, capture_output=True, text=True, timeout=200, check=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", SCRIPT], input=given, capture_output=True, text=True, timeout=200, check=True
+    ).stdout
     return json.loads(said.splitlines()[-1].removeprefix("found "))
 
 

@@ -42,7 +42,9 @@ def test_exact_decoding_is_the_targets_answer(smcserve):
     for law in (("--seed", 3), ("--temperature", 0)):
         ran = smcserve("generate", PROBLEM.question, "--method", "exact", "-n", 4, "-k", 5, *law)
         assert ran.code == 0 and ran.out == smcserve(*TARGET, *law).out
-        assert re.search(r"\d+ rounds · \d\.\d tokens confirmed a round · \d+ hits of \d+ · ended by eos", " ".join(ran.err.split()))
+        assert re.search(
+            r"\d+ rounds · \d\.\d tokens confirmed a round · \d+ hits of \d+ · ended by eos", " ".join(ran.err.split())
+        )
     greedy = json.loads(smcserve("generate", PROBLEM.question, "--temperature", 0, "--form", "lockstep", "--json").out)
     assert greedy["settings"]["sampling"]["method"] == "exact" and greedy["settings"]["engine"]["form"] == "lockstep"
     assert greedy["statistics"]["accepted_per_round"] > 1 and greedy["statistics"]["hits"] == 0
@@ -63,7 +65,11 @@ def test_json_is_one_object_and_says_the_same(smcserve):
     assert (answer["finish_reason"], answer["matched"], answer["seed"], answer["error"]) == ("eos", 1, 3, None)
     assert answer["usage"]["answer_tokens"] == len(answer["tokens"])
     assert answer["usage"]["cached_tokens"] == 0
-    assert (answer["statistics"]["particles"], answer["statistics"]["particles_left"], answer["statistics"]["preemptions"]) == (4, 4, 0)
+    assert (
+        answer["statistics"]["particles"],
+        answer["statistics"]["particles_left"],
+        answer["statistics"]["preemptions"],
+    ) == (4, 4, 0)
     assert answer["settings"]["sampling"]["particles"] == 4 and answer["settings"]["engine"]["prefix_cache"]
     assert (answer["settings"]["engine"]["block"], answer["settings"]["engine"]["branches"]) == (5, 2)
 
@@ -98,14 +104,19 @@ def test_stops_and_lengths(smcserve):
 
 def test_settings_that_need_not_change_the_answer(smcserve):
     asked = ("generate", PROBLEM.question, "-n", 4, "--seed", 3, "--json")
-    plain, other = (json.loads(smcserve(*asked, *options).out) for options in ((), ("--no-prefix-cache", "--min-particles", 2)))
+    plain, other = (
+        json.loads(smcserve(*asked, *options).out) for options in ((), ("--no-prefix-cache", "--min-particles", 2))
+    )
     assert other["tokens"] == plain["tokens"]
     assert other["settings"]["sampling"]["min_particles"] == 2 and not other["settings"]["engine"]["prefix_cache"]
 
 
 def test_raw_prompt_skips_the_template(smcserve):
     prompt = "<|bos|><|user|>" + PROBLEM.question + "<|assistant|>"
-    assert smcserve("generate", prompt, "--raw", "--seed", 4).out == smcserve("generate", PROBLEM.question, "--seed", 4).out
+    assert (
+        smcserve("generate", prompt, "--raw", "--seed", 4).out
+        == smcserve("generate", PROBLEM.question, "--seed", 4).out
+    )
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,9 @@ def test_ctrl_c_in_a_process():
 
 
 def test_a_reader_that_leaves():
-    process = subprocess.Popen([*COMMAND, "generate", "hello", "--seed", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*COMMAND, "generate", "hello", "--seed", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     process.stdout.close()
     err = process.stderr.read()
     assert process.wait(timeout=60) == 1 and "Traceback" not in err and "Exception" not in err

@@ -43,14 +43,21 @@ def test_the_same_as_in_process(client, smcserve):
 
 
 def test_json(client):
-    ran = client("generate", QUESTION, "-n", 4, "--seed", 3, "--json", "--logprobs", "--top-logprobs", 2, "--request-id", "mine")
+    ran = client(
+        "generate", QUESTION, "-n", 4, "--seed", 3, "--json", "--logprobs", "--top-logprobs", 2, "--request-id", "mine"
+    )
     answer = json.loads(ran.out)
     assert (ran.code, ran.err) == (0, "")
     assert (answer["request_id"], answer["finish_reason"], answer["matched"], answer["seed"]) == ("mine", "eos", 1, 3)
     assert answer["usage"]["answer_tokens"] == len(answer["tokens"]) == len(answer["logprobs"])
     assert [len(tops) for tops in answer["top_logprobs"]] == [2] * len(answer["tokens"])
-    assert answer["statistics"]["particles"] == 4 and answer["usage"]["cached_tokens"] <= answer["usage"]["prompt_tokens"]
-    salted = [json.loads(client("generate", QUESTION, "--json", "--cache-salt", "mine", "--min-particles", 1).out) for _ in range(2)]
+    assert (
+        answer["statistics"]["particles"] == 4 and answer["usage"]["cached_tokens"] <= answer["usage"]["prompt_tokens"]
+    )
+    salted = [
+        json.loads(client("generate", QUESTION, "--json", "--cache-salt", "mine", "--min-particles", 1).out)
+        for _ in range(2)
+    ]
     assert [each["usage"]["cached_tokens"] > 0 for each in salted] == [False, True]
     plain = json.loads(client("generate", QUESTION, "--method", "target", "--json").out)
     assert plain["statistics"] is None and "logprobs" not in plain
@@ -68,12 +75,21 @@ def test_health(client, smcserve, pair):
         starting.set_health(draft=True, target=False)
         ran = smcserve("client", "health", "--json", "--address", starting.address)
     assert ran.code == 1
-    assert json.loads(ran.out) == {"the service": "NOT_SERVING", "draft group": "SERVING", "target group": "NOT_SERVING"}
+    assert json.loads(ran.out) == {
+        "the service": "NOT_SERVING",
+        "draft group": "SERVING",
+        "target group": "NOT_SERVING",
+    }
 
 
 def test_info(client):
     ran = client("info")
-    for part in (r"target +demo-target \(llama, [\d,]+ parameters, TP 1\)", r"max context +512", r"form +lookahead", r"epoch +3"):
+    for part in (
+        r"target +demo-target \(llama, [\d,]+ parameters, TP 1\)",
+        r"max context +512",
+        r"form +lookahead",
+        r"epoch +3",
+    ):
         assert re.search(part, ran.out), part
     found = json.loads(client("info", "--json").out)
     assert found["models"]["draft"]["name"] == "demo-draft" and found["server"]["max_slots"] == 64
@@ -81,11 +97,25 @@ def test_info(client):
 
 def test_a_token_and_tls(smcserve, pair, certificates, tmp_path):
     (tmp_path / "tokens").write_text("# mine\nsecret\n")
-    tls = {"tls_cert": certificates["server.crt"], "tls_key": certificates["server.key"], "tls_client_ca": certificates["ca.crt"]}
+    tls = {
+        "tls_cert": certificates["server.crt"],
+        "tls_key": certificates["server.key"],
+        "tls_client_ca": certificates["ca.crt"],
+    }
     with serving(pair, auth_token_file=tmp_path / "tokens", **tls) as service:
-        shown = ("--tls-ca", certificates["ca.crt"], "--tls-cert", certificates["client.crt"], "--tls-key", certificates["client.key"])
+        shown = (
+            "--tls-ca",
+            certificates["ca.crt"],
+            "--tls-cert",
+            certificates["client.crt"],
+            "--tls-key",
+            certificates["client.key"],
+        )
         where = ("--address", service.address, *shown)
-        assert smcserve("client", "generate", "x", *where, "--token-file", tmp_path / "tokens", "--max-tokens", 2).code == 0
+        assert (
+            smcserve("client", "generate", "x", *where, "--token-file", tmp_path / "tokens", "--max-tokens", 2).code
+            == 0
+        )
         ran = smcserve("client", "info", *where)
         assert ran.code == 2 and ran.err.startswith("error: UNAUTHENTICATED: ")
         assert smcserve("client", "health", *where).code == 0
@@ -115,7 +145,9 @@ def test_mistakes(client, arguments, message):
 
 def test_failures_of_the_service(smcserve, client, pair):
     ran = smcserve("client", "generate", QUESTION, "--address", "localhost:1")
-    assert ran.code == 1 and ran.err.startswith("error: nobody answers at localhost:1; `smcserve serve` starts a service (UNAVAILABLE: ")
+    assert ran.code == 1 and ran.err.startswith(
+        "error: nobody answers at localhost:1; `smcserve serve` starts a service (UNAVAILABLE: "
+    )
     ran = smcserve("client", "health", "--address", "localhost:1")
     assert ran.code == 1 and ran.err.startswith("error: nobody answers at localhost:1")
     ran = client("generate", QUESTION, "--timeout", 0.2, "-n", LONG["particles"], "--max-tokens", 400, "--ignore-eos")

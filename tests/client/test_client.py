@@ -143,9 +143,13 @@ def test_it_loads_no_model_code():
 
 def test_the_vote_of_the_documentation(service, capsys):
     """docs/particles.md, as it stands there: the shares of the three likeliest results."""
-    (script,) = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "particles.md").read_text(), flags=re.DOTALL)
+    (script,) = re.findall(
+        r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "particles.md").read_text(), flags=re.DOTALL
+    )
     exec(script.replace("127.0.0.1:50051", service.address), names := {})
     shares = list(names["votes"].values())
     assert sum(shares) == pytest.approx(1) and len(names["completion"].particles) == 16
     assert capsys.readouterr().out.splitlines()[0].startswith(f"{max(shares):6.1%}  ")
-    assert "text" in vars(names["particle"]) and names["completion"].tokens in {p.tokens for p in names["completion"].particles}
+    assert "text" in vars(names["particle"]) and names["completion"].tokens in {
+        p.tokens for p in names["completion"].particles
+    }

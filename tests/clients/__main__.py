@@ -1,7 +1,8 @@
-"""Other people's clients against `smcserve serve`, in an environment of their own: `python -m tests.clients [--environment DIR]`.
+"""Other people's clients against `smcserve serve`, in an environment of their own: `python -m tests.clients
+[--environment DIR]`.
 
-Not in the gate: what they need is large, and has versions of its own. The demo pair is served with a chat template that takes every role.
-"""
+Not in the gate: what they need is large, and has versions of its own. The demo pair is served with a chat template that
+takes every role."""
 
 from __future__ import annotations
 
@@ -66,7 +67,18 @@ def main() -> int:
     python = environment(given.environment.absolute())
     with tempfile.TemporaryDirectory() as folder, served(Path(folder)) as url:
         suites = sorted(HERE.glob("suite_*.py"))
-        options = ("-q", "-o", "addopts=", "-o", "asyncio_mode=auto", "-p", "no:cacheprovider", "--noconftest", "--rootdir", folder)
+        options = (
+            "-q",
+            "-o",
+            "addopts=",
+            "-o",
+            "asyncio_mode=auto",
+            "-p",
+            "no:cacheprovider",
+            "--noconftest",
+            "--rootdir",
+            folder,
+        )
         command = [python, "-m", "pytest", *options, *suites, *rest]
         environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         return subprocess.run(command, cwd=folder, env=environ | {"SMCSERVE_URL": url}).returncode

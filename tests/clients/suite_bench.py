@@ -1,4 +1,5 @@
-"""The requests of `vllm bench serve`, and how it reads what comes back: backends `openai-chat` and `openai`, many at a time."""
+"""The requests of `vllm bench serve`, and how it reads what comes back: backends `openai-chat` and `openai`, many at a
+time."""
 
 from __future__ import annotations
 
@@ -11,8 +12,17 @@ import aiohttp
 
 URL = os.environ["SMCSERVE_URL"]
 PROMPT = "There are 45 plums on the desk of Max. Then he loses 31 of them. How many are left?"
-COMMON = {"model": "demo", "temperature": 0.0, "stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
-CHAT = COMMON | {"messages": [{"role": "user", "content": [{"type": "text", "text": PROMPT}]}], "max_completion_tokens": 24}
+COMMON = {
+    "model": "demo",
+    "temperature": 0.0,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "ignore_eos": True,
+}
+CHAT = COMMON | {
+    "messages": [{"role": "user", "content": [{"type": "text", "text": PROMPT}]}],
+    "max_completion_tokens": 24,
+}
 COMPLETION = COMMON | {"prompt": PROMPT, "repetition_penalty": 1.0, "max_tokens": 24, "logprobs": None}
 
 

@@ -17,7 +17,13 @@ class TestSmcserve(ChatModelIntegrationTests):
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        params = {"model": "demo", "base_url": os.environ["SMCSERVE_URL"], "api_key": "none", "seed": 1, "max_tokens": 40}
+        params = {
+            "model": "demo",
+            "base_url": os.environ["SMCSERVE_URL"],
+            "api_key": "none",
+            "seed": 1,
+            "max_tokens": 40,
+        }
         return params | {"stream_usage": True}
 
     @property

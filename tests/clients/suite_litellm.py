@@ -31,10 +31,14 @@ def test_several_answers():
 
 def test_a_stream_with_usage():
     whole = litellm.completion(messages=QUESTION, seed=3, **ASKED)
-    chunks = list(litellm.completion(messages=QUESTION, seed=3, stream=True, stream_options={"include_usage": True}, **ASKED))
+    chunks = list(
+        litellm.completion(messages=QUESTION, seed=3, stream=True, stream_options={"include_usage": True}, **ASKED)
+    )
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == whole.choices[0].message.content
-    assert [chunk.usage for chunk in chunks if getattr(chunk, "usage", None)][-1].completion_tokens == whole.usage.completion_tokens
+    assert [chunk.usage for chunk in chunks if getattr(chunk, "usage", None)][
+        -1
+    ].completion_tokens == whole.usage.completion_tokens
 
 
 def test_asynchronously():

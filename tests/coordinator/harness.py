@@ -24,9 +24,11 @@ SIDES = ("draft", "target")
 
 
 @contextmanager
-def coordinator(engine: EngineConfig, *, watched: bool = True, **settings: Any) -> Iterator[tuple[Coordinator, CoordinatorSpec]]:
-    """Of the demo pair, warmed up; `settings` of the gang. At the end every rank must have heard that it is to stop. `watched`: nothing
-    may stop it before."""
+def coordinator(
+    engine: EngineConfig, *, watched: bool = True, **settings: Any
+) -> Iterator[tuple[Coordinator, CoordinatorSpec]]:
+    """Of the demo pair, warmed up; `settings` of the gang. At the end every rank must have heard that it is to stop.
+    `watched`: nothing may stop it before."""
     config = GangConfig(engine=engine, **{"start_timeout": 30.0, "link_timeout": 20.0, "heartbeat": 0.2, **settings})
     pair = config.serving_pair()
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))

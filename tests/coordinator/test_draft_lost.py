@@ -1,4 +1,5 @@
-"""A draft that fails while requests run, and another that takes its place, without Ray: the target and the coordinator go on."""
+"""A draft that fails while requests run, and another that takes its place, without Ray: the target and the coordinator
+go on."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ NEEDS_DRAFT = [{"particles": 3}, {"particles": 4, "population": "independent"}, 
 
 
 async def ask(client: CoordinatorClient, **params) -> Answer:
-    return [output async for output in client.generate(Request("r", (1, 2, 3, 4), SamplingParams(**LAW, **params)))][-1].answer
+    return [output async for output in client.generate(Request("r", (1, 2, 3, 4), SamplingParams(**LAW, **params)))][
+        -1
+    ].answer
 
 
 async def outcome(client: CoordinatorClient, **params) -> str:
@@ -44,7 +47,9 @@ async def outcome(client: CoordinatorClient, **params) -> str:
 
 @pytest.mark.parametrize(("link", "form"), [pytest.param("nccl", "lookahead", marks=SLOW), ("grpc", "lockstep")])
 def test_one_draft_after_the_other(link, form, monkeypatch):
-    engine = EngineConfig(block=4, drafting="always", **({"form": "lockstep", "cohorts": 2} if form == "lockstep" else {"branches": 2}))
+    engine = EngineConfig(
+        block=4, drafting="always", **({"form": "lockstep", "cohorts": 2} if form == "lockstep" else {"branches": 2})
+    )
     settings = {"link": link, "engine": engine, "start_timeout": 30.0, "link_timeout": 20.0}
     broken, fails = DraftRunner.draft, threading.Event()
 
@@ -97,7 +102,12 @@ def test_one_draft_after_the_other(link, form, monkeypatch):
 @pytest.mark.parametrize("link", [pytest.param("nccl", marks=SLOW), "grpc"])
 def test_answers_go_on_while_another_draft_is_slow(link, monkeypatch):
     """It has come, and says nothing for a while: nobody but it waits."""
-    settings = {"link": link, "engine": EngineConfig(block=4, branches=2, drafting="always"), "start_timeout": 30.0, "link_timeout": 80.0}
+    settings = {
+        "link": link,
+        "engine": EngineConfig(block=4, branches=2, drafting="always"),
+        "start_timeout": 30.0,
+        "link_timeout": 80.0,
+    }
     fails, come, silence = threading.Event(), threading.Event(), threading.Event()
     broken, met = DraftRunner.draft, process.peer_end
 

@@ -1,4 +1,5 @@
-"""A worker that fails says why, whichever of the two it is, and whomever the coordinator waits for. A target outlives its draft."""
+"""A worker that fails says why, whichever of the two it is, and whomever the coordinator waits for. A target outlives
+its draft."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def test_the_error_is_known_when_its_message_is_lost(monkeypatch):
 
 
 def fails(monkeypatch, link: str, side: str, what: str) -> None:
-    """A pair of workers, one of which raises ValueError in its first `what`; the coordinator says which and why. The target outlives it."""
+    """A pair of workers, one of which raises ValueError in its first `what`; the coordinator says which and why. The
+    target outlives it."""
     config = GangConfig(engine=EngineConfig(block=3, branches=2), start_timeout=30.0, link_timeout=20.0, link=link)
     pair = config.serving_pair()
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
@@ -68,7 +70,11 @@ def fails(monkeypatch, link: str, side: str, what: str) -> None:
 
     monkeypatch.setattr({"draft": DraftRunner, "target": TargetRunner}[side], what, broken)
     with pytest.raises((LinkError, SideLost)) as failed:
-        list(remote.engine.run([Request("one", (1, 2, 3), SamplingParams(particles=2, max_tokens=20, seed=1, ignore_eos=True))]))
+        list(
+            remote.engine.run(
+                [Request("one", (1, 2, 3), SamplingParams(particles=2, max_tokens=20, seed=1, ignore_eos=True))]
+            )
+        )
     assert str(remote.cause(failed.value)) == f"the {side} model's worker failed: ValueError: out of luck"
     if side == "draft":
         remote.workers["target"].ping()

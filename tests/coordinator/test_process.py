@@ -38,7 +38,9 @@ def attached(made, spec, work: Callable[[CoordinatorClient, list[Step]], Corouti
 
 
 async def ask(client: CoordinatorClient, name: str, **params) -> FinishReason:
-    outputs = [output async for output in client.generate(Request(name, (1, 2, 3, 4), SamplingParams(seed=1, **params)))]
+    outputs = [
+        output async for output in client.generate(Request(name, (1, 2, 3, 4), SamplingParams(seed=1, **params)))
+    ]
     return outputs[-1].answer.finish_reason
 
 
@@ -59,7 +61,9 @@ def test_costs_are_timed_before_anybody_is_served(caplog):
     caplog.set_level("INFO", logger="services.coordinator.remote")
     with coordinator(ENGINE) as (made, _):
         engine = made._remote.engine
-        (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("costs, timed in ")]
+        (line,) = [
+            record.getMessage() for record in caplog.records if record.getMessage().startswith("costs, timed in ")
+        ]
         assert line.endswith(str(engine.costs)) and engine.idle
         assert [part.curve.points[0][0] for part in engine.costs.parts.values()] == [1, ENGINE.target_tokens, 1]
 
@@ -98,7 +102,9 @@ def test_ranks_without_a_leaders_word_for_longer_than_a_start_may_take():
 @pytest.mark.parametrize("link", ["nccl", "grpc"])
 def test_everybody_leaves_at_once(link):
     async def work(client: CoordinatorClient, steps: list[Step]) -> None:
-        calls = [asyncio.create_task(ask(client, str(i), particles=1, max_tokens=400, ignore_eos=True)) for i in range(200)]
+        calls = [
+            asyncio.create_task(ask(client, str(i), particles=1, max_tokens=400, ignore_eos=True)) for i in range(200)
+        ]
         while not steps or steps[-1].stats.running < 200:
             await asyncio.sleep(0.01)
         for call in calls:
@@ -132,7 +138,9 @@ def test_a_step_that_does_not_end_is_noticed():
 
 def test_a_request_that_cannot_be_taken_in_or_reported_ends_alone(monkeypatch):
     async def work(client: CoordinatorClient, steps: list[Step]) -> None:
-        others = [asyncio.create_task(ask(client, str(i), particles=2, max_tokens=60, ignore_eos=True)) for i in range(3)]
+        others = [
+            asyncio.create_task(ask(client, str(i), particles=2, max_tokens=60, ignore_eos=True)) for i in range(3)
+        ]
         whole = StopRules.__init__
 
         def broken(self: StopRules, params: SamplingParams, tokenizer: object) -> None:

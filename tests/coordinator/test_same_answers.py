@@ -1,4 +1,5 @@
-"""Over the other links and at the other degrees, with every rank in a thread: what an engine in this process answers."""
+"""Over the other links and at the other degrees, with every rank in a thread: what an engine in this process
+answers."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ FORMS = {"lookahead": {"block": 4, "branches": 2, "cohorts": 2}, "lockstep": {"f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("link", "draft_tp", "target_tp", "form"), [("grpc", 2, 1, "lookahead"), ("nccl", 2, 2, "lockstep")])
+@pytest.mark.parametrize(
+    ("link", "draft_tp", "target_tp", "form"), [("grpc", 2, 1, "lookahead"), ("nccl", 2, 2, "lockstep")]
+)
 def test_over_every_link_at_every_degree(link, draft_tp, target_tp, form):
     config = EngineConfig(**FORMS[form], drafting="always")
     engine = local_engine(ModelPair.load(demo.TARGET, demo.DRAFT), config)

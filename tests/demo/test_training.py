@@ -12,7 +12,9 @@ from smc.demo.problems import generate
 from smc.demo.train import TARGET_CONFIG
 from smc.model.decoder import RopeTable
 
-TINY = replace(TARGET_CONFIG, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=16)
+TINY = replace(
+    TARGET_CONFIG, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=16
+)
 RECIPE = trainer.Recipe(TINY, seed=1, batch=6, steps=3, minutes=None, peak_rate=1e-2, warmup=1)
 
 
@@ -53,7 +55,8 @@ def test_watch_stops_the_run(data):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"), [({"minutes": 1.0}, "exactly one"), ({"steps": None}, "exactly one"), ({"batch": 7}, "multiple")]
+    ("changes", "message"),
+    [({"minutes": 1.0}, "exactly one"), ({"steps": None}, "exactly one"), ({"batch": 7}, "multiple")],
 )
 def test_wrong_recipes_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):

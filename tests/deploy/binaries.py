@@ -1,4 +1,5 @@
-"""Prometheus' own programs: those of this machine, or those of Debian's package, unpacked and not installed, so no daemon starts."""
+"""Prometheus' own programs: those of this machine, or those of Debian's package, unpacked and not installed, so no
+daemon starts."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ CACHE = Path(__file__).parents[2] / ".cache"
 
 
 def binary(name: str) -> str:
-    """Path of `promtool` or `prometheus`. Fetches the package where there is neither; fails the test where that does not work."""
+    """Path of `promtool` or `prometheus`. Fetches the package where there is neither; fails the test where that does
+    not work."""
     found = shutil.which(name)
     if found:
         return found
@@ -39,9 +41,13 @@ def _fetch(work: Path, name: str) -> None:
         for command in commands:
             package = ("prometheus",) if command == "download" else ()
             try:
-                ran = subprocess.run(["apt-get", *options, command, *package], cwd=work, capture_output=True, text=True, timeout=120)
+                ran = subprocess.run(
+                    ["apt-get", *options, command, *package], cwd=work, capture_output=True, text=True, timeout=120
+                )
             except (FileNotFoundError, subprocess.TimeoutExpired) as error:
-                raise AssertionError(f"there is no {name} here, and it could not be fetched ({error}); {REMEDY}") from error
+                raise AssertionError(
+                    f"there is no {name} here, and it could not be fetched ({error}); {REMEDY}"
+                ) from error
             said = ran.stderr
         if packages := list(work.glob("prometheus_*.deb")):
             subprocess.run(["dpkg", "-x", packages[0], work / "unpacked"], check=True)

@@ -49,7 +49,11 @@ def values(*layers: str | Path | dict) -> dict[str, Any]:
 
 
 def _merge(under: dict, over: dict) -> dict:
-    both = {key: _merge(under[key], over[key]) for key in under.keys() & over.keys() if isinstance(under[key], dict) and over[key]}
+    both = {
+        key: _merge(under[key], over[key])
+        for key in under.keys() & over.keys()
+        if isinstance(under[key], dict) and over[key]
+    }
     return under | over | both
 
 
@@ -123,7 +127,9 @@ def _own_schema(api: str, kind: str, version: str) -> jsonschema.Draft202012Vali
     name = OPERATORS[api]
     custom = yaml.safe_load((CUSTOM / f"{name}.yaml").read_text())
     schema = custom["kinds"][kind] | {"$defs": custom["$defs"]}
-    registry = Registry().with_resource("kubernetes", Resource(_definitions(version), referencing.jsonschema.DRAFT202012))
+    registry = Registry().with_resource(
+        "kubernetes", Resource(_definitions(version), referencing.jsonschema.DRAFT202012)
+    )
     return jsonschema.Draft202012Validator(schema, registry=registry)
 
 
@@ -144,7 +150,11 @@ def templates(objects: list[dict]) -> dict[str, dict]:
     for each in objects:
         spec = each.get("spec", {})
         clusters = (
-            [("", spec)] if each["kind"] == "RayCluster" else [("batch-", spec["rayClusterSpec"])] if each["kind"] == "RayJob" else []
+            [("", spec)]
+            if each["kind"] == "RayCluster"
+            else [("batch-", spec["rayClusterSpec"])]
+            if each["kind"] == "RayJob"
+            else []
         )
         for prefix, cluster in clusters:
             found[f"{prefix}head"] = cluster["headGroupSpec"]["template"]
@@ -160,4 +170,6 @@ def templates(objects: list[dict]) -> dict[str, dict]:
 
 def containers(pod: dict) -> list[dict]:
     """The chart's own, not those that values add."""
-    return [each for each in (*pod.get("initContainers", ()), *pod["containers"]) if each["image"].startswith("smcserve")]
+    return [
+        each for each in (*pod.get("initContainers", ()), *pod["containers"]) if each["image"].startswith("smcserve")
+    ]

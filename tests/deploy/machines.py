@@ -1,4 +1,5 @@
-"""A cluster of several machines on one: a head and further nodes, each on a loopback address of its own, as `ray start` makes them."""
+"""A cluster of several machines on one: a head and further nodes, each on a loopback address of its own, as `ray start`
+makes them."""
 
 from __future__ import annotations
 
@@ -53,10 +54,17 @@ class Machines:
             self._start_node(resource, number, role, settings | {"resources": json.dumps({resource: 1})})
 
     def _start_node(self, name: str, number: int, role: str, settings: dict[str, object]) -> None:
-        settings = COUNTED | {"node-ip-address": f"127.0.0.{number}"} | dict(zip(NODE_PORTS, free_ports(len(NODE_PORTS)))) | settings
+        settings = (
+            COUNTED
+            | {"node-ip-address": f"127.0.0.{number}"}
+            | dict(zip(NODE_PORTS, free_ports(len(NODE_PORTS))))
+            | settings
+        )
         command = [BIN / "ray", "start", "--block", role, *(f"--{key}={value}" for key, value in settings.items())]
         with self.log(name).open("wb") as out:
-            self._processes.append(subprocess.Popen(command, env=self.env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True))
+            self._processes.append(
+                subprocess.Popen(command, env=self.env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+            )
         # One after the other: they share a directory on this machine, and would take the same sockets in it.
         self.until(lambda: "Ray runtime started" in self.log(name).read_text(), 120, f"{name} did not start")
 
@@ -78,7 +86,9 @@ class Machines:
         """Fails the test after `timeout` seconds, or if a machine has died."""
         end = time.monotonic() + timeout
         while not condition():
-            assert all(process.poll() is None for process in self._processes), [log.read_text()[-1000:] for log in self._logs.glob("*.log")]
+            assert all(process.poll() is None for process in self._processes), [
+                log.read_text()[-1000:] for log in self._logs.glob("*.log")
+            ]
             assert time.monotonic() < end, f"{what}: not within {timeout} s"
             time.sleep(0.05)
 

@@ -1,4 +1,5 @@
-"""What expressions name, held against what a service exports: metrics, labels, values of labels. Knows nothing about where they stand."""
+"""What expressions name, held against what a service exports: metrics, labels, values of labels. Knows nothing about
+where they stand."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def check(text: str, known: Exported) -> Checked:
 def check_legend(text: str, labels: Labels) -> list[str]:
     """A legend `{{label}}`, or `{{ $labels.label }}` of an alert: does the result have that label?"""
     named = re.findall(r"{{(\w+)}}|\$labels\.(\w+)", text)
-    return [f"no label {a or b} to show in {text!r}" for a, b in named if (a or b) not in labels and (a or b) not in SCRAPER]
+    return [
+        f"no label {a or b} to show in {text!r}" for a, b in named if (a or b) not in labels and (a or b) not in SCRAPER
+    ]
 
 
 def with_rules(known: Exported, rules: Iterable[Mapping]) -> tuple[Exported, list[Checked]]:
@@ -82,7 +85,9 @@ def _labels(node: ast.Expr, known: Exported, metrics: set[str], mistakes: list[s
         for label, values in _labels(child, known, metrics, mistakes).items():
             below[label] = below.get(label, set()) | values
     named = list(_named(node))
-    mistakes += [f"no label {label} to group or match by" for label in named if label not in below and label not in SCRAPER]
+    mistakes += [
+        f"no label {label} to group or match by" for label in named if label not in below and label not in SCRAPER
+    ]
     if isinstance(node, ast.AggregateExpr):
         return {label: below[label] for label in named if label in below}
     return below

@@ -18,7 +18,17 @@ DOCKER = ROOT / "deploy/docker"
 DOCKERFILES = [DOCKER / "Dockerfile.cpu", DOCKER / "Dockerfile.cuda"]
 """Of the images that serve; the router's has no application of ours."""
 BIN = Path(sys.executable).parent
-BUILD_TOOLS = {"gcc", "g++", "make", "build-essential", "git", "python3-dev", "python3-venv", "python3-pip", "libc6-dev"}
+BUILD_TOOLS = {
+    "gcc",
+    "g++",
+    "make",
+    "build-essential",
+    "git",
+    "python3-dev",
+    "python3-venv",
+    "python3-pip",
+    "libc6-dev",
+}
 
 
 def with_python() -> dict[str, str]:
@@ -52,7 +62,11 @@ def test_shellcheck_finds_nothing(path):
 def test_the_final_image_runs_the_service_as_nobody_special_and_cannot_build(path):
     (base,) = [text for _, text in instructions(path, "ARG") if text.startswith("BASE=")]
     assert re.fullmatch(r"BASE=[a-z/]+:\d+\.\d+\.\d+-[a-z0-9.-]+", base), "a base of a full version"
-    assert [text for _, text in instructions(path, "FROM")] == ["${BASE} AS dependencies", "dependencies AS application", "${BASE}"]
+    assert [text for _, text in instructions(path, "FROM")] == [
+        "${BASE} AS dependencies",
+        "dependencies AS application",
+        "${BASE}",
+    ]
     assert (2, "1000:1000") in instructions(path, "USER")
     packages = {word for stage, text in instructions(path, "RUN") if stage == 2 for word in text.split()}
     assert not packages & BUILD_TOOLS
@@ -63,11 +77,14 @@ def test_the_final_image_runs_the_service_as_nobody_special_and_cannot_build(pat
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
 def test_a_change_of_the_code_leaves_the_layer_of_its_dependencies(path):
-    """Neither their stage nor what the final image copies of it sees the checkout, but for the lock and the scripts that read it."""
+    """Neither their stage nor what the final image copies of it sees the checkout, but for the lock and the scripts
+    that read it."""
     copied = [text.split()[:-1] for stage, text in instructions(path, "COPY") if stage == 0]
     lock = f"deploy/docker/locks/{path.suffix[1:]}.txt"
     assert copied and all(source.startswith("deploy/docker/") for sources in copied for source in sources)
-    assert [source for sources in copied for source in sources if "locks/" in source] == [lock] and (ROOT / lock).exists()
+    assert [source for sources in copied for source in sources if "locks/" in source] == [lock] and (
+        ROOT / lock
+    ).exists()
     final = [text.split()[0] for stage, text in instructions(path, "COPY") if stage == 2 and "--from" in text]
     assert final.index("--from=dependencies") < final.index("--from=application")
 
@@ -95,12 +112,19 @@ def test_versions_agree():
 def context(tmp_path_factory) -> Path:
     """What `docker build` would send: the files of the checkout that .dockerignore lets through."""
     rules = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
-    kept, dropped = [rule[1:] for rule in rules if rule.startswith("!")], [rule for rule in rules[1:] if not rule.startswith("!")]
+    kept, dropped = (
+        [rule[1:] for rule in rules if rule.startswith("!")],
+        [rule for rule in rules[1:] if not rule.startswith("!")],
+    )
     assert rules[0] == "*"
 
     def ignore(folder: str, names: list[str]) -> list[str]:
         paths = {name: Path(folder, name).relative_to(ROOT).as_posix() for name in names}
-        return [name for name, path in paths.items() if any(fnmatch.fnmatch(path, rule.replace("**/", "*")) for rule in dropped)]
+        return [
+            name
+            for name, path in paths.items()
+            if any(fnmatch.fnmatch(path, rule.replace("**/", "*")) for rule in dropped)
+        ]
 
     target = tmp_path_factory.mktemp("context")
     for name in kept:
@@ -115,17 +139,23 @@ def test_the_application_is_built_out_of_the_build_context(context, tmp_path):
     """The step that every image is built with, beside an environment that has the dependencies: that of this test."""
     assert not list((context / "services/pb").glob("*_pb2.py")), "generated code is made by the build, not copied"
     for path in DOCKERFILES:
-        assert any("deploy/docker/install_application.sh /opt/smcserve/venv" in text for _, text in instructions(path, "RUN"))
+        assert any(
+            "deploy/docker/install_application.sh /opt/smcserve/venv" in text for _, text in instructions(path, "RUN")
+        )
     app = tmp_path / "app"
     command = ["bash", context / "deploy/docker/install_application.sh", sys.prefix, app]
     built = subprocess.run(command, env=with_python(), capture_output=True, text=True, timeout=240)
     assert built.returncode == 0, built.stdout + built.stderr
     elsewhere = os.environ | {"PYTHONPATH": str(app)}
     info = "import services.pb.generation_pb2 as pb, smc.demo as demo; print(pb.__file__, demo.TARGET, demo.TARGET.is_dir())"
-    found = subprocess.run([sys.executable, "-P", "-c", info], env=elsewhere, cwd=tmp_path, check=True, capture_output=True, text=True)
+    found = subprocess.run(
+        [sys.executable, "-P", "-c", info], env=elsewhere, cwd=tmp_path, check=True, capture_output=True, text=True
+    )
     code, model, there = found.stdout.split()
     assert Path(code).is_relative_to(app) and Path(model).is_relative_to(app) and there == "True"
-    helped = subprocess.run([app / "bin/smcserve", "serve", "--help"], env=elsewhere, cwd=tmp_path, capture_output=True, text=True)
+    helped = subprocess.run(
+        [app / "bin/smcserve", "serve", "--help"], env=elsewhere, cwd=tmp_path, capture_output=True, text=True
+    )
     assert helped.returncode == 0 and "--draft-resource" in helped.stdout
 
 
@@ -133,11 +163,15 @@ def test_the_application_is_built_out_of_the_build_context(context, tmp_path):
 def test_triton_finds_its_driver_where_there_is_no_compiler(tmp_path):
     pytest.importorskip("triton", reason="triton is installed on x86-64 Linux only")
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
-    subprocess.run([sys.executable, DOCKER / "build_triton_driver.py"], env=environment, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, DOCKER / "build_triton_driver.py"], env=environment, check=True, capture_output=True
+    )
     asked = (
         "from pathlib import Path; from triton.backends import nvidia; from triton.runtime import build;"
         "build._load_module_from_path = lambda name, path: print(path);"
         "build.compile_module_from_src((Path(nvidia.__path__[0]) / 'driver.c').read_text(), 'cuda_utils')"
     )
-    found = subprocess.run([sys.executable, "-c", asked], env=environment | {"PATH": ""}, check=True, capture_output=True, text=True)
+    found = subprocess.run(
+        [sys.executable, "-c", asked], env=environment | {"PATH": ""}, check=True, capture_output=True, text=True
+    )
     assert Path(found.stdout.strip()).is_relative_to(tmp_path)

@@ -1,4 +1,5 @@
-"""What an image is made of: locks that are whole, checked by hash, and agree with what was tested; releases from pinned bases alone."""
+"""What an image is made of: locks that are whole, checked by hash, and agree with what was tested; releases from pinned
+bases alone."""
 
 from __future__ import annotations
 
@@ -22,7 +23,13 @@ from tests.deploy.test_docker import DOCKER, DOCKERFILES, instructions, with_pyt
 
 LOCKS = {path.stem: path for path in sorted((DOCKER / "locks").glob("*.txt"))}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-IMAGE = {"python_version": "3.12", "python_full_version": "3.12.3", "sys_platform": "linux", "platform_system": "Linux", "extra": ""}
+IMAGE = {
+    "python_version": "3.12",
+    "python_full_version": "3.12.3",
+    "sys_platform": "linux",
+    "platform_system": "Linux",
+    "extra": "",
+}
 PINNED = {
     canonicalize_name(name): version
     for name, version in re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
@@ -41,7 +48,9 @@ def locked(name: str) -> list[tuple[Requirement, list[str]]]:
 
 def installed(name: str) -> dict[str, str]:
     """Versions in an image, by canonical name."""
-    every = [requirement for requirement, _ in locked(name) if not requirement.marker or requirement.marker.evaluate(IMAGE)]
+    every = [
+        requirement for requirement, _ in locked(name) if not requirement.marker or requirement.marker.evaluate(IMAGE)
+    ]
     return {canonicalize_name(each.name): str(each.specifier).removeprefix("==") for each in every}
 
 
@@ -71,11 +80,14 @@ def test_locks_hold_the_versions_that_are_tested():
             assert found[package] == PINNED[package], f"{package} in {name}: run python deploy/docker/lock.py"
     torch, jit_cache = (f"torch=={PINNED['torch']}+cpu", f"flashinfer-jit-cache=={PINNED['flashinfer-python']}")
     cpu, cuda = DOCKERFILES
-    assert (0, f"TORCH={torch}") in instructions(cpu, "ARG") and (0, f"JIT_CACHE={jit_cache}") in instructions(cuda, "ARG")
+    assert (0, f"TORCH={torch}") in instructions(cpu, "ARG") and (0, f"JIT_CACHE={jit_cache}") in instructions(
+        cuda, "ARG"
+    )
 
 
 def test_locks_are_whole():
-    """What the project asks for, and what that asks for, as far as it is installed here; but no more than serving takes."""
+    """What the project asks for, and what that asks for, as far as it is installed here; but no more than serving
+    takes."""
     serving = PROJECT["project"]["dependencies"]
     asked = {
         "build": PROJECT["build-system"]["requires"],
@@ -89,12 +101,18 @@ def test_locks_are_whole():
         while waiting - seen:
             package, extra = (waiting - seen).pop()
             seen.add((package, extra))
-            assert package in found or package in apart.get(name, ()), f"{package} is not in {name}: run python deploy/docker/lock.py"
+            assert package in found or package in apart.get(name, ()), (
+                f"{package} is not in {name}: run python deploy/docker/lock.py"
+            )
             try:
                 own = importlib.metadata.requires(package) or []
             except importlib.metadata.PackageNotFoundError:
                 continue
-            chosen = [each for each in own if not (marker := Requirement(each).marker) or marker.evaluate(IMAGE | {"extra": extra})]
+            chosen = [
+                each
+                for each in own
+                if not (marker := Requirement(each).marker) or marker.evaluate(IMAGE | {"extra": extra})
+            ]
             waiting |= needs([re.sub(r";.*", "", each) for each in chosen])
     assert not {"matplotlib", "pytest", "transformers", "ruff"} & (installed("cpu").keys() | installed("cuda").keys())
 
@@ -110,10 +128,21 @@ def test_the_generator_is_no_newer_than_the_oldest_grpc_that_is_accepted():
 def wheel(folder: Path, name: str) -> str:
     """A package that says its name; its hash."""
     folder.mkdir(parents=True, exist_ok=True)
-    files = {f"{name}.py": f"NAME = {name!r}\n", f"{name}-1.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n"}
-    files[f"{name}-1.dist-info/WHEEL"] = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-    hashes = {path: base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).decode().rstrip("=") for path, text in files.items()}
-    record = "".join(f"{path},sha256={hashes[path]},{len(files[path])}\n" for path in files) + f"{name}-1.dist-info/RECORD,,\n"
+    files = {
+        f"{name}.py": f"NAME = {name!r}\n",
+        f"{name}-1.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n",
+    }
+    files[f"{name}-1.dist-info/WHEEL"] = (
+        "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    )
+    hashes = {
+        path: base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).decode().rstrip("=")
+        for path, text in files.items()
+    }
+    record = (
+        "".join(f"{path},sha256={hashes[path]},{len(files[path])}\n" for path in files)
+        + f"{name}-1.dist-info/RECORD,,\n"
+    )
     path = folder / f"{name}-1-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
         for inside, text in (files | {f"{name}-1.dist-info/RECORD": record}).items():
@@ -122,7 +151,8 @@ def wheel(folder: Path, name: str) -> str:
 
 
 def test_dependencies_are_installed_by_their_hashes(tmp_path):
-    """Those of the lock, and the one of another index; an environment that builds nothing, and finds the application beside it."""
+    """Those of the lock, and the one of another index; an environment that builds nothing, and finds the application
+    beside it."""
     first = wheel(tmp_path / "found", "smc_first")
     second = wheel(tmp_path / "index/smc-second", "smc_second")
     (tmp_path / "index/smc-second/index.html").write_text('<a href="smc_second-1-py3-none-any.whl">x</a>')
@@ -132,7 +162,15 @@ def test_dependencies_are_installed_by_their_hashes(tmp_path):
     package = ["smc-second==1", (tmp_path / "index").as_uri()]
 
     def install(sha256: str) -> subprocess.CompletedProcess:
-        command = ["bash", DOCKER / "install_dependencies.sh", tmp_path / "venv", tmp_path / "app", lock, *package, sha256]
+        command = [
+            "bash",
+            DOCKER / "install_dependencies.sh",
+            tmp_path / "venv",
+            tmp_path / "app",
+            lock,
+            *package,
+            sha256,
+        ]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
 
     refused = install("0" * 64)
@@ -143,7 +181,9 @@ def test_dependencies_are_installed_by_their_hashes(tmp_path):
     (tmp_path / "app/smc_application.py").touch()
     python = tmp_path / "venv/bin/python"
     said = subprocess.run(
-        [python, "-c", "import smc_first, smc_second, smc_application; print(smc_second.NAME)"], capture_output=True, text=True
+        [python, "-c", "import smc_first, smc_second, smc_application; print(smc_second.NAME)"],
+        capture_output=True,
+        text=True,
     )
     assert said.stdout == "smc_second\n" and not (tmp_path / "venv/bin/pip").exists()
 
@@ -160,7 +200,9 @@ def test_dependencies_are_installed_by_their_hashes(tmp_path):
 )
 def test_a_release_is_not_built_from_what_may_change(kind, pins, said, tmp_path):
     (tmp_path / "pins").write_text(pins)
-    ran = subprocess.run(["bash", DOCKER / "release.sh", kind, "a:1", tmp_path / "pins", "--print"], capture_output=True, text=True)
+    ran = subprocess.run(
+        ["bash", DOCKER / "release.sh", kind, "a:1", tmp_path / "pins", "--print"], capture_output=True, text=True
+    )
     assert ran.returncode == 2 and said in ran.stderr
 
 
@@ -192,7 +234,9 @@ def test_a_release_says_which_commit_it_is(tmp_path):
 NVRM = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (dvs-builder@U22)\nGCC version: 12.3.0\n"
 
 
-@pytest.mark.parametrize(("version", "code"), [("580.65.06", 0), ("590.1", 0), ("570.124.06", 1), ("535.54.03", 1), (None, 0)])
+@pytest.mark.parametrize(
+    ("version", "code"), [("580.65.06", 0), ("590.1", 0), ("570.124.06", 1), ("535.54.03", 1), (None, 0)]
+)
 def test_a_driver_that_is_too_old_is_named(version, code, tmp_path):
     told = tmp_path / "version"
     if version:
@@ -207,7 +251,10 @@ def test_a_driver_that_is_too_old_is_named(version, code, tmp_path):
 def test_every_gpu_pod_looks_at_the_driver_first():
     """Those that start by the image's entry point, and Ray's, which do not."""
     assert instructions(DOCKER / "Dockerfile.cuda", "ENTRYPOINT") == [(2, '["tini", "--", "check-driver", "smcserve"]')]
-    assert any(text.endswith("check_driver.sh /usr/local/bin/check-driver") for _, text in instructions(DOCKER / "Dockerfile.cuda", "COPY"))
+    assert any(
+        text.endswith("check_driver.sh /usr/local/bin/check-driver")
+        for _, text in instructions(DOCKER / "Dockerfile.cuda", "COPY")
+    )
     pods = templates(render("values-8b"))
     for side in ("draft", "target"):
         assert containers(pods[side]["spec"])[0]["command"][0] == "check-driver"

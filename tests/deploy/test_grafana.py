@@ -1,4 +1,5 @@
-"""The dashboards are those that build.py makes, every panel can be read without asking anybody, and pictures can be made of them."""
+"""The dashboards are those that build.py makes, every panel can be read without asking anybody, and pictures can be
+made of them."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from deploy.grafana.units import written
 from tests.deploy.sources import DASHBOARDS, GRAFANA, PROMETHEUS, dashboards, panels
 
 BOARDS = dashboards()
-SHOWN = [pytest.param(panel, id=f"{name}-{panel['title']}") for name, board in BOARDS.items() for panel in panels(board)]
+SHOWN = [
+    pytest.param(panel, id=f"{name}-{panel['title']}") for name, board in BOARDS.items() for panel in panels(board)
+]
 
 
 def test_the_files_are_current(tmp_path):
@@ -48,7 +51,9 @@ def test_panels_fill_the_grid_without_overlap(name):
     taken = set()
     for panel in BOARDS[name]["panels"]:
         grid = panel["gridPos"]
-        cells = {(x, y) for x in range(grid["x"], grid["x"] + grid["w"]) for y in range(grid["y"], grid["y"] + grid["h"])}
+        cells = {
+            (x, y) for x in range(grid["x"], grid["x"] + grid["w"]) for y in range(grid["y"], grid["y"] + grid["h"])
+        }
         assert not cells & taken and grid["x"] + grid["w"] <= 24, panel["title"]
         taken |= cells
     assert len(taken) == 24 * (1 + max(y for _, y in taken)), "there is a hole"
@@ -82,7 +87,9 @@ class Made(BaseHTTPRequestHandler):
     empty = False
 
     def do_GET(self) -> None:
-        question = {name: values[0] for name, values in urllib.parse.parse_qs(urllib.parse.urlparse(self.path).query).items()}
+        question = {
+            name: values[0] for name, values in urllib.parse.parse_qs(urllib.parse.urlparse(self.path).query).items()
+        }
         begin, end, step = (float(question[name]) for name in ("start", "end", "step"))
         times = [begin + i * step for i in range(int((end - begin) / step))]
         found = (
@@ -108,7 +115,14 @@ def test_pictures_are_drawn_and_holes_in_them_are_told(tmp_path, empty):
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Answers", (Made,), {"empty": empty}))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        command = [sys.executable, GRAFANA / "render.py", "--prometheus", f"http://127.0.0.1:{server.server_port}", "--out", tmp_path]
+        command = [
+            sys.executable,
+            GRAFANA / "render.py",
+            "--prometheus",
+            f"http://127.0.0.1:{server.server_port}",
+            "--out",
+            tmp_path,
+        ]
         ran = subprocess.run(command, capture_output=True, text=True)
     finally:
         server.shutdown()

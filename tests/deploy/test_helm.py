@@ -1,4 +1,5 @@
-"""The chart, with every profile and option: valid to Kubernetes and to each operator, safe, and in agreement with its commands."""
+"""The chart, with every profile and option: valid to Kubernetes and to each operator, safe, and in agreement with its
+commands."""
 
 from __future__ import annotations
 
@@ -19,20 +20,51 @@ from services.gateway.config import GatewayConfig
 from services.metrics.metrics import Metrics
 from smc.scheduler.stats import EngineStats
 from tests.deploy.binaries import binary
-from tests.deploy.chart import CHART, KUBERNETES, PROFILES, check, containers, of_kind, pod_specs, render, this_chart, values
+from tests.deploy.chart import (
+    CHART,
+    KUBERNETES,
+    PROFILES,
+    check,
+    containers,
+    of_kind,
+    pod_specs,
+    render,
+    this_chart,
+    values,
+)
 
 POD = {"topology": "pod"}
 KEDA = POD | {"keda": {"enabled": True}}
 TLS = {"tls": {"secret": "certificate"}}
 MUTUAL = {
-    "tls": {"secret": "certificate", "clientCaSecret": "clients", "probeSecret": "probe", "caSecret": "ca", "serverName": "llm.example"}
+    "tls": {
+        "secret": "certificate",
+        "clientCaSecret": "clients",
+        "probeSecret": "probe",
+        "caSecret": "ca",
+        "serverName": "llm.example",
+    }
 }
 TOKENS = TLS | {"auth": {"tokensSecret": "tokens"}}
-MODELS = {"models": {"target": {"path": "/models/t"}, "draft": {"path": "/models/d"}, "volume": {"hostPath": {"path": "/srv/models"}}}}
+MODELS = {
+    "models": {
+        "target": {"path": "/models/t"},
+        "draft": {"path": "/models/d"},
+        "volume": {"hostPath": {"path": "/srv/models"}},
+    }
+}
 DATA = {"volume": {"persistentVolumeClaim": {"claimName": "data"}}}
 BATCH = {"batch": {"enabled": True, **DATA}}
-MONITORED = {"monitoring": {"serviceMonitor": True, "rules": True, "dashboards": True, "labels": {"release": "prometheus"}}}
-PLACE = {"podTemplate": {"nodeSelector": {"pool": "gpu"}, "tolerations": [{"operator": "Exists"}], "affinity": {"nodeAffinity": {}}}}
+MONITORED = {
+    "monitoring": {"serviceMonitor": True, "rules": True, "dashboards": True, "labels": {"release": "prometheus"}}
+}
+PLACE = {
+    "podTemplate": {
+        "nodeSelector": {"pool": "gpu"},
+        "tolerations": [{"operator": "Exists"}],
+        "affinity": {"nodeAffinity": {}},
+    }
+}
 FITTED = {
     "labels": {"team": "a"},
     "annotations": {"note": "b"},
@@ -53,9 +85,17 @@ EVERYTHING = {
     "podTemplate": FITTED,
     "commonLabels": {"kueue.x-k8s.io/queue-name": "gpus"},
     "commonAnnotations": {"owner": "a"},
-    "extraObjects": [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "own-{{ .Release.Name }}"}, "data": {"a": "b"}}],
+    "extraObjects": [
+        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "own-{{ .Release.Name }}"}, "data": {"a": "b"}}
+    ],
     "serviceAccount": {"annotations": {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/a"}},
-    "ingress": {"enabled": True, "className": "nginx", "hosts": ["llm.example"], "tlsSecret": "public", "annotations": {"a": "b"}},
+    "ingress": {
+        "enabled": True,
+        "className": "nginx",
+        "hosts": ["llm.example"],
+        "tlsSecret": "public",
+        "annotations": {"a": "b"},
+    },
     "route": {"enabled": True, "parentRefs": [{"name": "edge", "namespace": "infra"}], "hostnames": ["llm.example"]},
     "image": {"digest": f"sha256:{'0' * 64}"},
     "service": {
@@ -82,8 +122,16 @@ EVERYTHING = {
         "drainTimeout": 0.5,
     },
 }
-ON_NODES = {"draft": PLACE, "target": PLACE, "ray": {"head": PLACE, "upgradeStrategy": "Recreate", "auth": {"secret": "ray-token"}}}
-FOUR_GPUS = POD | {"device": "cuda", "target": {"tp": 3}, "pod": {"resources": {"limits": {"memory": "240Gi"}}, "shm": "8Gi", **PLACE}}
+ON_NODES = {
+    "draft": PLACE,
+    "target": PLACE,
+    "ray": {"head": PLACE, "upgradeStrategy": "Recreate", "auth": {"secret": "ray-token"}},
+}
+FOUR_GPUS = POD | {
+    "device": "cuda",
+    "target": {"tp": 3},
+    "pod": {"resources": {"limits": {"memory": "240Gi"}}, "shm": "8Gi", **PLACE},
+}
 HUB = {"huggingFace": {"repository": "org/target", "revision": "a" * 40, "tokenSecret": "hub"}}
 BUCKET = {"s3": {"uri": "s3://bucket/draft", "sha256": "b" * 64, "region": "eu-west-1", "credentialsSecret": "bucket"}}
 SHARED = {"volume": {"persistentVolumeClaim": {"claimName": "models"}}}
@@ -108,11 +156,24 @@ VARIANTS = {
     "everything in one pod": [EVERYTHING, {"pod": PLACE}, MODELS, MUTUAL, MONITORED, KEDA],
     "mutual TLS": [MUTUAL],
     "no token": [{"ray": {"auth": {"mode": "disabled"}}}, BATCH],
-    "batch alone": ["values-8b", BATCH, {"serve": {"enabled": False}}, MONITORED, {"monitoring": {"serviceMonitor": False}}],
+    "batch alone": [
+        "values-8b",
+        BATCH,
+        {"serve": {"enabled": False}},
+        MONITORED,
+        {"monitoring": {"serviceMonitor": False}},
+    ],
     "pod monitor": [{"monitoring": {"podMonitor": True}}],
-    "bare": [{"serviceAccount": {"create": False}, "podDisruptionBudget": {"enabled": False}, "service": {"headless": True}}],
+    "bare": [
+        {"serviceAccount": {"create": False}, "podDisruptionBudget": {"enabled": False}, "service": {"headless": True}}
+    ],
     "lockstep over gRPC": [{"engine": {"form": "lockstep"}, "link": "grpc", "dtype": "bfloat16"}],
-    "models downloaded": ["values-8b", {"models": {side: {"path": ""} for side in ("target", "draft")}}, DOWNLOADED, BATCH],
+    "models downloaded": [
+        "values-8b",
+        {"models": {side: {"path": ""} for side in ("target", "draft")}},
+        DOWNLOADED,
+        BATCH,
+    ],
     "models downloaded for one pod": [POD, DOWNLOADED],
     "models mounted": [MOUNTED, BATCH],
     "devices by claim": [{"device": "cuda", "draft": CLAIMS, "target": CLAIMS}],
@@ -136,7 +197,10 @@ VARIANTS = {
         {"ingress": {"enabled": True, "hosts": ["llm.example"]}},
     ],
     "no GPU to spare": [POD | {"pod": {"strategy": {"type": "Recreate"}}}],
-    "OpenShift": [{"podTemplate": {"securityContext": {"runAsUser": None, "runAsGroup": None, "fsGroup": None}}}, BATCH],
+    "OpenShift": [
+        {"podTemplate": {"securityContext": {"runAsUser": None, "runAsGroup": None, "fsGroup": None}}},
+        BATCH,
+    ],
     "FP8": [{"device": "cuda", "target": {"dtype": "fp8"}, "draft": {"dtype": "fp8"}}],
 }
 NEW = {"models mounted": "image volumes", "devices by claim": "claims of devices"}
@@ -166,7 +230,9 @@ def test_every_object_is_valid(variant):
             check(each, version)
 
 
-@pytest.mark.parametrize("field", ["spec.headGroupSpec.template.spec.containers.0.imagePullPolice", "spec.rayVersio", "metadata.lables"])
+@pytest.mark.parametrize(
+    "field", ["spec.headGroupSpec.template.spec.containers.0.imagePullPolice", "spec.rayVersio", "metadata.lables"]
+)
 def test_an_unknown_field_would_be_noticed(field):
     cluster = of_kind(render({}), "RayCluster")
     *path, last = field.split(".")
@@ -199,15 +265,24 @@ def test_an_unknown_field_would_be_noticed(field):
         ({"monitoring": {"serviceMonitor": True, "podMonitor": True}}, "choose one"),
         ({"draft": {"gpus": 1}}, "draft.gpus=1 has no effect with device=cpu"),
         ({"device": "cuda", "target": {"tp": 4, "gpus": 2}}, "at least target.tp=4"),
-        ({"gateway": {"drainTimeout": 60, "terminationGracePeriod": 99}}, "terminationGracePeriod=99; allowed: at least 100"),
+        (
+            {"gateway": {"drainTimeout": 60, "terminationGracePeriod": 99}},
+            "terminationGracePeriod=99; allowed: at least 100",
+        ),
         ({"auth": {"tokensSecret": "t"}}, "give tls.secret too"),
         ({"tls": {"clientCaSecret": "c"}}, "tls.clientCaSecret has no effect without tls.secret"),
         ({"tls": {"secret": "s", "clientCaSecret": "c"}}, "go together"),
         ({"ray": {"auth": {"mode": "disabled", "secret": "s"}}}, "ray.auth.secret has no effect"),
         ({"engine": {"form": "lockstep", "branches": 2}}, "engine.branches=2 has no effect"),
         ({"service": {"headless": True, "type": "NodePort"}}, "only ClusterIP"),
-        ({"service": {"loadBalancerSourceRanges": ["10.0.0.0/8"]}}, 'service.loadBalancerSourceRanges=["10.0.0.0/8"] has no effect'),
-        ({"service": {"type": "LoadBalancer", "loadBalancerSourceRanges": ["10.0.0.1"]}}, "/service/loadBalancerSourceRanges"),
+        (
+            {"service": {"loadBalancerSourceRanges": ["10.0.0.0/8"]}},
+            'service.loadBalancerSourceRanges=["10.0.0.0/8"] has no effect',
+        ),
+        (
+            {"service": {"type": "LoadBalancer", "loadBalancerSourceRanges": ["10.0.0.1"]}},
+            "/service/loadBalancerSourceRanges",
+        ),
         (POD | {"pod": {"strategy": {"maxSurge": 0}}}, "are both 0; raise one"),
         (
             POD | {"pod": {"strategy": {"type": "Recreate", "maxSurge": 2}}},
@@ -219,14 +294,23 @@ def test_an_unknown_field_would_be_noticed(field):
         ({"fullnameOverride": "8b"}, 'the name "8b"'),
         ({"podTemplate": {"securityContexts": {}}}, "securityContexts"),
         ({"podTemplate": {"labels": {"app.kubernetes.io/name": "x"}}}, "app.kubernetes.io/name is set by the chart"),
-        ({"draft": {"podTemplate": {"labels": {"app.kubernetes.io/component": "x"}}}}, "app.kubernetes.io/component is set by the chart"),
+        (
+            {"draft": {"podTemplate": {"labels": {"app.kubernetes.io/component": "x"}}}},
+            "app.kubernetes.io/component is set by the chart",
+        ),
         ({"ray": {"head": {"podTemplate": {"labels": {"ray.io/cluster": "x"}}}}}, "ray.io/cluster is set by the chart"),
         ({"monitoring": {"rules": True, "runbookUrl": "docs/runbook.md"}}, "/monitoring/runbookUrl"),
         ({"monitoring": {"runbookUrl": "https://docs.example"}}, "has no effect with monitoring.rules=false"),
         (POD | {"draft": {"replicas": 2}}, "draft.replicas=2 has no effect with topology=pod"),
         (POD | {"draft": PLACE}, 'draft.podTemplate={"affinity"'),
-        ({"podTemplate": {"extraVolumes": [{"name": "tmp", "emptyDir": {}}]}}, "podTemplate.extraVolumes: tmp is a volume of the chart"),
-        ({"commonLabels": {"app.kubernetes.io/name": "x"}}, "app.kubernetes.io/name is set by the chart; use another label"),
+        (
+            {"podTemplate": {"extraVolumes": [{"name": "tmp", "emptyDir": {}}]}},
+            "podTemplate.extraVolumes: tmp is a volume of the chart",
+        ),
+        (
+            {"commonLabels": {"app.kubernetes.io/name": "x"}},
+            "app.kubernetes.io/name is set by the chart; use another label",
+        ),
         ({"extraObjects": [{"kind": "ConfigMap"}]}, "/extraObjects/0"),
         ({"ingress": {"enabled": True}}, "ingress.hosts is empty; name at least one host"),
         ({"ingress": {"hosts": ["a"]}}, "has no effect with ingress.enabled=false"),
@@ -247,16 +331,25 @@ def test_an_unknown_field_would_be_noticed(field):
         (ROUTED | TLS, "smg speaks plain text to the gangs"),
         (POD | {"router": {"replicas": 3}}, "router.replicas=3 has no effect with router.enabled=false"),
         (ROUTED | {"router": {"enabled": True, "controlKeySecret": "c", "policy": "random"}}, "/router/policy"),
-        (KEDA | {"keda": {"enabled": True, "fallbackReplicas": 9}}, "keda.fallbackReplicas=9; allowed: at most keda.maxReplicas=4"),
+        (
+            KEDA | {"keda": {"enabled": True, "fallbackReplicas": 9}},
+            "keda.fallbackReplicas=9; allowed: at most keda.maxReplicas=4",
+        ),
         (POD | {"monitoring": {"ray": True}}, "monitoring.ray=true has no effect with topology=pod"),
-        (POD | {"target": {"resources": {"limits": {"memory": "9Gi"}}}}, 'target.resources.limits.memory="9Gi" has no effect'),
+        (
+            POD | {"target": {"resources": {"limits": {"memory": "9Gi"}}}},
+            'target.resources.limits.memory="9Gi" has no effect',
+        ),
         (POD | {"target": {"resources": {"limits": {"cpu": "9"}}}}, "target.resources.limits.cpu has no effect"),
         (POD | {"ray": {"auth": {"mode": "disabled"}}}, 'ray.auth.mode="disabled" has no effect with topology=pod'),
         ({"pod": {"replicas": 3}}, "pod.replicas=3 has no effect with topology=cluster"),
         (KEDA | {"pod": {"replicas": 3}}, "use keda.minReplicas"),
         (POD | {"keda": {"maxReplicas": 9}}, "keda.maxReplicas=9 has no effect with keda.enabled=false"),
         ({"batch": {"input": "/data/x"}}, 'batch.input="/data/x" has no effect with batch.enabled=false'),
-        ({"serve": {"enabled": False}, **BATCH, **TLS}, 'tls.secret="certificate" has no effect with serve.enabled=false'),
+        (
+            {"serve": {"enabled": False}, **BATCH, **TLS},
+            'tls.secret="certificate" has no effect with serve.enabled=false',
+        ),
     ],
 )
 def test_wrong_values_are_refused(layer, said):
@@ -264,14 +357,17 @@ def test_wrong_values_are_refused(layer, said):
         render(layer)
 
 
-@pytest.mark.parametrize(("profile", "topology"), [("values-8b", "pod"), ("values-70b", "pod"), ("values-cpu", "cluster")])
+@pytest.mark.parametrize(
+    ("profile", "topology"), [("values-8b", "pod"), ("values-70b", "pod"), ("values-cpu", "cluster")]
+)
 def test_a_profile_is_refused_in_the_other_topology(profile, topology):
     with pytest.raises(ValueError, match=f"has no effect with topology={topology}"):
         render(profile, {"topology": topology})
 
 
 def test_the_schema_knows_every_value():
-    """An unknown value is refused only as long as nothing but free-form objects is open; and Helm must not be told to ignore the file."""
+    """An unknown value is refused only as long as nothing but free-form objects is open; and Helm must not be told to
+    ignore the file."""
     schema = json.loads((CHART / "values.schema.json").read_text())
 
     def closed(part: dict, value: object) -> None:
@@ -283,7 +379,9 @@ def test_the_schema_knows_every_value():
                 closed(part["properties"][key], inside)
 
     closed(schema, yaml.safe_load((CHART / "values.yaml").read_text()))
-    assert "values.schema.json" not in [line for line in (CHART / ".helmignore").read_text().splitlines() if not line.startswith("#")]
+    assert "values.schema.json" not in [
+        line for line in (CHART / ".helmignore").read_text().splitlines() if not line.startswith("#")
+    ]
 
 
 def flags_of(objects: list[dict]) -> list[str]:
@@ -305,10 +403,16 @@ def test_the_commands_accept_their_flags(variant):
         asked.append(parsed("serve", flags_of(objects)))
         fields = GatewayConfig.__dataclass_fields__.keys() - {"tls_cert", "tls_key", "tls_client_ca", "auth_token_file"}
         gateway = GatewayConfig(**{name: asked[0][name] for name in fields if asked[0][name] is not None})
-        assert (gateway.host, gateway.port, gateway.drain_timeout) == ("0.0.0.0", 50051, given["gateway"]["drainTimeout"])
+        assert (gateway.host, gateway.port, gateway.drain_timeout) == (
+            "0.0.0.0",
+            50051,
+            given["gateway"]["drainTimeout"],
+        )
     if given["batch"]["enabled"]:
         split = subprocess.run(
-            ["bash", "-c", f"printf '%s\\n' {of_kind(objects, 'RayJob')['spec']['entrypoint']}"], capture_output=True, text=True
+            ["bash", "-c", f"printf '%s\\n' {of_kind(objects, 'RayJob')['spec']['entrypoint']}"],
+            capture_output=True,
+            text=True,
         )
         name, command, *flags = split.stdout.splitlines()
         assert (name, command) == ("smcserve", "batch")
@@ -316,7 +420,11 @@ def test_the_commands_accept_their_flags(variant):
     for params in asked:
         config = gang_config({name: value for name, value in params.items() if name not in ("target", "draft")})
         assert bool(params["target"]) == bool(params["draft"]) == any(given["models"]["target"].values())
-        assert (config.draft_tp, config.target_tp, config.device) == (given["draft"]["tp"], given["target"]["tp"], given["device"])
+        assert (config.draft_tp, config.target_tp, config.device) == (
+            given["draft"]["tp"],
+            given["target"]["tp"],
+            given["device"],
+        )
         assert config.engine.max_context == given["engine"].get("maxContext")
         assert config.engine.prefix_cache is given["engine"]["prefixCache"]
         assert config.resource("draft") == (None if given["topology"] == "pod" else "smc_draft")
@@ -327,11 +435,21 @@ def test_pods_keep_the_restricted_standard(variant):
     """Of Kubernetes' Pod Security Standards; and no container writes to its image."""
     for pod in pod_specs(rendered(variant)):
         security = pod["securityContext"]
-        assert security["runAsNonRoot"] and security.get("runAsUser") != 0 and security["seccompProfile"] == {"type": "RuntimeDefault"}
-        assert pod["automountServiceAccountToken"] is (pod["containers"][0]["name"] == "router"), "which looks for gangs"
+        assert (
+            security["runAsNonRoot"]
+            and security.get("runAsUser") != 0
+            and security["seccompProfile"] == {"type": "RuntimeDefault"}
+        )
+        assert pod["automountServiceAccountToken"] is (pod["containers"][0]["name"] == "router"), (
+            "which looks for gangs"
+        )
         for container in containers(pod):
             own = container["securityContext"]
-            assert own["readOnlyRootFilesystem"] and own["allowPrivilegeEscalation"] is False and own["capabilities"] == {"drop": ["ALL"]}
+            assert (
+                own["readOnlyRootFilesystem"]
+                and own["allowPrivilegeEscalation"] is False
+                and own["capabilities"] == {"drop": ["ALL"]}
+            )
 
 
 @every_variant
@@ -341,7 +459,9 @@ def test_mounts_and_references_fit(variant):
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
         mounted = {mount["name"] for container in containers(pod) for mount in container["volumeMounts"]}
         assert mounted == volumes.keys() and len(volumes) == len(pod["volumes"])
-        assert not [volume for volume in volumes.values() if "configMap" in volume], "an upgrade would change it under a running pod"
+        assert not [volume for volume in volumes.values() if "configMap" in volume], (
+            "an upgrade would change it under a running pod"
+        )
         for container in containers(pod):
             limits = container["resources"]["limits"]
             assert "memory" in limits
@@ -354,7 +474,10 @@ def test_gpus():
     found = {}
     for group in cluster["workerGroupSpecs"]:
         (container,) = group["template"]["spec"]["containers"]
-        found[group["groupName"]] = (container["resources"]["limits"]["nvidia.com/gpu"], group["rayStartParams"]["num-gpus"])
+        found[group["groupName"]] = (
+            container["resources"]["limits"]["nvidia.com/gpu"],
+            group["rayStartParams"]["num-gpus"],
+        )
     assert found == {"draft": (1, "1"), "target": (3, "3")}
     (together,) = of_kind(render(FOUR_GPUS), "Deployment")["spec"]["template"]["spec"]["containers"]
     assert together["resources"]["limits"]["nvidia.com/gpu"] == 4
@@ -370,14 +493,20 @@ def test_keda_asks_for_metrics_that_there_are():
 
 
 def test_keda_sees_no_load_where_models_are_loading(tmp_path):
-    """A replica that is three quarters full, one that loads, one that has lost its gang; and a release whose name begins alike."""
+    """A replica that is three quarters full, one that loads, one that has lost its gang; and a release whose name
+    begins alike."""
     full, loading, lost = Metrics(), Metrics(), Metrics()
     for replica in (full, loading, lost):
         replica.set_build_info("1", "big", "lookahead", "grpc", 64, block=8, weights={"draft": "", "target": ""})
     for replica in (full, lost):
         replica.observe_step(EngineStats(slots_free=16))
     full.set_health(draft=True, target=True, serving=True)
-    pods = {"demo-smcserve-6d4-a": full, "demo-smcserve-6d4-b": loading, "demo-smcserve-6d4-c": lost, "demo-smcserve-b-6d4-d": full}
+    pods = {
+        "demo-smcserve-6d4-a": full,
+        "demo-smcserve-6d4-b": loading,
+        "demo-smcserve-6d4-c": lost,
+        "demo-smcserve-b-6d4-d": full,
+    }
     series = [
         {"series": f'{name}{{namespace="llm",pod="{pod}"}}', "values": str(replica.registry.get_sample_value(name))}
         for pod, replica in pods.items()

@@ -22,12 +22,18 @@ SCRIPTS = CHART / "files/scripts"
 def labels(component: str, template: dict, cluster: str) -> dict[str, str]:
     """Of a pod; KubeRay adds some of its own."""
     node = "head" if component == "head" else "worker"
-    kuberay = {} if component in ("gang", "submitter", "test", "models") else {"ray.io/cluster": cluster, "ray.io/node-type": node}
+    kuberay = (
+        {}
+        if component in ("gang", "submitter", "test", "models")
+        else {"ray.io/cluster": cluster, "ray.io/node-type": node}
+    )
     return template["metadata"]["labels"] | kuberay
 
 
 def selected(objects: list[dict], selector: dict[str, str]) -> set[str]:
-    found = {component: labels(component, template, "demo-smcserve") for component, template in templates(objects).items()}
+    found = {
+        component: labels(component, template, "demo-smcserve") for component, template in templates(objects).items()
+    }
     return {component for component, own in found.items() if selector.items() <= own.items()}
 
 
@@ -38,7 +44,9 @@ def test_calls_and_scrapes_reach_the_gateway_alone(layer, gateway):
     calls, metrics = services["demo-smcserve"], services["demo-smcserve-metrics"]
     assert selected(objects, calls["spec"]["selector"]) == selected(objects, metrics["spec"]["selector"]) == {gateway}
     chosen = monitor["spec"]["selector"]["matchLabels"].items()
-    assert [name for name, each in services.items() if chosen <= each["metadata"]["labels"].items()] == ["demo-smcserve-metrics"]
+    assert [name for name, each in services.items() if chosen <= each["metadata"]["labels"].items()] == [
+        "demo-smcserve-metrics"
+    ]
     ports = {port["name"]: port["targetPort"] for service in services.values() for port in service["spec"]["ports"]}
     (scrape,) = monitor["spec"]["endpoints"]
     assert scrape["port"] in ports
@@ -67,7 +75,10 @@ def test_disruption_budgets_keep_one_pod_of_each_group_and_nothing_that_is_broke
     covered = [selected(objects, budget["selector"]["matchLabels"]) for budget in budgets]
     assert sorted(map(sorted, covered)) == [["draft"], ["head"], ["target"]]
     (together,) = all_of_kind(render(POD), "PodDisruptionBudget").values()
-    assert selected(render(POD), together["spec"]["selector"]["matchLabels"]) == {"gang"} and together["spec"]["maxUnavailable"] == 1
+    assert (
+        selected(render(POD), together["spec"]["selector"]["matchLabels"]) == {"gang"}
+        and together["spec"]["maxUnavailable"] == 1
+    )
     assert all(budget["minAvailable"] == 1 and "maxUnavailable" not in budget for budget in budgets)
     assert all(budget["unhealthyPodEvictionPolicy"] == "AlwaysAllow" for budget in [*budgets, together["spec"]])
 
@@ -89,12 +100,15 @@ def test_a_pod_may_take_as_long_to_end_as_draining_takes(drain, topology):
 
 
 def probes(*layers: dict) -> dict[str, dict]:
-    (gateway,) = [each for each in templates(render(*layers))["head"]["spec"]["containers"] if each["name"] == "gateway"]
+    (gateway,) = [
+        each for each in templates(render(*layers))["head"]["spec"]["containers"] if each["name"] == "gateway"
+    ]
     return {name: gateway[f"{name}Probe"] for name in ("startup", "readiness", "liveness")}
 
 
 def test_probes():
-    """Ready while it can decode; alive as long as the gateway answers, whatever its workers do; starting as long as that may take."""
+    """Ready while it can decode; alive as long as the gateway answers, whatever its workers do; starting as long as
+    that may take."""
     plain = probes({"timeouts": {"start": 1800}})
     assert plain["readiness"]["grpc"] == plain["startup"]["grpc"] == {"port": 50051}
     assert plain["startup"]["failureThreshold"] * plain["startup"]["periodSeconds"] > 1800
@@ -114,12 +128,16 @@ def test_drain_head_waits_for_the_gateway(tmp_path):
     subprocess.run(["bash", SCRIPTS / "drain-head.sh", "60", lock], check=True, timeout=30)
     assert time.monotonic() - begin < 20, "nobody holds the lock: there is no gateway"
 
-    holder = subprocess.Popen(["bash", "-c", f"exec 9> {lock}; flock 9; echo held; exec sleep 600"], stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(
+        ["bash", "-c", f"exec 9> {lock}; flock 9; echo held; exec sleep 600"], stdout=subprocess.PIPE, text=True
+    )
     assert holder.stdout.readline() == "held\n"
     waiting = subprocess.Popen(["bash", SCRIPTS / "drain-head.sh", "600", lock])
     with pytest.raises(subprocess.TimeoutExpired):
         waiting.wait(0.5)
-    bounded = subprocess.run(["bash", SCRIPTS / "drain-head.sh", "0.2", lock], check=True, capture_output=True, text=True, timeout=30)
+    bounded = subprocess.run(
+        ["bash", SCRIPTS / "drain-head.sh", "0.2", lock], check=True, capture_output=True, text=True, timeout=30
+    )
     assert bounded.stdout == "the gateway did not end within 0.2 s\n"
     holder.kill()  # however it ends
     holder.communicate()
@@ -132,7 +150,9 @@ def test_drain_worker_waits_for_the_ranks():
     waiting = None
     try:
         deadline = time.monotonic() + 30
-        while not Path(f"/proc/{rank.pid}/cmdline").read_bytes().startswith(name.encode()):  # bash has not become it yet
+        while (
+            not Path(f"/proc/{rank.pid}/cmdline").read_bytes().startswith(name.encode())
+        ):  # bash has not become it yet
             assert time.monotonic() < deadline
             time.sleep(0.01)
         waiting = subprocess.Popen(["bash", SCRIPTS / "drain-worker.sh", "600", name])

@@ -1,4 +1,5 @@
-"""How models come into pods: what each source renders to, and the program that downloads, against servers that break."""
+"""How models come into pods: what each source renders to, and the program that downloads, against servers that
+break."""
 
 from __future__ import annotations
 
@@ -46,7 +47,10 @@ def flags(objects: list[dict], component: str) -> dict[str, str]:
     [
         (models(hub(), hub()), "models.volume is empty; a model that is downloaded needs a volume"),
         (models(hub(), {}, volume=CLAIM), "give both, or neither"),
-        ({"models": {"target": {"path": "/a", "source": hub()}, "draft": {"path": "/b"}}}, 'models.target.path="/a" has no effect'),
+        (
+            {"models": {"target": {"path": "/a", "source": hub()}, "draft": {"path": "/b"}}},
+            'models.target.path="/a" has no effect',
+        ),
         (
             models({"huggingFace": {"repository": "a/b", "revision": "main"}}, hub(), volume=CLAIM),
             "/models/target/source/huggingFace/revision",
@@ -54,7 +58,10 @@ def flags(objects: list[dict], component: str) -> dict[str, str]:
         (models({"http": {"url": "https://a"}}, hub(), volume=CLAIM), "missing property 'sha256'"),
         (models({**hub(), **sums("s3", "s3://a/b")}, hub(), volume=CLAIM), "/models/target/source"),
         (models({"git": {"url": "https://a"}}, hub(), volume=CLAIM), "git"),
-        ({"models": {"download": {"retries": 3}}}, "models.download.retries=3 has no effect with models that are not downloaded"),
+        (
+            {"models": {"download": {"retries": 3}}},
+            "models.download.retries=3 has no effect with models that are not downloaded",
+        ),
     ],
 )
 def test_wrong_sources_are_refused(layer, said):
@@ -64,7 +71,9 @@ def test_wrong_sources_are_refused(layer, said):
 
 @pytest.mark.parametrize(("layer", "gateway"), [({"device": "cuda"}, "head"), (POD, "gang")])
 def test_pods_wait_for_what_a_job_downloads(layer, gateway):
-    objects = render(layer, models(hub(tokenSecret="hub"), sums("s3", "s3://b/c", credentialsSecret="keys"), volume=CLAIM))
+    objects = render(
+        layer, models(hub(tokenSecret="hub"), sums("s3", "s3://b/c", credentialsSecret="keys"), volume=CLAIM)
+    )
     job = of_kind(objects, "Job")
     (container,) = job["spec"]["template"]["spec"]["containers"]
     asked = {each["side"]: each for each in map(json.loads, container["args"])}
@@ -79,7 +88,11 @@ def test_pods_wait_for_what_a_job_downloads(layer, gateway):
         if name in ("test", "models"):
             continue
         waits = {each["name"]: each for each in template["spec"]["initContainers"]}["models"]
-        assert waits["command"][-2:] == [given["target"], given["draft"]] == [asked["target"]["directory"], asked["draft"]["directory"]]
+        assert (
+            waits["command"][-2:]
+            == [given["target"], given["draft"]]
+            == [asked["target"]["directory"], asked["draft"]["directory"]]
+        )
         for each in containers(template["spec"]):
             assert all(mount.get("readOnly") for mount in each["volumeMounts"] if mount["name"] == "models")
 
@@ -95,13 +108,17 @@ def test_another_source_has_another_directory_and_another_job():
     other = models({"huggingFace": {"repository": "org/model", "revision": "b" * 40}}, hub(), volume=CLAIM)
     directory, job = of(first)
     assert of(first) == (directory, job)
-    assert of(models(hub(tokenSecret="next", endpoint="https://mirror.example"), hub(), volume=CLAIM))[0] == directory, "the same files"
+    assert (
+        of(models(hub(tokenSecret="next", endpoint="https://mirror.example"), hub(), volume=CLAIM))[0] == directory
+    ), "the same files"
     assert of(other)[0] != directory and of(other)[1] != job
     assert of(first, image={"tag": "next"})[0] == directory and of(first, image={"tag": "next"})[1] != job
 
 
 def test_models_of_a_claim_or_an_image_are_mounted_as_they_are():
-    objects = render(models({"persistentVolumeClaim": {"claimName": "w", "directory": "a/b"}}, {"image": {"reference": "r/draft:1"}}))
+    objects = render(
+        models({"persistentVolumeClaim": {"claimName": "w", "directory": "a/b"}}, {"image": {"reference": "r/draft:1"}})
+    )
     assert not all_of_kind(objects, "Job")
     given = flags(objects, "head")
     assert (given["target"], given["draft"]) == ("/models-target/a/b", "/models-draft")
@@ -147,7 +164,8 @@ def fetch(monkeypatch):
 
 
 class Files(http.server.ThreadingHTTPServer):
-    """Files by path, with ranges. `cut`: how often an answer of more than 1,000 bytes ends in its middle. `moved`: where they are."""
+    """Files by path, with ranges. `cut`: how often an answer of more than 1,000 bytes ends in its middle. `moved`:
+    where they are."""
 
     daemon_threads = True
 
@@ -215,7 +233,9 @@ def of_the_hub(server: Files) -> None:
     small = {"type": "file", "path": "config.json", "oid": git, "size": len(CONFIG)}
     large = {"oid": hashlib.sha256(WEIGHTS).hexdigest(), "size": len(WEIGHTS)}
     weights = {"type": "file", "path": "model.safetensors", "oid": "x", "size": len(WEIGHTS), "lfs": large}
-    other = [{"type": "file", "path": name, "oid": "x", "size": 9} for name in ("weights.pth", "consolidated.safetensors")]
+    other = [
+        {"type": "file", "path": name, "oid": "x", "size": 9} for name in ("weights.pth", "consolidated.safetensors")
+    ]
     other.append({"type": "directory", "path": "original", "oid": "x"})
     server.files |= {tree: json.dumps([small, *other]).encode(), f"{tree}2": json.dumps([weights]).encode()}
     server.files |= {f"{resolve}/config.json": CONFIG, f"{resolve}/model.safetensors": WEIGHTS}
@@ -231,15 +251,26 @@ def of_a_folder(server: Files, path: str = "/m") -> str:
 
 
 def there(directory: Path) -> dict[str, bytes]:
-    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(directory).as_posix(): path.read_bytes() for path in directory.rglob("*") if path.is_file()
+    }
 
 
 def test_a_repository_comes_whole_and_once(fetch, server, tmp_path):
     of_the_hub(server)
-    given = {"side": "target", "kind": "huggingFace", "directory": str(tmp_path / "m"), "endpoint": server.url, "repository": "org/model"}
+    given = {
+        "side": "target",
+        "kind": "huggingFace",
+        "directory": str(tmp_path / "m"),
+        "endpoint": server.url,
+        "repository": "org/model",
+    }
     fetch.download(given | {"revision": COMMIT}, {})
     found = there(tmp_path / "m")
-    assert found.keys() - {".lock", ".complete"} == {"config.json", "model.safetensors"} and found["model.safetensors"] == WEIGHTS
+    assert (
+        found.keys() - {".lock", ".complete"} == {"config.json", "model.safetensors"}
+        and found["model.safetensors"] == WEIGHTS
+    )
     before = server.asked.total()
     fetch.download(given | {"revision": COMMIT}, {})
     assert server.asked.total() == before
@@ -250,7 +281,13 @@ def test_a_token_goes_to_the_hub_and_to_nobody_else(fetch, server, tmp_path):
     with Files() as elsewhere:
         elsewhere.files = server.files
         server.moved = elsewhere.url
-        given = {"side": "draft", "kind": "huggingFace", "directory": str(tmp_path), "endpoint": server.url, "repository": "org/model"}
+        given = {
+            "side": "draft",
+            "kind": "huggingFace",
+            "directory": str(tmp_path),
+            "endpoint": server.url,
+            "repository": "org/model",
+        }
         fetch.download(given | {"revision": COMMIT}, {"DRAFT_TOKEN": "secret", "TARGET_TOKEN": "other"})
         assert (server.tokens, elsewhere.tokens) == ({"Bearer secret"}, {None})
         elsewhere.shutdown()
@@ -263,7 +300,9 @@ def test_a_download_goes_on_where_it_was_cut_off(fetch, server, tmp_path):
     server.cut = 2
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub/model.safetensors.part").write_bytes(WEIGHTS[:100])
-    fetch.download({"side": "target", "kind": "http", "directory": str(tmp_path), "url": f"{server.url}/m/", "sha256": digest}, {})
+    fetch.download(
+        {"side": "target", "kind": "http", "directory": str(tmp_path), "url": f"{server.url}/m/", "sha256": digest}, {}
+    )
     assert there(tmp_path)["sub/model.safetensors"] == WEIGHTS
     begins = sorted(int(begin) for (path, begin) in server.asked if path.endswith("safetensors"))
     assert begins[0] == 100 and len(begins) == 3, "no byte is asked for twice"
@@ -272,7 +311,9 @@ def test_a_download_goes_on_where_it_was_cut_off(fetch, server, tmp_path):
 def test_a_part_that_was_all_of_it_is_taken(fetch, server, tmp_path):
     digest = of_a_folder(server)
     (tmp_path / "config.json.part").write_bytes(CONFIG)
-    fetch.download({"side": "target", "kind": "http", "directory": str(tmp_path), "url": f"{server.url}/m", "sha256": digest}, {})
+    fetch.download(
+        {"side": "target", "kind": "http", "directory": str(tmp_path), "url": f"{server.url}/m", "sha256": digest}, {}
+    )
     assert there(tmp_path)["config.json"] == CONFIG
 
 
@@ -329,15 +370,30 @@ def test_the_signature_is_that_of_amazons_documents(fetch):
         "x-amz-content-sha256": "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
         "x-amz-date": "20130524T000000Z",
     }
-    made = fetch.authorization("/test.txt", headers, "us-east-1", "AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY")
+    made = fetch.authorization(
+        "/test.txt", headers, "us-east-1", "AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
+    )
     assert made.endswith("Signature=f0e8bdb87c964420e857bd35b5d6ed310bd44f0170aba48dd91039c6036bdb41")
 
 
 def test_a_mistake_is_told_at_once_and_ends_the_pod(server, tmp_path):
-    asked = {"side": "target", "kind": "http", "directory": str(tmp_path), "url": f"{server.url}/none", "sha256": "0" * 64}
+    asked = {
+        "side": "target",
+        "kind": "http",
+        "directory": str(tmp_path),
+        "url": f"{server.url}/none",
+        "sha256": "0" * 64,
+    }
     begin = time.monotonic()
     ran = subprocess.run(
-        [sys.executable, "-c", (SCRIPTS / "fetch_models.py").read_text(), json.dumps(asked)], capture_output=True, text=True
+        [sys.executable, "-c", (SCRIPTS / "fetch_models.py").read_text(), json.dumps(asked)],
+        capture_output=True,
+        text=True,
     )
-    assert ran.returncode == 1 and "404" in ran.stderr and "is the name right?" in ran.stderr and "Traceback" not in ran.stderr
+    assert (
+        ran.returncode == 1
+        and "404" in ran.stderr
+        and "is the name right?" in ran.stderr
+        and "Traceback" not in ran.stderr
+    )
     assert time.monotonic() - begin < 60

@@ -34,7 +34,9 @@ def test_metrics_are_not_published_beside_calls(kind):
 
 def test_a_load_balancer_is_chosen_and_closed():
     given = {"loadBalancerClass": "example.com/internal", "loadBalancerSourceRanges": ["10.0.0.0/8"]}
-    service = all_of_kind(render({"service": {"type": "LoadBalancer", "labels": {"team": "a"}, **given}}), "Service")["demo-smcserve"]
+    service = all_of_kind(render({"service": {"type": "LoadBalancer", "labels": {"team": "a"}, **given}}), "Service")[
+        "demo-smcserve"
+    ]
     assert given.items() <= service["spec"].items() and service["metadata"]["labels"]["team"] == "a"
 
 
@@ -51,21 +53,29 @@ def test_a_proxy_is_told_what_the_port_speaks(layer, protocol):
 def test_openais_api_has_a_port_where_it_is_wanted(layer, protocol):
     """Who may call may call either; what speaks HTTP before the service is led to it; probes stay with gRPC."""
     wanted = {"gateway": {"httpPort": 8000}, "networkPolicy": {"enabled": True}}
-    outside = {"ingress": {"enabled": True, "hosts": ["a.example"]}, "route": {"enabled": True, "parentRefs": [{"name": "edge"}]}}
+    outside = {
+        "ingress": {"enabled": True, "hosts": ["a.example"]},
+        "route": {"enabled": True, "parentRefs": [{"name": "edge"}]},
+    }
     objects, plain = render(layer, wanted, outside), render(layer)
     assert all_of_kind(objects, "Service")["demo-smcserve"]["spec"]["ports"][1:] == [
         {"name": "http", "port": 8000, "targetPort": 8000, "appProtocol": protocol}
     ]
     assert [port["port"] for port in of_kind(objects, "NetworkPolicy")["spec"]["ingress"][1]["ports"]] == [50051, 8000]
     gateway, before = (
-        next(each for pod in pod_specs(some) for each in pod["containers"] if each["name"] == "gateway") for some in (objects, plain)
+        next(each for pod in pod_specs(some) for each in pod["containers"] if each["name"] == "gateway")
+        for some in (objects, plain)
     )
     assert [flag for flag in gateway["args"] if flag not in before["args"]] == ["--http-port=8000"]
     probes = ("startupProbe", "readinessProbe", "livenessProbe")
-    assert {"name": "http", "containerPort": 8000} in gateway["ports"] and all(gateway[probe] == before[probe] for probe in probes)
+    assert {"name": "http", "containerPort": 8000} in gateway["ports"] and all(
+        gateway[probe] == before[probe] for probe in probes
+    )
     (rule,) = of_kind(objects, "Ingress")["spec"]["rules"]
     assert rule["http"]["paths"][0]["backend"]["service"] == {"name": "demo-smcserve", "port": {"name": "http"}}
-    assert of_kind(objects, "GRPCRoute")["spec"]["rules"][0]["backendRefs"] == [{"name": "demo-smcserve", "port": 50051}]
+    assert of_kind(objects, "GRPCRoute")["spec"]["rules"][0]["backendRefs"] == [
+        {"name": "demo-smcserve", "port": 50051}
+    ]
     http = render(layer, wanted, {"route": {**outside["route"], "kind": "HTTPRoute"}})
     assert of_kind(http, "HTTPRoute")["spec"]["rules"][0]["backendRefs"] == [{"name": "demo-smcserve", "port": 8000}]
 
@@ -75,7 +85,8 @@ def clusters(objects: list[dict]) -> list[dict]:
 
 
 def test_workers_find_the_head_before_it_is_ready():
-    """The head is ready once its gateway is, which needs the workers: whatever the operator's settings, they must see it earlier."""
+    """The head is ready once its gateway is, which needs the workers: whatever the operator's settings, they must see
+    it earlier."""
     for cluster in clusters(render(BATCH)):
         service = cluster["headGroupSpec"]["headService"]["spec"]
         assert service == {"clusterIP": "None", "publishNotReadyAddresses": True}
@@ -114,11 +125,16 @@ def test_an_upgrade_needs_no_spare_gpus_if_asked():
 @pytest.mark.parametrize("layer", [BATCH, POD])
 def test_openshift_may_choose_users(layer):
     own = {"runAsUser": None, "runAsGroup": None, "fsGroup": None, "supplementalGroups": [7]}
-    pods = pod_specs(render(layer, {"podTemplate": {"securityContext": own, "containerSecurityContext": {"runAsUser": 5}}}))
+    pods = pod_specs(
+        render(layer, {"podTemplate": {"securityContext": own, "containerSecurityContext": {"runAsUser": 5}}})
+    )
     for pod in pods:
         assert pod["securityContext"].items() >= {"runAsNonRoot": True, "supplementalGroups": [7]}.items()
         assert not pod["securityContext"].keys() & {"runAsUser", "runAsGroup", "fsGroup"}
-        assert all(each["securityContext"].items() >= {"runAsUser": 5, "readOnlyRootFilesystem": True}.items() for each in containers(pod))
+        assert all(
+            each["securityContext"].items() >= {"runAsUser": 5, "readOnlyRootFilesystem": True}.items()
+            for each in containers(pod)
+        )
 
 
 def test_every_container_can_be_given_a_limit_of_cpus():

@@ -1,4 +1,5 @@
-"""The chart as it travels: what it has of other files is theirs, a package renders the same, and one that lost a file says so."""
+"""The chart as it travels: what it has of other files is theirs, a package renders the same, and one that lost a file
+says so."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def test_a_chart_that_lost_a_file_says_so(name, tmp_path):
     copy = tmp_path / "smcserve"
     shutil.copytree(CHART, copy)
     (copy / name).unlink()
-    with pytest.raises(ValueError, match=f"the chart is not whole: {re.escape(name)} is missing or empty; get it again"):
+    with pytest.raises(
+        ValueError, match=f"the chart is not whole: {re.escape(name)} is missing or empty; get it again"
+    ):
         render(EVERYTHING, chart=helm_python.Chart.load(copy))
 
 

@@ -25,11 +25,18 @@ def arguments(*layers: dict) -> list[str]:
 
 def test_smg_understands_what_it_is_told():
     launch = pytest.importorskip("smg.launch_router", reason="smg is installed on x86-64 Linux only")
-    command, *flags = arguments({"router": {"policy": "least_load", "drainTimeout": 30, "extraArgs": ["--retry-max-retries=2"]}})
+    command, *flags = arguments(
+        {"router": {"policy": "least_load", "drainTimeout": 30, "extraArgs": ["--retry-max-retries=2"]}}
+    )
     told = launch.parse_router_args(flags)
     assert command == "launch" and told.service_discovery and told.service_discovery_namespace == "llm"
     assert (told.backend, told.policy, told.retry_max_retries) == ("vllm", "least_load", 2)
-    assert (told.port, told.prometheus_port, told.health_check_port, told.service_discovery_port) == (30000, 29000, 30001, 50051)
+    assert (told.port, told.prometheus_port, told.health_check_port, told.service_discovery_port) == (
+        30000,
+        29000,
+        30001,
+        50051,
+    )
     assert (told.host, told.shutdown_grace_period_secs, told.worker_startup_timeout_secs) == ("0.0.0.0", 30, 600)
 
 
@@ -49,13 +56,18 @@ def test_it_may_look_at_pods_and_do_nothing_else():
     pod = templates(objects)["router"]["spec"]
     binding = of_kind(objects, "RoleBinding")
     assert binding["subjects"] == [{"kind": "ServiceAccount", "name": pod["serviceAccountName"], "namespace": "llm"}]
-    assert binding["roleRef"]["name"] == of_kind(objects, "Role")["metadata"]["name"] and pod["automountServiceAccountToken"] is True
+    assert (
+        binding["roleRef"]["name"] == of_kind(objects, "Role")["metadata"]["name"]
+        and pod["automountServiceAccountToken"] is True
+    )
     assert templates(objects)["gang"]["spec"]["serviceAccountName"] != pod["serviceAccountName"]
 
 
 def test_its_keys_come_from_secrets():
     (container,) = templates(render(ROUTER, {"router": {"apiKeySecret": "callers"}}))["router"]["spec"]["containers"]
-    secrets = {each["name"]: each["valueFrom"]["secretKeyRef"]["name"] for each in container["env"] if "valueFrom" in each}
+    secrets = {
+        each["name"]: each["valueFrom"]["secretKeyRef"]["name"] for each in container["env"] if "valueFrom" in each
+    }
     used = {name: flag for flag in container["args"] for name in re.findall(r"\$\((\w+)\)", flag)}
     assert secrets == {"CONTROL_KEY": "control", "API_KEY": "callers"} and used.keys() == secrets.keys(), (
         "a name without a value would be the key"
@@ -68,25 +80,39 @@ def test_calls_come_to_it_and_to_the_gangs_only_from_it():
     service = all_of_kind(objects, "Service")["demo-smcserve-router"]["spec"]
     labels = templates(objects)["router"]["metadata"]["labels"]
     assert service["selector"].items() <= labels.items() and [port["port"] for port in service["ports"]] == [30000]
-    ports = [[port["port"] for port in rule.get("ports", ())] for rule in of_kind(objects, "NetworkPolicy")["spec"]["ingress"]]
+    ports = [
+        [port["port"] for port in rule.get("ports", ())]
+        for rule in of_kind(objects, "NetworkPolicy")["spec"]["ingress"]
+    ]
     assert ports == [[], [30000], [9400, 29000]]
     (rule,) = of_kind(objects, "Ingress")["spec"]["rules"]
     assert rule["http"]["paths"][0]["backend"]["service"] == {"name": "demo-smcserve-router", "port": {"name": "http"}}
     route = {"route": {"enabled": True, "parentRefs": [{"name": "edge"}]}}
-    assert of_kind(render(ROUTER, route), "GRPCRoute")["spec"]["rules"][0]["backendRefs"] == [{"name": "demo-smcserve", "port": 50051}]
+    assert of_kind(render(ROUTER, route), "GRPCRoute")["spec"]["rules"][0]["backendRefs"] == [
+        {"name": "demo-smcserve", "port": 50051}
+    ]
     plain = render(ROUTER, {"route": route["route"] | {"kind": "HTTPRoute"}})
-    assert of_kind(plain, "HTTPRoute")["spec"]["rules"][0]["backendRefs"] == [{"name": "demo-smcserve-router", "port": 30000}]
+    assert of_kind(plain, "HTTPRoute")["spec"]["rules"][0]["backendRefs"] == [
+        {"name": "demo-smcserve-router", "port": 30000}
+    ]
 
 
 def test_it_ends_after_the_calls_that_it_carries():
     for drain in (0, 300):
-        pod = templates(render(ROUTER, {"router": {"drainTimeout": drain}, "gateway": {"preStopDelay": 7}}))["router"]["spec"]
+        pod = templates(render(ROUTER, {"router": {"drainTimeout": drain}, "gateway": {"preStopDelay": 7}}))["router"][
+            "spec"
+        ]
         assert pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "7"]
         assert pod["terminationGracePeriodSeconds"] >= drain + 7 + 10
     budgets = all_of_kind(render(ROUTER), "PodDisruptionBudget")
     labels = templates(render(ROUTER))["router"]["metadata"]["labels"]
-    covering = [name for name, each in budgets.items() if each["spec"]["selector"]["matchLabels"].items() <= labels.items()]
-    assert covering == ["demo-smcserve-router"] and budgets["demo-smcserve-router"]["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+    covering = [
+        name for name, each in budgets.items() if each["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    ]
+    assert (
+        covering == ["demo-smcserve-router"]
+        and budgets["demo-smcserve-router"]["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+    )
 
 
 WAITS = {
@@ -101,7 +127,9 @@ WAITS = {
 def test_keda_reckons_how_long_a_request_waits(case, tmp_path):
     """Of two replicas, by what each says in a minute; a release whose name begins alike counts for nothing."""
     queued, answered, expected = WAITS[case]
-    assert {"smc_requests_queued", "smc_requests", "smc_serving"} <= {family.name for family in Metrics().registry.collect()}
+    assert {"smc_requests_queued", "smc_requests", "smc_serving"} <= {
+        family.name for family in Metrics().registry.collect()
+    }
     keda = {"topology": "pod", "keda": {"enabled": True, "queueTime": 2}}
     spec = of_kind(render(keda), "ScaledObject")["spec"]
     assert spec["fallback"] == {"failureThreshold": 3, "replicas": 1, "behavior": "currentReplicasIfHigher"}
@@ -125,12 +153,18 @@ def test_keda_reckons_how_long_a_request_waits(case, tmp_path):
 
 
 def test_alerts_of_the_router(tmp_path):
-    """Three gangs, of which one is lost, then another; a router that has met none; and one that has lost its only one."""
-    groups = all_of_kind(render(ROUTER, {"monitoring": {"rules": True}}), "PrometheusRule")["demo-smcserve-router"]["spec"]["groups"]
+    """Three gangs, of which one is lost, then another; a router that has met none; and one that has lost its only
+    one."""
+    groups = all_of_kind(render(ROUTER, {"monitoring": {"rules": True}}), "PrometheusRule")["demo-smcserve-router"][
+        "spec"
+    ]["groups"]
     (tmp_path / "rules.yml").write_text(json.dumps({"groups": groups}))
     labels = 'namespace="llm", job="demo-smcserve-router", instance="r"'
     workers = {"a": "1x60", "b": "1x10 0x50", "c": "1x30 0x30"}
-    series = [{"series": f'smg_worker_health{{{labels}, worker="{name}"}}', "values": values} for name, values in workers.items()]
+    series = [
+        {"series": f'smg_worker_health{{{labels}, worker="{name}"}}', "values": values}
+        for name, values in workers.items()
+    ]
     running = {"series": f"smg_tokio_workers{{{labels}}}", "values": "2x60"}
 
     def case(series: list[dict], fires: dict[str, list[str]]) -> dict:
@@ -144,7 +178,11 @@ def test_alerts_of_the_router(tmp_path):
 
     def annotations(rule: dict, when: str) -> dict:
         lost = {"25m": "1", "50m": "2"}.get(when, "")
-        text = {"{{ $labels.job }}": "demo-smcserve-router", "{{ $labels.namespace }}": "llm", "{{ $value | humanize }}": lost}
+        text = {
+            "{{ $labels.job }}": "demo-smcserve-router",
+            "{{ $labels.namespace }}": "llm",
+            "{{ $value | humanize }}": lost,
+        }
         return {
             name: functools.reduce(lambda said, pair: said.replace(*pair), text.items(), words)
             for name, words in rule["annotations"].items()
@@ -153,6 +191,8 @@ def test_alerts_of_the_router(tmp_path):
     lost = {"5m": [], "25m": ["SmcRouterGangLost"], "50m": ["SmcRouterGangLost"]}
     alone = {"5m": [], "15m": ["SmcRouterWithoutGang"]}
     tests = [case(series, lost), case([], {"1m": [], "10m": ["SmcRouterWithoutGang"]}), case(series[1:2], alone)]
-    (tmp_path / "case.yml").write_text(json.dumps({"rule_files": ["rules.yml"], "evaluation_interval": "1m", "tests": tests}))
+    (tmp_path / "case.yml").write_text(
+        json.dumps({"rule_files": ["rules.yml"], "evaluation_interval": "1m", "tests": tests})
+    )
     ran = subprocess.run([binary("promtool"), "test", "rules", tmp_path / "case.yml"], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr

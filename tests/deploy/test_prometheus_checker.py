@@ -1,4 +1,5 @@
-"""The checker of expressions finds what it is there to find: each mistake below would show nothing, and say nothing, on a dashboard."""
+"""The checker of expressions finds what it is there to find: each mistake below would show nothing, and say nothing, on
+a dashboard."""
 
 from __future__ import annotations
 
@@ -20,7 +21,13 @@ smc_requests_running 2
 """
 KNOWN, _ = promql.with_rules(
     promql.exported(PAGE),
-    [{"record": "job:smc_requests:rate5m", "labels": {"slo": "a"}, "expr": "sum by (job, status) (rate(smc_requests_total[5m]))"}],
+    [
+        {
+            "record": "job:smc_requests:rate5m",
+            "labels": {"slo": "a"},
+            "expr": "sum by (job, status) (rate(smc_requests_total[5m]))",
+        }
+    ],
 )
 
 

@@ -1,4 +1,5 @@
-"""The rule files by Prometheus' own tools, and what its tools do not ask: is every alert explained, and tried both ways?"""
+"""The rule files by Prometheus' own tools, and what its tools do not ask: is every alert explained, and tried both
+ways?"""
 
 from __future__ import annotations
 
@@ -53,7 +54,10 @@ def test_every_alert_is_seen_firing_and_not_firing():
 
 @pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: f"{rule['alert']}-{rule['labels']['severity']}")
 def test_an_alert_says_what_it_must(rule):
-    assert rule["labels"] == {"severity": rule["labels"]["severity"]} and rule["labels"]["severity"] in ("critical", "warning")
+    assert rule["labels"] == {"severity": rule["labels"]["severity"]} and rule["labels"]["severity"] in (
+        "critical",
+        "warning",
+    )
     assert rule["for"]
     notes = rule["annotations"]
     assert set(notes) == {"summary", "description", "runbook"}

@@ -1,4 +1,5 @@
-"""Draft and target on machines of their own, with the gateway started and drained as in a pod; and the files for `ray up`."""
+"""Draft and target on machines of their own, with the gateway started and drained as in a pod; and the files for `ray
+up`."""
 
 from __future__ import annotations
 
@@ -41,9 +42,12 @@ def machines(tmp_path_factory) -> Iterator[Machines]:
 
 @pytest.mark.slow
 def test_every_rank_is_where_it_belongs_until_the_gateway_is_drained(machines: Machines, tmp_path):
-    """As in the head pod: the gateway finds Ray's node beside it by a port of 127.0.0.1, and Ray outlives the gateway."""
+    """As in the head pod: the gateway finds Ray's node beside it by a port of 127.0.0.1, and Ray outlives the
+    gateway."""
     (port,), lock = free_ports(1), tmp_path / "gateway.lock"
-    gateway = machines.run("gateway", "bash", SCRIPTS / "gateway.sh", machines.address, lock, f"--port={port}", "--target-tp=2", *RESOURCES)
+    gateway = machines.run(
+        "gateway", "bash", SCRIPTS / "gateway.sh", machines.address, lock, f"--port={port}", "--target-tp=2", *RESOURCES
+    )
     try:
         with Client(f"127.0.0.1:{port}") as client:
             machines.until(lambda: gateway.poll() is not None or serving(client), PATIENCE, "the gateway is not ready")
@@ -52,7 +56,9 @@ def test_every_rank_is_where_it_belongs_until_the_gateway_is_drained(machines: M
             (head,) = machines.named("coordinator").values()
             assert head != DRAFT and sorted(ranks.values()) == sorted([DRAFT, head, head])
             (name,) = re.findall(r"process=\$\{2:-(\S+)\}", (SCRIPTS / "drain-worker.sh").read_text())
-            assert all(psutil.Process(pid).cmdline()[0].startswith(name) for pid in ranks), "what drain-worker.sh waits for"
+            assert all(psutil.Process(pid).cmdline()[0].startswith(name) for pid in ranks), (
+                "what drain-worker.sh waits for"
+            )
 
             drain = subprocess.Popen(["bash", SCRIPTS / "drain-head.sh", str(PATIENCE), lock])
             with client.stream("Count.", max_tokens=120, ignore_eos=True, seed=1) as stream:
@@ -79,10 +85,21 @@ def serving(client: Client) -> bool:
 
 @pytest.mark.slow
 def test_a_resource_that_no_machine_has(machines: Machines):
-    command = [BIN / "smcserve", "serve", "--ray-address", machines.address, "--port=0", "--draft-resource=smc_darft", "--start-timeout=1"]
+    command = [
+        BIN / "smcserve",
+        "serve",
+        "--ray-address",
+        machines.address,
+        "--port=0",
+        "--draft-resource=smc_darft",
+        "--start-timeout=1",
+    ]
     assert machines.run("lost", *command).wait(PATIENCE) == 1
     said = machines.log("lost").read_text()
-    assert "no host of the cluster has the resource 'smc_darft'; start one with: ray start --resources='{\"smc_darft\": 1}'" in said, said
+    assert (
+        "no host of the cluster has the resource 'smc_darft'; start one with: ray start --resources='{\"smc_darft\": 1}'"
+        in said
+    ), said
     assert "never awaited" not in said, "the gateway was not stopped"
 
 

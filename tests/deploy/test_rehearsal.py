@@ -10,9 +10,13 @@ import pytest
 from tests.deploy.rehearsal import network
 from tests.deploy.rehearsal.cluster import Cluster
 
-pytestmark = pytest.mark.skipif(bool(why := network.available()), reason=f"pods need namespaces of Linux, and to be root: {why}")
+pytestmark = pytest.mark.skipif(
+    bool(why := network.available()), reason=f"pods need namespaces of Linux, and to be root: {why}"
+)
 
-OBEYS = "trap 'echo told >> /tmp/said; exit 0' TERM; echo started >> /tmp/said; touch /tmp/up; while :; do sleep 0.1; done"
+OBEYS = (
+    "trap 'echo told >> /tmp/said; exit 0' TERM; echo started >> /tmp/said; touch /tmp/up; while :; do sleep 0.1; done"
+)
 REFUSES = "trap '' TERM; while :; do sleep 0.1; done"
 
 
@@ -24,11 +28,21 @@ def deployment(script: str, grace: int) -> dict:
         "volumeMounts": mounts,
         "securityContext": {"readOnlyRootFilesystem": True},
         "readinessProbe": {"exec": {"command": ["test", "-e", "/tmp/up"]}, "periodSeconds": 0.2},
-        "lifecycle": {"preStop": {"exec": {"command": ["bash", "-c", "rm /tmp/up; sleep 0.5; echo hook >> /tmp/said"]}}},
+        "lifecycle": {
+            "preStop": {"exec": {"command": ["bash", "-c", "rm /tmp/up; sleep 0.5; echo hook >> /tmp/said"]}}
+        },
     }
-    spec = {"containers": [container], "volumes": [{"name": "tmp", "emptyDir": {}}], "terminationGracePeriodSeconds": grace}
+    spec = {
+        "containers": [container],
+        "volumes": [{"name": "tmp", "emptyDir": {}}],
+        "terminationGracePeriodSeconds": grace,
+    }
     template = {"metadata": {"labels": {"app": "a"}}, "spec": spec}
-    return {"kind": "Deployment", "metadata": {"name": "a"}, "spec": {"replicas": 1, "template": template, "progressDeadlineSeconds": 30}}
+    return {
+        "kind": "Deployment",
+        "metadata": {"name": "a"},
+        "spec": {"replicas": 1, "template": template, "progressDeadlineSeconds": 30},
+    }
 
 
 def test_a_pod_is_kept_and_ends_as_kubernetes_does_it(tmp_path):

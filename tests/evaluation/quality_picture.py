@@ -20,7 +20,9 @@ RECORDS = Path(__file__).parents[2] / "docs" / "quality.json"
 def timed_rows() -> tuple[list[Row], str]:
     """And what they were measured with, in words."""
     records = [
-        one for one in json.loads(RECORDS.read_text()) if (one["conditions"]["load"], one["conditions"]["temperature"]) == ("grown", 1)
+        one
+        for one in json.loads(RECORDS.read_text())
+        if (one["conditions"]["load"], one["conditions"]["temperature"]) == ("grown", 1)
     ]
     records.sort(key=lambda one: -one["conditions"]["gpus"])
     rows: dict[str, Row] = {}
@@ -28,7 +30,11 @@ def timed_rows() -> tuple[list[Row], str]:
         for number, one in enumerate(records):
             path = Path(directory) / f"{number}.json"
             path.write_text(json.dumps(one))
-            rows |= {name: row for name, row in Record.open(path, one["conditions"], resume=True).rows.items() if name not in rows}
+            rows |= {
+                name: row
+                for name, row in Record.open(path, one["conditions"], resume=True).rows.items()
+                if name not in rows
+            }
     how = records[0]["conditions"]
     return [*rows.values()], (
         f"{how['problems']:,} held-out problems, temperature {how['temperature']:g}; the demo pair grown into {how['target']} and "

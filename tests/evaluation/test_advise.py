@@ -1,4 +1,5 @@
-"""What is foretold from costs and acceptance: tokens a round against a simulation of rounds, times, arrangements, and which is best."""
+"""What is foretold from costs and acceptance: tokens a round against a simulation of rounds, times, arrangements, and
+which is best."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ COSTS = LatencyModel(
 
 
 def simulated(stride: int, found: float, again: float, rounds: int = 200_000) -> float:
-    """Tokens a round in look-ahead where every token of a tree is there with probability `found`, and of a root's rows with `again`."""
+    """Tokens a round in look-ahead where every token of a tree is there with probability `found`, and of a root's rows
+    with `again`."""
     generator, tokens, tree = random.Random(7), 0, True
     for _ in range(rounds):
         if not tree:
@@ -39,13 +41,17 @@ def simulated(stride: int, found: float, again: float, rounds: int = 200_000) ->
     return tokens / rounds
 
 
-@pytest.mark.parametrize(("one", "particles", "branches", "block"), [(0.7, 8, 4, 5), (0.9, 4, 4, 8), (0.5, 1, 1, 3), (0.97, 8, 4, 5)])
+@pytest.mark.parametrize(
+    ("one", "particles", "branches", "block"), [(0.7, 8, 4, 5), (0.9, 4, 4, 8), (0.5, 1, 1, 3), (0.97, 8, 4, 5)]
+)
 def test_tokens_a_round(one, particles, branches, block):
     acceptance = Acceptance(one)
     width = min(particles, max(1.0, particles * branches * one**block))
     found, again = (1 - (1 - one) / rows**WIDTH_GAIN for rows in (width, min(particles * branches, 32)))
     # A mean of 200,000 rounds: its standard error is below 0.2%.
-    assert acceptance.lookahead_tokens(particles, branches, block) == pytest.approx(simulated(block, found, again), rel=0.01)
+    assert acceptance.lookahead_tokens(particles, branches, block) == pytest.approx(
+        simulated(block, found, again), rel=0.01
+    )
     assert acceptance.lockstep_tokens(1, block) == pytest.approx((1 - one ** (block + 1)) / (1 - one))
 
 
@@ -53,7 +59,9 @@ def test_acceptance_and_its_limits():
     sure, blind = Acceptance(1 - 1e-9), Acceptance(1e-9, gain=0)
     assert sure.lookahead_tokens(8, 4, 5) == pytest.approx(5) and sure.lockstep_tokens(8, 5) == pytest.approx(6)
     assert blind.lookahead_tokens(8, 4, 5) == pytest.approx(1) and blind.lockstep_tokens(8, 5) == pytest.approx(1)
-    assert Acceptance(0.6, gain=1.0).of_rows(4) == pytest.approx(0.9) and Acceptance(0.6, gain=0.5).of_rows(4) == pytest.approx(0.8)
+    assert Acceptance(0.6, gain=1.0).of_rows(4) == pytest.approx(0.9) and Acceptance(0.6, gain=0.5).of_rows(
+        4
+    ) == pytest.approx(0.8)
     for wrong in (0, 1, -0.5, float("nan")):
         with pytest.raises(ValueError, match="acceptance="):
             Acceptance(wrong)
@@ -68,7 +76,9 @@ def test_time_of_a_round():
     # Two services share three requests: one of them has two.
     assert plain.speed(3, None, acceptance, 16, 100).seconds == pytest.approx(COSTS.alone.at(2, 200) + 0.0002 / 16)
     drafting, scoring = 5 * COSTS.draft.at(2 * 8, 200), COSTS.target.at(2 * 8 * 6, 200)
-    assert lockstep.speed(3, Setting(8, 1, 5), acceptance, 16, 100).seconds == pytest.approx(drafting + scoring + 0.0002)
+    assert lockstep.speed(3, Setting(8, 1, 5), acceptance, 16, 100).seconds == pytest.approx(
+        drafting + scoring + 0.0002
+    )
     drafting, scoring = 5 * COSTS.draft.at(3 * 32, 300), COSTS.target.at(3 * 40, 300)
     foretold = ahead.speed(3, setting, acceptance, 16, 100)
     assert foretold.seconds == pytest.approx(max(drafting, scoring) + 0.0002)
@@ -90,14 +100,19 @@ def test_arrangements_fill_the_gpus():
 
 
 def test_the_best_setting_is_that_of_all():
-    ahead, acceptance, among = Arrangement("a", LOOKAHEAD, 2, 1, COSTS), Acceptance(0.9), Settings((1, 4, 8), (1, 4), (2, 5, 9))
+    ahead, acceptance, among = (
+        Arrangement("a", LOOKAHEAD, 2, 1, COSTS),
+        Acceptance(0.9),
+        Settings((1, 4, 8), (1, 4), (2, 5, 9)),
+    )
     best = best_of(ahead, 1, acceptance, among, 16, 256)
     speeds = [ahead.speed(1, setting, acceptance, 16, 256).per_request for setting in ahead.settings(among)]
     assert len(speeds) == 18 and best.per_request >= 0.999 * max(speeds)
 
 
 def test_one_request_wants_two_gpus_and_a_crowd_plain_decoding():
-    """Where passes are bound by arithmetic, and drafts are rarely right, nothing beats plain decoding; unless that reads much."""
+    """Where passes are bound by arithmetic, and drafts are rarely right, nothing beats plain decoding; unless that
+    reads much."""
     found = arrangements(2, {1: COSTS})
     alone, *_ = advise(found, [1], Acceptance(0.9), Settings(), 16, 256)
     assert alone.arrangement.form == LOOKAHEAD and alone.setting.particles > 1
@@ -109,7 +124,8 @@ def test_one_request_wants_two_gpus_and_a_crowd_plain_decoding():
 
 def test_what_rounds_say_of_acceptance():
     stats = EngineStats()
-    # Two answers of 3 and 2 rounds, each of which ends within a block; of the other rounds one is whole, and two are wrong somewhere.
+    # Two answers of 3 and 2 rounds, each of which ends within a block; of the other rounds one is whole, and two are
+    # wrong somewhere.
     for accepted in (3, 1, 2, 0, 1):
         stats.spec["walk"].count(accepted, 3, 4, ahead=False, hit=False)
     assert missed_share(stats, 2) == pytest.approx((2 + 0.5) / (7 + 2 + 1))

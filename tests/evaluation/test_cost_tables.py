@@ -11,7 +11,18 @@ from smc.evaluation.speed import Speed
 
 TIMES = dict.fromkeys(("per_request", "total", "round", "choose", "link", "host", "idle", "floor", "memory"), 1.0)
 SIZES = {"particles": 8, "branches": 1, "requests": 128, "context": 74, "gpus": 1, "target_gpus": 1}
-PLAIN = Speed("plain", "target", **SIZES | {"particles": 1}, block=16, rows=1, alone=0.0, tokens=16, draft=0.0, target=91.5, **TIMES)
+PLAIN = Speed(
+    "plain",
+    "target",
+    **SIZES | {"particles": 1},
+    block=16,
+    rows=1,
+    alone=0.0,
+    tokens=16,
+    draft=0.0,
+    target=91.5,
+    **TIMES,
+)
 ALONE = Speed("lockstep", "exact", **SIZES, block=8, rows=8, alone=1.0, tokens=8, draft=0.0, target=46.0, **TIMES)
 DRAFTED = Speed("lockstep", "exact", **SIZES, block=8, rows=8, alone=0.0, tokens=8, draft=8.0, target=46.0, **TIMES)
 WIDE = replace(PLAIN, mode="plain-tp", gpus=2, target_gpus=2, target=183.4)

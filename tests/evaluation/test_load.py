@@ -12,7 +12,9 @@ from tests.scheduler.lives import pair
 
 
 @pytest.mark.parametrize("form", ["lockstep", "lookahead"])
-@pytest.mark.parametrize("law", [{"method": "exact", "particles": 8}, {"method": "smc", "particles": 8}, {"method": "target"}], ids=str)
+@pytest.mark.parametrize(
+    "law", [{"method": "exact", "particles": 8}, {"method": "smc", "particles": 8}, {"method": "target"}], ids=str
+)
 def test_no_round_waits_for_pages(form, law):
     load = Load(2, [[0, 1, 2] * 10, [1, 2], [2] * 20, [1, 0]], 60)
     config = EngineConfig(form=form, block=5, drafting="always")

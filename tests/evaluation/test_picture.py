@@ -7,7 +7,8 @@ from tests.evaluation.quality_picture import timed_rows
 
 
 def test_the_frontier_and_the_best_of_all_others():
-    """Of docs/quality.json: no row beats one of the frontier, some row of it beats any other, and every kind and form has one named."""
+    """Of docs/quality.json: no row beats one of the frontier, some row of it beats any other, and every kind and form
+    has one named."""
     rows, _ = timed_rows()
     points = {row.setting.name: (row.tokens_per_second, row.accuracy.share) for row in rows}
     best = frontier(rows)

@@ -26,7 +26,10 @@ def test_the_usual_grid():
     exact, rejection, smc = 2 * 3 * 4, 2 * 3, 2 * 4 * (2 + 3)
     assert len(settings) == len({setting.name for setting in settings}) == 2 + exact + rejection + smc
     assert [setting.name for setting in settings[:3]] == ["target alone", "draft alone", "exact look-ahead N=1 K=4 F=4"]
-    assert settings[-1] == Setting.lookahead("independent", 32, 5, 4) and settings[-1].name == "independent look-ahead N=32 K=5 F=4"
+    assert (
+        settings[-1] == Setting.lookahead("independent", 32, 5, 4)
+        and settings[-1].name == "independent look-ahead N=32 K=5 F=4"
+    )
     wide = {s.branches for s in settings if s.method == "exact" and s.particles == 16}
     assert wide == {2, None} and Setting.lockstep("distinct", 8, 8) in settings
     assert all(setting.engine.branches == setting.branches for setting in settings if setting.form == "lookahead")
@@ -101,7 +104,8 @@ def test_engine_fits_exactly(pair):
     sizes = (3, 9, 6, 4)
     requests = [Request(str(n), (0, 2, 40, 3), SamplingParams(particles=n, max_tokens=10, seed=n)) for n in sizes]
     engine = fitted_engine(pair, EngineConfig(block=4, branches=3), requests, concurrency=2)
-    # Prompt and answers of nine particles, and two rounds in flight, each with a token and three branches of three a particle.
+    # Prompt and answers of nine particles, and two rounds in flight, each with a token and three branches of three a
+    # particle.
     assert engine.config.max_slots == 18 and engine.config.pages == pool_for(2 * (4 + 9 * 10 + 2 * 9 * (1 + 3 * 3)))
     answered, running = [], []
     for output in run_in_flight(engine, requests, 2):

@@ -1,4 +1,5 @@
-"""Models in FP8 through the fused kernels, in Triton's interpreter where there is no GPU: the reference's hidden states and logits.
+"""Models in FP8 through the fused kernels, in Triton's interpreter where there is no GPU: the reference's hidden states
+and logits.
 
 Axes: T tokens, E hidden size.
 """
@@ -31,17 +32,24 @@ def outputs(kernels: bool, family: str, reduce: object = None) -> tuple[Tensor, 
     """Hidden states of tokens that exist, and logits."""
     built = Built(CASE)
     heads = dict(zip(("num_heads", "num_kv_heads"), CASE.heads))
-    config = tiny_config(family, hidden_size=64, head_dim=16, intermediate_size=64, max_context=1024, tied_embeddings=True, **heads)
+    config = tiny_config(
+        family, hidden_size=64, head_dim=16, intermediate_size=64, max_context=1024, tied_embeddings=True, **heads
+    )
     # Rounding to FP8 makes much of little, and the interpreter cuts bfloat16 off where it should round.
     model = in_fp8(random_decoder(config), torch.float32).to(DEVICE)
     for layer in model.layers:
         layer.reduce = reduce
     worker = SimpleNamespace(
-        model=model, pool=KVPool(config, PAGES, torch.float32, DEVICE), rope=RopeTable(config, WIDTH, DEVICE), width=WIDTH
+        model=model,
+        pool=KVPool(config, PAGES, torch.float32, DEVICE),
+        rope=RopeTable(config, WIDTH, DEVICE),
+        width=WIDTH,
     )
     made = KernelForward(worker) if kernels else StaticForward(model, worker.pool, worker.rope)
     rows = rows_of(built, Contexts.SHARED)
-    tokens_T = torch.randint(0, 300, (len(rows.start_R) * rows.queries,), generator=torch.Generator().manual_seed(6)).to(DEVICE)
+    tokens_T = torch.randint(
+        0, 300, (len(rows.start_R) * rows.queries,), generator=torch.Generator().manual_seed(6)
+    ).to(DEVICE)
     hidden_TE = made(tokens_T, rows)[built.exists_T.to(DEVICE)]
     return hidden_TE, made.logits(hidden_TE)
 

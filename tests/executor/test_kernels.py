@@ -1,4 +1,5 @@
-"""Whole requests through the fused kernels, in Triton's interpreter where there is no GPU: same answers as by the reference."""
+"""Whole requests through the fused kernels, in Triton's interpreter where there is no GPU: same answers as by the
+reference."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu com
 def pair(family: str) -> ModelPair:
     shape = {"vocab_size": 8, "hidden_size": 64, "head_dim": 16, "intermediate_size": 64, "max_context": 64}
     draft, target = (
-        peaked(random_decoder(tiny_config(family, num_layers=layers, **shape), seed), 0.4) for layers, seed in ((1, 1), (2, 2))
+        peaked(random_decoder(tiny_config(family, num_layers=layers, **shape), seed), 0.4)
+        for layers, seed in ((1, 1), (2, 2))
     )
     return ModelPair(target, draft, letter_tokenizer(8), 64)
 
@@ -40,11 +42,23 @@ LOCKSTEP, LOOKAHEAD = EngineConfig(form="lockstep", block=2), EngineConfig(block
 
 ASKED = [
     request([1, 2, 3], "0", particles=3, seed=1, max_tokens=5, logprobs=True, population="independent"),
-    request([4], "1", particles=2, seed=2, max_tokens=5, ignore_eos=True, ess_threshold=1.0, stop=("ab",), min_tokens=3),
+    request(
+        [4], "1", particles=2, seed=2, max_tokens=5, ignore_eos=True, ess_threshold=1.0, stop=("ab",), min_tokens=3
+    ),
     request([5, 6], "2", method="target", seed=3, max_tokens=4),
     request([1, 2, 3], "3", particles=3, seed=4, max_tokens=5, logprobs=True, min_tokens=3, logit_bias={2: 1.5, 7: -2}),
     request([7], "4", method="exact", particles=3, seed=5, max_tokens=5, logprobs=True),
-    request([3, 4], "5", method="exact", verification="rejection", particles=3, seed=6, max_tokens=5, logprobs=True, top_p=0.95),
+    request(
+        [3, 4],
+        "5",
+        method="exact",
+        verification="rejection",
+        particles=3,
+        seed=6,
+        max_tokens=5,
+        logprobs=True,
+        top_p=0.95,
+    ),
 ]
 """Of every kind."""
 
@@ -69,13 +83,18 @@ def test_answers_are_those_of_the_reference(family, config, which, monkeypatch):
         assert_same(one, found[request_id])
 
 
-@pytest.mark.parametrize("config", [pytest.param(LOOKAHEAD, marks=pytest.mark.slow), LOCKSTEP], ids=lambda config: config.form)
+@pytest.mark.parametrize(
+    "config", [pytest.param(LOOKAHEAD, marks=pytest.mark.slow), LOCKSTEP], ids=lambda config: config.form
+)
 def test_guided_answers_are_those_of_the_reference(config, monkeypatch):
-    """Of two methods in rounds of one kind each, beside who is not guided; rows are a model's own and companions', padded: at the target of
-    all that are guided, at the draft of a tree."""
+    """Of two methods in rounds of one kind each, beside who is not guided; rows are a model's own and companions',
+    padded: at the target of all that are guided, at the draft of a tree."""
     law = {"max_tokens": 3, "logprobs": True, "guidance_scale": 2.0}
     asked = [
-        replace(request([1, 2, 3], "0", method="exact", particles=3, seed=1, guide_draft=True, **law), negative_prompt=(4, 5, 6, 7, 1)),
+        replace(
+            request([1, 2, 3], "0", method="exact", particles=3, seed=1, guide_draft=True, **law),
+            negative_prompt=(4, 5, 6, 7, 1),
+        ),
         replace(request([1, 2], "1", particles=2, seed=2, **law), negative_prompt=(3,)),
         replace(request([5], "2", method="target", seed=3, **law), negative_prompt=(3, 2)),
         request([1, 2, 3], "3", particles=2, seed=4, max_tokens=4, logprobs=True),
@@ -92,7 +111,10 @@ def test_truncated_and_powered_laws_are_those_of_the_reference(monkeypatch):
     for module in ("smc.executor.sampling", "smc.kernels.candidate_tokens"):
         monkeypatch.setattr(f"{module}.OFFERS", 4)
     laws = [{"top_k": 3, "alpha": 1.5}, {"alpha": 0.5}, {"top_p": 0.7, "min_p": 0.2, "temperature": 0.8}]
-    asked = [request([1, 2, 3], str(i), particles=2, seed=i, max_tokens=4, logprobs=True, **law) for i, law in enumerate(laws)]
+    asked = [
+        request([1, 2, 3], str(i), particles=2, seed=i, max_tokens=4, logprobs=True, **law)
+        for i, law in enumerate(laws)
+    ]
     expected = answers(local_engine(pair("llama"), LOCKSTEP), asked)
     monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: KERNELS)
     found = answers(local_engine(pair("llama"), LOCKSTEP), asked)
@@ -104,7 +126,10 @@ def test_a_draft_of_few_tokens_proposes_as_by_the_reference(monkeypatch):
     made = pair("llama")
     made = replace(made, draft_head=DraftVocab(np.array([0, 1, 4, 5, 7]), 8, 0.2).head(made.draft))
     law = {"particles": 2, "max_tokens": 3, "ignore_eos": True, "logprobs": True}
-    asked = [request([1, 2, 3], population, seed=1, population=population, **law) for population in ("independent", "distinct")]
+    asked = [
+        request([1, 2, 3], population, seed=1, population=population, **law)
+        for population in ("independent", "distinct")
+    ]
     expected = answers(local_engine(made, LOOKAHEAD), asked)
     monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: KERNELS)
     found = answers(local_engine(made, LOOKAHEAD), asked)
@@ -112,13 +137,17 @@ def test_a_draft_of_few_tokens_proposes_as_by_the_reference(monkeypatch):
         assert_same(one, found[request_id])
 
 
-@pytest.mark.parametrize("config", [pytest.param(LOOKAHEAD, marks=pytest.mark.slow), LOCKSTEP], ids=lambda config: config.form)
+@pytest.mark.parametrize(
+    "config", [pytest.param(LOOKAHEAD, marks=pytest.mark.slow), LOCKSTEP], ids=lambda config: config.form
+)
 def test_populations_that_change_their_size_are_those_of_the_reference(config, monkeypatch):
     """Slots without a particle, for a round or for good."""
 
     def resized() -> Answer:
         engine, sizes = local_engine(pair("llama"), config), [4, 2]
-        engine.submit(request([1, 2, 3], particles=4, min_particles=2, seed=1, max_tokens=8, ignore_eos=True, ess_threshold=0.3))
+        engine.submit(
+            request([1, 2, 3], particles=4, min_particles=2, seed=1, max_tokens=8, ignore_eos=True, ess_threshold=0.3)
+        )
         while not engine.idle:
             outputs = engine.step()
             for group in running(engine):
@@ -136,7 +165,8 @@ def test_populations_that_change_their_size_are_those_of_the_reference(config, m
 
 
 class OneOfOne:
-    """`smc.model.parallel.Reduce` of a model that one rank holds, with a buffer of which nothing is left once the next part is made."""
+    """`smc.model.parallel.Reduce` of a model that one rank holds, with a buffer of which nothing is left once the next
+    part is made."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._buffer = torch.empty(10_000, device=device)
@@ -168,4 +198,6 @@ def test_ranks_sum_what_their_products_leave_where_others_read_it(monkeypatch):
 def test_heads_that_the_kernels_cannot_do_are_refused_at_once():
     model = random_decoder(tiny_config("llama", head_dim=24), 1)
     with pytest.raises(ValueError, match="dimension 24: want"):
-        KernelForward(ModelWorker("target", model, width=8, pages=8, vocab_size=8, token_bytes=TokenBytes.of(letter_tokenizer(8))))
+        KernelForward(
+            ModelWorker("target", model, width=8, pages=8, vocab_size=8, token_bytes=TokenBytes.of(letter_tokenizer(8)))
+        )

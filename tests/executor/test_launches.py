@@ -1,8 +1,8 @@
-"""How many launches a round of the draft takes beside its model: each is a few microseconds of a recorded round, whatever it does.
+"""How many launches a round of the draft takes beside its model: each is a few microseconds of a recorded round,
+whatever it does.
 
-What a GPU would launch is counted as it is called in Triton's interpreter: our kernels, and torch's operations but for views and unwritten
-memory.
-"""
+What a GPU would launch is counted as it is called in Triton's interpreter: our kernels, and torch's operations but for
+views and unwritten memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,20 @@ from tests.executor.test_kernels import KERNELS, pair
 from tests.scheduler.harness import answers, request
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled there, not interpreted")
-FREE = {"empty", "new_empty", "empty_like", "view", "_unsafe_view", "flatten", "slice", "select", "expand", "t", "alias", "detach"}
+FREE = {
+    "empty",
+    "new_empty",
+    "empty_like",
+    "view",
+    "_unsafe_view",
+    "flatten",
+    "slice",
+    "select",
+    "expand",
+    "t",
+    "alias",
+    "detach",
+}
 FREE |= {"unsqueeze", "squeeze", "split", "unbind", "as_strided", "transpose", "permute", "lift_fresh"}
 
 
@@ -83,14 +96,20 @@ def launches(monkeypatch) -> Launches:
 @pytest.mark.parametrize(
     ("config", "law", "a_step"),
     [
-        (EngineConfig(block=2, branches=2), {"population": "distinct"}, ["_survey", "_find", "_race_rest", "_finish_rest", "_expand"]),
+        (
+            EngineConfig(block=2, branches=2),
+            {"population": "distinct"},
+            ["_survey", "_find", "_race_rest", "_finish_rest", "_expand"],
+        ),
         (EngineConfig(form="lockstep", block=2), {"population": "independent"}, ["_race", "_finish_race"]),
     ],
     ids=["distinct ahead", "independent in lockstep"],
 )
 def test_a_round_takes_few_launches_beside_the_model(launches, config, law, a_step):
     with launches:
-        found = answers(local_engine(pair("llama"), config), [request([1, 2, 3], particles=2, max_tokens=2, ignore_eos=True, **law)])
+        found = answers(
+            local_engine(pair("llama"), config), [request([1, 2, 3], particles=2, max_tokens=2, ignore_eos=True, **law)]
+        )
     rounds = launches.count["begin"]
     assert rounds >= found["r"].statistics.rounds > 0
     each = ["begin", "pack", "resume", "advance", *([] if config.lookahead else ["index"])]

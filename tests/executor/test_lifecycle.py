@@ -24,7 +24,9 @@ def test_random_cancels_free_everything_and_disturb_nobody(config, monkeypatch):
     while waiting or not engine.idle:
         if waiting and rng.random() < 0.8:
             engine.submit(waiting.pop(0))
-        if (active := [r.request_id for r in asked if r not in waiting and r.request_id not in done]) and rng.random() < 0.4:
+        if (
+            active := [r.request_id for r in asked if r not in waiting and r.request_id not in done]
+        ) and rng.random() < 0.4:
             engine.abort(rng.choice(active))
         done |= {output.answer.request_id: output.answer for output in engine.step() if output.answer}
     assert_empty(engine)

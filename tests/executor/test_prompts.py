@@ -32,7 +32,9 @@ NO_BIASES = (np.zeros((2, 0), np.int32), np.zeros(0, np.float32))
 
 def worker(which: str, family: str = "llama") -> ModelWorker:
     model = random_decoder(tiny_config(family, vocab_size=VOCAB, head_dim=16))
-    made = ModelWorker("target", model, width=WIDTH, pages=PAGES, vocab_size=VOCAB, token_bytes=TokenBytes.of(letter_tokenizer(VOCAB)))
+    made = ModelWorker(
+        "target", model, width=WIDTH, pages=PAGES, vocab_size=VOCAB, token_bytes=TokenBytes.of(letter_tokenizer(VOCAB))
+    )
     made.run_prompt = PASSES[which]
     return made
 
@@ -40,8 +42,13 @@ def worker(which: str, family: str = "llama") -> ModelWorker:
 def batch(parts: list[tuple[int, int, int]], draws: bool, tops: Tops | None = None) -> PromptBatch:
     """Parts (sequence, positions held, new tokens) of sequences whose tokens and pages follow from their numbers."""
     starts_R, counts_R = (np.array(column, dtype=np.int32) for column in zip(*[(held, new) for _, held, new in parts]))
-    pages = [1 + 40 * sequence + np.random.default_rng(sequence).permutation(40)[: held + new] for sequence, held, new in parts]
-    tokens = [np.random.default_rng(9 + sequence).integers(0, VOCAB, 40)[held : held + new] for sequence, held, new in parts]
+    pages = [
+        1 + 40 * sequence + np.random.default_rng(sequence).permutation(40)[: held + new]
+        for sequence, held, new in parts
+    ]
+    tokens = [
+        np.random.default_rng(9 + sequence).integers(0, VOCAB, 40)[held : held + new] for sequence, held, new in parts
+    ]
     drawn = first_draws(len(parts)) if draws else None
     return PromptBatch(np.concatenate(pages).astype(np.int32), starts_R, counts_R, np.concatenate(tokens), drawn, tops)
 
@@ -50,7 +57,16 @@ def first_draws(rows: int) -> Draws:
     one, wide = np.ones(rows, dtype=np.float32), np.zeros(rows, dtype=np.int64)
     streams_RD = np.arange(3)[None].repeat(rows, 0)
     law = LawSpec.of(one, wide, one, one * 0, one)
-    return Draws(law, wide + 5, wide, streams_RD, Purpose.TARGET, np.full(rows, 3, np.int32), np.zeros(rows, np.int32), *NO_BIASES)
+    return Draws(
+        law,
+        wide + 5,
+        wide,
+        streams_RD,
+        Purpose.TARGET,
+        np.full(rows, 3, np.int32),
+        np.zeros(rows, np.int32),
+        *NO_BIASES,
+    )
 
 
 def assert_close(one: PromptResult, other: PromptResult) -> None:
@@ -62,7 +78,8 @@ def assert_close(one: PromptResult, other: PromptResult) -> None:
 
 @pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "qwen2", "qwen3"])
 def test_kernels_do_what_the_reference_does(family):
-    """Ragged rows, with and without a past; chunks that nobody asks anything about, that tops are asked of, and that end prompts."""
+    """Ragged rows, with and without a past; chunks that nobody asks anything about, that tops are asked of, and that
+    end prompts."""
     reference, kernels = worker("reference", family), worker("kernels", family)
     tops = Tops(first_draws(2).law, 3, np.array([4, 30], np.int32), np.zeros(2, np.int32), (None, None))
     for one in (

@@ -45,7 +45,9 @@ def mixed(count, rng):
 
 
 @pytest.mark.parametrize(
-    ("config", "cohorts"), CONFIGS, ids=lambda value: config_id(value) if isinstance(value, EngineConfig) else str(value)
+    ("config", "cohorts"),
+    CONFIGS,
+    ids=lambda value: config_id(value) if isinstance(value, EngineConfig) else str(value),
 )
 def test_company_padding_and_asking_ahead(config, cohorts, monkeypatch):
     """Each request alone, against all at once in padded rounds that are asked for ahead."""

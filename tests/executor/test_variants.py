@@ -1,9 +1,9 @@
-"""Whoever comes after what a service does before it serves brings no kernel that is still to be compiled, whatever he asks for.
+"""Whoever comes after what a service does before it serves brings no kernel that is still to be compiled, whatever he
+asks for.
 
-The rounds of such requests are those of an engine on a CPU; their launches are looked at where Triton's interpreter would begin them, and
-left out. What the compiler tells apart is what Triton itself says: so models are of the type that they have on GPUs there, and logits are
-of another where something is added to them.
-"""
+The rounds of such requests are those of an engine on a CPU; their launches are looked at where Triton's interpreter
+would begin them, and left out. What the compiler tells apart is what Triton itself says: so models are of the type that
+they have on GPUs there, and logits are of another where something is added to them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ from tests.executor.test_kernels import KERNELS
 from tests.model.tiny import random_decoder, tiny_config
 from tests.scheduler.assorted import some_request
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled there: tests/gpu/test_warm_up.py")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="kernels are compiled there: tests/gpu/test_warm_up.py"
+)
 VOCAB, CONTEXT = 300, 1024
 FORMS = [EngineConfig(form=form, block=3, max_slots=16, max_context=CONTEXT) for form in ("lookahead", "lockstep")]
 TOGETHER = [1] * 6 + [2] * 3 + [4] * 6
@@ -52,7 +54,9 @@ def noted(engine: Engine) -> list[Call]:
     calls: list[Call] = []
     for name in ("join", "round"):
         method = getattr(engine.pair, name)
-        setattr(engine.pair, name, lambda *args, name=name, method=method: (calls.append((name, args)), method(*args))[1])
+        setattr(
+            engine.pair, name, lambda *args, name=name, method=method: (calls.append((name, args)), method(*args))[1]
+        )
     return calls
 
 
@@ -63,7 +67,8 @@ def firsts(calls: list[Call]) -> list[Call]:
 
 
 class Variants:
-    """Of all kernels that are launched, by the side that does: in a gang each has a process of its own, and compiles for itself."""
+    """Of all kernels that are launched, by the side that does: in a gang each has a process of its own, and compiles
+    for itself."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, pair: LocalRoundExecutor) -> None:
         self.found: set[tuple] = set()
@@ -72,7 +77,9 @@ class Variants:
             for method in ("join", "round", "draft", "follow"):
                 if hasattr(side, method):
                     monkeypatch.setattr(side, method, partial(self._of_side, name, getattr(side, method)))
-        monkeypatch.setattr(interpreter.InterpretedFunction, "run", lambda kernel, *args, **named: self._add(kernel, args, named))
+        monkeypatch.setattr(
+            interpreter.InterpretedFunction, "run", lambda kernel, *args, **named: self._add(kernel, args, named)
+        )
         # Nothing is written, so nothing may be read that was never written.
         monkeypatch.setattr(torch, "empty", torch.zeros)
         monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
@@ -84,7 +91,13 @@ class Variants:
 
     def _add(self, kernel: interpreter.InterpretedFunction, args: tuple, named: dict) -> None:
         constants, alike = _constants_of(kernel.fn), kernel.kwargs["do_not_specialize"] or ()
-        options = tuple(sorted((name, value) for name, value in named.items() if name not in constants and name not in ("grid", "warmup")))
+        options = tuple(
+            sorted(
+                (name, value)
+                for name, value in named.items()
+                if name not in constants and name not in ("grid", "warmup")
+            )
+        )
         given = dict(zip(constants, args)) | {name: value for name, value in named.items() if name in constants}
         told = (self._told(name, value, constants[name], name not in alike) for name, value in given.items())
         self.found.add((f"{self._side}: {kernel.fn.__module__}.{kernel.fn.__name__}", *told, options))
@@ -98,7 +111,10 @@ class Variants:
 @cache
 def _constants_of(kernel: Callable) -> dict[str, bool]:
     """Of every parameter, whether it is one."""
-    return {name: "constexpr" in str(parameter.annotation) for name, parameter in inspect.signature(kernel).parameters.items()}
+    return {
+        name: "constexpr" in str(parameter.annotation)
+        for name, parameter in inspect.signature(kernel).parameters.items()
+    }
 
 
 @pytest.mark.slow

@@ -24,13 +24,35 @@ def make_certificates(folder: Path) -> Certificates:
     if shutil.which("openssl") is None:
         pytest.skip("the openssl command is not installed; it makes the certificates for this test")
     for authority, names in (("ca", ("server", "client")), ("other_ca", ("stranger",))):
-        _openssl(folder, "req", "-x509", *_new_key(authority), "-out", f"{authority}.crt", "-days", "2", "-subj", f"/CN={authority}")
+        _openssl(
+            folder,
+            "req",
+            "-x509",
+            *_new_key(authority),
+            "-out",
+            f"{authority}.crt",
+            "-days",
+            "2",
+            "-subj",
+            f"/CN={authority}",
+        )
         for name in names:
             (folder / f"{name}.ext").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
             _openssl(folder, "req", *_new_key(name), "-out", f"{name}.csr", "-subj", f"/CN={name}")
             signed_by = ("-CA", f"{authority}.crt", "-CAkey", f"{authority}.key", "-CAcreateserial")
             _openssl(
-                folder, "x509", "-req", "-in", f"{name}.csr", *signed_by, "-out", f"{name}.crt", "-days", "2", "-extfile", f"{name}.ext"
+                folder,
+                "x509",
+                "-req",
+                "-in",
+                f"{name}.csr",
+                *signed_by,
+                "-out",
+                f"{name}.crt",
+                "-days",
+                "2",
+                "-extfile",
+                f"{name}.ext",
             )
     return Certificates(folder)
 

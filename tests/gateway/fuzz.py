@@ -1,5 +1,5 @@
-"""Requests of every kind that nobody would send: `python -m tests.gateway.fuzz --requests 100000 --seed 1` sends them to a service that it
-starts, and says how they ended, what they left behind, and what somebody else noticed of them."""
+"""Requests of every kind that nobody would send: `python -m tests.gateway.fuzz --requests 100000 --seed 1` sends them
+to a service that it starts, and says how they ended, what they left behind, and what somebody else noticed of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,22 @@ from services.pb import generation_pb2 as pb
 CODES = {"OK", "CANCELLED", "DEADLINE_EXCEEDED", "INVALID_ARGUMENT", "ALREADY_EXISTS", "RESOURCE_EXHAUSTED"}
 DOUBLES = (0.0, -0.0, 1e-300, 1e-6, 0.5, 1.0, 1.5, 1e6, 1e300, -1.0, float("inf"), float("-inf"), float("nan"))
 INTEGERS = (0, 1, 2, 8, 64, 65, 500, 511, 512, -1, 2**31 - 1, -(2**31))
-TEXTS = ("", "a", " ", "\n", "12", "#### 42", "é", "\u6f22\u5b57", "\U0001f600", "\x00", "<|eos|>", "<|user|>", "\u0301" * 50, "x" * 300)
+TEXTS = (
+    "",
+    "a",
+    " ",
+    "\n",
+    "12",
+    "#### 42",
+    "é",
+    "\u6f22\u5b57",
+    "\U0001f600",
+    "\x00",
+    "<|eos|>",
+    "<|user|>",
+    "\u0301" * 50,
+    "x" * 300,
+)
 MODES = (0, 1, 2, 3, 4, 5, 99)
 GENERATE, ABORT = "/smc.v1.GenerationService/Generate", "/smc.v1.GenerationService/Abort"
 METHODS = (*[GENERATE] * 18, ABORT, "/vllm.grpc.engine.VllmEngine/Generate")
@@ -46,11 +61,17 @@ def sampling(rng: random.Random) -> pb.SamplingParams:
     for each in pb.SamplingParams.DESCRIPTOR.fields:
         if rng.random() < 0.95:
             continue
-        kind = {each.TYPE_DOUBLE: DOUBLES, each.TYPE_INT32: INTEGERS, each.TYPE_INT64: (*INTEGERS, 2**63 - 1, -(2**63))}.get(each.type)
+        kind = {
+            each.TYPE_DOUBLE: DOUBLES,
+            each.TYPE_INT32: INTEGERS,
+            each.TYPE_INT64: (*INTEGERS, 2**63 - 1, -(2**63)),
+        }.get(each.type)
         kind = kind or {each.TYPE_BOOL: (True, False), each.TYPE_STRING: TEXTS}.get(each.type, MODES)
         if each.type == each.TYPE_MESSAGE:
             if each.message_type.GetOptions().map_entry:
-                getattr(message, each.name).update(zip(rng.choices(INTEGERS, k=rng.choice((1, 3, 12))), rng.choices(DOUBLES, k=12)))
+                getattr(message, each.name).update(
+                    zip(rng.choices(INTEGERS, k=rng.choice((1, 3, 12))), rng.choices(DOUBLES, k=12))
+                )
             continue
         if each.is_repeated:
             getattr(message, each.name).extend(rng.choices(kind, k=rng.choice((1, 3, 64, 65))))
@@ -59,12 +80,16 @@ def sampling(rng: random.Random) -> pb.SamplingParams:
     if rng.random() < 0.03:
         del message.stop[:]
         size = rng.choice((1, 15, 16, 250, 1024))
-        message.stop.extend("".join(rng.choices("ab\U0001f600\u6f22", k=size)) for _ in range(rng.choice((1, 4, 63, 64))))
+        message.stop.extend(
+            "".join(rng.choices("ab\U0001f600\u6f22", k=size)) for _ in range(rng.choice((1, 4, 63, 64)))
+        )
     return message
 
 
 def request(rng: random.Random) -> bytes:
-    message = pb.GenerateRequest(sampling=sampling(rng), logprobs=rng.random() < 0.2, return_particles=rng.random() < 0.2)
+    message = pb.GenerateRequest(
+        sampling=sampling(rng), logprobs=rng.random() < 0.2, return_particles=rng.random() < 0.2
+    )
     message.top_logprobs = rng.choice((0, 0, 0, 1, 20, 21, -1)) if message.logprobs or rng.random() < 0.1 else 0
     message.request_id = rng.choice(("", "", "same", *TEXTS))
     message.cache_salt = rng.choice(("", "", *TEXTS))
@@ -72,10 +97,14 @@ def request(rng: random.Random) -> bytes:
     if form < 0.4:
         message.text = "".join(rng.choices(TEXTS, k=rng.choice((1, 3, 30)))) * rng.choice((1, 1, 1, 100))
     elif form < 0.6:
-        message.token_ids.ids.extend(rng.choices(range(512), k=rng.choice((0, 1, 5, 200, 480, 511, 600))) + rng.choices((1, 1, 1, 512, -1)))
+        message.token_ids.ids.extend(
+            rng.choices(range(512), k=rng.choice((0, 1, 5, 200, 480, 511, 600))) + rng.choices((1, 1, 1, 512, -1))
+        )
     elif form < 0.9:
         for _ in range(rng.choice((0, 1, 3, 100))):
-            message.chat.messages.add(role=rng.choice(("user", "user", "assistant", "", "robot")), content=rng.choice(TEXTS))
+            message.chat.messages.add(
+                role=rng.choice(("user", "user", "assistant", "", "robot")), content=rng.choice(TEXTS)
+            )
     elif form < 0.93:  # about as large as a request may be
         message.text = rng.choice("a \u6f22") * rng.choice((20_000, 24_000, 70_000, 73_000, 200_000))
     data = bytearray(message.SerializeToString())
@@ -102,8 +131,8 @@ def ended(channel: grpc.Channel, rng: random.Random) -> str:
 
 @dataclass
 class Bystander:
-    """Somebody who has one answer after the other streamed to him: in a process of his own, as he knows nothing of those who send the rest
-    and does not wait for their Python."""
+    """Somebody who has one answer after the other streamed to him: in a process of his own, as he knows nothing of
+    those who send the rest and does not wait for their Python."""
 
     address: str
     longest: float = 0.0
@@ -169,7 +198,11 @@ class Look:
                 time.sleep(0.1)
         time.sleep(5.0)  # it checks its books, and gives memory back
         metrics = scrape(served.metrics)
-        busy = {name: value for name, value in metrics.items() if name.startswith(("smc_kv_pages_leaked", "smc_requests_running"))}
+        busy = {
+            name: value
+            for name, value in metrics.items()
+            if name.startswith(("smc_kv_pages_leaked", "smc_requests_running"))
+        }
         for group in ("draft", "target"):
             used, cached = (metrics[f'smc_kv_pages_{what}{{group="{group}"}}'] for what in ("used", "cached"))
             busy[f"pages of the {group} that requests hold"] = max(0.0, used - cached)
@@ -180,7 +213,9 @@ def faults(found: Counter[str], before: Look, after: Look, alone: float, beside:
     """What is wrong, in sentences."""
     wrong = [f"{count} ended with {code}" for code, count in found.items() if code not in CODES]
     if (before.epoch, before.pids) != (after.epoch, after.pids):
-        wrong.append(f"processes were started again: epoch {before.epoch} and {after.epoch}, {before.pids} and {after.pids}")
+        wrong.append(
+            f"processes were started again: epoch {before.epoch} and {after.epoch}, {before.pids} and {after.pids}"
+        )
     wrong += [f"{name} is {value:g}" for name, value in after.busy.items() if value]
     for name, now in after.held.items():
         then = before.held[name]
@@ -209,7 +244,10 @@ def run(served: Served, requests: int, seed: int, warm_up: int) -> int:
     with bystander.watching():
         time.sleep(seconds)  # the longest of many pauses is longer than that of few, whatever makes them
     alone = bystander.longest
-    print(f"{requests} requests in {seconds:.0f} s: " + ", ".join(f"{count} {code}" for code, count in found.most_common()))
+    print(
+        f"{requests} requests in {seconds:.0f} s: "
+        + ", ".join(f"{count} {code}" for code, count in found.most_common())
+    )
     kinds = len(bystander.answers)
     answers = f"{sum(bystander.answers.values())} answers, {'all alike' if kinds == 1 else f'of {kinds} kinds'}"
     print(f"the bystander's longest pause: {alone:.3f} s alone, {beside:.3f} s beside them; {answers}")
@@ -226,7 +264,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--warm-up", type=int, default=5000, help="requests before that, in which buffers find their size")
+    parser.add_argument(
+        "--warm-up", type=int, default=5000, help="requests before that, in which buffers find their size"
+    )
     given = parser.parse_args()
     with serve(SERVE) as started:
         sys.exit(run(started, given.requests, given.seed, given.warm_up))

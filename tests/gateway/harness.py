@@ -1,4 +1,5 @@
-"""A gateway as its callers meet it: a real server in a thread of its own, in front of a real engine of the demo pair."""
+"""A gateway as its callers meet it: a real server in a thread of its own, in front of a real engine of the demo
+pair."""
 
 from __future__ import annotations
 
@@ -64,7 +65,9 @@ class LocalBackend:
 class Service:
     """Everything that runs, as seen from the test's thread."""
 
-    def __init__(self, pair: ModelPair, config: GatewayConfig, engine_config: EngineConfig, wrap: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, pair: ModelPair, config: GatewayConfig, engine_config: EngineConfig, wrap: Callable[[Any], Any]
+    ) -> None:
         self.pair, self.config, self.engine_config = pair, config, engine_config
         self._wrap = wrap
         self.metrics = Metrics()
@@ -77,7 +80,11 @@ class Service:
         self.engine = local_engine(self.pair, self.engine_config)
         self.backend = LocalBackend(self.engine, self.metrics)
         self.gateway = Gateway(
-            self.config, serving_pair(self.pair, self.engine_config), self._wrap(self.backend), self.metrics, self.backend.status
+            self.config,
+            serving_pair(self.pair, self.engine_config),
+            self._wrap(self.backend),
+            self.metrics,
+            self.backend.status,
         )
         await self.gateway.start()
 
@@ -153,7 +160,13 @@ def serving_pair(pair: ModelPair, engine: EngineConfig) -> ServingPair:
         return Model(f"demo-{name}", decoder.config, sum(p.numel() for p in decoder.parameters()), 1, f"{name}-weights")
 
     return ServingPair(
-        model("target"), model("draft"), pair.tokenizer, engine.max_context or pair.max_context, engine, "local", demo.TARGET
+        model("target"),
+        model("draft"),
+        pair.tokenizer,
+        engine.max_context or pair.max_context,
+        engine,
+        "local",
+        demo.TARGET,
     )
 
 

@@ -11,7 +11,8 @@ TICK = 0.005
 
 
 class Pauses:
-    """Use it around what may stop `loop`; afterwards `longest` is the longest time in seconds for which nobody had a turn."""
+    """Use it around what may stop `loop`; afterwards `longest` is the longest time in seconds for which nobody had a
+    turn."""
 
     def __init__(self) -> None:
         self.longest = 0.0

@@ -1,4 +1,5 @@
-"""Calls that end early: cancelled, out of time, aborted, unread, drained. Whatever happens, the engine is free again at once."""
+"""Calls that end early: cancelled, out of time, aborted, unread, drained. Whatever happens, the engine is free again at
+once."""
 
 from __future__ import annotations
 
@@ -74,7 +75,11 @@ def test_a_deadline_leaves_nothing_behind(service):
 
 def test_abort_ends_a_call_of_somebody_else(service):
     before = service.metric("smc_requests_cancelled_total", by="abort")
-    with service.client() as client, service.client() as other, client.stream("x", request_id="abort me", **LONG) as stream:
+    with (
+        service.client() as client,
+        service.client() as other,
+        client.stream("x", request_id="abort me", **LONG) as stream,
+    ):
         next(stream)
         assert other.abort("abort me")
         with pytest.raises(ServiceError, match="CANCELLED: the request was aborted"):
@@ -145,7 +150,9 @@ def test_a_client_that_vanished_is_noticed(pair, tmp_path):
     )
     config = {"keepalive_time": 1.0, "keepalive_timeout": 1.0, "write_timeout": 60.0}
     with serving(pair, **config, wrap=Endless) as service:
-        process = subprocess.Popen([sys.executable, "-c", script, service.address], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        process = subprocess.Popen(
+            [sys.executable, "-c", script, service.address], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         try:
             assert process.stdout.readline() == b"begun\n"
             process.send_signal(signal.SIGSTOP)

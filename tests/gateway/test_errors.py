@@ -1,4 +1,5 @@
-"""Every row of the table in docs/errors.md: its code, its hint, what is left behind. Lost workers: tests/service/test_faults.py."""
+"""Every row of the table in docs/errors.md: its code, its hint, what is left behind. Lost workers:
+tests/service/test_faults.py."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ HERE = {
 
 def test_every_row_of_the_table_has_a_test():
     """The rows by how they begin; a row that is added, or a test that goes, is noticed here."""
-    rows = re.findall(r"^\| `[A-Z_]+` \| [^|]* \| (.*?) \|", (ROOT / "docs" / "errors.md").read_text(), flags=re.MULTILINE)
+    rows = re.findall(
+        r"^\| `[A-Z_]+` \| [^|]* \| (.*?) \|", (ROOT / "docs" / "errors.md").read_text(), flags=re.MULTILINE
+    )
     assert len(rows) == len(HERE) + len(ELSEWHERE) == 24
     for row in rows:
         assert sum(row.startswith(known) for known in (*HERE, *ELSEWHERE)) == 1, row
@@ -85,7 +88,10 @@ WRONG = [
     ({"token_ids": pb.TokenIds(ids=[-1])}, r"token id -1; allowed: 0..511"),
     ({"token_ids": pb.TokenIds(ids=[5] * 600)}, "has 600 tokens; allowed: at most 511"),
     ({"chat": pb.Chat()}, "chat.messages is empty"),
-    ({"chat": pb.Chat(messages=[pb.ChatMessage(role="robot")])}, r"chat.messages\[0\].role='robot'; allowed: system, user, assistant"),
+    (
+        {"chat": pb.Chat(messages=[pb.ChatMessage(role="robot")])},
+        r"chat.messages\[0\].role='robot'; allowed: system, user, assistant",
+    ),
     ({"request_id": "x" * 257}, "request_id has 257 characters; allowed: at most 256"),
     (sampling(particles=0), r"particles=0; allowed: 1..64"),
     (sampling(particles=65), r"particles=65; allowed: 1..64"),
@@ -100,8 +106,14 @@ WRONG = [
         "temperature=0.0; allowed: > 0 with method='smc'; for greedy decoding, method='exact'",
     ),
     (sampling(temperature=0.0, alpha=2.0), "alpha=2.0 has no effect with method='exact'; leave it out"),
-    (sampling(method=pb.METHOD_EXACT, population=pb.POPULATION_DISTINCT), "population='distinct' has no effect with method='exact'"),
-    (sampling(population=pb.POPULATION_DISTINCT, ess_threshold=0.5), "ess_threshold=0.5 has no effect with population='distinct'"),
+    (
+        sampling(method=pb.METHOD_EXACT, population=pb.POPULATION_DISTINCT),
+        "population='distinct' has no effect with method='exact'",
+    ),
+    (
+        sampling(population=pb.POPULATION_DISTINCT, ess_threshold=0.5),
+        "ess_threshold=0.5 has no effect with population='distinct'",
+    ),
     (sampling(population=5), r"population=5; allowed: 1 \(distinct\), 2 \(independent\)"),
     (sampling(temperature=float("nan")), "temperature=nan; allowed"),
     (sampling(top_p=1.5), "top_p=1.5; allowed: 0 < top_p <= 1"),
@@ -155,7 +167,10 @@ def test_a_chat_without_a_template(pair):
     tokenizer = type(pair.tokenizer)(pair.tokenizer._tokenizer, pair.tokenizer.eos_ids, {}, None)
     bare = ModelPair(pair.target, pair.draft, tokenizer, pair.max_context)
     chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="x")])
-    with serving(bare) as service, refused(grpc.StatusCode.INVALID_ARGUMENT, "no chat template; allowed: a text, or token ids"):
+    with (
+        serving(bare) as service,
+        refused(grpc.StatusCode.INVALID_ARGUMENT, "no chat template; allowed: a text, or token ids"),
+    ):
         ask(service, chat=chat)
 
 
@@ -249,7 +264,10 @@ def test_an_error_of_our_own(pair, caplog):
 
 def test_a_health_check_of_nothing(service):
     known = "'', 'smc.v1.GenerationService', 'vllm.grpc.engine.VllmEngine', 'smc.draft', 'smc.target', 'smc.gateway'"
-    with grpc.insecure_channel(service.address) as channel, refused(grpc.StatusCode.NOT_FOUND, f"service='nothing'; allowed: {known}"):
+    with (
+        grpc.insecure_channel(service.address) as channel,
+        refused(grpc.StatusCode.NOT_FOUND, f"service='nothing'; allowed: {known}"),
+    ):
         health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="nothing"))
 
 
@@ -265,13 +283,17 @@ def test_malformed_bytes(service, caplog, method):
     with grpc.insecure_channel(service.address) as channel:
         send = channel.unary_stream(f"/smc.v1.GenerationService/{method}")
         for data in (b"\xff", b"\x0a\xff\xff\xff\x7f", b"\x0a" * 50_000):
-            with refused(grpc.StatusCode.INVALID_ARGUMENT, f"^the request of {len(data)} bytes is no message of this method"):
+            with refused(
+                grpc.StatusCode.INVALID_ARGUMENT, f"^the request of {len(data)} bytes is no message of this method"
+            ):
                 list(send(data))
         assert service.metric("smc_requests_rejected_total", code="INVALID_ARGUMENT", cause="invalid") == before + 3
         with refused(grpc.StatusCode.INVALID_ARGUMENT, "is no message"):
             channel.unary_unary("/grpc.health.v1.Health/Check")(b"\xff")
         with refused(grpc.StatusCode.INVALID_ARGUMENT, "is no message"):
-            list(channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")(iter([b"\xff"])))
+            list(
+                channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")(iter([b"\xff"]))
+            )
     assert not caplog.text
 
 

@@ -63,7 +63,8 @@ def test_what_is_too_large_is_refused_before_it_costs_anything(large, flood):
 
 
 def test_a_long_text_that_is_let_in_is_encoded_beside_the_others(pair):
-    """Where the context is long enough for it. (The encoder of the tokenizer's plain call kept every thread waiting for seconds.)"""
+    """Where the context is long enough for it. (The encoder of the tokenizer's plain call kept every thread waiting for
+    seconds.)"""
     pauses = Pauses()
 
     async def work() -> tuple[int, ...]:
@@ -114,7 +115,8 @@ SLACK = 128 * MIB
 
 
 def held(process: psutil.Process) -> int:
-    """Bytes, without what nobody refers to: in this process, with all that other tests have left in it, collections are rare."""
+    """Bytes, without what nobody refers to: in this process, with all that other tests have left in it, collections are
+    rare."""
     gc.collect()
     if trim := _malloc_trim():
         trim(0)
@@ -122,8 +124,8 @@ def held(process: psutil.Process) -> int:
 
 
 def flooded(service) -> tuple[set[str], int, float]:
-    """Two hundred prompts of 4 MiB at once, from another process: the codes they end with, bytes that the gateway grew by, and the longest
-    pause of its loop in seconds."""
+    """Two hundred prompts of 4 MiB at once, from another process: the codes they end with, bytes that the gateway grew
+    by, and the longest pause of its loop in seconds."""
     process, most = psutil.Process(), 0
     command = [sys.executable, "-c", FLOOD, service.address, str(ALMOST)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as flood:
@@ -141,8 +143,8 @@ def flooded(service) -> tuple[set[str], int, float]:
 
 
 def bear(service, codes: set[str], most: int) -> None:
-    """Three tries for the pause and the codes: all processes of the machine share two cores, and what they do to one try they do not do to
-    each. A prompt of which others hold up the sender for longer than `PATIENCE` is refused."""
+    """Three tries for the pause and the codes: all processes of the machine share two cores, and what they do to one
+    try they do not do to each. A prompt of which others hold up the sender for longer than `PATIENCE` is refused."""
     seen = []
     for _ in range(3):
         ended, grown, pause = flooded(service)
@@ -159,7 +161,8 @@ def test_two_hundred_long_prompts_at_once(service):
 
 
 def test_two_hundred_long_prompts_where_prompts_may_be_long(large):
-    """A few are let in at a time. Of each there are the pieces that it came in, two copies that gRPC makes of them, and its message."""
+    """A few are let in at a time. Of each there are the pieces that it came in, two copies that gRPC makes of them, and
+    its message."""
     bear(large, {"INVALID_ARGUMENT"}, UNREAD + 4 * ARRIVING + SLACK)
 
 

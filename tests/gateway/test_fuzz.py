@@ -1,4 +1,5 @@
-"""Requests of every kind that nobody would send: each ends with a status that says something, and nothing of it is left behind.
+"""Requests of every kind that nobody would send: each ends with a status that says something, and nothing of it is left
+behind.
 
 `python -m tests.gateway.fuzz` sends as many as are asked for, to a whole service.
 """

@@ -1,4 +1,5 @@
-"""Answers over the wire: the same as in-process, whatever the form of the prompt and the company; streamed as they become final."""
+"""Answers over the wire: the same as in-process, whatever the form of the prompt and the company; streamed as they
+become final."""
 
 from __future__ import annotations
 
@@ -38,7 +39,12 @@ def test_an_answer_is_the_engines_own(service, pair):
 def test_particles_are_the_engines_own(service, pair):
     """Those of independent and of distinct ones; of other methods the answer."""
     prompt = chat_ids(pair, QUESTIONS[2])
-    for settings in ({"temperature": 2.0}, {"temperature": 2.0, "population": "independent"}, {"method": "exact"}, {"method": "target"}):
+    for settings in (
+        {"temperature": 2.0},
+        {"temperature": 2.0, "population": "independent"},
+        {"method": "exact"},
+        {"method": "target"},
+    ):
         asked = {"seed": 4, "max_tokens": 25, "return_particles": True, **settings}
         expected = local_answer(pair, prompt, **asked)
         with service.client() as client:
@@ -47,7 +53,9 @@ def test_particles_are_the_engines_own(service, pair):
             (p.tokens, p.text, p.finish_reason) for p in expected.particles
         ]
         weights = [p.weight for p in found.particles]
-        assert weights == pytest.approx([p.weight for p in expected.particles], abs=1e-4) and sum(weights) == pytest.approx(1)
+        assert weights == pytest.approx([p.weight for p in expected.particles], abs=1e-4) and sum(
+            weights
+        ) == pytest.approx(1)
         assert len(weights) == (1 if "method" in settings else 8) or "population" not in settings
         assert found.tokens in {p.tokens for p in found.particles}
 
@@ -60,8 +68,14 @@ def test_exact_decoding_is_the_targets_own_answer(service, pair):
     assert (exact.tokens, exact.finish_reason) == (plain.tokens, plain.finish_reason)
     assert exact.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
     statistics = exact.statistics
-    assert statistics.accepted_per_round > 1 and statistics.hits + statistics.misses == statistics.rounds - statistics.alone_rounds
-    assert service.metric("smc_spec_decode_num_drafts_total", verification="walk") >= statistics.rounds - statistics.alone_rounds
+    assert (
+        statistics.accepted_per_round > 1
+        and statistics.hits + statistics.misses == statistics.rounds - statistics.alone_rounds
+    )
+    assert (
+        service.metric("smc_spec_decode_num_drafts_total", verification="walk")
+        >= statistics.rounds - statistics.alone_rounds
+    )
     assert service.metric("smc_spec_decode_num_hits_total", verification="walk") >= statistics.hits
 
 
@@ -80,15 +94,21 @@ def test_the_three_forms_of_a_prompt(service, pair):
 
 
 def test_a_long_text_is_the_same_text(service, pair):
-    """Long enough to be encoded in a thread; too long for the context, which is how we learn how many tokens it came to."""
+    """Long enough to be encoded in a thread; too long for the context, which is how we learn how many tokens it came
+    to."""
     text = "apples and pears " * 350
-    with service.client() as client, pytest.raises(Exception, match=f"has {len(pair.tokenizer.encode(text))} tokens; allowed: at most 511"):
+    with (
+        service.client() as client,
+        pytest.raises(Exception, match=f"has {len(pair.tokenizer.encode(text))} tokens; allowed: at most 511"),
+    ):
         client.generate(text)
 
 
 def test_company_changes_nothing(service, pair):
     """Eight callers at once, all different, each on its own connection."""
-    settings = [{"particles": 2 + i, "seed": i, "max_tokens": 20 + 2 * i} for i in range(7)] + [{"method": "target", "seed": 7}]
+    settings = [{"particles": 2 + i, "seed": i, "max_tokens": 20 + 2 * i} for i in range(7)] + [
+        {"method": "target", "seed": 7}
+    ]
 
     def call(question: str, sampling: dict) -> tuple[int, ...]:
         with service.client() as client:
@@ -109,7 +129,10 @@ def test_one_connection_carries_many_calls(service, pair):
 
 
 def test_text_and_tokens_come_as_they_become_final(service):
-    with service.client() as client, client.stream([Message("user", QUESTIONS[2])], method="target", temperature=0) as stream:
+    with (
+        service.client() as client,
+        client.stream([Message("user", QUESTIONS[2])], method="target", temperature=0) as stream,
+    ):
         chunks = list(stream)
     assert len(chunks) > 3
     assert "".join(chunk.text for chunk in chunks) == stream.completion.text
@@ -118,7 +141,9 @@ def test_text_and_tokens_come_as_they_become_final(service):
 
 def test_only_the_last_response_has_the_end(service):
     with service.stub() as stub:
-        responses = list(stub.Generate(pb.GenerateRequest(text="x", request_id="mine", sampling=pb.SamplingParams(max_tokens=9))))
+        responses = list(
+            stub.Generate(pb.GenerateRequest(text="x", request_id="mine", sampling=pb.SamplingParams(max_tokens=9)))
+        )
     assert {response.request_id for response in responses} == {"mine"}
     assert [response.HasField("finish") for response in responses] == [False] * (len(responses) - 1) + [True]
 
@@ -129,7 +154,11 @@ def test_absent_settings_have_the_librarys_defaults(service):
         first = list(stub.Generate(pb.GenerateRequest(text="x", sampling=pb.SamplingParams(ignore_eos=True))))
         spelt_out = pb.SamplingParams(ignore_eos=True, seed=first[-1].finish.seed, particles=8, top_p=1.0)
         again = list(stub.Generate(pb.GenerateRequest(text="x", sampling=spelt_out)))
-        full = list(stub.Generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * 500), sampling=pb.SamplingParams(ignore_eos=True))))
+        full = list(
+            stub.Generate(
+                pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * 500), sampling=pb.SamplingParams(ignore_eos=True))
+            )
+        )
     assert len(first[0].request_id) == 32 and first[0].request_id != again[0].request_id
     assert [t for r in first for t in r.token_ids] == [t for r in again for t in r.token_ids]
     assert first[-1].finish.reason == pb.FINISH_REASON_LENGTH
@@ -139,7 +168,11 @@ def test_absent_settings_have_the_librarys_defaults(service):
 
 def test_statistics_and_log_probabilities_only_where_they_mean_something(service):
     with service.stub() as stub:
-        plain = list(stub.Generate(pb.GenerateRequest(text="x", sampling=pb.SamplingParams(method=pb.METHOD_TARGET, max_tokens=5))))
+        plain = list(
+            stub.Generate(
+                pb.GenerateRequest(text="x", sampling=pb.SamplingParams(method=pb.METHOD_TARGET, max_tokens=5))
+            )
+        )
         smc = list(stub.Generate(pb.GenerateRequest(text="x", sampling=pb.SamplingParams(max_tokens=5), logprobs=True)))
     assert not plain[-1].finish.HasField("statistics") and not plain[-1].finish.logprobs
     assert smc[-1].finish.statistics.particles == 8
@@ -150,7 +183,9 @@ def test_what_ended_the_answer(service):
     with service.client() as client:
         stopped = client.generate([Message("user", QUESTIONS[0])], method="target", temperature=0, stop=["####"])
         token = stopped.tokens[3]
-        by_token = client.generate([Message("user", QUESTIONS[0])], method="target", temperature=0, stop_token_ids=[token])
+        by_token = client.generate(
+            [Message("user", QUESTIONS[0])], method="target", temperature=0, stop_token_ids=[token]
+        )
         out_of_time = client.generate("x", particles=16, max_tokens=400, ignore_eos=True, time_budget=0.2)
     assert (stopped.finish_reason, stopped.matched) == ("stop_string", "####") and "#" not in stopped.text
     assert (by_token.finish_reason, by_token.matched) == ("stop_token", token)
@@ -161,10 +196,23 @@ def test_what_is_served(service, pair):
     with service.client() as client:
         models, server = client.model_info(), client.server_info()
         assert client.health() == client.health("smc.draft") == client.health("smc.target") == "SERVING"
-    assert (models.target.family, models.target.parameters) == ("llama", sum(p.numel() for p in pair.target.parameters()))
-    assert (models.vocab_size, models.max_context, models.eos_token_ids) == (pair.tokenizer.size, 512, pair.tokenizer.eos_ids)
+    assert (models.target.family, models.target.parameters) == (
+        "llama",
+        sum(p.numel() for p in pair.target.parameters()),
+    )
+    assert (models.vocab_size, models.max_context, models.eos_token_ids) == (
+        pair.tokenizer.size,
+        512,
+        pair.tokenizer.eos_ids,
+    )
     assert models.has_chat_template
-    assert (server.form, server.block, server.branches, server.max_slots, server.link) == ("lookahead", 4, 2, 64, "local")
+    assert (server.form, server.block, server.branches, server.max_slots, server.link) == (
+        "lookahead",
+        4,
+        2,
+        64,
+        "local",
+    )
     assert (server.max_queue, server.max_calls, server.max_message_bytes) == (0, 1024, (64 << 10) + 16 * 512)
     assert server.serving and server.epoch == 3 and server.uptime_seconds > 0 and server.version
 

@@ -12,7 +12,11 @@ from grpc_health.v1 import health_pb2_grpc
 from services.vllm.service import VLLM
 from tests.gateway.harness import serving
 
-SERVING, NOT_SERVING, UNKNOWN = pb.HealthCheckResponse.SERVING, pb.HealthCheckResponse.NOT_SERVING, pb.HealthCheckResponse.SERVICE_UNKNOWN
+SERVING, NOT_SERVING, UNKNOWN = (
+    pb.HealthCheckResponse.SERVING,
+    pb.HealthCheckResponse.NOT_SERVING,
+    pb.HealthCheckResponse.SERVICE_UNKNOWN,
+)
 NAMES = ("", "smc.v1.GenerationService", VLLM, "smc.draft", "smc.target")
 
 
@@ -49,7 +53,10 @@ def test_check_follows_the_groups(starting, health):
     assert states(health) == [SERVING] * 5
     starting.set_health(draft=False, target=True)
     assert states(health) == [SERVING, SERVING, SERVING, NOT_SERVING, SERVING]
-    assert starting.metric("smc_group_healthy", group="target") == 1 and starting.metric("smc_group_healthy", group="draft") == 0
+    assert (
+        starting.metric("smc_group_healthy", group="target") == 1
+        and starting.metric("smc_group_healthy", group="draft") == 0
+    )
     listed = {name: answer.status for name, answer in health.List(pb.HealthListRequest()).statuses.items()}
     assert listed == dict(zip(NAMES, states(health))) | {"smc.gateway": SERVING}
 

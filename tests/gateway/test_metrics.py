@@ -25,7 +25,16 @@ from tests.gateway.harness import LONG, serving, until
 
 WEIGHTS = {"target": "ab", "draft": "cd"}
 ANSWER = Answer(
-    "r", (1,) * 7, "x", FinishReason.EOS, 1, 1, 20, Statistics(4, draft_tokens=160, target_tokens=40), 1.5, times=Times(0.1, 0.2, 1.2)
+    "r",
+    (1,) * 7,
+    "x",
+    FinishReason.EOS,
+    1,
+    1,
+    20,
+    Statistics(4, draft_tokens=160, target_tokens=40),
+    1.5,
+    times=Times(0.1, 0.2, 1.2),
 )
 
 
@@ -58,7 +67,12 @@ def test_series_exist_from_the_start_and_no_others_come(metrics):
     """Everything that can be reported is reported: no series is new, so labels are a fixed set."""
 
     def series() -> set[tuple]:
-        return {(s.name, *sorted(s.labels.items())) for m in metrics.registry.collect() for s in m.samples if m.name != "smc_build"}
+        return {
+            (s.name, *sorted(s.labels.items()))
+            for m in metrics.registry.collect()
+            for s in m.samples
+            if m.name != "smc_build"
+        }
 
     metrics.set_build_info("1.2", "big", "lookahead", "grpc", 64, block=3, weights=WEIGHTS)
     before = series()
@@ -124,13 +138,19 @@ def test_what_is_reported_is_what_is_shown(metrics):
     assert value(metrics, "smc_requests_total", status="OK", finish_reason="eos") == 1
     assert value(metrics, "smc_requests_rejected_total", code="RESOURCE_EXHAUSTED", cause="queue_full") == 1
     assert value(metrics, "smc_requests_cancelled_total", by="client") == 1
-    assert [value(metrics, "smc_kv_cache_usage_ratio", group=group) for group in ("draft", "target")] == pytest.approx([0.14, 0.25])
+    assert [value(metrics, "smc_kv_cache_usage_ratio", group=group) for group in ("draft", "target")] == pytest.approx(
+        [0.14, 0.25]
+    )
     assert 0 <= value(metrics, "smc_last_round_age_seconds") < 60
     assert [value(metrics, "smc_model_tokens_total", group=group) for group in ("draft", "target")] == [160, 40]
-    pages = {what: value(metrics, f"smc_kv_pages_{what}", group="target") for what in ("used", "free", "capacity", "leaked")}
+    pages = {
+        what: value(metrics, f"smc_kv_pages_{what}", group="target") for what in ("used", "free", "capacity", "leaked")
+    }
     assert pages == {"used": 20, "free": 60, "capacity": 80, "leaked": 2}
     prefix = [
-        value(metrics, f"smc_prefix_cache_{what}_total", group=group) for group in ("draft", "target") for what in ("queries", "hits")
+        value(metrics, f"smc_prefix_cache_{what}_total", group=group)
+        for group in ("draft", "target")
+        for what in ("queries", "hits")
     ]
     assert prefix == [50, 32, 40, 16] and value(metrics, "smc_kv_pages_cached", group="draft") == 16
     counts = ("drafts", "draft_tokens", "accepted_tokens", "hits", "misses", "rows")
@@ -139,12 +159,21 @@ def test_what_is_reported_is_what_is_shown(metrics):
         assert found == wanted
     assert value(metrics, "smc_spec_decode_num_alone_rounds_total") == 6
     by_position = "smc_spec_decode_num_accepted_tokens_per_pos_total"
-    assert [value(metrics, by_position, position=str(position), verification="walk") for position in range(3)] == [2, 2, 1]
-    parts = [value(metrics, "smc_round_part_seconds_sum", part=part) for part in ("draft", "target", "link", "coordinator")]
+    assert [value(metrics, by_position, position=str(position), verification="walk") for position in range(3)] == [
+        2,
+        2,
+        1,
+    ]
+    parts = [
+        value(metrics, "smc_round_part_seconds_sum", part=part) for part in ("draft", "target", "link", "coordinator")
+    ]
     assert parts == [0.012, 0.015, 0.001, 0.002]
     assert [value(metrics, "smc_stall_seconds_total", group=group) for group in ("draft", "target")] == [0.004, 0.001]
     assert [value(metrics, "smc_group_healthy", group=group) for group in ("draft", "target")] == [1, 0]
-    assert value(metrics, "smc_build_info", version="1.2", form="lookahead", link="grpc", weights="ab", draft_weights="cd") == 1
+    assert (
+        value(metrics, "smc_build_info", version="1.2", form="lookahead", link="grpc", weights="ab", draft_weights="cd")
+        == 1
+    )
 
 
 def test_a_leak_stays_seen_while_requests_run(metrics):
@@ -175,14 +204,25 @@ def test_a_lost_gang_holds_nothing(metrics, monkeypatch):
     pair = SimpleNamespace(engine=SimpleNamespace(max_slots=64))
     supervisor = launch.Supervisor(GangConfig(), pair, on_step=lambda step: metrics.observe_step(step.stats))
     asyncio.run(supervisor._start_gang())
-    held = EngineStats(queued=3, running=2, slots_free=48, pages_used={"draft": 30}, pages_total={"draft": 100}, resamples=5)
+    held = EngineStats(
+        queued=3, running=2, slots_free=48, pages_used={"draft": 30}, pages_total={"draft": 100}, resamples=5
+    )
     held.pages_cached, held.pages_leaked = {"draft": 16}, {"draft": 2}
     told["step"](Step(stats=held))
     told["lost"]()
     nothing = {"draft": 0}
-    assert supervisor.stats == EngineStats(slots_free=64, pages_used=nothing, pages_total={"draft": 100}, pages_leaked=nothing)
-    assert [value(metrics, f"smc_{name}") for name in ("requests_queued", "requests_running", "slots_free")] == [0, 0, 64]
-    pages = [value(metrics, f"smc_kv_pages_{what}", group="draft") for what in ("used", "cached", "leaked", "free", "capacity")]
+    assert supervisor.stats == EngineStats(
+        slots_free=64, pages_used=nothing, pages_total={"draft": 100}, pages_leaked=nothing
+    )
+    assert [value(metrics, f"smc_{name}") for name in ("requests_queued", "requests_running", "slots_free")] == [
+        0,
+        0,
+        64,
+    ]
+    pages = [
+        value(metrics, f"smc_kv_pages_{what}", group="draft")
+        for what in ("used", "cached", "leaked", "free", "capacity")
+    ]
     assert pages == [0, 0, 0, 100, 100]
     assert value(metrics, "smc_resamples_total") == 5, "what has happened stays"
 
@@ -196,7 +236,10 @@ def test_a_served_request_moves_them(pair):
     with serving(pair, metrics_port=0) as service, service.client() as client:
         question = [Message("user", "Mia has 12 apples. She buys 30 more. How many now?")]
         populations = ("independent", "distinct", "independent")
-        answers = [client.generate(question, particles=4, population=p, seed=i, max_tokens=30) for i, p in enumerate(populations)]
+        answers = [
+            client.generate(question, particles=4, population=p, seed=i, max_tokens=30)
+            for i, p in enumerate(populations)
+        ]
         with pytest.raises(ServiceError):
             client.generate("x", particles=0)
         service.wait_until_free()
@@ -209,16 +252,24 @@ def test_a_served_request_moves_them(pair):
     assert shown["smc_prompt_tokens_total"] == sum(answer.usage.prompt_tokens for answer in answers)
     assert shown["smc_time_to_first_token_seconds_count"] == shown["smc_e2e_request_latency_seconds_count"] == 3
     assert 0 < shown["smc_inter_token_latency_seconds_count"] < tokens
-    assert shown["smc_e2e_request_latency_seconds_sum"] == pytest.approx(sum(answer.seconds for answer in answers), rel=0.5)
+    assert shown["smc_e2e_request_latency_seconds_sum"] == pytest.approx(
+        sum(answer.seconds for answer in answers), rel=0.5
+    )
     for part in ("queue", "prefill", "decode"):
-        assert shown[f"smc_request_{part}_time_seconds_sum"] == pytest.approx(sum(getattr(answer.times, part) for answer in answers))
+        assert shown[f"smc_request_{part}_time_seconds_sum"] == pytest.approx(
+            sum(getattr(answer.times, part) for answer in answers)
+        )
     assert all(answer.times.prefill > 0 and answer.times.decode > 0 for answer in answers)
-    assert all(sum(vars(answer.times).values()) <= answer.seconds + 0.5 for answer in answers), "its clock starts a moment later"
+    assert all(sum(vars(answer.times).values()) <= answer.seconds + 0.5 for answer in answers), (
+        "its clock starts a moment later"
+    )
     assert shown["smc_request_cached_tokens_sum"] == sum(answer.usage.cached_tokens for answer in answers)
     assert sum(v for k, v in shown.items() if k.startswith("smc_requests_total{")) == 4
     assert shown['smc_kv_pages_leaked{group="draft"}'] == shown["smc_requests_running"] == 0
     for group in ("draft", "target"):
-        pages = {what: shown[f'smc_kv_pages_{what}{{group="{group}"}}'] for what in ("used", "cached", "free", "capacity")}
+        pages = {
+            what: shown[f'smc_kv_pages_{what}{{group="{group}"}}'] for what in ("used", "cached", "free", "capacity")
+        }
         assert 0 < pages["cached"] <= pages["used"] == pages["capacity"] - pages["free"]
         queries, hits = (shown[f'smc_prefix_cache_{what}_total{{group="{group}"}}'] for what in ("queries", "hits"))
         assert queries == sum(answer.usage.prompt_tokens for answer in answers)
@@ -246,7 +297,12 @@ def test_the_log_has_one_line_a_request(service, caplog):
     until(lambda: len(caplog.records) == 3)
     lines = {line["request_id"]: line for line in map(json.loads, caplog.messages)}
     good, wrong, late = (lines[name] for name in ("mine", "wrong", "late"))
-    assert (good["status"], good["finish_reason"], good["method"], good["rows"]) == ("OK", answer.finish_reason, "smc", 4)
+    assert (good["status"], good["finish_reason"], good["method"], good["rows"]) == (
+        "OK",
+        answer.finish_reason,
+        "smc",
+        4,
+    )
     assert (good["prompt_tokens"], good["tokens"]) == (answer.usage.prompt_tokens, len(answer.tokens))
     assert 0 < good["first_token_seconds"] <= good["seconds"]
     assert (wrong["status"], wrong["cause"], wrong["tokens"]) == ("INVALID_ARGUMENT", "invalid", 0)

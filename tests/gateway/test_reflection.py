@@ -33,11 +33,18 @@ print(json.dumps({"services": sorted(database.get_services()), "responses": resp
 
 
 def test_a_stranger_completes_a_request(service, pair, tmp_path):
-    ran = subprocess.run([sys.executable, "-c", STRANGER, service.address], cwd=tmp_path, capture_output=True, text=True, check=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", STRANGER, service.address], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     found = json.loads(ran.stdout)
     expected = local_answer(pair, [7, 8, 9], seed=5, particles=4, max_tokens=20)
     assert tuple(token for response in found["responses"] for token in response.get("tokenIds", [])) == expected.tokens
     assert "".join(response.get("text", "") for response in found["responses"]) == expected.text
     finish = found["responses"][-1]["finish"]
     assert finish["seed"] == "5" and finish["reason"] == f"FINISH_REASON_{expected.finish_reason.upper()}"
-    assert found["services"] == ["grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection", "smc.v1.GenerationService", VLLM]
+    assert found["services"] == [
+        "grpc.health.v1.Health",
+        "grpc.reflection.v1alpha.ServerReflection",
+        "smc.v1.GenerationService",
+        VLLM,
+    ]

@@ -33,7 +33,8 @@ def test_a_known_token_lets_in(pair, token_file):
 
 
 @pytest.mark.parametrize(
-    "metadata", [(), (("authorization", "Bearer wrong"),), (("authorization", TOKEN),), (("authorization", f"Basic {TOKEN}"),)]
+    "metadata",
+    [(), (("authorization", "Bearer wrong"),), (("authorization", TOKEN),), (("authorization", f"Basic {TOKEN}"),)],
 )
 def test_without_one_every_method_is_closed(pair, token_file, metadata):
     """Also reflection, and methods that do not exist; health is open."""
@@ -41,8 +42,13 @@ def test_without_one_every_method_is_closed(pair, token_file, metadata):
         reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
         ask = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
         calls = [
-            *(channel.unary_unary(f"/smc.v1.GenerationService/{name}") for name in ("Abort", "GetModelInfo", "GetServerInfo", "Nothing")),
-            lambda data, metadata: next(channel.unary_stream("/smc.v1.GenerationService/Generate")(data, metadata=metadata)),
+            *(
+                channel.unary_unary(f"/smc.v1.GenerationService/{name}")
+                for name in ("Abort", "GetModelInfo", "GetServerInfo", "Nothing")
+            ),
+            lambda data, metadata: next(
+                channel.unary_stream("/smc.v1.GenerationService/Generate")(data, metadata=metadata)
+            ),
             lambda data, metadata: next(reflection.ServerReflectionInfo(ask, metadata=metadata)),
         ]
         for call in calls:
@@ -50,7 +56,9 @@ def test_without_one_every_method_is_closed(pair, token_file, metadata):
                 call(b"", metadata=metadata)
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
             assert "Bearer TOKEN" in caught.value.details() and TOKEN not in caught.value.details()
-        assert service.metric("smc_requests_rejected_total", code="UNAUTHENTICATED", cause="unauthenticated") == len(calls)
+        assert service.metric("smc_requests_rejected_total", code="UNAUTHENTICATED", cause="unauthenticated") == len(
+            calls
+        )
         health = health_pb2_grpc.HealthStub(channel)
         assert health.Check(health_pb2.HealthCheckRequest()).status == health_pb2.HealthCheckResponse.SERVING
         assert next(health.Watch(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.SERVING
@@ -59,7 +67,12 @@ def test_without_one_every_method_is_closed(pair, token_file, metadata):
 def test_ids_belong_to_the_token_that_they_came_with(pair, token_file):
     with serving(pair, auth_token_file=token_file) as service:
         mine, other = service.client(token=TOKEN), service.client(token="another")
-        with mine, other, mine.stream("x", request_id="job", **LONG) as stream, other.stream("x", request_id="job", **LONG) as theirs:
+        with (
+            mine,
+            other,
+            mine.stream("x", request_id="job", **LONG) as stream,
+            other.stream("x", request_id="job", **LONG) as theirs,
+        ):
             next(stream)
             next(theirs)
             assert other.abort("job") and not other.abort("job")
@@ -82,7 +95,10 @@ def test_tls_with_a_token(pair, certificates, token_file):
     with serving(pair, auth_token_file=token_file, **tls) as service:
         with service.client(tls_ca=certificates["ca.crt"], token=TOKEN) as client:
             assert client.generate("x", max_tokens=2, particles=1).tokens
-        with service.client(tls_ca=certificates["other_ca.crt"], token=TOKEN) as client, pytest.raises(ServiceError, match="UNAVAILABLE"):
+        with (
+            service.client(tls_ca=certificates["other_ca.crt"], token=TOKEN) as client,
+            pytest.raises(ServiceError, match="UNAVAILABLE"),
+        ):
             client.server_info()
         with service.client() as client, pytest.raises(ServiceError, match="UNAVAILABLE"):
             client.server_info()
@@ -91,7 +107,11 @@ def test_tls_with_a_token(pair, certificates, token_file):
 def test_mutual_tls(pair, certificates):
     names = {"tls_cert": "server.crt", "tls_key": "server.key", "tls_client_ca": "ca.crt"}
     with serving(pair, **{field: certificates[name] for field, name in names.items()}) as service:
-        known = {"tls_ca": certificates["ca.crt"], "tls_cert": certificates["client.crt"], "tls_key": certificates["client.key"]}
+        known = {
+            "tls_ca": certificates["ca.crt"],
+            "tls_cert": certificates["client.crt"],
+            "tls_key": certificates["client.key"],
+        }
         stranger = {**known, "tls_cert": certificates["stranger.crt"], "tls_key": certificates["stranger.key"]}
         with service.client(**known) as client:
             assert client.generate("x", max_tokens=2, particles=1).tokens
@@ -172,7 +192,10 @@ def test_wrong_settings(settings, message):
 
 
 def test_a_port_in_use_is_said_so(service, pair):
-    with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{service.gateway.port}"), serving(pair, port=service.gateway.port):
+    with (
+        pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{service.gateway.port}"),
+        serving(pair, port=service.gateway.port),
+    ):
         pass
 
 
@@ -185,7 +208,12 @@ def test_tokens_and_hosts():
 def test_the_client_keeps_tokens_off_the_network(certificates):
     with pytest.raises(ValueError, match="plain text"):
         Client("example.org:50051", token=TOKEN)
-    for target, options in (("127.0.0.1:1", {}), ("dns:///localhost:1", {}), ("[::1]:1", {}), ("example.org:1", {"tls": True})):
+    for target, options in (
+        ("127.0.0.1:1", {}),
+        ("dns:///localhost:1", {}),
+        ("[::1]:1", {}),
+        ("example.org:1", {"tls": True}),
+    ):
         Client(target, token=TOKEN, **options).close()
     with pytest.raises(ValueError, match="tls_cert is given without tls_key"):
         Client("localhost:1", tls_cert=certificates["client.crt"])

@@ -45,7 +45,9 @@ def test_a_call_continues_its_callers_trace(pair, monkeypatch):
     with collector() as (kept, endpoint):
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
         with serving(pair) as service, service.stub() as stub:
-            request = pb.GenerateRequest(request_id="r", text="x", sampling=pb.SamplingParams(method=pb.METHOD_TARGET, max_tokens=3))
+            request = pb.GenerateRequest(
+                request_id="r", text="x", sampling=pb.SamplingParams(method=pb.METHOD_TARGET, max_tokens=3)
+            )
             list(stub.Generate(request, metadata=(("traceparent", f"00-{TRACE}-{SPAN}-01"),)))
             request.sampling.max_tokens = -1
             with pytest.raises(grpc.RpcError):
@@ -57,9 +59,16 @@ def test_a_call_continues_its_callers_trace(pair, monkeypatch):
     assert (whole.trace_id.hex(), whole.parent_span_id.hex()) == (TRACE, SPAN)
     assert list(parts) == ["queue", "prefill", "decode"]
     assert (
-        whole.start_time_unix_nano == parts["queue"].start_time_unix_nano < parts["decode"].end_time_unix_nano <= whole.end_time_unix_nano
+        whole.start_time_unix_nano
+        == parts["queue"].start_time_unix_nano
+        < parts["decode"].end_time_unix_nano
+        <= whole.end_time_unix_nano
     )
-    assert (attributes["smc.request_id"], attributes["smc.method"], attributes["gen_ai.usage.output_tokens"]) == ("r", "target", 3)
+    assert (attributes["smc.request_id"], attributes["smc.method"], attributes["gen_ai.usage.output_tokens"]) == (
+        "r",
+        "target",
+        3,
+    )
     assert (whole.status.code, refused.status.code) == (0, 2) and refused.trace_id.hex() != TRACE
 
 

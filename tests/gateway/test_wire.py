@@ -92,19 +92,30 @@ def sent(message):
 def test_every_sampling_field_has_its_line_in_the_messages():
     """And the messages have no other."""
     assert set(pb.SamplingParams.DESCRIPTOR.fields_by_name) == set(SAMPLING)
-    beside = [set(kind.DESCRIPTOR.fields_by_name) - {"request_id", "sampling", "cache_salt", "waited"} for kind in CARRIERS]
-    assert [names - {"text", "token_ids", "chat", "prompt", "negative_prompt"} for names in beside] == [set(REPORTS)] * 2
+    beside = [
+        set(kind.DESCRIPTOR.fields_by_name) - {"request_id", "sampling", "cache_salt", "waited"} for kind in CARRIERS
+    ]
+    assert [names - {"text", "token_ids", "chat", "prompt", "negative_prompt"} for names in beside] == [
+        set(REPORTS)
+    ] * 2
     assert [field.name for field in fields(SamplingParams)] == list(SETTINGS)
 
 
 @pytest.mark.parametrize(
     ("name", "enum"),
-    [("method", pb.Method), ("population", pb.Population), ("resampling", pb.Resampling), ("verification", pb.Verification)],
+    [
+        ("method", pb.Method),
+        ("population", pb.Population),
+        ("resampling", pb.Resampling),
+        ("verification", pb.Verification),
+    ],
 )
 def test_every_choice_of_a_field_has_its_number(name, enum):
     numbers = [getattr(sampling_message({name: choice}), name) for choice in SETTINGS[name].check.names]
     assert sorted(numbers) == [number for number in enum.values() if number]
-    assert [sampling_settings(pb.SamplingParams(**{name: number}))[name] for number in numbers] == list(SETTINGS[name].check.names)
+    assert [sampling_settings(pb.SamplingParams(**{name: number}))[name] for number in numbers] == list(
+        SETTINGS[name].check.names
+    )
 
 
 def test_the_answers_words_are_the_librarys():
@@ -176,7 +187,11 @@ statistics = st.builds(
 
 
 particles = st.builds(
-    Particle, tokens, text, st.sampled_from([reason for reason in FinishReason if reason.value in FINISH_REASONS]), st.floats(0, 1)
+    Particle,
+    tokens,
+    text,
+    st.sampled_from([reason for reason in FinishReason if reason.value in FINISH_REASONS]),
+    st.floats(0, 1),
 )
 
 
@@ -242,8 +257,14 @@ def test_the_state_of_the_engine_round_trips(stats):
 
 
 def test_the_loss_of_the_draft_round_trips():
-    step = from_response(sent(to_response(Step(refusals={"1": Unavailable("the draft is lost")}, stats=EngineStats(), lost_draft=7))))
-    assert step.lost_draft == 7 and isinstance(step.refusals["1"], Unavailable) and str(step.refusals["1"]) == "the draft is lost"
+    step = from_response(
+        sent(to_response(Step(refusals={"1": Unavailable("the draft is lost")}, stats=EngineStats(), lost_draft=7)))
+    )
+    assert (
+        step.lost_draft == 7
+        and isinstance(step.refusals["1"], Unavailable)
+        and str(step.refusals["1"]) == "the draft is lost"
+    )
 
 
 def test_a_finish_reason_that_nobody_knows():
@@ -292,7 +313,9 @@ def test_an_answer_is_whole_again_where_it_is_followed():
 
 def test_early_ends_are_exceptions_where_they_are_followed():
     with pytest.raises(RequestFailed, match="NaN"):
-        follow([Output("id", (), "", replace(ENDED, tokens=(), text="", finish_reason=FinishReason.ERROR, error="NaN"))])
+        follow(
+            [Output("id", (), "", replace(ENDED, tokens=(), text="", finish_reason=FinishReason.ERROR, error="NaN"))]
+        )
 
 
 def test_a_complete_answer_is_delivered_whatever_comes_after_it():

@@ -1,13 +1,16 @@
-"""Time one layer's attention and store on a GPU at real sizes, beside the bytes that must be read and beside flashinfer.
+"""Time one layer's attention and store on a GPU at real sizes, beside the bytes that must be read and beside
+flashinfer.
 
-`python -m tests.gpu.bench_attention [--rows 8,32,64] [--contexts 256,...] [--groups 1,...] [--shapes draft,target,plain] [--only SETTING]
+`python -m tests.gpu.bench_attention [--rows 8,32,64] [--contexts 256,...] [--groups 1,...] [--shapes
+draft,target,plain] [--only SETTING]
     [--sweep] [--no-flashinfer]`
 
-With several groups, rows are dealt out among them and each has a prefix of its own: as many groups as rows is plain decoding. `--sweep`
-tries the prefix kernel's tile of positions, depth, warps and pieces in every combination in place of the settings, best first.
+With several groups, rows are dealt out among them and each has a prefix of its own: as many groups as rows is plain
+decoding. `--sweep` tries the prefix kernel's tile of positions, depth, warps and pieces in every combination in place
+of the settings, best first.
 
-Every figure is the median over replays of a CUDA graph of many calls, each on the keys and values of another layer, so that the
-L2 cache does not hold them. Each setting is first checked against float64. The last line is JSON.
+Every figure is the median over replays of a CUDA graph of many calls, each on the keys and values of another layer, so
+that the L2 cache does not hold them. Each setting is first checked against float64. The last line is JSON.
 
 Axes: M rows, Q queries of a row, T = M * Q tokens, G groups, H query heads, J key/value heads, D head dimension.
 """
@@ -31,7 +34,11 @@ from smc.kernels.pdl import supports_pdl
 from smc.kernels.rows import Groups, Tables
 from smc.kernels.store import store_kv
 
-HEADS, OWN, BANDWIDTH = (32, 8), 24, 4.26e12  # OWN: positions of a row before its new tokens; bytes/s as measured on an H200.
+HEADS, OWN, BANDWIDTH = (
+    (32, 8),
+    24,
+    4.26e12,
+)  # OWN: positions of a row before its new tokens; bytes/s as measured on an H200.
 SHAPES = {"draft": (64, 1), "target": (128, 8), "plain": (128, 1)}  # (D, Q)
 LONGEST, COLD_BYTES, MOST_BYTES, MOST_CALLS = 16384, 256 << 20, 8 << 30, 400
 SETTINGS = {
@@ -54,7 +61,8 @@ SWEEP = {
     }
     for block_p, stages, warps, pieces, block_x in product((32, 64, 128), (2, 3, 4, 6), (4, 8), (8, 16, 33, 49, 66), (64, 128))
 }  # fmt: skip
-"""More pieces than multiprocessors for each key/value head (16) put several programs on one, which wait for memory in turn."""
+"""More pieces than multiprocessors for each key/value head (16) put several programs on one, which wait for memory in
+turn."""
 
 
 def full(count: int, value: int) -> Tensor:
@@ -129,7 +137,9 @@ class Inputs:
             k, v = self.keys[0, pages].double(), self.values[0, pages].double()
             q_QJND = self.q_THD[r * q : (r + 1) * q].double().unflatten(1, (j, h // j))
             scores = torch.einsum("qjnd,xjd->qjnx", q_QJND, k) * k.shape[-1] ** -0.5
-            hidden = torch.arange(len(pages), device="cuda") > (self.context + OWN + torch.arange(q, device="cuda"))[:, None]
+            hidden = (
+                torch.arange(len(pages), device="cuda") > (self.context + OWN + torch.arange(q, device="cuda"))[:, None]
+            )
             weights = scores.masked_fill(hidden[:, None, None], -torch.inf).softmax(-1)
             out_THD[r * q : (r + 1) * q] = torch.einsum("qjnx,xjd->qjnd", weights, v).flatten(1, 2)
         return out_THD
@@ -164,7 +174,9 @@ def cascade(inputs: Inputs) -> Call:
 
     m, q, (h, j), dim, count = inputs.rows, inputs.queries, HEADS, inputs.q_THD.shape[-1], len(inputs.prefix_GL)
     ints = lambda *values: torch.tensor(values, dtype=torch.int32, device="cuda")  # noqa: E731
-    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), "NHD")
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(
+        2, torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), "NHD"
+    )
     wrapper.plan(
         [ints(*range(0, m * q + 1, m * q // count)), ints(*range(0, m * q + 1, q))],
         [ints(*range(0, count * inputs.context + 1, inputs.context)), ints(*range(0, m * (OWN + q) + 1, OWN + q))],
@@ -208,7 +220,9 @@ def store(inputs: Inputs) -> Call:
     position_T = torch.arange(tokens, dtype=torch.int32, device="cuda") % 64
     page_T = inputs.own_RW[:, OWN:].flatten()
     q_out = torch.empty(tokens, HEADS[0], dim, dtype=inputs.qkv.dtype, device="cuda")
-    return lambda layer: store_kv(inputs.qkv, q_out, inputs.keys[layer], inputs.values[layer], rope, position_T, page_T, HEADS)
+    return lambda layer: store_kv(
+        inputs.qkv, q_out, inputs.keys[layer], inputs.values[layer], rope, position_T, page_T, HEADS
+    )
 
 
 def step(inputs: Inputs) -> Call:
@@ -216,7 +230,9 @@ def step(inputs: Inputs) -> Call:
     tables, bounds = inputs.tables(), inputs.bounds()
     rope = torch.randn(LONGEST + 64, inputs.q_THD.shape[-1], device="cuda")
     out_THD = torch.empty(inputs.q_THD.shape, dtype=torch.bfloat16, device="cuda")
-    return lambda layer: step_attention(inputs.qkv, inputs.keys[layer], inputs.values[layer], rope, tables, *bounds, out_THD)
+    return lambda layer: step_attention(
+        inputs.qkv, inputs.keys[layer], inputs.values[layer], rope, tables, *bounds, out_THD
+    )
 
 
 def microseconds(call: Call, calls: int) -> float:
@@ -250,7 +266,10 @@ def measure(name: str, inputs: Inputs, build: Callable[[], Call], reference_THD:
             error = float((call(0).double() - reference_THD).norm() / reference_THD.norm())
         us = microseconds(call, inputs.calls)
     except Exception as failure:
-        print(f"    {name:20s} failed: {type(failure).__name__}: {str(failure).splitlines()[0][:150] if str(failure) else ''}", flush=True)
+        print(
+            f"    {name:20s} failed: {type(failure).__name__}: {str(failure).splitlines()[0][:150] if str(failure) else ''}",
+            flush=True,
+        )
         return {"name": name, "failed": type(failure).__name__}
     wrong = error is not None and not error < 1e-2
     checked = "" if error is None else f"  error {error:.1e}{'  WRONG' if wrong else ''}"
@@ -258,11 +277,16 @@ def measure(name: str, inputs: Inputs, build: Callable[[], Call], reference_THD:
     return {"name": name, "us": round(us, 2), "error": error, "wrong": wrong}
 
 
-def measure_case(shape: str, rows: int, context: int, groups: int, settings: dict[str, dict], options: argparse.Namespace) -> list[dict]:
+def measure_case(
+    shape: str, rows: int, context: int, groups: int, settings: dict[str, dict], options: argparse.Namespace
+) -> list[dict]:
     """All lines of one size."""
     dim, queries = SHAPES[shape]
     inputs = Inputs.random(rows, dim, queries, context, groups)
-    print(f"{shape} D {dim} Q {queries} rows {rows} groups {groups} context {context}: floor {inputs.floor_us:.2f} us", flush=True)
+    print(
+        f"{shape} D {dim} Q {queries} rows {rows} groups {groups} context {context}: floor {inputs.floor_us:.2f} us",
+        flush=True,
+    )
     reference_THD = inputs.reference()
     builds = {name: (lambda setting=setting: kernels(inputs, setting)) for name, setting in settings.items()}
     if not options.no_flashinfer:
@@ -289,9 +313,17 @@ def main() -> None:
     parser.add_argument("--only", default="", help="settings, comma-separated; default all")
     parser.add_argument("--no-flashinfer", action="store_true")
     options = parser.parse_args()
-    os.environ.setdefault("FLASHINFER_DISABLE_JIT", "1")  # Before the first import of flashinfer; else it may compile for minutes.
+    os.environ.setdefault(
+        "FLASHINFER_DISABLE_JIT", "1"
+    )  # Before the first import of flashinfer; else it may compile for minutes.
     torch.manual_seed(0)
-    settings = SWEEP if options.sweep else {name: SETTINGS[name] for name in options.only.split(",")} if options.only else SETTINGS
+    settings = (
+        SWEEP
+        if options.sweep
+        else {name: SETTINGS[name] for name in options.only.split(",")}
+        if options.only
+        else SETTINGS
+    )
     results = []
     sizes = ([int(value) for value in values.split(",")] for values in (options.rows, options.contexts, options.groups))
     for shape, (rows, context, groups) in product(options.shapes.split(","), product(*sizes)):

@@ -1,9 +1,8 @@
-"""The engine under loads that change: lengths of rounds, rows beside particles, memory, the prefix cache, requests side by side.
+"""The engine under loads that change: lengths of rounds, rows beside particles, memory, the prefix cache, requests side
+by side.
 
-`python -m tests.gpu.bench_engine mixed|prefix|capacity|profile [--target SHAPE] [--draft SHAPE] [--rounds N]`, on one GPU or two; random
-weights.
-Every part prints a line for people, and ends with a JSON line.
-"""
+`python -m tests.gpu.bench_engine mixed|prefix|capacity|profile [--target SHAPE] [--draft SHAPE] [--rounds N]`, on one
+GPU or two; random weights. Every part prints a line for people, and ends with a JSON line."""
 
 from __future__ import annotations
 
@@ -55,7 +54,10 @@ def make_engine(args: argparse.Namespace, config: EngineConfig, *, warm: bool = 
 
 def recorded(engine: Engine) -> dict[str, str]:
     stages = engine.pair.stages
-    return {side: f"{s.recorded_keys} kinds, {s.recorded_bytes / 2**30:.2f} GiB, {s.evicted} given up" for side, s in stages.items()}
+    return {
+        side: f"{s.recorded_keys} kinds, {s.recorded_bytes / 2**30:.2f} GiB, {s.evicted} given up"
+        for side, s in stages.items()
+    }
 
 
 def allocated() -> list[float]:
@@ -63,7 +65,8 @@ def allocated() -> list[float]:
 
 
 def mixed(args: argparse.Namespace) -> dict:
-    """So many requests at once, of 1 to 32 particles and all kinds of laws, lengths and ends; another comes when one has been answered."""
+    """So many requests at once, of 1 to 32 particles and all kinds of laws, lengths and ends; another comes when one
+    has been answered."""
     config = EngineConfig(block=args.block, branches=2, max_slots=512, max_context=1024, pages=200_000)
     engine, rng = make_engine(args, config), random.Random(1)
     vocab, asked = engine.tokenizer.size, 0
@@ -78,8 +81,13 @@ def mixed(args: argparse.Namespace) -> dict:
     def one() -> Request:
         law = rng.choice([{}, {}, {"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.95}])
         smc = rng.random() < 0.9
-        method = {"particles": rng.choice(SIZES), "resampling": rng.choice(["systematic", "systematic", "ssp", "residual"])}
-        params = SamplingParams(seed=asked, max_tokens=rng.randint(20, 400), **law, **(method if smc else {"method": "target"}))
+        method = {
+            "particles": rng.choice(SIZES),
+            "resampling": rng.choice(["systematic", "systematic", "ssp", "residual"]),
+        }
+        params = SamplingParams(
+            seed=asked, max_tokens=rng.randint(20, 400), **law, **(method if smc else {"method": "target"})
+        )
         prompt = tuple(rng.randrange(vocab) for _ in range(rng.choice([20, 100, 250, 500])))
         return Request(str(asked), prompt, params)
 
@@ -95,7 +103,9 @@ def mixed(args: argparse.Namespace) -> dict:
             work.append({**spans, "planned and queued": 1e3 * source.queued})
         lengths.append(1e3 * (time.monotonic() - begin))
         if len(lengths) % 200 == 0:
-            memory.append((sum(allocated()), round(sum(stage.recorded_bytes for stage in engine.pair.stages.values()) / 2**30, 3)))
+            memory.append(
+                (sum(allocated()), round(sum(stage.recorded_bytes for stage in engine.pair.stages.values()) / 2**30, 3))
+            )
             held, recordings = memory[-1]
             print(
                 f"{len(lengths)} rounds: {held:.3f} GiB, {recordings} of it recordings; {statistics.median(lengths[-200:]):.1f} ms",
@@ -131,7 +141,9 @@ def prefix(args: argparse.Namespace) -> dict:
         for name in ("cold_ms", "cached_ms"):
             torch.cuda.synchronize()
             begin = time.monotonic()
-            outputs = list(engine.run([Request(f"{number}{name}", prompt, SamplingParams(method="target", max_tokens=1, seed=1))]))
+            outputs = list(
+                engine.run([Request(f"{number}{name}", prompt, SamplingParams(method="target", max_tokens=1, seed=1))])
+            )
             found[name].append(1e3 * (time.monotonic() - begin))
         found["cached_tokens"].append(outputs[-1].answer.cached_tokens)
     found["share"] = statistics.median(found["cached_ms"][1:]) / statistics.median(found["cold_ms"][1:])
@@ -156,7 +168,17 @@ def capacity(args: argparse.Namespace) -> dict:
         preempted += sum(answer.statistics.preemptions for answer in answers)
         used, most, steps = max(used, engine.memory.held("draft")), max(most, engine.num_running), steps + 1
         if steps % 100 == 0:
-            print(steps, "steps", engine.num_running, "running", engine.memory.held("draft"), "of", pages, "pages", flush=True)
+            print(
+                steps,
+                "steps",
+                engine.num_running,
+                "running",
+                engine.memory.held("draft"),
+                "of",
+                pages,
+                "pages",
+                flush=True,
+            )
     return {
         "pages": pages, "free_pages_now": pages_that_fit(size, torch.device("cuda:0")), "before": before, "running_at_most": most,
         "pages_used_at_most": used, "answered": answered, "preemptions": preempted, "steps": steps, "seconds": time.monotonic() - begin,
@@ -187,7 +209,9 @@ def profile(args: argparse.Namespace) -> dict:
             times.setdefault((event.device_index, event.name), []).append(event.time_range.elapsed_us())
     for (device, name), spans in sorted(times.items(), key=lambda item: (item[0][0], -sum(item[1]))):
         if sum(spans) / rounds > args.least:
-            print(f"gpu {device} {sum(spans) / rounds:9.1f} us a round {len(spans) / rounds:7.1f} launches {name[:110]}")
+            print(
+                f"gpu {device} {sum(spans) / rounds:9.1f} us a round {len(spans) / rounds:7.1f} launches {name[:110]}"
+            )
     totals = {}
     for device in range(torch.cuda.device_count()):
         of_device = [span for (where, _), spans in times.items() if where == device for span in spans]

@@ -4,9 +4,8 @@
 
 Products have a file of their own, `tests.gpu.bench_products`.
 
-Times are microseconds a call inside CUDA graphs of many calls, over copies of the data that together exceed the L2 cache.
-The last line is JSON: {name: {"us", "floor_us", ...}}. Axes: see `smc.kernels`.
-"""
+Times are microseconds a call inside CUDA graphs of many calls, over copies of the data that together exceed the L2
+cache. The last line is JSON: {name: {"us", "floor_us", ...}}. Axes: see `smc.kernels`."""
 
 from __future__ import annotations
 
@@ -43,11 +42,15 @@ report: dict[str, dict] = {}
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
-    return (torch.randn(*shape, device="cuda", dtype=torch.float32 if dtype != torch.float64 else dtype) * scale).to(dtype)
+    return (torch.randn(*shape, device="cuda", dtype=torch.float32 if dtype != torch.float64 else dtype) * scale).to(
+        dtype
+    )
 
 
 def copies(tensor: Tensor) -> list[Tensor]:
-    return [tensor] + [tensor.clone() for _ in range(min(CALLS, BEYOND_L2 // (tensor.numel() * tensor.element_size()) + 1) - 1)]
+    return [tensor] + [
+        tensor.clone() for _ in range(min(CALLS, BEYOND_L2 // (tensor.numel() * tensor.element_size()) + 1) - 1)
+    ]
 
 
 def microseconds(call: Callable[[Tensor], object], data: list[Tensor]) -> float:
@@ -72,7 +75,10 @@ def microseconds(call: Callable[[Tensor], object], data: list[Tensor]) -> float:
 def note(name: str, us: float, traffic: float, **more: object) -> None:
     floor = traffic / BANDWIDTH * 1e6
     report[name] = {"us": round(us, 2), "floor_us": round(floor, 2), **more}
-    print(f"{name:34s} {us:8.2f} us   floor {floor:7.2f}   {floor / us:5.0%}   {' '.join(f'{k}={v}' for k, v in more.items())}", flush=True)
+    print(
+        f"{name:34s} {us:8.2f} us   floor {floor:7.2f}   {floor / us:5.0%}   {' '.join(f'{k}={v}' for k, v in more.items())}",
+        flush=True,
+    )
 
 
 def same(actual: Tensor, expected: Tensor, tolerance: float = 6e-3) -> None:
@@ -95,7 +101,10 @@ def bench_draw(rows: int, draws: int, vocab: int = 128256) -> None:
     assert (logq_RD - expected_RV.gather(1, token_RD.long())).abs().max() < 2e-5
     for block, warps in ((2048, 4), (4096, 4), (4096, 8), (8192, 8)):
         us = microseconds(
-            lambda x, b=block, w=warps: draw(x, vocab, ones_R, seed_R, round_R, stream_RD, position_R, 1, block=b, warps=w), logits
+            lambda x, b=block, w=warps: draw(
+                x, vocab, ones_R, seed_R, round_R, stream_RD, position_R, 1, block=b, warps=w
+            ),
+            logits,
         )
         note(f"draw {rows}x{draws} block {block} warps {warps}", us, rows * vocab * 2)
 
@@ -109,7 +118,9 @@ def bench_score(rows: int, extra: int, vocab: int = 128256) -> None:
     assert (logp_T - expected_TV.gather(1, label_T.long()[:, None])[:, 0]).abs().max() < 2e-5
     assert (extra_logp_TF - expected_TV.gather(1, extra_TF.long())).abs().max() < 2e-5
     for block, warps in ((4096, 4), (8192, 8)):
-        us = microseconds(lambda x, b=block, w=warps: score(x, vocab, ones_T, label_T, extra_TF, block=b, warps=w), logits)
+        us = microseconds(
+            lambda x, b=block, w=warps: score(x, vocab, ones_T, label_T, extra_TF, block=b, warps=w), logits
+        )
         note(f"score {rows} block {block} warps {warps}", us, rows * vocab * 2)
 
 
@@ -132,10 +143,21 @@ def bench_truncate(rows: int, spec: Spec, vocab: int = 128256) -> None:
 def bench_norm(features: int, rows: int) -> None:
     x_TE, weight_E = random(rows, features), random(features)
     for splits in (None, 0, 4):
-        parts = None if splits is None else random(rows, features) if splits == 0 else random(4, rows, features, dtype=torch.float32)
+        parts = (
+            None
+            if splits is None
+            else random(rows, features)
+            if splits == 0
+            else random(4, rows, features, dtype=torch.float32)
+        )
         sum_TE = x_TE if parts is None else (x_TE.float() + (parts.sum(0) if splits else parts.float())).bfloat16()
-        same(add_norm(x_TE.clone(), parts, weight_E, 1e-5), F.rms_norm(sum_TE.float(), (features,), weight_E.float(), 1e-5))
-        traffic = x_TE.numel() * (4 if parts is None else 6) + (0 if parts is None else parts.numel() * parts.element_size())
+        same(
+            add_norm(x_TE.clone(), parts, weight_E, 1e-5),
+            F.rms_norm(sum_TE.float(), (features,), weight_E.float(), 1e-5),
+        )
+        traffic = x_TE.numel() * (4 if parts is None else 6) + (
+            0 if parts is None else parts.numel() * parts.element_size()
+        )
         us = microseconds(lambda x, p=parts: add_norm(x, p, weight_E, 1e-5), [x_TE.clone()])
         note(f"add_norm {rows}x{features} parts {splits}", us, traffic)
     gate_up = random(rows, 8 * features)
@@ -152,7 +174,11 @@ def bench_selection(groups: int, n: int, branches: int) -> None:
     candidates = torch.randn(places, branches, dtype=torch.float64, device="cuda") * 3
     bounds = Bounds(torch.arange(groups, dtype=torch.int32, device="cuda") * n, full, full, full)
     seed_G = torch.arange(groups, device="cuda")
-    rest = (torch.ones(places, dtype=torch.bool, device="cuda"), bounds, torch.full((groups,), 0.5, dtype=torch.float64, device="cuda"))
+    rest = (
+        torch.ones(places, dtype=torch.bool, device="cuda"),
+        bounds,
+        torch.full((groups,), 0.5, dtype=torch.float64, device="cuda"),
+    )
     rest = (*rest, torch.zeros(groups, dtype=torch.int32, device="cuda"), seed_G, torch.ones_like(seed_G))
     made, expected = select(candidates, *rest), torch_select(candidates, *rest)
     assert torch.equal(made.ancestor_A, expected.ancestor_A) and torch.equal(made.branch_A, expected.branch_A)
@@ -221,7 +247,9 @@ PARTS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
+    parser.add_argument(
+        "parts", nargs="*", choices=[*PARTS, []], metavar="PART", help=f"of {', '.join(PARTS)}; default: all"
+    )
     torch.manual_seed(0)
     for part in parser.parse_args().parts or PARTS:
         PARTS[part]()

@@ -1,12 +1,12 @@
 """Time one pass of a model in a CUDA graph, as a step of a draft or a target's pass is one, and its kernels.
 
-    python -m tests.gpu.bench_passes [llama-1b:bfloat16:32x1:256:1:8 llama-8b:bfloat16:64x1:1024:64 ...] [--no-pdl] [--kernels]
+    python -m tests.gpu.bench_passes [llama-1b:bfloat16:32x1:256:1:8 llama-8b:bfloat16:64x1:1024:64 ...] [--no-pdl]
+    [--kernels]
 
-A pass is a shape, a type, rows x tokens of a row, the positions that rows of a group share, groups, one if nothing is said, and the groups
-that there is room for: in a service as many as places, of which a row each is meant if nothing is said. Each row has some positions of its
-own. Random weights. All tokens' logits are made.
-With `--no-pdl` no kernel begins before the one before it has ended. The last line is JSON.
-"""
+A pass is a shape, a type, rows x tokens of a row, the positions that rows of a group share, groups, one if nothing is
+said, and the groups that there is room for: in a service as many as places, of which a row each is meant if nothing is
+said. Each row has some positions of its own. Random weights. All tokens' logits are made. With `--no-pdl` no kernel
+begins before the one before it has ended. The last line is JSON."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ PASSES = [
     *(f"llama-8b:bfloat16:64x1:{context}:64" for context in (1024, 4096)),
 ]
 OWN, WIDTH, PAGES = 24, 16_800, 17_500
-"""Positions that each row has for itself, positions of a row at most, and pages, of which there are as often as many as it takes."""
+"""Positions that each row has for itself, positions of a row at most, and pages, of which there are as often as many as
+it takes."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +85,9 @@ class Pass:
     def places(self) -> Rows:
         """Anywhere in the pool."""
         own, size = OWN + self.queries, self.rows // self.groups
-        shared, others = (1 + torch.randperm(len(self.worker.pool.keys[0]) - 1, device="cuda")[: self.pages].int()).split(
-            [self.groups * self.context, self.rows * own]
-        )
+        shared, others = (
+            1 + torch.randperm(len(self.worker.pool.keys[0]) - 1, device="cuda")[: self.pages].int()
+        ).split([self.groups * self.context, self.rows * own])
         table_SL = torch.zeros(self.rows, WIDTH, dtype=torch.int32, device="cuda")
         table_SL[:, : self.context] = shared.view(self.groups, -1).repeat_interleave(size, 0)
         table_SL[:, self.context : self.context + own] = others.view(self.rows, own)
@@ -106,7 +107,9 @@ def worker(shape: str, dtype: str, layers: int | None, pages: int) -> ModelWorke
     config = config if layers is None else replace(config, num_layers=layers)
     model = random_model(config, dtype=DTYPES[dtype], device="cuda")
     vocab = config.vocab_size
-    made = ModelWorker("bench", model, width=WIDTH, pages=pages, vocab_size=vocab, token_bytes=TokenBytes.of(NoText(vocab)))
+    made = ModelWorker(
+        "bench", model, width=WIDTH, pages=pages, vocab_size=vocab, token_bytes=TokenBytes.of(NoText(vocab))
+    )
     for store in (made.pool.keys, made.pool.values):
         store.normal_()
         store[:, DUMMY_PAGE] = 0.0

@@ -1,13 +1,14 @@
-"""Products of a decoder's matrices on a GPU, in bf16 and in FP8, ours and the library's, beside the time that reading the weights takes.
+"""Products of a decoder's matrices on a GPU, in bf16 and in FP8, ours and the library's, beside the time that reading
+the weights takes.
 
     python -m tests.gpu.bench_products [--models 1b,8b] [--rows 8,32,64,160,512] [--only "8b down"]
 
-Every tiling is checked against float32 and timed as in `tests.gpu.bench_kernels`: weights come from memory. A line a product and a number
-of rows, in microseconds, then what a whole model's products take, in milliseconds. Under each the fastest tilings of FP8, as
-n/k/splits/warps/stages, that of `choose` marked *; of bf16 it is the only one, since it has been searched before. Ours of FP8 are given
-rounded activations, as by a norm; "library fp8" rounds them first, "its product" does not. Takes about four minutes a model, most of it to
-compile. The last line is JSON. Axes: see `smc.kernels`.
-"""
+Every tiling is checked against float32 and timed as in `tests.gpu.bench_kernels`: weights come from memory. A line a
+product and a number of rows, in microseconds, then what a whole model's products take, in milliseconds. Under each the
+fastest tilings of FP8, as n/k/splits/warps/stages, that of `choose` marked *; of bf16 it is the only one, since it has
+been searched before. Ours of FP8 are given rounded activations, as by a norm; "library fp8" rounds them first, "its
+product" does not. Takes about four minutes a model, most of it to compile. The last line is JSON. Axes: see
+`smc.kernels`."""
 
 from __future__ import annotations
 
@@ -57,11 +58,22 @@ MOST_OWN = 256
 BLOCKS = ((64, 128, 4), (64, 256, 4), (128, 128, 4), (128, 128, 8), (128, 256, 4), (256, 128, 4), (256, 128, 8))
 """(block_n, block_k, warps)"""
 SHARED_BYTES = 227 * 1024
-COLUMNS = ("floor fp8", "own fp8", "default", "library fp8", "its product", "fast sums", "floor bf16", "own bf16", "library bf16")
+COLUMNS = (
+    "floor fp8",
+    "own fp8",
+    "default",
+    "library fp8",
+    "its product",
+    "fast sums",
+    "floor bf16",
+    "own bf16",
+    "library bf16",
+)
 
 
 def tilings(rows: int, outputs: int, inputs: int, gated: bool, fp8: bool) -> Iterator[ProductTiling]:
-    """The chosen tiling, and for FP8 others, with as few splits as fill the machine; two programs share a multiprocessor if they can."""
+    """The chosen tiling, and for FP8 others, with as few splits as fill the machine; two programs share a
+    multiprocessor if they can."""
     seen = [choose(rows, outputs, inputs, gated, fp8)]
     yield seen[0]
     padded = token_block_of(rows, fp8)
@@ -84,11 +96,15 @@ def tilings(rows: int, outputs: int, inputs: int, gated: bool, fp8: bool) -> Ite
 def _own(x: Tensor | Rounded, gated: bool, fields: dict[str, int], matrix: tuple[Tensor, Tensor | None]) -> Tensor:
     weight, scale = matrix
     if gated:
-        return gate_up_silu(x, weight, scale=scale, **{name: value for name, value in fields.items() if name != "splits"})
+        return gate_up_silu(
+            x, weight, scale=scale, **{name: value for name, value in fields.items() if name != "splits"}
+        )
     return linear(x, weight, scale_N=scale, **fields)
 
 
-def _library(x_TK: Tensor, gated: bool, matrix: tuple[Tensor, Tensor | None], rounded: tuple | None = None, fast: bool = False) -> Tensor:
+def _library(
+    x_TK: Tensor, gated: bool, matrix: tuple[Tensor, Tensor | None], rounded: tuple | None = None, fast: bool = False
+) -> Tensor:
     weight, scale = matrix
     if scale is None:
         out_TN = F.linear(x_TK, weight)
@@ -143,7 +159,9 @@ def bench(inputs: int, outputs: int, rows: int, gated: bool) -> tuple[dict[str, 
         same(_library(x_TK, gated, matrices[kind][0]), expected)
         found[f"library {kind}"] = microseconds(partial(_library, x_TK, gated), matrices[kind])
     for name, fast in (("its product", False), ("fast sums", True)):
-        found[name] = microseconds(lambda matrix, fast=fast: _library(x_TK, gated, matrix, rounded, fast), matrices["fp8"])
+        found[name] = microseconds(
+            lambda matrix, fast=fast: _library(x_TK, gated, matrix, rounded, fast), matrices["fp8"]
+        )
     return found, sweeps
 
 
@@ -166,7 +184,10 @@ def main() -> None:
                 report[f"{model} {product} {rows}"] = {"us": found, "tilings": sweeps}
                 print(f"{model} {product:8s}{rows:5d} rows   " + _cells(found), flush=True)
                 for kind, timed in sweeps.items():
-                    print(f"    {kind:5s}" + "  ".join(f"{name} {us:.2f}" for name, us in list(timed.items())[:6]), flush=True)
+                    print(
+                        f"    {kind:5s}" + "  ".join(f"{name} {us:.2f}" for name, us in list(timed.items())[:6]),
+                        flush=True,
+                    )
                 for name, us in found.items():
                     sums[name] = sums.get(name, 0.0) + 1e-3 * count * us
                 torch.cuda.empty_cache()

@@ -1,11 +1,12 @@
 """Time a prompt's pass on a GPU, and what it is made of: attention by every kernel, products, and what is between them.
 
-`python -m tests.gpu.bench_prompts [attention] [pass] [--shapes llama-8b,llama-1b] [--queries 16,256,...] [--pasts 0,4096,...]`
+`python -m tests.gpu.bench_prompts [attention] [pass] [--shapes llama-8b,llama-1b] [--queries 16,256,...] [--pasts
+0,4096,...]`
 
-Random weights, bfloat16. `attention`: one layer, a row of so many queries behind a past, and 8 rows of an eighth each; by torch (fused),
-fa2 and fa3, checked against torch. `smc.attention.flashinfer.FEW_QUERIES` is where fa3 begins to win. `pass`: whole passes of one row,
-the host's time to queue one, and the sums of its products alone. Shares are of 790 TFLOP/s. The last line is JSON.
-"""
+Random weights, bfloat16. `attention`: one layer, a row of so many queries behind a past, and 8 rows of an eighth each;
+by torch (fused), fa2 and fa3, checked against torch. `smc.attention.flashinfer.FEW_QUERIES` is where fa3 begins to win.
+`pass`: whole passes of one row, the host's time to queue one, and the sums of its products alone. Shares are of 790
+TFLOP/s. The last line is JSON."""
 
 from __future__ import annotations
 
@@ -60,7 +61,13 @@ def batch_of(rows: int, queries: int, past: int) -> ForwardBatch:
     starts_R, counts_R = np.full(rows, past, np.int32), np.full(rows, queries, np.int32)
     positions_T = np.tile(np.arange(past, length), rows)
     return ForwardBatch(
-        table_RL, starts_R, counts_R, table_RL[:, past:].ravel(), positions_T, np.arange(rows + 1), np.zeros(rows, np.int64)
+        table_RL,
+        starts_R,
+        counts_R,
+        table_RL[:, past:].ravel(),
+        positions_T,
+        np.arange(rows + 1),
+        np.zeros(rows, np.int64),
     )
 
 
@@ -79,7 +86,10 @@ def time_attention(name: str, queries: int, past: int) -> list[dict]:
         q_THD = torch.randn(queries, heads[0], dim, device=DEVICE).to(DTYPE)
         plans = {"torch": lambda: FusedAttention().plan(pool, batch)}  # noqa: B023
         if flash is not None:
-            plans |= {kernel: (lambda kernel=kernel: flash.plan_with(kernel, pool, batch)) for kernel in kernels_of(DEVICE)}  # noqa: B023
+            plans |= {
+                kernel: (lambda kernel=kernel: flash.plan_with(kernel, pool, batch))  # noqa: B023
+                for kernel in kernels_of(DEVICE)
+            }
         seen, expected = queries * past + queries * (queries // rows + 1) / 2, None
         line = {"shape": name, "rows": rows, "queries": queries, "past": past}
         for kernel, make in plans.items():
@@ -116,7 +126,9 @@ def products(worker: ModelWorker, tokens: int) -> Callable[[], Tensor]:
 def time_passes(name: str, queries: list[int], pasts: list[int]) -> list[dict]:
     model, found = random_model(preset(name), dtype=DTYPE, device=DEVICE), []
     vocab, width = model.config.vocab_size, max(queries) + max(pasts)
-    worker = ModelWorker(name, model, width=width, pages=width, vocab_size=vocab, token_bytes=TokenBytes.of(NoText(vocab)))
+    worker = ModelWorker(
+        name, model, width=width, pages=width, vocab_size=vocab, token_bytes=TokenBytes.of(NoText(vocab))
+    )
     pages_X = 1 + np.random.default_rng(0).permutation(width).astype(np.int32)
     for count in queries:
         alone = milliseconds(products(worker, count))
@@ -147,13 +159,17 @@ def main() -> None:
     parser.add_argument("--queries", default="16,128,256,512,1024,4096")
     parser.add_argument("--pasts", default="0,4096,16384,61440")
     options = parser.parse_args()
-    os.environ.setdefault("FLASHINFER_DISABLE_JIT", "1")  # Before the first import of flashinfer; else it may compile for minutes.
+    os.environ.setdefault(
+        "FLASHINFER_DISABLE_JIT", "1"
+    )  # Before the first import of flashinfer; else it may compile for minutes.
     torch.manual_seed(0)
     queries, pasts = (list(map(int, values.split(","))) for values in (options.queries, options.pasts))
     found: dict[str, list[dict]] = {part: [] for part in options.parts}
     for name in options.shapes.split(","):
         if "attention" in options.parts:
-            found["attention"] += [line for count in queries for past in pasts for line in time_attention(name, count, past)]
+            found["attention"] += [
+                line for count in queries for past in pasts for line in time_attention(name, count, past)
+            ]
         if "pass" in options.parts:
             found["pass"] += time_passes(name, queries, pasts)
         torch.cuda.empty_cache()

@@ -15,7 +15,11 @@ from smc.demo.problems import generate
 from smc.local_engine import ModelPair, local_engine
 from tests.scheduler.harness import answers
 
-FORMS = [EngineConfig(form="lockstep", block=8), EngineConfig(block=5, branches=4), EngineConfig(block=8, branches=2, cohorts=2)]
+FORMS = [
+    EngineConfig(form="lockstep", block=8),
+    EngineConfig(block=5, branches=4),
+    EngineConfig(block=8, branches=2, cohorts=2),
+]
 DEVICES = [("cuda:0", "cuda:0"), ("cuda:0", "cuda:1")]
 
 
@@ -28,7 +32,10 @@ def load(dtype: torch.dtype, devices: tuple[str, str]) -> ModelPair:
 
 def requests(pair: ModelPair, count: int, **params) -> list[Request]:
     prompts = [pair.tokenizer.chat([{"role": "user", "content": p.question}]) for p in generate(7, count, "test")]
-    return [Request(str(i), tuple(prompt), SamplingParams(seed=i, max_tokens=150, **params)) for i, prompt in enumerate(prompts)]
+    return [
+        Request(str(i), tuple(prompt), SamplingParams(seed=i, max_tokens=150, **params))
+        for i, prompt in enumerate(prompts)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +66,8 @@ def test_plain_decoding_is_the_cpu_s(on_cpu, method):
 
 
 @pytest.mark.parametrize(
-    "truncation", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"alpha": 1.5}, {"resampling": "ssp", "ess_threshold": 1.0}]
+    "truncation",
+    [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"alpha": 1.5}, {"resampling": "ssp", "ess_threshold": 1.0}],
 )
 def test_laws_and_schemes_on_the_device(on_cpu, truncation):
     config, asked = EngineConfig(form="lockstep", block=8), requests(on_cpu, 4, particles=8, **truncation)
@@ -70,11 +78,16 @@ def test_laws_and_schemes_on_the_device(on_cpu, truncation):
 
 @pytest.mark.parametrize("guide_draft", [False, True], ids=["", "guided draft"])
 @pytest.mark.parametrize(
-    "kind", [{"method": "exact"}, {}, {"population": "independent"}, {"method": "exact", "verification": "rejection"}], ids=str
+    "kind",
+    [{"method": "exact"}, {}, {"population": "independent"}, {"method": "exact", "verification": "rejection"}],
+    ids=str,
 )
 def test_guided_answers_are_the_cpu_s(on_cpu, kind, guide_draft):
     """In look-ahead, with rounds recorded: answers are long enough for each to be replayed."""
-    config, negative = EngineConfig(block=5, branches=4), tuple(on_cpu.tokenizer.chat([{"role": "user", "content": "What is 2 + 2?"}]))
+    config, negative = (
+        EngineConfig(block=5, branches=4),
+        tuple(on_cpu.tokenizer.chat([{"role": "user", "content": "What is 2 + 2?"}])),
+    )
     settings = {"particles": 4, "guidance_scale": 1.4, "guide_draft": guide_draft, **kind}
     asked = [replace(one, negative_prompt=negative) for one in requests(on_cpu, 6, **settings)]
     expected = answers(local_engine(on_cpu, config), asked)
@@ -85,7 +98,8 @@ def test_guided_answers_are_the_cpu_s(on_cpu, kind, guide_draft):
 
 
 def test_bfloat16_solves_as_many_problems(on_cpu):
-    """The target alone, greedy, through every kernel: it solves nearly all problems, and rounding must not change that."""
+    """The target alone, greedy, through every kernel: it solves nearly all problems, and rounding must not change
+    that."""
     problems = generate(11, 64, "test")
     pair = load(torch.bfloat16, DEVICES[0])
     prompts = [pair.tokenizer.chat([{"role": "user", "content": p.question}]) for p in problems]

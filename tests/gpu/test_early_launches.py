@@ -1,4 +1,5 @@
-"""Kernels that begin before those before them have ended find what these leave: the same bits as one after the other."""
+"""Kernels that begin before those before them have ended find what these leave: the same bits as one after the
+other."""
 
 from __future__ import annotations
 

@@ -37,12 +37,15 @@ def matrix(inputs: int, outputs: int, bias: bool = False) -> Linear:
     made = Linear(inputs, outputs, bias).to("cuda", torch.bfloat16).requires_grad_(False)
     weight_NK = torch.randn(outputs, inputs, generator=generator, device="cuda") * inputs**-0.5
     made.to_fp8()
-    made.hold(weight_NK * torch.logspace(-2, 2, outputs, device="cuda")[torch.randperm(outputs, device="cuda")][:, None])
+    made.hold(
+        weight_NK * torch.logspace(-2, 2, outputs, device="cuda")[torch.randperm(outputs, device="cuda")][:, None]
+    )
     return made
 
 
 def errors(found: torch.Tensor, expected: torch.Tensor, made: Linear) -> torch.Tensor:
-    """Of every output over all tokens, [N]: relative to itself or, where it happens to be small, to what activations of size 1 give."""
+    """Of every output over all tokens, [N]: relative to itself or, where it happens to be small, to what activations of
+    size 1 give."""
     usual_N = (made.weight.double() * made.scale[:, None].double()).norm(dim=1) * len(found) ** 0.5
     return (found.double() - expected).norm(dim=0) / torch.maximum(expected.norm(dim=0), usual_N)
 
@@ -63,7 +66,9 @@ def test_our_products(tokens, inputs, outputs):
         assert off(reduce(out) if out.dim() == 3 else out, expected_TN, made) < 2e-2
     act_TI = gate_up_silu(x, made.weight, scale=made.scale)
     gate, up = expected_TN.chunk(2, 1)
-    gate_off, up_off = (1.5e-2 * torch.maximum(expected_TN.abs(), usual(x, made.weight, made.scale).double())).chunk(2, 1)
+    gate_off, up_off = (1.5e-2 * torch.maximum(expected_TN.abs(), usual(x, made.weight, made.scale).double())).chunk(
+        2, 1
+    )
     bound_TI = 1.1 * gate_off * (up.abs() + up_off) + F.silu(gate).abs() * up_off + 1e-2 * (F.silu(gate) * up).abs()
     assert ((act_TI.double() - F.silu(gate) * up).abs() <= bound_TI).all()
 
@@ -71,7 +76,8 @@ def test_our_products(tokens, inputs, outputs):
 @pytest.mark.parametrize("tokens", [1, 17, 160, 600])
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES[:4])
 def test_products_of_the_library(tokens, inputs, outputs):
-    """With a bias; exactly those of rounded activations, and near those of the activations themselves; a row is what it is alone."""
+    """With a bias; exactly those of rounded activations, and near those of the activations themselves; a row is what it
+    is alone."""
     made, x_TK = matrix(inputs, outputs, bias=True), torch.randn(tokens, inputs, device="cuda").bfloat16()
     x = round_rows(x_TK)
     weight_NK, bias_N = made.weight.double() * made.scale[:, None].double(), made.bias.double()
@@ -94,7 +100,8 @@ def test_a_product_that_the_library_cannot_do():
 
 @pytest.mark.parametrize("load", ["random", "grown", "files"])
 def test_a_model_is_never_there_twice(load):
-    """What a GPU holds at most while a model of the 1B shape is loaded, beyond what it holds afterwards: a part of one matrix."""
+    """What a GPU holds at most while a model of the 1B shape is loaded, beyond what it holds afterwards: a part of one
+    matrix."""
     small = load_model(demo.DRAFT)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -126,14 +133,20 @@ def test_logits_are_those_of_the_cpu():
 
 
 def test_fp8_solves_as_many_problems():
-    """Both models in FP8: the target alone, and exact decoding, which gives the target's own answers but for near-ties."""
+    """Both models in FP8: the target alone, and exact decoding, which gives the target's own answers but for
+    near-ties."""
     problems, pair = generate(11, 64, "test"), ModelPair.load(demo.TARGET, demo.DRAFT, dtype=FP8, device="cuda")
     prompts = [pair.tokenizer.chat([{"role": "user", "content": p.question}]) for p in problems]
     found = {}
     for method in (Method.TARGET, Method.EXACT):
-        asked = [Request(str(i), tuple(prompt), SamplingParams(method=method, seed=i, max_tokens=200)) for i, prompt in enumerate(prompts)]
+        asked = [
+            Request(str(i), tuple(prompt), SamplingParams(method=method, seed=i, max_tokens=200))
+            for i, prompt in enumerate(prompts)
+        ]
         found[method] = answers(local_engine(pair, EngineConfig(block=5)), asked)
-        right = sum(found[method][str(i)].text.rsplit("####", 1)[-1].strip() == str(p.result) for i, p in enumerate(problems))
+        right = sum(
+            found[method][str(i)].text.rsplit("####", 1)[-1].strip() == str(p.result) for i, p in enumerate(problems)
+        )
         print(f"{method}: {right} of {len(problems)} solved")
         assert right >= 58
     same = sum(found[Method.TARGET][str(i)].tokens == found[Method.EXACT][str(i)].tokens for i in range(len(problems)))

@@ -25,7 +25,13 @@ from smc.model.random_model import random_model
 from tests.scheduler.harness import answers
 
 FORMS = {"look-ahead": EngineConfig(block=5, branches=4), "lockstep": EngineConfig(form="lockstep", block=8, cohorts=2)}
-GANGS = [("demo", "nccl", 1, 1), ("demo", "grpc", 1, 1), ("demo", "nccl", 1, 2), ("demo", "nccl", 2, 2), ("demo", "grpc", 2, 2)]
+GANGS = [
+    ("demo", "nccl", 1, 1),
+    ("demo", "grpc", 1, 1),
+    ("demo", "nccl", 1, 2),
+    ("demo", "nccl", 2, 2),
+    ("demo", "grpc", 2, 2),
+]
 GANGS += [("wide", "nccl", 1, 1), ("wide", "nccl", 1, 2), ("wide", "nccl", 1, 3), ("wide", "nccl", 3, 1)]
 """(models, link, ranks of draft, ranks of target)"""
 
@@ -40,7 +46,8 @@ class Started:
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory) -> dict[str, tuple[Path, Path]]:
-    """Target and draft: the shipped pair, whose two key/value heads go to two ranks at most, and one of random weights with eight."""
+    """Target and draft: the shipped pair, whose two key/value heads go to two ranks at most, and one of random weights
+    with eight."""
     directory, shipped = tmp_path_factory.mktemp("wide"), ModelPair.load(demo.TARGET, demo.DRAFT)
     sides = {"target": shipped.target, "draft": shipped.draft}
     for seed, (side, model) in enumerate(sides.items()):
@@ -70,7 +77,11 @@ def test_a_follower_that_dies_ends_the_gang(link):
         pytest.skip("needs 3 GPUs")
     config = GangConfig(device="cuda", dtype="float32", link=link, target_tp=2, link_timeout=20.0)
     asked, begin = requests(ModelPair.load(demo.TARGET, demo.DRAFT), particles=4, ignore_eos=True), 0.0
-    with Processes(config, {"draft": [0], "target": [1, 2]}) as gang, pytest.raises(GangError), gang.engine(FORMS["look-ahead"]) as remote:
+    with (
+        Processes(config, {"draft": [0], "target": [1, 2]}) as gang,
+        pytest.raises(GangError),
+        gang.engine(FORMS["look-ahead"]) as remote,
+    ):
         for request in asked:
             remote.engine.submit(request)
         while not remote.engine.num_running:
@@ -84,7 +95,10 @@ def test_a_follower_that_dies_ends_the_gang(link):
 
 def requests(pair: ModelPair, **params) -> list[Request]:
     prompts = [pair.tokenizer.chat([{"role": "user", "content": p.question}]) for p in generate(7, 16, "test")]
-    return [Request(str(i), tuple(prompt), SamplingParams(seed=i, max_tokens=150, **params)) for i, prompt in enumerate(prompts)]
+    return [
+        Request(str(i), tuple(prompt), SamplingParams(seed=i, max_tokens=150, **params))
+        for i, prompt in enumerate(prompts)
+    ]
 
 
 def compare(started: Started, engine: EngineConfig, asked: list[Request]) -> None:

@@ -68,7 +68,9 @@ class Case:
         row_T = np.repeat(np.arange(len(rows)), counts_R)
         position_T = np.concatenate([np.arange(a, b) for a, b in zip(starts_R, ends_R)])
         bounds = (np.arange(len(rows) + 1), np.zeros(len(rows), dtype=np.int64))
-        self.batch = ForwardBatch(self.table_RL, starts_R, counts_R, self.table_RL[row_T, position_T], position_T, *bounds)
+        self.batch = ForwardBatch(
+            self.table_RL, starts_R, counts_R, self.table_RL[row_T, position_T], position_T, *bounds
+        )
         config = tiny_config(num_layers=LAYERS, num_heads=h, num_kv_heads=j, head_dim=dim)
         self.pool = KVPool(config, pages, DTYPE, DEVICE)
         self.generator = torch.Generator(DEVICE).manual_seed(0)
@@ -140,7 +142,9 @@ def test_new_keys_and_values_land_on_their_own_pages_only():
     case.batch.pages_T[3:9] = DUMMY_PAGE
     expected = case.pool.keys.clone()
     stored = np.flatnonzero(case.batch.pages_T)
-    expected[1, torch.from_numpy(case.batch.pages_T[stored]).to(DEVICE).long()] = case.k_TJD[torch.from_numpy(stored).to(DEVICE)]
+    expected[1, torch.from_numpy(case.batch.pages_T[stored]).to(DEVICE).long()] = case.k_TJD[
+        torch.from_numpy(stored).to(DEVICE)
+    ]
     case.attend(backend.plan(case.pool, case.batch))
     assert torch.equal(case.pool.keys.nan_to_num(7.0), expected.nan_to_num(7.0))
 
@@ -172,7 +176,9 @@ def test_memory_is_bounded_and_counted():
     assert not backend.takes(replace(case.batch, pages_T=np.zeros(MOST_TOKENS + 1)))
 
 
-@pytest.mark.parametrize(("heads", "dim", "dtype"), [((32, 8), 96, DTYPE), ((32, 8), 128, torch.float32), ((30, 8), 128, DTYPE)])
+@pytest.mark.parametrize(
+    ("heads", "dim", "dtype"), [((32, 8), 96, DTYPE), ((32, 8), 128, torch.float32), ((30, 8), 128, DTYPE)]
+)
 def test_what_it_cannot_do_is_said_beforehand(heads, dim, dtype):
     assert obstacle(heads, dim, dtype, DEVICE)
 
@@ -180,7 +186,14 @@ def test_what_it_cannot_do_is_said_beforehand(heads, dim, dtype):
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_the_fused_pass_is_that_of_the_decoder(family):
     """In bfloat16, chunk by chunk, rows side by side: hidden states of the last tokens, keys and values."""
-    heads = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "hidden_size": 512, "intermediate_size": 1024, "num_layers": 3}
+    heads = {
+        "num_heads": 8,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_layers": 3,
+    }
     model = random_decoder(tiny_config(family, vocab_size=300, max_context=4096, **heads))
     for name, weight in model.named_parameters():
         # Laws of attention that rounding does not turn over.
@@ -198,13 +211,17 @@ def test_the_fused_pass_is_that_of_the_decoder(family):
 
 
 def _worker(model: torch.nn.Module) -> ModelWorker:
-    return ModelWorker("target", model, width=4096, pages=8192, vocab_size=300, token_bytes=TokenBytes.of(letter_tokenizer(8)))
+    return ModelWorker(
+        "target", model, width=4096, pages=8192, vocab_size=300, token_bytes=TokenBytes.of(letter_tokenizer(8))
+    )
 
 
 @torch.inference_mode()
 def _hidden(worker: ModelWorker, parts: list[tuple[int, int]]) -> Tensor:
     """Rows r with pages 1 + 4096 r and on; (positions held, new tokens)."""
     starts_R, counts_R = (np.array(column, dtype=np.int32) for column in zip(*parts))
-    pages_X = np.concatenate([1 + 4096 * r + np.arange(held + new) for r, (held, new) in enumerate(parts)]).astype(np.int32)
+    pages_X = np.concatenate([1 + 4096 * r + np.arange(held + new) for r, (held, new) in enumerate(parts)]).astype(
+        np.int32
+    )
     tokens_T = np.concatenate([(np.arange(held, held + new) * 7 + r) % 300 for r, (held, new) in enumerate(parts)])
     return worker._forward(PromptBatch(pages_X, starts_R, counts_R, tokens_T), np.cumsum(counts_R) - 1)

@@ -25,10 +25,14 @@ def eager_collector():
 
 
 def test_garbage_of_another_engine_ends_no_recording(eager_collector):
-    """Its recordings are in cycles of references: given up when the collector comes by, which is not while a stream is recorded."""
+    """Its recordings are in cycles of references: given up when the collector comes by, which is not while a stream is
+    recorded."""
     pair = ModelPair.load(demo.TARGET, demo.DRAFT, dtype=torch.float32, device="cuda")
     prompts = [pair.tokenizer.chat([{"role": "user", "content": p.question}]) for p in generate(7, 4, "test")]
-    asked = [Request(str(i), tuple(prompt), SamplingParams(seed=i, particles=4, max_tokens=60)) for i, prompt in enumerate(prompts)]
+    asked = [
+        Request(str(i), tuple(prompt), SamplingParams(seed=i, particles=4, max_tokens=60))
+        for i, prompt in enumerate(prompts)
+    ]
     found = []
     for _ in range(4):
         engine = local_engine(pair, EngineConfig(block=5, branches=2))

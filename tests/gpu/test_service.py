@@ -53,12 +53,19 @@ def seconds(client: Client, law: dict) -> float:
 
 def same(running: Running, expected: list[str]) -> int:
     with running.client() as client, ThreadPoolExecutor(len(ASKED)) as pool:
-        found = pool.map(lambda asked: client.generate([Message("user", asked[0])], timeout=100, **with_chats(asked[1])).text, ASKED)
+        found = pool.map(
+            lambda asked: client.generate([Message("user", asked[0])], timeout=100, **with_chats(asked[1])).text, ASKED
+        )
         return sum(text == one for text, one in zip(found, expected))
 
 
 LAWS = [{}, {"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 30, "min_p": 0.02}, {"method": "target", "top_p": 0.9}]
-LAWS += [{"population": "independent"}, {"method": "exact", "verification": "rejection"}, {"alpha": 1.5}, {"logit_bias": {5: 1.0}}]
+LAWS += [
+    {"population": "independent"},
+    {"method": "exact", "verification": "rejection"},
+    {"alpha": 1.5},
+    {"logit_bias": {5: 1.0}},
+]
 
 
 @pytest.mark.parametrize("law", LAWS, ids=str)

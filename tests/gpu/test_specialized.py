@@ -1,4 +1,5 @@
-"""Prefixes read by warps of two kinds, against float64 attention of one query at a time, and against the kernel of any GPU.
+"""Prefixes read by warps of two kinds, against float64 attention of one query at a time, and against the kernel of any
+GPU.
 
 Axes: as in `tests.attention.packed`.
 """
@@ -22,12 +23,16 @@ CASES = {
     "one_query": Case([450], [[(450, 1)]], 1, (8, 8)),
     "blocks": Case([450], [[(450, 5), (453, 2), (460, 5), (450, 0)]], 5, (32, 8)),
     "many_tiles_of_queries": Case([200], [[(200 + 3 * r, 8) for r in range(12)]], 8, (8, 1)),
-    "ragged_groups": Case([300, 0, 17, 700], [[(300, 2)] * 3, [(4, 1), (0, 2)], [(17, 2), (30, 0)], [(701, 1)] * 9], 2, (8, 2)),
+    "ragged_groups": Case(
+        [300, 0, 17, 700], [[(300, 2)] * 3, [(4, 1), (0, 2)], [(17, 2), (30, 0)], [(701, 1)] * 9], 2, (8, 2)
+    ),
     "ended_first": Case([400, 33], [[(400, 0), (401, 0), (400, 1), (410, 1)], [(33, 0), (34, 2)]], 2, (8, 2), tail=1),
     "tails": Case([390], [[(390, 5), (396, 1), (393, 0), (395, 3)]], 5, (32, 8), tail=2),
     "nothing_shared": Case([0, 0], [[(0, 2), (3, 1)], [(40, 2)]], 2, (8, 2)),
     "seven_heads_a_key": Case([450], [[(450, 3), (453, 2)]], 3, (28, 4)),
-    "more_declared_than_held": Case([37, 200], [[(37, 1), (40, 1)], [(200, 1), (233, 0)]], 1, (8, 2), declared=[450, 900]),
+    "more_declared_than_held": Case(
+        [37, 200], [[(37, 1), (40, 1)], [(200, 1), (233, 0)]], 1, (8, 2), declared=[450, 900]
+    ),
 }
 
 
@@ -92,7 +97,9 @@ def test_one_key_of_all_is_seen():
         built.keys[page] = 0.0
 
 
-@pytest.mark.parametrize(("heads", "dim", "rows", "queries"), [((32, 8), 64, 32, 1), ((32, 8), 128, 8, 5), ((16, 8), 128, 16, 4)])
+@pytest.mark.parametrize(
+    ("heads", "dim", "rows", "queries"), [((32, 8), 64, 32, 1), ((32, 8), 128, 8, 5), ((16, 8), 128, 16, 4)]
+)
 def test_real_shapes_take_it(heads, dim, rows, queries):
     made = SharedPrefixAttention(1, rows, rows, queries, heads, dim, BF16, "cuda", 4096)
     assert made.prefix_kernel is not _prefix_kernel and made.tuning.block_x == 64

@@ -30,13 +30,26 @@ def summed(rank: int, degree: int, port: int, results: multiprocessing.Queue) ->
             eager = summed_here(part).clone()
             replayed, micros = timed(summed_here, part)
             over_nccl = timed(lambda x: group.allreduce([x]).wait(), part.clone())[1]
-            results.put((rank, shape, str(dtype), [x.float().cpu().numpy() for x in (eager, replayed, whole)], micros, over_nccl))
+            results.put(
+                (
+                    rank,
+                    shape,
+                    str(dtype),
+                    [x.float().cpu().numpy() for x in (eager, replayed, whole)],
+                    micros,
+                    over_nccl,
+                )
+            )
 
 
 def timed(operation, part: torch.Tensor) -> tuple[torch.Tensor | None, float]:
     """Its result, and microseconds of one replay."""
     torch.cuda.synchronize()
-    stream, graph, start, end = torch.cuda.Stream(), torch.cuda.CUDAGraph(), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
+    stream, graph, start, end = (
+        torch.cuda.Stream(),
+        torch.cuda.CUDAGraph(),
+        *(torch.cuda.Event(enable_timing=True) for _ in range(2)),
+    )
     with torch.cuda.stream(stream):
         operation(part)
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
@@ -57,7 +70,9 @@ def test_sums_are_those_of_nccl_and_the_same_on_every_rank(degree):
         pytest.skip(f"needs {degree} GPUs")
     context = multiprocessing.get_context("spawn")
     store, results = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), context.Queue()
-    ranks = [context.Process(target=summed, args=(rank, degree, store.port, results), daemon=True) for rank in range(degree)]
+    ranks = [
+        context.Process(target=summed, args=(rank, degree, store.port, results), daemon=True) for rank in range(degree)
+    ]
     for rank in ranks:
         rank.start()
     first = {}

@@ -1,4 +1,5 @@
-"""After what a service does before it serves, no kind of request compiles a kernel, and no step of the engine takes seconds."""
+"""After what a service does before it serves, no kind of request compiles a kernel, and no step of the engine takes
+seconds."""
 
 from __future__ import annotations
 

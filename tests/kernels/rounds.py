@@ -1,5 +1,5 @@
-"""Rounds of any kinds, with everything in them that a round may meet: dead and ended places, NaN, no weight, padding. The same for a seed,
-on whatever device.
+"""Rounds of any kinds, with everything in them that a round may meet: dead and ended places, NaN, no weight, padding.
+The same for a seed, on whatever device.
 
 Axes: see smc/executor/__init__.py; V vocabulary, C offers of a place.
 """
@@ -47,7 +47,9 @@ def assert_equal(found: object, wanted: object, name: str = "") -> None:
 class Round:
     """One round, drawn at random."""
 
-    def __init__(self, seed: int, kinds: frozenset[Kind], lookahead: bool, device: torch.device, *, largest: int = 6) -> None:
+    def __init__(
+        self, seed: int, kinds: frozenset[Kind], lookahead: bool, device: torch.device, *, largest: int = 6
+    ) -> None:
         self.rng, self.device, self.kinds, self.lookahead = np.random.default_rng(seed), device, kinds, lookahead
         rng = self.rng
         self.sizes = rng.integers(1, largest + 1, rng.integers(1, 5)).tolist()
@@ -78,7 +80,11 @@ class Round:
         group_A = np.repeat(np.arange(groups), [*self.sizes, self.padding][:groups])
         seed_G = rng.integers(0, 2**31, groups)
         one_A = np.ones(self.places, np.float32)
-        law = LawSpec(*(self.here(one_A), self.here(one_A * 0, torch.int64)), *(self.here(one_A * v) for v in (1, 0, 1)), frozenset())
+        law = LawSpec(
+            *(self.here(one_A), self.here(one_A * 0, torch.int64)),
+            *(self.here(one_A * v) for v in (1, 0, 1)),
+            frozenset(),
+        )
         slot_A = np.concatenate((rng.permutation(self.slots)[: self.used], np.full(self.padding, self.slots)))
         kinds = rng.choice(sorted(self.kinds), len(self.sizes))
         chain_C = np.flatnonzero(np.array([*kinds, Kind.INDEPENDENT])[np.minimum(group_A, len(kinds))] == Kind.CHAINS)
@@ -113,7 +119,10 @@ class Round:
     def _state(self) -> SlotState:
         rng, n = self.rng, self.slots + 1
         tables = StopTables(
-            3, VOCAB, TokenBytes(np.frombuffer(b"abcabcabcabc", np.uint8).copy(), np.arange(13, dtype=np.int32)), self.device
+            3,
+            VOCAB,
+            TokenBytes(np.frombuffer(b"abcabcabcabc", np.uint8).copy(), np.arange(13, dtype=np.int32)),
+            self.device,
         )
         for entry, machine in enumerate(MACHINES, 1):
             tables.set(entry, machine)
@@ -176,7 +185,9 @@ class Round:
         return VerifyOutputs(
             blocks=blocks,
             logp_AQ=logp_AQ,
-            drawn_AQ=torch.where(self.here(rng.random((a, q)) < 0.8), next_AQ, self.here(rng.integers(0, VOCAB, (a, q)))),
+            drawn_AQ=torch.where(
+                self.here(rng.random((a, q)) < 0.8), next_AQ, self.here(rng.integers(0, VOCAB, (a, q)))
+            ),
             next_AV=logp_AQ,
             nan_A=torch.isnan(logp_AQ).any(-1) & blocks.alive_A,
             nan_AQ=self.here(rng.random((a, q)) < self.nan),
@@ -190,7 +201,11 @@ class Round:
         logp_X, log_z_A = self.here(self.floats(rows)), self.here(self.floats(rows))
         if self.lookahead:
             return TargetOutputs(logp_X)
-        own = (logp_X, self.here(rng.integers(0, VOCAB, rows)), log_z_A) if Kind.INDEPENDENT in self.kinds else (None, None, log_z_A)
+        own = (
+            (logp_X, self.here(rng.integers(0, VOCAB, rows)), log_z_A)
+            if Kind.INDEPENDENT in self.kinds
+            else (None, None, log_z_A)
+        )
         if self.kinds == {Kind.INDEPENDENT}:
             return TargetOutputs(*own)
         offered_AC = self.here(self.floats(rows, c))

@@ -19,10 +19,18 @@ def machine_of(stops: int, biases: int) -> StopMachine:
     """Some tokens are both, and some beyond the vocabulary."""
     ids = rng.choice(VOCAB + 40, (2, max(stops, biases, 1)))
     values = {int(token): float(value) for token, value in zip(ids[1][:biases], rng.normal(size=biases) * 50)}
-    return StopMachine.of([*ids[0][:stops].tolist(), *list(values)[: stops // 3]][:MAX_STOP_IDS], (), tuple(sorted(values.items())))
+    return StopMachine.of(
+        [*ids[0][:stops].tolist(), *list(values)[: stops // 3]][:MAX_STOP_IDS], (), tuple(sorted(values.items()))
+    )
 
 
-MACHINES = [machine_of(0, 0), machine_of(1, 0), machine_of(3, 13), machine_of(0, 200), machine_of(MAX_STOP_IDS, MAX_BIASES)]
+MACHINES = [
+    machine_of(0, 0),
+    machine_of(1, 0),
+    machine_of(3, 13),
+    machine_of(0, 200),
+    machine_of(MAX_STOP_IDS, MAX_BIASES),
+]
 
 
 @pytest.mark.parametrize("ids_M", [None, np.sort(rng.choice(VOCAB, 700, replace=False))], ids=["all", "some"])

@@ -1,4 +1,5 @@
-"""What the target runs, and its verdict, against the torch ones, over rounds of all kinds. See tests/kernels/rounds.py."""
+"""What the target runs, and its verdict, against the torch ones, over rounds of all kinds. See
+tests/kernels/rounds.py."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from tests.kernels.rounds import NO_MASS, VOCAB, Round, assert_equal
 
 KINDS = [pytest.param(frozenset({kind}), marks=pytest.mark.slow) for kind in Kind] + [frozenset(Kind)]
 CPU = torch.device("cpu")
-by_kind = pytest.mark.parametrize("kinds", KINDS, ids=lambda kinds: "+".join(kind.name.lower() for kind in sorted(kinds)))
+by_kind = pytest.mark.parametrize(
+    "kinds", KINDS, ids=lambda kinds: "+".join(kind.name.lower() for kind in sorted(kinds))
+)
 
 
 def of(asked: VerifyInputs) -> tuple:

@@ -1,4 +1,5 @@
-"""A round's weights and its conclusion as kernels, against the torch ones, over rounds of all kinds. See tests/kernels/rounds.py."""
+"""A round's weights and its conclusion as kernels, against the torch ones, over rounds of all kinds. See
+tests/kernels/rounds.py."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ CPU = torch.device("cpu")
 SEEDS = range(8)
 
 
-def evidence_of(seed: int, kinds: frozenset[Kind], lookahead: bool, device: torch.device, **options: int) -> ScoreInputs:
+def evidence_of(
+    seed: int, kinds: frozenset[Kind], lookahead: bool, device: torch.device, **options: int
+) -> ScoreInputs:
     made = Round(seed, kinds, lookahead, device, **options)
     logq_SQ, drafted = made.here(made.floats(made.slots + 1, made.q)), made.drafted()
     asked = lay_out(made.state, logq_SQ, made.plan, None if lookahead else drafted)

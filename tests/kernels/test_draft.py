@@ -26,7 +26,9 @@ in_both = pytest.mark.parametrize("lookahead", [True, False], ids=["ahead", "loc
 class DraftRound(Round):
     """As the draft has it: one or two tokens are pending, and pages are named for them and for rows."""
 
-    def __init__(self, seed: int, kinds: frozenset[Kind], lookahead: bool, device: torch.device, **options: int) -> None:
+    def __init__(
+        self, seed: int, kinds: frozenset[Kind], lookahead: bool, device: torch.device, **options: int
+    ) -> None:
         super().__init__(seed, kinds, lookahead, device, **options)
         rng, n, pending = self.rng, self.slots + 1, 1 if lookahead else 2
         pending_S, held_S = rng.integers(1, pending + 1, n), rng.integers(1, 20, n)
@@ -34,7 +36,10 @@ class DraftRound(Round):
         self.state.pending_SQ = self.here(rng.integers(0, VOCAB, (n, pending)))
         self.state.pending_S, self.state.end_S = self.here(pending_S), self.here(held_S + pending_S)
         self.state.base_S = self.here(np.minimum(rng.integers(0, 4, n), held_S))
-        pages = (rng.integers(1, 999, shape).astype(np.int32) for shape in ((self.places, pending), (self.places * self.f, self.k - 1)))
+        pages = (
+            rng.integers(1, 999, shape).astype(np.int32)
+            for shape in ((self.places, pending), (self.places * self.f, self.k - 1))
+        )
         begin_AP, branch_XB = map(self.here, pages)
         self.law = LawSpec(
             self.here(rng.random(self.places).astype(np.float32)),
@@ -70,7 +75,16 @@ def begun(made: DraftRound, steps: DraftOps, by_round: bool) -> tuple:
     of: DraftInputs = steps.begin(made.state, made.plan, made.law, DraftShape(made.k, by_round))
     rows = of.rows
     assert rows.tail_RB is None and rows.tail_R is None and rows.contexts is made.plan.contexts
-    run = (rows.slot_R, rows.start_R, rows.count_R, rows.group_R, rows.first_G, rows.size_G, rows.shared_G, rows.queries)
+    run = (
+        rows.slot_R,
+        rows.start_R,
+        rows.count_R,
+        rows.group_R,
+        rows.first_G,
+        rows.size_G,
+        rows.shared_G,
+        rows.queries,
+    )
     return of.tokens_AP, run, of.last_A, of.tree, of.first, of.later, made.state.table_SL[:-1]
 
 

@@ -1,4 +1,5 @@
-"""Columns of a draft's head become tokens: the kernels against the torch ones, and these against the law that they claim.
+"""Columns of a draft's head become tokens: the kernels against the torch ones, and these against the law that they
+claim.
 
 Axes: R rows, D draws a row, C offers, M columns.
 """
@@ -24,8 +25,16 @@ CPU = torch.device("cpu")
 
 
 def keys_of(rng: np.random.Generator, rows: int, draws: int, device: torch.device) -> DrawKeys:
-    seed_R, round_R, position_R = (torch.from_numpy(rng.integers(0, high, rows)).to(device) for high in (2**62, 2**31, 2**20))
-    return DrawKeys(seed_R, round_R, torch.from_numpy(rng.integers(0, 2**31, (rows, draws))).to(device), position_R, Purpose.PROPOSAL)
+    seed_R, round_R, position_R = (
+        torch.from_numpy(rng.integers(0, high, rows)).to(device) for high in (2**62, 2**31, 2**20)
+    )
+    return DrawKeys(
+        seed_R,
+        round_R,
+        torch.from_numpy(rng.integers(0, 2**31, (rows, draws))).to(device),
+        position_R,
+        Purpose.PROPOSAL,
+    )
 
 
 @pytest.mark.parametrize("share", [1e-3, 0.9])
@@ -37,12 +46,17 @@ def test_kernels_are_the_torch_ones(share):
             rng = np.random.default_rng(seed)
             ids_M = np.sort(rng.permutation(300)[:100])
             head = sampling(Sampling(100), DraftVocab(ids_M, 300, share), device)
-            logq = [-np.abs(rng.normal(size=shape) * 9).astype(np.float32) for shape in ((rows, draws), (rows, width), (rows, width))]
+            logq = [
+                -np.abs(rng.normal(size=shape) * 9).astype(np.float32)
+                for shape in ((rows, draws), (rows, width), (rows, width))
+            ]
             logq[2][rng.random(rows) < 0.3, -1] = -np.inf
             for values in logq:
                 values[rng.random(rows) < 0.2] = np.nan
             logq_RD, logq_RC, share_RC = (torch.from_numpy(values).to(device) for values in logq)
-            column_RD, column_RC = (torch.from_numpy(rng.integers(0, 100, values.shape)).to(device) for values in logq[:2])
+            column_RD, column_RC = (
+                torch.from_numpy(rng.integers(0, 100, values.shape)).to(device) for values in logq[:2]
+            )
             keys = keys_of(rng, rows, draws, device)
             own = head._spread(column_RD.int() if device == DEVICE else column_RD, logq_RD, keys)
             keys = keys_of(rng, rows, 1, device)
@@ -63,8 +77,8 @@ def test_a_law_that_is_nan_somewhere_is_nan_everywhere():
 
 @pytest.mark.parametrize("truncated", [False, True], ids=["whole", "top-k"])
 def test_tokens_come_from_the_law_that_is_claimed(truncated, monkeypatch):
-    """Every token's log q adds up to 1, and 6,000 draws of each kind are within 4.5 standard errors of it: 11 tokens, 2 kinds, 2 cases, so
-    a false alarm in about 3,000 choices of seeds."""
+    """Every token's log q adds up to 1, and 6,000 draws of each kind are within 4.5 standard errors of it: 11 tokens, 2
+    kinds, 2 cases, so a false alarm in about 3,000 choices of seeds."""
     monkeypatch.setattr("smc.executor.sampling.OFFERS", 3)
     vocab, rows = 10, 6000
     ids_M = np.array([0, 3, 4, 7, 9, 10])
@@ -84,6 +98,11 @@ def test_tokens_come_from_the_law_that_is_claimed(truncated, monkeypatch):
     assert offers.share_RC[:, -1].exp().tolist() == pytest.approx([rest] * rows, abs=1e-5)
     assert offers.share_RC[0, :-1].tolist() == pytest.approx([logq_of[token] for token in offered], abs=1e-5)
     for token, logq in logq_of.items():
-        for found, share in ((own_V[token], math.exp(logq)), (rest_V[token], 0.0 if token in offered else math.exp(logq) / rest)):
+        for found, share in (
+            (own_V[token], math.exp(logq)),
+            (rest_V[token], 0.0 if token in offered else math.exp(logq) / rest),
+        ):
             assert abs(found - share) <= 4.5 * math.sqrt(share * (1 - share) / rows)
-    assert offers.logq_RC[:, -1].tolist() == pytest.approx([logq_of[token] for token in offers.token_RC[:, -1].tolist()], abs=1e-5)
+    assert offers.logq_RC[:, -1].tolist() == pytest.approx(
+        [logq_of[token] for token in offers.token_RC[:, -1].tolist()], abs=1e-5
+    )

@@ -32,7 +32,9 @@ Bounds = tuple[torch.Tensor, torch.Tensor]
 
 def bounds(sizes: list[int]) -> Bounds:
     """First and size of groups one after another."""
-    return torch.tensor(list(itertools.accumulate(sizes[:-1], initial=0)), dtype=torch.int32), torch.tensor(sizes, dtype=torch.int32)
+    return torch.tensor(list(itertools.accumulate(sizes[:-1], initial=0)), dtype=torch.int32), torch.tensor(
+        sizes, dtype=torch.int32
+    )
 
 
 def to(device: torch.device, value: object) -> object:
@@ -43,9 +45,11 @@ def to(device: torch.device, value: object) -> object:
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
-def grouped(groups: list[dict], width: int, padding: int = 0, padding_groups: int = 0, least: float = 0.0, step: int = 0) -> tuple:
-    """The arguments of `expand`; a group: log masses and shares [R, C] of its sources, places, how many may go on, kind, seed, and which
-    sources are not there. `padding` sources and places come last, with what is worth taking."""
+def grouped(
+    groups: list[dict], width: int, padding: int = 0, padding_groups: int = 0, least: float = 0.0, step: int = 0
+) -> tuple:
+    """The arguments of `expand`; a group: log masses and shares [R, C] of its sources, places, how many may go on,
+    kind, seed, and which sources are not there. `padding` sources and places come last, with what is worth taking."""
     mass_R = torch.cat([*(group["mass_R"] for group in groups), torch.full((padding,), 1e6, dtype=torch.float64)])
     share_RC = torch.cat([*(group["share_RC"] for group in groups), torch.zeros(padding, width)])
     there_R = torch.ones(len(mass_R), dtype=torch.bool)
@@ -54,12 +58,24 @@ def grouped(groups: list[dict], width: int, padding: int = 0, padding_groups: in
     for group, first in zip(groups, sources[0].tolist()):
         there_R[[first + dead for dead in group.get("dead", ())]] = False
     most_G, kind_G = (
-        torch.tensor([group[name] for group in groups] + [0] * padding_groups, dtype=torch.int32) for name in ("most", "kind")
+        torch.tensor([group[name] for group in groups] + [0] * padding_groups, dtype=torch.int32)
+        for name in ("most", "kind")
     )
     seed_G = torch.tensor([group.get("seed", 0) for group in groups] + [0] * padding_groups)
     offers = Offers(torch.zeros_like(share_RC).long(), share_RC, share_RC)
     total = int(rows[1].sum()) + padding
-    return offers, mass_R, there_R, sources, rows, most_G, kind_G, (seed_G, torch.full_like(seed_G, 7), step), total, least
+    return (
+        offers,
+        mass_R,
+        there_R,
+        sources,
+        rows,
+        most_G,
+        kind_G,
+        (seed_G, torch.full_like(seed_G, 7), step),
+        total,
+        least,
+    )
 
 
 def assert_same(arguments: tuple, chunk: int | None = CHUNK) -> Expansion:
@@ -87,11 +103,14 @@ def shares(rows: int, width: int, seed: int, spread: float, dropped: float = 0.0
 
 @st.composite
 def groups(draw, width: int) -> dict:
-    """Masses of any spread, far from 0, some or all without mass, in ties, or NaN; more and fewer places than offers."""
+    """Masses of any spread, far from 0, some or all without mass, in ties, or NaN; more and fewer places than
+    offers."""
     sources, seed = draw(st.integers(1, 9)), draw(st.integers(0, 10**6))
     mass_R = torch.randn(sources, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     mass_R = mass_R * draw(st.sampled_from([0.01, 1.0, 20.0, 1000.0])) + draw(st.sampled_from([0.0, -700.0, -1e5, 1e5]))
-    share_RC = shares(sources, width, seed, draw(st.sampled_from([0.01, 1.0, 8.0])), draw(st.sampled_from([0.0, 0.0, 0.5, 1.0])))
+    share_RC = shares(
+        sources, width, seed, draw(st.sampled_from([0.01, 1.0, 8.0])), draw(st.sampled_from([0.0, 0.0, 0.5, 1.0]))
+    )
     if draw(st.booleans()):
         mass_R, share_RC = mass_R.round(), share_RC.round()
     if draw(st.sampled_from([False] * 5 + [True])):
@@ -100,11 +119,21 @@ def groups(draw, width: int) -> dict:
     kind = draw(st.sampled_from([Kind.DISTINCT, Kind.DISTINCT, Kind.BEST, Kind.BEST, Kind.INDEPENDENT]))
     dead = draw(st.sets(st.integers(0, sources - 1), max_size=sources))
     most = draw(st.integers(0, size) | st.just(size))
-    return {"mass_R": mass_R, "share_RC": share_RC, "size": size, "most": most, "kind": kind, "seed": seed - 5 * 10**5, "dead": dead}
+    return {
+        "mass_R": mass_R,
+        "share_RC": share_RC,
+        "size": size,
+        "most": most,
+        "kind": kind,
+        "seed": seed - 5 * 10**5,
+        "dead": dead,
+    }
 
 
 @examples
-@given(st.data(), st.sampled_from([1, 2, 9, OFFERS + 1]), st.integers(0, 3), st.sampled_from([0.0, 0.1]), st.integers(0, 9))
+@given(
+    st.data(), st.sampled_from([1, 2, 9, OFFERS + 1]), st.integers(0, 3), st.sampled_from([0.0, 0.1]), st.integers(0, 9)
+)
 def test_equals_the_torch_expansion(data, width, padding, least, step):
     made = data.draw(st.lists(groups(width), min_size=1, max_size=4))
     assert_same(grouped(made, width, padding, padding, least, step))
@@ -123,7 +152,9 @@ LARGEST = 1024
 def test_equals_the_torch_expansion_up_to_the_largest_shape(sources, width, size):
     mass_R = torch.randn(sources, generator=torch.Generator().manual_seed(size), dtype=torch.float64) * 4 - 1e5
     same = {"mass_R": mass_R, "share_RC": shares(sources, width, size, 3.0), "size": size, "most": size}
-    assert_same(grouped([same | {"kind": kind, "seed": 3} for kind in (Kind.BEST, Kind.DISTINCT)], width, padding=1), chunk=None)
+    assert_same(
+        grouped([same | {"kind": kind, "seed": 3} for kind in (Kind.BEST, Kind.DISTINCT)], width, padding=1), chunk=None
+    )
 
 
 @pytest.mark.parametrize("kind", [Kind.BEST, Kind.DISTINCT])
@@ -144,13 +175,24 @@ def test_masses_in_ties_and_in_steps(masses, kind):
 
 def test_a_group_that_collapses_takes_what_it_is_offered():
     share_RC = torch.zeros(3, 4).masked_fill(torch.eye(3, 4) > 0, NO_MASS)
-    given = {"mass_R": torch.full((3,), NO_MASS, dtype=torch.float64), "share_RC": share_RC, "size": 4, "most": 4, "dead": (1,)}
+    given = {
+        "mass_R": torch.full((3,), NO_MASS, dtype=torch.float64),
+        "share_RC": share_RC,
+        "size": 4,
+        "most": 4,
+        "dead": (1,),
+    }
     made = assert_same(
-        grouped([given | {"kind": kind} for kind in (Kind.DISTINCT, Kind.BEST)] + [given | {"dead": (0, 1, 2), "kind": 1}], 4)
+        grouped(
+            [given | {"kind": kind} for kind in (Kind.DISTINCT, Kind.BEST)] + [given | {"dead": (0, 1, 2), "kind": 1}],
+            4,
+        )
     )
     assert made.collapsed_G.tolist() == [True, False, True]
     assert made.alive_X.tolist() == [True] * 4 + [False] * 8
-    assert set(made.parent_X[:4].tolist()) <= {0, 2} and (made.parent_X[4:8] == 3).all() and (made.parent_X[8:] == 6).all()
+    assert (
+        set(made.parent_X[:4].tolist()) <= {0, 2} and (made.parent_X[4:8] == 3).all() and (made.parent_X[8:] == 6).all()
+    )
 
 
 @pytest.mark.skipif(ON_GPU, reason="a compiled kernel's uniforms cannot be replaced")
@@ -187,7 +229,14 @@ def populations(draw) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Bounds,
     # Rows come from sources in any order.
     parent_X = torch.from_numpy(rng.permutation(len(root_X)))
     root_R = torch.empty_like(root_X).index_put((parent_X,), root_X)
-    return root_R, parent_X, torch.tensor(alive + [True] * padding, dtype=torch.bool), bounds(rows), places, sum(sizes) + padding
+    return (
+        root_R,
+        parent_X,
+        torch.tensor(alive + [True] * padding, dtype=torch.bool),
+        bounds(rows),
+        places,
+        sum(sizes) + padding,
+    )
 
 
 @examples
@@ -202,7 +251,11 @@ def test_roots_are_kept_as_the_torch_ones(arguments):
 def blocks(draw) -> tuple[torch.Tensor, ...]:
     """The arguments of `walk`, of few tokens, so that blocks agree for long."""
     sizes = draw(st.lists(st.sampled_from([0, 1, 2, 7, MAX_PARTICLES]), min_size=1, max_size=4))
-    padding, q, rng = draw(st.integers(0, 2)), draw(st.sampled_from([1, 2, 5, 8, 33])), np.random.default_rng(draw(st.integers(0, 10**6)))
+    padding, q, rng = (
+        draw(st.integers(0, 2)),
+        draw(st.sampled_from([1, 2, 5, 8, 33])),
+        np.random.default_rng(draw(st.integers(0, 10**6))),
+    )
     places = sum(sizes) + padding
     tokens_AQ, drawn_AQ = (torch.from_numpy(rng.choice(2, (places, q), p=[0.9, 0.1])) for _ in range(2))
     alive_A = torch.from_numpy(rng.random(places) < rng.choice([0.0, 0.5, 1.0]))

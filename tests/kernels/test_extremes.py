@@ -1,5 +1,5 @@
-"""Every kernel that normalises a law against the torch laws and the slow ones, over logits far from 0, all but one forbidden, equal
-ones, and vocabularies of one entry, of a block, and of one more.
+"""Every kernel that normalises a law against the torch laws and the slow ones, over logits far from 0, all but one
+forbidden, equal ones, and vocabularies of one entry, of a block, and of one more.
 
 Axes: R rows, V vocabulary, D draws, F extra tokens.
 """
@@ -48,7 +48,9 @@ def logit_rows(draw, dtype: torch.dtype, vocab: int) -> list[float]:
     if kind == "equal":
         row[:] = 1.5
     row = (row * 8).round() / 8 + draw(st.sampled_from([0.0, 0.0, -110.0, 1e5, -1e5]))
-    forbidden = {"one": np.ones(vocab, dtype=bool), "few": random.random(vocab) < 0.8}.get(kind, np.zeros(vocab, dtype=bool))
+    forbidden = {"one": np.ones(vocab, dtype=bool), "few": random.random(vocab) < 0.8}.get(
+        kind, np.zeros(vocab, dtype=bool)
+    )
     forbidden[draw(st.integers(0, vocab - 1))] = False
     return torch.tensor(np.where(forbidden, -math.inf, row)).to(dtype).tolist()
 
@@ -61,19 +63,32 @@ def batches(draw, dtype: torch.dtype, spec: st.SearchStrategy[Spec]) -> tuple[to
     return torch.tensor([row for row, _ in rows], dtype=dtype, device=DEVICE), [spec for _, spec in rows]
 
 
-def assert_draws_are_of(log_law_RV: torch.Tensor, logits_RV: torch.Tensor, spec: laws.LawSpec, cut: Cut | None, slack: float) -> None:
+def assert_draws_are_of(
+    log_law_RV: torch.Tensor, logits_RV: torch.Tensor, spec: laws.LawSpec, cut: Cut | None, slack: float
+) -> None:
     """Tokens and log-probabilities; of two entries that come in within rounding of each other, either may win."""
     rows, vocab = logits_RV.shape
     rng = np.random.default_rng(rows)
-    keys = rng.integers(-(2**63), 2**63, rows), np.full(rows, 3), rng.integers(0, 2**32, (rows, DRAWS)), np.full(rows, 9)
+    keys = (
+        rng.integers(-(2**63), 2**63, rows),
+        np.full(rows, 3),
+        rng.integers(0, 2**32, (rows, DRAWS)),
+        np.full(rows, 9),
+    )
     temperature_R, *on_device = (to_device(array, DEVICE) for array in (spec.temperature_R, *keys))
-    token_RD, logq_RD, _ = sampling.draw(logits_RV, vocab, temperature_R, *on_device, Purpose.PROPOSAL, cut, block=BLOCK)
+    token_RD, logq_RD, _ = sampling.draw(
+        logits_RV, vocab, temperature_R, *on_device, Purpose.PROPOSAL, cut, block=BLOCK
+    )
     token_RD = token_RD.cpu().long()
     word0_RD, word1_RD, _, _ = words(*(array.reshape(rows, -1) for array in keys), Purpose.PROPOSAL)
-    race_RDV = exponentials(torch.from_numpy(word0_RD), torch.from_numpy(word1_RD), vocab) / log_law_RV.float().exp()[:, None]
+    race_RDV = (
+        exponentials(torch.from_numpy(word0_RD), torch.from_numpy(word1_RD), vocab) / log_law_RV.float().exp()[:, None]
+    )
     won_RD = race_RDV.gather(2, token_RD[..., None])[..., 0]
     assert (won_RD <= race_RDV.amin(-1) * (1 + 1e-5 + 2 * slack)).all()
-    torch.testing.assert_close(logq_RD.cpu().double(), log_law_RV.gather(1, token_RD), atol=TOLERANCE + slack, rtol=TOLERANCE)
+    torch.testing.assert_close(
+        logq_RD.cpu().double(), log_law_RV.gather(1, token_RD), atol=TOLERANCE + slack, rtol=TOLERANCE
+    )
 
 
 def scored(logits_RV: torch.Tensor, spec: laws.LawSpec, cut: Cut | None) -> torch.Tensor:
@@ -105,11 +120,14 @@ def test_draws_and_scores_after_a_cut(dtype, data, mixed):
     logits_RV, rows = data.draw(batches(dtype, truncating))
     spec = law_spec(*rows)
     truncated_RV = torch.stack([reference(row, of) for row, of in zip(logits_RV.tolist(), rows)]).exp()
-    whole_RV = torch.tensor([softmax(row, of.temperature) for row, of in zip(logits_RV.tolist(), rows)], dtype=torch.float64)
+    whole_RV = torch.tensor(
+        [softmax(row, of.temperature) for row, of in zip(logits_RV.tolist(), rows)], dtype=torch.float64
+    )
     expected_RV = ((1 - mixed) * truncated_RV + mixed * whole_RV).log()
     cut = truncate(logits_RV, logits_RV.shape[1], *arguments(spec, DEVICE), mixed, block=BLOCK)
     assert_same_law(laws.Laws(spec).proposal(logits_RV.cpu().float(), mixed), expected_RV)
-    # An entry that is dropped, but not forbidden, is lowered where it stands, in float32; it is drawn by what it then is.
+    # An entry that is dropped, but not forbidden, is lowered where it stands, in float32; it is drawn by what it then
+    # is.
     slack = largest(logits_RV, spec) * 2**-23 if mixed else 0.0
     found_RV = scored(logits_RV, spec, cut)
     assert torch.equal(found_RV == -torch.inf, expected_RV == -torch.inf)

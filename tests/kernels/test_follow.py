@@ -1,4 +1,5 @@
-"""What becomes of slots after a choice, against the torch one, over rounds of all kinds. See tests/kernels/rounds.py."""
+"""What becomes of slots after a choice, against the torch one, over rounds of all kinds. See
+tests/kernels/rounds.py."""
 
 from __future__ import annotations
 
@@ -41,7 +42,16 @@ def choice_of(made: Round) -> RoundChoice:
 
 def contents(state: SlotState) -> tuple[torch.Tensor, ...]:
     """All that is read again; of the dummy slot neither pages, nor tokens, nor text."""
-    whole = (state.end_S, state.pending_S, state.ended_S, state.alive_S, state.logw_S, state.base_S, state.limit_S, state.entry_S)
+    whole = (
+        state.end_S,
+        state.pending_S,
+        state.ended_S,
+        state.alive_S,
+        state.logw_S,
+        state.base_S,
+        state.limit_S,
+        state.entry_S,
+    )
     return *whole, state.table_SL[:-1], state.pending_SQ[:-1], state.text_S[:-1]
 
 
@@ -76,6 +86,14 @@ def test_tokens_of_a_slice_are_kept():
             made.drafted()
             choice, a = choice_of(made), made.places
             end_A, pending_A, text_A = (made.here(made.rng.integers(1, 30, a)) for _ in range(3))
-            advance(made.state, made.plan.slot_A, choice, end_A, made.here(made.rng.integers(0, VOCAB, (a, 2)))[:, :1], pending_A, text_A)
+            advance(
+                made.state,
+                made.plan.slot_A,
+                choice,
+                end_A,
+                made.here(made.rng.integers(0, VOCAB, (a, 2)))[:, :1],
+                pending_A,
+                text_A,
+            )
             kept.append(contents(made.state))
         assert_equal(kept[1], kept[0])

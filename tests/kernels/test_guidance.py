@@ -15,8 +15,8 @@ from tests.kernels.conftest import DEVICE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (5, 4097), (2, 128_256)], ids=str)
 def test_guided_logits_are_those_of_the_torch_one(dtype, shape):
-    """Rows at a stride of their own; scales from none to large; companions of few of them, in any order. Where there is no scale, a
-    companion may say anything."""
+    """Rows at a stride of their own; scales from none to large; companions of few of them, in any order. Where there is
+    no scale, a companion may say anything."""
     torch.manual_seed(shape[1])
     tokens, width = shape
     own_TV, companion_XV = (torch.randn(2, tokens, width + 5) * 30).to(dtype)[..., :width]
@@ -43,7 +43,9 @@ def test_pages_follow_as_by_the_torch_one():
         table_SL[3, :3] = table_SL[2, :3]
         found_SL = table_SL.to(DEVICE)
         remap_block_table(table_SL, slot_A, source_A, base_A, end_A, tail_AB, 1500 + width)
-        guidance.reroot(found_SL, *(values.to(DEVICE) for values in (slot_A, source_A, base_A, end_A, tail_AB)), 1500 + width)
+        guidance.reroot(
+            found_SL, *(values.to(DEVICE) for values in (slot_A, source_A, base_A, end_A, tail_AB)), 1500 + width
+        )
         for slot, end in zip(slot_A.tolist(), end_A.tolist()):
             assert torch.equal(found_SL[slot, : end + width].cpu(), table_SL[slot, : end + width])
         assert torch.equal(found_SL[4:7].cpu(), table_SL[4:7])

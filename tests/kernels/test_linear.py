@@ -83,13 +83,19 @@ def usual(x: Rounded, weight8_NK: torch.Tensor, scale_N: torch.Tensor) -> torch.
 
 
 @pytest.mark.parametrize("tokens", [1, 33, 64, 65, 96, 300])
-@pytest.mark.parametrize(("outputs", "inputs", "splits"), [(64, 1024, 4), (200, 512, None), (200, 96, 3), (40, 32, 1), (130, 640, 1)])
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "splits"), [(64, 1024, 4), (200, 512, None), (200, 96, 3), (40, 32, 1), (130, 640, 1)]
+)
 def test_fp8(device, tokens, outputs, inputs, splits):
     """Weights and tokens of very different sizes; a row of zeros of either; a bias."""
     x_TK, weight_NK = operands(device, tokens, outputs, inputs)
     weight_NK[0] = 0.0
     weight8_NK, scale_N = quantise(weight_NK * torch.logspace(-3, 3, outputs, device=device)[:, None])
-    x = round_rows(x_TK * torch.logspace(2, -2, tokens, device=device)[:, None] * (torch.arange(tokens, device=device) != 1)[:, None])
+    x = round_rows(
+        x_TK
+        * torch.logspace(2, -2, tokens, device=device)[:, None]
+        * (torch.arange(tokens, device=device) != 1)[:, None]
+    )
     bias_N = torch.randn(outputs, device=device).to(KIND)
     out = linear(x, weight8_NK, splits, bias_N, torch.float32, scale_N=scale_N)
     total_TN = out if out.dim() == 2 else out.sum(0)
@@ -126,21 +132,33 @@ def test_every_fp8_number_is_read_as_it_is(device, of_weights):
 
 
 @pytest.mark.parametrize(
-    ("fp8", "tokens"), [(fp8, tokens) for fp8 in (False, True) for tokens in (8, 32, 40, 64, 96, 128, 256)] + [(True, 512)]
+    ("fp8", "tokens"),
+    [(fp8, tokens) for fp8 in (False, True) for tokens in (8, 32, 40, 64, 96, 128, 256)] + [(True, 512)],
 )
 @pytest.mark.parametrize(
-    "outputs, inputs", [(3072, 2048), (2048, 2048), (2048, 8192), (6144, 4096), (4096, 14336), (40, 96), (128256, 4096), (57344, 8192)]
+    "outputs, inputs",
+    [(3072, 2048), (2048, 2048), (2048, 8192), (6144, 4096), (4096, 14336), (40, 96), (128256, 4096), (57344, 8192)],
 )
 def test_choice_divides_the_inputs_and_fits(tokens, outputs, inputs, fp8):
     for gated in (False, True):
         tiling = choose(tokens, outputs, inputs, gated, fp8)
         assert inputs % (tiling.block_k * tiling.splits) == 0 and not (gated and tiling.splits > 1)
-        assert tiling.stages * tiling.block_k * (tiling.block_n + token_block_of(tokens, fp8)) * (1 if fp8 else 2) <= 227 * 1024
+        assert (
+            tiling.stages * tiling.block_k * (tiling.block_n + token_block_of(tokens, fp8)) * (1 if fp8 else 2)
+            <= 227 * 1024
+        )
 
 
 @pytest.mark.parametrize(
     ("blocks", "tokens"),
-    [((16, 0), (1, 16)), ((32, 0), (17, 32)), ((32, 16), (33, 48)), ((64, 0), (49, 64)), ((64, 32), (65, 96)), ((128, 0), (97, 300))],
+    [
+        ((16, 0), (1, 16)),
+        ((32, 0), (17, 32)),
+        ((32, 16), (33, 48)),
+        ((64, 0), (49, 64)),
+        ((64, 32), (65, 96)),
+        ((128, 0), (97, 300)),
+    ],
 )
 def test_tokens_of_fp8_are_padded_to_a_power_of_two_or_to_three_quarters_of_one(blocks, tokens):
     assert {token_blocks_of(each, fp8=True) for each in tokens} == {blocks}
@@ -153,9 +171,24 @@ def test_rounds_with_companions_bring_no_product_that_has_not_been_rehearsed(slo
     """Of a row at the draft, of `tokens` of a row at the target."""
 
     def tilings(rows: int) -> set[tuple[object, ...]]:
-        shapes = [(3072, 2048), (2048, 8192), (8192, 2048), (6144, 4096), (4096, 14336), (14336, 4096), (8192, 28672), (128256, 4096)]
+        shapes = [
+            (3072, 2048),
+            (2048, 8192),
+            (8192, 2048),
+            (6144, 4096),
+            (4096, 14336),
+            (14336, 4096),
+            (8192, 28672),
+            (128256, 4096),
+        ]
         most = FEW_FP8_ROWS if fp8 else FEW_ROWS
-        each = [(rows * q, *shape, gated) for q in (1, tokens) if rows * q <= most for shape in shapes for gated in (False, True)]
+        each = [
+            (rows * q, *shape, gated)
+            for q in (1, tokens)
+            if rows * q <= most
+            for shape in shapes
+            for gated in (False, True)
+        ]
         return {(token_block_of(t, fp8), *one, choose(t, *one, fp8)) for t, *one in each}
 
     assert set().union(*map(tilings, possible(slots))) <= set().union(*map(tilings, rehearsed(slots)))

@@ -25,7 +25,11 @@ def test_add_norm(device, features, kind, splits):
     if splits is None:
         parts, sum_TE = None, x_TE.float()
     else:
-        parts = torch.randn(5, features, device=device).to(BF16) if splits == 0 else torch.randn(splits, 5, features, device=device)
+        parts = (
+            torch.randn(5, features, device=device).to(BF16)
+            if splits == 0
+            else torch.randn(splits, 5, features, device=device)
+        )
         sum_TE = x_TE.float() + (parts.float() if splits == 0 else parts.sum(0))
     h_TE = add_norm(x_TE, parts, weight_E, 1e-5)
     torch.testing.assert_close(x_TE, sum_TE.to(kind))
@@ -38,11 +42,20 @@ def test_add_norm(device, features, kind, splits):
 def test_in_fp8_it_is_what_would_be_rounded(device, features, splits):
     x_TE, weight_E = torch.randn(5, features, device=device).to(BF16), torch.randn(features, device=device).to(BF16)
     x_TE[2] = 0.0
-    parts = None if splits is None else torch.randn(splits, 5, features, device=device) * (torch.arange(5, device=device) != 2)[:, None]
+    parts = (
+        None
+        if splits is None
+        else torch.randn(splits, 5, features, device=device) * (torch.arange(5, device=device) != 2)[:, None]
+    )
     other_TE = x_TE.clone()
-    expected, found = round_rows(add_norm(x_TE, parts, weight_E, 1e-5)), add_norm_rounded(other_TE, parts, weight_E, 1e-5)
+    expected, found = (
+        round_rows(add_norm(x_TE, parts, weight_E, 1e-5)),
+        add_norm_rounded(other_TE, parts, weight_E, 1e-5),
+    )
     assert torch.equal(other_TE, x_TE)
-    assert torch.equal(found.number_TK.float(), expected.number_TK.float()) and torch.equal(found.scale_T1, expected.scale_T1)
+    assert torch.equal(found.number_TK.float(), expected.number_TK.float()) and torch.equal(
+        found.scale_T1, expected.scale_T1
+    )
 
 
 @pytest.mark.parametrize("inner", [40, 1024, 1536])

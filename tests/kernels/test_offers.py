@@ -1,4 +1,5 @@
-"""What rows offer, against the torch laws: which tokens, their log-probabilities, the rest's share, and the token that stands for it.
+"""What rows offer, against the torch laws: which tokens, their log-probabilities, the rest's share, and the token that
+stands for it.
 
 Axes: R rows, V vocabulary, C likeliest tokens.
 """
@@ -33,7 +34,13 @@ def keys(rows: int, device: torch.device = DEVICE) -> DrawKeys:
     """One draw a row: seeds of all 64 bits, rounds, streams and positions of all 32."""
     rng = np.random.default_rng(rows)
     big = torch.from_numpy(rng.integers(0, 2**32, (3, rows))).to(device)
-    return DrawKeys(torch.from_numpy(rng.integers(-(2**63), 2**63, rows)).to(device), big[0], big[1][:, None], big[2], Purpose.PROPOSAL)
+    return DrawKeys(
+        torch.from_numpy(rng.integers(-(2**63), 2**63, rows)).to(device),
+        big[0],
+        big[1][:, None],
+        big[2],
+        Purpose.PROPOSAL,
+    )
 
 
 def made(logits_RV: torch.Tensor, vocab: int, spec: LawSpec, share: float = 0.0, block: int | None = None) -> Offers:
@@ -46,7 +53,8 @@ def made(logits_RV: torch.Tensor, vocab: int, spec: LawSpec, share: float = 0.0,
 
 
 def assert_offers(offers: Offers, logits_RV: torch.Tensor, log_law_RV: torch.Tensor, slack: float = 0.0) -> None:
-    """`log_law_RV` on the CPU; of two entries of the rest that come in within rounding of each other, either may win."""
+    """`log_law_RV` on the CPU; of two entries of the rest that come in within rounding of each other, either may
+    win."""
     rows, vocab = log_law_RV.shape
     most = min(OFFERS, vocab)
     tolerance = {"atol": TOLERANCE + slack, "rtol": TOLERANCE}
@@ -59,7 +67,9 @@ def assert_offers(offers: Offers, logits_RV: torch.Tensor, log_law_RV: torch.Ten
     torch.testing.assert_close(offers.share_RC[:, most], rest_R1[:, 0], **tolerance)
     key = keys(rows, torch.device("cpu"))
     columns = (key.seed_R[:, None], key.round_R[:, None], key.stream_RD, key.position_R[:, None])
-    word0_R1, word1_R1, _, _ = (torch.from_numpy(word) for word in words(*(column.numpy() for column in columns), key.purpose))
+    word0_R1, word1_R1, _, _ = (
+        torch.from_numpy(word) for word in words(*(column.numpy() for column in columns), key.purpose)
+    )
     law_RV = torch.where(rest_R1 > -torch.inf, rest_RV - rest_R1, rest_RV).exp()
     race_RV = exponentials(word0_R1, word1_R1, vocab)[:, 0] / law_RV
     won_R = race_RV.gather(1, offers.token_RC[:, most:])[:, 0]
@@ -73,7 +83,9 @@ def assert_offers(offers: Offers, logits_RV: torch.Tensor, log_law_RV: torch.Ten
 def test_truncated_mixed_and_greedy_laws(dtype, data, share):
     """Fewer columns than are offered, logits far from 0, all but one forbidden, equal ones."""
     vocab = data.draw(st.sampled_from(SIZES))
-    rows = data.draw(st.lists(st.tuples(logit_rows(dtype, vocab), truncating | st.just(Spec())), min_size=1, max_size=4))
+    rows = data.draw(
+        st.lists(st.tuples(logit_rows(dtype, vocab), truncating | st.just(Spec())), min_size=1, max_size=4)
+    )
     logits_RV = torch.tensor([row for row, _ in rows], dtype=dtype, device=DEVICE)
     spec = law_spec(*(of for _, of in rows))
     log_law_RV = Laws(spec).proposal(logits_RV.cpu().float(), share)
@@ -89,10 +101,16 @@ def test_where_a_search_gets_a_further_step(vocab, dtype):
     logits_RV[1] = (logits_RV[1] / 4).round()
     logits_RV[2] = -torch.inf
     logits_RV[2, [0, 63, vocab // 2, vocab - 1]] = torch.tensor([0.0, 1.0, 1.0, -0.0], dtype=dtype, device=DEVICE)
-    assert_offers(made(logits_RV, vocab, law_spec(*[Spec()] * 3)), logits_RV, Laws(law_spec(*[Spec()] * 3)).target(logits_RV.cpu().float()))
+    assert_offers(
+        made(logits_RV, vocab, law_spec(*[Spec()] * 3)),
+        logits_RV,
+        Laws(law_spec(*[Spec()] * 3)).target(logits_RV.cpu().float()),
+    )
 
 
-@pytest.mark.parametrize(("vocab", "dtype", "cut"), [(128256, torch.float32, {}), (151936, torch.bfloat16, {"min_p": 1e-3})])
+@pytest.mark.parametrize(
+    ("vocab", "dtype", "cut"), [(128256, torch.float32, {}), (151936, torch.bfloat16, {"min_p": 1e-3})]
+)
 def test_real_vocabularies_in_strided_rows_with_unused_columns(vocab, dtype, cut):
     wide = (torch.randn(2, 2, vocab + 64, generator=torch.Generator().manual_seed(1)) * 2).to(dtype).to(DEVICE)
     wide[..., vocab:] = 100.0
@@ -105,7 +123,12 @@ def test_real_vocabularies_in_strided_rows_with_unused_columns(vocab, dtype, cut
 @pytest.mark.parametrize("vocab", [20, 700])
 def test_rows_without_a_law_give_nan(vocab, temperature):
     logits_RV = torch.randn(5, vocab, device=DEVICE)
-    logits_RV[1, 3], logits_RV[2, :], logits_RV[3, vocab - 1], logits_RV[4, :] = torch.nan, torch.nan, torch.inf, -torch.inf
+    logits_RV[1, 3], logits_RV[2, :], logits_RV[3, vocab - 1], logits_RV[4, :] = (
+        torch.nan,
+        torch.nan,
+        torch.inf,
+        -torch.inf,
+    )
     logits_RV[1, 4] = logits_RV[2, : vocab // 2] = -logits_RV[1, 3]
     offers = made(logits_RV, vocab, law_spec(*[Spec(temperature=temperature)] * 5), block=128)
     for values_RC in (offers.logq_RC, offers.share_RC):
@@ -134,7 +157,9 @@ def test_offers_of_a_powered_law(vocab, truncated):
     offers = Offers(*(values_RC.cpu() for values_RC in vars(found[0]).values()))
     assert_offers(offers, logits_RV, laws.powered(laws.target(logits_RV))[0].cpu())
     # Of tokens without mass any may come.
-    torch.testing.assert_close(found[1].cpu(), laws.target(logits_RV).cpu().gather(1, offers.token_RC), atol=TOLERANCE, rtol=TOLERANCE)
+    torch.testing.assert_close(
+        found[1].cpu(), laws.target(logits_RV).cpu().gather(1, offers.token_RC), atol=TOLERANCE, rtol=TOLERANCE
+    )
     torch.testing.assert_close(found[2], expected[2], atol=1e-4, rtol=TOLERANCE)
 
 
@@ -142,7 +167,9 @@ def test_a_bonus_without_a_power_and_scores_of_rows_that_repeat():
     logits_RV, vocab = torch.randn(4, 100, generator=torch.Generator().manual_seed(2)).to(DEVICE), 90
     ones_R = torch.ones(4, device=DEVICE)
     spec = LawSpec(ones_R, ones_R.long() * 7, ones_R, ones_R * 0, ones_R, frozenset({"top_k"}))
-    (offers, logp_RC, log_z_R), expected = (kind(vocab).bonus_offer(logits_RV, spec, keys(4)) for kind in (KernelSampling, Sampling))
+    (offers, logp_RC, log_z_R), expected = (
+        kind(vocab).bonus_offer(logits_RV, spec, keys(4)) for kind in (KernelSampling, Sampling)
+    )
     torch.testing.assert_close(logp_RC, expected[1], atol=TOLERANCE, rtol=TOLERANCE)
     assert torch.equal(logp_RC, offers.logq_RC) and (log_z_R == 0).all()
     row_X = to_device(np.array([3, 0, 0, 2, 3, 1]), DEVICE)

@@ -25,7 +25,8 @@ KINDS = frozenset({Kind.CHAINS})
 
 
 def laws(rng: np.random.Generator, rows: tuple[int, ...], vocab: int) -> Tensor:
-    """Log-laws [rows, vocab]: wide, narrow, with tokens of no mass, and of one token alone; most of it on the first `VOCAB` tokens."""
+    """Log-laws [rows, vocab]: wide, narrow, with tokens of no mass, and of one token alone; most of it on the first
+    `VOCAB` tokens."""
     flat = int(np.prod(rows))
     logits_RV = rng.normal(size=(flat, vocab)) * rng.choice([0.1, 1.0, 30.0], (flat, 1))
     logits_RV[:, VOCAB:] -= 8.0
@@ -38,9 +39,13 @@ def laws(rng: np.random.Generator, rows: tuple[int, ...], vocab: int) -> Tensor:
     return torch.from_numpy(logits_RV).log_softmax(-1).float().view(*rows, vocab)
 
 
-def said(verify: chains.Verify, seed: int, vocab: int, lookahead: bool, device: torch.device, alike: bool) -> tuple[Tensor, Tensor]:
+def said(
+    verify: chains.Verify, seed: int, vocab: int, lookahead: bool, device: torch.device, alike: bool
+) -> tuple[Tensor, Tensor]:
     made = Round(seed, KINDS, lookahead, device)
-    asked = lay_out(made.state, made.here(made.floats(made.slots + 1, made.q)), made.plan, None if lookahead else made.drafted())
+    asked = lay_out(
+        made.state, made.here(made.floats(made.slots + 1, made.q)), made.plan, None if lookahead else made.drafted()
+    )
     rng, count = np.random.default_rng(seed), len(made.plan.chain_C)
     logp_CQV, logq_CLV = laws(rng, (count, made.q), vocab), laws(rng, (count, made.q - 1), vocab)
     if alike:
@@ -51,7 +56,8 @@ def said(verify: chains.Verify, seed: int, vocab: int, lookahead: bool, device: 
 @pytest.mark.parametrize("lookahead", [True, False], ids=["ahead", "lockstep"])
 @pytest.mark.parametrize("vocab", VOCABS)
 def test_what_is_said_is_the_reference(vocab, lookahead):
-    """Of blocks of different lengths, dead chains and groups of one to six, with laws that have nothing in common, or are the same."""
+    """Of blocks of different lengths, dead chains and groups of one to six, with laws that have nothing in common, or
+    are the same."""
     seeds = range(6 if vocab < 100 else 3)
     spoken = kept = 0
     for seed in seeds:
@@ -66,8 +72,8 @@ def test_what_is_said_is_the_reference(vocab, lookahead):
 
 @pytest.mark.parametrize("columns", [1, 4100])
 def test_whole_laws_are_those_of_the_reference(columns):
-    """Temperatures from greedy to wide, every truncation, a row of NaN, and columns beside the vocabulary. They are written where rows are
-    apart, and nothing beside them is."""
+    """Temperatures from greedy to wide, every truncation, a row of NaN, and columns beside the vocabulary. They are
+    written where rows are apart, and nothing beside them is."""
     rng = np.random.default_rng(columns)
     logits_RV = torch.from_numpy(rng.normal(size=(16, columns + 3)).astype(np.float32) * 4)
     logits_RV[5, 0] = torch.nan
@@ -87,4 +93,6 @@ def test_whole_laws_are_those_of_the_reference(columns):
     assert (room_RV[:, columns:] == 7).all()
     torch.testing.assert_close(found_RV, wanted_RV, atol=2e-6, rtol=1e-5, equal_nan=True)
     write_law(logits_RV.to(DEVICE), room_RV[:, :columns], torch.ones(16, device=DEVICE))
-    torch.testing.assert_close(room_RV[:, :columns].cpu(), logits_RV[:, :columns].log_softmax(-1), atol=2e-6, rtol=1e-5, equal_nan=True)
+    torch.testing.assert_close(
+        room_RV[:, :columns].cpu(), logits_RV[:, :columns].log_softmax(-1), atol=2e-6, rtol=1e-5, equal_nan=True
+    )

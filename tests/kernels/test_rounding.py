@@ -25,7 +25,9 @@ def test_rows_are_rounded_each_for_itself(device, inputs, kind):
     found_TK, scale_T1 = round_rows(x_TK)
     expected_TK, expected_T1 = linear.round_rows(x_TK)
     torch.testing.assert_close(scale_T1, expected_T1, rtol=1e-6, atol=0)
-    off_TK, expected_off_TK = ((made_TK.float() * expected_T1 - x_TK.float()).abs() for made_TK in (found_TK, expected_TK))
+    off_TK, expected_off_TK = (
+        (made_TK.float() * expected_T1 - x_TK.float()).abs() for made_TK in (found_TK, expected_TK)
+    )
     assert torch.equal(found_TK.float(), expected_TK.float()) or (
         device.type == "cuda" and (off_TK <= expected_off_TK * (1 + 1e-4)).all()
     ), "a GPU's quotient in the middle of two numbers may fall to either"
@@ -34,7 +36,8 @@ def test_rows_are_rounded_each_for_itself(device, inputs, kind):
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_is_not_hidden(device, value):
-    """By no way to FP8; other rows are what they are without it. Kernels say it by the scale: a GPU's maximum and clamp drop NaN."""
+    """By no way to FP8; other rows are what they are without it. Kernels say it by the scale: a GPU's maximum and clamp
+    drop NaN."""
     x_TK, weight_K = torch.randn(3, 256, device=device).bfloat16(), torch.ones(256, device=device).bfloat16()
     clean_TK, x_TK[1, 77] = x_TK.clone(), value
     ways = (round_rows, linear.round_rows, lambda given_TK: add_norm_rounded(given_TK.clone(), None, weight_K, 1e-5))

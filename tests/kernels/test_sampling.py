@@ -26,7 +26,9 @@ def to(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
     return [torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays]
 
 
-def reference(logits_RV: torch.Tensor, temperature_R: torch.Tensor, key: tuple, purpose: int) -> tuple[torch.Tensor, ...]:
+def reference(
+    logits_RV: torch.Tensor, temperature_R: torch.Tensor, key: tuple, purpose: int
+) -> tuple[torch.Tensor, ...]:
     """Tokens, their log-probabilities and the race's keys [R, D, V], by the torch laws."""
     seed_R, round_R, stream_RD, position_R = key
     bits = words(seed_R[:, None], round_R[:, None], stream_RD, position_R[:, None], purpose)
@@ -111,7 +113,9 @@ def test_rows_without_a_law_give_nan(device, bad, temperature):
     token_RD, logq_RD, _ = sampling.draw(logits_RV, 700, temperature_R, *to(device, *keys(3, 2)), purpose=1, block=256)
     assert logq_RD[0].isfinite().all() and logq_RD[1:].isnan().all()
     assert ((token_RD >= 0) & (token_RD < 700)).all()
-    logp_T, _ = sampling.score(logits_RV, 700, temperature_R, torch.zeros(3, dtype=torch.int32, device=device), block=256)
+    logp_T, _ = sampling.score(
+        logits_RV, 700, temperature_R, torch.zeros(3, dtype=torch.int32, device=device), block=256
+    )
     assert logp_T[1:].isnan().all() and not logp_T[0].isnan()
 
 
@@ -121,7 +125,11 @@ def test_draws_follow_the_law(device):
     stream_RD = np.arange(64 * 8).reshape(8, 64)
     constant = np.full(8, 5)
     token_RD, _, _ = sampling.draw(
-        logits_V.expand(8, 40), 40, torch.ones(8, device=device), *to(device, constant, constant, stream_RD, constant), purpose=2
+        logits_V.expand(8, 40),
+        40,
+        torch.ones(8, device=device),
+        *to(device, constant, constant, stream_RD, constant),
+        purpose=2,
     )
     expected_V = logits_V.softmax(0).cpu() * stream_RD.size
     counts_V = torch.bincount(token_RD.flatten().cpu(), minlength=40)
@@ -138,7 +146,9 @@ def test_scores_equal_log_softmax(device, dtype, extra):
     extra_TF = torch.randint(0, vocab, (rows, extra), device=device, dtype=torch.int32)
     best_T = logits_TV[:, :vocab].float().argmax(-1).int()
     label_T[2], label_T[3] = best_T[2], -1
-    logp_T, extra_logp_TF = sampling.score(logits_TV, vocab, temperature_T, label_T, extra_TF if extra else None, block=256)
+    logp_T, extra_logp_TF = sampling.score(
+        logits_TV, vocab, temperature_T, label_T, extra_TF if extra else None, block=256
+    )
     neutral = np.zeros(rows)
     spec = laws.LawSpec.of(temperature_T.cpu().numpy(), neutral, neutral + 1, neutral, neutral + 1)
     expected_TV = laws.Laws(spec, device).target(logits_TV[:, :vocab].float())
@@ -151,4 +161,6 @@ def test_scores_equal_log_softmax(device, dtype, extra):
 
 def test_unusable_logits_are_refused(device):
     with pytest.raises(ValueError, match="vocab"):
-        sampling.score(torch.zeros(2, 8, device=device), 9, torch.ones(2, device=device), torch.zeros(2, dtype=torch.int32))
+        sampling.score(
+            torch.zeros(2, 8, device=device), 9, torch.ones(2, device=device), torch.zeros(2, dtype=torch.int32)
+        )

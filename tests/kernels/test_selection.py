@@ -59,7 +59,9 @@ def test_where_no_weight_is_near_one_no_place_without_weight_is_chosen(offset, p
         "weightless": Population(wide_NF, 1.0),
         "another group's": Population(candidates_NF, 1.0),
     }[places]
-    made = assert_same([group, replace(group, scheme="residual", seed=4), replace(group, threshold=0.0)], padding=3, padding_groups=2)
+    made = assert_same(
+        [group, replace(group, scheme="residual", seed=4), replace(group, threshold=0.0)], padding=3, padding_groups=2
+    )
     assert made.resampled_G.tolist() == [True, True, False, False, False]
     assert (made.ancestor_A[: group.size][made.alive_A[: group.size]] < 6).all()
 
@@ -67,7 +69,9 @@ def test_where_no_weight_is_near_one_no_place_without_weight_is_chosen(offset, p
 @st.composite
 def candidates(draw, size: int, branches: int) -> torch.Tensor:
     """Log-weights of one group: of any spread, far from 0, some or all zero weight, all equal, or all of it on one."""
-    logw_NF = random_candidates(size, branches, draw(st.integers(0, 10**6)), draw(st.sampled_from([0.01, 1.0, 10.0, 300.0])))
+    logw_NF = random_candidates(
+        size, branches, draw(st.integers(0, 10**6)), draw(st.sampled_from([0.01, 1.0, 10.0, 300.0]))
+    )
     kind = draw(st.sampled_from(["any", "any", "any", "first branches", "equal", "one", "none"]))
     if kind == "first branches":  # as particles that have ended
         logw_NF[:, 1:] = NO_WEIGHT
@@ -121,8 +125,11 @@ def test_equals_the_torch_choice_up_to_the_largest_shape(size, branches):
 
 @pytest.mark.parametrize("scheme", SCHEME_NAMES)
 def test_identical_particles_are_left_alone_and_shrink_and_grow_alike(scheme):
-    """ESS = N up to rounding; and parts of an expectation that add up to 1, up to rounding, with which SSP has to deal."""
-    even = [Population(torch.full((size, 2), -900.3, dtype=torch.float64), 1.0, scheme, seed=size) for size in (3, 7, 12)]
+    """ESS = N up to rounding; and parts of an expectation that add up to 1, up to rounding, with which SSP has to
+    deal."""
+    even = [
+        Population(torch.full((size, 2), -900.3, dtype=torch.float64), 1.0, scheme, seed=size) for size in (3, 7, 12)
+    ]
     changed = [replace(even[2], draws=6), replace(even[1], draws=5), replace(even[2], dead=(1, 2, 4, 8), draws=12)]
     made = assert_same([*even, *changed])
     assert made.resampled_G.tolist() == [False] * 3 + [True] * 3
@@ -143,11 +150,13 @@ def test_a_group_with_nan_keeps_its_places_and_disturbs_no_other(bad):
 
 @pytest.mark.parametrize("threshold", [1.1, 0.0])
 def test_points_on_edges_choose_no_candidate_without_weight(threshold):
-    """Weights end where the points of a systematic draw lie, or where the uniform that picks a branch does, up to rounding, beside
-    candidates without weight: what is chosen may differ from the reference, but must have weight."""
+    """Weights end where the points of a systematic draw lie, or where the uniform that picks a branch does, up to
+    rounding, beside candidates without weight: what is chosen may differ from the reference, but must have weight."""
     groups = []
     for seed in range(12):
-        shift = uniforms(np.array([seed]), np.array([1]), np.array([0 if threshold else 1 << 20]), Purpose.SELECTION).item()
+        shift = uniforms(
+            np.array([seed]), np.array([1]), np.array([0 if threshold else 1 << 20]), Purpose.SELECTION
+        ).item()
         weights_NF = torch.zeros(8, 4, dtype=torch.float64)
         weights_NF[0, 1], weights_NF[1:7, 1], weights_NF[7, 2] = shift / 8, 1 / 8, (1 - shift) / 8 + 1e-300
         weights_NF[0, 3] = 1e-17 if threshold else (1 - shift) / 8

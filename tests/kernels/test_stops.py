@@ -22,7 +22,17 @@ from tests.test_stops import LONG, Letters
 BLOCK = 32
 """Places of a program."""
 random = np.random.default_rng(0)
-TOKENS = [b"a", b"b", b"ab", b"", b"bab", "é".encode()[:1], "é".encode()[1:], b"abc" * 5, bytes(random.choice([97, 98], LONG).tolist())]
+TOKENS = [
+    b"a",
+    b"b",
+    b"ab",
+    b"",
+    b"bab",
+    "é".encode()[:1],
+    "é".encode()[1:],
+    b"abc" * 5,
+    bytes(random.choice([97, 98], LONG).tolist()),
+]
 MACHINES = [
     StopMachine.of([3], []),
     StopMachine.of([], [b"ba"]),
@@ -91,8 +101,8 @@ def assert_same(tables: StopTables, *arguments: torch.Tensor) -> None:
 
 
 def draw(generator: np.random.Generator, entries: int, places: int, k: int, wild: float) -> list[np.ndarray]:
-    """(entry, state, tokens, room, how many are early): states that are anywhere in the machines, tokens that do not exist in a share
-    `wild`."""
+    """(entry, state, tokens, room, how many are early): states that are anywhere in the machines, tokens that do not
+    exist in a share `wild`."""
     entry_A = generator.integers(0, entries, places)
     states_A = np.array([2, *(2 if m.next_XB is None else len(m.next_XB) for m in MACHINES)])[entry_A]
     text_A = np.where(generator.random(places) < 0.3, generator.integers(0, states_A), START)
@@ -130,7 +140,8 @@ def test_many_places_and_rounds(device):
 
 
 def test_all_in_one_state(device):
-    """No room, DONE before, nothing that could end it, the last byte of the longest string; tokens without bytes alone."""
+    """No room, DONE before, nothing that could end it, the last byte of the longest string; tokens without bytes
+    alone."""
     tables, k = tables_on(device, MACHINES), 3
     for entry, text, token, room, expected in [
         (2, START, 2, 0, (0, True, START)),
@@ -152,10 +163,13 @@ def test_all_in_one_state(device):
 
 @pytest.mark.parametrize("vocab", [VOCAB, len(TOKENS)])
 def test_nothing_is_read_beyond_the_vocabulary(device, vocab):
-    """What lies behind the tables would end every answer: bytes listed for further tokens, further entries' stop tokens."""
+    """What lies behind the tables would end every answer: bytes listed for further tokens, further entries' stop
+    tokens."""
     tables = tables_on(device, [StopMachine.of([], [b"a"]), StopMachine.of(range(vocab), [])], vocab)
     size = len(tables.data_B)
-    tables.offset_V = torch.cat((tables.offset_V, torch.tensor([0, size] * 8, dtype=torch.int32, device=device)))[: len(TOKENS) + 1]
+    tables.offset_V = torch.cat((tables.offset_V, torch.tensor([0, size] * 8, dtype=torch.int32, device=device)))[
+        : len(TOKENS) + 1
+    ]
     for token in range(len(TOKENS), len(TOKENS) + 8):
         one_A = torch.ones(2, dtype=torch.int64, device=device)
         growth = grow(tables, one_A, one_A * START, torch.full((2, 2), token, device=device), one_A * 9)

@@ -36,7 +36,9 @@ MIXED = [
 ]
 
 
-def cut_of(logits_RV: torch.Tensor, spec: laws.LawSpec, share: float = 0.0, block: int | None = None, vocab: int | None = None) -> Cut:
+def cut_of(
+    logits_RV: torch.Tensor, spec: laws.LawSpec, share: float = 0.0, block: int | None = None, vocab: int | None = None
+) -> Cut:
     return truncate(logits_RV, vocab or logits_RV.shape[1], *arguments(spec, DEVICE), share, block=block)
 
 
@@ -45,11 +47,15 @@ def law_after(logits_RV: torch.Tensor, temperature_R: np.ndarray, cut: Cut, bloc
     rows, vocab = logits_RV.shape
     every_RV = torch.arange(vocab, dtype=torch.int32, device=DEVICE).expand(rows, vocab)
     none_R = torch.full((rows,), -1, dtype=torch.int32, device=DEVICE)
-    return sampling.score(logits_RV, vocab, to_device(temperature_R, DEVICE), none_R, every_RV, cut, block=block)[1].cpu()
+    return sampling.score(logits_RV, vocab, to_device(temperature_R, DEVICE), none_R, every_RV, cut, block=block)[
+        1
+    ].cpu()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("processor", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("top-k", "top-p", "min-p")), "all"])
+@pytest.mark.parametrize(
+    "processor", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("top-k", "top-p", "min-p")), "all"]
+)
 @settings(max_examples=5, deadline=None)
 @given(data=st.data())
 def test_laws_equal_the_slow_version(dtype, processor, data):
@@ -70,11 +76,14 @@ def test_laws_of_hundreds_of_entries_equal_the_torch_laws(dtype, share):
     logits_RV = (torch.randn(len(MIXED), 300, generator=random) * 3).to(dtype).to(DEVICE)
     spec = law_spec(*MIXED)
     expected_RV = laws.Laws(spec).proposal(logits_RV.cpu().float(), share)
-    assert_same_law(law_after(logits_RV, spec.temperature_R, cut_of(logits_RV, spec, share, block=128), block=256), expected_RV)
+    assert_same_law(
+        law_after(logits_RV, spec.temperature_R, cut_of(logits_RV, spec, share, block=128), block=256), expected_RV
+    )
 
 
 @pytest.mark.parametrize(
-    ("spec", "kept"), [(Spec(top_k=7), 7), (Spec(top_p=0.301), 31), (Spec(top_k=50, top_p=0.5), 25), (Spec(min_p=1), 100)]
+    ("spec", "kept"),
+    [(Spec(top_k=7), 7), (Spec(top_p=0.301), 31), (Spec(top_k=50, top_p=0.5), 25), (Spec(min_p=1), 100)],
 )
 def test_of_equal_entries_the_first_are_kept(spec, kept):
     """All hundred are equal, in blocks of 16; zero has two signs."""
@@ -88,9 +97,16 @@ def test_of_equal_entries_the_first_are_kept(spec, kept):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_of_the_smallest_share_the_likeliest_token_is_left(dtype):
     """The first of them, where several are; 1e-50 is 0 in float32."""
-    specs = [replace(of, top_p=top_p) for of in (Spec(), Spec(0.7, top_k=3), Spec(0.0), Spec(min_p=0.1)) for top_p in (1e-50, 1e-30)]
+    specs = [
+        replace(of, top_p=top_p)
+        for of in (Spec(), Spec(0.7, top_k=3), Spec(0.0), Spec(min_p=0.1))
+        for top_p in (1e-50, 1e-30)
+    ]
     logits_RV, spec = torch.tensor([[1.0, 3.0, -2.0, 3.0]] * len(specs), dtype=dtype, device=DEVICE), law_spec(*specs)
-    for some_RV in (logits_RV, torch.where(logits_RV[0] == 1, 1.0, -math.inf).to(logits_RV).expand_as(logits_RV).contiguous()):
+    for some_RV in (
+        logits_RV,
+        torch.where(logits_RV[0] == 1, 1.0, -math.inf).to(logits_RV).expand_as(logits_RV).contiguous(),
+    ):
         found_RV = law_after(some_RV, spec.temperature_R, cut_of(some_RV, spec))
         assert found_RV.exp().tolist() == [[float(v == some_RV[0].argmax()) for v in range(4)]] * len(specs)
 
@@ -106,13 +122,18 @@ def test_real_vocabulary_in_default_blocks():
         assert kept_V[order_V[:count]].all()
         mass_V = (logits_V / spec.temperature)[order_V[: spec.top_k or None]].softmax(0).cumsum(0)
         # Up to rounding, the smallest set that holds enough; float32 sums to a millionth.
-        assert count == spec.top_k if spec.top_p == 1 else mass_V[count - 2] < spec.top_p + 1e-6 and mass_V[count - 1] > spec.top_p - 1e-6
+        assert (
+            count == spec.top_k
+            if spec.top_p == 1
+            else mass_V[count - 2] < spec.top_p + 1e-6 and mass_V[count - 1] > spec.top_p - 1e-6
+        )
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
 @pytest.mark.parametrize("top", [-100.0, -0.5, 0.0, 0.5, 5.0, 100.0])
 def test_neighbouring_numbers_around_the_bound_of_min_p(dtype, top):
-    """Forty numbers of the type next to each other, with the bound in their middle; those above the row's best count as that."""
+    """Forty numbers of the type next to each other, with the bound in their middle; those above the row's best count as
+    that."""
     best = torch.tensor(top, dtype=dtype)
     steps = torch.arange(-20, 20, dtype=torch.int32 if dtype is torch.float32 else torch.int16)
     for bound in (0.9, 0.3, 0.02):
@@ -131,7 +152,12 @@ def test_draws_equal_those_from_the_torch_laws():
     random, draws = torch.Generator().manual_seed(13), 3
     logits_RV, spec = torch.randn(len(MIXED), 150, generator=random).to(DEVICE) * 3, law_spec(*MIXED)
     rng = np.random.default_rng(5)
-    keys = rng.integers(0, 2**31, len(MIXED)), np.full(len(MIXED), 3), rng.integers(0, 2**31, (len(MIXED), draws)), np.full(len(MIXED), 9)
+    keys = (
+        rng.integers(0, 2**31, len(MIXED)),
+        np.full(len(MIXED), 3),
+        rng.integers(0, 2**31, (len(MIXED), draws)),
+        np.full(len(MIXED), 9),
+    )
     temperature_R, *on_device = (to_device(array, DEVICE) for array in (spec.temperature_R, *keys))
     cut = cut_of(logits_RV, spec, 0.3, block=64)
     token_RD, logq_RD, _ = sampling.draw(logits_RV, 150, temperature_R, *on_device, Purpose.PROPOSAL, cut, block=64)
@@ -146,7 +172,9 @@ def test_draws_equal_those_from_the_torch_laws():
 @pytest.mark.parametrize("spec", [Spec(top_k=3), Spec(top_p=0.5), Spec(min_p=0.3), Spec(0.0, 2, 0.5, 0.3)])
 def test_rows_without_a_law_stay_without_one(spec, bad):
     """One bad entry, or nothing else."""
-    logits_RV = torch.tensor([[0.5, bad, 2.0, 0.0, 1.0], [0.5, -1.0, 2.0, 0.0, 1.0], [bad] * 5, [-math.inf] * 5], device=DEVICE)
+    logits_RV = torch.tensor(
+        [[0.5, bad, 2.0, 0.0, 1.0], [0.5, -1.0, 2.0, 0.0, 1.0], [bad] * 5, [-math.inf] * 5], device=DEVICE
+    )
     every = law_spec(*[spec] * 4)
     for share in (0.0, 0.1):
         found_RV = law_after(logits_RV, every.temperature_R, cut_of(logits_RV, every, share))

@@ -38,7 +38,8 @@ def test_resources_of_hosts_are_custom_ones(field, value):
 
 
 @pytest.mark.parametrize(
-    ("link", "device", "outlives"), [("nccl", "cpu", True), ("grpc", "cpu", True), ("grpc", "cuda", True), ("nccl", "cuda", False)]
+    ("link", "device", "outlives"),
+    [("nccl", "cpu", True), ("grpc", "cpu", True), ("grpc", "cuda", True), ("nccl", "cuda", False)],
 )
 def test_where_a_target_can_go_on_without_its_draft(link, device, outlives):
     """A communicator of NCCL cannot be given up without what waits in it."""

@@ -8,7 +8,9 @@ from services.launch.errors import GangError
 from services.launch.gang import Gang
 
 
-@pytest.mark.parametrize("error", [ValueError("no such file"), RayTaskError("start", "a long traceback", ValueError("no such file"))])
+@pytest.mark.parametrize(
+    "error", [ValueError("no such file"), RayTaskError("start", "a long traceback", ValueError("no such file"))]
+)
 def test_a_start_that_fails_says_why(monkeypatch, error):
     """Also if it failed in a process of Ray's, whose error begins with that process's address."""
 

@@ -1,4 +1,5 @@
-"""Gangs for measuring, without Ray: they serve one engine after another, say what went wrong, and leave nothing behind."""
+"""Gangs for measuring, without Ray: they serve one engine after another, say what went wrong, and leave nothing
+behind."""
 
 from __future__ import annotations
 
@@ -44,10 +45,15 @@ def pids(processes: Processes) -> list[int]:
 
 def test_one_engine_after_another_over_the_same_models():
     demo_pair = ModelPair.load(demo.TARGET, demo.DRAFT)
-    asked = [Request(str(i), tuple(range(5, 12 + i)), SamplingParams(particles=4, seed=i, max_tokens=30)) for i in range(3)]
+    asked = [
+        Request(str(i), tuple(range(5, 12 + i)), SamplingParams(particles=4, seed=i, max_tokens=30)) for i in range(3)
+    ]
     with Processes(replace(CONFIG, link="grpc", draft_tp=2)) as processes:
         ranks = pids(processes)
-        for engine in (EngineConfig(block=4, branches=2, max_slots=16), EngineConfig(form="lockstep", block=3, cohorts=2, max_slots=16)):
+        for engine in (
+            EngineConfig(block=4, branches=2, max_slots=16),
+            EngineConfig(form="lockstep", block=3, cohorts=2, max_slots=16),
+        ):
             expected = answers(local_engine(demo_pair, engine), asked)
             with processes.engine(engine) as remote:
                 found = {o.request_id: o.answer for o in remote.engine.run(asked) if o.answer}
@@ -58,7 +64,11 @@ def test_one_engine_after_another_over_the_same_models():
 
 def test_a_rank_that_dies_is_named():
     lost = pytest.raises(GangError, match=r"draft0 died|target0 died")
-    with Processes(CONFIG) as processes, lost, processes.engine(EngineConfig(block=4, branches=2, max_slots=8)) as remote:
+    with (
+        Processes(CONFIG) as processes,
+        lost,
+        processes.engine(EngineConfig(block=4, branches=2, max_slots=8)) as remote,
+    ):
         remote.engine.submit(Request("r", (5, 6), SamplingParams(particles=4, seed=1, max_tokens=50)))
         remote.engine.step()
         ranks = pids(processes)
@@ -70,10 +80,15 @@ def test_a_rank_that_dies_is_named():
 
 
 def test_where_a_rank_failed_comes_with_its_name(monkeypatch):
-    """The message is its failure alone; the traceback is the cause, which whoever prints or logs the error shows with it."""
+    """The message is its failure alone; the traceback is the cause, which whoever prints or logs the error shows with
+    it."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     failed = pytest.raises(GangError, match=r"^(draft|target)0: ValueError: GPU number 1 is asked for.*$")
-    with Processes(CONFIG, {"draft": [1], "target": [1]}) as processes, failed as found, processes.engine(EngineConfig()):
+    with (
+        Processes(CONFIG, {"draft": [1], "target": [1]}) as processes,
+        failed as found,
+        processes.engine(EngineConfig()),
+    ):
         pass
     shown = "".join(traceback.format_exception(found.value))
     assert "in see_only" in shown and "in see_only" not in str(found.value)
@@ -92,8 +107,12 @@ def test_a_rank_that_cannot_load_says_so_at_once():
 def test_times_of_a_round():
     done = []
     engines = [EngineConfig(block=3, branches=2), EngineConfig(form="lockstep", block=3)]
-    rows = measure(replace(CONFIG, link="grpc"), engines, [1, 2], {"particles": 2, "method": "exact"}, 3, lambda: done.append(1))
-    assert [(row.form, row.requests) for row in rows] == [(form, n) for form in ("lookahead", "lockstep") for n in (1, 2)]
+    rows = measure(
+        replace(CONFIG, link="grpc"), engines, [1, 2], {"particles": 2, "method": "exact"}, 3, lambda: done.append(1)
+    )
+    assert [(row.form, row.requests) for row in rows] == [
+        (form, n) for form in ("lookahead", "lockstep") for n in (1, 2)
+    ]
     assert len(done) == 4
     for row in rows:
         assert row.rounds >= 3 and min(row.whole, row.draft, row.target, row.coordinator) > 0
@@ -110,7 +129,10 @@ def test_speed_of_models_in_processes_of_their_own():
     ]
     told = []
     with closing(GangMachine(CONFIG)) as machine:
-        rows = [Bench(machine, told.append, {"top_p": 0.9}).run(mode, random_load(machine.tokenizer, 2, 16), 3) for mode in modes]
+        rows = [
+            Bench(machine, told.append, {"top_p": 0.9}).run(mode, random_load(machine.tokenizer, 2, 16), 3)
+            for mode in modes
+        ]
         rows.append(Bench(machine, told.append).run(modes[2], problem_load(machine.tokenizer, 2), 3))
         slow_draft, fast = ModelLatency(LatencyCurve(((1, 1.0),))), ModelLatency(LatencyCurve(((1, 1e-3),)))
         alone = Bench(machine, costs=lambda mode: LatencyModel(slow_draft, fast, fast, 0.0)).run(
@@ -119,7 +141,12 @@ def test_speed_of_models_in_processes_of_their_own():
         with pytest.raises(ValueError, match="top_p=2"):
             Bench(machine, None, {"top_p": 2}).run(modes[0], random_load(machine.tokenizer, 2, 16), 3)
     assert len(told) == 12 and all(turn.end > turn.begin for turn in told)
-    assert [row.gpus for row in rows] == [2] * 4 and [row.decoding for row in rows] == ["target", "distinct", "exact", "exact"]
+    assert [row.gpus for row in rows] == [2] * 4 and [row.decoding for row in rows] == [
+        "target",
+        "distinct",
+        "exact",
+        "exact",
+    ]
     # Of problems, the tokens of a tree are confirmed; of random ones hardly any.
     assert rows[3].tokens > 2 and 20 < rows[3].context < 200 and (rows[3].rows, rows[3].alone) == (4, 0)
     assert alone.alone == 1 and alone.tokens <= 3 and alone.draft == 0
@@ -160,13 +187,19 @@ def test_a_rank_sees_one_of_the_gpus_that_were_given(monkeypatch, given, gpu, se
 @pytest.mark.parametrize(("given", "shown"), [("0", 1), ("", 0)])
 def test_a_gpu_that_was_not_given_is_refused(monkeypatch, given, shown):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-    with pytest.raises(ValueError, match=f"GPU number 1 is asked for, but CUDA_VISIBLE_DEVICES='{given}' shows {shown}"):
+    with pytest.raises(
+        ValueError, match=f"GPU number 1 is asked for, but CUDA_VISIBLE_DEVICES='{given}' shows {shown}"
+    ):
         see_only(1)
 
 
 def test_time_in_which_nobody_works_is_counted_once():
-    """Two rounds of 100: draft and target overlap, then 10 of nothing; what begins with the last round is not looked at."""
-    rounds = [{"draft": (at, at + 60), "target": (at + 20, at + 80), "choose": (at + 85, at + 95)} for at in (1000, 1100, 1200)]
+    """Two rounds of 100: draft and target overlap, then 10 of nothing; what begins with the last round is not looked
+    at."""
+    rounds = [
+        {"draft": (at, at + 60), "target": (at + 20, at + 80), "choose": (at + 85, at + 95)}
+        for at in (1000, 1100, 1200)
+    ]
     assert math.isclose(unattended(rounds), 1e-9 * 2 * (5 + 5))
     apart = Watched(work=[*rounds, *rounds], runs=[0] * len(rounds) + [1] * len(rounds))
     assert math.isclose(apart.link, 1e-9 * (5 + 5))
@@ -176,7 +209,9 @@ def test_time_in_which_nobody_works_is_counted_once():
 
 @pytest.mark.parametrize(("degrees", "gpus"), [((1, 1), 2), ((1, 1), 1), ((1, 3), 4), ((2, 2), 4), ((2, 1), 8)])
 def test_what_the_same_processes_run_is_run_in_a_row(degrees, gpus):
-    plan = SpeedPlan(degrees, ("plain", WIDE, "lockstep", "lookahead", "lockstep-apart"), (2, 4), (3,), (2,), (16, 24), (1, 2), 2, {})
+    plan = SpeedPlan(
+        degrees, ("plain", WIDE, "lockstep", "lookahead", "lockstep-apart"), (2, 4), (3,), (2,), (16, 24), (1, 2), 2, {}
+    )
     rows = list(plan.rows(gpus))
     turns = in_turn(rows)
     assert [turn for _, turn in sorted(turns, key=lambda each: each[0])] == rows
@@ -186,7 +221,8 @@ def test_what_the_same_processes_run_is_run_in_a_row(degrees, gpus):
 
 @pytest.mark.slow
 def test_processes_are_started_no_more_often_than_targets_are_split(monkeypatch):
-    """Whatever stands between two modes of the same processes, and for however many loads; what is shown keeps the order asked for."""
+    """Whatever stands between two modes of the same processes, and for however many loads; what is shown keeps the
+    order asked for."""
     started = []
 
     class Counted(Processes):
@@ -201,7 +237,9 @@ def test_processes_are_started_no_more_often_than_targets_are_split(monkeypatch)
         rows = timed(plan, machine, 2, None, lambda found: kept.append([(row.context, row.mode) for row in found]))
     asked = [(context, mode) for context in (16, 24) for mode in plan.modes]
     assert started == [(1, 1), (1, 2)] and [(row.context, row.mode) for row in rows] == kept[-1] == asked
-    assert [len(found) for found in kept] == [1, 2, 3, 4, 5, 6] and all(found == sorted(found, key=asked.index) for found in kept)
+    assert [len(found) for found in kept] == [1, 2, 3, 4, 5, 6] and all(
+        found == sorted(found, key=asked.index) for found in kept
+    )
 
 
 @pytest.mark.slow
@@ -212,7 +250,12 @@ def test_a_trace_of_timed_rounds(tmp_path, smcserve):
     with closing(GangMachine(replace(CONFIG, link="grpc"))) as machine:
         (row,) = timed(plan, machine, 2, path, kept.extend)
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
-    done = {(LANES["draft"], "draft"), (LANES["target"], "target"), (LANES["target"], "choose"), (LANES["target"], "follow")}
+    done = {
+        (LANES["draft"], "draft"),
+        (LANES["target"], "target"),
+        (LANES["target"], "choose"),
+        (LANES["target"], "follow"),
+    }
     assert done <= {(event["tid"], event["name"]) for event in events}
     assert row.mode == "lookahead" and len(events) > 12 and kept == [row]
     ran = smcserve("timeline", path, tmp_path / "picture.png")

@@ -58,7 +58,9 @@ def follow(shaky: Shaky, **params) -> list[Output]:
 def test_the_stream_goes_on_where_it_broke_off(method, losses):
     shaky = Shaky(losses)
     found = follow(shaky, method=method)
-    assert sum((output.tokens for output in found), ()) == TOKENS and "".join(output.text for output in found) == text_of(TOKENS)
+    assert sum((output.tokens for output in found), ()) == TOKENS and "".join(
+        output.text for output in found
+    ) == text_of(TOKENS)
     assert found[-1].answer == ANSWER and all(output.tokens for output in found[:-1])
     assert len(set(shaky.seeds)) == 1 and shaky.seeds[0] is not None
     assert shaky.waits == sorted(shaky.waits) and shaky.waits[0] >= 5.0, "time budgets run from arrival"
@@ -71,7 +73,9 @@ def test_what_was_given_out_is_in_the_answer_even_if_time_is_up_before_it_has_co
                 if len(self.seeds) > 1:
                     break
                 yield output
-            early = replace(ANSWER, tokens=(), text="", logprobs=(), top_logprobs=(), finish_reason=FinishReason.QUEUE_TIME)
+            early = replace(
+                ANSWER, tokens=(), text="", logprobs=(), top_logprobs=(), finish_reason=FinishReason.QUEUE_TIME
+            )
             yield Output("r", (), "", early)
 
     found = follow(OutOfTime([7]), method="exact", time_budget=5.0)

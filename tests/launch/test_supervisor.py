@@ -165,7 +165,8 @@ def test_a_draft_that_cannot_be_started_stays_away(fakes):
 
 @pytest.mark.parametrize("target_answers", [True, False])
 def test_the_coordinator_says_that_the_draft_is_lost(fakes, target_answers):
-    """Nobody has died. Of a pair that waits for each other, the one that is stopped may be the target: then nothing is left to go on."""
+    """Nobody has died. Of a pair that waits for each other, the one that is stopped may be the target: then nothing is
+    left to go on."""
     FakeGang.silent = () if target_answers else (1,)
 
     async def work() -> None:

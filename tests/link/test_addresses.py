@@ -10,9 +10,12 @@ from services.link import distributed
 
 
 def test_gloo_listens_on_the_network_of_the_store(monkeypatch):
-    """Not where the machine's own name leads: on many that is the loopback interface, which no other machine reaches."""
+    """Not where the machine's own name leads: on many that is the loopback interface, which no other machine
+    reaches."""
     asked, create = [], dist.ProcessGroupGloo.create_device
-    monkeypatch.setattr(dist.ProcessGroupGloo, "create_device", lambda hostname: asked.append(hostname) or create(hostname=hostname))
+    monkeypatch.setattr(
+        dist.ProcessGroupGloo, "create_device", lambda hostname: asked.append(hostname) or create(hostname=hostname)
+    )
     first = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     stores = [first, dist.TCPStore("127.0.0.1", first.port, is_master=False)]
     with ThreadPoolExecutor(2) as pool:

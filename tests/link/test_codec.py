@@ -25,7 +25,10 @@ def equal(a: object, b: object) -> bool:
         return type(a) is type(b) and all(equal(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
     if isinstance(a, np.ndarray):
         return (
-            isinstance(b, np.ndarray) and a.dtype == b.dtype and a.shape == b.shape and np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
+            isinstance(b, np.ndarray)
+            and a.dtype == b.dtype
+            and a.shape == b.shape
+            and np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
         )
     return a == b
 
@@ -54,14 +57,23 @@ def draws(rng: np.random.Generator, r: int, d: int) -> Draws:
     guidance = (rng.integers(0, 99, r, dtype=np.int32), rng.random(r, dtype=np.float32)) if rng.random() < 0.5 else ()
     biased = rng.integers(0, 2**31 - 1, (2, d - 1), dtype=np.int32)
     bias = rng.standard_normal(d - 1).astype(np.float32)
-    return Draws(law(rng, r), seeds, rng.integers(0, 1000, r), streams, Purpose.PROPOSAL, count, kind, biased, bias, *guidance)
+    return Draws(
+        law(rng, r), seeds, rng.integers(0, 1000, r), streams, Purpose.PROPOSAL, count, kind, biased, bias, *guidance
+    )
 
 
 def tops(rng: np.random.Generator, r: int) -> Tops:
     asked, least = rng.integers(1, 4, 2 * r, dtype=np.int32), rng.integers(0, 99, r, dtype=np.int32)
     machines = [StopMachine.of([7], [b"ab"]), StopMachine.of([], [], ((1, -0.7), (2**17, 100.0))), None]
     guidance = (rng.integers(0, 99, r, dtype=np.int32), rng.random(r, dtype=np.float32)) if rng.random() < 0.5 else ()
-    return Tops(law(rng, r), int(rng.integers(1, 20)), asked, least, tuple(machines[i] for i in rng.integers(0, 3, r)), *guidance)
+    return Tops(
+        law(rng, r),
+        int(rng.integers(1, 20)),
+        asked,
+        least,
+        tuple(machines[i] for i in rng.integers(0, 3, r)),
+        *guidance,
+    )
 
 
 @examples
@@ -86,7 +98,10 @@ def test_prompt_result(drawn, drew):
         PromptResult(rng.integers(0, 99, (r, d), dtype=np.int32), logp, rng.standard_normal((r, d)), log_z, *nothing)
         if drew
         else PromptResult(
-            *(np.zeros((r, 0), kind) for kind in (np.int32, np.float32, np.float64)), log_z, top_logp.astype(np.int32), top_logp
+            *(np.zeros((r, 0), kind) for kind in (np.int32, np.float32, np.float64)),
+            log_z,
+            top_logp.astype(np.int32),
+            top_logp,
         )
     )
     assert equal(codec.to_prompt_result(over_the_wire(codec.prompt_outcome(result))), result)
@@ -115,7 +130,9 @@ def test_a_group_joins(drawn, shared, stopping):
         text_N=ints(n),
         logw_N=rng.standard_normal(n),
         stops=3,
-        machine=StopMachine.of([7, 2**17], [b"ab", "ü".encode()], ((1, -0.7), (2**17, 100.0)) if shared else ()) if stopping else None,
+        machine=StopMachine.of([7, 2**17], [b"ab", "ü".encode()], ((1, -0.7), (2**17, 100.0)) if shared else ())
+        if stopping
+        else None,
     )
     found = codec.to_join(over_the_wire(codec.join_command(join)))
     assert equal(found, join)
@@ -124,7 +141,9 @@ def test_a_group_joins(drawn, shared, stopping):
 
 
 @examples
-@given(sizes(), st.booleans(), st.sampled_from(Program), st.sampled_from(Contexts), st.integers(1, 3), st.integers(0, 3))
+@given(
+    sizes(), st.booleans(), st.sampled_from(Program), st.sampled_from(Contexts), st.integers(1, 3), st.integers(0, 3)
+)
 def test_a_round(drawn, flag, program, contexts, f, b):
     rng, a, q = drawn
 
@@ -138,7 +157,10 @@ def test_a_round(drawn, flag, program, contexts, f, b):
         **{name: ints(q, dtype=np.int32) for name in ("first_U", "size_U", "shared_U")},
         pages_UW=ints(q, b, dtype=np.int32),
     )
-    of_group = {name: ints(a, dtype=np.int32) for name in ("first_G", "size_G", "count_G", "draws_G", "shared_G", "kind_G", "scheme_G")}
+    of_group = {
+        name: ints(a, dtype=np.int32)
+        for name in ("first_G", "size_G", "count_G", "draws_G", "shared_G", "kind_G", "scheme_G")
+    }
     plan = RoundPlan(
         program=program,
         contexts=contexts,
@@ -186,7 +208,9 @@ def test_round_result(drawn, w):
         first_logp_A=logp[:, 0].copy(),
         log_z_G=rng.standard_normal(a),
         ess_G=rng.random(a),
-        **{name: rng.random(a) < 0.5 for name in ("resampled_G", "collapsed_G", "draft_nan_G", "target_nan_G", "hit_G")},
+        **{
+            name: rng.random(a) < 0.5 for name in ("resampled_G", "collapsed_G", "draft_nan_G", "target_nan_G", "hit_G")
+        },
         lineage=Lineage(rng.integers(0, 99, (a, w), dtype=np.int32), *rng.integers(0, 9, (2, a), dtype=np.int32)),
     )
     assert equal(codec.to_result(over_the_wire(codec.round_outcome(result))), result)

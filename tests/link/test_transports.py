@@ -49,7 +49,9 @@ def close(*ends) -> None:
         list(pool.map(lambda end: end.close(), ends))
 
 
-def connect(where: Rendezvous, sides: tuple[str, ...], meanwhile: Callable[[], None] = lambda: None) -> tuple[dict, dict[str, LeaderEnds]]:
+def connect(
+    where: Rendezvous, sides: tuple[str, ...], meanwhile: Callable[[], None] = lambda: None
+) -> tuple[dict, dict[str, LeaderEnds]]:
     leaders: dict[str, LeaderEnds] = {}
 
     def lead(side: str) -> None:
@@ -78,7 +80,9 @@ def test_messages_of_any_size_in_order(link, size):
             ends["draft"].send(ping(2 * sequence))
             assert leaders["draft"].coordinator.receive(5.0).join == big
             assert leaders["draft"].coordinator.receive(5.0) == ping(2 * sequence)
-            leaders["draft"].coordinator.send(pb.WorkResponse(sequence=sequence, prompt=pb.PromptOutcome(drawn=big.pages)))
+            leaders["draft"].coordinator.send(
+                pb.WorkResponse(sequence=sequence, prompt=pb.PromptOutcome(drawn=big.pages))
+            )
             response = ends["draft"].receive(5.0)
             assert response.sequence == sequence and response.prompt.drawn == big.pages
 
@@ -97,7 +101,9 @@ def test_many_messages_before_the_first_is_received(link):
 def test_what_one_leader_sends_the_other_receives(link, sides):
     with connected(link) as (_, leaders):
         sender, receiver = (leaders[side].peer for side in sides)
-        for sequence, (shape, dtype) in enumerate((((3, 2), torch.int32), ((1, 8), torch.int64), ((2, 5, 4, 3), torch.float32)), 4):
+        for sequence, (shape, dtype) in enumerate(
+            (((3, 2), torch.int32), ((1, 8), torch.int64), ((2, 5, 4, 3), torch.float32)), 4
+        ):
             sent, here = torch.randint(0, 99, shape).to(dtype), torch.empty(shape, dtype=dtype)
             tensor = sent.clone()
             sender.send("blocks", sequence, tensor)
@@ -119,7 +125,10 @@ def test_a_message_out_of_turn_is_refused(link, name, sequence):
 
 def test_silence_ends_at_the_deadline(link):
     with connected(link) as (ends, leaders):
-        for wait in (lambda: ends["target"].receive(0.3), lambda: leaders["target"].peer.receive("first", 1, torch.zeros(1), 0.3)):
+        for wait in (
+            lambda: ends["target"].receive(0.3),
+            lambda: leaders["target"].peer.receive("first", 1, torch.zeros(1), 0.3),
+        ):
             begin = time.monotonic()
             with pytest.raises(LinkError, match=r"0\.3 s"):
                 wait()
@@ -160,7 +169,11 @@ def test_a_target_outlives_one_draft_after_the_other(link):
         channel.send("choice", torch.ones(4))
         nobody = replace(where, epoch=99, start_timeout=0.3)
         with pytest.raises(RuntimeError):
-            meet(channel, 99, lambda at=nobody: peer_end(at, at.store(), "draft" if link == "grpc" else "target", CPU, target.server))
+            meet(
+                channel,
+                99,
+                lambda at=nobody: peer_end(at, at.store(), "draft" if link == "grpc" else "target", CPU, target.server),
+            )
         assert ask() == [[0] * 3] * 2
         again = replace(where, epoch=epoch)
         renew = lambda at=again: meet(channel, at.epoch, lambda: peer_end(at, at.store(), "target", CPU, target.server))  # noqa: E731
@@ -189,7 +202,8 @@ def test_strangers_are_not_let_in():
 
 
 def test_nobody_who_listens_at_a_forged_address_learns_the_secret():
-    """Anybody who reaches the store may write to it; and a call that reaches the wrong server proves nothing anywhere else."""
+    """Anybody who reaches the store may write to it; and a call that reaches the wrong server proves nothing anywhere
+    else."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
     where = Rendezvous("127.0.0.1", store.port, EPOCH, "secret", "grpc", 20.0)
     store.set(where.name("draft/address"), "127.0.0.1:1")
@@ -216,5 +230,7 @@ def test_messages_of_another_life_or_layout_are_refused():
         check_envelope(ping(1), EPOCH + 1)
     other = ping(1)
     other.version = LAYOUT_VERSION + 1
-    with pytest.raises(LinkError, match=f"layout version {LAYOUT_VERSION + 1} arrived; this side speaks {LAYOUT_VERSION}"):
+    with pytest.raises(
+        LinkError, match=f"layout version {LAYOUT_VERSION + 1} arrived; this side speaks {LAYOUT_VERSION}"
+    ):
         check_envelope(other, EPOCH)

@@ -31,12 +31,25 @@ def watched(pair, engine=ENGINE, **gateway) -> Iterator[tuple[Service, tuple]]:
 def test_answers_cancelled_and_slow_ones(loadtest, pair, tmp_path):
     path = tmp_path / "run.json"
     with watched(pair) as (service, where):
-        mix = ("--cancel-share", 0.3, "--cancel-after-tokens", 1, "--cancel-by", "leave,abort", "--slow-share", 0.3, "--slow-pause", 0.05)
+        mix = (
+            "--cancel-share",
+            0.3,
+            "--cancel-after-tokens",
+            1,
+            "--cancel-by",
+            "leave,abort",
+            "--slow-share",
+            0.3,
+            "--slow-pause",
+            0.05,
+        )
         load = ("--rate", 10, "--requests", 20, "--output-length", 30, "--ignore-eos", "--connections", 2)
         ran = loadtest(*where, *QUICK, *load, *mix, "--goodput", "ttft:60000", "--json", path)
         service.wait_until_free()
         assert (
-            service.metric("smc_requests_cancelled_total", by="abort") >= 1 <= service.metric("smc_requests_cancelled_total", by="client")
+            service.metric("smc_requests_cancelled_total", by="abort")
+            >= 1
+            <= service.metric("smc_requests_cancelled_total", by="client")
         )
     written = json.loads(path.read_text())
     ours = written["smcserve"]
@@ -53,7 +66,21 @@ def test_answers_cancelled_and_slow_ones(loadtest, pair, tmp_path):
 
 def test_a_full_queue_refuses_and_a_deadline_ends(loadtest, pair, tmp_path):
     path = tmp_path / "run.json"
-    long = ("--rate", 40, "--requests", 30, "--particles", 8, "--output-length", 300, "--ignore-eos", "--deadline", 0.7, "--settle", 0)
+    long = (
+        "--rate",
+        40,
+        "--requests",
+        30,
+        "--particles",
+        8,
+        "--output-length",
+        300,
+        "--ignore-eos",
+        "--deadline",
+        0.7,
+        "--settle",
+        0,
+    )
     with watched(pair, EngineConfig(block=4, branches=2, max_slots=8, max_queue=2)) as (service, where):
         ran = loadtest(*where, *long, "--json", path, "--goodput", "ttft:10", "--attainment", 0)
         service.wait_until_free()
@@ -74,7 +101,9 @@ def test_the_same_run_twice_asks_and_is_answered_the_same(loadtest, pair, tmp_pa
         for name in "ab":
             loadtest(*where, *QUICK, "--rate", 20, "--requests", 8, "--seed", 3, "--json", tmp_path / name)
             written.append(json.loads((tmp_path / name).read_text()))
-    first, second = ([(r["seed"], r["planned_at"], r["finish_reason"]) for r in run["smcserve"]["requests"]] for run in written)
+    first, second = (
+        [(r["seed"], r["planned_at"], r["finish_reason"]) for r in run["smcserve"]["requests"]] for run in written
+    )
     assert first == second and written[0]["output_lens"] == written[1]["output_lens"]
 
 
@@ -83,7 +112,9 @@ def test_a_trace_is_followed(loadtest, pair, tmp_path):
     lines = [{"time": 0.2 * i, "prompt": "1 + 1 =", "max_tokens": i + 1} for i in range(5)]
     trace.write_text("\n".join(map(json.dumps, lines)))
     with watched(pair) as (_, where):
-        ran = loadtest(*where, *QUICK, "--arrivals", "trace", "--trace", trace, "--ignore-eos", "--json", path, "--html", html)
+        ran = loadtest(
+            *where, *QUICK, "--arrivals", "trace", "--trace", trace, "--ignore-eos", "--json", path, "--html", html
+        )
     written = json.loads(path.read_text())
     assert ran.code == 0 and written["output_lens"] == [1, 2, 3, 4, 5] and written["request_rate"] is None
     assert [request["planned_at"] for request in written["smcserve"]["requests"]] == [0.0, 0.2, 0.4, 0.6, 0.8]
@@ -95,7 +126,17 @@ def test_a_token_over_tls(loadtest, pair, certificates, tmp_path):
     tokens.write_text("secret\n")
     secure = {"tls_cert": certificates["server.crt"], "tls_key": certificates["server.key"], "auth_token_file": tokens}
     with serving(pair, ENGINE, **secure) as service:
-        where = (*QUICK, "--rate", 20, "--requests", 2, "--address", service.address, "--tls-ca", certificates["ca.crt"])
+        where = (
+            *QUICK,
+            "--rate",
+            20,
+            "--requests",
+            2,
+            "--address",
+            service.address,
+            "--tls-ca",
+            certificates["ca.crt"],
+        )
         assert loadtest(*where, "--token-file", tokens).code == 0
         ran = loadtest(*where)
         assert ran.code == 2 and "does not let us in" in ran.err and "give --token-file" in ran.err
@@ -123,7 +164,20 @@ def test_a_service_that_is_starting_is_waited_for(loadtest, pair):
 def test_capacity_is_found_and_reported(loadtest, pair, tmp_path):
     """With a queue that takes nobody, a rate that is too high is refused, however fast the machine is."""
     path, html = tmp_path / "capacity.json", tmp_path / "capacity.html"
-    short = ("--duration", 0.5, "--warm-up", 0, "--settle", 0, "--arrivals", "constant", "--attainment", 0.9, "--precision", 1)
+    short = (
+        "--duration",
+        0.5,
+        "--warm-up",
+        0,
+        "--settle",
+        0,
+        "--arrivals",
+        "constant",
+        "--attainment",
+        0.9,
+        "--precision",
+        1,
+    )
     with watched(pair, EngineConfig(block=4, branches=2, max_slots=2, max_queue=1)) as (_, where):
         ask = ("--find-capacity", "--rate", 4, "--particles", 2, "--output-length", 4, "--goodput", "e2el:20000")
         ran = loadtest(*where, *ask, *short, "--json", path, "--html", html)
@@ -148,13 +202,21 @@ class Broken:
 def test_a_broken_service_is_exit_code_1_at_any_rate(loadtest, pair, search, tmp_path):
     files = ("--json", tmp_path / "run.json", "--html", tmp_path / "run.html")
     with serving(pair, ENGINE, wrap=Broken) as service:
-        ran = loadtest("--address", service.address, "--rate", 20, "--duration", 0.3, "--warm-up", 0, *QUICK, *search, *files)
+        ran = loadtest(
+            "--address", service.address, "--rate", 20, "--duration", 0.3, "--warm-up", 0, *QUICK, *search, *files
+        )
     assert ran.code == 1 and re.search(r"errors: failed: \d+ INTERNAL", ran.out)
     assert json.loads((tmp_path / "run.json").read_text()) and "INTERNAL" in (tmp_path / "run.html").read_text()
 
 
 def test_metrics_are_read_without_buckets():
-    series = ('smc_x{a="b",model_name="m"} 2.5', 'smc_y_bucket{le="+Inf"} 3', "smc_y_sum 1e3", "python_info 1", "process_open_fds 7")
+    series = (
+        'smc_x{a="b",model_name="m"} 2.5',
+        'smc_y_bucket{le="+Inf"} 3',
+        "smc_y_sum 1e3",
+        "python_info 1",
+        "process_open_fds 7",
+    )
     text = "# HELP smc_x y\n" + "".join(f"{line}\n" for line in series)
     assert parse(text) == {'smc_x{a="b"}': 2.5, "smc_y_sum": 1000.0, "process_open_fds": 7.0}
 

@@ -16,13 +16,38 @@ import pytest
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
-SHORTER = ("--duration", "2", "--warm-up", "0.5", "--settle", "2", "--rate", "4", "--deadline", "120", "--goodput", "e2el:120000")
+SHORTER = (
+    "--duration",
+    "2",
+    "--warm-up",
+    "0.5",
+    "--settle",
+    "2",
+    "--rate",
+    "4",
+    "--deadline",
+    "120",
+    "--goodput",
+    "e2el:120000",
+)
 
 
 def test_smoke(tmp_path):
     """The profile as it is, for a shorter time; its objective is such that only a broken service misses it."""
     files = ("--json", str(tmp_path / "run.json"), "--html", str(tmp_path / "run.html"))
-    command = [sys.executable, "-m", "loadtest", "--profile", "smoke", "--serve", *SHORTER, *files, "--", "--max-slots", "32"]
+    command = [
+        sys.executable,
+        "-m",
+        "loadtest",
+        "--profile",
+        "smoke",
+        "--serve",
+        *SHORTER,
+        *files,
+        "--",
+        "--max-slots",
+        "32",
+    ]
     ran, family = _run(command, tmp_path / "output")
     output = (tmp_path / "output").read_text()
     assert ran == 0, output
@@ -38,7 +63,9 @@ def test_smoke(tmp_path):
     assert {"gateway", "coordinator", "draft rank 0", "target rank 0", "ray"} == set(ours["after"]["held"])
     assert (tmp_path / "run.html").read_text().count("<svg") == 8
     assert len(family) >= 6  # the service, its three actors and Ray's own
-    assert not [process for process in psutil.wait_procs(family, timeout=10)[1] if process.status() != psutil.STATUS_ZOMBIE]
+    assert not [
+        process for process in psutil.wait_procs(family, timeout=10)[1] if process.status() != psutil.STATUS_ZOMBIE
+    ]
 
 
 def _run(command: list[str], output: Path) -> tuple[int, set[psutil.Process]]:

@@ -1,4 +1,5 @@
-"""Arrivals as laws. Seeds are fixed; each bound is about five standard errors, so a false alarm has odds below one in a million."""
+"""Arrivals as laws. Seeds are fixed; each bound is about five standard errors, so a false alarm has odds below one in a
+million."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def test_constant():
 def test_ramp_has_the_rate_of_its_moment(begin, end):
     """Over many ramps: 10 seconds level, 100 seconds of change, and then the last rate."""
     rng, runs = np.random.default_rng(3), 40
-    times = [at for _ in range(runs) for at in takewhile(lambda at: at < 120, arrivals.ramp(begin, end, 10.0, 100.0, rng))]
+    times = [
+        at for _ in range(runs) for at in takewhile(lambda at: at < 120, arrivals.ramp(begin, end, 10.0, 100.0, rng))
+    ]
     counts = np.histogram(times, 12, (0, 120))[0]
     climb = [begin + (end - begin) * (step + 0.5) / 10 for step in range(10)]
     expected = runs * 10 * np.array([begin, *climb, end])

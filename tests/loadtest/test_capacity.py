@@ -54,7 +54,8 @@ def test_the_answer_and_its_bracket():
 
 
 def test_a_probe_that_was_late_is_made_once_more():
-    """At 2/s the generator is late once, and what it saw then is forgotten; at 4/s it is late both times, and that is said."""
+    """At 2/s the generator is late once, and what it saw then is forgotten; at 4/s it is late both times, and that is
+    said."""
     tried: list[float] = []
 
     async def probe(rate: float) -> Probe:

@@ -1,4 +1,5 @@
-"""Verdicts on runs made by hand: each check passes on what is good, fails on what is not, and says when it cannot tell."""
+"""Verdicts on runs made by hand: each check passes on what is good, fails on what is not, and says when it cannot
+tell."""
 
 from __future__ import annotations
 
@@ -15,7 +16,10 @@ GOOD = [record(at, (at + 0.1, at + 0.2), (1, 1)) for at in range(30)]
 SLOW = [record(at, (at + 3.0,), (1,)) for at in range(30)]
 REFUSED = [record(at + 0.5, code="RESOURCE_EXHAUSTED") for at in range(30)]
 OVERLOAD = {"rate": 3.0, "capacity": 1.0, "goodput": "ttft:1000"}
-FLAT = [Sample(float(at), 8, 4, {}, {"gateway": Held(300 * MIB, 40, 60), "ray": Held(at * 100 * MIB, at)}) for at in range(30)]
+FLAT = [
+    Sample(float(at), 8, 4, {}, {"gateway": Held(300 * MIB, 40, 60), "ray": Held(at * 100 * MIB, at)})
+    for at in range(30)
+]
 
 
 def passed(run) -> dict[str, bool | None]:
@@ -73,7 +77,9 @@ def test_overload_that_is_borne():
         "after the run": True,
         "KV pages leaked": True,
     }
-    assert headline(run) == "Overload was borne: at 2.03 requests/s, 2 times its capacity of 1, 1.02 a second were good."
+    assert (
+        headline(run) == "Overload was borne: at 2.03 requests/s, 2 times its capacity of 1, 1.02 a second were good."
+    )
 
 
 def test_overload_in_which_answers_come_too_late():
@@ -112,7 +118,10 @@ def test_a_load_that_nobody_gets_an_answer_under(codes, load_alone):
 
 
 def test_a_request_that_is_neither_answered_nor_refused():
-    assert passed(made_run([*GOOD, record(5.0, code="DEADLINE_EXCEEDED")], FLAT, **OVERLOAD))["answered or refused"] is False
+    assert (
+        passed(made_run([*GOOD, record(5.0, code="DEADLINE_EXCEEDED")], FLAT, **OVERLOAD))["answered or refused"]
+        is False
+    )
 
 
 def test_a_queue_that_grows():
@@ -148,6 +157,12 @@ def test_overload_that_was_not_watched():
 
 @pytest.mark.parametrize(("threads", "files"), [(0, 0), (1, 0), (0, 1)])
 def test_threads_and_files_that_grow(threads, files):
-    growing = [Sample(float(at), 8, 4, {}, {"rank 1": Held(300 * MIB, 40 + threads * at, 60 + files * at)}) for at in range(30)]
+    growing = [
+        Sample(float(at), 8, 4, {}, {"rank 1": Held(300 * MIB, 40 + threads * at, 60 + files * at)}) for at in range(30)
+    ]
     found = passed(made_run(GOOD, growing, flat=True))
-    assert (found["threads flat: rank 1"], found["files flat: rank 1"], found["memory flat: rank 1"]) == (not threads, not files, True)
+    assert (found["threads flat: rank 1"], found["files flat: rank 1"], found["memory flat: rank 1"]) == (
+        not threads,
+        not files,
+        True,
+    )

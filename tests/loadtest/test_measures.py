@@ -8,7 +8,9 @@ from loadtest.measures import Spread, summarise
 from loadtest.objective import Objective
 from tests.loadtest.made import record
 
-A = record(1.0, (1.2, 1.5, 2.2), (1, 3, 2), 2.2, index=1, prompt_tokens=10, particles=8, rounds=4, resamples=1, mean_ess=4.0)
+A = record(
+    1.0, (1.2, 1.5, 2.2), (1, 3, 2), 2.2, index=1, prompt_tokens=10, particles=8, rounds=4, resamples=1, mean_ess=4.0
+)
 B = record(2.0, (2.4,), (1,), 2.5, index=2, prompt_tokens=20)
 REFUSED = record(2.5, code="RESOURCE_EXHAUSTED", end=2.6, index=3)
 CANCELLED = record(2.0, (2.1,), (4,), 3.0, code="CANCELLED", cancelled=True, index=4)
@@ -45,7 +47,11 @@ def test_who_counts():
     assert summary.request_throughput == pytest.approx(3 / 8) and summary.output_throughput == pytest.approx(9 / 8)
     assert summary.total_token_throughput == pytest.approx(44 / 8)
     assert (summary.ttft.count, summary.tpot.count, summary.itl.count, summary.e2el.count) == (2, 1, 2, 2)
-    assert summary.ttft.mean == pytest.approx(300) and summary.itl.mean == pytest.approx(500) and summary.tpot.mean == pytest.approx(200)
+    assert (
+        summary.ttft.mean == pytest.approx(300)
+        and summary.itl.mean == pytest.approx(500)
+        and summary.tpot.mean == pytest.approx(200)
+    )
     assert (summary.rounds, summary.resamples, summary.ess_share) == (3.0, 0.5, 0.75)
     assert summary.peak_concurrent == 5
     assert summary.goodput is None and summary.attainment is None and not summary.late
@@ -70,7 +76,13 @@ def test_a_late_generator_is_seen():
 
 def test_nothing_was_sent():
     summary = summarise([WARM_UP], Objective.read("ttft:1"))
-    assert (summary.sent, summary.duration, summary.offered, summary.goodput, summary.attainment) == (0, 0.0, 0.0, 0.0, None)
+    assert (summary.sent, summary.duration, summary.offered, summary.goodput, summary.attainment) == (
+        0,
+        0.0,
+        0.0,
+        0.0,
+        None,
+    )
 
 
 @pytest.mark.parametrize("words", ["", "ttft", "ttft:0", "ttft:x", "itl:5", "ttft:5 ttft:6", "e2el:inf"])

@@ -23,7 +23,9 @@ METRICS = {
     'smc_requests_rejected_total{cause="queue_full"}': 7.0,
     "process_resident_memory_bytes": 3e8,
 }
-SAMPLES = [Sample(float(at), at % 3, 1, METRICS, {"gateway": Held(300 << 20), "rank 1": Held(500 << 20)}) for at in range(10)]
+SAMPLES = [
+    Sample(float(at), at % 3, 1, METRICS, {"gateway": Held(300 << 20), "rank 1": Held(500 << 20)}) for at in range(10)
+]
 RECORDS = [
     record(0.0, (0.5,), (1,), counted=False),
     record(2.0, (2.2, 2.5), (3, 4), index=2, prompt_tokens=9, particles=8, rounds=3, mean_ess=6.0),
@@ -32,7 +34,18 @@ RECORDS = [
     record(4.0, (4.1,), (2,), 5.0, code="CANCELLED", cancelled=True, index=4),
 ]
 VLLM = {
-    *("date", "backend", "model_id", "num_prompts", "request_rate", "burstiness", "max_concurrency", "duration", "completed", "failed"),
+    *(
+        "date",
+        "backend",
+        "model_id",
+        "num_prompts",
+        "request_rate",
+        "burstiness",
+        "max_concurrency",
+        "duration",
+        "completed",
+        "failed",
+    ),
     *("total_input_tokens", "total_output_tokens", "request_throughput", "request_goodput", "output_throughput"),
     *("total_token_throughput", "max_concurrent_requests", "input_lens", "output_lens", "ttfts", "itls", "errors"),
     *(
@@ -80,7 +93,9 @@ class Links(HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         assert tag not in ("script", "link", "iframe", "object")
-        self.found += [value for name, value in attributes if name in ("src", "href", "xlink:href", "srcset", "data", "action")]
+        self.found += [
+            value for name, value in attributes if name in ("src", "href", "xlink:href", "srcset", "data", "action")
+        ]
 
 
 def check_page(text: str, pictures: int) -> None:
@@ -98,7 +113,16 @@ def check_page(text: str, pictures: int) -> None:
 def test_the_page_of_a_run(run):
     text = page.of_run(run)
     check_page(text, 8)
-    for part in ("Not good enough", "objective", "1 RESOURCE_EXHAUSTED", "lookahead", "python", "Throughput", "KV pages leaked", "rank 1"):
+    for part in (
+        "Not good enough",
+        "objective",
+        "1 RESOURCE_EXHAUSTED",
+        "lookahead",
+        "python",
+        "Throughput",
+        "KV pages leaked",
+        "rank 1",
+    ):
         assert part in text, part
     assert text.index("good requests a second") < text.index("<svg") < text.index("Settings")
 
@@ -127,7 +151,9 @@ def test_the_page_and_the_numbers_of_a_search(run):
     assert text.count("39 OK, 1 UNAVAILABLE") == len(found.probes) and text.count("<td>late</td>") == 2
     assert "the generator was late whenever 8 requests/s were tried" in text
     written = json.loads(json.dumps(numbers.of_capacity(found, run)))
-    assert written["smcserve"]["capacity"]["low"] == found.low and len(written["smcserve"]["capacity"]["probes"]) == len(found.probes)
+    assert written["smcserve"]["capacity"]["low"] == found.low and len(
+        written["smcserve"]["capacity"]["probes"]
+    ) == len(found.probes)
     assert written["num_prompts"] == 4
     check_page(page.of_capacity(asyncio.run(search(lambda rate: probe(rate + 5), 2.0, 0.1)), None, "ttft:150", 0.95), 1)
 

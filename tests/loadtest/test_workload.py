@@ -1,4 +1,5 @@
-"""What is asked, and when: reproducible from the seed, in the shares and lengths that were given; files of prompts and traces."""
+"""What is asked, and when: reproducible from the seed, in the shares and lengths that were given; files of prompts and
+traces."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def test_lengths(word, mean, std, low, high):
 
 
 @pytest.mark.parametrize(
-    "word", ["0", "x", "uniform:5", "uniform:9-3", "normal:5", "normal:5,-1", "zipf:1,2", "uniform:1-2-3", "lognormal:nan,1"]
+    "word",
+    ["0", "x", "uniform:5", "uniform:9-3", "normal:5", "normal:5,-1", "zipf:1,2", "uniform:1-2-3", "lognormal:nan,1"],
 )
 def test_lengths_that_cannot_be(word):
     with pytest.raises(ValueError, match=r"--x .*; allowed: COUNT, uniform:LOW-HIGH"):
@@ -73,7 +75,10 @@ def test_each_kind_of_arrivals():
     gaps = np.diff([request.at for request in plan(arrivals="gamma", burstiness=0.25)])
     assert gaps.std() / gaps.mean() == pytest.approx(2.0, rel=0.25)
     assert np.diff([request.at for request in plan(arrivals="constant")]) == pytest.approx(0.01)
-    ramp = [request.at for request in plan(arrivals="ramp", rate=10.0, rate_end=100.0, warm_up=5.0, duration=10.0, requests=9999)]
+    ramp = [
+        request.at
+        for request in plan(arrivals="ramp", rate=10.0, rate_end=100.0, warm_up=5.0, duration=10.0, requests=9999)
+    ]
     level, first, last = (sum(begin <= at < begin + 5 for at in ramp) for begin in (0, 5, 10))
     assert level == pytest.approx(50, abs=5 * 50**0.5) and max(ramp) < 15
     assert first == pytest.approx(162.5, abs=5 * 162.5**0.5) and last == pytest.approx(387.5, abs=5 * 387.5**0.5)
@@ -125,7 +130,11 @@ def test_random_prompts_fit_and_do_not_end():
 
 def test_prompts_from_a_file(tmp_path):
     path = tmp_path / "prompts.jsonl"
-    lines = [{"prompt": "one"}, {"prompt": [3, 4], "max_tokens": 5}, {"messages": [{"role": "user", "content": "three"}]}]
+    lines = [
+        {"prompt": "one"},
+        {"prompt": [3, 4], "max_tokens": 5},
+        {"messages": [{"role": "user", "content": "three"}]},
+    ]
     path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
     requests = plan(prompts=path, output_length="9", requests=4)
     assert [r.prompt for r in requests] == ["one", [3, 4], [Message("user", "three")], "one"]
@@ -141,7 +150,11 @@ def test_a_trace(tmp_path):
     assert read_trace(jsonl) == read_trace(table)
     settings = Settings.of({}, {"arrivals": "trace", "trace": jsonl, "warm_up": 1.0, "output_length": "7"})
     requests = list(Workload(settings, MODEL).plan())
-    assert [(r.at, r.counted, r.sampling["max_tokens"]) for r in requests] == [(0.5, False, 7), (1.5, True, 3), (4.0, True, 7)]
+    assert [(r.at, r.counted, r.sampling["max_tokens"]) for r in requests] == [
+        (0.5, False, 7),
+        (1.5, True, 3),
+        (4.0, True, 7),
+    ]
     assert len(requests[0].prompt) == 20 and requests[1].prompt == "b" and isinstance(requests[2].prompt[0], Message)
     assert len(list(Workload(replace(settings, duration=2.0), MODEL).plan())) == 2
 

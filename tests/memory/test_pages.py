@@ -1,4 +1,5 @@
-"""Laws of the page ledger: it follows a model of plain dicts, its books balance after every operation, and misuse is caught."""
+"""Laws of the page ledger: it follows a model of plain dicts, its books balance after every operation, and misuse is
+caught."""
 
 from __future__ import annotations
 
@@ -109,7 +110,8 @@ class Ledger(RuleBasedStateMachine):
     @precondition(lambda self: +self.model.heads)
     @rule(data=st.data(), wanted=st.integers(0, 15))
     def round(self, data, wanted):
-        """Heads are replaced by rows that continue some of them, each step by a new page or that of a row with the same past."""
+        """Heads are replaced by rows that continue some of them, each step by a new page or that of a row with the same
+        past."""
         held = sorted((+self.model.heads).elements())
         old = [held[i] for i in data.draw(st.lists(st.integers(0, len(held) - 1), min_size=1, max_size=4, unique=True))]
         ancestors = data.draw(st.lists(st.sampled_from(old), max_size=6))
@@ -237,7 +239,9 @@ def misuses():
         "free the dummy page": lambda ledger, held, loose: ledger.free(ints(0)),
         "settle what is free": lambda ledger, held, loose: ledger.settle(ints(12), []),
         "chain twice": lambda ledger, held, loose: ledger.chain(0, held),
-        "chain a page twice in one call": lambda ledger, held, loose: ledger.chain(0, ints(loose[0], loose[1], loose[0])),
+        "chain a page twice in one call": lambda ledger, held, loose: ledger.chain(
+            0, ints(loose[0], loose[1], loose[0])
+        ),
         "chain below a loose page": lambda ledger, held, loose: ledger.chain(loose[0], loose[1:]),
         "hold a loose page": lambda ledger, held, loose: ledger.hold(loose),
         "release a loose page": lambda ledger, held, loose: ledger.release(loose),
@@ -305,7 +309,10 @@ def test_a_cascade_takes_all_and_no_more(chains):
     ledger = PageAllocator(200_000)
     kept = chained(ledger, 50)
     doomed = chained(ledger, 30, int(kept[20]))
-    tips = [int(chained(ledger, 1 + n % 7 * 20, int(below))[-1]) for n, below in enumerate(np.resize([kept[40], doomed[10], 0], chains))]
+    tips = [
+        int(chained(ledger, 1 + n % 7 * 20, int(below))[-1])
+        for n, below in enumerate(np.resize([kept[40], doomed[10], 0], chains))
+    ]
     ledger.release(doomed[-1:])
     ledger.check()
     ledger.release(tips)

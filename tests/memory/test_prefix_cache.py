@@ -36,7 +36,8 @@ def cached(cache: PrefixCache, text: list[int], salt: str = "") -> np.ndarray:
 
 
 class Cache(RuleBasedStateMachine):
-    """Requests come, use what is cached, write the rest, and end. The model keeps texts in a list, least recently used first."""
+    """Requests come, use what is cached, write the rest, and end. The model keeps texts in a list, least recently used
+    first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +129,10 @@ class Cache(RuleBasedStateMachine):
         assert self.ledger.num_held == len(self.held())
         assert (self.cache.queried_tokens, self.cache.hit_tokens) == (self.asked, self.found)
         assert all(
-            self.order.index(key) > self.order.index(longer) for key in self.order for longer in self.order if continues(longer, key)
+            self.order.index(key) > self.order.index(longer)
+            for key in self.order
+            for longer in self.order
+            if continues(longer, key)
         )
 
 
@@ -223,7 +227,8 @@ def test_eviction_frees_nothing_that_somebody_holds():
 
 
 def test_computed_twice_at_once():
-    """Of two requests that compute one beginning, the second goes on from its own pages; both lineages live as long as they are needed."""
+    """Of two requests that compute one beginning, the second goes on from its own pages; both lineages live as long as
+    they are needed."""
     ledger = PageAllocator(100)
     cache = PrefixCache(ledger, 4)
     first_T = written(ledger, 4)
@@ -258,7 +263,8 @@ def test_a_long_prompt_is_matched_in_time():
 
 
 def test_what_is_forgotten_is_not_found():
-    """Nor what continues it, until it is kept again; who holds pages keeps them, and another text of the same beginning is not touched."""
+    """Nor what continues it, until it is kept again; who holds pages keeps them, and another text of the same beginning
+    is not touched."""
     cache = PrefixCache(PageAllocator(100), 4)
     held_T = written(cache.ledger, 8)
     cache.insert([1] * 8, held_T)
@@ -278,7 +284,9 @@ def test_what_is_forgotten_is_not_found():
 
 @settings(max_examples=100, deadline=None)
 @given(
-    one=st.lists(st.integers(0, 1), max_size=9), other=st.lists(st.integers(0, 1), max_size=9), salts=st.sampled_from([("", ""), ("", "x")])
+    one=st.lists(st.integers(0, 1), max_size=9),
+    other=st.lists(st.integers(0, 1), max_size=9),
+    salts=st.sampled_from([("", ""), ("", "x")]),
 )
 def test_common_blocks_are_counted_by_their_keys(one, other, salts):
     cache = PrefixCache(PageAllocator(10), 1)

@@ -12,7 +12,14 @@ from torch import Tensor
 from smc.model.linear import FP8, LARGEST, quantise
 
 ACTIVATIONS = {"dynamic": True, "num_bits": 8, "strategy": "token", "symmetric": True, "type": "float"}
-WEIGHTS = {"dynamic": False, "group_size": None, "num_bits": 8, "strategy": "channel", "symmetric": True, "type": "float"}
+WEIGHTS = {
+    "dynamic": False,
+    "group_size": None,
+    "num_bits": 8,
+    "strategy": "channel",
+    "symmetric": True,
+    "type": "float",
+}
 COMPRESSED_TENSORS = {
     "quant_method": "compressed-tensors",
     "format": "float-quantized",
@@ -20,7 +27,12 @@ COMPRESSED_TENSORS = {
     "kv_cache_scheme": None,
     "ignore": ["lm_head"],
     "config_groups": {
-        "group_0": {"targets": ["Linear"], "input_activations": ACTIVATIONS, "output_activations": None, "weights": WEIGHTS},
+        "group_0": {
+            "targets": ["Linear"],
+            "input_activations": ACTIVATIONS,
+            "output_activations": None,
+            "weights": WEIGHTS,
+        },
     },
 }
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -48,7 +60,8 @@ def config_of(kind: str, **changes) -> dict:
 
 
 def compress(directory: Path, kind: str, scale_dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Rewrite a directory of ours in FP8, all projections of its layers; returns what its weights are now, by published names."""
+    """Rewrite a directory of ours in FP8, all projections of its layers; returns what its weights are now, by published
+    names."""
     file = directory / "model.safetensors"
     stored, values = {}, {}
     for name, weight in load_file(file).items():

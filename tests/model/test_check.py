@@ -14,7 +14,9 @@ from tests.model.tiny import random_decoder, save_byte_level, save_sentencepiece
 def pair(tmp_path):
     """A target and a draft of different families, embedding padding and context, with one tokenizer."""
     target = save_byte_level(save_tiny(tmp_path / "target", family="qwen3", vocab_size=320, tied_embeddings=True))
-    draft = save_byte_level(save_tiny(tmp_path / "draft", family="llama", num_layers=1, vocab_size=304, max_context=128))
+    draft = save_byte_level(
+        save_tiny(tmp_path / "draft", family="llama", num_layers=1, vocab_size=304, max_context=128)
+    )
     return target, draft
 
 

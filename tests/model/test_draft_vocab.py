@@ -33,7 +33,8 @@ def text(tmp_path: Path) -> Path:
     [(1, [7], 1), (2, [5, 7], 5 / 11), (3, [1, 5, 7], 3 / 11), (4, [1, 3, 5, 7], 1 / 11), (6, [0, 1, 3, 4, 5, 7], 0)],
 )
 def test_the_most_frequent_tokens_are_kept(text, size, ids, share):
-    """Of equally frequent ones the first; what ends a text whatever its number, and tokens that the text does not have fill up."""
+    """Of equally frequent ones the first; what ends a text whatever its number, and tokens that the text does not have
+    fill up."""
     vocab = DraftVocab.of(size, text, letter_tokenizer(8))
     assert vocab.ids_M.tolist() == ids and vocab.vocab == 8
     assert vocab.share == pytest.approx(min(max(share, LEAST_SHARE), MOST_SHARE))

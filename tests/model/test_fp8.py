@@ -1,4 +1,5 @@
-"""Models in FP8: rounded when they are loaded, from every kind of source, the same for any number of ranks; or stored so already."""
+"""Models in FP8: rounded when they are loaded, from every kind of source, the same for any number of ranks; or stored
+so already."""
 
 from __future__ import annotations
 
@@ -67,7 +68,9 @@ def test_the_product_is_that_of_the_rounded_matrix_and_rows(dtype):
     matrix.to_fp8()
     matrix.hold(weight_NK)
     expected_TN = F.linear(as_rows(x_TK).double(), as_rows(weight_NK).double(), matrix.bias.double())
-    torch.testing.assert_close(matrix(x_TK).double(), expected_TN, atol=1e-2 if dtype is torch.bfloat16 else 1e-5, rtol=1e-2)
+    torch.testing.assert_close(
+        matrix(x_TK).double(), expected_TN, atol=1e-2 if dtype is torch.bfloat16 else 1e-5, rtol=1e-2
+    )
     torch.testing.assert_close(matrix(x_TK[3:4]), matrix(x_TK)[3:4])
     assert matrix(x_TK).dtype == dtype
 
@@ -93,7 +96,8 @@ def test_loaded_weights_are_rounded(family, tied, tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_directories_in_fp8_are_read(family, kind, scale_dtype, tmp_path):
-    """As float32: the numbers that are stored. In FP8: as they are stored, but for blocks, which are rounded anew by rows."""
+    """As float32: the numbers that are stored. In FP8: as they are stored, but for blocks, which are rounded anew by
+    rows."""
     save_tiny(tmp_path, family=family, **WIDE)
     values = compress(tmp_path, kind, scale_dtype)
     plain = dict(numbers(load_model(tmp_path)))
@@ -127,7 +131,9 @@ def test_shards_are_the_whole(family, degree, kind, tmp_path):
         for name, found in numbers(model, shard, config).items():
             assert torch.equal(found, whole[name][weight_places(config, shard)[name].part]), name
             weight_places(config, shard)[name].view(parameters).zero_()
-        assert not any(weight.float().any() for name, weight in parameters.items() if not name.endswith("scale")), "padding is not zero"
+        assert not any(weight.float().any() for name, weight in parameters.items() if not name.endswith("scale")), (
+            "padding is not zero"
+        )
 
 
 @pytest.mark.parametrize("degree", [1, 2])
@@ -161,7 +167,9 @@ def test_a_random_model_is_that_in_bfloat16_rounded(tied):
     parameters = dict(plain.named_parameters())
     for name, weight in numbers(found).items():
         expected = weight_places(config)[name].view(parameters)
-        assert torch.equal(weight, as_rows(expected) if weight.dim() == 2 and "embed" not in name else expected.float()), name
+        assert torch.equal(
+            weight, as_rows(expected) if weight.dim() == 2 and "embed" not in name else expected.float()
+        ), name
     assert found.lm_head.weight.dtype == FP8
 
 
@@ -178,23 +186,53 @@ def test_static_scales_of_inputs_are_passed_over_and_said(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"quant_method": "awq", "bits": 4}, "quant_method='awq' is not supported; supported: compressed-tensors with FP8"),
+        (
+            {"quant_method": "awq", "bits": 4},
+            "quant_method='awq' is not supported; supported: compressed-tensors with FP8",
+        ),
         ({"quant_method": "gptq"}, "quant_method='gptq' is not supported"),
         ({"quant_method": "bitsandbytes"}, "quant_method='bitsandbytes' is not supported"),
         ({"quant_method": "mxfp4"}, "quant_method='mxfp4' is not supported"),
-        (BLOCKS | {"weight_block_size": [64, 128]}, r"fp8: weight_block_size=\[64, 128\] is not supported; supported: \[128, 128\]"),
+        (
+            BLOCKS | {"weight_block_size": [64, 128]},
+            r"fp8: weight_block_size=\[64, 128\] is not supported; supported: \[128, 128\]",
+        ),
         (BLOCKS | {"weight_block_size": None}, "fp8: weight_block_size=None is not supported"),
-        (BLOCKS | {"activation_scheme": "static"}, "fp8: activation_scheme='static' is not supported; supported: 'dynamic'"),
+        (
+            BLOCKS | {"activation_scheme": "static"},
+            "fp8: activation_scheme='static' is not supported; supported: 'dynamic'",
+        ),
         (BLOCKS | {"fmt": "e5m2"}, "fp8: fmt='e5m2' is not supported; supported: 'e4m3'"),
-        (COMPRESSED_TENSORS | {"format": "pack-quantized"}, "compressed-tensors of format 'pack-quantized' are not supported"),
+        (
+            COMPRESSED_TENSORS | {"format": "pack-quantized"},
+            "compressed-tensors of format 'pack-quantized' are not supported",
+        ),
         (COMPRESSED_TENSORS | {"config_groups": {}}, "compressed-tensors without config_groups are not supported"),
-        (COMPRESSED_TENSORS | {"kv_cache_scheme": {"num_bits": 8}}, r"kv_cache_scheme=\{'num_bits': 8\} is not supported"),
+        (
+            COMPRESSED_TENSORS | {"kv_cache_scheme": {"num_bits": 8}},
+            r"kv_cache_scheme=\{'num_bits': 8\} is not supported",
+        ),
         (COMPRESSED_TENSORS | {"sparsity_config": {"format": "sparse-24"}}, "sparsity_config=.* are not supported"),
-        (config_of("channel", weights=WEIGHTS | {"type": "int"}), "group_0, weights: type='int' is not supported; supported: 'float'"),
-        (config_of("channel", weights=WEIGHTS | {"num_bits": 4}), "group_0, weights: num_bits=4 is not supported; supported: 8"),
-        (config_of("channel", weights=WEIGHTS | {"symmetric": False}), "group_0, weights: symmetric=False is not supported"),
-        (config_of("channel", weights=WEIGHTS | {"strategy": "group"}), "strategy='group' is not supported; supported: channel, tensor"),
-        (config_of("channel", input_activations=ACTIVATIONS | {"type": "int"}), "input_activations: type='int' is not supported"),
+        (
+            config_of("channel", weights=WEIGHTS | {"type": "int"}),
+            "group_0, weights: type='int' is not supported; supported: 'float'",
+        ),
+        (
+            config_of("channel", weights=WEIGHTS | {"num_bits": 4}),
+            "group_0, weights: num_bits=4 is not supported; supported: 8",
+        ),
+        (
+            config_of("channel", weights=WEIGHTS | {"symmetric": False}),
+            "group_0, weights: symmetric=False is not supported",
+        ),
+        (
+            config_of("channel", weights=WEIGHTS | {"strategy": "group"}),
+            "strategy='group' is not supported; supported: channel, tensor",
+        ),
+        (
+            config_of("channel", input_activations=ACTIVATIONS | {"type": "int"}),
+            "input_activations: type='int' is not supported",
+        ),
         (config_of("channel", output_activations=ACTIVATIONS), "output_activations=.* is not supported"),
     ],
 )
@@ -211,12 +249,27 @@ def test_other_kinds_are_refused_by_name(config, message, tmp_path):
     ("change", "message"),
     [
         (lambda stored: stored.pop(f"{UP}_scale"), rf"1 weights are missing: {UP}_scale"),
-        (lambda stored: stored.update({f"{UP}_scale": torch.ones(7, 1)}), rf"{UP}_scale has shape \[7, 1\], expected \[200, 1\] or"),
-        (lambda stored: stored.update({f"{UP}_zero_point": torch.ones(1)}), "1 weights are unknown to llama: .*zero_point"),
-        (lambda stored: stored.update({UP: torch.zeros(200, 160, dtype=torch.int8)}), f"{UP} is stored as I8; supported: F32, F16, BF16"),
-        (lambda stored: stored.update({UP: torch.full((200, 160), torch.nan).to(FP8)}), f"{UP} holds NaN or inf as float8_e4m3fn"),
+        (
+            lambda stored: stored.update({f"{UP}_scale": torch.ones(7, 1)}),
+            rf"{UP}_scale has shape \[7, 1\], expected \[200, 1\] or",
+        ),
+        (
+            lambda stored: stored.update({f"{UP}_zero_point": torch.ones(1)}),
+            "1 weights are unknown to llama: .*zero_point",
+        ),
+        (
+            lambda stored: stored.update({UP: torch.zeros(200, 160, dtype=torch.int8)}),
+            f"{UP} is stored as I8; supported: F32, F16, BF16",
+        ),
+        (
+            lambda stored: stored.update({UP: torch.full((200, 160), torch.nan).to(FP8)}),
+            f"{UP} holds NaN or inf as float8_e4m3fn",
+        ),
         (lambda stored: stored[f"{UP}_scale"].fill_(torch.inf), f"{UP} holds NaN or inf"),
-        (lambda stored: stored.update({"model.norm.weight": torch.ones(160).to(FP8)}), "model.norm.weight is stored as F8_E4M3; supported"),
+        (
+            lambda stored: stored.update({"model.norm.weight": torch.ones(160).to(FP8)}),
+            "model.norm.weight is stored as F8_E4M3; supported",
+        ),
     ],
 )
 def test_broken_directories(change, message, tmp_path):
@@ -260,5 +313,7 @@ def test_logits_of_the_shipped_pair():
     for directory in (demo.TARGET, demo.DRAFT):
         expected_TV = dense_logits(load_model(directory), ids_T)
         error_TV = (dense_logits(load_model(directory, dtype=FP8), ids_T) - expected_TV).abs()
-        print(f"{directory.name}: std {expected_TV.std():.2f}, largest {error_TV.max():.2f}, mean {error_TV.mean():.3f}")
+        print(
+            f"{directory.name}: std {expected_TV.std():.2f}, largest {error_TV.max():.2f}, mean {error_TV.mean():.3f}"
+        )
         assert error_TV.max() < 2.0

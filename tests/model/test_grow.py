@@ -43,7 +43,16 @@ MODEST = {
     "rope_scaling": None,
     "rms_eps": 1e-6,
 }
-SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "max_context")
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "intermediate_size",
+    "max_context",
+)
 CHANGES = {
     "wider groups and heads": {},
     "narrower groups: a key head twice": {"num_heads": 4, "num_kv_heads": 4},
@@ -82,7 +91,9 @@ def assert_same_function(small: Decoder, grown: Decoder) -> None:
 def test_the_same_function(family, tied, changes):
     """Llama's with scaled frequencies; every family with grouped heads."""
     small = random_decoder(tiny_config(family, tied_embeddings=tied))
-    shape = shape_of(small.config, **(changes if family != "qwen3" or changes.get("head_dim") != 8 else {"head_dim": 16}))
+    shape = shape_of(
+        small.config, **(changes if family != "qwen3" or changes.get("head_dim") != 8 else {"head_dim": 16})
+    )
     grown = grow(small, shape)
     of_the_shape = {name: getattr(shape, name) for name in SIZES}
     assert grown.config == replace(small.config, **of_the_shape, tied_embeddings=False, rms_eps=grown.config.rms_eps)
@@ -108,10 +119,14 @@ def test_a_tied_model_stays_tied_if_it_can():
 def test_shards_are_the_model(family, degree):
     small = random_decoder(tiny_config(family))
     whole = grow(small, shape_of(small.config))
-    published = {name: place.view(dict(whole.named_parameters())) for name, place in weight_places(whole.config).items()}
+    published = {
+        name: place.view(dict(whole.named_parameters())) for name, place in weight_places(whole.config).items()
+    }
     for rank in range(degree):
         shard = Shard(rank, degree)
-        model = grown_model(small, shape_of(small.config), dtype=torch.float32, device="cpu", shard=shard, reduce=Tensor.clone)
+        model = grown_model(
+            small, shape_of(small.config), dtype=torch.float32, device="cpu", shard=shard, reduce=Tensor.clone
+        )
         parameters = dict(model.named_parameters())
         for name, place in weight_places(whole.config, shard).items():
             view = place.view(parameters)
@@ -128,7 +143,9 @@ def test_a_directory_is_the_model(family, tmp_path, monkeypatch):
     small, out, told = tmp_path / "small", tmp_path / "grown", []
     size = Tokenizer.load(save_byte_level(small)).size
     save_tiny(small, family=family, vocab_size=size)
-    config = save_grown(small, shape_of(tiny_config(family)), out, dtype=torch.float32, on_bytes=lambda *counts: told.append(counts))
+    config = save_grown(
+        small, shape_of(tiny_config(family)), out, dtype=torch.float32, on_bytes=lambda *counts: told.append(counts)
+    )
 
     per_file = Counter(tensor.file for tensor in read_headers(out).values())
     assert len(per_file) > 2 and all(path.stat().st_size < 160_000 or count == 1 for path, count in per_file.items())
@@ -139,13 +156,17 @@ def test_a_directory_is_the_model(family, tmp_path, monkeypatch):
 
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval().requires_grad_(False)
     prompt_T = tokens_T(size)
-    torch.testing.assert_close(dense_logits(grown, prompt_T)[:, :size], theirs(prompt_T[None]).logits[0, :, :size], atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        dense_logits(grown, prompt_T)[:, :size], theirs(prompt_T[None]).logits[0, :, :size], atol=1e-4, rtol=0
+    )
 
 
 def test_the_vocabulary_is_the_shape_s(tmp_path):
     """New ids have a token, which no text is encoded to, not even text that spells it; all others are as they were."""
     small, out = tmp_path / "small", tmp_path / "grown"
-    before = Tokenizer.load(save_byte_level(small, words=("added",), chat_template="{{ messages[0].content }}", model_max_length=64))
+    before = Tokenizer.load(
+        save_byte_level(small, words=("added",), chat_template="{{ messages[0].content }}", model_max_length=64)
+    )
     save_tiny(small, vocab_size=before.size)
     save_grown(small, shape_of(tiny_config()), out, dtype=torch.bfloat16)
     after = Tokenizer.load(out)
@@ -177,19 +198,29 @@ def test_the_shipped_pair_answers_as_before(monkeypatch):
     monkeypatch.setitem(
         PRESETS,
         "big",
-        tiny_config(**MODEST | {"hidden_size": 320, "num_layers": 9, "num_heads": 12, "head_dim": 128, "intermediate_size": 648}),
+        tiny_config(
+            **MODEST | {"hidden_size": 320, "num_layers": 9, "num_heads": 12, "head_dim": 128, "intermediate_size": 648}
+        ),
     )
-    monkeypatch.setitem(PRESETS, "less big", tiny_config(**MODEST | {"hidden_size": 192, "head_dim": 64, "intermediate_size": 256}))
+    monkeypatch.setitem(
+        PRESETS, "less big", tiny_config(**MODEST | {"hidden_size": 192, "head_dim": 64, "intermediate_size": 256})
+    )
     places = (demo.TARGET, demo.DRAFT)
     pair = SourcePair.of("grown", Path("big"), Path("less big"), small=places)
     tokenizer = pair.target.tokenizer()
-    assert tokenizer.size == 700 and pair.max_context == 2048 and tokenizer.fingerprint() == pair.draft.tokenizer().fingerprint()
+    assert (
+        tokenizer.size == 700
+        and pair.max_context == 2048
+        and tokenizer.fingerprint() == pair.draft.tokenizer().fingerprint()
+    )
     question = generate(0, 1, "test")[0].question
     prompt = tokenizer.chat([{"role": "user", "content": question}])
     assert prompt == Tokenizer.load(demo.TARGET).chat([{"role": "user", "content": question}])
     for source, place in zip((pair.target, pair.draft), places):
         grown = source.load(dtype=torch.float32, device="cpu")
-        assert grown.config == source.config and source.parameters == sum(weight.numel() for weight in grown.parameters())
+        assert grown.config == source.config and source.parameters == sum(
+            weight.numel() for weight in grown.parameters()
+        )
         assert greedy(grown, prompt, 12) == greedy(load_model(place), prompt, 12)
 
 
@@ -211,7 +242,11 @@ def test_published_shapes_hold_the_shipped_pair():
         small = ModelConfig.from_hf(place)
         for shape in PRESETS.values():
             config = grown_config(small, shape)
-            assert config.family == "llama" and config.rope_theta == small.rope_theta and 0 < config.rms_eps < small.rms_eps
+            assert (
+                config.family == "llama"
+                and config.rope_theta == small.rope_theta
+                and 0 < config.rms_eps < small.rms_eps
+            )
     pair = SourcePair.of("grown", Path("llama-8b"), Path("llama-1b"), small=(demo.TARGET, demo.DRAFT))
     assert pair.target.parameters == 8_030_261_248 and pair.target.name == "llama-8b" and pair.max_context == 131_072
 
@@ -224,9 +259,18 @@ def test_published_shapes_hold_the_shipped_pair():
         ({"num_layers": 1}, "num_layers=1; allowed: >= 2"),
         ({"intermediate_size": 47}, "intermediate_size=47; allowed: >= 48"),
         ({"head_dim": 12}, "head_dim=12; allowed: multiples of the model's 8"),
-        ({"num_heads": 12, "num_kv_heads": 1}, "num_kv_heads=1; allowed: >= 2, for 2 of 2 query heads each, where the shape's have 12"),
-        ({"num_heads": 3, "num_kv_heads": 3}, "num_kv_heads=3; allowed: >= 4, for 2 of 2 query heads each, where the shape's have 1"),
-        ({"num_layers": 1, "hidden_size": 8}, "hidden_size=8; .*; num_layers=1; .*Take a larger shape or a smaller model"),
+        (
+            {"num_heads": 12, "num_kv_heads": 1},
+            "num_kv_heads=1; allowed: >= 2, for 2 of 2 query heads each, where the shape's have 12",
+        ),
+        (
+            {"num_heads": 3, "num_kv_heads": 3},
+            "num_kv_heads=3; allowed: >= 4, for 2 of 2 query heads each, where the shape's have 1",
+        ),
+        (
+            {"num_layers": 1, "hidden_size": 8},
+            "hidden_size=8; .*; num_layers=1; .*Take a larger shape or a smaller model",
+        ),
     ],
 )
 def test_shapes_that_are_too_small(changes, message):
@@ -262,7 +306,9 @@ def test_pairs_that_cannot_be():
 
 def test_command(smcserve, tmp_path, monkeypatch):
     monkeypatch.setitem(
-        PRESETS, "modest", tiny_config(**MODEST | {"hidden_size": 320, "num_layers": 8, "head_dim": 64, "intermediate_size": 640})
+        PRESETS,
+        "modest",
+        tiny_config(**MODEST | {"hidden_size": 320, "num_layers": 8, "head_dim": 64, "intermediate_size": 640}),
     )
     ran = smcserve("grow", demo.TARGET, tmp_path / "target", "--shape", "modest")
     assert ran.code == 0 and "in the shape modest, 0.01 B weights" in ran.err

@@ -28,10 +28,16 @@ def shard(directory) -> list[str]:
     """Split the weights over two shards with an index."""
     tensors = list(load_file(directory / "model.safetensors").items())
     (directory / "model.safetensors").unlink()
-    files = {"model-00001-of-00002.safetensors": dict(tensors[::2]), "model-00002-of-00002.safetensors": dict(tensors[1::2])}
+    files = {
+        "model-00001-of-00002.safetensors": dict(tensors[::2]),
+        "model-00002-of-00002.safetensors": dict(tensors[1::2]),
+    }
     for file, part in files.items():
         save_file(part, directory / file)
-    write_json(directory / "model.safetensors.index.json", {"weight_map": {name: file for file, part in files.items() for name in part}})
+    write_json(
+        directory / "model.safetensors.index.json",
+        {"weight_map": {name: file for file, part in files.items() for name in part}},
+    )
     return list(files)
 
 
@@ -75,7 +81,10 @@ def test_loads_shards(tmp_path):
 
 def test_second_name_of_a_tied_matrix_and_old_buffers_are_ignored(tmp_path):
     save_tiny(tmp_path, tied_embeddings=True)
-    extra = {"lm_head.weight": torch.full((300, 32), torch.nan), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
+    extra = {
+        "lm_head.weight": torch.full((300, 32), torch.nan),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4),
+    }
     edit(tmp_path, lambda tensors: tensors.update(extra))
     model = load_model(tmp_path)
     assert model.lm_head.weight is model.embed.weight
@@ -84,7 +93,9 @@ def test_second_name_of_a_tied_matrix_and_old_buffers_are_ignored(tmp_path):
 def test_no_weights(tmp_path):
     save_tiny(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json; no weights were found"):
+    with pytest.raises(
+        ValueError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json; no weights were found"
+    ):
         load_model(tmp_path)
 
 
@@ -175,7 +186,10 @@ def test_overflow_by_conversion(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "architecture 'GPT2LMHeadModel' is not supported; supported: LlamaForCausalLM"),
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "architecture 'GPT2LMHeadModel' is not supported; supported: LlamaForCausalLM",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope scaling 'yarn' is not supported"),

@@ -38,7 +38,8 @@ HF_CONFIGS = {
 
 
 def hf_model(config) -> transformers.PreTrainedModel:
-    """Random norms and biases as well: those that transformers starts with (ones and zeros) would hide a missing one."""
+    """Random norms and biases as well: those that transformers starts with (ones and zeros) would hide a missing
+    one."""
     model = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(1)
     for name, weight in model.named_parameters():
@@ -75,7 +76,9 @@ def test_transformers_loads_what_we_saved(family, tied, tmp_path):
     ours = random_decoder(tiny_config(family, tied_embeddings=tied))
     save_model(ours, tmp_path)
 
-    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, output_loading_info=True
+    )
 
     assert not any(report.values()), report
     assert_same(dense_logits(ours, tokens()), theirs.eval().requires_grad_(False)(tokens()[None]).logits[0])

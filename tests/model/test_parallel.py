@@ -1,4 +1,5 @@
-"""Ranks that hold a model together compute what one that holds it all does, and their shards are the model, each index once."""
+"""Ranks that hold a model together compute what one that holds it all does, and their shards are the model, each index
+once."""
 
 from __future__ import annotations
 
@@ -28,7 +29,11 @@ SHAPES = {
     "eight heads": {"num_heads": 8, "num_kv_heads": 8, "intermediate_size": 50},
     "a rank without inner features": {"num_heads": 4, "num_kv_heads": 4, "intermediate_size": 1},
 }
-CASES = {f"{family}, {shape}": {"family": family, **SHAPES[shape]} for family in ("llama", "qwen2", "qwen3") for shape in SHAPES}
+CASES = {
+    f"{family}, {shape}": {"family": family, **SHAPES[shape]}
+    for family in ("llama", "qwen2", "qwen3")
+    for shape in SHAPES
+}
 each_case = pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
 RANKS = 3
 PATIENCE = timedelta(seconds=60)
@@ -44,7 +49,9 @@ def outputs(model: Decoder) -> tuple[Tensor, Tensor]:
 def run_rank(rank: int, directory: Path) -> None:
     """Every case at every degree, over a group of that many processes; what this rank computes goes to a file."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS, timeout=PATIENCE)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS, timeout=PATIENCE
+    )
     groups = {degree: dist.new_group(range(degree), timeout=PATIENCE) for degree in range(1, RANKS + 1)}
     results = {}
     for degree, group in groups.items():
@@ -82,7 +89,10 @@ def test_ranks_compute_what_one_does(tmp_path):
         assert logits_TV.std() > 0.1, "logits too flat to tell models apart"
         for degree in range(1, RANKS + 1):
             (first_TE, found_TV), *others = (results[case, degree] for results in ranks[:degree])
-            torch.testing.assert_close(found_TV, logits_TV, atol=1e-4, rtol=0, msg=lambda text: f"{case}, degree {degree}: {text}")  # noqa: B023
+            where = f"{case}, degree {degree}"
+            torch.testing.assert_close(
+                found_TV, logits_TV, atol=1e-4, rtol=0, msg=lambda text, where=where: f"{where}: {text}"
+            )
             for hidden_TE, _ in others:
                 assert torch.equal(hidden_TE, first_TE), f"{case}, degree {degree}: ranks differ"
 

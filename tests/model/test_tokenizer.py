@@ -1,4 +1,5 @@
-"""Decoding by bytes equals the `tokenizers` library's own, streams equal whole decodes, and settings are found where they are."""
+"""Decoding by bytes equals the `tokenizers` library's own, streams equal whole decodes, and settings are found where
+they are."""
 
 from __future__ import annotations
 
@@ -31,7 +32,10 @@ def directory(request, tmp_path):
 def random_text(rng: random.Random) -> str:
     """Words that the tokenizers know, and characters of every UTF-8 length."""
     ranges = [(0x20, 0x7E), (0xA1, 0x24F), (0x3040, 0x30FF), (0x1F600, 0x1F64F)]
-    parts = [rng.choice(CORPUS) if rng.random() < 0.2 else chr(rng.randint(*rng.choice(ranges))) for _ in range(rng.randint(0, 30))]
+    parts = [
+        rng.choice(CORPUS) if rng.random() < 0.2 else chr(rng.randint(*rng.choice(ranges)))
+        for _ in range(rng.randint(0, 30))
+    ]
     return "".join(parts)
 
 
@@ -85,7 +89,13 @@ def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path):
 
 @pytest.mark.parametrize(
     "decoder",
-    [None, decoders.WordPiece(), decoders.Metaspace(), decoders.Replace("_", " "), decoders.Sequence([decoders.Fuse()])],
+    [
+        None,
+        decoders.WordPiece(),
+        decoders.Metaspace(),
+        decoders.Replace("_", " "),
+        decoders.Sequence([decoders.Fuse()]),
+    ],
     ids=["none", "wordpiece", "metaspace", "other replace", "no replace"],
 )
 def test_other_decoders_are_refused(decoder, tmp_path):
@@ -97,7 +107,9 @@ def test_other_decoders_are_refused(decoder, tmp_path):
         Tokenizer.load(tmp_path)
 
 
-@pytest.mark.parametrize(("content", "message"), [(None, "is missing"), ("{", "is not a readable tokenizer"), ("{}", "is not a readable")])
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "is missing"), ("{", "is not a readable tokenizer"), ("{}", "is not a readable")]
+)
 def test_unreadable_tokenizer(content, message, tmp_path):
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
@@ -122,7 +134,8 @@ def test_no_eos(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("eos", "message"), [(10**6, r"end-of-text ids \[1000000\] are out of range"), ("</s>", "eos_token_id='</s>'; an integer or a list")]
+    ("eos", "message"),
+    [(10**6, r"end-of-text ids \[1000000\] are out of range"), ("</s>", "eos_token_id='</s>'; an integer or a list")],
 )
 def test_bad_eos_id(eos, message, tmp_path):
     write_json(save_byte_level(tmp_path) / "config.json", {"eos_token_id": eos})
@@ -145,11 +158,16 @@ def test_chat(tmp_path):
 def test_chat_renders_as_transformers_does(tmp_path):
     transformers = pytest.importorskip("transformers")
     template = (
-        CHAT + "{% if tools is defined and tools is none %}no tools {% endif %}{{ messages | tojson }}{{ strftime_now('%Y') }}"
+        CHAT
+        + "{% if tools is defined and tools is none %}no tools {% endif %}{{ messages | tojson }}{{ strftime_now('%Y') }}"
         "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.role }}{% endfor %}"
     )
     save_byte_level(tmp_path, chat_template=template)
-    messages = [{"role": "user", "content": "is 1 < 2 & 'ü'?"}, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "ok"}]
+    messages = [
+        {"role": "user", "content": "is 1 < 2 & 'ü'?"},
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": "ok"},
+    ]
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
     expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert Tokenizer.load(tmp_path).chat(messages) == expected

@@ -14,7 +14,12 @@ from smc.model.decoder import Decoder, empty_decoder
 from smc.model.linear import FP8, Linear
 from smc.model.loader import save_model
 
-CORPUS = ["the quick brown fox jumps over the lazy dog", "der schnelle Fuchs, über den Hund", "日本語のテキスト", "smile 😀 and 👩‍🚀 fly"]
+CORPUS = [
+    "the quick brown fox jumps over the lazy dog",
+    "der schnelle Fuchs, über den Hund",
+    "日本語のテキスト",
+    "smile 😀 and 👩‍🚀 fly",
+]
 LLAMA3_SCALING = Llama3RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=32)
 
 
@@ -49,7 +54,8 @@ def random_decoder(config: ModelConfig, seed: int = 0) -> Decoder:
 
 
 def in_fp8(model: Decoder, activations: torch.dtype = torch.bfloat16) -> Decoder:
-    """The same weights, rounded. With activations of float32 a row's result does not depend on its company, as far as a test can see."""
+    """The same weights, rounded. With activations of float32 a row's result does not depend on its company, as far as a
+    test can see."""
     made = empty_decoder(model.config, model.reduce, FP8, model.embed.weight.device)
     for module in made.modules():
         if not isinstance(module, Linear) and not list(module.children()):
@@ -74,12 +80,16 @@ def save_byte_level(directory: Path, words: tuple[str, ...] = (), **settings) ->
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=280, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=280, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
     tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.add_special_tokens(["<|bos|>", "<|eos|>"])
     tokenizer.add_tokens(["<tool call>", *words])
     return save_tokenizer(
-        tokenizer, directory, **({"bos_token": "<|bos|>", "eos_token": {"__type": "AddedToken", "content": "<|eos|>"}} | settings)
+        tokenizer,
+        directory,
+        **({"bos_token": "<|bos|>", "eos_token": {"__type": "AddedToken", "content": "<|eos|>"}} | settings),
     )
 
 
@@ -98,7 +108,9 @@ def save_sentencepiece(directory: Path, strip: bool = False) -> Path:
         "ü",
     ]
     merges = [("▁", "t"), ("h", "e"), ("▁t", "he")]
-    model = models.BPE({token: i for i, token in enumerate(tokens)}, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    model = models.BPE(
+        {token: i for i, token in enumerate(tokens)}, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True
+    )
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]

@@ -31,7 +31,9 @@ class Said:
     def error(self) -> dict[str, Any]:
         """Fails for what is not OpenAI's shape."""
         error = self.json["error"]
-        assert set(error) == {"message", "type", "param", "code"} and error["message"] and error["type"] and error["code"], error
+        assert (
+            set(error) == {"message", "type", "param", "code"} and error["message"] and error["type"] and error["code"]
+        ), error
         return error
 
 

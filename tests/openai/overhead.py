@@ -1,8 +1,8 @@
 """What OpenAI's API costs beside gRPC: `python -m tests.openai.overhead`. The gateway runs in a process of its own.
 
-One request: time to the first token, and between tokens; of the demo pair, and of a backend that is always ready, so that nothing but the
-gateway is measured. Then 64 streams of that backend: tokens a second, and the gateway's CPU time for each.
-"""
+One request: time to the first token, and between tokens; of the demo pair, and of a backend that is always ready, so
+that nothing but the gateway is measured. Then 64 streams of that backend: tokens a second, and the gateway's CPU time
+for each."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ class Ready:
             answer = None
             if number == request.params.max_tokens - 1:
                 said = {"matched": None, "seed": 1, "prompt_tokens": 1, "statistics": Statistics(1), "seconds": 0.1}
-                answer = Answer(request.request_id, (5,) * (number + 1), " word" * (number + 1), FinishReason.LENGTH, **said)
+                answer = Answer(
+                    request.request_id, (5,) * (number + 1), " word" * (number + 1), FinishReason.LENGTH, **said
+                )
             yield Output(request.request_id, (5,), " word", answer)
 
 
@@ -113,7 +115,10 @@ async def rate(ask: Ask, tokens: int, server: psutil.Process) -> tuple[float, fl
 
 async def with_both(ports: tuple[int, int], work: Callable[[dict[str, Ask]], Awaitable[None]]) -> None:
     connector = aiohttp.TCPConnector(limit=0)
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{ports[0]}") as channel, aiohttp.ClientSession(connector=connector) as session:
+    async with (
+        grpc.aio.insecure_channel(f"127.0.0.1:{ports[0]}") as channel,
+        aiohttp.ClientSession(connector=connector) as session,
+    ):
         await work({"gRPC": by_grpc(channel), "HTTP": by_http(session, ports[1])})
 
 
@@ -132,7 +137,12 @@ async def latency(asks: dict[str, Ask], backend: str, requests: int) -> None:
             "first_token_ms": 1e3 * statistics.median(firsts),
             "between_ms": 1e3 * statistics.median(gaps),
         }
-        print(json.dumps(row | {"first_token_mean_ms": 1e3 * statistics.mean(firsts), "between_mean_ms": 1e3 * statistics.mean(gaps)}))
+        print(
+            json.dumps(
+                row
+                | {"first_token_mean_ms": 1e3 * statistics.mean(firsts), "between_mean_ms": 1e3 * statistics.mean(gaps)}
+            )
+        )
 
 
 async def throughput(asks: dict[str, Ask], tokens: int, server: psutil.Process) -> None:

@@ -1,4 +1,5 @@
-"""Bodies that are wrong: the field, what was given and what is allowed, in OpenAI's shape; and what asks for nothing is accepted."""
+"""Bodies that are wrong: the field, what was given and what is allowed, in OpenAI's shape; and what asks for nothing is
+accepted."""
 
 from __future__ import annotations
 
@@ -91,33 +92,59 @@ WRONG = [
     (chat(logprobs=True, top_logprobs="2"), "top_logprobs", r"top_logprobs='2'; allowed: 0\.\.20"),
     (chat(top_logprobs=2), "top_logprobs", "top_logprobs=2 has no effect without logprobs"),
     (chat(logprobs=2), "logprobs", "logprobs=2; allowed: true, false$"),
-    (chat(response_format={"type": "json_object"}), "response_format", "allowed: {'type': 'text'}|allowed: {\"type\": \"text\"}"),
+    (
+        chat(response_format={"type": "json_object"}),
+        "response_format",
+        "allowed: {'type': 'text'}|allowed: {\"type\": \"text\"}",
+    ),
     (chat(timeout=0), "timeout", "timeout=0"),
     (chat(request_id="x" * 257), "request_id", "at most 256"),
     (chat(request_id="a\r\nset-cookie: b"), "request_id", "should match pattern"),
     (chat(cache_salt="x" * 257), "cache_salt", "at most 256"),
     (chat(user=5), "user", "user=5; allowed: a string"),
-    (chat(temprature=1), "temprature", "temprature is not a field of /v1/chat/completions here; allowed: .*temperature"),
+    (
+        chat(temprature=1),
+        "temprature",
+        "temprature is not a field of /v1/chat/completions here; allowed: .*temperature",
+    ),
     (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "messages", "half of a surrogate"),
     (b'{"messages": [{"role": "user", "content": "x"}], "stop": "\\udfff"}', "stop", "half of a surrogate"),
     (b"{}", "messages", "messages is missing"),
     (json.dumps({"messages": []}).encode(), "messages", "at least 1"),
     (json.dumps({"messages": [{"role": "robot", "content": "x"}]}).encode(), "messages[0].role", "role='robot'"),
-    (json.dumps({"messages": [{"role": "user", "content": 5}]}).encode(), "messages[0].content", "a string, or a list of parts"),
-    (json.dumps({"messages": [{"role": "system", "content": "Be brief."}]}).encode(), "messages", "the chat template cannot render"),
+    (
+        json.dumps({"messages": [{"role": "user", "content": 5}]}).encode(),
+        "messages[0].content",
+        "a string, or a list of parts",
+    ),
+    (
+        json.dumps({"messages": [{"role": "system", "content": "Be brief."}]}).encode(),
+        "messages",
+        "the chat template cannot render",
+    ),
     (chat("apples and pears " * 400), "messages", "tokens; allowed: at most 511"),
     (
-        json.dumps({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}).encode(),
+        json.dumps(
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}
+        ).encode(),
         "messages[0].content[0].type",
         "allowed: 'text'",
     ),
     (nested(500), "messages", "at least 1"),
-    (chat(tools=[{"type": "function", "function": {"name": "f", "parameters": {"a": [[[]]]}}}], tool_choice="required"), "tool_choice", ""),
+    (
+        chat(
+            tools=[{"type": "function", "function": {"name": "f", "parameters": {"a": [[[]]]}}}], tool_choice="required"
+        ),
+        "tool_choice",
+        "",
+    ),
     (chat(chat_template_kwargs={"messages": []}), "chat_template_kwargs", "holds messages"),
 ]
 
 
-@pytest.mark.parametrize(("body", "param", "message"), WRONG, ids=[f"{index} {param}" for index, (_, param, _) in enumerate(WRONG)])
+@pytest.mark.parametrize(
+    ("body", "param", "message"), WRONG, ids=[f"{index} {param}" for index, (_, param, _) in enumerate(WRONG)]
+)
 def test_a_field_that_is_wrong(service, body, param, message):
     is_error(post(service, body), 400, "invalid", message, param=param)
 
@@ -168,7 +195,9 @@ def test_what_is_neutral_is_accepted(service):
 def test_prompts_are_not_repeated_without_end(service, monkeypatch):
     def said(n: int) -> Said:
         return post(
-            service, json.dumps({"prompt": "x " * 10, "echo": True, "n": n, "max_tokens": 1, "method": "target"}).encode(), COMPLETIONS
+            service,
+            json.dumps({"prompt": "x " * 10, "echo": True, "n": n, "max_tokens": 1, "method": "target"}).encode(),
+            COMPLETIONS,
         )
 
     monkeypatch.setattr("services.gateway.replies.MOST_ECHOED", 40)

@@ -1,4 +1,5 @@
-"""openai-python, as it is: answers, streams, errors and retries. The answers are those of gRPC and of an engine in this process."""
+"""openai-python, as it is: answers, streams, errors and retries. The answers are those of gRPC and of an engine in this
+process."""
 
 from __future__ import annotations
 
@@ -59,9 +60,12 @@ def test_sixteen_at_once_and_alone_are_the_engines_own(service, client, pair):
     with ThreadPoolExecutor(16) as pool:
         found = list(pool.map(at_once, range(16)))
     requests = [
-        Request(str(index), tuple(chat_ids(pair, question)), SamplingParams(**settings)) for index, (question, settings) in enumerate(ASKED)
+        Request(str(index), tuple(chat_ids(pair, question)), SamplingParams(**settings))
+        for index, (question, settings) in enumerate(ASKED)
     ]
-    local = {output.request_id: output.answer for output in local_engine(pair, PLAIN_CONFIG).run(requests) if output.answer}
+    local = {
+        output.request_id: output.answer for output in local_engine(pair, PLAIN_CONFIG).run(requests) if output.answer
+    }
     for index, (text, reason, seed, statistics) in enumerate(found):
         expected = local[str(index)]
         assert (text, seed) == (expected.text, index)
@@ -77,13 +81,18 @@ def test_sixteen_at_once_and_alone_are_the_engines_own(service, client, pair):
 
 def test_exact_is_the_targets_answer(service, client):
     settings = {"seed": 7, "max_tokens": 60, "logprobs": True}
-    exact, target = (create(client, QUESTIONS[3], {"method": method}, **settings).choices[0] for method in ("exact", "target"))
+    exact, target = (
+        create(client, QUESTIONS[3], {"method": method}, **settings).choices[0] for method in ("exact", "target")
+    )
     assert exact.smc["token_ids"] == target.smc["token_ids"] and exact.message.content == target.message.content
-    assert [each.logprob for each in exact.logprobs.content] == pytest.approx([each.logprob for each in target.logprobs.content], abs=1e-4)
+    assert [each.logprob for each in exact.logprobs.content] == pytest.approx(
+        [each.logprob for each in target.logprobs.content], abs=1e-4
+    )
 
 
 def test_the_likeliest_tokens(service, client, pair):
-    """As a whole and in a stream, of which openai-python's own reader makes one answer; over gRPC and in process the same."""
+    """As a whole and in a stream, of which openai-python's own reader makes one answer; over gRPC and in process the
+    same."""
     settings = {"seed": 5, "max_tokens": 120, "temperature": 0.8, "logprobs": True, "top_logprobs": 4}
     expected = local_answer(pair, chat_ids(pair, QUESTIONS[1]), **settings)
     choice = create(client, QUESTIONS[1], {}, **settings).choices[0]
@@ -91,10 +100,14 @@ def test_the_likeliest_tokens(service, client, pair):
         streamed = stream.get_final_completion().choices[0]
     assert streamed.message.content == choice.message.content == expected.text
     for found in (choice, streamed):
-        assert [one.token for one in found.logprobs.content] == [pair.tokenizer.decode([token]) for token in expected.tokens]
+        assert [one.token for one in found.logprobs.content] == [
+            pair.tokenizer.decode([token]) for token in expected.tokens
+        ]
         for one, tops in zip(found.logprobs.content, expected.top_logprobs, strict=True):
             assert [top.logprob for top in one.top_logprobs] == pytest.approx([logp for _, logp in tops], abs=1e-3)
-            assert [bytes(top.bytes) for top in one.top_logprobs[:2]] == [pair.tokenizer.bytes_of(token) for token, _ in tops[:2]]
+            assert [bytes(top.bytes) for top in one.top_logprobs[:2]] == [
+                pair.tokenizer.bytes_of(token) for token, _ in tops[:2]
+            ]
             near = [pytest.approx(top.logprob, abs=1e-4) for top in one.top_logprobs]
             assert one.logprob in near or one.logprob < one.top_logprobs[-1].logprob
 
@@ -102,8 +115,12 @@ def test_the_likeliest_tokens(service, client, pair):
 def test_the_likeliest_tokens_of_a_completion(service, client, pair):
     asked = {"model": "demo", "prompt": "12 + 30 =", "seed": 4, "max_tokens": 10}
     found = client.completions.create(logprobs=3, **asked).choices[0].logprobs
-    expected = local_answer(pair, pair.tokenizer.encode("12 + 30 ="), seed=4, max_tokens=10, logprobs=True, top_logprobs=3)
-    for token, logprob, tops, theirs in zip(found.tokens, found.token_logprobs, found.top_logprobs, expected.top_logprobs, strict=True):
+    expected = local_answer(
+        pair, pair.tokenizer.encode("12 + 30 ="), seed=4, max_tokens=10, logprobs=True, top_logprobs=3
+    )
+    for token, logprob, tops, theirs in zip(
+        found.tokens, found.token_logprobs, found.top_logprobs, expected.top_logprobs, strict=True
+    ):
         assert tops[token] == pytest.approx(logprob, abs=1e-4) and 1 <= len(tops) <= 4
         assert max(tops.values()) == pytest.approx(theirs[0][1], abs=1e-4)
     with pytest.raises(openai.BadRequestError, match="logprobs=21; allowed: true, false, 0"):
@@ -116,10 +133,14 @@ def test_biases_and_answers_that_must_not_end(service, client, pair):
     """As OpenAI's clients ask for them; over gRPC and in process the same."""
     digit, eos = pair.tokenizer.encode("7")[-1], pair.tokenizer.eos_ids[0]
     bias, settings = {str(digit): 4, str(eos): 90}, {"seed": 3, "max_tokens": 50}
-    found = create(client, QUESTIONS[0], {"min_tokens": 30, "particles": 4}, logit_bias=bias, logprobs=True, **settings).choices[0]
+    found = create(
+        client, QUESTIONS[0], {"min_tokens": 30, "particles": 4}, logit_bias=bias, logprobs=True, **settings
+    ).choices[0]
     settings |= {"min_tokens": 30, "particles": 4, "logit_bias": {digit: 4, eos: 90}}
     expected = local_answer(pair, chat_ids(pair, QUESTIONS[0]), **settings)
-    assert found.smc["token_ids"] == list(expected.tokens) and len(expected.tokens) == 31, "then the end is all but certain"
+    assert found.smc["token_ids"] == list(expected.tokens) and len(expected.tokens) == 31, (
+        "then the end is all but certain"
+    )
     with service.client() as grpc_client:
         assert grpc_client.generate([Message("user", QUESTIONS[0])], **settings).tokens == expected.tokens
     # Nothing is said about its length.
@@ -129,21 +150,35 @@ def test_biases_and_answers_that_must_not_end(service, client, pair):
 def test_temperature_zero_is_exact(service, client):
     greedy = create(client, QUESTIONS[0], {}, temperature=0).choices[0]
     assert greedy.smc["method"] == "exact"
-    assert greedy.message.content == create(client, QUESTIONS[0], {"method": "target"}, temperature=0).choices[0].message.content
+    assert (
+        greedy.message.content
+        == create(client, QUESTIONS[0], {"method": "target"}, temperature=0).choices[0].message.content
+    )
 
 
 def test_a_chat_as_clients_know_it(service, client, pair):
     response = client.chat.completions.with_raw_response.create(
-        model="gpt-4o", messages=user(QUESTIONS[0]), seed=5, max_completion_tokens=80, user="me", logprobs=True, top_logprobs=0
+        model="gpt-4o",
+        messages=user(QUESTIONS[0]),
+        seed=5,
+        max_completion_tokens=80,
+        user="me",
+        logprobs=True,
+        top_logprobs=0,
     )
     answer = response.parse()
-    assert (answer.object, answer.model) == ("chat.completion", "demo") and answer.id == f"chatcmpl-{response.headers['x-request-id']}"
+    assert (answer.object, answer.model) == (
+        "chat.completion",
+        "demo",
+    ) and answer.id == f"chatcmpl-{response.headers['x-request-id']}"
     assert answer._request_id == response.headers["x-request-id"]
     (choice,) = answer.choices
     tokens = choice.logprobs.content
     assert b"".join(bytes(token.bytes) for token in tokens).decode() == choice.message.content
     usage = answer.usage
-    assert usage.completion_tokens == len(tokens) and usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    assert (
+        usage.completion_tokens == len(tokens) and usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    )
     assert usage.prompt_tokens == len(chat_ids(pair, QUESTIONS[0]))
     assert choice.smc["statistics"]["particles"] == 8 and choice.smc["seed"] == 5
 
@@ -177,7 +212,9 @@ def test_several_answers_share_their_prompt(service, client, pair):
         assert choice.message.content == expected.text
     shared_tokens = len(chat_ids(pair, text)) // 16 * 16
     assert service.metric("smc_prefix_cache_hits_total", group="target") >= before + 2 * shared_tokens
-    assert whole.usage.prompt_tokens == len(chat_ids(pair, text)) and whole.usage.prompt_tokens_details.cached_tokens == 0
+    assert (
+        whole.usage.prompt_tokens == len(chat_ids(pair, text)) and whole.usage.prompt_tokens_details.cached_tokens == 0
+    )
     texts = ["", "", ""]
     for chunk in create(client, text, {}, stream=True, **fields):
         for choice in chunk.choices:
@@ -194,7 +231,9 @@ def test_a_stream_with_usage(service, client):
     assert not chunks[-1].choices and chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
     assert all(chunk.usage is None for chunk in chunks[:-1])
     last = chunks[-2].choices[0]
-    assert last.finish_reason == "stop" and [t.token for t in last.logprobs.content] == [t.token for t in whole.choices[0].logprobs.content]
+    assert last.finish_reason == "stop" and [t.token for t in last.logprobs.content] == [
+        t.token for t in whole.choices[0].logprobs.content
+    ]
 
 
 def test_completions(service, client, pair):
@@ -205,7 +244,9 @@ def test_completions(service, client, pair):
     assert plain.object == "text_completion" and plain.id.startswith("cmpl-")
     echoed = client.completions.create(prompt=text, echo=True, **asked)
     assert echoed.choices[0].text == text + plain.choices[0].text
-    streamed = "".join(chunk.choices[0].text for chunk in client.completions.create(prompt=text, echo=True, stream=True, **asked))
+    streamed = "".join(
+        chunk.choices[0].text for chunk in client.completions.create(prompt=text, echo=True, stream=True, **asked)
+    )
     assert streamed == echoed.choices[0].text
     several = client.completions.create(prompt=[text, "7 * 8 ="], n=2, **asked)
     assert len(several.choices) == 4 and several.choices[0].text == plain.choices[0].text
@@ -226,7 +267,9 @@ def test_all_particles(service, client, pair):
     settings = {"particles": 4, "population": "independent", "seed": 2, "max_tokens": 30}
     choice = create(client, QUESTIONS[0], settings | {"return_particles": True}).choices[0]
     own = local_answer(pair, chat_ids(pair, QUESTIONS[0]), return_particles=True, **settings)
-    said = [(one["text"], tuple(one["token_ids"]), one["finish_reason"], one["weight"]) for one in choice.smc["particles"]]
+    said = [
+        (one["text"], tuple(one["token_ids"]), one["finish_reason"], one["weight"]) for one in choice.smc["particles"]
+    ]
     assert said == [(one.text, one.tokens, one.finish_reason.value, pytest.approx(one.weight)) for one in own.particles]
     assert choice.message.content in {one["text"] for one in choice.smc["particles"]}
     assert create(client, QUESTIONS[0], settings).choices[0].smc["particles"] is None
@@ -244,7 +287,9 @@ def test_asynchronously(service, pair):
 
             return await asyncio.gather(*(one(index) for index in range(4)))
 
-    expected = [local_answer(pair, chat_ids(pair, QUESTIONS[index]), seed=index, max_tokens=30).text for index in range(4)]
+    expected = [
+        local_answer(pair, chat_ids(pair, QUESTIONS[index]), seed=index, max_tokens=30).text for index in range(4)
+    ]
     assert asyncio.run(work()) == expected
 
 
@@ -282,9 +327,14 @@ def test_the_method_of_those_who_name_none(pair):
     """Over HTTP and over gRPC."""
     asked = {"seed": 6, "max_tokens": 20}
     expected = local_answer(pair, chat_ids(pair, QUESTIONS[5]), method="target", **asked)
-    with serving(pair, http_port=0, default_method="target") as service, openai.OpenAI(base_url=service.url, api_key="-") as client:
+    with (
+        serving(pair, http_port=0, default_method="target") as service,
+        openai.OpenAI(base_url=service.url, api_key="-") as client,
+    ):
         choice = client.chat.completions.create(model="demo-target", messages=user(QUESTIONS[5]), **asked).choices[0]
         assert (choice.message.content, choice.smc["method"]) == (expected.text, "target")
         with service.client() as grpc_client:
             assert grpc_client.generate([Message("user", QUESTIONS[5])], **asked).tokens == expected.tokens
-        assert client.chat.completions.create(model="demo-target", messages=user("x"), max_tokens=4, extra_body={"method": "smc"}).choices
+        assert client.chat.completions.create(
+            model="demo-target", messages=user("x"), max_tokens=4, extra_body={"method": "smc"}
+        ).choices

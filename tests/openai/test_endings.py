@@ -1,4 +1,5 @@
-"""Calls over HTTP that end early: drained, failed, out of time, aborted, left. After the first byte an event says why."""
+"""Calls over HTTP that end early: drained, failed, out of time, aborted, left. After the first byte an event says
+why."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def test_draining(pair):
         until(lambda: service.gateway._calls.closed is not None)
         idle.request("POST", CHAT, chat(), {"content-type": "application/json"})
         refused = idle.getresponse()
-        assert refused.status == 503 and refused.headers["connection"] == "close" and refused.headers["retry-after"] == "1"
+        assert (
+            refused.status == 503 and refused.headers["connection"] == "close" and refused.headers["retry-after"] == "1"
+        )
         with pytest.raises(ConnectionRefusedError):
             post(service, chat())
         found = events(first + response.read())
@@ -61,7 +64,10 @@ def test_draining_ends_what_takes_too_long(pair):
             service.begin(service.gateway.drain(0.3)).result(10.0)
             is_error(whole.result(5), 503, "unavailable", "stopped before the answer was complete", hint=True)
         last = events(first + response.read())[-1]
-        assert last["error"]["code"] == "unavailable" and "stopped before the answer was complete" in last["error"]["message"]
+        assert (
+            last["error"]["code"] == "unavailable"
+            and "stopped before the answer was complete" in last["error"]["message"]
+        )
 
 
 class Failing:
@@ -159,7 +165,9 @@ def test_a_closed_connection_frees_its_slots(service):
 def test_connections_that_close_at_random_moments(service):
     def call(delay: float) -> None:
         connection = connect(service)
-        connection.request("POST", CHAT, chat(stream=delay > 0.2, particles=4, max_tokens=60), {"content-type": "application/json"})
+        connection.request(
+            "POST", CHAT, chat(stream=delay > 0.2, particles=4, max_tokens=60), {"content-type": "application/json"}
+        )
         time.sleep(delay)
         connection.close()
 

@@ -49,7 +49,9 @@ ONLY_GRPC = ("a health check names", "a method of vLLM's engine protocol")
 
 
 def test_every_row_of_the_table_has_a_test():
-    rows = re.findall(r"^\| `[A-Z_]+` \| ([^|]*) \| (.*?) \|", (ROOT / "docs" / "errors.md").read_text(), flags=re.MULTILINE)
+    rows = re.findall(
+        r"^\| `[A-Z_]+` \| ([^|]*) \| (.*?) \|", (ROOT / "docs" / "errors.md").read_text(), flags=re.MULTILINE
+    )
     assert len(rows) == len(ROWS) + len(ONLY_GRPC)
     for status, row in rows:
         (known,) = [beginning for beginning in (*ROWS, *ONLY_GRPC) if row.startswith(beginning)]
@@ -69,17 +71,27 @@ def test_tokens(pair, tmp_path):
     path = tmp_path / "tokens"
     path.write_text("sesame\n")
     with serving(pair, http_port=0, auth_token_file=path) as service:
-        for authorization in ({}, {"authorization": "Bearer open"}, {"authorization": "sesame"}, {"authorization": "Bearer caf\xe9"}):
+        for authorization in (
+            {},
+            {"authorization": "Bearer open"},
+            {"authorization": "sesame"},
+            {"authorization": "Bearer caf\xe9"},
+        ):
             is_error(post(service, chat(), **authorization), 401, "unauthenticated", "a valid token is needed")
         is_error(ask(service, "GET", "/metrics"), 401, "unauthenticated", "a valid token")
         assert ask(service, "GET", "/health").status == 200
         known = {"authorization": "Bearer sesame"}
-        assert post(service, chat(max_tokens=2), **known).status == ask(service, "GET", "/metrics", **known).status == 200
+        assert (
+            post(service, chat(max_tokens=2), **known).status == ask(service, "GET", "/metrics", **known).status == 200
+        )
         assert service.metric("smc_requests_rejected_total", code="UNAUTHENTICATED", cause="unauthenticated") == 5
 
 
 def test_a_full_queue(pair):
-    with serving(pair, EngineConfig(block=4, branches=2, max_slots=16, max_queue=1), http_port=0) as service, service.stub() as stub:
+    with (
+        serving(pair, EngineConfig(block=4, branches=2, max_slots=16, max_queue=1), http_port=0) as service,
+        service.stub() as stub,
+    ):
         calls = [stub.Generate(pb.GenerateRequest(text="x", sampling=pb.SamplingParams(**LONG))) for _ in range(2)]
         until(lambda: service.backend.stats.queued == 1)
         is_error(post(service, chat(max_tokens=2)), 429, "queue_full", "requests are waiting; allowed: 1", hint=True)
@@ -103,7 +115,9 @@ def test_a_body_too_large(service):
 def test_a_body_that_breaks_off(service):
     """In chunks that are none."""
     with socket.create_connection(("127.0.0.1", service.gateway.http_port)) as connection:
-        head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+        head = (
+            f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+        )
         connection.sendall(head.encode() + b'5\r\n{"mes\r\nnone\r\n')
         connection.settimeout(5.0)
         assert b" 400 " in connection.recv(1000)
@@ -124,7 +138,10 @@ def test_a_body_that_does_not_arrive(pair):
         response = connection.getresponse()
         said = Said(response.status, dict(response.getheaders()), response.read())
         is_error(
-            Said(said.status, {k.lower(): v for k, v in said.headers.items()}, said.data), 408, "slow_sender", "did not arrive within 0.3 s"
+            Said(said.status, {k.lower(): v for k, v in said.headers.items()}, said.data),
+            408,
+            "slow_sender",
+            "did not arrive within 0.3 s",
         )
 
 
@@ -148,7 +165,9 @@ def test_a_caller_that_does_not_read(pair, stream):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", service.gateway.http_port))
         body = chat(stream=stream, **LONG)
-        head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = (
+            f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
         connection.sendall(head.encode() + body)
         until(lambda: service.gateway._edge._runner.server.connections)
         until(lambda: not service.gateway._edge._runner.server.connections, 20.0)
@@ -187,7 +206,13 @@ def test_no_such_path(service):
 
 
 def test_a_model_that_is_not_served(service):
-    is_error(post(service, chat(model="gpt-9")), 404, "model_not_found", "model='gpt-9'; allowed: 'demo', 'gpt-4o'", param="model")
+    is_error(
+        post(service, chat(model="gpt-9")),
+        404,
+        "model_not_found",
+        "model='gpt-9'; allowed: 'demo', 'gpt-4o'",
+        param="model",
+    )
 
 
 def test_a_port_that_is_taken(pair, service):

@@ -1,4 +1,5 @@
-"""Bodies of every kind that nobody would send: none ends with 5xx or without an answer, and nothing of it is left behind.
+"""Bodies of every kind that nobody would send: none ends with 5xx or without an answer, and nothing of it is left
+behind.
 
 As a command it sends as many as are asked for: `python -m tests.openai.test_malformed --requests 20000`.
 """
@@ -64,23 +65,38 @@ def message(rng: random.Random) -> Any:
         "content": rng.choice((*TEXTS, parts)),
     }
     if rng.random() < 0.1:
-        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": rng.choice(('{"a": 1}', "{", "[" * 2000, "1", ""))}}
+        call = {
+            "id": "1",
+            "type": "function",
+            "function": {"name": "f", "arguments": rng.choice(('{"a": 1}', "{", "[" * 2000, "1", ""))},
+        }
         said["tool_calls"] = rng.choice(([call], call, [rng.choice(VALUES)]))
     return said
 
 
 def prompt(rng: random.Random) -> Any:
-    text, ids = rng.choice(TEXTS) * rng.choice((1, 1, 50)), rng.choices(range(512), k=rng.choice((0, 1, 5, 200, 511, 600)))
+    text, ids = (
+        rng.choice(TEXTS) * rng.choice((1, 1, 50)),
+        rng.choices(range(512), k=rng.choice((0, 1, 5, 200, 511, 600))),
+    )
     return rng.choice((text, text, ids, ids + [rng.choice(VALUES)], [text, text], [ids, ids], rng.choice(VALUES)))
 
 
 def body(rng: random.Random, path: str) -> bytes:
-    """Fields are absent more often than not; else as extreme as they come, or sound; some bodies are cut, or have bytes changed."""
-    fields: dict[str, Any] = {"max_tokens": rng.randrange(1, 12), "method": rng.choice(("smc", "exact", "target", "draft"))}
+    """Fields are absent more often than not; else as extreme as they come, or sound; some bodies are cut, or have bytes
+    changed."""
+    fields: dict[str, Any] = {
+        "max_tokens": rng.randrange(1, 12),
+        "method": rng.choice(("smc", "exact", "target", "draft")),
+    }
     fields |= {name: rng.choice(VALUES) for name in sorted(NAMES[path == CHAT]) if rng.random() < 0.04}
     fields |= {"stream": rng.random() < 0.3} if rng.random() < 0.9 else {}
     if rng.random() < 0.95:
-        fields |= {"messages": [message(rng) for _ in range(rng.choice((1, 1, 2, 30)))]} if path == CHAT else {"prompt": prompt(rng)}
+        fields |= (
+            {"messages": [message(rng) for _ in range(rng.choice((1, 1, 2, 30)))]}
+            if path == CHAT
+            else {"prompt": prompt(rng)}
+        )
     data = bytearray(json.dumps(fields).encode())
     kind = rng.random()
     if kind < 0.05:
@@ -110,7 +126,12 @@ def ended(service: Service, seed: str) -> str:
     headers = {"content-type": "application/json"}
     if rng.random() < 0.05:
         headers |= rng.choice(
-            ({"content-type": "text/plain"}, {"content-encoding": "gzip"}, {"authorization": "Bearer x"}, {"content-length": "-1"})
+            (
+                {"content-type": "text/plain"},
+                {"content-encoding": "gzip"},
+                {"authorization": "Bearer x"},
+                {"content-length": "-1"},
+            )
         )
     try:
         connection.request(rng.choice(("POST",) * 20 + ("GET", "PUT")), path, body(rng, path), headers)

@@ -41,8 +41,20 @@ def read(tokenizer: Tokenizer, messages: list, **fields) -> str:
 def test_roles_and_parts(tokenizer):
     messages = [
         {"role": "developer", "content": "Be brief."},
-        {"role": "user", "name": "ada", "content": [{"type": "text", "text": "1 + 1"}, {"type": "text", "text": "= ?"}]},
-        {"role": "assistant", "content": "2", "refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None},
+        {
+            "role": "user",
+            "name": "ada",
+            "content": [{"type": "text", "text": "1 + 1"}, {"type": "text", "text": "= ?"}],
+        },
+        {
+            "role": "assistant",
+            "content": "2",
+            "refusal": None,
+            "annotations": [],
+            "audio": None,
+            "function_call": None,
+            "tool_calls": None,
+        },
     ]
     assert read(tokenizer, messages) == "<system>Be brief.<user ada>1 + 1\n= ?<assistant>2<assistant>"
 
@@ -61,7 +73,10 @@ def test_tools_and_what_they_said(tokenizer):
 
 
 def test_settings_of_the_template(tokenizer):
-    assert read(tokenizer, [{"role": "user", "content": "x"}], chat_template_kwargs={"thinking": True}) == "<user>x<think><assistant>"
+    assert (
+        read(tokenizer, [{"role": "user", "content": "x"}], chat_template_kwargs={"thinking": True})
+        == "<user>x<think><assistant>"
+    )
     for name in ("messages", "tools", "add_generation_prompt"):
         with pytest.raises(ValueError, match=f"chat_template_kwargs holds {name}"):
             read(tokenizer, [{"role": "user", "content": "x"}], chat_template_kwargs={name: 1})
@@ -71,10 +86,22 @@ def test_settings_of_the_template(tokenizer):
     ("message", "said"),
     [
         ({"role": "user"}, r"messages\[0\].content is missing"),
-        ({"role": "user", "content": "x", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]}, "role 'assistant'"),
-        ({"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "["}}]}, "arguments is no JSON"),
-        ({"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[1]"}}]}, "arguments is no object"),
-        ({"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[" * 100_000}}]}, "arguments is no JSON"),
+        (
+            {"role": "user", "content": "x", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]},
+            "role 'assistant'",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "["}}]},
+            "arguments is no JSON",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[1]"}}]},
+            "arguments is no object",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[" * 100_000}}]},
+            "arguments is no JSON",
+        ),
         ({"role": "user", "content": "x", "audio": "a"}, r"messages\[0\].audio='a'; allowed: null"),
         ({"role": "user", "content": "x", "mood": "a"}, r"messages\[0\].mood is not a field"),
     ],
@@ -85,16 +112,36 @@ def test_a_message_that_is_wrong(message, said):
 
 
 def test_what_is_asked():
-    one = asked([{"role": "user", "content": "x"}], temperature=0.5, stop="a", particles=3, seed=7, n=3, cache_salt="s", timeout=2)
+    one = asked(
+        [{"role": "user", "content": "x"}],
+        temperature=0.5,
+        stop="a",
+        particles=3,
+        seed=7,
+        n=3,
+        cache_salt="s",
+        timeout=2,
+    )
     params = one.params(100, next(one.seeds()))
-    assert (params.temperature, params.stop, params.particles, params.seed, params.max_tokens) == (0.5, ("a",), 3, 7, 100)
+    assert (params.temperature, params.stop, params.particles, params.seed, params.max_tokens) == (
+        0.5,
+        ("a",),
+        3,
+        7,
+        100,
+    )
     seeds = list(one.seeds())
     assert len(set(seeds)) == 3 and seeds[0] == 7 and seeds == list(one.seeds())
     assert list(asked([{"role": "user", "content": "x"}], n=2).seeds()) == [None, None]
     assert (one.n, one.cache_salt, one.timeout, one.stream) == (3, "s", 2, False)
 
 
-DEFAULTS = [(None, {}, "smc"), ("exact", {}, "exact"), ("exact", {"method": "target"}, "target"), ("draft", {}, "draft")]
+DEFAULTS = [
+    (None, {}, "smc"),
+    ("exact", {}, "exact"),
+    ("exact", {"method": "target"}, "target"),
+    ("draft", {}, "draft"),
+]
 
 
 @pytest.mark.parametrize(("default", "fields", "method"), DEFAULTS)
@@ -111,9 +158,18 @@ def test_the_longest_answer_is_the_longest_that_could_run():
         assert longest_answer(params, config, {"draft": 5, "target": 5}, 512, 12) == 1
         assert longest_answer(replace(params, max_tokens=400, min_tokens=300), config, {}, 512, 12) == 500
     guided, pages = SamplingParams(method="target", guidance_scale=2.0), {"draft": 1000, "target": 1000}
-    assert longest_answer(guided, config, pages, 5000, 12) == longest_answer(guided, config, pages, 5000, 12, negative=1) < 500
+    assert (
+        longest_answer(guided, config, pages, 5000, 12)
+        == longest_answer(guided, config, pages, 5000, 12, negative=1)
+        < 500
+    )
     few = longest_answer(SamplingParams(particles=16), config, {"draft": 3000, "target": 3000}, 512, 12)
-    assert 100 < few < 3000 / 16 < longest_answer(SamplingParams(method="exact"), config, {"draft": 3000, "target": 3000}, 512, 12)
+    assert (
+        100
+        < few
+        < 3000 / 16
+        < longest_answer(SamplingParams(method="exact"), config, {"draft": 3000, "target": 3000}, 512, 12)
+    )
 
 
 def test_numbers_beyond_what_others_can_hold_are_refused_by_name():

@@ -33,7 +33,9 @@ def reaches(service: Service, authority, client: tuple | None = None) -> bool:
 def test_clients_with_certificates(pair, certificates):
     names = {"tls_cert": "server.crt", "tls_key": "server.key", "tls_client_ca": "ca.crt"}
     with serving(pair, http_port=0, **{field: certificates[name] for field, name in names.items()}) as service:
-        known, stranger = ((certificates[f"{name}.crt"], certificates[f"{name}.key"]) for name in ("client", "stranger"))
+        known, stranger = (
+            (certificates[f"{name}.crt"], certificates[f"{name}.key"]) for name in ("client", "stranger")
+        )
         assert reaches(service, certificates["ca.crt"], known)
         assert not reaches(service, certificates["ca.crt"], stranger)
         assert not reaches(service, certificates["ca.crt"])

@@ -35,12 +35,19 @@ CHAINS = 4
 def some_request(draw: random.Random, number: int, vocab: int, rows: int = 8) -> Request:
     """Of at most so many rows, and 60 tokens."""
     way, tokens = draw.choice(WAYS), draw.randint(1, 60)
-    given = way | draw.choice(TRUNCATED) | _more(draw, way.get("method", "smc"), tokens) | {"seed": number, "max_tokens": tokens}
+    given = (
+        way
+        | draw.choice(TRUNCATED)
+        | _more(draw, way.get("method", "smc"), tokens)
+        | {"seed": number, "max_tokens": tokens}
+    )
     params = SamplingParams(**given)
     if params.particles:
         most = min(CHAINS, rows) if params.verification == "rejection" else rows
         params = SamplingParams(**given, particles=draw.randint(1, most))
-    prompt, negative = (tuple(draw.randrange(vocab) for _ in range(length)) for length in (draw.choice((5, 60, 700)), 9))
+    prompt, negative = (
+        tuple(draw.randrange(vocab) for _ in range(length)) for length in (draw.choice((5, 60, 700)), 9)
+    )
     return Request(str(number), prompt, params, negative_prompt=negative if params.guided else None)
 
 

@@ -1,8 +1,9 @@
 """What guiding the draft, too, brings on the shipped pair: `python -m tests.scheduler.draft_guidance`.
 
-What docs/quality.md says of it is drawn from, in two tables. The first is of laws: at every position of the target's own guided answers,
-its guided law p is compared with the draft's law q, as it is and by the same formula after the same prompts. The second is of whole
-requests: as they are, with `guide_draft`, and where there is one with a `draft_temperature` of T / s. Takes half an hour.
+What docs/quality.md says of it is drawn from, in two tables. The first is of laws: at every position of the target's
+own guided answers, its guided law p is compared with the draft's law q, as it is and by the same formula after the same
+prompts. The second is of whole requests: as they are, with `guide_draft`, and where there is one with a
+`draft_temperature` of T / s. Takes half an hour.
 
 Axes: T answer tokens, V vocabulary.
 """
@@ -80,14 +81,19 @@ def answered(pair: ModelPair, asked: list[Request]) -> list[Answer]:
     return [found[one.request_id] for one in asked]
 
 
-def log_law(model: Decoder, scale: float, temperature: float, prompts: list[list[int]], answer: tuple[int, ...]) -> Tensor:
+def log_law(
+    model: Decoder, scale: float, temperature: float, prompts: list[list[int]], answer: tuple[int, ...]
+) -> Tensor:
     """log p [T, V] of every answer token after both prompts, by the formula."""
-    own_TV, theirs_TV = (dense_logits(model, torch.tensor([*prompt, *answer]))[len(prompt) - 1 : -1].double() for prompt in prompts)
+    own_TV, theirs_TV = (
+        dense_logits(model, torch.tensor([*prompt, *answer]))[len(prompt) - 1 : -1].double() for prompt in prompts
+    )
     return torch.log_softmax((theirs_TV + scale * (own_TV - theirs_TV)) / temperature, -1)
 
 
 def compared(logp_TV: Tensor, logq_TV: Tensor) -> Tensor:
-    """Of every token [3, T]: the overlap 1 - TV of the two laws, and p of the draft's likeliest token and of its likeliest few."""
+    """Of every token [3, T]: the overlap 1 - TV of the two laws, and p of the draft's likeliest token and of its
+    likeliest few."""
     p_TV = logp_TV.exp()
     likely_TV = p_TV.gather(1, logq_TV.topk(FEW, -1).indices)
     return torch.stack((torch.minimum(p_TV, logq_TV.exp()).sum(-1), likely_TV[:, 0], likely_TV.sum(-1)))
@@ -103,13 +109,16 @@ def laws(pair: ModelPair, problems: list[Problem], guidance: Guidance) -> str:
         prompts = [list(one.prompt), away]
         logp_TV = log_law(pair.target, scale, temperature, prompts, answer.tokens)
         drafts = ((1.0, temperature), (scale, temperature), (1.0, temperature / scale))
-        found.append(torch.stack([compared(logp_TV, log_law(pair.draft, *law, prompts, answer.tokens)) for law in drafts]))
+        found.append(
+            torch.stack([compared(logp_TV, log_law(pair.draft, *law, prompts, answer.tokens)) for law in drafts])
+        )
     means = torch.cat(found, -1).mean(-1).T.tolist()
     return f"{guidance} {' | '.join(' / '.join(f'{value:.3f}' for value in values) for values in means)} |"
 
 
 def requests(pair: ModelPair, problems: list[Problem], guidance: Guidance, name: str) -> str:
-    """A cell of the second table: tokens a round of exact decoding, of SMC what is solved; by each of the drafts that there can be."""
+    """A cell of the second table: tokens a round of exact decoding, of SMC what is solved; by each of the drafts that
+    there can be."""
     cells = []
     lower = {"draft_temperature": guidance.temperature / guidance.scale}
     for draft in ({}, {"guide_draft": True}, *([] if "walk" in name else [lower])):
@@ -118,7 +127,9 @@ def requests(pair: ModelPair, problems: list[Problem], guidance: Guidance, name:
             rounds = sum(answer.statistics.rounds for answer in done)
             cells.append(f"{sum(len(answer.tokens) - 1 for answer in done) / rounds:.2f}")
         else:
-            cells.append(f"{sum(grade(problem, answer.text) for problem, answer in zip(problems, done)) / len(done):.0%}")
+            cells.append(
+                f"{sum(grade(problem, answer.text) for problem, answer in zip(problems, done)) / len(done):.0%}"
+            )
     return " / ".join(cells)
 
 
@@ -129,7 +140,9 @@ def main() -> None:
     parser.add_argument("--away", choices=AWAY, action="append", help="may be repeated; default: all")
     given = parser.parse_args()
     pair, problems = ModelPair.load(demo.TARGET, demo.DRAFT), generate(PROBLEM_SEED, given.problems, "test")
-    ways = [Guidance(s, t, away) for t in given.temperature or (1.0, 1.5) for s in (1.5, 3.0) for away in given.away or AWAY]
+    ways = [
+        Guidance(s, t, away) for t in given.temperature or (1.0, 1.5) for s in (1.5, 3.0) for away in given.away or AWAY
+    ]
     print(f"| T | s | away from | 1 - TV | likeliest | {FEW} likeliest |\n(as it is / guided / as it is, at T / s)")
     for guidance in ways:
         print(laws(pair, problems, guidance), flush=True)

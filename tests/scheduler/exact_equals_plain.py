@@ -1,8 +1,9 @@
-"""Exact decoding beside plain decoding on the shipped pair, by the hundred: `python -m tests.scheduler.exact_equals_plain --problems 1000`.
+"""Exact decoding beside plain decoding on the shipped pair, by the hundred: `python -m
+tests.scheduler.exact_equals_plain --problems 1000`.
 
-Problems are spread over temperatures, truncations, stop strings, forms, N, K and F; half of them are decoded beside SMC requests. Prints
-what differs, how many of those answers are right, and tokens a round. The tests run fewer, on a smaller pair.
-"""
+Problems are spread over temperatures, truncations, stop strings, forms, N, K and F; half of them are decoded beside SMC
+requests. Prints what differs, how many of those answers are right, and tokens a round. The tests run fewer, on a
+smaller pair."""
 
 from __future__ import annotations
 
@@ -48,13 +49,18 @@ def asked(pair: ModelPair, index: int, question: str, method: str) -> Request:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--problems", type=int, default=1000)
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="in any but float32 a row's company rounds it otherwise")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="float32", help="in any but float32 a row's company rounds it otherwise"
+    )
     parser.add_argument("--device", default="cpu", help="where both models are, such as cuda")
     parser.add_argument("--form", choices=sorted({config.form for config in CONFIGS}), help="default: both")
     given = parser.parse_args()
     count, dtype = given.problems, DTYPES[given.dtype]
     configs = [config for config in CONFIGS if given.form in (None, config.form)]
-    pair, problems = ModelPair.load(demo.TARGET, demo.DRAFT, dtype=dtype, device=given.device), generate(11, count, "test")
+    pair, problems = (
+        ModelPair.load(demo.TARGET, demo.DRAFT, dtype=dtype, device=given.device),
+        generate(11, count, "test"),
+    )
     plain, found, different = {}, Counter(), 0
     for number, config in enumerate(configs):
         mine = range(number, count, len(configs))
@@ -63,7 +69,11 @@ def main() -> None:
         plain = {output.answer.request_id: output.answer for output in engine.run(requests) if output.answer}
         requests = [asked(pair, i, problems[i].question, "exact") for i in mine]
         company = [
-            Request(f"smc {i}", one.prompt, SamplingParams(particles=4, population=POPULATIONS[i % 2], seed=i, max_tokens=40))
+            Request(
+                f"smc {i}",
+                one.prompt,
+                SamplingParams(particles=4, population=POPULATIONS[i % 2], seed=i, max_tokens=40),
+            )
             for i, one in enumerate(requests[: len(requests) // 2])
         ]
         beside = [one for pair_ in itertools.zip_longest(requests, company) for one in pair_ if one]
@@ -75,9 +85,14 @@ def main() -> None:
                 different += 1
                 found.update(plain_right=grade(problems[i], one.text), exact_right=grade(problems[i], other.text))
                 print(f"problem {i}, {config}, {LAWS[i % len(LAWS)]}: {one.tokens} {other.tokens}")
-        print(f"{config.form} K={config.block} F={config.branches}: {len(mine)} problems, {different} different so far", flush=True)
+        print(
+            f"{config.form} K={config.block} F={config.branches}: {len(mine)} problems, {different} different so far",
+            flush=True,
+        )
     print(f"{found['answers']} answers, {different} different, {found['tokens'] / found['rounds']:.2f} tokens a round")
-    print(f"of those that differ, {found['plain_right']} of plain and {found['exact_right']} of exact decoding are right")
+    print(
+        f"of those that differ, {found['plain_right']} of plain and {found['exact_right']} of exact decoding are right"
+    )
 
 
 if __name__ == "__main__":

@@ -73,7 +73,8 @@ def step_through(engine: Engine, check: Callable[[Engine], None]) -> list[Output
 
 
 class TokenLedger:
-    """Knows which token each KV page was written for: listens to what a side runs through its model, and where it stores it."""
+    """Knows which token each KV page was written for: listens to what a side runs through its model, and where it
+    stores it."""
 
     def __init__(self, engine: Engine, side: str) -> None:
         worker = engine.workers[side]
@@ -101,16 +102,25 @@ def open_particles(engine: Engine, group: SequenceGroup, side: str) -> list[tupl
         if side == "target" and of_pair:
             kept = slots.block_S[slot]  # the block in flight has not been run
         else:
-            # The last token has not been run, in lockstep nor the one before it; but that is known where it was the target's own.
-            both = engine.config.form == "lockstep" and group.rounds > 0 and side == "draft" and group.decoding.program is Program.PAIR
+            # The last token has not been run, in lockstep nor the one before it; but that is known where it was the
+            # target's own.
+            both = (
+                engine.config.form == "lockstep"
+                and group.rounds > 0
+                and side == "draft"
+                and group.decoding.program is Program.PAIR
+            )
             pending = slots.length_S[slot] + group.prompt_size - slots.held_S[side][slot]
-            kept = slots.length_S[slot] - (pending if both and group.decoding.confirms and pending in (1, 2) else 2 if both else 1)
+            kept = slots.length_S[slot] - (
+                pending if both and group.decoding.confirms and pending in (1, 2) else 2 if both else 1
+            )
         found.append((slot, [*group.request.prompt, *slots.tokens_SL[slot, :kept].tolist()]))
     return found
 
 
 def check_kv(engine: Engine, written: dict[str, TokenLedger]) -> int:
-    """Every particle's pages were written for exactly its tokens, prompt included; books balance. Returns how many were looked at."""
+    """Every particle's pages were written for exactly its tokens, prompt included; books balance. Returns how many were
+    looked at."""
     slots, seen = engine.slots, 0
     engine.memory.check()
     for group in running(engine):
@@ -120,7 +130,10 @@ def check_kv(engine: Engine, written: dict[str, TokenLedger]) -> int:
             for slot, tokens in open_particles(engine, group, side):
                 assert slots.held_S[side][slot] == len(tokens)
                 if not group.in_flight:  # else the model may be a round ahead of the record
-                    assert table_SL[slot, : len(tokens)].tolist() == ledger.path(slots.head_S[side][slot], len(tokens)).tolist()
+                    assert (
+                        table_SL[slot, : len(tokens)].tolist()
+                        == ledger.path(slots.head_S[side][slot], len(tokens)).tolist()
+                    )
             for slot in group.slots[: group.count].tolist():
                 held = int(slots.held_S[side][slot])
                 tokens = [*group.request.prompt, *slots.tokens_SL[slot, : slots.length_S[slot]].tolist()]
@@ -158,19 +171,34 @@ class Listening:
 
 @torch.inference_mode()
 def next_log_probs(side: ModelRunner, slot: int, held: int, token: int) -> torch.Tensor:
-    """log p [V] after feeding `token` to the first `held` positions of a slot, from its paged KV, which is left as it was."""
+    """log p [V] after feeding `token` to the first `held` positions of a slot, from its paged KV, which is left as it
+    was."""
     forward = StaticForward(side._forward.model, copy.deepcopy(side.worker.pool), side.worker.rope)
     one = torch.ones(1, dtype=torch.int32)
     # A page that nobody uses: the first past what the table names.
     table_SL = side.state.table_SL[slot : slot + 1].clone()
     table_SL[0, held] = side.worker.pages
-    rows = Rows(table_SL, one * 0, None, None, one * held, one, one * 0, one * 0, one, one * 0, queries=1, contexts=Contexts.SHARED)
+    rows = Rows(
+        table_SL,
+        one * 0,
+        None,
+        None,
+        one * held,
+        one,
+        one * 0,
+        one * 0,
+        one,
+        one * 0,
+        queries=1,
+        contexts=Contexts.SHARED,
+    )
     hidden = forward(torch.tensor([token]), rows)
     return torch.log_softmax(forward.logits(hidden)[-1].double(), -1)
 
 
 class Padding(StageRunner):
-    """As on a GPU, where rounds are padded to few shapes and a round is asked for before the last is read; but run as they are."""
+    """As on a GPU, where rounds are padded to few shapes and a round is asked for before the last is read; but run as
+    they are."""
 
     records = True
 

@@ -1,5 +1,5 @@
-"""Requests living through whatever an engine can do to them: waiting, starting over, shrinking, growing, being cancelled, running out of
-time. The engine's pool should be too small for all of them."""
+"""Requests living through whatever an engine can do to them: waiting, starting over, shrinking, growing, being
+cancelled, running out of time. The engine's pool should be too small for all of them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ def random_requests(count: int, rng: random.Random, longest: int = 40, budgets: 
     found = []
     for i in range(count):
         known = rng.choice(prompts) if prompts and rng.random() < 0.7 else ()
-        prompt = (known + tuple(rng.randrange(3) for _ in range(rng.choice((0, 0, 5, 20)) if known else rng.randint(1, 40))))[:60]
+        prompt = (
+            known + tuple(rng.randrange(3) for _ in range(rng.choice((0, 0, 5, 20)) if known else rng.randint(1, 40)))
+        )[:60]
         prompts = [*prompts[-8:], prompt]
         law = LAWS[i % len(LAWS)]
         params = SamplingParams(seed=i, max_tokens=rng.randint(1, longest), ignore_eos=rng.random() < 0.6, **law)
@@ -77,7 +79,8 @@ def random_requests(count: int, rng: random.Random, longest: int = 40, budgets: 
 
 
 def guided(requests: Sequence[Request], rng: random.Random) -> list[Request]:
-    """The same with guidance for most that can have it: by a few negative prompts, or by the default; of the draft for half of them."""
+    """The same with guidance for most that can have it: by a few negative prompts, or by the default; of the draft for
+    half of them."""
     negatives = [tuple(rng.randrange(3) for _ in range(size)) for size in (3, 20, 45)] + [None]
     found = []
     for one in requests:
@@ -89,9 +92,11 @@ def guided(requests: Sequence[Request], rng: random.Random) -> list[Request]:
     return found
 
 
-def small_engine(config: EngineConfig, monkeypatch: pytest.MonkeyPatch, *, ahead: bool, follows: bool = False, **options) -> Engine:
-    """One that is too confident about how short answers are, and how much of them is shared. `ahead`: rounds are asked for before the last
-    is read; `follows`: it corrects what it expects of running requests."""
+def small_engine(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, *, ahead: bool, follows: bool = False, **options
+) -> Engine:
+    """One that is too confident about how short answers are, and how much of them is shared. `ahead`: rounds are asked
+    for before the last is read; `follows`: it corrects what it expects of running requests."""
     with monkeypatch.context() as patch:
         if ahead:
             patch.setattr("smc.local_engine.parts_for", lambda _device: Parts(stages=Padding))
@@ -161,7 +166,9 @@ def _resize(engine: Engine, rng: random.Random, lives: Lives) -> None:
 
 def with_endless_memory(config: EngineConfig, requests: Sequence[Request]) -> dict[str, Answer]:
     """Answers where nothing is short, nothing shared, and no time runs out."""
-    plenty = replace(config, pages=200_000, max_slots=512, prefix_cache=False, prefill_chunk=512, max_queue=None, cohorts=1)
+    plenty = replace(
+        config, pages=200_000, max_slots=512, prefix_cache=False, prefill_chunk=512, max_queue=None, cohorts=1
+    )
     asked = [replace(request, params=replace(request.params, time_budget=None)) for request in requests]
     return answers(local_engine(pair(), plenty), asked)
 

@@ -36,7 +36,9 @@ def peaked(model: Decoder, scale: float) -> Decoder:
 
 
 @cache
-def tiny_pair(vocab: int = 4, *, scale: float = 0.4, draft_seed: int = 1, target_seed: int = 2, max_context: int = 64) -> ModelPair:
+def tiny_pair(
+    vocab: int = 4, *, scale: float = 0.4, draft_seed: int = 1, target_seed: int = 2, max_context: int = 64
+) -> ModelPair:
     def model(seed: int, layers: int) -> Decoder:
         config = tiny_config(vocab_size=vocab, num_layers=layers, max_context=max_context, tied_embeddings=False)
         return peaked(random_decoder(config, seed), scale)
@@ -50,9 +52,13 @@ def next_log_probs(model: Decoder, tokens: Sequence[int], temperature: float = 1
     return torch.log_softmax(dense_logits(model, torch.tensor(list(tokens)))[-1].double() / temperature, -1)
 
 
-def exact_law(model: Decoder, prompt: Sequence[int], max_tokens: int, eos: int, temperature: float = 1.0, alpha: float = 1.0) -> dict:
+def exact_law(
+    model: Decoder, prompt: Sequence[int], max_tokens: int, eos: int, temperature: float = 1.0, alpha: float = 1.0
+) -> dict:
     """Mass prod p^alpha of every answer; EOS absorbs, max_tokens truncates. Sums to 1 at alpha = 1."""
-    return law_of(lambda prefix: next_log_probs(model, (*prompt, *prefix), temperature).tolist(), max_tokens, eos, alpha)
+    return law_of(
+        lambda prefix: next_log_probs(model, (*prompt, *prefix), temperature).tolist(), max_tokens, eos, alpha
+    )
 
 
 def law_of(log_probs: Callable[[tuple[int, ...]], list[float]], max_tokens: int, eos: int, alpha: float = 1.0) -> dict:

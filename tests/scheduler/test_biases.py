@@ -1,4 +1,5 @@
-"""What is added to logits, and answers that must not end yet: the law is the one that was asked for, whoever draws, and weights know it."""
+"""What is added to logits, and answers that must not end yet: the law is the one that was asked for, whoever draws, and
+weights know it."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ BIAS = ((0, -0.7), (2, 1.3))
 
 
 @cache
-def log_law(draft: bool, prefix: tuple[int, ...], bias: tuple, min_tokens: int, temperature: float = 1.0) -> torch.Tensor:
+def log_law(
+    draft: bool, prefix: tuple[int, ...], bias: tuple, min_tokens: int, temperature: float = 1.0
+) -> torch.Tensor:
     """log p [V] after a part of an answer."""
     pair = tiny_pair()
     logits_V = next_log_probs(pair.draft if draft else pair.target, (*PROMPT, *prefix)).clone()
@@ -53,13 +56,20 @@ def law_of_answers(longest: int, min_tokens: int, bias: tuple) -> dict[tuple[int
 
 
 @pytest.mark.parametrize("config", FORMS[:2], ids=config_id)
-@pytest.mark.parametrize(("bias", "min_tokens"), [(BIAS, 0), ((), 5), (BIAS, 4), (((EOS, 2.0), (1, -100.0)), 6)], ids=str)
+@pytest.mark.parametrize(
+    ("bias", "min_tokens"), [(BIAS, 0), ((), 5), (BIAS, 4), (((EOS, 2.0), (1, -100.0)), 6)], ids=str
+)
 def test_one_particle_is_weighed_by_both_laws_as_they_are(config, bias, min_tokens):
     """At every place of a block where the law changes; and log-probabilities are of the same law."""
     settings = {"particles": 1, "ess_threshold": 0, "max_tokens": 11, "logprobs": True, "temperature": 0.8}
     asked = [
         request(
-            PROMPT, str(seed), seed=seed, logit_bias=dict(bias), min_tokens=min(min_tokens + seed % 3, 11) if min_tokens else 0, **settings
+            PROMPT,
+            str(seed),
+            seed=seed,
+            logit_bias=dict(bias),
+            min_tokens=min(min_tokens + seed % 3, 11) if min_tokens else 0,
+            **settings,
         )
         for seed in range(24)
     ]
@@ -89,8 +99,8 @@ def test_one_particle_is_weighed_by_both_laws_as_they_are(config, bias, min_toke
     ids=["lockstep-distinct", "lookahead-independent", "lockstep-independent", "lookahead-distinct"],
 )
 def test_weighted_answers_have_the_law_that_was_asked_for(config, settings):
-    """Z-hat and the particles' weights estimate the mass of every answer without bias; those beside them see nothing of it. The distance is
-    noise: halved with four times the requests, and half of what is allowed; fixed seeds."""
+    """Z-hat and the particles' weights estimate the mass of every answer without bias; those beside them see nothing of
+    it. The distance is noise: halved with four times the requests, and half of what is allowed; fixed seeds."""
     law, plain = law_of_answers(4, 2, BIAS), law_of_answers(4, 0, ())
     settings = settings | {"particles": 4, "max_tokens": 4, "return_particles": True}
     asked = [request(PROMPT, str(s), seed=s, min_tokens=2, logit_bias=BIAS, **settings) for s in range(400)]
@@ -110,9 +120,19 @@ def test_weighted_answers_have_the_law_that_was_asked_for(config, settings):
 @pytest.mark.parametrize("config", FORMS[:2], ids=config_id)
 @pytest.mark.parametrize("method", ["smc", "target", "draft"])
 def test_stop_strings_that_are_complete_too_early_have_no_effect(config, method):
-    """What is complete with one of the first tokens is passed over; what begins there and is complete later ends the answer."""
+    """What is complete with one of the first tokens is passed over; what begins there and is complete later ends the
+    answer."""
     asked = [
-        request(PROMPT, f"{least} {seed}", method=method, seed=seed, max_tokens=12, ignore_eos=True, min_tokens=least, stop=("ab", "ca"))
+        request(
+            PROMPT,
+            f"{least} {seed}",
+            method=method,
+            seed=seed,
+            max_tokens=12,
+            ignore_eos=True,
+            min_tokens=least,
+            stop=("ab", "ca"),
+        )
         for least in (1, 4, 9)
         for seed in range(12)
     ]
@@ -178,7 +198,8 @@ def test_what_the_vocabulary_does_not_have_is_refused():
 
 
 def test_readers_of_stop_strings_agree():
-    """Where an answer ends by the machine that runs beside the models, its text and what is streamed of it: over any strings and tokens."""
+    """Where an answer ends by the machine that runs beside the models, its text and what is streamed of it: over any
+    strings and tokens."""
     rng, tokenizer = random.Random(1), letter_tokenizer(4)
     token_bytes = TokenBytes.of(tokenizer)
     for _ in range(600):

@@ -28,7 +28,9 @@ def test_four_times_as_many_as_if_all_were_set_aside(config):
         request(PROMPT, str(i), particles=PARTICLES, seed=i, max_tokens=ANSWER, ignore_eos=True, ess_threshold=0.9)
         for i in range(4 * ADMITTED_BEFORE)
     ]
-    small = EngineConfig(**{**vars(config), "max_slots": 4 * ADMITTED_BEFORE * PARTICLES, "pages": ADMITTED_BEFORE * most + most - 1})
+    small = EngineConfig(
+        **{**vars(config), "max_slots": 4 * ADMITTED_BEFORE * PARTICLES, "pages": ADMITTED_BEFORE * most + most - 1}
+    )
     engine, at_once, found = local_engine(made, small), 0, {}
     for one in asked:
         engine.submit(one)
@@ -37,7 +39,9 @@ def test_four_times_as_many_as_if_all_were_set_aside(config):
         at_once = max(at_once, len(running(engine)))
     assert_empty(engine)
     assert at_once >= 4 * ADMITTED_BEFORE
-    expected = answers(local_engine(made, EngineConfig(**{**vars(config), "max_slots": 32, "prefix_cache": False})), asked)
+    expected = answers(
+        local_engine(made, EngineConfig(**{**vars(config), "max_slots": 32, "prefix_cache": False})), asked
+    )
     for name, answer in found.items():
         assert_same(answer, expected[name])
     assert sum(answer.statistics.preemptions for answer in found.values()) == 0

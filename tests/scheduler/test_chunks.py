@@ -1,4 +1,5 @@
-"""How many prompt tokens are asked for beside rounds: in the mean prompts take no more than their share, and none waits for ever."""
+"""How many prompt tokens are asked for beside rounds: in the mean prompts take no more than their share, and none waits
+for ever."""
 
 from __future__ import annotations
 
@@ -14,7 +15,10 @@ from smc.scheduler.sequence_group import Phase
 from tests.scheduler.harness import answers, assert_empty, request
 from tests.scheduler.lives import assert_same, pair
 
-AHEAD, LOCKSTEP = EngineConfig(prefill_chunk=4096, prefill_share=0.5), EngineConfig(form="lockstep", prefill_chunk=4096, prefill_share=0.5)
+AHEAD, LOCKSTEP = (
+    EngineConfig(prefill_chunk=4096, prefill_share=0.5),
+    EngineConfig(form="lockstep", prefill_chunk=4096, prefill_share=0.5),
+)
 ROUND = {"draft": 0.005, "target": 0.004}
 """Seconds."""
 
@@ -33,7 +37,8 @@ class Ran:
 
 
 class Simulation:
-    """Steps of an engine whose models take `floor` seconds for a chunk of up to 200 tokens, and as much more for more."""
+    """Steps of an engine whose models take `floor` seconds for a chunk of up to 200 tokens, and as much more for
+    more."""
 
     def __init__(self, config: EngineConfig, floors: dict[str, float]) -> None:
         self.config, self.floors, self.chunks = config, floors, PrefillBudget(config)
@@ -44,17 +49,23 @@ class Simulation:
         """Tokens that were asked for; `round_seconds` None: nobody is in rounds."""
         tokens = min(left, self.chunks.most(round_seconds is not None))
         seconds = {side: floor * max(tokens, 200) / 200 for side, floor in self.floors.items()}
-        self.chunks.ask({side: [(tokens, Ran(seconds[side]))] if tokens else [] for side in SIDES}, round_seconds is not None)
+        self.chunks.ask(
+            {side: [(tokens, Ran(seconds[side]))] if tokens else [] for side in SIDES}, round_seconds is not None
+        )
         for side in SIDES:
             self.took[side] += seconds[side] if tokens else 0.0
-        self.chunks.earn([] if round_seconds is None else [{side: (0, round(1e9 * round_seconds[side])) for side in SIDES}])
+        self.chunks.earn(
+            [] if round_seconds is None else [{side: (0, round(1e9 * round_seconds[side])) for side in SIDES}]
+        )
         self.asked.append(tokens)
         return tokens
 
 
 @pytest.mark.parametrize("config", [AHEAD, LOCKSTEP], ids=lambda config: config.form)
 @pytest.mark.parametrize(
-    "floors", [{"draft": 0.001, "target": 0.0047}, {"draft": 0.0001, "target": 0.0003}, {"draft": 0.05, "target": 0.1}], ids=str
+    "floors",
+    [{"draft": 0.001, "target": 0.0047}, {"draft": 0.0001, "target": 0.0003}, {"draft": 0.05, "target": 0.1}],
+    ids=str,
 )
 def test_prompts_take_their_share_of_the_time(config, floors):
     """Whatever a chunk costs beside the length of a round: in the mean 1.5 times as long, and little less."""
@@ -111,7 +122,10 @@ def test_no_more_than_two_chunks_are_on_their_way(share):
 
 @pytest.mark.parametrize("form", ["lockstep", "lookahead"])
 def test_answers_do_not_depend_on_the_share(form):
-    asked = [request([i % 3, 1, 2] * (5 + 100 * (i % 2)), str(i), particles=2, seed=i, max_tokens=30, ignore_eos=True) for i in range(4)]
+    asked = [
+        request([i % 3, 1, 2] * (5 + 100 * (i % 2)), str(i), particles=2, seed=i, max_tokens=30, ignore_eos=True)
+        for i in range(4)
+    ]
     config = EngineConfig(form=form, block=2, prefill_chunk=100)
     expected = answers(local_engine(pair(512), config), asked)
     found = answers(local_engine(pair(512), replace(config, prefill_share=0.01)), asked)

@@ -19,7 +19,9 @@ from tests.scheduler.test_kv_follows import mixed_requests
 @pytest.mark.parametrize("config", CASES, ids=config_id)
 def test_answers_do_not_depend_on_cohorts(config):
     requests = mixed_requests(24, random.Random(3))
-    together, apart, more = (answers(local_engine(tiny_pair(), replace(config, cohorts=n)), requests) for n in (1, 2, 3))
+    together, apart, more = (
+        answers(local_engine(tiny_pair(), replace(config, cohorts=n)), requests) for n in (1, 2, 3)
+    )
     for request_id, one in together.items():
         assert one.tokens == apart[request_id].tokens == more[request_id].tokens
         assert one.statistics.log_z == pytest.approx(apart[request_id].statistics.log_z, abs=1e-4)
@@ -58,11 +60,14 @@ def test_two_cohorts_are_in_flight_together(config, ahead):
 
 @pytest.mark.parametrize("config", CASES, ids=config_id)
 def test_cancel_in_flight(config, ahead):
-    """A request that is cancelled while a round of it is on its way gives its slots to another at once; neither disturbs a third."""
+    """A request that is cancelled while a round of it is on its way gives its slots to another at once; neither
+    disturbs a third."""
     gone = request([0, 1] * 4, "gone", particles=4, seed=1, max_tokens=40, ignore_eos=True)
     stays = request(request_id="stays", particles=3, seed=2, max_tokens=20, ignore_eos=True)
     comes = request([2, 1], request_id="comes", particles=4, seed=3, max_tokens=20, ignore_eos=True)
-    expected = {r.request_id: answers(local_engine(tiny_pair(), config), [r])[r.request_id].tokens for r in (stays, comes)}
+    expected = {
+        r.request_id: answers(local_engine(tiny_pair(), config), [r])[r.request_id].tokens for r in (stays, comes)
+    }
     for steps in (1, 2, 3, 6):
         engine = local_engine(tiny_pair(), replace(config, cohorts=2, max_slots=7))
         for one in (gone, stays, comes):

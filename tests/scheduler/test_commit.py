@@ -34,7 +34,15 @@ def committed(groups: list[list[list[int]]], junk: int, confirms: bool = False) 
         slots.block_S[claimed] = 0
         decoding = SimpleNamespace(confirms=confirms)
         members.append(
-            SimpleNamespace(slots=claimed, particles=np.arange(len(rows)), seed=0, committed=0, lag=0, tally=tally, decoding=decoding)
+            SimpleNamespace(
+                slots=claimed,
+                particles=np.arange(len(rows)),
+                seed=0,
+                committed=0,
+                lag=0,
+                tally=tally,
+                decoding=decoding,
+            )
         )
     commit_tokens(slots, Population(members))
     assert [m.lag for m in members] == [max(map(len, rows)) - m.committed for m, rows in zip(members, groups)]

@@ -43,7 +43,9 @@ def test_samples_make_a_curve_that_never_falls():
     assert falling.points == ((1, 2.0), (2, 2.0), (3, 2.0))
 
 
-@pytest.mark.parametrize("points", [(), ((0, 1.0),), ((2, 1.0), (2, 2.0)), ((1, 2.0), (2, 1.0)), ((1, 0.0),), ((1, float("nan")),)])
+@pytest.mark.parametrize(
+    "points", [(), ((0, 1.0),), ((2, 1.0), (2, 2.0)), ((1, 2.0), (2, 1.0)), ((1, 0.0),), ((1, float("nan")),)]
+)
 def test_what_is_no_curve(points):
     with pytest.raises(ValueError, match="allowed: "):
         LatencyCurve(points)
@@ -59,7 +61,13 @@ def test_costs_travel_as_json():
     assert LatencyModel.from_json(costs.to_json()) == costs
     assert (costs.draft.at(64, 100), costs.target.at(2, 100), costs.round_overhead) == (0.004 + 1e-6, 0.02, 0.0005)
     part = '{"points": [[1, 0.1]], "read": 0}'
-    for wrong in ("[]", "{}", "x", f'{{"draft": {part}, "target": {part}, "round_overhead": 0}}', costs.to_json().replace("read", "reads")):
+    for wrong in (
+        "[]",
+        "{}",
+        "x",
+        f'{{"draft": {part}, "target": {part}, "round_overhead": 0}}',
+        costs.to_json().replace("read", "reads"),
+    ):
         with pytest.raises(ValueError):
             LatencyModel.from_json(wrong)
     with pytest.raises(ValueError, match="round_overhead=-1"):
@@ -80,8 +88,8 @@ class Clock:
 
 
 def watched(config: EngineConfig, clock: Clock | None = None) -> tuple[Engine, dict[str, list[tuple[int, int]]]]:
-    """An engine, and of every pass of its models its tokens, and the pages of context that it read. A `clock` goes on by `PASS` in each of
-    them, and by `PAGE` for every page."""
+    """An engine, and of every pass of its models its tokens, and the pages of context that it read. A `clock` goes on
+    by `PASS` in each of them, and by `PAGE` for every page."""
     engine, passes = local_engine(tiny_pair(), config), {"draft": [], "target": []}
 
     class Watched(StaticForward):
@@ -106,7 +114,8 @@ def watched(config: EngineConfig, clock: Clock | None = None) -> tuple[Engine, d
 
 @by_form
 def test_timed_rounds_are_full(config):
-    """On a CPU, too, where what is not there is not run: else sizes would be timed that nobody ran. Every request reads its own pages."""
+    """On a CPU, too, where what is not there is not run: else sizes would be timed that nobody ran. Every request reads
+    its own pages."""
     engine, passes = watched(config)
     costs = time_costs(engine, Effort(60.0, 8, 1, 0, 4, 100))
     k, f, last = config.block, config.branches, config.max_slots
@@ -118,11 +127,16 @@ def test_timed_rounds_are_full(config):
     assert costs.round_overhead > 0
     for count in (1, 8, last):
         trees = -(-count // 8)
-        assert (count * config.target_tokens, trees * short) in passes["target"] and passes["target"].count((count, count * short)) >= k
-        # The draft's first step runs the particles, the others F rows of each; in look-ahead it has read most of the block in flight.
+        assert (count * config.target_tokens, trees * short) in passes["target"] and passes["target"].count(
+            (count, count * short)
+        ) >= k
+        # The draft's first step runs the particles, the others F rows of each; in look-ahead it has read most of the
+        # block in flight.
         assert passes["draft"].count((count * f, trees * (short + begun))) >= k - 1
     for context in (short, long):
-        assert (4 * config.target_tokens, 4 * context) in passes["target"] and passes["target"].count((4, 4 * context)) >= k
+        assert (4 * config.target_tokens, 4 * context) in passes["target"] and passes["target"].count(
+            (4, 4 * context)
+        ) >= k
         assert passes["draft"].count((4 * f, 4 * (context + begun))) >= k - 1
 
 

@@ -13,13 +13,17 @@ from smc.local_engine import ModelPair, local_engine
 from tests.scheduler.harness import answers
 
 
-@pytest.mark.parametrize("config", [EngineConfig(form="lockstep", block=8), EngineConfig(block=5, branches=4)], ids=lambda c: c.form)
+@pytest.mark.parametrize(
+    "config", [EngineConfig(form="lockstep", block=8), EngineConfig(block=5, branches=4)], ids=lambda c: c.form
+)
 def test_nearly_greedy(config):
     """At temperature 0.05 every answer ends for a reason."""
     pair = ModelPair.load(demo.TARGET, demo.DRAFT)
     asked = [
         Request(
-            str(i), tuple(pair.tokenizer.encode(problem.question)), SamplingParams(particles=8, temperature=0.05, seed=i, max_tokens=60)
+            str(i),
+            tuple(pair.tokenizer.encode(problem.question)),
+            SamplingParams(particles=8, temperature=0.05, seed=i, max_tokens=60),
         )
         for i, problem in enumerate(generate(31, 6, "test"))
     ]

@@ -1,4 +1,5 @@
-"""The draft is lost at any moment, and another one comes: what the target can decode alone nobody sees but in the speed."""
+"""The draft is lost at any moment, and another one comes: what the target can decode alone nobody sees but in the
+speed."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ class Breaking:
 
 @pytest.mark.parametrize(("form", "ahead"), CASES)
 def test_answers_of_the_targets_own_draws_do_not_depend_on_the_draft(form, ahead, monkeypatch):
-    """In a pool that is too small for all, with a prefix cache, while requests are preempted; most are guided, of many the draft, too."""
+    """In a pool that is too small for all, with a prefix cache, while requests are preempted; most are guided, of many
+    the draft, too."""
     rng = random.Random(3)
     branches = {} if form == "lockstep" else {"branches": 2}
     config = EngineConfig(form=form, block=2, **branches, max_slots=60, pages=800, prefill_chunk=24, cohorts=2)
@@ -101,12 +103,18 @@ def _more_exact(one: Request, number: int) -> Request:
     if number % 2 or one.params.method is not Method.SMC:
         return one
     ends = {name: getattr(one.params, name) for name in ("seed", "max_tokens", "ignore_eos", "stop")}
-    return Request(one.request_id, one.prompt, SamplingParams(method="exact", particles=3, temperature=1.3, **ends), one.cache_salt)
+    return Request(
+        one.request_id, one.prompt, SamplingParams(method="exact", particles=3, temperature=1.3, **ends), one.cache_salt
+    )
 
 
 def _assert_same(one: Request, found: Answer, expected: Answer) -> None:
     if one.params.method in ALONE:
-        assert (found.tokens, found.text, found.finish_reason) == (expected.tokens, expected.text, expected.finish_reason)
+        assert (found.tokens, found.text, found.finish_reason) == (
+            expected.tokens,
+            expected.text,
+            expected.finish_reason,
+        )
     elif found.statistics.particles_left == found.statistics.particles:
         assert_same(found, expected)
 

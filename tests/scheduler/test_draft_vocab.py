@@ -1,4 +1,5 @@
-"""A draft that proposes from a few tokens: SMC stays unbiased for all answers of the target, and exact decoding gives the target's own."""
+"""A draft that proposes from a few tokens: SMC stays unbiased for all answers of the target, and exact decoding gives
+the target's own."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ def restricted() -> ModelPair:
     ids=["lockstep-distinct", "lookahead-independent", "lockstep-independent", "lookahead-distinct"],
 )
 def test_evidence_is_unbiased(config, law):
-    """E[Z-hat] = 1. Four cases at 4.5 standard errors: one false alarm in about 37,000 choices of seeds. Without tokens that the head does
-    not have, the mean would be the target's mass of all other answers, 0.48."""
+    """E[Z-hat] = 1. Four cases at 4.5 standard errors: one false alarm in about 37,000 choices of seeds. Without tokens
+    that the head does not have, the mean would be the target's mass of all other answers, 0.48."""
     found = population(config, 500, restricted(), particles=4, **law)
     z = [math.exp(a.statistics.log_z) for a in found]
     mean = sum(z) / len(z)
@@ -49,13 +50,19 @@ def test_evidence_is_unbiased(config, law):
     assert drafted == {0, 1, 2, EOS}
 
 
-@pytest.mark.parametrize("config", [EngineConfig(form="lockstep", block=3), EngineConfig(block=3, branches=4)], ids=config_id)
+@pytest.mark.parametrize(
+    "config", [EngineConfig(form="lockstep", block=3), EngineConfig(block=3, branches=4)], ids=config_id
+)
 def test_exact_answers_are_those_of_plain_decoding(config):
-    """Beside SMC, and where the target draws what is never proposed; plain decoding of the draft is that of its whole head."""
+    """Beside SMC, and where the target draws what is never proposed; plain decoding of the draft is that of its whole
+    head."""
     rng = random.Random(7)
     asked = [([rng.randrange(4) for _ in range(rng.randint(1, 8))], str(i), settings_of(rng)) for i in range(14)]
     plain = answers(local_engine(tiny_pair(), config), [request(p, i, method="target", **law) for p, i, law in asked])
-    beside = [request([1, 2], f"beside {i}", seed=i, max_tokens=20, method=method) for i, method in enumerate(("smc", "draft"))]
+    beside = [
+        request([1, 2], f"beside {i}", seed=i, max_tokens=20, method=method)
+        for i, method in enumerate(("smc", "draft"))
+    ]
     exact = [request(p, i, method="exact", particles=rng.choice([1, 2, 4, 8]), **law) for p, i, law in asked]
     found = answers(local_engine(restricted(), config), exact + beside)
     for request_id, one in plain.items():

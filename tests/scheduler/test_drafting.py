@@ -36,7 +36,9 @@ def rising(floor: float, slope: float, read: float = 0.0) -> ModelLatency:
 
 
 def made(
-    draft: tuple[float, float] = (0.9e-3, 4e-6), target: tuple[float, float] = (4.2e-3, 35e-6), round_overhead: float = 0.6e-3
+    draft: tuple[float, float] = (0.9e-3, 4e-6),
+    target: tuple[float, float] = (4.2e-3, 35e-6),
+    round_overhead: float = 0.6e-3,
 ) -> LatencyModel:
     """By default about an 8B target and a 1B draft on a large GPU each. What is read costs nothing."""
     return LatencyModel(rising(*draft), rising(*target), rising(*target), round_overhead)
@@ -47,7 +49,9 @@ MADE, NOBODY, SHORT = made(), OtherLoad(), 100
 
 def through(read: float, **milliseconds: float) -> ModelLatency:
     """`at_64=5.0`: of size 64."""
-    return ModelLatency(LatencyCurve(tuple((int(size.removeprefix("at_")), 1e-3 * each) for size, each in milliseconds.items())), read)
+    return ModelLatency(
+        LatencyCurve(tuple((int(size.removeprefix("at_")), 1e-3 * each) for size, each in milliseconds.items())), read
+    )
 
 
 H200 = LatencyModel(
@@ -56,8 +60,8 @@ H200 = LatencyModel(
     through(75e-9, at_1=4.2, at_64=5.0, at_128=5.2, at_256=5.8),
     0.6e-3,
 )
-"""An 8B target and a 1B draft on a GPU each (docs/performance.md). A pass of 256 sequences by themselves took 7.7 ms behind 100 tokens
-each, 10.7 behind 256."""
+"""An 8B target and a 1B draft on a GPU each (docs/performance.md). A pass of 256 sequences by themselves took 7.7 ms
+behind 100 tokens each, 10.7 behind 256."""
 ONE_H200 = LatencyModel(
     through(8e-9, at_1=0.85, at_64=1.13, at_128=1.41, at_256=1.89, at_512=3.19),
     through(37e-9, at_6=4.04, at_96=5.0, at_384=9.1, at_768=15.73, at_1536=29.95, at_3072=61.38),
@@ -82,7 +86,9 @@ def settled(
     """Rows after which nothing changes any more, from `rows` each."""
     policy, now = CostBasedTreePolicy(config), [rows] * len(hazards)
     for _ in range(3):
-        changed = policy.change([tree(hazard, count, context) for hazard, count in zip(hazards, now)], [], beside, costs)
+        changed = policy.change(
+            [tree(hazard, count, context) for hazard, count in zip(hazards, now)], [], beside, costs
+        )
         if changed is None:
             return now
         now = list(changed)
@@ -100,7 +106,9 @@ def test_one_request_has_the_whole_tree_and_a_crowd_none(config):
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.form)
 def test_what_is_hard_to_guess_is_given_up_earlier(config):
     def last(hazard: float) -> int:
-        return max((count for count in (1, 2, 4, 8, 16, 32, 64, 128) if any(settled(config, [hazard] * count))), default=0)
+        return max(
+            (count for count in (1, 2, 4, 8, 16, 32, 64, 128) if any(settled(config, [hazard] * count))), default=0
+        )
 
     assert last(EASY) > last(HARD) > last(HOPELESS) == 0
 
@@ -117,11 +125,13 @@ def test_a_draft_that_costs_more_than_it_brings_is_not_asked():
 
 @pytest.mark.parametrize("rows", [0, 1, 8])
 def test_a_crowd_is_decoded_alone_as_long_as_little_is_read(rows):
-    """Every pass of the target alone reads all contexts, for one token each. Taken for 256 tokens long, as they once were, contexts of 100
-    had 256 requests drafted for, at 0.86 of the speed of plain decoding."""
+    """Every pass of the target alone reads all contexts, for one token each. Taken for 256 tokens long, as they once
+    were, contexts of 100 had 256 requests drafted for, at 0.86 of the speed of plain decoding."""
 
     def drafted(requests: int, context: int) -> bool:
-        return any(settled(EngineConfig(block=5, max_slots=2048), [HARD] * requests, costs=H200, rows=rows, context=context))
+        return any(
+            settled(EngineConfig(block=5, max_slots=2048), [HARD] * requests, costs=H200, rows=rows, context=context)
+        )
 
     assert not drafted(256, 30) and not drafted(256, 100)
     assert drafted(256, 256) and drafted(256, 2000)
@@ -130,8 +140,8 @@ def test_a_crowd_is_decoded_alone_as_long_as_little_is_read(rows):
 
 @pytest.mark.parametrize("rows", [0, 1])
 def test_a_crowd_that_comes_first_is_drafted_for_until_its_draft_is_known(rows):
-    """Nothing is learnt of a draft that is never asked. Taken to miss one token in ten, 128 requests were decoded alone for good, at 165
-    tokens a second each, by a pair that makes a third more."""
+    """Nothing is learnt of a draft that is never asked. Taken to miss one token in ten, 128 requests were decoded alone
+    for good, at 165 tokens a second each, by a pair that makes a third more."""
     config, unknown = EngineConfig(form="lockstep", block=8, max_slots=256), Acceptance(MEMORY).hazard()
     assert all(settled(config, [unknown] * 128, costs=ONE_H200, rows=rows))
     assert all(settled(config, [EASY] * 128, costs=ONE_H200, rows=rows))
@@ -139,7 +149,8 @@ def test_a_crowd_that_comes_first_is_drafted_for_until_its_draft_is_known(rows):
 
 
 def test_a_crowd_that_comes_and_goes_settles():
-    """Of 256 requests one in twenty is another after every eight steps, contexts are of all lengths, and estimates waver."""
+    """Of 256 requests one in twenty is another after every eight steps, contexts are of all lengths, and estimates
+    waver."""
     rng, policy = random.Random(5), CostBasedTreePolicy(EngineConfig(block=5, max_slots=2048))
 
     def another(others: list[TreeRequest]) -> TreeRequest:
@@ -158,7 +169,9 @@ def test_a_crowd_that_comes_and_goes_settles():
         crowd = [another(crowd) if rng.random() < 0.05 else each for each in crowd]
 
 
-@pytest.mark.parametrize(("promise", "goes_on", "begins"), [(SURE - 0.01, 0, 0), (SURE + 0.01, 1, 0), (MARGIN + 0.01, 1, 1)])
+@pytest.mark.parametrize(
+    ("promise", "goes_on", "begins"), [(SURE - 0.01, 0, 0), (SURE + 0.01, 1, 0), (MARGIN + 0.01, 1, 1)]
+)
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.form)
 def test_trees_must_be_sure_to_be_faster_than_plain_decoding(config, promise, goes_on, begins):
     """By some per cent, or they are given up; and they do not come back for a little more."""
@@ -182,7 +195,9 @@ def test_no_choice_is_slower_than_plain_decoding_and_none_is_flapping(config):
     rng = random.Random(0)
     forecast = Forecast(config, MADE)
     for _ in range(30):
-        hazards = [rng.choice((EASY, HARD, HOPELESS)) * rng.uniform(0.5, 2) for _ in range(rng.choice((1, 3, 10, 50, 200)))]
+        hazards = [
+            rng.choice((EASY, HARD, HOPELESS)) * rng.uniform(0.5, 2) for _ in range(rng.choice((1, 3, 10, 50, 200)))
+        ]
         beside = OtherLoad(pair=(extra := rng.choice((0, 0, 3))), pair_rows=8 * extra, target=rng.choice((0, 0, 2)))
         rows, trees = settled(config, hazards, beside), [tree(hazard) for hazard in hazards]
         speed = forecast.speed(trees, rows, beside)
@@ -204,11 +219,18 @@ def test_rows_ahead_are_drafted_where_they_cost_nothing():
     assert [policy.branches(places, 0, drafts_long) for places in (1, 8, 32, 64)] == [4, 4, 1, 1]
     assert policy.branches(64, 0, None) == 4
     # What both models read: the draft in every step.
-    draft_reads, target_reads = (replace(MADE, **{name: replace(MADE.parts[name], read=1e-8)}) for name in ("draft", "target"))
+    draft_reads, target_reads = (
+        replace(MADE, **{name: replace(MADE.parts[name], read=1e-8)}) for name in ("draft", "target")
+    )
     assert [policy.branches(64, context, draft_reads) for context in (0, 1000, 1 << 20)] == [4, 4, 1]
-    assert [policy.branches(64, context, replace(drafts_long, target=target_reads.target)) for context in (0, 1 << 22)] == [1, 4]
+    assert [
+        policy.branches(64, context, replace(drafts_long, target=target_reads.target)) for context in (0, 1 << 22)
+    ] == [1, 4]
     crowd = [tree(EASY, 1)] * 32
-    lean, mixed = (Forecast(config, drafts_long).speed(crowd, [1] * 32, beside) for beside in (NOBODY, OtherLoad(pair=1, pair_rows=1)))
+    lean, mixed = (
+        Forecast(config, drafts_long).speed(crowd, [1] * 32, beside)
+        for beside in (NOBODY, OtherLoad(pair=1, pair_rows=1))
+    )
     assert lean > 1.1 * mixed
 
 
@@ -217,12 +239,18 @@ def test_one_that_arrives_begins_as_suits_those_that_run():
     assert policy.begin(tree(EASY), [], NOBODY, MADE) == 8
     assert policy.begin(tree(EASY), [tree(EASY, 0)] * 128, NOBODY, MADE) == 0
     assert policy.begin(tree(EASY), [tree(EASY, 2)] * 16, NOBODY, MADE) > 0
-    assert policy.begin(tree(EASY), [], NOBODY, None) is None and policy.change([tree(EASY, 0)], [], NOBODY, None) is None
+    assert (
+        policy.begin(tree(EASY), [], NOBODY, None) is None and policy.change([tree(EASY, 0)], [], NOBODY, None) is None
+    )
 
 
 def test_those_that_wait_for_slots_alone_get_them():
     """Of 16 slots, two requests may have all as long as nobody waits."""
-    policy, trees, waiting = CostBasedTreePolicy(EngineConfig(block=8, max_slots=16)), [tree(EASY, 8)] * 2, [tree(EASY)] * 14
+    policy, trees, waiting = (
+        CostBasedTreePolicy(EngineConfig(block=8, max_slots=16)),
+        [tree(EASY, 8)] * 2,
+        [tree(EASY)] * 14,
+    )
     assert policy.change(trees, [], NOBODY, MADE) is None
     assert policy.change(trees, waiting[:2], NOBODY, MADE) == [4, 4]
     assert policy.change(trees, waiting, NOBODY, MADE) == [1, 1]
@@ -230,18 +258,24 @@ def test_those_that_wait_for_slots_alone_get_them():
 
 
 def test_a_crowd_runs_at_once_where_each_could_have_all_slots():
-    """Eight slots and twelve requests of eight rows: eight run side by side. Without costs they would run one after another."""
+    """Eight slots and twelve requests of eight rows: eight run side by side. Without costs they would run one after
+    another."""
     engine = local_engine(pair(), EngineConfig(block=3, max_slots=8))
     engine.costs = made(round_overhead=0.0, target=(4e-3, 5e-4))
     for i in range(12):
-        engine.submit(Request(str(i), (0, 1, 2), SamplingParams(method="exact", seed=i, max_tokens=30, ignore_eos=True)))
+        engine.submit(
+            Request(str(i), (0, 1, 2), SamplingParams(method="exact", seed=i, max_tokens=30, ignore_eos=True))
+        )
     beside, found = [], {}
     while not engine.idle:
         found |= {output.answer.request_id: output.answer for output in engine.step() if output.answer}
         beside.append(len(running(engine)))
     assert_empty(engine)
     assert max(beside) == 8 and len(beside) < 200
-    plain = [Request(name, (0, 1, 2), SamplingParams(method="target", seed=int(name), max_tokens=30, ignore_eos=True)) for name in found]
+    plain = [
+        Request(name, (0, 1, 2), SamplingParams(method="target", seed=int(name), max_tokens=30, ignore_eos=True))
+        for name in found
+    ]
     assert all(found[name].tokens == one.tokens for name, one in answers(engine, plain).items())
 
 
@@ -276,7 +310,8 @@ def test_a_hazard_is_found_whatever_the_rows_were():
 
 @pytest.mark.parametrize("form", ["lockstep", "lookahead"])
 def test_an_engine_follows_its_costs(form):
-    """One request has a tree. Among many the target decodes alone, and when these are gone the draft is back; answers stay the same."""
+    """One request has a tree. Among many the target decodes alone, and when these are gone the draft is back; answers
+    stay the same."""
     config = EngineConfig(form=form, block=3, max_slots=256)
     engine = local_engine(pair(), config)
     # The tiny pair is often wrong: drafting is worth it where it is nearly free.
@@ -299,14 +334,17 @@ def test_an_engine_follows_its_costs(form):
 
 
 def test_a_draft_that_was_hopeless_is_tried_again(monkeypatch):
-    """What is known of it fades where nothing is learnt: here in tens of questions. Otherwise nothing would be drafted ever again."""
+    """What is known of it fades where nothing is learnt: here in tens of questions. Otherwise nothing would be drafted
+    ever again."""
     monkeypatch.setattr("smc.scheduler.tree_controller.FADE", 0.97)
     engine = local_engine(pair(), EngineConfig(block=3, max_slots=64))
     engine.costs = made()
     acceptance, alone = engine.rounds_of(Method.EXACT).acceptance, []
     acceptance.misses, acceptance.exposure = 900.0, 300.0
     for seed in range(9):
-        engine.submit(Request("one", (0, 1, 2), SamplingParams(method="exact", seed=seed, max_tokens=50, ignore_eos=True)))
+        engine.submit(
+            Request("one", (0, 1, 2), SamplingParams(method="exact", seed=seed, max_tokens=50, ignore_eos=True))
+        )
         while not engine.idle:
             engine.step()
             alone += [group.alone for group in running(engine)]
@@ -330,7 +368,9 @@ def test_it_is_tried_again_after_as_many_steps_whoever_comes_and_goes(tokens):
     acceptance.misses, acceptance.exposure = 900.0, 300.0
     for step in range(80):
         if step % 3 == 0 and len(running(engine)) < 3:
-            engine.submit(Request(f"{step}", (0, 1), SamplingParams(method="exact", max_tokens=tokens, ignore_eos=True)))
+            engine.submit(
+                Request(f"{step}", (0, 1), SamplingParams(method="exact", max_tokens=tokens, ignore_eos=True))
+            )
         engine.step()
     assert acceptance.exposure == pytest.approx(300 * FADE**80, rel=0.02)
 
@@ -346,7 +386,9 @@ def test_an_engine_says_how_much_is_read():
     config = EngineConfig(block=3, max_slots=64)
     engine = local_engine(pair(), config, trees=Listens(config))
     for size, method in enumerate(("exact", "smc", "target", "exact"), start=3):
-        engine.submit(Request(f"{size}", (0, 1) * size, SamplingParams(method=method, seed=size, max_tokens=50, ignore_eos=True)))
+        engine.submit(
+            Request(f"{size}", (0, 1) * size, SamplingParams(method=method, seed=size, max_tokens=50, ignore_eos=True))
+        )
     seen = 0
     for _ in range(20):
         before = [group.context for group in running(engine)]
@@ -364,9 +406,13 @@ def test_an_engine_drafts_where_much_is_read():
     """By itself the target reads a context for every token of a block, and once for what a round of the pair brings."""
     engine = local_engine(pair(), EngineConfig(block=3, max_slots=64))
     free, target = ModelLatency(LatencyCurve(((1, 1e-6), (512, 1e-6)))), LatencyCurve(((1, 4e-3), (512, 4e-3)))
-    engine.costs = LatencyModel(free, ModelLatency(target), ModelLatency(LatencyCurve(((1, 1e-3), (512, 1e-3))), 4e-5), 0.0)
+    engine.costs = LatencyModel(
+        free, ModelLatency(target), ModelLatency(LatencyCurve(((1, 1e-3), (512, 1e-3))), 4e-5), 0.0
+    )
     for size, alone in ((1, True), (33, False)):
-        engine.submit(Request("one", (0, 1, 2) * size, SamplingParams(method="exact", seed=9, max_tokens=10, ignore_eos=True)))
+        engine.submit(
+            Request("one", (0, 1, 2) * size, SamplingParams(method="exact", seed=9, max_tokens=10, ignore_eos=True))
+        )
         while not running(engine):
             engine.step()
         assert running(engine)[0].alone is alone
@@ -374,14 +420,22 @@ def test_an_engine_drafts_where_much_is_read():
 
 
 def test_of_a_crowd_that_comes_and_goes_the_draft_hears_nothing(monkeypatch):
-    """All begin at once, and one that ends makes room for the next. Nobody's prompt is run for what is not going to be drafted."""
+    """All begin at once, and one that ends makes room for the next. Nobody's prompt is run for what is not going to be
+    drafted."""
     engine, asked = local_engine(pair(), EngineConfig(block=3, max_slots=256, prefix_cache=False)), []
     monkeypatch.setattr(engine.workers["draft"], "run_prompts", asked.append)
-    engine.costs, rng, seeds = made(round_overhead=0.0, draft=(1e-5, 0.0), target=(4e-3, 5e-4)), random.Random(3), itertools.count()
+    engine.costs, rng, seeds = (
+        made(round_overhead=0.0, draft=(1e-5, 0.0), target=(4e-3, 5e-4)),
+        random.Random(3),
+        itertools.count(),
+    )
     ended = count = 30
     for _ in range(25):
         for seed in itertools.islice(seeds, ended):
-            prompt, params = rng.choices(range(3), k=rng.randint(1, 30)), {"max_tokens": rng.randint(5, 40), "ignore_eos": True}
+            prompt, params = (
+                rng.choices(range(3), k=rng.randint(1, 30)),
+                {"max_tokens": rng.randint(5, 40), "ignore_eos": True},
+            )
             engine.submit(Request(str(seed), tuple(prompt), SamplingParams(method="exact", seed=seed, **params)))
         ended = sum(output.answer is not None for output in engine.step())
         assert all(group.alone for group in running(engine))
@@ -407,7 +461,8 @@ def test_a_crowd_after_a_crowd_is_asked_about_at_once():
 
 @pytest.mark.parametrize("form", ["lockstep", "lookahead"])
 def test_a_crowd_that_comes_at_once_begins_with_small_trees(form):
-    """Each alone would have all rows. Its first round has as many as suit all, and nobody sits out one to come to have fewer."""
+    """Each alone would have all rows. Its first round has as many as suit all, and nobody sits out one to come to have
+    fewer."""
     engine, asked = local_engine(pair(), EngineConfig(form=form, block=3, max_slots=256, prefill_chunk=16)), []
     run = engine.pair.round
     engine.pair.round = lambda plan: (asked.append(int(plan.size_G.sum())), run(plan))[1]
@@ -417,7 +472,9 @@ def test_a_crowd_that_comes_at_once_begins_with_small_trees(form):
     steep = ModelLatency(LatencyCurve(((1, 4e-3), (most, 4e-3), (2 * most, 1.0))))
     engine.costs = replace(engine.costs, target=steep)
     requests = [
-        Request(str(i), (0, 1, i % 3), SamplingParams(method="exact", particles=8, seed=i, max_tokens=20, ignore_eos=True))
+        Request(
+            str(i), (0, 1, i % 3), SamplingParams(method="exact", particles=8, seed=i, max_tokens=20, ignore_eos=True)
+        )
         for i in range(count)
     ]
     for one in requests:
@@ -431,5 +488,10 @@ def test_a_crowd_that_comes_at_once_begins_with_small_trees(form):
     assert asked and count <= max(asked) <= most // engine.config.target_tokens
     found = {output.answer.request_id: output.answer for output in engine.run(()) if output.answer}
     assert_empty(engine)
-    plain = [replace(one, params=SamplingParams(method="target", seed=one.params.seed, max_tokens=20, ignore_eos=True)) for one in requests]
-    assert {name: answer.tokens for name, answer in found.items()} == {name: one.tokens for name, one in answers(engine, plain).items()}
+    plain = [
+        replace(one, params=SamplingParams(method="target", seed=one.params.seed, max_tokens=20, ignore_eos=True))
+        for one in requests
+    ]
+    assert {name: answer.tokens for name, answer in found.items()} == {
+        name: one.tokens for name, one in answers(engine, plain).items()
+    }

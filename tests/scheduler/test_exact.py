@@ -1,4 +1,5 @@
-"""Exact decoding gives the answers of plain decoding, whatever is drafted, asked beside it, or happens to it on the way."""
+"""Exact decoding gives the answers of plain decoding, whatever is drafted, asked beside it, or happens to it on the
+way."""
 
 from __future__ import annotations
 
@@ -18,7 +19,12 @@ from tests.model.tiny import in_fp8
 from tests.scheduler.harness import CASES, answers, config_id, request
 from tests.scheduler.pairs import tiny_pair
 
-CONFIGS = [*CASES, EngineConfig(form="lockstep", block=1), EngineConfig(block=1, branches=3), EngineConfig(block=5, branches=2)]
+CONFIGS = [
+    *CASES,
+    EngineConfig(form="lockstep", block=1),
+    EngineConfig(block=1, branches=3),
+    EngineConfig(block=5, branches=2),
+]
 
 
 def settings_of(rng: random.Random) -> dict:
@@ -43,13 +49,21 @@ def test_answers_are_those_of_plain_decoding(config):
     rng = random.Random(config.block)
     asked = [([rng.randrange(4) for _ in range(rng.randint(1, 8))], str(i), settings_of(rng)) for i in range(24)]
     plain = answers(local_engine(tiny_pair(), config), [request(p, i, method="target", **law) for p, i, law in asked])
-    company = [request([1, 2], f"beside {i}", particles=3, population=POPULATIONS[i % 2], seed=i, max_tokens=20) for i in range(8)]
+    company = [
+        request([1, 2], f"beside {i}", particles=3, population=POPULATIONS[i % 2], seed=i, max_tokens=20)
+        for i in range(8)
+    ]
     exact = [request(p, i, method="exact", particles=rng.choice([1, 2, 4, 8]), **law) for p, i, law in asked]
     mixed = [one for pair in zip(exact, company + [None] * len(exact)) for one in pair if one]
     found = answers(local_engine(tiny_pair(), config), mixed)
     for request_id, one in plain.items():
         other = found[request_id]
-        assert (other.tokens, other.text, other.finish_reason, other.matched) == (one.tokens, one.text, one.finish_reason, one.matched)
+        assert (other.tokens, other.text, other.finish_reason, other.matched) == (
+            one.tokens,
+            one.text,
+            one.finish_reason,
+            one.matched,
+        )
         assert other.logprobs == (one.logprobs and pytest.approx(one.logprobs, abs=1e-4))
 
 
@@ -68,7 +82,10 @@ def test_answers_of_a_target_in_fp8_are_its_own(config, both):
     rng, plain = random.Random(2), tiny_pair()
     draft = in_fp8(plain.draft, torch.float32) if both else plain.draft
     pair = replace(plain, target=in_fp8(plain.target, torch.float32), draft=draft)
-    asked = [([rng.randrange(4) for _ in range(rng.randint(1, 8))], str(i), settings_of(rng) | {"logprobs": False}) for i in range(40)]
+    asked = [
+        ([rng.randrange(4) for _ in range(rng.randint(1, 8))], str(i), settings_of(rng) | {"logprobs": False})
+        for i in range(40)
+    ]
     alone = [request(p, i, method="target", **law) for p, i, law in asked]
     expected, of_float32 = (answers(local_engine(one, config), alone) for one in (pair, plain))
     beside = [request(p, i, method="exact", particles=rng.choice([1, 4, 8]), **law) for p, i, law in asked]
@@ -79,7 +96,8 @@ def test_answers_of_a_target_in_fp8_are_its_own(config, both):
 
 
 def test_a_draft_equal_to_the_target_is_always_right():
-    """Greedy: the target's next token is the draft's likeliest. Every round confirms a whole block, but the first and the last."""
+    """Greedy: the target's next token is the draft's likeliest. Every round confirms a whole block, but the first and
+    the last."""
     equal = replace(tiny_pair(), draft=tiny_pair().target)
     law = {"method": "exact", "temperature": 0.0, "max_tokens": 41, "ignore_eos": True}
     for config, rounds in ((EngineConfig(form="lockstep", block=4), 8), (EngineConfig(block=4, branches=2), 11)):
@@ -106,7 +124,9 @@ def test_what_is_confirmed_is_streamed_at_once_and_never_taken_back():
 def test_time_that_runs_out_leaves_confirmed_tokens():
     now = [0.0]
     config = EngineConfig(block=4, branches=2)
-    whole = answers(local_engine(tiny_pair(), config), [request(method="target", seed=5, max_tokens=50, ignore_eos=True)])["r"]
+    whole = answers(
+        local_engine(tiny_pair(), config), [request(method="target", seed=5, max_tokens=50, ignore_eos=True)]
+    )["r"]
     engine = local_engine(tiny_pair(), config, clock=lambda: now[0])
     engine.submit(request(method="exact", seed=5, max_tokens=50, ignore_eos=True, time_budget=6.0))
     while not engine.idle:
@@ -149,7 +169,10 @@ def test_a_draft_that_makes_nan_costs_only_speed(config):
     """Wherever one of its tokens has been, and for whole answers."""
     broken = copy.deepcopy(tiny_pair().draft)
     broken.embed.weight[2] = float("nan")
-    asked = [request([2, i % 2, 1][i % 3 :], str(i), seed=i, max_tokens=12, ignore_eos=True, method="target") for i in range(12)]
+    asked = [
+        request([2, i % 2, 1][i % 3 :], str(i), seed=i, max_tokens=12, ignore_eos=True, method="target")
+        for i in range(12)
+    ]
     plain = answers(local_engine(tiny_pair(), config), asked)
     law = {"method": "exact", "particles": 3, "max_tokens": 12, "ignore_eos": True}
     asked = [replace(one, params=SamplingParams(seed=i, **law)) for i, one in enumerate(asked)]
@@ -163,6 +186,13 @@ def test_the_tree_is_of_tokens_that_are_likely_themselves():
     share_RC = torch.tensor([[-4.0, -5.0, -0.1]])
     offers = Offers(torch.arange(3)[None], torch.tensor([[-4.0, -5.0, -9.0]]), share_RC)
     one_G, zero_G = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    given = (torch.zeros(1).double(), one_G > 0, (zero_G, one_G), (zero_G, one_G * 3), one_G * 3, one_G * int(Kind.BEST))
+    given = (
+        torch.zeros(1).double(),
+        one_G > 0,
+        (zero_G, one_G),
+        (zero_G, one_G * 3),
+        one_G * 3,
+        one_G * int(Kind.BEST),
+    )
     chosen = expand(offers, *given, (zero_G.long(), zero_G.long(), 0), 3, has_rest=True)
     assert chosen.offer_X.tolist() == [0, 1, 0] and chosen.alive_X.tolist() == [True, True, False]

@@ -31,7 +31,9 @@ def equal_models() -> ModelPair:
 def population(config: EngineConfig, count: int, pair: ModelPair | None = None, **params):
     """Answers of `count` requests that differ in their seed only."""
     engine = local_engine(pair or tiny_pair(), config)
-    requests = (Request(str(seed), PROMPT, SamplingParams(max_tokens=LENGTH, seed=seed, **params)) for seed in range(count))
+    requests = (
+        Request(str(seed), PROMPT, SamplingParams(max_tokens=LENGTH, seed=seed, **params)) for seed in range(count)
+    )
     found = [output.answer for output in engine.run(requests) if output.answer]
     assert_empty(engine)
     return found
@@ -56,7 +58,8 @@ SLOW = [(CONFIGS[0], NEVER), (CONFIGS[1], ALWAYS), (CONFIGS[1], DISTINCT), (CONF
     ids=lambda value: config_id(value) if isinstance(value, EngineConfig) else str(value),
 )
 def test_evidence_is_unbiased(config, law):
-    """E[Z-hat] = 1 at alpha = 1. Eight cases at 4.5 standard errors: one false alarm in about 18,000 choices of seeds."""
+    """E[Z-hat] = 1 at alpha = 1. Eight cases at 4.5 standard errors: one false alarm in about 18,000 choices of
+    seeds."""
     z = [math.exp(a.statistics.log_z) for a in population(config, 400, particles=4, **law)]
     mean = sum(z) / len(z)
     error = (sum((x - mean) ** 2 for x in z) / len(z) ** 2) ** 0.5
@@ -65,7 +68,8 @@ def test_evidence_is_unbiased(config, law):
 
 
 @pytest.mark.parametrize(
-    ("config", "law"), [(CONFIGS[0], DISTINCT), pytest.param(CONFIGS[2], DISTINCT, marks=pytest.mark.slow), (CONFIGS[2], INDEPENDENT)]
+    ("config", "law"),
+    [(CONFIGS[0], DISTINCT), pytest.param(CONFIGS[2], DISTINCT, marks=pytest.mark.slow), (CONFIGS[2], INDEPENDENT)],
 )
 def test_evidence_is_the_mass_of_the_powered_law(config, law):
     """At alpha != 1 Z-hat estimates sum over answers of prod p^alpha. Same false-alarm rate per case."""
@@ -95,7 +99,9 @@ def test_distinct_particles_are_nearer_than_independent_ones(config, temperature
     """Where laws are narrow, much nearer to the exact law; where they are wide, not farther."""
     law = exact_law(tiny_pair().target, PROMPT, LENGTH, EOS, temperature)
     params = {"particles": particles, "temperature": temperature}
-    independent, distinct = (distance(population(config, 500, **params, **kind), law) for kind in (INDEPENDENT, DISTINCT))
+    independent, distinct = (
+        distance(population(config, 500, **params, **kind), law) for kind in (INDEPENDENT, DISTINCT)
+    )
     assert distinct < independent + (0.03 if temperature > 1 else -0.03)
 
 
@@ -108,14 +114,16 @@ def test_more_branches_come_nearer():
 
 @pytest.mark.parametrize("method,side", [("target", "target"), ("draft", "draft")])
 def test_plain_decoding_samples_the_models_own_law(method, side):
-    """800 answers: their distance to the law they were drawn from is sampling noise, about 0.18; to the other model's it is 0.57."""
+    """800 answers: their distance to the law they were drawn from is sampling noise, about 0.18; to the other model's
+    it is 0.57."""
     law = exact_law(getattr(tiny_pair(), side), PROMPT, LENGTH, EOS)
     assert distance(population(CONFIGS[1], 800, method=method), law) < 0.22
 
 
 @pytest.mark.parametrize("config", [pytest.param(CONFIGS[0], marks=pytest.mark.slow), CONFIGS[3]], ids=config_id)
 def test_temperature_and_truncation_belong_to_the_target_law(config):
-    """Top-k 2 at temperature 0.7, drafted at 1.5 by the target itself: tokens outside the truncated law are drawn, and weeded out."""
+    """Top-k 2 at temperature 0.7, drafted at 1.5 by the target itself: tokens outside the truncated law are drawn, and
+    weeded out."""
     law = _truncated_law()
     params = {"particles": 16, "temperature": 0.7, "draft_temperature": 1.5, "top_k": 2, "ess_threshold": 0.75}
     found = population(config, 400, equal_models(), **params)

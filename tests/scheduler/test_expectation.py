@@ -33,8 +33,8 @@ def asked(ess_threshold: float) -> list:
 
 @pytest.mark.parametrize("config", LONG, ids=lambda c: c.form)
 def test_particles_that_share_nothing(config):
-    """A queue of requests, each of which is to hold a fifth of the pool: too many start, but once that is seen as many as there is room
-    for to their ends, and nobody has to give way any more."""
+    """A queue of requests, each of which is to hold a fifth of the pool: too many start, but once that is seen as many
+    as there is room for to their ends, and nobody has to give way any more."""
     engine, preempted, at_once = engine_for(config, round(5.4 * WHOLE)), [], []
     for one in asked(ess_threshold=0.0):
         engine.submit(one)
@@ -66,10 +66,13 @@ def test_particles_that_share_nearly_all(config):
 
 
 @pytest.mark.parametrize(
-    ("config", "ahead"), [(FORMS[0], True), pytest.param(FORMS[1], False, marks=pytest.mark.slow)], ids=["lockstep", "lookahead"]
+    ("config", "ahead"),
+    [(FORMS[0], True), pytest.param(FORMS[1], False, marks=pytest.mark.slow)],
+    ids=["lockstep", "lookahead"],
 )
 def test_grown_pages_are_those_of_running_particles(config, ahead, monkeypatch):
-    """The sum that is learnt from is what a walk over all particles finds, whatever has become of requests; the books are their sums."""
+    """The sum that is learnt from is what a walk over all particles finds, whatever has become of requests; the books
+    are their sums."""
     small = EngineConfig(**{**vars(config), "max_slots": 60, "pages": 440, "prefill_chunk": 24})
     engine, seen = small_engine(small, monkeypatch, ahead=ahead, follows=True), []
 
@@ -85,14 +88,21 @@ def test_grown_pages_are_those_of_running_particles(config, ahead, monkeypatch):
         assert bool(engine.registry.admitted) == any(engine.memory.expected.values())
 
     requests = random_requests(60, random.Random(3))
-    lives = live(engine, requests, random.Random(4), submit=0.9, cancel=0.04, resize=0.3, interrupt=0.05, after_step=count)
-    assert max(seen) > 100 and lives.resized and all(lives.events[event] for event in ("preempted", "cached", "cancelled"))
+    lives = live(
+        engine, requests, random.Random(4), submit=0.9, cancel=0.04, resize=0.3, interrupt=0.05, after_step=count
+    )
+    assert (
+        max(seen) > 100 and lives.resized and all(lives.events[event] for event in ("preempted", "cached", "cancelled"))
+    )
     assert_empty(engine)
-    assert not any(engine.memory.next_round.values()) and not any(ledger.num_grown for ledger in engine.memory.ledgers.values())
+    assert not any(engine.memory.next_round.values()) and not any(
+        ledger.num_grown for ledger in engine.memory.ledgers.values()
+    )
 
 
 def test_what_is_expected_follows_what_is_held():
-    """A request is first expected to share all but the end; as it runs on without sharing, its own books are corrected, and given back."""
+    """A request is first expected to share all but the end; as it runs on without sharing, its own books are corrected,
+    and given back."""
     engine = engine_for(FORMS[0], 4 * WHOLE)
     engine.submit(asked(ess_threshold=0.0)[0])
     before = engine.memory.expected["draft"]

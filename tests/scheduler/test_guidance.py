@@ -36,11 +36,15 @@ SHORT = EngineConfig(block=1, branches=3)
 SLOW = pytest.mark.slow
 
 
-def asked(request_id: str = "r", negative: tuple[int, ...] | None = NEGATIVE, prompt: tuple[int, ...] = PROMPT, **params) -> Request:
+def asked(
+    request_id: str = "r", negative: tuple[int, ...] | None = NEGATIVE, prompt: tuple[int, ...] = PROMPT, **params
+) -> Request:
     return replace(request(prompt, request_id, **({"guidance_scale": SCALE} | params)), negative_prompt=negative)
 
 
-def log_law(answer: tuple[int, ...], temperature: float, top_k: int, negative: tuple[int, ...] = NEGATIVE) -> torch.Tensor:
+def log_law(
+    answer: tuple[int, ...], temperature: float, top_k: int, negative: tuple[int, ...] = NEGATIVE
+) -> torch.Tensor:
     """log p [V] after an answer, by the formula in float64, from passes over whole texts."""
     own, theirs = (next_log_probs(tiny_pair().target, (*prompt, *answer)) for prompt in (PROMPT, negative))
     law = torch.log_softmax((theirs + SCALE * (own - theirs)) / temperature, -1)
@@ -49,9 +53,12 @@ def log_law(answer: tuple[int, ...], temperature: float, top_k: int, negative: t
 
 @pytest.mark.parametrize("config", ENDS, ids=config_id)
 def test_every_method_weighs_by_the_formula(config):
-    """Temperature and truncation come after it. Beside each other, in rounds of all kinds, and beside who is not guided."""
+    """Temperature and truncation come after it. Beside each other, in rounds of all kinds, and beside who is not
+    guided."""
     law = {"temperature": 0.8, "top_k": 3, "max_tokens": 12, "ignore_eos": True, "logprobs": True}
-    requests = [asked(f"{i} {seed}", seed=seed, **law, **how) for i, how in enumerate(EVERY + DRAFTED) for seed in range(3)]
+    requests = [
+        asked(f"{i} {seed}", seed=seed, **law, **how) for i, how in enumerate(EVERY + DRAFTED) for seed in range(3)
+    ]
     company = [request((2, 0), f"beside {i}", seed=i, max_tokens=12, **how) for i, how in enumerate(EVERY)]
     found = answers(local_engine(tiny_pair(), config), [*requests, *company])
     for one in requests:
@@ -69,9 +76,9 @@ def test_every_method_weighs_by_the_formula(config):
     ids=["lockstep", "ahead, draft guided"],
 )
 def test_answers_follow_the_guided_law(config, guide_draft):
-    """Whether the draft is guided or not. Enumerated. 400 answers of plain decoding, and of rejection, whose distance to it is sampling
-    noise, 0.16; without guidance it is above 0.25. Of SMC E[Z-hat] = 1, at 4.5 standard errors in four cases (one false alarm in 30,000
-    choices of seeds), and many particles are as near."""
+    """Whether the draft is guided or not. Enumerated. 400 answers of plain decoding, and of rejection, whose distance
+    to it is sampling noise, 0.16; without guidance it is above 0.25. Of SMC E[Z-hat] = 1, at 4.5 standard errors in
+    four cases (one false alarm in 30,000 choices of seeds), and many particles are as near."""
     law = law_of(lambda prefix: log_law(prefix, 1.0, 4).tolist(), 4, EOS)
     plain = exact_law(tiny_pair().target, PROMPT, 4, EOS)
     assert sum(abs(law[answer] - plain[answer]) for answer in law) / 2 > 0.25
@@ -79,7 +86,9 @@ def test_answers_follow_the_guided_law(config, guide_draft):
     def population(count: int, **params) -> list[Answer]:
         params |= {} if "method" in params and params["method"] == "target" else {"guide_draft": guide_draft}
         engine = local_engine(tiny_pair(), replace(config, max_slots=1024, pages=40_000))
-        return list(answers(engine, [asked(str(seed), seed=seed, max_tokens=4, **params) for seed in range(count)]).values())
+        return list(
+            answers(engine, [asked(str(seed), seed=seed, max_tokens=4, **params) for seed in range(count)]).values()
+        )
 
     def distance(found: list[Answer]) -> float:
         return total_variation(law, collections.Counter(answer.tokens for answer in found), len(found))
@@ -96,20 +105,35 @@ def test_answers_follow_the_guided_law(config, guide_draft):
 
 @pytest.mark.parametrize("config", [*ENDS, pytest.param(SHORT, marks=SLOW)], ids=config_id)
 def test_exact_decoding_is_plain_decoding_seed_by_seed(config):
-    """Of truncated laws, too, with trees of several sizes, their draft guided or not, whatever runs beside them; and it is not what it is
-    without guidance."""
+    """Of truncated laws, too, with trees of several sizes, their draft guided or not, whatever runs beside them; and it
+    is not what it is without guidance."""
     rng = random.Random(config.block)
     more = ({}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.2}, {"stop": ("ab", "cca")})
-    laws = [{"seed": i, "max_tokens": rng.randint(1, 25), "guidance_scale": rng.choice((1.5, 4.0))} | rng.choice(more) for i in range(16)]
+    laws = [
+        {"seed": i, "max_tokens": rng.randint(1, 25), "guidance_scale": rng.choice((1.5, 4.0))} | rng.choice(more)
+        for i in range(16)
+    ]
     laws = [law | {"temperature": rng.choice((0.0, 0.7, 1.0, 1.5))} for law in laws]
-    begins = [(tuple(rng.randrange(4) for _ in range(rng.randint(1, 8))), rng.choice((None, NEGATIVE, (0,) * 12))) for _ in laws]
+    begins = [
+        (tuple(rng.randrange(4) for _ in range(rng.randint(1, 8))), rng.choice((None, NEGATIVE, (0,) * 12)))
+        for _ in laws
+    ]
     particles = rng.choice((1, 4, 7))
     plain, exact = (
-        [asked(str(i), negative, prompt, **how(i), **law) for i, (law, (prompt, negative)) in enumerate(zip(laws, begins))]
-        for how in (lambda _: {"method": "target"}, lambda i: {"method": "exact", "particles": particles, "guide_draft": i % 3 > 0})
+        [
+            asked(str(i), negative, prompt, **how(i), **law)
+            for i, (law, (prompt, negative)) in enumerate(zip(laws, begins))
+        ]
+        for how in (
+            lambda _: {"method": "target"},
+            lambda i: {"method": "exact", "particles": particles, "guide_draft": i % 3 > 0},
+        )
     )
     company = [request((1, 2), f"beside {i}", seed=i, max_tokens=9, **how) for i, how in enumerate(EVERY)]
-    expected, found = answers(local_engine(tiny_pair(), config), plain), answers(local_engine(tiny_pair(), config), exact + company)
+    expected, found = (
+        answers(local_engine(tiny_pair(), config), plain),
+        answers(local_engine(tiny_pair(), config), exact + company),
+    )
     unguided = [replace(one, params=replace(one.params, guidance_scale=1), negative_prompt=None) for one in plain]
     others = answers(local_engine(tiny_pair(), config), unguided)
     for request_id, one in expected.items():
@@ -135,8 +159,9 @@ def test_a_scale_of_1_is_no_guidance_and_costs_no_companion(config):
 
 @pytest.mark.parametrize("config", ENDS, ids=config_id)
 def test_a_round_pays_for_what_is_guided(config, monkeypatch):
-    """Of 5 guided particles of two requests beside 12 others: rows for 5 more at the target, padded to 8, and of one request alone for its
-    own; never for more than the round has places. At the draft F for each of the 2 whose request asks for it."""
+    """Of 5 guided particles of two requests beside 12 others: rows for 5 more at the target, padded to 8, and of one
+    request alone for its own; never for more than the round has places. At the draft F for each of the 2 whose request
+    asks for it."""
     engine = local_engine(tiny_pair(), config)
     asks, runs, found = engine.pair.round, StaticForward.__call__, []
 
@@ -151,18 +176,26 @@ def test_a_round_pays_for_what_is_guided(config, monkeypatch):
     monkeypatch.setattr(StaticForward, "__call__", counting)
     engine.pair.round = lambda plan: found.append((plan, {side: [] for side in SIDES})) or asks(plan)
     law = {"ignore_eos": True, "population": "independent"}
-    requests = [asked("0", particles=3, max_tokens=16, **law), asked("1", particles=2, max_tokens=40, guide_draft=True, **law)]
+    requests = [
+        asked("0", particles=3, max_tokens=16, **law),
+        asked("1", particles=2, max_tokens=40, guide_draft=True, **law),
+    ]
     company = [request((2, 0), f"beside {i}", seed=i, max_tokens=28, particles=4, **law) for i in range(3)]
     answers(engine, [company[0], requests[0], *company[1:], requests[1]])
     assert all(len(set(more[side])) == 1 for _, more in found for side in SIDES)
-    counts = {(int((plan.slot_A < engine.config.max_slots).sum()), *(more[side][0] for side in SIDES)) for plan, more in found}
+    counts = {
+        (int((plan.slot_A < engine.config.max_slots).sum()), *(more[side][0] for side in SIDES)) for plan, more in found
+    }
     assert counts == {(17, 2, 8), (14, 2, 2), (2, 2, 2)}
 
 
 @pytest.mark.parametrize("config", [pytest.param(ENDS[0], marks=SLOW), ENDS[1]], ids=config_id)
 def test_answers_do_not_depend_on_company_or_chunks(config):
-    """Alone, in prompts' passes of one token each, after a cached negative prompt: the same. A pair's last tokens are run in one pass."""
-    requests = [asked(str(i), (1, 0) * 20, seed=i, max_tokens=12, logprobs=True, **how) for i, how in enumerate(EVERY + DRAFTED)]
+    """Alone, in prompts' passes of one token each, after a cached negative prompt: the same. A pair's last tokens are
+    run in one pass."""
+    requests = [
+        asked(str(i), (1, 0) * 20, seed=i, max_tokens=12, logprobs=True, **how) for i, how in enumerate(EVERY + DRAFTED)
+    ]
     together = answers(local_engine(tiny_pair(), config), requests)
     engine = local_engine(tiny_pair(), config)
     alone = {one.request_id: answers_of_one(engine, one) for one in requests}
@@ -178,17 +211,20 @@ def test_answers_do_not_depend_on_company_or_chunks(config):
 
 
 def answers_of_one(engine: Engine, one: Request) -> Answer:
-    """In an engine whose prefix cache stays: only the first has to run the negative prompt, and the first that guides its draft there."""
+    """In an engine whose prefix cache stays: only the first has to run the negative prompt, and the first that guides
+    its draft there."""
     done = next(output.answer for output in engine.run([one]) if output.answer)
     hits = {side: cache.take_counts()[1] for side, cache in engine.memory.caches.items()}
     assert hits == {"target": 32 * (one.request_id != "0"), "draft": 32 * (int(one.request_id) > len(EVERY))}
     return done
 
 
-@pytest.mark.parametrize(("config", "ahead"), [pytest.param(ENDS[0], False, marks=SLOW), (ENDS[1], True)], ids=["lockstep", "ahead"])
+@pytest.mark.parametrize(
+    ("config", "ahead"), [pytest.param(ENDS[0], False, marks=SLOW), (ENDS[1], True)], ids=["lockstep", "ahead"]
+)
 def test_companions_live_as_their_particles_do(config, ahead, monkeypatch):
-    """In pools too small for all: preempted, resized, cancelled, out of time; keys and values are right after every step, all pages are
-    free afterwards, and who has been left alone answers as with endless memory."""
+    """In pools too small for all: preempted, resized, cancelled, out of time; keys and values are right after every
+    step, all pages are free afterwards, and who has been left alone answers as with endless memory."""
     rng, clock = random.Random(5), iter(range(1 << 30))
     small = replace(config, max_slots=60, pages=800, prefill_chunk=24)
     requests = guided(random_requests(45, rng, longest=30, budgets=True), rng)
@@ -198,7 +234,9 @@ def test_companions_live_as_their_particles_do(config, ahead, monkeypatch):
     lives = live(engine, requests, rng, **chances, after_step=lambda engine: seen.append(check_kv(engine, written)))
     assert_empty(engine)
     assert (engine.slots.companion_S < 0).all() and sum(seen) > 500
-    missing = [event for event in ("cached", "preempted", "made smaller", "grown", "cancelled") if not lives.events[event]]
+    missing = [
+        event for event in ("cached", "preempted", "made smaller", "grown", "cancelled") if not lives.events[event]
+    ]
     assert not missing, f"never happened: {missing}, of {lives.events}"
     untouched = [one for one in requests if lives.untouched(one.request_id)]
     assert sum(one.params.guided for one in untouched) > 8
@@ -235,11 +273,20 @@ def test_exact_decoding_goes_alone_and_comes_back_with_its_companion(config, gui
         ({"guidance_scale": True}, "guidance_scale=True; allowed: 1 to 1000"),
         ({"method": "draft"}, "guidance_scale=2.5 has no effect with method='draft'"),
         ({"guidance_scale": 1}, "negative_prompt has no effect with guidance_scale=1"),
-        ({"guidance_scale": 1, "negative": None, "guide_draft": True}, "guide_draft=True has no effect with guidance_scale=1; give a"),
-        ({"method": "target", "guide_draft": True}, "guide_draft=True has no effect with method='target', where nothing is drafted"),
+        (
+            {"guidance_scale": 1, "negative": None, "guide_draft": True},
+            "guide_draft=True has no effect with guidance_scale=1; give a",
+        ),
+        (
+            {"method": "target", "guide_draft": True},
+            "guide_draft=True has no effect with method='target', where nothing is drafted",
+        ),
         ({"guide_draft": 1}, "guide_draft=1; allowed: true, false"),
         ({"negative": ()}, "negative_prompt is empty"),
-        ({"negative": (0,) * 40}, "negative_prompt has 40 tokens, and max_tokens=30 after them exceeds the context of 64"),
+        (
+            {"negative": (0,) * 40},
+            "negative_prompt has 40 tokens, and max_tokens=30 after them exceeds the context of 64",
+        ),
         ({"negative": (0, 9)}, r"negative_prompt contains token id 9; allowed: 0\.\.3"),
         ({"particles": 40}, "particles=40; this engine has max_slots=64, and a guided one takes two for each"),
     ],

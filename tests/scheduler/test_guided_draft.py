@@ -36,7 +36,8 @@ def asked(name: str, seed: int, **guidance) -> Request:
 
 @pytest.mark.parametrize("config", ENDS, ids=config_id)
 def test_a_draft_that_is_the_target_proposes_its_guided_law(config):
-    """Then nothing is to be corrected: all that is drafted is kept, and all weights are 1, in rounds beside drafts that are not guided."""
+    """Then nothing is to be corrected: all that is drafted is kept, and all weights are 1, in rounds beside drafts that
+    are not guided."""
     target = tiny_pair().target
     twins = replace(tiny_pair(), draft=target)
 
@@ -63,11 +64,18 @@ def test_a_draft_that_is_the_target_proposes_its_guided_law(config):
 def test_a_draft_of_few_tokens_is_guided_over_these(config):
     """A head of its own: its columns are guided, and what it has no row for is proposed as ever."""
     made = tiny_pair()
-    pair = ModelPair(made.target, made.draft, made.tokenizer, 64, DraftVocab(np.array([0, 2, 3]), 4, 0.2).head(made.draft))
+    pair = ModelPair(
+        made.target, made.draft, made.tokenizer, 64, DraftVocab(np.array([0, 2, 3]), 4, 0.2).head(made.draft)
+    )
     law = {"guidance_scale": 2.5, "max_tokens": 16}
     plain = [request(request_id=str(seed), seed=seed, method="target", **law) for seed in range(6)]
-    exact = [request(request_id=str(seed), seed=seed, method="exact", particles=3, guide_draft=True, **law) for seed in range(6)]
-    particles = [request(request_id=f"smc {seed}", seed=seed, particles=16, guide_draft=True, **law) for seed in range(6)]
+    exact = [
+        request(request_id=str(seed), seed=seed, method="exact", particles=3, guide_draft=True, **law)
+        for seed in range(6)
+    ]
+    particles = [
+        request(request_id=f"smc {seed}", seed=seed, particles=16, guide_draft=True, **law) for seed in range(6)
+    ]
     expected, found = (
         answers(local_engine(pair, config), plain),
         answers(local_engine(pair, replace(config, max_slots=256)), exact + particles),

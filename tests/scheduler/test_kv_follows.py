@@ -1,4 +1,5 @@
-"""KV after fan-out, resampling and re-rooting is what the particles' own tokens would give; the books always balance."""
+"""KV after fan-out, resampling and re-rooting is what the particles' own tokens would give; the books always
+balance."""
 
 from __future__ import annotations
 
@@ -73,10 +74,13 @@ def test_slots_hold_the_tokens_of_their_particles(config):
 
 @pytest.mark.parametrize("config", CASES, ids=config_id)
 def test_next_token_law_equals_recomputation(config):
-    """Feeding a particle's next token to its KV gives the law that a fresh run over all its tokens gives, after each round."""
+    """Feeding a particle's next token to its KV gives the law that a fresh run over all its tokens gives, after each
+    round."""
     pair = pairs.tiny_pair()
     engine = local_engine(pair, config)
-    engine.submit(Request("r", (0, 1, 2), SamplingParams(particles=6, ess_threshold=1.0, seed=5, max_tokens=14, ignore_eos=True)))
+    engine.submit(
+        Request("r", (0, 1, 2), SamplingParams(particles=6, ess_threshold=1.0, seed=5, max_tokens=14, ignore_eos=True))
+    )
     compared = 0
 
     def check(engine) -> None:
@@ -97,10 +101,15 @@ def test_next_token_law_equals_recomputation(config):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_books_balance_through_random_lives(seed):
-    """Random admissions, rounds, cancellations and finishes in a pool too small for all: pages are conserved at every step."""
+    """Random admissions, rounds, cancellations and finishes in a pool too small for all: pages are conserved at every
+    step."""
     rng = random.Random(seed)
     config = EngineConfig(
-        form=rng.choice(["lockstep", "lookahead"]), block=rng.randint(1, 4), max_slots=20, pages=340, prefill_chunk=rng.choice([3, 64])
+        form=rng.choice(["lockstep", "lookahead"]),
+        block=rng.randint(1, 4),
+        max_slots=20,
+        pages=340,
+        prefill_chunk=rng.choice([3, 64]),
     )
     engine = local_engine(pairs.tiny_pair(), config)
     waiting = mixed_requests(40, rng)
@@ -120,7 +129,9 @@ def test_what_all_particles_agree_on_is_read_once():
     """A draft equal to the target, nearly greedy: particles agree, and attention is told so, round after round."""
     equal = replace(pairs.tiny_pair(), draft=pairs.tiny_pair().target)
     engine = local_engine(equal, EngineConfig(form="lookahead", block=2, branches=2))
-    engine.submit(Request("r", (0, 1, 2), SamplingParams(particles=8, temperature=0.01, seed=0, max_tokens=30, ignore_eos=True)))
+    engine.submit(
+        Request("r", (0, 1, 2), SamplingParams(particles=8, temperature=0.01, seed=0, max_tokens=30, ignore_eos=True))
+    )
     shared, run = [], engine.pair.round
     engine.pair.round = lambda plan: (shared.append(int(plan.shared_G[0])), run(plan))[1]
     step_through(engine, lambda _: None)

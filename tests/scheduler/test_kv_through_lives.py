@@ -13,7 +13,11 @@ from tests.scheduler.lives import live, random_requests, small_engine
 
 SMALL = {"max_slots": 60, "pages": 440, "prefill_chunk": 24}
 CONFIG = EngineConfig(block=3, branches=2, **SMALL)
-OTHERS = [(CONFIG, False), (EngineConfig(form="lockstep", block=3, **SMALL), True), (EngineConfig(block=1, **SMALL), True)]
+OTHERS = [
+    (CONFIG, False),
+    (EngineConfig(form="lockstep", block=3, **SMALL), True),
+    (EngineConfig(block=1, **SMALL), True),
+]
 EVENTS = ("cached", "preempted", "made smaller", "grown", "cancelled")
 
 
@@ -23,7 +27,8 @@ EVENTS = ("cached", "preempted", "made smaller", "grown", "cancelled")
     ids=lambda value: config_id(value) if isinstance(value, EngineConfig) else str(value),
 )
 def test_slots_hold_the_tokens_of_their_particles(config, ahead, monkeypatch):
-    """After every step: cache hits, starting over, shrinking, growing and cancelled neighbours, both methods of plain decoding too."""
+    """After every step: cache hits, starting over, shrinking, growing and cancelled neighbours, both methods of plain
+    decoding too."""
     rng = random.Random(3)
     engine = small_engine(config, monkeypatch, ahead=ahead)
     written, seen = {side: TokenLedger(engine, side) for side in SIDES}, []

@@ -13,7 +13,17 @@ from smc.api.outputs import FinishReason
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
 from smc.local_engine import ModelPair, local_engine
-from tests.scheduler.harness import CASES, FORMS, answer, answers, assert_empty, config_id, request, step_through, workers
+from tests.scheduler.harness import (
+    CASES,
+    FORMS,
+    answer,
+    answers,
+    assert_empty,
+    config_id,
+    request,
+    step_through,
+    workers,
+)
 from tests.scheduler.pairs import next_log_probs, tiny_pair
 
 LETTER = {"a": 0, "b": 1, "c": 2}
@@ -36,7 +46,10 @@ def test_a_streamed_prefix_is_never_taken_back(config):
         assert "".join(o.text for o in outputs) == final.text
         assert not any(stop in final.text for stop in ("abca", "cc"))
     assert sum(len(outputs) > 1 for outputs in streamed.values()) >= 10
-    assert {outputs[-1].answer.finish_reason for outputs in streamed.values()} == {FinishReason.STOP_STRING, FinishReason.LENGTH}
+    assert {outputs[-1].answer.finish_reason for outputs in streamed.values()} == {
+        FinishReason.STOP_STRING,
+        FinishReason.LENGTH,
+    }
 
 
 @pytest.mark.parametrize("config", CASES, ids=config_id)
@@ -60,10 +73,15 @@ def test_an_answer_does_not_depend_on_company(config):
 
 
 def test_seeds_reproduce_and_differ():
-    first, again, other = (answer(tiny_pair(), FORMS[2], seed=s, particles=4, max_tokens=20, ignore_eos=True) for s in (7, 7, 8))
+    first, again, other = (
+        answer(tiny_pair(), FORMS[2], seed=s, particles=4, max_tokens=20, ignore_eos=True) for s in (7, 7, 8)
+    )
     assert first.tokens == again.tokens != other.tokens
     unseeded = answer(tiny_pair(), FORMS[2], particles=4, max_tokens=20, ignore_eos=True)
-    assert answer(tiny_pair(), FORMS[2], seed=unseeded.seed, particles=4, max_tokens=20, ignore_eos=True).tokens == unseeded.tokens
+    assert (
+        answer(tiny_pair(), FORMS[2], seed=unseeded.seed, particles=4, max_tokens=20, ignore_eos=True).tokens
+        == unseeded.tokens
+    )
 
 
 @pytest.mark.parametrize("config", CASES, ids=config_id)
@@ -74,7 +92,15 @@ def test_stop_strings_and_ids(config):
     visible = [t for t in a.tokens if t != EOS]
     assert visible[-2:] == [LETTER["c"], LETTER["a"]] and a.tokens[-1] == LETTER["a"]
     assert a.text == "".join("abc"[t] for t in visible[:-2]) and "ca" not in a.text
-    a = answer(tiny_pair(), config, particles=3, seed=3, max_tokens=40, ignore_eos=True, stop_token_ids=[LETTER["c"], LETTER["b"]])
+    a = answer(
+        tiny_pair(),
+        config,
+        particles=3,
+        seed=3,
+        max_tokens=40,
+        ignore_eos=True,
+        stop_token_ids=[LETTER["c"], LETTER["b"]],
+    )
     assert a.finish_reason is FinishReason.STOP_TOKEN and a.matched == a.tokens[-1] in (1, 2)
     assert a.text == "a" * (len(a.tokens) - 1)
     everything = tuple(range(4))
@@ -107,7 +133,11 @@ def test_a_long_prompt_does_not_stop_the_others():
 def test_waiting_for_room_is_in_order():
     """Slots for one request at a time: all are answered, in order of submission."""
     engine = local_engine(tiny_pair(), EngineConfig(block=2, max_slots=4))
-    found = [o.answer for o in engine.run(request(request_id=str(i), particles=4, seed=i, max_tokens=5) for i in range(6)) if o.answer]
+    found = [
+        o.answer
+        for o in engine.run(request(request_id=str(i), particles=4, seed=i, max_tokens=5) for i in range(6))
+        if o.answer
+    ]
     assert [a.request_id for a in found] == [str(i) for i in range(6)]
     assert_empty(engine)
 
@@ -158,14 +188,17 @@ def test_cancel_at_any_moment(config, steps):
     outputs += step_through(engine, lambda _: None)
     final = {o.request_id: o.answer for o in outputs if o.answer}
     assert final["gone"].finish_reason is FinishReason.CANCELLED
-    assert final["stays"].tokens == answer(tiny_pair(), config, particles=3, seed=2, max_tokens=12, ignore_eos=True).tokens
+    assert (
+        final["stays"].tokens == answer(tiny_pair(), config, particles=3, seed=2, max_tokens=12, ignore_eos=True).tokens
+    )
     assert_empty(engine)
 
 
 @pytest.mark.parametrize("side", ["draft", "target"])
 @pytest.mark.parametrize("config", CASES, ids=config_id)
 def test_nan_logits_end_one_request_with_an_error(config, side):
-    """Weights that break one token's embedding: the request that meets it fails and names the model, the other is untouched."""
+    """Weights that break one token's embedding: the request that meets it fails and names the model, the other is
+    untouched."""
     pair = tiny_pair(5)
     broken = {s: type(getattr(pair, s))(getattr(pair, s).config) for s in ("draft", "target")}
     for s, model in broken.items():

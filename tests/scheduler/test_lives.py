@@ -1,4 +1,5 @@
-"""Hundreds of random lives in pools too small for all: nothing is lost, nothing leaks, and nobody's answer depends on it."""
+"""Hundreds of random lives in pools too small for all: nothing is lost, nothing leaks, and nobody's answer depends on
+it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ CONFIGS = [
     EngineConfig(form="lockstep", block=3, max_slots=60, pages=440, prefill_chunk=24, max_queue=6),
     EngineConfig(form="lookahead", block=3, branches=2, max_slots=60, pages=440, prefill_chunk=24, max_queue=6),
     EngineConfig(form="lockstep", block=2, cohorts=2, max_slots=60, pages=440, prefill_chunk=24, max_queue=6),
-    EngineConfig(form="lookahead", block=2, branches=4, cohorts=2, max_slots=60, pages=440, prefill_chunk=24, max_queue=6),
+    EngineConfig(
+        form="lookahead", block=2, branches=4, cohorts=2, max_slots=60, pages=440, prefill_chunk=24, max_queue=6
+    ),
 ]
 EVENTS = (
     *("queue full", "cached", "preempted", "taken up again", "shrunk", "made smaller", "grown"),
@@ -44,7 +47,9 @@ def check_lives(config: EngineConfig, ahead: bool, monkeypatch: pytest.MonkeyPat
     rng, clock = random.Random(config.block + 10 * ahead), iter(range(1 << 30))
     requests = random_requests(count, rng, budgets=True)
     engine = small_engine(config, monkeypatch, ahead=ahead, clock=lambda: float(next(clock)))
-    lives = live(engine, requests, rng, submit=0.9, cancel=0.04, resize=0.5, after_step=lambda engine: engine.memory.check())
+    lives = live(
+        engine, requests, rng, submit=0.9, cancel=0.04, resize=0.5, after_step=lambda engine: engine.memory.check()
+    )
     assert_empty(engine)
     assert not any(engine.memory.leaked().values()) and not engine.starts.stops.used
     untouched = [request for request in requests if lives.untouched(request.request_id)]

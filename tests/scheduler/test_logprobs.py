@@ -1,4 +1,5 @@
-"""The log-probabilities reported with an answer are those of its tokens under the target law, recomputed from the tokens alone."""
+"""The log-probabilities reported with an answer are those of its tokens under the target law, recomputed from the
+tokens alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Whole requests past every size at which something changes: positions read another way, blocks, buckets of places, pages used again."""
+"""Whole requests past every size at which something changes: positions read another way, blocks, buckets of places,
+pages used again."""
 
 from __future__ import annotations
 
@@ -32,11 +33,18 @@ def past_short() -> list[Request]:
     for i, size in enumerate((SHORT - 45, SHORT - 20, SHORT_SINGLE - 12, SHORT - 1, SHORT + 5, 40)):
         law = laws[i % len(laws)]
         prompt = tuple(rng.randrange(3) for _ in range(size))
-        asked.append(Request(str(i), prompt, SamplingParams(seed=i, max_tokens=50, ignore_eos="stop_token_ids" not in law, **law)))
+        asked.append(
+            Request(
+                str(i), prompt, SamplingParams(seed=i, max_tokens=50, ignore_eos="stop_token_ids" not in law, **law)
+            )
+        )
     return asked
 
 
-FORMS = [pytest.param(EngineConfig(form="lockstep", block=4), marks=pytest.mark.slow), EngineConfig(block=4, branches=3)]
+FORMS = [
+    pytest.param(EngineConfig(form="lockstep", block=4), marks=pytest.mark.slow),
+    EngineConfig(block=4, branches=3),
+]
 
 
 @pytest.mark.parametrize("config", FORMS, ids=lambda c: c.form)

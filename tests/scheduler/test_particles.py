@@ -35,25 +35,38 @@ def votes(found: Answer) -> dict[tuple[int, ...], float]:
 def test_the_answer_was_drawn_from_them(config, population):
     """Weights sum to 1; each particle ended for a reason of its own; nothing changes for those who do not ask."""
     for seed in range(4):
-        settings = {"seed": seed, "particles": 6, "max_tokens": 12, "population": population, "stop": ("abc",), "temperature": 2.0}
+        settings = {
+            "seed": seed,
+            "particles": 6,
+            "max_tokens": 12,
+            "population": population,
+            "stop": ("abc",),
+            "temperature": 2.0,
+        }
         found = answer(tiny_pair(), config, return_particles=True, **settings)
         assert sum(particle.weight for particle in found.particles) == pytest.approx(1)
         (drawn, *_) = (particle for particle in found.particles if particle.tokens == found.tokens)
         assert (drawn.text, drawn.finish_reason) == (found.text, found.finish_reason) and votes(found)[found.tokens] > 0
         for particle in found.particles:
             full = len(particle.tokens) == 12
-            assert (particle.tokens[-1] == EOS, full) != (False, False) or particle.finish_reason is FinishReason.STOP_STRING
+            assert (particle.tokens[-1] == EOS, full) != (
+                False,
+                False,
+            ) or particle.finish_reason is FinishReason.STOP_STRING
             assert (particle.finish_reason is FinishReason.EOS) == (particle.tokens[-1] == EOS)
         quiet = answer(tiny_pair(), config, **settings)
         assert quiet.particles is None and quiet.tokens == found.tokens
         if population == "independent":
             assert len(found.particles) == 6
         else:
-            assert all(particle.weight > 0 for particle in found.particles) and len(votes(found)) == len(found.particles)
+            assert all(particle.weight > 0 for particle in found.particles) and len(votes(found)) == len(
+                found.particles
+            )
 
 
 def test_weights_are_those_of_the_two_laws():
-    """Without resampling, recomputed: of five tokens the target draws the first and, after two of the draft's, the fourth."""
+    """Without resampling, recomputed: of five tokens the target draws the first and, after two of the draft's, the
+    fourth."""
     pair = tiny_pair()
 
     def log_p(model: Decoder, tokens: tuple[int, ...], index: int) -> float:
@@ -67,15 +80,17 @@ def test_weights_are_those_of_the_two_laws():
         params = {"seed": seed, "particles": 6, "max_tokens": LENGTH, "ess_threshold": 0.0}
         found = answer(pair, LOCKSTEP, return_particles=True, **params)
         expected = [math.exp(log_weight(particle.tokens)) for particle in found.particles]
-        assert [particle.weight for particle in found.particles] == pytest.approx([weight / sum(expected) for weight in expected], abs=1e-4)
+        assert [particle.weight for particle in found.particles] == pytest.approx(
+            [weight / sum(expected) for weight in expected], abs=1e-4
+        )
         assert found.statistics.log_z == pytest.approx(math.log(sum(expected) / 6), abs=1e-4)
         assert min(expected) < 0.8 * max(expected), "weights are all the same"
 
 
 @pytest.mark.parametrize("law", [{"population": "distinct"}, {"ess_threshold": 0.7}], ids=str)
 def test_votes_are_properly_weighted(law):
-    """E[Z-hat * vote] is the target's own probability, of every answer that has one worth a test. About 40 comparisons at 5 standard
-    errors in all: one false alarm in about 40,000 choices of seeds."""
+    """E[Z-hat * vote] is the target's own probability, of every answer that has one worth a test. About 40 comparisons
+    at 5 standard errors in all: one false alarm in about 40,000 choices of seeds."""
     engine = local_engine(tiny_pair(), LOCKSTEP)
     settings = {"particles": 4, "max_tokens": LENGTH, "return_particles": True, **law}
     asked = (Request(str(seed), PROMPT, SamplingParams(seed=seed, **settings)) for seed in range(600))
@@ -102,15 +117,24 @@ def test_votes_are_properly_weighted(law):
 def test_a_method_without_particles_has_its_answer(method):
     found = answer(tiny_pair(), FORMS[2], method=method, seed=1, max_tokens=9, return_particles=True)
     (only,) = found.particles
-    assert (only.tokens, only.text, only.finish_reason, only.weight) == (found.tokens, found.text, found.finish_reason, 1.0)
+    assert (only.tokens, only.text, only.finish_reason, only.weight) == (
+        found.tokens,
+        found.text,
+        found.finish_reason,
+        1.0,
+    )
 
 
-@pytest.mark.parametrize("settings", [{"population": "distinct"}, {"population": "independent"}, {"method": "exact"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"population": "distinct"}, {"population": "independent"}, {"method": "exact"}], ids=str
+)
 def test_out_of_time(settings):
     """As far as they have been weighed; nothing where nothing was decoded."""
     now = [0.0]
     engine = local_engine(tiny_pair(), EngineConfig(block=8, branches=2), clock=lambda: now[0])
-    asked = request(particles=4, seed=1, max_tokens=40, ignore_eos=True, return_particles=True, time_budget=1.0, **settings)
+    asked = request(
+        particles=4, seed=1, max_tokens=40, ignore_eos=True, return_particles=True, time_budget=1.0, **settings
+    )
     engine.submit(asked)
     for _ in range(3):
         engine.step()
@@ -118,6 +142,8 @@ def test_out_of_time(settings):
     found = engine.step()[-1].answer
     assert found.finish_reason is FinishReason.TIME_BUDGET
     assert sum(particle.weight for particle in found.particles) == pytest.approx(1)
-    assert found.tokens in votes(found) and {particle.finish_reason for particle in found.particles} == {FinishReason.TIME_BUDGET}
+    assert found.tokens in votes(found) and {particle.finish_reason for particle in found.particles} == {
+        FinishReason.TIME_BUDGET
+    }
     late = answers(engine, [Request("late", PROMPT, asked.params, waited=3.0)])["late"]
     assert (late.tokens, late.particles) == ((), ())

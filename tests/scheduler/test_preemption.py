@@ -1,4 +1,5 @@
-"""Requests that give up their memory to older ones: they go on later as if nothing had been, and nobody waits for ever."""
+"""Requests that give up their memory to older ones: they go on later as if nothing had been, and nobody waits for
+ever."""
 
 from __future__ import annotations
 
@@ -32,7 +33,11 @@ LAWS = [
 def hungry(count: int, **more) -> list[Request]:
     rng = random.Random(5)
     return [
-        Request(str(i), tuple(rng.randrange(3) for _ in range(12 + i)), SamplingParams(seed=i, **(FREE | LAWS[i % 5] | more)))
+        Request(
+            str(i),
+            tuple(rng.randrange(3) for _ in range(12 + i)),
+            SamplingParams(seed=i, **(FREE | LAWS[i % 5] | more)),
+        )
         for i in range(count)
     ]
 
@@ -44,7 +49,8 @@ def starved_engine(config: EngineConfig, monkeypatch, *, ahead: bool = False, pa
 @pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("config", CASES, ids=config_id)
 def test_the_answer_is_that_of_endless_memory(config, ahead, monkeypatch):
-    """Tokens, logprobs, log Z, reason, and what was streamed. Memory is short, and in every third step somebody is interrupted anyway."""
+    """Tokens, logprobs, log Z, reason, and what was streamed. Memory is short, and in every third step somebody is
+    interrupted anyway."""
     requests = hungry(10)
     engine = starved_engine(config, monkeypatch, ahead=ahead)
     lives = live(engine, requests, random.Random(0), submit=1.0, interrupt=0.3)
@@ -88,7 +94,8 @@ def test_one_that_waits_to_go_on_answers_with_what_was_streamed(config, end, mon
 
 
 def test_what_was_given_up_is_not_taken_back_before_the_older_has_gone_on(monkeypatch):
-    """Of requests that need more than there is, the oldest is never interrupted, and steps do not go by without anybody going on."""
+    """Of requests that need more than there is, the oldest is never interrupted, and steps do not go by without anybody
+    going on."""
     engine = starved_engine(FORMS[0], monkeypatch)
     for one in hungry(3, particles=4, ess_threshold=0.0, stop=()):
         engine.submit(one)
@@ -101,7 +108,8 @@ def test_what_was_given_up_is_not_taken_back_before_the_older_has_gone_on(monkey
 
 
 def test_memory_of_one_side_is_not_freed_by_who_has_none_there(monkeypatch):
-    """Requests of both models are short of the draft's pages; one of the target alone, the youngest of all, goes on undisturbed."""
+    """Requests of both models are short of the draft's pages; one of the target alone, the youngest of all, goes on
+    undisturbed."""
     engine = starved_engine(EngineConfig(block=3, branches=8), monkeypatch, pages=400)
     for one in hungry(2, particles=4, stop=(), ess_threshold=0.0):
         engine.submit(one)
@@ -115,16 +123,21 @@ def test_memory_of_one_side_is_not_freed_by_who_has_none_there(monkeypatch):
 
 
 def test_one_that_is_not_alone_waits_for_the_older(monkeypatch):
-    """The only request of both models finds no pages, since an older one of the target alone has them: it is neither shrunk nor refused."""
+    """The only request of both models finds no pages, since an older one of the target alone has them: it is neither
+    shrunk nor refused."""
     engine = starved_engine(FORMS[0], monkeypatch, pages=270)
     engine.submit(request([0, 1, 2] * 20, "older", method="target", max_tokens=64, ignore_eos=True, seed=1))
-    engine.submit(request([0, 2] * 16, "younger", particles=3, max_tokens=70, ess_threshold=0.0, ignore_eos=True, seed=2))
+    engine.submit(
+        request([0, 2] * 16, "younger", particles=3, max_tokens=70, ess_threshold=0.0, ignore_eos=True, seed=2)
+    )
     found, left_out = {}, 0
     for _ in range(300):
         before = {g.id: g.rounds for g in running(engine)}
         found |= {o.request_id: o.answer for o in engine.step() if o.answer}
         left_out += any(g.id == "younger" and g.rounds == before.get(g.id) for g in running(engine))
-    assert {name: a.finish_reason for name, a in found.items()} == dict.fromkeys(("older", "younger"), FinishReason.LENGTH)
+    assert {name: a.finish_reason for name, a in found.items()} == dict.fromkeys(
+        ("older", "younger"), FinishReason.LENGTH
+    )
     assert left_out > 0 and found["younger"].statistics.particles_left == 3
     assert_empty(engine)
 
@@ -143,7 +156,9 @@ def test_a_prompt_that_only_the_cache_is_in_the_way_of_starts(monkeypatch):
     """Requests that began alike at the same time leave more pages in the cache than it has entries for."""
     engine = starved_engine(FORMS[0], monkeypatch, pages=180)
     same = [0, 1, 2] * 11
-    answers_of = engine.run(request(same, str(i), particles=1, seed=i, max_tokens=18, ignore_eos=True) for i in range(3))
+    answers_of = engine.run(
+        request(same, str(i), particles=1, seed=i, max_tokens=18, ignore_eos=True) for i in range(3)
+    )
     assert len([o for o in answers_of if o.answer]) == 3
     engine.submit(request([2, 1] * 60, "long", particles=1, seed=9, max_tokens=5))
     for _ in range(30):
@@ -153,7 +168,8 @@ def test_a_prompt_that_only_the_cache_is_in_the_way_of_starts(monkeypatch):
 
 
 def test_one_that_has_ended_is_answered_and_not_interrupted(monkeypatch):
-    """In the step in which a request ends, an older one of the target alone finds no pages: those of the one that has ended are free."""
+    """In the step in which a request ends, an older one of the target alone finds no pages: those of the one that has
+    ended are free."""
     engine = starved_engine(replace(FORMS[0], prefix_cache=False), monkeypatch)
     engine.submit(request(request_id="older", method="target", max_tokens=100, ignore_eos=True, seed=1))
     engine.submit(request(request_id="ends", particles=3, max_tokens=30, ignore_eos=True, seed=2))

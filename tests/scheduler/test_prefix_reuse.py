@@ -23,7 +23,11 @@ from tests.scheduler.pairs import tiny_pair
 
 BLOCK = 16
 PROMPT = (0, 1, 2, 2, 1) * 8
-LAWS = [{"particles": 4, "ess_threshold": 1.0, "logprobs": True}, {"method": "target", "logprobs": True}, {"method": "draft"}]
+LAWS = [
+    {"particles": 4, "ess_threshold": 1.0, "logprobs": True},
+    {"method": "target", "logprobs": True},
+    {"method": "draft"},
+]
 
 
 def salted(prompt: tuple[int, ...], name: str, salt: str = "", **params) -> Request:
@@ -40,7 +44,9 @@ def one(engine: Engine, asked: Request) -> Answer:
 def test_the_same_answer_with_and_without(config, law, chunk):
     """A prompt again, one that goes on after it, and one that is its beginning; whole or in chunks."""
     asked = [PROMPT, PROMPT, (*PROMPT, 2, 0, 1), PROMPT[:33], PROMPT[:32]]
-    cached, plain = (local_engine(pair(), replace(config, prefill_chunk=chunk, prefix_cache=on)) for on in (True, False))
+    cached, plain = (
+        local_engine(pair(), replace(config, prefill_chunk=chunk, prefix_cache=on)) for on in (True, False)
+    )
     hits = []
     for i, prompt in enumerate(asked):
         params = {"seed": i, "max_tokens": 12, "ignore_eos": True, **law}
@@ -57,7 +63,8 @@ def test_the_same_answer_with_and_without(config, law, chunk):
 def test_another_salt_shares_nothing(config):
     engine = local_engine(pair(), config)
     hits = [
-        one(engine, salted(PROMPT, name, salt, seed=1, max_tokens=3)).cached_tokens for name, salt in (("a", ""), ("b", "x"), ("c", "x"))
+        one(engine, salted(PROMPT, name, salt, seed=1, max_tokens=3)).cached_tokens
+        for name, salt in (("a", ""), ("b", "x"), ("c", "x"))
     ]
     assert hits == [0, 0, 32]
     stats = engine.take_stats()
@@ -68,7 +75,8 @@ def test_another_salt_shares_nothing(config):
 @pytest.mark.parametrize("config", CASES, ids=config_id)
 @pytest.mark.parametrize("law", LAWS, ids=str)
 def test_a_conversation_goes_on_from_its_last_answer(config, law):
-    """Prompt, answer and what is asked next: all whole blocks of prompt and answer are there, but for what has not been run yet."""
+    """Prompt, answer and what is asked next: all whole blocks of prompt and answer are there, but for what has not been
+    run yet."""
     engine = local_engine(pair(), config)
     first = one(engine, request(PROMPT, "first", seed=3, max_tokens=30, ignore_eos=True, **law))
     longer = (*PROMPT, *first.tokens, 1, 1)
@@ -102,7 +110,8 @@ def test_fifty_requests_hold_a_shared_prompt_once(config):
 
 @pytest.mark.parametrize("config", CASES, ids=config_id)
 def test_what_was_not_used_for_longest_makes_room(config):
-    """Different prompts in a pool for two of them: all run, those not seen for long are computed again, the one in use is kept."""
+    """Different prompts in a pool for two of them: all run, those not seen for long are computed again, the one in use
+    is kept."""
     engine = local_engine(pair(), replace(config, pages=300))
     prompts = [tuple((i + j // 3) % 3 for j in range(64 + i)) for i in range(6)]
     hot = (2, 2, 0) * 16
@@ -128,7 +137,8 @@ def test_without_a_cache_nothing_is_kept():
 @pytest.mark.parametrize("side", ["draft", "target"])
 @pytest.mark.parametrize("population", POPULATIONS)
 def test_what_a_model_has_made_nan_of_is_not_kept(config, population, side):
-    """Weights that are at fault for a while: when they are sound again, a prompt that failed, alone or beside its like, answers well."""
+    """Weights that are at fault for a while: when they are sound again, a prompt that failed, alone or beside its like,
+    answers well."""
     sound = tiny_pair(5, max_context=128)
     mended = {name: copy.deepcopy(getattr(sound, name)) for name in ("draft", "target")}
     engine = local_engine(ModelPair(mended["target"], mended["draft"], sound.tokenizer, sound.max_context), config)
@@ -156,10 +166,12 @@ def test_what_a_model_has_made_nan_of_is_not_kept(config, population, side):
 
 
 def test_who_waits_is_hashed_once(monkeypatch):
-    """Blocks of a prompt are hashed when there may be room for it, and not again: neither while there are no slots, nor while there are
-    too few pages, nor when it has been interrupted."""
+    """Blocks of a prompt are hashed when there may be room for it, and not again: neither while there are no slots, nor
+    while there are too few pages, nor when it has been interrupted."""
     hashed, counted = [], []
-    monkeypatch.setattr(prefix_cache, "blake2b", lambda *args, **options: hashed.append(args) or blake2b(*args, **options))
+    monkeypatch.setattr(
+        prefix_cache, "blake2b", lambda *args, **options: hashed.append(args) or blake2b(*args, **options)
+    )
     monkeypatch.setattr(prefixes, "count_pages", lambda sequences: counted.append(1) or count_pages(sequences))
     engine = local_engine(pair(), EngineConfig(form="lockstep", block=2, max_slots=8, pages=440))
     blocks = 1 + len(PROMPT) // BLOCK
@@ -170,8 +182,12 @@ def test_who_waits_is_hashed_once(monkeypatch):
         engine.step()
     assert len(hashed) == blocks
     assert engine.abort("no slots")
-    engine.expectation.answer_share = 0.1  # it is thought to be short, and would start if there were pages for its prompt
-    engine.submit(request((2, *PROMPT), "no pages", particles=2, seed=2, max_tokens=40, ignore_eos=True, ess_threshold=0.0))
+    engine.expectation.answer_share = (
+        0.1  # it is thought to be short, and would start if there were pages for its prompt
+    )
+    engine.submit(
+        request((2, *PROMPT), "no pages", particles=2, seed=2, max_tokens=40, ignore_eos=True, ess_threshold=0.0)
+    )
     waited = 0
     while engine.num_queued:
         engine.step()
@@ -184,7 +200,9 @@ def test_who_waits_is_hashed_once(monkeypatch):
     taken = ledger.allocate(ledger.num_free)
     for _ in range(5):
         engine.step()
-    assert engine.num_queued == 1 and len(hashed) == before and len(counted) == 2, "what it is to have on either side is counted once"
+    assert engine.num_queued == 1 and len(hashed) == before and len(counted) == 2, (
+        "what it is to have on either side is counted once"
+    )
     ledger.free(taken)
     step_through(engine, lambda _: None)
     assert_empty(engine)

@@ -17,7 +17,8 @@ from tests.scheduler.lives import assert_same, pair
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("form", ["lockstep", "lookahead"])
 def test_running_requests_get_a_round_in_every_step(form, ahead, monkeypatch):
-    """A prompt of 80 tokens, 4 a step: whoever runs is given a round in each of the twenty steps that it takes, in any method."""
+    """A prompt of 80 tokens, 4 a step: whoever runs is given a round in each of the twenty steps that it takes, in any
+    method."""
     if ahead:
         monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: Parts(stages=Padding))
     engine = local_engine(pair(), EngineConfig(form=form, block=2, prefill_chunk=4))
@@ -41,7 +42,8 @@ def test_running_requests_get_a_round_in_every_step(form, ahead, monkeypatch):
 
 
 def test_a_long_prompt_is_run_in_short_pieces_unless_asked_otherwise():
-    """On a CPU, where a token of a prompt takes as long beside a hundred others as beside four hundred: what somebody else waits for."""
+    """On a CPU, where a token of a prompt takes as long beside a hundred others as beside four hundred: what somebody
+    else waits for."""
     engine, sizes = local_engine(pair(512), EngineConfig(block=2)), []
     engine.submit(request([1], "beside", method="target", seed=1, max_tokens=40, ignore_eos=True))
     engine.step()
@@ -55,7 +57,8 @@ def test_a_long_prompt_is_run_in_short_pieces_unless_asked_otherwise():
 
 
 def test_a_short_prompt_behind_a_long_one_takes_its_turn():
-    """Chunks are for the oldest first, and what a prompt leaves of one is for the next: no step runs more tokens than a chunk."""
+    """Chunks are for the oldest first, and what a prompt leaves of one is for the next: no step runs more tokens than a
+    chunk."""
     engine, most = local_engine(pair(), EngineConfig(block=2, prefill_chunk=10)), []
     for side, worker in engine.workers.items():
         run = worker.run_prompts
@@ -89,18 +92,24 @@ def counting(engine: Engine) -> dict[str, int]:
     return run
 
 
-def together(prompts: list[tuple[int, ...]], chunk: int, laws: list[dict], **config) -> tuple[list[Answer], dict[str, int]]:
+def together(
+    prompts: list[tuple[int, ...]], chunk: int, laws: list[dict], **config
+) -> tuple[list[Answer], dict[str, int]]:
     """Answers to requests that arrive at one moment, and the prompt tokens that each model ran for them."""
     engine = local_engine(pair(), EngineConfig(block=2, prefill_chunk=chunk, **config))
     run = counting(engine)
-    asked = [request(prompt, str(i), seed=i, max_tokens=6, ignore_eos=True, **law) for i, (prompt, law) in enumerate(zip(prompts, laws))]
+    asked = [
+        request(prompt, str(i), seed=i, max_tokens=6, ignore_eos=True, **law)
+        for i, (prompt, law) in enumerate(zip(prompts, laws))
+    ]
     found = answers(engine, asked)
     return [found[one.request_id] for one in asked], run
 
 
 @pytest.mark.parametrize("chunk", [5, 16, 512])
 def test_equal_prompts_of_one_moment_are_computed_once(chunk):
-    """The second waits for the first's pages; of its own it runs what follows the last whole block. Its answer is as it is alone."""
+    """The second waits for the first's pages; of its own it runs what follows the last whole block. Its answer is as it
+    is alone."""
     prompt = (*SYSTEM, 1, 1, 2)
     found, run = together([prompt] * 3, chunk, [{"particles": 2}] * 3)
     assert run == dict.fromkeys(run, len(prompt) + 2 * 3)
@@ -113,7 +122,8 @@ def test_equal_prompts_of_one_moment_are_computed_once(chunk):
 
 @pytest.mark.parametrize("chunk", [7, 512])
 def test_what_prompts_begin_with_in_common_is_computed_once(chunk):
-    """As soon as it has been asked for: nobody waits for the rest of an earlier prompt. Methods share what is run on the same side."""
+    """As soon as it has been asked for: nobody waits for the rest of an earlier prompt. Methods share what is run on
+    the same side."""
     prompts = [(*SYSTEM, *ASKED), SYSTEM, (*SYSTEM, *reversed(ASKED)), (*SYSTEM, *ASKED[:9]), (1, 2), (*SYSTEM, *ASKED)]
     laws = [LAWS[i % len(LAWS)] for i in range(len(prompts))]
     found, run = together(prompts, chunk, laws)

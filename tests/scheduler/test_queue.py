@@ -28,7 +28,9 @@ def test_requests():
     before = (engine.num_queued, engine.slots.num_free, dict(engine.memory.expected))
     with pytest.raises(QueueFull, match="2 requests are waiting; allowed: 2"):
         engine.submit(four("d"))
-    assert before == (engine.num_queued, engine.slots.num_free, engine.memory.expected) == (2, 0, engine.memory.expected)
+    assert (
+        before == (engine.num_queued, engine.slots.num_free, engine.memory.expected) == (2, 0, engine.memory.expected)
+    )
     assert engine.abort("b")
     engine.submit(four("d"))
     done = [o.answer.request_id for o in step_through(engine, lambda _: None) if o.answer and o.answer.tokens]
@@ -40,14 +42,20 @@ def test_pages():
     """A request larger than the limit may still wait, if it waits alone: otherwise it could never be served."""
     config = EngineConfig(block=2, max_slots=4)
     asked = four("a")
-    need = sum(decoding_of(asked.params).expected_pages(config, asked.params, len(asked.prompt), rows=4, answer=5, own=5).values())
+    need = sum(
+        decoding_of(asked.params)
+        .expected_pages(config, asked.params, len(asked.prompt), rows=4, answer=5, own=5)
+        .values()
+    )
     engine = local_engine(tiny_pair(), EngineConfig(block=2, max_slots=4, max_queue_pages=2 * need - 1))
     engine.submit(four("a"))
     engine.submit(four("b"))
     with pytest.raises(QueueFull, match=f"waiting requests would need {2 * need} KV pages; allowed: {2 * need - 1}"):
         engine.submit(four("c"))
     assert len([o for o in step_through(engine, lambda _: None) if o.answer]) == 2
-    assert set(answers(local_engine(tiny_pair(), EngineConfig(block=2, max_slots=4, max_queue_pages=1)), map(four, "ab"))) == {"a", "b"}
+    assert set(
+        answers(local_engine(tiny_pair(), EngineConfig(block=2, max_slots=4, max_queue_pages=1)), map(four, "ab"))
+    ) == {"a", "b"}
 
 
 def test_an_id_in_use():
@@ -64,8 +72,8 @@ def test_limits_are_checked(field):
 
 
 def test_who_waits_costs_a_step_nothing():
-    """But for its rounds, a step with 10,000 waiting requests takes as long as one with none: to look at each once takes 400
-    microseconds, and a busy machine adds tens."""
+    """But for its rounds, a step with 10,000 waiting requests takes as long as one with none: to look at each once
+    takes 400 microseconds, and a busy machine adds tens."""
     engine = local_engine(tiny_pair(), EngineConfig(block=2, max_slots=4))
     engine.submit(request(request_id="runs", particles=4, seed=1, max_tokens=60, ignore_eos=True))
     engine.step()
@@ -88,10 +96,14 @@ def test_who_waits_costs_a_step_nothing():
 
 
 def test_the_order_of_turns():
-    """Who was preempted first, then in order of submission; where somebody leaves the queue, the others keep their places."""
+    """Who was preempted first, then in order of submission; where somebody leaves the queue, the others keep their
+    places."""
     queue = RequestQueue()
     rules = StopRules(four("x").params, tiny_pair().tokenizer)
-    groups = [SequenceGroup(four(str(n)), seed=1, rules=rules, submitted=0.0, number=n, expected={"draft": n}) for n in range(6)]
+    groups = [
+        SequenceGroup(four(str(n)), seed=1, rules=rules, submitted=0.0, number=n, expected={"draft": n})
+        for n in range(6)
+    ]
     for n in (3, 0, 5, 1, 4, 2):
         groups[n].saved = {} if n in (2, 4) else None
         queue.push(groups[n])
@@ -105,7 +117,8 @@ def test_the_order_of_turns():
 
 
 def test_deadlines_are_those_of_budgets():
-    """Requests of different budgets, and of none, end when their own is used up; one that is answered before is no longer looked for."""
+    """Requests of different budgets, and of none, end when their own is used up; one that is answered before is no
+    longer looked for."""
     now = [0.0]
     engine = local_engine(tiny_pair(), EngineConfig(block=2, max_slots=4), clock=lambda: now[0])
     budgets = {"a": None, "b": 9.0, "c": 4.0, "d": 4.0, "e": None, "f": 2.0}

@@ -1,4 +1,5 @@
-"""Rounds of nobody are of the kinds that requests of usual settings ask for, down to the type of every array, and change nothing."""
+"""Rounds of nobody are of the kinds that requests of usual settings ask for, down to the type of every array, and
+change nothing."""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ def test_usual_requests_meet_no_new_kind_of_round(pair, config):
     engine, asked = local_engine(pair, config), []
     run, engine.pair.round = engine.pair.round, lambda plan: (asked.append(plan), run(plan))[1]
     for sizes in ((8,), (3,), (1, 5, 2, 9), (16, 4)):
-        requests = [Request(str(i), tuple(range(9 + i)), SamplingParams(particles=n, max_tokens=14, seed=i)) for i, n in enumerate(sizes)]
+        requests = [
+            Request(str(i), tuple(range(9 + i)), SamplingParams(particles=n, max_tokens=14, seed=i))
+            for i, n in enumerate(sizes)
+        ]
         plain = Request("plain", (1, 2, 3), SamplingParams(method="target", temperature=0, max_tokens=14))
         list(engine.run([*requests, plain]))
     for law in (
@@ -56,9 +60,18 @@ def test_usual_requests_meet_no_new_kind_of_round(pair, config):
 def test_nor_do_they_behind_long_prompts(config):
     engine, asked = local_engine(tiny_pair(max_context=SHORT_SINGLE + 60), config), []
     run, engine.pair.round = engine.pair.round, lambda plan: (asked.append(plan), run(plan))[1]
-    kinds = [{"method": "exact", "particles": 1}, {"method": "exact", "particles": 4}, {"particles": 3}, {"method": "target"}]
+    kinds = [
+        {"method": "exact", "particles": 1},
+        {"method": "exact", "particles": 4},
+        {"particles": 3},
+        {"method": "target"},
+    ]
     for kind, count in product(kinds, (1, 3)):
-        list(engine.run([request([1, 2] * (SHORT_SINGLE // 2), str(i), max_tokens=12, seed=i, **kind) for i in range(count)]))
+        list(
+            engine.run(
+                [request([1, 2] * (SHORT_SINGLE // 2), str(i), max_tokens=12, seed=i, **kind) for i in range(count)]
+            )
+        )
     by_key = {plan.key: plan for plan in rehearsal(config, engine.context)}
     assert asked and all(layout(plan) == layout(by_key[plan.key]) for plan in asked)
     assert {plan.contexts for plan in asked} == {Contexts.SINGLE, Contexts.SHARED}
@@ -77,7 +90,11 @@ def test_nor_do_they_where_no_context_is_quite_long(context):
 
 def test_long_contexts_are_rehearsed_where_there_can_be_some():
     config = EngineConfig(block=5, max_slots=8)
-    expected = {SHORT - 50: {Contexts.SHORT}, SHORT + 50: {Contexts.SHORT, Contexts.SHARED}, SHORT_SINGLE + 50: set(Contexts)}
+    expected = {
+        SHORT - 50: {Contexts.SHORT},
+        SHORT + 50: {Contexts.SHORT, Contexts.SHARED},
+        SHORT_SINGLE + 50: set(Contexts),
+    }
     assert {context: {plan.contexts for plan in rehearsal(config, context)} for context in expected} == expected
 
 

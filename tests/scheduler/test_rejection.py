@@ -1,4 +1,5 @@
-"""Exact decoding by rejection: the target's law comes out, whatever is drafted, asked beside it, or happens to it on the way."""
+"""Exact decoding by rejection: the target's law comes out, whatever is drafted, asked beside it, or happens to it on
+the way."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ from tests.scheduler.pairs import exact_law, next_log_probs, tiny_pair
 
 PROMPT, EOS, LENGTH = (0, 1, 2), 3, 4
 LIMIT = 4.5
-"""Standard deviations that a chi-square may be from its mean: a false alarm in about 10,000 choices of seeds, over all tests here."""
+"""Standard deviations that a chi-square may be from its mean: a false alarm in about 10,000 choices of seeds, over all
+tests here."""
 REJECTION = {"method": "exact", "verification": "rejection"}
 FORMS = [
     EngineConfig(form="lockstep", block=3, max_slots=2048, pages=40_000),
@@ -63,7 +65,8 @@ def truncated_law(temperature: float, top_k: int) -> dict:
 
 
 def far_from(law: dict, found: list[tuple[int, ...]]) -> float:
-    """How many standard deviations the chi-square of the answers is from its mean; both exactly, however rare an answer is."""
+    """How many standard deviations the chi-square of the answers is from its mean; both exactly, however rare an answer
+    is."""
     counts, n, k = collections.Counter(found), len(found), len(law)
     assert not [answer for answer in counts if not law.get(answer)], "an answer that the target's law does not have"
     chi = sum((counts[answer] - n * p) ** 2 / (n * p) for answer, p in law.items())
@@ -72,13 +75,20 @@ def far_from(law: dict, found: list[tuple[int, ...]]) -> float:
 
 
 @pytest.mark.parametrize(
-    ("config", "particles", "more"), LAWS, ids=lambda value: config_id(value) if isinstance(value, EngineConfig) else str(value)
+    ("config", "particles", "more"),
+    LAWS,
+    ids=lambda value: config_id(value) if isinstance(value, EngineConfig) else str(value),
 )
 def test_answers_have_the_targets_law(config, particles, more):
     """Answers end inside blocks, by EOS and by their length."""
-    law = truncated_law(more["temperature"], more["top_k"]) if "top_k" in more else exact_law(tiny_pair().target, PROMPT, LENGTH, EOS)
+    law = (
+        truncated_law(more["temperature"], more["top_k"])
+        if "top_k" in more
+        else exact_law(tiny_pair().target, PROMPT, LENGTH, EOS)
+    )
     asked = [
-        Request(str(i), PROMPT, SamplingParams(seed=i, max_tokens=LENGTH, particles=particles, **REJECTION, **more)) for i in range(COUNT)
+        Request(str(i), PROMPT, SamplingParams(seed=i, max_tokens=LENGTH, particles=particles, **REJECTION, **more))
+        for i in range(COUNT)
     ]
     found = answers(local_engine(tiny_pair(), config), asked)
     assert far_from(law, [one.tokens for one in found.values()]) < LIMIT
@@ -87,9 +97,15 @@ def test_answers_have_the_targets_law(config, particles, more):
 def test_a_draft_with_a_head_of_its_own_changes_no_law():
     """Tokens without a row are drawn beside the others, and are part of the law that is tried."""
     head = DraftVocab(np.array([0, 2, 3]), 4, 0.25).head(tiny_pair().draft)
-    law, config = exact_law(tiny_pair().target, PROMPT, LENGTH, EOS), EngineConfig(form="lockstep", block=2, max_slots=2048, pages=40_000)
+    law, config = (
+        exact_law(tiny_pair().target, PROMPT, LENGTH, EOS),
+        EngineConfig(form="lockstep", block=2, max_slots=2048, pages=40_000),
+    )
     pair = replace(tiny_pair(), draft_head=head)
-    asked = [Request(str(i), PROMPT, SamplingParams(seed=i, max_tokens=LENGTH, particles=2, **REJECTION)) for i in range(COUNT)]
+    asked = [
+        Request(str(i), PROMPT, SamplingParams(seed=i, max_tokens=LENGTH, particles=2, **REJECTION))
+        for i in range(COUNT)
+    ]
     assert far_from(law, [one.tokens for one in answers(local_engine(pair, config), asked).values()]) < LIMIT
 
 
@@ -97,31 +113,47 @@ def test_a_draft_with_a_head_of_its_own_changes_no_law():
 def test_a_draft_that_is_the_target_is_always_kept(config):
     equal = replace(tiny_pair(), draft=tiny_pair().target)
     engine = local_engine(equal, config)
-    answers(engine, [request(request_id=str(i), seed=i, particles=2, max_tokens=25, ignore_eos=True, **REJECTION) for i in range(8)])
+    answers(
+        engine,
+        [
+            request(request_id=str(i), seed=i, particles=2, max_tokens=25, ignore_eos=True, **REJECTION)
+            for i in range(8)
+        ],
+    )
     stats = engine.take_stats().spec["rejection"]
     kept = stats.accepted_by_position[: config.block]
-    # But for the last round of an answer. In look-ahead the token after a block is guessed: one of the two likeliest of four.
+    # But for the last round of an answer. In look-ahead the token after a block is guessed: one of the two likeliest of
+    # four.
     assert kept[-1] >= stats.rounds - 8 if not config.lookahead else stats.hits > stats.misses
 
 
 @pytest.mark.parametrize("config", AHEAD, ids=config_id)
 def test_laws_with_nothing_in_common_still_answer(config):
-    """With all mass on one token, another one for each model wherever they differ, and at temperature 0: the target's likeliest."""
+    """With all mass on one token, another one for each model wherever they differ, and at temperature 0: the target's
+    likeliest."""
     law = {"max_tokens": 30, "ignore_eos": True}
     plain = answers(local_engine(tiny_pair(), config), [request(method="target", temperature=0.0, **law)])["r"]
     for more in ({"top_k": 1}, {"temperature": 0.0}):
-        found = answers(local_engine(tiny_pair(), config), [request(particles=3, seed=4, **law, **more, **REJECTION)])["r"]
+        found = answers(local_engine(tiny_pair(), config), [request(particles=3, seed=4, **law, **more, **REJECTION)])[
+            "r"
+        ]
         assert found.tokens == plain.tokens
 
 
 @pytest.mark.parametrize("config", AHEAD, ids=config_id)
 def test_answers_do_not_depend_on_company(config, monkeypatch):
     """Alone, and beside requests of every other kind where rounds are padded and asked for before the last is read."""
-    asked = [request([i % 3, 1], str(i), seed=i, particles=1 + i % 4, max_tokens=8 + i, logprobs=True, **REJECTION) for i in range(6)]
+    asked = [
+        request([i % 3, 1], str(i), seed=i, particles=1 + i % 4, max_tokens=8 + i, logprobs=True, **REJECTION)
+        for i in range(6)
+    ]
     alone = {}
     for one in asked:
         alone |= answers(local_engine(tiny_pair(), config), [one])
-    others = [{"population": kind} for kind in POPULATIONS] + [{"method": "exact"}, {"method": "target", "particles": None}]
+    others = [{"population": kind} for kind in POPULATIONS] + [
+        {"method": "exact"},
+        {"method": "target", "particles": None},
+    ]
     beside = [request([2], f"beside {i}", seed=i, max_tokens=20, **{"particles": 3, **others[i % 4]}) for i in range(8)]
     monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: Parts(stages=Padding))
     found = answers(local_engine(tiny_pair(), config), [one for pair in zip(beside, asked) for one in pair])
@@ -132,27 +164,43 @@ def test_answers_do_not_depend_on_company(config, monkeypatch):
 
 def test_logprobs_are_of_the_targets_law():
     found = answers(
-        local_engine(tiny_pair(), FORMS[0]), [request(PROMPT, seed=3, max_tokens=9, ignore_eos=True, logprobs=True, **REJECTION)]
+        local_engine(tiny_pair(), FORMS[0]),
+        [request(PROMPT, seed=3, max_tokens=9, ignore_eos=True, logprobs=True, **REJECTION)],
     )
     tokens = found["r"].tokens
-    wanted = [next_log_probs(tiny_pair().target, (*PROMPT, *tokens[:i]))[token].item() for i, token in enumerate(tokens)]
+    wanted = [
+        next_log_probs(tiny_pair().target, (*PROMPT, *tokens[:i]))[token].item() for i, token in enumerate(tokens)
+    ]
     assert found["r"].logprobs == pytest.approx(wanted, abs=1e-4)
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
 @pytest.mark.parametrize("config", FORMS, ids=config_id)
 def test_slots_hold_the_tokens_of_their_particles(config, ahead, monkeypatch):
-    """Through lives with stop strings, preemptions, cancelled neighbours and cached prompts; every page is free afterwards. Where laws are
-    narrow, several chains are the same: each goes on from pages of its own."""
+    """Through lives with stop strings, preemptions, cancelled neighbours and cached prompts; every page is free
+    afterwards. Where laws are narrow, several chains are the same: each goes on from pages of its own."""
     rng = random.Random(5)
-    engine = small_engine(replace(config, max_slots=40, max_chains=20, pages=400, prefill_chunk=24), monkeypatch, ahead=ahead)
+    engine = small_engine(
+        replace(config, max_slots=40, max_chains=20, pages=400, prefill_chunk=24), monkeypatch, ahead=ahead
+    )
     written, seen = {side: TokenLedger(engine, side) for side in SIDES}, []
-    others = [{"particles": 4}, {**REJECTION, "temperature": 0.3}, {**REJECTION, "particles": 6, "stop": ("ab", "ca")}, REJECTION]
+    others = [
+        {"particles": 4},
+        {**REJECTION, "temperature": 0.3},
+        {**REJECTION, "particles": 6, "stop": ("ab", "ca")},
+        REJECTION,
+    ]
     asked = [
-        Request(str(i), tuple(rng.randrange(3) for _ in range(rng.randint(1, 30))), SamplingParams(seed=i, max_tokens=25, **others[i % 4]))
+        Request(
+            str(i),
+            tuple(rng.randrange(3) for _ in range(rng.randint(1, 30))),
+            SamplingParams(seed=i, max_tokens=25, **others[i % 4]),
+        )
         for i in range(24)
     ]
-    lives = live(engine, asked, rng, cancel=0.1, interrupt=0.15, after_step=lambda engine: seen.append(check_kv(engine, written)))
+    lives = live(
+        engine, asked, rng, cancel=0.1, interrupt=0.15, after_step=lambda engine: seen.append(check_kv(engine, written))
+    )
     assert_empty(engine)
     assert sum(seen) > 300 and lives.events["interrupted"] and lives.events["cancelled"]
 
@@ -176,13 +224,15 @@ def test_where_a_draft_makes_nan_the_target_decides():
     draft.embed.weight[1] = float("nan")
     for config in FORMS:
         found = answers(
-            local_engine(replace(tiny_pair(), draft=draft), config), [request(seed=2, max_tokens=20, ignore_eos=True, **REJECTION)]
+            local_engine(replace(tiny_pair(), draft=draft), config),
+            [request(seed=2, max_tokens=20, ignore_eos=True, **REJECTION)],
         )["r"]
         assert found.error is None and len(found.tokens) == 20
 
 
 def test_chains_that_stay_equal_fit_where_they_are_let_in():
-    """Each goes on from pages of its own, as long as all are right: of an answer there may be as many copies as chains."""
+    """Each goes on from pages of its own, as long as all are right: of an answer there may be as many copies as
+    chains."""
     pair = tiny_pair(max_context=512)
     pair = replace(pair, draft=pair.target)
     asked = request(seed=1, particles=6, max_tokens=120, ignore_eos=True, **REJECTION | {"temperature": 0.02})
@@ -205,7 +255,8 @@ class Keeping(Padding):
 
 
 def storages(*, wide: int | None = None) -> dict[int, int]:
-    """Bytes of all memory that tensors have, by where it is; `wide`: of those with rows of so many columns in float32."""
+    """Bytes of all memory that tensors have, by where it is; `wide`: of those with rows of so many columns in
+    float32."""
     gc.collect()
     there = [one for one in gc.get_objects() if type(one) is torch.Tensor]
     if wide is not None:
@@ -223,8 +274,13 @@ def test_laws_take_what_has_been_set_aside(config, monkeypatch):
         before = storages()
         sized = replace(config, max_slots=slots, max_chains=12)
         engine = local_engine(pair, sized)
-        asked = [request([i % 6], str(i), seed=i, particles=1 + i % 5, max_tokens=6 + i, ignore_eos=True, **REJECTION) for i in range(9)]
-        asked += [replace(one, request_id=f"cut {one.request_id}", params=replace(one.params, top_k=3)) for one in asked]
+        asked = [
+            request([i % 6], str(i), seed=i, particles=1 + i % 5, max_tokens=6 + i, ignore_eos=True, **REJECTION)
+            for i in range(9)
+        ]
+        asked += [
+            replace(one, request_id=f"cut {one.request_id}", params=replace(one.params, top_k=3)) for one in asked
+        ]
         answers(engine, asked)
         assert engine.pair.stages["draft"].recorded_keys > 6
         laws = [nbytes for where, nbytes in storages(wide=vocab).items() if where not in before]
@@ -277,7 +333,10 @@ def test_where_the_draft_is_lost_no_laws_are_kept():
 @pytest.mark.parametrize(
     ("chains", "says"),
     [
-        (3, r"particles=4 with verification='rejection'; .* of 3 chains \(max_chains\); allowed: particles <= 3, or verification='walk'"),
+        (
+            3,
+            r"particles=4 with verification='rejection'; .* of 3 chains \(max_chains\); allowed: particles <= 3, or verification='walk'",
+        ),
         (0, r"of 0 chains \(max_chains\); allowed: verification='walk'$"),
     ],
 )
@@ -302,7 +361,12 @@ def test_who_measures_has_room_for_all_at_once():
 
 def test_room_for_laws_is_counted_before_pools_are_sized(monkeypatch):
     """A share of a GPU, whatever the vocabulary; the numbers of a pair of today."""
-    for form, block, vocab in (("lockstep", 1, 32_000), ("lockstep", 32, 152_000), ("lookahead", 1, 256_000), ("lookahead", 8, 152_000)):
+    for form, block, vocab in (
+        ("lockstep", 1, 32_000),
+        ("lockstep", 32, 152_000),
+        ("lookahead", 1, 256_000),
+        ("lookahead", 8, 152_000),
+    ):
         config = EngineConfig(form=form, block=block, max_slots=65536)
         used = max(config.law_bytes(side, vocab) for side in SIDES)
         assert 0.95 * LAW_BYTES < used <= LAW_BYTES
@@ -313,7 +377,9 @@ def test_room_for_laws_is_counted_before_pools_are_sized(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (40 << 30, 80 << 30))
     device, page = torch.device("cuda:0"), 1 << 17
     without = pages_that_fit(page, device)
-    assert without - pages_that_fit(page, device, config.law_bytes("draft", 128_256)) == -(-config.law_bytes("draft", 128_256) // page)
+    assert without - pages_that_fit(page, device, config.law_bytes("draft", 128_256)) == -(
+        -config.law_bytes("draft", 128_256) // page
+    )
 
 
 @pytest.mark.parametrize(

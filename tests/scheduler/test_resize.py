@@ -52,8 +52,12 @@ def resized(form: str, change: Callable[[Engine, SequenceGroup], None], ahead: b
     engine, found = local_engine(tiny_pair(), FORM[form]), []
     for seed in range(COUNT):
         # Distinct ones among them.
-        law = {"ess_threshold": 0.3, "resampling": ("systematic", "multinomial", "ssp")[seed % 4]} if seed % 4 < 3 else {}
-        engine.submit(request(PROMPT, str(seed), particles=MANY, min_particles=FEW, seed=seed, max_tokens=LENGTH, **law))
+        law = (
+            {"ess_threshold": 0.3, "resampling": ("systematic", "multinomial", "ssp")[seed % 4]} if seed % 4 < 3 else {}
+        )
+        engine.submit(
+            request(PROMPT, str(seed), particles=MANY, min_particles=FEW, seed=seed, max_tokens=LENGTH, **law)
+        )
     while not engine.idle:
         found += [output.answer for output in engine.step() if output.answer]
         for group in running(engine):
@@ -80,8 +84,9 @@ def resized(form: str, change: Callable[[Engine, SequenceGroup], None], ahead: b
     ],
 )
 def test_evidence_is_unbiased(form, change, ahead, monkeypatch):
-    """E[Z-hat] = 1, and weighted by it the answer that is drawn has the target's law: here the mass of answers that end early, and by
-    their second token. Six cases of three means at 4.5 standard errors: one false alarm in about 8,000 choices of seeds."""
+    """E[Z-hat] = 1, and weighted by it the answer that is drawn has the target's law: here the mass of answers that end
+    early, and by their second token. Six cases of three means at 4.5 standard errors: one false alarm in about 8,000
+    choices of seeds."""
     law = exact_law(tiny_pair().target, PROMPT, LENGTH, EOS)
     found = resized(form, change, ahead, monkeypatch)
     left = {a.statistics.particles_left for a in found}
@@ -98,7 +103,8 @@ def test_evidence_is_unbiased(form, change, ahead, monkeypatch):
 @pytest.mark.parametrize("config", CASES, ids=config_id)
 @pytest.mark.parametrize("population", POPULATIONS)
 def test_the_next_round_has_the_particles_that_were_asked_for(config, population, ahead, monkeypatch):
-    """From then on the models run as many, slots that are no longer needed are free, and of those that are only wanted none is answered."""
+    """From then on the models run as many, slots that are no longer needed are free, and of those that are only wanted
+    none is answered."""
     if ahead:
         monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: Parts(stages=Padding))
     engine = local_engine(pair(), config)
@@ -125,10 +131,21 @@ def test_the_next_round_has_the_particles_that_were_asked_for(config, population
 
 @pytest.mark.parametrize("end", ["preempted", "cut off"])
 def test_particles_that_are_wanted_are_none_yet(end, monkeypatch):
-    """Between the word that there shall be more and the round that makes them, only those that exist are saved or answered."""
+    """Between the word that there shall be more and the round that makes them, only those that exist are saved or
+    answered."""
     now = [0.0]
     engine = local_engine(tiny_pair(), FORMS[0], clock=lambda: now[0])
-    engine.submit(request(particles=6, population="independent", min_particles=2, seed=1, max_tokens=30, ignore_eos=True, time_budget=1.0))
+    engine.submit(
+        request(
+            particles=6,
+            population="independent",
+            min_particles=2,
+            seed=1,
+            max_tokens=30,
+            ignore_eos=True,
+            time_budget=1.0,
+        )
+    )
     for _ in range(3):
         engine.step()
     engine.resize("r", 2)
@@ -150,7 +167,8 @@ def test_particles_that_are_wanted_are_none_yet(end, monkeypatch):
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("config", CASES, ids=config_id)
 def test_the_latest_wish_holds(config, ahead, monkeypatch):
-    """One that is made while another change is under way is carried out after it, and one that has been overtaken by then is not."""
+    """One that is made while another change is under way is carried out after it, and one that has been overtaken by
+    then is not."""
     if ahead:
         monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: Parts(stages=Padding))
     engine = local_engine(pair(), config)
@@ -209,7 +227,8 @@ def test_who_has_not_begun_cannot_be_resized():
 
 
 def test_more_particles_than_there_is_memory_for():
-    """A wish that would need more pages than a request has to itself is given up; the request goes on as it is, and ends."""
+    """A wish that would need more pages than a request has to itself is given up; the request goes on as it is, and
+    ends."""
     engine = local_engine(pair(), EngineConfig(form="lockstep", block=3, pages=330))
     engine.submit(request(particles=8, min_particles=2, seed=1, max_tokens=110, ignore_eos=True, ess_threshold=0.0))
     counts, found = [], []

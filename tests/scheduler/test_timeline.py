@@ -27,7 +27,8 @@ def test_overlap(interval, others, covered):
 
 
 def lookahead_round(timeline: Timeline, at: int) -> None:
-    """20 ms: 3 ms of building batches, both models at work from 4 to 14 and 16, 1 ms on the way back, 3 ms of choosing."""
+    """20 ms: 3 ms of building batches, both models at work from 4 to 14 and 16, 1 ms on the way back, 3 ms of
+    choosing."""
     timeline.worked("draft", "sample", at + 4 * MS, at + 14 * MS)
     timeline.worked("target", "extend", at + 4 * MS, at + 16 * MS)
     timeline.waited(at + 3 * MS, at + 17 * MS)
@@ -71,7 +72,11 @@ def test_picture(trace, tmp_path, smcserve):
     picture = tmp_path / "rounds.png"
     ran = smcserve("timeline", trace, picture, "--length", 60)
     assert ran.code == 0 and picture.read_bytes().startswith(b"\x89PNG")
-    assert "draft        busy  50.0%" in ran.out and "target       busy  60.0%" in ran.out and "coordinator  busy  30.0%" in ran.out
+    assert (
+        "draft        busy  50.0%" in ran.out
+        and "target       busy  60.0%" in ran.out
+        and "coordinator  busy  30.0%" in ran.out
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
-"""The likeliest tokens reported with an answer are those of the target's law at its positions, recomputed from the tokens alone; and to
-find them takes nothing from anybody: whatever happens to an engine meanwhile, answers are what they are without."""
+"""The likeliest tokens reported with an answer are those of the target's law at its positions, recomputed from the
+tokens alone; and to find them takes nothing from anybody: whatever happens to an engine meanwhile, answers are what
+they are without."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ EVERY = [
 def asked(number: int, prompt: tuple[int, ...] = PROMPT, **more) -> Request:
     """As `EVERY` has it, and with the likeliest tokens."""
     how = EVERY[number % len(EVERY)]
-    one = request(prompt, str(number), **({"seed": number, "max_tokens": 14, "logprobs": True, "top_logprobs": 3} | how | more))
+    one = request(
+        prompt, str(number), **({"seed": number, "max_tokens": 14, "logprobs": True, "top_logprobs": 3} | how | more)
+    )
     return replace(one, negative_prompt=NEGATIVE) if one.params.guided else one
 
 
@@ -81,7 +84,8 @@ def assert_right(one: Request, answer) -> None:
 
 @pytest.mark.parametrize("config", [pytest.param(FORMS[0], marks=pytest.mark.slow), FORMS[2]], ids=config_id)
 def test_every_method_reports_the_targets_law(config, monkeypatch):
-    """In one engine at once, with a prefix cache, in chunks that cut prompts and answers; beside who does not ask, and is not disturbed."""
+    """In one engine at once, with a prefix cache, in chunks that cut prompts and answers; beside who does not ask, and
+    is not disturbed."""
     monkeypatch.setattr(tops, "SLICE", 5)
     requests = [asked(i, (*PROMPT, *[i % 3] * (i % 7 * 5)), ignore_eos=i % 2 == 0) for i in range(3 * len(EVERY))]
     company = [request((2, 0), f"beside {i}", seed=i, max_tokens=12, **how) for i, how in enumerate(EVERY[:7])]
@@ -116,7 +120,8 @@ def test_the_prompt_is_not_run_again():
 
 
 def test_lives_with_tops(monkeypatch):
-    """In pools too small for all: preempted, before their end and after it, cancelled, out of time; all pages are free afterwards."""
+    """In pools too small for all: preempted, before their end and after it, cancelled, out of time; all pages are free
+    afterwards."""
     rng, ticks, seen = random.Random(4), iter(range(1 << 30)), set()
     config = EngineConfig(form="lookahead", block=3, branches=2, max_slots=60, pages=700, prefill_chunk=24)
     requests = [
@@ -155,7 +160,8 @@ def test_lives_with_tops(monkeypatch):
 
 @pytest.mark.parametrize("preempted", [False, True])
 def test_time_that_is_up_ends_decoding_and_not_what_comes_after_it(preempted):
-    """Of one that runs, or has given up its memory. What was streamed and never weighed has no log-probability, but the likeliest."""
+    """Of one that runs, or has given up its memory. What was streamed and never weighed has no log-probability, but the
+    likeliest."""
     now, one = [0.0], asked(0, particles=1, max_tokens=40, ignore_eos=True, time_budget=1.0)
     engine = local_engine(tiny_pair(), EngineConfig(block=8, branches=2, prefill_chunk=4), clock=lambda: now[0])
     engine.submit(one)
@@ -205,7 +211,9 @@ def test_nan_ends_the_request_and_no_other():
     finally:
         del worker.model.logits
     assert_empty(engine)
-    assert done["3"].finish_reason is FinishReason.ERROR and done["3"].error.startswith("the target model returned NaN logits")
+    assert done["3"].finish_reason is FinishReason.ERROR and done["3"].error.startswith(
+        "the target model returned NaN logits"
+    )
     assert_right(asked(4), done["4"])
 
 
@@ -258,7 +266,9 @@ def test_what_is_drawn_takes_no_place_in_the_queue():
 
 def test_no_more_is_expected_of_an_answer_than_it_has():
     engine = local_engine(tiny_pair(), EngineConfig(block=3, branches=2, pages=1000, max_context=64))
-    one = request(PROMPT, "short", seed=3, max_tokens=60, method="target", logprobs=True, top_logprobs=2, stop_token_ids=(0, 1, 2))
+    one = request(
+        PROMPT, "short", seed=3, max_tokens=60, method="target", logprobs=True, top_logprobs=2, stop_token_ids=(0, 1, 2)
+    )
     rescored(engine, one)
     group = engine.registry.groups["short"]
     assert len(group.answer.tokens) == 1 and engine.expectation.of(group)["target"] <= len(PROMPT) + 1

@@ -1,4 +1,5 @@
-"""Exact decoding that goes on with the target alone, and by the pair again, at any time: nobody can see it but in the speed."""
+"""Exact decoding that goes on with the target alone, and by the pair again, at any time: nobody can see it but in the
+speed."""
 
 from __future__ import annotations
 
@@ -34,7 +35,12 @@ def exact_of(requests: list[Request]) -> list[Request]:
     found = []
     for i, one in enumerate(requests):
         budget, law = one.params.time_budget, LAWS[i // 4 % 4]
-        settings = {"seed": i, "max_tokens": one.params.max_tokens, "ignore_eos": one.params.ignore_eos, "time_budget": budget}
+        settings = {
+            "seed": i,
+            "max_tokens": one.params.max_tokens,
+            "ignore_eos": one.params.ignore_eos,
+            "time_budget": budget,
+        }
         params = SamplingParams(method="exact", **settings, **law) if i % 4 else one.params
         found.append(Request(one.request_id, one.prompt, params, one.cache_salt))
     return found
@@ -60,13 +66,22 @@ class AnyRows:
     def __init__(self, rng: random.Random, most_branches: int) -> None:
         self.rng, self.most_branches = rng, most_branches
 
-    def begin(self, tree: TreeRequest, others: Sequence[TreeRequest], beside: OtherLoad, costs: LatencyModel | None) -> int:
+    def begin(
+        self, tree: TreeRequest, others: Sequence[TreeRequest], beside: OtherLoad, costs: LatencyModel | None
+    ) -> int:
         return self.rng.choice((0, self.rng.randint(1, tree.most)))
 
     def change(
-        self, trees: Sequence[TreeRequest], waiting: Sequence[TreeRequest], beside: OtherLoad, costs: LatencyModel | None
+        self,
+        trees: Sequence[TreeRequest],
+        waiting: Sequence[TreeRequest],
+        beside: OtherLoad,
+        costs: LatencyModel | None,
     ) -> list[int]:
-        return [self.rng.choice((0, 1, tree.most // 2 or 1, tree.most)) if self.rng.random() < 0.4 else tree.rows for tree in trees]
+        return [
+            self.rng.choice((0, 1, tree.most // 2 or 1, tree.most)) if self.rng.random() < 0.4 else tree.rows
+            for tree in trees
+        ]
 
     def branches(self, places: int, context: int, costs: LatencyModel | None) -> int:
         return self.rng.randint(1, self.most_branches)
@@ -92,27 +107,35 @@ class Turns:
                 self._were[group] = rows
             chance = 0.06 if group.phase is not Phase.QUEUED else 0.01 if group.saved is None else 0.5
             if self.rng.random() < chance:
-                self.seen[f"{group.phase.value}{' again' * (group.saved is not None)}{' flying' * bool(group.in_flight)}"] += 1
+                self.seen[
+                    f"{group.phase.value}{' again' * (group.saved is not None)}{' flying' * bool(group.in_flight)}"
+                ] += 1
                 engine.changes.go_alone(group)
 
 
 @pytest.mark.parametrize(("form", "ahead"), CASES)
 def test_answers_do_not_depend_on_who_decodes(form, ahead, monkeypatch):
-    """In a pool that is too small for all, beside all other methods, with a prefix cache, cancels, and time that runs out."""
+    """In a pool that is too small for all, beside all other methods, with a prefix cache, cancels, and time that runs
+    out."""
     rng, clock = random.Random(2 * ahead), iter(range(1 << 30))
     shape = {"branches": 2} if form == "lookahead" else {"cohorts": 1 + ahead}
     config = EngineConfig(form=form, block=3, **shape, max_slots=60, pages=440, prefill_chunk=24)
     requests = exact_of(random_requests(48, rng, budgets=True))
     monkeypatch.setattr("smc.scheduler.tree_controller.EVERY", 1)
     monkeypatch.setattr("smc.scheduler.tree_controller.REST", 0)
-    engine = small_engine(config, monkeypatch, ahead=ahead, clock=lambda: float(next(clock)), trees=AnyRows(rng, config.branches))
+    engine = small_engine(
+        config, monkeypatch, ahead=ahead, clock=lambda: float(next(clock)), trees=AnyRows(rng, config.branches)
+    )
     turns = Turns(rng, {} if ahead else {side: TokenLedger(engine, side) for side in ("draft", "target")})
     lives = live(engine, requests, rng, submit=0.9, cancel=0.04, interrupt=0.05, after_step=turns)
     assert_empty(engine)
     assert not any(engine.memory.leaked().values()) and not engine.starts.stops.used
     assert min(turns.seen[name] for name in ("alone", "back", "resized")) > 5, turns.seen
     phases = {"queued", "queued again", "prefill", "prefill again", "running flying" if ahead else "running"}
-    assert phases <= set(turns.seen) and lives.events["preempted"] > 5 and lives.events["cached"], (turns.seen, lives.events)
+    assert phases <= set(turns.seen) and lives.events["preempted"] > 5 and lives.events["cached"], (
+        turns.seen,
+        lives.events,
+    )
     cut = (FinishReason.CANCELLED, FinishReason.TIME_BUDGET, FinishReason.QUEUE_TIME)
     exact = [one for one in requests if one.params.method is Method.EXACT]
     assert sum(lives.final[one.request_id].finish_reason not in cut for one in exact) > 20
@@ -155,7 +178,9 @@ def test_the_target_runs_nothing_again_and_the_draft_what_it_lacks(form, cached)
     lacks = 21 + group.committed - 1 - (held // 16 * 16 if cached else 0)
     assert prompts == [("draft", lacks)] and len(group.slots) == 4
     (answer,) = [output.answer for output in engine.run([]) if output.answer]
-    plain = answers(engine, [Request("r", asked.prompt, SamplingParams(method="target", seed=1, max_tokens=60, ignore_eos=True))])
+    plain = answers(
+        engine, [Request("r", asked.prompt, SamplingParams(method="target", seed=1, max_tokens=60, ignore_eos=True))]
+    )
     assert answer.tokens == plain["r"].tokens
 
 
@@ -195,5 +220,7 @@ def test_one_that_finds_no_slots_stays_alone():
     assert len(first.slots) == 8
     found = {output.answer.request_id: output.answer for output in engine.run([]) if output.answer}
     assert_empty(engine)
-    plain = answers(engine, [Request("r", (0, 1, 2), SamplingParams(method="target", seed=1, max_tokens=60, ignore_eos=True))])
+    plain = answers(
+        engine, [Request("r", (0, 1, 2), SamplingParams(method="target", seed=1, max_tokens=60, ignore_eos=True))]
+    )
     assert found["r"].tokens == plain["r"].tokens

@@ -51,19 +51,30 @@ def test_every_rarer_kind_has_its_rounds():
         seen.append(len(asked))
     found = {traits(plan) for plan in asked}
     assert {program for program, *_ in found} == set(Program)
-    assert {kinds for _, kinds, *_ in found} >= {*((kind,) for kind in Kind), tuple(sorted(COMMON_KINDS)), tuple(sorted(Kind))}
+    assert {kinds for _, kinds, *_ in found} >= {
+        *((kind,) for kind in Kind),
+        tuple(sorted(COMMON_KINDS)),
+        tuple(sorted(Kind)),
+    }
     # Of every kind in one round, where kernels over logits differ.
     every = [plan for plan in asked if plan.kinds == frozenset(Kind) and "alpha" in plan.target_law.active]
-    assert {("top_k" in plan.target_law.active, plan.biased > 0) for plan in every} == set(product((False, True), repeat=2))
+    assert {("top_k" in plan.target_law.active, plan.biased > 0) for plan in every} == set(
+        product((False, True), repeat=2)
+    )
     guided = {(kinds, draft) for _, kinds, _, (draft, target) in found if target}
     assert guided >= {((kind,), draft) for kind in Kind for draft in (False, True)}
     # Of both models, and of the target alone, as many rows at once as there can be.
-    rows = {program: max(rows_of(plan) for plan in asked if plan.program is program) for program in (Program.PAIR, Program.TARGET)}
+    rows = {
+        program: max(rows_of(plan) for plan in asked if plan.program is program)
+        for program in (Program.PAIR, Program.TARGET)
+    }
     assert set(rows.values()) == {max(possible(config.max_slots))}
     assert_empty(engine)
 
 
-@pytest.mark.parametrize("limits", [{"max_slots": 1, "max_chains": 0}, {"max_slots": 2, "max_queue": 1}], ids=["no chains", "short queue"])
+@pytest.mark.parametrize(
+    "limits", [{"max_slots": 1, "max_chains": 0}, {"max_slots": 2, "max_queue": 1}], ids=["no chains", "short queue"]
+)
 def test_what_an_engine_refuses_is_left_out(limits, caplog):
     """What finds the queue full is not: it comes later."""
     config = EngineConfig(block=2, **limits)

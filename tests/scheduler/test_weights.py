@@ -1,4 +1,5 @@
-"""What counts: with one particle, Z-hat is exactly the product of p/q over the tokens that the draft drew and that exist."""
+"""What counts: with one particle, Z-hat is exactly the product of p/q over the tokens that the draft drew and that
+exist."""
 
 from __future__ import annotations
 
@@ -33,8 +34,11 @@ def log_weight(tokens: tuple[int, ...], counted) -> float:
 @pytest.mark.parametrize("block", [1, 2, 3, 5])
 @pytest.mark.parametrize("form", ["lockstep", "lookahead"])
 def test_only_existing_drafted_tokens_count(form, block):
-    """Every max_tokens 1..9: EOS before, at and after the cap, cap and EOS in one block, blocks that end exactly at the cap."""
-    engine = local_engine(tiny_pair(), EngineConfig(form=form, block=block, branches=1 if form == "lookahead" else None))
+    """Every max_tokens 1..9: EOS before, at and after the cap, cap and EOS in one block, blocks that end exactly at the
+    cap."""
+    engine = local_engine(
+        tiny_pair(), EngineConfig(form=form, block=block, branches=1 if form == "lookahead" else None)
+    )
     requests = [
         Request(f"{cap}-{seed}", PROMPT, SamplingParams(particles=1, ess_threshold=0, seed=seed, max_tokens=cap))
         for cap in range(1, 10)
@@ -57,12 +61,17 @@ def test_only_existing_drafted_tokens_count(form, block):
 @pytest.mark.parametrize("block", [1, 5])
 @pytest.mark.parametrize("form", ["lockstep", "lookahead"])
 def test_nothing_counts_after_a_stop_string(form, block):
-    """Strings that end at any token of a block, in whatever the first token was, across blocks, and one inside another."""
-    engine = local_engine(tiny_pair(), EngineConfig(form=form, block=block, branches=1 if form == "lookahead" else None))
+    """Strings that end at any token of a block, in whatever the first token was, across blocks, and one inside
+    another."""
+    engine = local_engine(
+        tiny_pair(), EngineConfig(form=form, block=block, branches=1 if form == "lookahead" else None)
+    )
     settings = {"particles": 1, "ess_threshold": 0, "max_tokens": 14, "ignore_eos": True}
     stops = [("b",), ("ab", "cab"), ("aa", "bacb"), ("acca",)]
     requests = [
-        Request(f"{i}-{s}", PROMPT, SamplingParams(seed=s, stop=stop, **settings)) for i, stop in enumerate(stops) for s in range(20)
+        Request(f"{i}-{s}", PROMPT, SamplingParams(seed=s, stop=stop, **settings))
+        for i, stop in enumerate(stops)
+        for s in range(20)
     ]
     found, reasons = answers(engine, requests), set()
     for r in requests:
@@ -96,7 +105,8 @@ def test_nothing_counts_after_a_stop_string(form, block):
     ],
 )
 def test_end_of_a_block(tokens, room, length, ended):
-    """The table of EOS and cap within one block of four: whichever comes first ends the answer, and nothing follows it."""
+    """The table of EOS and cap within one block of four: whichever comes first ends the answer, and nothing follows
+    it."""
     tables = StopTables(2, 4, TokenBytes.of(tiny_pair().tokenizer), torch.device("cpu"))
     tables.set(1, StopMachine.of([EOS], []))
     one = torch.ones(1, dtype=torch.int64)
@@ -105,10 +115,14 @@ def test_end_of_a_block(tokens, room, length, ended):
 
 
 @pytest.mark.parametrize(
-    "config", [EngineConfig(form="lockstep", block=3), EngineConfig(form="lookahead", block=3, branches=2)], ids=config_id
+    "config",
+    [EngineConfig(form="lockstep", block=3), EngineConfig(form="lookahead", block=3, branches=2)],
+    ids=config_id,
 )
 def test_ignore_eos_runs_to_the_cap(config):
-    requests = [Request(str(s), PROMPT, SamplingParams(particles=2, seed=s, max_tokens=7, ignore_eos=True)) for s in range(20)]
+    requests = [
+        Request(str(s), PROMPT, SamplingParams(particles=2, seed=s, max_tokens=7, ignore_eos=True)) for s in range(20)
+    ]
     found = answers(local_engine(tiny_pair(), config), requests)
     assert all(len(a.tokens) == 7 and a.finish_reason is FinishReason.LENGTH for a in found.values())
     assert any(EOS in a.tokens for a in found.values())
@@ -124,10 +138,13 @@ def test_ignore_eos_runs_to_the_cap(config):
     ids=config_id,
 )
 def test_answers_that_fill_the_context(config, monkeypatch):
-    """Prompt and answer together are all there is room for, whatever part of a block the last one is; rounds are asked for ahead."""
+    """Prompt and answer together are all there is room for, whatever part of a block the last one is; rounds are asked
+    for ahead."""
     monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: Parts(stages=Padding))
     engine = local_engine(tiny_pair(), config)
     for cap in range(1, 24):
-        asked = Request("r", (0, 1, 2) * 7 + (0, 1, 2), SamplingParams(particles=2, seed=cap, max_tokens=cap, ignore_eos=True))
+        asked = Request(
+            "r", (0, 1, 2) * 7 + (0, 1, 2), SamplingParams(particles=2, seed=cap, max_tokens=cap, ignore_eos=True)
+        )
         asked = replace(asked, prompt=asked.prompt[: 24 - cap])
         assert len(answers(engine, [asked])["r"].tokens) == cap

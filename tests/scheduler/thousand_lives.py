@@ -1,8 +1,9 @@
-"""One long run of `tests.scheduler.test_lives`: `python -m tests.scheduler.thousand_lives [--requests 1000]`, some minutes.
+"""One long run of `tests.scheduler.test_lives`: `python -m tests.scheduler.thousand_lives [--requests 1000]`, some
+minutes.
 
-Every request is admitted, grown, shrunk, preempted, cancelled, cut short or answered, in a pool too small for all, with a prefix cache.
-Then every page is free or cached, references equal table entries, and whoever was left alone has the answer of endless memory.
-"""
+Every request is admitted, grown, shrunk, preempted, cancelled, cut short or answered, in a pool too small for all, with
+a prefix cache. Then every page is free or cached, references equal table entries, and whoever was left alone has the
+answer of endless memory."""
 
 from __future__ import annotations
 

@@ -33,8 +33,9 @@ def demo_pair() -> ModelPair:
 
 @pytest.fixture(scope="session")
 def gang(start) -> Iterator[Running]:
-    """A service that tests of several files share: its actors take ten seconds of both cores to start. With two ranks at the target, so
-    that there is one that talks to nobody but its leader; and with all the patience of a service that nobody has told anything."""
+    """A service that tests of several files share: its actors take ten seconds of both cores to start. With two ranks
+    at the target, so that there is one that talks to nobody but its leader; and with all the patience of a service that
+    nobody has told anything."""
     gateway = GatewayConfig(port=0, http_port=0, metrics_port=0)
     with start(gateway, engine=EngineConfig(**LOOKAHEAD), target_tp=2) as running:
         yield running

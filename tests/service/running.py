@@ -67,7 +67,9 @@ class Running:
         self.until(empty, timeout, "the engine did not become empty")
         before, seen = self.supervisor.stats, 0
         while seen < 2:  # signs of life, each of which counts the pages
-            self.until(lambda last=before: self.supervisor.stats is not last, timeout, "the coordinator gave no sign of life")
+            self.until(
+                lambda last=before: self.supervisor.stats is not last, timeout, "the coordinator gave no sign of life"
+            )
             before, seen = self.supervisor.stats, seen + 1
             assert empty(), f"not empty after all: {before}"
 

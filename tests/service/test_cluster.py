@@ -21,10 +21,14 @@ else:
 """
 
 
-@pytest.mark.skipif(os.environ.get("RAY_AUTH_MODE") == "disabled", reason="whoever runs the tests has asked for no authentication")
+@pytest.mark.skipif(
+    os.environ.get("RAY_AUTH_MODE") == "disabled", reason="whoever runs the tests has asked for no authentication"
+)
 def test_strangers_are_not_let_in(ray_cluster):
     """Neither without a token nor with another one. Ray asks once, and not twenty times a second apart."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {"RAY_NUM_REDIS_GET_RETRIES": "1"}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {
+        "RAY_NUM_REDIS_GET_RETRIES": "1"
+    }
     command = [sys.executable, "-c", SCRIPT, ray.get_runtime_context().gcs_address]
     strangers = [
         subprocess.Popen(command, env=inherited | settings, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -14,10 +14,17 @@ def test_bench_over_a_link(smcserve, tmp_path, monkeypatch, ray_cluster):
     monkeypatch.setattr("services.launch.cluster.connect", lambda address: None)
     monkeypatch.setattr("ray.shutdown", lambda: None)
     path = tmp_path / "bench.json"
-    ran = smcserve("bench", "--link", "grpc", "-n", 2, "-k", 3, "-f", 2, "-c", 1, "-c", 3, "--rounds", 6, "--json", path)
+    ran = smcserve(
+        "bench", "--link", "grpc", "-n", 2, "-k", 3, "-f", 2, "-c", 1, "-c", 3, "--rounds", 6, "--json", path
+    )
     assert ran.code == 0 and "coordinator" in ran.out
     rows = json.loads(path.read_text())
-    assert [(row["form"], row["requests"]) for row in rows] == [("lockstep", 1), ("lockstep", 3), ("lookahead", 1), ("lookahead", 3)]
+    assert [(row["form"], row["requests"]) for row in rows] == [
+        ("lockstep", 1),
+        ("lockstep", 3),
+        ("lookahead", 1),
+        ("lookahead", 3),
+    ]
     for row in rows:
         assert row["link"] == "grpc" and row["rounds"] >= 3
         assert row["whole"] > row["coordinator"] > 0 and min(row["draft"], row["target"]) > 0 <= row["link_time"]
@@ -26,7 +33,10 @@ def test_bench_over_a_link(smcserve, tmp_path, monkeypatch, ray_cluster):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("serve", "--target-tp", 3), "target_tp=3: degree=3 is more than the model's 2 key/value heads; allowed: 1 to 2"),
+        (
+            ("serve", "--target-tp", 3),
+            "target_tp=3: degree=3 is more than the model's 2 key/value heads; allowed: 1 to 2",
+        ),
         (("serve", "--link", "carrier"), "link='carrier'; allowed: nccl, grpc"),
         (("serve", "--device", "tpu"), "device='tpu'; allowed: cpu, cuda"),
         (("serve", "--form", "lockstep", "-f", 2), "branches=2 has no effect with form='lockstep'"),

@@ -1,4 +1,5 @@
-"""Dashboards, rules and alerts against a service that runs: what they name is there, and a real Prometheus makes numbers of it."""
+"""Dashboards, rules and alerts against a service that runs: what they name is there, and a real Prometheus makes
+numbers of it."""
 
 from __future__ import annotations
 
@@ -83,7 +84,10 @@ def test_every_name_is_exported(known):
             mistakes += promql.check_legend(note, found.labels)
     for place, target in targets():
         found = promql.check(filled(target["expr"]), exported)
-        mistakes += [f"{place}: {mistake}" for mistake in [*found.mistakes, *promql.check_legend(target["legendFormat"], found.labels)]]
+        mistakes += [
+            f"{place}: {mistake}"
+            for mistake in [*found.mistakes, *promql.check_legend(target["legendFormat"], found.labels)]
+        ]
     assert not mistakes, "\n".join(mistakes)
 
 
@@ -102,7 +106,11 @@ def test_every_metric_is_of_use(exposition, known):
     used |= {name for rule in rules("alerts.yml") for name in promql.check(rule["expr"], exported).metrics}
     used |= {name for _, target in targets() for name in promql.check(filled(target["expr"]), exported).metrics}
     families = [line.split()[2] for line in exposition.splitlines() if line.startswith("# TYPE")]
-    unused = {family for family in families if not any(name in used for name in (family, *(f"{family}_{s}" for s in ("bucket", "sum"))))}
+    unused = {
+        family
+        for family in families
+        if not any(name in used for name in (family, *(f"{family}_{s}" for s in ("bucket", "sum"))))
+    }
     assert unused == set(UNUSED)
     assert {rule["record"] for rule in rules("rules.yml")} <= used, "a rule records what nobody reads"
 

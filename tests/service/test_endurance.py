@@ -28,8 +28,8 @@ MEBIBYTE = 1 << 20
 
 @pytest.mark.slow
 def test_hundreds_of_requests_in_a_row(start):
-    """Memory may still settle by a few MiB a process: a leak of 30 KB a request would be seen. Longer: `loadtest --profile soak`.
-    Pools are so small that the warm-up has used all of them."""
+    """Memory may still settle by a few MiB a process: a leak of 30 KB a request would be seen. Longer: `loadtest
+    --profile soak`. Pools are so small that the warm-up has used all of them."""
     service = start(engine=EngineConfig(block=5, branches=2, max_slots=16, pages=1024))
     with service as running, running.client() as client, ThreadPoolExecutor(4) as pool:
 
@@ -62,7 +62,16 @@ def test_hundreds_of_requests_in_a_row(start):
 def test_sigterm_under_load(tmp_path):
     """The command itself: calls in flight finish, later ones get UNAVAILABLE, exit code 0, no process stays."""
     log = tmp_path / "log"
-    command = [sys.executable, "-c", "from services.cli.main import main; main()", "serve", "--port", "0", "--block", "5"]
+    command = [
+        sys.executable,
+        "-c",
+        "from services.cli.main import main; main()",
+        "serve",
+        "--port",
+        "0",
+        "--block",
+        "5",
+    ]
     with log.open("w") as out:
         served = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | {"COLUMNS": "400"})
     try:
@@ -76,7 +85,9 @@ def test_sigterm_under_load(tmp_path):
             _wait(lambda: _refuses(client), 5)
             assert [len(call.result(60).tokens) for call in calls] == [200] * 4
         assert served.wait(30) == 0, log.read_text()
-        _wait(lambda: not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family), 10)
+        _wait(
+            lambda: not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family), 10
+        )
     finally:
         served.kill()
 

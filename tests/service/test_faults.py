@@ -1,4 +1,5 @@
-"""Processes that die, clients that leave: a clear code, no hang, no leak, nobody else harmed, and the service comes back by itself."""
+"""Processes that die, clients that leave: a clear code, no hang, no leak, nobody else harmed, and the service comes
+back by itself."""
 
 from __future__ import annotations
 
@@ -51,8 +52,8 @@ def outcome(client, **params) -> str:
     ],
 )
 def test_a_process_dies_under_load(gang, alone, name, how):
-    """Killed: noticed within 5 s. Stopped, which looks like a very slow process: after five seconds of silence. Answers that are the
-    target's own draws go on where they were, and are those that they would have been."""
+    """Killed: noticed within 5 s. Stopped, which looks like a very slow process: after five seconds of silence. Answers
+    that are the target's own draws go on where they were, and are those that they would have been."""
     gang.until(lambda: gang.supervisor.serving, 60, "the service did not come up")
     epoch = gang.supervisor.epoch
     with gang.client() as client, ThreadPoolExecutor(8) as pool:
@@ -77,20 +78,28 @@ def test_a_process_dies_under_load(gang, alone, name, how):
 
 
 def test_the_draft_is_lost_under_load(gang, alone):
-    """The target goes on: answers of its own draws do not break off, and are those that they would have been; what needs the draft ends, is
-    refused for a while, and is served again. No other process is started again."""
+    """The target goes on: answers of its own draws do not break off, and are those that they would have been; what
+    needs the draft ends, is refused for a while, and is served again. No other process is started again."""
     gang.until(lambda: gang.supervisor.has_draft, 60, "the service did not come up")
     epoch, before = gang.supervisor.epoch, gang.pids()
     with gang.client() as client, ThreadPoolExecutor(10) as pool:
         calls = [pool.submit(outcome, client, **params) for params in NEEDS_DRAFT]
-        methods = ({"method": "exact", "particles": 4}, {"method": "exact", "particles": 3, "logprobs": True}, {"method": "target"})
+        methods = (
+            {"method": "exact", "particles": 4},
+            {"method": "exact", "particles": 3, "logprobs": True},
+            {"method": "target"},
+        )
         survivors = [pool.submit(client.generate, QUESTION, timeout=120, **method, **SURVIVES) for method in methods]
         gang.until(lambda: gang.supervisor.stats.running == 6, 20, "the load did not arrive")
         begin = time.monotonic()
         gang.kill("draft0", signal.SIGSTOP)
         assert [call.result(30) for call in calls] == ["UNAVAILABLE"] * 3
         assert time.monotonic() - begin < 14
-        assert [client.health(name) for name in ("", "smc.draft", "smc.target")] == ["SERVING", "NOT_SERVING", "SERVING"]
+        assert [client.health(name) for name in ("", "smc.draft", "smc.target")] == [
+            "SERVING",
+            "NOT_SERVING",
+            "SERVING",
+        ]
         for params in NEEDS_DRAFT:
             with pytest.raises(ServiceError) as caught:
                 client.generate(QUESTION, timeout=30, **params)
@@ -99,7 +108,9 @@ def test_the_draft_is_lost_under_load(gang, alone):
         assert [call.result(60).tokens for call in survivors] == [alone] * 3
         gang.until(lambda: gang.supervisor.has_draft, 60, "the draft did not come back")
         assert gang.supervisor.epoch == epoch + 1 == client.server_info().epoch
-        assert {name: pid for name, pid in gang.pids().items() if before[name] == pid}.keys() == before.keys() - {"draft0"}
+        assert {name: pid for name, pid in gang.pids().items() if before[name] == pid}.keys() == before.keys() - {
+            "draft0"
+        }
         assert client.health() == client.health("smc.draft") == client.health("smc.target") == "SERVING"
         assert client.generate(QUESTION, seed=1, particles=4).text
         again = client.generate(QUESTION, method="exact", timeout=60, particles=4, **SHORT)
@@ -109,7 +120,8 @@ def test_the_draft_is_lost_under_load(gang, alone):
 
 @pytest.mark.parametrize(("name", "is_draft"), [("coordinator", False), ("target1", False), ("draft0", True)])
 def test_who_has_not_answered_for_five_seconds_of_waits_is_silent(gang, name, is_draft):
-    """Processes of the service are asked beside its own supervisor, by waits that nobody has waited; one is stopped for a moment."""
+    """Processes of the service are asked beside its own supervisor, by waits that nobody has waited; one is stopped for
+    a moment."""
     gang.until(lambda: gang.supervisor.has_draft, 60, "the service did not come up")
     beside = Gang(gang.supervisor._config, gang.supervisor.pair, gang.supervisor.epoch)
     beside.actors = dict(gang.supervisor.gang.actors)

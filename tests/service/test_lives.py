@@ -39,7 +39,8 @@ def until(condition, timeout: float, what: str) -> None:
 
 
 def own_threads() -> list[str]:
-    """Names of this process's threads, but for asyncio's pool: that takes another one whenever the last has not quite become idle."""
+    """Names of this process's threads, but for asyncio's pool: that takes another one whenever the last has not quite
+    become idle."""
     return [thread.name for thread in threading.enumerate() if not thread.name.startswith("asyncio_")]
 
 
@@ -85,16 +86,17 @@ def test_stop_while_it_waits_for_room(ray_cluster):
 def test_many_lives(start):
     """Files and threads of this process, where gateway and supervisor are, after every restart.
 
-    Pools of threads fill up as they are first used, so the first two lives say what is held; what every life leaves behind is then one
-    more by the third.
-    """
+    Pools of threads fill up as they are first used, so the first two lives say what is held; what every life leaves
+    behind is then one more by the third."""
     others = ranks()
     with start(engine=EngineConfig(block=3, branches=2, max_slots=4)) as running:
         files, threads = [], []
         for _ in range(3):
             epoch = running.supervisor.epoch
             running.kill("coordinator")
-            running.until(lambda last=epoch: running.supervisor.epoch == last + 1 and running.supervisor.serving, 60, "no restart")
+            running.until(
+                lambda last=epoch: running.supervisor.epoch == last + 1 and running.supervisor.serving, 60, "no restart"
+            )
             with running.client() as client:
                 client.generate("x", particles=2, max_tokens=4, timeout=30)
             until(lambda: len(ranks() - others) == 3, 20, "processes of earlier lives stay")

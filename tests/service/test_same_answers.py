@@ -1,4 +1,5 @@
-"""The service gives the answers of the in-process engine: over both links, at every degree, whatever else is in flight."""
+"""The service gives the answers of the in-process engine: over both links, at every degree, whatever else is in
+flight."""
 
 from __future__ import annotations
 
@@ -110,7 +111,8 @@ def test_sixteen_clients_at_once(gang, expected):
 
 
 def test_draft_and_target_work_at_the_same_time(gang):
-    """In look-ahead form a round's two batches are on the way together: what both models take adds up to more than the round."""
+    """In look-ahead form a round's two batches are on the way together: what both models take adds up to more than the
+    round."""
     rounds, supervisor = [], gang.service.supervisor
     before, supervisor._on_step = supervisor._on_step, lambda step: rounds.append(step.times) if step.times else None
     try:
@@ -124,7 +126,14 @@ def test_draft_and_target_work_at_the_same_time(gang):
 
 @pytest.mark.slow
 def test_over_grpc_at_other_degrees(start, expected):
-    """The other link and the other form, with two ranks at each model. In threads: tests/coordinator/test_same_answers.py."""
-    service = start(GatewayConfig(port=0, http_port=0), link="grpc", draft_tp=2, target_tp=2, engine=EngineConfig(**FORMS["lockstep"]))
+    """The other link and the other form, with two ranks at each model. In threads:
+    tests/coordinator/test_same_answers.py."""
+    service = start(
+        GatewayConfig(port=0, http_port=0),
+        link="grpc",
+        draft_tp=2,
+        target_tp=2,
+        engine=EngineConfig(**FORMS["lockstep"]),
+    )
     with service as running, running.client() as client:
         all_are_the_engines_own(running, client, expected("lockstep"))

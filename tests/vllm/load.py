@@ -41,7 +41,10 @@ class Load:
     def __post_init__(self) -> None:
         self._stop = threading.Event()
         self._guard = threading.Lock()
-        self._threads = [threading.Thread(target=self._call_until_stopped, args=(caller,), daemon=True) for caller in range(self.callers)]
+        self._threads = [
+            threading.Thread(target=self._call_until_stopped, args=(caller,), daemon=True)
+            for caller in range(self.callers)
+        ]
 
     @contextmanager
     def running(self) -> Iterator[Load]:
@@ -89,4 +92,6 @@ class Load:
 
 def ask(client: openai.OpenAI, model: str, question: str, **settings):
     messages = [{"role": "user", "content": question}]
-    return client.chat.completions.create(model=model, messages=messages, stream=True, stream_options={"include_usage": True}, **settings)
+    return client.chat.completions.create(
+        model=model, messages=messages, stream=True, stream_options={"include_usage": True}, **settings
+    )

@@ -26,7 +26,18 @@ def routing(gangs: Sequence[str], log: Path, policy: str = "cache_aware") -> Ite
     """The URL of a router in front of these addresses, once it serves a model."""
     port, metrics_port = free_ports(2)
     workers = [f"grpc://{gang}" for gang in gangs]
-    command = [sys.executable, "-m", "smg", "launch", "--host", "127.0.0.1", "--port", port, "--prometheus-port", metrics_port]
+    command = [
+        sys.executable,
+        "-m",
+        "smg",
+        "launch",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        port,
+        "--prometheus-port",
+        metrics_port,
+    ]
     command += ["--backend", "vllm", "--worker-urls", *workers, "--policy", policy, *QUICK]
     with log.open("w") as file, subprocess.Popen([str(part) for part in command], stdout=file, stderr=file) as process:
         try:

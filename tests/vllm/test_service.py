@@ -65,7 +65,9 @@ def test_an_answer_is_the_targets_own(service, pair, prompt):
     with engine(service) as stub:
         (drawn,) = stub.Generate(asked(prompt, temperature=1.5, seed=7, max_tokens=30))
         *chunks, end = stub.Generate(asked(prompt, stream=True, **STREAMED))
-        (of_text,) = stub.Generate(pb.GenerateRequest(text="Mia has 12 apples.", sampling_params=pb.SamplingParams(seed=3, max_tokens=9)))
+        (of_text,) = stub.Generate(
+            pb.GenerateRequest(text="Mia has 12 apples.", sampling_params=pb.SamplingParams(seed=3, max_tokens=9))
+        )
     expected = local_answer(pair, prompt, method="target", temperature=1.5, seed=7, max_tokens=30)
     assert tuple(drawn.complete.output_ids) == expected.tokens
     assert (drawn.complete.prompt_tokens, drawn.complete.completion_tokens) == (len(prompt), len(expected.tokens))
@@ -123,7 +125,10 @@ def test_several_answers_to_one_call(service, pair, prompt):
         whole = list(stub.Generate(asked(prompt, n=3, seed=11, **settings)))
     for index in range(3):
         expected = local_answer(pair, prompt, method="target", seed=11 + index, **settings).tokens
-        assert tuple(t for r in responses if r.HasField("chunk") and r.chunk.index == index for t in r.chunk.token_ids) == expected
+        assert (
+            tuple(t for r in responses if r.HasField("chunk") and r.chunk.index == index for t in r.chunk.token_ids)
+            == expected
+        )
     for ends in ([r.complete for r in responses if r.HasField("complete")], [r.complete for r in whole]):
         assert sorted(end.index for end in ends) == [0, 1, 2]
     assert all(r.complete.cached_tokens >= len(prompt) // 16 * 16 - 16 for r in whole)
@@ -158,10 +163,19 @@ WRONG_REQUESTS = [
     (pb.GenerateRequest(text="x", request_id="x" * 257), "request_id has 257 characters; allowed: at most 256"),
     (pb.GenerateRequest(text="x", kv_transfer_params_json="{}"), "kv_transfer_params_json is given"),
     (pb.GenerateRequest(text="x", mm_inputs=pb.MultimodalInputs()), "mm_inputs is given"),
-    (pb.GenerateRequest(text="x", extra_mm_inputs=[pb.MultimodalInputs()]), "extra_mm_inputs is given; this service has text only"),
+    (
+        pb.GenerateRequest(text="x", extra_mm_inputs=[pb.MultimodalInputs()]),
+        "extra_mm_inputs is given; this service has text only",
+    ),
     (pb.GenerateRequest(text="x", data_parallel_rank=1), "data_parallel_rank=1; allowed: 0"),
 ]
-NEUTRAL = {"repetition_penalty": 1.0, "json_object": False, "skip_special_tokens": True, "include_stop_str_in_output": True, "top_p": 1.0}
+NEUTRAL = {
+    "repetition_penalty": 1.0,
+    "json_object": False,
+    "skip_special_tokens": True,
+    "include_stop_str_in_output": True,
+    "top_p": 1.0,
+}
 
 
 def test_what_there_is_not_is_refused_by_name(service):
@@ -187,7 +201,9 @@ EXTREMES = {
 def extreme(rng: random.Random) -> pb.GenerateRequest:
     """A request with some settings at their extremes, and a short answer."""
     message = asked(
-        rng.choice(([5], [5], [], [2**32 - 1], [5] * 511)), stream=rng.random() < 0.5, max_tokens=rng.choice((0, 1, 3, 2**32 - 1))
+        rng.choice(([5], [5], [], [2**32 - 1], [5] * 511)),
+        stream=rng.random() < 0.5,
+        max_tokens=rng.choice((0, 1, 3, 2**32 - 1)),
     )
     for field in pb.SamplingParams.DESCRIPTOR.fields:
         if field.type not in EXTREMES or field.name == "max_tokens" or rng.random() < 0.85:
@@ -265,14 +281,21 @@ def test_what_is_served(service, pair, tmp_path):
         chunks = list(stub.GetTokenizer(common_pb2.GetTokenizerRequest()))
     assert health.healthy and (loads.dp_rank_count, len(loads.loads)) == (1, 1)
     assert (model.served_model_name, model.tokenizer_path) == ("demo-target", str(demo.TARGET))
-    assert (model.max_context_length, model.vocab_size, tuple(model.eos_token_ids)) == (512, 512, pair.tokenizer.eos_ids)
+    assert (model.max_context_length, model.vocab_size, tuple(model.eos_token_ids)) == (
+        512,
+        512,
+        pair.tokenizer.eos_ids,
+    )
     assert (model.is_generation, list(model.architectures)) == (True, ["LlamaForCausalLM"])
     assert (server.max_num_seqs, server.data_parallel_size, server.is_paused) == (8, 1, False)
     data = b"".join(chunk.data for chunk in chunks)
     assert chunks[-1].sha256 == hashlib.sha256(data).hexdigest() and not any(chunk.sha256 for chunk in chunks[:-1])
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         archive.extractall(tmp_path)
-    assert Tokenizer.load(tmp_path).fingerprint() == pair.tokenizer.fingerprint() and Tokenizer.load(tmp_path).has_chat_template
+    assert (
+        Tokenizer.load(tmp_path).fingerprint() == pair.tokenizer.fingerprint()
+        and Tokenizer.load(tmp_path).has_chat_template
+    )
 
 
 def test_methods_that_there_are_not_say_what_there_is(service):

@@ -1,4 +1,5 @@
-"""smg, unmodified, in front of one gateway: OpenAI's API over ours. Two gangs, and the loss of one: `tests.vllm.two_gangs`."""
+"""smg, unmodified, in front of one gateway: OpenAI's API over ours. Two gangs, and the loss of one:
+`tests.vllm.two_gangs`."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def client(shared, tmp_path_factory) -> Iterator[openai.OpenAI]:
 
 
 def ask(client: openai.OpenAI, question: str, **settings):
-    return client.chat.completions.create(model="demo-target", messages=[{"role": "user", "content": question}], **settings)
+    return client.chat.completions.create(
+        model="demo-target", messages=[{"role": "user", "content": question}], **settings
+    )
 
 
 def expected(pair, question: str, **settings):
@@ -44,7 +47,11 @@ def test_answers_and_streams_are_the_targets_own(service, client, pair):
         chunks = list(ask(client, QUESTIONS[number], stream=True, stream_options={"include_usage": True}, **settings))
         choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
         assert len(choices) > 3
-        return "".join(c.delta.content or "" for c in choices), choices[-1].finish_reason, chunks[-1].usage.completion_tokens
+        return (
+            "".join(c.delta.content or "" for c in choices),
+            choices[-1].finish_reason,
+            chunks[-1].usage.completion_tokens,
+        )
 
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(call, range(8)))

@@ -1,4 +1,5 @@
-"""Two gangs behind smg, and what happens when one of them is killed: a rehearsal of docs/scale.md, too heavy for the tests.
+"""Two gangs behind smg, and what happens when one of them is killed: a rehearsal of docs/scale.md, too heavy for the
+tests.
 
     python -m tests.vllm.two_gangs --directory /tmp/rehearsal
 
@@ -26,7 +27,8 @@ from tests.vllm.load import CALLERS, HANG, QUESTIONS, Load, ask
 from tests.vllm.smg import models, routing
 
 FAMILIES, MEMBERS = 5, 6
-"""Prompts that begin alike: so many beginnings, so many ends of each. An odd number of beginnings, or taking turns would part none."""
+"""Prompts that begin alike: so many beginnings, so many ends of each. An odd number of beginnings, or taking turns
+would part none."""
 
 
 class Gang:
@@ -56,7 +58,11 @@ class Gang:
         return [root, *root.children(recursive=True)]
 
     def kill_a_rank(self) -> None:
-        ranks = [process for process in self.processes() if any("smcserve: target rank" in part for part in process.cmdline())]
+        ranks = [
+            process
+            for process in self.processes()
+            if any("smcserve: target rank" in part for part in process.cmdline())
+        ]
         ranks[0].send_signal(signal.SIGKILL)
 
     def kill(self) -> int:
@@ -114,8 +120,12 @@ class TwoGangs(Rehearsal):
                 _, apart = self.prefixes(url, "round robin")
             with routing(addresses, self._directory / "cache_aware.log") as url:
                 alone, together = self.prefixes(url, "cache-aware")
-                self.must(f"cache-aware routing sends equal prefixes to one gang: {alone} of {FAMILIES}", alone == FAMILIES)
-                self.must(f"and finds more of them computed: {together:.0f} tokens instead of {apart:.0f}", together > apart)
+                self.must(
+                    f"cache-aware routing sends equal prefixes to one gang: {alone} of {FAMILIES}", alone == FAMILIES
+                )
+                self.must(
+                    f"and finds more of them computed: {together:.0f} tokens instead of {apart:.0f}", together > apart
+                )
                 self.lose_a_rank(url)
                 self.lose_a_gang(url)
         return self.verdict()
@@ -127,7 +137,8 @@ class TwoGangs(Rehearsal):
             raise SystemExit(f"NOT: the {gang.name} gang did not start; see its log")
 
     def prefixes(self, url: str, salt: str) -> tuple[int, float]:
-        """Prompts of several families, one after the other: families that one gang answered alone, and prompt tokens found computed."""
+        """Prompts of several families, one after the other: families that one gang answered alone, and prompt tokens
+        found computed."""
         hits = sum(gang.hits for gang in self.gangs)
         owners: list[set[str]] = [set() for _ in range(FAMILIES)]
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
@@ -142,15 +153,20 @@ class TwoGangs(Rehearsal):
                     owners[family] |= {gang.name for gang, answers in zip(self.gangs, before) if gang.answers > answers}
         found = sum(gang.hits for gang in self.gangs) - hits
         alone = sum(len(names) == 1 for names in owners)
-        self.say(f"{salt}: {alone} of {FAMILIES} prefixes went to one gang alone; {found:.0f} prompt tokens were found computed")
+        self.say(
+            f"{salt}: {alone} of {FAMILIES} prefixes went to one gang alone; {found:.0f} prompt tokens were found computed"
+        )
         return alone, found
 
     def lose_a_rank(self, url: str) -> None:
-        """A worker's process is killed: its gang starts anew behind its gateway, and answers of the target's own draws go on."""
+        """A worker's process is killed: its gang starts anew behind its gateway, and answers of the target's own draws
+        go on."""
         first, _ = self.gangs
         epoch = first.metric("smc_epoch")
         with self.load(url) as load:
-            self.until("both gangs answer", lambda: all(gang.metric("smc_requests_running") > 0 for gang in self.gangs), 30)
+            self.until(
+                "both gangs answer", lambda: all(gang.metric("smc_requests_running") > 0 for gang in self.gangs), 30
+            )
             first.kill_a_rank()
             self.say("kill -9 of one rank of the first gang")
             self.until("its gang is gone", lambda: not first.serving, 30)
@@ -158,13 +174,18 @@ class TwoGangs(Rehearsal):
             answers = first.answers
             self.until("and answers", lambda: first.answers > answers, 60)
         self.told(load, "while a rank was lost")
-        self.must("no call was lost: what was in flight went on, the rest was sent to the other", set(load.ends) <= {"ok", "hanging"})
+        self.must(
+            "no call was lost: what was in flight went on, the rest was sent to the other",
+            set(load.ends) <= {"ok", "hanging"},
+        )
 
     def lose_a_gang(self, url: str) -> None:
         """All its processes at once, its gateway among them; then it is started again."""
         first, second = self.gangs
         with self.load(url) as load:
-            self.until("both gangs answer", lambda: all(gang.metric("smc_requests_running") > 0 for gang in self.gangs), 60)
+            self.until(
+                "both gangs answer", lambda: all(gang.metric("smc_requests_running") > 0 for gang in self.gangs), 60
+            )
             self.say(f"kill -9 of all {first.kill()} processes of the first gang")
             answers = second.answers
             self.until("the second answers alone", lambda: second.answers > answers + 2 * CALLERS, 60)

@@ -1,4 +1,5 @@
-"""Ranks agree whether they sum in symmetric memory, whatever one of them meets. The sums themselves: tests/gpu/test_symmetric.py."""
+"""Ranks agree whether they sum in symmetric memory, whatever one of them meets. The sums themselves:
+tests/gpu/test_symmetric.py."""
 
 from __future__ import annotations
 
@@ -11,7 +12,12 @@ import torch.distributed as dist
 from services.workers import symmetric
 from services.workers.symmetric import SymmetricSum
 
-ERRORS = [(RuntimeError, "no peer access\nfrom here"), (RuntimeError, ""), (RuntimeError, "\n"), (ImportError, "not in this torch")]
+ERRORS = [
+    (RuntimeError, "no peer access\nfrom here"),
+    (RuntimeError, ""),
+    (RuntimeError, "\n"),
+    (ImportError, "not in this torch"),
+]
 
 
 # To connect takes a store five seconds now and then.
@@ -21,7 +27,9 @@ PATIENCE = timedelta(seconds=60)
 class Ranks:
     """Two ranks, each a thread with a store of its own, of which one may fail."""
 
-    def __init__(self, monkeypatch, fails: str | None = None, kind: type[Exception] = RuntimeError, what: str = "") -> None:
+    def __init__(
+        self, monkeypatch, fails: str | None = None, kind: type[Exception] = RuntimeError, what: str = ""
+    ) -> None:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
         made = []
 

@@ -1,4 +1,5 @@
-"""Writes what the chart has of other files: files/, and its README with a table of all values that have a comment `# -- ..`.
+"""Writes what the chart has of other files: files/, and its README with a table of all values that have a comment `# --
+..`.
 
 Copies, not links: packaging follows links, but some tools that fetch charts drop them.
 
@@ -36,7 +37,10 @@ def rows(text: str) -> list[tuple[str, object, str]]:
 
 
 def readme() -> str:
-    body = "\n".join(f"| `{name}` | `{json.dumps(value)}` | {said} |" for name, value, said in rows((HERE / "values.yaml").read_text()))
+    body = "\n".join(
+        f"| `{name}` | `{json.dumps(value)}` | {said} |"
+        for name, value, said in rows((HERE / "values.yaml").read_text())
+    )
     return (HERE / "README.md.in").read_text().replace(TABLE, f"| value | default | |\n| :--- | :--- | :--- |\n{body}")
 
 

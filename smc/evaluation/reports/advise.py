@@ -1,4 +1,5 @@
-"""`smcserve bench --advise`: which split of GPUs, and which N, F, K, decode how many requests fastest: foretold from measured costs."""
+"""`smcserve bench --advise`: which split of GPUs, and which N, F, K, decode how many requests fastest: foretold from
+measured costs."""
 
 from __future__ import annotations
 
@@ -89,7 +90,8 @@ class AdvisePlan:
 
 
 def run(plan: AdvisePlan, machine: PromptMachine, compiles: bool) -> None:
-    """Measure, then print what follows. `compiles`: rounds of a kind are compiled and recorded there before they can be timed."""
+    """Measure, then print what follows. `compiles`: rounds of a kind are compiled and recorded there before they can be
+    timed."""
     from smc.calibration.costs import STEADY, THOROUGH
     from smc.evaluation.advise import Acceptance, advise, arrangements
     from smc.evaluation.probes import measure_acceptance, measure_costs
@@ -112,7 +114,10 @@ def run(plan: AdvisePlan, machine: PromptMachine, compiles: bool) -> None:
 
 
 def report(
-    plan: AdvisePlan, curves: Mapping[int, LatencyModel], acceptance: Acceptance, speeds: Callable[[Sequence[int]], list[Foretold]]
+    plan: AdvisePlan,
+    curves: Mapping[int, LatencyModel],
+    acceptance: Acceptance,
+    speeds: Callable[[Sequence[int]], list[Foretold]],
 ) -> None:
     """Tables; the same numbers, and a picture, where they are wanted. `speeds`: of some loads."""
     how = (
@@ -151,13 +156,27 @@ def advice_table(speeds: Sequence[Foretold]) -> Table:
         if new and last is not None:
             table.add_section()
         last = speed.requests
-        shape = ("", "", "") if setting is None else (setting.particles, setting.branches if arrangement.form == "look-ahead" else "")
+        shape = (
+            ("", "", "")
+            if setting is None
+            else (setting.particles, setting.branches if arrangement.form == "look-ahead" else "")
+        )
         shape = shape if setting is None else (*shape, setting.block)
         base = plain_of(speeds, speed.requests)
-        rates = (f"{speed.tokens:.1f}", f"{speed.per_request:,.0f}", f"{speed.total:,.0f}", f"{speed.per_request / base:.2f}")
+        rates = (
+            f"{speed.tokens:.1f}",
+            f"{speed.per_request:,.0f}",
+            f"{speed.total:,.0f}",
+            f"{speed.per_request / base:.2f}",
+        )
         used = arrangement.gpus * arrangement.copies
         table.add_row(
-            str(speed.requests) if new else "", arrangement.name, str(used), *map(str, shape), *rates, style="bold" if new else None
+            str(speed.requests) if new else "",
+            arrangement.name,
+            str(used),
+            *map(str, shape),
+            *rates,
+            style="bold" if new else None,
         )
     return table
 
@@ -167,7 +186,9 @@ def plain_of(speeds: Sequence[Foretold], requests: int) -> float:
     return max(speed.per_request for speed in speeds if speed.requests == requests and speed.setting is None)
 
 
-def _record(curves: Mapping[int, LatencyModel], acceptance: Acceptance, speeds: Sequence[Foretold]) -> dict[str, object]:
+def _record(
+    curves: Mapping[int, LatencyModel], acceptance: Acceptance, speeds: Sequence[Foretold]
+) -> dict[str, object]:
     rows = [
         {
             "requests": speed.requests,

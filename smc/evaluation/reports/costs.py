@@ -19,7 +19,11 @@ CURVES_LEGEND = (
     "what these rounds say of costs, with the contexts that they had: milliseconds of a draft step, by rows, of a target pass, by "
     "positions, and of a pass of the target that decodes alone, by sequences."
 )
-COLUMNS = {"draft": ("rows", "draft step ms"), "target": ("positions", "target pass ms"), "alone": ("sequences", "alone ms")}
+COLUMNS = {
+    "draft": ("rows", "draft step ms"),
+    "target": ("positions", "target pass ms"),
+    "alone": ("sequences", "alone ms"),
+}
 """Of the parts of `smc.scheduler.latency_model`."""
 
 
@@ -51,7 +55,8 @@ class Seen:
 
 
 def seen_of_speeds(rows: Sequence[Speed], drafting: str) -> list[Seen]:
-    """`drafting` of `EngineConfig`: where costs decided, who had how many rows, and when, is not known of exact decoding."""
+    """`drafting` of `EngineConfig`: where costs decided, who had how many rows, and when, is not known of exact
+    decoding."""
     return [
         Seen(
             on=f"{row.target_gpus} GPUs" if row.target_gpus > 1 else "a GPU",
@@ -82,13 +87,22 @@ def costs_tables(costs: Mapping[int, LatencyModel]) -> list[Table]:
 def _costs_table(costs: LatencyModel, title: str) -> Table:
     reads = ", ".join(f"{1e9 * part.read:.0f} ({name})" for name, part in costs.parts.items())
     caption = f"without contexts; {reads} ns more for every token of context, {1e3 * costs.round_overhead:.2f} ms a round besides"
-    points = {name: [(size, 1e3 * seconds) for size, seconds in part.curve.points] for name, part in costs.parts.items()}
+    points = {
+        name: [(size, 1e3 * seconds) for size, seconds in part.curve.points] for name, part in costs.parts.items()
+    }
     return curve_table(points, title, caption)
 
 
 def curve_table(points: Mapping[str, Sequence[Point]], title: str, caption: str | None = None) -> Table:
     """`points`: size and milliseconds, by parts of the costs; those without any are left out."""
-    table = Table(box=SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0), title=title or None, caption=caption, title_justify="left")
+    table = Table(
+        box=SIMPLE_HEAD,
+        header_style="bold",
+        padding=(0, 1, 0, 0),
+        title=title or None,
+        caption=caption,
+        title_justify="left",
+    )
     found = {name: points[name] for name in COLUMNS if points.get(name)}
     for name in found:
         for header in COLUMNS[name]:

@@ -1,4 +1,5 @@
-"""The work behind `smcserve eval`: every setting measured in turn, shown as it goes, recorded, and reported at the end."""
+"""The work behind `smcserve eval`: every setting measured in turn, shown as it goes, recorded, and reported at the
+end."""
 
 from __future__ import annotations
 
@@ -86,7 +87,13 @@ class Pairs:
         shapes = {side: sources.of_side(side).name for side in SIDES} if self.load == "grown" else {}
         gpus = {} if self.device == "cpu" else {"gpus": _gpus()}
         head = {} if sources.draft_vocab is None else {"draft_vocab": len(sources.draft_vocab.ids_M)}
-        return machine(self.device) | {"dtype": name_dtypes(self.models.dtypes), "load": self.load, **shapes, **gpus, **head}
+        return machine(self.device) | {
+            "dtype": name_dtypes(self.models.dtypes),
+            "load": self.load,
+            **shapes,
+            **gpus,
+            **head,
+        }
 
 
 def _gpus() -> int:
@@ -99,8 +106,8 @@ def _gpus() -> int:
 def prepare(
     plan: Plan, settings: Sequence[Setting], pairs: Pairs, path: Path | None, resume: bool, solved: Sequence[Path] = ()
 ) -> tuple[Record, dict[str, Row]]:
-    """Open the record, and find out now whether any setting would be refused later. `solved`: records of what has been answered before;
-    returned are their rows, too."""
+    """Open the record, and find out now whether any setting would be refused later. `solved`: records of what has been
+    answered before; returned are their rows, too."""
     use_threads(plan.threads, DEMO)
     for setting in settings:
         problem_requests(pairs.models.tokenizer, setting, plan.make_problems(1), plan.terms)
@@ -112,7 +119,9 @@ def prepare(
     return record, known
 
 
-def measure_all(pairs: Pairs, plan: Plan, settings: Sequence[Setting], record: Record, known: Mapping[str, Row]) -> None:
+def measure_all(
+    pairs: Pairs, plan: Plan, settings: Sequence[Setting], record: Record, known: Mapping[str, Row]
+) -> None:
     """Measure what the record does not hold yet; of settings that are `known`, by name, speed alone. One that
     was stopped says how to go on."""
     todo = [setting for setting in settings if setting.name not in record.rows]
@@ -126,7 +135,9 @@ def measure_all(pairs: Pairs, plan: Plan, settings: Sequence[Setting], record: R
                 progress.console.print(f"about {_duration(forecast(pairs, plan, new))} for all", style="dim")
                 progress.remove_task(look)
             # An answer's cost grows about as its particles, so that is what the bar over everything counts.
-            whole = progress.add_task(f"all {len(todo)} settings", total=plan.problems * sum(setting.particles or 1 for setting in todo))
+            whole = progress.add_task(
+                f"all {len(todo)} settings", total=plan.problems * sum(setting.particles or 1 for setting in todo)
+            )
             for setting in todo:
                 row = _measure(pairs.placed(setting), plan, setting, known.get(setting.name), progress, whole)
                 record.add(row)
@@ -174,7 +185,9 @@ def _measure(pair: ModelPair, plan: Plan, setting: Setting, row: Row | None, pro
     return row
 
 
-def report(plan: Plan, settings: Sequence[Setting], record: Record, markdown: Path | None, picture: Path | None) -> None:
+def report(
+    plan: Plan, settings: Sequence[Setting], record: Record, markdown: Path | None, picture: Path | None
+) -> None:
     """The table in the terminal, and wherever else it was asked for; in the order of `settings`."""
     rows = [record.rows[setting.name] for setting in settings]
     about = _about(record)

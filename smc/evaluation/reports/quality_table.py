@@ -36,7 +36,9 @@ def quality_table(rows: Sequence[Row]) -> Table:
     table = Table(box=SIMPLE_HEAD, header_style="bold", padding=0, show_edge=False)
     for header in HEADERS:
         if header not in NOT_SHOWN:
-            table.add_column("\n".join(header.rsplit(" ", 1)), justify="left" if header == "decoding" else "right", no_wrap=True)
+            table.add_column(
+                "\n".join(header.rsplit(" ", 1)), justify="left" if header == "decoding" else "right", no_wrap=True
+            )
     target = target_alone(rows)
     for above, row in zip((None, *rows), rows):
         if above is not None and _family(above.setting) != _family(row.setting):
@@ -57,7 +59,9 @@ def quality_markdown(rows: Sequence[Row], about: str, concurrency: int) -> str:
 def cells(row: Row, target: Row | None) -> list[str]:
     """In the order of HEADERS. `target`: the row of the target alone."""
     setting, speed = row.setting, row.tokens_per_second
-    name = f"{setting.kind} {'lockstep' if setting.form == 'lockstep' else 'look-ahead'}" if setting.form else setting.name
+    name = (
+        f"{setting.kind} {'lockstep' if setting.form == 'lockstep' else 'look-ahead'}" if setting.form else setting.name
+    )
     return [
         name,
         *("" if value is None else str(value) for value in (setting.particles, setting.block, setting.branches)),

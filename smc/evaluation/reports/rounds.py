@@ -26,7 +26,11 @@ GANG_LEGEND = (
 
 
 def measure_rounds(
-    pair: ModelPair, configs: Sequence[EngineConfig], concurrency: Sequence[int], sampling: Mapping[str, object], rounds: int
+    pair: ModelPair,
+    configs: Sequence[EngineConfig],
+    concurrency: Sequence[int],
+    sampling: Mapping[str, object],
+    rounds: int,
 ) -> list[RoundTime]:
     """Every engine with every number of requests side by side."""
     from smc.evaluation.round_time import measure
@@ -46,7 +50,9 @@ def round_table(times: Sequence[RoundTime]) -> Table:
     for time in times:
         shape = (str(value) for value in (time.block, time.branches, time.requests))
         parts = (time.draft, time.target, time.host)
-        table.add_row(time.decoding, time.form, *shape, f"{time.tokens:.1f}", *(f"{part:.2f}" for part in (sum(parts), *parts)))
+        table.add_row(
+            time.decoding, time.form, *shape, f"{time.tokens:.1f}", *(f"{part:.2f}" for part in (sum(parts), *parts))
+        )
     return table
 
 

@@ -1,4 +1,5 @@
-"""`smcserve bench --device cuda`: answer tokens a second, mode by mode, beside plain decoding and beside the hardware's limit."""
+"""`smcserve bench --device cuda`: answer tokens a second, mode by mode, beside plain decoding and beside the hardware's
+limit."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ class SpeedPlan:
     prefix_cache: bool = True
     """Of `EngineConfig`."""
     decodings: Sequence[Mapping[str, Any]] = ({},)
-    """Method, population and verification of the modes of both models, of each in turn; of `SamplingParams`, by name."""
+    """Method, population and verification of the modes of both models, of each in turn; of `SamplingParams`, by
+    name."""
     drafting: str = "always"
     """Of `EngineConfig`; `costs`: they are timed first."""
 
@@ -105,14 +107,23 @@ class SpeedPlan:
                 yield Mode(name, Method.TARGET, EngineConfig(block=PLAIN_BLOCK, **common), 1, degrees)
             elif name == "lookahead":
                 for own, n, f, k in product(self._decodings(), self.particles, self.branches, self.blocks):
-                    yield Mode(name, config=EngineConfig(block=k, branches=f, **common), particles=n, degrees=degrees, **own)
+                    yield Mode(
+                        name, config=EngineConfig(block=k, branches=f, **common), particles=n, degrees=degrees, **own
+                    )
             else:
                 for own, n, k in product(self._decodings(), self.particles, self.blocks):
-                    yield Mode(name, config=EngineConfig(form="lockstep", block=k, **common), particles=n, degrees=degrees, **own)
+                    yield Mode(
+                        name,
+                        config=EngineConfig(form="lockstep", block=k, **common),
+                        particles=n,
+                        degrees=degrees,
+                        **own,
+                    )
 
     def _degrees(self, name: str) -> tuple[int, int]:
         """GPUs of draft and target in this mode; 0: the draft is on the target's."""
-        # Plain decoding is on as many GPUs as the others have, or on one if it fits there: whoever has them would use them all.
+        # Plain decoding is on as many GPUs as the others have, or on one if it fits there: whoever has them would use
+        # them all.
         if name == WIDE or (name == "plain" and max(self.degrees) > 1):
             return (0, sum(self.degrees))
         return (0, 1) if name in ("plain", "lockstep") else self.degrees
@@ -127,15 +138,18 @@ class SpeedPlan:
 
 
 def in_turn(rows: Sequence[Turn]) -> list[tuple[int, Turn]]:
-    """In the order in which they are run, each with its place in `rows`: those whose target has as many GPUs follow each other, whatever
-    their load. Processes hold a target as it is split among them, and a large one takes minutes to load."""
+    """In the order in which they are run, each with its place in `rows`: those whose target has as many GPUs follow
+    each other, whatever their load. Processes hold a target as it is split among them, and a large one takes minutes to
+    load."""
     splits = list(dict.fromkeys(mode.degrees[1] for mode, _, _ in rows))
     return sorted(enumerate(rows), key=lambda row: splits.index(row[1][0].degrees[1]))
 
 
-def measure(plan: SpeedPlan, machine: Machine, gpus: int, trace: Path | None, keep_rows: Callable[[Sequence[Speed]], None]) -> list[Speed]:
-    """In the order of `plan.rows`, whatever is run first. With `trace`, all timed rounds are written there as a Chrome trace. `keep_rows`
-    is told of those so far after each."""
+def measure(
+    plan: SpeedPlan, machine: Machine, gpus: int, trace: Path | None, keep_rows: Callable[[Sequence[Speed]], None]
+) -> list[Speed]:
+    """In the order of `plan.rows`, whatever is run first. With `trace`, all timed rounds are written there as a Chrome
+    trace. `keep_rows` is told of those so far after each."""
     from smc.calibration.costs import THOROUGH
     from smc.evaluation.load import problem_load, random_load
     from smc.evaluation.probes import measure_costs
@@ -163,7 +177,11 @@ def measure(plan: SpeedPlan, machine: Machine, gpus: int, trace: Path | None, ke
     with progress_bar() as progress:
         task = progress.add_task("modes", total=len(todo))
         for place, (mode, requests, context) in todo:
-            load = problem_load(machine.tokenizer, requests) if context is None else random_load(machine.tokenizer, requests, context)
+            load = (
+                problem_load(machine.tokenizer, requests)
+                if context is None
+                else random_load(machine.tokenizer, requests, context)
+            )
             measured[place] = bench.run(mode, load, plan.rounds)
             keep_rows(_in_place(measured))
             progress.advance(task)
@@ -177,7 +195,8 @@ def _in_place(measured: Mapping[int, Speed]) -> list[Speed]:
 
 
 class Machines:
-    """A pair on one GPU runs in this process, where its models can tell each other without the host; all else by `apart`."""
+    """A pair on one GPU runs in this process, where its models can tell each other without the host; all else by
+    `apart`."""
 
     def __init__(self, local: Machine, apart: Machine) -> None:
         self._local, self._apart, self.tokenizer = local, apart, apart.tokenizer
@@ -204,7 +223,9 @@ def count_gpus() -> int:
 
     gpus = torch.cuda.device_count()
     if not gpus:
-        raise ValueError("--device cuda, but torch sees no GPU here; leave it out to split the time of a round on a CPU")
+        raise ValueError(
+            "--device cuda, but torch sees no GPU here; leave it out to split the time of a round on a CPU"
+        )
     return gpus
 
 
@@ -219,7 +240,17 @@ def speed_table(rows: Sequence[Speed]) -> Table:
         shape = (row.particles, row.block, row.branches, row.gpus, row.context, row.requests)
         name = row.mode if row.decoding == "target" else f"{row.decoding} {row.mode}"
         drafted = (f"{row.rows:.1f}", f"{row.alone:.0%}" if row.decoding == "exact" else "")
-        rates = (f"{row.tokens:.1f}", f"{row.per_request:.0f}", f"{row.total:.0f}", f"{row.per_request / base:.2f}" if base else "")
-        times = (f"{x:.2f}" for x in (row.round, row.draft / row.block, row.draft, row.target, row.choose, row.link, row.host))
-        table.add_row(name, *map(str, shape), *drafted, *rates, *times, f"{row.idle:.0%}", f"{row.floor:.0%}", f"{row.memory:.1f}")
+        rates = (
+            f"{row.tokens:.1f}",
+            f"{row.per_request:.0f}",
+            f"{row.total:.0f}",
+            f"{row.per_request / base:.2f}" if base else "",
+        )
+        times = (
+            f"{x:.2f}"
+            for x in (row.round, row.draft / row.block, row.draft, row.target, row.choose, row.link, row.host)
+        )
+        table.add_row(
+            name, *map(str, shape), *drafted, *rates, *times, f"{row.idle:.0%}", f"{row.floor:.0%}", f"{row.memory:.1f}"
+        )
     return table

@@ -31,7 +31,9 @@ def read(path: Path) -> list[dict[str, Any]]:
         names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
         spans = [event | {"lane": names[event["tid"]]} for event in events if event["ph"] == "X"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a trace of smcserve serve --trace ({type(error).__name__}: {error})") from error
+        raise ValueError(
+            f"{path} is not a trace of smcserve serve --trace ({type(error).__name__}: {error})"
+        ) from error
     if not spans:
         raise ValueError(f"{path} holds no rounds: nothing was asked of that service")
     return spans
@@ -48,12 +50,22 @@ def draw(events: list[dict[str, Any]], start: float, length: float, path: Path) 
     for event in events:
         y = LANES.index(event["lane"])
         span = [(event["ts"] / 1e3 - start, event["dur"] / 1e3)]
-        axes.broken_barh(span, (y - 0.36, 0.72), facecolors=KINDS.get(event["name"], OTHER)[0], edgecolor="white", linewidth=0.5)
-    axes.set(xlim=(0, length), ylim=(len(LANES) - 0.5, -0.5), xlabel="milliseconds", yticks=range(len(LANES)), yticklabels=LANES)
+        axes.broken_barh(
+            span, (y - 0.36, 0.72), facecolors=KINDS.get(event["name"], OTHER)[0], edgecolor="white", linewidth=0.5
+        )
+    axes.set(
+        xlim=(0, length),
+        ylim=(len(LANES) - 0.5, -0.5),
+        xlabel="milliseconds",
+        yticks=range(len(LANES)),
+        yticklabels=LANES,
+    )
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.grid(axis="x", alpha=0.3)
     shown = {KINDS.get(event["name"], OTHER) for event in events}
-    patches = [Patch(color=colour, label=label) for colour, label in (*KINDS.values(), OTHER) if (colour, label) in shown]
+    patches = [
+        Patch(color=colour, label=label) for colour, label in (*KINDS.values(), OTHER) if (colour, label) in shown
+    ]
     figure.legend(handles=patches, loc="outside upper center", ncols=len(patches), frameon=False, fontsize=9)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

@@ -50,7 +50,14 @@ def first_token_table(rows: Sequence[FirstToken]) -> Table:
         table.add_column(header.replace("_", " "), justify="right", no_wrap=True)
     for row in rows:
         shape = (row.gpus, f"{row.context:,}", f"{row.cached:,}", row.beside)
-        work = (f"{row.ttft:.1f}", f"{row.draft:.1f}", f"{row.draft_peak:.0%}", f"{row.target:.1f}", f"{row.target_peak:.0%}", row.chunks)
+        work = (
+            f"{row.ttft:.1f}",
+            f"{row.draft:.1f}",
+            f"{row.draft_peak:.0%}",
+            f"{row.target:.1f}",
+            f"{row.target_peak:.0%}",
+            row.chunks,
+        )
         rounds = (_number(value) for value in (row.round, row.round_beside, row.stretch, row.longest))
         table.add_row(row.mode, *map(str, (*shape, *work)), *rounds)
     return table

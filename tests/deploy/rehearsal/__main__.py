@@ -1,10 +1,11 @@
-"""The chart without a cluster: two gangs behind the router, installed, asked, upgraded, killed and drained, from the rendered manifests.
+"""The chart without a cluster: two gangs behind the router, installed, asked, upgraded, killed and drained, from the
+rendered manifests.
 
     sudo python -m tests.deploy.rehearsal --directory /var/tmp/rehearsal
 
-Pods are processes of this machine in namespaces of their own; `cluster`, `pod` and `api` stand in for Kubernetes. Prints what it saw, then
-a table; exits with 1 if anything was not as docs/kubernetes.md says. Takes about five minutes and 12 GB.
-"""
+Pods are processes of this machine in namespaces of their own; `cluster`, `pod` and `api` stand in for Kubernetes.
+Prints what it saw, then a table; exits with 1 if anything was not as docs/kubernetes.md says. Takes about five minutes
+and 12 GB."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""As much of Kubernetes' API as a router that looks for pods asks: their list, and a watch of what changes. Plain HTTP, no rights."""
+"""As much of Kubernetes' API as a router that looks for pods asks: their list, and a watch of what changes. Plain HTTP,
+no rights."""
 
 from __future__ import annotations
 
@@ -14,7 +15,10 @@ from tests.deploy.rehearsal.pod import Pod
 
 def selected(labels: dict[str, str], selector: str) -> bool:
     """Of equalities alone."""
-    return all(labels.get(name) == value.lstrip("=") for name, _, value in (each.partition("=") for each in selector.split(",") if each))
+    return all(
+        labels.get(name) == value.lstrip("=")
+        for name, _, value in (each.partition("=") for each in selector.split(",") if each)
+    )
 
 
 class PodsApi:
@@ -50,13 +54,17 @@ class _Handler(BaseHTTPRequestHandler):
         address = urllib.parse.urlparse(self.path)
         asked = {name: values[0] for name, values in urllib.parse.parse_qs(address.query).items()}
         if address.path != "/api/v1/namespaces/llm/pods":
-            return self._answer(404, {"kind": "Status", "status": "Failure", "code": 404, "message": f"no {self.path} here"})
+            return self._answer(
+                404, {"kind": "Status", "status": "Failure", "code": 404, "message": f"no {self.path} here"}
+            )
         selector = asked.get("labelSelector", "")
         if asked.get("watch") in ("true", "1"):
             return self._watch(selector)
         with self.api._guard:
             items = [pod.as_object() for pod in self.api._pods() if selected(pod.labels, selector)]
-        return self._answer(200, {"kind": "PodList", "apiVersion": "v1", "metadata": {"resourceVersion": "1"}, "items": items})
+        return self._answer(
+            200, {"kind": "PodList", "apiVersion": "v1", "metadata": {"resourceVersion": "1"}, "items": items}
+        )
 
     def _answer(self, code: int, body: dict) -> None:
         text = json.dumps(body).encode()

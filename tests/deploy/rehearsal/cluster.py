@@ -1,4 +1,5 @@
-"""What controllers do with a release: Deployments keep and replace pods, Services know who is ready, the API tells the router.
+"""What controllers do with a release: Deployments keep and replace pods, Services know who is ready, the API tells the
+router.
 
 Not here: scheduling, quotas, DNS that changes while a pod runs, a proxy between a Service and its pods.
 """
@@ -21,7 +22,9 @@ from tests.deploy.rehearsal.pod import Pod
 class Cluster:
     """One namespace, `llm`, on one machine."""
 
-    def __init__(self, network: Network, folder: Path, secrets: dict[str, dict[str, str]], say: Callable[[str], None]) -> None:
+    def __init__(
+        self, network: Network, folder: Path, secrets: dict[str, dict[str, str]], say: Callable[[str], None]
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._network, self._folder, self._secrets, self.say = network, folder, secrets, say
         self.pods: list[Pod] = []
@@ -103,7 +106,8 @@ class Cluster:
             pod.gone.wait()
 
     def _roll(self, name: str) -> None:
-        """A pod above the number wanted is started as far as `maxSurge` allows, and an old one ends when a new one is ready."""
+        """A pod above the number wanted is started as far as `maxSurge` allows, and an old one ends when a new one is
+        ready."""
         spec = self._deployments[name]["spec"]
         surge = spec.get("strategy", {}).get("rollingUpdate", {}).get("maxSurge", 1)
         old, new = self.of(name), []

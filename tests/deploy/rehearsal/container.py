@@ -26,7 +26,9 @@ OURS = (ROOT, Path(sys.prefix), Path(sys.base_prefix))
 
 def entry_point(image: str) -> list[str]:
     """Of an image of this repository, by its tag; without tini, which `init.py` stands in for."""
-    (said,) = re.findall(r"^ENTRYPOINT (.*)$", (ROOT / f"deploy/docker/Dockerfile.{image.rsplit('-', 1)[-1]}").read_text(), re.MULTILINE)
+    (said,) = re.findall(
+        r"^ENTRYPOINT (.*)$", (ROOT / f"deploy/docker/Dockerfile.{image.rsplit('-', 1)[-1]}").read_text(), re.MULTILINE
+    )
     tini, dashes, *command = json.loads(said)
     assert (tini, dashes) == ("tini", "--")
     return command
@@ -66,8 +68,25 @@ class Container:
         self._mounts.append((source, target, False))
 
     def start(self) -> None:
-        settings = {"mounts": self._places(), "readOnlyRoot": self.spec.get("securityContext", {}).get("readOnlyRootFilesystem", False)}
-        command = ["nsenter", "-t", str(self._pause), "-n", "-i", "-u", "--", "unshare", "-m", "-p", "-f", "--kill-child", "--mount-proc"]
+        settings = {
+            "mounts": self._places(),
+            "readOnlyRoot": self.spec.get("securityContext", {}).get("readOnlyRootFilesystem", False),
+        }
+        command = [
+            "nsenter",
+            "-t",
+            str(self._pause),
+            "-n",
+            "-i",
+            "-u",
+            "--",
+            "unshare",
+            "-m",
+            "-p",
+            "-f",
+            "--kill-child",
+            "--mount-proc",
+        ]
         command += [sys.executable, "-S", str(INIT), json.dumps(settings), *self._command()]
         with self._log.open("a") as log:
             pipes = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log}

@@ -1,8 +1,9 @@
-"""The first process of a container: mounts what it is told, then runs its command, as tini does: signals are passed on, orphans reaped.
+"""The first process of a container: mounts what it is told, then runs its command, as tini does: signals are passed on,
+orphans reaped.
 
-init.py MOUNTS COMMAND..: MOUNTS is JSON, `{"mounts": [[source, target, read-only], ..], "readOnlyRoot": true}`. Uses nothing but Python's
-own library, and ends with the command's exit code; then the kernel ends everything else that ran in its process namespace.
-"""
+init.py MOUNTS COMMAND..: MOUNTS is JSON, `{"mounts": [[source, target, read-only], ..], "readOnlyRoot": true}`. Uses
+nothing but Python's own library, and ends with the command's exit code; then the kernel ends everything else that ran
+in its process namespace."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def bind(source: str, target: str, flags: int) -> None:
 
 
 def end_with_the_rehearsal() -> None:
-    """Standard input is a pipe that nobody writes to: it is closed when the rehearsal's process ends, however it ends."""
+    """Standard input is a pipe that nobody writes to: it is closed when the rehearsal's process ends, however it
+    ends."""
     sys.stdin.read()
     os._exit(1)
 

@@ -13,7 +13,9 @@ def available() -> str:
     """Why pods cannot be had here; empty if they can."""
     if os.geteuid() != 0:
         return "not root"
-    tried = subprocess.run(["unshare", "-n", "-i", "-u", "-m", "-p", "-f", "--mount-proc", "ip", "link"], capture_output=True, text=True)
+    tried = subprocess.run(
+        ["unshare", "-n", "-i", "-u", "-m", "-p", "-f", "--mount-proc", "ip", "link"], capture_output=True, text=True
+    )
     return tried.stderr.strip()
 
 
@@ -43,7 +45,11 @@ class Network:
     def connect(self, pid: int) -> str:
         """Gives the network namespace of this process an address, which it returns. It is gone with the namespace."""
         last = next(self._last)
-        address, outside, inside = f"{self._subnet}.{last}", f"{self._bridge}-{last}"[-15:], f"{self._bridge}p{last}"[-15:]
+        address, outside, inside = (
+            f"{self._subnet}.{last}",
+            f"{self._bridge}-{last}"[-15:],
+            f"{self._bridge}p{last}"[-15:],
+        )
         _ip("link", "add", outside, "type", "veth", "peer", "name", inside)
         _ip("link", "set", outside, "master", self._bridge, "up")
         _ip("link", "set", inside, "netns", str(pid))

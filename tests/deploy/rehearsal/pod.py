@@ -1,6 +1,7 @@
 """A pod, and what a kubelet does with it: containers, probes, restarts, and the order in which it ends.
 
-    deleted -> no endpoint any more; every container: its preStop hook, then SIGTERM; SIGKILL once terminationGracePeriodSeconds, from the
+    deleted -> no endpoint any more; every container: its preStop hook, then SIGTERM; SIGKILL once
+    terminationGracePeriodSeconds, from the
     start of the hooks, are over
 
 Not here: limits of memory and CPU, users, capabilities, seccomp, init containers.
@@ -26,8 +27,8 @@ _versions = itertools.count(1)
 
 
 class Pod:
-    """Starts when it is made. `changed` is called, from its threads, when its readiness changes and when it is deleted. `account`: how its
-    containers reach the API, in the place of what Kubernetes mounts for a service account."""
+    """Starts when it is made. `changed` is called, from its threads, when its readiness changes and when it is deleted.
+    `account`: how its containers reach the API, in the place of what Kubernetes mounts for a service account."""
 
     def __init__(
         self,
@@ -55,7 +56,9 @@ class Pod:
         if account:
             (volumes["tmp"] / "kubeconfig").write_text(account)
         self.containers = [
-            Container(spec, self._pause.pid, folder / f"{name}.{spec['name']}.log", environment(spec, secrets, env), volumes)
+            Container(
+                spec, self._pause.pid, folder / f"{name}.{spec['name']}.log", environment(spec, secrets, env), volumes
+            )
             for spec in self.spec["containers"]
         ]
         for container in self.containers:
@@ -100,7 +103,9 @@ class Pod:
         restarts = 0
         while not self._hands_off.is_set():
             container.start()
-            startup, ready, live = (Watch(container.spec.get(f"{name}Probe")) for name in ("startup", "readiness", "liveness"))
+            startup, ready, live = (
+                Watch(container.spec.get(f"{name}Probe")) for name in ("startup", "readiness", "liveness")
+            )
             while not self._hands_off.wait(TURN) and container.exit_code is None:
                 startup.look(container, self.address)
                 if startup.holds:
@@ -175,7 +180,13 @@ class Pod:
 
     def as_object(self) -> dict:
         """What Kubernetes' API says of it."""
-        metadata = {"name": self.name, "namespace": "llm", "uid": self.name, "resourceVersion": str(self.version), "labels": self.labels}
+        metadata = {
+            "name": self.name,
+            "namespace": "llm",
+            "uid": self.name,
+            "resourceVersion": str(self.version),
+            "labels": self.labels,
+        }
         if self.deleted:
             metadata["deletionTimestamp"] = "2026-01-01T00:00:00Z"
         conditions = [{"type": "Ready", "status": str(self.ready)}]

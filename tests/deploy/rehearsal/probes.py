@@ -24,7 +24,9 @@ def passes(probe: dict, container: Container, address: str) -> bool:
     if "httpGet" in probe:
         port = _port(container.spec, probe["httpGet"]["port"])
         try:
-            with urllib.request.urlopen(f"http://{address}:{port}{probe['httpGet']['path']}", timeout=timeout) as response:
+            with urllib.request.urlopen(
+                f"http://{address}:{port}{probe['httpGet']['path']}", timeout=timeout
+            ) as response:
                 return 200 <= response.status < 400
         except (urllib.error.URLError, OSError):
             return False
@@ -38,14 +40,18 @@ def passes(probe: dict, container: Container, address: str) -> bool:
 def _serving(address: str, service: str, timeout: float) -> bool:
     with grpc.insecure_channel(address) as channel:
         try:
-            found = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout)
+            found = health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(service=service), timeout=timeout
+            )
         except grpc.RpcError:
             return False
     return found.status == health_pb2.HealthCheckResponse.SERVING
 
 
 def _port(spec: dict, port: int | str) -> int:
-    return port if isinstance(port, int) else next(each["containerPort"] for each in spec["ports"] if each["name"] == port)
+    return (
+        port if isinstance(port, int) else next(each["containerPort"] for each in spec["ports"] if each["name"] == port)
+    )
 
 
 @dataclass

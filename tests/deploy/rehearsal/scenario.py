@@ -43,7 +43,8 @@ def values(models: Path, version: str, gangs: int = 2, routers: int = 2) -> dict
 
 
 def make_models(folder: Path) -> dict[str, str]:
-    """Two versions of the pair, the second with other numbers in its target. Fingerprints of the targets, by version."""
+    """Two versions of the pair, the second with other numbers in its target. Fingerprints of the targets, by
+    version."""
     from safetensors.torch import load_file, save_file  # and so torch, which takes its time
 
     for version in ("v1", "v2"):
@@ -93,7 +94,13 @@ class Row:
         if self.load is not None:
             errors = ", ".join(f"{count} {end}" for end, count in self.load.ends.most_common() if count and end != "ok")
             total = sum(self.load.ends.values())
-            calls = [str(total), str(self.load.ends["ok"]), errors or "none", f"{self.load.longest:.1f}", f"{self.load.pause:.1f}"]
+            calls = [
+                str(total),
+                str(self.load.ends["ok"]),
+                errors or "none",
+                f"{self.load.longest:.1f}",
+                f"{self.load.pause:.1f}",
+            ]
         return "| " + " | ".join([self.phase, f"{self.seconds:.0f}", *calls, "; ".join(self.seen)]) + " |"
 
 
@@ -126,8 +133,13 @@ class ReleaseRehearsal(Rehearsal):
             self._cluster.apply(objects)
             for name in (GANGS, ROUTERS):
                 pods = self._cluster.of(name)
-                row.seen.append(f"{name}: {len(pods)} pods, ready after {', '.join(f'{pod.ready_after:.0f}' for pod in pods)} s")
-            self.must("both gangs and both routers are ready", [len(self._cluster.endpoints(name)) for name in (GANGS, ROUTERS)] == [2, 2])
+                row.seen.append(
+                    f"{name}: {len(pods)} pods, ready after {', '.join(f'{pod.ready_after:.0f}' for pod in pods)} s"
+                )
+            self.must(
+                "both gangs and both routers are ready",
+                [len(self._cluster.endpoints(name)) for name in (GANGS, ROUTERS)] == [2, 2],
+            )
 
     def test(self, objects: list[dict]) -> None:
         with self.phase("helm test") as row:
@@ -167,7 +179,9 @@ class ReleaseRehearsal(Rehearsal):
             row.seen.append(f"ready after {', '.join(f'{pod.ready_after:.0f}' for pod in new)} s")
             row.seen.append(f"old ones ended in {', '.join(f'{pod.took:.0f}' for pod in old)} s")
         self.must("nothing is lost", load.lost == 0)
-        self.must("every gang serves the new weights, and says so", {weights(pod) for pod in new} == {self._prints["v2"]})
+        self.must(
+            "every gang serves the new weights, and says so", {weights(pod) for pod in new} == {self._prints["v2"]}
+        )
         self.must("old and new were served side by side meanwhile", both.is_set())
         self.ends(old)
 
@@ -181,7 +195,9 @@ class ReleaseRehearsal(Rehearsal):
             self.until("its container is started again", lambda: container.starts > starts, 30)
             had = answers(other)
             self.until("the other goes on", lambda: answers(other) > had + CALLERS, 60)
-            back = self.until("it is ready again", lambda: not victim.ready, 30) + self.until("..", lambda: victim.ready, 300)
+            back = self.until("it is ready again", lambda: not victim.ready, 30) + self.until(
+                "..", lambda: victim.ready, 300
+            )
             asked = self.until("and is asked again", lambda: answers(victim) > 0, 60)
             row.seen.append(f"ready again after {back:.0f} s, asked again {asked:.0f} s later")
         self.must(f"calls that ended with an error: {load.lost}, no more than were in flight", load.lost <= CALLERS)
@@ -223,5 +239,7 @@ class ReleaseRehearsal(Rehearsal):
         if address is None:
             raise ConnectionError("no router is ready")
         if address not in self._clients:
-            self._clients[address] = openai.OpenAI(base_url=f"http://{address}/v1", api_key="caller-key", max_retries=0, timeout=HANG)
+            self._clients[address] = openai.OpenAI(
+                base_url=f"http://{address}/v1", api_key="caller-key", max_retries=0, timeout=HANG
+            )
         return self._clients[address]

@@ -1,8 +1,8 @@
-"""Downloads models into directories that pods share: fetch_models.py MODEL.., each JSON: {"side", "kind", "directory", and its source}.
+"""Downloads models into directories that pods share: fetch_models.py MODEL.., each JSON: {"side", "kind", "directory",
+and its source}.
 
-A file has its name once its hash is right; until then what is there of it ends in `.part`, and is gone on with. A directory is whole
-once it holds `.complete`. Needs nothing but Python: it runs in whatever image the service has.
-"""
+A file has its name once its hash is right; until then what is there of it ends in `.part`, and is gone on with. A
+directory is whole once it holds `.complete`. Needs nothing but Python: it runs in whatever image the service has."""
 
 from __future__ import annotations
 
@@ -28,14 +28,16 @@ from urllib.parse import quote, urlsplit
 HUB = "https://huggingface.co"
 READ = (".json", ".safetensors", ".txt", ".model", ".jinja")
 COPY = "consolidated"
-"""What a model is loaded from, of what a repository of the hub holds; some hold their weights again under names that begin so."""
+"""What a model is loaded from, of what a repository of the hub holds; some hold their weights again under names that
+begin so."""
 SUMS, COMPLETE = "SHA256SUMS", ".complete"
 ATTEMPTS, PAUSE_S, TIMEOUT_S, CHUNK, AT_ONCE = 8, 2.0, 60.0, 1 << 20, 4
 
 
 @dataclass(frozen=True)
 class File:
-    """`digest` is of `algorithm`: sha256, or git's own (sha1 over a header and the bytes). `size` in bytes, None if nobody says."""
+    """`digest` is of `algorithm`: sha256, or git's own (sha1 over a header and the bytes). `size` in bytes, None if
+    nobody says."""
 
     name: str
     url: str
@@ -86,7 +88,12 @@ class Source:
                 if entry["type"] == "file" and entry["path"].endswith(READ) and not entry["path"].startswith(COPY):
                     url = f"{hub}/{repository}/resolve/{revision}/{quote(entry['path'])}"
                     large = entry.get("lfs")
-                    yield File(entry["path"], url, *(("sha256", large["oid"]) if large else ("git", entry["oid"])), entry["size"])
+                    yield File(
+                        entry["path"],
+                        url,
+                        *(("sha256", large["oid"]) if large else ("git", entry["oid"])),
+                        entry["size"],
+                    )
             page = links.split(">")[0].removeprefix("<") if 'rel="next"' in links else None
 
     def _of_the_sums(self) -> Iterator[File]:
@@ -121,7 +128,9 @@ def signed(url: str, region: str, secrets: Mapping[str, str]) -> dict[str, str]:
     headers = {"host": urlsplit(url).netloc, "x-amz-content-sha256": "UNSIGNED-PAYLOAD", "x-amz-date": stamp}
     if secrets.get("AWS_SESSION_TOKEN"):
         headers["x-amz-security-token"] = secrets["AWS_SESSION_TOKEN"]
-    own = authorization(urlsplit(url).path, headers, region, secrets["AWS_ACCESS_KEY_ID"], secrets["AWS_SECRET_ACCESS_KEY"])
+    own = authorization(
+        urlsplit(url).path, headers, region, secrets["AWS_ACCESS_KEY_ID"], secrets["AWS_SECRET_ACCESS_KEY"]
+    )
     return {name: value for name, value in headers.items() if name != "host"} | {"Authorization": own}
 
 
@@ -148,8 +157,14 @@ def read(url: str, source: Source, begin: int = 0) -> http.client.HTTPResponse:
             if error.code == 416:  # there is nothing from `begin` on
                 return error
             if error.code < 500 and error.code not in (408, 429):
-                hint = {401: "is a token or key missing?", 403: "is it allowed with this token or key?", 404: "is the name right?"}
-                raise ValueError(f"{url}: {error.code} {error.reason}; {hint.get(error.code, 'the source does not give it')}") from error
+                hint = {
+                    401: "is a token or key missing?",
+                    403: "is it allowed with this token or key?",
+                    404: "is the name right?",
+                }
+                raise ValueError(
+                    f"{url}: {error.code} {error.reason}; {hint.get(error.code, 'the source does not give it')}"
+                ) from error
             reason: object = error
         except (OSError, http.client.HTTPException) as error:
             reason = error
@@ -182,7 +197,9 @@ def fetch(file: File, directory: Path, source: Source) -> None:
         except (OSError, http.client.HTTPException) as error:
             wait(attempt, file.url, error)
     else:
-        raise ValueError(f"{file.url}: lost {ATTEMPTS} times; {part.stat().st_size if part.exists() else 0} bytes are there")
+        raise ValueError(
+            f"{file.url}: lost {ATTEMPTS} times; {part.stat().st_size if part.exists() else 0} bytes are there"
+        )
     try:
         check(file.name, digest(part, file.algorithm), file.digest)
     except ValueError:
@@ -235,7 +252,9 @@ def download(given: Mapping[str, str], environment: Mapping[str, str]) -> None:
         missing = sum(file.size or 0 for file in files if not (directory / file.name).exists())
         missing -= sum(part.stat().st_size for part in directory.rglob("*.part"))
         if missing > shutil.disk_usage(directory).free:
-            raise ValueError(f"{directory}: {missing / 1e9:.1f} GB are missing, {shutil.disk_usage(directory).free / 1e9:.1f} GB are free")
+            raise ValueError(
+                f"{directory}: {missing / 1e9:.1f} GB are missing, {shutil.disk_usage(directory).free / 1e9:.1f} GB are free"
+            )
         with ThreadPoolExecutor(AT_ONCE) as pool:
             list(pool.map(lambda file: fetch(file, directory, source), files))
         (directory / COMPLETE).write_text(json.dumps(dict(given)))
