@@ -114,7 +114,7 @@ def _body(run: Run) -> list[str]:
 def _about(run: Run) -> str:
     settings, when = run.settings, time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started))
     rate = "" if settings.rate is None else f", {settings.rate:.3g} requests/s"
-    return f'<p class="about">{when}; {escape(run.site.endpoint.address)}; {settings.arrivals} arrivals{rate}; {run.outcome.seconds:.0f} s</p>'
+    return f'<p class="about">{when}; {escape(run.site.endpoint.address)}; {settings.arrivals} arrivals{rate}; {run.outcome.seconds:.0f} s</p>'  # noqa: E501
 
 
 def _cards(run: Run) -> str:
