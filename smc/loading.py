@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from smc import demo
 from smc.api.limits import DTYPE_NAMES
+from smc.types import ModelRole
 
 if TYPE_CHECKING:
     from smc.local_engine import ModelPair
@@ -83,24 +84,24 @@ class LoadedModels:
         self._loaded: dict[tuple[str, str], Decoder] = {}
         self._heads: dict[str, DraftHead] = {}
 
-    def model(self, side: str, device: str) -> Decoder:
-        if (side, device) not in self._loaded:
+    def model(self, role: ModelRole, device: str) -> Decoder:
+        if (role, device) not in self._loaded:
             from smc.model.linear import DTYPES
 
-            self._loaded[side, device] = self.sources.of_side(side).load(dtype=DTYPES[self.dtypes[side]], device=device)
-        return self._loaded[side, device]
+            self._loaded[role, device] = self.sources.of_role(role).load(dtype=DTYPES[self.dtypes[role]], device=device)
+        return self._loaded[role, device]
 
     def draft_head(self, device: str) -> DraftHead | None:
         """What the draft proposes with on a device, if not with all of its head."""
         vocab = self.sources.draft_vocab
         if vocab is not None and device not in self._heads:
-            self._heads[device] = vocab.head(self.model("draft", device))
+            self._heads[device] = vocab.head(self.model(ModelRole.DRAFT, device))
         return self._heads.get(device)
 
     def pair(self, draft_device: str, target_device: str) -> ModelPair:
         from smc.local_engine import ModelPair
 
-        target, draft = self.model("target", target_device), self.model("draft", draft_device)
+        target, draft = self.model(ModelRole.TARGET, target_device), self.model(ModelRole.DRAFT, draft_device)
         return ModelPair(target, draft, self.tokenizer, self.sources.max_context, self.draft_head(draft_device))
 
 

@@ -10,7 +10,6 @@ import torch
 
 from smc.api.engine_config import EngineConfig
 from smc.executor.executor import LocalRoundExecutor
-from smc.executor.messages import SIDES
 from smc.executor.model_runner import Parts
 from smc.executor.worker import ModelWorker
 from smc.memory.kv_pool import KVPool, pages_that_fit
@@ -21,6 +20,7 @@ from smc.model.loader import load_model
 from smc.model.tokenizer import Tokenizer
 from smc.scheduler.engine import Engine
 from smc.stops import TokenBytes
+from smc.types import ModelRole
 
 
 @dataclass(frozen=True)
@@ -61,24 +61,24 @@ def local_engine(pair: ModelPair, config: EngineConfig | None = None, **engine_o
     context = config.context(pair.max_context)
     pages = config.pool_pages(context, _room(pair, config))
     workers = {
-        side: ModelWorker(
-            side,
-            getattr(pair, side),
+        role: ModelWorker(
+            role,
+            getattr(pair, role),
             width=config.width(context),
             pages=pages,
             vocab_size=pair.tokenizer.size,
             token_bytes=TokenBytes.of(pair.tokenizer),
-            draft_head=pair.draft_head if side == "draft" else None,
+            draft_head=pair.draft_head if role == ModelRole.DRAFT else None,
         )
-        for side in SIDES
+        for role in ModelRole
     }
-    rounds = LocalRoundExecutor(config, workers, parts_for(workers["target"].device))
+    rounds = LocalRoundExecutor(config, workers, parts_for(workers[ModelRole.TARGET].device))
     return Engine(
         config,
         workers,
         pair.tokenizer,
         pair=rounds,
-        pages=dict.fromkeys(SIDES, pages),
+        pages=dict.fromkeys(ModelRole, pages),
         context=context,
         **engine_options,
     )
@@ -88,11 +88,11 @@ def _room(pair: ModelPair, config: EngineConfig) -> int | None:
     """Pages that both pools have memory for; None on a CPU."""
     page_bytes: Counter[torch.device] = Counter()
     law_bytes: Counter[torch.device] = Counter()
-    for side in SIDES:
-        model = getattr(pair, side)
+    for role in ModelRole:
+        model = getattr(pair, role)
         weight = model.embed.weight
         page_bytes[weight.device] += KVPool.page_bytes(model.config, weight.dtype)
-        law_bytes[weight.device] += config.law_bytes(side, pair.tokenizer.size)
+        law_bytes[weight.device] += config.law_bytes(role, pair.tokenizer.size)
     gpus = (device for device in page_bytes if device.type == "cuda")
     return min((pages_that_fit(page_bytes[device], device, law_bytes[device]) for device in gpus), default=None)
 

@@ -20,7 +20,7 @@ from services.backend import RequestFailed, Unavailable
 from services.step import Step
 from smc.api.outputs import Output
 from smc.api.request import Request
-from smc.executor.messages import SideLost
+from smc.executor.messages import ModelLost
 from smc.scheduler.admission import NoDraft, QueueFull
 from smc.scheduler.engine import Engine
 from smc.scheduler.timeline import RoundTimes, Timeline
@@ -151,7 +151,7 @@ class EngineLoop:
         on."""
         try:
             return work()
-        except SideLost as lost:
+        except ModelLost as lost:
             self.detach_draft(str(lost))
             return None
 

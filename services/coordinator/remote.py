@@ -15,10 +15,11 @@ from services.link.remote import RemotePair, RemoteWorker, WorkerFailed
 from smc.api.engine_config import EngineConfig
 from smc.calibration.costs import Effort, time_costs
 from smc.calibration.warm_up import first_request, rare_requests, rehearsal, rehearse
-from smc.executor.messages import SIDES, SideLost
+from smc.executor.messages import ModelLost
 from smc.model.source import Source
 from smc.scheduler.engine import Engine
 from smc.scheduler.timeline import Timeline
+from smc.types import ModelRole
 
 REPORT_SECONDS = 1.0
 """For a worker's failure report, when a link has broken."""
@@ -58,9 +59,9 @@ class RemoteEngine:
         self._spec = spec
         self.timeline = Timeline(trace=spec.trace is not None)
         self._store = store = spec.rendezvous.store()
-        self._rendezvous = dict.fromkeys(SIDES, spec.rendezvous)
-        self.workers = {side: self._worker(side, spec.rendezvous, store, self.timeline) for side in SIDES}
-        pages = {side: self._pages(side, store) for side in SIDES}
+        self._rendezvous = dict.fromkeys(ModelRole, spec.rendezvous)
+        self.workers = {role: self._worker(role, spec.rendezvous, store, self.timeline) for role in ModelRole}
+        pages = {role: self._pages(role, store) for role in ModelRole}
         self.lost_draft = 0
         """Epoch of the draft that was lost last."""
         self._pair = RemotePair(self.workers)
@@ -69,7 +70,7 @@ class RemoteEngine:
         )
         try:
             self._warm_up()
-        except (LinkError, SideLost) as error:
+        except (LinkError, ModelLost) as error:
             raise self.cause(error) from error
 
     def stop(self) -> None:
@@ -85,7 +86,7 @@ class RemoteEngine:
     def detach_draft(self, why: str) -> list[str]:
         """The draft is gone. Returns the ids of requests that end with it. In the engine's thread, as all but
         `connect_draft` and `pages_of_draft`."""
-        draft = self.workers["draft"]
+        draft = self.workers[ModelRole.DRAFT]
         draft.set_lost(why)
         if self.lost_draft == draft.epoch:
             return []
@@ -95,43 +96,45 @@ class RemoteEngine:
     def connect_draft(self, epoch: int) -> RemoteWorker:
         """Another draft, which has loaded its weights, of this epoch. Not in the engine's thread: it waits. Raises
         RuntimeError if it does not come."""
-        if self.lost_draft != self.workers["draft"].epoch:
+        if self.lost_draft != self.workers[ModelRole.DRAFT].epoch:
             raise RuntimeError(
-                f"the draft of epoch {self.workers['draft'].epoch} is there; it has to be lost before another one comes"
+                f"the draft of epoch {self.workers[ModelRole.DRAFT].epoch} is there; it has to be lost before another one comes"
             )
-        self.workers["draft"].close()
-        rendezvous = self._rendezvous["draft"] = replace(
+        self.workers[ModelRole.DRAFT].close()
+        rendezvous = self._rendezvous[ModelRole.DRAFT] = replace(
             self._spec.rendezvous, epoch=epoch, start_timeout=self._spec.timeout
         )
-        return self._worker("draft", rendezvous, rendezvous.store(), Timeline())
+        return self._worker(ModelRole.DRAFT, rendezvous, rendezvous.store(), Timeline())
 
     def target_meets(self, draft: RemoteWorker) -> bool:
         """Whether the target has a link to it, which the first question makes it open. Raises LinkError if it has none
         in time."""
-        return self.workers["target"].reconnect(draft.epoch, self._spec.timeout)
+        return self.workers[ModelRole.TARGET].reconnect(draft.epoch, self._spec.timeout)
 
     def pages_of_draft(self) -> int:
         """Of the one that was connected last. Not in the engine's thread."""
-        return self._pages("draft", self._store)
+        return self._pages(ModelRole.DRAFT, self._store)
 
     def attach_draft(self, draft: RemoteWorker, pages: int) -> None:
         """It takes the lost one's place: it and the target have met."""
         draft.report_to(self.timeline)
-        self.workers["draft"] = draft
+        self.workers[ModelRole.DRAFT] = draft
         self.engine.attach_draft(pages)
 
-    def _worker(self, side: str, rendezvous: Rendezvous, store: dist.TCPStore, timeline: Timeline) -> RemoteWorker:
-        end = coordinator_end(rendezvous, store, side)
-        may_be_lost = side == "draft" and self._spec.outlives_draft
-        return RemoteWorker(side, end, rendezvous.epoch, rendezvous.start_timeout, timeline, may_be_lost=may_be_lost)
+    def _worker(
+        self, role: ModelRole, rendezvous: Rendezvous, store: dist.TCPStore, timeline: Timeline
+    ) -> RemoteWorker:
+        end = coordinator_end(rendezvous, store, role)
+        may_be_lost = role == ModelRole.DRAFT and self._spec.outlives_draft
+        return RemoteWorker(role, end, rendezvous.epoch, rendezvous.start_timeout, timeline, may_be_lost=may_be_lost)
 
-    def _pages(self, side: str, store: dist.TCPStore) -> int:
-        return int(store.get(self._rendezvous[side].name(f"{side}/pages")))
+    def _pages(self, role: ModelRole, store: dist.TCPStore) -> int:
+        return int(store.get(self._rendezvous[role].name(f"{role}/pages")))
 
     def cause(self, error: Exception) -> Exception:
         """What the engine stopped for. A worker that fails breaks its links and the other's, so the first error may be
         neither's own: then it is what a worker has written down, soon."""
-        if isinstance(error, SideLost) and isinstance(error.__cause__, Exception):
+        if isinstance(error, ModelLost) and isinstance(error.__cause__, Exception):
             error = error.__cause__
         if not isinstance(error, LinkError) or error.began_here:
             return error
@@ -139,9 +142,9 @@ class RemoteEngine:
         try:
             while time.monotonic() < deadline:
                 # What a draft that has been given up once died of is no news.
-                for side in SIDES if self.lost_draft < self.workers["draft"].epoch else ("target",):
-                    if what := self._rendezvous[side].failure_report(self._store, side):
-                        return WorkerFailed(side, what)
+                for role in ModelRole if self.lost_draft < self.workers[ModelRole.DRAFT].epoch else (ModelRole.TARGET,):
+                    if what := self._rendezvous[role].failure_report(self._store, role):
+                        return WorkerFailed(role, what)
                 time.sleep(REPORT_SECONDS / 10)
         except RuntimeError:
             logger.warning("the store in which workers say why they end is gone")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from smc.scheduler.stats import EngineStats
+from smc.types import ModelRole
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,12 @@ class ServiceStatus:
     does not count."""
     tokens_room: int = 0
     """Positions of that pool; 0 before the first step."""
-    pages: Mapping[str, int] = field(default_factory=dict)
+    pages: Mapping[ModelRole, int] = field(default_factory=dict)
     """KV pages of each model; empty until the workers have said."""
 
     @staticmethod
     def of(epoch: int, stats: EngineStats) -> ServiceStatus:
-        held = {side: max(0, stats.pages_used[side] - stats.pages_cached.get(side, 0)) for side in stats.pages_total}
-        fullest = max(held, key=lambda side: held[side] / stats.pages_total[side], default="")
+        held = {role: max(0, stats.pages_used[role] - stats.pages_cached.get(role, 0)) for role in stats.pages_total}
+        fullest = max(held, key=lambda role: held[role] / stats.pages_total[role], default=ModelRole.TARGET)
         room = stats.pages_total.get(fullest, 0)
         return ServiceStatus(epoch, stats.running, stats.queued, held.get(fullest, 0), room, stats.pages_total)

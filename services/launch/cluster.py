@@ -18,6 +18,8 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from smc.types import ModelRole
+
 if TYPE_CHECKING:
     from services.coordinator.remote import CoordinatorSpec
     from services.workers.process import RankSpec
@@ -150,11 +152,11 @@ def _bundle(gpus: bool, resource: str | None) -> dict[str, float]:
     return {"CPU": 1} | ({"GPU": 1} if gpus else {}) | ({resource: RESOURCE_SHARE} if resource else {})
 
 
-def start_rank(group: PlacementGroup, side: str, rank: int, gpus: bool) -> ray.actor.ActorHandle:
+def start_rank(group: PlacementGroup, role: ModelRole, rank: int, gpus: bool) -> ray.actor.ActorHandle:
     place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
     # Two calls at a time: `run` never returns.
     options: dict[str, Any] = {"num_cpus": 1, "num_gpus": int(gpus), "max_restarts": 0, "max_concurrency": 2}
-    return _remote(RankActor, f"{side} rank {rank}").options(scheduling_strategy=place, **options).remote()
+    return _remote(RankActor, f"{role} rank {rank}").options(scheduling_strategy=place, **options).remote()
 
 
 def end(actor: ray.actor.ActorHandle, pid: int | None) -> None:

@@ -11,9 +11,9 @@ from services.link.base import LINKS, is_renewable
 from smc import demo
 from smc.api.engine_config import EngineConfig
 from smc.api.limits import DTYPE_NAMES, UNSET
-from smc.executor.messages import SIDES
 from smc.model.parallel import Shard, local_config
 from smc.model.source import LOADS, SourcePair, pair_dtypes
+from smc.types import ModelRole
 
 DEVICES = {"cpu": "float32", "cuda": "bfloat16"}
 """Device -> the type that models have there unless another is asked for."""
@@ -96,8 +96,8 @@ class GangConfig:
         if self.trace is not None and not self.trace.absolute().parent.is_dir():
             raise ValueError(f"trace={str(self.trace)!r}: its directory does not exist")
 
-    def degree(self, side: str) -> int:
-        return self.draft_tp if side == "draft" else self.target_tp
+    def degree(self, role: ModelRole) -> int:
+        return self.draft_tp if role == ModelRole.DRAFT else self.target_tp
 
     @property
     def outlives_draft(self) -> bool:
@@ -109,8 +109,8 @@ class GangConfig:
         """Of either side's model."""
         return pair_dtypes(self.dtype, self.target_dtype, self.draft_dtype)
 
-    def resource(self, side: str) -> str | None:
-        return self.draft_resource if side == "draft" else self.target_resource
+    def resource(self, role: ModelRole) -> str | None:
+        return self.draft_resource if role == ModelRole.DRAFT else self.target_resource
 
     @cached_property
     def sources(self) -> SourcePair:
@@ -122,13 +122,13 @@ class GangConfig:
     def serving_pair(self) -> ServingPair:
         """Look at both models without loading them. Raises ValueError if they cannot be served this way."""
         sources, models = self.sources, {}
-        for side in SIDES:
-            source, degree = sources.of_side(side), self.degree(side)
+        for role in ModelRole:
+            source, degree = sources.of_role(role), self.degree(role)
             try:
                 local_config(source.config, Shard(0, degree))
             except ValueError as error:
-                raise ValueError(f"{side}_tp={degree}: {error}") from error
-            models[side] = Model(source.name, source.config, source.parameters, degree, source.fingerprint())
+                raise ValueError(f"{role}_tp={degree}: {error}") from error
+            models[role] = Model(source.name, source.config, source.parameters, degree, source.fingerprint())
         return ServingPair(
             **models,
             tokenizer=sources.target.tokenizer(),

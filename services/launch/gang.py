@@ -23,8 +23,8 @@ from services.launch.errors import GangError
 from services.launch.specs import coordinator_spec, rank_spec
 from services.link.base import LinkError
 from services.link.connect import Rendezvous
-from smc.executor.messages import SIDES
 from smc.model.parallel import Shard
+from smc.types import ModelRole
 
 LOOK_SECONDS = 0.1
 """Between two looks at whether a draft has loaded its weights."""
@@ -112,7 +112,7 @@ class Gang:
     def end_draft(self) -> None:
         """End its processes now, and give back their place."""
         with self._guard:
-            ended = self._take(filter(_is_draft, list(self.actors)), ["draft"])
+            ended = self._take(filter(_is_draft, list(self.actors)), [ModelRole.DRAFT])
         _end(*ended)
 
     def detach_draft(self) -> None:
@@ -142,7 +142,7 @@ class Gang:
 
     def _start_draft(self, rendezvous: Rendezvous) -> None:
         deadline = time.monotonic() + rendezvous.start_timeout
-        self._start_side("draft", rendezvous)
+        self._start_side(ModelRole.DRAFT, rendezvous)
         lives = {life: name for life, name in self._lives.items() if _is_draft(name)}
         while (store := self._store) is not None and not store.check([rendezvous.name("draft/pages")]):
             self._wait_for(list(lives), lives, LOOK_SECONDS)
@@ -168,7 +168,7 @@ class Gang:
         _end(*ended)
 
     def _take(
-        self, names: Iterable[str], sides: Iterable[str]
+        self, names: Iterable[str], roles: Iterable[str]
     ) -> tuple[list[tuple[ray.actor.ActorHandle, int | None]], list]:
         """Forget processes and places, so as to end them. Processes come with their ids, where those may be needed for
         that."""
@@ -182,7 +182,7 @@ class Gang:
             self._waited.pop(name, None)
             actors.append((self.actors.pop(name), None if process is None or ended else cluster.local_pid(process)))
         self._lives = {life: name for life, name in self._lives.items() if name not in names}
-        return actors, [self._groups.pop(side) for side in sides if side in self._groups]
+        return actors, [self._groups.pop(role) for role in roles if role in self._groups]
 
     @contextlib.contextmanager
     def _adding(self) -> Iterator[None]:
@@ -199,8 +199,8 @@ class Gang:
         self._rendezvous = Rendezvous(
             host, self._store.port, self.epoch, self.secret, config.link, config.start_timeout
         )
-        for side in SIDES:
-            self._start_side(side, self._rendezvous)
+        for role in ModelRole:
+            self._start_side(role, self._rendezvous)
         with self._adding():
             self.actors["coordinator"] = coordinator = cluster.start_coordinator()
             started: ray.ObjectRef = coordinator.start.remote(coordinator_spec(config, self._pair, self._rendezvous))
@@ -211,19 +211,19 @@ class Gang:
         with self._adding():
             self._lives[coordinator.wait.remote()] = "coordinator"
 
-    def _start_side(self, side: str, rendezvous: Rendezvous) -> None:
+    def _start_side(self, role: ModelRole, rendezvous: Rendezvous) -> None:
         """Every rank of a model begins to load it."""
         config = self._config
-        degree, resource, gpus = config.degree(side), config.resource(side), config.device == "cuda"
+        degree, resource, gpus = config.degree(role), config.resource(role), config.device == "cuda"
         with self._adding():
-            group = self._groups[side] = cluster.reserve(degree, gpus, resource)
+            group = self._groups[role] = cluster.reserve(degree, gpus, resource)
         cluster.wait_for(group, degree, gpus, resource, config.start_timeout)
         for rank in range(degree):
             with self._adding():
-                name = f"{side}{rank}"
-                self.actors[name] = actor = cluster.start_rank(group, side, rank, gpus)
+                name = f"{role}{rank}"
+                self.actors[name] = actor = cluster.start_rank(group, role, rank, gpus)
                 self._processes[name] = actor.process.remote()
-                self._lives[actor.run.remote(rank_spec(config, self._pair, rendezvous, side, Shard(rank, degree)))] = (
+                self._lives[actor.run.remote(rank_spec(config, self._pair, rendezvous, role, Shard(rank, degree)))] = (
                     name
                 )
 

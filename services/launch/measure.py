@@ -17,7 +17,6 @@ from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import SamplingParams
 from smc.evaluation.machine import Mode, read_bytes
 from smc.evaluation.round_time import WARM_UP, GangRound, decoding_name, steady_requests
-from smc.executor.messages import SIDES
 from smc.model.config import ModelConfig
 from smc.model.decoder import empty_decoder
 from smc.model.linear import DTYPES
@@ -25,6 +24,7 @@ from smc.model.parallel import Shard, local_config
 from smc.scheduler.admission import sized_for
 from smc.scheduler.engine import Engine
 from smc.scheduler.timeline import RoundTimes
+from smc.types import ModelRole
 
 
 def measure(
@@ -107,17 +107,17 @@ class GangMachine:
         with self._for(mode.degrees).engine(config) as self._remote:
             yield self._remote.engine
 
-    def weight_bytes(self, mode: Mode, side: str) -> int:
-        whole, degree = self._config.sources.of_side(side).config, max(1, mode.degrees[SIDES.index(side)])
-        dtype = DTYPES[self._config.dtypes[side]]
+    def weight_bytes(self, mode: Mode, role: ModelRole) -> int:
+        whole, degree = self._config.sources.of_role(role).config, max(1, mode.degrees[list(ModelRole).index(role)])
+        dtype = DTYPES[self._config.dtypes[role]]
         model, vocab = (
             empty_decoder(local_config(whole, Shard(0, degree)), None, dtype, "meta"),
             self._config.sources.draft_vocab,
         )
-        return read_bytes(model, vocab.head(model) if vocab and side == "draft" else None)
+        return read_bytes(model, vocab.head(model) if vocab and role == ModelRole.DRAFT else None)
 
-    def shape(self, mode: Mode, side: str) -> ModelConfig:
-        return self._config.sources.of_side(side).config
+    def shape(self, mode: Mode, role: ModelRole) -> ModelConfig:
+        return self._config.sources.of_role(role).config
 
     def memory(self, mode: Mode) -> int:
         assert self._remote is not None
@@ -126,11 +126,11 @@ class GangMachine:
     def _for(self, degrees: tuple[int, int]) -> Processes:
         """Kept as long as it has what is asked for; weights are loaded once for all of its modes."""
         config = self._config
-        sides = placed(degrees, (config.draft_tp, config.target_tp), self._gpus)
-        if self._processes is None or self._processes[0] != sides:
+        roles = placed(degrees, (config.draft_tp, config.target_tp), self._gpus)
+        if self._processes is None or self._processes[0] != roles:
             self.close()
-            config = replace(config, draft_tp=len(sides["draft"]), target_tp=len(sides["target"]))
-            self._processes = (sides, Processes(config, None if self._gpus is None else sides))
+            config = replace(config, draft_tp=len(roles[ModelRole.DRAFT]), target_tp=len(roles[ModelRole.TARGET]))
+            self._processes = (roles, Processes(config, None if self._gpus is None else roles))
         return self._processes[1]
 
 
@@ -143,4 +143,4 @@ def placed(degrees: tuple[int, int], apart: tuple[int, int], gpus: int | None) -
     draft, target = degrees
     if not draft and target == apart[1] and (gpus is None or sum(apart) <= gpus):
         draft = apart[0]
-    return {"draft": list(range(max(1, draft))), "target": list(range(draft, draft + target))}
+    return {ModelRole.DRAFT: list(range(max(1, draft))), ModelRole.TARGET: list(range(draft, draft + target))}

@@ -26,8 +26,8 @@ from services.link.base import failure_text
 from services.link.connect import Rendezvous
 from services.workers.process import load_rank, run_rank
 from smc.api.engine_config import EngineConfig
-from smc.executor.messages import SIDES
 from smc.model.parallel import Shard
+from smc.types import ModelRole
 
 HOST = "127.0.0.1"
 END_SECONDS = 20.0
@@ -41,13 +41,13 @@ class Processes:
         """`gpus`: which of the GPUs that this process sees each rank of a side sees; two ranks may see the same one.
         `rehearse`: every engine, as a service does before it serves."""
         self._config, self._epoch, self._rehearse = config, 0, rehearse
-        self._shares_gpu = gpus is not None and bool({*gpus["draft"]} & {*gpus["target"]})
+        self._shares_gpu = gpus is not None and bool({*gpus[ModelRole.DRAFT]} & {*gpus[ModelRole.TARGET]})
         limit = timedelta(seconds=config.start_timeout)
         self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=limit)
         self._ranks = {
-            (side, rank): _Rank(f"{side}{rank}", None if gpus is None else gpus[side][rank])
-            for side in SIDES
-            for rank in range(config.degree(side))
+            (role, rank): _Rank(f"{role}{rank}", None if gpus is None else gpus[role][rank])
+            for role in ModelRole
+            for rank in range(config.degree(role))
         }
 
     def __enter__(self) -> Processes:
@@ -70,10 +70,10 @@ class Processes:
         rendezvous = Rendezvous(
             HOST, self._store.port, self._epoch, secrets.token_hex(16), config.link, config.start_timeout
         )
-        for (side, number), rank in self._ranks.items():
+        for (role, number), rank in self._ranks.items():
             rank.pipe.send(
                 rank_spec(
-                    config, pair, rendezvous, side, Shard(number, config.degree(side)), shares_gpu=self._shares_gpu
+                    config, pair, rendezvous, role, Shard(number, config.degree(role)), shares_gpu=self._shares_gpu
                 )
             )
         self._hear("loaded", config.start_timeout)

@@ -9,21 +9,28 @@ from services.link.connect import Rendezvous
 from services.workers.process import RankSpec
 from smc.calibration.costs import BRIEF, THOROUGH
 from smc.model.parallel import Shard
+from smc.types import ModelRole
 
 
 def rank_spec(
-    config: GangConfig, pair: ServingPair, rendezvous: Rendezvous, side: str, shard: Shard, *, shares_gpu: bool = False
+    config: GangConfig,
+    pair: ServingPair,
+    rendezvous: Rendezvous,
+    role: ModelRole,
+    shard: Shard,
+    *,
+    shares_gpu: bool = False,
 ) -> RankSpec:
     """`shares_gpu`: ranks of both sides are on one; NCCL takes no two of those."""
     engine, context = pair.engine, pair.context
     return RankSpec(
         rendezvous=rendezvous,
-        side=side,
+        role=role,
         shard=shard,
-        source=config.sources.of_side(side),
+        source=config.sources.of_role(role),
         vocabulary=config.sources.target,
-        draft_vocab=config.sources.draft_vocab if side == "draft" else None,
-        dtype=config.dtypes[side],
+        draft_vocab=config.sources.draft_vocab if role == ModelRole.DRAFT else None,
+        dtype=config.dtypes[role],
         device=config.device,
         between="cpu" if shares_gpu else config.device,
         width=engine.width(context),
@@ -34,7 +41,7 @@ def rank_spec(
         timeout=2 * max(config.link_timeout, config.start_timeout),
         threads=config.threads,
         engine=engine,
-        outlives_peer=side == "target" and config.outlives_draft,
+        outlives_peer=role == ModelRole.TARGET and config.outlives_draft,
     )
 
 

@@ -15,6 +15,7 @@ from services.link.distributed import DistributedEnd, make_group
 from services.link.peer import DevicePeer, MessagePeer
 from services.link.streams import StreamCaller, StreamServer, proof
 from services.pb import particles_pb2 as pb
+from smc.types import ModelRole
 
 PEER = "target/peer"
 """Where the draft's leader finds the target's."""
@@ -40,24 +41,24 @@ class Rendezvous:
     def name(self, what: str) -> str:
         return f"{self.epoch}/{what}"
 
-    def report_failure(self, store: dist.TCPStore, side: str, error: Exception) -> None:
+    def report_failure(self, store: dist.TCPStore, role: ModelRole, error: Exception) -> None:
         """Write down why a rank of `side` ends, before it closes its links: those break for everybody, and what is
         under way on them may be lost. A link that broke is no reason of its own."""
         if not isinstance(error, LinkError):
             with suppress(RuntimeError):  # the store has gone with the rest of the gang
-                store.set(self.name(f"{side}/failure"), failure_text(error))
+                store.set(self.name(f"{role}/failure"), failure_text(error))
 
-    def failure_report(self, store: dist.TCPStore, side: str) -> str | None:
+    def failure_report(self, store: dist.TCPStore, role: ModelRole) -> str | None:
         """Why a rank of `side` ended, if it has said so."""
-        name = self.name(f"{side}/failure")
+        name = self.name(f"{role}/failure")
         return store.get(name).decode() if store.check([name]) else None
 
 
-def coordinator_end(rendezvous: Rendezvous, store: dist.TCPStore, side: str) -> CoordinatorEnd:
+def coordinator_end(rendezvous: Rendezvous, store: dist.TCPStore, role: ModelRole) -> CoordinatorEnd:
     """The coordinator's end of the link to the leader of `side`."""
     if rendezvous.link == "grpc":
-        return StreamCaller(_address(rendezvous, store, side), rendezvous.secret, "Work")
-    group = make_group(store, rendezvous.name(f"{side}/link"), 0, 2, rendezvous.start_timeout)
+        return StreamCaller(_address(rendezvous, store, role), rendezvous.secret, "Work")
+    group = make_group(store, rendezvous.name(f"{role}/link"), 0, 2, rendezvous.start_timeout)
     return DistributedEnd(group, 0, pb.WorkResponse)
 
 
@@ -76,39 +77,43 @@ class LeaderEnds:
 
 
 def leader_ends(
-    rendezvous: Rendezvous, store: dist.TCPStore, side: str, host: str, between: torch.device
+    rendezvous: Rendezvous, store: dist.TCPStore, role: ModelRole, host: str, between: torch.device
 ) -> LeaderEnds:
     """The ends that the leader of `side` needs. `between`: device of what the leaders tell each other; on a GPU it goes
     over NCCL."""
     if rendezvous.link == "grpc":
         server = StreamServer(host, rendezvous.secret)
-        _publish(rendezvous, store, side, server.address)
-        return LeaderEnds(server.coordinator, peer_end(rendezvous, store, side, between, server), server)
+        _publish(rendezvous, store, role, server.address)
+        return LeaderEnds(server.coordinator, peer_end(rendezvous, store, role, between, server), server)
     end = DistributedEnd(
-        make_group(store, rendezvous.name(f"{side}/link"), 1, 2, rendezvous.start_timeout), 1, pb.WorkRequest
+        make_group(store, rendezvous.name(f"{role}/link"), 1, 2, rendezvous.start_timeout), 1, pb.WorkRequest
     )
-    return LeaderEnds(end, peer_end(rendezvous, store, side, between))
+    return LeaderEnds(end, peer_end(rendezvous, store, role, between))
 
 
 def peer_end(
-    rendezvous: Rendezvous, store: dist.TCPStore, side: str, between: torch.device, server: StreamServer | None = None
+    rendezvous: Rendezvous,
+    store: dist.TCPStore,
+    role: ModelRole,
+    between: torch.device,
+    server: StreamServer | None = None,
 ) -> PeerEnd:
     """The end of the link to the other leader, once that has come. `server`: of this leader, with streams; its end for
     an earlier peer is closed."""
-    if server is not None and side == "target":
+    if server is not None and role == ModelRole.TARGET:
         end = server.renew_peer()
         _publish(rendezvous, store, PEER, server.address)
         return MessagePeer(end, rendezvous.epoch, pb.ExchangeResponse)
     if server is not None:
         caller = StreamCaller(_address(rendezvous, store, PEER), rendezvous.secret, "Exchange")
         return MessagePeer(caller, rendezvous.epoch, pb.ExchangeRequest)
-    rank = 0 if side == "draft" else 1
+    rank = 0 if role == ModelRole.DRAFT else 1
 
     def group(name: str, at: torch.device | str = "cpu") -> dist.ProcessGroup:
         return make_group(store, rendezvous.name(name), rank, 2, rendezvous.start_timeout, at)
 
     if between.type == "cuda":
-        by_sender = [group(f"from {name}", between) for name in ("draft", "target")]
+        by_sender = [group(f"from {name}", between) for name in (ModelRole.DRAFT, ModelRole.TARGET)]
         return DevicePeer(by_sender[rank], by_sender[1 - rank], rank)
     return MessagePeer(DistributedEnd(group("pair"), rank, pb.ExchangeRequest), rendezvous.epoch, pb.ExchangeRequest)
 

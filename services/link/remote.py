@@ -17,9 +17,10 @@ from services.link import codec
 from services.link.base import LAYOUT_VERSION, CoordinatorEnd, LinkError, check_envelope
 from services.pb import particles_pb2 as pb
 from smc.executor.executor import LocalRound
-from smc.executor.messages import Lineage, PromptBatch, PromptResult, RoundResult, SideLost
+from smc.executor.messages import Lineage, ModelLost, PromptBatch, PromptResult, RoundResult
 from smc.executor.plan import Program, RoundPlan, SequenceHandoff
 from smc.scheduler.timeline import Timeline
+from smc.types import ModelRole
 
 CLOCK_PINGS = 5
 SILENT = frozenset({"join", "stop"})
@@ -32,15 +33,15 @@ Result = TypeVar("Result")
 class WorkerFailed(LinkError):
     """The worker has said what went wrong, and ends."""
 
-    def __init__(self, side: str, what: str) -> None:
-        super().__init__(f"the {side} model's worker failed: {what}")
-        self.side = side
+    def __init__(self, role: ModelRole, what: str) -> None:
+        super().__init__(f"the {role} model's worker failed: {what}")
+        self.role = role
         self.began_here = not what.startswith(LinkError.__name__)
         """It did not merely lose its link to the other worker."""
         self._what = what
 
     def __reduce__(self) -> tuple[type[WorkerFailed], tuple[str, str]]:
-        return WorkerFailed, (self.side, self._what)
+        return WorkerFailed, (self.role, self._what)
 
 
 @dataclass(eq=False)
@@ -74,7 +75,7 @@ class RemoteWorker:
 
     def __init__(
         self,
-        side: str,
+        role: ModelRole,
         end: CoordinatorEnd,
         epoch: int,
         timeout: float,
@@ -84,7 +85,7 @@ class RemoteWorker:
     ) -> None:
         """`may_be_lost`: the other side goes on without it. What breaks its link is then raised as SideLost by those
         who wait for it, and by nobody else."""
-        self.side, self.epoch, self.timeout = side, epoch, timeout
+        self.role, self.epoch, self.timeout = role, epoch, timeout
         self._end, self._timeline, self._may_be_lost = end, timeline, may_be_lost
         self._lost: LinkError | None = None
         self._sequence = 0
@@ -106,7 +107,7 @@ class RemoteWorker:
     def round(self, plan: RoundPlan[np.ndarray]) -> RemotePending[RoundResult[np.ndarray] | Lineage[np.ndarray]]:
         """The result is the target's, or that of a model alone; the draft's of a pair is its lineage."""
         decode: Callable[[pb.RoundOutcome], RoundResult[np.ndarray] | Lineage[np.ndarray]]
-        decode = codec.to_lineage if plan.program is Program.PAIR and self.side == "draft" else codec.to_result
+        decode = codec.to_lineage if plan.program is Program.PAIR and self.role == ModelRole.DRAFT else codec.to_result
         return self._ask(lambda response: decode(response.round), round=codec.round_command(plan))
 
     def ping(self) -> None:
@@ -130,7 +131,7 @@ class RemoteWorker:
         that stands. Raises LinkError if that leader does not come."""
         outcome = self.response(self._send(reconnect=pb.ReconnectCommand(epoch=epoch, seconds=seconds))).reconnect
         if outcome.error:
-            raise LinkError(f"the {self.side} has no link to the other side: {outcome.error}")
+            raise LinkError(f"the {self.role} has no link to the other side: {outcome.error}")
         return outcome.connected
 
     def report_to(self, timeline: Timeline) -> None:
@@ -173,7 +174,7 @@ class RemoteWorker:
             if not self._may_be_lost:
                 raise
             self._lost = error
-        raise SideLost(self.side, str(self._lost)) from self._lost
+        raise ModelLost(self.role, str(self._lost)) from self._lost
 
     def _response(self, sequence: int) -> pb.WorkResponse:
         self._awaited = sequence
@@ -188,14 +189,14 @@ class RemoteWorker:
         check_envelope(response, self.epoch)
         kind = response.WhichOneof("result")
         if kind == "failure":
-            raise WorkerFailed(self.side, response.failure.message)
+            raise WorkerFailed(self.role, response.failure.message)
         if response.sequence in self._pending or response.sequence == self._awaited:
             self._arrived[response.sequence] = response
         for sequence in [s for s in self._arrived if s not in self._pending and s != self._awaited]:
             del self._arrived[sequence]
         self._unanswered -= 1
         for name, span in self.spans(response).items():
-            self._timeline.worked(self.side, name, *span)
+            self._timeline.worked(self.role, name, *span)
 
     def spans(self, response: pb.WorkResponse) -> dict[str, tuple[int, int]]:
         """What the worker says it did, and when by our clock."""
@@ -230,12 +231,12 @@ class RemotePair:
 
     pipelined = True
 
-    def __init__(self, workers: dict[str, RemoteWorker]) -> None:
+    def __init__(self, workers: dict[ModelRole, RemoteWorker]) -> None:
         self._workers = workers
 
-    def join(self, side: str, group: SequenceHandoff) -> None:
-        self._workers[side].join(group)
+    def join(self, role: ModelRole, group: SequenceHandoff) -> None:
+        self._workers[role].join(group)
 
     def round(self, plan: RoundPlan[np.ndarray]) -> LocalRound:
-        sides = self._workers if plan.program is Program.PAIR else (plan.program.value,)
-        return LocalRound({side: self._workers[side].round(plan) for side in sides})
+        roles = self._workers if plan.program is Program.PAIR else (ModelRole(plan.program.value),)
+        return LocalRound({role: self._workers[role].round(plan) for role in roles})

@@ -11,10 +11,10 @@ from services.pb import coordinator_pb2 as pb
 from services.step import Step
 from services.wire.generation import from_update, to_update
 from smc.api.sampling_params import VERIFICATIONS
-from smc.executor.messages import SIDES
 from smc.scheduler.admission import QueueFull
 from smc.scheduler.stats import EngineStats, SpecStats
 from smc.scheduler.timeline import RoundTimes
+from smc.types import ModelRole
 
 _GROUP_FIELDS = {
     **{name: f"pages_{name}" for name in ("total", "used", "cached", "leaked")},
@@ -54,7 +54,9 @@ def _kind(error: Exception) -> pb.RefusalKind:
 
 def _to_snapshot(step: Step) -> pb.Snapshot:
     stats = step.stats
-    groups = {side: {name: getattr(stats, field).get(side) for name, field in _GROUP_FIELDS.items()} for side in SIDES}
+    groups = {
+        role: {name: getattr(stats, field).get(role) for name, field in _GROUP_FIELDS.items()} for role in ModelRole
+    }
     return pb.Snapshot(
         queued=stats.queued,
         running=stats.running,
@@ -69,14 +71,14 @@ def _to_snapshot(step: Step) -> pb.Snapshot:
         spec_alone_rounds=stats.spec_alone_rounds,
         lost_draft=step.lost_draft,
         **{name: pb.SpecCounts(**asdict(counts)) for name, counts in stats.spec.items()},
-        **{f"{side}_pages": pb.GroupPages(**counts) for side, counts in groups.items()},
+        **{f"{role}_pages": pb.GroupPages(**counts) for role, counts in groups.items()},
     )
 
 
 def _from_snapshot(snapshot: pb.Snapshot) -> EngineStats:
-    groups = {side: getattr(snapshot, f"{side}_pages") for side in SIDES}
+    groups = {role: getattr(snapshot, f"{role}_pages") for role in ModelRole}
     counts: dict[str, Any] = {
-        field: {side: getattr(group, name) for side, group in groups.items() if group.HasField(name)}
+        field: {role: getattr(group, name) for role, group in groups.items() if group.HasField(name)}
         for name, field in _GROUP_FIELDS.items()
     }
     return EngineStats(

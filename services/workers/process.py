@@ -11,7 +11,6 @@ from services.workers.channel import PeerChannel
 from services.workers.parallel import TensorParallel
 from services.workers.rank import Rank, follow, lead
 from smc.api.engine_config import EngineConfig
-from smc.executor.messages import SIDES
 from smc.executor.model_runner import DraftRunner, TargetRunner
 from smc.executor.worker import ModelWorker
 from smc.local_engine import parts_for
@@ -22,6 +21,7 @@ from smc.model.linear import DTYPES
 from smc.model.parallel import Shard
 from smc.model.source import Source
 from smc.stops import TokenBytes
+from smc.types import ModelRole
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class RankSpec:
     """Everything a rank is told when it starts."""
 
     rendezvous: Rendezvous
-    side: str
+    role: ModelRole
     """`draft` or `target`."""
     shard: Shard
     source: Source
@@ -71,7 +71,7 @@ def load_rank(spec: RankSpec) -> Loaded:
     torch.set_num_threads(spec.threads)
     device, shard, group = torch.device(spec.device), spec.shard, None
     if shard.degree > 1:
-        name = spec.rendezvous.name(f"{spec.side}/ranks")
+        name = spec.rendezvous.name(f"{spec.role}/ranks")
         group = TensorParallel(spec.rendezvous.store(), name, shard.rank, shard.degree, device, spec.timeout)
     model = spec.source.load(dtype=DTYPES[spec.dtype], device=device, shard=shard, reduce=group)
     return Loaded(model, group, spec.draft_vocab.head(model) if spec.draft_vocab else None)
@@ -84,13 +84,13 @@ def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
     device, leads = torch.device(spec.device), spec.shard.rank == 0
     sizes = {"width": spec.width, "pages": agree_on_pages(spec, model), "vocab_size": spec.vocab_size}
     worker = ModelWorker(
-        spec.side, model, token_bytes=TokenBytes.of(spec.vocabulary.tokenizer()), draft_head=loaded.draft_head, **sizes
+        spec.role, model, token_bytes=TokenBytes.of(spec.vocabulary.tokenizer()), draft_head=loaded.draft_head, **sizes
     )
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     store = spec.rendezvous.store()
     between = torch.device(spec.between)
-    ends = leader_ends(spec.rendezvous, store, spec.side, host, between) if leads else None
+    ends = leader_ends(spec.rendezvous, store, spec.role, host, between) if leads else None
     parts = parts_for(device)
     stages = parts.stages(device)
     channel = PeerChannel(ends.peer if ends else None, group, stages, spec.timeout, outlives_peer=spec.outlives_peer)
@@ -98,10 +98,10 @@ def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
     def reconnect(epoch: int, seconds: float) -> bool:
         there = replace(spec.rendezvous, epoch=epoch, start_timeout=seconds)
         assert ends is not None
-        return channel.reconnect(epoch, lambda: peer_end(there, store, spec.side, between, ends.server))
+        return channel.reconnect(epoch, lambda: peer_end(there, store, spec.role, between, ends.server))
 
-    side = DraftRunner if spec.side == "draft" else TargetRunner
-    work = side(spec.engine, worker, parts, stages, channel)
+    runner = DraftRunner if spec.role == ModelRole.DRAFT else TargetRunner
+    work = runner(spec.engine, worker, parts, stages, channel)
     rank = Rank(worker, work, spec.rendezvous.epoch, spec.timeout, reconnect if leads else None)
     try:
         if ends is not None:
@@ -110,7 +110,7 @@ def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
             assert group is not None
             follow(rank, group.receive)
     except Exception as error:
-        spec.rendezvous.report_failure(store, spec.side, error)
+        spec.rendezvous.report_failure(store, spec.role, error)
         raise
     finally:
         if ends is not None:
@@ -120,12 +120,12 @@ def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
 
 def agree_on_pages(spec: RankSpec, model: Decoder) -> int:
     """Pages of the pool: as many as every rank of the model has memory for. The leader tells the coordinator."""
-    store, name, weight = spec.rendezvous.store(), spec.rendezvous.name(f"{spec.side}/pages"), model.embed.weight
+    store, name, weight = spec.rendezvous.store(), spec.rendezvous.name(f"{spec.role}/pages"), model.embed.weight
     room = None
     if weight.device.type == "cuda":
-        sides = SIDES if spec.shares_gpu else (spec.side,)
-        law_bytes = sum(spec.engine.law_bytes(side, spec.vocab_size) for side in sides)
-        room = pages_that_fit(KVPool.page_bytes(model.config, weight.dtype), weight.device, law_bytes) // len(sides)
+        roles = ModelRole if spec.shares_gpu else (spec.role,)
+        law_bytes = sum(spec.engine.law_bytes(role, spec.vocab_size) for role in roles)
+        room = pages_that_fit(KVPool.page_bytes(model.config, weight.dtype), weight.device, law_bytes) // len(roles)
         store.set(f"{name}/{spec.shard.rank}", str(room))
         room = min(int(store.get(f"{name}/{rank}")) for rank in range(spec.shard.degree))
     pages = spec.engine.pool_pages(spec.context, room)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from smc.api.limits import UNSET
+from smc.types import ModelRole
 
 MAX_BLOCK = 32
 MAX_BRANCHES = 32
@@ -126,21 +127,21 @@ class EngineConfig:
         """`max_chains`, or the default for a vocabulary of so many tokens."""
         most = self.max_chains
         if most is None:
-            most = LAW_BYTES // (FLOAT_BYTES * vocab * max(map(self.laws, ("draft", "target"))))
+            most = LAW_BYTES // (FLOAT_BYTES * vocab * max(map(self.laws, (ModelRole.DRAFT, ModelRole.TARGET))))
         return min(most, self.max_slots)
 
-    def laws(self, side: str) -> int:
+    def laws(self, role: ModelRole) -> int:
         """Laws over the vocabulary that a chain takes on a side. At the target: those that its tokens were drawn from,
         and the target's own after each token. At the draft: those of what is drafted; in look-ahead of F rows, and
         twice those of the chain in flight: kept, and on their way."""
         drawn = self.target_tokens - 1
-        if side == "target":
+        if role == ModelRole.TARGET:
             return drawn + self.target_tokens
         return drawn * (self.branches + 2) if self.lookahead else drawn
 
-    def law_bytes(self, side: str, vocab: int) -> int:
+    def law_bytes(self, role: ModelRole, vocab: int) -> int:
         """Memory for all of these."""
-        return self.chains(vocab) * self.laws(side) * vocab * FLOAT_BYTES
+        return self.chains(vocab) * self.laws(role) * vocab * FLOAT_BYTES
 
     def width(self, context: int) -> int:
         """Positions of a block table: a block may run past the longest answer, for the sake of a static shape."""

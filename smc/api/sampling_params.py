@@ -34,6 +34,7 @@ from smc.api.settings import (
     setting,
     settings_of,
 )
+from smc.types import ModelRole
 
 MAX_STOPS = 64
 MAX_BIAS = 100.0
@@ -279,9 +280,9 @@ class SamplingParams:
         return self.guidance_scale != 1
 
     @property
-    def guided_sides(self) -> tuple[str, ...]:
+    def guided_roles(self) -> tuple[ModelRole, ...]:
         """Where it has one."""
-        return () if not self.guided else ("draft", "target") if self.guide_draft else ("target",)
+        return () if not self.guided else tuple(ModelRole) if self.guide_draft else (ModelRole.TARGET,)
 
     @property
     def slots_per_row(self) -> int:

@@ -20,13 +20,13 @@ from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import Method, SamplingParams
 from smc.calibration.warm_up import TURNS, empty_plan
-from smc.executor.messages import SIDES
 from smc.executor.plan import Contexts, Program, RoundPlan, SequenceHandoff
 from smc.scheduler.engine import Engine
 from smc.scheduler.latency_model import PARTS, LatencyCurve, LatencyModel, ModelLatency
 from smc.scheduler.methods import PROGRAMS
 from smc.scheduler.round_plan import bucket
 from smc.stops import START
+from smc.types import ModelRole
 
 SHORT_CONTEXT = 64
 """Tokens before a timed row, but where the cost of reading is timed; fewer where there is no room for so many."""
@@ -122,9 +122,9 @@ class Timer:
                 tree, repeats = (
                     (TREE, self._effort.repeats) if program is Program.PAIR else (1, -(-self._effort.repeats // 2))
                 )
-                for side, seconds in self._time(program, repeats, count, context, tree).items():
+                for role, seconds in self._time(program, repeats, count, context, tree).items():
                     self._spent += sum(seconds)
-                    name, size = _part(program, side, config, count)
+                    name, size = _part(program, role, config, count)
                     step = statistics.median(seconds) / _steps(name, config)
                     found[name].append(CostSample(size, step, -(-count // tree) * context))
             if self._spent + LIKELY_GROWTH * (self._spent - before) > self._effort.seconds:
@@ -140,25 +140,28 @@ class Timer:
         count = min(self._effort.crowd, config.max_slots)
         found: dict[str, list[float]] = {name: [] for name in PARTS}
         for program, context in product((Program.PAIR, Program.TARGET), (short, long)):
-            for side, seconds in self._time(program, self._effort.repeats, count, context, 1).items():
-                name, _ = _part(program, side, config, count)
+            for role, seconds in self._time(program, self._effort.repeats, count, context, 1).items():
+                name, _ = _part(program, role, config, count)
                 # Their difference counts, so what disturbs one of them shall not.
                 found[name].append(min(seconds) / _steps(name, config))
         return {name: max(0.0, after - before) / (count * (long - short)) for name, (before, after) in found.items()}
 
-    def _time(self, program: Program, repeats: int, count: int, context: int, tree: int) -> dict[str, list[float]]:
+    def _time(
+        self, program: Program, repeats: int, count: int, context: int, tree: int
+    ) -> dict[ModelRole, list[float]]:
         """Seconds of the passes of each side that works, round by round."""
         engine, untimed = self._engine, self._effort.untimed
-        found: dict[str, list[float]] = {side: [] for side in PROGRAMS[program].sides}
+        found: dict[ModelRole, list[float]] = {role: [] for role in PROGRAMS[program].roles}
         plan = live_plan(program, engine.config, count, context, tree)
         for turn in range(untimed + repeats):
-            for side, group in joins(program, engine, count, context, tree).items():
-                engine.pair.join(side, group)
+            for role, group in joins(program, engine, count, context, tree).items():
+                engine.pair.join(role, group)
             pending = engine.pair.round(plan)
             pending.result()
-            for side, (begin, end) in pending.spans().items():
-                if side in found and turn >= untimed:
-                    found[side].append(1e-9 * (end - begin))
+            spans = pending.spans()
+            for role in (role for role in found if turn >= untimed):
+                begin, end = spans[role]
+                found[role].append(1e-9 * (end - begin))
         return found
 
 
@@ -169,13 +172,13 @@ def _sizes(most: int, factor: int) -> list[int]:
     return sizes if most == 1 else [*sizes, most]
 
 
-def _part(program: Program, side: str, config: EngineConfig, count: int) -> tuple[str, int]:
+def _part(program: Program, role: ModelRole, config: EngineConfig, count: int) -> tuple[str, int]:
     """Of the costs, and its size in a round of `count` places."""
     if program is Program.TARGET:
         return "alone", count
-    if side == "target":
-        return side, count * config.target_tokens
-    return side, count * (config.branches if program is Program.PAIR else 1)
+    if role == ModelRole.TARGET:
+        return role, count * config.target_tokens
+    return role, count * (config.branches if program is Program.PAIR else 1)
 
 
 def _steps(part: str, config: EngineConfig) -> int:
@@ -216,24 +219,24 @@ def live_plan(program: Program, config: EngineConfig, count: int, context: int, 
     )
 
 
-def joins(program: Program, engine: Engine, count: int, context: int, tree: int) -> dict[str, SequenceHandoff]:
+def joins(program: Program, engine: Engine, count: int, context: int, tree: int) -> dict[ModelRole, SequenceHandoff]:
     """What the first `count` slots hold when such a round begins: in look-ahead a whole block to score."""
     config, decoding = engine.config, PROGRAMS[program]
     block = config.block if program is Program.PAIR and config.lookahead else 1
-    pending = {"draft": 1, "target": block}
+    pending = {ModelRole.DRAFT: 1, ModelRole.TARGET: block}
     tokens_NQ = np.arange(count * block, dtype=np.int32).reshape(count, block) % 2
     request_N1 = np.arange(count)[:, None] // tree
     return {
-        side: SequenceHandoff(
+        role: SequenceHandoff(
             slots_N=np.arange(count, dtype=np.int32),
-            pages_XL=_pages(request_N1, context + block - pending[side], engine.memory.capacity[side]),
+            pages_XL=_pages(request_N1, context + block - pending[role], engine.memory.capacity[role]),
             base=context,
             limit=engine.context,
             least=0,
             end_N=np.full(count, context + block, dtype=np.int32),
-            pending_NQ=tokens_NQ[:, -pending[side] :],
-            pending_N=np.full(count, pending[side], dtype=np.int32),
-            logq_NQ=np.zeros((count, pending[side]), dtype=np.float32),
+            pending_NQ=tokens_NQ[:, -pending[role] :],
+            pending_N=np.full(count, pending[role], dtype=np.int32),
+            logq_NQ=np.zeros((count, pending[role]), dtype=np.float32),
             ended_N=np.zeros(count, dtype=bool),
             alive_N=np.ones(count, dtype=bool),
             text_N=np.full(count, START, dtype=np.int32),
@@ -241,7 +244,7 @@ def joins(program: Program, engine: Engine, count: int, context: int, tree: int)
             stops=0,
             machine=None,
         )
-        for side in decoding.sides
+        for role in decoding.roles
     }
 
 
@@ -278,5 +281,5 @@ def _overhead(engine: Engine, effort: Effort) -> float:
 
 def _busy(spans: dict[str, tuple[int, int]]) -> float:
     """Seconds in which a model was at its pass, or both were."""
-    (begin, end), (other, last) = sorted(spans[side] for side in SIDES)
+    (begin, end), (other, last) = sorted(spans[role] for role in ModelRole)
     return 1e-9 * (end - begin + max(0, last - max(end, other)))

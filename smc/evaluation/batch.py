@@ -13,6 +13,7 @@ from smc.memory.kv_cache import pool_for
 from smc.scheduler.admission import check_fits
 from smc.scheduler.engine import Engine
 from smc.scheduler.methods import decoding_of
+from smc.types import ModelRole
 
 
 def fitted_engine(pair: ModelPair, config: EngineConfig, requests: Sequence[Request], concurrency: int = 1) -> Engine:
@@ -22,7 +23,7 @@ def fitted_engine(pair: ModelPair, config: EngineConfig, requests: Sequence[Requ
     `max_slots` and `pages` of `config` are replaced. Raises ValueError if a request could not run however much there
     is."""
     needs = [decoding_of(r.params).ample_pages(config, r.params, len(r.prompt), r.negative_size) for r in requests]
-    most = {side: max(need.get(side, 0) for need in needs) for side in ("draft", "target")}
+    most = {role: max(need.get(role, 0) for need in needs) for role in ModelRole}
     slots = max(request.params.rows * request.params.slots_per_row for request in requests)
     context = min(config.max_context or pair.max_context, pair.max_context)
     for request in requests:

@@ -15,12 +15,12 @@ from smc.api.sampling_params import SamplingParams
 from smc.demo import MAX_ANSWER
 from smc.demo.problems import generate
 from smc.evaluation.round_time import PROBLEM_SEED
-from smc.executor.messages import SIDES
 from smc.memory.kv_cache import pool_for
 from smc.model.tokenizer import Tokenizer
 from smc.scheduler.admission import sized_for
 from smc.scheduler.engine import Engine
 from smc.scheduler.methods import decoding_of
+from smc.types import ModelRole
 
 PROBLEMS = 128
 """Least number of different ones."""
@@ -148,7 +148,7 @@ class Waves(Asked):
 def fitted(config: EngineConfig, asked: list[Request], requests: int) -> EngineConfig:
     """With room for so many of these requests at once."""
     needs = [decoding_of(request.params).ample_pages(config, request.params, len(request.prompt)) for request in asked]
-    pages = requests * max(max(need.get(side, 0) for side in SIDES) for need in needs)
+    pages = requests * max(max(need.get(role, 0) for role in ModelRole) for need in needs)
     longest = max(len(request.prompt) for request in asked)
     most = max(request.params.max_tokens or 0 for request in asked)
     # All at once, so that they start together; long ones in pieces, so that what a layer makes of them stays small.

@@ -17,7 +17,6 @@ from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import Method
 from smc.executor.executor import LocalRoundExecutor
 from smc.executor.kernels import gpu_parts
-from smc.executor.messages import SIDES
 from smc.executor.worker import ModelWorker
 from smc.model.config import ModelConfig
 from smc.model.decoder import Decoder
@@ -25,6 +24,7 @@ from smc.model.draft_vocab import DraftHead
 from smc.model.tokenizer import Tokenizer
 from smc.scheduler.engine import Engine
 from smc.stops import TokenBytes
+from smc.types import ModelRole
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class Machine(Protocol):
         """An engine of these settings; `config` says how many pages both pools have, and the longest context."""
         ...
 
-    def weight_bytes(self, mode: Mode, side: str) -> int:
+    def weight_bytes(self, mode: Mode, role: ModelRole) -> int:
         """That the fullest GPU of a model reads in a pass."""
         ...
 
-    def shape(self, mode: Mode, side: str) -> ModelConfig:
+    def shape(self, mode: Mode, role: ModelRole) -> ModelConfig:
         """Of the whole model."""
         ...
 
@@ -74,7 +74,7 @@ class LocalMachine:
 
     def __init__(
         self,
-        models: Callable[[str, str], Decoder],
+        models: Callable[[ModelRole, str], Decoder],
         tokenizer: Tokenizer,
         draft_head: Callable[[str], DraftHead | None] = lambda device: None,
         **options: bool,
@@ -89,39 +89,39 @@ class LocalMachine:
         assert context is not None, "measurements say how long requests are"
         pages = config.pool_pages(context)
         devices = self._devices(mode)
-        heads = {"draft": self._draft_head(devices["draft"]), "target": None}
+        heads = {ModelRole.DRAFT: self._draft_head(devices[ModelRole.DRAFT]), ModelRole.TARGET: None}
         workers = {
-            side: ModelWorker(
-                side,
-                self._models(side, device),
+            role: ModelWorker(
+                role,
+                self._models(role, device),
                 width=config.width(context),
                 pages=pages,
                 vocab_size=self.tokenizer.size,
                 token_bytes=TokenBytes.of(self.tokenizer),
-                draft_head=heads[side],
+                draft_head=heads[role],
             )
-            for side, device in devices.items()
+            for role, device in devices.items()
         }
         for device in devices.values():
             torch.cuda.reset_peak_memory_stats(device)
         pair = LocalRoundExecutor(config, workers, gpu_parts(**self._options))
-        yield Engine(config, workers, self.tokenizer, pair=pair, pages=dict.fromkeys(SIDES, pages), context=context)
+        yield Engine(config, workers, self.tokenizer, pair=pair, pages=dict.fromkeys(ModelRole, pages), context=context)
         del pair, workers
         gc.collect()
         torch.cuda.empty_cache()
 
-    def weight_bytes(self, mode: Mode, side: str) -> int:
-        device = self._devices(mode)[side]
-        return read_bytes(self._models(side, device), self._draft_head(device) if side == "draft" else None)
+    def weight_bytes(self, mode: Mode, role: ModelRole) -> int:
+        device = self._devices(mode)[role]
+        return read_bytes(self._models(role, device), self._draft_head(device) if role == ModelRole.DRAFT else None)
 
-    def shape(self, mode: Mode, side: str) -> ModelConfig:
-        return self._models(side, self._devices(mode)[side]).config
+    def shape(self, mode: Mode, role: ModelRole) -> ModelConfig:
+        return self._models(role, self._devices(mode)[role]).config
 
     def memory(self, mode: Mode) -> int:
         return max(torch.cuda.max_memory_allocated(device) for device in self._devices(mode).values())
 
-    def _devices(self, mode: Mode) -> dict[str, str]:
-        return {"draft": "cuda:0", "target": "cuda:1" if mode.degrees[0] else "cuda:0"}
+    def _devices(self, mode: Mode) -> dict[ModelRole, str]:
+        return {ModelRole.DRAFT: "cuda:0", ModelRole.TARGET: "cuda:1" if mode.degrees[0] else "cuda:0"}
 
 
 def read_bytes(model: Decoder, draft_head: DraftHead | None = None) -> int:

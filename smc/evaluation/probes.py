@@ -16,10 +16,10 @@ from smc.evaluation.batch import run_in_flight
 from smc.evaluation.load import fitted, problem_load
 from smc.evaluation.machine import Mode
 from smc.evaluation.ttft import PromptMachine
-from smc.executor.messages import SIDES
 from smc.memory.kv_cache import pool_for
 from smc.scheduler.latency_model import LatencyModel
 from smc.scheduler.stats import EngineStats
+from smc.types import ModelRole
 
 BLOCK = 5
 WIDE = 8
@@ -34,7 +34,7 @@ def measure_costs(machine: PromptMachine, degrees: tuple[int, int], effort: Effo
     """With so many GPUs for draft and target (0: the target's own), of draft steps of up to so many rows. One model
     works at a time, so that they are not in each other's way where they share a GPU."""
     mode = _mode(EngineConfig(form="lockstep", block=BLOCK), degrees, WIDE)
-    longest = min(machine.shape(mode, side).max_context for side in SIDES)
+    longest = min(machine.shape(mode, role).max_context for role in ModelRole)
     context = min(room_for(effort.context, BLOCK), longest)
     # Everybody who is timed reads pages of its own; the request of which all of a round is timed needs some, too.
     pages = pool_for(max(4, min(rows, effort.crowd)) * context)

@@ -18,9 +18,9 @@ from smc.calibration.warm_up import KINDS, rehearsal, rehearse
 from smc.evaluation.load import ClosedLoop, Load, Waves, fitted
 from smc.evaluation.machine import Machine, Mode
 from smc.evaluation.round_time import decoding_name
-from smc.executor.messages import SIDES
 from smc.scheduler.engine import Engine
 from smc.scheduler.latency_model import LatencyModel
+from smc.types import ModelRole
 
 BANDWIDTH = 4.26e12
 """Bytes a second that an H200 reads and writes in a device copy."""
@@ -168,7 +168,7 @@ class Bench:
         loop.engine.take_stats()
         seen = self._watch(loop, mode.method, rounds)
         whole, work, stats = seen.round, seen.work, loop.engine.take_stats()
-        draft, target, choose = (median_length(work, name) for name in (*SIDES, "choose"))
+        draft, target, choose = (median_length(work, name) for name in (*ModelRole, "choose"))
         busy = draft + target if mode.config.form == "lockstep" or mode.method.plain else max(draft, target)
         spec, alone = stats.spec[mode.verification or "walk"], stats.spec_alone_rounds
         tokens = seen.tokens if mode.method is Method.EXACT else _stride(mode)
@@ -227,7 +227,7 @@ class Bench:
 
     def _floor(self, mode: Mode) -> float:
         """Seconds."""
-        draft, target = (self._machine.weight_bytes(mode, side) / BANDWIDTH for side in SIDES)
+        draft, target = (self._machine.weight_bytes(mode, role) / BANDWIDTH for role in ModelRole)
         if mode.method is Method.TARGET:
             return mode.config.block * target
         if mode.config.lookahead and mode.degrees[0]:

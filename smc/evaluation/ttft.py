@@ -23,7 +23,7 @@ from smc.api.sampling_params import Method, SamplingParams
 from smc.evaluation.load import ClosedLoop, Load
 from smc.evaluation.machine import Mode
 from smc.evaluation.speed import WARM_UP
-from smc.executor.messages import SIDES, Pending, PromptResult
+from smc.executor.messages import Pending, PromptResult
 from smc.local_engine import ModelPair, local_engine
 from smc.memory.kv_cache import pool_for
 from smc.model.config import ModelConfig
@@ -31,6 +31,7 @@ from smc.model.tokenizer import Tokenizer
 from smc.scheduler.engine import Engine
 from smc.scheduler.methods import decoding_of
 from smc.scheduler.prefill import LEAST
+from smc.types import ModelRole
 
 PEAK = 7.9e14
 """Operations a second that an H200 reaches in products of bfloat16."""
@@ -90,7 +91,7 @@ class PromptMachine(Protocol):
 
     def engine(self, mode: Mode, config: EngineConfig) -> AbstractContextManager[Engine]: ...
 
-    def shape(self, mode: Mode, side: str) -> ModelConfig:
+    def shape(self, mode: Mode, role: ModelRole) -> ModelConfig:
         """Of the whole model."""
         ...
 
@@ -105,8 +106,8 @@ class PairMachine:
     def engine(self, mode: Mode, config: EngineConfig) -> Iterator[Engine]:
         yield local_engine(self._pair, config)
 
-    def shape(self, mode: Mode, side: str) -> ModelConfig:
-        return getattr(self._pair, side).config
+    def shape(self, mode: Mode, role: ModelRole) -> ModelConfig:
+        return getattr(self._pair, role).config
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ class FirstTokens:
         for."""
         rows: dict[str, Any] = {} if mode.method.plain else {"particles": mode.particles, "population": mode.population}
         params = SamplingParams(method=mode.method, **rows, **self._law)
-        longest = min(self._machine.shape(mode, side).max_context for side in SIDES)
+        longest = min(self._machine.shape(mode, role).max_context for role in ModelRole)
         if context >= longest:
             raise ValueError(f"--context {context}; allowed: below {longest}, what both models were made for")
         load = Load(beside, self._prompts(beside, min(longest // 2, BESIDE_TOKENS), 1), None)
@@ -177,7 +178,7 @@ class FirstTokens:
     def _row(self, mode: Mode, context: int, beside: int, quiet: list[float], runs: list[_Run]) -> FirstToken:
         median = lambda values: 1e3 * statistics.median(values)  # noqa: E731
         cached = runs[0].answer.cached_tokens
-        took = {side: statistics.median(run.took[side] for run in runs) for side in SIDES}
+        took = {role: statistics.median(run.took[role] for run in runs) for role in ModelRole}
         steps = [step for run in runs for step in run.steps]
         return FirstToken(
             mode=mode.name,
@@ -186,20 +187,20 @@ class FirstTokens:
             cached=cached,
             beside=beside,
             ttft=median(run.ttft for run in runs),
-            draft=1e3 * took["draft"],
-            target=1e3 * took["target"],
-            draft_peak=self._peak(mode, "draft", context, cached, took["draft"]),
-            target_peak=self._peak(mode, "target", context, cached, took["target"]),
+            draft=1e3 * took[ModelRole.DRAFT],
+            target=1e3 * took[ModelRole.TARGET],
+            draft_peak=self._peak(mode, ModelRole.DRAFT, context, cached, took[ModelRole.DRAFT]),
+            target_peak=self._peak(mode, ModelRole.TARGET, context, cached, took[ModelRole.TARGET]),
             chunks=statistics.median_low(run.chunks for run in runs),
             round=1e3 * statistics.mean(quiet) if beside else None,
             round_beside=1e3 * statistics.mean(steps) if steps else None,
             longest=1e3 * max(steps) if steps else None,
         )
 
-    def _peak(self, mode: Mode, side: str, context: int, cached: int, seconds: float) -> float:
-        gpus = max(1, mode.degrees[SIDES.index(side)])
+    def _peak(self, mode: Mode, role: ModelRole, context: int, cached: int, seconds: float) -> float:
+        gpus = max(1, mode.degrees[list(ModelRole).index(role)])
         return (
-            operations(self._machine.shape(mode, side), context - cached, cached) / (seconds * gpus * PEAK)
+            operations(self._machine.shape(mode, role), context - cached, cached) / (seconds * gpus * PEAK)
             if seconds
             else 0.0
         )
@@ -218,10 +219,10 @@ def operations(config: ModelConfig, tokens: int, past: int) -> float:
 @contextmanager
 def _listening(engine: Engine) -> Iterator[Asked]:
     """Whatever prompts the engine's workers are asked to run, by side."""
-    asked: Asked = {side: [] for side in SIDES}
-    for side, worker in engine.workers.items():
+    asked: Asked = {role: [] for role in ModelRole}
+    for role, worker in engine.workers.items():
 
-        def listen(batch, ask=worker.run_prompts, to=asked[side]):
+        def listen(batch, ask=worker.run_prompts, to=asked[role]):
             to.append(ask(batch))
             return to[-1]
 
@@ -258,11 +259,11 @@ def _first_token(mode: Mode, loop: ClosedLoop, pending: Asked, name: str, prompt
         steps += [step] if decoded else []
         answer = next((output.answer for output in outputs if output.request_id == name), None)
     ttft, spans = time.monotonic() - begin, {}
-    for side, asked in pending.items():
+    for role, asked in pending.items():
         for one in asked:
             one.result()
-        spans[side] = [one.spans()["prompt"] for one in asked]
-    took = {side: sum(1e-9 * (end - begin) for begin, end in of_side) for side, of_side in spans.items()}
+        spans[role] = [one.spans()["prompt"] for one in asked]
+    took = {role: sum(1e-9 * (end - begin) for begin, end in of_role) for role, of_role in spans.items()}
     return _Run(ttft, steps, took, len(spans["target"]), answer)
 
 
@@ -283,7 +284,7 @@ def _fitted(mode: Mode, asked: list[Request], context: int) -> EngineConfig:
     makes room."""
     params = [(request.params, len(request.prompt)) for request in asked] + [(_asking(mode), context)] * 2
     needs = [decoding_of(one).ample_pages(mode.config, one, prompt) for one, prompt in params]
-    pages = pool_for(sum(max(need.get(side, 0) for side in SIDES) for need in needs))
+    pages = pool_for(sum(max(need.get(role, 0) for role in ModelRole) for need in needs))
     longest = max(prompt + one.max_tokens for one, prompt in params)
     return replace(
         mode.config, max_slots=sum(one.rows for one, _ in params), max_context=longest, pages=pages, **GPU_PREFILL

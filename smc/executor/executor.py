@@ -13,6 +13,7 @@ from smc.executor.messages import Lineage, Pending, RoundResult
 from smc.executor.model_runner import DraftRunner, LocalChannel, Parts, TargetRunner
 from smc.executor.plan import Program, RoundPlan, SequenceHandoff
 from smc.executor.worker import ModelWorker
+from smc.types import ModelRole
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class RoundOutcome:
     """What came of a round."""
 
     result: RoundResult[np.ndarray]
-    lineage: dict[str, Lineage[np.ndarray]]
+    lineage: dict[ModelRole, Lineage[np.ndarray]]
     """By side."""
 
 
@@ -30,7 +31,7 @@ class RoundExecutor(Protocol):
     pipelined: bool
     """A round goes on while its result is waited for, so that the next can be asked for."""
 
-    def join(self, side: str, group: SequenceHandoff) -> None:
+    def join(self, role: ModelRole, group: SequenceHandoff) -> None:
         """Particles take part on this side from the next round on."""
         ...
 
@@ -42,38 +43,43 @@ class RoundExecutor(Protocol):
 class LocalRoundExecutor:
     """Both sides in this process: on one device, or on two."""
 
-    def __init__(self, config: EngineConfig, workers: dict[str, ModelWorker], parts: Parts) -> None:
-        self.stages = {side: parts.stages(worker.device) for side, worker in workers.items()}
-        channels = LocalChannel.between(self.stages["draft"], self.stages["target"])
-        self._draft = DraftRunner(config, workers["draft"], parts, self.stages["draft"], channels[0])
-        self._target = TargetRunner(config, workers["target"], parts, self.stages["target"], channels[1])
-        self.sides: dict[str, DraftRunner | TargetRunner] = {"draft": self._draft, "target": self._target}
-        self.pipelined = self.stages["target"].records
+    def __init__(self, config: EngineConfig, workers: dict[ModelRole, ModelWorker], parts: Parts) -> None:
+        self.stages = {role: parts.stages(worker.device) for role, worker in workers.items()}
+        channels = LocalChannel.between(self.stages[ModelRole.DRAFT], self.stages[ModelRole.TARGET])
+        self._draft = DraftRunner(config, workers[ModelRole.DRAFT], parts, self.stages[ModelRole.DRAFT], channels[0])
+        self._target = TargetRunner(
+            config, workers[ModelRole.TARGET], parts, self.stages[ModelRole.TARGET], channels[1]
+        )
+        self.runners: dict[ModelRole, DraftRunner | TargetRunner] = {
+            ModelRole.DRAFT: self._draft,
+            ModelRole.TARGET: self._target,
+        }
+        self.pipelined = self.stages[ModelRole.TARGET].records
 
-    def join(self, side: str, group: SequenceHandoff) -> None:
-        self.sides[side].join(group)
+    def join(self, role: ModelRole, group: SequenceHandoff) -> None:
+        self.runners[role].join(group)
 
     def round(self, plan: RoundPlan[np.ndarray]) -> LocalRound:
         if plan.program is not Program.PAIR:
-            side = plan.program.value
-            return LocalRound({side: self.sides[side].round(plan)})
+            role = ModelRole(plan.program.value)
+            return LocalRound({role: self.runners[role].round(plan)})
         self._draft.draft(plan)
         target = self._target.round(plan)
-        return LocalRound({"draft": self._draft.follow(), "target": target})
+        return LocalRound({ModelRole.DRAFT: self._draft.follow(), ModelRole.TARGET: target})
 
 
 @dataclass(frozen=True)
 class LocalRound:
     """A round that its sides have been asked for."""
 
-    readings: dict[str, Pending | AsyncResult]
+    readings: dict[ModelRole, Pending | AsyncResult]
 
     def result(self) -> RoundOutcome:
         """Waits for it."""
         # In this order each says when it came, by the clock of its own device.
-        values = {side: reading.result() for side, reading in self.readings.items()}
+        values = {role: reading.result() for role, reading in self.readings.items()}
         result = next(value for value in values.values() if isinstance(value, RoundResult))
-        lineage = {side: value.lineage if isinstance(value, RoundResult) else value for side, value in values.items()}
+        lineage = {role: value.lineage if isinstance(value, RoundResult) else value for role, value in values.items()}
         return RoundOutcome(result, lineage)
 
     def spans(self) -> dict[str, tuple[int, int]]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from smc.executor.forward import Rows, StaticForward
 from smc.executor.plan import RoundPlan, UnconditionalRows
 from smc.executor.state import RemapBlockTable, SlotState
+from smc.types import ModelRole
 
 
 @dataclass(frozen=True)
@@ -33,14 +34,14 @@ class GuidedPass:
     guide: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     """See `smc.executor.sampling.Sampling.guide`."""
     reroot: RemapBlockTable
-    side: str
+    role: ModelRole
     beside_P: Tensor
     """int32: of every page of a guided place in this round, the companion's beside it."""
 
     def begin(self, plan: RoundPlan[Tensor], pending_AP: Tensor, pages_AW: Tensor) -> None:
         """A round begins that gives its places pages: for pending tokens, which are run from the tables, and for what
         is run after them."""
-        companions, state = plan.companions_at(self.side), self.state
+        companions, state = plan.companions_at(self.role), self.state
         if companions is None:
             return
         place_U, slot_U1, theirs_UW = companions.place_U, companions.slot_U[:, None], companions.pages_UW
@@ -61,7 +62,7 @@ class GuidedPass:
     ) -> Tensor:
         """Logits after all tokens [T, V], or after one of each row [R, V], the `asked`-th of the T. `root_R`: the place
         whose particle a row continues, if not its own."""
-        companions, q = plan.companions_at(self.side), rows.queries
+        companions, q = plan.companions_at(self.role), rows.queries
         if companions is None:
             hidden_TE = self.forward(tokens_T, rows)
             return self.logits(hidden_TE if asked_R is None else hidden_TE[asked_R])
@@ -85,7 +86,7 @@ class GuidedPass:
         """After the choice, before sequences have moved on: companions of places go on with those of places `ancestor`,
         then with what is beside the pages of this round that row `row` has, after the `pending` tokens if these were
         given pages of their own."""
-        companions, state = plan.companions_at(self.side), self.state
+        companions, state = plan.companions_at(self.role), self.state
         if companions is None:
             return
         place_U, slot_U = companions.place_U, companions.slot_U

@@ -11,7 +11,7 @@ See the package's legend for axes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -24,20 +24,13 @@ if TYPE_CHECKING:
     from smc.philox import Purpose
     from smc.stops import StopMachine
 
-SIDES: tuple[str, ...] = tuple(ModelRole)
-COMPANIONS = {side: f"{side} companion" for side in SIDES}
-"""Beside the sides: what each runs of guided requests besides (`smc.executor.guidance`), with pages of its pool."""
-_SIDE_OF = {lane: side for side, companion in COMPANIONS.items() for lane in (side, companion)}
 
+class Stream(NamedTuple):
+    """A sequence that a model runs for each row of a request, with pages of its pool: the row itself, or of a guided
+    request the unconditional one after the negative prompt (`smc.executor.guidance`)."""
 
-def side_of(lane: str) -> str:
-    """The side whose model runs a lane: a side's own, or its companions'."""
-    return _SIDE_OF[lane]
-
-
-def guides(lane: str) -> bool:
-    """It is one of companions."""
-    return lane not in SIDES
+    role: ModelRole
+    unconditional: bool = False
 
 
 Result = TypeVar("Result", covariant=True)
@@ -52,7 +45,7 @@ class Pending(Protocol, Generic[Result]):
 
     def spans(self) -> dict[str, tuple[int, int]]:
         """What was done for it, and when it began and ended, nanoseconds of the monotonic clock: the pass of a model in
-        a round has the name of its side, that of prompts is `prompt`. After `result`."""
+        a round has the name of its role, that of prompts is `prompt`. After `result`."""
         ...
 
 
@@ -140,15 +133,15 @@ class PromptResult(Generic[Array]):
     """float32 log-probabilities of these: -inf outside of a truncation, NaN if the model's logits were."""
 
 
-class SideLost(RuntimeError):
-    """The worker of a side is gone, with its keys and values and all that it was asked for; the other goes on."""
+class ModelLost(RuntimeError):
+    """The worker of a model is gone, with its keys and values and all that it was asked for; the other goes on."""
 
-    def __init__(self, side: str, why: str) -> None:
-        super().__init__(f"the {side} model is lost: {why}")
-        self.side, self._why = side, why
+    def __init__(self, role: ModelRole, why: str) -> None:
+        super().__init__(f"the {role} model is lost: {why}")
+        self.role, self._why = role, why
 
-    def __reduce__(self) -> tuple[type[SideLost], tuple[str, str]]:
-        return SideLost, (self.side, self._why)
+    def __reduce__(self) -> tuple[type[ModelLost], tuple[ModelRole, str]]:
+        return ModelLost, (self.role, self._why)
 
 
 class Worker(Protocol):

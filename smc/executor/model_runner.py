@@ -48,6 +48,7 @@ from smc.executor.verify import Follow, Judge, LayOut, Scorer, Verify, VerifyOps
 from smc.executor.worker import ModelWorker, PromptPass, run_prompt
 from smc.model.draft_vocab import DraftVocab
 from smc.philox import Purpose
+from smc.types import ModelRole
 
 
 class Channel(Protocol):
@@ -173,7 +174,7 @@ class ModelRunner:
             biases=self._biases,
             steps=parts.drafting,
             # Plain decoding of a target must not depend on rounds: exact decoding makes the same draws in others.
-            shape=DraftShape(config.block, by_round=worker.name == "draft"),
+            shape=DraftShape(config.block, by_round=worker.name == ModelRole.DRAFT),
             mixture=0.0,
             purpose=Purpose.TARGET,
         )
@@ -203,7 +204,7 @@ class ModelRunner:
 
     def _run_alone(self, plan: RoundPlan[Tensor]) -> RoundResult[Tensor]:
         drafter, state, slot_A = self._alone, self.state, plan.slot_A
-        law = plan.draft_law if self.worker.name == "draft" else plan.target_law
+        law = plan.draft_law if self.worker.name == ModelRole.DRAFT else plan.target_law
         _, tree = drafter.draft(plan, law)
         place_A = torch.arange(len(slot_A), device=slot_A.device)
         zero_A, alive_A = torch.zeros_like(slot_A), state.alive_S[slot_A]
@@ -239,8 +240,8 @@ class ModelRunner:
             ess_G=zero_G + 1,
             resampled_G=never_G,
             collapsed_G=never_G,
-            draft_nan_G=nan_G if self.worker.name == "draft" else never_G,
-            target_nan_G=nan_G if self.worker.name == "target" else never_G,
+            draft_nan_G=nan_G if self.worker.name == ModelRole.DRAFT else never_G,
+            target_nan_G=nan_G if self.worker.name == ModelRole.TARGET else never_G,
             hit_G=never_G,
             lineage=lineage,
         )
@@ -313,7 +314,7 @@ class DraftRunner(ModelRunner):
         with self.stages.working():
             choice = RoundChoice(self._channel.receive(plan.key, "choice", (9, len(plan.slot_A)), torch.int64))
             lineage = self.stages.run(plan.key, "follow", lambda: self._follow(plan, tree, choice))
-            return self.stages.read(plan.key, lineage, {"draft": span})
+            return self.stages.read(plan.key, lineage, {ModelRole.DRAFT: span})
 
     def _follow(self, plan: RoundPlan[Tensor], tree: TokenTree, choice: RoundChoice) -> Lineage[Tensor]:
         if self.config.lookahead and len(plan.chain_C):

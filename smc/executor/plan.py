@@ -17,7 +17,7 @@ from smc.algorithm.bounds import Bounds
 from smc.algorithm.expansion import Kind
 from smc.laws import LawSpec
 from smc.stops import StopMachine
-from smc.types import Array
+from smc.types import Array, ModelRole
 
 ALIGNMENT = 16
 SHORT, SHORT_SINGLE = 384, 640
@@ -214,8 +214,8 @@ class RoundPlan(Generic[Array]):
             *(len(there.place_U) if there else 0 for there in (self.target_companions, self.draft_companions)),
         )
 
-    def companions_at(self, side: str) -> UnconditionalRows[Array] | None:
-        return self.draft_companions if side == "draft" else self.target_companions
+    def companions_at(self, role: ModelRole) -> UnconditionalRows[Array] | None:
+        return self.draft_companions if role == ModelRole.DRAFT else self.target_companions
 
     def arrays(self) -> dict[str, np.ndarray]:
         """All arrays, by name."""

@@ -34,6 +34,7 @@ from smc.memory.pages import DUMMY_PAGE
 from smc.model.decoder import Decoder, RopeTable
 from smc.model.draft_vocab import DraftHead
 from smc.stops import TokenBytes
+from smc.types import ModelRole
 
 
 class Reader(Protocol):
@@ -134,7 +135,7 @@ class ModelWorker:
 
     def __init__(
         self,
-        name: str,
+        name: ModelRole,
         model: Decoder,
         *,
         width: int,

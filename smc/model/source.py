@@ -18,6 +18,7 @@ from smc.model.parallel import WHOLE, Reduce, Shard
 from smc.model.presets import NoText, preset
 from smc.model.tokenizer import Tokenizer
 from smc.model.weight_map import count_parameters
+from smc.types import ModelRole
 
 if TYPE_CHECKING:
     import torch
@@ -29,12 +30,12 @@ LOADS = ("files", "random", "grown")
 
 def pair_dtypes(dtype: str, target: str | None, draft: str | None) -> dict[str, str]:
     """Side -> the type its model has, of `smc.model.linear.DTYPES`: its own, or that of both."""
-    return {"target": target or dtype, "draft": draft or dtype}
+    return {ModelRole.TARGET: target or dtype, ModelRole.DRAFT: draft or dtype}
 
 
 def name_dtypes(dtypes: dict[str, str]) -> str:
     """In one word, if they are the same."""
-    target, draft = dtypes["target"], dtypes["draft"]
+    target, draft = dtypes[ModelRole.TARGET], dtypes[ModelRole.DRAFT]
     return target if target == draft else f"{target} <- {draft}"
 
 
@@ -155,8 +156,8 @@ class SourcePair:
         )
         return SourcePair(its_target, its_draft, max_context=min(config.max_context for config in shapes))
 
-    def of_side(self, side: str) -> Source:
-        return self.draft if side == "draft" else self.target
+    def of_role(self, role: ModelRole) -> Source:
+        return self.draft if role == ModelRole.DRAFT else self.target
 
 
 def _grown(name: Path, small: ModelConfig, shape: ModelConfig) -> ModelConfig:

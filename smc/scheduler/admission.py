@@ -11,6 +11,7 @@ import numpy as np
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request, check_guidance
 from smc.api.sampling_params import SamplingParams
+from smc.types import ModelRole
 
 
 class DuplicateRequest(ValueError):
@@ -31,7 +32,7 @@ def check_waiting(config: EngineConfig, waiting: int) -> None:
         raise QueueFull(f"{waiting} requests are waiting; allowed: {config.max_queue}. Try again later")
 
 
-def check_queue(pages: dict[str, int], config: EngineConfig, waiting: int, waiting_pages: int) -> None:
+def check_queue(pages: dict[ModelRole, int], config: EngineConfig, waiting: int, waiting_pages: int) -> None:
     """Refuse what there is no room to wait in for, given the pages it and those waiting are likely to need. Raises
     QueueFull."""
     check_waiting(config, waiting)
@@ -64,7 +65,7 @@ def check_negative(size: int, max_tokens: int, context: int) -> None:
 def longest_answer(
     params: SamplingParams,
     config: EngineConfig,
-    capacity: Mapping[str, int],
+    capacity: Mapping[ModelRole, int],
     context: int,
     size: int,
     negative: int = 0,
@@ -79,7 +80,7 @@ def longest_answer(
 
     def is_too_long(answer: int) -> bool:
         needs = decoding.most_pages(config, replace(params, max_tokens=answer, min_tokens=0), size, negative=negative)
-        return any(needs.get(side, 0) > pages for side, pages in capacity.items())
+        return any(needs.get(role, 0) > pages for role, pages in capacity.items())
 
     return max(1, bisect_left(range(1, room + 1), True, key=is_too_long))
 
@@ -93,7 +94,9 @@ def sized_for(config: EngineConfig, params: SamplingParams, requests: int) -> En
     return replace(config, max_slots=rows * params.slots_per_row, max_chains=chains)
 
 
-def check_fits(request: Request, config: EngineConfig, capacity: dict[str, int], context: int, vocab_size: int) -> None:
+def check_fits(
+    request: Request, config: EngineConfig, capacity: dict[ModelRole, int], context: int, vocab_size: int
+) -> None:
     """Refuse what this engine could never run, whatever else is going on. Raises ValueError."""
     from smc.scheduler.methods import decoding_of
 
@@ -117,10 +120,10 @@ def check_fits(request: Request, config: EngineConfig, capacity: dict[str, int],
             f"particles={params.rows} with verification='rejection'; this engine has room for the laws of {most} chains (max_chains); "
             f"allowed: {allowed}"
         )
-    for side, pages in decoding_of(params).most_pages(config, params, size, negative=request.negative_size).items():
-        if pages > capacity[side]:
+    for role, pages in decoding_of(params).most_pages(config, params, size, negative=request.negative_size).items():
+        if pages > capacity[role]:
             raise ValueError(
-                f"the request may need {pages} KV pages of the {side} model, which has {capacity[side]}; "
+                f"the request may need {pages} KV pages of the {role} model, which has {capacity[role]}; "
                 "lower particles or max_tokens, or give the engine more pages"
             )
     for name, prompt in (("the prompt", request.prompt), ("negative_prompt", request.negative_prompt or ())):

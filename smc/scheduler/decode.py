@@ -29,7 +29,7 @@ import numpy as np
 
 from smc.api.engine_config import EngineConfig
 from smc.executor.executor import RoundExecutor, RoundOutcome
-from smc.executor.messages import Lineage, Pending, RoundResult
+from smc.executor.messages import Lineage, Pending, RoundResult, Stream
 from smc.executor.plan import Program
 from smc.memory.kv_cache import KVCacheManager
 from smc.scheduler.acceptance import Acceptance
@@ -38,6 +38,7 @@ from smc.scheduler.round_plan import Population, RoundPages, RoundPlanner, remap
 from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.slots import Slots
 from smc.scheduler.stats import EngineStats
+from smc.types import ModelRole
 
 WINDOW = 64
 """Tokens that are compared at a time, however long it has been since particles agreed."""
@@ -197,12 +198,12 @@ class RoundScheduler:
         pages: list[RoundPages],
     ) -> None:
         """Particles, and companions, descend from their ancestors' pages; what nobody descends from is free."""
-        for side, whole in outcome.lineage.items():
-            ledger = self.memory.ledgers[side]
+        for role, whole in outcome.lineage.items():
+            ledger = self.memory.ledgers[role]
             lineage = Lineage(whole.path_AW[place_A], whole.kept_A[place_A], whole.dropped_A[place_A])
-            given_T = np.concatenate([given[side] for given in pages])
-            self.slots.descend(side, ledger, population.slot_A, source_A, lineage, given_T)
-            remap_unconditional_rows(side, self.slots, ledger, population, source_A, lineage, pages)
+            given_T = np.concatenate([given[Stream(role)] for given in pages])
+            self.slots.descend(role, ledger, population.slot_A, source_A, lineage, given_T)
+            remap_unconditional_rows(role, self.slots, ledger, population, source_A, lineage, pages)
 
     def _write_tokens(
         self,
@@ -268,12 +269,12 @@ class RoundScheduler:
             competes_G = np.array([g.decoding.competes for g in population.groups])
             any_A = np.logical_or.reduceat(open_A, population.first_G)[population.group_A]
             drafting_A = np.where(competes_G[population.group_A], any_A, open_A)
-            work = {"draft": drafting_A * branches * config.block, "target": target_A}
+            work = {ModelRole.DRAFT: drafting_A * branches * config.block, ModelRole.TARGET: target_A}
         else:
-            work = {program.value: open_A * config.block}
-        for side, tokens_A in work.items():
+            work = {ModelRole(program.value): open_A * config.block}
+        for role, tokens_A in work.items():
             for group, tokens in zip(population.groups, population.sums(tokens_A).tolist()):
-                group.tally.count_tokens(side, tokens * (1 + (side in group.params.guided_sides)))
+                group.tally.count_tokens(role, tokens * (1 + (role in group.params.guided_roles)))
 
     def _count(self, population: Population, alive_G: np.ndarray, result: RoundResult[np.ndarray]) -> None:
         for g, group in zip(alive_G.tolist(), population.groups):
@@ -281,9 +282,9 @@ class RoundScheduler:
             group.tally.rounds += 1
             group.tally.alone_rounds += group.alone
             self.stats.spec_alone_rounds += group.alone
-            for side, nan_G in (("draft", result.draft_nan_G), ("target", result.target_nan_G)):
+            for role, nan_G in ((ModelRole.DRAFT, result.draft_nan_G), (ModelRole.TARGET, result.target_nan_G)):
                 if nan_G[g]:
-                    group.fail(side)
+                    group.fail(role)
             if not group.decoding.records_population:
                 continue
             tally, ess = group.tally, float(result.ess_G[g])

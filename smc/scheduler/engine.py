@@ -40,6 +40,7 @@ from smc.scheduler.stats import EngineStats
 from smc.scheduler.tree_controller import DraftFallback, TreeController
 from smc.scheduler.tree_policy import CostBasedTreePolicy, ParticlePolicy, ShrinkWhenShort, TreePolicy
 from smc.stops import TokenBytes
+from smc.types import ModelRole
 
 
 class Engine:
@@ -48,11 +49,11 @@ class Engine:
     def __init__(
         self,
         config: EngineConfig,
-        workers: Mapping[str, Worker],
+        workers: Mapping[ModelRole, Worker],
         tokenizer: Tokenizer,
         *,
         pair: RoundExecutor,
-        pages: dict[str, int],
+        pages: dict[ModelRole, int],
         context: int,
         clock: Callable[[], float] = time.monotonic,
         policy: ParticlePolicy | None = None,
@@ -204,17 +205,17 @@ class Engine:
         for group in list(self.registry.groups.values()):
             if group.params.method is Method.EXACT:
                 self.changes.go_alone(group)
-            elif "draft" in group.decoding.sides:
+            elif ModelRole.DRAFT in group.decoding.roles:
                 self.registry.release(group)
                 dropped.append(group.id)
-        self.starts.forget("draft")
-        self.memory.renew("draft", self.memory.capacity["draft"])
+        self.starts.forget(ModelRole.DRAFT)
+        self.memory.renew(ModelRole.DRAFT, self.memory.capacity[ModelRole.DRAFT])
         return dropped
 
     def attach_draft(self, pages: int) -> None:
         """Another draft is there, which holds nothing yet, with so many pages. Requests that went on by the target
         alone rejoin: where costs decide, when they say so."""
-        self.memory.renew("draft", pages)
+        self.memory.renew(ModelRole.DRAFT, pages)
         self.changes.has_draft = True
         for group in self.registry.groups.values():
             if self.costs is None or not group.elastic:
@@ -233,7 +234,7 @@ class Engine:
     def _decoding_now(self, request: Request) -> Decoding:
         """How a request that arrives now begins. Raises NoDraft."""
         decoding = decoding_of(request.params)
-        if self.changes.has_draft or "draft" not in decoding.sides:
+        if self.changes.has_draft or ModelRole.DRAFT not in decoding.roles:
             return decoding
         if request.params.method is Method.EXACT:
             return TARGET_ALONE
@@ -250,11 +251,11 @@ class Engine:
         stats.queued, stats.running = self.registry.queue.waiting, len(self.registry.admitted)
         stats.slots_free = self.slots.num_free
         stats.pages_total = dict(memory.capacity)
-        stats.pages_used = {side: memory.held(side) for side in memory.capacity}
-        stats.pages_cached = {side: cache.pages for side, cache in memory.caches.items()}
-        counts = {side: cache.take_counts() for side, cache in memory.caches.items()}
-        stats.prefix_queries = {side: queried for side, (queried, _) in counts.items()}
-        stats.prefix_hits = {side: hits for side, (_, hits) in counts.items()}
+        stats.pages_used = {role: memory.held(role) for role in memory.capacity}
+        stats.pages_cached = {role: cache.pages for role, cache in memory.caches.items()}
+        counts = {role: cache.take_counts() for role, cache in memory.caches.items()}
+        stats.prefix_queries = {role: queried for role, (queried, _) in counts.items()}
+        stats.prefix_hits = {role: hits for role, (_, hits) in counts.items()}
         stats.preemptions, stats.shrinks = self.registry.take_preemptions(), self.preemption.take_shrinks()
         if not self.registry.groups:
             stats.pages_leaked = memory.leaked()

@@ -7,7 +7,7 @@ import numpy as np
 
 from smc.api.engine_config import EngineConfig
 from smc.executor.executor import RoundExecutor
-from smc.executor.messages import SIDES, guides, side_of
+from smc.executor.messages import Stream
 from smc.executor.plan import SequenceHandoff
 from smc.memory.kv_cache import KVCacheManager
 from smc.scheduler.decode import commit_tokens
@@ -16,6 +16,7 @@ from smc.scheduler.round_plan import Population
 from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.slots import Slots
 from smc.stops import DONE, START, TokenBytes
+from smc.types import ModelRole
 
 
 class Handoff:
@@ -26,16 +27,16 @@ class Handoff:
     ) -> None:
         self._config, self._slots, self._memory, self._pair = config, slots, memory, pair
         self._token_bytes = token_bytes
-        self._known: set[tuple[str, int]] = set()
+        self._known: set[tuple[ModelRole, int]] = set()
         """Sides and entries of stop tables whose machine is there."""
 
-    def forget_side(self, side: str) -> None:
+    def forget_role(self, role: ModelRole) -> None:
         """It knows nothing any more."""
-        self._known = {(name, stops) for name, stops in self._known if name != side}
+        self._known = {(name, stops) for name, stops in self._known if name != role}
 
     def forget_stops(self, entry: int) -> None:
         """Another machine comes to stand there."""
-        self._known -= {(side, entry) for side in SIDES}
+        self._known -= {(role, entry) for role in ModelRole}
 
     def first_tokens(self, start: PrefillRequest) -> None:
         """Every particle gets its first token."""
@@ -71,37 +72,37 @@ class Handoff:
     def set_heads(self, start: PrefillRequest) -> None:
         """Every particle refers to the last page of its sequence, and so does its companion."""
         group, slots = start.group, self._slots
-        for lane, rows in start.rows.items():
-            side = side_of(lane)
-            slots_N = slots.companions(group.slots) if guides(lane) else group.slots
-            ledger = self._memory.ledgers[side]
+        for stream, rows in start.rows.items():
+            role = stream.role
+            slots_N = slots.companions(group.slots) if stream.unconditional else group.slots
+            ledger = self._memory.ledgers[role]
             last = [row.pages_L[-1] for row in rows]
             row_N = _row_of(len(rows), len(slots_N))
             heads_N = np.array(last)[row_N]
             ledger.hold(heads_N)
             ledger.release(last)
             for row in rows:
-                ledger.count_grown(row.pages_L[len(group.prompt_of(lane)) :], True)
-            slots.head_S[side][slots_N] = heads_N
-            slots.held_S[side][slots_N] = np.array([len(row.tokens_L) for row in rows])[row_N]
+                ledger.count_grown(row.pages_L[len(group.prompt_of(stream)) :], True)
+            slots.head_S[role][slots_N] = heads_N
+            slots.held_S[role][slots_N] = np.array([len(row.tokens_L) for row in rows])[row_N]
 
     def join(self, start: PrefillRequest) -> None:
         """Hand the particles to the models that decode them."""
         group = start.group
-        for side in group.decoding.sides:
-            self._pair.join(side, self._particles(group, side, start.rows[side]))
-            self._known.add((side, group.stops))
-        for lane in filter(guides, group.lanes):
+        for role in group.decoding.roles:
+            self._pair.join(role, self._particles(group, role, start.rows[Stream(role)]))
+            self._known.add((role, group.stops))
+        for stream in (stream for stream in group.streams if stream.unconditional):
             slots_N = self._slots.companions(group.slots)
             self._pair.join(
-                side_of(lane), _table(slots_N, group, _pages(start.rows[lane], len(slots_N)), group.negative_size)
+                stream.role, _table(slots_N, group, _pages(start.rows[stream], len(slots_N)), group.negative_size)
             )
 
-    def _particles(self, group: SequenceGroup, side: str, rows: list[PromptRow]) -> SequenceHandoff:
+    def _particles(self, group: SequenceGroup, role: ModelRole, rows: list[PromptRow]) -> SequenceHandoff:
         slots, slots_N, prompt = self._slots, group.slots, group.prompt_size
         end_N, ended_N = prompt + slots.length_S[slots_N], slots.ended_S[slots_N]
-        pending_N = end_N - slots.held_S[side][slots_N]
-        if side == "draft":
+        pending_N = end_N - slots.held_S[role][slots_N]
+        if role == ModelRole.DRAFT:
             # Of a particle that has ended no model needs more than that its last token was not run.
             pending_N = np.where(ended_N, 1, pending_N)
         first_N = slots.length_S[slots_N] - pending_N
@@ -122,18 +123,18 @@ class Handoff:
             text_N=self._text(group, first_N).astype(np.int32),
             logw_N=slots.logw_S[slots_N],
             stops=group.stops,
-            machine=None if (side, group.stops) in self._known else group.rules.machine,
+            machine=None if (role, group.stops) in self._known else group.rules.machine,
         )
 
     def join_empty(self, group: SequenceGroup, slots_N: np.ndarray) -> None:
         """Slots of a group that hold no particle before its next round's choice."""
         nothing_XL, companions = np.zeros((1, 1), dtype=np.int32), self._slots.companions(slots_N)
-        for lane in group.lanes:
-            side, there_N = side_of(lane), companions if guides(lane) else slots_N
-            self._slots.head_S[side][there_N] = 0
-            self._slots.held_S[side][there_N] = 0
+        for stream in group.streams:
+            role, there_N = stream.role, companions if stream.unconditional else slots_N
+            self._slots.head_S[role][there_N] = 0
+            self._slots.held_S[role][there_N] = 0
             # What they will hold they take over whole, the prompt's pages too.
-            self._pair.join(side, _table(there_N, group, nothing_XL, 0))
+            self._pair.join(role, _table(there_N, group, nothing_XL, 0))
 
     def _text(self, group: SequenceGroup, length_N: np.ndarray) -> np.ndarray:
         """States of the stop machine after so many of the particles' tokens."""

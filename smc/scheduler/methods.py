@@ -17,6 +17,7 @@ from smc.algorithm.weights import log_mean_weight, normalise
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import Method, SamplingParams
 from smc.executor.plan import Program
+from smc.types import ModelRole
 
 ROUNDS_IN_FLIGHT = 2
 """At most, of one request: the one that is read, and the next."""
@@ -40,9 +41,9 @@ class Decoding(ABC):
 
     program: Program
     """Rounds that they take part in."""
-    sides: tuple[str, ...]
+    roles: tuple[ModelRole, ...]
     """Models that run their prompts."""
-    first: str
+    first: ModelRole
     """The one whose law the first token is drawn from."""
     kind = Kind.INDEPENDENT
     """How rows are continued."""
@@ -86,44 +87,48 @@ class Decoding(ABC):
         """Pages of a place in a round."""
 
     @abstractmethod
-    def held_tokens(self, config: EngineConfig, side: str, *, length: int, block: int, ended: bool, rounds: int) -> int:
+    def held_tokens(
+        self, config: EngineConfig, role: ModelRole, *, length: int, block: int, ended: bool, rounds: int
+    ) -> int:
         """Answer tokens of a particle that have keys and values on a side after so many rounds: of `length`, the block
         in flight from index `block` on. What has ended needs none at the draft, or where one model decodes alone."""
 
-    def round_pages(self, config: EngineConfig, places: int, guided: Collection[str] = ()) -> dict[str, int]:
+    def round_pages(
+        self, config: EngineConfig, places: int, guided: Collection[ModelRole] = ()
+    ) -> dict[ModelRole, int]:
         """Pages that one round is given on each side: the first drafts, or decodes alone. On sides that are `guided`,
         as many again."""
         shape = self.shape(config)
-        drafting, *scoring = self.sides
+        drafting, *scoring = self.roles
         pages = {drafting: places * (shape.begin + shape.branches * shape.branch)} | dict.fromkeys(
             scoring, places * shape.target
         )
-        return {side: count * (1 + (side in guided)) for side, count in pages.items()}
+        return {role: count * (1 + (role in guided)) for role, count in pages.items()}
 
     def most_pages(
         self, config: EngineConfig, params: SamplingParams, prompt: int, rows: int | None = None, negative: int = 0
-    ) -> dict[str, int]:
+    ) -> dict[ModelRole, int]:
         """Pages that so many particles of a request, by default as few as it allows, may hold at once if they share
         nothing of its past. `prompt`, `negative`: tokens of its prompts."""
         n, answer = rows or params.least_rows, params.max_tokens
-        few, all_rows = (self.round_pages(config, size, params.guided_sides) for size in (n, self.rows(params)))
+        few, all_rows = (self.round_pages(config, size, params.guided_roles) for size in (n, self.rows(params)))
         begins, answers = self._prompts(params, prompt, negative), self._sequences(params, n * answer)
         most = {
-            side: max(answers[side] + ROUNDS_IN_FLIGHT * few[side], ROUNDS_IN_FLIGHT * all_rows[side])
-            for side in self.sides
+            role: max(answers[role] + ROUNDS_IN_FLIGHT * few[role], ROUNDS_IN_FLIGHT * all_rows[role])
+            for role in self.roles
         }
-        return {side: begins[side] + most[side] for side in self.sides}
+        return {role: begins[role] + most[role] for role in self.roles}
 
     def ample_pages(
         self, config: EngineConfig, params: SamplingParams, prompt: int, negative: int = 0
-    ) -> dict[str, int]:
+    ) -> dict[ModelRole, int]:
         """Pages with which no round of all its rows waits for any; `most_pages` will do, with one round after the other
         if need be."""
         most = self.most_pages(config, params, prompt, negative=negative)
         few, all_rows = (
-            self.round_pages(config, n, params.guided_sides) for n in (params.least_rows, self.rows(params))
+            self.round_pages(config, n, params.guided_roles) for n in (params.least_rows, self.rows(params))
         )
-        return {side: pages + ROUNDS_IN_FLIGHT * (all_rows[side] - few[side]) for side, pages in most.items()}
+        return {role: pages + ROUNDS_IN_FLIGHT * (all_rows[role] - few[role]) for role, pages in most.items()}
 
     def expected_pages(
         self,
@@ -134,23 +139,23 @@ class Decoding(ABC):
         answer: int,
         own: int,
         negative: int = 0,
-    ) -> dict[str, int]:
+    ) -> dict[ModelRole, int]:
         """Pages that `rows` particles are likely to hold: of an answer of so many tokens each but the first has `own`
         for itself."""
-        rounds, begins = self.round_pages(config, rows, params.guided_sides), self._prompts(params, prompt, negative)
+        rounds, begins = self.round_pages(config, rows, params.guided_roles), self._prompts(params, prompt, negative)
         held = self._sequences(params, answer + own * (rows - 1))
         # Rows of exact decoding share all but what has not been confirmed.
         most = self.most_pages(config, params, prompt, None if self.confirms else rows, negative)
-        likely = {side: begins[side] + held[side] + ROUNDS_IN_FLIGHT * rounds[side] for side in self.sides}
-        return {side: min(pages, max(most[side], begins[side])) for side, pages in likely.items()}
+        likely = {role: begins[role] + held[role] + ROUNDS_IN_FLIGHT * rounds[role] for role in self.roles}
+        return {role: min(pages, max(most[role], begins[role])) for role, pages in likely.items()}
 
-    def _prompts(self, params: SamplingParams, prompt: int, negative: int) -> dict[str, int]:
+    def _prompts(self, params: SamplingParams, prompt: int, negative: int) -> dict[ModelRole, int]:
         """Tokens of prompts on each side."""
-        return {side: prompt + negative * (side in params.guided_sides) for side in self.sides}
+        return {role: prompt + negative * (role in params.guided_roles) for role in self.roles}
 
-    def _sequences(self, params: SamplingParams, tokens: int) -> dict[str, int]:
+    def _sequences(self, params: SamplingParams, tokens: int) -> dict[ModelRole, int]:
         """Pages of so many answer tokens on each side, with those of companions."""
-        return {side: tokens * (1 + (side in params.guided_sides)) for side in self.sides}
+        return {role: tokens * (1 + (role in params.guided_roles)) for role in self.roles}
 
     def log_z(self, logw_N: Tensor, count: int) -> float:
         """What a population's weights say of the target's total mass on answers."""
@@ -161,8 +166,8 @@ class DraftTargetDecoding(Decoding):
     """The draft proposes, the target has the last word."""
 
     program = Program.PAIR
-    sides = ("draft", "target")
-    first = "target"
+    roles = (ModelRole.DRAFT, ModelRole.TARGET)
+    first = ModelRole.TARGET
 
     def stride(self, config: EngineConfig) -> int:
         return config.block if config.lookahead else config.block + 1
@@ -173,8 +178,10 @@ class DraftTargetDecoding(Decoding):
     def shape(self, config: EngineConfig) -> PagesPerRow:
         return PagesPerRow(config.target_tokens, config.begin_tokens, config.branches, config.block - 1)
 
-    def held_tokens(self, config: EngineConfig, side: str, *, length: int, block: int, ended: bool, rounds: int) -> int:
-        if side == "target":
+    def held_tokens(
+        self, config: EngineConfig, role: ModelRole, *, length: int, block: int, ended: bool, rounds: int
+    ) -> int:
+        if role == ModelRole.TARGET:
             return block
         # In lockstep, after its first round, neither the draft's last token nor the bonus.
         pending = config.begin_tokens if rounds else 1
@@ -215,7 +222,9 @@ class Exact(DraftTargetDecoding):
     def known_tokens(self, config: EngineConfig, *, length: int, block: int, rounds: int) -> int:
         return (block if config.lookahead else length) + rounds
 
-    def held_tokens(self, config: EngineConfig, side: str, *, length: int, block: int, ended: bool, rounds: int) -> int:
+    def held_tokens(
+        self, config: EngineConfig, role: ModelRole, *, length: int, block: int, ended: bool, rounds: int
+    ) -> int:
         # Taken up again, one sequence goes on from its last confirmed token.
         return length - 1
 
@@ -229,20 +238,20 @@ class Rejection(Exact):
 
     def most_pages(
         self, config: EngineConfig, params: SamplingParams, prompt: int, rows: int | None = None, negative: int = 0
-    ) -> dict[str, int]:
+    ) -> dict[ModelRole, int]:
         # In look-ahead, chains that are equal go on from pages of their own as long as all are right; what the last
         # round that was read has left of the others is not more than it was given.
         chains = self.rows(params)
-        rounds, copies = self.round_pages(config, chains, params.guided_sides), chains if config.lookahead else 1
+        rounds, copies = self.round_pages(config, chains, params.guided_roles), chains if config.lookahead else 1
         begins, answers = self._prompts(params, prompt, negative), self._sequences(params, copies * params.max_tokens)
-        return {side: begins[side] + answers[side] + (ROUNDS_IN_FLIGHT + 1) * rounds[side] for side in self.sides}
+        return {role: begins[role] + answers[role] + (ROUNDS_IN_FLIGHT + 1) * rounds[role] for role in self.roles}
 
 
 class SingleModelDecoding(Decoding):
     """One model decodes by itself, token after token."""
 
-    def __init__(self, side: str) -> None:
-        self.program, self.sides, self.first = Program(side), (side,), side
+    def __init__(self, role: ModelRole) -> None:
+        self.program, self.roles, self.first = Program(role), (role,), role
 
     def rows(self, params: SamplingParams) -> int:
         return 1
@@ -253,7 +262,9 @@ class SingleModelDecoding(Decoding):
     def shape(self, config: EngineConfig) -> PagesPerRow:
         return PagesPerRow(begin=1, branches=1, branch=config.block - 1)
 
-    def held_tokens(self, config: EngineConfig, side: str, *, length: int, block: int, ended: bool, rounds: int) -> int:
+    def held_tokens(
+        self, config: EngineConfig, role: ModelRole, *, length: int, block: int, ended: bool, rounds: int
+    ) -> int:
         return 0 if ended else length - 1
 
 
@@ -261,7 +272,7 @@ class Rescoring(Decoding):
     """The answer has been drawn, and runs through the target once more, for what else could have stood there: in no
     round, and no slot."""
 
-    program, sides, first = Program.TARGET, ("target",), "target"
+    program, roles, first = Program.TARGET, (ModelRole.TARGET,), ModelRole.TARGET
 
     def rows(self, params: SamplingParams) -> int:
         return 0
@@ -272,7 +283,9 @@ class Rescoring(Decoding):
     def shape(self, config: EngineConfig) -> PagesPerRow:
         return PagesPerRow()
 
-    def held_tokens(self, config: EngineConfig, side: str, *, length: int, block: int, ended: bool, rounds: int) -> int:
+    def held_tokens(
+        self, config: EngineConfig, role: ModelRole, *, length: int, block: int, ended: bool, rounds: int
+    ) -> int:
         # Nothing comes after the last one.
         return length - 1
 
@@ -285,13 +298,13 @@ class Rescoring(Decoding):
         answer: int,
         own: int,
         negative: int = 0,
-    ) -> dict[str, int]:
+    ) -> dict[ModelRole, int]:
         begins, answers = self._prompts(params, prompt, negative), self._sequences(params, answer)
-        return {side: begins[side] + answers[side] for side in self.sides}
+        return {role: begins[role] + answers[role] for role in self.roles}
 
 
 RESCORING = Rescoring()
-TARGET_ALONE = SingleModelDecoding("target")
+TARGET_ALONE = SingleModelDecoding(ModelRole.TARGET)
 """Plain decoding, and exact decoding while nothing is drafted: their draws are the same."""
 DECODINGS: dict[tuple[Method, str | None], Decoding] = {
     (Method.SMC, "independent"): Independent(),
@@ -299,7 +312,7 @@ DECODINGS: dict[tuple[Method, str | None], Decoding] = {
     (Method.EXACT, "walk"): Exact(),
     (Method.EXACT, "rejection"): Rejection(),
     (Method.TARGET, None): TARGET_ALONE,
-    (Method.DRAFT, None): SingleModelDecoding("draft"),
+    (Method.DRAFT, None): SingleModelDecoding(ModelRole.DRAFT),
 }
 """By method and population, or verification."""
 PROGRAMS: dict[Program, Decoding] = {decoding.program: decoding for decoding in DECODINGS.values()}

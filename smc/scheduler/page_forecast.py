@@ -16,6 +16,7 @@ from smc.memory.kv_cache import KVCacheManager
 from smc.scheduler.methods import Decoding
 from smc.scheduler.sequence_group import Phase, SequenceGroup
 from smc.scheduler.slots import Slots
+from smc.types import ModelRole
 
 LEARNING = 0.1
 """Weight of the newest answer in the average of how long answers get, and of the newest count in that of what particles
@@ -48,13 +49,13 @@ class PageForecast:
 
     def pages(
         self, decoding: Decoding, params: SamplingParams, prompt: int, rows: int, length: int = 0, negative: int = 0
-    ) -> dict[str, int]:
+    ) -> dict[ModelRole, int]:
         """Pages on each side of so many particles of a request, whose answer has `length` tokens already."""
         answer = max(1, length, round(self.answer_share * params.max_tokens))
         own = min(answer, OWN_TOKENS) + round(self.own_share * max(0, answer - OWN_TOKENS))
         return decoding.expected_pages(self.config, params, prompt, rows, answer, own, negative)
 
-    def of(self, group: SequenceGroup) -> dict[str, int]:
+    def of(self, group: SequenceGroup) -> dict[ModelRole, int]:
         """For a group that waits, or runs."""
         if group.saved is not None:
             length = int(group.saved["length_S"].max())
@@ -69,7 +70,7 @@ class PageForecast:
     def expect(self, group: SequenceGroup) -> None:
         """Of one that is admitted, or goes on."""
         self.memory.expect(
-            group.number, self.of(group), group.decoding.round_pages(self.config, group.rows, group.params.guided_sides)
+            group.number, self.of(group), group.decoding.round_pages(self.config, group.rows, group.params.guided_roles)
         )
 
     def learn_answer(self, share: float) -> None:
@@ -93,15 +94,15 @@ class PageForecast:
         Of exact decoding, only the path counts: its rows share all but what has not been confirmed.
         """
         own = old = 0
-        for side, ledger in self.memory.ledgers.items():
-            groups = [group for group in running if side in group.decoding.sides]
+        for role, ledger in self.memory.ledgers.items():
+            groups = [group for group in running if role in group.decoding.roles]
             if not groups:
                 continue
             slots, prompts = [group.living(self.slots) for group in groups], [group.prompt_size for group in groups]
-            guided = [group for group in groups if side in group.params.guided_sides]
+            guided = [group for group in groups if role in group.params.guided_roles]
             slots += [self.slots.companions(group.living(self.slots)) for group in guided]
             prompts += [group.negative_size for group in guided]
-            held_A = self.slots.held_S[side][np.concatenate(slots)]
+            held_A = self.slots.held_S[role][np.concatenate(slots)]
             sizes_G = np.array([len(slots_N) for slots_N in slots], dtype=np.int64)
             # A slot without a particle holds not even a prompt.
             held_A = np.maximum(held_A - np.repeat(prompts, sizes_G), 0)

@@ -7,7 +7,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from smc.executor.messages import COMPANIONS
+from smc.executor.messages import Stream
 from smc.memory.pages import OutOfPages
 from smc.scheduler.checkpoint import shrink_saved
 from smc.scheduler.prefill import PrefillManager
@@ -16,6 +16,7 @@ from smc.scheduler.results import ResultReporter
 from smc.scheduler.round_plan import RoundPages
 from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.tree_policy import ParticlePolicy
+from smc.types import ModelRole
 
 
 class Preemption:
@@ -58,12 +59,13 @@ class Preemption:
             pages = self._memory.allocate(self._round_pages(group))
         except OutOfPages:
             return None
-        for side in set(pages) & set(group.params.guided_sides):
-            pages[side], pages[COMPANIONS[side]] = np.split(pages[side], 2)
-        return pages
+        given = {Stream(role): pages_T for role, pages_T in pages.items()}
+        for role in set(pages) & set(group.params.guided_roles):
+            given[Stream(role)], given[Stream(role, unconditional=True)] = np.split(pages[role], 2)
+        return given
 
-    def _round_pages(self, group: SequenceGroup) -> dict[str, int]:
-        return group.decoding.round_pages(self._config, len(group.slots), group.params.guided_sides)
+    def _round_pages(self, group: SequenceGroup) -> dict[ModelRole, int]:
+        return group.decoding.round_pages(self._config, len(group.slots), group.params.guided_roles)
 
     def _shrink(self, group: SequenceGroup) -> None:
         """In the round that is about to be asked for, as far as the policy wants it."""
@@ -81,7 +83,7 @@ class Preemption:
         if any(group.in_flight for group in admitted):
             return False
         short = self._memory.short(self._round_pages(first))
-        *older, youngest = (group for group in admitted if set(short) & set(group.decoding.sides))
+        *older, youngest = (group for group in admitted if set(short) & set(group.decoding.roles))
         if youngest is first and older:
             return False
         # One that was about to have more particles gives that up with its slots.

@@ -20,7 +20,7 @@ import numpy as np
 
 from smc.api.engine_config import EngineConfig
 from smc.executor.executor import RoundExecutor
-from smc.executor.messages import SIDES, Pending, PromptResult, Worker, side_of
+from smc.executor.messages import Pending, PromptResult, Worker
 from smc.scheduler.checkpoint import record_of
 from smc.scheduler.handoff import Handoff
 from smc.scheduler.methods import Decoding
@@ -29,6 +29,7 @@ from smc.scheduler.prefill_batches import PrefillRequest, prefill_step
 from smc.scheduler.prefix_reuse import PrefixReuse
 from smc.scheduler.sequence_group import Phase, SequenceGroup
 from smc.stops import StopMachine, TokenBytes
+from smc.types import ModelRole
 
 LEAST = 256
 """Tokens of a chunk beside rounds, where prompts have as many left: a pass of fewer takes hardly less time, for it
@@ -48,10 +49,10 @@ class PrefillBudget:
         self._most, self._share = config.prefill_chunk, config.prefill_share
         # In look-ahead models work side by side, in lockstep one after the other.
         self._together = max if config.lookahead else sum
-        self._flights: dict[str, deque[tuple[int, Pending[PromptResult[np.ndarray]]]]] = {
-            side: deque() for side in SIDES
+        self._flights: dict[ModelRole, deque[tuple[int, Pending[PromptResult[np.ndarray]]]]] = {
+            role: deque() for role in ModelRole
         }
-        self._cost = dict.fromkeys(SIDES, 0.0)
+        self._cost = dict.fromkeys(ModelRole, 0.0)
         """Seconds of a token in the chunk that was run last, of at least `LEAST` tokens."""
         self._earned = 0.0
         """Seconds."""
@@ -76,21 +77,23 @@ class PrefillBudget:
 
     def settle(self, left: int = 0) -> None:
         """Wait until that many chunks of a model are on their way at most."""
-        for side, flights in self._flights.items():
+        for role, flights in self._flights.items():
             while len(flights) > left:
-                self._learn(side, *flights.popleft())
+                self._learn(role, *flights.popleft())
 
-    def forget(self, side: str) -> None:
+    def forget(self, role: ModelRole) -> None:
         """Chunks of this model that are on their way will not come."""
-        self._flights[side].clear()
+        self._flights[role].clear()
 
-    def ask(self, asked: Mapping[str, Sequence[tuple[int, Pending[PromptResult[np.ndarray]]]]], beside: bool) -> None:
+    def ask(
+        self, asked: Mapping[ModelRole, Sequence[tuple[int, Pending[PromptResult[np.ndarray]]]]], beside: bool
+    ) -> None:
         """Chunks of either model that have been asked for: tokens, and what comes of them."""
-        for side, chunks in asked.items():
-            self._flights[side].extend(chunks)
+        for role, chunks in asked.items():
+            self._flights[role].extend(chunks)
         if beside:
             took = self._together(
-                sum(max(tokens, LEAST) for tokens, _ in asked[side]) * self._cost[side] for side in SIDES
+                sum(max(tokens, LEAST) for tokens, _ in asked[role]) * self._cost[role] for role in ModelRole
             )
             # What was asked for beyond what had been earned is owed, but for more than a chunk.
             self._earned = max(-LEAST * self._together(self._cost.values()), self._earned - took)
@@ -98,15 +101,15 @@ class PrefillBudget:
     def earn(self, rounds: Iterable[Spans]) -> None:
         """Rounds that a step has read; only where it is of interest what they take."""
         assert self._share is not None
-        took = [self._together(_length(spans, side) for side in SIDES) for spans in rounds]
+        took = [self._together(_length(spans, role) for role in ModelRole) for spans in rounds]
         self._seen, earned = bool(took), self._share * sum(took)
         # What is not spent pays for one chunk, or the prompts of a busy moment would stop everybody else.
         self._earned = min(self._earned, LEAST * self._together(self._cost.values())) + earned
 
-    def _learn(self, side: str, tokens: int, pending: Pending[PromptResult[np.ndarray]]) -> None:
+    def _learn(self, role: ModelRole, tokens: int, pending: Pending[PromptResult[np.ndarray]]) -> None:
         pending.result()
         if self._share is not None:
-            self._cost[side] = _length(pending.spans(), "prompt") / max(tokens, LEAST)
+            self._cost[role] = _length(pending.spans(), "prompt") / max(tokens, LEAST)
 
 
 def _length(spans: Spans, name: str) -> float:
@@ -147,7 +150,11 @@ class PrefillManager:
     """Groups between the queue and their rounds."""
 
     def __init__(
-        self, expectation: PageForecast, workers: Mapping[str, Worker], pair: RoundExecutor, token_bytes: TokenBytes
+        self,
+        expectation: PageForecast,
+        workers: Mapping[ModelRole, Worker],
+        pair: RoundExecutor,
+        token_bytes: TokenBytes,
     ) -> None:
         self.config, self.slots, self.memory = expectation.config, expectation.slots, expectation.memory
         self.workers = workers
@@ -197,7 +204,7 @@ class PrefillManager:
             self.chunks.settle()
         else:
             chunk = self.chunks.most(beside)
-            self.chunks.ask({side: prefill_step(starts, self.workers[side], side, chunk) for side in SIDES}, beside)
+            self.chunks.ask({role: prefill_step(starts, self.workers[role], role, chunk) for role in ModelRole}, beside)
 
     def _unblocked(self) -> list[PrefillRequest]:
         """All but those that wait for what an earlier one is about to run for both."""
@@ -246,7 +253,7 @@ class PrefillManager:
                     top_YK[at, : group.params.top_logprobs] for top_YK in (result.top_YK, result.top_logp_YK)
                 )
                 if np.isnan(logp_YK).any():
-                    group.fail("target")
+                    group.fail(ModelRole.TARGET)
                 # What is outside of the law comes last.
                 count_Y = (logp_YK > -np.inf).sum(1)
                 found += [
@@ -254,10 +261,10 @@ class PrefillManager:
                 ]
             group.top_logprobs = tuple(found)
 
-    def forget(self, side: str) -> None:
+    def forget(self, role: ModelRole) -> None:
         """A side knows nothing any more, and what it was asked for will not come."""
-        self.chunks.forget(side)
-        self._joins.forget_side(side)
+        self.chunks.forget(role)
+        self._joins.forget_role(role)
 
     def preempt(self, group: SequenceGroup) -> None:
         """Save the record of a group's particles, and give up its slots and pages; it waits to be taken up again."""
@@ -288,7 +295,7 @@ class PrefillManager:
         expected = self._expectation.pages(
             decoding, group.params, group.prompt_size, rows, int(record["length_S"][0]), group.negative_size
         )
-        new = {side: pages for side, pages in expected.items() if side not in group.decoding.sides}
+        new = {role: pages for role, pages in expected.items() if role not in group.decoding.roles}
         if (rows - len(group.slots)) * group.params.slots_per_row > self.slots.num_free or not self.memory.admits(new):
             return False
         if decoding.chained and rows > self.slots.num_free_chains:
@@ -299,7 +306,7 @@ class PrefillManager:
         self._leave_slots(group)
         group.saved = record
         group.decode_by(decoding, rows)
-        group.needs = {lane: len(of_lane[0].tokens_L) for lane, of_lane in carried.items()}
+        group.needs = {stream: len(of_stream[0].tokens_L) for stream, of_stream in carried.items()}
         group.slots = self.slots.claim(rows, group.params.guided, chained=decoding.chained)
         group.phase = Phase.PREFILL
         self._expectation.expect(group)
@@ -308,7 +315,10 @@ class PrefillManager:
 
     def go_alone(self, group: SequenceGroup, alone: Decoding) -> None:
         """A group on its way to rounds of the pair shall come to decode by one model: it needs no more of the other."""
-        start, left = self._start_of(group), [lane for lane in group.lanes if lane not in group.lanes_by(alone)]
+        start, left = (
+            self._start_of(group),
+            [stream for stream in group.streams if stream not in group.streams_by(alone)],
+        )
         assert start is not None, "a group on its way has a start"
         self.prefixes.drop(start, left)
         self._begin_with(group, alone)
@@ -328,8 +338,8 @@ class PrefillManager:
         """A group refers to no pages and has no slots; what was asked for it concerns it no more."""
         self.slots.let_go(group.slots, self.memory.ledgers)
         for given in group.in_flight:
-            for lane, pages in given.items():
-                self.memory.ledgers[side_of(lane)].free(pages)
+            for stream, pages in given.items():
+                self.memory.ledgers[stream.role].free(pages)
         group.in_flight.clear()
         self.slots.give_back(group.slots)
         group.slots = group.slots[:0]

@@ -14,12 +14,13 @@ from itertools import accumulate
 
 import numpy as np
 
-from smc.executor.messages import COMPANIONS, Draws, Pending, PromptBatch, PromptResult, Tops, Worker
+from smc.executor.messages import Draws, Pending, PromptBatch, PromptResult, Stream, Tops, Worker
 from smc.memory.kv_cache import KVCacheManager
 from smc.memory.pages import DUMMY_PAGE
 from smc.philox import STREAMS_PER_PARTICLE, Purpose
 from smc.scheduler.round_plan import Population
 from smc.scheduler.sequence_group import SequenceGroup
+from smc.types import ModelRole
 
 
 @dataclass
@@ -47,7 +48,7 @@ class PrefillRequest:
     """A group on its way to its first round."""
 
     group: SequenceGroup
-    rows: dict[str, list[PromptRow]]
+    rows: dict[Stream, list[PromptRow]]
     """By lane: a side, or of a guided request its companion there."""
     begun: bool = False
     """Some of it has been asked for."""
@@ -65,9 +66,9 @@ class PrefillRequest:
         """All has been asked for."""
         return not any(row.left for rows in self.rows.values() for row in rows)
 
-    def on(self, side: str) -> list[PromptRow]:
+    def on(self, role: ModelRole) -> list[PromptRow]:
         """What its model is to run."""
-        return [*self.rows.get(side, ()), *self.rows.get(COMPANIONS[side], ())]
+        return [*self.rows.get(Stream(role), ()), *self.rows.get(Stream(role, unconditional=True), ())]
 
 
 def count_pages(sequences: Sequence[np.ndarray]) -> int:
@@ -79,13 +80,13 @@ def count_pages(sequences: Sequence[np.ndarray]) -> int:
 
 
 def allocate_from_cache(
-    memory: KVCacheManager, side: str, sequences: Sequence[np.ndarray], cached: tuple[int, int], loose: np.ndarray
+    memory: KVCacheManager, role: ModelRole, sequences: Sequence[np.ndarray], cached: tuple[int, int], loose: np.ndarray
 ) -> list[PromptRow]:
     """Pages for sequences that all begin with the `cached` (positions, page); what they have in common they share.
 
     `loose` are as many as `count_pages` says, less the cached ones. The last page of every sequence is held once, by
     whoever asked."""
-    ledger = memory.ledgers[side]
+    ledger = memory.ledgers[role]
     rows: list[PromptRow] = []
     for i, tokens_L in enumerate(sequences):
         shared = [common_length(tokens_L, other) for other in sequences[:i]]
@@ -110,7 +111,7 @@ def common_length(one_L: np.ndarray, other_L: np.ndarray) -> int:
 
 
 def prefill_step(
-    starts: list[PrefillRequest], worker: Worker, side: str, chunk: int
+    starts: list[PrefillRequest], worker: Worker, role: ModelRole, chunk: int
 ) -> list[tuple[int, Pending[PromptResult[np.ndarray]]]]:
     """Ask for up to `chunk` tokens of one side, oldest request first. Returns what was asked for: tokens, and what
     comes of them."""
@@ -120,9 +121,9 @@ def prefill_step(
     rescoring: list[tuple[PrefillRequest, int]] = []
     for start in starts:
         if start.group.answer is not None:
-            chunk = max(0, chunk - _part_of_answer(start, start.on(side), chunk, plain, rescoring))
+            chunk = max(0, chunk - _part_of_answer(start, start.on(role), chunk, plain, rescoring))
             continue
-        rows, draws = start.on(side), side == start.group.decoding.first and start.group.saved is None
+        rows, draws = start.on(role), role == start.group.decoding.first and start.group.saved is None
         left = sum(row.left for row in rows)
         if draws and chunk and 0 < left <= max(chunk, len(rows)):
             drawing.append(start)
@@ -136,7 +137,7 @@ def prefill_step(
                 plain.append((row, count))
     if plain:
         asked.append((sum(count for _, count in plain), worker.run_prompts(_batch(plain))))
-    last = _last_parts(drawing, side)
+    last = _last_parts(drawing, role)
     if drawing:
         pending = worker.run_prompts(_batch(last, _first_draws([start.group for start in drawing])))
         asked.append((sum(count for _, count in last), pending))
@@ -152,14 +153,14 @@ def prefill_step(
     for row, count in (*plain, *last, *parts):
         row.done += count
     for start in starts:
-        start.begun |= any(row.done > row.known for row in start.on(side))
+        start.begun |= any(row.done > row.known for row in start.on(role))
     return asked
 
 
-def _last_parts(starts: list[PrefillRequest], side: str) -> list[tuple[PromptRow, int]]:
+def _last_parts(starts: list[PrefillRequest], role: ModelRole) -> list[tuple[PromptRow, int]]:
     """What is left of prompts after which tokens are drawn, then of those that guide them."""
-    rows = [start.rows[side][0] for start in starts]
-    guiding = [start.rows[COMPANIONS[side]][0] for start in starts if start.group.params.guided]
+    rows = [start.rows[Stream(role)][0] for start in starts]
+    guiding = [start.rows[Stream(role, unconditional=True)][0] for start in starts if start.group.params.guided]
     return [(row, row.left) for row in (*rows, *guiding)]
 
 
@@ -193,10 +194,10 @@ def _part_of_answer(
 def _answer_parts(rescoring: list[tuple[PrefillRequest, int]]) -> list[tuple[PromptRow, int]]:
     """Rows that are asked about, then those that guide them, each with what comes before the answer."""
     parts = [
-        (start.rows[lane], start, count)
-        for lane in ("target", COMPANIONS["target"])
+        (start.rows[stream], start, count)
+        for stream in (Stream(ModelRole.TARGET), Stream(ModelRole.TARGET, unconditional=True))
         for start, count in rescoring
-        if lane in start.rows
+        if stream in start.rows
     ]
     return [(rows[0], _before_answer(start, rows)[0] + count) for rows, start, count in parts]
 
@@ -242,9 +243,9 @@ def _tops(rescoring: list[tuple[PrefillRequest, int]]) -> Tops:
 def _first_draws(groups: list[SequenceGroup]) -> Draws:
     population = Population(groups)
     biases = [(row, token, bias) for row, group in enumerate(groups) for token, bias in group.first_biases()]
-    side = groups[0].decoding.first
+    role = groups[0].decoding.first
     return Draws(
-        law=population.draft_law if side == "draft" else population.target_law,
+        law=population.draft_law if role == ModelRole.DRAFT else population.target_law,
         seed_R=population.seed_G,
         round_R=np.zeros(len(groups), dtype=np.int64),
         stream_RD=np.tile(np.arange(population.size_G.max()) * STREAMS_PER_PARTICLE, (len(groups), 1)),

@@ -178,12 +178,12 @@ class ResultReporter:
         elif group.phase is Phase.RUNNING and group.committed > group.streamed:
             new = tuple(self._slots.tokens_SL[group.slots[0], group.streamed : group.committed].tolist())
             group.streamed = group.committed
-            self._ready.append((group.number, Output(group.id, new, group.stream.push(new))))
+            self._ready.append((group.number, Output(group.id, new, group.text.push(new))))
 
     def _answer(self, group: SequenceGroup, answer: Answer) -> None:
         now = self._clock()
         answer = replace(answer, seconds=now - group.submitted, times=group.times(now))
         self._ready.append(
-            (group.number, Output(group.id, answer.tokens[group.streamed :], group.stream.finish(answer.text), answer))
+            (group.number, Output(group.id, answer.tokens[group.streamed :], group.text.finish(answer.text), answer))
         )
         self._registry.release(group)

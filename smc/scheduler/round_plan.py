@@ -26,7 +26,7 @@ from smc.algorithm.expansion import Kind
 from smc.api.engine_config import EngineConfig
 from smc.api.limits import SCHEME_NAMES
 from smc.api.sampling_params import Method, SamplingParams
-from smc.executor.messages import COMPANIONS, Lineage
+from smc.executor.messages import Lineage, Stream
 from smc.executor.plan import Contexts, RoundPlan, UnconditionalRows
 from smc.executor.state import width_of
 from smc.laws import LawSpec
@@ -34,6 +34,7 @@ from smc.memory.pages import PageAllocator
 from smc.scheduler.methods import Decoding
 from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.slots import Slots
+from smc.types import ModelRole
 
 
 class Population:
@@ -108,7 +109,7 @@ def _draft_temperature(params: SamplingParams) -> float:
     return 1.0 if params.method is Method.EXACT and params.temperature == 0 else params.temperature
 
 
-RoundPages = dict[str, np.ndarray]
+RoundPages = dict[Stream, np.ndarray]
 """Of a round, by lane: a side, or of a guided request its companion there."""
 
 
@@ -119,7 +120,7 @@ def room(count: int, places: int) -> int:
 
 
 def plan_unconditional_rows(
-    side: str,
+    role: ModelRole,
     population: Population,
     pages: list[RoundPages],
     places: int,
@@ -129,8 +130,8 @@ def plan_unconditional_rows(
 ) -> UnconditionalRows[np.ndarray] | None:
     """Of the groups of a round of so many places that are guided at a side; None: there are none. `shared`: of the
     groups themselves; `dummy`: the slot of padding."""
-    groups, group_A, lane = population.groups, population.group_A, COMPANIONS[side]
-    guided_G = np.array([lane in given for given in pages])
+    groups, group_A, stream = population.groups, population.group_A, Stream(role, unconditional=True)
+    guided_G = np.array([stream in given for given in pages])
     if not guided_G.any():
         return None
     is_guided_A, shift_G = guided_G[group_A], np.array([g.negative_size - g.prompt_size for g in groups])
@@ -147,12 +148,14 @@ def plan_unconditional_rows(
         first_U=padded((np.cumsum(size_H) - size_H).astype(np.int32), most, 0),
         size_U=padded(size_H.astype(np.int32), most, 0),
         shared_U=padded((shared_G + shift_G)[guided_G].astype(np.int32), most, 0),
-        pages_UW=padded(np.concatenate([given[lane] for given in pages if lane in given]).reshape(count, -1), most, 0),
+        pages_UW=padded(
+            np.concatenate([given[stream] for given in pages if stream in given]).reshape(count, -1), most, 0
+        ),
     )
 
 
 def remap_unconditional_rows(
-    side: str,
+    role: ModelRole,
     slots: Slots,
     ledger: PageAllocator,
     population: Population,
@@ -162,12 +165,12 @@ def remap_unconditional_rows(
 ) -> None:
     """At a side, of whose pool the ledger is, companions of a population's particles descend from those of the
     particles in slots `source`, by the pages beside those of the particles' own `lineage`."""
-    lane = COMPANIONS[side]
-    is_guided_A = np.array([lane in given for given in pages])[population.group_A]
+    stream = Stream(role, unconditional=True)
+    is_guided_A = np.array([stream in given for given in pages])[population.group_A]
     if not is_guided_A.any():
         return
-    guided = [given for given in pages if lane in given]
-    own_T, theirs_T = (np.concatenate([given[name] for given in guided]) for name in (side, lane))
+    guided = [given for given in pages if stream in given]
+    own_T, theirs_T = (np.concatenate([given[name] for given in guided]) for name in (Stream(role), stream))
     path_AW, kept_A, dropped_A = (
         values_A[is_guided_A] for values_A in (lineage.path_AW, lineage.kept_A, lineage.dropped_A)
     )
@@ -175,7 +178,7 @@ def remap_unconditional_rows(
     # What is not kept may be any page.
     at_AW = np.searchsorted(own_T, path_AW, sorter=order_T).clip(max=len(own_T) - 1)
     to_A, of_A = (slots.companion_S[slot_A[is_guided_A]] for slot_A in (population.slot_A, source_A))
-    slots.descend(side, ledger, to_A, of_A, Lineage(theirs_T[order_T[at_AW]], kept_A, dropped_A), theirs_T)
+    slots.descend(role, ledger, to_A, of_A, Lineage(theirs_T[order_T[at_AW]], kept_A, dropped_A), theirs_T)
 
 
 def padded(values_A: np.ndarray, places: int, fill: float) -> np.ndarray:
@@ -224,9 +227,10 @@ class RoundPlanner:
         )
         columns = min(columns, self.width)
         own = {
-            side: np.concatenate([given[side] for given in pages]).reshape(total, -1) for side in self.decoding.sides
+            role: np.concatenate([given[Stream(role)] for given in pages]).reshape(total, -1)
+            for role in self.decoding.roles
         }
-        begun = own["draft"] if "draft" in own else own["target"]
+        begun = own[ModelRole.DRAFT] if ModelRole.DRAFT in own else own[ModelRole.TARGET]
         decide = self._branches if all(g.elastic for g in groups) else None
         branches = decide(places, int(shared_G.sum())) if decide else shape.branches
         # Pages of branches that there are not come back with those of branches that are not taken.
@@ -269,11 +273,13 @@ class RoundPlanner:
             chain_C=chain_C,
             law_C=law_C,
             scheme_G=padded(population.scheme_G, places, 0),
-            target_pages_AQ=padded(own["target"] if shape.target else np.zeros((total, 0), np.int32), places, 0),
+            target_pages_AQ=padded(
+                own[ModelRole.TARGET] if shape.target else np.zeros((total, 0), np.int32), places, 0
+            ),
             begin_pages_AP=padded(begun[:, : shape.begin], places, 0),
             branch_pages_XB=padded(branches_XB.astype(np.int32), places * branches, 0),
-            target_companions=plan_unconditional_rows("target", population, pages, *beside),
-            draft_companions=plan_unconditional_rows("draft", population, pages, *beside),
+            target_companions=plan_unconditional_rows(ModelRole.TARGET, population, pages, *beside),
+            draft_companions=plan_unconditional_rows(ModelRole.DRAFT, population, pages, *beside),
             biased=self._biased(population),
         )
 

@@ -11,12 +11,13 @@ import numpy as np
 from smc.api.outputs import Alternatives, Answer, Statistics, Times
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
-from smc.executor.messages import COMPANIONS, guides
+from smc.executor.messages import Stream
 from smc.executor.state import biased_tokens
 from smc.scheduler.acceptance import Acceptance
 from smc.scheduler.detokenizer import StopRules, TextStream
 from smc.scheduler.methods import RESCORING, TARGET_ALONE, Decoding, decoding_of
 from smc.scheduler.slots import Slots
+from smc.types import ModelRole
 
 MEMORY = 0.97
 """Of what a request's rounds have shown, by the next one."""
@@ -40,7 +41,7 @@ class SequenceGroup:
     """Engine clock at its arrival, seconds."""
     number: int
     """Of requests in the order of submission."""
-    expected: dict[str, int]
+    expected: dict[ModelRole, int]
     """KV pages in each pool that it was likely to need when it was submitted."""
     taken_up: float | None = None
     """Engine clock when it was first given slots and pages."""
@@ -48,7 +49,7 @@ class SequenceGroup:
     """And when its first token was there."""
     keys: dict[str, list[bytes]] = field(default_factory=dict)
     """Of its prompts' blocks in the prefix caches, `prompt` and `negative`, once they have been asked for."""
-    needs: dict[str, int] | None = None
+    needs: dict[Stream, int] | None = None
     """Pages of what it is to start from, by lane, once they have been counted; while it waits."""
     phase: Phase = Phase.QUEUED
     decoding: Decoding = field(init=False)
@@ -75,7 +76,7 @@ class SequenceGroup:
     """How often it has been taken up; what was asked for in an earlier life concerns it no more."""
     rounds: int = 0
     """That have been read."""
-    in_flight: deque[dict[str, np.ndarray]] = field(default_factory=deque)
+    in_flight: deque[dict[Stream, np.ndarray]] = field(default_factory=deque)
     """Pages, by lane, of every round that has been asked for and not read."""
     wanted: int | None = None
     """Particles that it shall have after its next round, where that is a change."""
@@ -93,17 +94,17 @@ class SequenceGroup:
     top_logprobs: tuple[Alternatives, ...] | None = None
     """What has come of that."""
     error: str | None = None
-    stream: TextStream = field(init=False)
+    text: TextStream = field(init=False)
     tally: RequestCounters = field(init=False)
 
     def __post_init__(self) -> None:
         self.decoding, self.most_rows = decoding_of(self.params), self.params.rows
-        self.stream = TextStream(self.rules)
+        self.text = TextStream(self.rules)
         self.tally = RequestCounters(self.request.params.rows)
 
-    def fail(self, side: str) -> None:
+    def fail(self, role: ModelRole) -> None:
         """Its request ends with an error that names the model."""
-        self.error = self.error or f"the {side} model returned NaN logits: its weights or its numeric type are at fault"
+        self.error = self.error or f"the {role} model returned NaN logits: its weights or its numeric type are at fault"
 
     @property
     def id(self) -> str:
@@ -205,17 +206,17 @@ class SequenceGroup:
         return self.request.negative_size
 
     @property
-    def lanes(self) -> tuple[str, ...]:
-        """What models run of it: `smc.executor.messages.side_of`."""
-        return self.lanes_by(self.decoding)
+    def streams(self) -> tuple[Stream, ...]:
+        """What the models run of it."""
+        return self.streams_by(self.decoding)
 
-    def lanes_by(self, decoding: Decoding) -> tuple[str, ...]:
+    def streams_by(self, decoding: Decoding) -> tuple[Stream, ...]:
         """If it was decoded so."""
-        guided = (side for side in decoding.sides if side in self.params.guided_sides)
-        return (*decoding.sides, *(COMPANIONS[side] for side in guided))
+        guided = (role for role in decoding.roles if role in self.params.guided_roles)
+        return (*map(Stream, decoding.roles), *(Stream(role, unconditional=True) for role in guided))
 
-    def prompt_of(self, lane: str) -> tuple[int, ...]:
-        if not guides(lane):
+    def prompt_of(self, stream: Stream) -> tuple[int, ...]:
+        if not stream.unconditional:
             return self.request.prompt
         assert self.request.negative_prompt is not None, "nobody guides it"
         return self.request.negative_prompt
@@ -251,8 +252,8 @@ class RequestCounters:
     target_tokens: int = 0
     lag_sum: int = 0
 
-    def count_tokens(self, side: str, tokens: int) -> None:
-        if side == "draft":
+    def count_tokens(self, role: ModelRole, tokens: int) -> None:
+        if role == ModelRole.DRAFT:
             self.draft_tokens += tokens
         else:
             self.target_tokens += tokens

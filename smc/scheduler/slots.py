@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from smc.executor.messages import SIDES, Lineage
+from smc.executor.messages import Lineage
 from smc.memory.pages import PageAllocator
+from smc.types import ModelRole
 
 
 class Slots:
@@ -37,10 +38,10 @@ class Slots:
         self.logw_S = np.zeros(count, dtype=np.float64)
         self.ended_S = np.zeros(count, dtype=bool)
         """The last token is terminal: EOS, a stop, or the length cap."""
-        self.head_S = {side: np.zeros(count, dtype=np.int32) for side in SIDES}
+        self.head_S = {role: np.zeros(count, dtype=np.int32) for role in ModelRole}
         """Page of the last position whose keys and values a model has; it refers to that page and so to all before
         it."""
-        self.held_S = {side: np.zeros(count, dtype=np.int32) for side in SIDES}
+        self.held_S = {role: np.zeros(count, dtype=np.int32) for role in ModelRole}
         """Positions that a model has keys and values of, the prompt's included."""
         self.companion_S = np.full(count, -1, dtype=np.int32)
         """Slot of the particle's companion; -1: it has none."""
@@ -94,16 +95,16 @@ class Slots:
         companion_X = self.companion_S[slots_X]
         return companion_X[companion_X >= 0]
 
-    def let_go(self, slots_X: np.ndarray, ledgers: dict[str, PageAllocator]) -> None:
+    def let_go(self, slots_X: np.ndarray, ledgers: dict[ModelRole, PageAllocator]) -> None:
         """The particles of these slots no longer refer to pages."""
         for held_X in (slots_X, self.companions(slots_X)):
-            for side, ledger in ledgers.items():
-                ledger.release(self.head_S[side][held_X])
-                self.head_S[side][held_X] = 0
+            for role, ledger in ledgers.items():
+                ledger.release(self.head_S[role][held_X])
+                self.head_S[role][held_X] = 0
 
     def descend(
         self,
-        side: str,
+        role: ModelRole,
         ledger: PageAllocator,
         slot_X: np.ndarray,
         source_X: np.ndarray,
@@ -112,7 +113,7 @@ class Slots:
     ) -> None:
         """At a side, what slots refer to goes on from what `source` did, all at once; of the `given` pages those not
         kept are free."""
-        head_S, held_S = self.head_S[side], self.held_S[side]
+        head_S, held_S = self.head_S[role], self.held_S[role]
         path_XW, kept_X, dropped_X = map(np.asarray, (lineage.path_AW, lineage.kept_A, lineage.dropped_A))
         before_X, after_X = head_S[slot_X], ledger.grow(ledger.ancestors(head_S[source_X], dropped_X), path_XW, kept_X)
         ledger.hold(after_X)

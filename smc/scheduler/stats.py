@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from smc.api.sampling_params import VERIFICATIONS
+from smc.types import ModelRole
 
 MOST_SAMPLES = 4096
 """Rounds that are remembered one by one between two readings."""
@@ -56,16 +57,16 @@ class EngineStats:
     running: int = 0
     """Requests that hold slots."""
     slots_free: int = 0
-    pages_used: dict[str, int] = field(default_factory=dict)
+    pages_used: dict[ModelRole, int] = field(default_factory=dict)
     """Pages that are not free: of requests, of the prefix cache, or of both."""
-    pages_cached: dict[str, int] = field(default_factory=dict)
+    pages_cached: dict[ModelRole, int] = field(default_factory=dict)
     """Positions that the prefix cache keeps, whoever else holds them."""
-    pages_total: dict[str, int] = field(default_factory=dict)
-    pages_leaked: dict[str, int] = field(default_factory=dict)
+    pages_total: dict[ModelRole, int] = field(default_factory=dict)
+    pages_leaked: dict[ModelRole, int] = field(default_factory=dict)
     """Pages that were held although nothing ran, when that was last seen."""
-    prefix_queries: dict[str, int] = field(default_factory=dict)
+    prefix_queries: dict[ModelRole, int] = field(default_factory=dict)
     """Prompt tokens that the prefix cache was asked for."""
-    prefix_hits: dict[str, int] = field(default_factory=dict)
+    prefix_hits: dict[ModelRole, int] = field(default_factory=dict)
     """Of those, the ones that it had."""
     preemptions: int = 0
     """Requests that gave up their memory to others, and were or will be taken up again."""

@@ -9,6 +9,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from smc.types import ModelRole
+
 MAX_EVENTS = 400_000
 """A trace stops growing here: an hour of one request's rounds."""
 LANES = {"coordinator": 0, "draft": 1, "target": 2}
@@ -45,8 +47,8 @@ class Timeline:
         self._waits: list[tuple[int, int]] = []
         self._trace: list[Span] | None = [] if trace else None
 
-    def worked(self, side: str, name: str, begin: int, end: int) -> None:
-        self._step.append(Span(side, name, begin, end))
+    def worked(self, role: ModelRole, name: str, begin: int, end: int) -> None:
+        self._step.append(Span(role, name, begin, end))
 
     def waited(self, begin: int, end: int) -> None:
         self._waits.append((begin, end))
@@ -62,11 +64,11 @@ class Timeline:
         if not spans:
             return None
         self._keep(spans, waits, begin, end)
-        busy = {side: sum(s.end - s.begin for s in spans if s.lane == side) for side in ("draft", "target")}
+        busy = {role: sum(s.end - s.begin for s in spans if s.lane == role) for role in ("draft", "target")}
         waited = sum(stop - start for start, stop in waits)
         idle = waited - sum(overlap(wait, [(s.begin, s.end) for s in spans]) for wait in waits)
         parts = (end - begin, busy["draft"], busy["target"], idle, end - begin - waited)
-        stalls = (max(0, end - begin - busy[side]) for side in ("draft", "target"))
+        stalls = (max(0, end - begin - busy[role]) for role in ("draft", "target"))
         return RoundTimes(*(1e-9 * part for part in (*parts, *stalls)))
 
     def _keep(self, spans: list[Span], waits: list[tuple[int, int]], begin: int, end: int) -> None:

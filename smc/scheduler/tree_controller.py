@@ -68,7 +68,7 @@ class DraftFallback:
         needs = decoding_of(group.params).most_pages(
             config, group.params, group.prompt_size, negative=group.negative_size
         )
-        return all(pages <= capacity[side] for side, pages in needs.items())
+        return all(pages <= capacity[role] for role, pages in needs.items())
 
     def _change(self, group: SequenceGroup, decoding: Decoding, rows: int) -> None:
         rounds = self._registry.cohorts[group.decoding.program]

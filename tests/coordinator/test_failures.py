@@ -19,7 +19,7 @@ from services.workers.process import run_rank
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
-from smc.executor.messages import SideLost
+from smc.executor.messages import ModelLost
 from smc.executor.model_runner import DraftRunner, TargetRunner
 from smc.model.parallel import Shard
 from tests.coordinator.harness import HOST, SECRET, SIDES
@@ -69,7 +69,7 @@ def fails(monkeypatch, link: str, side: str, what: str) -> None:
         raise ValueError("out of luck")
 
     monkeypatch.setattr({"draft": DraftRunner, "target": TargetRunner}[side], what, broken)
-    with pytest.raises((LinkError, SideLost)) as failed:
+    with pytest.raises((LinkError, ModelLost)) as failed:
         list(
             remote.engine.run(
                 [Request("one", (1, 2, 3), SamplingParams(particles=2, max_tokens=20, seed=1, ignore_eos=True))]

@@ -73,7 +73,7 @@ class Variants:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, pair: LocalRoundExecutor) -> None:
         self.found: set[tuple] = set()
         self._side = ""
-        for name, side in pair.sides.items():
+        for name, side in pair.runners.items():
             for method in ("join", "round", "draft", "follow"):
                 if hasattr(side, method):
                     monkeypatch.setattr(side, method, partial(self._of_side, name, getattr(side, method)))

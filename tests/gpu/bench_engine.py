@@ -21,7 +21,6 @@ from smc.api.sampling_params import Method, SamplingParams
 from smc.calibration.warm_up import rare_requests, rehearsal, rehearse
 from smc.executor.executor import LocalRound, LocalRoundExecutor
 from smc.executor.kernels import gpu_parts
-from smc.executor.messages import SIDES
 from smc.executor.plan import RoundPlan
 from smc.executor.worker import ModelWorker
 from smc.memory.kv_pool import KVPool, pages_that_fit
@@ -30,6 +29,7 @@ from smc.model.random_model import random_model
 from smc.scheduler.engine import Engine
 from smc.scheduler.round_plan import bucket
 from smc.stops import TokenBytes
+from smc.types import ModelRole
 
 DTYPE = torch.bfloat16
 SIZES = (1, 1, 1, 2, 2, 4, 4, 8, 8, 16, 32)
@@ -37,14 +37,14 @@ SIZES = (1, 1, 1, 2, 2, 4, 4, 8, 8, 16, 32)
 
 def make_engine(args: argparse.Namespace, config: EngineConfig, *, warm: bool = True) -> Engine:
     devices = {"draft": "cuda:0", "target": f"cuda:{torch.cuda.device_count() - 1}"}
-    models = {side: random_model(preset(getattr(args, side)), dtype=DTYPE, device=devices[side]) for side in SIDES}
+    models = {side: random_model(preset(getattr(args, side)), dtype=DTYPE, device=devices[side]) for side in ModelRole}
     vocab = models["target"].config.vocab_size
     context = config.max_context
     sizes = {"width": config.width(context), "vocab_size": vocab, "token_bytes": TokenBytes.of(NoText(vocab))}
     pages = config.pool_pages(context, config.pages)
     workers = {side: ModelWorker(side, model, pages=pages, **sizes) for side, model in models.items()}
     pair = LocalRoundExecutor(config, workers, gpu_parts())
-    engine = Engine(config, workers, NoText(vocab), pair=pair, pages=dict.fromkeys(SIDES, pages), context=context)
+    engine = Engine(config, workers, NoText(vocab), pair=pair, pages=dict.fromkeys(ModelRole, pages), context=context)
     begin = time.monotonic()
     if warm:
         rehearse(engine, rehearsal(config, context), rare_requests(config, context, vocab))

@@ -14,7 +14,6 @@ from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
 from smc.executor.forward import Rows, StaticForward
 from smc.executor.graph_runner import StageRunner
-from smc.executor.messages import guides, side_of
 from smc.executor.model_runner import ModelRunner
 from smc.executor.plan import Contexts, Program
 from smc.executor.worker import ModelWorker
@@ -88,7 +87,7 @@ class TokenLedger:
             return model(tokens_T, rope_T2D, attend)
 
         worker.model = Listening(model, listening)
-        engine.pair.sides[side]._forward.model = worker.model
+        engine.pair.runners[side]._forward.model = worker.model
 
     def tokens(self, pages: Sequence[int]) -> list[int]:
         return self.token_of_page[pages].tolist()
@@ -124,8 +123,8 @@ def check_kv(engine: Engine, written: dict[str, TokenLedger]) -> int:
     slots, seen = engine.slots, 0
     engine.memory.check()
     for group in running(engine):
-        for side in group.decoding.sides:
-            ledger, table_SL = engine.memory.ledgers[side], engine.pair.sides[side].state.table_SL
+        for side in group.decoding.roles:
+            ledger, table_SL = engine.memory.ledgers[side], engine.pair.runners[side].state.table_SL
             assert (slots.head_S[side][group.slots[group.count :]] == 0).all(), "a slot without a particle holds pages"
             for slot, tokens in open_particles(engine, group, side):
                 assert slots.held_S[side][slot] == len(tokens)
@@ -139,7 +138,7 @@ def check_kv(engine: Engine, written: dict[str, TokenLedger]) -> int:
                 tokens = [*group.request.prompt, *slots.tokens_SL[slot, : slots.length_S[slot]].tolist()]
                 assert written[side].tokens(ledger.path(slots.head_S[side][slot], held)) == tokens[:held]
                 seen += 1
-        for side in {side_of(lane) for lane in group.lanes if guides(lane)}:
+        for side in {stream.role for stream in group.streams if stream.unconditional}:
             seen += _check_companions(engine, group, side, written[side])
     return seen
 
@@ -155,7 +154,7 @@ def _check_companions(engine: Engine, group: SequenceGroup, side: str, written: 
         path = ledger.path(int(slots.head_S[side][companion]), held)
         assert written.tokens(path) == tokens
         if not group.in_flight and not slots.ended_S[slot]:
-            assert engine.pair.sides[side].state.table_SL[companion, :held].tolist() == path.tolist()
+            assert engine.pair.runners[side].state.table_SL[companion, :held].tolist() == path.tolist()
     return group.count
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import pytest
 
 from smc.api.engine_config import EngineConfig
-from smc.executor.messages import SIDES
 from smc.local_engine import local_engine
 from smc.scheduler.prefill import IN_FLIGHT, LEAST, PrefillBudget
 from smc.scheduler.sequence_group import Phase
+from smc.types import ModelRole
 from tests.scheduler.harness import answers, assert_empty, request
 from tests.scheduler.lives import assert_same, pair
 
@@ -43,19 +43,19 @@ class Simulation:
     def __init__(self, config: EngineConfig, floors: dict[str, float]) -> None:
         self.config, self.floors, self.chunks = config, floors, PrefillBudget(config)
         self.asked: list[int] = []
-        self.took = dict.fromkeys(SIDES, 0.0)
+        self.took = dict.fromkeys(ModelRole, 0.0)
 
     def step(self, left: int = 1 << 30, round_seconds: dict[str, float] | None = ROUND) -> int:
         """Tokens that were asked for; `round_seconds` None: nobody is in rounds."""
         tokens = min(left, self.chunks.most(round_seconds is not None))
         seconds = {side: floor * max(tokens, 200) / 200 for side, floor in self.floors.items()}
         self.chunks.ask(
-            {side: [(tokens, Ran(seconds[side]))] if tokens else [] for side in SIDES}, round_seconds is not None
+            {side: [(tokens, Ran(seconds[side]))] if tokens else [] for side in ModelRole}, round_seconds is not None
         )
-        for side in SIDES:
+        for side in ModelRole:
             self.took[side] += seconds[side] if tokens else 0.0
         self.chunks.earn(
-            [] if round_seconds is None else [{side: (0, round(1e9 * round_seconds[side])) for side in SIDES}]
+            [] if round_seconds is None else [{side: (0, round(1e9 * round_seconds[side])) for side in ModelRole}]
         )
         self.asked.append(tokens)
         return tokens
@@ -117,7 +117,7 @@ def test_no_more_than_two_chunks_are_on_their_way(share):
     for i in range(10):
         chunks.most(beside=False)
         assert len(read) == 2 * max(0, i + 1 - IN_FLIGHT)
-        chunks.ask({side: [(1, Slow(0.1))] for side in SIDES}, beside=False)
+        chunks.ask({side: [(1, Slow(0.1))] for side in ModelRole}, beside=False)
 
 
 @pytest.mark.parametrize("form", ["lockstep", "lookahead"])

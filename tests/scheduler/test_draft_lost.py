@@ -14,7 +14,7 @@ from smc.api.engine_config import EngineConfig
 from smc.api.outputs import Answer
 from smc.api.request import Request
 from smc.api.sampling_params import Method, SamplingParams
-from smc.executor.messages import SideLost
+from smc.executor.messages import ModelLost
 from smc.local_engine import local_engine
 from smc.scheduler.admission import NoDraft
 from smc.scheduler.engine import Engine
@@ -29,7 +29,7 @@ class Lost:
     """What a draft that is gone was asked for."""
 
     def result(self) -> None:
-        raise SideLost("draft", "out of luck")
+        raise ModelLost("draft", "out of luck")
 
     def spans(self) -> dict[str, tuple[int, int]]:
         return {}
@@ -52,7 +52,7 @@ class Breaking:
         """News of a step, and the ids of requests that ended with the draft."""
         try:
             return self.engine.step(), []
-        except SideLost:
+        except ModelLost:
             return [], self.engine.detach_draft()
 
 
@@ -165,5 +165,5 @@ def test_a_draft_that_comes_back_with_too_few_pages_is_joined_by_those_whom_it_c
 
 
 def test_who_is_lost_is_known_in_another_process():
-    error = pickle.loads(pickle.dumps(SideLost("draft", "out of luck")))
-    assert (error.side, str(error)) == ("draft", "the draft model is lost: out of luck")
+    error = pickle.loads(pickle.dumps(ModelLost("draft", "out of luck")))
+    assert (error.role, str(error)) == ("draft", "the draft model is lost: out of luck")

@@ -80,7 +80,7 @@ def test_grown_pages_are_those_of_running_particles(config, ahead, monkeypatch):
         for side, ledger in engine.memory.ledgers.items():
             pages = set()
             for group in running(engine):
-                for slot in group.slots[: group.count] if side in group.decoding.sides else ():
+                for slot in group.slots[: group.count] if side in group.decoding.roles else ():
                     held = int(engine.slots.held_S[side][slot])
                     pages.update(ledger.path(int(engine.slots.head_S[side][slot]), held)[group.prompt_size :].tolist())
             assert ledger.num_grown == len(pages)

@@ -15,9 +15,9 @@ from smc.api.outputs import Answer
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
 from smc.executor.forward import StaticForward
-from smc.executor.messages import SIDES
 from smc.local_engine import local_engine
 from smc.scheduler.engine import Engine
+from smc.types import ModelRole
 from tests.scheduler.harness import FORMS, TokenLedger, answers, assert_empty, check_kv, config_id, request, running
 from tests.scheduler.lives import assert_same, guided, live, random_requests, small_engine, with_endless_memory
 from tests.scheduler.pairs import exact_law, law_of, next_log_probs, tiny_pair, total_variation
@@ -154,7 +154,7 @@ def test_a_scale_of_1_is_no_guidance_and_costs_no_companion(config):
     for request_id, one in expected.items():
         other = found[request_id]
         assert (other.tokens, other.logprobs, other.statistics) == (one.tokens, one.logprobs, one.statistics)
-    assert plans and all(plan.companions_at(side) is None for plan in plans for side in SIDES)
+    assert plans and all(plan.companions_at(side) is None for plan in plans for side in ModelRole)
 
 
 @pytest.mark.parametrize("config", ENDS, ids=config_id)
@@ -167,14 +167,14 @@ def test_a_round_pays_for_what_is_guided(config, monkeypatch):
 
     def counting(self, tokens_T, rows):
         plan, more = found[-1]
-        side = next(side for side in SIDES if self is engine.pair.sides[side]._forward)
+        side = next(side for side in ModelRole if self is engine.pair.runners[side]._forward)
         # Pending tokens are run from the tables, of a row a place; what is drafted is not.
         width = plan.branches if side == "draft" and rows.tail_RB is not None else 1
         more[side].append((len(rows.slot_R) - width * len(plan.slot_A)) / width)
         return runs(self, tokens_T, rows)
 
     monkeypatch.setattr(StaticForward, "__call__", counting)
-    engine.pair.round = lambda plan: found.append((plan, {side: [] for side in SIDES})) or asks(plan)
+    engine.pair.round = lambda plan: found.append((plan, {side: [] for side in ModelRole})) or asks(plan)
     law = {"ignore_eos": True, "population": "independent"}
     requests = [
         asked("0", particles=3, max_tokens=16, **law),
@@ -182,9 +182,10 @@ def test_a_round_pays_for_what_is_guided(config, monkeypatch):
     ]
     company = [request((2, 0), f"beside {i}", seed=i, max_tokens=28, particles=4, **law) for i in range(3)]
     answers(engine, [company[0], requests[0], *company[1:], requests[1]])
-    assert all(len(set(more[side])) == 1 for _, more in found for side in SIDES)
+    assert all(len(set(more[side])) == 1 for _, more in found for side in ModelRole)
     counts = {
-        (int((plan.slot_A < engine.config.max_slots).sum()), *(more[side][0] for side in SIDES)) for plan, more in found
+        (int((plan.slot_A < engine.config.max_slots).sum()), *(more[side][0] for side in ModelRole))
+        for plan, more in found
     }
     assert counts == {(17, 2, 8), (14, 2, 2), (2, 2, 2)}
 
@@ -229,7 +230,7 @@ def test_companions_live_as_their_particles_do(config, ahead, monkeypatch):
     small = replace(config, max_slots=60, pages=800, prefill_chunk=24)
     requests = guided(random_requests(45, rng, longest=30, budgets=True), rng)
     engine = small_engine(small, monkeypatch, ahead=ahead, clock=lambda: float(next(clock)))
-    written, seen = {side: TokenLedger(engine, side) for side in SIDES}, []
+    written, seen = {side: TokenLedger(engine, side) for side in ModelRole}, []
     chances = {"submit": 0.9, "cancel": 0.04, "resize": 0.8}
     lives = live(engine, requests, rng, **chances, after_step=lambda engine: seen.append(check_kv(engine, written)))
     assert_empty(engine)
@@ -251,7 +252,7 @@ def test_exact_decoding_goes_alone_and_comes_back_with_its_companion(config, gui
     law = {"seed": 4, "max_tokens": 40, "ignore_eos": True}
     expected = answers(local_engine(tiny_pair(), config), [asked(method="target", **law)])["r"]
     engine = local_engine(tiny_pair(), config)
-    written = {side: TokenLedger(engine, side) for side in SIDES}
+    written = {side: TokenLedger(engine, side) for side in ModelRole}
     engine.submit(asked(method="exact", particles=4, guide_draft=guide_draft, **law))
     changes = {3: engine.changes.go_alone, 7: engine.changes.rejoin, 12: engine.changes.go_alone}
     steps = 0

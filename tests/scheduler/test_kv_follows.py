@@ -11,8 +11,8 @@ import pytest
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
-from smc.executor.messages import SIDES
 from smc.local_engine import local_engine
+from smc.types import ModelRole
 from tests.scheduler import pairs
 from tests.scheduler.harness import (
     FORMS,
@@ -58,7 +58,7 @@ def mixed_requests(count: int, rng: random.Random, vocab: int = 4) -> list[Reque
 def test_slots_hold_the_tokens_of_their_particles(config):
     """After every step, every open particle's pages were written for exactly its tokens, prompt included."""
     engine = local_engine(pairs.tiny_pair(), config)
-    ledgers = {side: TokenLedger(engine, side) for side in SIDES}
+    ledgers = {side: TokenLedger(engine, side) for side in ModelRole}
     for r in mixed_requests(70, random.Random(0)):
         engine.submit(r)
     seen = 0
@@ -86,10 +86,10 @@ def test_next_token_law_equals_recomputation(config):
     def check(engine) -> None:
         nonlocal compared
         for group in running(engine):
-            for side in SIDES:
+            for side in ModelRole:
                 for slot, tokens in open_particles(engine, group, side)[::3]:
                     for token in (0, 2):
-                        ours = next_log_probs(engine.pair.sides[side], slot, len(tokens), token)
+                        ours = next_log_probs(engine.pair.runners[side], slot, len(tokens), token)
                         fresh = pairs.next_log_probs(getattr(pair, side), [*tokens, token])
                         assert (ours - fresh).abs().max() < 1e-4
                         compared += 1

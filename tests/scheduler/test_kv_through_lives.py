@@ -7,7 +7,7 @@ import random
 import pytest
 
 from smc.api.engine_config import EngineConfig
-from smc.executor.messages import SIDES
+from smc.types import ModelRole
 from tests.scheduler.harness import TokenLedger, assert_empty, check_kv, config_id
 from tests.scheduler.lives import live, random_requests, small_engine
 
@@ -31,7 +31,7 @@ def test_slots_hold_the_tokens_of_their_particles(config, ahead, monkeypatch):
     decoding too."""
     rng = random.Random(3)
     engine = small_engine(config, monkeypatch, ahead=ahead)
-    written, seen = {side: TokenLedger(engine, side) for side in SIDES}, []
+    written, seen = {side: TokenLedger(engine, side) for side in ModelRole}, []
     lives = live(
         engine,
         random_requests(60, rng),

@@ -16,7 +16,6 @@ import torch
 from smc.api.engine_config import LAW_BYTES, EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import POPULATIONS, SamplingParams
-from smc.executor.messages import SIDES
 from smc.executor.model_runner import Parts
 from smc.local_engine import local_engine
 from smc.memory.kv_pool import pages_that_fit
@@ -24,6 +23,7 @@ from smc.model.draft_vocab import DraftVocab
 from smc.scheduler.admission import sized_for
 from smc.scheduler.engine import Engine
 from smc.scheduler.methods import decoding_of
+from smc.types import ModelRole
 from tests.scheduler.harness import Padding, TokenLedger, answers, assert_empty, check_kv, config_id, request
 from tests.scheduler.lives import live, small_engine
 from tests.scheduler.pairs import exact_law, next_log_probs, tiny_pair
@@ -183,7 +183,7 @@ def test_slots_hold_the_tokens_of_their_particles(config, ahead, monkeypatch):
     engine = small_engine(
         replace(config, max_slots=40, max_chains=20, pages=400, prefill_chunk=24), monkeypatch, ahead=ahead
     )
-    written, seen = {side: TokenLedger(engine, side) for side in SIDES}, []
+    written, seen = {side: TokenLedger(engine, side) for side in ModelRole}, []
     others = [
         {"particles": 4},
         {**REJECTION, "temperature": 0.3},
@@ -284,7 +284,7 @@ def test_laws_take_what_has_been_set_aside(config, monkeypatch):
         answers(engine, asked)
         assert engine.pair.stages["draft"].recorded_keys > 6
         laws = [nbytes for where, nbytes in storages(wide=vocab).items() if where not in before]
-        assert sum(laws) == sum(sized.law_bytes(side, vocab) for side in SIDES)
+        assert sum(laws) == sum(sized.law_bytes(side, vocab) for side in ModelRole)
 
 
 def chains_of(engine: Engine) -> int:
@@ -368,7 +368,7 @@ def test_room_for_laws_is_counted_before_pools_are_sized(monkeypatch):
         ("lookahead", 8, 152_000),
     ):
         config = EngineConfig(form=form, block=block, max_slots=65536)
-        used = max(config.law_bytes(side, vocab) for side in SIDES)
+        used = max(config.law_bytes(side, vocab) for side in ModelRole)
         assert 0.95 * LAW_BYTES < used <= LAW_BYTES
     config = EngineConfig()
     assert config.chains(128_256) == 49 and replace(config, max_slots=24).chains(128_256) == 24

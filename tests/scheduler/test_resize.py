@@ -116,7 +116,7 @@ def test_the_next_round_has_the_particles_that_were_asked_for(config, population
         engine.resize("r", wanted)
         for _ in range(3):
             engine.step()
-        alive_S = engine.pair.sides["target"].state.alive_S
+        alive_S = engine.pair.runners["target"].state.alive_S
         alive = int(alive_S[group.slots].sum())
         if population == "distinct":  # as many as are not negligible
             alive = group.count if 0 < alive <= group.count else alive

@@ -11,13 +11,13 @@ from smc.algorithm.expansion import Kind
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import Method
 from smc.calibration.warm_up import TURNS, rare_requests, rehearse
-from smc.executor.messages import SIDES
 from smc.executor.plan import Program, RoundPlan
 from smc.local_engine import ModelPair, local_engine
 from smc.model.presets import NoText
 from smc.scheduler.acceptance import Acceptance
 from smc.scheduler.decode import MEMORY
 from smc.scheduler.round_plan import COMMON_KINDS
+from smc.types import ModelRole
 from tests.kernels.sizes import possible
 from tests.model.tiny import random_decoder, tiny_config
 from tests.scheduler.harness import answers, assert_empty, request
@@ -28,7 +28,7 @@ CONFIG = EngineConfig(block=3, max_slots=16)
 
 def traits(plan: RoundPlan) -> tuple:
     """What decides which kernels run, but for sizes."""
-    guided = tuple(plan.companions_at(side) is not None for side in SIDES)
+    guided = tuple(plan.companions_at(side) is not None for side in ModelRole)
     return plan.program, tuple(sorted(plan.kinds)), plan.biased, guided
 
 

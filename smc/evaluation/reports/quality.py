@@ -17,10 +17,10 @@ from smc.evaluation.picture import draw
 from smc.evaluation.quality import Row, Setting, Terms, measure, measure_speed, problem_requests, seconds_of
 from smc.evaluation.record import Record, machine, solved_before
 from smc.evaluation.reports.quality_table import LEGEND, interval, quality_markdown, quality_table
-from smc.executor.messages import SIDES
 from smc.loading import DEMO, LoadedModels, loaded_models, use_threads
 from smc.model.source import name_dtypes
 from smc.terminal import err, out, print_warning
+from smc.types import ModelRole
 
 if TYPE_CHECKING:
     from smc.local_engine import ModelPair
@@ -84,7 +84,7 @@ class Pairs:
     def conditions(self) -> dict[str, object]:
         """Part of a record's."""
         sources = self.models.sources
-        shapes = {side: sources.of_side(side).name for side in SIDES} if self.load == "grown" else {}
+        shapes = {str(role): sources.of_role(role).name for role in ModelRole} if self.load == "grown" else {}
         gpus = {} if self.device == "cpu" else {"gpus": _gpus()}
         head = {} if sources.draft_vocab is None else {"draft_vocab": len(sources.draft_vocab.ids_M)}
         return machine(self.device) | {

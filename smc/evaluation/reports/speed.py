@@ -16,6 +16,7 @@ from rich.table import Table
 
 from smc.evaluation.reports.advise import MOST_ROWS
 from smc.terminal import err, progress_bar
+from smc.types import ModelRole
 
 if TYPE_CHECKING:
     from smc.api.engine_config import EngineConfig
@@ -160,7 +161,7 @@ def measure(
 
     def keep(turn: Recorded) -> None:
         for name, span in turn.worked.items():
-            timeline.worked("draft" if name == "draft" else "target", name, *span)
+            timeline.worked(ModelRole.DRAFT if name == "draft" else ModelRole.TARGET, name, *span)
         timeline.waited(*turn.waited)
         timeline.end_step(turn.begin, turn.end)
 
@@ -204,11 +205,11 @@ class Machines:
     def engine(self, mode: Mode, config: EngineConfig) -> AbstractContextManager[Engine]:
         return self._of(mode).engine(mode, config)
 
-    def weight_bytes(self, mode: Mode, side: str) -> int:
-        return self._of(mode).weight_bytes(mode, side)
+    def weight_bytes(self, mode: Mode, role: ModelRole) -> int:
+        return self._of(mode).weight_bytes(mode, role)
 
-    def shape(self, mode: Mode, side: str) -> ModelConfig:
-        return self._of(mode).shape(mode, side)
+    def shape(self, mode: Mode, role: ModelRole) -> ModelConfig:
+        return self._of(mode).shape(mode, role)
 
     def memory(self, mode: Mode) -> int:
         return self._of(mode).memory(mode)
