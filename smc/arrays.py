@@ -1,4 +1,4 @@
-"""NumPy arrays to a device and back: the scheduler's side of every batch is NumPy, the model's is torch."""
+"""Copies arrays between host and device: the scheduler builds batches in NumPy, the models use torch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from torch import Tensor
 
 
 def to_device(array: np.ndarray | Tensor, device: torch.device) -> Tensor:
-    """A tensor with the array's values; on the CPU it may share its memory. A tensor is taken to be there already."""
+    """A tensor with the array's values on `device`; on the CPU it may share memory. A tensor is returned unchanged."""
     if isinstance(array, Tensor):
         return array
     tensor = torch.from_numpy(np.ascontiguousarray(array))
-    # From pinned memory: a copy from any other waits for all that the device was asked to do before.
+    # A copy from unpinned memory would wait for all work queued on the device.
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def to_host(tensor: Tensor) -> np.ndarray:
+    """A NumPy array with the tensor's values. Waits for the device."""
     return tensor.cpu().numpy()

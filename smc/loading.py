@@ -1,4 +1,4 @@
-"""Which model pair a command works with, and loading it. Imports torch only for that: what is wrong is said before."""
+"""Chooses and loads the model pair of a command. Imports torch only for loading, so that errors are reported before."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONFIG = "config.json"
 
 
 def pair_places(target: Path | None, draft: Path | None) -> tuple[Path, Path]:
-    """The directories of target and draft: those given, or the demo pair's. Raises ValueError if only one is given."""
+    """Directories of target and draft: the given ones, or the demo pair's. Raises ValueError if only one is given."""
     if (target is None) != (draft is None):
         given, missing = ("--target", "--draft") if draft is None else ("--draft", "--target")
         raise ValueError(f"{given} is given without {missing}; give both, or neither for the demo pair")
@@ -29,8 +29,7 @@ def pair_places(target: Path | None, draft: Path | None) -> tuple[Path, Path]:
 
 
 def require_directories(places: tuple[Path, Path]) -> None:
-    """Raises ValueError for directories that hold no model; whether what they hold can be used is found out by loading
-    it."""
+    """Raises ValueError for a directory without a config.json. The model itself is checked when it is loaded."""
     missing = [
         f"{role}: {place / CONFIG} is missing"
         for role, place in zip(("target", "draft"), places)
@@ -41,7 +40,7 @@ def require_directories(places: tuple[Path, Path]) -> None:
 
 
 def load_pair(places: tuple[Path, Path], device: str, dtype: str | None, **options: Any) -> ModelPair:
-    """Both models of two directories on one device. Options and errors are those of `loaded_models`."""
+    """Load both models of two directories on one device. Options and errors are those of `loaded_models`."""
     require_directories(places)
     return loaded_models("files", places, device, dtype, **options).pair(device, device)
 
@@ -56,8 +55,8 @@ def loaded_models(
     draft_vocab: int | None = None,
     draft_vocab_text: Path | None = None,
 ) -> LoadedModels:
-    """`load` as in `GangConfig`. Raises ValueError for a device that is not there, and for whatever stands in the way
-    of the pair."""
+    """`load` is one of `smc.model.source.LOADS`. Raises ValueError if the device is not available, or if the pair or an
+    option is invalid."""
     if device not in DEVICES:
         raise ValueError(f"--device {device}; allowed: {', '.join(DEVICES)}")
     for option, value in (("dtype", dtype), ("target-dtype", target_dtype), ("draft-dtype", draft_dtype)):
@@ -75,10 +74,10 @@ def loaded_models(
 
 
 class LoadedModels:
-    """Both models of a pair, each loaded once on every device that it is wanted on."""
+    """The models of a pair. Each is loaded on first use, once per device."""
 
     def __init__(self, sources: SourcePair, dtypes: dict[str, str]) -> None:
-        """`dtypes`: of `smc.model.linear.DTYPES`, by side."""
+        """`dtypes`: model role -> name in `smc.model.linear.DTYPES`."""
         self.sources, self.dtypes = sources, dtypes
         self.tokenizer = sources.target.tokenizer()
         self._loaded: dict[tuple[str, str], Decoder] = {}
@@ -92,7 +91,7 @@ class LoadedModels:
         return self._loaded[role, device]
 
     def draft_head(self, device: str) -> DraftHead | None:
-        """What the draft proposes with on a device, if not with all of its head."""
+        """The reduced head of the draft on a device; None if the draft uses its full head."""
         vocab = self.sources.draft_vocab
         if vocab is not None and device not in self._heads:
             self._heads[device] = vocab.head(self.model(ModelRole.DRAFT, device))
@@ -106,8 +105,8 @@ class LoadedModels:
 
 
 def use_threads(count: int | None, places: tuple[Path, Path]) -> None:
-    """Set torch's threads: those given; for the demo models 1, which gain nothing from more; else torch's own
-    choice."""
+    """Set torch's number of threads to `count`. Without `count`: 1 for the demo models, which gain nothing from more,
+    else torch's default."""
     if count is not None and count < 1:
         raise ValueError(f"--threads {count}; allowed: >= 1")
     if count or places == DEMO:
@@ -117,7 +116,7 @@ def use_threads(count: int | None, places: tuple[Path, Path]) -> None:
 
 
 def dtypes_of(device: str, dtype: str | None, target_dtype: str | None, draft_dtype: str | None) -> dict[str, str]:
-    """Of either side's model."""
+    """Type of each model by role: float32 on CPUs and bfloat16 on GPUs, unless given."""
     from smc.model.source import pair_dtypes
 
     return pair_dtypes(dtype or ("float32" if device == "cpu" else "bfloat16"), target_dtype, draft_dtype)

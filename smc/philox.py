@@ -1,12 +1,15 @@
-"""Counter-based randomness: the same key gives the same number on any device, in any batch, in any order.
+"""Counter-based random numbers: the same key gives the same number on any device, in any batch and in any order.
 
-Every random number of a request is a function of (request seed, round, stream, position, purpose); a stream is whatever
-the caller numbers, such as a particle's branch. Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1,
-2, 3", SC 2011) turns the key into 128 bits. Uniforms are read off those bits. A categorical draw needs one variate per
-vocabulary entry: its 128 bits seed a cheap integer hash over the entries, six times less work than Philox per entry.
+Every random number of a request is a function of (request seed, round, stream, position, purpose). A stream is a number
+chosen by the caller, such as that of a particle's branch. Philox4x32-10 (Salmon et al., "Parallel random numbers: as
+easy as 1, 2, 3", SC 2011) maps the key to 128 bits, from which uniforms are computed. A categorical draw needs one
+variate per vocabulary entry: its 128 bits seed an integer hash over the entries, with a sixth of the work of Philox per
+entry.
 
-Words are made on the host with NumPy and travel as a few bytes a draw; only the hash over the vocabulary runs where
-logits are. Axes: X any shape, V vocabulary."""
+The words are computed on the host with NumPy and sent as a few bytes per draw. Only the hash over the vocabulary runs
+on the device with the logits.
+
+Axes: X any shape, P positions, V vocabulary."""
 
 from __future__ import annotations
 
@@ -24,20 +27,20 @@ _LOW, _SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
 STREAMS_PER_PARTICLE = 64
-"""Streams of what particles draw are numbered particle * 64 + branch."""
+"""The stream of a particle's branch is particle * 64 + branch."""
 
 
 class Purpose(IntEnum):
-    """What a number is for: the last word of the counter, so that no two uses share a number."""
+    """Use of a random number: the last word of the counter, so that no two uses share a number."""
 
     PROPOSAL = 1
     TARGET = 2
     SELECTION = 3
     FINAL = 4
     TRIAL = 5
-    """Whether a drafted token is kept (decoding by rejection)."""
+    """Decides whether a drafted token is accepted (rejection sampling)."""
     REMAINDER = 6
-    """What takes the place of those that are not."""
+    """Draws the token that replaces a rejected one (rejection sampling)."""
 
 
 def philox4x32(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
@@ -54,8 +57,8 @@ def philox4x32(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
 
 
 def words(seed: np.ndarray, rounds: np.ndarray, stream: np.ndarray, position: np.ndarray, purpose: int) -> np.ndarray:
-    """The 128 bits of every key as four words [4, X], int64. int64 arrays that broadcast; `seed` uses 64 bits, the
-    others 32."""
+    """The 128 bits of every key as four words [4, X], int64. The arguments are int64 arrays that broadcast; `seed` has
+    64 bits, the others 32."""
     shape = np.broadcast_shapes(seed.shape, rounds.shape, stream.shape, position.shape)
     counter = np.empty((4, *shape), dtype=np.uint64)
     counter[0], counter[1], counter[2], counter[3] = position, stream, rounds, purpose
@@ -72,14 +75,15 @@ def uniforms(seed_X: np.ndarray, round_X: np.ndarray, position_P: np.ndarray, pu
 def exponentials(w0_X: Tensor, w1_X: Tensor, size: int) -> Tensor:
     """Standard exponential variates [X, size], float32, from two words per row.
 
-    The index is hashed to 31 bits with one word entering before and one between two multiply-xorshift rounds. Small
-    values keep full relative precision, because the smallest of a hundred thousand decides the draw."""
+    The index is hashed to 31 bits by two multiply-xorshift rounds; one word is mixed in before the first and one
+    between the two. Small values keep full relative precision, because the minimum over the vocabulary decides the
+    draw."""
     entry_V = torch.arange(size, dtype=torch.int32, device=w0_X.device) * _GOLDEN
     x = w0_X.to(torch.int32)[..., None] + entry_V
     x = (x ^ ((x >> 16) & 0xFFFF)) * 0x21F0AAAD
     x = x ^ w1_X.to(torch.int32)[..., None]
     x = (x ^ ((x >> 15) & 0x1FFFF)) * 0x735A2D97
     x = (x ^ ((x >> 15) & 0x1FFFF)) & 0x7FFFFFFF
-    # The scale is just short of 2**-31: the largest x round to 2**31, and an infinite variate would tie with entries of
-    # law zero.
+    # The scale is slightly below 2**-31: the largest x round to 2**31, and an infinite variate would tie with tokens of
+    # probability zero.
     return -torch.log1p((x.float() + 0.5) * -(2.0**-31 - 2.0**-55))

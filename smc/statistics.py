@@ -1,4 +1,4 @@
-"""Shares of problems solved, with how far chance may have moved them. Knows nothing about models."""
+"""Accuracy with its confidence interval. Knows nothing about models."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Accuracy:
-    """A share of problems solved."""
+    """Number of problems solved, of all problems."""
 
     correct: int
     count: int
@@ -19,7 +19,7 @@ class Accuracy:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Wilson's 95% interval."""
+        """95% Wilson score interval of the share."""
         z, n, p = 1.96, self.count, self.share
         middle, spread = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
         return max(0.0, middle - spread) / (1 + z * z / n), min(1 + z * z / n, middle + spread) / (1 + z * z / n)

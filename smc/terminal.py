@@ -1,5 +1,4 @@
-"""What people see of commands: the two consoles, the few forms in which numbers and errors are printed, and options in
-panels."""
+"""Terminal output and options of the commands: two consoles, errors and warnings, progress bars, option panels."""
 
 from __future__ import annotations
 
@@ -12,9 +11,9 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 out = Console(highlight=False)
-"""Answers and tables."""
+"""Standard output: answers and tables."""
 err = Console(stderr=True, highlight=False)
-"""Everything about them: statistics, progress, warnings, errors."""
+"""Standard error: statistics, progress, warnings and errors."""
 
 
 def print_error(message: str) -> None:
@@ -26,7 +25,7 @@ def print_warning(message: str) -> None:
 
 
 def finite(value: object) -> object:
-    """`value` with every number that JSON cannot hold as None."""
+    """Replace every number that JSON cannot represent (NaN, inf) by None, in nested lists and dicts as well."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -35,18 +34,18 @@ def finite(value: object) -> object:
 
 
 def progress_bar() -> Progress:
-    """A bar that goes when the work is done; nothing where nobody watches."""
+    """A progress bar that disappears at the end. Disabled if standard error is not a terminal."""
     return Progress(
         TextColumn("{task.description}"), BarColumn(), console=err, transient=True, disable=not err.is_terminal
     )
 
 
 def check_drawing() -> None:
-    """ValueError where no picture can be drawn, as in an image that only serves."""
+    """Raises ValueError if matplotlib is not installed, as in the serving images."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("pictures are drawn by matplotlib, which is not installed here; pip install 'smcserve[plots]'")
 
 
 def option(panel: str, text: str, *names: str, metavar: str | None = None, show_default: bool | str = True):
-    """An option, in a panel of `--help`."""
+    """A command-line option in a panel of `--help`."""
     return typer.Option(*names, help=text, rich_help_panel=panel, metavar=metavar, show_default=show_default)

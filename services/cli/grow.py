@@ -19,17 +19,17 @@ def grow(
 ) -> None:
     """Write a small model in a large shape, the rest zeros: the small one's answers at the large one's cost."""
     from smc.model.linear import DTYPES
-    from smc.model.padded import STORED, save_grown
+    from smc.model.padded import SAVED_DTYPES, save_padded_model
     from smc.model.presets import preset
     from smc.model.weight_map import count_parameters
 
     large = preset(shape)
-    allowed = {name: kind for name, kind in DTYPES.items() if kind in STORED}
+    allowed = {name: kind for name, kind in DTYPES.items() if kind in SAVED_DTYPES}
     if dtype not in allowed:
         raise ValueError(f"--dtype {dtype}; allowed: {', '.join(allowed)}")
     with progress_bar() as progress:
         task = progress.add_task(shape)
-        config = save_grown(
+        config = save_padded_model(
             model,
             large,
             directory,

@@ -1,4 +1,4 @@
-"""A model pair small enough to ship: word problems made here, and where the two models trained on them lie."""
+"""The demo pair: two small models, shipped with the package, that solve generated arithmetic word problems."""
 
 from pathlib import Path
 
@@ -6,4 +6,4 @@ WEIGHTS = Path(__file__).parent / "weights"
 TARGET = WEIGHTS / "target"
 DRAFT = WEIGHTS / "draft"
 MAX_ANSWER = 112
-"""Longest answer that is sampled, in tokens; the longest right one is a little shorter."""
+"""Maximum length of a sampled answer, in tokens. The longest correct answer is slightly shorter."""

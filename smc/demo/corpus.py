@@ -1,7 +1,7 @@
-"""Training problems as one long run of tokens, and batches cut from it. Knows nothing about models.
+"""Training corpus: problems as one sequence of tokens, and batches sampled from it. Knows nothing about models.
 
-Problems are sorted by length and cut into groups of equal size; a batch takes equally many from every group, so each
-group pads to its own width only and every batch still has the corpus's mix of lengths.
+Problems are sorted by length and split into groups of equal size. A batch takes the same number from every group, so
+each group is padded only to its own width and every batch has the corpus's mix of lengths.
 
 Axes: L tokens of the whole corpus, N problems, B problems of one batch, S token positions.
 """
@@ -23,38 +23,43 @@ from smc.demo.tokenizer import ASSISTANT, EOS, build, render
 TOKENIZER_SEED = 1_000_000
 TOKENIZER_PROBLEMS = 20_000
 FIRST_SEED = 0
-"""Chunk i of the corpus is made from seed FIRST_SEED + i."""
+"""Chunk i of the corpus is generated from seed FIRST_SEED + i."""
 CHUNK = 4_000
-"""Problems a worker makes at a time."""
+"""Problems that a worker generates at a time."""
 GROUPS = 3
+"""Number of groups of similar length."""
 IGNORED = -100
-"""Label of a position whose next token is not part of an answer."""
+"""Label of positions whose next token is not part of an answer."""
 
 
 def learn_tokenizer() -> Tokenizer:
-    """The tokenizer of both demo models, learned from training problems of a seed of its own."""
+    """Train the tokenizer of both demo models, on training problems with a seed of their own."""
     problems = generate(TOKENIZER_SEED, TOKENIZER_PROBLEMS, "train")
     return build(text for problem in problems for text in (problem.question, problem.solution))
 
 
 @dataclass(frozen=True)
 class TrainingBatch:
+    """Problems of one length group, one a row."""
+
     tokens_BS: Tensor
-    """What follows the end of a problem in its row is arbitrary; no label depends on it."""
+    """Tokens of each problem. Tokens after its end are arbitrary, and no label depends on them."""
     labels_BS: Tensor
-    """The next token where it belongs to the answer, else IGNORED."""
+    """The next token if it is part of the answer, otherwise IGNORED."""
 
 
 @dataclass(frozen=True)
 class Corpus:
+    """Encoded training problems, sorted by length."""
+
     flat_L: Tensor
-    """All problems, one after the other, int16."""
+    """Tokens of all problems, one after another, int16."""
     start_N: Tensor
-    """Where each problem begins in `flat_L`; problems are sorted by length."""
+    """Index in `flat_L` of each problem's first token."""
     prompt_N: Tensor
-    """Tokens before the answer."""
+    """Number of tokens of each prompt."""
     length_N: Tensor
-    """Tokens in all, the end-of-text token included."""
+    """Number of tokens of each problem, including the end-of-text token."""
     widths: tuple[int, ...]
     """Row length S of each group."""
 
@@ -68,34 +73,36 @@ class Corpus:
         return Corpus(flat_L, start_N, prompt_N, length_N, self.widths)
 
     def sample(self, size: int, generator: torch.Generator) -> Iterator[TrainingBatch]:
-        """One batch of `size` problems, as one part per group."""
+        """Sample one batch of `size` problems, one part per group."""
         bounds = _bounds(len(self))
         for width, low, high in zip(self.widths, bounds, bounds[1:]):
-            yield self._cut(
+            yield self._part(
                 torch.randint(low, high, (size // GROUPS,), generator=generator, device=self.flat_L.device), width
             )
 
-    def _cut(self, chosen_B: Tensor, width: int) -> TrainingBatch:
-        place_S = torch.arange(width, device=self.flat_L.device)
-        at_BS = self.start_N[chosen_B, None] + place_S
-        answers_BS = (place_S >= self.prompt_N[chosen_B, None] - 1) & (place_S < self.length_N[chosen_B, None] - 1)
+    def _part(self, chosen_B: Tensor, width: int) -> TrainingBatch:
+        position_S = torch.arange(width, device=self.flat_L.device)
+        at_BS = self.start_N[chosen_B, None] + position_S
+        answers_BS = (position_S >= self.prompt_N[chosen_B, None] - 1) & (
+            position_S < self.length_N[chosen_B, None] - 1
+        )
         labels_BS = torch.where(answers_BS, self.flat_L[at_BS + 1].long(), IGNORED)
         return TrainingBatch(self.flat_L[at_BS].long(), labels_BS)
 
 
-def make(tokenizer: Tokenizer, count: int, workers: int) -> Corpus:
+def make_corpus(tokenizer: Tokenizer, count: int, workers: int) -> Corpus:
     """Generate and encode `count` training problems in `workers` processes."""
     jobs = [(FIRST_SEED + i, min(CHUNK, count - i * CHUNK)) for i in range(-(-count // CHUNK))]
-    # Spawned, because forking a process whose libraries have started threads can hang.
+    # "spawn", because forking a process that has threads can deadlock.
     with multiprocessing.get_context("spawn").Pool(workers, _start_worker, (tokenizer.to_str(),)) as pool:
         parts = pool.starmap(_encode_chunk, jobs)
     flat, prompt, length = (np.concatenate(column) for column in zip(*parts))
     start = np.cumsum(length) - length
     order = np.argsort(length, kind="stable")
     bounds = _bounds(count)
-    # A row never feeds its last token, and multiples of 8 suit the matrix units.
+    # The last token of a row is never an input. Tensor cores need multiples of 8.
     widths = tuple(-(-(int(length[order[high - 1]]) - 1) // 8) * 8 for high in bounds[1:])
-    flat = np.concatenate((flat, np.zeros(max(widths) + 1, np.int16)))  # the last rows are cut past the last problem
+    flat = np.concatenate((flat, np.zeros(max(widths) + 1, np.int16)))  # rows of the last problems extend past its end
     start_N, prompt_N, length_N = (torch.from_numpy(column[order]) for column in (start, prompt, length))
     return Corpus(torch.from_numpy(flat), start_N, prompt_N, length_N, widths)
 
@@ -105,7 +112,7 @@ def _bounds(count: int) -> list[int]:
 
 
 _worker_tokenizer: Tokenizer
-"""Of a process that encodes."""
+"""Tokenizer of this worker process."""
 
 
 def _start_worker(tokenizer_json: str) -> None:
@@ -114,9 +121,9 @@ def _start_worker(tokenizer_json: str) -> None:
 
 
 def _encode_chunk(seed: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens of all problems of one chunk, and the prompt and total length of each."""
+    """Tokens of all problems of one chunk, and the prompt length and total length of each problem."""
     answer_mark = _worker_tokenizer.token_to_id(ASSISTANT)
-    assert answer_mark is not None, "a token of its own"
+    assert answer_mark is not None, "the tokenizer has no token for the assistant's turn"
     rows = [_worker_tokenizer.encode(render(p.question) + p.solution + EOS).ids for p in generate(seed, count, "train")]
     flat = np.array([token for row in rows for token in row], np.int16)
     return flat, np.array([row.index(answer_mark) + 1 for row in rows]), np.array([len(row) for row in rows])

@@ -1,6 +1,6 @@
-"""Running a `Decoder` on whole rows without a KV cache, and measuring how many problems it solves by plain sampling.
+"""Runs a `Decoder` on whole sequences without a KV cache, and measures its accuracy with plain sampling.
 
-Knows nothing about speculative decoding: its accuracies are those of one model alone.
+Knows nothing about speculative decoding: accuracies are those of a single model.
 
 Axes: B rows, S token positions, T = B * S, E hidden size, H query heads, J key/value heads, D head dimension, V
 vocabulary."""
@@ -20,7 +20,7 @@ from smc.statistics import Accuracy
 
 
 def hidden_states(model: Decoder, rope_SD: Tensor, tokens_BS: Tensor) -> Tensor:
-    """Hidden states [B, S, E] under dense causal attention; row s of `rope_SD` belongs to position s."""
+    """Hidden states [B, S, E] with dense causal attention. Row s of `rope_SD` is position s of the rotary table."""
     rows, width = tokens_BS.shape
 
     def attend(_layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def hidden_states(model: Decoder, rope_SD: Tensor, tokens_BS: Tensor) -> Tensor:
 
 
 def measure(model: Decoder, rope_SD: Tensor, tokenizer: Tokenizer, problems: list[Problem], seed: int) -> Accuracy:
-    """Sample one answer to each problem at temperature 1 and grade it."""
+    """Sample one answer to each problem at temperature 1, and grade it."""
     prompts = [tokenizer.encode(render(problem.question)).ids for problem in problems]
     eos = tokenizer.token_to_id(EOS)
     assert eos is not None
@@ -42,7 +42,7 @@ def measure(model: Decoder, rope_SD: Tensor, tokenizer: Tokenizer, problems: lis
 
 @torch.inference_mode()
 def sample_answers(model: Decoder, rope_SD: Tensor, prompts: list[list[int]], eos: int, seed: int) -> list[list[int]]:
-    """Continue every prompt up to `eos` or MAX_ANSWER tokens. Returns the new tokens, `eos` left out."""
+    """Continue every prompt until `eos` or MAX_ANSWER tokens. Returns the new tokens without `eos`."""
     device = rope_SD.device
     generator = torch.Generator(device).manual_seed(seed)
     rows_B = torch.arange(len(prompts), device=device)
@@ -53,10 +53,10 @@ def sample_answers(model: Decoder, rope_SD: Tensor, prompts: list[list[int]], eo
         tokens_BS[row, : len(prompt)] = torch.tensor(prompt, device=device)
     done_B = torch.zeros_like(end_B, dtype=torch.bool)
     for new in range(MAX_ANSWER):
-        # Rows are ragged on the right, so causal attention never sees their padding.
+        # Rows are padded on the right, so causal attention never reads the padding.
         hidden_BSE = hidden_states(model, rope_SD, tokens_BS[:, : width + new])
-        law_BV = model.logits(hidden_BSE[rows_B, end_B + new - 1]).softmax(-1)
-        next_B = torch.multinomial(law_BV, 1, generator=generator)[:, 0].masked_fill(done_B, eos)
+        probability_BV = model.logits(hidden_BSE[rows_B, end_B + new - 1]).softmax(-1)
+        next_B = torch.multinomial(probability_BV, 1, generator=generator)[:, 0].masked_fill(done_B, eos)
         tokens_BS[rows_B, end_B + new] = next_B
         done_B |= next_B == eos
         if done_B.all():

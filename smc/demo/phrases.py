@@ -1,8 +1,7 @@
-"""The English of the demo problems: names, things and the ways to say each turn of a story. Knows nothing about
-numbers.
+"""Text templates of the demo problems: names, things, and sentences for each event of a story.
 
-A phrasing is filled with `str.format`: `name`, `p` (she), `q` (her, as in "gives her"), `s` (her, as in "her box"),
-`thing`, `extra` (somebody else), `mate` (the person compared with) and the amounts `n` and `k`.
+Templates are filled by `str.format` with `name`, `p` (she), `q` (her, as in "gives her"), `s` (her, as in "her box"),
+`thing`, `extra` (a third person), `mate` (the person compared with) and the amounts `n` and `k`.
 """
 
 PRONOUNS = {"f": ("she", "her", "her"), "m": ("he", "him", "his")}

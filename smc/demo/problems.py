@@ -1,7 +1,7 @@
-"""Arithmetic word problems of 3 to 7 steps, each with its worked solution. Knows nothing about models or tokens.
+"""Generates arithmetic word problems of 3 to 7 steps with worked solutions. Knows nothing about models or tokens.
 
-A problem is a story about one or two people who hold one kind of thing; every sentence matters, every amount lies in
-0..999, and a question has exactly one solution text, so a model that knows arithmetic has nothing left to guess.
+A problem is a story about one or two people who own one kind of thing. Every sentence is needed, every amount lies in
+0..999, and each question has exactly one solution text, so a model that can do the arithmetic has no ambiguity left.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Split = Literal["train", "test"]
 MIN_STEPS, MAX_STEPS = 3, 7
 MAX_AMOUNT = 999
 MAX_PRODUCT = 500
-"""Products and dividends stay below this, so that one line never asks for a long multiplication."""
+"""Maximum product or dividend of a step, so that no step needs a long multiplication."""
 FACTORS = (2, 3, 4, 5)
 TEST_SHARE = 16
-"""One question in this many is a test question."""
+"""One of this many questions belongs to the test split."""
 
 _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
 _ANSWER = re.compile(r"\s*(-?[0-9]{1,9})(?!\.?[0-9])")
@@ -32,42 +32,43 @@ _ANSWER = re.compile(r"\s*(-?[0-9]{1,9})(?!\.?[0-9])")
 
 @dataclass(frozen=True)
 class Problem:
+    """A question with its solution."""
+
     question: str
     steps: tuple[str, ...]
-    """Lines such as `12 + 7 = 19`, in the order in which the story needs them."""
+    """Lines such as `12 + 7 = 19`, in the order of the story."""
     result: int
     solution: str
-    """The steps, one a line, then `#### result`."""
+    """The steps, one per line, then `#### result`."""
 
 
 def generate(seed: int, count: int, split: Split) -> list[Problem]:
-    """`count` problems of one split, the same for the same arguments. No question is in both splits, whatever the
-    seeds."""
+    """`count` problems of one split; deterministic in the arguments. No question is in both splits, for any seeds."""
     if split not in ("train", "test"):
         raise ValueError(f"split={split!r} is unknown; known: 'train', 'test'")
     rng = random.Random(f"{split}-{seed}")
     problems: list[Problem] = []
     while len(problems) < count:
-        problem = _tell(rng)
+        problem = _generate_one(rng)
         if split_of(problem.question) == split:
             problems.append(problem)
     return problems
 
 
 def split_of(question: str) -> Split:
-    """The split a question belongs to, by a hash of its text alone."""
+    """The split of a question: a hash of its text decides."""
     return "test" if hashlib.sha256(question.encode()).digest()[0] % TEST_SHARE == 0 else "train"
 
 
 def grade(problem: Problem, answer_text: str) -> bool:
-    """Whether the integer after the last `####` is the result. An answer without one is wrong."""
+    """Whether the integer after the last `####` is the result. False if there is no such integer."""
     _, mark, tail = answer_text.rpartition("####")
     found = _ANSWER.match(tail) if mark else None
     return found is not None and int(found[1]) == problem.result
 
 
 class _Story:
-    """A story being told: who holds how many now, what was said, and what was computed."""
+    """State of a story: the person, their current amount, the sentences and the computed steps so far."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -94,29 +95,29 @@ class _Story:
         return result
 
     def amount(self, limit: int) -> int:
-        """A number from 2 to `limit`, small ones more often."""
+        """A random number from 2 to `limit`; small numbers are more likely."""
         top = self.rng.choice((20, 20, 60, 100, 300))
         return self.rng.randint(2, max(2, min(top, limit)))
 
     def factor(self) -> int | None:
-        """A factor that keeps the product in bounds."""
+        """A random factor that keeps the product in bounds; None if there is none."""
         return self._one_of([k for k in FACTORS if self.value * k <= MAX_PRODUCT])
 
     def divisor(self) -> int | None:
-        """A factor that divides the holding exactly."""
+        """A random factor that divides the current amount; None if there is none."""
         return self._one_of([k for k in FACTORS if self.value % k == 0 and self.value <= MAX_PRODUCT])
 
     def _one_of(self, factors: list[int]) -> int | None:
         return self.rng.choice(factors) if factors else None
 
 
-def _tell(rng: random.Random) -> Problem:
+def _generate_one(rng: random.Random) -> Problem:
     story = _Story(rng)
     total = rng.randint(MIN_STEPS, MAX_STEPS)
     _start(story)
     while len(story.steps) < total - 1:
-        turn = rng.choices(_TURNS, _TURN_WEIGHTS)[0]
-        turn(story, total - 1 - len(story.steps))
+        event = rng.choices(_EVENTS, _EVENT_WEIGHTS)[0]
+        event(story, total - 1 - len(story.steps))
     while len(story.steps) < total:
         rng.choices(_ENDS, _END_WEIGHTS)[0](story)
     solution = "\n".join((*story.steps, f"#### {story.value}"))
@@ -133,7 +134,8 @@ def _start(story: _Story) -> None:
         story.say(phrases.START, n=story.value)
 
 
-# A turn takes the story and the number of steps still allowed; one that does not apply says and computes nothing.
+# An event adds sentences and steps to a story; `left` is the number of steps still allowed. If it does not apply, it
+# adds nothing.
 
 
 def _gain(story: _Story, _left: int) -> None:
@@ -151,7 +153,7 @@ def _loss(story: _Story, _left: int) -> None:
 
 
 def _boxes(story: _Story, left: int) -> None:
-    """Two steps: what the boxes hold together, then that many more or fewer."""
+    """Two steps: the total of the boxes, then that many more or fewer."""
     k, n = story.rng.choice(FACTORS), story.rng.randint(2, 30)
     more = story.rng.random() < 0.5
     if left < 2 or (k * n > MAX_AMOUNT - story.value if more else k * n >= story.value):
@@ -173,9 +175,9 @@ def _split(story: _Story, _left: int) -> None:
 
 
 def _compare(story: _Story, _left: int) -> None:
-    """Bring in a second person, whose holding is told by the first one's, and go on with that person.
+    """Introduce a second person, whose amount is given relative to the first one's, and continue with that person.
 
-    The two have different pronouns, so a later "he" or "she" names one of them only.
+    The two have different pronouns, so a later "he" or "she" is unambiguous.
     """
     factor, divisor = story.factor(), story.divisor()
     kinds = ["more"] + ["fewer"] * (story.value > 2) + ["times"] * bool(factor) + ["half"] * (divisor == 2)
@@ -202,7 +204,7 @@ def _compare(story: _Story, _left: int) -> None:
             story.value = story.compute(story.value, "/", 2)
 
 
-# An end computes the last step and asks the question; one that does not apply does neither.
+# An ending adds the last step and the question. If it does not apply, it adds nothing.
 
 
 def _end_plain(story: _Story) -> None:
@@ -213,7 +215,7 @@ def _end_plain(story: _Story) -> None:
 
 
 def _end_pair(story: _Story) -> None:
-    """Ask about both people: their sum, or what one has over the other."""
+    """Ask about both people: their sum or their difference."""
     if story.mate is None:
         return
     if story.rng.random() < 0.6 and story.mate_value + story.value <= MAX_AMOUNT:
@@ -239,7 +241,7 @@ def _end_pack(story: _Story) -> None:
         story.value = story.compute(story.value, "/", k)
 
 
-_TURNS: tuple[Callable[[_Story, int], None], ...] = (_gain, _loss, _boxes, _times, _split, _compare)
-_TURN_WEIGHTS = (5, 5, 3, 2, 2, 3)
+_EVENTS: tuple[Callable[[_Story, int], None], ...] = (_gain, _loss, _boxes, _times, _split, _compare)
+_EVENT_WEIGHTS = (5, 5, 3, 2, 2, 3)
 _ENDS: tuple[Callable[[_Story], None], ...] = (_end_plain, _end_pair, _end_price, _end_pack)
 _END_WEIGHTS = (4, 5, 1, 1)

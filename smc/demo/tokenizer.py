@@ -1,6 +1,6 @@
-"""The tokenizer of the demo models: byte-level BPE with every digit its own token, so a number is spelled one way only.
+"""Tokenizer of the demo models: byte-level BPE with one token per digit, so each number has exactly one encoding.
 
-Knows nothing about models. Text that is not about apples still encodes and decodes exactly, byte by byte if need be.
+Knows nothing about models. Any text encodes and decodes exactly, byte by byte if necessary.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 BOS, EOS, USER, ASSISTANT = SPECIALS = ("<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>")
-"""Their ids are 0, 1, 2 and 3."""
+"""Special tokens, with ids 0 to 3."""
 VOCAB_SIZE = 512
 
 CHAT_TEMPLATE = (
@@ -25,12 +25,12 @@ CHAT_TEMPLATE = (
 
 
 def render(question: str) -> str:
-    """What the chat template makes of one question: the text a model continues with its solution."""
+    """The prompt of a question, as the chat template renders it."""
     return f"{BOS}{USER}{question}{ASSISTANT}"
 
 
 def build(texts: Iterable[str]) -> Tokenizer:
-    """Learn the merges from `texts`. The same texts give the same tokenizer."""
+    """Train the merges on `texts`. Deterministic. Raises ValueError if the texts give fewer than VOCAB_SIZE tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(r"\d"), behavior="isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]

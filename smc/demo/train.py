@@ -1,7 +1,7 @@
 """Trains the two demo models and writes them to a directory: `python -m smc.demo.train --out smc/demo/weights`.
 
-Knows nothing about serving. The target is trained to the end. The draft is trained until it alone first solves the
-share of problems asked for, because a draft that is already right, or never right, shows nothing.
+Knows nothing about serving. The target is trained to the end. The draft is trained until its own accuracy reaches a
+goal, because a draft that is always or never right demonstrates nothing.
 
 Axes: as in `smc.demo.dense`.
 """
@@ -22,14 +22,15 @@ from tokenizers import Tokenizer
 from smc.demo import WEIGHTS, corpus, dense
 from smc.demo import tokenizer as demo_tokenizer
 from smc.demo.problems import Problem, generate
-from smc.demo.trainer import Recipe, Trainer, Watch
+from smc.demo.trainer import Recipe, StopCondition, Trainer
 from smc.model.config import ModelConfig
 from smc.model.decoder import Decoder, RopeTable
 from smc.model.loader import save_model
 
 TARGET_SEED, DRAFT_SEED = 1, 2
 SNAPSHOT_SEED, FINAL_SEED = 3, 4
-"""Problems that pick the draft, and problems that both models are measured on: both of the test split, not the same."""
+"""Seeds of the problems that select the draft and of those that both models are measured on. Both sets belong to the
+test split."""
 
 TARGET_CONFIG = ModelConfig(
     family="llama",
@@ -51,8 +52,8 @@ TARGET_CONFIG = ModelConfig(
 DRAFT_CONFIG = replace(TARGET_CONFIG, hidden_size=128, num_layers=2, num_heads=2, intermediate_size=256)
 
 
-class Examiner:
-    """Measures models as they will be served: from weights rounded to bfloat16."""
+class Evaluator:
+    """Measures the accuracy of models as they are served, with weights rounded to bfloat16."""
 
     def __init__(self, tokenizer: Tokenizer, device: str, count: int) -> None:
         self.tokenizer, self.device = tokenizer, device
@@ -68,37 +69,42 @@ class Examiner:
     def _measure(self, model: Decoder, problems: list[Problem], seed: int) -> dense.Accuracy:
         served = copy.deepcopy(model).bfloat16()
         if self.device == "cpu":
-            served.float()  # the same rounded weights, in the arithmetic that a CPU is fast at
+            served.float()  # CPUs compute faster in float32; the weights stay rounded
         rope_SD = RopeTable(model.config, model.config.max_context, self.device).table
         return dense.measure(served, rope_SD, self.tokenizer, problems, seed)
 
 
-def stop_at(goal: float, every: int, examiner: Examiner) -> Watch:
-    """Stop at the first snapshot that solves the share `goal` of problems."""
+def stop_at(goal: float, every: int, evaluator: Evaluator) -> StopCondition:
+    """Stop at the first snapshot with an accuracy of at least `goal`; one snapshot every `every` steps."""
 
-    def watch(step: int, model: Decoder) -> bool:
+    def should_stop(step: int, model: Decoder) -> bool:
         if step % every:
             return False
-        accuracy = examiner.quick(model)
+        accuracy = evaluator.quick(model)
         print(f"snapshot at step {step}: {accuracy}", flush=True)
         return accuracy.share >= goal
 
-    return watch
+    return should_stop
 
 
 def train_and_write(
-    name: str, trainer: Trainer, watch: Watch | None, examiner: Examiner, out: Path, settings: dict[str, object]
+    name: str,
+    trainer: Trainer,
+    stop: StopCondition | None,
+    evaluator: Evaluator,
+    out: Path,
+    settings: dict[str, object],
 ) -> None:
-    """Train one model, measure it, write it to `out/name` and its record to `out/training.json`."""
+    """Train one model, write it to `out/name`, measure it, and add its record to `out/training.json`."""
     model = trainer.model
     size = sum(weight.numel() for weight in model.parameters())
     print(f"{name}: {size:,} weights, {2 * size / 2**20:.2f} MiB in bfloat16", flush=True)
     began = time.monotonic()
-    steps = trainer.run(watch)
+    steps = trainer.run(stop)
     seconds = time.monotonic() - began
     save_model(model, out / name, dtype=torch.bfloat16)
-    demo_tokenizer.write(examiner.tokenizer, out / name, model.config.max_context)
-    accuracy = examiner.final(model)
+    demo_tokenizer.write(evaluator.tokenizer, out / name, model.config.max_context)
+    accuracy = evaluator.final(model)
     print(f"{name}: solves {accuracy} after {steps} steps, {seconds:.0f} s", flush=True)
     record = {
         "weights": size,
@@ -119,7 +125,7 @@ def train_and_write(
 
 
 def _add_to_record(path: Path, name: str, record: dict[str, object]) -> None:
-    """The models may be trained one at a time, so the other one's record is kept."""
+    """Add or replace one model's record. The other model's record is kept, since models can be trained separately."""
     records = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(records | {name: record}, indent=2) + "\n")
 
@@ -157,25 +163,25 @@ def main() -> None:
         torch.backends.cuda.matmul.allow_tf32 = True
     began = time.monotonic()
     tokenizer = corpus.learn_tokenizer()
-    data = corpus.make(tokenizer, options.problems, options.workers).to(options.device)
+    data = corpus.make_corpus(tokenizer, options.problems, options.workers).to(options.device)
     print(
         f"{len(data):,} problems in {time.monotonic() - began:.0f} s; tokens a problem: prompt {data.prompt_N.float().mean():.1f}, "
         f"answer {(data.length_N - data.prompt_N).float().mean():.1f}, longest row {max(data.widths)}",
         flush=True,
     )
-    examiner = Examiner(tokenizer, options.device, options.eval_problems)
+    evaluator = Evaluator(tokenizer, options.device, options.eval_problems)
     options.out.mkdir(parents=True, exist_ok=True)
     if options.model != "target":
         recipe = Recipe(DRAFT_CONFIG, DRAFT_SEED, options.batch, steps=options.draft_steps, minutes=None)
-        watch = stop_at(options.draft_goal, options.draft_every, examiner)
-        # Never compiled: two layers start in less time than compiling them takes.
+        stop = stop_at(options.draft_goal, options.draft_every, evaluator)
+        # Not compiled: compiling two layers takes longer than it saves.
         trainer = Trainer(recipe, data, options.device, compile_loss=False)
-        train_and_write("draft", trainer, watch, examiner, options.out, {"goal": options.draft_goal})
+        train_and_write("draft", trainer, stop, evaluator, options.out, {"goal": options.draft_goal})
     if options.model != "draft":
         steps = options.steps if options.minutes is None else None
         recipe = Recipe(TARGET_CONFIG, TARGET_SEED, options.batch, steps=steps, minutes=options.minutes)
         train_and_write(
-            "target", Trainer(recipe, data, options.device, options.compile), None, examiner, options.out, {}
+            "target", Trainer(recipe, data, options.device, options.compile), None, evaluator, options.out, {}
         )
     print(f"done in {time.monotonic() - began:.0f} s", flush=True)
 

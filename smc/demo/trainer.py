@@ -1,6 +1,6 @@
-"""The training loop of the demo models: a recipe, and one model being trained by it.
+"""Training loop of the demo models: hyperparameters and the trainer of one model.
 
-Knows nothing about where problems come from, how models are graded or where they are written.
+Knows nothing about the source of the problems, the grading of models or their files.
 
 Axes: as in `smc.demo.dense`.
 """
@@ -24,23 +24,23 @@ from smc.model.decoder import Decoder, RopeTable
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one model is trained."""
+    """Hyperparameters of one model's training."""
 
     config: ModelConfig
     seed: int
-    """Of the first weights and of the order of the problems."""
+    """Seed of the initial weights and of the order of the problems."""
     batch: int
-    """Problems a step."""
+    """Problems per step."""
     steps: int | None
-    """Length of the run in steps; None if `minutes` bounds it."""
+    """Number of steps; None if `minutes` is given."""
     minutes: float | None
-    """Length of the run by the clock; None if `steps` bounds it."""
+    """Duration of the run; None if `steps` is given."""
     peak_rate: float = 1e-3
     warmup: int = 200
-    """Steps over which the learning rate rises; it then falls along a cosine to zero at the end of the run."""
+    """Steps of linear learning-rate warm-up. The rate then follows a cosine to zero at the end of the run."""
     weight_decay: float = 0.1
     clip: float = 1.0
-    """Largest norm of a step's gradient."""
+    """Maximum gradient norm."""
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.minutes is None):
@@ -49,22 +49,23 @@ class Recipe:
             raise ValueError(f"batch={self.batch} is not a positive multiple of {GROUPS}, the number of length groups")
 
     def progress(self, step: int, seconds: float) -> float:
-        """Share of the run that is over."""
+        """Completed fraction of the run."""
         if self.steps is not None:
             return step / self.steps
         assert self.minutes is not None
         return seconds / (60 * self.minutes)
 
     def rate(self, step: int, progress: float) -> float:
+        """Learning rate of a step."""
         return self.peak_rate * min(1, (step + 1) / self.warmup) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-Watch = Callable[[int, Decoder], bool]
-"""(step, model) -> whether to stop; called after every step."""
+StopCondition = Callable[[int, Decoder], bool]
+"""(step, model) -> whether to stop. Called after every step."""
 
 
 def initialise(config: ModelConfig, seed: int) -> Decoder:
-    """Small random weights; matrices that write to the residual stream are smaller still, the deeper the model."""
+    """A decoder with random weights. Matrices that write to the residual are scaled down by the depth of the model."""
     torch.manual_seed(seed)
     model = Decoder(config)
     for name, weight in model.named_parameters():
@@ -75,13 +76,13 @@ def initialise(config: ModelConfig, seed: int) -> Decoder:
 
 
 def answer_loss(model: Decoder, rope_SD: Tensor, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
-    """Negative log-likelihood of all answer tokens, summed."""
+    """Sum of the negative log-likelihood over all answer tokens."""
     logits_TV = model.logits(dense.hidden_states(model, rope_SD, tokens_BS).flatten(0, 1))
     return F.cross_entropy(logits_TV, labels_BS.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 class Trainer:
-    """One model being trained."""
+    """Trains one model."""
 
     def __init__(self, recipe: Recipe, data: Corpus, device: str, compile_loss: bool) -> None:
         self.recipe, self.data, self.device = recipe, data, device
@@ -94,10 +95,10 @@ class Trainer:
         groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=recipe.peak_rate, betas=(0.9, 0.98), fused=device != "cpu")
 
-    def run(self, watch: Watch | None = None) -> int:
-        """Train to the end, or until `watch` says so. Returns the number of steps done."""
-        self.gradients()  # compiles outside the clock, which sets the learning rate
-        began = last_said = time.monotonic()
+    def run(self, stop: StopCondition | None = None) -> int:
+        """Train to the end, or until `stop` returns True. Returns the number of steps done."""
+        self.gradients()  # compiles before the clock starts, because the clock sets the learning rate
+        began = last_printed = time.monotonic()
         step, progress = 0, 0.0
         while progress < 1:
             self._set_rate(self.recipe.rate(step, progress))
@@ -105,10 +106,10 @@ class Trainer:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
             self.optimizer.step()
             step += 1
-            if step % 100 == 0 or time.monotonic() - last_said > 30:
-                _say_progress(step, loss.item(), progress, time.monotonic() - began)
-                last_said = time.monotonic()
-            if watch is not None and watch(step, self.model):
+            if step % 100 == 0 or time.monotonic() - last_printed > 30:
+                _print_progress(step, loss.item(), progress, time.monotonic() - began)
+                last_printed = time.monotonic()
+            if stop is not None and stop(step, self.model):
                 break
             progress = self.recipe.progress(step, time.monotonic() - began)
         return step
@@ -118,7 +119,7 @@ class Trainer:
             group["lr"] = rate
 
     def gradients(self) -> Tensor:
-        """Gradients of one fresh batch. Returns its loss a token."""
+        """Compute the gradients of a new batch. Returns its loss per token."""
         self.optimizer.zero_grad()
         parts = list(self.data.sample(self.recipe.batch, self.generator))
         answer_tokens = sum((part.labels_BS != IGNORED).sum() for part in parts)
@@ -131,7 +132,7 @@ class Trainer:
         return total
 
 
-def _say_progress(step: int, loss: float, progress: float, seconds: float) -> None:
+def _print_progress(step: int, loss: float, progress: float, seconds: float) -> None:
     eta = seconds / progress - seconds if progress else float("nan")
     print(
         f"step {step:6d}  loss {loss:.4f}  {step / seconds:6.2f} steps/s  {progress:4.0%} done, {eta:.0f} s left",

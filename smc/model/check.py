@@ -1,5 +1,5 @@
-"""Whether two model directories can serve as target and draft. Reads configs, tokenizers and headers; no weight is
-loaded."""
+"""Checks that two model directories can serve as target and draft. Reads configs, tokenizers and safetensors headers,
+but no weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from smc.model.config import ModelConfig, compression_of
+from smc.model.config import ModelConfig, read_quantisation_config
 from smc.model.safetensors_files import stored_bytes
 from smc.model.tokenizer import Tokenizer
 from smc.model.weight_map import check_weights, count_parameters
@@ -17,35 +17,36 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ModelReport:
-    """What one directory holds."""
+    """One valid model directory."""
 
     config: ModelConfig
     parameters: int
     """Number of weights; a tied matrix counts once."""
     bytes: int
-    """Size of the weights as stored."""
+    """Size of the weights on disk."""
 
 
 @dataclass(frozen=True)
 class PairReport:
-    """What was found, and everything that stands in the way."""
+    """Result of checking a target and a draft."""
 
     target: ModelReport | None
-    """None if the directory alone is already refused; the same holds for `draft`."""
+    """None if the target directory is invalid."""
     draft: ModelReport | None
+    """None if the draft directory is invalid."""
     vocab_size: int
-    """Logits that the two models share: the smaller of both embeddings. 0 if either model is refused."""
+    """Number of logits that both models have: the smaller embedding. 0 if either directory is invalid."""
     max_context: int
-    """The shorter of both contexts, in tokens. 0 if either model is refused."""
+    """The shorter maximum context of the two, in tokens. 0 if either directory is invalid."""
     problems: tuple[str, ...]
-    """Empty if the pair can be served."""
+    """One message for each problem; empty if the pair can be served."""
 
 
 def check_pair(target_dir: str | Path, draft_dir: str | Path) -> PairReport:
-    """Check each directory alone, then the two against each other. Raises nothing: see `problems`."""
+    """Check each directory, then compare the two. Problems are reported, not raised."""
     problems: list[str] = []
-    target, target_tokenizer = _check_alone("target", target_dir, problems)
-    draft, draft_tokenizer = _check_alone("draft", draft_dir, problems)
+    target, target_tokenizer = _check_directory("target", target_dir, problems)
+    draft, draft_tokenizer = _check_directory("draft", draft_dir, problems)
     if target_tokenizer and draft_tokenizer:
         problems += _compare(target_tokenizer, draft_tokenizer)
     both = (target.config, draft.config) if target and draft else ()
@@ -59,15 +60,17 @@ def check_pair(target_dir: str | Path, draft_dir: str | Path) -> PairReport:
 
 
 def require_pair(target_dir: str | Path, draft_dir: str | Path) -> PairReport:
-    """`check_pair`, but raises ValueError with every problem, one a line."""
+    """Like `check_pair`, but raises ValueError with one line for each problem."""
     report = check_pair(target_dir, draft_dir)
     if report.problems:
         raise ValueError("\n".join(report.problems))
     return report
 
 
-def _check_alone(role: str, directory: str | Path, problems: list[str]) -> tuple[ModelReport | None, Tokenizer | None]:
-    """Weights and tokenizer are checked each for itself, so that one report names the faults of both."""
+def _check_directory(
+    role: str, directory: str | Path, problems: list[str]
+) -> tuple[ModelReport | None, Tokenizer | None]:
+    """Check weights and tokenizer independently, so that one report lists the problems of both."""
     report = tokenizer = None
     try:
         report = _report(directory)
@@ -87,10 +90,10 @@ def _check_alone(role: str, directory: str | Path, problems: list[str]) -> tuple
 def _report(directory: str | Path) -> ModelReport:
     config = ModelConfig.from_hf(directory)
     stored = check_weights(directory, config)
-    compression = compression_of(directory)
-    if compression is not None and compression.static_inputs:
+    quantisation = read_quantisation_config(directory)
+    if quantisation is not None and quantisation.static_inputs:
         logger.warning(
-            "%s: its scales of activations are not used; activations stay bfloat16, or get a scale for each row",
+            "%s: static scales of activations are not used; activations stay bfloat16 or get one scale per row",
             directory,
         )
     return ModelReport(config, count_parameters(config), stored_bytes(stored))
@@ -100,10 +103,12 @@ def _compare(target: Tokenizer, draft: Tokenizer) -> list[str]:
     problems = []
     if target.fingerprint() != draft.fingerprint():
         problems.append(
-            f"target and draft have different vocabularies ({target.size} and {draft.size} ids); every id must mean the same token in both"
+            f"target and draft have different vocabularies ({target.size} and {draft.size} ids); "
+            f"every id must mean the same token in both"
         )
     if target.eos_ids != draft.eos_ids:
         problems.append(
-            f"target ends texts at ids {list(target.eos_ids)}, draft at {list(draft.eos_ids)}; they must be the same"
+            f"target ends texts at ids {list(target.eos_ids)}, draft at {list(draft.eos_ids)}; "
+            f"both must have the same end-of-text ids"
         )
     return problems

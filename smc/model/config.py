@@ -1,6 +1,6 @@
-"""What a model is made of, read from a Hugging Face `config.json`. Knows nothing about weights or tokenizers.
+"""Model configuration, read from a Hugging Face `config.json`. Knows nothing about weights or tokenizers.
 
-Everything this package cannot run is refused here, by name, before a single weight is read.
+Unsupported settings are rejected here by name, before any weight is read.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from smc.model.quantisation import Compression
+from smc.model.quantisation import QuantisationConfig
 
 SUPPORTED_ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -21,8 +21,8 @@ SUPPORTED_ARCHITECTURES = {
 
 @dataclass(frozen=True)
 class Llama3RopeScaling:
-    """Frequency rescaling of Llama 3.1 and later: long wavelengths are stretched, short ones kept, the rest
-    interpolated."""
+    """Rescaling of the rotary frequencies in Llama 3.1 and later: long wavelengths are stretched by `factor`, short
+    ones are kept, and those between are interpolated."""
 
     factor: float
     low_freq_factor: float
@@ -32,12 +32,12 @@ class Llama3RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a decoder-only transformer. Field names are ours; `from_hf` maps the published ones."""
+    """Shape of a decoder-only transformer. `from_hf` maps the published field names to these."""
 
     family: str
     """`llama`, `qwen2` or `qwen3`."""
     vocab_size: int
-    """Rows of the embedding; may exceed the tokenizer's vocabulary by padding."""
+    """Rows of the embedding. May exceed the tokenizer's vocabulary by padding rows."""
     hidden_size: int
     num_layers: int
     num_heads: int
@@ -45,15 +45,15 @@ class ModelConfig:
     head_dim: int
     intermediate_size: int
     max_context: int
-    """Longest sequence the model was made for, in tokens."""
+    """Maximum sequence length, in tokens."""
     rms_eps: float
     rope_theta: float
     rope_scaling: Llama3RopeScaling | None
     tied_embeddings: bool
     qkv_bias: bool
-    """Bias on the query, key and value projections (Qwen 2.5)."""
+    """Whether query, key and value projections have a bias (Qwen 2.5)."""
     qk_norm: bool
-    """RMS norm of every query and key head before rotation (Qwen 3)."""
+    """Whether query and key heads are RMS-normalised before rotation (Qwen 3)."""
 
     def __post_init__(self) -> None:
         for field in _SIZES:
@@ -69,7 +69,7 @@ class ModelConfig:
 
     @staticmethod
     def from_hf(directory: str | Path) -> ModelConfig:
-        """Read `directory/config.json`. Raises ValueError with what was found and what is supported."""
+        """Read `directory/config.json`. Raises ValueError with the value found and the values supported."""
         path = Path(directory) / "config.json"
         raw = read_json(path)
         try:
@@ -79,7 +79,7 @@ class ModelConfig:
             raise ValueError(f"{path}: {what}") from error
 
     def to_hf(self) -> dict[str, Any]:
-        """The same shape as a `config.json`, in the spelling of transformers 4, which version 5 reads too."""
+        """Contents of a `config.json`, with the field names of transformers 4, which transformers 5 reads as well."""
         scaling = self.rope_scaling
         architecture = next(name for name, family in SUPPORTED_ARCHITECTURES.items() if family == self.family)
         return {
@@ -113,11 +113,11 @@ _SIZES = {
     "intermediate_size": "intermediate_size",
     "max_context": "max_position_embeddings",
 }
-"""Our name -> the published name, for every field that counts something."""
+"""Field name -> published name, for every field that must be a positive integer."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of a model directory. Raises ValueError naming the file."""
+    """Read a JSON object from a file of a model directory. Raises ValueError that names the file."""
     if not path.is_file():
         raise ValueError(f"{path} is missing; a Hugging Face model directory is needed")
     try:
@@ -129,11 +129,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return raw
 
 
-def compression_of(directory: str | Path) -> Compression | None:
-    """How weights of a directory are stored, if in FP8. Raises ValueError for kinds that are not supported."""
+def read_quantisation_config(directory: str | Path) -> QuantisationConfig | None:
+    """The directory's FP8 quantisation; None if its weights are not quantised. Raises ValueError if it is not
+    supported."""
     path = Path(directory) / "config.json"
     try:
-        return Compression.of(read_json(path).get("quantization_config"))
+        return QuantisationConfig.from_hf(read_json(path).get("quantization_config"))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -143,11 +144,11 @@ def _from_dict(raw: dict[str, Any]) -> ModelConfig:
     if found[0] not in SUPPORTED_ARCHITECTURES:
         raise ValueError(f"architecture {found[0]!r} is not supported; supported: {', '.join(SUPPORTED_ARCHITECTURES)}")
     family = SUPPORTED_ARCHITECTURES[found[0]]
-    _refuse(raw, "hidden_act", "silu")
-    _refuse(raw, "mlp_bias", False)
-    _refuse(raw, "attention_bias", family == "qwen2")
-    _refuse(raw, "use_sliding_window", False)
-    Compression.of(raw.get("quantization_config"))
+    _require_supported(raw, "hidden_act", "silu")
+    _require_supported(raw, "mlp_bias", False)
+    _require_supported(raw, "attention_bias", family == "qwen2")
+    _require_supported(raw, "use_sliding_window", False)
+    QuantisationConfig.from_hf(raw.get("quantization_config"))  # raises ValueError if not supported
     num_heads = raw["num_attention_heads"]
     theta, scaling = _rope(raw)
     return ModelConfig(
@@ -169,14 +170,14 @@ def _from_dict(raw: dict[str, Any]) -> ModelConfig:
     )
 
 
-def _refuse(raw: dict[str, Any], field: str, supported: Any) -> None:
-    """A field that is absent has the supported value; one that is present must have it."""
+def _require_supported(raw: dict[str, Any], field: str, supported: Any) -> None:
+    """Raise ValueError if the field has another value than `supported`. A missing field has the supported value."""
     if field in raw and raw[field] != supported and raw[field] is not None:
         raise ValueError(f"{field}={raw[field]!r} is not supported; supported: {supported!r}")
 
 
 def _rope(raw: dict[str, Any]) -> tuple[float, Llama3RopeScaling | None]:
-    """Both spellings: `rope_theta` + `rope_scaling` (transformers 4) and `rope_parameters` (transformers 5)."""
+    """Read `rope_theta` and `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5)."""
     rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     theta = float(rope.get("rope_theta", raw.get("rope_theta", 10_000.0)))
     kind = rope.get("rope_type", rope.get("type", "default"))

@@ -1,10 +1,10 @@
-"""The transformer itself, on a flat list of tokens. Knows nothing about KV pages, batches of requests or particles.
+"""Decoder-only transformer over a flat list of tokens. Knows nothing about KV pages, requests or particles.
 
-Attention is a callable handed to `forward`: it stores the new keys and values wherever it likes and returns what the
-queries read. The same module therefore serves (paged KV) and trains (dense causal attention).
+Attention is a callable passed to `forward`. It stores the new keys and values and returns the attention output, so the
+same module is used for serving (paged KV cache) and for training (dense causal attention).
 
-The sum over ranks is handed in as well, for a model that several hold together (`smc.model.parallel`): each runs a
-decoder of its own share of heads and inner features over the same tokens, and all get the same hidden states.
+With tensor parallelism (`smc.model.parallel`), each rank runs a decoder with its shard of heads and inner features over
+the same tokens. The all-reduce is passed in as well; all ranks compute the same hidden states.
 
 Axes: T tokens, E hidden size, H query heads, J key/value heads, D head dimension, V vocabulary, X chosen tokens.
 """
@@ -24,14 +24,13 @@ from smc.model.linear import FP8, Linear, require_fp8
 from smc.model.parallel import Reduce
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q_THD, k_TJD, v_TJD) -> out_THD; q and k are already rotated."""
+"""(layer, q_THD, k_TJD, v_TJD) -> out_THD. q and k are already rotated."""
 
 
 class Decoder(nn.Module):
-    """Decoder-only transformer. Query, key and value share one matrix, and so do gate and up: fewer, larger products.
+    """Decoder-only transformer with fused query/key/value and gate/up matrices.
 
-    `config` is the shape of what this rank holds. `reduce` is for a rank of several; None means that this one holds it
-    all."""
+    `config` is the shape of this rank's shard. `reduce` sums over ranks; None for a model on a single rank."""
 
     def __init__(self, config: ModelConfig, reduce: Reduce | None = None) -> None:
         super().__init__()
@@ -41,7 +40,7 @@ class Decoder(nn.Module):
         self.embed = nn.Embedding(
             config.vocab_size, config.hidden_size, _weight=torch.empty(config.vocab_size, config.hidden_size)
         )
-        # What a list of modules holds, torch cannot say.
+        # torch does not type the elements of a ModuleList.
         self.layers = cast("Sequence[Layer]", nn.ModuleList(Layer(config, i, reduce) for i in range(config.num_layers)))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_eps)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
@@ -49,29 +48,30 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.embed.weight
 
     def forward(self, tokens_T: Tensor, rope_T2D: Tensor, attend: Attend) -> Tensor:
-        """Run every layer. `rope_T2D` is `RopeTable.at(positions)`. Returns the normalised hidden states [T, E]."""
+        """Run all layers. `rope_T2D` is `RopeTable.at(positions)`. Returns the hidden states after the final norm [T,
+        E]."""
         hidden_TE = self.embed(tokens_T)
         for layer in self.layers:
             hidden_TE = layer(hidden_TE, rope_T2D, attend)
         return self.norm(hidden_TE)
 
     def logits(self, hidden_XE: Tensor) -> Tensor:
-        """Next-token logits [X, V] in float32, for those hidden states whose law is wanted."""
+        """Next-token logits [X, V] in float32 for the chosen hidden states."""
         return self.lm_head(hidden_XE).float()
 
     def copy_head(self) -> None:
-        """A tied head in FP8 is the embedding, rounded; once that is there."""
+        """Quantise the embedding into the head, if the head is tied and in FP8. Call after the embedding is loaded."""
         if self.config.tied_embeddings and self.lm_head.scale is not None:
-            self.lm_head.hold(self.embed.weight)
+            self.lm_head.quantise_from(self.embed.weight)
 
 
 def empty_decoder(
     config: ModelConfig, reduce: Reduce | None, dtype: torch.dtype, device: torch.device | str
 ) -> Decoder:
-    """A frozen decoder in eval mode, without values; types are those of `smc.model.linear.DTYPES`.
+    """A frozen decoder in eval mode with uninitialised weights. `dtype` is one of `smc.model.linear.DTYPES`.
 
-    In FP8 a tied head has a copy of its own, of half the embedding's bytes: a step reads all of the head, and of the
-    embedding few rows. Raises ValueError if the device does not know the type."""
+    In FP8 a tied head gets a matrix of its own, with half the embedding's bytes: a step reads all of the head but only
+    a few rows of the embedding. Raises ValueError if the device does not support the type."""
     tied = config.tied_embeddings and dtype != FP8
     with torch.device("meta"):
         model = Decoder(config, reduce).to(torch.bfloat16 if dtype == FP8 else dtype)
@@ -81,9 +81,9 @@ def empty_decoder(
             if isinstance(module, Linear):
                 module.to_fp8()
     if tied:
-        model.lm_head.register_parameter("weight", None)  # else each of the two names would get a matrix of its own
-    # Not `to_empty`: of tensors on `meta`, torch imports a library of symbols for it, which takes as long as torch
-    # itself.
+        model.lm_head.register_parameter("weight", None)  # otherwise `_apply` would create two matrices
+    # `to_empty` on `meta` tensors makes torch import its symbolic-shape library, which takes as long as importing
+    # torch.
     model._apply(lambda weight: torch.empty(weight.shape, dtype=weight.dtype, device=device))
     if tied:
         model.lm_head.weight = model.embed.weight
@@ -91,6 +91,8 @@ def empty_decoder(
 
 
 class Layer(nn.Module):
+    """One transformer layer: attention, then a gated MLP, each on the normalised residual."""
+
     def __init__(self, config: ModelConfig, index: int, reduce: Reduce | None) -> None:
         super().__init__()
         self.index = index
@@ -119,7 +121,7 @@ class Layer(nn.Module):
 
     @property
     def head_norms(self) -> tuple[Tensor | None, Tensor | None]:
-        """Weights of what queries and keys are normalised by, if they are."""
+        """Weights of the query and key norms; (None, None) for a model without them."""
         return (None, None) if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
 
     def _sum(self, part_TE: Tensor) -> Tensor:
@@ -127,14 +129,14 @@ class Layer(nn.Module):
 
 
 def rotate(x_THD: Tensor, rope_T2D: Tensor) -> Tensor:
-    """Rotary embedding, halves convention: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)."""
+    """Rotary embedding with the half-split layout: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)."""
     cos, sin = rope_T2D.to(x_THD.dtype).unsqueeze(-2).chunk(2, dim=-1)
     x1, x2 = x_THD.chunk(2, dim=-1)
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
 
 
 class RopeTable:
-    """Cosines and sines for every position up to `max_positions`, [max_positions, D]: D/2 cosines, then D/2 sines."""
+    """Rotary table [max_positions, D]: for each position D/2 cosines, then D/2 sines, in float32."""
 
     def __init__(self, config: ModelConfig, max_positions: int, device: torch.device | str = "cpu") -> None:
         inv_freq = config.rope_theta ** (-torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim)
@@ -150,5 +152,5 @@ class RopeTable:
 def _llama3_frequencies(inv_freq: Tensor, scaling: Llama3RopeScaling) -> Tensor:
     wavelength = 2 * math.pi / inv_freq
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    share = ((scaling.original_context / wavelength - low) / (high - low)).clamp(0, 1)
-    return inv_freq * (share + (1 - share) / scaling.factor)
+    kept = ((scaling.original_context / wavelength - low) / (high - low)).clamp(0, 1)
+    return inv_freq * (kept + (1 - kept) / scaling.factor)

@@ -1,9 +1,8 @@
-"""A draft's head over the likeliest tokens only: which tokens these are, by a text, and the rows of the head that they
-have.
+"""A reduced draft vocabulary: the draft's head computes logits only for the most frequent tokens of a text.
 
-A draft reads all of its head at every step, and few of its tokens are ever proposed. Answers do not depend on which
-tokens these are but through what is proposed: exact decoding gives the target's own, and SMC weighs every token by the
-law it was drawn from (`smc.executor.sampling`). Knows nothing about sampling."""
+The draft reads all of its head at every step, although most tokens are never proposed. The reduced vocabulary changes
+the proposals but not the correctness of answers: exact decoding returns the target's tokens, and SMC weights every
+token by the distribution it was drawn from (`smc.executor.sampling`). Knows nothing about sampling."""
 
 from __future__ import annotations
 
@@ -22,35 +21,36 @@ if TYPE_CHECKING:
     from smc.model.linear import Linear
 
 LEAST_SHARE, MOST_SHARE = 1e-3, 0.05
-"""Between these lies the share of the proposal that tokens without a row have together."""
+"""Range of the total proposal probability of all tokens outside the reduced vocabulary."""
 PIECE = 1 << 20
-"""Characters of a text that are encoded at a time."""
+"""Characters of the text encoded at a time."""
 
 
 @dataclass(frozen=True, eq=False)
 class DraftVocab:
-    """M tokens of a vocabulary. Small, and sent to whoever loads the draft."""
+    """The M tokens that have a row in the draft's reduced head. Sent to the workers that load the draft."""
 
     ids_M: np.ndarray
-    """int64, ascending."""
+    """Token ids, int64, ascending."""
     vocab: int
-    """Tokens of the whole vocabulary."""
+    """Size of the full vocabulary."""
     share: float
-    """Of all other tokens together in the proposal: theirs in the text, between `LEAST_SHARE` and `MOST_SHARE`."""
+    """Total proposal probability of all other tokens: their frequency in the text, clipped to `LEAST_SHARE` and
+    `MOST_SHARE`."""
 
     @staticmethod
     def of(size: int, text: Path | None, tokenizer: Tokenizer) -> DraftVocab:
-        """The `size` most frequent tokens of a text; of equally frequent ones, such as those that it does not have, the
-        first. Special tokens and those that end texts are always among them. Random weights have no text: theirs are
-        the first tokens.
+        """The `size` most frequent tokens of a text; among equally frequent tokens, those with the lowest ids. Special
+        and end-of-text tokens are always included. A model with random weights has no text and gets the first tokens.
 
-        Raises ValueError for a size that cannot be, a text that cannot be read, and one that is missing or of no use.
+        Raises ValueError if the size is out of range, or if the text is missing, unreadable, empty or has no effect.
         """
         always = sorted({*tokenizer.eos_ids, *tokenizer.special_ids})
         least = max(1, len(always))
         if not isinstance(size, int) or not least <= size < tokenizer.size:
             raise ValueError(
-                f"draft_vocab={size!r}; allowed: {least}..{tokenizer.size - 1}, from the special tokens to fewer than the vocabulary has"
+                f"draft_vocab={size!r}; allowed: {least}..{tokenizer.size - 1}, "
+                f"at least the special tokens and fewer than the vocabulary"
             )
         if isinstance(tokenizer, NoText):
             if text is not None:
@@ -70,8 +70,8 @@ class DraftVocab:
         return DraftVocab(ids_M, tokenizer.size, float(np.clip(share, LEAST_SHARE, MOST_SHARE)))
 
     def head(self, model: Decoder) -> DraftHead:
-        """The rows of a draft's head. Every rank of a draft holds all of it. Raises ValueError if it has not a row for
-        each token."""
+        """Copy the rows of these tokens from a draft's head; every rank holds the whole head. Raises ValueError if a
+        token has no row."""
         import torch
 
         from smc.model.linear import FP8, Linear
@@ -79,13 +79,14 @@ class DraftVocab:
         rows = model.lm_head.out_features
         if rows < self.vocab or not 0 <= self.ids_M[0] <= self.ids_M[-1] < self.vocab:
             raise ValueError(
-                f"draft_vocab: tokens {self.ids_M[0]}..{self.ids_M[-1]} of a vocabulary of {self.vocab}; the draft's head has {rows} rows"
+                f"draft_vocab: tokens {self.ids_M[0]}..{self.ids_M[-1]} of a vocabulary of {self.vocab}; "
+                f"the draft's head has {rows} rows"
             )
         whole = model.lm_head
         ids_M = torch.from_numpy(self.ids_M).to(whole.weight.device)
         with torch.device("meta"):
             matrix = Linear(whole.in_features, len(ids_M))
-        # Rows of FP8 are bytes to an index.
+        # torch cannot index FP8 tensors: rows are selected as bytes.
         as_stored = whole.weight.view(torch.uint8) if whole.weight.dtype == FP8 else whole.weight
         matrix.weight = torch.nn.Parameter(as_stored[ids_M].view(whole.weight.dtype), requires_grad=False)
         if whole.scale is not None:
@@ -95,14 +96,14 @@ class DraftVocab:
 
 @dataclass(frozen=True, eq=False)
 class DraftHead:
-    """Rows of a draft's head, beside the whole one, which `method=draft` uses."""
+    """Head over the reduced vocabulary. The full head stays in the model, for `method=draft`."""
 
     vocab: DraftVocab
     matrix: Linear
 
 
 def _count(text: Path, tokenizer: Tokenizer) -> np.ndarray:
-    """How often each token occurs, int64 [V]."""
+    """Occurrences of each token in the text, int64 [V]."""
     count_V = np.zeros(tokenizer.size, dtype=np.int64)
     for piece in _pieces(text):
         count_V += np.bincount(tokenizer.encode(piece, add_special=False), minlength=tokenizer.size)
@@ -112,7 +113,7 @@ def _count(text: Path, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def _pieces(text: Path) -> Iterator[str]:
-    """Whole lines, about `PIECE` characters at a time."""
+    """Read whole lines, about `PIECE` characters at a time."""
     try:
         with text.open(encoding="utf-8") as file:
             while lines := file.readlines(PIECE):

@@ -1,5 +1,5 @@
-"""Tells one set of weights from another without reading all of them: what replicas compare, and what says that an
-upgrade has arrived."""
+"""Fingerprint of model weights from samples of the files. Replicas compare fingerprints, and metrics report them to
+show a rollout."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import hashlib
 from pathlib import Path
 
 HEAD_BYTES = 1 << 20
-"""Of every file: a safetensors header is at the front."""
+"""Bytes hashed from the start of each file, where safetensors files have their header."""
 SAMPLES, SAMPLE_BYTES = 64, 16 << 10
-"""Pieces of a file's contents, at equal distances."""
+"""Number and size of the samples of each file, at equal distances."""
 
 
 def fingerprint(directory: Path) -> str:
-    """16 hexadecimal digits, of the names and sizes of its config and weight files, of how they begin, and of samples
-    of what they hold.
+    """16 hexadecimal digits: a hash of the names, sizes, first bytes and samples of config.json and all weight files.
 
-    Weights that differ in a few values between two samples have the same. Raises OSError for files that cannot be read.
+    Weights that differ only between two samples have the same fingerprint. Raises OSError if a file cannot be read.
     """
     digest = hashlib.sha256()
     for path in sorted([directory / "config.json", *directory.glob("*.safetensors")]):

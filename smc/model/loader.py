@@ -1,9 +1,8 @@
-"""Weights between a Hugging Face directory and a `Decoder`, in both directions. Knows nothing about tokenizers or
-serving.
+"""Loads a `Decoder` from a Hugging Face directory and saves it to one. Knows nothing about tokenizers or serving.
 
-Loading streams a piece of a tensor at a time, so memory never holds the model twice; a rank of several reads its own
-part of each. Of what it is to hold in FP8 it reads whole rows, so that scales do not depend on how many ranks there
-are."""
+Loading streams one piece of a tensor at a time, so the model is never in memory twice. A rank reads only its own shard
+of each tensor, except that FP8 weights are quantised from whole rows, so that scales do not depend on the number of
+ranks."""
 
 from __future__ import annotations
 
@@ -17,13 +16,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from smc.model.config import ModelConfig, compression_of
+from smc.model.config import ModelConfig, read_quantisation_config
 from smc.model.decoder import Decoder, empty_decoder
 from smc.model.linear import FP8, pieces, quantise
 from smc.model.parallel import WHOLE, Reduce, Shard, local_config
-from smc.model.quantisation import Compression
-from smc.model.safetensors_files import SINGLE_FILE, STORED_FP8, Files
-from smc.model.weight_map import Place, check_weights, weight_places
+from smc.model.quantisation import QuantisationConfig
+from smc.model.safetensors_files import SINGLE_FILE, STORED_FP8, TensorReader
+from smc.model.weight_map import WeightSlice, check_weights, weight_slices
 
 
 def load_model(
@@ -36,73 +35,74 @@ def load_model(
 ) -> Decoder:
     """Read a Hugging Face directory, or one rank's shard of it, into a frozen `Decoder` in eval mode.
 
-    Raises ValueError for anything missing, unknown, misshapen, corrupt or not finite, naming the file or the weight. A
-    value that is not finite stops only the ranks that hold it."""
+    Raises ValueError that names the file or the weight if a tensor is missing, unknown, corrupt, not finite or of the
+    wrong shape. A value that is not finite is found only by the ranks that hold it."""
     if shard.degree > 1 and reduce is None:
-        raise ValueError(f"degree={shard.degree} without reduce; ranks that hold a model together need a sum over them")
+        raise ValueError(f"degree={shard.degree} without reduce; a model split over ranks needs a sum over them")
     config = ModelConfig.from_hf(directory)
-    places = weight_places(config, shard)
+    slices = weight_slices(config, shard)
     stored = check_weights(directory, config)
     model = empty_decoder(local_config(config, shard), reduce, dtype, device)
     parameters = dict(model.named_parameters())
     if shard.degree > 1:
         for weight in parameters.values():
-            weight.zero_()  # what no place covers is padding
-    with Files(stored) as files:
-        published = Published(files, compression_of(directory), torch.device(device))
-        for name in sorted(places, key=lambda name: stored[name].file):
-            _load(published, name, places[name], parameters)
+            weight.zero_()  # parts that no slice covers are padding
+    with TensorReader(stored) as files:
+        published = PublishedWeights(files, read_quantisation_config(directory), torch.device(device))
+        for name in sorted(slices, key=lambda name: stored[name].file):
+            _load(published, name, slices[name], parameters)
     model.copy_head()
     return model
 
 
 @dataclass(frozen=True)
-class Published:
-    """Weights of a directory as numbers, whatever they are stored as. Parts are slices of the whole tensor."""
+class PublishedWeights:
+    """Weights of a directory, converted from the types they are stored in. `part` and `rows` are slices of the whole
+    tensor."""
 
-    files: Files
-    compression: Compression | None
+    files: TensorReader
+    quantisation: QuantisationConfig | None
     device: torch.device
 
     def values(self, name: str, part: tuple[slice, ...]) -> Tensor:
         stored = self.files.part(name, part).to(self.device)
         if stored.dtype != FP8:
             return stored
-        assert self.compression is not None
-        return self.compression.values(stored, self._scale(name), *part)
+        assert self.quantisation is not None
+        return self.quantisation.values(stored, self._scale(name), *part)
 
-    def rows(self, name: str, rows: slice) -> tuple[Tensor, Tensor]:
-        """Whole rows in FP8, [N, K], and their scales [N]. Those stored so stay as they are; blocks are rounded
-        anew."""
+    def fp8_rows(self, name: str, rows: slice) -> tuple[Tensor, Tensor]:
+        """Whole rows in FP8 [N, K] and their scales [N]. Rows stored in FP8 are kept, except that weights with a scale
+        per block are quantised again with a scale per row."""
         tensor = self.files.tensors[name]
         part = (rows, slice(0, tensor.shape[1]))
-        if tensor.dtype == STORED_FP8 and self.compression is not None and not self.compression.blocks:
-            return self.files.part(name, part).to(self.device), self.compression.scale_of_rows(self._scale(name), rows)
+        if tensor.dtype == STORED_FP8 and self.quantisation is not None and not self.quantisation.blocks:
+            return self.files.part(name, part).to(self.device), self.quantisation.scale_of_rows(self._scale(name), rows)
         return quantise(self.values(name, part))
 
     def _scale(self, name: str) -> Tensor:
-        assert self.compression is not None
-        scale = self.compression.scale_name(name)
+        assert self.quantisation is not None
+        scale = self.quantisation.scale_name(name)
         return self.files.part(scale, tuple(slice(0, size) for size in self.files.tensors[scale].shape)).to(self.device)
 
 
-def _load(published: Published, name: str, place: Place, parameters: Mapping[str, Tensor]) -> None:
-    view, (held, *columns) = place.view(parameters), place.part
+def _load(published: PublishedWeights, name: str, where: WeightSlice, parameters: Mapping[str, Tensor]) -> None:
+    view, (held, *columns) = where.view(parameters), where.part
     for piece in pieces(*view.shape):
         rows = slice(held.start + piece.start, held.start + piece.stop)
         if view.dtype == FP8:
-            weight_NK, scale_N = published.rows(name, rows)
+            weight_NK, scale_N = published.fp8_rows(name, rows)
             _require_finite(name, weight_NK.float(), FP8)
             _require_finite(name, scale_N, FP8)
-            place.put(parameters, piece, weight_NK, scale_N)
+            where.write_fp8(parameters, piece, weight_NK, scale_N)
         else:
             view[piece].copy_(published.values(name, (rows, *columns)))
             _require_finite(name, view[piece], view.dtype)
 
 
 def save_model(model: Decoder, directory: str | Path, *, dtype: torch.dtype | None = None) -> None:
-    """Write `config.json` and `model.safetensors` with the published names, stored in `dtype` (default: as they
-    are)."""
+    """Write `config.json` and `model.safetensors` with the published tensor names, in `dtype` (default: the
+    model's)."""
     if model.reduce is not None:
         raise ValueError("this decoder is one rank's shard (it has a reduce); only a whole model can be saved")
     if model.lm_head.scale is not None:
@@ -111,9 +111,9 @@ def save_model(model: Decoder, directory: str | Path, *, dtype: torch.dtype | No
     directory.mkdir(parents=True, exist_ok=True)
     dtype = dtype or model.embed.weight.dtype
     parameters = dict(model.named_parameters())
-    # Copies, because safetensors refuses tensors that share storage, as slices of a fused matrix do.
+    # Slices of a fused matrix share storage, which safetensors rejects, so they are copied.
     tensors = {
-        name: place.view(parameters).to("cpu", dtype, copy=True) for name, place in weight_places(model.config).items()
+        name: where.view(parameters).to("cpu", dtype, copy=True) for name, where in weight_slices(model.config).items()
     }
     save_file(tensors, directory / SINGLE_FILE, metadata={"format": "pt"})
     config = model.config.to_hf() | {"dtype": str(dtype).removeprefix("torch.")}
@@ -121,9 +121,9 @@ def save_model(model: Decoder, directory: str | Path, *, dtype: torch.dtype | No
 
 
 def _require_finite(name: str, values: Tensor, dtype: torch.dtype) -> None:
-    """Looks at converted numbers, so that overflow to a narrower type is found too."""
-    if not values.numel():  # all that this rank holds of it is padding
+    """Check the converted numbers, which also finds overflow to a narrower type. Raises ValueError."""
+    if not values.numel():  # this rank holds only padding of the tensor
         return
-    low, high = values.aminmax()  # propagates NaN, and unlike isfinite allocates nothing
+    low, high = values.aminmax()  # propagates NaN; unlike isfinite, it allocates nothing
     if not (math.isfinite(low) and math.isfinite(high)):
         raise ValueError(f"{name} holds NaN or inf as {str(dtype).removeprefix('torch.')}; every weight must be finite")

@@ -1,11 +1,11 @@
-"""Which part of a model each of several ranks holds, when heads and inner features are split between them.
+"""Tensor parallelism: the part of a model that each rank holds, with heads and inner features split over ranks.
 
-Query, key, value, gate and up are split by rows, o and down by columns, so that a layer needs two sums over the ranks:
-after o and after down. All else is held by every rank. Every rank has room for the same number of key/value heads,
-which come with their query heads, and of inner features; what the last ranks have left over is padding. Padding weights
-are zero and so is what they add: values are zero whatever attention makes of zero scores, and silu(0) * 0 is zero.
+Query, key, value, gate and up are split by rows, o and down by columns, so a layer needs two sums over the ranks: after
+o and after down. All other weights are replicated. Each rank has the same number of key/value heads, with their query
+heads, and of inner features; if they do not divide evenly, the last ranks are padded. Padding weights are zero and
+contribute zero: padded values are zero whatever the attention weights, and silu(0) * 0 is zero.
 
-Knows nothing about files, parameters or how ranks talk to each other.
+Knows nothing about files, parameters or communication between ranks.
 """
 
 from __future__ import annotations
@@ -20,27 +20,29 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 INNER_BLOCK = 64
-"""Inner features are dealt out in blocks of this many where they come in such blocks: kernels read weights that way."""
+"""Inner features are split in blocks of this size if it divides their number, because kernels read weights in such
+blocks."""
 
 
 class Reduce(Protocol):
-    """Sums over all ranks of a model."""
+    """Sum over all ranks of a model."""
 
     def __call__(self, part_TE: Tensor, /) -> Tensor:
-        """The sum, the same bits on every rank. May be made in place, and lasts until the next one is asked for."""
+        """Returns the sum, with the same bits on every rank. May write in place; the result is valid until the next
+        call."""
         ...
 
     def room(self, tokens: int, features: int, dtype: torch.dtype) -> Tensor:
-        """A tensor for a part, which then need not be copied to where the others read it."""
+        """A buffer [tokens, features] for `part_TE` that other ranks can read directly, which saves a copy."""
         ...
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's place among those that hold a model together."""
+    """One rank of the ranks that share a model."""
 
     rank: int = 0
-    """From 0 to `degree - 1`."""
+    """Index of the rank, from 0 to `degree - 1`."""
     degree: int = 1
     """Number of ranks."""
 
@@ -54,7 +56,7 @@ class Shard:
 
 
 WHOLE = Shard()
-"""The only rank of one."""
+"""A model on a single rank."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,11 @@ class Axis:
     """One axis of a published tensor, as one rank sees it."""
 
     size: int
-    """Indices of the whole tensor."""
+    """Size of the axis in the whole tensor."""
     held: range
-    """Those that the rank holds; may be empty."""
-    room: int
-    """Indices in the rank's own tensor: those held come first, the rest is padding."""
+    """Indices of the whole tensor that the rank holds; may be empty."""
+    local_size: int
+    """Size of the axis in the rank's own tensor: the held indices, then padding."""
 
     @staticmethod
     def whole(size: int) -> Axis:
@@ -75,18 +77,18 @@ class Axis:
 
 @dataclass(frozen=True)
 class Split:
-    """The axes that are divided between ranks."""
+    """The axes that are split over ranks."""
 
     query: Axis
     """Rows of the query projection, columns of o."""
     key: Axis
-    """Rows of the key projection and of the value projection."""
+    """Rows of the key and value projections."""
     inner: Axis
-    """Rows of gate and of up, columns of down."""
+    """Rows of gate and up, columns of down."""
 
     @staticmethod
     def of(config: ModelConfig, shard: Shard) -> Split:
-        """`config` is the whole model's. Raises ValueError if there are more ranks than key/value heads."""
+        """Split the model of `config`. Raises ValueError if there are more ranks than key/value heads."""
         heads = config.num_kv_heads
         if shard.degree > heads:
             raise ValueError(
@@ -102,19 +104,19 @@ class Split:
 
 
 def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
-    """The shape of what one rank holds, padding included; the same for every rank. Raises ValueError if it cannot be
+    """Shape of one rank's shard, padding included; the same for every rank. Raises ValueError if the model cannot be
     split."""
     split = Split.of(config, shard)
     return replace(
         config,
-        num_heads=split.query.room // config.head_dim,
-        num_kv_heads=split.key.room // config.head_dim,
-        intermediate_size=split.inner.room,
+        num_heads=split.query.local_size // config.head_dim,
+        num_kv_heads=split.key.local_size // config.head_dim,
+        intermediate_size=split.inner.local_size,
     )
 
 
 def _divide(blocks: int, block: int, shard: Shard) -> Axis:
-    """Whole blocks of `block` indices each, in the order of the ranks; the last ranks may hold fewer, or none."""
-    room = -(-blocks // shard.degree)
-    first, end = (min(rank * room, blocks) for rank in (shard.rank, shard.rank + 1))
-    return Axis(blocks * block, range(first * block, end * block), room * block)
+    """Assign whole blocks of `block` indices to the ranks in order. The last ranks may hold fewer blocks, or none."""
+    per_rank = -(-blocks // shard.degree)
+    first, end = (min(rank * per_rank, blocks) for rank in (shard.rank, shard.rank + 1))
+    return Axis(blocks * block, range(first * block, end * block), per_rank * block)

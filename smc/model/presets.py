@@ -1,5 +1,4 @@
-"""Published shapes, by name, and what stands in for their text: speed does not depend on it, so no checkpoint is needed
-to measure it."""
+"""Shapes of published models, by name, and a tokenizer without text. They measure speed without a checkpoint."""
 
 from __future__ import annotations
 
@@ -61,18 +60,18 @@ PRESETS = {
     "qwen3-8b": _qwen3(4096, 36, 32, 12_288, tied=False),
     "qwen3-32b": _qwen3(5120, 64, 64, 25_600, tied=False),
 }
-"""Llama 3.1 and 3.2, Qwen 3: as in their published `config.json`."""
+"""Shapes of Llama 3.1, Llama 3.2 and Qwen 3, from their published `config.json`."""
 
 
 def preset(name: str) -> ModelConfig:
-    """Raises ValueError with the names there are."""
+    """The shape of that name. Raises ValueError that lists the known names."""
     if name not in PRESETS:
         raise ValueError(f"{name!r} is no known shape; allowed: {', '.join(PRESETS)}")
     return PRESETS[name]
 
 
 class NoText(Tokenizer):
-    """Stands in for a tokenizer where text has no meaning: every id is silent, and none ends an answer."""
+    """Tokenizer of a model with random weights: every token decodes to the empty string, and none ends a text."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -109,5 +108,5 @@ class NoText(Tokenizer):
         return ""
 
     def fingerprint(self) -> str:
-        """Of its vocabulary."""
+        """Names the vocabulary size, the only property of this tokenizer."""
         return f"no text, {self.size} ids"

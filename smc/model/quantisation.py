@@ -1,9 +1,9 @@
-"""Directories whose weights are FP8 already: which kinds there are, and what their numbers mean. Knows nothing about
-files or our models.
+"""Storage formats of FP8 checkpoints: the `quantization_config` of config.json and the conversion to numbers. Knows
+nothing about files or our models.
 
-A published matrix W is stored as e4m3 numbers with scales: W = scale * number. Activations are our own affair
-(`smc.model.linear`), so what a directory says about dynamic ones changes nothing; scales of static ones are passed
-over, and the user is told.
+A published matrix W is stored as e4m3 numbers with scales: W = scale * number. Activations are quantised at run time
+with one scale per row (`smc.model.linear`), so a checkpoint's settings for dynamic activation scales have no effect.
+Static activation scales are ignored with a warning.
 
 Axes: N outputs, K inputs, B blocks.
 """
@@ -17,27 +17,27 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BLOCK = 128
-"""Rows and columns that share a scale."""
-SUPPORTED = (
+"""Rows and columns of a block with one scale."""
+SUPPORTED_METHODS = (
     "compressed-tensors with FP8 weights, symmetric, a scale per channel or per tensor; fp8 with blocks of 128 x 128"
 )
-FORMATS = ("float-quantized", "naive-quantized")
+COMPRESSED_TENSORS_FORMATS = ("float-quantized", "naive-quantized")
 
 
 @dataclass(frozen=True)
-class Compression:
-    """How the FP8 weights of a directory are stored."""
+class QuantisationConfig:
+    """Storage format of a checkpoint's FP8 weights."""
 
     suffix: str
-    """Of the scale's name, in place of `weight`."""
+    """Suffix of the scale's tensor name, which replaces `weight`."""
     blocks: bool
-    """A scale for every `BLOCK` x `BLOCK` numbers; else for every row, or one."""
+    """Whether every `BLOCK` x `BLOCK` numbers have a scale. Otherwise every row has one, or the whole tensor."""
     static_inputs: bool
-    """The directory has scales of inputs, which are not used."""
+    """Whether the checkpoint has static activation scales, which are not used."""
 
     @staticmethod
-    def of(raw: dict[str, Any] | None) -> Compression | None:
-        """What a `quantization_config` stands for. Raises ValueError, naming what is not supported."""
+    def from_hf(raw: dict[str, Any] | None) -> QuantisationConfig | None:
+        """Parse a `quantization_config`. Raises ValueError that names the unsupported setting."""
         if not raw:
             return None
         method = raw.get("quant_method")
@@ -46,30 +46,33 @@ class Compression:
         if method == "fp8":
             _require("fp8", {"weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}, raw)
             _require("fp8", {"fmt": "e4m3"}, {"fmt": "e4m3"} | raw)
-            return Compression("weight_scale_inv", blocks=True, static_inputs=False)
-        raise ValueError(f"quantization_config: quant_method={method!r} is not supported; supported: {SUPPORTED}")
+            return QuantisationConfig("weight_scale_inv", blocks=True, static_inputs=False)
+        raise ValueError(
+            f"quantization_config: quant_method={method!r} is not supported; supported: {SUPPORTED_METHODS}"
+        )
 
     def scale_name(self, weight: str) -> str:
         return weight.removesuffix("weight") + self.suffix
 
-    def passes_over(self, name: str) -> bool:
-        """A tensor that is known, and not needed."""
+    def ignores(self, name: str) -> bool:
+        """Whether the tensor is a static activation scale."""
         return self.static_inputs and name.endswith(".input_scale")
 
     def scale_shapes(self, outputs: int, inputs: int) -> tuple[tuple[int, ...], ...]:
-        """Those that a scale may have."""
+        """Shapes allowed for the scale of an [outputs, inputs] matrix."""
         if self.blocks:
             return ((-(-outputs // BLOCK), -(-inputs // BLOCK)),)
         return ((outputs, 1), (outputs,), (1,), ())
 
     def scale_of_rows(self, scale: Tensor, rows: slice) -> Tensor:
-        """[N] float32, of some rows; `scale` is whole. Not for blocks."""
+        """Scales [N] of the rows, float32. `scale` is the whole stored tensor. Not for formats with blocks."""
         assert not self.blocks
         scale = scale.float().flatten()
         return scale[rows] if len(scale) > 1 else scale.expand(rows.stop - rows.start)
 
     def values(self, weight_NK: Tensor, scale: Tensor, rows: slice, columns: slice) -> Tensor:
-        """float32 [N, K] of a rectangle, which `weight_NK` is; `scale` is whole."""
+        """Dequantised float32 weights [N, K]. `weight_NK` is the part at `rows` and `columns`; `scale` is the whole
+        stored tensor."""
         import torch
 
         if not self.blocks:
@@ -80,20 +83,20 @@ class Compression:
         return weight_NK.float() * scale.float()[block_N[:, None], block_K]
 
 
-def _compressed_tensors(raw: dict[str, Any]) -> Compression:
-    if raw.get("format") not in FORMATS:
+def _compressed_tensors(raw: dict[str, Any]) -> QuantisationConfig:
+    if raw.get("format") not in COMPRESSED_TENSORS_FORMATS:
         raise ValueError(
-            f"compressed-tensors of format {raw.get('format')!r} are not supported; supported: {SUPPORTED}"
+            f"compressed-tensors of format {raw.get('format')!r} are not supported; supported: {SUPPORTED_METHODS}"
         )
     _require("compressed-tensors", {"kv_cache_scheme": None}, {"kv_cache_scheme": None} | raw)
     for field in ("sparsity_config", "transform_config"):
         if raw.get(field) and raw[field].get("format") != "dense":
             raise ValueError(
-                f"compressed-tensors with {field}={raw[field]!r} are not supported; supported: {SUPPORTED}"
+                f"compressed-tensors with {field}={raw[field]!r} are not supported; supported: {SUPPORTED_METHODS}"
             )
     groups = raw.get("config_groups") or {}
     if not groups:
-        raise ValueError(f"compressed-tensors without config_groups are not supported; supported: {SUPPORTED}")
+        raise ValueError(f"compressed-tensors without config_groups are not supported; supported: {SUPPORTED_METHODS}")
     inputs = []
     for name, group in groups.items():
         where = f"compressed-tensors, {name}"
@@ -107,7 +110,7 @@ def _compressed_tensors(raw: dict[str, Any]) -> Compression:
             inputs.append(group["input_activations"])
             _require(f"{where}, input_activations", {"type": "float", "num_bits": 8}, inputs[-1])
         _require(where, {"output_activations": None}, {"output_activations": None} | group)
-    return Compression("weight_scale", blocks=False, static_inputs=any(not one.get("dynamic") for one in inputs))
+    return QuantisationConfig("weight_scale", blocks=False, static_inputs=any(not one.get("dynamic") for one in inputs))
 
 
 def _require(where: str, wanted: dict[str, Any], found: dict[str, Any]) -> None:

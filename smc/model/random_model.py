@@ -1,4 +1,4 @@
-"""Models with random weights, for measuring: their answers mean nothing."""
+"""Models with random weights, for measuring speed. Their answers have no meaning."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from smc.model.linear import FP8, Linear
 from smc.model.parallel import WHOLE, Reduce, Shard, local_config
 
 SCALE = 0.02
-"""Standard deviation of the weights; small enough for activations to stay finite in bf16."""
+"""Standard deviation of the weights, small enough that bfloat16 activations stay finite."""
 
 
 def random_model(
@@ -22,8 +22,8 @@ def random_model(
     shard: Shard = WHOLE,
     reduce: Reduce | None = None,
 ) -> Decoder:
-    """A decoder (or one rank's share of it) with normal weights and norms of one, made where it will live. In FP8 its
-    weights are those of the one in bfloat16, rounded."""
+    """A decoder, or one rank's shard of it, with normally distributed weights and norm weights of 1, created on
+    `device`. FP8 weights are the bfloat16 weights of the same seed, quantised."""
     model = empty_decoder(local_config(config, shard), reduce, dtype, device)
     generator = torch.Generator(device).manual_seed(seed * 1000 + shard.rank)
     for name, weight in model.named_parameters():
@@ -33,7 +33,7 @@ def random_model(
             whole = torch.empty(weight.shape, dtype=torch.bfloat16, device=device)
             linear = model.get_submodule(name.removesuffix(".weight"))
             assert isinstance(linear, Linear)
-            linear.hold(whole.normal_(0.0, SCALE, generator=generator))
+            linear.quantise_from(whole.normal_(0.0, SCALE, generator=generator))
         elif weight.dim() == 1 and name.endswith("weight"):
             weight.fill_(1.0)
         else:

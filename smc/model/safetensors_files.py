@@ -1,5 +1,4 @@
-"""Tensors of a Hugging Face directory: which safetensors files hold them, and any part of any of them. Knows nothing
-about models."""
+"""Reads tensors and headers from the safetensors files of a Hugging Face directory. Knows nothing about models."""
 
 from __future__ import annotations
 
@@ -20,36 +19,36 @@ if TYPE_CHECKING:
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 STORED_DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
-"""Supported storage types and their bytes per element."""
+"""Supported unquantised storage types and their bytes per element."""
 STORED_FP8 = "F8_E4M3"
-"""The one of a byte, which comes with scales."""
+"""Supported quantised storage type. It has 1 byte per element and needs scales."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """What a safetensors header says about one tensor."""
+    """One tensor's entry in a safetensors header."""
 
     file: Path
     shape: tuple[int, ...]
     dtype: str
 
 
-class Files:
-    """Parts of tensors, each file opened when first asked for and kept open until the end."""
+class TensorReader:
+    """Reads parts of tensors. Each file is opened on first use and closed on exit."""
 
     def __init__(self, tensors: dict[str, StoredTensor]) -> None:
         self.tensors = tensors
         self._opened: dict[Path, safe_open] = {}
         self._stack = ExitStack()
 
-    def __enter__(self) -> Files:
+    def __enter__(self) -> TensorReader:
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
     def part(self, name: str, part: tuple[slice, ...]) -> Tensor:
-        """As it is stored, on the CPU."""
+        """A part of a tensor in its stored type, on the CPU. Raises ValueError if it cannot be read."""
         file = self.tensors[name].file
         if file not in self._opened:
             self._opened[file] = self._stack.enter_context(open_file(file, "pt"))
@@ -60,10 +59,10 @@ class Files:
 
 
 def read_headers(directory: str | Path) -> dict[str, StoredTensor]:
-    """Every tensor of every safetensors file of the model, from the headers alone."""
+    """All tensors of the model by name, read from the file headers."""
     tensors = {}
     for file in _weight_files(Path(directory)):
-        with open_file(file, "numpy") as opened:  # no number is read, and torch need not be there
+        with open_file(file, "numpy") as opened:  # "numpy": reading headers does not need torch
             for name in opened.keys():  # noqa: SIM118  (not a dict)
                 header = opened.get_slice(name)
                 tensors[name] = StoredTensor(file, tuple(header.get_shape()), header.get_dtype())
@@ -79,19 +78,21 @@ def _weight_files(directory: Path) -> list[Path]:
         return [directory / SINGLE_FILE]
     index = directory / INDEX_FILE
     if not index.is_file():
-        raise ValueError(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}; {_what_is_there(directory)}")
+        raise ValueError(
+            f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}; {_describe_weights_found(directory)}"
+        )
     shard_of = read_json(index).get("weight_map")
     if not isinstance(shard_of, dict) or not shard_of:
         raise ValueError(f"{index} has no weight_map")
     files = [directory / name for name in sorted(set(shard_of.values()))]
     if absent := [file.name for file in files if not file.is_file()]:
         raise ValueError(
-            f"{directory}: {len(absent)} of {len(files)} shards named by {INDEX_FILE} are missing: {first(absent)}"
+            f"{directory}: {len(absent)} of {len(files)} shards named by {INDEX_FILE} are missing: {abbreviate(absent)}"
         )
     return files
 
 
-def _what_is_there(directory: Path) -> str:
+def _describe_weights_found(directory: Path) -> str:
     found = sorted(
         path.name
         for pattern in ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
@@ -99,11 +100,15 @@ def _what_is_there(directory: Path) -> str:
     )
     if not found:
         return "no weights were found"
-    return f"found {first(found)}; only safetensors files of these names are supported, .bin and other formats are not"
+    return (
+        f"found {abbreviate(found)}; only safetensors files of these names are supported, "
+        f".bin and other formats are not"
+    )
 
 
 @contextmanager
 def open_file(file: Path, framework: str) -> Iterator[safe_open]:
+    """Open a safetensors file. Raises ValueError if it cannot be read."""
     try:
         with safe_open(file, framework=framework) as opened:
             yield opened
@@ -111,6 +116,7 @@ def open_file(file: Path, framework: str) -> Iterator[safe_open]:
         raise ValueError(f"{file} is not a readable safetensors file: {error}") from error
 
 
-def first(items: Sequence[str], count: int = 5, separator: str = ", ") -> str:
+def abbreviate(items: Sequence[str], count: int = 5, separator: str = ", ") -> str:
+    """The first `count` items, and how many more there are."""
     more = f"{separator}and {len(items) - count} more" if len(items) > count else ""
     return separator.join(items[:count]) + more

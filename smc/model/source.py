@@ -1,7 +1,7 @@
-"""Where a model comes from: files of a directory, random weights of a published shape, or a small model grown into such
-a shape.
+"""Sources of models: files of a directory, random weights of a published shape, or a small model padded to such a
+shape.
 
-Says what it is before it is loaded, and imports torch only then.
+A source knows a model's configuration before the model is loaded. Torch is imported only for loading.
 """
 
 from __future__ import annotations
@@ -26,36 +26,37 @@ if TYPE_CHECKING:
     from smc.model.decoder import Decoder
 
 LOADS = ("files", "random", "grown")
+"""Kinds of sources, as the option `--load` names them. `grown` is a padded model (`smc.model.padded`)."""
 
 
 def pair_dtypes(dtype: str, target: str | None, draft: str | None) -> dict[str, str]:
-    """Side -> the type its model has, of `smc.model.linear.DTYPES`: its own, or that of both."""
+    """Model role -> name of its type in `smc.model.linear.DTYPES`: `target` or `draft` if given, otherwise `dtype`."""
     return {ModelRole.TARGET: target or dtype, ModelRole.DRAFT: draft or dtype}
 
 
 def name_dtypes(dtypes: dict[str, str]) -> str:
-    """In one word, if they are the same."""
+    """Both types as text: one name if they are equal, otherwise `TARGET <- DRAFT`."""
     target, draft = dtypes[ModelRole.TARGET], dtypes[ModelRole.DRAFT]
     return target if target == draft else f"{target} <- {draft}"
 
 
 @dataclass(frozen=True)
 class Source:
-    """One model; small, and can be sent to whoever loads it."""
+    """Description of one model that a worker can load. Contains no weights."""
 
     kind: str
     """One of `LOADS`."""
     place: Path
-    """Directory; with `random` and `grown` the name of a shape."""
+    """Directory of the model; with `random` and `grown`, the name of a shape."""
     config: ModelConfig
     parameters: int
     """Number of weights; a tied matrix counts once."""
     small: Path | None = None
-    """Directory of the model that is grown; must exist on every host, under the same path."""
+    """With `grown`, the directory of the small model. Must exist under the same path on every host."""
 
     @property
     def _small(self) -> Path:
-        """Of a grown model."""
+        """Directory of the small model that is padded."""
         assert self.small is not None
         return self.small
 
@@ -66,7 +67,7 @@ class Source:
     def load(
         self, *, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE, reduce: Reduce | None = None
     ) -> Decoder:
-        """The model, or one rank's share of it, on a device."""
+        """Load the model, or one rank's shard of it, onto a device."""
         from smc.model.loader import load_model
 
         where: dict[str, Any] = {"dtype": dtype, "device": device, "shard": shard, "reduce": reduce}
@@ -75,19 +76,19 @@ class Source:
 
             return random_model(self.config, **where)
         if self.kind == "grown":
-            from smc.model.padded import grown_model
+            from smc.model.padded import padded_model
 
-            return grown_model(load_model(self._small), preset(str(self.place)), **where)
+            return padded_model(load_model(self._small), preset(str(self.place)), **where)
         return load_model(self.place, **where)
 
     @property
     def tokenizer_files(self) -> Path | None:
-        """Directory of the tokenizer's files; None: it has none."""
+        """Directory of the tokenizer's files; None for random weights."""
         return {"files": self.place, "grown": self.small}.get(self.kind)
 
     def fingerprint(self) -> str:
-        """`smc.model.fingerprint` of its weights; of random ones that they are, of grown ones that of the small
-        model."""
+        """Fingerprint of the weights (`smc.model.fingerprint`). Padded models have that of the small model, random
+        models the word `random`."""
         if self.kind == "random":
             return self.kind
         return fingerprint(self._small if self.kind == "grown" else self.place)
@@ -97,25 +98,25 @@ class Source:
             return NoText(self.config.vocab_size)
         if self.kind == "files":
             return Tokenizer.load(self.place)
-        from smc.model.padded import grown_tokenizer
+        from smc.model.padded import padded_tokenizer
 
-        return grown_tokenizer(self._small, self.config)
+        return padded_tokenizer(self._small, self.config)
 
 
 @dataclass(frozen=True)
 class SourcePair:
-    """A target and a draft that go together."""
+    """A target and a draft with the same vocabulary."""
 
     target: Source
     draft: Source
     max_context: int
-    """The shorter of both contexts, in tokens."""
+    """The shorter maximum context of the two, in tokens."""
     draft_vocab: DraftVocab | None = None
-    """What the draft proposes, if not every token by its own likelihood."""
+    """Reduced vocabulary of the draft; None if its head covers the full vocabulary."""
 
     def with_draft_vocab(self, size: int | None, text: Path | None) -> SourcePair:
-        """`DraftVocab.of`, with the pair's tokenizer; None: as it is. Raises ValueError for a text without a size,
-        too."""
+        """Add the reduced vocabulary `DraftVocab.of(size, text)`; unchanged if `size` is None. Raises ValueError as
+        `DraftVocab.of` does, and for a text without a size."""
         if size is None:
             if text is not None:
                 raise ValueError(f"draft_vocab_text={str(text)!r} has no effect without draft_vocab; leave it out")
@@ -124,8 +125,9 @@ class SourcePair:
 
     @staticmethod
     def of(load: str, target: Path, draft: Path, small: tuple[Path, Path] | None = None) -> SourcePair:
-        """Raises ValueError if they cannot serve as a pair; nothing is loaded. `small`: for grown, directories of
-        target and draft."""
+        """Describe a pair without loading it. `target` and `draft` are directories, or names of shapes unless `load` is
+        `files`. `small`: for `grown`, the directories of both small models. Raises ValueError if the two cannot serve
+        as a pair."""
         if load not in LOADS:
             raise ValueError(f"load={load!r}; allowed: {', '.join(LOADS)}")
         if load == "files":
@@ -141,29 +143,29 @@ class SourcePair:
             raise ValueError(
                 f"vocabularies of {shapes[0].vocab_size} and {shapes[1].vocab_size} tokens; a pair shares one"
             )
-        places: tuple[Path | None, Path | None] = (None, None)
+        directories: tuple[Path | None, Path | None] = (None, None)
         if load == "grown":
-            assert small is not None, "what is to be grown?"
-            places, report = small, require_pair(*small)
+            assert small is not None, "load=grown needs the small models"
+            directories, report = small, require_pair(*small)
             assert report.target is not None and report.draft is not None, "no problem was found"
             shapes = [
-                _grown(name, one.config, shape)
+                _padded_config(name, one.config, shape)
                 for name, one, shape in zip((target, draft), (report.target, report.draft), shapes)
             ]
-        its_target, its_draft = (
-            Source(load, Path(name), config, count_parameters(config), place)
-            for name, config, place in zip((target, draft), shapes, places)
+        target_source, draft_source = (
+            Source(load, Path(name), config, count_parameters(config), directory)
+            for name, config, directory in zip((target, draft), shapes, directories)
         )
-        return SourcePair(its_target, its_draft, max_context=min(config.max_context for config in shapes))
+        return SourcePair(target_source, draft_source, max_context=min(config.max_context for config in shapes))
 
     def of_role(self, role: ModelRole) -> Source:
         return self.draft if role == ModelRole.DRAFT else self.target
 
 
-def _grown(name: Path, small: ModelConfig, shape: ModelConfig) -> ModelConfig:
-    from smc.model.padded import grown_config
+def _padded_config(name: Path, small: ModelConfig, shape: ModelConfig) -> ModelConfig:
+    from smc.model.padded import padded_config
 
     try:
-        return grown_config(small, shape)
+        return padded_config(small, shape)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error

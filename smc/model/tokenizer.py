@@ -1,9 +1,6 @@
-"""How much text one token can stand for, read off a tokenizer's parts: a text that is far too long need not be encoded
-to know it.
+"""Text to token ids and back, with the tokenizer of a Hugging Face directory. Knows nothing about models or requests.
 
-Text to token ids and back, from the files of a Hugging Face directory. Knows nothing about models or requests.
-
-Every id stands for a fixed string of bytes, so decoding is concatenation, and a stream can be cut at any token.
+Every id stands for a fixed string of bytes. Decoding is concatenation, so a stream of tokens can be cut anywhere.
 """
 
 from __future__ import annotations
@@ -24,58 +21,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from smc.model.config import read_json
 
-_NFC = 4
-"""Characters that become one in normal form C, at most."""
-
-
-def most_bytes_of_a_token(tokenizer: tokenizers.Tokenizer, bytes_of: Sequence[bytes]) -> int | None:
-    """Bytes of UTF-8 that one token takes out of a text, at most. None where a token may take any number: where parts
-    of a text are dropped, or unknown ones put together. `bytes_of`: what each id stands for in text."""
-    parts = json.loads(tokenizer.to_str())
-    added = tokenizer.get_added_tokens_decoder().values()
-    if any(token.lstrip or token.rstrip for token in added) or not _keeps_all(parts, tokenizer):
-        return None
-    shrinks = _NFC if "NFC" in [step["type"] for step in _steps(parts["normalizer"], "normalizers")] else 1
-    return shrinks * max([1, *map(len, bytes_of), *(len(token.content.encode()) for token in added)])
-
-
-def _keeps_all(parts: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> bool:
-    """Every byte of a text ends up in a token, as far as this module knows the parts."""
-    normalizers, splitters = _steps(parts["normalizer"], "normalizers"), _steps(parts["pre_tokenizer"], "pretokenizers")
-    if not {step["type"] for step in normalizers} <= {"NFC", "Prepend", "Replace"} or parts["model"]["type"] != "BPE":
-        return False
-    if any(
-        step["type"] == "Replace" and (step["pattern"], step["content"]) != ({"String": " "}, "\u2581")
-        for step in normalizers
-    ):
-        return False
-    if any(
-        step["type"] not in ("ByteLevel", "Metaspace", "Split", "Digits") or step.get("behavior") == "Removed"
-        for step in splitters
-    ):
-        return False
-    # Characters that are in no token are written byte by byte: all of them must be there, or some would vanish.
-    if any(step["type"] == "ByteLevel" for step in splitters):
-        alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    else:
-        alphabet = [f"<0x{byte:02X}>" for byte in range(256)] if parts["model"]["byte_fallback"] else [""]
-    return all(tokenizer.token_to_id(token) is not None for token in alphabet)
-
-
-def _steps(part: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
-    if part is None:
-        return []
-    return part[name] if part["type"] == "Sequence" else [part]
-
-
 _SUPPORTED_DECODERS = (
     "ByteLevel (Llama 3, Qwen), or Replace '▁' by ' ' with ByteFallback, Fuse and Strip (sentencepiece)"
 )
+_MAX_NFC_RATIO = 4
+"""Maximum number of characters that Unicode normal form C combines into one."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer:
-    """A vocabulary with its end-of-text ids and chat template. Made by `Tokenizer.load`."""
+    """A vocabulary with its end-of-text ids and chat template. Created by `Tokenizer.load`."""
 
     def __init__(
         self,
@@ -84,20 +39,20 @@ class Tokenizer:
         special: dict[str, str],
         chat_template: str | None,
     ) -> None:
-        """`special` maps `bos_token` and `eos_token` to their text, as chat templates see them."""
+        """`special` maps `bos_token` and `eos_token` to their text, for chat templates."""
         self._tokenizer = tokenizer
         self._bytes = _bytes_of_every_id(tokenizer)
-        self._most_bytes = most_bytes_of_a_token(tokenizer, self._bytes)
+        self._max_bytes = _max_bytes_per_token(tokenizer, self._bytes)
         self._special = special
         self._chat_template = chat_template
         self.eos_ids = eos_ids
-        """Ids that end a text, ascending; empty when the model names none."""
+        """End-of-text ids, ascending; empty if the model has none."""
         if beyond := [eos for eos in eos_ids if not 0 <= eos < self.size]:
             raise ValueError(f"end-of-text ids {beyond} are out of range; allowed: 0 to {self.size - 1}")
 
     @staticmethod
     def load(directory: str | Path) -> Tokenizer:
-        """Read `directory`. Raises ValueError with the file at fault."""
+        """Read the tokenizer of a model directory. Raises ValueError that names the file."""
         directory = Path(directory)
         tokenizer = _read_tokenizer(directory / "tokenizer.json")
         settings = _read_optional(directory / "tokenizer_config.json")
@@ -110,17 +65,17 @@ class Tokenizer:
 
     @property
     def size(self) -> int:
-        """Number of ids, added tokens included: every valid id is below it."""
+        """Number of ids, including added tokens. Every valid id is below it."""
         return len(self._bytes)
 
     @property
     def special_ids(self) -> tuple[int, ...]:
-        """Ids of tokens that are no text, ascending."""
+        """Ids of special tokens, which stand for no text, ascending."""
         return tuple(sorted(i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special))
 
     @property
     def start_id(self) -> int | None:
-        """The token that begins texts; where there is none, one that ends them; None: there is neither."""
+        """Id of the begin-of-text token, or else the first end-of-text id; None if the model has neither."""
         start = self._tokenizer.token_to_id(self._special["bos_token"]) if "bos_token" in self._special else None
         return next(iter(self.eos_ids), None) if start is None else start
 
@@ -129,17 +84,17 @@ class Tokenizer:
         return self._chat_template is not None
 
     def encode(self, text: str, add_special: bool = True, limit: int | None = None) -> list[int]:
-        """Token ids of `text`, with the tokens that the model wants around it (such as `bos`) if `add_special`.
+        """Token ids of `text`. `add_special` adds the tokens that the model expects around a text, such as `bos`.
 
-        Raises ValueError for what is no Unicode text or makes more than `limit` tokens, where it can before it encodes
-        anything. Other threads go on meanwhile."""
-        least = len(text) // self._most_bytes if self._most_bytes else 0
+        Raises ValueError if `text` is not valid Unicode or has more than `limit` tokens; a text that is far too long is
+        rejected before it is encoded. Releases the interpreter lock while encoding."""
+        least = len(text) // self._max_bytes if self._max_bytes else 0
         if limit is not None and least > limit:
             raise ValueError(
                 f"the prompt has {len(text)} characters, at least {least} tokens; allowed: at most {limit} tokens"
             )
         try:
-            # Unlike `encode`, it lets go of the interpreter.
+            # Unlike `encode`, this releases the interpreter lock.
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special)
         except TypeError as error:  # a lone surrogate has no UTF-8 form
             raise ValueError(f"cannot encode {text!r}: {error}; text that is valid Unicode is needed") from error
@@ -148,13 +103,13 @@ class Tokenizer:
         return encoding.ids
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The bytes that a token stands for; nothing for a special token. Raises ValueError if there is no such id."""
+        """The bytes that a token stands for; empty for a special token. Raises ValueError if the id is out of range."""
         if not 0 <= token_id < len(self._bytes):
             raise ValueError(f"token id {token_id} is out of range; allowed: 0 to {len(self._bytes) - 1}")
         return self._bytes[token_id]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of a whole sequence; bytes that are not UTF-8 become U+FFFD."""
+        """Text of a complete sequence. Bytes that are not valid UTF-8 become U+FFFD."""
         return b"".join(map(self.bytes_of, ids)).decode("utf-8", errors="replace")
 
     def chat(
@@ -164,27 +119,29 @@ class Tokenizer:
         tools: Sequence[dict[str, Any]] = (),
         settings: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[int]:
-        """Token ids of a conversation up to where the assistant speaks next. `settings`: what else the template reads,
-        by name.
+        """Token ids of a conversation, ending where the assistant's next message starts. `settings`: further template
+        variables, by name.
 
-        Raises ValueError if it cannot be rendered, makes more than `limit` tokens, or for a setting that is not the
-        caller's to set."""
+        Raises ValueError if the template cannot be rendered, if there are more than `limit` tokens, or for a setting
+        with the name of a built-in variable."""
         if self._chat_template is None:
             raise ValueError(
                 "the model has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json)"
             )
-        # `tools` and `documents` are defined but None, as in transformers, against which templates are written.
+        # `tools` and `documents` are defined as None by default, as in transformers.
         fixed = {"messages": messages, "tools": list(tools) or None, "add_generation_prompt": True} | self._special
         if taken := sorted(fixed.keys() & settings.keys()):
             raise ValueError(f"chat_template_kwargs holds {taken[0]}, which the template is given anyway; leave it out")
         try:
             text = self._compiled_template.render({"documents": None, **settings, **fixed})
-        except Exception as error:  # a template is foreign code fed with foreign messages: it can raise anything
+        except (
+            Exception
+        ) as error:  # the template is the model's code and the messages are the caller's, so any exception is possible
             raise ValueError(f"the chat template cannot render these messages: {error}") from error
         return self.encode(text, add_special=False, limit=limit)
 
     def fingerprint(self) -> str:
-        """Hash of the id -> token mapping, added tokens included: equal exactly for interchangeable vocabularies."""
+        """Hash of the id -> token mapping, including added tokens. Equal fingerprints mean equal vocabularies."""
         pairs = sorted(
             (token_id, token) for token, token_id in self._tokenizer.get_vocab(with_added_tokens=True).items()
         )
@@ -204,8 +161,49 @@ class Tokenizer:
         return environment.from_string(self._chat_template)
 
 
+def _max_bytes_per_token(tokenizer: tokenizers.Tokenizer, bytes_of: Sequence[bytes]) -> int | None:
+    """Maximum number of UTF-8 bytes of a text that one token can stand for; it bounds the token count of a text without
+    encoding it. None if there is no bound, because the tokenizer drops text or merges unknown characters. `bytes_of`:
+    the bytes of each id."""
+    parts = json.loads(tokenizer.to_str())
+    added = tokenizer.get_added_tokens_decoder().values()
+    if any(token.lstrip or token.rstrip for token in added) or not _keeps_all(parts, tokenizer):
+        return None
+    shrinks = _MAX_NFC_RATIO if "NFC" in [step["type"] for step in _steps(parts["normalizer"], "normalizers")] else 1
+    return shrinks * max([1, *map(len, bytes_of), *(len(token.content.encode()) for token in added)])
+
+
+def _keeps_all(parts: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> bool:
+    """Whether every byte of a text ends up in a token. False for steps that this module does not know."""
+    normalizers, splitters = _steps(parts["normalizer"], "normalizers"), _steps(parts["pre_tokenizer"], "pretokenizers")
+    if not {step["type"] for step in normalizers} <= {"NFC", "Prepend", "Replace"} or parts["model"]["type"] != "BPE":
+        return False
+    if any(
+        step["type"] == "Replace" and (step["pattern"], step["content"]) != ({"String": " "}, "\u2581")
+        for step in normalizers
+    ):
+        return False
+    if any(
+        step["type"] not in ("ByteLevel", "Metaspace", "Split", "Digits") or step.get("behavior") == "Removed"
+        for step in splitters
+    ):
+        return False
+    # Unknown characters are encoded byte by byte. If a byte has no token, text is dropped.
+    if any(step["type"] == "ByteLevel" for step in splitters):
+        alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    else:
+        alphabet = [f"<0x{byte:02X}>" for byte in range(256)] if parts["model"]["byte_fallback"] else [""]
+    return all(tokenizer.token_to_id(token) is not None for token in alphabet)
+
+
+def _steps(part: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
+    if part is None:
+        return []
+    return part[name] if part["type"] == "Sequence" else [part]
+
+
 def _bytes_of_every_id(tokenizer: tokenizers.Tokenizer) -> list[bytes]:
-    """An id that no token has (a hole in the numbering) stands for nothing, like a special token."""
+    """Bytes of every id. Unused ids and special tokens have no bytes."""
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     to_bytes = _token_to_bytes(tokenizer)
     table = [b""] * (max(vocabulary.values(), default=-1) + 1)
@@ -214,20 +212,21 @@ def _bytes_of_every_id(tokenizer: tokenizers.Tokenizer) -> list[bytes]:
         if token_id not in added:
             table[token_id] = to_bytes(token)
         elif not added[token_id].special:
-            table[token_id] = added[token_id].content.encode()  # matched verbatim in text, so never byte-mapped
+            table[token_id] = added[token_id].content.encode()  # matched verbatim in text, so not byte-mapped
     return table
 
 
 def _token_to_bytes(tokenizer: tokenizers.Tokenizer) -> Callable[[str], bytes]:
-    """The function token string -> bytes that the decoder in `tokenizer.json` stands for."""
+    """The function token string -> bytes that implements the decoder of `tokenizer.json`. Raises ValueError if the
+    decoder is not supported."""
     decoder = json.loads(tokenizer.to_str())["decoder"] or {"type": "none"}
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
         return _byte_level
     spaces = [step for step in steps if step["type"] == "Replace"]
-    # Strip and Fuse act on a whole text. The leading space that Strip removes is part of the token: it is kept here,
-    # because what is decoded continues a prompt.
+    # Strip and Fuse act on a whole text. Strip would remove the first token's leading space, which is kept here,
+    # because the decoded text continues a prompt.
     if len(spaces) != 1 or not set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
         raise ValueError(f"tokenizer decoder {' + '.join(kinds)} is not supported; supported: {_SUPPORTED_DECODERS}")
     if (spaces[0]["pattern"], spaces[0]["content"]) != ({"String": "▁"}, " "):
@@ -236,7 +235,8 @@ def _token_to_bytes(tokenizer: tokenizers.Tokenizer) -> Callable[[str], bytes]:
 
 
 def _gpt2_byte_map() -> dict[str, int]:
-    """GPT-2 writes a byte as the printable character of that code, or else as the next one from U+0100 on."""
+    """Character -> byte. GPT-2 writes a byte as the printable character of that code, other bytes as characters from
+    U+0100 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -249,7 +249,7 @@ def _byte_level(token: str) -> bytes:
     try:
         return bytes(_BYTE_OF_CHARACTER[character] for character in token)
     except KeyError:
-        return token.encode()  # not made of mapped bytes: stands for itself, as in the tokenizers library
+        return token.encode()  # has unmapped characters: stands for itself, as in the tokenizers library
 
 
 def _sentencepiece(token: str) -> bytes:
@@ -270,7 +270,7 @@ def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception for every malformed file
         raise ValueError(f"{path} is not a readable tokenizer: {error}") from error
-    # Files are published with the training run's truncation and padding switched on; a prompt must come through whole.
+    # Published files may enable the truncation and padding of the training run.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -281,7 +281,8 @@ def _read_optional(path: Path) -> dict[str, Any]:
 
 
 def _read_eos(directory: Path, tokenizer: tokenizers.Tokenizer, eos_token: str | None) -> tuple[int, ...]:
-    """The generation config knows best: instruct models end turns there with ids that the other files do not name."""
+    """End-of-text ids. generation_config.json takes precedence, because it also names the end-of-turn ids of instruct
+    models."""
     for name in ("generation_config.json", "config.json"):
         found = _read_optional(directory / name).get("eos_token_id")
         if found is None:
@@ -303,7 +304,7 @@ def _read_chat_template(directory: Path, settings: dict[str, Any]) -> str | None
     if file.is_file():
         return file.read_text(encoding="utf-8")
     template = settings.get("chat_template")
-    if isinstance(template, list):  # several, by name
+    if isinstance(template, list):  # several named templates
         return next((entry["template"] for entry in template if entry["name"] == "default"), None)
     return template
 
@@ -313,7 +314,7 @@ def _content(token: str | dict[str, Any]) -> str:
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:
-    """Unlike jinja2's own filter, leaves <, > and non-ASCII text as they are."""
+    """JSON without the escapes of jinja2's own filter: <, > and non-ASCII text are kept."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 

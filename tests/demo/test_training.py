@@ -26,7 +26,7 @@ def learned():
 
 @pytest.fixture(scope="module")
 def data(learned):
-    return corpus.make(learned, 60, workers=1)
+    return corpus.make_corpus(learned, 60, workers=1)
 
 
 def test_labels_are_the_solutions(learned, data):
@@ -50,7 +50,7 @@ def test_training_lowers_the_loss_and_repeats(data):
     assert runs[0].gradients().item() < before
 
 
-def test_watch_stops_the_run(data):
+def test_a_stop_condition_ends_the_run(data):
     assert trainer.Trainer(RECIPE, data, "cpu", compile_loss=False).run(lambda step, _model: step == 2) == 2
 
 

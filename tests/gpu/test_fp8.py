@@ -20,7 +20,7 @@ from smc.local_engine import ModelPair, local_engine
 from smc.model import linear as models
 from smc.model.linear import FP8, Linear, quantise
 from smc.model.loader import load_model
-from smc.model.padded import grown_model
+from smc.model.padded import padded_model
 from smc.model.presets import preset
 from smc.model.random_model import random_model
 from tests.kernels.test_linear import usual
@@ -37,7 +37,7 @@ def matrix(inputs: int, outputs: int, bias: bool = False) -> Linear:
     made = Linear(inputs, outputs, bias).to("cuda", torch.bfloat16).requires_grad_(False)
     weight_NK = torch.randn(outputs, inputs, generator=generator, device="cuda") * inputs**-0.5
     made.to_fp8()
-    made.hold(
+    made.quantise_from(
         weight_NK * torch.logspace(-2, 2, outputs, device="cuda")[torch.randperm(outputs, device="cuda")][:, None]
     )
     return made
@@ -110,7 +110,7 @@ def test_a_model_is_never_there_twice(load):
     if load == "random":
         model = random_model(preset("llama-1b"), dtype=FP8, device="cuda")
     elif load == "grown":
-        model = grown_model(small, preset("llama-1b"), dtype=FP8, device="cuda")
+        model = padded_model(small, preset("llama-1b"), dtype=FP8, device="cuda")
     else:
         model = load_model(demo.TARGET, dtype=FP8, device="cuda")
     held = torch.cuda.memory_allocated() - before

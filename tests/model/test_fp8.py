@@ -18,11 +18,11 @@ from smc.model.config import ModelConfig
 from smc.model.decoder import Decoder
 from smc.model.linear import FP8, LARGEST, Linear, pieces, quantise
 from smc.model.loader import load_model, save_model
-from smc.model.padded import grown_model
+from smc.model.padded import padded_model
 from smc.model.parallel import WHOLE, Shard
 from smc.model.random_model import random_model
 from smc.model.tokenizer import Tokenizer
-from smc.model.weight_map import weight_places
+from smc.model.weight_map import weight_slices
 from tests.model.compressed import ACTIVATIONS, BLOCKS, COMPRESSED_TENSORS, KINDS, WEIGHTS, as_rows, compress, config_of
 from tests.model.dense import dense_logits
 from tests.model.test_grow import shape_of
@@ -36,7 +36,7 @@ WIDE = {"hidden_size": 160, "intermediate_size": 200}
 def numbers(model: Decoder, shard: Shard = WHOLE, config: ModelConfig | None = None) -> dict[str, Tensor]:
     """What the weights of an FP8 model stand for, by published names."""
     parameters, found = dict(model.named_parameters()), {}
-    for name, place in weight_places(config or model.config, shard).items():
+    for name, place in weight_slices(config or model.config, shard).items():
         found[name] = place.view(parameters).float()
         if place.view(parameters).dtype == FP8:
             rows = slice(place.start, place.start + len(found[name]))
@@ -66,7 +66,7 @@ def test_the_product_is_that_of_the_rounded_matrix_and_rows(dtype):
     matrix, x_TK = Linear(40, 30, bias=True).requires_grad_(False), torch.randn(7, 40).to(dtype)
     weight_NK, matrix.bias = matrix.weight.clone(), torch.nn.Parameter(torch.randn(30).to(dtype), requires_grad=False)
     matrix.to_fp8()
-    matrix.hold(weight_NK)
+    matrix.quantise_from(weight_NK)
     expected_TN = F.linear(as_rows(x_TK).double(), as_rows(weight_NK).double(), matrix.bias.double())
     torch.testing.assert_close(
         matrix(x_TK).double(), expected_TN, atol=1e-2 if dtype is torch.bfloat16 else 1e-5, rtol=1e-2
@@ -129,8 +129,8 @@ def test_shards_are_the_whole(family, degree, kind, tmp_path):
         model = load_model(tmp_path, dtype=FP8, shard=shard, reduce=Tensor.clone)
         parameters = dict(model.named_parameters())
         for name, found in numbers(model, shard, config).items():
-            assert torch.equal(found, whole[name][weight_places(config, shard)[name].part]), name
-            weight_places(config, shard)[name].view(parameters).zero_()
+            assert torch.equal(found, whole[name][weight_slices(config, shard)[name].part]), name
+            weight_slices(config, shard)[name].view(parameters).zero_()
         assert not any(weight.float().any() for name, weight in parameters.items() if not name.endswith("scale")), (
             "padding is not zero"
         )
@@ -143,18 +143,18 @@ def test_a_grown_model(degree, changes, monkeypatch):
     monkeypatch.setattr("smc.model.linear.PIECE", 1 << 10)
     small = random_decoder(tiny_config(tied_embeddings=True))
     shape = shape_of(small.config, **changes)
-    large = grown_model(small, shape, dtype=torch.float32, device="cpu")
+    large = padded_model(small, shape, dtype=torch.float32, device="cpu")
     config = large.config
     for rank in range(degree):
         shard = Shard(rank, degree)
-        model = grown_model(small, shape, dtype=FP8, device="cpu", shard=shard, reduce=Tensor.clone)
+        model = padded_model(small, shape, dtype=FP8, device="cpu", shard=shard, reduce=Tensor.clone)
         found = numbers(model, shard, config)
         for name, weight in numbers(large).items():
             matrix = weight.dim() == 2 and "embed" not in name
             expected = as_rows(weight) if matrix else weight.bfloat16().float()
-            assert torch.equal(found[name], expected[weight_places(config, shard)[name].part]), name
+            assert torch.equal(found[name], expected[weight_slices(config, shard)[name].part]), name
     ids_T = torch.randint(300, (40,), generator=torch.Generator().manual_seed(2))
-    whole = grown_model(small, shape, dtype=FP8, device="cpu")
+    whole = padded_model(small, shape, dtype=FP8, device="cpu")
     logits_TV = dense_logits(whole, ids_T)
     assert (logits_TV[:, 300:] < -100).all()
     assert (logits_TV[:, :300] - dense_logits(small, ids_T)).norm() < 0.15 * dense_logits(small, ids_T).norm()
@@ -166,7 +166,7 @@ def test_a_random_model_is_that_in_bfloat16_rounded(tied):
     plain, found = (random_model(config, dtype=dtype, device="cpu") for dtype in (torch.bfloat16, FP8))
     parameters = dict(plain.named_parameters())
     for name, weight in numbers(found).items():
-        expected = weight_places(config)[name].view(parameters)
+        expected = weight_slices(config)[name].view(parameters)
         assert torch.equal(
             weight, as_rows(expected) if weight.dim() == 2 and "embed" not in name else expected.float()
         ), name

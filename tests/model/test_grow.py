@@ -15,18 +15,18 @@ from torch import Tensor
 from services.cli.gang import gang_config
 from smc import demo
 from smc.demo.problems import generate
-from smc.model import padded as grown_files
+from smc.model import padded
 from smc.model.check import require_pair
 from smc.model.config import ModelConfig
 from smc.model.decoder import Decoder
 from smc.model.loader import load_model, save_model
-from smc.model.padded import PaddedShape, grown_config, grown_model, save_grown
+from smc.model.padded import PaddedWeights, padded_config, padded_model, save_padded_model
 from smc.model.parallel import Shard
 from smc.model.presets import PRESETS, preset
 from smc.model.safetensors_files import read_headers
 from smc.model.source import SourcePair
 from smc.model.tokenizer import Tokenizer
-from smc.model.weight_map import count_parameters, weight_places
+from smc.model.weight_map import count_parameters, weight_slices
 from tests.model.dense import dense_logits
 from tests.model.tiny import random_decoder, save_byte_level, save_tiny, tiny_config
 
@@ -74,7 +74,7 @@ def tokens_T(vocab: int, count: int = 60) -> Tensor:
 
 
 def grow(small: Decoder, shape: ModelConfig) -> Decoder:
-    return grown_model(small, shape, dtype=torch.float32, device="cpu")
+    return padded_model(small, shape, dtype=torch.float32, device="cpu")
 
 
 def assert_same_function(small: Decoder, grown: Decoder) -> None:
@@ -120,15 +120,15 @@ def test_shards_are_the_model(family, degree):
     small = random_decoder(tiny_config(family))
     whole = grow(small, shape_of(small.config))
     published = {
-        name: place.view(dict(whole.named_parameters())) for name, place in weight_places(whole.config).items()
+        name: place.view(dict(whole.named_parameters())) for name, place in weight_slices(whole.config).items()
     }
     for rank in range(degree):
         shard = Shard(rank, degree)
-        model = grown_model(
+        model = padded_model(
             small, shape_of(small.config), dtype=torch.float32, device="cpu", shard=shard, reduce=Tensor.clone
         )
         parameters = dict(model.named_parameters())
-        for name, place in weight_places(whole.config, shard).items():
+        for name, place in weight_slices(whole.config, shard).items():
             view = place.view(parameters)
             assert torch.equal(view, published[name][place.part]), name
             view.zero_()
@@ -138,12 +138,12 @@ def test_shards_are_the_model(family, degree):
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_a_directory_is_the_model(family, tmp_path, monkeypatch):
     """In several files, with holes; read by our loader and by transformers, tokenizer included."""
-    monkeypatch.setattr(grown_files, "FILE_BYTES", 150_000)
-    monkeypatch.setattr(grown_files, "PIECE_BYTES", 256)
+    monkeypatch.setattr(padded, "FILE_BYTES", 150_000)
+    monkeypatch.setattr(padded, "PIECE_BYTES", 256)
     small, out, told = tmp_path / "small", tmp_path / "grown", []
     size = Tokenizer.load(save_byte_level(small)).size
     save_tiny(small, family=family, vocab_size=size)
-    config = save_grown(
+    config = save_padded_model(
         small, shape_of(tiny_config(family)), out, dtype=torch.float32, on_bytes=lambda *counts: told.append(counts)
     )
 
@@ -168,7 +168,7 @@ def test_the_vocabulary_is_the_shape_s(tmp_path):
         save_byte_level(small, words=("added",), chat_template="{{ messages[0].content }}", model_max_length=64)
     )
     save_tiny(small, vocab_size=before.size)
-    save_grown(small, shape_of(tiny_config()), out, dtype=torch.bfloat16)
+    save_padded_model(small, shape_of(tiny_config()), out, dtype=torch.bfloat16)
     after = Tokenizer.load(out)
     assert after.size == 700 and after.eos_ids == before.eos_ids
     assert [after.bytes_of(i) for i in range(before.size)] == [before.bytes_of(i) for i in range(before.size)]
@@ -182,7 +182,7 @@ def test_the_vocabulary_is_the_shape_s(tmp_path):
 def test_a_model_with_ids_of_no_token_keeps_its_tokenizer(tmp_path):
     size = Tokenizer.load(save_byte_level(tmp_path / "small")).size
     save_tiny(tmp_path / "small", vocab_size=size + 5)
-    save_grown(tmp_path / "small", shape_of(tiny_config()), tmp_path / "grown", dtype=torch.bfloat16)
+    save_padded_model(tmp_path / "small", shape_of(tiny_config()), tmp_path / "grown", dtype=torch.bfloat16)
     assert Tokenizer.load(tmp_path / "grown").size == size
 
 
@@ -231,7 +231,7 @@ def test_bfloat16_stays_close():
     ids_T = tokens_T(512)
     exact_TV = dense_logits(small, ids_T)
     rounded_TV = dense_logits(load_model(demo.TARGET, dtype=torch.bfloat16), ids_T)
-    grown_TV = dense_logits(grown_model(small, shape, dtype=torch.bfloat16, device="cpu"), ids_T)[:, :512]
+    grown_TV = dense_logits(padded_model(small, shape, dtype=torch.bfloat16, device="cpu"), ids_T)[:, :512]
     of_bfloat16, of_growing = (float((found_TV - exact_TV).abs().mean()) for found_TV in (rounded_TV, grown_TV))
     assert of_growing < 1.5 * of_bfloat16
 
@@ -241,7 +241,7 @@ def test_published_shapes_hold_the_shipped_pair():
     for place in (demo.TARGET, demo.DRAFT):
         small = ModelConfig.from_hf(place)
         for shape in PRESETS.values():
-            config = grown_config(small, shape)
+            config = padded_config(small, shape)
             assert (
                 config.family == "llama"
                 and config.rope_theta == small.rope_theta
@@ -276,24 +276,26 @@ def test_published_shapes_hold_the_shipped_pair():
 def test_shapes_that_are_too_small(changes, message):
     small = random_decoder(tiny_config())
     with pytest.raises(ValueError, match=f"the shape cannot hold the model: .*{message}"):
-        PaddedShape(small, shape_of(small.config, **changes))
+        PaddedWeights(small, shape_of(small.config, **changes))
 
 
 def test_a_model_without_eps():
     with pytest.raises(ValueError, match=r"rms_norm_eps=0\.0 of the model; allowed: above 0"):
-        grown_config(tiny_config(rms_eps=0.0), shape_of(tiny_config()))
+        padded_config(tiny_config(rms_eps=0.0), shape_of(tiny_config()))
 
 
 def test_refusals_come_before_any_file(tmp_path):
     with pytest.raises(ValueError, match=r"tokenizer\.json is missing"):
-        save_grown(save_tiny(tmp_path / "no text"), shape_of(tiny_config()), tmp_path / "out", dtype=torch.bfloat16)
+        save_padded_model(
+            save_tiny(tmp_path / "no text"), shape_of(tiny_config()), tmp_path / "out", dtype=torch.bfloat16
+        )
     small = save_byte_level(tmp_path / "small")
     save_model(random_decoder(tiny_config(vocab_size=99)), small)
     with pytest.raises(ValueError, match=r"vocab_size=99 is below the tokenizer's \d+ ids"):
-        save_grown(small, shape_of(tiny_config()), tmp_path / "out", dtype=torch.bfloat16)
+        save_padded_model(small, shape_of(tiny_config()), tmp_path / "out", dtype=torch.bfloat16)
     assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match="small is there and not an empty directory; give the name of a new one"):
-        save_grown(demo.TARGET, preset("llama-1b"), small, dtype=torch.bfloat16)
+        save_padded_model(demo.TARGET, preset("llama-1b"), small, dtype=torch.bfloat16)
 
 
 def test_pairs_that_cannot_be():

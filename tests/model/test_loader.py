@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from smc.model.config import ModelConfig
 from smc.model.loader import load_model, save_model
-from smc.model.weight_map import weight_places
+from smc.model.weight_map import weight_slices
 from tests.model.tiny import random_decoder, save_tiny, tiny_config, write_json
 
 FAMILIES = ["llama", "qwen2", "qwen3"]
@@ -57,7 +57,7 @@ def test_round_trip_is_exact(family, tied, tmp_path):
 def test_places_cover_every_weight_once(family):
     config = tiny_config(family)
     parameters = {name: torch.zeros_like(weight) for name, weight in random_decoder(config).named_parameters()}
-    for place in weight_places(config).values():
+    for place in weight_slices(config).values():
         view = place.view(parameters)
         assert view.shape == place.shape
         view += 1

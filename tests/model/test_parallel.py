@@ -18,7 +18,7 @@ from torch import multiprocessing as mp
 from smc.model.decoder import Decoder, RopeTable
 from smc.model.loader import load_model, save_model
 from smc.model.parallel import Shard, Split, local_config
-from smc.model.weight_map import weight_places
+from smc.model.weight_map import weight_slices
 from tests.model.dense import attend
 from tests.model.tiny import random_decoder, save_tiny, tiny_config
 
@@ -117,7 +117,7 @@ def test_shards_are_the_model(changes, degree, tmp_path):
         model = load_model(tmp_path, shard=Shard(rank, degree), reduce=Tensor.clone)
         assert model.config == local_config(config, Shard(rank, degree))
         parameters = dict(model.named_parameters())
-        for name, place in weight_places(config, Shard(rank, degree)).items():
+        for name, place in weight_slices(config, Shard(rank, degree)).items():
             view = place.view(parameters)
             assert torch.equal(view, published[name][place.part]), name
             copies[name][place.part] += 1
@@ -135,9 +135,9 @@ def test_axes_are_divided_in_whole_heads():
             splits = [Split.of(config, Shard(rank, degree)) for rank in range(degree)]
             for axis, unit in (("query", 3 * config.head_dim), ("key", config.head_dim), ("inner", 1)):
                 ranks = [getattr(split, axis) for split in splits]
-                size, room = ranks[0].size, ranks[0].room
+                size, room = ranks[0].size, ranks[0].local_size
                 assert [index for rank in ranks for index in rank.held] == list(range(size))
-                assert all((rank.size, rank.room) == (size, room) and len(rank.held) <= room for rank in ranks)
+                assert all((rank.size, rank.local_size) == (size, room) and len(rank.held) <= room for rank in ranks)
                 assert room == math.ceil(size / unit / degree) * unit
                 assert all(index % unit == 0 for rank in ranks for index in (rank.held.start, rank.held.stop))
 

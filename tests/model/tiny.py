@@ -63,7 +63,7 @@ def in_fp8(model: Decoder, activations: torch.dtype = torch.bfloat16) -> Decoder
     for name, weight in model.named_parameters():
         here = made.get_parameter(name)
         if here.dtype == FP8:
-            made.get_submodule(name.removesuffix(".weight")).hold(weight)
+            made.get_submodule(name.removesuffix(".weight")).quantise_from(weight)
         else:
             here.copy_(weight)
     made.copy_head()
