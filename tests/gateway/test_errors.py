@@ -43,7 +43,7 @@ HERE = {
     "the queue is full": "test_a_full_queue",
     "the request is larger": "test_a_request_too_large",
     "the service is starting": "test_before_the_workers_are_ready",
-    "nobody listens": "test_nobody_listens",
+    "no server listens": "test_nobody_listens",
     "decoding this request failed": "test_a_model_that_returns_nan",
     "an error in the service itself": "test_an_error_of_our_own",
     "a health check names": "test_a_health_check_of_nothing",

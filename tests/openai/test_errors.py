@@ -35,7 +35,7 @@ ROWS = {
     "the service shut down before": "test_draining_ends_what_takes_too_long",
     "a worker of the target was lost": "test_a_worker_that_is_lost",
     "the draft was lost": "test_a_worker_that_is_lost",
-    "nobody listens": "test_nobody_listens",
+    "no server listens": "test_nobody_listens",
     "the call's own deadline": "test_a_deadline",
     "the caller cancelled": "test_a_closed_connection_frees_its_slots",
     "`Abort` named": "test_abort",

@@ -1,7 +1,7 @@
 """How often exact decoding misses, by rows of its trees and rows ahead, on the shipped pair: `python -m
 tests.scheduler.confirmed_tokens`.
 
-What `smc.scheduler.acceptance.WIDTH_GAIN` and docs/engine.md are drawn from. For every temperature and N: the share of
+What `smc.scheduler.acceptance.WIDTH_GAIN` and docs/speculation.md are drawn from. For every temperature and N: the share of
 compared tokens that the target drew otherwise, and the exponent by which it falls with N; tokens a round with F = 4,
 and with F = 1. Takes ten minutes."""
 

@@ -1,0 +1,116 @@
+"""The limits of the documentation: its size, its lines, its links, and the words it no longer uses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [*DOCS, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "deploy/ray/README.md"))]
+IDS = [str(page.relative_to(ROOT)) for page in PAGES]
+
+MAX_WORDS = 20_000
+"""Of all pages in docs/ together."""
+MAX_README = 150
+"""Lines."""
+MAX_TERMS = 20
+"""In the glossary."""
+MAX_COLUMNS = 120
+
+REPLACED = {
+    "anybody": "a noun that says who is meant",
+    "chooser": "selector",
+    "cohort": "micro-batch",
+    "companion": "unconditional row",
+    "evidence": "score inputs",
+    "foretell": "forecast",
+    "gang": "replica, worker group",
+    "give up": "release",
+    "give way": "be preempted",
+    "go alone": "fall back to the target",
+    "hazard": "miss rate",
+    "judge": "verify, check",
+    "lane": "sequence stream",
+    "ledger": "page allocator",
+    "let go": "release",
+    "loose page": "unassigned page",
+    "nobody": "a noun that says who is meant",
+    "noun": "type",
+    "rehearsal": "warm-up, graph capture",
+    "rejoin": "re-enable the draft",
+    "reroot": "remap the block table",
+    "somebody": "a noun that says who is meant",
+    "suspect": "quarantined request",
+    "taken up again": "resumed",
+    "tally": "counters",
+    "tops": "top_logprobs",
+    "whoever": "a noun that says who is meant",
+}
+"""Words of our own that gave way to the field's, each with what is written instead."""
+
+
+def _without_code(text: str) -> str:
+    """Blocks of code become empty lines."""
+    return re.sub(r"^```.*?^```$", lambda block: "\n" * block[0].count("\n"), text, flags=re.MULTILINE | re.DOTALL)
+
+
+def _prose(page: Path) -> str:
+    """A page without code and without the targets of its links."""
+    text = re.sub(r"\]\([^)\s]*\)", "]", _without_code(page.read_text()))
+    return re.sub(r"`[^`]*`", " ", text)
+
+
+def _anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", _without_code(page.read_text()), flags=re.MULTILINE)
+    plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().replace(" ", "-") for heading in plain}
+
+
+def _links(page: Path) -> Iterator[tuple[str, str]]:
+    for target in re.findall(r"\]\(([^)\s]+)\)", _without_code(page.read_text())):
+        if "://" not in target:
+            path, _, anchor = target.partition("#")
+            yield path, anchor
+
+
+def test_size():
+    assert sum(len(page.read_text().split()) for page in DOCS) <= MAX_WORDS
+    assert len((ROOT / "README.md").read_text().splitlines()) <= MAX_README
+
+
+def test_the_glossary_is_short_and_sorted():
+    terms = re.findall(r"^\| ([a-z][^|]*?) \|", (ROOT / "docs/glossary.md").read_text(), flags=re.MULTILINE)[1:]
+    assert 10 <= len(terms) <= MAX_TERMS and terms == sorted(terms)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_lines(page):
+    """Tables, links and code may be longer."""
+    lines = enumerate(_without_code(page.read_text()).splitlines(), 1)
+    long = [
+        number for number, line in lines if len(line) > MAX_COLUMNS and not line.startswith("|") and "](" not in line
+    ]
+    assert not long, f"lines {long} have more than {MAX_COLUMNS} columns"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_links_resolve(page):
+    for path, anchor in _links(page):
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), path
+        assert not anchor or anchor in _anchors(there), f"{path}#{anchor}"
+
+
+@pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "docs").glob("*.svg"))], ids=lambda page: page.name)
+def test_replaced_words_do_not_come_back(page):
+    text = re.sub(r"<[^>]*>", " ", page.read_text()) if page.suffix == ".svg" else _prose(page)
+    found = {
+        f"{word} (write: {standard})"
+        for word, standard in REPLACED.items()
+        if re.search(r"\b" + word.replace(" ", r"\s+") + r"s?\b", text, flags=re.IGNORECASE)
+    }
+    assert not found, found
