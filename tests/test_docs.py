@@ -1,4 +1,4 @@
-"""The limits of the documentation: its size, its lines, its links, and the words it no longer uses."""
+"""The limits of the documentation: its size, its lines, its links, the files it names, and the words it no longer uses."""
 
 from __future__ import annotations
 
@@ -103,6 +103,12 @@ def test_links_resolve(page):
         there = (page.parent / path).resolve() if path else page
         assert there.exists(), path
         assert not anchor or anchor in _anchors(there), f"{path}#{anchor}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: page.name)
+def test_files_that_it_names_exist(page):
+    named = re.findall(r"`((?:smc|services|benchmarks|loadtest|tests|proto|deploy)/[\w./-]*)`", page.read_text())
+    assert [path for path in named if not (ROOT / path).exists()] == []
 
 
 @pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "docs").glob("*.svg"))], ids=lambda page: page.name)
