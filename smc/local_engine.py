@@ -10,7 +10,7 @@ import torch
 
 from smc.api.engine_config import EngineConfig
 from smc.executor.executor import LocalRoundExecutor
-from smc.executor.model_runner import Parts
+from smc.executor.ops import RoundOps, TorchOps
 from smc.executor.worker import ModelWorker
 from smc.memory.kv_pool import KVPool, pages_that_fit
 from smc.model.check import require_pair
@@ -72,7 +72,7 @@ def local_engine(pair: ModelPair, config: EngineConfig | None = None, **engine_o
         )
         for role in ModelRole
     }
-    rounds = LocalRoundExecutor(config, workers, parts_for(workers[ModelRole.TARGET].device))
+    rounds = LocalRoundExecutor(config, workers, ops_for(workers[ModelRole.TARGET].device))
     return Engine(
         config,
         workers,
@@ -97,10 +97,10 @@ def _room(pair: ModelPair, config: EngineConfig) -> int | None:
     return min((pages_that_fit(page_bytes[device], device, law_bytes[device]) for device in gpus), default=None)
 
 
-def parts_for(device: torch.device) -> Parts:
-    """What rounds are made of on a device: kernels, or the reference on a CPU."""
+def ops_for(device: torch.device) -> RoundOps:
+    """The operations of rounds on a device: in Triton, or in plain torch on a CPU."""
     if device.type == "cpu":
-        return Parts()
-    from smc.executor.kernels import gpu_parts  # needs triton
+        return TorchOps()
+    from smc.executor.triton_ops import TritonOps  # needs triton
 
-    return gpu_parts()
+    return TritonOps()

@@ -13,7 +13,7 @@ from services.workers.rank import Rank, follow, lead
 from smc.api.engine_config import EngineConfig
 from smc.executor.model_runner import DraftRunner, TargetRunner
 from smc.executor.worker import ModelWorker
-from smc.local_engine import parts_for
+from smc.local_engine import ops_for
 from smc.memory.kv_pool import KVPool, pages_that_fit
 from smc.model.decoder import Decoder
 from smc.model.draft_vocab import DraftHead, DraftVocab
@@ -91,8 +91,8 @@ def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
     store = spec.rendezvous.store()
     between = torch.device(spec.between)
     ends = leader_ends(spec.rendezvous, store, spec.role, host, between) if leads else None
-    parts = parts_for(device)
-    stages = parts.stages(device)
+    ops = ops_for(device)
+    stages = ops.stage_runner(device)
     channel = PeerChannel(ends.peer if ends else None, group, stages, spec.timeout, outlives_peer=spec.outlives_peer)
 
     def reconnect(epoch: int, seconds: float) -> bool:
@@ -101,7 +101,7 @@ def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
         return channel.reconnect(epoch, lambda: peer_end(there, store, spec.role, between, ends.server))
 
     runner = DraftRunner if spec.role == ModelRole.DRAFT else TargetRunner
-    work = runner(spec.engine, worker, parts, stages, channel)
+    work = runner(spec.engine, worker, ops, stages, channel)
     rank = Rank(worker, work, spec.rendezvous.epoch, spec.timeout, reconnect if leads else None)
     try:
         if ends is not None:

@@ -1,11 +1,11 @@
 """Triton kernels: attention of few rows over paged keys and values, a group's shared prefix read once for all its rows.
 Knows nothing about models or CUDA graphs, though all may be captured in one.
 
-Attention takes two launches a layer, which are at work at once where kernels may begin early (`smc.kernels.pdl`).
+Attention takes two launches a layer, which are at work at once where kernels may begin early (`smc.kernels.launch`).
 `_prefix_kernel` attends a tile of a group's queries to one split of the group's prefix (flash decoding: Dao et al.
 2023; the cascade of Ye et al. 2024), leaving a normalised output and a base-2 log-sum-exp per query and split.
 `_own_kernel` attends each row's queries to its own positions and merges the splits into that. Which tiles and splits
-there are was found beforehand, once for all layers (`smc.kernels.rows`). Where contexts are short, `smc.attention.step`
+there are was found beforehand, once for all layers (`smc.kernels.packed_rows`). Where contexts are short, `smc.attention.step`
 does it in one launch, row by row: reading the prefix from the L2 cache for every row then costs less than a second
 launch and a merge. On Hopper GPUs most tiles of 64 queries have a prefix kernel of their own
 (`smc.attention.specialized`). Shapes are static; all that changes between replays of a graph (groups, lengths, pages)
@@ -28,9 +28,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from smc.attention.tuning import Tuning
-from smc.kernels.pdl import launch_options
-from smc.kernels.rows import Groups, PieceShape, Prepared, Tables, page_at, prepare, row_tables
-from smc.kernels.variants import one_variant
+from smc.kernels.launch import launch_options, one_variant
+from smc.kernels.packed_rows import Groups, PieceShape, Prepared, Tables, page_at, prepare, row_tables
 
 LOWEST = tl.constexpr(-1e30)  # Finite: a query that sees nothing yet would otherwise meet inf - inf.
 SPECIALIZED_CAPABILITY = (9, 0)
@@ -201,7 +200,7 @@ class SharedPrefixAttention:
     ) -> None:
         """`together`: rows that a group has, at most or mostly, which matters for speed alone; `heads` (H, J);
         `max_context` bounds the positions that a group attends together; with `pdl` kernels, and whoever is launched
-        next, begin before the one before has ended (`smc.kernels.pdl`); `tuning` replaces fields of Tuning."""
+        next, begin before the one before has ended (`smc.kernels.launch`); `tuning` replaces fields of Tuning."""
         check_heads(heads, head_dim)
         h, j = heads
         self.groups, self.rows, self.queries, self.heads, self.head_dim = groups, rows, queries, heads, head_dim

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from smc.kernels.hopper import MULTIPROCESSORS
+from smc.kernels.launch import MULTIPROCESSORS
 
 PAIRED = 512
 """Queries of a group and a key/value head, up to which wide heads are read by programs of 64."""

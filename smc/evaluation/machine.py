@@ -16,7 +16,7 @@ import torch
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import Method
 from smc.executor.executor import LocalRoundExecutor
-from smc.executor.kernels import gpu_parts
+from smc.executor.triton_ops import TritonOps
 from smc.executor.worker import ModelWorker
 from smc.model.config import ModelConfig
 from smc.model.decoder import Decoder
@@ -104,7 +104,7 @@ class LocalMachine:
         }
         for device in devices.values():
             torch.cuda.reset_peak_memory_stats(device)
-        pair = LocalRoundExecutor(config, workers, gpu_parts(**self._options))
+        pair = LocalRoundExecutor(config, workers, TritonOps(**self._options))
         yield Engine(config, workers, self.tokenizer, pair=pair, pages=dict.fromkeys(ModelRole, pages), context=context)
         del pair, workers
         gc.collect()

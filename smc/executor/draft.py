@@ -1,21 +1,22 @@
-"""Rows in the making: each takes the place that a row of the step before continues with a token. See the package's
-legend for axes.
+"""The draft stage of a round, beside running the model: rows of K tokens grow for every group, and afterwards the chosen
+rows become the particles. The torch form; `smc.kernels.draft` is the Triton form. Knows nothing of the target.
 
-What a round does at the model that drafts, beside running it: before the first pass, for what is sent, and after the
-choice. The reference, in plain torch; `smc.executor.kernel_draft` has what GPUs use. See the package's legend for axes;
-S rows that offer tokens.
+Rows grow step by step: each of a round's X = F A rows continues a row of the step before with one more token. An
+independent row continues itself. The rows of other groups (`smc.algorithm.expansion`) are reparented, which permutes page
+numbers and moves no key: every row has a page of its own for each step, which the plan names.
 
-What a model drafts in a round: rows of K tokens for every group; then the chosen ones become the particles.
+Draft chains are rows that draw their own tokens from one root, for decoding by rejection (`smc.algorithm.rejection`).
+Every row of such a group continues one of its particles at the first step, and itself from then on. In lockstep all its
+tokens are drawn. In look-ahead its first token is a guess of the token that the target will accept after the particle's
+block, one of the likeliest; the others are drawn, so that rows after the right guess are as good as drawn afterwards.
+Random numbers are keyed by seed, position and chain, and by no round: what chains off the path have drawn for a position
+has decided nothing when the path reaches it.
 
-Rows grow step by step: each of a round's X = F A rows takes the place that a row of the step before continues with one
-more token. An independent row continues itself; those of other groups (`smc.algorithm.expansion`) are re-parented,
-which permutes the names of pages and moves no key: every row has a page of its own for each step, which the plan names.
-See the package's legend for axes."""
+See the package's legend for axes; S rows of the step before, C places of groups of chains, Y = C F rows of theirs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,14 +24,12 @@ from torch import Tensor
 
 from smc.algorithm.expansion import Expansion, Kind, Offers
 from smc.executor.forward import Rows
-from smc.executor.guidance import GuidedPass
 from smc.executor.messages import DraftedRows, Lineage, RoundChoice
 from smc.executor.plan import RoundPlan
-from smc.executor.sampling import DrawKeys, HeadSampling, Sampling
-from smc.executor.state import AddBiases, BiasTables, SlotState, remap_block_table
-from smc.executor.verify import ChainAssignment, ChainDraws, assign_chains
+from smc.executor.remap import remap_block_table
+from smc.executor.state import SlotState
 from smc.laws import LawSpec
-from smc.philox import STREAMS_PER_PARTICLE, Purpose
+from smc.philox import STREAMS_PER_PARTICLE
 from smc.stops import grow
 
 
@@ -63,84 +62,6 @@ class TokenTree:
     run_4X: Tensor | None
     """int32, for the pass over the last tokens: slot, position of the first of the row's own tokens, of the last one,
     and whether it is run. None: particles, of which more may be pending."""
-
-
-@dataclass(frozen=True)
-class Continuation:
-    """How rows go on: those of trees as chosen among what all of a group offer, the others as each has drawn, chains
-    from what they were dealt. None: there are none such."""
-
-    chosen: tuple[Expansion, Offers] | None
-    """And what it was chosen among."""
-    own: tuple[Tensor, Tensor] | None
-    """Tokens and their log q, [S, D] each: D rows continue each of the S there are."""
-    chains: ChainDraws | None = None
-
-
-def adopt(
-    tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor], state: SlotState, *, step: int, branches: int
-) -> TokenTree:
-    """The rows with their next token: at the first step (0) `branches` for each place. The reference:
-    `smc.kernels.tree.adopt` does the same in one launch."""
-    parent_X, token_X, logq_X, mass_X = _continued(tree, more, plan, branches)
-    root_X, ended_X, text_X, count_X = (
-        values_S[parent_X] for values_S in (tree.root_X, tree.ended_X, tree.text_X, tree.count_X)
-    )
-    slot_X = plan.slot_A[root_X]
-    end_X = state.end_S[slot_X]
-    room_X = state.limit_S[slot_X] - end_X - count_X
-    growth = grow(
-        state.stops, state.entry_S[slot_X], text_X, token_X[:, None], room_X, state.least_S[slot_X] - end_X - count_X
-    )
-    is_now_K = torch.arange(tree.tokens_XK.shape[1], device=state.device) == step
-    is_known_B = torch.arange(tree.tail_XB.shape[1], device=state.device) < step
-    alive_X, has_ended_X = tree.alive_X[parent_X] & (mass_X > -torch.inf), ended_X | growth.ends_A
-    return TokenTree(
-        root_X=root_X,
-        tokens_XK=torch.where(is_now_K, token_X[:, None], tree.tokens_XK[parent_X]),
-        logq_XK=torch.where(is_now_K, logq_X[:, None], tree.logq_XK[parent_X]),
-        # Pages of the tokens so far go with them; those of later ones are this row's own.
-        tail_XB=torch.where(is_known_B, tree.tail_XB[parent_X], plan.branch_pages_XB),
-        count_X=count_X + (~ended_X).long(),
-        alive_X=alive_X,
-        ended_X=has_ended_X,
-        before_X=torch.where(ended_X, tree.before_X[parent_X], text_X),
-        text_X=torch.where(ended_X, text_X, growth.text_A),
-        mass_X=mass_X,
-        last_X=token_X,
-        next_X=end_X + (step + 1),
-        run_4X=torch.stack((slot_X, end_X, end_X + step, alive_X & ~has_ended_X)).int(),
-    )
-
-
-def _continued(tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor], branches: int) -> tuple[Tensor, ...]:
-    """Row that every row continues [X], its token [X], its log q [X] and the row's log mass [X]."""
-    parts: list[tuple[Tensor, tuple[Tensor, ...]]] = []
-    if more.own is not None:
-        token_SD, logq_SD = more.own
-        parent_X = torch.arange(len(token_SD), device=token_SD.device).repeat_interleave(token_SD.shape[1])
-        own = (parent_X, token_SD.flatten().long(), logq_SD.flatten(), torch.zeros_like(parent_X, dtype=torch.float64))
-        parts.append((plan.kind_G >= 0, own))
-    if more.chosen is not None:
-        parts.append((plan.kind_G != Kind.INDEPENDENT, _chosen(tree, *more.chosen, plan, branches)))
-    if more.chains is not None:
-        drawn, none_X = more.chains, torch.zeros_like(more.chains.logq_X, dtype=torch.float64)
-        parts.append((plan.kind_G == Kind.CHAINS, (drawn.parent_X, drawn.token_X, drawn.logq_X, none_X)))
-    _, found = parts[0]
-    for is_theirs_G, theirs in parts[1:]:
-        is_theirs_X = is_theirs_G[plan.group_A].repeat_interleave(branches)
-        found = tuple(torch.where(is_theirs_X, theirs_X, found_X) for theirs_X, found_X in zip(theirs, found))
-    return found
-
-
-def _chosen(
-    tree: TokenTree, chosen: Expansion, offers: Offers, plan: RoundPlan[Tensor], branches: int
-) -> tuple[Tensor, ...]:
-    token_X, logq_X = (values_SC[chosen.parent_X, chosen.offer_X] for values_SC in (offers.token_RC, offers.logq_RC))
-    logq_X = torch.where(tree.ended_X[chosen.parent_X], 0.0, logq_X)
-    # A draft that returns NaN must be seen, where what it says matters.
-    is_nan_X = chosen.nan_G[plan.group_A].repeat_interleave(branches)
-    return chosen.parent_X, token_X, torch.where(is_nan_X, torch.nan, logq_X), chosen.mass_X
 
 
 @dataclass(frozen=True)
@@ -194,6 +115,46 @@ class DraftInputs:
 
 
 @dataclass(frozen=True)
+class ChainAssignment:
+    """Which particle every row of chains continues; int64."""
+
+    row_Y: Tensor
+    """Of all X rows."""
+    source_Y: Tensor
+    """Place."""
+    guess_Y: Tensor
+    """Which of the likeliest tokens it begins with, where it begins with a guess."""
+    rank_Y: Tensor
+    """Number of the row in its group."""
+
+    def spread(self, values_Y: Tensor, others_X: Tensor) -> Tensor:
+        """Values of these rows among those of all."""
+        return others_X.index_copy(0, self.row_Y, values_Y.to(others_X.dtype))
+
+
+@dataclass(frozen=True)
+class ChainDraws:
+    """What all rows go on with, of which those of chains are used."""
+
+    parent_X: Tensor
+    """int64 row of the step before."""
+    token_X: Tensor
+    logq_X: Tensor
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """How rows go on: those of trees as chosen among what all of a group offer, the others as each has drawn, chains
+    from what they were dealt. None: there are none such."""
+
+    chosen: tuple[Expansion, Offers] | None
+    """And what it was chosen among."""
+    own: tuple[Tensor, Tensor] | None
+    """Tokens and their log q, [S, D] each: D rows continue each of the S there are."""
+    chains: ChainDraws | None = None
+
+
+@dataclass(frozen=True)
 class ResumedSequences:
     """How sequences go on, by place after the choice."""
 
@@ -206,20 +167,6 @@ class ResumedSequences:
     """int64: how many of those have not been run."""
     text_A: Tensor
     """int64 state of the stop machine before them."""
-
-
-Begin = Callable[[SlotState, RoundPlan[Tensor], LawSpec[Tensor], DraftShape], DraftInputs]
-Pack = Callable[[SlotState, RoundPlan[Tensor], TokenTree], DraftedRows]
-Resume = Callable[[SlotState, RoundPlan[Tensor], TokenTree, RoundChoice, int], ResumedSequences]
-
-
-@dataclass(frozen=True)
-class DraftOps:
-    """The references, or kernels."""
-
-    begin: Begin
-    pack: Pack
-    resume: Resume
 
 
 def begin(state: SlotState, plan: RoundPlan[Tensor], law: LawSpec[Tensor], shape: DraftShape) -> DraftInputs:
@@ -291,6 +238,94 @@ def _offering(plan: RoundPlan[Tensor], law: LawSpec[Tensor], shape: DraftShape, 
     )
 
 
+def assign_chains(plan: RoundPlan[Tensor], alive_A: Tensor) -> ChainAssignment:
+    """Rows of every group in the order of its particles, each of which gets as many. No choice depends on what has been
+    drawn."""
+    device, place_C, branches = plan.chain_C.device, plan.chain_C, plan.branches
+    first_G, size_G = plan.first_G.long(), plan.size_G.long()
+    row_Y = (place_C[:, None] * branches + torch.arange(branches, device=device)).flatten()
+    group_Y = plan.group_A[place_C].repeat_interleave(branches)
+    rank_Y, rows_Y = row_Y - first_G[group_Y] * branches, size_G[group_Y] * branches
+    # Particles one after another, and how many there are before each group's.
+    order_A, before_A = (~alive_A).long().argsort(stable=True), alive_A.long().cumsum(0)
+    before_G = torch.where(first_G > 0, before_A[(first_G - 1).clamp(min=0)], 0)
+    until_G = before_A[(first_G + size_G - 1).clamp(0, len(alive_A) - 1)]
+    count_Y = (until_G - before_G)[group_Y].clamp(min=1)
+    which_Y = rank_Y * count_Y // rows_Y
+    begin_Y = -(-which_Y * rows_Y // count_Y)
+    source_Y = order_A[(before_G[group_Y] + which_Y).clamp(max=len(alive_A) - 1)]
+    # Where a group has no particle, its rows continue what is at their own places: nothing.
+    is_own_Y = plan.group_A[source_Y] == group_Y
+    source_Y = torch.where(is_own_Y & alive_A[source_Y], source_Y, row_Y // branches)
+    return ChainAssignment(row_Y, source_Y, (rank_Y - begin_Y) % branches, rank_Y)
+
+
+def reparent(
+    tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor], state: SlotState, *, step: int, branches: int
+) -> TokenTree:
+    """The rows with their next token: at the first step (0) `branches` for each place. The reference:
+    `smc.kernels.draft.reparent` does the same in one launch."""
+    parent_X, token_X, logq_X, mass_X = _continued(tree, more, plan, branches)
+    root_X, ended_X, text_X, count_X = (
+        values_S[parent_X] for values_S in (tree.root_X, tree.ended_X, tree.text_X, tree.count_X)
+    )
+    slot_X = plan.slot_A[root_X]
+    end_X = state.end_S[slot_X]
+    room_X = state.limit_S[slot_X] - end_X - count_X
+    growth = grow(
+        state.stops, state.entry_S[slot_X], text_X, token_X[:, None], room_X, state.least_S[slot_X] - end_X - count_X
+    )
+    is_now_K = torch.arange(tree.tokens_XK.shape[1], device=state.device) == step
+    is_known_B = torch.arange(tree.tail_XB.shape[1], device=state.device) < step
+    alive_X, has_ended_X = tree.alive_X[parent_X] & (mass_X > -torch.inf), ended_X | growth.ends_A
+    return TokenTree(
+        root_X=root_X,
+        tokens_XK=torch.where(is_now_K, token_X[:, None], tree.tokens_XK[parent_X]),
+        logq_XK=torch.where(is_now_K, logq_X[:, None], tree.logq_XK[parent_X]),
+        # Pages of the tokens so far go with them; those of later ones are this row's own.
+        tail_XB=torch.where(is_known_B, tree.tail_XB[parent_X], plan.branch_pages_XB),
+        count_X=count_X + (~ended_X).long(),
+        alive_X=alive_X,
+        ended_X=has_ended_X,
+        before_X=torch.where(ended_X, tree.before_X[parent_X], text_X),
+        text_X=torch.where(ended_X, text_X, growth.text_A),
+        mass_X=mass_X,
+        last_X=token_X,
+        next_X=end_X + (step + 1),
+        run_4X=torch.stack((slot_X, end_X, end_X + step, alive_X & ~has_ended_X)).int(),
+    )
+
+
+def _continued(tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor], branches: int) -> tuple[Tensor, ...]:
+    """Row that every row continues [X], its token [X], its log q [X] and the row's log mass [X]."""
+    parts: list[tuple[Tensor, tuple[Tensor, ...]]] = []
+    if more.own is not None:
+        token_SD, logq_SD = more.own
+        parent_X = torch.arange(len(token_SD), device=token_SD.device).repeat_interleave(token_SD.shape[1])
+        own = (parent_X, token_SD.flatten().long(), logq_SD.flatten(), torch.zeros_like(parent_X, dtype=torch.float64))
+        parts.append((plan.kind_G >= 0, own))
+    if more.chosen is not None:
+        parts.append((plan.kind_G != Kind.INDEPENDENT, _chosen(tree, *more.chosen, plan, branches)))
+    if more.chains is not None:
+        drawn, none_X = more.chains, torch.zeros_like(more.chains.logq_X, dtype=torch.float64)
+        parts.append((plan.kind_G == Kind.CHAINS, (drawn.parent_X, drawn.token_X, drawn.logq_X, none_X)))
+    _, found = parts[0]
+    for is_theirs_G, theirs in parts[1:]:
+        is_theirs_X = is_theirs_G[plan.group_A].repeat_interleave(branches)
+        found = tuple(torch.where(is_theirs_X, theirs_X, found_X) for theirs_X, found_X in zip(theirs, found))
+    return found
+
+
+def _chosen(
+    tree: TokenTree, chosen: Expansion, offers: Offers, plan: RoundPlan[Tensor], branches: int
+) -> tuple[Tensor, ...]:
+    token_X, logq_X = (values_SC[chosen.parent_X, chosen.offer_X] for values_SC in (offers.token_RC, offers.logq_RC))
+    logq_X = torch.where(tree.ended_X[chosen.parent_X], 0.0, logq_X)
+    # A draft that returns NaN must be seen, where what it says matters.
+    is_nan_X = chosen.nan_G[plan.group_A].repeat_interleave(branches)
+    return chosen.parent_X, token_X, torch.where(is_nan_X, torch.nan, logq_X), chosen.mass_X
+
+
 def pack(state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree) -> DraftedRows:
     """What the target is sent. The share of independent rows: F of each particle, or of one that has ended one
     alone."""
@@ -350,141 +385,3 @@ def _lineage(
         shifted_AW = torch.where(column_W < pending_A[:, None], column_W, column_W + skipped_A1)
         path_AW = path_AW.gather(1, shifted_AW.clamp(max=path_AW.shape[1] - 1))
     return Lineage(path_AW, kept_A.int(), dropped_A.int())
-
-
-REFERENCE = DraftOps(begin, pack, resume)
-
-
-@dataclass(frozen=True)
-class Drafter:
-    """A model that drafts. Without a target it keeps all it drafts, with one row a particle: plain decoding."""
-
-    run: GuidedPass
-    sampling: Sampling | HeadSampling
-    """Over its logits."""
-    state: SlotState
-    expand: Callable[..., Expansion]
-    adopt: Callable[..., TokenTree]
-    add_biases: AddBiases
-    biases: BiasTables
-    """Of these logits."""
-    steps: DraftOps
-    shape: DraftShape
-    mixture: float
-    """Share of the untruncated law in the proposal."""
-    purpose: Purpose = Purpose.PROPOSAL
-    laws_YLV: Tensor | None = None
-    """Room for the log-laws that tokens of chains are drawn from: L = K, or where the first is a guess K - 1. None: it
-    has none."""
-
-    def draft(self, plan: RoundPlan[Tensor], law: LawSpec[Tensor]) -> tuple[DraftedRows, TokenTree]:
-        """Run the pending tokens of every particle, then extend rows by K tokens. The laws of chains are written to the
-        room for them."""
-        begun = self.steps.begin(self.state, plan, law, self.shape)
-        self.run.begin(plan, plan.begin_pages_AP, plan.branch_pages_XB.view(len(plan.slot_A), -1))
-        logits_SV = self.run(
-            plan, begun.tokens_AP.flatten(), begun.rows, begun.last_A if begun.rows.queries > 1 else None
-        )
-        dealt = assign_chains(plan, begun.tree.alive_X) if Kind.CHAINS in plan.kinds else None
-        tree = self._extend(plan, begun.first, logits_SV, begun.tree, 0, dealt)
-        for step in range(1, self.shape.block):
-            logits_SV = self._run(plan, begun.later, tree)
-            tree = self._extend(plan, begun.later, logits_SV, tree, step, dealt)
-        return self.steps.pack(self.state, plan, tree), tree
-
-    def follow(self, plan: RoundPlan[Tensor], tree: TokenTree, choice: RoundChoice) -> Lineage[Tensor]:
-        """Let the chosen rows be the particles."""
-        self.run.follow(plan, choice.ancestor_A, tree.tail_XB, choice.row_A, pending=True)
-        next_ = self.steps.resume(self.state, plan, tree, choice, self.shape.block)
-        self.state.advance(plan.slot_A, choice, next_.end_A, next_.tokens_AW, next_.pending_A, next_.text_A)
-        return next_.lineage
-
-    def _run(self, plan: RoundPlan[Tensor], offering: CandidateLayout, tree: TokenTree) -> Tensor:
-        """Logits [X, V] after the rows' last tokens."""
-        assert tree.run_4X is not None, "rows, of which the last token alone is run"
-        slot_X, begin_X, last_X, runs_X = tree.run_4X
-        rows = Rows(
-            table_SL=self.state.table_SL,
-            slot_R=slot_X,
-            tail_RB=tree.tail_XB,
-            tail_R=begin_X,
-            start_R=last_X,
-            count_R=runs_X,
-            group_R=offering.group_S,
-            first_G=offering.rows[0],
-            size_G=offering.rows[1],
-            shared_G=plan.shared_G,
-            queries=1,
-            contexts=plan.contexts,
-        )
-        return self.run(plan, tree.last_X, rows, root_R=tree.root_X)
-
-    def _extend(
-        self,
-        plan: RoundPlan[Tensor],
-        offering: CandidateLayout,
-        logits_SV: Tensor,
-        tree: TokenTree,
-        step: int,
-        dealt: ChainAssignment | None,
-    ) -> TokenTree:
-        """Every row continues one of those before it with a token: at the first step a particle, later a row."""
-        if plan.biased:
-            slot_S = plan.slot_A if tree.run_4X is None else tree.run_4X[0]
-            logits_SV = self.add_biases(
-                self.biases, self.state.lives, logits_SV.float(), slot_S, tree.next_X, plan.biased
-            )
-        own = chosen = chains = None
-        if Kind.INDEPENDENT in plan.kinds:
-            keys = DrawKeys(offering.seed_S, offering.round_S, offering.stream_SD, tree.next_X, self.purpose)
-            own = self.sampling.propose(logits_SV, offering.law, self.mixture, keys)
-        if plan.kinds - {Kind.INDEPENDENT, Kind.CHAINS}:
-            chosen = self._expanded(plan, offering, logits_SV, tree, step)
-        if dealt is not None:
-            chains = self._drawn(plan, offering, logits_SV, tree, step, dealt)
-        more = Continuation(chosen, own, chains)
-        return self.adopt(tree, more, plan, self.state, step=step, branches=plan.branches)
-
-    def _drawn(
-        self,
-        plan: RoundPlan[Tensor],
-        offering: CandidateLayout,
-        logits_SV: Tensor,
-        tree: TokenTree,
-        step: int,
-        dealt: ChainAssignment,
-    ) -> ChainDraws:
-        """Chains draw their next tokens, or guess."""
-        begins, branches = step == 0, plan.branches
-        at_Y = dealt.source_Y if begins else dealt.row_Y
-        logits_YV = logits_SV[at_Y]
-        if begins and self.shape.guesses:
-            token_Y = self.sampling.likeliest(logits_YV, branches).gather(1, dealt.guess_Y[:, None])[:, 0]
-            logq_Y = torch.zeros_like(token_Y, dtype=torch.float32)
-        else:
-            seed_Y, rank_Y1 = offering.seed_S[at_Y], dealt.rank_Y[:, None]
-            keys = DrawKeys(seed_Y, torch.zeros_like(seed_Y), rank_Y1, tree.next_X[at_Y], self.purpose)
-            assert self.laws_YLV is not None
-            law_YV = self.laws_YLV[: len(at_Y), step - self.shape.guesses]
-            token_Y, logq_Y = self.sampling.propose_by(logits_YV, offering.law.take(at_Y), keys, law_YV)
-        row_X = torch.arange(len(plan.slot_A) * branches, device=at_Y.device)
-        none_X = torch.zeros_like(row_X)
-        parent_X = row_X // branches if begins else row_X
-        return ChainDraws(
-            parent_X=dealt.spread(at_Y, parent_X),
-            token_X=dealt.spread(token_Y, none_X),
-            logq_X=dealt.spread(logq_Y, none_X.float()),
-        )
-
-    def _expanded(
-        self, plan: RoundPlan[Tensor], offering: CandidateLayout, logits_SV: Tensor, tree: TokenTree, step: int
-    ) -> tuple[Expansion, Offers]:
-        """The rows of a group are chosen among all that they offer together. The best are those that are likely
-        themselves, which nothing that stands for others is."""
-        has_rest = Kind.DISTINCT in plan.kinds
-        keys = DrawKeys(offering.seed_S, offering.round_S, offering.rank_S1, tree.next_X, self.purpose)
-        offers = self.sampling.offer(logits_SV, offering.law, self.mixture, keys, has_rest)
-        rows, random = offering.rows, (offering.seed_G, offering.round_G, step)
-        total = len(plan.branch_pages_XB)
-        given = (offers, tree.mass_X, tree.alive_X, offering.sources, rows, rows[1], plan.kind_G, random, total)
-        return self.expand(*given, ended_R=tree.ended_X, has_rest=has_rest), offers

@@ -10,7 +10,8 @@ import numpy as np
 from smc.api.engine_config import EngineConfig
 from smc.executor.graph_runner import AsyncResult
 from smc.executor.messages import Lineage, Pending, RoundResult
-from smc.executor.model_runner import DraftRunner, LocalChannel, Parts, TargetRunner
+from smc.executor.model_runner import DraftRunner, LocalChannel, TargetRunner
+from smc.executor.ops import RoundOps
 from smc.executor.plan import Program, RoundPlan, SequenceHandoff
 from smc.executor.worker import ModelWorker
 from smc.types import ModelRole
@@ -43,13 +44,11 @@ class RoundExecutor(Protocol):
 class LocalRoundExecutor:
     """Both sides in this process: on one device, or on two."""
 
-    def __init__(self, config: EngineConfig, workers: dict[ModelRole, ModelWorker], parts: Parts) -> None:
-        self.stages = {role: parts.stages(worker.device) for role, worker in workers.items()}
+    def __init__(self, config: EngineConfig, workers: dict[ModelRole, ModelWorker], ops: RoundOps) -> None:
+        self.stages = {role: ops.stage_runner(worker.device) for role, worker in workers.items()}
         channels = LocalChannel.between(self.stages[ModelRole.DRAFT], self.stages[ModelRole.TARGET])
-        self._draft = DraftRunner(config, workers[ModelRole.DRAFT], parts, self.stages[ModelRole.DRAFT], channels[0])
-        self._target = TargetRunner(
-            config, workers[ModelRole.TARGET], parts, self.stages[ModelRole.TARGET], channels[1]
-        )
+        self._draft = DraftRunner(config, workers[ModelRole.DRAFT], ops, self.stages[ModelRole.DRAFT], channels[0])
+        self._target = TargetRunner(config, workers[ModelRole.TARGET], ops, self.stages[ModelRole.TARGET], channels[1])
         self.runners: dict[ModelRole, DraftRunner | TargetRunner] = {
             ModelRole.DRAFT: self._draft,
             ModelRole.TARGET: self._target,

@@ -1,21 +1,37 @@
-"""Runs packed rows of tokens through a decoder. The reference, in plain torch, leaves padding out; see the package's
-legend."""
+"""Passes through a decoder: of few packed rows, and of prompts. The torch form, which leaves padding out;
+`smc.executor.triton_forward` is the Triton form. See the package's legend for axes; E hidden size."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from smc.arrays import to_device, to_host
-from smc.attention.base import ForwardBatch
+from smc.attention.base import AttentionBackend, ForwardBatch
 from smc.attention.torch_backend import TorchAttention
 from smc.executor.plan import Contexts
 from smc.memory.kv_pool import KVPool
 from smc.memory.pages import DUMMY_PAGE
 from smc.model.decoder import Decoder, RopeTable
 from smc.model.linear import Linear
+
+
+class Reader(Protocol):
+    """What a pass runs through: a `ModelWorker`, or as much of one."""
+
+    model: Decoder
+    pool: KVPool
+    rope: RopeTable
+    device: torch.device
+    width: int
+    """Positions of a sequence, at most."""
+
+    @property
+    def attention(self) -> AttentionBackend: ...
 
 
 @dataclass(frozen=True)
@@ -75,6 +91,14 @@ class StaticForward:
     def logits(self, hidden_RE: Tensor, head: Linear | None = None) -> Tensor:
         """[R, V], in whatever type; the columns past the vocabulary are padding. With a `head`, of its rows."""
         return self.model.logits(hidden_RE) if head is None else head(hidden_RE).float()
+
+
+def run_prompt(reader: Reader, tokens_T: Tensor, batch: ForwardBatch, asked_X: Tensor) -> Tensor:
+    """Run rows of prompts through a model. Returns hidden states [X, E] of the tokens at index `asked`; keys and values of
+    all tokens are stored."""
+    attend = reader.attention.plan(reader.pool, batch).attend
+    rope_T2D = reader.rope.at(to_device(batch.positions_T, reader.device))
+    return reader.model(tokens_T, rope_T2D, attend)[asked_X]
 
 
 def _without_padding(rows: Rows, live_X: np.ndarray) -> tuple[ForwardBatch, np.ndarray]:

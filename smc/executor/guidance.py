@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from smc.executor.forward import Rows, StaticForward
+from smc.executor.ops import RoundOps
 from smc.executor.plan import RoundPlan, UnconditionalRows
-from smc.executor.state import RemapBlockTable, SlotState
+from smc.executor.state import SlotState
 from smc.types import ModelRole
 
 
@@ -33,7 +34,7 @@ class GuidedPass:
     state: SlotState
     guide: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     """See `smc.executor.sampling.Sampling.guide`."""
-    reroot: RemapBlockTable
+    ops: RoundOps
     role: ModelRole
     beside_P: Tensor
     """int32: of every page of a guided place in this round, the companion's beside it."""
@@ -94,7 +95,7 @@ class GuidedPass:
         from_U = plan.slot_A[ancestor_U]
         end_U = (state.end_S[from_U] if pending else state.held(from_U)) + companions.shift_U
         source_U = _slots_of(companions, ancestor_U, slot_U)
-        self.reroot(state.table_SL, slot_U, source_U, state.base_S[slot_U], end_U, tail_UB, plan.columns)
+        self.ops.remap_block_table(state.table_SL, slot_U, source_U, state.base_S[slot_U], end_U, tail_UB, plan.columns)
 
     def _with_companions(
         self, companions: UnconditionalRows[Tensor], rows: Rows, row_Y: Tensor, root_R: Tensor | None

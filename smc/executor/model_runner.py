@@ -11,8 +11,7 @@ second time on, a stage of a round is the replay of a CUDA graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -21,32 +20,17 @@ import torch
 from torch import Tensor
 
 from smc import stops
-from smc.algorithm.expansion import Expansion, expand, keep_roots
-from smc.algorithm.selection import Selection, select
-from smc.algorithm.walk import walk
 from smc.api.engine_config import EngineConfig
-from smc.executor.draft import REFERENCE, Drafter, DraftShape, TokenTree, adopt
-from smc.executor.draft import DraftOps as DraftSteps
-from smc.executor.forward import StaticForward
+from smc.executor.draft import DraftShape, TokenTree
 from smc.executor.graph_runner import AsyncResult, Event, StageRunner
 from smc.executor.guidance import GuidedPass
 from smc.executor.messages import DraftedRows, Lineage, RoundChoice, RoundResult
+from smc.executor.ops import RoundOps
 from smc.executor.plan import PlanBuffer, Program, RoundPlan, SequenceHandoff
+from smc.executor.round_stages import Drafter, Scorer, Selector
 from smc.executor.sampling import HeadSampling, Sampling
-from smc.executor.select import Conclude, SelectOps, Selector, Weigh, conclude, weigh
-from smc.executor.state import (
-    AddBiases,
-    Advance,
-    BiasTables,
-    RemapBlockTable,
-    SlotState,
-    add_biases,
-    remap_block_table,
-    write_advance,
-)
-from smc.executor.verify import Follow, Judge, LayOut, Scorer, Verify, VerifyOps, follow, judge, lay_out, verify
-from smc.executor.worker import ModelWorker, PromptPass, run_prompt
-from smc.model.draft_vocab import DraftVocab
+from smc.executor.state import BiasTables, SlotState
+from smc.executor.worker import ModelWorker
 from smc.philox import Purpose
 from smc.types import ModelRole
 
@@ -117,62 +101,31 @@ class LocalChannel:
         self._kept.clear()
 
 
-@dataclass(frozen=True)
-class Parts:
-    """How a model is run and tokens are drawn: the reference, or kernels."""
-
-    forward: Callable[[ModelWorker], StaticForward] = lambda worker: StaticForward(
-        worker.model, worker.pool, worker.rope
-    )
-    sampling: Callable[[int], Sampling] = Sampling
-    head_sampling: Callable[[Sampling, DraftVocab, torch.device], HeadSampling] = HeadSampling
-    stages: Callable[[torch.device], StageRunner] = StageRunner
-    select: Callable[..., Selection] = select
-    expand: Callable[..., Expansion] = expand
-    adopt: Callable[..., TokenTree] = adopt
-    keep_roots: Callable[..., tuple[Tensor, Tensor]] = keep_roots
-    walk: Callable[..., tuple[Tensor, Tensor]] = walk
-    weigh: Weigh = weigh
-    conclude: Conclude = conclude
-    lay_out: LayOut = lay_out
-    judge: Judge = judge
-    verify: Verify = verify
-    follow: Follow = follow
-    advance: Advance = write_advance
-    drafting: DraftSteps = REFERENCE
-    run_prompt: PromptPass = run_prompt
-    add_biases: AddBiases = add_biases
-    reroot: RemapBlockTable = remap_block_table
-
-
 class ModelRunner:
     """One model's part in rounds: the state of all slots, and decoding alone."""
 
     def __init__(
-        self, config: EngineConfig, worker: ModelWorker, parts: Parts, stages: StageRunner, pending: int
+        self, config: EngineConfig, worker: ModelWorker, ops: RoundOps, stages: StageRunner, pending: int
     ) -> None:
         """`pending`: tokens at most that are to be run when a round begins."""
         self.config, self.worker, self.stages = config, worker, stages
         # Prompts are run where rounds are: what is written is there for what is asked for later.
-        worker.stages, worker.expand, worker.run_prompt = stages, parts.expand, parts.run_prompt
+        worker.stages, worker.ops = stages, ops
         stop_tables = stops.StopTables(config.max_stops, worker.vocab_size, worker.token_bytes, worker.device)
-        self.state = SlotState(config.max_slots, worker.width, pending, stop_tables, worker.device, parts.advance)
-        self._forward = parts.forward(worker)
-        self._sampling = parts.sampling(worker.vocab_size)
+        self.state = SlotState(config.max_slots, worker.width, pending, stop_tables, worker.device)
+        self._forward = ops.forward(worker)
+        self._sampling = ops.sampling(worker.vocab_size)
         self._biases = BiasTables(config.max_stops, worker.vocab_size, worker.device)
         self.state.biases.append(self._biases)
         beside_P = torch.zeros(worker.pages + 1, dtype=torch.int32, device=worker.device)
-        guidance = (self.state, self._sampling.guide, parts.reroot, worker.name, beside_P)
+        guidance = (self.state, self._sampling.guide, ops, worker.name, beside_P)
         self._run = GuidedPass(self._forward, self._forward.logits, *guidance)
         self._alone = Drafter(
             run=self._run,
             sampling=self._sampling,
             state=self.state,
-            expand=parts.expand,
-            adopt=parts.adopt,
-            add_biases=parts.add_biases,
+            ops=ops,
             biases=self._biases,
-            steps=parts.drafting,
             # Plain decoding of a target must not depend on rounds: exact decoding makes the same draws in others.
             shape=DraftShape(config.block, by_round=worker.name == ModelRole.DRAFT),
             mixture=0.0,
@@ -251,15 +204,15 @@ class DraftRunner(ModelRunner):
     """Drafts rows, then follows what the target chose."""
 
     def __init__(
-        self, config: EngineConfig, worker: ModelWorker, parts: Parts, stages: StageRunner, channel: Channel
+        self, config: EngineConfig, worker: ModelWorker, ops: RoundOps, stages: StageRunner, channel: Channel
     ) -> None:
-        super().__init__(config, worker, parts, stages, pending=config.begin_tokens)
+        super().__init__(config, worker, ops, stages, pending=config.begin_tokens)
         self._channel = channel
         run, biases, head = self._run, self._biases, worker.draft_head
         sampling: Sampling | HeadSampling = self._sampling
         if head is not None:
             run = replace(run, logits=partial(self._forward.logits, head=head.matrix))
-            sampling = parts.head_sampling(parts.sampling(len(head.vocab.ids_M)), head.vocab, worker.device)
+            sampling = ops.head_sampling(head.vocab, worker.device)
             biases = BiasTables(config.max_stops, len(head.vocab.ids_M), worker.device, head.vocab.ids_M)
             self.state.biases.append(biases)
         # Made once, for as many chains as there may be. Nothing is read of them that has not been written.
@@ -338,20 +291,16 @@ class TargetRunner(ModelRunner):
     """Scores blocks and chooses."""
 
     def __init__(
-        self, config: EngineConfig, worker: ModelWorker, parts: Parts, stages: StageRunner, channel: Channel
+        self, config: EngineConfig, worker: ModelWorker, ops: RoundOps, stages: StageRunner, channel: Channel
     ) -> None:
-        super().__init__(config, worker, parts, stages, pending=config.target_tokens)
+        super().__init__(config, worker, ops, stages, pending=config.target_tokens)
         self._channel = channel
         sampling, state = self._sampling, self.state
-        steps = VerifyOps(
-            parts.lay_out, parts.judge, parts.verify, parts.follow, partial(parts.add_biases, self._biases)
-        )
-        deciders = SelectOps(parts.weigh, parts.select, parts.expand, parts.keep_roots, parts.walk, parts.conclude)
         chains = config.chains(worker.vocab_size)
         self._scorer = Scorer(
-            self._run, sampling, state, steps, block=config.block, lookahead=config.lookahead, chains=chains
+            self._run, sampling, state, ops, self._biases, block=config.block, lookahead=config.lookahead, chains=chains
         )
-        self._chooser = Selector(sampling, state, deciders, lookahead=config.lookahead)
+        self._chooser = Selector(sampling, state, ops, lookahead=config.lookahead)
 
     @torch.inference_mode()
     def round(self, plan: RoundPlan[np.ndarray]) -> AsyncResult:

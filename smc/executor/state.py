@@ -1,18 +1,13 @@
-"""How block tables follow a choice. The reference, in plain torch; `smc.kernels.tables` has what GPUs use.
+"""What each model keeps per slot between rounds, and what is added to logits before they become a token distribution: the
+biases of requests, and -inf for tokens that would end an answer too early. The last slot is a dummy that padding points to.
 
-What is added to logits before they become a law: the biases of requests, and -inf for what would end an answer too
-early. The reference, in plain torch; `smc.kernels.biases` has what GPUs use.
+Both models' logits are changed alike, so proposals stay close to the target's distribution, and every log-probability is
+of the distribution after the change. Only rounds of requests that ask for it do so. `add_biases` is the torch form;
+`smc.kernels.sampling` has the Triton form.
 
-Both models' logits are changed alike, so proposals stay close to the target's law, and every log-probability is of the
-law after it. It is done in no round but those of requests that ask for it. Axes: E entries of the tables, B tokens of
-an entry, R rows, V columns, S slots.
-
-What each side keeps per slot between rounds. The last slot is a dummy that padding points to. See the package's legend
-for axes."""
+See the package's legend for axes; E entries of the tables, B tokens of an entry, R rows, V columns."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -20,35 +15,10 @@ from torch import Tensor
 
 from smc.api.limits import MAX_BIASES, MAX_STOP_IDS
 from smc.arrays import to_device
-from smc.executor.messages import RoundChoice
 from smc.executor.plan import SequenceHandoff
 from smc.memory.pages import DUMMY_PAGE
 from smc.stops import START, StopMachine, StopTables
 from smc.types import TensorOptions
-
-RemapBlockTable = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int], None]
-"""As `reroot`, with a tail."""
-
-
-def remap_block_table(
-    table_SL: Tensor,
-    slot_A: Tensor,
-    source_A: Tensor,
-    base_A: Tensor,
-    end_A: Tensor,
-    tail_AB: Tensor | None,
-    columns: int,
-) -> None:
-    """Positions from `base` up to `end` of the slots become those of `source`; `tail` are the pages of those from `end`
-    on.
-
-    A source keeps its own: no slot that is read is written. `columns` bounds what any row holds, tail included.
-    """
-    table_SL[slot_A, :columns] = table_SL[source_A, :columns]
-    if tail_AB is not None:
-        column_AB = end_A[:, None] + torch.arange(tail_AB.shape[1], device=table_SL.device)
-        table_SL[slot_A[:, None], column_AB] = tail_AB
-
 
 MAX_EOS = 64
 WIDTHS = (16, 256, MAX_STOP_IDS + MAX_BIASES + MAX_EOS)
@@ -103,7 +73,6 @@ class BiasTables:
 
 Lives = tuple[Tensor, Tensor]
 """Of all slots: entries, and how many tokens of the sequence do not end it."""
-AddBiases = Callable[[BiasTables, Lives, Tensor, Tensor, Tensor, int], Tensor]
 
 
 def add_biases(
@@ -129,13 +98,11 @@ class SlotState:
         pending: int,
         stops: StopTables,
         device: torch.device,
-        advance: Advance | None = None,
     ) -> None:
         """`width`: positions of a block table; `pending`: tokens at most whose keys and values are not there between
-        rounds; `advance`: what writes how sequences go on, the reference if not given."""
+        rounds."""
         integers: TensorOptions = {"dtype": torch.int64, "device": device}
         self.device, self.dummy, self.stops = device, slots, stops
-        self._advance = advance or write_advance
         self.table_SL = torch.full((slots + 1, width), DUMMY_PAGE, dtype=torch.int32, device=device)
         self.base_S = torch.zeros(slots + 1, **integers)
         """Leading positions whose pages no round changes."""
@@ -191,39 +158,5 @@ class SlotState:
         """Positions [A] whose keys and values are there."""
         return self.end_S[slot_A] - self.pending_S[slot_A]
 
-    def advance(
-        self, slot_A: Tensor, choice: RoundChoice, end_A: Tensor, tokens_AW: Tensor, pending_A: Tensor, text_A: Tensor
-    ) -> None:
-        """Sequences end at `end`, with so many pending tokens of these; `text` is the state before them."""
-        self._advance(self, slot_A, choice, end_A, tokens_AW, pending_A, text_A)
-
     def _here(self, values: np.ndarray) -> Tensor:
         return to_device(values, self.device).long()
-
-
-Advance = Callable[[SlotState, Tensor, RoundChoice, Tensor, Tensor, Tensor, Tensor], None]
-
-
-def write_advance(
-    state: SlotState,
-    slot_A: Tensor,
-    choice: RoundChoice,
-    end_A: Tensor,
-    tokens_AW: Tensor,
-    pending_A: Tensor,
-    text_A: Tensor,
-) -> None:
-    """`SlotState.advance`: the reference, in plain torch; `smc.executor.kernel_follow` has what GPUs use."""
-    state.end_S[slot_A] = end_A
-    state.pending_SQ[slot_A, : tokens_AW.shape[1]] = tokens_AW
-    state.pending_S[slot_A] = pending_A
-    state.text_S[slot_A] = text_A
-    state.ended_S[slot_A], state.alive_S[slot_A] = choice.ended_A, choice.alive_A
-    state.logw_S[slot_A] = choice.mass_A
-    # Padding has written to the dummy slot like any other; it must stay ended, and short.
-    # Fills: an assignment would copy from the host.
-    state.alive_S[state.dummy :].fill_(False)
-    state.logw_S[state.dummy :].fill_(0.0)
-    state.ended_S[state.dummy :].fill_(True)
-    state.end_S[state.dummy :].fill_(1)
-    state.pending_S[state.dummy :].fill_(1)

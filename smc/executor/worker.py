@@ -1,32 +1,26 @@
-"""A prompt's pass through a model: the reference, as the decoder has it; `smc.executor.kernel_prompts` has what GPUs
-use.
+"""Runs prompts through one model: weights and the memory of keys and values live here. Knows nothing about particles.
 
-The likeliest tokens at positions of a sequence, under the law of what comes there, which is that of rounds. Plain torch
-on every device: they are asked for once an answer.
+`top_logprobs` are computed here, too: the likeliest tokens at positions of a sequence, under the token distribution of
+rounds. They are plain torch on every device, because an answer asks for them once.
 
-Axes: R rows, Y tokens that are asked about (row after row), X those and, after them, their companions', S a slice of Y,
-E hidden size, V vocabulary, K tops.
-
-Runs prompts through one model: weights and the memory of keys and values live here. Does not know what a particle is.
-
-Axes: R rows, T tokens, V vocabulary, E hidden size, D draws.
-"""
+Axes: R rows, T tokens, V vocabulary, E hidden size, D draws; Y tokens that are asked about (row after row), X those and,
+after them, their unconditional tokens, S a slice of Y, K top_logprobs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from smc.algorithm.expansion import Expansion, Kind, expand
+from smc.algorithm.expansion import Kind
 from smc.arrays import to_device
-from smc.attention.base import AttentionBackend, ForwardBatch
+from smc.attention.base import ForwardBatch
 from smc.attention.prompts import PromptAttention
 from smc.executor.graph_runner import AsyncResult, StageRunner
 from smc.executor.messages import Draws, PromptBatch, PromptResult, Tops
+from smc.executor.ops import RoundOps, TorchOps
 from smc.executor.sampling import DrawKeys, Sampling
 from smc.executor.state import BiasTables, add_biases, width_of
 from smc.memory.kv_pool import KVPool
@@ -35,30 +29,6 @@ from smc.model.decoder import Decoder, RopeTable
 from smc.model.draft_vocab import DraftHead
 from smc.stops import TokenBytes
 from smc.types import ModelRole
-
-
-class Reader(Protocol):
-    """What a pass runs through: a `ModelWorker`, or as much of one."""
-
-    model: Decoder
-    pool: KVPool
-    rope: RopeTable
-    device: torch.device
-
-    @property
-    def attention(self) -> AttentionBackend: ...
-
-
-PromptPass = Callable[[Reader, Tensor, ForwardBatch, Tensor], Tensor]
-"""(what it runs through, tokens [T], rows, index [X] of the tokens that are asked about) -> their hidden states [X, E].
-Keys and values of all tokens are stored."""
-
-
-def run_prompt(reader: Reader, tokens_T: Tensor, batch: ForwardBatch, asked_X: Tensor) -> Tensor:
-    attend = reader.attention.plan(reader.pool, batch).attend
-    rope_T2D = reader.rope.at(to_device(batch.positions_T, reader.device))
-    return reader.model(tokens_T, rope_T2D, attend)[asked_X]
-
 
 SLICE = 32
 """Tokens whose laws exist at the same time: whole vocabularies of more would take memory that nobody has set aside."""
@@ -158,10 +128,8 @@ class ModelWorker:
         )
         self.stages = StageRunner(self.device)
         """In order with which the device is asked to run prompts."""
-        self.expand: Callable[..., Expansion] = expand
-        """How first tokens are drawn without replacement: the reference, or a kernel."""
-        self.run_prompt: PromptPass = run_prompt
-        """How prompts run through the model: the reference, or kernels."""
+        self.ops: RoundOps = TorchOps()
+        """How prompts run through the model, and first tokens are drawn without replacement."""
 
     @torch.inference_mode()
     def run_prompts(self, batch: PromptBatch) -> AsyncResult:
@@ -212,7 +180,9 @@ class ModelWorker:
         forward = ForwardBatch(
             table_RL, batch.starts_R, batch.counts_R, table_RL[row_T, position_T], position_T, *nothing_shared
         )
-        return self.run_prompt(self, to_device(batch.tokens_T, self.device), forward, to_device(asked_X, self.device))
+        return self.ops.run_prompt(
+            self, to_device(batch.tokens_T, self.device), forward, to_device(asked_X, self.device)
+        )
 
     def _guided(self, draws: Draws, logits_XV: Tensor) -> Tensor:
         """Logits [R, V] of the rows that are drawn after, of those [X, V] of all."""
@@ -265,7 +235,7 @@ class ModelWorker:
         kind_R, count_R = to_device(draws.kind_R, self.device), to_device(draws.count_R, self.device)
         random = (to_device(draws.seed_R, self.device), to_device(draws.round_R, self.device), FIRST_STEP)
         bounds = ((rows, one_R), (rows * most, one_R * most))
-        chosen = self.expand(offers, log_z_R.double(), there_R, *bounds, count_R, kind_R, random, len(rows) * most)
+        chosen = self.ops.expand(offers, log_z_R.double(), there_R, *bounds, count_R, kind_R, random, len(rows) * most)
         token_X = offers.token_RC[chosen.parent_X, chosen.offer_X]
         logp_X = offered_logp_RC[chosen.parent_X, chosen.offer_X]
         return token_X.view(-1, most), logp_X.view(-1, most), chosen.mass_X.view(-1, most)

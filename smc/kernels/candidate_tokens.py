@@ -21,7 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from smc.algorithm.expansion import OFFERS, Offers
-from smc.kernels.law import (
+from smc.kernels.launch import one_variant
+from smc.kernels.sampling import exponentials
+from smc.kernels.truncation import (
     Cut,
     combine,
     cut_arguments,
@@ -32,8 +34,6 @@ from smc.kernels.law import (
     order_key,
     require_rows,
 )
-from smc.kernels.sampling import exponentials
-from smc.kernels.variants import one_variant
 
 PART = 64
 """Columns of the parts of which the first pass keeps the largest entry."""

@@ -1,173 +1,450 @@
-"""What a round does at the model that drafts beside running it, in three launches: `smc.executor.draft`.
+"""What a round does at the model that drafts, beside running it: the Triton form of `smc.executor.draft`.
 
-The first two have a program for every few rows, of which the first row of a place does what there is to do for the
-place; the last has a program a place. Nothing reads the host, and grids follow from shapes alone: they can be captured
-in a CUDA graph.
+`begin` and `pack` have a program for every few rows; the first row of a place does what there is to do once a place.
+`resume` has a program a place. `reparent` has a program for every few rows: every row continues a row of the step before
+with one more token. Nothing reads the host, and grids follow from shapes alone, so all can be captured in a CUDA graph.
 
-Axes: A places, G groups, S slots, X rows (F of each place), P pending tokens, K tokens of a row, B pages of a row, W
-pages of a path."""
+Axes: A places, G groups, S slots (in `reparent`: rows before), X rows (F of each place), P pending tokens, K tokens of a
+row, B pages of a row, C candidate tokens of a row, D draws of a row, W pages of a path."""
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from smc.algorithm.expansion import Kind
-from smc.kernels.stops import after_all
-from smc.kernels.tables import move
-from smc.kernels.variants import one_variant
+from smc.kernels.launch import one_variant
+from smc.kernels.remap import CHUNK, copy_pages
+from smc.kernels.round_tensors import DistributionTensors, PlanTensors, Room, Sizes, SlotTensors
+from smc.kernels.stops import DONE, StopTensors, after, after_all
+from smc.philox import STREAMS_PER_PARTICLE
 
 INDEPENDENT, CHAINS = tl.constexpr(int(Kind.INDEPENDENT)), tl.constexpr(int(Kind.CHAINS))
 NONE = tl.constexpr(-float("inf"))
+STREAMS = tl.constexpr(STREAMS_PER_PARTICLE)
+ROWS = 16
+"""Rows of a program that begins or packs."""
+TREE_ROWS = 4
+"""Rows of a program of `reparent`: each program waits for the longest token among them."""
+
+
+class TreeTensors(NamedTuple):
+    """Of `smc.executor.draft.TokenTree`."""
+
+    root_X: Tensor
+    tokens_XK: Tensor
+    logq_XK: Tensor
+    tail_XB: Tensor
+    count_X: Tensor
+    alive_X: Tensor
+    ended_X: Tensor
+    before_X: Tensor
+    text_X: Tensor
+    mass_X: Tensor
+    last_X: Tensor
+    next_X: Tensor
+    run_4X: Tensor
+
+
+class TreeBefore(NamedTuple):
+    """The part of a `TokenTree` that the rows after it depend on."""
+
+    root_X: Tensor
+    tokens_XK: Tensor
+    logq_XK: Tensor
+    tail_XB: Tensor
+    count_X: Tensor
+    alive_X: Tensor
+    ended_X: Tensor
+    before_X: Tensor
+    text_X: Tensor
+
+
+class ChosenTokens(NamedTuple):
+    """Continuations of rows that were chosen among all candidates of a group: an `Expansion` and the candidates."""
+
+    parent_X: Tensor
+    offer_X: Tensor
+    mass_X: Tensor
+    nan_G: Tensor
+    token_RC: Tensor
+    logq_RC: Tensor
+
+
+class ChainTokens(NamedTuple):
+    """Of `smc.executor.verify.ChainDraws`."""
+
+    parent_X: Tensor
+    token_X: Tensor
+    logq_X: Tensor
+
+
+class BeginOutputs(NamedTuple):
+    """Written by `begin`."""
+
+    numbers_6A: Tensor
+    """Place, 0, text state, end, index of the last pending token, number in the group."""
+    rows_4A: Tensor
+    """Slot, cached length, tokens to run, group."""
+    flags_2A: Tensor
+    """Alive, ended."""
+    zero_A: Tensor
+    mass_A: Tensor
+    tokens_AP: Tensor
+    numbers_5X: Tensor
+    """Random stream, number in the group, seed, round, top_k."""
+    group_X: Tensor
+    distribution_4X: Tensor
+    """Temperature, top_p, min_p, alpha."""
+    bounds_2G: Tensor
+    """First row, rows."""
+    keys_2G: Tensor
+    """Seed, round."""
+
+
+class ResumeOutputs(NamedTuple):
+    """Written by `resume`."""
+
+    numbers_3A: Tensor
+    """End, pending tokens, text state."""
+    tokens_AW: Tensor
+    path_AW: Tensor
+    counts_2A: Tensor
+    """Pages kept and dropped."""
+
+
+def begin(
+    plan: PlanTensors,
+    distribution: DistributionTensors,
+    slots: SlotTensors,
+    tables: StopTensors,
+    branches: int,
+    by_round: bool,
+) -> BeginOutputs:
+    """See `smc.executor.draft.begin`."""
+    (places, queries), groups, rows = plan.begin_pages_AP.shape, len(plan.first_G), len(plan.slot_A) * branches
+    room = Room(plan.slot_A.device)
+    out = BeginOutputs(
+        numbers_6A=room.longs(6, places),
+        rows_4A=room.ints(4, places),
+        flags_2A=room.bools(2, places),
+        zero_A=room.floats(places),
+        mass_A=room.doubles(places),
+        tokens_AP=room.longs(places, queries),
+        numbers_5X=room.longs(5, rows),
+        group_X=room.ints(rows),
+        distribution_4X=room.floats(4, rows),
+        bounds_2G=room.ints(2, groups),
+        keys_2G=room.longs(2, groups),
+    )
+    _begin[(triton.cdiv(max(rows, groups), ROWS),)](
+        plan, distribution, slots, slots.table_SL.stride(0), slots.pending_SQ.stride(0), tables, out, Sizes(places, groups, rows),
+        F=branches, P=queries, BY_ROUND=by_round, BLOCK=ROWS, BLOCK_P=triton.next_power_of_2(queries), num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+def pack(
+    plan: PlanTensors, slots: SlotTensors, tree: TreeTensors, rows_WX: Tensor, branches: int, has_independent: bool
+) -> None:
+    """See `smc.executor.draft.pack`; writes `DraftedRows.all_WX`."""
+    rows, block = tree.tokens_XK.shape
+    _pack[(triton.cdiv(rows, ROWS),)](
+        plan, slots, tree, rows_WX, rows, F=branches, K=block, BLOCK=ROWS, BLOCK_K=triton.next_power_of_2(block),
+        LOG_F=math.log(branches), HAS_INDEPENDENT=has_independent, num_warps=1,
+    )  # fmt: skip
+
+
+def resume(plan: PlanTensors, slots: SlotTensors, tree: TreeTensors, choice_9A: Tensor, block: int) -> ResumeOutputs:
+    """See `smc.executor.draft.resume`; block tables follow the choice in the same launch."""
+    (places, queries), pages = plan.begin_pages_AP.shape, tree.tail_XB.shape[1]
+    width, room = min(2, slots.pending_SQ.shape[1]), Room(plan.slot_A.device)
+    out = ResumeOutputs(
+        numbers_3A=room.longs(3, places),
+        tokens_AW=room.longs(places, width),
+        path_AW=room.ints(places, queries + pages),
+        counts_2A=room.ints(2, places),
+    )
+    _resume[(places,)](
+        plan, slots, slots.table_SL.stride(0), tree, choice_9A, out, places,
+        K=block, P=queries, B=pages, Q=width, BLOCK_Q=triton.next_power_of_2(width),
+        BLOCK_B=triton.next_power_of_2(pages) if pages else 0, BLOCK_W=triton.next_power_of_2(queries + pages), CHUNK=CHUNK, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def reparent(
+    before: TreeBefore,
+    chosen: ChosenTokens | None,
+    own: tuple[Tensor, Tensor] | None,
+    chains: ChainTokens | None,
+    plan: PlanTensors,
+    slots: SlotTensors,
+    tables: StopTensors,
+    step: int,
+    branches: int,
+) -> TreeTensors:
+    """See `smc.executor.draft.reparent`. `own`: tokens [S, D] and their log q [S, D]."""
+    rows, room = len(plan.slot_A) * branches, Room(plan.slot_A.device)
+    tokens, pages = before.tokens_XK.shape[1], plan.branch_pages_XB.shape[1]
+    out = TreeTensors(
+        root_X=room.longs(rows),
+        tokens_XK=room.longs(rows, tokens),
+        logq_XK=room.floats(rows, tokens),
+        tail_XB=room.ints(rows, pages),
+        count_X=room.longs(rows),
+        alive_X=room.bools(rows),
+        ended_X=room.bools(rows),
+        before_X=room.longs(rows),
+        text_X=room.longs(rows),
+        mass_X=room.doubles(rows),
+        last_X=room.longs(rows),
+        next_X=room.longs(rows),
+        run_4X=room.ints(4, rows),
+    )
+    strides = TreeStrides(before.tokens_XK.stride(0), before.logq_XK.stride(0), before.tail_XB.stride(0))
+    _reparent[(triton.cdiv(rows, TREE_ROWS),)](
+        before, strides, chosen, own, chains, plan, slots, tables, out, TreeSizes(rows, step, tokens, pages),
+        BLOCK=TREE_ROWS, BLOCK_K=triton.next_power_of_2(tokens), BLOCK_B=triton.next_power_of_2(max(1, pages)), BRANCHES=branches,
+        WIDTH=0 if chosen is None else chosen.token_RC.shape[1], DRAWS=0 if own is None else own[0].shape[1], num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+class TreeStrides(NamedTuple):
+    """From a row to the next, of `TreeBefore`."""
+
+    tokens: int
+    logq: int
+    tail: int
+
+
+class TreeSizes(NamedTuple):
+    """Of one step of a tree."""
+
+    rows: int
+    step: int
+    tokens: int
+    pages: int
 
 
 @one_variant()
-def begin(
-    slot_A, group_A, particle_A, seed_A, round_A, first_G, size_G, temperature_A, top_k_A, top_p_A, min_p_A, alpha_A, pages_AP,
-    table_SL, table_stride, end_S, pending_S, pending_SQ, pending_stride, ended_S, alive_S, text_S, entry_S, least_S, logw_S,
-    is_stop_EV, vocab, has_strings_E, next_EXB, data_B, offset_V, spelled,
-    numbers_6A, rows_4A, flags_2A, floats_A, mass_A, tokens_AP, numbers_5X, group_X, law_4X, bounds_2G, keys_2G,
-    places, groups, rows,
-    F: tl.constexpr, P: tl.constexpr, STREAMS: tl.constexpr, BY_ROUND: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr,
-    STRINGS: tl.constexpr, DONE: tl.constexpr, STATES: tl.constexpr,
+def _begin(
+    plan, distribution, slots, table_stride, pending_stride, tables, out, sizes,
+    F: tl.constexpr, P: tl.constexpr, BY_ROUND: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
+    places, groups, rows = sizes.places, sizes.groups, sizes.rows
     x = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside, place = x < rows, x // F
-    group = tl.load(group_A + place, mask=inside, other=0)
-    first = tl.load(first_G + group, mask=inside, other=0)
-    _begin_rows(
-        x, inside, place, group, first, particle_A, seed_A, round_A, temperature_A, top_k_A, top_p_A, min_p_A, alpha_A,
-        numbers_5X, group_X, law_4X, rows, F, STREAMS, BY_ROUND,
-    )  # fmt: skip
+    group = tl.load(plan.group_A + place, mask=inside, other=0)
+    first = tl.load(plan.first_G + group, mask=inside, other=0)
+    _begin_rows(x, inside, place, group, first, plan, distribution, out, rows, F, BY_ROUND)
     is_group = x < groups
-    first_of = tl.load(first_G + x, mask=is_group, other=0)
+    first_of = tl.load(plan.first_G + x, mask=is_group, other=0)
     at = tl.minimum(first_of, places - 1)
-    tl.store(bounds_2G + x, first_of * F, mask=is_group)
-    tl.store(bounds_2G + groups + x, tl.load(size_G + x, mask=is_group, other=0) * F, mask=is_group)
-    tl.store(keys_2G + x, tl.load(seed_A + at, mask=is_group, other=0), mask=is_group)
-    tl.store(keys_2G + groups + x, tl.load(round_A + at, mask=is_group, other=0), mask=is_group)
+    tl.store(out.bounds_2G + x, first_of * F, mask=is_group)
+    tl.store(out.bounds_2G + groups + x, tl.load(plan.size_G + x, mask=is_group, other=0) * F, mask=is_group)
+    tl.store(out.keys_2G + x, tl.load(plan.seed_A + at, mask=is_group, other=0), mask=is_group)
+    tl.store(out.keys_2G + groups + x, tl.load(plan.round_A + at, mask=is_group, other=0), mask=is_group)
     own = inside & (x % F == 0)
-    slot = tl.load(slot_A + place, mask=own, other=0)
-    end, pending = tl.load(end_S + slot, mask=own, other=1), tl.load(pending_S + slot, mask=own, other=1)
-    ended, held = tl.load(ended_S + slot, mask=own, other=1) != 0, end - pending
-    # What is pending has been found not to end the answer.
+    slot = tl.load(plan.slot_A + place, mask=own, other=0)
+    end, pending = tl.load(slots.end_S + slot, mask=own, other=1), tl.load(slots.pending_S + slot, mask=own, other=1)
+    ended, held = tl.load(slots.ended_S + slot, mask=own, other=1) != 0, end - pending
+    text = tl.load(slots.text_S + slot, mask=own, other=0).to(tl.int32)
+    # The pending tokens are known not to end the answer.
     text, _ = after_all(
-        tl.load(text_S + slot, mask=own, other=0).to(tl.int32), pending_SQ + slot * pending_stride, 1,
-        tl.load(entry_S + slot, mask=own, other=0), own, pending, tl.load(least_S + slot, mask=own, other=0) - held,
-        is_stop_EV, vocab, has_strings_E, next_EXB, data_B, offset_V, spelled, P, STRINGS, DONE, STATES,
+        text, slots.pending_SQ + slot * pending_stride, 1, tl.load(slots.entry_S + slot, mask=own, other=0), own, pending,
+        tl.load(slots.least_S + slot, mask=own, other=0) - held, tables, P,
     )  # fmt: skip
     zero, wide = place * 0, place.to(tl.int64)
-    tl.store(numbers_6A + place, wide, mask=own)
-    tl.store(numbers_6A + places + place, zero.to(tl.int64), mask=own)
-    tl.store(numbers_6A + 2 * places + place, text.to(tl.int64), mask=own)
-    tl.store(numbers_6A + 3 * places + place, end, mask=own)
-    tl.store(numbers_6A + 4 * places + place, wide * P + pending - 1, mask=own)
-    tl.store(numbers_6A + 5 * places + place, place - first, mask=own)
-    tl.store(rows_4A + place, slot.to(tl.int32), mask=own)
-    tl.store(rows_4A + places + place, held.to(tl.int32), mask=own)
-    tl.store(rows_4A + 2 * places + place, tl.where(ended, 0, pending).to(tl.int32), mask=own)
-    tl.store(rows_4A + 3 * places + place, group.to(tl.int32), mask=own)
-    tl.store(flags_2A + place, tl.load(alive_S + slot, mask=own, other=0) != 0, mask=own)
-    tl.store(flags_2A + places + place, ended, mask=own)
-    tl.store(floats_A + place, zero.to(tl.float32), mask=own)
-    tl.store(mass_A + place, tl.load(logw_S + slot, mask=own, other=0.0), mask=own)
+    tl.store(out.numbers_6A + place, wide, mask=own)
+    tl.store(out.numbers_6A + places + place, zero.to(tl.int64), mask=own)
+    tl.store(out.numbers_6A + 2 * places + place, text.to(tl.int64), mask=own)
+    tl.store(out.numbers_6A + 3 * places + place, end, mask=own)
+    tl.store(out.numbers_6A + 4 * places + place, wide * P + pending - 1, mask=own)
+    tl.store(out.numbers_6A + 5 * places + place, place - first, mask=own)
+    tl.store(out.rows_4A + place, slot.to(tl.int32), mask=own)
+    tl.store(out.rows_4A + places + place, held.to(tl.int32), mask=own)
+    tl.store(out.rows_4A + 2 * places + place, tl.where(ended, 0, pending).to(tl.int32), mask=own)
+    tl.store(out.rows_4A + 3 * places + place, group.to(tl.int32), mask=own)
+    tl.store(out.flags_2A + place, tl.load(slots.alive_S + slot, mask=own, other=0) != 0, mask=own)
+    tl.store(out.flags_2A + places + place, ended, mask=own)
+    tl.store(out.zero_A + place, zero.to(tl.float32), mask=own)
+    tl.store(out.mass_A + place, tl.load(slots.logw_S + slot, mask=own, other=0.0), mask=own)
     p = tl.arange(0, BLOCK_P)[None, :]
-    theirs, to = own[:, None] & (p < P), place[:, None] * P + p
-    tl.store(
-        tokens_AP + to, tl.load(pending_SQ + slot[:, None] * pending_stride + p, mask=theirs, other=0), mask=theirs
-    )
-    # Past what will be held, whatever is written is written over later.
-    tl.store(
-        table_SL + slot[:, None] * table_stride + held[:, None] + p,
-        tl.load(pages_AP + to, mask=theirs, other=0),
-        mask=theirs,
-    )
+    exists, to = own[:, None] & (p < P), place[:, None] * P + p
+    token = tl.load(slots.pending_SQ + slot[:, None] * pending_stride + p, mask=exists, other=0)
+    tl.store(out.tokens_AP + to, token, mask=exists)
+    # Entries past the pages that will be held are overwritten later.
+    page = tl.load(plan.begin_pages_AP + to, mask=exists, other=0)
+    tl.store(slots.table_SL + slot[:, None] * table_stride + held[:, None] + p, page, mask=exists)
 
 
 @triton.jit
-def _begin_rows(
-    x, inside, place, group, first, particle_A, seed_A, round_A, temperature_A, top_k_A, top_p_A, min_p_A, alpha_A,
-    numbers_5X, group_X, law_4X, rows, F: tl.constexpr, STREAMS: tl.constexpr, BY_ROUND: tl.constexpr,
-):  # fmt: skip
-    """What every row draws and offers by: its number, its random numbers and its law."""
-    rounds = tl.load(round_A + place, mask=inside, other=0)
-    stream = tl.load(particle_A + place, mask=inside, other=0) * STREAMS + x % F
-    tl.store(numbers_5X + x, stream, mask=inside)
-    tl.store(numbers_5X + rows + x, (x - first * F).to(tl.int64), mask=inside)
-    tl.store(numbers_5X + 2 * rows + x, tl.load(seed_A + place, mask=inside, other=0), mask=inside)
-    tl.store(numbers_5X + 3 * rows + x, rounds if BY_ROUND else rounds * 0, mask=inside)
-    tl.store(numbers_5X + 4 * rows + x, tl.load(top_k_A + place, mask=inside, other=0), mask=inside)
-    tl.store(group_X + x, group.to(tl.int32), mask=inside)
-    tl.store(law_4X + x, tl.load(temperature_A + place, mask=inside, other=0.0), mask=inside)
-    tl.store(law_4X + rows + x, tl.load(top_p_A + place, mask=inside, other=0.0), mask=inside)
-    tl.store(law_4X + 2 * rows + x, tl.load(min_p_A + place, mask=inside, other=0.0), mask=inside)
-    tl.store(law_4X + 3 * rows + x, tl.load(alpha_A + place, mask=inside, other=0.0), mask=inside)
+def _begin_rows(x, inside, place, group, first, plan, distribution, out, rows, F: tl.constexpr, BY_ROUND: tl.constexpr):
+    """What every row draws with: its number, its random numbers and its token distribution."""
+    rounds = tl.load(plan.round_A + place, mask=inside, other=0)
+    stream = tl.load(plan.particle_A + place, mask=inside, other=0) * STREAMS + x % F
+    tl.store(out.numbers_5X + x, stream, mask=inside)
+    tl.store(out.numbers_5X + rows + x, (x - first * F).to(tl.int64), mask=inside)
+    tl.store(out.numbers_5X + 2 * rows + x, tl.load(plan.seed_A + place, mask=inside, other=0), mask=inside)
+    tl.store(out.numbers_5X + 3 * rows + x, rounds if BY_ROUND else rounds * 0, mask=inside)
+    tl.store(out.numbers_5X + 4 * rows + x, tl.load(distribution.top_k_R + place, mask=inside, other=0), mask=inside)
+    tl.store(out.group_X + x, group.to(tl.int32), mask=inside)
+    to = out.distribution_4X + x
+    tl.store(to, tl.load(distribution.temperature_R + place, mask=inside, other=0.0), mask=inside)
+    tl.store(to + rows, tl.load(distribution.top_p_R + place, mask=inside, other=0.0), mask=inside)
+    tl.store(to + 2 * rows, tl.load(distribution.min_p_R + place, mask=inside, other=0.0), mask=inside)
+    tl.store(to + 3 * rows, tl.load(distribution.alpha_R + place, mask=inside, other=0.0), mask=inside)
 
 
 @one_variant()
-def pack(
-    slot_A, group_A, kind_G, ended_S, logw_S, root_X, tokens_XK, logq_XK, count_X, alive_X, ended_X, mass_X, rows_WX, rows,
-    F: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, LOG_F: tl.constexpr, OWN: tl.constexpr,
+def _pack(
+    plan, slots, tree, rows_WX, rows,
+    F: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, LOG_F: tl.constexpr, HAS_INDEPENDENT: tl.constexpr,
 ):  # fmt: skip
     x, k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_K)[:, None]
     inside = x < rows
-    root = tl.load(root_X + x, mask=inside, other=0)
-    slot = tl.load(slot_A + root, mask=inside, other=0)
-    share = tl.load(mass_X + x, mask=inside, other=0.0) - tl.load(logw_S + slot, mask=inside, other=0.0)
-    kind = tl.load(kind_G + tl.load(group_A + x // F, mask=inside, other=0), mask=inside, other=0)
-    # Chains are all the same until the target has spoken, but for those that continue nothing.
-    is_there = tl.load(alive_X + x, mask=inside, other=0) != 0
-    share = tl.where(kind == CHAINS, tl.where(is_there, 0.0, NONE), share)
-    if OWN:
-        has_ended = tl.load(ended_S + slot, mask=inside, other=1) != 0
+    root = tl.load(tree.root_X + x, mask=inside, other=0)
+    slot = tl.load(plan.slot_A + root, mask=inside, other=0)
+    share = tl.load(tree.mass_X + x, mask=inside, other=0.0) - tl.load(slots.logw_S + slot, mask=inside, other=0.0)
+    kind = tl.load(plan.kind_G + tl.load(plan.group_A + x // F, mask=inside, other=0), mask=inside, other=0)
+    # Draft chains all have the same share until the target has verified them, except rows that continue nothing.
+    exists = tl.load(tree.alive_X + x, mask=inside, other=0) != 0
+    share = tl.where(kind == CHAINS, tl.where(exists, 0.0, NONE), share)
+    if HAS_INDEPENDENT:
+        has_ended = tl.load(slots.ended_S + slot, mask=inside, other=1) != 0
         own = tl.where(has_ended, tl.where(x % F == 0, 0.0, NONE), tl.full((), -LOG_F, tl.float64))
         share = tl.where(kind == INDEPENDENT, own, share)
     given, of, to = (k < K) & inside[None, :], x[None, :] * K + k, k * rows + x[None, :]
-    tl.store(rows_WX + to, tl.load(tokens_XK + of, mask=given, other=0).to(tl.int32), mask=given)
-    tl.store(
-        rows_WX + K * rows + to, tl.load(logq_XK + of, mask=given, other=0.0).to(tl.int32, bitcast=True), mask=given
-    )
+    logq = tl.load(tree.logq_XK + of, mask=given, other=0.0).to(tl.int32, bitcast=True)
+    tl.store(rows_WX + to, tl.load(tree.tokens_XK + of, mask=given, other=0).to(tl.int32), mask=given)
+    tl.store(rows_WX + K * rows + to, logq, mask=given)
     out = rows_WX + 2 * K * rows + x
     tl.store(out, root.to(tl.int32), mask=inside)
-    tl.store(out + rows, tl.load(count_X + x, mask=inside, other=0).to(tl.int32), mask=inside)
-    tl.store(out + 2 * rows, (tl.load(ended_X + x, mask=inside, other=0) != 0).to(tl.int32), mask=inside)
+    tl.store(out + rows, tl.load(tree.count_X + x, mask=inside, other=0).to(tl.int32), mask=inside)
+    tl.store(out + 2 * rows, (tl.load(tree.ended_X + x, mask=inside, other=0) != 0).to(tl.int32), mask=inside)
     tl.store(out + 3 * rows, share.to(tl.float32).to(tl.int32, bitcast=True), mask=inside)
 
 
 @one_variant()
-def resume(
-    slot_A, choice_9A, begin_pages_AP, tokens_XK, tail_XB, before_X, table_SL, table_stride, base_S, end_S, pending_S, ended_S,
-    numbers_3A, tokens_AW, path_AW, counts_2A, places,
+def _resume(
+    plan, slots, table_stride, tree, choice_9A, out, places,
     K: tl.constexpr, P: tl.constexpr, B: tl.constexpr, Q: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_W: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Q tokens may be pending."""
+    """At most Q tokens are pending afterwards."""
     place = tl.program_id(0)
     of = choice_9A + place
     ancestor, row, taken = tl.load(of), tl.load(of + places), tl.load(of + 2 * places)
     cut, bonus, ended = tl.load(of + 3 * places), tl.load(of + 4 * places), tl.load(of + 6 * places) > 0
-    slot, source = tl.load(slot_A + place), tl.load(slot_A + ancestor)
-    end, pending = tl.load(end_S + source), tl.load(pending_S + source)
-    # One that had ended goes on where its end is taken back.
-    is_open, has_bonus = (tl.load(ended_S + source) == 0) | (cut > 0), bonus >= 0
-    tail_B = tail_XB + row * B
-    move(table_SL, table_stride, slot, source, tl.load(base_S + slot), end, tail_B, B, BLOCK_B, CHUNK)
-    # The last token of a whole row has not been run, and one that ends an answer never is.
+    slot, source = tl.load(plan.slot_A + place), tl.load(plan.slot_A + ancestor)
+    end, pending = tl.load(slots.end_S + source), tl.load(slots.pending_S + source)
+    # A particle that had ended continues if its end is taken back.
+    is_open, has_bonus = (tl.load(slots.ended_S + source) == 0) | (cut > 0), bonus >= 0
+    tail_B = tree.tail_XB + row * B
+    copy_pages(slots.table_SL, table_stride, slot, source, tl.load(slots.base_S + slot), end, tail_B, B, BLOCK_B, CHUNK)
+    # The last token of a whole row has not been run, and a token that ends an answer is never run.
     whole = taken == K
     run = taken - (whole | (ended & (has_bonus == 0) & (taken > 0))).to(tl.int64)
     left = tl.where(ended, 1, whole.to(tl.int64) + has_bonus.to(tl.int64))
-    tl.store(numbers_3A + place, end - cut + taken + has_bonus.to(tl.int64))
-    tl.store(numbers_3A + places + place, tl.maximum(left, 1))
-    tl.store(numbers_3A + 2 * places + place, tl.where(whole, tl.load(before_X + row), tl.load(of + 7 * places)))
-    tl.store(counts_2A + place, tl.where(is_open, tl.maximum(pending - cut, 0) + run, 0).to(tl.int32))
-    tl.store(counts_2A + places + place, tl.where(is_open, tl.maximum(cut - pending, 0), 0).to(tl.int32))
+    text = tl.where(whole, tl.load(tree.before_X + row), tl.load(of + 7 * places))
+    tl.store(out.numbers_3A + place, end - cut + taken + has_bonus.to(tl.int64))
+    tl.store(out.numbers_3A + places + place, tl.maximum(left, 1))
+    tl.store(out.numbers_3A + 2 * places + place, text)
+    tl.store(out.counts_2A + place, tl.where(is_open, tl.maximum(pending - cut, 0) + run, 0).to(tl.int32))
+    tl.store(out.counts_2A + places + place, tl.where(is_open, tl.maximum(cut - pending, 0), 0).to(tl.int32))
     q = tl.arange(0, BLOCK_Q)
-    said = tl.maximum(bonus, 0)
-    token = tl.where(whole & (q == 0), tl.load(tokens_XK + row * K + K - 1), said)
-    tl.store(tokens_AW + place * Q + q, token, mask=q < Q)
-    # A particle's pending tokens, of which there may be fewer than places for them, then its row's.
+    token = tl.where(whole & (q == 0), tl.load(tree.tokens_XK + row * K + K - 1), tl.maximum(bonus, 0))
+    tl.store(out.tokens_AW + place * Q + q, token, mask=q < Q)
+    # The particle's pending tokens, of which there may be fewer than P, then the tokens of its row.
     w = tl.arange(0, BLOCK_W)
     at = tl.minimum(tl.where(w < pending, w, w + P - pending), P + B - 1)
-    page = tl.load(begin_pages_AP + ancestor * P + at, mask=at < P, other=0)
+    page = tl.load(plan.begin_pages_AP + ancestor * P + at, mask=at < P, other=0)
     page = tl.where(at < P, page, tl.load(tail_B + at - P, mask=(at >= P) & (w < P + B), other=0))
-    tl.store(path_AW + place * (P + B) + w, page, mask=w < P + B)
+    tl.store(out.path_AW + place * (P + B) + w, page, mask=w < P + B)
+
+
+@one_variant()
+def _reparent(
+    before, strides, chosen, own, chains, plan, slots, tables, out, sizes,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_B: tl.constexpr, BRANCHES: tl.constexpr, WIDTH: tl.constexpr, DRAWS: tl.constexpr,
+):  # fmt: skip
+    rows, step = sizes.rows, sizes.step
+    x = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = x < rows
+    group = tl.load(plan.group_A + x // BRANCHES, mask=inside, other=0)
+    parent, mass = tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.float64)
+    token, logq = tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.float32)
+    is_tree = inside
+    if own is not None:
+        parent = (x // DRAWS).to(tl.int64)
+        token = tl.load(own[0] + x, mask=inside, other=0).to(tl.int64)
+        logq = tl.load(own[1] + x, mask=inside, other=0.0)
+        is_tree = inside & (tl.load(plan.kind_G + group, mask=inside, other=0) != INDEPENDENT)
+    if chosen is not None:
+        parent = tl.where(is_tree, tl.load(chosen.parent_X + x, mask=is_tree, other=0), parent)
+        mass = tl.where(is_tree, tl.load(chosen.mass_X + x, mask=is_tree, other=0.0), mass)
+        at = parent * WIDTH + tl.load(chosen.offer_X + x, mask=is_tree, other=0)
+        token = tl.where(is_tree, tl.load(chosen.token_RC + at, mask=is_tree, other=0), token)
+        was_over = tl.load(before.ended_X + parent, mask=is_tree, other=0) != 0
+        offered = tl.where(was_over, 0.0, tl.load(chosen.logq_RC + at, mask=is_tree, other=0.0))
+        offered = tl.where(tl.load(chosen.nan_G + group, mask=is_tree, other=0) != 0, float("nan"), offered)
+        logq = tl.where(is_tree, offered, logq)
+    if chains is not None:
+        is_chain = inside & (tl.load(plan.kind_G + group, mask=inside, other=0) == CHAINS)
+        parent = tl.where(is_chain, tl.load(chains.parent_X + x, mask=is_chain, other=0), parent)
+        token = tl.where(is_chain, tl.load(chains.token_X + x, mask=is_chain, other=0), token)
+        logq = tl.where(is_chain, tl.load(chains.logq_X + x, mask=is_chain, other=0.0), logq)
+        mass = tl.where(is_chain, 0.0, mass)
+    root = tl.load(before.root_X + parent, mask=inside, other=0)
+    ended = tl.load(before.ended_X + parent, mask=inside, other=1) != 0
+    text = tl.load(before.text_X + parent, mask=inside, other=0)
+    count = tl.load(before.count_X + parent, mask=inside, other=0)
+    slot = tl.load(plan.slot_A + root, mask=inside, other=0)
+    end, entry = tl.load(slots.end_S + slot, mask=inside, other=0), tl.load(slots.entry_S + slot, mask=inside, other=0)
+    # As `grow` of one token.
+    room = tl.load(slots.limit_S + slot, mask=inside, other=0) - end - count
+    going = inside & (room > 0)
+    early = tl.load(slots.least_S + slot, mask=inside, other=0) - end - count > 0
+    state = after(text.to(tl.int32), token, entry, going, early, tables)
+    has_ended = ended | (going.to(tl.int64) >= room) | (state == DONE)
+    alive = (tl.load(before.alive_X + parent, mask=inside, other=0) != 0) & (mass > NONE)
+    text_before = tl.load(before.before_X + parent, mask=inside, other=0)
+    tl.store(out.root_X + x, root, mask=inside)
+    tl.store(out.count_X + x, count + tl.where(ended, 0, 1), mask=inside)
+    tl.store(out.alive_X + x, alive, mask=inside)
+    tl.store(out.ended_X + x, has_ended, mask=inside)
+    tl.store(out.before_X + x, tl.where(ended, text_before, text), mask=inside)
+    tl.store(out.text_X + x, tl.where(ended, text, state.to(tl.int64)), mask=inside)
+    tl.store(out.mass_X + x, mass, mask=inside)
+    tl.store(out.last_X + x, token, mask=inside)
+    tl.store(out.next_X + x, end + step + 1, mask=inside)
+    tl.store(out.run_4X + x, slot.to(tl.int32), mask=inside)
+    tl.store(out.run_4X + rows + x, end.to(tl.int32), mask=inside)
+    tl.store(out.run_4X + 2 * rows + x, (end + step).to(tl.int32), mask=inside)
+    tl.store(out.run_4X + 3 * rows + x, (alive & ~has_ended).to(tl.int32), mask=inside)
+    _reparent_tokens(x, inside, parent, token, logq, before, strides, plan, out, sizes, BLOCK_K, BLOCK_B)
+
+
+@triton.jit
+def _reparent_tokens(
+    x, inside, parent, token, logq, before, strides, plan, out, sizes, BLOCK_K: tl.constexpr, BLOCK_B: tl.constexpr
+):
+    """Tokens of rows with their log q, and their pages: those of the tokens so far are the parent's."""
+    step, tokens, pages = sizes.step, sizes.tokens, sizes.pages
+    k, b = tl.arange(0, BLOCK_K)[None, :], tl.arange(0, BLOCK_B)[None, :]
+    of, to, is_old = parent[:, None], x[:, None].to(tl.int64), inside[:, None] & (k < step)
+    token_XK = tl.load(before.tokens_XK + of * strides.tokens + k, mask=is_old, other=0)
+    logq_XK = tl.load(before.logq_XK + of * strides.logq + k, mask=is_old, other=0.0)
+    is_token = inside[:, None] & (k < tokens)
+    tl.store(out.tokens_XK + to * tokens + k, tl.where(k == step, token[:, None], token_XK), mask=is_token)
+    tl.store(out.logq_XK + to * tokens + k, tl.where(k == step, logq[:, None], logq_XK), mask=is_token)
+    is_page = inside[:, None] & (b < pages)
+    known_XB = tl.load(before.tail_XB + of * strides.tail + b, mask=is_page & (b < step), other=0)
+    own_XB = tl.load(plan.branch_pages_XB + to * pages + b, mask=is_page & (b >= step), other=0)
+    tl.store(out.tail_XB + to * pages + b, tl.where(b < step, known_XB, own_XB), mask=is_page)

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from smc.algorithm.expansion import EXPANSION_POSITION, Expansion, Kind, Offers
 from smc.api.limits import MAX_PARTICLES
-from smc.kernels.program_ids import own_places, programs
-from smc.kernels.selection import _uniform
-from smc.kernels.variants import one_variant
+from smc.kernels.launch import one_variant, own_places, programs
+from smc.kernels.select import _uniform
 
 CHUNKS = (256, 512, 1024, 2048)
 """Offers that a program looks at at a time: all, if there are no more than the last."""

@@ -6,7 +6,21 @@ beside the softmax's running sums: logits are read once, and no [R, V] array is 
 can be captured in a CUDA graph.
 
 Axes: R rows, V columns, D draws a row, S splits of the vocabulary, T scored rows, X rows asked for, F extra tokens a
-row."""
+row.
+
+What is added to logits before they become a law, in one launch: `smc.executor.state.add_biases`.
+
+A program has some of the tokens of one row. Nothing reads the host, and the grid follows from shapes alone: it can be
+captured in a CUDA graph.
+
+Axes: E entries of the tables, B tokens of an entry, R rows, V columns, S slots, X slots that rows are of.
+
+Columns of a draft's head become tokens, in one launch: `smc.executor.sampling`.
+
+Nothing reads the host, and grids follow from shapes alone: both functions can be captured in a CUDA graph.
+
+Axes: R rows, D draws a row, C offers, M columns, U tokens without a row.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +29,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smc.kernels.law import (
+from smc.algorithm.expansion import Offers
+from smc.kernels.launch import one_variant
+from smc.kernels.truncation import (
     Cut,
     best_column,
     combine,
@@ -27,7 +43,6 @@ from smc.kernels.law import (
     require_rows,
     sum_block,
 )
-from smc.kernels.variants import one_variant
 
 EXTRA = 64
 """Further tokens of a row that are scored by the same kernel, however few they are, or none."""
@@ -247,3 +262,220 @@ def _finish_sum(
             logits, stride, temperature_R, key_R, last_R, drop_R, row, token_F, given_F, best, top, log_sum, CUT
         )
         tl.store(extra_logp_XF + x * extra + f, logp_F, mask=f < extra)
+
+
+BIAS_BLOCK = 128
+"""Tokens of a program."""
+
+
+def add_biases(
+    logits_RV: Tensor,
+    tables: tuple[Tensor, Tensor, Tensor, Tensor],
+    lives: tuple[Tensor, Tensor],
+    slot_X: Tensor,
+    position_R: Tensor,
+    width: int,
+) -> Tensor:
+    """In place. `tables`: columns, what is added early and late, and counts; `lives`: of all slots, entries, and how
+    many tokens are early."""
+    column_EB, early_EB, late_EB, count_E = tables
+    rows = len(logits_RV)
+    _add_biases[(triton.cdiv(width, BIAS_BLOCK), rows)](
+        logits_RV, logits_RV.stride(0), slot_X, position_R, *lives, column_EB, early_EB, late_EB, count_E, rows // len(slot_X),
+        column_EB.shape[1], BLOCK=BIAS_BLOCK, num_warps=1,
+    )  # fmt: skip
+    return logits_RV
+
+
+@one_variant("column_EB", "early_EB", "late_EB", "most")
+def _add_biases(
+    logits, stride, slot_X, position_R, entry_S, least_S, column_EB, early_EB, late_EB, count_E, each, most, BLOCK: tl.constexpr
+):  # fmt: skip
+    row, b = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slot_X + row // each).to(tl.int64)
+    entry = tl.load(entry_S + slot)
+    early = tl.load(position_R + row) < tl.load(least_S + slot)
+    inside, at = b < tl.load(count_E + entry), entry * most + b
+    value = tl.load(late_EB + at, mask=inside, other=0.0)
+    value = tl.where(early, tl.load(early_EB + at, mask=inside, other=0.0), value)
+    # No column is there twice.
+    changes = inside & (value != 0)
+    logit = logits + row.to(tl.int64) * stride + tl.load(column_EB + at, mask=inside, other=0)
+    sum_ = tl.load(logit, mask=changes, other=0.0).to(tl.float32) + value
+    tl.store(logit, sum_.to(logits.dtype.element_ty), mask=changes)
+
+
+HEAD_BLOCK = 128
+"""Draws of a program."""
+
+DrawWords = tuple[Tensor, Tensor, Tensor, Tensor, int]
+"""Seed [R], round [R], stream [R, D], position [R], purpose."""
+
+
+def spread(
+    column_RD: Tensor,
+    logq_RD: Tensor,
+    keys: DrawWords,
+    ids_M: Tensor,
+    others_U: Tensor,
+    chance: int,
+    log_inside: float,
+    log_each: float,
+) -> tuple[Tensor, Tensor]:
+    """Tokens int64 and log q of draws: another token with `chance` of 2^32."""
+    token_RD, new_logq_RD, draws = (
+        torch.empty_like(column_RD, dtype=torch.int64),
+        torch.empty_like(logq_RD),
+        column_RD.shape[1],
+    )
+    *numbers, purpose = keys
+    _spread[(triton.cdiv(token_RD.numel(), HEAD_BLOCK),)](
+        column_RD, logq_RD, *(number.contiguous() for number in numbers), ids_M, others_U, len(others_U), token_RD, new_logq_RD,
+        token_RD.numel(), chance, log_inside, log_each, D=draws, PURPOSE=int(purpose), BLOCK=HEAD_BLOCK, num_warps=1,
+    )  # fmt: skip
+    return token_RD, new_logq_RD
+
+
+def spread_rest(
+    offers: Offers,
+    keys: DrawWords,
+    ids_M: Tensor,
+    others_U: Tensor,
+    log_inside: float,
+    log_share: float,
+    log_each: float,
+    has_rest: bool,
+) -> Offers:
+    """Offers over all tokens: with `has_rest` the last stands for those without a row, too."""
+    (rows, width), (*numbers, purpose) = offers.token_RC.shape, keys
+    made = tuple(torch.empty_like(values_RC) for values_RC in (offers.token_RC, offers.logq_RC, offers.share_RC))
+    _spread_rest[(rows,)](
+        offers.token_RC, offers.logq_RC, offers.share_RC, *(number.contiguous() for number in numbers), ids_M, others_U, len(others_U),
+        *made, width, log_inside, log_share, log_each,
+        PURPOSE=int(purpose), BLOCK=triton.next_power_of_2(width), HAS_REST=has_rest, num_warps=1,
+    )  # fmt: skip
+    return Offers(*made)
+
+
+@triton.jit
+def _other(seed, rounds, stream, position, others_U, others, given, PURPOSE: tl.constexpr):
+    """A whole number below 2^32 and a token without a row."""
+    _, _, coin, which = tl.philox(seed, position.to(tl.uint32), stream.to(tl.uint32), rounds.to(tl.uint32), PURPOSE)
+    at = ((which.to(tl.uint32).to(tl.int64) * others) >> 32).to(tl.int32)
+    return coin.to(tl.uint32).to(tl.int64), tl.load(others_U + at, mask=given, other=0)
+
+
+@one_variant()
+def _spread(
+    column_RD, logq_RD, seed_R, round_R, stream_RD, position_R, ids_M, others_U, others, token_RD, new_logq_RD, count,
+    chance, log_inside, log_each, D: tl.constexpr, PURPOSE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside, row = i < count, i // D
+    seed, rounds = tl.load(seed_R + row, mask=inside, other=0), tl.load(round_R + row, mask=inside, other=0)
+    stream, position = tl.load(stream_RD + i, mask=inside, other=0), tl.load(position_R + row, mask=inside, other=0)
+    coin, other = _other(seed, rounds, stream, position, others_U, others, inside, PURPOSE)
+    token = tl.load(ids_M + tl.load(column_RD + i, mask=inside, other=0), mask=inside, other=0)
+    logq = tl.load(logq_RD + i, mask=inside, other=0.0)
+    # NaN of the draft must be seen, whatever is drawn.
+    tl.store(token_RD + i, tl.where(coin < chance, other, token), mask=inside)
+    tl.store(new_logq_RD + i, tl.where(coin < chance, logq * 0.0 + log_each, logq + log_inside), mask=inside)
+
+
+@one_variant()
+def _spread_rest(
+    token_RC, logq_RC, share_RC, seed_R, round_R, stream_R, position_R, ids_M, others_U, others, to_token, to_logq, to_share, width,
+    log_inside, log_share, log_each, PURPOSE: tl.constexpr, BLOCK: tl.constexpr, HAS_REST: tl.constexpr,
+):  # fmt: skip
+    row, c = tl.program_id(0), tl.arange(0, BLOCK)
+    inside, at = c < width, row.to(tl.int64) * width + c
+    token = tl.load(ids_M + tl.load(token_RC + at, mask=inside, other=0), mask=inside, other=0)
+    logq = tl.load(logq_RC + at, mask=inside, other=0.0) + log_inside
+    share = tl.load(share_RC + at, mask=inside, other=0.0) + log_inside
+    if HAS_REST:
+        # A program's one key, for as many lanes as there are offers.
+        seed, rounds, none = tl.load(seed_R + row), tl.load(round_R + row), c.to(tl.int64) * 0
+        stream, position = tl.load(stream_R + row) + none, tl.load(position_R + row) + none
+        coin, other = _other(seed, rounds + none, stream, position, others_U, others, inside, PURPOSE)
+        is_rest = c == width - 1
+        # A device's maximum of NaN and a number is the number; NaN is back with the first term.
+        top = tl.maximum(share, log_share)
+        rest = top + tl.log(tl.exp(share - top) + tl.exp(log_share - top))
+        is_other = is_rest & ((coin >> 8).to(tl.float32) * 2.0**-24 < tl.exp(log_share - rest))
+        first = tl.sum(tl.where(c == 0, logq, 0.0), 0)
+        token = tl.where(is_other, other, token)
+        logq = tl.where(is_other, first * 0.0 + log_each, logq)
+        share = tl.where(is_rest, rest, share)
+    tl.store(to_token + at, token, mask=inside)
+    tl.store(to_logq + at, logq, mask=inside)
+    tl.store(to_share + at, share, mask=inside)
+
+
+def write_law(
+    logits_RV: Tensor,
+    law_RV: Tensor,
+    temperature_R: Tensor,
+    cut: Cut | None = None,
+    block: int | None = None,
+    warps: int = 8,
+) -> None:
+    """Write log softmax(logits / temperature) after `cut` to `law`, float32 [R, vocab] at any stride of rows.
+    Temperature 0 is greedy. A row with NaN gives NaN alone."""
+    rows, vocab = law_RV.shape
+    block = block or min(8192, triton.next_power_of_2(vocab))
+    splits = triton.cdiv(vocab, block)
+    assert law_RV.dtype == torch.float32 and law_RV.stride(1) == 1
+    require_rows(logits_RV, vocab)
+    sums_2RS = logits_RV.new_empty((2, rows, splits), dtype=torch.float32)
+    top_RS = logits_RV.new_empty((rows, splits), dtype=torch.int32)
+    law = (logits_RV, logits_RV.stride(0), temperature_R, *cut_arguments(cut, temperature_R))
+    options = {"CUT": cut is not None, "BLOCK": block, "num_warps": warps}
+    sum_block[(splits, rows)](*law, vocab, *sums_2RS, top_RS, **options)
+    _write_law[(splits, rows)](
+        *law, vocab, *sums_2RS, top_RS, law_RV, law_RV.stride(0), SPLITS=triton.next_power_of_2(splits), **options
+    )
+
+
+@one_variant("logits", "stride", "vocab", "law_RV", "law_stride")
+def _write_law(
+    logits, stride, temperature_R, key_R, last_R, drop_R, vocab, max_RS, sum_RS, top_RS, law_RV, law_stride,
+    SPLITS: tl.constexpr, CUT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, splits = tl.program_id(1), tl.num_programs(0)
+    inverse, greedy = inverse_temperature(temperature_R, row)
+    max_S, top, total = combine(max_RS, sum_RS, row, splits, SPLITS)
+    best, log_sum = best_column(max_S, top_RS, row, splits), tl.log(total)
+    raw, column = load_block(logits, stride, row, vocab, BLOCK)
+    logit = cut_logit(raw, column, row, inverse, key_R, last_R, drop_R, CUT)
+    lse = top + log_sum
+    # lse - lse is 0, or NaN where the row has no law.
+    logp = tl.where(greedy, tl.where(column == best, 0.0, -float("inf")), (logit - top) - log_sum) + (lse - lse)
+    tl.store(law_RV + row.to(tl.int64) * law_stride + column, logp, mask=column < vocab)
+
+
+def guide(own_TV: Tensor, companion_XV: Tensor, of_T: Tensor, scale_T: Tensor, block: int = 4096) -> Tensor:
+    """l_u + s (l_c - l_u) [T, V], float32: l_c a row's own logits, l_u its companion's, the `of`-th, both of one type
+    and at any stride of rows. At scale 1 the row's own, and no companion's is read."""
+    tokens, width = own_TV.shape
+    assert width == companion_XV.shape[1] and own_TV.stride(1) == companion_XV.stride(1) == 1
+    out_TV = torch.empty(tokens, width, dtype=torch.float32, device=own_TV.device)
+    block = min(block, triton.next_power_of_2(width))
+    # Tokens first: a grid's second axis ends at 65,535.
+    _guide[(tokens, triton.cdiv(width, block))](
+        own_TV, own_TV.stride(0), companion_XV, companion_XV.stride(0), of_T.contiguous(), scale_T.contiguous(), out_TV, width, BLOCK=block,
+        # The reference rounds a product before it adds to it.
+        enable_fp_fusion=False, num_warps=4,
+    )  # fmt: skip
+    return out_TV
+
+
+@one_variant("own_TV", "own_stride", "out_TV", "width")
+def _guide(own_TV, own_stride, companion_XV, companion_stride, of_T, scale_T, out_TV, width, BLOCK: tl.constexpr):
+    token, v = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    scale, inside, beside = tl.load(scale_T + token), v < width, tl.load(of_T + token).to(tl.int64)
+    own_V = tl.load(own_TV + token * own_stride + v, mask=inside, other=0.0).to(tl.float32)
+    theirs_V = tl.load(
+        companion_XV + beside * companion_stride + v, mask=v < tl.where(scale == 1, 0, width), other=0.0
+    ).to(tl.float32)
+    guided_V = theirs_V + scale * (own_V - theirs_V)
+    tl.store(out_TV + token * width + v, tl.where(scale == 1, own_V, guided_V), mask=inside)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from smc.attention.kernels import SharedPrefixAttention
 from smc.attention.step import StepTiling, step_attention
-from smc.kernels.rows import Groups, Tables
+from smc.kernels.packed_rows import Groups, Tables
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {

@@ -15,8 +15,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from smc.executor.forward import Rows, StaticForward
-from smc.executor.kernel_forward import KernelForward
 from smc.executor.plan import SHORT_SINGLE, Contexts
+from smc.executor.triton_forward import TritonForward
 from smc.memory.kv_pool import KVPool
 from smc.memory.pages import DUMMY_PAGE
 from smc.model.decoder import RopeTable
@@ -48,7 +48,7 @@ def forward(kernels: bool, built: Built, family: str = "llama") -> StaticForward
         store[:, built.keys.isnan().any(-1).any(-1).to(DEVICE)] = torch.nan
         store[:, DUMMY_PAGE] = 0.0
     return (
-        KernelForward(SimpleNamespace(model=model, pool=pool, rope=rope, width=WIDTH))
+        TritonForward(SimpleNamespace(model=model, pool=pool, rope=rope, width=WIDTH))
         if kernels
         else StaticForward(model, pool, rope)
     )

@@ -1,6 +1,6 @@
 """What a pass over packed rows needs beforehand: places of new tokens, and pieces that cover every prefix once.
 
-Axes: as in `smc.kernels.rows`.
+Axes: as in `smc.kernels.packed_rows`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from smc.kernels.rows import Groups, PieceShape, Prepared, Tables, prepare
+from smc.kernels.packed_rows import Groups, PieceShape, Prepared, Tables, prepare
 from tests.attention.packed import DEVICE, Built, Case
 
 group = st.tuples(st.integers(0, 90), st.lists(st.integers(0, 2), max_size=6))

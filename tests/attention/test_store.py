@@ -1,6 +1,6 @@
 """What comes before attention, in Triton: queries and keys normalised and rotated, keys and values written.
 
-Axes: as in `smc.kernels.store`.
+Axes: as in `smc.kernels.kv_store`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from smc.kernels.store import store_kv
+from smc.kernels.kv_store import store_kv
 from smc.model.decoder import rotate
 from tests.attention.packed import DEVICE
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from smc.executor import kernel_forward
+from smc.executor import triton_forward
 from smc.executor.forward import StaticForward
-from smc.executor.kernel_forward import KernelForward
 from smc.executor.plan import Contexts
+from smc.executor.triton_forward import TritonForward
 from smc.memory.kv_pool import KVPool
 from smc.model.decoder import RopeTable
 from tests.attention.packed import DEVICE, PAGES, Built, Case
@@ -45,7 +45,7 @@ def outputs(kernels: bool, family: str, reduce: object = None) -> tuple[Tensor, 
         rope=RopeTable(config, WIDTH, DEVICE),
         width=WIDTH,
     )
-    made = KernelForward(worker) if kernels else StaticForward(model, worker.pool, worker.rope)
+    made = TritonForward(worker) if kernels else StaticForward(model, worker.pool, worker.rope)
     rows = rows_of(built, Contexts.SHARED)
     tokens_T = torch.randint(
         0, 300, (len(rows.start_R) * rows.queries,), generator=torch.Generator().manual_seed(6)
@@ -58,7 +58,7 @@ def outputs(kernels: bool, family: str, reduce: object = None) -> tuple[Tensor, 
 @pytest.mark.parametrize("ranks", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_kernels_do_what_the_reference_does(family, ranks, few, monkeypatch):
-    monkeypatch.setattr(kernel_forward, "FEW_FP8_ROWS", few)
+    monkeypatch.setattr(triton_forward, "FEW_FP8_ROWS", few)
     expected = outputs(False, family)
     found = outputs(True, family, OneOfOne(DEVICE) if ranks else None)
     for one, other in zip(found, expected):

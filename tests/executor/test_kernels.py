@@ -13,15 +13,16 @@ pytest.importorskip("triton")
 
 from smc.api.engine_config import EngineConfig
 from smc.api.outputs import Answer
-from smc.executor.kernels import KernelForward, gpu_parts
-from smc.executor.model_runner import Parts
+from smc.executor.graph_runner import StageRunner
+from smc.executor.triton_forward import TritonForward
+from smc.executor.triton_ops import TritonOps
 from smc.executor.worker import ModelWorker
 from smc.local_engine import ModelPair, local_engine
 from smc.model.draft_vocab import DraftVocab
 from smc.stops import TokenBytes
 from tests.executor.test_same_answers import assert_same
 from tests.model.tiny import random_decoder, tiny_config
-from tests.scheduler.harness import Padding, answers, assert_empty, request, running
+from tests.scheduler.harness import Padding, PaddingOps, answers, assert_empty, request, running
 from tests.scheduler.pairs import letter_tokenizer, peaked
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu compares them on the GPU itself")
@@ -36,7 +37,14 @@ def pair(family: str) -> ModelPair:
     return ModelPair(target, draft, letter_tokenizer(8), 64)
 
 
-KERNELS = replace(gpu_parts(), stages=Padding)
+class InterpretedOps(TritonOps):
+    """Triton kernels, with nothing recorded."""
+
+    def stage_runner(self, device: torch.device) -> StageRunner:
+        return Padding(device)
+
+
+KERNELS = InterpretedOps()
 LOCKSTEP, LOOKAHEAD = EngineConfig(form="lockstep", block=2), EngineConfig(block=2, branches=2)
 
 
@@ -77,7 +85,7 @@ ASKED = [
 def test_answers_are_those_of_the_reference(family, config, which, monkeypatch):
     """Of requests of all kinds in one round, and of one kind alone; the others here are distinct."""
     expected = answers(local_engine(pair(family), config), ASKED[which])
-    monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: KERNELS)
+    monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: KERNELS)
     found = answers(local_engine(pair(family), config), ASKED[which])
     for request_id, one in expected.items():
         assert_same(one, found[request_id])
@@ -100,7 +108,7 @@ def test_guided_answers_are_those_of_the_reference(config, monkeypatch):
         request([1, 2, 3], "3", particles=2, seed=4, max_tokens=4, logprobs=True),
     ]
     expected = answers(local_engine(pair("llama"), config), asked)
-    monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: KERNELS)
+    monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: KERNELS)
     found = answers(local_engine(pair("llama"), config), asked)
     for request_id, one in expected.items():
         assert_same(one, found[request_id])
@@ -116,7 +124,7 @@ def test_truncated_and_powered_laws_are_those_of_the_reference(monkeypatch):
         for i, law in enumerate(laws)
     ]
     expected = answers(local_engine(pair("llama"), LOCKSTEP), asked)
-    monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: KERNELS)
+    monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: KERNELS)
     found = answers(local_engine(pair("llama"), LOCKSTEP), asked)
     for request_id, one in expected.items():
         assert_same(one, found[request_id])
@@ -131,7 +139,7 @@ def test_a_draft_of_few_tokens_proposes_as_by_the_reference(monkeypatch):
         for population in ("independent", "distinct")
     ]
     expected = answers(local_engine(made, LOOKAHEAD), asked)
-    monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: KERNELS)
+    monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: KERNELS)
     found = answers(local_engine(made, LOOKAHEAD), asked)
     for request_id, one in expected.items():
         assert_same(one, found[request_id])
@@ -157,9 +165,9 @@ def test_populations_that_change_their_size_are_those_of_the_reference(config, m
         assert not sizes
         return outputs[-1].answer
 
-    monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: Parts(stages=Padding))
+    monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: PaddingOps())
     expected = resized()
-    monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: KERNELS)
+    monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: KERNELS)
     assert_same(expected, resized())
     assert expected.statistics.particles_left == 4
 
@@ -185,7 +193,7 @@ def test_ranks_sum_what_their_products_leave_where_others_read_it(monkeypatch):
     """With one rank the sum is its part: same answers, if each is used before the next is asked for."""
     asked = [request([1, 2, 3], "0", particles=2, seed=1, max_tokens=3)]
     made = pair("llama")
-    monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: KERNELS)
+    monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: KERNELS)
     expected = answers(local_engine(made, LOOKAHEAD), asked)
     for model in (made.draft, made.target):
         for layer in model.layers:
@@ -198,6 +206,6 @@ def test_ranks_sum_what_their_products_leave_where_others_read_it(monkeypatch):
 def test_heads_that_the_kernels_cannot_do_are_refused_at_once():
     model = random_decoder(tiny_config("llama", head_dim=24), 1)
     with pytest.raises(ValueError, match="dimension 24: want"):
-        KernelForward(
+        TritonForward(
             ModelWorker("target", model, width=8, pages=8, vocab_size=8, token_bytes=TokenBytes.of(letter_tokenizer(8)))
         )

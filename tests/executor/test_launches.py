@@ -17,8 +17,8 @@ pytest.importorskip("triton")
 from triton.runtime import interpreter
 
 from smc.api.engine_config import EngineConfig
-from smc.executor.draft import Drafter
-from smc.executor.kernels import KernelForward
+from smc.executor.round_stages import Drafter
+from smc.executor.triton_forward import TritonForward
 from smc.local_engine import local_engine
 from tests.executor.test_kernels import KERNELS, pair
 from tests.scheduler.harness import answers, request
@@ -86,10 +86,10 @@ def launches(monkeypatch) -> Launches:
     found = Launches()
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", found.beside(interpreter.GridExecutor.__call__, "kernel"))
     for name in ("__call__", "logits"):
-        monkeypatch.setattr(KernelForward, name, found.beside(getattr(KernelForward, name)))
+        monkeypatch.setattr(TritonForward, name, found.beside(getattr(TritonForward, name)))
     for name in ("draft", "follow"):
         monkeypatch.setattr(Drafter, name, found.during(getattr(Drafter, name)))
-    monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: KERNELS)
+    monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: KERNELS)
     return found
 
 
@@ -110,8 +110,8 @@ def test_a_round_takes_few_launches_beside_the_model(launches, config, law, a_st
         found = answers(
             local_engine(pair("llama"), config), [request([1, 2, 3], particles=2, max_tokens=2, ignore_eos=True, **law)]
         )
-    rounds = launches.count["begin"]
+    rounds = launches.count["_begin"]
     assert rounds >= found["r"].statistics.rounds > 0
-    each = ["begin", "pack", "resume", "advance", *([] if config.lookahead else ["index"])]
-    steps = [*a_step, "_adopt"]
+    each = ["_begin", "_pack", "_resume", "_advance", *([] if config.lookahead else ["index"])]
+    steps = [*a_step, "_reparent"]
     assert launches.count == dict.fromkeys(each, rounds) | dict.fromkeys(steps, rounds * config.block)

@@ -7,10 +7,9 @@ import random
 import pytest
 
 from smc.api.outputs import FinishReason
-from smc.executor.model_runner import Parts
 from smc.local_engine import local_engine
 from tests.executor.test_same_answers import assert_same, mixed
-from tests.scheduler.harness import CASES, Padding, answers, assert_empty, config_id, request
+from tests.scheduler.harness import CASES, PaddingOps, answers, assert_empty, config_id, request
 from tests.scheduler.pairs import tiny_pair
 
 
@@ -19,7 +18,7 @@ def test_random_cancels_free_everything_and_disturb_nobody(config, monkeypatch):
     rng = random.Random(11)
     asked = list(mixed(40, random.Random(3)))
     expected = answers(local_engine(tiny_pair(), config), asked)
-    monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: Parts(stages=Padding))
+    monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: PaddingOps())
     engine, waiting, done = local_engine(tiny_pair(), config), list(asked), {}
     while waiting or not engine.idle:
         if waiting and rng.random() < 0.8:

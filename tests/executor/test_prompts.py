@@ -11,9 +11,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from smc.executor import kernel_prompts
-from smc.executor import worker as prompts
 from smc.executor.messages import Draws, PromptBatch, PromptResult, Tops
+from smc.executor.ops import TorchOps
+from smc.executor.triton_ops import TritonOps
 from smc.executor.worker import ModelWorker
 from smc.laws import LawSpec
 from smc.memory.pages import DUMMY_PAGE
@@ -24,7 +24,7 @@ from tests.scheduler.pairs import letter_tokenizer
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu compares them on the GPU itself")
 
-PASSES = {"reference": prompts.run_prompt, "kernels": kernel_prompts.run_prompt}
+OPS = {"reference": TorchOps(), "kernels": TritonOps()}
 WIDTH, PAGES, VOCAB = 64, 200, 8
 
 NO_BIASES = (np.zeros((2, 0), np.int32), np.zeros(0, np.float32))
@@ -35,7 +35,7 @@ def worker(which: str, family: str = "llama") -> ModelWorker:
     made = ModelWorker(
         "target", model, width=WIDTH, pages=PAGES, vocab_size=VOCAB, token_bytes=TokenBytes.of(letter_tokenizer(VOCAB))
     )
-    made.run_prompt = PASSES[which]
+    made.ops = OPS[which]
     return made
 
 
@@ -93,7 +93,7 @@ def test_kernels_do_what_the_reference_does(family):
         assert not found[:, DUMMY_PAGE].any()
 
 
-@pytest.mark.parametrize("which", PASSES)
+@pytest.mark.parametrize("which", OPS)
 def test_chunks_make_no_difference(which):
     whole, chunked = worker(which), worker(which)
     expected = whole.run_prompts(batch([(0, 0, 40)], True)).result()

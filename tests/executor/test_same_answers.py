@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 
 from smc.api.engine_config import EngineConfig
-from smc.executor.model_runner import Parts
 from smc.local_engine import local_engine
-from tests.scheduler.harness import CASES, Padding, answers, config_id, request
+from tests.scheduler.harness import CASES, PaddingOps, answers, config_id, request
 from tests.scheduler.pairs import tiny_pair
 
 OTHERS = [EngineConfig(form="lockstep", block=1), EngineConfig(block=1, branches=3), EngineConfig(block=5, branches=1)]
@@ -53,7 +52,7 @@ def test_company_padding_and_asking_ahead(config, cohorts, monkeypatch):
     """Each request alone, against all at once in padded rounds that are asked for ahead."""
     asked = list(mixed(30, random.Random(5)))
     expected = [answers(local_engine(tiny_pair(), config), [one])[one.request_id] for one in asked]
-    monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: Parts(stages=Padding))
+    monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: PaddingOps())
     found = answers(local_engine(tiny_pair(), replace(config, cohorts=cohorts)), asked)
     for one in expected:
         assert_same(one, found[one.request_id])

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache, partial
 
 import pytest
@@ -25,6 +24,7 @@ from triton.runtime import interpreter
 from smc.api.engine_config import EngineConfig
 from smc.calibration.warm_up import TURNS, rare_requests, rehearsal, rehearse
 from smc.executor.executor import LocalRoundExecutor
+from smc.kernels.launch import unspecialized
 from smc.local_engine import ModelPair, local_engine
 from smc.model.presets import NoText
 from smc.scheduler.engine import Engine
@@ -105,7 +105,8 @@ class Variants:
     def _told(self, name: str, value: object, constant: bool, specialised: bool) -> tuple:
         if constant:
             return name, value
-        return name, native_specialize_impl(CUDABackend, value, False, specialised, True)
+        told = native_specialize_impl(CUDABackend, value, False, specialised, True)
+        return name, told if specialised else unspecialized(*told)
 
 
 @cache
@@ -129,7 +130,7 @@ def test_nobody_waits_for_a_compiler(config, monkeypatch):
         rows = config.max_slots // (2 * together)
         requests = [some_request(draw, 4 * number + i, VOCAB, rows) for i in range(together)]
         assert not [output.answer.error for output in reference.run(requests) if output.answer and output.answer.error]
-    monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: replace(KERNELS))
+    monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: KERNELS)
     kernels = local_engine(pair(torch.bfloat16), config).pair
     variants = Variants(monkeypatch, kernels)
     for plan in list(rehearsal(config, reference.context))[::TURNS]:

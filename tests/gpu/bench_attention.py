@@ -30,9 +30,9 @@ from torch import Tensor
 
 from smc.attention.kernels import SharedPrefixAttention
 from smc.attention.step import step_attention
-from smc.kernels.pdl import supports_pdl
-from smc.kernels.rows import Groups, Tables
-from smc.kernels.store import store_kv
+from smc.kernels.kv_store import store_kv
+from smc.kernels.launch import supports_pdl
+from smc.kernels.packed_rows import Groups, Tables
 
 HEADS, OWN, BANDWIDTH = (
     (32, 8),

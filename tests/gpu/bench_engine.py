@@ -20,8 +20,8 @@ from smc.api.request import Request
 from smc.api.sampling_params import Method, SamplingParams
 from smc.calibration.warm_up import rare_requests, rehearsal, rehearse
 from smc.executor.executor import LocalRound, LocalRoundExecutor
-from smc.executor.kernels import gpu_parts
 from smc.executor.plan import RoundPlan
+from smc.executor.triton_ops import TritonOps
 from smc.executor.worker import ModelWorker
 from smc.memory.kv_pool import KVPool, pages_that_fit
 from smc.model.presets import NoText, preset
@@ -43,7 +43,7 @@ def make_engine(args: argparse.Namespace, config: EngineConfig, *, warm: bool = 
     sizes = {"width": config.width(context), "vocab_size": vocab, "token_bytes": TokenBytes.of(NoText(vocab))}
     pages = config.pool_pages(context, config.pages)
     workers = {side: ModelWorker(side, model, pages=pages, **sizes) for side, model in models.items()}
-    pair = LocalRoundExecutor(config, workers, gpu_parts())
+    pair = LocalRoundExecutor(config, workers, TritonOps())
     engine = Engine(config, workers, NoText(vocab), pair=pair, pages=dict.fromkeys(ModelRole, pages), context=context)
     begin = time.monotonic()
     if warm:

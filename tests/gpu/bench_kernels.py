@@ -28,7 +28,7 @@ from smc.kernels.expansion import expand
 from smc.kernels.linear import reduce
 from smc.kernels.norm import add_norm, silu_mul
 from smc.kernels.sampling import draw, score
-from smc.kernels.selection import select
+from smc.kernels.select import select
 from smc.kernels.truncation import truncate
 from smc.philox import exponentials, words
 from tests.kernels.cuts import arguments, kept

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from smc.api.limits import DTYPE_NAMES
 from smc.executor.forward import Rows
-from smc.executor.kernel_forward import KernelForward
 from smc.executor.plan import Contexts
+from smc.executor.triton_forward import TritonForward
 from smc.executor.worker import ModelWorker
 from smc.memory.pages import DUMMY_PAGE
 from smc.model.linear import DTYPES
@@ -76,7 +76,7 @@ class Pass:
 
     def build(self, pdl: bool) -> Callable[[], Tensor]:
         """Something that runs it, for the logits of all tokens."""
-        forward, rows, tokens_T = KernelForward(self.worker, pdl=pdl), self.places(), self.tokens()
+        forward, rows, tokens_T = TritonForward(self.worker, pdl=pdl), self.places(), self.tokens()
         return lambda: forward.logits(forward(tokens_T, rows))
 
     def tokens(self) -> Tensor:

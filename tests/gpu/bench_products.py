@@ -21,10 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from smc.kernels.linear import gate_up_silu, linear
-from smc.kernels.norm import silu_mul
-from smc.kernels.rounding import round_rows
-from smc.kernels.tiling import ProductTiling, choose, token_block_of
+from smc.kernels.linear import ProductTiling, choose, gate_up_silu, linear, token_block_of
+from smc.kernels.norm import round_rows, silu_mul
 from smc.model.linear import FP8, Rounded, quantise
 from tests.gpu.bench_kernels import BANDWIDTH, copies, microseconds, random, same
 

@@ -27,9 +27,9 @@ from smc.attention.base import ForwardBatch
 from smc.attention.flashinfer import FlashInferAttention, kernels_of, obstacle
 from smc.attention.fused import FusedAttention
 from smc.evaluation.ttft import PEAK, operations
-from smc.executor import kernel_prompts
-from smc.executor import worker as prompts
 from smc.executor.messages import PromptBatch
+from smc.executor.ops import TorchOps
+from smc.executor.triton_ops import TritonOps
 from smc.executor.worker import ModelWorker
 from smc.memory.kv_pool import KVPool
 from smc.model.presets import NoText, preset
@@ -136,8 +136,8 @@ def time_passes(name: str, queries: list[int], pasts: list[int]) -> list[dict]:
             held, tokens = np.array([past], np.int32), np.arange(count) % vocab
             batch = PromptBatch(pages_X[: past + count], held, np.array([count], np.int32), tokens)
             line = {"shape": name, "queries": count, "past": past, "products": round(alone, 3)}
-            for which, run_prompt in {"fused": kernel_prompts.run_prompt, "decoder": prompts.run_prompt}.items():
-                worker.run_prompt = run_prompt
+            for which, ops in {"fused": TritonOps(), "decoder": TorchOps()}.items():
+                worker.ops = ops
                 call = torch.inference_mode()(lambda: worker._forward(batch, np.array([count - 1])))  # noqa: B023
                 spent = milliseconds(call, 5)
                 torch.cuda.synchronize()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from smc.executor.forward import Rows
-from smc.executor.kernel_forward import KernelForward
+from smc.executor.triton_forward import TritonForward
 from tests.gpu.bench_passes import Pass, record
 
 REPLAYS = 20
@@ -27,7 +27,7 @@ class Moving:
         self.held = [store.clone() for store in self.stores]
 
     def call(self, pdl: bool) -> Callable[[], Tensor]:
-        forward = KernelForward(self.one.worker, pdl=pdl)
+        forward = TritonForward(self.one.worker, pdl=pdl)
 
         def run() -> Tensor:
             for to, given in zip(self.written, self.given):

@@ -15,7 +15,7 @@ from smc.api.request import Request
 from smc.api.sampling_params import Method, SamplingParams
 from smc.demo.problems import generate
 from smc.kernels.linear import gate_up_silu, linear, reduce
-from smc.kernels.rounding import round_rows
+from smc.kernels.norm import round_rows
 from smc.local_engine import ModelPair, local_engine
 from smc.model import linear as models
 from smc.model.linear import FP8, Linear, quantise

@@ -16,9 +16,8 @@ from smc.attention.base import AttentionPass, ForwardBatch
 from smc.attention.flashinfer import MOST_TOKENS, FlashInferAttention, kernels_of, obstacle
 from smc.attention.fused import FusedAttention
 from smc.attention.torch_backend import TorchAttention
-from smc.executor import kernel_prompts
-from smc.executor import worker as prompts
 from smc.executor.messages import PromptBatch
+from smc.executor.triton_ops import TritonOps
 from smc.executor.worker import ModelWorker
 from smc.memory.kv_pool import KVPool
 from smc.memory.pages import DUMMY_PAGE
@@ -200,8 +199,8 @@ def test_the_fused_pass_is_that_of_the_decoder(family):
         weight.mul_(1.0 if "norm" in name else 0.2)
     model = model.to(DEVICE, DTYPE)
     made = {name: _worker(model) for name in ("reference", "fused")}
-    made["reference"].attention, made["fused"].run_prompt = FusedAttention(), kernel_prompts.run_prompt
-    assert made["fused"].attention.flashinfer is not None and made["reference"].run_prompt is prompts.run_prompt
+    made["reference"].attention, made["fused"].ops = FusedAttention(), TritonOps()
+    assert made["fused"].attention.flashinfer is not None
     for parts in ([(0, 700), (0, 30)], [(700, 512), (30, 1)], [(1212, 3), (31, 900)]):
         hidden = {name: _hidden(worker, parts) for name, worker in made.items()}
         assert error(hidden["fused"], hidden["reference"].float()) < 5e-2

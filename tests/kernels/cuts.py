@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from smc.arrays import to_device
-from smc.kernels.law import Cut
+from smc.kernels.truncation import Cut
 from smc.laws import LawSpec
 
 

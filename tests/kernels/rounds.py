@@ -193,8 +193,8 @@ class Round:
             nan_AQ=self.here(rng.random((a, q)) < self.nan),
         )
 
-    def said(self, drafted: DraftedRows) -> TargetOutputs:
-        """As `smc.executor.select.ask` would have it."""
+    def target_outputs(self, drafted: DraftedRows) -> TargetOutputs:
+        """As `smc.executor.select.target_outputs` would have it."""
         rng, rows, c = self.rng, drafted.all_WX.shape[1], 4
         if self.plan.all_exact:
             return TargetOutputs()
@@ -212,9 +212,11 @@ class Round:
         offers = Offers(self.here(rng.integers(0, VOCAB, (rows, c))), offered_AC, self.here(self.floats(rows, c)))
         return TargetOutputs(*own, offers, offered_AC)
 
-    def evidence(self, asked: VerifyInputs, drafted: DraftedRows, walk: object) -> ScoreInputs:
+    def inputs(self, asked: VerifyInputs, drafted: DraftedRows, walk: object) -> ScoreInputs:
         scored, blocks, walked = self.scored(asked), asked.blocks, (None, None)
         if self.plan.has_exact:
             groups = (self.plan.first_G, self.plan.size_G)
             walked = walk(blocks.tokens_AQ, blocks.count_A, scored.drawn_AQ, blocks.alive_A, groups)
-        return ScoreInputs(self.plan, self.state, scored, drafted, self.said(drafted), *walked, self.lookahead)
+        return ScoreInputs(
+            self.plan, self.state, scored, drafted, self.target_outputs(drafted), *walked, self.lookahead
+        )

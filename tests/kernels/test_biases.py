@@ -8,7 +8,7 @@ import torch
 
 from smc.api.limits import MAX_BIASES, MAX_STOP_IDS
 from smc.executor.state import WIDTHS, BiasTables, add_biases, width_of
-from smc.kernels.biases import add
+from smc.kernels import sampling
 from smc.stops import StopMachine
 
 VOCAB = 5000
@@ -50,7 +50,7 @@ def test_rows_are_changed_as_by_the_reference(device, ids_M, dtype, each):
     logits_RV = torch.randn(8 * each, columns + 5, device=device).to(dtype)
     logits_RV[0, :9] = -torch.inf
     expected_RV = add_biases(tables, (entry_S, least_S), logits_RV.float(), slot_X, position_R, WIDTHS[-1]).to(dtype)
-    found_RV = add(
+    found_RV = sampling.add_biases(
         logits_RV.clone(),
         (tables.column_EB, tables.early_EB, tables.late_EB, tables.count_E),
         (entry_S, least_S),

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from smc.algorithm.expansion import Kind
-from smc.executor import kernel_blocks
-from smc.executor import verify as blocks
+from smc.executor.ops import TorchOps
+from smc.executor.triton_ops import TritonOps
 from smc.executor.verify import VerifyInputs
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import NO_MASS, VOCAB, Round, assert_equal
@@ -31,19 +31,19 @@ def of(asked: VerifyInputs) -> tuple:
 @pytest.mark.parametrize("lookahead", [True, False], ids=["ahead", "lockstep"])
 def test_what_is_run_and_its_verdict_are_the_torch_ones(kinds, lookahead):
     for seed in range(12):
-        laid, judged = [], []
-        for device, module in ((CPU, blocks), (DEVICE, kernel_blocks)):
+        laid, verified = [], []
+        for device, ops in ((CPU, TorchOps()), (DEVICE, TritonOps())):
             made = Round(seed, kinds, lookahead, device, largest=64 if seed == 0 else 6)
             logq_SQ, drafted = made.here(made.floats(made.slots + 1, made.q)), made.drafted()
             if seed % 3 == 0:
                 # A draft that proposes nothing to its first group.
                 drafted.all_WX[-1, : made.sizes[0] * made.f] = torch.tensor([NO_MASS]).view(torch.int32).to(device)
-            asked = module.lay_out(made.state, logq_SQ, made.plan, None if lookahead else drafted)
+            asked = ops.lay_out_blocks(made.state, logq_SQ, made.plan, None if lookahead else drafted)
             laid.append(of(asked))
             shape = (made.places * made.q,)
             labelled_T, logp_T, log_z_T = (made.here(made.floats(*shape)) for _ in range(3))
             drawn = (made.here(made.rng.integers(0, VOCAB, (*shape, 1))), logp_T[:, None], log_z_T)
             given = (labelled_T if kinds - {Kind.BEST} else None, drawn if Kind.BEST in kinds else None)
-            judged.append(module.judge(asked, made.plan, *given, None))
+            verified.append(ops.verify(asked, made.plan, *given, None))
         assert_equal(laid[1], laid[0])
-        assert_equal(judged[1], judged[0])
+        assert_equal(verified[1], verified[0])

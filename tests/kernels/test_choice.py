@@ -6,13 +6,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from smc.algorithm.expansion import Kind, expand, keep_roots
-from smc.algorithm.selection import select
+from smc.algorithm.expansion import Kind
 from smc.algorithm.walk import walk
-from smc.executor import kernel_choice
-from smc.executor import select as candidates
-from smc.executor import select as choice
-from smc.executor.select import ScoreInputs, SelectOps, Selector
+from smc.executor.ops import TorchOps
+from smc.executor.round_stages import Selector
+from smc.executor.select import ScoreInputs
+from smc.executor.triton_ops import TritonOps
 from smc.executor.verify import lay_out
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import Round, assert_equal
@@ -23,33 +22,30 @@ CPU = torch.device("cpu")
 SEEDS = range(8)
 
 
-def evidence_of(
-    seed: int, kinds: frozenset[Kind], lookahead: bool, device: torch.device, **options: int
-) -> ScoreInputs:
+def inputs_of(seed: int, kinds: frozenset[Kind], lookahead: bool, device: torch.device, **options: int) -> ScoreInputs:
     made = Round(seed, kinds, lookahead, device, **options)
     logq_SQ, drafted = made.here(made.floats(made.slots + 1, made.q)), made.drafted()
     asked = lay_out(made.state, logq_SQ, made.plan, None if lookahead else drafted)
-    return made.evidence(asked, drafted, walk)
+    return made.inputs(asked, drafted, walk)
 
 
 def assert_same(seed: int, kinds: frozenset[Kind], lookahead: bool, **options: int) -> None:
-    evidence, there = (evidence_of(seed, kinds, lookahead, device, **options) for device in (CPU, DEVICE))
-    wanted = candidates.weigh(evidence)
-    found = kernel_choice.weigh(there)
-    assert_equal(found.numbers, wanted.numbers)
+    inputs, there = (inputs_of(seed, kinds, lookahead, device, **options) for device in (CPU, DEVICE))
+    wanted = TorchOps().score_candidates(inputs)
+    found = TritonOps().score_candidates(there)
+    assert_equal(found.sizes, wanted.sizes)
     for name in ("root_X", "weight_X", "there_X", "alive_A"):
         assert_equal(getattr(found, name), getattr(wanted, name), name)
     assert_equal((found.offers.token_RC, found.offers.share_RC), (wanted.offers.token_RC, wanted.offers.share_RC))
-    used_G = evidence.plan.size_G > 0
+    used_G = inputs.plan.size_G > 0
     for name in ("target_nan_G", "draft_nan_G"):
         assert torch.equal(getattr(found, name).cpu()[used_G], getattr(wanted, name)[used_G]), name
-    decide = SelectOps(candidates.weigh, select, expand, keep_roots, walk, choice.conclude)
-    chooser, plan = Selector(None, evidence.state, decide, lookahead=lookahead), evidence.plan
-    own = chooser._selected(plan, wanted) if Kind.INDEPENDENT in kinds else None
-    trees = chooser._regrown(plan, wanted, evidence.drafted.block) if kinds - {Kind.INDEPENDENT} else None
-    expected = choice.conclude(evidence, wanted, own, trees)
+    selector, plan = Selector(None, inputs.state, TorchOps(), lookahead=lookahead), inputs.plan
+    own = selector._selected(plan, wanted) if Kind.INDEPENDENT in kinds else None
+    trees = selector._regrown(plan, wanted, inputs.drafted.block) if kinds - {Kind.INDEPENDENT} else None
+    expected = TorchOps().finalize(inputs, wanted, own, trees)
     here = [moved(value) for value in (wanted, own, trees)]
-    assert_equal(kernel_choice.conclude(there, *here), expected)
+    assert_equal(TritonOps().finalize(there, *here), expected)
 
 
 def moved(value: object) -> object:

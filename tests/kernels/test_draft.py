@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from smc.algorithm.expansion import Kind
-from smc.executor import draft as draft_steps
-from smc.executor import kernel_draft
-from smc.executor.draft import DraftInputs, DraftOps, DraftShape, TokenTree
+from smc.executor.draft import DraftInputs, DraftShape, TokenTree
+from smc.executor.ops import RoundOps, TorchOps
+from smc.executor.triton_ops import TritonOps
 from smc.laws import LawSpec
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import NO_MASS, VOCAB, WIDTH, Round, assert_equal
@@ -70,9 +70,9 @@ class DraftRound(Round):
         )
 
 
-def begun(made: DraftRound, steps: DraftOps, by_round: bool) -> tuple:
+def begun(made: DraftRound, ops: RoundOps, by_round: bool) -> tuple:
     """All that is read again: of the dummy slot no page is."""
-    of: DraftInputs = steps.begin(made.state, made.plan, made.law, DraftShape(made.k, by_round))
+    of: DraftInputs = ops.begin_draft(made.state, made.plan, made.law, DraftShape(made.k, by_round))
     rows = of.rows
     assert rows.tail_RB is None and rows.tail_R is None and rows.contexts is made.plan.contexts
     run = (
@@ -93,10 +93,10 @@ def begun(made: DraftRound, steps: DraftOps, by_round: bool) -> tuple:
 def test_what_is_begun_and_what_is_sent_are_the_torch_ones(kinds, lookahead):
     for seed in SEEDS:
         kept = []
-        for device, steps in ((CPU, draft_steps.REFERENCE), (DEVICE, kernel_draft.STEPS)):
+        for device, ops in ((CPU, TorchOps()), (DEVICE, TritonOps())):
             made = DraftRound(seed, kinds, lookahead, device, largest=64 if seed == 0 else 6)
-            first = begun(made, steps, by_round=seed % 3 > 0)
-            sent = steps.pack(made.state, made.plan, made.tree())
+            first = begun(made, ops, by_round=seed % 3 > 0)
+            sent = ops.pack_rows(made.state, made.plan, made.tree())
             kept.append((first, sent.tokens_XK, sent.logq_XK, sent.root_X, sent.count_X, sent.ended_X, sent.share_X))
         assert_equal(kept[1], kept[0])
 
@@ -105,11 +105,11 @@ def test_what_is_begun_and_what_is_sent_are_the_torch_ones(kinds, lookahead):
 def test_particles_go_on_as_by_the_torch_one(lookahead):
     for seed in range(4):
         kept = []
-        for device, steps in ((CPU, draft_steps.REFERENCE), (DEVICE, kernel_draft.STEPS)):
+        for device, ops in ((CPU, TorchOps()), (DEVICE, TritonOps())):
             made = DraftRound(seed, frozenset(Kind), lookahead, device, largest=64 if seed == 0 else 6)
             plan, state, tree, choice = made.plan, made.state, made.tree(), choice_of(made)
             reach_A = state.end_S[plan.slot_A[choice.ancestor_A]] + made.k - 1
-            next_ = steps.resume(state, plan, tree, choice, made.k)
+            next_ = ops.resume_draft(state, plan, tree, choice, made.k)
             # The prompt's pages are those of all particles; what is past the row's is written over before it is read.
             column_L = torch.arange(WIDTH, device=device)
             is_read_AL = (column_L >= state.base_S[plan.slot_A][:, None]) & (column_L < reach_A[:, None])

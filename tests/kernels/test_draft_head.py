@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from smc.algorithm.expansion import Offers
-from smc.executor.kernels import KernelHeadSampling
 from smc.executor.sampling import DrawKeys, HeadSampling, Sampling
+from smc.executor.triton_ops import TritonHeadSampling
 from smc.laws import LawSpec
 from smc.model.draft_vocab import DraftVocab
 from smc.philox import Purpose
@@ -42,7 +42,7 @@ def test_kernels_are_the_torch_ones(share):
     """NaN, rests without mass, one row and many."""
     for seed, (rows, draws, width) in enumerate([(1, 1, 2), (7, 3, 5), (9, 8, 33)]):
         made = []
-        for device, sampling in ((CPU, HeadSampling), (DEVICE, KernelHeadSampling)):
+        for device, sampling in ((CPU, HeadSampling), (DEVICE, TritonHeadSampling)):
             rng = np.random.default_rng(seed)
             ids_M = np.sort(rng.permutation(300)[:100])
             head = sampling(Sampling(100), DraftVocab(ids_M, 300, share), device)

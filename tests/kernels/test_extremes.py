@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from smc import laws
 from smc.arrays import to_device
 from smc.kernels import sampling
-from smc.kernels.law import Cut
-from smc.kernels.truncation import truncate
+from smc.kernels.truncation import Cut, truncate
 from smc.philox import Purpose, exponentials, words
 from tests.kernels.conftest import DEVICE
 from tests.kernels.cuts import arguments

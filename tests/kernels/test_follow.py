@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from smc.algorithm.expansion import Kind
-from smc.executor import kernel_follow
-from smc.executor import verify as target
 from smc.executor.messages import RoundChoice
-from smc.executor.state import SlotState, write_advance
+from smc.executor.ops import TorchOps
+from smc.executor.state import SlotState
+from smc.executor.triton_ops import TritonOps
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import VOCAB, WIDTH, Round, assert_equal
 
@@ -59,16 +59,13 @@ def contents(state: SlotState) -> tuple[torch.Tensor, ...]:
 def test_slots_follow_as_by_the_torch_one(lookahead):
     for seed in range(20):
         kept = []
-        for device, follow, advance in (
-            (torch.device("cpu"), target.follow, write_advance),
-            (DEVICE, kernel_follow.follow, kernel_follow.advance),
-        ):
+        for device, ops in ((torch.device("cpu"), TorchOps()), (DEVICE, TritonOps())):
             made = Round(seed, frozenset(Kind), lookahead, device)
             state, plan, drafted, choice = made.state, made.plan, made.drafted(), choice_of(made)
             logq_SQ = made.here(made.floats(made.slots + 1, made.q))
             reach_A = state.held(plan.slot_A[choice.ancestor_A]) + made.q
-            next_ = follow(state, logq_SQ, plan, drafted, choice, lookahead)
-            advance(state, plan.slot_A, choice, next_.end_A, next_.tokens_AW, next_.pending_A, choice.text_A)
+            next_ = ops.follow(state, logq_SQ, plan, drafted, choice, lookahead)
+            ops.advance(state, plan.slot_A, choice, next_.end_A, next_.tokens_AW, next_.pending_A, choice.text_A)
             # The prompt's pages are those of all particles; what is past the block's is written over before it is read.
             column_L = torch.arange(WIDTH, device=device)
             is_read_AL = (column_L >= state.base_S[plan.slot_A][:, None]) & (column_L < reach_A[:, None])
@@ -81,12 +78,12 @@ def test_tokens_of_a_slice_are_kept():
     """As of the draft, which has one pending token or two."""
     for seed in range(4):
         kept = []
-        for device, advance in ((torch.device("cpu"), write_advance), (DEVICE, kernel_follow.advance)):
+        for device, ops in ((torch.device("cpu"), TorchOps()), (DEVICE, TritonOps())):
             made = Round(seed, frozenset(Kind), False, device)
             made.drafted()
             choice, a = choice_of(made), made.places
             end_A, pending_A, text_A = (made.here(made.rng.integers(1, 30, a)) for _ in range(3))
-            advance(
+            ops.advance(
                 made.state,
                 made.plan.slot_A,
                 choice,

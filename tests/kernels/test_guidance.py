@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from smc.executor.remap import remap_block_table
 from smc.executor.sampling import Sampling
-from smc.executor.state import remap_block_table
-from smc.kernels import guidance
+from smc.kernels import remap, sampling
 from tests.kernels.conftest import DEVICE
 
 
@@ -24,11 +24,11 @@ def test_guided_logits_are_those_of_the_torch_one(dtype, shape):
     own_TV[-1, 0], companion_XV[0] = -1e5, torch.nan
     expected_TV = Sampling(width).guide(own_TV, companion_XV, of_T, scale_T)
     here = [values.to(DEVICE) for values in (companion_XV[:3], of_T, scale_T)]
-    found_TV = guidance.guide(own_TV.to(DEVICE), *here, block=1024)
+    found_TV = sampling.guide(own_TV.to(DEVICE), *here, block=1024)
     assert found_TV.dtype == torch.float32 and not found_TV.isnan().any()
     assert torch.equal(found_TV.cpu(), expected_TV)
     own_TV[-1, width // 2] = torch.nan
-    assert guidance.guide(own_TV.to(DEVICE), *here)[-1].isnan().sum() == 1
+    assert sampling.guide(own_TV.to(DEVICE), *here)[-1].isnan().sum() == 1
 
 
 def test_pages_follow_as_by_the_torch_one():
@@ -43,7 +43,7 @@ def test_pages_follow_as_by_the_torch_one():
         table_SL[3, :3] = table_SL[2, :3]
         found_SL = table_SL.to(DEVICE)
         remap_block_table(table_SL, slot_A, source_A, base_A, end_A, tail_AB, 1500 + width)
-        guidance.reroot(
+        remap.remap_block_table(
             found_SL, *(values.to(DEVICE) for values in (slot_A, source_A, base_A, end_A, tail_AB)), 1500 + width
         )
         for slot, end in zip(slot_A.tolist(), end_A.tolist()):

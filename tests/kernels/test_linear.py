@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from smc.executor.kernel_forward import FEW_FP8_ROWS, FEW_ROWS
-from smc.kernels.linear import gate_up_silu, linear, reduce
-from smc.kernels.tiling import choose, token_block_of, token_blocks_of
+from smc.executor.triton_forward import FEW_FP8_ROWS, FEW_ROWS
+from smc.kernels.linear import choose, gate_up_silu, linear, reduce, token_block_of, token_blocks_of
 from smc.model.linear import FP8, Rounded, quantise, round_rows
 from tests.kernels.sizes import SLOTS, possible, rehearsed
 

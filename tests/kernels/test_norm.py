@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from smc.kernels.norm import add_norm, add_norm_rounded, silu_mul
-from smc.kernels.rounding import round_rows
+from smc.kernels.norm import add_norm, add_norm_rounded, round_rows, silu_mul
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from smc.algorithm.expansion import OFFERS, Offers
 from smc.arrays import to_device
-from smc.executor.kernels import KernelSampling
 from smc.executor.sampling import DrawKeys, Sampling
+from smc.executor.triton_ops import TritonSampling
 from smc.kernels.candidate_tokens import offer
 from smc.kernels.truncation import truncate
 from smc.laws import Laws, LawSpec
@@ -151,7 +151,7 @@ def powered(rows: int, truncated: bool) -> LawSpec:
 def test_offers_of_a_powered_law(vocab, truncated):
     logits_RV = torch.randn(6, vocab, generator=torch.Generator().manual_seed(vocab)).to(DEVICE) * 3
     spec, key = powered(6, truncated), keys(6)
-    found = KernelSampling(vocab).bonus_offer(logits_RV, spec, key)
+    found = TritonSampling(vocab).bonus_offer(logits_RV, spec, key)
     expected = Sampling(vocab).bonus_offer(logits_RV, spec, key)
     laws = Laws(spec, DEVICE)
     offers = Offers(*(values_RC.cpu() for values_RC in vars(found[0]).values()))
@@ -168,7 +168,7 @@ def test_a_bonus_without_a_power_and_scores_of_rows_that_repeat():
     ones_R = torch.ones(4, device=DEVICE)
     spec = LawSpec(ones_R, ones_R.long() * 7, ones_R, ones_R * 0, ones_R, frozenset({"top_k"}))
     (offers, logp_RC, log_z_R), expected = (
-        kind(vocab).bonus_offer(logits_RV, spec, keys(4)) for kind in (KernelSampling, Sampling)
+        kind(vocab).bonus_offer(logits_RV, spec, keys(4)) for kind in (TritonSampling, Sampling)
     )
     torch.testing.assert_close(logp_RC, expected[1], atol=TOLERANCE, rtol=TOLERANCE)
     assert torch.equal(logp_RC, offers.logq_RC) and (log_z_R == 0).all()
@@ -176,5 +176,5 @@ def test_a_bonus_without_a_power_and_scores_of_rows_that_repeat():
     for draws in (1, 3):
         token_XD = torch.randint(0, vocab, (6, draws), device=DEVICE)
         token_XD[:, 0] = logits_RV[row_X, :vocab].argmax(-1)
-        found, wanted = (kind(vocab).score(logits_RV, spec, token_XD, row_X) for kind in (KernelSampling, Sampling))
+        found, wanted = (kind(vocab).score(logits_RV, spec, token_XD, row_X) for kind in (TritonSampling, Sampling))
         torch.testing.assert_close(found, wanted, atol=TOLERANCE, rtol=TOLERANCE)

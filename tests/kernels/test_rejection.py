@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from smc.algorithm.expansion import Kind
-from smc.executor import kernel_chains
-from smc.executor import verify as chains
-from smc.executor.kernels import KernelSampling
+from smc.executor.ops import RoundOps, TorchOps
+from smc.executor.triton_ops import TritonOps, TritonSampling
 from smc.executor.verify import lay_out
-from smc.kernels.rejection import write_law
+from smc.kernels.sampling import write_law
 from smc.laws import Laws, LawSpec
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import VOCAB, Round, assert_equal
@@ -40,7 +39,7 @@ def laws(rng: np.random.Generator, rows: tuple[int, ...], vocab: int) -> Tensor:
 
 
 def said(
-    verify: chains.Verify, seed: int, vocab: int, lookahead: bool, device: torch.device, alike: bool
+    ops: RoundOps, seed: int, vocab: int, lookahead: bool, device: torch.device, alike: bool
 ) -> tuple[Tensor, Tensor]:
     made = Round(seed, KINDS, lookahead, device)
     asked = lay_out(
@@ -50,7 +49,7 @@ def said(
     logp_CQV, logq_CLV = laws(rng, (count, made.q), vocab), laws(rng, (count, made.q - 1), vocab)
     if alike:
         logq_CLV = logp_CQV[:, :-1].clone()
-    return verify(made.plan, asked, logp_CQV.to(device), logq_CLV.to(device))
+    return ops.verify_chains(made.plan, asked, logp_CQV.to(device), logq_CLV.to(device))
 
 
 @pytest.mark.parametrize("lookahead", [True, False], ids=["ahead", "lockstep"])
@@ -62,8 +61,8 @@ def test_what_is_said_is_the_reference(vocab, lookahead):
     spoken = kept = 0
     for seed in seeds:
         for alike in (False, True):
-            wanted = said(chains.verify, seed, vocab, lookahead, CPU, alike)
-            found = said(kernel_chains.verify, seed, vocab, lookahead, DEVICE, alike)
+            wanted = said(TorchOps(), seed, vocab, lookahead, CPU, alike)
+            found = said(TritonOps(), seed, vocab, lookahead, DEVICE, alike)
             assert_equal(found, wanted)
             spoken += int((wanted[0] >= 0).sum())
             kept += int((wanted[0][:, :-1] >= 0).sum())
@@ -88,7 +87,7 @@ def test_whole_laws_are_those_of_the_reference(columns):
     wanted_RV = Laws(law).target(logits_RV[:, :columns])
     here = LawSpec(*(torch.from_numpy(values).to(DEVICE) for values in list(vars(law).values())[:-1]), law.active)
     room_RV = torch.full((16, columns + 2), 7.0, device=DEVICE)
-    KernelSampling(columns).write_law(logits_RV.to(DEVICE), here, room_RV[:, :columns])
+    TritonSampling(columns).write_law(logits_RV.to(DEVICE), here, room_RV[:, :columns])
     found_RV = room_RV[:, :columns].cpu()
     assert (room_RV[:, columns:] == 7).all()
     torch.testing.assert_close(found_RV, wanted_RV, atol=2e-6, rtol=1e-5, equal_nan=True)

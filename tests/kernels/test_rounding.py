@@ -8,8 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from smc.kernels.norm import add_norm_rounded
-from smc.kernels.rounding import round_rows
+from smc.kernels.norm import add_norm_rounded, round_rows
 from smc.model import linear
 
 

@@ -20,8 +20,8 @@ from smc.algorithm.bounds import Bounds
 from smc.algorithm.selection import Selection
 from smc.algorithm.selection import select as reference
 from smc.api.limits import MAX_PARTICLES, SCHEME_NAMES
-from smc.kernels import selection
-from smc.kernels.selection import select
+from smc.kernels import select as selection
+from smc.kernels.select import select
 from smc.philox import Purpose, uniforms
 from tests.algorithm.packing import Population, pack, random_candidates
 from tests.kernels.conftest import DEVICE

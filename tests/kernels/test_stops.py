@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from smc.api.limits import MAX_STOP_BYTES
-from smc.kernels.stops import after_all, table_arguments
-from smc.stops import DONE, MAX_STATES, START, StopMachine, StopProgress, StopTables, TokenBytes
+from smc.kernels import stops
+from smc.kernels.stops import StopTensors, after_all
+from smc.stops import DONE, START, StopMachine, StopProgress, StopTables, TokenBytes
 from smc.stops import grow as reference
 from tests.test_stops import LONG, Letters
 
@@ -45,6 +46,8 @@ NO_TOKENS = [-1, -(2**31), len(TOKENS), 10**6, 2**31 - 1]
 VOCAB = len(TOKENS) + 2
 """A model draws from more ids than its tokenizer has."""
 
+FINISHED = stops.DONE
+
 
 def grow(
     tables: StopTables,
@@ -61,7 +64,7 @@ def grow(
         _grow[(triton.cdiv(places, BLOCK),)](
             *(given_A.contiguous() for given_A in (entry_A, text_A)), tokens_AK, *tokens_AK.stride(), room_A.contiguous(),
             torch.zeros_like(room_A) if early_A is None else early_A.contiguous(), count_A, ends_A, after_A, places,
-            *table_arguments(tables), K=k, STRINGS=tables.next_EXB is not None, DONE=DONE, STATES=MAX_STATES, BLOCK=BLOCK, num_warps=1,
+            StopTensors.of(tables), K=k, BLOCK=BLOCK, num_warps=1,
         )  # fmt: skip
     return StopProgress(count_A, ends_A, after_A)
 
@@ -69,8 +72,7 @@ def grow(
 @triton.jit
 def _grow(
     entry_A, text_A, tokens_AK, stride_a, stride_k, room_A, early_A, count_A, ends_A, after_A, places,
-    is_stop_EV, vocab, has_strings_E, next_EXB, data_B, offset_V, spelled,
-    K: tl.constexpr, STRINGS: tl.constexpr, DONE: tl.constexpr, STATES: tl.constexpr, BLOCK: tl.constexpr,
+    tables, K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     a = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = a < places
@@ -78,10 +80,10 @@ def _grow(
     text, room = tl.load(text_A + a, mask=inside, other=0).to(tl.int32), tl.load(room_A + a, mask=inside, other=0)
     state, count = after_all(
         text, tokens_AK + a.to(tl.int64) * stride_a, stride_k, entry, inside, room, tl.load(early_A + a, mask=inside, other=0),
-        is_stop_EV, vocab, has_strings_E, next_EXB, data_B, offset_V, spelled, K, STRINGS, DONE, STATES,
+        tables, K,
     )  # fmt: skip
     tl.store(count_A + a, count.to(tl.int64), mask=inside)
-    tl.store(ends_A + a, (count >= room) | (state == DONE), mask=inside)
+    tl.store(ends_A + a, (count >= room) | (state == FINISHED), mask=inside)
     tl.store(after_A + a, state.to(tl.int64), mask=inside)
 
 

@@ -15,6 +15,7 @@ from smc.api.sampling_params import SamplingParams
 from smc.executor.forward import Rows, StaticForward
 from smc.executor.graph_runner import StageRunner
 from smc.executor.model_runner import ModelRunner
+from smc.executor.ops import TorchOps
 from smc.executor.plan import Contexts, Program
 from smc.executor.worker import ModelWorker
 from smc.local_engine import ModelPair, local_engine
@@ -200,6 +201,13 @@ class Padding(StageRunner):
     they are."""
 
     records = True
+
+
+class PaddingOps(TorchOps):
+    """The torch form of rounds, padded."""
+
+    def stage_runner(self, device: torch.device) -> StageRunner:
+        return Padding(device)
 
 
 def running(engine: Engine) -> list[SequenceGroup]:

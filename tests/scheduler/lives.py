@@ -14,11 +14,10 @@ from smc.api.engine_config import EngineConfig
 from smc.api.outputs import Answer, FinishReason, Output
 from smc.api.request import Request
 from smc.api.sampling_params import Method, SamplingParams
-from smc.executor.model_runner import Parts
 from smc.local_engine import ModelPair, local_engine
 from smc.scheduler.admission import QueueFull
 from smc.scheduler.engine import Engine
-from tests.scheduler.harness import Padding, answers, running
+from tests.scheduler.harness import PaddingOps, answers, running
 from tests.scheduler.pairs import tiny_pair
 
 SALTS = ("", "", "", "somebody else's")
@@ -99,7 +98,7 @@ def small_engine(
     for before the last is read; `follows`: it corrects what it expects of running requests."""
     with monkeypatch.context() as patch:
         if ahead:
-            patch.setattr("smc.local_engine.parts_for", lambda _device: Parts(stages=Padding))
+            patch.setattr("smc.local_engine.ops_for", lambda _device: PaddingOps())
         engine = local_engine(pair(), config, **options)
     engine.expectation.learn_answer = lambda _share: None
     if not follows:

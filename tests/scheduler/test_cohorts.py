@@ -9,9 +9,17 @@ import pytest
 
 from smc.api.engine_config import EngineConfig
 from smc.api.outputs import FinishReason
-from smc.executor.model_runner import Parts
 from smc.local_engine import local_engine
-from tests.scheduler.harness import CASES, Padding, answers, assert_empty, config_id, request, running, step_through
+from tests.scheduler.harness import (
+    CASES,
+    PaddingOps,
+    answers,
+    assert_empty,
+    config_id,
+    request,
+    running,
+    step_through,
+)
 from tests.scheduler.pairs import tiny_pair
 from tests.scheduler.test_kv_follows import mixed_requests
 
@@ -30,14 +38,14 @@ def test_answers_do_not_depend_on_cohorts(config):
 @pytest.fixture
 def ahead(monkeypatch) -> None:
     """Rounds are asked for before the last is read, as where workers run beside the scheduler."""
-    monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: Parts(stages=Padding))
+    monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: PaddingOps())
 
 
 @pytest.mark.parametrize("config", CASES, ids=config_id)
 def test_answers_do_not_depend_on_what_is_asked_for_ahead(config, monkeypatch):
     requests = mixed_requests(24, random.Random(4))
     expected = answers(local_engine(tiny_pair(), config), requests)
-    monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: Parts(stages=Padding))
+    monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: PaddingOps())
     for cohorts in (1, 2):
         found = answers(local_engine(tiny_pair(), replace(config, cohorts=cohorts)), requests)
         for request_id, one in expected.items():

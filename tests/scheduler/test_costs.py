@@ -13,7 +13,7 @@ from smc.calibration.costs import BRIEF, TREE, Effort, live_plan, time_costs
 from smc.calibration.warm_up import rehearsal
 from smc.executor.executor import LocalRoundExecutor
 from smc.executor.forward import StaticForward
-from smc.executor.model_runner import Parts
+from smc.executor.ops import TorchOps
 from smc.executor.plan import Program
 from smc.local_engine import local_engine
 from smc.scheduler.engine import Engine
@@ -108,7 +108,11 @@ def watched(config: EngineConfig, clock: Clock | None = None) -> tuple[Engine, d
                 clock.now += PASS + PAGE * len(pages)
             return super().__call__(tokens_T, rows)
 
-    engine.pair = LocalRoundExecutor(config, engine.workers, Parts(forward=Watched))
+    class WatchedOps(TorchOps):
+        def forward(self, reader):
+            return Watched(reader)
+
+    engine.pair = LocalRoundExecutor(config, engine.workers, WatchedOps())
     return engine, passes
 
 

@@ -11,10 +11,9 @@ import pytest
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
-from smc.executor.model_runner import Parts
 from smc.executor.plan import SHORT, SHORT_SINGLE, Contexts
 from smc.local_engine import local_engine
-from tests.scheduler.harness import Padding, answers
+from tests.scheduler.harness import PaddingOps, answers
 from tests.scheduler.lives import assert_same
 from tests.scheduler.pairs import tiny_pair
 
@@ -54,7 +53,7 @@ def test_past_short_rows(config, monkeypatch):
     expected = {one.request_id: answers(local_engine(made, config), [one])[one.request_id] for one in asked}
     lengths = {len(one.prompt) + len(expected[one.request_id].tokens) > SHORT for one in asked}
     assert lengths == {True, False}
-    monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: Parts(stages=Padding))
+    monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: PaddingOps())
     engine = local_engine(made, replace(config, cohorts=2, prefill_chunk=100, pages=1900, max_slots=24))
     shapes, run = set(), engine.pair.round
     engine.pair.round = lambda plan: (shapes.add((plan.program, plan.contexts, len(plan.slot_A))), run(plan))[1]

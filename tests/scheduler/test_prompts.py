@@ -6,11 +6,10 @@ import pytest
 
 from smc.api.engine_config import EngineConfig
 from smc.api.outputs import Answer
-from smc.executor.model_runner import Parts
 from smc.local_engine import local_engine
 from smc.scheduler.engine import Engine
 from smc.scheduler.sequence_group import Phase
-from tests.scheduler.harness import Padding, answers, assert_empty, request
+from tests.scheduler.harness import PaddingOps, answers, assert_empty, request
 from tests.scheduler.lives import assert_same, pair
 
 
@@ -20,7 +19,7 @@ def test_running_requests_get_a_round_in_every_step(form, ahead, monkeypatch):
     """A prompt of 80 tokens, 4 a step: whoever runs is given a round in each of the twenty steps that it takes, in any
     method."""
     if ahead:
-        monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: Parts(stages=Padding))
+        monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: PaddingOps())
     engine = local_engine(pair(), EngineConfig(form=form, block=2, prefill_chunk=4))
     for name, law in {"smc": {"particles": 3}, "target": {"method": "target"}, "draft": {"method": "draft"}}.items():
         engine.submit(request([1], name, seed=1, max_tokens=100, ignore_eos=True, **law))

@@ -16,7 +16,7 @@ import torch
 from smc.api.engine_config import LAW_BYTES, EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import POPULATIONS, SamplingParams
-from smc.executor.model_runner import Parts
+from smc.executor.ops import TorchOps
 from smc.local_engine import local_engine
 from smc.memory.kv_pool import pages_that_fit
 from smc.model.draft_vocab import DraftVocab
@@ -24,7 +24,16 @@ from smc.scheduler.admission import sized_for
 from smc.scheduler.engine import Engine
 from smc.scheduler.methods import decoding_of
 from smc.types import ModelRole
-from tests.scheduler.harness import Padding, TokenLedger, answers, assert_empty, check_kv, config_id, request
+from tests.scheduler.harness import (
+    Padding,
+    PaddingOps,
+    TokenLedger,
+    answers,
+    assert_empty,
+    check_kv,
+    config_id,
+    request,
+)
 from tests.scheduler.lives import live, small_engine
 from tests.scheduler.pairs import exact_law, next_log_probs, tiny_pair
 
@@ -155,7 +164,7 @@ def test_answers_do_not_depend_on_company(config, monkeypatch):
         {"method": "target", "particles": None},
     ]
     beside = [request([2], f"beside {i}", seed=i, max_tokens=20, **{"particles": 3, **others[i % 4]}) for i in range(8)]
-    monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: Parts(stages=Padding))
+    monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: PaddingOps())
     found = answers(local_engine(tiny_pair(), config), [one for pair in zip(beside, asked) for one in pair])
     for request_id, one in alone.items():
         assert found[request_id].tokens == one.tokens
@@ -254,6 +263,11 @@ class Keeping(Padding):
         return self.keep(key, name, lambda: torch.empty_like(tensor)).copy_(tensor)
 
 
+class KeepingOps(TorchOps):
+    def stage_runner(self, device):
+        return Keeping(device)
+
+
 def storages(*, wide: int | None = None) -> dict[int, int]:
     """Bytes of all memory that tensors have, by where it is; `wide`: of those with rows of so many columns in
     float32."""
@@ -267,7 +281,7 @@ def storages(*, wide: int | None = None) -> dict[int, int]:
 @pytest.mark.parametrize("config", FORMS[1:], ids=config_id)
 def test_laws_take_what_has_been_set_aside(config, monkeypatch):
     """Whatever slots there are, and however many kinds of rounds have been run."""
-    monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: Parts(stages=Keeping))
+    monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: KeepingOps())
     pair, vocab = tiny_pair(7), 7
     for slots in (24, 96):
         engine = None

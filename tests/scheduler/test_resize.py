@@ -10,12 +10,11 @@ import pytest
 from smc.api.engine_config import EngineConfig
 from smc.api.outputs import Answer, FinishReason
 from smc.api.sampling_params import POPULATIONS
-from smc.executor.model_runner import Parts
 from smc.local_engine import local_engine
 from smc.scheduler.checkpoint import shrink_saved
 from smc.scheduler.engine import Engine
 from smc.scheduler.sequence_group import Phase, SequenceGroup
-from tests.scheduler.harness import CASES, FORMS, Padding, assert_empty, config_id, request, running
+from tests.scheduler.harness import CASES, FORMS, PaddingOps, assert_empty, config_id, request, running
 from tests.scheduler.lives import pair
 from tests.scheduler.pairs import exact_law, tiny_pair
 
@@ -48,7 +47,7 @@ def saved(engine: Engine, group: SequenceGroup) -> None:
 
 def resized(form: str, change: Callable[[Engine, SequenceGroup], None], ahead: bool, monkeypatch) -> list[Answer]:
     if ahead:
-        monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: Parts(stages=Padding))
+        monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: PaddingOps())
     engine, found = local_engine(tiny_pair(), FORM[form]), []
     for seed in range(COUNT):
         # Distinct ones among them.
@@ -106,7 +105,7 @@ def test_the_next_round_has_the_particles_that_were_asked_for(config, population
     """From then on the models run as many, slots that are no longer needed are free, and of those that are only wanted
     none is answered."""
     if ahead:
-        monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: Parts(stages=Padding))
+        monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: PaddingOps())
     engine = local_engine(pair(), config)
     engine.submit(request(particles=8, population=population, min_particles=2, seed=1, max_tokens=110, ignore_eos=True))
     while not running(engine) or not running(engine)[0].rounds:
@@ -170,7 +169,7 @@ def test_the_latest_wish_holds(config, ahead, monkeypatch):
     """One that is made while another change is under way is carried out after it, and one that has been overtaken by
     then is not."""
     if ahead:
-        monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: Parts(stages=Padding))
+        monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: PaddingOps())
     engine = local_engine(pair(), config)
     engine.submit(request(particles=8, min_particles=2, seed=1, max_tokens=110, ignore_eos=True))
     while not running(engine) or not running(engine)[0].rounds:

@@ -12,10 +12,9 @@ from smc.api.engine_config import EngineConfig
 from smc.api.outputs import FinishReason
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
-from smc.executor.model_runner import Parts
 from smc.local_engine import local_engine
 from smc.stops import START, StopMachine, StopTables, TokenBytes, grow
-from tests.scheduler.harness import Padding, answers, config_id
+from tests.scheduler.harness import PaddingOps, answers, config_id
 from tests.scheduler.pairs import LETTERS, next_log_probs, tiny_pair
 
 PROMPT = (2, 1)
@@ -140,7 +139,7 @@ def test_ignore_eos_runs_to_the_cap(config):
 def test_answers_that_fill_the_context(config, monkeypatch):
     """Prompt and answer together are all there is room for, whatever part of a block the last one is; rounds are asked
     for ahead."""
-    monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: Parts(stages=Padding))
+    monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: PaddingOps())
     engine = local_engine(tiny_pair(), config)
     for cap in range(1, 24):
         asked = Request(

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smc.kernels.variants import one_variant
+from smc.kernels.launch import one_variant
 
 FAR = tl.constexpr(2**30)  # Beyond every position and row.
 ROW_FIELDS, PIECE_FIELDS = 4, 6

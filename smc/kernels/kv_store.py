@@ -10,9 +10,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from smc.kernels.launch import launch_options, one_variant
 from smc.kernels.norm import sum_parts
-from smc.kernels.pdl import launch_options
-from smc.kernels.variants import one_variant
 
 
 def store_kv(

@@ -1,27 +1,27 @@
-"""The forward pass of few packed rows as fused kernels on a GPU. Same interface as the reference,
-`smc.executor.forward.StaticForward`.
+"""Passes through a decoder on a GPU: of few packed rows, and of prompts. The Triton form of `smc.executor.forward`.
 
-Matrix products of few rows are bound by reading weights; what is done here is to leave little else. See the package's
-legend for axes."""
+Matrix products of few rows are bound by reading weights, so everything around them is fused. See the package's legend for
+axes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from smc.arrays import to_device
+from smc.attention.base import ForwardBatch
 from smc.attention.kernels import SharedPrefixAttention, check_heads
 from smc.attention.step import step_attention
-from smc.executor.forward import Rows, StaticForward
+from smc.executor.forward import Reader, Rows, StaticForward
 from smc.executor.plan import Contexts
-from smc.executor.worker import ModelWorker
+from smc.kernels.kv_store import store_kv
+from smc.kernels.launch import supports_pdl
 from smc.kernels.linear import gate_up_silu, linear, multiplies_fp8, reduce
-from smc.kernels.norm import add_norm, add_norm_rounded, silu_mul
-from smc.kernels.pdl import supports_pdl
-from smc.kernels.rounding import round_rows
-from smc.kernels.rows import Groups, Tables
-from smc.kernels.store import store_kv
+from smc.kernels.norm import add_norm, add_norm_rounded, round_rows, silu_mul
+from smc.kernels.packed_rows import Groups, Tables
 from smc.model.decoder import Layer
 from smc.model.linear import Linear, Rounded
 
@@ -37,20 +37,20 @@ Attend = Callable[[Layer, Tensor, Tensor], None]
 """(layer, product with its query, key and value weights, out [T, H, D])"""
 
 
-class KernelForward(StaticForward):
-    """A decoder of one worker. With `own_products` matrix products of few rows are ours too, but not of weights in
+class TritonForward(StaticForward):
+    """A decoder of one reader. With `own_products` matrix products of few rows are ours too, but not of weights in
     float32, which tensor cores would round; without `pdl` no kernel begins before the one before has ended, which it
-    does where the device can (`smc.kernels.pdl`). Raises ValueError for heads that the kernels cannot do."""
+    does where the device can (`smc.kernels.launch`). Raises ValueError for heads that the kernels cannot do."""
 
-    def __init__(self, worker: ModelWorker, *, own_products: bool = True, pdl: bool = True) -> None:
-        super().__init__(worker.model, worker.pool, worker.rope)
-        check_heads((worker.model.config.num_heads, worker.model.config.num_kv_heads), worker.model.config.head_dim)
-        self._longest, self._own_products = worker.width, own_products
+    def __init__(self, reader: Reader, *, own_products: bool = True, pdl: bool = True) -> None:
+        super().__init__(reader.model, reader.pool, reader.rope)
+        check_heads((reader.model.config.num_heads, reader.model.config.num_kv_heads), reader.model.config.head_dim)
+        self._longest, self._own_products = reader.width, own_products
         self._dtype, self._own_fp8 = (
-            worker.model.embed.weight.dtype,
-            own_products and multiplies_fp8(worker.model.embed.weight.device),
+            reader.model.embed.weight.dtype,
+            own_products and multiplies_fp8(reader.model.embed.weight.device),
         )
-        self._pdl = pdl and supports_pdl(worker.model.embed.weight.device)
+        self._pdl = pdl and supports_pdl(reader.model.embed.weight.device)
         self._attentions: dict[tuple[int, int, int, int], SharedPrefixAttention] = {}
 
     @property
@@ -162,3 +162,54 @@ class KernelForward(StaticForward):
 
 def _tables(rows: Rows) -> Tables:
     return Tables(rows.table_SL, rows.slot_R, rows.tail_RB, rows.tail_R)
+
+
+@torch.inference_mode()
+def run_prompt(reader: Reader, tokens_T: Tensor, batch: ForwardBatch, asked_X: Tensor) -> Tensor:
+    """See `smc.executor.forward.run_prompt`. Matrix products and attention are by libraries, with one launch between two of
+    them. Of the last layer only the tokens that are asked about are computed once its keys and values are stored."""
+    model, config, planned = reader.model, reader.model.config, reader.attention.plan(reader.pool, batch)
+    position_T, page_T = (
+        to_device(array_T.astype(np.int32), reader.device) for array_T in (batch.positions_T, batch.pages_T)
+    )
+    x_TE, parts_TE = model.embed(tokens_T), None
+    q_THD = x_TE.new_empty(len(tokens_T), config.num_heads, config.head_dim)
+    for layer in model.layers:
+        hidden_TE = add_norm(x_TE, parts_TE, layer.attn_norm.weight, config.rms_eps)
+        store = (
+            q_THD,
+            reader.pool.keys[layer.index],
+            reader.pool.values[layer.index],
+            reader.rope.table,
+            position_T,
+            page_T,
+        )
+        store_kv(
+            _prompt_product(layer.qkv, hidden_TE),
+            *store,
+            (config.num_heads, config.num_kv_heads),
+            *layer.head_norms,
+            eps=config.rms_eps,
+        )
+        if layer is model.layers[-1]:
+            if not len(asked_X):
+                return x_TE[asked_X]
+            x_TE, out_THD = x_TE[asked_X], planned.read(layer.index, q_THD)[asked_X]
+        else:
+            out_THD = planned.read(layer.index, q_THD)
+        hidden_TE = add_norm(
+            x_TE, _prompt_sum(layer, layer.o, out_THD.flatten(1)), layer.mlp_norm.weight, config.rms_eps
+        )
+        parts_TE = _prompt_sum(layer, layer.down, silu_mul(_prompt_product(layer.gate_up, hidden_TE)))
+    return add_norm(x_TE, parts_TE, model.norm.weight, config.rms_eps)
+
+
+def _prompt_product(matrix: Linear, x_TK: Tensor) -> Tensor:
+    """What `matrix` returns, with activations rounded in one launch if it is FP8."""
+    return matrix(x_TK) if matrix.scale is None else matrix.of_rounded(round_rows(x_TK)).to(x_TK.dtype)
+
+
+def _prompt_sum(layer: Layer, matrix: Linear, x_TK: Tensor) -> Tensor:
+    """Of all ranks' shares."""
+    part_TE = _prompt_product(matrix, x_TK)
+    return part_TE if layer.reduce is None else layer.reduce(part_TE)

@@ -1,0 +1,222 @@
+"""The last stage of a round at the target: what becomes of every place, and what the host learns of it. The torch form;
+`smc.kernels.finalize` is the Triton form. See the package's legend for axes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from smc.algorithm.expansion import Kind
+from smc.algorithm.selection import Selection
+from smc.executor.messages import Lineage, RoundChoice, RoundResult
+from smc.executor.select import Candidates, ScoreInputs, SelectedTrees
+from smc.stops import grow
+
+Finalized = tuple[RoundChoice, RoundResult[Tensor]]
+
+
+@dataclass(frozen=True)
+class SelectedRows:
+    """What goes on at each place."""
+
+    row_A: Tensor
+    """int64, of the candidates."""
+    ancestor_A: Tensor
+    """int64 place whose particle it continues."""
+    block_A: Tensor
+    """int64 place whose block it continues: in look-ahead the ancestor."""
+    alive_A: Tensor
+    bonus_A: Tensor
+    """int64 token of the target's own that is appended to what is kept of the block; -1: none."""
+    logp_A: Tensor
+    """float32 log p of the first token after what is kept of the block."""
+    logw_A: Tensor
+    misses_A: Tensor
+    """bool: none of the drafted rows goes on (exact decoding in look-ahead)."""
+    log_z_G: Tensor
+    ess_G: Tensor
+    resampled_G: Tensor
+    collapsed_G: Tensor
+
+
+def finalize(
+    inputs: ScoreInputs, candidates: Candidates, own: Selection | None, trees: SelectedTrees | None
+) -> Finalized:
+    """What becomes of every place, and what the host learns of it. `own`: of independent particles; `trees`: of the
+    others."""
+    return Finalizer(inputs, candidates).of(own, trees)
+
+
+class Finalizer:
+    """What has been decided for groups, for all of their places."""
+
+    def __init__(self, inputs: ScoreInputs, candidates: Candidates) -> None:
+        self.inputs, self.candidates, self.plan = inputs, candidates, inputs.plan
+        self.scored, self.drafted, self.lookahead = inputs.scored, inputs.drafted, inputs.lookahead
+        self.blocks = self.scored.blocks
+        self.is_exact_A = self.plan.is_exact_A
+
+    def of(self, own: Selection | None, trees: SelectedTrees | None) -> Finalized:
+        taken = self._take(own, trees)
+        count_A = self.blocks.count_A[taken.block_A]
+        kept_A = count_A
+        if self.inputs.right_A is not None:
+            kept_A = torch.where(self.is_exact_A, torch.minimum(self.inputs.right_A, count_A), count_A)
+        ended_A, text_A, grown_A = self._grown(taken, kept_A)
+        choice = RoundChoice.of(
+            ancestor_A=taken.ancestor_A,
+            row_A=taken.row_A,
+            count_A=grown_A,
+            cut_A=count_A - kept_A if self.lookahead else torch.zeros_like(count_A),
+            bonus_A=taken.bonus_A,
+            alive_A=taken.alive_A,
+            ended_A=ended_A | ~taken.alive_A,
+            text_A=text_A,
+            mass_A=taken.logw_A,
+        )
+        return choice, self._result(taken, choice, kept_A)
+
+    def _take(self, own: Selection | None, trees: SelectedTrees | None) -> SelectedRows:
+        if trees is None:
+            assert own is not None, "a round has groups of some kind"
+            return self._of_own(own)
+        theirs = self._of_trees(trees)
+        if self.plan.has_exact:
+            theirs = self._matched(theirs)
+        if own is None:
+            return theirs
+        is_tree_G = self.plan.kind_G != Kind.INDEPENDENT
+        is_tree_A = is_tree_G[self.plan.group_A]
+        pairs = ((name, getattr(theirs, name), mine) for name, mine in vars(self._of_own(own)).items())
+        return SelectedRows(
+            **{
+                name: torch.where(is_tree_G if name.endswith("_G") else is_tree_A, other, mine)
+                for name, other, mine in pairs
+            }
+        )
+
+    def _of_own(self, own: Selection) -> SelectedRows:
+        target, row_A = self.inputs.target, own.ancestor_A.long() * self.inputs.width + own.branch_A.long()
+        open_A, none_A = self.inputs.open_X[row_A], torch.full_like(row_A, -1)
+        assert target.logp_X is not None, "asked for where there are independent rows"
+        return SelectedRows(
+            row_A=row_A,
+            ancestor_A=own.ancestor_A.long(),
+            block_A=own.ancestor_A.long(),
+            alive_A=own.alive_A,
+            bonus_A=none_A if target.bonus_A is None else torch.where(open_A, target.bonus_A[row_A], none_A),
+            logp_A=torch.where(open_A, target.logp_X[row_A], torch.nan),
+            logw_A=own.logw_A,
+            misses_A=torch.zeros_like(own.alive_A),
+            log_z_G=own.log_z_G.double(),
+            ess_G=own.ess_G.double(),
+            resampled_G=own.resampled_G,
+            collapsed_G=own.collapsed_G,
+        )
+
+    def _of_trees(self, trees: SelectedTrees) -> SelectedRows:
+        target, chosen, offers = self.inputs.target, trees.chosen, self.candidates.offers
+        row_A, offer_A = chosen.parent_X[trees.pick_A], chosen.offer_X[trees.pick_A]
+        ancestor_A, open_A = self.candidates.root_X[row_A], self.inputs.open_X[row_A]
+        bonus_A, logp_A = torch.full_like(row_A, -1), torch.full_like(row_A, torch.nan, dtype=torch.float32)
+        if target.offered_logp_AC is not None:
+            bonus_A = torch.where(open_A, offers.token_RC[row_A, offer_A], bonus_A)
+            logp_A = torch.where(open_A, target.offered_logp_AC[row_A, offer_A], logp_A)
+        elif self.lookahead and target.logp_X is not None:
+            logp_A = torch.where(open_A, target.logp_X[row_A], logp_A)
+        zero_G = torch.zeros_like(chosen.ess_G)
+        return SelectedRows(
+            row_A=row_A,
+            ancestor_A=ancestor_A,
+            block_A=ancestor_A if self.lookahead else row_A,
+            alive_A=trees.alive_A,
+            bonus_A=bonus_A,
+            logp_A=logp_A,
+            logw_A=torch.where(trees.alive_A, chosen.mass_X[trees.pick_A], -torch.inf),
+            misses_A=torch.zeros_like(trees.alive_A),
+            log_z_G=torch.where(chosen.collapsed_G, -torch.inf, zero_G),
+            ess_G=chosen.ess_G,
+            resampled_G=zero_G > 0,
+            collapsed_G=chosen.collapsed_G,
+        )
+
+    def _matched(self, taken: SelectedRows) -> SelectedRows:
+        """Of groups that are decoded exactly: where nothing that was drafted goes on, the block that agrees longest
+        does, and the token that the target says after it."""
+        plan, blocks, is_exact_A = self.plan, self.blocks, self.is_exact_A
+        best_A, right_A = self.inputs.matched
+        any_A = plan.any_of_group(taken.alive_A[None], plan.group_A)[0][plan.group_A]
+        misses_A = is_exact_A & ~any_A & (plan.size_G > 0)[plan.group_A]
+        ancestor_A = torch.where(misses_A, blocks.origin_A[best_A], taken.ancestor_A)
+        place_A = torch.arange(len(best_A), device=best_A.device)
+        is_over_A = blocks.ended_A[best_A] & (right_A == blocks.count_A[best_A])
+        says_A = is_exact_A & ~is_over_A & (misses_A if self.lookahead else is_exact_A)
+        next_A, next_logp_A = (
+            values_AQ[best_A, right_A - 1] for values_AQ in (self.scored.drawn_AQ, self.scored.logp_AQ)
+        )
+        changed = {
+            "row_A": taken.row_A if self.lookahead else torch.where(misses_A, best_A, taken.row_A),
+            "ancestor_A": ancestor_A,
+            # What follows a block that is right to its end keeps its own, be it one of several of the same tokens.
+            "block_A": torch.where(misses_A if self.lookahead else is_exact_A, best_A, taken.block_A),
+            "alive_A": torch.where(misses_A, place_A == ancestor_A, taken.alive_A),
+            "bonus_A": torch.where(is_exact_A, torch.where(says_A, next_A, -1), taken.bonus_A),
+            "logp_A": torch.where(is_exact_A, torch.where(is_over_A, torch.nan, next_logp_A), taken.logp_A),
+            "logw_A": torch.where(misses_A, torch.where(place_A == ancestor_A, 0.0, -torch.inf), taken.logw_A),
+            "misses_A": misses_A,
+        }
+        return SelectedRows(**(vars(taken) | changed))
+
+    def _grown(self, taken: SelectedRows, kept_A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Whether what goes on has ended [A], the stop machine's state after what is kept of the blocks [A], and how
+        many drafted tokens each place takes [A]."""
+        state, blocks, drafted = self.inputs.state, self.blocks, self.drafted
+        slot_A = self.plan.slot_A[taken.ancestor_A]
+        entry_A, early_A = state.entry_S[slot_A], state.least_S[slot_A] - state.held(slot_A)
+        text_A = grow(
+            state.stops, entry_A, state.text_S[slot_A], blocks.tokens_AQ[taken.block_A], kept_A, early_A
+        ).text_A
+        room_A = state.limit_S[slot_A] - state.held(slot_A) - kept_A
+        bonus = grow(state.stops, entry_A, text_A, taken.bonus_A[:, None], room_A, early_A - kept_A)
+        over_A = blocks.ended_A[taken.block_A] & (kept_A == blocks.count_A[taken.block_A])
+        grown_A, ended_A = kept_A - 1, over_A
+        if self.lookahead:
+            goes_on_A = ~taken.misses_A & ~over_A
+            grown_A = torch.where(goes_on_A, drafted.count_X[taken.row_A], 0)
+            ended_A = over_A | (goes_on_A & drafted.ended_X[taken.row_A])
+        return torch.where(taken.bonus_A >= 0, bonus.ends_A, ended_A), text_A, grown_A
+
+    def _result(self, taken: SelectedRows, choice: RoundChoice, kept_A: Tensor) -> RoundResult[Tensor]:
+        plan, blocks, candidates, has_bonus_A = self.plan, self.blocks, self.candidates, choice.bonus_A >= 0
+        bonus_A1 = choice.bonus_A.clamp(min=0)[:, None]
+        if self.lookahead:
+            grown_AQ = torch.where(has_bonus_A[:, None], bonus_A1, self.drafted.tokens_XK[choice.row_A].long())
+            logq_AQ = self.drafted.logq_XK[choice.row_A]
+        else:
+            grown_AQ = blocks.tokens_AQ[taken.block_A].roll(-1, 1).scatter(1, (kept_A - 1)[:, None], bonus_A1)
+            logq_AQ = torch.zeros_like(grown_AQ, dtype=torch.float32)
+        column_Q = torch.arange(blocks.tokens_AQ.shape[1], device=kept_A.device)
+        says_G = plan.any_of_group((has_bonus_A & choice.alive_A)[None], plan.group_A)[0]
+        run_A = torch.minimum(self.scored.blocks.run_A[taken.block_A], kept_A)
+        return RoundResult(
+            ancestor_A=choice.ancestor_A,
+            alive_A=choice.alive_A,
+            cut_A=choice.cut_A,
+            grown_AQ=grown_AQ,
+            count_A=choice.count_A + has_bonus_A.long(),
+            ended_A=choice.ended_A,
+            logw_A=taken.logw_A,
+            logq_AQ=logq_AQ,
+            logp_AQ=torch.where(column_Q < kept_A[:, None] - 1, self.scored.logp_AQ[taken.block_A], torch.nan),
+            first_logp_A=taken.logp_A,
+            log_z_G=taken.log_z_G,
+            ess_G=taken.ess_G,
+            resampled_G=taken.resampled_G,
+            collapsed_G=taken.collapsed_G,
+            draft_nan_G=candidates.draft_nan_G,
+            target_nan_G=candidates.target_nan_G,
+            hit_G=plan.is_exact_G & ~says_G,
+            lineage=Lineage(plan.target_pages_AQ[taken.block_A], run_A.int(), torch.zeros_like(run_A).int()),
+        )

@@ -1,0 +1,254 @@
+"""What a round does on a device, one method an operation: `RoundOps`, and `TorchOps`, the reference in plain torch that
+CPUs run. `smc.executor.triton_ops` has what GPUs run. Both give the same results: tests compare them, operation by
+operation. See the package's legend for axes."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from smc.algorithm.bounds import Bounds
+from smc.algorithm.expansion import Expansion, Offers, expand, keep_roots
+from smc.algorithm.selection import Selection, select
+from smc.algorithm.walk import walk
+from smc.attention.base import ForwardBatch
+from smc.executor import draft
+from smc.executor.draft import Continuation, DraftInputs, DraftShape, ResumedSequences, TokenTree, reparent
+from smc.executor.finalize import Finalized, finalize
+from smc.executor.forward import Reader, StaticForward, run_prompt
+from smc.executor.graph_runner import StageRunner
+from smc.executor.messages import DraftedRows, RoundChoice
+from smc.executor.plan import RoundPlan
+from smc.executor.remap import Followed, advance, follow, remap_block_table
+from smc.executor.sampling import HeadSampling, Sampling
+from smc.executor.select import Candidates, ScoreInputs, SelectedTrees, score_candidates
+from smc.executor.state import BiasTables, Lives, SlotState, add_biases
+from smc.executor.verify import TargetDraws, VerifyInputs, VerifyOutputs, lay_out, verify, verify_chains
+from smc.laws import LawSpec
+from smc.model.draft_vocab import DraftVocab
+
+Groups = tuple[Tensor, Tensor]
+"""First of each group, and how many, integers [G] each."""
+
+
+class RoundOps(Protocol):
+    """The operations of a round."""
+
+    # Running models.
+
+    def stage_runner(self, device: torch.device) -> StageRunner:
+        """What runs the stages of rounds on a device: as they are, or as CUDA graphs."""
+        ...
+
+    def forward(self, reader: Reader) -> StaticForward:
+        """The pass of few packed rows through a model."""
+        ...
+
+    def run_prompt(self, reader: Reader, tokens_T: Tensor, batch: ForwardBatch, asked_X: Tensor) -> Tensor:
+        """Run rows of prompts through a model. Returns hidden states [X, E] of the tokens at index `asked`; keys and
+        values of all tokens are stored."""
+        ...
+
+    # Logits and draws.
+
+    def sampling(self, vocab: int) -> Sampling:
+        """Draws from logits, of which the first `vocab` columns count."""
+        ...
+
+    def head_sampling(self, vocab: DraftVocab, device: torch.device) -> HeadSampling:
+        """Draws from the logits of a draft whose head has rows for part of the vocabulary."""
+        ...
+
+    def add_biases(
+        self, tables: BiasTables, lives: Lives, logits_RV: Tensor, slot_X: Tensor, position_R: Tensor, width: int
+    ) -> Tensor:
+        """See `smc.executor.state.add_biases`."""
+        ...
+
+    # Draft.
+
+    def begin_draft(
+        self, state: SlotState, plan: RoundPlan[Tensor], law: LawSpec[Tensor], shape: DraftShape
+    ) -> DraftInputs:
+        """See `smc.executor.draft.begin`."""
+        ...
+
+    def expand(
+        self,
+        offers: Offers,
+        mass_R: Tensor,
+        there_R: Tensor,
+        sources: Groups,
+        rows: Groups,
+        most_G: Tensor,
+        kind_G: Tensor,
+        keys: tuple[Tensor, Tensor, int],
+        total: int,
+        least: float = 0.0,
+        ended_R: Tensor | None = None,
+        has_rest: bool = False,
+    ) -> Expansion:
+        """See `smc.algorithm.expansion.expand`."""
+        ...
+
+    def reparent(
+        self,
+        tree: TokenTree,
+        more: Continuation,
+        plan: RoundPlan[Tensor],
+        state: SlotState,
+        *,
+        step: int,
+        branches: int,
+    ) -> TokenTree:
+        """See `smc.executor.draft.reparent`."""
+        ...
+
+    def pack_rows(self, state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree) -> DraftedRows:
+        """See `smc.executor.draft.pack`."""
+        ...
+
+    def resume_draft(
+        self, state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree, choice: RoundChoice, block: int
+    ) -> ResumedSequences:
+        """See `smc.executor.draft.resume`."""
+        ...
+
+    # Verify.
+
+    def lay_out_blocks(
+        self, state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted: DraftedRows | None
+    ) -> VerifyInputs:
+        """See `smc.executor.verify.lay_out`."""
+        ...
+
+    def verify(
+        self,
+        asked: VerifyInputs,
+        plan: RoundPlan[Tensor],
+        labelled_T: Tensor | None,
+        drawn: TargetDraws | None,
+        next_AV: Tensor | None,
+    ) -> VerifyOutputs:
+        """See `smc.executor.verify.verify`."""
+        ...
+
+    def verify_chains(
+        self, plan: RoundPlan[Tensor], asked: VerifyInputs, logp_CQV: Tensor, logq_CLV: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """See `smc.executor.verify.verify_chains`."""
+        ...
+
+    def match_samples(
+        self, tokens_AQ: Tensor, count_A: Tensor, drawn_AQ: Tensor, alive_A: Tensor, groups: Groups
+    ) -> tuple[Tensor, Tensor]:
+        """See `smc.algorithm.walk.walk`."""
+        ...
+
+    # Select and finalize.
+
+    def score_candidates(self, inputs: ScoreInputs) -> Candidates:
+        """See `smc.executor.select.score_candidates`."""
+        ...
+
+    def select(
+        self,
+        candidates_AF: Tensor,
+        alive_A: Tensor,
+        groups: Bounds,
+        threshold_G: Tensor,
+        scheme_G: Tensor,
+        seed_G: Tensor,
+        round_G: Tensor,
+    ) -> Selection:
+        """See `smc.algorithm.selection.select`."""
+        ...
+
+    def keep_roots(
+        self, root_R: Tensor, parent_X: Tensor, alive_X: Tensor, rows: Groups, places: Groups, total: int
+    ) -> tuple[Tensor, Tensor]:
+        """See `smc.algorithm.expansion.keep_roots`."""
+        ...
+
+    def finalize(
+        self, inputs: ScoreInputs, candidates: Candidates, own: Selection | None, trees: SelectedTrees | None
+    ) -> Finalized:
+        """See `smc.executor.finalize.finalize`."""
+        ...
+
+    # Remap.
+
+    def follow(
+        self,
+        state: SlotState,
+        logq_SQ: Tensor,
+        plan: RoundPlan[Tensor],
+        drafted: DraftedRows,
+        choice: RoundChoice,
+        lookahead: bool,
+    ) -> Followed:
+        """See `smc.executor.remap.follow`."""
+        ...
+
+    def advance(
+        self,
+        state: SlotState,
+        slot_A: Tensor,
+        choice: RoundChoice,
+        end_A: Tensor,
+        tokens_AW: Tensor,
+        pending_A: Tensor,
+        text_A: Tensor,
+    ) -> None:
+        """See `smc.executor.remap.advance`."""
+        ...
+
+    def remap_block_table(
+        self,
+        table_SL: Tensor,
+        slot_A: Tensor,
+        source_A: Tensor,
+        base_A: Tensor,
+        end_A: Tensor,
+        tail_AB: Tensor,
+        columns: int,
+    ) -> None:
+        """See `smc.executor.remap.remap_block_table`."""
+        ...
+
+
+class TorchOps(RoundOps):
+    """The reference, in plain torch."""
+
+    def stage_runner(self, device: torch.device) -> StageRunner:
+        return StageRunner(device)
+
+    def forward(self, reader: Reader) -> StaticForward:
+        return StaticForward(reader.model, reader.pool, reader.rope)
+
+    def sampling(self, vocab: int) -> Sampling:
+        return Sampling(vocab)
+
+    def head_sampling(self, vocab: DraftVocab, device: torch.device) -> HeadSampling:
+        return HeadSampling(self.sampling(len(vocab.ids_M)), vocab, device)
+
+    run_prompt = staticmethod(run_prompt)
+    add_biases = staticmethod(add_biases)
+    begin_draft = staticmethod(draft.begin)
+    expand = staticmethod(expand)
+    reparent = staticmethod(reparent)
+    pack_rows = staticmethod(draft.pack)
+    resume_draft = staticmethod(draft.resume)
+    lay_out_blocks = staticmethod(lay_out)
+    verify = staticmethod(verify)
+    verify_chains = staticmethod(verify_chains)
+    match_samples = staticmethod(walk)
+    score_candidates = staticmethod(score_candidates)
+    select = staticmethod(select)
+    keep_roots = staticmethod(keep_roots)
+    finalize = staticmethod(finalize)
+    follow = staticmethod(follow)
+    advance = staticmethod(advance)
+    remap_block_table = staticmethod(remap_block_table)

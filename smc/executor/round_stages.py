@@ -1,0 +1,294 @@
+"""The stages of a round that run a model or sample: `Drafter`, `Scorer` and `Selector`. What each does beside that is in
+`smc.executor.draft`, `verify`, `select`, `finalize` and `remap`, in torch or in Triton (`RoundOps`).
+
+See the package's legend for axes; C places of groups of chains, Y = C F rows of theirs, V vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from smc.algorithm.bounds import Bounds
+from smc.algorithm.expansion import Expansion, Kind, Offers
+from smc.algorithm.selection import Selection
+from smc.arrays import to_device
+from smc.executor.draft import (
+    CandidateLayout,
+    ChainAssignment,
+    ChainDraws,
+    Continuation,
+    DraftShape,
+    TokenTree,
+    assign_chains,
+)
+from smc.executor.finalize import Finalized
+from smc.executor.forward import Rows
+from smc.executor.guidance import GuidedPass
+from smc.executor.messages import DraftedRows, Lineage, RoundChoice
+from smc.executor.ops import RoundOps
+from smc.executor.plan import RoundPlan, SequenceHandoff
+from smc.executor.sampling import DrawKeys, HeadSampling, Sampling
+from smc.executor.select import LEAST_SHARE, Candidates, ScoreInputs, SelectedTrees, target_outputs
+from smc.executor.state import BiasTables, SlotState
+from smc.executor.verify import TargetDraws, VerifyInputs, VerifyOutputs, chain_groups
+from smc.laws import LawSpec
+from smc.philox import Purpose
+from smc.types import TensorOptions
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """A model that drafts. Without a target it keeps all it drafts, with one row a particle: plain decoding."""
+
+    run: GuidedPass
+    sampling: Sampling | HeadSampling
+    """Over its logits."""
+    state: SlotState
+    ops: RoundOps
+    biases: BiasTables
+    """Of these logits."""
+    shape: DraftShape
+    mixture: float
+    """Share of the untruncated law in the proposal."""
+    purpose: Purpose = Purpose.PROPOSAL
+    laws_YLV: Tensor | None = None
+    """Room for the log-laws that tokens of chains are drawn from: L = K, or where the first is a guess K - 1. None: it
+    has none."""
+
+    def draft(self, plan: RoundPlan[Tensor], law: LawSpec[Tensor]) -> tuple[DraftedRows, TokenTree]:
+        """Run the pending tokens of every particle, then extend rows by K tokens. The laws of chains are written to the
+        room for them."""
+        begun = self.ops.begin_draft(self.state, plan, law, self.shape)
+        self.run.begin(plan, plan.begin_pages_AP, plan.branch_pages_XB.view(len(plan.slot_A), -1))
+        logits_SV = self.run(
+            plan, begun.tokens_AP.flatten(), begun.rows, begun.last_A if begun.rows.queries > 1 else None
+        )
+        assigned = assign_chains(plan, begun.tree.alive_X) if Kind.CHAINS in plan.kinds else None
+        tree = self._extend(plan, begun.first, logits_SV, begun.tree, 0, assigned)
+        for step in range(1, self.shape.block):
+            logits_SV = self._run(plan, begun.later, tree)
+            tree = self._extend(plan, begun.later, logits_SV, tree, step, assigned)
+        return self.ops.pack_rows(self.state, plan, tree), tree
+
+    def follow(self, plan: RoundPlan[Tensor], tree: TokenTree, choice: RoundChoice) -> Lineage[Tensor]:
+        """Let the chosen rows be the particles."""
+        self.run.follow(plan, choice.ancestor_A, tree.tail_XB, choice.row_A, pending=True)
+        next_ = self.ops.resume_draft(self.state, plan, tree, choice, self.shape.block)
+        self.ops.advance(self.state, plan.slot_A, choice, next_.end_A, next_.tokens_AW, next_.pending_A, next_.text_A)
+        return next_.lineage
+
+    def _run(self, plan: RoundPlan[Tensor], offering: CandidateLayout, tree: TokenTree) -> Tensor:
+        """Logits [X, V] after the rows' last tokens."""
+        assert tree.run_4X is not None, "rows, of which the last token alone is run"
+        slot_X, begin_X, last_X, runs_X = tree.run_4X
+        rows = Rows(
+            table_SL=self.state.table_SL,
+            slot_R=slot_X,
+            tail_RB=tree.tail_XB,
+            tail_R=begin_X,
+            start_R=last_X,
+            count_R=runs_X,
+            group_R=offering.group_S,
+            first_G=offering.rows[0],
+            size_G=offering.rows[1],
+            shared_G=plan.shared_G,
+            queries=1,
+            contexts=plan.contexts,
+        )
+        return self.run(plan, tree.last_X, rows, root_R=tree.root_X)
+
+    def _extend(
+        self,
+        plan: RoundPlan[Tensor],
+        offering: CandidateLayout,
+        logits_SV: Tensor,
+        tree: TokenTree,
+        step: int,
+        assigned: ChainAssignment | None,
+    ) -> TokenTree:
+        """Every row continues one of those before it with a token: at the first step a particle, later a row."""
+        if plan.biased:
+            slot_S = plan.slot_A if tree.run_4X is None else tree.run_4X[0]
+            logits_SV = self.ops.add_biases(
+                self.biases, self.state.lives, logits_SV.float(), slot_S, tree.next_X, plan.biased
+            )
+        own = chosen = chains = None
+        if Kind.INDEPENDENT in plan.kinds:
+            keys = DrawKeys(offering.seed_S, offering.round_S, offering.stream_SD, tree.next_X, self.purpose)
+            own = self.sampling.propose(logits_SV, offering.law, self.mixture, keys)
+        if plan.kinds - {Kind.INDEPENDENT, Kind.CHAINS}:
+            chosen = self._expanded(plan, offering, logits_SV, tree, step)
+        if assigned is not None:
+            chains = self._drawn(plan, offering, logits_SV, tree, step, assigned)
+        more = Continuation(chosen, own, chains)
+        return self.ops.reparent(tree, more, plan, self.state, step=step, branches=plan.branches)
+
+    def _drawn(
+        self,
+        plan: RoundPlan[Tensor],
+        offering: CandidateLayout,
+        logits_SV: Tensor,
+        tree: TokenTree,
+        step: int,
+        assigned: ChainAssignment,
+    ) -> ChainDraws:
+        """Chains draw their next tokens, or guess."""
+        begins, branches = step == 0, plan.branches
+        at_Y = assigned.source_Y if begins else assigned.row_Y
+        logits_YV = logits_SV[at_Y]
+        if begins and self.shape.guesses:
+            token_Y = self.sampling.likeliest(logits_YV, branches).gather(1, assigned.guess_Y[:, None])[:, 0]
+            logq_Y = torch.zeros_like(token_Y, dtype=torch.float32)
+        else:
+            seed_Y, rank_Y1 = offering.seed_S[at_Y], assigned.rank_Y[:, None]
+            keys = DrawKeys(seed_Y, torch.zeros_like(seed_Y), rank_Y1, tree.next_X[at_Y], self.purpose)
+            assert self.laws_YLV is not None
+            law_YV = self.laws_YLV[: len(at_Y), step - self.shape.guesses]
+            token_Y, logq_Y = self.sampling.propose_by(logits_YV, offering.law.take(at_Y), keys, law_YV)
+        row_X = torch.arange(len(plan.slot_A) * branches, device=at_Y.device)
+        none_X = torch.zeros_like(row_X)
+        parent_X = row_X // branches if begins else row_X
+        return ChainDraws(
+            parent_X=assigned.spread(at_Y, parent_X),
+            token_X=assigned.spread(token_Y, none_X),
+            logq_X=assigned.spread(logq_Y, none_X.float()),
+        )
+
+    def _expanded(
+        self, plan: RoundPlan[Tensor], offering: CandidateLayout, logits_SV: Tensor, tree: TokenTree, step: int
+    ) -> tuple[Expansion, Offers]:
+        """The rows of a group are chosen among all that they offer together. The best are those that are likely
+        themselves, which nothing that stands for others is."""
+        has_rest = Kind.DISTINCT in plan.kinds
+        keys = DrawKeys(offering.seed_S, offering.round_S, offering.rank_S1, tree.next_X, self.purpose)
+        offers = self.sampling.offer(logits_SV, offering.law, self.mixture, keys, has_rest)
+        rows, random = offering.rows, (offering.seed_G, offering.round_G, step)
+        total = len(plan.branch_pages_XB)
+        given = (offers, tree.mass_X, tree.alive_X, offering.sources, rows, rows[1], plan.kind_G, random, total)
+        return self.ops.expand(*given, ended_R=tree.ended_X, has_rest=has_rest), offers
+
+
+class Scorer:
+    """A model that scores."""
+
+    def __init__(
+        self,
+        run: GuidedPass,
+        sampling: Sampling,
+        state: SlotState,
+        ops: RoundOps,
+        biases: BiasTables,
+        *,
+        block: int,
+        lookahead: bool,
+        chains: int,
+    ) -> None:
+        """`block`: K; in lockstep the seed is scored with it. `chains`: at most, in a round."""
+        self.run, self.sampling, self.state = run, sampling, state
+        self._ops, self._biases, self.lookahead = ops, biases, lookahead
+        self.queries = block if lookahead else block + 1
+        self.logq_SQ = torch.zeros(len(state.end_S), self.queries, device=state.device)
+        """log q of the pending tokens."""
+        # Nothing is read of these that has not been written.
+        laws: TensorOptions = {"dtype": torch.float32, "device": state.device}
+        vocab = sampling.vocab
+        self.drawn_CLV = torch.empty(chains, self.queries - 1, vocab, **laws)
+        """Log-laws that all tokens of chains but the first were drawn from, in every round anew."""
+        self._law_TV = torch.empty(chains * self.queries, vocab, **laws)
+
+    def join(self, group: SequenceHandoff, slots_N: Tensor) -> None:
+        self.logq_SQ[slots_N, : group.logq_NQ.shape[1]] = to_device(group.logq_NQ, self.state.device)
+
+    def score(self, plan: RoundPlan[Tensor], drafted: DraftedRows | None) -> VerifyOutputs:
+        """Run blocks: in look-ahead those that are pending, in lockstep those that have just been `drafted`."""
+        asked = self._ops.lay_out_blocks(self.state, self.logq_SQ, plan, drafted)
+        self.run.begin(plan, plan.target_pages_AQ[:, :0], plan.target_pages_AQ)
+        logits_TV = self.run(plan, asked.blocks.tokens_AQ.flatten(), asked.rows, root_R=asked.blocks.origin_A)
+        if plan.biased:
+            logits_TV = self._ops.add_biases(
+                self._biases, self.state.lives, logits_TV.float(), asked.rows.slot_R, asked.keys.position_R, plan.biased
+            )
+        labelled_T = drawn = next_AV = None
+        if not plan.all_exact:
+            labelled_T = self.sampling.score(logits_TV, asked.law_T, asked.label_T[:, None])[:, 0]
+            next_AV = logits_TV[asked.last_A]
+        if Kind.BEST in plan.kinds:
+            drawn = self.sampling.bonus(logits_TV, asked.law_T, asked.keys)
+        if len(plan.chain_C):
+            drawn = self._verified(plan, asked, logits_TV, drawn)
+        return self._ops.verify(asked, plan, labelled_T, drawn, next_AV)
+
+    def _verified(
+        self, plan: RoundPlan[Tensor], asked: VerifyInputs, logits_TV: Tensor, drawn: TargetDraws | None
+    ) -> TargetDraws:
+        """What the target has drawn itself, and of chains what it keeps."""
+        place_C, q = plan.chain_C, self.queries
+        token_C = (place_C[:, None] * q + torch.arange(q, device=place_C.device)).flatten()
+        logp_TV = self._law_TV[: len(token_C)]
+        self.sampling.write_law(logits_TV[token_C], asked.law_T.take(token_C), logp_TV)
+        said = self._ops.verify_chains(plan, asked, logp_TV.view(len(place_C), q, -1), self.drawn_CLV[: len(place_C)])
+        # Padding repeats the first chain.
+        chain_C = torch.arange(len(place_C), device=place_C.device)
+        said_CQ, logp_CQ = (
+            values_CQ[torch.where(chain_C < chain_groups(plan)[1].sum(), chain_C, 0)] for values_CQ in said
+        )
+        none_T = torch.zeros_like(logits_TV[:, 0], dtype=torch.float32)
+        token_T1, logp_T1, log_z_T = drawn or (none_T[:, None].long(), none_T[:, None], none_T)
+        return (
+            token_T1.index_copy(0, token_C, said_CQ.view(-1, 1).to(token_T1.dtype)),
+            logp_T1.index_copy(0, token_C, logp_CQ.view(-1, 1)),
+            # Of a law that is NaN anywhere, every entry is.
+            log_z_T.index_copy(0, token_C, logp_TV[:, 0].isnan().float().masked_fill(logp_TV[:, 0].isnan(), torch.nan)),
+        )
+
+    def follow(self, plan: RoundPlan[Tensor], drafted: DraftedRows, choice: RoundChoice) -> Tensor:
+        """The chosen candidates become the particles. Returns how many tokens of each are pending [A]."""
+        block_A = choice.ancestor_A if self.lookahead else choice.row_A
+        self.run.follow(plan, choice.ancestor_A, plan.target_pages_AQ, block_A, pending=False)
+        next_ = self._ops.follow(self.state, self.logq_SQ, plan, drafted, choice, self.lookahead)
+        self._ops.advance(self.state, plan.slot_A, choice, next_.end_A, next_.tokens_AW, next_.pending_A, choice.text_A)
+        return next_.pending_A
+
+
+class Selector:
+    """Chooses, round after round."""
+
+    def __init__(self, sampling: Sampling, state: SlotState, ops: RoundOps, *, lookahead: bool) -> None:
+        self.sampling, self.state, self.ops, self.lookahead = sampling, state, ops, lookahead
+
+    def choose(self, plan: RoundPlan[Tensor], scored: VerifyOutputs, drafted: DraftedRows) -> Finalized:
+        """`drafted`: what may follow the blocks (look-ahead), or the blocks themselves."""
+        best_A = right_A = own = trees = None
+        if plan.has_exact:
+            blocks, groups = scored.blocks, (plan.first_G, plan.size_G)
+            best_A, right_A = self.ops.match_samples(
+                blocks.tokens_AQ, blocks.count_A, scored.drawn_AQ, blocks.alive_A, groups
+            )
+        target = target_outputs(self.sampling, plan, scored, drafted, self.lookahead)
+        inputs = ScoreInputs(plan, self.state, scored, drafted, target, best_A, right_A, self.lookahead)
+        candidates = self.ops.score_candidates(inputs)
+        if Kind.INDEPENDENT in plan.kinds:
+            own = self._selected(plan, candidates)
+        if plan.kinds - {Kind.INDEPENDENT}:
+            trees = self._regrown(plan, candidates, drafted.block)
+        return self.ops.finalize(inputs, candidates, own, trees)
+
+    def _selected(self, plan: RoundPlan[Tensor], candidates: Candidates) -> Selection:
+        """Independent particles: `smc.algorithm.selection`."""
+        sizes = candidates.sizes
+        bounds = Bounds(plan.first_G, sizes.own_size_G, plan.count_G, plan.draws_G)
+        random = (plan.threshold_G, plan.scheme_G, sizes.seed_G, sizes.round_G)
+        return self.ops.select(candidates.weight_X.view(len(plan.slot_A), -1), candidates.alive_A, bounds, *random)
+
+    def _regrown(self, plan: RoundPlan[Tensor], candidates: Candidates, step: int) -> SelectedTrees:
+        """Particles that are never the same, and exact decoding: `smc.algorithm.expansion`."""
+        sizes, rows, places = candidates.sizes, (plan.first_G, plan.size_G), len(plan.slot_A)
+        weights, sources = (candidates.weight_X, candidates.there_X), (sizes.source_first_G, sizes.source_size_G)
+        random = (sizes.seed_G, sizes.round_G, step)
+        chosen = self.ops.expand(
+            candidates.offers, *weights, sources, rows, plan.draws_G, plan.kind_G, random, places, LEAST_SHARE
+        )
+        kept = self.ops.keep_roots(candidates.root_X, chosen.parent_X, chosen.alive_X, rows, rows, places)
+        return SelectedTrees(chosen, *kept)

@@ -1,0 +1,497 @@
+"""What a round does on a GPU: `RoundOps` as Triton kernels. This module packs tensors as arguments of the launchers in
+`smc.kernels` and names what these return. See the package's legend for axes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from smc.algorithm.expansion import Kind, Offers
+from smc.algorithm.selection import Selection
+from smc.attention.base import ForwardBatch
+from smc.executor.draft import (
+    CandidateLayout,
+    Continuation,
+    DraftInputs,
+    DraftShape,
+    ResumedSequences,
+    TokenTree,
+)
+from smc.executor.finalize import Finalized
+from smc.executor.forward import Reader, Rows, StaticForward
+from smc.executor.graph_runner import GraphRunner, StageRunner
+from smc.executor.messages import DraftedRows, Lineage, RoundChoice, RoundResult
+from smc.executor.ops import RoundOps
+from smc.executor.plan import RoundPlan
+from smc.executor.remap import Followed
+from smc.executor.sampling import DrawKeys, HeadSampling, Sampling
+from smc.executor.select import Candidates, GroupSizes, ScoreInputs, SelectedTrees
+from smc.executor.state import BiasTables, Lives, SlotState
+from smc.executor.triton_forward import TritonForward, run_prompt
+from smc.executor.verify import Blocks, TargetDraws, VerifyInputs, VerifyOutputs, chain_groups
+from smc.kernels import draft, finalize, remap, sampling, select, verify
+from smc.kernels.candidate_tokens import offer
+from smc.kernels.draft import ChainTokens, ChosenTokens, TreeBefore, TreeTensors
+from smc.kernels.expansion import expand, keep_roots
+from smc.kernels.finalize import CandidateOutputs, TreeSelection
+from smc.kernels.remap import NextSequences, remap_block_table
+from smc.kernels.round_tensors import (
+    BlockTensors,
+    DistributionTensors,
+    MatchTensors,
+    PlanTensors,
+    SlotTensors,
+    contiguous,
+    fields_of,
+)
+from smc.kernels.sampling import draw, guide, score, spread, spread_rest, write_law
+from smc.kernels.select import ScoreTensors, SelectTensors
+from smc.kernels.select import select as select_particles
+from smc.kernels.stops import StopTensors
+from smc.kernels.truncation import Cut, truncate
+from smc.kernels.verify import ChainTrials, SampleTensors, VerifyTensors, match_samples
+from smc.laws import LawSpec
+from smc.model.draft_vocab import DraftVocab
+from smc.philox import Purpose
+
+
+class TritonOps(RoundOps):
+    """Triton kernels, in CUDA graphs. Options are those of `TritonForward`."""
+
+    def __init__(self, **options: bool) -> None:
+        self._options = options
+
+    def stage_runner(self, device: torch.device) -> StageRunner:
+        return GraphRunner(device)
+
+    def forward(self, reader: Reader) -> StaticForward:
+        return TritonForward(reader, **self._options)
+
+    def run_prompt(self, reader: Reader, tokens_T: Tensor, batch: ForwardBatch, asked_X: Tensor) -> Tensor:
+        return run_prompt(reader, tokens_T, batch, asked_X)
+
+    def sampling(self, vocab: int) -> Sampling:
+        return TritonSampling(vocab)
+
+    def head_sampling(self, vocab: DraftVocab, device: torch.device) -> HeadSampling:
+        return TritonHeadSampling(self.sampling(len(vocab.ids_M)), vocab, device)
+
+    def add_biases(
+        self, tables: BiasTables, lives: Lives, logits_RV: Tensor, slot_X: Tensor, position_R: Tensor, width: int
+    ) -> Tensor:
+        added = (tables.column_EB, tables.early_EB, tables.late_EB, tables.count_E)
+        return sampling.add_biases(logits_RV, added, lives, slot_X.contiguous(), position_R.contiguous(), width)
+
+    def begin_draft(
+        self, state: SlotState, plan: RoundPlan[Tensor], law: LawSpec[Tensor], shape: DraftShape
+    ) -> DraftInputs:
+        branches, (places, queries) = plan.branches, plan.begin_pages_AP.shape
+        out = draft.begin(
+            fields_of(PlanTensors, plan),
+            fields_of(DistributionTensors, law),
+            fields_of(SlotTensors, state),
+            StopTensors.of(state.stops),
+            branches,
+            shape.by_round,
+        )
+        place_A, none_A, text_A, end_A, last_A, rank_A = out.numbers_6A
+        (slot_R, held_R, run_R, group_R), (alive_A, ended_A) = out.rows_4A, out.flags_2A
+        stream_X, rank_X, seed_X, round_X, top_k_X = out.numbers_5X
+        temperature_X, top_p_X, min_p_X, alpha_X = out.distribution_4X
+        bounds = (plan.first_G, plan.size_G, plan.shared_G)
+        tree = TokenTree(
+            root_X=place_A,
+            tokens_XK=none_A[:, None].expand(-1, shape.block),
+            logq_XK=out.zero_A[:, None].expand(-1, shape.block),
+            tail_XB=plan.branch_pages_XB[::branches],
+            count_X=none_A,
+            alive_X=alive_A,
+            ended_X=ended_A,
+            before_X=text_A,
+            text_X=text_A,
+            mass_X=out.mass_A,
+            last_X=none_A,
+            next_X=end_A,
+            run_4X=None,
+        )
+        later, (seed_G, round_G) = (out.bounds_2G[0], out.bounds_2G[1]), out.keys_2G
+        return DraftInputs(
+            tokens_AP=out.tokens_AP,
+            rows=Rows(state.table_SL, slot_R, None, None, held_R, run_R, group_R, *bounds, queries, plan.contexts),
+            last_A=last_A,
+            tree=tree,
+            first=CandidateLayout(
+                group_S=group_R,
+                sources=(plan.first_G, plan.size_G),
+                rows=later,
+                rank_S1=rank_A[:, None],
+                stream_SD=stream_X.view(places, branches),
+                seed_S=plan.seed_A,
+                round_S=plan.round_A if shape.by_round else none_A,
+                seed_G=seed_G,
+                round_G=round_G,
+                law=law,
+            ),
+            later=CandidateLayout(
+                group_S=out.group_X,
+                sources=later,
+                rows=later,
+                rank_S1=rank_X[:, None],
+                stream_SD=stream_X[:, None],
+                seed_S=seed_X,
+                round_S=round_X,
+                seed_G=seed_G,
+                round_G=round_G,
+                law=LawSpec(temperature_X, top_k_X, top_p_X, min_p_X, alpha_X, law.active),
+            ),
+        )
+
+    expand = staticmethod(expand)
+
+    def reparent(
+        self,
+        tree: TokenTree,
+        more: Continuation,
+        plan: RoundPlan[Tensor],
+        state: SlotState,
+        *,
+        step: int,
+        branches: int,
+    ) -> TokenTree:
+        chosen = None
+        if more.chosen is not None:
+            expansion, offers = more.chosen
+            chosen = ChosenTokens(
+                expansion.parent_X,
+                expansion.offer_X,
+                expansion.mass_X,
+                expansion.nan_G,
+                offers.token_RC,
+                offers.logq_RC,
+            )
+        made = draft.reparent(
+            fields_of(TreeBefore, tree),
+            chosen,
+            more.own,
+            None if more.chains is None else fields_of(ChainTokens, more.chains),
+            fields_of(PlanTensors, plan),
+            fields_of(SlotTensors, state),
+            StopTensors.of(state.stops),
+            step,
+            branches,
+        )
+        return TokenTree(**made._asdict())
+
+    def pack_rows(self, state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree) -> DraftedRows:
+        rows, block = tree.tokens_XK.shape
+        all_WX = torch.empty(DraftedRows.width(block), rows, dtype=torch.int32, device=state.device)
+        draft.pack(
+            fields_of(PlanTensors, plan),
+            fields_of(SlotTensors, state),
+            fields_of(TreeTensors, tree),
+            all_WX,
+            plan.branches,
+            Kind.INDEPENDENT in plan.kinds,
+        )
+        return DraftedRows(all_WX)
+
+    def resume_draft(
+        self, state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree, choice: RoundChoice, block: int
+    ) -> ResumedSequences:
+        out = draft.resume(
+            fields_of(PlanTensors, plan),
+            fields_of(SlotTensors, state),
+            fields_of(TreeTensors, tree),
+            choice.all_9A,
+            block,
+        )
+        end_A, pending_A, text_A = out.numbers_3A
+        return ResumedSequences(Lineage(out.path_AW, *out.counts_2A), end_A, out.tokens_AW, pending_A, text_A)
+
+    def lay_out_blocks(
+        self, state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted: DraftedRows | None
+    ) -> VerifyInputs:
+        law = plan.target_law
+        out = verify.lay_out(
+            fields_of(PlanTensors, plan),
+            fields_of(DistributionTensors, law),
+            fields_of(SlotTensors, state),
+            logq_SQ,
+            None if drafted is None else drafted.all_WX,
+            plan.has_exact,
+        )
+        origin_A, count_A, run_A, *next_3A, last_A = out.numbers_7A
+        ended_A, alive_A, open_A = out.flags_3A
+        slot_R, held_R, run_R, group_R = out.rows_4A
+        bounds, pages_AQ = (plan.first_G, plan.size_G, plan.shared_G), plan.target_pages_AQ
+        temperature_T, top_p_T, min_p_T, alpha_T = out.distribution_4T
+        seed_T, position_T, zero_T = out.keys_3T
+        known = (origin_A, out.tokens_AQ, out.logq_AQ, count_A, ended_A, alive_A, out.logw_A, open_A, run_A)
+        places = (slot_R, pages_AQ, held_R, held_R, run_R, group_R)
+        return VerifyInputs(
+            blocks=Blocks(*known, *next_3A),
+            rows=Rows(state.table_SL, *places, *bounds, logq_SQ.shape[1], plan.contexts),
+            law_T=LawSpec(temperature_T, out.top_k_T, top_p_T, min_p_T, alpha_T, law.active),
+            label_T=out.label_T,
+            keys=DrawKeys(seed_T, zero_T, zero_T[:, None], position_T, Purpose.TARGET),
+            last_A=last_A,
+        )
+
+    def verify(
+        self,
+        asked: VerifyInputs,
+        plan: RoundPlan[Tensor],
+        labelled_T: Tensor | None,
+        drawn: TargetDraws | None,
+        next_AV: Tensor | None,
+    ) -> VerifyOutputs:
+        out = verify.verify(
+            fields_of(PlanTensors, plan),
+            fields_of(BlockTensors, asked.blocks),
+            None if labelled_T is None else labelled_T.contiguous(),
+            None if drawn is None else contiguous(SampleTensors(*drawn)),
+        )
+        return VerifyOutputs(asked.blocks, next_AV=next_AV, **out._asdict())
+
+    def verify_chains(
+        self, plan: RoundPlan[Tensor], asked: VerifyInputs, logp_CQV: Tensor, logq_CLV: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        blocks = asked.blocks
+        trials = ChainTrials(
+            place_C=plan.chain_C,
+            tokens_AQ=blocks.tokens_AQ,
+            count_A=blocks.count_A,
+            alive_A=blocks.alive_A,
+            rank_A=blocks.rank_A,
+            seed_A=plan.seed_A,
+            position_AQ=asked.keys.position_R.view(blocks.tokens_AQ.shape),
+        )
+        return verify.verify_chains(contiguous(trials), logp_CQV, logq_CLV, chain_groups(plan))
+
+    match_samples = staticmethod(match_samples)
+
+    def score_candidates(self, inputs: ScoreInputs) -> Candidates:
+        target, offers = inputs.target, inputs.target.offers
+        scores = ScoreTensors(target.logp_X, target.log_z_A, None if offers is None else offers.share_RC)
+        out = select.score_candidates(
+            *_scored(inputs),
+            scores=contiguous(scores),
+            matched=_matched(inputs),
+            lookahead=inputs.lookahead,
+            alive_S=inputs.state.alive_S,
+        )
+        if offers is None:
+            assert out.token_X1 is not None, "rows are their own candidates"
+            offers = Offers(out.token_X1, out.share_XC, out.share_XC)
+        else:
+            offers = Offers(offers.token_RC, offers.logq_RC, out.share_XC)
+        target_nan_G, draft_nan_G = out.nan_2G
+        sizes = GroupSizes(*out.size_3G, *out.random_2G)
+        return Candidates(out.root_X, out.weight_X, out.there_X, offers, out.alive_A, target_nan_G, draft_nan_G, sizes)
+
+    select = staticmethod(select_particles)
+    keep_roots = staticmethod(keep_roots)
+
+    def finalize(
+        self, inputs: ScoreInputs, candidates: Candidates, own: Selection | None, trees: SelectedTrees | None
+    ) -> Finalized:
+        target = inputs.target
+        outputs = CandidateOutputs(
+            candidates.root_X, candidates.offers.token_RC, target.logp_X, target.bonus_A, target.offered_logp_AC
+        )
+        out = finalize.finalize(
+            *_scored(inputs),
+            slots=fields_of(SlotTensors, inputs.state),
+            tables=StopTensors.of(inputs.state.stops),
+            candidates=contiguous(outputs),
+            matched=_matched(inputs),
+            own=None if own is None else contiguous(fields_of(SelectTensors, own)),
+            trees=_tree_selection(trees),
+            lookahead=inputs.lookahead,
+        )
+        choice = RoundChoice(out.choice_9A)
+        return choice, RoundResult(
+            ancestor_A=choice.ancestor_A,
+            alive_A=out.flags_2A[0],
+            cut_A=choice.cut_A,
+            grown_AQ=out.grown_AQ,
+            count_A=out.count_A,
+            ended_A=out.flags_2A[1],
+            logw_A=choice.mass_A,
+            logq_AQ=out.logq_AQ,
+            logp_AQ=out.logp_AQ,
+            first_logp_A=out.first_logp_A,
+            log_z_G=out.values_2G[0],
+            ess_G=out.values_2G[1],
+            resampled_G=out.flags_3G[0],
+            collapsed_G=out.flags_3G[1],
+            draft_nan_G=candidates.draft_nan_G,
+            target_nan_G=candidates.target_nan_G,
+            hit_G=out.flags_3G[2],
+            lineage=Lineage(out.path_AQ, *out.run_2A),
+        )
+
+    def follow(
+        self,
+        state: SlotState,
+        logq_SQ: Tensor,
+        plan: RoundPlan[Tensor],
+        drafted: DraftedRows,
+        choice: RoundChoice,
+        lookahead: bool,
+    ) -> Followed:
+        out = remap.follow(
+            fields_of(PlanTensors, plan),
+            fields_of(SlotTensors, state),
+            drafted.all_WX,
+            choice.all_9A,
+            logq_SQ,
+            lookahead,
+        )
+        return Followed(out.end_A, out.tokens_AW, out.pending_A)
+
+    def advance(
+        self,
+        state: SlotState,
+        slot_A: Tensor,
+        choice: RoundChoice,
+        end_A: Tensor,
+        tokens_AW: Tensor,
+        pending_A: Tensor,
+        text_A: Tensor,
+    ) -> None:
+        next_ = NextSequences(end_A, tokens_AW, pending_A, text_A)
+        remap.advance(fields_of(SlotTensors, state), state.dummy, slot_A, choice.all_9A, next_)
+
+    remap_block_table = staticmethod(remap_block_table)
+
+
+def _scored(inputs: ScoreInputs) -> tuple[PlanTensors, BlockTensors, VerifyTensors, Tensor]:
+    """What scoring and finalizing read of the blocks."""
+    scored = inputs.scored
+    return (
+        fields_of(PlanTensors, inputs.plan),
+        contiguous(fields_of(BlockTensors, scored.blocks)),
+        contiguous(fields_of(VerifyTensors, scored)),
+        inputs.drafted.all_WX,
+    )
+
+
+def _matched(inputs: ScoreInputs) -> MatchTensors | None:
+    """Of groups that are decoded exactly."""
+    return contiguous(MatchTensors(*inputs.matched)) if inputs.plan.has_exact else None
+
+
+def _tree_selection(trees: SelectedTrees | None) -> TreeSelection | None:
+    if trees is None:
+        return None
+    chosen = trees.chosen
+    return contiguous(
+        TreeSelection(
+            chosen.parent_X,
+            chosen.offer_X,
+            chosen.mass_X,
+            chosen.ess_G,
+            chosen.collapsed_G,
+            trees.pick_A,
+            trees.alive_A,
+        )
+    )
+
+
+class TritonSampling(Sampling):
+    """Laws by the kernels: no array of a law is ever written, but for chains."""
+
+    def propose(self, logits_RV: Tensor, law: LawSpec[Tensor], mixture: float, keys: DrawKeys) -> tuple[Tensor, Tensor]:
+        token_RD, logq_RD, _ = self._draw(logits_RV, law.temperature_R, keys, self._cut(logits_RV, law, mixture))
+        return token_RD, logq_RD
+
+    def propose_by(
+        self, logits_RV: Tensor, law: LawSpec[Tensor], keys: DrawKeys, law_RV: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        token_R1, logq_R1, _ = self._draw(logits_RV, law.temperature_R, keys, self._cut(logits_RV, law))
+        self.write_law(logits_RV, law, law_RV)
+        return token_R1[:, 0], logq_R1[:, 0]
+
+    def write_law(self, logits_RV: Tensor, law: LawSpec[Tensor], law_RV: Tensor) -> None:
+        write_law(logits_RV, law_RV, law.temperature_R, self._cut(logits_RV, law))
+
+    def offer(
+        self, logits_RV: Tensor, law: LawSpec[Tensor], mixture: float, keys: DrawKeys, has_rest: bool = True
+    ) -> Offers:
+        return self._offer(logits_RV, law.temperature_R, keys, self._cut(logits_RV, law, mixture), has_rest)
+
+    def bonus_offer(self, logits_RV: Tensor, law: LawSpec[Tensor], keys: DrawKeys) -> tuple[Offers, Tensor, Tensor]:
+        cut = self._cut(logits_RV, law)
+        if "alpha" not in law.active:
+            offers = self._offer(logits_RV, law.temperature_R, keys, cut)
+            return offers, offers.logq_RC, offers.logq_RC[:, 0] * 0.0
+        # As of a bonus. The likeliest token's log-probability is finite for any law.
+        offers = self._offer(logits_RV, law.temperature_R / law.alpha_R, keys, cut)
+        logp_RC = self._score(logits_RV, law, offers.token_RC, cut)
+        log_z_R = torch.where(law.alpha_R == 1, 0.0, law.alpha_R * logp_RC[:, 0] - offers.logq_RC[:, 0])
+        return offers, logp_RC, log_z_R + offers.logq_RC[:, 0] * 0.0
+
+    def score(self, logits_RV: Tensor, law: LawSpec[Tensor], token_RD: Tensor, row_X: Tensor | None = None) -> Tensor:
+        cut = self._cut(logits_RV, law)
+        if token_RD.shape[1] == 1:
+            return score(logits_RV, self.vocab, law.temperature_R, token_RD[:, 0].int(), cut=cut, row_X=row_X)[0][
+                :, None
+            ]
+        return self._score(logits_RV, law, token_RD, cut, row_X)
+
+    def bonus(self, logits_RV: Tensor, law: LawSpec[Tensor], keys: DrawKeys) -> tuple[Tensor, Tensor, Tensor]:
+        cut = self._cut(logits_RV, law)
+        if "alpha" not in law.active:
+            token_RD, logp_RD, lse_R = self._draw(logits_RV, law.temperature_R, keys, cut)
+            return token_RD, logp_RD, lse_R * 0.0
+        # p^alpha is p at 1 / alpha of the temperature, and what it takes to normalise shows in any of its tokens.
+        token_RD, powered_RD, lse_R = self._draw(logits_RV, law.temperature_R / law.alpha_R, keys, cut)
+        logp_RD = self._score(logits_RV, law, token_RD, cut)
+        log_z_R = torch.where(law.alpha_R == 1, 0.0, law.alpha_R * logp_RD[:, 0] - powered_RD[:, 0])
+        return token_RD, logp_RD, log_z_R + lse_R * 0.0
+
+    def guide(self, own_TV: Tensor, companion_XV: Tensor, of_T: Tensor, scale_T: Tensor) -> Tensor:
+        return guide(own_TV, companion_XV, of_T, scale_T)
+
+    def _cut(self, logits_RV: Tensor, law: LawSpec[Tensor], share: float = 0.0) -> Cut | None:
+        processors = {"top_k": law.top_k_R, "top_p": law.top_p_R, "min_p": law.min_p_R}
+        top_k_R, top_p_R, min_p_R = (values_R if name in law.active else None for name, values_R in processors.items())
+        if not law.active & set(processors):
+            return None
+        return truncate(logits_RV, self.vocab, law.temperature_R, top_k_R, top_p_R, min_p_R, share)
+
+    def _score(
+        self, logits_RV: Tensor, law: LawSpec[Tensor], token_XD: Tensor, cut: Cut | None, row_X: Tensor | None = None
+    ) -> Tensor:
+        none_X = torch.full_like(token_XD[:, 0], -1)
+        _, logp_XD = score(logits_RV, self.vocab, law.temperature_R, none_X, token_XD, cut, row_X=row_X)
+        assert logp_XD is not None, "asked for"
+        return logp_XD
+
+    def _offer(
+        self, logits_RV: Tensor, temperature_R: Tensor, keys: DrawKeys, cut: Cut | None, has_rest: bool = True
+    ) -> Offers:
+        random = (keys.seed_R, keys.round_R, keys.stream_RD[:, 0], keys.position_R, int(keys.purpose))
+        return offer(logits_RV, self.vocab, temperature_R, *random, cut, has_rest)
+
+    def _draw(
+        self, logits_RV: Tensor, temperature_R: Tensor, keys: DrawKeys, cut: Cut | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        random = (keys.seed_R, keys.round_R, keys.stream_RD, keys.position_R, int(keys.purpose))
+        return draw(logits_RV, self.vocab, temperature_R, *random, cut)
+
+
+class TritonHeadSampling(HeadSampling):
+    """One launch makes tokens of columns."""
+
+    def _spread(self, column_RD: Tensor, logq_RD: Tensor, keys: DrawKeys) -> tuple[Tensor, Tensor]:
+        random = (keys.seed_R, keys.round_R, keys.stream_RD, keys.position_R, keys.purpose)
+        return spread(
+            column_RD, logq_RD, random, self.ids_M, self.others_U, self.chance, self.log_inside, self.log_each
+        )
+
+    def _spread_rest(self, offers: Offers, keys: DrawKeys, has_rest: bool) -> Offers:
+        random = (keys.seed_R, keys.round_R, keys.stream_RD, keys.position_R, keys.purpose)
+        logs = (self.log_inside, self.log_share, self.log_each)
+        return spread_rest(offers, random, self.ids_M, self.others_U, *logs, has_rest)

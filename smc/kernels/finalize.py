@@ -1,0 +1,283 @@
+"""What becomes of every place after a round, and what the host learns of it, in one launch: the Triton form of
+`smc.executor.finalize`.
+
+A program has the places of one group, or places of no group. Nothing reads the host, and the grid follows from shapes
+alone, so it can be captured in a CUDA graph.
+
+Axes: A places, G groups, X rows (F of each place), Q tokens of a block, K tokens of a row, C candidate tokens of a place, N
+places of a program."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from smc.algorithm.expansion import Kind
+from smc.api.limits import MAX_PARTICLES
+from smc.kernels.launch import one_variant, own_places, programs
+from smc.kernels.round_tensors import BlockTensors, MatchTensors, PlanTensors, Room, Sizes, SlotTensors
+from smc.kernels.select import SelectTensors
+from smc.kernels.stops import DONE, StopTensors, after, after_all
+from smc.kernels.verify import VerifyTensors
+
+INDEPENDENT, BEST = tl.constexpr(int(Kind.INDEPENDENT)), tl.constexpr(int(Kind.BEST))
+NONE = tl.constexpr(-float("inf"))
+
+
+class CandidateOutputs(NamedTuple):
+    """What the target says of candidates; None: it has not been asked. See `smc.executor.select.TargetOutputs`."""
+
+    root_X: Tensor
+    token_XC: Tensor
+    logp_X: Tensor | None
+    bonus_A: Tensor | None
+    token_logp_AC: Tensor | None
+    """Log p of each candidate token."""
+
+
+class TreeSelection(NamedTuple):
+    """Of `smc.executor.select.SelectedTrees`."""
+
+    parent_X: Tensor
+    offer_X: Tensor
+    mass_X: Tensor
+    ess_G: Tensor
+    collapsed_G: Tensor
+    pick_A: Tensor
+    alive_A: Tensor
+
+
+class FinalizeOutputs(NamedTuple):
+    """Written by `finalize`."""
+
+    choice_9A: Tensor
+    flags_2A: Tensor
+    """Alive, ended."""
+    grown_AQ: Tensor
+    count_A: Tensor
+    logq_AQ: Tensor
+    logp_AQ: Tensor
+    first_logp_A: Tensor
+    values_2G: Tensor
+    """Log Z, effective sample size."""
+    flags_3G: Tensor
+    """Resampled, collapsed, hit."""
+    path_AQ: Tensor
+    run_2A: Tensor
+    """Pages kept and dropped."""
+
+
+def finalize(
+    plan: PlanTensors,
+    blocks: BlockTensors,
+    verified: VerifyTensors,
+    rows_WX: Tensor,
+    slots: SlotTensors,
+    tables: StopTensors,
+    candidates: CandidateOutputs,
+    matched: MatchTensors | None,
+    own: SelectTensors | None,
+    trees: TreeSelection | None,
+    lookahead: bool,
+) -> FinalizeOutputs:
+    """See `smc.executor.finalize.finalize`."""
+    (places, q), groups, (numbers, rows) = blocks.tokens_AQ.shape, len(plan.first_G), rows_WX.shape
+    room = Room(plan.slot_A.device)
+    out = FinalizeOutputs(
+        choice_9A=room.longs(9, places),
+        flags_2A=room.bools(2, places),
+        grown_AQ=room.longs(places, q),
+        count_A=room.longs(places),
+        logq_AQ=room.floats(places, q),
+        logp_AQ=room.floats(places, q),
+        first_logp_A=room.floats(places),
+        values_2G=room.doubles(2, groups),
+        flags_3G=room.bools(3, groups),
+        path_AQ=room.ints(places, q),
+        run_2A=room.ints(2, places),
+    )
+    _finalize[(programs(places, groups),)](
+        plan, slots, tables, blocks, verified, rows_WX, candidates, matched, own, trees, out, Sizes(places, groups, rows),
+        F=rows // places, K=(numbers - 4) // 2, Q=q, C=candidates.token_XC.shape[1], BLOCK_N=MAX_PARTICLES,
+        BLOCK_Q=triton.next_power_of_2(q), LOOKAHEAD=lookahead, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@one_variant()
+def _finalize(
+    plan, slots, tables, blocks, verified, rows_WX, candidates, matched, own, trees, out, sizes,
+    F: tl.constexpr, K: tl.constexpr, Q: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr,
+    LOOKAHEAD: tl.constexpr,
+):  # fmt: skip
+    places, groups, rows = sizes.places, sizes.groups, sizes.rows
+    place, exists, group, is_group = own_places(plan.first_G, plan.size_G, groups, places, BLOCK_N)
+    kind = tl.load(plan.kind_G + tl.load(plan.group_A + place, mask=exists, other=0), mask=exists, other=0)
+    row, ancestor, alive = tl.zeros_like(place), tl.zeros_like(place), tl.zeros_like(place) != 0
+    bonus, logw, misses = tl.full((BLOCK_N,), -1, tl.int64), tl.full((BLOCK_N,), NONE, tl.float64), alive
+    logp, block = tl.full((BLOCK_N,), float("nan"), tl.float32), place
+    if own is not None:
+        mine = exists & (kind == INDEPENDENT) if trees is not None else exists
+        row, ancestor, alive, logw, bonus, logp = _of_own(mine, place, own, candidates, blocks.open_A, F, LOOKAHEAD)
+        block = ancestor
+    if trees is not None:
+        theirs = exists & (kind != INDEPENDENT) if own is not None else exists
+        tree_row, tree_ancestor, tree_alive, tree_logw, tree_bonus, tree_logp = _of_trees(
+            theirs, place, trees, candidates, blocks.open_A, C, LOOKAHEAD
+        )
+        tree_block = tree_ancestor if LOOKAHEAD else tree_row
+        row, block = tl.where(theirs, tree_row, row), tl.where(theirs, tree_block, block)
+        ancestor, alive = tl.where(theirs, tree_ancestor, ancestor), tl.where(theirs, tree_alive, alive)
+        bonus, logp = tl.where(theirs, tree_bonus, bonus), tl.where(theirs, tree_logp, logp)
+        logw = tl.where(theirs, tree_logw, logw)
+    right = tl.full((BLOCK_N,), 2**30, tl.int32)
+    if matched is not None:
+        exact, any_alive = exists & (kind >= BEST), tl.max((exists & alive).to(tl.int32), 0) > 0
+        best = tl.load(matched.best_A + place, mask=exact, other=0).to(tl.int32)
+        right = tl.load(matched.right_A + place, mask=exact, other=2**30).to(tl.int32)
+        misses = exact & is_group & (any_alive == 0)
+        best_ended = tl.load(blocks.ended_A + best, mask=exact, other=0) != 0
+        ended = best_ended & (right == tl.load(blocks.count_A + best, mask=exact, other=0))
+        ancestor = tl.where(misses, tl.load(blocks.origin_A + best, mask=misses, other=0).to(tl.int32), ancestor)
+        draws = (misses if LOOKAHEAD else exact) & (ended == 0)
+        drawn = tl.load(verified.drawn_AQ + best * Q + right - 1, mask=draws, other=-1).to(tl.int64)
+        # Nothing follows a block that has ended.
+        drawn_logp = tl.load(verified.logp_AQ + best * Q + right - 1, mask=exact & (ended == 0), other=float("nan"))
+        bonus, logp = tl.where(exact, drawn, bonus), tl.where(exact, drawn_logp, logp)
+        block, alive = tl.where(misses if LOOKAHEAD else exact, best, block), tl.where(misses, place == ancestor, alive)
+        logw = tl.where(misses, tl.where(place == ancestor, 0.0, NONE), logw)
+        if not LOOKAHEAD:
+            row = tl.where(misses, best, row)
+    count = tl.load(blocks.count_A + block, mask=exists, other=1).to(tl.int32)
+    kept = tl.minimum(right, count)
+    slot = tl.load(plan.slot_A + ancestor, mask=exists, other=0)
+    entry = tl.load(slots.entry_S + slot, mask=exists, other=0)
+    text = tl.load(slots.text_S + slot, mask=exists, other=0).to(tl.int32)
+    end, pending = (
+        tl.load(slots.end_S + slot, mask=exists, other=0),
+        tl.load(slots.pending_S + slot, mask=exists, other=0),
+    )
+    early = tl.load(slots.least_S + slot, mask=exists, other=0) - (end - pending)
+    text, _ = after_all(text, blocks.tokens_AQ + block * Q, 1, entry, exists, kept, early, tables, Q)
+    room = tl.load(slots.limit_S + slot, mask=exists, other=0) - (end - pending) - kept
+    has_bonus, going = bonus >= 0, exists & (bonus >= 0) & (room > 0)
+    last = after(text, bonus, entry, going, kept < early, tables)
+    ended = (tl.load(blocks.ended_A + block, mask=exists, other=1) != 0) & (kept == count)
+    grown = kept - 1
+    if LOOKAHEAD:
+        goes_on = exists & (misses == 0) & (ended == 0)
+        grown = tl.load(rows_WX + (2 * K + 1) * rows + row, mask=goes_on, other=0)
+        ended = ended | (tl.load(rows_WX + (2 * K + 2) * rows + row, mask=goes_on, other=0) > 0)
+    ended = tl.where(has_bonus, (room <= 1) | (last == DONE), ended) | (alive == 0)
+    cut = count - kept if LOOKAHEAD else tl.zeros_like(count)
+    run = tl.minimum(tl.load(blocks.run_A + block, mask=exists, other=0).to(tl.int32), kept)
+    to = out.choice_9A + place
+    tl.store(to, ancestor.to(tl.int64), mask=exists)
+    tl.store(to + places, row.to(tl.int64), mask=exists)
+    tl.store(to + 2 * places, grown.to(tl.int64), mask=exists)
+    tl.store(to + 3 * places, cut.to(tl.int64), mask=exists)
+    tl.store(to + 4 * places, bonus, mask=exists)
+    tl.store(to + 5 * places, alive.to(tl.int64), mask=exists)
+    tl.store(to + 6 * places, ended.to(tl.int64), mask=exists)
+    tl.store(to + 7 * places, text.to(tl.int64), mask=exists)
+    tl.store(to + 8 * places, logw.to(tl.int64, bitcast=True), mask=exists)
+    tl.store(out.flags_2A + place, alive, mask=exists)
+    tl.store(out.flags_2A + places + place, ended, mask=exists)
+    tl.store(out.count_A + place, (grown + has_bonus.to(tl.int32)).to(tl.int64), mask=exists)
+    tl.store(out.first_logp_A + place, logp, mask=exists)
+    tl.store(out.run_2A + place, run, mask=exists)
+    tl.store(out.run_2A + places + place, tl.zeros_like(run), mask=exists)
+    _write_tokens(
+        place, exists, row, block, kept, bonus, plan, blocks, verified, rows_WX, out, rows, K, Q, BLOCK_Q, LOOKAHEAD
+    )
+    if is_group:
+        group_kind, any_bonus = tl.load(plan.kind_G + group), tl.max((exists & has_bonus & alive).to(tl.int32), 0) > 0
+        tl.store(out.flags_3G + 2 * groups + group, (group_kind >= BEST) & (any_bonus == 0))
+        _write_group(group, groups, group_kind, own, trees, out)
+
+
+@triton.jit
+def _of_own(exists, place, own, candidates, open_A, F: tl.constexpr, LOOKAHEAD: tl.constexpr):
+    """Independent particles: row, ancestor, whether alive, log-weight, the target's token after the block, and its
+    log p."""
+    ancestor = tl.load(own.ancestor_A + place, mask=exists, other=0).to(tl.int32)
+    row = ancestor * F + tl.load(own.branch_A + place, mask=exists, other=0).to(tl.int32)
+    alive = tl.load(own.alive_A + place, mask=exists, other=0) != 0
+    logw = tl.load(own.logw_A + place, mask=exists, other=NONE)
+    bonus = place.to(tl.int64) * 0 - 1
+    if LOOKAHEAD:
+        is_open = tl.load(open_A + tl.load(candidates.root_X + row, mask=exists, other=0), mask=exists, other=0) != 0
+    else:
+        is_open = tl.load(open_A + row, mask=exists, other=0) != 0
+        bonus = tl.load(candidates.bonus_A + row, mask=exists & is_open, other=-1).to(tl.int64)
+    logp = tl.load(candidates.logp_X + row, mask=exists & is_open, other=float("nan"))
+    return row, ancestor, alive, logw, bonus, logp
+
+
+@triton.jit
+def _of_trees(exists, place, trees, candidates, open_A, C: tl.constexpr, LOOKAHEAD: tl.constexpr):
+    """Distinct particles and exact decoding: as `_of_own`, with the candidate token that was chosen."""
+    pick = tl.load(trees.pick_A + place, mask=exists, other=0)
+    alive = tl.load(trees.alive_A + place, mask=exists, other=0) != 0
+    row = tl.load(trees.parent_X + pick, mask=exists, other=0).to(tl.int32)
+    ancestor = tl.load(candidates.root_X + row, mask=exists, other=0).to(tl.int32)
+    logw = tl.load(trees.mass_X + pick, mask=exists & alive, other=NONE)
+    bonus, logp = place.to(tl.int64) * 0 - 1, place.to(tl.float32) * 0 + float("nan")
+    is_open = exists & (tl.load(open_A + (ancestor if LOOKAHEAD else row), mask=exists, other=0) != 0)
+    if candidates.token_logp_AC is not None:
+        at = row * C + tl.load(trees.offer_X + pick, mask=exists, other=0).to(tl.int32)
+        bonus = tl.load(candidates.token_XC + at, mask=is_open, other=-1).to(tl.int64)
+        logp = tl.load(candidates.token_logp_AC + at, mask=is_open, other=float("nan"))
+    elif LOOKAHEAD and candidates.logp_X is not None:
+        logp = tl.load(candidates.logp_X + row, mask=is_open, other=float("nan"))
+    return row, ancestor, alive, logw, bonus, logp
+
+
+@triton.jit
+def _write_tokens(
+    place, exists, row, block, kept, bonus, plan, blocks, verified, rows_WX, out, rows,
+    K: tl.constexpr, Q: tl.constexpr, BLOCK_Q: tl.constexpr, LOOKAHEAD: tl.constexpr,
+):  # fmt: skip
+    """The new tokens, their log q, log p of the tokens of the block that are kept, and pages of those that the target
+    ran."""
+    q = tl.arange(0, BLOCK_Q)[None, :]
+    inside, to, of = exists[:, None] & (q < Q), place[:, None] * Q + q, block[:, None] * Q + q
+    last = tl.maximum(bonus, 0)[:, None]
+    if LOOKAHEAD:
+        grows = inside & (bonus < 0)[:, None]
+        token = tl.load(rows_WX + q * rows + row[:, None], mask=grows, other=0).to(tl.int64)
+        token = tl.where(grows, token, last)
+        logq = tl.load(rows_WX + (K + q) * rows + row[:, None], mask=inside, other=0).to(tl.float32, bitcast=True)
+    else:
+        # The last of them is followed by the first.
+        token = tl.load(blocks.tokens_AQ + block[:, None] * Q + (q + 1) % Q, mask=inside, other=0).to(tl.int64)
+        token = tl.where(q == kept[:, None] - 1, last, token)
+        logq = to.to(tl.float32) * 0
+    logp = tl.load(verified.logp_AQ + of, mask=inside & (q < kept[:, None] - 1), other=float("nan"))
+    tl.store(out.grown_AQ + to, token, mask=inside)
+    tl.store(out.logq_AQ + to, logq, mask=inside)
+    tl.store(out.logp_AQ + to, logp, mask=inside)
+    tl.store(out.path_AQ + to, tl.load(plan.target_pages_AQ + of, mask=inside, other=0), mask=inside)
+
+
+@triton.jit
+def _write_group(group, groups, kind, own, trees, out):
+    """What the round did to a group's population."""
+    log_z, ess = tl.zeros((), tl.float64), tl.zeros((), tl.float64)
+    resampled, collapsed = False, False
+    if own is not None:
+        log_z, ess = tl.load(own.log_z_G + group), tl.load(own.ess_G + group)
+        resampled, collapsed = tl.load(own.resampled_G + group) != 0, tl.load(own.collapsed_G + group) != 0
+    if trees is not None:
+        is_tree = (kind != INDEPENDENT) if own is not None else (kind == kind)
+        tree_collapsed = tl.load(trees.collapsed_G + group) != 0
+        ess = tl.where(is_tree, tl.load(trees.ess_G + group), ess)
+        log_z = tl.where(is_tree, tl.where(tree_collapsed, NONE, tl.zeros((), tl.float64)), log_z)
+        resampled, collapsed = resampled & (is_tree == 0), tl.where(is_tree, tree_collapsed, collapsed)
+    tl.store(out.values_2G + group, log_z)
+    tl.store(out.values_2G + groups + group, ess)
+    tl.store(out.flags_3G + group, resampled)
+    tl.store(out.flags_3G + groups + group, collapsed)

@@ -1,0 +1,129 @@
+"""How kernels are launched: programmatic dependent launch, how many variants of a kernel are compiled, and which program
+handles which places of a batch. Knows nothing about what kernels compute.
+
+**Programmatic dependent launch (PDL).** A kernel starts while the kernel before it ends. The kernels of a decoding step
+take a few microseconds each, of which the launch is one. A kernel that is launched this way waits (`gdc_wait`) until the
+previous kernel has ended and its writes are visible, and it signals (`gdc_launch_dependents`) when the next kernel may
+start. Every program waits before it signals, so a kernel always sees the writes of the kernel two launches before it, and
+of all kernels before that. Before it waits, a kernel may read only such data and nothing that the previous kernel writes:
+block tables, weights of norms, the residual of an earlier norm, and, in the kernel that attends to a row's own positions,
+queries, keys and values. It writes nothing before it waits. Where the warps of a program have separate tasks
+(`smc.attention.specialized`), the warps that copy a prefix's keys and values need not wait, because earlier passes stored
+those and other warps of every program wait.
+
+A kernel that starts early occupies multiprocessors and gets fewer of them while the previous kernel still holds most.
+Matrix products and the last attention kernel therefore signal last, when their sums are done. Norms and the kernel that
+stores keys and values signal as soon as they have waited, because the kernels before them have ended by then; the kernel
+that reads prefixes, with one program for each multiprocessor, then finds all of them free. That kernel signals early,
+too, because attention to own positions needs few resources. Each choice was measured. Prefetching weights was measured,
+too, and made passes slower (`docs/performance.md`).
+
+Axes: A places, G groups, N places of a program."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.jit import JITFunction
+
+from smc.api.limits import MAX_PARTICLES
+
+PDL_CAPABILITY = (9, 0)
+"""The first compute capability with programmatic dependent launch."""
+MULTIPROCESSORS = 132
+"""Of an H100 or H200, for which tile sizes are chosen; other GPUs use the same sizes."""
+GROUPS = tl.constexpr(64)
+"""Groups that are scanned at a time."""
+
+
+def supports_pdl(device: torch.device | str) -> bool:
+    """Whether kernels of a device can be launched so."""
+    device = torch.device(device)
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= PDL_CAPABILITY
+
+
+def launch_options(pdl: bool) -> dict[str, bool]:
+    """Launch keywords; without `pdl` none, so that the interpreter and older drivers see nothing new."""
+    return {"launch_pdl": True} if pdl else {}
+
+
+def one_variant(*wide: str) -> Callable[[Callable[..., None]], Any]:
+    """`triton.jit` of a kernel that is compiled once for all values and alignments of its arguments, except for the
+    arguments named by `wide`, which hold long rows. Constants, types and None still make variants.
+
+    Triton compiles a kernel again for integers that are 1 or multiples of 16, and for pointers at multiples of 16 bytes,
+    where it loads more at once. A few numbers a row gain nothing from that, and a request with a new size would wait for
+    the compiler. Members of tuples are treated as arguments are."""
+
+    def compiled(kernel: Callable[..., None]) -> Any:
+        parameters = inspect.signature(kernel).parameters
+        assert set(wide) <= set(parameters), f"{kernel.__name__} has {list(parameters)}"
+        others = [
+            name for name, each in parameters.items() if "constexpr" not in str(each.annotation) and name not in wide
+        ]
+        if triton.knobs.runtime.interpret:
+            return triton.jit(kernel, do_not_specialize=others)
+        return _OneVariant(kernel, do_not_specialize=others)
+
+    return compiled
+
+
+class _OneVariant(JITFunction):
+    """Triton ignores `do_not_specialize` for members of tuples."""
+
+    def create_binder(self) -> tuple:
+        *made, bind = super().create_binder()
+        alike = [parameter.do_not_specialize for parameter in self.params]
+
+        def bind_alike(*args: object, **named: object) -> tuple:
+            bound, found, options = bind(*args, **named)
+            found = [
+                unspecialized(*each) if is_alike and isinstance(each[0], tuple) else each
+                for is_alike, each in zip(alike, found)
+            ]
+            return bound, found, options
+
+        return *made, bind_alike
+
+
+def unspecialized(kind: Any, key: Any) -> tuple[Any, Any]:
+    """Type and specialisation of an argument, as Triton has them, without what depends on values or alignment."""
+    if isinstance(kind, tuple):
+        kinds, keys = zip(*(unspecialized(*each) for each in zip(kind, key)))
+        return (type(kind)(*kinds), type(key)(*keys)) if hasattr(kind, "_fields") else (kinds, keys)
+    if kind == "constexpr" and type(key) is int:
+        # Triton makes a constant of 1.
+        return "i32", ""
+    return kind, "" if key == "D" else key
+
+
+def programs(places: int, groups: int) -> int:
+    """How many programs there are: one for each group, then programs of MAX_PARTICLES places that belong to no group."""
+    return groups + triton.cdiv(places, MAX_PARTICLES)
+
+
+@triton.jit
+def own_places(first_G, size_G, groups, places, BLOCK_N: tl.constexpr):
+    """This program's places int32 [N] and whether they exist; their group, and whether they belong to a group.
+
+    Groups are stored one after another from the first place on, so all places after the last group are padding."""
+    program, n = tl.program_id(0), tl.arange(0, BLOCK_N)
+    is_group = program < groups
+    group = tl.where(is_group, program, 0)
+    first, size = tl.load(first_G + group).to(tl.int32), tl.load(size_G + group).to(tl.int32)
+    if not is_group:
+        # After the last group.
+        first = tl.zeros_like(first)
+        for begin in range(0, groups, GROUPS):
+            g = begin + tl.arange(0, GROUPS)
+            first_of_G = tl.load(first_G + g, mask=g < groups, other=0).to(tl.int32)
+            size_of_G = tl.load(size_G + g, mask=g < groups, other=0).to(tl.int32)
+            first = tl.maximum(first, tl.max(tl.where(size_of_G > 0, first_of_G + size_of_G, 0), 0))
+        first += (program - groups) * BLOCK_N
+    place_N = first + n
+    return place_N, tl.where(is_group, n < size, place_N < places), group, is_group

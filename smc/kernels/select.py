@@ -1,0 +1,545 @@
+"""The candidates of a round's choice, their weights, and the choice among them for groups of independent particles: the
+Triton form of `smc.executor.select.score_candidates`, and `smc.algorithm.selection.select`.
+
+`score_candidates` takes one launch: the first programs have some rows each, those after them a group each, which finds
+what the choice needs to know of the group and whether there is NaN in it. `select` has a program for each group. Weights
+are float64, as in the references, and equal to these up to rounding. The chosen candidates of a group are sorted, so slots
+are assigned by binary searches in that list. A candidate without weight is never chosen. Resampling schemes are data: one
+launch runs all of them. Nothing reads the host, and grids follow from shapes alone, so both can be captured in a CUDA
+graph.
+
+Axes: A places, G groups, X rows (F of each place), Q tokens of a block, K tokens of a row, C candidate tokens of a place,
+W numbers of a row; of one group N particles, F branches of a particle, M = N * F candidates, P draws."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from smc.algorithm.bounds import Bounds
+from smc.algorithm.expansion import Kind
+from smc.algorithm.selection import BRANCH_POSITION, EQUAL, Selection
+from smc.api.limits import MAX_PARTICLES, SCHEME_NAMES
+from smc.kernels.launch import one_variant, own_places, programs
+from smc.kernels.round_tensors import BlockTensors, MatchTensors, PlanTensors, Room, Sizes, fields_of
+from smc.kernels.verify import VerifyTensors
+from smc.philox import Purpose
+
+INDEPENDENT, DISTINCT, BEST = (tl.constexpr(int(kind)) for kind in (Kind.INDEPENDENT, Kind.DISTINCT, Kind.BEST))
+NONE = tl.constexpr(-float("inf"))
+SYSTEMATIC, STRATIFIED, RESIDUAL, _, SSP = (tl.constexpr(index) for index in range(len(SCHEME_NAMES)))
+PURPOSE = tl.constexpr(int(Purpose.SELECTION))
+FIRST_BRANCH = tl.constexpr(BRANCH_POSITION)
+KEEP = tl.constexpr(1 - EQUAL)
+ROWS = 32
+"""Rows of a program of `score_candidates`."""
+
+
+class ScoreTensors(NamedTuple):
+    """What the target says of the token after every block; None: it has not been asked. See
+    `smc.executor.select.TargetOutputs`."""
+
+    logp_X: Tensor | None
+    log_z_A: Tensor | None
+    share_AC: Tensor | None
+    """Log share of each candidate token."""
+
+
+class CandidateTensors(NamedTuple):
+    """Written by `score_candidates`. See `smc.executor.select.Candidates`."""
+
+    root_X: Tensor
+    weight_X: Tensor
+    there_X: Tensor
+    share_XC: Tensor
+    alive_A: Tensor
+    nan_2G: Tensor
+    """Of the target, of the draft."""
+    size_3G: Tensor
+    """Places of groups of independent particles, first candidate, candidates."""
+    random_2G: Tensor
+    """Seed, round."""
+    token_X1: Tensor | None
+    """Zeros, where a row is its own candidate; None: where candidate tokens are given."""
+
+
+class GroupBounds(NamedTuple):
+    """Of `smc.algorithm.bounds.Bounds`."""
+
+    first_G: Tensor
+    size_G: Tensor
+    count_G: Tensor
+    draws_G: Tensor
+
+
+class SelectSettings(NamedTuple):
+    """How groups are resampled."""
+
+    threshold_G: Tensor
+    scheme_G: Tensor
+    seed_G: Tensor
+    round_G: Tensor
+
+
+class SelectTensors(NamedTuple):
+    """Of `smc.algorithm.selection.Selection`."""
+
+    ancestor_A: Tensor
+    branch_A: Tensor
+    logw_A: Tensor
+    alive_A: Tensor
+    log_z_G: Tensor
+    ess_G: Tensor
+    resampled_G: Tensor
+    collapsed_G: Tensor
+
+
+class SelectScratch(NamedTuple):
+    """Memory of the scheme that goes through candidates one by one."""
+
+    expected_M: Tensor
+    uniform_M: Tensor
+    more_M: Tensor
+
+
+def score_candidates(
+    plan: PlanTensors,
+    blocks: BlockTensors,
+    verified: VerifyTensors,
+    rows_WX: Tensor,
+    alive_S: Tensor,
+    scores: ScoreTensors,
+    matched: MatchTensors | None,
+    lookahead: bool,
+) -> CandidateTensors:
+    """See `smc.executor.select.score_candidates`. `matched`: of groups that are decoded exactly."""
+    (places, q), groups, (numbers, rows) = blocks.tokens_AQ.shape, len(plan.first_G), rows_WX.shape
+    block, room, shares = (numbers - 4) // 2, Room(plan.slot_A.device), scores.share_AC
+    width = 1 if shares is None else shares.shape[1]
+    out = CandidateTensors(
+        root_X=room.longs(rows),
+        weight_X=room.doubles(rows),
+        there_X=room.bools(rows),
+        share_XC=room.floats(rows, width),
+        alive_A=room.bools(places),
+        nan_2G=room.bools(2, groups),
+        size_3G=room.ints(3, groups),
+        random_2G=room.longs(2, groups),
+        token_X1=room.longs(rows, 1) if shares is None else None,
+    )
+    _score_candidates[(triton.cdiv(rows, ROWS) + groups,)](
+        plan, alive_S, blocks, verified, rows_WX, scores, matched, out, Sizes(places, groups, rows),
+        F=rows // places, K=block, Q=q, C=width, BLOCK_X=ROWS, BLOCK_Q=triton.next_power_of_2(max(q, block)),
+        BLOCK_C=triton.next_power_of_2(width), LOOKAHEAD=lookahead,
+        # The reference rounds a product before it subtracts from it.
+        enable_fp_fusion=False, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def select(
+    candidates_AF: Tensor,
+    alive_A: Tensor,
+    groups: Bounds,
+    threshold_G: Tensor,
+    scheme_G: Tensor,
+    seed_G: Tensor,
+    round_G: Tensor,
+    warps: int = 8,
+) -> Selection:
+    """As `smc.algorithm.selection.select`, for groups of up to MAX_PARTICLES places."""
+    (places, branches), count, room = candidates_AF.shape, len(seed_G), Room(candidates_AF.device)
+    (ancestor_A, branch_A), (log_z_G, ess_G) = room.longs(2, places), room.doubles(2, count)
+    resampled_G, collapsed_G = room.bools(2, count)
+    out = SelectTensors(
+        ancestor_A, branch_A, room.doubles(places), room.bools(places), log_z_G, ess_G, resampled_G, collapsed_G
+    )
+    _select[(programs(places, count),)](
+        candidates_AF.contiguous(), alive_A.contiguous(), fields_of(GroupBounds, groups),
+        SelectSettings(threshold_G, scheme_G, seed_G, round_G), out, SelectScratch(*room.doubles(3, places * branches)),
+        branches, count, places, BLOCK_N=MAX_PARTICLES, BLOCK_F=triton.next_power_of_2(branches),
+        # The reference rounds a product before it subtracts from it.
+        enable_fp_fusion=False, num_warps=warps,
+    )  # fmt: skip
+    return Selection(*out)
+
+
+@one_variant()
+def _score_candidates(
+    plan, alive_S, blocks, verified, rows_WX, scores, matched, out, sizes,
+    F: tl.constexpr, K: tl.constexpr, Q: tl.constexpr, C: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_C: tl.constexpr, LOOKAHEAD: tl.constexpr,
+):  # fmt: skip
+    program, row_programs, rows = tl.program_id(0), tl.cdiv(sizes.rows, BLOCK_X), sizes.rows
+    if program >= row_programs:
+        _score_group(
+            program - row_programs, plan, blocks, verified, rows_WX, scores, matched, out, sizes, F, K, Q, BLOCK_X, BLOCK_Q, LOOKAHEAD
+        )  # fmt: skip
+        return
+    x = program * BLOCK_X + tl.arange(0, BLOCK_X)
+    inside, place = x < rows, x // F
+    is_own = inside & (x % F == 0)
+    slot = tl.load(plan.slot_A + place, mask=is_own, other=0)
+    tl.store(out.alive_A + place, tl.load(alive_S + slot, mask=is_own, other=0) != 0, mask=is_own)
+    kind = tl.load(plan.kind_G + tl.load(plan.group_A + place, mask=inside, other=0))
+    if LOOKAHEAD:
+        root = tl.load(rows_WX + 2 * K * rows + x, mask=inside, other=0)
+        block = root
+    else:
+        root = tl.load(blocks.origin_A + x, mask=inside, other=0).to(tl.int32)
+        block = x
+    share = tl.load(rows_WX + (2 * K + 3) * rows + x, mask=inside, other=0)
+    share = share.to(tl.float32, bitcast=True).to(tl.float64)
+    is_open = tl.load(blocks.open_A + block, mask=inside, other=0) != 0
+    exists = tl.load(blocks.alive_A + block, mask=inside, other=0) != 0
+    alpha = tl.load(plan.alpha_A + block, mask=inside, other=1.0)
+    weight = tl.load(blocks.logw_A + block, mask=inside, other=0.0)
+    weight += _block_weight(blocks, verified.logp_AQ, block, inside, alpha, Q, BLOCK_Q)
+    token = tl.load(rows_WX + x, mask=inside, other=0)
+    if LOOKAHEAD:
+        logq = tl.load(rows_WX + K * rows + x, mask=inside, other=0).to(tl.float32, bitcast=True).to(tl.float64)
+        logp = tl.zeros_like(logq)
+        if scores.logp_X is not None:
+            logp = tl.load(scores.logp_X + x, mask=inside, other=0.0).to(tl.float64)
+        weight = weight + tl.where(is_open, alpha * logp - logq, 0.0) + share
+        exists = exists & (share > NONE)
+    elif scores.log_z_A is not None:
+        weight += tl.where(is_open, tl.load(scores.log_z_A + x, mask=inside, other=0.0).to(tl.float64), 0.0)
+    if matched is not None:
+        agrees = _agrees(matched, blocks, verified.drawn_AQ, place, root, token, is_open, inside, Q, BLOCK_Q, LOOKAHEAD)
+        exists = exists & (agrees | (kind < BEST))
+        weight = tl.where(kind >= BEST, tl.where(share == share, share, 0.0), weight)
+    tl.store(out.root_X + x, root.to(tl.int64), mask=inside)
+    tl.store(out.weight_X + x, tl.where(weight == weight, weight, NONE), mask=inside)
+    tl.store(out.there_X + x, exists, mask=inside)
+    c = tl.arange(0, BLOCK_C)
+    if scores.share_AC is not None:
+        # A row that takes no token is its own candidate.
+        at, is_share = x[:, None] * C + c[None, :], inside[:, None] & (c < C)[None, :]
+        takes = is_open & (kind < BEST)
+        offered = tl.load(scores.share_AC + at, mask=is_share, other=NONE)
+        offered = tl.where(takes[:, None], offered, tl.where(c == 0, 0.0, NONE)[None, :])
+        tl.store(out.share_XC + at, offered, mask=is_share)
+    else:
+        tl.store(out.share_XC + x, tl.zeros_like(share).to(tl.float32), mask=inside)
+        tl.store(out.token_X1 + x, tl.zeros_like(x).to(tl.int64), mask=inside)
+
+
+@triton.jit
+def _block_weight(blocks, logp_AQ, block, inside, alpha, Q: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """`smc.algorithm.weights.block_log_weight` of blocks, whose first token is not counted again."""
+    q = tl.arange(0, BLOCK_Q)
+    count = tl.load(blocks.count_A + block, mask=inside, other=0).to(tl.int32)
+    exists = inside[:, None] & (q[None, :] < count[:, None] - 1)
+    at = block[:, None] * Q + q[None, :]
+    logp = tl.load(logp_AQ + at, mask=exists, other=0.0).to(tl.float64)
+    logq = tl.load(blocks.logq_AQ + at + 1, mask=exists, other=0.0).to(tl.float64)
+    return tl.sum(tl.where(exists, alpha[:, None] * logp - logq, 0.0), 1)
+
+
+@triton.jit
+def _agrees(
+    matched, blocks, drawn_AQ, place, root, token, is_open, inside,
+    Q: tl.constexpr, BLOCK_Q: tl.constexpr, LOOKAHEAD: tl.constexpr,
+):  # fmt: skip
+    """Of groups that are decoded exactly: whether a row continues with the target's own draw, after a block that matches
+    to its end. Several chains may match, with the same tokens."""
+    best = tl.load(matched.best_A + place, mask=inside, other=0).to(tl.int32)
+    if LOOKAHEAD:
+        right = tl.load(matched.right_A + place, mask=inside, other=1).to(tl.int32)
+        is_alive = tl.load(blocks.alive_A + root, mask=inside, other=0) != 0
+        is_whole = (right == tl.load(blocks.count_A + root, mask=inside, other=0)) & is_alive
+        q = tl.arange(0, BLOCK_Q)[None, :]
+        compares = inside[:, None] & (q < right[:, None])
+        of_root = tl.load(blocks.tokens_AQ + root[:, None] * Q + q, mask=compares, other=0)
+        of_best = tl.load(blocks.tokens_AQ + best[:, None] * Q + q, mask=compares, other=0)
+        is_whole = is_whole & (tl.max((of_root != of_best).to(tl.int32), 1) == 0)
+        drawn = tl.load(drawn_AQ + best * Q + right - 1, mask=inside, other=-1)
+        return is_whole & (token == drawn) & is_open
+    else:
+        return place == best
+
+
+@triton.jit
+def _score_group(
+    group, plan, blocks, verified, rows_WX, scores, matched, out, sizes,
+    F: tl.constexpr, K: tl.constexpr, Q: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Q: tl.constexpr, LOOKAHEAD: tl.constexpr,
+):  # fmt: skip
+    """Bounds and random numbers of a group, and whether there is NaN in it."""
+    groups, rows = sizes.groups, sizes.rows
+    first, size = tl.load(plan.first_G + group).to(tl.int32), tl.load(plan.size_G + group).to(tl.int32)
+    kind, lead = tl.load(plan.kind_G + group), tl.minimum(first, sizes.places - 1)
+    tl.store(out.size_3G + group, tl.where(kind == INDEPENDENT, size, 0))
+    tl.store(out.size_3G + groups + group, first * F)
+    tl.store(out.size_3G + 2 * groups + group, size * F)
+    tl.store(out.random_2G + group, tl.load(plan.seed_A + lead))
+    tl.store(out.random_2G + groups + group, tl.load(plan.round_A + lead))
+    target_nan, draft_nan = 0, 0
+    q = tl.arange(0, BLOCK_Q)
+    for begin in range(0, size, BLOCK_X):
+        place = begin + tl.arange(0, BLOCK_X)
+        inside, place = place < size, first + place
+        count = tl.load(blocks.count_A + place, mask=inside, other=0)
+        exists = inside[:, None] & (q[None, :] < count[:, None]) & (q < Q)[None, :]
+        logq = tl.load(blocks.logq_AQ + place[:, None] * Q + q[None, :], mask=exists, other=0.0)
+        nan = tl.load(verified.nan_A + place, mask=inside, other=0).to(tl.int32)
+        draft_nan = tl.maximum(draft_nan, tl.max(tl.max((logq != logq).to(tl.int32), 1), 0))
+        target_nan = tl.maximum(target_nan, tl.max(nan, 0))
+        if not LOOKAHEAD and scores.log_z_A is not None:
+            log_z = tl.load(scores.log_z_A + place, mask=inside, other=0.0)
+            is_open = tl.load(blocks.open_A + place, mask=inside, other=0) != 0
+            target_nan = tl.maximum(target_nan, tl.max((is_open & (log_z != log_z)).to(tl.int32), 0))
+    for begin in range(0, size * F, BLOCK_X):
+        x = begin + tl.arange(0, BLOCK_X)
+        inside, x = x < size * F, first * F + x
+        if LOOKAHEAD:
+            root = tl.load(rows_WX + 2 * K * rows + x, mask=inside, other=0)
+            is_open = inside & (tl.load(blocks.open_A + root, mask=inside, other=0) != 0)
+            logq = tl.load(rows_WX + K * rows + x, mask=is_open, other=0).to(tl.float32, bitcast=True)
+            draft_nan = tl.maximum(draft_nan, tl.max((logq != logq).to(tl.int32), 0))
+            if scores.logp_X is not None:
+                logp = tl.load(scores.logp_X + x, mask=is_open, other=0.0)
+                target_nan = tl.maximum(target_nan, tl.max((logp != logp).to(tl.int32), 0))
+        # Rows of NaN have been replaced by others, whose log q the draft has set to NaN.
+        is_token = (kind == DISTINCT) & inside[None, :] & (q < K)[:, None]
+        logq_QX = tl.load(rows_WX + (K + q[:, None]) * rows + x[None, :], mask=is_token, other=0)
+        logq_QX = logq_QX.to(tl.float32, bitcast=True)
+        draft_nan = tl.maximum(draft_nan, tl.max(tl.max((logq_QX != logq_QX).to(tl.int32), 0), 0))
+    if matched is not None:
+        # In exact decoding NaN of the draft does not matter, and NaN of the target only after tokens that match.
+        is_best = (kind >= BEST) & (size > 0)
+        best, right = tl.load(matched.best_A + lead).to(tl.int32), tl.load(matched.right_A + lead)
+        is_read = is_best & (q < right) & (q < Q)
+        nan_Q = tl.load(verified.nan_AQ + best * Q + q, mask=is_read, other=0).to(tl.int32)
+        target_nan = tl.where(is_best, tl.max(nan_Q, 0), target_nan)
+        draft_nan = tl.where(is_best, 0, draft_nan)
+    tl.store(out.nan_2G + group, target_nan != 0)
+    tl.store(out.nan_2G + groups + group, draft_nan != 0)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _cumulative(weight, axis: tl.constexpr):
+    """Cumulative sum that never falls and stands still exactly where the weight is zero, however the parallel scan
+    rounds."""
+    return tl.associative_scan(tl.where(weight > 0, tl.cumsum(weight, axis), 0.0), axis, _larger)
+
+
+@triton.jit
+def _search(sorted_X, value_Y, SIZE: tl.constexpr, INCLUSIVE: tl.constexpr):
+    """How many of SIZE (a power of two) sorted entries lie below each value, or with INCLUSIVE not above it."""
+    below_Y = tl.zeros_like(value_Y).to(tl.int32)
+    for i in tl.static_range(12):
+        if SIZE >> i > 0:
+            next_Y = below_Y + (SIZE >> i)
+            probe_Y = tl.gather(sorted_X, tl.minimum(next_Y, SIZE) - 1, 0)
+            passed_Y = (probe_Y <= value_Y) if INCLUSIVE else (probe_Y < value_Y)
+            below_Y = tl.where(passed_Y & (next_Y <= SIZE), next_Y, below_Y)
+    return below_Y
+
+
+@triton.jit
+def _sort(value_X, SIZE: tl.constexpr, MOST: tl.constexpr):
+    """SIZE numbers up to MOST, ascending. Few enough to compare all with all."""
+    reached_X = tl.sum((value_X[None, :] <= value_X[:, None]).to(tl.int32), 1)
+    is_reached_XY = reached_X[:, None] > tl.arange(0, SIZE)[None, :]
+    return tl.min(tl.where(is_reached_XY, value_X[:, None], MOST), 0)
+
+
+@triton.jit
+def _uniform(seed, position_X, rounds):
+    """`smc.philox.uniforms` of one seed and round at the given positions."""
+    high, low, _, _ = tl.philox(seed, position_X.to(tl.uint32), 0, rounds.to(tl.uint32), PURPOSE)
+    return ((high.to(tl.int64) << 21) | (low.to(tl.int64) >> 11)).to(tl.float64) * 2.0**-53
+
+
+@triton.jit
+def _shares(log_NF, highest):
+    """Weights over their sum, in terms of logarithms of which `highest` is the largest; zeros where all are or where
+    there is NaN."""
+    power_NF = tl.exp(log_NF - tl.where(highest == -float("inf"), 0.0, highest))
+    share_NF = power_NF / tl.sum(power_NF)
+    return tl.where(share_NF == share_NF, share_NF, 0.0)
+
+
+@triton.jit
+def _family_weights(candidates_NF):
+    """Of each particle its largest candidate and its family's log-weight; of all the log of their sum, and the sum of
+    their squared shares: 0 where there is no weight, or NaN."""
+    # What is subtracted must be the largest of what is there: 0 in its place would round all weights far below it to
+    # zero.
+    highest_N = tl.max(candidates_NF, 1)
+    base_N = tl.where(highest_N == -float("inf"), 0.0, highest_N)
+    family_N = base_N + tl.log(tl.sum(tl.exp(candidates_NF - base_N[:, None]), 1))
+    highest = tl.max(family_N, 0)
+    base = tl.where(highest == -float("inf"), 0.0, highest)
+    log_sum = base + tl.log(tl.sum(tl.exp(family_N - base), 0))
+    share_N = _shares(family_N, highest)
+    return highest_N, family_N, log_sum, tl.sum(share_N * share_N, 0)
+
+
+@triton.jit
+def _srinivasan(expected_NF, uniform_NF, at_NF, inside_NF, draws, begin, end, scratch):
+    """`smc.algorithm.resampling.ssp`: what each candidate gets beyond the whole part of its expectation.
+
+    Sequential by nature: one candidate after another in memory, from `begin` to `end`; at_NF says where each is.
+    """
+    tl.store(scratch.expected_M + at_NF, expected_NF, mask=inside_NF)
+    tl.store(scratch.uniform_M + at_NF, uniform_NF, mask=inside_NF)
+    tl.store(scratch.more_M + at_NF, tl.zeros_like(expected_NF), mask=inside_NF)
+    tl.debug_barrier()
+    left = draws.to(tl.float64) - tl.sum(tl.floor(expected_NF))
+    open_at = begin
+    open_part = tl.load(scratch.expected_M + begin)
+    open_part -= tl.floor(open_part)
+    for m in range(begin + 1, end):
+        part = tl.load(scratch.expected_M + m)
+        part -= tl.floor(part)
+        uniform = tl.load(scratch.uniform_M + m)
+        total = open_part + part
+        is_whole = total >= 1
+        new_is_open = tl.where(is_whole, uniform * (2 - total) >= 1 - open_part, uniform * total < part)
+        tl.store(scratch.more_M + tl.where(new_is_open, open_at, m), total * 0 + 1, mask=is_whole)
+        left -= is_whole.to(tl.float64)
+        open_at = tl.where(new_is_open, m, open_at)
+        open_part = tl.where(is_whole, total - 1, total)
+    tl.store(scratch.more_M + open_at, left)
+    tl.debug_barrier()
+    return tl.load(scratch.more_M + at_NF, mask=inside_NF, other=0.0)
+
+
+@triton.jit
+def _draw(weight_NF, sure_NF, is_rest, scheme, draws, last, seed, rounds, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The chosen candidates, ascending: `sure` copies of each, and for other draws those under the scheme's points;
+    then BLOCK_M.
+
+    Where `is_rest`, points fall on what the sure copies leave of the expectation.
+    """
+    p = tl.arange(0, BLOCK_N)
+    sure_M = tl.reshape(sure_NF.to(tl.int32), (BLOCK_M,))
+    left = draws - tl.sum(sure_M, 0)
+    fall_NF = tl.where(is_rest, weight_NF * draws.to(tl.float64) - sure_NF, weight_NF)
+    cumulative_M = _cumulative(tl.reshape(fall_NF, (BLOCK_M,)), 0)
+    uniform_P = _uniform(seed, p, rounds)
+    shift_P = tl.where(scheme == SYSTEMATIC, tl.sum(tl.where(p == 0, uniform_P, 0.0), 0), uniform_P)
+    is_even = (scheme == SYSTEMATIC) | (scheme == STRATIFIED)
+    point_P = tl.where(is_even, (p.to(tl.float64) + shift_P) / draws.to(tl.float64), uniform_P)
+    # A bare constant would be rounded to fp32, which is 1.
+    below_one_P = tl.full((BLOCK_N,), 1 - 2.0**-52, tl.float64)
+    point_P = tl.minimum(point_P, below_one_P) * tl.max(cumulative_M, 0)
+    drawn_P = tl.minimum(_search(cumulative_M, point_P, BLOCK_M, True), last)
+    copied_P = tl.minimum(_search(tl.cumsum(sure_M, 0), p - left, BLOCK_M, True), last)
+    chosen_P = tl.where(p < left, drawn_P, copied_P)
+    return _sort(tl.where(p < draws, chosen_P, BLOCK_M), BLOCK_N, BLOCK_M)
+
+
+@triton.jit
+def _place(chosen_P, size, draws, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr):
+    """`smc.algorithm.resampling.place` from the sorted list of chosen candidates: the one that each slot continues
+    with, if any."""
+    slot_N = tl.arange(0, BLOCK_N)
+    family_P = chosen_P // BLOCK_F
+    before_P = tl.gather(family_P, tl.maximum(slot_N - 1, 0), 0)
+    copy_P = (slot_N > 0) & (slot_N < draws) & (family_P == before_P)
+    copies_P = tl.cumsum(copy_P.to(tl.int32), 0)
+    first_N = tl.minimum(_search(family_P, slot_N, BLOCK_N, False), BLOCK_N - 1)
+    survives_N = tl.gather(family_P, first_N, 0) == slot_N
+    free_N = (slot_N < size) & (survives_N == 0)
+    rank_N = tl.cumsum(free_N.to(tl.int32), 0)
+    # The r-th free slot takes the r-th further copy: the first point up to which there are r.
+    filler_N = tl.minimum(_search(copies_P, rank_N, BLOCK_N, False), BLOCK_N - 1)
+    taken_N = tl.gather(chosen_P, tl.where(free_N, filler_N, first_N), 0)
+    held_N = survives_N | (free_N & (rank_N <= tl.max(copies_P, 0)))
+    return tl.where(held_N, taken_N, slot_N * BLOCK_F), held_N
+
+
+@triton.jit
+def _own_branch(candidates_NF, highest_N, uniform_N, branches):
+    """`smc.algorithm.selection.own_branch`: one branch of each particle by its share of the family's weight."""
+    power_NF = tl.exp(candidates_NF - tl.where(highest_N == -float("inf"), 0.0, highest_N)[:, None])
+    total_N = tl.sum(power_NF, 1)
+    cumulative_NF = _cumulative(power_NF / total_N[:, None], 1)
+    point_N = uniform_N * tl.max(cumulative_NF, 1)
+    passed_N = tl.sum((cumulative_NF <= point_N[:, None]).to(tl.int32), 1)
+    return tl.where(total_N > 0, tl.minimum(passed_N, branches - 1), 0)
+
+
+@triton.jit
+def _resample(
+    candidates_NF, highest, at_NF, inside_NF, size, draws, scheme, seed, rounds, begin, branches, scratch,
+    BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr,
+):  # fmt: skip
+    """What every slot continues with after `draws` draws by the scheme, and whether it has a particle."""
+    weight_NF = _shares(candidates_NF, highest)
+    expected_NF = weight_NF * draws.to(tl.float64)
+    sure_NF = tl.where((scheme == RESIDUAL) | (scheme == SSP), tl.floor(expected_NF), 0.0)
+    if scheme == SSP:
+        uniform_NF = _uniform(seed, at_NF - begin, rounds)
+        end = begin + size * branches
+        sure_NF += _srinivasan(expected_NF, uniform_NF, at_NF, inside_NF, draws, begin, end, scratch)
+    last = (size - 1) * BLOCK_F + branches - 1
+    chosen_P = _draw(
+        weight_NF, sure_NF, scheme == RESIDUAL, scheme, draws, last, seed, rounds, BLOCK_N, BLOCK_N * BLOCK_F
+    )
+    return _place(chosen_P, size, draws, BLOCK_N, BLOCK_F)
+
+
+@one_variant()
+def _select(
+    candidates_AF, alive_A, groups, settings, out, scratch, branches, count, places, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr
+):  # fmt: skip
+    group = tl.program_id(0)
+    if group >= count:
+        place_N, exists_N, _, _ = own_places(groups.first_G, groups.size_G, count, places, BLOCK_N)
+        tl.store(out.ancestor_A + place_N, place_N.to(tl.int64), mask=exists_N)
+        tl.store(out.branch_A + place_N, place_N.to(tl.int64) * 0, mask=exists_N)
+        tl.store(out.logw_A + place_N, tl.full((BLOCK_N,), -float("inf"), tl.float64), mask=exists_N)
+        tl.store(out.alive_A + place_N, place_N < 0, mask=exists_N)
+        return
+    first, size = tl.load(groups.first_G + group), tl.load(groups.size_G + group)
+    if size == 0:
+        tl.store(out.log_z_G + group, 0.0)
+        tl.store(out.ess_G + group, 0.0)
+        tl.store(out.resampled_G + group, False)
+        tl.store(out.collapsed_G + group, False)
+        return
+    particles, draws = tl.load(groups.count_G + group), tl.load(groups.draws_G + group)
+    seed, rounds = tl.load(settings.seed_G + group), tl.load(settings.round_G + group)
+    n, f = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_F)
+    exists_N, place_N = n < size, first + n
+    alive_N = tl.load(alive_A + place_N, mask=exists_N, other=0) != 0
+    inside_NF = exists_N[:, None] & (f < branches)[None, :]
+    at_NF = place_N[:, None] * branches + f[None, :]
+    offered_NF = inside_NF & alive_N[:, None]
+    candidates_NF = tl.load(candidates_AF + at_NF, mask=offered_NF, other=-float("inf")).to(tl.float64)
+    highest_N, family_N, log_sum, squares = _family_weights(candidates_NF)
+    has_weight = squares > 0
+    ess = tl.where(has_weight, 1.0 / squares, 0.0)
+    is_low = ess < tl.load(settings.threshold_G + group).to(tl.float64) * particles.to(tl.float64) * KEEP
+    resampled = (is_low | (draws != particles)) & has_weight
+    if resampled:
+        taken_N, held_N = _resample(
+            candidates_NF, tl.max(highest_N, 0), at_NF, inside_NF, size, draws, tl.load(settings.scheme_G + group), seed, rounds,
+            first * branches, branches, scratch, BLOCK_N, BLOCK_F,
+        )  # fmt: skip
+    else:
+        uniform_N = _uniform(seed, n + FIRST_BRANCH, rounds)
+        taken_N = n * BLOCK_F + _own_branch(candidates_NF, highest_N, uniform_N, branches)
+        held_N = alive_N & (tl.cumsum(alive_N.to(tl.int32), 0) <= tl.where(has_weight, BLOCK_N, draws))
+    reset = resampled | (squares == 0)
+    tl.store(out.ancestor_A + place_N, (first + taken_N // BLOCK_F).to(tl.int64), mask=exists_N)
+    tl.store(out.branch_A + place_N, (taken_N % BLOCK_F).to(tl.int64), mask=exists_N)
+    tl.store(out.logw_A + place_N, tl.where(held_N, tl.where(reset, 0.0, family_N), -float("inf")), mask=exists_N)
+    tl.store(out.alive_A + place_N, held_N, mask=exists_N)
+    log_mean = log_sum - tl.log(tl.maximum(particles, 1).to(tl.float64))
+    tl.store(out.log_z_G + group, tl.where(reset, log_mean, 0.0))
+    tl.store(out.ess_G + group, ess)
+    tl.store(out.resampled_G + group, resampled)
+    tl.store(out.collapsed_G + group, squares == 0)

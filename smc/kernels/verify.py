@@ -1,0 +1,426 @@
+"""What the target runs in a round and how its outputs are checked: the Triton form of `smc.executor.verify`, and
+`smc.algorithm.walk` and `smc.algorithm.rejection` on the device.
+
+`lay_out` and `match_samples` have a program for each group and some for places of no group; `verify` has a program for
+every few places. `verify_chains` has a program for each group, which follows the group's path token after token: a trial
+reads two numbers of two distributions; only a rejected token costs passes over the vocabulary, which leave the remainder
+of the target's distribution in memory of the group's own, from which the last draw is made. Nothing reads the host, and
+grids follow from shapes alone, so all can be captured in a CUDA graph.
+
+Axes: A places, G groups, S slots, X rows, Q tokens of a block, L those but the last, T = A * Q, K tokens of a row, C
+places of groups of chains, V columns, N places of a program."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from smc.algorithm.expansion import Kind
+from smc.api.limits import MAX_PARTICLES
+from smc.kernels.launch import one_variant, own_places, programs
+from smc.kernels.round_tensors import BlockTensors, DistributionTensors, PlanTensors, Room, Sizes, SlotTensors
+from smc.kernels.sampling import exponentials
+from smc.philox import STREAMS_PER_PARTICLE, Purpose
+
+BEST, NONE = tl.constexpr(int(Kind.BEST)), tl.constexpr(-float("inf"))
+NOTHING = tl.constexpr(-1)
+STREAMS = tl.constexpr(STREAMS_PER_PARTICLE)
+TRIAL, REMAINDER = tl.constexpr(int(Purpose.TRIAL)), tl.constexpr(int(Purpose.REMAINDER))
+PLACES = 16
+"""Places of a program of `verify`."""
+
+
+class LayoutOutputs(NamedTuple):
+    """Written by `lay_out`."""
+
+    numbers_7A: Tensor
+    """Origin, count, tokens to run, position after the block, random stream, number in the group, index of the last
+    token."""
+    flags_3A: Tensor
+    """Ended, alive, open."""
+    logw_A: Tensor
+    tokens_AQ: Tensor
+    logq_AQ: Tensor
+    rows_4A: Tensor
+    """Slot, cached length, tokens to run, group."""
+    distribution_4T: Tensor
+    """Temperature, top_p, min_p, alpha."""
+    top_k_T: Tensor
+    label_T: Tensor
+    keys_3T: Tensor
+    """Seed, position, 0."""
+
+
+class SampleTensors(NamedTuple):
+    """The target's own draws: `smc.executor.verify.TargetDraws`."""
+
+    token_T1: Tensor
+    logp_T1: Tensor
+    log_z_T: Tensor
+
+
+class VerifyTensors(NamedTuple):
+    """Of `smc.executor.verify.VerifyOutputs`."""
+
+    logp_AQ: Tensor
+    drawn_AQ: Tensor
+    nan_A: Tensor
+    nan_AQ: Tensor
+
+
+class ChainTrials(NamedTuple):
+    """Draft chains and the random numbers that they are verified with; integers. See `smc.algorithm.rejection.Chains`."""
+
+    place_C: Tensor
+    tokens_AQ: Tensor
+    count_A: Tensor
+    alive_A: Tensor
+    rank_A: Tensor
+    """Number of the chain in its group."""
+    seed_A: Tensor
+    position_AQ: Tensor
+    """Of the token after each."""
+
+
+def lay_out(
+    plan: PlanTensors,
+    distribution: DistributionTensors,
+    slots: SlotTensors,
+    logq_SQ: Tensor,
+    rows_WX: Tensor | None,
+    has_exact: bool,
+) -> LayoutOutputs:
+    """See `smc.executor.verify.lay_out`; `rows_WX`: `DraftedRows.all_WX`, None in look-ahead."""
+    places, groups, q, room = len(plan.slot_A), len(plan.first_G), logq_SQ.shape[1], Room(logq_SQ.device)
+    out = LayoutOutputs(
+        numbers_7A=room.longs(7, places),
+        flags_3A=room.bools(3, places),
+        logw_A=room.doubles(places),
+        tokens_AQ=room.longs(places, q),
+        logq_AQ=room.floats(places, q),
+        rows_4A=room.ints(4, places),
+        distribution_4T=room.floats(4, places * q),
+        top_k_T=room.longs(places * q),
+        label_T=room.ints(places * q),
+        keys_3T=room.longs(3, places * q),
+    )
+    # In lockstep there is one row a place.
+    sizes, lookahead = Sizes(places, groups, places), rows_WX is None
+    _lay_out[(programs(places, groups),)](
+        plan, distribution, slots, slots.pending_SQ.stride(0), logq_SQ, logq_SQ.stride(0), rows_WX, out, sizes,
+        K=q - (not lookahead), Q=q, BLOCK_N=MAX_PARTICLES, BLOCK_Q=triton.next_power_of_2(q), EXACT=has_exact, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def verify(
+    plan: PlanTensors, blocks: BlockTensors, labelled_T: Tensor | None, drawn: SampleTensors | None
+) -> VerifyTensors:
+    """See `smc.executor.verify.verify`."""
+    (places, q), room = blocks.tokens_AQ.shape, Room(blocks.tokens_AQ.device)
+    out = VerifyTensors(room.floats(places, q), room.longs(places, q), room.bools(places), room.bools(places, q))
+    _verify[(triton.cdiv(places, PLACES),)](
+        plan, blocks.run_A, labelled_T, drawn, out, places, Q=q, BLOCK_N=PLACES, BLOCK_Q=triton.next_power_of_2(q), num_warps=1
+    )  # fmt: skip
+    return out
+
+
+def match_samples(
+    tokens_AQ: Tensor, count_A: Tensor, drawn_AQ: Tensor, alive_A: Tensor, groups: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """As `smc.algorithm.walk.walk`, for groups of up to MAX_PARTICLES places; integers of any type."""
+    places, tokens = tokens_AQ.shape
+    best_A, right_A = torch.empty(2, places, dtype=torch.int64, device=tokens_AQ.device)
+    given = (tensor.contiguous() for tensor in (tokens_AQ, count_A, drawn_AQ, alive_A, *groups))
+    count = len(groups[0])
+    blocks = {"BLOCK_N": MAX_PARTICLES, "BLOCK_Q": triton.next_power_of_2(tokens + 1)}
+    _match_samples[(programs(places, count),)](*given, best_A, right_A, tokens, count, places, **blocks, num_warps=4)
+    return best_A, right_A
+
+
+def verify_chains(
+    trials: ChainTrials,
+    logp_CQV: Tensor,
+    logq_CLV: Tensor,
+    groups: tuple[Tensor, Tensor],
+    block: int | None = None,
+    warps: int = 8,
+) -> tuple[Tensor, Tensor]:
+    """As `smc.algorithm.rejection.say`, with random numbers of `smc.philox` made here: of round 0, for trials of the
+    chain's own stream and for draws of stream 0. `groups`: first chain, of all C, and how many [G], up to
+    MAX_PARTICLES."""
+    (chains, q, vocab), device = logp_CQV.shape, logp_CQV.device
+    token_CQ = torch.full((chains, q), -1, dtype=torch.int64, device=device)
+    token_logp_CQ = torch.full((chains, q), torch.nan, dtype=torch.float32, device=device)
+    # Of a group, the memory of its first chain is used.
+    left_CV = torch.empty(chains, vocab, dtype=torch.float64, device=device)
+    block = block or min(4096, triton.next_power_of_2(vocab))
+    _verify_chains[(len(groups[0]),)](
+        trials, logp_CQV.contiguous(), logq_CLV.contiguous(), *(bound_G.contiguous() for bound_G in groups),
+        left_CV, token_CQ, token_logp_CQ, vocab, Q=q, BLOCK_N=MAX_PARTICLES, BLOCK=block, num_warps=warps,
+        # Without fused multiply-adds the variates are those of `smc.philox.exponentials` to the last bit before the
+        # logarithm.
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return token_CQ, token_logp_CQ
+
+
+@one_variant()
+def _lay_out(
+    plan, distribution, slots, pending_stride, logq_SQ, logq_stride, rows_WX, out, sizes,
+    K: tl.constexpr, Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    places, rows = sizes.places, sizes.rows
+    place, exists, _, is_group = own_places(plan.first_G, plan.size_G, sizes.groups, places, BLOCK_N)
+    group = tl.load(plan.group_A + place, mask=exists, other=0)
+    own = tl.load(plan.slot_A + place, mask=exists, other=0)
+    origin, slot, lone = place, own, place < 0
+    if rows_WX is None:
+        alive = tl.load(slots.alive_S + slot, mask=exists, other=0) != 0
+        ended = tl.load(slots.ended_S + slot, mask=exists, other=1) != 0
+        count = tl.load(slots.pending_S + slot, mask=exists, other=1)
+        share = tl.zeros_like(place).to(tl.float64)
+    else:
+        drafted = rows_WX + 2 * K * rows + place
+        origin = tl.load(drafted, mask=exists, other=0)
+        slot = tl.load(plan.slot_A + origin, mask=exists, other=0)
+        share = tl.load(drafted + 3 * rows, mask=exists, other=0).to(tl.float32, bitcast=True).to(tl.float64)
+        alive = (tl.load(slots.alive_S + slot, mask=exists, other=0) != 0) & (share > NONE)
+        count = 1 + tl.load(drafted + rows, mask=exists, other=0).to(tl.int64)
+        ended = tl.load(drafted + 2 * rows, mask=exists, other=1) > 0
+        if EXACT:
+            # A draft that proposes nothing, such as one that returns NaN, leaves the seed alone.
+            nothing = is_group & (tl.max((exists & alive).to(tl.int32), 0) == 0)
+            is_exact = tl.load(plan.kind_G + group) >= BEST
+            lone = exists & nothing & is_exact & (tl.load(slots.alive_S + own, mask=exists, other=0) != 0)
+            origin, slot, count = tl.where(lone, place, origin), tl.where(lone, own, slot), tl.where(lone, 1, count)
+            ended = tl.where(lone, tl.load(slots.ended_S + own, mask=exists, other=1) != 0, ended)
+            alive = alive | lone
+    end, pending = (
+        tl.load(slots.end_S + slot, mask=exists, other=0),
+        tl.load(slots.pending_S + slot, mask=exists, other=0),
+    )
+    held, run = end - pending, tl.where(alive, count - ended.to(tl.int64), 0)
+    logw = tl.load(slots.logw_S + slot, mask=exists, other=0.0) + share
+    stream = tl.load(plan.particle_A + place, mask=exists, other=0) * STREAMS
+    tl.store(out.logw_A + place, logw, mask=exists)
+    tl.store(out.flags_3A + place, ended, mask=exists)
+    tl.store(out.flags_3A + places + place, alive, mask=exists)
+    tl.store(out.flags_3A + 2 * places + place, alive & (ended == 0), mask=exists)
+    to = out.numbers_7A + place
+    tl.store(to, origin.to(tl.int64), mask=exists)
+    tl.store(to + places, count, mask=exists)
+    tl.store(to + 2 * places, run, mask=exists)
+    tl.store(to + 3 * places, held + count, mask=exists)
+    tl.store(to + 4 * places, stream, mask=exists)
+    tl.store(to + 5 * places, (place - tl.load(plan.first_G + group)).to(tl.int64), mask=exists)
+    tl.store(to + 6 * places, place * Q + count - 1, mask=exists)
+    tl.store(out.rows_4A + place, slot.to(tl.int32), mask=exists)
+    tl.store(out.rows_4A + places + place, held.to(tl.int32), mask=exists)
+    tl.store(out.rows_4A + 2 * places + place, run.to(tl.int32), mask=exists)
+    tl.store(out.rows_4A + 3 * places + place, group.to(tl.int32), mask=exists)
+    q = tl.arange(0, BLOCK_Q)[None, :]
+    inside, at = exists[:, None] & (q < Q), place[:, None] * Q + q
+    token, logq = _block_tokens(
+        q, inside, place, slot, slots.pending_SQ, pending_stride, logq_SQ, logq_stride, rows_WX, rows, K
+    )
+    tl.store(out.tokens_AQ + at, token, mask=inside)
+    tl.store(out.logq_AQ + at, logq, mask=inside)
+    is_labelled = inside & (q < count[:, None] - 1)
+    label, _ = _block_tokens(
+        q + 1, is_labelled, place, slot, slots.pending_SQ, pending_stride, logq_SQ, logq_stride, rows_WX, rows, K
+    )
+    tl.store(out.label_T + at, tl.where(is_labelled, label, -1).to(tl.int32), mask=inside)
+    _draw_settings(at, inside, q, place, exists, held, plan.seed_A, distribution, out, places * Q)
+
+
+@triton.jit
+def _block_tokens(
+    q, inside, place, slot, pending_SQ, pending_stride, logq_SQ, logq_stride, rows_WX, rows, K: tl.constexpr
+):
+    """Tokens of blocks and their log q: in look-ahead the pending tokens, in lockstep the first of these and then the
+    tokens that have just been drafted."""
+    if rows_WX is None:
+        token = tl.load(pending_SQ + slot[:, None] * pending_stride + q, mask=inside, other=0)
+        logq = tl.load(logq_SQ + slot[:, None] * logq_stride + q, mask=inside, other=0.0)
+    else:
+        token = tl.load(pending_SQ + slot[:, None] * pending_stride + q * 0, mask=inside & (q == 0), other=0)
+        logq = tl.load(logq_SQ + slot[:, None] * logq_stride + q * 0, mask=inside & (q == 0), other=0.0)
+        is_drafted, drafted = inside & (q > 0), rows_WX + (q - 1) * rows + place[:, None]
+        token = tl.where(q > 0, tl.load(drafted, mask=is_drafted, other=0).to(tl.int64), token)
+        logq = tl.where(q > 0, tl.load(drafted + K * rows, mask=is_drafted, other=0).to(tl.float32, bitcast=True), logq)
+    return token, logq
+
+
+@triton.jit
+def _draw_settings(at, inside, q, place, exists, held, seed_A, distribution, out, tokens):
+    """The token distribution and the random numbers of every token's draw."""
+    none, to = q * 0, out.distribution_4T + at
+    temperature = tl.load(distribution.temperature_R + place, mask=exists, other=0.0)
+    top_k = tl.load(distribution.top_k_R + place, mask=exists, other=0)
+    top_p = tl.load(distribution.top_p_R + place, mask=exists, other=0.0)
+    min_p = tl.load(distribution.min_p_R + place, mask=exists, other=0.0)
+    alpha = tl.load(distribution.alpha_R + place, mask=exists, other=0.0)
+    tl.store(to, temperature[:, None] + none, mask=inside)
+    tl.store(to + tokens, top_p[:, None] + none, mask=inside)
+    tl.store(to + 2 * tokens, min_p[:, None] + none, mask=inside)
+    tl.store(to + 3 * tokens, alpha[:, None] + none, mask=inside)
+    tl.store(out.top_k_T + at, top_k[:, None] + none, mask=inside)
+    tl.store(out.keys_3T + at, tl.load(seed_A + place, mask=exists, other=0)[:, None] + none, mask=inside)
+    tl.store(out.keys_3T + tokens + at, held[:, None] + 1 + q, mask=inside)
+    tl.store(out.keys_3T + 2 * tokens + at, held[:, None] * 0 + none, mask=inside)
+
+
+@one_variant()
+def _verify(plan, run_A, labelled_T, drawn, out, places, Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr):
+    place, q = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_Q)[None, :]
+    exists = place < places
+    inside, at = exists[:, None] & (q < Q), place[:, None] * Q + q
+    logp, token = at.to(tl.float32) * 0, at.to(tl.int64) * 0
+    is_nan = inside & (q < 0)
+    if labelled_T is not None:
+        logp = tl.load(labelled_T + at, mask=inside, other=0.0)
+    tl.store(out.nan_A + place, tl.max((logp != logp).to(tl.int32), 1) > 0, mask=exists)
+    if drawn is not None:
+        is_run = inside & (q < tl.load(run_A + place, mask=exists, other=0)[:, None])
+        group = tl.load(plan.group_A + place, mask=exists, other=0)
+        is_exact = tl.load(plan.kind_G + group, mask=exists, other=0) >= BEST
+        token = tl.load(drawn.token_T1 + at, mask=inside, other=0).to(tl.int64)
+        logp = tl.where(is_exact[:, None], tl.load(drawn.logp_T1 + at, mask=is_run, other=0.0), logp)
+        log_z = tl.load(drawn.log_z_T + at, mask=is_run, other=0.0)
+        is_nan = log_z != log_z
+    tl.store(out.logp_AQ + at, logp, mask=inside)
+    tl.store(out.drawn_AQ + at, token, mask=inside)
+    tl.store(out.nan_AQ + at, is_nan, mask=inside)
+
+
+@one_variant()
+def _match_samples(
+    tokens_AQ, count_A, drawn_AQ, alive_A, first_G, size_G, best_A, right_A, tokens, groups, places,
+    BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    q = tl.arange(0, BLOCK_Q)
+    place_N, exists_N, _, is_group = own_places(first_G, size_G, groups, places, BLOCK_N)
+    count_N = tl.load(count_A + place_N, mask=exists_N, other=0)
+    at_NQ = place_N[:, None] * tokens + q[None, :]
+    # The first token is right; a later one is, if it exists and the target drew it after the token before.
+    asks_NQ = exists_N[:, None] & (q > 0)[None, :] & (q < tokens)[None, :] & (q[None, :] < count_N[:, None])
+    token_NQ = tl.load(tokens_AQ + at_NQ, mask=asks_NQ, other=0)
+    agrees_NQ = (q == 0)[None, :] | (asks_NQ & (token_NQ == tl.load(drawn_AQ + at_NQ - 1, mask=asks_NQ, other=-1)))
+    right_N = tl.min(tl.where(agrees_NQ, BLOCK_Q, q[None, :]), 1)
+    right_N = tl.where(tl.load(alive_A + place_N, mask=exists_N, other=0) != 0, right_N, 0)
+    right, best = tl.max(tl.where(exists_N, right_N, -1), 0, return_indices=True, return_indices_tie_break_left=True)
+    first = tl.min(place_N, 0)
+    tl.store(best_A + place_N, tl.where(is_group, first + best, place_N).to(tl.int64), mask=exists_N)
+    tl.store(right_A + place_N, tl.where(is_group, tl.maximum(right, 1), 1) + place_N.to(tl.int64) * 0, mask=exists_N)
+
+
+@one_variant("logp_CQV", "logq_CLV", "left_CV", "vocab")
+def _verify_chains(
+    trials, logp_CQV, logq_CLV, first_G, size_G, left_CV, token_CQ, token_logp_CQ, vocab,
+    Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    group, n = tl.program_id(0), tl.arange(0, BLOCK_N)
+    first, size = tl.load(first_G + group).to(tl.int64), tl.load(size_G + group).to(tl.int32)
+    exists = n < size
+    place = tl.load(trials.place_C + first + n, mask=exists, other=0)
+    count = tl.load(trials.count_A + place, mask=exists, other=0)
+    on_path = exists & (tl.load(trials.alive_A + place, mask=exists, other=0) != 0)
+    left_V = left_CV + first * vocab
+    for j in range(Q):
+        lead = tl.min(tl.where(on_path, n, BLOCK_N), 0)
+        if lead < BLOCK_N:
+            logp_V = logp_CQV + ((first + lead) * Q + j) * vocab
+            asks = on_path & (count > j + 1)
+            token = tl.load(trials.tokens_AQ + place * Q + j + 1, mask=asks & (j + 1 < Q), other=NOTHING)
+            accepted = _accept(
+                trials, logq_CLV, logp_V, left_V, first, size, asks & (token >= 0), token, vocab, j, Q, BLOCK_N, BLOCK
+            )
+            to = (first + n) * Q + j
+            tl.store(token_CQ + to, accepted + to * 0, mask=on_path)
+            tl.store(token_logp_CQ + to, tl.load(logp_V + accepted) + to.to(tl.float32) * 0, mask=on_path)
+            on_path = asks & (token == accepted)
+
+
+@triton.jit
+def _accept(
+    trials, logq_CLV, logp_V, left_V, first, size, asks, token, vocab, j,
+    Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The group's next token after token j: the first proposed token that is accepted, or a draw from the remainder."""
+    n, kept, is_left = tl.arange(0, BLOCK_N), tl.full((), -1, tl.int64), tl.full((), 0, tl.int32)
+    for m in range(size):
+        is_tried = (tl.max((asks & (n == m)).to(tl.int32), 0) > 0) & (kept < 0)
+        if is_tried:
+            chosen = tl.sum(tl.where(n == m, token, 0), 0)
+            logq_V = logq_CLV + ((first + m) * (Q - 1) + j) * vocab
+            w0, w1 = _words(trials, first + m, j, TRIAL, Q, True)
+            # The 53 highest bits of the two words.
+            uniform = (w0.to(tl.float64) * 2097152.0 + (w1 >> 11).to(tl.float64)) * (2.0**-53)
+            left = tl.load(left_V + chosen, mask=is_left > 0, other=0.0)
+            left = tl.where(is_left > 0, left, tl.exp(tl.load(logp_V + chosen).to(tl.float64)))
+            if uniform * tl.exp(tl.load(logq_V + chosen).to(tl.float64)) < left:
+                kept = chosen
+            else:
+                is_left = _subtract(logp_V, logq_V, left_V, is_left, vocab, BLOCK)
+    if kept < 0:
+        w0, w1 = _words(trials, first, j, REMAINDER, Q, False)
+        kept = _draw_remainder(logp_V, left_V, is_left, w0, w1, vocab, BLOCK)
+    return kept
+
+
+@triton.jit
+def _words(trials, chain, j, PURPOSE: tl.constexpr, Q: tl.constexpr, OWN: tl.constexpr):
+    """Random words of token j: of the chain's own stream, or of stream 0."""
+    place = tl.load(trials.place_C + chain)
+    position = tl.load(trials.position_AQ + place * Q + j).to(tl.uint32)
+    stream = tl.load(trials.rank_A + place).to(tl.uint32) if OWN else position * 0
+    w0, w1, _, _ = tl.philox(tl.load(trials.seed_A + place), position, stream, position * 0, PURPOSE)
+    return w0, w1
+
+
+@triton.jit
+def _remainder(logp_V, left_V, is_left, column, vocab):
+    """A block of the remainder of the target's distribution: all of it, until something has been subtracted."""
+    inside = column < vocab
+    whole = tl.exp(tl.load(logp_V + column, mask=inside & (is_left == 0), other=-float("inf")).to(tl.float64))
+    return tl.where(is_left > 0, tl.load(left_V + column, mask=inside & (is_left > 0), other=0.0), whole)
+
+
+@triton.jit
+def _subtract(logp_V, logq_V, left_V, is_left, vocab, BLOCK: tl.constexpr):
+    """Write max(0, remainder - q), normalised, to `left`, unless rounding leaves nothing of it. Returns whether `left`
+    holds the remainder now."""
+    total = tl.full((), 0.0, tl.float64)
+    for begin in range(0, vocab, BLOCK):
+        column = begin + tl.arange(0, BLOCK)
+        q_V = tl.exp(tl.load(logq_V + column, mask=column < vocab, other=-float("inf")).to(tl.float64))
+        rest = _remainder(logp_V, left_V, is_left, column, vocab) - q_V
+        total += tl.sum(tl.where(rest > 0, rest, 0.0), 0)
+    if total > 0:
+        for begin in range(0, vocab, BLOCK):
+            column = begin + tl.arange(0, BLOCK)
+            q_V = tl.exp(tl.load(logq_V + column, mask=column < vocab, other=-float("inf")).to(tl.float64))
+            rest = _remainder(logp_V, left_V, is_left, column, vocab) - q_V
+            tl.store(left_V + column, tl.where(rest > 0, rest, 0.0) / total, mask=column < vocab)
+        # Other threads of this program read it next.
+        tl.debug_barrier()
+    return tl.where(total > 0, 1, is_left)
+
+
+@triton.jit
+def _draw_remainder(logp_V, left_V, is_left, w0, w1, vocab, BLOCK: tl.constexpr):
+    """The token that wins the exponential race; 0 where there is no distribution."""
+    best, token = tl.full((), float("inf"), tl.float64), tl.full((), 0, tl.int64)
+    for begin in range(0, vocab, BLOCK):
+        column = begin + tl.arange(0, BLOCK)
+        left = _remainder(logp_V, left_V, is_left, column, vocab)
+        key = tl.where(left > 0, exponentials(w0, w1, column).to(tl.float64) / left, float("inf"))
+        least, at = tl.min(key, 0, return_indices=True, return_indices_tie_break_left=True)
+        token = tl.where(least < best, (begin + at).to(tl.int64), token)
+        best = tl.minimum(least, best)
+    return token
