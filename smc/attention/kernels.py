@@ -19,7 +19,7 @@ for tensor cores, M not; P and O tiles of prefix and own positions."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,9 +29,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from smc.attention.tuning import Tuning
 from smc.kernels.launch import launch_options, one_variant
-from smc.kernels.packed_rows import Groups, PieceShape, Prepared, Tables, page_at, prepare, row_tables
+from smc.kernels.packed_rows import Groups, PieceShape, Prepared, RowSpans, Tables, page_at, prepare, row_tables
 
 LOWEST = tl.constexpr(-1e30)  # Finite: a query that sees nothing yet would otherwise meet inf - inf.
+LOG2_E = 1.4426950408889634
 SPECIALIZED_CAPABILITY = (9, 0)
 """Of GPUs: those with the tensor cores that it is written for; later ones have others."""
 SPECIALIZED_TRITONS = ("3.6", "3.7")
@@ -93,11 +94,10 @@ def _prefix_kernel(
     tl.store(part + at_X[:, None] * D + d, acc_XD / l_X[:, None], mask=real_X[:, None])
 
 
-@one_variant("q", "keys", "values", "table_SL", "table_stride", "width", "part", "out", "q_stride")
+@one_variant("q", "keys", "values", "tables", "part", "out", "q_stride")
 def _own_kernel(
-    q, keys, values, table_SL, table_stride, width, slot_R, tail_RB, tail_stride, tail_width, tail_R, start_R, count_R, row_4R,
-    part, lse, out, q_stride, rows, E,
-    Q: tl.constexpr, N: tl.constexpr, J: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, TAIL: tl.constexpr,
+    q, keys, values, tables, pages, spans, splits_of, part, lse, out, q_stride,
+    Q: tl.constexpr, N: tl.constexpr, J: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M queries of a row and key/value head, over the row's own positions, merged with the splits of its prefix:
@@ -105,14 +105,16 @@ def _own_kernel(
     # Tensor cores take 16 queries at least; those past BLOCK_M see nothing.
     BLOCK_Y: tl.constexpr = max(16, BLOCK_M)
     PARTS: tl.constexpr = BLOCK_Y // BLOCK_M
+    SCALE: tl.constexpr = D**-0.5 * 1.4426950408889634
+    row_4R, rows, E = splits_of.row_4R, splits_of.rows, splits_of.entries
     j, r = tl.program_id(1), tl.program_id(2)
-    start, count, shared = tl.load(start_R + r), tl.load(count_R + r), tl.load(row_4R + r)
+    start, count, shared = tl.load(spans.start_R + r), tl.load(spans.count_R + r), tl.load(row_4R + r)
     entry, step, splits = tl.load(row_4R + rows + r), tl.load(row_4R + 2 * rows + r), tl.load(row_4R + 3 * rows + r)
     first, s, d = tl.program_id(0) * BLOCK_M, tl.arange(0, BLOCK_S), tl.arange(0, D)
     m, y = first + tl.arange(0, BLOCK_M), first + tl.arange(0, BLOCK_Y)
     real_M, real_Y = m // N < count, (y // N < count) & (y < first + BLOCK_M)
     at_SM = j * E + entry + s[:, None] * step + m[None, :]
-    table, tail, tail_start = row_tables(r, table_SL, table_stride, slot_R, tail_RB, tail_stride, tail_R, TAIL)
+    table, tail, tail_start = row_tables(r, tables, pages)
     limit_Y = tl.where(real_Y, start - shared + y // N, -1)
     own = tl.where(count > 0, start - shared + count, 0)
     q_at = q + (r * Q + y // N)[:, None] * q_stride + (j * N + y % N)[:, None] * D + d
@@ -121,7 +123,7 @@ def _own_kernel(
     acc_YD = tl.zeros([BLOCK_Y, D], tl.float32)
     for o0 in tl.range(0, own, BLOCK_O, num_stages=STAGES):
         o = o0 + tl.arange(0, BLOCK_O)
-        page = page_at(shared + o, o < own, table, width, tail, tail_width, tail_start, TAIL)
+        page = page_at(shared + o, o < own, table, tail, tail_start, tables, pages)
         at_OD = (page.to(tl.int64) * J + j)[:, None] * D + d
         visible_YO = o[None, :] <= limit_Y[:, None]
         m_Y, l_Y, acc_YD = take_in(
@@ -146,6 +148,14 @@ def _own_kernel(
     out_MD = acc_MD / tl.where(real_M, l_M, 1.0)[:, None]
     at_M = (r * Q + m // N) * (J * N) + j * N + m % N
     tl.store(out + at_M[:, None] * D + d, out_MD, mask=(m < Q * N)[:, None])
+
+
+class RowSplits(NamedTuple):
+    """Where the splits of rows' prefixes are: `Prepared.row_4R`, rows, and entries of the workspace."""
+
+    row_4R: Tensor
+    rows: int
+    entries: int
 
 
 def check_heads(heads: tuple[int, int], head_dim: int) -> None:
@@ -210,9 +220,10 @@ class SharedPrefixAttention:
         self.part_JED = torch.empty(j, entries, head_dim, dtype=tune.partial, device=device)
         self.lse_JE = torch.empty(j, entries, dtype=torch.float32, device=device)
         assert self.part_JED.numel() < 2**31, "the kernels address the workspace in 32 bits"
-        self._constants = {"N": h // j, "J": j, "D": head_dim, "SCALE": head_dim**-0.5 * 1.4426950408889634, "PDL": pdl}
+        self._constants = {"N": h // j, "J": j, "D": head_dim, "PDL": pdl}
         self._constants |= launch_options(pdl)
         self.prefix_kernel, self._prefix_keywords = _prefix_launch(tune, device)
+        self._prefix_keywords |= {"SCALE": head_dim**-0.5 * LOG2_E}
 
     @property
     def workspace_bytes(self) -> int:
@@ -239,16 +250,15 @@ class SharedPrefixAttention:
             and keys.shape[1] == self.heads[1]
         )
         tune, table, piece_6W = self.tuning, prepared.tables.table_SL, prepared.piece_6W
-        entries, bounds = self.lse_JE.shape[1], (prepared.start_R, prepared.count_R)
+        entries, spans = self.lse_JE.shape[1], RowSpans(prepared.start_R, prepared.count_R)
         self.prefix_kernel[(self.heads[1], piece_6W.shape[1])](
             q_THD, keys, values, table, piece_6W, prepared.pieces_1, self.part_JED, self.lse_JE, q_THD.stride(0), table.stride(0),
             piece_6W.shape[1], entries, **self._prefix_keywords, **self._constants,
         )  # fmt: skip
-        *index, tail = prepared.tables.arguments()
         h, j = self.heads
         _own_kernel[(triton.cdiv(self.queries * h // j, tune.own_y), j, self.rows)](
-            q_THD, keys, values, *index, *bounds, prepared.row_4R, self.part_JED, self.lse_JE, out_THD, q_THD.stride(0), self.rows,
-            entries, Q=self.queries, TAIL=tail, BLOCK_M=tune.own_y, BLOCK_O=tune.block_o, BLOCK_S=tune.block_s,
+            q_THD, keys, values, *prepared.tables.arguments(), spans, RowSplits(prepared.row_4R, self.rows, entries), self.part_JED,
+            self.lse_JE, out_THD, q_THD.stride(0), Q=self.queries, BLOCK_M=tune.own_y, BLOCK_O=tune.block_o, BLOCK_S=tune.block_s,
             STAGES=tune.own_stages, num_warps=tune.own_warps, **self._constants,
         )  # fmt: skip
         return out_THD

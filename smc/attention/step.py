@@ -11,6 +11,7 @@ head; X any heads of tokens."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -21,7 +22,7 @@ from smc.attention.kernels import LOWEST, take_in
 from smc.attention.tuning import floor_rows
 from smc.kernels.launch import MULTIPROCESSORS, launch_options, one_variant
 from smc.kernels.norm import sum_parts
-from smc.kernels.packed_rows import Tables, page_at, row_tables
+from smc.kernels.packed_rows import RowSpans, Tables, page_at, row_tables
 
 LEAST_Y = 16
 """Queries of a program at least: what tensor cores take."""
@@ -56,6 +57,14 @@ class StepTiling:
         return StepTiling(32 if y <= 32 or head_dim > 128 else 64, 64, 4, 3)
 
 
+class HeadNorms(NamedTuple):
+    """Weights of RMSNorm of queries and keys."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+
+
 def step_attention(
     qkv: Tensor,
     keys: Tensor,
@@ -79,7 +88,9 @@ def step_attention(
     `tables` name, and so are the tokens before them, none of which is another row's new one. Indices int32; q_norm,
     k_norm [D] or neither."""
     (tokens, h, d), j, rows = out_THD.shape, keys.shape[1], len(start_R)
-    queries, (*index, tail) = tokens // rows, tables.arguments()
+    queries, norm = tokens // rows, None
+    if q_norm is not None and k_norm is not None:
+        norm = HeadNorms(q_norm, k_norm, eps)
     assert (
         qkv.shape[-2:] == (tokens, (h + 2 * j) * d)
         and qkv.is_contiguous()
@@ -90,17 +101,17 @@ def step_attention(
     y = queries * h // j
     tiling = tiling or StepTiling.choose(queries, y, j * floor_rows(rows), d, keys.element_size())
     _step_kernel[(j, rows, triton.cdiv(y, tiling.block_y))](
-        qkv, keys, values, rope, *index, start_R, count_R, out_THD, q_norm, k_norm, eps, qkv.shape[-1] * tokens,
-        Q=queries, H=h, J=j, N=h // j, D=d, SCALE=d**-0.5 * 1.4426950408889634, TAIL=tail, NORM=q_norm is not None,
-        SPLITS=len(qkv) if qkv.dim() == 3 else 1, BLOCK_Y=tiling.block_y, BLOCK_Q=max(16, triton.next_power_of_2(queries)),
-        BLOCK_P=tiling.block_p, STAGES=tiling.stages, PDL=pdl, num_warps=tiling.warps, **launch_options(pdl),
+        qkv, keys, values, rope, *tables.arguments(), RowSpans(start_R, count_R), out_THD, norm, qkv.shape[-1] * tokens,
+        Q=queries, H=h, J=j, D=d, SPLITS=len(qkv) if qkv.dim() == 3 else 1, BLOCK_Y=tiling.block_y,
+        BLOCK_Q=max(16, triton.next_power_of_2(queries)), BLOCK_P=tiling.block_p, STAGES=tiling.stages, PDL=pdl,
+        num_warps=tiling.warps, **launch_options(pdl),
     )  # fmt: skip
 
 
 @triton.jit
 def _rotated(
     at_X, position_X, rope, d, split_stride, norm, eps, mask_X,
-    D: tl.constexpr, NORM: tl.constexpr, SPLITS: tl.constexpr, DTYPE: tl.constexpr,
+    D: tl.constexpr, SPLITS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Heads [X, D] that lie at `at_X`, of tokens at these positions, normalised and rotated. Arithmetic is in float32,
     rounded as a product that was never split would be, and once more at the end."""
@@ -110,26 +121,24 @@ def _rotated(
     cos, sin = tl.load(angle), tl.load(angle + D // 2)
     x_XD = sum_parts(at_X[:, None] + d, split_stride, mask, SPLITS).to(DTYPE).to(tl.float32)
     y_XD = sum_parts(at_X[:, None] + other, split_stride, mask, SPLITS).to(DTYPE).to(tl.float32)
-    if NORM:
+    if norm is not None:
         scale_X = tl.rsqrt(tl.sum(x_XD * x_XD, 1) / D + eps)[:, None]
         x_XD *= scale_X * tl.load(norm + d).to(tl.float32)
         y_XD *= scale_X * tl.load(norm + other).to(tl.float32)
     return (x_XD * cos + y_XD * tl.where(d < D // 2, -sin, sin)).to(DTYPE)
 
 
-@one_variant(
-    "qkv", "keys", "values", "rope", "table_SL", "table_stride", "width", "out", "q_norm", "k_norm", "split_stride"
-)
+@one_variant("qkv", "keys", "values", "rope", "tables", "out", "norm", "split_stride")
 def _step_kernel(
-    qkv, keys, values, rope, table_SL, table_stride, width, slot_R, tail_RB, tail_stride, tail_width, tail_R, start_R, count_R, out,
-    q_norm, k_norm, eps, split_stride,
-    Q: tl.constexpr, H: tl.constexpr, J: tl.constexpr, N: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, TAIL: tl.constexpr,
-    NORM: tl.constexpr, SPLITS: tl.constexpr, BLOCK_Y: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    qkv, keys, values, rope, tables, pages, spans, out, norm, split_stride,
+    Q: tl.constexpr, H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_Y: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_Y queries of a row and key/value head, over all that the row holds, shared or not."""
     DTYPE: tl.constexpr = out.dtype.element_ty
     WIDTH: tl.constexpr = (H + 2 * J) * D
+    N: tl.constexpr = H // J
+    SCALE: tl.constexpr = D**-0.5 * 1.4426950408889634
     # One new key is compared number by number, several by tensor cores.
     KEYS: tl.constexpr = 1 if Q == 1 else BLOCK_Q
     j, r, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -139,19 +148,23 @@ def _step_kernel(
         tl.arange(0, BLOCK_P),
         tl.arange(0, D)[None, :],
     )
-    start, count = tl.load(start_R + r), tl.load(count_R + r)
-    table, tail, tail_start = row_tables(r, table_SL, table_stride, slot_R, tail_RB, tail_stride, tail_R, TAIL)
+    start, count = tl.load(spans.start_R + r), tl.load(spans.count_R + r)
+    table, tail, tail_start = row_tables(r, tables, pages)
     held, query_Y = tl.where(count > 0, start, 0), y // N
     real_Y, new_Q = query_Y < count, i < count
-    page = page_at(p, p < held, table, width, tail, tail_width, tail_start, TAIL)
-    here_Q = page_at(start + i, new_Q, table, width, tail, tail_width, tail_start, TAIL)
+    page = page_at(p, p < held, table, tail, tail_start, tables, pages)
+    here_Q = page_at(start + i, new_Q, table, tail, tail_start, tables, pages)
     position_Y, position_Q = tl.where(real_Y, start + query_Y, 0), tl.where(new_Q, start + i, 0)
     if PDL:
         gdc_wait()
     row = qkv + r.to(tl.int64) * (Q * WIDTH)
     at_Y, at_Q = row + query_Y * WIDTH + (j * N + y % N) * D, row + i * WIDTH + (H + j) * D
-    q_YD = _rotated(at_Y, position_Y, rope, d, split_stride, q_norm, eps, real_Y, D, NORM, SPLITS, DTYPE)
-    k_QD = _rotated(at_Q, position_Q, rope, d, split_stride, k_norm, eps, new_Q, D, NORM, SPLITS, DTYPE)
+    if norm is not None:
+        q_YD = _rotated(at_Y, position_Y, rope, d, split_stride, norm.q, norm.eps, real_Y, D, SPLITS, DTYPE)
+        k_QD = _rotated(at_Q, position_Q, rope, d, split_stride, norm.k, norm.eps, new_Q, D, SPLITS, DTYPE)
+    else:
+        q_YD = _rotated(at_Y, position_Y, rope, d, split_stride, None, 0.0, real_Y, D, SPLITS, DTYPE)
+        k_QD = _rotated(at_Q, position_Q, rope, d, split_stride, None, 0.0, new_Q, D, SPLITS, DTYPE)
     v_QD = sum_parts((at_Q + J * D)[:, None] + d, split_stride, new_Q[:, None], SPLITS).to(DTYPE)
     # The dummy page stays as it is: a masked position must not read a NaN.
     to_QD, stored = (here_Q.to(tl.int64) * J + j)[:, None] * D + d, (here_Q != 0)[:, None] & (tile == 0)
@@ -171,7 +184,7 @@ def _step_kernel(
         # A tile ahead: the pipeline would otherwise spend its depth on this load before it may start the two that
         # matter.
         next_p = p0 + BLOCK_P + p
-        page = page_at(next_p, next_p < held, table, width, tail, tail_width, tail_start, TAIL)
+        page = page_at(next_p, next_p < held, table, tail, tail_start, tables, pages)
         m_Y, l_Y, acc_YD = take_in(q_YD, k_PD, v_PD, (p0 + p < held)[None, :], True, m_Y, l_Y, acc_YD, SCALE)
     if PDL:
         gdc_launch_dependents()

@@ -14,6 +14,7 @@ parts of a split."""
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import triton
@@ -91,7 +92,8 @@ def offer(
     }
     lists = (longs((rows, max(search["COUNT"], OFFERS * FAN))), longs((rows, OFFERS)))
     _find[(rows,)](
-        *law, vocab, *sums_2RS, *parts, *lists, lists[0].shape[1], *bound_2R, *norm_2R, *found, splits, most, width,
+        *law, vocab, tuple(sums_2RS), parts, (*lists, lists[0].shape[1]), RowSearch(*bound_2R, *norm_2R), FoundTokens(*found),
+        SearchSizes(splits, most, width),
         PART=PART, **search, **by_row, num_warps=8,
     )  # fmt: skip
     if not has_rest:
@@ -168,15 +170,40 @@ def _part_of(packed_X):
     return (packed_X & 0x7FFFFFFF).to(tl.int32) ^ 0x7FFFFFFF
 
 
-@one_variant("logits", "stride", "vocab", "largest_RP", "parts", "list_RX", "longest", "best_RC")
+class RowSearch(NamedTuple):
+    """What the search leaves of a row: the last token's key and column, and the normaliser."""
+
+    bound_key_R: Tensor
+    bound_column_R: Tensor
+    top_R: Tensor
+    log_sum_R: Tensor
+
+
+class FoundTokens(NamedTuple):
+    """Of `Offers`."""
+
+    token_RC: Tensor
+    logq_RC: Tensor
+    share_RC: Tensor
+
+
+class SearchSizes(NamedTuple):
+    """Of a search."""
+
+    splits: int
+    most: int
+    width: int
+
+
+@one_variant("logits", "stride", "vocab", "parts_of", "lists")
 def _find(
-    logits, stride, temperature_R, key_R, last_R, drop_R, vocab, max_RS, sum_RS, largest_RP, parts, list_RX, best_RC, longest,
-    bound_key_R, bound_column_R, top_R, log_sum_R, token_RC, logq_RC, share_RC, splits, most, width,
+    logits, stride, temperature_R, key_R, last_R, drop_R, vocab, sums, parts_of, lists, summary, found, sizes,
     STEPS: tl.constexpr, COUNT: tl.constexpr, MOST: tl.constexpr, FAN: tl.constexpr, PART: tl.constexpr,
     SPLITS: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """One row: its likeliest tokens, the last one's key and column, and the law's normaliser."""
-    row = tl.program_id(0)
+    row, splits, most, width = tl.program_id(0), sizes.splits, sizes.most, sizes.width
+    largest_RP, parts, list_RX, best_RC, longest = parts_of[0], parts_of[1], lists[0], lists[1], lists[2]
     logits_V, largest_P = logits + row.to(tl.int64) * stride, largest_RP + row * parts
     list_X, best_C = list_RX + row * longest, best_RC + row * MOST
     part_X = tl.arange(0, COUNT)
@@ -190,22 +217,22 @@ def _find(
     packed_C = tl.load(best_C + tl.arange(0, MOST))
     column_C, key_C = _part_of(packed_C), (packed_C >> 32).to(tl.int32)
     is_last_C = tl.arange(0, MOST) == most - 1
-    tl.store(bound_key_R + row, tl.sum(tl.where(is_last_C, key_C, 0), 0))
-    tl.store(bound_column_R + row, tl.sum(tl.where(is_last_C, column_C, 0), 0))
+    tl.store(summary.bound_key_R + row, tl.sum(tl.where(is_last_C, key_C, 0), 0))
+    tl.store(summary.bound_column_R + row, tl.sum(tl.where(is_last_C, column_C, 0), 0))
     # With NaN in the row any column may come out.
     column_C, rank_C, out = tl.minimum(column_C, vocab - 1), tl.arange(0, MOST), row.to(tl.int64) * width
     inverse, greedy = inverse_temperature(temperature_R, row)
     logit_C = cut_logit(tl.load(logits_V + column_C), column_C, row, inverse, key_R, last_R, drop_R, CUT)
-    _, top, total = combine(max_RS, sum_RS, row, splits, SPLITS)
+    _, top, total = combine(sums[0], sums[1], row, splits, SPLITS)
     log_sum = tl.log(total)
     lse = top + log_sum
     # lse - lse is 0, or NaN where the row has no law.
     logq_C = tl.where(greedy, tl.where(rank_C == 0, 0.0, -float("inf")), (logit_C - top) - log_sum) + (lse - lse)
-    tl.store(token_RC + out + rank_C, column_C.to(tl.int64), mask=rank_C < most)
-    tl.store(logq_RC + out + rank_C, logq_C, mask=rank_C < most)
-    tl.store(share_RC + out + rank_C, logq_C, mask=rank_C < most)
-    tl.store(top_R + row, top)
-    tl.store(log_sum_R + row, log_sum)
+    tl.store(found.token_RC + out + rank_C, column_C.to(tl.int64), mask=rank_C < most)
+    tl.store(found.logq_RC + out + rank_C, logq_C, mask=rank_C < most)
+    tl.store(found.share_RC + out + rank_C, logq_C, mask=rank_C < most)
+    tl.store(summary.top_R + row, top)
+    tl.store(summary.log_sum_R + row, log_sum)
 
 
 @one_variant("logits", "stride", "vocab")

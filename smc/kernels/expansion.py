@@ -11,6 +11,8 @@ or rows at a time."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +21,7 @@ from torch import Tensor
 from smc.algorithm.expansion import EXPANSION_POSITION, Expansion, Kind, Offers
 from smc.api.limits import MAX_PARTICLES
 from smc.kernels.launch import one_variant, own_places, programs
+from smc.kernels.round_tensors import contiguous
 from smc.kernels.select import _uniform
 
 CHUNKS = (256, 512, 1024, 2048)
@@ -49,27 +52,51 @@ def expand(
     mass_X, ess_G = (mass_R.new_empty(size, dtype=torch.float64) for size in (total, len(kind_G)))
     alive_X, collapsed_G, nan_G = (there_R.new_empty(size) for size in (total, len(kind_G), len(kind_G)))
     scratch_2M = mass_X.new_empty((2, count * width))
-    given = (
-        offers.share_RC,
-        mass_R,
-        there_R,
-        there_R if ended_R is None else ended_R,
-        *sources,
-        *rows,
-        most_G,
-        kind_G,
-        *keys[:2],
-    )
+    offered = contiguous(OfferedTensors(offers.share_RC, mass_R, there_R, ended_R))
+    groups = contiguous(ExpandGroups(*sources, *rows, most_G, kind_G, *keys[:2]))
+    out = ExpandTensors(parent_X, offer_X, mass_X, alive_X, ess_G, collapsed_G, nan_G)
     # One program more, for the rows that are of no group.
     _expand[(len(kind_G) + 1,)](
-        *(tensor.contiguous() for tensor in given), EXPANSION_POSITION + keys[2], width, width - 1 if has_rest else -1, total,
-        parent_X, offer_X, mass_X, alive_X, ess_G, collapsed_G, nan_G, *scratch_2M,
+        offered, groups, out, *scratch_2M, EXPANSION_POSITION + keys[2], width, width - 1 if has_rest else -1, total,
         LEAST=least, CHUNK=chunk or next(size for size in CHUNKS if size >= count * width or size == CHUNKS[-1]),
-        ENDS=ended_R is not None,
         # The reference rounds a product before it adds to it.
         enable_fp_fusion=False, num_warps=warps,
     )  # fmt: skip
-    return Expansion(parent_X, offer_X, mass_X, alive_X, ess_G, collapsed_G, nan_G)
+    return Expansion(*out)
+
+
+class OfferedTensors(NamedTuple):
+    """Candidate tokens of source rows."""
+
+    share_RC: Tensor
+    mass_R: Tensor
+    there_R: Tensor
+    ended_R: Tensor | None
+
+
+class ExpandGroups(NamedTuple):
+    """Bounds, kinds and random numbers of groups."""
+
+    source_first_G: Tensor
+    source_size_G: Tensor
+    row_first_G: Tensor
+    row_size_G: Tensor
+    most_G: Tensor
+    kind_G: Tensor
+    seed_G: Tensor
+    round_G: Tensor
+
+
+class ExpandTensors(NamedTuple):
+    """Of `smc.algorithm.expansion.Expansion`."""
+
+    parent_X: Tensor
+    offer_X: Tensor
+    mass_X: Tensor
+    alive_X: Tensor
+    ess_G: Tensor
+    collapsed_G: Tensor
+    nan_G: Tensor
 
 
 def keep_roots(
@@ -103,7 +130,7 @@ def _parted(largest, upto, least, above, other_largest, other_upto, other_least,
 @triton.jit
 def _spread(
     share_M, mass_R, there_R, ended_R, offered_M, count, width, rest, is_best,
-    CHUNK: tl.constexpr, IS_COLLAPSED: tl.constexpr, ENDS: tl.constexpr,
+    CHUNK: tl.constexpr, IS_COLLAPSED: tl.constexpr,
 ):  # fmt: skip
     """Write a group's log masses, or of one that has collapsed 0 for each offer that has a share. Returns how many have
     mass, how little and how much that is, and whether there is NaN among the shares."""
@@ -114,7 +141,7 @@ def _spread(
         inside_I, source_I = m_I < count, m_I // width
         there_I = tl.load(there_R + source_I, mask=inside_I, other=0) != 0
         share_I = tl.load(share_M + m_I, mask=there_I, other=-float("inf")).to(tl.float64)
-        if ENDS:
+        if ended_R is not None:
             has_ended_I = tl.load(ended_R + source_I, mask=there_I, other=0) != 0
             share_I = tl.where(has_ended_I, tl.where(m_I % width == 0, 0.0, -float("inf")), share_I)
         share_I = tl.where(is_best & (m_I % width == rest), -float("inf"), share_I)
@@ -260,55 +287,72 @@ def _clear(parent_X, offer_X, mass_X, alive_X, first, end, CHUNK: tl.constexpr):
 
 @one_variant()
 def _expand(
-    share_RC, mass_R, there_R, ended_R, source_first_G, source_size_G, row_first_G, row_size_G, most_G, kind_G, seed_G, round_G, position,
-    width, rest, total, parent_X, offer_X, mass_X, alive_X, ess_G, collapsed_G, nan_G, offered_M, relative_M,
-    CHUNK: tl.constexpr, LEAST: tl.constexpr, ENDS: tl.constexpr,
+    offered, groups, out, offered_M, relative_M, position, width, rest, total, CHUNK: tl.constexpr, LEAST: tl.constexpr
 ):  # fmt: skip
-    group, groups = tl.program_id(0), tl.num_programs(0) - 1
-    if group == groups:
+    group, count_G = tl.program_id(0), tl.num_programs(0) - 1
+    if group == count_G:
         end = 0
-        for begin in range(0, groups, CHUNK):
+        for begin in range(0, count_G, CHUNK):
             g_I = begin + tl.arange(0, CHUNK)
-            size_I = tl.load(row_size_G + g_I, mask=g_I < groups, other=0).to(tl.int32)
-            end_I = tl.load(row_first_G + g_I, mask=size_I > 0, other=0).to(tl.int32) + size_I
+            size_I = tl.load(groups.row_size_G + g_I, mask=g_I < count_G, other=0).to(tl.int32)
+            end_I = tl.load(groups.row_first_G + g_I, mask=size_I > 0, other=0).to(tl.int32) + size_I
             end = tl.maximum(end, tl.max(end_I, 0))
-        _clear(parent_X, offer_X, mass_X, alive_X, end, total, CHUNK)
+        _clear(out.parent_X, out.offer_X, out.mass_X, out.alive_X, end, total, CHUNK)
         return
-    sources, kind = tl.load(source_size_G + group).to(tl.int32), tl.load(kind_G + group)
-    source_first, row_first = tl.load(source_first_G + group).to(tl.int64), tl.load(row_first_G + group).to(tl.int64)
-    size, most, is_best = tl.load(row_size_G + group).to(tl.int32), tl.load(most_G + group).to(tl.int32), kind >= BEST
-    _clear(parent_X + row_first, offer_X + row_first, mass_X + row_first, alive_X + row_first, 0, size, CHUNK)
+    sources, kind = tl.load(groups.source_size_G + group).to(tl.int32), tl.load(groups.kind_G + group)
+    source_first, row_first = (
+        tl.load(groups.source_first_G + group).to(tl.int64),
+        tl.load(groups.row_first_G + group).to(tl.int64),
+    )
+    size, most, is_best = (
+        tl.load(groups.row_size_G + group).to(tl.int32),
+        tl.load(groups.most_G + group).to(tl.int32),
+        kind >= BEST,
+    )
+    _clear(
+        out.parent_X + row_first,
+        out.offer_X + row_first,
+        out.mass_X + row_first,
+        out.alive_X + row_first,
+        0,
+        size,
+        CHUNK,
+    )
     if (sources == 0) | (kind == INDEPENDENT):
-        tl.store(ess_G + group, 0.0)
-        tl.store(collapsed_G + group, False)
-        tl.store(nan_G + group, False)
+        tl.store(out.ess_G + group, 0.0)
+        tl.store(out.collapsed_G + group, False)
+        tl.store(out.nan_G + group, False)
         return
     count, at = sources * width, source_first * width
-    share_M, mass_R, there_R, ended_R = (
-        share_RC + at,
-        mass_R + source_first,
-        there_R + source_first,
-        ended_R + source_first,
+    share_M, mass_R, there_R = (
+        offered.share_RC + at,
+        offered.mass_R + source_first,
+        offered.there_R + source_first,
     )
     offered_M, relative_M = offered_M + at, relative_M + at
+    ended_R = offered.ended_R
+    if offered.ended_R is not None:
+        ended_R = offered.ended_R + source_first
     valid, lowest, top, nan = _spread(
-        share_M, mass_R, there_R, ended_R, offered_M, count, width, rest, is_best, CHUNK, False, ENDS
+        share_M, mass_R, there_R, ended_R, offered_M, count, width, rest, is_best, CHUNK, False
     )
     collapsed = (kind < BEST) & (valid == 0)
     if collapsed:
         valid, lowest, top, nan = _spread(
-            share_M, mass_R, there_R, ended_R, offered_M, count, width, rest, is_best, CHUNK, True, ENDS
+            share_M, mass_R, there_R, ended_R, offered_M, count, width, rest, is_best, CHUNK, True
         )
     total = _scale(offered_M, relative_M, count, top, CHUNK)
     bound, ties, factor = tl.full((), -float("inf"), tl.float64), 0, tl.zeros((), tl.float64)
     if valid > most:
         bound, ties, factor = _bound(offered_M, relative_M, count, lowest, top, most, is_best, CHUNK)
-    uniform = tl.sum(_uniform(tl.load(seed_G + group), position + tl.arange(0, 1), tl.load(round_G + group)), 0)
+    uniform = tl.sum(
+        _uniform(tl.load(groups.seed_G + group), position + tl.arange(0, 1), tl.load(groups.round_G + group)), 0
+    )
     parent_N, offer_N, mass_N, alive_N = (
-        parent_X + row_first,
-        offer_X + row_first,
-        mass_X + row_first,
-        alive_X + row_first,
+        out.parent_X + row_first,
+        out.offer_X + row_first,
+        out.mass_X + row_first,
+        out.alive_X + row_first,
     )
     went, first = _draw(
         offered_M, relative_M, count, total, bound, ties, factor, most, size, is_best, uniform, source_first, width,
@@ -318,9 +362,9 @@ def _expand(
     ess = _finish(
         parent_N, offer_N, mass_N, went, size, source_first + first // width, (first % width).to(tl.int64), CHUNK
     )
-    tl.store(ess_G + group, ess)
-    tl.store(collapsed_G + group, collapsed)
-    tl.store(nan_G + group, (kind < BEST) & (nan > 0))
+    tl.store(out.ess_G + group, ess)
+    tl.store(out.collapsed_G + group, collapsed)
+    tl.store(out.nan_G + group, (kind < BEST) & (nan > 0))
 
 
 @one_variant()

@@ -35,14 +35,39 @@ class Tables(NamedTuple):
     tail_RB: Tensor | None = None
     tail_R: Tensor | None = None
 
-    def arguments(self) -> tuple[object, ...]:
-        """Of a kernel: table, its stride and width, slots, tails, their stride and width, where they begin, whether
-        there are any."""
+    def arguments(self) -> tuple[BlockTables, RowPages]:
+        """Of a kernel."""
         table, tail = self.table_SL, self.tail_RB
         assert table.stride(1) == 1 and (tail is None or tail.stride(1) == 1), "pages of a row lie side by side"
         assert (tail is None) == (self.tail_R is None) and self.slot_R.is_contiguous()
-        tails = (None, 0, 0, None, False) if tail is None else (tail, tail.stride(0), tail.shape[1], self.tail_R, True)
-        return table, table.stride(0), table.shape[1], self.slot_R, *tails
+        stride, width = (0, 0) if tail is None else (tail.stride(0), tail.shape[1])
+        tables = BlockTables(table, table.stride(0), table.shape[1])
+        return tables, RowPages(self.slot_R, tail, stride, width, self.tail_R)
+
+
+class BlockTables(NamedTuple):
+    """Block tables of slots."""
+
+    table_SL: Tensor
+    stride: int
+    width: int
+
+
+class RowPages(NamedTuple):
+    """Which block table a row reads, and the pages that it has for itself."""
+
+    slot_R: Tensor
+    tail_RB: Tensor | None
+    tail_stride: int
+    tail_width: int
+    tail_R: Tensor | None
+
+
+class RowSpans(NamedTuple):
+    """Position of a row's first token, and how many tokens it has."""
+
+    start_R: Tensor
+    count_R: Tensor
 
 
 class Groups(NamedTuple):
@@ -120,79 +145,107 @@ def prepare(
     rows, device = len(start_R), start_R.device
     assert all(x.is_contiguous() for x in (start_R, count_R, *groups))
     room, longest = shape.bound(len(groups.first_G), rows, queries), min(shape.longest, tables.table_SL.shape[1])
-    new_2T = torch.empty(2, rows * queries, dtype=torch.int32, device=device)
-    row_4R = torch.empty(ROW_FIELDS, rows, dtype=torch.int32, device=device)
-    piece_6W = torch.empty(PIECE_FIELDS, room, dtype=torch.int32, device=device)
-    pieces_1 = torch.empty(1, dtype=torch.int32, device=device)
+    out = PrepareOutputs(
+        new_2T=torch.empty(2, rows * queries, dtype=torch.int32, device=device),
+        row_4R=torch.empty(ROW_FIELDS, rows, dtype=torch.int32, device=device),
+        piece_6W=torch.empty(PIECE_FIELDS, room, dtype=torch.int32, device=device),
+        pieces_1=torch.empty(1, dtype=torch.int32, device=device),
+    )
+    sizes = PrepareSizes(rows, rows * queries, room, longest, queries)
+    cut = PieceSizes(shape.heads, shape.block_x, shape.block_p, shape.pieces, shape.min_tiles)
     # To cut prefixes, all rows are looked at by one program.
     block_r = next((lanes for lanes in LANES if lanes >= rows), triton.next_power_of_2(rows))
-    *index, tail = tables.arguments()
     _prepare[(triton.cdiv(rows * queries, BLOCK_T) + 1,)](
-        *index, start_R, count_R, new_2T, *groups, row_4R, piece_6W, pieces_1, rows, rows * queries,
-        room, longest, queries, shape.heads, shape.block_x, shape.block_p, shape.pieces, shape.min_tiles, TAIL=tail,
+        *tables.arguments(), RowSpans(start_R, count_R), groups, out, sizes, cut,
         BLOCK_T=BLOCK_T, BLOCK_R=block_r, num_warps=min(16, max(4, block_r // 128)),
     )  # fmt: skip
-    position_T, page_T = new_2T
-    return Prepared(tables, start_R, count_R, position_T, page_T, row_4R, piece_6W, pieces_1)
+    position_T, page_T = out.new_2T
+    return Prepared(tables, start_R, count_R, position_T, page_T, out.row_4R, out.piece_6W, out.pieces_1)
+
+
+class PrepareOutputs(NamedTuple):
+    """Written by `prepare`; see `Prepared`."""
+
+    new_2T: Tensor
+    """Position, page."""
+    row_4R: Tensor
+    piece_6W: Tensor
+    pieces_1: Tensor
+
+
+class PrepareSizes(NamedTuple):
+    """Of a pass."""
+
+    rows: int
+    tokens: int
+    room: int
+    """Pieces that there is memory for."""
+    longest: int
+    queries: int
+
+
+class PieceSizes(NamedTuple):
+    """Of `PieceShape`."""
+
+    heads: int
+    block_x: int
+    block_p: int
+    pieces: int
+    min_tiles: int
 
 
 @triton.jit
-def row_tables(r, table_SL, table_stride, slot_R, tail_RB, tail_stride, tail_R, TAIL: tl.constexpr):
+def row_tables(r, tables, pages):
     """Where a row's table and tail lie, and the tail's first position."""
-    table = table_SL + tl.load(slot_R + r).to(tl.int64) * table_stride
-    if TAIL:
-        return table, tail_RB + r.to(tl.int64) * tail_stride, tl.load(tail_R + r)
+    table = tables.table_SL + tl.load(pages.slot_R + r).to(tl.int64) * tables.stride
+    if pages.tail_RB is not None:
+        return table, pages.tail_RB + r.to(tl.int64) * pages.tail_stride, tl.load(pages.tail_R + r)
     else:
         return table, table, 0
 
 
 @triton.jit
-def page_at(p, exists, table, width, tail, tail_width, tail_start, TAIL: tl.constexpr):
+def page_at(p, exists, table, tail, tail_start, tables, pages):
     """Pages of a row's positions; 0 where none exists."""
-    at, found = table + p, p < width
-    if TAIL:
+    at, found = table + p, p < tables.width
+    if pages.tail_RB is not None:
         # One load, whichever piece it is from: two would double what is on the way to every key.
-        found = tl.where(p >= tail_start, p - tail_start < tail_width, found)
+        found = tl.where(p >= tail_start, p - tail_start < pages.tail_width, found)
         at = tl.where(p >= tail_start, tail + (p - tail_start), at)
     return tl.load(at, mask=exists & found, other=0)
 
 
 @one_variant()
-def _prepare(
-    table_SL, table_stride, width, slot_R, tail_RB, tail_stride, tail_width, tail_R, start_R, count_R, new_2T,
-    group_R, first_G, size_G, shared_G, row_4R, piece_6W, pieces_1, rows, tokens, W, longest,
-    queries, heads, block_x, block_p, most_pieces, min_tiles,
-    TAIL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
+def _prepare(tables, pages, spans, groups, out, sizes, cut, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr):
     if tl.program_id(0) == 0:
-        _cut_prefixes(
-            longest, slot_R, tail_R, start_R, count_R, group_R, first_G, size_G, shared_G, row_4R, piece_6W, pieces_1, rows, W,
-            queries * heads, block_x, block_p, most_pieces, min_tiles, TAIL, BLOCK_R,
-        )  # fmt: skip
+        _cut_prefixes(pages, spans, groups, out, sizes, cut, BLOCK_R)
     token = (tl.program_id(0) - 1) * BLOCK_T + tl.arange(0, BLOCK_T)
-    inside = (token >= 0) & (token < tokens)
-    r, query = tl.where(inside, token // queries, 0), token % queries
-    exists = inside & (query < tl.load(count_R + r))
-    position = tl.where(exists, tl.load(start_R + r) + query, 0)
-    table, tail, tail_start = row_tables(r, table_SL, table_stride, slot_R, tail_RB, tail_stride, tail_R, TAIL)
-    page = page_at(position, exists, table, width, tail, tail_width, tail_start, TAIL)
-    tl.store(new_2T + token, position, mask=inside)
-    tl.store(new_2T + tokens + token, page, mask=inside)
+    inside = (token >= 0) & (token < sizes.tokens)
+    r, query = tl.where(inside, token // sizes.queries, 0), token % sizes.queries
+    exists = inside & (query < tl.load(spans.count_R + r))
+    position = tl.where(exists, tl.load(spans.start_R + r) + query, 0)
+    table, tail, tail_start = row_tables(r, tables, pages)
+    page = page_at(position, exists, table, tail, tail_start, tables, pages)
+    tl.store(out.new_2T + token, position, mask=inside)
+    tl.store(out.new_2T + sizes.tokens + token, page, mask=inside)
 
 
 @triton.jit
-def _cut_prefixes(
-    longest, slot_R, tail_R, start_R, count_R, group_R, first_G, size_G, shared_G, row_4R, piece_6W, pieces_1, rows, W,
-    each, block_x, block_p, most_pieces, min_tiles, TAIL: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
-    """One lane a row of `each` queries; a group's first live row speaks for it."""
+def _cut_prefixes(pages, spans, groups, out, sizes, cut, BLOCK_R: tl.constexpr):
+    """One lane for each row of `each` queries; a group's first live row decides for the group."""
+    rows, W, longest, each = sizes.rows, sizes.room, sizes.longest, sizes.queries * cut.heads
+    block_x, block_p, most_pieces = cut.block_x, cut.block_p, cut.pieces
     r = tl.arange(0, BLOCK_R)
     inside = r < rows
-    group, reach = tl.load(group_R + r, mask=inside, other=0), tl.load(start_R + r, mask=inside, other=0)
-    count, slot = tl.load(count_R + r, mask=inside, other=0), tl.load(slot_R + r, mask=inside, other=0)
-    if TAIL:
-        reach = tl.minimum(reach, tl.load(tail_R + r, mask=inside, other=0))
-    first, size, shared = tl.load(first_G + group), tl.load(size_G + group), tl.load(shared_G + group)
+    group, reach = tl.load(groups.group_R + r, mask=inside, other=0), tl.load(spans.start_R + r, mask=inside, other=0)
+    count, slot = tl.load(spans.count_R + r, mask=inside, other=0), tl.load(pages.slot_R + r, mask=inside, other=0)
+    if pages.tail_RB is not None:
+        reach = tl.minimum(reach, tl.load(pages.tail_R + r, mask=inside, other=0))
+    first, size, shared = (
+        tl.load(groups.first_G + group),
+        tl.load(groups.size_G + group),
+        tl.load(groups.shared_G + group),
+    )
     live = count > 0
     reach, lead = tl.where(live, reach, FAR), tl.where(live, r, FAR)
     _, reach, lead = tl.associative_scan(((r == first).to(tl.int32), reach, lead), 0, _lowest)
@@ -206,20 +259,20 @@ def _cut_prefixes(
     all_tiles = tl.sum(tl.where(speaks, tiles, 0), 0)
     # A multiple of the tiles where there are few, so that one group's tiles are all cut alike.
     aim = tl.where(all_tiles < most_pieces, most_pieces // tl.maximum(all_tiles, 1) * all_tiles, most_pieces)
-    chunk = tl.maximum(tl.cdiv(tl.sum(tl.where(speaks, tiles * reads, 0), 0), tl.maximum(aim, 1)), min_tiles)
+    chunk = tl.maximum(tl.cdiv(tl.sum(tl.where(speaks, tiles * reads, 0), 0), tl.maximum(aim, 1)), cut.min_tiles)
     splits = tl.cdiv(reads, chunk)
     pieces = tl.where(speaks, tiles * splits, 0)
     entry = tl.cumsum(tl.where(speaks, x * splits, 0), 0) - x * splits
-    tl.store(row_4R + r, shared, mask=inside)
-    tl.store(row_4R + rows + r, entry + (r - lead) * each, mask=inside)
-    tl.store(row_4R + 2 * rows + r, x, mask=inside)
-    tl.store(row_4R + 3 * rows + r, tl.where(live, splits, 0), mask=inside)
-    tl.store(pieces_1, tl.sum(pieces, 0))
+    tl.store(out.row_4R + r, shared, mask=inside)
+    tl.store(out.row_4R + rows + r, entry + (r - lead) * each, mask=inside)
+    tl.store(out.row_4R + 2 * rows + r, x, mask=inside)
+    tl.store(out.row_4R + 3 * rows + r, tl.where(live, splits, 0), mask=inside)
+    tl.store(out.pieces_1, tl.sum(pieces, 0))
     begin, chunk = tl.cumsum(pieces, 0) - pieces, chunk * block_p
     for k in tl.range(0, tl.max(pieces, 0)):
         # Tiles of one split side by side: they read the same keys.
         split, done = k // tl.maximum(tiles, 1), k % tl.maximum(tiles, 1) * block_x
-        at, mine = piece_6W + begin + k, k < pieces
+        at, mine = out.piece_6W + begin + k, k < pieces
         tl.store(at, lead * each + done, mask=mine)
         tl.store(at + W, tl.minimum(x - done, block_x), mask=mine)
         tl.store(at + 2 * W, slot, mask=mine)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import triton
@@ -164,6 +165,27 @@ def truncate(
     return search.end(share, counts=top_k_R is not None, weighs=top_p_R is not None)
 
 
+class SearchAims(NamedTuple):
+    """What a search looks for, and from where, by row."""
+
+    top_R: Tensor
+    total_R: Tensor
+    need_R: Tensor
+    floor_R: Tensor
+    low_IR: Tensor
+
+
+class CutSearch(NamedTuple):
+    """What searches have found, and the share of the untruncated distribution."""
+
+    total_R: Tensor
+    need_R: Tensor
+    bound_R: Tensor
+    ties_R: Tensor
+    share: float
+    log_share: float
+
+
 class _Search:
     """The buffers of one search, for all rows at once, and its steps in the order in which they are taken."""
 
@@ -199,7 +221,15 @@ class _Search:
         used = (int(values_R is not None) for values_R in processors)
         aims = (self._top_R, self._total_R, self._need_R, self._floor_R, self._low_IR)
         _begin[self._grid[1:]](
-            *self._law, self._vocab, *values, *used, *sums, *aims, self._grid[0], **self._sizes, num_warps=1
+            *self._law,
+            self._vocab,
+            tuple(values),
+            tuple(used),
+            sums,
+            SearchAims(*aims),
+            self._grid[0],
+            **self._sizes,
+            num_warps=1,
         )
 
     def find(self, *, counts: bool) -> None:
@@ -228,7 +258,9 @@ class _Search:
             share,
             math.log(share) if share else -math.inf,
         )
-        self._over_rows(_end, *logits, *found, self._last_R, self._drop_R, int(counts), int(weighs), BLOCK=self._block)
+        self._over_rows(
+            _end, *logits, CutSearch(*found), self._last_R, self._drop_R, int(counts), int(weighs), BLOCK=self._block
+        )
         return Cut(self._key_R, self._last_R, self._drop_R)
 
     def _over_blocks(self, kernel: triton.JITFunction, index: int, *arguments: object) -> None:
@@ -251,36 +283,35 @@ def _raw(key, BITS: tl.constexpr):
 
 @one_variant()
 def _begin(
-    logits, stride, temperature_R, vocab, top_k_R, top_p_R, min_p_R, has_top_k, has_top_p, has_min_p, max_RS, sum_RS, best_RS,
-    top_R, total_R, need_R, floor_R, low_IR, splits, BITS: tl.constexpr, SPLITS: tl.constexpr,
+    logits, stride, temperature_R, vocab, processors, used, sums, aims, splits, BITS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One row: what the first search is for, and from where. The last search stops at the floor that min-p sets."""
     row = tl.program_id(0)
     inverse, _ = inverse_temperature(temperature_R, row)
-    max_S, top, total = combine(max_RS, sum_RS, row, splits, SPLITS)
+    max_S, top, total = combine(sums[0], sums[1], row, splits, SPLITS)
     lowest = tl.full((), -(1 << (BITS - 1)), tl.int32)
     floor = lowest
-    if has_min_p != 0:
-        min_p = tl.load(min_p_R + row)
+    if used[2] != 0:
+        min_p = tl.load(processors[2] + row)
         key = order_key((top + tl.log(min_p)) / inverse)
         if BITS == 16:
             # The first bfloat16 that is no less: of numbers above zero its lower bits are zeros, below zero ones.
             key = tl.where(key < 0, key, key + 0xFFFF) >> 16
         # With NaN in the row any column may come out, even one past the end.
-        column = tl.minimum(best_column(max_S, best_RS, row, splits), vocab - 1)
+        column = tl.minimum(best_column(max_S, sums[2], row, splits), vocab - 1)
         best = tl.load(logits + row.to(tl.int64) * stride + column)
         floor = tl.where(min_p > 0, tl.minimum(key, order_key(best)), floor)
     need = total
-    if has_top_k != 0:
-        top_k = tl.load(top_k_R + row)
+    if used[0] != 0:
+        top_k = tl.load(processors[0] + row)
         need = tl.where(top_k > 0, tl.minimum(top_k, vocab), vocab).to(tl.float32)
-    elif has_top_p != 0:
-        need = _required(total, tl.load(top_p_R + row))
-    tl.store(top_R + row, top)
-    tl.store(total_R + row, total)
-    tl.store(need_R + row, need)
-    tl.store(floor_R + row, floor)
-    tl.store(low_IR + row, tl.where((has_top_k != 0) & (has_top_p != 0), lowest, floor))
+    elif used[1] != 0:
+        need = _required(total, tl.load(processors[1] + row))
+    tl.store(aims.top_R + row, top)
+    tl.store(aims.total_R + row, total)
+    tl.store(aims.need_R + row, need)
+    tl.store(aims.floor_R + row, floor)
+    tl.store(aims.low_IR + row, tl.where((used[0] != 0) & (used[1] != 0), lowest, floor))
 
 
 @triton.jit
@@ -386,7 +417,7 @@ def _turn(
 @one_variant("logits", "stride", "vocab", "measured_3RS")
 def _end(
     temperature_R, top_R, key_R, measured_3RS, splits,
-    logits, stride, vocab, total_R, need_R, bound_R, ties_R, share, log_share, last_R, drop_R, counts, weighs,
+    logits, stride, vocab, found, last_R, drop_R, counts, weighs,
     BLOCK: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One row: how many of the entries that equal the key are kept, where the last of them stands, and what becomes of
@@ -398,16 +429,16 @@ def _end(
     equal = tl.sum(equal_S, 0)
     ties = equal
     if weighs != 0:
-        ties = tl.ceil((tl.load(need_R + row) - mass) / each)
+        ties = tl.ceil((tl.load(found.need_R + row) - mass) / each)
         ties = tl.where(ties >= 1, ties, 1.0)
         if counts != 0:
-            ties = tl.where(key == tl.load(bound_R + row), tl.minimum(ties, tl.load(ties_R + row)), ties)
+            ties = tl.where(key == tl.load(found.bound_R + row), tl.minimum(ties, tl.load(found.ties_R + row)), ties)
     elif counts != 0:
-        ties = tl.load(need_R + row) - above
+        ties = tl.load(found.need_R + row) - above
     ties = tl.minimum(ties, equal)
     tl.store(last_R + row, _column_of(logits + row.to(tl.int64) * stride, vocab, key, ties, equal_S, BLOCK, SPLITS))
-    kept = tl.minimum((mass + ties * each) / tl.load(total_R + row), 1.0)
-    tl.store(drop_R + row, log_share - tl.log((1.0 - share) / kept + share))
+    kept = tl.minimum((mass + ties * each) / tl.load(found.total_R + row), 1.0)
+    tl.store(drop_R + row, found.log_share - tl.log((1.0 - found.share) / kept + found.share))
 
 
 @triton.jit
