@@ -1,15 +1,15 @@
-"""Which continuations of a population's rows go on, where rows are never the same: the likeliest, or a draw without
+"""Expansion of populations with distinct rows: chooses the continuations to keep, by probability or by sampling without
 replacement.
 
-Every row offers tokens, each with a mass: what it stands for. `best` takes the offers of most mass (exact decoding,
-whose masses are log-likelihoods of the draft). `distinct` draws R of them so that offer j is among them with
-probability pi_j = min(1, c m_j), by one systematic draw over the offers in the order of their rows, and an offer that
-is taken has mass m_j / pi_j from then on, so that every function's weighted sum keeps its expectation (Fearnhead and
+Every row has candidate tokens, each with a mass. `BEST` keeps the candidates of largest mass (exact decoding, where
+masses are log-likelihoods under the draft). `DISTINCT` samples R candidates such that candidate j is chosen with
+probability pi_j = min(1, c m_j), by one systematic draw over the candidates in the order of their rows. A chosen
+candidate gets the mass m_j / pi_j, which keeps the expectation of the weighted sum of every function (Fearnhead and
 Clifford, "On-line inference for hidden Markov models via particle filters", 2003). Knows nothing about models, requests
 or pages.
 
-Axes: R source rows, C offers of a row, X rows that go on; H groups, M offers of a group, N places of a group.
-"""
+Axes: R source rows, C candidates of a row, X rows kept, G groups, H non-empty groups, M candidates of a group, N rows
+or batch indices of a group, A batch indices."""
 
 from __future__ import annotations
 
@@ -26,69 +26,71 @@ from smc.arrays import to_device, to_host
 from smc.philox import Purpose, uniforms
 
 OFFERS = 32
-"""Likeliest tokens that a row offers one by one; a token drawn from the rest of its law stands for that rest."""
+"""Number of most likely tokens that become candidates of a row. One more token, drawn from the rest of the
+distribution, represents that rest."""
 EXPANSION_POSITION = 2 << 20
-"""Uniforms of draws without replacement are numbered from here, by the step of the round."""
+"""Position of the first uniform for sampling without replacement; the step of the round is added."""
 
 
 class Kind(IntEnum):
-    """How a group's rows are continued. Data of a round, one for each group. From `BEST` on they are decoded
-    exactly."""
+    """How a group's rows are continued; one value per group and round. Values from `BEST` on decode exactly."""
 
     INDEPENDENT = 0
-    """Each row draws its own token; the population is resampled: `smc.algorithm.selection`."""
+    """Each row draws its own token, and the population is resampled (`smc.algorithm.selection`)."""
     DISTINCT = 1
+    """Rows are sampled without replacement from all candidates of the population."""
     BEST = 2
+    """The candidates of largest mass are kept: a draft tree for exact decoding."""
     CHAINS = 3
-    """Each row draws its own tokens from one root, and the target keeps or replaces them: `smc.algorithm.rejection`."""
+    """Each row is a draft chain from one root, verified by rejection sampling (`smc.algorithm.rejection`)."""
 
 
 @dataclass(frozen=True)
 class Offers:
-    """What rows offer, one after another."""
+    """Candidate tokens of each row."""
 
     token_RC: Tensor
-    """int64."""
+    """Token ids, int64."""
     logq_RC: Tensor
-    """float32 log-probability of the token under the law that it comes from."""
+    """float32 log-probability of the token under the distribution that it comes from."""
     share_RC: Tensor
-    """float32 log of the share of the row's mass that the offer stands for: -inf where there is none, and for all of it
-    0."""
+    """float32 log of the candidate's share of the row's mass: 0 for the whole mass, -inf for no candidate."""
 
     @staticmethod
     def whole(like_R: Tensor) -> Offers:
-        """One offer a row, which is the row itself."""
-        none_R1 = torch.zeros_like(like_R, dtype=torch.float32)[:, None]
-        return Offers(none_R1.long(), none_R1, none_R1)
+        """One candidate per row, which stands for the row itself."""
+        zero_R1 = torch.zeros_like(like_R, dtype=torch.float32)[:, None]
+        return Offers(zero_R1.long(), zero_R1, zero_R1)
 
     def unless(self, ended_R: Tensor) -> Offers:
-        """Rows that have ended offer themselves."""
+        """Give rows that have ended one candidate, which stands for the row itself."""
         first_C = torch.arange(self.token_RC.shape[1], device=ended_R.device) == 0
-        alone_RC = torch.where(first_C, 0.0, -torch.inf)
+        only_RC = torch.where(first_C, 0.0, -torch.inf)
         ended_R1 = ended_R[:, None]
         return Offers(
-            self.token_RC, self.logq_RC.masked_fill(ended_R1, 0.0), torch.where(ended_R1, alone_RC, self.share_RC)
+            self.token_RC, self.logq_RC.masked_fill(ended_R1, 0.0), torch.where(ended_R1, only_RC, self.share_RC)
         )
 
 
 @dataclass(frozen=True)
 class Expansion:
-    """The rows that go on, X, group after group, each group's in the order of the rows they come from. A row that is
-    not alive repeats the first of its group."""
+    """The rows that are kept, group after group, in the order of their source rows. A row that is not alive repeats the
+    first row of its group."""
 
     parent_X: Tensor
     """int64 index of the source row; 0 in padding."""
     offer_X: Tensor
-    """int64: which of its offers."""
+    """int64 index of the source row's candidate."""
     mass_X: Tensor
-    """float64 log mass; -inf where not alive."""
+    """float64 log mass; -inf if not alive."""
     alive_X: Tensor
+    """bool: the row has mass."""
     ess_G: Tensor
-    """float64 effective sample size of the rows that go on."""
+    """float64 effective sample size of the kept rows."""
     collapsed_G: Tensor
-    """bool: no offer of a `DISTINCT` group had any mass; all were given the same."""
+    """bool: no candidate of a `DISTINCT` group had any mass, so all were given equal mass."""
     nan_G: Tensor
-    """bool: a `DISTINCT` group was offered NaN, which counts as nothing."""
+    """bool: a candidate of a `DISTINCT` group had mass NaN, which counts as no mass."""
 
 
 def expand(
@@ -105,14 +107,14 @@ def expand(
     ended_R: Tensor | None = None,
     has_rest: bool = False,
 ) -> Expansion:
-    """Continue groups by their masses: those that are decoded exactly as `BEST`; of `INDEPENDENT` ones, rows go on as
-    if nothing did.
+    """Choose the candidates that each group keeps. Exact kinds are treated as `BEST`; `INDEPENDENT` groups keep no
+    rows.
 
-    `mass_R`: float64 log mass of the source rows; `there_R`: whether there is one. `sources`, `rows`: first and size
-    [G] of every group's source rows, and of the places for those that go on, `total` in all; a padding group has size
-    0. `most_G`: how many may go on. `keys`: seed [G], round [G] and the number of this step. Source rows that have
-    `ended` offer themselves: all they have, as their first offer. `has_rest`: the last offer of a row stands for the
-    rest of its law, which is not among the best. Reads the host."""
+    `mass_R`: float64 log mass of the source rows; `there_R`: whether the source row exists. `sources`, `rows`: first
+    and size [G] of every group's source rows and kept rows, with `total` kept rows; a padding group has size 0.
+    `most_G`: maximum number of rows kept. `keys`: seed [G], round [G] and the number of this step. `least`: see
+    `inclusion`. Source rows that have `ended` have one candidate, which stands for the row itself. `has_rest`: the last
+    candidate of a row represents the rest of its distribution, which `BEST` ignores. Synchronises with the host."""
     offers = offers if ended_R is None else offers.unless(ended_R)
     is_rest_C = torch.arange(offers.share_RC.shape[1], device=mass_R.device) >= offers.share_RC.shape[1] - has_rest
     used_H = ((sources[1] > 0) & (kind_G != Kind.INDEPENDENT)).nonzero()[:, 0]
@@ -146,7 +148,7 @@ def expand(
     log_pi_HM = inclusion(offered_HM, most_G[used_H], is_best_H, least)
     taken_HM = _take(log_pi_HM, most_G[used_H], uniform_H1)
     place_HX, is_place_HX = grid(*(bound[used_H] for bound in rows))
-    # The j-th offer that is taken goes to the j-th place.
+    # The j-th chosen candidate becomes the j-th row of its group.
     rank_HX = torch.arange(place_HX.shape[1], device=device).expand_as(place_HX).contiguous()
     chosen_HX = torch.searchsorted(taken_HM.long().cumsum(-1), rank_HX + 1)
     alive_HX = is_place_HX & (rank_HX < taken_HM.sum(-1, keepdim=True))
@@ -163,17 +165,18 @@ def expand(
 
 
 def inclusion(mass_HM: Tensor, most_H: Tensor, best_H: Tensor, least: float = 0.0) -> Tensor:
-    """log pi [H, M] of offers with these log masses: min(1, c m), sum pi = `most`, or 1 for all if there are no more
-    than that.
+    """log pi [H, M] for candidates with these log masses: pi = min(1, c m) with sum `most`, or 1 for all if there are
+    at most `most` candidates.
 
-    Offers of less than `least` times the mean share of `most` are taken less often than there is room for: min(1, m /
-    that). Where `best`: 1 for the `most` of most mass, the first of equals, and 0 for others."""
+    `least` limits pi to m / (least * mean), where the mean is the total mass over `most`, so candidates of very small
+    mass are chosen less often and fewer than `most` may be chosen. With `best`: 1 for the `most` candidates of largest
+    mass, the first among equals, and 0 for the others."""
     sorted_HM, order_HM = mass_HM.sort(dim=-1, descending=True, stable=True)
     rank_M = torch.arange(mass_HM.shape[1], device=mass_HM.device)
     heaviest_HM = (rank_M < most_H[:, None]) & (sorted_HM > -torch.inf)
     best_HM = torch.where(heaviest_HM, 0.0, -torch.inf).double()
-    # c is found from the heavy end: k offers are sure as soon as the next one's share of what is left is below 1 / (R -
-    # k).
+    # c is found from the largest masses: the first k candidates are certain as soon as the next one's share of the
+    # remaining mass is at most 1 / (R - k).
     relative_HM = (sorted_HM - sorted_HM[:, :1]).nan_to_num(nan=-torch.inf).exp()
     tail_HM = relative_HM.flip(-1).cumsum(-1).flip(-1)
     left_HM = (most_H[:, None] - rank_M).clamp(min=0).double()
@@ -191,12 +194,12 @@ def inclusion(mass_HM: Tensor, most_H: Tensor, best_H: Tensor, least: float = 0.
 
 
 def _take(log_pi_HM: Tensor, most_H: Tensor, uniform_H1: Tensor) -> Tensor:
-    """Which offers go on [H, M]: those in whose part of the line from 0 to the sum of pi there is one of the points u,
-    u + 1, ..."""
+    """Systematic draw: the candidates chosen [H, M]. Each has an interval of length pi on the line from 0 to the sum of
+    pi and is chosen if the interval contains one of the points u, u + 1, ..."""
     reach_HM = log_pi_HM.exp().cumsum(-1) - uniform_H1
     passed_HM = torch.cat((torch.floor(-uniform_H1), torch.floor(reach_HM)), 1)
     taken_HM = (passed_HM.diff(dim=1) > 0) | (log_pi_HM == 0)
-    # Rounding of the sum must not take one too many.
+    # Rounding of the sum must not choose one candidate too many.
     return taken_HM & (taken_HM.long().cumsum(-1) <= most_H[:, None])
 
 
@@ -208,13 +211,14 @@ def keep_roots(
     places: tuple[Tensor, Tensor],
     total: int,
 ) -> tuple[Tensor, Tensor]:
-    """Row that goes on at every place [A], such that no place that is read has to be written; and whether there is one
-    [A].
+    """Assign kept rows to batch indices such that no index is both copied from and overwritten: the row at every batch
+    index [A], and whether there is one [A].
 
-    `root_R`: the place whose past a source row continues; `parent_X`: the source of each row. A place that any row
-    continues takes the first of these; further rows take, in order, the places that none continues. There are no more
-    rows alive than places. A place without a row repeats its group's first place that has one, or where there is none
-    at all the group's first row. `total` places. Reads the host."""
+    `root_R`: batch index whose history a source row continues; `parent_X`: source of each row; `rows`, `places`: first
+    and size [G] of every group's rows and batch indices; `total` batch indices. The first row that continues an index
+    stays at it; further rows take, in order, the indices that no row continues. There are at most as many alive rows as
+    indices. An index without a row repeats the first index of its group that has one, or, if there is none, the group's
+    first row. Synchronises with the host."""
     used_H = ((rows[1] > 0) & (places[1] > 0)).nonzero()[:, 0]
     row_A = torch.zeros(total, dtype=torch.int64, device=parent_X.device)
     alive_A = row_A > 0
@@ -238,7 +242,8 @@ def keep_roots(
 
 
 def grid(first_H: Tensor, size_H: Tensor) -> tuple[Tensor, Tensor]:
-    """Index of every group's rows, and whether they exist, [H, N]. Reads the host."""
+    """Indices of every group's rows [H, N], 0 in padding, and whether each exists [H, N]. Synchronises with the
+    host."""
     n = max(1, int(size_H.max()))
     index_N = torch.arange(n, device=first_H.device)
     exists_HN = index_N < size_H[:, None]

@@ -1,6 +1,6 @@
-"""Resampling schemes: normalised weights and uniforms in, offspring counts out. See the package's legend for axes.
+"""Resampling schemes: from normalised weights and uniforms to offspring counts. See the package's legend for axes.
 
-Every scheme is pure and unbiased, E[counts] = n * w, and never crosses groups. `place` then gives copies their slots.
+Every scheme is unbiased, E[counts] = n * w, and treats groups independently. `place` then assigns copies to slots.
 Sources: Douc, Cappe, Moulines, "Comparison of resampling schemes for particle filtering" (2005); SSP: Gerber, Chopin,
 Whiteley, "Negative association, ordering and convergence of resampling methods" (2019), after Srinivasan (2001).
 """
@@ -16,12 +16,12 @@ from smc.algorithm.weights import valid
 from smc.api.limits import SCHEME_NAMES
 
 Scheme = Callable[[Tensor, Tensor, int, Tensor], Tensor]
-"""(weights_GM, draws_G, most, uniforms_GU) -> counts_GM. At most `most` draws. SSP needs M uniforms, systematic one,
-others `most`."""
+"""(weights_GM, draws_G, most, uniforms_GU) -> counts_GM. `most` is the largest number of draws. SSP needs M uniforms,
+systematic resampling 1, the other schemes `most`."""
 
 
 def systematic(weights_GM: Tensor, draws_G: Tensor, most: int, uniforms_GU: Tensor) -> Tensor:
-    """One uniform shifts an even grid of n points over the cumulative weights."""
+    """An even grid of n points over the cumulative weights, shifted by one uniform."""
     grid_GN = torch.arange(most, device=weights_GM.device) + uniforms_GU[:, :1]
     return _count(weights_GM, grid_GN / draws_G[:, None], draws_G)
 
@@ -38,7 +38,7 @@ def multinomial(weights_GM: Tensor, draws_G: Tensor, most: int, uniforms_GU: Ten
 
 
 def residual(weights_GM: Tensor, draws_G: Tensor, most: int, uniforms_GU: Tensor) -> Tensor:
-    """floor(n w) copies for certain; the rest are independent draws from what is left."""
+    """floor(n w) certain copies; the rest are independent draws from the residual weights."""
     expected_GM = weights_GM * draws_G[:, None]
     sure_GM = expected_GM.floor()
     left_G = draws_G - sure_GM.sum(-1).long()
@@ -48,8 +48,8 @@ def residual(weights_GM: Tensor, draws_G: Tensor, most: int, uniforms_GU: Tensor
 
 
 def ssp(weights_GM: Tensor, draws_G: Tensor, _most: int, uniforms_GU: Tensor) -> Tensor:
-    """Srinivasan sampling process: fractional parts meet in pairs and one of each pair becomes whole. Sequential by
-    nature."""
+    """Srinivasan sampling process: fractional parts are combined in pairs, and one of each pair becomes an integer.
+    Inherently sequential."""
     expected = (weights_GM * draws_G[:, None]).tolist()
     uniforms = uniforms_GU.tolist()
     counts = [_ssp_one(row, int(n), u) for row, n, u in zip(expected, draws_G.tolist(), uniforms)]
@@ -62,16 +62,16 @@ def _ssp_one(expected_M: list[float], draws: int, uniforms_U: list[float]) -> li
     for m in range(1, len(expected_M)):
         part, u = expected_M[m] - counts[m], uniforms_U[m]
         total = open_part + part
-        if total < 1:  # one of the two takes all; the other is settled with what it has
+        if total < 1:  # one takes the whole total and stays open; the other is rounded down
             new_is_open, open_part = u * total < part, total
-        else:  # one of the two becomes whole; the other keeps the remainder
-            # Which side of u stands for which is chosen so that at a total of 1 both branches come out alike: equal
-            # weights add up to 1 often, and rounding must not decide.
+        else:  # one is rounded up; the other keeps the remainder and stays open
+            # At a total of exactly 1, both branches give the same result for the same u. Equal weights often add up to
+            # 1, and rounding must not decide.
             new_is_open, open_part = u * (2 - total) >= 1 - open_part, total - 1
             counts[open_index if new_is_open else m] += 1
         if new_is_open:
             open_index = m
-    # The parts add up to a whole number, so rounding decides only whether the last open entry is already whole.
+    # The parts add up to an integer, so only rounding decides whether the last open entry is already complete.
     counts[open_index] += draws - sum(counts)
     return counts
 
@@ -87,8 +87,8 @@ assert tuple(SCHEMES) == SCHEME_NAMES
 
 
 def offspring(scheme_G: Tensor, weights_GM: Tensor, draws_G: Tensor, most: int, uniforms_GU: Tensor) -> Tensor:
-    """Offspring counts [G, M] where each group has its own scheme, an index into `SCHEME_NAMES`. Rows of weights must
-    sum to one."""
+    """Offspring counts [G, M] with a scheme for each group, an index into `SCHEME_NAMES`. Each group's weights must sum
+    to one."""
     named = [SCHEME_NAMES[scheme] for scheme in scheme_G.tolist()]
     if len(set(named)) == 1:
         return SCHEMES[named[0]](weights_GM, draws_G, most, uniforms_GU)
@@ -100,15 +100,15 @@ def offspring(scheme_G: Tensor, weights_GM: Tensor, draws_G: Tensor, most: int, 
 
 
 def place(counts_GNF: Tensor, size_G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Give every chosen candidate a slot: (ancestor [G, N], branch [G, N], whether the slot has got one [G, N]).
+    """Assign every chosen candidate to a slot: (ancestor [G, N], branch [G, N], whether the slot is filled [G, N]).
 
-    A particle of which any candidate was chosen keeps its own slot with the first of them; further copies fill, in
-    order, the slots of particles that were not. Padding and slots that get nothing point to themselves, branch 0."""
+    A particle with a chosen candidate keeps its slot with the first of them; further copies fill, in order, the slots
+    of particles without one. Padding and empty slots have themselves as ancestor and branch 0."""
     groups, n, branches = counts_GNF.shape
     own_GN = torch.arange(n, device=counts_GNF.device).expand(groups, n)
     free_GN = (counts_GNF.sum(-1) == 0) & valid(size_G, n)
     running_GM = counts_GNF.flatten(1).cumsum(-1)
-    # The j-th copy is of the candidate at which the running count passes j.
+    # The j-th copy belongs to the candidate at which the running count exceeds j.
     index_GN = torch.searchsorted(running_GM, own_GN.contiguous(), right=True)
     index_GN = index_GN.clamp(max=n * branches - 1)
     family_GN, chosen_GN = index_GN // branches, index_GN % branches
@@ -116,7 +116,7 @@ def place(counts_GNF: Tensor, size_G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     first_GN = drawn_GN.clone()
     first_GN[:, 1:] &= family_GN[:, 1:] != family_GN[:, :-1]
     further_GN = drawn_GN & ~first_GN
-    # Both lists run in order, and there are free slots for all further copies; what is not meant goes to an extra
+    # Both lists are in order, and there are enough free slots for the further copies. Unused entries go to an extra
     # column.
     free_rank_GN = free_GN.cumsum(-1) - 1
     slot_of_rank = _scatter(torch.where(free_GN, free_rank_GN, n), own_GN, n)
@@ -128,15 +128,16 @@ def place(counts_GNF: Tensor, size_G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _scatter(index_GN: Tensor, values_GN: Tensor, n: int) -> Tensor:
-    """Values to their indices, [G, n]; index n is dropped; 0 where nothing goes."""
+    """Scatter values to their indices [G, n]. Index n is dropped; entries without a value are 0."""
     out_GN = torch.zeros(len(index_GN), n + 1, dtype=values_GN.dtype, device=values_GN.device)
     return out_GN.scatter(1, index_GN, values_GN)[:, :n]
 
 
 def _count(weights_GM: Tensor, points_GN: Tensor, draws_G: Tensor) -> Tensor:
-    """How many of each group's first `draws` points in [0, 1) fall into each weight's share of the unit interval."""
+    """Count, for each weight, the points in its part of the unit interval, of each group's first `draws` points in
+    [0, 1)."""
     cumulative_GM = weights_GM.cumsum(-1)
-    # Scaling by the last sum, from strictly below 1, leaves no point past the last entry that has any weight.
+    # Points below 1, scaled by the total, stay below it: none falls past the last entry with weight.
     points_GN = points_GN.clamp(max=1 - 2.0**-52) * cumulative_GM[:, -1:]
     index_GN = torch.searchsorted(cumulative_GM, points_GN, right=True).clamp(max=weights_GM.shape[-1] - 1)
     drawn_GN = valid(draws_G, points_GN.shape[-1]).long()
