@@ -94,7 +94,7 @@ class Expansion:
 
 
 def expand(
-    offers: Offers,
+    candidates: Offers,
     mass_R: Tensor,
     there_R: Tensor,
     sources: tuple[Tensor, Tensor],
@@ -115,8 +115,8 @@ def expand(
     `most_G`: maximum number of rows kept. `keys`: seed [G], round [G] and the number of this step. `least`: see
     `inclusion`. Source rows that have `ended` have one candidate, which stands for the row itself. `has_rest`: the last
     candidate of a row represents the rest of its distribution, which `BEST` ignores. Synchronises with the host."""
-    offers = offers if ended_R is None else offers.unless(ended_R)
-    is_rest_C = torch.arange(offers.share_RC.shape[1], device=mass_R.device) >= offers.share_RC.shape[1] - has_rest
+    candidates = candidates if ended_R is None else candidates.unless(ended_R)
+    is_rest_C = torch.arange(candidates.share_RC.shape[1], device=mass_R.device) >= candidates.share_RC.shape[1] - has_rest
     used_H = ((sources[1] > 0) & (kind_G != Kind.INDEPENDENT)).nonzero()[:, 0]
     device = mass_R.device
     parent_X = torch.zeros(total, dtype=torch.int64, device=device)
@@ -126,26 +126,26 @@ def expand(
     if not len(used_H):
         return Expansion(parent_X, offer_X, mass_X, parent_X > 0, ess_G, collapsed_G, collapsed_G)
     source_HS, is_source_HS = grid(*(bound[used_H] for bound in sources))
-    width = offers.share_RC.shape[1]
+    width = candidates.share_RC.shape[1]
     is_there_HS1 = (is_source_HS & there_R[source_HS])[..., None]
-    share_HSC = offers.share_RC[source_HS].double().masked_fill(~is_there_HS1, -torch.inf)
+    share_HSC = candidates.share_RC[source_HS].double().masked_fill(~is_there_HS1, -torch.inf)
     is_best_H = kind_G[used_H] >= Kind.BEST
     share_HSC = share_HSC.masked_fill(is_best_H[:, None, None] & is_rest_C, -torch.inf)
     nan_G = torch.zeros_like(collapsed_G)
     nan_G[used_H] = ~is_best_H & torch.isnan(share_HSC).flatten(1).any(-1)
-    offered_HM = (
+    mass_HM = (
         (mass_R[source_HS][..., None] + share_HSC)
         .nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
         .flatten(1)
     )
-    collapsed_H = ~is_best_H & (offered_HM == -torch.inf).all(-1)
+    collapsed_H = ~is_best_H & (mass_HM == -torch.inf).all(-1)
     share_HM = share_HSC.nan_to_num(nan=-torch.inf, neginf=-torch.inf).flatten(1)
-    offered_HM = torch.where(collapsed_H[:, None] & (share_HM > -torch.inf), 0.0, offered_HM)
+    mass_HM = torch.where(collapsed_H[:, None] & (share_HM > -torch.inf), 0.0, mass_HM)
     position = np.array([EXPANSION_POSITION + keys[2]])
     uniform_H1 = to_device(
         uniforms(to_host(keys[0][used_H]), to_host(keys[1][used_H]), position, Purpose.SELECTION), device
     )
-    log_pi_HM = inclusion(offered_HM, most_G[used_H], is_best_H, least)
+    log_pi_HM = inclusion(mass_HM, most_G[used_H], is_best_H, least)
     taken_HM = _take(log_pi_HM, most_G[used_H], uniform_H1)
     place_HX, is_place_HX = grid(*(bound[used_H] for bound in rows))
     # The j-th chosen candidate becomes the j-th row of its group.
@@ -153,13 +153,13 @@ def expand(
     chosen_HX = torch.searchsorted(taken_HM.long().cumsum(-1), rank_HX + 1)
     alive_HX = is_place_HX & (rank_HX < taken_HM.sum(-1, keepdim=True))
     chosen_HX = torch.where(alive_HX, chosen_HX, chosen_HX[:, :1]).clamp(max=taken_HM.shape[1] - 1)
-    massed_HX = (offered_HM - log_pi_HM).gather(1, chosen_HX)
+    chosen_mass_HX = (mass_HM - log_pi_HM).gather(1, chosen_HX)
     to_X, there_HX = place_HX[is_place_HX], is_place_HX
     parent_X[to_X] = source_HS.gather(1, chosen_HX // width)[there_HX]
     offer_X[to_X] = (chosen_HX % width)[there_HX]
-    massed_HX = massed_HX.masked_fill(~alive_HX, -torch.inf)
-    mass_X[to_X] = massed_HX[there_HX]
-    ess_G[used_H] = effective_sample_size(normalise(massed_HX)[0])
+    chosen_mass_HX = chosen_mass_HX.masked_fill(~alive_HX, -torch.inf)
+    mass_X[to_X] = chosen_mass_HX[there_HX]
+    ess_G[used_H] = effective_sample_size(normalise(chosen_mass_HX)[0])
     collapsed_G[used_H] = collapsed_H
     return Expansion(parent_X, offer_X, mass_X, mass_X > -torch.inf, ess_G, collapsed_G, nan_G)
 
