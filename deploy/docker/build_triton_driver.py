@@ -1,7 +1,6 @@
-"""Builds the one part of Triton that needs a C compiler, which the final image lacks: its binding to CUDA's driver.
-Into $TRITON_CACHE_DIR.
+"""Builds Triton's binding to the CUDA driver into $TRITON_CACHE_DIR.
 
-Triton would build the same file on its first use, and finds this one in its place.
+Triton builds this file on first use, which needs a C compiler. The final image has none, so it is built here.
 """
 
 from __future__ import annotations
@@ -24,15 +23,13 @@ def main() -> None:
     home = Path(nvidia.__path__[0])
     source = (home / "driver.c").read_text()
     with tempfile.TemporaryDirectory() as folder:
-        # Linked by its name alone: the real one comes with the host's driver.
+        # An empty library to link against: the real libcuda.so.1 comes with the host's driver.
         command = ["gcc", "-shared", f"-Wl,-soname,{DRIVER}", "-o", f"{folder}/{DRIVER}", "-x", "c", "/dev/null"]
         subprocess.run(command, check=True)
         path = Path(folder, f"{NAME}.c")
         path.write_text(source)
         built = _build(NAME, str(path), folder, [str(home / "lib"), folder], [str(home / "include")], [DRIVER], [])
-        os.environ["PATH"] = (
-            ""  # the key holds what the program `file` says of Python, and the final image has no `file`
-        )
+        os.environ["PATH"] = ""  # the cache key includes the output of `file`, which the final image does not have
         key = hashlib.sha256((source + platform_key()).encode()).hexdigest()
         put = get_cache_manager(key).put(
             Path(built).read_bytes(), f"{NAME}{sysconfig.get_config_var('EXT_SUFFIX')}", binary=True

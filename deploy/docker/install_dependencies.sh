@@ -1,7 +1,8 @@
 #!/bin/bash
-# Installs a lock into a virtual environment, made if it is not there, which also finds what lies in APP: install_dependencies.sh VENV APP LOCK PACKAGE INDEX SHA256
-# PACKAGE is the one that only its project's INDEX has. Without SHA256 it is taken as it comes, which release.sh refuses.
-# The environment can run what is in it and build nothing: pip goes once it has done its work.
+# Installs the packages of LOCK into VENV, which is created if needed, and adds APP to its import path:
+#   install_dependencies.sh VENV APP LOCK PACKAGE INDEX SHA256
+# PACKAGE is only available from INDEX, its project's own index. Without SHA256 its hash is not checked; release.sh requires one.
+# pip is removed at the end, so the image cannot install packages.
 set -euo pipefail
 venv=$1 app=$2 lock=$3 package=$4 index=$5 sha256=$6
 [[ -d $venv ]] || python3 -m venv "$venv"

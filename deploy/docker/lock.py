@@ -1,8 +1,7 @@
-"""Writes the locks that images are built from: every package, with the versions of constraints.txt and the hashes of
-its files.
+"""Writes the lock files of the images: every package with its version and hashes, within constraints.txt.
 
-A package that a lock has already keeps its version unless constraints.txt says otherwise. To renew all: delete the
-locks first.
+Packages keep their locked versions unless constraints.txt requires another one. To upgrade all packages, delete the
+lock files first.
 
 python deploy/docker/lock.py
 """
@@ -24,8 +23,8 @@ OLDEST_PYTHON = PROJECT["project"]["requires-python"].removeprefix(">=")
 
 
 def inputs() -> dict[str, list[str]]:
-    """What each lock must hold, beside what that needs. PyTorch for CPUs is not on PyPI: the lock has what it needs,
-    and not itself."""
+    """Direct requirements of each lock file. PyTorch for CPUs is not on PyPI, so the cpu lock contains its dependencies
+    but not PyTorch itself."""
     serving = PROJECT["project"]["dependencies"]
     torch = [
         need

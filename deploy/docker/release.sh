@@ -1,7 +1,7 @@
 #!/bin/bash
-# Builds an image that can be built again: release.sh cpu|cuda|router IMAGE:TAG PINS [--print]
-# PINS is a file of NAME=VALUE: BASE with its digest (docker buildx imagetools inspect BASE), and the SHA256 of the one package that is not
-# in the lock (the index names it in the package's link). --print shows the command, and runs nothing.
+# Builds an image reproducibly: release.sh cpu|cuda|router IMAGE:TAG PINS [--print]
+# PINS is a file of NAME=VALUE: BASE with its digest (docker buildx imagetools inspect BASE), and the SHA256 of the package that is not in
+# the lock file (the index has it in the package's link). --print prints the command without running it.
 set -euo pipefail
 kind=$1 tag=$2 pins=$3 print=${4:-}
 cd "$(dirname "$0")/../.."

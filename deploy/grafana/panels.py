@@ -1,4 +1,4 @@
-"""Panels and dashboards in one house style, on Grafana's own builders. Knows nothing about what is shown."""
+"""Panels and dashboards in one style, built with Grafana's Foundation SDK. Knows nothing about the metrics."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from queries import gain
 
 SOURCE = model.DataSourceRef(type_val="prometheus", uid="${datasource}")
 GRID, TILE, GRAPH = 24, 4, 8
-"""Width of the grid, height of a number, height of a graph, in Grafana's units."""
+"""Width of the grid, height of a number panel and height of a graph, in Grafana's grid units."""
 
 Panel = stat.Panel | gauge.Panel | timeseries.Panel | heatmap.Panel
 Limits = Mapping[str, float]
-"""Color -> the value from which on it holds. Below the first it is red where green is one of them, else green."""
+"""Color -> lowest value with that color. Values below the first limit are red if green is one of the colors, else
+green."""
 
 
 def number(title: str, about: str, unit: str, expr: str, limits: Limits | None = None, legend: str = "") -> stat.Panel:
-    """One number, now, or one for each series, with its recent course behind it."""
+    """Current value of each series, with a sparkline."""
     panel = _common(stat.Panel(), title, about, {legend: expr}).unit(unit).height(TILE).thresholds(_thresholds(limits))
     panel.graph_mode(common_model.BigValueGraphMode.AREA).color_mode(common_model.BigValueColorMode.VALUE)
     return panel.reduce_options(_last())
 
 
 def name(title: str, about: str, expr: str, legend: str) -> stat.Panel:
-    """The labels of a series, as text."""
+    """Labels of a series as text."""
     panel = number(title, about, "none", expr, legend=legend).text_mode(common_model.BigValueTextMode.NAME)
     return panel.graph_mode(common_model.BigValueGraphMode.NONE).color_mode(common_model.BigValueColorMode.NONE)
 
 
 def dial(title: str, about: str, expr: str, limits: Limits, legend: str = "") -> gauge.Panel:
-    """A share between nothing and all."""
+    """Gauge of a share from 0 to 1."""
     panel = _common(gauge.Panel(), title, about, {legend: expr}).unit("percentunit").min(0).max(1).height(GRAPH)
     return panel.thresholds(_thresholds(limits)).reduce_options(_last())
 
@@ -43,7 +44,7 @@ def dial(title: str, about: str, expr: str, limits: Limits, legend: str = "") ->
 def graph(
     title: str, about: str, unit: str, series: Mapping[str, str], *, stacked: bool = False, limits: Limits | None = None
 ) -> timeseries.Panel:
-    """`series`: legend -> expression. `limits` are drawn as lines."""
+    """Time series. `series`: legend -> expression. `limits` are drawn as dashed lines."""
     panel = (
         _common(timeseries.Panel(), title, about, series)
         .unit(unit)
@@ -69,7 +70,7 @@ def graph(
 
 
 def buckets(title: str, about: str, unit: str, metric: str) -> heatmap.Panel:
-    """A histogram over time: how many observations fell into each of its buckets."""
+    """Heatmap of a histogram: observations in each bucket over time."""
     query = _query("{{le}}", gain(f"{metric}_bucket", "$__rate_interval", "le"), 0).format(PromQueryFormat.HEATMAP)
     panel = _common(heatmap.Panel(), title, about, {}).height(GRAPH).with_target(query)
     panel.calculate(False).y_axis(heatmap.YAxisConfig().unit(unit)).cell_gap(1)
@@ -78,7 +79,7 @@ def buckets(title: str, about: str, unit: str, metric: str) -> heatmap.Panel:
 
 
 def board(uid: str, title: str, about: str, rows: Mapping[str, Sequence[Panel]]) -> model.Dashboard:
-    """A dashboard of rows, whose panels share the width evenly; links lead to the others that carry the same tag."""
+    """A dashboard with rows of panels of equal width, and links to the dashboards with the same tag."""
     built = dashboard.Dashboard(f"smcserve / {title}").uid(uid).description(about).tags(["smcserve"]).editable()
     built.time("now-1h", "now").refresh("30s").timezone("browser").tooltip(model.DashboardCursorSync.CROSSHAIR)
     built.link(
@@ -125,7 +126,7 @@ def _thresholds(limits: Limits | None) -> dashboard.ThresholdsConfig:
 
 
 def _label(label: str, series: str) -> dashboard.QueryVariable:
-    """Every value that a label has, and all of them together, also where the label is missing."""
+    """Variable for the values of a label. "All" also matches series without the label."""
     variable = dashboard.QueryVariable(label).label(label).datasource(SOURCE).query(f"label_values({series}, {label})")
     variable.refresh(model.VariableRefresh.ON_TIME_RANGE_CHANGED).sort(model.VariableSort.ALPHABETICAL_ASC)
     variable.multi(True).include_all(True).all_value(".*")

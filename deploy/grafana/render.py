@@ -1,8 +1,8 @@
-"""Draws the dashboards as pictures, from a Prometheus that runs: `python deploy/grafana/render.py --prometheus URL
---out docs/dashboards/`.
+"""Renders the dashboards as PNG files with data of a running Prometheus: `python deploy/grafana/render.py --prometheus
+URL --out docs/dashboards/`.
 
-Reads only what Grafana reads, the JSON files: positions, titles, units, legends, thresholds, queries. Knows nothing
-about the metrics."""
+Reads the dashboards' JSON files: positions, titles, units, legends, thresholds and queries. Knows nothing about the
+metrics."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle, Wedge
 from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 from PIL import Image
-from units import written
+from units import format_value
 
 FOLDER = Path(__file__).parent / "dashboards"
 WIDTH, UNIT, DPI = 16.0, 0.36, 100
-"""Inches of the picture and of one unit of height."""
+"""Width of the picture and height of one grid unit, in inches, and resolution."""
 COLORS = ("#3274d9", "#e0752d", "#56a64b", "#8f3bb8", "#d44a3a", "#5794a3", "#b5892b", "#6e6e6e")
 NAMED = {"green": "#56a64b", "yellow": "#d9a514", "orange": "#e0752d", "red": "#d44a3a"}
 INK, FAINT, PAGE = "#24292e", "#8b949e", "#f0f2f5"
@@ -39,7 +39,7 @@ INK, FAINT, PAGE = "#24292e", "#8b949e", "#f0f2f5"
 class Series:
     labels: dict[str, str]
     times: np.ndarray
-    """Seconds since the epoch."""
+    """Times in seconds since the epoch."""
     values: np.ndarray
     legend: str
 
@@ -50,24 +50,24 @@ class Series:
 
 
 class Prometheus:
-    """Queries over a range; `end` is in seconds since the epoch."""
+    """Range queries to a Prometheus server. `end` is in seconds since the epoch."""
 
     def __init__(self, url: str, minutes: float, scrape_interval: float, end: float) -> None:
         self._url, self.end = url.rstrip("/"), end
         self.begin = self.end - 60 * minutes
         self._step = max(scrape_interval, (self.end - self.begin) / 240)
-        # What Grafana makes of $__rate_interval.
+        # Grafana's definition of $__rate_interval.
         self._rate_interval = max(4 * scrape_interval, self._step + scrape_interval)
 
     def filled(self, expr: str) -> str:
-        """With a value for every variable: all namespaces, all jobs."""
+        """Replace Grafana's variables: the rate interval, all namespaces and all jobs."""
         for name, value in (("$__rate_interval", f"{self._rate_interval:.0f}s"), ("$namespace", ".*"), ("$job", ".*")):
             expr = expr.replace(name, value)
         return expr
 
-    def ask(self, target: dict) -> list[Series]:
-        question = {"query": self.filled(target["expr"]), "start": self.begin, "end": self.end, "step": self._step}
-        with urllib.request.urlopen(f"{self._url}/api/v1/query_range?{urllib.parse.urlencode(question)}") as reply:
+    def query(self, target: dict) -> list[Series]:
+        parameters = {"query": self.filled(target["expr"]), "start": self.begin, "end": self.end, "step": self._step}
+        with urllib.request.urlopen(f"{self._url}/api/v1/query_range?{urllib.parse.urlencode(parameters)}") as reply:
             found = json.load(reply)["data"]["result"]
         return [self._series(one, target.get("legendFormat", "")) for one in found]
 
@@ -79,7 +79,7 @@ class Prometheus:
 
 
 class Frame:
-    """The box of one panel on the page, and axes inside it. Margins are inches."""
+    """Area of one panel on the page, with axes inside it. Margins are in inches."""
 
     def __init__(self, page: Figure, panel: dict) -> None:
         self._page, self._size, grid = page, page.get_size_inches(), panel["gridPos"]
@@ -92,14 +92,14 @@ class Frame:
         self._page.add_artist(Rectangle((left, bottom), width, height, fc="white", ec="#d8dde3", lw=0.8, zorder=-1))
 
     def write(self, text: str, x: float, y: float, **style) -> None:
-        """At inches from the top left corner."""
+        """Write text at (x, y) inches from the top left corner of the panel."""
         width, height = self._size
         self._page.text(
             (self._left + x) / width, 1 - (self._top + y) / height, text, **({"color": INK, "va": "center"} | style)
         )
 
     def corner(self, left: float, bottom: float) -> tuple[float, float]:
-        """Where that is on the page, inches from the bottom left corner."""
+        """Page coordinates of a point given in inches from the bottom left corner of the panel."""
         return self._share(left, 0, 0, bottom)[:2]
 
     def axes(self, left: float, top: float, right: float, bottom: float) -> Axes:
@@ -113,7 +113,7 @@ class Frame:
 
 
 def page(dashboard: dict, source: Prometheus) -> tuple[Figure, list[str]]:
-    """The picture, and the titles of panels that nothing came for."""
+    """Draw a dashboard. Returns the figure and the titles of the panels without data."""
     head = 2
     panels = [
         panel | {"gridPos": panel["gridPos"] | {"y": panel["gridPos"]["y"] + head}} for panel in dashboard["panels"]
@@ -131,7 +131,7 @@ def page(dashboard: dict, source: Prometheus) -> tuple[Figure, list[str]]:
             continue
         frame.box()
         frame.write(panel["title"], 0.15, 0.22, fontsize=9.5, fontweight="bold")
-        series = [one for target in panel["targets"] for one in source.ask(target)]
+        series = [one for target in panel["targets"] for one in source.query(target)]
         if any(np.isfinite(one.values).any() for one in series):
             DRAWN[panel["type"]](frame, panel, series, source)
         else:
@@ -154,13 +154,13 @@ def _graph(frame: Frame, panel: dict, series: Sequence[Series], source: Promethe
     if custom.get("thresholdsStyle", {}).get("mode") == "dashed":
         for step in panel["fieldConfig"]["defaults"]["thresholds"]["steps"][1:]:
             axes.axhline(step["value"], color=NAMED[step["color"]], ls="--", lw=1)
-    # As in Grafana, a limit far above the data stays out of sight.
+    # As in Grafana, limits far above the data are not shown.
     axes.set_ylim(0, top if top > 0 and any(np.nanmax(np.nan_to_num(one.values)) > 0 for one in series) else 1)
     round_numbers = (
         MultipleLocator(2 ** round(math.log2(top / 4))) if unit == "bytes" else MaxNLocator(5, steps=[1, 2, 2.5, 5, 10])
     )
     axes.yaxis.set_major_locator(round_numbers)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: written(round(value, 9), unit)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_value(round(value, 9), unit)))
     _time_axis(axes, source)
     axes.grid(axis="y", color="#e6e9ed", lw=0.7)
     style = {
@@ -176,7 +176,7 @@ def _graph(frame: Frame, panel: dict, series: Sequence[Series], source: Promethe
 
 
 def _heatmap(frame: Frame, panel: dict, series: Sequence[Series], source: Prometheus) -> None:
-    """Prometheus' buckets are sums from below: each one less the one before it is what fell into it."""
+    """Draw a heatmap. Prometheus buckets are cumulative, so the counts of each bucket are differences."""
     unit = panel["options"]["yAxis"]["unit"]
     series = sorted(series, key=lambda one: float(one.labels["le"]))
     every = np.unique(np.concatenate([one.times for one in series]))
@@ -189,7 +189,8 @@ def _heatmap(frame: Frame, panel: dict, series: Sequence[Series], source: Promet
     edges = np.append(every, every[-1] + (every[-1] - every[-2]))
     axes.pcolormesh(_dates(edges), np.arange(high - low + 1), shown, cmap="Blues", vmin=-0.15 * shown.max())
     labels = [
-        written(float(one.labels["le"]), unit) if one.labels["le"] != "+Inf" else "more" for one in series[low:high]
+        format_value(float(one.labels["le"]), unit) if one.labels["le"] != "+Inf" else "more"
+        for one in series[low:high]
     ]
     skip = math.ceil(len(labels) / 9)
     axes.set_yticks(np.arange(1, high - low + 1)[::skip], labels[::skip])
@@ -206,7 +207,7 @@ def _number(frame: Frame, panel: dict, series: Sequence[Series], source: Prometh
         color = _color(panel, one.last)
         if one.legend:
             frame.write(one.legend, 0.15 + i * share, 0.5, fontsize=8.5, color=FAINT)
-        frame.write(written(one.last, unit), 0.15 + i * share, 0.76, fontsize=17, color=color, fontweight="bold")
+        frame.write(format_value(one.last, unit), 0.15 + i * share, 0.76, fontsize=17, color=color, fontweight="bold")
         axes = frame.axes(0.06 + i * share, 0.98, 0.06 + (len(series) - 1 - i) * share, 0.07)
         axes.fill_between(_dates(one.times), np.nan_to_num(one.values), color=color, alpha=0.15, lw=0)
         axes.plot(_dates(one.times), one.values, color=color, lw=1)
@@ -232,7 +233,7 @@ def _dial(frame: Frame, panel: dict, series: Sequence[Series], source: Prometheu
         color = _color(panel, one.last)
         axes.add_patch(Wedge((0, 0), 1.02, start - sweep * min(max(one.last, 0), 1), start, width=0.28, fc=color))
         axes.text(
-            0, 0.02, written(one.last, unit), ha="center", va="center", fontsize=17, fontweight="bold", color=color
+            0, 0.02, format_value(one.last, unit), ha="center", va="center", fontsize=17, fontweight="bold", color=color
         )
         axes.text(0, -0.42, one.legend, ha="center", va="center", fontsize=9.5, color=INK)
 
@@ -260,7 +261,7 @@ def _time_axis(axes: Axes, source: Prometheus) -> None:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    """With a palette: half of the size, and nobody sees it."""
+    """Save with a palette of 256 colors, which halves the file size without visible loss."""
     figure.canvas.draw()
     picture = Image.fromarray(np.asarray(figure.canvas.buffer_rgba())).convert("RGB")
     picture.quantize(256, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(path, optimize=True)
@@ -269,23 +270,31 @@ def _save(figure: Figure, path: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--prometheus", required=True, metavar="URL", help="such as http://localhost:9090")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the pictures go")
-    parser.add_argument("--minutes", type=float, default=15, help="how much time they show; default 15")
+    parser.add_argument("--prometheus", required=True, metavar="URL", help="URL such as http://localhost:9090")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory of the pictures")
+    parser.add_argument("--minutes", type=float, default=15, help="time range in minutes (default: %(default)s)")
     parser.add_argument(
-        "--scrape-interval", type=float, default=15, metavar="SECONDS", help="of the Prometheus; default 15"
+        "--scrape-interval",
+        type=float,
+        default=15,
+        metavar="SECONDS",
+        help="scrape interval of Prometheus (default: %(default)s)",
     )
     parser.add_argument(
-        "--end", type=float, default=time.time(), metavar="SECONDS", help="since the epoch; default: now"
+        "--end",
+        type=float,
+        default=time.time(),
+        metavar="SECONDS",
+        help="end of the time range, since the epoch (default: now)",
     )
-    given = parser.parse_args()
-    source = Prometheus(given.prometheus, given.minutes, given.scrape_interval, given.end)
+    options = parser.parse_args()
+    source = Prometheus(options.prometheus, options.minutes, options.scrape_interval, options.end)
     missing = 0
     for path in sorted(FOLDER.glob("*.json")):
         figure, empty = page(json.loads(path.read_text()), source)
-        _save(figure, given.out / f"{path.stem}.png")
+        _save(figure, options.out / f"{path.stem}.png")
         missing += len(empty)
-        print(f"{given.out / path.stem}.png", *(f"no data: {title}" for title in empty), sep="\n  ")
+        print(f"{options.out / path.stem}.png", *(f"no data: {title}" for title in empty), sep="\n  ")
     return 1 if missing else 0
 
 

@@ -1,4 +1,4 @@
-"""Numbers as Grafana writes them, by the name of a unit. Knows the units that our dashboards use, and no others."""
+"""Formats numbers as Grafana does. Supports the units of our dashboards only."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ PLAIN = ((1e9, " G"), (1e6, " M"), (1e3, " K"), (1, ""))
 AFTER = {"none": "", "reqps": " req/s", "cpm": " /min"}
 
 
-def written(value: float, unit: str) -> str:
-    """Raises ValueError for a unit that is not known."""
+def format_value(value: float, unit: str) -> str:
+    """The value as text, with its unit. Raises ValueError if the unit is not supported."""
     if math.isnan(value):
         return "no data"
     if unit == "percentunit":
@@ -28,13 +28,13 @@ def written(value: float, unit: str) -> str:
 
 
 def _scaled(value: float, scale: tuple[tuple[float, str], ...]) -> str:
-    """In the largest step that fits."""
+    """The value in the largest unit that is not above it."""
     size, name = next((step for step in scale if abs(value) >= step[0]), scale[-1])
     return f"{_digits(value / size)}{name}"
 
 
 def _digits(value: float) -> str:
-    """Three that count, and no zeros after them."""
+    """Three significant digits without trailing zeros."""
     if value == 0 or abs(value) >= 100:
         return f"{value:.0f}"
     return f"{value:.3g}" if abs(value) >= 0.001 else f"{value:.1g}"

@@ -116,7 +116,9 @@ def expand(
     `inclusion`. Source rows that have `ended` have one candidate, which stands for the row itself. `has_rest`: the last
     candidate of a row represents the rest of its distribution, which `BEST` ignores. Synchronises with the host."""
     candidates = candidates if ended_R is None else candidates.unless(ended_R)
-    is_rest_C = torch.arange(candidates.share_RC.shape[1], device=mass_R.device) >= candidates.share_RC.shape[1] - has_rest
+    is_rest_C = (
+        torch.arange(candidates.share_RC.shape[1], device=mass_R.device) >= candidates.share_RC.shape[1] - has_rest
+    )
     used_H = ((sources[1] > 0) & (kind_G != Kind.INDEPENDENT)).nonzero()[:, 0]
     device = mass_R.device
     parent_X = torch.zeros(total, dtype=torch.int64, device=device)

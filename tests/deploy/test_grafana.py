@@ -15,7 +15,7 @@ import matplotlib.image
 import pytest
 import yaml
 
-from deploy.grafana.units import written
+from deploy.grafana.units import format_value
 from tests.deploy.sources import DASHBOARDS, GRAFANA, PROMETHEUS, dashboards, panels
 
 BOARDS = dashboards()
@@ -155,9 +155,9 @@ def test_pictures_in_the_documentation_are_small():
     ],
 )
 def test_numbers_are_written_as_in_grafana(value, unit, text):
-    assert written(value, unit) == text
+    assert format_value(value, unit) == text
 
 
 def test_a_unit_that_nobody_can_write_is_refused():
     with pytest.raises(ValueError, match="unit='furlongs'; allowed: percentunit, s, bytes"):
-        written(1, "furlongs")
+        format_value(1, "furlongs")

@@ -1,7 +1,7 @@
-"""Writes what the chart has of other files: files/, and its README with a table of all values that have a comment `# --
-..`.
+"""Writes the generated files of the chart: copies of other files in files/, and the README with a table of all values
+that have a comment `# -- ..`.
 
-Copies, not links: packaging follows links, but some tools that fetch charts drop them.
+The files are copied, not linked, because some tools that fetch charts drop links.
 
 python deploy/helm/smcserve/generate.py
 """
@@ -21,7 +21,7 @@ TABLE = "<!-- values -->"
 
 
 def rows(text: str) -> list[tuple[str, object, str]]:
-    """Dotted name, default and comment of each, in the order of the file."""
+    """(dotted name, default, comment) of each documented value, in the order of the file."""
     values, found, keys, comment = yaml.safe_load(text), [], [], []
     for line in text.splitlines():
         if line.lstrip().startswith("# -- "):
@@ -37,6 +37,7 @@ def rows(text: str) -> list[tuple[str, object, str]]:
 
 
 def readme() -> str:
+    """The chart's README, with the table of values."""
     body = "\n".join(
         f"| `{name}` | `{json.dumps(value)}` | {said} |"
         for name, value, said in rows((HERE / "values.yaml").read_text())
@@ -45,7 +46,7 @@ def readme() -> str:
 
 
 def generated() -> dict[Path, str]:
-    """What every generated file should hold."""
+    """Path -> expected contents of every generated file."""
     copies = {"values.yaml": HERE / "values.yaml"}
     copies |= {path.name: path for path in DEPLOY.glob("prometheus/*.yml") if path.stem in ("rules", "alerts")}
     copies |= {f"dashboards/{path.name}": path for path in DEPLOY.glob("grafana/dashboards/*.json")}

@@ -1,6 +1,6 @@
-{{/* What is refused: with what was given and what is allowed, before anything is sent. */}}
+{{/* Checks of the values, before any object is created. */}}
 
-{{/* A mistake ends here, with what was given and what is allowed. */}}
+{{/* Fails for invalid values, with the value given and the values allowed. */}}
 {{- define "smcserve.check" -}}
 {{- $v := .Values -}}
 {{- include "smcserve.checkFiles" . -}}
@@ -30,7 +30,7 @@
 {{- fail (printf "engine.branches=%v has no effect with engine.form=lockstep; leave it out" $v.engine.branches) -}}
 {{- end -}}
 {{- if and $v.service.headless (ne $v.service.type "ClusterIP") -}}
-{{- fail (printf "service.headless=true with service.type=%s; only ClusterIP can be without an address" $v.service.type) -}}
+{{- fail (printf "service.headless=true with service.type=%s; only a Service of type ClusterIP can be headless" $v.service.type) -}}
 {{- end -}}
 {{- if ne $v.service.type "LoadBalancer" -}}
 {{- include "smcserve.unused" (dict "root" . "paths" (list "service.loadBalancerClass" "service.loadBalancerSourceRanges") "where" (printf "service.type=%s" $v.service.type)) -}}
@@ -64,7 +64,7 @@
 {{- include "smcserve.checkUnused" . -}}
 {{- end -}}
 
-{{/* Some tools drop links and files on the way: then the chart is not whole. */}}
+{{/* Fails if files of the chart are missing: some tools drop links and files. */}}
 {{- define "smcserve.checkFiles" -}}
 {{- range $name := prepend (.Files.Lines "files/index.txt") "index.txt" -}}
 {{- if and $name (not ($.Files.Get (printf "files/%s" $name))) -}}
@@ -73,7 +73,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Names that Kubernetes would refuse, some of them long after the installation. */}}
+{{/* Fails for names that Kubernetes would refuse, some of them only long after the installation. */}}
 {{- define "smcserve.checkNames" -}}
 {{- $name := include "smcserve.name" . -}}
 {{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) -}}
@@ -118,7 +118,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* What the chart sets itself, and finds pods and files by. */}}
+{{/* Fails for labels and volume names that the chart sets itself. */}}
 {{- define "smcserve.checkPods" -}}
 {{- $v := .Values -}}
 {{- $own := include "smcserve.labels" . | fromYaml -}}
@@ -152,7 +152,7 @@
 {{- end -}}
 {{- end -}}
 {{- if $v.auth.tokensSecret -}}
-{{- fail "auth.tokensSecret without tls.secret: everybody on the way could read the tokens; give tls.secret too" -}}
+{{- fail "auth.tokensSecret without tls.secret: the tokens would be sent in plain text; give tls.secret too" -}}
 {{- end -}}
 {{- end -}}
 {{- if ne (empty $v.tls.clientCaSecret) (empty $v.tls.probeSecret) -}}
@@ -160,7 +160,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* What belongs to a topology, or to a part, that is not installed. */}}
+{{/* Fails for values that have no effect in the chosen topology or with the parts installed. */}}
 {{- define "smcserve.checkUnused" -}}
 {{- $v := .Values -}}
 {{- $unused := list -}}
@@ -194,7 +194,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Refuses what differs from the default, at or below each of the dotted paths. Arguments: root, paths, where. */}}
+{{/* Fails if a value at or below one of the dotted paths differs from its default. Arguments: root, paths, where. */}}
 {{- define "smcserve.unused" -}}
 {{- $defaults := .root.Files.Get "files/values.yaml" | fromYaml -}}
 {{- range $path := .paths -}}

@@ -1,6 +1,6 @@
-{{/* The command line, from values: one flag a line. */}}
+{{/* Command-line flags from values, one per line. */}}
 
-{{/* One flag; nothing for a value that is not given. Whole numbers come from YAML as floats, and must not be printed as 4e+06. */}}
+{{/* One flag; empty for a missing value. Integers come from YAML as floats and must not be printed as 4e+06. */}}
 {{- define "smcserve.flag" -}}
 {{- $value := index . 1 -}}
 {{- if and (kindIs "float64" $value) (eq (floor $value) $value) -}}{{- $value = int64 $value -}}{{- end -}}
@@ -9,7 +9,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* What `serve` and `batch` have in common. */}}
+{{/* Flags that `serve` and `batch` share. */}}
 {{- define "smcserve.gangFlags" -}}
 {{- $v := .Values -}}
 {{- $flags := list
@@ -58,7 +58,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* Ray runs it in a shell. */}}
+{{/* Command of the batch job, quoted for the shell in which Ray runs it. */}}
 {{- define "smcserve.batchCommand" -}}
 smcserve batch {{ squote .Values.batch.input }} {{ squote .Values.batch.output }}
 {{- range concat (include "smcserve.gangFlags" . | trim | splitList "\n") .Values.batch.extraArgs }} {{ squote . }}{{ end -}}

@@ -1,4 +1,4 @@
-{{/* The gateway's container: ports, probes, certificates, tokens. */}}
+{{/* Gateway container: ports, probes, certificates and tokens. */}}
 
 {{- define "smcserve.gatewayPorts" -}}
 - {name: grpc, containerPort: {{ .Values.gateway.port }}}
@@ -25,7 +25,7 @@
 {{- default (printf "%s.%s.svc" (include "smcserve.name" .) .Release.Namespace) .Values.tls.serverName -}}
 {{- end -}}
 
-{{/* The kubelet's own gRPC probe does not speak TLS: then the command line asks, under a name that is in the certificate. */}}
+{{/* Health probe. The kubelet's gRPC probe does not support TLS; with TLS the command-line client is used, with a host name of the certificate. */}}
 {{- define "smcserve.healthProbe" -}}
 {{- $v := .Values -}}
 {{- if $v.tls.secret -}}
@@ -48,7 +48,7 @@ timeoutSeconds: 5
 {{- end }}
 {{- end -}}
 
-{{/* Alive is a gateway that listens. Whether its workers are ready is no reason to restart it: it restarts them itself. */}}
+{{/* Probes. A gateway is alive if it listens. Lost workers are no reason to restart it, because it restarts them itself. */}}
 {{- define "smcserve.gatewayProbes" -}}
 startupProbe:
   {{- include "smcserve.healthProbe" . | nindent 2 }}
@@ -94,7 +94,7 @@ lifecycle:
 {{- end }}
 {{- end -}}
 
-{{/* Folder under /etc/smcserve, and the Secret that it shows. */}}
+{{/* Folder under /etc/smcserve -> Secret mounted there. */}}
 {{- define "smcserve.secrets" -}}
 {{- with .Values -}}
 {{- $all := dict "tls" .tls.secret "client-ca" .tls.clientCaSecret "ca" .tls.caSecret "probe" .tls.probeSecret "tokens" .auth.tokensSecret -}}
@@ -106,13 +106,13 @@ lifecycle:
 {{- end }}
 {{- end -}}
 
-{{/* Those of them that a caller needs, as smcserve.secrets. */}}
+{{/* The secrets that a caller needs, in the format of smcserve.secrets. */}}
 {{- define "smcserve.clientSecrets" -}}
 {{- $all := include "smcserve.secrets" . | fromYaml -}}
 {{- omit $all "client-ca" (ternary "ca" "tls" (not (hasKey $all "ca"))) | toYaml -}}
 {{- end -}}
 
-{{/* So that a probe can check the certificate by its name. */}}
+{{/* Host name of the certificate for 127.0.0.1, so that probes can verify it. */}}
 {{- define "smcserve.hostAliases" -}}
 {{- if .Values.tls.secret }}
 hostAliases:

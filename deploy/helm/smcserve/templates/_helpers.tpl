@@ -1,4 +1,4 @@
-{{/* Names, labels, the image, and times. */}}
+{{/* Names, labels, the image and durations. */}}
 
 {{- define "smcserve.name" -}}
 {{- $name := default .Chart.Name .Values.nameOverride -}}
@@ -18,7 +18,7 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end -}}
 
-{{/* Metadata of an object, but not of a pod. Arguments: root; suffix of its name, labels, annotations of its own if any. */}}
+{{/* Metadata of an object other than a pod. Arguments: root; optional: suffix of the name, labels, annotations. */}}
 {{- define "smcserve.metadata" -}}
 name: {{ include "smcserve.name" .root }}{{ with .suffix }}-{{ . }}{{ end }}
 labels:
@@ -32,7 +32,7 @@ annotations:
 {{- end }}
 {{- end -}}
 
-{{/* Labels of the pods that calls go to. */}}
+{{/* Selector labels of the pods that receive calls. */}}
 {{- define "smcserve.gatewaySelector" -}}
 {{- if eq .Values.topology "cluster" -}}
 ray.io/cluster: {{ include "smcserve.name" . }}
@@ -57,13 +57,13 @@ app.kubernetes.io/component: gang
 {{- default (ternary (include "smcserve.name" .) "default" .Values.serviceAccount.create) .Values.serviceAccount.name -}}
 {{- end -}}
 
-{{/* GPUs of a pod of one side; 0 on CPUs. Arguments: root, side. */}}
+{{/* Number of GPUs of a draft or target pod; 0 on CPUs. Arguments: root, side. */}}
 {{- define "smcserve.gpus" -}}
 {{- $group := index .root.Values .side -}}
 {{- if eq .root.Values.device "cuda" -}}{{ default $group.tp $group.gpus | int }}{{- else -}}0{{- end -}}
 {{- end -}}
 
-{{/* What a pod that is told to end takes: preStop, drain, delivery of statuses, and the end of every process. */}}
+{{/* Seconds that a pod needs to stop: preStop, drain, delivery of statuses and the end of all processes. */}}
 {{- define "smcserve.drain" -}}
 {{- add (ceil .Values.gateway.preStopDelay) (ceil .Values.gateway.drainTimeout) 20 -}}
 {{- end -}}

@@ -1,20 +1,20 @@
-{{/* Where the models are, and how they come there. `source` of a side says one of: huggingFace, http, s3 (downloaded into models.volume),
-persistentVolumeClaim, image (mounted as they are). */}}
+{{/* Model directories and downloads. `source` of a model is one of: huggingFace, http, s3 (downloaded into models.volume),
+persistentVolumeClaim, image (mounted). */}}
 
-{{/* Its one source as {kind: .., ..}; nothing for a model that is in the image or on models.volume already. Arguments: root, side. */}}
+{{/* The model's source as {kind: .., ..}; empty for a model that is already in the image or on models.volume. Arguments: root, side. */}}
 {{- define "smcserve.source" -}}
 {{- range $kind, $source := (index .root.Values.models .side).source -}}
 {{- merge (dict "kind" $kind) $source | toYaml -}}
 {{- end -}}
 {{- end -}}
 
-{{/* True if it is downloaded. Arguments: root, side. */}}
+{{/* True if the model is downloaded. Arguments: root, side. */}}
 {{- define "smcserve.downloaded" -}}
 {{- $source := include "smcserve.source" . | fromYaml -}}
 {{- if has (default "" $source.kind) (list "huggingFace" "http" "s3") -}}true{{- end -}}
 {{- end -}}
 
-{{/* Directory of a model in every pod. A download has one that belongs to what is downloaded: another source never meets the files of the last.
+{{/* Directory of a model in every pod. The directory of a download depends on its source, so that a new source never uses old files.
 Arguments: root, side. */}}
 {{- define "smcserve.modelPath" -}}
 {{- $models := .root.Values.models -}}
@@ -28,7 +28,7 @@ Arguments: root, side. */}}
 {{- end -}}
 {{- end -}}
 
-{{/* Arguments: root. */}}
+{{/* Volume mounts of the models. Arguments: root. */}}
 {{- define "smcserve.modelMounts" -}}
 {{- $models := .root.Values.models -}}
 {{- if $models.volume }}
@@ -42,7 +42,7 @@ Arguments: root, side. */}}
 {{- end }}
 {{- end -}}
 
-{{/* Arguments: root. */}}
+{{/* Volumes of the models. Arguments: root. */}}
 {{- define "smcserve.modelVolumes" -}}
 {{- with .root.Values.models.volume }}
 - name: models
@@ -60,7 +60,7 @@ Arguments: root, side. */}}
 {{- end }}
 {{- end -}}
 
-{{/* Waits until what is downloaded is there and checked. Arguments: root, pod. */}}
+{{/* Init container that waits until downloads are complete and checked. Arguments: root, pod. */}}
 {{- define "smcserve.modelsInit" -}}
 {{- $paths := list -}}
 {{- range $side := list "target" "draft" -}}
@@ -83,7 +83,7 @@ Arguments: root, side. */}}
 {{- end }}
 {{- end -}}
 
-{{/* A job's argument for every model that is downloaded, as JSON. Arguments: root. */}}
+{{/* Arguments of the download job: JSON for every downloaded model. Arguments: root. */}}
 {{- define "smcserve.downloads" -}}
 {{- range $side := list "target" "draft" }}
 {{- $of := dict "root" $.root "side" $side }}
@@ -94,7 +94,7 @@ Arguments: root, side. */}}
 {{- end }}
 {{- end -}}
 
-{{/* What opens the sources: variables that begin with the name of the side. Arguments: root. */}}
+{{/* Credentials of the sources: environment variables prefixed by TARGET_ or DRAFT_. Arguments: root. */}}
 {{- define "smcserve.downloadSecrets" -}}
 {{- range $side := list "target" "draft" }}
 {{- $source := include "smcserve.source" (dict "root" $.root "side" $side) | fromYaml }}
@@ -114,10 +114,10 @@ Arguments: root, side. */}}
 {{- end }}
 {{- end -}}
 
-{{/* The Job that downloads. Arguments: root, pod, downloads. */}}
+{{/* Spec of the download Job. Arguments: root, pod, downloads. */}}
 {{- define "smcserve.downloadSpec" -}}
 {{- $v := .root.Values -}}
-# A pod that was lost, or found a file broken, is followed by one that goes on with what is there.
+# A pod that is lost or finds a broken file is replaced by one that resumes the download.
 backoffLimit: {{ $v.models.download.retries }}
 activeDeadlineSeconds: {{ $v.models.download.timeout }}
 template:

@@ -1,6 +1,6 @@
-{{/* What all pods have in common. `pod` in arguments: the merged settings of smcserve.podTemplate. */}}
+{{/* Parts shared by all pods. Argument `pod`: the merged settings of smcserve.podTemplate. */}}
 
-{{/* Settings of one kind of pod: those of all, and `own` over them. Lists and maps are joined, anything else is replaced. Arguments: root, own. */}}
+{{/* Settings of one kind of pod: podTemplate, overridden by `own`. Lists and maps are joined, other values are replaced. Arguments: root, own. */}}
 {{- define "smcserve.podTemplate" -}}
 {{- $all := deepCopy .root.Values.podTemplate -}}
 {{- range $key, $value := .own -}}
@@ -15,7 +15,7 @@
 {{- toYaml $all -}}
 {{- end -}}
 
-{{/* Arguments: root, component, pod. */}}
+{{/* Metadata of a pod. Arguments: root, component, pod. */}}
 {{- define "smcserve.podMetadata" -}}
 labels:
   {{- include "smcserve.labels" .root | nindent 2 }}
@@ -29,7 +29,7 @@ annotations:
 {{- end }}
 {{- end -}}
 
-{{/* Arguments: root, pod; account, if the pod speaks to Kubernetes and has one of its own. */}}
+{{/* Fields of every pod spec. Arguments: root, pod; optional: account, the service account of a pod that calls the Kubernetes API. */}}
 {{- define "smcserve.podCommon" -}}
 {{- $pod := .pod -}}
 serviceAccountName: {{ default (include "smcserve.serviceAccount" .root) .account }}
@@ -46,7 +46,7 @@ imagePullSecrets:
 {{- end }}
 {{- end -}}
 
-{{/* Arguments: root, pod; image, if it is not the service's. */}}
+{{/* Fields of every container. Arguments: root, pod; optional: image, if it is not the service's. */}}
 {{- define "smcserve.container" -}}
 image: {{ default (include "smcserve.image" .root) .image }}
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
@@ -60,7 +60,7 @@ envFrom:
 {{- end }}
 {{- end -}}
 
-{{/* A command that carries its script, so that an upgrade does not change it under a running pod. Arguments: root, name. */}}
+{{/* Command with its script inline, so that an upgrade does not change the script of a running pod. Arguments: root, name. */}}
 {{- define "smcserve.script" -}}
 - bash
 - -c
@@ -68,7 +68,7 @@ envFrom:
 - {{ .name }}
 {{- end -}}
 
-{{/* Everything that is written goes to /tmp; no model is looked for on a hub. Arguments: root, pod. */}}
+{{/* Environment of every container: files are written to /tmp, and no model hub is contacted. Arguments: root, pod. */}}
 {{- define "smcserve.env" -}}
 - {name: HOME, value: /tmp}
 - {name: PYTHONDONTWRITEBYTECODE, value: "1"}
@@ -79,13 +79,13 @@ envFrom:
 {{- end }}
 {{- end -}}
 
-{{/* Of containers on the RayCluster of a job, whose token KubeRay gives to all of them. Arguments: root, pod. */}}
+{{/* Environment of containers in the RayCluster of a job; KubeRay adds the token to all of them. Arguments: root, pod. */}}
 {{- define "smcserve.jobEnv" -}}
 - {name: RAY_AUTH_MODE, value: {{ .root.Values.ray.auth.mode }}}
 {{ include "smcserve.env" . }}
 {{- end -}}
 
-{{/* Of containers on the RayCluster of the service: KubeRay would not give the token to the gateway. Arguments: root, pod. */}}
+{{/* Environment of containers in the RayCluster of a service, with the token, which KubeRay does not add to the gateway. Arguments: root, pod. */}}
 {{- define "smcserve.rayEnv" -}}
 {{- with .root.Values.ray.auth -}}
 {{- if eq .mode "token" -}}
@@ -97,7 +97,7 @@ envFrom:
 {{- include "smcserve.jobEnv" . }}
 {{- end -}}
 
-{{/* Arguments: root, pod. */}}
+{{/* Volume mounts of every container. Arguments: root, pod. */}}
 {{- define "smcserve.baseMounts" -}}
 - {name: tmp, mountPath: /tmp}
 - {name: shm, mountPath: /dev/shm}
@@ -106,7 +106,7 @@ envFrom:
 {{- end }}
 {{- end -}}
 
-{{/* Arguments: root, pod, shm. */}}
+{{/* Volumes of every pod. Arguments: root, pod, shm. */}}
 {{- define "smcserve.baseVolumes" -}}
 - name: tmp
   emptyDir: {}
@@ -117,7 +117,7 @@ envFrom:
 {{- end }}
 {{- end -}}
 
-{{/* Those of the chart, then the user's. Arguments: root, pod. */}}
+{{/* Init containers of the chart, then the user's. Arguments: root, pod. */}}
 {{- define "smcserve.initContainers" -}}
 {{- $own := concat (include "smcserve.modelsInit" . | fromYamlArray) (include "smcserve.tritonInit" . | fromYamlArray) .pod.initContainers -}}
 {{- with $own }}
@@ -132,7 +132,7 @@ initContainers:
 {{- end }}
 {{- end -}}
 
-{{/* Says first whether the driver is new enough. Triton writes kernels beside the part that the image brings ready-made, because it has no C compiler. Only in pods of ranks. Arguments: root, pod, ranks. */}}
+{{/* Init container of rank pods: checks the driver version and copies Triton's prebuilt cache to a writable volume, because the image has no C compiler. Arguments: root, pod, ranks. */}}
 {{- define "smcserve.tritonInit" -}}
 {{- if and .ranks (eq .root.Values.device "cuda") }}
 - name: triton

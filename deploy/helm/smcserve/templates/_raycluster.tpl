@@ -1,4 +1,4 @@
-{{/* The spec of a RayCluster. Arguments: root, gateway (whether the head pod has one; the head of a batch has its files instead). */}}
+{{/* Spec of a RayCluster. Arguments: root, gateway (whether the head pod runs a gateway; the head of a batch job mounts its files instead). */}}
 
 {{- define "smcserve.rayClusterSpec" -}}
 {{- $v := .root.Values -}}
@@ -15,7 +15,7 @@ authOptions:
   {{- end }}
 {{- end }}
 headGroupSpec:
-  # Workers find the head by it before the gateway, and so the head pod, is ready; some operators would hide the pod until then.
+  # Workers use this Service to find the head before the gateway, and so the head pod, is ready; some operators would hide the pod until then.
   headService:
     spec:
       clusterIP: None
@@ -38,7 +38,7 @@ workerGroupSpecs:
     minReplicas: {{ $group.replicas }}
     maxReplicas: {{ $group.replicas }}
     rayStartParams:
-      # Room for one gang, and the custom resource by which its ranks find this group.
+      # CPUs for one gang, and the custom resource that places its ranks in this group.
       num-cpus: {{ $group.tp | quote }}
       num-gpus: {{ $gpus | quote }}
       resources: {{ printf "'{\"smc_%s\": 1}'" $side | quote }}
@@ -48,7 +48,7 @@ workerGroupSpecs:
   {{- end }}
 {{- end -}}
 
-{{/* Arguments: root, pod. */}}
+{{/* Container of Ray's head. Arguments: root, pod. */}}
 {{- define "smcserve.rayHeadContainer" -}}
 name: ray-head
 {{ include "smcserve.container" . }}
@@ -61,7 +61,7 @@ resources:
   {{- toYaml .root.Values.ray.head.resources | nindent 2 }}
 {{- end -}}
 
-{{/* The gateway is a Ray driver: it needs the sockets of the node beside it, and so its /tmp, its /dev/shm and its processes.
+{{/* Head pod of a service. The gateway is a Ray driver: it needs the sockets of its Ray node, so both share /tmp, /dev/shm and the PID namespace.
 Arguments: root, pod. */}}
 {{- define "smcserve.headPod" -}}
 {{- $v := .root.Values -}}
@@ -113,7 +113,7 @@ spec:
     {{- include "smcserve.secretVolumes" .root | nindent 4 }}
 {{- end -}}
 
-{{/* The batch command runs on the head, as a job of Ray. Arguments: root, pod. */}}
+{{/* Head pod of a batch job. The batch command runs there as a Ray job. Arguments: root, pod. */}}
 {{- define "smcserve.batchHeadPod" -}}
 {{- $v := .root.Values -}}
 metadata:

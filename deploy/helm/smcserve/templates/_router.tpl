@@ -1,4 +1,4 @@
-{{/* smg, the router before the gangs of topology `pod`. */}}
+{{/* smg, the router in front of the gangs of topology `pod`. */}}
 
 {{- define "smcserve.routerImage" -}}
 {{- with .Values.router.image -}}
@@ -30,7 +30,7 @@ app.kubernetes.io/component: router
 - --health-check-interval-secs={{ $v.router.healthInterval }}
 - --worker-startup-timeout-secs={{ ceil $v.timeouts.start }}
 - --shutdown-grace-period-secs={{ $v.router.drainTimeout }}
-# Else whoever reaches the port could register workers.
+# Without this key, anyone who reaches the port could register workers.
 - --control-plane-api-keys=chart:chart:admin:$(CONTROL_KEY)
 {{- if $v.router.apiKeySecret }}
 - --api-key=$(API_KEY)

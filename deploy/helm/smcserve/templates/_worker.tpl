@@ -1,4 +1,4 @@
-{{/* A pod of a worker group. Arguments: root, pod, side, group, gpus, gateway. */}}
+{{/* Pod of a worker group. Arguments: root, pod, side, group, gpus, gateway. */}}
 
 {{- define "smcserve.workerPod" -}}
 metadata:
@@ -33,7 +33,7 @@ spec:
     {{- include "smcserve.tritonVolumes" . | nindent 4 }}
 {{- end -}}
 
-{{/* Resources with the GPUs in them: a GPU's request is its limit. None where a claim brings them. Arguments: group (with resources, gpuResource), gpus. */}}
+{{/* Resources including GPUs, whose request equals their limit. No GPUs if a resource claim provides them. Arguments: group (with resources, gpuResource), gpus. */}}
 {{- define "smcserve.resources" -}}
 {{- $resources := deepCopy .group.resources -}}
 {{- if and .gpus .group.gpuResource -}}

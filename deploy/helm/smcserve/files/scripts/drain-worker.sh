@@ -1,5 +1,5 @@
 #!/bin/bash
-# Before a worker is stopped: wait until no rank of a model runs here, SECONDS at most. drain-worker.sh SECONDS [PROCESS]
+# preStop hook of a worker: waits at most SECONDS until no rank of a model runs in this pod. drain-worker.sh SECONDS [PROCESS]
 set -euo pipefail
 process=${2:-ray::smcserve:}
 while ((SECONDS < $1)) && grep -aqs "^$process" /proc/[0-9]*/cmdline; do

@@ -1,8 +1,9 @@
-"""Downloads models into directories that pods share: fetch_models.py MODEL.., each JSON: {"side", "kind", "directory",
-and its source}.
+"""Downloads models into directories that pods share: fetch_models.py MODEL.. Each MODEL is JSON with "side", "kind",
+"directory" and the fields of its source.
 
-A file has its name once its hash is right; until then what is there of it ends in `.part`, and is gone on with. A
-directory is whole once it holds `.complete`. Needs nothing but Python: it runs in whatever image the service has."""
+A file is downloaded to a name that ends in `.part` and renamed when its hash has been checked; a partial file is
+resumed. A directory is complete when it contains `.complete`. Uses only the standard library, so that it runs in any
+image."""
 
 from __future__ import annotations
 
@@ -26,18 +27,18 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import quote, urlsplit
 
 HUB = "https://huggingface.co"
-READ = (".json", ".safetensors", ".txt", ".model", ".jinja")
-COPY = "consolidated"
-"""What a model is loaded from, of what a repository of the hub holds; some hold their weights again under names that
-begin so."""
+MODEL_SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja")
+DUPLICATE_PREFIX = "consolidated"
+"""Files of a hub repository that are downloaded: those with these suffixes, except second copies of the weights, whose
+names begin with this prefix."""
 SUMS, COMPLETE = "SHA256SUMS", ".complete"
 ATTEMPTS, PAUSE_S, TIMEOUT_S, CHUNK, AT_ONCE = 8, 2.0, 60.0, 1 << 20, 4
 
 
 @dataclass(frozen=True)
 class File:
-    """`digest` is of `algorithm`: sha256, or git's own (sha1 over a header and the bytes). `size` in bytes, None if
-    nobody says."""
+    """A file to download. `algorithm` of the digest: sha256, or git (sha1 over a header and the bytes). `size` in
+    bytes, None if unknown."""
 
     name: str
     url: str
@@ -47,7 +48,7 @@ class File:
 
 
 class WithinHost(urllib.request.HTTPRedirectHandler):
-    """Follows redirects, and shows a secret to no host but the one it is for."""
+    """Follows redirects, but drops the Authorization header if the host changes."""
 
     def redirect_request(self, request: urllib.request.Request, *rest: object) -> urllib.request.Request | None:
         new = super().redirect_request(request, *rest)
@@ -59,33 +60,39 @@ class WithinHost(urllib.request.HTTPRedirectHandler):
 OPEN = urllib.request.build_opener(WithinHost).open
 
 
-class Source:
-    """Where a model is read from. Errors: ValueError for one that does not hold what it should."""
+class RemoteModel:
+    """A model at its source: a hub repository, an HTTP directory or an S3 prefix. Methods raise ValueError if the
+    source is invalid."""
 
     def __init__(self, given: Mapping[str, str], environment: Mapping[str, str]) -> None:
         self._given = given
         self._secrets = {name.removeprefix(f"{given['side'].upper()}_"): value for name, value in environment.items()}
 
     def headers(self, url: str) -> dict[str, str]:
+        """Headers that authenticate a GET of `url`."""
         if self._given["kind"] == "s3" and "AWS_ACCESS_KEY_ID" in self._secrets:
             return signed(url, self._given.get("region", "us-east-1"), self._secrets)
         return {"Authorization": f"Bearer {self._secrets['TOKEN']}"} if "TOKEN" in self._secrets else {}
 
     def files(self) -> list[File]:
-        found = list(self._of_the_hub() if self._given["kind"] == "huggingFace" else self._of_the_sums())
+        found = list(self._hub_files() if self._given["kind"] == "huggingFace" else self._summed_files())
         if not found:
             raise ValueError(f"{self._given['directory']}: the source holds no file that a model is loaded from")
         return found
 
-    def _of_the_hub(self) -> Iterator[File]:
-        """Those of the repository's top folder; the hub knows every file's hash."""
+    def _hub_files(self) -> Iterator[File]:
+        """Files in the repository's top folder. The hub's API provides the hash of each."""
         hub, repository, revision = self._given.get("endpoint", HUB), self._given["repository"], self._given["revision"]
         page: str | None = f"{hub}/api/models/{repository}/tree/{revision}"
         while page:
             with read(page, self) as response:
                 entries, links = json.load(response), response.headers.get("Link", "")
             for entry in entries:
-                if entry["type"] == "file" and entry["path"].endswith(READ) and not entry["path"].startswith(COPY):
+                if (
+                    entry["type"] == "file"
+                    and entry["path"].endswith(MODEL_SUFFIXES)
+                    and not entry["path"].startswith(DUPLICATE_PREFIX)
+                ):
                     url = f"{hub}/{repository}/resolve/{revision}/{quote(entry['path'])}"
                     large = entry.get("lfs")
                     yield File(
@@ -96,12 +103,12 @@ class Source:
                     )
             page = links.split(">")[0].removeprefix("<") if 'rel="next"' in links else None
 
-    def _of_the_sums(self) -> Iterator[File]:
-        """Those that SHA256SUMS names, a file as `sha256sum *` writes it, whose own hash is given."""
+    def _summed_files(self) -> Iterator[File]:
+        """Files listed in SHA256SUMS, in the format of `sha256sum *`. The hash of SHA256SUMS itself is configured."""
         base = self._base()
         with read(f"{base}/{SUMS}", self) as response:
             sums = response.read()
-        check(SUMS, hashlib.sha256(sums).hexdigest(), self._given["sha256"])
+        check_hash(SUMS, hashlib.sha256(sums).hexdigest(), self._given["sha256"])
         for line in sums.decode().splitlines():
             digest, _, name = line.partition(" ")
             name = name.lstrip(" *")
@@ -123,7 +130,7 @@ class Source:
 
 
 def signed(url: str, region: str, secrets: Mapping[str, str]) -> dict[str, str]:
-    """Headers of a GET that S3 accepts."""
+    """Headers of a signed GET for S3."""
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
     headers = {"host": urlsplit(url).netloc, "x-amz-content-sha256": "UNSIGNED-PAYLOAD", "x-amz-date": stamp}
     if secrets.get("AWS_SESSION_TOKEN"):
@@ -135,7 +142,8 @@ def signed(url: str, region: str, secrets: Mapping[str, str]) -> dict[str, str]:
 
 
 def authorization(path: str, headers: Mapping[str, str], region: str, key: str, secret: str) -> str:
-    """Signature Version 4 of a GET without a query; `headers` by lower-case name, all of them signed."""
+    """Authorization header with Signature Version 4, for a GET without a query. `headers`: by lower-case name; all are
+    signed."""
     stamp, names = headers["x-amz-date"], ";".join(sorted(headers))
     lines = "".join(f"{name}:{headers[name]}\n" for name in sorted(headers))
     request = f"GET\n{path}\n\n{lines}\n{names}\n{headers['x-amz-content-sha256']}"
@@ -147,14 +155,14 @@ def authorization(path: str, headers: Mapping[str, str], region: str, key: str, 
     return f"AWS4-HMAC-SHA256 Credential={key}/{scope},SignedHeaders={names},Signature={signer.hex()}"
 
 
-def read(url: str, source: Source, begin: int = 0) -> http.client.HTTPResponse:
-    """From byte `begin` on. Tries again what may pass; ValueError for what will not."""
+def read(url: str, source: RemoteModel, begin: int = 0) -> http.client.HTTPResponse:
+    """Open `url` from byte `begin`. Retries temporary errors; raises ValueError for permanent ones."""
     for attempt in range(ATTEMPTS):
         headers = source.headers(url) | ({"Range": f"bytes={begin}-"} if begin else {})
         try:
             return OPEN(urllib.request.Request(url, headers=headers), timeout=TIMEOUT_S)
         except urllib.error.HTTPError as error:
-            if error.code == 416:  # there is nothing from `begin` on
+            if error.code == 416:  # the file ends at `begin`
                 return error
             if error.code < 500 and error.code not in (408, 429):
                 hint = {
@@ -177,13 +185,13 @@ def wait(attempt: int, url: str, reason: object) -> None:
     time.sleep(PAUSE_S * 2 ** min(attempt, 5))
 
 
-def check(name: str, found: str, promised: str) -> None:
+def check_hash(name: str, found: str, promised: str) -> None:
     if found != promised:
         raise ValueError(f"{name}: its hash is {found}, and {promised} was promised")
 
 
-def fetch(file: File, directory: Path, source: Source) -> None:
-    """Into `directory`; nothing to do if it is there. What is there of it is gone on with."""
+def fetch(file: File, directory: Path, source: RemoteModel) -> None:
+    """Download a file into `directory` and check its hash. An existing file is kept; a partial file is resumed."""
     target = directory / file.name
     if target.exists():
         return
@@ -201,7 +209,7 @@ def fetch(file: File, directory: Path, source: Source) -> None:
             f"{file.url}: lost {ATTEMPTS} times; {part.stat().st_size if part.exists() else 0} bytes are there"
         )
     try:
-        check(file.name, digest(part, file.algorithm), file.digest)
+        check_hash(file.name, digest(part, file.algorithm), file.digest)
     except ValueError:
         part.unlink()
         raise
@@ -209,7 +217,8 @@ def fetch(file: File, directory: Path, source: Source) -> None:
     part.rename(target)
 
 
-def receive(file: File, part: Path, source: Source) -> None:
+def receive(file: File, part: Path, source: RemoteModel) -> None:
+    """Download the rest of a file to `part`. Raises OSError if the connection ends early."""
     have = part.stat().st_size if part.exists() else 0
     if have and have == file.size:
         return
@@ -233,7 +242,7 @@ def digest(path: Path, algorithm: str) -> str:
 
 @contextlib.contextmanager
 def alone(directory: Path) -> Iterator[None]:
-    """One download at a time: the job of the next release may begin before the last one's has ended."""
+    """Lock the directory: the job of the next release may start before the last one has ended."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -241,13 +250,13 @@ def alone(directory: Path) -> Iterator[None]:
 
 
 def download(given: Mapping[str, str], environment: Mapping[str, str]) -> None:
-    """Errors: ValueError for a source that does not give what it should, or a volume that is too small."""
+    """Download one model. Raises ValueError if the source is invalid or the volume too small."""
     directory = Path(given["directory"])
     with alone(directory):
         if (directory / COMPLETE).exists():
             print(f"{directory} is complete")
             return
-        source = Source(given, environment)
+        source = RemoteModel(given, environment)
         files = source.files()
         missing = sum(file.size or 0 for file in files if not (directory / file.name).exists())
         missing -= sum(part.stat().st_size for part in directory.rglob("*.part"))

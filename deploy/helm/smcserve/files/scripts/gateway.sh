@@ -1,6 +1,6 @@
 #!/bin/bash
-# Waits for the Ray node of this pod, then serves: gateway.sh ADDRESS LOCK FLAG..
-# LOCK is held until the gateway has ended, however it ends; drain-head.sh waits for it.
+# Waits for the Ray node of this pod, then starts the gateway: gateway.sh ADDRESS LOCK FLAG..
+# The gateway holds LOCK until it exits; drain-head.sh waits for the lock.
 set -euo pipefail
 address=$1 lock=$2
 shift 2

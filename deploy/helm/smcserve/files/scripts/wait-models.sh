@@ -1,5 +1,5 @@
 #!/bin/bash
-# Waits until every DIRECTORY holds a whole model, which fetch_models.py says of it: wait-models.sh DIRECTORY..
+# Waits until fetch_models.py has marked every DIRECTORY as complete: wait-models.sh DIRECTORY..
 set -euo pipefail
 for directory in "$@"; do
   until [[ -e $directory/.complete ]]; do
