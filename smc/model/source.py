@@ -46,7 +46,7 @@ class Source:
 
     kind: str
     """One of `LOADS`."""
-    place: Path
+    location: Path
     """Directory of the model; with `random` and `grown`, the name of a shape."""
     config: ModelConfig
     parameters: int
@@ -62,7 +62,7 @@ class Source:
 
     @property
     def name(self) -> str:
-        return self.place.name
+        return self.location.name
 
     def load(
         self, *, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE, reduce: Reduce | None = None
@@ -78,26 +78,26 @@ class Source:
         if self.kind == "grown":
             from smc.model.padded import padded_model
 
-            return padded_model(load_model(self._small), preset(str(self.place)), **where)
-        return load_model(self.place, **where)
+            return padded_model(load_model(self._small), preset(str(self.location)), **where)
+        return load_model(self.location, **where)
 
     @property
     def tokenizer_files(self) -> Path | None:
         """Directory of the tokenizer's files; None for random weights."""
-        return {"files": self.place, "grown": self.small}.get(self.kind)
+        return {"files": self.location, "grown": self.small}.get(self.kind)
 
     def fingerprint(self) -> str:
         """Fingerprint of the weights (`smc.model.fingerprint`). Padded models have that of the small model, random
         models the word `random`."""
         if self.kind == "random":
             return self.kind
-        return fingerprint(self._small if self.kind == "grown" else self.place)
+        return fingerprint(self._small if self.kind == "grown" else self.location)
 
     def tokenizer(self) -> Tokenizer:
         if self.kind == "random":
             return NoText(self.config.vocab_size)
         if self.kind == "files":
-            return Tokenizer.load(self.place)
+            return Tokenizer.load(self.location)
         from smc.model.padded import padded_tokenizer
 
         return padded_tokenizer(self._small, self.config)
