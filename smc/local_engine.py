@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from smc.api.engine_config import EngineConfig
+from smc.api.request import Request
 from smc.executor.executor import LocalRoundExecutor
 from smc.executor.ops import RoundOps, TorchOps
 from smc.executor.worker import ModelWorker
+from smc.memory.kv_cache import pool_for
 from smc.memory.kv_pool import KVPool, pages_that_fit
 from smc.model.check import require_pair
 from smc.model.decoder import Decoder
 from smc.model.draft_vocab import DraftHead
 from smc.model.loader import load_model
 from smc.model.tokenizer import Tokenizer
+from smc.scheduler.admission import check_fits
 from smc.scheduler.engine import Engine
+from smc.scheduler.methods import decoding_of
 from smc.stops import TokenBytes
 from smc.types import ModelRole
 
@@ -82,6 +87,22 @@ def local_engine(pair: ModelPair, config: EngineConfig | None = None, **engine_o
         context=context,
         **engine_options,
     )
+
+
+def fitted_engine(pair: ModelPair, config: EngineConfig, requests: Sequence[Request], concurrency: int = 1) -> Engine:
+    """An engine with exactly the slots and pages that `concurrency` of these requests need at once, so that none of
+    them waits for memory.
+
+    `max_slots` and `pages` of `config` are replaced. Raises ValueError if a request is too large for the models."""
+    needs = [decoding_of(r.params).ample_pages(config, r.params, len(r.prompt), r.negative_size) for r in requests]
+    most = {role: max(need.get(role, 0) for need in needs) for role in ModelRole}
+    slots = max(request.params.rows * request.params.slots_per_row for request in requests)
+    context = min(config.max_context or pair.max_context, pair.max_context)
+    for request in requests:
+        check_fits(request, replace(config, max_slots=slots), most, context, pair.tokenizer.size)
+    # At least two pages: a plain method leaves one of the models idle, and a pool cannot be empty.
+    pages = max(2, pool_for(concurrency * max(most.values())))
+    return local_engine(pair, replace(config, max_slots=concurrency * slots, pages=pages))
 
 
 def _room(pair: ModelPair, config: EngineConfig) -> int | None:

@@ -23,7 +23,7 @@ LIBRARY = [
     ("smc.local_engine",),
     ("smc.demo",),
     ("smc.loading",),
-    ("smc.evaluation",),
+    ("benchmarks",),
 ]
 """Layers, lowest first; those of one layer may import each other."""
 FORBIDDEN = {"ray", "grpc", "prometheus_client", "services", "loadtest", "tests"}

@@ -1,6 +1,11 @@
-"""The work behind `smcserve demo`."""
+"""The work behind `smcserve demo`: questions answered one by one, then ways of decoding compared in a table."""
 
 from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.progress import BarColumn, Progress, TextColumn
@@ -9,23 +14,65 @@ from rich.table import Table
 from rich.text import Text
 
 from services.cli.generate import summary
+from smc.api.engine_config import EngineConfig
 from smc.api.outputs import Answer
-from smc.demo.problems import Problem, generate, grade
-from smc.evaluation.batch import fitted_engine
-from smc.evaluation.quality import Row, Setting, Terms, measure, problem_requests
+from smc.api.request import Request
+from smc.api.sampling_params import SamplingParams
+from smc.demo import MAX_ANSWER
+from smc.demo.problems import Problem, derived_seed, generate, grade
 from smc.loading import DEMO, load_pair, use_threads
-from smc.local_engine import ModelPair
+from smc.local_engine import ModelPair, fitted_engine
 from smc.terminal import err, out
 
 QUESTIONS = 3
 CONCURRENCY = 8
-TARGET, DRAFT = Setting.plain("target"), Setting.plain("draft")
-EXACT = Setting.lockstep("exact", particles=4, block=5)
-SMC = Setting.lockstep("distinct", particles=8, block=5)
+
+
+@dataclass(frozen=True)
+class DemoDecoding:
+    """One way of decoding, and a line of the table."""
+
+    name: str
+    sampling: dict[str, Any]
+    """Settings of `SamplingParams`, by name."""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+    def passes(self, tokens: float, rounds: float) -> float:
+        """Target passes after the one over the prompt, which brings the first token: one a token, or one a round."""
+        if self.sampling["method"] == "draft":
+            return 0
+        return tokens - 1 if self.sampling["method"] == "target" else rounds
+
+    def requests(self, pair: ModelPair, problems: list[Problem], seed: int) -> list[Request]:
+        """One request a problem, named by its index."""
+        prompts = [pair.tokenizer.chat([{"role": "user", "content": problem.question}]) for problem in problems]
+        return [
+            Request(
+                str(index),
+                tuple(prompt),
+                SamplingParams(seed=derived_seed(seed, index), max_tokens=MAX_ANSWER, **self.sampling),
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+
+
+def _exact(particles: int) -> dict[str, Any]:
+    return {"method": "exact", "particles": particles}
+
+
+def _smc(particles: int) -> dict[str, Any]:
+    return {"method": "smc", "population": "distinct", "particles": particles}
+
+
+LOCKSTEP, LOOKAHEAD = EngineConfig(form="lockstep", block=5), EngineConfig(form="lookahead", block=5, branches=4)
+TARGET = DemoDecoding("target alone", {"method": "target"})
+DRAFT = DemoDecoding("draft alone", {"method": "draft"})
+EXACT = DemoDecoding("exact lockstep N=4 K=5", _exact(4), LOCKSTEP)
+SMC = DemoDecoding("distinct lockstep N=8 K=5", _smc(8), LOCKSTEP)
 MORE = (
-    Setting.lookahead("exact", 8, 5, 4),
-    Setting.lookahead("distinct", 8, 5, 4),
-    Setting.lockstep("distinct", 32, 5),
+    DemoDecoding("exact look-ahead N=8 K=5 F=4", _exact(8), LOOKAHEAD),
+    DemoDecoding("distinct look-ahead N=8 K=5 F=4", _smc(8), LOOKAHEAD),
+    DemoDecoding("distinct lockstep N=32 K=5", _smc(32), LOCKSTEP),
 )
 LESSON = """\
 Every answer is drawn at temperature 1. The draft alone is fast and mostly wrong. Exact decoding gives the target's own answers in few \
@@ -62,30 +109,22 @@ def _ask(pair: ModelPair, problem: Problem, seed: int) -> None:
     exact = _answer(pair, EXACT, problem, seed, aloud=True)
     out.print(_verdict(problem, exact))
     out.print(Text(summary(exact), style="dim"))
-    answers = [(EXACT, exact), *((setting, _answer(pair, setting, problem, seed)) for setting in (TARGET, SMC, DRAFT))]
+    others = [(decoding, _answer(pair, decoding, problem, seed)) for decoding in (TARGET, SMC, DRAFT)]
     table = Table(box=None, header_style="dim", padding=(0, 3, 0, 0), pad_edge=False)
     for name in ("", "result", "tokens", "target's passes", "time"):
         table.add_column(name, justify="left" if name in ("", "result") else "right")
-    for setting, answer in answers:
-        passes = _passes(setting, len(answer.tokens), answer.statistics.rounds)
-        table.add_row(
-            setting.name, _result(problem, answer), str(len(answer.tokens)), f"{passes:.0f}", f"{answer.seconds:.2f} s"
-        )
+    for decoding, answer in [(EXACT, exact), *others]:
+        tokens = len(answer.tokens)
+        passes = decoding.passes(tokens, answer.statistics.rounds)
+        table.add_row(decoding.name, _result(problem, answer), str(tokens), f"{passes:.0f}", f"{answer.seconds:.2f} s")
     out.print(table)
     out.print()
 
 
-def _passes(setting: Setting, tokens: float, rounds: float | None) -> float:
-    """Of the target, after the one over the prompt, which brings the first token: one a token, or one a round."""
-    if setting.form:
-        assert rounds is not None
-        return rounds
-    return tokens - 1 if setting.method == "target" else 0
-
-
-def _answer(pair: ModelPair, setting: Setting, problem: Problem, seed: int, aloud: bool = False) -> Answer:
-    requests = problem_requests(pair.tokenizer, setting, [problem], Terms(seed))
-    for output in fitted_engine(pair, setting.engine, requests).run(requests):
+def _answer(pair: ModelPair, decoding: DemoDecoding, problem: Problem, seed: int, aloud: bool = False) -> Answer:
+    """`aloud`: print the answer as it comes. Raises RuntimeError for an answer that ends in an error."""
+    requests = decoding.requests(pair, [problem], seed)
+    for output in fitted_engine(pair, decoding.engine, requests).run(requests):
         if aloud:
             print(output.text, end="", flush=True)
         answer = output.answer
@@ -108,27 +147,42 @@ def _result(problem: Problem, answer: Answer) -> Text:
     return Text(f"{last} ✓" if right else f"{last} ✗", style="green" if right else "red")
 
 
-def _compare(pair: ModelPair, problems: list[Problem], seed: int) -> list[Row]:
-    settings = (TARGET, DRAFT, EXACT, SMC, *MORE)
+def _compare(pair: ModelPair, problems: list[Problem], seed: int) -> list[tuple[str, ...]]:
+    """The rows of the table: every way of decoding answers all problems."""
+    decodings = (TARGET, DRAFT, EXACT, SMC, *MORE)
     with Progress(TextColumn("{task.description:33}"), BarColumn(), console=err, transient=True) as progress:
-        task = progress.add_task("", total=len(settings) * len(problems))
+        task = progress.add_task("", total=len(decodings) * len(problems))
         rows = []
-        for setting in settings:
-            progress.update(task, description=setting.name)
-            rows.append(
-                measure(pair, setting, problems, CONCURRENCY, Terms(seed), on_answer=lambda *_: progress.advance(task))
-            )
+        for decoding in decodings:
+            progress.update(task, description=decoding.name)
+            rows.append(_row(pair, decoding, problems, seed, lambda: progress.advance(task)))
     return rows
 
 
-def _table(rows: list[Row]) -> Table:
+def _row(
+    pair: ModelPair, decoding: DemoDecoding, problems: list[Problem], seed: int, on_answer: Callable[[], None]
+) -> tuple[str, ...]:
+    """Raises RuntimeError for an answer that ends in an error."""
+    begin, solved, tokens, rounds = time.perf_counter(), 0, 0, 0
+    requests = decoding.requests(pair, problems, seed)
+    for output in fitted_engine(pair, decoding.engine, requests, CONCURRENCY).run(requests):
+        if (answer := output.answer) is None:
+            continue
+        if answer.error:
+            raise RuntimeError(f"{decoding.name}, problem {answer.request_id}: {answer.error}")
+        solved += grade(problems[int(answer.request_id)], answer.text)
+        tokens, rounds = tokens + len(answer.tokens), rounds + answer.statistics.rounds
+        on_answer()
+    seconds, count = time.perf_counter() - begin, len(problems)
+    passes = decoding.passes(tokens / count, rounds / count)
+    speed = f"{tokens / seconds:,.0f}"
+    return decoding.name, f"{solved} of {count}", speed, f"{tokens / count:.1f}", f"{passes:.1f}"
+
+
+def _table(rows: list[tuple[str, ...]]) -> Table:
     table = Table(box=SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False)
     for name in ("decoding", "right", "tok/s", "tokens\nper answer", "target's passes\nper answer"):
         table.add_column(name, justify="left" if name == "decoding" else "right")
     for row in rows:
-        passes = _passes(row.setting, row.tokens, row.rounds)
-        solved = f"{row.accuracy.correct} of {row.accuracy.count}"
-        table.add_row(
-            row.setting.name, solved, f"{row.batch_tokens_per_second:,.0f}", f"{row.tokens:.1f}", f"{passes:.1f}"
-        )
+        table.add_row(*row)
     return table

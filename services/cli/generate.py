@@ -111,7 +111,7 @@ def _encoded(pair: ModelPair, text: str, raw: bool) -> Sequence[int]:
 
 
 def _answer(pair: ModelPair, request: Request, config: EngineConfig, as_json: bool) -> int:
-    from smc.evaluation.batch import fitted_engine
+    from smc.local_engine import fitted_engine
 
     engine = fitted_engine(pair, config, [request])
     for output in engine.run([request]):

@@ -14,15 +14,12 @@ from typing import Annotated, Any
 import typer
 
 from services.cli.batch import batch
-from services.cli.bench import bench
 from services.cli.check import check
 from services.cli.client import client
 from services.cli.demo import demo
-from services.cli.eval import evaluate
 from services.cli.generate import generate
-from services.cli.grow import grow
+from services.cli.measuring import add_commands
 from services.cli.serve import serve
-from services.cli.timeline import timeline
 from smc.terminal import out, print_error
 
 EXAMPLES = """
@@ -47,11 +44,8 @@ app.command("generate")(generate)
 app.command("demo")(demo)
 app.command("serve")(serve)
 app.command("batch")(batch)
-app.command("eval")(evaluate)
-app.command("bench")(bench)
-app.command("timeline")(timeline)
 app.command("check")(check)
-app.command("grow")(grow)
+add_commands(app)
 app.add_typer(client, name="client")
 
 

@@ -67,6 +67,12 @@ def grade(problem: Problem, answer_text: str) -> bool:
     return found is not None and int(found[1]) == problem.result
 
 
+def derived_seed(seed: int, index: int) -> int:
+    """The seed of the request for problem `index` in a run with this seed: 63 bits of a hash, so that the seeds of
+    neighbouring runs and problems are unrelated."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {index}".encode()).digest()[:8]) >> 1
+
+
 class _Story:
     """State of a story: the person, their current amount, the sentences and the computed steps so far."""
 

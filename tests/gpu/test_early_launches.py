@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.passes import Pass, record
 from smc.executor.forward import Rows
 from smc.executor.triton_forward import TritonForward
-from tests.gpu.bench_passes import Pass, record
 
 REPLAYS = 20
 

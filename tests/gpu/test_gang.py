@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.processes import RankProcesses
 from services.launch.config import GangConfig
 from services.launch.errors import GangError
-from services.launch.processes import Processes
 from smc import demo
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
@@ -40,7 +40,7 @@ GANGS += [("wide", "nccl", 1, 1), ("wide", "nccl", 1, 2), ("wide", "nccl", 1, 3)
 class Started:
     """A gang, and the pair that it holds, on the CPU."""
 
-    gang: Processes
+    gang: RankProcesses
     on_cpu: ModelPair
 
 
@@ -66,7 +66,7 @@ def started(request, places) -> Iterator[Started]:
         pytest.skip(f"needs {draft + target} GPUs")
     place = dict(zip(("target", "draft"), places[models]))
     config = GangConfig(**place, device="cuda", dtype="float32", link=link, draft_tp=draft, target_tp=target)
-    with Processes(config, {"draft": list(range(draft)), "target": list(range(draft, draft + target))}) as gang:
+    with RankProcesses(config, {"draft": list(range(draft)), "target": list(range(draft, draft + target))}) as gang:
         yield Started(gang, ModelPair.load(*places[models]))
 
 
@@ -78,7 +78,7 @@ def test_a_follower_that_dies_ends_the_gang(link):
     config = GangConfig(device="cuda", dtype="float32", link=link, target_tp=2, link_timeout=20.0)
     asked, begin = requests(ModelPair.load(demo.TARGET, demo.DRAFT), particles=4, ignore_eos=True), 0.0
     with (
-        Processes(config, {"draft": [0], "target": [1, 2]}) as gang,
+        RankProcesses(config, {"draft": [0], "target": [1, 2]}) as gang,
         pytest.raises(GangError),
         gang.engine(FORMS["look-ahead"]) as remote,
     ):

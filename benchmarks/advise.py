@@ -1,0 +1,267 @@
+"""Which arrangement of GPUs, and which N, F, K, decode how many requests fastest: exact decoding beside plain decoding,
+predicted from cost curves and acceptance; and the short runs that measure both.
+
+N rows of a tree, K tokens of a block, F rows ahead for each of N.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from benchmarks.backends import Mode, PromptBackend
+from benchmarks.load import ClosedLoop, problem_load, sized_config
+from smc.api.engine_config import EngineConfig
+from smc.api.sampling_params import Method, SamplingParams
+from smc.calibration.costs import Effort, room_for, time_costs
+from smc.memory.kv_cache import pool_for
+from smc.scheduler.acceptance import WIDTH_GAIN
+from smc.scheduler.latency_model import LatencyModel
+from smc.scheduler.stats import EngineStats
+from smc.types import ModelRole
+
+OFFERS = 32
+"""Tokens that a root offers: a tree's first level is no wider."""
+PARTICLES = (1, 2, 4, 8, 16, 32)
+BRANCHES = (1, 2, 4, 8)
+BLOCKS = tuple(range(1, 17))
+PLAIN, LOCKSTEP, LOOKAHEAD = "plain", "lockstep", "look-ahead"
+
+
+PROBED_BLOCK = 5
+WIDE_ROWS = 8
+"""Rows of the second run: with those of the first, one each, it says what width is worth."""
+PROBED_PROBLEMS = 16
+BESIDE = 4
+"""Of these, in flight."""
+MOST_GAIN = 2.0
+
+
+@dataclass(frozen=True)
+class AcceptanceCurve:
+    """How often the target draws what has been drafted. Raises ValueError naming the field, the value and what is
+    allowed."""
+
+    one: float
+    """Probability that the target's next token is the one that a single drafted row has."""
+    gain: float = WIDTH_GAIN
+    """Exponent: N rows miss N^gain times less often."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.one < 1:
+            raise ValueError(f"acceptance={self.one!r}; allowed: between 0 and 1, both excluded")
+        if not 0 <= self.gain < math.inf:
+            raise ValueError(f"gain={self.gain!r}; allowed: finite, >= 0")
+
+    def of_rows(self, rows: float) -> float:
+        """Probability that one of so many rows has it."""
+        return 1 - (1 - self.one) / max(1.0, rows) ** self.gain
+
+    def lockstep_tokens(self, particles: int, block: int) -> float:
+        """Tokens a round, expected: those accepted of K, and the target's own."""
+        return 1 + sum(self.of_rows(particles) ** token for token in range(1, block + 1))
+
+    def lookahead_tokens(self, particles: int, branches: int, block: int) -> float:
+        """Tokens a round, expected in the long run.
+
+        Rounds are of two kinds. One verifies a tree whose first token is known to be right: every token that follows is
+        there with the probability of its rows, and so is the target's word after the block, among the rows ahead. The
+        first that is not ends the round, and the next is of the other kind, which has a single token to verify, and
+        draws a tree ahead from one root, as wide as its offers. Rows ahead are dealt out over all by likelihood; those
+        that follow the winning row are as many as its share of them."""
+        share = self.one**block
+        found = self.of_rows(min(particles, particles * branches * share))
+        hit, again = found**block, self.of_rows(min(particles * branches, OFFERS))
+        trees = again / (again + 1 - hit)
+        return trees * sum(found**token for token in range(block)) + (1 - trees)
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """Of exact decoding."""
+
+    particles: int
+    branches: int
+    block: int
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Services side by role, all alike, that share the requests."""
+
+    name: str
+    form: str
+    gpus: int
+    """Of one service."""
+    copies: int
+    costs: LatencyModel
+    """Of one service's devices."""
+
+    def speed(
+        self, requests: int, setting: TreeShape | None, acceptance: AcceptanceCurve, plain_block: int, context: int
+    ) -> Foretold:
+        """`setting`: None for plain decoding, which plans `plain_block` tokens at a time; `context`: tokens of each
+        request."""
+        costs, here = self.costs, math.ceil(requests / self.copies)
+        read = here * context
+        if setting is None:
+            tokens = 1.0
+            seconds = costs.alone.at(here, read) + costs.round_overhead / plain_block
+        else:
+            n, f, k = setting.particles, setting.branches, setting.block
+            drafting, overhead = k * costs.draft.at(here * n * f, read), costs.round_overhead
+            if self.form == LOCKSTEP:
+                tokens = acceptance.lockstep_tokens(n, k)
+                seconds = drafting + costs.target.at(here * n * (k + 1), read) + overhead
+            else:
+                tokens = acceptance.lookahead_tokens(n, f, k)
+                seconds = max(drafting, costs.target.at(here * n * k, read)) + overhead
+        return Foretold(self, requests, setting, tokens, seconds)
+
+    def settings(self, among: TreeShapes) -> Iterator[TreeShape | None]:
+        if self.form == PLAIN:
+            yield None
+        else:
+            branches = (1,) if self.form == LOCKSTEP else among.branches
+            yield from (TreeShape(*each) for each in product(among.particles, branches, among.blocks))
+
+
+@dataclass(frozen=True)
+class Foretold:
+    """What is foretold of an arrangement under a load."""
+
+    arrangement: Arrangement
+    requests: int
+    setting: TreeShape | None
+    tokens: float
+    """By which an answer grows in a round; of plain decoding in a pass."""
+    seconds: float
+    """Of that."""
+
+    @property
+    def per_request(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+    @property
+    def total(self) -> float:
+        return self.requests * self.per_request
+
+
+@dataclass(frozen=True)
+class TreeShapes:
+    """Which values are tried."""
+
+    particles: Sequence[int] = PARTICLES
+    branches: Sequence[int] = BRANCHES
+    blocks: Sequence[int] = BLOCKS
+
+
+def arrangements(gpus: int, curves: Mapping[int, LatencyModel]) -> list[Arrangement]:
+    """All that fit on so many GPUs, each as often as it does; `curves` by the GPUs of the target."""
+    found = []
+    for degree, costs in curves.items():
+        split = f"TP {degree}" if degree > 1 else ""
+        forms = (
+            (PLAIN, degree, f"plain {split}"),
+            (LOCKSTEP, degree, f"lockstep {split}"),
+            (LOOKAHEAD, 1 + degree, f"look-ahead 1 + {degree}"),
+        )
+        for form, size, name in forms:
+            if copies := gpus // size:
+                times = f"{copies} x " if copies > 1 else ""
+                found.append(Arrangement(f"{times}{name}".strip(), form, size, copies, costs))
+    return found
+
+
+def best_of(
+    arrangement: Arrangement,
+    requests: int,
+    acceptance: AcceptanceCurve,
+    among: TreeShapes,
+    plain_block: int,
+    context: int,
+) -> Foretold:
+    """The setting of most tokens a second; of those within a thousandth of it the one of fewest rows and tokens."""
+    speeds = [
+        arrangement.speed(requests, setting, acceptance, plain_block, context)
+        for setting in arrangement.settings(among)
+    ]
+    most = max(speed.per_request for speed in speeds)
+    return min((s for s in speeds if s.per_request >= 0.999 * most), key=_work)
+
+
+def advise(
+    found: Sequence[Arrangement],
+    loads: Iterable[int],
+    acceptance: AcceptanceCurve,
+    among: TreeShapes,
+    plain_block: int,
+    context: int,
+) -> list[Foretold]:
+    """For every load the best setting of every arrangement, the fastest first."""
+    return [
+        speed
+        for requests in loads
+        for speed in sorted(
+            (best_of(each, requests, acceptance, among, plain_block, context) for each in found),
+            key=lambda s: -s.per_request,
+        )
+    ]
+
+
+def _work(speed: Foretold) -> int:
+    setting = speed.setting
+    return 0 if setting is None else setting.particles * setting.branches * setting.block
+
+
+def measure_costs(backend: PromptBackend, degrees: tuple[int, int], effort: Effort, rows: int) -> LatencyModel:
+    """With so many GPUs for draft and target (0: the target's own), of draft steps of up to so many rows. One model
+    works at a time, so that they are not in each other's way where they share a GPU."""
+    mode = _mode(EngineConfig(form="lockstep", block=PROBED_BLOCK), degrees, WIDE_ROWS)
+    longest = min(backend.shape(mode, role).max_context for role in ModelRole)
+    context = min(room_for(effort.context, PROBED_BLOCK), longest)
+    # Everybody who is timed reads pages of its own; the request of which all of a round is timed needs some, too.
+    pages = pool_for(max(4, min(rows, effort.crowd)) * context)
+    config = replace(mode.config, max_slots=rows, max_context=context, pages=pages)
+    with backend.engine(mode, config) as engine:
+        costs = time_costs(engine, effort)
+    assert costs is not None, "the context has room for a prompt"
+    return costs
+
+
+def measure_acceptance(
+    backend: PromptBackend, degrees: tuple[int, int], law: Mapping[str, Any], problems: int = PROBED_PROBLEMS
+) -> AcceptanceCurve:
+    """From exact answers to problems, with one row and with `WIDE_ROWS`. `law`: settings of `SamplingParams`, by name."""
+    missed = {}
+    for rows in (1, WIDE_ROWS):
+        load = problem_load(backend.tokenizer, problems)
+        assert load.answer is not None
+        asked = load.make_requests(SamplingParams(method=Method.EXACT, particles=rows, **law), load.answer)[:problems]
+        config = sized_config(EngineConfig(form="lockstep", block=PROBED_BLOCK), asked, BESIDE)
+        with backend.engine(_mode(config, degrees, rows), config) as engine:
+            for _ in ClosedLoop(engine, asked, BESIDE).run():
+                pass
+            missed[rows] = missed_share(engine.take_stats(), problems)
+    gain = math.log(missed[1] / missed[WIDE_ROWS]) / math.log(WIDE_ROWS)
+    return AcceptanceCurve(1 - missed[1], min(max(gain, 0.0), MOST_GAIN))
+
+
+def missed_share(stats: EngineStats, answers: int) -> float:
+    """Of the tokens that rounds in lockstep compared, those that the target drew otherwise. Never 0 or 1, however few
+    there were.
+
+    A round compares tokens up to the first that is wrong; the last round of an answer, up to its end.
+    """
+    accepted = stats.spec["walk"].accepted_by_position
+    found, unfinished = sum(accepted), stats.spec["walk"].rounds - accepted[-1]
+    missed = max(0, unfinished - answers)
+    return (missed + 0.5) / (found + missed + 1)
+
+
+def _mode(config: EngineConfig, degrees: tuple[int, int], particles: int) -> Mode:
+    return Mode("lockstep" if degrees == (0, 1) else "lockstep-apart", Method.EXACT, config, particles, degrees)

@@ -1,0 +1,174 @@
+"""Where modes of decoding run: on GPUs or the CPU of this process, or elsewhere (`benchmarks.processes`).
+
+Knows nothing about what is measured there.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from smc.api.engine_config import EngineConfig
+from smc.api.sampling_params import Method
+from smc.executor.executor import LocalRoundExecutor
+from smc.executor.triton_ops import TritonOps
+from smc.executor.worker import ModelWorker
+from smc.local_engine import ModelPair, local_engine
+from smc.model.config import ModelConfig
+from smc.model.decoder import Decoder
+from smc.model.draft_vocab import DraftHead
+from smc.model.tokenizer import Tokenizer
+from smc.scheduler.engine import Engine
+from smc.stops import TokenBytes
+from smc.types import ModelRole
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way of decoding on so many GPUs: a line of the table."""
+
+    name: str
+    method: Method
+    config: EngineConfig
+    particles: int
+    degrees: tuple[int, int]
+    """GPUs of draft and target; 0: the draft is on the target's."""
+    population: str | None = None
+    """Of SMC; None: the library's default."""
+    verification: str | None = None
+    """Of exact decoding, likewise."""
+
+    @property
+    def gpus(self) -> int:
+        return sum(self.degrees)
+
+
+class PromptBackend(Protocol):
+    """What running prompts needs of a backend."""
+
+    tokenizer: Tokenizer
+
+    def engine(self, mode: Mode, config: EngineConfig) -> AbstractContextManager[Engine]:
+        """An engine of these settings; `config` says how many pages both pools have, and the longest context."""
+        ...
+
+    def shape(self, mode: Mode, role: ModelRole) -> ModelConfig:
+        """The shape of a whole model."""
+        ...
+
+
+class BenchBackend(PromptBackend, Protocol):
+    """What timing rounds needs of a backend, besides."""
+
+    def weight_bytes(self, mode: Mode, role: ModelRole) -> int:
+        """Bytes that the fullest GPU of a model reads in a pass."""
+        ...
+
+    def memory(self, mode: Mode) -> int:
+        """Peak bytes in use on the fullest GPU, of the engine that runs."""
+        ...
+
+
+class GpuBackend:
+    """GPUs of this process, one for each model, or one for both."""
+
+    def __init__(
+        self,
+        models: Callable[[ModelRole, str], Decoder],
+        tokenizer: Tokenizer,
+        draft_head: Callable[[str], DraftHead | None] = lambda device: None,
+        **options: bool,
+    ) -> None:
+        """`models` gives the model of a role on a device, where it already is, and `draft_head` what the draft proposes
+        with there, if not with all of its head; options are those of `KernelForward`."""
+        self._models, self.tokenizer, self._draft_head, self._options = models, tokenizer, draft_head, options
+
+    @contextmanager
+    def engine(self, mode: Mode, config: EngineConfig) -> Iterator[Engine]:
+
+        context = config.max_context
+        assert context is not None, "measurements say how long requests are"
+        pages = config.pool_pages(context)
+        devices = self._devices(mode)
+        heads = {ModelRole.DRAFT: self._draft_head(devices[ModelRole.DRAFT]), ModelRole.TARGET: None}
+        workers = {
+            role: ModelWorker(
+                role,
+                self._models(role, device),
+                width=config.width(context),
+                pages=pages,
+                vocab_size=self.tokenizer.size,
+                token_bytes=TokenBytes.of(self.tokenizer),
+                draft_head=heads[role],
+            )
+            for role, device in devices.items()
+        }
+        for device in devices.values():
+            torch.cuda.reset_peak_memory_stats(device)
+        pair = LocalRoundExecutor(config, workers, TritonOps(**self._options))
+        yield Engine(config, workers, self.tokenizer, pair=pair, pages=dict.fromkeys(ModelRole, pages), context=context)
+        del pair, workers
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def weight_bytes(self, mode: Mode, role: ModelRole) -> int:
+        device = self._devices(mode)[role]
+        return read_bytes(self._models(role, device), self._draft_head(device) if role == ModelRole.DRAFT else None)
+
+    def shape(self, mode: Mode, role: ModelRole) -> ModelConfig:
+        return self._models(role, self._devices(mode)[role]).config
+
+    def memory(self, mode: Mode) -> int:
+        return max(torch.cuda.max_memory_allocated(device) for device in self._devices(mode).values())
+
+    def _devices(self, mode: Mode) -> dict[ModelRole, str]:
+        return {ModelRole.DRAFT: "cuda:0", ModelRole.TARGET: "cuda:1" if mode.degrees[0] else "cuda:0"}
+
+
+class CpuBackend:
+    """A loaded pair in this process, on the device of its models."""
+
+    def __init__(self, pair: ModelPair) -> None:
+        self._pair, self.tokenizer = pair, pair.tokenizer
+
+    @contextmanager
+    def engine(self, mode: Mode, config: EngineConfig) -> Iterator[Engine]:
+        yield local_engine(self._pair, config)
+
+    def shape(self, mode: Mode, role: ModelRole) -> ModelConfig:
+        return getattr(self._pair, role).config
+
+
+class MixedBackend:
+    """Runs a pair that shares one GPU in this process, where the two models exchange data without the host, and every
+    other mode in `apart`."""
+
+    def __init__(self, local: BenchBackend, apart: BenchBackend) -> None:
+        self._local, self._apart, self.tokenizer = local, apart, apart.tokenizer
+
+    def engine(self, mode: Mode, config: EngineConfig) -> AbstractContextManager[Engine]:
+        return self._of(mode).engine(mode, config)
+
+    def weight_bytes(self, mode: Mode, role: ModelRole) -> int:
+        return self._of(mode).weight_bytes(mode, role)
+
+    def shape(self, mode: Mode, role: ModelRole) -> ModelConfig:
+        return self._of(mode).shape(mode, role)
+
+    def memory(self, mode: Mode) -> int:
+        return self._of(mode).memory(mode)
+
+    def _of(self, mode: Mode) -> BenchBackend:
+        return self._local if mode.name == "lockstep" else self._apart
+
+
+def read_bytes(model: Decoder, draft_head: DraftHead | None = None) -> int:
+    """Bytes of the weights that a pass reads: all but the embedding, and of the head what is used."""
+    head = model.lm_head if draft_head is None else draft_head.matrix
+    elsewhere = [weight for name, weight in model.named_parameters() if not name.startswith(("embed.", "lm_head."))]
+    return sum(weight.nbytes for weight in (*elsewhere, *head.parameters()))

@@ -1,0 +1,523 @@
+"""`smcserve bench`: how fast a pair decodes on GPUs; on a CPU, where the time of a round goes; on either, how soon
+answers begin."""
+
+from __future__ import annotations
+
+import json as json_module
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from benchmarks.reports.advise import LOADS as ADVISE_LOADS
+from benchmarks.reports.advise import AdvisePlan
+from benchmarks.reports.advise import run as run_advice
+from benchmarks.reports.speed import (
+    APART,
+    CURVES_LEGEND,
+    LOCAL_LEGEND,
+    MODES,
+    PROCESS_LEGEND,
+    PROMPT_CONTEXTS,
+    PROMPT_LEGEND,
+    PROMPTS_BESIDE,
+    SHORT_PROMPT_CONTEXTS,
+    SPEED_LEGEND,
+    WIDE,
+    SpeedPlan,
+    costs_of_rounds,
+    costs_of_speeds,
+    count_gpus,
+    curve_tables,
+    first_token_table,
+    measure_prompts,
+    measure_speed,
+    process_round_table,
+    round_table,
+    speed_table,
+    time_rounds,
+)
+from services.cli import gang, options
+from services.cli.options import with_options
+from smc.terminal import out, progress_bar
+
+if TYPE_CHECKING:
+    from benchmarks.backends import BenchBackend, CpuBackend, PromptBackend
+    from benchmarks.rounds import ProcessRoundTime
+    from services.launch.config import GangConfig
+    from smc.api.engine_config import EngineConfig
+    from smc.local_engine import ModelPair
+
+ROUNDS = 30
+LAW = ("temperature", "top_k", "top_p", "min_p", "guidance_scale")
+"""Options that say what law tokens are drawn from."""
+OF_METHOD = {"smc": "population", "exact": "verification"}
+"""What each method, and no other, has to be told."""
+OWN = ("target_dtype", "draft_dtype", "draft_vocab", "draft_vocab_text")
+"""Options that say how the models are held."""
+PLACES = ("target", "draft")
+
+ParticlesList = Annotated[
+    list[int] | None,
+    options.option(
+        options.PARTICLES,
+        "N; may be repeated on cuda, and with --advise. Default: 8, with --advise 1 to 32.",
+        "--particles",
+        "-n",
+        metavar="N",
+    ),
+]
+BlockList = Annotated[
+    list[int] | None,
+    options.option(
+        options.ENGINE, "K; may be repeated. Default: 8 and 5, with --advise 1 to 16.", "--block", "-k", metavar="K"
+    ),
+]
+BranchesList = Annotated[
+    list[int] | None,
+    options.option(
+        options.ENGINE,
+        "F of look-ahead; may be repeated. Default: 4, with --advise 1 to 8.",
+        "--branches",
+        "-f",
+        metavar="F",
+    ),
+]
+Advise = Annotated[
+    bool,
+    options.option(
+        options.MEASURE,
+        "Time costs, then say which split of --gpus and which N, F, K decode --concurrency requests fastest (exact decoding).",
+        "--advise",
+        show_default=False,
+        metavar="",
+    ),
+]
+Gpus = Annotated[
+    int | None,
+    options.option(
+        options.MEASURE, "To be split (--advise). Default: all there are, on a CPU 2.", "--gpus", metavar="COUNT"
+    ),
+]
+AcceptanceOfOne = Annotated[
+    float | None,
+    options.option(
+        options.MEASURE,
+        "Probability that a single drafted row has the target's next token (--advise). Default: measured on problems.",
+        "--acceptance",
+        metavar="P",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """The command's options. What was not given is None, or False."""
+
+    target: options.Target = None
+    draft: options.Draft = None
+    device: options.Device = "cpu"
+    target_dtype: options.TargetDtype = None
+    draft_dtype: options.DraftDtype = None
+    draft_vocab: options.DraftVocab = None
+    draft_vocab_text: options.DraftVocabText = None
+    load: Annotated[
+        str | None,
+        options.option(
+            options.MODELS,
+            "random: shapes named by --target, --draft; grown: the demo pair inside such shapes, with problems as prompts (cuda only).",
+            metavar="files|random|grown",
+        ),
+    ] = None
+    mode: Annotated[
+        list[str] | None,
+        options.option(
+            options.MEASURE,
+            f"Of {', '.join(MODES)} and, with --link, {WIDE} (plain on all GPUs of both models); may be repeated (cuda only).",
+            "--mode",
+            metavar="MODE",
+        ),
+    ] = None
+    context: Annotated[
+        list[int] | None,
+        options.option(
+            options.MEASURE,
+            "Prompt tokens; may be repeated (cuda, --prompts). Of --advise: of contexts. Default: 256.",
+            metavar="TOKENS",
+        ),
+    ] = None
+    prompts: Annotated[
+        bool,
+        options.option(
+            options.MEASURE,
+            "Time to the first token, alone and beside --concurrency requests, new and cached. Default of --context: 256, 4k, 16k, 64k.",
+            "--prompts",
+        ),
+    ] = False
+    advise: Advise = False
+    gpus: Gpus = None
+    acceptance: AcceptanceOfOne = None
+    method: Annotated[
+        list[str] | None,
+        options.option(
+            options.SAMPLING, "Of modes of both models; may be repeated (cuda only). Default: smc.", metavar="smc|exact"
+        ),
+    ] = None
+    population: Annotated[str | None, options.sampling_option("population")] = None
+    verification: Annotated[str | None, options.sampling_option("verification")] = None
+    guidance_scale: Annotated[float | None, options.sampling_option("guidance_scale")] = None
+    temperature: Annotated[float | None, options.sampling_option("temperature")] = None
+    top_k: Annotated[int | None, options.sampling_option("top_k")] = None
+    top_p: Annotated[float | None, options.sampling_option("top_p")] = None
+    min_p: Annotated[float | None, options.sampling_option("min_p")] = None
+    particles: ParticlesList = None
+    block: BlockList = None
+    branches: BranchesList = None
+    concurrency: Annotated[
+        list[int] | None,
+        options.option(
+            options.MEASURE,
+            "Requests side by side; may be repeated. Default: 1 and 16, with --prompts 8, with --advise 1, 8 and 64.",
+            "--concurrency",
+            "-c",
+            metavar="COUNT",
+        ),
+    ] = None
+    rounds: Annotated[
+        int | None,
+        options.option(
+            options.MEASURE, f"Rounds timed for each line of the table. Default: {ROUNDS}.", metavar="COUNT"
+        ),
+    ] = None
+    link: Annotated[
+        list[str] | None,
+        options.option(
+            gang.CLUSTER, "Each model in its own process, over this link; may be repeated.", metavar="nccl|grpc"
+        ),
+    ] = None
+    draft_tp: gang.DraftTp = None
+    target_tp: gang.TargetTp = None
+    drafting: Annotated[
+        str | None,
+        options.option(
+            options.ENGINE,
+            "For exact decoding: as much as its cost, timed first, pays for, or always all of the tree (cuda only). Default: always.",
+            "--drafting",
+            metavar="costs|always",
+        ),
+    ] = None
+    no_prefix_cache: options.NoPrefixCache = False
+    threads: options.Threads = None
+    json: Annotated[Path | None, options.option(options.OUTPUT, "Write the numbers here.", metavar="FILE")] = None
+    trace: Annotated[
+        Path | None,
+        options.option(options.OUTPUT, "Write a Chrome trace of all timed rounds here (cuda only).", metavar="FILE"),
+    ] = None
+    picture: Annotated[
+        Path | None, options.option(options.OUTPUT, "Draw what --advise foretells (png).", metavar="FILE")
+    ] = None
+
+    def named(self, *names: str) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def law(self) -> dict[str, Any]:
+        """Of the target's, what was given; of `SamplingParams`, by name."""
+        return {name: value for name, value in self.named(*LAW).items() if value is not None}
+
+    @property
+    def modes(self) -> Sequence[str]:
+        """Of GPUs, each once, in the order given."""
+        return tuple(dict.fromkeys(self.mode or (APART if self.link else MODES)))
+
+    @property
+    def decodings(self) -> list[dict[str, Any]]:
+        """Of the modes of both models, what was given, once for each method; of `SamplingParams`, by name. Where there
+        are several methods, each is told what is its own."""
+        methods = list(dict.fromkeys(self.method or ["smc"]))
+        given = {name: value for name, value in self.named(*OF_METHOD.values()).items() if value is not None}
+        own = {
+            method: given if len(methods) == 1 else {n: given[n] for n in given if n == OF_METHOD.get(method)}
+            for method in methods
+        }
+        return [{"method": method, **own[method]} for method in methods]
+
+    @property
+    def decoding(self) -> dict[str, Any]:
+        """The only one of `decodings`. Raises ValueError if there are more."""
+        if len(self.decodings) > 1:
+            raise ValueError(f"--method {' '.join(each['method'] for each in self.decodings)}; allowed here: one")
+        return self.decodings[0]
+
+    @property
+    def sizes(self) -> tuple[list[int], list[int], list[int]]:
+        """Particles, blocks and branches."""
+        return self.particles or [8], self.block or [8, 5], self.branches or [4]
+
+    @property
+    def loads(self) -> list[int]:
+        """Requests side by side."""
+        return self.concurrency or list(PROMPTS_BESIDE if self.prompts else (1, 16))
+
+    @property
+    def timed_rounds(self) -> int:
+        return ROUNDS if self.rounds is None else self.rounds
+
+    def check(self, idle: Mapping[str, Any], *paths: Path | None) -> None:
+        """Counts, and files that are to be written. `idle`: settings that would have no effect without --link. Raises
+        ValueError."""
+        for name, values in (("concurrency", self.loads), ("rounds", [self.timed_rounds])):
+            if min(values) < 1:
+                raise ValueError(f"--{name} {min(values)}; allowed: >= 1")
+        for path in filter(None, paths):
+            if not path.absolute().parent.is_dir():
+                raise ValueError(f"cannot write {path}: its directory does not exist")
+        if not self.link:
+            refuse_idle(idle, "without --link")
+
+    def check_decoding(self) -> None:
+        """Raises ValueError for what cannot be decoded so, or has no effect with it."""
+        from smc.api.sampling_params import SamplingParams
+
+        if self.load == "grown" and self.guidance_scale not in (None, 1):
+            raise ValueError(
+                f"--guidance-scale {self.guidance_scale:g} has laws that are not the small pair's with --load grown, whose further tokens "
+                "come to be drawn; allowed: --load random, or files"
+            )
+        for decoding in self.decodings:
+            if decoding["method"] not in OF_METHOD:
+                raise ValueError(
+                    f"--method {decoding['method']}; allowed: {', '.join(OF_METHOD)} (plain decoding is a mode of its own)"
+                )
+            SamplingParams(**decoding)
+        if "exact" not in (self.method or ()):
+            refuse_idle(self.named("drafting"), "without --method exact")
+        elif self.verification == "rejection":
+            refuse_idle(self.named("drafting"), "with --verification rejection")
+
+
+def refuse_idle(given: Mapping[str, Any], where: str) -> None:
+    """Settings that would have no effect. Raises ValueError."""
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"--{name.replace('_', '-')} {value} has no effect {where}; leave it out")
+
+
+@with_options(BenchOptions)
+def bench(asked: BenchOptions) -> None:
+    """Measure speed: on GPUs answer tokens a second of every mode, on a CPU where the time of a round goes."""
+    if asked.advise:
+        _advise(asked)
+        return
+    refuse_idle(asked.named("gpus", "acceptance", "picture"), "without --advise")
+    asked.check_decoding()
+    if asked.device == "cuda":
+        _bench_gpus(asked)
+    elif asked.prompts:
+        _bench_prompts(asked)
+    else:
+        _bench_rounds(asked)
+
+
+def _advise(asked: BenchOptions) -> None:
+    """Costs, and what they say of how to split GPUs."""
+    idle = asked.named("mode") | {"prompts": asked.prompts or None}
+    idle |= asked.named(
+        "rounds", "draft_tp", "trace", "method", "population", "verification", "guidance_scale", "drafting"
+    )
+    refuse_idle(idle, "with --advise")
+    if asked.context and len(asked.context) > 1:
+        raise ValueError(f"--context {' '.join(map(str, asked.context))}; allowed with --advise: one")
+    asked.check(asked.named("target_tp"), asked.json, asked.picture)
+    on_gpu = asked.device == "cuda"
+    plan = _advise_plan(asked, count_gpus() if on_gpu else None)
+    if asked.load == "random" and plan.acceptance is None:
+        raise ValueError("--load random says nothing of what is accepted; give --acceptance")
+    if not on_gpu:
+        refuse_idle(asked.named("load"), "without --device cuda")
+    if not on_gpu and not asked.link:
+        run_advice(plan, _cpu_backend(asked), compiles=False)
+        return
+    apart = (1, max((degree for degree in plan.degrees if degree < plan.gpus), default=1))
+    with _backend(asked.link, _gang_config(asked), apart) as (backend, _):
+        run_advice(plan, backend, compiles=on_gpu)
+
+
+def _advise_plan(asked: BenchOptions, there: int | None) -> AdvisePlan:
+    """`there`: GPUs; None: the models are on a CPU."""
+    gpus = (there or 2) if asked.gpus is None else asked.gpus
+    most = 1 if not asked.link else gpus if there is None else min(gpus, there)
+    return AdvisePlan(
+        gpus=gpus,
+        degrees=[asked.target_tp]
+        if asked.target_tp
+        else [1 << power for power in range(most.bit_length()) if 1 << power <= most],
+        loads=asked.concurrency or ADVISE_LOADS,
+        context=asked.context[0] if asked.context else 256,
+        particles=asked.particles,
+        branches=asked.branches,
+        blocks=asked.block,
+        acceptance=asked.acceptance,
+        law=asked.law,
+        json=asked.json,
+        picture=asked.picture,
+    )
+
+
+def _bench_gpus(asked: BenchOptions) -> None:
+    """Tokens a second, or how soon answers begin."""
+    asked.check(asked.named("draft_tp", "target_tp", "threads"), asked.json, asked.trace)
+    contexts: Sequence[int] = asked.context or (PROMPT_CONTEXTS if asked.prompts else (256,))
+    if asked.prompts:
+        refuse_idle(asked.named("trace", "drafting"), "with --prompts")
+    elif asked.load == "grown":
+        refuse_idle(asked.named("context"), "with --load grown, whose prompts are problems")
+        contexts = ()
+    if WIDE in (asked.mode or ()) and not asked.link:
+        raise ValueError(f"--mode {WIDE} shares the target among processes; give --link")
+    degrees = (asked.draft_tp or 1, asked.target_tp or 1)
+    plan = SpeedPlan(
+        degrees,
+        asked.modes,
+        *asked.sizes,
+        contexts,
+        asked.loads,
+        asked.timed_rounds,
+        asked.law,
+        not asked.no_prefix_cache,
+        asked.decodings,
+        asked.drafting or "always",
+    )
+    with _backend(asked.link, _gang_config(asked), degrees) as (backend, gpus):
+        assert gpus is not None
+        _measure_prompts(plan, backend, gpus, asked.json) if asked.prompts else _measure_speed(
+            plan, backend, gpus, asked
+        )
+
+
+def _bench_prompts(asked: BenchOptions) -> None:
+    """How soon answers begin, on a CPU."""
+    idle = asked.named("load", "mode", "trace", "drafting", *LAW) | {"link": asked.link and asked.link[0]}
+    refuse_idle(idle | asked.named("draft_tp", "target_tp"), "with --prompts on a CPU")
+    asked.check({}, asked.json)
+    contexts = asked.context or SHORT_PROMPT_CONTEXTS
+    modes = ("plain", "lookahead")
+    plan = SpeedPlan(
+        (1, 1), modes, *asked.sizes, contexts, asked.loads, asked.timed_rounds, {}, decodings=[asked.decoding]
+    )
+    _measure_prompts(plan, _cpu_backend(asked), 2, asked.json)
+
+
+def _bench_rounds(asked: BenchOptions) -> None:
+    """Where the time of a round goes, on a CPU."""
+    refuse_idle(asked.named("load", "mode", "context", "trace", "drafting", *LAW), "without --device cuda")
+    (particles, *more), blocks, branches = asked.sizes
+    if more:
+        raise ValueError(
+            f"--particles {' '.join(map(str, (particles, *more)))}; allowed without --device cuda: one value"
+        )
+    asked.check(asked.named("draft_tp", "target_tp"), asked.json)
+    configs = [replace(config, prefix_cache=not asked.no_prefix_cache) for config in _configs(blocks, branches)]
+    sampling, rounds = {"particles": particles, **asked.decoding}, asked.timed_rounds
+    rows: list[Any]
+    if asked.link:
+        config = gang.gang_config(asked.named(*PLACES, "draft_tp", "target_tp", "threads", *OWN))
+        rows = _measure_processes(
+            [replace(config, link=name) for name in asked.link], configs, asked.loads, sampling, rounds
+        )
+        out.print(process_round_table(rows), PROCESS_LEGEND.format(particles=particles), sep="\n")
+    else:
+        rows = time_rounds(_cpu_pair(asked), configs, asked.loads, sampling, rounds)
+        out.print(round_table(rows), LOCAL_LEGEND.format(particles=particles, rounds=rounds), sep="\n")
+    out.print(*curve_tables(costs_of_rounds(rows)), CURVES_LEGEND, sep="\n")
+    _write(asked.json, rows)
+
+
+def _write(json: Path | None, rows: Sequence[Any]) -> None:
+    if json is not None:
+        json.write_text(json_module.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+def _configs(blocks: Sequence[int], branches: Sequence[int]) -> list[EngineConfig]:
+    from smc.api.engine_config import EngineConfig
+
+    lockstep = [EngineConfig(form="lockstep", block=block) for block in blocks]
+    return lockstep + [EngineConfig(block=block, branches=count) for block in blocks for count in branches]
+
+
+def _measure_processes(
+    gangs: Sequence[GangConfig],
+    configs: Sequence[EngineConfig],
+    concurrency: Sequence[int],
+    sampling: dict[str, Any],
+    rounds: int,
+) -> list[ProcessRoundTime]:
+    from benchmarks.rounds import measure_process_rounds
+
+    rows = []
+    with progress_bar() as progress:
+        task = progress.add_task("rounds", total=len(gangs) * len(configs) * len(concurrency))
+        for config in gangs:
+            rows += measure_process_rounds(
+                config, list(configs), list(concurrency), sampling, rounds, lambda: progress.advance(task)
+            )
+    return rows
+
+
+def _gang_config(asked: BenchOptions) -> GangConfig:
+    """Raises ValueError for wrong options before torch is imported."""
+    return gang.gang_config(asked.named("load", *PLACES, "device", "threads", *OWN))
+
+
+@contextmanager
+def _backend(
+    link: Sequence[str] | None, config: GangConfig, degrees: tuple[int, int]
+) -> Iterator[tuple[BenchBackend, int | None]]:
+    """With how many GPUs there are (None on a CPU): in this process, or with `link` each rank in one of its own.
+    `degrees`: of draft and target, where each has its own."""
+    from benchmarks.backends import GpuBackend, MixedBackend
+    from benchmarks.processes import ProcessBackend
+    from smc.loading import LoadedModels
+
+    gpus = count_gpus() if config.device == "cuda" else None
+    models = LoadedModels(config.sources, config.dtypes)
+    here = GpuBackend(models.model, models.tokenizer, models.draft_head)
+    if not link:
+        yield here, gpus
+        return
+    if len(link) > 1:
+        raise ValueError(f"--link {' '.join(link)}; allowed here: one")
+    draft, target = degrees
+    with closing(ProcessBackend(replace(config, link=link[0], draft_tp=draft, target_tp=target), gpus)) as apart:
+        yield (MixedBackend(here, apart) if gpus else apart), gpus
+
+
+def _cpu_pair(asked: BenchOptions) -> ModelPair:
+    from smc.loading import load_pair, pair_places, use_threads
+
+    found = pair_places(asked.target, asked.draft)
+    use_threads(asked.threads, found)
+    return load_pair(found, "cpu", None, **asked.named(*OWN))
+
+
+def _cpu_backend(asked: BenchOptions) -> CpuBackend:
+    from benchmarks.backends import CpuBackend
+
+    return CpuBackend(_cpu_pair(asked))
+
+
+def _measure_speed(plan: SpeedPlan, backend: BenchBackend, gpus: int, asked: BenchOptions) -> None:
+    # After every line, rather than after an hour.
+    rows = measure_speed(plan, backend, gpus, asked.trace, lambda found: _write(asked.json, found))
+    out.print(speed_table(rows), SPEED_LEGEND.format(rounds=plan.rounds), sep="\n")
+    if tables := curve_tables(costs_of_speeds(rows, plan.drafting)):
+        out.print(*tables, CURVES_LEGEND, sep="\n")
+
+
+def _measure_prompts(plan: SpeedPlan, backend: PromptBackend, gpus: int, json: Path | None) -> None:
+    from benchmarks.prompts import REPEATS
+
+    rows = measure_prompts(replace(plan, concurrency=(0, *plan.concurrency)), backend, gpus)
+    out.print(first_token_table(rows), PROMPT_LEGEND.format(repeats=REPEATS, rounds=plan.rounds), sep="\n")
+    _write(json, rows)

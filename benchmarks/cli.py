@@ -1,0 +1,250 @@
+"""The commands of `smcserve` that measure: `eval`, `bench`, `timeline` and `grow`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from benchmarks.bench import bench
+from services.cli import options
+from smc.terminal import check_drawing, err, out, progress_bar
+
+if TYPE_CHECKING:
+    from benchmarks.quality import DecodingSetting
+    from benchmarks.reports.quality import QualityPlan
+
+GridParticles = Annotated[
+    list[int] | None,
+    options.option(
+        options.PARTICLES,
+        "N; may be repeated. Default: of exact 1 4 8 16, of SMC 4 8 16 32.",
+        "--particles",
+        "-n",
+        metavar="N",
+    ),
+]
+GridBlocks = Annotated[
+    list[int] | None,
+    options.option(
+        options.ENGINE,
+        "K; may be repeated. Default: of exact 4 5 8, of SMC 5, in lockstep 8 as well.",
+        "--block",
+        "-k",
+        metavar="K",
+    ),
+]
+GridBranches = Annotated[
+    list[int] | None,
+    options.option(
+        options.ENGINE,
+        "F of look-ahead; may be repeated. Default: of exact 4, from N=16 on 2; of SMC 1 2 4.",
+        "--branches",
+        "-f",
+        metavar="F",
+    ),
+]
+
+
+def evaluate(
+    ctx: typer.Context,
+    load: Annotated[
+        str,
+        options.option(
+            options.MODELS, "files: the demo pair; grown: the same inside larger shapes.", metavar="files|grown"
+        ),
+    ] = "files",
+    target: Annotated[
+        str | None, options.option(options.MODELS, "Shape of the grown target, such as llama-8b.", metavar="SHAPE")
+    ] = None,
+    draft: Annotated[
+        str | None, options.option(options.MODELS, "Shape of the grown draft, such as llama-1b.", metavar="SHAPE")
+    ] = None,
+    device: options.Device = "cpu",
+    dtype: options.Dtype = None,
+    target_dtype: options.TargetDtype = None,
+    draft_dtype: options.DraftDtype = None,
+    draft_vocab: options.DraftVocab = None,
+    draft_vocab_text: options.DraftVocabText = None,
+    problems: Annotated[
+        int, options.option(options.MEASURE, "Held-out problems a setting answers.", metavar="COUNT")
+    ] = 1000,
+    seed: Annotated[int, options.option(options.MEASURE, "Of the problems and of the answers.", metavar="SEED")] = 0,
+    speed_problems: Annotated[
+        int, options.option(options.MEASURE, "Problems timed one request at a time; 0 = none.", metavar="COUNT")
+    ] = 20,
+    only: Annotated[
+        list[str] | None,
+        options.option(
+            options.MEASURE, "Settings with all these words, such as 'exact N=8'; may be repeated.", metavar="TEXT"
+        ),
+    ] = None,
+    particles: GridParticles = None,
+    block: GridBlocks = None,
+    branches: GridBranches = None,
+    temperature: Annotated[
+        float, options.option(options.SAMPLING, "Of the target law; 0 = greedy, without SMC.", metavar="T")
+    ] = 1.0,
+    ess_threshold: Annotated[float | None, options.sampling_option("ess_threshold")] = None,
+    concurrency: Annotated[int, options.option(options.ENGINE, "Requests in flight.", metavar="COUNT")] = 8,
+    threads: Annotated[int, options.option(options.ENGINE, "CPU threads of torch.", metavar="COUNT")] = 1,
+    json: Annotated[
+        Path | None, options.option(options.OUTPUT, "Write results here after every setting.", metavar="FILE")
+    ] = None,
+    accuracy_from: Annotated[
+        list[Path] | None,
+        options.option(
+            options.OUTPUT, "Record whose settings are not answered again, only timed; may be repeated.", metavar="FILE"
+        ),
+    ] = None,
+    resume: options.Resume = False,
+    markdown: Annotated[
+        Path | None, options.option(options.OUTPUT, "Write the table as markdown.", metavar="FILE")
+    ] = None,
+    picture: Annotated[
+        Path | None, options.option(options.OUTPUT, "Draw quality against speed (png).", metavar="FILE")
+    ] = None,
+) -> None:
+    """Measure quality and speed of every way of decoding, on problems made for it."""
+    from benchmarks.reports.quality import DemoPairs, QualityPlan, measure_all, prepare, report
+
+    plan = QualityPlan(**{name: ctx.params[name] for name in QualityPlan.__dataclass_fields__})
+    _check_outputs(plan, json, markdown, picture)
+    settings = _settings(grid_of(particles, block, branches, temperature), only)
+    if ess_threshold is not None and not any(setting.population == "independent" for setting in settings):
+        raise ValueError(
+            f"--ess-threshold {ess_threshold:g} has no effect without settings of independent particles; leave it out"
+        )
+    own = (dtype, target_dtype, draft_dtype, draft_vocab, draft_vocab_text)
+    if accuracy_from and not speed_problems:
+        raise ValueError("--accuracy-from leaves nothing to be measured with --speed-problems 0; leave one of them out")
+    pairs = DemoPairs.of(load, target, draft, device, own)
+    record, known = prepare(plan, settings, pairs, json, resume, accuracy_from or ())
+    measure_all(pairs, plan, settings, record, known)
+    report(plan, settings, record, markdown, picture)
+
+
+def _check_outputs(plan: QualityPlan, *paths: Path | None) -> None:
+    """Now rather than after an hour."""
+    for path in paths:
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise ValueError(
+                f"cannot write {path}: {'it is a directory' if path.is_dir() else 'its directory does not exist'}"
+            )
+    if paths[-1] is not None:
+        check_drawing()
+    if paths[-1] is not None and not plan.speed_problems:
+        raise ValueError("--picture shows speed, which --speed-problems 0 does not measure; leave one of them out")
+
+
+def grid_of(
+    particles: Sequence[int] | None, blocks: Sequence[int] | None, branches: Sequence[int] | None, temperature: float
+) -> list[DecodingSetting]:
+    """SMC has no law at temperature 0."""
+    from benchmarks.quality import grid
+
+    return [setting for setting in grid(particles, blocks, branches) if setting.method != "smc" or temperature != 0]
+
+
+def _settings(settings: list[DecodingSetting], only: Sequence[str] | None) -> list[DecodingSetting]:
+    if not only:
+        return settings
+    wanted = [text.lower().replace("lookahead", "look-ahead").split() for text in only]
+    chosen = [setting for setting in settings if any(_fits(setting.name, words) for words in wanted)]
+    if not chosen:
+        raise ValueError(
+            f"--only {' --only '.join(map(repr, only))} leaves no setting; there are: {', '.join(s.name for s in settings)}"
+        )
+    return chosen
+
+
+def _fits(name: str, words: Sequence[str]) -> bool:
+    """Every word is in the name; N=1 is not in N=16."""
+    name = name.lower()
+    return all(word in (name.split() if "=" in word else name) for word in words)
+
+
+def timeline(
+    trace: Annotated[
+        Path, typer.Argument(help="A trace, of `smcserve serve --trace` or `bench --trace`.", show_default=False)
+    ],
+    picture: Annotated[Path, typer.Argument(help="Where to draw it (png).", show_default=False)],
+    begin: Annotated[
+        float, options.option(options.OUTPUT, "Milliseconds from the first round to start at.", metavar="MS")
+    ] = 0.0,
+    length: Annotated[float, options.option(options.OUTPUT, "Milliseconds to show.", metavar="MS")] = 150.0,
+) -> None:
+    """Draw who worked when: draft, target and coordinator on one clock."""
+    from benchmarks.reports.timeline import LANES, draw, read, within
+
+    if length <= 0:
+        raise ValueError(f"--length {length:g}; allowed: > 0")
+    check_drawing()
+    events = read(trace)
+    start = min(event["ts"] for event in events) / 1e3 + begin
+    shown = [
+        event for event in events if start < (event["ts"] + event["dur"]) / 1e3 and event["ts"] / 1e3 < start + length
+    ]
+    if not shown:
+        last = max(event["ts"] for event in events) / 1e3
+        raise ValueError(
+            f"--begin {begin:g}: nothing was recorded there; the trace ends {last - start + begin:.0f} ms after its start"
+        )
+    draw(shown, start, length, picture)
+    for lane in LANES:
+        busy = sum(within(event, start, length) for event in shown if event["lane"] == lane)
+        out.print(f"{lane:12} busy {busy / length:6.1%} of {length:g} ms")
+
+
+def grow(
+    model: Annotated[Path, typer.Argument(help="Directory of the small model.", metavar="MODEL")],
+    directory: Annotated[Path, typer.Argument(help="New directory for the grown one.", metavar="OUT")],
+    shape: Annotated[str, options.option(options.MODELS, "A published shape, such as llama-8b.", metavar="SHAPE")],
+    dtype: Annotated[str, options.option(options.MODELS, "float32, bfloat16 or float16.", metavar="TYPE")] = "bfloat16",
+) -> None:
+    """Write a small model in a large shape, the rest zeros: the small one's answers at the large one's cost."""
+    from smc.model.linear import DTYPES
+    from smc.model.padded import SAVED_DTYPES, save_padded_model
+    from smc.model.presets import preset
+    from smc.model.weight_map import count_parameters
+
+    large = preset(shape)
+    allowed = {name: kind for name, kind in DTYPES.items() if kind in SAVED_DTYPES}
+    if dtype not in allowed:
+        raise ValueError(f"--dtype {dtype}; allowed: {', '.join(allowed)}")
+    with progress_bar() as progress:
+        task = progress.add_task(shape)
+        config = save_padded_model(
+            model,
+            large,
+            directory,
+            dtype=allowed[dtype],
+            on_bytes=lambda done, whole: progress.update(task, completed=done, total=whole),
+        )
+    weights = count_parameters(config)
+    size = weights * allowed[dtype].itemsize / 2**30
+    err.print(
+        f"{directory}: {model} in the shape {shape}, {weights / 1e9:.2f} B weights, {size:.1f} GiB",
+        soft_wrap=True,
+        markup=False,
+    )
+
+
+app = typer.Typer(
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("eval")(evaluate)
+app.command("bench")(bench)
+app.command("timeline")(timeline)
+app.command("grow")(grow)
+
+
+def run(command: str, arguments: Sequence[str]) -> int:
+    """Run `smcserve COMMAND ARGUMENTS` and return its exit code. Errors are raised, as by typer without standalone
+    mode."""
+    return app([command, *arguments], prog_name="smcserve", standalone_mode=False) or 0

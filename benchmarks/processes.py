@@ -1,0 +1,233 @@
+"""The ranks of both models as processes of this host, without Ray. Models stay loaded from one engine to the next."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing.connection
+import os
+import secrets
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.backends import Mode, read_bytes
+from services.coordinator.remote import RemoteEngine
+from services.launch.config import GangConfig
+from services.launch.errors import GangError, RemoteTraceback
+from services.launch.specs import coordinator_spec, rank_spec
+from services.link.base import failure_text
+from services.link.connect import Rendezvous
+from services.workers.process import load_rank, run_rank
+from smc.api.engine_config import EngineConfig
+from smc.model.config import ModelConfig
+from smc.model.decoder import empty_decoder
+from smc.model.linear import DTYPES
+from smc.model.parallel import Shard, local_config
+from smc.scheduler.engine import Engine
+from smc.types import ModelRole
+
+HOST = "127.0.0.1"
+END_SECONDS = 20.0
+"""For a rank to come back from an engine, and for its process to end."""
+
+
+class RankProcesses:
+    """Every rank in a process of its own; `close` ends them."""
+
+    def __init__(self, config: GangConfig, gpus: dict[str, list[int]] | None = None, *, rehearse: bool = False) -> None:
+        """`gpus`: the GPU that each rank of a role sees, of those that this process sees; two ranks may share one.
+        `rehearse`: warm up every engine, as a service does before it serves."""
+        self._config, self._epoch, self._rehearse = config, 0, rehearse
+        self._shares_gpu = gpus is not None and bool({*gpus[ModelRole.DRAFT]} & {*gpus[ModelRole.TARGET]})
+        limit = timedelta(seconds=config.start_timeout)
+        self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        self._ranks = {
+            (role, rank): _Rank(f"{role}{rank}", None if gpus is None else gpus[role][rank])
+            for role in ModelRole
+            for rank in range(config.degree(role))
+        }
+
+    def __enter__(self) -> RankProcesses:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for rank in self._ranks.values():
+            rank.end()
+
+    @contextmanager
+    def engine(self, engine: EngineConfig) -> Iterator[RemoteEngine]:
+        """An engine of these settings over the models. Raises GangError if it fails; the processes are of no use
+        after that."""
+        self._epoch += 1
+        config = replace(self._config, engine=engine)
+        pair = config.serving_pair()
+        rendezvous = Rendezvous(
+            HOST, self._store.port, self._epoch, secrets.token_hex(16), config.link, config.start_timeout
+        )
+        for (role, number), rank in self._ranks.items():
+            rank.pipe.send(
+                rank_spec(
+                    config, pair, rendezvous, role, Shard(number, config.degree(role)), shares_gpu=self._shares_gpu
+                )
+            )
+        self._hear("loaded", config.start_timeout)
+        try:
+            remote = RemoteEngine(coordinator_spec(config, pair, rendezvous, rehearse=self._rehearse))
+            try:
+                yield remote
+            finally:
+                remote.stop()
+        except RuntimeError as error:  # of the link, or of the store where the ranks meet
+            self._hear("ended", END_SECONDS)
+            raise GangError(str(error)) from error
+        self._hear("ended", END_SECONDS)
+
+    def _hear(self, word: str, timeout: float) -> None:
+        """Wait until every rank has sent this word. Raises GangError, naming the rank, if one fails, dies or stays
+        silent."""
+        silent, deadline = {rank.pipe: rank.name for rank in self._ranks.values()}, time.monotonic() + timeout
+        while silent:
+            ready: list[Any] = multiprocessing.connection.wait(list(silent), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise GangError(f"{', '.join(silent.values())}: not {word} within {timeout:g} s")
+            for pipe in ready:
+                name = silent.pop(pipe)
+                try:
+                    said = pipe.recv()
+                except (EOFError, OSError):
+                    raise GangError(f"{name} died") from None
+                if isinstance(said, _Failure):
+                    raise GangError(f"{name}: {said.text}") from RemoteTraceback(
+                        f"in the process of {name}\n{said.traceback}"
+                    )
+                assert said == word, f"{name} said {said!r} where {word!r} comes next"
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """The last message of a rank's process that fails."""
+
+    text: str
+    traceback: str
+    """The traceback as text; frames cannot be sent."""
+
+
+class _Rank:
+    """A process that runs one engine after the other."""
+
+    def __init__(self, name: str, gpu: int | None) -> None:
+        self.name = name
+        context = multiprocessing.get_context("spawn")
+        self.pipe, there = context.Pipe()
+        self._process = context.Process(target=_serve, args=(there, gpu), name=name, daemon=True)
+        self._process.start()
+        there.close()
+
+    def end(self) -> None:
+        with suppress(OSError):
+            self.pipe.send(None)
+        self._process.join(END_SECONDS)
+        self._process.kill()
+        self._process.join()
+        self.pipe.close()
+
+
+def _serve(pipe: Connection, gpu: int | None) -> None:
+    """The main function of a rank's process. It sends `loaded` and `ended` for every engine, or a `_Failure`."""
+    loaded = None
+    for spec in iter(pipe.recv, None):
+        try:
+            if loaded is None and gpu is not None:
+                see_only(gpu)
+            loaded = loaded or load_rank(spec)
+            pipe.send("loaded")
+            run_rank(spec, HOST, loaded)
+            pipe.send("ended")
+        except Exception as error:
+            pipe.send(_Failure(failure_text(error), traceback.format_exc()))
+            return
+        gc.collect()
+        if gpu is not None:
+            torch.cuda.empty_cache()
+
+
+def see_only(gpu: int) -> None:
+    """Let this process see one of its GPUs only; to be called before CUDA starts. Raises ValueError if it has fewer
+    GPUs."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(gpu)] if given is None else [name for name in given.split(",") if name]
+    index = 0 if given is None else gpu
+    if index >= len(names):
+        raise ValueError(f"GPU number {gpu} is asked for, but CUDA_VISIBLE_DEVICES={given!r} shows {len(names)}")
+    os.environ["CUDA_VISIBLE_DEVICES"] = names[index]
+
+
+class ProcessBackend:
+    """A `BenchBackend` whose ranks are processes, each with a GPU of its own."""
+
+    def __init__(self, config: GangConfig, gpus: int | None = None) -> None:
+        """`gpus` there are; None on CPUs."""
+        self._config, self._gpus = config, gpus
+        self.tokenizer = config.serving_pair().tokenizer
+        self._processes: tuple[dict[str, list[int]], RankProcesses] | None = None
+        self._remote: RemoteEngine | None = None
+
+    def close(self) -> None:
+        if self._processes is not None:
+            self._processes[1].close()
+            self._processes = None
+
+    @contextmanager
+    def engine(self, mode: Mode, config: EngineConfig) -> Iterator[Engine]:
+        with self._for(mode.degrees).engine(config) as self._remote:
+            yield self._remote.engine
+
+    def weight_bytes(self, mode: Mode, role: ModelRole) -> int:
+        whole, degree = self._config.sources.of_role(role).config, max(1, mode.degrees[list(ModelRole).index(role)])
+        dtype = DTYPES[self._config.dtypes[role]]
+        model, vocab = (
+            empty_decoder(local_config(whole, Shard(0, degree)), None, dtype, "meta"),
+            self._config.sources.draft_vocab,
+        )
+        return read_bytes(model, vocab.head(model) if vocab and role == ModelRole.DRAFT else None)
+
+    def shape(self, mode: Mode, role: ModelRole) -> ModelConfig:
+        return self._config.sources.of_role(role).config
+
+    def memory(self, mode: Mode) -> int:
+        assert self._remote is not None
+        return max(worker.status().device_bytes for worker in self._remote.workers.values())
+
+    def _for(self, degrees: tuple[int, int]) -> RankProcesses:
+        """The processes of the last mode if these GPUs are the same, so that weights are loaded once; else new ones."""
+        config = self._config
+        roles = placed(degrees, (config.draft_tp, config.target_tp), self._gpus)
+        if self._processes is None or self._processes[0] != roles:
+            self.close()
+            config = replace(config, draft_tp=len(roles[ModelRole.DRAFT]), target_tp=len(roles[ModelRole.TARGET]))
+            self._processes = (roles, RankProcesses(config, None if self._gpus is None else roles))
+        return self._processes[1]
+
+
+def placed(degrees: tuple[int, int], apart: tuple[int, int], gpus: int | None) -> dict[str, list[int]]:
+    """The GPU of each rank of draft and target, of `gpus` (None: any number).
+
+    A draft of degree 0 has an idle rank all the same. It gets the GPUs that it has when the models are `apart`, if the
+    target has the same GPUs then and there are enough, so that the same processes run both modes; otherwise it shares
+    the target's first GPU.
+    """
+    draft, target = degrees
+    if not draft and target == apart[1] and (gpus is None or sum(apart) <= gpus):
+        draft = apart[0]
+    return {ModelRole.DRAFT: list(range(max(1, draft))), ModelRole.TARGET: list(range(draft, draft + target))}

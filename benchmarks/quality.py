@@ -1,0 +1,418 @@
+"""The quality table: the share of held-out problems that each way of decoding solves, and how fast; and the file that
+`smcserve eval` writes after every setting and resumes from. Prints nothing.
+
+Every problem is one request with its own seed, so a setting's answers do not depend on how many are in flight.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from smc.api.engine_config import EngineConfig
+from smc.api.limits import UNSET
+from smc.api.outputs import Answer
+from smc.api.request import Request
+from smc.api.sampling_params import POPULATIONS, SamplingParams
+from smc.demo import MAX_ANSWER
+from smc.demo.problems import Problem, derived_seed, grade
+from smc.loading import DEMO
+from smc.statistics import Accuracy
+
+if TYPE_CHECKING:
+    from smc.local_engine import ModelPair
+    from smc.model.tokenizer import Tokenizer
+
+EXACT_PARTICLES, EXACT_BLOCKS = (1, 4, 8, 16), (4, 5, 8)
+WIDE, WIDE_BRANCHES, EXACT_BRANCHES = 16, 2, 4
+"""From so many rows on a tree is wide: fewer branches of each will do."""
+REJECTION_PARTICLES, REJECTION_BLOCKS = (1, 4, 8), (5,)
+SMC_PARTICLES = (4, 8, 16, 32)
+LOCKSTEP_BLOCKS, LOOKAHEAD_BLOCKS = (8, 5), (5,)
+BRANCHES = (1, 2, 4)
+WARM_UP_PROBLEMS = 5
+VERSION = 3
+"""Version of the file. Settings of version 1 had no population, and its answers were drawn otherwise; speeds of version 2
+included prompts."""
+
+
+SAME_ANSWERS = ("problems", "seed", "temperature", "ess_threshold", "weights_sha256", "draft_vocab")
+"""Conditions that decide which problems are solved, up to noise in the logits; so do weights in FP8. All others decide
+how fast."""
+
+
+@dataclass(frozen=True)
+class DecodingSetting:
+    """One way of decoding. None: the method has no such field."""
+
+    name: str
+    method: str
+    particles: int | None = None
+    """N; of exact decoding, rows of the tree."""
+    form: str | None = None
+    block: int | None = None
+    """K."""
+    branches: int | None = None
+    """F; look-ahead only."""
+    population: str | None = None
+    """SMC only."""
+    verification: str | None = None
+    """Exact decoding only, where it is not by the walk."""
+
+    @staticmethod
+    def plain(method: str) -> DecodingSetting:
+        return DecodingSetting(f"{method} alone", method)
+
+    @staticmethod
+    def lockstep(kind: str, particles: int, block: int) -> DecodingSetting:
+        """`kind`: `exact`, `rejection`, or the population of SMC."""
+        return DecodingSetting(
+            f"{kind} lockstep N={particles} K={block}", *_method(kind, particles, "lockstep", block, None)
+        )
+
+    @staticmethod
+    def lookahead(kind: str, particles: int, block: int, branches: int) -> DecodingSetting:
+        name = f"{kind} look-ahead N={particles} K={block} F={branches}"
+        return DecodingSetting(name, *_method(kind, particles, "lookahead", block, branches))
+
+    @property
+    def kind(self) -> str:
+        return self.population or self.verification or self.method
+
+    @property
+    def engine(self) -> EngineConfig:
+        """Plain decoding has no form: what the engine is set to then does not matter."""
+        if not self.form:
+            return EngineConfig()
+        assert self.block is not None
+        return EngineConfig(
+            form=self.form, block=self.block, branches=UNSET if self.branches is None else self.branches
+        )
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What all settings of a table share."""
+
+    seed: int
+    temperature: float = 1.0
+    ess_threshold: float | None = None
+    """Of independent particles."""
+
+
+@dataclass(frozen=True)
+class QualityRow:
+    """The results of one setting. `rounds` and below are means over answers; None where the method has no such value."""
+
+    setting: DecodingSetting
+    accuracy: Accuracy
+    tokens: float
+    """Length of an answer."""
+    batch_tokens_per_second: float | None
+    """Answer tokens per second with many requests in flight; None where the answers are from another record."""
+    rounds: float | None
+    resamples: float | None
+    mean_ess_share: float | None
+    """Effective sample size before resampling, as a share of N; independent particles only."""
+    collapses: int
+    """Rounds, over all answers, after which every weight was zero."""
+    hit_share: float | None = None
+    """Rounds after which what had been drafted ahead went on as the target did, as a share of all; exact decoding ahead
+    only."""
+    mean_logp: float | None = None
+    """Of an answer's token under the target's law. Not of the draft alone, where the target does not run."""
+    tokens_per_second: float | None = None
+    """Answer tokens per second with one request at a time, from the first token on, where that was measured."""
+    first_token: float | None = None
+    """Milliseconds until then, the mean."""
+
+    @property
+    def tokens_a_round(self) -> float | None:
+        """But for the first token of an answer, which comes with the prompt."""
+        return (self.tokens - 1) / self.rounds if self.rounds else None
+
+    @property
+    def resample_rate(self) -> float | None:
+        """Share of rounds that ended in resampling."""
+        return self.resamples / self.rounds if self.rounds and self.resamples is not None else None
+
+
+def grid(
+    particles: Sequence[int] | None = None, blocks: Sequence[int] | None = None, branches: Sequence[int] | None = None
+) -> list[DecodingSetting]:
+    """Both models alone, then exact decoding, by rejection too, and SMC of both populations in both forms. None stands
+    for usual values."""
+    settings = [DecodingSetting.plain("target"), DecodingSetting.plain("draft")]
+    exact = [(block, n) for block in _each(blocks, EXACT_BLOCKS) for n in _each(particles, EXACT_PARTICLES)]
+    for block, n in exact:
+        usual = (WIDE_BRANCHES if n >= WIDE else EXACT_BRANCHES,)
+        settings += [DecodingSetting.lookahead("exact", n, block, f) for f in _each(branches, usual)]
+    settings += [DecodingSetting.lockstep("exact", n, block) for block, n in exact]
+    chains = [(block, n) for block in _each(blocks, REJECTION_BLOCKS) for n in _each(particles, REJECTION_PARTICLES)]
+    for block, n in chains:
+        settings += [DecodingSetting.lookahead("rejection", n, block, f) for f in _each(branches, (EXACT_BRANCHES,))]
+    settings += [DecodingSetting.lockstep("rejection", n, block) for block, n in chains]
+    for kind in POPULATIONS:
+        for block in _each(blocks, LOCKSTEP_BLOCKS):
+            settings += [DecodingSetting.lockstep(kind, n, block) for n in _each(particles, SMC_PARTICLES)]
+        for block in _each(blocks, LOOKAHEAD_BLOCKS):
+            for n in _each(particles, SMC_PARTICLES):
+                settings += [DecodingSetting.lookahead(kind, n, block, f) for f in _each(branches, BRANCHES)]
+    return settings
+
+
+def measure(
+    pair: ModelPair,
+    setting: DecodingSetting,
+    problems: Sequence[Problem],
+    concurrency: int,
+    terms: Terms,
+    on_answer: Callable[[Problem, Answer], None] | None = None,
+) -> QualityRow:
+    """Answer every problem with `concurrency` requests in flight. Raises RuntimeError if an answer ends in an error."""
+    requests = problem_requests(pair.tokenizer, setting, problems, terms, logprobs=setting.method != "draft")
+    answers = []
+    began = time.perf_counter()
+    for problem, answer in _answers(pair, setting, problems, requests, concurrency):
+        answers.append((problem, answer))
+        if on_answer:
+            on_answer(problem, answer)
+    seconds = time.perf_counter() - began
+    return _row(setting, answers, seconds)
+
+
+def measure_speed(
+    pair: ModelPair, setting: DecodingSetting, problems: Sequence[Problem], terms: Terms
+) -> tuple[float, float]:
+    """Answer tokens per second from an answer's first token on, and the milliseconds before: one request at a time.
+
+    After a few that are not counted: first uses of a shape are slow.
+    """
+    from benchmarks.load import ClosedLoop
+    from smc.local_engine import fitted_engine
+
+    requests = problem_requests(pair.tokenizer, setting, problems, terms)
+    engine = fitted_engine(pair, setting.engine, requests)
+    for _ in ClosedLoop(engine, requests[:WARM_UP_PROBLEMS], 1).run():
+        pass
+    tokens, decoding, waiting = 0, 0.0, 0.0
+    asked, first = time.perf_counter(), None
+    for output in ClosedLoop(engine, requests, 1).run():
+        now = time.perf_counter()
+        if first is not None:
+            tokens += len(output.tokens)
+        elif output.tokens:
+            first = now
+            waiting += first - asked
+        if output.answer is not None:
+            decoding += now - (first or now)
+            asked, first = now, None
+    return tokens / decoding, 1e3 * waiting / len(requests)
+
+
+def seconds_of(pair: ModelPair, setting: DecodingSetting, problems: Sequence[Problem], terms: Terms) -> float:
+    """How long it takes to answer these, all in flight."""
+    began = time.perf_counter()
+    for _ in _answers(
+        pair, setting, problems, problem_requests(pair.tokenizer, setting, problems, terms), len(problems)
+    ):
+        pass
+    return time.perf_counter() - began
+
+
+def problem_requests(
+    tokenizer: Tokenizer, setting: DecodingSetting, problems: Sequence[Problem], terms: Terms, logprobs: bool = False
+) -> list[Request]:
+    """One request a problem, named by its index, with a seed that depends on nothing but the terms' seed and that
+    index."""
+    own: dict[str, Any] = {
+        "particles": setting.particles,
+        "population": setting.population,
+        "verification": setting.verification,
+    }
+    if setting.population == "independent":
+        own["ess_threshold"] = terms.ess_threshold
+    own |= {"method": setting.method, "temperature": terms.temperature, "max_tokens": MAX_ANSWER, "logprobs": logprobs}
+    return [
+        Request(
+            str(index),
+            tuple(tokenizer.chat([{"role": "user", "content": problem.question}])),
+            SamplingParams(seed=derived_seed(terms.seed, index), **own),
+        )
+        for index, problem in enumerate(problems)
+    ]
+
+
+def _answers(
+    pair: ModelPair, setting: DecodingSetting, problems: Sequence[Problem], requests: list[Request], concurrency: int
+) -> Iterator[tuple[Problem, Answer]]:
+    """In the order in which they end."""
+    from benchmarks.load import ClosedLoop
+    from smc.local_engine import fitted_engine
+
+    engine = fitted_engine(pair, setting.engine, requests, concurrency)
+    for output in ClosedLoop(engine, requests, concurrency).run():
+        if output.answer is None:
+            continue
+        if output.answer.error:
+            raise RuntimeError(f"{setting.name}, problem {output.request_id}: {output.answer.error}")
+        yield problems[int(output.request_id)], output.answer
+    engine.check_books()
+
+
+def _row(setting: DecodingSetting, answers: list[tuple[Problem, Answer]], seconds: float) -> QualityRow:
+    count = len(answers)
+    tokens = sum(len(answer.tokens) for _, answer in answers)
+    statistics = [answer.statistics for _, answer in answers]
+    known = [answer.logprobs for _, answer in answers if answer.logprobs is not None]
+    tried = sum(s.hits + s.misses for s in statistics)
+    resamples = setting.population == "independent"
+    return QualityRow(
+        setting=setting,
+        accuracy=Accuracy(sum(grade(problem, answer.text) for problem, answer in answers), count),
+        tokens=tokens / count,
+        batch_tokens_per_second=tokens / seconds,
+        rounds=sum(s.rounds for s in statistics) / count if setting.form else None,
+        resamples=sum(s.resamples for s in statistics) / count if resamples else None,
+        mean_ess_share=sum(s.mean_ess / s.particles for s in statistics) / count if resamples else None,
+        collapses=sum(s.collapses for s in statistics),
+        hit_share=sum(s.hits for s in statistics) / tried if tried else None,
+        mean_logp=sum(map(sum, known)) / tokens if known else None,
+    )
+
+
+def _method(kind: str, *shape: object) -> tuple:
+    """Fields of a setting of so many particles, a form, K and F."""
+    if kind in ("exact", "rejection"):
+        return "exact", *shape, None, None if kind == "exact" else kind
+    return "smc", *shape, kind, None
+
+
+def _each(given: Sequence[int] | None, usual: Sequence[int]) -> list[int]:
+    return list(dict.fromkeys(given or usual))
+
+
+class QualityRecord:
+    """Rows measured under one set of conditions, in a file if `path` is given."""
+
+    def __init__(self, path: Path | None, conditions: dict[str, Any], rows: dict[str, QualityRow]) -> None:
+        """`rows` are keyed by the name of their setting."""
+        self.path, self.conditions, self.rows = path, conditions, rows
+
+    @staticmethod
+    def open(path: Path | None, conditions: dict[str, Any], resume: bool) -> QualityRecord:
+        """A new record, or with `resume` the one in the file. Raises ValueError if the file is in the way or does not
+        fit."""
+        if path is None or not path.exists():
+            if resume and path is None:
+                raise ValueError("--resume has no effect without --json FILE; leave it out")
+            return QualityRecord(path, conditions, {})
+        if not resume:
+            raise ValueError(f"{path} exists already; use --resume to go on with it, or another file")
+        return QualityRecord(path, conditions, _read(path, conditions, None, "resumed")[0])
+
+    def add(self, row: QualityRow) -> None:
+        self.rows[row.setting.name] = row
+        self.write()
+
+    def write(self) -> None:
+        """In one move, so that a run stopped while writing leaves the file as it was."""
+        if self.path is None:
+            return
+        content = {
+            "version": VERSION,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "conditions": self.conditions,
+            "rows": [_as_dict(row) for row in self.rows.values()],
+        }
+        part = self.path.with_name(self.path.name + ".part")
+        part.write_text(json.dumps(content, indent=1) + "\n")
+        os.replace(part, self.path)
+
+
+def solved_before(paths: Sequence[Path], conditions: dict[str, Any]) -> tuple[dict[str, QualityRow], list[str]]:
+    """Rows of other records of the same pair, problems and terms, by the names of their settings, without speeds; and
+    what those were measured with, in words. Raises ValueError for a file that does not fit."""
+    rows: dict[str, QualityRow] = {}
+    measured_with = set()
+    for path in paths:
+        found, theirs = _read(path, conditions, SAME_ANSWERS, "taken for --accuracy-from")
+        if "fp8" in f"{theirs['dtype']} {conditions['dtype']}" and theirs["dtype"] != conditions["dtype"]:
+            raise ValueError(
+                f"{path} cannot be taken for --accuracy-from: dtype was {theirs['dtype']!r} and is now {conditions['dtype']!r}, "
+                "and FP8 solves other problems"
+            )
+        rows |= {
+            name: replace(row, batch_tokens_per_second=None, tokens_per_second=None, first_token=None)
+            for name, row in found.items()
+        }
+        measured_with.add(f"{theirs['dtype']} on {theirs['device_name']}")
+    return rows, sorted(measured_with)
+
+
+def _read(
+    path: Path, conditions: dict[str, Any], same: Sequence[str] | None, use: str
+) -> tuple[dict[str, QualityRow], dict[str, Any]]:
+    """Rows and conditions of a file. Raises ValueError if it is no record, or differs in what must be the `same` for
+    this `use`; None: in anything."""
+    try:
+        found = json.loads(path.read_text())
+        outdated = "rows" in found and found.get("version") != VERSION
+        rows = {} if outdated else {row["name"]: _row_of(row) for row in found["rows"]}
+        before = found["conditions"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is not a record of smcserve eval ({type(error).__name__}: {error}); use another file"
+        ) from error
+    if outdated:
+        raise ValueError(f"{path} cannot be {use}: it is of an earlier version of smcserve eval; use another file")
+    compared = dict.fromkeys((*conditions, *before)) if same is None else same
+    different = [key for key in compared if before.get(key) != conditions.get(key)]
+    if different:
+        differences = "; ".join(
+            f"{key} was {before.get(key)!r} and is now {conditions.get(key)!r}" for key in different
+        )
+        raise ValueError(f"{path} cannot be {use}: {differences}")
+    return rows, before
+
+
+def environment(device: str) -> dict[str, Any]:
+    """The weights, torch and the device: part of a record's conditions."""
+    import torch
+
+    return {
+        "weights_sha256": {
+            place.name: hashlib.sha256((place / "model.safetensors").read_bytes()).hexdigest() for place in DEMO
+        },
+        "torch": torch.__version__,
+        "device": device,
+        "device_name": torch.cuda.get_device_name() if device == "cuda" else _cpu_name(),
+    }
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _as_dict(row: QualityRow) -> dict[str, Any]:
+    values = asdict(row)
+    setting, accuracy = values.pop("setting"), values.pop("accuracy")
+    low, high = row.accuracy.interval
+    return {**setting, **accuracy, "accuracy": row.accuracy.share, "interval_95": [low, high], **values}
+
+
+def _row_of(values: dict[str, Any]) -> QualityRow:
+    setting = DecodingSetting(**{name: values[name] for name in DecodingSetting.__dataclass_fields__})
+    others = {name: values[name] for name in QualityRow.__dataclass_fields__ if name not in ("setting", "accuracy")}
+    return QualityRow(setting=setting, accuracy=Accuracy(values["correct"], values["count"]), **others)

@@ -1,0 +1,456 @@
+"""The work behind `smcserve bench`: what is measured in which order, and the tables of speeds, of first tokens, of the time
+of a round, and of costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product, zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from smc.terminal import err, progress_bar
+from smc.types import ModelRole
+
+if TYPE_CHECKING:
+    from benchmarks.backends import BenchBackend, Mode, PromptBackend
+    from benchmarks.prompts import FirstToken
+    from benchmarks.rounds import ProcessRoundTime, RoundTime
+    from benchmarks.speed import Speed, TracedRound
+    from smc.api.engine_config import EngineConfig
+    from smc.local_engine import ModelPair
+    from smc.scheduler.latency_model import LatencyModel, Point
+
+MOST_ROWS = 512
+"""Rows of the largest draft step whose cost is timed."""
+MODES = ("plain", "lockstep", "lockstep-apart", "lookahead")
+"""plain: the target alone; lockstep: both models on one GPU; lockstep-apart, lookahead: each on its own."""
+WIDE = "plain-tp"
+"""The target alone on all GPUs that the two models have together; so has `plain`, unless each has one."""
+APART = ("plain", "lockstep-apart", "lookahead")
+"""The default for models in processes of their own."""
+SPEED_LEGEND = (
+    "medians of {rounds} rounds, milliseconds. rows: rows of a request; alone: share of its rounds with nothing drafted "
+    "(--drafting costs); tok/round: tokens that a round adds to an answer (exact: tokens confirmed); tok/s: answer tokens "
+    "a second of one request, total: of all. step: one step of the draft; draft: its K steps; target: its pass (plain: its "
+    "K steps); choose: weighting and resampling; link: time in which no model works; host: planning and queueing a round, "
+    "hidden unless longer than the models' time; idle: share of the round in which the slower side waits; floor: share of "
+    "the time that reading all weights once a pass takes at 4.26 TB/s."
+)
+SPEED_COLUMNS = (
+    "N K F GPUs context requests rows alone tok/round tok/s total x_plain "
+    "round step draft target choose link host idle floor GiB"
+)
+
+TableLine = tuple["Mode", int, int | None]
+"""Mode, requests and context of one line of the table."""
+PROMPT_CONTEXTS = (256, 4096, 16384, 65536)
+SHORT_PROMPT_CONTEXTS = (64, 256)
+"""Contexts on a CPU."""
+PROMPTS_BESIDE = (8,)
+PROMPT_LEGEND = (
+    "medians of {repeats} prompts, milliseconds. cached: prompt tokens found in the prefix cache; beside: requests that are "
+    "decoded meanwhile; ttft: from submission to the first token, over all models of the mode; draft, target: their time on "
+    "the prompt, and the share of peak arithmetic (790 TFLOP/s a GPU) in it; chunks: passes of the target. round: the mean "
+    "of {rounds} rounds without a prompt; beside it: of rounds while one runs; x: how many times as long; longest: the "
+    "longest of them."
+)
+PROMPT_COLUMNS = "GPUs context cached beside ttft draft of_peak target of_peak chunks round beside_it x longest"
+LOCAL_LEGEND = (
+    "N={particles}, medians of {rounds} rounds, milliseconds, both models in one process. tokens: tokens that a round adds "
+    "to an answer; draft, target: their forward passes and draws; host: the rest, which overlaps with the models on a GPU."
+)
+PROCESS_LEGEND = (
+    "N={particles}, medians, milliseconds, each model in its own process. draft, target: at work; link: messages between "
+    "them; coordinator: planning and recording; stalls: a model without work."
+)
+CURVES_LEGEND = (
+    "costs by these rounds, at their contexts: milliseconds of a draft step by rows, of a target pass by positions, and of "
+    "a target pass in plain decoding by sequences."
+)
+COST_COLUMNS = {
+    "draft": ("rows", "draft step ms"),
+    "target": ("positions", "target pass ms"),
+    "alone": ("sequences", "alone ms"),
+}
+"""Headers of the parts of `smc.scheduler.latency_model.LatencyModel`."""
+
+
+@dataclass(frozen=True)
+class SpeedPlan:
+    """What to measure. Raises ValueError naming the option, the value and what is allowed."""
+
+    degrees: tuple[int, int]
+    """GPUs of draft and target, where each has its own."""
+    modes: Sequence[str]
+    particles: Sequence[int]
+    blocks: Sequence[int]
+    branches: Sequence[int]
+    contexts: Sequence[int]
+    """Prompt tokens; empty: prompts are problems, as long as these are."""
+    concurrency: Sequence[int]
+    rounds: int
+    law: Mapping[str, Any]
+    """Of `SamplingParams`, by name."""
+    prefix_cache: bool = True
+    """Of `EngineConfig`."""
+    decodings: Sequence[Mapping[str, Any]] = ({},)
+    """Method, population and verification of the modes of both models, of each in turn; of `SamplingParams`, by
+    name."""
+    drafting: str = "always"
+    """Of `EngineConfig`; `costs`: they are timed first."""
+
+    def __post_init__(self) -> None:
+        from smc.api.sampling_params import SamplingParams
+
+        for mode in self.modes:
+            if mode not in (*MODES, WIDE):
+                raise ValueError(f"--mode {mode!r}; allowed: {', '.join((*MODES, WIDE))}")
+        of_pair = self.decodings if set(self.modes) - {"plain", WIDE} else ()
+        for decoding in ({"method": "target"}, *of_pair):
+            SamplingParams(**decoding, **self.law)
+        for context in self.contexts:
+            if context < 1:
+                raise ValueError(f"--context {context}; allowed: >= 1")
+
+    def rows(self, gpus: int) -> Iterator[TableLine]:
+        """For every load the modes, in the order given."""
+        modes = list(self._modes(gpus))
+        for context, requests in product(self.contexts or (None,), self.concurrency):
+            for mode in modes:
+                yield mode, requests, context
+
+    def _modes(self, gpus: int) -> Iterator[Mode]:
+        from benchmarks.backends import Mode
+        from benchmarks.speed import PLAIN_BLOCK
+        from smc.api.engine_config import EngineConfig
+        from smc.api.sampling_params import Method
+
+        common: dict[str, Any] = {"prefix_cache": self.prefix_cache, "drafting": self.drafting}
+        for name in self.modes:
+            degrees = self._degrees(name)
+            needed = sum(degrees)
+            if gpus < needed:
+                err.print(f"[yellow]{name} needs {needed} GPUs; there are {gpus}: left out[/yellow]")
+            elif name == WIDE and "plain" in self.modes and degrees == self._degrees("plain"):
+                err.print(f"[yellow]{name} is plain here, on all {needed} GPUs: measured once[/yellow]")
+            elif name in ("plain", WIDE):
+                yield Mode(name, Method.TARGET, EngineConfig(block=PLAIN_BLOCK, **common), 1, degrees)
+            elif name == "lookahead":
+                for own, n, f, k in product(self._decodings(), self.particles, self.branches, self.blocks):
+                    yield Mode(
+                        name, config=EngineConfig(block=k, branches=f, **common), particles=n, degrees=degrees, **own
+                    )
+            else:
+                for own, n, k in product(self._decodings(), self.particles, self.blocks):
+                    yield Mode(
+                        name,
+                        config=EngineConfig(form="lockstep", block=k, **common),
+                        particles=n,
+                        degrees=degrees,
+                        **own,
+                    )
+
+    def _degrees(self, name: str) -> tuple[int, int]:
+        """GPUs of draft and target in this mode; 0: the draft is on the target's."""
+        # Plain decoding is on as many GPUs as the others have, or on one if it fits there: whoever has them would use
+        # them all.
+        if name == WIDE or (name == "plain" and max(self.degrees) > 1):
+            return (0, sum(self.degrees))
+        return (0, 1) if name in ("plain", "lockstep") else self.degrees
+
+    def _decodings(self) -> Iterator[dict[str, Any]]:
+        """What `Mode` has to be told of each."""
+        from smc.api.sampling_params import Method
+
+        for decoding in self.decodings:
+            own = {name: decoding.get(name) for name in ("population", "verification")}
+            yield {"method": Method(decoding.get("method", "smc")), **own}
+
+
+def in_turn(rows: Sequence[TableLine]) -> list[tuple[int, TableLine]]:
+    """In the order in which they are run, each with its place in `rows`: those whose target has as many GPUs follow
+    each other, whatever their load. Processes hold a target as it is split among them, and a large one takes minutes to
+    load."""
+    splits = list(dict.fromkeys(mode.degrees[1] for mode, _, _ in rows))
+    return sorted(enumerate(rows), key=lambda row: splits.index(row[1][0].degrees[1]))
+
+
+def measure_speed(
+    plan: SpeedPlan, backend: BenchBackend, gpus: int, trace: Path | None, keep_rows: Callable[[Sequence[Speed]], None]
+) -> list[Speed]:
+    """In the order of `plan.rows`, whatever is run first. With `trace`, all timed rounds are written there as a Chrome
+    trace. `keep_rows` is told of those so far after each."""
+    from benchmarks.advise import measure_costs
+    from benchmarks.load import problem_load, random_load
+    from benchmarks.speed import ModeTimer
+    from smc.calibration.costs import THOROUGH
+    from smc.scheduler.timeline import Timeline
+
+    timeline = Timeline(trace=True)
+
+    def keep(turn: TracedRound) -> None:
+        for name, span in turn.worked.items():
+            timeline.worked(ModelRole.DRAFT if name == "draft" else ModelRole.TARGET, name, *span)
+        timeline.waited(*turn.waited)
+        timeline.end_step(turn.begin, turn.end)
+
+    @cache
+    def costs(degrees: tuple[int, int]) -> LatencyModel:
+        found = measure_costs(backend, degrees, THOROUGH, min(MOST_ROWS, max(plan.concurrency) * max(plan.particles)))
+        err.print(f"costs: {found}", style="dim")
+        return found
+
+    decide = (lambda mode: costs(mode.degrees)) if plan.drafting == "costs" else (lambda mode: None)
+    bench = ModeTimer(backend, keep if trace else None, plan.law, decide)
+    todo = in_turn(list(plan.rows(gpus)))
+    measured: dict[int, Speed] = {}
+    with progress_bar() as progress:
+        task = progress.add_task("modes", total=len(todo))
+        for place, (mode, requests, context) in todo:
+            load = (
+                problem_load(backend.tokenizer, requests)
+                if context is None
+                else random_load(backend.tokenizer, requests, context)
+            )
+            measured[place] = bench.run(mode, load, plan.rounds)
+            keep_rows(_in_place(measured))
+            progress.advance(task)
+    if trace is not None:
+        timeline.write(trace)
+    return _in_place(measured)
+
+
+def _in_place(measured: Mapping[int, Speed]) -> list[Speed]:
+    return [measured[place] for place in sorted(measured)]
+
+
+def count_gpus() -> int:
+    """Raises ValueError if there is none."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if not gpus:
+        raise ValueError(
+            "--device cuda, but torch sees no GPU here; leave it out to split the time of a round on a CPU"
+        )
+    return gpus
+
+
+def speed_table(rows: Sequence[Speed]) -> Table:
+    table = Table(box=SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0))
+    table.add_column("mode", no_wrap=True)
+    for header in SPEED_COLUMNS.split():
+        table.add_column(header.replace("_", " "), justify="right", no_wrap=True)
+    plain = {(row.context, row.requests): row.per_request for row in rows if row.mode == "plain"}
+    for row in rows:
+        base = plain.get((row.context, row.requests))
+        shape = (row.particles, row.block, row.branches, row.gpus, row.context, row.requests)
+        name = row.mode if row.decoding == "target" else f"{row.decoding} {row.mode}"
+        drafted = (f"{row.rows:.1f}", f"{row.alone:.0%}" if row.decoding == "exact" else "")
+        rates = (
+            f"{row.tokens:.1f}",
+            f"{row.per_request:.0f}",
+            f"{row.total:.0f}",
+            f"{row.per_request / base:.2f}" if base else "",
+        )
+        times = (
+            f"{x:.2f}"
+            for x in (row.round, row.draft / row.block, row.draft, row.target, row.choose, row.link, row.host)
+        )
+        table.add_row(
+            name, *map(str, shape), *drafted, *rates, *times, f"{row.idle:.0%}", f"{row.floor:.0%}", f"{row.memory:.1f}"
+        )
+    return table
+
+
+def measure_prompts(plan: SpeedPlan, backend: PromptBackend, gpus: int) -> list[FirstToken]:
+    """`plan.concurrency`: requests beside; every mode is measured alone first."""
+    from benchmarks.prompts import REPEATS, FirstTokenTimer
+
+    todo = in_turn(list(plan.rows(gpus)))
+    found: dict[int, list[FirstToken]] = {}
+    with progress_bar() as progress:
+        task = progress.add_task("prompts", total=len(todo) * 2 * (1 + REPEATS))
+        bench = FirstTokenTimer(backend, plan.rounds, lambda: progress.advance(task), plan.law)
+        for place, (mode, beside, context) in todo:
+            assert context is not None, "prompts have lengths"
+            progress.update(task, description=f"{mode.name}, {context:,} tokens, {beside} beside")
+            found[place] = bench.run(mode, context, beside)
+    return [row for place in sorted(found) for row in found[place]]
+
+
+def first_token_table(rows: Sequence[FirstToken]) -> Table:
+    table = Table(box=SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0))
+    table.add_column("mode", no_wrap=True)
+    for header in PROMPT_COLUMNS.split():
+        table.add_column(header.replace("_", " "), justify="right", no_wrap=True)
+    for row in rows:
+        shape = (row.gpus, f"{row.context:,}", f"{row.cached:,}", row.beside)
+        work = (
+            f"{row.ttft:.1f}",
+            f"{row.draft:.1f}",
+            f"{row.draft_peak:.0%}",
+            f"{row.target:.1f}",
+            f"{row.target_peak:.0%}",
+            row.chunks,
+        )
+        rounds = (_milliseconds(value) for value in (row.round, row.round_beside, row.stretch, row.longest))
+        table.add_row(row.mode, *map(str, (*shape, *work)), *rounds)
+    return table
+
+
+def _milliseconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def time_rounds(
+    pair: ModelPair,
+    configs: Sequence[EngineConfig],
+    concurrency: Sequence[int],
+    sampling: Mapping[str, object],
+    rounds: int,
+) -> list[RoundTime]:
+    """Every engine with every number of requests side by side."""
+    from benchmarks.rounds import measure_rounds as measure
+
+    rows = []
+    with progress_bar() as progress:
+        task = progress.add_task("rounds", total=len(configs) * len(concurrency))
+        for config in configs:
+            for requests in concurrency:
+                rows.append(measure(pair, config, requests, sampling, rounds))
+                progress.advance(task)
+    return rows
+
+
+def round_table(times: Sequence[RoundTime]) -> Table:
+    table = _round_columns("decoding", "form", "K", "F", "requests", "tokens", "round ms", "draft", "target", "host")
+    for time in times:
+        shape = (str(value) for value in (time.block, time.branches, time.requests))
+        parts = (time.draft, time.target, time.host)
+        table.add_row(
+            time.decoding, time.form, *shape, f"{time.tokens:.1f}", *(f"{part:.2f}" for part in (sum(parts), *parts))
+        )
+    return table
+
+
+def process_round_table(rows: Sequence[ProcessRoundTime]) -> Table:
+    columns = ("round ms", "draft", "target", "link", "coordinator", "draft stall", "target stall")
+    table = _round_columns("link", "decoding", "form", "K", "F", "requests", *columns)
+    for row in rows:
+        shape = (str(value) for value in (row.block, row.branches, row.requests))
+        parts = (row.whole, row.draft, row.target, row.link_time, row.coordinator, row.draft_stall, row.target_stall)
+        table.add_row(row.link, row.decoding, row.form, *shape, *(f"{part:.2f}" for part in parts))
+    return table
+
+
+def _round_columns(*headers: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, header_style="bold", padding=0)
+    for header in headers:
+        words = header in ("decoding", "form", "link")
+        table.add_column(header.replace(" ", "\n", 1), justify="left" if words else "right", no_wrap=True)
+    return table
+
+
+@dataclass(frozen=True)
+class MeasuredCosts:
+    """A measured line of a table, as far as costs go. Milliseconds."""
+
+    on: str
+    """What runs the models."""
+    requests: int
+    particles: int
+    branches: int
+    block: int
+    form: str
+    """`plain`, `lockstep` or `lookahead`."""
+    draft: float
+    """K steps."""
+    target: float
+    """A pass; of plain decoding K."""
+
+    def samples(self) -> Iterable[tuple[str, Point]]:
+        """Of parts of the costs: size, and milliseconds of one step or pass."""
+        rows = self.requests * self.particles
+        if self.form == "plain":
+            yield "alone", (self.requests, self.target / self.block)
+            return
+        yield "draft", (rows * self.branches, self.draft / self.block)
+        yield "target", (rows * (self.block + (self.form == "lockstep")), self.target)
+
+
+def costs_of_speeds(rows: Sequence[Speed], drafting: str) -> list[MeasuredCosts]:
+    """`drafting` of `EngineConfig`: where costs decided, who had how many rows, and when, is not known of exact
+    decoding."""
+    return [
+        MeasuredCosts(
+            on=f"{row.target_gpus} GPUs" if row.target_gpus > 1 else "a GPU",
+            form="plain" if row.decoding == "target" else "lookahead" if row.mode == "lookahead" else "lockstep",
+            **{name: getattr(row, name) for name in ("requests", "particles", "branches", "block", "draft", "target")},
+        )
+        for row in rows
+        if drafting == "always" or row.decoding != "exact"
+    ]
+
+
+def costs_of_rounds(rows: Sequence[RoundTime | ProcessRoundTime]) -> list[MeasuredCosts]:
+    """Contexts on a CPU."""
+    names = ("requests", "particles", "branches", "block", "form", "draft", "target")
+    return [MeasuredCosts(on=getattr(row, "link", ""), **{name: getattr(row, name) for name in names}) for row in rows]
+
+
+def curve_tables(measured: Sequence[MeasuredCosts]) -> list[Table]:
+    """One for everything that models have run on."""
+    return [
+        _measured_table([each for each in measured if each.on == on], on)
+        for on in dict.fromkeys(each.on for each in measured)
+    ]
+
+
+def costs_tables(costs: Mapping[int, LatencyModel]) -> list[Table]:
+    """By the GPUs of the target."""
+    return [_costs_table(each, f"target on {degree}") for degree, each in costs.items()]
+
+
+def _costs_table(costs: LatencyModel, title: str) -> Table:
+    reads = ", ".join(f"{1e9 * part.read:.0f} ({name})" for name, part in costs.parts.items())
+    caption = f"without contexts; {reads} ns more for every token of context, {1e3 * costs.round_overhead:.2f} ms a round besides"
+    points = {
+        name: [(size, 1e3 * seconds) for size, seconds in part.curve.points] for name, part in costs.parts.items()
+    }
+    return curve_table(points, title, caption)
+
+
+def curve_table(points: Mapping[str, Sequence[Point]], title: str, caption: str | None = None) -> Table:
+    """`points`: size and milliseconds, by parts of the costs; those without any are left out."""
+    table = Table(
+        box=SIMPLE_HEAD,
+        header_style="bold",
+        padding=(0, 1, 0, 0),
+        title=title or None,
+        caption=caption,
+        title_justify="left",
+    )
+    found = {name: points[name] for name in COST_COLUMNS if points.get(name)}
+    for name in found:
+        for header in COST_COLUMNS[name]:
+            table.add_column(header, justify="right", no_wrap=True)
+    for row in zip_longest(*found.values()):
+        cells = (("", "") if point is None else (f"{point[0]:,}", f"{point[1]:.2f}") for point in row)
+        table.add_row(*(cell for two in cells for cell in two))
+    return table
+
+
+def _measured_table(measured: Sequence[MeasuredCosts], on: str) -> Table:
+    from smc.scheduler.latency_model import LatencyCurve
+
+    samples: dict[str, list[Point]] = {}
+    for name, point in (sample for each in measured for sample in each.samples()):
+        samples.setdefault(name, []).append(point)
+    points = {name: LatencyCurve.through(own).points for name, own in samples.items()}
+    return curve_table(points, f"target on {on}" if "GPU" in on else on)

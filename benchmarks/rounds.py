@@ -1,0 +1,173 @@
+"""The time of a round on a CPU, split into the draft's part, the target's part and the host's work around them; with
+both models in this process, or each rank in a process of its own.
+
+On a GPU the host's part overlaps with the models (smc/scheduler/decode.py)."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from benchmarks.load import ClosedLoop, endless_problem_requests
+from benchmarks.processes import RankProcesses
+from services.coordinator.remote import RemoteEngine
+from services.launch.config import GangConfig
+from smc.api.engine_config import EngineConfig
+from smc.api.sampling_params import Method, SamplingParams
+from smc.local_engine import ModelPair, fitted_engine
+from smc.scheduler.admission import sized_for
+from smc.scheduler.timeline import RoundTimes
+
+WARM_UP = 3
+
+
+@dataclass(frozen=True)
+class RoundTime:
+    """Medians over rounds, in milliseconds."""
+
+    decoding: str
+    """`exact`, or the population of SMC."""
+    form: str
+    block: int
+    branches: int
+    requests: int
+    particles: int
+    rounds: int
+    tokens: float
+    """By which an answer grows in a round: of exact decoding, as many as these rounds confirmed."""
+    host: float
+    """Scheduling, planning, recording: all that is neither of the next two."""
+    draft: float
+    """Forward passes and draws of the draft."""
+    target: float
+    """The target's pass, the law of what it scored, the choice, and its own following of it."""
+
+
+@dataclass(frozen=True)
+class ProcessRoundTime:
+    """Medians over rounds, in milliseconds; see `smc.scheduler.timeline.RoundTimes` for the parts."""
+
+    link: str
+    decoding: str
+    """`exact`, or the population of SMC."""
+    form: str
+    block: int
+    branches: int
+    draft_tp: int
+    target_tp: int
+    requests: int
+    particles: int
+    rounds: int
+    whole: float
+    draft: float
+    target: float
+    link_time: float
+    coordinator: float
+    draft_stall: float
+    target_stall: float
+
+
+def measure_rounds(
+    pair: ModelPair, config: EngineConfig, requests: int, sampling: Mapping[str, Any], rounds: int
+) -> RoundTime:
+    """Time rounds of `requests` problems that run side by side. `max_slots` and `pages` of `config` are replaced.
+
+    `sampling`: settings of `SamplingParams`, by name.
+    """
+    # The first round runs in the step that prefills.
+    asked = endless_problem_requests(pair.tokenizer, config, requests, sampling, rounds + WARM_UP + 1)
+    chunk = sum(len(request.prompt) for request in asked)
+    engine = fitted_engine(pair, replace(config, prefill_chunk=chunk), asked, requests)
+    loop = ClosedLoop(engine, asked, requests)
+    for _ in range(1 + WARM_UP):
+        loop.step()
+    assert engine.num_running == requests
+    engine.take_stats()
+    medians = [1e3 * statistics.median(column) for column in zip(*(_timed_step(loop) for _ in range(rounds)))]
+    params, stride = asked[0].params, engine.rounds_of(Method.SMC).decoding.stride(config)
+    tokens = engine.take_stats().spec["walk"].tokens_a_round or stride
+    shape = (config.form, config.block, config.branches, requests, params.rows, rounds)
+    return RoundTime(decoding_name(params), *shape, tokens, *medians)
+
+
+def measure_process_rounds(
+    config: GangConfig,
+    engines: list[EngineConfig],
+    concurrency: list[int],
+    sampling: Mapping[str, Any],
+    rounds: int,
+    done: Callable[[], None],
+) -> list[ProcessRoundTime]:
+    """`concurrency` requests side by side in turn, with every engine, each rank in a process of its own; `done` is
+    called after each. Raises GangError.
+
+    `sampling`: settings of `SamplingParams`, by name.
+    """
+    found, params = [], SamplingParams(**sampling)
+    with RankProcesses(config) as processes:
+        for engine in engines:
+            with processes.engine(sized_for(engine, params, max(concurrency))) as remote:
+                for count in concurrency:
+                    times = _process_times(remote, count, sampling, rounds)
+                    found.append(_process_row(replace(config, engine=engine), count, params, times))
+                    done()
+    return found
+
+
+def decoding_name(params: SamplingParams) -> str:
+    return params.population or (params.verification if params.verification == "rejection" else params.method.value)
+
+
+def _timed_step(loop: ClosedLoop) -> tuple[float, float, float]:
+    """(host, draft, target), seconds."""
+    begin = time.perf_counter()
+    loop.step()
+    whole = time.perf_counter() - begin
+    read = loop.engine.rounds_of(Method.SMC).last
+    assert read is not None
+    spans = read.spans()
+    times = {name: 1e-9 * (end - begin) for name, (begin, end) in spans.items()}
+    draft = times.pop("draft")
+    # All else that is timed is the target's: its pass, the choice, and what follows from it.
+    target = sum(times.values())
+    return whole - draft - target, draft, target
+
+
+def _process_times(remote: RemoteEngine, requests: int, sampling: Mapping[str, Any], rounds: int) -> list[RoundTimes]:
+    """Times of the rounds in which all requests take part, without the first few."""
+    engine = remote.engine
+    asked = endless_problem_requests(engine.tokenizer, engine.config, requests, sampling, rounds + WARM_UP + 1)
+    loop, found = ClosedLoop(engine, asked, requests), []
+    while not engine.idle:
+        begin = time.monotonic_ns()
+        loop.step()
+        times = remote.timeline.end_step(begin, time.monotonic_ns())
+        if times and engine.num_running == requests:
+            found.append(times)
+    return found[WARM_UP:]
+
+
+def _process_row(
+    config: GangConfig, requests: int, params: SamplingParams, times: list[RoundTimes]
+) -> ProcessRoundTime:
+    engine = config.engine
+    medians = {
+        name: 1e3 * statistics.median(getattr(t, name) for t in times) for name in RoundTimes.__dataclass_fields__
+    }
+    medians["link_time"] = medians.pop("link")
+    return ProcessRoundTime(
+        link=config.link,
+        decoding=decoding_name(params),
+        form=engine.form,
+        block=engine.block,
+        branches=engine.branches,
+        draft_tp=config.draft_tp,
+        target_tp=config.target_tp,
+        requests=requests,
+        particles=params.rows,
+        rounds=len(times),
+        **medians,
+    )

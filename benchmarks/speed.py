@@ -1,0 +1,263 @@
+"""How fast a model pair decodes on GPUs, mode by mode: plain decoding by the target, and every form of SMC and of exact
+decoding.
+
+SMC rejects no token, so that its speed is the same with random weights. The speed of exact decoding depends on them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from benchmarks.backends import BenchBackend, Mode
+from benchmarks.load import ClosedLoop, Load, Waves, repeated, sized_config
+from benchmarks.rounds import decoding_name
+from smc.algorithm.expansion import Kind
+from smc.api.sampling_params import Method, SamplingParams
+from smc.calibration.warm_up import KINDS, rehearsal, rehearse
+from smc.scheduler.engine import Engine
+from smc.scheduler.latency_model import LatencyModel
+from smc.types import ModelRole
+
+BANDWIDTH = 4.26e12
+"""Bytes a second that an H200 reads and writes in a device copy."""
+WARM_UP = 4
+"""Rounds before the clock starts: the first two compile and record."""
+SETTLED = 60
+"""The same where costs decide, and trees change for a while."""
+PLAIN_BLOCK = 16
+"""Tokens that plain decoding queues at a time."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Medians over rounds; milliseconds unless said otherwise."""
+
+    mode: str
+    decoding: str
+    """`target`, `exact`, or the population of SMC."""
+    particles: int
+    block: int
+    branches: int
+    requests: int
+    context: int
+    """Prompt tokens."""
+    gpus: int
+    target_gpus: int
+    rows: float
+    """Of a request in a round in which something was drafted for it, the mean; plain decoding has one."""
+    alone: float
+    """Share of the rounds of exact decoding in which nothing was drafted for a request, because costs said so."""
+    tokens: float
+    """Answer tokens of one request in a round: of exact decoding, as many as these rounds confirmed, the mean."""
+    per_request: float
+    """Answer tokens a second, of one request."""
+    total: float
+    """Answer tokens a second, of all."""
+    round: float
+    draft: float
+    """The draft's K steps."""
+    target: float
+    """The target's pass."""
+    choose: float
+    """Weighing, and choosing what goes on."""
+    link: float
+    """Nobody at work: messages are on their way, or the host is late. As near as the clocks of processes agree."""
+    host: float
+    """The host's time to plan and queue a round, which hides behind the models unless it is longer."""
+    idle: float
+    """Share of the round in which the slower side has nothing to do."""
+    floor: float
+    """Share of the time that reading the weights once for every pass would take at full bandwidth."""
+    memory: float
+    """GiB, of the fullest GPU."""
+
+
+@dataclass(frozen=True)
+class TracedRound:
+    """One turn of the host's loop, and the round that it read. Nanoseconds of the host's monotonic clock."""
+
+    begin: int
+    end: int
+    waited: tuple[int, int]
+    """When the host did nothing else."""
+    worked: dict[str, tuple[int, int]]
+    """What the models did, by name; their passes have the names of their sides."""
+
+
+@dataclass
+class TimedRounds:
+    """What was seen of timed rounds."""
+
+    spans: list[tuple[int, float]] = field(default_factory=list)
+    """Wave, and seconds from one round to the next."""
+    hosts: list[float] = field(default_factory=list)
+    """Seconds of planning and queueing."""
+    work: list[dict[str, tuple[int, int]]] = field(default_factory=list)
+    """Of the models: begin and end by name."""
+    runs: list[int] = field(default_factory=list)
+    """Numbers of these: rounds of one follow each other, between two of them lies what was not timed."""
+    delivered: int = 0
+    """Tokens, to all requests."""
+    took_part: int = 0
+    """Requests, over all rounds."""
+
+    @property
+    def round(self) -> float:
+        """Seconds: of every wave the mean, of these the median."""
+        waves = [[span for _, span in steps] for _, steps in groupby(self.spans, key=lambda step: step[0])]
+        return statistics.median(map(statistics.mean, waves))
+
+    @property
+    def link(self) -> float:
+        """Seconds a round in which nobody is at work."""
+        runs = [
+            [worked for _, worked in rounds]
+            for _, rounds in groupby(zip(self.runs, self.work), key=lambda round: round[0])
+        ]
+        return sum(map(unattended, runs)) / max(1, len(self.work) - len(runs))
+
+    @property
+    def tokens(self) -> float:
+        """Of a request in a round, the mean."""
+        return self.delivered / self.took_part
+
+
+class ModeTimer:
+    """Times modes on a machine, for requests of one law; `on_round` is told of every timed round."""
+
+    def __init__(
+        self,
+        backend: BenchBackend,
+        on_round: Callable[[TracedRound], None] | None = None,
+        law: Mapping[str, Any] | None = None,
+        costs: Callable[[Mode], LatencyModel | None] = lambda mode: None,
+    ) -> None:
+        """`law`: settings of `SamplingParams`, by name; `costs`: what decides about the trees of a mode, if not they
+        themselves."""
+        self._backend, self._on_round, self._law, self._costs = backend, on_round, law or {}, costs
+
+    def run(self, mode: Mode, load: Load, rounds: int) -> Speed:
+        """Time `rounds` rounds of a load."""
+        rows: dict[str, Any] = {
+            "particles": mode.particles,
+            "population": mode.population,
+            "verification": mode.verification,
+        }
+        params = SamplingParams(method=mode.method, **({} if mode.method.plain else rows), **self._law)
+        costs = self._costs(mode) if mode.method is Method.EXACT else None
+        untimed = WARM_UP if costs is None else SETTLED
+        asked = load.make_requests(params, _stride(mode) * (rounds + untimed + 4) + 1)
+        with self._backend.engine(mode, sized_config(mode.config, asked, load.requests)) as engine:
+            if costs is not None:
+                engine.costs = costs
+                _rehearse(engine)
+            loop = (ClosedLoop if load.answer is None else Waves)(engine, repeated(asked), load.requests)
+            while engine.num_running < load.requests:
+                loop.step()
+            for _ in range(untimed):
+                loop.step()
+            speed = self._timed(mode, loop, params, load, rounds)
+            loop.stop()
+        return speed
+
+    def _timed(self, mode: Mode, loop: ClosedLoop | Waves, params: SamplingParams, load: Load, rounds: int) -> Speed:
+        loop.engine.take_stats()
+        seen = self._watch(loop, mode.method, rounds)
+        whole, work, stats = seen.round, seen.work, loop.engine.take_stats()
+        draft, target, choose = (median_length(work, name) for name in (*ModelRole, "choose"))
+        busy = draft + target if mode.config.form == "lockstep" or mode.method.plain else max(draft, target)
+        spec, alone = stats.spec[mode.verification or "walk"], stats.spec_alone_rounds
+        tokens = seen.tokens if mode.method is Method.EXACT else _stride(mode)
+        return Speed(
+            mode=mode.name,
+            decoding=decoding_name(params),
+            particles=params.rows,
+            block=mode.config.block,
+            branches=1 if mode.method.plain else mode.config.branches,
+            requests=load.requests,
+            context=load.context,
+            gpus=mode.gpus,
+            target_gpus=mode.degrees[1],
+            rows=spec.rows / spec.rounds if spec.rounds else params.rows,
+            alone=alone / (alone + spec.rounds) if alone else 0.0,
+            tokens=tokens,
+            per_request=tokens / whole,
+            total=load.requests * tokens / whole,
+            round=1e3 * whole,
+            draft=1e3 * draft,
+            target=1e3 * target,
+            choose=1e3 * choose,
+            link=1e3 * seen.link,
+            host=1e3 * statistics.median(seen.hosts),
+            idle=max(0.0, 1 - busy / whole),
+            floor=self._floor(mode) / whole,
+            memory=self._backend.memory(mode) / 2**30,
+        )
+
+    def _watch(self, loop: ClosedLoop | Waves, method: Method, rounds: int) -> TimedRounds:
+        """So many rounds that are to be timed."""
+        sources, seen = [loop.engine.rounds_of(one) for one in dict.fromkeys((method, Method.TARGET))], TimedRounds()
+        last, run = time.monotonic_ns(), 0
+        while len(seen.spans) < rounds:
+            read = [source.last for source in sources]
+            for source in sources:
+                source.queued = 0.0
+            running, outputs, now = loop.running, loop.step(), time.monotonic_ns()
+            if loop.steady:
+                seen.spans.append((loop.wave, 1e-9 * (now - last)))
+                seen.hosts.append(sum(source.queued for source in sources))
+                seen.delivered += sum(len(output.tokens) for output in outputs)
+                seen.took_part += running
+                for source, before in zip(sources, read):
+                    if source.last is None or source.last is before:
+                        continue
+                    seen.work.append(source.last.spans())
+                    seen.runs.append(run)
+                    if self._on_round is not None:
+                        self._on_round(TracedRound(last, now, source.waited, seen.work[-1]))
+            run += not loop.steady
+            # Not a later time: the GPUs go on while this is being written down, and what is left out would make them
+            # look faster.
+            last = now
+        return seen
+
+    def _floor(self, mode: Mode) -> float:
+        """Seconds."""
+        draft, target = (self._backend.weight_bytes(mode, role) / BANDWIDTH for role in ModelRole)
+        if mode.method is Method.TARGET:
+            return mode.config.block * target
+        if mode.config.lookahead and mode.degrees[0]:
+            return max(mode.config.block * draft, target)
+        return mode.config.block * draft + target
+
+
+def median_length(work: list[dict[str, tuple[int, int]]], name: str) -> float:
+    """Seconds of the span of that name, the median over rounds; 0 in rounds without it."""
+    ends = (worked.get(name, (0, 0)) for worked in work)
+    return statistics.median(1e-9 * (end - begin) for begin, end in ends)
+
+
+def unattended(work: list[dict[str, tuple[int, int]]]) -> float:
+    """Seconds in which nothing is at work, from when the first round begins to when the last does."""
+    first, last = (min(begin for begin, _ in worked.values()) for worked in (work[0], work[-1]))
+    idle, reached = 0, first
+    for begin, end in sorted(span for worked in work for span in worked.values()):
+        idle += max(0, min(begin, last) - reached)
+        reached = max(reached, min(end, last))
+    return 1e-9 * idle
+
+
+def _rehearse(engine: Engine) -> None:
+    """As a service does: trees of all sizes come about where costs decide."""
+    rehearse(
+        engine, rehearsal(engine.config, engine.context, [kind for kind in KINDS if Kind.DISTINCT not in kind[1]], [()])
+    )
+
+
+def _stride(mode: Mode) -> int:
+    """By which an answer grows in a round, at most."""
+    return mode.config.block if mode.method.plain or mode.config.lookahead else mode.config.block + 1

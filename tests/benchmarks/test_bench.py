@@ -1,0 +1,212 @@
+"""`smcserve bench` on a few rounds: the parts of a round, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.bench import BenchOptions
+from benchmarks.reports.speed import SpeedPlan
+from smc.api.sampling_params import Method
+from smc.calibration import costs as timing
+
+
+def test_table_and_file(smcserve, tmp_path):
+    path = tmp_path / "bench.json"
+    ran = smcserve(
+        "bench", "-n", 2, "-k", 3, "-f", 2, "-c", 1, "-c", 2, "--rounds", 3, "--no-prefix-cache", "--json", path
+    )
+    assert ran.code == 0 and "lockstep" in ran.out and "lookahead" in ran.out
+    rows = json.loads(path.read_text())
+    assert [(row["form"], row["branches"], row["requests"]) for row in rows] == [
+        *(("lockstep", 1, count) for count in (1, 2)),
+        *(("lookahead", 2, count) for count in (1, 2)),
+    ]
+    assert {(row["decoding"], row["tokens"]) for row in rows} == {("distinct", 4), ("distinct", 3)}
+    for row in rows:
+        assert row["block"] == 3 and row["rounds"] == 3 and row["particles"] == 2
+        assert min(row["host"], row["draft"], row["target"]) > 0
+
+
+def test_costs_of_what_ran(smcserve):
+    ran = smcserve("bench", "-n", 2, "-k", 3, "-f", 2, "-c", 1, "-c", 4, "--rounds", 2)
+    assert ran.code == 0
+    *_, curves = ran.out.split("draft step ms")
+    rows = [line.split() for line in curves.splitlines() if line.strip()[:1].isdigit()]
+    # Of draft steps 2 and 8 rows in lockstep, 4 and 16 in look-ahead; of passes (3 + 1) and 3 positions a row.
+    assert [int(row[0]) for row in rows] == [2, 4, 8, 16] and [int(row[2]) for row in rows] == [6, 8, 24, 32]
+    assert [row[1] for row in rows] == sorted((row[1] for row in rows), key=float)
+
+
+def test_advice(smcserve, tmp_path, monkeypatch):
+    # However busy the machine is, no size is left out for want of time.
+    monkeypatch.setattr(timing, "STEADY", replace(timing.STEADY, seconds=math.inf))
+    path, picture = tmp_path / "advice.json", tmp_path / "advice.png"
+    options = ("-n", 1, "-n", 2, "-f", 1, "-k", 2, "-k", 4, "-c", 1, "-c", 2, "--json", path, "--picture", picture)
+    ran = smcserve("bench", "--advise", "--gpus", 3, "--acceptance", 0.9, "--context", 300, *options)
+    assert (
+        ran.code == 0
+        and "look-ahead 1 + 1" in ran.out
+        and "3 x lockstep" in ran.out
+        and picture.stat().st_size > 10_000
+    )
+    found = json.loads(path.read_text())
+    assert found["acceptance"] == {"one": 0.9, "gain": 0.6} and list(found["costs"]) == ["1"]
+    costs = found["costs"]["1"]
+    assert [costs[name]["points"][0][0] for name in ("draft", "target", "alone")] == [1, 6, 1]
+    assert costs["draft"]["points"][-1][0] == costs["alone"]["points"][-1][0] == 2 * 2
+    assert "ns more for every token of context" in " ".join(
+        ran.out.split()
+    ) and "requests of 300 tokens each" in " ".join(ran.out.split())
+    for requests in (1, 2):
+        rows = [row for row in found["speeds"] if row["requests"] == requests]
+        assert {row["arrangement"] for row in rows} == {"3 x plain", "3 x lockstep", "look-ahead 1 + 1"}
+        assert [row["per_request"] for row in rows] == sorted((row["per_request"] for row in rows), reverse=True)
+        assert all(row["setting"] is None or row["setting"]["block"] in (2, 4) for row in rows)
+
+
+def test_exact_decoding_says_what_its_rounds_confirmed(smcserve, tmp_path):
+    path = tmp_path / "bench.json"
+    assert (
+        smcserve("bench", "--method", "exact", "-n", 2, "-k", 3, "-f", 2, "-c", 1, "--rounds", 4, "--json", path).code
+        == 0
+    )
+    rows = json.loads(path.read_text())
+    assert {row["decoding"] for row in rows} == {"exact"} and all(1 <= row["tokens"] <= 4 for row in rows)
+
+
+def test_prompts(smcserve, tmp_path):
+    path = tmp_path / "bench.json"
+    ran = smcserve(
+        "bench", "--prompts", "-c", 1, "-n", 2, "-k", 3, "-f", 2, "--context", 40, "--rounds", 3, "--json", path
+    )
+    assert ran.code == 0 and "first token" in " ".join(ran.out.split())
+    rows = json.loads(path.read_text())
+    cases = [(mode, beside, cached) for beside in (0, 1) for mode in ("plain", "lookahead") for cached in (0, 32)]
+    assert [(row["mode"], row["beside"], row["cached"]) for row in rows] == cases
+    assert all(
+        row["context"] == 40 and row["ttft"] > 0 and (row["round"] is None) == (row["beside"] == 0) for row in rows
+    )
+
+
+def test_types_of_either_model(smcserve):
+    vocab = ("--draft-vocab", 64, "--draft-vocab-text", __file__)
+    assert (
+        smcserve(
+            "bench", "--target-dtype", "fp8", "--draft-dtype", "fp8", *vocab, "-k", 2, "-f", 1, "-c", 1, "--rounds", 1
+        ).code
+        == 0
+    )
+    ran = smcserve("bench", "--target-dtype", "fp6")
+    assert (ran.code, ran.out) == (2, "") and "--target-dtype fp6; allowed: float32, bfloat16, float16, fp8" in ran.err
+
+
+def test_each_method_in_every_mode_of_both_models():
+    """Plain decoding beside them comes once, on one GPU and on as many as both models have; each method is told what is
+    its own."""
+    asked = BenchOptions(
+        mode=["plain", "plain-tp", "lookahead"], method=["smc", "exact"], population="independent", link=["nccl"]
+    )
+    plan = SpeedPlan((1, 1), asked.mode, (4, 8), (5,), (2,), (), (1,), 3, {}, decodings=asked.decodings)
+    modes = [mode for mode, _, _ in plan.rows(2)]
+    assert [(mode.name, mode.degrees) for mode in modes[:2]] == [("plain", (0, 1)), ("plain-tp", (0, 2))]
+    decoded = [(mode.method, mode.particles, mode.population) for mode in modes[2:]]
+    assert decoded == [(Method.SMC, n, "independent") for n in (4, 8)] + [(Method.EXACT, n, None) for n in (4, 8)]
+    assert [mode.name for mode, _, _ in plan.rows(1)] == ["plain"]
+
+
+def test_what_is_given_twice_is_measured_once():
+    """In the order given; the only method is told all that was given, and refuses what is another's."""
+    twice = BenchOptions(
+        mode=["lookahead", "plain", "lookahead"], method=["exact", "exact"], verification="rejection", link=["nccl"]
+    )
+    assert twice.decodings == [{"method": "exact", "verification": "rejection"}]
+    assert list(twice.modes) == ["lookahead", "plain"]
+    given = {"method": ["smc", "exact", "smc"], "population": "independent"}
+    assert BenchOptions(**given).decodings == [{"method": "smc", "population": "independent"}, {"method": "exact"}]
+
+
+def test_plain_decoding_on_all_gpus_is_measured_once(capsys):
+    """Where either model has several GPUs, `plain` has them all."""
+    plan = SpeedPlan((1, 2), ("plain-tp", "plain", "lookahead"), (4,), (5,), (2,), (), (1, 2), 3, {})
+    assert [(mode.name, mode.degrees) for mode, requests, _ in plan.rows(3) if requests == 2] == [
+        ("plain", (0, 3)),
+        ("lookahead", (1, 2)),
+    ]
+    assert capsys.readouterr().err.splitlines() == ["plain-tp is plain here, on all 3 GPUs: measured once"]
+    assert [mode.degrees for mode, *_ in replace(plan, modes=("plain-tp",), concurrency=(1,)).rows(3)] == [(0, 3)]
+
+
+def test_more_gpus_than_there_are(capsys):
+    """Said once, however many loads there are, of plain decoding as well where that has the GPUs of both models."""
+    plan = SpeedPlan((1, 3), ("lockstep", "plain", "lookahead"), (4,), (5,), (2,), (), (1, 2), 3, {})
+    assert [mode.name for mode, *_ in plan.rows(2)] == ["lockstep"] * 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"{name} needs 4 GPUs; there are 2: left out" for name in ("plain", "lookahead")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--concurrency", 0), "--concurrency 0; allowed: >= 1"),
+        (("--rounds", 0), "--rounds 0; allowed: >= 1"),
+        (("--block", 33), "block=33; allowed: 1..32"),
+        (("--method", "target"), "--method target; allowed: smc, exact"),
+        (("--method", "exact", "--population", "distinct"), "population='distinct' has no effect with method='exact'"),
+        (("--json", "/nowhere/x.json"), "its directory does not exist"),
+        (("--mode", "plain"), "has no effect without --device cuda"),
+        (("--load", "random"), "has no effect without --device cuda"),
+        (("--top-p", 0.9), "--top-p 0.9 has no effect without --device cuda"),
+        (("--device", "cuda", "--top-p", 1.5), "top_p=1.5"),
+        (
+            ("--device", "cuda", "--load", "grown", "--guidance-scale", 2),
+            "--guidance-scale 2 has laws that are not the small pair's",
+        ),
+        (("--device", "cuda", "--mode", "lookahead", "--temperature", 0), "temperature=0"),
+        (("-n", 4, "-n", 8), "allowed without --device cuda: one value"),
+        (("--device", "cuda", "--mode", "fast"), "--mode 'fast'; allowed: plain"),
+        (("--device", "cuda", "--mode", "plain-tp"), "--mode plain-tp shares the target among processes; give --link"),
+        (("--method", "smc", "--method", "exact"), "--method smc exact; allowed here: one"),
+        (("--method", "smc", "--method", "target"), "--method target; allowed: smc, exact"),
+        (
+            ("--method", "smc", "--method", "smc", "--verification", "walk"),
+            "verification='walk' has no effect with method='smc'",
+        ),
+        (("--device", "cuda", "--context", 0), "--context 0; allowed: >= 1"),
+        (("--advise", "--acceptance", 1), "--acceptance 1; allowed: between 0 and 1"),
+        (("--advise", "--gpus", 0), "--gpus 0; allowed: >= 1"),
+        (("--advise", "-n", 0), "particles=0; allowed: "),
+        (("--advise", "-k", 33), "block=33; allowed: 1..32"),
+        (("--advise", "--context", 0), "--context 0; allowed: >= 1"),
+        (("--advise", "--context", 1, "--context", 2), "--context 1 2; allowed with --advise: one"),
+        (("--advise", "--mode", "plain"), "--mode ['plain'] has no effect with --advise"),
+        (("--advise", "--target-tp", 2), "--target-tp 2 has no effect without --link"),
+        (("--advise", "--link", "grpc", "--target-tp", 3), "--target-tp 3; allowed with 2 GPUs: 1..2"),
+        (("--advise", "--load", "random"), "--load random says nothing of what is accepted; give --acceptance"),
+        (("--acceptance", 0.9), "--acceptance 0.9 has no effect without --advise"),
+        (("--picture", "/tmp/x.png"), "--picture /tmp/x.png has no effect without --advise"),
+        (("--prompts", "--context", 0), "--context 0; allowed: >= 1"),
+        (("--prompts", "--context", 600), "--context 600; allowed: below 512"),
+        (("--prompts", "--mode", "plain"), "has no effect with --prompts on a CPU"),
+        (("--prompts", "--link", "grpc"), "--link grpc has no effect with --prompts on a CPU"),
+        (
+            ("--device", "cuda", "--prompts", "--trace", "/tmp/x.json"),
+            "--trace /tmp/x.json has no effect with --prompts",
+        ),
+        (("--device", "cuda", "--drafting", "costs"), "--drafting costs has no effect without --method exact"),
+        (
+            ("--device", "cuda", "--method", "exact", "--verification", "rejection", "--drafting", "costs"),
+            "--drafting costs has no effect with --verification rejection",
+        ),
+        (("--method", "exact", "--drafting", "costs"), "--drafting costs has no effect without --device cuda"),
+        (("--device", "cuda", "--draft-tp", 2), "--draft-tp 2 has no effect without --link"),
+        (("--device", "cuda", "--load", "random"), "--load random needs --target and --draft"),
+    ],
+)
+def test_mistakes(smcserve, arguments, message):
+    ran = smcserve("bench", *arguments)
+    assert (ran.code, ran.out) == (2, "") and message in ran.err

@@ -1,0 +1,44 @@
+"""Cost curves of what the bench has run: of sizes that are known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.reports.speed import MeasuredCosts, costs_of_speeds, curve_tables
+from benchmarks.speed import Speed
+
+TIMES = dict.fromkeys(("per_request", "total", "round", "choose", "link", "host", "idle", "floor", "memory"), 1.0)
+SIZES = {"particles": 8, "branches": 1, "requests": 128, "context": 74, "gpus": 1, "target_gpus": 1}
+PLAIN = Speed(
+    "plain",
+    "target",
+    **SIZES | {"particles": 1},
+    block=16,
+    rows=1,
+    alone=0.0,
+    tokens=16,
+    draft=0.0,
+    target=91.5,
+    **TIMES,
+)
+ALONE = Speed("lockstep", "exact", **SIZES, block=8, rows=8, alone=1.0, tokens=8, draft=0.0, target=46.0, **TIMES)
+DRAFTED = Speed("lockstep", "exact", **SIZES, block=8, rows=8, alone=0.0, tokens=8, draft=8.0, target=46.0, **TIMES)
+WIDE = replace(PLAIN, mode="plain-tp", gpus=2, target_gpus=2, target=183.4)
+
+
+def of(seen: list[MeasuredCosts]) -> list[tuple]:
+    return [sample for each in seen for sample in each.samples()]
+
+
+def test_what_costs_decided_says_nothing_of_costs():
+    """A draft that was not asked takes no time, of which no curve can be made."""
+    seen = costs_of_speeds([PLAIN, ALONE], "costs")
+    assert of(seen) == [("alone", (128, pytest.approx(91.5 / 16)))]
+    assert len(curve_tables(seen)) == 1 and not curve_tables(costs_of_speeds([ALONE], "costs"))
+
+
+def test_whole_trees_are_of_a_known_size():
+    assert of(costs_of_speeds([WIDE], "always")) == [("alone", (128, pytest.approx(183.4 / 16)))]
+    assert of(costs_of_speeds([DRAFTED], "always")) == [("draft", (1024, 1.0)), ("target", (9216, 46.0))]

@@ -1,0 +1,35 @@
+"""Pools of a measurement are as large as what is measured needs: nobody's round waits for pages."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.load import Load, Waves, repeated, sized_config
+from smc.api.engine_config import EngineConfig
+from smc.api.sampling_params import SamplingParams
+from smc.local_engine import local_engine
+from tests.scheduler.lives import pair
+
+
+@pytest.mark.parametrize("form", ["lockstep", "lookahead"])
+@pytest.mark.parametrize(
+    "law", [{"method": "exact", "particles": 8}, {"method": "smc", "particles": 8}, {"method": "target"}], ids=str
+)
+def test_no_round_waits_for_pages(form, law):
+    load = Load(2, [[0, 1, 2] * 10, [1, 2], [2] * 20, [1, 0]], 60)
+    config = EngineConfig(form=form, block=5, drafting="always")
+    asked = load.make_requests(SamplingParams(ignore_eos=True, **law), 60)
+    engine = local_engine(pair(), sized_config(config, asked, load.requests))
+    for method in {"target", law["method"]}:
+        engine.rounds_of(SamplingParams(method=method).method).pipelined = True
+    loop, provide, left_out = Waves(engine, repeated(asked), load.requests), engine.preemption.provide, []
+
+    def provided(wanting):
+        given = provide(wanting)
+        left_out.append(len(wanting) - len(given))
+        return given
+
+    engine.preemption.provide = provided
+    while loop.wave < 3:
+        loop.step()
+    assert sum(left_out) == 0 and len(left_out) > 30
